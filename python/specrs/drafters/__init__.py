@@ -1,0 +1,1 @@
+"""What proposes tokens. Knows no requests: flat rows in, draft tokens out."""

@@ -1,0 +1,107 @@
+"""One request: its prompt, its parameters, what it has produced. Schedules nothing and holds no tensors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from enum import StrEnum
+
+from specrs.core import AcceptanceTracker
+from specrs.engine.detokenizer import IncrementalDetokenizer
+from specrs.errors import SpecrsError
+from specrs.sampling import SamplingParams
+
+
+class FinishReason(StrEnum):
+    """Why a request ended; the strings that OpenAI-compatible clients know, and `error`."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class Request:
+    """A request from admission to its end. `output_token_ids` and `text` grow at every settled launch that names it."""
+
+    def __init__(
+        self,
+        request_id: int,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        prompt: str | None = None,
+        detokenizer: IncrementalDetokenizer | None = None,
+        num_speculative_tokens: int = 0,
+        priority: int = 0,
+    ) -> None:
+        """`num_speculative_tokens` is the engine's K, the size of the acceptance histogram."""
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_token_ids = list(prompt_token_ids)
+        self.params = params
+        self.priority = priority
+        self.output_token_ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.error: SpecrsError | None = None
+        self.acceptance = AcceptanceTracker(num_speculative_tokens)
+        self.num_cached_tokens = 0
+        self.stop_token_ids: tuple[int, ...] = ()
+        self.eos_token_ids: frozenset[int] = frozenset()
+        self.arrival_time = time.perf_counter()
+        self.first_token_time: float | None = None
+        self.finish_time: float | None = None
+        self._detokenizer = detokenizer
+
+    @property
+    def finished(self) -> bool:
+        """Whether the request has ended, for whatever reason."""
+        return self.finish_reason is not None
+
+    @property
+    def text(self) -> str:
+        """Text of the output so far, without a stop string that ended it; empty without a detokenizer."""
+        return "" if self._detokenizer is None else self._detokenizer.text
+
+    @property
+    def stable_text(self) -> str:
+        """The part of `text` that no further token can change: what a stream may send."""
+        return "" if self._detokenizer is None else self._detokenizer.stable_text
+
+    @property
+    def min_len(self) -> int:
+        """Position from which stop ids count (`min_tokens` behind the prompt)."""
+        return len(self.prompt_token_ids) + self.params.min_tokens
+
+    def append(self, token_ids: list[int], *, ended_by_token: bool) -> bool:
+        """Take newly settled tokens; true if a stop string ended the request among them (the rest is dropped).
+
+        With `ended_by_token` the last one is a stop token: an output token, but no text unless `include_stop_str_in_output`.
+        """
+        if self.first_token_time is None and token_ids:
+            self.first_token_time = time.perf_counter()
+        if self._detokenizer is None:
+            self.output_token_ids += token_ids
+            return False
+        silent = 1 if ended_by_token and not self.params.include_stop_str_in_output else 0
+        consumed, stop_string = self._detokenizer.update(token_ids[: len(token_ids) - silent])
+        if stop_string is None:
+            self.output_token_ids += token_ids
+            return False
+        self.output_token_ids += token_ids[:consumed]
+        self.stop_reason = stop_string
+        return True
+
+    def finish(self, reason: FinishReason, error: SpecrsError | None = None) -> None:
+        """End the request once; flushes the detokenizer. A later call changes nothing."""
+        if self.finished:
+            return
+        self.finish_reason = reason
+        self.error = error
+        self.finish_time = time.perf_counter()
+        if reason is FinishReason.STOP and self.stop_reason is None:
+            last = self.output_token_ids[-1]
+            self.stop_reason = None if last in self.eos_token_ids else last
+        if self._detokenizer is not None:
+            self._detokenizer.finish()

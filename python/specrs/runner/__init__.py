@@ -1,0 +1,1 @@
+"""How an iteration executes: row state, uploads, prefill, the three iteration functions, runners. Decides nothing."""
