@@ -40,7 +40,7 @@ endif
 	@touch $@
 
 $(VENV)/.built: $(VENV)/.installed pyproject.toml README.md $(RUST)
-	$(BIN)/maturin develop --release --locked --extras bench
+	PIP_QUIET=1 $(BIN)/maturin develop --release --locked --extras bench
 	@touch $@
 
 .PHONY: build
