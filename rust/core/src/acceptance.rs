@@ -1,0 +1,170 @@
+//! Acceptance books: how many drafted tokens the target accepted. Counts what the device reports and estimates nothing.
+//!
+//! One iteration of one request with `drafted >= 1` is one *draft* of `drafted` tokens, `accepted` of them accepted, before
+//! stop tokens or length limits cut the text. All shares are over drafts or draft tokens, so requests at K = 0 do not dilute them.
+
+use crate::error::Error;
+
+/// Books of drafts of up to `num_speculative_tokens` (K) tokens.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AcceptanceTracker {
+    /// `histogram[m]`: drafts with exactly m accepted tokens, `[K + 1]`. Everything but `draft_tokens` follows from it.
+    histogram: Vec<u64>,
+    draft_tokens: u64,
+}
+
+impl AcceptanceTracker {
+    /// Empty books for drafts of at most `num_speculative_tokens` tokens; 0 is allowed and then nothing can be recorded.
+    pub fn new(num_speculative_tokens: usize) -> Self {
+        Self { histogram: vec![0; num_speculative_tokens + 1], draft_tokens: 0 }
+    }
+
+    /// K, the most tokens one draft can have.
+    pub fn num_speculative_tokens(&self) -> usize {
+        self.histogram.len() - 1
+    }
+
+    /// Enters one iteration. `drafted == 0` is no draft and changes nothing.
+    ///
+    /// # Errors
+    /// [`Error::InvalidAcceptance`] unless `accepted <= drafted <= K`; the books are unchanged.
+    pub fn record(&mut self, drafted: usize, accepted: usize) -> Result<(), Error> {
+        let allowed = self.num_speculative_tokens();
+        if drafted > allowed || accepted > drafted {
+            return Err(Error::InvalidAcceptance { drafted, accepted, allowed });
+        }
+        if drafted > 0 {
+            self.histogram[accepted] += 1;
+            self.draft_tokens += drafted as u64;
+        }
+        Ok(())
+    }
+
+    /// Forgets everything recorded.
+    pub fn reset(&mut self) {
+        self.histogram.fill(0);
+        self.draft_tokens = 0;
+    }
+
+    /// Iterations that drafted at least one token.
+    pub fn drafts(&self) -> u64 {
+        self.histogram.iter().sum()
+    }
+
+    /// Tokens drafted.
+    pub fn draft_tokens(&self) -> u64 {
+        self.draft_tokens
+    }
+
+    /// Drafted tokens that the target accepted.
+    pub fn accepted_tokens(&self) -> u64 {
+        self.histogram.iter().zip(0..).map(|(&drafts, accepted)| drafts * accepted).sum()
+    }
+
+    /// Mean tokens emitted per draft, the recovered or bonus token included: `1 + accepted / drafts`; 1 without drafts.
+    pub fn acceptance_length(&self) -> f64 {
+        1.0 + ratio(self.accepted_tokens(), self.drafts())
+    }
+
+    /// `accepted / draft tokens`; 0 without drafts.
+    pub fn acceptance_rate(&self) -> f64 {
+        ratio(self.accepted_tokens(), self.draft_tokens)
+    }
+
+    /// `[K]`: drafts whose token i was accepted. Never increases with i.
+    pub fn accepted_per_position(&self) -> Vec<u64> {
+        let mut counts: Vec<u64> = self.histogram[1..].to_vec();
+        for i in (1..counts.len()).rev() {
+            counts[i - 1] += counts[i];
+        }
+        counts
+    }
+
+    /// `[K]`: share of all drafts whose token i was accepted, unconditional: a draft too short to have a token i counts as
+    /// one without. Sums to `acceptance_length - 1`.
+    pub fn per_position(&self) -> Vec<f64> {
+        let drafts = self.drafts();
+        self.accepted_per_position().into_iter().map(|accepted| ratio(accepted, drafts)).collect()
+    }
+
+    /// `[K + 1]`: drafts by the number of their tokens that were accepted.
+    pub fn histogram(&self) -> &[u64] {
+        &self.histogram
+    }
+}
+
+fn ratio(part: u64, whole: u64) -> f64 {
+    if whole == 0 { 0.0 } else { part as f64 / whole as f64 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every sequence of up to three records at K = 2, against a plain list of what was recorded.
+    #[test]
+    fn small_scope_against_a_list() {
+        let entries: Vec<(usize, usize)> = (0..=2).flat_map(|d| (0..=d).map(move |a| (d, a))).collect();
+        let mut sequences: Vec<Vec<(usize, usize)>> = vec![vec![]];
+        for _ in 0..3 {
+            let longer = sequences.iter().flat_map(|s| entries.iter().map(move |e| [s.as_slice(), &[*e]].concat()));
+            sequences = longer.chain(std::iter::once(vec![])).collect();
+        }
+        for sequence in sequences {
+            let mut books = AcceptanceTracker::new(2);
+            for &(drafted, accepted) in &sequence {
+                books.record(drafted, accepted).unwrap();
+            }
+            let drafts: Vec<_> = sequence.iter().filter(|(drafted, _)| *drafted > 0).collect();
+            let accepted: usize = drafts.iter().map(|(_, accepted)| accepted).sum();
+            let n = drafts.len() as f64;
+            assert_eq!(books.drafts(), drafts.len() as u64);
+            assert_eq!(books.draft_tokens(), drafts.iter().map(|(drafted, _)| *drafted as u64).sum::<u64>());
+            assert_eq!(books.accepted_tokens(), accepted as u64);
+            for i in 0..2 {
+                let count = drafts.iter().filter(|(_, accepted)| *accepted > i).count();
+                assert_eq!(books.accepted_per_position()[i], count as u64);
+                let share = if drafts.is_empty() { 0.0 } else { count as f64 / n };
+                assert!((books.per_position()[i] - share).abs() < 1e-12);
+            }
+            for m in 0..=2 {
+                assert_eq!(books.histogram()[m], drafts.iter().filter(|(_, accepted)| *accepted == m).count() as u64);
+            }
+            let length = if drafts.is_empty() { 1.0 } else { 1.0 + accepted as f64 / n };
+            assert!((books.acceptance_length() - length).abs() < 1e-12);
+            assert!((books.per_position().iter().sum::<f64>() + 1.0 - length).abs() < 1e-12);
+            books.reset();
+            assert_eq!(books, AcceptanceTracker::new(2));
+        }
+    }
+
+    #[test]
+    fn rate_is_over_draft_tokens() {
+        let mut books = AcceptanceTracker::new(5);
+        assert!(books.acceptance_rate().abs() < 1e-12 && (books.acceptance_length() - 1.0).abs() < 1e-12);
+        books.record(5, 2).unwrap();
+        books.record(3, 2).unwrap();
+        assert!((books.acceptance_rate() - 0.5).abs() < 1e-12);
+        assert!((books.acceptance_length() - 3.0).abs() < 1e-12);
+    }
+
+    #[test]
+    fn impossible_counts_change_nothing() {
+        let mut books = AcceptanceTracker::new(2);
+        books.record(2, 1).unwrap();
+        let before = books.clone();
+        for (drafted, accepted) in [(3, 0), (3, 3), (2, 3), (0, 1), (1, 2), (usize::MAX, usize::MAX)] {
+            let error = books.record(drafted, accepted).unwrap_err().to_string();
+            assert!(error.contains(&drafted.to_string()) && error.contains(&accepted.to_string()), "{error}");
+            assert_eq!(books, before);
+        }
+    }
+
+    #[test]
+    fn no_speculation_has_empty_books() {
+        let mut books = AcceptanceTracker::new(0);
+        books.record(0, 0).unwrap();
+        assert!(books.record(1, 0).is_err());
+        assert_eq!((books.per_position(), books.histogram()), (vec![], &[0_u64][..]));
+    }
+}

@@ -1,0 +1,212 @@
+//! Where a position's KV lives: `slot = block_table[position / block_size] * block_size + position % block_size`.
+//!
+//! This is the definition for the whole project; device kernels that compute slots are tested against it. It reads block
+//! tables and never allocates blocks.
+
+use crate::error::Error;
+
+/// Slot of a position that has no place; writing to it writes nothing.
+pub const NO_SLOT: i64 = -1;
+
+/// Maps positions to KV slots for blocks of `block_size` positions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SlotMapper {
+    block_size: usize,
+}
+
+impl SlotMapper {
+    /// A mapper for blocks of `block_size` positions, at least 1.
+    ///
+    /// # Errors
+    /// [`Error::InvalidConfig`] if `block_size` is 0.
+    pub fn new(block_size: usize) -> Result<Self, Error> {
+        if block_size == 0 {
+            return Err(Error::invalid_config("block_size", block_size, "at least 1"));
+        }
+        Ok(Self { block_size })
+    }
+
+    /// Positions per block.
+    pub fn block_size(&self) -> usize {
+        self.block_size
+    }
+
+    /// The slot of `position`, or [`NO_SLOT`] if it is negative, beyond the table, or in an entry without a block (< 0).
+    #[inline]
+    pub fn slot(&self, block_table: &[i64], position: i64) -> i64 {
+        let Ok(position) = usize::try_from(position) else { return NO_SLOT };
+        let (index, offset) = (position / self.block_size, position % self.block_size);
+        match block_table.get(index) {
+            Some(&block) if block >= 0 => block * self.block_size as i64 + offset as i64,
+            _ => NO_SLOT,
+        }
+    }
+
+    /// Fills `out[i]` with the slot of `start + i`: one lookup per block, for prefill and catch-up chunks.
+    pub fn map_range(&self, block_table: &[i64], start: i64, out: &mut [i64]) {
+        let mut filled = 0;
+        while filled < out.len() {
+            let position = start + filled as i64;
+            let offset = position.rem_euclid(self.block_size as i64) as usize;
+            let run = (self.block_size - offset).min(out.len() - filled);
+            let first = self.slot(block_table, position);
+            for (i, slot) in out[filled..filled + run].iter_mut().enumerate() {
+                *slot = if first < 0 { NO_SLOT } else { first + i as i64 };
+            }
+            filled += run;
+        }
+    }
+
+    /// Fills `out[i]` with the slot of `positions[i]`, all of one request.
+    ///
+    /// # Errors
+    /// [`Error::InvalidBuffer`] if `out` and `positions` differ in length; `out` is unchanged.
+    pub fn map(&self, block_table: &[i64], positions: &[i64], out: &mut [i64]) -> Result<(), Error> {
+        check_length("out", out.len(), positions.len())?;
+        for (slot, &position) in out.iter_mut().zip(positions) {
+            *slot = self.slot(block_table, position);
+        }
+        Ok(())
+    }
+
+    /// The batch form: rows `q_start[b]..q_start[b + 1]` belong to request b, whose table is row b of `block_tables`.
+    ///
+    /// `block_tables` is `[B, width]` row-major, `q_start` `[B + 1]` from 0 to N without decreasing, `positions` and `out` `[N]`.
+    ///
+    /// # Errors
+    /// [`Error::InvalidBuffer`] if a length or `q_start` disagrees with that; `out` is unchanged.
+    pub fn map_batch(
+        &self,
+        block_tables: &[i64],
+        q_start: &[i64],
+        positions: &[i64],
+        out: &mut [i64],
+    ) -> Result<(), Error> {
+        check_length("out", out.len(), positions.len())?;
+        let Some(requests) = q_start.len().checked_sub(1) else {
+            return Err(Error::invalid_buffer("q_start", 0, "at least 1 element"));
+        };
+        let width = block_tables.len().checked_div(requests).unwrap_or(0);
+        if block_tables.len() != requests * width {
+            let allowed = format!("a multiple of the {requests} requests of q_start");
+            return Err(Error::invalid_buffer("block_tables", block_tables.len(), allowed));
+        }
+        check_q_start(q_start, positions.len())?;
+        for (request, bounds) in q_start.windows(2).enumerate() {
+            let table = &block_tables[request * width..(request + 1) * width];
+            for row in bounds[0] as usize..bounds[1] as usize {
+                out[row] = self.slot(table, positions[row]);
+            }
+        }
+        Ok(())
+    }
+}
+
+fn check_length(name: &'static str, length: usize, expected: usize) -> Result<(), Error> {
+    if length == expected {
+        return Ok(());
+    }
+    Err(Error::invalid_buffer(name, format!("{length} elements"), format!("{expected}, one per position")))
+}
+
+fn check_q_start(q_start: &[i64], rows: usize) -> Result<(), Error> {
+    let (first, last) = (q_start[0], q_start[q_start.len() - 1]);
+    if first != 0 || last != rows as i64 {
+        let allowed = format!("0..{rows}, the number of positions");
+        return Err(Error::invalid_buffer("q_start", format!("{first}..{last}"), allowed));
+    }
+    match q_start.windows(2).find(|bounds| bounds[0] > bounds[1]) {
+        Some(bounds) => Err(Error::invalid_buffer("q_start", format!("{bounds:?}"), "offsets that never decrease")),
+        None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The definition by enumeration: walk the table's slots in order and number the positions.
+    fn enumerate_slots(block_table: &[i64], block_size: usize) -> Vec<i64> {
+        let mut slots = Vec::new();
+        for &block in block_table {
+            for offset in 0..block_size {
+                slots.push(if block < 0 { -1 } else { block * block_size as i64 + offset as i64 });
+            }
+        }
+        slots
+    }
+
+    /// Every block size to 5, every table to 3 entries over {-1, 0, 1, 4}, every position from -6 to past the end, all forms.
+    #[test]
+    fn small_scope() {
+        let mut tables: Vec<Vec<i64>> = vec![vec![]];
+        for _ in 0..3 {
+            let longer: Vec<_> =
+                tables.iter().flat_map(|t| [-1, 0, 1, 4].map(|block| [t.as_slice(), &[block]].concat())).collect();
+            tables.extend(longer);
+        }
+        for block_size in 1..=5 {
+            let mapper = SlotMapper::new(block_size).unwrap();
+            assert_eq!(mapper.block_size(), block_size);
+            for table in &tables {
+                let known = enumerate_slots(table, block_size);
+                let positions: Vec<i64> = (-6..known.len() as i64 + 6).collect();
+                let expected: Vec<i64> = positions
+                    .iter()
+                    .map(|&p| usize::try_from(p).ok().and_then(|p| known.get(p)).copied().unwrap_or(-1))
+                    .collect();
+                let mut out = vec![-7; positions.len()];
+                mapper.map(table, &positions, &mut out).unwrap();
+                assert_eq!(out, expected, "block_size {block_size} table {table:?}");
+                for from in 0..positions.len() {
+                    for to in from..=positions.len() {
+                        let mut out = vec![-7; to - from];
+                        mapper.map_range(table, positions[0] + from as i64, &mut out);
+                        assert_eq!(out, expected[from..to], "block_size {block_size} table {table:?} {from}..{to}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn batch_is_each_request_by_itself() {
+        let mapper = SlotMapper::new(4).unwrap();
+        let block_tables = [3, 1, -1, /**/ 9, 0, 2, /**/ 5, 5, 5];
+        let positions = [0, 7, 8, /**/ /**/ 11, -1, 12];
+        let mut out = [-7; 6];
+        mapper.map_batch(&block_tables, &[0, 3, 3, 6], &positions, &mut out).unwrap();
+        assert_eq!(out, [12, 7, -1, 23, -1, -1]);
+        let mut empty = [];
+        mapper.map_batch(&[], &[0], &[], &mut empty).unwrap();
+        mapper.map_batch(&[], &[0, 0, 0], &[], &mut empty).unwrap();
+        let mut out = [-7];
+        mapper.map_batch(&[], &[0, 1], &[0], &mut out).unwrap();
+        assert_eq!(out, [-1]);
+    }
+
+    #[test]
+    fn disagreeing_buffers_change_nothing() {
+        let mapper = SlotMapper::new(4).unwrap();
+        let mut out = [-7; 3];
+        type Case = (&'static [i64], &'static [i64], &'static [i64], &'static str);
+        let cases: [Case; 9] = [
+            (&[1, 2], &[0, 1, 2], &[0, 0], "out"),
+            (&[1, 2], &[], &[0, 0, 0], "q_start"),
+            (&[1, 2, 3], &[0, 1, 3], &[0, 0, 0], "block_tables"),
+            (&[1], &[0], &[], "out"),
+            (&[1, 2], &[0, 1, 2], &[0, 0, 0], "q_start"),
+            (&[1, 2], &[1, 2, 3], &[0, 0, 0], "q_start"),
+            (&[1, 2], &[0, 4, 3], &[0, 0, 0], "q_start"),
+            (&[1, 2], &[0, -1, 3], &[0, 0, 0], "q_start"),
+            (&[1], &[3], &[0, 0, 0], "block_tables"),
+        ];
+        for (block_tables, q_start, positions, field) in cases {
+            let error = mapper.map_batch(block_tables, q_start, positions, &mut out).unwrap_err();
+            assert!(matches!(error, Error::InvalidBuffer { name, .. } if name == field), "{error}");
+            assert_eq!(out, [-7; 3]);
+        }
+        assert!(matches!(mapper.map(&[1], &[0], &mut out), Err(Error::InvalidBuffer { name: "out", .. })));
+        assert!(matches!(SlotMapper::new(0), Err(Error::InvalidConfig { field: "block_size", .. })));
+    }
+}
