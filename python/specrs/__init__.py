@@ -1,1 +1,81 @@
 """Speculative decoding with draft models as real software. Importing this does not import torch."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specrs.config import EngineConfig, SpeculativeConfig
+    from specrs.errors import (
+        CheckpointError,
+        EngineError,
+        InvalidConfigError,
+        InvalidRequestError,
+        SpecrsError,
+        TokenizerMismatchError,
+        UnsupportedConfigError,
+        UnsupportedRequestError,
+    )
+    from specrs.llm import LLM
+    from specrs.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
+    from specrs.sampling import SamplingParams
+
+    __version__: str
+
+_HOME = {
+    "LLM": "llm",
+    "SamplingParams": "sampling",
+    "EngineConfig": "config",
+    "SpeculativeConfig": "config",
+    "CompletionOutput": "outputs",
+    "EngineStats": "outputs",
+    "RequestMetrics": "outputs",
+    "RequestOutput": "outputs",
+    "CheckpointError": "errors",
+    "EngineError": "errors",
+    "InvalidConfigError": "errors",
+    "InvalidRequestError": "errors",
+    "SpecrsError": "errors",
+    "TokenizerMismatchError": "errors",
+    "UnsupportedConfigError": "errors",
+    "UnsupportedRequestError": "errors",
+}
+"""Public name -> module; each is imported when it is first asked for."""
+
+__all__ = [
+    "LLM",
+    "CheckpointError",
+    "CompletionOutput",
+    "EngineConfig",
+    "EngineError",
+    "EngineStats",
+    "InvalidConfigError",
+    "InvalidRequestError",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "SpecrsError",
+    "SpeculativeConfig",
+    "TokenizerMismatchError",
+    "UnsupportedConfigError",
+    "UnsupportedRequestError",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value: Any = version("specrs")
+    elif name in _HOME:
+        value = getattr(import_module(f"specrs.{_HOME[name]}"), name)
+    else:
+        raise AttributeError(f"module 'specrs' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,392 @@
+"""What a user can set on an engine, under vLLM's names and defaults. Every value is checked here, once.
+
+Knows no torch and reads no checkpoint: what depends on the model's numbers is checked by the `resolve_*` functions,
+which the engine calls with those numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from specrs.errors import (
+    InvalidConfigError,
+    UnsupportedConfigError,
+    check_bool,
+    check_choice,
+    check_int,
+    check_text,
+    invalid,
+    short,
+    unknown_key,
+)
+from specrs.sampling import MAX_SPECULATIVE_TOKENS
+
+DTYPES = ("auto", "float32", "float64", "bfloat16")
+_DTYPE_ALIASES = {"float": "float32", "double": "float64", "half": "float16", "fp32": "float32", "bf16": "bfloat16"}
+DEFAULT_CPU_KV_CACHE_BYTES = 4 << 30
+"""Bytes of KV cache on a CPU unless told otherwise. The pool is mapped lazily, so unused blocks cost no memory."""
+_REJECTION_NAMES = ("rejection", "standard")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """How tokens are drafted. Immutable and checked at construction; `from_mapping` reads vLLM's dictionary.
+
+    `model`: folder or hub id of the draft model; None is the bundled draft, for the bundled target only.
+    `num_speculative_tokens`: drafts per iteration, 0 to 16; a request may ask for fewer.
+    `max_model_len`: the draft's context; a request that outgrows it goes on without drafts. None is the checkpoint's.
+    `rejection_sample_method`: `rejection`, or `standard`, its other name. Greedy requests are the same under any rule.
+    `disable_padded_drafter_batch`: accepted for vLLM's sake; rows are never padded here.
+    """
+
+    num_speculative_tokens: int
+    model: str | None = None
+    method: str = "draft_model"
+    max_model_len: int | None = None
+    revision: str | None = None
+    draft_tensor_parallel_size: int = 1
+    rejection_sample_method: str = "rejection"
+    disable_padded_drafter_batch: bool = False
+
+    def __post_init__(self) -> None:
+        error, at = InvalidConfigError, "speculative_config."
+        checked: dict[str, object] = {
+            "num_speculative_tokens": check_int(
+                error, at + "num_speculative_tokens", self.num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS
+            ),
+            "model": _model_path(at + "model", self.model),
+        }
+        if self.max_model_len is not None:
+            checked["max_model_len"] = check_int(error, at + "max_model_len", self.max_model_len, 2, also=", or None")
+        if self.revision is not None:
+            check_text(error, at + "revision", self.revision, also=", or None")
+        if self.method != "draft_model":
+            raise invalid(UnsupportedConfigError, at + "method", self.method, "not implemented; allowed: 'draft_model'")
+        if self.draft_tensor_parallel_size != 1:
+            raise invalid(
+                UnsupportedConfigError,
+                at + "draft_tensor_parallel_size",
+                self.draft_tensor_parallel_size,
+                "not implemented; allowed: 1",
+            )
+        rule = self.rejection_sample_method
+        if rule not in _REJECTION_NAMES:
+            raise invalid(
+                UnsupportedConfigError,
+                at + "rejection_sample_method",
+                rule,
+                f"not implemented yet; allowed: {', '.join(_REJECTION_NAMES)}",
+            )
+        checked["rejection_sample_method"] = "rejection"
+        check_bool(error, at + "disable_padded_drafter_batch", self.disable_padded_drafter_batch)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> SpeculativeConfig:
+        """Read a dictionary; dashes in keys equal underscores. Raises `InvalidConfigError` for an unknown key."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        values: dict[str, Any] = {}
+        for key, value in mapping.items():
+            name = key.replace("-", "_") if isinstance(key, str) else key
+            if name not in known:
+                raise unknown_key(InvalidConfigError, "speculative_config", key, known)
+            if name in values:
+                raise InvalidConfigError(f"speculative_config: {name} is given twice, with dashes and with underscores")
+            values[name] = value
+        if "num_speculative_tokens" not in values:
+            raise InvalidConfigError(
+                f"speculative_config: num_speculative_tokens is missing; an integer from 0 to {MAX_SPECULATIVE_TOKENS}"
+            )
+        return cls(**values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything an engine is told at its start. Immutable and checked at construction; `from_kwargs` reads `LLM(...)`.
+
+    `model`: folder or hub id; None is the bundled target. `tokenizer`, `tokenizer_revision`: None is the model's.
+    `device`: `auto` or `cpu`. `dtype`: of weights and KV cache; `auto` is the checkpoint's.
+    `max_model_len`: tokens of prompt and output together; None is the model's `max_position_embeddings`.
+    `max_num_seqs`: requests that run at once. `max_num_batched_tokens`: tokens of one launch.
+    `block_size`: positions of one KV block, a power of two. `num_gpu_blocks_override`: blocks of the pool, whatever the
+    device; otherwise as many as fit in `kv_cache_memory_bytes` (None: 4 GiB on a CPU).
+    `launch_depth`: launches planned and not yet settled, 1 or 2; None is 1 on a CPU.
+    `enforce_eager`: accepted either way; the CPU runs eagerly.
+
+    Raises `InvalidConfigError` naming field, value and what is allowed; `UnsupportedConfigError` for a value that means
+    something elsewhere and is not implemented here.
+    """
+
+    model: str | None = None
+    tokenizer: str | None = None
+    skip_tokenizer_init: bool = False
+    revision: str | None = None
+    tokenizer_revision: str | None = None
+    speculative_config: SpeculativeConfig | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    load_format: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    block_size: int = 16
+    num_gpu_blocks_override: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    enable_prefix_caching: bool = True
+    launch_depth: int | None = None
+    enforce_eager: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        error = InvalidConfigError
+        checked: dict[str, object] = {
+            "model": _model_path("model", self.model),
+            "tokenizer": _model_path("tokenizer", self.tokenizer),
+            "speculative_config": _speculative(self.speculative_config),
+            "device": _device(self.device),
+            "dtype": _dtype(self.dtype),
+            "max_num_seqs": check_int(error, "max_num_seqs", self.max_num_seqs, 1, 65536),
+            "max_num_batched_tokens": check_int(
+                error, "max_num_batched_tokens", self.max_num_batched_tokens, 1, 1 << 24
+            ),
+            "block_size": check_int(error, "block_size", self.block_size, 1, 1024),
+            "seed": check_int(error, "seed", self.seed, -(2**63), 2**63 - 1),
+        }
+        for name, low, high in (
+            ("max_model_len", 2, None),
+            ("num_gpu_blocks_override", 1, None),
+            ("kv_cache_memory_bytes", 1, None),
+            ("launch_depth", 1, 2),
+        ):
+            value = getattr(self, name)
+            if value is not None:
+                checked[name] = check_int(error, name, value, low, high, also=", or None")
+        for name in ("revision", "tokenizer_revision"):
+            value = getattr(self, name)
+            if value is not None:
+                check_text(error, name, value, also=", or None")
+        for name in ("skip_tokenizer_init", "enable_prefix_caching", "enforce_eager"):
+            check_bool(error, name, getattr(self, name))
+        check_choice(error, "load_format", self.load_format, ("auto", "safetensors"))
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        if self.block_size & (self.block_size - 1):
+            raise invalid(error, "block_size", self.block_size, "must be a power of two from 1 to 1024")
+        self._check_draft()
+
+    def _check_draft(self) -> None:
+        speculative = self.speculative_config
+        if speculative is not None and speculative.model is None and not self.uses_bundled_target:
+            raise InvalidConfigError(
+                f"speculative_config.model is missing: a folder or hub id of a draft for model={short(self.model)}; "
+                "it may be left out only for the bundled target"
+            )
+
+    @property
+    def uses_bundled_target(self) -> bool:
+        """Whether `model` is the target that comes with the package."""
+        if self.model is None:
+            return True
+        bundled = bundled_pair()[0]
+        return os.path.isdir(self.model) and os.path.realpath(self.model) == os.path.realpath(bundled)
+
+    @property
+    def target(self) -> str:
+        """Folder or hub id of the target, the bundled one if `model` is None."""
+        return bundled_pair()[0] if self.model is None else self.model
+
+    @property
+    def draft(self) -> str | None:
+        """Folder or hub id of the draft, None without speculation."""
+        if self.speculative_config is None:
+            return None
+        return self.speculative_config.model or bundled_pair()[1]
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """The engine's K: drafts per iteration at most, 0 without speculation."""
+        return 0 if self.speculative_config is None else self.speculative_config.num_speculative_tokens
+
+    @property
+    def depth(self) -> int:
+        """Launches planned and not yet settled."""
+        return 1 if self.launch_depth is None else self.launch_depth
+
+    @classmethod
+    def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
+        """Read the arguments of vLLM's `LLM(...)`: what is implemented, and the rest where it changes nothing.
+
+        Raises `UnsupportedConfigError` for an argument whose value specrs does not honour, `InvalidConfigError` for an
+        argument nobody knows.
+        """
+        known = {field.name for field in dataclasses.fields(cls)}
+        values: dict[str, Any] = {}
+        for name, value in kwargs.items():
+            if name in known:
+                values[name] = value
+            elif name in _HONOURED:
+                if not any(type(value) is type(same) and value == same for same in _HONOURED[name]):
+                    allowed = " or ".join(repr(same) for same in _HONOURED[name])
+                    raise invalid(UnsupportedConfigError, name, value, f"not implemented; allowed: {allowed}")
+            else:
+                raise unknown_key(InvalidConfigError, "LLM", name, known | set(_HONOURED))
+        return cls(**values)
+
+
+_HONOURED: dict[str, tuple[object, ...]] = {
+    "trust_remote_code": (False,),
+    "tensor_parallel_size": (1,),
+    "pipeline_parallel_size": (1,),
+    "data_parallel_size": (1,),
+    "decode_context_parallel_size": (1,),
+    "enable_expert_parallel": (False,),
+    "distributed_executor_backend": (None, "uni"),
+    "gpu_memory_utilization": (0.9, 0.92),
+    "swap_space": (4, 4.0, 0, 0.0),
+    "cpu_offload_gb": (0, 0.0),
+    "quantization": (None,),
+    "kv_cache_dtype": ("auto",),
+    "calculate_kv_scales": (False,),
+    "tokenizer_mode": ("auto", "hf", "fast"),
+    "config_format": ("auto", "hf"),
+    "hf_overrides": (None, {}),
+    "hf_token": (None,),
+    "download_dir": (None,),
+    "rope_scaling": (None, {}),
+    "rope_theta": (None,),
+    "task": ("auto", "generate", None),
+    "runner": ("auto", "generate"),
+    "convert": ("auto", "none"),
+    "served_model_name": (None,),
+    "generation_config": ("auto",),
+    "override_generation_config": (None, {}),
+    "model_loader_extra_config": (None, {}),
+    "compilation_config": (None, {}, 0),
+    "cudagraph_capture_sizes": (None,),
+    "max_cudagraph_capture_size": (None,),
+    "max_seq_len_to_capture": (8192,),
+    "attention_backend": (None,),
+    "disable_custom_all_reduce": (False, True),
+    "disable_log_stats": (True, False),
+    "disable_sliding_window": (False,),
+    "disable_cascade_attn": (False, True),
+    "enable_chunked_prefill": (None, True),
+    "max_num_partial_prefills": (1,),
+    "max_long_partial_prefills": (1,),
+    "long_prefill_token_threshold": (0,),
+    "scheduling_policy": ("fcfs",),
+    "async_scheduling": (None, False),
+    "max_logprobs": (20,),
+    "logprobs_mode": ("raw_logprobs",),
+    "logits_processors": (None, []),
+    "structured_outputs_config": (None, {}),
+    "enable_lora": (False,),
+    "enable_prompt_embeds": (False,),
+    "enable_sleep_mode": (False,),
+    "limit_mm_per_prompt": (None, {}),
+    "mm_processor_kwargs": (None, {}),
+    "allowed_local_media_path": ("",),
+    "kv_transfer_config": (None,),
+    "additional_config": (None, {}),
+}
+"""Arguments of vLLM's `LLM` that have no field here, each with the values that specrs honours as it is."""
+
+
+def bundled_pair() -> tuple[str, str]:
+    """Folders of the target and the draft that come with the package."""
+    from specrs.pair import DRAFT, TARGET
+
+    return str(TARGET), str(DRAFT)
+
+
+def resolve_max_model_len(config: EngineConfig, max_position_embeddings: int) -> int:
+    """The engine's context in tokens. Raises `InvalidConfigError` if `max_model_len` is above the model's."""
+    asked = config.max_model_len
+    if asked is not None and asked > max_position_embeddings:
+        raise invalid(
+            InvalidConfigError,
+            "max_model_len",
+            asked,
+            f"must be at most {max_position_embeddings}, the max_position_embeddings of {config.target}",
+        )
+    return max_position_embeddings if asked is None else asked
+
+
+def resolve_draft_max_model_len(config: EngineConfig, draft_max_position_embeddings: int) -> int:
+    """The draft's context in tokens; a request beyond it goes on without drafts.
+
+    Raises `InvalidConfigError` if `speculative_config.max_model_len` is above the draft model's.
+    """
+    asked = None if config.speculative_config is None else config.speculative_config.max_model_len
+    if asked is not None and asked > draft_max_position_embeddings:
+        raise invalid(
+            InvalidConfigError,
+            "speculative_config.max_model_len",
+            asked,
+            f"must be at most {draft_max_position_embeddings}, the max_position_embeddings of {config.draft}",
+        )
+    return draft_max_position_embeddings if asked is None else asked
+
+
+def resolve_num_blocks(config: EngineConfig, bytes_per_block: int, max_model_len: int) -> int:
+    """Blocks of the KV pool. `bytes_per_block` counts target and draft.
+
+    `num_gpu_blocks_override` as it is; else what fits in `kv_cache_memory_bytes`, and without either what fits in
+    4 GiB, but no more than `max_num_seqs` requests of full length can use. Raises `InvalidConfigError` if not even one
+    request of full length fits, unless the blocks were given by number: then long requests are refused one by one.
+    """
+    if config.num_gpu_blocks_override is not None:
+        return config.num_gpu_blocks_override
+    per_request = -(-max_model_len // config.block_size)
+    given = config.kv_cache_memory_bytes
+    blocks = (DEFAULT_CPU_KV_CACHE_BYTES if given is None else given) // bytes_per_block
+    if blocks < per_request:
+        raise invalid(
+            InvalidConfigError,
+            "kv_cache_memory_bytes",
+            given,
+            f"{blocks} KV blocks fit, one request of max_model_len={max_model_len} needs {per_request}: allowed are at "
+            f"least {per_request * bytes_per_block} bytes, or a smaller max_model_len",
+        )
+    return blocks if given is not None else min(blocks, per_request * config.max_num_seqs)
+
+
+def _model_path(field: str, value: object) -> str | None:
+    if value is None:
+        return None
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    return check_text(InvalidConfigError, field, value, also=": a folder or a hub id, or None")
+
+
+def _speculative(value: object) -> SpeculativeConfig | None:
+    if value is None or isinstance(value, SpeculativeConfig):
+        return value
+    if isinstance(value, Mapping):
+        return SpeculativeConfig.from_mapping(value)
+    raise invalid(InvalidConfigError, "speculative_config", value, "must be a dictionary, a SpeculativeConfig, or None")
+
+
+def _device(value: object) -> str:
+    name = str(value)
+    if name.split(":")[0] in ("cuda", "gpu"):
+        raise invalid(UnsupportedConfigError, "device", name, "not implemented yet; allowed: 'auto' or 'cpu'")
+    if name not in ("auto", "cpu"):
+        raise invalid(InvalidConfigError, "device", name, "must be 'auto' or 'cpu'")
+    return name
+
+
+def _dtype(value: object) -> str:
+    # a torch.dtype prints as torch.float32; its name is enough, and torch is not imported for it
+    name = str(value).removeprefix("torch.")
+    name = _DTYPE_ALIASES.get(name, name)
+    if name == "float16":
+        raise invalid(
+            UnsupportedConfigError, "dtype", str(value), "not implemented on a CPU; allowed: " + ", ".join(DTYPES)
+        )
+    return check_choice(InvalidConfigError, "dtype", name, DTYPES)

@@ -1,0 +1,162 @@
+"""Exceptions of specrs and the checks that raise them. Knows fields and ranges; knows no config and no request.
+
+Every message about a value reads `field=value: what is allowed`, so that a user finds the argument, sees what arrived
+and what to write instead. Long values are cut, because a prompt may be an argument.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+import reprlib
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import TypeVar
+
+from specrs._core import InvalidConfigError, InvalidRequestError, SpecrsError
+
+__all__ = [
+    "CheckpointError",
+    "EngineError",
+    "InvalidConfigError",
+    "InvalidRequestError",
+    "NonFiniteLogitsError",
+    "SpecrsError",
+    "TokenizerMismatchError",
+    "UnsupportedConfigError",
+    "UnsupportedModelError",
+    "UnsupportedRequestError",
+    "check_bool",
+    "check_choice",
+    "check_int",
+    "check_number",
+    "check_text",
+    "invalid",
+    "invalid_config",
+    "invalid_request",
+    "short",
+    "unknown_key",
+]
+
+
+class UnsupportedConfigError(InvalidConfigError, NotImplementedError):
+    """A setting that exists elsewhere, at a value that specrs does not implement."""
+
+
+class UnsupportedRequestError(InvalidRequestError, NotImplementedError):
+    """A request field that exists elsewhere, at a value that specrs does not implement."""
+
+
+class CheckpointError(InvalidConfigError):
+    """A checkpoint or tokenizer that is missing, broken, or of a kind that is not read."""
+
+
+class TokenizerMismatchError(InvalidConfigError):
+    """Draft and target tokenizers give different meanings to the same token ids."""
+
+
+class UnsupportedModelError(CheckpointError, NotImplementedError):
+    """An architecture, or an option of one, that specrs does not implement."""
+
+
+class NonFiniteLogitsError(SpecrsError):
+    """A request whose target logits were NaN or infinite."""
+
+
+class EngineError(SpecrsError):
+    """The engine failed, or ended a request for a reason other than its input."""
+
+
+ErrorT = TypeVar("ErrorT", bound=SpecrsError)
+
+_REPR = reprlib.Repr(maxstring=80, maxother=80, maxlist=8, maxtuple=8, maxdict=8, maxset=8, maxlong=40)
+
+
+def short(value: object) -> str:
+    """`repr(value)`, cut to a length that fits in a message."""
+    return _REPR.repr(value)
+
+
+def invalid(error: type[ErrorT], field: str, value: object, allowed: str) -> ErrorT:
+    """The exception for `field` at `value`; `allowed` says what may stand there instead. Returned, not raised."""
+    return error(f"{field}={short(value)}: {allowed}")
+
+
+def invalid_config(field: str, value: object, allowed: str) -> InvalidConfigError:
+    """`invalid` for a setting of the engine."""
+    return invalid(InvalidConfigError, field, value, allowed)
+
+
+def invalid_request(field: str, value: object, allowed: str) -> InvalidRequestError:
+    """`invalid` for a field of a request."""
+    return invalid(InvalidRequestError, field, value, allowed)
+
+
+def unknown_key(error: type[ErrorT], where: str, key: object, known: Iterable[str]) -> ErrorT:
+    """The exception for a key that `where` does not have: close matches first, the whole list where it is short."""
+    names = sorted(known)
+    close = get_close_matches(str(key), names, n=3)
+    hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(names)}"
+    if close and len(names) <= 16:
+        hint += f" known: {', '.join(names)}"
+    return error(f"{where}: unknown key {short(key)}; {hint}")
+
+
+def check_int(
+    error: type[SpecrsError], field: str, value: object, low: int, high: int | None = None, *, also: str = ""
+) -> int:
+    """`value` as an int in `[low, high]` (no upper bound if None). A bool is not an int; `also` ends the message."""
+    bounds = f"of at least {low}" if high is None else f"from {low} to {high}"
+    number: int | None = None
+    if not isinstance(value, bool):
+        try:
+            number = operator.index(value)  # type: ignore[arg-type]
+        except TypeError:
+            number = None
+    if number is None or number < low or (high is not None and number > high):
+        raise invalid(error, field, value, f"must be an integer {bounds}{also}")
+    return number
+
+
+def check_number(
+    error: type[SpecrsError],
+    field: str,
+    value: object,
+    low: float,
+    high: float = math.inf,
+    *,
+    open_low: bool = False,
+    also: str = "",
+) -> float:
+    """`value` as a finite float in `[low, high]`, or `(low, high]` with `open_low`. NaN and infinities never pass."""
+    if math.isinf(high):
+        bounds = f"greater than {low:g}" if open_low else f"of at least {low:g}"
+    else:
+        bounds = f"greater than {low:g} and at most {high:g}" if open_low else f"from {low:g} to {high:g}"
+    number = float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
+    if not math.isfinite(number) or number > high or number < low or (open_low and number == low):
+        raise invalid(error, field, value, f"must be a finite number {bounds}{also}")
+    return number
+
+
+def check_bool(error: type[SpecrsError], field: str, value: object) -> bool:
+    """`value` if it is True or False."""
+    if not isinstance(value, bool):
+        raise invalid(error, field, value, "must be True or False")
+    return value
+
+
+def check_text(error: type[SpecrsError], field: str, value: object, *, also: str = "") -> str:
+    """`value` if it is a string with at least one character."""
+    if not isinstance(value, str) or not value:
+        raise invalid(error, field, value, f"must be a string that is not empty{also}")
+    return value
+
+
+def check_choice(error: type[SpecrsError], field: str, value: object, choices: Iterable[str]) -> str:
+    """`value` if it is one of `choices`."""
+    names = list(choices)
+    if not isinstance(value, str) or value not in names:
+        raise invalid(error, field, value, f"must be one of {', '.join(names)}")
+    return value

@@ -1,0 +1,193 @@
+"""What comes back to a user: texts, and figures about them. Derived figures are properties; nothing is stored twice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from specrs.core import AcceptanceTracker
+
+if TYPE_CHECKING:
+    from specrs.engine.request import Request
+    from specrs.errors import SpecrsError
+
+
+def _no_drafts() -> AcceptanceTracker:
+    return AcceptanceTracker(0)
+
+
+class AcceptanceFigures:
+    """The acceptance books of one request or of an engine, read from its tracker.
+
+    One draft is one iteration with at least one draft token. Iterations count as they ran, before a stop or
+    `max_tokens` cut the text.
+    """
+
+    acceptance: AcceptanceTracker
+
+    @property
+    def drafts(self) -> int:
+        """Iterations that drafted."""
+        return self.acceptance.drafts
+
+    @property
+    def draft_tokens(self) -> int:
+        """Tokens that were drafted."""
+        return self.acceptance.draft_tokens
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Draft tokens that were accepted."""
+        return self.acceptance.accepted_tokens
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens per drafting iteration: 1 + accepted tokens / drafts; 1.0 if nothing was drafted."""
+        return self.acceptance.acceptance_length
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted tokens / draft tokens."""
+        return self.acceptance.acceptance_rate
+
+    @property
+    def per_position(self) -> list[float]:
+        """`[K]`: share of all drafts whose i-th token was accepted (unconditional)."""
+        return self.acceptance.per_position
+
+    @property
+    def accepted_per_position(self) -> list[int]:
+        """`[K]`: drafts whose i-th token was accepted."""
+        return self.acceptance.accepted_per_position
+
+    @property
+    def acceptance_histogram(self) -> list[int]:
+        """`[K+1]`: drafts by the number of their tokens that were accepted."""
+        return self.acceptance.histogram
+
+
+@dataclass(kw_only=True)
+class RequestMetrics(AcceptanceFigures):
+    """Figures of one request. Times are seconds of `time.perf_counter`, None for what did not happen."""
+
+    acceptance: AcceptanceTracker = field(default_factory=_no_drafts)
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+    arrival_time: float | None = None
+    first_token_time: float | None = None
+    finish_time: float | None = None
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from arrival to the first token."""
+        return _between(self.arrival_time, self.first_token_time)
+
+    @property
+    def latency(self) -> float | None:
+        """Seconds from arrival to the end."""
+        return _between(self.arrival_time, self.finish_time)
+
+    @property
+    def time_per_output_token(self) -> float | None:
+        """Seconds per token after the first; None with fewer than two tokens."""
+        seconds = _between(self.first_token_time, self.finish_time)
+        if seconds is None or self.num_generated_tokens < 2:
+            return None
+        return seconds / (self.num_generated_tokens - 1)
+
+
+@dataclass(kw_only=True)
+class EngineStats(AcceptanceFigures):
+    """Figures of an engine since its start or `reset_stats`.
+
+    `num_speculative_tokens`: the engine's K. `target_passes`, `draft_passes`: forward passes of each model, prefill
+    chunks included. `num_cached_tokens`: prompt tokens taken from the prefix cache. `num_preemptions`: requests that
+    lost their blocks and were recomputed.
+    """
+
+    acceptance: AcceptanceTracker = field(default_factory=_no_drafts)
+    num_speculative_tokens: int = 0
+    draft_passes: int = 0
+    target_passes: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+
+
+@dataclass(kw_only=True)
+class CompletionOutput:
+    """One completion of a prompt.
+
+    `text` is all the text so far and `delta` what this output adds to the one before it (all of it, if there is none).
+    `finish_reason`: None while it runs, then `stop`, `length`, `abort` or `error`. `stop_reason`: the stop string or
+    stop token id that ended it, None for an eos token.
+    """
+
+    index: int = 0
+    text: str = ""
+    delta: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(kw_only=True)
+class RequestOutput:
+    """A prompt and what became of it. `error` says why, where `finish_reason` is `error`; `prompt` is None for ids."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    error: SpecrsError | None = None
+
+    @classmethod
+    def from_request(cls, request: Request, *, text: str | None = None, delta: str | None = None) -> RequestOutput:
+        """A snapshot of a request. `text` and `delta` stand in for all of its text while it streams."""
+        text = request.text if text is None else text
+        completion = CompletionOutput(
+            text=text,
+            delta=text if delta is None else delta,
+            token_ids=list(request.output_token_ids),
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+        )
+        metrics = RequestMetrics(
+            acceptance=request.acceptance,
+            num_cached_tokens=request.num_cached_tokens,
+            num_generated_tokens=len(request.output_token_ids),
+            arrival_time=request.arrival_time,
+            first_token_time=request.first_token_time,
+            finish_time=request.finish_time,
+        )
+        return cls(
+            request_id=str(request.request_id),
+            prompt=request.prompt,
+            prompt_token_ids=list(request.prompt_token_ids),
+            outputs=[completion],
+            finished=request.finish_reason is not None,
+            metrics=metrics,
+            error=request.error,
+        )
+
+    @classmethod
+    def from_error(
+        cls, request_id: int, prompt: str | None, prompt_token_ids: list[int], error: SpecrsError
+    ) -> RequestOutput:
+        """The output of a request that was refused before it ran."""
+        return cls(
+            request_id=str(request_id),
+            prompt=prompt,
+            prompt_token_ids=prompt_token_ids,
+            outputs=[CompletionOutput(finish_reason="error")],
+            finished=True,
+            metrics=RequestMetrics(),
+            error=error,
+        )
+
+
+def _between(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else end - start
