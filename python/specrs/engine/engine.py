@@ -5,18 +5,20 @@ from __future__ import annotations
 import secrets
 
 import numpy as np
+import torch
 
-from specrs.config import EngineConfig
+from specrs.config import EngineConfig, resolve_max_model_len
 from specrs.core import PLAN_IDLE, PLAN_LAUNCH, Scheduler
-from specrs.engine.build import Models, build_models
+from specrs.drafters.draft_model import DraftModel
+from specrs.engine.build import Weights, allocate_cache, draft_cost_ratio, load_weights, make_drafter, num_blocks
 from specrs.engine.request import FinishReason, Request
-from specrs.errors import NonFiniteLogitsError, SpecrsError
+from specrs.errors import EngineError, SpecrsError
 from specrs.outputs import EngineStats
 from specrs.runner.eager import EagerRunner
 from specrs.runner.iteration import FLAG_CAPACITY, FLAG_TARGET_NON_FINITE
 from specrs.runner.ring import Header, Ring, RingSlot
 from specrs.runner.row_state import RowState
-from specrs.sampling import validate_request
+from specrs.sampling import RequestLimits, validate_request
 
 _FINISH = (None, FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR)
 
@@ -24,43 +26,52 @@ _FINISH = (None, FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, Fin
 class Engine:
     """Runs requests to their end, `launch_depth` launches in flight.
 
-    One `step` plans and enqueues until `launch_depth` launches are in flight, then settles the oldest: the host waits for a launch
+    One `step` plans and enqueues until `launch_depth` launches are in flight, then settles the oldest: the host
+    waits for a launch
     only when a newer one is already enqueued (or at depth 1).
     """
 
-    def __init__(self, config: EngineConfig, models: Models | None = None) -> None:
-        """Load the models of `config` (or take `models`) and allocate caches and row state.
+    def __init__(self, config: EngineConfig, weights: Weights | None = None) -> None:
+        """Load the models of `config` (or share `weights`) and allocate caches and row state.
 
         Raises:
-            InvalidConfigError, UnsupportedModelError, CheckpointError: what is wrong with the configuration or a checkpoint.
+            InvalidConfigError and its subclasses: what is wrong with the configuration or a checkpoint.
         """
         self.config = config
-        self.models = models if models is not None else build_models(config)
-        m = self.models
-        self.max_model_len = m.max_model_len
-        self.num_speculative_tokens = m.num_speculative_tokens
-        self.eos_token_ids = m.target.config.eos_token_ids
-        depth = config.launch_depth or 1
+        self.weights = load_weights(config) if weights is None else weights
+        target = self.weights.target.config
+        self.max_model_len = resolve_max_model_len(config, target.max_position_embeddings)
+        blocks = num_blocks(config, self.weights, self.max_model_len)
+        self.drafter = make_drafter(config, self.weights, blocks, self.max_model_len)
+        self.num_speculative_tokens = 0 if self.drafter is None else config.num_speculative_tokens
+        self.limits = RequestLimits(
+            max_model_len=self.max_model_len,
+            vocab_size=target.vocab_size,
+            num_speculative_tokens=self.num_speculative_tokens,
+            eos_token_ids=target.eos_token_ids,
+        )
         self.scheduler = Scheduler(
             max_num_seqs=config.max_num_seqs,
-            max_model_len=m.max_model_len,
-            num_blocks=m.num_blocks,
+            max_model_len=self.max_model_len,
+            num_blocks=blocks,
             block_size=config.block_size,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            num_speculative_tokens=m.num_speculative_tokens,
-            draft_max_model_len=None if m.drafter is None else m.drafter.max_model_len,
-            draft_cost_ratio=m.draft_cost_ratio,
-            max_in_flight=depth,
+            num_speculative_tokens=self.num_speculative_tokens,
+            draft_max_model_len=None if self.drafter is None else self.drafter.max_model_len,
+            first_rows=DraftModel.first_rows if self.drafter is None else self.drafter.first_rows,
+            draft_cost_ratio=draft_cost_ratio(self.weights),
+            max_in_flight=config.depth,
             enable_prefix_caching=config.enable_prefix_caching,
             hash_key=secrets.token_bytes(16),
         )
-        self.depth = depth
-        state = RowState.allocate(config.max_num_seqs, m.max_model_len, config.block_size, m.device)
-        self.runner = EagerRunner(m.target, m.kv_cache, m.drafter, state, config.block_size)
-        self.ring = Ring(self.scheduler, config.max_num_seqs, m.num_speculative_tokens, depth)
+        self.kv_cache = allocate_cache(self.weights.target, blocks, config.block_size)
+        state = RowState.allocate(config.max_num_seqs, self.max_model_len, config.block_size, torch.device("cpu"))
+        self.runner = EagerRunner(self.weights.target, self.kv_cache, self.drafter, state, config.block_size)
+        self.ring = Ring(self.scheduler, config.max_num_seqs, self.num_speculative_tokens, config.depth)
         self.requests: dict[int, Request] = {}
         self._rows: dict[int, Request] = {}  # row -> the request that was last admitted into it
-        self._stats = EngineStats(num_speculative_tokens=m.num_speculative_tokens)
+        self._preemptions_before = 0
+        self._prompt_tokens = self._generation_tokens = self._cached_tokens = 0
 
     def add_request(self, request: Request) -> None:
         """Queue a request.
@@ -68,24 +79,21 @@ class Engine:
         Raises:
             InvalidRequestError and other SpecrsError: what is wrong with it; the engine is unchanged.
         """
-        limits = self.models.limits
-        validate_request(request.prompt_token_ids, request.params, limits)
         params = request.params
-        prompt_len = len(request.prompt_token_ids)
-        room = self.max_model_len - prompt_len
-        request.eos_token_ids = frozenset() if params.ignore_eos else frozenset(self.eos_token_ids)
-        request.stop_token_ids = tuple(dict.fromkeys((*request.eos_token_ids, *params.stop_token_ids)))
-        wanted = params.num_speculative_tokens
+        bounds = validate_request(request.prompt_token_ids, params, self.limits)
         self.scheduler.add_request(
             request.request_id,
             np.asarray(request.prompt_token_ids, dtype=np.int64),
-            limit=prompt_len + (room if params.max_tokens is None else min(params.max_tokens, room)),
+            limit=bounds.limit,
             min_tokens=params.min_tokens,
-            num_speculative_tokens=self.num_speculative_tokens if wanted is None else wanted,
+            num_speculative_tokens=bounds.num_speculative_tokens,
             priority=request.priority,
-            stop_token_ids=np.asarray(request.stop_token_ids, dtype=np.int64),
-            cache_salt=(params.cache_salt or "").encode(),
+            stop_token_ids=np.asarray(bounds.stop_token_ids, dtype=np.int64),
+            cache_salt=request.cache_salt.encode(),
         )
+        request.stop_token_ids = bounds.stop_token_ids
+        request.eos_token_ids = frozenset() if params.ignore_eos else frozenset(self.limits.eos_token_ids)
+        self._prompt_tokens += len(request.prompt_token_ids)
         self.requests[request.request_id] = request
 
     def abort(self, request_id: int) -> None:
@@ -102,12 +110,13 @@ class Engine:
         return bool(self.requests) or bool(self.ring.in_flight)
 
     def step(self) -> list[Request]:
-        """Advance until one launch has settled; the requests that got tokens or ended, `[]` when there is nothing to do.
+        """Advance until one launch has settled; the requests that got tokens or ended, `[]` when there is nothing to
+        do.
 
         An exception in a launch (a fault of the runner, an interrupt) ends the requests of that launch with
         `finish_reason="error"` and is raised again; the engine stays usable.
         """
-        while len(self.ring.in_flight) < self.depth:
+        while len(self.ring.in_flight) < self.config.depth:
             slot = self.ring.next
             status = self.scheduler.plan(slot.record)
             if status != PLAN_LAUNCH:
@@ -121,14 +130,32 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """The acceptance books and counters since the start or the last `reset_stats`; a snapshot."""
-        drafter = self.models.drafter
-        return replace(
-            self._stats,
-            acceptance=self.scheduler.acceptance(),
-            draft_passes=0 if drafter is None else drafter.num_passes,
+        books = self.scheduler.acceptance()
+        return EngineStats(
+            draft_tokens=books.draft_tokens,
+            acceptance_histogram=books.histogram,
+            draft_passes=0 if self.drafter is None else self.drafter.num_passes,
             target_passes=self.runner.num_target_passes,
-            num_preemptions=self.scheduler.num_preemptions,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            num_cached_tokens=self._cached_tokens,
+            num_preemptions=self.scheduler.num_preemptions - self._preemptions_before,
+            num_running=self.scheduler.num_running,
+            num_waiting=self.scheduler.num_waiting,
         )
+
+    def reset_stats(self) -> None:
+        """Start counting anew; requests that run keep their own figures."""
+        self.scheduler.reset_acceptance()
+        self._preemptions_before = self.scheduler.num_preemptions
+        self._prompt_tokens = self._generation_tokens = self._cached_tokens = 0
+        self.runner.num_target_passes = 0
+        if self.drafter is not None:
+            self.drafter.num_passes = 0
+
+    def running_request_ids(self) -> set[int]:
+        """Requests that hold a row; the others wait."""
+        return {request_id for request_id in self.requests if self.scheduler.is_running(request_id)}
 
     def _launch(self, slot: RingSlot, header: Header) -> None:
         rows = slot.views["admit_row"][: header.num_admitted].tolist()
@@ -138,6 +165,7 @@ class Engine:
         for row, request, num_cached in zip(rows, admitted, cached, strict=True):
             self._rows[row] = request
             request.num_cached_tokens = num_cached
+            self._cached_tokens += num_cached
         entries = slot.views["entry_row"][: header.num_decode + header.num_prefill].tolist()
         try:
             self.runner.launch(
@@ -156,7 +184,7 @@ class Engine:
         slot.results[:] = 0
         slot.results_view.flags.fill_(FLAG_TARGET_NON_FINITE)
         while self.ring.in_flight:
-            reason = SpecrsError(f"the launch failed: {fault!r}") if self.ring.oldest is slot else None
+            reason = EngineError(f"the launch failed: {fault!r}") if self.ring.oldest is slot else None
             self._settle(reason)
 
     def _settle(self, fault: SpecrsError | None = None) -> list[Request]:
@@ -185,7 +213,7 @@ class Engine:
             before = len(request.output_token_ids)
             new = results.tokens[entry, :num_new].tolist()
             stopped = request.append(new, ended_by_token=reason == 1)
-            self._stats.generation_tokens += len(request.output_token_ids) - before
+            self._generation_tokens += len(request.output_token_ids) - before
             if stopped and not reason:
                 self.scheduler.abort(request_id)
             if stopped or reason:
@@ -200,8 +228,10 @@ class Engine:
 
 def _error(flags: int, request: Request) -> SpecrsError:
     if flags & FLAG_CAPACITY:
-        return SpecrsError(f"request {request.request_id}: a position lay beyond its KV blocks; its launch wrote nothing there")
-    return NonFiniteLogitsError(
-        f"request {request.request_id}: the target's logits at position {len(request.prompt_token_ids) + len(request.output_token_ids)} "
-        "are not finite (NaN or infinity)"
+        return EngineError(
+            f"request {request.request_id}: a position lay beyond its KV blocks; its launch wrote nothing there"
+        )
+    position = len(request.prompt_token_ids) + len(request.output_token_ids)
+    return EngineError(
+        f"request {request.request_id}: the target's logits at position {position} are not finite (NaN or infinity)"
     )

@@ -34,6 +34,7 @@ class Request:
         detokenizer: IncrementalDetokenizer | None = None,
         num_speculative_tokens: int = 0,
         priority: int = 0,
+        cache_salt: str = "",
     ) -> None:
         """`num_speculative_tokens` is the engine's K, the size of the acceptance histogram."""
         self.request_id = request_id
@@ -41,6 +42,7 @@ class Request:
         self.prompt_token_ids = list(prompt_token_ids)
         self.params = params
         self.priority = priority
+        self.cache_salt = cache_salt
         self.output_token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -49,7 +51,7 @@ class Request:
         self.num_cached_tokens = 0
         self.stop_token_ids: tuple[int, ...] = ()
         self.eos_token_ids: frozenset[int] = frozenset()
-        self.arrival_time = time.perf_counter()
+        self.arrival_time = time.monotonic()
         self.first_token_time: float | None = None
         self.finish_time: float | None = None
         self._detokenizer = detokenizer
@@ -77,10 +79,11 @@ class Request:
     def append(self, token_ids: list[int], *, ended_by_token: bool) -> bool:
         """Take newly settled tokens; true if a stop string ended the request among them (the rest is dropped).
 
-        With `ended_by_token` the last one is a stop token: an output token, but no text unless `include_stop_str_in_output`.
+        With `ended_by_token` the last one is a stop token: an output token, but no text unless
+        `include_stop_str_in_output`.
         """
         if self.first_token_time is None and token_ids:
-            self.first_token_time = time.perf_counter()
+            self.first_token_time = time.monotonic()
         if self._detokenizer is None:
             self.output_token_ids += token_ids
             return False
@@ -99,7 +102,7 @@ class Request:
             return
         self.finish_reason = reason
         self.error = error
-        self.finish_time = time.perf_counter()
+        self.finish_time = time.monotonic()
         if reason is FinishReason.STOP and self.stop_reason is None:
             last = self.output_token_ids[-1]
             self.stop_reason = None if last in self.eos_token_ids else last

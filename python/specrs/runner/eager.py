@@ -17,7 +17,8 @@ from specrs.runner.uploads import apply_uploads
 
 
 class EagerRunner:
-    """Runs launches on row state: uploads, prefill chunks, draft catch-up chunks, one decode iteration, in that order."""
+    """Runs launches on row state: uploads, prefill chunks, draft catch-up chunks, one decode iteration, in that
+    order."""
 
     def __init__(
         self, target: Decoder, kv_cache: KVCache, drafter: DraftModel | None, state: RowState, block_size: int

@@ -91,7 +91,8 @@ def prepare(
 ) -> Iteration:
     """Read lengths from row state and apply the device's guards to the planned K_r; mutates nothing.
 
-    K_r = clamp(min(planned, limit - n - 1, draft context - n + 1), 0), and 0 where the row has ended or the draft's KV lags by more
+    K_r = clamp(min(planned, limit - n - 1, draft context - n + 1), 0), and 0 where the row has ended or the draft's
+    KV lags by more
     than `first_rows`: whatever the host believes, no row drafts past its limit or over a hole in its draft KV.
     """
     n = state.num_tokens[rows]
@@ -118,7 +119,8 @@ def prepare(
 def draft(state: RowState, it: Iteration, drafter: DraftModel) -> Tensor:
     """Draw up to K_r drafts per entry by argmax; pass i feeds the entries planned at K >= i.
 
-    Pass 1 feeds positions n - 2 and n - 1, so that the token that the draft has not seen after a full acceptance is caught up
+    Pass 1 feeds positions n - 2 and n - 1, so that the token that the draft has not seen after a full acceptance is
+    caught up
     without a pass of its own; its slot is -1 where that KV is already there.
 
     Returns:
@@ -164,7 +166,8 @@ def verify(state: RowState, it: Iteration, target: Decoder, kv_cache: KVCache) -
     """Feed t_{n-1}, d_1..d_K of every entry to the target in one pass of N = sum(planned + 1) flat rows.
 
     Returns:
-        `(logits [N, V], positions [N] int64, q_start [B+1] int64)`: logits row q_start[b] + i is the distribution of position
+        `(logits [N, V], positions [N] int64, q_start [B+1] int64)`: logits row q_start[b] + i is the distribution of
+        position
         n_b + i; positions are -1 in masked rows. Mutates the target's KV cache only.
     """
     device = it.rows.device
@@ -209,7 +212,8 @@ def accept_and_update(
         logits: `[N, V]`, row q_start[b] + i for position n_b + i; rows beyond an entry's K_r are ignored.
         flags: `[B]` int64 from drafting.
 
-    draft_len' = min(n' - 1, n + K_r - 1) where K_r > 0, unchanged where K_r = 0. An entry that ended before reports zeros.
+    draft_len' = min(n' - 1, n + K_r - 1) where K_r > 0, unchanged where K_r = 0. An entry that ended before reports
+    zeros.
     """
     rows, n, k = it.rows, it.num_tokens, it.num_drafts
     width = it.max_k + 1
@@ -236,9 +240,7 @@ def accept_and_update(
     state.tokens[rows[:, None], target_column] = tokens
     state.num_tokens[rows] = grown
     state.active[rows] = good & (first_stop == width) & (grown < state.limit[rows])
-    state.draft_len[rows] = torch.where(
-        good & (k > 0), torch.minimum(grown, n + k) - 1, state.draft_len[rows]
-    )
+    state.draft_len[rows] = torch.where(good & (k > 0), torch.minimum(grown, n + k) - 1, state.draft_len[rows])
 
     results.num_emitted.copy_(emitted)
     results.num_accepted.copy_(torch.where(good, accepted, 0))

@@ -36,7 +36,8 @@ def prefill(state: RowState, slot: RingSlot, header: Header, target: Decoder, kv
 
 
 def catch_up(state: RowState, slot: RingSlot, header: Header, drafter: DraftModel) -> None:
-    """Feed committed tokens to the draft where its KV lags behind (deferred drafting); mutates its KV cache and `draft_len`.
+    """Feed committed tokens to the draft where its KV lags behind (deferred drafting); mutates its KV cache and
+    `draft_len`.
 
     Token ids come from row state: with launches in flight the host does not know them all. A chunk of length 0 only
     sets `draft_len`, where another request has written the KV of a shared prefix.

@@ -1,4 +1,5 @@
-"""Upload and result buffers of the launches in flight. Holds no row state; a slot is reused only after its launch has settled."""
+"""Upload and result buffers of the launches in flight. Holds no row state; a slot is reused only after its launch
+has settled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Apply a launch's uploads to row state: admitted rows and block table updates. Reads the record only, runs no model."""
+"""Apply a launch's uploads to row state: admitted rows and block table updates. Reads the record only, runs no
+model."""
 
 from __future__ import annotations
 

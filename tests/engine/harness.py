@@ -1,0 +1,128 @@
+"""Engines on small random checkpoints with known greedy continuations. Holds no tests."""
+
+import functools
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from checkpoints import make_checkpoint, perturb_checkpoint
+from hf_reference import generate, load
+from specrs.config import EngineConfig
+from specrs.engine.build import Weights, load_weights
+from specrs.engine.engine import Engine
+from specrs.engine.request import Request
+from specrs.sampling import SamplingParams
+
+VOCAB = 211
+EOS = [7, 11, 13]  # several stop ids: generation_config allows a list
+LONGEST = 40  # new tokens that the reference holds per prompt
+
+
+@dataclass(frozen=True)
+class Bank:
+    """A target, its drafts and prompts with their greedy continuations, never stopped."""
+
+    target: Path
+    drafts: dict[str, Path]
+    prompts: list[list[int]]
+    continuations: list[list[int]]
+
+    def expected(self, index: int, max_tokens: int, *, stops: list[int], min_tokens: int = 0) -> list[int]:
+        """The reference's tokens for prompt `index`; only for `min_tokens` that no stop id precedes."""
+        text = self.continuations[index][:max_tokens]
+        for i, token in enumerate(text):
+            if token in stops:
+                assert i >= min_tokens, "masking changes the continuation: ask the reference itself"
+                return text[: i + 1]
+        return text
+
+
+def make_prompts(seed: int = 0, count: int = 20) -> list[list[int]]:
+    """Prompts of 1 to 70 tokens; a third of them share long prefixes, some are equal."""
+    rng = random.Random(seed)
+    base = [rng.randrange(VOCAB) for _ in range(70)]
+    prompts = [[rng.randrange(VOCAB)], [5, 5], base[:33], base[:33], base[:48], base[:64], [*base[:64], 1]]
+    while len(prompts) < count:
+        shared = rng.choice([0, 0, 0, 16, 40])
+        prompts.append(base[:shared] + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 30))])
+    return prompts
+
+
+def make_bank(folder: Path, family: str = "qwen3", *, tie: bool = True, **fields: object) -> Bank:
+    """Write checkpoints under `folder` and let transformers continue every prompt in float64."""
+    target = make_checkpoint(folder / "target", family, seed=1, tie=tie, vocab=VOCAB, eos_token_id=EOS, **fields)
+    drafts = {
+        "close": perturb_checkpoint(target, folder / "close", noise=0.1, seed=2),
+        "equal": target,
+        "small": make_checkpoint(
+            folder / "small",
+            family,
+            seed=3,
+            tie=not tie,
+            vocab=VOCAB,
+            kv_heads=1,
+            head_dim=16,
+            hidden=32,
+            layers=1,
+            eos_token_id=EOS,
+        ),
+    }
+    model = load(target)
+    prompts = make_prompts()
+    return Bank(target, drafts, prompts, [generate(model, prompt, LONGEST) for prompt in prompts])
+
+
+@functools.cache
+def weights(target: Path, draft: Path | None, dtype: str) -> Weights:
+    """Loaded once per pair and dtype: weights are never written to."""
+    return load_weights(config(target, draft, k=0 if draft is None else 1, dtype=dtype))
+
+
+def config(target: Path, draft: Path | None, *, k: int, dtype: str = "float64", **fields: object) -> EngineConfig:
+    """A small engine over `target`, speculating with `draft` if given."""
+    speculative = None if draft is None else {"model": str(draft), "num_speculative_tokens": k}
+    defaults: dict[str, object] = {"max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    return EngineConfig(model=str(target), speculative_config=speculative, dtype=dtype, **(defaults | fields))
+
+
+def make_engine(target: Path, draft: Path | None, *, k: int, dtype: str = "float64", **fields: object) -> Engine:
+    """An engine on cached weights."""
+    return Engine(config(target, draft, k=k, dtype=dtype, **fields), weights(target, draft, dtype))
+
+
+def request(
+    request_id: int, prompt: list[int], *, k: int | None, max_tokens: int, engine_k: int, **fields: object
+) -> Request:
+    """A greedy request without text."""
+    params = SamplingParams(
+        temperature=0.0, max_tokens=max_tokens, num_speculative_tokens=k, detokenize=False, **fields
+    )
+    return Request(request_id, prompt, params, num_speculative_tokens=engine_k)
+
+
+def run(engine: Engine) -> None:
+    """Step until every request has ended, and check that nothing is left behind."""
+    steps = 0
+    while engine.has_unfinished():
+        engine.step()
+        steps += 1
+        assert steps < 20_000, "the engine makes no progress"
+    assert_idle(engine)
+
+
+def assert_idle(engine: Engine) -> None:
+    """No request, no launch in flight, every block free, all invariants hold."""
+    scheduler = engine.scheduler
+    scheduler.check_integrity()
+    assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_in_flight) == (0, 0, 0)
+    assert scheduler.num_free_blocks == scheduler.num_blocks
+
+
+def poison(engine: Engine) -> None:
+    """Fill both KV caches with NaN: whatever is read without having been written shows."""
+    caches = [engine.kv_cache] + ([] if engine.drafter is None else [engine.drafter.kv_cache])
+    for cache in caches:
+        for tensor in (*cache.k, *cache.v):
+            with torch.inference_mode():
+                tensor.fill_(torch.nan)

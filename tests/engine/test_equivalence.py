@@ -1,0 +1,110 @@
+"""Greedy text equals transformers `generate`, whatever K, batch, blocks, chunks, prefixes, preemption and depth."""
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine.harness import EOS, LONGEST, Bank, make_engine, poison, request, run
+
+EXAMPLES = int(os.environ.get("SPECRS_SWEEP", "60"))
+
+
+@st.composite
+def engine_settings(draw: st.DrawFn) -> dict[str, object]:
+    """What changes how the text is computed and must not change the text."""
+    block_size = draw(st.sampled_from([8, 16, 32]))
+    blocks_of_one = -(-128 // block_size)
+    return {
+        "block_size": block_size,
+        "max_num_batched_tokens": draw(st.sampled_from([7, 64, 512])),
+        "enable_prefix_caching": draw(st.booleans()),
+        "max_num_seqs": draw(st.sampled_from([1, 3, 8])),
+        "launch_depth": draw(st.sampled_from([1, 2])),
+        # From a pool that one long request fills (so that others are preempted) to one that never runs short.
+        "num_gpu_blocks_override": draw(
+            st.sampled_from([blocks_of_one, blocks_of_one + 2, 2 * blocks_of_one, 8 * blocks_of_one])
+        ),
+    }
+
+
+@pytest.mark.parametrize("family", ["qwen_bank", "llama_bank"])
+@settings(max_examples=EXAMPLES, deadline=None, derandomize=EXAMPLES == 60, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_greedy_text_equals_transformers(family: str, data: st.DataObject, request_bank: dict[str, Bank]) -> None:
+    bank = request_bank[family]
+    fields = data.draw(engine_settings(), label="engine")
+    engine_k = data.draw(st.integers(0, 8), label="engine K")
+    draft = data.draw(st.sampled_from(["close", "small", "equal"]), label="draft")
+    engine = make_engine(bank.target, bank.drafts[draft], k=engine_k, **fields)
+    poison(engine)
+    jobs = data.draw(
+        st.lists(
+            st.tuples(
+                st.integers(0, len(bank.prompts) - 1),
+                st.one_of(st.none(), st.integers(0, engine_k)),  # K of the request
+                st.integers(1, LONGEST),
+                st.booleans(),  # ignore_eos
+                st.integers(0, 5),  # steps before the next arrives
+            ),
+            min_size=1,
+            max_size=10,
+        ),
+        label="requests",
+    )
+    requests = []
+    for i, (prompt, k, max_tokens, ignore_eos, wait) in enumerate(jobs):
+        job = request(i, bank.prompts[prompt], k=k, max_tokens=max_tokens, engine_k=engine_k, ignore_eos=ignore_eos)
+        engine.add_request(job)
+        requests.append((job, bank.expected(prompt, max_tokens, stops=[] if ignore_eos else EOS)))
+        for _ in range(wait):
+            engine.step()
+    run(engine)
+    for job, expected in requests:
+        assert job.output_token_ids == expected
+        stopped = not job.params.ignore_eos and expected[-1] in EOS
+        assert job.finish_reason == ("stop" if stopped else "length")
+    stats = engine.stats()
+    assert stats.drafts == sum(job.acceptance.drafts for job, _ in requests)
+    assert stats.draft_tokens == sum(job.acceptance.draft_tokens for job, _ in requests)
+    assert stats.accepted_tokens == sum(job.acceptance.accepted_tokens for job, _ in requests)
+
+
+@pytest.fixture(scope="session")
+def request_bank(qwen_bank: Bank, llama_bank: Bank) -> dict[str, Bank]:
+    """Both families by name; hypothesis tests take no function-scoped fixtures."""
+    return {"qwen_bank": qwen_bank, "llama_bank": llama_bank}
+
+
+@pytest.mark.parametrize("k", range(1, 17))
+def test_a_draft_equal_to_the_target_is_always_accepted(bank: Bank, k: int) -> None:
+    engine = make_engine(bank.target, bank.target, k=k)
+    # 1 + 2 (K + 1) new tokens: one from the prefill, then whole iterations, so that the limit cuts no draft.
+    job = request(0, bank.prompts[4], k=None, max_tokens=1 + 2 * (k + 1), engine_k=k, ignore_eos=True)
+    engine.add_request(job)
+    run(engine)
+    assert engine.stats().acceptance_length == k + 1
+    assert job.acceptance.acceptance_length == k + 1
+    assert engine.stats().draft_passes == 2 * k + 1  # one catch-up chunk for the prompt
+
+
+def test_a_batch_at_k_0_does_no_draft_work(bank: Bank) -> None:
+    engine = make_engine(bank.target, bank.drafts["close"], k=5)
+    for i in range(6):
+        engine.add_request(request(i, bank.prompts[i], k=0, max_tokens=20, engine_k=5))
+    run(engine)
+    assert engine.stats().draft_passes == 0
+    assert engine.stats().drafts == 0
+
+
+def test_requests_at_k_0_cost_no_draft_rows_in_a_mixed_batch(bank: Bank) -> None:
+    engine = make_engine(bank.target, bank.drafts["close"], k=4)
+    rows = []
+    propose = engine.drafter.model.forward
+    engine.drafter.model.forward = lambda inputs, cache: (rows.append(len(inputs.positions)), propose(inputs, cache))[1]  # type: ignore[method-assign]
+    engine.add_request(request(0, bank.prompts[4], k=4, max_tokens=30, engine_k=4, ignore_eos=True))
+    for i in range(1, 6):
+        engine.add_request(request(i, bank.prompts[i], k=0, max_tokens=30, engine_k=4, ignore_eos=True))
+    run(engine)
+    assert set(rows[1:]) <= {1, 2}  # after the catch-up chunk only the one request's rows

@@ -1,0 +1,92 @@
+"""What transformers alone says: greedy continuations and the acceptance counts of speculation. Uses no code of
+specrs."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+
+def load(path: Path, dtype: torch.dtype = torch.float64) -> Any:
+    """The checkpoint at `path` as a transformers model for evaluation."""
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True).eval()
+
+
+def generate(
+    model: Any, prompt: list[int], max_new_tokens: int, eos: list[int] | None = None, **kwargs: Any
+) -> list[int]:
+    """New tokens of greedy `model.generate`, the stop token included; `eos=None` never stops."""
+    out = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        eos_token_id=eos,
+        pad_token_id=0,
+        **kwargs,
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+@dataclass
+class Books:
+    """Acceptance counts of one or more requests."""
+
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    per_position: list[int] = field(default_factory=list)
+
+
+@torch.inference_mode()
+def count_acceptance(
+    target: Any, draft: Any, prompt: list[int], max_new_tokens: int, k: int, eos: list[int], books: Books
+) -> list[int]:
+    """Greedy speculative decoding of one prompt, spelled out with two transformers models; adds to `books`.
+
+    The first token is the target's. Then, with n tokens there: K_r = min(k, limit - n - 1) drafts are taken greedily
+    one by
+    one, the target reads them all, and the longest agreeing prefix and one token more are kept. Counted before a
+    stop cuts.
+    """
+    tokens, limit = list(prompt), len(prompt) + max_new_tokens
+    books.per_position += [0] * (k - len(books.per_position))
+    target_cache, draft_cache = DynamicCache(), DynamicCache()
+    tokens.append(int(_feed(target, target_cache, tokens)[-1].argmax()))
+    while tokens[-1] not in eos and len(tokens) < limit:
+        n = len(tokens)
+        k_r = min(k, limit - n - 1)
+        proposed = list(tokens)
+        for _ in range(k_r):
+            proposed.append(int(_feed(draft, draft_cache, proposed)[-1].argmax()))
+        best = _feed(target, target_cache, proposed)[-k_r - 1 :].argmax(dim=-1).tolist()
+        drafts = proposed[n:]
+        accepted = next((i for i in range(k_r) if drafts[i] != best[i]), k_r)
+        if k_r:
+            books.drafts += 1
+            books.draft_tokens += k_r
+            books.accepted_tokens += accepted
+            for i in range(accepted):
+                books.per_position[i] += 1
+        for token in best[: accepted + 1]:
+            tokens.append(token)
+            if token in eos:
+                break
+        _forget(target_cache, len(tokens) - 1)
+        _forget(draft_cache, len(tokens) - 1)
+    return tokens[len(prompt) :]
+
+
+def _feed(model: Any, cache: Any, tokens: list[int]) -> torch.Tensor:
+    """Logits of the tokens that `cache` has not seen yet; the cache has seen them afterwards."""
+    start = cache.get_seq_length()
+    return model(torch.tensor([tokens[start:]]), past_key_values=cache, use_cache=True).logits[0]
+
+
+def _forget(cache: Any, length: int) -> None:
+    """Drop what `cache` holds beyond `length` tokens."""
+    surplus = cache.get_seq_length() - length
+    if surplus > 0:
+        cache.crop(-surplus)
