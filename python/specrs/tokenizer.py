@@ -1,0 +1,289 @@
+"""The checkpoint's tokenizer: text to ids, chats to ids, and whether two tokenizers are the same. Runs no model.
+
+transformers reads the files and renders chat templates (in its sandbox); `tokenizers` does the work. Only tokenizers
+with a `tokenizer.json` are read, and no code from a checkpoint ever runs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specrs.errors import (
+    CheckpointError,
+    InvalidRequestError,
+    TokenizerMismatchError,
+    UnsupportedRequestError,
+    invalid,
+    invalid_request,
+    short,
+)
+
+if TYPE_CHECKING:
+    import tokenizers
+
+    from specrs.config import EngineConfig
+
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_PROBES = (
+    "Hello, world! It's 2026.",
+    "def f(x):\n    return {**x, 'k': [1, 2.5]}\n\t# done\n",
+    "Grüße, naïve café; 日本語 и русский 🎉",
+    "  12345 67890\r\n\r\n\u00a0",
+)
+"""Texts on which draft and target must agree: words, code, other scripts, digits and white space split differently."""
+_RENDER_ARGUMENTS = frozenset(
+    {
+        "conversation",
+        "tools",
+        "documents",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "sanitize_control_tokens",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    }
+)
+
+
+class Tokenizer:
+    """One tokenizer. `hf` is transformers' object, `backend` the `tokenizers.Tokenizer` within it."""
+
+    def __init__(self, source: str, revision: str | None = None) -> None:
+        """Read the tokenizer of a folder or hub id.
+
+        Raises `CheckpointError` if it is missing, broken, has no `tokenizer.json` or asks for remote code.
+        """
+        from transformers import AutoTokenizer
+
+        self.source = source
+        folder = _folder(source, revision)
+        _refuse_remote_code(source, folder)
+        try:
+            self.hf: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+            self.backend: tokenizers.Tokenizer = self.hf.backend_tokenizer
+        except Exception as fault:
+            raise CheckpointError(f"tokenizer={short(source)}: could not be read: {_first_line(fault)}") from fault
+        # tokenizer.json may carry both; a prompt is refused when it is too long, never cut in silence
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        self.special_token_ids = frozenset(
+            token_id for token_id, token in self.backend.get_added_tokens_decoder().items() if token.special
+        )
+        """Ids that `decode` leaves out with `skip_special_tokens`."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens with added ones; the models' embeddings may have more rows."""
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of `text`, with what the checkpoint puts around a sequence (a BOS token) unless told otherwise.
+
+        Raises `InvalidRequestError` if `text` is no text: not a string, or with lone surrogates.
+        """
+        if not isinstance(text, str):
+            raise invalid_request("prompt", text, "must be a string")
+        try:
+            text.encode()
+        except UnicodeEncodeError as fault:
+            raise InvalidRequestError(
+                f"prompt[{fault.start}]={short(text[fault.start])}: a lone surrogate is no character; allowed is any "
+                "text that can be written as UTF-8"
+            ) from None
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`, all at once."""
+        return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text of a conversation, by the checkpoint's template or `chat_template`, in a sandbox.
+
+        Contents are strings, or lists of `{"type": "text", "text": ...}` parts, which are joined by newlines.
+        `chat_template_kwargs` are the template's own variables.
+
+        Raises `InvalidRequestError` for messages that are none, without a template, and when the template fails.
+        """
+        if chat_template is None and not self.hf.chat_template:
+            raise invalid_request(
+                "chat_template",
+                None,
+                f"the tokenizer of {self.source} has none; pass chat_template=..., or use generate",
+            )
+        variables = dict(chat_template_kwargs or {})
+        for name in variables:
+            if name in _RENDER_ARGUMENTS:
+                raise invalid_request(
+                    f"chat_template_kwargs[{name!r}]", variables[name], "is not the template's to set"
+                )
+        if add_generation_prompt and continue_final_message:
+            raise invalid_request(
+                "continue_final_message", True, "must be False where add_generation_prompt is True (its default)"
+            )
+        if tools is not None and not all(isinstance(tool, Mapping) for tool in tools):
+            raise invalid_request("tools", tools, "must be a list of dictionaries, each a function's JSON schema")
+        conversation = [_message(i, message) for i, message in enumerate(messages)]
+        if not conversation:
+            raise invalid_request("messages", messages, "must have at least one message")
+        try:
+            text = self.hf.apply_chat_template(
+                conversation,
+                tools=None if tools is None else [dict(tool) for tool in tools],
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tokenize=False,
+                **variables,
+            )
+        except Exception as fault:
+            # a template is a program: whatever it raises is about this conversation
+            raise InvalidRequestError(f"messages: the chat template refused them: {_first_line(fault)}") from fault
+        return str(text)
+
+
+def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
+    """The engine's tokenizer, compared with the draft's where there is one; None with `skip_tokenizer_init`.
+
+    Raises `CheckpointError` if one cannot be read, `TokenizerMismatchError` if the two differ.
+    """
+    if config.skip_tokenizer_init:
+        return None
+    own = config.tokenizer is not None
+    revision = config.tokenizer_revision or (None if own else config.revision)
+    tokenizer = Tokenizer(config.tokenizer or config.target, revision)
+    speculative, draft = config.speculative_config, config.draft
+    if speculative is not None and draft is not None and draft != config.target:
+        check_same_tokenizer(tokenizer, Tokenizer(draft, speculative.revision))
+    return tokenizer
+
+
+def check_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:
+    """Check that every id means the same to both. Vocabularies are compared, not the models' padded sizes.
+
+    Raises `TokenizerMismatchError` that names the first difference.
+    """
+    ours, theirs = target.backend.get_vocab(), draft.backend.get_vocab()
+    reason = None
+    if ours != theirs:
+        reason = _vocabulary_difference(ours, theirs)
+    else:
+        for probe in _PROBES:
+            if target.encode(probe, add_special_tokens=False) != draft.encode(probe, add_special_tokens=False):
+                reason = f"the vocabularies agree, but {probe!r} is split differently"
+                break
+    if reason is not None:
+        raise TokenizerMismatchError(
+            f"speculative_config.model={short(draft.source)}: its tokenizer differs from that of {target.source}: "
+            f"{reason}; allowed is a draft with the target's tokenizer"
+        )
+
+
+def _vocabulary_difference(target: dict[str, int], draft: dict[str, int]) -> str:
+    by_id = {token_id: token for token, token_id in draft.items()}
+    for token, token_id in sorted(target.items(), key=lambda item: item[1]):
+        other = by_id.get(token_id)
+        if other != token:
+            return f"id {token_id} is {short(token)} for the target and {short(other)} for the draft" + _sizes(
+                target, draft
+            )
+    extra = min((item for item in draft.items() if item[0] not in target), key=lambda item: item[1])
+    return f"id {extra[1]} is {short(extra[0])} for the draft and None for the target" + _sizes(target, draft)
+
+
+def _sizes(target: dict[str, int], draft: dict[str, int]) -> str:
+    return f" ({len(target)} tokens in the target's vocabulary, {len(draft)} in the draft's)"
+
+
+def _message(index: int, message: object) -> dict[str, Any]:
+    at = f"messages[{index}]"
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise invalid_request(at, message, "must be a dictionary with a role and a content")
+    content = message.get("content")
+    if content is not None and not isinstance(content, str):
+        if not isinstance(content, Sequence):
+            raise invalid_request(f"{at}['content']", content, "must be a string or a list of text parts")
+        content = "\n".join(_part(f"{at}['content'][{i}]", part) for i, part in enumerate(content))
+    return {**message, "content": content}
+
+
+def _part(at: str, part: object) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, Mapping) or "type" not in part:
+        raise invalid_request(at, part, "must be a text part: {'type': 'text', 'text': ...}")
+    if part["type"] != "text":
+        raise invalid(UnsupportedRequestError, f"{at}['type']", part["type"], "not implemented; allowed: 'text'")
+    if not isinstance(part.get("text"), str):
+        raise invalid_request(f"{at}['text']", part.get("text"), "must be a string")
+    return str(part["text"])
+
+
+def _folder(source: str, revision: str | None) -> Path:
+    """The folder that holds the tokenizer's files; those of a hub id are downloaded first, and nothing else of it."""
+    folder = Path(source)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        try:
+            folder = Path(snapshot_download(source, revision=revision, allow_patterns=list(_FILES)))
+        except Exception as fault:
+            raise invalid(
+                CheckpointError,
+                "tokenizer",
+                source,
+                f"neither a folder nor a hub repository that could be read ({_first_line(fault)})",
+            ) from fault
+    if not (folder / "tokenizer.json").is_file():
+        raise invalid(CheckpointError, "tokenizer", source, "tokenizer.json is missing; only fast tokenizers are read")
+    return folder
+
+
+def _refuse_remote_code(source: str, folder: Path) -> None:
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        return
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as fault:
+        raise CheckpointError(
+            f"tokenizer={short(source)}: tokenizer_config.json could not be read: {_first_line(fault)}"
+        ) from fault
+    if isinstance(settings, dict) and settings.get("auto_map"):
+        raise CheckpointError(
+            f"tokenizer={short(source)}: tokenizer_config.json has auto_map={short(settings['auto_map'])}, which asks "
+            "to run code from the checkpoint; code is never run, allowed are tokenizers without auto_map"
+        )
+
+
+def _first_line(fault: Exception) -> str:
+    lines = str(fault).strip().splitlines()
+    return lines[0] if lines else type(fault).__name__
