@@ -3,74 +3,61 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING
-
-from specrs.core import AcceptanceTracker
 
 if TYPE_CHECKING:
     from specrs.engine.request import Request
     from specrs.errors import SpecrsError
 
 
-def _no_drafts() -> AcceptanceTracker:
-    return AcceptanceTracker(0)
-
-
+@dataclass(frozen=True, kw_only=True)
 class AcceptanceFigures:
-    """The acceptance books of one request or of an engine, read from its tracker.
+    """The acceptance books of one request or of an engine.
 
-    One draft is one iteration with at least one draft token. Iterations count as they ran, before a stop or
-    `max_tokens` cut the text.
+    One draft is one iteration with at least one draft token. `acceptance_histogram[m]` counts the drafts of which
+    exactly m tokens were accepted, m from 0 to K; `draft_tokens` is the number of tokens drafted. Iterations count as
+    they ran, before a stop or `max_tokens` cut the text.
     """
 
-    acceptance: AcceptanceTracker
+    draft_tokens: int = 0
+    acceptance_histogram: list[int] = field(default_factory=lambda: [0])
 
     @property
     def drafts(self) -> int:
         """Iterations that drafted."""
-        return self.acceptance.drafts
-
-    @property
-    def draft_tokens(self) -> int:
-        """Tokens that were drafted."""
-        return self.acceptance.draft_tokens
+        return sum(self.acceptance_histogram)
 
     @property
     def accepted_tokens(self) -> int:
         """Draft tokens that were accepted."""
-        return self.acceptance.accepted_tokens
+        return sum(m * count for m, count in enumerate(self.acceptance_histogram))
 
     @property
     def acceptance_length(self) -> float:
         """Tokens per drafting iteration: 1 + accepted tokens / drafts; 1.0 if nothing was drafted."""
-        return self.acceptance.acceptance_length
+        return 1.0 + self.accepted_tokens / self.drafts if self.drafts else 1.0
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted tokens / draft tokens."""
-        return self.acceptance.acceptance_rate
-
-    @property
-    def per_position(self) -> list[float]:
-        """`[K]`: share of all drafts whose i-th token was accepted (unconditional)."""
-        return self.acceptance.per_position
+        """Accepted tokens / draft tokens; 0.0 if nothing was drafted."""
+        return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
 
     @property
     def accepted_per_position(self) -> list[int]:
         """`[K]`: drafts whose i-th token was accepted."""
-        return self.acceptance.accepted_per_position
+        return list(accumulate(reversed(self.acceptance_histogram[1:])))[::-1]
 
     @property
-    def acceptance_histogram(self) -> list[int]:
-        """`[K+1]`: drafts by the number of their tokens that were accepted."""
-        return self.acceptance.histogram
+    def per_position(self) -> list[float]:
+        """`[K]`: share of all drafts whose i-th token was accepted (unconditional); 0.0 if nothing was drafted."""
+        return [count / self.drafts if self.drafts else 0.0 for count in self.accepted_per_position]
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RequestMetrics(AcceptanceFigures):
-    """Figures of one request. Times are seconds of `time.perf_counter`, None for what did not happen."""
+    """Figures of one request. Times are seconds of `time.monotonic`, None for what did not happen."""
 
-    acceptance: AcceptanceTracker = field(default_factory=_no_drafts)
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
     arrival_time: float | None = None
@@ -96,17 +83,15 @@ class RequestMetrics(AcceptanceFigures):
         return seconds / (self.num_generated_tokens - 1)
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class EngineStats(AcceptanceFigures):
     """Figures of an engine since its start or `reset_stats`.
 
-    `num_speculative_tokens`: the engine's K. `target_passes`, `draft_passes`: forward passes of each model, prefill
+    `target_passes`, `draft_passes`: forward passes of each model, prefill
     chunks included. `num_cached_tokens`: prompt tokens taken from the prefix cache. `num_preemptions`: requests that
     lost their blocks and were recomputed.
     """
 
-    acceptance: AcceptanceTracker = field(default_factory=_no_drafts)
-    num_speculative_tokens: int = 0
     draft_passes: int = 0
     target_passes: int = 0
     prompt_tokens: int = 0
@@ -156,7 +141,8 @@ class RequestOutput:
             stop_reason=request.stop_reason,
         )
         metrics = RequestMetrics(
-            acceptance=request.acceptance,
+            draft_tokens=request.acceptance.draft_tokens,
+            acceptance_histogram=request.acceptance.histogram,
             num_cached_tokens=request.num_cached_tokens,
             num_generated_tokens=len(request.output_token_ids),
             arrival_time=request.arrival_time,
