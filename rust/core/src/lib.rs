@@ -1,2 +1,18 @@
 //! Decisions of speculative decoding: scheduling, KV blocks, slot mappings, acceptance books. No Python, no GPU, no I/O, no clock.
 #![forbid(unsafe_code)]
+#![deny(missing_docs)]
+
+mod acceptance;
+mod block_pool;
+mod error;
+mod hash;
+pub mod philox;
+pub mod scheduler;
+mod slot_mapper;
+
+pub use acceptance::AcceptanceTracker;
+pub use block_pool::BlockPool;
+pub use error::{Error, Result};
+pub use hash::{BlockHash, BlockHasher};
+pub use scheduler::{PlanOutcome, RequestParams, Scheduler, SchedulerConfig};
+pub use slot_mapper::{NO_SLOT, SlotMapper};

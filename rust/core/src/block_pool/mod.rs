@@ -1,0 +1,237 @@
+//! Who holds which KV block, and which blocks can be found again by content. Knows nothing of requests and holds no KV.
+//!
+//! A block is in exactly one of three states:
+//!
+//! | state | `ref_count` | found by hash | leaves it by |
+//! | --- | --- | --- | --- |
+//! | free | 0 | no | `allocate` |
+//! | held | >= 1 | if registered | the last `free` |
+//! | cached | 0 | yes | `share`, or eviction by `allocate` |
+//!
+//! `allocate` takes free blocks before it evicts the least recently freed cached one. Marks: a registered block has mark T (its
+//! target KV is valid); mark D says that its draft KV is valid too. A registered block without D is written by one holder at
+//! a time, who has its *claim*. All operations are O(1) and, apart from construction, allocate nothing.
+
+mod integrity;
+mod list;
+
+use std::collections::HashMap;
+
+use rustc_hash::FxBuildHasher;
+
+use crate::error::{Error, Result};
+use crate::hash::BlockHash;
+use list::{ListId, Lists};
+
+const UNCLAIMED: u32 = u32::MAX;
+
+#[derive(Clone, Debug)]
+struct Block {
+    /// Meaningful only while `registered`.
+    hash: BlockHash,
+    ref_count: u32,
+    claimant: u32,
+    registered: bool,
+    has_draft: bool,
+}
+
+/// A pool of `num_blocks` reference-counted KV blocks with a prefix cache.
+#[derive(Clone, Debug)]
+pub struct BlockPool {
+    blocks: Vec<Block>,
+    lists: Lists,
+    by_hash: HashMap<BlockHash, u32, FxBuildHasher>,
+}
+
+impl BlockPool {
+    /// A pool whose blocks are all free; the first allocations give 0, 1, 2, ...
+    ///
+    /// # Errors
+    /// [`Error::InvalidConfig`] unless `1 <= num_blocks <= 2^31`.
+    pub fn new(num_blocks: usize) -> Result<Self> {
+        if num_blocks == 0 || num_blocks > 1 << 31 {
+            return Err(Error::invalid_config("num_blocks", num_blocks, "1 to 2^31"));
+        }
+        let empty = Block { hash: 0, ref_count: 0, claimant: UNCLAIMED, registered: false, has_draft: false };
+        let mut lists = Lists::new(num_blocks);
+        for block in 0..num_blocks {
+            lists.push_back(ListId::Free, block as u32);
+        }
+        let by_hash = HashMap::with_capacity_and_hasher(num_blocks, FxBuildHasher);
+        Ok(Self { blocks: vec![empty; num_blocks], lists, by_hash })
+    }
+
+    /// Blocks of the pool.
+    pub fn num_blocks(&self) -> usize {
+        self.blocks.len()
+    }
+
+    /// Blocks that `allocate` can give: free ones and cached ones.
+    pub fn num_free(&self) -> usize {
+        self.lists.len(ListId::Free) + self.lists.len(ListId::Cached)
+    }
+
+    /// Holders of `block`, or `None` if the pool has no such block.
+    pub fn ref_count(&self, block: i64) -> Option<usize> {
+        self.get(block).map(|b| b.ref_count as usize)
+    }
+
+    /// Gives a block with one holder. Its KV is stale and its marks are cleared.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBlocks`] if every block is held.
+    pub fn allocate(&mut self) -> Result<i64> {
+        let id = match self.lists.pop_front(ListId::Free) {
+            Some(id) => id,
+            None => self.evict().ok_or(Error::OutOfBlocks { num_blocks: self.num_blocks() })?,
+        };
+        self.blocks[id as usize].ref_count = 1;
+        Ok(i64::from(id))
+    }
+
+    fn evict(&mut self) -> Option<u32> {
+        let id = self.lists.pop_front(ListId::Cached)?;
+        let block = &mut self.blocks[id as usize];
+        self.by_hash.remove(&block.hash);
+        block.registered = false;
+        block.has_draft = false;
+        Some(id)
+    }
+
+    /// Adds a holder to a held or cached block.
+    ///
+    /// # Errors
+    /// [`Error::InvalidBlock`] if the block is free or not in the pool.
+    pub fn share(&mut self, block: i64) -> Result<()> {
+        let id = self.checked(block, "a held or cached block", |b| b.ref_count > 0 || b.registered)?;
+        if self.blocks[id].ref_count == 0 {
+            self.lists.remove(ListId::Cached, id as u32);
+        }
+        self.blocks[id].ref_count += 1;
+        Ok(())
+    }
+
+    /// Takes a holder away. Without holders a registered block becomes the most recently used cached one, any other is
+    /// free. Free a sequence's blocks last to first, so that its tail is evicted before its head.
+    ///
+    /// # Errors
+    /// [`Error::InvalidBlock`] if nobody holds the block (a double free) or it is not in the pool.
+    pub fn free(&mut self, block: i64) -> Result<()> {
+        let id = self.checked(block, "a held block", |b| b.ref_count > 0)?;
+        let b = &mut self.blocks[id];
+        b.ref_count -= 1;
+        if b.ref_count == 0 {
+            b.claimant = UNCLAIMED;
+            if b.registered {
+                self.lists.push_back(ListId::Cached, id as u32);
+            } else {
+                self.lists.push_front(ListId::Free, id as u32);
+            }
+        }
+        Ok(())
+    }
+
+    /// The block registered under `hash`.
+    pub fn lookup(&self, hash: BlockHash) -> Option<i64> {
+        self.by_hash.get(&hash).map(|&id| i64::from(id))
+    }
+
+    /// Sets mark T: the held `block` can be found under `hash` from now on. Returns false, and changes nothing, if another
+    /// block has that content already; the block then stays private to its holder.
+    ///
+    /// # Errors
+    /// [`Error::InvalidBlock`] if the block is not held, is registered already, or is not in the pool.
+    pub fn register(&mut self, block: i64, hash: BlockHash) -> Result<bool> {
+        let id = self.checked(block, "a held block without mark T", |b| b.ref_count > 0 && !b.registered)?;
+        if self.by_hash.contains_key(&hash) {
+            return Ok(false);
+        }
+        self.by_hash.insert(hash, id as u32);
+        self.blocks[id].hash = hash;
+        self.blocks[id].registered = true;
+        Ok(true)
+    }
+
+    /// Whether `block` has mark T: its target KV is valid and it can be found by hash.
+    pub fn is_registered(&self, block: i64) -> bool {
+        self.get(block).is_some_and(|b| b.registered)
+    }
+
+    /// Whether `block` has mark D: its draft KV is valid.
+    pub fn has_draft(&self, block: i64) -> bool {
+        self.get(block).is_some_and(|b| b.has_draft)
+    }
+
+    /// Sets mark D on a registered held block and ends its claim.
+    ///
+    /// # Errors
+    /// [`Error::InvalidBlock`] if the block is not held, not registered, or not in the pool.
+    pub fn mark_draft(&mut self, block: i64) -> Result<()> {
+        let id = self.checked(block, "a held block with mark T", |b| b.ref_count > 0 && b.registered)?;
+        self.blocks[id].has_draft = true;
+        self.blocks[id].claimant = UNCLAIMED;
+        Ok(())
+    }
+
+    /// Takes the claim on writing the draft KV of a registered held block without mark D, for the holder `claimant`.
+    /// Returns whether the claim is now `claimant`'s; false if it is someone else's.
+    ///
+    /// # Errors
+    /// [`Error::InvalidBlock`] if the block is not held, not registered, has mark D, or is not in the pool.
+    pub fn claim(&mut self, block: i64, claimant: u32) -> Result<bool> {
+        let allowed = "a held block with mark T and without mark D";
+        let id = self.checked(block, allowed, |b| b.ref_count > 0 && b.registered && !b.has_draft)?;
+        let b = &mut self.blocks[id];
+        if b.claimant == UNCLAIMED {
+            b.claimant = claimant;
+        }
+        Ok(b.claimant == claimant)
+    }
+
+    /// Who has the claim on `block`.
+    pub fn claimant(&self, block: i64) -> Option<u32> {
+        self.get(block).map(|b| b.claimant).filter(|&claimant| claimant != UNCLAIMED)
+    }
+
+    /// Gives `claimant`'s claim on `block` back; false if it has none.
+    pub fn release_claim(&mut self, block: i64, claimant: u32) -> bool {
+        let held = claimant != UNCLAIMED && self.claimant(block) == Some(claimant);
+        if held {
+            self.blocks[block as usize].claimant = UNCLAIMED;
+        }
+        held
+    }
+
+    /// Forgets all cached content. Returns false, and changes nothing, while any block is held.
+    pub fn reset_prefix_cache(&mut self) -> bool {
+        if self.num_free() != self.num_blocks() {
+            return false;
+        }
+        while let Some(id) = self.evict() {
+            self.lists.push_back(ListId::Free, id);
+        }
+        true
+    }
+
+    fn get(&self, block: i64) -> Option<&Block> {
+        usize::try_from(block).ok().and_then(|id| self.blocks.get(id))
+    }
+
+    fn checked(&self, block: i64, allowed: &'static str, ok: impl Fn(&Block) -> bool) -> Result<usize> {
+        match self.get(block) {
+            Some(b) if ok(b) => Ok(block as usize),
+            Some(b) => {
+                let marks = match (b.registered, b.has_draft) {
+                    (false, _) => "no marks",
+                    (true, false) => "mark T",
+                    (true, true) => "marks T and D",
+                };
+                Err(Error::InvalidBlock { block, state: format!("{} holders, {marks}", b.ref_count), allowed })
+            }
+            None => {
+                let state = format!("not among the {} blocks", self.num_blocks());
+                Err(Error::InvalidBlock { block, state, allowed })
+            }
+        }
+    }
+}

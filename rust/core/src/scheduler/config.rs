@@ -1,0 +1,109 @@
+//! Settings of a scheduler and the parameters of a request, and what is allowed for each.
+
+use crate::error::{Error, Result};
+
+/// Largest number of tokens, positions or blocks in a [`SchedulerConfig`], so that products of two fit an `i64`.
+const MAX_SIZE: usize = 1 << 31;
+
+/// Settings of a [`super::Scheduler`]. Numbers of tokens, positions and blocks are at most 2^31.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SchedulerConfig {
+    /// R: rows of device state, so the most requests that run at once. 1 to 65536.
+    pub max_num_seqs: usize,
+    /// M: the most tokens (prompt and output) of a request. At least 2.
+    pub max_model_len: usize,
+    /// KV blocks in the pool. At least 1.
+    pub num_blocks: usize,
+    /// Positions per KV block. At least 1.
+    pub block_size: usize,
+    /// C: tokens per launch that decode, prefill and draft chunks share. At least 1. Decode never waits for it, and prefill
+    /// and draft chunks always have a quarter of it.
+    pub max_num_batched_tokens: usize,
+    /// K: the most draft tokens of a request per launch, at most 1024; 0 for no speculation.
+    pub num_speculative_tokens: usize,
+    /// Positions that the draft model can take, or `None` without a draft model.
+    pub draft_max_model_len: Option<usize>,
+    /// Positions that the first drafting pass feeds, 2 for a draft model: how far its KV may lag behind. At least 1.
+    pub first_rows: usize,
+    /// Cost of a draft chunk's token in tokens of the budget: the draft's share of the target's parameters. Finite, above 0.
+    pub draft_cost_ratio: f64,
+    /// Launches that may be planned and not yet settled. 1 to 1024.
+    pub max_in_flight: usize,
+    /// Whether requests share the KV of equal prefixes.
+    pub enable_prefix_caching: bool,
+    /// Key of the block hashes.
+    pub hash_key: [u8; 16],
+}
+
+impl SchedulerConfig {
+    /// Settings with the given sizes, no speculation, prefix caching on, one launch in flight.
+    pub fn new(
+        max_num_seqs: usize,
+        max_model_len: usize,
+        num_blocks: usize,
+        block_size: usize,
+        max_num_batched_tokens: usize,
+    ) -> Self {
+        Self {
+            max_num_seqs,
+            max_model_len,
+            num_blocks,
+            block_size,
+            max_num_batched_tokens,
+            num_speculative_tokens: 0,
+            draft_max_model_len: None,
+            first_rows: 2,
+            draft_cost_ratio: 1.0,
+            max_in_flight: 1,
+            enable_prefix_caching: true,
+            hash_key: [0; 16],
+        }
+    }
+
+    /// Blocks that hold `positions` positions.
+    pub(super) fn blocks_for(&self, positions: usize) -> usize {
+        positions.div_ceil(self.block_size)
+    }
+
+    /// # Errors
+    /// [`Error::InvalidConfig`] naming the first setting outside its range.
+    pub(super) fn validate(&self) -> Result<()> {
+        let sizes = [
+            ("max_num_seqs", self.max_num_seqs, 1, 1 << 16),
+            ("max_model_len", self.max_model_len, 2, MAX_SIZE),
+            ("num_blocks", self.num_blocks, 1, MAX_SIZE),
+            ("block_size", self.block_size, 1, MAX_SIZE),
+            ("max_num_batched_tokens", self.max_num_batched_tokens, 1, MAX_SIZE),
+            ("num_speculative_tokens", self.num_speculative_tokens, 0, 1 << 10),
+            ("draft_max_model_len", self.draft_max_model_len.unwrap_or(1), 1, MAX_SIZE),
+            ("first_rows", self.first_rows, 1, MAX_SIZE),
+            ("max_in_flight", self.max_in_flight, 1, 1 << 10),
+        ];
+        for (field, value, least, most) in sizes {
+            if value < least || value > most {
+                return Err(Error::invalid_config(field, value, format!("{least} to {most}")));
+            }
+        }
+        if !self.draft_cost_ratio.is_finite() || self.draft_cost_ratio <= 0.0 {
+            return Err(Error::invalid_config("draft_cost_ratio", self.draft_cost_ratio, "finite and above 0"));
+        }
+        Ok(())
+    }
+}
+
+/// What a request asks for besides its prompt.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct RequestParams<'a> {
+    /// The most tokens it may reach, prompt and output: `min(prompt + max_tokens, max_model_len)`.
+    pub limit: usize,
+    /// Output tokens before which stop ids do not count.
+    pub min_tokens: usize,
+    /// Draft tokens per launch, at most the engine's K; 0 never drafts.
+    pub num_speculative_tokens: usize,
+    /// Importance: smaller values go first, ties by arrival.
+    pub priority: i64,
+    /// Tokens that end the output.
+    pub stop_token_ids: &'a [i64],
+    /// Requests share prefixes only with requests of the same salt.
+    pub cache_salt: &'a [u8],
+}

@@ -1,0 +1,217 @@
+//! Where things are in the three flat int64 buffers that the caller owns: the record of a launch, its results, and what came
+//! of them. Only offsets; nothing here reads or writes a buffer.
+
+use std::ops::Range;
+
+use super::config::SchedulerConfig;
+
+/// Elements of the header, the record's first section.
+pub const HEADER_LEN: usize = 16;
+/// Header: id of the launch, counted from 0.
+pub const HEADER_LAUNCH_ID: usize = 0;
+/// Header: decode entries; they come first.
+pub const HEADER_NUM_DECODE: usize = 1;
+/// Header: prefill entries, after the decode entries.
+pub const HEADER_NUM_PREFILL: usize = 2;
+/// Header: tokens of all prefill chunks.
+pub const HEADER_NUM_PREFILL_TOKENS: usize = 3;
+/// Header: draft catch-up chunks, those of length 0 included.
+pub const HEADER_NUM_DRAFT_CHUNKS: usize = 4;
+/// Header: tokens of all draft catch-up chunks.
+pub const HEADER_NUM_DRAFT_TOKENS: usize = 5;
+/// Header: requests that got their row in this launch.
+pub const HEADER_NUM_ADMITTED: usize = 6;
+/// Header: tokens to upload for them.
+pub const HEADER_NUM_UPLOAD_TOKENS: usize = 7;
+/// Header: block table entries to set.
+pub const HEADER_NUM_BLOCK_UPDATES: usize = 8;
+/// Header: largest K of a decode entry.
+pub const HEADER_MAX_K: usize = 9;
+/// Header: requests that lost their row in this plan.
+pub const HEADER_NUM_PREEMPTED: usize = 10;
+
+/// Result flag: the target's logits were not finite.
+pub const FLAG_TARGET_NON_FINITE: i64 = 1;
+/// Result flag: the draft's logits were not finite.
+pub const FLAG_DRAFT_NON_FINITE: i64 = 2;
+/// Result flag: a position lay beyond the row's capacity.
+pub const FLAG_CAPACITY: i64 = 4;
+
+/// Finish reason: the request goes on.
+pub const FINISH_NONE: i64 = 0;
+/// Finish reason: a stop token, the last one delivered.
+pub const FINISH_STOP: i64 = 1;
+/// Finish reason: the request's limit.
+pub const FINISH_LENGTH: i64 = 2;
+/// Finish reason: aborted. Never settled, since `abort` ends a request at once; part of the numbering for callers.
+pub const FINISH_ABORT: i64 = 3;
+/// Finish reason: a fault on the device.
+pub const FINISH_ERROR: i64 = 4;
+
+/// A run of elements in a buffer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Section {
+    /// First element.
+    pub offset: usize,
+    /// Elements.
+    pub len: usize,
+}
+
+impl Section {
+    /// The elements as a range of buffer indices.
+    pub fn range(self) -> Range<usize> {
+        self.offset..self.offset + self.len
+    }
+}
+
+macro_rules! layout {
+    (
+        $(#[$doc:meta])*
+        $name:ident($($size:ident),*) { $($(#[$field_doc:meta])* $field:ident: $len:expr,)* }
+    ) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+        pub struct $name {
+            $($(#[$field_doc])* pub $field: Section,)*
+            /// Elements of the whole buffer.
+            pub size: usize,
+        }
+
+        impl $name {
+            fn from_sizes($($size: usize),*) -> Self {
+                let mut layout = Self::default();
+                $(
+                    layout.$field = Section { offset: layout.size, len: $len };
+                    layout.size += layout.$field.len;
+                )*
+                layout
+            }
+
+            /// All sections by name, in buffer order.
+            pub fn sections(&self) -> Vec<(&'static str, Section)> {
+                vec![$((stringify!($field), self.$field)),*]
+            }
+        }
+    };
+}
+
+layout! {
+    /// Sections of the record that `plan` writes. Of each section only the elements that the header counts are written.
+    ///
+    /// R = `max_num_seqs`, C = `max_num_batched_tokens`; U = `max_model_len` + C bounds uploads, X block updates per launch.
+    RecordLayout(r, c, u, x) {
+        /// Counts, `[HEADER_LEN]`; unused elements are 0.
+        header: HEADER_LEN,
+        /// Row of each entry, `[R]`: decode entries by K descending, then prefill chunks.
+        entry_row: r,
+        /// K of each entry, `[R]`; 0 for prefill chunks.
+        entry_k: r,
+        /// Positions that the row's block table covers in this launch, `[R]`.
+        entry_capacity: r,
+        /// Upper bound of the row's tokens at the start of this launch, `[R]`.
+        entry_n_upper: r,
+        /// First position of prefill chunk j, which is entry `num_decode + j`, `[R]`.
+        chunk_start: r,
+        /// Positions of prefill chunk j, at least 1, `[R]`.
+        chunk_len: r,
+        /// 1 if chunk j ends its prompt and emits a token, else 0, `[R]`.
+        chunk_is_last: r,
+        /// Start of chunk j among the prefill tokens, `[R + 1]`; element `num_prefill` is the number of tokens.
+        prefill_q_start: r + 1,
+        /// Row of each draft catch-up chunk, `[R]`.
+        draft_chunk_row: r,
+        /// First position of the chunk: the row's `draft_len` before it, `[R]`.
+        draft_chunk_start: r,
+        /// Positions of the chunk, `[R]`; afterwards the row's `draft_len` is start + len, also for length 0.
+        draft_chunk_len: r,
+        /// Start of each draft chunk among the draft tokens, `[R + 1]`.
+        draft_q_start: r + 1,
+        /// Row of each admitted request, `[R]`.
+        admit_row: r,
+        /// Its id, `[R]`.
+        admit_request_id: r,
+        /// Tokens it has, all of them uploaded, `[R]`.
+        admit_num_tokens: r,
+        /// Positions with valid draft KV, `[R]`.
+        admit_draft_len: r,
+        /// Its limit, `[R]`.
+        admit_limit: r,
+        /// Positions with valid target KV from the prefix cache, `[R]`.
+        admit_num_cached: r,
+        /// Ids of the requests preempted by this plan, `[R]`.
+        preempted_request_id: r,
+        /// Row of each block table entry to set, `[X]`.
+        block_row: x,
+        /// Its index in the row's table, `[X]`.
+        block_index: x,
+        /// The block, `[X]`.
+        block_id: x,
+        /// Token of each prefill row, `[C]`.
+        prefill_token: c,
+        /// Its position, `[C]`.
+        prefill_position: c,
+        /// Its KV slot, `[C]`.
+        prefill_slot: c,
+        /// Position of each draft chunk token, `[C]`; the token itself is in the row's state.
+        draft_position: c,
+        /// Its KV slot, `[C]`; -1 where the block's draft KV is valid already.
+        draft_slot: c,
+        /// Tokens of the admitted requests one after the other, `[U]`.
+        upload_token: u,
+    }
+}
+
+layout! {
+    /// Sections of the results that the device reports, by entry.
+    ResultsLayout(r, k1) {
+        /// Tokens emitted, `[R]`: accepted + 1, 1 for a prompt's last chunk, 0 for other chunks and ended rows.
+        num_emitted: r,
+        /// Draft tokens accepted, `[R]`.
+        num_accepted: r,
+        /// Draft tokens verified, `[R]`: K after the device's own limits.
+        num_drafted: r,
+        /// `FLAG_*` bits, `[R]`.
+        flags: r,
+        /// Emitted tokens, `[R, K + 1]`.
+        tokens: r * k1,
+    }
+}
+
+layout! {
+    /// Sections of what `settle` tells: by entry, what came of it.
+    SettledLayout(r) {
+        /// The entry's request, `[R]`; -1 if its results were dropped.
+        request_id: r,
+        /// Tokens to deliver, the first so many of the entry's `tokens`, `[R]`.
+        num_new: r,
+        /// `FINISH_*`, `[R]`.
+        finish_reason: r,
+    }
+}
+
+impl RecordLayout {
+    /// The layout for these settings.
+    pub fn new(config: &SchedulerConfig) -> Self {
+        let (r, c) = (config.max_num_seqs, config.max_num_batched_tokens);
+        let u = config.max_model_len + c;
+        // A decode row's reservation grows by at most K + 1 positions per launch (by one token more than the last K, plus this
+        // K); a chunk adds its own blocks and one; hits of admitted requests are full blocks of uploaded tokens.
+        let per_row = config.blocks_for(config.num_speculative_tokens + 1) + 1;
+        let x = r * per_row + c / config.block_size + u / config.block_size;
+        Self::from_sizes(r, c, u, x)
+    }
+}
+
+impl ResultsLayout {
+    /// The layout for these settings.
+    pub fn new(config: &SchedulerConfig) -> Self {
+        Self::from_sizes(config.max_num_seqs, config.num_speculative_tokens + 1)
+    }
+}
+
+impl SettledLayout {
+    /// The layout for these settings.
+    pub fn new(config: &SchedulerConfig) -> Self {
+        Self::from_sizes(config.max_num_seqs)
+    }
+}

@@ -1,0 +1,151 @@
+//! How requests come, go, and lose their row.
+
+use super::request::{Request, RequestIndex};
+use super::row::{RowIndex, RowState};
+use super::{RequestParams, Scheduler};
+use crate::error::{Error, Result};
+
+/// Token ids are vocabulary indices; anything beyond 32 bits is a bug of the caller.
+const MAX_TOKEN: i64 = u32::MAX as i64;
+
+pub(super) fn is_token(token: i64) -> bool {
+    (0..=MAX_TOKEN).contains(&token)
+}
+
+impl Scheduler {
+    /// Queues a request behind all waiting ones of its priority.
+    ///
+    /// # Errors
+    /// [`Error::DuplicateRequest`] if the id is live; [`Error::InvalidRequest`] if a parameter is not allowed, among them a limit
+    /// that needs more blocks than the pool has.
+    pub fn add_request(&mut self, request_id: i64, token_ids: &[i64], params: &RequestParams<'_>) -> Result<()> {
+        self.validate(request_id, token_ids, params)?;
+        let importance = (params.priority, self.next_arrival);
+        let root = self.hasher.root(params.cache_salt);
+        let index = self.requests.insert(Request::new(request_id, importance, token_ids, params, root));
+        self.next_arrival += 1;
+        self.by_id.insert(request_id, index);
+        self.waiting.insert(importance, index);
+        Ok(())
+    }
+
+    fn validate(&self, request_id: i64, token_ids: &[i64], params: &RequestParams<'_>) -> Result<()> {
+        let invalid =
+            |field, value: String, allowed: String| Err(Error::invalid_request(request_id, field, value, allowed));
+        if request_id < 0 {
+            return invalid("request_id", request_id.to_string(), "at least 0".into());
+        }
+        if self.by_id.contains_key(&request_id) {
+            return Err(Error::DuplicateRequest { request_id });
+        }
+        if token_ids.is_empty() {
+            return invalid("token_ids", "no tokens".into(), "at least 1 token".into());
+        }
+        for (field, tokens) in [("token_ids", token_ids), ("stop_token_ids", params.stop_token_ids)] {
+            if let Some(at) = tokens.iter().position(|&token| !is_token(token)) {
+                return invalid(field, format!("{} at index {at}", tokens[at]), format!("0 to {MAX_TOKEN}"));
+            }
+        }
+        let (limit, least, most) = (params.limit, token_ids.len() + 1, self.config.max_model_len);
+        if limit < least {
+            return invalid("limit", limit.to_string(), format!("at least {least}, one more than the prompt"));
+        }
+        if limit > most {
+            return invalid("limit", limit.to_string(), format!("at most {most}, max_model_len"));
+        }
+        let (blocks, pool) = (self.config.blocks_for(limit), self.config.num_blocks);
+        if blocks > pool {
+            let value = format!("{limit}, which needs {blocks} blocks");
+            return invalid(
+                "limit",
+                value,
+                format!("what the pool's {pool} blocks of {} hold", self.config.block_size),
+            );
+        }
+        let (k, most) = (params.num_speculative_tokens, self.config.num_speculative_tokens);
+        if k > most {
+            return invalid("num_speculative_tokens", k.to_string(), format!("at most {most}, the engine's"));
+        }
+        Ok(())
+    }
+
+    /// Ends a waiting or running request now. What is in flight for it will be dropped.
+    ///
+    /// # Errors
+    /// [`Error::UnknownRequest`] if the id is not live.
+    pub fn abort(&mut self, request_id: i64) -> Result<()> {
+        let index = self.live(request_id)?;
+        match self.requests[index].row {
+            Some(row) => self.end(row),
+            None => {
+                self.waiting.remove(&self.requests[index].importance);
+                self.forget(index);
+                Ok(())
+            }
+        }
+    }
+
+    /// Sends a running request back to waiting, at its original place. What is in flight for it will be dropped; its settled
+    /// tokens stay, and their KV is computed again where the prefix cache no longer has it.
+    ///
+    /// # Errors
+    /// [`Error::UnknownRequest`] if the id is not live, [`Error::NotRunning`] if it waits.
+    pub fn preempt(&mut self, request_id: i64) -> Result<()> {
+        let index = self.live(request_id)?;
+        let row = self.requests[index].row.ok_or(Error::NotRunning { request_id })?;
+        self.preempt_row(row)
+    }
+
+    fn live(&self, request_id: i64) -> Result<RequestIndex> {
+        self.by_id.get(&request_id).copied().ok_or(Error::UnknownRequest { request_id })
+    }
+
+    fn forget(&mut self, index: RequestIndex) {
+        let request = self.requests.remove(index);
+        self.by_id.remove(&request.id);
+    }
+
+    pub(super) fn preempt_row(&mut self, row: RowIndex) -> Result<()> {
+        let index = self.rows[row as usize].request;
+        self.close(row)?;
+        let request = &mut self.requests[index];
+        request.row = None;
+        self.waiting.insert(request.importance, index);
+        self.num_preemptions += 1;
+        Ok(())
+    }
+
+    /// Ends the request that runs on a live row.
+    pub(super) fn end(&mut self, row: RowIndex) -> Result<()> {
+        let index = self.rows[row as usize].request;
+        self.close(row)?;
+        self.forget(index);
+        Ok(())
+    }
+
+    fn close(&mut self, row: RowIndex) -> Result<()> {
+        let place = self.running_place(self.requests[self.rows[row as usize].request].importance);
+        debug_assert_eq!(self.running.get(place), Some(&row));
+        self.running.remove(place);
+        self.rows[row as usize].state = RowState::Closed;
+        if self.rows[row as usize].in_flight == 0 { self.release(row) } else { Ok(()) }
+    }
+
+    /// Where a request of this importance is, or belongs, in the running order.
+    pub(super) fn running_place(&self, importance: super::Importance) -> usize {
+        self.running.partition_point(|&row| self.requests[self.rows[row as usize].request].importance < importance)
+    }
+
+    /// Takes a closed row that no launch in flight names back, with its blocks and claims.
+    pub(super) fn release(&mut self, row: RowIndex) -> Result<()> {
+        let lease = &mut self.rows[row as usize];
+        // Last to first, so that the tail is evicted before the head.
+        for block in lease.blocks.drain(..).rev() {
+            self.pool.release_claim(block, row);
+            self.pool.free(block)?;
+        }
+        lease.state = RowState::Free;
+        self.free_rows.push(row);
+        Ok(())
+    }
+}

@@ -1,0 +1,222 @@
+//! The scheduler: which requests run, on which row and blocks, with how many drafts, in which launch.
+//!
+//! Continuous batching with chunked prefill and deferred drafting. `plan` writes one launch into a record, the caller executes it,
+//! `settle` takes the results; up to `max_in_flight` launches may be planned and not settled. No clock, no randomness: the
+//! same calls give the same records.
+//!
+//! | file | decides |
+//! | --- | --- |
+//! | `config` | which settings and parameters are allowed |
+//! | `layout` | where things are in the buffers |
+//! | `request`, `row` | what is remembered |
+//! | `lifecycle` | how requests come, go, and lose their row |
+//! | `plan`, `admission`, `catch_up` | what the next launch does |
+//! | `record` | how that is written down |
+//! | `settle` | what results mean |
+//! | `integrity` | whether all of this agrees |
+
+mod config;
+pub mod layout;
+mod lifecycle;
+mod plan;
+mod request;
+mod row;
+mod settle;
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+
+use rustc_hash::FxBuildHasher;
+
+use crate::acceptance::AcceptanceTracker;
+use crate::block_pool::BlockPool;
+use crate::error::{Error, Result};
+use crate::hash::BlockHasher;
+use crate::slot_mapper::SlotMapper;
+pub use config::{RequestParams, SchedulerConfig};
+use layout::{RecordLayout, ResultsLayout, SettledLayout};
+use request::{Importance, RequestIndex, Requests};
+use row::{Launch, Row, RowIndex};
+
+/// Counts of a planned launch, as in the record's header.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LaunchHeader {
+    /// Its id; launches are numbered from 0.
+    pub launch_id: u64,
+    /// Decode entries.
+    pub num_decode: usize,
+    /// Prefill entries.
+    pub num_prefill: usize,
+    /// Tokens of all prefill chunks.
+    pub num_prefill_tokens: usize,
+    /// Draft catch-up chunks.
+    pub num_draft_chunks: usize,
+    /// Tokens of all draft catch-up chunks.
+    pub num_draft_tokens: usize,
+    /// Requests that got a row.
+    pub num_admitted: usize,
+    /// Tokens to upload for them.
+    pub num_upload_tokens: usize,
+    /// Block table entries to set.
+    pub num_block_updates: usize,
+    /// Largest K of an entry.
+    pub max_k: usize,
+    /// Requests preempted by this plan.
+    pub num_preempted: usize,
+}
+
+/// What `plan` came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PlanOutcome {
+    /// There is nothing to do and nothing in flight.
+    Idle,
+    /// Nothing can be planned before the oldest launch in flight has settled.
+    SettleFirst,
+    /// The record holds a launch, which is in flight from now on.
+    Launch(LaunchHeader),
+}
+
+/// Plans launches and settles their results.
+#[derive(Clone, Debug)]
+pub struct Scheduler {
+    config: SchedulerConfig,
+    record_layout: RecordLayout,
+    results_layout: ResultsLayout,
+    settled_layout: SettledLayout,
+    pool: BlockPool,
+    slot_mapper: SlotMapper,
+    hasher: BlockHasher,
+    acceptance: AcceptanceTracker,
+    requests: Requests,
+    by_id: HashMap<i64, RequestIndex, FxBuildHasher>,
+    /// Requests without a row, most important first.
+    waiting: BTreeMap<Importance, RequestIndex>,
+    rows: Vec<Row>,
+    free_rows: Vec<RowIndex>,
+    /// Live rows, most important first.
+    running: Vec<RowIndex>,
+    /// Oldest first.
+    launches: VecDeque<Launch>,
+    spare_launches: Vec<Launch>,
+    next_launch_id: u64,
+    next_arrival: u64,
+    num_preemptions: u64,
+    num_cached_tokens: u64,
+    plan: plan::Plan,
+}
+
+impl Scheduler {
+    /// A scheduler with no requests and all blocks free.
+    ///
+    /// # Errors
+    /// [`Error::InvalidConfig`] naming the first setting that is not allowed.
+    pub fn new(config: SchedulerConfig) -> Result<Self> {
+        config.validate()?;
+        let rows = config.max_num_seqs;
+        Ok(Self {
+            record_layout: RecordLayout::new(&config),
+            results_layout: ResultsLayout::new(&config),
+            settled_layout: SettledLayout::new(&config),
+            pool: BlockPool::new(config.num_blocks)?,
+            slot_mapper: SlotMapper::new(config.block_size)?,
+            hasher: BlockHasher::new(&config.hash_key),
+            acceptance: AcceptanceTracker::new(config.num_speculative_tokens),
+            requests: Requests::default(),
+            by_id: HashMap::default(),
+            waiting: BTreeMap::new(),
+            rows: vec![Row::default(); rows],
+            free_rows: (0..rows as RowIndex).rev().collect(),
+            running: Vec::with_capacity(rows),
+            launches: VecDeque::with_capacity(config.max_in_flight),
+            spare_launches: Vec::new(),
+            next_launch_id: 0,
+            next_arrival: 0,
+            num_preemptions: 0,
+            num_cached_tokens: 0,
+            plan: plan::Plan::default(),
+            config,
+        })
+    }
+
+    /// The settings.
+    pub fn config(&self) -> &SchedulerConfig {
+        &self.config
+    }
+
+    /// Sections of the record that [`Self::plan`] writes.
+    pub fn record_layout(&self) -> &RecordLayout {
+        &self.record_layout
+    }
+
+    /// Sections of the results that [`Self::settle`] reads.
+    pub fn results_layout(&self) -> &ResultsLayout {
+        &self.results_layout
+    }
+
+    /// Sections that [`Self::settle`] writes.
+    pub fn settled_layout(&self) -> &SettledLayout {
+        &self.settled_layout
+    }
+
+    /// Requests without a row.
+    pub fn num_waiting(&self) -> usize {
+        self.waiting.len()
+    }
+
+    /// Requests with a row.
+    pub fn num_running(&self) -> usize {
+        self.running.len()
+    }
+
+    /// Launches planned and not yet settled.
+    pub fn num_in_flight(&self) -> usize {
+        self.launches.len()
+    }
+
+    /// Blocks that nobody holds, cached ones included.
+    pub fn num_free_blocks(&self) -> usize {
+        self.pool.num_free()
+    }
+
+    /// Blocks of the pool.
+    pub fn num_blocks(&self) -> usize {
+        self.pool.num_blocks()
+    }
+
+    /// Times a running request went back to waiting.
+    pub fn num_preemptions(&self) -> u64 {
+        self.num_preemptions
+    }
+
+    /// Tokens whose target KV came from the prefix cache, over all admissions.
+    pub fn num_cached_tokens(&self) -> u64 {
+        self.num_cached_tokens
+    }
+
+    /// Whether a request waits or runs, or a launch is in flight.
+    pub fn has_unfinished(&self) -> bool {
+        !self.by_id.is_empty() || !self.launches.is_empty()
+    }
+
+    /// The acceptance books of all settled launches.
+    pub fn acceptance(&self) -> &AcceptanceTracker {
+        &self.acceptance
+    }
+
+    /// The block pool, to look at.
+    pub fn block_pool(&self) -> &BlockPool {
+        &self.pool
+    }
+
+    /// Forgets all cached prefixes. Returns false, and changes nothing, while any block is held.
+    pub fn reset_prefix_cache(&mut self) -> bool {
+        self.pool.reset_prefix_cache()
+    }
+}
+
+fn check_len(name: &'static str, len: usize, expected: usize) -> Result<()> {
+    if len == expected {
+        Ok(())
+    } else {
+        Err(Error::invalid_buffer(name, format!("{len} elements"), format!("{expected} elements")))
+    }
+}

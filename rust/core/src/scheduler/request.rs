@@ -1,0 +1,129 @@
+//! What the scheduler remembers of a request, from `add_request` to its end, and the slab that holds them.
+
+use std::ops::{Index, IndexMut};
+
+use crate::hash::{BlockHash, BlockHasher};
+
+/// A request's place in the slab.
+pub(super) type RequestIndex = u32;
+
+/// Importance, most important first: priority, then arrival.
+pub(super) type Importance = (i64, u64);
+
+#[derive(Clone, Debug)]
+pub(super) struct Request {
+    pub(super) id: i64,
+    pub(super) importance: Importance,
+    /// Settled tokens: the prompt, then the output. Never taken back, so a preempted request keeps them.
+    pub(super) tokens: Vec<i64>,
+    pub(super) prompt_len: usize,
+    pub(super) limit: usize,
+    pub(super) min_tokens: usize,
+    pub(super) k: usize,
+    pub(super) stop_token_ids: Vec<i64>,
+    /// Its row while running.
+    pub(super) row: Option<u32>,
+    /// The draft's logits were not finite once; it does not draft again.
+    pub(super) draft_failed: bool,
+    root: BlockHash,
+    /// Hashes of its first full blocks, computed once as far as they were needed.
+    hashes: Vec<BlockHash>,
+}
+
+/// Why a token ended a request, if it did.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Ending {
+    None,
+    Stop,
+    Length,
+}
+
+impl Request {
+    pub(super) fn new(
+        id: i64,
+        importance: Importance,
+        prompt: &[i64],
+        params: &super::RequestParams<'_>,
+        root: BlockHash,
+    ) -> Self {
+        Self {
+            id,
+            importance,
+            tokens: prompt.to_vec(),
+            prompt_len: prompt.len(),
+            limit: params.limit,
+            min_tokens: params.min_tokens,
+            k: params.num_speculative_tokens,
+            stop_token_ids: params.stop_token_ids.to_vec(),
+            row: None,
+            draft_failed: false,
+            root,
+            hashes: Vec::new(),
+        }
+    }
+
+    /// Appends an emitted token. A stop token counts from output index `min_tokens` on and wins over the limit.
+    #[inline]
+    pub(super) fn append(&mut self, token: i64) -> Ending {
+        let output_index = self.tokens.len() - self.prompt_len;
+        self.tokens.push(token);
+        if output_index >= self.min_tokens && self.stop_token_ids.contains(&token) {
+            Ending::Stop
+        } else if self.tokens.len() >= self.limit {
+            Ending::Length
+        } else {
+            Ending::None
+        }
+    }
+
+    /// Hash of its full block `index`.
+    pub(super) fn block_hash(&mut self, index: usize, block_size: usize, hasher: &BlockHasher) -> BlockHash {
+        while self.hashes.len() <= index {
+            let start = self.hashes.len() * block_size;
+            let parent = self.hashes.last().copied().unwrap_or(self.root);
+            self.hashes.push(hasher.chain(parent, &self.tokens[start..start + block_size]));
+        }
+        self.hashes[index]
+    }
+}
+
+/// Requests at stable indices; indices of removed ones are used again.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Requests {
+    slots: Vec<Option<Request>>,
+    free: Vec<RequestIndex>,
+}
+
+impl Requests {
+    pub(super) fn insert(&mut self, request: Request) -> RequestIndex {
+        if let Some(index) = self.free.pop() {
+            self.slots[index as usize] = Some(request);
+            return index;
+        }
+        self.slots.push(Some(request));
+        (self.slots.len() - 1) as RequestIndex
+    }
+
+    pub(super) fn remove(&mut self, index: RequestIndex) -> Request {
+        self.free.push(index);
+        self.slots[index as usize].take().expect("a live request")
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = (RequestIndex, &Request)> {
+        self.slots.iter().enumerate().filter_map(|(index, slot)| Some((index as RequestIndex, slot.as_ref()?)))
+    }
+}
+
+impl Index<RequestIndex> for Requests {
+    type Output = Request;
+
+    fn index(&self, index: RequestIndex) -> &Request {
+        self.slots[index as usize].as_ref().expect("a live request")
+    }
+}
+
+impl IndexMut<RequestIndex> for Requests {
+    fn index_mut(&mut self, index: RequestIndex) -> &mut Request {
+        self.slots[index as usize].as_mut().expect("a live request")
+    }
+}

@@ -1,0 +1,91 @@
+//! A row of device state and the lease on it: who runs there, with which blocks, and what is in flight.
+//!
+//! The row index names the lease. A row is live while its request runs. When the request ends or is preempted, the row is closed: what
+//! is in flight for it will be dropped, and it keeps its blocks and claims until the last such launch has settled.
+
+use super::request::RequestIndex;
+
+pub(super) type RowIndex = u32;
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum RowState {
+    #[default]
+    Free,
+    Live,
+    Closed,
+}
+
+#[derive(Clone, Debug, Default)]
+pub(super) struct Row {
+    pub(super) state: RowState,
+    /// The running request; meaningful while live.
+    pub(super) request: RequestIndex,
+    /// Its block table. Entries from `num_sent` on are reserved but not yet told to the device.
+    pub(super) blocks: Vec<i64>,
+    pub(super) num_sent: usize,
+    /// Tokens at admission: target prefill covers `[.., prefill_end)`, and `[.., num_computed)` of it is planned.
+    pub(super) prefill_end: usize,
+    pub(super) num_computed: usize,
+    /// Entries in flight; those that emit tokens; those with K > 0; and the most tokens they can emit.
+    pub(super) in_flight: u32,
+    pub(super) emitting: u32,
+    pub(super) drafting: u32,
+    pub(super) emit_upper: usize,
+    /// Positions with valid draft KV after all planned launches. Exact while `drafting` is 0, otherwise a settled value.
+    pub(super) draft_len: usize,
+    /// Entries with K = 0 planned since the last one with K > 0: how much the lag of 2 after drafting may have grown.
+    pub(super) idle_drafts: usize,
+    /// Blocks `[0, num_registered)` have been offered to the prefix cache or come from it.
+    pub(super) num_registered: usize,
+    /// Blocks `[0, num_draft_marked)` need no further look for mark D.
+    pub(super) num_draft_marked: usize,
+}
+
+impl Row {
+    pub(super) fn is_prefilling(&self) -> bool {
+        self.num_computed < self.prefill_end
+    }
+
+    /// Makes a free row live, keeping its allocations.
+    pub(super) fn open(&mut self, request: RequestIndex, num_tokens: usize) {
+        let mut blocks = std::mem::take(&mut self.blocks);
+        blocks.clear();
+        *self = Self { state: RowState::Live, request, blocks, prefill_end: num_tokens, ..Self::default() };
+    }
+}
+
+/// What an entry does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum EntryKind {
+    Decode,
+    /// A prefill chunk that does not end its prompt: emits nothing.
+    Chunk,
+    /// A prompt's last chunk: emits its first token.
+    LastChunk,
+}
+
+/// One row's part in a launch.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Entry {
+    pub(super) row: RowIndex,
+    pub(super) k: u32,
+    pub(super) kind: EntryKind,
+}
+
+impl Entry {
+    /// The most tokens it can emit.
+    pub(super) fn emit_upper(self) -> usize {
+        match self.kind {
+            EntryKind::Decode => self.k as usize + 1,
+            EntryKind::Chunk => 0,
+            EntryKind::LastChunk => 1,
+        }
+    }
+}
+
+/// A planned launch that has not settled.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Launch {
+    pub(super) id: u64,
+    pub(super) entries: Vec<Entry>,
+}
