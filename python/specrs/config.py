@@ -279,7 +279,7 @@ _HONOURED: dict[str, tuple[object, ...]] = {
     "max_num_partial_prefills": (1,),
     "max_long_partial_prefills": (1,),
     "long_prefill_token_threshold": (0,),
-    "scheduling_policy": ("fcfs",),
+    "scheduling_policy": ("fcfs", "priority"),
     "async_scheduling": (None, False),
     "max_logprobs": (20,),
     "logprobs_mode": ("raw_logprobs",),

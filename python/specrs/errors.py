@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import TypeVar
 
-from specrs._core import InvalidConfigError, InvalidRequestError, SpecrsError
+from specrs._core import InvalidConfigError, InvalidRequestError, SpecrsError, UnknownRequestError
 
 __all__ = [
     "CheckpointError",
@@ -24,6 +24,7 @@ __all__ = [
     "NonFiniteLogitsError",
     "SpecrsError",
     "TokenizerMismatchError",
+    "UnknownRequestError",
     "UnsupportedConfigError",
     "UnsupportedModelError",
     "UnsupportedRequestError",

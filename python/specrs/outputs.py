@@ -87,9 +87,9 @@ class RequestMetrics(AcceptanceFigures):
 class EngineStats(AcceptanceFigures):
     """Figures of an engine since its start or `reset_stats`.
 
-    `target_passes`, `draft_passes`: forward passes of each model, prefill
-    chunks included. `num_cached_tokens`: prompt tokens taken from the prefix cache. `num_preemptions`: requests that
-    lost their blocks and were recomputed.
+    `target_passes`, `draft_passes`: forward passes of each model, prefill chunks included. `num_cached_tokens`: prompt
+    tokens taken from the prefix cache. `num_preemptions`: requests that lost their blocks and were recomputed.
+    `num_running`, `num_waiting`: requests now.
     """
 
     draft_passes: int = 0
@@ -98,6 +98,8 @@ class EngineStats(AcceptanceFigures):
     generation_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
 
 
 @dataclass(kw_only=True)
@@ -137,7 +139,7 @@ class RequestOutput:
             text=text,
             delta=text if delta is None else delta,
             token_ids=list(request.output_token_ids),
-            finish_reason=request.finish_reason,
+            finish_reason=None if request.finish_reason is None else request.finish_reason.value,
             stop_reason=request.stop_reason,
         )
         metrics = RequestMetrics(
@@ -152,7 +154,7 @@ class RequestOutput:
         return cls(
             request_id=str(request.request_id),
             prompt=request.prompt,
-            prompt_token_ids=list(request.prompt_token_ids),
+            prompt_token_ids=request.prompt_token_ids,
             outputs=[completion],
             finished=request.finish_reason is not None,
             metrics=metrics,

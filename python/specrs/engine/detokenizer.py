@@ -40,7 +40,6 @@ class IncrementalDetokenizer:
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._text = ""
-        self._num_sent = 0
         self._ended = False
         self._stream = DecodeStream(skip_special_tokens=self._skip)
         self._shown: list[int] = []  # the ids of the last piece of text: the decoder's context
@@ -62,13 +61,6 @@ class IncrementalDetokenizer:
         if self._ended or self._keep_stop:
             return self._text
         return self._text[: len(self._text) - self._held_back()]
-
-    def delta(self) -> str:
-        """What `stable_text` gained since the last call. Mutates: the next call starts behind it."""
-        stable = self.stable_text
-        new = stable[self._num_sent :]
-        self._num_sent = len(stable)
-        return new
 
     def update(self, token_ids: Sequence[int]) -> tuple[int, str | None]:
         """Take new output ids; `(tokens taken, stop string that ended the text or None)`. Mutates.

@@ -1,0 +1,306 @@
+"""The front door: prompts in, texts out, on one engine in this process. Not for several threads at once."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from specrs.config import EngineConfig
+from specrs.errors import EngineError, InvalidRequestError, SpecrsError, UnknownRequestError, invalid_request
+from specrs.inputs import Prompt, PromptType, is_one_prompt, prompt_text, read_prompt
+from specrs.outputs import EngineStats, RequestOutput
+from specrs.sampling import SamplingParams, validate_request
+from specrs.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from specrs.engine.engine import Engine
+    from specrs.engine.request import Request
+
+logger = logging.getLogger("specrs")
+
+Message = Mapping[str, Any]
+ItemT = TypeVar("ItemT")
+_REFRESH_SECONDS = 0.2
+
+
+class LLM:
+    """A target model, its draft, and the engine that runs them.
+
+    ```python
+    llm = LLM(model="...", speculative_config={"model": "...", "num_speculative_tokens": 5})
+    outputs = llm.generate(["def add(a, b):"], SamplingParams(temperature=0.0, max_tokens=64))
+    ```
+    """
+
+    def __init__(self, model: str | None = None, **settings: Any) -> None:
+        """Load `model` (a folder or a hub id; None is the bundled target). `settings` are the fields of `EngineConfig`.
+
+        The other arguments of vLLM's `LLM` are accepted at values that change nothing.
+
+        Raises `InvalidConfigError` (a `ValueError`) naming field, value and what is allowed; `UnsupportedConfigError`
+        for a value that is not implemented; `CheckpointError` and `TokenizerMismatchError` for what the files hold.
+        """
+        config = EngineConfig.from_kwargs(model=model, **settings)
+        # first, because it is quick and may refuse; weights may take minutes
+        tokenizer = load_tokenizer(config)
+        from specrs.engine.engine import Engine
+
+        self._take(Engine(config), tokenizer)
+
+    @classmethod
+    def from_engine(cls, engine: Engine, tokenizer: Tokenizer | None = None) -> LLM:
+        """An `LLM` around an engine that exists. Without a tokenizer, prompts are ids and texts are empty."""
+        llm = cls.__new__(cls)
+        llm._take(engine, tokenizer)
+        return llm
+
+    def _take(self, engine: Engine, tokenizer: Tokenizer | None) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self._ids = itertools.count()
+
+    def generate(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts; outputs in their order.
+
+        A prompt is a string, `{"prompt": ...}`, `{"prompt_token_ids": [...]}` or a list of ids. `sampling_params` is
+        one for all or one each; `priority` one each, the lowest first. `use_tqdm` shows a progress bar, or makes one.
+
+        A bad request in a list fails alone: its output has `finish_reason` "error" and an `error`, and a warning is
+        logged. A lone prompt raises instead, `InvalidRequestError` for bad input. An exception or interrupt ends all
+        requests of this call; the engine stays usable.
+        """
+        lone = is_one_prompt(prompts)
+        items: Sequence[Any] = [prompts] if lone else list(prompts)
+        return self._complete(
+            items, lambda item: read_prompt(item, self.tokenizer), sampling_params, priority, use_tqdm, lone
+        )
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of messages) or several; as `generate`, through a chat template.
+
+        A message is `{"role": ..., "content": ...}`. `chat_template` stands in for the checkpoint's;
+        `chat_template_kwargs` are the template's own variables.
+        """
+        if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
+            raise invalid_request("messages", messages, "must be a list of messages, or a list of such lists")
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise InvalidRequestError(
+                "messages: a chat needs a tokenizer; with skip_tokenizer_init=True allowed are token ids"
+            )
+        lone = any(isinstance(item, Mapping) for item in messages)
+
+        def read(conversation: Sequence[Message]) -> Prompt:
+            text = tokenizer.render_chat(
+                conversation,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            # the template writes the special tokens itself
+            return Prompt(tokenizer.encode(text, add_special_tokens=False), text)
+
+        items: Sequence[Any] = [messages] if lone else messages
+        return self._complete(items, read, sampling_params, None, use_tqdm, lone)
+
+    def stream(self, prompt: PromptType, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Complete one prompt; an output each time tokens arrive, the last one with `finished`.
+
+        `outputs[0].text` is all text so far that no further token can change, and `delta` what it gained. Raises at
+        once for a bad request. Closing the iterator ends the request; other calls may run in between.
+        """
+        params = SamplingParams() if sampling_params is None else sampling_params
+        if not isinstance(params, SamplingParams):
+            raise invalid_request("sampling_params", params, "must be a SamplingParams or None")
+        request = self._request(read_prompt(prompt, self.tokenizer), params)
+        validate_request(request.prompt_token_ids, params, self.engine.limits)
+        return self._stream(request)
+
+    def stats(self) -> EngineStats:
+        """Figures of all requests since the start or the last `reset_stats`."""
+        return self.engine.stats()
+
+    def reset_stats(self) -> None:
+        """Start counting anew."""
+        self.engine.reset_stats()
+
+    def get_tokenizer(self) -> Any:
+        """transformers' tokenizer; None with `skip_tokenizer_init`."""
+        return None if self.tokenizer is None else self.tokenizer.hf
+
+    def _request(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> Request:
+        from specrs.engine.detokenizer import IncrementalDetokenizer
+        from specrs.engine.request import Request
+
+        if self.tokenizer is None and params.stop_strings:
+            raise invalid_request(
+                "stop", params.stop_strings, "needs a tokenizer; with skip_tokenizer_init=True allowed: None"
+            )
+        detokenizer = None
+        if self.tokenizer is not None and params.detokenize:
+            detokenizer = IncrementalDetokenizer(self.tokenizer, params, prompt.token_ids)
+        return Request(
+            next(self._ids),
+            prompt.token_ids,
+            params,
+            prompt=prompt.text,
+            detokenizer=detokenizer,
+            num_speculative_tokens=self.engine.limits.num_speculative_tokens,
+            priority=priority,
+            cache_salt=prompt.cache_salt,
+        )
+
+    def _complete(
+        self,
+        items: Sequence[ItemT],
+        read: Callable[[ItemT], Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: Sequence[int] | None,
+        use_tqdm: bool | Callable[..., Any],
+        lone: bool,
+    ) -> list[RequestOutput]:
+        params = _one_each(sampling_params, len(items))
+        priorities = _priorities(priority, len(items))
+        outputs: dict[int, RequestOutput] = {}  # by index: refused before they ran
+        requests: dict[int, Request] = {}  # by index
+        try:
+            for i, item in enumerate(items):
+                prompt = None
+                try:
+                    prompt = read(item)
+                    requests[i] = self._request(prompt, params[i], priorities[i])
+                    self.engine.add_request(requests[i])
+                except SpecrsError as error:
+                    requests.pop(i, None)
+                    if lone:
+                        raise
+                    text, ids = (prompt_text(item), []) if prompt is None else (prompt.text, prompt.token_ids)
+                    outputs[i] = RequestOutput.from_error(next(self._ids), text, ids, error)
+            self._run(list(requests.values()), use_tqdm)
+        finally:
+            self._abort(requests.values())
+        for i, request in requests.items():
+            outputs[i] = RequestOutput.from_request(request)
+        for i, output in sorted(outputs.items()):
+            if output.error is not None:
+                if lone:
+                    raise output.error
+                logger.warning("prompt %d failed: %s", i, output.error)
+        return [outputs[i] for i in range(len(items))]
+
+    def _run(self, requests: Sequence[Request], use_tqdm: bool | Callable[..., Any]) -> None:
+        """Step until `requests` have ended; those of others advance with them."""
+        pending = {request.request_id for request in requests if not request.finished}
+        bar = _progress_bar(use_tqdm, len(requests))
+        started = refreshed = time.monotonic()
+        try:
+            while pending:
+                ended = pending & {request.request_id for request in self._step() if request.finished}
+                pending -= ended
+                if bar is not None:
+                    bar.update(len(ended))
+                    now = time.monotonic()
+                    if now - refreshed >= _REFRESH_SECONDS or not pending:
+                        refreshed = now
+                        bar.set_postfix_str(_progress(requests, now - started))
+        finally:
+            if bar is not None:
+                bar.close()
+
+    def _step(self) -> list[Request]:
+        touched = self.engine.step()
+        if not touched and not self.engine.has_unfinished():
+            raise EngineError("the engine is idle, but requests have not ended")
+        return touched
+
+    def _stream(self, request: Request) -> Iterator[RequestOutput]:
+        self.engine.add_request(request)
+        try:
+            num_tokens, sent = 0, 0
+            while True:
+                # other calls may have stepped the engine since the last output
+                while not request.finished and len(request.output_token_ids) == num_tokens:
+                    self._step()
+                num_tokens = len(request.output_token_ids)
+                text = request.stable_text
+                yield RequestOutput.from_request(request, text=text, delta=text[sent:])
+                sent = len(text)
+                if request.finished:
+                    break
+        finally:
+            self._abort([request])
+        if request.error is not None:
+            raise request.error
+
+    def _abort(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            if not request.finished:
+                with contextlib.suppress(UnknownRequestError):  # the fault may have come before it was added
+                    self.engine.abort(request.request_id)
+
+
+def _one_each(sampling_params: object, count: int) -> list[SamplingParams]:
+    params = SamplingParams() if sampling_params is None else sampling_params
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if not isinstance(params, Sequence) or not all(isinstance(item, SamplingParams) for item in params):
+        raise invalid_request("sampling_params", params, "must be a SamplingParams, a list of them, or None")
+    if len(params) != count:
+        raise InvalidRequestError(
+            f"sampling_params: {len(params)} for {count} prompts; allowed are one for all, or one each"
+        )
+    return list(params)
+
+
+def _priorities(priority: object, count: int) -> list[int]:
+    if priority is None:
+        return [0] * count
+    if not isinstance(priority, Sequence) or not all(type(item) is int for item in priority):
+        raise invalid_request("priority", priority, "must be a list of integers, or None")
+    if len(priority) != count:
+        raise InvalidRequestError(f"priority: {len(priority)} for {count} prompts; allowed is one each")
+    return list(priority)
+
+
+def _progress_bar(use_tqdm: bool | Callable[..., Any], total: int) -> Any:
+    if not use_tqdm or total == 0:
+        return None
+    if use_tqdm is True:
+        from tqdm.auto import tqdm as make
+    else:
+        make = use_tqdm
+    return make(total=total, desc="Processed prompts", dynamic_ncols=True)
+
+
+def _progress(requests: Sequence[Request], seconds: float) -> str:
+    tokens = sum(len(request.output_token_ids) for request in requests)
+    text = f"{tokens / max(seconds, 1e-9):.1f} tok/s"
+    drafts = sum(request.acceptance.drafts for request in requests)
+    if drafts:
+        accepted = sum(request.acceptance.accepted_tokens for request in requests)
+        text += f", acceptance length {1 + accepted / drafts:.2f}"
+    return text
