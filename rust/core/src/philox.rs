@@ -65,10 +65,7 @@ pub fn philox4x32(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
 /// The four words of tokens `4 * group .. 4 * group + 4`.
 #[inline]
 fn words(seed: u64, position: u64, purpose: Purpose, group: u32) -> [u32; 4] {
-    philox4x32(
-        [group, position as u32, (position >> 32) as u32, purpose as u32],
-        [seed as u32, (seed >> 32) as u32],
-    )
+    philox4x32([group, position as u32, (position >> 32) as u32, purpose as u32], [seed as u32, (seed >> 32) as u32])
 }
 
 /// The 32-bit word of one token.
@@ -183,7 +180,8 @@ mod tests {
             let expected = philox4x32([token / 4, 0x85A3_08D3, 0x1319_8A2E, 3], [0xA409_3822, 0x299F_31D0]);
             assert_eq!(word(seed, position, Purpose::Gumbel, token), expected[token as usize % 4]);
         }
-        for (index, purpose) in [Purpose::Draft, Purpose::Accept, Purpose::Recover, Purpose::Gumbel].iter().enumerate() {
+        for (index, purpose) in [Purpose::Draft, Purpose::Accept, Purpose::Recover, Purpose::Gumbel].iter().enumerate()
+        {
             assert_eq!(Purpose::from_index(index as i64), Some(*purpose));
             assert_eq!(*purpose as u32, index as u32);
         }

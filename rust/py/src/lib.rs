@@ -1,5 +1,59 @@
 //! Python binding of `specrs-core`: conversions only, no decisions.
+//!
+//! Docstrings live in `python/specrs/_core.pyi`, once. Every class is frozen with its state behind a mutex, so that threads can
+//! share it, on a free-threaded interpreter too.
+
 use pyo3::prelude::*;
+use specrs_core::philox::Purpose;
+use specrs_core::scheduler::layout;
+
+mod acceptance;
+mod block_pool;
+mod buffers;
+mod error;
+mod philox;
+mod scheduler;
+mod slot_mapper;
 
 #[pymodule]
-mod _core {}
+mod _core {
+    use super::*;
+
+    #[pymodule_export]
+    use super::acceptance::AcceptanceTracker;
+    #[pymodule_export]
+    use super::block_pool::{BlockHasher, BlockPool};
+    #[pymodule_export]
+    use super::philox::{philox_gumbel, philox_uniform};
+    #[pymodule_export]
+    use super::scheduler::Scheduler;
+    #[pymodule_export]
+    use super::slot_mapper::SlotMapper;
+
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        for (name, value) in super::CONSTANTS {
+            module.add(name, value)?;
+        }
+        super::error::register(module)
+    }
+}
+
+/// Numbers that callers compare with, by name.
+const CONSTANTS: [(&str, i64); 15] = [
+    ("PLAN_IDLE", scheduler::PLAN_IDLE),
+    ("PLAN_LAUNCH", scheduler::PLAN_LAUNCH),
+    ("PLAN_SETTLE_FIRST", scheduler::PLAN_SETTLE_FIRST),
+    ("FLAG_TARGET_NON_FINITE", layout::FLAG_TARGET_NON_FINITE),
+    ("FLAG_DRAFT_NON_FINITE", layout::FLAG_DRAFT_NON_FINITE),
+    ("FLAG_CAPACITY", layout::FLAG_CAPACITY),
+    ("FINISH_NONE", layout::FINISH_NONE),
+    ("FINISH_STOP", layout::FINISH_STOP),
+    ("FINISH_LENGTH", layout::FINISH_LENGTH),
+    ("FINISH_ABORT", layout::FINISH_ABORT),
+    ("FINISH_ERROR", layout::FINISH_ERROR),
+    ("PURPOSE_DRAFT", Purpose::Draft as i64),
+    ("PURPOSE_ACCEPT", Purpose::Accept as i64),
+    ("PURPOSE_RECOVER", Purpose::Recover as i64),
+    ("PURPOSE_GUMBEL", Purpose::Gumbel as i64),
+];

@@ -1,0 +1,97 @@
+//! `AcceptanceTracker` for Python.
+
+use crate::error::{Class, OrRaise, size};
+use pyo3::prelude::*;
+use pyo3::sync::MutexExt;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+#[pyclass(frozen, module = "specrs._core")]
+pub(crate) struct AcceptanceTracker(Mutex<specrs_core::AcceptanceTracker>);
+
+impl AcceptanceTracker {
+    pub(crate) fn from_core(books: specrs_core::AcceptanceTracker) -> Self {
+        Self(Mutex::new(books))
+    }
+
+    fn books(&self, py: Python<'_>) -> MutexGuard<'_, specrs_core::AcceptanceTracker> {
+        self.0.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[pymethods]
+impl AcceptanceTracker {
+    #[new]
+    fn new(py: Python<'_>, num_speculative_tokens: i64) -> PyResult<Self> {
+        let k = size(py, Class::InvalidConfig, "num_speculative_tokens", num_speculative_tokens)?;
+        Ok(Self::from_core(specrs_core::AcceptanceTracker::new(k)))
+    }
+
+    #[getter]
+    fn num_speculative_tokens(&self, py: Python<'_>) -> usize {
+        self.books(py).num_speculative_tokens()
+    }
+
+    fn record(&self, py: Python<'_>, drafted: i64, accepted: i64) -> PyResult<()> {
+        let drafted = size(py, Class::InvalidAcceptance, "drafted", drafted)?;
+        let accepted = size(py, Class::InvalidAcceptance, "accepted", accepted)?;
+        self.books(py).record(drafted, accepted).or_raise(py)
+    }
+
+    fn reset(&self, py: Python<'_>) {
+        self.books(py).reset();
+    }
+
+    #[getter]
+    fn drafts(&self, py: Python<'_>) -> u64 {
+        self.books(py).drafts()
+    }
+
+    #[getter]
+    fn draft_tokens(&self, py: Python<'_>) -> u64 {
+        self.books(py).draft_tokens()
+    }
+
+    #[getter]
+    fn accepted_tokens(&self, py: Python<'_>) -> u64 {
+        self.books(py).accepted_tokens()
+    }
+
+    #[getter]
+    fn acceptance_length(&self, py: Python<'_>) -> f64 {
+        self.books(py).acceptance_length()
+    }
+
+    #[getter]
+    fn acceptance_rate(&self, py: Python<'_>) -> f64 {
+        self.books(py).acceptance_rate()
+    }
+
+    #[getter]
+    fn per_position(&self, py: Python<'_>) -> Vec<f64> {
+        self.books(py).per_position()
+    }
+
+    #[getter]
+    fn accepted_per_position(&self, py: Python<'_>) -> Vec<u64> {
+        self.books(py).accepted_per_position()
+    }
+
+    #[getter]
+    fn histogram(&self, py: Python<'_>) -> Vec<u64> {
+        self.books(py).histogram().to_vec()
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> String {
+        let books = self.books(py);
+        format!(
+            "AcceptanceTracker(num_speculative_tokens={}, drafts={}, draft_tokens={}, accepted_tokens={}, \
+             acceptance_length={:.3}, acceptance_rate={:.3})",
+            books.num_speculative_tokens(),
+            books.drafts(),
+            books.draft_tokens(),
+            books.accepted_tokens(),
+            books.acceptance_length(),
+            books.acceptance_rate(),
+        )
+    }
+}

@@ -1,0 +1,122 @@
+//! The exception classes, and the one mapping from errors of the core to them.
+
+use pyo3::exceptions::{PyException, PyValueError};
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyDict, PyTuple, PyType};
+use specrs_core::Error;
+
+/// A class of `specrs._core`; the discriminant indexes [`CLASSES`].
+#[derive(Clone, Copy)]
+pub(crate) enum Class {
+    #[expect(dead_code, reason = "the base is never raised itself; it keeps the numbering")]
+    Specrs,
+    InvalidConfig,
+    InvalidRequest,
+    DuplicateRequest,
+    UnknownRequest,
+    NotRunning,
+    OutOfBlocks,
+    InvalidBlock,
+    InvalidBuffer,
+    InvalidAcceptance,
+    SettleOrder,
+    InvalidResults,
+    Integrity,
+}
+
+/// Name, docstring, and whether the class is also a `ValueError`.
+const CLASSES: [(&str, &str, bool); 13] = [
+    ("SpecrsError", "Base of every error that specrs raises on purpose.", false),
+    ("InvalidConfigError", "A setting is outside its range.", true),
+    ("InvalidRequestError", "A request can never be served as given.", true),
+    ("DuplicateRequestError", "A request with this id is waiting or running.", false),
+    ("UnknownRequestError", "No request with this id is waiting or running.", false),
+    ("NotRunningError", "The operation needs a running request and this one is waiting.", false),
+    ("OutOfBlocksError", "The block pool has no block to give.", false),
+    ("InvalidBlockError", "A block id is outside the pool, or its state does not allow the operation.", false),
+    ("InvalidBufferError", "A numpy buffer has the wrong dtype, shape, layout, size or content.", false),
+    ("InvalidAcceptanceError", "A draft was recorded with impossible counts.", false),
+    ("SettleOrderError", "Launches settle in the order in which they were planned.", false),
+    ("InvalidResultsError", "The device reported something that its launch cannot have produced.", false),
+    ("IntegrityError", "The books of the core contradict each other: a bug in specrs.", false),
+];
+
+/// Made at import. `create_exception!` has a single base, and two of these are also `ValueError`.
+static TYPES: PyOnceLock<Vec<Py<PyType>>> = PyOnceLock::new();
+
+fn types(py: Python<'_>) -> PyResult<&[Py<PyType>]> {
+    let make = || {
+        let metaclass = py.get_type::<PyType>();
+        let mut types: Vec<Py<PyType>> = Vec::with_capacity(CLASSES.len());
+        for (name, doc, is_value_error) in CLASSES {
+            let namespace = PyDict::new(py);
+            namespace.set_item("__module__", "specrs._core")?;
+            namespace.set_item("__doc__", doc)?;
+            let base = types.first().map_or_else(|| py.get_type::<PyException>(), |base| base.bind(py).clone());
+            let mut bases = vec![base];
+            if is_value_error {
+                bases.push(py.get_type::<PyValueError>());
+            }
+            let class = metaclass.call1((name, PyTuple::new(py, bases)?, namespace))?;
+            types.push(class.cast_into::<PyType>()?.unbind());
+        }
+        Ok(types)
+    };
+    TYPES.get_or_try_init(py, make).map(Vec::as_slice)
+}
+
+/// Adds the classes to the module.
+pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    let py = module.py();
+    for ((name, _, _), class) in CLASSES.iter().zip(types(py)?) {
+        module.add(*name, class.bind(py))?;
+    }
+    Ok(())
+}
+
+impl Class {
+    /// An instance of this class with `message`.
+    pub(crate) fn error(self, py: Python<'_>, message: impl Into<String>) -> PyErr {
+        match types(py) {
+            Ok(types) => PyErr::from_type(types[self as usize].bind(py).clone(), message.into()),
+            Err(error) => error,
+        }
+    }
+}
+
+/// The exception for an error of the core.
+pub(crate) fn to_py(py: Python<'_>, error: &Error) -> PyErr {
+    let class = match error {
+        Error::InvalidConfig { .. } => Class::InvalidConfig,
+        Error::InvalidRequest { .. } => Class::InvalidRequest,
+        Error::DuplicateRequest { .. } => Class::DuplicateRequest,
+        Error::UnknownRequest { .. } => Class::UnknownRequest,
+        Error::NotRunning { .. } => Class::NotRunning,
+        Error::OutOfBlocks { .. } => Class::OutOfBlocks,
+        Error::InvalidBlock { .. } => Class::InvalidBlock,
+        Error::InvalidBuffer { .. } => Class::InvalidBuffer,
+        Error::InvalidAcceptance { .. } => Class::InvalidAcceptance,
+        Error::SettleOrder { .. } => Class::SettleOrder,
+        Error::InvalidResults { .. } => Class::InvalidResults,
+        Error::Integrity { .. } => Class::Integrity,
+    };
+    class.error(py, error.to_string())
+}
+
+/// `result.or_raise(py)?` turns an error of the core into its exception.
+pub(crate) trait OrRaise<T> {
+    fn or_raise(self, py: Python<'_>) -> PyResult<T>;
+}
+
+impl<T> OrRaise<T> for Result<T, Error> {
+    fn or_raise(self, py: Python<'_>) -> PyResult<T> {
+        self.map_err(|error| to_py(py, &error))
+    }
+}
+
+/// A size given as a Python int: negative ones get the error class and the field's name, not an `OverflowError`.
+pub(crate) fn size(py: Python<'_>, class: Class, field: &str, value: i64) -> PyResult<usize> {
+    usize::try_from(value)
+        .map_err(|_| class.error(py, format!("{field} = {value} is not allowed: expected at least 0")))
+}

@@ -1,0 +1,233 @@
+//! `Scheduler` for Python: checks buffers, calls the core once, maps its error.
+
+use crate::acceptance::AcceptanceTracker;
+use crate::block_pool::{DEFAULT_HASH_KEY, NO_SALT, hash_key_bytes};
+use crate::buffers::{In, Out, readonly, readwrite};
+use crate::error::{Class, OrRaise, size};
+use pyo3::prelude::*;
+use pyo3::sync::MutexExt;
+use pyo3::types::PyDict;
+use specrs_core::scheduler::layout::Section;
+use specrs_core::{PlanOutcome, RequestParams, SchedulerConfig};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// `plan` found nothing to do and nothing is in flight.
+pub(crate) const PLAN_IDLE: i64 = 0;
+/// `plan` wrote a launch into the record.
+pub(crate) const PLAN_LAUNCH: i64 = 1;
+/// `plan` needs a launch in flight to settle first.
+pub(crate) const PLAN_SETTLE_FIRST: i64 = 2;
+
+#[pyclass(frozen, module = "specrs._core")]
+pub(crate) struct Scheduler(Mutex<specrs_core::Scheduler>);
+
+impl Scheduler {
+    /// Calls stay attached to the interpreter: they take microseconds, and a thread that gives up the interpreter lock may
+    /// wait a whole switch interval (5 ms) to get it back, in the middle of the decode loop.
+    fn core(&self, py: Python<'_>) -> MutexGuard<'_, specrs_core::Scheduler> {
+        self.0.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[pymethods]
+impl Scheduler {
+    #[new]
+    #[pyo3(signature = (
+        *, max_num_seqs, max_model_len, num_blocks, block_size, max_num_batched_tokens, num_speculative_tokens = 0,
+        draft_max_model_len = None, first_rows = 2, draft_cost_ratio = 1.0, max_in_flight = 1, enable_prefix_caching = true,
+        hash_key = DEFAULT_HASH_KEY,
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "keyword-only settings")]
+    fn new(
+        py: Python<'_>,
+        max_num_seqs: i64,
+        max_model_len: i64,
+        num_blocks: i64,
+        block_size: i64,
+        max_num_batched_tokens: i64,
+        num_speculative_tokens: i64,
+        draft_max_model_len: Option<i64>,
+        first_rows: i64,
+        draft_cost_ratio: f64,
+        max_in_flight: i64,
+        enable_prefix_caching: bool,
+        hash_key: &[u8],
+    ) -> PyResult<Self> {
+        let size = |field, value| size(py, Class::InvalidConfig, field, value);
+        let config = SchedulerConfig {
+            max_num_seqs: size("max_num_seqs", max_num_seqs)?,
+            max_model_len: size("max_model_len", max_model_len)?,
+            num_blocks: size("num_blocks", num_blocks)?,
+            block_size: size("block_size", block_size)?,
+            max_num_batched_tokens: size("max_num_batched_tokens", max_num_batched_tokens)?,
+            num_speculative_tokens: size("num_speculative_tokens", num_speculative_tokens)?,
+            draft_max_model_len: draft_max_model_len.map(|n| size("draft_max_model_len", n)).transpose()?,
+            first_rows: size("first_rows", first_rows)?,
+            draft_cost_ratio,
+            max_in_flight: size("max_in_flight", max_in_flight)?,
+            enable_prefix_caching,
+            hash_key: hash_key_bytes(py, hash_key)?,
+        };
+        specrs_core::Scheduler::new(config).map(|core| Self(Mutex::new(core))).or_raise(py)
+    }
+
+    #[getter]
+    fn record_size(&self, py: Python<'_>) -> usize {
+        self.core(py).record_layout().size
+    }
+
+    #[getter]
+    fn results_size(&self, py: Python<'_>) -> usize {
+        self.core(py).results_layout().size
+    }
+
+    #[getter]
+    fn settled_size(&self, py: Python<'_>) -> usize {
+        self.core(py).settled_layout().size
+    }
+
+    fn record_layout<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        layout_dict(py, &self.core(py).record_layout().sections())
+    }
+
+    fn results_layout<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        layout_dict(py, &self.core(py).results_layout().sections())
+    }
+
+    fn settled_layout<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        layout_dict(py, &self.core(py).settled_layout().sections())
+    }
+
+    #[pyo3(signature = (
+        request_id, token_ids, *, limit, min_tokens = 0, num_speculative_tokens = 0, priority = 0, stop_token_ids = None,
+        cache_salt = NO_SALT,
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "keyword-only parameters")]
+    fn add_request(
+        &self,
+        py: Python<'_>,
+        request_id: i64,
+        token_ids: &Bound<'_, PyAny>,
+        limit: i64,
+        min_tokens: i64,
+        num_speculative_tokens: i64,
+        priority: i64,
+        stop_token_ids: Option<&Bound<'_, PyAny>>,
+        cache_salt: &[u8],
+    ) -> PyResult<()> {
+        let token_ids: In = readonly("token_ids", token_ids)?;
+        let stop_token_ids: Option<In> = stop_token_ids.map(|array| readonly("stop_token_ids", array)).transpose()?;
+        let size = |field, value| size(py, Class::InvalidRequest, field, value);
+        let params = RequestParams {
+            limit: size("limit", limit)?,
+            min_tokens: size("min_tokens", min_tokens)?,
+            num_speculative_tokens: size("num_speculative_tokens", num_speculative_tokens)?,
+            priority,
+            stop_token_ids: stop_token_ids.as_ref().map_or(Ok(&[][..]), |array| array.as_slice())?,
+            cache_salt,
+        };
+        self.core(py).add_request(request_id, token_ids.as_slice()?, &params).or_raise(py)
+    }
+
+    fn abort(&self, py: Python<'_>, request_id: i64) -> PyResult<()> {
+        self.core(py).abort(request_id).or_raise(py)
+    }
+
+    fn preempt(&self, py: Python<'_>, request_id: i64) -> PyResult<()> {
+        self.core(py).preempt(request_id).or_raise(py)
+    }
+
+    fn plan(&self, py: Python<'_>, record: &Bound<'_, PyAny>) -> PyResult<i64> {
+        let mut record: Out = readwrite("record", record)?;
+        let outcome = self.core(py).plan(record.as_slice_mut()?).or_raise(py)?;
+        Ok(match outcome {
+            PlanOutcome::Idle => PLAN_IDLE,
+            PlanOutcome::Launch(_) => PLAN_LAUNCH,
+            PlanOutcome::SettleFirst => PLAN_SETTLE_FIRST,
+        })
+    }
+
+    fn settle(
+        &self,
+        py: Python<'_>,
+        launch_id: i64,
+        results: &Bound<'_, PyAny>,
+        settled: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let launch_id = size(py, Class::SettleOrder, "launch_id", launch_id)? as u64;
+        let results: In = readonly("results", results)?;
+        let mut settled: Out = readwrite("settled", settled)?;
+        self.core(py).settle(launch_id, results.as_slice()?, settled.as_slice_mut()?).or_raise(py)
+    }
+
+    #[getter]
+    fn num_waiting(&self, py: Python<'_>) -> usize {
+        self.core(py).num_waiting()
+    }
+
+    #[getter]
+    fn num_running(&self, py: Python<'_>) -> usize {
+        self.core(py).num_running()
+    }
+
+    #[getter]
+    fn num_in_flight(&self, py: Python<'_>) -> usize {
+        self.core(py).num_in_flight()
+    }
+
+    #[getter]
+    fn num_free_blocks(&self, py: Python<'_>) -> usize {
+        self.core(py).num_free_blocks()
+    }
+
+    #[getter]
+    fn num_blocks(&self, py: Python<'_>) -> usize {
+        self.core(py).num_blocks()
+    }
+
+    #[getter]
+    fn num_preemptions(&self, py: Python<'_>) -> u64 {
+        self.core(py).num_preemptions()
+    }
+
+    #[getter]
+    fn num_cached_tokens(&self, py: Python<'_>) -> u64 {
+        self.core(py).num_cached_tokens()
+    }
+
+    fn has_unfinished(&self, py: Python<'_>) -> bool {
+        self.core(py).has_unfinished()
+    }
+
+    fn acceptance(&self, py: Python<'_>) -> AcceptanceTracker {
+        AcceptanceTracker::from_core(self.core(py).acceptance().clone())
+    }
+
+    fn reset_prefix_cache(&self, py: Python<'_>) -> bool {
+        self.core(py).reset_prefix_cache()
+    }
+
+    fn check_integrity(&self, py: Python<'_>) -> PyResult<()> {
+        self.core(py).check_integrity().or_raise(py)
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> String {
+        let core = self.core(py);
+        format!(
+            "Scheduler(num_waiting={}, num_running={}, num_in_flight={}, num_free_blocks={}/{})",
+            core.num_waiting(),
+            core.num_running(),
+            core.num_in_flight(),
+            core.num_free_blocks(),
+            core.num_blocks(),
+        )
+    }
+}
+
+fn layout_dict<'py>(py: Python<'py>, sections: &[(&'static str, Section)]) -> PyResult<Bound<'py, PyDict>> {
+    let layout = PyDict::new(py);
+    for (name, section) in sections {
+        layout.set_item(name, (section.offset, section.len))?;
+    }
+    Ok(layout)
+}
