@@ -1,0 +1,54 @@
+"""The `specrs` command: finds the subcommand and turns errors into one line. What a subcommand does is its module's."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from specrs.cli import demo, generate
+from specrs.cli.arguments import Parser, spell
+from specrs.errors import SpecrsError
+
+USAGE_ERROR, INTERRUPTED = 2, 130
+
+
+def parser() -> Parser:
+    """The whole command line. A subcommand's `run` takes the parsed arguments and returns nothing."""
+    top = Parser(prog="specrs", description="Speculative decoding: a small model guesses ahead for a large one.")
+    top.add_argument("--version", action="store_true", help="print the version and exit")
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    for module in (generate, demo):
+        name = module.__name__.rpartition(".")[2]
+        command = commands.add_parser(name, help=module.SUMMARY, description=module.DESCRIPTION)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run, parser=command)
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0, or 2 after one line on stderr for what a user can put right."""
+    top = parser()
+    arguments = top.parse_args(spell(sys.argv[1:] if argv is None else argv))
+    if arguments.version:
+        from importlib.metadata import version
+
+        print(f"specrs {version('specrs')}")
+        return 0
+    if arguments.command is None:
+        top.print_help(sys.stderr)
+        return USAGE_ERROR
+    try:
+        arguments.run(arguments)
+        sys.stdout.flush()
+    except SpecrsError as error:
+        print(f"{arguments.parser.prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return USAGE_ERROR
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader left (`| head`). Python would complain again when it flushes stdout at exit: give it a sink.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return 0

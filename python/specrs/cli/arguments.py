@@ -1,0 +1,82 @@
+"""Command line arguments as vLLM spells them, on argparse. Checks syntax; values are checked where they are used."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import Any, Never
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line, exit code 2. Options are never guessed from a prefix."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(allow_abbrev=False, **settings)
+
+    def error(self, message: str) -> Never:
+        """Print `message` and where to look, and exit."""
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+class MergeJSON(argparse.Action):
+    """A JSON object; given again, it adds to what is there, key by key, and the later value holds."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        try:
+            given = json.loads(values)
+        except json.JSONDecodeError as error:
+            raise argparse.ArgumentError(self, f"{values!r} is not JSON: {error}") from None
+        if not isinstance(given, dict):
+            raise argparse.ArgumentError(self, f"{values!r} is not a JSON object, such as '{{\"key\": 1}}'")
+        setattr(namespace, self.dest, {**(getattr(namespace, self.dest) or {}), **given})
+
+
+def spell(argv: Sequence[str]) -> list[str]:
+    """Bring spellings that vLLM knows into the one that argparse does; text after `--` is left as it is.
+
+    `--max_tokens` is `--max-tokens`. `--speculative-config.model=x`, or with a space for `=`, is
+    `--speculative-config={"model": "x"}`; the value is read as JSON where it can be, else it is a string.
+    """
+    spelled: list[str] = []
+    rest = list(argv)
+    while rest:
+        argument = rest.pop(0)
+        if argument == "--":
+            return [*spelled, argument, *rest]
+        if argument.startswith("--"):
+            option, equals, value = argument.partition("=")
+            option, dot, key = option.partition(".")
+            option = option.replace("_", "-")
+            if dot:
+                if not equals:
+                    value = rest.pop(0) if rest else ""
+                argument = f"{option}={json.dumps({key.replace('-', '_'): _value(value)})}"
+            else:
+                argument = f"{option}{equals}{value}"
+        spelled.append(argument)
+    return spelled
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def drafts_list(text: str) -> list[int]:
+    """`1,3,5` as numbers of draft tokens, each from 1 to 16, in the order given, none twice."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or len(set(numbers)) < len(numbers) or not all(1 <= number <= 16 for number in numbers):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of different numbers from 1 to 16, such as 1,3,5")
+    return numbers

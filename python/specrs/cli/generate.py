@@ -1,0 +1,121 @@
+"""`specrs generate`: one prompt in, its text streamed to stdout, figures on stderr. Many prompts are `specrs.LLM`'s."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import Any
+
+from specrs.errors import invalid_request
+from specrs.outputs import RequestMetrics
+from specrs.sampling import SamplingParams
+
+SUMMARY = "continue one prompt"
+DESCRIPTION = (
+    "Continue one prompt. The text goes to stdout as it is made, figures about the speculation to stderr after it. "
+    "Without --model the bundled pair answers: it continues Python code."
+)
+BUNDLED_DRAFTS = 5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options, vLLM's where vLLM has them."""
+    from specrs.cli.arguments import MergeJSON
+
+    parser.add_argument("prompt", nargs="?", help="the prompt; default: read from stdin")
+    parser.add_argument("--model", help="checkpoint folder or hub id; default: the bundled pair")
+    parser.add_argument("--revision", help="branch, tag or commit of the hub id")
+    parser.add_argument(
+        "--speculative-config",
+        action=MergeJSON,
+        metavar="JSON",
+        help='as in \'{"model": "...", "num_speculative_tokens": 5}\', or one key at a time: '
+        f"--speculative-config.num_speculative_tokens=3; default: {BUNDLED_DRAFTS} draft tokens for the bundled pair, "
+        "none for another model",
+    )
+    parser.add_argument("--max-tokens", type=int, default=128, help="tokens to generate at most; default: 128")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy, the default")
+    parser.add_argument("--stop", action="append", help="end before this text; may be given more than once")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the engine; default: 0")
+    parser.add_argument("--device", default="auto", help="auto or cpu")
+    parser.add_argument(
+        "--dtype",
+        help="auto (the checkpoint's), float32, bfloat16 or float64; default: float32 for the bundled pair, else auto",
+    )
+    parser.add_argument("--max-model-len", type=int, help="tokens of prompt and output together; default: the model's")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Generate and print. Raises `SpecrsError` for what the engine refuses."""
+    speculative = arguments.speculative_config
+    if arguments.model is None:
+        speculative = {"num_speculative_tokens": BUNDLED_DRAFTS, **(speculative or {})}
+    # Checked before the model is loaded: what is wrong with the request should not cost that.
+    params = SamplingParams(
+        temperature=arguments.temperature,
+        max_tokens=arguments.max_tokens,
+        stop=arguments.stop,
+        ignore_eos=arguments.ignore_eos,
+    )
+    prompt = _prompt(arguments.prompt)
+
+    from specrs.llm import LLM
+
+    llm = LLM(
+        arguments.model,
+        revision=arguments.revision,
+        speculative_config=speculative,
+        device=arguments.device,
+        dtype=arguments.dtype or ("float32" if arguments.model is None else "auto"),
+        max_model_len=arguments.max_model_len,
+        max_num_seqs=1,
+        seed=arguments.seed,
+    )
+    output = None
+    start = time.perf_counter()
+    for output in llm.stream(prompt, params):
+        sys.stdout.write(output.outputs[0].delta)
+        sys.stdout.flush()
+    seconds = time.perf_counter() - start
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    if output is not None:
+        print(figures(output.metrics, output.outputs[0].finish_reason, seconds), file=sys.stderr)
+
+
+def _prompt(given: str | None) -> str:
+    """The argument, or all of stdin."""
+    if given is not None:
+        return given
+    if sys.stdin.isatty():
+        print("prompt (end with Ctrl-D):", file=sys.stderr)
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise invalid_request("prompt", "stdin", f"must be {error.encoding} text: {error.reason}") from None
+
+
+def figures(metrics: RequestMetrics, finish_reason: str | None, seconds: float) -> str:
+    """What is worth knowing about one request, a line each. Speculation is left out where nothing was drafted."""
+    count = metrics.num_generated_tokens
+    rows: list[tuple[str, Any]] = [
+        ("Generated tokens:", f"{count} ({finish_reason})"),
+        ("Output token throughput (tok/s):", f"{count / seconds:.1f}"),
+    ]
+    if metrics.time_to_first_token is not None:
+        rows.append(("Time to first token (ms):", f"{1e3 * metrics.time_to_first_token:.1f}"))
+    if metrics.time_per_output_token is not None:
+        rows.append(("Time per output token (ms):", f"{1e3 * metrics.time_per_output_token:.2f}"))
+    if metrics.drafts:
+        shares = " ".join(f"{100 * share:.1f}" for share in metrics.per_position)
+        rows += [
+            ("Acceptance length:", f"{metrics.acceptance_length:.2f}"),
+            ("Acceptance rate (%):", f"{100 * metrics.acceptance_rate:.1f}"),
+            ("Per-position acceptance (%):", shares),
+            ("Drafts:", metrics.drafts),
+            ("Draft tokens:", metrics.draft_tokens),
+            ("Accepted tokens:", metrics.accepted_tokens),
+        ]
+    return "\n".join(f"{name:<40} {value}" for name, value in rows)

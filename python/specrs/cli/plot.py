@@ -1,0 +1,61 @@
+"""The demo's results as a picture. matplotlib comes with the extra `specrs[bench]` and is imported only here."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specrs.errors import invalid_config
+
+if TYPE_CHECKING:
+    from specrs.cli.demo import Result
+
+FORMATS = (".png", ".svg", ".pdf")
+
+
+def check(path: Path) -> None:
+    """Refuse, before anything is measured, what could not be drawn afterwards. Raises `InvalidConfigError`."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise invalid_config("--plot", str(path), "needs matplotlib: pip install 'specrs[bench]'")
+    if path.suffix.lower() not in FORMATS:
+        raise invalid_config("--plot", str(path), f"must end in {', '.join(FORMATS)}")
+    if not path.parent.is_dir():
+        raise invalid_config("--plot", str(path), f"the folder {path.parent} does not exist")
+
+
+def draw(results: Sequence[Result], caption: str, path: Path) -> None:
+    """Write the picture: left, tokens per second of each setting; right, acceptance by position at each K."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    speed, acceptance = figure.subplots(1, 2)
+    # K is ordered, so its colours are: light to dark, and grey for none.
+    shades = colormaps["viridis"]
+    colors: list[Any] = ["0.7", *(shades(0.85 - 0.7 * i / len(results)) for i in range(len(results) - 1))]
+    plain = results[0].tokens_per_second
+    bars = speed.bar([r.name for r in results], [r.tokens_per_second for r in results], color=colors)
+    speed.bar_label(bars, [f"{r.tokens_per_second:.0f}\n{r.tokens_per_second / plain:.2f}x" for r in results])
+    speed.margins(y=0.2)
+    speed.set(title="Speed", ylabel="tokens per second")
+    for result, color in zip(results[1:], colors[1:], strict=True):
+        label = f"{result.name}, acceptance length {result.acceptance.acceptance_length:.2f}"
+        positions = range(1, result.k + 1)
+        # The curves nearly coincide: shorter ones lie on top, so that the longer ones show beyond their ends.
+        shares = result.acceptance.per_position
+        acceptance.plot(positions, shares, marker="o", color=color, label=label, zorder=20 - result.k)
+    acceptance.xaxis.set_major_locator(MaxNLocator(integer=True))
+    acceptance.yaxis.set_major_formatter(PercentFormatter(1.0))
+    acceptance.set_ylim(0, 1)
+    acceptance.set(title="Drafts accepted up to position", xlabel="position", ylabel="share of drafts")
+    acceptance.legend()
+    for axes in (speed, acceptance):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", alpha=0.3)
+        axes.set_axisbelow(True)
+    figure.suptitle("Bundled pair: plain decoding against K drafts, one request at a time")
+    figure.supxlabel(caption, fontsize=8, color="0.4")
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,90 @@
+"""The demo's results as text. Formats what it is given; measures nothing."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from specrs.cli.demo import Result
+
+
+def machine(dtype: str) -> str:
+    """What ran: versions, processor, threads, dtype."""
+    import torch
+
+    return (
+        f"specrs {version('specrs')}, torch {version('torch')}, {_processor()}, "
+        f"{torch.get_num_threads()} threads, {dtype}"
+    )
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return os.uname().machine
+
+
+def heading(num_prompts: int, max_tokens: int, dtype: str) -> str:
+    """What is about to run, on what."""
+    return (
+        f"{machine(dtype)}\n"
+        "bundled pair: target 5.2 M parameters, draft 0.46 M; "
+        f"{num_prompts} prompts, {max_tokens} tokens each, greedy, one at a time\n"
+    )
+
+
+def text(prompt: str, results: Sequence[Result]) -> str:
+    """One prompt and what was made of it; a second text only where it differs."""
+    parts = [f"--- a prompt\n{prompt}"]
+    shown: dict[str, list[str]] = {}
+    for result in results:
+        shown.setdefault(result.texts[0], []).append(result.name)
+    for continuation, names in shown.items():
+        # The text starts where the prompt ended, often in the middle of a line.
+        parts.append(f"--- its continuation: {', '.join(names)}\n{continuation.lstrip(chr(10))}")
+    return "\n".join(parts) + "\n"
+
+
+def table(results: Sequence[Result]) -> str:
+    """A row per setting. Speed-up is against the first, which is plain decoding."""
+    plain = results[0]
+    deepest = max(result.k for result in results)
+    positions = "".join(f"{i:>6}" for i in range(1, deepest + 1))
+    lines = [
+        f"{'':<9}{'tokens/s':>9}{'speed-up':>10}{'acceptance':>12}{'acceptance':>12}   accepted at position (%)",
+        f"{'':<9}{'':>9}{'':>10}{'length':>12}{'rate (%)':>12} {positions}",
+    ]
+    for result in results:
+        speed = f"{result.tokens_per_second:.1f}"
+        gain = f"{result.tokens_per_second / plain.tokens_per_second:.2f}x"
+        line = f"{result.name:<9}{speed:>9}{gain:>10}"
+        if result.k:
+            books = result.acceptance
+            shares = "".join(f"{100 * share:6.1f}" for share in books.per_position)
+            line += f"{books.acceptance_length:>12.2f}{100 * books.acceptance_rate:>12.1f} {shares}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def equality(results: Sequence[Result]) -> str:
+    """How many texts are the same as plain decoding's, token for token."""
+    plain, others = results[0], results[1:]
+    total = len(plain.texts) * len(others)
+    same = sum(result.same_texts(plain) for result in others)
+    if same == total:
+        return f"\nAll {total} texts with drafts equal vanilla's, token for token."
+    return "\n" + textwrap.fill(
+        f"{same} of {total} texts with drafts equal vanilla's, token for token; {total - same} do not. Float rounding "
+        "depends on how many rows a pass has, so where two tokens are nearly tied either may come out first; "
+        "with --dtype float64 that is very rare.",
+        width=110,
+    )

@@ -1,0 +1,93 @@
+"""How the command line is read: vLLM's spellings, merged JSON, one-line errors. No model is loaded here."""
+
+import pytest
+from specrs.cli import main, parser
+from specrs.cli.arguments import spell
+
+
+def speculative_config(*argv: str) -> object:
+    return parser().parse_args(spell(["generate", "x", *argv])).speculative_config
+
+
+@pytest.mark.parametrize(
+    ("argv", "spelled"),
+    [
+        (["--max_tokens", "3"], ["--max-tokens", "3"]),
+        (["--max_tokens=3_0"], ["--max-tokens=3_0"]),
+        (["--speculative_config.model=a_b/c.d"], ['--speculative-config={"model": "a_b/c.d"}']),
+        (["--speculative-config.model", "7"], ['--speculative-config={"model": 7}']),
+        (["--speculative-config.max-model-len=64"], ['--speculative-config={"max_model_len": 64}']),
+        (["--stop=--x_y.z", "a_b"], ["--stop=--x_y.z", "a_b"]),
+        (["--seed", "1", "--", "--max_tokens", "a.b"], ["--seed", "1", "--", "--max_tokens", "a.b"]),
+    ],
+)
+def test_spellings(argv: list[str], spelled: list[str]) -> None:
+    assert spell(argv) == spelled
+
+
+def test_speculative_config_merges_and_the_later_value_holds() -> None:
+    assert speculative_config() is None
+    assert speculative_config(
+        "--speculative-config",
+        '{"model": "d", "num_speculative_tokens": 5}',
+        "--speculative-config.num_speculative_tokens=3",
+        "--speculative_config.revision",
+        "main",
+    ) == {"model": "d", "num_speculative_tokens": 3, "revision": "main"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["generate", "x", "--speculative-config", "{model: 1}"], "'{model: 1}' is not JSON"),
+        (["generate", "x", "--speculative-config", "[5]"], "'[5]' is not a JSON object"),
+        (["generate", "x", "--max-tokens", "many"], "invalid int value: 'many'"),
+        (["generate", "x", "--max-tok", "3"], "unrecognized arguments: --max-tok"),
+        (["generate", "x", "y"], "unrecognized arguments: y"),
+        (["demo", "--k", "1,,3"], "'1,,3' is not a list of different numbers from 1 to 16"),
+        (["demo", "--k", "0,1"], "'0,1' is not a list of different numbers from 1 to 16"),
+        (["demo", "--k", "17"], "'17' is not a list of different numbers from 1 to 16"),
+        (["demo", "--k", "3,3"], "'3,3' is not a list of different numbers from 1 to 16"),
+        (["sever"], "invalid choice: 'sever'"),
+    ],
+)
+def test_syntax_errors_are_one_line(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(argv)
+    assert stopped.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert line.startswith("specrs")
+    assert says in line
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["generate", "x", "--max-tokens", "0"], "specrs generate: error: max_tokens=0: "),
+        (["generate", "x", "--temperature", "nan"], "specrs generate: error: temperature=nan: "),
+        (["generate", "x", "--speculative-config.num_speculative_tokens=17"], "num_speculative_tokens=17: "),
+        (["generate", "x", "--speculative-config.num_drafts=3"], "unknown key 'num_drafts'"),
+        (["generate", "x", "--dtype", "int8"], "dtype='int8': "),
+        (["generate", "x", "--model", "/nowhere/at all"], "/nowhere/at all"),
+        (["generate", ""], "prompt"),
+        (["demo", "--max-tokens", "-1"], "specrs demo: error: max_tokens=-1: "),
+        (["demo", "--plot", "out.bmp"], "--plot='out.bmp': must end in .png, .svg, .pdf"),
+        (["demo", "--plot", "/nowhere/out.png"], "the folder /nowhere does not exist"),
+    ],
+)
+def test_refused_values_are_one_line(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line
+
+
+def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "generate" in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("specrs 0.")

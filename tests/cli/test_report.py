@@ -1,0 +1,64 @@
+"""The demo's arithmetic and what it prints and draws, from results made up here. No model is loaded."""
+
+from pathlib import Path
+
+import pytest
+from specrs.cli import plot, report
+from specrs.cli.demo import Result
+from specrs.outputs import AcceptanceFigures, CompletionOutput, RequestMetrics, RequestOutput
+
+
+def output(text: str, token_ids: list[int], draft_tokens: int = 0, histogram: list[int] | None = None) -> RequestOutput:
+    metrics = RequestMetrics(draft_tokens=draft_tokens, acceptance_histogram=histogram or [0])
+    completion = CompletionOutput(text=text, token_ids=token_ids)
+    return RequestOutput(
+        request_id="0", prompt="p", prompt_token_ids=[7], outputs=[completion], finished=True, metrics=metrics
+    )
+
+
+def results() -> list[Result]:
+    plain, drafted = Result(0), Result(2)
+    plain.add(output("ab", [1, 2]), 1.5)
+    plain.add(output("cd", [3, 4]), 0.5)
+    drafted.add(output("ab", [1, 2], 4, [0, 1, 1, 0, 0]), 0.25)  # a histogram of an engine with a larger K
+    drafted.add(output("cx", [3, 5], 6, [1, 2, 0]), 0.75)
+    return [plain, drafted]
+
+
+def test_figures_add_up() -> None:
+    plain, drafted = results()
+    assert (plain.tokens_per_second, drafted.tokens_per_second) == (2.0, 4.0)
+    assert plain.acceptance == AcceptanceFigures()
+    assert drafted.acceptance == AcceptanceFigures(draft_tokens=10, acceptance_histogram=[1, 3, 1])
+    assert drafted.acceptance.per_position == [0.8, 0.2]
+    assert drafted.same_texts(plain) == 1
+
+
+def test_table() -> None:
+    rows = [line.split() for line in report.table(results()).splitlines()]
+    assert rows[-2] == ["vanilla", "2.0", "1.00x"]
+    assert rows[-1] == ["K", "=", "2", "4.0", "2.00x", "2.00", "50.0", "80.0", "20.0"]
+
+
+def test_equality_counts_texts_that_differ() -> None:
+    plain, drafted = results()
+    assert "1 of 2 texts" in report.equality([plain, drafted])
+    assert "1 do not" in report.equality([plain, drafted])
+    assert "All 4 texts" in report.equality([plain, plain, plain])
+
+
+def test_text_is_shown_once_where_all_agree_and_twice_where_not() -> None:
+    plain, drafted = results()
+    assert "vanilla, K = 2\nab" in report.text("p", [plain, drafted])
+    drafted.texts[0] = "ax"
+    shown = report.text("p", [plain, drafted])
+    assert ": vanilla\nab" in shown
+    assert ": K = 2\nax" in shown
+
+
+@pytest.mark.parametrize("suffix", plot.FORMATS)
+def test_picture(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"out{suffix}"
+    plot.check(path)
+    plot.draw(results(), "caption", path)
+    assert path.stat().st_size > 1000
