@@ -15,10 +15,14 @@
 //! | `settle` | what results mean |
 //! | `integrity` | whether all of this agrees |
 
+mod admission;
+mod catch_up;
 mod config;
+mod integrity;
 pub mod layout;
 mod lifecycle;
 mod plan;
+mod record;
 mod request;
 mod row;
 mod settle;

@@ -1,20 +1,286 @@
-//! What the next launch does.
+//! What the next launch does. Decides for the running requests in order of importance; `admission` and `catch_up` add the rest.
+//!
+//! Deciding may reserve blocks and preempt, and nothing else until it is certain that a launch comes of it: a plan that ends in
+//! `SettleFirst` leaves only reservations behind, which the next plan finds.
 
+use super::request::Request;
+use super::row::{Row, RowIndex};
 use super::{PlanOutcome, Scheduler, check_len};
 use crate::error::Result;
 
-/// Scratch of one `plan`.
+/// How far draft KV may lag behind after an iteration that drafted: all drafts accepted, and the last was never fed.
+const LAG_AFTER_DRAFTING: usize = 2;
+
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Decode {
+    pub(super) row: RowIndex,
+    pub(super) k: usize,
+    /// Upper bound of the row's tokens, and the positions that its blocks must cover.
+    pub(super) n_upper: usize,
+    pub(super) need: usize,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) struct PrefillChunk {
+    pub(super) row: RowIndex,
+    pub(super) start: usize,
+    pub(super) len: usize,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) struct DraftChunk {
+    pub(super) row: RowIndex,
+    pub(super) start: usize,
+    pub(super) len: usize,
+}
+
+/// A decode entry that could draft if its draft KV were closer.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct CatchUp {
+    /// Index in `Plan::decodes`; the K it wants.
+    pub(super) decode: usize,
+    pub(super) k: usize,
+}
+
+/// Tokens for chunks, known once there is prefill work.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Budget {
+    /// For prefill and draft chunks together.
+    pub(super) chunks: usize,
+    pub(super) prefill_left: usize,
+}
+
+/// What the launch being planned does; kept between plans for its allocations.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Plan {}
+pub(super) struct Plan {
+    pub(super) decodes: Vec<Decode>,
+    pub(super) catch_ups: Vec<CatchUp>,
+    pub(super) chunks: Vec<PrefillChunk>,
+    pub(super) draft_chunks: Vec<DraftChunk>,
+    pub(super) admitted: Vec<RowIndex>,
+    pub(super) preempted: Vec<i64>,
+    /// Verification rows of the decode entries, counting catch-ups at the K they want.
+    pub(super) decode_tokens: usize,
+    pub(super) prefill_tokens: usize,
+    pub(super) upload_tokens: usize,
+    pub(super) budget: Option<Budget>,
+    /// Blocks of the prefix hit being looked at; order of the decode entries, and its counting sort.
+    pub(super) hits: Vec<i64>,
+    pub(super) order: Vec<usize>,
+    pub(super) counts: Vec<usize>,
+}
+
+impl Plan {
+    fn clear(&mut self) {
+        self.decodes.clear();
+        self.catch_ups.clear();
+        self.chunks.clear();
+        self.draft_chunks.clear();
+        self.admitted.clear();
+        self.preempted.clear();
+        (self.decode_tokens, self.prefill_tokens, self.upload_tokens) = (0, 0, 0);
+        self.budget = None;
+    }
+}
+
+/// Whether a row drafts in the next launch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Drafting {
+    /// No: it does not want to, or what is in flight hides how far its draft KV lags behind.
+    Off,
+    /// Yes, this many tokens.
+    Ready(usize),
+    /// Only once `catch_up` has looked at its draft KV.
+    CatchUp(usize),
+}
 
 impl Scheduler {
-    /// Plans the next launch into `record`. A record of [`PlanOutcome::Launch`] is in flight until it settles; otherwise what is in the record is
-    /// unspecified.
+    /// Plans the next launch into `record`, which is then in flight until `settle`. Without [`PlanOutcome::Launch`] the record is
+    /// untouched.
     ///
     /// # Errors
-    /// [`crate::Error::InvalidBuffer`] if `record` does not have the layout's size.
+    /// [`crate::Error::InvalidBuffer`] if `record` does not have its layout's size.
     pub fn plan(&mut self, record: &mut [i64]) -> Result<PlanOutcome> {
         check_len("record", record.len(), self.record_layout.size)?;
-        Ok(PlanOutcome::Idle)
+        if self.launches.len() == self.config.max_in_flight {
+            return Ok(PlanOutcome::SettleFirst);
+        }
+        let mut plan = std::mem::take(&mut self.plan);
+        plan.clear();
+        let outcome = self.decide(&mut plan).map(|certain| {
+            if certain && !(plan.decodes.is_empty() && plan.chunks.is_empty()) {
+                PlanOutcome::Launch(self.commit(&mut plan, record))
+            } else if self.launches.is_empty() {
+                PlanOutcome::Idle
+            } else {
+                PlanOutcome::SettleFirst
+            }
+        });
+        self.plan = plan;
+        outcome
     }
+
+    /// False if launches in flight must settle before anything is planned.
+    fn decide(&mut self, plan: &mut Plan) -> Result<bool> {
+        if !self.place_running(plan)? {
+            return Ok(false);
+        }
+        // Blocks that a preemption has just freed are not for newcomers.
+        if plan.preempted.is_empty() {
+            self.admit(plan)?;
+        }
+        self.catch_up(plan)?;
+        Ok(true)
+    }
+
+    /// Gives each running row its entry, most important first. A row short of blocks waits for launches in flight, whose ends may free
+    /// some; then it takes those of the least important row; the least important row itself is left out.
+    fn place_running(&mut self, plan: &mut Plan) -> Result<bool> {
+        let mut place = 0;
+        while let Some(&row) = self.running.get(place) {
+            let prefilling = self.rows[row as usize].is_prefilling();
+            let placed = if prefilling { self.place_chunk(plan, row)? } else { self.place_decode(plan, row)? };
+            if placed {
+                place += 1;
+            } else if !self.launches.is_empty() {
+                return Ok(false);
+            } else if place + 1 < self.running.len() {
+                let victim = self.running[self.running.len() - 1];
+                plan.preempted.push(self.requests[self.rows[victim as usize].request].id);
+                self.preempt_row(victim)?;
+            } else {
+                place += 1;
+            }
+        }
+        Ok(true)
+    }
+
+    /// False if the row is short of blocks even at K = 0.
+    fn place_decode(&mut self, plan: &mut Plan, row_index: RowIndex) -> Result<bool> {
+        let row = &self.rows[row_index as usize];
+        let request = &self.requests[row.request];
+        let limit = request.limit;
+        if lower_bound(row, request) >= limit {
+            return Ok(true);
+        }
+        let n_upper = (request.tokens.len() + row.emit_upper).min(limit);
+        let drafting = self.drafting(row, request);
+        let k = if let Drafting::Ready(k) = drafting { k } else { 0 };
+        let Some(k) = self.reserve(row_index, n_upper, limit, k)? else { return Ok(false) };
+        plan.decode_tokens += 1 + k;
+        if let Drafting::CatchUp(k) = drafting {
+            plan.decode_tokens += k;
+            plan.catch_ups.push(CatchUp { decode: plan.decodes.len(), k });
+        }
+        plan.decodes.push(Decode { row: row_index, k, n_upper, need: (n_upper + k).min(limit) });
+        Ok(true)
+    }
+
+    /// False if the row is short of blocks for a single token.
+    fn place_chunk(&mut self, plan: &mut Plan, row_index: RowIndex) -> Result<bool> {
+        let left = self.budget(plan).prefill_left;
+        if left == 0 {
+            return Ok(true);
+        }
+        let row = &self.rows[row_index as usize];
+        let start = row.num_computed;
+        let covered = (row.blocks.len() + self.pool.num_free()) * self.config.block_size;
+        let len = (row.prefill_end - start).min(left).min(covered - start);
+        if len == 0 {
+            return Ok(false);
+        }
+        self.grow(row_index, start + len)?;
+        self.push_chunk(plan, PrefillChunk { row: row_index, start, len });
+        Ok(true)
+    }
+
+    pub(super) fn push_chunk(&mut self, plan: &mut Plan, chunk: PrefillChunk) {
+        self.budget(plan).prefill_left -= chunk.len;
+        plan.prefill_tokens += chunk.len;
+        plan.chunks.push(chunk);
+    }
+
+    /// Whether a decoding row drafts, and how much. K is cut to what the device would draft at the row's shortest possible length.
+    fn drafting(&self, row: &Row, request: &Request) -> Drafting {
+        let Some(context) = self.config.draft_max_model_len else { return Drafting::Off };
+        let n = lower_bound(row, request);
+        let k = request.k.min(request.limit - n - 1).min((context + 1).saturating_sub(n));
+        if k == 0 || request.draft_failed {
+            Drafting::Off
+        } else if row.drafting > 0 {
+            // What was just drafted hides both n and draft_len, but their distance is bounded.
+            let lag = LAG_AFTER_DRAFTING + row.idle_drafts;
+            if lag <= self.config.first_rows { Drafting::Ready(k) } else { Drafting::Off }
+        } else if n - row.draft_len <= self.config.first_rows && !self.drafts_into_registered(row) {
+            Drafting::Ready(k)
+        } else {
+            Drafting::CatchUp(k)
+        }
+    }
+
+    /// Whether drafting would write into blocks that others can find, which takes a claim.
+    fn drafts_into_registered(&self, row: &Row) -> bool {
+        row.draft_len < row.num_registered * self.config.block_size
+    }
+
+    /// Covers `min(n_upper + k, limit)` positions with blocks, or with a smaller K what can be had. `None`: not even K = 0.
+    pub(super) fn reserve(&mut self, row: RowIndex, n_upper: usize, limit: usize, k: usize) -> Result<Option<usize>> {
+        let block_size = self.config.block_size;
+        let held = self.rows[row as usize].blocks.len();
+        let need = (n_upper + k).min(limit);
+        if need <= held * block_size {
+            return Ok(Some(k));
+        }
+        let most = (held + self.pool.num_free()) * block_size;
+        if most < n_upper {
+            return Ok(None);
+        }
+        self.grow(row, need.min(most))?;
+        Ok(Some(if need <= most { k } else { most - n_upper }))
+    }
+
+    /// Allocates blocks until the row covers `positions`.
+    pub(super) fn grow(&mut self, row: RowIndex, positions: usize) -> Result<()> {
+        let blocks = &mut self.rows[row as usize].blocks;
+        while blocks.len() * self.config.block_size < positions {
+            blocks.push(self.pool.allocate()?);
+        }
+        Ok(())
+    }
+
+    /// The chunk budget: what decode leaves of C, at least a quarter. Of it the draft keeps a quarter while it has demand.
+    pub(super) fn budget<'a>(&self, plan: &'a mut Plan) -> &'a mut Budget {
+        plan.budget.get_or_insert_with(|| {
+            let (mut decode_tokens, mut draft_cost) = (0, 0);
+            for &row_index in &self.running {
+                let row = &self.rows[row_index as usize];
+                let request = &self.requests[row.request];
+                let n = lower_bound(row, request);
+                if row.is_prefilling() || n >= request.limit {
+                    continue;
+                }
+                decode_tokens += match self.drafting(row, request) {
+                    Drafting::Off => 1,
+                    Drafting::Ready(k) => 1 + k,
+                    Drafting::CatchUp(k) => {
+                        draft_cost += self.draft_cost(self.catch_up_demand(row_index, n));
+                        1 + k
+                    }
+                };
+            }
+            let chunks = self.chunk_budget(decode_tokens);
+            let prefill_left = (chunks - draft_cost.min(chunks.div_ceil(4))).max(1);
+            Budget { chunks, prefill_left }
+        })
+    }
+
+    pub(super) fn chunk_budget(&self, decode_tokens: usize) -> usize {
+        let total = self.config.max_num_batched_tokens;
+        total.saturating_sub(decode_tokens).max(total.div_ceil(4))
+    }
+}
+
+/// Fewest tokens a row has once everything in flight has happened.
+pub(super) fn lower_bound(row: &Row, request: &Request) -> usize {
+    request.tokens.len() + row.emitting as usize
 }

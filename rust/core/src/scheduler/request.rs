@@ -25,7 +25,7 @@ pub(super) struct Request {
     pub(super) row: Option<u32>,
     /// The draft's logits were not finite once; it does not draft again.
     pub(super) draft_failed: bool,
-    root: BlockHash,
+    pub(super) root: BlockHash,
     /// Hashes of its first full blocks, computed once as far as they were needed.
     hashes: Vec<BlockHash>,
 }

@@ -1,0 +1,169 @@
+//! The check that a scheduler's books agree with each other and with its pool.
+
+use super::Scheduler;
+use super::plan::lower_bound;
+use super::row::{EntryKind, Row, RowState};
+use crate::error::{Error, Result};
+
+macro_rules! ensure {
+    ($condition:expr, $($message:tt)*) => {
+        if !$condition {
+            return Err(Error::integrity(format!($($message)*)));
+        }
+    };
+}
+
+impl Scheduler {
+    /// Checks that requests, rows, launches, block references, claims and the prefix cache agree. O(blocks + running tokens):
+    /// for tests, and when the engine idles.
+    ///
+    /// # Errors
+    /// [`Error::Integrity`] naming the first contradiction.
+    pub fn check_integrity(&self) -> Result<()> {
+        self.pool.check_integrity()?;
+        self.check_requests()?;
+        self.check_rows()?;
+        self.check_launches()?;
+        self.check_blocks()
+    }
+
+    fn check_requests(&self) -> Result<()> {
+        let live = self.requests.iter().count();
+        ensure!(live == self.by_id.len(), "{live} requests, but {} ids", self.by_id.len());
+        let placed = self.waiting.len() + self.running.len();
+        ensure!(live == placed, "{live} requests, but {placed} waiting or running");
+        for (index, request) in self.requests.iter() {
+            let id = request.id;
+            ensure!(self.by_id.get(&id) == Some(&index), "request {id} is not found by its id");
+            let (n, limit) = (request.tokens.len(), request.limit);
+            ensure!(n < limit, "request {id} lives on with {n} tokens at limit {limit}");
+            match request.row {
+                None => ensure!(self.waiting.get(&request.importance) == Some(&index), "request {id} does not wait"),
+                Some(row) => {
+                    let lease = &self.rows[row as usize];
+                    let runs = lease.state == RowState::Live && lease.request == index && self.running.contains(&row);
+                    ensure!(runs, "request {id} does not run on row {row}");
+                }
+            }
+        }
+        let importance = |row: u32| self.requests[self.rows[row as usize].request].importance;
+        for pair in self.running.windows(2) {
+            ensure!(importance(pair[0]) < importance(pair[1]), "rows {pair:?} run in the wrong order");
+        }
+        Ok(())
+    }
+
+    fn check_rows(&self) -> Result<()> {
+        let count = |state| self.rows.iter().filter(|row| row.state == state).count();
+        let (free, live) = (count(RowState::Free), count(RowState::Live));
+        ensure!(free == self.free_rows.len(), "{free} free rows, but {} listed", self.free_rows.len());
+        ensure!(live == self.running.len(), "{live} live rows, but {} running", self.running.len());
+        for &row in &self.free_rows {
+            let listed = self.free_rows.iter().filter(|&&other| other == row).count();
+            ensure!(
+                self.rows[row as usize].state == RowState::Free && listed == 1,
+                "row {row} is wrongly listed as free"
+            );
+        }
+        for (index, row) in self.rows.iter().enumerate() {
+            match row.state {
+                RowState::Free => {
+                    ensure!(row.blocks.is_empty() && row.in_flight == 0, "free row {index} holds something: {row:?}");
+                }
+                RowState::Closed => ensure!(row.in_flight > 0, "closed row {index} waits for no launch"),
+                RowState::Live => self.check_live_row(index, row)?,
+            }
+        }
+        Ok(())
+    }
+
+    fn check_live_row(&self, index: usize, row: &Row) -> Result<()> {
+        let request = &self.requests[row.request];
+        let (block_size, n) = (self.config.block_size, request.tokens.len());
+        ensure!(row.num_computed <= row.prefill_end && row.prefill_end <= n, "row {index} computed too much: {row:?}");
+        let most = self.config.blocks_for(request.limit);
+        ensure!(row.blocks.len() <= most, "row {index} holds {} blocks, its limit takes {most}", row.blocks.len());
+        ensure!(row.num_sent <= row.blocks.len(), "row {index} sent {} of {} blocks", row.num_sent, row.blocks.len());
+        ensure!(
+            row.num_registered * block_size < n,
+            "row {index} registered {} blocks of {n} tokens",
+            row.num_registered
+        );
+        let (marked, registered) = (row.num_draft_marked, row.num_registered);
+        ensure!(marked <= registered, "row {index} marked {marked} of {registered} blocks");
+        let most = lower_bound(row, request) - 1;
+        ensure!(row.drafting > 0 || row.draft_len <= most, "row {index} has draft_len {} above {most}", row.draft_len);
+
+        let mut hash = request.root;
+        for (at, tokens) in request.tokens.chunks_exact(block_size).take(row.num_registered).enumerate() {
+            hash = self.hasher.chain(hash, tokens);
+            let block = row.blocks[at];
+            let found = self.pool.lookup(hash);
+            if self.pool.is_registered(block) {
+                ensure!(
+                    found == Some(block),
+                    "block {at} of row {index} is {block}, but its content is found as {found:?}"
+                );
+            }
+        }
+        Ok(())
+    }
+
+    fn check_launches(&self) -> Result<()> {
+        let (in_flight, most) = (self.launches.len(), self.config.max_in_flight);
+        ensure!(in_flight <= most, "{in_flight} launches in flight, at most {most} allowed");
+        let mut seen = vec![Row::default(); self.rows.len()];
+        for (at, launch) in self.launches.iter().enumerate() {
+            let expected = self.next_launch_id - (in_flight - at) as u64;
+            ensure!(launch.id == expected, "launch {} in flight where {expected} belongs", launch.id);
+            let mut named: Vec<_> = launch.entries.iter().map(|entry| entry.row).collect();
+            named.sort_unstable();
+            named.dedup();
+            ensure!(named.len() == launch.entries.len(), "launch {} names a row twice", launch.id);
+            for entry in &launch.entries {
+                let row = &mut seen[entry.row as usize];
+                row.in_flight += 1;
+                row.emitting += u32::from(entry.kind != EntryKind::Chunk);
+                row.drafting += u32::from(entry.k > 0);
+                row.emit_upper += entry.emit_upper();
+            }
+        }
+        for (index, (row, seen)) in self.rows.iter().zip(&seen).enumerate() {
+            ensure!(
+                row.in_flight == seen.in_flight,
+                "row {index} counts {} of {} launches",
+                row.in_flight,
+                seen.in_flight
+            );
+            let counts = |row: &Row| (row.emitting, row.drafting, row.emit_upper);
+            let live = row.state == RowState::Live;
+            ensure!(
+                !live || counts(row) == counts(seen),
+                "row {index} counts {:?}, not {:?}",
+                counts(row),
+                counts(seen)
+            );
+        }
+        Ok(())
+    }
+
+    fn check_blocks(&self) -> Result<()> {
+        let mut holders = vec![0; self.pool.num_blocks()];
+        let mut claims = 0;
+        for (index, row) in self.rows.iter().enumerate() {
+            for &block in &row.blocks {
+                holders[block as usize] += 1;
+                claims += usize::from(self.pool.claimant(block) == Some(index as u32));
+            }
+        }
+        for (block, &holders) in holders.iter().enumerate() {
+            let counted = self.pool.ref_count(block as i64);
+            ensure!(counted == Some(holders), "block {block} counts {counted:?} holders, not {holders}");
+            let shareable = holders <= 1 || self.pool.is_registered(block as i64);
+            ensure!(shareable, "block {block} has {holders} holders and is not in the prefix cache");
+        }
+        let claimed = (0..holders.len()).filter(|&block| self.pool.claimant(block as i64).is_some()).count();
+        ensure!(claims == claimed, "{claimed} blocks are claimed, {claims} of them by a row that holds them");
+        Ok(())
+    }
+}

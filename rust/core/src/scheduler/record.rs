@@ -1,0 +1,210 @@
+//! How a decided launch is written down, and put in flight.
+
+use super::layout::{self, HEADER_LEN, RecordLayout};
+use super::plan::Plan;
+use super::row::{Entry, EntryKind, RowIndex};
+use super::{LaunchHeader, Scheduler};
+
+impl Scheduler {
+    /// Writes `plan` into `record` and puts it in flight.
+    pub(super) fn commit(&mut self, plan: &mut Plan, record: &mut [i64]) -> LaunchHeader {
+        let mut launch = self.spare_launches.pop().unwrap_or_default();
+        launch.id = self.next_launch_id;
+        launch.entries.clear();
+        self.next_launch_id += 1;
+        let mut header = LaunchHeader {
+            launch_id: launch.id,
+            num_decode: plan.decodes.len(),
+            num_prefill: plan.chunks.len(),
+            num_admitted: plan.admitted.len(),
+            num_draft_chunks: plan.draft_chunks.len(),
+            num_preempted: plan.preempted.len(),
+            ..LaunchHeader::default()
+        };
+        // Admitted rows show their prefix hit only until their first chunk is entered.
+        self.write_admissions(plan, record, &mut header);
+        self.write_draft_chunks(plan, record, &mut header);
+        self.write_decodes(plan, record, &mut header, &mut launch.entries);
+        self.write_chunks(plan, record, &mut header, &mut launch.entries);
+        let preempted = self.record_layout.preempted_request_id.offset;
+        record[preempted..preempted + plan.preempted.len()].copy_from_slice(&plan.preempted);
+        header.write(record);
+        self.launches.push_back(launch);
+        header
+    }
+
+    fn write_decodes(
+        &mut self,
+        plan: &mut Plan,
+        record: &mut [i64],
+        header: &mut LaunchHeader,
+        entries: &mut Vec<Entry>,
+    ) {
+        sort_by_k(plan, self.config.num_speculative_tokens);
+        let layout = self.record_layout;
+        for (i, &at) in plan.order.iter().enumerate() {
+            let decode = plan.decodes[at];
+            self.send_blocks(decode.row, decode.need, record, header);
+            let row = &mut self.rows[decode.row as usize];
+            row.in_flight += 1;
+            row.emitting += 1;
+            row.emit_upper += decode.k + 1;
+            if decode.k > 0 {
+                row.drafting += 1;
+                row.idle_drafts = 0;
+            } else {
+                row.idle_drafts += 1;
+            }
+            record[layout.entry_row.offset + i] = i64::from(decode.row);
+            record[layout.entry_k.offset + i] = decode.k as i64;
+            record[layout.entry_capacity.offset + i] = (row.num_sent * self.config.block_size) as i64;
+            record[layout.entry_n_upper.offset + i] = decode.n_upper as i64;
+            entries.push(Entry { row: decode.row, k: decode.k as u32, kind: EntryKind::Decode });
+        }
+        header.max_k = plan.order.first().map_or(0, |&at| plan.decodes[at].k);
+    }
+
+    fn write_chunks(&mut self, plan: &Plan, record: &mut [i64], header: &mut LaunchHeader, entries: &mut Vec<Entry>) {
+        let layout = self.record_layout;
+        record[layout.prefill_q_start.offset] = 0;
+        for (j, chunk) in plan.chunks.iter().enumerate() {
+            let end = chunk.start + chunk.len;
+            self.send_blocks(chunk.row, end, record, header);
+            let row = &mut self.rows[chunk.row as usize];
+            let is_last = end == row.prefill_end;
+            row.num_computed = end;
+            row.in_flight += 1;
+            row.emitting += u32::from(is_last);
+            row.emit_upper += usize::from(is_last);
+
+            let i = entries.len();
+            record[layout.entry_row.offset + i] = i64::from(chunk.row);
+            record[layout.entry_k.offset + i] = 0;
+            record[layout.entry_capacity.offset + i] = (row.num_sent * self.config.block_size) as i64;
+            record[layout.entry_n_upper.offset + i] = row.prefill_end as i64;
+            record[layout.chunk_start.offset + j] = chunk.start as i64;
+            record[layout.chunk_len.offset + j] = chunk.len as i64;
+            record[layout.chunk_is_last.offset + j] = i64::from(is_last);
+            let kind = if is_last { EntryKind::LastChunk } else { EntryKind::Chunk };
+            entries.push(Entry { row: chunk.row, k: 0, kind });
+
+            let tokens = &self.requests[row.request].tokens[chunk.start..end];
+            let at = header.num_prefill_tokens;
+            record[layout.prefill_token.offset + at..][..chunk.len].copy_from_slice(tokens);
+            write_positions(&mut record[layout.prefill_position.offset + at..][..chunk.len], chunk.start);
+            let slots = &mut record[layout.prefill_slot.offset + at..][..chunk.len];
+            self.slot_mapper.map_range(&row.blocks, chunk.start as i64, slots);
+            header.num_prefill_tokens += chunk.len;
+            record[layout.prefill_q_start.offset + j + 1] = header.num_prefill_tokens as i64;
+        }
+    }
+
+    fn write_draft_chunks(&self, plan: &Plan, record: &mut [i64], header: &mut LaunchHeader) {
+        let layout = self.record_layout;
+        record[layout.draft_q_start.offset] = 0;
+        for (j, chunk) in plan.draft_chunks.iter().enumerate() {
+            record[layout.draft_chunk_row.offset + j] = i64::from(chunk.row);
+            record[layout.draft_chunk_start.offset + j] = chunk.start as i64;
+            record[layout.draft_chunk_len.offset + j] = chunk.len as i64;
+            let at = header.num_draft_tokens;
+            write_positions(&mut record[layout.draft_position.offset + at..][..chunk.len], chunk.start);
+            let slots = &mut record[layout.draft_slot.offset + at..][..chunk.len];
+            self.map_draft_slots(chunk.row, chunk.start, slots);
+            header.num_draft_tokens += chunk.len;
+            record[layout.draft_q_start.offset + j + 1] = header.num_draft_tokens as i64;
+        }
+    }
+
+    /// Slots of a draft chunk. A block with mark D behind one without is fed again, since what follows it in the chunk attends to
+    /// it in the same pass, but not written again: others may read it.
+    fn map_draft_slots(&self, row: RowIndex, start: usize, slots: &mut [i64]) {
+        let (block_size, row) = (self.config.block_size, &self.rows[row as usize]);
+        self.slot_mapper.map_range(&row.blocks, start as i64, slots);
+        let end = start + slots.len();
+        for index in start / block_size..row.num_registered.min(end.div_ceil(block_size)) {
+            if self.pool.has_draft(row.blocks[index]) {
+                let from = (index * block_size).max(start) - start;
+                let to = ((index + 1) * block_size).min(end) - start;
+                slots[from..to].fill(crate::slot_mapper::NO_SLOT);
+            }
+        }
+    }
+
+    fn write_admissions(&self, plan: &Plan, record: &mut [i64], header: &mut LaunchHeader) {
+        let layout = self.record_layout;
+        for (i, &row_index) in plan.admitted.iter().enumerate() {
+            let row = &self.rows[row_index as usize];
+            let request = &self.requests[row.request];
+            record[layout.admit_row.offset + i] = i64::from(row_index);
+            record[layout.admit_request_id.offset + i] = request.id;
+            record[layout.admit_num_tokens.offset + i] = request.tokens.len() as i64;
+            record[layout.admit_draft_len.offset + i] = row.draft_len as i64;
+            record[layout.admit_limit.offset + i] = request.limit as i64;
+            record[layout.admit_num_cached.offset + i] = row.num_computed as i64;
+            let at = layout.upload_token.offset + header.num_upload_tokens;
+            record[at..at + request.tokens.len()].copy_from_slice(&request.tokens);
+            header.num_upload_tokens += request.tokens.len();
+        }
+    }
+
+    /// Tells the device of the blocks that cover `positions`, so far as it does not know them.
+    #[inline]
+    fn send_blocks(&mut self, row_index: RowIndex, positions: usize, record: &mut [i64], header: &mut LaunchHeader) {
+        let RecordLayout { block_row, block_index, block_id, .. } = self.record_layout;
+        let row = &mut self.rows[row_index as usize];
+        while row.num_sent * self.config.block_size < positions {
+            let at = header.num_block_updates;
+            record[block_row.offset + at] = i64::from(row_index);
+            record[block_index.offset + at] = row.num_sent as i64;
+            record[block_id.offset + at] = row.blocks[row.num_sent];
+            header.num_block_updates += 1;
+            row.num_sent += 1;
+        }
+    }
+}
+
+impl LaunchHeader {
+    fn write(&self, record: &mut [i64]) {
+        record[..HEADER_LEN].fill(0);
+        for (at, value) in [
+            (layout::HEADER_LAUNCH_ID, self.launch_id as usize),
+            (layout::HEADER_NUM_DECODE, self.num_decode),
+            (layout::HEADER_NUM_PREFILL, self.num_prefill),
+            (layout::HEADER_NUM_PREFILL_TOKENS, self.num_prefill_tokens),
+            (layout::HEADER_NUM_DRAFT_CHUNKS, self.num_draft_chunks),
+            (layout::HEADER_NUM_DRAFT_TOKENS, self.num_draft_tokens),
+            (layout::HEADER_NUM_ADMITTED, self.num_admitted),
+            (layout::HEADER_NUM_UPLOAD_TOKENS, self.num_upload_tokens),
+            (layout::HEADER_NUM_BLOCK_UPDATES, self.num_block_updates),
+            (layout::HEADER_MAX_K, self.max_k),
+            (layout::HEADER_NUM_PREEMPTED, self.num_preempted),
+        ] {
+            record[at] = value as i64;
+        }
+    }
+}
+
+fn write_positions(out: &mut [i64], start: usize) {
+    for (i, position) in out.iter_mut().enumerate() {
+        *position = (start + i) as i64;
+    }
+}
+
+/// Fills `plan.order` with the decode entries by K descending, those of equal K in order of importance: a counting sort.
+fn sort_by_k(plan: &mut Plan, max_k: usize) {
+    plan.counts.clear();
+    plan.counts.resize(max_k + 2, 0);
+    for decode in &plan.decodes {
+        plan.counts[max_k - decode.k + 1] += 1;
+    }
+    for i in 1..plan.counts.len() {
+        plan.counts[i] += plan.counts[i - 1];
+    }
+    plan.order.clear();
+    plan.order.resize(plan.decodes.len(), 0);
+    for (at, decode) in plan.decodes.iter().enumerate() {
+        let place = &mut plan.counts[max_k - decode.k];
+        plan.order[*place] = at;
+        *place += 1;
+    }
+}

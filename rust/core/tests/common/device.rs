@@ -1,0 +1,426 @@
+//! A device that executes records on row state as the design's section 2 says, and panics where a real one would compute
+//! nonsense: KV read that was not written for exactly these tokens, writes beyond the block table or into blocks that others may read.
+//!
+//! The KV of a position is the hash of all tokens up to it, one number per slot and model.
+
+use std::collections::HashMap;
+
+use super::model::{EMPTY, draft_token, extend, target_token};
+use specrs_core::scheduler::layout::{
+    FLAG_DRAFT_NON_FINITE, FLAG_TARGET_NON_FINITE, HEADER_LAUNCH_ID, RecordLayout, Section,
+};
+use specrs_core::scheduler::{LaunchHeader, Scheduler, SchedulerConfig};
+
+/// What a fault leaves in KV.
+const POISON: u64 = u64::MAX;
+/// What is in KV that was never written.
+const NEVER: u64 = 0;
+
+/// What the device is told of a request outside the record, as sampling state.
+#[derive(Clone, Debug, Default)]
+pub struct Sampling {
+    pub prompt_len: usize,
+    pub min_tokens: usize,
+    pub stop: Vec<i64>,
+}
+
+#[derive(Clone, Debug, Default)]
+struct Row {
+    request_id: i64,
+    active: bool,
+    tokens: Vec<i64>,
+    /// `prefix[p]`: hash of tokens `0..=p`, which is the right KV of position p.
+    prefix: Vec<u64>,
+    target_len: usize,
+    draft_len: usize,
+    limit: usize,
+    capacity: usize,
+    table: Vec<i64>,
+    sampling: Sampling,
+    /// Its draft KV is poisoned; only this row may see that.
+    draft_fault: bool,
+}
+
+impl Row {
+    fn push(&mut self, token: i64) {
+        let last = self.prefix.last().copied().unwrap_or(EMPTY);
+        self.tokens.push(token);
+        self.prefix.push(extend(last, token));
+    }
+
+    fn masked(&self, ahead: usize) -> &[i64] {
+        let output = self.tokens.len() + ahead - self.sampling.prompt_len;
+        if output < self.sampling.min_tokens { &self.sampling.stop } else { &[] }
+    }
+
+    /// Appends emitted tokens until one ends the row; how many it took.
+    fn emit(&mut self, tokens: &[i64]) -> usize {
+        for (i, &token) in tokens.iter().enumerate() {
+            let output = self.tokens.len() - self.sampling.prompt_len;
+            self.push(token);
+            let stopped = output >= self.sampling.min_tokens && self.sampling.stop.contains(&token);
+            if stopped || self.tokens.len() == self.limit {
+                self.active = false;
+                return i + 1;
+            }
+        }
+        tokens.len()
+    }
+}
+
+/// One entry's report.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Report {
+    pub emitted: Vec<i64>,
+    pub accepted: usize,
+    pub drafted: usize,
+    pub flags: i64,
+}
+
+/// Row state and KV of both models.
+#[derive(Clone, Debug)]
+pub struct Device {
+    config: SchedulerConfig,
+    rows: Vec<Row>,
+    target_kv: Vec<u64>,
+    draft_kv: Vec<u64>,
+    sampling: HashMap<i64, Sampling>,
+    /// Flags to raise for a request at its next entry that can raise them.
+    pub faults: HashMap<i64, i64>,
+    /// Whether results leave out tokens accepted behind a stop token.
+    pub cuts_at_stop: bool,
+    /// Target and draft tokens computed, chunks included.
+    pub target_tokens: usize,
+    pub draft_tokens: usize,
+}
+
+struct Reader<'a> {
+    record: &'a [i64],
+}
+
+impl Reader<'_> {
+    fn at(&self, section: Section, i: usize) -> usize {
+        usize::try_from(self.signed(section, i)).expect("a size")
+    }
+
+    fn signed(&self, section: Section, i: usize) -> i64 {
+        assert!(i < section.len, "element {i} of a section of {}", section.len);
+        self.record[section.offset + i]
+    }
+}
+
+impl Device {
+    pub fn new(config: &SchedulerConfig) -> Self {
+        let slots = config.num_blocks * config.block_size;
+        Self {
+            config: config.clone(),
+            rows: vec![Row::default(); config.max_num_seqs],
+            target_kv: vec![NEVER; slots],
+            draft_kv: vec![NEVER; slots],
+            sampling: HashMap::new(),
+            faults: HashMap::new(),
+            cuts_at_stop: false,
+            target_tokens: 0,
+            draft_tokens: 0,
+        }
+    }
+
+    pub fn set_sampling(&mut self, request_id: i64, sampling: Sampling) {
+        self.sampling.insert(request_id, sampling);
+    }
+
+    /// Executes a launch that `scheduler` has just planned; a report per entry.
+    pub fn execute(&mut self, scheduler: &Scheduler, header: LaunchHeader, record: &[i64]) -> Vec<Report> {
+        let layout = *scheduler.record_layout();
+        let reader = Reader { record };
+        assert_eq!(record[HEADER_LAUNCH_ID], header.launch_id as i64);
+        self.admit(&reader, &layout, header);
+        self.update_blocks(&reader, &layout, header);
+        let num_entries = header.num_decode + header.num_prefill;
+        assert!(num_entries > 0 && num_entries <= self.config.max_num_seqs);
+        for entry in 0..num_entries {
+            let row = &mut self.rows[reader.at(layout.entry_row, entry)];
+            row.capacity = reader.at(layout.entry_capacity, entry);
+            assert!(row.capacity <= row.table.len() * self.config.block_size, "capacity beyond the table");
+            assert!(row.tokens.len() <= reader.at(layout.entry_n_upper, entry), "n above its upper bound");
+        }
+        let mut reports = vec![Report::default(); num_entries];
+        for j in 0..header.num_prefill {
+            reports[header.num_decode + j] = self.prefill(scheduler, &reader, &layout, j, header.num_decode + j);
+        }
+        assert_eq!(reader.at(layout.prefill_q_start, header.num_prefill), header.num_prefill_tokens);
+        for j in 0..header.num_draft_chunks {
+            self.catch_up(scheduler, &reader, &layout, j);
+        }
+        assert_eq!(reader.at(layout.draft_q_start, header.num_draft_chunks), header.num_draft_tokens);
+        let mut last_k = header.max_k;
+        for (entry, report) in reports.iter_mut().enumerate().take(header.num_decode) {
+            let k = reader.at(layout.entry_k, entry);
+            assert!(k <= last_k, "decode entries are sorted by K");
+            last_k = k;
+            *report = self.decode(scheduler, reader.at(layout.entry_row, entry), k);
+        }
+        reports
+    }
+
+    fn admit(&mut self, reader: &Reader<'_>, layout: &RecordLayout, header: LaunchHeader) {
+        let mut at = 0;
+        for i in 0..header.num_admitted {
+            let request_id = reader.signed(layout.admit_request_id, i);
+            let num_tokens = reader.at(layout.admit_num_tokens, i);
+            let mut row = Row {
+                request_id,
+                active: true,
+                target_len: reader.at(layout.admit_num_cached, i),
+                draft_len: reader.at(layout.admit_draft_len, i),
+                limit: reader.at(layout.admit_limit, i),
+                sampling: self.sampling[&request_id].clone(),
+                ..Row::default()
+            };
+            for token in at..at + num_tokens {
+                row.push(reader.signed(layout.upload_token, token));
+            }
+            at += num_tokens;
+            self.rows[reader.at(layout.admit_row, i)] = row;
+        }
+        assert_eq!(at, header.num_upload_tokens);
+    }
+
+    fn update_blocks(&mut self, reader: &Reader<'_>, layout: &RecordLayout, header: LaunchHeader) {
+        for i in 0..header.num_block_updates {
+            let table = &mut self.rows[reader.at(layout.block_row, i)].table;
+            assert_eq!(table.len(), reader.at(layout.block_index, i), "block tables grow by one block at a time");
+            table.push(reader.at(layout.block_id, i) as i64);
+        }
+    }
+
+    fn prefill(
+        &mut self,
+        scheduler: &Scheduler,
+        reader: &Reader<'_>,
+        layout: &RecordLayout,
+        j: usize,
+        entry: usize,
+    ) -> Report {
+        let row_index = reader.at(layout.entry_row, entry);
+        let (start, len) = (reader.at(layout.chunk_start, j), reader.at(layout.chunk_len, j));
+        let is_last = reader.at(layout.chunk_is_last, j) == 1;
+        let row = &self.rows[row_index];
+        assert!(len > 0);
+        if !row.active {
+            return Report::default(); // a fault in the launch before, which the host has not seen yet
+        }
+        assert_eq!(start, row.target_len, "chunks follow each other");
+        assert_eq!(start + len == row.tokens.len(), is_last);
+        let at = reader.at(layout.prefill_q_start, j);
+        assert_eq!(reader.at(layout.prefill_q_start, j + 1), at + len);
+        for i in 0..len {
+            let row = &self.rows[row_index];
+            assert_eq!(reader.at(layout.prefill_position, at + i), start + i);
+            assert_eq!(reader.signed(layout.prefill_token, at + i), row.tokens[start + i]);
+            let slot = self.slot(row, start + i);
+            assert_eq!(reader.at(layout.prefill_slot, at + i), slot);
+            self.write_target(scheduler, slot, row.prefix[start + i]);
+        }
+        self.target_tokens += len;
+        let row = &mut self.rows[row_index];
+        row.target_len = start + len;
+        if let Some(report) = self.target_fault(row_index, start, start + len) {
+            return report;
+        }
+        self.check_target(row_index, start + len);
+        if !is_last {
+            return Report::default();
+        }
+        let row = &mut self.rows[row_index];
+        let token = target_token(*row.prefix.last().expect("a prompt"), row.masked(0));
+        row.emit(&[token]);
+        Report { emitted: vec![token], ..Report::default() }
+    }
+
+    fn catch_up(&mut self, scheduler: &Scheduler, reader: &Reader<'_>, layout: &RecordLayout, j: usize) {
+        let row_index = reader.at(layout.draft_chunk_row, j);
+        let (start, len) = (reader.at(layout.draft_chunk_start, j), reader.at(layout.draft_chunk_len, j));
+        let at = reader.at(layout.draft_q_start, j);
+        assert_eq!(reader.at(layout.draft_q_start, j + 1), at + len);
+        let row = &self.rows[row_index];
+        if !row.active {
+            return;
+        }
+        assert!(start + len > row.draft_len, "a chunk raises draft_len");
+        assert!(start + len < row.tokens.len(), "the last token is not the draft's yet");
+        let context = self.config.draft_max_model_len.expect("a draft model");
+        assert!(start + len <= context, "beyond the draft's context");
+        self.check_draft(row_index, start);
+        for i in 0..len {
+            let row = &self.rows[row_index];
+            assert_eq!(reader.at(layout.draft_position, at + i), start + i);
+            let (slot, right) = (self.slot(row, start + i), row.prefix[start + i]);
+            match reader.signed(layout.draft_slot, at + i) {
+                -1 => assert_eq!(self.draft_kv[slot], right, "slot -1 where draft KV is missing"),
+                written => {
+                    assert_eq!(written, slot as i64);
+                    self.write_draft(scheduler, row_index, slot, right);
+                }
+            }
+        }
+        self.draft_tokens += len;
+        self.check_draft(row_index, start + len);
+        self.rows[row_index].draft_len = start + len;
+    }
+
+    fn decode(&mut self, scheduler: &Scheduler, row_index: usize, k: usize) -> Report {
+        let row = &self.rows[row_index];
+        if !row.active {
+            return Report::default();
+        }
+        let n = row.tokens.len();
+        assert_eq!(row.target_len, n - 1, "prefill is complete");
+        let context = self.config.draft_max_model_len.map_or(0, |context| (context + 1).saturating_sub(n));
+        let k = k.min(row.limit - n - 1).min(context);
+        let drafts = self.draft(scheduler, row_index, k);
+
+        let row = &self.rows[row_index];
+        let (mut prefix, mut emitted) = (row.prefix[n - 1], Vec::new());
+        let mut writes = vec![(n - 1, prefix)];
+        for (i, &token) in drafts.iter().enumerate() {
+            prefix = extend(prefix, token);
+            writes.push((n + i, prefix));
+        }
+        for &(position, content) in &writes {
+            let slot = self.slot(&self.rows[row_index], position);
+            self.write_target(scheduler, slot, content);
+        }
+        self.target_tokens += writes.len();
+        if let Some(report) = self.target_fault(row_index, n - 1, n + k) {
+            return report;
+        }
+        self.check_target(row_index, n);
+        let row = &self.rows[row_index];
+        for (i, &(_, prefix)) in writes.iter().enumerate() {
+            let token = target_token(prefix, row.masked(i));
+            emitted.push(token);
+            if drafts.get(i) != Some(&token) {
+                break;
+            }
+        }
+        let accepted = emitted.len() - 1;
+        let flags = self.draft_fault(row_index, k, n);
+        let row = &mut self.rows[row_index];
+        let taken = row.emit(&emitted);
+        if self.cuts_at_stop {
+            emitted.truncate(taken);
+        }
+        row.target_len = row.tokens.len() - 1;
+        if k > 0 {
+            row.draft_len = (n + accepted).min(n + k - 1);
+        }
+        Report { emitted, accepted, drafted: k, flags }
+    }
+
+    /// Feeds positions `draft_len..n + k - 1` to the draft.
+    fn draft(&mut self, scheduler: &Scheduler, row_index: usize, k: usize) -> Vec<i64> {
+        if k == 0 {
+            return Vec::new();
+        }
+        let row = &self.rows[row_index];
+        let n = row.tokens.len();
+        assert!(row.draft_len + self.config.first_rows >= n, "drafting with draft KV to {} of {n}", row.draft_len);
+        let mut prefix = row.prefix[n - 1];
+        let mut writes: Vec<_> = (row.draft_len..n).map(|position| (position, row.prefix[position])).collect();
+        let mut drafts = Vec::new();
+        for i in 0..k {
+            let token = draft_token(prefix, self.rows[row_index].masked(i));
+            drafts.push(token);
+            prefix = extend(prefix, token);
+            if i + 1 < k {
+                writes.push((n + i, prefix));
+            }
+        }
+        for &(position, content) in &writes {
+            assert!(self.config.draft_max_model_len.is_some_and(|context| position < context));
+            let slot = self.slot(&self.rows[row_index], position);
+            self.write_draft(scheduler, row_index, slot, content);
+        }
+        self.draft_tokens += writes.len();
+        self.check_draft(row_index, n);
+        drafts
+    }
+
+    fn target_fault(&mut self, row_index: usize, start: usize, end: usize) -> Option<Report> {
+        let row = &self.rows[row_index];
+        let flags = *self.faults.get(&row.request_id)?;
+        if flags & !FLAG_DRAFT_NON_FINITE == 0 {
+            return None;
+        }
+        self.faults.remove(&row.request_id);
+        if flags & FLAG_TARGET_NON_FINITE != 0 {
+            for position in start..end {
+                let slot = self.slot(&self.rows[row_index], position);
+                self.target_kv[slot] = POISON;
+            }
+        }
+        self.rows[row_index].active = false;
+        Some(Report { flags, ..Report::default() })
+    }
+
+    fn draft_fault(&mut self, row_index: usize, k: usize, n: usize) -> i64 {
+        let row = &self.rows[row_index];
+        if k == 0 || self.faults.get(&row.request_id) != Some(&FLAG_DRAFT_NON_FINITE) {
+            return 0;
+        }
+        self.faults.remove(&row.request_id);
+        for position in row.draft_len..n + k - 1 {
+            let slot = self.slot(&self.rows[row_index], position);
+            self.draft_kv[slot] = POISON;
+        }
+        self.rows[row_index].draft_fault = true;
+        FLAG_DRAFT_NON_FINITE
+    }
+
+    fn slot(&self, row: &Row, position: usize) -> usize {
+        assert!(position < row.capacity, "position {position} beyond capacity {}", row.capacity);
+        let block = row.table[position / self.config.block_size] as usize;
+        block * self.config.block_size + position % self.config.block_size
+    }
+
+    fn write_target(&mut self, scheduler: &Scheduler, slot: usize, content: u64) {
+        let block = (slot / self.config.block_size) as i64;
+        assert_eq!(
+            scheduler.block_pool().ref_count(block),
+            Some(1),
+            "target KV written to block {block} that others hold"
+        );
+        assert!(!scheduler.block_pool().is_registered(block), "target KV written to cached block {block}");
+        self.target_kv[slot] = content;
+    }
+
+    fn write_draft(&mut self, scheduler: &Scheduler, row_index: usize, slot: usize, content: u64) {
+        let block = (slot / self.config.block_size) as i64;
+        let pool = scheduler.block_pool();
+        if pool.is_registered(block) && !self.rows[row_index].draft_fault {
+            assert!(!pool.has_draft(block), "draft KV of block {block} written again");
+            assert_eq!(pool.claimant(block), Some(row_index as u32), "draft KV of block {block} written without claim");
+        } else if !pool.is_registered(block) {
+            assert_eq!(pool.ref_count(block), Some(1), "draft KV written to private block {block} of others");
+        }
+        self.draft_kv[slot] = content;
+    }
+
+    /// Positions `0..end` hold the target KV of exactly this row's tokens.
+    fn check_target(&self, row_index: usize, end: usize) {
+        let row = &self.rows[row_index];
+        for position in 0..end {
+            let found = self.target_kv[self.slot(row, position)];
+            assert_eq!(found, row.prefix[position], "target KV of position {position}, request {}", row.request_id);
+        }
+    }
+
+    fn check_draft(&self, row_index: usize, end: usize) {
+        let row = &self.rows[row_index];
+        for position in 0..if row.draft_fault { 0 } else { end } {
+            let found = self.draft_kv[self.slot(row, position)];
+            assert_eq!(found, row.prefix[position], "draft KV of position {position}, request {}", row.request_id);
+        }
+    }
+}

@@ -1,0 +1,204 @@
+//! Drives a scheduler and a simulated device as an engine does, checks integrity after every call, and compares every output
+//! with what the model gives alone.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use super::device::{Device, Report, Sampling};
+use super::model::generate;
+use specrs_core::scheduler::layout::{FINISH_LENGTH, FINISH_NONE, FINISH_STOP};
+use specrs_core::scheduler::{LaunchHeader, PlanOutcome, RequestParams, Scheduler, SchedulerConfig};
+use specrs_core::{Error, Result};
+
+/// A request with its own copy of what [`RequestParams`] borrows.
+#[derive(Clone, Debug, Default)]
+pub struct Ask {
+    pub prompt: Vec<i64>,
+    pub max_tokens: usize,
+    pub min_tokens: usize,
+    pub k: usize,
+    pub priority: i64,
+    pub stop: Vec<i64>,
+    pub salt: Vec<u8>,
+}
+
+/// What came of a request so far.
+#[derive(Clone, Debug, Default)]
+pub struct Outcome {
+    pub output: Vec<i64>,
+    pub expected: Vec<i64>,
+    pub finish: i64,
+    pub aborted: bool,
+}
+
+pub struct Driver {
+    pub scheduler: Scheduler,
+    pub device: Device,
+    pub outcomes: BTreeMap<i64, Outcome>,
+    pub in_flight: VecDeque<(LaunchHeader, Vec<Report>)>,
+    /// The record of the newest launch.
+    pub record: Vec<i64>,
+    /// Headers of all launches.
+    pub launches: Vec<LaunchHeader>,
+    pub settled: Vec<i64>,
+}
+
+impl Driver {
+    pub fn new(config: SchedulerConfig) -> Self {
+        let device = Device::new(&config);
+        let scheduler = Scheduler::new(config).expect("an allowed configuration");
+        Self {
+            record: vec![-7; scheduler.record_layout().size],
+            settled: vec![-7; scheduler.settled_layout().size],
+            scheduler,
+            device,
+            outcomes: BTreeMap::new(),
+            in_flight: VecDeque::new(),
+            launches: Vec::new(),
+        }
+    }
+
+    pub fn add(&mut self, id: i64, ask: &Ask) -> Result<()> {
+        let limit = (ask.prompt.len() + ask.max_tokens).min(self.scheduler.config().max_model_len);
+        let params = RequestParams {
+            limit,
+            min_tokens: ask.min_tokens,
+            num_speculative_tokens: ask.k,
+            priority: ask.priority,
+            stop_token_ids: &ask.stop,
+            cache_salt: &ask.salt,
+        };
+        self.scheduler.add_request(id, &ask.prompt, &params)?;
+        self.check();
+        let sampling = Sampling { prompt_len: ask.prompt.len(), min_tokens: ask.min_tokens, stop: ask.stop.clone() };
+        self.device.set_sampling(id, sampling);
+        let expected = generate(&ask.prompt, limit, ask.min_tokens, &ask.stop);
+        self.outcomes.insert(id, Outcome { expected, ..Outcome::default() });
+        Ok(())
+    }
+
+    pub fn check(&self) {
+        self.scheduler.check_integrity().expect("integrity");
+    }
+
+    /// Plans once and executes what is planned.
+    pub fn plan(&mut self) -> PlanOutcome {
+        let outcome = self.scheduler.plan(&mut self.record).expect("plan");
+        self.check();
+        if let PlanOutcome::Launch(header) = outcome {
+            let reports = self.device.execute(&self.scheduler, header, &self.record);
+            self.in_flight.push_back((header, reports));
+            self.launches.push(header);
+        }
+        outcome
+    }
+
+    /// Plans once, and expects a launch.
+    pub fn launch(&mut self) -> LaunchHeader {
+        match self.plan() {
+            PlanOutcome::Launch(header) => header,
+            other => panic!("expected a launch, got {other:?}"),
+        }
+    }
+
+    /// The results buffer of some reports; unused elements are garbage.
+    pub fn results(&self, reports: &[Report]) -> Vec<i64> {
+        let layout = self.scheduler.results_layout();
+        let width = self.scheduler.config().num_speculative_tokens + 1;
+        let mut results = vec![-99; layout.size];
+        for (i, report) in reports.iter().enumerate() {
+            results[layout.num_emitted.offset + i] = report.emitted.len() as i64;
+            results[layout.num_accepted.offset + i] = report.accepted as i64;
+            results[layout.num_drafted.offset + i] = report.drafted as i64;
+            results[layout.flags.offset + i] = report.flags;
+            for (j, &token) in report.emitted.iter().enumerate() {
+                results[layout.tokens.offset + i * width + j] = token;
+            }
+        }
+        results
+    }
+
+    /// Settles the oldest launch and collects what it delivers.
+    pub fn settle(&mut self) {
+        let (header, reports) = self.in_flight.pop_front().expect("a launch in flight");
+        let results = self.results(&reports);
+        self.scheduler.settle(header.launch_id, &results, &mut self.settled).expect("settle");
+        self.check();
+        let layout = *self.scheduler.settled_layout();
+        for (entry, report) in reports.iter().enumerate() {
+            let id = self.settled[layout.request_id.offset + entry];
+            if id < 0 {
+                continue;
+            }
+            let num_new = self.settled[layout.num_new.offset + entry] as usize;
+            let outcome = self.outcomes.get_mut(&id).expect("a known request");
+            assert!(outcome.finish == FINISH_NONE && !outcome.aborted, "request {id} goes on after its end");
+            outcome.output.extend(&report.emitted[..num_new]);
+            outcome.finish = self.settled[layout.finish_reason.offset + entry];
+            assert!(outcome.expected.starts_with(&outcome.output), "request {id}: {:?}", outcome.output);
+            if outcome.finish == FINISH_STOP || outcome.finish == FINISH_LENGTH {
+                assert_eq!(outcome.output, outcome.expected, "request {id} ended early");
+            }
+        }
+    }
+
+    /// One turn of an engine: fill the launches in flight, then settle the oldest. False when idle.
+    pub fn step(&mut self) -> bool {
+        while self.in_flight.len() < self.scheduler.config().max_in_flight {
+            match self.plan() {
+                PlanOutcome::Launch(_) => {}
+                PlanOutcome::SettleFirst => {
+                    assert!(!self.in_flight.is_empty(), "nothing in flight to settle first");
+                    break;
+                }
+                PlanOutcome::Idle => {
+                    assert!(self.in_flight.is_empty() && !self.scheduler.has_unfinished(), "idle with requests");
+                    return false;
+                }
+            }
+        }
+        self.settle();
+        true
+    }
+
+    /// Steps until idle; every block and row is free then.
+    pub fn run(&mut self) {
+        let mut turns = 0;
+        while self.step() {
+            turns += 1;
+            assert!(turns < 100_000, "no progress");
+        }
+        assert_eq!(self.scheduler.num_free_blocks(), self.scheduler.num_blocks());
+        for (id, outcome) in &self.outcomes {
+            assert!(outcome.aborted || outcome.finish != FINISH_NONE, "request {id} never ended");
+        }
+    }
+
+    pub fn abort(&mut self, id: i64) -> Result<()> {
+        self.scheduler.abort(id)?;
+        self.check();
+        self.outcomes.get_mut(&id).expect("a known request").aborted = true;
+        Ok(())
+    }
+
+    pub fn preempt(&mut self, id: i64) -> Result<(), Error> {
+        self.scheduler.preempt(id)?;
+        self.check();
+        Ok(())
+    }
+
+    pub fn output(&self, id: i64) -> &[i64] {
+        &self.outcomes[&id].output
+    }
+
+    /// A section of the newest record.
+    pub fn section(&self, name: &str, len: usize) -> &[i64] {
+        let sections = self.scheduler.record_layout().sections();
+        let (_, section) = sections.iter().find(|(other, _)| *other == name).expect("a section");
+        &self.record[section.range()][..len]
+    }
+}
+
+/// `len` prompt tokens that depend on `seed`.
+pub fn prompt(seed: u64, len: usize) -> Vec<i64> {
+    (0..len as u64).map(|i| (super::model::mix(seed * 1000 + i) % super::model::VOCAB as u64) as i64).collect()
+}

@@ -1,0 +1,52 @@
+//! A language model without weights: the next token is a function of a hash of all tokens before it. The draft agrees with the
+//! target on about three of four prefixes.
+
+/// Number of tokens in the vocabulary.
+pub const VOCAB: i64 = 97;
+
+/// Hash of no tokens.
+pub const EMPTY: u64 = 0x9e37_79b9_7f4a_7c15;
+
+/// Hash of a prefix extended by `token`.
+pub fn extend(prefix: u64, token: i64) -> u64 {
+    mix(prefix ^ mix(token as u64 + 1))
+}
+
+/// splitmix64's output function.
+pub fn mix(mut x: u64) -> u64 {
+    x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
+}
+
+/// The target's token after a prefix, never one of `masked`.
+pub fn target_token(prefix: u64, masked: &[i64]) -> i64 {
+    let mut token = (mix(prefix) % VOCAB as u64) as i64;
+    while masked.contains(&token) {
+        token = (token + 1) % VOCAB;
+    }
+    token
+}
+
+/// The draft's guess of it.
+pub fn draft_token(prefix: u64, masked: &[i64]) -> i64 {
+    let token = target_token(prefix, masked);
+    if mix(prefix ^ 0xd0) % 4 == 0 { (token + 1) % VOCAB } else { token }
+}
+
+/// The output of a request that nothing disturbs: the reference, without any scheduling.
+pub fn generate(prompt: &[i64], limit: usize, min_tokens: usize, stop: &[i64]) -> Vec<i64> {
+    let mut prefix = prompt.iter().fold(EMPTY, |prefix, &token| extend(prefix, token));
+    let mut output = Vec::new();
+    while prompt.len() + output.len() < limit {
+        let masked = if output.len() < min_tokens { stop } else { &[] };
+        let token = target_token(prefix, masked);
+        prefix = extend(prefix, token);
+        output.push(token);
+        if output.len() > min_tokens && stop.contains(&token) {
+            break;
+        }
+    }
+    output
+}

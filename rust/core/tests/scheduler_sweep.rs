@@ -1,0 +1,103 @@
+//! Whole runs over a grid of configurations: every output is what the model gives alone.
+
+mod common;
+
+use common::driver::{Ask, Driver, prompt};
+use common::model::mix;
+use specrs_core::SchedulerConfig;
+
+struct Rng(u64);
+
+impl Rng {
+    fn below(&mut self, n: u64) -> usize {
+        self.0 = self.0.wrapping_add(1);
+        (mix(self.0) % n) as usize
+    }
+
+    fn pick<T: Copy>(&mut self, from: &[T]) -> T {
+        from[self.below(from.len() as u64)]
+    }
+}
+
+fn random_config(rng: &mut Rng) -> SchedulerConfig {
+    let block_size = rng.pick(&[1, 2, 3, 4, 8, 16]);
+    let max_model_len = rng.pick(&[16, 40, 90]);
+    let whole = usize::div_ceil(max_model_len, block_size);
+    SchedulerConfig {
+        num_speculative_tokens: rng.pick(&[0, 1, 2, 5]),
+        draft_max_model_len: rng.pick(&[None, Some(12), Some(30), Some(200), Some(200), Some(200)]),
+        first_rows: rng.pick(&[2, 2, 2, 1, 3]),
+        draft_cost_ratio: rng.pick(&[0.05, 0.3, 1.0, 2.5]),
+        max_in_flight: rng.pick(&[1, 2, 2, 3]),
+        enable_prefix_caching: rng.below(4) > 0,
+        ..SchedulerConfig::new(
+            rng.pick(&[1, 2, 3, 6]),
+            max_model_len,
+            whole + rng.below(2 * whole as u64),
+            block_size,
+            rng.pick(&[1, 3, 8, 20, 64]),
+        )
+    }
+}
+
+fn random_ask(rng: &mut Rng, config: &SchedulerConfig) -> Ask {
+    let most = config.max_model_len - 1;
+    let len = 1 + rng.below(most.min(40) as u64);
+    let mut tokens = prompt(rng.pick(&[1, 1, 2]), len);
+    if rng.below(3) == 0 {
+        *tokens.last_mut().expect("a token") = rng.below(97) as i64;
+    }
+    Ask {
+        prompt: tokens,
+        max_tokens: 1 + rng.below(40),
+        min_tokens: rng.pick(&[0, 0, 3, 10]),
+        k: rng.below(config.num_speculative_tokens as u64 + 1),
+        priority: rng.below(3) as i64 - 1,
+        stop: (0..rng.below(8)).map(|_| rng.below(97) as i64).collect(),
+        salt: rng.pick(&[&b""[..], b"", b"", b"a"]).to_vec(),
+    }
+}
+
+fn disturbed_run(seed: u64) {
+    let mut rng = Rng(mix(seed));
+    let config = random_config(&mut rng);
+    let mut driver = Driver::new(config.clone());
+    driver.device.cuts_at_stop = rng.below(2) == 0;
+    let mut next_id = 0;
+    for _ in 0..60 + rng.below(100) {
+        match rng.below(16) {
+            0..4 => {
+                driver.add(next_id, &random_ask(&mut rng, &config)).expect("an allowed request");
+                next_id += 1;
+            }
+            4 if next_id > 0 => {
+                let _ = driver.abort(rng.below(next_id as u64) as i64);
+            }
+            5 | 6 if next_id > 0 => {
+                let _ = driver.preempt(rng.below(next_id as u64) as i64);
+            }
+            7 if next_id > 0 => {
+                let flag = rng.pick(&[1, 2, 2, 4]);
+                driver.device.faults.insert(rng.below(next_id as u64) as i64, flag);
+            }
+            8 => {
+                driver.scheduler.reset_prefix_cache();
+                driver.check();
+            }
+            9..13 => {
+                driver.plan();
+            }
+            _ if !driver.in_flight.is_empty() => driver.settle(),
+            _ => {}
+        }
+    }
+    driver.run();
+}
+
+#[test]
+fn disturbed_runs_give_the_models_text() {
+    for seed in 0..2000 {
+        let run = std::panic::catch_unwind(|| disturbed_run(seed));
+        assert!(run.is_ok(), "seed {seed}");
+    }
+}
