@@ -71,7 +71,9 @@ class EngineError(SpecrsError):
 
 ErrorT = TypeVar("ErrorT", bound=SpecrsError)
 
-_REPR = reprlib.Repr(maxstring=80, maxother=80, maxlist=8, maxtuple=8, maxdict=8, maxset=8, maxlong=40)
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 80
+_REPR.maxlist = _REPR.maxtuple = _REPR.maxdict = _REPR.maxset = 8
 
 
 def short(value: object) -> str:

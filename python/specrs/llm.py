@@ -247,9 +247,10 @@ class LLM:
                     self._step()
                 num_tokens = len(request.output_token_ids)
                 text = request.stable_text
-                yield RequestOutput.from_request(request, text=text, delta=text[sent:])
+                output = RequestOutput.from_request(request, text=text, delta=text[sent:])
                 sent = len(text)
-                if request.finished:
+                yield output
+                if output.finished:  # the request itself may have ended since, with more to tell
                     break
         finally:
             self._abort([request])

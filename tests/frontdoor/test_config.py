@@ -1,0 +1,252 @@
+"""EngineConfig and SpeculativeConfig: wrong values are refused by name, vLLM's other arguments where they matter."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from specrs import pair
+from specrs.config import (
+    EngineConfig,
+    SpeculativeConfig,
+    resolve_draft_max_model_len,
+    resolve_max_model_len,
+    resolve_num_blocks,
+)
+from specrs.errors import InvalidConfigError, UnsupportedConfigError
+
+
+def test_defaults() -> None:
+    config = EngineConfig()
+    assert (config.max_num_seqs, config.max_num_batched_tokens, config.block_size) == (256, 2048, 16)
+    assert (config.enable_prefix_caching, config.seed, config.depth, config.num_speculative_tokens) == (True, 0, 1, 0)
+    assert (config.target, config.draft) == (str(pair.TARGET), None)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("model", "", "a folder or a hub id"),
+        ("model", 3, "a folder or a hub id"),
+        ("tokenizer", "", "a folder or a hub id"),
+        ("revision", "", "a string that is not empty, or None"),
+        ("max_model_len", 0, "an integer of at least 2, or None"),
+        ("max_model_len", 1, "an integer of at least 2, or None"),
+        ("max_model_len", "2k", "an integer of at least 2, or None"),
+        ("max_num_seqs", 0, "an integer from 1 to 65536"),
+        ("max_num_batched_tokens", 0, "an integer from 1 to"),
+        ("block_size", 0, "an integer from 1 to 1024"),
+        ("block_size", 2048, "an integer from 1 to 1024"),
+        ("block_size", 24, "a power of two from 1 to 1024"),
+        ("num_gpu_blocks_override", 0, "an integer of at least 1, or None"),
+        ("kv_cache_memory_bytes", -1, "an integer of at least 1, or None"),
+        ("launch_depth", 0, "an integer from 1 to 2, or None"),
+        ("launch_depth", 3, "an integer from 1 to 2, or None"),
+        ("seed", 1.5, "an integer from"),
+        ("seed", None, "an integer from"),
+        ("enable_prefix_caching", 1, "True or False"),
+        ("enforce_eager", "yes", "True or False"),
+        ("load_format", "pt", "one of auto, safetensors"),
+        ("dtype", "int8", "one of auto, float32, float64, bfloat16"),
+        ("device", "tpu", "'auto' or 'cpu'"),
+        ("speculative_config", 5, "a dictionary, a SpeculativeConfig, or None"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(field: str, value: object, allowed: str) -> None:
+    with pytest.raises(InvalidConfigError) as caught:
+        EngineConfig(**{field: value})  # type: ignore[arg-type]
+    message = str(caught.value)
+    assert message.startswith(f"{field}={value!r}: ")
+    assert allowed in message
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("device", "cuda"), ("device", "cuda:1"), ("dtype", "half"), ("dtype", "float16"), ("dtype", "torch.float16")],
+)
+def test_what_is_not_implemented(field: str, value: str) -> None:
+    with pytest.raises(UnsupportedConfigError, match=f"^{field}='{value}': not implemented"):
+        EngineConfig(**{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("torch.float64", "float64"),
+        ("double", "float64"),
+        ("float", "float32"),
+        ("bfloat16", "bfloat16"),
+        ("auto", "auto"),
+    ],
+)
+def test_dtype_names(given: str, name: str) -> None:
+    assert EngineConfig(dtype=given).dtype == name
+
+
+def test_block_sizes_are_powers_of_two() -> None:
+    for size in (1, 8, 1024):
+        assert EngineConfig(block_size=size).block_size == size
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("trust_remote_code", True),
+        ("tensor_parallel_size", 2),
+        ("pipeline_parallel_size", 2),
+        ("gpu_memory_utilization", 0.5),
+        ("quantization", "awq"),
+        ("kv_cache_dtype", "fp8"),
+        ("tokenizer_mode", "slow"),
+        ("enable_lora", True),
+        ("hf_overrides", {"a": 1}),
+        ("swap_space", 8),
+        ("cpu_offload_gb", 10),
+        ("enable_chunked_prefill", False),
+        # 1 == True and 0 == False in Python, but not here
+        ("trust_remote_code", 0),
+        ("tensor_parallel_size", True),
+    ],
+)
+def test_arguments_of_vllm_that_would_change_something(name: str, value: object) -> None:
+    with pytest.raises(UnsupportedConfigError, match=f"^{name}=.*: not implemented; allowed: "):
+        EngineConfig.from_kwargs(**{name: value})
+
+
+def test_arguments_of_vllm_at_their_defaults_are_served() -> None:
+    config = EngineConfig.from_kwargs(
+        trust_remote_code=False,
+        tensor_parallel_size=1,
+        gpu_memory_utilization=0.9,
+        swap_space=4,
+        quantization=None,
+        enforce_eager=True,
+        disable_log_stats=True,
+        tokenizer_mode="auto",
+        enable_chunked_prefill=True,
+        hf_overrides={},
+        max_num_seqs=3,
+    )
+    assert config == EngineConfig(enforce_eager=True, max_num_seqs=3)
+
+
+def test_unknown_argument() -> None:
+    with pytest.raises(InvalidConfigError, match=r"^LLM: unknown key 'max_modell_len'; did you mean max_model_len"):
+        EngineConfig.from_kwargs(max_modell_len=5)
+    with pytest.raises(InvalidConfigError, match="did you mean tensor_parallel_size"):
+        EngineConfig.from_kwargs(tensor_paralel_size=1)
+
+
+def speculative(**fields: Any) -> SpeculativeConfig:
+    return SpeculativeConfig.from_mapping({"model": "draft", "num_speculative_tokens": 5} | fields)
+
+
+def test_speculative_config_accepts_what_is_listed() -> None:
+    config = speculative(
+        method="draft_model",
+        max_model_len=100,
+        draft_tensor_parallel_size=1,
+        revision="main",
+        rejection_sample_method="standard",
+        disable_padded_drafter_batch=True,
+    )
+    assert (config.model, config.num_speculative_tokens, config.max_model_len) == ("draft", 5, 100)
+    assert config.rejection_sample_method == "rejection" == speculative().rejection_sample_method
+    for k in (0, 16):
+        assert speculative(num_speculative_tokens=k).num_speculative_tokens == k
+
+
+def test_dashes_equal_underscores() -> None:
+    dashed = {"model": "draft", "num-speculative-tokens": 5, "max-model-len": 9, "draft-tensor-parallel-size": 1}
+    assert SpeculativeConfig.from_mapping(dashed) == speculative(max_model_len=9)
+    with pytest.raises(InvalidConfigError, match="max_model_len is given twice"):
+        speculative(**{"max-model-len": 9, "max_model_len": 9})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"num_speculative_tokens": -1},
+            r"^speculative_config.num_speculative_tokens=-1: must be an integer from 0 to 16",
+        ),
+        (
+            {"num_speculative_tokens": 17},
+            r"^speculative_config.num_speculative_tokens=17: must be an integer from 0 to 16",
+        ),
+        ({"num_speculative_tokens": None}, r"^speculative_config.num_speculative_tokens=None: "),
+        ({"model": ""}, r"^speculative_config.model='': "),
+        ({"max_model_len": 1}, r"^speculative_config.max_model_len=1: must be an integer of at least 2"),
+        ({"method": "eagle3"}, r"^speculative_config.method='eagle3': not implemented; allowed: 'draft_model'"),
+        ({"method": "ngram"}, r"^speculative_config.method='ngram': "),
+        ({"draft_tensor_parallel_size": 2}, r"^speculative_config.draft_tensor_parallel_size=2: .*allowed: 1"),
+        ({"rejection_sample_method": "coupled"}, r"rejection_sample_method='coupled': .*allowed: rejection, standard"),
+        ({"rejection_sample_method": "synthetic"}, r"rejection_sample_method='synthetic': "),
+        ({"disable_padded_drafter_batch": 1}, r"disable_padded_drafter_batch=1: must be True or False"),
+        ({"revision": 3}, r"^speculative_config.revision=3: "),
+        ({"tensor_parallel_size": 1}, r"unknown key 'tensor_parallel_size'.*did you mean draft_tensor_parallel_size"),
+        ({"nonsense": 1}, r"unknown key 'nonsense'; known: disable_padded_drafter_batch, draft_tensor.*, revision$"),
+        ({3: 1}, r"unknown key 3; known: "),
+    ],
+)
+def test_speculative_config_refuses(fields: dict[Any, Any], message: str) -> None:
+    with pytest.raises(InvalidConfigError, match=message):
+        EngineConfig(
+            model="target",
+            speculative_config={"model": "draft", "num_speculative_tokens": 5} | fields,  # type: ignore[arg-type]
+        )
+
+
+def test_number_of_drafts_is_required() -> None:
+    with pytest.raises(InvalidConfigError, match="num_speculative_tokens is missing; an integer from 0 to 16"):
+        SpeculativeConfig.from_mapping({"model": "draft"})
+
+
+def test_draft_may_be_left_out_for_the_bundled_target_only() -> None:
+    wanted = SpeculativeConfig(num_speculative_tokens=3)
+    for model in (None, str(pair.TARGET), pair.TARGET):
+        config = EngineConfig(model=model, speculative_config=wanted)  # type: ignore[arg-type]
+        assert (config.target, config.draft) == (str(pair.TARGET), str(pair.DRAFT))
+    with pytest.raises(InvalidConfigError, match=r"^speculative_config.model is missing: .* model='other'"):
+        EngineConfig(model="other", speculative_config=wanted)
+    assert EngineConfig(model="other", speculative_config=speculative()).draft == "draft"
+
+
+def test_paths_may_be_paths(tmp_path: Path) -> None:
+    config = EngineConfig(model=tmp_path, tokenizer=tmp_path)  # type: ignore[arg-type]
+    assert config.target == config.tokenizer == str(tmp_path)
+
+
+def test_max_model_len_against_the_model() -> None:
+    assert resolve_max_model_len(EngineConfig(), 2048) == 2048
+    assert resolve_max_model_len(EngineConfig(max_model_len=100), 2048) == 100
+    with pytest.raises(InvalidConfigError, match=r"^max_model_len=2049: must be at most 2048"):
+        resolve_max_model_len(EngineConfig(max_model_len=2049), 2048)
+
+
+def test_max_model_len_of_the_draft() -> None:
+    assert resolve_draft_max_model_len(EngineConfig(), 512) == 512
+    config = EngineConfig(speculative_config=SpeculativeConfig(num_speculative_tokens=1, max_model_len=64))
+    assert resolve_draft_max_model_len(config, 512) == 64
+    with pytest.raises(InvalidConfigError, match=r"^speculative_config.max_model_len=64: must be at most 32"):
+        resolve_draft_max_model_len(config, 32)
+
+
+def test_blocks_of_the_pool() -> None:
+    assert resolve_num_blocks(EngineConfig(num_gpu_blocks_override=3), 1 << 40, 2048) == 3
+    # what fits in 4 GiB, but no more than all requests can use
+    assert resolve_num_blocks(EngineConfig(), 1 << 20, 2048) == 4096
+    assert resolve_num_blocks(EngineConfig(max_num_seqs=2, block_size=16), 1 << 10, 100) == 14
+    assert resolve_num_blocks(EngineConfig(kv_cache_memory_bytes=1000), 10, 16 * 100) == 100
+    with pytest.raises(
+        InvalidConfigError, match=r"^kv_cache_memory_bytes=1000: 100 KV blocks fit, .* needs 101: .* 1010 "
+    ):
+        resolve_num_blocks(EngineConfig(kv_cache_memory_bytes=1000), 10, 16 * 100 + 1)
+
+
+def test_a_torch_dtype_counts_by_its_name() -> None:
+    class Dtype(SimpleNamespace):
+        def __str__(self) -> str:
+            return "torch.float32"
+
+    assert EngineConfig(dtype=Dtype()).dtype == "float32"  # type: ignore[arg-type]

@@ -1,0 +1,228 @@
+"""Reading tokenizers, rendering chats, and telling two tokenizers apart."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import edit_json, write_tokenizer
+from specrs import pair
+from specrs.config import EngineConfig, SpeculativeConfig
+from specrs.errors import CheckpointError, InvalidRequestError, TokenizerMismatchError, UnsupportedRequestError
+from specrs.tokenizer import Tokenizer, check_same_tokenizer, load_tokenizer
+from transformers import AutoTokenizer
+
+TEXT = "def f(x):\n    return '日本 é 🎉' # <|endoftext|> done\n"
+MESSAGES = [{"role": "system", "content": "one"}, {"role": "user", "content": "two"}]
+
+
+def copy_of_pair(path: Path) -> Path:
+    path.mkdir()
+    for file in Path(pair.TARGET).iterdir():
+        if file.suffix in (".json", ".jinja"):
+            shutil.copy(file, path)
+    return path
+
+
+def edit_tokenizer(folder: Path, change: Any) -> None:
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    change(content)
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def test_encodes_and_decodes_as_transformers(tokenizer: Tokenizer) -> None:
+    reference = AutoTokenizer.from_pretrained(str(pair.TARGET))
+    ids = tokenizer.encode(TEXT)
+    assert ids == reference.encode(TEXT)
+    assert 0 in ids
+    assert tokenizer.decode(ids, skip_special_tokens=False) == TEXT
+    assert tokenizer.decode(ids) == TEXT.replace("<|endoftext|>", "")
+    assert (tokenizer.vocab_size, tokenizer.special_token_ids) == (2048, {0})
+
+
+def test_special_tokens_around_a_sequence(tmp_path: Path) -> None:
+    def put_bos(content: dict[str, Any]) -> None:
+        content["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": [
+                {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}},
+                {"Sequence": {"id": "A", "type_id": 0}},
+            ],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
+        }
+
+    folder = copy_of_pair(tmp_path / "bos")
+    edit_tokenizer(folder, put_bos)
+    tokenizer = Tokenizer(str(folder))
+    assert tokenizer.encode("x")[0] == 0
+    assert tokenizer.encode("x", add_special_tokens=False) == tokenizer.encode("x")[1:]
+
+
+def test_truncation_and_padding_of_the_file_are_not_applied(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    def cut(content: dict[str, Any]) -> None:
+        content["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+        content["padding"] = {
+            "strategy": {"Fixed": 64},
+            "direction": "Right",
+            "pad_to_multiple_of": None,
+            "pad_id": 0,
+            "pad_type_id": 0,
+            "pad_token": "<|endoftext|>",
+        }
+
+    folder = copy_of_pair(tmp_path / "cut")
+    edit_tokenizer(folder, cut)
+    assert Tokenizer(str(folder)).encode(TEXT) == tokenizer.encode(TEXT)
+
+
+def test_text_that_is_no_text(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidRequestError, match=r"^prompt\[2\]='\\ud800': a lone surrogate"):
+        tokenizer.encode("ab\ud800")
+    with pytest.raises(InvalidRequestError, match=r"^prompt=b'ab': must be a string"):
+        tokenizer.encode(b"ab")  # type: ignore[arg-type]
+
+
+def test_chat_template_of_the_checkpoint(tokenizer: Tokenizer) -> None:
+    assert tokenizer.render_chat(MESSAGES) == "one\ntwo"
+
+
+def test_parts_of_a_content_are_joined(tokenizer: Tokenizer) -> None:
+    parts = [{"type": "text", "text": "a"}, "b"]
+    assert tokenizer.render_chat([{"role": "user", "content": parts}]) == "a\nb"
+
+
+def test_template_arguments(tokenizer: Tokenizer) -> None:
+    template = "{{ messages[0].content }}{{ mark }}{{ tools | length if tools else 0 }}{{ add_generation_prompt }}"
+    text = tokenizer.render_chat(
+        MESSAGES, chat_template=template, chat_template_kwargs={"mark": "!"}, tools=[{"type": "function"}]
+    )
+    assert text == "one!1True"
+    assert tokenizer.render_chat(MESSAGES, chat_template=template, add_generation_prompt=False) == "one0False"
+
+
+@pytest.mark.parametrize(
+    ("messages", "arguments", "message"),
+    [
+        ([], {}, r"^messages=\[\]: must have at least one"),
+        (["hello"], {}, r"^messages\[0\]='hello': must be a dictionary with a role"),
+        ([{"content": "x"}], {}, r"^messages\[0\]=.*: must be a dictionary with a role"),
+        ([{"role": "user", "content": 3}], {}, r"^messages\[0\]\['content'\]=3: must be a string or a list"),
+        ([{"role": "user", "content": [{"type": "text"}]}], {}, r"^messages\[0\]\['content'\]\[0\]\['text'\]=None: "),
+        ([{"role": "user", "content": [3]}], {}, r"^messages\[0\]\['content'\]\[0\]=3: must be a text part"),
+        (MESSAGES, {"chat_template": "{{ raise_exception('no system role') }}"}, "refused them: no system role"),
+        (MESSAGES, {"chat_template": "{% if %}"}, "the chat template refused them: "),
+        (MESSAGES, {"chat_template": "{{ messages.clear() }}"}, "the chat template refused them: "),
+        (
+            MESSAGES,
+            {"chat_template": "{{ ''.__class__.__mro__[1].__subclasses__() }}"},
+            "the chat template refused them: ",
+        ),
+        (MESSAGES, {"chat_template_kwargs": {"tokenize": True}}, r"^chat_template_kwargs\['tokenize'\]=True: "),
+        (MESSAGES, {"continue_final_message": True}, "^continue_final_message=True: must be False where"),
+        (MESSAGES, {"tools": [print]}, "^tools=.*: must be a list of dictionaries"),
+    ],
+)
+def test_bad_chats(tokenizer: Tokenizer, messages: Any, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        tokenizer.render_chat(messages, **arguments)
+
+
+def test_images_are_refused_by_name(tokenizer: Tokenizer) -> None:
+    with pytest.raises(UnsupportedRequestError, match=r"\['type'\]='image_url': not implemented; allowed: 'text'"):
+        tokenizer.render_chat([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}])
+
+
+def test_chat_without_a_template(tmp_path: Path) -> None:
+    tmp_path.joinpath("t").mkdir()
+    write_tokenizer(tmp_path / "t", 400)
+    with pytest.raises(InvalidRequestError, match=r"^chat_template=None: .* has none; pass chat_template="):
+        Tokenizer(str(tmp_path / "t")).render_chat(MESSAGES)
+
+
+def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"^tokenizer='.*': tokenizer.json is missing; only fast tokenizers are read"
+    ):
+        Tokenizer(str(tmp_path))
+
+
+def test_neither_folder_nor_hub_id(tmp_path: Path) -> None:
+    # two slashes are no hub id, so nothing is asked of the network
+    with pytest.raises(CheckpointError, match=r"^tokenizer='.*/missing/x': neither a folder nor a hub repository"):
+        Tokenizer(str(tmp_path / "missing" / "x"))
+
+
+def test_broken_files(tmp_path: Path) -> None:
+    folder = copy_of_pair(tmp_path / "broken")
+    whole = (folder / "tokenizer.json").read_bytes()
+    (folder / "tokenizer.json").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CheckpointError, match=r"^tokenizer='.*broken': could not be read: "):
+        Tokenizer(str(folder))
+    (folder / "tokenizer_config.json").write_text("{", encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"tokenizer_config.json could not be read"):
+        Tokenizer(str(folder))
+
+
+def test_remote_code_is_refused(tmp_path: Path) -> None:
+    folder = copy_of_pair(tmp_path / "remote")
+    (folder / "evil.py").write_text("raise SystemExit('ran')", encoding="utf-8")
+    edit_json(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.Evil", None]})
+    with pytest.raises(CheckpointError, match=r"auto_map=.*code is never run"):
+        Tokenizer(str(folder))
+
+
+def test_the_same_tokenizer_twice(tokenizer: Tokenizer) -> None:
+    check_same_tokenizer(tokenizer, Tokenizer(str(pair.DRAFT)))
+
+
+def test_swapped_tokens_are_told(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    def swap(content: dict[str, Any]) -> None:
+        vocab = content["model"]["vocab"]
+        vocab["!"], vocab['"'] = vocab['"'], vocab["!"]
+
+    folder = copy_of_pair(tmp_path / "swapped")
+    edit_tokenizer(folder, swap)
+    with pytest.raises(TokenizerMismatchError) as caught:
+        check_same_tokenizer(tokenizer, Tokenizer(str(folder)))
+    assert str(caught.value).startswith(f"speculative_config.model='{folder}': its tokenizer differs")
+    assert "id 1 is '!' for the target and '\"' for the draft (2048 tokens" in str(caught.value)
+
+
+def test_other_merges_are_told(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    def drop(content: dict[str, Any]) -> None:
+        content["model"]["merges"] = content["model"]["merges"][:50]
+
+    folder = copy_of_pair(tmp_path / "merges")
+    edit_tokenizer(folder, drop)
+    with pytest.raises(TokenizerMismatchError, match=r"the vocabularies agree, but .* is split differently"):
+        check_same_tokenizer(tokenizer, Tokenizer(str(folder)))
+
+
+def test_one_token_more_is_told_in_both_directions(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    def add(content: dict[str, Any]) -> None:
+        extra = content["added_tokens"][0] | {"id": 2048, "content": "<|extra|>"}
+        content["added_tokens"].append(extra)
+
+    folder = copy_of_pair(tmp_path / "more")
+    edit_tokenizer(folder, add)
+    more = Tokenizer(str(folder))
+    assert more.vocab_size == 2049
+    with pytest.raises(TokenizerMismatchError, match=r"id 2048 is '<\|extra\|>' for the draft and None for the target"):
+        check_same_tokenizer(tokenizer, more)
+    with pytest.raises(TokenizerMismatchError, match=r"id 2048 is '<\|extra\|>' for the target and None for the draft"):
+        check_same_tokenizer(more, tokenizer)
+
+
+def test_the_engine_tokenizer_is_compared_with_the_draft(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, 400)
+    draft = SpeculativeConfig(model=str(tmp_path), num_speculative_tokens=2)
+    with pytest.raises(TokenizerMismatchError, match="2048 tokens in the target's vocabulary, 397 in the draft's"):
+        load_tokenizer(EngineConfig(speculative_config=draft))
+    config = EngineConfig(tokenizer=str(tmp_path), speculative_config=draft)
+    loaded = load_tokenizer(config)
+    assert loaded is not None
+    assert loaded.vocab_size == 397
+    assert load_tokenizer(EngineConfig(skip_tokenizer_init=True, speculative_config=draft)) is None
