@@ -1,7 +1,7 @@
 """The Rust core for people who build serving stacks: scheduling, KV blocks, slots, acceptance books, random numbers.
 
-Buffers are numpy arrays that the caller owns; nothing here imports torch or knows a device. `docs/structure.md` tells the
-life of a request; the docstrings are in `_core.pyi`.
+Buffers are numpy arrays that the caller owns; nothing here imports torch or knows a device. `docs/structure.md` tells
+the life of a request; the docstrings are in `_core.pyi`.
 """
 
 from specrs._core import (

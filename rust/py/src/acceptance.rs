@@ -5,6 +5,9 @@ use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+/// As for a scheduler; the books allocate one count per token.
+const MAX_SPECULATIVE_TOKENS: usize = 1 << 10;
+
 #[pyclass(frozen, module = "specrs._core")]
 pub(crate) struct AcceptanceTracker(Mutex<specrs_core::AcceptanceTracker>);
 
@@ -23,6 +26,11 @@ impl AcceptanceTracker {
     #[new]
     fn new(py: Python<'_>, num_speculative_tokens: i64) -> PyResult<Self> {
         let k = size(py, Class::InvalidConfig, "num_speculative_tokens", num_speculative_tokens)?;
+        if k > MAX_SPECULATIVE_TOKENS {
+            let message =
+                format!("num_speculative_tokens = {k} is not allowed: expected 0 to {MAX_SPECULATIVE_TOKENS}");
+            return Err(Class::InvalidConfig.error(py, message));
+        }
         Ok(Self::from_core(specrs_core::AcceptanceTracker::new(k)))
     }
 

@@ -1,0 +1,590 @@
+"""Types and documentation of the Rust extension. Import its names from `specrs.core`.
+
+Buffers are numpy arrays that the caller owns: C-contiguous, aligned, of exactly the dtype and size stated, writable
+    where the core writes. Anything else is an `InvalidBufferError` naming the argument, what arrived and what is
+    expected. A call that raises has changed nothing in the core. Objects may be shared between threads; each call holds
+    the object's lock.
+"""
+
+from typing import Final, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "FINISH_ABORT",
+    "FINISH_ERROR",
+    "FINISH_LENGTH",
+    "FINISH_NONE",
+    "FINISH_STOP",
+    "FLAG_CAPACITY",
+    "FLAG_DRAFT_NON_FINITE",
+    "FLAG_TARGET_NON_FINITE",
+    "PLAN_IDLE",
+    "PLAN_LAUNCH",
+    "PLAN_SETTLE_FIRST",
+    "PURPOSE_ACCEPT",
+    "PURPOSE_DRAFT",
+    "PURPOSE_GUMBEL",
+    "PURPOSE_RECOVER",
+    "AcceptanceTracker",
+    "BlockHasher",
+    "BlockPool",
+    "DuplicateRequestError",
+    "IntegrityError",
+    "InvalidAcceptanceError",
+    "InvalidBlockError",
+    "InvalidBufferError",
+    "InvalidConfigError",
+    "InvalidRequestError",
+    "InvalidResultsError",
+    "NotRunningError",
+    "OutOfBlocksError",
+    "Scheduler",
+    "SettleOrderError",
+    "SlotMapper",
+    "SpecrsError",
+    "UnknownRequestError",
+    "philox_gumbel",
+    "philox_uniform",
+]
+
+PLAN_IDLE: Final[int]
+"""`Scheduler.plan`: nothing to do and nothing in flight."""
+PLAN_LAUNCH: Final[int]
+"""`Scheduler.plan`: the record holds a launch."""
+PLAN_SETTLE_FIRST: Final[int]
+"""`Scheduler.plan`: nothing can be planned before the oldest launch in flight has settled."""
+
+FLAG_TARGET_NON_FINITE: Final[int]
+"""Result flag (bit 0): the target's logits were not finite; the request ends with `FINISH_ERROR`."""
+FLAG_DRAFT_NON_FINITE: Final[int]
+"""Result flag (bit 1): the draft's logits were not finite; the request goes on without drafts."""
+FLAG_CAPACITY: Final[int]
+"""Result flag (bit 2): a position lay beyond the row's capacity; the request ends with `FINISH_ERROR`."""
+
+FINISH_NONE: Final[int]
+"""Finish reason: the request goes on."""
+FINISH_STOP: Final[int]
+"""Finish reason: a stop token, which is the last token delivered."""
+FINISH_LENGTH: Final[int]
+"""Finish reason: the request reached its limit."""
+FINISH_ABORT: Final[int]
+"""Finish reason for callers; `settle` never writes it, because `abort` ends a request at once."""
+FINISH_ERROR: Final[int]
+"""Finish reason: a fault on the device."""
+
+PURPOSE_DRAFT: Final[int]
+"""Philox purpose: draws the draft token from q."""
+PURPOSE_ACCEPT: Final[int]
+"""Philox purpose: the uniform that accepts or rejects a draft token."""
+PURPOSE_RECOVER: Final[int]
+"""Philox purpose: draws the recovered or bonus token of the `rejection` rule."""
+PURPOSE_GUMBEL: Final[int]
+"""Philox purpose: the noise that draft and target share under the `coupled` rule."""
+
+class SpecrsError(Exception):
+    """Base of every error that specrs raises on purpose."""
+
+class InvalidConfigError(SpecrsError, ValueError):
+    """A setting is outside its range."""
+
+class InvalidRequestError(SpecrsError, ValueError):
+    """A request can never be served as given."""
+
+class DuplicateRequestError(SpecrsError):
+    """A request with this id is waiting or running."""
+
+class UnknownRequestError(SpecrsError):
+    """No request with this id is waiting or running."""
+
+class NotRunningError(SpecrsError):
+    """The operation needs a running request and this one is waiting."""
+
+class OutOfBlocksError(SpecrsError):
+    """The block pool has no block to give."""
+
+class InvalidBlockError(SpecrsError):
+    """A block id is outside the pool, or its state does not allow the operation."""
+
+class InvalidBufferError(SpecrsError):
+    """A numpy buffer has the wrong dtype, shape, layout, size or content."""
+
+class InvalidAcceptanceError(SpecrsError):
+    """A draft was recorded with impossible counts."""
+
+class SettleOrderError(SpecrsError):
+    """Launches settle in the order in which they were planned."""
+
+class InvalidResultsError(SpecrsError):
+    """The device reported something that its launch cannot have produced."""
+
+class IntegrityError(SpecrsError):
+    """The books of the core contradict each other: a bug in specrs."""
+
+@final
+class Scheduler:
+    """Which requests run, on which row and blocks, with how many drafts, in which launch.
+
+    Continuous batching with chunked prefill, deferred drafting, prefix caching and preemption by recompute. `plan`
+    writes one launch into a record, the caller executes it on device row state, `settle` takes the results.
+    Deterministic: the same calls give the same records. It holds no KV and no logits, runs nothing, and knows no time.
+
+    R = `max_num_seqs`, C = `max_num_batched_tokens`, K = `num_speculative_tokens`. An *entry* is one row's part in a
+    launch: entries `[0, num_decode)` are decode rows by K descending, entry `num_decode + j` is prefill chunk j.
+    """
+
+    def __new__(
+        cls,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        num_blocks: int,
+        block_size: int,
+        max_num_batched_tokens: int,
+        num_speculative_tokens: int = 0,
+        draft_max_model_len: int | None = None,
+        first_rows: int = 2,
+        draft_cost_ratio: float = 1.0,
+        max_in_flight: int = 1,
+        enable_prefix_caching: bool = True,
+        hash_key: bytes = ...,
+    ) -> Scheduler:
+        """A scheduler with no requests and all blocks free.
+
+        Args:
+            max_num_seqs: rows of device state (R), the most requests that run at once; 1 to 65536.
+            max_model_len: the most tokens of a request, prompt and output; at least 2.
+            num_blocks: KV blocks in the pool; at least 1.
+            block_size: positions per KV block; at least 1.
+            max_num_batched_tokens: tokens per launch (C) that decode, prefill and draft chunks share; at least 1.
+                Decode never waits for it; chunks always have a quarter of it.
+            num_speculative_tokens: the most draft tokens per request and launch (K), 0 to 1024.
+            draft_max_model_len: positions that the draft model can take; None without a draft model, and then nothing
+                drafts.
+            first_rows: positions that the first drafting pass feeds, 2 for a draft model: how far its KV may lag.
+            draft_cost_ratio: cost of a draft chunk's token in tokens of the budget, above 0: the ratio of parameters.
+            max_in_flight: launches that may be planned and not yet settled, 1 to 1024.
+            enable_prefix_caching: whether requests share the KV of equal prefixes.
+            hash_key: 16 bytes, default all zero. A secret key keeps clients from building prompts that collide.
+
+        Raises:
+            InvalidConfigError: naming the first setting outside its range.
+        """
+
+    @property
+    def record_size(self) -> int:
+        """int64 elements of the buffer that `plan` writes."""
+
+    @property
+    def results_size(self) -> int:
+        """int64 elements of the buffer that `settle` reads."""
+
+    @property
+    def settled_size(self) -> int:
+        """int64 elements of the buffer that `settle` writes."""
+
+    def record_layout(self) -> dict[str, tuple[int, int]]:
+        """Sections of the record as `name: (offset, length)` in int64 elements, in buffer order.
+
+        Of each section only the elements that the header counts are written.
+
+        header [16]: 0 launch_id, 1 num_decode, 2 num_prefill, 3 num_prefill_tokens, 4 num_draft_chunks, 5
+            num_draft_tokens, 6 num_admitted, 7 num_upload_tokens, 8 num_block_updates, 9 max_k, 10 num_preempted, the
+            rest 0.
+        entry_row [R], entry_k [R] (0 for chunks), entry_capacity [R] (positions that the row's block table covers),
+            entry_n_upper [R] (upper bound of the row's tokens at the start of the launch).
+        chunk_start [R], chunk_len [R], chunk_is_last [R]: prefill chunk j; the last one of a prompt emits a token.
+        prefill_token [C], prefill_position [C], prefill_slot [C], prefill_q_start [R + 1]: the chunks' rows, flat.
+        draft_chunk_row [R], draft_chunk_start [R], draft_chunk_len [R], draft_q_start [R + 1], draft_position,
+            draft_slot: draft catch-up chunks; their tokens are in row state, and afterwards the row's draft_len is
+            start + len, also where len is 0. Slot -1: do not write.
+        admit_row [R], admit_request_id [R], admit_num_tokens [R], admit_draft_len [R], admit_limit [R],
+            admit_num_cached [R]: requests that get their row in this launch, before its chunks run.
+        upload_token: all tokens of the admitted requests, one request after the other.
+        block_row, block_index, block_id: block table updates, `table[row, index] = id`.
+        preempted_request_id [R]: requests that lost their row in this plan.
+        """
+
+    def results_layout(self) -> dict[str, tuple[int, int]]:
+        """Sections of the results as `name: (offset, length)` in int64 elements; all by entry.
+
+        num_emitted [R], num_accepted [R], num_drafted [R] (K after the device's own limits), flags [R] (`FLAG_*` bits),
+        tokens [R * (K + 1)], row-major by entry. A prompt's last chunk emits 1 token; other chunks and rows that had
+        ended report 0 everywhere.
+        """
+
+    def settled_layout(self) -> dict[str, tuple[int, int]]:
+        """Sections of what `settle` writes as `name: (offset, length)` in int64 elements; all by entry.
+
+        request_id [R] (-1 if the entry's results were dropped), num_new [R] (deliver `tokens[entry, :num_new]`),
+        finish_reason [R] (`FINISH_*`).
+        """
+
+    def add_request(
+        self,
+        request_id: int,
+        token_ids: NDArray[np.int64],
+        *,
+        limit: int,
+        min_tokens: int = 0,
+        num_speculative_tokens: int = 0,
+        priority: int = 0,
+        stop_token_ids: NDArray[np.int64] | None = None,
+        cache_salt: bytes = ...,
+    ) -> None:
+        """Queues a request behind all waiting ones of its priority.
+
+        Args:
+            request_id: at least 0 and not in use; may be used again after the request's end.
+            token_ids: `[n]` int64, the prompt, at least one token; copied.
+            limit: the most tokens it may reach, prompt and output: `min(n + max_tokens, max_model_len)`.
+            min_tokens: output tokens before which stop ids do not count.
+            num_speculative_tokens: draft tokens per launch, at most the engine's; 0 never drafts.
+            priority: smaller values go first, ties by arrival.
+            stop_token_ids: `[s]` int64, tokens that end the output; copied.
+            cache_salt: the request shares prefixes only with requests of the same salt.
+
+        Raises:
+            DuplicateRequestError: the id is waiting or running.
+            InvalidRequestError: a parameter is not allowed, among them a limit that needs more blocks than the pool
+                has.
+            InvalidBufferError: an array is not a contiguous int64 vector.
+        """
+
+    def abort(self, request_id: int) -> None:
+        """Ends a waiting or running request now; what is in flight for it will be dropped.
+
+        Raises:
+            UnknownRequestError: the id is neither waiting nor running.
+        """
+
+    def preempt(self, request_id: int) -> None:
+        """Sends a running request back to waiting, at its original place, as `plan` does when blocks are short.
+
+        Its settled tokens stay; what is in flight for it will be dropped; its KV is computed again where the prefix
+        cache no longer has it.
+
+        Raises:
+            UnknownRequestError: the id is neither waiting nor running.
+            NotRunningError: it waits.
+        """
+
+    def plan(self, record: NDArray[np.int64]) -> int:
+        """Plans the next launch into `record` `[record_size]` int64; `PLAN_IDLE`, `PLAN_LAUNCH` or `PLAN_SETTLE_FIRST`.
+
+        After `PLAN_LAUNCH` the launch is in flight until it settles; otherwise the record's content is unspecified.
+
+        Raises:
+            InvalidBufferError: `record` is not a writable contiguous int64 vector of that size.
+        """
+
+    def settle(self, launch_id: int, results: NDArray[np.int64], settled: NDArray[np.int64]) -> None:
+        """Takes the results of the oldest launch in flight and writes what came of each entry into `settled`.
+
+        `results` is `[results_size]` int64, `settled` `[settled_size]` int64; they must not overlap.
+
+        Raises:
+            SettleOrderError: it is not this launch's turn.
+            InvalidResultsError: the launch cannot have had these results.
+            InvalidBufferError: a buffer does not have its dtype, layout or size.
+        """
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a row."""
+
+    @property
+    def num_running(self) -> int:
+        """Requests with a row."""
+
+    @property
+    def num_in_flight(self) -> int:
+        """Launches planned and not yet settled."""
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that nobody holds, cached ones included."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the pool."""
+
+    @property
+    def num_preemptions(self) -> int:
+        """Times a running request went back to waiting."""
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens whose target KV came from the prefix cache, over all admissions."""
+
+    def has_unfinished(self) -> bool:
+        """Whether a request waits or runs, or a launch is in flight."""
+
+    def acceptance(self) -> AcceptanceTracker:
+        """A copy of the acceptance books of all settled launches."""
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes. Returns False, and changes nothing, while any block is held."""
+
+    def check_integrity(self) -> None:
+        """Checks that the scheduler's books agree; reads everything, so it is for tests and idle times.
+
+        Raises:
+            IntegrityError: naming the first contradiction.
+        """
+
+@final
+class AcceptanceTracker:
+    """Acceptance books: how many drafted tokens the target accepted.
+
+    One iteration of one request with `drafted >= 1` is one draft of `drafted` tokens, `accepted` of them accepted,
+    before stop tokens or limits cut the text.
+    """
+
+    def __new__(cls, num_speculative_tokens: int) -> AcceptanceTracker:
+        """Empty books for drafts of at most `num_speculative_tokens` (K, 0 to 1024) tokens.
+
+        Raises:
+            InvalidConfigError: K is outside that range.
+        """
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """K, the most tokens one draft can have."""
+
+    def record(self, drafted: int, accepted: int) -> None:
+        """Enters one iteration; `drafted == 0` is no draft and changes nothing.
+
+        Raises:
+            InvalidAcceptanceError: unless `0 <= accepted <= drafted <= K`.
+        """
+
+    def reset(self) -> None:
+        """Forgets everything recorded."""
+
+    @property
+    def drafts(self) -> int:
+        """Iterations that drafted at least one token."""
+
+    @property
+    def draft_tokens(self) -> int:
+        """Tokens drafted."""
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Drafted tokens that the target accepted."""
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens emitted per draft: `1 + accepted_tokens / drafts`; 1.0 without drafts."""
+
+    @property
+    def acceptance_rate(self) -> float:
+        """`accepted_tokens / draft_tokens`; 0.0 without drafts."""
+
+    @property
+    def per_position(self) -> list[float]:
+        """`[K]`: share of all drafts whose token i was accepted, unconditional. Sums to `acceptance_length - 1`."""
+
+    @property
+    def accepted_per_position(self) -> list[int]:
+        """`[K]`: drafts whose token i was accepted."""
+
+    @property
+    def histogram(self) -> list[int]:
+        """`[K + 1]`: drafts by the number of their tokens that were accepted."""
+
+@final
+class BlockPool:
+    """Who holds which KV block, and which blocks can be found again by content.
+
+    A block is free, held (`ref_count >= 1`), or cached (registered, held by nobody, evicted least recently freed
+    first). A registered block has mark T (its target KV is valid); mark D says that its draft KV is valid too. Every
+    operation is O(1).
+    """
+
+    def __new__(cls, num_blocks: int) -> BlockPool:
+        """A pool whose blocks are all free; the first allocations give 0, 1, 2, ...
+
+        Raises:
+            InvalidConfigError: unless `1 <= num_blocks <= 2**31`.
+        """
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the pool."""
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` can give: free and cached ones."""
+
+    def ref_count(self, block: int) -> int | None:
+        """Holders of `block`; None if the pool has no such block."""
+
+    def allocate(self) -> int:
+        """Gives a block with one holder and no marks; free blocks first, then the least recently freed cached one.
+
+        Raises:
+            OutOfBlocksError: every block is held.
+        """
+
+    def share(self, block: int) -> None:
+        """Adds a holder to a held or cached block.
+
+        Raises:
+            InvalidBlockError: the block is free or not in the pool.
+        """
+
+    def free(self, block: int) -> None:
+        """Takes a holder away; without holders a registered block is cached, any other is free.
+
+        Free a sequence's blocks last to first, so that its tail is evicted before its head.
+
+        Raises:
+            InvalidBlockError: nobody holds the block, or it is not in the pool.
+        """
+
+    def lookup(self, block_hash: int) -> int | None:
+        """The block registered under this 128-bit hash, held or cached; it is not shared by looking."""
+
+    def register(self, block: int, block_hash: int) -> bool:
+        """Sets mark T: the held block can be found under `block_hash` from now on.
+
+        Returns False, and changes nothing, if another block has that content already.
+
+        Raises:
+            InvalidBlockError: the block is not held, is registered already, or is not in the pool.
+            OverflowError: the hash does not fit 128 bits.
+        """
+
+    def is_registered(self, block: int) -> bool:
+        """Whether `block` has mark T; False if the pool has no such block."""
+
+    def has_draft(self, block: int) -> bool:
+        """Whether `block` has mark D; False if the pool has no such block."""
+
+    def mark_draft(self, block: int) -> None:
+        """Sets mark D on a registered held block and ends its claim.
+
+        Raises:
+            InvalidBlockError: the block is not held, not registered, or not in the pool.
+        """
+
+    def claim(self, block: int, claimant: int) -> bool:
+        """Takes the claim on writing the draft KV of a held block with mark T only; False if another has it.
+
+        Raises:
+            InvalidBlockError: the block is not in that state.
+        """
+
+    def claimant(self, block: int) -> int | None:
+        """Who has the claim on `block`."""
+
+    def release_claim(self, block: int, claimant: int) -> bool:
+        """Gives `claimant`'s claim back; False if it has none."""
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached content. Returns False, and changes nothing, while any block is held."""
+
+    def check_integrity(self) -> None:
+        """Checks that lists, marks, claims and hashes agree. O(num_blocks).
+
+        Raises:
+            IntegrityError: naming the first contradiction.
+        """
+
+@final
+class BlockHasher:
+    """Names of KV blocks by content: SipHash-2-4-128 under a key, chained over blocks, with a salt at the root."""
+
+    def __new__(cls, hash_key: bytes = ...) -> BlockHasher:
+        """A hasher with this 16-byte key, default all zero; caches that should agree use the same key.
+
+        Raises:
+            InvalidConfigError: the key does not have 16 bytes.
+        """
+
+    def hash_blocks(self, token_ids: NDArray[np.int64], block_size: int, cache_salt: bytes = ...) -> list[int]:
+        """The 128-bit hashes of all full blocks of `token_ids` `[n]` int64; `n // block_size` of them.
+
+        Raises:
+            InvalidConfigError: `block_size` is below 1.
+            InvalidBufferError: `token_ids` is not a contiguous int64 vector.
+        """
+
+@final
+class SlotMapper:
+    """Where a position's KV lives: `block_table[position // block_size] * block_size + position % block_size`.
+
+    Slot -1, which writes nothing, where the position is negative, beyond the table, or in an entry below 0.
+    """
+
+    def __new__(cls, block_size: int) -> SlotMapper:
+        """A mapper for blocks of `block_size` positions.
+
+        Raises:
+            InvalidConfigError: `block_size` is below 1.
+        """
+
+    @property
+    def block_size(self) -> int:
+        """Positions per block."""
+
+    def slot(self, block_table: NDArray[np.int64], position: int) -> int:
+        """The slot of one position; `block_table` is `[blocks]` int64.
+
+        Raises:
+            InvalidBufferError: `block_table` is not a contiguous int64 vector.
+        """
+
+    def map(self, block_table: NDArray[np.int64], positions: NDArray[np.int64], out: NDArray[np.int64]) -> None:
+        """Writes the slots of `positions` `[N]` of one request into `out` `[N]`; all int64.
+
+        Raises:
+            InvalidBufferError: an array has the wrong dtype, layout or size; `out` is unchanged.
+        """
+
+    def map_batch(
+        self,
+        block_tables: NDArray[np.int64],
+        q_start: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        out: NDArray[np.int64],
+    ) -> None:
+        """Writes the slots of flat rows: rows `q_start[b]:q_start[b + 1]` belong to request b.
+
+        `block_tables` is `[B, blocks]`, `q_start` `[B + 1]` from 0 to N without decreasing, `positions` and `out`
+        `[N]`; all int64.
+
+        Raises:
+            InvalidBufferError: an array has the wrong dtype, layout, size or content; `out` is unchanged.
+        """
+
+def philox_uniform(
+    seeds: NDArray[np.int64], positions: NDArray[np.int64], purpose: int, out: NDArray[np.float32]
+) -> None:
+    """Writes uniforms in (0, 1) into `out` `[N, V]` float32: row r, column t is token t at `(seeds[r], positions[r])`.
+
+    Philox4x32-10 (Salmon et al., SC 2011); key = the seed's 64 bits, low word first; counter = (t // 4, low and high
+    word of the position, purpose); lane t % 4. The value is `((word >> 9) + 0.5) * 2**-23`, exact in float32 and never
+    0 or 1. This layout is frozen. `seeds` and `positions` are `[N]` int64, their bits taken as unsigned.
+
+    Raises:
+        InvalidConfigError: `purpose` is not one of `PURPOSE_*`.
+        InvalidBufferError: an array has the wrong dtype, layout or size.
+    """
+
+def philox_gumbel(
+    seeds: NDArray[np.int64], positions: NDArray[np.int64], purpose: int, out: NDArray[np.float32]
+) -> None:
+    """Writes standard Gumbel values `-ln(-ln((word + 0.5) * 2**-32))` into `out` `[N, V]` float32.
+
+    Rows, columns and words as in `philox_uniform`. Computed in float64 from all 32 bits of the word and rounded once,
+    so always finite. `philox_uniform` keeps 23 bits, too
+    few for the tail: a token of probability 1e-8 would be drawn thirty times too rarely.
+
+    Raises:
+        InvalidConfigError: `purpose` is not one of `PURPOSE_*`.
+        InvalidBufferError: an array has the wrong dtype, layout or size.
+    """
