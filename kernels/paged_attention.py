@@ -1,0 +1,290 @@
+"""Causal attention of flat rows over paged K and V in plain torch: the CPU path, and the Triton kernel's reference.
+
+Builds no block tables and no slots. What depends only on lengths is worked out once per pass (`plan_attention`): it is
+the same in every layer. A layer then costs one write, and one gather and one attention per group of requests.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_LONG = 32
+"""Rows above which a request is attended alone: a prefill chunk would pad the decode rows beside it to its size."""
+_WASTE = 2**18
+"""Bytes of K and V a layer that a group may gather in vain; more costs what another group does, about 30 us."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Requests attended in one call: G requests, padded to R rows and C columns."""
+
+    rows: Tensor | None
+    """[G * R] row of q for each (request, row), padding repeats the request's first; None: all rows of q in order."""
+    num_requests: int
+    num_rows: int
+    num_columns: int
+    blocks: Tensor
+    """[G * 2 * kv_heads * blocks] indices into a cache layer seen as `[(num_blocks + 1) * 2 * kv_heads, ...]`."""
+    stale: Tensor | None
+    """Indices into the gathered `[G * 2 * kv_heads * columns]` positions that are past their request's context."""
+    mask: Tensor | None
+    """Additive, broadcasts to `[G, heads or kv_heads, rows, C]`; None: every row sees every column, or is_causal."""
+    is_causal: bool
+    keep_heads: bool
+    """q stays `[G, heads, R, D]`; otherwise the g heads that share a KV head become rows: `[G, kv_heads, R * g, D]`."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """Index tensors of one pass over one block table, valid for every layer."""
+
+    write: Tensor
+    """[N, 2 * kv_heads] indices into a cache layer seen as `[positions, head_dim]`; slot -1 lands in the last block."""
+    groups: tuple[Group, ...]
+    restore: Tensor | None
+    """[N] row of the concatenated group outputs (and one zero row behind them) for each row of q; None: as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    index: int
+    start: int
+    num_rows: int
+    context: int
+
+
+def plan_attention(
+    positions: Tensor,
+    slots: Tensor,
+    q_start: Tensor,
+    block_table: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+) -> AttentionPlan:
+    """Work out the index tensors of one pass. Arguments as in PassInputs; reads their values on the host.
+
+    Requests are grouped by what padding them to a common shape would cost. Rows at position -1 attend position 0 of
+    their request, so that they are finite; requests with no other rows are left out and give zeros.
+    """
+    requests = _live_requests(positions, q_start, block_table.shape[1] * block_size)
+    row_bytes = 2 * num_kv_heads * head_dim * dtype.itemsize
+    packs = _group(requests, row_bytes)
+    make = _GroupMaker(positions, block_table, num_heads // num_kv_heads, num_kv_heads, block_size, dtype)
+    num_rows = positions.shape[0]
+    in_order = len(packs) == 1 and _covers(packs[0], num_rows)
+    return AttentionPlan(
+        write=_write_index(slots, num_kv_heads, block_size),
+        groups=tuple(make(pack, all_rows=in_order) for pack in packs),
+        restore=None if in_order else _restore(packs, num_rows, positions.device),
+    )
+
+
+def write_kv(kv: Tensor, cache: Tensor, plan: AttentionPlan) -> None:
+    """Write the K and V of a pass into a cache layer, which is mutated.
+
+    `kv` `[N, 2 * kv_heads, D]`: the K heads of each row, then its V heads. `cache` `[num_blocks + 1, 2, kv_heads,
+    block_size, D]` contiguous. Rows with slot -1 write the last block, in no particular order.
+    """
+    cache.view(-1, cache.shape[-1]).index_put_((plan.write,), kv)
+
+
+def paged_attention(q: Tensor, cache: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
+    """Return `softmax(scale q K^T + M) V` for every row and head of `q`, `[N, heads * D]` of q's dtype.
+
+    Row i of a request attends its positions 0..positions[i], M is 0 there and -inf elsewhere; query head h uses KV head
+    `h // (heads / kv_heads)` (Vaswani et al. 2017, eq. 1; Ainslie et al. 2023). `q` is `[N, heads, D]`, `cache` as in
+    `write_kv` and not mutated. Sums are accumulated in fp32 (float64 for float64).
+
+    No position outside a request's own context is multiplied with anything, so that NaN left there by earlier owners
+    stays there: K and V past the context are cut off or replaced by zeros before the products.
+    """
+    outputs = [_attend(q, cache, group, scale) for group in plan.groups]
+    if plan.restore is None:
+        return outputs[0]
+    width = q.shape[1] * q.shape[2]
+    return torch.cat([*outputs, q.new_zeros(1, width)]).index_select(0, plan.restore)
+
+
+def _attend(q: Tensor, cache: Tensor, group: Group, scale: float) -> Tensor:
+    """Attention of one group, `[G * R, heads * D]`."""
+    heads, dim = q.shape[1], q.shape[2]
+    kv_heads, block_size = cache.shape[2], cache.shape[3]
+    g, r = group.num_requests, group.num_rows
+    kv = cache.view(-1, block_size * dim).index_select(0, group.blocks)
+    if group.stale is not None:
+        kv.view(-1, dim).index_fill_(0, group.stale, 0)
+    k, v = kv.view(g, 2, kv_heads, -1, dim).unbind(1)
+    if k.shape[2] != group.num_columns:
+        k, v = k[:, :, : group.num_columns], v[:, :, : group.num_columns]
+    if group.rows is not None:
+        q = q.index_select(0, group.rows)
+    if group.keep_heads:
+        x = F.scaled_dot_product_attention(
+            q.view(g, r, heads, dim).transpose(1, 2),
+            k,
+            v,
+            attn_mask=group.mask,
+            is_causal=group.is_causal,
+            scale=scale,
+            enable_gqa=heads != kv_heads,
+        )
+        return x.transpose(1, 2).reshape(g * r, heads * dim)
+    if r == 1:
+        x = F.scaled_dot_product_attention(q.view(g, kv_heads, -1, dim), k, v, attn_mask=group.mask, scale=scale)
+        return x.reshape(g, heads * dim)
+    shape = (g, r, kv_heads, heads // kv_heads, dim)
+    packed = q.view(shape).transpose(1, 2).reshape(g, kv_heads, -1, dim)
+    x = F.scaled_dot_product_attention(packed, k, v, attn_mask=group.mask, scale=scale)
+    return x.view(g, kv_heads, r, -1, dim).transpose(1, 2).reshape(g * r, heads * dim)
+
+
+def _live_requests(positions: Tensor, q_start: Tensor, capacity: int) -> list[_Request]:
+    """Requests with a row at position >= 0. A position that the table does not reach is cut to it."""
+    values, starts = positions.tolist(), q_start.tolist()
+    requests = []
+    for index in range(len(starts) - 1):
+        start, end = starts[index], starts[index + 1]
+        last = max(values[start:end], default=-1)
+        if last >= 0:
+            requests.append(_Request(index, start, end - start, min(last + 1, capacity)))
+    return requests
+
+
+def _group(requests: Sequence[_Request], row_bytes: int) -> list[list[_Request]]:
+    """Split requests into groups that waste little: rows within a factor of 2, columns within `_WASTE` bytes."""
+    groups: list[list[_Request]] = []
+    by_rows: dict[int, list[_Request]] = {}
+    for request in requests:
+        if request.num_rows > _LONG:
+            groups.append([request])
+        else:
+            by_rows.setdefault((request.num_rows - 1).bit_length(), []).append(request)
+    for similar in by_rows.values():
+        if len(similar) == 1:
+            groups.append(similar)
+            continue
+        similar.sort(key=lambda request: request.context, reverse=True)
+        first, waste = 0, 0
+        for i, request in enumerate(similar):
+            waste += (similar[first].context - request.context) * row_bytes
+            if waste > _WASTE:
+                groups.append(similar[first:i])
+                first, waste = i, 0
+        groups.append(similar[first:])
+    for group in groups:
+        group.sort(key=lambda request: request.index)
+    return groups
+
+
+def _covers(group: Sequence[_Request], num_rows: int) -> bool:
+    """Whether the group's rows are those of q, in order and without padding."""
+    width = group[0].num_rows
+    return len(group) * width == num_rows and all(
+        request.num_rows == width and request.start == i * width for i, request in enumerate(group)
+    )
+
+
+def _restore(groups: Sequence[Sequence[_Request]], num_rows: int, device: torch.device) -> Tensor:
+    total = sum(len(group) * max(request.num_rows for request in group) for group in groups)
+    restore = [total] * num_rows
+    offset = 0
+    for group in groups:
+        width = max(request.num_rows for request in group)
+        for request in group:
+            restore[request.start : request.start + request.num_rows] = range(offset, offset + request.num_rows)
+            offset += width
+    return torch.tensor(restore, dtype=torch.int64, device=device)
+
+
+@lru_cache(maxsize=64)
+def _head_offsets(count: int, step: int, device: torch.device) -> Tensor:
+    return torch.arange(0, count * step, step, device=device)
+
+
+def _write_index(slots: Tensor, num_kv_heads: int, block_size: int) -> Tensor:
+    """Position of each (slot, K or V, head). Slot -1 is in block -1, which as an index counts from the end: scratch."""
+    per_block = 2 * num_kv_heads * block_size
+    blocks = torch.div(slots, block_size, rounding_mode="floor")
+    first = torch.add(slots, blocks, alpha=per_block - block_size)
+    return first.unsqueeze(1) + _head_offsets(2 * num_kv_heads, block_size, slots.device)
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupMaker:
+    """What all groups of a pass share."""
+
+    positions: Tensor
+    block_table: Tensor
+    queries_per_kv: int
+    num_kv_heads: int
+    block_size: int
+    dtype: torch.dtype
+
+    def __call__(self, requests: Sequence[_Request], *, all_rows: bool) -> Group:
+        width = max(request.num_rows for request in requests)
+        context = max(request.context for request in requests)
+        num_blocks = -(-context // self.block_size)
+        alone = len(requests) == 1
+        columns = context if alone else num_blocks * self.block_size
+        rows = None if all_rows else self._rows(requests, width)
+        positions = self.positions if rows is None else self.positions.index_select(0, rows)
+        keep_heads = width > _LONG
+        is_causal = keep_heads and context == width and positions.tolist() == list(range(width))
+        needs_mask = not is_causal and (not alone or width > 1)
+        blocks, stale = self._blocks(requests, num_blocks)
+        return Group(
+            rows=rows,
+            num_requests=len(requests),
+            num_rows=width,
+            num_columns=columns,
+            blocks=blocks,
+            stale=stale,
+            mask=self._mask(positions.view(len(requests), width), columns, keep_heads) if needs_mask else None,
+            is_causal=is_causal,
+            keep_heads=keep_heads,
+        )
+
+    def _rows(self, requests: Sequence[_Request], width: int) -> Tensor:
+        rows: list[int] = []
+        for request in requests:
+            rows += range(request.start, request.start + request.num_rows)
+            rows += [request.start] * (width - request.num_rows)
+        return torch.tensor(rows, dtype=torch.int64, device=self.positions.device)
+
+    def _blocks(self, requests: Sequence[_Request], num_blocks: int) -> tuple[Tensor, Tensor | None]:
+        heads = 2 * self.num_kv_heads
+        offsets = _head_offsets(heads, 1, self.block_table.device).view(-1, 1)
+        if len(requests) == 1:
+            index = requests[0].index
+            return ((self.block_table[index, :num_blocks] * heads) + offsets).view(-1), None
+        device = self.block_table.device
+        contexts = torch.tensor([request.context for request in requests], device=device).view(-1, 1)
+        table = self.block_table[:, :num_blocks]
+        if len(requests) != table.shape[0]:
+            table = table[[request.index for request in requests]]
+        starts = _head_offsets(num_blocks, self.block_size, device)
+        # Entries past the context may be anything; block 0 always exists, and what it brings is zeroed as stale.
+        table = torch.where(starts < contexts, table, 0)
+        blocks = ((table * heads).unsqueeze(1) + offsets).view(-1)
+        columns = num_blocks * self.block_size
+        past = _head_offsets(columns, 1, device) >= contexts
+        stale = past.unsqueeze(1).expand(-1, heads, -1).reshape(-1).nonzero().view(-1)
+        return blocks, stale if stale.shape[0] else None
+
+    def _mask(self, positions: Tensor, columns: int, keep_heads: bool) -> Tensor:
+        """0 where a row may look, -inf elsewhere: `[G, 1, R, C]`, or `[G, 1, R * queries_per_kv, C]`."""
+        hidden = _head_offsets(columns, 1, positions.device) > positions.clamp(min=0).unsqueeze(-1)
+        mask = torch.zeros(hidden.shape, dtype=self.dtype, device=positions.device).masked_fill_(hidden, -torch.inf)
+        if keep_heads:
+            return mask.unsqueeze(1)
+        count, width, _ = mask.shape
+        packed = mask.unsqueeze(2).expand(-1, -1, self.queries_per_kv, -1)
+        return packed.reshape(count, 1, width * self.queries_per_kv, columns)

@@ -1,0 +1,141 @@
+"""The files of a checkpoint: where they are, which tensors they hold. Builds no model. Reads no pickle."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from specrs.errors import CheckpointError, invalid, short
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_DTYPES = ("F64", "F32", "BF16", "F16")
+_SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt", "*.tiktoken"]
+_OTHER_COPIES = ["consolidated*", "original/*", "*/*"]
+"""The same weights in the layout of the model's author, and folders of exports: gigabytes that nobody reads."""
+
+
+def resolve_folder(source: str | Path, revision: str | None = None, *, weights: bool = True) -> Path:
+    """Return the folder of `source`: a folder, or a hub id, whose files are downloaded first.
+
+    Of a hub repository only safetensors, JSON and tokenizer files are fetched; with `weights=False` no safetensors.
+    Raises CheckpointError if there is no such folder or repository, or for a `revision` of a folder.
+    """
+    path = Path(source)
+    if path.is_dir():
+        if revision is not None:
+            raise invalid(CheckpointError, "revision", revision, f"must be None, because {path} is a folder")
+        return path
+    text = str(source)
+    if path.exists():
+        raise invalid(CheckpointError, "model", text, "must be a folder or a hub id, this is a file")
+    if isinstance(source, Path) or text.startswith((".", "~", "/")) or "\\" in text or text.count("/") > 1:
+        raise invalid(CheckpointError, "model", text, "must be a folder or a hub id, there is no such folder")
+    import huggingface_hub
+
+    patterns = [*_SMALL_FILES, "*.safetensors"] if weights else _SMALL_FILES
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                text, revision=revision, allow_patterns=patterns, ignore_patterns=_OTHER_COPIES
+            )
+        )
+    except Exception as fault:
+        at = "" if revision is None else f" at revision {revision!r}"
+        reason = f"{type(fault).__name__}: {fault}".splitlines()[0]
+        raise invalid(
+            CheckpointError, "model", text, f"neither a folder nor a hub repository{at} that could be read ({reason})"
+        ) from fault
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in `path`. Raises CheckpointError if it is missing or no JSON object."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.parent}: {path.name} is missing, a model folder must have one") from None
+    except (OSError, ValueError) as fault:
+        raise CheckpointError(f"{path}: could not be read as JSON: {fault}") from fault
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: must hold a JSON object, found {short(content)}")
+    return content
+
+
+class Checkpoint:
+    """The tensors in a folder of safetensors files, one file or several with an index. Opened, not yet read."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open the files. Raises CheckpointError if one is missing or damaged, or if there are only pickled weights."""
+        self.folder = folder
+        self._files: dict[str, Any] = {}
+        for path in _weight_files(folder):
+            try:
+                handle: Any = safe_open(str(path), framework="pt")
+            except FileNotFoundError:
+                raise CheckpointError(f"{folder}: {path.name} is missing, {INDEX} names it") from None
+            except (SafetensorError, OSError) as fault:
+                raise CheckpointError(f"{path}: damaged or truncated: {fault}") from fault
+            self._files |= dict.fromkeys(handle.keys(), handle)
+
+    def check(self, expected: Mapping[str, tuple[int, ...]], optional: Mapping[str, tuple[int, ...]]) -> None:
+        """Check that exactly the `expected` tensors are there, each with its shape, and perhaps `optional` ones.
+
+        Buffers of RoPE frequencies are ignored: they are computed. Raises CheckpointError that names the tensors.
+        """
+        missing = [name for name in expected if name not in self._files]
+        if missing:
+            raise CheckpointError(f"{self.folder}: {_some(missing)} missing")
+        known = {**expected, **optional}
+        extra = [name for name in self._files if name not in known and not name.endswith("rotary_emb.inv_freq")]
+        if extra:
+            raise CheckpointError(f"{self.folder}: {_some(extra)} not part of this architecture: it would be ignored")
+        for name in filter(self._files.__contains__, known):
+            view = self._files[name].get_slice(name)
+            shape, dtype = tuple(view.get_shape()), view.get_dtype()
+            if shape != known[name]:
+                raise CheckpointError(f"{self.folder}: {name} has shape {shape}, config.json makes it {known[name]}")
+            if dtype not in _DTYPES:
+                raise CheckpointError(f"{self.folder}: {name} is {dtype}, allowed are {', '.join(_DTYPES)}")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def read(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Read one tensor as `dtype` on `device`. Raises CheckpointError if the file cannot be read."""
+        try:
+            tensor: Tensor = self._files[name].get_tensor(name)
+        except (SafetensorError, OSError) as fault:
+            raise CheckpointError(f"{self.folder}: {name} could not be read: {fault}") from fault
+        return tensor.to(device=device, dtype=dtype)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / INDEX
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise CheckpointError(f"{index}: weight_map={short(weight_map)}: must map tensor names to file names")
+        names = sorted(set(weight_map.values()))
+        outside = [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]
+        if outside:
+            raise CheckpointError(f"{index}: {short(outside[0])} must be a safetensors file in the same folder")
+        return [folder / name for name in names]
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
+    if pickles:
+        raise CheckpointError(
+            f"{folder}: holds only pickled weights ({_some(pickles)} there), which can run code when they are read; "
+            "convert them to safetensors"
+        )
+    raise CheckpointError(f"{folder}: neither {SINGLE} nor {INDEX} is there")
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(sorted(names)[:3]) + more + (" are" if len(names) > 1 else " is")

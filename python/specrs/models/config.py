@@ -1,0 +1,232 @@
+"""What config.json says, read by ourselves and checked field by field. Reads no weights and no tokenizer.
+
+transformers is not asked: it fills gaps with defaults and ignores fields that it does not know, and a decoder that
+ignores a field computes another model. Both of its layouts are read: `rope_theta`, `rope_scaling`, `torch_dtype`
+(version 4) and `rope_parameters`, `dtype` (version 5).
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from specrs.models.errors import malformed, unsupported
+from specrs.models.registry import Family, family_of
+
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "quantization_config": (None,),
+    "compression_config": (None,),
+    "auto_map": (None, {}),
+    "num_experts": (None, 0),
+    "num_local_experts": (None, 0),
+    "partial_rotary_factor": (None, 1, 1.0),
+    "add_cross_attention": (None, False),
+    "is_encoder_decoder": (None, False),
+}
+"""Fields that would make another model of any family, with the values at which they do not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Scaling of RoPE frequencies of Llama 3.1 and later; see `kernels.rotary.inverse_frequencies`."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A dense decoder: embedding, `num_layers` x (attention, gated MLP), final norm, LM head. Immutable and checked."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: Llama3Scaling | None
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    qk_norm: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    checkpoint_dtype: str | None
+    """`dtype` of config.json, without the prefix `torch.`; None where it says nothing."""
+    eos_token_ids: tuple[int, ...]
+    """Ids that end a text; those of generation_config.json where it names any, as in transformers' `generate`."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights that a forward pass reads: all of them, but of an untied input embedding only single rows."""
+        q, kv, h, i = (
+            self.num_heads * self.head_dim,
+            self.num_kv_heads * self.head_dim,
+            self.hidden_size,
+            self.intermediate_size,
+        )
+        attention = h * (q + 2 * kv) + q * h + (q + 2 * kv) * self.qkv_bias + h * self.o_bias
+        attention += 2 * self.head_dim * self.qk_norm
+        mlp = 3 * h * i + (2 * i + h) * self.mlp_bias
+        return self.num_layers * (attention + mlp + 2 * h) + h + self.vocab_size * h
+
+
+def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
+    """Build a ModelConfig from the objects in config.json and generation_config.json (None: there is no such file).
+
+    Raises UnsupportedModelError for what is not implemented and CheckpointError for what is no model; each names the
+    field, its value and what is allowed.
+    """
+    architecture, family = family_of(raw.get("architectures"))
+    for field, values in NEUTRAL.items():
+        if raw.get(field) not in values:
+            raise unsupported(field, raw[field], " or ".join(map(repr, values)))
+    if raw.get("hidden_act", "silu") != "silu":
+        raise unsupported("hidden_act", raw["hidden_act"], "'silu'")
+    _refuse_sliding_window(raw, family)
+
+    hidden, heads = _size(raw, "hidden_size"), _size(raw, "num_attention_heads")
+    kv_heads = heads if family.kv_heads_default and raw.get("num_key_value_heads") is None else None
+    kv_heads = kv_heads or _size(raw, "num_key_value_heads")
+    if heads % kv_heads:
+        raise malformed("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads={heads}")
+    attention_bias = _flag(raw, "attention_bias", allowed=family.has_attention_bias)
+    vocab = _size(raw, "vocab_size")
+    max_positions = _size(raw, "max_position_embeddings")
+    theta, scaling = _rope(raw, max_positions)
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=_size(raw, "intermediate_size"),
+        num_layers=_size(raw, "num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=_head_dim(raw, family, hidden, heads),
+        rms_norm_eps=_number(raw, "rms_norm_eps", default=1e-6),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=_flag(raw, "tie_word_embeddings"),
+        qk_norm=family.qk_norm,
+        qkv_bias=family.qkv_bias or attention_bias,
+        o_bias=attention_bias,
+        mlp_bias=_flag(raw, "mlp_bias", allowed=family.has_mlp_bias),
+        checkpoint_dtype=_checkpoint_dtype(raw),
+        eos_token_ids=_eos_token_ids(raw, generation or {}, vocab),
+    )
+
+
+def _refuse_sliding_window(raw: Mapping[str, Any], family: Family) -> None:
+    layer_types = raw.get("layer_types")
+    if layer_types is not None and (
+        not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types)
+    ):
+        other = (
+            [kind for kind in layer_types if kind != "full_attention"] if isinstance(layer_types, list) else layer_types
+        )
+        raise unsupported("layer_types", other, "'full_attention' in every layer")
+    if family.window_switch and not raw.get("use_sliding_window", False):
+        return
+    window = raw.get("sliding_window", family.sliding_window)
+    # A window no shorter than the context hides nothing.
+    if window is not None and not (isinstance(window, int) and window >= raw.get("max_position_embeddings", math.inf)):
+        missing = "" if "sliding_window" in raw else f" (missing: {window} is this family's default)"
+        switch = " or use_sliding_window=False" if family.window_switch else ""
+        raise unsupported("sliding_window", window, f"null, max_position_embeddings or more{switch}{missing}")
+
+
+def _head_dim(raw: Mapping[str, Any], family: Family, hidden: int, heads: int) -> int:
+    if raw.get("head_dim") is not None:
+        head_dim = _size(raw, "head_dim")
+    elif family.head_dim is not None:
+        head_dim = family.head_dim
+    elif hidden % heads == 0:
+        head_dim = hidden // heads
+    else:
+        raise malformed("hidden_size", hidden, f"a multiple of num_attention_heads={heads} where head_dim is missing")
+    if head_dim % 2:
+        raise malformed("head_dim", head_dim, "even, because RoPE rotates pairs")
+    return head_dim
+
+
+def _rope(raw: Mapping[str, Any], max_positions: int) -> tuple[float, Llama3Scaling | None]:
+    """(theta, scaling) from `rope_parameters`, or from `rope_theta` and `rope_scaling`."""
+    name = "rope_parameters" if raw.get("rope_parameters") is not None else "rope_scaling"
+    rope = raw.get(name)
+    if rope is None:
+        rope = {}
+    if not isinstance(rope, Mapping):
+        raise malformed(name, rope, "an object")
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        raise unsupported(name, rope, "one object for all layers")
+    if rope.get("partial_rotary_factor") not in NEUTRAL["partial_rotary_factor"]:
+        raise unsupported(f"{name}.partial_rotary_factor", rope["partial_rotary_factor"], "1")
+    source = {"rope_theta": 10000.0} | {key: raw[key] for key in ("rope_theta",) if key in raw} | dict(rope)
+    theta = _number(source, "rope_theta")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return theta, None
+    if kind != "llama3":
+        raise unsupported(f"{name}.rope_type", kind, "'default' or 'llama3'")
+    source.setdefault("original_max_position_embeddings", max_positions)
+    scaling = Llama3Scaling(
+        factor=_number(source, "factor"),
+        low_freq_factor=_number(source, "low_freq_factor"),
+        high_freq_factor=_number(source, "high_freq_factor"),
+        original_max_position_embeddings=_size(source, "original_max_position_embeddings"),
+    )
+    if scaling.high_freq_factor <= scaling.low_freq_factor:
+        allowed = f"greater than low_freq_factor={scaling.low_freq_factor}"
+        raise malformed(f"{name}.high_freq_factor", scaling.high_freq_factor, allowed)
+    return theta, scaling
+
+
+def _eos_token_ids(raw: Mapping[str, Any], generation: Mapping[str, Any], vocab: int) -> tuple[int, ...]:
+    for source in (generation, raw):
+        value = source.get("eos_token_id")
+        if value is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if not all(type(i) is int and 0 <= i < vocab for i in ids):
+            raise malformed("eos_token_id", value, f"an id or a list of ids from 0 to vocab_size - 1 = {vocab - 1}")
+        return tuple(dict.fromkeys(ids))
+    return ()
+
+
+def _checkpoint_dtype(raw: Mapping[str, Any]) -> str | None:
+    value = raw.get("dtype", raw.get("torch_dtype"))
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise malformed("dtype", value, "a string")
+    return value.removeprefix("torch.")
+
+
+def _size(raw: Mapping[str, Any], field: str) -> int:
+    value = raw.get(field)
+    if type(value) is not int or value < 1:
+        raise malformed(field, value, "an integer of at least 1")
+    return value
+
+
+def _number(raw: Mapping[str, Any], field: str, default: float | None = None) -> float:
+    value = raw.get(field, default)
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise malformed(field, value, "a finite number greater than 0")
+    return float(value)
+
+
+def _flag(raw: Mapping[str, Any], field: str, *, allowed: bool = True) -> bool:
+    value = raw.get(field)
+    if value is not None and type(value) is not bool:
+        raise malformed(field, value, "true or false")
+    if value and not allowed:
+        raise unsupported(field, value, "false for this architecture")
+    return bool(value)

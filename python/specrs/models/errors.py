@@ -1,0 +1,13 @@
+"""How a model that cannot be served says so. Defines no exception: those are `specrs.errors`."""
+
+from specrs.errors import CheckpointError, UnsupportedModelError, short
+
+
+def unsupported(field: str, value: object, allowed: str) -> UnsupportedModelError:
+    """The exception for a field of config.json whose value is not implemented. Returned, not raised."""
+    return UnsupportedModelError(f"config.json: {field}={short(value)}: not implemented; allowed: {allowed}")
+
+
+def malformed(field: str, value: object, allowed: str) -> CheckpointError:
+    """The exception for a field of config.json that no model can have. Returned, not raised."""
+    return CheckpointError(f"config.json: {field}={short(value)}: must be {allowed}")

@@ -1,0 +1,30 @@
+"""The inputs of one forward pass. Data only: no defaults, no derived fields, no device."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PassInputs:
+    """One forward pass over N flat rows of B requests; all tensors int64 on the model's device, none is mutated.
+
+    Row i of request b, `q_start[b] <= i < q_start[b + 1]`, feeds `input_ids[i]` at p = `positions[i]` and writes its K
+    and V to `slots[i]`, which is `block_table[b, p // block_size] * block_size + p % block_size` (see `SlotMapper`). It
+    attends the keys at positions 0..p of request b, all of which were written before or are written by this pass.
+    """
+
+    input_ids: Tensor
+    """[N] token ids; of a masked row anything inside the vocabulary."""
+    positions: Tensor
+    """[N] positions; -1: the row is masked, its output is finite and means nothing."""
+    slots: Tensor
+    """[N] KV slots; -1 writes into the scratch block, which nobody reads."""
+    q_start: Tensor
+    """[B + 1] ascending, first 0; rows from `q_start[B]` on belong to nobody and are treated as masked."""
+    block_table: Tensor
+    """[B, max_blocks] block ids, the rows of these B requests; entries past a request's context are never used."""
+    max_q_len: int
+    """Host upper bound of rows per request."""
+    max_context: int
+    """Host upper bound of position + 1."""

@@ -1,0 +1,60 @@
+"""The KV cache of one model: its memory. Knows no request; blocks are handed out by the scheduler's BlockPool."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specrs.models.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """Keys and values of every layer in blocks of `block_size` positions.
+
+    Slot s is block `s // block_size`, offset `s % block_size`. The last block is scratch: slot -1 writes into it (see
+    `paged_attention.write_kv`) and nobody reads it. K and V of a block lie side by side, so that one index names both.
+    """
+
+    layers: list[Tensor]
+    """Per layer `[num_blocks + 1, 2, kv_heads, block_size, head_dim]`, contiguous; dimension 1 is K, V."""
+    block_size: int
+
+    @classmethod
+    def allocate(
+        cls, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device | str
+    ) -> "KVCache":
+        """A cache of `num_blocks` blocks and the scratch block, all zero.
+
+        On a CPU the memory is mapped page by page when first written: numpy asks for zeroed pages where torch.zeros
+        writes them, 2 s and 1 GiB for each GiB.
+        """
+        shape = (config.num_layers, num_blocks + 1, 2, config.num_kv_heads, block_size, config.head_dim)
+        if torch.device(device).type == "cpu":
+            pages = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+            pool = torch.from_numpy(pages).view(dtype).view(shape)
+        else:
+            pool = torch.zeros(shape, dtype=dtype, device=device)
+        return cls(list(pool.unbind(0)), block_size)
+
+    @staticmethod
+    def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+        """Bytes of one block over all layers, K and V."""
+        return 2 * config.num_layers * config.num_kv_heads * block_size * config.head_dim * dtype.itemsize
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that can be handed out; the scratch block is not among them."""
+        return self.layers[0].shape[0] - 1
+
+    @property
+    def k(self) -> list[Tensor]:
+        """Per layer `[num_blocks + 1, kv_heads, block_size, head_dim]`, a strided view."""
+        return [layer[:, 0] for layer in self.layers]
+
+    @property
+    def v(self) -> list[Tensor]:
+        """Per layer `[num_blocks + 1, kv_heads, block_size, head_dim]`, a strided view."""
+        return [layer[:, 1] for layer in self.layers]

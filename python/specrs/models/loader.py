@@ -1,0 +1,151 @@
+"""From a folder or hub id to a Decoder. Knows the names of tensors; reads files through `checkpoint`."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from specrs.errors import CheckpointError, UnsupportedModelError, invalid
+from specrs.kernels.linear import Linear, pack
+from specrs.kernels.rotary import inverse_frequencies, signed_frequencies
+from specrs.models.checkpoint import Checkpoint, read_json, resolve_folder
+from specrs.models.config import ModelConfig, parse_config
+from specrs.models.decoder import Decoder, LayerWeights
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+_EMBEDDING, _LM_HEAD, _FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+
+
+def load_config(source: str | Path, *, revision: str | None = None) -> ModelConfig:
+    """Read and check the configuration of a folder or hub id; of a hub id no weights are downloaded.
+
+    Raises CheckpointError, or UnsupportedModelError for what is not implemented.
+    """
+    return _read_config(resolve_folder(source, revision, weights=False))
+
+
+def load_model(
+    source: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: torch.device | str = "cpu",
+    revision: str | None = None,
+) -> Decoder:
+    """Load the model of a folder or hub id; every tensor is checked before the first is read.
+
+    `dtype` is float32, float64, bfloat16 or auto: the checkpoint's dtype on a GPU; on a CPU float32 (float64 for a
+    float64 checkpoint), because many CPUs have no bf16 products and those that do gain less than the text may change.
+
+    Raises CheckpointError, or UnsupportedModelError for what is not implemented.
+    """
+    device = torch.device(device)
+    folder = resolve_folder(source, revision)
+    config = _read_config(folder)
+    return _Loader(config, Checkpoint(folder), resolve_dtype(dtype, config, device), device).load()
+
+
+def resolve_dtype(dtype: str | torch.dtype, config: ModelConfig, device: torch.device) -> torch.dtype:
+    """Return the dtype to compute in (see `load_model`). Raises UnsupportedModelError for any other."""
+    name = str(dtype).removeprefix("torch.")
+    if name == "auto":
+        name = config.checkpoint_dtype or "float32"
+        if device.type == "cpu" and name != "float64":
+            name = "float32"
+    if name not in DTYPES:
+        given = "" if str(dtype) != "auto" else f" (dtype='auto' and config.json says {config.checkpoint_dtype})"
+        raise invalid(UnsupportedModelError, "dtype", name, f"must be one of auto, {', '.join(DTYPES)}{given}")
+    return DTYPES[name]
+
+
+def _read_config(folder: Path) -> ModelConfig:
+    raw = read_json(folder / "config.json")
+    generation = folder / "generation_config.json"
+    return parse_config(raw, read_json(generation) if generation.exists() else None)
+
+
+class _Loader:
+    """Reads, fuses and lays out the tensors of one model."""
+
+    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+        self.config = config
+        self.checkpoint = checkpoint
+        self.dtype = dtype
+        self.device = device
+
+    def load(self) -> Decoder:
+        c = self.config
+        self.checkpoint.check(tensor_shapes(c), {_LM_HEAD: (c.vocab_size, c.hidden_size)})
+        embedding = self.read(_EMBEDDING)
+        head = embedding
+        if _LM_HEAD in self.checkpoint:
+            head = self.read(_LM_HEAD)
+            if c.tie_word_embeddings and not torch.equal(head, embedding):
+                raise CheckpointError(
+                    f"{self.checkpoint.folder}: tie_word_embeddings is true, but {_LM_HEAD} differs from {_EMBEDDING}"
+                )
+        layers = tqdm(range(c.num_layers), desc="Loading layers", delay=2.0, disable=None)
+        scaling = {} if c.rope_scaling is None else asdict(c.rope_scaling)
+        return Decoder(
+            config=c,
+            dtype=self.dtype,
+            device=self.device,
+            embedding=embedding,
+            layers=tuple(self.layer(f"model.layers.{i}.") for i in layers),
+            final_norm=self.read(_FINAL_NORM),
+            lm_head=pack(head.float() if self.dtype == torch.bfloat16 and self.device.type == "cpu" else head),
+            rotary=signed_frequencies(inverse_frequencies(c.head_dim, c.rope_theta, **scaling)).to(self.device),
+        )
+
+    def layer(self, prefix: str) -> LayerWeights:
+        c = self.config
+        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        qk_norm = None
+        if c.qk_norm:
+            q, k = self.read(attention + "q_norm.weight"), self.read(attention + "k_norm.weight")
+            qk_norm = torch.cat((q.expand(c.num_heads, -1), k.expand(c.num_kv_heads, -1)))
+        return LayerWeights(
+            input_norm=self.read(prefix + "input_layernorm.weight"),
+            qkv=self.linear([attention + f"{x}_proj" for x in "qkv"], bias=c.qkv_bias),
+            qk_norm=qk_norm,
+            o=self.linear([attention + "o_proj"], bias=c.o_bias),
+            post_attention_norm=self.read(prefix + "post_attention_layernorm.weight"),
+            gate_up=self.linear([mlp + "gate_proj", mlp + "up_proj"], bias=c.mlp_bias),
+            down=self.linear([mlp + "down_proj"], bias=c.mlp_bias),
+        )
+
+    def linear(self, names: list[str], *, bias: bool) -> Linear:
+        """The projections `names`, which share an input, as one."""
+        weight = torch.cat([self.read(f"{name}.weight") for name in names])
+        return pack(weight, torch.cat([self.read(f"{name}.bias") for name in names]) if bias else None)
+
+    def read(self, name: str) -> Tensor:
+        return self.checkpoint.read(name, self.dtype, self.device)
+
+
+def tensor_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors that a checkpoint of `c` must hold."""
+    h, q, kv, i = c.hidden_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (c.vocab_size, h), _FINAL_NORM: (h,)}
+    if not c.tie_word_embeddings:
+        shapes[_LM_HEAD] = (c.vocab_size, h)
+    projections = {
+        "self_attn.q_proj": (q, h, c.qkv_bias),
+        "self_attn.k_proj": (kv, h, c.qkv_bias),
+        "self_attn.v_proj": (kv, h, c.qkv_bias),
+        "self_attn.o_proj": (h, q, c.o_bias),
+        "mlp.gate_proj": (i, h, c.mlp_bias),
+        "mlp.up_proj": (i, h, c.mlp_bias),
+        "mlp.down_proj": (h, i, c.mlp_bias),
+    }
+    for layer in range(c.num_layers):
+        prefix = f"model.layers.{layer}."
+        for name, (rows, columns, bias) in projections.items():
+            shapes[f"{prefix}{name}.weight"] = (rows, columns)
+            if bias:
+                shapes[f"{prefix}{name}.bias"] = (rows,)
+        shapes |= {f"{prefix}{name}_layernorm.weight": (h,) for name in ("input", "post_attention")}
+        if c.qk_norm:
+            shapes |= {f"{prefix}self_attn.{x}_norm.weight": (c.head_dim,) for x in "qk"}
+    return shapes
