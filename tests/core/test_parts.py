@@ -1,0 +1,152 @@
+"""The binding of the parts that embedders use alone: slots, blocks, hashes, acceptance books."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from specrs import core
+from specrs.core import AcceptanceTracker, BlockHasher, BlockPool, SlotMapper
+
+
+def ints(*values: int) -> Any:
+    return np.array(values, np.int64)
+
+
+def test_slots_of_one_request() -> None:
+    mapper = SlotMapper(4)
+    positions = ints(-1, 0, 3, 4, 7, 8, 11, 12)
+    out = np.full(8, -7)
+    mapper.map(ints(5, 2, -1), positions, out)
+    assert out.tolist() == [-1, 20, 23, 8, 11, -1, -1, -1]
+    assert [mapper.slot(ints(5, 2, -1), int(position)) for position in positions] == out.tolist()
+    assert mapper.block_size == 4
+
+
+def test_slots_of_a_batch() -> None:
+    tables = np.array([[3, 1], [9, 0], [5, 6]])
+    out = np.full(4, -7)
+    SlotMapper(4).map_batch(tables, ints(0, 2, 2, 4), ints(0, 7, 4, 8), out)
+    assert out.tolist() == [12, 7, 24, -1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((np.zeros((2, 2), np.int64), ints(0, 3), ints(0, 0, 0)), "block_tables: has 2 rows, expected 1"),
+        ((np.zeros((0, 2), np.int64), ints(), ints(0, 0, 0)), "q_start"),
+        ((np.zeros((1, 2), np.int64), ints(0, 2), ints(0, 0, 0)), "q_start = 0..2 "),
+        ((np.zeros((2, 2), np.int64), ints(0, 4, 3), ints(0, 0, 0)), "q_start"),
+        ((np.zeros((1, 2), np.int64), ints(0, 2), ints(0, 0)), "out = 3 elements"),
+        ((np.asfortranarray(np.zeros((2, 2), np.int64)), ints(0, 1, 3), ints(0, 0, 0)), "block_tables: strides"),
+        ((np.zeros(2, np.int64), ints(0, 3), ints(0, 0, 0)), "block_tables: shape"),
+        ((np.zeros((1, 2), np.int32), ints(0, 3), ints(0, 0, 0)), "block_tables: dtype is int32"),
+    ],
+)
+def test_wrong_batches_change_nothing(arguments: tuple[Any, ...], message: str) -> None:
+    out = np.full(3, -7)
+    with pytest.raises(core.InvalidBufferError, match=message):
+        SlotMapper(4).map_batch(*arguments, out)
+    assert out.tolist() == [-7, -7, -7]
+
+
+@pytest.mark.parametrize("block_size", [0, -4])
+def test_block_size_is_positive(block_size: int) -> None:
+    with pytest.raises(core.InvalidConfigError, match=f"block_size = {block_size} "):
+        SlotMapper(block_size)
+    with pytest.raises(core.InvalidConfigError, match=f"block_size = {block_size} "):
+        BlockHasher().hash_blocks(ints(1), block_size)
+
+
+def test_a_block_through_its_states() -> None:
+    pool = BlockPool(2)
+    first = pool.allocate()
+    assert (first, pool.num_free, pool.ref_count(first), pool.ref_count(5)) == (0, 1, 1, None)
+    assert pool.register(first, 1 << 127)
+    assert pool.lookup(1 << 127) == first
+    assert pool.is_registered(first)
+    assert pool.claim(first, 3)
+    assert not pool.claim(first, 4)
+    assert pool.claimant(first) == 3
+    assert not pool.release_claim(first, 4)
+    assert pool.release_claim(first, 3)
+    pool.mark_draft(first)
+    assert pool.has_draft(first)
+    pool.share(first)
+    pool.free(first)
+    pool.free(first)
+    assert (pool.num_free, pool.lookup(1 << 127)) == (2, first)
+    second = pool.allocate()
+    assert not pool.register(second, 1 << 127)
+    assert pool.allocate() == first, "the cached block is evicted once nothing is free"
+    assert pool.lookup(1 << 127) is None
+    with pytest.raises(core.OutOfBlocksError, match="all 2 "):
+        pool.allocate()
+    assert not pool.reset_prefix_cache()
+    pool.free(second)
+    pool.free(first)
+    assert pool.reset_prefix_cache()
+    pool.check_integrity()
+
+
+@pytest.mark.parametrize("block", [-1, 1, 2, 1 << 40])
+def test_invalid_blocks(block: int) -> None:
+    pool = BlockPool(2)
+    pool.allocate()
+    for operation in (pool.free, pool.share, pool.mark_draft):
+        with pytest.raises(core.InvalidBlockError, match=f"block = {block} "):
+            operation(block)
+    with pytest.raises(core.InvalidBlockError, match=f"block = {block} "):
+        pool.register(block, 1)
+    with pytest.raises(core.InvalidBlockError, match=f"block = {block} "):
+        pool.claim(block, 1)
+    assert pool.num_free == 1
+
+
+def test_pools_have_blocks() -> None:
+    for num_blocks in (0, -1):
+        with pytest.raises(core.InvalidConfigError, match=f"num_blocks = {num_blocks} "):
+            BlockPool(num_blocks)
+
+
+def test_hashes_name_content_and_prefix() -> None:
+    tokens = np.arange(11)
+    hasher = BlockHasher()
+    hashes = hasher.hash_blocks(tokens, 4)
+    assert len(hashes) == 2
+    assert hasher.hash_blocks(tokens[:8].copy(), 4) == hashes
+    assert hasher.hash_blocks(tokens[4:].copy(), 4)[0] != hashes[1], "the prefix is part of the name"
+    assert hasher.hash_blocks(tokens, 4, b"tenant") != hashes
+    assert BlockHasher(b"k" * 16).hash_blocks(tokens, 4) != hashes
+    assert BlockHasher(bytes(16)).hash_blocks(tokens, 4) == hashes
+    assert "k" * 16 not in repr(BlockHasher(b"k" * 16))
+    with pytest.raises(core.InvalidConfigError, match="hash_key has 15 bytes"):
+        BlockHasher(b"k" * 15)
+
+
+def test_acceptance_books() -> None:
+    books = AcceptanceTracker(3)
+    assert (books.acceptance_length, books.acceptance_rate, books.per_position) == (1.0, 0.0, [0.0, 0.0, 0.0])
+    for drafted, accepted in [(3, 3), (3, 1), (2, 0), (0, 0), (2, 2)]:
+        books.record(drafted, accepted)
+    assert (books.drafts, books.draft_tokens, books.accepted_tokens) == (4, 10, 6)
+    assert (books.acceptance_length, books.acceptance_rate) == (2.5, 0.6)
+    assert books.histogram == [1, 1, 1, 1]
+    assert books.accepted_per_position == [3, 2, 1]
+    assert books.per_position == [0.75, 0.5, 0.25]
+    assert books.num_speculative_tokens == 3
+    books.reset()
+    assert (books.drafts, books.histogram) == (0, [0, 0, 0, 0])
+
+
+@pytest.mark.parametrize("counts", [(4, 0), (2, 3), (-1, 0), (2, -1)])
+def test_impossible_acceptance_changes_nothing(counts: tuple[int, int]) -> None:
+    books = AcceptanceTracker(3)
+    with pytest.raises(core.InvalidAcceptanceError, match=r"(drafted|accepted) = "):
+        books.record(*counts)
+    assert books.drafts == 0
+
+
+@pytest.mark.parametrize("k", [-1, 1025, 1 << 60])
+def test_acceptance_books_have_bounds(k: int) -> None:
+    with pytest.raises(core.InvalidConfigError, match=f"num_speculative_tokens = {k} "):
+        AcceptanceTracker(k)
