@@ -42,7 +42,7 @@ def test_slots_of_a_batch() -> None:
         ((np.zeros((1, 2), np.int32), ints(0, 3), ints(0, 0, 0)), "block_tables: dtype is int32"),
     ],
 )
-def test_wrong_batches_change_nothing(arguments: tuple[Any, ...], message: str) -> None:
+def test_wrong_batches_change_nothing(arguments: tuple[Any, Any, Any], message: str) -> None:
     out = np.full(3, -7)
     with pytest.raises(core.InvalidBufferError, match=message):
         SlotMapper(4).map_batch(*arguments, out)

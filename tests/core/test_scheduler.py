@@ -130,7 +130,7 @@ def test_config_errors_name_field_and_value(change: dict[str, Any], message: str
 )
 def test_request_errors_name_field_and_value(parameters: dict[str, Any], message: str) -> None:
     scheduler = Scheduler(**CONFIG)
-    arguments = {"request_id": 1, "token_ids": PROMPT, "limit": 10} | parameters
+    arguments: dict[str, Any] = {"request_id": 1, "token_ids": PROMPT, "limit": 10} | parameters
     with pytest.raises(core.InvalidRequestError, match=message):
         scheduler.add_request(**arguments)
     assert not scheduler.has_unfinished()
