@@ -37,7 +37,7 @@ class Recorder(io.StringIO):
 
 
 def figures(text: str) -> dict[str, str]:
-    return {name: value.strip() for name, value in (line.split(":", 1) for line in text.splitlines())}
+    return {name: value.strip() for name, value in (line.split(":", 1) for line in text.splitlines() if line)}
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
@@ -80,13 +80,10 @@ def test_stop(expected: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_reader_that_leaves_is_no_error() -> None:
     command = "from specrs.cli import main; import sys; sys.exit(main())"
-    process = subprocess.Popen(
-        [sys.executable, "-c", command, "generate", PROMPT, "--max-tokens", "64", "--ignore-eos"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    process.stdout.close()
-    assert process.stderr.read() == b""
-    assert process.wait() == 0
+    argv = [sys.executable, "-c", command, "generate", PROMPT, "--max-tokens", "64", "--ignore-eos"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0

@@ -7,6 +7,7 @@ them; prefix caching is off, so that none reads what another computed.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -88,7 +89,7 @@ def run(arguments: argparse.Namespace) -> None:
         plot.check(arguments.plot)
     # The end token is ignored, so that every setting generates as many tokens.
     params = SamplingParams(temperature=0.0, max_tokens=arguments.max_tokens, ignore_eos=True)
-    print("loading torch and the bundled pair ...", end="\r", flush=True)
+    print("loading torch and the bundled pair ...", file=sys.stderr)
 
     from tqdm import tqdm
 
@@ -104,10 +105,11 @@ def run(arguments: argparse.Namespace) -> None:
     print(report.heading(len(PROMPTS), arguments.max_tokens, arguments.dtype))
     settings = [0, *arguments.k]
     total = len(PROMPTS) * len(settings) * arguments.max_tokens
-    with tqdm(total=total, unit=" tokens", leave=False, dynamic_ncols=True) as bar:
+    interval = 0.1 if sys.stderr.isatty() else 5.0  # a log gets a line now and then
+    with tqdm(total=total, unit=" tokens", leave=False, dynamic_ncols=True, mininterval=interval) as bar:
 
         def advance(name: str, tokens: int) -> None:
-            bar.set_description(name)
+            bar.set_description(name, refresh=False)
             bar.update(tokens)
 
         results = measure(llm, PROMPTS, settings, params, advance)

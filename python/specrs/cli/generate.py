@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> None:
     sys.stdout.write("\n")
     sys.stdout.flush()
     if output is not None:
-        print(figures(output.metrics, output.outputs[0].finish_reason, seconds), file=sys.stderr)
+        print("\n" + figures(output.metrics, output.outputs[0].finish_reason, seconds), file=sys.stderr)
 
 
 def _prompt(given: str | None) -> str:

@@ -50,7 +50,7 @@ def text(prompt: str, results: Sequence[Result]) -> str:
         shown.setdefault(result.texts[0], []).append(result.name)
     for continuation, names in shown.items():
         # The text starts where the prompt ended, often in the middle of a line.
-        parts.append(f"--- its continuation: {', '.join(names)}\n{continuation.lstrip(chr(10))}")
+        parts.append(f"--- its continuation: {', '.join(names)}\n{continuation.lstrip(chr(10)).rstrip()}")
     return "\n".join(parts) + "\n"
 
 
