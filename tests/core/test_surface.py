@@ -59,7 +59,7 @@ def test_classes_are_frozen(instance: object) -> None:
 
 
 def test_pyclass_attributes_declare_frozen_in_rust() -> None:
-    """Without `frozen` a class has a borrow flag and two threads in it raise instead of waiting; only the source tells."""
+    """Without `frozen`, two threads in one object raise instead of waiting for each other; only the source tells."""
     sources = (Path(__file__).parents[2] / "rust" / "py" / "src").glob("*.rs")
     attributes = [
         line.strip() for path in sources for line in path.read_text().splitlines() if line.startswith("#[pyclass")
