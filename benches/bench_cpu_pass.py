@@ -1,0 +1,78 @@
+"""Time of one forward pass with LM head on a CPU: target at 1 and 6 rows, draft at 1 row. Runs no scheduler.
+
+    python benches/bench_cpu_pass.py [PAIR] [--context 200] [--threads 2] [--dtype float32] [--repeats 500]
+
+PAIR is a folder with `target` and `draft`; the bundled pair by default. Medians, and the 10th percentile: on a machine
+that does other work the median measures the other work.
+"""
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from specrs.models.decoder import Decoder
+from specrs.models.inputs import PassInputs
+from specrs.models.kv_cache import KVCache
+from specrs.models.loader import load_model
+
+BLOCK_SIZE = 16
+
+
+def make_pass(model: Decoder, rows: int, context: int) -> tuple[PassInputs, KVCache]:
+    """A pass of one request whose last `rows` of `context` tokens are fed; its blocks lie scattered."""
+    blocks = -(-context // BLOCK_SIZE)
+    cache = KVCache.allocate(model.config, 4 * blocks, BLOCK_SIZE, model.dtype, model.device)
+    table = torch.randperm(4 * blocks, generator=torch.Generator().manual_seed(0))[:blocks].unsqueeze(0)
+    positions = torch.arange(context - rows, context)
+    return PassInputs(
+        input_ids=torch.arange(rows) + 1,
+        positions=positions,
+        slots=table[0, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
+        q_start=torch.tensor([0, rows]),
+        block_table=table,
+        max_q_len=rows,
+        max_context=context,
+    ), cache
+
+
+@torch.inference_mode()
+def measure(model: Decoder, rows: int, context: int, repeats: int) -> list[float]:
+    """Milliseconds of each of `repeats` passes after 20 that warm up."""
+    inputs, cache = make_pass(model, rows, context)
+    times = []
+    for i in range(20 + repeats):
+        start = time.perf_counter()
+        model.compute_logits(model.forward(inputs, cache))
+        if i >= 20:
+            times.append((time.perf_counter() - start) * 1e3)
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("pair", nargs="?", type=Path)
+    parser.add_argument("--context", type=int, default=200)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--repeats", type=int, default=500)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    if args.pair is None:
+        from specrs.pair import DRAFT, TARGET
+
+        folders = {"target": TARGET, "draft": DRAFT}
+    else:
+        folders = {name: args.pair / name for name in ("target", "draft")}
+    models = {name: load_model(folder, dtype=args.dtype) for name, folder in folders.items()}
+    print(f"torch {torch.__version__}, {args.threads} threads, {args.dtype}, context {args.context}")
+    print("| model | rows | median ms | p10 ms |\n| --- | --- | --- | --- |")
+    for name, rows in (("target", 1), ("target", 6), ("draft", 1), ("draft", 2)):
+        times = measure(models[name], rows, args.context, args.repeats)
+        median, p10 = statistics.median(times), statistics.quantiles(times, n=10)[0]
+        print(f"| {name} | {rows} | {median:.3f} | {p10:.3f} |")
+
+
+if __name__ == "__main__":
+    main()
