@@ -117,6 +117,8 @@ pub enum Error {
     },
 }
 
+// Values are numbers or short names, made into text here and nowhere else.
+#[allow(clippy::needless_pass_by_value)]
 impl Error {
     pub(crate) fn invalid_config(field: &'static str, value: impl ToString, allowed: impl Into<String>) -> Self {
         Self::InvalidConfig { field, value: value.to_string(), allowed: allowed.into() }

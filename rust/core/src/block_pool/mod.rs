@@ -16,6 +16,7 @@ mod integrity;
 mod list;
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 
 use rustc_hash::FxBuildHasher;
 
@@ -143,10 +144,8 @@ impl BlockPool {
     /// [`Error::InvalidBlock`] if the block is not held, is registered already, or is not in the pool.
     pub fn register(&mut self, block: i64, hash: BlockHash) -> Result<bool> {
         let id = self.checked(block, "a held block without mark T", |b| b.ref_count > 0 && !b.registered)?;
-        if self.by_hash.contains_key(&hash) {
-            return Ok(false);
-        }
-        self.by_hash.insert(hash, id as u32);
+        let Entry::Vacant(entry) = self.by_hash.entry(hash) else { return Ok(false) };
+        entry.insert(id as u32);
         self.blocks[id].hash = hash;
         self.blocks[id].registered = true;
         Ok(true)

@@ -75,14 +75,12 @@ impl Scheduler {
     /// [`Error::UnknownRequest`] if the id is not live.
     pub fn abort(&mut self, request_id: i64) -> Result<()> {
         let index = self.live(request_id)?;
-        match self.requests[index].row {
-            Some(row) => self.end(row),
-            None => {
-                self.waiting.remove(&self.requests[index].importance);
-                self.forget(index);
-                Ok(())
-            }
+        if let Some(row) = self.requests[index].row {
+            return self.end(row);
         }
+        self.waiting.remove(&self.requests[index].importance);
+        self.forget(index);
+        Ok(())
     }
 
     /// Sends a running request back to waiting, at its original place. What is in flight for it will be dropped; its settled

@@ -11,14 +11,13 @@ use crate::error::{Error, Result};
 const FATAL: i64 = layout::FLAG_TARGET_NON_FINITE | layout::FLAG_CAPACITY;
 const ALL_FLAGS: i64 = FATAL | layout::FLAG_DRAFT_NON_FINITE;
 
-/// What the device reports of one entry.
+/// What the device reports of one entry, besides its tokens.
 #[derive(Clone, Copy, Debug)]
-struct Report<'a> {
-    emitted: usize,
-    accepted: usize,
-    drafted: usize,
+struct Report {
+    emitted: i64,
+    accepted: i64,
+    drafted: i64,
     flags: i64,
-    tokens: &'a [i64],
 }
 
 /// What came of one entry.
@@ -52,8 +51,8 @@ impl Scheduler {
         settled[layout.finish_reason.range()].fill(FINISH_NONE);
         let Some(launch) = self.launches.pop_front() else { return Ok(()) };
         for (at, &entry) in launch.entries.iter().enumerate() {
-            let report = self.report(results, at)?;
-            let Settled { request_id, num_new, finish_reason } = self.settle_entry(entry, report)?;
+            let (report, tokens) = self.report(results, at);
+            let Settled { request_id, num_new, finish_reason } = self.settle_entry(entry, report, tokens)?;
             settled[layout.request_id.offset + at] = request_id;
             settled[layout.num_new.offset + at] = num_new as i64;
             settled[layout.finish_reason.offset + at] = finish_reason;
@@ -62,20 +61,17 @@ impl Scheduler {
         Ok(())
     }
 
-    fn report<'a>(&self, results: &'a [i64], at: usize) -> Result<Report<'a>> {
+    /// An entry's counts, and the tokens that the buffer has room for.
+    #[inline]
+    fn report<'a>(&self, results: &'a [i64], at: usize) -> (Report, &'a [i64]) {
         let (layout, width) = (&self.results_layout, self.config.num_speculative_tokens + 1);
-        let count = |field: &'static str, offset: usize| {
-            let value = results[offset + at];
-            let invalid = || self.invalid(at, field, value, format!("0 to {width}"));
-            usize::try_from(value).ok().filter(|&count| count <= width).ok_or_else(invalid)
-        };
-        Ok(Report {
-            emitted: count("num_emitted", layout.num_emitted.offset)?,
-            accepted: count("num_accepted", layout.num_accepted.offset)?,
-            drafted: count("num_drafted", layout.num_drafted.offset)?,
+        let report = Report {
+            emitted: results[layout.num_emitted.offset + at],
+            accepted: results[layout.num_accepted.offset + at],
+            drafted: results[layout.num_drafted.offset + at],
             flags: results[layout.flags.offset + at],
-            tokens: &results[layout.tokens.offset + at * width..][..width],
-        })
+        };
+        (report, &results[layout.tokens.offset + at * width..][..width])
     }
 
     #[cold]
@@ -86,37 +82,27 @@ impl Scheduler {
 
     fn validate_results(&self, launch: &Launch, results: &[i64]) -> Result<()> {
         for (at, &entry) in launch.entries.iter().enumerate() {
-            let report = self.report(results, at)?;
-            let Report { emitted, accepted, drafted, flags, tokens } = report;
+            let (Report { emitted, accepted, drafted, flags }, tokens) = self.report(results, at);
+            let k = i64::from(entry.k);
             if flags & !ALL_FLAGS != 0 {
                 return Err(self.invalid(at, "flags", flags, format!("bits of {ALL_FLAGS}")));
             }
-            if drafted > entry.k as usize {
-                return Err(self.invalid(
-                    at,
-                    "num_drafted",
-                    drafted as i64,
-                    format!("at most the entry's K = {}", entry.k),
-                ));
+            if !(0..=k).contains(&drafted) {
+                return Err(self.invalid(at, "num_drafted", drafted, format!("0 to the entry's K = {k}")));
             }
-            if accepted > drafted {
-                return Err(self.invalid(
-                    at,
-                    "num_accepted",
-                    accepted as i64,
-                    format!("at most num_drafted = {drafted}"),
-                ));
+            if !(0..=drafted).contains(&accepted) {
+                return Err(self.invalid(at, "num_accepted", accepted, format!("0 to num_drafted = {drafted}")));
             }
             let most = if entry.kind == EntryKind::Chunk { 0 } else { accepted + 1 };
-            if emitted > most {
-                return Err(self.invalid(at, "num_emitted", emitted as i64, format!("at most {most}")));
+            if !(0..=most).contains(&emitted) {
+                return Err(self.invalid(at, "num_emitted", emitted, format!("0 to {most}")));
             }
             let row = &self.rows[entry.row as usize];
             if row.state != RowState::Live || flags & FATAL != 0 {
                 continue;
             }
             let request = &self.requests[row.request];
-            let tokens = &tokens[..emitted];
+            let tokens = &tokens[..emitted as usize];
             if let Some(&token) = tokens.iter().find(|&&token| !is_token(token)) {
                 return Err(self.invalid(at, "tokens", token, "a token id".into()));
             }
@@ -131,15 +117,16 @@ impl Scheduler {
                 ));
             }
             let room = request.limit - request.tokens.len();
-            if emitted > room {
-                return Err(self.invalid(at, "num_emitted", emitted as i64, format!("at most {room} up to the limit")));
+            if tokens.len() > room {
+                return Err(self.invalid(at, "num_emitted", emitted, format!("at most {room} up to the limit")));
             }
         }
         Ok(())
     }
 
-    fn settle_entry(&mut self, entry: Entry, report: Report<'_>) -> Result<Settled> {
-        let Report { emitted, accepted, drafted, flags, tokens } = report;
+    fn settle_entry(&mut self, entry: Entry, report: Report, tokens: &[i64]) -> Result<Settled> {
+        let Report { emitted, accepted, drafted, flags } = report;
+        let (accepted, drafted) = (accepted as usize, drafted as usize);
         let row = &mut self.rows[entry.row as usize];
         row.in_flight -= 1;
         if row.state == RowState::Closed {
@@ -160,7 +147,7 @@ impl Scheduler {
 
         let n = request.tokens.len();
         let mut ending = Ending::None;
-        for &token in &tokens[..emitted] {
+        for &token in &tokens[..emitted as usize] {
             ending = request.append(token);
             if ending != Ending::None {
                 break;
