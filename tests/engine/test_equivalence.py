@@ -5,6 +5,10 @@ import os
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+
+from specrs.drafters.draft_model import DraftModel
+from specrs.models.inputs import PassInputs
 
 from engine.harness import EOS, LONGEST, Bank, make_engine, poison, request, run
 
@@ -98,13 +102,19 @@ def test_a_batch_at_k_0_does_no_draft_work(bank: Bank) -> None:
     assert engine.stats().drafts == 0
 
 
-def test_requests_at_k_0_cost_no_draft_rows_in_a_mixed_batch(bank: Bank) -> None:
-    engine = make_engine(bank.target, bank.drafts["close"], k=4)
-    rows = []
-    propose = engine.drafter.model.forward
-    engine.drafter.model.forward = lambda inputs, cache: (rows.append(len(inputs.positions)), propose(inputs, cache))[1]  # type: ignore[method-assign]
+def test_requests_at_k_0_cost_no_draft_rows_in_a_mixed_batch(bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(bank.target, bank.drafts["close"], k=4, max_num_batched_tokens=512)
+    rows, feed = [], DraftModel.feed
+
+    def count_rows(self: DraftModel, inputs: PassInputs) -> Tensor:
+        rows.append(len(inputs.positions))
+        return feed(self, inputs)
+
+    monkeypatch.setattr(DraftModel, "feed", count_rows)
     engine.add_request(request(0, bank.prompts[4], k=4, max_tokens=30, engine_k=4, ignore_eos=True))
     for i in range(1, 6):
         engine.add_request(request(i, bank.prompts[i], k=0, max_tokens=30, engine_k=4, ignore_eos=True))
     run(engine)
-    assert set(rows[1:]) <= {1, 2}  # after the catch-up chunk only the one request's rows
+    catch_up, *passes = rows
+    assert catch_up == len(bank.prompts[4]) + 1 - DraftModel.first_rows
+    assert set(passes) == {1, DraftModel.first_rows}

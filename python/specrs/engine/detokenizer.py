@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _CONTEXT = 8
 """Prompt tokens that the decoder sees before the output: enough for its first word to get its space, or to lose it."""
 _MAX_PENDING = 32
-"""Tokens held back before what cannot become a character any more is given out."""
+"""Tokens held back before what cannot become a character any more is given out; each step decodes all of them."""
 _MAX_CHAR_TOKENS = 3
 """An unfinished UTF-8 character is at most three bytes, so at most three tokens."""
 
@@ -34,7 +34,6 @@ class IncrementalDetokenizer:
         """The last few of `prompt_token_ids` are context for the decoder; their text is not part of the output."""
         self._backend = tokenizer.backend
         self._skip = params.skip_special_tokens
-        self._special = tokenizer.special_token_ids if self._skip else frozenset[int]()
         self._stop = params.stop_strings
         self._keep_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
@@ -113,9 +112,6 @@ class IncrementalDetokenizer:
 
     def _step(self, token: int) -> str | None:
         """Feed one id; the text that it completes, or None."""
-        if token in self._special:
-            # The decoder would leave it out too, but look at everything it holds back each time.
-            return None
         self._pending.append(token)
         try:
             piece = self._stream.step(self._backend, token)

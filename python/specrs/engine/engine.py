@@ -70,6 +70,7 @@ class Engine:
         self.ring = Ring(self.scheduler, config.max_num_seqs, self.num_speculative_tokens, config.depth)
         self.requests: dict[int, Request] = {}
         self._rows: dict[int, Request] = {}  # row -> the request that was last admitted into it
+        self._books_before = self.scheduler.acceptance()
         self._preemptions_before = 0
         self._prompt_tokens = self._generation_tokens = self._cached_tokens = 0
 
@@ -130,10 +131,10 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """The acceptance books and counters since the start or the last `reset_stats`; a snapshot."""
-        books = self.scheduler.acceptance()
+        books, before = self.scheduler.acceptance(), self._books_before
         return EngineStats(
-            draft_tokens=books.draft_tokens,
-            acceptance_histogram=books.histogram,
+            draft_tokens=books.draft_tokens - before.draft_tokens,
+            acceptance_histogram=[now - then for now, then in zip(books.histogram, before.histogram, strict=True)],
             draft_passes=0 if self.drafter is None else self.drafter.num_passes,
             target_passes=self.runner.num_target_passes,
             prompt_tokens=self._prompt_tokens,
@@ -146,16 +147,12 @@ class Engine:
 
     def reset_stats(self) -> None:
         """Start counting anew; requests that run keep their own figures."""
-        self.scheduler.reset_acceptance()
+        self._books_before = self.scheduler.acceptance()
         self._preemptions_before = self.scheduler.num_preemptions
         self._prompt_tokens = self._generation_tokens = self._cached_tokens = 0
         self.runner.num_target_passes = 0
         if self.drafter is not None:
             self.drafter.num_passes = 0
-
-    def running_request_ids(self) -> set[int]:
-        """Requests that hold a row; the others wait."""
-        return {request_id for request_id in self.requests if self.scheduler.is_running(request_id)}
 
     def _launch(self, slot: RingSlot, header: Header) -> None:
         rows = slot.views["admit_row"][: header.num_admitted].tolist()
