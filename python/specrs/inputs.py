@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypedDict
@@ -41,7 +42,7 @@ def is_one_prompt(prompts: object) -> bool:
         return True
     if not isinstance(prompts, Sequence):
         raise invalid_request("prompts", prompts, f"{_ALLOWED}, or a list of these")
-    return len(prompts) > 0 and all(isinstance(item, int) and not isinstance(item, bool) for item in prompts)
+    return len(prompts) > 0 and all(isinstance(item, numbers.Integral) for item in prompts)
 
 
 def read_prompt(prompt: PromptType, tokenizer: Tokenizer | None) -> Prompt:

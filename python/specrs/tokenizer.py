@@ -86,10 +86,6 @@ class Tokenizer:
         # tokenizer.json may carry both; a prompt is refused when it is too long, never cut in silence
         self.backend.no_truncation()
         self.backend.no_padding()
-        self.special_token_ids = frozenset(
-            token_id for token_id, token in self.backend.get_added_tokens_decoder().items() if token.special
-        )
-        """Ids that `decode` leaves out with `skip_special_tokens`."""
 
     @property
     def vocab_size(self) -> int:

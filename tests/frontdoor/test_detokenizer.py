@@ -88,6 +88,17 @@ def test_bytes_that_never_become_text_are_given_out(tokenizer: Tokenizer) -> Non
     assert detokenizer.text == tokenizer.decode([continuation] * 500 + tokenizer.encode(EMOJI))
 
 
+@pytest.mark.parametrize("count", range(26, 40))
+def test_a_character_behind_bytes_that_are_none_stays_whole(tokenizer: Tokenizer, count: int) -> None:
+    ids = [tokenizer.encode("é")[-1]] * count + tokenizer.encode(EMOJI)
+    assert whole_text(tokenizer, ids, chunk=1) == tokenizer.decode(ids)
+    assert tokenizer.decode(ids).endswith(EMOJI)
+
+
+def test_many_special_tokens(tokenizer: Tokenizer) -> None:
+    assert whole_text(tokenizer, [0] * 200 + tokenizer.encode("a") + [0] * 200 + tokenizer.encode("b")) == "ab"
+
+
 def test_a_prompt_that_ends_within_a_character(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(EMOJI)
     detokenizer = IncrementalDetokenizer(tokenizer, SamplingParams(), ids[:-1])
@@ -178,8 +189,7 @@ def test_held_back_text_is_given_out_at_the_end(tokenizer: Tokenizer) -> None:
 
 
 def fake(backend: Backend) -> Any:
-    special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
-    return SimpleNamespace(backend=backend, special_token_ids=frozenset(special))
+    return SimpleNamespace(backend=backend)
 
 
 def test_decoder_that_takes_text_back() -> None:
@@ -202,3 +212,13 @@ def test_first_word_keeps_its_space_behind_a_prompt() -> None:
     detokenizer = IncrementalDetokenizer(fake(backend), SamplingParams(), [0])
     detokenizer.update([1, 0])
     assert detokenizer.text == " world hello"
+
+
+def test_words_keep_their_space_behind_flushed_text() -> None:
+    """The decoder of Llama 2 strips the first space of a text, so what follows a flush needs what came before it."""
+    backend = Backend(models.WordLevel({"<0x41>": 0, "<0xE6>": 1, "x": 2, "▁w": 3, "▁\ufffd": 4}, unk_token="x"))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    assert whole_text(fake(backend), [3, 0, 1, 2, 3]) == "wA\ufffdx w"
+    assert whole_text(fake(backend), [3, 4]) == "w \ufffd" == backend.decode([3, 4])

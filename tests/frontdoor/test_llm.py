@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -18,6 +19,7 @@ from specrs.llm import LLM
 from specrs.sampling import SamplingParams
 from specrs.tokenizer import Tokenizer
 
+from .files import with_bos
 from .scripted import ScriptedEngine
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -67,6 +69,7 @@ def test_outputs_in_the_order_of_prompts(llm: LLM, engine: ScriptedEngine) -> No
         ({"prompt_token_ids": np.array([5, 6])}, [[5, 6]]),
         ({"prompt": "not this", "prompt_token_ids": (5, 6)}, [[5, 6]]),
         ([5, 6], [[5, 6]]),
+        ([np.int64(5), 6], [[5, 6]]),
         ([[5, 6], [7]], [[5, 6], [7]]),
         (["ab", {"prompt_token_ids": [5]}, [7, 8]], [["ab"], [5], [7, 8]]),
         (["ab"], [["ab"]]),
@@ -305,6 +308,15 @@ def test_chat(llm: LLM, engine: ScriptedEngine, tokenizer: Tokenizer) -> None:
     assert output.prompt_token_ids == tokenizer.encode("be\nbrief")
     both = llm.chat([one, one[1:]], GREEDY, use_tqdm=False, chat_template="{{ messages | length }}")
     assert [output.prompt for output in both] == ["2", "1"]
+
+
+def test_a_chat_brings_its_own_special_tokens(engine: ScriptedEngine, tmp_path: Path) -> None:
+    tokenizer = Tokenizer(str(with_bos(tmp_path / "bos")))
+    llm = LLM.from_engine(cast(Any, engine), tokenizer)
+    (output,) = llm.chat([{"role": "user", "content": "hi"}], GREEDY, use_tqdm=False)
+    assert output.prompt_token_ids == tokenizer.encode("hi", add_special_tokens=False)
+    (output,) = llm.generate("hi", GREEDY, use_tqdm=False)
+    assert output.prompt_token_ids == tokenizer.encode("hi")
 
 
 def test_a_bad_conversation_fails_alone(llm: LLM) -> None:

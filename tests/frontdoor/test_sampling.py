@@ -210,5 +210,6 @@ def test_stop_ids_are_counted_with_eos_and_lie_in_the_vocabulary() -> None:
 
 
 def test_more_drafts_than_the_engine_has() -> None:
+    assert validate_request([1], greedy(num_speculative_tokens=5), LIMITS).num_speculative_tokens == 5
     with pytest.raises(InvalidRequestError, match=r"^num_speculative_tokens=6: must be at most 5, the engine's number"):
         validate_request([1], greedy(num_speculative_tokens=6), LIMITS)

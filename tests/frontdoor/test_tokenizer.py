@@ -1,7 +1,5 @@
 """Reading tokenizers, rendering chats, and telling two tokenizers apart."""
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +11,10 @@ from specrs.errors import CheckpointError, InvalidRequestError, TokenizerMismatc
 from specrs.tokenizer import Tokenizer, check_same_tokenizer, load_tokenizer
 from transformers import AutoTokenizer
 
+from .files import copy_of_pair, edit_tokenizer, with_bos
+
 TEXT = "def f(x):\n    return '日本 é 🎉' # <|endoftext|> done\n"
 MESSAGES = [{"role": "system", "content": "one"}, {"role": "user", "content": "two"}]
-
-
-def copy_of_pair(path: Path) -> Path:
-    path.mkdir()
-    for file in Path(pair.TARGET).iterdir():
-        if file.suffix in (".json", ".jinja"):
-            shutil.copy(file, path)
-    return path
-
-
-def edit_tokenizer(folder: Path, change: Any) -> None:
-    path = folder / "tokenizer.json"
-    content = json.loads(path.read_text(encoding="utf-8"))
-    change(content)
-    path.write_text(json.dumps(content), encoding="utf-8")
 
 
 def test_encodes_and_decodes_as_transformers(tokenizer: Tokenizer) -> None:
@@ -39,24 +24,11 @@ def test_encodes_and_decodes_as_transformers(tokenizer: Tokenizer) -> None:
     assert 0 in ids
     assert tokenizer.decode(ids, skip_special_tokens=False) == TEXT
     assert tokenizer.decode(ids) == TEXT.replace("<|endoftext|>", "")
-    assert (tokenizer.vocab_size, tokenizer.special_token_ids) == (2048, {0})
+    assert tokenizer.vocab_size == 2048
 
 
 def test_special_tokens_around_a_sequence(tmp_path: Path) -> None:
-    def put_bos(content: dict[str, Any]) -> None:
-        content["post_processor"] = {
-            "type": "TemplateProcessing",
-            "single": [
-                {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}},
-                {"Sequence": {"id": "A", "type_id": 0}},
-            ],
-            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-            "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
-        }
-
-    folder = copy_of_pair(tmp_path / "bos")
-    edit_tokenizer(folder, put_bos)
-    tokenizer = Tokenizer(str(folder))
+    tokenizer = Tokenizer(str(with_bos(tmp_path / "bos")))
     assert tokenizer.encode("x")[0] == 0
     assert tokenizer.encode("x", add_special_tokens=False) == tokenizer.encode("x")[1:]
 
