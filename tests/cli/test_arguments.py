@@ -74,7 +74,10 @@ def test_syntax_errors_are_one_line(argv: list[str], says: str, capsys: pytest.C
         (["generate", ""], "prompt"),
         (["demo", "--max-tokens", "-1"], "specrs demo: error: max_tokens=-1: "),
         (["demo", "--plot", "out.bmp"], "--plot='out.bmp': must end in .png, .svg, .pdf"),
-        (["demo", "--plot", "/nowhere/out.png"], "the folder /nowhere does not exist"),
+        (
+            ["demo", "--plot", "/nowhere/out.png"],
+            "cannot be written: No such file or directory",
+        ),
     ],
 )
 def test_refused_values_are_one_line(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

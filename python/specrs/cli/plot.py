@@ -21,8 +21,10 @@ def check(path: Path) -> None:
         raise invalid_config("--plot", str(path), "needs matplotlib: pip install 'specrs[bench]'")
     if path.suffix.lower() not in FORMATS:
         raise invalid_config("--plot", str(path), f"must end in {', '.join(FORMATS)}")
-    if not path.parent.is_dir():
-        raise invalid_config("--plot", str(path), f"the folder {path.parent} does not exist")
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise invalid_config("--plot", str(path), f"cannot be written: {error.strerror}") from None
 
 
 def draw(results: Sequence[Result], caption: str, path: Path) -> None:

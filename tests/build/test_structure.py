@@ -1,0 +1,25 @@
+"""docs/structure.md names every module, and nothing that is not there."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "python/specrs"
+
+
+def modules() -> set[str]:
+    """As the page writes them: modules of the package relative to it, all else relative to the repository."""
+    python = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py*") if path.suffix in (".py", ".pyi")}
+    kernels = {path.relative_to(ROOT).as_posix() for path in (ROOT / "kernels").rglob("*.py")}
+    rust = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("rust/*/src/**/*.rs")}
+    return python | kernels | rust
+
+
+def test_structure_is_complete() -> None:
+    page = (ROOT / "docs/structure.md").read_text()
+    named = set(re.findall(r"`([\w/.]+\.(?:pyi?|rs))`", page)) - {"scripts/train_pair.py"}
+    known = modules()
+    assert named - known == set(), "named, but not there"
+    # What an __init__.py or lib.rs holds is its folder's; the page names those that hold more than that.
+    quiet = {name for name in known if name.endswith(("__init__.py", "/core/src/lib.rs"))}
+    assert known - quiet - named == set(), "there, but not named"
