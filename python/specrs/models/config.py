@@ -189,13 +189,14 @@ def _rope(raw: Mapping[str, Any], max_positions: int) -> tuple[float, Llama3Scal
 
 
 def _eos_token_ids(raw: Mapping[str, Any], generation: Mapping[str, Any], vocab: int) -> tuple[int, ...]:
-    for source in (generation, raw):
+    for source, file in ((generation, "generation_config.json"), (raw, "config.json")):
         value = source.get("eos_token_id")
         if value is None:
             continue
         ids = value if isinstance(value, list) else [value]
         if not all(type(i) is int and 0 <= i < vocab for i in ids):
-            raise malformed("eos_token_id", value, f"an id or a list of ids from 0 to vocab_size - 1 = {vocab - 1}")
+            allowed = f"an id or a list of ids from 0 to vocab_size - 1 = {vocab - 1}"
+            raise malformed("eos_token_id", value, allowed, file=file)
         return tuple(dict.fromkeys(ids))
     return ()
 

@@ -8,6 +8,6 @@ def unsupported(field: str, value: object, allowed: str) -> UnsupportedModelErro
     return UnsupportedModelError(f"config.json: {field}={short(value)}: not implemented; allowed: {allowed}")
 
 
-def malformed(field: str, value: object, allowed: str) -> CheckpointError:
-    """The exception for a field of config.json that no model can have. Returned, not raised."""
-    return CheckpointError(f"config.json: {field}={short(value)}: must be {allowed}")
+def malformed(field: str, value: object, allowed: str, *, file: str = "config.json") -> CheckpointError:
+    """The exception for a value that no model can have. Returned, not raised."""
+    return CheckpointError(f"{file}: {field}={short(value)}: must be {allowed}")

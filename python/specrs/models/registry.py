@@ -45,6 +45,6 @@ def family_of(architectures: object) -> tuple[str, Family]:
     Raises UnsupportedModelError with the list of known names otherwise.
     """
     name = architectures[0] if isinstance(architectures, list) and len(architectures) == 1 else None
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise unsupported("architectures", architectures, "a list of one of " + ", ".join(FAMILIES))
     return name, FAMILIES[name]

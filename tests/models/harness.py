@@ -1,0 +1,68 @@
+"""Feeding a Decoder by hand: chunks, decode rows, verification rows over scattered blocks. Holds no tests."""
+
+from dataclasses import dataclass, field
+
+import torch
+from specrs.models.decoder import Decoder
+from specrs.models.inputs import PassInputs
+from specrs.models.kv_cache import KVCache
+from torch import Tensor
+
+
+@dataclass
+class Feeder:
+    """Requests on one cache; every block starts as NaN, scratch too."""
+
+    model: Decoder
+    num_requests: int = 1
+    block_size: int = 16
+    max_len: int = 128
+    seed: int = 0
+    cache: KVCache = field(init=False)
+    table: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        width = -(-self.max_len // self.block_size)
+        blocks = self.num_requests * width + 2
+        self.cache = KVCache.allocate(self.model.config, blocks, self.block_size, self.model.dtype, self.model.device)
+        for layer in self.cache.layers:
+            layer.fill_(torch.nan)
+        order = torch.randperm(blocks, generator=torch.Generator().manual_seed(self.seed))
+        self.table = order[: self.num_requests * width].view(self.num_requests, width)
+
+    @torch.inference_mode()
+    def feed(
+        self, rows: dict[int, list[tuple[int, int]]], *, no_slot: frozenset[tuple[int, int]] = frozenset()
+    ) -> Tensor:
+        """One pass over {request: [(token, position), ...]}; logits `[N, vocab]` in that order.
+
+        Position -1 masks a row; (request, position) in `no_slot` writes nothing.
+        """
+        ids, positions, slots, starts = [], [], [], [0]
+        for b, fed in rows.items():
+            for token, position in fed:
+                block = int(self.table[b, max(position, 0) // self.block_size])
+                slot = block * self.block_size + position % self.block_size
+                ids.append(token)
+                positions.append(position)
+                slots.append(-1 if position < 0 or (b, position) in no_slot else slot)
+            starts.append(len(ids))
+        inputs = PassInputs(
+            input_ids=torch.tensor(ids),
+            positions=torch.tensor(positions),
+            slots=torch.tensor(slots),
+            q_start=torch.tensor(starts),
+            block_table=self.table[list(rows)],
+            max_q_len=max(map(len, rows.values())),
+            max_context=self.max_len,
+        )
+        return self.model.compute_logits(self.model.forward(inputs, self.cache))
+
+    def feed_chunks(self, ids: list[int], chunks: list[int], request: int = 0) -> Tensor:
+        """Feed `ids` from position 0 in chunks of the given lengths; logits `[len(ids), vocab]`."""
+        assert sum(chunks) == len(ids)
+        outputs, start = [], 0
+        for length in chunks:
+            outputs.append(self.feed({request: [(ids[p], p) for p in range(start, start + length)]}))
+            start += length
+        return torch.cat(outputs)

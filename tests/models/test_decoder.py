@@ -1,0 +1,188 @@
+"""Logits of every family against transformers, however the tokens are fed."""
+
+import functools
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import FAMILIES, LLAMA3_ROPE, edit_json, make_checkpoint
+from hf_reference import load
+from specrs.models.decoder import Decoder
+from specrs.models.loader import load_model
+from torch import Tensor
+
+from models.harness import Feeder
+
+VOCAB = 211
+LENGTH = 75
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.6}
+"""Absolute; the logits of these models have a standard deviation of 2."""
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {}) for family in FAMILIES},
+    "untied": ("qwen3", {"tie": False}),
+    "one KV head": ("qwen3", {"kv_heads": 1, "group": 5}),
+    "as many KV heads": ("llama", {"kv_heads": 4, "group": 1, "head_dim": 20, "hidden": 64}),
+    "attention bias": ("qwen3", {"attention_bias": True}),
+    "llama biases": ("llama", {"attention_bias": True, "mlp_bias": True, "tie": False}),
+    "llama3 RoPE": ("llama", {"rope_parameters": LLAMA3_ROPE}),
+    "large theta": ("mistral", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "large eps": ("qwen2", {"rms_norm_eps": 0.3}),
+    "sharded": ("qwen3", {"max_shard_size": "100KB", "tie": False}),
+    "bf16 file": ("llama", {"dtype": torch.bfloat16}),
+    "layers": ("qwen3", {"layers": 4, "head_dim": 2, "hidden": 34, "intermediate": 33}),
+}
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@functools.cache
+def make(folder: Path, name: str) -> Path:
+    family, fields = VARIANTS[name]
+    return make_checkpoint(folder / name.replace(" ", "_"), family, vocab=VOCAB, seed=4, **fields)
+
+
+@functools.cache
+def model(folder: Path, name: str, dtype: torch.dtype) -> Decoder:
+    return load_model(make(folder, name), dtype=dtype)
+
+
+def tokens(length: int = LENGTH, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+@functools.cache
+def expected(folder: Path, name: str, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Logits `[LENGTH, vocab]` of transformers for `tokens(LENGTH, seed)`."""
+    with torch.inference_mode():
+        logits: Tensor = load(make(folder, name), dtype)(torch.tensor([tokens(LENGTH, seed)])).logits[0]
+    return logits
+
+
+def assert_logits(logits: Tensor, reference: Tensor, dtype: torch.dtype) -> None:
+    assert logits.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(logits.double(), reference.double(), rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_prompt_at_once(folder: Path, name: str) -> None:
+    ids = tokens()
+    logits = Feeder(model(folder, name, torch.float64)).feed_chunks(ids, [LENGTH])
+    assert_logits(logits, expected(folder, name, torch.float64), torch.float64)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3 RoPE", "qwen2", "mistral"])
+@pytest.mark.parametrize("block_size", [1, 16, 32])
+@pytest.mark.parametrize(
+    "chunks", [[1] * LENGTH, [40, 33, 2], [5] * 15, [1, 34, 35, 5]], ids=["decode", "chunks", "verify", "mixed"]
+)
+def test_prompt_in_pieces(folder: Path, name: str, block_size: int, chunks: list[int]) -> None:
+    feeder = Feeder(model(folder, name, torch.float64), block_size=block_size)
+    logits = feeder.feed_chunks(tokens(), chunks)
+    assert_logits(logits, expected(folder, name, torch.float64), torch.float64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("chunks", [[LENGTH], [20, 6, 6, 1, 1, 1, 40]], ids=["at once", "pieces"])
+def test_other_dtypes(folder: Path, name: str, dtype: torch.dtype, chunks: list[int]) -> None:
+    logits = Feeder(model(folder, name, dtype)).feed_chunks(tokens(), chunks)
+    assert_logits(logits, expected(folder, name, dtype), dtype)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_mixed_batches(folder: Path, seed: int) -> None:
+    """Five requests at their own pace: chunks, decode and verification rows, masked rows, rows without a slot."""
+    rng = random.Random(seed)
+    feeder = Feeder(model(folder, "qwen3", torch.float64), num_requests=5, block_size=rng.choice([2, 8, 16]), seed=seed)
+    texts = {b: tokens(LENGTH, b) for b in range(5)}
+    done = dict.fromkeys(range(5), 0)
+    while any(done[b] < LENGTH for b in done):
+        batch = rng.sample(
+            [b for b in done if done[b] < LENGTH], k=rng.randint(1, sum(n < LENGTH for n in done.values()))
+        )
+        rows: dict[int, list[tuple[int, int]]] = {}
+        no_slot = set()
+        for b in batch:
+            count = min(rng.choice([0, 1, 1, 2, 6, 6, 40]), LENGTH - done[b])
+            fed = [(texts[b][p], p) for p in range(done[b], done[b] + count)]
+            if done[b] and count and rng.random() < 0.3:  # as the first draft pass does: fed again, KV already there
+                fed.insert(0, (texts[b][done[b] - 1], done[b] - 1))
+                no_slot.add((b, done[b] - 1))
+            for _ in range(rng.choice([0, 0, 1, 2])):
+                fed.insert(rng.choice([0, len(fed)]), (0, -1))
+            rows[b] = fed
+            done[b] += count
+        if not any(rows.values()):
+            continue
+        logits = feeder.feed(rows, no_slot=frozenset(no_slot))
+        assert logits.isfinite().all()
+        at = 0
+        for b, fed in rows.items():
+            for _, position in fed:
+                if position >= 0:
+                    reference = expected(folder, "qwen3", torch.float64, b)[position]
+                    assert_logits(logits[at], reference, torch.float64)
+                at += 1
+
+
+def test_rejected_tokens_are_overwritten(folder: Path) -> None:
+    """KV of wrong drafts stays behind; the next pass writes over what it reads."""
+    feeder = Feeder(model(folder, "llama", torch.float64), block_size=4)
+    ids = tokens()
+    feeder.feed_chunks(ids[:20], [20])
+    wrong = [(ids[20], 20), *[(7, p) for p in range(21, 26)]]
+    feeder.feed({0: wrong})
+    logits = feeder.feed({0: [(ids[p], p) for p in range(21, 24)]})
+    assert_logits(logits, expected(folder, "llama", torch.float64)[21:24], torch.float64)
+
+
+def test_a_pass_writes_its_slots_only(folder: Path) -> None:
+    feeder = Feeder(model(folder, "qwen3", torch.float64), num_requests=2, block_size=4)
+    feeder.feed({0: [(1, 0), (2, 1)]})
+    before = [layer.clone() for layer in feeder.cache.layers]
+    feeder.feed({0: [(3, 2), (0, -1)], 1: [(5, -1)]})
+    block, offset = int(feeder.table[0, 0]), 2
+    for old, new in zip(before, feeder.cache.layers, strict=True):
+        assert new[block, :, :, offset].isfinite().all()
+        old[block, :, :, offset] = new[block, :, :, offset]
+        torch.testing.assert_close(new[:-1], old[:-1], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_only_masked_rows(folder: Path, dtype: torch.dtype) -> None:
+    """A warm-up pass: every slot -1, every position -1, nothing written before."""
+    feeder = Feeder(model(folder, "qwen3", dtype), num_requests=2)
+    assert feeder.feed({0: [(0, -1)] * 3, 1: [(0, -1)]}).isfinite().all()
+    for layer in feeder.cache.layers:
+        assert layer[:-1].isnan().all()
+
+
+def test_weights_of_a_checkpoint_in_layout_4(folder: Path, tmp_path: Path) -> None:
+    """`rope_theta`, `rope_scaling`, `torch_dtype` instead of `rope_parameters`, `dtype`."""
+    path = make_checkpoint(tmp_path, "llama", vocab=VOCAB, seed=4, rope_parameters=LLAMA3_ROPE)
+    scaling = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
+    edit_json(
+        path / "config.json",
+        remove=("rope_parameters", "dtype"),
+        rope_theta=LLAMA3_ROPE["rope_theta"],
+        rope_scaling=scaling,
+        torch_dtype="float32",
+    )
+    logits = Feeder(load_model(path, dtype="float64")).feed_chunks(tokens(), [LENGTH])
+    assert_logits(logits, expected(folder, "llama3 RoPE", torch.float64), torch.float64)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "untied", "llama biases", "qwen2"])
+def test_num_parameters_are_those_a_pass_reads(folder: Path, name: str) -> None:
+    reference = load(make(folder, name))
+    count = sum(parameter.numel() for parameter in reference.parameters())  # counts tied weights once
+    if not reference.config.tie_word_embeddings:
+        count -= reference.get_input_embeddings().weight.numel()
+    assert model(folder, name, torch.float64).num_parameters == count
