@@ -1,0 +1,35 @@
+//! The scheduler's rules, one test per rule, on a simulated device that refuses to compute nonsense.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod batching;
+mod blocks;
+mod drafting;
+mod errors;
+mod prefixes;
+mod settling;
+mod sweep;
+
+use common::driver::{Ask, prompt};
+use specrs_core::SchedulerConfig;
+
+/// 4 rows of at most 64 tokens, 64 blocks of 4, a budget of 32, no speculation.
+fn small() -> SchedulerConfig {
+    SchedulerConfig::new(4, 64, 64, 4, 32)
+}
+
+/// The same with K = 3 and a draft model.
+fn speculative() -> SchedulerConfig {
+    SchedulerConfig { num_speculative_tokens: 3, draft_max_model_len: Some(64), ..small() }
+}
+
+/// A request of `len` prompt tokens that differ from those of other seeds.
+fn ask(seed: u64, len: usize, max_tokens: usize) -> Ask {
+    Ask { prompt: prompt(seed, len), max_tokens, ..Ask::default() }
+}
+
+/// The same, drafting up to 3 tokens.
+fn drafting(seed: u64, len: usize, max_tokens: usize) -> Ask {
+    Ask { k: 3, ..ask(seed, len, max_tokens) }
+}

@@ -1,0 +1,126 @@
+//! The prefix cache as requests see it.
+
+use specrs_core::SchedulerConfig;
+
+use crate::common::driver::{Ask, Driver};
+use crate::{ask, drafting, small, speculative};
+
+fn cached(driver: &Driver) -> u64 {
+    driver.scheduler.num_cached_tokens()
+}
+
+#[test]
+fn a_hit_covers_full_blocks_and_never_the_last_token() {
+    for (len, hit) in [(4, 0), (5, 4), (8, 4), (9, 8), (11, 8), (12, 8)] {
+        let mut driver = Driver::new(small());
+        for id in 0..2 {
+            driver.add(id, &ask(1, len, 3)).unwrap();
+            driver.run();
+        }
+        assert_eq!(cached(&driver), hit, "prompt of {len} tokens, blocks of 4");
+    }
+}
+
+#[test]
+fn outputs_are_cached_like_prompts() {
+    let mut driver = Driver::new(speculative());
+    driver.add(0, &drafting(1, 6, 20)).unwrap();
+    driver.run();
+    let mut prompt = ask(1, 6, 1).prompt;
+    prompt.extend(driver.output(0));
+    driver.add(1, &Ask { prompt, k: 3, max_tokens: 5, ..Ask::default() }).unwrap();
+    driver.run();
+    assert_eq!(cached(&driver), 24, "26 tokens, the last one without KV");
+}
+
+#[test]
+fn another_salt_or_another_token_shares_nothing_beyond() {
+    let mut driver = Driver::new(small());
+    driver.add(0, &ask(1, 13, 1)).unwrap();
+    driver.run();
+    driver.add(1, &Ask { salt: b"tenant".to_vec(), ..ask(1, 13, 1) }).unwrap();
+    driver.run();
+    assert_eq!(cached(&driver), 0);
+    let mut other = ask(1, 13, 1);
+    other.prompt[5] = (other.prompt[5] + 1) % 97;
+    driver.add(2, &other).unwrap();
+    driver.run();
+    assert_eq!(cached(&driver), 4);
+}
+
+#[test]
+fn nothing_is_cached_when_caching_is_off() {
+    let mut driver = Driver::new(SchedulerConfig { enable_prefix_caching: false, ..speculative() });
+    for id in 0..3 {
+        driver.add(id, &drafting(1, 20, 20)).unwrap();
+    }
+    driver.run();
+    assert_eq!(cached(&driver), 0);
+}
+
+#[test]
+fn blocks_can_be_found_only_once_their_prompt_has_finite_logits() {
+    let mut driver = Driver::new(SchedulerConfig { max_num_batched_tokens: 8, ..small() });
+    driver.add(0, &ask(1, 20, 5)).unwrap();
+    let mut registered = Vec::new();
+    for _ in 0..3 {
+        driver.launch();
+        driver.settle();
+        registered.push((0..64).filter(|&block| driver.scheduler.block_pool().is_registered(block)).count());
+    }
+    assert_eq!(registered, [0, 0, 5]);
+    driver.run();
+}
+
+#[test]
+fn equal_prompts_at_once_keep_private_copies() {
+    let mut driver = Driver::new(SchedulerConfig { max_num_batched_tokens: 64, max_in_flight: 2, ..speculative() });
+    for id in 0..3 {
+        driver.add(id, &drafting(1, 20, 20)).unwrap();
+    }
+    driver.run();
+    assert_eq!(cached(&driver), 0, "all three were admitted before any had settled");
+    driver.add(3, &drafting(1, 20, 20)).unwrap();
+    driver.run();
+    assert_eq!(cached(&driver), 16);
+}
+
+#[test]
+fn a_sequence_is_forgotten_from_its_tail() {
+    // 16 blocks: request 0 leaves 8 cached ones, request 1 needs 10 and so takes 2 of them.
+    let config = SchedulerConfig { num_blocks: 16, ..small() };
+    let mut driver = Driver::new(config);
+    driver.add(0, &ask(1, 33, 1)).unwrap();
+    driver.run();
+    driver.add(1, &ask(2, 39, 1)).unwrap();
+    driver.run();
+    driver.add(2, &ask(1, 33, 1)).unwrap();
+    driver.run();
+    assert_eq!(cached(&driver), 24);
+}
+
+#[test]
+fn a_reset_waits_until_nobody_holds_a_block() {
+    let mut driver = Driver::new(small());
+    driver.add(0, &ask(1, 20, 5)).unwrap();
+    driver.launch();
+    assert!(!driver.scheduler.reset_prefix_cache());
+    driver.run();
+    assert!(driver.scheduler.reset_prefix_cache());
+    driver.check();
+    driver.add(1, &ask(1, 20, 5)).unwrap();
+    driver.run();
+    assert_eq!(cached(&driver), 0);
+}
+
+#[test]
+fn a_long_run_survives_evictions_of_everything() {
+    let config =
+        SchedulerConfig { num_blocks: 20, block_size: 2, max_model_len: 40, max_in_flight: 2, ..speculative() };
+    let mut driver = Driver::new(config);
+    for id in 0..60 {
+        driver.add(id, &drafting(id as u64 % 7, 5 + id as usize % 20, 20)).unwrap();
+    }
+    driver.run();
+    assert!(cached(&driver) > 0);
+}

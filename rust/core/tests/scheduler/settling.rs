@@ -1,0 +1,157 @@
+//! What results do: stops, limits, faults, books, and leases that outlive their request.
+
+use specrs_core::SchedulerConfig;
+use specrs_core::scheduler::PlanOutcome;
+use specrs_core::scheduler::layout::{
+    FINISH_ERROR, FINISH_LENGTH, FINISH_STOP, FLAG_CAPACITY, FLAG_DRAFT_NON_FINITE, FLAG_TARGET_NON_FINITE,
+};
+
+use crate::common::driver::{Ask, Driver};
+use crate::common::model::generate;
+use crate::{ask, drafting, small, speculative};
+
+#[test]
+fn one_token_is_the_whole_output() {
+    let mut driver = Driver::new(SchedulerConfig { max_in_flight: 2, ..speculative() });
+    driver.add(0, &drafting(1, 9, 1)).unwrap();
+    driver.launch();
+    assert_eq!(driver.plan(), PlanOutcome::SettleFirst, "its limit is reached, whatever the token is");
+    driver.settle();
+    assert_eq!((driver.output(0).len(), driver.outcomes[&0].finish), (1, FINISH_LENGTH));
+    assert_eq!(driver.plan(), PlanOutcome::Idle);
+}
+
+#[test]
+fn a_stop_at_the_first_token_drops_what_follows_in_flight() {
+    let first = generate(&ask(1, 9, 1).prompt, 10, 0, &[]);
+    let mut driver = Driver::new(SchedulerConfig { max_in_flight: 2, ..speculative() });
+    driver.add(0, &Ask { stop: first.clone(), ..drafting(1, 9, 20) }).unwrap();
+    driver.launch();
+    assert_eq!(driver.launch().num_decode, 1);
+    driver.settle();
+    assert_eq!((driver.output(0), driver.outcomes[&0].finish), (&first[..], FINISH_STOP));
+    assert!(driver.scheduler.num_free_blocks() < driver.scheduler.num_blocks(), "a launch in flight names the row");
+    driver.settle();
+    assert_eq!(driver.scheduler.num_free_blocks(), driver.scheduler.num_blocks());
+    assert_eq!(driver.settled[0], -1);
+    assert_eq!(driver.scheduler.acceptance().drafts(), 0, "launches after the end count nothing");
+}
+
+#[test]
+fn a_stop_inside_accepted_drafts_cuts_the_text_and_not_the_books() {
+    for cuts_at_stop in [false, true] {
+        let text = generate(&ask(1, 9, 1).prompt, 60, 0, &[]);
+        let mut seen_cut = false;
+        for stop in 1..text.len() {
+            let mut driver = Driver::new(speculative());
+            driver.device.cuts_at_stop = cuts_at_stop;
+            driver.add(0, &Ask { stop: vec![text[stop]], ..drafting(1, 9, 51) }).unwrap();
+            let (mut drafts, mut accepted) = (0, 0);
+            while let PlanOutcome::Launch(_) = driver.plan() {
+                let report = driver.in_flight[0].1[0].clone();
+                drafts += u64::from(report.drafted > 0);
+                accepted += report.accepted as u64;
+                let before = driver.output(0).len();
+                driver.settle();
+                seen_cut |= driver.output(0).len() - before < report.accepted + 1;
+            }
+            let end = text.iter().position(|&token| token == text[stop]).unwrap();
+            assert_eq!((driver.output(0), driver.outcomes[&0].finish), (&text[..=end], FINISH_STOP));
+            let books = driver.scheduler.acceptance();
+            assert_eq!((books.drafts(), books.accepted_tokens()), (drafts, accepted));
+        }
+        assert!(seen_cut);
+    }
+}
+
+#[test]
+fn stop_tokens_do_not_count_before_min_tokens() {
+    let stop: Vec<i64> = (0..90).collect();
+    for min_tokens in [0, 1, 7] {
+        let mut driver = Driver::new(SchedulerConfig { max_in_flight: 2, ..speculative() });
+        driver.add(0, &Ask { min_tokens, stop: stop.clone(), ..drafting(1, 9, 40) }).unwrap();
+        driver.run();
+        assert!(driver.output(0).len() > min_tokens);
+        assert_eq!(driver.outcomes[&0].finish, FINISH_STOP);
+    }
+}
+
+#[test]
+fn a_stop_token_at_the_limit_is_a_stop() {
+    let text = generate(&ask(1, 9, 1).prompt, 14, 0, &[]);
+    let mut driver = Driver::new(speculative());
+    driver.add(0, &Ask { stop: vec![text[4]], ..drafting(1, 9, 5) }).unwrap();
+    driver.run();
+    let first = text.iter().position(|&token| token == text[4]).unwrap();
+    assert_eq!((driver.output(0).len(), driver.outcomes[&0].finish), (first + 1, FINISH_STOP));
+}
+
+#[test]
+fn no_k_reaches_beyond_the_limit() {
+    for max_tokens in 1..12 {
+        for max_in_flight in 1..4 {
+            let mut driver = Driver::new(SchedulerConfig { max_in_flight, ..speculative() });
+            driver.add(0, &drafting(1, 9, max_tokens)).unwrap();
+            driver.run();
+            assert_eq!((driver.output(0).len(), driver.outcomes[&0].finish), (max_tokens, FINISH_LENGTH));
+        }
+    }
+}
+
+#[test]
+fn a_fault_ends_its_request_and_no_other() {
+    for flag in [FLAG_TARGET_NON_FINITE, FLAG_CAPACITY, FLAG_TARGET_NON_FINITE | FLAG_DRAFT_NON_FINITE] {
+        for delay in 0..5 {
+            let mut driver =
+                Driver::new(SchedulerConfig { max_in_flight: 2, max_num_batched_tokens: 8, ..speculative() });
+            driver.add(0, &drafting(1, 12, 30)).unwrap();
+            driver.add(1, &drafting(2, 12, 30)).unwrap();
+            for _ in 0..delay {
+                driver.step();
+            }
+            driver.device.faults.insert(0, flag);
+            driver.run();
+            assert_eq!(driver.outcomes[&0].finish, FINISH_ERROR);
+            assert_eq!((driver.outcomes[&1].finish, driver.output(1).len()), (FINISH_LENGTH, 30));
+            // Whoever comes with the same prompt finds only what was computed before the fault; the device checks it.
+            driver.add(2, &drafting(1, 12, 30)).unwrap();
+            driver.run();
+            assert_eq!(driver.output(2).len(), 30);
+        }
+    }
+}
+
+#[test]
+fn a_fault_in_the_prompt_leaves_its_blocks_unmarked() {
+    let mut driver = Driver::new(small());
+    driver.device.faults.insert(0, FLAG_TARGET_NON_FINITE);
+    driver.add(0, &ask(1, 20, 5)).unwrap();
+    driver.run();
+    driver.add(1, &ask(1, 20, 5)).unwrap();
+    driver.run();
+    assert_eq!(driver.scheduler.num_cached_tokens(), 0);
+}
+
+#[test]
+fn the_books_count_what_the_device_reports() {
+    let mut driver = Driver::new(SchedulerConfig { max_in_flight: 2, ..speculative() });
+    for id in 0..4 {
+        driver.add(id, &Ask { k: id as usize, ..ask(id as u64, 7, 50) }).unwrap();
+    }
+    let (mut drafts, mut draft_tokens, mut accepted) = (0, 0, 0);
+    loop {
+        while driver.in_flight.len() < 2 && matches!(driver.plan(), PlanOutcome::Launch(_)) {}
+        let Some((_, reports)) = driver.in_flight.front().cloned() else { break };
+        driver.settle();
+        for (entry, report) in reports.iter().enumerate() {
+            if driver.settled[entry] >= 0 && report.drafted > 0 {
+                drafts += 1;
+                draft_tokens += report.drafted as u64;
+                accepted += report.accepted as u64;
+            }
+        }
+    }
+    let books = driver.scheduler.acceptance();
+    assert!(drafts > 20 && accepted > 20);
+    assert_eq!((books.drafts(), books.draft_tokens(), books.accepted_tokens()), (drafts, draft_tokens, accepted));
+}
