@@ -14,6 +14,8 @@
 
 mod integrity;
 mod list;
+#[cfg(test)]
+mod tests;
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;

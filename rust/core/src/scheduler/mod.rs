@@ -26,6 +26,8 @@ mod record;
 mod request;
 mod row;
 mod settle;
+#[cfg(test)]
+mod tests;
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 

@@ -1,0 +1,70 @@
+//! That `check_integrity` sees contradictions; what the scheduler does is tested in `tests/scheduler`.
+
+use super::row::RowState;
+use super::{PlanOutcome, RequestParams, Scheduler, SchedulerConfig};
+use crate::error::Error;
+
+/// Two running requests, one waiting, a launch in flight, a closed row.
+fn busy() -> Scheduler {
+    let config = SchedulerConfig {
+        num_speculative_tokens: 2,
+        draft_max_model_len: Some(32),
+        max_in_flight: 2,
+        ..SchedulerConfig::new(3, 32, 64, 2, 64)
+    };
+    let mut scheduler = Scheduler::new(config).unwrap();
+    for id in 0..4 {
+        let params = RequestParams { limit: 20, num_speculative_tokens: 2, ..RequestParams::default() };
+        scheduler.add_request(id, &[1, 2, 3, 4, 5 + id], &params).unwrap();
+    }
+    let mut record = vec![0; scheduler.record_layout.size];
+    let mut settled = vec![0; scheduler.settled_layout.size];
+    let mut results = vec![0; scheduler.results_layout.size];
+    assert!(matches!(scheduler.plan(&mut record), Ok(PlanOutcome::Launch(_))));
+    results[..3].fill(1);
+    scheduler.settle(0, &results, &mut settled).unwrap();
+    assert!(matches!(scheduler.plan(&mut record), Ok(PlanOutcome::Launch(_))));
+    scheduler.abort(1).unwrap();
+    scheduler.check_integrity().unwrap();
+    scheduler
+}
+
+#[test]
+fn the_check_sees_each_contradiction() {
+    let breaks: [(&str, fn(&mut Scheduler)); 22] = [
+        ("an id without a request", |s| _ = s.by_id.insert(99, 0)),
+        ("a request under another's id", |s| _ = s.by_id.insert(0, 2)),
+        ("a request that is nowhere", |s| _ = s.waiting.pop_first()),
+        ("a running order that is none", |s| s.running.reverse()),
+        ("a row that runs twice", |s| s.running.push(s.running[0])),
+        ("a request on another's row", |s| s.requests[0].row = Some(2)),
+        ("a request beyond its limit", |s| s.requests[0].limit = 6),
+        ("a free row in use", |s| s.free_rows.push(0)),
+        ("a row lost", |s| s.rows[1].state = RowState::Free),
+        ("a closed row that waits for nothing", |s| s.rows[1].in_flight = 0),
+        ("a live row that miscounts launches", |s| s.rows[0].in_flight = 2),
+        ("a live row that miscounts tokens", |s| s.rows[0].emit_upper += 1),
+        ("a live row that miscounts emissions", |s| s.rows[0].emitting = 0),
+        ("a live row that miscounts drafts", |s| s.rows[0].drafting += 1),
+        ("prefill beyond the prompt", |s| s.rows[0].num_computed = 99),
+        ("more blocks sent than held", |s| s.rows[0].num_sent = 99),
+        ("more registered than computed", |s| s.rows[0].num_registered = 3),
+        ("more marked than registered", |s| s.rows[0].num_draft_marked = 99),
+        ("a block of two private holders", |s| {
+            let block = s.rows[0].blocks[3];
+            s.rows[2].blocks.push(block);
+        }),
+        ("a holder that the pool does not know", |s| {
+            let block = s.pool.allocate().unwrap();
+            s.rows[0].blocks.push(block);
+            s.pool.free(block).unwrap();
+        }),
+        ("other tokens than were registered", |s| s.requests[0].tokens[0] = 9),
+        ("launches out of order", |s| s.launches[0].id = 7),
+    ];
+    for (name, damage) in breaks {
+        let mut scheduler = busy();
+        damage(&mut scheduler);
+        assert!(matches!(scheduler.check_integrity(), Err(Error::Integrity { .. })), "{name}");
+    }
+}
