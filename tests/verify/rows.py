@@ -1,0 +1,75 @@
+"""From requests to the tensors that `specrs.verify` takes, built row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from operator import or_
+
+import torch
+from specrs.verify.history import TokenCounts, context_rows, pack_bad_words
+from specrs.verify.params import SamplingRows, Steps
+from specrs.verify.processing import Constraints
+from torch import Tensor
+
+from tests.verify.reference import Request
+
+WORDS, LENGTH, STOPS, BIASES = 4, 4, 3, 5
+
+
+def sampling_rows(requests: Sequence[Request], dtype: torch.dtype = torch.float32) -> tuple[SamplingRows, list[Steps]]:
+    """One row per request, and the steps each needs."""
+    rows = SamplingRows.allocate(len(requests), dtype=dtype)
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    steps = [rows.write(i, **{name: getattr(r, name) for name in names}) for i, r in enumerate(requests)]
+    return rows, steps
+
+
+def union(steps: Sequence[Steps]) -> Steps:
+    """What a batch needs."""
+    return reduce(or_, steps, Steps())
+
+
+def constraints(
+    requests: Sequence[Request],
+    vocab_size: int,
+    contexts: Sequence[Sequence[int]],
+    num_outputs: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+) -> Constraints:
+    """All fields given, also where a request has none; contexts are prompt and output."""
+    n = len(requests)
+    forbidden = torch.zeros((n, vocab_size), dtype=torch.bool)
+    stop_ids = torch.full((n, STOPS), -1)
+    bias_ids, bias = torch.zeros((n, BIASES), dtype=torch.int64), torch.zeros((n, BIASES), dtype=dtype)
+    tokens = torch.zeros((n, max(map(len, contexts)) + 1), dtype=torch.int64)
+    for i, request in enumerate(requests):
+        if request.allowed_token_ids is not None:
+            forbidden[i] = True
+            forbidden[i, list(request.allowed_token_ids)] = False
+        stop_ids[i, : len(request.stop_token_ids)] = torch.tensor(request.stop_token_ids, dtype=torch.int64)
+        for j, (token, value) in enumerate(request.logit_bias):
+            bias_ids[i, j], bias[i, j] = token, value
+        tokens[i, : len(contexts[i])] = torch.tensor(list(contexts[i]), dtype=torch.int64)
+    return Constraints(
+        forbidden=forbidden,
+        bad_words=torch.stack([pack_bad_words(r.bad_words, WORDS, LENGTH) for r in requests]),
+        context=context_rows(tokens, torch.arange(n), torch.tensor([len(c) for c in contexts]), LENGTH - 1),
+        stop_ids=stop_ids,
+        stops_forbidden=torch.tensor([m < r.min_tokens for m, r in zip(num_outputs, requests, strict=True)]),
+        bias_ids=bias_ids,
+        bias=bias,
+    )
+
+
+def token_counts(prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]], vocab_size: int) -> TokenCounts:
+    """One row per history."""
+    counts = TokenCounts.allocate(len(prompts), vocab_size)
+    for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        counts.load(i, ids(prompt), ids(output))
+    return counts
+
+
+def ids(tokens: Sequence[int]) -> Tensor:
+    """`[n]` int64, also for none."""
+    return torch.tensor(list(tokens), dtype=torch.int64)
