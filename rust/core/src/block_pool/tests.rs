@@ -3,6 +3,10 @@
 use super::BlockPool;
 use crate::error::Error;
 
+/// A contradiction, and how to bring it about.
+type Damage = (&'static str, fn(&mut BlockPool));
+
+#[allow(clippy::needless_pass_by_value)] // callers have no use for it either
 fn refused<T: std::fmt::Debug>(result: Result<T, Error>) {
     assert!(matches!(result, Err(Error::InvalidBlock { .. })), "{result:?}");
 }
@@ -171,7 +175,7 @@ fn the_check_sees_each_contradiction() {
     sound.claim(0, 9).unwrap();
     sound.free(2).unwrap();
     check(&sound);
-    let breaks: [(&str, fn(&mut BlockPool)); 9] = [
+    let breaks: [Damage; 9] = [
         ("a held block in a list", |pool| pool.lists.push_back(super::ListId::Free, 0)),
         ("a free block in no list", |pool| assert!(pool.lists.pop_front(super::ListId::Free).is_some())),
         ("a lost holder", |pool| pool.blocks[1].ref_count = 0),

@@ -109,12 +109,7 @@ impl Scheduler {
             // A device that stops at a stop token may leave out what it accepted behind it.
             let stopped = tokens.last().is_some_and(|token| request.stop_token_ids.contains(token));
             if emitted < most && !stopped {
-                return Err(self.invalid(
-                    at,
-                    "num_emitted",
-                    emitted as i64,
-                    format!("{most}, or less up to a stop token"),
-                ));
+                return Err(self.invalid(at, "num_emitted", emitted, format!("{most}, or less up to a stop token")));
             }
             let room = request.limit - request.tokens.len();
             if tokens.len() > room {

@@ -4,6 +4,9 @@ use super::row::RowState;
 use super::{PlanOutcome, RequestParams, Scheduler, SchedulerConfig};
 use crate::error::Error;
 
+/// A contradiction, and how to bring it about.
+type Damage = (&'static str, fn(&mut Scheduler));
+
 /// Two running requests, one waiting, a launch in flight, a closed row.
 fn busy() -> Scheduler {
     let config = SchedulerConfig {
@@ -31,7 +34,7 @@ fn busy() -> Scheduler {
 
 #[test]
 fn the_check_sees_each_contradiction() {
-    let breaks: [(&str, fn(&mut Scheduler)); 22] = [
+    let breaks: [Damage; 22] = [
         ("an id without a request", |s| _ = s.by_id.insert(99, 0)),
         ("a request under another's id", |s| _ = s.by_id.insert(0, 2)),
         ("a request that is nowhere", |s| _ = s.waiting.pop_first()),

@@ -32,7 +32,7 @@ pub fn target_token(prefix: u64, masked: &[i64]) -> i64 {
 /// The draft's guess of it.
 pub fn draft_token(prefix: u64, masked: &[i64]) -> i64 {
     let token = target_token(prefix, masked);
-    if mix(prefix ^ 0xd0) % 4 == 0 { (token + 1) % VOCAB } else { token }
+    if mix(prefix ^ 0xd0).is_multiple_of(4) { (token + 1) % VOCAB } else { token }
 }
 
 /// The output of a request that nothing disturbs: the reference, without any scheduling.
