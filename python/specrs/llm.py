@@ -222,7 +222,8 @@ class LLM:
                 ended = pending & {request.request_id for request in self._step() if request.finished}
                 pending -= ended
                 if bar is not None:
-                    bar.update(len(ended))
+                    if ended:
+                        bar.update(len(ended))
                     now = time.monotonic()
                     if now - refreshed >= _REFRESH_SECONDS or not pending:
                         refreshed = now

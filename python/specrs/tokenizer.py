@@ -26,17 +26,6 @@ if TYPE_CHECKING:
 
     from specrs.config import EngineConfig
 
-_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "config.json",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 _PROBES = (
     "Hello, world! It's 2026.",
     "def f(x):\n    return {**x, 'k': [1, 2.5]}\n\t# done\n",
@@ -175,10 +164,14 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
         return None
     own = config.tokenizer is not None
     revision = config.tokenizer_revision or (None if own else config.revision)
-    tokenizer = Tokenizer(config.tokenizer or config.target, revision)
+    try:
+        tokenizer = Tokenizer(config.tokenizer or config.target, revision)
+    except CheckpointError as fault:
+        # files are looked for in the name of the model; here it is another argument that named them
+        raise CheckpointError(str(fault).replace("model=", "tokenizer=", 1) if own else str(fault)) from fault
     speculative, draft = config.speculative_config, config.draft
-    if speculative is not None and draft is not None and draft != config.target:
-        check_same_tokenizer(tokenizer, Tokenizer(draft, speculative.revision))
+    if speculative is not None and speculative.num_speculative_tokens > 0 and draft not in (None, config.target):
+        check_same_tokenizer(tokenizer, Tokenizer(str(draft), speculative.revision))
     return tokenizer
 
 
@@ -244,22 +237,17 @@ def _part(at: str, part: object) -> str:
 
 
 def _folder(source: str, revision: str | None) -> Path:
-    """The folder that holds the tokenizer's files; those of a hub id are downloaded first, and nothing else of it."""
-    folder = Path(source)
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
+    """The folder that holds the tokenizer's files; those of a hub id are downloaded first, without weights."""
+    from specrs.models.checkpoint import resolve_folder
 
-        try:
-            folder = Path(snapshot_download(source, revision=revision, allow_patterns=list(_FILES)))
-        except Exception as fault:
-            raise invalid(
-                CheckpointError,
-                "tokenizer",
-                source,
-                f"neither a folder nor a hub repository that could be read ({_first_line(fault)})",
-            ) from fault
+    folder = resolve_folder(source, revision, weights=False)
     if not (folder / "tokenizer.json").is_file():
-        raise invalid(CheckpointError, "tokenizer", source, "tokenizer.json is missing; only fast tokenizers are read")
+        raise invalid(
+            CheckpointError,
+            "tokenizer",
+            source,
+            "tokenizer.json is missing; allowed are fast tokenizers, or skip_tokenizer_init=True",
+        )
     return folder
 
 

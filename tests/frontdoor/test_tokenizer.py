@@ -116,15 +116,17 @@ def test_chat_without_a_template(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(
-        CheckpointError, match=r"^tokenizer='.*': tokenizer.json is missing; only fast tokenizers are read"
+        CheckpointError, match=r"^tokenizer='.*': tokenizer.json is missing; allowed are fast tokenizers, or skip"
     ):
         Tokenizer(str(tmp_path))
 
 
 def test_neither_folder_nor_hub_id(tmp_path: Path) -> None:
-    # two slashes are no hub id, so nothing is asked of the network
-    with pytest.raises(CheckpointError, match=r"^tokenizer='.*/missing/x': neither a folder nor a hub repository"):
-        Tokenizer(str(tmp_path / "missing" / "x"))
+    missing = str(tmp_path / "missing")
+    with pytest.raises(CheckpointError, match=r"^model='.*/missing': must be a folder or a hub id"):
+        load_tokenizer(EngineConfig(model=missing))
+    with pytest.raises(CheckpointError, match=r"^tokenizer='.*/missing': must be a folder or a hub id"):
+        load_tokenizer(EngineConfig(tokenizer=missing))
 
 
 def test_broken_files(tmp_path: Path) -> None:
@@ -198,3 +200,5 @@ def test_the_engine_tokenizer_is_compared_with_the_draft(tmp_path: Path) -> None
     assert loaded is not None
     assert loaded.vocab_size == 397
     assert load_tokenizer(EngineConfig(skip_tokenizer_init=True, speculative_config=draft)) is None
+    unused = SpeculativeConfig(model=str(tmp_path / "missing"), num_speculative_tokens=0)
+    assert load_tokenizer(EngineConfig(speculative_config=unused)) is not None
