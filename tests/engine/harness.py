@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from checkpoints import make_checkpoint, perturb_checkpoint
+from checkpoints import edit_json, make_checkpoint, perturb_checkpoint
 from hf_reference import generate, load
 from specrs.config import EngineConfig
 from specrs.engine.build import Weights, load_weights
@@ -15,7 +15,6 @@ from specrs.engine.request import Request
 from specrs.sampling import SamplingParams
 
 VOCAB = 211
-EOS = [7, 11, 13]  # several stop ids: generation_config allows a list
 LONGEST = 40  # new tokens that the reference holds per prompt
 
 
@@ -27,14 +26,15 @@ class Bank:
     drafts: dict[str, Path]
     prompts: list[list[int]]
     continuations: list[list[int]]
+    eos: list[int]  # of the target's generation_config
 
-    def expected(self, index: int, max_tokens: int, *, stops: list[int], min_tokens: int = 0) -> list[int]:
-        """The reference's tokens for prompt `index`; only for `min_tokens` that no stop id precedes."""
+    def expected(self, index: int, max_tokens: int, *, ignore_eos: bool = False) -> list[int]:
+        """The reference's tokens for prompt `index`."""
         text = self.continuations[index][:max_tokens]
-        for i, token in enumerate(text):
-            if token in stops:
-                assert i >= min_tokens, "masking changes the continuation: ask the reference itself"
-                return text[: i + 1]
+        if not ignore_eos:
+            for i, token in enumerate(text):
+                if token in self.eos:
+                    return text[: i + 1]
         return text
 
 
@@ -51,7 +51,7 @@ def make_prompts(seed: int = 0, count: int = 20) -> list[list[int]]:
 
 def make_bank(folder: Path, family: str = "qwen3", *, tie: bool = True, **fields: object) -> Bank:
     """Write checkpoints under `folder` and let transformers continue every prompt in float64."""
-    target = make_checkpoint(folder / "target", family, seed=1, tie=tie, vocab=VOCAB, eos_token_id=EOS, **fields)
+    target = make_checkpoint(folder / "target", family, seed=1, tie=tie, vocab=VOCAB, **fields)
     drafts = {
         "close": perturb_checkpoint(target, folder / "close", noise=0.1, seed=2),
         "equal": target,
@@ -65,12 +65,15 @@ def make_bank(folder: Path, family: str = "qwen3", *, tie: bool = True, **fields
             head_dim=16,
             hidden=32,
             layers=1,
-            eos_token_id=EOS,
         ),
     }
     model = load(target)
     prompts = make_prompts()
-    return Bank(target, drafts, prompts, [generate(model, prompt, LONGEST) for prompt in prompts])
+    continuations = [generate(model, prompt, LONGEST) for prompt in prompts]
+    # Stop ids that do occur: each first seen in another prompt's text, some way into it.
+    eos = sorted({text[at] for text, at in zip(continuations[4::5], (6, 12, 25), strict=False)})
+    edit_json(target / "generation_config.json", eos_token_id=eos)
+    return Bank(target, drafts, prompts, continuations, eos)
 
 
 @functools.cache
@@ -79,11 +82,19 @@ def weights(target: Path, draft: Path | None, dtype: str) -> Weights:
     return load_weights(config(target, draft, k=0 if draft is None else 1, dtype=dtype))
 
 
-def config(target: Path, draft: Path | None, *, k: int, dtype: str = "float64", **fields: object) -> EngineConfig:
+def config(
+    target: Path,
+    draft: Path | None,
+    *,
+    k: int,
+    dtype: str = "float64",
+    draft_max_model_len: int | None = None,
+    **fields: object,
+) -> EngineConfig:
     """A small engine over `target`, speculating with `draft` if given."""
-    speculative = None if draft is None else {"model": str(draft), "num_speculative_tokens": k}
+    speculative = {"model": str(draft), "num_speculative_tokens": k, "max_model_len": draft_max_model_len}
     defaults: dict[str, object] = {"max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 64}
-    return EngineConfig(model=str(target), speculative_config=speculative, dtype=dtype, **(defaults | fields))
+    return EngineConfig(model=str(target), speculative_config=draft and speculative, dtype=dtype, **(defaults | fields))
 
 
 def make_engine(target: Path, draft: Path | None, *, k: int, dtype: str = "float64", **fields: object) -> Engine:

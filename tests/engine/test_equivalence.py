@@ -5,12 +5,11 @@ import os
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-
 from specrs.drafters.draft_model import DraftModel
 from specrs.models.inputs import PassInputs
+from torch import Tensor
 
-from engine.harness import EOS, LONGEST, Bank, make_engine, poison, request, run
+from engine.harness import LONGEST, Bank, make_engine, poison, request, run
 
 EXAMPLES = int(os.environ.get("SPECRS_SWEEP", "60"))
 
@@ -61,13 +60,13 @@ def test_greedy_text_equals_transformers(family: str, data: st.DataObject, reque
     for i, (prompt, k, max_tokens, ignore_eos, wait) in enumerate(jobs):
         job = request(i, bank.prompts[prompt], k=k, max_tokens=max_tokens, engine_k=engine_k, ignore_eos=ignore_eos)
         engine.add_request(job)
-        requests.append((job, bank.expected(prompt, max_tokens, stops=[] if ignore_eos else EOS)))
+        requests.append((job, bank.expected(prompt, max_tokens, ignore_eos=ignore_eos)))
         for _ in range(wait):
             engine.step()
     run(engine)
     for job, expected in requests:
         assert job.output_token_ids == expected
-        stopped = not job.params.ignore_eos and expected[-1] in EOS
+        stopped = not job.params.ignore_eos and expected[-1] in bank.eos
         assert job.finish_reason == ("stop" if stopped else "length")
     stats = engine.stats()
     assert stats.drafts == sum(job.acceptance.drafts for job, _ in requests)

@@ -1,0 +1,130 @@
+"""A fault in a request or a launch ends what it concerns; neighbours, prefix cache and engine go on."""
+
+import pytest
+import torch
+from specrs.core import DuplicateRequestError, InvalidRequestError, UnknownRequestError
+from specrs.engine.engine import Engine
+from specrs.errors import EngineError
+from specrs.models.decoder import Decoder
+from specrs.models.inputs import PassInputs
+from specrs.models.kv_cache import KVCache
+
+from engine.harness import Bank, assert_idle, make_engine, request, run
+
+
+def poison_request(engine: Engine, monkeypatch: pytest.MonkeyPatch, marker: int, model: Decoder) -> None:
+    """Let `model` answer NaN in every row of a request whose fed tokens contain `marker`, and write NaN to its KV."""
+    forward = Decoder.forward
+
+    def faulty(self: Decoder, inputs: PassInputs, kv_cache: KVCache) -> torch.Tensor:
+        hidden = forward(self, inputs, kv_cache)
+        if self is model:
+            for start, end in zip(inputs.q_start.tolist(), inputs.q_start[1:].tolist(), strict=False):
+                if marker in inputs.input_ids[start:end].tolist():
+                    hidden[start:end] = torch.nan
+        return hidden
+
+    monkeypatch.setattr(Decoder, "forward", faulty)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_non_finite_logits_end_their_request_alone(bank: Bank, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(bank.target, bank.drafts["close"], k=3, launch_depth=depth)
+    # A marker that no neighbour's text holds.
+    used = {t for i in range(2, 7) for t in bank.prompts[i] + bank.continuations[i]}
+    marker = next(t for t in range(211) if t not in used)
+    poison_request(engine, monkeypatch, marker, engine.weights.target)
+    neighbours = [request(i, bank.prompts[i], k=3, max_tokens=20, engine_k=3, ignore_eos=True) for i in range(2, 7)]
+    bad = request(99, [*bank.prompts[5][:40], marker], k=3, max_tokens=20, engine_k=3)
+    for job in (*neighbours, bad):
+        engine.add_request(job)
+    run(engine)
+    assert bad.finish_reason == "error"
+    assert isinstance(bad.error, EngineError)
+    assert "not finite" in str(bad.error)
+    for job in neighbours:
+        assert job.output_token_ids == bank.continuations[job.request_id][:20]
+
+
+def test_a_poisoned_prefix_is_never_shared(bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(bank.target, None, k=0)
+    prompt = bank.prompts[5]
+    with monkeypatch.context() as patch:
+        poison_request(engine, patch, prompt[-1], engine.weights.target)
+        bad = request(0, prompt, k=None, max_tokens=20, engine_k=0)
+        engine.add_request(bad)
+        run(engine)
+        assert bad.finish_reason == "error"
+    good = request(1, prompt, k=None, max_tokens=20, engine_k=0, ignore_eos=True)
+    engine.add_request(good)
+    run(engine)
+    assert good.num_cached_tokens == 0
+    assert good.output_token_ids == bank.continuations[5][:20]
+
+
+def test_a_draft_that_answers_nan_costs_drafts_not_text(bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(bank.target, bank.drafts["close"], k=3)
+    marker = bank.continuations[5][4]
+    poison_request(engine, monkeypatch, marker, engine.weights.draft)
+    job = request(0, bank.prompts[5], k=3, max_tokens=40, engine_k=3, ignore_eos=True)
+    engine.add_request(job)
+    run(engine)
+    assert job.finish_reason == "length"
+    assert job.output_token_ids == bank.continuations[5]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("fault", [RuntimeError("out of memory"), KeyboardInterrupt()])
+def test_a_fault_in_a_launch_ends_its_requests_and_leaves_the_engine_usable(
+    bank: Bank, depth: int, fault: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(bank.target, bank.drafts["close"], k=3, launch_depth=depth, max_num_seqs=2)
+    jobs = [request(i, bank.prompts[i], k=3, max_tokens=20, engine_k=3, ignore_eos=True) for i in range(4)]
+    for job in jobs:
+        engine.add_request(job)
+    for _ in range(3):
+        engine.step()
+
+    def fail(*_: object) -> torch.Tensor:
+        raise fault
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Decoder, "forward", fail)
+        with pytest.raises(type(fault)):
+            engine.step()
+    assert [job.finish_reason for job in jobs] == ["error", "error", None, None]
+    assert all(isinstance(job.error, EngineError) for job in jobs[:2])
+    run(engine)
+    for i in (2, 3):
+        assert jobs[i].output_token_ids == bank.continuations[i][:20]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_abort_waiting_running_and_in_flight(bank: Bank, depth: int) -> None:
+    engine = make_engine(bank.target, bank.drafts["close"], k=3, launch_depth=depth, max_num_seqs=2)
+    jobs = [request(i, bank.prompts[i], k=3, max_tokens=30, engine_k=3, ignore_eos=True) for i in range(4)]
+    for job in jobs:
+        engine.add_request(job)
+    engine.step()
+    engine.abort(0)
+    engine.abort(3)
+    with pytest.raises(UnknownRequestError, match="0"):
+        engine.abort(0)
+    run(engine)
+    assert [job.finish_reason for job in jobs] == ["abort", "length", "length", "abort"]
+    for i in (1, 2):
+        assert jobs[i].output_token_ids == bank.continuations[i][:30]
+
+
+def test_a_refused_request_leaves_nothing_behind(bank: Bank) -> None:
+    engine = make_engine(bank.target, None, k=0, num_gpu_blocks_override=4)
+    engine.add_request(request(0, bank.prompts[1], k=None, max_tokens=4, engine_k=0))
+    with pytest.raises(InvalidRequestError, match=r"blocks"):
+        engine.add_request(request(1, bank.prompts[5], k=None, max_tokens=40, engine_k=0))
+    with pytest.raises(DuplicateRequestError, match="0"):
+        engine.add_request(request(0, bank.prompts[1], k=None, max_tokens=4, engine_k=0))
+    with pytest.raises(InvalidRequestError, match=r"prompt_token_ids\[1\]=211"):
+        engine.add_request(request(2, [3, 211], k=None, max_tokens=4, engine_k=0))
+    assert list(engine.requests) == [0]
+    run(engine)
+    assert_idle(engine)
