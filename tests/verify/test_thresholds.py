@@ -113,9 +113,7 @@ def test_equal_logits_share_their_fate() -> None:
 @pytest.mark.parametrize("vocab_size", [211, 2048])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_agrees_with_transformers(vocab_size: int, dtype: torch.dtype) -> None:
-    logits = (
-        torch.randn((64, vocab_size), generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype) * 4
-    )
+    logits = (torch.randn((24, vocab_size), generator=torch.Generator().manual_seed(0)) * 4).to(dtype)
     full = torch.ones((24, 1), dtype=dtype)
     for k in (1, 2, 7, 50, vocab_size, 10**6):
         assert torch.equal(apply_top_k_top_p(logits, full * k, None), TopKLogitsWarper(k)(None, logits))
