@@ -1,0 +1,62 @@
+"""Log probabilities of emitted tokens and of the most probable ones. Chooses no tokens and formats no outputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from specrs.verify.thresholds import descending_keys
+
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
+"""vLLM's names for what `logprobs` reports."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Of N rows: the token in question, its rank, and the n most probable tokens. Values are fp32."""
+
+    value: Tensor  # [N] fp32
+    rank: Tensor  # [N] int64, 1 for the most probable; of equal tokens the lowest id ranks first
+    top_ids: Tensor  # [N, n] int64, most probable first, same order as rank
+    top_values: Tensor  # [N, n] fp32
+
+
+def logprob_values(mode: LogprobsMode, raw: Tensor, processed: Tensor) -> Tensor:
+    """The values that a mode reports, `[N, V]`.
+
+    `raw_logprobs` (vLLM's default) is log_softmax of what the model gave, before masks, penalties and temperature;
+    `processed_logprobs` is log_softmax after all of them, so tokens outside top-k, top-p or min-p are -inf. A greedy
+    row's processed logits are those after the penalties, without temperature. `raw_logits` and `processed_logits` are
+    those logits themselves. All four are a function of the row's context, so they are the values of decoding without
+    drafts.
+
+    Args:
+        raw: `[N, V]`.
+        processed: `[N, V]`, from `filter_logits`; the output of `process_logits` would report a greedy row as certain.
+    """
+    if mode not in get_args(LogprobsMode):
+        raise ValueError(f"logprobs_mode: {mode!r}, allowed are {', '.join(get_args(LogprobsMode))}")
+    logits = raw if mode.startswith("raw") else processed
+    return logits.log_softmax(dim=-1) if mode.endswith("logprobs") else logits
+
+
+def token_logprobs(values: Tensor, tokens: Tensor, num_top: int) -> TokenLogprobs:
+    """Look up `tokens` `[N]` int64 in `values` `[N, V]` and find the `num_top` largest; mutates nothing.
+
+    float64 values are rounded to fp32 first. Key and id are packed into one integer, because topk orders equal values
+    at will: 32 bits of key, 31 of id.
+    """
+    values = values.to(torch.float32)
+    column = torch.arange(values.shape[1], device=values.device)
+    order = (descending_keys(values) << 31) | column
+    chosen = order.gather(1, tokens[:, None])
+    top_ids = order.topk(num_top, dim=-1, largest=False, sorted=True).values & ((1 << 31) - 1)
+    return TokenLogprobs(
+        value=values.gather(1, tokens[:, None]).squeeze(1),
+        rank=(order <= chosen).sum(dim=-1),
+        top_ids=top_ids,
+        top_values=values.gather(1, top_ids),
+    )
