@@ -100,7 +100,7 @@ fn to_f64(n: u64) -> f64 {
 
 /// Natural logarithm of a positive normal f64, relative error below 2^-40.
 ///
-/// `x = 2^k m` with m in `[sqrt(1/2), sqrt(2))`, and `ln m = 2 atanh(s) = 2 (s + s^3/3 + s^5/5 + ...)` with
+/// `x = 2^exponent m` with m in `[sqrt(1/2), sqrt(2))`, and `ln m = 2 atanh(s) = 2 (s + s^3/3 + s^5/5 + ...)` with
 /// `s = (m - 1) / (m + 1)`, `s^2 <= 0.0295`. Branch-free over 64-bit adds, shifts and masks, so that loops vectorise on
 /// every x86-64; the standard library's call per value takes three times as long.
 #[inline]
@@ -109,7 +109,7 @@ fn ln(x: f64) -> f64 {
     const ONE: u64 = 0x3FF0_0000_0000_0000;
     const MANTISSA: u64 = 0x000F_FFFF_FFFF_FFFF;
     let bits = x.to_bits() + (ONE - SQRT_HALF);
-    let k = to_f64(bits >> 52) - 1023.0;
+    let exponent = to_f64(bits >> 52) - 1023.0;
     let m = f64::from_bits((bits & MANTISSA) + SQRT_HALF);
     let s = (m - 1.0) / (m + 1.0);
     let z = s * s;
@@ -117,7 +117,7 @@ fn ln(x: f64) -> f64 {
     // 2/3 + 2/5 z + ... + 2/15 z^6, paired: the chain of a Horner scheme is a fifth slower.
     let low = (2.0 / 3.0 + z * (2.0 / 5.0)) + z2 * (2.0 / 7.0 + z * (2.0 / 9.0));
     let high = (2.0 / 11.0 + z * (2.0 / 13.0)) + z2 * (2.0 / 15.0);
-    (k * std::f64::consts::LN_2 + (s + s)) + s * (z * (low + (z2 * z2) * high))
+    (exponent * std::f64::consts::LN_2 + (s + s)) + s * (z * (low + (z2 * z2) * high))
 }
 
 /// Fills `out[token]` with uniforms of tokens `0..out.len()`; every value is strictly inside (0, 1).

@@ -1,0 +1,367 @@
+//! The slowest device that can be believed: KV of a position *is* the list of tokens up to it, and every read compares lists.
+//!
+//! Written from the record's description alone: sections are looked up by name, as the Python side does, and nothing is shared
+//! with the other simulated device of these tests. Panics where a real device would compute something else than a lone
+//! sequence does.
+
+use specrs_core::Scheduler;
+use std::collections::{BTreeMap, HashMap};
+
+pub(crate) const VOCAB: i64 = 11;
+
+/// What sampling knows of a request.
+#[derive(Clone, Debug)]
+pub(crate) struct Sampling {
+    pub(crate) prompt_len: usize,
+    pub(crate) min_tokens: usize,
+    pub(crate) stop: Vec<i64>,
+}
+
+/// The token that follows `prefix`: any function of all of it. Stop ids are masked before `min_tokens`.
+pub(crate) fn target_next(prefix: &[i64], sampling: &Sampling) -> i64 {
+    let mixed = prefix
+        .iter()
+        .fold(17_u64, |sum, &token| (sum ^ (token as u64 + 3)).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(23));
+    let masked = prefix.len() - sampling.prompt_len < sampling.min_tokens;
+    (0..VOCAB as u64)
+        .map(|i| ((mixed >> 20) + i) as i64 % VOCAB)
+        .find(|token| !(masked && sampling.stop.contains(token)))
+        .expect("a token that is not masked")
+}
+
+/// The draft's guess: right after two of three prefixes.
+fn draft_next(prefix: &[i64], sampling: &Sampling) -> i64 {
+    let right = target_next(prefix, sampling);
+    let sum: i64 = prefix.iter().enumerate().map(|(i, token)| (i as i64 + 2) * (token + 1)).sum();
+    if sum % 3 == 0 { (right + 1) % VOCAB } else { right }
+}
+
+/// What a lone request emits.
+pub(crate) fn lone_text(prompt: &[i64], limit: usize, sampling: &Sampling) -> Vec<i64> {
+    let mut tokens = prompt.to_vec();
+    while tokens.len() < limit {
+        let token = target_next(&tokens, sampling);
+        tokens.push(token);
+        if tokens.len() - prompt.len() > sampling.min_tokens && sampling.stop.contains(&token) {
+            break;
+        }
+    }
+    tokens.split_off(prompt.len())
+}
+
+#[derive(Clone, Debug, Default)]
+struct Row {
+    request_id: i64,
+    active: bool,
+    tokens: Vec<i64>,
+    draft_len: usize,
+    limit: usize,
+    capacity: usize,
+    table: HashMap<usize, usize>,
+    /// Its draft KV holds NaN somewhere; it alone may read that.
+    draft_poisoned: bool,
+}
+
+/// One entry's results.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Outcome {
+    pub(crate) tokens: Vec<i64>,
+    pub(crate) accepted: usize,
+    pub(crate) drafted: usize,
+    pub(crate) flags: i64,
+}
+
+/// KV by slot: the tokens up to the position written there; `None` is never written or NaN.
+type Kv = Vec<Option<Vec<i64>>>;
+
+pub(crate) struct Device {
+    block_size: usize,
+    first_rows: usize,
+    draft_context: Option<usize>,
+    rows: Vec<Row>,
+    target_kv: Kv,
+    draft_kv: Kv,
+    pub(crate) sampling: BTreeMap<i64, Sampling>,
+    /// Flags to raise at the next entry of a request.
+    pub(crate) faults: BTreeMap<i64, i64>,
+    /// Whether tokens accepted behind a stop token are reported.
+    pub(crate) reports_past_stop: bool,
+}
+
+/// A record's sections by name.
+pub(crate) struct Record<'a> {
+    data: &'a [i64],
+    sections: HashMap<&'static str, (usize, usize)>,
+}
+
+impl<'a> Record<'a> {
+    pub(crate) fn new(scheduler: &Scheduler, data: &'a [i64]) -> Self {
+        let sections = scheduler.record_layout().sections();
+        Self { data, sections: sections.into_iter().map(|(name, s)| (name, (s.offset, s.len))).collect() }
+    }
+
+    pub(crate) fn get(&self, name: &str, i: usize) -> i64 {
+        let (offset, len) = self.sections[name];
+        assert!(i < len, "{name}[{i}] of {len}");
+        self.data[offset + i]
+    }
+
+    pub(crate) fn size(&self, name: &str, i: usize) -> usize {
+        let value = self.get(name, i);
+        usize::try_from(value).unwrap_or_else(|_| panic!("{name}[{i}] = {value}"))
+    }
+
+    pub(crate) fn num_decode(&self) -> usize {
+        self.size("header", 1)
+    }
+
+    pub(crate) fn num_entries(&self) -> usize {
+        self.num_decode() + self.size("header", 2)
+    }
+}
+
+impl Device {
+    pub(crate) fn new(scheduler: &Scheduler) -> Self {
+        let config = scheduler.config();
+        let slots = config.num_blocks * config.block_size;
+        Self {
+            block_size: config.block_size,
+            first_rows: config.first_rows,
+            draft_context: config.draft_max_model_len,
+            rows: vec![Row::default(); config.max_num_seqs],
+            target_kv: vec![None; slots],
+            draft_kv: vec![None; slots],
+            sampling: BTreeMap::new(),
+            faults: BTreeMap::new(),
+            reports_past_stop: true,
+        }
+    }
+
+    pub(crate) fn request_of(&self, row: usize) -> i64 {
+        self.rows[row].request_id
+    }
+
+    pub(crate) fn limit_of(&self, row: usize) -> usize {
+        self.rows[row].limit
+    }
+
+    /// Executes one launch: uploads, prefill chunks, draft chunks, the decode iteration.
+    pub(crate) fn execute(&mut self, scheduler: &Scheduler, record: &Record<'_>) -> Vec<Outcome> {
+        self.upload(record);
+        for entry in 0..record.num_entries() {
+            let row = &mut self.rows[record.size("entry_row", entry)];
+            row.capacity = record.size("entry_capacity", entry);
+            let n_upper = record.size("entry_n_upper", entry);
+            assert!(row.tokens.len() <= n_upper, "n = {} above n_upper = {n_upper}", row.tokens.len());
+        }
+        let mut outcomes = vec![Outcome::default(); record.num_entries()];
+        for j in 0..record.size("header", 2) {
+            outcomes[record.num_decode() + j] = self.prefill(scheduler, record, j);
+        }
+        let mut writers = HashMap::new();
+        for j in 0..record.size("header", 4) {
+            self.catch_up(record, j, &mut writers);
+        }
+        for (entry, outcome) in outcomes.iter_mut().enumerate().take(record.num_decode()) {
+            let (row, k) = (record.size("entry_row", entry), record.size("entry_k", entry));
+            *outcome = self.decode(scheduler, row, k, &mut writers);
+        }
+        outcomes
+    }
+
+    fn upload(&mut self, record: &Record<'_>) {
+        let mut token = 0;
+        for i in 0..record.size("header", 6) {
+            let len = record.size("admit_num_tokens", i);
+            self.rows[record.size("admit_row", i)] = Row {
+                request_id: record.get("admit_request_id", i),
+                active: true,
+                tokens: (token..token + len).map(|at| record.get("upload_token", at)).collect(),
+                draft_len: record.size("admit_draft_len", i),
+                limit: record.size("admit_limit", i),
+                ..Row::default()
+            };
+            token += len;
+        }
+        assert_eq!(token, record.size("header", 7));
+        for i in 0..record.size("header", 8) {
+            let row = &mut self.rows[record.size("block_row", i)];
+            row.table.insert(record.size("block_index", i), record.size("block_id", i));
+        }
+    }
+
+    fn slot(&self, row: usize, position: usize) -> usize {
+        let row = &self.rows[row];
+        assert!(position < row.capacity, "position {position} of request {}: {}", row.request_id, row.capacity);
+        let block = row.table.get(&(position / self.block_size)).expect("a block that the device was told of");
+        block * self.block_size + position % self.block_size
+    }
+
+    /// A query at the last of `tokens` reads the KV of all positions before it and its own.
+    fn read(&self, kv: &Kv, model: &str, row: usize, tokens: &[i64]) {
+        for position in 0..tokens.len() {
+            let found = kv[self.slot(row, position)].as_deref();
+            let id = self.rows[row].request_id;
+            assert_eq!(found, Some(&tokens[..=position]), "{model} KV of request {id} at {position}");
+        }
+    }
+
+    fn write_target(&mut self, scheduler: &Scheduler, row: usize, tokens: &[i64]) {
+        let slot = self.slot(row, tokens.len() - 1);
+        let block = (slot / self.block_size) as i64;
+        let holders = scheduler.block_pool().ref_count(block);
+        assert!(holders <= Some(1), "target KV written to block {block} of {holders:?} holders");
+        self.target_kv[slot] = Some(tokens.to_vec());
+    }
+
+    /// Two requests must not write one block's draft KV in one launch: on a GPU they would race.
+    fn write_draft(&mut self, row: usize, tokens: &[i64], writers: &mut HashMap<usize, usize>) {
+        let slot = self.slot(row, tokens.len() - 1);
+        let writer = *writers.entry(slot / self.block_size).or_insert(row);
+        assert_eq!(writer, row, "rows {writer} and {row} both write draft KV of block {}", slot / self.block_size);
+        self.draft_kv[slot] = Some(tokens.to_vec());
+    }
+
+    fn prefill(&mut self, scheduler: &Scheduler, record: &Record<'_>, j: usize) -> Outcome {
+        let row = record.size("entry_row", record.num_decode() + j);
+        let (start, len) = (record.size("chunk_start", j), record.size("chunk_len", j));
+        let (from, to) = (record.size("prefill_q_start", j), record.size("prefill_q_start", j + 1));
+        assert!(len > 0 && to - from == len);
+        if !self.rows[row].active {
+            return Outcome::default();
+        }
+        let tokens = self.rows[row].tokens.clone();
+        for (i, position) in (start..start + len).enumerate() {
+            assert_eq!(record.size("prefill_position", from + i), position);
+            assert_eq!(record.get("prefill_token", from + i), tokens[position]);
+            assert_eq!(record.size("prefill_slot", from + i), self.slot(row, position));
+            self.write_target(scheduler, row, &tokens[..=position]);
+        }
+        self.read(&self.target_kv, "target", row, &tokens[..start + len]);
+        if let Some(fatal) = self.fatal(row, start, start + len) {
+            return fatal;
+        }
+        if record.get("chunk_is_last", j) == 0 {
+            assert!(start + len < tokens.len());
+            return Outcome::default();
+        }
+        assert_eq!(start + len, tokens.len(), "the last chunk ends the prompt");
+        let first = target_next(&tokens, &self.sampling[&self.rows[row].request_id]);
+        self.emit(row, &[first]);
+        Outcome { tokens: vec![first], ..Outcome::default() }
+    }
+
+    fn catch_up(&mut self, record: &Record<'_>, j: usize, writers: &mut HashMap<usize, usize>) {
+        let row = record.size("draft_chunk_row", j);
+        let (start, len) = (record.size("draft_chunk_start", j), record.size("draft_chunk_len", j));
+        let (from, to) = (record.size("draft_q_start", j), record.size("draft_q_start", j + 1));
+        assert_eq!(to - from, len);
+        let tokens = self.rows[row].tokens.clone();
+        assert!(self.draft_context >= Some(start + len), "draft chunk to {} of {:?}", start + len, self.draft_context);
+        for (i, position) in (start..start + len).enumerate() {
+            assert_eq!(record.size("draft_position", from + i), position);
+            let slot = record.get("draft_slot", from + i);
+            if slot >= 0 {
+                assert_eq!(slot as usize, self.slot(row, position));
+                self.write_draft(row, &tokens[..=position], writers);
+            }
+        }
+        if !self.rows[row].draft_poisoned {
+            self.read(&self.draft_kv, "draft", row, &tokens[..start + len]);
+        }
+        self.rows[row].draft_len = start + len;
+    }
+
+    fn decode(&mut self, scheduler: &Scheduler, row: usize, k: usize, writers: &mut HashMap<usize, usize>) -> Outcome {
+        if !self.rows[row].active {
+            return Outcome::default();
+        }
+        let mut tokens = self.rows[row].tokens.clone();
+        let (n, limit) = (tokens.len(), self.rows[row].limit);
+        let sampling = self.sampling[&self.rows[row].request_id].clone();
+        let context = self.draft_context.map_or(0, |context| (context + 1).saturating_sub(n));
+        let k = k.min(limit - n - 1).min(context);
+
+        if k > 0 {
+            let draft_len = self.rows[row].draft_len;
+            assert!(draft_len + self.first_rows >= n, "draft_len {draft_len} at n = {n}");
+            // The first pass feeds the last first_rows positions and writes those that the draft does not have yet.
+            for position in draft_len..n {
+                self.write_draft(row, &tokens[..=position], writers);
+            }
+            for i in 0..k {
+                if i > 0 {
+                    self.write_draft(row, &tokens, writers);
+                }
+                if !self.rows[row].draft_poisoned {
+                    self.read(&self.draft_kv, "draft", row, &tokens);
+                }
+                tokens.push(draft_next(&tokens, &sampling));
+            }
+        }
+        let drafted_flags = self.draft_fault(row, k, n);
+        for end in n..=tokens.len() {
+            self.write_target(scheduler, row, &tokens[..end]);
+        }
+        self.read(&self.target_kv, "target", row, &tokens);
+        if let Some(fatal) = self.fatal(row, n - 1, tokens.len()) {
+            return fatal;
+        }
+        let agrees = |i: &usize| target_next(&tokens[..n + i], &sampling) == tokens[n + i];
+        let accepted = (0..k).take_while(agrees).count();
+        let mut emitted = tokens[n..n + accepted].to_vec();
+        emitted.push(target_next(&tokens[..n + accepted], &sampling));
+        let kept = self.emit(row, &emitted);
+        if !self.reports_past_stop {
+            emitted.truncate(kept);
+        }
+        if k > 0 {
+            // min(n' - 1, n + K - 1), n' being the new number of tokens, stop tokens considered.
+            self.rows[row].draft_len = (self.rows[row].tokens.len() - 1).min(n + k - 1);
+        }
+        Outcome { tokens: emitted, accepted, drafted: k, flags: drafted_flags }
+    }
+
+    /// Appends until a stop token or the limit; how many tokens were taken.
+    fn emit(&mut self, row: usize, emitted: &[i64]) -> usize {
+        let row = &mut self.rows[row];
+        let sampling = &self.sampling[&row.request_id];
+        for (i, &token) in emitted.iter().enumerate() {
+            row.tokens.push(token);
+            let outputs = row.tokens.len() - sampling.prompt_len;
+            if outputs > sampling.min_tokens && sampling.stop.contains(&token) || row.tokens.len() == row.limit {
+                row.active = false;
+                return i + 1;
+            }
+        }
+        emitted.len()
+    }
+
+    /// The request's target or capacity fault, if one is due: the row ends, and what it just wrote is NaN.
+    fn fatal(&mut self, row: usize, start: usize, end: usize) -> Option<Outcome> {
+        let request_id = self.rows[row].request_id;
+        let flags = *self.faults.get(&request_id).filter(|&&flags| flags & 5 != 0)?;
+        self.faults.remove(&request_id);
+        self.rows[row].active = false;
+        for position in start..end {
+            let slot = self.slot(row, position);
+            self.target_kv[slot] = None;
+        }
+        Some(Outcome { flags, ..Outcome::default() })
+    }
+
+    /// The request's draft fault, if one is due and it drafted: what the draft just wrote is NaN.
+    fn draft_fault(&mut self, row: usize, k: usize, n: usize) -> i64 {
+        let request_id = self.rows[row].request_id;
+        if k == 0 || self.faults.get(&request_id) != Some(&2) {
+            return 0;
+        }
+        self.faults.remove(&request_id);
+        self.rows[row].draft_poisoned = true;
+        for position in self.rows[row].draft_len..n + k - 1 {
+            let slot = self.slot(row, position);
+            self.draft_kv[slot] = None;
+        }
+        2
+    }
+}

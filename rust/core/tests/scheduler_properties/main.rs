@@ -1,0 +1,399 @@
+//! The scheduler under random requests, aborts, preemptions, faults and plan-settle orders, on a naive device.
+//!
+//! After every call its books must agree; every token delivered must be the one that the request would get alone; every request
+//! must end; and at the end every block must be free.
+
+mod device;
+
+use device::{Device, Outcome, Record, Sampling, VOCAB, lone_text};
+use proptest::prelude::*;
+use proptest::test_runner::FileFailurePersistence;
+use specrs_core::scheduler::layout::{FINISH_ERROR, FINISH_LENGTH, FINISH_NONE, FINISH_STOP};
+use specrs_core::{Error, PlanOutcome, RequestParams, Scheduler, SchedulerConfig};
+use std::collections::{BTreeMap, VecDeque};
+
+#[derive(Clone, Debug)]
+struct Ask {
+    /// Which of a few long texts the prompt starts, how much of it, and how much of its own follows.
+    text: i64,
+    shared: usize,
+    own: usize,
+    max_tokens: usize,
+    min_tokens: usize,
+    k: usize,
+    priority: i64,
+    stop: Vec<i64>,
+    salt: u8,
+}
+
+#[derive(Clone, Debug)]
+enum Op {
+    Add(Ask),
+    Plan,
+    Settle,
+    /// Abort, preempt or disturb one of the requests so far.
+    Abort(prop::sample::Index),
+    Preempt(prop::sample::Index),
+    Fault(prop::sample::Index, i64),
+    ResetPrefixCache,
+}
+
+fn ask() -> impl Strategy<Value = Ask> {
+    let prompt = (0..3_i64, 0..20_usize, 0..12_usize);
+    let lengths = (1..24_usize, prop_oneof![3 => Just(0_usize), 1 => 0..8_usize]);
+    let rest =
+        (0..5_usize, -1..2_i64, prop::collection::vec(0..VOCAB, 0..3), prop_oneof![4 => Just(0_u8), 1 => Just(1)]);
+    (prompt, lengths, rest).prop_map(|((text, shared, own), (max_tokens, min_tokens), (k, priority, stop, salt))| Ask {
+        text,
+        shared,
+        own,
+        max_tokens,
+        min_tokens,
+        k,
+        priority,
+        stop,
+        salt,
+    })
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    let any = any::<prop::sample::Index>;
+    prop_oneof![
+        6 => ask().prop_map(Op::Add),
+        16 => Just(Op::Plan),
+        16 => Just(Op::Settle),
+        1 => any().prop_map(Op::Abort),
+        2 => any().prop_map(Op::Preempt),
+        1 => (any(), prop::sample::select(vec![1, 2, 2, 4])).prop_map(|(index, flags)| Op::Fault(index, flags)),
+        1 => Just(Op::ResetPrefixCache),
+    ]
+}
+
+fn settings() -> impl Strategy<Value = SchedulerConfig> {
+    let sizes = (1..5_usize, prop::sample::select(vec![2, 9, 24, 48]), 0..24_usize, 1..6_usize);
+    let budget = prop_oneof![2 => 1..6_usize, 3 => 6..40_usize];
+    let draft = prop_oneof![1 => Just(None), 1 => (1..30_usize).prop_map(Some), 3 => Just(Some(64))];
+    let rest = (0..5_usize, draft, prop::sample::select(vec![1_usize, 2, 2, 3]), 1..4_usize, prop::bool::weighted(0.8));
+    let ratio = prop::sample::select(vec![0.05, 0.5, 1.0, 3.0]);
+    (sizes, budget, rest, ratio).prop_map(|((rows, len, spare, block_size), budget, rest, ratio)| {
+        let (k, draft_max_model_len, first_rows, max_in_flight, enable_prefix_caching) = rest;
+        SchedulerConfig {
+            num_speculative_tokens: k,
+            draft_max_model_len,
+            first_rows,
+            draft_cost_ratio: ratio,
+            max_in_flight,
+            enable_prefix_caching,
+            ..SchedulerConfig::new(rows, len, len.div_ceil(block_size) + spare, block_size, budget)
+        }
+    })
+}
+
+/// What the test knows of a request.
+struct Request {
+    importance: (i64, usize),
+    expected: Vec<i64>,
+    delivered: Vec<i64>,
+    ended: bool,
+}
+
+struct Run {
+    scheduler: Scheduler,
+    device: Device,
+    requests: BTreeMap<i64, Request>,
+    in_flight: VecDeque<(u64, Vec<i64>, Vec<Outcome>)>,
+    record: Vec<i64>,
+    settled: Vec<i64>,
+    /// Drafts, draft tokens and accepted tokens of entries that counted.
+    books: (u64, u64, u64),
+}
+
+impl Run {
+    fn new(config: SchedulerConfig, reports_past_stop: bool) -> Self {
+        let scheduler = Scheduler::new(config).expect("allowed settings");
+        let mut device = Device::new(&scheduler);
+        device.reports_past_stop = reports_past_stop;
+        Self {
+            record: vec![-5; scheduler.record_layout().size],
+            settled: vec![-5; scheduler.settled_layout().size],
+            scheduler,
+            device,
+            requests: BTreeMap::new(),
+            in_flight: VecDeque::new(),
+            books: (0, 0, 0),
+        }
+    }
+
+    fn check(&self) {
+        self.scheduler.check_integrity().expect("books that agree");
+        let (drafts, draft_tokens, accepted) = self.books;
+        let books = self.scheduler.acceptance();
+        assert_eq!((books.drafts(), books.draft_tokens(), books.accepted_tokens()), (drafts, draft_tokens, accepted));
+        let live = self.requests.values().filter(|request| !request.ended).count();
+        assert_eq!(self.scheduler.num_waiting() + self.scheduler.num_running(), live);
+    }
+
+    fn apply(&mut self, op: &Op) {
+        match op {
+            Op::Add(ask) => self.add(ask),
+            Op::Plan => drop(self.plan()),
+            Op::Settle if self.in_flight.is_empty() => {}
+            Op::Settle => self.settle(),
+            Op::Abort(index) => {
+                if let Some((id, ended)) = self.pick(*index) {
+                    assert_eq!(self.scheduler.abort(id), live(id, ended));
+                    self.requests.get_mut(&id).expect("a request").ended = true;
+                }
+            }
+            Op::Preempt(index) => {
+                if let Some((id, ended)) = self.pick(*index) {
+                    let running = self.scheduler.num_running();
+                    match self.scheduler.preempt(id) {
+                        Ok(()) => assert_eq!(self.scheduler.num_running(), running - 1),
+                        Err(Error::NotRunning { .. }) => assert!(!ended),
+                        error => assert_eq!(error, live(id, ended)),
+                    }
+                }
+            }
+            Op::Fault(index, flags) => {
+                if let Some((id, _)) = self.pick(*index) {
+                    self.device.faults.insert(id, *flags);
+                }
+            }
+            Op::ResetPrefixCache => {
+                let idle = self.scheduler.num_free_blocks() == self.scheduler.num_blocks();
+                assert_eq!(self.scheduler.reset_prefix_cache(), idle);
+            }
+        }
+        self.check();
+    }
+
+    fn pick(&self, index: prop::sample::Index) -> Option<(i64, bool)> {
+        let id = index.index(self.requests.len().max(1)) as i64;
+        self.requests.get(&id).map(|request| (id, request.ended))
+    }
+
+    fn add(&mut self, ask: &Ask) {
+        let config = self.scheduler.config();
+        let id = self.requests.len() as i64;
+        let shared = (0..ask.shared as i64).map(|i| (ask.text * 5 + i * i) % VOCAB);
+        let own = (0..ask.own as i64).map(|i| (id * 3 + i) % VOCAB);
+        let mut prompt: Vec<i64> = shared.chain(own).collect();
+        prompt.truncate(config.max_model_len - 1);
+        if prompt.is_empty() {
+            prompt.push(ask.text);
+        }
+        let limit = (prompt.len() + ask.max_tokens).min(config.max_model_len);
+        let sampling = Sampling { prompt_len: prompt.len(), min_tokens: ask.min_tokens, stop: ask.stop.clone() };
+        let params = RequestParams {
+            limit,
+            min_tokens: ask.min_tokens,
+            num_speculative_tokens: ask.k.min(config.num_speculative_tokens),
+            priority: ask.priority,
+            stop_token_ids: &ask.stop,
+            cache_salt: &[ask.salt],
+        };
+        self.scheduler.add_request(id, &prompt, &params).expect("an allowed request");
+        let duplicate = self.scheduler.add_request(id, &prompt, &params);
+        assert_eq!(duplicate, Err(Error::DuplicateRequest { request_id: id }));
+        let expected = lone_text(&prompt, limit, &sampling);
+        let importance = (ask.priority, self.requests.len());
+        self.requests.insert(id, Request { importance, expected, delivered: Vec::new(), ended: false });
+        self.device.sampling.insert(id, sampling);
+    }
+
+    fn plan(&mut self) -> PlanOutcome {
+        let in_flight = self.in_flight.len();
+        let outcome = self.scheduler.plan(&mut self.record).expect("a matching buffer");
+        match outcome {
+            PlanOutcome::Idle => {
+                assert!(in_flight == 0 && self.requests.values().all(|request| request.ended), "idle with work");
+            }
+            PlanOutcome::SettleFirst => assert!(in_flight > 0, "nothing in flight to settle first"),
+            PlanOutcome::Launch(_) => {
+                assert!(in_flight < self.scheduler.config().max_in_flight);
+                self.check_record(in_flight == 0);
+                let record = Record::new(&self.scheduler, &self.record);
+                let outcomes = self.device.execute(&self.scheduler, &record);
+                let rows = (0..record.num_entries()).map(|entry| record.get("entry_row", entry)).collect();
+                self.in_flight.push_back((record.get("header", 0) as u64, rows, outcomes));
+            }
+        }
+        outcome
+    }
+
+    /// What holds of every record, whatever was decided.
+    fn check_record(&self, alone: bool) {
+        let config = self.scheduler.config();
+        let record = Record::new(&self.scheduler, &self.record);
+        let (num_decode, num_entries) = (record.num_decode(), record.num_entries());
+        assert!(num_entries >= 1 && num_entries <= config.max_num_seqs);
+        let mut rows: Vec<_> = (0..num_entries).map(|entry| record.size("entry_row", entry)).collect();
+        rows.sort_unstable();
+        rows.dedup();
+        assert!(rows.len() == num_entries && rows.iter().all(|&row| row < config.max_num_seqs), "{rows:?}");
+
+        let ks: Vec<_> = (0..num_decode).map(|entry| record.size("entry_k", entry)).collect();
+        assert!(ks.is_sorted_by(|a, b| a >= b), "{ks:?}");
+        assert_eq!(record.size("header", 9), ks.first().copied().unwrap_or(0));
+        for (entry, k) in ks.iter().enumerate() {
+            let (n_upper, capacity) = (record.size("entry_n_upper", entry), record.size("entry_capacity", entry));
+            let limit = self.device.limit_of(record.size("entry_row", entry));
+            assert!(capacity >= limit.min(n_upper + k), "capacity {capacity} for {n_upper} + {k} of {limit}");
+        }
+
+        // Decode never waits for the budget; chunks share what it leaves, at least a quarter, at least one token.
+        let decode_tokens: usize = ks.iter().map(|k| k + 1).sum();
+        let budget = config.max_num_batched_tokens;
+        let chunks = budget.saturating_sub(decode_tokens).max(budget.div_ceil(4));
+        let (prefill, draft) = (record.size("header", 3), record.size("header", 5));
+        let cost = |tokens: usize| (tokens as f64 * config.draft_cost_ratio).ceil() as usize;
+        assert!(prefill <= chunks, "{prefill} prefill tokens of {chunks}");
+        assert!(
+            prefill + cost(draft) <= chunks.max(cost(1)) + record.size("header", 4),
+            "{prefill} + {draft} of {chunks}"
+        );
+
+        // Admitted requests are the most important of those that waited, and nobody is admitted while others are preempted.
+        let admitted: Vec<_> = (0..record.size("header", 6)).map(|i| record.get("admit_request_id", i)).collect();
+        let preempted = record.size("header", 10);
+        assert!(admitted.is_empty() || preempted == 0);
+        if let (Some(last), Some(first)) = (
+            admitted.iter().map(|id| self.requests[id].importance).max(),
+            self.waiting().iter().map(|id| self.requests[id].importance).min(),
+        ) {
+            assert!(last < first, "admitted {last:?} before {first:?}");
+        }
+        for i in 0..preempted {
+            let id = record.get("preempted_request_id", i);
+            let important = self.running().iter().map(|id| self.requests[id].importance).min();
+            assert!(important < Some(self.requests[&id].importance), "the most important request {id} was preempted");
+        }
+        // With everything settled, the most important running request always advances.
+        if alone {
+            let first = self.running().into_iter().min_by_key(|id| self.requests[id].importance).expect("an entry's");
+            let advances = (0..num_entries).any(|entry| self.device_request(&record, entry) == first);
+            assert!(advances, "request {first} stands still");
+        }
+    }
+
+    /// The request of an entry, as the device will know it.
+    fn device_request(&self, record: &Record<'_>, entry: usize) -> i64 {
+        let row = record.get("entry_row", entry);
+        (0..record.size("header", 6))
+            .find(|&i| record.get("admit_row", i) == row)
+            .map_or_else(|| self.device.request_of(row as usize), |i| record.get("admit_request_id", i))
+    }
+
+    fn live(&self) -> impl Iterator<Item = i64> + '_ {
+        self.requests.iter().filter(|(_, request)| !request.ended).map(|(&id, _)| id)
+    }
+
+    /// Whether a request runs is asked by what preempting it would say, on a copy.
+    fn running(&self) -> Vec<i64> {
+        self.live().filter(|&id| self.scheduler.clone().preempt(id).is_ok()).collect()
+    }
+
+    fn waiting(&self) -> Vec<i64> {
+        self.live().filter(|&id| self.scheduler.clone().preempt(id).is_err()).collect()
+    }
+
+    fn settle(&mut self) {
+        let (launch_id, rows, outcomes) = self.in_flight.pop_front().expect("a launch in flight");
+        let results = self.results(&outcomes);
+        let late = self.scheduler.settle(launch_id + 1, &results, &mut self.settled);
+        assert_eq!(late, Err(Error::SettleOrder { launch_id: launch_id + 1, expected: Some(launch_id) }));
+        self.scheduler.settle(launch_id, &results, &mut self.settled).expect("what the device reported");
+
+        let layout = *self.scheduler.settled_layout();
+        for (entry, outcome) in outcomes.iter().enumerate() {
+            let id = self.settled[layout.request_id.offset + entry];
+            let num_new = self.settled[layout.num_new.offset + entry] as usize;
+            let finish = self.settled[layout.finish_reason.offset + entry];
+            if id < 0 {
+                assert_eq!((num_new, finish), (0, FINISH_NONE));
+                continue;
+            }
+            let request = self.requests.get_mut(&id).expect("a known request");
+            assert!(!request.ended, "request {id} on row {} goes on after its end", rows[entry]);
+            request.delivered.extend(&outcome.tokens[..num_new]);
+            assert!(request.expected.starts_with(&request.delivered), "request {id}: {:?}", request.delivered);
+            request.ended = finish != FINISH_NONE;
+            if outcome.flags & 5 != 0 {
+                assert_eq!((num_new, finish), (0, FINISH_ERROR));
+                continue;
+            }
+            let complete = request.delivered == request.expected;
+            assert_eq!(complete, finish == FINISH_STOP || finish == FINISH_LENGTH, "request {id}: finish {finish}");
+            if outcome.drafted > 0 {
+                self.books.0 += 1;
+                self.books.1 += outcome.drafted as u64;
+                self.books.2 += outcome.accepted as u64;
+            }
+        }
+    }
+
+    fn results(&self, outcomes: &[Outcome]) -> Vec<i64> {
+        let layout = self.scheduler.results_layout();
+        let width = self.scheduler.config().num_speculative_tokens + 1;
+        let mut results = vec![0; layout.size];
+        for (i, outcome) in outcomes.iter().enumerate() {
+            results[layout.num_emitted.offset + i] = outcome.tokens.len() as i64;
+            results[layout.num_accepted.offset + i] = outcome.accepted as i64;
+            results[layout.num_drafted.offset + i] = outcome.drafted as i64;
+            results[layout.flags.offset + i] = outcome.flags;
+            let at = layout.tokens.offset + i * width;
+            results[at..at + outcome.tokens.len()].copy_from_slice(&outcome.tokens);
+        }
+        results
+    }
+
+    /// Plans and settles as an engine does until nothing is left.
+    fn drain(&mut self) {
+        for _ in 0..20_000 {
+            match self.plan() {
+                PlanOutcome::Idle => return self.check_idle(),
+                PlanOutcome::Launch(_) if self.in_flight.len() < self.scheduler.config().max_in_flight => {}
+                _ => self.settle(),
+            }
+            self.check();
+        }
+        panic!("no end: {:?}", self.live().collect::<Vec<_>>());
+    }
+
+    fn check_idle(&self) {
+        assert!(!self.scheduler.has_unfinished());
+        assert_eq!(self.scheduler.num_free_blocks(), self.scheduler.num_blocks());
+        assert_eq!((self.scheduler.num_waiting(), self.scheduler.num_running()), (0, 0));
+        assert_eq!(self.scheduler.num_in_flight(), 0);
+    }
+}
+
+fn live(id: i64, ended: bool) -> Result<(), Error> {
+    if ended { Err(Error::UnknownRequest { request_id: id }) } else { Ok(()) }
+}
+
+/// `PROPTEST_CASES` raises the number of cases.
+fn config() -> ProptestConfig {
+    let cases = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(200);
+    let regressions = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/regressions/scheduler.txt");
+    let failure_persistence = Some(Box::new(FileFailurePersistence::Direct(regressions)) as Box<_>);
+    ProptestConfig { cases, failure_persistence, max_shrink_iters: 4096, ..ProptestConfig::default() }
+}
+
+proptest! {
+    #![proptest_config(config())]
+
+    #[test]
+    fn everyone_gets_the_text_they_would_get_alone(
+        settings in settings(),
+        ops in prop::collection::vec(op(), 1..120),
+        reports_past_stop: bool,
+    ) {
+        let mut run = Run::new(settings, reports_past_stop);
+        for op in &ops {
+            run.apply(op);
+        }
+        run.drain();
+    }
+}
