@@ -85,6 +85,39 @@ fn the_victim_is_the_least_important_and_not_the_latest() {
 }
 
 #[test]
+fn of_several_below_the_least_important_gives_way() {
+    let mut driver = Driver::new(SchedulerConfig { num_blocks: 9, max_model_len: 24, ..small() });
+    for id in 0..3 {
+        driver.add(id, &ask(id as u64, 8, 16)).unwrap();
+    }
+    while driver.scheduler.num_preemptions() == 0 {
+        driver.launch();
+        driver.settle();
+    }
+    assert_eq!(driver.section("preempted_request_id", 1), [2], "request 0 is the first to need a fourth block");
+    driver.run();
+}
+
+#[test]
+fn blocks_of_a_victim_are_not_for_newcomers_of_the_same_plan() {
+    // Request 0 needs a third block at 9 tokens; request 1 holds the other 6; request 2, the most important, waits for 2.
+    let mut driver = Driver::new(SchedulerConfig { num_blocks: 8, max_model_len: 32, ..small() });
+    driver.add(0, &ask(1, 7, 10)).unwrap();
+    driver.add(1, &Ask { priority: 1, ..ask(2, 23, 9) }).unwrap();
+    driver.launch();
+    driver.settle();
+    driver.add(2, &Ask { priority: -1, ..ask(3, 6, 5) }).unwrap();
+    driver.launch();
+    assert_eq!(driver.scheduler.num_preemptions(), 0);
+    driver.settle();
+    let header = driver.launch();
+    assert_eq!((header.num_preempted, header.num_decode, header.num_admitted), (1, 1, 0));
+    driver.settle();
+    assert_eq!(driver.launch().num_admitted, 1);
+    driver.run();
+}
+
+#[test]
 fn a_row_with_nobody_below_it_is_left_out_until_blocks_come_free() {
     // 5 blocks: request 0 takes 3 for its 9th token, request 1 has 2, needs a third, and is the least important.
     let mut driver = Driver::new(SchedulerConfig { num_blocks: 5, max_model_len: 20, ..small() });
