@@ -256,17 +256,22 @@ impl Device {
         let (start, len) = (record.size("draft_chunk_start", j), record.size("draft_chunk_len", j));
         let (from, to) = (record.size("draft_q_start", j), record.size("draft_q_start", j + 1));
         assert_eq!(to - from, len);
-        let tokens = self.rows[row].tokens.clone();
+        // A row that has ended in an earlier launch may lack the tokens of its chunk: then it computes nonsense.
+        let (tokens, active) = (self.rows[row].tokens.clone(), self.rows[row].active);
         assert!(self.draft_context >= Some(start + len), "draft chunk to {} of {:?}", start + len, self.draft_context);
         for (i, position) in (start..start + len).enumerate() {
             assert_eq!(record.size("draft_position", from + i), position);
             let slot = record.get("draft_slot", from + i);
             if slot >= 0 {
                 assert_eq!(slot as usize, self.slot(row, position));
-                self.write_draft(row, &tokens[..=position], writers);
+                if active {
+                    self.write_draft(row, &tokens[..=position], writers);
+                } else {
+                    self.draft_kv[slot as usize] = None;
+                }
             }
         }
-        if !self.rows[row].draft_poisoned {
+        if active && !self.rows[row].draft_poisoned {
             self.read(&self.draft_kv, "draft", row, &tokens[..start + len]);
         }
         self.rows[row].draft_len = start + len;

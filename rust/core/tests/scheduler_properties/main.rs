@@ -242,17 +242,16 @@ impl Run {
             assert!(capacity >= limit.min(n_upper + k), "capacity {capacity} for {n_upper} + {k} of {limit}");
         }
 
-        // Decode never waits for the budget; chunks share what it leaves, at least a quarter, at least one token.
+        // Decode never waits for the budget; chunks share what it leaves, at least a quarter. One draft token may go beyond, and
+        // each chunk's cost is rounded up.
         let decode_tokens: usize = ks.iter().map(|k| k + 1).sum();
         let budget = config.max_num_batched_tokens;
         let chunks = budget.saturating_sub(decode_tokens).max(budget.div_ceil(4));
         let (prefill, draft) = (record.size("header", 3), record.size("header", 5));
         let cost = |tokens: usize| (tokens as f64 * config.draft_cost_ratio).ceil() as usize;
         assert!(prefill <= chunks, "{prefill} prefill tokens of {chunks}");
-        assert!(
-            prefill + cost(draft) <= chunks.max(cost(1)) + record.size("header", 4),
-            "{prefill} + {draft} of {chunks}"
-        );
+        let most = chunks + cost(1) + record.size("header", 4);
+        assert!(prefill + cost(draft) <= most, "{prefill} prefill and {draft} draft tokens of {chunks}");
 
         // Admitted requests are the most important of those that waited, and nobody is admitted while others are preempted.
         let admitted: Vec<_> = (0..record.size("header", 6)).map(|i| record.get("admit_request_id", i)).collect();
