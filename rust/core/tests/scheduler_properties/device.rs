@@ -15,6 +15,7 @@ pub(crate) struct Sampling {
     pub(crate) prompt_len: usize,
     pub(crate) min_tokens: usize,
     pub(crate) stop: Vec<i64>,
+    pub(crate) salt: u8,
 }
 
 /// The token that follows `prefix`: any function of all of it. Stop ids are masked before `min_tokens`.
@@ -71,8 +72,8 @@ pub(crate) struct Outcome {
     pub(crate) flags: i64,
 }
 
-/// KV by slot: the tokens up to the position written there; `None` is never written or NaN.
-type Kv = Vec<Option<Vec<i64>>>;
+/// KV by slot: salt and tokens up to the position written there; `None` is never written or NaN. Tenants never share.
+type Kv = Vec<Option<(u8, Vec<i64>)>>;
 
 pub(crate) struct Device {
     block_size: usize,
@@ -200,9 +201,10 @@ impl Device {
     /// A query at the last of `tokens` reads the KV of all positions before it and its own.
     fn read(&self, kv: &Kv, model: &str, row: usize, tokens: &[i64]) {
         for position in 0..tokens.len() {
-            let found = kv[self.slot(row, position)].as_deref();
+            let found = kv[self.slot(row, position)].as_ref().map(|(salt, tokens)| (*salt, tokens.as_slice()));
             let id = self.rows[row].request_id;
-            assert_eq!(found, Some(&tokens[..=position]), "{model} KV of request {id} at {position}");
+            let right = (self.sampling[&id].salt, &tokens[..=position]);
+            assert_eq!(found, Some(right), "{model} KV of request {id} at {position}");
         }
     }
 
@@ -211,7 +213,7 @@ impl Device {
         let block = (slot / self.block_size) as i64;
         let holders = scheduler.block_pool().ref_count(block);
         assert!(holders <= Some(1), "target KV written to block {block} of {holders:?} holders");
-        self.target_kv[slot] = Some(tokens.to_vec());
+        self.target_kv[slot] = Some((self.sampling[&self.rows[row].request_id].salt, tokens.to_vec()));
     }
 
     /// Two requests must not write one block's draft KV in one launch: on a GPU they would race.
@@ -219,7 +221,7 @@ impl Device {
         let slot = self.slot(row, tokens.len() - 1);
         let writer = *writers.entry(slot / self.block_size).or_insert(row);
         assert_eq!(writer, row, "rows {writer} and {row} both write draft KV of block {}", slot / self.block_size);
-        self.draft_kv[slot] = Some(tokens.to_vec());
+        self.draft_kv[slot] = Some((self.sampling[&self.rows[row].request_id].salt, tokens.to_vec()));
     }
 
     fn prefill(&mut self, scheduler: &Scheduler, record: &Record<'_>, j: usize) -> Outcome {

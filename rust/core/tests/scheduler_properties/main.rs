@@ -184,7 +184,8 @@ impl Run {
             prompt.push(ask.text);
         }
         let limit = (prompt.len() + ask.max_tokens).min(config.max_model_len);
-        let sampling = Sampling { prompt_len: prompt.len(), min_tokens: ask.min_tokens, stop: ask.stop.clone() };
+        let sampling =
+            Sampling { prompt_len: prompt.len(), min_tokens: ask.min_tokens, stop: ask.stop.clone(), salt: ask.salt };
         let params = RequestParams {
             limit,
             min_tokens: ask.min_tokens,
