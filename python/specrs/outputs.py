@@ -11,6 +11,20 @@ if TYPE_CHECKING:
     from specrs.errors import SpecrsError
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """What the engine says of one token: itself, and the n most likely at its position, the likeliest first.
+
+    `rank` counts from 1: tokens at least as likely, itself included. `top_ids`, `top_logprobs`: `[n]`.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
 @dataclass(frozen=True, kw_only=True)
 class AcceptanceFigures:
     """The acceptance books of one request or of an engine.
