@@ -161,7 +161,7 @@ impl Device {
         }
         let mut writers = HashMap::new();
         for j in 0..record.size("header", 4) {
-            self.catch_up(record, j, &mut writers);
+            self.catch_up(scheduler, record, j, &mut writers);
         }
         for (entry, outcome) in outcomes.iter_mut().enumerate().take(record.num_decode()) {
             let (row, k) = (record.size("entry_row", entry), record.size("entry_k", entry));
@@ -216,11 +216,13 @@ impl Device {
         self.target_kv[slot] = Some((self.sampling[&self.rows[row].request_id].salt, tokens.to_vec()));
     }
 
-    /// Two requests must not write one block's draft KV in one launch: on a GPU they would race.
-    fn write_draft(&mut self, row: usize, tokens: &[i64], writers: &mut HashMap<usize, usize>) {
+    /// Two requests must not write one block's draft KV in one launch, and nobody a block that others read: on a GPU they race.
+    fn write_draft(&mut self, scheduler: &Scheduler, row: usize, tokens: &[i64], writers: &mut HashMap<usize, usize>) {
         let slot = self.slot(row, tokens.len() - 1);
-        let writer = *writers.entry(slot / self.block_size).or_insert(row);
-        assert_eq!(writer, row, "rows {writer} and {row} both write draft KV of block {}", slot / self.block_size);
+        let block = slot / self.block_size;
+        let writer = *writers.entry(block).or_insert(row);
+        assert_eq!(writer, row, "rows {writer} and {row} both write draft KV of block {block}");
+        assert!(!scheduler.block_pool().has_draft(block as i64), "draft KV of block {block} is written again");
         self.draft_kv[slot] = Some((self.sampling[&self.rows[row].request_id].salt, tokens.to_vec()));
     }
 
@@ -253,13 +255,14 @@ impl Device {
         Outcome { tokens: vec![first], ..Outcome::default() }
     }
 
-    fn catch_up(&mut self, record: &Record<'_>, j: usize, writers: &mut HashMap<usize, usize>) {
+    fn catch_up(&mut self, scheduler: &Scheduler, record: &Record<'_>, j: usize, writers: &mut HashMap<usize, usize>) {
         let row = record.size("draft_chunk_row", j);
         let (start, len) = (record.size("draft_chunk_start", j), record.size("draft_chunk_len", j));
         let (from, to) = (record.size("draft_q_start", j), record.size("draft_q_start", j + 1));
         assert_eq!(to - from, len);
         // A row that has ended in an earlier launch may lack the tokens of its chunk: then it computes nonsense.
         let (tokens, active) = (self.rows[row].tokens.clone(), self.rows[row].active);
+        let faulty = self.faults.get(&self.rows[row].request_id) == Some(&2);
         assert!(self.draft_context >= Some(start + len), "draft chunk to {} of {:?}", start + len, self.draft_context);
         for (i, position) in (start..start + len).enumerate() {
             assert_eq!(record.size("draft_position", from + i), position);
@@ -267,12 +270,15 @@ impl Device {
             if slot >= 0 {
                 assert_eq!(slot as usize, self.slot(row, position));
                 if active {
-                    self.write_draft(row, &tokens[..=position], writers);
-                } else {
+                    self.write_draft(scheduler, row, &tokens[..=position], writers);
+                }
+                if !active || faulty {
                     self.draft_kv[slot as usize] = None;
                 }
             }
         }
+        // The fault shows only in logits: those of the row's next drafting.
+        self.rows[row].draft_poisoned |= faulty;
         if active && !self.rows[row].draft_poisoned {
             self.read(&self.draft_kv, "draft", row, &tokens[..start + len]);
         }
@@ -294,11 +300,11 @@ impl Device {
             assert!(draft_len + self.first_rows >= n, "draft_len {draft_len} at n = {n}");
             // The first pass feeds the last first_rows positions and writes those that the draft does not have yet.
             for position in draft_len..n {
-                self.write_draft(row, &tokens[..=position], writers);
+                self.write_draft(scheduler, row, &tokens[..=position], writers);
             }
             for i in 0..k {
                 if i > 0 {
-                    self.write_draft(row, &tokens, writers);
+                    self.write_draft(scheduler, row, &tokens, writers);
                 }
                 if !self.rows[row].draft_poisoned {
                     self.read(&self.draft_kv, "draft", row, &tokens);

@@ -39,11 +39,14 @@ enum Op {
 }
 
 fn ask() -> impl Strategy<Value = Ask> {
-    let prompt = (0..3_i64, 0..20_usize, 0..12_usize);
     let lengths = (1..24_usize, prop_oneof![3 => Just(0_usize), 1 => 0..8_usize]);
-    let rest =
-        (0..5_usize, -1..2_i64, prop::collection::vec(0..VOCAB, 0..3), prop_oneof![4 => Just(0_u8), 1 => Just(1)]);
-    (prompt, lengths, rest).prop_map(|((text, shared, own), (max_tokens, min_tokens), (k, priority, stop, salt))| Ask {
+    let rest = (-1..2_i64, prop::collection::vec(0..VOCAB, 0..3), prop_oneof![9 => Just(0_u8), 1 => Just(1)]);
+    // Strangers, and a crowd with one long prefix in common, whose draft KV they write for each other.
+    let prompt = prop_oneof![
+        1 => (0..3_i64, 0..20_usize, 0..12_usize, 0..5_usize),
+        2 => (Just(0_i64), 6..20_usize, 0..3_usize, prop_oneof![1 => Just(0_usize), 4 => 1..5_usize]),
+    ];
+    (prompt, lengths, rest).prop_map(|((text, shared, own, k), (max_tokens, min_tokens), (priority, stop, salt))| Ask {
         text,
         shared,
         own,
@@ -64,7 +67,7 @@ fn op() -> impl Strategy<Value = Op> {
         16 => Just(Op::Settle),
         1 => any().prop_map(Op::Abort),
         2 => any().prop_map(Op::Preempt),
-        1 => (any(), prop::sample::select(vec![1, 2, 2, 4])).prop_map(|(index, flags)| Op::Fault(index, flags)),
+        2 => (any(), prop::sample::select(vec![1, 2, 2, 2, 4])).prop_map(|(index, flags)| Op::Fault(index, flags)),
         1 => Just(Op::ResetPrefixCache),
     ]
 }
@@ -258,6 +261,7 @@ impl Run {
         let admitted: Vec<_> = (0..record.size("header", 6)).map(|i| record.get("admit_request_id", i)).collect();
         let preempted = record.size("header", 10);
         assert!(admitted.is_empty() || preempted == 0);
+        assert!(alone || preempted == 0, "preempted while launches in flight could still free blocks");
         if let (Some(last), Some(first)) = (
             admitted.iter().map(|id| self.requests[id].importance).max(),
             self.waiting().iter().map(|id| self.requests[id].importance).min(),
@@ -269,12 +273,28 @@ impl Run {
             let important = self.running().iter().map(|id| self.requests[id].importance).min();
             assert!(important < Some(self.requests[&id].importance), "the most important request {id} was preempted");
         }
+        self.check_admissions(&record);
         // With everything settled, the most important running request always advances.
         if alone {
             let first = self.running().into_iter().min_by_key(|id| self.requests[id].importance).expect("an entry's");
             let advances = (0..num_entries).any(|entry| self.device_request(&record, entry) == first);
             assert!(advances, "request {first} stands still");
         }
+    }
+
+    /// Beside others, a newcomer has blocks for its whole prompt, or it would soon be preempted again.
+    fn check_admissions(&self, record: &Record<'_>) {
+        let admitted = record.size("header", 6);
+        if self.scheduler.num_running() == admitted.min(1) {
+            return;
+        }
+        let sent = |row| (0..record.size("header", 8)).filter(|&i| record.get("block_row", i) == row).count();
+        let missing = |i: usize| {
+            let tokens = record.size("admit_num_tokens", i);
+            tokens.div_ceil(self.scheduler.config().block_size) - sent(record.get("admit_row", i))
+        };
+        let (missing, free) = ((0..admitted).map(missing).sum::<usize>(), self.scheduler.num_free_blocks());
+        assert!(missing <= free, "admitted with {free} free blocks of the {missing} that prompts need");
     }
 
     /// The request of an entry, as the device will know it.
