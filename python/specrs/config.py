@@ -29,7 +29,8 @@ DTYPES = ("auto", "float32", "float64", "bfloat16")
 _DTYPE_ALIASES = {"float": "float32", "double": "float64", "half": "float16", "fp32": "float32", "bf16": "bfloat16"}
 DEFAULT_CPU_KV_CACHE_BYTES = 4 << 30
 """Bytes of KV cache on a CPU unless told otherwise. The pool is mapped lazily, so unused blocks cost no memory."""
-_REJECTION_NAMES = ("rejection", "standard")
+_REJECTION_NAMES = {"rejection": "rejection", "standard": "rejection", "coupled": "coupled"}
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,8 @@ class SpeculativeConfig:
     `model`: folder or hub id of the draft model; None is the bundled draft, for the bundled target only.
     `num_speculative_tokens`: drafts per iteration, 0 to 16; a request may ask for fewer.
     `max_model_len`: the draft's context; a request that outgrows it goes on without drafts. None is the checkpoint's.
-    `rejection_sample_method`: `rejection`, or `standard`, its other name. Greedy requests are the same under any rule.
+    `rejection_sample_method`: `rejection` (`standard` is its other name) accepts most; `coupled` gives the text that the
+    same seed gives without speculation. Both sample the target's distribution, and greedy requests are the same.
     `disable_padded_drafter_batch`: accepted for vLLM's sake; rows are never padded here.
     """
 
@@ -73,15 +75,8 @@ class SpeculativeConfig:
                 self.draft_tensor_parallel_size,
                 "not implemented; allowed: 1",
             )
-        rule = self.rejection_sample_method
-        if rule not in _REJECTION_NAMES:
-            raise invalid(
-                UnsupportedConfigError,
-                at + "rejection_sample_method",
-                rule,
-                f"not implemented yet; allowed: {', '.join(_REJECTION_NAMES)}",
-            )
-        checked["rejection_sample_method"] = "rejection"
+        rule = check_choice(error, at + "rejection_sample_method", self.rejection_sample_method, _REJECTION_NAMES)
+        checked["rejection_sample_method"] = _REJECTION_NAMES[rule]
         check_bool(error, at + "disable_padded_drafter_batch", self.disable_padded_drafter_batch)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -116,6 +111,11 @@ class EngineConfig:
     `block_size`: positions of one KV block, a power of two. `num_gpu_blocks_override`: blocks of the pool, whatever the
     device; otherwise as many as fit in `kv_cache_memory_bytes` (None: 4 GiB on a CPU).
     `launch_depth`: launches planned and not yet settled, 1 or 2; None is 1 on a CPU.
+    `seed`: what the seeds of requests without one are derived from (`specrs.sampling.derive_seed`).
+    `max_logprobs`: the most that `logprobs` and `prompt_logprobs` of a request may ask for; -1 is the vocabulary.
+    `logprobs_mode`: what they report. `raw_logprobs` is the log-softmax of what the model gave, `processed_logprobs`
+    that of the logits after masks, bias, penalties, temperature and filters; `raw_logits` and `processed_logits` are
+    the logits themselves.
     `enforce_eager`: accepted either way; the CPU runs eagerly.
 
     Raises `InvalidConfigError` naming field, value and what is allowed; `UnsupportedConfigError` for a value that means
@@ -141,6 +141,8 @@ class EngineConfig:
     launch_depth: int | None = None
     enforce_eager: bool = False
     seed: int = 0
+    max_logprobs: int = 20
+    logprobs_mode: str = "raw_logprobs"
 
     def __post_init__(self) -> None:
         error = InvalidConfigError
@@ -156,6 +158,7 @@ class EngineConfig:
             ),
             "block_size": check_int(error, "block_size", self.block_size, 1, 1024),
             "seed": check_int(error, "seed", self.seed, -(2**63), 2**63 - 1),
+            "max_logprobs": check_int(error, "max_logprobs", self.max_logprobs, -1, 2**31 - 1),
         }
         for name, low, high in (
             ("max_model_len", 2, None),
@@ -173,6 +176,7 @@ class EngineConfig:
         for name in ("skip_tokenizer_init", "enable_prefix_caching", "enforce_eager"):
             check_bool(error, name, getattr(self, name))
         check_choice(error, "load_format", self.load_format, ("auto", "safetensors"))
+        check_choice(error, "logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         if self.block_size & (self.block_size - 1):
@@ -281,8 +285,6 @@ _HONOURED: dict[str, tuple[object, ...]] = {
     "long_prefill_token_threshold": (0,),
     "scheduling_policy": ("fcfs", "priority"),
     "async_scheduling": (None, False),
-    "max_logprobs": (20,),
-    "logprobs_mode": ("raw_logprobs",),
     "logits_processors": (None, []),
     "structured_outputs_config": (None, {}),
     "enable_lora": (False,),

@@ -2,11 +2,12 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from specrs import pair
 from specrs.config import (
+    LOGPROBS_MODES,
     EngineConfig,
     SpeculativeConfig,
     resolve_draft_max_model_len,
@@ -14,6 +15,7 @@ from specrs.config import (
     resolve_num_blocks,
 )
 from specrs.errors import InvalidConfigError, UnsupportedConfigError
+from specrs.verify.logprobs import LogprobsMode
 
 
 def test_defaults() -> None:
@@ -49,6 +51,14 @@ def test_defaults() -> None:
         ("load_format", "pt", "one of auto, safetensors"),
         ("dtype", "int8", "one of auto, float32, float64, bfloat16"),
         ("device", "tpu", "'auto' or 'cpu'"),
+        ("max_logprobs", -2, "an integer from -1 to"),
+        ("max_logprobs", None, "an integer from -1 to"),
+        ("max_logprobs", 2**31, "an integer from -1 to"),
+        (
+            "logprobs_mode",
+            "raw",
+            "must be one of raw_logprobs, processed_logprobs, raw_logits, processed_logits",
+        ),
         ("speculative_config", 5, "a dictionary, a SpeculativeConfig, or None"),
     ],
 )
@@ -81,6 +91,13 @@ def test_what_is_not_implemented(field: str, value: str) -> None:
 )
 def test_dtype_names(given: str, name: str) -> None:
     assert EngineConfig(dtype=given).dtype == name
+
+
+def test_logprobs_have_the_same_modes_everywhere() -> None:
+    assert LOGPROBS_MODES == get_args(LogprobsMode)
+    assert (EngineConfig().logprobs_mode, EngineConfig().max_logprobs) == ("raw_logprobs", 20)
+    for mode in LOGPROBS_MODES:
+        assert EngineConfig.from_kwargs(logprobs_mode=mode, max_logprobs=-1).logprobs_mode == mode
 
 
 def test_block_sizes_are_powers_of_two() -> None:
@@ -156,6 +173,11 @@ def test_speculative_config_accepts_what_is_listed() -> None:
         assert speculative(num_speculative_tokens=k).num_speculative_tokens == k
 
 
+def test_the_coupled_rule() -> None:
+    assert speculative(rejection_sample_method="coupled").rejection_sample_method == "coupled"
+    assert speculative(rejection_sample_method="rejection").rejection_sample_method == "rejection"
+
+
 def test_dashes_equal_underscores() -> None:
     dashed = {"model": "draft", "num-speculative-tokens": 5, "max-model-len": 9, "draft-tensor-parallel-size": 1}
     assert SpeculativeConfig.from_mapping(dashed) == speculative(max_model_len=9)
@@ -180,8 +202,11 @@ def test_dashes_equal_underscores() -> None:
         ({"method": "eagle3"}, r"^speculative_config.method='eagle3': not implemented; allowed: 'draft_model'"),
         ({"method": "ngram"}, r"^speculative_config.method='ngram': "),
         ({"draft_tensor_parallel_size": 2}, r"^speculative_config.draft_tensor_parallel_size=2: .*allowed: 1"),
-        ({"rejection_sample_method": "coupled"}, r"rejection_sample_method='coupled': .*allowed: rejection, standard"),
-        ({"rejection_sample_method": "synthetic"}, r"rejection_sample_method='synthetic': "),
+        (
+            {"rejection_sample_method": "synthetic"},
+            r"rejection_sample_method='synthetic': must be one of rejection, standard, coupled$",
+        ),
+        ({"rejection_sample_method": None}, r"rejection_sample_method=None: must be one of rejection, standard"),
         ({"disable_padded_drafter_batch": 1}, r"disable_padded_drafter_batch=1: must be True or False"),
         ({"revision": 3}, r"^speculative_config.revision=3: "),
         ({"tensor_parallel_size": 1}, r"unknown key 'tensor_parallel_size'.*did you mean draft_tensor_parallel_size"),
