@@ -395,7 +395,7 @@ fn live(id: i64, ended: bool) -> Result<(), Error> {
 
 /// `PROPTEST_CASES` raises the number of cases.
 fn config() -> ProptestConfig {
-    let cases = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(200);
+    let cases = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(500);
     let regressions = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/regressions/scheduler.txt");
     let failure_persistence = Some(Box::new(FileFailurePersistence::Direct(regressions)) as Box<_>);
     ProptestConfig { cases, failure_persistence, max_shrink_iters: 4096, ..ProptestConfig::default() }
