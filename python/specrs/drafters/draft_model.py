@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from specrs.models.decoder import Decoder
 from specrs.models.inputs import PassInputs
@@ -16,8 +18,8 @@ from specrs.models.kv_cache import KVCache
 class DraftModel:
     """Proposes tokens with a small decoder that shares the target's tokenizer and block table.
 
-    `vocab_size` is the number of ids that both models know: vocabularies padded to different sizes agree on the tokenizer's ids,
-    and a padding id of the larger one must neither be proposed nor looked up in the smaller one's embedding.
+    Vocabularies may be padded to different sizes: they agree on the tokenizer's ids, and a padding id of the larger
+    one must neither be proposed nor looked up in the smaller one's embedding.
     """
 
     first_rows: ClassVar[int] = 2  # pass 1 feeds n-2 and n-1: KV of n-2 is missing after a full acceptance
@@ -28,18 +30,21 @@ class DraftModel:
     model: Decoder
     kv_cache: KVCache
     max_model_len: int  # positions that the draft may hold
-    vocab_size: int
-    clamp_ids: bool  # the target knows ids that this model's embedding lacks
+    vocab_size: int  # the target's
     num_passes: int = 0
 
     def propose(self, inputs: PassInputs, *, last_of: int) -> Tensor:
-        """One draft pass; logits `[B, vocab_size]` of every `last_of`-th row. Mutates the draft's KV cache."""
+        """One draft pass; logits of every `last_of`-th row over the target's ids, `[B, vocab_size]`: -inf for those
+        that the draft does not know. Mutates the draft's KV cache."""
         hidden = self.feed(inputs)
-        return self.model.compute_logits(hidden[last_of - 1 :: last_of])[:, : self.vocab_size]
+        logits = self.model.compute_logits(hidden[last_of - 1 :: last_of])
+        missing = self.vocab_size - logits.shape[1]
+        return pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
     def feed(self, inputs: PassInputs) -> Tensor:
         """One draft pass without the LM head (catch-up chunks); hidden states `[N, hidden]`. Mutates the KV cache."""
         self.num_passes += 1
-        if self.clamp_ids:
-            inputs = replace(inputs, input_ids=inputs.input_ids.clamp(max=self.vocab_size - 1))
+        known = self.model.config.vocab_size
+        if known < self.vocab_size:
+            inputs = replace(inputs, input_ids=inputs.input_ids.clamp(max=known - 1))
         return self.model.forward(inputs, self.kv_cache)

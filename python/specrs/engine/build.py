@@ -57,8 +57,7 @@ def make_drafter(config: EngineConfig, weights: Weights, blocks: int, max_model_
         model=draft,
         kv_cache=allocate_cache(draft, blocks, config.block_size),
         max_model_len=min(resolve_draft_max_model_len(config, draft.config.max_position_embeddings), max_model_len),
-        vocab_size=min(draft.config.vocab_size, target.config.vocab_size),
-        clamp_ids=target.config.vocab_size > draft.config.vocab_size,
+        vocab_size=target.config.vocab_size,
     )
 
 
@@ -67,3 +66,8 @@ def draft_cost_ratio(weights: Weights) -> float:
     if weights.draft is None:
         return 1.0
     return weights.draft.num_parameters / weights.target.num_parameters
+
+
+def logits_dtype(model: Decoder) -> torch.dtype:
+    """What `compute_logits` returns: fp32, or float64 for a float64 model."""
+    return torch.float64 if model.dtype == torch.float64 else torch.float32

@@ -8,19 +8,44 @@ import numpy as np
 import torch
 
 from specrs.config import EngineConfig, resolve_max_model_len
-from specrs.core import PLAN_IDLE, PLAN_LAUNCH, Scheduler
+from specrs.core import (
+    FINISH_ABORT,
+    FINISH_ERROR,
+    FINISH_LENGTH,
+    FINISH_STOP,
+    FLAG_CAPACITY,
+    FLAG_TARGET_NON_FINITE,
+    PLAN_IDLE,
+    PLAN_LAUNCH,
+    Scheduler,
+)
 from specrs.drafters.draft_model import DraftModel
-from specrs.engine.build import Weights, allocate_cache, draft_cost_ratio, load_weights, make_drafter, num_blocks
+from specrs.engine.build import (
+    Weights,
+    allocate_cache,
+    draft_cost_ratio,
+    load_weights,
+    logits_dtype,
+    make_drafter,
+    num_blocks,
+)
 from specrs.engine.request import FinishReason, Request
 from specrs.errors import EngineError, SpecrsError
 from specrs.outputs import EngineStats
 from specrs.runner.eager import EagerRunner
-from specrs.runner.iteration import FLAG_CAPACITY, FLAG_TARGET_NON_FINITE
+from specrs.runner.logprobs import token_entries
 from specrs.runner.ring import Header, Ring, RingSlot
 from specrs.runner.row_state import RowState
+from specrs.runner.sampling_state import SamplingState
 from specrs.sampling import RequestLimits, validate_request
+from specrs.verify.logprobs import TokenLogprobs
 
-_FINISH = (None, FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR)
+_REASONS = {
+    FINISH_STOP: FinishReason.STOP,
+    FINISH_LENGTH: FinishReason.LENGTH,
+    FINISH_ABORT: FinishReason.ABORT,
+    FINISH_ERROR: FinishReason.ERROR,
+}
 
 
 class Engine:
@@ -66,10 +91,22 @@ class Engine:
         )
         self.kv_cache = allocate_cache(self.weights.target, blocks, config.block_size)
         state = RowState.allocate(config.max_num_seqs, self.max_model_len, config.block_size, torch.device("cpu"))
-        self.runner = EagerRunner(self.weights.target, self.kv_cache, self.drafter, state, config.block_size)
+        sampling = SamplingState(
+            config.max_num_seqs, target.vocab_size, logits_dtype(self.weights.target), torch.device("cpu")
+        )
+        speculative = config.speculative_config
+        self.runner = EagerRunner(
+            self.weights.target,
+            self.kv_cache,
+            self.drafter,
+            state,
+            sampling,
+            block_size=config.block_size,
+            rule="rejection" if speculative is None else speculative.rejection_sample_method,
+            logprobs_mode=config.logprobs_mode,
+        )
         self.ring = Ring(self.scheduler, config.max_num_seqs, self.num_speculative_tokens, config.depth)
         self.requests: dict[int, Request] = {}
-        self._rows: dict[int, Request] = {}  # row -> the request that was last admitted into it
         self._books_before = self.scheduler.acceptance()
         self._preemptions_before = 0
         self._prompt_tokens = self._generation_tokens = self._cached_tokens = 0
@@ -90,10 +127,12 @@ class Engine:
             num_speculative_tokens=bounds.num_speculative_tokens,
             priority=request.priority,
             stop_token_ids=np.asarray(bounds.stop_token_ids, dtype=np.int64),
-            cache_salt=request.cache_salt.encode(),
+            cache_salt=_cache_salt(request),
         )
         request.stop_token_ids = bounds.stop_token_ids
         request.eos_token_ids = frozenset() if params.ignore_eos else frozenset(self.limits.eos_token_ids)
+        if request.grammar is not None:
+            request.matcher = request.grammar.matcher(bounds.stop_token_ids)
         self._prompt_tokens += len(request.prompt_token_ids)
         self.requests[request.request_id] = request
 
@@ -117,7 +156,7 @@ class Engine:
         An exception in a launch (a fault of the runner, an interrupt) ends the requests of that launch with
         `finish_reason="error"` and is raised again; the engine stays usable.
         """
-        while len(self.ring.in_flight) < self.config.depth:
+        while len(self.ring.in_flight) < self._depth():
             slot = self.ring.next
             status = self.scheduler.plan(slot.record)
             if status != PLAN_LAUNCH:
@@ -154,24 +193,19 @@ class Engine:
         if self.drafter is not None:
             self.drafter.num_passes = 0
 
+    def _depth(self) -> int:
+        """Launches in flight: one while a grammar needs the settled tokens before it can mask the next."""
+        return 1 if any(request.matcher for request in self.requests.values()) else self.config.depth
+
     def _launch(self, slot: RingSlot, header: Header) -> None:
-        rows = slot.views["admit_row"][: header.num_admitted].tolist()
         ids = slot.views["admit_request_id"][: header.num_admitted].tolist()
         cached = slot.views["admit_num_cached"][: header.num_admitted].tolist()
         admitted = [self.requests[i] for i in ids]
-        for row, request, num_cached in zip(rows, admitted, cached, strict=True):
-            self._rows[row] = request
+        for request, num_cached in zip(admitted, cached, strict=True):
             request.num_cached_tokens = num_cached
             self._cached_tokens += num_cached
-        entries = slot.views["entry_row"][: header.num_decode + header.num_prefill].tolist()
         try:
-            self.runner.launch(
-                slot,
-                header,
-                min_lens=[request.min_len for request in admitted],
-                stop_ids=[request.stop_token_ids for request in admitted],
-                mask_stops=any(self._rows[row].params.min_tokens for row in entries),
-            )
+            self.runner.launch(slot, header, admitted)
         except BaseException as fault:
             self._fail(slot, fault)
             raise
@@ -190,6 +224,8 @@ class Engine:
         self.scheduler.settle(header.launch_id, slot.results, slot.settled)
         self.ring.settle()
         touched = []
+        for request, first, values in slot.prompt_logprobs:
+            _record_prompt(request, first, values)
         count = header.num_decode + header.num_prefill
         settled, results = slot.settled_view, slot.results_view
         for entry, (request_id, num_new, reason, drafted, accepted) in enumerate(
@@ -207,20 +243,49 @@ class Engine:
             request = self.requests[request_id]
             if drafted:
                 request.acceptance.record(drafted, accepted)
-            before = len(request.output_token_ids)
             new = results.tokens[entry, :num_new].tolist()
-            stopped = request.append(new, ended_by_token=reason == 1)
-            self._generation_tokens += len(request.output_token_ids) - before
+            stopped = self._deliver(request, new, slot.logprobs.get(entry), ended_by_token=reason == FINISH_STOP)
             if stopped and not reason:
                 self.scheduler.abort(request_id)
             if stopped or reason:
                 flags = int(results.flags[entry])
-                error = fault or (_error(flags, request) if reason == 4 else None)
-                request.finish(FinishReason.STOP if stopped else _FINISH[reason], error)
+                error = fault or (_error(flags, request) if reason == FINISH_ERROR else None)
+                request.finish(FinishReason.STOP if stopped else _REASONS[reason], error)
                 del self.requests[request_id]
             if num_new or request.finished:
                 touched.append(request)
         return touched
+
+    def _deliver(
+        self, request: Request, tokens: list[int], logprobs: TokenLogprobs | None, *, ended_by_token: bool
+    ) -> bool:
+        """Hand settled tokens to their request; whether a stop string ended it."""
+        before = len(request.output_token_ids)
+        stopped = request.append(tokens, ended_by_token=ended_by_token)
+        kept = request.output_token_ids[before:]
+        self._generation_tokens += len(kept)
+        if request.matcher is not None:
+            for token in kept:
+                request.matcher.accept(token)
+        if request.logprobs is not None and logprobs is not None:
+            request.logprobs += token_entries(logprobs, kept, request.params.logprobs)
+        return stopped
+
+
+def _cache_salt(request: Request) -> bytes:
+    """What other requests must share to share blocks: prompt logprobs need every prompt row computed, so nobody's."""
+    if request.params.prompt_logprobs is None:
+        return request.cache_salt.encode()
+    return f"prompt_logprobs of request {request.request_id}".encode() + secrets.token_bytes(8)
+
+
+def _record_prompt(request: Request, first: int, values: TokenLogprobs) -> None:
+    """Append what is new; a preempted request computes its prompt again."""
+    known = request.prompt_logprobs
+    if known is None or len(known) < first:
+        return
+    tokens = request.prompt_token_ids[first : first + len(values.value)]
+    known += token_entries(values, tokens, request.params.prompt_logprobs)[len(known) - first :]
 
 
 def _error(flags: int, request: Request) -> SpecrsError:
@@ -230,5 +295,6 @@ def _error(flags: int, request: Request) -> SpecrsError:
         )
     position = len(request.prompt_token_ids) + len(request.output_token_ids)
     return EngineError(
-        f"request {request.request_id}: the target's logits at position {position} are not finite (NaN or infinity)"
+        f"request {request.request_id}: the target's logits at position {position} are not finite "
+        "(NaN or infinity), or no token is allowed there"
     )

@@ -5,11 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from specrs.core import AcceptanceTracker
 from specrs.engine.detokenizer import IncrementalDetokenizer
 from specrs.errors import SpecrsError
+from specrs.outputs import TokenLogprob
 from specrs.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from specrs.structured.grammar import Grammar
+    from specrs.structured.matcher import GrammarMatcher
 
 
 class FinishReason(StrEnum):
@@ -35,14 +41,30 @@ class Request:
         num_speculative_tokens: int = 0,
         priority: int = 0,
         cache_salt: str = "",
+        seed: int = 0,
+        bad_words_token_ids: Sequence[Sequence[int]] = (),
+        grammar: Grammar | None = None,
     ) -> None:
-        """`num_speculative_tokens` is the engine's K, the size of the acceptance histogram."""
+        """A request that no engine has seen yet.
+
+        Args:
+            num_speculative_tokens: the engine's K, the size of the acceptance histogram.
+            seed: 64 bits that its random numbers depend on, with the position and nothing else.
+            bad_words_token_ids: `params.bad_words` as token sequences.
+            grammar: `params.structured_outputs`, compiled.
+        """
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_token_ids = list(prompt_token_ids)
         self.params = params
         self.priority = priority
         self.cache_salt = cache_salt
+        self.seed = seed
+        self.bad_words_token_ids = bad_words_token_ids
+        self.grammar = grammar
+        self.matcher: GrammarMatcher | None = None  # made on admission, when the stop ids are known
+        self.logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
+        self.prompt_logprobs: list[TokenLogprob | None] | None = None if params.prompt_logprobs is None else [None]
         self.output_token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None

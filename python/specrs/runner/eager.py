@@ -3,63 +3,77 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from specrs.drafters.draft_model import DraftModel
 from specrs.models.decoder import Decoder
 from specrs.models.kv_cache import KVCache
-from specrs.runner.iteration import Results, accept_and_update, draft, mask_min_tokens, prepare, verify
+from specrs.runner.accept import Results, accept, update
+from specrs.runner.iteration import Drafted, Iteration, draft, prepare, verify
+from specrs.runner.logprobs import entry_logprobs, prompt_logprobs
 from specrs.runner.prefill import catch_up, last_rows, prefill
 from specrs.runner.ring import Header, RingSlot
 from specrs.runner.row_state import RowState
+from specrs.runner.sampling_state import EntrySampling, SamplingState
 from specrs.runner.uploads import apply_uploads
+
+if TYPE_CHECKING:
+    from specrs.engine.request import Request
 
 
 class EagerRunner:
-    """Runs launches on row state: uploads, prefill chunks, draft catch-up chunks, one decode iteration, in that
-    order."""
+    """Runs launches on row state: uploads, prefill chunks, draft catch-up chunks, one decode iteration, in order."""
 
     def __init__(
-        self, target: Decoder, kv_cache: KVCache, drafter: DraftModel | None, state: RowState, block_size: int
+        self,
+        target: Decoder,
+        kv_cache: KVCache,
+        drafter: DraftModel | None,
+        state: RowState,
+        sampling: SamplingState,
+        *,
+        block_size: int,
+        rule: str,
+        logprobs_mode: str,
     ) -> None:
+        """`rule` verifies the entries that sample: `rejection` or `coupled`."""
         self.target = target
         self.kv_cache = kv_cache
         self.drafter = drafter
         self.state = state
+        self.sampling = sampling
         self.block_size = block_size
+        self.rule = rule
+        self.logprobs_mode = logprobs_mode
         self.num_target_passes = 0
 
     @torch.inference_mode()
-    def launch(
-        self,
-        slot: RingSlot,
-        header: Header,
-        *,
-        min_lens: Sequence[int],
-        stop_ids: Sequence[Sequence[int]],
-        mask_stops: bool,
-    ) -> None:
-        """Execute the launch planned in `slot.record`; mutates row state, both KV caches and `slot.results`.
+    def launch(self, slot: RingSlot, header: Header, admitted: Sequence[Request]) -> None:
+        """Execute the launch planned in `slot.record`; mutates row state, both KV caches and the slot's results.
 
-        Args:
-            min_lens, stop_ids: of the admitted rows, in admission order.
-            mask_stops: some row of the launch has `min_tokens` still to go.
+        `admitted` are the requests that the launch gives a row, in the record's order.
         """
-        apply_uploads(self.state, slot, header, min_lens, stop_ids)
+        slot.logprobs.clear()
+        slot.prompt_logprobs.clear()
+        apply_uploads(self.state, self.sampling, slot, header, admitted)
         if header.num_prefill:
-            self._prefill(slot, header, mask_stops)
+            self._prefill(slot, header)
         if header.num_draft_chunks:
             assert self.drafter is not None, "the scheduler plans draft chunks only with a draft model"
             catch_up(self.state, slot, header, self.drafter)
         if header.num_decode:
-            self._decode(slot, header, mask_stops)
+            self._decode(slot, header)
 
-    def _prefill(self, slot: RingSlot, header: Header, mask_stops: bool) -> None:
+    def _prefill(self, slot: RingSlot, header: Header) -> None:
         hidden = prefill(self.state, slot, header, self.target, self.kv_cache)
         self.num_target_passes += 1
         results = slot.results_view.narrow(header.num_decode, header.num_prefill)
-        _zero(results)
+        for tensor in results.tensors():
+            tensor.zero_()
+        prompt_logprobs(slot, header, hidden, self.target, self.state, self.sampling)
         chunks, rows = last_rows(slot, header)
         if not chunks:
             return
@@ -74,43 +88,54 @@ class EagerRunner:
             max_context=int(slot.views["entry_n_upper"][entries].max()),
             drafter=None,
         )
-        logits = self.target.compute_logits(hidden[rows])
-        if mask_stops:
-            logits = mask_min_tokens(self.state, logits, it.rows, it.num_tokens - 1)
+        final = Results(*(torch.empty_like(tensor[: len(chunks)]) for tensor in results.tensors()))
+        drafted = Drafted(torch.zeros_like(it.num_tokens), None)
         q_start = torch.arange(len(chunks) + 1)
-        final = Results(*(torch.empty_like(t[: len(chunks)]) for t in _fields(results)))
-        accept_and_update(self.state, it, logits, q_start, torch.zeros_like(it.num_tokens), final)
-        for mine, theirs in zip(_fields(results), _fields(final), strict=True):
+        logits = self.target.compute_logits(hidden[rows])
+        sampling = self.sampling.for_entries(self.state, it)
+        self._finish(slot, entries, it, logits, it.num_tokens - 1, q_start, drafted, sampling, final)
+        for mine, theirs in zip(results.tensors(), final.tensors(), strict=True):
             mine[chunks] = theirs
 
-    def _decode(self, slot: RingSlot, header: Header, mask_stops: bool) -> None:
+    def _decode(self, slot: RingSlot, header: Header) -> None:
         entries = slice(0, header.num_decode)
-        planned = slot.views["entry_k"][entries].tolist()
         it = prepare(
             self.state,
             slot.views["entry_row"][entries],
-            planned,
+            slot.views["entry_k"][entries].tolist(),
             slot.views["entry_capacity"][entries],
             block_size=self.block_size,
             max_context=int((slot.views["entry_n_upper"][entries] + slot.views["entry_k"][entries]).max()),
             drafter=self.drafter,
         )
+        sampling = self.sampling.for_entries(self.state, it)
         if header.max_k and self.drafter is not None:
-            flags = draft(self.state, it, self.drafter)
+            drafted = draft(self.state, it, self.drafter, sampling, self.rule)
         else:
-            flags = torch.zeros_like(it.num_tokens)
+            drafted = Drafted(torch.zeros_like(it.num_tokens), None)
         logits, positions, q_start = verify(self.state, it, self.target, self.kv_cache)
         self.num_target_passes += 1
-        if mask_stops:
-            of_row = it.rows.repeat_interleave(q_start.diff(), output_size=len(positions))
-            logits = mask_min_tokens(self.state, logits, of_row, positions)
-        accept_and_update(self.state, it, logits, q_start, flags, slot.results_view.narrow(0, header.num_decode))
+        results = slot.results_view.narrow(0, header.num_decode)
+        index = torch.arange(header.num_decode)
+        self._finish(slot, index, it, logits, positions, q_start, drafted, sampling, results)
 
-
-def _fields(results: Results) -> tuple[torch.Tensor, ...]:
-    return (results.num_emitted, results.num_accepted, results.num_drafted, results.flags, results.tokens)
-
-
-def _zero(results: Results) -> None:
-    for tensor in _fields(results):
-        tensor.zero_()
+    def _finish(
+        self,
+        slot: RingSlot,
+        entries: Tensor,
+        it: Iteration,
+        logits: Tensor,
+        positions: Tensor,
+        q_start: Tensor,
+        drafted: Drafted,
+        sampling: EntrySampling,
+        results: Results,
+    ) -> None:
+        verdict = accept(self.state, it, logits, positions, q_start, drafted, sampling, self.rule)
+        if sampling.grammar is not None:
+            sampling.grammar.finish()
+        update(self.state, it, verdict, q_start, drafted, results)
+        if sampling.num_logprobs is not None:
+            slot.logprobs.update(
+                entry_logprobs(self.logprobs_mode, entries.tolist(), logits, verdict, q_start, sampling.num_logprobs)
+            )

@@ -1,6 +1,6 @@
-"""One decode iteration: `draft`, `verify`, `accept_and_update` over flat rows. Plans nothing and never waits.
+"""One decode iteration: `draft` and `verify` over flat rows (`accept` has the rest). Plans nothing and never waits.
 
-The three functions use only fixed shapes given by the plan (rows, K_r): no `.item()`, no `nonzero`, no boolean index.
+The functions use only fixed shapes given by the plan (rows, K_r): no `.item()`, no `nonzero`, no boolean index.
 They are the CPU path and the reference of the captured GPU path.
 
 Positions of one row during an iteration, n = num_tokens before it (DESIGN section 2):
@@ -14,20 +14,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from specrs.core import FLAG_DRAFT_NON_FINITE, PURPOSE_DRAFT, PURPOSE_GUMBEL
 from specrs.drafters.draft_model import DraftModel
 from specrs.models.decoder import Decoder
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
 from specrs.runner.row_state import RowState
-from specrs.verify.greedy import verify_greedy
+from specrs.verify.sample import draw, draw_draft
 
-FLAG_TARGET_NON_FINITE = 1
-FLAG_DRAFT_NON_FINITE = 2
-FLAG_CAPACITY = 4
+if TYPE_CHECKING:
+    from specrs.runner.sampling_state import EntrySampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,21 +63,11 @@ class Iteration:
 
 
 @dataclass(frozen=True, slots=True)
-class Results:
-    """Where an iteration reports, views of one ring slot; index i is the launch's entry i."""
+class Drafted:
+    """What drafting leaves for verification, besides the drafts in row state."""
 
-    num_emitted: Tensor  # [B] int64
-    num_accepted: Tensor  # [B] int64
-    num_drafted: Tensor  # [B] int64
-    flags: Tensor  # [B] int64, FLAG_* bits
-    tokens: Tensor  # [B, K+1] int64
-
-    def narrow(self, start: int, length: int) -> Results:
-        """The same views for entries [start, start + length)."""
-        return Results(
-            *(t.narrow(0, start, length) for t in (self.num_emitted, self.num_accepted, self.num_drafted, self.flags)),
-            tokens=self.tokens.narrow(0, start, length),
-        )
+    flags: Tensor  # [B] int64, FLAG_DRAFT_NON_FINITE where draft logits were not finite
+    q: Tensor | None  # [B, K, V], the distribution that each draft was drawn from; None where no rule needs it
 
 
 def prepare(
@@ -116,18 +107,19 @@ def prepare(
     )
 
 
-def draft(state: RowState, it: Iteration, drafter: DraftModel) -> Tensor:
-    """Draw up to K_r drafts per entry by argmax; pass i feeds the entries planned at K >= i.
+def draft(state: RowState, it: Iteration, drafter: DraftModel, sampling: EntrySampling, rule: str) -> Drafted:
+    """Draw up to K_r drafts per entry; pass i feeds the entries planned at K >= i.
 
     Pass 1 feeds positions n - 2 and n - 1, so that the token that the draft has not seen after a full acceptance is
-    caught up
-    without a pass of its own; its slot is -1 where that KV is already there.
+    caught up without a pass of its own; its slot is -1 where that KV is already there. Greedy rows draft by argmax,
+    sampled ones from the draft's own processed distribution, which `rejection` keeps as q.
 
-    Returns:
-        `[B]` int64 flags: FLAG_DRAFT_NON_FINITE where draft logits were not finite. Mutates `state.tokens` in
-        [n, n + K_r) and the draft's KV cache.
+    Mutates `state.tokens` in [n, n + K_r) and the draft's KV cache.
     """
     flags = torch.zeros_like(it.num_tokens)
+    q = None
+    if sampling.steps.random and rule == "rejection":
+        q = torch.zeros((len(it.planned), it.max_k, sampling.vocab_size), dtype=sampling.noise.dtype)
     entries = torch.arange(len(it.planned), device=it.rows.device)
     for i in range(1, it.max_k + 1):
         count = sum(k >= i for k in it.planned)
@@ -156,10 +148,39 @@ def draft(state: RowState, it: Iteration, drafter: DraftModel) -> Tensor:
             max_q_len=width,
             max_context=it.max_context,
         )
-        top, tokens = drafter.propose(inputs, last_of=width).max(dim=-1)
+        top, tokens = _draw(drafter.propose(inputs, last_of=width), active, n + (i - 1), sampling, rule, i - 1, q)
         flags[:count] |= torch.where(live & ~top.isfinite(), FLAG_DRAFT_NON_FINITE, 0)
         state.tokens[rows, torch.where(live, n + (i - 1), state.scratch_column)] = tokens
-    return flags
+        if sampling.grammar is not None:
+            sampling.grammar.observe(i, tokens, live)
+    return Drafted(flags, q)
+
+
+def _draw(
+    logits: Tensor,
+    entries: Tensor,
+    positions: Tensor,
+    sampling: EntrySampling,
+    rule: str,
+    column: int,
+    q: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Largest raw logit and draft token of each row, `[count]` each; writes the distribution drawn from into `q`."""
+    forbidden = None
+    if sampling.grammar is not None:
+        forbidden = sampling.grammar.forbidden(entries, torch.full_like(entries, column))
+    adjusted = sampling.adjust(logits, entries, positions, forbidden)
+    if not sampling.steps.random:
+        top, tokens = adjusted.max(dim=-1)
+        return (top if adjusted is logits else logits.amax(dim=-1)), tokens
+    # A coarse cut is cheaper and costs only acceptance: q is whatever was drawn from.
+    processed = sampling.point_masses(sampling.filter(adjusted, entries, coarse=True), entries)
+    if q is None:
+        tokens = draw(processed, sampling.noise.gumbel(entries, positions, PURPOSE_GUMBEL))
+    else:
+        noise = sampling.noise.gumbel(entries, positions, PURPOSE_DRAFT)
+        tokens, q[: len(entries), column] = draw_draft(processed, noise)
+    return logits.amax(dim=-1), tokens
 
 
 def verify(state: RowState, it: Iteration, target: Decoder, kv_cache: KVCache) -> tuple[Tensor, Tensor, Tensor]:
@@ -189,61 +210,3 @@ def verify(state: RowState, it: Iteration, target: Decoder, kv_cache: KVCache) -
         max_context=it.max_context,
     )
     return target.compute_logits(target.forward(inputs, kv_cache)), positions, q_start
-
-
-def mask_min_tokens(state: RowState, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-    """Forbid the ids that would stop a row before `min_len`: logits `[N, V]` are mutated and returned.
-
-    Row i of logits is the distribution of position `positions[i] + 1` of state row `rows[i]`.
-    """
-    ids = state.stop_ids[rows]
-    forbidden = (ids >= 0) & (positions[:, None] + 1 < state.min_len[rows, None])
-    # Padding is clamped to id 0 and adds 0.0 there: an assignment would race with a real stop id 0.
-    penalty = torch.where(forbidden, -torch.inf, 0.0).to(logits.dtype)
-    return logits.scatter_add_(1, ids.clamp(min=0), penalty)
-
-
-def accept_and_update(
-    state: RowState, it: Iteration, logits: Tensor, q_start: Tensor, flags: Tensor, results: Results
-) -> None:
-    """Verify the drafts, commit the emitted tokens, apply stops and the limit, report; mutates row state and results.
-
-    Args:
-        logits: `[N, V]`, row q_start[b] + i for position n_b + i; rows beyond an entry's K_r are ignored.
-        flags: `[B]` int64 from drafting.
-
-    draft_len' = min(n' - 1, n + K_r - 1) where K_r > 0, unchanged where K_r = 0. An entry that ended before reports
-    zeros.
-    """
-    rows, n, k = it.rows, it.num_tokens, it.num_drafts
-    width = it.max_k + 1
-    column = torch.arange(width, device=rows.device)
-    top, best = logits.max(dim=-1)
-    index = torch.minimum(q_start[:-1, None] + column, q_start[1:, None] - 1)
-    drafts = state.tokens[rows[:, None], (n[:, None] + column[:-1]).clamp(max=state.scratch_column)]
-    accepted, tokens = verify_greedy(best[index], drafts, k)
-
-    used = column <= k[:, None]
-    finite = (top[index].isfinite() | ~used).all(dim=1)
-    fits = n + k <= it.capacity
-    flags = flags | torch.where(finite, 0, FLAG_TARGET_NON_FINITE) | torch.where(fits, 0, FLAG_CAPACITY)
-    good = it.alive & finite & fits
-
-    positions = n[:, None] + column
-    is_stop = (tokens[:, :, None] == state.stop_ids[rows][:, None, :]).any(dim=2)
-    is_stop &= (column <= accepted[:, None]) & (positions >= state.min_len[rows, None])
-    first_stop = torch.where(is_stop, column, width).amin(dim=1)
-    emitted = torch.where(good, torch.minimum(accepted, first_stop) + 1, 0)
-    grown = n + emitted
-
-    target_column = torch.where(column < emitted[:, None], positions, state.scratch_column)
-    state.tokens[rows[:, None], target_column] = tokens
-    state.num_tokens[rows] = grown
-    state.active[rows] = good & (first_stop == width) & (grown < state.limit[rows])
-    state.draft_len[rows] = torch.where(good & (k > 0), torch.minimum(grown, n + k) - 1, state.draft_len[rows])
-
-    results.num_emitted.copy_(emitted)
-    results.num_accepted.copy_(torch.where(good, accepted, 0))
-    results.num_drafted.copy_(torch.where(good, k, 0))
-    results.flags.copy_(torch.where(it.alive, flags, 0))
-    results.tokens[:, :width] = tokens

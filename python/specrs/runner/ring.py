@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,7 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specrs.core import Scheduler
-from specrs.runner.iteration import Results
+from specrs.runner.accept import Results
+from specrs.verify.logprobs import TokenLogprobs
+
+if TYPE_CHECKING:
+    from specrs.engine.request import Request
 
 Layout = dict[str, tuple[int, int]]
 
@@ -54,6 +59,8 @@ class RingSlot:
             flags=results["flags"],
             tokens=results["tokens"].view(max_num_seqs, num_speculative_tokens + 1),
         )
+        self.logprobs: dict[int, TokenLogprobs] = {}  # by entry, where its request wants any
+        self.prompt_logprobs: list[tuple[Request, int, TokenLogprobs]] = []  # request, first position, values
         self.settled_view = _views(self.settled, scheduler.settled_layout())
 
     def header(self) -> Header:

@@ -4,36 +4,41 @@ model."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
 
 from specrs.runner.ring import Header, RingSlot
 from specrs.runner.row_state import RowState
+from specrs.runner.sampling_state import SamplingState
+
+if TYPE_CHECKING:
+    from specrs.engine.request import Request
 
 
 def apply_uploads(
-    state: RowState, slot: RingSlot, header: Header, min_lens: Sequence[int], stop_ids: Sequence[Sequence[int]]
+    state: RowState, sampling: SamplingState, slot: RingSlot, header: Header, admitted: Sequence[Request]
 ) -> None:
-    """Initialise the rows that the launch admits and write its block table updates; mutates row state.
+    """Initialise the rows that the launch admits and write its block table updates; mutates row and sampling state.
 
-    Args:
-        min_lens: per admitted row, the position from which stop ids count.
-        stop_ids: per admitted row, at most MAX_STOP_IDS ids.
+    `admitted` are the requests of those rows, in the record's order.
     """
     record = slot.views
     if header.num_admitted:
-        admitted = slice(0, header.num_admitted)
-        rows = record["admit_row"][admitted]
-        state.num_tokens[rows] = record["admit_num_tokens"][admitted]
-        state.draft_len[rows] = record["admit_draft_len"][admitted]
-        state.limit[rows] = record["admit_limit"][admitted]
+        fresh = slice(0, header.num_admitted)
+        rows, lengths = record["admit_row"][fresh], record["admit_num_tokens"][fresh]
+        state.num_tokens[rows] = lengths
+        state.draft_len[rows] = record["admit_draft_len"][fresh]
+        state.limit[rows] = record["admit_limit"][fresh]
         state.active[rows] = True
         state.stop_ids[rows] = -1
         offset = 0
-        lengths = record["admit_num_tokens"][admitted].tolist()
-        for row, length, min_len, stops in zip(rows.tolist(), lengths, min_lens, stop_ids, strict=True):
+        for row, length, request in zip(rows.tolist(), lengths.tolist(), admitted, strict=True):
             state.tokens[row, :length] = record["upload_token"][offset : offset + length]
-            state.min_len[row] = min_len
-            if stops:
-                state.stop_ids[row, : len(stops)] = state.stop_ids.new_tensor(stops)
+            state.min_len[row] = request.min_len
+            if request.stop_token_ids:
+                state.stop_ids[row, : len(request.stop_token_ids)] = torch.tensor(request.stop_token_ids)
+            sampling.admit(row, request)
             offset += length
     if header.num_block_updates:
         updates = slice(0, header.num_block_updates)

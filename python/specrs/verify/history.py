@@ -59,6 +59,25 @@ class TokenCounts:
         return TokenCounts(output=output, prompt=self.prompt.index_select(0, rows))
 
 
+def count_tokens(history: Tensor, positions: Tensor, prompt_len: Tensor, vocab_size: int) -> TokenCounts:
+    """Counts of the tokens before each flat row's position; derived anew, so nothing has to be kept in step with it.
+
+    Args:
+        history: tokens of each flat row's request, `[N, M]` int64, drafts behind the committed ones; M reaches the
+            largest position. What lies from a row's position on is ignored, but must be ids of the vocabulary.
+        positions: the position whose distribution the flat row gives, `[N]` int64.
+        prompt_len: `[N]` int64; tokens before it count as prompt.
+    """
+    column = torch.arange(history.shape[1], device=history.device)
+    before, in_prompt = column < positions[:, None], column < prompt_len[:, None]
+
+    def count(mask: Tensor) -> Tensor:
+        zeros = torch.zeros((history.shape[0], vocab_size), dtype=torch.int32, device=history.device)
+        return zeros.scatter_add_(1, history, mask.to(torch.int32))
+
+    return TokenCounts(output=count(before & ~in_prompt), prompt=count(before & in_prompt) > 0)
+
+
 def context_rows(tokens: Tensor, rows: Tensor, positions: Tensor, length: int) -> Tensor:
     """The `length` tokens before each flat row's position, `[N, length]` int64, `OUTSIDE` before the first.
 

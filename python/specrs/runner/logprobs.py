@@ -1,0 +1,83 @@
+"""Log probabilities that a launch reports beside its tokens. Chooses no tokens and formats no outputs."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from specrs.models.decoder import Decoder
+from specrs.outputs import TokenLogprob
+from specrs.runner.accept import Verdict
+from specrs.runner.ring import Header, RingSlot
+from specrs.runner.row_state import RowState
+from specrs.runner.sampling_state import SamplingState
+from specrs.verify.logprobs import LogprobsMode, TokenLogprobs, logprob_values, token_logprobs
+from specrs.verify.rejection import row_index
+
+_ROWS_AT_ONCE = 256  # prompt rows whose logits exist at once: 256 x 151,936 fp32 are 156 MB
+
+
+def entry_logprobs(
+    mode: str, entries: list[int], logits: Tensor, verdict: Verdict, q_start: Tensor, num_top: int
+) -> dict[int, TokenLogprobs]:
+    """By entry of the launch, the values of its W columns of tokens; columns that were not emitted mean nothing.
+
+    Args:
+        entries: the launch's entry of each of the B entries that were verified.
+        logits: raw, `[N, V]`.
+    """
+    width = verdict.tokens.shape[1]
+    flat = row_index(q_start, width).flatten()
+    values = logprob_values(cast(LogprobsMode, mode), logits, verdict.filtered)[flat]
+    found = token_logprobs(values, verdict.tokens.flatten(), num_top)
+    return {entry: _narrow(found, i * width, width) for i, entry in enumerate(entries)}
+
+
+def prompt_logprobs(
+    slot: RingSlot, header: Header, hidden: Tensor, target: Decoder, state: RowState, sampling: SamplingState
+) -> None:
+    """Raw log probabilities of the prompt tokens that this launch's chunks predict; writes `slot.prompt_logprobs`.
+
+    The row fed at position p gives the value of the prompt's token p + 1.
+    """
+    chunks = slice(header.num_decode, header.num_decode + header.num_prefill)
+    starts = slot.views["prefill_q_start"].tolist()
+    for chunk, row in enumerate(slot.views["entry_row"][chunks].tolist()):
+        request = sampling.request(row)
+        num_top = request.params.prompt_logprobs
+        if num_top is None:
+            continue
+        first = int(slot.views["chunk_start"][chunk])
+        count = min(starts[chunk + 1] - starts[chunk], len(request.prompt_token_ids) - 1 - first)
+        for at in range(0, count, _ROWS_AT_ONCE):
+            rows = min(_ROWS_AT_ONCE, count - at)
+            logits = target.compute_logits(hidden[starts[chunk] + at : starts[chunk] + at + rows])
+            tokens = state.tokens[row, first + at + 1 : first + at + 1 + rows]
+            width = sampling.vocab_size if num_top < 0 else num_top
+            slot.prompt_logprobs.append(
+                (request, first + at + 1, token_logprobs(torch.log_softmax(logits, -1), tokens, width))
+            )
+
+
+def token_entries(found: TokenLogprobs, tokens: list[int], num_top: int | None) -> list[TokenLogprob]:
+    """What a request keeps of its first `len(tokens)` rows; `num_top` as the user gave it, -1 for all."""
+    width = num_top if num_top is not None and num_top >= 0 else found.top_ids.shape[1]
+    return [
+        TokenLogprob(token, value, rank, ids[:width], tops[:width])
+        for token, value, rank, ids, tops in zip(
+            tokens,
+            found.value.tolist(),
+            found.rank.tolist(),
+            found.top_ids.tolist(),
+            found.top_values.tolist(),
+            strict=False,
+        )
+    ]
+
+
+def _narrow(found: TokenLogprobs, start: int, length: int) -> TokenLogprobs:
+    return TokenLogprobs(
+        *(t.narrow(0, start, length) for t in (found.value, found.rank, found.top_ids, found.top_values))
+    )

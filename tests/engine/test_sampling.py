@@ -1,0 +1,274 @@
+"""Sampling through the engine: `coupled` text is a function of the seed alone, `rejection` keeps the distribution."""
+
+import functools
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from hf_reference import generate, load
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from specrs.engine.engine import Engine
+from specrs.engine.request import Request
+from specrs.sampling import SamplingParams
+
+from engine.harness import LONGEST, VOCAB, Bank, config, make_engine, poison, run
+
+EXAMPLES = int(os.environ.get("SPECRS_SWEEP", "30"))
+SAMPLED = [
+    {"temperature": 1.0},
+    {"temperature": 0.8, "top_p": 0.9, "min_p": 0.02},
+    {"temperature": 1.3, "top_k": 12, "repetition_penalty": 1.3},
+    {"temperature": 0.8, "presence_penalty": 0.7, "frequency_penalty": 0.4, "logit_bias": {3: 4.0, 17: -100.0}},
+    {"temperature": 0.9, "allowed_token_ids": list(range(5, 200, 3)), "min_tokens": 9},
+    {"temperature": 0.0, "repetition_penalty": 1.2},
+]
+BAD_WORDS = [[40], [8, 34], [1, 2, 3]]
+
+
+def sampled(request_id: int, prompt: list[int], seed: int, k: int | None, engine_k: int, **params: object) -> Request:
+    """A request with the given parameters, without text."""
+    defaults = {"max_tokens": LONGEST, "detokenize": False, "num_speculative_tokens": k}
+    return Request(
+        request_id,
+        prompt,
+        SamplingParams(**(defaults | params)),
+        num_speculative_tokens=engine_k,
+        seed=seed,
+        bad_words_token_ids=BAD_WORDS if request_id % 3 == 0 else (),
+    )
+
+
+def with_rule(engine: Engine, rule: str) -> Engine:
+    engine.runner.rule = rule
+    return engine
+
+
+@functools.cache
+def vanilla_text(
+    target: Path, prompt: tuple[int, ...], which: int, seed: int, bad_words: bool, dtype: str
+) -> list[int]:
+    """What the request writes alone, without a draft model."""
+    engine = with_rule(make_engine(target, None, k=0, dtype=dtype, max_num_batched_tokens=512), "coupled")
+    job = sampled(0 if bad_words else 1, list(prompt), seed, None, 0, **SAMPLED[which])
+    engine.add_request(job)
+    run(engine)
+    return job.output_token_ids
+
+
+@settings(max_examples=EXAMPLES, deadline=None, derandomize=EXAMPLES == 30, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_coupled_text_is_a_function_of_the_seed(data: st.DataObject, qwen_bank: Bank) -> None:
+    bank = qwen_bank
+    engine_k = data.draw(st.integers(1, 16), label="engine K")
+    draft = data.draw(st.sampled_from(["close", "small", "equal"]), label="draft")
+    block_size = data.draw(st.sampled_from([8, 16, 32]), label="block size")
+    blocks = -(-128 // block_size)
+    engine = make_engine(
+        bank.target,
+        bank.drafts[draft],
+        k=engine_k,
+        block_size=block_size,
+        max_num_batched_tokens=data.draw(st.sampled_from([7, 64, 512]), label="budget"),
+        enable_prefix_caching=data.draw(st.booleans(), label="prefix caching"),
+        max_num_seqs=data.draw(st.sampled_from([1, 3, 8]), label="rows"),
+        launch_depth=data.draw(st.sampled_from([1, 2]), label="depth"),
+        num_gpu_blocks_override=data.draw(st.sampled_from([blocks, blocks + 2, 8 * blocks]), label="blocks"),
+    )
+    with_rule(engine, "coupled")
+    poison(engine)
+    choice = st.tuples(
+        st.integers(0, len(bank.prompts) - 1),
+        st.integers(0, len(SAMPLED) - 1),
+        st.integers(0, 3),  # seed
+        st.one_of(st.none(), st.integers(0, engine_k)),  # K
+    )
+    jobs = []
+    for i, (prompt, which, seed, k) in enumerate(data.draw(st.lists(choice, min_size=1, max_size=8), label="requests")):
+        job = sampled(i, bank.prompts[prompt], seed, k, engine_k, **SAMPLED[which])
+        engine.add_request(job)
+        jobs.append((job, vanilla_text(bank.target, tuple(bank.prompts[prompt]), which, seed, i % 3 == 0, "float64")))
+    run(engine)
+    for job, expected in jobs:
+        assert job.output_token_ids == expected
+
+
+def test_coupled_text_in_fp32(qwen_bank: Bank) -> None:
+    differing = 0
+    for draft in ("close", "small"):
+        engine = with_rule(make_engine(qwen_bank.target, qwen_bank.drafts[draft], k=5, dtype="float32"), "coupled")
+        jobs = []
+        for i, prompt in enumerate(qwen_bank.prompts):
+            job = sampled(i, prompt, i, 5, 5, **SAMPLED[i % len(SAMPLED)])
+            engine.add_request(job)
+            jobs.append(job)
+        run(engine)
+        for i, job in enumerate(jobs):
+            text = vanilla_text(
+                qwen_bank.target, tuple(job.prompt_token_ids), i % len(SAMPLED), i, i % 3 == 0, "float32"
+            )
+            differing += job.output_token_ids != text
+    assert differing <= 1, "near-ties flip in fp32, but about once in a hundred texts"
+
+
+GREEDY = [
+    ({"repetition_penalty": 1.4}, {"repetition_penalty": 1.4}),
+    ({"logit_bias": {3: 4.0, 17: -6.0}}, {"sequence_bias": [[[3], 4.0], [[17], -6.0]]}),
+    ({"allowed_token_ids": list(range(5, 200))}, {"suppress_tokens": [*range(5), *range(200, VOCAB)]}),
+    ({"min_tokens": 20}, {"min_new_tokens": 20}),
+    ({"bad_words": True}, {"bad_words_ids": BAD_WORDS}),
+    ({"top_k": 3, "top_p": 0.5, "min_p": 0.3}, {}),
+]
+
+
+@pytest.mark.parametrize(("ours", "theirs"), GREEDY, ids=lambda value: next(iter(value), "filters"))
+def test_each_parameter_alone_is_transformers_own(
+    qwen_bank: Bank, ours: dict[str, object], theirs: dict[str, object]
+) -> None:
+    bank, model = qwen_bank, load(qwen_bank.target)
+    params = {"temperature": 0.0, "max_tokens": 30} | {key: v for key, v in ours.items() if key != "bad_words"}
+    for prompt in bank.prompts[2:8]:
+        expected = generate(model, prompt, 30, eos=bank.eos, **theirs)
+        for k in (0, 5):
+            engine = make_engine(bank.target, bank.drafts["close"], k=5)
+            job = sampled(0 if "bad_words" in ours else 1, prompt, 0, k, 5, **params)
+            engine.add_request(job)
+            run(engine)
+            assert job.output_token_ids == expected
+
+
+@pytest.mark.parametrize("params", [{"presence_penalty": 1.1}, {"frequency_penalty": 0.6}])
+def test_penalties_that_transformers_lacks_are_those_of_a_loop(qwen_bank: Bank, params: dict[str, float]) -> None:
+    bank, model = qwen_bank, load(qwen_bank.target)
+    prompt = bank.prompts[4]
+    expected: list[int] = []
+    for _ in range(30):
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + expected])).logits[0, -1].double().numpy().copy()
+        for token in set(expected):
+            logits[token] -= params.get("presence_penalty", 0.0)
+            logits[token] -= params.get("frequency_penalty", 0.0) * expected.count(token)
+        expected.append(int(logits.argmax()))
+    for k in (0, 5):
+        engine = make_engine(bank.target, bank.drafts["close"], k=5)
+        job = sampled(1, prompt, 0, k, 5, temperature=0.0, max_tokens=30, ignore_eos=True, **params)
+        engine.add_request(job)
+        run(engine)
+        assert job.output_token_ids == expected
+
+
+@pytest.fixture(scope="module")
+def small_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Target and unrelated draft over 16 tokens."""
+    folder = tmp_path_factory.mktemp("sixteen")
+    shape = {"vocab": 16, "hidden": 32, "layers": 1, "kv_heads": 1, "head_dim": 16, "initializer_range": 0.4}
+    return (
+        make_checkpoint(folder / "target", seed=5, **shape),
+        make_checkpoint(folder / "draft", seed=6, **shape),
+    )
+
+
+def joint_distribution(target: Path, prompt: list[int], temperature: float) -> np.ndarray:
+    """p(t1, t2, t3) after `prompt`, `[16, 16, 16]`, by enumeration with transformers."""
+    model = load(target)
+    pairs = torch.cartesian_prod(torch.arange(16), torch.arange(16))
+    contexts = torch.cat((torch.tensor(prompt).expand(256, -1), pairs), dim=1)
+    with torch.inference_mode():
+        p = (model(contexts).logits.double() / temperature).softmax(dim=-1)
+    n = len(prompt)
+    first, second, third = p[0, n - 1], p[::16, n], p[:, n + 1]
+    return (first[:, None, None] * second[:, :, None] * third.view(16, 16, 16)).numpy()
+
+
+def z_score(counts: np.ndarray, expected: np.ndarray) -> float:
+    """Of the chi-square statistic against its degrees of freedom; cells under 5 expected draws are one cell."""
+    counts, expected = counts.ravel(), expected.ravel()
+    small = expected < 5
+    counts = np.append(counts[~small], counts[small].sum())
+    expected = np.append(expected[~small], expected[small].sum())
+    counts, expected = counts[expected > 0], expected[expected > 0]
+    chi2 = float(((counts - expected) ** 2 / expected).sum())
+    freedom = len(counts) - 1
+    return (chi2 - freedom) / (2 * freedom) ** 0.5
+
+
+@pytest.mark.parametrize("rule", ["rejection", "coupled"])
+@pytest.mark.parametrize("k", [1, 3])
+def test_two_token_draws_are_the_targets_own(small_vocabulary: tuple[Path, Path], rule: str, k: int) -> None:
+    target, draft = small_vocabulary
+    prompt, draws, temperature = [3, 1, 4, 1, 5], 20_000, 0.9
+    fields = {"max_num_seqs": 1000, "max_num_batched_tokens": 8192, "max_model_len": 16, "block_size": 8}
+    engine = with_rule(Engine(config(target, draft, k=k, **fields)), rule)
+    jobs = [
+        sampled(3 * i + 1, prompt, i, k, k, temperature=temperature, max_tokens=5, ignore_eos=True)
+        for i in range(draws)
+    ]
+    for job in jobs:
+        engine.add_request(job)
+    run(engine)
+    texts = np.array([job.output_token_ids for job in jobs])
+    p = joint_distribution(target, prompt, temperature)
+    assert 0.1 < engine.stats().acceptance_rate < 0.9, "both acceptance and rejection must be exercised"
+    for cells, expected in (
+        (texts[:, :2], p.sum(axis=2)),
+        (texts[:, 1:3], p.sum(axis=0)),
+    ):
+        counts = np.zeros((16, 16))
+        np.add.at(counts, tuple(cells.T), 1)
+        z = z_score(counts, draws * expected)
+        assert abs(z) < 4.5, f"{rule} K={k}: z = {z:.1f}"
+
+
+def test_logprobs_are_those_of_vanilla_decoding(qwen_bank: Bank) -> None:
+    bank, model = qwen_bank, load(qwen_bank.target)
+    prompt = bank.prompts[4]
+    for k in (0, 5):
+        engine = make_engine(bank.target, bank.drafts["close"], k=5, max_num_batched_tokens=7)
+        job = sampled(1, prompt, 7, k, 5, temperature=0.8, top_k=20, logprobs=3, prompt_logprobs=2, max_tokens=20)
+        engine.add_request(job)
+        run(engine)
+        text = torch.tensor([prompt + job.output_token_ids])
+        with torch.inference_mode():
+            expected = model(text).logits[0].double().log_softmax(dim=-1)
+        assert job.prompt_logprobs is not None
+        assert job.logprobs is not None
+        assert job.prompt_logprobs[0] is None
+        told = [*job.prompt_logprobs[1:], *job.logprobs]
+        assert len(told) == text.shape[1] - 1
+        for position, entry in enumerate(told):
+            row = expected[position]
+            assert entry.token_id == text[0, position + 1]
+            assert entry.logprob == pytest.approx(float(row[entry.token_id]), abs=1e-5)
+            assert entry.rank == int((row > row[entry.token_id]).sum()) + 1
+            count = 2 if position < len(prompt) - 1 else 3
+            assert entry.top_ids == row.topk(count).indices.tolist()
+
+
+def test_a_request_without_an_allowed_token_fails_alone(qwen_bank: Bank) -> None:
+    engine = make_engine(qwen_bank.target, qwen_bank.drafts["close"], k=3)
+    bad = sampled(3, qwen_bank.prompts[4], 0, None, 3, temperature=0.8, allowed_token_ids=[40])  # and 40 is a bad word
+    good = sampled(1, qwen_bank.prompts[5], 0, None, 3, temperature=0.0, ignore_eos=True)
+    engine.add_request(bad)
+    engine.add_request(good)
+    run(engine)
+    assert bad.finish_reason == "error"
+    assert "no token is allowed" in str(bad.error)
+    assert good.output_token_ids == qwen_bank.continuations[5]
+
+
+def test_requests_keep_their_parameters_apart(qwen_bank: Bank) -> None:
+    base = {"temperature": 0.8, "max_tokens": 20}
+    alone = []
+    for together in (False, True):
+        engine = with_rule(make_engine(qwen_bank.target, qwen_bank.drafts["close"], k=4), "rejection")
+        jobs = [sampled(i, qwen_bank.prompts[i], i, 4, 4, **(SAMPLED[i % len(SAMPLED)] | base)) for i in range(6)]
+        for job in jobs:
+            engine.add_request(job)
+            if not together:
+                run(engine)
+        run(engine)
+        alone.append([job.output_token_ids for job in jobs])
+    assert alone[0] == alone[1], "rejection depends on seed and K, not on neighbours"
