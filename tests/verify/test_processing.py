@@ -146,6 +146,22 @@ def test_a_row_does_not_depend_on_its_batch_nor_on_steps_of_others() -> None:
     assert torch.equal(whole[-1], logits[-1])
 
 
+def test_arguments_are_left_alone() -> None:
+    logits = torch.zeros((1, 4))
+    constrain(logits, Constraints(bias_ids=ids([2])[None], bias=torch.ones((1, 1))))
+    rows, steps = sampling_rows([Request(temperature=0.5, top_k=1, min_p=0.5)])
+    process_logits(logits, rows, union(steps), coarse=True)
+    assert torch.equal(logits, torch.zeros((1, 4)))
+
+
+def test_the_coarse_cut_is_for_drafting_only() -> None:
+    """The second logit is within a cell of the largest: the exact cut removes it, the coarse one does not."""
+    rows, steps = sampling_rows([Request(top_k=1)])
+    logits = torch.tensor([[1.0, 0.99, -3.0]])
+    assert (process_logits(logits, rows, union(steps)) > -torch.inf).tolist() == [[True, False, False]]
+    assert (process_logits(logits, rows, union(steps), coarse=True) > -torch.inf).tolist() == [[True, True, False]]
+
+
 def test_nothing_asked_for_does_nothing() -> None:
     logits = torch.randn((2, VOCAB), generator=torch.Generator().manual_seed(6))
     rows, steps = sampling_rows([Request()] * 2)

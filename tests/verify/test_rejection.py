@@ -152,6 +152,16 @@ def test_equal_distributions_always_accept(probs: list[float]) -> None:
     assert accepted.tolist() == [1] * b
 
 
+def test_a_token_that_the_target_excludes_is_never_accepted() -> None:
+    """Not even where q has underflowed to 0 as well, so that u * q == p."""
+    p = torch.tensor([[0.0, 1.0], [0.5, 0.5]])
+    zero, one = torch.zeros((1, 1), dtype=torch.int64), torch.ones(1, dtype=torch.int64)
+    for q in (0.0, 1e-30, 1.0):
+        drawn_from = torch.tensor([[[q, 1 - q]]])
+        accepted = count_accepted(p, torch.tensor([0, 2]), drawn_from, zero, one, torch.full((1, 1), 2.0**-24))
+        assert accepted.tolist() == [0]
+
+
 def test_greedy_and_sampled_rows_share_a_batch() -> None:
     """Greedy rows write the argmax whatever the drafts, the noise and the neighbours are."""
     g = torch.Generator().manual_seed(12)
