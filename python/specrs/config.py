@@ -40,8 +40,8 @@ class SpeculativeConfig:
     `model`: folder or hub id of the draft model; None is the bundled draft, for the bundled target only.
     `num_speculative_tokens`: drafts per iteration, 0 to 16; a request may ask for fewer.
     `max_model_len`: the draft's context; a request that outgrows it goes on without drafts. None is the checkpoint's.
-    `rejection_sample_method`: `rejection` (`standard` is its other name) accepts most; `coupled` gives the text that the
-    same seed gives without speculation. Both sample the target's distribution, and greedy requests are the same.
+    `rejection_sample_method`: `rejection` (`standard` is its other name) accepts most; `coupled` gives the text
+    that the same seed gives without speculation. Both sample the target's distribution; greedy text is the same.
     `disable_padded_drafter_batch`: accepted for vLLM's sake; rows are never padded here.
     """
 

@@ -78,7 +78,10 @@ _REPR.maxlist = _REPR.maxtuple = _REPR.maxdict = _REPR.maxset = 8
 
 def short(value: object) -> str:
     """`repr(value)`, cut to a length that fits in a message."""
-    return _REPR.repr(value)
+    try:
+        return _REPR.repr(value)
+    except ValueError:  # Python writes no integer of more than 4300 digits, wherever in the value it is
+        return f"<{type(value).__name__} with too many digits>"
 
 
 def invalid(error: type[ErrorT], field: str, value: object, allowed: str) -> ErrorT:
@@ -137,7 +140,10 @@ def check_number(
         bounds = f"greater than {low:g}" if open_low else f"of at least {low:g}"
     else:
         bounds = f"greater than {low:g} and at most {high:g}" if open_low else f"from {low:g} to {high:g}"
-    number = float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
+    try:
+        number = float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
+    except OverflowError:  # an integer beyond all floats
+        number = math.inf
     if not math.isfinite(number) or number > high or number < low or (open_low and number == low):
         raise invalid(error, field, value, f"must be a finite number {bounds}{also}")
     return number

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class TokenLogprob:
     """What the engine says of one token: itself, and the n most likely at its position, the likeliest first.
 
-    `rank` counts from 1: tokens at least as likely, itself included. `top_ids`, `top_logprobs`: `[n]`.
+    `rank` is 1 for the most likely token; of equal ones the lowest id ranks first. `top_ids`, `top_logprobs`: `[n]`.
     """
 
     token_id: int

@@ -94,7 +94,7 @@ def test_dtype_names(given: str, name: str) -> None:
 
 
 def test_logprobs_have_the_same_modes_everywhere() -> None:
-    assert LOGPROBS_MODES == get_args(LogprobsMode)
+    assert get_args(LogprobsMode) == LOGPROBS_MODES
     assert (EngineConfig().logprobs_mode, EngineConfig().max_logprobs) == ("raw_logprobs", 20)
     for mode in LOGPROBS_MODES:
         assert EngineConfig.from_kwargs(logprobs_mode=mode, max_logprobs=-1).logprobs_mode == mode

@@ -28,6 +28,14 @@ def test_long_values_are_cut(value: object) -> None:
     assert len(short(value)) < 150
 
 
+def test_integers_that_python_does_not_write() -> None:
+    huge = 10**5000
+    for value in (huge, [huge], {1: huge}):
+        assert short(value) == f"<{type(value).__name__} with too many digits>"
+    with pytest.raises(InvalidRequestError, match="^k=<int with too many digits>: must be an integer from 1 to 5$"):
+        check_int(InvalidRequestError, "k", huge, 1, 5)
+
+
 @pytest.mark.parametrize("value", [True, 1.0, "1", None, 0, 6, np.int64(0)])
 def test_check_int_refuses(value: object) -> None:
     with pytest.raises(InvalidRequestError, match=r"^k=.*: must be an integer from 1 to 5, or None$"):
@@ -39,7 +47,7 @@ def test_check_int_takes_what_is_an_index() -> None:
     assert (value, type(value)) == (5, int)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, True, "0.5", None, 1 + 0j, -0.1, 1.1])
+@pytest.mark.parametrize("value", [math.nan, math.inf, 10**400, True, "0.5", None, 1 + 0j, -0.1, 1.1])
 def test_check_number_refuses(value: object) -> None:
     with pytest.raises(InvalidRequestError, match=r"^p=.*: must be a finite number from 0 to 1$"):
         check_number(InvalidRequestError, "p", value, 0.0, 1.0)
