@@ -73,7 +73,7 @@ impl Model {
             Op::Share(block) => {
                 let done = pool.share(block);
                 let Some((id, block)) = self.get(block, |b| b.holders > 0 || b.hash.is_some()) else {
-                    return refused(done);
+                    return refused(&done);
                 };
                 block.holders += 1;
                 self.cached.retain(|&other| other != id);
@@ -81,7 +81,7 @@ impl Model {
             }
             Op::Free(block) => {
                 let done = pool.free(block);
-                let Some((id, block)) = self.get(block, |b| b.holders > 0) else { return refused(done) };
+                let Some((id, block)) = self.get(block, |b| b.holders > 0) else { return refused(&done) };
                 block.holders -= 1;
                 if block.holders == 0 {
                     block.claimant = None;
@@ -95,7 +95,7 @@ impl Model {
                 let done = pool.register(block, hash);
                 let known = self.by_hash(hash).is_some();
                 let Some((_, block)) = self.get(block, |b| b.holders > 0 && b.hash.is_none()) else {
-                    return refused(done);
+                    return refused(&done);
                 };
                 if !known {
                     block.hash = Some(hash);
@@ -105,7 +105,7 @@ impl Model {
             Op::MarkDraft(block) => {
                 let done = pool.mark_draft(block);
                 let Some((_, block)) = self.get(block, |b| b.holders > 0 && b.hash.is_some()) else {
-                    return refused(done);
+                    return refused(&done);
                 };
                 (block.draft, block.claimant) = (true, None);
                 prop_assert_eq!(done, Ok(()));
@@ -113,7 +113,7 @@ impl Model {
             Op::Claim(block, claimant) => {
                 let done = pool.claim(block, claimant);
                 let Some((_, block)) = self.get(block, |b| b.holders > 0 && b.hash.is_some() && !b.draft) else {
-                    return refused(done);
+                    return refused(&done);
                 };
                 let holder = *block.claimant.get_or_insert(claimant);
                 prop_assert_eq!(done, Ok(holder == claimant));
@@ -177,7 +177,7 @@ impl Model {
     }
 }
 
-fn refused<T: std::fmt::Debug>(done: specrs_core::Result<T>) -> Result<(), TestCaseError> {
+fn refused<T: std::fmt::Debug>(done: &specrs_core::Result<T>) -> Result<(), TestCaseError> {
     prop_assert!(matches!(done, Err(Error::InvalidBlock { .. })), "{:?}", done);
     Ok(())
 }

@@ -132,8 +132,10 @@ impl BlockHasher {
             .collect())
     }
 
+    /// Without the key, which is a secret: who knows it can build colliding prompts.
+    #[expect(clippy::unused_self, reason = "a Python method has one")]
     fn __repr__(&self) -> &'static str {
-        "BlockHasher(hash_key=...)" // The key is a secret: who knows it can build colliding prompts.
+        "BlockHasher(hash_key=...)"
     }
 }
 

@@ -14,7 +14,7 @@ pub(crate) fn readonly<'py, T: Element, D: Dimension>(
     name: &str,
     array: &Bound<'py, PyAny>,
 ) -> PyResult<PyReadonlyArray<'py, T, D>> {
-    checked::<T, D>(name, array)?.try_readonly().map_err(|error| borrow_error(array.py(), name, error))
+    checked::<T, D>(name, array)?.try_readonly().map_err(|error| borrow_error(array.py(), name, &error))
 }
 
 /// A writable, C-contiguous view of `T` and rank `D`.
@@ -22,7 +22,7 @@ pub(crate) fn readwrite<'py, T: Element, D: Dimension>(
     name: &str,
     array: &Bound<'py, PyAny>,
 ) -> PyResult<PyReadwriteArray<'py, T, D>> {
-    checked::<T, D>(name, array)?.try_readwrite().map_err(|error| borrow_error(array.py(), name, error))
+    checked::<T, D>(name, array)?.try_readwrite().map_err(|error| borrow_error(array.py(), name, &error))
 }
 
 pub(crate) type In<'py> = PyReadonlyArray<'py, i64, Ix1>;
@@ -67,7 +67,7 @@ fn checked<'a, 'py, T: Element, D: Dimension>(
     Ok(array.cast::<PyArray<T, D>>()?)
 }
 
-fn borrow_error(py: Python<'_>, name: &str, error: BorrowError) -> PyErr {
+fn borrow_error(py: Python<'_>, name: &str, error: &BorrowError) -> PyErr {
     let message = match error {
         BorrowError::NotWriteable => format!("{name}: is read-only, expected a writable array"),
         _ => format!("{name}: shares memory with another argument of this call, or another call is using it"),

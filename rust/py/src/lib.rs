@@ -17,7 +17,7 @@ mod slot_mapper;
 
 #[pymodule]
 mod _core {
-    use super::*;
+    use super::{Bound, PyModule, PyModuleMethods, PyResult};
 
     #[pymodule_export]
     use super::acceptance::AcceptanceTracker;
