@@ -125,6 +125,8 @@ fn check_q_start(q_start: &[i64], rows: usize) -> Result<(), Error> {
 mod tests {
     use super::*;
 
+    type Case = (&'static [i64], &'static [i64], &'static [i64], &'static str);
+
     /// The definition by enumeration: walk the table's slots in order and number the positions.
     fn enumerate_slots(block_table: &[i64], block_size: usize) -> Vec<i64> {
         let mut slots = Vec::new();
@@ -189,7 +191,6 @@ mod tests {
     fn disagreeing_buffers_change_nothing() {
         let mapper = SlotMapper::new(4).unwrap();
         let mut out = [-7; 3];
-        type Case = (&'static [i64], &'static [i64], &'static [i64], &'static str);
         let cases: [Case; 9] = [
             (&[1, 2], &[0, 1, 2], &[0, 0], "out"),
             (&[1, 2], &[], &[0, 0, 0], "q_start"),
