@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         UnsupportedRequestError,
     )
     from specrs.llm import LLM
-    from specrs.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
+    from specrs.outputs import CompletionOutput, EngineStats, Logprob, RequestMetrics, RequestOutput
     from specrs.sampling import SamplingParams
 
     __version__: str
@@ -30,6 +30,7 @@ _HOME = {
     "SpeculativeConfig": "config",
     "CompletionOutput": "outputs",
     "EngineStats": "outputs",
+    "Logprob": "outputs",
     "RequestMetrics": "outputs",
     "RequestOutput": "outputs",
     "CheckpointError": "errors",
@@ -52,6 +53,7 @@ __all__ = [
     "EngineStats",
     "InvalidConfigError",
     "InvalidRequestError",
+    "Logprob",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",

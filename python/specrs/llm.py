@@ -7,13 +7,14 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from specrs.config import EngineConfig
 from specrs.errors import EngineError, InvalidRequestError, SpecrsError, UnknownRequestError, invalid_request
 from specrs.inputs import Prompt, PromptType, is_one_prompt, prompt_text, read_prompt
-from specrs.outputs import EngineStats, RequestOutput
-from specrs.sampling import SamplingParams, validate_request
+from specrs.outputs import EngineStats, OutputBuilder, RequestOutput, TokenTexts
+from specrs.sampling import SamplingParams, derive_seed, tokenize_bad_words, validate_request
 from specrs.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ class LLM:
         self.engine = engine
         self.tokenizer = tokenizer
         self._ids = itertools.count()
+        self._prompts = itertools.count()  # what the seeds of prompts without one are derived from
+        self._texts = None if tokenizer is None else TokenTexts(tokenizer)
 
     def generate(
         self,
@@ -74,10 +77,14 @@ class LLM:
         """Complete prompts; outputs in their order.
 
         A prompt is a string, `{"prompt": ...}`, `{"prompt_token_ids": [...]}` or a list of ids. `sampling_params` is
-        one for all or one each; `priority` one each, the lowest first. `use_tqdm` shows a progress bar, or makes one.
+        one for all or one each, None is `SamplingParams()`: random, at temperature 1. `priority` is one each, the
+        lowest first. `use_tqdm` shows a progress bar, or makes one.
 
-        A bad request in a list fails alone: its output has `finish_reason` "error" and an `error`, and a warning is
-        logged. A lone prompt raises instead, `InvalidRequestError` for bad input. An exception or interrupt ends all
+        With `n` completions of a prompt, `outputs[i]` of its output is completion i. Every completion has its own seed
+        (`specrs.sampling.derive_seed`): the same calls to a fresh engine with the same seed give the same texts.
+
+        A bad request in a list fails alone: its outputs have `finish_reason` "error", `error` says why, and a warning
+        is logged. A lone prompt raises instead, `InvalidRequestError` for bad input. An exception or interrupt ends all
         requests of this call; the engine stays usable.
         """
         lone = is_one_prompt(prompts)
@@ -130,15 +137,14 @@ class LLM:
     def stream(self, prompt: PromptType, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Complete one prompt; an output each time tokens arrive, the last one with `finished`.
 
-        `outputs[0].text` is all text so far that no further token can change, and `delta` what it gained. Raises at
-        once for a bad request. Closing the iterator ends the request; other calls may run in between.
+        `outputs[i].text` is all text of completion i so far that no further token can change, and `delta` what it
+        gained; with `n` completions, each output has all of them. Raises at once for a bad request. Closing the
+        iterator ends the requests; other calls may run in between.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise invalid_request("sampling_params", params, "must be a SamplingParams or None")
-        request = self._request(read_prompt(prompt, self.tokenizer), params)
-        validate_request(request.prompt_token_ids, params, self.engine.limits)
-        return self._stream(request)
+        return self._stream(self._requests(next(self._prompts), read_prompt(prompt, self.tokenizer), params))
 
     def stats(self) -> EngineStats:
         """Figures of all requests since the start or the last `reset_stats`."""
@@ -152,27 +158,59 @@ class LLM:
         """transformers' tokenizer; None with `skip_tokenizer_init`."""
         return None if self.tokenizer is None else self.tokenizer.hf
 
-    def _request(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> Request:
+    def _requests(self, number: int, prompt: Prompt, params: SamplingParams, priority: int = 0) -> list[Request]:
+        """The n completions of a prompt, checked and not yet added. `number` counts the prompts of this `LLM`."""
         from specrs.engine.detokenizer import IncrementalDetokenizer
         from specrs.engine.request import Request
 
-        if self.tokenizer is None and params.stop_strings:
-            raise invalid_request(
-                "stop", params.stop_strings, "needs a tokenizer; with skip_tokenizer_init=True allowed: None"
+        tokenizer, limits = self.tokenizer, self.engine.limits
+        validate_request(prompt.token_ids, params, limits)
+        if tokenizer is None:
+            for field, value in (
+                ("stop", params.stop_strings),
+                ("bad_words", params.bad_words),
+                ("structured_outputs", params.structured_outputs),
+            ):
+                if value:
+                    raise invalid_request(
+                        field, value, "needs a tokenizer; with skip_tokenizer_init=True allowed: None"
+                    )
+        bad_words: tuple[tuple[int, ...], ...] = ()
+        if tokenizer is not None and params.bad_words:
+            encode = partial(tokenizer.encode, add_special_tokens=False)
+            bad_words = tokenize_bad_words(params.bad_words, encode, limits.vocab_size)
+        grammar = None
+        if tokenizer is not None and params.structured_outputs is not None:
+            from specrs.structured import compile_grammar
+
+            grammar = compile_grammar(params.structured_outputs, tokenizer, limits.vocab_size)
+        requests = []
+        for i in range(params.n):
+            detokenizer = None
+            if tokenizer is not None and params.detokenize:
+                detokenizer = IncrementalDetokenizer(tokenizer, params, prompt.token_ids)
+            request = Request(
+                next(self._ids),
+                prompt.token_ids,
+                params,
+                prompt=prompt.text,
+                detokenizer=detokenizer,
+                num_speculative_tokens=limits.num_speculative_tokens,
+                priority=priority,
+                cache_salt=prompt.cache_salt,
+                seed=self._seed(params.seed, number, i),
+                bad_words_token_ids=bad_words,
+                grammar=grammar,
             )
-        detokenizer = None
-        if self.tokenizer is not None and params.detokenize:
-            detokenizer = IncrementalDetokenizer(self.tokenizer, params, prompt.token_ids)
-        return Request(
-            next(self._ids),
-            prompt.token_ids,
-            params,
-            prompt=prompt.text,
-            detokenizer=detokenizer,
-            num_speculative_tokens=self.engine.limits.num_speculative_tokens,
-            priority=priority,
-            cache_salt=prompt.cache_salt,
-        )
+            requests.append(request)
+            # what the prompt's tokens are worth is told once, and costs a request its cached prefix
+            params = params.replace(prompt_logprobs=None) if params.prompt_logprobs is not None else params
+        return requests
+
+    def _seed(self, given: int | None, number: int, completion: int) -> int:
+        if given is None:
+            return derive_seed(self.engine.config.seed, number, completion)
+        return derive_seed(given, completion) if completion else given
 
     def _complete(
         self,
@@ -186,25 +224,26 @@ class LLM:
         params = _one_each(sampling_params, len(items))
         priorities = _priorities(priority, len(items))
         outputs: dict[int, RequestOutput] = {}  # by index: refused before they ran
-        requests: dict[int, Request] = {}  # by index
+        groups: dict[int, list[Request]] = {}  # by index
         try:
             for i, item in enumerate(items):
-                prompt = None
+                prompt, number = None, next(self._prompts)
                 try:
                     prompt = read(item)
-                    requests[i] = self._request(prompt, params[i], priorities[i])
-                    self.engine.add_request(requests[i])
+                    groups[i] = self._requests(number, prompt, params[i], priorities[i])
+                    for request in groups[i]:
+                        self.engine.add_request(request)
                 except SpecrsError as error:
-                    requests.pop(i, None)
+                    self._abort(groups.pop(i, []))
                     if lone:
                         raise
                     text, ids = (prompt_text(item), []) if prompt is None else (prompt.text, prompt.token_ids)
-                    outputs[i] = RequestOutput.from_error(next(self._ids), text, ids, error)
-            self._run(list(requests.values()), use_tqdm)
+                    outputs[i] = RequestOutput.from_error(next(self._ids), text, ids, error, params[i].n)
+            self._run(list(groups.values()), use_tqdm)
         finally:
-            self._abort(requests.values())
-        for i, request in requests.items():
-            outputs[i] = RequestOutput.from_request(request)
+            self._abort(itertools.chain.from_iterable(groups.values()))
+        for i, requests in groups.items():
+            outputs[i] = OutputBuilder(requests, self._texts).build()
         for i, output in sorted(outputs.items()):
             if output.error is not None:
                 if lone:
@@ -212,20 +251,26 @@ class LLM:
                 logger.warning("prompt %d failed: %s", i, output.error)
         return [outputs[i] for i in range(len(items))]
 
-    def _run(self, requests: Sequence[Request], use_tqdm: bool | Callable[..., Any]) -> None:
-        """Step until `requests` have ended; those of others advance with them."""
-        pending = {request.request_id for request in requests if not request.finished}
-        bar = _progress_bar(use_tqdm, len(requests))
+    def _run(self, groups: Sequence[Sequence[Request]], use_tqdm: bool | Callable[..., Any]) -> None:
+        """Step until the requests of every group have ended; those of others advance with them."""
+        group_of = {request.request_id: i for i, group in enumerate(groups) for request in group}
+        left = [len(group) for group in groups]
+        requests = [request for group in groups for request in group]
+        bar = _progress_bar(use_tqdm, len(groups))
         started = refreshed = time.monotonic()
         try:
-            while pending:
-                ended = pending & {request.request_id for request in self._step() if request.finished}
-                pending -= ended
+            while group_of:
+                ended = 0
+                for request in self._step():
+                    if request.finished and request.request_id in group_of:
+                        group = group_of.pop(request.request_id)
+                        left[group] -= 1
+                        ended += left[group] == 0
                 if bar is not None:
                     if ended:
-                        bar.update(len(ended))
+                        bar.update(ended)
                     now = time.monotonic()
-                    if now - refreshed >= _REFRESH_SECONDS or not pending:
+                    if now - refreshed >= _REFRESH_SECONDS or not group_of:
                         refreshed = now
                         bar.set_postfix_str(_progress(requests, now - started))
         finally:
@@ -238,25 +283,25 @@ class LLM:
             raise EngineError("the engine is idle, but requests have not ended")
         return touched
 
-    def _stream(self, request: Request) -> Iterator[RequestOutput]:
-        self.engine.add_request(request)
+    def _stream(self, requests: Sequence[Request]) -> Iterator[RequestOutput]:
+        builder = OutputBuilder(requests, self._texts)
         try:
-            num_tokens, sent = 0, 0
+            for request in requests:
+                self.engine.add_request(request)
+            told = (0, 0)
             while True:
                 # other calls may have stepped the engine since the last output
-                while not request.finished and len(request.output_token_ids) == num_tokens:
+                while (now := _counts(requests)) == told:
                     self._step()
-                num_tokens = len(request.output_token_ids)
-                text = request.stable_text
-                output = RequestOutput.from_request(request, text=text, delta=text[sent:])
-                sent = len(text)
+                told = now
+                output = builder.build()
                 yield output
-                if output.finished:  # the request itself may have ended since, with more to tell
+                if output.finished:  # the requests may have ended since, with more to tell
                     break
         finally:
-            self._abort([request])
-        if request.error is not None:
-            raise request.error
+            self._abort(requests)
+        if output.error is not None:
+            raise output.error
 
     def _abort(self, requests: Iterable[Request]) -> None:
         for request in requests:
@@ -286,6 +331,11 @@ def _priorities(priority: object, count: int) -> list[int]:
     if len(priority) != count:
         raise InvalidRequestError(f"priority: {len(priority)} for {count} prompts; allowed is one each")
     return list(priority)
+
+
+def _counts(requests: Sequence[Request]) -> tuple[int, int]:
+    """Output tokens so far, and requests that have ended."""
+    return sum(len(request.output_token_ids) for request in requests), sum(request.finished for request in requests)
 
 
 def _progress_bar(use_tqdm: bool | Callable[..., Any], total: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from specrs.engine.request import Request
     from specrs.errors import SpecrsError
+    from specrs.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,35 @@ class TokenLogprob:
     rank: int
     top_ids: list[int]
     top_logprobs: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """What a user is told of one token at one position; `rank` is 1 for the most likely, `decoded_token` its text.
+
+    `logprob` is what the engine's `logprobs_mode` says. `decoded_token` is None without a tokenizer or `detokenize`.
+    """
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+class TokenTexts(dict[int, str]):
+    """The text of each token by itself, special ones included, decoded when it is first asked for.
+
+    Bytes that are no character by themselves are replacement characters, as in vLLM.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token_id: int) -> str:
+        one, two = (self._tokenizer.decode([token_id] * count, skip_special_tokens=False) for count in (1, 2))
+        # some decoders drop the blank before the first token, but not before the second
+        text = two.removeprefix(one)
+        self[token_id] = text if len(one) + len(text) == len(two) else one
+        return self[token_id]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +101,9 @@ class AcceptanceFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestMetrics(AcceptanceFigures):
-    """Figures of one request. Times are seconds of `time.monotonic`, None for what did not happen."""
+    """Figures of one prompt, of its n completions together: counts are sums, times those of the first token of all and
+    of the end of the last. Times are seconds of `time.monotonic`, None for what did not happen.
+    """
 
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
@@ -90,11 +123,27 @@ class RequestMetrics(AcceptanceFigures):
 
     @property
     def time_per_output_token(self) -> float | None:
-        """Seconds per token after the first; None with fewer than two tokens."""
+        """Seconds per token after the first, of all completions; None with fewer than two tokens."""
         seconds = _between(self.first_token_time, self.finish_time)
         if seconds is None or self.num_generated_tokens < 2:
             return None
         return seconds / (self.num_generated_tokens - 1)
+
+    @classmethod
+    def of(cls, requests: Sequence[Request]) -> RequestMetrics:
+        """The figures of the requests that complete one prompt, at least one."""
+        books = [request.acceptance for request in requests]
+        started = [request.first_token_time for request in requests if request.first_token_time is not None]
+        ended = [request.finish_time for request in requests if request.finish_time is not None]
+        return cls(
+            draft_tokens=sum(book.draft_tokens for book in books),
+            acceptance_histogram=[sum(counts) for counts in zip(*(book.histogram for book in books), strict=True)],
+            num_cached_tokens=sum(request.num_cached_tokens for request in requests),
+            num_generated_tokens=sum(len(request.output_token_ids) for request in requests),
+            arrival_time=requests[0].arrival_time,
+            first_token_time=min(started, default=None),
+            finish_time=max(ended) if len(ended) == len(requests) else None,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +170,8 @@ class CompletionOutput:
     """One completion of a prompt.
 
     `text` is all the text so far and `delta` what this output adds to the one before it (all of it, if there is none).
+    `logprobs` has one dictionary for each of `token_ids`: the token itself first, then as many as were asked for, the
+    likeliest first; None unless they were asked for. `cumulative_logprob` is the sum over the tokens themselves.
     `finish_reason`: None while it runs, then `stop`, `length`, `abort` or `error`. `stop_reason`: the stop string or
     stop token id that ended it, None for an eos token.
     """
@@ -129,13 +180,20 @@ class CompletionOutput:
     text: str = ""
     delta: str = ""
     token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
 
 @dataclass(kw_only=True)
 class RequestOutput:
-    """A prompt and what became of it. `error` says why, where `finish_reason` is `error`; `prompt` is None for ids."""
+    """A prompt and what became of it: `outputs[i]` is completion i of n.
+
+    `error` says why, where a `finish_reason` is `error`; `prompt` is None for ids. `prompt_logprobs` has an entry for
+    each prompt token, as `CompletionOutput.logprobs`, None for the first, which nothing predicts. They are always
+    log-softmax of what the model gave, whatever `logprobs_mode`; None unless they were asked for, or not there yet.
+    """
 
     request_id: str
     prompt: str | None
@@ -143,52 +201,86 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: SpecrsError | None = None
 
     @classmethod
-    def from_request(cls, request: Request, *, text: str | None = None, delta: str | None = None) -> RequestOutput:
-        """A snapshot of a request. `text` and `delta` stand in for all of its text while it streams."""
-        text = request.text if text is None else text
-        completion = CompletionOutput(
-            text=text,
-            delta=text if delta is None else delta,
-            token_ids=list(request.output_token_ids),
-            finish_reason=None if request.finish_reason is None else request.finish_reason.value,
-            stop_reason=request.stop_reason,
-        )
-        metrics = RequestMetrics(
-            draft_tokens=request.acceptance.draft_tokens,
-            acceptance_histogram=request.acceptance.histogram,
-            num_cached_tokens=request.num_cached_tokens,
-            num_generated_tokens=len(request.output_token_ids),
-            arrival_time=request.arrival_time,
-            first_token_time=request.first_token_time,
-            finish_time=request.finish_time,
-        )
-        return cls(
-            request_id=str(request.request_id),
-            prompt=request.prompt,
-            prompt_token_ids=request.prompt_token_ids,
-            outputs=[completion],
-            finished=request.finish_reason is not None,
-            metrics=metrics,
-            error=request.error,
-        )
-
-    @classmethod
     def from_error(
-        cls, request_id: int, prompt: str | None, prompt_token_ids: list[int], error: SpecrsError
+        cls, request_id: int, prompt: str | None, prompt_token_ids: list[int], error: SpecrsError, n: int = 1
     ) -> RequestOutput:
-        """The output of a request that was refused before it ran."""
+        """The output of a prompt that was refused before its n completions ran."""
         return cls(
             request_id=str(request_id),
             prompt=prompt,
             prompt_token_ids=prompt_token_ids,
-            outputs=[CompletionOutput(finish_reason="error")],
+            outputs=[CompletionOutput(index=i, finish_reason="error") for i in range(n)],
             finished=True,
             metrics=RequestMetrics(),
             error=error,
         )
+
+
+class OutputBuilder:
+    """Tells of one prompt's requests as they run: each `build` is a snapshot, with what is new since the one before."""
+
+    def __init__(self, requests: Sequence[Request], texts: TokenTexts | None) -> None:
+        """`requests` are the completions of a prompt in their order, at least one; without `texts`, ids stay ids."""
+        self._requests = list(requests)
+        self._texts = texts if requests[0].params.detokenize else None
+        self._sent = [0] * len(requests)  # characters
+        # a snapshot costs what is new, not all there is
+        self._logprobs: list[list[dict[int, Logprob]]] = [[] for _ in requests]
+        self._prompt_logprobs: list[dict[int, Logprob] | None] = []
+
+    def build(self) -> RequestOutput:
+        """The requests as they are now. Mutates: what it tells is not new the next time."""
+        first = self._requests[0]
+        return RequestOutput(
+            request_id=str(first.request_id),
+            prompt=first.prompt,
+            prompt_token_ids=first.prompt_token_ids,
+            prompt_logprobs=self._prompt(first),
+            outputs=[self._completion(index, request) for index, request in enumerate(self._requests)],
+            finished=all(request.finished for request in self._requests),
+            metrics=RequestMetrics.of(self._requests),
+            error=next((request.error for request in self._requests if request.error is not None), None),
+        )
+
+    def _completion(self, index: int, request: Request) -> CompletionOutput:
+        text, known = request.stable_text, self._logprobs[index]
+        delta, self._sent[index] = text[self._sent[index] :], len(text)
+        logprobs = cumulative = None
+        if request.logprobs is not None:
+            known += [self._dictionary(entry) for entry in request.logprobs[len(known) :]]
+            logprobs = known.copy()
+            cumulative = sum(entry.logprob for entry in request.logprobs)
+        return CompletionOutput(
+            index=index,
+            text=text,
+            delta=delta,
+            token_ids=list(request.output_token_ids),
+            cumulative_logprob=cumulative,
+            logprobs=logprobs,
+            finish_reason=None if request.finish_reason is None else request.finish_reason.value,
+            stop_reason=request.stop_reason,
+        )
+
+    def _prompt(self, request: Request) -> list[dict[int, Logprob] | None] | None:
+        entries, known = request.prompt_logprobs, self._prompt_logprobs
+        # a prompt is told as a whole: chunks of it are no result
+        if entries is None or len(entries) < len(request.prompt_token_ids):
+            return None
+        known += [None if entry is None else self._dictionary(entry) for entry in entries[len(known) :]]
+        return known.copy()
+
+    def _dictionary(self, entry: TokenLogprob) -> dict[int, Logprob]:
+        found = {entry.token_id: Logprob(entry.logprob, entry.rank, self._text(entry.token_id))}
+        for rank, (token_id, logprob) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), start=1):
+            found.setdefault(token_id, Logprob(logprob, rank, self._text(token_id)))
+        return found
+
+    def _text(self, token_id: int) -> str | None:
+        return None if self._texts is None else self._texts[token_id]
 
 
 def _between(start: float | None, end: float | None) -> float | None:

@@ -32,7 +32,7 @@ def test_integers_that_python_does_not_write() -> None:
     huge = 10**5000
     for value in (huge, [huge], {1: huge}):
         assert short(value) == f"<{type(value).__name__} with too many digits>"
-    with pytest.raises(InvalidRequestError, match="^k=<int with too many digits>: must be an integer from 1 to 5$"):
+    with pytest.raises(InvalidRequestError, match=r"^k=<int with too many digits>: must be an integer from 1 to 5$"):
         check_int(InvalidRequestError, "k", huge, 1, 5)
 
 

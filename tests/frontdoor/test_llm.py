@@ -131,7 +131,7 @@ def test_a_lone_bad_prompt_raises(llm: LLM, engine: ScriptedEngine, prompt: Any,
 
 
 def test_bad_parameters_fail_alone(llm: LLM) -> None:
-    params = [GREEDY, SamplingParams(temperature=0.5), GREEDY.replace(num_speculative_tokens=5), GREEDY]
+    params = [GREEDY, GREEDY.replace(extra_args={"a": 1}), GREEDY.replace(num_speculative_tokens=5), GREEDY]
     outputs = llm.generate(["a"] * 4, params, use_tqdm=False)
     assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "error", "length"]
     assert isinstance(outputs[1].error, UnsupportedRequestError)
@@ -272,7 +272,8 @@ def test_stream_gives_what_generate_gives(llm: LLM, say: Callable[[str], None]) 
 
 
 def test_stream_refuses_at_once(llm: LLM, engine: ScriptedEngine) -> None:
-    for prompt, params in (("", GREEDY), ("a", SamplingParams()), (None, GREEDY), ("a", {"temperature": 0})):
+    bad = GREEDY.replace(logit_bias={2048: 1})
+    for prompt, params in (("", GREEDY), ("a", bad), (None, GREEDY), ("a", {"temperature": 0})):
         with pytest.raises(InvalidRequestError):
             llm.stream(cast(Any, prompt), cast(Any, params))
     assert engine.seen == []
@@ -338,6 +339,7 @@ def test_without_a_tokenizer(engine: ScriptedEngine) -> None:
     for call in (
         lambda: llm.generate("text", GREEDY),
         lambda: llm.generate([5], GREEDY.replace(stop="x")),
+        lambda: llm.generate([5], GREEDY.replace(bad_words=["x"])),
         lambda: llm.chat([{"role": "user", "content": "x"}], GREEDY),
     ):
         with pytest.raises(SpecrsError, match="needs a tokenizer; with skip_tokenizer_init=True allowed"):
