@@ -154,6 +154,7 @@ impl Scheduler {
         let row = &mut self.rows[row_index as usize];
         while row.num_sent * self.config.block_size < positions {
             let at = header.num_block_updates;
+            debug_assert!(at < block_id.len, "block updates beyond what RecordLayout reckons with");
             record[block_row.offset + at] = i64::from(row_index);
             record[block_index.offset + at] = row.num_sent as i64;
             record[block_id.offset + at] = row.blocks[row.num_sent];

@@ -183,8 +183,8 @@ impl Scheduler {
         while (row.num_registered + 1) * block_size <= target_len {
             let index = row.num_registered;
             let hash = request.block_hash(index, block_size, &self.hasher);
-            // The row may be writing draft KV into this block, so nobody else should.
-            let drafting = drafted || row.drafting > 0 || index * block_size < row.draft_len;
+            // A launch in flight may be writing draft KV into this block, so nobody else should.
+            let drafting = row.drafting > 0 || index * block_size < row.draft_len;
             if self.pool.register(row.blocks[index], hash)? && drafting && !request.draft_failed {
                 self.pool.claim(row.blocks[index], row_index)?;
             }

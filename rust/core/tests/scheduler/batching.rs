@@ -123,6 +123,34 @@ fn a_newcomer_needs_blocks_for_its_whole_prompt_and_the_growth_of_others() {
 }
 
 #[test]
+fn newcomers_of_one_plan_count_each_other_s_growth() {
+    // Both prompts take 2 blocks now; request 0 needs a third for the token it emits.
+    for (num_blocks, admitted) in [(4, 1), (5, 2)] {
+        let mut driver = Driver::new(SchedulerConfig { num_blocks, max_model_len: 12, ..small() });
+        driver.add(0, &ask(1, 8, 2)).unwrap();
+        driver.add(1, &ask(2, 5, 2)).unwrap();
+        assert_eq!(driver.launch().num_admitted, admitted, "{num_blocks} blocks");
+        driver.run();
+    }
+}
+
+#[test]
+fn block_updates_of_one_launch_stay_within_the_record() {
+    let config = SchedulerConfig {
+        num_speculative_tokens: 8,
+        draft_max_model_len: Some(60),
+        ..SchedulerConfig::new(64, 60, 64 * 60, 1, 8)
+    };
+    let mut driver = Driver::new(config);
+    for id in 0..64 {
+        driver.add(id, &Ask { k: 8, ..ask(id as u64, 1, 59) }).unwrap();
+    }
+    driver.run();
+    let most = driver.launches.iter().map(|header| header.num_block_updates).max();
+    assert!(most > Some(64 + 8 + 68), "more than one block a row, and chunks and uploads: {most:?}");
+}
+
+#[test]
 fn uploads_of_one_launch_stay_within_the_record() {
     // Nearly all of each prompt is cached, so the prefill budget alone would admit all of them at once.
     let config = SchedulerConfig { max_num_seqs: 8, max_num_batched_tokens: 16, num_blocks: 200, ..small() };

@@ -3,8 +3,14 @@
 use specrs_core::SchedulerConfig;
 use specrs_core::scheduler::layout::FLAG_DRAFT_NON_FINITE;
 
-use crate::common::driver::{Ask, Driver};
+use crate::common::driver::{Ask, Driver, prompt};
 use crate::{ask, drafting, speculative};
+
+/// The rows that have claims, once per claim.
+fn claimants(driver: &Driver) -> Vec<u32> {
+    let pool = driver.scheduler.block_pool();
+    (0..pool.num_blocks() as i64).filter_map(|block| pool.claimant(block)).collect()
+}
 
 #[test]
 fn the_prompt_is_the_targets_alone_and_the_draft_follows() {
@@ -60,7 +66,9 @@ fn requests_at_k_0_cost_no_draft_work() {
     for id in 0..6 {
         driver.add(id, &ask(id as u64 % 2, 13, 30)).unwrap();
     }
-    driver.run();
+    while driver.step() {
+        assert_eq!(claimants(&driver), []);
+    }
     assert_eq!(driver.device.draft_tokens, 0);
     assert!(driver.launches.iter().all(|header| header.num_draft_chunks == 0 && header.max_k == 0));
 }
@@ -201,16 +209,14 @@ fn a_claim_ends_with_its_lease() {
     driver.add(2, &drafting(1, 33, 30)).unwrap();
     driver.step();
     driver.step();
-    let claimed =
-        |driver: &Driver| (0..64).filter_map(|block| driver.scheduler.block_pool().claimant(block)).collect::<Vec<_>>();
-    let before = claimed(&driver);
+    let before = claimants(&driver);
     assert!(!before.is_empty() && before.iter().all(|&row| row == before[0]));
     driver.abort(1).unwrap();
-    assert_eq!(claimed(&driver), before, "a launch in flight may still write there");
+    assert_eq!(claimants(&driver), before, "a launch in flight may still write there");
     while !driver.in_flight.is_empty() {
         driver.settle();
     }
-    assert_eq!(claimed(&driver), []);
+    assert_eq!(claimants(&driver), []);
     driver.run();
     assert!(driver.launches.last().is_some_and(|header| header.num_draft_chunks == 0));
 }
@@ -283,16 +289,177 @@ fn a_drafter_with_one_first_row_catches_up_each_time() {
 
 #[test]
 fn a_row_without_blocks_for_drafts_does_no_draft_work() {
-    // 20 positions: request 0 holds 11 or 12, request 1 gets the other 8 or 9 for its 8 or 9 tokens and none for a draft.
-    let config = SchedulerConfig { num_blocks: 20, block_size: 1, max_model_len: 20, ..speculative() };
+    // One draft token a launch, so the lag stays, while both requests take the pool block by block.
+    let config =
+        SchedulerConfig { num_blocks: 17, block_size: 1, max_model_len: 16, draft_cost_ratio: 32.0, ..speculative() };
     let mut driver = Driver::new(config);
-    driver.add(0, &ask(1, 10, 3)).unwrap();
+    driver.add(0, &ask(1, 6, 10)).unwrap();
+    driver.add(1, &drafting(2, 5, 11)).unwrap();
+    let mut full = false;
+    while driver.scheduler.num_preemptions() == 0 {
+        let header = driver.launch();
+        if header.num_decode == 2 {
+            let free = driver.scheduler.num_free_blocks();
+            assert_eq!(header.num_draft_tokens, usize::from(free > 0), "{free} blocks free");
+            full |= free == 0;
+        }
+        driver.settle();
+    }
+    assert!(full);
+    driver.run();
+}
+
+#[test]
+fn catch_up_chunks_of_one_launch_share_its_budget() {
+    let mut driver = Driver::new(SchedulerConfig { max_num_batched_tokens: 24, ..speculative() });
+    driver.add(0, &drafting(1, 10, 20)).unwrap();
+    driver.add(1, &drafting(2, 10, 20)).unwrap();
     driver.launch();
     driver.settle();
-    driver.add(1, &drafting(2, 5, 15)).unwrap();
+    let header = driver.launch();
+    assert_eq!(driver.section("draft_chunk_len", header.num_draft_chunks), [9, 7], "24 less 2 x 4 decode rows");
+    assert_eq!(driver.section("entry_k", 2), [3, 0]);
+    driver.run();
+}
+
+#[test]
+fn once_caught_up_it_drafts_in_every_launch() {
+    let mut driver = Driver::new(SchedulerConfig { max_num_batched_tokens: 8, max_in_flight: 2, ..speculative() });
+    driver.add(0, &drafting(1, 20, 44)).unwrap();
+    driver.run();
+    let ks: Vec<_> = driver.launches.iter().map(|header| header.max_k).collect();
+    let first = ks.iter().position(|&k| k > 0).expect("it drafts");
+    assert!(ks[..first].len() > 5 && ks[first..first + 6] == [3; 6], "{ks:?}");
+}
+
+#[test]
+fn waiting_for_a_claim_is_no_demand_on_the_budget() {
+    let config = SchedulerConfig { max_num_batched_tokens: 64, max_in_flight: 2, ..speculative() };
+    let mut driver = Driver::new(config);
+    driver.add(0, &ask(1, 21, 1)).unwrap();
+    driver.run();
+    driver.add(1, &drafting(1, 21, 30)).unwrap();
+    driver.add(2, &drafting(1, 21, 30)).unwrap();
+    driver.launch();
+    driver.launch();
+    assert_eq!(driver.section("entry_k", 2), [3, 0], "request 1 drafts, request 2 waits for it");
+    driver.settle();
+    driver.add(3, &ask(3, 60, 3)).unwrap();
+    let header = driver.launch();
+    assert_eq!((header.num_decode, header.num_prefill_tokens), (2, 64 - 2 * 4));
+    driver.run();
+}
+
+#[test]
+fn non_finite_drafts_give_their_claims_back() {
+    let mut driver = Driver::new(SchedulerConfig { max_num_batched_tokens: 64, ..speculative() });
+    driver.add(0, &ask(1, 21, 1)).unwrap();
+    driver.run();
+    driver.device.faults.insert(1, FLAG_DRAFT_NON_FINITE);
+    driver.add(1, &drafting(1, 21, 40)).unwrap();
+    driver.add(2, &drafting(1, 21, 40)).unwrap();
+    driver.launch();
+    driver.settle();
+    driver.launch();
+    assert_eq!(claimants(&driver), [0; 5]);
+    driver.settle();
+    assert_eq!(claimants(&driver), []);
+    driver.launch();
+    assert_eq!((driver.section("entry_row", 2), driver.section("entry_k", 2)), (&[1, 0][..], &[3, 0][..]));
+    driver.abort(2).unwrap();
     while driver.step() {
-        let header = driver.launches[driver.launches.len() - 1];
-        let alone = driver.scheduler.num_running() < 2;
-        assert!(header.num_draft_tokens == 0 || header.max_k > 0 || alone, "draft work that leads to no draft");
+        assert_eq!(claimants(&driver), [], "request 1 registers blocks without claims");
     }
+}
+
+#[test]
+fn blocks_registered_while_their_draft_kv_is_on_its_way_are_claimed() {
+    for (block_size, registered) in [(4, 1), (1, 4)] {
+        // Catch-up chunks of 4 tokens: the first is in flight when the prompt's blocks are registered.
+        let config = SchedulerConfig { max_num_batched_tokens: 20, max_in_flight: 2, ..speculative() };
+        let mut driver = Driver::new(SchedulerConfig { draft_cost_ratio: 4.0, block_size, ..config });
+        driver.add(0, &drafting(1, 20, 40)).unwrap();
+        driver.launch();
+        let header = driver.launch();
+        assert_eq!((header.num_draft_tokens, header.max_k), (4, 0));
+        driver.settle();
+        assert_eq!(claimants(&driver), vec![0; registered]);
+        let mut unmarked = 0;
+        while driver.step() {
+            // A launch with K > 0 in flight may write to any registered block that is not marked yet.
+            if driver.in_flight.front().is_some_and(|(header, _)| header.max_k > 0) {
+                let pool = driver.scheduler.block_pool();
+                let claimable = |&block: &i64| pool.is_registered(block) && !pool.has_draft(block);
+                let blocks: Vec<_> = (0..64).filter(claimable).collect();
+                assert!(blocks.iter().all(|&block| pool.claimant(block) == Some(0)), "{blocks:?}");
+                unmarked += blocks.len();
+            }
+        }
+        assert!(unmarked > 0, "all drafts of an iteration accepted, up to a block's end");
+    }
+}
+
+/// Blocks 0 and 1 without mark D, from a request at K = 0, and 2 to 4 with it, from a longer one that was prefilled at the same
+/// time and has private copies of the first two.
+fn draft_marks_with_a_hole(first_rows: usize) -> Driver {
+    let mut driver = Driver::new(SchedulerConfig { max_num_batched_tokens: 64, first_rows, ..speculative() });
+    driver.add(0, &Ask { prompt: prompt(1, 9), max_tokens: 1, ..Ask::default() }).unwrap();
+    driver.add(1, &drafting(1, 21, 6)).unwrap();
+    driver.run();
+    let pool = driver.scheduler.block_pool();
+    let marks = |block: i64| (pool.is_registered(block), pool.has_draft(block));
+    assert_eq!((0..8).map(marks).filter(|&marks| marks == (true, false)).count(), 2);
+    driver
+}
+
+#[test]
+fn only_the_contiguous_prefix_of_marks_counts_and_marked_blocks_are_not_written_again() {
+    for first_rows in 1..5 {
+        let mut driver = draft_marks_with_a_hole(first_rows);
+        driver.add(2, &drafting(1, 21, 20)).unwrap();
+        driver.launch();
+        assert_eq!(
+            (driver.section("admit_num_cached", 1), driver.section("admit_draft_len", 1)),
+            (&[20][..], &[0][..])
+        );
+        driver.settle();
+        let header = driver.launch();
+        assert_eq!(header.max_k, 3);
+        let slots = driver.section("draft_slot", header.num_draft_tokens);
+        assert!(slots[..8].iter().all(|&slot| slot >= 0) && slots[8..20].iter().all(|&slot| slot == -1), "{slots:?}");
+        driver.run();
+    }
+}
+
+#[test]
+fn drafting_waits_for_a_claim_on_what_its_first_pass_would_write() {
+    // Blocks of one position. Some request ends right after all its drafts were accepted, so that its last block has no mark D.
+    let unmarked = |driver: &Driver| {
+        let pool = driver.scheduler.block_pool();
+        (0..64).filter(|&block| pool.is_registered(block) && !pool.has_draft(block)).count()
+    };
+    let config = SchedulerConfig { block_size: 1, first_rows: 3, ..speculative() };
+    let (mut driver, text) = (2..30)
+        .find_map(|max_tokens| {
+            let mut driver = Driver::new(config.clone());
+            driver.add(0, &drafting(1, 5, max_tokens)).unwrap();
+            driver.run();
+            let text = [&prompt(1, 5), driver.output(0)].concat();
+            (unmarked(&driver) == 1).then_some((driver, text))
+        })
+        .expect("a request that ends with all drafts accepted");
+    for id in 1..3 {
+        driver.add(id, &Ask { prompt: text.clone(), k: 3, max_tokens: 20, ..Ask::default() }).unwrap();
+    }
+    let header = driver.launch();
+    let draft_len = text.len() as i64 - 2;
+    assert_eq!(driver.section("admit_draft_len", header.num_admitted), [draft_len; 2]);
+    driver.settle();
+    let header = driver.launch();
+    assert_eq!(
+        (header.num_draft_chunks, driver.section("entry_k", 2)),
+        (0, &[3, 0][..]),
+        "lags of 3 are no lags for 3 first rows"
+    );
+    driver.run();
 }

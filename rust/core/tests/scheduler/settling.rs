@@ -6,6 +6,7 @@ use specrs_core::scheduler::layout::{
     FINISH_ERROR, FINISH_LENGTH, FINISH_STOP, FLAG_CAPACITY, FLAG_DRAFT_NON_FINITE, FLAG_TARGET_NON_FINITE,
 };
 
+use crate::common::device::Report;
 use crate::common::driver::{Ask, Driver};
 use crate::common::model::generate;
 use crate::{ask, drafting, small, speculative};
@@ -73,6 +74,20 @@ fn stop_tokens_do_not_count_before_min_tokens() {
         driver.run();
         assert!(driver.output(0).len() > min_tokens);
         assert_eq!(driver.outcomes[&0].finish, FINISH_STOP);
+    }
+}
+
+#[test]
+fn a_stop_token_before_min_tokens_is_a_token_even_if_the_device_lets_it_through() {
+    for (min_tokens, finish) in [(0, FINISH_STOP), (1, 0)] {
+        let mut driver = Driver::new(small());
+        driver.add(0, &Ask { min_tokens, stop: vec![5], ..ask(1, 9, 20) }).unwrap();
+        driver.launch();
+        let results = driver.results(&[Report { emitted: vec![5], ..Report::default() }]);
+        driver.scheduler.settle(0, &results, &mut driver.settled).unwrap();
+        let layout = driver.scheduler.settled_layout();
+        let settled = |offset: usize| driver.settled[offset];
+        assert_eq!((settled(layout.num_new.offset), settled(layout.finish_reason.offset)), (1, finish));
     }
 }
 
