@@ -10,6 +10,7 @@ from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
+from specrs.kernels._scalars import scalar
 from torch import Tensor
 
 _LONG = 32
@@ -71,8 +72,8 @@ def plan_attention(
 ) -> AttentionPlan:
     """Work out the index tensors of one pass. Arguments as in PassInputs; reads their values on the host.
 
-    Requests are grouped by what padding them to a common shape would cost. Rows at position -1 attend position 0 of
-    their request, so that they are finite; requests with no other rows are left out and give zeros.
+    Requests are grouped by what padding them to a common shape would cost; those without a row at position >= 0 are
+    left out.
     """
     requests = _live_requests(positions, q_start, block_table.shape[1] * block_size)
     row_bytes = 2 * num_kv_heads * head_dim * dtype.itemsize
@@ -101,7 +102,7 @@ def paged_attention(q: Tensor, cache: Tensor, plan: AttentionPlan, scale: float)
 
     Row i of a request attends its positions 0..positions[i], M is 0 there and -inf elsewhere; query head h uses KV head
     `h // (heads / kv_heads)` (Vaswani et al. 2017, eq. 1; Ainslie et al. 2023). `q` is `[N, heads, D]`, `cache` as in
-    `write_kv` and not mutated. Sums are accumulated in fp32 (float64 for float64).
+    `write_kv` and not mutated. Sums are accumulated in fp32 (float64 for float64). Rows at position -1 give zeros.
 
     No position outside a request's own context is multiplied with anything, so that NaN left there by earlier owners
     stays there: K and V past the context are cut off or replaced by zeros before the products.
@@ -121,9 +122,7 @@ def _attend(q: Tensor, cache: Tensor, group: Group, scale: float) -> Tensor:
     kv = cache.view(-1, block_size * dim).index_select(0, group.blocks)
     if group.stale is not None:
         kv.view(-1, dim).index_fill_(0, group.stale, 0)
-    k, v = kv.view(g, 2, kv_heads, -1, dim).unbind(1)
-    if k.shape[2] != group.num_columns:
-        k, v = k[:, :, : group.num_columns], v[:, :, : group.num_columns]
+    k, v = kv.view(g, 2, kv_heads, -1, dim).narrow(3, 0, group.num_columns).unbind(1)
     if group.rows is not None:
         q = q.index_select(0, group.rows)
     if group.keep_heads:
@@ -187,9 +186,7 @@ def _group(requests: Sequence[_Request], row_bytes: int) -> list[list[_Request]]
 def _covers(group: Sequence[_Request], num_rows: int) -> bool:
     """Whether the group's rows are those of q, in order and without padding."""
     width = group[0].num_rows
-    return len(group) * width == num_rows and all(
-        request.num_rows == width and request.start == i * width for i, request in enumerate(group)
-    )
+    return len(group) * width == num_rows and all(request.num_rows == width for request in group)
 
 
 def _restore(groups: Sequence[Sequence[_Request]], num_rows: int, device: torch.device) -> Tensor:
@@ -205,16 +202,17 @@ def _restore(groups: Sequence[Sequence[_Request]], num_rows: int, device: torch.
 
 
 @lru_cache(maxsize=64)
-def _head_offsets(count: int, step: int, device: torch.device) -> Tensor:
+def _multiples(count: int, step: int, device: torch.device) -> Tensor:
+    """0, step, .. (count - 1) step; kept, because there is one for each head layout."""
     return torch.arange(0, count * step, step, device=device)
 
 
 def _write_index(slots: Tensor, num_kv_heads: int, block_size: int) -> Tensor:
     """Position of each (slot, K or V, head). Slot -1 is in block -1, which as an index counts from the end: scratch."""
-    per_block = 2 * num_kv_heads * block_size
-    blocks = torch.div(slots, block_size, rounding_mode="floor")
-    first = torch.add(slots, blocks, alpha=per_block - block_size)
-    return first.unsqueeze(1) + _head_offsets(2 * num_kv_heads, block_size, slots.device)
+    heads = 2 * num_kv_heads
+    blocks = torch.div(slots, scalar(block_size, torch.int64, slots.device), rounding_mode="floor")
+    first = torch.add(slots, blocks, alpha=(heads - 1) * block_size)
+    return first.unsqueeze(1) + _multiples(heads, block_size, slots.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,30 +259,27 @@ class _GroupMaker:
 
     def _blocks(self, requests: Sequence[_Request], num_blocks: int) -> tuple[Tensor, Tensor | None]:
         heads = 2 * self.num_kv_heads
-        offsets = _head_offsets(heads, 1, self.block_table.device).view(-1, 1)
+        offsets = _multiples(heads, 1, self.block_table.device).view(-1, 1)
         if len(requests) == 1:
-            index = requests[0].index
-            return ((self.block_table[index, :num_blocks] * heads) + offsets).view(-1), None
+            row = self.block_table.narrow(0, requests[0].index, 1).narrow(1, 0, num_blocks)
+            return torch.add(offsets, row, alpha=heads).view(-1), None
         device = self.block_table.device
         contexts = torch.tensor([request.context for request in requests], device=device).view(-1, 1)
         table = self.block_table[:, :num_blocks]
         if len(requests) != table.shape[0]:
             table = table[[request.index for request in requests]]
-        starts = _head_offsets(num_blocks, self.block_size, device)
+        columns = torch.arange(num_blocks * self.block_size, device=device)
         # Entries past the context may be anything; block 0 always exists, and what it brings is zeroed as stale.
-        table = torch.where(starts < contexts, table, 0)
-        blocks = ((table * heads).unsqueeze(1) + offsets).view(-1)
-        columns = num_blocks * self.block_size
-        past = _head_offsets(columns, 1, device) >= contexts
-        stale = past.unsqueeze(1).expand(-1, heads, -1).reshape(-1).nonzero().view(-1)
+        table = torch.where(columns[:: self.block_size] < contexts, table, 0)
+        blocks = torch.add(offsets, table.unsqueeze(1), alpha=heads).view(-1)
+        stale = (columns >= contexts).unsqueeze(1).expand(-1, heads, -1).reshape(-1).nonzero().view(-1)
         return blocks, stale if stale.shape[0] else None
 
     def _mask(self, positions: Tensor, columns: int, keep_heads: bool) -> Tensor:
         """0 where a row may look, -inf elsewhere: `[G, 1, R, C]`, or `[G, 1, R * queries_per_kv, C]`."""
-        hidden = _head_offsets(columns, 1, positions.device) > positions.clamp(min=0).unsqueeze(-1)
-        mask = torch.zeros(hidden.shape, dtype=self.dtype, device=positions.device).masked_fill_(hidden, -torch.inf)
-        if keep_heads:
-            return mask.unsqueeze(1)
-        count, width, _ = mask.shape
-        packed = mask.unsqueeze(2).expand(-1, -1, self.queries_per_kv, -1)
-        return packed.reshape(count, 1, width * self.queries_per_kv, columns)
+        device = positions.device
+        last = positions.unsqueeze(-1)
+        if not keep_heads:
+            last = last.expand(-1, -1, self.queries_per_kv).reshape(positions.shape[0], -1, 1)
+        hidden = (torch.arange(columns, device=device) > last).unsqueeze(1)
+        return torch.where(hidden, scalar(-torch.inf, self.dtype, device), scalar(0, self.dtype, device))

@@ -45,7 +45,7 @@ def rotary_cos_sin(positions: Tensor, signed: Tensor, dtype: torch.dtype) -> tup
 
     The angles are products in fp32 whatever `dtype` is, as in transformers. One set serves all layers of a pass.
     """
-    angles = (positions.to(torch.float32).unsqueeze(-1) * signed).unsqueeze(1)
+    angles = positions.to(torch.float32).view(-1, 1, 1) * signed
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
