@@ -475,7 +475,7 @@ class BlockPool:
         """Takes the claim on writing the draft KV of a held block with mark T only; False if another has it.
 
         Raises:
-            InvalidBlockError: the block is not in that state.
+            InvalidBlockError: the block is not in that state, or `claimant` is not in `[0, 2**32 - 1)`.
         """
 
     def claimant(self, block: int) -> int | None:

@@ -102,6 +102,16 @@ def test_invalid_blocks(block: int) -> None:
     assert pool.num_free == 1
 
 
+@pytest.mark.parametrize("claimant", [-1, (1 << 32) - 1, 1 << 32])
+def test_invalid_claimants(claimant: int) -> None:
+    pool = BlockPool(1)
+    pool.register(pool.allocate(), 1)
+    with pytest.raises(core.InvalidBlockError, match=f"claimant = {claimant} "):
+        pool.claim(0, claimant)
+    assert not pool.release_claim(0, claimant)
+    assert pool.claimant(0) is None
+
+
 def test_pools_have_blocks() -> None:
     for num_blocks in (0, -1):
         with pytest.raises(core.InvalidConfigError, match=f"num_blocks = {num_blocks} "):

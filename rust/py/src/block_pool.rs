@@ -72,7 +72,12 @@ impl BlockPool {
         self.pool(py).mark_draft(block).or_raise(py)
     }
 
-    fn claim(&self, py: Python<'_>, block: i64, claimant: u32) -> PyResult<bool> {
+    fn claim(&self, py: Python<'_>, block: i64, claimant: i64) -> PyResult<bool> {
+        // The core keeps u32::MAX for itself: it stands for nobody.
+        let Some(claimant) = u32::try_from(claimant).ok().filter(|&claimant| claimant != u32::MAX) else {
+            let message = format!("claimant = {claimant} is not allowed: expected 0 to {}", u32::MAX - 1);
+            return Err(Class::InvalidBlock.error(py, message));
+        };
         self.pool(py).claim(block, claimant).or_raise(py)
     }
 
@@ -80,8 +85,8 @@ impl BlockPool {
         self.pool(py).claimant(block)
     }
 
-    fn release_claim(&self, py: Python<'_>, block: i64, claimant: u32) -> bool {
-        self.pool(py).release_claim(block, claimant)
+    fn release_claim(&self, py: Python<'_>, block: i64, claimant: i64) -> bool {
+        u32::try_from(claimant).is_ok_and(|claimant| self.pool(py).release_claim(block, claimant))
     }
 
     fn reset_prefix_cache(&self, py: Python<'_>) -> bool {
