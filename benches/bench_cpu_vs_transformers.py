@@ -164,7 +164,7 @@ def main() -> None:
             "transformers": transformers.__version__,
             "specrs": specrs.__version__,
         },
-        "commit": subprocess.run(
+        "commit": commit.stdout.strip(),
             ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
         ).stdout.strip(),
         "rounds": args.rounds,
