@@ -63,7 +63,7 @@ lint: build ## rustfmt, clippy, ruff, mypy, stubtest
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/stubtest specrs._core --mypy-config-file pyproject.toml
+	$(BIN)/stubtest specrs._core --mypy-config-file scripts/stubtest.ini
 
 .PHONY: bench
 bench: ## benchmarks of the Rust core

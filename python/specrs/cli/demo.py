@@ -93,8 +93,10 @@ def run(arguments: argparse.Namespace) -> None:
 
     from tqdm import tqdm
 
+    from specrs.cli.threads import few_threads
     from specrs.llm import LLM
 
+    few_threads()
     llm = LLM(
         speculative_config={"num_speculative_tokens": max(arguments.k)},
         dtype=arguments.dtype,

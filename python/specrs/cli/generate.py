@@ -61,8 +61,11 @@ def run(arguments: argparse.Namespace) -> None:
     )
     prompt = _prompt(arguments.prompt)
 
+    from specrs.cli.threads import few_threads
     from specrs.llm import LLM
 
+    if arguments.model is None:
+        few_threads()
     llm = LLM(
         arguments.model,
         revision=arguments.revision,

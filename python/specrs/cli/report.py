@@ -16,9 +16,10 @@ def machine(dtype: str) -> str:
     """What ran: versions, processor, threads, dtype."""
     import torch
 
+    threads = torch.get_num_threads()
     return (
         f"specrs {version('specrs')}, torch {version('torch')}, {_processor()}, "
-        f"{torch.get_num_threads()} threads, {dtype}"
+        f"{threads} thread{'s' if threads > 1 else ''}, {dtype}"
     )
 
 
