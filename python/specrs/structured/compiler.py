@@ -1,0 +1,228 @@
+"""Compiles grammars within a time limit, off the caller's thread: tried in a worker process, then built here.
+
+One `Compiler` per tokenizer and vocabulary size, kept as long as the tokenizer. Follows no request.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from llguidance import LLMatcher, LLTokenizer
+
+from specrs.errors import EngineError, InvalidRequestError, invalid
+from specrs.structured import worker
+from specrs.structured.params import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    import tokenizers
+
+    from specrs.tokenizer import Tokenizer
+
+COMPILE_TIMEOUT = 5.0
+"""Seconds a grammar may take to compile."""
+START_TIMEOUT = 60.0
+"""Seconds a worker may take to start: it reads the tokenizer, of 150,000 tokens in about a second."""
+MAX_WORKERS = 2
+"""Grammars compiled at a time. A hostile one keeps one worker busy until the time is up."""
+CACHE_SIZE = 128
+"""Compiled grammars kept, the least recently used leave first."""
+
+_END = "<|specrs: the grammar is complete|>"
+
+
+class Compiler:
+    """Turns parameters into matchers for one tokenizer. Thread-safe."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, eos_token: str | None, vocab_size: int) -> None:
+        """`vocab_size`: tokens of the model, at or above the tokenizer's number; the rest is padding."""
+        self._backend = backend
+        self._eos_token = eos_token
+        self._vocab_size = vocab_size
+        self._lock = threading.Lock()  # of cache and idle workers; never held for long, callers wait for it
+        self._setup_lock = threading.Lock()
+        self._setup_message = b""
+        self._tokenizer: LLTokenizer | None = None
+        self._idle: list[_Worker] = []
+        self._cache: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._pool = ThreadPoolExecutor(MAX_WORKERS, thread_name_prefix="specrs-grammar")
+        self.end_token_id = -1
+
+    def submit(self, params: StructuredOutputsParams) -> Future[LLMatcher]:
+        """A matcher at its start, which is shared: copy it before use.
+
+        The future raises `InvalidRequestError` for what is wrong with `params`, `EngineError` if no worker starts.
+        """
+        key = params.specification()
+        with self._lock:
+            matcher = self._cache.get(key)
+            if matcher is not None:
+                self._cache.move_to_end(key)
+        if matcher is not None:
+            done: Future[LLMatcher] = Future()
+            done.set_result(matcher)
+            return done
+        return self._pool.submit(self._compile, params, key)
+
+    def close(self) -> None:
+        """End the worker processes; what is still being compiled fails."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for process in idle:
+            process.close()
+
+    def _compile(self, params: StructuredOutputsParams, key: str) -> LLMatcher:
+        tokenizer, setup = self._setup()
+        process = None
+        with self._lock:
+            while self._idle and process is None:
+                process = self._idle.pop()
+                if not process.alive:
+                    process.close()
+                    process = None
+        if process is None:
+            process = _Worker(setup)
+        try:
+            answer = process.ask(key.encode(), COMPILE_TIMEOUT)
+        except BaseException:
+            process.close()
+            raise
+        if answer is None:
+            timed_out = process.timed_out
+            process.close()
+            why = (
+                f"takes more than {COMPILE_TIMEOUT:g} s to compile"
+                if timed_out
+                else f"takes more than {worker.MEMORY_LIMIT >> 30} GiB to compile, or nests too deep"
+            )
+            raise _refusal(params, f"{why}; allowed is a simpler one")
+        with self._lock:
+            self._idle.append(process)
+        if "error" in answer:
+            raise _refusal(params, f"cannot be compiled: {answer['error']}", answer.get("field"))
+        matcher = worker.make_matcher(tokenizer, answer["grammar"])
+        if matcher.is_error():
+            raise _refusal(params, f"cannot be compiled: {worker.reason(matcher.get_error())}")
+        with self._lock:
+            self._cache[key] = matcher
+            while len(self._cache) > CACHE_SIZE:
+                self._cache.popitem(last=False)
+        return matcher
+
+    def _setup(self) -> tuple[LLTokenizer, bytes]:
+        """The library's tokenizer, and the first message of a worker; made once."""
+        with self._setup_lock:
+            if self._tokenizer is None:
+                text, self.end_token_id = _with_end_token(self._backend, self._eos_token)
+                size = max(self._vocab_size, self.end_token_id + 1)
+                self._setup_message = json.dumps(
+                    {"tokenizer": text, "vocab_size": size, "end": self.end_token_id}
+                ).encode()
+                self._tokenizer = LLTokenizer(text, n_vocab=size, eos_token=[self.end_token_id])
+            return self._tokenizer, self._setup_message
+
+
+def _with_end_token(backend: tokenizers.Tokenizer, eos_token: str | None) -> tuple[str, int]:
+    """The tokenizer as JSON with one more token, and its id.
+
+    The library wants one end token, and allows it where the text is complete. It gets one of its own: so a mask holds
+    what the grammar allows, and what ends a request stays the request's to say.
+    """
+    import tokenizers
+
+    copy = tokenizers.Tokenizer.from_str(backend.to_str())
+    # an eos token that is not marked as special would be text
+    names = [_END] if eos_token is None else [eos_token, _END]
+    copy.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in names])
+    end_token_id = copy.token_to_id(_END)
+    assert end_token_id is not None
+    return copy.to_str(), end_token_id
+
+
+class _Worker:
+    """One worker process. Not thread-safe: whoever took it from the idle ones has it alone."""
+
+    def __init__(self, setup: bytes) -> None:
+        # the interpreter's own path, in case the program changed it; -P, because the script's folder is no package root
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", worker.__file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=environment,
+            )
+        except OSError as fault:
+            raise EngineError(f"structured_outputs: no process could be started to compile in: {fault}") from fault
+        self.timed_out = False
+        if self.ask(setup, START_TIMEOUT) is None:
+            self.close()
+            raise EngineError("structured_outputs: the process to compile in did not start")
+
+    def ask(self, message: bytes, timeout: float) -> dict[str, Any] | None:
+        """Its answer; None if it ended, by itself or because `timeout` seconds were over."""
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def kill() -> None:
+            self.timed_out = True
+            process.kill()
+
+        timer = threading.Timer(timeout, kill)
+        timer.daemon = True
+        timer.start()
+        try:
+            process.stdin.write(message + b"\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except (BrokenPipeError, ConnectionResetError):
+            line = b""
+        finally:
+            timer.cancel()
+            timer.join()  # past this, it has either killed the process or never will
+        return json.loads(line) if line.endswith(b"\n") and not self.timed_out else None
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        """End the process and wait for it."""
+        self._process.kill()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                try:
+                    pipe.close()
+                except OSError:  # what was not written yet went with the process
+                    continue
+        self._process.wait()
+
+
+_COMPILERS: weakref.WeakKeyDictionary[Tokenizer, dict[int, Compiler]] = weakref.WeakKeyDictionary()
+_COMPILERS_LOCK = threading.Lock()
+
+
+def compiler_of(tokenizer: Tokenizer, vocab_size: int) -> Compiler:
+    """The compiler of a tokenizer, made once; it ends with the tokenizer."""
+    with _COMPILERS_LOCK:
+        sizes = _COMPILERS.setdefault(tokenizer, {})
+        if vocab_size not in sizes:
+            sizes[vocab_size] = Compiler(tokenizer.backend, tokenizer.hf.eos_token, vocab_size)
+            weakref.finalize(tokenizer, sizes[vocab_size].close)
+        return sizes[vocab_size]
+
+
+def _refusal(params: StructuredOutputsParams, why: str, field: str | None = None) -> InvalidRequestError:
+    name = field or params.kind
+    return invalid(InvalidRequestError, f"structured_outputs.{name}", getattr(params, name), why)

@@ -1,0 +1,177 @@
+"""Follows the text of one request through its grammar: masks of what may come next, and ways back. Samples nothing.
+
+A mask is `[ceil(V / 32)]` int32; token t may come next iff bit t % 32 of word t // 32 is set. Where the text is forced,
+the mask allows only the tokenizer's own spelling of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from llguidance import LLMatcher
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specrs.errors import SpecrsError, invalid
+
+ALL_ALLOWED = -1
+"""A mask word with every bit set."""
+
+
+class GrammarMatcher:
+    """The grammar's state after the tokens accepted so far. For one thread at a time.
+
+    An accepted stop id ends it; from then on only stop ids are allowed, so that a row past the end has something to
+    write. A stop id that is also text, inside an incomplete text that could go on with it, is allowed and ends it too.
+
+    Where the library gives up on a text (its limits for ambiguity and automata), `fill_mask` allows only stop ids and
+    `accept` none, and `error` tells why: a token refused at settle ends the request with that reason.
+    """
+
+    def __init__(self, start: LLMatcher, vocab_size: int, stop_ids: Sequence[int], end_token_id: int) -> None:
+        """`start`: at the beginning, copied. `end_token_id`: the library's own mark of a complete text."""
+        self.stop_ids = frozenset(stop_ids)
+        self.error: str | None = None
+        """Why the library gave up at the last `fill_mask` or `accept` where it did."""
+        self._start = start
+        self._library = start.deep_copy()
+        self._vocab_size = vocab_size
+        self._end_token_id = end_token_id
+        self._tokens: list[int] = []  # accepted by the library; what came after its end is only counted
+        self._num_accepted = 0
+        self._ended_at: int | None = None  # num_accepted right after the first stop id
+        size = max(vocab_size, end_token_id + 1)
+        self._num_words = -(-vocab_size // 32)
+        self._scratch = np.zeros(-(-size // 32), dtype=np.int32)  # the library's, with its end token
+        self._scratch_address = self._scratch.ctypes.data
+        self._stop_words = np.zeros(self._num_words, dtype=np.int32)
+        for token_id in self.stop_ids:
+            if not 0 <= token_id < vocab_size:
+                raise invalid(SpecrsError, "stop_ids", token_id, f"must be from 0 to {vocab_size - 1}")
+            self._stop_words[token_id // 32] |= _bit(token_id)
+
+    @property
+    def num_accepted(self) -> int:
+        """Tokens accepted and not taken back, stop ids included."""
+        return self._num_accepted
+
+    def fill_mask(self, out: NDArray[np.int32]) -> None:
+        """Write the mask of the next token into `out`, `[ceil(V / 32)]` int32. At least one token is allowed."""
+        if out.shape != (self._num_words,) or out.dtype != np.int32:
+            raise invalid(
+                SpecrsError, "out", (out.shape, str(out.dtype)), f"must be int32 of shape ({self._num_words},)"
+            )
+        if self._ended_at is not None or not self._library_mask(out):
+            out[:] = self._stop_words
+
+    def accept(self, token_id: int) -> bool:
+        """Advance by one token; False, with the state unchanged, if it may not come next."""
+        if self._ended_at is not None:
+            if token_id not in self.stop_ids:
+                return False
+        elif token_id in self.stop_ids and self._library.is_accepting():
+            self._ended_at = self._num_accepted + 1
+        else:
+            if not 0 <= token_id < self._vocab_size or token_id == self._end_token_id:
+                return False
+            if self._library.try_consume_tokens([token_id]) != 1:
+                self._recover()
+                return False
+            self._tokens.append(token_id)
+            if token_id in self.stop_ids:
+                self._ended_at = self._num_accepted + 1
+        self._num_accepted += 1
+        return True
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take the last `num_tokens` accepted tokens back."""
+        if not 0 <= num_tokens <= self._num_accepted:
+            raise invalid(
+                SpecrsError, "num_tokens", num_tokens, f"must be from 0 to {self._num_accepted}, the accepted"
+            )
+        self._num_accepted -= num_tokens
+        if self._ended_at is not None and self._num_accepted < self._ended_at:
+            self._ended_at = None
+        surplus = len(self._tokens) - self._num_accepted
+        if surplus > 0:
+            del self._tokens[self._num_accepted :]
+            if not self._library.rollback(surplus):
+                self._rebuild()
+
+    def _library_mask(self, out: NDArray[np.int32]) -> bool:
+        """Write what the grammar allows, and stop ids where the text is complete; False if that is nothing."""
+        self._library.unsafe_compute_mask_ptr(self._scratch_address, self._scratch.nbytes)
+        if self._library.is_error():
+            self._recover()
+            return False
+        word, bit = self._end_token_id // 32, _bit(self._end_token_id)
+        complete = bool(self._scratch[word] & bit)
+        self._scratch[word] &= ~bit
+        out[:] = self._scratch[: self._num_words]
+        if complete:
+            out |= self._stop_words
+        if self._vocab_size % 32:
+            out[-1] &= (1 << self._vocab_size % 32) - 1
+        if not complete and not out.any():
+            self.error = "no token of the vocabulary goes on with the text"
+            return False
+        return True
+
+    def _recover(self) -> None:
+        """After a refusal: leave the library's error state, which has no way back, with its reason in `error`."""
+        if self._library.is_error():
+            self.error = self._library.get_error().strip().partition("\n")[0]
+            self._rebuild()
+
+    def _rebuild(self) -> None:
+        self._library = self._start.deep_copy()
+        self._library.try_consume_tokens(self._tokens)
+
+
+class GrammarCursor:
+    """One decode iteration of one request: mask rows 0..K, row i after the drafts d_1..d_i.
+
+    `start`, `advance` once per draft, `finish`. Rows behind a draft that is not allowed allow everything: verification
+    rejects that draft, so they are never reached.
+    """
+
+    def __init__(self, matcher: GrammarMatcher, rows: NDArray[np.int32]) -> None:
+        """`rows`: `[K + 1, ceil(V / 32)]` int32, written here; the caller's."""
+        self._matcher = matcher
+        self._rows = rows
+        self._num_drafted = 0
+        self._on_path = True
+
+    def start(self) -> None:
+        """Write row 0, and everything allowed into the others."""
+        self._rows[1:] = ALL_ALLOWED
+        self._matcher.fill_mask(self._rows[0])
+
+    def advance(self, token_id: int) -> bool:
+        """Go on with the next draft and write its row; False if the grammar, here or before, does not allow it."""
+        self._on_path = self._on_path and self._matcher.accept(token_id)
+        if self._on_path:
+            self._num_drafted += 1
+            self._matcher.fill_mask(self._rows[self._num_drafted])
+        return self._on_path
+
+    def finish(self) -> None:
+        """Take the drafts back; the matcher stands where `start` found it."""
+        self._matcher.rollback(self._num_drafted)
+        self._num_drafted = 0
+        self._on_path = False
+
+
+def unpack_mask(words: Tensor, vocab_size: int) -> Tensor:
+    """`[N, V]` bool, true where a token is forbidden, of masks `[N, ceil(V / 32)]` int32."""
+    # bytes rather than words: a quarter of the memory in between. Little-endian, as every machine with torch is.
+    octets = words.contiguous().view(torch.uint8)
+    bits = octets.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=words.device)
+    return ((bits & 1) == 0).flatten(1)[:, :vocab_size]
+
+
+def _bit(token_id: int) -> np.int32:
+    """The bit of a token in its word; bit 31 is the sign."""
+    return np.uint32(1 << token_id % 32).view(np.int32)
