@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 COMPILE_TIMEOUT = 5.0
 """Seconds a grammar may take to compile."""
+MEMORY_LIMIT = 4 * 2**30
+"""Bytes of address space of a worker; its libraries and the tokenizer take a quarter at most."""
 START_TIMEOUT = 60.0
 """Seconds a worker may take to start: it reads the tokenizer, of 150,000 tokens in about a second."""
 MAX_WORKERS = 2
@@ -51,6 +53,8 @@ class Compiler:
         self._setup_message = b""
         self._tokenizer: LLTokenizer | None = None
         self._idle: list[_Worker] = []
+        self._busy: set[_Worker] = set()
+        self._closed = False
         self._cache: OrderedDict[str, LLMatcher] = OrderedDict()
         self._pool = ThreadPoolExecutor(MAX_WORKERS, thread_name_prefix="specrs-grammar")
         self.end_token_id = -1
@@ -75,37 +79,27 @@ class Compiler:
         """End the worker processes; what is still being compiled fails."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         with self._lock:
+            self._closed = True
             idle, self._idle = self._idle, []
+            for process in self._busy:
+                process.kill()  # its own thread closes it
         for process in idle:
             process.close()
 
     def _compile(self, params: StructuredOutputsParams, key: str) -> LLMatcher:
         tokenizer, setup = self._setup()
-        process = None
-        with self._lock:
-            while self._idle and process is None:
-                process = self._idle.pop()
-                if not process.alive:
-                    process.close()
-                    process = None
-        if process is None:
-            process = _Worker(setup)
+        process = self._take(setup)
+        answer = None
         try:
             answer = process.ask(key.encode(), COMPILE_TIMEOUT)
-        except BaseException:
-            process.close()
-            raise
+        finally:
+            self._give_back(process, keep=answer is not None)
         if answer is None:
-            timed_out = process.timed_out
-            process.close()
-            why = (
-                f"takes more than {COMPILE_TIMEOUT:g} s to compile"
-                if timed_out
-                else f"takes more than {worker.MEMORY_LIMIT >> 30} GiB to compile, or nests too deep"
-            )
+            if self._closed:
+                raise EngineError("structured_outputs: the tokenizer is gone, and its compiler with it")
+            time, memory = f"{COMPILE_TIMEOUT:g} s", f"{MEMORY_LIMIT / 2**30:g} GiB"
+            why = f"takes more than {time if process.timed_out else memory} to compile"
             raise _refusal(params, f"{why}; allowed is a simpler one")
-        with self._lock:
-            self._idle.append(process)
         if "error" in answer:
             raise _refusal(params, f"cannot be compiled: {answer['error']}", answer.get("field"))
         matcher = worker.make_matcher(tokenizer, answer["grammar"])
@@ -117,6 +111,33 @@ class Compiler:
                 self._cache.popitem(last=False)
         return matcher
 
+    def _take(self, setup: bytes) -> _Worker:
+        """An idle worker that still runs, or a new one."""
+        process = None
+        with self._lock:
+            while self._idle and process is None:
+                process = self._idle.pop()
+                if not process.alive:
+                    process.close()
+                    process = None
+        if process is None:
+            process = _Worker(setup)
+        with self._lock:
+            self._busy.add(process)
+            if self._closed:
+                process.kill()
+        return process
+
+    def _give_back(self, process: _Worker, *, keep: bool) -> None:
+        """Keep a worker for the next grammar, or end it."""
+        with self._lock:
+            self._busy.discard(process)
+            keep = keep and not self._closed
+            if keep:
+                self._idle.append(process)
+        if not keep:
+            process.close()
+
     def _setup(self) -> tuple[LLTokenizer, bytes]:
         """The library's tokenizer, and the first message of a worker; made once."""
         with self._setup_lock:
@@ -124,7 +145,7 @@ class Compiler:
                 text, self.end_token_id = _with_end_token(self._backend, self._eos_token)
                 size = max(self._vocab_size, self.end_token_id + 1)
                 self._setup_message = json.dumps(
-                    {"tokenizer": text, "vocab_size": size, "end": self.end_token_id}
+                    {"tokenizer": text, "vocab_size": size, "end": self.end_token_id, "memory": MEMORY_LIMIT}
                 ).encode()
                 self._tokenizer = LLTokenizer(text, n_vocab=size, eos_token=[self.end_token_id])
             return self._tokenizer, self._setup_message
@@ -197,9 +218,13 @@ class _Worker:
         """Whether the process runs."""
         return self._process.poll() is None
 
+    def kill(self) -> None:
+        """End the process."""
+        self._process.kill()
+
     def close(self) -> None:
         """End the process and wait for it."""
-        self._process.kill()
+        self.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 try:

@@ -4,7 +4,7 @@ llguidance's own limits do not cover every schema: `allOf` over 24 `anyOf` of tw
 nothing can end. So each grammar is compiled here first; `compiler` kills the process when the time is up, and this
 process bounds its own memory. It runs by path, imports only llguidance, and is polite to the decoding beside it.
 
-A line in, a line out, each JSON: `{"tokenizer", "vocab_size", "end"}` gives `{}`, then each specification
+A line in, a line out, each JSON: `{"tokenizer", "vocab_size", "end", "memory"}` gives `{}`, then each specification
 (`StructuredOutputsParams.specification`) gives `{"grammar": text for LLMatcher}` or `{"error": reason}`.
 """
 
@@ -18,8 +18,6 @@ from typing import Any, BinaryIO
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
-MEMORY_LIMIT = 4 * 2**30
-"""Bytes of address space of this process: its libraries and the tokenizer take 1 GiB at most."""
 NICENESS = 5
 
 LIMITS: dict[str, Any] = {
@@ -118,11 +116,12 @@ def _json_grammar(specification: dict[str, Any], schema: str) -> str:
     return LLMatcher.grammar_from_json_schema(schema, overrides=overrides or None)
 
 
-def _restrain() -> None:
+def restrain(memory: int) -> None:
+    """Limit this process to `memory` bytes of address space, and let others go first."""
     with contextlib.suppress(ImportError, OSError, ValueError):  # not every system has them
         import resource
 
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(AttributeError, OSError):
         os.nice(NICENESS)
@@ -134,6 +133,7 @@ def serve(source: BinaryIO, target: BinaryIO) -> None:
     for line in source:
         message = json.loads(line)
         if tokenizer is None:
+            restrain(message["memory"])
             tokenizer = LLTokenizer(message["tokenizer"], n_vocab=message["vocab_size"], eos_token=[message["end"]])
             answer: dict[str, str] = {}
         else:
@@ -143,5 +143,4 @@ def serve(source: BinaryIO, target: BinaryIO) -> None:
 
 
 if __name__ == "__main__":
-    _restrain()
     serve(sys.stdin.buffer, sys.stdout.buffer)
