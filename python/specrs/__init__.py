@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from specrs.llm import LLM
     from specrs.outputs import CompletionOutput, EngineStats, Logprob, RequestMetrics, RequestOutput
     from specrs.sampling import SamplingParams
+    from specrs.structured.params import StructuredOutputsParams
 
     __version__: str
 
 _HOME = {
     "LLM": "llm",
     "SamplingParams": "sampling",
+    "StructuredOutputsParams": "structured.params",
     "EngineConfig": "config",
     "SpeculativeConfig": "config",
     "CompletionOutput": "outputs",
@@ -59,6 +61,7 @@ __all__ = [
     "SamplingParams",
     "SpecrsError",
     "SpeculativeConfig",
+    "StructuredOutputsParams",
     "TokenizerMismatchError",
     "UnsupportedConfigError",
     "UnsupportedRequestError",

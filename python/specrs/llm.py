@@ -7,6 +7,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,6 +21,7 @@ from specrs.tokenizer import Tokenizer, load_tokenizer
 if TYPE_CHECKING:
     from specrs.engine.engine import Engine
     from specrs.engine.request import Request
+    from specrs.structured.grammar import Grammar
 
 logger = logging.getLogger("specrs")
 
@@ -144,7 +146,14 @@ class LLM:
         params = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise invalid_request("sampling_params", params, "must be a SamplingParams or None")
-        return self._stream(self._requests(next(self._prompts), read_prompt(prompt, self.tokenizer), params))
+        number = next(self._prompts)
+        requests = self._requests(number, read_prompt(prompt, self.tokenizer), params)
+        compiled = self._submit_grammar(params)
+        if compiled is not None:
+            while not compiled.done() and self.engine.has_unfinished():
+                self._step()  # other streams need not wait for it
+            _take_grammar(requests, compiled)
+        return self._stream(requests)
 
     def stats(self) -> EngineStats:
         """Figures of all requests since the start or the last `reset_stats`."""
@@ -159,7 +168,7 @@ class LLM:
         return None if self.tokenizer is None else self.tokenizer.hf
 
     def _requests(self, number: int, prompt: Prompt, params: SamplingParams, priority: int = 0) -> list[Request]:
-        """The n completions of a prompt, checked and not yet added. `number` counts the prompts of this `LLM`."""
+        """The n completions of a prompt, checked, without a grammar, not yet added. `number` counts the prompts."""
         from specrs.engine.detokenizer import IncrementalDetokenizer
         from specrs.engine.request import Request
 
@@ -179,11 +188,6 @@ class LLM:
         if tokenizer is not None and params.bad_words:
             encode = partial(tokenizer.encode, add_special_tokens=False)
             bad_words = tokenize_bad_words(params.bad_words, encode, limits.vocab_size)
-        grammar = None
-        if tokenizer is not None and params.structured_outputs is not None:
-            from specrs.structured import compile_grammar
-
-            grammar = compile_grammar(params.structured_outputs, tokenizer, limits.vocab_size)
         requests = []
         for i in range(params.n):
             detokenizer = None
@@ -200,12 +204,19 @@ class LLM:
                 cache_salt=prompt.cache_salt,
                 seed=self._seed(params.seed, number, i),
                 bad_words_token_ids=bad_words,
-                grammar=grammar,
             )
             requests.append(request)
             # what the prompt's tokens are worth is told once, and costs a request its cached prefix
             params = params.replace(prompt_logprobs=None) if params.prompt_logprobs is not None else params
         return requests
+
+    def _submit_grammar(self, params: SamplingParams) -> Future[Grammar] | None:
+        """Begin to compile what `structured_outputs` asks for, beside this thread; None where it asks for nothing."""
+        if params.structured_outputs is None or self.tokenizer is None:
+            return None
+        from specrs.structured.grammar import submit_grammar
+
+        return submit_grammar(params.structured_outputs, self.tokenizer, self.engine.limits.vocab_size)
 
     def _seed(self, given: int | None, number: int, completion: int) -> int:
         if given is None:
@@ -224,22 +235,26 @@ class LLM:
         params = _one_each(sampling_params, len(items))
         priorities = _priorities(priority, len(items))
         outputs: dict[int, RequestOutput] = {}  # by index: refused before they ran
-        groups: dict[int, list[Request]] = {}  # by index
+        groups: dict[int, list[Request]] = {}  # by index: the completions of each prompt
+        compiling: dict[int, Future[Grammar]] = {}  # by index: what a group waits for
         try:
             for i, item in enumerate(items):
                 prompt, number = None, next(self._prompts)
                 try:
                     prompt = read(item)
                     groups[i] = self._requests(number, prompt, params[i], priorities[i])
-                    for request in groups[i]:
-                        self.engine.add_request(request)
+                    compiled = self._submit_grammar(params[i])
+                    if compiled is None:
+                        self._add(groups[i])
+                    else:
+                        compiling[i] = compiled
                 except SpecrsError as error:
                     self._abort(groups.pop(i, []))
                     if lone:
                         raise
                     text, ids = (prompt_text(item), []) if prompt is None else (prompt.text, prompt.token_ids)
                     outputs[i] = RequestOutput.from_error(next(self._ids), text, ids, error, params[i].n)
-            self._run(list(groups.values()), use_tqdm)
+            self._run(groups, compiling, use_tqdm)
         finally:
             self._abort(itertools.chain.from_iterable(groups.values()))
         for i, requests in groups.items():
@@ -251,17 +266,27 @@ class LLM:
                 logger.warning("prompt %d failed: %s", i, output.error)
         return [outputs[i] for i in range(len(items))]
 
-    def _run(self, groups: Sequence[Sequence[Request]], use_tqdm: bool | Callable[..., Any]) -> None:
-        """Step until the requests of every group have ended; those of others advance with them."""
-        group_of = {request.request_id: i for i, group in enumerate(groups) for request in group}
-        left = [len(group) for group in groups]
-        requests = [request for group in groups for request in group]
+    def _run(
+        self,
+        groups: Mapping[int, Sequence[Request]],
+        compiling: dict[int, Future[Grammar]],
+        use_tqdm: bool | Callable[..., Any],
+    ) -> None:
+        """Step until the requests of every group have ended; those of others advance with them. Empties `compiling`."""
+        group_of = {request.request_id: i for i, group in groups.items() for request in group}
+        left = {i: len(group) for i, group in groups.items()}
+        requests = [request for group in groups.values() for request in group]
         bar = _progress_bar(use_tqdm, len(groups))
         started = refreshed = time.monotonic()
         try:
             while group_of:
+                touched = self._add_compiled(groups, compiling)
+                if self.engine.has_unfinished() or not (touched or compiling):
+                    touched += self._step()
+                elif not touched:
+                    wait(compiling.values(), return_when=FIRST_COMPLETED)
                 ended = 0
-                for request in self._step():
+                for request in touched:
                     if request.finished and request.request_id in group_of:
                         group = group_of.pop(request.request_id)
                         left[group] -= 1
@@ -277,6 +302,24 @@ class LLM:
             if bar is not None:
                 bar.close()
 
+    def _add_compiled(
+        self, groups: Mapping[int, Sequence[Request]], compiling: dict[int, Future[Grammar]]
+    ) -> list[Request]:
+        """Add the groups whose grammars are there; the requests that have ended instead, because theirs was refused."""
+        ended: list[Request] = []
+        for i in [i for i, compiled in compiling.items() if compiled.done()]:
+            try:
+                _take_grammar(groups[i], compiling.pop(i))
+                self._add(groups[i])
+            except SpecrsError as error:
+                self._abort(groups[i], error)
+                ended += groups[i]
+        return ended
+
+    def _add(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            self.engine.add_request(request)
+
     def _step(self) -> list[Request]:
         touched = self.engine.step()
         if not touched and not self.engine.has_unfinished():
@@ -286,8 +329,7 @@ class LLM:
     def _stream(self, requests: Sequence[Request]) -> Iterator[RequestOutput]:
         builder = OutputBuilder(requests, self._texts)
         try:
-            for request in requests:
-                self.engine.add_request(request)
+            self._add(requests)
             told = (0, 0)
             while True:
                 # other calls may have stepped the engine since the last output
@@ -303,11 +345,23 @@ class LLM:
         if output.error is not None:
             raise output.error
 
-    def _abort(self, requests: Iterable[Request]) -> None:
+    def _abort(self, requests: Iterable[Request], error: SpecrsError | None = None) -> None:
+        """End the requests that have not ended; with an error, because of it."""
         for request in requests:
             if not request.finished:
+                if error is not None:
+                    from specrs.engine.request import FinishReason
+
+                    request.finish(FinishReason.ERROR, error)
                 with contextlib.suppress(UnknownRequestError):  # the fault may have come before it was added
                     self.engine.abort(request.request_id)
+
+
+def _take_grammar(requests: Iterable[Request], compiled: Future[Grammar]) -> None:
+    """Give a compiled grammar to its requests. Raises what made it fail; waits where it is not there yet."""
+    grammar = compiled.result()
+    for request in requests:
+        request.grammar = grammar
 
 
 def _one_each(sampling_params: object, count: int) -> list[SamplingParams]:

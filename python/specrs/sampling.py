@@ -47,9 +47,11 @@ class SamplingParams:
     request in each iteration, 0 to the engine's number; None is the engine's number. No parameter means anything else
     because tokens are drafted.
 
-    `temperature` 0 (or less than 1e-5) is greedy, and the parameters of randomness then have no effect. `seed`: with
-    it, text depends on nothing but prompt, parameters and seed; None (or -1) gives every request its own, derived from
-    the engine's seed. `n` completions have different seeds: `seed`, and others derived from it (`derive_seed`).
+    `temperature` 0 (or less than 1e-5) is greedy, and the parameters of randomness then have no effect. `seed`: under
+    the rule `coupled`, and where nothing is drafted, text depends on nothing but prompt, parameters and seed; under
+    `rejection` also on which iterations drafted how much, which other requests may change. None (or -1) gives every
+    request its own, derived from the engine's seed. `n` completions have different seeds: `seed`, and others derived
+    from it (`derive_seed`).
 
     Penalties count the output, `repetition_penalty` also the prompt. `logit_bias` maps ids (integers, or their decimal
     strings) to what is added to their logits, -100 to 100. `bad_words` are not written: each word as it is given, and
@@ -203,7 +205,7 @@ def derive_seed(seed: int, *indices: int) -> int:
     This is where all seeds come from. Of a prompt with `seed=s`, completion 0 samples with s itself and completion
     i > 0 with `derive_seed(s, i)`. Of a prompt without, number j of its `LLM` (counted from 0 over all calls, refused
     prompts included), completion i samples with `derive_seed(engine seed, j, i)`: a fresh engine with the same seed
-    gives the same calls the same text, and a prompt that is refused changes nobody else's.
+    gives the same calls the same text, and whether a prompt is refused changes no other seed.
 
     For one seed, different indices never give the same result.
     """
@@ -287,6 +289,8 @@ def _texts(field: str, value: object, most: int, longest: int) -> tuple[str, ...
     for i, item in enumerate(strings):
         if len(item) > longest:
             raise InvalidRequestError(f"{field}[{i}]: {len(item)} characters, allowed are at most {longest}")
+        if any("\ud800" <= c <= "\udfff" for c in item):
+            raise invalid(InvalidRequestError, f"{field}[{i}]", item, "must be text: a lone surrogate is no character")
     return strings
 
 
@@ -349,11 +353,7 @@ def _structured_outputs(value: object) -> object:
             value,
             "must be a StructuredOutputsParams, a dictionary of its fields, or None",
         )
-    known = [field.name for field in dataclasses.fields(StructuredOutputsParams)]
-    for key in value:
-        if key not in known:
-            raise unknown_key(InvalidRequestError, "structured_outputs", key, known)
-    return StructuredOutputsParams(**value)
+    return StructuredOutputsParams.from_mapping(value)
 
 
 _NOT_YET: dict[str, tuple[Callable[[Any], bool], str]] = {

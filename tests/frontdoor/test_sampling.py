@@ -146,6 +146,8 @@ def test_wrong_values_are_refused_by_name(field: str, value: object, allowed: st
         ({"stop_token_ids": [1, 2.0]}, r"^stop_token_ids\[1\]=2.0: "),
         ({"stop_token_ids": list(range(65))}, "^stop_token_ids: 65 ids, allowed are at most 64"),
         ({"bad_words": ["a", ""]}, r"^bad_words\[1\]='': must be a string that is not empty"),
+        ({"bad_words": ["a", "b\ud800"]}, r"^bad_words\[1\]='b\\ud800': must be text: a lone surrogate is no"),
+        ({"stop": "\udfff"}, r"^stop\[0\]='\\udfff': must be text: a lone surrogate is no character"),
         ({"bad_words": ["a", None]}, r"^bad_words\[1\]=None: "),
         ({"bad_words": ["x"] * 257}, "^bad_words: 257 strings, allowed are at most 256"),
         ({"bad_words": ["x" * 1025]}, r"^bad_words\[0\]: 1025 characters, allowed are at most 1024"),
