@@ -165,8 +165,6 @@ def main() -> None:
             "specrs": specrs.__version__,
         },
         "commit": commit.stdout.strip(),
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-        ).stdout.strip(),
         "rounds": args.rounds,
         "figures": figures,
         "maxrss_of_this_process_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
