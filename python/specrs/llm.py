@@ -12,7 +12,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from specrs.config import EngineConfig
-from specrs.errors import EngineError, InvalidRequestError, SpecrsError, UnknownRequestError, invalid_request
+from specrs.errors import (
+    EngineError,
+    InvalidRequestError,
+    SpecrsError,
+    UnknownRequestError,
+    check_int,
+    invalid_request,
+)
 from specrs.inputs import Prompt, PromptType, is_one_prompt, prompt_text, read_prompt
 from specrs.outputs import EngineStats, OutputBuilder, RequestOutput, TokenTexts
 from specrs.sampling import SamplingParams, derive_seed, tokenize_bad_words, validate_request
@@ -380,11 +387,13 @@ def _one_each(sampling_params: object, count: int) -> list[SamplingParams]:
 def _priorities(priority: object, count: int) -> list[int]:
     if priority is None:
         return [0] * count
-    if not isinstance(priority, Sequence) or not all(type(item) is int for item in priority):
+    if not isinstance(priority, Sequence) or isinstance(priority, (str, bytes)):
         raise invalid_request("priority", priority, "must be a list of integers, or None")
     if len(priority) != count:
         raise InvalidRequestError(f"priority: {len(priority)} for {count} prompts; allowed is one each")
-    return list(priority)
+    return [
+        check_int(InvalidRequestError, f"priority[{i}]", item, -(2**63), 2**63 - 1) for i, item in enumerate(priority)
+    ]
 
 
 def _counts(requests: Sequence[Request]) -> tuple[int, int]:

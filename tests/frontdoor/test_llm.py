@@ -156,7 +156,12 @@ def test_parameters_one_for_all_or_one_each(llm: LLM) -> None:
         ),
         ({"sampling_params": [GREEDY, 3]}, "sampling_params=.*: must be a SamplingParams"),
         ({"sampling_params": GREEDY, "priority": [1]}, "priority: 1 for 2 prompts"),
-        ({"sampling_params": GREEDY, "priority": [1, 0.5]}, "priority=.*: must be a list of integers"),
+        ({"sampling_params": GREEDY, "priority": 3}, "^priority=3: must be a list of integers"),
+        ({"sampling_params": GREEDY, "priority": [1, 0.5]}, r"^priority\[1\]=0.5: must be an integer from -9223372036"),
+        (
+            {"sampling_params": GREEDY, "priority": [2**63, 1]},
+            r"^priority\[0\]=9223372036854775808: must be an integer",
+        ),
     ],
 )
 def test_a_bad_call_raises_before_anything_runs(
