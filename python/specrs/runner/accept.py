@@ -78,19 +78,18 @@ def accept(
 
     filtered = sampling.filter(adjusted, entries)
     processed = sampling.point_masses(filtered, entries)
-    every = torch.arange(len(n))
     if rule == "coupled":
-        noise = sampling.noise.gumbel(entries, positions + 1, PURPOSE_GUMBEL)
+        noise = sampling.noise.gumbel(it.rows[entries], positions + 1, PURPOSE_GUMBEL)
         accepted, tokens = verify_coupled(processed, noise, q_start, drafts, k)
     elif drafted.q is None:
         # No draft in the batch: one row an entry, drawn like the token after the drafts.
         accepted = torch.zeros_like(n)
-        tokens = draw(processed, sampling.noise.gumbel(every, n, PURPOSE_RECOVER))[:, None]
+        tokens = draw(processed, sampling.noise.gumbel(it.rows, n, PURPOSE_RECOVER))[:, None]
     else:
         p = processed.softmax(dim=-1)
-        uniforms = sampling.noise.uniform(n[:, None] + torch.arange(width - 1), PURPOSE_ACCEPT)
+        uniforms = sampling.noise.uniform(it.rows, n[:, None] + torch.arange(width - 1), PURPOSE_ACCEPT)
         accepted = count_accepted(p, q_start, drafted.q, drafts, k, uniforms)
-        noise = sampling.noise.gumbel(every, n + accepted, PURPOSE_RECOVER)
+        noise = sampling.noise.gumbel(it.rows, n + accepted, PURPOSE_RECOVER)
         tokens = append_token(drafts, accepted, draw_after(p, q_start, drafted.q, k, accepted, noise))
     return Verdict(accepted, tokens, adjusted.amax(dim=-1), filtered)
 

@@ -173,12 +173,13 @@ def _draw(
     if not sampling.steps.random:
         top, tokens = adjusted.max(dim=-1)
         return (top if adjusted is logits else logits.amax(dim=-1)), tokens
+    rows = sampling.it.rows[: len(entries)]
     # A coarse cut is cheaper and costs only acceptance: q is whatever was drawn from.
     processed = sampling.point_masses(sampling.filter(adjusted, entries, coarse=True), entries)
     if q is None:
-        tokens = draw(processed, sampling.noise.gumbel(entries, positions, PURPOSE_GUMBEL))
+        tokens = draw(processed, sampling.noise.gumbel(rows, positions, PURPOSE_GUMBEL))
     else:
-        noise = sampling.noise.gumbel(entries, positions, PURPOSE_DRAFT)
+        noise = sampling.noise.gumbel(rows, positions, PURPOSE_DRAFT)
         tokens, q[: len(entries), column] = draw_draft(processed, noise)
     return logits.amax(dim=-1), tokens
 

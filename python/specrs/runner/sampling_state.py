@@ -88,7 +88,7 @@ class SamplingState:
 
     def for_entries(self, state: RowState, it: Iteration) -> EntrySampling:
         """What the entries of an iteration ask for; mutates nothing."""
-        entries, rows = it.rows, it.rows.tolist()
+        rows = it.rows.tolist()
         steps = self._steps[rows[0]]
         for row in rows[1:]:
             steps = steps | self._steps[row]
@@ -100,9 +100,9 @@ class SamplingState:
             state=state,
             it=it,
             steps=steps,
-            params=self.params.select(entries),
-            noise=Noise(self.seeds[entries], self.vocab_size, self.params.temperature.dtype),
-            prompt_len=self.prompt_len[entries],
+            params=self.params,
+            noise=Noise(self.seeds, self.vocab_size, self.params.temperature.dtype),
+            prompt_len=self.prompt_len,
             masks=self._stack(masks) if any(masks) else None,
             mask_stops=any(request.params.min_tokens for request in requests),
             grammar=LaunchGrammar(grammars, it.max_k, self.vocab_size) if any(grammars) else None,
@@ -139,9 +139,9 @@ class EntrySampling:
     state: RowState
     it: Iteration
     steps: Steps
-    params: SamplingRows  # [B, 1]
+    params: SamplingRows  # of all rows, [R+1, 1]; what a step needs is selected where it runs
     noise: Noise
-    prompt_len: Tensor  # [B]
+    prompt_len: Tensor  # of all rows, [R+1]
     masks: Constraints | None  # of B entries; forbidden, bad_words, bias
     mask_stops: bool
     grammar: LaunchGrammar | None
@@ -164,10 +164,10 @@ class EntrySampling:
         counts = None
         if steps.penalties:
             history = self.state.tokens[rows, : self.it.max_context]
-            counts = count_tokens(history, positions, self.prompt_len[entries], self.vocab_size)
+            counts = count_tokens(history, positions, self.prompt_len[rows], self.vocab_size)
         return adjust_logits(
             logits,
-            self.params.select(entries),
+            self.params.select(rows),
             steps,
             constraints=self._constraints(entries, rows, positions, forbidden),
             counts=counts,
@@ -175,11 +175,13 @@ class EntrySampling:
 
     def filter(self, adjusted: Tensor, entries: Tensor, *, coarse: bool = False) -> Tensor:
         """Temperature, min_p, top_k, top_p of flat rows `[N, V]`; greedy rows stay as they are."""
-        return filter_logits(adjusted, self.params.select(entries), self.steps, coarse=coarse)
+        return filter_logits(adjusted, self.params.select(self.it.rows[entries]), self.steps, coarse=coarse)
 
     def point_masses(self, filtered: Tensor, entries: Tensor) -> Tensor:
         """Greedy rows become certain of their argmax; others stay."""
-        return greedy_as_point_mass(filtered, self.params.greedy[entries]) if self.steps.greedy else filtered
+        if not self.steps.greedy:
+            return filtered
+        return greedy_as_point_mass(filtered, self.params.greedy[self.it.rows[entries]])
 
     def _constraints(
         self, entries: Tensor, rows: Tensor, positions: Tensor, forbidden: Tensor | None
