@@ -40,8 +40,28 @@ CACHE_SIZE = 128
 _END = "<|specrs: the grammar is complete|>"
 
 
+class Start:
+    """A grammar before its first token."""
+
+    def __init__(self, tokenizer: LLTokenizer, grammar: str) -> None:
+        """`grammar`: the worker's answer."""
+        self._tokenizer = tokenizer
+        self._grammar = grammar
+        self._matcher = worker.make_matcher(tokenizer, grammar)
+        self.error = self._matcher.get_error() if self._matcher.is_error() else None
+
+    def copy(self) -> LLMatcher:
+        """A matcher of its own. Its automata are those of all copies, so that each state is computed once."""
+        return self._matcher.deep_copy()
+
+    def renew(self) -> LLMatcher:
+        """A copy whose automata start anew: they only grow, for all copies together, up to the library's limits."""
+        self._matcher = worker.make_matcher(self._tokenizer, self._grammar)
+        return self.copy()
+
+
 class Compiler:
-    """Turns parameters into matchers for one tokenizer. Thread-safe."""
+    """Turns parameters into grammars for one tokenizer. Thread-safe."""
 
     def __init__(self, backend: tokenizers.Tokenizer, eos_token: str | None, vocab_size: int) -> None:
         """`vocab_size`: tokens of the model, at or above the tokenizer's number; the rest is padding."""
@@ -55,23 +75,23 @@ class Compiler:
         self._idle: list[_Worker] = []
         self._busy: set[_Worker] = set()
         self._closed = False
-        self._cache: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._cache: OrderedDict[str, Start] = OrderedDict()
         self._pool = ThreadPoolExecutor(MAX_WORKERS, thread_name_prefix="specrs-grammar")
         self.end_token_id = -1
 
-    def submit(self, params: StructuredOutputsParams) -> Future[LLMatcher]:
-        """A matcher at its start, which is shared: copy it before use.
+    def submit(self, params: StructuredOutputsParams) -> Future[Start]:
+        """The compiled grammar, which is shared.
 
         The future raises `InvalidRequestError` for what is wrong with `params`, `EngineError` if no worker starts.
         """
         key = params.specification()
         with self._lock:
-            matcher = self._cache.get(key)
-            if matcher is not None:
+            start = self._cache.get(key)
+            if start is not None:
                 self._cache.move_to_end(key)
-        if matcher is not None:
-            done: Future[LLMatcher] = Future()
-            done.set_result(matcher)
+        if start is not None:
+            done: Future[Start] = Future()
+            done.set_result(start)
             return done
         return self._pool.submit(self._compile, params, key)
 
@@ -86,7 +106,7 @@ class Compiler:
         for process in idle:
             process.close()
 
-    def _compile(self, params: StructuredOutputsParams, key: str) -> LLMatcher:
+    def _compile(self, params: StructuredOutputsParams, key: str) -> Start:
         tokenizer, setup = self._setup()
         process = self._take(setup)
         answer = None
@@ -102,14 +122,14 @@ class Compiler:
             raise _refusal(params, f"{why}; allowed is a simpler one")
         if "error" in answer:
             raise _refusal(params, f"cannot be compiled: {answer['error']}", answer.get("field"))
-        matcher = worker.make_matcher(tokenizer, answer["grammar"])
-        if matcher.is_error():
-            raise _refusal(params, f"cannot be compiled: {worker.reason(matcher.get_error())}")
+        start = Start(tokenizer, answer["grammar"])
+        if start.error is not None:
+            raise _refusal(params, f"cannot be compiled: {worker.reason(start.error)}")
         with self._lock:
-            self._cache[key] = matcher
+            self._cache[key] = start
             while len(self._cache) > CACHE_SIZE:
                 self._cache.popitem(last=False)
-        return matcher
+        return start
 
     def _take(self, setup: bytes) -> _Worker:
         """An idle worker that still runs, or a new one."""

@@ -10,10 +10,8 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from llguidance import LLMatcher
-
 from specrs.errors import invalid_request
-from specrs.structured.compiler import compiler_of
+from specrs.structured.compiler import Start, compiler_of
 from specrs.structured.matcher import GrammarMatcher
 from specrs.structured.params import StructuredOutputsParams
 
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
 class Grammar:
     """A grammar at its start, for any number of requests. Immutable."""
 
-    def __init__(self, start: LLMatcher, vocab_size: int, end_token_id: int, eos_token_id: int | None) -> None:
+    def __init__(self, start: Start, vocab_size: int, end_token_id: int, eos_token_id: int | None) -> None:
         self.vocab_size = vocab_size
         self._start = start
         self._end_token_id = end_token_id
@@ -60,7 +58,7 @@ def submit_grammar(params: StructuredOutputsParams, tokenizer: Tokenizer, vocab_
     eos_token_id: int | None = tokenizer.hf.eos_token_id
     outcome: Future[Grammar] = Future()
 
-    def finish(compiled: Future[LLMatcher]) -> None:
+    def finish(compiled: Future[Start]) -> None:
         if compiled.cancelled():
             outcome.cancel()
             return

@@ -7,14 +7,17 @@ the mask allows only the tokenizer's own spelling of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from llguidance import LLMatcher
 from numpy.typing import NDArray
 from torch import Tensor
 
 from specrs.errors import SpecrsError, invalid
+
+if TYPE_CHECKING:
+    from specrs.structured.compiler import Start
 
 ALL_ALLOWED = -1
 """A mask word with every bit set."""
@@ -30,13 +33,13 @@ class GrammarMatcher:
     `accept` none, and `error` tells why: a token refused at settle ends the request with that reason.
     """
 
-    def __init__(self, start: LLMatcher, vocab_size: int, stop_ids: Sequence[int], end_token_id: int) -> None:
-        """`start`: at the beginning, copied. `end_token_id`: the library's own mark of a complete text."""
+    def __init__(self, start: Start, vocab_size: int, stop_ids: Sequence[int], end_token_id: int) -> None:
+        """`start`: the grammar. `end_token_id`: the library's own mark of a complete text."""
         self.stop_ids = frozenset(stop_ids)
         self.error: str | None = None
         """Why the library gave up at the last `fill_mask` or `accept` where it did."""
         self._start = start
-        self._library = start.deep_copy()
+        self._library = start.copy()
         self._vocab_size = vocab_size
         self._end_token_id = end_token_id
         self._tokens: list[int] = []  # accepted by the library; what came after its end is only counted
@@ -76,8 +79,10 @@ class GrammarMatcher:
         else:
             if not 0 <= token_id < self._vocab_size or token_id == self._end_token_id:
                 return False
-            if self._library.try_consume_tokens([token_id]) != 1:
-                self._recover()
+            if self._library.try_consume_tokens([token_id]) != 1 and not (
+                self._recovered() and self._library.try_consume_tokens([token_id]) == 1
+            ):
+                self._give_up()
                 return False
             self._tokens.append(token_id)
             if token_id in self.stop_ids:
@@ -88,9 +93,7 @@ class GrammarMatcher:
     def rollback(self, num_tokens: int) -> None:
         """Take the last `num_tokens` accepted tokens back."""
         if not 0 <= num_tokens <= self._num_accepted:
-            raise invalid(
-                SpecrsError, "num_tokens", num_tokens, f"must be from 0 to {self._num_accepted}, the accepted"
-            )
+            raise invalid(SpecrsError, "num_tokens", num_tokens, f"must be from 0 to num_accepted={self._num_accepted}")
         self._num_accepted -= num_tokens
         if self._ended_at is not None and self._num_accepted < self._ended_at:
             self._ended_at = None
@@ -103,9 +106,10 @@ class GrammarMatcher:
     def _library_mask(self, out: NDArray[np.int32]) -> bool:
         """Write what the grammar allows, and stop ids where the text is complete; False if that is nothing."""
         self._library.unsafe_compute_mask_ptr(self._scratch_address, self._scratch.nbytes)
-        if self._library.is_error():
-            self._recover()
-            return False
+        if self._recovered():
+            self._library.unsafe_compute_mask_ptr(self._scratch_address, self._scratch.nbytes)
+            if self._give_up():
+                return False
         word, bit = self._end_token_id // 32, _bit(self._end_token_id)
         complete = bool(self._scratch[word] & bit)
         self._scratch[word] &= ~bit
@@ -119,14 +123,28 @@ class GrammarMatcher:
             return False
         return True
 
-    def _recover(self) -> None:
-        """After a refusal: leave the library's error state, which has no way back, with its reason in `error`."""
-        if self._library.is_error():
+    def _recovered(self) -> bool:
+        """Whether the last call met a limit, and may be tried again.
+
+        Limits may be met by what other texts, or rejected drafts, have added to the shared automata. With new ones the
+        outcome is this text's own.
+        """
+        failed = self._library.is_error()
+        if failed:
+            self._rebuild()
+        return failed
+
+    def _give_up(self) -> bool:
+        """Whether the last call met a limit again; its reason goes to `error`, and the state is as before the call."""
+        failed = self._library.is_error()
+        if failed:
             self.error = self._library.get_error().strip().partition("\n")[0]
             self._rebuild()
+        return failed
 
     def _rebuild(self) -> None:
-        self._library = self._start.deep_copy()
+        """The library's error state has no way back: read the text again, from the start."""
+        self._library = self._start.renew()
         self._library.try_consume_tokens(self._tokens)
 
 

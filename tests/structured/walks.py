@@ -1,0 +1,58 @@
+"""Texts out of a grammar: random tokens under its masks, and what masks say. Holds no tests."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+from specrs.structured import GrammarMatcher
+from specrs.tokenizer import Tokenizer
+
+VOCAB_SIZE = 2048
+NUM_WORDS = VOCAB_SIZE // 32
+EOS = 0
+
+
+def mask_of(matcher: GrammarMatcher, num_words: int = NUM_WORDS) -> NDArray[np.int32]:
+    """The mask as it is now; words that stay unwritten would show as garbage."""
+    words = np.full(num_words, 0x5A5A5A5A, dtype=np.int32)
+    matcher.fill_mask(words)
+    return words
+
+
+def allowed_ids(words: NDArray[np.int32]) -> list[int]:
+    """Ids whose bit is set, ascending."""
+    return [int(i) for i in np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))]
+
+
+def allowed(matcher: GrammarMatcher) -> list[int]:
+    """Ids that the mask allows now."""
+    return allowed_ids(mask_of(matcher))
+
+
+@cache
+def closers(tokenizer: Tokenizer) -> frozenset[int]:
+    """Tokens that begin by closing something."""
+    return frozenset(i for i in range(VOCAB_SIZE) if tokenizer.decode([i], skip_special_tokens=False)[:1] in '"]},')
+
+
+def random_text(
+    matcher: GrammarMatcher, tokenizer: Tokenizer, seed: int, *, close: float = 0.5, limit: int = 400
+) -> list[int]:
+    """Tokens of one complete text, without its stop id: uniform, with a bias to close; fails past `limit` tokens."""
+    rng, tokens = random.Random(seed), []
+    while True:
+        ids = allowed(matcher)
+        assert ids, "nothing may follow"
+        ends = [i for i in ids if i in matcher.stop_ids]
+        if ends and (len(ends) == len(ids) or rng.random() < close):
+            assert matcher.accept(ends[0])
+            return tokens
+        ids = [i for i in ids if i not in matcher.stop_ids]
+        ending = [i for i in ids if i in closers(tokenizer)]
+        token = rng.choice(ending if ending and rng.random() < close else ids)
+        assert matcher.accept(token), f"the mask allows {token}, the matcher does not"
+        tokens.append(token)
+        assert len(tokens) < limit, tokenizer.decode(tokens)
