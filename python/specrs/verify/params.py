@@ -16,45 +16,63 @@ GREEDY_BELOW = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """Parameters of N rows, all `[N, 1]`, in the form the steps use; floats have the dtype of the logits (fp32,
-    float64 in sweeps).
+    """Parameters of N rows, in the form the steps use: each is a column `[N, 1]` of one tensor, so that it broadcasts
+    over logits `[N, V]`, and a batch's rows are gathered by one op.
 
     "Off" is a value that leaves a row as it is to the bit, so that a batch may run a step that only one row needs.
-    Columns and stored infinities instead of `[N]` and zeros: each reshape or `where` on a tensor of N numbers costs
-    as much as a pass over 2,048 logits, and a draft pass of the bundled pair has no room for ten of them.
-
     A greedy row has top_k, top_p and min_p off (`write` sees to it): no filter removes the argmax, and the processed
     logprobs of a greedy row are then those of its penalised logits, whatever its neighbours ask for.
     """
 
-    greedy: Tensor  # bool
-    temperature: Tensor  # > 0; 1 in greedy rows
-    top_k: Tensor  # inf: off
-    top_p: Tensor  # in (0, 1); inf: off
-    log_min_p: Tensor  # ln(min_p); -inf: off
-    repetition_penalty: Tensor  # 1: off
-    presence_penalty: Tensor  # 0: off
-    frequency_penalty: Tensor  # 0: off
+    values: Tensor  # [N, 8] in the logits' dtype: fp32, float64 in sweeps
 
     @classmethod
     def allocate(
         cls, num_rows: int, *, dtype: torch.dtype = torch.float32, device: torch.device | None = None
     ) -> SamplingRows:
         """`num_rows` greedy rows with everything else off."""
+        off = [1.0, 1.0, torch.inf, torch.inf, -torch.inf, 1.0, 0.0, 0.0]
+        return cls(torch.tensor([off], dtype=dtype, device=device).repeat(num_rows, 1))
 
-        def full(value: float) -> Tensor:
-            return torch.full((num_rows, 1), value, dtype=dtype, device=device)
+    @property
+    def greedy(self) -> Tensor:
+        """`[N, 1]` bool."""
+        return self.values[:, 0:1] != 0
 
-        return cls(
-            greedy=torch.ones((num_rows, 1), dtype=torch.bool, device=device),
-            temperature=full(1.0),
-            top_k=full(torch.inf),
-            top_p=full(torch.inf),
-            log_min_p=full(-torch.inf),
-            repetition_penalty=full(1.0),
-            presence_penalty=full(0.0),
-            frequency_penalty=full(0.0),
-        )
+    @property
+    def temperature(self) -> Tensor:
+        """Positive; 1 in greedy rows."""
+        return self.values[:, 1:2]
+
+    @property
+    def top_k(self) -> Tensor:
+        """At least 1; inf is off. fp32 counts to 2^24."""
+        return self.values[:, 2:3]
+
+    @property
+    def top_p(self) -> Tensor:
+        """In (0, 1); inf is off."""
+        return self.values[:, 3:4]
+
+    @property
+    def log_min_p(self) -> Tensor:
+        """ln(min_p); -inf is off."""
+        return self.values[:, 4:5]
+
+    @property
+    def repetition_penalty(self) -> Tensor:
+        """Positive; 1 is off."""
+        return self.values[:, 5:6]
+
+    @property
+    def presence_penalty(self) -> Tensor:
+        """0 is off."""
+        return self.values[:, 6:7]
+
+    @property
+    def frequency_penalty(self) -> Tensor:
+        """0 is off."""
+        return self.values[:, 7:8]
 
     def write(
         self,
@@ -68,7 +86,7 @@ class SamplingRows:
         presence_penalty: float = 0.0,
         frequency_penalty: float = 0.0,
     ) -> Steps:
-        """Set one row from a user's values (vLLM's names and defaults), checked before; mutates the tensors.
+        """Set one row from a user's values (vLLM's names and defaults), checked before; mutates the tensor.
 
         Returns:
             The steps that this row needs.
@@ -76,17 +94,22 @@ class SamplingRows:
         greedy = temperature < GREEDY_BELOW
         if greedy:
             temperature, top_k, top_p, min_p = 1.0, 0, 1.0, 0.0
-        # In the tensor's dtype a share may round to 1, which is off, or to 0, which would keep nothing.
-        share = max(torch.tensor(top_p, dtype=self.top_p.dtype).item(), torch.finfo(self.top_p.dtype).tiny)
-        self.greedy[row] = greedy
-        self.temperature[row] = temperature
-        self.top_k[row] = top_k or torch.inf
-        self.top_p[row] = share if share < 1.0 else torch.inf
-        # In the tensor's dtype: ln of the float64 value would put a token at exactly min_p on either side of the cut.
-        self.log_min_p[row] = torch.tensor(min_p, dtype=self.log_min_p.dtype).log()
-        self.repetition_penalty[row] = repetition_penalty
-        self.presence_penalty[row] = presence_penalty
-        self.frequency_penalty[row] = frequency_penalty
+        dtype = self.values.dtype
+        # In the tensor's dtype a share may round to 1, which is off, or to 0, which would keep nothing. The logarithm
+        # is taken there too: that of the float64 value may lie on the other side of a token at exactly min_p.
+        share = max(torch.tensor(top_p, dtype=dtype).item(), torch.finfo(dtype).tiny)
+        log_min_p = torch.tensor(min_p, dtype=dtype).log().item()
+        values = [
+            float(greedy),
+            temperature,
+            top_k or torch.inf,
+            share if share < 1.0 else torch.inf,
+            log_min_p,
+            repetition_penalty,
+            presence_penalty,
+            frequency_penalty,
+        ]
+        self.values[row] = torch.tensor(values, dtype=dtype)
         return Steps(
             greedy=greedy,
             random=not greedy,
@@ -100,10 +123,7 @@ class SamplingRows:
 
     def select(self, index: Tensor) -> SamplingRows:
         """The rows `index` `[M]` int64, copied; an index may occur several times."""
-        return SamplingRows(*(getattr(self, name).index_select(0, index) for name in _FIELDS))
-
-
-_FIELDS = tuple(field.name for field in fields(SamplingRows))
+        return SamplingRows(self.values.index_select(0, index))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ The cut of top_k and top_p is exact (float64 logits that differ in their last bi
 through the integer image of their bits, whose order is that of the floats, and the search is a radix descent over it:
 a histogram of the 11 leading bits (of token counts for top_k, of p for top_p), its cumulative sum from the largest
 logit down, the first cell where the target is reached; then the same inside that cell with the next bits. 3 steps for
-fp32, 6 for float64. Bisection, one pivot a step, takes 32 steps for the same cut, and its ops alone cost 200 us.
+fp32, 6 for float64. Bisection with one pivot a step takes 32 for the same cut.
 
 p is summed in float64. Where a sum comes within 1e-13 of the target, another order of summation may cut one logit
 earlier or later; on a CPU each row is summed in index order, whatever the batch.
@@ -62,7 +62,7 @@ def apply_top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None
     cut = None
     if top_k is not None:
         ones = torch.ones((), dtype=torch.float64, device=logits.device).expand_as(logits)
-        cut = _search(keys, bits, ones, top_k.to(torch.float64))
+        cut = _search(keys, bits, ones, top_k.to(torch.float64).contiguous())
     if top_p is not None:
         weights = logits.softmax(dim=-1).to(torch.float64)
         if cut is not None:
@@ -77,14 +77,16 @@ def apply_coarse_top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor
 
     Keeps what the exact filter keeps, and the tokens up to e^(1/32) less probable than the last of those. Tokens more
     than 32 nats below the largest are not told apart; none of them is ever drawn. Any q is lossless that is the q
-    drawn from, and this one costs half of the exact cut in each drafting pass. Arguments and result as there.
+    drawn from. This one costs a third of the exact cut, and overlaps the target as much: sum(min(p, q)) of the bundled
+    pair at temperature 0.8, top_p 0.9 is 0.662 with either, and 0.640 if drafts are not filtered at all. Arguments and
+    result as there.
     """
     gap = logits - logits.amax(dim=-1, keepdim=True)
     # A NaN must not become an index.
     cells = gap.mul_(-_COARSE_RESOLUTION).nan_to_num_(nan=0.0).clamp_(max=_COARSE_CELLS - 1).to(torch.int64)
     cut = None
     if top_k is not None:
-        cut = torch.searchsorted(_cumulate(cells, torch.ones_like(logits), _COARSE_CELLS), top_k)
+        cut = torch.searchsorted(_cumulate(cells, torch.ones_like(logits), _COARSE_CELLS), top_k.contiguous())
     if top_p is not None:
         weights = logits.softmax(dim=-1)
         if cut is not None:
