@@ -7,6 +7,7 @@ the mask allows only the tokenizer's own spelling of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -184,10 +185,17 @@ class GrammarCursor:
 
 def unpack_mask(words: Tensor, vocab_size: int) -> Tensor:
     """`[N, V]` bool, true where a token is forbidden, of masks `[N, ceil(V / 32)]` int32."""
-    # bytes rather than words: a quarter of the memory in between. Little-endian, as every machine with torch is.
-    octets = words.contiguous().view(torch.uint8)
-    bits = octets.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=words.device)
-    return ((bits & 1) == 0).flatten(1)[:, :vocab_size]
+    # A byte's eight bools are looked up at once, as the int64 they make: 20 us for 150,000 tokens, where shifts take
+    # 400. Bytes are little-endian, as every machine with torch is.
+    octets = words.contiguous().view(torch.uint8).flatten().int()
+    return _forbidden_bits(words.device).index_select(0, octets).view(torch.bool).view(len(words), -1)[:, :vocab_size]
+
+
+@cache
+def _forbidden_bits(device: torch.device) -> Tensor:
+    """`[256]` int64: entry b holds eight bools, true where bit i of b is 0."""
+    bits = torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1
+    return bits.eq(0).view(torch.int64).squeeze(1).to(device)
 
 
 def _bit(token_id: int) -> np.int32:

@@ -1,0 +1,121 @@
+"""Structured output through the whole engine: generated schemas under speculation, and what neighbours notice."""
+
+import json
+from functools import cache
+from typing import Any
+
+import jsonschema
+import pytest
+from specrs import LLM, RequestOutput, SamplingParams
+from specrs.pair.prompts import PROMPTS
+from specrs.structured import StructuredOutputsParams
+
+from .schemas import make_schema
+
+NUM_SCHEMAS = 200
+NUM_NEIGHBOURS = 60
+"""Requests of a mixed batch; every third has no grammar."""
+RANDOM = SamplingParams(temperature=0.9, max_tokens=1000)
+NEIGHBOUR = RANDOM.replace(max_tokens=40)
+CHECKER = jsonschema.Draft202012Validator.FORMAT_CHECKER
+
+
+def make_llm(k: int, rule: str = "coupled", **settings: Any) -> LLM:
+    # float64: the same text to the last bit, whatever else is in the launch
+    settings = {"dtype": "float64", "max_model_len": 1200, "max_num_seqs": 24} | settings
+    return LLM(speculative_config={"num_speculative_tokens": k, "rejection_sample_method": rule}, **settings)
+
+
+def structured(seed: int, **fields: Any) -> SamplingParams:
+    # white space is free without bound: a random model may write it for ever
+    asked = StructuredOutputsParams(json=make_schema(seed), disable_any_whitespace=True)
+    return RANDOM.replace(seed=seed, structured_outputs=asked, **fields)
+
+
+def run(llm: LLM, params: list[SamplingParams]) -> list[RequestOutput]:
+    prompts = [PROMPTS[(p.seed or 0) % len(PROMPTS)][:200] for p in params]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    llm.engine.scheduler.check_integrity()
+    return outputs
+
+
+def check(output: RequestOutput, seed: int) -> None:
+    completion = output.outputs[0]
+    assert completion.finish_reason == "stop", (seed, completion.text)
+    jsonschema.validate(
+        json.loads(completion.text), make_schema(seed), jsonschema.Draft202012Validator, format_checker=CHECKER
+    )
+
+
+def text(output: RequestOutput) -> str:
+    return output.outputs[0].text
+
+
+@cache
+def plain() -> tuple[list[RequestOutput], list[RequestOutput]]:
+    """Outputs at K = 0: of every schema, and of neighbours that no grammar accompanies."""
+    llm = make_llm(0)
+    outputs = run(llm, [structured(i) for i in range(NUM_SCHEMAS)])
+    return outputs, run(llm, [NEIGHBOUR.replace(seed=i) for i in range(0, NUM_NEIGHBOURS, 3)])
+
+
+def test_every_text_validates_without_speculation() -> None:
+    for i, output in enumerate(plain()[0]):
+        check(output, i)
+    assert len({text(output) for output in plain()[0]}) > NUM_SCHEMAS / 2
+
+
+def test_every_text_validates_and_is_the_same_with_speculation() -> None:
+    llm = make_llm(5)
+    for i, output in enumerate(run(llm, [structured(i) for i in range(NUM_SCHEMAS)])):
+        check(output, i)
+        assert text(output) == text(plain()[0][i])
+    # a draft that knew nothing of grammars would get few
+    assert llm.stats().accepted_tokens > llm.stats().drafts
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_neighbours_keep_their_text(depth: int) -> None:
+    llm = make_llm(5, launch_depth=depth)
+    params = [structured(i) if i % 3 else NEIGHBOUR.replace(seed=i) for i in range(NUM_NEIGHBOURS)]
+    for i, output in enumerate(run(llm, params)):
+        if i % 3:
+            check(output, i)
+            assert text(output) == text(plain()[0][i])
+        else:
+            assert text(output) == text(plain()[1][i // 3])
+
+
+def test_preemption_keeps_the_text() -> None:
+    llm = make_llm(5, block_size=4, max_model_len=280, num_gpu_blocks_override=71)
+    for i, output in enumerate(run(llm, [structured(i, max_tokens=200) for i in range(40)])):
+        check(output, i)
+        assert text(output) == text(plain()[0][i])
+    assert llm.stats().num_preemptions > 0
+
+
+def test_rejection_validates_too() -> None:
+    for i, output in enumerate(run(make_llm(5, "rejection"), [structured(i) for i in range(60)])):
+        check(output, i)
+
+
+def test_greedy_is_the_same_at_any_k() -> None:
+    params = [structured(i, temperature=0.0) for i in range(40)]
+    texts = [[text(output) for output in run(make_llm(k), params)] for k in (0, 3)]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("asked", "allowed"),
+    [
+        ({"choice": ["yes", "no", "perhaps"]}, {"yes", "no", "perhaps"}),
+        ({"regex": "[ab]{2}"}, {"aa", "ab", "ba", "bb"}),
+        ({"grammar": 'root ::= "x" ("y" | "z")'}, {"xy", "xz"}),
+    ],
+)
+def test_other_kinds(asked: dict[str, Any], allowed: set[str]) -> None:
+    params = [RANDOM.replace(seed=i, structured_outputs=asked) for i in range(16)]
+    texts = [[text(output) for output in run(make_llm(k), params)] for k in (0, 4)]
+    assert texts[0] == texts[1]
+    assert set(texts[0]) <= allowed
+    assert len(set(texts[0])) > 1
