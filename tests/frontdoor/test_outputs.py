@@ -1,7 +1,13 @@
 """Derived figures, from a histogram counted by hand."""
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
-from specrs.outputs import AcceptanceFigures, EngineStats, RequestMetrics
+import tokenizers
+from specrs.outputs import AcceptanceFigures, EngineStats, RequestMetrics, TokenTexts
+from specrs.tokenizer import Tokenizer
+from tokenizers.decoders import ByteFallback, Fuse, Metaspace, Sequence
 
 
 def test_figures_of_a_histogram() -> None:
@@ -26,3 +32,33 @@ def test_times_that_did_not_happen() -> None:
     assert (metrics.time_to_first_token, metrics.latency, metrics.time_per_output_token) == (0.5, 2.5, 0.5)
     one = RequestMetrics(arrival_time=1.0, first_token_time=1.5, finish_time=1.5, num_generated_tokens=1)
     assert one.time_per_output_token is None
+
+
+def test_tokens_by_themselves(tokenizer: Tokenizer) -> None:
+    texts = TokenTexts(tokenizer)
+    backend = tokenizer.backend
+    for text in ("return", " return", "\n    ", "(", "<|endoftext|>"):
+        (token,) = tokenizer.encode(text)[:1]
+        assert texts[token] == backend.decode([token], skip_special_tokens=False)
+    assert texts[tokenizer.encode("<|endoftext|>")[0]] == "<|endoftext|>"
+    assert "\ufffd" in texts[tokenizer.encode("\N{PARTY POPPER}")[0]]
+
+
+def test_a_word_keeps_its_blank_where_decoders_drop_it() -> None:
+    vocabulary = {"\u2581def": 0, "x": 1, "\u2581": 2, "<0xC3>": 3, "<0xA9>": 4}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="x"))
+    backend.decoder = Sequence([ByteFallback(), Metaspace(), Fuse()])
+
+    def decode(ids: list[int], *, skip_special_tokens: bool) -> str:
+        return str(backend.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    assert decode([0], skip_special_tokens=False) == "def"
+    texts = TokenTexts(cast(Any, SimpleNamespace(decode=decode)))
+    assert [texts[token] for token in range(5)] == [" def", "x", " ", "\ufffd", "\ufffd"]
+
+
+def test_a_token_that_would_be_a_character_next_to_itself() -> None:
+    def decode(ids: list[int], *, skip_special_tokens: bool) -> str:
+        return (b"\xa9\xc3" * len(ids)).decode(errors="replace")
+
+    assert TokenTexts(cast(Any, SimpleNamespace(decode=decode)))[0] == "\ufffd\ufffd"
