@@ -1,7 +1,7 @@
 # `make demo` on a fresh machine: Python 3.11-3.13, a C compiler and Rust are all it needs.
 #   PYTHON=...                     another interpreter
 #   TORCH=2.11.0 TRANSFORMERS=...  other versions than the locked ones, in an environment of their own
-#   ARGS=...                       handed to specrs demo, pytest or cargo bench
+#   ARGS=...                       handed to specrs demo or pytest
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -23,7 +23,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # Nothing here needs a hub. Models of a few megabytes gain little from a second thread, and lose tenfold by one
 # that waits for a busy core.
-test demo: export HF_HUB_OFFLINE := 1
+test demo bench: export HF_HUB_OFFLINE := 1
 test: export OMP_NUM_THREADS ?= 1
 
 .PHONY: help
@@ -66,8 +66,11 @@ lint: build ## rustfmt, clippy, ruff, mypy, stubtest
 	$(BIN)/stubtest specrs._core --mypy-config-file scripts/stubtest.ini
 
 .PHONY: bench
-bench: ## benchmarks of the Rust core
-	cargo bench --locked $(ARGS)
+bench: build ## the Rust core, the scheduler through Python, a pass on the CPU, specrs against transformers
+	cargo bench --locked
+	$(BIN)/python benches/bench_scheduler.py
+	$(BIN)/python benches/bench_cpu_pass.py
+	$(BIN)/python benches/bench_cpu_vs_transformers.py
 
 .PHONY: wheel
 wheel: build ## dist/specrs-*.whl

@@ -78,6 +78,17 @@ def test_stop(expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert figures(captured.err)["Generated tokens"].endswith("(stop)")
 
 
+def test_sampled_text_is_the_seeds(capsys: pytest.CaptureFixture[str]) -> None:
+    def sampled(seed: int) -> str:
+        argv = ["generate", PROMPT, "--max-tokens", "16", "--temperature=0.9", "--top-p=0.95", "--top-k=50"]
+        assert main([*argv, "--min-p=0.01", f"--seed={seed}"]) == 0
+        return capsys.readouterr().out
+
+    first = sampled(1)
+    assert sampled(1) == first
+    assert sampled(2) != first
+
+
 def test_a_reader_that_leaves_is_no_error() -> None:
     command = "from specrs.cli import main; import sys; sys.exit(main())"
     argv = [sys.executable, "-c", command, "generate", PROMPT, "--max-tokens", "64", "--ignore-eos"]

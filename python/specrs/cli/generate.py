@@ -36,9 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens to generate at most; default: 128")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy, the default")
+    parser.add_argument("--top-p", type=float, default=1.0, help="sample from this share of probability; default: 1")
+    parser.add_argument("--top-k", type=int, default=0, help="sample from this many tokens; default: 0, all of them")
+    parser.add_argument("--min-p", type=float, default=0.0, help="least share of the most probable token; default: 0")
+    parser.add_argument("--seed", type=int, default=0, help="of what is sampled; default: 0")
     parser.add_argument("--stop", action="append", help="end before this text; may be given more than once")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the engine; default: 0")
     parser.add_argument("--device", default="auto", help="auto or cpu")
     parser.add_argument(
         "--dtype",
@@ -55,6 +58,10 @@ def run(arguments: argparse.Namespace) -> None:
     # Checked before the model is loaded: what is wrong with the request should not cost that.
     params = SamplingParams(
         temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        top_k=arguments.top_k,
+        min_p=arguments.min_p,
+        seed=arguments.seed,
         max_tokens=arguments.max_tokens,
         stop=arguments.stop,
         ignore_eos=arguments.ignore_eos,
@@ -74,7 +81,6 @@ def run(arguments: argparse.Namespace) -> None:
         dtype=arguments.dtype or ("float32" if arguments.model is None else "auto"),
         max_model_len=arguments.max_model_len,
         max_num_seqs=1,
-        seed=arguments.seed,
     )
     output = None
     start = time.perf_counter()
