@@ -13,7 +13,7 @@ from specrs.runner.row_state import RowState
 from specrs.runner.sampling_state import EntrySampling
 from specrs.verify.coupled import verify_coupled
 from specrs.verify.greedy import verify_greedy
-from specrs.verify.rejection import append_token, count_accepted, draw_after, row_index
+from specrs.verify.rejection import append_token, count_accepted, draw_after
 from specrs.verify.sample import draw
 
 
@@ -51,7 +51,6 @@ def accept(
     it: Iteration,
     logits: Tensor,
     positions: Tensor,
-    q_start: Tensor,
     drafted: Drafted,
     sampling: EntrySampling,
     rule: str,
@@ -59,21 +58,20 @@ def accept(
     """Apply masks, penalties and filters to the target's logits and verify the drafts; mutates nothing.
 
     Args:
-        logits: `[N, V]`, row q_start[b] + i for position n_b + i; rows beyond an entry's K_r are ignored.
+        logits: `[N, V]`, row i of entry b for position n_b + i; rows beyond an entry's K_r are ignored.
         positions: the positions fed, `[N]` int64, -1 in masked rows.
         rule: `rejection` or `coupled`, for the entries that sample; greedy entries are the same under both.
     """
     width, n, k = it.max_k + 1, it.num_tokens, it.num_drafts
-    entries = _entries(it, q_start, len(positions))
+    entries, q_start = it.flat.entry, it.flat.q_start
     forbidden = None
     if sampling.grammar is not None:
-        offsets = torch.arange(len(positions)) - q_start[entries]
-        forbidden = sampling.grammar.forbidden(entries, offsets)
+        forbidden = sampling.grammar.forbidden(entries, it.flat.offset)
     adjusted = sampling.adjust(logits, entries, positions + 1, forbidden)
     drafts = state.tokens[it.rows[:, None], (n[:, None] + torch.arange(width - 1)).clamp(max=state.scratch_column)]
     if not sampling.steps.random:
         top, best = adjusted.max(dim=-1)
-        accepted, tokens = verify_greedy(best[row_index(q_start, width)], drafts, k)
+        accepted, tokens = verify_greedy(best[it.flat.index], drafts, k)
         return Verdict(accepted, tokens, top, adjusted)
 
     filtered = sampling.filter(adjusted, entries)
@@ -94,13 +92,7 @@ def accept(
     return Verdict(accepted, tokens, adjusted.amax(dim=-1), filtered)
 
 
-def _entries(it: Iteration, q_start: Tensor, total: int) -> Tensor:
-    return torch.arange(len(it.planned)).repeat_interleave(q_start.diff(), output_size=total)
-
-
-def update(
-    state: RowState, it: Iteration, verdict: Verdict, q_start: Tensor, drafted: Drafted, results: Results
-) -> None:
+def update(state: RowState, it: Iteration, verdict: Verdict, drafted: Drafted, results: Results) -> None:
     """Commit the emitted tokens, apply stops and the limit, report; mutates row state and results.
 
     draft_len' = min(n' - 1, n + K_r - 1) where K_r > 0, unchanged where K_r = 0. An entry that ended before reports
@@ -110,7 +102,7 @@ def update(
     accepted, tokens = verdict.num_accepted, verdict.tokens
     width = it.max_k + 1
     column = torch.arange(width, device=rows.device)
-    finite = (verdict.top[row_index(q_start, width)].isfinite() | (column > k[:, None])).all(dim=1)
+    finite = (verdict.top[it.flat.index].isfinite() | (column > k[:, None])).all(dim=1)
     fits = n + k <= it.capacity
     flags = drafted.flags | torch.where(finite, 0, FLAG_TARGET_NON_FINITE) | torch.where(fits, 0, FLAG_CAPACITY)
     good = it.alive & finite & fits
@@ -126,7 +118,8 @@ def update(
     state.tokens[rows[:, None], target_column] = tokens
     state.num_tokens[rows] = grown
     state.active[rows] = good & (first_stop == width) & (grown < state.limit[rows])
-    state.draft_len[rows] = torch.where(good & (k > 0), torch.minimum(grown, n + k) - 1, state.draft_len[rows])
+    if it.max_k:
+        state.draft_len[rows] = torch.where(good & (k > 0), torch.minimum(grown, n + k) - 1, state.draft_len[rows])
 
     results.num_emitted.copy_(emitted)
     results.num_accepted.copy_(torch.where(good, accepted, 0))

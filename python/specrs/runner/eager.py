@@ -90,10 +90,9 @@ class EagerRunner:
         )
         final = Results(*(torch.empty_like(tensor[: len(chunks)]) for tensor in results.tensors()))
         drafted = Drafted(torch.zeros_like(it.num_tokens), None)
-        q_start = torch.arange(len(chunks) + 1)
         logits = self.target.compute_logits(hidden[rows])
         sampling = self.sampling.for_entries(self.state, it)
-        self._finish(slot, entries, it, logits, it.num_tokens - 1, q_start, drafted, sampling, final)
+        self._finish(slot, entries, it, logits, it.num_tokens - 1, drafted, sampling, final)
         for mine, theirs in zip(results.tensors(), final.tensors(), strict=True):
             mine[chunks] = theirs
 
@@ -113,11 +112,11 @@ class EagerRunner:
             drafted = draft(self.state, it, self.drafter, sampling, self.rule)
         else:
             drafted = Drafted(torch.zeros_like(it.num_tokens), None)
-        logits, positions, q_start = verify(self.state, it, self.target, self.kv_cache)
+        logits, positions = verify(self.state, it, self.target, self.kv_cache)
         self.num_target_passes += 1
         results = slot.results_view.narrow(0, header.num_decode)
         index = torch.arange(header.num_decode)
-        self._finish(slot, index, it, logits, positions, q_start, drafted, sampling, results)
+        self._finish(slot, index, it, logits, positions, drafted, sampling, results)
 
     def _finish(
         self,
@@ -126,16 +125,15 @@ class EagerRunner:
         it: Iteration,
         logits: Tensor,
         positions: Tensor,
-        q_start: Tensor,
         drafted: Drafted,
         sampling: EntrySampling,
         results: Results,
     ) -> None:
-        verdict = accept(self.state, it, logits, positions, q_start, drafted, sampling, self.rule)
+        verdict = accept(self.state, it, logits, positions, drafted, sampling, self.rule)
         if sampling.grammar is not None:
             sampling.grammar.finish()
-        update(self.state, it, verdict, q_start, drafted, results)
+        update(self.state, it, verdict, drafted, results)
         if sampling.num_logprobs is not None:
             slot.logprobs.update(
-                entry_logprobs(self.logprobs_mode, entries.tolist(), logits, verdict, q_start, sampling.num_logprobs)
+                entry_logprobs(self.logprobs_mode, entries.tolist(), it, logits, verdict, sampling.num_logprobs)
             )

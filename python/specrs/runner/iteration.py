@@ -12,6 +12,7 @@ Positions of one row during an iteration, n = num_tokens before it (DESIGN secti
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -25,10 +26,43 @@ from specrs.models.decoder import Decoder
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
 from specrs.runner.row_state import RowState
+from specrs.verify.rejection import row_index
 from specrs.verify.sample import draw, draw_draft
 
 if TYPE_CHECKING:
     from specrs.runner.sampling_state import EntrySampling
+
+
+@dataclass(frozen=True, slots=True)
+class FlatRows:
+    """Flat rows of a verification pass, constants of its plan: entry b has planned[b] + 1 of them, W is the most."""
+
+    q_start: Tensor  # [B+1] int64
+    entry: Tensor  # [N] int64
+    offset: Tensor  # [N] int64, row within the entry
+    index: Tensor  # [B, W] int64, flat row of each column, held at the entry's last row
+    uniform: bool  # every entry has W rows
+
+    def take(self, matrix: Tensor) -> Tensor:
+        """The values `[N]` of flat rows from a matrix `[B, W]`."""
+        return matrix.reshape(-1) if self.uniform else matrix[self.entry, self.offset]
+
+
+@functools.lru_cache(maxsize=64)
+def flat_rows(planned: tuple[int, ...]) -> FlatRows:
+    """The flat rows of a plan; cached, because a steady batch repeats its plan launch after launch."""
+    counts = torch.tensor(planned, dtype=torch.int64) + 1
+    total, width = sum(planned) + len(planned), planned[0] + 1
+    q_start = torch.zeros(len(planned) + 1, dtype=torch.int64)
+    torch.cumsum(counts, 0, out=q_start[1:])
+    entry = torch.arange(len(planned)).repeat_interleave(counts, output_size=total)
+    return FlatRows(
+        q_start=q_start,
+        entry=entry,
+        offset=torch.arange(total) - q_start[entry],
+        index=row_index(q_start, width),
+        uniform=planned[-1] == planned[0],
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +71,7 @@ class Iteration:
 
     rows: Tensor  # [B] int64, row of each entry
     planned: tuple[int, ...]  # K_r as planned, descending
+    flat: FlatRows
     num_tokens: Tensor  # [B] int64, n at the start of the iteration
     num_drafts: Tensor  # [B] int64, K_r after the device's own guards
     alive: Tensor  # [B] bool, false for rows that ended before this launch
@@ -48,18 +83,13 @@ class Iteration:
     @property
     def max_k(self) -> int:
         """Largest planned K_r."""
-        return self.planned[0] if self.planned else 0
+        return self.planned[0]
 
-    def slots(self, entries: Tensor, positions: Tensor) -> Tensor:
-        """Slot of each position of each entry, `[N]` int64; -1 for masked positions and beyond the row's capacity."""
-        block = self.block_table[entries, (positions.clamp(min=0) // self.block_size).clamp(max=self.last_block)]
-        slot = block * self.block_size + positions % self.block_size
-        return torch.where((positions >= 0) & (positions < self.capacity[entries]), slot, -1)
-
-    @property
-    def last_block(self) -> int:
-        """Last column of `block_table`."""
-        return self.block_table.shape[1] - 1
+    def slots(self, positions: Tensor) -> Tensor:
+        """Slots of positions `[B, C]` int64 of each entry, the same shape; -1 for masked ones and beyond capacity."""
+        index = (positions // self.block_size).clamp_(0, self.block_table.shape[1] - 1)
+        slots = self.block_table.gather(1, index) * self.block_size + positions % self.block_size
+        return slots.masked_fill_((positions < 0) | (positions >= self.capacity[:, None]), -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +119,7 @@ def prepare(
     n = state.num_tokens[rows]
     alive = state.active[rows]
     k = torch.tensor(planned, dtype=torch.int64, device=rows.device)
-    if drafter is not None and planned and planned[0] > 0:
+    if drafter is not None and planned[0] > 0:
         room = torch.minimum(state.limit[rows] - n - 1, drafter.max_model_len - n + 1)
         ready = alive & (state.draft_len[rows] >= n - drafter.first_rows)
         k = torch.where(ready, torch.minimum(k, room).clamp(min=0), 0)
@@ -97,6 +127,7 @@ def prepare(
     return Iteration(
         rows=rows,
         planned=tuple(planned),
+        flat=flat_rows(tuple(planned)),
         num_tokens=n,
         num_drafts=k,
         alive=alive,
@@ -116,44 +147,38 @@ def draft(state: RowState, it: Iteration, drafter: DraftModel, sampling: EntrySa
 
     Mutates `state.tokens` in [n, n + K_r) and the draft's KV cache.
     """
-    flags = torch.zeros_like(it.num_tokens)
+    batch, width, n = len(it.planned), drafter.first_rows, it.num_tokens
     q = None
     if sampling.steps.random and rule == "rejection":
-        q = torch.zeros((len(it.planned), it.max_k, sampling.vocab_size), dtype=sampling.noise.dtype)
-    entries = torch.arange(len(it.planned), device=it.rows.device)
+        q = torch.zeros((batch, it.max_k, sampling.vocab_size), dtype=sampling.noise.dtype)
+    # Columns 0..width-1 are fed in pass 1, column width + i - 2 in pass i >= 2: positions n - width .. n + K - 2.
+    column = torch.arange(width - 1 + it.max_k)
+    live = it.num_drafts[:, None] >= (column - (width - 2)).clamp_(min=1)
+    fed = torch.where(live, n[:, None] + (column - width), -1)
+    slots = it.slots(fed).masked_fill_(fed < state.draft_len[it.rows, None], -1)
+    written = torch.where(live[:, width - 1 :], fed[:, width - 1 :] + 1, state.scratch_column)
+    entries = torch.arange(batch)
+    tops = torch.zeros((batch, it.max_k), dtype=sampling.noise.dtype)
+    tokens = state.tokens[it.rows[:, None], fed[:, :width].clamp(min=0)].view(-1)
     for i in range(1, it.max_k + 1):
-        count = sum(k >= i for k in it.planned)
-        active, n, rows = entries[:count], it.num_tokens[:count], it.rows[:count]
-        live = it.num_drafts[:count] >= i
-        if i == 1:
-            width = drafter.first_rows
-            columns = torch.arange(-width, 0, device=rows.device)
-            positions = torch.where(live[:, None], n[:, None] + columns, -1).flatten()
-            of_row = active.repeat_interleave(width)
-            written = positions < state.draft_len[rows].repeat_interleave(width)
-        else:
-            width = 1
-            positions = torch.where(live, n + (i - 2), -1)
-            of_row = active
-            written = None
-        slots = it.slots(of_row, positions)
-        if written is not None:
-            slots = torch.where(written, -1, slots)
+        count = batch if it.planned[-1] >= i else sum(k >= i for k in it.planned)
+        first, rows = (0 if i == 1 else width + i - 2), (width if i == 1 else 1)
         inputs = PassInputs(
-            input_ids=state.tokens[it.rows[of_row], positions.clamp(min=0)],
-            positions=positions,
-            slots=slots,
-            q_start=torch.arange(0, count * width + 1, width, device=rows.device),
+            input_ids=tokens[: count * rows],
+            positions=fed[:count, first : width + i - 1].reshape(-1),
+            slots=slots[:count, first : width + i - 1].reshape(-1),
+            q_start=torch.arange(0, count * rows + 1, rows),
             block_table=it.block_table[:count],
-            max_q_len=width,
+            max_q_len=rows,
             max_context=it.max_context,
         )
-        top, tokens = _draw(drafter.propose(inputs, last_of=width), active, n + (i - 1), sampling, rule, i - 1, q)
-        flags[:count] |= torch.where(live & ~top.isfinite(), FLAG_DRAFT_NON_FINITE, 0)
-        state.tokens[rows, torch.where(live, n + (i - 1), state.scratch_column)] = tokens
+        logits = drafter.propose(inputs, last_of=rows)
+        tops[:count, i - 1], tokens = _draw(logits, entries[:count], n[:count] + (i - 1), sampling, i - 1, q)
+        state.tokens[it.rows[:count], written[:count, i - 1]] = tokens
         if sampling.grammar is not None:
-            sampling.grammar.observe(i, tokens, live)
-    return Drafted(flags, q)
+            sampling.grammar.observe(i, tokens, live[:count, width + i - 2])
+    faulty = (~tops.isfinite() & live[:, width - 1 :]).any(dim=1)
+    return Drafted(faulty * FLAG_DRAFT_NON_FINITE, q)
 
 
 def _draw(
@@ -161,7 +186,6 @@ def _draw(
     entries: Tensor,
     positions: Tensor,
     sampling: EntrySampling,
-    rule: str,
     column: int,
     q: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
@@ -184,30 +208,24 @@ def _draw(
     return logits.amax(dim=-1), tokens
 
 
-def verify(state: RowState, it: Iteration, target: Decoder, kv_cache: KVCache) -> tuple[Tensor, Tensor, Tensor]:
+def verify(state: RowState, it: Iteration, target: Decoder, kv_cache: KVCache) -> tuple[Tensor, Tensor]:
     """Feed t_{n-1}, d_1..d_K of every entry to the target in one pass of N = sum(planned + 1) flat rows.
 
     Returns:
-        `(logits [N, V], positions [N] int64, q_start [B+1] int64)`: logits row q_start[b] + i is the distribution of
-        position
-        n_b + i; positions are -1 in masked rows. Mutates the target's KV cache only.
+        `(logits [N, V], positions [N] int64)`: row i of entry b gives the distribution of position n_b + i; positions
+        are those fed, -1 in masked rows. Mutates the target's KV cache only.
     """
-    device = it.rows.device
-    counts = torch.tensor([k + 1 for k in it.planned], dtype=torch.int64, device=device)
-    total = sum(it.planned) + len(it.planned)
-    q_start = torch.zeros(len(it.planned) + 1, dtype=torch.int64, device=device)
-    torch.cumsum(counts, 0, out=q_start[1:])
-    of_row = torch.arange(len(it.planned), device=device).repeat_interleave(counts, output_size=total)
-    offset = torch.arange(total, device=device) - q_start[of_row]
-    live = it.alive[of_row] & (offset <= it.num_drafts[of_row])
-    positions = torch.where(live, it.num_tokens[of_row] - 1 + offset, -1)
+    column = torch.arange(it.max_k + 1)
+    live = it.alive[:, None] & (column <= it.num_drafts[:, None])
+    fed = torch.where(live, it.num_tokens[:, None] - 1 + column, -1)
+    positions = it.flat.take(fed)
     inputs = PassInputs(
-        input_ids=state.tokens[it.rows[of_row], positions.clamp(min=0)],
+        input_ids=it.flat.take(state.tokens[it.rows[:, None], fed.clamp(min=0)]),
         positions=positions,
-        slots=it.slots(of_row, positions),
-        q_start=q_start,
+        slots=it.flat.take(it.slots(fed)),
+        q_start=it.flat.q_start,
         block_table=it.block_table,
         max_q_len=it.max_k + 1,
         max_context=it.max_context,
     )
-    return target.compute_logits(target.forward(inputs, kv_cache)), positions, q_start
+    return target.compute_logits(target.forward(inputs, kv_cache)), positions

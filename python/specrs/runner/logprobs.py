@@ -10,17 +10,17 @@ from torch import Tensor
 from specrs.models.decoder import Decoder
 from specrs.outputs import TokenLogprob
 from specrs.runner.accept import Verdict
+from specrs.runner.iteration import Iteration
 from specrs.runner.ring import Header, RingSlot
 from specrs.runner.row_state import RowState
 from specrs.runner.sampling_state import SamplingState
 from specrs.verify.logprobs import LogprobsMode, TokenLogprobs, logprob_values, token_logprobs
-from specrs.verify.rejection import row_index
 
 _ROWS_AT_ONCE = 256  # prompt rows whose logits exist at once: 256 x 151,936 fp32 are 156 MB
 
 
 def entry_logprobs(
-    mode: str, entries: list[int], logits: Tensor, verdict: Verdict, q_start: Tensor, num_top: int
+    mode: str, entries: list[int], it: Iteration, logits: Tensor, verdict: Verdict, num_top: int
 ) -> dict[int, TokenLogprobs]:
     """By entry of the launch, the values of its W columns of tokens; columns that were not emitted mean nothing.
 
@@ -29,8 +29,7 @@ def entry_logprobs(
         logits: raw, `[N, V]`.
     """
     width = verdict.tokens.shape[1]
-    flat = row_index(q_start, width).flatten()
-    values = logprob_values(cast(LogprobsMode, mode), logits, verdict.filtered)[flat]
+    values = logprob_values(cast(LogprobsMode, mode), logits, verdict.filtered)[it.flat.index.flatten()]
     found = token_logprobs(values, verdict.tokens.flatten(), num_top)
     return {entry: _narrow(found, i * width, width) for i, entry in enumerate(entries)}
 
