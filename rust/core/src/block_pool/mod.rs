@@ -175,7 +175,7 @@ impl BlockPool {
     }
 
     /// Takes the claim on writing the draft KV of a registered held block without mark D, for the holder `claimant`.
-    /// Returns whether the claim is now `claimant`'s; false if it is someone else's.
+    /// Returns whether the claim is now `claimant`'s; false if it is someone else's. `u32::MAX` is nobody and never gets one.
     ///
     /// # Errors
     /// [`Error::InvalidBlock`] if the block is not held, not registered, has mark D, or is not in the pool.
@@ -186,7 +186,7 @@ impl BlockPool {
         if b.claimant == UNCLAIMED {
             b.claimant = claimant;
         }
-        Ok(b.claimant == claimant)
+        Ok(claimant != UNCLAIMED && b.claimant == claimant)
     }
 
     /// Who has the claim on `block`.
