@@ -274,3 +274,15 @@ def test_rejection_text_depends_on_no_neighbour(qwen_bank: Bank) -> None:
         run(engine)
         texts.append([job.output_token_ids for job in jobs])
     assert texts[0] == texts[1]
+
+
+def test_without_drafts_every_rule_writes_the_same_text(qwen_bank: Bank) -> None:
+    texts = []
+    for draft, rule in ((None, "rejection"), ("close", "rejection"), ("close", "coupled")):
+        engine = with_rule(make_engine(qwen_bank.target, draft and qwen_bank.drafts[draft], k=4 if draft else 0), rule)
+        jobs = [sampled(i, qwen_bank.prompts[i], i, 0, 4, temperature=0.9) for i in range(6)]
+        for job in jobs:
+            engine.add_request(job)
+        run(engine)
+        texts.append([job.output_token_ids for job in jobs])
+    assert texts[0] == texts[1] == texts[2]

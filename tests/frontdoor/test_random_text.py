@@ -3,7 +3,6 @@
 Under `coupled`, text must not depend on company. Under `rejection` it may: other requests change who drafts when.
 """
 
-import dataclasses
 import math
 import re
 from collections.abc import Iterator
@@ -182,8 +181,7 @@ def test_logprobs_are_those_of_the_same_text_as_a_prompt(llm: LLM) -> None:
 
 
 def test_logprobs_of_the_vocabulary() -> None:
-    llm = make_llm("coupled")
-    llm.engine.limits = dataclasses.replace(llm.engine.limits, max_logprobs=-1)
+    llm = make_llm("coupled", max_logprobs=-1)
     (output,) = generate(llm, PROMPTS[:1], RANDOM.replace(logprobs=-1, prompt_logprobs=-1, max_tokens=3))
     assert output.prompt_logprobs is not None
     for entry in (*logprobs(output), *output.prompt_logprobs[1:]):

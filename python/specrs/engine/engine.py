@@ -74,6 +74,7 @@ class Engine:
             vocab_size=target.vocab_size,
             num_speculative_tokens=self.num_speculative_tokens,
             eos_token_ids=target.eos_token_ids,
+            max_logprobs=config.max_logprobs,
         )
         self.scheduler = Scheduler(
             max_num_seqs=config.max_num_seqs,
@@ -119,6 +120,7 @@ class Engine:
         """
         params = request.params
         bounds = validate_request(request.prompt_token_ids, params, self.limits)
+        matcher = None if request.grammar is None else request.grammar.matcher(bounds.stop_token_ids)
         self.scheduler.add_request(
             request.request_id,
             np.asarray(request.prompt_token_ids, dtype=np.int64),
@@ -129,10 +131,9 @@ class Engine:
             stop_token_ids=np.asarray(bounds.stop_token_ids, dtype=np.int64),
             cache_salt=_cache_salt(request),
         )
+        request.matcher = matcher
         request.stop_token_ids = bounds.stop_token_ids
         request.eos_token_ids = frozenset() if params.ignore_eos else frozenset(self.limits.eos_token_ids)
-        if request.grammar is not None:
-            request.matcher = request.grammar.matcher(bounds.stop_token_ids)
         self._prompt_tokens += len(request.prompt_token_ids)
         self.requests[request.request_id] = request
 

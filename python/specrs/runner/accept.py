@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specrs.core import FLAG_CAPACITY, FLAG_TARGET_NON_FINITE, PURPOSE_ACCEPT, PURPOSE_GUMBEL, PURPOSE_RECOVER
+from specrs.core import FLAG_CAPACITY, FLAG_TARGET_NON_FINITE, PURPOSE_ACCEPT, PURPOSE_GUMBEL
 from specrs.runner.iteration import Drafted, Iteration
 from specrs.runner.row_state import RowState
 from specrs.runner.sampling_state import EntrySampling
@@ -82,12 +82,13 @@ def accept(
     elif drafted.q is None:
         # No draft in the batch: one row an entry, drawn like the token after the drafts.
         accepted = torch.zeros_like(n)
-        tokens = draw(processed, sampling.noise.gumbel(it.rows, n, PURPOSE_RECOVER))[:, None]
+        tokens = draw(processed, sampling.noise.gumbel(it.rows, n, PURPOSE_GUMBEL))[:, None]
     else:
         p = processed.softmax(dim=-1)
         uniforms = sampling.noise.uniform(it.rows, n[:, None] + torch.arange(width - 1), PURPOSE_ACCEPT)
         accepted = count_accepted(p, q_start, drafted.q, drafts, k, uniforms)
-        noise = sampling.noise.gumbel(it.rows, n + accepted, PURPOSE_RECOVER)
+        # Not the purpose of the drafts' noise, and the one of `coupled`: without drafts both rules write the same text.
+        noise = sampling.noise.gumbel(it.rows, n + accepted, PURPOSE_GUMBEL)
         tokens = append_token(drafts, accepted, draw_after(p, q_start, drafted.q, k, accepted, noise))
     return Verdict(accepted, tokens, adjusted.amax(dim=-1), filtered)
 
