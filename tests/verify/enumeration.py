@@ -15,8 +15,8 @@ from specrs.verify.rejection import verify_rejection
 from specrs.verify.sample import draw_draft
 from torch import Tensor
 
-from tests.verify.reference import Request, distribution
-from tests.verify.rows import constraints, sampling_rows, token_counts, union
+from verify.reference import Request, distribution
+from verify.rows import constraints, sampling_rows, token_counts, union
 
 VOCAB = 16
 NODES = 1 + VOCAB + VOCAB**2  # contexts of 0, 1 and 2 tokens behind the history
@@ -54,10 +54,7 @@ def process(raw: Tensor, request: Request, *, coarse: bool = False) -> Tensor:
     rows, steps = sampling_rows([request] * NODES)
     contexts = [[*PROMPT, *OUTPUT, *path] for path in PATHS]
     masks = constraints([request] * NODES, VOCAB, contexts, [len(OUTPUT) + len(path) for path in PATHS])
-    drafts = torch.tensor([[*path, 0, 0][:2] for path in PATHS])
-    state = token_counts([PROMPT], [OUTPUT], VOCAB)
-    zero = torch.zeros(NODES, dtype=torch.int64)
-    counts = state.select(zero, drafts, torch.tensor([len(path) for path in PATHS]))
+    counts = token_counts([PROMPT] * NODES, [[*OUTPUT, *path] for path in PATHS], VOCAB)
     return process_logits(raw, rows, union(steps), constraints=masks, counts=counts, coarse=coarse)
 
 

@@ -7,12 +7,12 @@ from functools import reduce
 from operator import or_
 
 import torch
-from specrs.verify.history import TokenCounts, context_rows, pack_bad_words
+from specrs.verify.history import TokenCounts, context_rows, count_tokens, pack_bad_words
 from specrs.verify.params import SamplingRows, Steps
 from specrs.verify.processing import Constraints
 from torch import Tensor
 
-from tests.verify.reference import Request
+from verify.reference import Request
 
 WORDS, LENGTH, STOPS, BIASES = 4, 4, 3, 5
 
@@ -64,10 +64,10 @@ def constraints(
 
 def token_counts(prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]], vocab_size: int) -> TokenCounts:
     """One row per history."""
-    counts = TokenCounts.allocate(len(prompts), vocab_size)
-    for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
-        counts.load(i, ids(prompt), ids(output))
-    return counts
+    texts = [[*prompt, *output] for prompt, output in zip(prompts, outputs, strict=True)]
+    width = max(1, *map(len, texts))
+    history = torch.tensor([text + [0] * (width - len(text)) for text in texts])
+    return count_tokens(history, ids([len(text) for text in texts]), ids([len(p) for p in prompts]), vocab_size)
 
 
 def ids(tokens: Sequence[int]) -> Tensor:

@@ -10,9 +10,9 @@ from specrs.verify.processing import filter_logits, greedy_as_point_mass
 from specrs.verify.sample import draw
 from torch import Tensor
 
-from tests.verify.enumeration import STREAMS, VOCAB, make_noise, process, raw_logits, sigma
-from tests.verify.reference import Request, distribution
-from tests.verify.rows import sampling_rows
+from verify.enumeration import STREAMS, VOCAB, make_noise, process, raw_logits, sigma
+from verify.reference import Request, distribution
+from verify.rows import sampling_rows
 
 LENGTH, TEXTS = 60, 48
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from specrs.verify.history import OUTSIDE, TokenCounts, context_rows, pack_bad_words
+from specrs.verify.history import OUTSIDE, context_rows, count_tokens, pack_bad_words
 
-from tests.verify.rows import ids
+from verify.rows import ids
 
 VOCAB = 7
 texts = st.lists(st.integers(0, VOCAB - 1), max_size=10)
@@ -23,34 +23,23 @@ def counted(text: list[int]) -> list[int]:
 @given(st.lists(st.tuples(texts, texts, texts), min_size=1, max_size=4), st.data())
 @settings(max_examples=100, deadline=None, derandomize=True)
 def test_counts_are_those_of_the_text_written_so_far(batch: list[tuple[list[int], ...]], data: st.DataObject) -> None:
-    counts = TokenCounts.allocate(len(batch) + 1, VOCAB)
-    order = data.draw(st.permutations(range(len(batch))))
-    for row, (prompt, output, _) in zip(order, batch, strict=True):
-        counts.load(row, ids([0, 0, 3]), ids([1, 1, 1]))  # replaced, not added to
-        counts.load(row, ids(prompt), ids(output))
-
-    width = 11
-    padded = torch.tensor([draft + [0] * (width - len(draft)) for _, _, draft in batch])
+    width = 31
+    history = torch.tensor([(p + o + d + [5] * width)[:width] for p, o, d in batch])  # what lies behind is ignored
     upto = [data.draw(st.integers(0, len(draft))) for _, _, draft in batch]
-    flat = counts.select(ids(order), padded, ids(upto))
+    positions = [len(p) + len(o) + i for (p, o, _), i in zip(batch, upto, strict=True)]
+    counts = count_tokens(history, ids(positions), ids([len(p) for p, _, _ in batch]), VOCAB)
     for i, (prompt, output, draft) in enumerate(batch):
-        assert flat.output[i].tolist() == counted(output + draft[: upto[i]])
-        assert flat.prompt[i].tolist() == [token in prompt for token in range(VOCAB)]
-        assert counts.output[order[i]].tolist() == counted(output)
-
-    counts.add(ids(order), padded, ids(upto))
-    for i, (_, output, draft) in enumerate(batch):
-        assert counts.output[order[i]].tolist() == counted(output + draft[: upto[i]])
-    assert not counts.output[len(batch)].any()
+        assert counts.output[i].tolist() == counted(output + draft[: upto[i]])
+        assert counts.prompt[i].tolist() == [token in prompt for token in range(VOCAB)]
 
 
 def test_every_verification_row_counts_the_drafts_before_it() -> None:
-    counts = TokenCounts.allocate(1, VOCAB)
-    counts.load(0, ids([2]), ids([4, 4]))
-    rows = counts.select(ids([0] * 4), ids([4, 5, 4]).expand(4, 3), torch.arange(4))
+    history = ids([2, 4, 4, 4, 5, 4]).expand(4, 6)  # one prompt token, two of output, three drafts
+    rows = count_tokens(history, ids([3, 4, 5, 6]), ids([1] * 4), VOCAB)
     assert rows.output[:, 4].tolist() == [2, 3, 3, 4]
     assert rows.output[:, 5].tolist() == [0, 0, 1, 1]
-    assert counts.select(ids([0])).output.tolist() == [[0, 0, 0, 0, 2, 0, 0]]
+    assert rows.prompt[:, 2].all()
+    assert not rows.output[:, 2].any()
 
 
 def test_contexts_end_before_the_position() -> None:

@@ -11,8 +11,8 @@ import torch
 from specrs.verify.logprobs import LogprobsMode, logprob_values, token_logprobs
 from specrs.verify.processing import filter_logits
 
-from tests.verify.reference import Request, softmax
-from tests.verify.rows import sampling_rows, union
+from verify.reference import Request, softmax
+from verify.rows import sampling_rows, union
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -19,8 +19,8 @@ from transformers import (
     TemperatureLogitsWarper,
 )
 
-from tests.verify.reference import Request, adjust, distribution
-from tests.verify.rows import BIASES, LENGTH, STOPS, WORDS, constraints, ids, sampling_rows, token_counts, union
+from verify.reference import Request, adjust, distribution
+from verify.rows import BIASES, LENGTH, STOPS, WORDS, constraints, ids, sampling_rows, token_counts, union
 
 VOCAB = 24
 
@@ -140,7 +140,7 @@ def test_a_row_does_not_depend_on_its_batch_nor_on_steps_of_others() -> None:
             rows.select(torch.tensor([i])),
             steps[i],
             constraints=constraints(one, VOCAB, [contexts[i]], [len(outputs[i])]),
-            counts=counts.select(torch.tensor([i])),
+            counts=token_counts([[1]], outputs[i : i + 1], VOCAB),
         )
         assert torch.equal(whole[i : i + 1], alone), asked[i]
     assert torch.equal(whole[-1], logits[-1])

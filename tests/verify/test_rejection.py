@@ -14,7 +14,7 @@ from specrs.verify.rejection import append_token, count_accepted, draw_after, ro
 from specrs.verify.sample import draw_draft
 from torch import Tensor
 
-from tests.verify.enumeration import (
+from verify.enumeration import (
     NODES,
     OUTPUT,
     PATHS,
@@ -30,7 +30,7 @@ from tests.verify.enumeration import (
     sigma,
     world,
 )
-from tests.verify.reference import Request, distribution
+from verify.reference import Request, distribution
 
 LIMIT = 4.5
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from specrs.verify.thresholds import apply_coarse_top_k_top_p, apply_min_p, apply_top_k_top_p, descending_keys
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from tests.verify.reference import keep_top_k, keep_top_p
+from verify.reference import keep_top_k, keep_top_p
 
 SETTINGS = settings(max_examples=150, deadline=None, derandomize=True)
 

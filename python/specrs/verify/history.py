@@ -19,44 +19,10 @@ OUTSIDE = -2
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """Occurrences by row and token: R rows of state, or N flat rows selected from it. 5 bytes a row and token."""
+    """Occurrences by flat row and token."""
 
-    output: Tensor  # [R, V] int32, times each token occurs in the output
-    prompt: Tensor  # [R, V] bool, whether it occurs in the prompt
-
-    @classmethod
-    def allocate(cls, num_rows: int, vocab_size: int, *, device: torch.device | None = None) -> TokenCounts:
-        """Rows that have seen nothing."""
-        return cls(
-            output=torch.zeros((num_rows, vocab_size), dtype=torch.int32, device=device),
-            prompt=torch.zeros((num_rows, vocab_size), dtype=torch.bool, device=device),
-        )
-
-    def load(self, row: int, prompt: Tensor, output: Tensor) -> None:
-        """Replace a row by what `prompt` and `output` (1-D int64) hold, on admission and after a preemption.
-        Mutates."""
-        self.prompt[row].zero_().index_fill_(0, prompt, True)
-        self.output[row].zero_().index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
-
-    def add(self, rows: Tensor, tokens: Tensor, emitted: Tensor) -> None:
-        """Count the first `emitted` `[B]` of `tokens` `[B, C]`, ids of the vocabulary, in the rows `rows` `[B]`.
-        Mutates."""
-        column = torch.arange(tokens.shape[1], device=tokens.device)
-        valid = (column < emitted[:, None]).to(torch.int32)
-        flat = (rows[:, None] * self.output.shape[1] + tokens).flatten()
-        self.output.view(-1).scatter_add_(0, flat, valid.flatten())
-
-    def select(self, rows: Tensor, drafts: Tensor | None = None, num_counted: Tensor | None = None) -> TokenCounts:
-        """Flat rows: state rows `rows` `[N]`, with the first `num_counted` `[N]` of `drafts` `[N, K]` counted in each.
-
-        In verification `num_counted` is the row's offset i; drafts behind it are ignored but must be ids of the
-        vocabulary.
-        """
-        output = self.output.index_select(0, rows)
-        if drafts is not None and num_counted is not None:
-            column = torch.arange(drafts.shape[1], device=drafts.device)
-            output.scatter_add_(1, drafts, (column < num_counted[:, None]).to(torch.int32))
-        return TokenCounts(output=output, prompt=self.prompt.index_select(0, rows))
+    output: Tensor  # [N, V] int32, times each token occurs in the output
+    prompt: Tensor  # [N, V] bool, whether it occurs in the prompt
 
 
 def count_tokens(history: Tensor, positions: Tensor, prompt_len: Tensor, vocab_size: int) -> TokenCounts:
