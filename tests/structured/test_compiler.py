@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from specrs.errors import EngineError, InvalidRequestError
 from specrs.pair import TARGET
-from specrs.structured import StructuredOutputsParams, compile_grammar, compiler, submit_grammar
+from specrs.structured import StructuredOutputsParams, compile_grammar, compiler, submit_grammar, worker
 from specrs.structured.compiler import compiler_of
 from specrs.tokenizer import Tokenizer
 
@@ -66,7 +66,7 @@ def test_refusals_name_the_field_and_the_reason(tokenizer: Tokenizer, fields: di
 
 
 def test_a_hostile_schema_holds_up_nobody_and_is_ended(own: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "COMPILE_TIMEOUT", 60.0)
+    monkeypatch.setattr(compiler, "COMPILE_TIMEOUT", 3600.0)
     hostile = submit_grammar(StructuredOutputsParams(json=HOSTILE), own, VOCAB_SIZE)
     # this thread goes on, and other grammars find another worker
     assert compile_grammar(StructuredOutputsParams(regex="a|b"), own, VOCAB_SIZE).matcher([EOS]).num_accepted == 0
@@ -81,6 +81,7 @@ def test_the_time_limit(own: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(compiler, "COMPILE_TIMEOUT", 0.5)
     with pytest.raises(InvalidRequestError, match=r"^structured_outputs\.json=.*: takes more than 0\.5 s to compile"):
         compile_with(own, json=HOSTILE)
+    assert not compiler_of(own, VOCAB_SIZE)._idle  # one that was killed is not asked again
     monkeypatch.setattr(compiler, "COMPILE_TIMEOUT", 60.0)
     compile_with(own, regex="b")
     compiler_of(own, VOCAB_SIZE).close()
@@ -123,17 +124,21 @@ def test_workers_end_with_their_tokenizer(own: Tokenizer) -> None:
     assert not process.alive
 
 
-def test_an_eos_token_that_is_not_marked_is_no_text(tmp_path: Any) -> None:
-    import json
-    import shutil
-
-    folder = tmp_path / "tokenizer"
-    shutil.copytree(TARGET, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    path = folder / "tokenizer.json"
-    saved = json.loads(path.read_text())
-    saved["added_tokens"] = []
-    path.write_text(json.dumps(saved))
-    tokenizer = Tokenizer(str(folder))
-    matcher = compile_grammar(StructuredOutputsParams(regex="(.|\n)*x"), tokenizer, VOCAB_SIZE).matcher([EOS])
-    assert EOS not in allowed(matcher)
-    compiler_of(tokenizer, VOCAB_SIZE).close()
+def test_objects_are_closed_where_schemas_stand_and_nowhere_else() -> None:
+    inner = {"properties": {"a": {}}}
+    schema = {
+        "properties": {"properties": dict(inner), "items": {"items": dict(inner)}},
+        "anyOf": [dict(inner), {"properties": {}, "additionalProperties": True}],
+        "$defs": {"properties": dict(inner)},
+        "enum": [dict(inner)],
+        "const": dict(inner),
+    }
+    closed = inner | {"additionalProperties": False}
+    assert worker.close_objects(schema) == {
+        "properties": {"properties": closed, "items": {"items": closed}},
+        "anyOf": [closed, {"properties": {}, "additionalProperties": True}],
+        "$defs": {"properties": closed},
+        "enum": [inner],
+        "const": inner,
+        "additionalProperties": False,
+    }

@@ -63,10 +63,9 @@ class Start:
 class Compiler:
     """Turns parameters into grammars for one tokenizer. Thread-safe."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, eos_token: str | None, vocab_size: int) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, vocab_size: int) -> None:
         """`vocab_size`: tokens of the model, at or above the tokenizer's number; the rest is padding."""
         self._backend = backend
-        self._eos_token = eos_token
         self._vocab_size = vocab_size
         self._lock = threading.Lock()  # of cache and idle workers; never held for long, callers wait for it
         self._setup_lock = threading.Lock()
@@ -162,7 +161,7 @@ class Compiler:
         """The library's tokenizer, and the first message of a worker; made once."""
         with self._setup_lock:
             if self._tokenizer is None:
-                text, self.end_token_id = _with_end_token(self._backend, self._eos_token)
+                text, self.end_token_id = _with_end_token(self._backend)
                 size = max(self._vocab_size, self.end_token_id + 1)
                 self._setup_message = json.dumps(
                     {"tokenizer": text, "vocab_size": size, "end": self.end_token_id, "memory": MEMORY_LIMIT}
@@ -171,7 +170,7 @@ class Compiler:
             return self._tokenizer, self._setup_message
 
 
-def _with_end_token(backend: tokenizers.Tokenizer, eos_token: str | None) -> tuple[str, int]:
+def _with_end_token(backend: tokenizers.Tokenizer) -> tuple[str, int]:
     """The tokenizer as JSON with one more token, and its id.
 
     The library wants one end token, and allows it where the text is complete. It gets one of its own: so a mask holds
@@ -180,9 +179,7 @@ def _with_end_token(backend: tokenizers.Tokenizer, eos_token: str | None) -> tup
     import tokenizers
 
     copy = tokenizers.Tokenizer.from_str(backend.to_str())
-    # an eos token that is not marked as special would be text
-    names = [_END] if eos_token is None else [eos_token, _END]
-    copy.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in names])
+    copy.add_special_tokens([tokenizers.AddedToken(_END, special=True, normalized=False)])
     end_token_id = copy.token_to_id(_END)
     assert end_token_id is not None
     return copy.to_str(), end_token_id
@@ -263,7 +260,7 @@ def compiler_of(tokenizer: Tokenizer, vocab_size: int) -> Compiler:
     with _COMPILERS_LOCK:
         sizes = _COMPILERS.setdefault(tokenizer, {})
         if vocab_size not in sizes:
-            sizes[vocab_size] = Compiler(tokenizer.backend, tokenizer.hf.eos_token, vocab_size)
+            sizes[vocab_size] = Compiler(tokenizer.backend, vocab_size)
             weakref.finalize(tokenizer, sizes[vocab_size].close)
         return sizes[vocab_size]
 

@@ -55,10 +55,11 @@ def submit_grammar(params: StructuredOutputsParams, tokenizer: Tokenizer, vocab_
     raises `InvalidRequestError` naming the field and the library's reason; also when the time is over.
     """
     compiler = compiler_of(tokenizer, vocab_size)
-    eos_token_id: int | None = tokenizer.hf.eos_token_id
     outcome: Future[Grammar] = Future()
 
     def finish(compiled: Future[Start]) -> None:
+        # that the tokenizer is named here keeps it, and so the compiler open, until this one is done
+        eos_token_id: int | None = tokenizer.hf.eos_token_id
         if compiled.cancelled():
             outcome.cancel()
             return
