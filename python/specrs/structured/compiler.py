@@ -163,9 +163,8 @@ class Compiler:
             if self._tokenizer is None:
                 text, self.end_token_id = _with_end_token(self._backend)
                 size = max(self._vocab_size, self.end_token_id + 1)
-                self._setup_message = json.dumps(
-                    {"tokenizer": text, "vocab_size": size, "end": self.end_token_id, "memory": MEMORY_LIMIT}
-                ).encode()
+                setup = {"tokenizer": text, "vocab_size": size, "end": self.end_token_id, "memory": MEMORY_LIMIT}
+                self._setup_message = json.dumps(setup | {"seconds": 2 * COMPILE_TIMEOUT}).encode()
                 self._tokenizer = LLTokenizer(text, n_vocab=size, eos_token=[self.end_token_id])
             return self._tokenizer, self._setup_message
 

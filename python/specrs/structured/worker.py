@@ -4,8 +4,8 @@ llguidance's own limits do not cover every schema: `allOf` over 24 `anyOf` of tw
 nothing can end. So each grammar is compiled here first; `compiler` kills the process when the time is up, and this
 process bounds its own memory. It runs by path, imports only llguidance, and is polite to the decoding beside it.
 
-A line in, a line out, each JSON: `{"tokenizer", "vocab_size", "end", "memory"}` gives `{}`, then each specification
-(`StructuredOutputsParams.specification`) gives `{"grammar": text for LLMatcher}` or `{"error": reason}`.
+A line in, a line out, each JSON: `{"tokenizer", "vocab_size", "end", "memory", "seconds"}` gives `{}`, then each
+specification (`StructuredOutputsParams.specification`) gives `{"grammar": text for LLMatcher}` or `{"error": reason}`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import sys
+from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
@@ -127,17 +129,30 @@ def restrain(memory: int) -> None:
         os.nice(NICENESS)
 
 
+@contextlib.contextmanager
+def _alarm(seconds: float) -> Iterator[None]:
+    """End this process if what follows takes longer: whoever would kill it may have been killed."""
+    timer = getattr(signal, "setitimer", None)  # not every system has it
+    if timer is not None:
+        timer(signal.ITIMER_REAL, seconds)
+    yield
+    if timer is not None:
+        timer(signal.ITIMER_REAL, 0)
+
+
 def serve(source: BinaryIO, target: BinaryIO) -> None:
     """Answer each line of `source` on `target`."""
-    tokenizer = None
+    tokenizer, seconds = None, 0.0
     for line in source:
         message = json.loads(line)
         if tokenizer is None:
             restrain(message["memory"])
+            seconds = message["seconds"]
             tokenizer = LLTokenizer(message["tokenizer"], n_vocab=message["vocab_size"], eos_token=[message["end"]])
             answer: dict[str, str] = {}
         else:
-            answer = trial(tokenizer, message)
+            with _alarm(seconds):
+                answer = trial(tokenizer, message)
         target.write(json.dumps(answer).encode() + b"\n")
         target.flush()
 
