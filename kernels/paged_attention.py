@@ -27,11 +27,16 @@ class Group:
     """[G * R] row of q for each (request, row), padding repeats the request's first; None: all rows of q in order."""
     num_requests: int
     num_rows: int
-    num_columns: int
     blocks: Tensor
     """[G * 2 * kv_heads * blocks] indices into a cache layer seen as `[(num_blocks + 1) * 2 * kv_heads, ...]`."""
+    gathered: Tensor
+    """[G * 2 * kv_heads * blocks, block_size * D] buffer that each layer gathers its K and V into."""
+    k: Tensor
+    """[G, kv_heads, C, D] view of `gathered`."""
+    v: Tensor
+    """Like `k`."""
     stale: Tensor | None
-    """Indices into the gathered `[G * 2 * kv_heads * columns]` positions that are past their request's context."""
+    """Indices into `gathered` seen as `[positions, D]`: the positions past their request's context."""
     mask: Tensor | None
     """Additive, broadcasts to `[G, heads or kv_heads, rows, C]`; None: every row sees every column, or is_causal."""
     is_causal: bool
@@ -41,7 +46,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Index tensors of one pass over one block table, valid for every layer."""
+    """Index tensors and buffers of one pass, for one layer after the other."""
 
     write: Tensor
     """[N, 2 * kv_heads] indices into a cache layer seen as `[positions, head_dim]`; slot -1 lands in the last block."""
@@ -78,7 +83,7 @@ def plan_attention(
     requests = _live_requests(positions, q_start, block_table.shape[1] * block_size)
     row_bytes = 2 * num_kv_heads * head_dim * dtype.itemsize
     packs = _group(requests, row_bytes)
-    make = _GroupMaker(positions, block_table, num_heads // num_kv_heads, num_kv_heads, block_size, dtype)
+    make = _GroupMaker(positions, block_table, num_heads, num_kv_heads, head_dim, block_size, dtype)
     num_rows = positions.shape[0]
     in_order = len(packs) == 1 and _covers(packs[0], num_rows)
     return AttentionPlan(
@@ -117,12 +122,11 @@ def paged_attention(q: Tensor, cache: Tensor, plan: AttentionPlan, scale: float)
 def _attend(q: Tensor, cache: Tensor, group: Group, scale: float) -> Tensor:
     """Attention of one group, `[G * R, heads * D]`."""
     heads, dim = q.shape[1], q.shape[2]
-    kv_heads, block_size = cache.shape[2], cache.shape[3]
-    g, r = group.num_requests, group.num_rows
-    kv = cache.view(-1, block_size * dim).index_select(0, group.blocks)
+    g, r, k, v = group.num_requests, group.num_rows, group.k, group.v
+    kv_heads = k.shape[1]
+    torch.index_select(cache.view(-1, group.gathered.shape[1]), 0, group.blocks, out=group.gathered)
     if group.stale is not None:
-        kv.view(-1, dim).index_fill_(0, group.stale, 0)
-    k, v = kv.view(g, 2, kv_heads, -1, dim).narrow(3, 0, group.num_columns).unbind(1)
+        group.gathered.view(-1, dim).index_fill_(0, group.stale, 0)
     if group.rows is not None:
         q = q.index_select(0, group.rows)
     if group.keep_heads:
@@ -221,8 +225,9 @@ class _GroupMaker:
 
     positions: Tensor
     block_table: Tensor
-    queries_per_kv: int
+    num_heads: int
     num_kv_heads: int
+    head_dim: int
     block_size: int
     dtype: torch.dtype
 
@@ -238,14 +243,19 @@ class _GroupMaker:
         is_causal = keep_heads and context == width and positions.tolist() == list(range(width))
         needs_mask = not is_causal and (not alone or width > 1)
         blocks, stale = self._blocks(requests, num_blocks)
+        count, tile = len(requests), self.block_size * self.head_dim
+        gathered = torch.empty(blocks.shape[0], tile, dtype=self.dtype, device=blocks.device)
+        kv = gathered.view(count, 2, self.num_kv_heads, -1, self.head_dim).narrow(3, 0, columns)
         return Group(
             rows=rows,
-            num_requests=len(requests),
+            num_requests=count,
             num_rows=width,
-            num_columns=columns,
             blocks=blocks,
+            gathered=gathered,
+            k=kv.select(1, 0),
+            v=kv.select(1, 1),
             stale=stale,
-            mask=self._mask(positions.view(len(requests), width), columns, keep_heads) if needs_mask else None,
+            mask=self._mask(positions.view(count, width), columns, keep_heads) if needs_mask else None,
             is_causal=is_causal,
             keep_heads=keep_heads,
         )
@@ -276,10 +286,10 @@ class _GroupMaker:
         return blocks, stale if stale.shape[0] else None
 
     def _mask(self, positions: Tensor, columns: int, keep_heads: bool) -> Tensor:
-        """0 where a row may look, -inf elsewhere: `[G, 1, R, C]`, or `[G, 1, R * queries_per_kv, C]`."""
+        """0 where a row may look, -inf elsewhere: `[G, 1, R, C]`, or `[G, 1, R * heads / kv_heads, C]`."""
         device = positions.device
         last = positions.unsqueeze(-1)
         if not keep_heads:
-            last = last.expand(-1, -1, self.queries_per_kv).reshape(positions.shape[0], -1, 1)
+            last = last.expand(-1, -1, self.num_heads // self.num_kv_heads).reshape(positions.shape[0], -1, 1)
         hidden = (torch.arange(columns, device=device) > last).unsqueeze(1)
         return torch.where(hidden, scalar(-torch.inf, self.dtype, device), scalar(0, self.dtype, device))

@@ -246,12 +246,17 @@ class Engine:
                 request.acceptance.record(drafted, accepted)
             new = results.tokens[entry, :num_new].tolist()
             stopped = self._deliver(request, new, slot.logprobs.get(entry), ended_by_token=reason == FINISH_STOP)
-            if stopped and not reason:
+            broken = None if request.matcher is None else request.matcher.error
+            if (stopped or broken) and not reason:
                 self.scheduler.abort(request_id)
-            if stopped or reason:
+            if broken:
+                error = EngineError(f"request {request_id}: its grammar gave up: {broken}")
+                request.finish(FinishReason.ERROR, error)
+                del self.requests[request_id]
+            elif stopped or reason:
                 flags = int(results.flags[entry])
-                error = fault or (_error(flags, request) if reason == FINISH_ERROR else None)
-                request.finish(FinishReason.STOP if stopped else _REASONS[reason], error)
+                cause = fault or (_error(flags, request) if reason == FINISH_ERROR else None)
+                request.finish(FinishReason.STOP if stopped else _REASONS[reason], cause)
                 del self.requests[request_id]
             if num_new or request.finished:
                 touched.append(request)
