@@ -1,4 +1,4 @@
-"""docs/structure.md names every module, and nothing that is not there."""
+"""docs/structure.md names every module, and nothing that is not there; the README names the oldest Rust."""
 
 import re
 from pathlib import Path
@@ -23,3 +23,9 @@ def test_structure_is_complete() -> None:
     # What these hold is their folder's; the page names an __init__.py that holds more than that.
     quiet = {name for name in known if name.endswith(("__init__.py", "/core/src/lib.rs", "/tests.rs"))}
     assert known - quiet - named == set(), "there, but not named"
+
+
+def test_readme_names_the_oldest_rust() -> None:
+    oldest = re.search(r'^rust-version = "(.*)"$', (ROOT / "Cargo.toml").read_text(), re.MULTILINE)
+    assert oldest is not None
+    assert f"Rust {oldest[1]} or newer" in (ROOT / "README.md").read_text()
