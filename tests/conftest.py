@@ -1,8 +1,14 @@
-"""One thread for torch in every test: with two, passes of these small models wait for each other on busy cores.
+"""One thread for torch in every test, and Triton kernels interpreted: no test outside tests/gpu needs a GPU.
 
-Measured on two cores with another load beside: the same engine test takes 68 s with two threads and 3.5 s with one.
+With two threads passes of these small models wait for each other on busy cores: with another load beside, the same
+engine test takes 68 s with two and 3.5 s with one.
 """
 
-import torch
+import os
+
+# Read where kernels are defined, so before anything imports one.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import torch  # noqa: E402
 
 torch.set_num_threads(1)
