@@ -9,6 +9,6 @@ import os
 # Read where kernels are defined, so before anything imports one.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import torch  # noqa: E402
+import torch
 
 torch.set_num_threads(1)
