@@ -1,0 +1,202 @@
+"""The end of an iteration on the device: commit, stops, limits, report. Decides no acceptance."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from specrs.core import FLAG_CAPACITY, FLAG_DRAFT_NON_FINITE, FLAG_TARGET_NON_FINITE
+from specrs.kernels.cuda.variants import Variant
+from torch import Tensor
+
+_TARGET_NON_FINITE = tl.constexpr(FLAG_TARGET_NON_FINITE)
+_DRAFT_NON_FINITE = tl.constexpr(FLAG_DRAFT_NON_FINITE)
+_CAPACITY = tl.constexpr(FLAG_CAPACITY)
+
+
+@triton.jit
+def _is_finite(x):  # type: ignore[no-untyped-def]
+    return (x == x) & (tl.abs(x) != float("inf"))
+
+
+@triton.jit(do_not_specialize=["tokens_stride", "results_stride", "K", "stride", "emitted_stride"])
+def update_kernel(  # type: ignore[no-untyped-def]
+    row_ptr,
+    n_ptr,
+    k_ptr,
+    alive_ptr,
+    capacity_ptr,
+    q_start_ptr,
+    accepted_ptr,
+    emitted_ptr,
+    target_top_ptr,
+    draft_top_ptr,
+    num_tokens_ptr,
+    draft_len_ptr,
+    limit_ptr,
+    min_len_ptr,
+    active_ptr,
+    tokens_ptr,
+    stop_ids_ptr,
+    out_emitted_ptr,
+    out_accepted_ptr,
+    out_drafted_ptr,
+    out_flags_ptr,
+    out_tokens_ptr,
+    tokens_stride,
+    results_stride,
+    K,
+    stride,
+    emitted_stride,
+    S: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    b = tl.program_id(0)
+    j = tl.arange(0, BLOCK_K)
+    row, n, k = tl.load(row_ptr + b), tl.load(n_ptr + b), tl.load(k_ptr + b)
+    alive = tl.load(alive_ptr + b) != 0
+    accepted = tl.minimum(tl.maximum(tl.load(accepted_ptr + b), 0), k)
+    tokens = tl.load(emitted_ptr + b * emitted_stride + j, mask=j <= K, other=0)
+
+    top = tl.load(target_top_ptr + tl.load(q_start_ptr + b) + j, mask=alive & (j <= k), other=0.0)
+    finite = tl.sum(tl.where(_is_finite(top), 0, 1)) == 0
+    fits = n + k <= tl.load(capacity_ptr + b)
+    flags = tl.where(finite, 0, _TARGET_NON_FINITE) | tl.where(fits, 0, _CAPACITY)
+    if K > 0:
+        top = tl.load(draft_top_ptr + j * stride + b, mask=j < k, other=0.0)
+        flags |= tl.where(tl.sum(tl.where(_is_finite(top), 0, 1)) == 0, 0, _DRAFT_NON_FINITE)
+    good = alive & finite & fits
+
+    stops = tl.load(stop_ids_ptr + row * S + tl.arange(0, S))
+    is_stop = tl.sum((tokens[:, None] == stops[None, :]).to(tl.int32), axis=1) > 0
+    is_stop = is_stop & (j <= accepted) & (n + j >= tl.load(min_len_ptr + row))
+    first_stop = tl.min(tl.where(is_stop, j, K + 1))
+    emitted = tl.where(good, tl.minimum(accepted, first_stop) + 1, 0)
+    grown = n + emitted
+
+    tl.store(tokens_ptr + row * tokens_stride + n + j, tokens, mask=j < emitted)
+    if alive:
+        tl.store(num_tokens_ptr + row, grown)
+        goes_on = good & (first_stop == K + 1) & (grown < tl.load(limit_ptr + row))
+        tl.store(active_ptr + row, goes_on.to(tl.int1))
+        if good & (k > 0):
+            tl.store(draft_len_ptr + row, tl.minimum(grown, n + k) - 1)
+
+    tl.store(out_emitted_ptr + b, emitted)
+    tl.store(out_accepted_ptr + b, tl.where(good, accepted, 0))
+    tl.store(out_drafted_ptr + b, tl.where(good, k, 0))
+    tl.store(out_flags_ptr + b, tl.where(alive, flags, 0).to(tl.int64))
+    tl.store(out_tokens_ptr + b * results_stride + j, tokens, mask=j <= K)
+
+
+@torch.library.custom_op(
+    "specrs::update_rows",
+    mutates_args=[
+        "num_tokens",
+        "draft_len",
+        "active",
+        "tokens",
+        "out_emitted",
+        "out_accepted",
+        "out_drafted",
+        "out_flags",
+        "out_tokens",
+    ],
+)
+def update_rows(
+    row: Tensor,
+    n: Tensor,
+    k: Tensor,
+    alive: Tensor,
+    capacity: Tensor,
+    q_start: Tensor,
+    accepted: Tensor,
+    emitted: Tensor,
+    target_top: Tensor,
+    draft_top: Tensor,
+    num_tokens: Tensor,
+    draft_len: Tensor,
+    limit: Tensor,
+    min_len: Tensor,
+    active: Tensor,
+    tokens: Tensor,
+    stop_ids: Tensor,
+    out_emitted: Tensor,
+    out_accepted: Tensor,
+    out_drafted: Tensor,
+    out_flags: Tensor,
+    out_tokens: Tensor,
+) -> None:
+    """Commit the emitted tokens of B entries, apply stops and limits, report; `runner.accept.update` is the reference.
+
+    An entry that is not alive reports zeros and leaves its row as it is. A row whose target logits are not finite, or
+    that would pass its capacity, emits nothing and goes inactive. `accepted` is held to [0, K_r] whatever a rule says.
+
+    Args:
+        row .. q_start: of `prepare_iteration`.
+        accepted: `[B]` int64; emitted: `[B, K + 1]` int64, meaningless past `accepted`; K as in this launch.
+        target_top: `[N]` fp32, largest logit of each flat row, not finite where the row is faulty.
+        draft_top: `[K, B]` fp32, the same of each draft pass.
+        num_tokens .. stop_ids: row state; num_tokens, draft_len, active and tokens are mutated.
+        out_*: `[B]` and `[B, engine's K + 1]`, sections of the results buffer.
+    """
+    batch, width = emitted.shape
+    update_kernel[(batch,)](
+        row,
+        n,
+        k,
+        alive,
+        capacity,
+        q_start,
+        accepted,
+        emitted,
+        target_top,
+        draft_top,
+        num_tokens,
+        draft_len,
+        limit,
+        min_len,
+        active,
+        tokens,
+        stop_ids,
+        out_emitted,
+        out_accepted,
+        out_drafted,
+        out_flags,
+        out_tokens,
+        tokens.stride(0),
+        out_tokens.stride(0),
+        width - 1,
+        draft_top.stride(0),
+        emitted.stride(0),
+        S=stop_ids.shape[1],
+        BLOCK_K=triton.next_power_of_2(out_tokens.shape[1]),
+        num_warps=1,
+    )
+
+
+@update_rows.register_fake
+def _(row: Tensor, *rest: object) -> None:
+    return None
+
+
+def _variants() -> tuple[Variant, ...]:
+    constants = ("S", "BLOCK_K")
+    types = {
+        "target_top_ptr": "*fp32",
+        "draft_top_ptr": "*fp32",
+        "active_ptr": "*i1",
+        "tokens_stride": "i32",
+        "results_stride": "i32",
+        "K": "i32",
+        "stride": "i32",
+        "emitted_stride": "i32",
+    }
+    signature = {name: types.get(name, "*i64") for name in update_kernel.arg_names if name not in constants}
+    return tuple(
+        Variant(f"update_k{block - 1}", update_kernel, signature, {"S": 64, "BLOCK_K": block}, num_warps=1)
+        for block in (1, 8)
+    )
+
+
+VARIANTS = _variants()
