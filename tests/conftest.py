@@ -10,5 +10,10 @@ import os
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import torch
+from hypothesis import settings
 
 torch.set_num_threads(1)
+
+# How long an example takes says nothing about it on a busy machine.
+settings.register_profile("specrs", deadline=None)
+settings.load_profile("specrs")

@@ -16,8 +16,8 @@ from torch import Tensor
 
 
 @triton.jit
-def _slot(table, position, capacity, block_size: tl.constexpr, live):  # type: ignore[no-untyped-def]
-    live = live & (position >= 0) & (position < capacity)
+def _slot(table, position, first, capacity, block_size: tl.constexpr):  # type: ignore[no-untyped-def]
+    live = (position >= first) & (position < capacity)
     block = tl.load(table + position // block_size, mask=live, other=0)
     return tl.where(live, block * block_size + position % block_size, -1)
 
@@ -86,7 +86,7 @@ def prepare_kernel(  # type: ignore[no-untyped-def]
     capacity = tl.load(entry_capacity_ptr + b, mask=valid, other=0)
     planned = tl.load(entry_k_ptr + b, mask=valid, other=0)
     n = tl.load(num_tokens_ptr + row)
-    alive = valid & tl.load(active_ptr + row).to(tl.int1)
+    alive = valid & (tl.load(active_ptr + row) != 0)
     if HAS_EMITS:
         alive = alive & (tl.load(emits_ptr + b, mask=valid, other=0) != 0)
     draft_len = tl.load(draft_len_ptr + row)
@@ -111,14 +111,13 @@ def prepare_kernel(  # type: ignore[no-untyped-def]
     j = tl.arange(0, BLOCK_K)
 
     # Verification: row j is fed position n - 1 + j; ids of drafts come when they are drawn.
-    owned = valid & (j <= planned) & (j <= K)
-    live = alive & (j <= k)
-    position = tl.where(live, n - 1 + j, -1)
+    owned = j < tl.where(valid, planned + 1, 0)
+    position = tl.where(j < tl.where(alive, k + 1, 0), n - 1 + j, -1)
     last = tl.load(sequence + n - 1, mask=valid & (n > 0), other=0)
     at = start + j
     tl.store(verify_id_ptr + at, tl.where(j == 0, last, 0), mask=owned)
     tl.store(verify_position_ptr + at, position, mask=owned)
-    tl.store(verify_slot_ptr + at, _slot(source, position, capacity, BLOCK_SIZE, live), mask=owned)
+    tl.store(verify_slot_ptr + at, _slot(source, position, 0, capacity, BLOCK_SIZE), mask=owned)
     tl.store(verify_draw_ptr + at, n + j, mask=owned)
     tl.store(verify_row_ptr + at, row, mask=owned)
     for tail in range(total + b, num_rows, batch):
@@ -131,15 +130,14 @@ def prepare_kernel(  # type: ignore[no-untyped-def]
     if K > 0:
         # Pass 1 feeds the last W positions; slot -1 where the draft has their KV already.
         c = tl.arange(0, BLOCK_K)
-        fed = tl.where((k >= 1) & (c < W), n - W + c, -1)
-        fed = tl.maximum(fed, -1)
-        written = _slot(source, fed, capacity, BLOCK_SIZE, (fed >= 0) & (fed >= draft_len))
+        fed = tl.maximum(tl.where(c < tl.where(k >= 1, W, 0), n - W + c, -1), -1)
+        written = _slot(source, fed, draft_len, capacity, BLOCK_SIZE)
         tl.store(first_id_ptr + b * W + c, tl.load(sequence + fed, mask=fed >= 0, other=0), mask=c < W)
         tl.store(first_position_ptr + b * W + c, fed, mask=c < W)
         tl.store(first_slot_ptr + b * W + c, written, mask=c < W)
         # Pass i >= 2 feeds n + i - 2; pass i draws the token of position n + i - 1. Row i - 1 of [K, batch].
         fed = tl.where(j + 1 <= k, n + j - 1, -1)
-        written = _slot(source, fed, capacity, BLOCK_SIZE, (fed >= 0) & (fed >= draft_len))
+        written = _slot(source, fed, draft_len, capacity, BLOCK_SIZE)
         tl.store(draft_position_ptr + j * stride + b, fed, mask=j < K)
         tl.store(draft_slot_ptr + j * stride + b, written, mask=j < K)
         tl.store(draft_draw_ptr + j * stride + b, n + j, mask=j < K)

@@ -58,7 +58,7 @@ def update_kernel(  # type: ignore[no-untyped-def]
     accepted = tl.minimum(tl.maximum(tl.load(accepted_ptr + b), 0), k)
     tokens = tl.load(emitted_ptr + b * emitted_stride + j, mask=j <= K, other=0)
 
-    top = tl.load(target_top_ptr + tl.load(q_start_ptr + b) + j, mask=alive & (j <= k), other=0.0)
+    top = tl.load(target_top_ptr + tl.load(q_start_ptr + b) + j, mask=j < tl.where(alive, k + 1, 0), other=0.0)
     finite = tl.sum(tl.where(_is_finite(top), 0, 1)) == 0
     fits = n + k <= tl.load(capacity_ptr + b)
     flags = tl.where(finite, 0, _TARGET_NON_FINITE) | tl.where(fits, 0, _CAPACITY)

@@ -1,0 +1,76 @@
+"""Random row state and records of iterations, for the kernels that read and write them. Holds no tests."""
+
+from dataclasses import dataclass
+
+import torch
+from hypothesis import strategies as st
+from specrs.drafters.draft_model import DraftModel
+from specrs.runner.row_state import RowState
+from torch import Tensor
+
+BLOCK_SIZE, MAX_LEN, MAX_K = 4, 40, 5
+
+
+@dataclass(frozen=True)
+class Case:
+    """Row state and a record's decode entries, `count` of them, in arrays of `batch` and more."""
+
+    state: RowState
+    rows: list[int]
+    planned: list[int]
+    capacity: list[int]
+    draft_context: int
+    batch: int  # bucket
+    num_rows: int  # bucket of flat rows
+
+    @property
+    def count(self) -> int:
+        return len(self.rows)
+
+    def section(self, values: list[int]) -> Tensor:
+        """An array of the record; what lies behind the entries is rubbish."""
+        return torch.tensor(values + [77] * (self.batch + 3 - len(values)))
+
+
+class Drafter(DraftModel):
+    """What `prepare` asks of a drafter."""
+
+    def __init__(self, max_model_len: int) -> None:
+        self.max_model_len = max_model_len
+
+
+@st.composite
+def cases(draw: st.DrawFn, max_k: int = MAX_K) -> Case:
+    """Rows in every condition: ended, at their limit, short of capacity, with draft KV that lags."""
+    num_rows = draw(st.integers(1, 6))
+    state = RowState.allocate(num_rows, MAX_LEN, BLOCK_SIZE, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    state.tokens.copy_(torch.randint(1, 90, state.tokens.shape, generator=generator))
+    state.block_table.copy_(
+        torch.randperm(1000, generator=generator)[: state.block_table.numel()].view_as(state.block_table)
+    )
+    state.stop_ids[:, :2] = torch.randint(1, 90, (num_rows + 1, 2), generator=generator)
+    for row in range(num_rows):
+        n = draw(st.integers(1, MAX_LEN - 1))
+        state.num_tokens[row] = n
+        state.draft_len[row] = max(0, n - draw(st.integers(1, 4)))
+        state.limit[row] = min(MAX_LEN, n + draw(st.integers(1, 8)))
+        state.min_len[row] = draw(st.integers(0, MAX_LEN))
+        state.active[row] = draw(st.booleans()) or draw(st.booleans())
+    count = draw(st.integers(1, num_rows))
+    rows = draw(st.permutations(range(num_rows)))[:count]
+    planned = sorted((draw(st.integers(0, max_k)) for _ in rows), reverse=True)
+    lengths = state.num_tokens[rows].tolist()
+    capacity = [
+        min(n + draw(st.sampled_from((0, 1, k, k + 1, k + 9))), MAX_LEN) for n, k in zip(lengths, planned, strict=True)
+    ]
+    total = sum(planned) + count
+    return Case(
+        state=state,
+        rows=rows,
+        planned=planned,
+        capacity=capacity,
+        draft_context=draw(st.sampled_from((MAX_LEN, 12))),
+        batch=count + draw(st.integers(0, 3)),
+        num_rows=total + draw(st.integers(0, 9)),
+    )
