@@ -6,6 +6,7 @@ Buffers are numpy arrays that the caller owns: C-contiguous, aligned, of exactly
     the object's lock.
 """
 
+from collections.abc import Sequence
 from typing import Final, final
 
 import numpy as np
@@ -30,6 +31,7 @@ __all__ = [
     "AcceptanceTracker",
     "BlockHasher",
     "BlockPool",
+    "CostModel",
     "DuplicateRequestError",
     "IntegrityError",
     "InvalidAcceptanceError",
@@ -511,6 +513,108 @@ class BlockHasher:
         Raises:
             InvalidConfigError: `block_size` is below 1.
             InvalidBufferError: `token_ids` is not a contiguous int64 vector.
+        """
+
+@final
+class CostModel:
+    """Milliseconds of an iteration by batch size and number of draft tokens K, and what follows from them.
+
+    One iteration drafts K tokens and yields AL tokens, the acceptance length at K: `TPOT = ms / AL`; speed-ups are over the
+    same batch at K = 0. Between grid points costs are interpolated linearly. K = 0 stands apart: costs at K >= 1 come from
+    the points with K >= 1 alone, wherever there are two of them. Beyond the last K or batch the last segment goes on, but
+    never falls; before the first K >= 1 the first one does, but no lower than T_t = 0 allows; before the first batch the
+    cost stays.
+
+    Acceptance lengths are given by K: `acceptance_lengths[i]` is that of K = i + 1, from 1 to K + 1.
+    """
+
+    def __new__(cls, batches: Sequence[int], ks: Sequence[int], ms: Sequence[Sequence[float]]) -> CostModel:
+        """A grid: `ms[b][j]` is the cost of `batches[b]` requests at `ks[j]` drafts each. `ks` begins with 0.
+
+        Raises:
+            InvalidConfigError: batches (1 to 2**20) or ks do not increase, or a cost is missing or not above 0.
+        """
+
+    @staticmethod
+    def lines(
+        batches: Sequence[int], draft_ms: Sequence[float], target_ms: Sequence[float], vanilla_ms: Sequence[float]
+    ) -> CostModel:
+        """`ITL = K * T_d + T_t` at each batch size: `draft_ms` is T_d, `target_ms` T_t, `vanilla_ms` the cost at K = 0.
+
+        Raises:
+            InvalidConfigError: lengths differ, batches do not increase, T_d is below 0 or another time not above 0.
+        """
+
+    @staticmethod
+    def implied_draft_ms(tpot_ms: float, k: int, acceptance_length: float, target_ms: float) -> float:
+        """The T_d that explains an observed TPOT: `(tpot_ms * AL - T_t) / K`; negative where T_t alone takes longer.
+
+        Raises:
+            InvalidConfigError: a time is not above 0, `k` below 1, or the acceptance length not from 1 to k + 1.
+        """
+
+    @property
+    def batches(self) -> list[int]:
+        """`[B]`: batch sizes of the grid."""
+
+    @property
+    def ks(self) -> list[int]:
+        """`[N]`: numbers of draft tokens of the grid, 0 first."""
+
+    @property
+    def table(self) -> list[list[float]]:
+        """`[B][N]`: the costs of the grid in milliseconds."""
+
+    def ms(self, batch: int, k: int) -> float:
+        """Cost of an iteration of `batch` requests with `k` drafts each. Batch 0 counts as 1.
+
+        Raises:
+            InvalidConfigError: `batch` or `k` is negative.
+        """
+
+    def tpot(self, batch: int, k: int, acceptance_length: float) -> float:
+        """Milliseconds per output token: `ms(batch, k) / acceptance_length`.
+
+        Raises:
+            InvalidConfigError: a number is negative, or the acceptance length not from 1 to k + 1.
+        """
+
+    def speedup(self, batch: int, k: int, acceptance_length: float) -> float:
+        """TPOT without drafts over TPOT with `k` of them.
+
+        Raises:
+            InvalidConfigError: as `tpot`.
+        """
+
+    def best_k(self, batch: int, acceptance_lengths: Sequence[float]) -> int:
+        """The K of the lowest TPOT, 0 among them; of equal ones the smallest.
+
+        Raises:
+            InvalidConfigError: `batch` is negative, or an acceptance length not from 1 to K + 1.
+        """
+
+    def last_paying_k(self, batch: int, acceptance_lengths: Sequence[float]) -> int:
+        """The largest of the given K that is still faster than no drafts; 0 if none is.
+
+        Raises:
+            InvalidConfigError: as `best_k`.
+        """
+
+    def break_even_batch(self, acceptance_lengths: Sequence[float]) -> int | None:
+        """The smallest batch within the grid at which no K is faster than no drafts; None if there is none.
+
+        Raises:
+            InvalidConfigError: an acceptance length is not from 1 to K + 1.
+        """
+
+    def observe(self, batch: int, k: int, ms: float, weight: float) -> None:
+        """Moves the grid towards a measured cost. Mutates.
+
+        Each of the up to four grid points around (batch, k) is scaled by its share in the interpolation times `weight`; on
+        a grid point this is an exponential average with `weight` for the new value.
+
+        Raises:
+            InvalidConfigError: (batch, k) is not within the grid, `ms` not above 0, or `weight` not in (0, 1].
         """
 
 @final

@@ -4,6 +4,7 @@
 
 mod acceptance;
 mod block_pool;
+mod cost_model;
 mod error;
 mod hash;
 pub mod philox;
@@ -12,6 +13,7 @@ mod slot_mapper;
 
 pub use acceptance::AcceptanceTracker;
 pub use block_pool::BlockPool;
+pub use cost_model::{CostLine, CostModel};
 pub use error::{Error, Result};
 pub use hash::{BlockHash, BlockHasher};
 pub use scheduler::{PlanOutcome, RequestParams, Scheduler, SchedulerConfig};

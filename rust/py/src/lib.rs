@@ -10,6 +10,7 @@ use specrs_core::scheduler::layout;
 mod acceptance;
 mod block_pool;
 mod buffers;
+mod cost_model;
 mod error;
 mod philox;
 mod scheduler;
@@ -23,6 +24,8 @@ mod _core {
     use super::acceptance::AcceptanceTracker;
     #[pymodule_export]
     use super::block_pool::{BlockHasher, BlockPool};
+    #[pymodule_export]
+    use super::cost_model::CostModel;
     #[pymodule_export]
     use super::philox::{philox_gumbel, philox_uniform};
     #[pymodule_export]

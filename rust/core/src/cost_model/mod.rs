@@ -1,0 +1,238 @@
+//! What an iteration costs, in milliseconds by batch size and K, and what follows: TPOT, speed-up, best K, break-even. Measures nothing.
+//!
+//! A grid of costs over batch sizes and numbers of draft tokens K. One iteration drafts K tokens and yields AL(K) tokens, the
+//! acceptance length at K, so `TPOT = ms / AL`, and the speed-up is over the iteration of the same batch without drafts.
+//! `ITL = K * T_d + T_t` (`T_d` a pass of the draft, `T_t` one of the target) is the special case of [`CostModel::lines`].
+
+mod choice;
+
+use crate::error::{Error, Result};
+
+/// Far above any engine's batch; a search over all batches stays below a second.
+const MAX_BATCH: usize = 1 << 20;
+
+/// A straight cost line at one batch size, in milliseconds: K drafts cost `K * draft_ms + target_ms`, none `vanilla_ms`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct CostLine {
+    /// A pass of the draft, `T_d`; at least 0.
+    pub draft_ms: f64,
+    /// All of an iteration that does not grow with K, `T_t`; above 0.
+    pub target_ms: f64,
+    /// An iteration without drafts; above 0. Where speculation takes graphs or kernels away, it is less than `target_ms`.
+    pub vanilla_ms: f64,
+}
+
+impl CostLine {
+    /// The `T_d` that explains an observed TPOT: `(tpot_ms * AL - T_t) / K`; negative where `T_t` alone takes longer than that.
+    ///
+    /// # Errors
+    /// [`Error::InvalidConfig`] unless the times are finite and above 0, `k` is at least 1 and AL from 1 to `k + 1`.
+    pub fn implied_draft_ms(tpot_ms: f64, k: usize, acceptance_length: f64, target_ms: f64) -> Result<f64> {
+        check_ms("tpot_ms", tpot_ms)?;
+        check_ms("target_ms", target_ms)?;
+        if k == 0 {
+            return Err(Error::invalid_config("k", k, "at least 1: without drafts nothing is said about T_d"));
+        }
+        check_length("acceptance_length", k, acceptance_length)?;
+        Ok((tpot_ms * acceptance_length - target_ms) / k as f64)
+    }
+}
+
+/// Milliseconds of an iteration by batch size and number of draft tokens.
+///
+/// Between grid points costs are interpolated linearly. K = 0 stands apart: costs at K >= 1 come from the grid points with
+/// K >= 1 alone, wherever there are two of them. Beyond the last K or batch the last segment goes on, but never falls; before
+/// the first K >= 1 the first one does, but no lower than `T_t` = 0 allows; before the first batch the cost stays.
+#[derive(Clone, Debug, PartialEq)]
+pub struct CostModel {
+    /// `[B]`, increasing.
+    batches: Vec<usize>,
+    /// `[N]`, increasing, beginning with 0.
+    ks: Vec<usize>,
+    /// `[B, N]`, row by row, finite and above 0.
+    ms: Vec<f64>,
+}
+
+impl CostModel {
+    /// A grid: `ms[b * ks.len() + j]` is the cost of an iteration of `batches[b]` requests with `ks[j]` drafts each.
+    ///
+    /// # Errors
+    /// [`Error::InvalidConfig`] unless `batches` and `ks` increase, batches are 1 to 2^20, `ks` begins with 0, `ms` has a
+    /// cost for each pair, and all are finite and above 0.
+    pub fn new(batches: &[usize], ks: &[usize], ms: &[f64]) -> Result<Self> {
+        if batches.is_empty() || batches[0] == 0 || !increase(batches) || batches[batches.len() - 1] > MAX_BATCH {
+            return Err(invalid("batches", batches, "increasing batch sizes, from 1 to 1048576"));
+        }
+        if ks.first() != Some(&0) || !increase(ks) {
+            return Err(invalid("ks", ks, "0, then increasing numbers of draft tokens"));
+        }
+        if ms.len() != batches.len() * ks.len() {
+            let allowed = format!("{} costs, one for each batch size and K", batches.len() * ks.len());
+            return Err(Error::invalid_config("len(ms)", ms.len(), allowed));
+        }
+        for &cost in ms {
+            check_ms("ms", cost)?;
+        }
+        Ok(Self { batches: batches.to_vec(), ks: ks.to_vec(), ms: ms.to_vec() })
+    }
+
+    /// `ITL = K * T_d + T_t` at each batch size.
+    ///
+    /// # Errors
+    /// [`Error::InvalidConfig`] unless `batches` is as in [`CostModel::new`] with a line each, `T_d` finite and at least 0,
+    /// the others finite and above 0.
+    pub fn lines(batches: &[usize], lines: &[CostLine]) -> Result<Self> {
+        if lines.len() != batches.len() {
+            return Err(Error::invalid_config("len(lines)", lines.len(), format!("{}, one a batch", batches.len())));
+        }
+        let mut ms = Vec::with_capacity(3 * lines.len());
+        for line in lines {
+            if !line.draft_ms.is_finite() || line.draft_ms < 0.0 {
+                return Err(Error::invalid_config("draft_ms", line.draft_ms, "a finite number of at least 0"));
+            }
+            check_ms("target_ms", line.target_ms)?;
+            check_ms("vanilla_ms", line.vanilla_ms)?;
+            ms.extend([line.vanilla_ms, line.target_ms + line.draft_ms, line.target_ms + 2.0 * line.draft_ms]);
+        }
+        Self::new(batches, &[0, 1, 2], &ms)
+    }
+
+    /// `[B]`: batch sizes of the grid.
+    pub fn batches(&self) -> &[usize] {
+        &self.batches
+    }
+
+    /// `[N]`: numbers of draft tokens of the grid, 0 first.
+    pub fn ks(&self) -> &[usize] {
+        &self.ks
+    }
+
+    /// `[B, N]`, row by row: the costs of the grid.
+    pub fn table(&self) -> &[f64] {
+        &self.ms
+    }
+
+    /// Cost of one iteration of `batch` requests that draft `k` tokens each, in milliseconds. Batch 0 counts as 1.
+    pub fn ms(&self, batch: usize, k: usize) -> f64 {
+        let (low, high, share) = bracket(&self.batches, batch);
+        let first = self.row_ms(low, k);
+        let last = self.row_ms(high, k);
+        if share > 1.0 { last + (share - 1.0) * (last - first).max(0.0) } else { first + share * (last - first) }
+    }
+
+    /// Milliseconds per output token at an acceptance length of `acceptance_length` tokens per iteration.
+    ///
+    /// # Errors
+    /// [`Error::InvalidConfig`] unless `acceptance_length` is from 1 to `k + 1`.
+    pub fn tpot(&self, batch: usize, k: usize, acceptance_length: f64) -> Result<f64> {
+        check_length("acceptance_length", k, acceptance_length)?;
+        Ok(self.ms(batch, k) / acceptance_length)
+    }
+
+    /// TPOT without drafts over TPOT with `k` of them.
+    ///
+    /// # Errors
+    /// As [`CostModel::tpot`].
+    pub fn speedup(&self, batch: usize, k: usize, acceptance_length: f64) -> Result<f64> {
+        Ok(self.ms(batch, 0) / self.tpot(batch, k, acceptance_length)?)
+    }
+
+    /// Moves the grid towards a measured cost: each of the up to four grid points around `(batch, k)` by its share in the
+    /// interpolation times `weight`. On a grid point this is an exponential average with `weight` for the new value.
+    ///
+    /// # Errors
+    /// [`Error::InvalidConfig`] unless `batch` and `k` lie within the grid, `ms` is finite and above 0, and `weight` is above
+    /// 0 and at most 1; nothing has changed then.
+    pub fn observe(&mut self, batch: usize, k: usize, ms: f64, weight: f64) -> Result<()> {
+        let last = self.batches[self.batches.len() - 1];
+        if batch < self.batches[0] || batch > last {
+            return Err(Error::invalid_config("batch", batch, format!("{} to {last}, as the grid", self.batches[0])));
+        }
+        let deepest = self.ks[self.ks.len() - 1];
+        if k > deepest || (k > 0 && k < self.ks[1]) {
+            return Err(Error::invalid_config("k", k, format!("0, or {:?}, as the grid", &self.ks[1..])));
+        }
+        check_ms("ms", ms)?;
+        if !(weight > 0.0 && weight <= 1.0) {
+            return Err(Error::invalid_config("weight", weight, "a number above 0 and at most 1"));
+        }
+        // A ratio, not a difference: costs stay above 0 whatever is observed.
+        let excess = ms / self.ms(batch, k) - 1.0;
+        let rows = bracket(&self.batches, batch);
+        let columns = if k == 0 { (0, 0, 0.0) } else { shifted(bracket(&self.ks[1..], k)) };
+        for (row, row_share) in corners(rows) {
+            for (column, column_share) in corners(columns) {
+                self.ms[row * self.ks.len() + column] *= 1.0 + weight * row_share * column_share * excess;
+            }
+        }
+        Ok(())
+    }
+
+    /// Cost at batch size `batches[row]`.
+    fn row_ms(&self, row: usize, k: usize) -> f64 {
+        let costs = &self.ms[row * self.ks.len()..(row + 1) * self.ks.len()];
+        // With fewer than two points at K >= 1 the line starts at K = 0, for want of a better one.
+        let from = usize::from(k > 0 && self.ks.len() > 2);
+        if k == 0 || self.ks.len() == 1 {
+            return costs[0];
+        }
+        let ks = &self.ks[from..];
+        let costs = &costs[from..];
+        let (low, high, share) = bracket(ks, k);
+        let (first, last) = (costs[low], costs[high]);
+        if k < ks[0] {
+            let slope = (costs[1] - costs[0]) / (ks[1] - ks[0]) as f64;
+            let reach = (ks[0] - k) as f64 * slope.max(0.0);
+            return (costs[0] - reach).max(costs[0] * k as f64 / ks[0] as f64);
+        }
+        if share > 1.0 { last + (share - 1.0) * (last - first).max(0.0) } else { first + share * (last - first) }
+    }
+}
+
+fn increase(values: &[usize]) -> bool {
+    values.windows(2).all(|pair| pair[0] < pair[1])
+}
+
+fn invalid(field: &'static str, values: &[usize], allowed: &str) -> Error {
+    Error::invalid_config(field, format!("{values:?}"), allowed)
+}
+
+fn check_ms(field: &'static str, value: f64) -> Result<()> {
+    if value.is_finite() && value > 0.0 {
+        return Ok(());
+    }
+    Err(Error::invalid_config(field, value, "a finite number of milliseconds above 0"))
+}
+
+fn check_length(field: &'static str, k: usize, value: f64) -> Result<()> {
+    // Written so that NaN fails.
+    if value >= 1.0 && value <= (k + 1) as f64 {
+        return Ok(());
+    }
+    Err(Error::invalid_config(field, value, format!("a number from 1 to {} at K = {k}", k + 1)))
+}
+
+/// The two neighbours of `x` in increasing `points`, and how far between them it lies: above 1 beyond the last point, 0 on
+/// or before the first.
+fn bracket(points: &[usize], x: usize) -> (usize, usize, f64) {
+    let last = points.len() - 1;
+    if last == 0 || x <= points[0] {
+        return (0, 0, 0.0);
+    }
+    let high = points.partition_point(|&point| point < x).min(last);
+    let low = high - 1;
+    (low, high, (x - points[low]) as f64 / (points[high] - points[low]) as f64)
+}
+
+/// A bracket in `ks[1..]` as one in `ks`.
+fn shifted((low, high, share): (usize, usize, f64)) -> (usize, usize, f64) {
+    (low + 1, high + 1, share)
+}
+
+/// Index and share of each end of a bracket that has one.
+fn corners((low, high, share): (usize, usize, f64)) -> impl Iterator<Item = (usize, f64)> {
+    [(low, 1.0 - share), (high, share)].into_iter().filter(|(_, share)| *share > 0.0)
+}
+
+#[cfg(test)]
+mod tests;
