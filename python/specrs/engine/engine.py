@@ -106,7 +106,7 @@ class Engine:
             rule="rejection" if speculative is None else speculative.rejection_sample_method,
             logprobs_mode=config.logprobs_mode,
         )
-        self.ring = Ring(self.scheduler, config.max_num_seqs, self.num_speculative_tokens, config.depth)
+        self.ring = Ring(self.scheduler, self.num_speculative_tokens, config.depth, pinned=False)
         self.requests: dict[int, Request] = {}
         self._books_before = self.scheduler.acceptance()
         self._preemptions_before = 0

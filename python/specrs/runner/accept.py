@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from specrs.core import FLAG_CAPACITY, FLAG_TARGET_NON_FINITE, PURPOSE_ACCEPT, PURPOSE_GUMBEL
+from specrs.core import FLAG_CAPACITY, FLAG_TARGET_NON_FINITE
 from specrs.runner.iteration import Drafted, Iteration
 from specrs.runner.row_state import RowState
 from specrs.runner.sampling_state import EntrySampling
-from specrs.verify.coupled import verify_coupled
 from specrs.verify.greedy import verify_greedy
-from specrs.verify.rejection import append_token, count_accepted, draw_after
-from specrs.verify.sample import draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +24,17 @@ class Results:
     num_drafted: Tensor  # [B] int64
     flags: Tensor  # [B] int64, FLAG_* bits
     tokens: Tensor  # [B, K+1] int64
+
+    @classmethod
+    def of(cls, sections: Mapping[str, Tensor], num_speculative_tokens: int) -> Results:
+        """The sections of a results buffer, for the engine's K."""
+        return cls(
+            num_emitted=sections["num_emitted"],
+            num_accepted=sections["num_accepted"],
+            num_drafted=sections["num_drafted"],
+            flags=sections["flags"],
+            tokens=sections["tokens"].view(-1, num_speculative_tokens + 1),
+        )
 
     def narrow(self, start: int, length: int) -> Results:
         """The same views for entries [start, start + length)."""
@@ -43,7 +52,7 @@ class Verdict:
     num_accepted: Tensor  # [B] int64
     tokens: Tensor  # [B, W] int64; meaningless past num_accepted
     top: Tensor  # [N], largest logit of each flat row after masks: not finite for NaN, infinities, nothing allowed
-    filtered: Tensor  # [N, V], logits after every processing step but point masses
+    adjusted: Tensor  # [N, V], logits after masks, bias and penalties
 
 
 def accept(
@@ -53,17 +62,17 @@ def accept(
     positions: Tensor,
     drafted: Drafted,
     sampling: EntrySampling,
-    rule: str,
 ) -> Verdict:
-    """Apply masks, penalties and filters to the target's logits and verify the drafts; mutates nothing.
+    """Apply masks and penalties to the target's logits and verify the drafts; mutates nothing.
+
+    Entries that sample are verified by `rejection` where the drafts have a q, by `coupled` where they have none; greedy
+    entries are the same under both.
 
     Args:
         logits: `[N, V]`, row i of entry b for position n_b + i; rows beyond an entry's K_r are ignored.
         positions: the positions fed, `[N]` int64, -1 in masked rows.
-        rule: `rejection` or `coupled`, for the entries that sample; greedy entries are the same under both.
     """
-    width, n, k = it.max_k + 1, it.num_tokens, it.num_drafts
-    entries, q_start = it.flat.entry, it.flat.q_start
+    width, n, k, entries = it.max_k + 1, it.num_tokens, it.num_drafts, it.flat.entry
     forbidden = None
     if sampling.grammar is not None:
         forbidden = sampling.grammar.forbidden(entries, it.flat.offset)
@@ -74,23 +83,10 @@ def accept(
         accepted, tokens = verify_greedy(best[it.flat.index], drafts, k)
         return Verdict(accepted, tokens, top, adjusted)
 
-    filtered = sampling.filter(adjusted, entries)
-    processed = sampling.point_masses(filtered, entries)
-    if rule == "coupled":
-        noise = sampling.noise.gumbel(it.rows[entries], positions + 1, PURPOSE_GUMBEL)
-        accepted, tokens = verify_coupled(processed, noise, q_start, drafts, k)
-    elif drafted.q is None:
-        # No draft in the batch: one row an entry, drawn like the token after the drafts.
-        accepted = torch.zeros_like(n)
-        tokens = draw(processed, sampling.noise.gumbel(it.rows, n, PURPOSE_GUMBEL))[:, None]
-    else:
-        p = processed.softmax(dim=-1)
-        uniforms = sampling.noise.uniform(it.rows, n[:, None] + torch.arange(width - 1), PURPOSE_ACCEPT)
-        accepted = count_accepted(p, q_start, drafted.q, drafts, k, uniforms)
-        # Not the purpose of the drafts' noise, and the one of `coupled`: without drafts both rules write the same text.
-        noise = sampling.noise.gumbel(it.rows, n + accepted, PURPOSE_GUMBEL)
-        tokens = append_token(drafts, accepted, draw_after(p, q_start, drafted.q, k, accepted, noise))
-    return Verdict(accepted, tokens, adjusted.amax(dim=-1), filtered)
+    accepted, tokens, top = sampling.sampler.verify(
+        adjusted, it.rows, entries, it.flat.q_start, n, k, drafts, sampling.steps, drafted.q
+    )
+    return Verdict(accepted, tokens, top, adjusted)
 
 
 def update(state: RowState, it: Iteration, verdict: Verdict, drafted: Drafted, results: Results) -> None:

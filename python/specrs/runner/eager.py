@@ -58,7 +58,7 @@ class EagerRunner:
         """
         slot.logprobs.clear()
         slot.prompt_logprobs.clear()
-        apply_uploads(self.state, self.sampling, slot, header, admitted)
+        apply_uploads(self.state, self.sampling, slot.views, slot.views, header, admitted)
         if header.num_prefill:
             self._prefill(slot, header)
         if header.num_draft_chunks:
@@ -129,11 +129,11 @@ class EagerRunner:
         sampling: EntrySampling,
         results: Results,
     ) -> None:
-        verdict = accept(self.state, it, logits, positions, drafted, sampling, self.rule)
+        verdict = accept(self.state, it, logits, positions, drafted, sampling)
         if sampling.grammar is not None:
             sampling.grammar.finish()
         update(self.state, it, verdict, drafted, results)
         if sampling.num_logprobs is not None:
             slot.logprobs.update(
-                entry_logprobs(self.logprobs_mode, entries.tolist(), it, logits, verdict, sampling.num_logprobs)
+                entry_logprobs(self.logprobs_mode, entries.tolist(), logits, verdict, sampling, sampling.num_logprobs)
             )

@@ -20,14 +20,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specrs.core import FLAG_DRAFT_NON_FINITE, PURPOSE_DRAFT, PURPOSE_GUMBEL
+from specrs.core import FLAG_DRAFT_NON_FINITE
 from specrs.drafters.draft_model import DraftModel
 from specrs.models.decoder import Decoder
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
 from specrs.runner.row_state import RowState
 from specrs.verify.rejection import row_index
-from specrs.verify.sample import draw, draw_draft
 
 if TYPE_CHECKING:
     from specrs.runner.sampling_state import EntrySampling
@@ -150,7 +149,7 @@ def draft(state: RowState, it: Iteration, drafter: DraftModel, sampling: EntrySa
     batch, width, n = len(it.planned), drafter.first_rows, it.num_tokens
     q = None
     if sampling.steps.random and rule == "rejection":
-        q = torch.zeros((batch, it.max_k, sampling.vocab_size), dtype=sampling.noise.dtype)
+        q = torch.empty((batch, it.max_k, sampling.vocab_size), dtype=sampling.dtype)
     # Columns 0..width-1 are fed in pass 1, column width + i - 2 in pass i >= 2: positions n - width .. n + K - 2.
     column = torch.arange(width - 1 + it.max_k)
     live = it.num_drafts[:, None] >= (column - (width - 2)).clamp_(min=1)
@@ -158,7 +157,7 @@ def draft(state: RowState, it: Iteration, drafter: DraftModel, sampling: EntrySa
     slots = it.slots(fed).masked_fill_(fed < state.draft_len[it.rows, None], -1)
     written = torch.where(live[:, width - 1 :], fed[:, width - 1 :] + 1, state.scratch_column)
     entries = torch.arange(batch)
-    tops = torch.zeros((batch, it.max_k), dtype=sampling.noise.dtype)
+    tops = torch.zeros((batch, it.max_k), dtype=sampling.dtype)
     tokens = state.tokens[it.rows[:, None], fed[:, :width].clamp(min=0)].view(-1)
     for i in range(1, it.max_k + 1):
         count = batch if it.planned[-1] >= i else sum(k >= i for k in it.planned)
@@ -198,14 +197,8 @@ def _draw(
         top, tokens = adjusted.max(dim=-1)
         return (top if adjusted is logits else logits.amax(dim=-1)), tokens
     rows = sampling.it.rows[: len(entries)]
-    # A coarse cut is cheaper and costs only acceptance: q is whatever was drawn from.
-    processed = sampling.point_masses(sampling.filter(adjusted, entries, coarse=True), entries)
-    if q is None:
-        tokens = draw(processed, sampling.noise.gumbel(rows, positions, PURPOSE_GUMBEL))
-    else:
-        noise = sampling.noise.gumbel(rows, positions, PURPOSE_DRAFT)
-        tokens, q[: len(entries), column] = draw_draft(processed, noise)
-    return logits.amax(dim=-1), tokens
+    top, tokens = sampling.sampler.draft(adjusted, rows, positions, sampling.steps, q, column)
+    return (top if adjusted is logits else logits.amax(dim=-1)), tokens
 
 
 def verify(state: RowState, it: Iteration, target: Decoder, kv_cache: KVCache) -> tuple[Tensor, Tensor]:

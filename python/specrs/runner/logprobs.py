@@ -10,17 +10,16 @@ from torch import Tensor
 from specrs.models.decoder import Decoder
 from specrs.outputs import TokenLogprob
 from specrs.runner.accept import Verdict
-from specrs.runner.iteration import Iteration
 from specrs.runner.ring import Header, RingSlot
 from specrs.runner.row_state import RowState
-from specrs.runner.sampling_state import SamplingState
+from specrs.runner.sampling_state import EntrySampling, SamplingState
 from specrs.verify.logprobs import LogprobsMode, TokenLogprobs, logprob_values, token_logprobs
 
 _ROWS_AT_ONCE = 256  # prompt rows whose logits exist at once: 256 x 151,936 fp32 are 156 MB
 
 
 def entry_logprobs(
-    mode: str, entries: list[int], it: Iteration, logits: Tensor, verdict: Verdict, num_top: int
+    mode: str, entries: list[int], logits: Tensor, verdict: Verdict, sampling: EntrySampling, num_top: int
 ) -> dict[int, TokenLogprobs]:
     """By entry of the launch, the values of its W columns of tokens; columns that were not emitted mean nothing.
 
@@ -28,8 +27,9 @@ def entry_logprobs(
         entries: the launch's entry of each of the B entries that were verified.
         logits: raw, `[N, V]`.
     """
-    width = verdict.tokens.shape[1]
-    values = logprob_values(cast(LogprobsMode, mode), logits, verdict.filtered)[it.flat.index.flatten()]
+    width, flat = verdict.tokens.shape[1], sampling.it.flat
+    processed = logits if mode.startswith("raw") else sampling.filter(verdict.adjusted, flat.entry)
+    values = logprob_values(cast(LogprobsMode, mode), logits, processed)[flat.index.flatten()]
     found = token_logprobs(values, verdict.tokens.flatten(), num_top)
     return {entry: _narrow(found, i * width, width) for i, entry in enumerate(entries)}
 

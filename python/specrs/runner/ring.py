@@ -42,42 +42,43 @@ class Header:
 class RingSlot:
     """One launch's buffers: the record that Rust plans into, the results that the device reports into.
 
-    All are flat int64; `record`, `results` and `settled` are numpy arrays owned here, `views` and `results_view` are
-    torch views of the same memory by section name.
+    All are flat int64; `record`, `results` and `settled` are numpy arrays, `views` and `results_view` are torch views
+    of the same memory by section name. With `pinned` the memory is page-locked, so that a GPU copies it by itself;
+    `done` is then recorded behind the copy of the results.
     """
 
-    def __init__(self, scheduler: Scheduler, max_num_seqs: int, num_speculative_tokens: int) -> None:
-        self.record: NDArray[np.int64] = np.zeros(scheduler.record_size, dtype=np.int64)
-        self.results: NDArray[np.int64] = np.zeros(scheduler.results_size, dtype=np.int64)
+    def __init__(self, scheduler: Scheduler, num_speculative_tokens: int, *, pinned: bool) -> None:
+        def zeros(size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.int64, pin_memory=pinned)
+
+        self.pinned_record, self.pinned_results = zeros(scheduler.record_size), zeros(scheduler.results_size)
+        self.record: NDArray[np.int64] = self.pinned_record.numpy()
+        self.results: NDArray[np.int64] = self.pinned_results.numpy()
         self.settled: NDArray[np.int64] = np.zeros(scheduler.settled_size, dtype=np.int64)
-        self.views = _views(self.record, scheduler.record_layout())
-        results = _views(self.results, scheduler.results_layout())
-        self.results_view = Results(
-            num_emitted=results["num_emitted"],
-            num_accepted=results["num_accepted"],
-            num_drafted=results["num_drafted"],
-            flags=results["flags"],
-            tokens=results["tokens"].view(max_num_seqs, num_speculative_tokens + 1),
+        self.views = section_views(self.pinned_record, scheduler.record_layout())
+        self.results_view = Results.of(
+            section_views(self.pinned_results, scheduler.results_layout()), num_speculative_tokens
         )
+        self.done = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
         self.logprobs: dict[int, TokenLogprobs] = {}  # by entry, where its request wants any
         self.prompt_logprobs: list[tuple[Request, int, TokenLogprobs]] = []  # request, first position, values
-        self.settled_view = _views(self.settled, scheduler.settled_layout())
+        self.settled_view = section_views(torch.from_numpy(self.settled), scheduler.settled_layout())
 
     def header(self) -> Header:
         """The planned launch's counts."""
         return Header(*self.record[:11].tolist())
 
 
-def _views(buffer: NDArray[np.int64], layout: Layout) -> dict[str, Tensor]:
-    flat = torch.from_numpy(buffer)
+def section_views(flat: Tensor, layout: Layout) -> dict[str, Tensor]:
+    """The sections of a flat buffer by name."""
     return {name: flat.narrow(0, offset, length) for name, (offset, length) in layout.items()}
 
 
 class Ring:
     """`depth + 1` slots, handed out in turn: `depth` launches in flight and one being planned."""
 
-    def __init__(self, scheduler: Scheduler, max_num_seqs: int, num_speculative_tokens: int, depth: int) -> None:
-        self._free = deque(RingSlot(scheduler, max_num_seqs, num_speculative_tokens) for _ in range(depth + 1))
+    def __init__(self, scheduler: Scheduler, num_speculative_tokens: int, depth: int, *, pinned: bool) -> None:
+        self._free = deque(RingSlot(scheduler, num_speculative_tokens, pinned=pinned) for _ in range(depth + 1))
         self.in_flight: deque[RingSlot] = deque()
 
     @property

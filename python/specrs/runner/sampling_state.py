@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from specrs.runner.grammar import LaunchGrammar
-from specrs.runner.noise import Noise
+from specrs.runner.samplers import CoreSampler, RowSampler, TorchSampler
 from specrs.verify.history import context_rows, count_tokens, pack_bad_words
 from specrs.verify.params import SamplingRows, Steps
-from specrs.verify.processing import Constraints, adjust_logits, filter_logits, greedy_as_point_mass
+from specrs.verify.processing import Constraints, adjust_logits
 
 if TYPE_CHECKING:
     from specrs.engine.request import Request
@@ -56,6 +56,9 @@ class SamplingState:
         self.vocab_size = vocab_size
         self.params = SamplingRows.allocate(max_num_seqs + 1, dtype=dtype, device=device)
         self.seeds = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
+        core = dtype == torch.float32 and device.type == "cpu"
+        make: type[CoreSampler | TorchSampler] = CoreSampler if core else TorchSampler
+        self.sampler: RowSampler = make(self.params, self.seeds, vocab_size)
         self.prompt_len = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
         self._steps = [Steps(greedy=True)] * (max_num_seqs + 1)
         self._masks: dict[int, RowMasks] = {}
@@ -65,8 +68,8 @@ class SamplingState:
         """Take over a request's parameters for the row it was admitted into; mutates the row's entries."""
         p = request.params
         self._requests[row] = request
-        self.seeds[row] = request.seed
-        self.prompt_len[row] = len(request.prompt_token_ids)
+        self.seeds[row].fill_(request.seed)
+        self.prompt_len[row].fill_(len(request.prompt_token_ids))
         self._steps[row] = self.params.write(
             row,
             temperature=p.temperature,
@@ -101,7 +104,7 @@ class SamplingState:
             it=it,
             steps=steps,
             params=self.params,
-            noise=Noise(self.seeds, self.vocab_size, self.params.temperature.dtype),
+            sampler=self.sampler,
             prompt_len=self.prompt_len,
             masks=self._stack(masks) if any(masks) else None,
             mask_stops=any(request.params.min_tokens for request in requests),
@@ -134,13 +137,13 @@ class SamplingState:
 
 @dataclass(frozen=True, slots=True)
 class EntrySampling:
-    """What B entries of one launch ask for, and logits `[N, V]` of their flat rows made into distributions."""
+    """What B entries of one launch ask for, and what that makes of logits `[N, V]` of their flat rows."""
 
     state: RowState
     it: Iteration
     steps: Steps
     params: SamplingRows  # of all rows, [R+1, 1]; what a step needs is selected where it runs
-    noise: Noise
+    sampler: RowSampler
     prompt_len: Tensor  # of all rows, [R+1]
     masks: Constraints | None  # of B entries; forbidden, bad_words, bias
     mask_stops: bool
@@ -173,15 +176,14 @@ class EntrySampling:
             counts=counts,
         )
 
-    def filter(self, adjusted: Tensor, entries: Tensor, *, coarse: bool = False) -> Tensor:
+    def filter(self, adjusted: Tensor, entries: Tensor) -> Tensor:
         """Temperature, min_p, top_k, top_p of flat rows `[N, V]`; greedy rows stay as they are."""
-        return filter_logits(adjusted, self.params.select(self.it.rows[entries]), self.steps, coarse=coarse)
+        return self.sampler.filter(adjusted, self.it.rows[entries], self.steps)
 
-    def point_masses(self, filtered: Tensor, entries: Tensor) -> Tensor:
-        """Greedy rows become certain of their argmax; others stay."""
-        if not self.steps.greedy:
-            return filtered
-        return greedy_as_point_mass(filtered, self.params.greedy[self.it.rows[entries]])
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the logits."""
+        return self.params.values.dtype
 
     def _constraints(
         self, entries: Tensor, rows: Tensor, positions: Tensor, forbidden: Tensor | None

@@ -10,6 +10,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from specrs.transfer import to_device
+
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy (vLLM's bound): logits divided by less could overflow."""
 
@@ -109,7 +111,7 @@ class SamplingRows:
             presence_penalty,
             frequency_penalty,
         ]
-        self.values[row] = torch.tensor(values, dtype=dtype)
+        self.values[row] = to_device(torch.tensor(values, dtype=dtype), self.values.device)
         return Steps(
             greedy=greedy,
             random=not greedy,

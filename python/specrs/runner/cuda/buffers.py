@@ -1,0 +1,124 @@
+"""The persistent buffers of an iteration, at fixed addresses for as long as the engine lives. Computes nothing.
+
+Graphs are recorded over these addresses; a smaller shape uses the first entries of the same memory, so every graph of
+every shape reads and writes the same buffers. Sizes: B = max_num_seqs entries, K drafts, N = B * (K + 1) flat rows,
+V tokens. The draft logits `[K, B, V]` are the q of the `rejection` rule: with the logits of verification they are
+most of these bytes, and are counted before the KV pool is sized.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specrs.core import Scheduler
+from specrs.runner.accept import Results
+from specrs.runner.ring import section_views
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """Inputs, tokens and logits of one iteration. int64 unless said otherwise."""
+
+    # Of each entry, from `prepare_iteration`.
+    row: Tensor  # [B] state row; the padding row behind the launch's entries
+    n: Tensor  # [B]
+    k: Tensor  # [B] K_r
+    alive: Tensor  # [B] 0 or 1
+    capacity: Tensor  # [B]
+    q_start: Tensor  # [B + 1]
+    table: Tensor  # [B, max_blocks]
+    uniform_start: Tensor  # [first_rows + 1, B + 1], row r: 0, r, 2 r .., the q_start of passes with r rows an entry
+
+    # Draft pass 1, and what passes 2..K feed and draw.
+    first_ids: Tensor  # [B * first_rows]
+    first_positions: Tensor
+    first_slots: Tensor
+    draft_positions: Tensor  # [K, B]
+    draft_slots: Tensor  # [K, B]
+    draft_draws: Tensor  # [K, B]
+    drawn: Tensor  # [K, B], the token of pass i in row i - 1
+    draft_top: Tensor  # [K, B] fp32, largest raw logit
+    draft_cut: Tensor  # [K, B] fp32
+    draft_lse: Tensor  # [K, B] fp32
+    draft_logits: Tensor  # [K, B, V] fp32
+
+    # Verification.
+    verify_ids: Tensor  # [N]
+    verify_positions: Tensor  # [N]
+    verify_slots: Tensor  # [N]
+    verify_draws: Tensor  # [N]
+    verify_rows: Tensor  # [N]
+    drafts: Tensor  # [B, K]
+    logits: Tensor  # [N, V] fp32
+    target_ids: Tensor  # [N]
+    target_top: Tensor  # [N] fp32
+    target_cut: Tensor  # [N] fp32
+    target_lse: Tensor  # [N] fp32
+    accepted: Tensor  # [B]
+    emitted: Tensor  # [B, K + 1]
+
+    @classmethod
+    def allocate(
+        cls,
+        *,
+        max_num_seqs: int,
+        num_speculative_tokens: int,
+        first_rows: int,
+        max_blocks: int,
+        vocab_size: int,
+        device: torch.device,
+    ) -> Buffers:
+        """Zeroed buffers; draft logits are -inf, which stays where the draft's vocabulary ends before the target's."""
+        b, k = max_num_seqs, num_speculative_tokens
+        n = b * (k + 1)
+
+        def ints(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=device)
+
+        def floats(*shape: int, fill: float = 0.0) -> Tensor:
+            return torch.full(shape, fill, dtype=torch.float32, device=device)
+
+        steps = torch.arange(first_rows + 1, device=device)[:, None] * torch.arange(b + 1, device=device)
+        return cls(
+            **{name: ints(b) for name in ("row", "n", "k", "alive", "capacity", "accepted")},
+            q_start=ints(b + 1),
+            table=ints(b, max_blocks),
+            uniform_start=steps,
+            **{f"first_{name}": ints(b * first_rows) for name in ("ids", "positions", "slots")},
+            **{f"draft_{name}": ints(k, b) for name in ("positions", "slots", "draws")},
+            drawn=ints(k, b),
+            **{f"draft_{name}": floats(k, b) for name in ("top", "cut", "lse")},
+            draft_logits=floats(k, b, vocab_size, fill=-torch.inf),
+            **{f"verify_{name}": ints(n) for name in ("ids", "positions", "slots", "draws", "rows")},
+            drafts=ints(b, k),
+            logits=floats(n, vocab_size),
+            target_ids=ints(n),
+            **{f"target_{name}": floats(n) for name in ("top", "cut", "lse")},
+            emitted=ints(b, k + 1),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All buffers by name."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+
+class DeviceRecord:
+    """The device's copy of the launch record and of the results; one of each, because launches follow each other.
+
+    On a CPU (Triton's interpreter) the ring slot's own memory is copied as well, so that the same code runs.
+    """
+
+    def __init__(self, scheduler: Scheduler, num_speculative_tokens: int, device: torch.device) -> None:
+        self.record = torch.zeros(scheduler.record_size, dtype=torch.int64, device=device)
+        self.results = torch.zeros(scheduler.results_size, dtype=torch.int64, device=device)
+        self.views = section_views(self.record, scheduler.record_layout())
+        self.results_view = Results.of(section_views(self.results, scheduler.results_layout()), num_speculative_tokens)

@@ -1,0 +1,106 @@
+"""The shapes that launches are padded to, so that a handful of graphs serves all of them. Captures nothing."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Tail(StrEnum):
+    """What follows the LM head of a pass."""
+
+    GREEDY = "greedy"  # argmax behind it; no logits are kept
+    SAMPLED = "sampled"  # cut and draw, greedy rows among them as point masses
+    LOGITS = "logits"  # logits only: masks, penalties, grammars or log probabilities come between
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A decode iteration of at most `batch` entries, `max_k` drafts each and `rows` flat rows of verification."""
+
+    batch: int
+    max_k: int
+    rows: int
+    tail: Tail
+
+
+def batch_buckets(max_num_seqs: int, sizes: Sequence[int] | None = None) -> list[int]:
+    """Batch sizes that graphs are captured for, ascending: powers of two, and from 16 on the middles between them.
+
+    `sizes` replaces them (those above `max_num_seqs` are dropped); launches beyond the largest run eagerly.
+    """
+    if sizes is not None:
+        return sorted({size for size in sizes if size <= max_num_seqs})
+    powers = [1 << i for i in range(max_num_seqs.bit_length())]
+    default = powers + [3 * power // 2 for power in powers if power >= 16]
+    return sorted({size for size in default if size < max_num_seqs} | {max_num_seqs})
+
+
+class Buckets:
+    """Which shapes there are, and which one a launch takes."""
+
+    def __init__(self, batches: Sequence[int], num_speculative_tokens: int) -> None:
+        self.batches = list(batches)
+        self.max_k = num_speculative_tokens
+        # Rows an entry on average: mixed launches, where some draft nothing, take the next larger number.
+        width = num_speculative_tokens + 1
+        self.widths = sorted({1 << i for i in range(width.bit_length()) if 1 << i < width} | {width})
+
+    def batch(self, count: int) -> int | None:
+        """The smallest bucket of at least `count` entries; None: beyond all of them."""
+        return _at_least(self.batches, count)
+
+    def whole(self, planned: Sequence[int], tail: Tail) -> Shape | None:
+        """The whole-iteration graph for entries with these K, descending; None where chained passes are due.
+
+        Whole graphs exist for K = 0 and the engine's K. A launch that would leave more than half of its verification
+        rows masked runs chained, where rows and passes are cut to what is needed.
+        """
+        batch, k = self.batch(len(planned)), planned[0]
+        if batch is None or tail is Tail.LOGITS or k not in (0, self.max_k):
+            return None
+        rows = batch * (k + 1)
+        if k and 2 * (sum(planned) + len(planned)) < len(planned) * (k + 1):
+            return None
+        return Shape(batch, k, rows, tail)
+
+    def chained(self, planned: Sequence[int], tail: Tail) -> Shape | None:
+        """The padded shape of a launch that runs pass by pass; None: beyond the buckets."""
+        batch = self.batch(len(planned))
+        if batch is None:
+            return None
+        width = _at_least([w * batch for w in self.widths], sum(planned) + len(planned))
+        assert width is not None, "no entry has more rows than the widest"
+        return Shape(batch, planned[0], width, tail)
+
+    def exact(self, planned: Sequence[int], tail: Tail) -> Shape:
+        """The shape of a launch without padding, for eager execution."""
+        return Shape(len(planned), planned[0], sum(planned) + len(planned), tail)
+
+    def whole_shapes(self) -> Iterator[Shape]:
+        """Every whole graph, largest first."""
+        for batch in reversed(self.batches):
+            for k in dict.fromkeys((self.max_k, 0)):
+                for tail in (Tail.SAMPLED, Tail.GREEDY):
+                    yield Shape(batch, k, batch * (k + 1), tail)
+
+    def draft_passes(self) -> Iterator[tuple[int, int, Tail]]:
+        """`(batch, pass, tail)` of every chained draft pass, largest first."""
+        for batch in reversed(self.batches):
+            for i in range(1, self.max_k + 1):
+                for tail in Tail:
+                    yield batch, i, tail
+
+    def verify_passes(self) -> Iterator[tuple[int, int, bool]]:
+        """`(batch, rows, greedy)` of every chained verification, largest first."""
+        for batch in reversed(self.batches):
+            for width in reversed(self.widths):
+                for greedy in (False, True):
+                    yield batch, batch * width, greedy
+
+
+def _at_least(sizes: Sequence[int], count: int) -> int | None:
+    at = bisect_left(sizes, count)
+    return sizes[at] if at < len(sizes) else None
