@@ -1,0 +1,75 @@
+"""What the sampling kernels share: a row's scaled logits, their order as integers, probabilities, best of a tile.
+Launches nothing.
+
+A distribution is (logits, temperature, cut, lse): x = logit / T is kept where x >= cut, with probability
+exp(x - lse). x is the correctly rounded quotient, so that every kernel sees the same x as the torch reference.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+PARAMS = tl.constexpr(8)
+"""Columns of the rows' parameters, `specrs.verify.params.SamplingRows.values`."""
+GREEDY, TEMPERATURE, TOP_K, TOP_P, LOG_MIN_P = (tl.constexpr(i) for i in range(5))
+LAST_KEY = tl.constexpr(0x7F800000)
+"""Key of -inf: everything is kept up to it."""
+
+
+@triton.jit
+def scaled(row_ptr, token, mask, temperature):  # type: ignore[no-untyped-def]
+    """x of `token`, -inf where masked."""
+    return tl.div_rn(tl.load(row_ptr + token, mask=mask, other=-float("inf")), temperature)
+
+
+@triton.jit
+def is_finite(x):  # type: ignore[no-untyped-def]
+    return tl.abs(x) < float("inf")
+
+
+@triton.jit
+def descending_key(x):  # type: ignore[no-untyped-def]
+    """Int64 key, smaller for larger x, equal for 0.0 and -0.0; see `verify.thresholds.descending_keys`."""
+    bits = (0.0 - x).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+
+
+@triton.jit
+def value_of_key(key):  # type: ignore[no-untyped-def]
+    """The float32 of a key."""
+    bits = key.to(tl.int32)
+    return 0.0 - (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def is_kept(x, cut):  # type: ignore[no-untyped-def]
+    """NaN and +inf are not: no arithmetic is to meet them in a faulty row."""
+    return (x >= cut) & (x < float("inf"))
+
+
+@triton.jit
+def probability(x, cut, lse):  # type: ignore[no-untyped-def]
+    """exp(x - lse) where kept, else 0. lse is float64: in float32 an lse of 20 is off by 1e-6."""
+    relative = tl.where(is_kept(x, cut), x, 0.0).to(tl.float64) - lse
+    return tl.where(is_kept(x, cut), tl.exp(relative.to(tl.float32)), 0.0)
+
+
+@triton.jit
+def first_best(values, token, mask):  # type: ignore[no-untyped-def]
+    """Largest of `values` without NaN, and the lowest token that has it."""
+    best = tl.max(values, axis=0)
+    return best, tl.min(tl.where((values == best) & mask, token, 0x7FFFFFFF), axis=0)
+
+
+@triton.jit
+def combine_tiles(value_ptr, id_ptr, num_tiles, TILES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Best value over a row's tiles and its lowest token; the value is NaN if any tile's is."""
+    tile = tl.arange(0, TILES)
+    mask = tile < num_tiles
+    values = tl.load(value_ptr + tile, mask=mask, other=-float("inf"))
+    faulty = tl.max((values != values).to(tl.int32), axis=0) > 0
+    best, token = first_best(
+        tl.where(values == values, values, -float("inf")), tl.load(id_ptr + tile, mask=mask, other=0), mask
+    )
+    return tl.where(faulty, float("nan"), best), token

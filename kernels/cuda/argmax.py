@@ -1,0 +1,145 @@
+"""Argmax of logits rows, the lowest id in a tie, and the largest logit. Scales and draws nothing."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from specrs.kernels.cuda._distribution import combine_tiles, first_best
+from specrs.kernels.cuda.sampling_scratch import BLOCK, CELLS, SamplingScratch, tile_of
+from specrs.kernels.cuda.variants import Variant
+from torch import Tensor
+
+
+@triton.jit(do_not_specialize=["tile"])
+def tile_argmax_kernel(  # type: ignore[no-untyped-def]
+    logits, tile_value, tile_id, cells, stride, V, tile, tile_stride, CELLS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Best of each tile. With CELLS, the first histogram of a search is zeroed along the way."""
+    t, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if CELLS > 0:
+        cell = tl.arange(0, CELLS)
+        tl.store(cells + row * CELLS + cell, tl.zeros([CELLS], tl.int64), mask=cell % tl.num_programs(0) == t)
+    value = tl.full([BLOCK], -float("inf"), tl.float32)
+    best = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
+    faulty = tl.zeros([BLOCK], tl.int32)
+    for first in range(t * tile, tl.minimum(t * tile + tile, V), BLOCK):
+        token = first + tl.arange(0, BLOCK)
+        x = tl.load(logits + row * stride + token, mask=token < V, other=-float("inf"))
+        faulty = faulty | (x != x).to(tl.int32)
+        better = (x > value) | ((best == 0x7FFFFFFF) & (token < V))
+        value = tl.where(better & (x == x), x, value)
+        best = tl.where(better, token, best)
+    top, token = first_best(value, best, best < V)
+    at = row * 2 * tile_stride + t
+    tl.store(tile_value + at, tl.where(tl.max(faulty, axis=0) > 0, float("nan"), top))
+    tl.store(tile_id + at, token)
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def combine_argmax_kernel(  # type: ignore[no-untyped-def]
+    tile_value, tile_id, out_ids, out_top, num_tiles, tile_stride, HAS_TOP: tl.constexpr, TILES: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    at = row * 2 * tile_stride
+    top, token = combine_tiles(tile_value + at, tile_id + at, num_tiles, TILES)
+    tl.store(out_ids + row, token.to(tl.int64))
+    if HAS_TOP:
+        tl.store(out_top + row, top)
+
+
+def tile_argmax(logits: Tensor, tile_value: Tensor, tile_id: Tensor, cells: Tensor | None) -> int:
+    """First launch of every op that needs a row's top; returns the number of tiles. `cells` is zeroed if given."""
+    rows, vocab_size = logits.shape
+    tile = tile_of(rows, vocab_size)
+    tiles: int = triton.cdiv(vocab_size, tile)
+    tile_argmax_kernel[(tiles, rows)](
+        logits,
+        tile_value,
+        tile_id,
+        tile_id if cells is None else cells,
+        logits.stride(0),
+        vocab_size,
+        tile,
+        tile_value.shape[2],
+        CELLS=0 if cells is None else CELLS,
+        BLOCK=BLOCK,
+    )
+    return tiles
+
+
+@torch.library.custom_op("specrs::argmax", mutates_args=["out_ids", "out_top", "tile_value", "tile_id"])
+def _argmax(logits: Tensor, out_ids: Tensor, out_top: Tensor, tile_value: Tensor, tile_id: Tensor) -> None:
+    if not len(logits):
+        return
+    tiles = tile_argmax(logits, tile_value, tile_id, None)
+    stride = tile_value.shape[2]
+    combine_argmax_kernel[(len(logits),)](
+        tile_value,
+        tile_id,
+        out_ids,
+        out_top,
+        tiles,
+        stride,
+        HAS_TOP=True,
+        TILES=triton.next_power_of_2(stride),
+    )
+
+
+@_argmax.register_fake
+def _(logits: Tensor, out_ids: Tensor, out_top: Tensor, tile_value: Tensor, tile_id: Tensor) -> None:
+    return None
+
+
+def argmax(logits: Tensor, out_ids: Tensor, out_top: Tensor, scratch: SamplingScratch) -> None:
+    """The most probable token of each row, the lowest id in a tie.
+
+    Args:
+        logits: `[N, V]` fp32, any row stride, dense rows.
+        out_ids: `[N]` int64.
+        out_top: `[N]` fp32, the largest logit: NaN if the row has a NaN, else what it is, infinities too. The id of a
+            row with NaN is that of some other token.
+
+    Two launches: tiles, and their combination. At one row of 151,936 both are bound by their latency, about 3 us each.
+    """
+    torch.ops.specrs.argmax(logits, out_ids, out_top, scratch.tile_value, scratch.tile_id)
+
+
+def argmax_reference(logits: Tensor, out_ids: Tensor, out_top: Tensor) -> None:
+    """`argmax` in torch; ids of rows with NaN differ."""
+    top, ids = logits.max(dim=1)
+    out_top.copy_(top)
+    out_ids.copy_(ids)
+
+
+_POINTERS = {
+    "logits": "*fp32",
+    "tile_value": "*fp32",
+    "tile_id": "*i32",
+    "cells": "*i64",
+    "out_ids": "*i64",
+    "out_top": "*fp32",
+}
+
+
+def _types(fn: triton.JITFunction, constants: tuple[str, ...]) -> dict[str, str]:
+    return {name: _POINTERS.get(name, "i32") for name in fn.arg_names if name not in constants}
+
+
+VARIANTS = (
+    *(
+        Variant(
+            f"tile_argmax_{'search' if cells else 'alone'}",
+            tile_argmax_kernel,
+            _types(tile_argmax_kernel, ("CELLS", "BLOCK")),
+            {"CELLS": cells, "BLOCK": BLOCK},
+        )
+        for cells in (0, CELLS)
+    ),
+    Variant(
+        "combine_argmax",
+        combine_argmax_kernel,
+        _types(combine_argmax_kernel, ("HAS_TOP", "TILES")),
+        {"HAS_TOP": True, "TILES": 256},
+    ),
+)

@@ -1,0 +1,63 @@
+"""Memory that the sampling kernels pass results through, and how a row is cut into tiles. Launches nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+BLOCK = 1024
+"""Tokens that a program handles at a time; a tile is a multiple of it."""
+CELLS = 2048
+"""Cells of a search step's histogram."""
+STEPS = 8
+"""Search steps of `sampling_cut` with every filter."""
+STEP_WORDS = 6
+_PROGRAMS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingScratch:
+    """Scratch of the sampling ops, for one stream: nothing in it survives an op but `ids`, and none reads what it has
+    not written. Its contents may be anything, NaN too."""
+
+    tile_value: Tensor  # [rows, 2, T] fp32, best value of each tile; T = ceil(V / 1024)
+    tile_id: Tensor  # [rows, 2, T] int32, its token
+    tile_sum: Tensor  # [rows, T] int64, fixed-point weights of each tile
+    cells: Tensor  # [3, rows, 2048] int64, histograms of three search steps in turn
+    steps: Tensor  # [rows, 9, 6] int64, what each search step starts from
+    ids: Tensor  # [rows] int64, the target's own tokens: argmax in greedy rows, else the draw under `coupled`
+
+    @classmethod
+    def allocate(cls, max_rows: int, max_entries: int, vocab_size: int, device: torch.device) -> SamplingScratch:
+        """For at most `max_rows` flat rows and `max_entries` entries; 51 kB a row at a vocabulary of 151,936."""
+        rows, tiles = max(max_rows, max_entries), triton.cdiv(vocab_size, BLOCK)
+
+        def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        return cls(
+            tile_value=empty(rows, 2, tiles, dtype=torch.float32),
+            tile_id=empty(rows, 2, tiles, dtype=torch.int32),
+            tile_sum=empty(rows, tiles, dtype=torch.int64),
+            cells=empty(3, rows, CELLS, dtype=torch.int64),
+            steps=empty(rows, STEPS + 1, STEP_WORDS, dtype=torch.int64),
+            ids=empty(rows, dtype=torch.int64),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes."""
+        tensors = (self.tile_value, self.tile_id, self.tile_sum, self.cells, self.steps, self.ids)
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def tile_of(num_rows: int, vocab_size: int) -> int:
+    """Tokens of a tile: 1,024 while that makes at most about 1,024 programs, which fills a GPU at one row and at six;
+    more for more rows, so that what a program does once is worth it. A power of two times 1,024."""
+    tile = BLOCK
+    while num_rows * triton.cdiv(vocab_size, tile) > _PROGRAMS and tile < vocab_size:
+        tile *= 2
+    return tile

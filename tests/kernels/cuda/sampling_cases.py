@@ -1,0 +1,36 @@
+"""Inputs of the sampling kernels' tests: poisoned scratch, rows of parameters, logits."""
+
+from __future__ import annotations
+
+import torch
+from specrs.kernels.cuda.sampling_scratch import SamplingScratch
+from specrs.verify.params import SamplingRows, Steps
+from torch import Tensor
+
+POISON = -(2**40)
+
+
+def poisoned_scratch(rows: int, vocab_size: int, entries: int = 1) -> SamplingScratch:
+    """Scratch that holds NaN and ids outside of every vocabulary."""
+    scratch = SamplingScratch.allocate(rows, entries, vocab_size, torch.device("cpu"))
+    scratch.tile_value.fill_(torch.nan)
+    scratch.tile_id.fill_(-(2**30))
+    for tensor in (scratch.tile_sum, scratch.cells, scratch.steps, scratch.ids):
+        tensor.fill_(POISON)
+    return scratch
+
+
+def parameters(rows: list[dict[str, float]]) -> tuple[SamplingRows, Steps]:
+    """Rows of `SamplingRows.write` arguments, and a greedy padding row behind them; the steps that they need."""
+    params = SamplingRows.allocate(len(rows) + 1)
+    steps = Steps()
+    for i, row in enumerate(rows):
+        steps = steps | params.write(i, **row)  # type: ignore[arg-type]
+    return params, steps
+
+
+def wide(logits: Tensor) -> Tensor:
+    """The same rows in a buffer with a wider stride, NaN between them."""
+    buffer = torch.full((logits.shape[0], logits.shape[1] + 3), torch.nan)
+    buffer[:, : logits.shape[1]] = logits
+    return buffer[:, : logits.shape[1]]
