@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+CAPABILITIES = (80, 90, 100, 120)
+"""Compute capabilities that are compiled for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Variant:
@@ -16,8 +19,12 @@ class Variant:
     fn: Any
     """The `triton.jit` function."""
     signature: Mapping[str, str]
-    """Triton type of every argument that is no constant: `*bf16`, `*i64`, `i32`, `fp32`."""
+    """Triton type of every argument that is no constant: `*bf16`, `*i64`, `i32`, `fp32`. Pointers are taken to be
+    aligned to 16 bytes, as what torch allocates is."""
     constexprs: Mapping[str, Any] = field(default_factory=dict)
-    """Value of every `tl.constexpr` argument."""
+    """Value of every `tl.constexpr` argument, and None for every pointer that is left out."""
     num_warps: int = 4
     num_stages: int = 3
+    aligned: tuple[str, ...] = ()
+    """Integer arguments that are multiples of 16 at launch: strides, without which no load has 16 bytes."""
+    capabilities: tuple[int, ...] = CAPABILITIES

@@ -10,7 +10,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCES = {path.relative_to(ROOT / "python").as_posix() for path in (ROOT / "python/specrs").rglob("*.py")}
-KERNELS = {f"specrs/kernels/{path.relative_to(ROOT / 'kernels').as_posix()}" for path in ROOT.glob("kernels/**/*.py")}
+KERNELS = {
+    f"specrs/kernels/{path.relative_to(ROOT / 'kernels').as_posix()}"
+    for path in (*ROOT.glob("kernels/**/*.py"), *ROOT.glob("kernels/**/*.json"))
+}
 PAIR = {
     f"specrs/pair/{model}/{file}"
     for model in ("target", "draft")

@@ -1,0 +1,108 @@
+"""Tile shapes of the skinny products by (GPU, shape): a committed table, and defaults for what it lacks. Times nothing.
+
+Timing at start-up would let restarts and ranks differ in the order of their sums, so the table is made once, by
+`specrs tune`, and every process reads the same. It may be empty: the defaults follow from the device's limits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from specrs.kernels.cuda.device import DeviceLimits
+
+TABLE = Path(__file__).with_name("configs.json")
+
+
+@dataclass(frozen=True, slots=True)
+class LinearConfig:
+    """How one skinny product is cut up. All fields but `num_stages` and `num_warps` decide the order of its sums."""
+
+    block_n: int
+    """Output features of a tile (of each half where gated)."""
+    block_k: int
+    """Input features of a step."""
+    programs: int
+    """Programs that share the work, at most one per step."""
+    num_warps: int
+    num_stages: int
+
+    def as_list(self) -> list[int]:
+        """The fields in order, as custom ops take them."""
+        return list(dataclasses.astuple(self))
+
+
+@dataclass(frozen=True, slots=True)
+class LinearShape:
+    """What a configuration is looked up by."""
+
+    n: int
+    """Output features; of a gated product half the rows of its weight."""
+    k: int
+    dtype: torch.dtype
+    gated: bool = False
+
+    @property
+    def key(self) -> str:
+        """As it stands in the table: `n4096-k2048-bfloat16`, with `-gated` behind it where gated."""
+        return f"n{self.n}-k{self.k}-{str(self.dtype).removeprefix('torch.')}{'-gated' * self.gated}"
+
+    def stage_bytes(self, block_n: int, block_k: int, block_m: int) -> int:
+        """Shared memory of one stage of the pipeline: the tiles of weight and rows that it loads."""
+        return ((1 + self.gated) * block_n + block_m) * block_k * self.dtype.itemsize
+
+    def bound(self, block_n: int, block_k: int) -> int:
+        """Steps of the whole product, which bounds the number of programs."""
+        return -(-self.n // block_n) * -(-self.k // block_k)
+
+
+def linear_config(shape: LinearShape, block_m: int, limits: DeviceLimits) -> LinearConfig:
+    """The table's configuration for `shape` on this GPU, or the default; with `block_m` rows perhaps fewer stages."""
+    entry = load_table().get(limits.name, {}).get(shape.key)
+    return fit(entry or default_config(shape, limits), shape, block_m, limits)
+
+
+def default_config(shape: LinearShape, limits: DeviceLimits) -> LinearConfig:
+    """A safe configuration: two programs on each multiprocessor, each with half of its shared memory in flight.
+
+    About 32 KiB in flight on each multiprocessor cover the latency of a GPU's memory at 4 TB/s. Rows of 256 bytes are
+    what the memory reads best; where fewer than three stages of them fit, half as many.
+    """
+    if not limits.capability:  # the interpreter: small tiles, so that small shapes have several
+        return LinearConfig(16, 32, min(limits.num_sms, shape.bound(16, 32)), 4, 1)
+    block_n, block_k = 64, 256 // shape.dtype.itemsize
+    if shape.dtype == torch.float32:  # no tensor cores: operands live in registers
+        block_n, block_k = 32, 32
+    elif limits.shared_memory // 2 < 3 * shape.stage_bytes(block_n, block_k, 16):
+        block_k //= 2
+    programs = min(2 * limits.num_sms, shape.bound(block_n, block_k))
+    return LinearConfig(block_n, block_k, programs, 4, 6)
+
+
+def fit(config: LinearConfig, shape: LinearShape, block_m: int, limits: DeviceLimits) -> LinearConfig:
+    """`config` with as many of its stages, at least two, as shared memory has room for."""
+    if not limits.capability:
+        return config
+    per_sm = max(1, -(-config.programs // limits.num_sms))
+    # Behind the stages: the rows once more where a norm rewrites them, and what the epilogue turns around.
+    extra = block_m * config.block_k * shape.dtype.itemsize + 1024
+    stage = shape.stage_bytes(config.block_n, config.block_k, block_m)
+    room = (
+        limits.shared_memory // per_sm if per_sm * (2 * stage + extra) <= limits.shared_memory else limits.shared_memory
+    )
+    return dataclasses.replace(config, num_stages=max(2, min(config.num_stages, (room - extra) // stage)))
+
+
+@cache
+def load_table(path: Path = TABLE) -> Mapping[str, Mapping[str, LinearConfig]]:
+    """`{GPU name: {shape key: configuration}}`."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    return {
+        gpu: {key: LinearConfig(**fields) for key, fields in shapes.items()}
+        for gpu, shapes in content["skinny_linear"].items()
+    }

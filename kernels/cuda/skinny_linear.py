@@ -1,0 +1,351 @@
+"""Products of few rows (at most 64) with a weight, what comes before and after them fused. Packs no weights.
+
+A decode pass reads every weight once, so the kernel is there to keep the memory busy. Weights are on the tensor core's
+M side and the rows, padded to 16, on its N side. The work, tiles of the output times steps along the input, is dealt
+out evenly to a fixed number of programs, whatever the number of tiles: the programs that share a tile write partial
+sums, and the one that arrives last adds them in the order of the steps. So neither timing nor the number of rows
+changes the order of a sum.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from specrs.kernels.cuda._dependent_launch import enter, options
+from specrs.kernels.cuda.configs import LinearConfig
+from torch import Tensor
+
+MAX_ROWS = 64
+"""Rows above which cuBLAS serves: a product of that many is no longer bound by the weight's bytes alone."""
+
+NO_NORM, NORM_BEHIND, NORM_AHEAD = 0, 1, 2
+"""RMSNorm of x. Behind: the weight of the norm is applied to x and 1 / rms to the sums, so that one loop does both.
+Ahead: a loop of its own finds the rms first, because x times the norm's weight may exceed what fp16 can hold."""
+
+
+@triton.jit
+def _segment(p, TOTAL: tl.constexpr, PROGRAMS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """First step of program p, counted over all tiles."""
+    return p * (TOTAL // PROGRAMS) + p * (TOTAL % PROGRAMS) // PROGRAMS
+
+
+@triton.jit
+def _owner(step, TOTAL: tl.constexpr, PROGRAMS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Program that has `step`: the largest p whose first step is at most that."""
+    return ((step + 1) * PROGRAMS - 1) // TOTAL
+
+
+@triton.jit(do_not_specialize=["rows"])
+def skinny_linear_kernel(  # type: ignore[no-untyped-def]
+    x,
+    weight,
+    bias,
+    norm_weight,
+    out,
+    tile_top,
+    tile_id,
+    partials,
+    counters,
+    rows,
+    x_stride,
+    out_stride,
+    eps,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    enter(DEPENDENT)
+    TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    TOTAL: tl.constexpr = TILES * STEPS
+    SUMS: tl.constexpr = BLOCK_N * BLOCK_M
+    SLOT: tl.constexpr = (2 if GATED else 1) * SUMS + BLOCK_M
+    EVEN: tl.constexpr = K % BLOCK_K == 0
+
+    pid = tl.program_id(0)
+    token = tl.arange(0, BLOCK_M)
+    feature = tl.arange(0, BLOCK_N)
+    column = tl.arange(0, BLOCK_K)
+    local = feature[:, None] * BLOCK_M + token[None, :]
+    # Rows and features past the end repeat the last one and are not stored: no mask in the loop.
+    x_rows = x + tl.minimum(token, rows - 1).to(tl.int64) * x_stride
+
+    scale = tl.zeros([BLOCK_M], tl.float32)
+    if NORM == 2:
+        ahead = tl.zeros([BLOCK_K, BLOCK_M], tl.float32)
+        for k in range(0, K, BLOCK_K):
+            v = tl.load(x_rows[None, :] + k + column[:, None], mask=(k + column < K)[:, None], other=0).to(tl.float32)
+            ahead += v * v
+        scale = tl.rsqrt(tl.sum(ahead, 0) / K + eps)
+
+    begin = _segment(pid, TOTAL, PROGRAMS)
+    end = _segment(pid + 1, TOTAL, PROGRAMS)
+    first_tile = begin // STEPS
+    for tile in range(first_tile, (end - 1) // STEPS + 1):
+        k_begin = tl.maximum(begin - tile * STEPS, 0)
+        k_end = tl.minimum(end - tile * STEPS, STEPS)
+        n = tile * BLOCK_N + feature
+        w_rows = weight + tl.minimum(n, N - 1).to(tl.int64) * K
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        squares = tl.zeros([BLOCK_K, BLOCK_M], tl.float32)
+        for k in range(k_begin, k_end):
+            at = k * BLOCK_K + column
+            if EVEN:
+                w = tl.load(w_rows[:, None] + at[None, :])
+                v = tl.load(x_rows[None, :] + at[:, None])
+            else:
+                w = tl.load(w_rows[:, None] + at[None, :], mask=(at < K)[None, :], other=0)
+                v = tl.load(x_rows[None, :] + at[:, None], mask=(at < K)[:, None], other=0)
+            if NORM > 0:
+                g = tl.load(norm_weight + at, mask=at < K, other=0).to(tl.float32)
+                f = v.to(tl.float32)
+                if NORM == 1:
+                    squares += f * f
+                    v = (f * g[:, None]).to(v.dtype)
+                else:
+                    v = (f * scale[None, :] * g[:, None]).to(v.dtype)
+            acc = tl.dot(w, v, acc, input_precision="ieee")
+            if GATED:
+                second = w_rows + N * K
+                if EVEN:
+                    w = tl.load(second[:, None] + at[None, :])
+                else:
+                    w = tl.load(second[:, None] + at[None, :], mask=(at < K)[None, :], other=0)
+                up = tl.dot(w, v, up, input_precision="ieee")
+        total = tl.sum(squares, 0)
+
+        complete = k_end - k_begin == STEPS
+        if not complete:
+            slot = partials + (2 * pid + tl.minimum(tile - first_tile, 1)) * SLOT
+            tl.store(slot + local, acc)
+            if GATED:
+                tl.store(slot + SUMS + local, up)
+            if NORM == 1:
+                tl.store(slot + SLOT - BLOCK_M + token, total)
+            low = _owner(tile * STEPS, TOTAL, PROGRAMS)
+            high = _owner(tile * STEPS + STEPS - 1, TOTAL, PROGRAMS)
+            # All threads' sums before the one thread's count, which releases them to whoever counts after.
+            tl.debug_barrier()
+            complete = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") == high - low
+            if complete:
+                acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+                up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+                total = tl.zeros([BLOCK_M], tl.float32)
+                for p in range(low, high + 1):
+                    slot = partials + (2 * p + tl.minimum(tile - _segment(p, TOTAL, PROGRAMS) // STEPS, 1)) * SLOT
+                    acc += tl.load(slot + local, cache_modifier=".cg")
+                    if GATED:
+                        up += tl.load(slot + SUMS + local, cache_modifier=".cg")
+                    if NORM == 1:
+                        total += tl.load(slot + SLOT - BLOCK_M + token, cache_modifier=".cg")
+                tl.store(counters + tile, 0)
+
+        if complete:
+            if NORM == 1:
+                scale = tl.rsqrt(total / K + eps)
+                acc = acc * scale[None, :]
+                up = up * scale[None, :]
+            if bias is not None:
+                acc += tl.load(bias + n, mask=n < N, other=0).to(tl.float32)[:, None]
+                if GATED:
+                    up += tl.load(bias + N + n, mask=n < N, other=0).to(tl.float32)[:, None]
+            if GATED:
+                acc = acc / (1 + tl.exp(-acc)) * up
+            stored = (n < N)[:, None] & (token < rows)[None, :]
+            if tile_top is not None:
+                invalid = acc != acc
+                score = tl.where(invalid, float("inf"), acc)
+                score = tl.where((n < N)[:, None], score, float("-inf"))
+                top = tl.max(score, 0)
+                best = tl.min(tl.where((score == top[None, :]) & (n < N)[:, None], n[:, None], N), 0)
+                spoiled = tl.max((invalid & (n < N)[:, None]).to(tl.int32), 0) > 0
+                at = token * TILES + tile
+                tl.store(tile_top + at, tl.where(spoiled, float("nan"), top), mask=token < rows)
+                tl.store(tile_id + at, best, mask=token < rows)
+            if out is not None:
+                place = out + token.to(tl.int64)[None, :] * out_stride + n[:, None]
+                if ACCUMULATE:
+                    acc += tl.load(place, mask=stored, other=0).to(tl.float32)
+                tl.store(place, acc.to(out.dtype.element_ty), mask=stored)
+
+
+def block_m(rows: int) -> int:
+    """Columns of a tile for `rows` rows: 16, 32 or 64. Fewer than 8 would leave the warp-group instructions."""
+    return max(16, 1 << (rows - 1).bit_length())
+
+
+def scratch_sizes(config: LinearConfig, rows: int, *, n: int, gated: bool) -> tuple[int, int]:
+    """Elements of `partials` (fp32) and of `counters` (int32) that a product of `rows` rows with `n` features needs.
+
+    `n` counts the features of the output: of a gated product half the rows of its weight.
+    """
+    width = block_m(rows)
+    return 2 * config.programs * ((2 if gated else 1) * config.block_n + 1) * width, -(-n // config.block_n)
+
+
+def launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    out: Tensor | None,
+    tiles: tuple[Tensor, Tensor] | None,
+    partials: Tensor,
+    counters: Tensor,
+    eps: float,
+    gated: bool,
+    accumulate: bool,
+    config: LinearConfig,
+    dependent: bool,
+) -> None:
+    """Launch the kernel; arguments as in `skinny_linear` and `lm_head.linear_argmax`, which check them."""
+    rows = x.shape[0]
+    n = weight.shape[0] // (2 if gated else 1)
+    norm = NO_NORM
+    if norm_weight is not None:
+        norm = NORM_AHEAD if x.dtype == torch.float16 else NORM_BEHIND
+    width = block_m(rows)
+    skinny_linear_kernel[(config.programs,)](
+        x,
+        weight,
+        bias,
+        norm_weight,
+        out,
+        *(tiles or (None, None)),
+        partials,
+        counters,
+        rows,
+        x.stride(0),
+        0 if out is None else out.stride(0),
+        eps,
+        N=n,
+        K=weight.shape[1],
+        PROGRAMS=config.programs,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        BLOCK_M=width,
+        NORM=norm,
+        GATED=gated,
+        ACCUMULATE=accumulate,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **options(dependent),
+    )
+
+
+@torch.library.custom_op("specrs::skinny_linear", mutates_args=("out", "partials", "counters"))
+def skinny_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    out: Tensor,
+    partials: Tensor,
+    counters: Tensor,
+    eps: float,
+    gated: bool,
+    accumulate: bool,
+    config: list[int],
+    dependent: bool,
+) -> None:
+    """Write `f(norm(x) W^T + b)` into `out`, or add it there with `accumulate`.
+
+    Args:
+        x: `[M, K]`, 1 <= M <= 64, contiguous rows of any stride.
+        weight: `[N, K]` contiguous, of x's dtype; with `gated` `[2 N, K]`, the gates above the values.
+        bias: `[N]` or `[2 N]`, or None.
+        norm_weight: `[K]`; the rows of x are RMS-normalised with it and `eps` first. None: they are taken as they are.
+        out: `[M, N]` of any floating dtype, contiguous rows of any stride. Sums are fp32 and rounded once.
+        partials, counters: scratch of at least `scratch_sizes`. Counters are zero before and after.
+        gated: f(y) = silu(y[:N]) * y[N:], else f(y) = y.
+        config: the fields of a LinearConfig in order.
+        dependent: launch dependently (see `_dependent_launch`).
+    """
+    _check(x, weight, bias, norm_weight, out, partials, counters, gated, config)
+    settings = LinearConfig(*config)
+    launch(x, weight, bias, norm_weight, out, None, partials, counters, eps, gated, accumulate, settings, dependent)
+
+
+@skinny_linear.register_fake
+def _(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    out: Tensor,
+    partials: Tensor,
+    counters: Tensor,
+    eps: float,
+    gated: bool,
+    accumulate: bool,
+    config: list[int],
+    dependent: bool,
+) -> None:
+    _check(x, weight, bias, norm_weight, out, partials, counters, gated, config)
+
+
+def check_operands(
+    x: Tensor, weight: Tensor, partials: Tensor, counters: Tensor, gated: bool, config: list[int]
+) -> int:
+    """Raise AssertionError for operands that the kernel would read past; return N."""
+    n = weight.shape[0] // (2 if gated else 1)
+    assert 1 <= x.shape[0] <= MAX_ROWS, f"rows={x.shape[0]}: must be from 1 to {MAX_ROWS}"
+    assert x.shape[1] == weight.shape[1], f"x has {x.shape[1]} columns and the weight {weight.shape[1]}"
+    assert weight.is_contiguous()
+    assert x.stride(1) == 1
+    assert x.dtype == weight.dtype
+    needed = scratch_sizes(LinearConfig(*config), x.shape[0], n=n, gated=gated)
+    assert partials.numel() >= needed[0], f"partials must have {needed[0]} elements"
+    assert counters.numel() >= needed[1], f"counters must have {needed[1]} elements"
+    return n
+
+
+def _check(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    out: Tensor,
+    partials: Tensor,
+    counters: Tensor,
+    gated: bool,
+    config: list[int],
+) -> None:
+    n = check_operands(x, weight, partials, counters, gated, config)
+    assert out.shape == (x.shape[0], n)
+    assert out.stride(1) == 1
+    assert bias is None or bias.shape == weight.shape[:1]
+    assert norm_weight is None or norm_weight.shape == weight.shape[1:]
+
+
+def skinny_linear_reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    out: Tensor,
+    eps: float,
+    *,
+    gated: bool = False,
+    accumulate: bool = False,
+) -> None:
+    """`skinny_linear` in plain torch, in float64 throughout and rounded once."""
+    v = x.double()
+    if norm_weight is not None:
+        v = v * (v.square().mean(1, keepdim=True) + eps).rsqrt() * norm_weight.double()
+    y = v @ weight.double().t()
+    if bias is not None:
+        y = y + bias.double()
+    if gated:
+        gate, up = y.chunk(2, dim=1)
+        y = torch.nn.functional.silu(gate) * up
+    out.copy_(out.double() + y if accumulate else y)
