@@ -19,7 +19,7 @@ def _is_finite(x):  # type: ignore[no-untyped-def]
     return (x == x) & (tl.abs(x) != float("inf"))
 
 
-@triton.jit(do_not_specialize=["tokens_stride", "results_stride", "K", "stride", "emitted_stride"])
+@triton.jit(do_not_specialize=["padding_row", "tokens_stride", "results_stride", "K", "stride", "emitted_stride"])
 def update_kernel(  # type: ignore[no-untyped-def]
     row_ptr,
     n_ptr,
@@ -43,6 +43,7 @@ def update_kernel(  # type: ignore[no-untyped-def]
     out_drafted_ptr,
     out_flags_ptr,
     out_tokens_ptr,
+    padding_row,
     tokens_stride,
     results_stride,
     K,
@@ -82,11 +83,13 @@ def update_kernel(  # type: ignore[no-untyped-def]
         if good & (k > 0):
             tl.store(draft_len_ptr + row, tl.minimum(grown, n + k) - 1)
 
-    tl.store(out_emitted_ptr + b, emitted)
-    tl.store(out_accepted_ptr + b, tl.where(good, accepted, 0))
-    tl.store(out_drafted_ptr + b, tl.where(good, k, 0))
-    tl.store(out_flags_ptr + b, tl.where(alive, flags, 0).to(tl.int64))
-    tl.store(out_tokens_ptr + b * results_stride + j, tokens, mask=j <= K)
+    # Results behind the launch's entries are those of its prompt chunks.
+    if row != padding_row:
+        tl.store(out_emitted_ptr + b, emitted)
+        tl.store(out_accepted_ptr + b, tl.where(good, accepted, 0))
+        tl.store(out_drafted_ptr + b, tl.where(good, k, 0))
+        tl.store(out_flags_ptr + b, tl.where(alive, flags, 0).to(tl.int64))
+        tl.store(out_tokens_ptr + b * results_stride + j, tokens, mask=j <= K)
 
 
 @torch.library.custom_op(
@@ -129,7 +132,7 @@ def update_rows(
 ) -> None:
     """Commit the emitted tokens of B entries, apply stops and limits, report; `runner.accept.update` is the reference.
 
-    An entry that is not alive reports zeros and leaves its row as it is. A row whose target logits are not finite, or
+    An entry that is not alive reports zeros and leaves its row as it is; padding reports nothing. A row whose target logits are not finite, or
     that would pass its capacity, emits nothing and goes inactive. `accepted` is held to [0, K_r] whatever a rule says.
 
     Args:
@@ -164,6 +167,7 @@ def update_rows(
         out_drafted,
         out_flags,
         out_tokens,
+        num_tokens.shape[0] - 1,
         tokens.stride(0),
         out_tokens.stride(0),
         width - 1,
@@ -186,6 +190,7 @@ def _variants() -> tuple[Variant, ...]:
         "target_top_ptr": "*fp32",
         "draft_top_ptr": "*fp32",
         "active_ptr": "*i1",
+        "padding_row": "i32",
         "tokens_stride": "i32",
         "results_stride": "i32",
         "K": "i32",

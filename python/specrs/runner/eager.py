@@ -14,7 +14,7 @@ from specrs.models.kv_cache import KVCache
 from specrs.runner.accept import Results, accept, update
 from specrs.runner.iteration import Drafted, Iteration, draft, prepare, verify
 from specrs.runner.logprobs import entry_logprobs, prompt_logprobs
-from specrs.runner.prefill import catch_up, last_rows, prefill
+from specrs.runner.prefill import catch_up_inputs, caught_up, last_chunks, last_rows, prefill_inputs
 from specrs.runner.ring import Header, RingSlot
 from specrs.runner.row_state import RowState
 from specrs.runner.sampling_state import EntrySampling, SamplingState
@@ -63,18 +63,21 @@ class EagerRunner:
             self._prefill(slot, header)
         if header.num_draft_chunks:
             assert self.drafter is not None, "the scheduler plans draft chunks only with a draft model"
-            catch_up(self.state, slot, header, self.drafter)
+            inputs = catch_up_inputs(self.state, slot.views, slot.views, header)
+            if inputs is not None:
+                self.drafter.feed(inputs)
+            caught_up(self.state, slot.views, header)
         if header.num_decode:
             self._decode(slot, header)
 
     def _prefill(self, slot: RingSlot, header: Header) -> None:
-        hidden = prefill(self.state, slot, header, self.target, self.kv_cache)
+        hidden = self.target.forward(prefill_inputs(self.state, slot.views, slot.views, header), self.kv_cache)
         self.num_target_passes += 1
         results = slot.results_view.narrow(header.num_decode, header.num_prefill)
         for tensor in results.tensors():
             tensor.zero_()
         prompt_logprobs(slot, header, hidden, self.target, self.state, self.sampling)
-        chunks, rows = last_rows(slot, header)
+        chunks = last_chunks(slot.views, header)
         if not chunks:
             return
         # The end of a prompt is an iteration without drafts: its last hidden row gives the distribution of position n.
@@ -90,7 +93,7 @@ class EagerRunner:
         )
         final = Results(*(torch.empty_like(tensor[: len(chunks)]) for tensor in results.tensors()))
         drafted = Drafted(torch.zeros_like(it.num_tokens), None)
-        logits = self.target.compute_logits(hidden[rows])
+        logits = self.target.compute_logits(hidden[last_rows(slot.views, header)[chunks]])
         sampling = self.sampling.for_entries(self.state, it)
         self._finish(slot, entries, it, logits, it.num_tokens - 1, drafted, sampling, final)
         for mine, theirs in zip(results.tensors(), final.tensors(), strict=True):

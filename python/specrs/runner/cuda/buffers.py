@@ -34,6 +34,7 @@ class Buffers:
     uniform_start: Tensor  # [first_rows + 1, B + 1], row r: 0, r, 2 r .., the q_start of passes with r rows an entry
 
     # Draft pass 1, and what passes 2..K feed and draw.
+    draft_ids: Tensor  # [B * first_rows], ids held to the draft's vocabulary, where it is the smaller one
     first_ids: Tensor  # [B * first_rows]
     first_positions: Tensor
     first_slots: Tensor
@@ -43,7 +44,7 @@ class Buffers:
     drawn: Tensor  # [K, B], the token of pass i in row i - 1
     draft_top: Tensor  # [K, B] fp32, largest raw logit
     draft_cut: Tensor  # [K, B] fp32
-    draft_lse: Tensor  # [K, B] fp32
+    draft_lse: Tensor  # [K, B] float64
     draft_logits: Tensor  # [K, B, V] fp32
 
     # Verification.
@@ -57,7 +58,7 @@ class Buffers:
     target_ids: Tensor  # [N]
     target_top: Tensor  # [N] fp32
     target_cut: Tensor  # [N] fp32
-    target_lse: Tensor  # [N] fp32
+    target_lse: Tensor  # [N] float64
     accepted: Tensor  # [B]
     emitted: Tensor  # [B, K + 1]
 
@@ -88,16 +89,19 @@ class Buffers:
             q_start=ints(b + 1),
             table=ints(b, max_blocks),
             uniform_start=steps,
+            draft_ids=ints(b * first_rows),
             **{f"first_{name}": ints(b * first_rows) for name in ("ids", "positions", "slots")},
             **{f"draft_{name}": ints(k, b) for name in ("positions", "slots", "draws")},
             drawn=ints(k, b),
-            **{f"draft_{name}": floats(k, b) for name in ("top", "cut", "lse")},
+            **{f"draft_{name}": floats(k, b) for name in ("top", "cut")},
+            draft_lse=floats(k, b).double(),
             draft_logits=floats(k, b, vocab_size, fill=-torch.inf),
             **{f"verify_{name}": ints(n) for name in ("ids", "positions", "slots", "draws", "rows")},
             drafts=ints(b, k),
             logits=floats(n, vocab_size),
             target_ids=ints(n),
-            **{f"target_{name}": floats(n) for name in ("top", "cut", "lse")},
+            **{f"target_{name}": floats(n) for name in ("top", "cut")},
+            target_lse=floats(n).double(),
             emitted=ints(b, k + 1),
         )
 

@@ -1,0 +1,101 @@
+"""CUDA graphs of iterations and of single passes: captured once, largest first, from one memory pool, then replayed.
+
+Decides nothing about launches. The functions captured write into persistent buffers and allocate nothing, so a graph
+costs its kernel nodes and no activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+
+import torch
+from tqdm import tqdm
+
+from specrs.runner.cuda.iteration import Context, Entries, draft_pass, run, verify_pass
+from specrs.runner.cuda.shapes import Buckets
+
+WARM_UPS = 2
+"""Eager runs before a capture: the first compiles kernels and sets up cuBLAS, which a capture must not see."""
+
+
+class Graphs:
+    """Graphs by what they do: a `Shape`, `("draft", batch, pass, tail)` or `("verify", batch, rows, greedy)`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._graphs
+
+    def capture(self, key: Hashable, function: Callable[[], None]) -> None:
+        """Record `function` under `key`; it runs eagerly before, which must do no harm."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for _ in range(WARM_UPS):
+                function()
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            function()
+        self._graphs[key] = graph
+
+    def replay(self, key: Hashable) -> None:
+        """Enqueue the graph of `key` on the current stream. KeyError if there is none."""
+        self._graphs[key].replay()
+
+
+def tasks(ctx: Context, buckets: Buckets, decode: Entries) -> Iterable[tuple[Hashable, Callable[[], None]]]:
+    """Everything that is captured, largest first: `(key, function)`."""
+    for shape in buckets.whole_shapes():
+        yield shape, lambda shape=shape: run(ctx, shape, decode)  # type: ignore[misc]
+    for batch, rows, greedy in buckets.verify_passes():
+        width = buckets.max_k + 1
+        yield (
+            ("verify", batch, rows, greedy),
+            lambda a=(batch, rows, width), g=greedy: verify_pass(ctx, *a, greedy=g),  # type: ignore[misc]
+        )
+    for batch, i, tail in buckets.draft_passes():
+        yield ("draft", batch, i, tail), lambda a=(i, batch, tail): draft_pass(ctx, *a)  # type: ignore[misc]
+
+
+def capture_all(ctx: Context, buckets: Buckets, decode: Entries, device: torch.device) -> Graphs:
+    """Capture every graph with a progress bar; the record must hold no entries, so that nothing is written."""
+    graphs = Graphs(device)
+    work = list(tasks(ctx, buckets, decode))
+    for key, function in tqdm(work, desc="Capturing CUDA graphs", disable=None):
+        graphs.capture(key, function)
+    torch.cuda.synchronize(device)
+    return graphs
+
+
+def bytes_per_graph(ctx: Context, buckets: Buckets, decode: Entries, device: torch.device) -> dict[str, float]:
+    """Device memory of one graph of each kind, by capturing the largest of each; counts follow from the buckets."""
+    graphs = Graphs(device)
+    found: dict[str, float] = {}
+    for key, function in tasks(ctx, buckets, decode):
+        kind = key[0] if isinstance(key, tuple) else "whole"
+        if kind in found:
+            continue
+        function()
+        torch.cuda.synchronize(device)
+        before = torch.cuda.mem_get_info(device)[0]
+        graphs.capture(key, function)
+        graphs.replay(key)  # the driver uploads a graph at its first replay
+        torch.cuda.synchronize(device)
+        found[kind] = max(0, before - torch.cuda.mem_get_info(device)[0])
+    return found
+
+
+def graph_counts(buckets: Buckets) -> dict[str, int]:
+    """Graphs of each kind that `capture_all` makes."""
+    return {
+        "whole": sum(1 for _ in buckets.whole_shapes()),
+        "verify": sum(1 for _ in buckets.verify_passes()),
+        "draft": sum(1 for _ in buckets.draft_passes()),
+    }

@@ -1,0 +1,317 @@
+"""One iteration as functions that a CUDA graph can hold: prepare, draft, verify, accept_and_update.
+
+They enqueue ops on persistent buffers and return nothing: no allocation, no shape that depends on data, no value read
+back, no copy between devices. What differs between launches is read on the device; what is fixed in a `Shape` is fixed
+in its graph. `runner.iteration` and `runner.accept` are the same on a CPU, and the reference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specrs.core import PURPOSE_DRAFT, PURPOSE_GUMBEL
+from specrs.drafters.draft_model import DraftModel
+from specrs.kernels.cuda.argmax import argmax
+from specrs.kernels.cuda.draw import draw
+from specrs.kernels.cuda.prepare import assemble_drafts, prepare_iteration
+from specrs.kernels.cuda.rules import verify_coupled, verify_greedy, verify_rejection, verify_synthetic
+from specrs.kernels.cuda.sampling_cut import sampling_cut
+from specrs.kernels.cuda.sampling_scratch import SamplingScratch
+from specrs.kernels.cuda.update import update_rows
+from specrs.models.cuda_forward import Workspace, compute_argmax, compute_logits, forward
+from specrs.models.decoder import Decoder
+from specrs.models.inputs import PassInputs
+from specrs.models.kv_cache import KVCache
+from specrs.runner.cuda.buffers import Buffers, DeviceRecord
+from specrs.runner.cuda.shapes import Shape, Tail
+from specrs.runner.row_state import RowState
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """All that an iteration reads and writes; fixed for the engine's life, so its addresses are too."""
+
+    state: RowState
+    params: Tensor  # [R+1, 8] fp32, verify.params.SamplingRows.values
+    seeds: Tensor  # [R+1]
+    record: DeviceRecord
+    buffers: Buffers
+    scratch: SamplingScratch
+    target: Decoder
+    kv_cache: KVCache
+    target_workspace: Workspace
+    drafter: DraftModel | None
+    draft_workspace: Workspace | None
+    block_size: int
+    max_model_len: int
+    max_k: int
+    first_rows: int
+    rule: str  # rejection, coupled or synthetic
+    synthetic_rates: Tensor | None  # [K] fp32, unconditional acceptance by position
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """Which of the launch's entries an iteration is for: decode entries, or the prompt chunks behind them."""
+
+    count: Tensor  # [1], in the record's header
+    first: int = 0
+    emits: Tensor | None = None  # [>= B] 1 for the last chunk of a prompt
+
+
+def prepare(ctx: Context, shape: Shape, entries: Entries) -> None:
+    """Lengths, guards, positions and slots of the iteration, from row state and the device's record."""
+    b, state, views = ctx.buffers, ctx.state, ctx.record.views
+    batch, k = shape.batch, shape.max_k
+    prepare_iteration(
+        entries.count,
+        views["entry_row"][entries.first :],
+        views["entry_k"][entries.first :],
+        views["entry_capacity"][entries.first :],
+        entries.emits,
+        state.num_tokens,
+        state.draft_len,
+        state.limit,
+        state.active,
+        state.tokens,
+        state.block_table,
+        b.row[:batch],
+        b.n[:batch],
+        b.k[:batch],
+        b.alive[:batch],
+        b.capacity[:batch],
+        b.q_start[: batch + 1],
+        b.first_ids,
+        b.first_positions,
+        b.first_slots,
+        b.draft_positions[:k, :batch],
+        b.draft_slots[:k, :batch],
+        b.draft_draws[:k, :batch],
+        b.verify_ids[: shape.rows],
+        b.verify_positions[: shape.rows],
+        b.verify_slots[: shape.rows],
+        b.verify_draws[: shape.rows],
+        b.verify_rows[: shape.rows],
+        b.table[:batch],
+        0 if ctx.drafter is None else ctx.drafter.max_model_len,
+        ctx.first_rows,
+        ctx.block_size,
+        ctx.max_k,
+    )
+
+
+def draft(ctx: Context, shape: Shape) -> None:
+    """All drafting passes of a shape, each feeding the token that the one before drew."""
+    for i in range(1, shape.max_k + 1):
+        draft_pass(ctx, i, shape.batch, shape.tail)
+
+
+def draft_pass(ctx: Context, i: int, batch: int, tail: Tail) -> None:
+    """Pass i >= 1 for the first `batch` entries; writes row i - 1 of `drawn`, or only of `draft_logits` for LOGITS."""
+    b, drafter = ctx.buffers, ctx.drafter
+    assert drafter is not None
+    assert ctx.draft_workspace is not None
+    rows = ctx.first_rows if i == 1 else 1
+    ids, positions, slots = (
+        (b.first_ids[: batch * rows], b.first_positions[: batch * rows], b.first_slots[: batch * rows])
+        if i == 1
+        else (b.drawn[i - 2, :batch], b.draft_positions[i - 1, :batch], b.draft_slots[i - 1, :batch])
+    )
+    known = drafter.model.config.vocab_size
+    if known < drafter.vocab_size:
+        ids = torch.clamp(ids, max=known - 1, out=b.draft_ids[: len(ids)])
+    inputs = PassInputs(
+        input_ids=ids,
+        positions=positions,
+        slots=slots,
+        q_start=b.uniform_start[rows, : batch + 1],
+        block_table=b.table[:batch],
+        max_q_len=rows,
+        max_context=ctx.max_model_len,
+    )
+    hidden = forward(drafter.model, inputs, drafter.kv_cache, ctx.draft_workspace)[rows - 1 :: rows]
+    if tail is Tail.GREEDY:
+        compute_argmax(
+            drafter.model, hidden, b.drawn[i - 1, :batch], b.draft_top[i - 1, :batch], ctx.draft_workspace, None
+        )
+        return
+    logits = b.draft_logits[i - 1, :batch]
+    compute_logits(drafter.model, hidden, logits[:, :known], ctx.draft_workspace)
+    if tail is Tail.SAMPLED:
+        sample_draft(ctx, i, batch)
+
+
+def sample_draft(ctx: Context, i: int, batch: int) -> None:
+    """Draw pass i's tokens from its logits; cut and normaliser stay beside the logits, which together are q."""
+    b = ctx.buffers
+    at = (i - 1, slice(0, batch))
+    logits, rows = b.draft_logits[at], b.row[:batch]
+    sampling_cut(logits, rows, ctx.params, b.draft_cut[at], b.draft_lse[at], b.draft_top[at], ctx.scratch, coarse=True)
+    purpose = PURPOSE_GUMBEL if ctx.rule == "coupled" else PURPOSE_DRAFT
+    draw(
+        logits,
+        rows,
+        ctx.params,
+        b.draft_cut[at],
+        ctx.seeds,
+        b.draft_draws[at],
+        purpose,
+        b.drawn[at],
+        ctx.scratch,
+    )
+
+
+def verify(ctx: Context, shape: Shape) -> None:
+    """One target pass over t_{n-1}, d_1 .. d_K of every entry; `logits`, or `target_ids` and `target_top` if greedy."""
+    if shape.max_k:
+        assemble(ctx, shape)
+    verify_pass(ctx, shape.batch, shape.rows, shape.max_k + 1, greedy=shape.tail is Tail.GREEDY)
+
+
+def assemble(ctx: Context, shape: Shape) -> None:
+    """The drafts, into the inputs of verification and row state."""
+    b, batch, k = ctx.buffers, shape.batch, shape.max_k
+    assemble_drafts(
+        b.drawn[:k, :batch],
+        b.row[:batch],
+        b.n[:batch],
+        b.k[:batch],
+        b.q_start[: batch + 1],
+        ctx.state.tokens,
+        b.verify_ids[: shape.rows],
+        b.drafts[:batch, :k],
+        ctx.max_k,
+    )
+
+
+def verify_pass(ctx: Context, batch: int, rows: int, max_q_len: int, *, greedy: bool) -> None:
+    """The target's forward pass over `rows` flat rows, with an argmax behind its LM head if `greedy`."""
+    b = ctx.buffers
+    inputs = PassInputs(
+        input_ids=b.verify_ids[:rows],
+        positions=b.verify_positions[:rows],
+        slots=b.verify_slots[:rows],
+        q_start=b.q_start[: batch + 1],
+        block_table=b.table[:batch],
+        max_q_len=max_q_len,
+        max_context=ctx.max_model_len,
+    )
+    hidden = forward(ctx.target, inputs, ctx.kv_cache, ctx.target_workspace)
+    if greedy:
+        compute_argmax(ctx.target, hidden, b.target_ids[:rows], b.target_top[:rows], ctx.target_workspace, None)
+    else:
+        compute_logits(ctx.target, hidden, b.logits[:rows], ctx.target_workspace)
+
+
+def accept_and_update(ctx: Context, shape: Shape, first: int = 0, logits: Tensor | None = None) -> None:
+    """Verify the drafts by the rule, commit, report to the results of the entries from `first` on.
+
+    `logits` `[rows, V]` take the place of the buffer's where masks or penalties have made others of them.
+    """
+    accept(ctx, shape, ctx.buffers.logits[: shape.rows] if logits is None else logits)
+    b, state, batch = ctx.buffers, ctx.state, shape.batch
+    results = ctx.record.results_view.narrow(first, batch)
+    update_rows(
+        b.row[:batch],
+        b.n[:batch],
+        b.k[:batch],
+        b.alive[:batch],
+        b.capacity[:batch],
+        b.q_start[: batch + 1],
+        b.accepted[:batch],
+        b.emitted[:batch, : shape.max_k + 1],
+        b.target_top[: shape.rows],
+        b.draft_top[: shape.max_k, :batch],
+        state.num_tokens,
+        state.draft_len,
+        state.limit,
+        state.min_len,
+        state.active,
+        state.tokens,
+        state.stop_ids,
+        *results.tensors(),
+    )
+
+
+def accept(ctx: Context, shape: Shape, logits: Tensor) -> None:
+    """`accepted` and `emitted` by the rule; greedy shapes find the target's own tokens in `target_ids`."""
+    b, batch, k = ctx.buffers, shape.batch, shape.max_k
+    q_start, drafts, num_drafts = b.q_start[: batch + 1], b.drafts[:batch, :k], b.k[:batch]
+    accepted, emitted = b.accepted[:batch], b.emitted[:batch, : k + 1]
+    if ctx.rule == "synthetic":
+        assert ctx.synthetic_rates is not None
+        if shape.tail is not Tail.GREEDY:
+            argmax(logits, b.target_ids[: shape.rows], b.target_top[: shape.rows], ctx.scratch)
+        verify_synthetic(
+            b.target_ids[: shape.rows],
+            q_start,
+            drafts,
+            num_drafts,
+            ctx.synthetic_rates,
+            ctx.seeds,
+            b.row[:batch],
+            b.n[:batch],
+            accepted,
+            emitted,
+        )
+        return
+    if shape.tail is Tail.GREEDY:
+        verify_greedy(b.target_ids[: shape.rows], q_start, drafts, num_drafts, accepted, emitted)
+        return
+    at = slice(0, shape.rows)
+    sampling_cut(
+        logits,
+        b.verify_rows[at],
+        ctx.params,
+        b.target_cut[at],
+        b.target_lse[at],
+        b.target_top[at],
+        ctx.scratch,
+        coarse=False,
+    )
+    if ctx.rule == "coupled":
+        verify_coupled(
+            logits,
+            b.verify_rows[at],
+            ctx.params,
+            b.target_cut[at],
+            ctx.seeds,
+            b.verify_draws[at],
+            q_start,
+            drafts,
+            num_drafts,
+            accepted,
+            emitted,
+            ctx.scratch,
+        )
+        return
+    verify_rejection(
+        logits,
+        b.target_cut[at],
+        b.target_lse[at],
+        b.draft_logits[:k, :batch],
+        b.draft_cut[:k, :batch],
+        b.draft_lse[:k, :batch],
+        q_start,
+        drafts,
+        num_drafts,
+        b.row[:batch],
+        b.n[:batch],
+        ctx.params,
+        ctx.seeds,
+        accepted,
+        emitted,
+        ctx.scratch,
+    )
+
+
+def run(ctx: Context, shape: Shape, entries: Entries) -> None:
+    """A whole decode iteration."""
+    prepare(ctx, shape, entries)
+    if shape.max_k:
+        draft(ctx, shape)
+    verify(ctx, shape)
+    accept_and_update(ctx, shape)
