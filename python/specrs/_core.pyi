@@ -42,6 +42,7 @@ __all__ = [
     "InvalidResultsError",
     "NotRunningError",
     "OutOfBlocksError",
+    "Sampler",
     "Scheduler",
     "SettleOrderError",
     "SlotMapper",
@@ -663,6 +664,111 @@ class SlotMapper:
 
         Raises:
             InvalidBufferError: an array has the wrong dtype, layout, size or content; `out` is unchanged.
+        """
+
+@final
+class Sampler:
+    """Sampling of fp32 rows on a CPU: cuts, noise, draws and the verification of drafts in one pass over each row.
+
+    Rows come with masks, biases and penalties applied. `params` `[R, >= 5]` float32 holds per row of state: greedy
+    (not 0: the largest logit, the lowest id of equal ones), temperature (positive), top_k (inf is off), top_p in (0, 1)
+    (inf is off), ln(min_p) (-inf is off); further columns are ignored. `seeds` is `[R]` int64, its bits taken as
+    unsigned. `rows` names the row of state of each row of logits, or of each request. Noise is that of `philox_gumbel`
+    and `philox_uniform`; only kept tokens get any. A row of logits whose largest is not finite gives some token of the
+    vocabulary; its `largest` tells.
+    """
+
+    def __new__(cls, vocab_size: int) -> Sampler:
+        """A sampler for rows of `vocab_size` logits (V).
+
+        Raises:
+            InvalidConfigError: unless `1 <= vocab_size <= 2**31`.
+        """
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+
+    def draw(
+        self,
+        logits: NDArray[np.float32],
+        params: NDArray[np.float32],
+        seeds: NDArray[np.int64],
+        rows: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        purpose: int,
+        tokens: NDArray[np.int64],
+        largest: NDArray[np.float32],
+        q: NDArray[np.float32] | None = None,
+        column: int = 0,
+    ) -> None:
+        """Draws a token of each row: argmax(x + g) with x the filtered logits, g the Gumbel noise of (seed, position).
+
+        Args:
+            logits: `[N, V]`.
+            rows: `[N]`.
+            positions: `[N]`, of the tokens drawn.
+            purpose: one of `PURPOSE_*`.
+            tokens: `[N]`, written.
+            largest: `[N]`, written: the largest logit, NaN if there is one.
+            q: `[B, K, V]`, B >= N; `q[i, column]` gets the probabilities that row i was drawn from.
+
+        Raises:
+            InvalidConfigError: `purpose` is not one of `PURPOSE_*`.
+            InvalidBufferError: an array has the wrong dtype, layout, size or content; nothing is written.
+        """
+
+    def verify(
+        self,
+        logits: NDArray[np.float32],
+        params: NDArray[np.float32],
+        seeds: NDArray[np.int64],
+        rows: NDArray[np.int64],
+        q_start: NDArray[np.int64],
+        num_tokens: NDArray[np.int64],
+        num_drafts: NDArray[np.int64],
+        drafts: NDArray[np.int64],
+        q: NDArray[np.float32] | None,
+        num_accepted: NDArray[np.int64],
+        tokens: NDArray[np.int64],
+        largest: NDArray[np.float32],
+    ) -> None:
+        """Verifies the drafts of B requests: by the rule `rejection` with `q`, by `coupled` without.
+
+        `rejection` (Leviathan et al. 2023, algorithm 1): draft i stands if u * q < p, with the uniform of
+        (seed, n + i, `PURPOSE_ACCEPT`); after m drafts the token is drawn with the noise of
+        (seed, n + m, `PURPOSE_GUMBEL`), from max(0, p - q) after a rejection. `coupled`: a draft stands while it is
+        what its row draws with that noise. Without drafts the rules are the same.
+
+        Args:
+            logits: `[N, V]`; row `q_start[b] + i` is for position n + i of request b.
+            rows: `[B]`.
+            q_start: `[B + 1]`; request b owns at least num_drafts[b] + 1 rows.
+            num_tokens: n, `[B]`.
+            num_drafts: `[B]`, 0 to K.
+            drafts: `[B, K]`; columns from num_drafts on are ignored.
+            q: `[B, K, V]`, what the drafts were drawn from; anything in columns from num_drafts on.
+            num_accepted: m, `[B]`, written.
+            tokens: `[B, K + 1]`, written: the accepted drafts, then the drawn token in all columns left.
+            largest: `[N]`, written: the largest logit of each row, NaN if there is one.
+
+        Raises:
+            InvalidBufferError: an array has the wrong dtype, layout, size or content; nothing is written.
+        """
+
+    def filter(
+        self,
+        logits: NDArray[np.float32],
+        params: NDArray[np.float32],
+        rows: NDArray[np.int64],
+        out: NDArray[np.float32],
+    ) -> None:
+        """Writes the logits `[N, V]` over their temperature into `out` `[N, V]`, -inf where the filters remove a token.
+
+        These are the cuts of `verify`. Greedy rows are copied. `rows` is `[N]`.
+
+        Raises:
+            InvalidBufferError: an array has the wrong dtype, layout, size or content; nothing is written.
         """
 
 def philox_uniform(

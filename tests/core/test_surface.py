@@ -34,7 +34,15 @@ def test_everything_in_the_stub_has_a_docstring() -> None:
 
 
 def test_the_classes_are_known() -> None:
-    assert PYCLASSES == ["AcceptanceTracker", "BlockHasher", "BlockPool", "CostModel", "Scheduler", "SlotMapper"]
+    assert PYCLASSES == [
+        "AcceptanceTracker",
+        "BlockHasher",
+        "BlockPool",
+        "CostModel",
+        "Sampler",
+        "Scheduler",
+        "SlotMapper",
+    ]
 
 
 INSTANCES = [
@@ -42,6 +50,7 @@ INSTANCES = [
     core.BlockHasher(),
     core.BlockPool(2),
     core.CostModel([1], [0, 1], [[2.0, 3.0]]),
+    core.Sampler(8),
     core.Scheduler(max_num_seqs=1, max_model_len=8, num_blocks=2, block_size=4, max_num_batched_tokens=4),
     core.SlotMapper(4),
 ]

@@ -7,7 +7,9 @@ mod block_pool;
 mod cost_model;
 mod error;
 mod hash;
+mod math;
 pub mod philox;
+pub mod sampling;
 pub mod scheduler;
 mod slot_mapper;
 

@@ -14,6 +14,8 @@
 //! | `counter[3]` | [`Purpose`] |
 //! | output lane | `token % 4` |
 
+use crate::math::{ln, to_f64};
+
 /// What a random number is for. Different purposes at one `(seed, position)` are independent streams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
@@ -92,35 +94,6 @@ pub fn gumbel_from_word(word: u32) -> f32 {
     -ln(-ln(u)) as f32
 }
 
-/// `n` below 2^52 as f64, by writing it into the mantissa of 2^52: SSE2 has no conversion for 64-bit integers.
-#[inline]
-fn to_f64(n: u64) -> f64 {
-    f64::from_bits(0x4330_0000_0000_0000 | n) - 4_503_599_627_370_496.0
-}
-
-/// Natural logarithm of a positive normal f64, relative error below 2^-40.
-///
-/// `x = 2^exponent m` with m in `[sqrt(1/2), sqrt(2))`, and `ln m = 2 atanh(s) = 2 (s + s^3/3 + s^5/5 + ...)` with
-/// `s = (m - 1) / (m + 1)`, `s^2 <= 0.0295`. Not the standard library's `ln`: that one is the platform's, whose bits differ
-/// between machines, and a call per value. This one is branch-free over 64-bit adds, shifts and masks, so that loops
-/// vectorise on every x86-64, which takes a third off [`fill_gumbel`].
-#[inline]
-fn ln(x: f64) -> f64 {
-    const SQRT_HALF: u64 = 0x3FE6_A09E_667F_3BCD;
-    const ONE: u64 = 0x3FF0_0000_0000_0000;
-    const MANTISSA: u64 = 0x000F_FFFF_FFFF_FFFF;
-    let bits = x.to_bits() + (ONE - SQRT_HALF);
-    let exponent = to_f64(bits >> 52) - 1023.0;
-    let m = f64::from_bits((bits & MANTISSA) + SQRT_HALF);
-    let s = (m - 1.0) / (m + 1.0);
-    let z = s * s;
-    let z2 = z * z;
-    // 2/3 + 2/5 z + ... + 2/15 z^6, paired: the chain of a Horner scheme is a fifth slower.
-    let low = (2.0 / 3.0 + z * (2.0 / 5.0)) + z2 * (2.0 / 7.0 + z * (2.0 / 9.0));
-    let high = (2.0 / 11.0 + z * (2.0 / 13.0)) + z2 * (2.0 / 15.0);
-    (exponent * std::f64::consts::LN_2 + (s + s)) + s * (z * (low + (z2 * z2) * high))
-}
-
 /// Fills `out[token]` with uniforms of tokens `0..out.len()`; every value is strictly inside (0, 1).
 pub fn fill_uniform(seed: u64, position: u64, purpose: Purpose, out: &mut [f32]) {
     fill(seed, position, purpose, out, uniform_from_word);
@@ -129,6 +102,29 @@ pub fn fill_uniform(seed: u64, position: u64, purpose: Purpose, out: &mut [f32])
 /// Fills `out[token]` with standard Gumbel values of tokens `0..out.len()`; all are finite.
 pub fn fill_gumbel(seed: u64, position: u64, purpose: Purpose, out: &mut [f32]) {
     fill(seed, position, purpose, out, gumbel_from_word);
+}
+
+/// Standard Gumbel values of `tokens`, ascending, into `out` of the same length; the values that [`fill_gumbel`] has for them.
+///
+/// # Panics
+/// If the lengths differ.
+pub fn gumbel_of(seed: u64, position: u64, purpose: Purpose, tokens: &[u32], out: &mut [f32]) {
+    const AT_ONCE: usize = 64;
+    assert_eq!(tokens.len(), out.len(), "a value for each token");
+    let mut buffer = [0_u32; AT_ONCE];
+    let (mut group, mut four) = (0, words(seed, position, purpose, 0));
+    for (tokens, values) in tokens.chunks(AT_ONCE).zip(out.chunks_mut(AT_ONCE)) {
+        for (word, &token) in buffer.iter_mut().zip(tokens) {
+            if token / 4 != group {
+                group = token / 4;
+                four = words(seed, position, purpose, group);
+            }
+            *word = four[(token % 4) as usize];
+        }
+        for (value, &word) in values.iter_mut().zip(&buffer) {
+            *value = gumbel_from_word(word);
+        }
+    }
 }
 
 /// Words first, values second: two plain loops over a small array vectorise, one mixed loop does not.

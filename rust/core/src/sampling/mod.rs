@@ -1,0 +1,255 @@
+//! Sampling on a CPU: from rows of fp32 logits to drawn tokens, and the verification of drafts by both rules.
+//!
+//! The semantics are those of the torch reference (`specrs.verify`): the same cuts, noise and rules; probabilities differ from
+//! it in their last bits. What a row does not keep costs nothing after the cut, and verification ends at the first rejected
+//! draft. Masks, biases and penalties are not applied here: rows come with them.
+
+mod filter;
+#[cfg(test)]
+mod tests;
+
+use crate::error::{Error, Result};
+use crate::math::ln;
+use crate::philox::{self, Purpose};
+use filter::Filter;
+
+/// What one request asks of sampling.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SamplingParams {
+    /// Takes the largest logit, the lowest id of equal ones; the other fields do not count then.
+    pub greedy: bool,
+    /// Divides the logits; positive.
+    pub temperature: f32,
+    /// Keeps this many largest logits, ties at the cut too; infinity is off.
+    pub top_k: f32,
+    /// Keeps the largest logits that hold this share of the probability left by the others, in (0, 1); infinity is off.
+    pub top_p: f32,
+    /// Keeps tokens with `ln p >= ln max p + log_min_p`; minus infinity is off.
+    pub log_min_p: f32,
+}
+
+/// What came of the drafts of one request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Verdict {
+    /// m, drafts that stand.
+    pub num_accepted: usize,
+    /// The token after them.
+    pub token: u32,
+}
+
+/// Draws and verifies rows of V logits. Keeps work space, and no state between calls that a result depends on.
+///
+/// ```
+/// use specrs_core::philox::Purpose;
+/// use specrs_core::sampling::{Sampler, SamplingParams};
+///
+/// let mut sampler = Sampler::new(4)?;
+/// let off = f32::INFINITY;
+/// let params = SamplingParams { greedy: false, temperature: 0.8, top_k: 2.0, top_p: off, log_min_p: -off };
+/// let token = sampler.draw(&[0.0, 3.0, 1.0, 2.5], &params, 7, 0, Purpose::Gumbel)?;
+/// assert!(token == 1 || token == 3);
+/// # Ok::<(), specrs_core::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Sampler {
+    vocab_size: usize,
+    filter: Filter,
+    noise: Vec<f32>,
+    residual: Vec<f32>,
+}
+
+impl Sampler {
+    /// A sampler for rows of `vocab_size` logits.
+    ///
+    /// # Errors
+    /// [`Error::InvalidConfig`] unless `1 <= vocab_size <= 2^31`.
+    pub fn new(vocab_size: usize) -> Result<Self> {
+        if !(1..=1 << 31).contains(&vocab_size) {
+            return Err(Error::invalid_config("vocab_size", vocab_size, "1 to 2147483648"));
+        }
+        Ok(Self { vocab_size, filter: Filter::default(), noise: Vec::new(), residual: Vec::new() })
+    }
+
+    /// V, logits per row.
+    pub fn vocab_size(&self) -> usize {
+        self.vocab_size
+    }
+
+    /// Draws one token, distributed as the filtered row: `argmax(x + g)` with the Gumbel noise of `(seed, position, purpose)`.
+    ///
+    /// A row whose largest logit is not finite gives some token of the vocabulary.
+    ///
+    /// # Errors
+    /// [`Error::InvalidBuffer`] if `row` does not have V logits.
+    pub fn draw(
+        &mut self,
+        row: &[f32],
+        params: &SamplingParams,
+        seed: u64,
+        position: u64,
+        purpose: Purpose,
+    ) -> Result<u32> {
+        check_len("row", row.len(), self.vocab_size)?;
+        self.filter.read(row, params);
+        Ok(self.draw_kept(seed, position, purpose))
+    }
+
+    /// Writes the probabilities that the last row was drawn from, `[V]`, 0 for removed tokens.
+    ///
+    /// # Errors
+    /// [`Error::InvalidBuffer`] if `out` does not have V elements.
+    pub fn probabilities(&self, out: &mut [f32]) -> Result<()> {
+        check_len("out", out.len(), self.vocab_size)?;
+        out.fill(0.0);
+        for (index, &token) in self.filter.tokens.iter().enumerate() {
+            out[token as usize] = self.filter.probability(index);
+        }
+        Ok(())
+    }
+
+    /// Writes what is left of a row after temperature and filters, `[V]` logits, minus infinity for removed tokens.
+    ///
+    /// # Errors
+    /// [`Error::InvalidBuffer`] if `row` or `out` does not have V elements.
+    pub fn filter(&mut self, row: &[f32], params: &SamplingParams, out: &mut [f32]) -> Result<()> {
+        check_len("row", row.len(), self.vocab_size)?;
+        check_len("out", out.len(), self.vocab_size)?;
+        if params.greedy {
+            out.copy_from_slice(row);
+            return Ok(());
+        }
+        self.filter.read(row, params);
+        out.fill(f32::NEG_INFINITY);
+        for (&token, &logit) in self.filter.tokens.iter().zip(&self.filter.logits) {
+            out[token as usize] = logit;
+        }
+        Ok(())
+    }
+
+    /// The rule `rejection` (Leviathan et al. 2023, algorithm 1) for one request with K drafts.
+    ///
+    /// Draft i, of position `n + i`, stands if `u q < p` with the uniform of purpose *accept* at its position; the token after
+    /// m drafts is drawn with the noise of purpose *gumbel* at `n + m`: from `max(0, p - q)` after a rejection, else from the
+    /// row as [`draw`](Self::draw) draws it.
+    ///
+    /// `rows` is `[K + 1, V]` logits, `q` `[K, V]` the distributions that the drafts were drawn from.
+    ///
+    /// # Errors
+    /// [`Error::InvalidBuffer`] if a slice has another size or a draft is not in the vocabulary.
+    pub fn verify_rejection(
+        &mut self,
+        rows: &[f32],
+        params: &SamplingParams,
+        seed: u64,
+        n: u64,
+        drafts: &[i64],
+        q: &[f32],
+    ) -> Result<Verdict> {
+        self.check_drafts(rows, drafts)?;
+        check_len("q", q.len(), drafts.len() * self.vocab_size)?;
+        for (i, &draft) in drafts.iter().enumerate() {
+            self.filter.read(&rows[i * self.vocab_size..][..self.vocab_size], params);
+            let position = n.wrapping_add(i as u64);
+            let u = philox::uniform_from_word(philox::word(seed, position, Purpose::Accept, 0));
+            let q = &q[i * self.vocab_size..][..self.vocab_size];
+            if u * q[draft as usize] < self.filter.probability_of(draft as u32) {
+                continue;
+            }
+            return Ok(Verdict { num_accepted: i, token: self.draw_residual(q, seed, position) });
+        }
+        self.finish(rows, params, seed, n, drafts.len())
+    }
+
+    /// The rule `coupled` for one request with K drafts: every row is drawn as [`draw`](Self::draw) does with purpose *gumbel* at
+    /// its position, and a draft stands while it is what its row draws.
+    ///
+    /// `rows` is `[K + 1, V]` logits.
+    ///
+    /// # Errors
+    /// [`Error::InvalidBuffer`] if a slice has another size or a draft is not in the vocabulary.
+    pub fn verify_coupled(
+        &mut self,
+        rows: &[f32],
+        params: &SamplingParams,
+        seed: u64,
+        n: u64,
+        drafts: &[i64],
+    ) -> Result<Verdict> {
+        self.check_drafts(rows, drafts)?;
+        for (i, &draft) in drafts.iter().enumerate() {
+            let verdict = self.finish(rows, params, seed, n, i)?;
+            if i64::from(verdict.token) != draft {
+                return Ok(verdict);
+            }
+        }
+        self.finish(rows, params, seed, n, drafts.len())
+    }
+
+    /// The draw of row m, after m accepted drafts.
+    fn finish(&mut self, rows: &[f32], params: &SamplingParams, seed: u64, n: u64, m: usize) -> Result<Verdict> {
+        let row = &rows[m * self.vocab_size..][..self.vocab_size];
+        let token = self.draw(row, params, seed, n.wrapping_add(m as u64), Purpose::Gumbel)?;
+        Ok(Verdict { num_accepted: m, token })
+    }
+
+    fn check_drafts(&self, rows: &[f32], drafts: &[i64]) -> Result<()> {
+        check_len("rows", rows.len(), (drafts.len() + 1) * self.vocab_size)?;
+        match drafts.iter().find(|&&draft| !(0..self.vocab_size as i64).contains(&draft)) {
+            Some(draft) => {
+                Err(Error::invalid_buffer("drafts", draft, format!("ids from 0 to {}", self.vocab_size - 1)))
+            }
+            None => Ok(()),
+        }
+    }
+
+    fn draw_kept(&mut self, seed: u64, position: u64, purpose: Purpose) -> u32 {
+        if self.filter.tokens.len() == 1 {
+            return self.filter.tokens[0];
+        }
+        self.make_noise(seed, position, purpose);
+        best(&self.filter.tokens, self.filter.logits.iter().zip(&self.noise).map(|(x, g)| x + g))
+    }
+
+    /// From `max(0, p - q)`, or from p where that is empty, which rounding can make of p = q.
+    fn draw_residual(&mut self, q: &[f32], seed: u64, position: u64) -> u32 {
+        let tokens = &self.filter.tokens;
+        self.residual.clear();
+        self.residual.extend(
+            tokens.iter().enumerate().map(|(index, &token)| self.filter.probability(index) - q[token as usize]),
+        );
+        if !self.residual.iter().any(|&r| r > 0.0) {
+            return self.draw_kept(seed, position, Purpose::Gumbel);
+        }
+        self.make_noise(seed, position, Purpose::Gumbel);
+        let score = |(&r, &g): (&f32, &f32)| if r > 0.0 { ln(f64::from(r)) as f32 + g } else { f32::NEG_INFINITY };
+        best(&self.filter.tokens, self.residual.iter().zip(&self.noise).map(score))
+    }
+
+    fn make_noise(&mut self, seed: u64, position: u64, purpose: Purpose) {
+        self.noise.resize(self.filter.tokens.len(), 0.0);
+        philox::gumbel_of(seed, position, purpose, &self.filter.tokens, &mut self.noise);
+    }
+}
+
+/// The largest logit of a row, NaN if there is one in it: not finite for rows that have no distribution.
+pub fn largest(row: &[f32]) -> f32 {
+    filter::largest(row)
+}
+
+/// The token with the largest score, the first of equal ones.
+fn best(tokens: &[u32], scores: impl Iterator<Item = f32>) -> u32 {
+    let (mut token, mut top) = (tokens[0], f32::NEG_INFINITY);
+    for (&candidate, score) in tokens.iter().zip(scores) {
+        if score > top {
+            (token, top) = (candidate, score);
+        }
+    }
+    token
+}
+
+fn check_len(name: &'static str, len: usize, expected: usize) -> Result<()> {
+    if len == expected {
+        return Ok(());
+    }
+    Err(Error::invalid_buffer(name, format!("{len} elements"), format!("{expected} elements")))
+}

@@ -1,0 +1,208 @@
+//! Cuts against sorts, draws against noise made for the whole row, verification against its definition.
+
+use super::{Sampler, SamplingParams, Verdict};
+use crate::philox::{self, Purpose};
+use proptest::prelude::*;
+
+const OFF: f32 = f32::INFINITY;
+const PLAIN: SamplingParams =
+    SamplingParams { greedy: false, temperature: 1.0, top_k: OFF, top_p: OFF, log_min_p: f32::NEG_INFINITY };
+
+fn logit() -> impl Strategy<Value = f32> {
+    let special = prop::sample::select(vec![0.0, -0.0, 1.0, 1.000_000_1, -1.0, 1e-40, 30.0, f32::NEG_INFINITY]);
+    prop_oneof![special, -20.0_f32..20.0, -2000.0_f32..2000.0]
+}
+
+/// Rows with ties that cross strides, and at least one finite logit.
+fn row() -> impl Strategy<Value = Vec<f32>> {
+    (prop::collection::vec(logit(), 1..24), 1..4_usize).prop_map(|(mut values, times)| {
+        values[0] = if values[0].is_finite() { values[0] } else { 0.0 };
+        values.repeat(times)
+    })
+}
+
+fn params() -> impl Strategy<Value = SamplingParams> {
+    let temperature = prop_oneof![Just(1.0_f32), 0.1_f32..3.0];
+    let top_k = prop_oneof![Just(OFF), (1_u8..80).prop_map(f32::from)];
+    let top_p = prop_oneof![Just(OFF), 0.001_f32..0.999, Just(1e-30_f32)];
+    let log_min_p = prop_oneof![Just(f32::NEG_INFINITY), -12.0_f32..0.0];
+    (temperature, top_k, top_p, log_min_p).prop_map(|(temperature, top_k, top_p, log_min_p)| SamplingParams {
+        greedy: false,
+        temperature,
+        top_k,
+        top_p,
+        log_min_p,
+    })
+}
+
+/// What the parameters keep, by sorting; `share` scales the share that top-p asks for.
+fn sorted_cut(row: &[f32], params: &SamplingParams, share: f64) -> Vec<u32> {
+    let mut kept: Vec<(u32, f32)> = (0..).zip(row.iter().map(|x| x / params.temperature)).collect();
+    let max = kept.iter().map(|x| x.1).fold(f32::NEG_INFINITY, f32::max);
+    kept.retain(|x| x.1 > f32::NEG_INFINITY && x.1 - max >= params.log_min_p);
+    kept.sort_by(|a, b| b.1.total_cmp(&a.1));
+    let cut = |kept: &mut Vec<(u32, f32)>, count: usize| {
+        if let Some(&(_, lowest)) = kept.get(count - 1) {
+            kept.retain(|x| x.1 >= lowest);
+        }
+    };
+    if params.top_k < OFF {
+        cut(&mut kept, params.top_k as usize);
+    }
+    if params.top_p < OFF {
+        let weights: Vec<f64> = kept.iter().map(|x| (f64::from(x.1) - f64::from(max)).exp()).collect();
+        let target = f64::from(params.top_p) * share * weights.iter().sum::<f64>();
+        let mut sum = 0.0;
+        let reached = weights.iter().position(|weight| {
+            sum += weight;
+            sum >= target
+        });
+        cut(&mut kept, reached.map_or(weights.len(), |last| last + 1));
+    }
+    let mut tokens: Vec<u32> = kept.into_iter().map(|x| x.0).collect();
+    tokens.sort_unstable();
+    tokens
+}
+
+fn read(sampler: &mut Sampler, row: &[f32], params: &SamplingParams) -> Vec<u32> {
+    sampler.filter.read(row, params);
+    sampler.filter.tokens.clone()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 2000, ..ProptestConfig::default() })]
+
+    /// A sum within rounding of the target may be cut on either side.
+    #[test]
+    fn the_exact_cut_is_that_of_a_sort(row in row(), params in params()) {
+        let mut sampler = Sampler::new(row.len()).unwrap();
+        let kept = read(&mut sampler, &row, &params);
+        let allowed = [1.0 - 1e-6, 1.0, 1.0 + 1e-6].map(|share| sorted_cut(&row, &params, share));
+        prop_assert!(allowed.contains(&kept), "kept {kept:?}, allowed {allowed:?}");
+        let sum: f64 = (0..kept.len()).map(|i| f64::from(sampler.filter.probability(i))).sum();
+        prop_assert!((sum - 1.0).abs() < 1e-6, "probabilities sum to {sum}");
+    }
+
+    #[test]
+    fn a_draw_is_the_argmax_under_the_rows_noise(row in row(), params in params(), seed: u64, position: u64) {
+        let mut sampler = Sampler::new(row.len()).unwrap();
+        let token = sampler.draw(&row, &params, seed, position, Purpose::Draft).unwrap();
+        let (mut left, mut noise) = (vec![0.0; row.len()], vec![0.0; row.len()]);
+        sampler.filter(&row, &params, &mut left).unwrap();
+        philox::fill_gumbel(seed, position, Purpose::Draft, &mut noise);
+        let mut best = 0;
+        for (candidate, score) in left.iter().zip(&noise).map(|(x, g)| x + g).enumerate() {
+            if score > left[best] + noise[best] {
+                best = candidate;
+            }
+        }
+        prop_assert_eq!(token as usize, best);
+        let greedy = sampler.draw(&row, &SamplingParams { greedy: true, ..params }, seed, position, Purpose::Draft);
+        let max = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        prop_assert_eq!(greedy.unwrap() as usize, row.iter().position(|&x| x >= max).unwrap());
+    }
+
+    /// Both rules against their definitions, written out over dense rows.
+    #[test]
+    fn verification_is_its_definition(
+        rows in prop::collection::vec(prop::collection::vec(-3.0_f32..3.0, 12), 1..5),
+        drafts in prop::collection::vec(0_i64..12, 4),
+        q_rows in prop::collection::vec(prop::collection::vec(-3.0_f32..3.0, 12), 4),
+        params in params(),
+        (seed, n) in any::<(u64, u64)>(),
+    ) {
+        let (k, flat) = (rows.len() - 1, rows.concat());
+        let (drafts, mut q) = (&drafts[..k], vec![0.0; k * 12]);
+        let mut sampler = Sampler::new(12).unwrap();
+        for (row, out) in q_rows.iter().zip(q.chunks_mut(12)) {
+            sampler.draw(row, &params, seed, n, Purpose::Draft).unwrap();
+            sampler.probabilities(out).unwrap();
+        }
+        let at = |i: usize| n.wrapping_add(i as u64);
+        let drawn: Vec<u32> = (0..=k)
+            .map(|i| sampler.draw(&rows[i], &params, seed, at(i), Purpose::Gumbel).unwrap())
+            .collect();
+
+        let m = drafts.iter().zip(&drawn).take_while(|(d, a)| **d == i64::from(**a)).count();
+        let coupled = sampler.verify_coupled(&flat, &params, seed, n, drafts).unwrap();
+        prop_assert_eq!(coupled, Verdict { num_accepted: m, token: drawn[m] });
+
+        let mut expected = Verdict { num_accepted: k, token: drawn[k] };
+        for i in 0..k {
+            let (mut p, mut u) = ([0.0; 12], [0.0]);
+            sampler.draw(&rows[i], &params, seed, at(i), Purpose::Gumbel).unwrap();
+            sampler.probabilities(&mut p).unwrap();
+            philox::fill_uniform(seed, at(i), Purpose::Accept, &mut u);
+            let (q, d) = (&q[i * 12..][..12], drafts[i] as usize);
+            if u[0] * q[d] < p[d] {
+                continue;
+            }
+            let mut noise = [0.0; 12];
+            philox::fill_gumbel(seed, at(i), Purpose::Gumbel, &mut noise);
+            let score = |t: usize| f64::from((p[t] - q[t]).max(0.0)).ln() + f64::from(noise[t]);
+            let left = (0..12).any(|t| p[t] > q[t]);
+            let token = (0..12).reduce(|a, b| if score(b) > score(a) { b } else { a }).unwrap() as u32;
+            expected = Verdict { num_accepted: i, token: if left { token } else { drawn[i] } };
+            break;
+        }
+        prop_assert_eq!(sampler.verify_rejection(&flat, &params, seed, n, drafts, &q).unwrap(), expected);
+    }
+}
+
+#[test]
+fn rows_without_a_distribution_give_a_token_and_disturb_nothing() {
+    let all = SamplingParams { top_k: 2.0, top_p: 0.5, log_min_p: -3.0, ..PLAIN };
+    for bad in [[f32::NAN; 5], [f32::INFINITY; 5], [f32::NEG_INFINITY; 5], [0.0, f32::NAN, 1.0, -1.0, f32::INFINITY]] {
+        for params in [PLAIN, all, SamplingParams { greedy: true, ..PLAIN }] {
+            let mut sampler = Sampler::new(5).unwrap();
+            assert!(sampler.draw(&bad, &params, 1, 2, Purpose::Gumbel).unwrap() < 5);
+            let rows = [bad, bad, [0.0; 5]].concat();
+            let q = [f32::NAN; 10];
+            assert!(sampler.verify_rejection(&rows, &params, 1, 2, &[0, 4], &q).unwrap().token < 5);
+            assert!(sampler.verify_coupled(&rows, &params, 1, 2, &[0, 4]).unwrap().token < 5);
+            let mut fresh = Sampler::new(5).unwrap();
+            let good = [0.0, 1.0, 2.0, 1.0, 0.5];
+            let after = sampler.draw(&good, &params, 1, 2, Purpose::Gumbel);
+            assert_eq!(after, fresh.draw(&good, &params, 1, 2, Purpose::Gumbel));
+        }
+    }
+    for temperature in [0.0, f32::NAN, f32::MIN_POSITIVE] {
+        let mut sampler = Sampler::new(2).unwrap();
+        let params = SamplingParams { temperature, ..all };
+        assert!(sampler.draw(&[1.0, 2.0], &params, 1, 2, Purpose::Gumbel).unwrap() < 2);
+    }
+}
+
+#[test]
+fn the_largest_logit_knows_nan_at_every_place() {
+    for len in 1..40 {
+        let mut row = vec![-1.0_f32; len];
+        for i in 0..len {
+            row[i] = 3.0;
+            assert!((super::largest(&row) - 3.0).abs() <= 0.0);
+            row[i] = f32::NAN;
+            assert!(super::largest(&row).is_nan(), "{i} of {len}");
+            row[i] = -1.0;
+        }
+    }
+}
+
+#[test]
+fn wrong_sizes_are_named() {
+    let mut sampler = Sampler::new(3).unwrap();
+    let message = |result: Result<Verdict, crate::Error>| result.unwrap_err().to_string();
+    let row = [0.0; 6];
+    assert_eq!(
+        message(sampler.verify_coupled(&row, &PLAIN, 0, 0, &[])),
+        "rows = 6 elements is not allowed: expected 3 elements"
+    );
+    assert_eq!(
+        message(sampler.verify_rejection(&row, &PLAIN, 0, 0, &[3], &[0.0; 3])),
+        "drafts = 3 is not allowed: expected ids from 0 to 2"
+    );
+    assert_eq!(
+        message(sampler.verify_rejection(&row, &PLAIN, 0, 0, &[1], &[0.0; 2])),
+        "q = 2 elements is not allowed: expected 3 elements"
+    );
+    assert_eq!(Sampler::new(0).unwrap_err().to_string(), "vocab_size = 0 is not allowed: expected 1 to 2147483648");
+}
