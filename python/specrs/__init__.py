@@ -6,12 +6,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from specrs.async_llm import AsyncLLM
     from specrs.config import EngineConfig, SpeculativeConfig
     from specrs.errors import (
         CheckpointError,
+        EngineDeadError,
         EngineError,
         InvalidConfigError,
         InvalidRequestError,
+        QueueFullError,
         SpecrsError,
         TokenizerMismatchError,
         UnsupportedConfigError,
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "LLM": "llm",
+    "AsyncLLM": "async_llm",
     "SamplingParams": "sampling",
     "StructuredOutputsParams": "structured.params",
     "EngineConfig": "config",
@@ -36,9 +40,11 @@ _HOME = {
     "RequestMetrics": "outputs",
     "RequestOutput": "outputs",
     "CheckpointError": "errors",
+    "EngineDeadError": "errors",
     "EngineError": "errors",
     "InvalidConfigError": "errors",
     "InvalidRequestError": "errors",
+    "QueueFullError": "errors",
     "SpecrsError": "errors",
     "TokenizerMismatchError": "errors",
     "UnsupportedConfigError": "errors",
@@ -48,14 +54,17 @@ _HOME = {
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CheckpointError",
     "CompletionOutput",
     "EngineConfig",
+    "EngineDeadError",
     "EngineError",
     "EngineStats",
     "InvalidConfigError",
     "InvalidRequestError",
     "Logprob",
+    "QueueFullError",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",

@@ -18,10 +18,12 @@ from specrs._core import InvalidConfigError, InvalidRequestError, SpecrsError, U
 
 __all__ = [
     "CheckpointError",
+    "EngineDeadError",
     "EngineError",
     "InvalidConfigError",
     "InvalidRequestError",
     "NonFiniteLogitsError",
+    "QueueFullError",
     "SpecrsError",
     "TokenizerMismatchError",
     "UnknownRequestError",
@@ -67,6 +69,14 @@ class NonFiniteLogitsError(SpecrsError):
 
 class EngineError(SpecrsError):
     """The engine failed, or ended a request for a reason other than its input."""
+
+
+class EngineDeadError(EngineError):
+    """The engine is gone: it broke, or was shut down. No request can be made of it any more."""
+
+
+class QueueFullError(SpecrsError):
+    """As many requests wait and run as may; the same request can be made again later."""
 
 
 ErrorT = TypeVar("ErrorT", bound=SpecrsError)

@@ -8,10 +8,10 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from specrs.config import EngineConfig
+from specrs.engine.intake import Intake, take_grammar
 from specrs.errors import (
     EngineError,
     InvalidRequestError,
@@ -21,8 +21,8 @@ from specrs.errors import (
     invalid_request,
 )
 from specrs.inputs import Prompt, PromptType, is_one_prompt, prompt_text, read_prompt
-from specrs.outputs import EngineStats, OutputBuilder, RequestOutput, TokenTexts
-from specrs.sampling import SamplingParams, derive_seed, tokenize_bad_words, validate_request
+from specrs.outputs import EngineStats, OutputBuilder, RequestOutput
+from specrs.sampling import SamplingParams
 from specrs.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -71,9 +71,7 @@ class LLM:
     def _take(self, engine: Engine, tokenizer: Tokenizer | None) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
-        self._ids = itertools.count()
-        self._prompts = itertools.count()  # what the seeds of prompts without one are derived from
-        self._texts = None if tokenizer is None else TokenTexts(tokenizer)
+        self._intake = Intake(tokenizer, engine.limits, engine.config.seed)
 
     def generate(
         self,
@@ -153,13 +151,13 @@ class LLM:
         params = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise invalid_request("sampling_params", params, "must be a SamplingParams or None")
-        number = next(self._prompts)
-        requests = self._requests(number, read_prompt(prompt, self.tokenizer), params)
-        compiled = self._submit_grammar(params)
+        number = self._intake.next_prompt()
+        requests = self._intake.requests(number, read_prompt(prompt, self.tokenizer), params)
+        compiled = self._intake.submit_grammar(params)
         if compiled is not None:
             while not compiled.done() and self.engine.has_unfinished():
                 self._step()  # other streams need not wait for it
-            _take_grammar(requests, compiled)
+            take_grammar(requests, compiled)
         return self._stream(requests)
 
     def stats(self) -> EngineStats:
@@ -173,62 +171,6 @@ class LLM:
     def get_tokenizer(self) -> Any:
         """transformers' tokenizer; None with `skip_tokenizer_init`."""
         return None if self.tokenizer is None else self.tokenizer.hf
-
-    def _requests(self, number: int, prompt: Prompt, params: SamplingParams, priority: int = 0) -> list[Request]:
-        """The n completions of a prompt, checked, without a grammar, not yet added. `number` counts the prompts."""
-        from specrs.engine.detokenizer import IncrementalDetokenizer
-        from specrs.engine.request import Request
-
-        tokenizer, limits = self.tokenizer, self.engine.limits
-        validate_request(prompt.token_ids, params, limits)
-        if tokenizer is None:
-            for field, value in (
-                ("stop", params.stop_strings),
-                ("bad_words", params.bad_words),
-                ("structured_outputs", params.structured_outputs),
-            ):
-                if value:
-                    raise invalid_request(
-                        field, value, "needs a tokenizer; with skip_tokenizer_init=True allowed: None"
-                    )
-        bad_words: tuple[tuple[int, ...], ...] = ()
-        if tokenizer is not None and params.bad_words:
-            encode = partial(tokenizer.encode, add_special_tokens=False)
-            bad_words = tokenize_bad_words(params.bad_words, encode, limits.vocab_size)
-        requests = []
-        for i in range(params.n):
-            detokenizer = None
-            if tokenizer is not None and params.detokenize:
-                detokenizer = IncrementalDetokenizer(tokenizer, params, prompt.token_ids)
-            request = Request(
-                next(self._ids),
-                prompt.token_ids,
-                params,
-                prompt=prompt.text,
-                detokenizer=detokenizer,
-                num_speculative_tokens=limits.num_speculative_tokens,
-                priority=priority,
-                cache_salt=prompt.cache_salt,
-                seed=self._seed(params.seed, number, i),
-                bad_words_token_ids=bad_words,
-            )
-            requests.append(request)
-            # what the prompt's tokens are worth is told once, and costs a request its cached prefix
-            params = params.replace(prompt_logprobs=None) if params.prompt_logprobs is not None else params
-        return requests
-
-    def _submit_grammar(self, params: SamplingParams) -> Future[Grammar] | None:
-        """Begin to compile what `structured_outputs` asks for, beside this thread; None where it asks for nothing."""
-        if params.structured_outputs is None or self.tokenizer is None:
-            return None
-        from specrs.structured.grammar import submit_grammar
-
-        return submit_grammar(params.structured_outputs, self.tokenizer, self.engine.limits.vocab_size)
-
-    def _seed(self, given: int | None, number: int, completion: int) -> int:
-        if given is None:
-            return derive_seed(self.engine.config.seed, number, completion)
-        return derive_seed(given, completion) if completion else given
 
     def _complete(
         self,
@@ -246,11 +188,11 @@ class LLM:
         compiling: dict[int, Future[Grammar]] = {}  # by index: what a group waits for
         try:
             for i, item in enumerate(items):
-                prompt, number = None, next(self._prompts)
+                prompt, number = None, self._intake.next_prompt()
                 try:
                     prompt = read(item)
-                    groups[i] = self._requests(number, prompt, params[i], priorities[i])
-                    compiled = self._submit_grammar(params[i])
+                    groups[i] = self._intake.requests(number, prompt, params[i], priorities[i])
+                    compiled = self._intake.submit_grammar(params[i])
                     if compiled is None:
                         self._add(groups[i])
                     else:
@@ -260,12 +202,12 @@ class LLM:
                     if lone:
                         raise
                     text, ids = (prompt_text(item), []) if prompt is None else (prompt.text, prompt.token_ids)
-                    outputs[i] = RequestOutput.from_error(next(self._ids), text, ids, error, params[i].n)
+                    outputs[i] = RequestOutput.from_error(self._intake.next_request_id(), text, ids, error, params[i].n)
             self._run(groups, compiling, use_tqdm)
         finally:
             self._abort(itertools.chain.from_iterable(groups.values()))
         for i, requests in groups.items():
-            outputs[i] = OutputBuilder(requests, self._texts).build()
+            outputs[i] = OutputBuilder(requests, self._intake.texts).build()
         for i, output in sorted(outputs.items()):
             if output.error is not None:
                 if lone:
@@ -316,7 +258,7 @@ class LLM:
         ended: list[Request] = []
         for i in [i for i, compiled in compiling.items() if compiled.done()]:
             try:
-                _take_grammar(groups[i], compiling.pop(i))
+                take_grammar(groups[i], compiling.pop(i))
                 self._add(groups[i])
             except SpecrsError as error:
                 self._abort(groups[i], error)
@@ -334,7 +276,7 @@ class LLM:
         return touched
 
     def _stream(self, requests: Sequence[Request]) -> Iterator[RequestOutput]:
-        builder = OutputBuilder(requests, self._texts)
+        builder = OutputBuilder(requests, self._intake.texts)
         try:
             self._add(requests)
             told = (0, 0)
@@ -362,13 +304,6 @@ class LLM:
                     request.finish(FinishReason.ERROR, error)
                 with contextlib.suppress(UnknownRequestError):  # the fault may have come before it was added
                     self.engine.abort(request.request_id)
-
-
-def _take_grammar(requests: Iterable[Request], compiled: Future[Grammar]) -> None:
-    """Give a compiled grammar to its requests. Raises what made it fail; waits where it is not there yet."""
-    grammar = compiled.result()
-    for request in requests:
-        request.grammar = grammar
 
 
 def _one_each(sampling_params: object, count: int) -> list[SamplingParams]:

@@ -6,17 +6,15 @@ One `Compiler` per tokenizer and vocabulary size, kept as long as the tokenizer.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import threading
 import weakref
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher, LLTokenizer
 
+from specrs.child import Child
 from specrs.errors import EngineError, InvalidRequestError, invalid
 from specrs.structured import worker
 from specrs.structured.params import StructuredOutputsParams
@@ -71,8 +69,8 @@ class Compiler:
         self._setup_lock = threading.Lock()
         self._setup_message = b""
         self._tokenizer: LLTokenizer | None = None
-        self._idle: list[_Worker] = []
-        self._busy: set[_Worker] = set()
+        self._idle: list[Child] = []
+        self._busy: set[Child] = set()
         self._closed = False
         self._cache: OrderedDict[str, Start] = OrderedDict()
         self._pool = ThreadPoolExecutor(MAX_WORKERS, thread_name_prefix="specrs-grammar")
@@ -130,7 +128,7 @@ class Compiler:
                 self._cache.popitem(last=False)
         return start
 
-    def _take(self, setup: bytes) -> _Worker:
+    def _take(self, setup: bytes) -> Child:
         """An idle worker that still runs, or a new one."""
         process = None
         with self._lock:
@@ -140,14 +138,16 @@ class Compiler:
                     process.close()
                     process = None
         if process is None:
-            process = _Worker(setup)
+            process = Child(
+                worker.__file__, setup, purpose="structured_outputs: compiling", start_timeout=START_TIMEOUT
+            )
         with self._lock:
             self._busy.add(process)
             if self._closed:
                 process.kill()
         return process
 
-    def _give_back(self, process: _Worker, *, keep: bool) -> None:
+    def _give_back(self, process: Child, *, keep: bool) -> None:
         """Keep a worker for the next grammar, or end it."""
         with self._lock:
             self._busy.discard(process)
@@ -182,72 +182,6 @@ def _with_end_token(backend: tokenizers.Tokenizer) -> tuple[str, int]:
     end_token_id = copy.token_to_id(_END)
     assert end_token_id is not None
     return copy.to_str(), end_token_id
-
-
-class _Worker:
-    """One worker process. Not thread-safe: whoever took it from the idle ones has it alone."""
-
-    def __init__(self, setup: bytes) -> None:
-        # the interpreter's own path, in case the program changed it; -P, because the script's folder is no package root
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", worker.__file__],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env=environment,
-            )
-        except OSError as fault:
-            raise EngineError(f"structured_outputs: no process could be started to compile in: {fault}") from fault
-        self.timed_out = False
-        if self.ask(setup, START_TIMEOUT) is None:
-            self.close()
-            raise EngineError("structured_outputs: the process to compile in did not start")
-
-    def ask(self, message: bytes, timeout: float) -> dict[str, Any] | None:
-        """Its answer; None if it ended, by itself or because `timeout` seconds were over."""
-        process = self._process
-        assert process.stdin is not None
-        assert process.stdout is not None
-
-        def kill() -> None:
-            self.timed_out = True
-            process.kill()
-
-        timer = threading.Timer(timeout, kill)
-        timer.daemon = True
-        timer.start()
-        try:
-            process.stdin.write(message + b"\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-        except (BrokenPipeError, ConnectionResetError):
-            line = b""
-        finally:
-            timer.cancel()
-            timer.join()  # past this, it has either killed the process or never will
-        return json.loads(line) if line.endswith(b"\n") and not self.timed_out else None
-
-    @property
-    def alive(self) -> bool:
-        """Whether the process runs."""
-        return self._process.poll() is None
-
-    def kill(self) -> None:
-        """End the process."""
-        self._process.kill()
-
-    def close(self) -> None:
-        """End the process and wait for it."""
-        self.kill()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                try:
-                    pipe.close()
-                except OSError:  # what was not written yet went with the process
-                    continue
-        self._process.wait()
 
 
 _COMPILERS: weakref.WeakKeyDictionary[Tokenizer, dict[int, Compiler]] = weakref.WeakKeyDictionary()

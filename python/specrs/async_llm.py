@@ -1,0 +1,269 @@
+"""`AsyncLLM`: the engine on a thread of its own, for programs with an event loop. The loop never waits for compute."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from specrs.config import EngineConfig
+from specrs.engine.intake import Intake, take_grammar
+from specrs.engine.loop import EngineLoop, Group, Updates
+from specrs.errors import EngineDeadError, InvalidRequestError, QueueFullError, check_int, invalid_request
+from specrs.inputs import Prompt, PromptType, read_prompt
+from specrs.outputs import EngineStats, RequestOutput
+from specrs.sampling import SamplingParams
+from specrs.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from specrs.engine.engine import Engine
+
+TOKENIZER_THREADS = 2
+"""Prompts that are read at a time; the tokenizer releases the interpreter while it works."""
+
+ResultT = TypeVar("ResultT")
+Observer = Callable[[int, RequestOutput], None]
+
+
+class OutputStream:
+    """What is told of the prompts of one `submit`. Belongs to the event loop that it was made in.
+
+    What a slow reader has not taken is merged into one output per prompt, so that it holds no more than the text.
+    """
+
+    def __init__(self, llm: AsyncLLM, count: int, completions: int, observer: Observer | None) -> None:
+        self._llm = llm
+        self._event_loop = asyncio.get_running_loop()
+        self._observer = observer
+        self._pending: dict[int, RequestOutput] = {}
+        self._news = asyncio.Event()
+        self._left = count  # prompts that have not ended
+        self._completions = completions  # of each prompt
+        self._closed = False
+        self._group: Group | None = None
+
+    async def get(self) -> list[tuple[int, RequestOutput]]:
+        """All that is new, an output for each prompt that has news, with its index; waits for it.
+
+        `[]` when all prompts have ended and everything was told. An output whose `error` is set has ended because of
+        it; nothing is raised.
+        """
+        if not self._pending and self._left:
+            self._news.clear()
+            await self._news.wait()
+        news, self._pending = self._pending, {}
+        return sorted(news.items())
+
+    def close(self) -> None:
+        """End what still runs; its blocks come back when the launches in flight have settled. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self._llm._forget(self._left * self._completions)
+        if self._left:
+            self._left = 0
+            self._news.set()
+            if self._group is not None:
+                self._llm._loop.abort(self._group)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _put(self, index: int, output: RequestOutput) -> None:
+        if self._closed:
+            return
+        if output.finished:
+            self._left -= 1
+            self._llm._forget(self._completions)
+        if self._observer is not None:
+            self._observer(index, output)
+        earlier = self._pending.get(index)
+        if earlier is not None:
+            for before, after in zip(earlier.outputs, output.outputs, strict=True):
+                after.delta = before.delta + after.delta
+        self._pending[index] = output
+        self._news.set()
+
+
+class AsyncLLM:
+    """A target model, its draft, and the engine that runs them on a thread of its own.
+
+    ```python
+    llm = AsyncLLM(model="...", speculative_config={"model": "...", "num_speculative_tokens": 5})
+    async for output in llm.generate("def add(a, b):", SamplingParams(max_tokens=64)):
+        print(output.outputs[0].delta, end="")
+    llm.shutdown()
+    ```
+
+    Many calls may run at once, in one event loop or several; each ends alone.
+    """
+
+    def __init__(self, model: str | None = None, **settings: Any) -> None:
+        """As `LLM`: load `model` with the fields of `EngineConfig`. Blocks while weights load. Raises as `LLM` does."""
+        config = EngineConfig.from_kwargs(model=model, **settings)
+        tokenizer = load_tokenizer(config)
+        from specrs.engine.engine import Engine
+
+        self._take(Engine(config), tokenizer)
+
+    @classmethod
+    def from_engine(cls, engine: Engine, tokenizer: Tokenizer | None = None) -> AsyncLLM:
+        """An `AsyncLLM` around an engine that exists, which from now on belongs to its thread."""
+        llm = cls.__new__(cls)
+        llm._take(engine, tokenizer)
+        return llm
+
+    def _take(self, engine: Engine, tokenizer: Tokenizer | None) -> None:
+        self.config = engine.config
+        self.limits = engine.limits
+        self.tokenizer = tokenizer
+        self.max_num_queued_reqs: int | None = None
+        """Completions that may wait and run at once, under vLLM's name; None is no bound."""
+        self.on_dead: Callable[[], None] | None = None
+        """Called in the engine's thread when the engine is broken."""
+        self._engine = engine
+        self._intake = Intake(tokenizer, engine.limits, engine.config.seed)
+        self._readers = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="specrs-tokenizer")
+        self._num_unfinished = 0
+        self._counting = threading.Lock()  # event loops in several threads may count
+        self._loop = EngineLoop(engine, self._deliver, self._dead)
+        self._loop.start()
+
+    async def generate(
+        self,
+        prompt: PromptType,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+    ) -> AsyncIterator[RequestOutput]:
+        """Complete one prompt; an output each time tokens arrive, the last one with `finished`.
+
+        As `LLM.stream`: `outputs[i].text` is all text so far, `delta` what is new since the output before. A reader
+        that is slower than the engine gets fewer, larger outputs. Closing the iterator or cancelling its task ends the
+        requests. Raises `InvalidRequestError` for bad input, and what ended a request, if not its input.
+        """
+        params = SamplingParams() if sampling_params is None else sampling_params
+        if not isinstance(params, SamplingParams):
+            raise invalid_request("sampling_params", params, "must be a SamplingParams or None")
+        async with await self.submit([prompt], params, priority=priority) as stream:
+            while news := await stream.get():
+                for _, output in news:
+                    yield output
+                    if output.error is not None:
+                        raise output.error
+
+    async def submit(
+        self,
+        prompts: Sequence[PromptType | Prompt],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        observer: Observer | None = None,
+    ) -> OutputStream:
+        """Start to complete prompts; the stream tells of them together. Close it, or use it as a context manager.
+
+        A prompt is as for `LLM.generate`, or a `Prompt` read already. `observer` is called in the event loop with the
+        index of a prompt and its output, once per step of the engine, however slowly the stream is read.
+
+        Raises `InvalidRequestError` if one prompt is bad, and then starts none; `QueueFullError` when more than
+        `max_num_queued_reqs` completions would wait and run; `EngineDeadError` without an engine.
+        """
+        check_int(InvalidRequestError, "priority", priority, -(2**63), 2**63 - 1)
+        if self._loop.error is not None:
+            raise self._loop.error
+        self._count(len(prompts) * params.n)
+        stream = OutputStream(self, len(prompts), params.n, observer)
+        try:
+            numbers = [self._intake.next_prompt() for _ in prompts]
+            compiled = self._intake.submit_grammar(params)
+            requests = await self.in_thread(
+                lambda: [
+                    self._intake.requests(number, self._read(prompt), params, priority)
+                    for number, prompt in zip(numbers, prompts, strict=True)
+                ]
+            )
+            if compiled is not None:
+                await asyncio.wait([asyncio.wrap_future(compiled)])
+                for completions in requests:
+                    take_grammar(completions, compiled)
+            stream._group = Group(requests, self._intake.texts, stream)
+            await asyncio.wrap_future(self._loop.add(stream._group))
+        except BaseException:
+            stream.close()
+            raise
+        return stream
+
+    async def in_thread(self, function: Callable[[], ResultT]) -> ResultT:
+        """Run `function`, which may take long, in the thread pool that reads prompts."""
+        return await asyncio.get_running_loop().run_in_executor(self._readers, function)
+
+    async def stats(self) -> EngineStats:
+        """Figures of all requests since the start. Raises `EngineDeadError` without an engine."""
+        return await asyncio.wrap_future(self._loop.call(self._engine.stats))
+
+    @property
+    def num_unfinished(self) -> int:
+        """Completions that wait or run, those included whose prompts are being read."""
+        return self._num_unfinished
+
+    @property
+    def error(self) -> EngineDeadError | None:
+        """Why the engine is broken; None while it is not."""
+        return self._loop.error
+
+    def shutdown(self, timeout: float | None = None) -> bool:
+        """End all requests, as aborted, and the engine's thread; whether it has ended within `timeout` seconds.
+
+        Blocks. Streams get what was made before. May be called again.
+        """
+        self._loop.stop()
+        self._loop.join(timeout)
+        self._readers.shutdown(wait=False, cancel_futures=True)
+        return not self._loop.is_alive()
+
+    def _read(self, prompt: PromptType | Prompt) -> Prompt:
+        return prompt if isinstance(prompt, Prompt) else read_prompt(prompt, self.tokenizer)
+
+    def _count(self, more: int) -> None:
+        """Take in `more` completions, or raise `QueueFullError`."""
+        with self._counting:
+            most, now = self.max_num_queued_reqs, self._num_unfinished
+            if most is not None and now + more > most:
+                raise QueueFullError(
+                    f"{now} requests wait and run, {more} more are asked for; allowed are {most} in all"
+                )
+            self._num_unfinished = now + more
+
+    def _forget(self, completions: int) -> None:
+        with self._counting:
+            self._num_unfinished -= completions
+
+    def _deliver(self, updates: Updates) -> None:
+        """In the engine's thread: hand outputs to the event loops that wait for them, each woken once."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[OutputStream, int, RequestOutput]]] = {}
+        for group, index, output in updates:
+            stream: OutputStream = group.owner
+            by_loop.setdefault(stream._event_loop, []).append((stream, index, output))
+        for event_loop, news in by_loop.items():
+            try:
+                event_loop.call_soon_threadsafe(_put_all, news)
+            except RuntimeError:  # it was closed, and nobody reads its streams
+                for stream, _, _ in news:
+                    stream.close()
+
+    def _dead(self) -> None:
+        if self.on_dead is not None:
+            self.on_dead()
+
+
+def _put_all(news: Sequence[tuple[OutputStream, int, RequestOutput]]) -> None:
+    for stream, index, output in news:
+        stream._put(index, output)

@@ -1,0 +1,107 @@
+"""From prompts and parameters to requests that no engine has seen yet. Adds none, and waits for no grammar.
+
+Its methods may be called from any thread: what they count, they count in one step.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING
+
+from specrs.engine.detokenizer import IncrementalDetokenizer
+from specrs.engine.request import Request
+from specrs.errors import invalid_request
+from specrs.inputs import Prompt
+from specrs.outputs import TokenTexts
+from specrs.sampling import RequestLimits, SamplingParams, derive_seed, tokenize_bad_words, validate_request
+from specrs.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from specrs.structured.grammar import Grammar
+
+
+class Intake:
+    """Numbers prompts and requests, and gives each request its seed, its detokenizer and its bad words."""
+
+    def __init__(self, tokenizer: Tokenizer | None, limits: RequestLimits, seed: int) -> None:
+        """`seed` is the engine's. Without a tokenizer, prompts are ids and texts are empty."""
+        self.tokenizer = tokenizer
+        self.texts = None if tokenizer is None else TokenTexts(tokenizer)
+        self._limits = limits
+        self._engine_seed = seed
+        self._ids = itertools.count()
+        self._prompts = itertools.count()
+
+    def next_request_id(self) -> int:
+        """An id that no other request has."""
+        return next(self._ids)
+
+    def next_prompt(self) -> int:
+        """The number of a prompt, which its seeds are derived from where it has none."""
+        return next(self._prompts)
+
+    def requests(self, number: int, prompt: Prompt, params: SamplingParams, priority: int = 0) -> list[Request]:
+        """The n completions of prompt `number`, checked, without a grammar.
+
+        Raises `InvalidRequestError` for what the engine's limits do not allow.
+        """
+        tokenizer, limits = self.tokenizer, self._limits
+        validate_request(prompt.token_ids, params, limits)
+        if tokenizer is None:
+            for field, value in (
+                ("stop", params.stop_strings),
+                ("bad_words", params.bad_words),
+                ("structured_outputs", params.structured_outputs),
+            ):
+                if value:
+                    raise invalid_request(
+                        field, value, "needs a tokenizer; with skip_tokenizer_init=True allowed: None"
+                    )
+        bad_words: tuple[tuple[int, ...], ...] = ()
+        if tokenizer is not None and params.bad_words:
+            encode = partial(tokenizer.encode, add_special_tokens=False)
+            bad_words = tokenize_bad_words(params.bad_words, encode, limits.vocab_size)
+        requests = []
+        for i in range(params.n):
+            detokenizer = None
+            if tokenizer is not None and params.detokenize:
+                detokenizer = IncrementalDetokenizer(tokenizer, params, prompt.token_ids)
+            request = Request(
+                self.next_request_id(),
+                prompt.token_ids,
+                params,
+                prompt=prompt.text,
+                detokenizer=detokenizer,
+                num_speculative_tokens=limits.num_speculative_tokens,
+                priority=priority,
+                cache_salt=prompt.cache_salt,
+                seed=self._seed(params.seed, number, i),
+                bad_words_token_ids=bad_words,
+            )
+            requests.append(request)
+            # what the prompt's tokens are worth is told once, and costs a request its cached prefix
+            params = params.replace(prompt_logprobs=None) if params.prompt_logprobs is not None else params
+        return requests
+
+    def submit_grammar(self, params: SamplingParams) -> Future[Grammar] | None:
+        """Begin to compile what `structured_outputs` asks for, beside this thread; None where it asks for nothing."""
+        if params.structured_outputs is None or self.tokenizer is None:
+            return None
+        from specrs.structured.grammar import submit_grammar
+
+        return submit_grammar(params.structured_outputs, self.tokenizer, self._limits.vocab_size)
+
+    def _seed(self, given: int | None, number: int, completion: int) -> int:
+        if given is None:
+            return derive_seed(self._engine_seed, number, completion)
+        return derive_seed(given, completion) if completion else given
+
+
+def take_grammar(requests: Iterable[Request], compiled: Future[Grammar]) -> None:
+    """Give a compiled grammar to its requests. Raises what made it fail; waits where it is not there yet."""
+    grammar = compiled.result()
+    for request in requests:
+        request.grammar = grammar

@@ -1,0 +1,213 @@
+"""The engine's own thread: takes requests in, steps the engine, and tells what came of them. Knows no event loop.
+
+One thread owns the engine; all others speak to it through a queue. It ends with `stop`, or because the engine is
+broken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+from specrs.engine.request import Request
+from specrs.errors import EngineDeadError, EngineError, UnknownRequestError
+from specrs.outputs import OutputBuilder, RequestOutput
+
+if TYPE_CHECKING:
+    from specrs.engine.engine import Engine
+    from specrs.outputs import TokenTexts
+
+logger = logging.getLogger("specrs")
+
+MAX_FAULTS = 3
+"""Launches that may fail one after another. A fault of one launch ends its requests; a broken device fails them all."""
+
+ResultT = TypeVar("ResultT")
+
+
+class Group:
+    """Prompts that are told of together: what one caller waits for. The engine's thread alone reads and changes it."""
+
+    def __init__(self, prompts: Sequence[Sequence[Request]], texts: TokenTexts | None, owner: Any = None) -> None:
+        """`prompts[i]`: the completions of prompt i. `owner`: whom `deliver` is to tell; nothing else looks at it."""
+        self.owner = owner
+        self.builders = [OutputBuilder(requests, texts) for requests in prompts]
+        self.prompts = prompts
+
+    @property
+    def requests(self) -> list[Request]:
+        """Every request of every prompt."""
+        return [request for requests in self.prompts for request in requests]
+
+
+Updates: TypeAlias = list[tuple[Group, int, RequestOutput]]
+"""Group, index of the prompt in it, and the prompt's requests as they are now."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    run: Callable[[], Any]
+    outcome: Future[Any] | None
+
+
+class EngineLoop(threading.Thread):
+    """Runs an engine. `add`, `abort` and `call` may be called from any thread, and return at once."""
+
+    def __init__(self, engine: Engine, deliver: Callable[[Updates], None], on_end: Callable[[], None]) -> None:
+        """`deliver` is called in this thread, once per step, with all that is new; `on_end` when the engine is broken.
+
+        Neither may wait: the engine waits for them.
+        """
+        super().__init__(name="specrs-engine", daemon=True)
+        self.error: EngineDeadError | None = None
+        self._engine = engine
+        self._deliver = deliver
+        self._on_end = on_end
+        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._owners: dict[int, tuple[Group, int]] = {}  # by request id, of requests that have not ended
+        self._num_faults = 0
+        self._stopping = False
+        # so that no command is queued behind the last one, where nobody would answer it
+        self._ending = threading.Lock()
+        self._ended = False
+
+    def add(self, group: Group) -> Future[None]:
+        """Queue the requests of a group. The future raises what the engine says of one; abort the group then."""
+        return self.call(lambda: self._add(group))
+
+    def abort(self, group: Group) -> None:
+        """End what runs of a group. Nothing is told of it any more."""
+        with contextlib.suppress(EngineDeadError):
+            self._put(_Command(lambda: self._abort(group), None))
+
+    def call(self, function: Callable[[], ResultT]) -> Future[ResultT]:
+        """Run `function` in this thread, between two steps."""
+        outcome: Future[ResultT] = Future()
+        try:
+            self._put(_Command(function, outcome))
+        except EngineDeadError as error:
+            outcome.set_exception(error)
+        return outcome
+
+    def stop(self) -> None:
+        """End all requests, as aborted, and the thread. Returns at once; join the thread to wait."""
+
+        def stop() -> None:
+            self._stopping = True
+
+        with contextlib.suppress(EngineDeadError):
+            self._put(_Command(stop, None))
+
+    def run(self) -> None:
+        """The thread's work; `start` calls it."""
+        try:
+            while not self._stopping:
+                self._obey()
+                if self._engine.has_unfinished() and not self._stopping:
+                    self._step()
+        except BaseException as fault:
+            logger.exception("the engine failed")
+            self.error = EngineDeadError(f"the engine failed: {fault!r}")
+        self._end()
+
+    def _put(self, command: _Command) -> None:
+        with self._ending:
+            if self._ended:
+                raise self.error or EngineDeadError("the engine was shut down")
+            self._commands.put(command)
+
+    def _obey(self) -> None:
+        """Run the commands that are there; without work, wait for one."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                command = self._commands.get(block=not (self._engine.has_unfinished() or self._stopping))
+                self._run_command(command)
+
+    def _run_command(self, command: _Command) -> None:
+        if command.outcome is None:
+            command.run()
+        elif command.outcome.set_running_or_notify_cancel():
+            try:
+                result = command.run()
+            except Exception as fault:
+                command.outcome.set_exception(fault)
+            else:
+                command.outcome.set_result(result)
+
+    def _add(self, group: Group) -> None:
+        for i, requests in enumerate(group.prompts):
+            for request in requests:
+                self._engine.add_request(request)
+                self._owners[request.request_id] = (group, i)
+
+    def _abort(self, group: Group) -> None:
+        for request in group.requests:
+            self._owners.pop(request.request_id, None)
+            if not request.finished:
+                with contextlib.suppress(UnknownRequestError):  # the fault may have come before it was added
+                    self._engine.abort(request.request_id)
+
+    def _step(self) -> None:
+        try:
+            touched = self._engine.step()
+        except Exception:
+            touched = [request for group, i in self._owners.values() for request in group.prompts[i]]
+            self._num_faults += 1
+            # a launch that fails ends its requests; a fault that ends none is the engine's own
+            if self._num_faults >= MAX_FAULTS or not any(request.finished for request in touched):
+                raise
+            logger.exception("a launch failed; its requests end with an error")
+        else:
+            self._num_faults = 0
+            if not touched and self._owners and not self._engine.has_unfinished():
+                raise EngineError("the engine is idle, but requests have not ended")
+        self._publish(touched)
+
+    def _publish(self, touched: Sequence[Request]) -> None:
+        prompts: dict[tuple[int, int], tuple[Group, int]] = {}
+        for request in touched:
+            owner = self._owners.get(request.request_id)
+            if owner is not None:
+                prompts[id(owner[0]), owner[1]] = owner
+                if request.finished:
+                    del self._owners[request.request_id]
+        if prompts:
+            self._deliver([(group, i, group.builders[i].build()) for group, i in prompts.values()])
+
+    def _end(self) -> None:
+        """Tell everybody that waits; after this nothing is taken in."""
+        error = self.error
+        owners, self._owners = self._owners, {}
+        prompts = {(id(group), i): (group, i) for group, i in owners.values()}
+        updates = []
+        for group, i in prompts.values():
+            requests = group.prompts[i]
+            if error is not None:
+                # nothing of a broken engine is asked again
+                first = requests[0]
+                output = RequestOutput.from_error(
+                    first.request_id, first.prompt, first.prompt_token_ids, error, len(requests)
+                )
+            else:
+                for request in requests:
+                    if not request.finished:
+                        self._engine.abort(request.request_id)
+                output = group.builders[i].build()
+            updates.append((group, i, output))
+        if updates:
+            self._deliver(updates)
+        with self._ending:
+            self._ended = True
+        with contextlib.suppress(queue.Empty):
+            while True:
+                command = self._commands.get_nowait()
+                if command.outcome is not None and command.outcome.set_running_or_notify_cancel():
+                    command.outcome.set_exception(error or EngineDeadError("the engine was shut down"))
+        if error is not None:
+            self._on_end()
