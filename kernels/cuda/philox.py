@@ -53,7 +53,7 @@ def uniform(seed, position, purpose):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _log(x):  # type: ignore[no-untyped-def]
+def log64(x):  # type: ignore[no-untyped-def]
     """ln of a positive normal float64, relative error under 2^-40; `math::ln` of the Rust core."""
     # Constants are written as integers and ratios: a Python float in an expression with float64 may become float32.
     bits = x.to(tl.int64, bitcast=True) + 0x95F619980C433  # 1.0 - sqrt(1/2), as bits
@@ -76,7 +76,7 @@ def gumbel_from_word(word):  # type: ignore[no-untyped-def]
     half = tl.full([1], 0.5, tl.float64)
     scale = tl.full([1], 0x3DF0000000000000, tl.int64).to(tl.float64, bitcast=True)  # 2^-32
     u = (word.to(tl.float64) + half) * scale
-    return (-_log(-_log(u))).to(tl.float32)
+    return (-log64(-log64(u))).to(tl.float32)
 
 
 @triton.jit

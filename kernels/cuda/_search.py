@@ -1,0 +1,164 @@
+"""The search for a threshold inside kernels: one step over a tile, and what its histogram says. Launches nothing.
+
+A row's tokens are ordered by `descending_key`. Step 0 puts them into 1,024 cells of 1/32 nat below the largest logit,
+because there they spread; cells of leading bits would send most of a vocabulary to a dozen addresses. Later steps cut
+the cell of the threshold into 2,048 ranges of keys, and again: a cell spans at most 2^32 keys, so after three of them
+a range is a single key. Amounts are integers, 1 or a weight in units of 2^-40, so the order of the atomic additions
+does not show.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from specrs.kernels.cuda._distribution import LAST_KEY, TOP_K, TOP_P, descending_key, scaled, value_of_key
+
+COUNT, WEIGHT, TOTAL = (tl.constexpr(i) for i in range(3))
+"""What a step adds up: tokens, or weights by cell, or all weights of a tile."""
+LO, SHIFT, BASE, TARGET, CELL, LIMIT = (tl.constexpr(i) for i in range(6))
+"""What a step starts from: first key of its range and log2 of the keys in a 2,048th of it (-1: found, LO is the
+threshold); the amount before LO, in the end up to it; the amount to reach; the cell of step 0; the last key that
+earlier filters keep."""
+_COARSE_CELLS = tl.constexpr(1024)
+_RESOLUTION = tl.constexpr(32)
+_CELLS = tl.constexpr(2048)
+_DIGIT = tl.constexpr(11)
+_UNIT = tl.constexpr(float(2**40))
+
+
+@triton.jit
+def last_key(m, bound):  # type: ignore[no-untyped-def]
+    """The last key of an x with m - x <= bound, bound >= 0: how the predicate on a rounded gap becomes a threshold."""
+    key = descending_key(m)
+    for digit in tl.static_range(3):
+        candidate = key + (tl.arange(0, _CELLS).to(tl.int64) << (_DIGIT * (2 - digit)))
+        within = m - value_of_key(tl.minimum(candidate, LAST_KEY)) <= bound
+        key += (tl.sum((within & (candidate <= LAST_KEY)).to(tl.int64), axis=0) - 1) << (_DIGIT * (2 - digit))
+    return key
+
+
+@triton.jit
+def _keys_of_cell(m, cell):  # type: ignore[no-untyped-def]
+    """First key of a range that holds every token of the cell, and log2 of the keys in a 2,048th of it.
+
+    The cell of a token comes from a rounded gap, so the range is wider by more than any rounding.
+    """
+    near = cell.to(tl.float32) / _RESOLUTION
+    far = near + 1.0 / _RESOLUTION
+    slack = (tl.abs(m) + far) * (1.0 / 2097152.0)
+    lo = descending_key(m - near + slack)
+    last = tl.where(cell == _COARSE_CELLS - 1, LAST_KEY, descending_key(m - far - slack))
+    digits = tl.arange(0, 32).to(tl.int64)
+    span = tl.minimum(last, LAST_KEY) - lo + 1
+    shift = tl.sum(((digits < 22) & (span > (tl.full([32], 2048, tl.int64) << digits))).to(tl.int64), axis=0)
+    return lo, shift
+
+
+@triton.jit
+def _first_reaching(sums, index, before, target):  # type: ignore[no-untyped-def]
+    """First index at which before + the cumulative sum reaches the target, the sum before it, and whether there is."""
+    reached = before + tl.cumsum(sums, axis=0)
+    at = tl.sum((reached < target).to(tl.int32), axis=0)
+    return at, before + tl.sum(tl.where(index < at, sums, 0), axis=0)
+
+
+@triton.jit
+def narrow(slot, cells, params, m, FIRST: tl.constexpr, WEIGHTS: tl.constexpr, COARSE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What a finished step says: `(lo, shift, base, target, cell)` of the next one.
+
+    `slot` and `cells` are what that step started from and its histogram. FIRST: it was a step 0.
+    """
+    outer, inner = tl.arange(0, 64), tl.arange(0, 32)
+    groups = tl.sum(tl.load(cells + outer[:, None] * 32 + inner[None, :]), axis=1)
+    if FIRST:
+        base = tl.full([], 0, tl.int64)
+        shift = base
+        lo = base
+        cell = base
+        # Off is inf: more than there is.
+        if WEIGHTS:
+            wanted = tl.minimum(tl.load(params + TOP_P), 2.0).to(tl.float64) * tl.sum(groups, axis=0).to(tl.float64)
+            target = wanted.to(tl.int64)
+            target += (target.to(tl.float64) < wanted).to(tl.int64)
+        else:
+            target = tl.minimum(tl.load(params + TOP_K), 1073741824.0).to(tl.int64)
+    else:
+        lo, shift, base = tl.load(slot + LO), tl.load(slot + SHIFT), tl.load(slot + BASE)
+        target, cell = tl.load(slot + TARGET), tl.load(slot + CELL)
+    if shift >= 0:
+        group, before = _first_reaching(groups, outer, base, target)
+        found = group < 64
+        group = tl.minimum(group, 63)
+        own = tl.load(cells + group * 32 + inner)
+        at, before = _first_reaching(own, inner, before, target)
+        at = tl.minimum(at, 31)
+        index = (group * 32 + at).to(tl.int64)
+        through = before + tl.sum(tl.where(inner == at, own, 0), axis=0)
+        if not FIRST:
+            lo += index << shift
+            base = tl.where(shift == 0, through, before)
+            shift = tl.where(shift == 0, -1, tl.maximum(shift - _DIGIT, 0))
+        elif found:
+            cell = index
+            if COARSE:
+                edge = ((index + 1).to(tl.float32) / _RESOLUTION).to(tl.int32, bitcast=True) - 1
+                bound = tl.where(index == _COARSE_CELLS - 1, float("inf"), edge.to(tl.float32, bitcast=True))
+                lo = last_key(m, bound)
+                shift = tl.full([], -1, tl.int64)
+                base = through
+            else:
+                lo, shift = _keys_of_cell(m, index)
+                base = before
+        else:
+            lo = tl.full([], LAST_KEY, tl.int64)
+            shift = tl.full([], -1, tl.int64)
+            base = tl.sum(groups, axis=0)
+    return lo, shift, base, target, cell
+
+
+@triton.jit
+def add_tile(  # type: ignore[no-untyped-def]
+    row_ptr,
+    cells,
+    m,
+    temperature,
+    farthest,
+    lo,
+    shift,
+    cell,
+    limit,
+    first,
+    end,
+    MODE: tl.constexpr,
+    FIRST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Add the amounts of tokens first .. end to a step's histogram; with TOTAL returns their sum instead.
+
+    `farthest`: gap of the last token that min_p keeps, inf without it.
+    """
+    total = tl.zeros([BLOCK], tl.int64)
+    for start in range(first, end, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        x = scaled(row_ptr, token, token < end, temperature)
+        gap = m - x
+        chosen = (token < end) & (x <= m)
+        key = descending_key(x)
+        if MODE == COUNT:
+            amount = tl.full([BLOCK], 1, tl.int64)
+        else:
+            # Weights under 2^-40 of the largest are nothing.
+            weight = tl.where(chosen & (gap <= farthest) & (key <= limit), tl.exp(-tl.maximum(gap, 0.0)), 0.0)
+            amount = (weight * _UNIT).to(tl.int64)
+            chosen = amount > 0
+        if MODE == TOTAL:
+            total += amount
+        else:
+            distance = tl.minimum(tl.where(x <= m, gap, 0.0), 32.0) * _RESOLUTION
+            index = tl.minimum(distance.to(tl.int32), _COARSE_CELLS - 1).to(tl.int64)
+            if not FIRST:
+                chosen = chosen & (index == cell)
+                index = (key - lo) >> shift
+                chosen = chosen & (index >= 0) & (index < _CELLS)
+            tl.atomic_add(cells + index, amount, mask=chosen, sem="relaxed")
+    return tl.sum(total, axis=0)

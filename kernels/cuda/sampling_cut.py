@@ -1,0 +1,397 @@
+"""Temperature, min_p, top_k and top_p of a row as one threshold, without a sort. Writes no logits, draws nothing.
+
+The threshold is that of `specrs.verify.thresholds`, exact to the last bit of a logit, ties kept; see `_search` for how.
+p is summed in integers, weights in units of 2^-40 of the largest, so a result depends on nothing but the row. Where a
+sum comes within V * 2^-40 + 1e-6 of the target, relative to the total, the torch reference, whose exp rounds
+differently, may cut one logit earlier or later.
+
+`coarse` is for drafting, as there: one step, the threshold on a grid of 1/32 nat below the largest logit.
+
+Launches, and what one costs with a row or six of 151,936 on an H200 as predicted (about 2.2 us of launch, and 1 to 2 us
+for a row that lies in L2; step 0 sends an atomic per token, 1 us a row):
+
+    tiles                        always                      3.5 us
+    count, 4 steps (1 coarse)    where a row has top_k       3.5 to 8 us, then 3.5; 2.5 once a row has found its key
+    weigh, 4 steps (1 coarse)    where a row has top_p       the same
+    total                        without top_p               3.5 us
+    finish                       always                      3 us
+
+That is 6 launches and about 22 us for top_p, 10 and 38 for top_k with top_p, 3 and 10 without filters; drafting with
+top_p 3 and 11 us.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from specrs.kernels.cuda._distribution import (
+    GREEDY,
+    LAST_KEY,
+    LOG_MIN_P,
+    PARAMS,
+    TEMPERATURE,
+    combine_tiles,
+    is_finite,
+    value_of_key,
+)
+from specrs.kernels.cuda._search import (
+    BASE,
+    CELL,
+    COUNT,
+    LIMIT,
+    LO,
+    SHIFT,
+    TARGET,
+    TOTAL,
+    WEIGHT,
+    add_tile,
+    last_key,
+    narrow,
+)
+from specrs.kernels.cuda.argmax import tile_argmax
+from specrs.kernels.cuda.philox import log64
+from specrs.kernels.cuda.sampling_scratch import BLOCK, CELLS, STEP_WORDS, STEPS, SamplingScratch, tile_of
+from specrs.kernels.cuda.variants import Variant
+from specrs.verify.params import SamplingRows
+from specrs.verify.thresholds import apply_coarse_top_k_top_p, apply_min_p, apply_top_k_top_p
+from torch import Tensor
+
+_REFINEMENTS = 3
+
+
+@triton.jit(do_not_specialize=["tile", "step", "scratch_rows"])
+def search_kernel(  # type: ignore[no-untyped-def]
+    logits,
+    row_of,
+    values,
+    tile_value,
+    tile_id,
+    tile_sum,
+    cells,
+    steps,
+    out_top,
+    out_ids,
+    stride,
+    V,
+    tile,
+    tile_stride,
+    step,
+    scratch_rows,
+    MODE: tl.constexpr,
+    LEVEL: tl.constexpr,
+    AFTER_COUNT: tl.constexpr,
+    MIN_P: tl.constexpr,
+    COARSE: tl.constexpr,
+    TILES: tl.constexpr,
+    CELLS: tl.constexpr,
+    STEP_SLOTS: tl.constexpr,
+    STEP_WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One step over one tile. Every program works out again what the step before it found; the first one of a row
+    leaves it in `steps` for the next launch. Histograms: this one's, the finished one, the next one's, zeroed here."""
+    t, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    first_step: tl.constexpr = LEVEL == 0 and not AFTER_COUNT
+    params = values + tl.load(row_of + row) * PARAMS
+    own = cells + (step % 3 * scratch_rows + row) * CELLS
+    finished = cells + ((step + 2) % 3 * scratch_rows + row) * CELLS
+    upcoming = cells + ((step + 1) % 3 * scratch_rows + row) * CELLS
+    slot = steps + (row * STEP_SLOTS + step) * STEP_WORDS
+    previous = slot - STEP_WORDS
+
+    if first_step:
+        at = row * 2 * tile_stride
+        top, token = combine_tiles(tile_value + at, tile_id + at, tl.num_programs(0), TILES)
+        if t == 0:
+            tl.store(out_top + row, top)
+            tl.store(out_ids + row, token.to(tl.int64))
+    else:
+        top = tl.load(out_top + row)
+    if MODE != TOTAL:
+        index = tl.arange(0, CELLS)
+        tl.store(upcoming + index, tl.zeros([CELLS], tl.int64), mask=index % tl.num_programs(0) == t)
+
+    if (tl.load(params + GREEDY) == 0.0) & is_finite(top):
+        temperature = tl.load(params + TEMPERATURE)
+        m = tl.div_rn(top, temperature)
+        lo = tl.full([], 0, tl.int64)
+        shift, cell = lo, lo
+        limit = tl.full([], LAST_KEY, tl.int64)
+        if LEVEL > 0:
+            lo, shift, base, target, cell = narrow(previous, finished, params, m, LEVEL == 1, MODE == WEIGHT, COARSE)
+            limit = tl.load(previous + LIMIT)
+            if t == 0:
+                tl.store(slot + LO, lo)
+                tl.store(slot + SHIFT, shift)
+                tl.store(slot + BASE, base)
+                tl.store(slot + TARGET, target)
+                tl.store(slot + CELL, cell)
+        elif AFTER_COUNT:
+            limit, _, _, _, _ = narrow(previous, finished, params, m, COARSE, False, COARSE)
+        if t == 0:
+            tl.store(slot + LIMIT, limit)
+        if shift >= 0:
+            farthest = -tl.load(params + LOG_MIN_P) if MIN_P else float("inf")
+            total = add_tile(
+                logits + row * stride,
+                own,
+                m,
+                temperature,
+                farthest,
+                lo,
+                shift,
+                cell,
+                limit,
+                t * tile,
+                tl.minimum(t * tile + tile, V),
+                MODE,
+                LEVEL == 0,
+                BLOCK,
+            )
+            if MODE == TOTAL:
+                tl.store(tile_sum + row * tile_stride + t, total)
+
+
+@triton.jit(do_not_specialize=["num_tiles", "step", "scratch_rows"])
+def finish_kernel(  # type: ignore[no-untyped-def]
+    row_of,
+    values,
+    tile_sum,
+    cells,
+    steps,
+    out_cut,
+    out_lse,
+    out_top,
+    num_tiles,
+    tile_stride,
+    step,
+    scratch_rows,
+    MODE: tl.constexpr,
+    MIN_P: tl.constexpr,
+    COARSE: tl.constexpr,
+    TILES: tl.constexpr,
+    CELLS: tl.constexpr,
+    STEP_SLOTS: tl.constexpr,
+    STEP_WORDS: tl.constexpr,
+):
+    """Threshold and lse of a row from what the last step, number `step`, has added up."""
+    row = tl.program_id(0).to(tl.int64)
+    params = values + tl.load(row_of + row) * PARAMS
+    top = tl.load(out_top + row)
+    greedy = tl.load(params + GREEDY) != 0.0
+    if is_finite(top) & (greedy == 0):
+        m = tl.div_rn(top, tl.load(params + TEMPERATURE))
+        slot = steps + (row * STEP_SLOTS + step) * STEP_WORDS
+        key = tl.load(slot + LIMIT)
+        if MODE == WEIGHT:
+            histogram = cells + (step % 3 * scratch_rows + row) * CELLS
+            lo, _, kept, _, _ = narrow(slot, histogram, params, m, COARSE, True, COARSE)
+            key = tl.minimum(key, lo)
+        else:
+            t = tl.arange(0, TILES)
+            kept = tl.sum(tl.load(tile_sum + row * tile_stride + t, mask=t < num_tiles, other=0), axis=0)
+        if MIN_P:
+            key = tl.minimum(key, last_key(m, -tl.load(params + LOG_MIN_P)))
+        share = kept.to(tl.float64) / 1099511627776.0
+        tl.store(out_cut + row, value_of_key(key))
+        tl.store(out_lse + row, tl.sum(m.to(tl.float64) + log64(share + tl.zeros([1], tl.float64)), axis=0))
+    else:
+        tl.store(out_cut + row, tl.where(greedy, -float("inf"), float("inf")))
+        tl.store(out_lse + row, tl.full([], 0.0, tl.float64))
+
+
+@torch.library.custom_op(
+    "specrs::sampling_cut",
+    mutates_args=["out_cut", "out_lse", "out_top", "out_ids", "tile_value", "tile_id", "tile_sum", "cells", "steps"],
+)
+def _sampling_cut(
+    logits: Tensor,
+    row_of: Tensor,
+    values: Tensor,
+    out_cut: Tensor,
+    out_lse: Tensor,
+    out_top: Tensor,
+    out_ids: Tensor,
+    tile_value: Tensor,
+    tile_id: Tensor,
+    tile_sum: Tensor,
+    cells: Tensor,
+    steps: Tensor,
+    coarse: bool,
+    top_k: bool,
+    top_p: bool,
+    min_p: bool,
+) -> None:
+    rows, vocab_size = logits.shape
+    if not rows:
+        return
+    num_tiles = tile_argmax(logits, tile_value, tile_id, cells)
+    tile_stride, scratch_rows = tile_value.shape[2], cells.shape[1]
+    levels = 1 if coarse else 1 + _REFINEMENTS
+    plan = [(COUNT.value, level) for level in range(levels if top_k else 0)]
+    plan += [(WEIGHT.value, level) for level in range(levels)] if top_p else [(TOTAL.value, 0)]
+    sizes = {
+        "TILES": triton.next_power_of_2(tile_stride),
+        "CELLS": CELLS,
+        "STEP_SLOTS": STEPS + 1,
+        "STEP_WORDS": STEP_WORDS,
+        "COARSE": coarse,
+        "MIN_P": min_p,
+    }
+    for step, (mode, level) in enumerate(plan):
+        search_kernel[(num_tiles, rows)](
+            logits,
+            row_of,
+            values,
+            tile_value,
+            tile_id,
+            tile_sum,
+            cells,
+            steps,
+            out_top,
+            out_ids,
+            logits.stride(0),
+            vocab_size,
+            tile_of(rows, vocab_size),
+            tile_stride,
+            step,
+            scratch_rows,
+            MODE=mode,
+            LEVEL=min(level, 2),
+            AFTER_COUNT=level == 0 and step > 0,
+            BLOCK=BLOCK,
+            **sizes,
+        )
+    finish_kernel[(rows,)](
+        row_of,
+        values,
+        tile_sum,
+        cells,
+        steps,
+        out_cut,
+        out_lse,
+        out_top,
+        num_tiles,
+        tile_stride,
+        len(plan) - 1,
+        scratch_rows,
+        MODE=plan[-1][0],
+        **sizes,
+    )
+
+
+@_sampling_cut.register_fake
+def _(logits: Tensor, *rest: object) -> None:
+    return None
+
+
+def sampling_cut(
+    logits: Tensor,
+    row_of: Tensor,
+    values: Tensor,
+    out_cut: Tensor,
+    out_lse: Tensor,
+    out_top: Tensor,
+    out_ids: Tensor,
+    scratch: SamplingScratch,
+    *,
+    coarse: bool,
+    top_k: bool,
+    top_p: bool,
+    min_p: bool,
+) -> None:
+    """The distribution that each row samples, as a threshold: x = logit / temperature is kept where x >= cut, with
+    probability exp(x - lse).
+
+    Args:
+        logits: `[N, V]` fp32, raw or adjusted, any row stride, dense rows.
+        row_of: state row of each flat row, `[N]` int64; padded rows name a greedy one.
+        values: `[R + 1, 8]` fp32 of `SamplingRows`.
+        out_cut: `[N]` fp32. Greedy rows: -inf. Rows with NaN, +inf or nothing but -inf: +inf, so nothing is kept.
+        out_lse: `[N]` float64, of what is kept; 0 in greedy and faulty rows.
+        out_top: `[N]` fp32, the largest logit, NaN if the row has one.
+        out_ids: `[N]` int64, the argmax, lowest id first: what a greedy row draws.
+        coarse, top_k, top_p, min_p: drafting; which filters some row of the batch has. A filter that is named and off
+            in a row leaves it as it is; one that a row has and is not named is not applied.
+    """
+    torch.ops.specrs.sampling_cut(
+        logits,
+        row_of,
+        values,
+        out_cut,
+        out_lse,
+        out_top,
+        out_ids,
+        scratch.tile_value,
+        scratch.tile_id,
+        scratch.tile_sum,
+        scratch.cells,
+        scratch.steps,
+        coarse,
+        top_k,
+        top_p,
+        min_p,
+    )
+
+
+def sampling_cut_reference(
+    logits: Tensor,
+    rows: SamplingRows,
+    *,
+    coarse: bool,
+    top_k: bool,
+    top_p: bool,
+    min_p: bool,
+) -> tuple[Tensor, Tensor]:
+    """`(x [N, V] with -inf where removed, lse [N] float64)` of rows that sample, in torch."""
+    x = logits / rows.temperature
+    if min_p:
+        x = apply_min_p(x, rows.log_min_p)
+    if top_k or top_p:
+        apply = apply_coarse_top_k_top_p if coarse else apply_top_k_top_p
+        x = apply(x, rows.top_k if top_k else None, rows.top_p if top_p else None)
+    return x, x.to(torch.float64).logsumexp(dim=1)
+
+
+def _variants() -> tuple[Variant, ...]:
+    types = {
+        "logits": "*fp32",
+        "values": "*fp32",
+        "tile_value": "*fp32",
+        "tile_id": "*i32",
+        "out_cut": "*fp32",
+        "out_lse": "*fp64",
+        "out_top": "*fp32",
+        **dict.fromkeys(("row_of", "tile_sum", "cells", "steps", "out_ids"), "*i64"),
+    }
+    sizes = {"TILES": 256, "CELLS": CELLS, "STEP_SLOTS": STEPS + 1, "STEP_WORDS": STEP_WORDS, "MIN_P": True}
+
+    def variant(name: str, fn: triton.JITFunction, **constants: int) -> Variant:
+        constants = {**sizes, **constants}
+        signature = {arg: types.get(arg, "i32") for arg in fn.arg_names if arg not in constants}
+        return Variant(name, fn, signature, constants)
+
+    names = {COUNT.value: "count", WEIGHT.value: "weigh", TOTAL.value: "total"}
+    found = []
+    for mode, level, after, coarse in (
+        (COUNT.value, 0, False, False),
+        (COUNT.value, 1, False, False),
+        (COUNT.value, 2, False, False),
+        (WEIGHT.value, 0, False, False),
+        (WEIGHT.value, 0, True, False),
+        (WEIGHT.value, 0, True, True),
+        (WEIGHT.value, 1, False, False),
+        (WEIGHT.value, 2, False, False),
+        (TOTAL.value, 0, False, False),
+        (TOTAL.value, 0, True, False),
+    ):
+        name = f"search_{names[mode]}_{level}{'_after_count' * after}{'_coarse' * coarse}"
+        flags = {"MODE": mode, "LEVEL": level, "AFTER_COUNT": after, "COARSE": coarse, "BLOCK": BLOCK}
+        found.append(variant(name, search_kernel, **flags))
+    for mode, coarse in ((WEIGHT.value, False), (WEIGHT.value, True), (TOTAL.value, False)):
+        found.append(variant(f"finish_{names[mode]}{'_coarse' * coarse}", finish_kernel, MODE=mode, COARSE=coarse))
+    return tuple(found)
+
+
+VARIANTS = _variants()
