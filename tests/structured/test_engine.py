@@ -7,6 +7,7 @@ from typing import Any
 import jsonschema
 import pytest
 from specrs import LLM, RequestOutput, SamplingParams
+from specrs.errors import EngineError
 from specrs.pair.prompts import PROMPTS
 from specrs.structured import StructuredOutputsParams
 
@@ -119,3 +120,27 @@ def test_other_kinds(asked: dict[str, Any], allowed: set[str]) -> None:
     assert texts[0] == texts[1]
     assert set(texts[0]) <= allowed
     assert len(set(texts[0])) > 1
+
+
+GIVES_UP = "(((a{1,1000}){1,1000}){1,1000}){1,1000}"
+"""After a few letters the library has too many expressions: each may end any of the counters."""
+
+
+@pytest.mark.parametrize("k", [0, 4])
+def test_a_grammar_that_gives_up_ends_its_request_alone(k: int) -> None:
+    llm = make_llm(k)
+    asked = StructuredOutputsParams(regex=GIVES_UP)
+    params = [NEIGHBOUR.replace(seed=i) if i % 3 == 0 else structured(i) for i in range(6)]
+    params.insert(2, RANDOM.replace(seed=6, max_tokens=400, structured_outputs=asked))
+    outputs = run(llm, params)
+    broken = outputs.pop(2)
+    assert broken.outputs[0].finish_reason == "error"
+    assert set(broken.outputs[0].text) <= {"a"}
+    assert isinstance(broken.error, EngineError)
+    assert str(broken.error).startswith(f"request {broken.request_id}")
+    assert "its grammar gave up: " in str(broken.error)
+    for i, output in enumerate(outputs):
+        assert text(output) == text(plain()[0][i] if i % 3 else plain()[1][i // 3])
+    # what it held is free again, and the engine goes on
+    assert llm.engine.scheduler.num_running == llm.engine.scheduler.num_waiting == 0
+    assert text(run(llm, [structured(7)])[0]) == text(plain()[0][7])

@@ -26,6 +26,7 @@ from specrs.models.decoder import Decoder
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
 from specrs.runner.row_state import RowState
+from specrs.transfer import to_device
 from specrs.verify.rejection import row_index
 
 if TYPE_CHECKING:
@@ -42,14 +43,21 @@ class FlatRows:
     index: Tensor  # [B, W] int64, flat row of each column, held at the entry's last row
     uniform: bool  # every entry has W rows
 
+    def to(self, device: torch.device) -> FlatRows:
+        """The same on `device`, without waiting for it."""
+        tensors = (to_device(t, device) for t in (self.q_start, self.entry, self.offset, self.index))
+        return FlatRows(*tensors, uniform=self.uniform)
+
     def take(self, matrix: Tensor) -> Tensor:
         """The values `[N]` of flat rows from a matrix `[B, W]`."""
         return matrix.reshape(-1) if self.uniform else matrix[self.entry, self.offset]
 
 
 @functools.lru_cache(maxsize=64)
-def flat_rows(planned: tuple[int, ...]) -> FlatRows:
+def flat_rows(planned: tuple[int, ...], device: torch.device | None = None) -> FlatRows:
     """The flat rows of a plan; cached, because a steady batch repeats its plan launch after launch."""
+    if device is not None and device.type != "cpu":
+        return flat_rows(planned).to(device)
     counts = torch.tensor(planned, dtype=torch.int64) + 1
     total, width = sum(planned) + len(planned), planned[0] + 1
     q_start = torch.zeros(len(planned) + 1, dtype=torch.int64)
@@ -175,7 +183,7 @@ def draft(state: RowState, it: Iteration, drafter: DraftModel, sampling: EntrySa
         tops[:count, i - 1], tokens = _draw(logits, entries[:count], n[:count] + (i - 1), sampling, i - 1, q)
         state.tokens[it.rows[:count], written[:count, i - 1]] = tokens
         if sampling.grammar is not None:
-            sampling.grammar.observe(i, tokens, live[:count, width + i - 2])
+            sampling.grammar.observe(tokens, live[:count, width + i - 2])
     faulty = (~tops.isfinite() & live[:, width - 1 :]).any(dim=1)
     return Drafted(faulty * FLAG_DRAFT_NON_FINITE, q)
 
