@@ -1,0 +1,115 @@
+"""Passes of a draft and a target, each alone and inside speculation, on this machine. One request at a time."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from specrs.errors import InvalidConfigError, check_int, invalid_config
+from specrs.forecast.compare import PassTimes
+from specrs.forecast.regression import LineFit
+
+if TYPE_CHECKING:
+    from specrs.llm import LLM
+    from specrs.sampling import SamplingParams
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Median milliseconds between the outputs of a request: the draft alone, the target alone, and both at each K."""
+
+    draft_ms: float
+    target_ms: float
+    itl_ms: Mapping[int, float]
+    acceptance_lengths: Mapping[int, float]
+    fit: LineFit = field(init=False)
+
+    def __post_init__(self) -> None:
+        fit = LineFit.through([float(k) for k in self.itl_ms], list(self.itl_ms.values()))
+        object.__setattr__(self, "fit", fit)
+
+    @property
+    def alone(self) -> PassTimes:
+        """Each model by itself; an iteration without drafts is a pass of the target."""
+        return PassTimes(self.draft_ms, self.target_ms, self.target_ms)
+
+    @property
+    def inside(self) -> PassTimes:
+        """Slope and intercept of ITL against K; an iteration without drafts stays what the target takes alone."""
+        return PassTimes(self.fit.slope, self.fit.intercept, self.target_ms)
+
+
+def measure(
+    model: str | None,
+    speculative_config: Mapping[str, Any],
+    ks: Sequence[int],
+    prompts: Sequence[Any],
+    params: SamplingParams,
+    *,
+    rounds: int = 3,
+    advance: Callable[[str], None] = lambda name: None,
+    **settings: Any,
+) -> Measured:
+    """Stream every prompt through each setting, in turns, `rounds` times: a machine that drifts hits all alike.
+
+    `settings` are other fields of `EngineConfig`; `advance` is called with a setting's name after each prompt. Raises
+    `InvalidConfigError` with fewer than two K, and for models that are not there.
+    """
+    if len(set(ks)) < 2 or min(ks) < 1:
+        raise invalid_config("k", list(ks), "must be at least two different numbers of draft tokens, for a line")
+    check_int(InvalidConfigError, "rounds", rounds, 1)
+    if not prompts:
+        raise invalid_config("prompts", list(prompts), "must have at least one prompt")
+    from specrs.config import EngineConfig
+    from specrs.llm import LLM
+
+    shared = {"max_num_seqs": 1, "enable_prefix_caching": False, **settings}
+    pair = LLM(model=model, speculative_config={**speculative_config, "num_speculative_tokens": max(ks)}, **shared)
+    config = pair.engine.config
+    assert isinstance(config, EngineConfig)
+    alone = {"draft alone": LLM(model=str(config.draft), **shared), "target alone": LLM(model=config.target, **shared)}
+    runs: dict[str, tuple[LLM, SamplingParams]] = {name: (llm, params) for name, llm in alone.items()}
+    runs |= {f"K = {k}": (pair, params.replace(num_speculative_tokens=k)) for k in ks}
+    gaps: dict[str, list[float]] = {name: [] for name in runs}
+    lengths: dict[str, list[tuple[int, int]]] = {name: [] for name in runs}
+    for name, (llm, own) in runs.items():  # first calls allocate and pick kernels
+        _stream(llm, prompts[0], own, [])
+        advance(name)
+    for _ in range(rounds):
+        for prompt in prompts:
+            for name, (llm, own) in runs.items():
+                lengths[name].append(_stream(llm, prompt, own, gaps[name]))
+                advance(name)
+    for name, values in gaps.items():
+        if not values:
+            raise invalid_config("max_tokens", params.max_tokens, f"too few: {name} never gave two outputs to time")
+    medians = {name: 1e3 * statistics.median(values) for name, values in gaps.items()}
+
+    def length(k: int) -> float:
+        drafts, accepted = map(sum, zip(*lengths[f"K = {k}"], strict=True))
+        return 1.0 + accepted / drafts if drafts else 1.0
+
+    return Measured(
+        medians["draft alone"],
+        medians["target alone"],
+        {k: medians[f"K = {k}"] for k in ks},
+        {k: length(k) for k in ks},
+    )
+
+
+def _stream(llm: LLM, prompt: Any, params: SamplingParams, gaps: list[float]) -> tuple[int, int]:
+    """Seconds between the outputs of one request into `gaps`, all but the last: `max_tokens` may have cut it.
+
+    Returns drafts and accepted tokens.
+    """
+    times = []
+    for output in llm.stream(prompt, params):
+        times.append(time.perf_counter())
+        metrics = output.metrics
+    between = [after - before for before, after in pairwise(times)]
+    gaps += between[:-1]
+    return metrics.drafts, metrics.accepted_tokens

@@ -1,0 +1,143 @@
+"""Forecasts as text. Formats what it is given; computes nothing but means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from specrs.forecast.acceptance import GeometricAcceptance
+from specrs.forecast.compare import Reduction
+from specrs.forecast.forecast import Forecast
+from specrs.forecast.regression import LineFit
+from specrs.forecast.sweeps import Departure, Prediction, Series
+
+
+def table(forecast: Forecast, measured_tpot: Mapping[int, float] | None = None) -> str:
+    """A row per K, the best one marked, and what follows from them."""
+    measured = measured_tpot or {}
+    head = f"{'K':>4}{'ITL (ms)':>11}{'AL':>8}{'TPOT (ms)':>12}{'speed-up':>10}"
+    lines = [forecast.name, head + ("  measured TPOT (ms)" if measured else "")]
+    for row in forecast.rows:
+        line = f"{row.k:>4}{row.itl_ms:>11.2f}{row.acceptance_length:>8.2f}{row.tpot_ms:>12.3f}{row.speedup:>9.3f}x"
+        if row.k in measured:
+            line += f"{measured[row.k]:>12.3f} ({row.tpot_ms / measured[row.k] - 1:+.1%})"
+        lines.append(line + ("   best" if row.k == forecast.best_k else ""))
+    last = forecast.rows[-1].k
+    if forecast.last_paying_k == 0:
+        lines.append("drafting does not pay at any of these K")
+    else:
+        note = f" (beyond K = {last} by the fitted acceptance)" if forecast.last_paying_k > last else ""
+        lines.append(f"drafting pays up to K = {forecast.last_paying_k}{note}; the fastest is K = {forecast.best_k}")
+    return "\n".join(lines)
+
+
+def break_even(batch: int | None, batches: Sequence[int]) -> str:
+    """The break-even batch, where costs are known for more than one."""
+    if batch is None:
+        return f"break-even batch: none from {batches[0]} to {batches[-1]}: some K is faster in TPOT at all of them"
+    return f"break-even batch: {batch}; from there on no K is faster in TPOT than no drafts"
+
+
+def line(fit: LineFit) -> str:
+    """The regression of ITL against K."""
+    slope, intercept = fit.slope_band(), fit.band(0.0)
+    bands = (f" +- {slope:.2f}", f" +- {intercept:.2f}") if slope is not None and intercept is not None else ("", "")
+    note = "95 % confidence" if slope is not None else "two points: no confidence band"
+    return (
+        f"ITL against K: T_d = {fit.slope:.2f}{bands[0]} ms (slope), T_t = {fit.intercept:.2f}{bands[1]} ms "
+        f"(intercept), R^2 = {fit.r_squared:.4f} ({fit.n} points, {note})"
+    )
+
+
+def lines(fits: Mapping[int, LineFit], curves: Mapping[int, GeometricAcceptance]) -> str:
+    """The regression and the acceptance curve of each concurrency, a row each."""
+    rows = [
+        f"{'concurrency':>12}{'T_d (ms)':>16}{'T_t (ms)':>18}{'R^2':>9}   accepted at position i = 0, 1, ...",
+    ]
+    for concurrency, fit in fits.items():
+        slope, intercept = fit.slope_band(), fit.band(0.0)
+        draft = f"{fit.slope:.2f}" + ("" if slope is None else f" +- {slope:.2f}")
+        target = f"{fit.intercept:.2f}" + ("" if intercept is None else f" +- {intercept:.2f}")
+        curve = curves[concurrency]
+        rows.append(
+            f"{concurrency:>12}{draft:>16}{target:>18}{fit.r_squared:>9.4f}   {curve.first:.2f} * {curve.ratio:.2f}^i"
+        )
+    return "\n".join(rows)
+
+
+def passes(reductions: Sequence[Reduction]) -> str:
+    """The references' Table 1: each model inside speculation and alone."""
+    lines = [f"{'Model':<28}{'SD runtime':>13}{'Standalone runtime':>21}{'Runtime reduction':>20}"]
+    for item in reductions:
+        name = item.name if len(item.name) < 28 else "..." + item.name[-24:]
+        first, second = f"{item.first:.2f} ms", f"{item.second:.2f} ms"
+        lines.append(f"{name:<28}{first:>13}{second:>21}{item.share:>20.1%}")
+    return "\n".join(lines)
+
+
+def side_by_side(first: Forecast, second: Forecast) -> str:
+    """TPOT and speed-up of both at each K; the best of each marked."""
+    head = f"{'K':>4}{'TPOT (ms)':>14}{'TPOT (ms)':>14}{'less by':>10}{'speed-up':>12}{'speed-up':>12}"
+    names = f"{'':4}{first.name:>14}{second.name:>14}{'':10}{first.name:>12}{second.name:>12}"
+    lines = [names, head]
+    for one, other in zip(first.rows, second.rows, strict=False):
+        marks = ["*" if row.k == forecast.best_k else " " for row, forecast in ((one, first), (other, second))]
+        lines.append(
+            f"{one.k:>4}{one.tpot_ms:>13.3f}{marks[0]}{other.tpot_ms:>13.3f}{marks[1]}"
+            f"{1 - other.tpot_ms / one.tpot_ms:>10.1%}{one.speedup:>11.3f}x{other.speedup:>11.3f}x"
+        )
+    a, b = first.best, second.best
+    lines.append(
+        f"best K: {a.k} ({a.tpot_ms:.3f} ms, {a.speedup:.3f}x) and {b.k} ({b.tpot_ms:.3f} ms, {b.speedup:.3f}x)"
+    )
+    return "\n".join(lines)
+
+
+def predictions(series: Series, seen: Sequence[int], found: Mapping[int, Sequence[Prediction]]) -> str:
+    """Forecast against measured speed-up in TPOT, a row per concurrency."""
+    lines = [
+        f"{series.name}: speed-up in TPOT from the rows at K = {', '.join(map(str, seen))} and vanilla",
+        f"{'concurrency':>12}{'mean error':>12}   K: forecast / measured",
+    ]
+    for concurrency, items in found.items():
+        pairs = "  ".join(f"{item.k}: {item.forecast:.2f} / {item.measured:.2f}" for item in items)
+        lines.append(f"{concurrency:>12}{fmean(abs(item.error) for item in items):>12.1%}   {pairs}")
+    return "\n".join(lines)
+
+
+def departures(items: Sequence[Departure]) -> str:
+    """Where the speed-up in throughput is not that in TPOT, a row per concurrency, at one K each."""
+    lines = [
+        "output tokens per second = TPOT x what time to first token takes (prefill, queueing) x load:",
+        f"{'concurrency':>12}{'K':>4}{'throughput':>12}{'TPOT':>8}{'first token':>13}{'load':>7}"
+        f"{'mean TTFT (ms), vanilla':>32}",
+    ]
+    for item in items:
+        ttft = f"{item.ttft_ms:.0f}, {item.vanilla_ttft_ms:.0f}"
+        lines.append(
+            f"{item.concurrency:>12}{item.k:>4}{item.throughput:>11.2f}x{item.tpot:>7.2f}x{item.first_token:>12.2f}x"
+            f"{item.load:>6.2f}x{ttft:>32}"
+        )
+    return "\n".join(lines)
+
+
+def record(forecast: Forecast) -> dict[str, Any]:
+    """A forecast as JSON has it."""
+    return {
+        "name": forecast.name,
+        "batch": forecast.batch,
+        "best_k": forecast.best_k,
+        "last_paying_k": forecast.last_paying_k,
+        "break_even_batch": forecast.break_even_batch,
+        "rows": [
+            {
+                "k": row.k,
+                "itl_ms": row.itl_ms,
+                "acceptance_length": row.acceptance_length,
+                "tpot_ms": row.tpot_ms,
+                "speedup": row.speedup,
+            }
+            for row in forecast.rows
+        ],
+    }
