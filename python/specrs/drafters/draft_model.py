@@ -44,7 +44,9 @@ class DraftModel:
     def feed(self, inputs: PassInputs) -> Tensor:
         """One draft pass without the LM head (catch-up chunks); hidden states `[N, hidden]`. Mutates the KV cache."""
         self.num_passes += 1
+        return self.model.forward(self.known_ids(inputs), self.kv_cache)
+
+    def known_ids(self, inputs: PassInputs) -> PassInputs:
+        """The same pass with ids held to the draft's own vocabulary."""
         known = self.model.config.vocab_size
-        if known < self.vocab_size:
-            inputs = replace(inputs, input_ids=inputs.input_ids.clamp(max=known - 1))
-        return self.model.forward(inputs, self.kv_cache)
+        return inputs if known >= self.vocab_size else replace(inputs, input_ids=inputs.input_ids.clamp(max=known - 1))

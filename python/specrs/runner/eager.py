@@ -76,7 +76,7 @@ class EagerRunner:
         results = slot.results_view.narrow(header.num_decode, header.num_prefill)
         for tensor in results.tensors():
             tensor.zero_()
-        prompt_logprobs(slot, header, hidden, self.target, self.state, self.sampling)
+        prompt_logprobs(slot, header, hidden, self.target.compute_logits, self.state, self.sampling)
         chunks = last_chunks(slot.views, header)
         if not chunks:
             return
@@ -94,7 +94,7 @@ class EagerRunner:
         final = Results(*(torch.empty_like(tensor[: len(chunks)]) for tensor in results.tensors()))
         drafted = Drafted(torch.zeros_like(it.num_tokens), None)
         logits = self.target.compute_logits(hidden[last_rows(slot.views, header)[chunks]])
-        sampling = self.sampling.for_entries(self.state, it)
+        sampling = self.sampling.for_entries(self.state, it, it.rows.tolist())
         self._finish(slot, entries, it, logits, it.num_tokens - 1, drafted, sampling, final)
         for mine, theirs in zip(results.tensors(), final.tensors(), strict=True):
             mine[chunks] = theirs
@@ -110,7 +110,7 @@ class EagerRunner:
             max_context=int((slot.views["entry_n_upper"][entries] + slot.views["entry_k"][entries]).max()),
             drafter=self.drafter,
         )
-        sampling = self.sampling.for_entries(self.state, it)
+        sampling = self.sampling.for_entries(self.state, it, it.rows.tolist())
         if header.max_k and self.drafter is not None:
             drafted = draft(self.state, it, self.drafter, sampling, self.rule)
         else:
@@ -138,5 +138,5 @@ class EagerRunner:
         update(self.state, it, verdict, drafted, results)
         if sampling.num_logprobs is not None:
             slot.logprobs.update(
-                entry_logprobs(self.logprobs_mode, entries.tolist(), logits, verdict, sampling, sampling.num_logprobs)
+                entry_logprobs(self.logprobs_mode, entries.tolist(), logits, verdict.adjusted, verdict.tokens, sampling)
             )

@@ -2,44 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from specrs.models.decoder import Decoder
 from specrs.outputs import TokenLogprob
-from specrs.runner.accept import Verdict
 from specrs.runner.ring import Header, RingSlot
 from specrs.runner.row_state import RowState
 from specrs.runner.sampling_state import EntrySampling, SamplingState
+from specrs.transfer import to_host
 from specrs.verify.logprobs import LogprobsMode, TokenLogprobs, logprob_values, token_logprobs
 
 _ROWS_AT_ONCE = 256  # prompt rows whose logits exist at once: 256 x 151,936 fp32 are 156 MB
 
 
 def entry_logprobs(
-    mode: str, entries: list[int], logits: Tensor, verdict: Verdict, sampling: EntrySampling, num_top: int
+    mode: str, entries: Sequence[int], logits: Tensor, adjusted: Tensor, tokens: Tensor, sampling: EntrySampling
 ) -> dict[int, TokenLogprobs]:
     """By entry of the launch, the values of its W columns of tokens; columns that were not emitted mean nothing.
 
     Args:
         entries: the launch's entry of each of the B entries that were verified.
         logits: raw, `[N, V]`.
+        adjusted: after masks and penalties, `[N, V]`.
+        tokens: `[B, W]` int64.
+        sampling: with `num_logprobs`.
+
+    Returns:
+        Values in host memory; those of a GPU are there when the launch's results are.
     """
-    width, flat = verdict.tokens.shape[1], sampling.it.flat
-    processed = logits if mode.startswith("raw") else sampling.filter(verdict.adjusted, flat.entry)
+    assert sampling.num_logprobs is not None
+    width, flat = tokens.shape[1], sampling.it.flat
+    processed = logits if mode.startswith("raw") else sampling.filter(adjusted, flat.entry)
     values = logprob_values(cast(LogprobsMode, mode), logits, processed)[flat.index.flatten()]
-    found = token_logprobs(values, verdict.tokens.flatten(), num_top)
+    found = _to_host(token_logprobs(values, tokens.flatten(), sampling.num_logprobs))
     return {entry: _narrow(found, i * width, width) for i, entry in enumerate(entries)}
 
 
 def prompt_logprobs(
-    slot: RingSlot, header: Header, hidden: Tensor, target: Decoder, state: RowState, sampling: SamplingState
+    slot: RingSlot,
+    header: Header,
+    hidden: Tensor,
+    compute_logits: Callable[[Tensor], Tensor],
+    state: RowState,
+    sampling: SamplingState,
 ) -> None:
     """Raw log probabilities of the prompt tokens that this launch's chunks predict; writes `slot.prompt_logprobs`.
 
-    The row fed at position p gives the value of the prompt's token p + 1.
+    The row fed at position p gives the value of the prompt's token p + 1. `compute_logits` is the target's LM head.
     """
     chunks = slice(header.num_decode, header.num_decode + header.num_prefill)
     starts = slot.views["prefill_q_start"].tolist()
@@ -52,11 +64,11 @@ def prompt_logprobs(
         count = min(starts[chunk + 1] - starts[chunk], len(request.prompt_token_ids) - 1 - first)
         for at in range(0, count, _ROWS_AT_ONCE):
             rows = min(_ROWS_AT_ONCE, count - at)
-            logits = target.compute_logits(hidden[starts[chunk] + at : starts[chunk] + at + rows])
+            logits = compute_logits(hidden[starts[chunk] + at : starts[chunk] + at + rows])
             tokens = state.tokens[row, first + at + 1 : first + at + 1 + rows]
             width = sampling.vocab_size if num_top < 0 else num_top
             slot.prompt_logprobs.append(
-                (request, first + at + 1, token_logprobs(torch.log_softmax(logits, -1), tokens, width))
+                (request, first + at + 1, _to_host(token_logprobs(torch.log_softmax(logits, -1), tokens, width)))
             )
 
 
@@ -74,6 +86,10 @@ def token_entries(found: TokenLogprobs, tokens: list[int], num_top: int | None) 
             strict=False,
         )
     ]
+
+
+def _to_host(found: TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(*(to_host(t) for t in (found.value, found.rank, found.top_ids, found.top_values)))
 
 
 def _narrow(found: TokenLogprobs, start: int, length: int) -> TokenLogprobs:

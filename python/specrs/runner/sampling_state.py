@@ -15,6 +15,7 @@ from torch import Tensor
 
 from specrs.runner.grammar import LaunchGrammar
 from specrs.runner.samplers import CoreSampler, RowSampler, TorchSampler
+from specrs.transfer import to_device
 from specrs.verify.history import context_rows, count_tokens, pack_bad_words
 from specrs.verify.params import SamplingRows, Steps
 from specrs.verify.processing import Constraints, adjust_logits
@@ -89,12 +90,28 @@ class SamplingState:
         """The request that was last admitted into `row`."""
         return self._requests[row]
 
-    def for_entries(self, state: RowState, it: Iteration) -> EntrySampling:
-        """What the entries of an iteration ask for; mutates nothing."""
-        rows = it.rows.tolist()
+    def steps(self, rows: Sequence[int]) -> Steps:
+        """The steps that some of these rows need."""
         steps = self._steps[rows[0]]
         for row in rows[1:]:
             steps = steps | self._steps[row]
+        return steps
+
+    def is_plain(self, rows: Sequence[int]) -> bool:
+        """Whether these rows ask for nothing between logits and draw but temperature, top_k, top_p and min_p, and for
+        no log probabilities."""
+        return not any(
+            self._steps[row].penalties
+            or row in self._masks
+            or self._requests[row].matcher is not None
+            or self._requests[row].params.min_tokens
+            or self._requests[row].params.logprobs is not None
+            for row in rows
+        )
+
+    def for_entries(self, state: RowState, it: Iteration, rows: Sequence[int]) -> EntrySampling:
+        """What the entries of an iteration ask for; mutates nothing. `rows` are `it.rows`, known to the host."""
+        steps = self.steps(rows)
         requests = [self._requests[row] for row in rows]
         masks = [self._masks.get(row) for row in rows]
         grammars = [request.matcher for request in requests]
@@ -132,6 +149,8 @@ class SamplingState:
                 if m is not None and m.bias_ids:
                     bias_ids[i, : len(m.bias_ids)] = torch.tensor(m.bias_ids)
                     bias[i, : len(m.bias)] = torch.tensor(m.bias, dtype=dtype)
+        made = (forbidden, bad_words, bias_ids, bias)
+        forbidden, bad_words, bias_ids, bias = (None if t is None else to_device(t, self.seeds.device) for t in made)
         return Constraints(forbidden=forbidden, bad_words=bad_words, bias_ids=bias_ids, bias=bias)
 
 

@@ -1,0 +1,236 @@
+"""The CUDA runner: enqueues a planned launch and the copy of its results. Plans nothing, waits for nothing.
+
+A decode iteration is one graph where there is one for its shape (whole), else one graph a pass with single ops between
+them (chained), else op by op (eager). All three call the same functions on the same buffers. Launches that need masks,
+penalties, grammars or log probabilities between logits and draw run chained.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from specrs.models.cuda_forward import compute_argmax, compute_logits, forward
+from specrs.runner.cuda.adjusted import accept_adjusted, draft_adjusted, entry_sampling
+from specrs.runner.cuda.graphs import Graphs
+from specrs.runner.cuda.iteration import (
+    Context,
+    Entries,
+    accept_and_update,
+    assemble,
+    draft_pass,
+    prepare,
+    run,
+    verify_pass,
+)
+from specrs.runner.cuda.shapes import Buckets, Shape, Tail
+from specrs.runner.logprobs import prompt_logprobs
+from specrs.runner.prefill import catch_up_inputs, caught_up, last_chunks, last_rows, prefill_inputs
+from specrs.runner.ring import Header, Layout, RingSlot
+from specrs.runner.sampling_state import SamplingState
+from specrs.runner.uploads import apply_uploads
+
+if TYPE_CHECKING:
+    from specrs.engine.request import Request
+
+_HEADER = {field.name: i for i, field in enumerate(fields(Header))}
+
+
+def entries_of(record: dict[str, Tensor], kind: str, first: int = 0, emits: Tensor | None = None) -> Entries:
+    """The decode (`num_decode`) or prompt (`num_prefill`) entries of the device's record."""
+    at = _HEADER[kind]
+    return Entries(record["header"][at : at + 1], first, emits)
+
+
+class CudaRunner:
+    """Runs launches on one stream: uploads, prompt chunks, draft catch-up chunks, one decode iteration, in order."""
+
+    def __init__(
+        self,
+        ctx: Context,
+        sampling: SamplingState,
+        buckets: Buckets,
+        graphs: Graphs | None,
+        record_layout: Layout,
+        *,
+        logprobs_mode: str,
+    ) -> None:
+        """`graphs` None: everything runs eagerly (`enforce_eager`)."""
+        self.ctx = ctx
+        self.sampling = sampling
+        self.buckets = buckets
+        self.graphs = graphs
+        self.logprobs_mode = logprobs_mode
+        self.num_target_passes = 0
+        self._layout = record_layout
+        self._decode_entries = entries_of(ctx.record.views, "num_decode")
+        device = ctx.state.tokens.device
+        # Triton's interpreter runs the same code on a CPU, where there are no streams.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._warned = False
+
+    @torch.inference_mode()
+    def launch(self, slot: RingSlot, header: Header, admitted: Sequence[Request]) -> None:
+        """Enqueue the launch planned in `slot.record`; `slot.results` are there when `wait` returns.
+
+        `admitted` are the requests that the launch gives a row, in the record's order.
+        """
+        ctx = self.ctx
+        slot.logprobs.clear()
+        slot.prompt_logprobs.clear()
+        with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            used = self._used(header)
+            ctx.record.record[:used].copy_(slot.pinned_record[:used], non_blocking=True)
+            apply_uploads(ctx.state, self.sampling, slot.views, ctx.record.views, header, admitted)
+            if header.num_prefill:
+                self._prefill(slot, header)
+            if header.num_draft_chunks:
+                self._catch_up(slot, header)
+            if header.num_decode:
+                self._decode(slot, header)
+            slot.pinned_results.copy_(ctx.record.results, non_blocking=True)
+            if slot.done is not None:
+                slot.done.record()  # type: ignore[no-untyped-call]
+
+    def wait(self, slot: RingSlot) -> None:
+        """Block until the launch of `slot` has delivered its results."""
+        if slot.done is not None:
+            slot.done.synchronize()  # type: ignore[no-untyped-call]
+
+    def _used(self, header: Header) -> int:
+        """Words of the record that the launch has written."""
+        for name, count in (
+            ("upload_token", header.num_upload_tokens),
+            ("draft_slot", header.num_draft_tokens),
+            ("prefill_slot", header.num_prefill_tokens),
+        ):
+            if count:
+                return self._layout[name][0] + count
+        return self._layout["prefill_token"][0]
+
+    def _prefill(self, slot: RingSlot, header: Header) -> None:
+        ctx, views = self.ctx, self.ctx.record.views
+        hidden = forward(
+            ctx.target, prefill_inputs(ctx.state, slot.views, views, header), ctx.kv_cache, ctx.target_workspace
+        )
+        self.num_target_passes += 1
+        prompt_logprobs(slot, header, hidden, self._prompt_logits, ctx.state, self.sampling)
+        count, first = header.num_prefill, header.num_decode
+        if not last_chunks(slot.views, header):
+            for tensor in ctx.record.results_view.narrow(first, count).tensors():
+                tensor.zero_()
+            return
+        # The end of a prompt is an iteration without drafts: its last hidden row gives the distribution of position n.
+        rows = slot.views["entry_row"][first : first + count].tolist()
+        shape = Shape(count, 0, count, self._tail(rows))
+        emits = views["chunk_is_last"]
+        prepare(ctx, shape, entries_of(views, "num_prefill", first, emits))
+        last = hidden.index_select(0, last_rows(views, header))
+        self._logits(last, shape)
+        if shape.tail is Tail.LOGITS:
+            planned = [0] * count
+            sampling = entry_sampling(ctx, self.sampling, shape, planned, rows, self._context(slot, first, count))
+            accept_adjusted(ctx, shape, sampling, slot, first, self.logprobs_mode)
+        else:
+            accept_and_update(ctx, shape, first)
+
+    def _logits(self, hidden: Tensor, shape: Shape) -> None:
+        ctx, b, count = self.ctx, self.ctx.buffers, shape.rows
+        if shape.tail is Tail.GREEDY:
+            compute_argmax(ctx.target, hidden, b.target_ids[:count], b.target_top[:count], ctx.target_workspace, None)
+        else:
+            compute_logits(ctx.target, hidden, b.logits[:count], ctx.target_workspace)
+
+    def _prompt_logits(self, hidden: Tensor) -> Tensor:
+        out = torch.empty((hidden.shape[0], self.sampling.vocab_size), dtype=torch.float32, device=hidden.device)
+        compute_logits(self.ctx.target, hidden, out, self.ctx.target_workspace)
+        return out
+
+    def _catch_up(self, slot: RingSlot, header: Header) -> None:
+        ctx, views = self.ctx, self.ctx.record.views
+        assert ctx.drafter is not None, "the scheduler plans draft chunks only with a draft model"
+        assert ctx.draft_workspace is not None
+        inputs = catch_up_inputs(ctx.state, slot.views, views, header)
+        if inputs is not None:
+            inputs = ctx.drafter.known_ids(inputs)
+            forward(ctx.drafter.model, inputs, ctx.drafter.kv_cache, ctx.draft_workspace)
+            ctx.drafter.num_passes += 1
+        caught_up(ctx.state, views, header)
+
+    def _tail(self, rows: Sequence[int]) -> Tail:
+        if not self.sampling.is_plain(rows):
+            return Tail.LOGITS
+        return Tail.SAMPLED if self.sampling.steps(rows).random else Tail.GREEDY
+
+    def _context(self, slot: RingSlot, first: int, count: int) -> int:
+        """Host bound of position + 1 over the entries."""
+        entries = slice(first, first + count)
+        return int((slot.views["entry_n_upper"][entries] + slot.views["entry_k"][entries]).max())
+
+    def _decode(self, slot: RingSlot, header: Header) -> None:
+        entries = slice(0, header.num_decode)
+        planned = slot.views["entry_k"][entries].tolist()
+        rows = slot.views["entry_row"][entries].tolist()
+        tail = self._tail(rows)
+        self.num_target_passes += 1
+        if self.ctx.drafter is not None:
+            self.ctx.drafter.num_passes += planned[0]
+        if self.graphs is not None and tail is not Tail.LOGITS:
+            whole = self.buckets.whole(planned, tail)
+            if whole is not None:
+                self.graphs.replay(whole)
+                return
+        self._chained(slot, planned, rows, tail)
+
+    def _chained(self, slot: RingSlot, planned: list[int], rows: list[int], tail: Tail) -> None:
+        """Pass by pass; each pass is a graph where there is one."""
+        ctx = self.ctx
+        shape = None if self.graphs is None else self.buckets.chained(planned, tail)
+        if shape is None:
+            shape = self.buckets.exact(planned, tail)
+            self._warn(len(planned))
+        if tail is not Tail.LOGITS and self.graphs is None:
+            run(ctx, shape, self._decode_entries)
+            return
+        prepare(ctx, shape, self._decode_entries)
+        sampling = None
+        if tail is Tail.LOGITS:
+            context = self._context(slot, 0, len(planned))
+            sampling = entry_sampling(ctx, self.sampling, shape, planned, rows, context)
+        for i in range(1, shape.max_k + 1):
+            count = sum(k >= i for k in planned)
+            batch = self.buckets.batch(count) or count
+            key = ("draft", batch, i, tail)
+            if self.graphs is not None and key in self.graphs:
+                self.graphs.replay(key)
+            else:
+                batch = count
+                draft_pass(ctx, i, batch, tail)
+            if sampling is not None:
+                draft_adjusted(ctx, i, count, sampling)
+        if shape.max_k:
+            assemble(ctx, shape)
+        verification = ("verify", shape.batch, shape.rows, tail is Tail.GREEDY)
+        if self.graphs is not None and verification in self.graphs:
+            self.graphs.replay(verification)
+        else:
+            verify_pass(ctx, shape.batch, shape.rows, ctx.max_k + 1, greedy=tail is Tail.GREEDY)
+        if sampling is not None:
+            accept_adjusted(ctx, shape, sampling, slot, 0, self.logprobs_mode)
+        else:
+            accept_and_update(ctx, shape)
+
+    def _warn(self, batch: int) -> None:
+        if self.graphs is not None and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"a batch of {batch} is beyond the captured sizes {self.buckets.batches}: such launches run eagerly, "
+                "more slowly and with the same results; raise cudagraph_capture_sizes",
+                stacklevel=2,
+            )
