@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from specrs.kernels.cuda._dependent_launch import enter, options
+from specrs.kernels.cuda.activation import silu
 from specrs.kernels.cuda.configs import LinearConfig
 from torch import Tensor
 
@@ -159,7 +160,7 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
                 if GATED:
                     up += tl.load(bias + N + n, mask=n < N, other=0).to(tl.float32)[:, None]
             if GATED:
-                acc = acc / (1 + tl.exp(-acc)) * up
+                acc = silu(acc) * up
             stored = (n < N)[:, None] & (token < rows)[None, :]
             if tile_top is not None:
                 invalid = acc != acc

@@ -1,0 +1,147 @@
+"""What a pass starts with: rows of the embedding, and the angles of its positions. Norms and projects nothing."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from specrs.kernels.cuda._dependent_launch import enter, options
+from specrs.kernels.cuda.variants import Variant
+from torch import Tensor
+
+
+@triton.jit
+def embed_kernel(  # type: ignore[no-untyped-def]
+    input_ids,
+    positions,
+    embedding,
+    rotary,
+    hidden,
+    cos,
+    sin,
+    VOCAB: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    enter(DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(input_ids + row)
+    token = tl.minimum(tl.maximum(token, 0), VOCAB - 1)
+    for first in range(0, WIDTH, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        inside = column < WIDTH
+        tl.store(hidden + row * WIDTH + column, tl.load(embedding + token * WIDTH + column, mask=inside), mask=inside)
+    i = tl.arange(0, BLOCK_HALF)
+    frequency = tl.load(rotary + HALF + i, mask=i < HALF, other=0)
+    angle = tl.load(positions + row).to(tl.float32) * frequency
+    tl.store(cos + row * HALF + i, tl.cos(angle), mask=i < HALF)
+    tl.store(sin + row * HALF + i, tl.sin(angle), mask=i < HALF)
+
+
+@torch.library.custom_op("specrs::embed", mutates_args=("hidden", "cos", "sin"))
+def embed(
+    input_ids: Tensor,
+    positions: Tensor,
+    embedding: Tensor,
+    rotary: Tensor,
+    hidden: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    dependent: bool,
+) -> None:
+    """Write the embedding of every row, and cos and sin of `position * f_i`, products in fp32 (see `kernels.rotary`).
+
+    Args:
+        input_ids: `[N]` int64; ids outside the vocabulary are cut to it, as a draft with fewer tokens needs it.
+        positions: `[N]` int64.
+        embedding: `[vocab, hidden]` contiguous.
+        rotary: `[D]` fp32, signed frequencies.
+        hidden: `[N, hidden]` contiguous, of the embedding's dtype.
+        cos, sin: `[N, D / 2]` fp32 contiguous; the sine is that of the second half of a head.
+        dependent: launch dependently (see `_dependent_launch`).
+    """
+    _check(input_ids, positions, embedding, rotary, hidden, cos, sin)
+    width, half = embedding.shape[1], rotary.shape[0] // 2
+    embed_kernel[(input_ids.shape[0],)](
+        input_ids,
+        positions,
+        embedding,
+        rotary,
+        hidden,
+        cos,
+        sin,
+        VOCAB=embedding.shape[0],
+        WIDTH=width,
+        HALF=half,
+        BLOCK=min(2048, triton.next_power_of_2(width)),
+        BLOCK_HALF=triton.next_power_of_2(half),
+        **options(dependent),
+    )
+
+
+@embed.register_fake
+def _(
+    input_ids: Tensor,
+    positions: Tensor,
+    embedding: Tensor,
+    rotary: Tensor,
+    hidden: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    dependent: bool,
+) -> None:
+    _check(input_ids, positions, embedding, rotary, hidden, cos, sin)
+
+
+def _check(
+    input_ids: Tensor, positions: Tensor, embedding: Tensor, rotary: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor
+) -> None:
+    rows, half = input_ids.shape[0], rotary.shape[0] // 2
+    assert positions.shape == (rows,)
+    assert hidden.shape == (rows, embedding.shape[1])
+    assert cos.shape == sin.shape == (rows, half)
+    assert all(tensor.is_contiguous() for tensor in (embedding, hidden, cos, sin))
+
+
+def embed_reference(
+    input_ids: Tensor,
+    positions: Tensor,
+    embedding: Tensor,
+    rotary: Tensor,
+    hidden: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+) -> None:
+    """`embed` in plain torch."""
+    hidden.copy_(embedding[input_ids.clamp(0, embedding.shape[0] - 1)])
+    angles = (positions.float()[:, None] * rotary[rotary.shape[0] // 2 :]).double()
+    cos.copy_(angles.cos())
+    sin.copy_(angles.sin())
+
+
+VARIANTS = (
+    Variant(
+        "embed_bf16",
+        embed_kernel,
+        {
+            "input_ids": "*i64",
+            "positions": "*i64",
+            "embedding": "*bf16",
+            "rotary": "*fp32",
+            "hidden": "*bf16",
+            "cos": "*fp32",
+            "sin": "*fp32",
+        },
+        {
+            "VOCAB": 151936,
+            "WIDTH": 5120,
+            "HALF": 64,
+            "BLOCK": 2048,
+            "BLOCK_HALF": 64,
+            "DEPENDENT": False,
+        },
+    ),
+)

@@ -1,0 +1,113 @@
+"""The kernels that work on rows alone, interpreted: embedding, RMSNorm, activation, qk-norm with RoPE and KV write."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from specrs.kernels.cuda.activation import silu_and_mul, silu_and_mul_reference
+from specrs.kernels.cuda.embedding import embed, embed_reference
+from specrs.kernels.cuda.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
+from specrs.kernels.cuda.rms_norm import rms_norm, rms_norm_reference
+from specrs.kernels.rotary import apply_rotary_, inverse_frequencies, rotary_cos_sin, signed_frequencies
+from torch import Tensor
+
+from .tolerance import assert_near
+
+EPS = 1e-5
+DTYPES = [torch.float32, torch.float16]
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + math.prod(shape))).to(dtype)
+
+
+@pytest.mark.parametrize(("width", "dim"), [(2049, 6), (40, 96)])
+def test_embed(width: int, dim: int) -> None:
+    table, rotary = random(11, width), signed_frequencies(inverse_frequencies(dim, 1e4))
+    ids, positions = torch.tensor([3, 10, 0, 12, -4]), torch.tensor([0, 131071, -1, 77, 4095])
+    outputs = [torch.full((5, width), torch.nan), *(torch.full((5, dim // 2), torch.nan) for _ in range(2))]
+    expected = [torch.empty_like(out) for out in outputs]
+    embed(ids, positions, table, rotary, *outputs, False)
+    embed_reference(ids, positions, table, rotary, *expected)
+    assert torch.equal(outputs[0], expected[0])
+    assert torch.equal(outputs[0][3], table[10])  # cut to the vocabulary
+    torch.testing.assert_close(outputs[1:], expected[1:], rtol=0, atol=2e-7)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    rows=st.integers(1, 4),
+    width=st.integers(1, 130),
+    dtype=st.sampled_from(DTYPES),
+    added=st.booleans(),
+    scale=st.sampled_from([0.0, 1e-3, 1.0, 300.0]),
+)
+def test_rms_norm(rows: int, width: int, dtype: torch.dtype, added: bool, scale: float) -> None:
+    x, weight = random(rows, width, dtype=dtype) * scale, random(width, dtype=dtype)
+    residual = random(rows, width, dtype=dtype, seed=1) * scale if added else None
+    expected_residual = None if residual is None else residual.clone()
+    out = torch.full_like(x, torch.nan)
+    rms_norm(x, residual, weight, out, EPS, False)
+    exact = torch.empty(rows, width, dtype=torch.float64)
+    rms_norm_reference(x, expected_residual, weight, exact, EPS)
+    given_rows = x if expected_residual is None else expected_residual
+    assert_near(out, exact, torch.nn.functional.rms_norm(given_rows, (width,), weight, EPS))
+    if residual is not None:
+        assert torch.equal(residual, given_rows)
+
+
+@settings(max_examples=10, deadline=None)
+@given(rows=st.integers(1, 3), width=st.sampled_from([1, 33, 1024, 1030]), dtype=st.sampled_from(DTYPES))
+def test_silu_and_mul(rows: int, width: int, dtype: torch.dtype) -> None:
+    x = random(rows, 2 * width, dtype=dtype) * 5
+    x[:, 0] = 100 if dtype == torch.float16 else 1e4
+    x[-1, 0] *= -1  # exp of its negative overflows
+    out = torch.full((rows, width), torch.nan, dtype=dtype)
+    silu_and_mul(x, out, False)
+    exact = torch.empty(rows, width, dtype=torch.float64)
+    silu_and_mul_reference(x, exact)
+    gate, up = x.chunk(2, dim=1)
+    assert_near(out, exact, torch.nn.functional.silu(gate) * up)
+
+
+@settings(max_examples=16, deadline=None)
+@given(
+    heads=st.sampled_from([(1, 1), (4, 2), (5, 1), (6, 3)]),
+    dim=st.sampled_from([2, 20, 64, 96]),
+    block_size=st.sampled_from([1, 4, 16]),
+    normed=st.booleans(),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_qk_norm_rope(heads: tuple[int, int], dim: int, block_size: int, normed: bool, dtype: torch.dtype) -> None:
+    num_heads, kv_heads = heads
+    positions, slots = torch.tensor([0, 5, -1, 40000]), torch.tensor([1, -1, -1, 3 * block_size])
+    rows, width = len(positions), (num_heads + 2 * kv_heads) * dim
+    qkv = torch.cat((random(rows, width, dtype=dtype), torch.full((rows, 3), torch.nan, dtype=dtype)), 1)[:, :width]
+    qk_norm = random(num_heads + kv_heads, dim, dtype=dtype) if normed else None
+    cache = torch.full((5, 2, kv_heads, block_size, dim), torch.nan, dtype=dtype)
+    signed = signed_frequencies(inverse_frequencies(dim, 1e4))
+    angles = positions.float()[:, None] * signed[dim // 2 :]
+    cos, sin = angles.cos(), angles.sin()
+
+    exact_qkv, exact_cache = qkv.contiguous().double(), cache.double()
+    qk_norm_rope_reference(exact_qkv, qk_norm, cos, sin, slots, exact_cache, num_heads, EPS)
+    own = qkv.reshape(rows, -1, dim).clone()
+    qk = own[:, : num_heads + kv_heads]
+    if qk_norm is not None:
+        qk.copy_(torch.nn.functional.rms_norm(qk, (dim,), None, EPS) * qk_norm)
+    apply_rotary_(qk, *rotary_cos_sin(positions, signed, dtype))
+    before = qkv.clone()
+    qk_norm_rope(qkv, qk_norm, cos, sin, slots, cache, num_heads, EPS, False)
+
+    q = num_heads * dim
+    assert_near(qkv[:, :q], exact_qkv[:, :q], own[:, :num_heads].reshape(rows, -1))
+    assert torch.equal(qkv[:, q:], before[:, q:])
+    assert torch.equal(cache.isnan(), exact_cache.isnan())  # written where a slot says so, and nowhere else
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            k, v = cache[slot // block_size, :, :, slot % block_size]
+            exact = exact_cache[slot // block_size, 0, :, slot % block_size]
+            assert_near(k, exact, own[row, num_heads : num_heads + kv_heads])
+            assert torch.equal(v, before[row].view(-1, dim)[num_heads + kv_heads :])
