@@ -15,6 +15,7 @@ PARAMS = tl.constexpr(8)
 GREEDY, TEMPERATURE, TOP_K, TOP_P, LOG_MIN_P = (tl.constexpr(i) for i in range(5))
 LAST_KEY = tl.constexpr(0x7F800000)
 """Key of -inf: everything is kept up to it."""
+NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
@@ -59,7 +60,15 @@ def probability(x, cut, lse):  # type: ignore[no-untyped-def]
 def first_best(values, token, mask):  # type: ignore[no-untyped-def]
     """Largest of `values` without NaN, and the lowest token that has it."""
     best = tl.max(values, axis=0)
-    return best, tl.min(tl.where((values == best) & mask, token, 0x7FFFFFFF), axis=0)
+    return best, tl.min(tl.where((values == best) & mask, token, NO_TOKEN), axis=0)
+
+
+@triton.jit
+def keep_better(best, best_token, values, token, mask):  # type: ignore[no-untyped-def]
+    """Lane by lane the larger of a running best and `values` (no NaN), the earlier token in a tie; starts from -inf and
+    `NO_TOKEN`."""
+    better = mask & ((values > best) | (best_token == NO_TOKEN))
+    return tl.where(better, values, best), tl.where(better, token, best_token)
 
 
 @triton.jit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from specrs.kernels.cuda._distribution import combine_tiles, first_best
+from specrs.kernels.cuda._distribution import NO_TOKEN, combine_tiles, first_best, keep_better
 from specrs.kernels.cuda.sampling_scratch import BLOCK, CELLS, SamplingScratch, tile_of
 from specrs.kernels.cuda.variants import Variant
 from torch import Tensor
@@ -21,15 +21,13 @@ def tile_argmax_kernel(  # type: ignore[no-untyped-def]
         cell = tl.arange(0, CELLS)
         tl.store(cells + row * CELLS + cell, tl.zeros([CELLS], tl.int64), mask=cell % tl.num_programs(0) == t)
     value = tl.full([BLOCK], -float("inf"), tl.float32)
-    best = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
+    best = tl.full([BLOCK], NO_TOKEN, tl.int32)
     faulty = tl.zeros([BLOCK], tl.int32)
     for first in range(t * tile, tl.minimum(t * tile + tile, V), BLOCK):
         token = first + tl.arange(0, BLOCK)
         x = tl.load(logits + row * stride + token, mask=token < V, other=-float("inf"))
         faulty = faulty | (x != x).to(tl.int32)
-        better = (x > value) | ((best == 0x7FFFFFFF) & (token < V))
-        value = tl.where(better & (x == x), x, value)
-        best = tl.where(better, token, best)
+        value, best = keep_better(value, best, tl.where(x == x, x, -float("inf")), token, token < V)
     top, token = first_best(value, best, best < V)
     at = row * 2 * tile_stride + t
     tl.store(tile_value + at, tl.where(tl.max(faulty, axis=0) > 0, float("nan"), top))
@@ -68,22 +66,28 @@ def tile_argmax(logits: Tensor, tile_value: Tensor, tile_id: Tensor, cells: Tens
     return tiles
 
 
+def combine_argmax(
+    tile_value: Tensor, tile_id: Tensor, out_ids: Tensor, out_top: Tensor | None, num_tiles: int
+) -> None:
+    """Second launch: the best of each row's tiles, `[N]`."""
+    stride = tile_value.shape[2]
+    combine_argmax_kernel[(len(out_ids),)](
+        tile_value,
+        tile_id,
+        out_ids,
+        tile_value if out_top is None else out_top,
+        num_tiles,
+        stride,
+        HAS_TOP=out_top is not None,
+        TILES=triton.next_power_of_2(stride),
+    )
+
+
 @torch.library.custom_op("specrs::argmax", mutates_args=["out_ids", "out_top", "tile_value", "tile_id"])
 def _argmax(logits: Tensor, out_ids: Tensor, out_top: Tensor, tile_value: Tensor, tile_id: Tensor) -> None:
     if not len(logits):
         return
-    tiles = tile_argmax(logits, tile_value, tile_id, None)
-    stride = tile_value.shape[2]
-    combine_argmax_kernel[(len(logits),)](
-        tile_value,
-        tile_id,
-        out_ids,
-        out_top,
-        tiles,
-        stride,
-        HAS_TOP=True,
-        TILES=triton.next_power_of_2(stride),
-    )
+    combine_argmax(tile_value, tile_id, out_ids, out_top, tile_argmax(logits, tile_value, tile_id, None))
 
 
 @_argmax.register_fake
@@ -136,10 +140,13 @@ VARIANTS = (
         )
         for cells in (0, CELLS)
     ),
-    Variant(
-        "combine_argmax",
-        combine_argmax_kernel,
-        _types(combine_argmax_kernel, ("HAS_TOP", "TILES")),
-        {"HAS_TOP": True, "TILES": 256},
+    *(
+        Variant(
+            f"combine_{name}",
+            combine_argmax_kernel,
+            _types(combine_argmax_kernel, ("HAS_TOP", "TILES")),
+            {"HAS_TOP": has_top, "TILES": 256},
+        )
+        for name, has_top in (("argmax", True), ("draw", False))
     ),
 )

@@ -26,7 +26,7 @@ BLOCK = 1024
 @triton.jit
 def philox_words(seed, position, purpose, first, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Words of tokens first .. first + BLOCK, `[BLOCK]` uint32; `first` is a multiple of 4, seed and position int64."""
-    group = (first // 4).to(tl.uint32) + tl.arange(0, BLOCK // 4).to(tl.uint32)
+    group = (tl.arange(0, BLOCK // 4) + first // 4).to(tl.uint32)
     zero = group * 0
     bits = position.to(tl.uint64, bitcast=True)
     low = zero + (bits & 0xFFFFFFFF).to(tl.uint32)

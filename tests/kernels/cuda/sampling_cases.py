@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from specrs.kernels.cuda.philox import fill_noise_reference
 from specrs.kernels.cuda.sampling_scratch import SamplingScratch
 from specrs.verify.params import SamplingRows, Steps
 from torch import Tensor
@@ -34,3 +35,20 @@ def wide(logits: Tensor) -> Tensor:
     buffer = torch.full((logits.shape[0], logits.shape[1] + 3), torch.nan)
     buffer[:, : logits.shape[1]] = logits
     return buffer[:, : logits.shape[1]]
+
+
+def noise_at(seeds: Tensor, positions: Tensor, purpose: int, vocab_size: int, *, gumbel: bool = True) -> Tensor:
+    """Noise of the Rust core for positions `[...]`, `[..., V]`; seeds as many."""
+    out = torch.empty((*positions.shape, vocab_size))
+    flat = seeds.expand_as(positions).contiguous().view(-1), positions.contiguous().view(-1)
+    fill_noise_reference(*flat, purpose, out.view(-1, vocab_size), gumbel)
+    return out
+
+
+def entries(num_drafts: list[int], spare: int) -> tuple[Tensor, Tensor, int]:
+    """`(q_start [B + 1], num_drafts [B], K)` of ragged entries; each owns `spare` rows more than it needs, as after the
+    device's guards."""
+    drafted = torch.tensor(num_drafts)
+    q_start = torch.zeros(len(num_drafts) + 1, dtype=torch.int64)
+    torch.cumsum(drafted + 1 + spare, 0, out=q_start[1:])
+    return q_start, drafted, max(num_drafts)

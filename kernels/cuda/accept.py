@@ -1,0 +1,164 @@
+"""Which drafts stand where the target's own tokens are known: the longest prefix that equals them. Draws nothing.
+
+Serves `greedy` (the target's tokens are its argmax) and `coupled` (its draws), and, for timing only, acceptance at
+given rates.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from specrs.core import PURPOSE_ACCEPT
+from specrs.kernels.cuda.philox import uniform
+from specrs.kernels.cuda.variants import Variant
+from specrs.verify.greedy import verify_greedy as verify_greedy_torch
+from torch import Tensor
+
+ACCEPT = tl.constexpr(PURPOSE_ACCEPT)
+
+
+@triton.jit
+def is_accepted_at_rate(rates, seed, position, i, live):  # type: ignore[no-untyped-def]
+    """Synthetic acceptance of draft i given that those before it stand: u < rate_i / rate_(i-1), without division."""
+    rate = tl.load(rates + i, mask=live, other=0.0)
+    before = tl.load(rates + i - 1, mask=live & (i > 0), other=1.0)
+    return uniform(seed, position + i, ACCEPT) * before < rate
+
+
+@triton.jit
+def first_rejected(accepted, i, BLOCK_K: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Number of leading columns that are accepted."""
+    return tl.min(tl.where(accepted, BLOCK_K, i), axis=0)
+
+
+@triton.jit(do_not_specialize=["num_rows", "K", "drafts_stride", "tokens_stride"])
+def accept_kernel(  # type: ignore[no-untyped-def]
+    target_ids,
+    q_start,
+    drafts,
+    num_drafts,
+    rates,
+    seeds,
+    row,
+    n,
+    out_accepted,
+    out_tokens,
+    num_rows,
+    K,
+    drafts_stride,
+    tokens_stride,
+    SYNTHETIC: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    b = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK_K)
+    k = tl.minimum(tl.load(num_drafts + b), K)
+    live = i < k
+    at = tl.load(q_start + b) + i
+    own = tl.load(target_ids + at, mask=(i <= k) & (at < num_rows), other=0)
+    draft = tl.load(drafts + b * drafts_stride + i, mask=live, other=0)
+    if SYNTHETIC:
+        accepted = is_accepted_at_rate(rates, tl.load(seeds + tl.load(row + b)), tl.load(n + b), i, live)
+    else:
+        accepted = draft == own
+    m = first_rejected(accepted & live, i, BLOCK_K)
+    tl.store(out_accepted + b, m.to(tl.int64))
+    tl.store(out_tokens + b * tokens_stride + i, tl.where(i < m, draft, own), mask=i <= K)
+
+
+@torch.library.custom_op("specrs::accept_prefix", mutates_args=["out_accepted", "out_tokens"])
+def _accept_prefix(
+    target_ids: Tensor,
+    q_start: Tensor,
+    drafts: Tensor,
+    num_drafts: Tensor,
+    out_accepted: Tensor,
+    out_tokens: Tensor,
+    rates: Tensor | None,
+    seeds: Tensor | None,
+    row: Tensor | None,
+    n: Tensor | None,
+) -> None:
+    batch, k = drafts.shape
+    synthetic = rates is not None
+    accept_kernel[(batch,)](
+        target_ids,
+        q_start,
+        drafts if k else target_ids,
+        num_drafts,
+        rates if synthetic and k else target_ids,
+        seeds if synthetic else target_ids,
+        row if synthetic else target_ids,
+        n if synthetic else target_ids,
+        out_accepted,
+        out_tokens,
+        target_ids.shape[0],
+        k,
+        drafts.stride(0),
+        out_tokens.stride(0),
+        SYNTHETIC=synthetic and k > 0,
+        BLOCK_K=triton.next_power_of_2(k + 1),
+        num_warps=1,
+    )
+
+
+@_accept_prefix.register_fake
+def _(target_ids: Tensor, *rest: object) -> None:
+    return None
+
+
+def accept_prefix(
+    target_ids: Tensor,
+    q_start: Tensor,
+    drafts: Tensor,
+    num_drafts: Tensor,
+    out_accepted: Tensor,
+    out_tokens: Tensor,
+    *,
+    rates: Tensor | None = None,
+    seeds: Tensor | None = None,
+    row: Tensor | None = None,
+    n: Tensor | None = None,
+) -> None:
+    """Accept the longest prefix of each entry's drafts that the target would have written itself; one launch.
+
+    Args:
+        target_ids: the target's own token of each flat row, `[N]` int64.
+        q_start: `[B + 1]` int64; row q_start[b] + i is for position n_b + i. Entries without rows give token 0.
+        drafts: `[B, K]` int64, any row stride; columns from `num_drafts` on are ignored.
+        num_drafts: K_r, `[B]` int64; more than K counts as K.
+        out_accepted: m, `[B]` int64.
+        out_tokens: `[B, K + 1]` int64: d_1..d_m and the target's token; meaningless past m.
+        rates: for timing only, `[K]` fp32 in [0, 1], not increasing: the unconditional rate at which draft i stands,
+            whatever it is; then `seeds` `[R + 1]`, `row` `[B]` and `n` `[B]`, int64, give the uniforms.
+    """
+    if rates is not None and (seeds is None or row is None or n is None):
+        raise ValueError("rates: given, so seeds, row and n must be too")
+    torch.ops.specrs.accept_prefix(
+        target_ids, q_start, drafts, num_drafts, out_accepted, out_tokens, rates, seeds, row, n
+    )
+
+
+def accept_prefix_reference(
+    target_ids: Tensor, q_start: Tensor, drafts: Tensor, num_drafts: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`(num_accepted, tokens)` of `accept_prefix` without rates, in torch."""
+    index = torch.minimum(q_start[:-1, None] + torch.arange(drafts.shape[1] + 1), q_start[1:, None] - 1)
+    return verify_greedy_torch(target_ids[index], drafts, num_drafts)
+
+
+VARIANTS = tuple(
+    Variant(
+        f"accept_{name}",
+        accept_kernel,
+        {
+            arg: "i32" if arg in ("num_rows", "K", "drafts_stride", "tokens_stride") else "*i64"
+            for arg in accept_kernel.arg_names[:-2]
+        }
+        | {"rates": "*fp32" if synthetic else "*i64"},
+        {"SYNTHETIC": synthetic, "BLOCK_K": 8},
+        num_warps=1,
+    )
+    for name, synthetic in (("prefix", False), ("synthetic", True))
+)

@@ -1,0 +1,162 @@
+"""One token a row from its distribution, with the noise of (seed, position, purpose). Filters nothing.
+
+Gumbel-max over what is kept: argmax(x + g). A block of tokens of which none is kept makes no noise, which spares nearly
+all of it where top_p or top_k cut.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from specrs.kernels.cuda._distribution import (
+    GREEDY,
+    NO_TOKEN,
+    PARAMS,
+    TEMPERATURE,
+    first_best,
+    is_kept,
+    keep_better,
+    scaled,
+)
+from specrs.kernels.cuda.argmax import combine_argmax
+from specrs.kernels.cuda.philox import gumbel
+from specrs.kernels.cuda.sampling_scratch import BLOCK, SamplingScratch, tile_of
+from specrs.kernels.cuda.variants import Variant
+from torch import Tensor
+
+
+@triton.jit(do_not_specialize=["tile", "purpose"])
+def tile_draw_kernel(  # type: ignore[no-untyped-def]
+    logits,
+    row_of,
+    values,
+    cut,
+    seeds,
+    positions,
+    tile_value,
+    tile_id,
+    stride,
+    V,
+    tile,
+    tile_stride,
+    purpose,
+    BLOCK: tl.constexpr,
+):
+    """Best of each tile; greedy rows by their logits."""
+    t, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    state_row = tl.load(row_of + row)
+    params = values + state_row * PARAMS
+    greedy = tl.load(params + GREEDY) != 0.0
+    temperature, threshold = tl.load(params + TEMPERATURE), tl.load(cut + row)
+    seed, position = tl.load(seeds + state_row), tl.load(positions + row)
+    best = tl.full([BLOCK], -float("inf"), tl.float32)
+    best_token = tl.full([BLOCK], NO_TOKEN, tl.int32)
+    for first in range(t * tile, tl.minimum(t * tile + tile, V), BLOCK):
+        token = first + tl.arange(0, BLOCK)
+        x = scaled(logits + row * stride, token, token < V, temperature)
+        kept = is_kept(x, threshold) & (token < V)
+        score = tl.where(x == x, x, -float("inf"))
+        if greedy == 0:
+            score = tl.where(kept, x, -float("inf"))
+            if tl.max(kept.to(tl.int32), axis=0) > 0:
+                score += gumbel(seed, position, purpose, first, BLOCK)
+        best, best_token = keep_better(best, best_token, score, token, token < V)
+    value, token = first_best(best, best_token, best_token < V)
+    at = row * 2 * tile_stride + t
+    tl.store(tile_value + at, value)
+    tl.store(tile_id + at, token)
+
+
+@torch.library.custom_op("specrs::draw", mutates_args=["out_ids", "tile_value", "tile_id"])
+def _draw(
+    logits: Tensor,
+    row_of: Tensor,
+    values: Tensor,
+    cut: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    purpose: int,
+    out_ids: Tensor,
+    tile_value: Tensor,
+    tile_id: Tensor,
+) -> None:
+    rows, vocab_size = logits.shape
+    if not rows:
+        return
+    tile = tile_of(rows, vocab_size)
+    tiles = triton.cdiv(vocab_size, tile)
+    tile_draw_kernel[(tiles, rows)](
+        logits,
+        row_of,
+        values,
+        cut,
+        seeds,
+        positions,
+        tile_value,
+        tile_id,
+        logits.stride(0),
+        vocab_size,
+        tile,
+        tile_value.shape[2],
+        purpose,
+        BLOCK=BLOCK,
+    )
+    combine_argmax(tile_value, tile_id, out_ids, None, tiles)
+
+
+@_draw.register_fake
+def _(logits: Tensor, *rest: object) -> None:
+    return None
+
+
+def draw(
+    logits: Tensor,
+    row_of: Tensor,
+    values: Tensor,
+    cut: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    purpose: int,
+    out_ids: Tensor,
+    scratch: SamplingScratch,
+) -> None:
+    """Draw a token from each row's distribution: argmax(x + g) over x >= cut, the lowest id in a tie.
+
+    Args:
+        logits: `[N, V]` fp32, as given to `sampling_cut`.
+        row_of: state row of each flat row, `[N]` int64.
+        values, seeds: `[R + 1, 8]` fp32 and `[R + 1]` int64 of every state row.
+        cut: `[N]` fp32 of `sampling_cut`; greedy rows take the argmax.
+        positions: the position that each row gives the distribution of, `[N]` int64; anything in padded rows.
+        purpose: `PURPOSE_DRAFT` or `PURPOSE_GUMBEL`.
+        out_ids: `[N]` int64; some token of the vocabulary in a row that keeps nothing.
+
+    Two launches: tiles, and their combination; about 3.5 and 2.5 us for a row of 151,936 on an H200 as predicted, 1 us
+    more where nothing is cut and every token needs noise.
+    """
+    torch.ops.specrs.draw(
+        logits, row_of, values, cut, seeds, positions, purpose, out_ids, scratch.tile_value, scratch.tile_id
+    )
+
+
+def draw_reference(x: Tensor, noise: Tensor) -> Tensor:
+    """`draw` in torch: x `[N, V]` with -inf where removed (a greedy row: all but its argmax), noise `[N, V]`."""
+    return (x + noise).argmax(dim=1)
+
+
+_FLOATS = ("logits", "values", "cut", "tile_value")
+_IDS = ("row_of", "seeds", "positions")
+VARIANTS = (
+    Variant(
+        "tile_draw",
+        tile_draw_kernel,
+        {
+            **dict.fromkeys(tile_draw_kernel.arg_names[:-1], "i32"),
+            **dict.fromkeys(_FLOATS, "*fp32"),
+            **dict.fromkeys(_IDS, "*i64"),
+            "tile_id": "*i32",
+        },
+        {"BLOCK": BLOCK},
+    ),
+)

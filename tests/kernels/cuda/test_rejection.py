@@ -1,0 +1,321 @@
+"""Rejection on the device: the torch reference's counts and tokens, given the same noise, and its distribution."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from specrs.core import PURPOSE_ACCEPT, PURPOSE_DRAFT, PURPOSE_GUMBEL
+from specrs.kernels.cuda.draw import draw
+from specrs.kernels.cuda.rejection import rejection, rejection_reference
+from specrs.kernels.cuda.sampling_cut import sampling_cut, sampling_cut_reference
+from specrs.kernels.cuda.sampling_scratch import SamplingScratch
+from specrs.verify.params import SamplingRows, Steps
+from torch import Tensor
+
+from kernels.cuda.sampling_cases import POISON, entries, noise_at, parameters, poisoned_scratch, wide
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Entries of one verification, with what the target and the draft say."""
+
+    logits: Tensor  # [N, V]
+    draft_logits: Tensor  # [K, B, V]
+    q_start: Tensor
+    num_drafts: Tensor
+    row: Tensor  # [B]
+    n: Tensor  # [B]
+    seeds: Tensor
+    params: SamplingRows
+    steps: Steps
+
+    @property
+    def entry(self) -> Tensor:
+        return torch.arange(len(self.n)).repeat_interleave(self.q_start.diff())
+
+    @property
+    def scratch(self) -> SamplingScratch:
+        return poisoned_scratch(len(self.logits), self.logits.shape[1], len(self.n))
+
+    def cut(self, logits: Tensor, row_of: Tensor, *, coarse: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """`(cut, lse, ids)` of the kernel."""
+        n = len(logits)
+        cut, lse = torch.full((n,), torch.nan), torch.full((n,), torch.nan, dtype=torch.float64)
+        ids = torch.full((n,), POISON)
+        top = torch.empty(n)
+        flags = {"top_k": self.steps.top_k, "top_p": self.steps.top_p, "min_p": self.steps.min_p}
+        sampling_cut(logits, row_of, self.params.values, cut, lse, top, ids, self.scratch, coarse=coarse, **flags)
+        return cut, lse, ids
+
+    def drafts(self) -> tuple[Tensor, Tensor, Tensor]:
+        """`(drafts [B, K], cut [K, B], lse [K, B])` as the draft passes leave them."""
+        k, batch, v = self.draft_logits.shape
+        drawn, cuts = torch.full((k, batch), POISON), torch.full((k, batch + 2), torch.nan)
+        lses = torch.full((k, batch + 2), torch.nan, dtype=torch.float64)
+        for i in range(k):
+            cuts[i, :batch], lses[i, :batch], _ = self.cut(self.draft_logits[i], self.row, coarse=True)
+            draw(
+                self.draft_logits[i],
+                self.row,
+                self.params.values,
+                cuts[i, :batch],
+                self.seeds,
+                self.n + i,
+                PURPOSE_DRAFT,
+                drawn[i],
+                poisoned_scratch(batch, v),
+            )
+        return drawn.T.contiguous(), cuts[:, :batch], lses[:, :batch]
+
+    def verify(self, drafts: Tensor, cut: Tensor, lse: Tensor, rates: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        batch, k = drafts.shape
+        accepted, tokens = torch.full((batch,), POISON), torch.full((batch, k + 1), POISON)
+        ignored = torch.arange(k) >= self.num_drafts[:, None]
+        draft_logits = self.draft_logits.masked_fill(ignored.T[:, :, None], torch.nan)
+        rejection(
+            wide(self.logits),
+            *self.cut(self.logits, self.row[self.entry], coarse=False),
+            draft_logits,
+            cut,
+            lse,
+            self.q_start,
+            drafts.masked_fill(ignored, POISON),
+            self.num_drafts,
+            self.row,
+            self.n,
+            self.params.values,
+            self.seeds,
+            accepted,
+            tokens,
+            self.scratch,
+            rates=rates,
+        )
+        return accepted, tokens
+
+    def probabilities(self, logits: Tensor, row_of: Tensor, *, coarse: bool) -> Tensor:
+        """Of the torch reference, float64; greedy rows as point masses."""
+        own = self.params.select(row_of)
+        flags = {"top_k": self.steps.top_k, "top_p": self.steps.top_p, "min_p": self.steps.min_p}
+        x, _ = sampling_cut_reference(logits, own, coarse=coarse, **flags)
+        point = torch.nn.functional.one_hot(logits.argmax(dim=1), logits.shape[1]).double()
+        return torch.where(own.greedy, point, x.double().softmax(dim=1))
+
+
+def make(
+    num_drafts: list[int], rows: list[dict[str, float]], v: int, distance: float, seed: int, spare: int = 0
+) -> Batch:
+    """Entry b follows state row b % R; the draft's logits are the target's with noise of that deviation."""
+    generator = torch.Generator().manual_seed(seed)
+    q_start, drafted, k = entries(num_drafts, spare)
+    batch = len(num_drafts)
+    logits = torch.randn(int(q_start[-1]), v, generator=generator) * 2.5
+    index = torch.minimum(q_start[:-1] + torch.arange(k)[:, None], q_start[1:] - 1)
+    params, steps = parameters(rows)
+    return Batch(
+        logits=logits,
+        draft_logits=logits[index] + distance * torch.randn(k, batch, v, generator=generator),
+        q_start=q_start,
+        num_drafts=drafted,
+        row=torch.arange(batch) % len(rows),
+        n=torch.randint(2, 2**33, (batch,), generator=generator),
+        seeds=torch.randint(-(2**62), 2**62, (len(rows) + 1,), generator=generator),
+        params=params,
+        steps=steps,
+    )
+
+
+ROW = st.sampled_from(
+    [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_p": 0.9},
+        {"temperature": 1.3, "top_k": 12},
+        {"temperature": 0.9, "min_p": 0.05, "top_k": 30, "top_p": 0.95},
+    ]
+)
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    num_drafts=st.lists(st.integers(0, 3), min_size=1, max_size=3),
+    rows=st.lists(ROW, min_size=1, max_size=2),
+    v=st.sampled_from([2, 16, 257, 1030]),
+    distance=st.sampled_from([0.0, 0.7, 3.0]),
+    spare=st.integers(0, 1),
+    seed=st.integers(0, 2**31),
+)
+def test_counts_and_tokens_of_the_reference(
+    num_drafts: list[int], rows: list[dict[str, float]], v: int, distance: float, spare: int, seed: int
+) -> None:
+    batch = make(num_drafts, rows, v, distance, seed, spare)
+    drafts, cut, lse = batch.drafts()
+    accepted, tokens = batch.verify(drafts, cut, lse)
+    k = drafts.shape[1]
+
+    p = batch.probabilities(batch.logits, batch.row[batch.entry], coarse=False)
+    q = torch.zeros(len(num_drafts), k, v, dtype=torch.float64)
+    for i in range(k):
+        q[:, i] = batch.probabilities(batch.draft_logits[i], batch.row, coarse=True)
+    position = batch.n[:, None] + torch.arange(k + 1)
+    seeds = batch.seeds[batch.row, None]
+    u = noise_at(seeds, position[:, :k], PURPOSE_ACCEPT, 1, gumbel=False)[:, :, 0].double()
+    noise = noise_at(seeds, position, PURPOSE_GUMBEL, v).double()
+    expected, wanted = rejection_reference(p, q, batch.q_start, drafts.clamp(min=0), batch.num_drafts, u, noise)
+    for b, m in enumerate(accepted.tolist()):
+        drafted = num_drafts[b]
+        own = p[batch.q_start[b] : batch.q_start[b + 1]]
+        margins = [abs(u[b, i] * q[b, i, d] - own[i, d]) for i, d in enumerate(drafts[b, :drafted].tolist())]
+        if m != expected[b]:
+            # Equal distributions always accept, whatever the rounding; others may be a rounding apart.
+            assert min(margins) < 1e-6
+            continue
+        assert tokens[b, :m].tolist() == drafts[b, :m].tolist()
+        if tokens[b, m] != wanted[b, m]:
+            left = (own[m] - q[b, m]).clamp(min=0) if m < drafted else own[m]
+            score = left.log() + noise[b, m]
+            # A probability is off by some 1e-7, which moves the score of a small remainder the more.
+            assert left[tokens[b, m]] > 0
+            assert score.max() - score[tokens[b, m]] < 1e-5 + 1e-6 / left[tokens[b, m]]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_draft_that_is_the_target_always_stands(temperature: float) -> None:
+    batch = make([3, 2, 0, 1], [{"temperature": temperature}], 64, 0.0, 5)
+    accepted, _ = batch.verify(*batch.drafts())
+    assert accepted.tolist() == [3, 2, 0, 1]
+
+
+def test_padding_and_faulty_rows_harm_nobody() -> None:
+    batch = make([2, 2, 2], [{"temperature": 0.8, "top_p": 0.9}], 40, 0.5, 6)
+    drafts, cut, lse = batch.drafts()
+    clean_accepted, clean_tokens = batch.verify(drafts, cut, lse)
+    # Entry 0 becomes padding that owns no row, behind the last one; entry 2's logits are faulty.
+    batch.row[0] = 1
+    batch.num_drafts[0] = 0
+    batch.logits[6:, 3] = torch.nan
+    batch.logits[7] = torch.inf
+    order = torch.tensor([1, 2, 0])
+    moved = Batch(
+        logits=batch.logits[3:],
+        draft_logits=batch.draft_logits[:, order],
+        q_start=torch.tensor([0, 3, 6, 6]),
+        num_drafts=batch.num_drafts[order],
+        row=batch.row[order],
+        n=batch.n[order],
+        seeds=batch.seeds,
+        params=batch.params,
+        steps=batch.steps,
+    )
+    accepted, tokens = moved.verify(drafts[order], cut[:, order].contiguous(), lse[:, order].contiguous())
+    m = int(clean_accepted[1])
+    assert accepted[0] == m
+    assert tokens[0, : m + 1].tolist() == clean_tokens[1, : m + 1].tolist()
+    assert accepted[2] == 0
+    assert ((tokens[:, 0] >= 0) & (tokens[:, 0] < 40)).all()
+    assert ((accepted >= 0) & (accepted <= 2)).all()
+
+
+def test_an_empty_residual_draws_from_the_target() -> None:
+    """p <= q everywhere but for the lse: q is given too much of everything, so every draft may fall."""
+    batch = make([1] * 8, [{}], 16, 0.0, 8)
+    drafts, cut, lse = batch.drafts()
+    accepted, tokens = batch.verify(drafts, cut, lse - 3.0)
+    assert (accepted == 0).any()
+    noise = noise_at(batch.seeds[batch.row], batch.n, PURPOSE_GUMBEL, 16)
+    expected = (batch.logits[batch.q_start[:-1]] + noise).argmax(dim=1)
+    assert tokens[accepted == 0, 0].tolist() == expected[accepted == 0].tolist()
+
+
+def test_without_drafts_a_row_is_drawn() -> None:
+    batch = make([0, 0, 0], [{"temperature": 0.0}, {"temperature": 0.6, "top_k": 9}], 300, 0.0, 9)
+    none = torch.empty(0, 3), torch.empty(0, 3, dtype=torch.float64)
+    accepted, tokens = batch.verify(torch.empty(3, 0, dtype=torch.int64), *none)
+    noise = noise_at(batch.seeds[batch.row], batch.n, PURPOSE_GUMBEL, 300)
+    p = batch.probabilities(batch.logits, batch.row, coarse=False)
+    assert accepted.tolist() == [0, 0, 0]
+    assert tokens[:, 0].tolist() == (p.log() + noise).argmax(dim=1).tolist()
+
+
+def test_drafts_stand_at_given_rates() -> None:
+    batch = make([2] * 24, [{"temperature": 0.7}, {"temperature": 0.0}], 16, 3.0, 10)
+    drafts, cut, lse = batch.drafts()
+    accepted, tokens = batch.verify(drafts, cut, lse, torch.tensor([0.7, 0.35]))
+    u = noise_at(batch.seeds[batch.row, None], batch.n[:, None] + torch.arange(2), PURPOSE_ACCEPT, 1, gumbel=False)
+    expected = (u[:, :, 0] < torch.tensor([0.7, 0.5])).long().cumprod(dim=1).sum(dim=1)
+    assert accepted.tolist() == expected.tolist()
+    assert ((tokens[:, 0] >= 0) & (tokens[:, 0] < 16)).all()
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_emitted_tokens_are_the_targets(sign: float) -> None:
+    """20,000 iterations by the reference with the kernels' noise keys, of which the kernel does the first 80: the same
+    tokens. Chi-square of the first and the second emitted token; the draft is near the target, or its negative."""
+    count, sample, v = 20_000, 80, 16
+    generator = torch.Generator().manual_seed(12)
+    target = torch.randn(v, generator=generator) * 1.5
+    draft = sign * target + 0.7 * torch.randn(v, generator=generator)
+    n = torch.arange(5, 5 + 3 * count, 3)
+    seeds = torch.tensor([2**40 + 3, 0])
+    row = torch.zeros(count, dtype=torch.int64)
+    drafts = (draft + noise_at(seeds[:1], n, PURPOSE_DRAFT, v)).argmax(dim=1, keepdim=True)
+    p, q = target.double().softmax(0), draft.double().softmax(0)
+    u = noise_at(seeds[:1, None], n[:, None], PURPOSE_ACCEPT, 1, gumbel=False)[:, :, 0].double()
+    noise = noise_at(seeds[:1, None], n[:, None] + torch.arange(2), PURPOSE_GUMBEL, v).double()
+    accepted, tokens = rejection_reference(
+        p.repeat(2 * count, 1),
+        q.repeat(count, 1, 1),
+        torch.arange(0, 2 * count + 1, 2),
+        drafts,
+        torch.ones_like(n),
+        u,
+        noise,
+    )
+
+    params, steps = parameters([{}])
+    batch = Batch(
+        logits=target.repeat(2 * sample, 1),
+        draft_logits=draft.repeat(1, sample, 1),
+        q_start=torch.arange(0, 2 * sample + 1, 2),
+        num_drafts=torch.ones(sample, dtype=torch.int64),
+        row=row[:sample],
+        n=n[:sample],
+        seeds=seeds,
+        params=params,
+        steps=steps,
+    )
+    own_accepted, own_tokens = torch.full((sample,), POISON), torch.full((sample, 2), POISON)
+    rejection(
+        batch.logits,
+        torch.full((2 * sample,), -torch.inf),
+        target.double().logsumexp(0).expand(2 * sample).contiguous(),
+        torch.full((2 * sample,), POISON),
+        batch.draft_logits,
+        torch.full((1, sample), -torch.inf),
+        draft.double().logsumexp(0).expand(1, sample).contiguous(),
+        batch.q_start,
+        drafts[:sample],
+        batch.num_drafts,
+        batch.row,
+        batch.n,
+        params.values,
+        seeds,
+        own_accepted,
+        own_tokens,
+        batch.scratch,
+    )
+    assert own_accepted.tolist() == accepted[:sample].tolist()
+    assert own_tokens[:, 0].tolist() == tokens[:sample, 0].tolist()
+    both = own_accepted == 1
+    assert own_tokens[both, 1].tolist() == tokens[:sample][both, 1].tolist()
+
+    rate = torch.minimum(p, q).sum().item()
+    assert abs(int(accepted.sum()) - count * rate) < 4.5 * math.sqrt(count * rate * (1 - rate))
+    for emitted in (tokens[:, 0], tokens[accepted == 1, 1]):
+        expected = len(emitted) * p
+        chi_square = ((torch.bincount(emitted, minlength=v) - expected) ** 2 / expected).sum().item()
+        assert (chi_square - (v - 1)) / math.sqrt(2 * (v - 1)) < 4.5
