@@ -7,6 +7,7 @@ which the engine calls with those numbers.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from specrs.errors import (
     check_bool,
     check_choice,
     check_int,
+    check_number,
     check_text,
     invalid,
     short,
@@ -25,11 +27,16 @@ from specrs.errors import (
 )
 from specrs.sampling import MAX_SPECULATIVE_TOKENS
 
-DTYPES = ("auto", "float32", "float64", "bfloat16")
+DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
 _DTYPE_ALIASES = {"float": "float32", "double": "float64", "half": "float16", "fp32": "float32", "bf16": "bfloat16"}
 DEFAULT_CPU_KV_CACHE_BYTES = 4 << 30
 """Bytes of KV cache on a CPU unless told otherwise. The pool is mapped lazily, so unused blocks cost no memory."""
-_REJECTION_NAMES = {"rejection": "rejection", "standard": "rejection", "coupled": "coupled"}
+_REJECTION_NAMES = {
+    "rejection": "rejection",
+    "standard": "rejection",
+    "coupled": "coupled",
+    "synthetic": "synthetic",
+}
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 
 
@@ -42,6 +49,8 @@ class SpeculativeConfig:
     `max_model_len`: the draft's context; a request that outgrows it goes on without drafts. None is the checkpoint's.
     `rejection_sample_method`: `rejection` (`standard` is its other name) accepts most; `coupled` gives the text
     that the same seed gives without speculation. Both sample the target's distribution; greedy text is the same.
+    `synthetic` is for timing only: it accepts draft i with the unconditional rate `synthetic_acceptance_rates[i - 1]`,
+    whatever the models say, so the text is nobody's. Every output says so.
     `disable_padded_drafter_batch`: accepted for vLLM's sake; rows are never padded here.
     """
 
@@ -52,6 +61,7 @@ class SpeculativeConfig:
     revision: str | None = None
     draft_tensor_parallel_size: int = 1
     rejection_sample_method: str = "rejection"
+    synthetic_acceptance_rates: tuple[float, ...] | None = None
     disable_padded_drafter_batch: bool = False
 
     def __post_init__(self) -> None:
@@ -77,6 +87,8 @@ class SpeculativeConfig:
             )
         rule = check_choice(error, at + "rejection_sample_method", self.rejection_sample_method, _REJECTION_NAMES)
         checked["rejection_sample_method"] = _REJECTION_NAMES[rule]
+        rates = _synthetic_rates(self.synthetic_acceptance_rates, rule, self.num_speculative_tokens)
+        checked["synthetic_acceptance_rates"] = rates
         check_bool(error, at + "disable_padded_drafter_batch", self.disable_padded_drafter_batch)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -105,18 +117,22 @@ class EngineConfig:
     """Everything an engine is told at its start. Immutable and checked at construction; `from_kwargs` reads `LLM(...)`.
 
     `model`: folder or hub id; None is the bundled target. `tokenizer`, `tokenizer_revision`: None is the model's.
-    `device`: `auto` or `cpu`. `dtype`: of weights and KV cache; `auto` is the checkpoint's.
+    `device`: `auto` (a GPU if there is one that serves), `cpu`, `cuda` or `cuda:N`. `dtype`: of weights and KV cache;
+    `auto` is the checkpoint's. `load_format`: `dummy` fills weights with random numbers, so that a model's speed can be
+    measured where its weights are not at hand.
     `max_model_len`: tokens of prompt and output together; None is the model's `max_position_embeddings`.
     `max_num_seqs`: requests that run at once. `max_num_batched_tokens`: tokens of one launch.
     `block_size`: positions of one KV block, a power of two. `num_gpu_blocks_override`: blocks of the pool, whatever the
-    device; otherwise as many as fit in `kv_cache_memory_bytes` (None: 4 GiB on a CPU).
-    `launch_depth`: launches planned and not yet settled, 1 or 2; None is 1 on a CPU.
+    device; otherwise as many as fit in `kv_cache_memory_bytes` (None: 4 GiB on a CPU, and on a GPU what
+    `gpu_memory_utilization` of its memory leaves beside weights, buffers and graphs).
+    `launch_depth`: launches planned and not yet settled, 1 or 2; None is 1 on a CPU and 2 on a GPU.
     `seed`: what the seeds of requests without one are derived from (`specrs.sampling.derive_seed`).
     `max_logprobs`: the most that `logprobs` and `prompt_logprobs` of a request may ask for; -1 is the vocabulary.
     `logprobs_mode`: what they report. `raw_logprobs` is the log-softmax of what the model gave, `processed_logprobs`
     that of the logits after masks, bias, penalties, temperature and filters; `raw_logits` and `processed_logits` are
     the logits themselves.
-    `enforce_eager`: accepted either way; the CPU runs eagerly.
+    `enforce_eager`: no CUDA graphs; the CPU always runs eagerly. `cudagraph_capture_sizes`: batch sizes that graphs are
+    captured for; larger launches run eagerly.
 
     Raises `InvalidConfigError` naming field, value and what is allowed; `UnsupportedConfigError` for a value that means
     something elsewhere and is not implemented here.
@@ -137,9 +153,11 @@ class EngineConfig:
     block_size: int = 16
     num_gpu_blocks_override: int | None = None
     kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     launch_depth: int | None = None
     enforce_eager: bool = False
+    cudagraph_capture_sizes: tuple[int, ...] | None = None
     seed: int = 0
     max_logprobs: int = 20
     logprobs_mode: str = "raw_logprobs"
@@ -175,7 +193,11 @@ class EngineConfig:
                 check_text(error, name, value, also=", or None")
         for name in ("skip_tokenizer_init", "enable_prefix_caching", "enforce_eager"):
             check_bool(error, name, getattr(self, name))
-        check_choice(error, "load_format", self.load_format, ("auto", "safetensors"))
+        check_choice(error, "load_format", self.load_format, ("auto", "safetensors", "dummy"))
+        checked["gpu_memory_utilization"] = check_number(
+            error, "gpu_memory_utilization", self.gpu_memory_utilization, 0.0, 1.0, open_low=True
+        )
+        checked["cudagraph_capture_sizes"] = _capture_sizes(self.cudagraph_capture_sizes)
         check_choice(error, "logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -217,9 +239,9 @@ class EngineConfig:
         return 0 if self.speculative_config is None else self.speculative_config.num_speculative_tokens
 
     @property
-    def depth(self) -> int:
-        """Launches planned and not yet settled."""
-        return 1 if self.launch_depth is None else self.launch_depth
+    def synthetic(self) -> bool:
+        """Whether acceptance is made up, for timing."""
+        return self.speculative_config is not None and self.speculative_config.rejection_sample_method == "synthetic"
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
@@ -250,7 +272,6 @@ _HONOURED: dict[str, tuple[object, ...]] = {
     "decode_context_parallel_size": (1,),
     "enable_expert_parallel": (False,),
     "distributed_executor_backend": (None, "uni"),
-    "gpu_memory_utilization": (0.9, 0.92),
     "swap_space": (4, 4.0, 0, 0.0),
     "cpu_offload_gb": (0, 0.0),
     "quantization": (None,),
@@ -271,7 +292,6 @@ _HONOURED: dict[str, tuple[object, ...]] = {
     "override_generation_config": (None, {}),
     "model_loader_extra_config": (None, {}),
     "compilation_config": (None, {}, 0),
-    "cudagraph_capture_sizes": (None,),
     "max_cudagraph_capture_size": (None,),
     "max_seq_len_to_capture": (8192,),
     "attention_backend": (None,),
@@ -376,19 +396,38 @@ def _speculative(value: object) -> SpeculativeConfig | None:
 
 def _device(value: object) -> str:
     name = str(value)
-    if name.split(":")[0] in ("cuda", "gpu"):
-        raise invalid(UnsupportedConfigError, "device", name, "not implemented yet; allowed: 'auto' or 'cpu'")
-    if name not in ("auto", "cpu"):
-        raise invalid(InvalidConfigError, "device", name, "must be 'auto' or 'cpu'")
+    kind, _, index = name.partition(":")
+    if name not in ("auto", "cpu", "cuda") and not (kind == "cuda" and index.isascii() and index.isdigit()):
+        raise invalid(InvalidConfigError, "device", name, "must be 'auto', 'cpu', 'cuda' or 'cuda:N'")
     return name
+
+
+def _synthetic_rates(value: object, rule: str, num_speculative_tokens: int) -> tuple[float, ...] | None:
+    field, error = "speculative_config.synthetic_acceptance_rates", InvalidConfigError
+    if rule != "synthetic":
+        if value is not None:
+            raise invalid(error, field, value, "allowed only with rejection_sample_method='synthetic'")
+        return None
+    if not isinstance(value, list | tuple) or len(value) != num_speculative_tokens:
+        raise invalid(error, field, value, f"must be a list of num_speculative_tokens={num_speculative_tokens} rates")
+    rates = tuple(check_number(error, f"{field}[{i}]", rate, 0.0, 1.0) for i, rate in enumerate(value))
+    if any(later > earlier for earlier, later in itertools.pairwise(rates)):
+        raise invalid(error, field, value, "must not rise: each is the share of drafts accepted up to that position")
+    return rates
+
+
+def _capture_sizes(value: object) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple) or not value:
+        raise invalid(InvalidConfigError, "cudagraph_capture_sizes", value, "must be a list of batch sizes, or None")
+    return tuple(
+        check_int(InvalidConfigError, f"cudagraph_capture_sizes[{i}]", size, 1, 65536) for i, size in enumerate(value)
+    )
 
 
 def _dtype(value: object) -> str:
     # a torch.dtype prints as torch.float32; its name is enough, and torch is not imported for it
     name = str(value).removeprefix("torch.")
     name = _DTYPE_ALIASES.get(name, name)
-    if name == "float16":
-        raise invalid(
-            UnsupportedConfigError, "dtype", str(value), "not implemented on a CPU; allowed: " + ", ".join(DTYPES)
-        )
     return check_choice(InvalidConfigError, "dtype", name, DTYPES)

@@ -132,7 +132,7 @@ def assert_idle(engine: Engine) -> None:
 
 def poison(engine: Engine) -> None:
     """Fill both KV caches with NaN: whatever is read without having been written shows."""
-    caches = [engine.kv_cache] + ([] if engine.drafter is None else [engine.drafter.kv_cache])
+    caches = [engine.runner.kv_cache] + ([] if engine.drafter is None else [engine.drafter.kv_cache])
     for cache in caches:
         for tensor in (*cache.k, *cache.v):
             with torch.inference_mode():

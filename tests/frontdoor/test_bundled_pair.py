@@ -201,7 +201,7 @@ def test_too_few_blocks_for_one_request(vanilla: list[RequestOutput]) -> None:
     ("settings", "message"),
     [
         ({"max_model_len": 4096}, "^max_model_len=4096: must be at most 2048, the max_position_embeddings of "),
-        ({"device": "cuda"}, "^device='cuda': not implemented yet; allowed: 'auto' or 'cpu'"),
+        ({"dtype": "float16"}, "^dtype='float16': not implemented on device cpu; allowed: float32, float64, bfloat16"),
         (
             {"speculative_config": {"num_speculative_tokens": 17}},
             "num_speculative_tokens=17: must be an integer from 0",

@@ -21,7 +21,12 @@ from specrs.verify.logprobs import LogprobsMode
 def test_defaults() -> None:
     config = EngineConfig()
     assert (config.max_num_seqs, config.max_num_batched_tokens, config.block_size) == (256, 2048, 16)
-    assert (config.enable_prefix_caching, config.seed, config.depth, config.num_speculative_tokens) == (True, 0, 1, 0)
+    assert (config.enable_prefix_caching, config.seed, config.launch_depth, config.num_speculative_tokens) == (
+        True,
+        0,
+        None,
+        0,
+    )
     assert (config.target, config.draft) == (str(pair.TARGET), None)
 
 
@@ -50,7 +55,7 @@ def test_defaults() -> None:
         ("enforce_eager", "yes", "True or False"),
         ("load_format", "pt", "one of auto, safetensors"),
         ("dtype", "int8", "one of auto, float32, float64, bfloat16"),
-        ("device", "tpu", "'auto' or 'cpu'"),
+        ("device", "tpu", "'auto', 'cpu', 'cuda' or 'cuda:N'"),
         ("max_logprobs", -2, "an integer from -1 to"),
         ("max_logprobs", None, "an integer from -1 to"),
         ("max_logprobs", 2**31, "an integer from -1 to"),
@@ -70,12 +75,55 @@ def test_wrong_values_are_refused_by_name(field: str, value: object, allowed: st
     assert allowed in message
 
 
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:0", "cuda:3"])
+def test_devices(device: str) -> None:
+    assert EngineConfig(device=device).device == device
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "cuda:-1", "cpu:0", "mps"])
+def test_other_devices_are_refused(device: str) -> None:
+    with pytest.raises(InvalidConfigError, match=f"^device='{device}': must be 'auto', 'cpu', 'cuda' or 'cuda:N'"):
+        EngineConfig(device=device)
+
+
+def synthetic(rates: object, method: str = "synthetic") -> SpeculativeConfig:
+    return SpeculativeConfig(
+        num_speculative_tokens=2,
+        rejection_sample_method=method,
+        synthetic_acceptance_rates=rates,  # type: ignore[arg-type]
+    )
+
+
+def test_synthetic_acceptance() -> None:
+    assert synthetic([0.75, 0.5]).synthetic_acceptance_rates == (0.75, 0.5)
+    assert EngineConfig(speculative_config=synthetic((1, 0))).synthetic
+    assert not EngineConfig(speculative_config=SpeculativeConfig(num_speculative_tokens=2)).synthetic
+    for rates, message in (
+        (None, "must be a list of num_speculative_tokens=2 rates"),
+        ([0.5], "must be a list of num_speculative_tokens=2 rates"),
+        ([0.5, 1.5], "from 0 to 1"),
+        ([0.5, float("nan")], "from 0 to 1"),
+        ([0.5, 0.6], "must not rise"),
+    ):
+        with pytest.raises(InvalidConfigError, match=f"^speculative_config.synthetic_acceptance_rates.*{message}"):
+            synthetic(rates)
+    with pytest.raises(InvalidConfigError, match="allowed only with rejection_sample_method='synthetic'"):
+        synthetic([0.5, 0.4], "rejection")
+
+
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [("device", "cuda"), ("device", "cuda:1"), ("dtype", "half"), ("dtype", "float16"), ("dtype", "torch.float16")],
+    ("field", "value", "allowed"),
+    [
+        ("gpu_memory_utilization", 0, "greater than 0 and at most 1"),
+        ("gpu_memory_utilization", 1.1, "greater than 0 and at most 1"),
+        ("cudagraph_capture_sizes", [], "must be a list of batch sizes, or None"),
+        ("cudagraph_capture_sizes", 8, "must be a list of batch sizes, or None"),
+        ("cudagraph_capture_sizes", [1, 0], "must be an integer from 1"),
+        ("load_format", "pt", "one of auto, safetensors, dummy"),
+    ],
 )
-def test_what_is_not_implemented(field: str, value: str) -> None:
-    with pytest.raises(UnsupportedConfigError, match=f"^{field}='{value}': not implemented"):
+def test_gpu_settings_are_refused_by_name(field: str, value: object, allowed: str) -> None:
+    with pytest.raises(InvalidConfigError, match=f"^{field}.*{allowed}"):
         EngineConfig(**{field: value})  # type: ignore[arg-type]
 
 
@@ -111,7 +159,6 @@ def test_block_sizes_are_powers_of_two() -> None:
         ("trust_remote_code", True),
         ("tensor_parallel_size", 2),
         ("pipeline_parallel_size", 2),
-        ("gpu_memory_utilization", 0.5),
         ("quantization", "awq"),
         ("kv_cache_dtype", "fp8"),
         ("tokenizer_mode", "slow"),
@@ -203,14 +250,14 @@ def test_dashes_equal_underscores() -> None:
         ({"method": "ngram"}, r"^speculative_config.method='ngram': "),
         ({"draft_tensor_parallel_size": 2}, r"^speculative_config.draft_tensor_parallel_size=2: .*allowed: 1"),
         (
-            {"rejection_sample_method": "synthetic"},
-            r"rejection_sample_method='synthetic': must be one of rejection, standard, coupled$",
+            {"rejection_sample_method": "typical"},
+            r"rejection_sample_method='typical': must be one of rejection, standard, coupled, synthetic$",
         ),
         ({"rejection_sample_method": None}, r"rejection_sample_method=None: must be one of rejection, standard"),
         ({"disable_padded_drafter_batch": 1}, r"disable_padded_drafter_batch=1: must be True or False"),
         ({"revision": 3}, r"^speculative_config.revision=3: "),
         ({"tensor_parallel_size": 1}, r"unknown key 'tensor_parallel_size'.*did you mean draft_tensor_parallel_size"),
-        ({"nonsense": 1}, r"unknown key 'nonsense'; known: disable_padded_drafter_batch, draft_tensor.*, revision$"),
+        ({"nonsense": 1}, r"unknown key 'nonsense'; known: disable_padded_drafter_batch, .*, synthetic_acc.*$"),
         ({3: 1}, r"unknown key 3; known: "),
     ],
 )

@@ -232,6 +232,7 @@ def test_heads_that_do_not_divide() -> None:
         ("auto", None, "cpu", torch.float32),
         ("auto", "float64", "cpu", torch.float64),
         ("auto", "bfloat16", "cuda", torch.bfloat16),
+        ("auto", "float16", "cuda", torch.float16),
     ],
 )
 def test_dtype(asked: str | torch.dtype, stored: str | None, device: str, expected: torch.dtype) -> None:
@@ -239,7 +240,14 @@ def test_dtype(asked: str | torch.dtype, stored: str | None, device: str, expect
     assert resolve_dtype(asked, config, torch.device(device)) == expected
 
 
-@pytest.mark.parametrize(("asked", "stored", "device"), [("float16", None, "cpu"), ("auto", "float16", "cuda")])
-def test_dtype_is_refused_by_name(asked: str, stored: str | None, device: str) -> None:
-    with pytest.raises(UnsupportedModelError, match="dtype='float16': must be one of auto, float32, float64, bfloat16"):
+@pytest.mark.parametrize(
+    ("asked", "stored", "device", "message"),
+    [
+        ("int8", None, "cpu", "dtype='int8': must be one of auto, float32, float64, bfloat16, float16"),
+        ("float16", None, "cpu", "dtype='float16': not implemented on device cpu; allowed: float32, float64, bfloat16"),
+        ("auto", "float64", "cuda", "dtype='float64': not implemented on device cuda; allowed: float32, bfloat16, "),
+    ],
+)
+def test_dtype_is_refused_by_name(asked: str, stored: str | None, device: str, message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"^{message}"):
         resolve_dtype(asked, parse_config(QWEN3 | {"dtype": stored}), torch.device(device))

@@ -1,16 +1,49 @@
-"""From an EngineConfig to loaded weights, limits and caches. Runs no model and schedules nothing."""
+"""From an EngineConfig to loaded weights, limits, a scheduler and a runner. Runs no model and schedules nothing."""
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from specrs.config import EngineConfig, resolve_draft_max_model_len, resolve_num_blocks
+from specrs.config import EngineConfig, resolve_draft_max_model_len, resolve_max_model_len, resolve_num_blocks
+from specrs.core import Scheduler
 from specrs.drafters.draft_model import DraftModel
+from specrs.engine.device import resolve_device
 from specrs.models.decoder import Decoder
 from specrs.models.kv_cache import KVCache
 from specrs.models.loader import load_model
+from specrs.runner.eager import EagerRunner
+from specrs.runner.ring import Header, RingSlot
+from specrs.runner.row_state import RowState
+from specrs.runner.sampling_state import SamplingState
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from specrs.engine.request import Request
+
+
+class Runner(Protocol):
+    """What the loop asks of a runner: the eager one of a CPU, or the CUDA one."""
+
+    num_target_passes: int
+
+    @property
+    def drafter(self) -> DraftModel | None:
+        """The draft model, None without speculation."""
+
+    @property
+    def kv_cache(self) -> KVCache:
+        """The target's."""
+
+    def launch(self, slot: RingSlot, header: Header, admitted: Sequence[Request]) -> None:
+        """Execute or enqueue the launch planned in `slot.record`."""
+
+    def wait(self, slot: RingSlot) -> None:
+        """Return when `slot.results` hold what the launch reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,52 +55,128 @@ class Weights:
 
 
 def load_weights(config: EngineConfig) -> Weights:
-    """Load target and, where the engine may speculate, draft.
+    """Load target and, where the engine may speculate, draft, onto the device of `config`.
 
     Raises:
         InvalidConfigError and its subclasses: what is missing, broken or not supported, by name.
     """
-    device = torch.device("cpu")
-    target = load_model(config.target, dtype=config.dtype, device=device, revision=config.revision)
+    device = resolve_device(config.device)
+    target = load_model(
+        config.target, dtype=config.dtype, device=device, revision=config.revision, load_format=config.load_format
+    )
     speculative, draft = config.speculative_config, config.draft
     if speculative is None or draft is None or speculative.num_speculative_tokens == 0:
         return Weights(target, None)
     dtype = str(target.dtype).removeprefix("torch.")
-    return Weights(target, load_model(draft, dtype=dtype, device=device, revision=speculative.revision))
-
-
-def num_blocks(config: EngineConfig, weights: Weights, max_model_len: int) -> int:
-    """Size of the block pool, which serves both models' caches."""
-    models = [model for model in (weights.target, weights.draft) if model is not None]
-    per_block = sum(KVCache.bytes_per_block(model.config, config.block_size, model.dtype) for model in models)
-    return resolve_num_blocks(config, per_block, max_model_len)
-
-
-def allocate_cache(model: Decoder, blocks: int, block_size: int) -> KVCache:
-    """Zeroed KV cache of `model` over the shared pool."""
-    return KVCache.allocate(model.config, blocks, block_size, model.dtype, torch.device("cpu"))
-
-
-def make_drafter(config: EngineConfig, weights: Weights, blocks: int, max_model_len: int) -> DraftModel | None:
-    """The drafter over the shared pool; None where the engine does not speculate."""
-    draft, target = weights.draft, weights.target
-    if draft is None:
-        return None
-    return DraftModel(
-        model=draft,
-        kv_cache=allocate_cache(draft, blocks, config.block_size),
-        max_model_len=min(resolve_draft_max_model_len(config, draft.config.max_position_embeddings), max_model_len),
-        vocab_size=target.config.vocab_size,
+    return Weights(
+        target,
+        load_model(draft, dtype=dtype, device=device, revision=speculative.revision, load_format=config.load_format),
     )
 
 
-def draft_cost_ratio(weights: Weights) -> float:
-    """Cost of a draft token in target tokens, by parameters: what draft chunks take from the token budget."""
-    if weights.draft is None:
-        return 1.0
-    return weights.draft.num_parameters / weights.target.num_parameters
+@dataclass(frozen=True, slots=True)
+class Blueprint:
+    """What an engine is made of, in numbers; makes its scheduler and runner."""
 
+    config: EngineConfig
+    weights: Weights
 
-def logits_dtype(model: Decoder) -> torch.dtype:
-    """What `compute_logits` returns: fp32, or float64 for a float64 model."""
-    return torch.float64 if model.dtype == torch.float64 else torch.float32
+    @property
+    def device(self) -> torch.device:
+        """Where the models are."""
+        return self.weights.target.device
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the CUDA runner serves."""
+        return self.device.type == "cuda"
+
+    @property
+    def max_model_len(self) -> int:
+        """The engine's context. Raises InvalidConfigError if the configuration asks for more than the model's."""
+        return resolve_max_model_len(self.config, self.weights.target.config.max_position_embeddings)
+
+    @property
+    def draft_max_model_len(self) -> int | None:
+        """Positions that the draft may hold; None without a draft."""
+        draft = self.weights.draft
+        if draft is None:
+            return None
+        return min(resolve_draft_max_model_len(self.config, draft.config.max_position_embeddings), self.max_model_len)
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """The engine's K; 0 without a draft."""
+        return 0 if self.weights.draft is None else self.config.num_speculative_tokens
+
+    @property
+    def depth(self) -> int:
+        """Launches planned and not yet settled."""
+        given = self.config.launch_depth
+        return given if given is not None else 2 if self.on_gpu else 1
+
+    def num_blocks(self) -> int:
+        """Size of the block pool, which serves both models' caches."""
+        if self.on_gpu:
+            from specrs.runner.cuda.build import measure_num_blocks
+
+            return measure_num_blocks(self)
+        models = [model for model in (self.weights.target, self.weights.draft) if model is not None]
+        per_block = sum(KVCache.bytes_per_block(m.config, self.config.block_size, m.dtype) for m in models)
+        return resolve_num_blocks(self.config, per_block, self.max_model_len)
+
+    def scheduler(self, blocks: int) -> Scheduler:
+        """A scheduler over `blocks` blocks."""
+        config, draft = self.config, self.weights.draft
+        # A draft token's share of a target token, by parameters: what draft chunks take from the token budget.
+        ratio = 1.0 if draft is None else draft.num_parameters / self.weights.target.num_parameters
+        return Scheduler(
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=self.max_model_len,
+            num_blocks=blocks,
+            block_size=config.block_size,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            num_speculative_tokens=self.num_speculative_tokens,
+            draft_max_model_len=self.draft_max_model_len,
+            first_rows=DraftModel.first_rows,
+            draft_cost_ratio=ratio,
+            max_in_flight=self.depth,
+            enable_prefix_caching=config.enable_prefix_caching,
+            hash_key=secrets.token_bytes(16),
+        )
+
+    def cache(self, model: Decoder, blocks: int) -> KVCache:
+        """Zeroed KV cache of `model` over the shared pool."""
+        return KVCache.allocate(model.config, blocks, self.config.block_size, model.dtype, self.device)
+
+    def drafter(self, blocks: int) -> DraftModel | None:
+        """The drafter over the shared pool; None where the engine does not speculate."""
+        draft, context = self.weights.draft, self.draft_max_model_len
+        if draft is None or context is None:
+            return None
+        return DraftModel(
+            model=draft,
+            kv_cache=self.cache(draft, blocks),
+            max_model_len=context,
+            vocab_size=self.weights.target.config.vocab_size,
+        )
+
+    def runner(self, scheduler: Scheduler, blocks: int) -> Runner:
+        """The runner over `blocks` blocks, with row state and caches of its own."""
+        if self.on_gpu:
+            from specrs.runner.cuda.build import make_runner
+
+            return make_runner(self, scheduler, blocks)
+        config, target = self.config, self.weights.target
+        dtype = torch.float64 if target.dtype == torch.float64 else torch.float32  # of the logits
+        speculative = config.speculative_config
+        return EagerRunner(
+            target,
+            self.cache(target, blocks),
+            self.drafter(blocks),
+            RowState.allocate(config.max_num_seqs, self.max_model_len, config.block_size, self.device),
+            SamplingState(config.max_num_seqs, target.config.vocab_size, dtype, self.device),
+            block_size=config.block_size,
+            rule="rejection" if speculative is None else speculative.rejection_sample_method,
+            logprobs_mode=config.logprobs_mode,
+        )

@@ -5,9 +5,8 @@ from __future__ import annotations
 import secrets
 
 import numpy as np
-import torch
 
-from specrs.config import EngineConfig, resolve_max_model_len
+from specrs.config import EngineConfig
 from specrs.core import (
     FINISH_ABORT,
     FINISH_ERROR,
@@ -17,26 +16,14 @@ from specrs.core import (
     FLAG_TARGET_NON_FINITE,
     PLAN_IDLE,
     PLAN_LAUNCH,
-    Scheduler,
 )
 from specrs.drafters.draft_model import DraftModel
-from specrs.engine.build import (
-    Weights,
-    allocate_cache,
-    draft_cost_ratio,
-    load_weights,
-    logits_dtype,
-    make_drafter,
-    num_blocks,
-)
+from specrs.engine.build import Blueprint, Weights, load_weights
 from specrs.engine.request import FinishReason, Request
 from specrs.errors import EngineError, SpecrsError
 from specrs.outputs import EngineStats
-from specrs.runner.eager import EagerRunner
 from specrs.runner.logprobs import token_entries
 from specrs.runner.ring import Header, Ring, RingSlot
-from specrs.runner.row_state import RowState
-from specrs.runner.sampling_state import SamplingState
 from specrs.sampling import RequestLimits, validate_request
 from specrs.verify.logprobs import TokenLogprobs
 
@@ -51,9 +38,8 @@ _REASONS = {
 class Engine:
     """Runs requests to their end, `launch_depth` launches in flight.
 
-    One `step` plans and enqueues until `launch_depth` launches are in flight, then settles the oldest: the host
-    waits for a launch
-    only when a newer one is already enqueued (or at depth 1).
+    One `step` plans and enqueues until `launch_depth` launches are in flight, then settles the oldest: the host waits
+    for a launch only when a newer one is already enqueued (or at depth 1).
     """
 
     def __init__(self, config: EngineConfig, weights: Weights | None = None) -> None:
@@ -64,11 +50,11 @@ class Engine:
         """
         self.config = config
         self.weights = load_weights(config) if weights is None else weights
+        blueprint = Blueprint(config, self.weights)
         target = self.weights.target.config
-        self.max_model_len = resolve_max_model_len(config, target.max_position_embeddings)
-        blocks = num_blocks(config, self.weights, self.max_model_len)
-        self.drafter = make_drafter(config, self.weights, blocks, self.max_model_len)
-        self.num_speculative_tokens = 0 if self.drafter is None else config.num_speculative_tokens
+        self.max_model_len = blueprint.max_model_len
+        self.num_speculative_tokens = blueprint.num_speculative_tokens
+        self.depth = blueprint.depth
         self.limits = RequestLimits(
             max_model_len=self.max_model_len,
             vocab_size=target.vocab_size,
@@ -76,37 +62,10 @@ class Engine:
             eos_token_ids=target.eos_token_ids,
             max_logprobs=config.max_logprobs,
         )
-        self.scheduler = Scheduler(
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=self.max_model_len,
-            num_blocks=blocks,
-            block_size=config.block_size,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            num_speculative_tokens=self.num_speculative_tokens,
-            draft_max_model_len=None if self.drafter is None else self.drafter.max_model_len,
-            first_rows=DraftModel.first_rows if self.drafter is None else self.drafter.first_rows,
-            draft_cost_ratio=draft_cost_ratio(self.weights),
-            max_in_flight=config.depth,
-            enable_prefix_caching=config.enable_prefix_caching,
-            hash_key=secrets.token_bytes(16),
-        )
-        self.kv_cache = allocate_cache(self.weights.target, blocks, config.block_size)
-        state = RowState.allocate(config.max_num_seqs, self.max_model_len, config.block_size, torch.device("cpu"))
-        sampling = SamplingState(
-            config.max_num_seqs, target.vocab_size, logits_dtype(self.weights.target), torch.device("cpu")
-        )
-        speculative = config.speculative_config
-        self.runner = EagerRunner(
-            self.weights.target,
-            self.kv_cache,
-            self.drafter,
-            state,
-            sampling,
-            block_size=config.block_size,
-            rule="rejection" if speculative is None else speculative.rejection_sample_method,
-            logprobs_mode=config.logprobs_mode,
-        )
-        self.ring = Ring(self.scheduler, self.num_speculative_tokens, config.depth, pinned=False)
+        blocks = blueprint.num_blocks()
+        self.scheduler = blueprint.scheduler(blocks)
+        self.runner = blueprint.runner(self.scheduler, blocks)
+        self.ring = Ring(self.scheduler, self.num_speculative_tokens, self.depth, pinned=blueprint.on_gpu)
         self.requests: dict[int, Request] = {}
         self._books_before = self.scheduler.acceptance()
         self._preemptions_before = 0
@@ -136,6 +95,11 @@ class Engine:
         request.eos_token_ids = frozenset() if params.ignore_eos else frozenset(self.limits.eos_token_ids)
         self._prompt_tokens += len(request.prompt_token_ids)
         self.requests[request.request_id] = request
+
+    @property
+    def drafter(self) -> DraftModel | None:
+        """The draft model, None without speculation."""
+        return self.runner.drafter
 
     def abort(self, request_id: int) -> None:
         """End a request now; its blocks come back when the launches in flight that name it have settled.
@@ -183,6 +147,8 @@ class Engine:
             num_preemptions=self.scheduler.num_preemptions - self._preemptions_before,
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_waiting,
+            num_blocks=self.scheduler.num_blocks,
+            num_free_blocks=self.scheduler.num_free_blocks,
         )
 
     def reset_stats(self) -> None:
@@ -196,7 +162,7 @@ class Engine:
 
     def _depth(self) -> int:
         """Launches in flight: one while a grammar needs the settled tokens before it can mask the next."""
-        return 1 if any(request.matcher for request in self.requests.values()) else self.config.depth
+        return 1 if any(request.matcher for request in self.requests.values()) else self.depth
 
     def _launch(self, slot: RingSlot, header: Header) -> None:
         ids = slot.views["admit_request_id"][: header.num_admitted].tolist()
@@ -222,6 +188,8 @@ class Engine:
     def _settle(self, fault: SpecrsError | None = None) -> list[Request]:
         slot = self.ring.oldest
         header = slot.header()
+        if fault is None:
+            self.runner.wait(slot)
         self.scheduler.settle(header.launch_id, slot.results, slot.settled)
         self.ring.settle()
         touched = []

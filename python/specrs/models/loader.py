@@ -13,9 +13,17 @@ from specrs.kernels.rotary import inverse_frequencies, signed_frequencies
 from specrs.models.checkpoint import Checkpoint, read_json, resolve_folder
 from specrs.models.config import ModelConfig, parse_config
 from specrs.models.decoder import Decoder, LayerWeights
+from specrs.models.dummy import DummyCheckpoint
+from specrs.models.tensors import EMBEDDING, FINAL_NORM, LM_HEAD, tensor_shapes
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
-_EMBEDDING, _LM_HEAD, _FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+_ELSEWHERE = {"cpu": "float16", "cuda": "float64"}
+"""What a device does not serve: half precision is slow on CPUs and emulated, the GPU kernels have no float64."""
 
 
 def load_config(source: str | Path, *, revision: str | None = None) -> ModelConfig:
@@ -32,8 +40,11 @@ def load_model(
     dtype: str | torch.dtype = "auto",
     device: torch.device | str = "cpu",
     revision: str | None = None,
+    load_format: str = "auto",
 ) -> Decoder:
     """Load the model of a folder or hub id; every tensor is checked before the first is read.
+
+    With `load_format` `dummy` only its config.json is read, and weights are random numbers, the same each time.
 
     `dtype` is float32, float64, bfloat16 or auto: the checkpoint's dtype on a GPU; on a CPU float32 (float64 for a
     float64 checkpoint), because many CPUs have no bf16 products and those that do gain less than the text may change.
@@ -41,9 +52,10 @@ def load_model(
     Raises CheckpointError, or UnsupportedModelError for what is not implemented.
     """
     device = torch.device(device)
-    folder = resolve_folder(source, revision)
+    folder = resolve_folder(source, revision, weights=load_format != "dummy")
     config = _read_config(folder)
-    return _Loader(config, Checkpoint(folder), resolve_dtype(dtype, config, device), device).load()
+    checkpoint = DummyCheckpoint(config) if load_format == "dummy" else Checkpoint(folder)
+    return _Loader(config, checkpoint, resolve_dtype(dtype, config, device), device).load()
 
 
 def resolve_dtype(dtype: str | torch.dtype, config: ModelConfig, device: torch.device) -> torch.dtype:
@@ -56,6 +68,11 @@ def resolve_dtype(dtype: str | torch.dtype, config: ModelConfig, device: torch.d
     if name not in DTYPES:
         given = "" if str(dtype) != "auto" else f" (dtype='auto' and config.json says {config.checkpoint_dtype})"
         raise invalid(UnsupportedModelError, "dtype", name, f"must be one of auto, {', '.join(DTYPES)}{given}")
+    if name == _ELSEWHERE.get(device.type):
+        allowed = ", ".join(other for other in DTYPES if other != name)
+        raise invalid(
+            UnsupportedModelError, "dtype", name, f"not implemented on device {device.type}; allowed: {allowed}"
+        )
     return DTYPES[name]
 
 
@@ -68,7 +85,9 @@ def _read_config(folder: Path) -> ModelConfig:
 class _Loader:
     """Reads, fuses and lays out the tensors of one model."""
 
-    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, checkpoint: Checkpoint | DummyCheckpoint, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.config = config
         self.checkpoint = checkpoint
         self.dtype = dtype
@@ -76,14 +95,14 @@ class _Loader:
 
     def load(self) -> Decoder:
         c = self.config
-        self.checkpoint.check(tensor_shapes(c), {_LM_HEAD: (c.vocab_size, c.hidden_size)})
-        embedding = self.read(_EMBEDDING)
+        self.checkpoint.check(tensor_shapes(c), {LM_HEAD: (c.vocab_size, c.hidden_size)})
+        embedding = self.read(EMBEDDING)
         head = embedding
-        if _LM_HEAD in self.checkpoint:
-            head = self.read(_LM_HEAD)
+        if LM_HEAD in self.checkpoint:
+            head = self.read(LM_HEAD)
             if c.tie_word_embeddings and not torch.equal(head, embedding):
                 raise CheckpointError(
-                    f"{self.checkpoint.folder}: tie_word_embeddings is true, but {_LM_HEAD} differs from {_EMBEDDING}"
+                    f"{self.checkpoint.folder}: tie_word_embeddings is true, but {LM_HEAD} differs from {EMBEDDING}"
                 )
         layers = tqdm(range(c.num_layers), desc="Loading layers", delay=2.0, disable=None)
         scaling = {} if c.rope_scaling is None else asdict(c.rope_scaling)
@@ -93,7 +112,7 @@ class _Loader:
             device=self.device,
             embedding=embedding,
             layers=tuple(self.layer(f"model.layers.{i}.") for i in layers),
-            final_norm=self.read(_FINAL_NORM),
+            final_norm=self.read(FINAL_NORM),
             lm_head=pack(head.float() if self.dtype == torch.bfloat16 and self.device.type == "cpu" else head),
             rotary=signed_frequencies(inverse_frequencies(c.head_dim, c.rope_theta, **scaling)).to(self.device),
         )
@@ -122,30 +141,3 @@ class _Loader:
 
     def read(self, name: str) -> Tensor:
         return self.checkpoint.read(name, self.dtype, self.device)
-
-
-def tensor_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors that a checkpoint of `c` must hold."""
-    h, q, kv, i = c.hidden_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.intermediate_size
-    shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (c.vocab_size, h), _FINAL_NORM: (h,)}
-    if not c.tie_word_embeddings:
-        shapes[_LM_HEAD] = (c.vocab_size, h)
-    projections = {
-        "self_attn.q_proj": (q, h, c.qkv_bias),
-        "self_attn.k_proj": (kv, h, c.qkv_bias),
-        "self_attn.v_proj": (kv, h, c.qkv_bias),
-        "self_attn.o_proj": (h, q, c.o_bias),
-        "mlp.gate_proj": (i, h, c.mlp_bias),
-        "mlp.up_proj": (i, h, c.mlp_bias),
-        "mlp.down_proj": (h, i, c.mlp_bias),
-    }
-    for layer in range(c.num_layers):
-        prefix = f"model.layers.{layer}."
-        for name, (rows, columns, bias) in projections.items():
-            shapes[f"{prefix}{name}.weight"] = (rows, columns)
-            if bias:
-                shapes[f"{prefix}{name}.bias"] = (rows,)
-        shapes |= {f"{prefix}{name}_layernorm.weight": (h,) for name in ("input", "post_attention")}
-        if c.qk_norm:
-            shapes |= {f"{prefix}self_attn.{x}_norm.weight": (c.head_dim,) for x in "qk"}
-    return shapes

@@ -70,6 +70,9 @@ class EagerRunner:
         if header.num_decode:
             self._decode(slot, header)
 
+    def wait(self, slot: RingSlot) -> None:
+        """A launch has ended when it returns."""
+
     def _prefill(self, slot: RingSlot, header: Header) -> None:
         hidden = self.target.forward(prefill_inputs(self.state, slot.views, slot.views, header), self.kv_cache)
         self.num_target_passes += 1

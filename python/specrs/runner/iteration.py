@@ -45,8 +45,10 @@ class FlatRows:
 
     def to(self, device: torch.device) -> FlatRows:
         """The same on `device`, without waiting for it."""
-        tensors = (to_device(t, device) for t in (self.q_start, self.entry, self.offset, self.index))
-        return FlatRows(*tensors, uniform=self.uniform)
+        q_start, entry, offset, index = (
+            to_device(t, device) for t in (self.q_start, self.entry, self.offset, self.index)
+        )
+        return FlatRows(q_start, entry, offset, index, self.uniform)
 
     def take(self, matrix: Tensor) -> Tensor:
         """The values `[N]` of flat rows from a matrix `[B, W]`."""

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from specrs.drafters.draft_model import DraftModel
 from specrs.models.cuda_forward import compute_argmax, compute_logits, forward
+from specrs.models.kv_cache import KVCache
 from specrs.runner.cuda.adjusted import accept_adjusted, draft_adjusted, entry_sampling
 from specrs.runner.cuda.graphs import Graphs
 from specrs.runner.cuda.iteration import (
@@ -74,6 +76,16 @@ class CudaRunner:
         # Triton's interpreter runs the same code on a CPU, where there are no streams.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._warned = False
+
+    @property
+    def drafter(self) -> DraftModel | None:
+        """The draft model, None without speculation."""
+        return self.ctx.drafter
+
+    @property
+    def kv_cache(self) -> KVCache:
+        """The target's."""
+        return self.ctx.kv_cache
 
     @torch.inference_mode()
     def launch(self, slot: RingSlot, header: Header, admitted: Sequence[Request]) -> None:

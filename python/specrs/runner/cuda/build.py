@@ -1,0 +1,226 @@
+"""Builds the CUDA runner: buffers, KV memory by what is left of the GPU's, graphs. Plans and launches nothing."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from specrs.core import Scheduler
+from specrs.drafters.draft_model import DraftModel
+from specrs.errors import InvalidConfigError, UnsupportedModelError, invalid
+from specrs.kernels.cuda.sampling_scratch import SamplingScratch
+from specrs.models.cuda_forward import Workspace, forward
+from specrs.models.decoder import Decoder
+from specrs.models.inputs import PassInputs
+from specrs.models.kv_cache import KVCache
+from specrs.runner.cuda.buffers import Buffers, DeviceRecord
+from specrs.runner.cuda.graphs import Graphs, bytes_per_graph, capture_all, graph_counts
+from specrs.runner.cuda.iteration import Context
+from specrs.runner.cuda.runner import CudaRunner, entries_of
+from specrs.runner.cuda.shapes import Buckets, batch_buckets
+from specrs.runner.row_state import RowState
+from specrs.runner.sampling_state import SamplingState
+
+if TYPE_CHECKING:
+    from specrs.engine.build import Blueprint
+
+logger = logging.getLogger(__name__)
+
+HEAD_DIMS = (64, 96, 128, 256)
+GIB = 1 << 30
+
+
+def check(blueprint: Blueprint) -> None:
+    """Raises UnsupportedModelError for a model that the kernels do not serve."""
+    for model in models(blueprint):
+        if model.config.head_dim not in HEAD_DIMS:
+            raise invalid(
+                UnsupportedModelError,
+                "head_dim",
+                model.config.head_dim,
+                f"the GPU kernels serve {', '.join(map(str, HEAD_DIMS))}; allowed: device='cpu'",
+            )
+
+
+def models(blueprint: Blueprint) -> list[Decoder]:
+    """Target and, where there is one, draft."""
+    target, draft = blueprint.weights.target, blueprint.weights.draft
+    return [target] if draft is None else [target, draft]
+
+
+def make_buckets(blueprint: Blueprint) -> Buckets:
+    """The shapes that graphs are captured for."""
+    config = blueprint.config
+    sizes = batch_buckets(config.max_num_seqs, config.cudagraph_capture_sizes)
+    return Buckets(sizes, blueprint.num_speculative_tokens)
+
+
+def bytes_per_block(blueprint: Blueprint) -> int:
+    """KV bytes of one block in all models."""
+    size = blueprint.config.block_size
+    return sum(KVCache.bytes_per_block(m.config, size, m.dtype) for m in models(blueprint))
+
+
+def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingState, num_blocks: int) -> Context:
+    """Allocate row state, buffers, workspaces and KV caches on the device."""
+    config, device, k = blueprint.config, blueprint.device, blueprint.num_speculative_tokens
+    speculative = config.speculative_config
+    state = RowState.allocate(config.max_num_seqs, blueprint.max_model_len, config.block_size, device)
+    first_rows = DraftModel.first_rows
+    rows = max(config.max_num_batched_tokens, config.max_num_seqs * max(k + 1, first_rows))
+    vocab = blueprint.weights.target.config.vocab_size
+
+    def workspace(model: Decoder) -> Workspace:
+        return Workspace.allocate(
+            model.config, max_rows=rows, max_seqs=config.max_num_seqs, dtype=model.dtype, device=device
+        )
+
+    rates: Tensor | None = None
+    if speculative is not None and speculative.synthetic_acceptance_rates is not None:
+        rates = torch.tensor(speculative.synthetic_acceptance_rates, dtype=torch.float32, device=device)
+    return Context(
+        state=state,
+        params=sampling.params.values,
+        seeds=sampling.seeds,
+        record=DeviceRecord(scheduler, k, device),
+        buffers=Buffers.allocate(
+            max_num_seqs=config.max_num_seqs,
+            num_speculative_tokens=k,
+            first_rows=first_rows,
+            max_blocks=state.block_table.shape[1],
+            vocab_size=vocab,
+            device=device,
+        ),
+        scratch=SamplingScratch.allocate(config.max_num_seqs * (k + 1), config.max_num_seqs, vocab, device),
+        target=blueprint.weights.target,
+        kv_cache=blueprint.cache(blueprint.weights.target, num_blocks),
+        target_workspace=workspace(blueprint.weights.target),
+        drafter=blueprint.drafter(num_blocks),
+        draft_workspace=None if blueprint.weights.draft is None else workspace(blueprint.weights.draft),
+        block_size=config.block_size,
+        max_model_len=blueprint.max_model_len,
+        max_k=k,
+        first_rows=first_rows,
+        rule="rejection" if speculative is None else speculative.rejection_sample_method,
+        synthetic_rates=rates,
+    )
+
+
+def make_runner(blueprint: Blueprint, scheduler: Scheduler, num_blocks: int) -> CudaRunner:
+    """The runner over `num_blocks` blocks, its graphs captured."""
+    config, device = blueprint.config, blueprint.device
+    sampling = SamplingState(config.max_num_seqs, blueprint.weights.target.config.vocab_size, torch.float32, device)
+    ctx = make_context(blueprint, scheduler, sampling, num_blocks)
+    buckets = make_buckets(blueprint)
+    graphs: Graphs | None = None
+    if device.type == "cuda" and not config.enforce_eager:
+        before = torch.cuda.mem_get_info(device)[0]
+        with torch.inference_mode():
+            graphs = capture_all(ctx, buckets, entries_of(ctx.record.views, "num_decode"), device)
+        used = before - torch.cuda.mem_get_info(device)[0]
+        logger.info("%d CUDA graphs, %.1f MiB, %.0f KiB each", len(graphs), used / 2**20, used / 2**10 / len(graphs))
+    return CudaRunner(ctx, sampling, buckets, graphs, scheduler.record_layout(), logprobs_mode=config.logprobs_mode)
+
+
+@torch.inference_mode()
+def measure_num_blocks(blueprint: Blueprint) -> int:
+    """Blocks of the KV pool that fit: `gpu_memory_utilization` of the GPU less weights, buffers, a full prefill pass
+    and graphs, all measured on a pool of one block.
+
+    Raises:
+        InvalidConfigError: not one request of full length fits; says how much is missing and what would make it fit.
+    """
+    config, device = blueprint.config, blueprint.device
+    per_block, per_request = bytes_per_block(blueprint), -(-blueprint.max_model_len // config.block_size)
+    if config.num_gpu_blocks_override is not None:
+        return config.num_gpu_blocks_override
+    if config.kv_cache_memory_bytes is not None:
+        given = config.kv_cache_memory_bytes
+        _check_fits(blueprint, given, "kv_cache_memory_bytes", given, per_request * per_block)
+        return given // per_block
+    free, total = torch.cuda.mem_get_info(device)
+    try:
+        used, graphs = _measure(blueprint)
+    except torch.OutOfMemoryError as fault:
+        raise invalid(
+            InvalidConfigError,
+            "gpu_memory_utilization",
+            config.gpu_memory_utilization,
+            f"{free / GIB:.2f} of {total / GIB:.2f} GiB are free behind the weights, and the buffers of an iteration "
+            f"do not fit ({fault}); allowed are a smaller max_num_seqs={config.max_num_seqs}, "
+            f"max_num_batched_tokens={config.max_num_batched_tokens} or num_speculative_tokens",
+        ) from None
+    left = int(total * config.gpu_memory_utilization) - used - graphs
+    _check_fits(blueprint, left, "gpu_memory_utilization", config.gpu_memory_utilization, per_request * per_block)
+    blocks = min(left // per_block, per_request * config.max_num_seqs)
+    logger.info(
+        "GPU memory: %.2f of %.2f GiB used by weights, buffers and a full prefill, %.2f GiB reserved for graphs, "
+        "%.2f GiB for %d KV blocks of %d positions",
+        used / GIB,
+        total / GIB,
+        graphs / GIB,
+        blocks * per_block / GIB,
+        blocks,
+        config.block_size,
+    )
+    return blocks
+
+
+def _measure(blueprint: Blueprint) -> tuple[int, int]:
+    """`(bytes used beside the KV pool, bytes that all graphs will take)`; leaves nothing allocated."""
+    config, device = blueprint.config, blueprint.device
+    sampling = SamplingState(config.max_num_seqs, blueprint.weights.target.config.vocab_size, torch.float32, device)
+    ctx = make_context(blueprint, blueprint.scheduler(blueprint.max_model_len // config.block_size + 1), sampling, 1)
+    for model, cache, workspace in (
+        (ctx.target, ctx.kv_cache, ctx.target_workspace),
+        *([] if ctx.drafter is None else [(ctx.drafter.model, ctx.drafter.kv_cache, ctx.draft_workspace)]),
+    ):
+        assert workspace is not None
+        forward(model, _prefill_inputs(config.max_num_batched_tokens, blueprint, device), cache, workspace)
+    torch.cuda.synchronize(device)
+    free, total = torch.cuda.mem_get_info(device)
+    # What torch has cached but freed is at hand for prefill's temporaries, so it stays counted.
+    used = total - free
+    graphs = 0
+    if not config.enforce_eager:
+        buckets = make_buckets(blueprint)
+        each = bytes_per_graph(ctx, buckets, entries_of(ctx.record.views, "num_decode"), device)
+        graphs = int(sum(each[kind] * count for kind, count in graph_counts(buckets).items() if kind in each))
+    del ctx, sampling
+    gc.collect()
+    torch.cuda.empty_cache()
+    return used, graphs
+
+
+def _prefill_inputs(rows: int, blueprint: Blueprint, device: torch.device) -> PassInputs:
+    """A full prompt chunk of one request that writes nowhere."""
+    rows = min(rows, blueprint.max_model_len)
+    blocks = -(-blueprint.max_model_len // blueprint.config.block_size)
+    return PassInputs(
+        input_ids=torch.zeros(rows, dtype=torch.int64, device=device),
+        positions=torch.arange(rows, device=device),
+        slots=torch.full((rows,), -1, dtype=torch.int64, device=device),
+        q_start=torch.tensor([0, rows], device=device),
+        block_table=torch.zeros((1, blocks), dtype=torch.int64, device=device),
+        max_q_len=rows,
+        max_context=rows,
+    )
+
+
+def _check_fits(blueprint: Blueprint, left: int, field: str, value: object, needed: int) -> None:
+    if left >= needed:
+        return
+    shorter = max(0, left) // bytes_per_block(blueprint) * blueprint.config.block_size
+    instead = f"max_model_len={shorter} would fit, or " if shorter > 1 else ""
+    raise invalid(
+        InvalidConfigError,
+        field,
+        value,
+        f"one request of max_model_len={blueprint.max_model_len} needs {needed / GIB:.2f} GiB of KV cache and "
+        f"{max(0, left) / GIB:.2f} GiB are left, {(needed - left) / GIB:.2f} GiB too little; {instead}a larger "
+        f"{field}, fewer max_num_seqs={blueprint.config.max_num_seqs}, or a smaller model",
+    )

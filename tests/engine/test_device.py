@@ -1,0 +1,82 @@
+"""Which device an engine runs on, and how one that cannot serve is refused; no GPU is needed for that."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from specrs.engine.device import resolve_device
+from specrs.errors import InvalidConfigError, UnsupportedConfigError
+from specrs.models.loader import load_model
+
+
+def pretend(
+    monkeypatch: pytest.MonkeyPatch, *, count: int = 2, capability: tuple[int, int] = (9, 0), compiler: bool = True
+) -> None:
+    """Let torch and the PATH speak of other hardware."""
+    patched = {
+        "is_available": lambda: count > 0,
+        "device_count": lambda: count,
+        "current_device": lambda: 1,
+        "get_device_capability": lambda _device=None: capability,
+        "get_device_name": lambda _device=None: "Some GPU",
+    }
+    for name, function in patched.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr("shutil.which", lambda name: name if compiler else None)
+
+
+@pytest.mark.parametrize(
+    ("asked", "hardware", "device"),
+    [
+        ("cpu", {}, "cpu"),
+        ("auto", {}, "cuda:1"),
+        ("auto", {"count": 0}, "cpu"),
+        ("auto", {"capability": (7, 5)}, "cpu"),
+        ("auto", {"compiler": False}, "cpu"),
+        ("cuda", {}, "cuda:1"),
+        ("cuda:0", {"capability": (8, 0)}, "cuda:0"),
+    ],
+)
+def test_devices(asked: str, hardware: dict[str, object], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, **hardware)  # type: ignore[arg-type]
+    assert resolve_device(asked) == torch.device(device)
+
+
+@pytest.mark.parametrize(
+    ("asked", "hardware", "error", "message"),
+    [
+        ("cuda", {"count": 0}, InvalidConfigError, r"^device='cuda': .*; allowed: 'auto' or 'cpu'$"),
+        ("cuda:2", {}, InvalidConfigError, "^device='cuda:2': there are 2 GPUs: allowed are 0 to 1$"),
+        (
+            "cuda",
+            {"capability": (7, 5)},
+            UnsupportedConfigError,
+            "^device='cuda': Some GPU has compute capability 7.5, at least 8.0 is needed; allowed: 'cpu'$",
+        ),
+        (
+            "cuda",
+            {"compiler": False},
+            InvalidConfigError,
+            "^device='cuda': Triton needs a C compiler .* allowed: 'cpu'$",
+        ),
+    ],
+)
+def test_what_cannot_serve(
+    asked: str, hardware: dict[str, object], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, **hardware)  # type: ignore[arg-type]
+    with pytest.raises(error, match=message):
+        resolve_device(asked)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_dummy_weights(family: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", family, seed=1, tie=False, vocab=97)
+    (folder / "model.safetensors").unlink()
+    first, second = (load_model(folder, load_format="dummy") for _ in range(2))
+    assert first.embedding.equal(second.embedding)
+    assert 0.015 < float(first.embedding.std()) < 0.025
+    assert (first.final_norm == 1).all()
+    assert len(first.layers) == first.config.num_layers
