@@ -6,6 +6,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from specrs.kernels.cuda.device import DeviceLimits
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Devices that have about the same shared memory, and so the same default configurations."""
+
+    name: str
+    capabilities: tuple[int, ...]
+    limits: DeviceLimits
+
+
+SIZES = (
+    Size("large", (90, 100), DeviceLimits("", 90, 132, 227 * 1024)),
+    Size("small", (80, 120), DeviceLimits("", 80, 108, 99 * 1024)),
+)
 CAPABILITIES = (80, 90, 100, 120)
 """Compute capabilities that are compiled for."""
 

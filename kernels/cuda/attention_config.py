@@ -1,0 +1,82 @@
+"""How one attention is cut up: from the numbers of a batch and the limits of a device. Times nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from specrs.kernels.cuda.device import DeviceLimits
+
+MAX_VERIFY_ROWS = 17
+"""Rows of a request up to which the context is split: K = 16 drafts and one more. Longer chunks fill the device."""
+_MAX_SPLITS = 64
+_FUSED = 4
+"""Heads times rows of a tile up to which the last program combines: one program reads 16 splits of more too slowly."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionConfig:
+    """How one attention is cut up. All fields but `num_warps` and `num_stages` decide the order of its sums."""
+
+    rows: int
+    """Rows of a tile."""
+    block_m: int
+    """Rows times heads of a tile, padded."""
+    block_n: int
+    """Positions of a step."""
+    splits: int
+    num_warps: int
+    num_stages: int
+
+    @classmethod
+    def choose(
+        cls,
+        *,
+        batch: int,
+        max_q_len: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        limits: DeviceLimits,
+    ) -> AttentionConfig:
+        """The configuration for a batch of requests with at most `max_q_len` rows each.
+
+        Splits are as many as multiprocessors are free, whatever the contexts: a captured graph serves all of them.
+        """
+        group = num_heads // num_kv_heads
+        long = max_q_len > MAX_VERIFY_ROWS
+        if not limits.capability or dtype == torch.float32:  # fp32 has no tensor cores: operands live in registers
+            widest, block_n = 16, 16
+        else:
+            widest = 128 if long and head_dim <= 128 else 64
+            block_n = 64 if head_dim <= 128 else 32
+        rows = max(1, min(max_q_len, widest // group))
+        block_m = max(16, 1 << (rows * group - 1).bit_length())
+        tiles = batch * num_kv_heads * -(-max_q_len // rows)
+        splits = 1 if long else max(1, min(_MAX_SPLITS, limits.num_sms // tiles))
+        wide = block_m * block_d(head_dim) >= 128 * 128 or (head_dim > 128 and block_m > 16)
+        # Blocks of K and V on their way. The compiler takes two stages for each, because their addresses are loaded
+        # too, and where warp groups multiply it keeps one more. Wider tiles have no registers for many.
+        step = 2 * block_n * block_d(head_dim) * dtype.itemsize
+        fixed = block_m * block_d(head_dim) * dtype.itemsize + 8192 + (step if block_m >= 64 else 0)
+        ahead = min(1 if wide else 2 if block_m >= 64 else 3, (limits.shared_memory - fixed) // step)
+        return cls(rows, block_m, block_n, splits, 8 if wide else 4, 2 * max(1, ahead) + 1)
+
+    def fused_lines(self, group: int) -> int:
+        """Lines of a tile, padded, if the last program combines them; 0 if there is nothing to combine or too much."""
+        lines = 1 << (self.rows * group - 1).bit_length()
+        return lines if self.splits > 1 and lines <= _FUSED else 0
+
+    def scratch_sizes(self, *, batch: int, max_q_len: int, num_kv_heads: int, head_dim: int) -> tuple[int, int, int]:
+        """Elements of `partial_out`, `partial_stat` (fp32) and `counters` (int32)."""
+        if self.splits == 1:
+            return 0, 0, 0
+        tiles = batch * num_kv_heads * -(-max_q_len // self.rows)
+        lines = tiles * self.splits * self.block_m
+        return lines * block_d(head_dim), 2 * lines, tiles
+
+
+def block_d(head_dim: int) -> int:
+    """A head, padded to what a product takes."""
+    return max(16, 1 << (head_dim - 1).bit_length())

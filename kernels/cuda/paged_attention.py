@@ -1,0 +1,445 @@
+"""Causal attention of flat rows over the paged cache: decode, verification and prefill. Writes no K and V.
+
+One kernel, three ways to cut the work. A tile is the query heads that share a KV head times some rows of one request.
+With few tiles the context is split: split s of S takes the blocks s, s + S, s + 2 S, .. of BLOCK_N positions, and the
+partial results are combined in the order of the splits, by the program that arrives last where there is little to
+combine and by a second kernel elsewhere. Blocks are counted from position 0, so that what a row sums, and in which
+order, depends on its own position and on S alone, not on how long other rows' contexts are.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from specrs.kernels.cuda._dependent_launch import enter, options
+from specrs.kernels.cuda.attention_config import AttentionConfig, block_d
+from specrs.kernels.cuda.variants import DTYPES, SIZES, Variant
+from torch import Tensor
+
+_LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def _combine(  # type: ignore[no-untyped-def]
+    partial_out, partial_stat, tile, first, live, SPLITS, BLOCK_M, BLOCK_D, SPLIT_BLOCK, M: tl.constexpr
+):
+    """Rows first .. first + M of a tile, `[M, BLOCK_D]`, from its first `live` splits, added in a fixed order."""
+    s = tl.arange(0, SPLIT_BLOCK)
+    m = first + tl.arange(0, M)
+    d = tl.arange(0, BLOCK_D)
+    at = tile * SPLITS + s
+    there = s < live
+    stat = partial_stat + at[:, None] * 2 * BLOCK_M + m[None, :]
+    top = tl.load(stat, mask=there[:, None], other=float("-inf"), cache_modifier=".cg")
+    total = tl.load(stat + BLOCK_M, mask=there[:, None], other=0, cache_modifier=".cg")
+    highest = tl.max(top, 0)
+    highest = tl.where(highest == float("-inf"), 0.0, highest)
+    weight = tl.exp2(top - highest[None, :])
+    place = partial_out + (at[:, None, None] * BLOCK_M + m[None, :, None]) * BLOCK_D + d[None, None, :]
+    part = tl.load(place, mask=there[:, None, None], other=0, cache_modifier=".cg")
+    total = tl.sum(total * weight, 0)
+    return tl.sum(part * weight[:, :, None], 0) / tl.where(total == 0, 1.0, total)[:, None]
+
+
+@triton.jit
+def _context(positions, row, valid, capacity):  # type: ignore[no-untyped-def]
+    """Positions of a tile's rows, -1 for rows that are none, and how many positions the tile looks at."""
+    position = tl.load(positions + row, mask=valid, other=-1)
+    return position, tl.minimum(tl.max(position, 0) + 1, capacity)
+
+
+@triton.jit(do_not_specialize=["num_rows", "batch", "table_width"])
+def paged_attention_kernel(  # type: ignore[no-untyped-def]
+    q,
+    cache,
+    positions,
+    q_start,
+    block_table,
+    out,
+    partial_out,
+    partial_stat,
+    counters,
+    num_rows,
+    batch,
+    q_stride,
+    out_stride,
+    table_stride,
+    table_width,
+    scale_log2,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr,
+    FUSED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    enter(DEPENDENT)
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    request = tl.program_id(0)
+    kv_head = tl.program_id(1) % KV_HEADS
+    row_block = tl.program_id(1) // KV_HEADS
+    split = tl.program_id(2)
+    start = tl.load(q_start + request) + row_block * ROWS
+    end = tl.load(q_start + request + 1)
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    row = start + m // GROUP
+    head = kv_head * GROUP + m % GROUP
+    valid = (m < ROWS * GROUP) & (row < end)
+    place = row[:, None] * out_stride + head[:, None] * D + d[None, :]
+
+    if (request == batch - 1) & (row_block == 0) & (split == 0):
+        # Rows behind the last request belong to nobody.
+        lane = kv_head * GROUP * D + tl.arange(0, BLOCK_D)
+        for orphan in range(end, num_rows):
+            for g in range(GROUP):
+                nothing = tl.zeros([BLOCK_D], out.dtype.element_ty)
+                tl.store(out + orphan * out_stride + g * D + lane, nothing, mask=d < D)
+
+    position, context = _context(positions, row, valid, table_width * BLOCK_SIZE)
+    blocks = (context + BLOCK_N - 1) // BLOCK_N
+    live = tl.maximum(tl.minimum(blocks, SPLITS), 1)
+    if (start < end) & (split < live):
+        inside_d = d < D
+        loaded = valid[:, None] & inside_d[None, :]
+        query = tl.load(q + row[:, None] * q_stride + head[:, None] * D + d[None, :], mask=loaded, other=0)
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        table = block_table + request.to(tl.int64) * table_stride
+        column = tl.arange(0, BLOCK_N)
+        for t in range(split, blocks, SPLITS):
+            n = t * BLOCK_N + column
+            inside = n < context
+            # K and V behind the context may be NaN, and table entries anything: neither is loaded.
+            block = tl.load(table + n // BLOCK_SIZE, mask=inside, other=0)
+            base = ((block * (2 * KV_HEADS) + kv_head) * BLOCK_SIZE + n % BLOCK_SIZE) * D
+            k = tl.load(cache + base[None, :] + d[:, None], mask=inside[None, :] & inside_d[:, None], other=0)
+            scores = tl.dot(query, k, input_precision="ieee") * scale_log2
+            seen = (n[None, :] <= position[:, None]) & inside[None, :]
+            scores = tl.where(seen, scores, float("-inf"))
+            higher = tl.maximum(top, tl.max(scores, 1))
+            # A row that has seen nothing yet stays at -inf, and -inf - -inf is NaN.
+            shift = tl.where(higher == float("-inf"), 0.0, higher)
+            p = tl.exp2(scores - shift[:, None])
+            decay = tl.exp2(top - shift)
+            total = total * decay + tl.sum(p, 1)
+            v = tl.load(
+                cache + (KV_HEADS * BLOCK_SIZE * D) + base[:, None] + d[None, :],
+                mask=inside[:, None] & inside_d[None, :],
+                other=0,
+            )
+            acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+            top = higher
+
+        if SPLITS == 1:
+            result = acc / tl.where(total == 0, 1.0, total)[:, None]
+            tl.store(out + place, result.to(out.dtype.element_ty), mask=loaded)
+        else:
+            tile = request * tl.num_programs(1) + tl.program_id(1)
+            at = tile * SPLITS + split
+            tl.store(partial_out + (at * BLOCK_M + m[:, None]) * BLOCK_D + d[None, :], acc, mask=valid[:, None])
+            tl.store(partial_stat + at * 2 * BLOCK_M + m, top)
+            tl.store(partial_stat + at * 2 * BLOCK_M + BLOCK_M + m, total)
+            if FUSED > 0:
+                # All threads' results before the one thread's count, which releases them to whoever counts after.
+                tl.debug_barrier()
+                if tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") == live - 1:
+                    combined = _combine(
+                        partial_out, partial_stat, tile, 0, live, SPLITS, BLOCK_M, BLOCK_D, SPLIT_BLOCK, FUSED
+                    )
+                    few = tl.arange(0, FUSED)
+                    row_f = start + few // GROUP
+                    place_f = row_f[:, None] * out_stride + (kv_head * GROUP + few % GROUP)[:, None] * D + d[None, :]
+                    kept = ((few < ROWS * GROUP) & (row_f < end))[:, None] & inside_d[None, :]
+                    tl.store(out + place_f, combined.to(out.dtype.element_ty), mask=kept)
+                    tl.store(counters + tile, 0)
+
+
+@triton.jit(do_not_specialize=["table_width"])
+def combine_kernel(  # type: ignore[no-untyped-def]
+    positions,
+    q_start,
+    out,
+    partial_out,
+    partial_stat,
+    out_stride,
+    table_width,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """One row and head of a tile."""
+    enter(DEPENDENT)
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    request, tile_of_request, m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kv_head = tile_of_request % KV_HEADS
+    start = tl.load(q_start + request) + tile_of_request // KV_HEADS * ROWS
+    end = tl.load(q_start + request + 1)
+    row = start + m // GROUP
+    if row < end:
+        others = tl.arange(0, BLOCK_ROWS)
+        valid = (others < ROWS) & (start + others < end)
+        _, context = _context(positions, start + others, valid, table_width * BLOCK_SIZE)
+        live = tl.maximum(tl.minimum((context + BLOCK_N - 1) // BLOCK_N, SPLITS), 1)
+        tile = request * tl.num_programs(1) + tile_of_request
+        result = _combine(partial_out, partial_stat, tile, m, live, SPLITS, BLOCK_M, BLOCK_D, SPLIT_BLOCK, 1)
+        d = tl.arange(0, BLOCK_D)
+        place = row * out_stride + (kv_head * GROUP + m % GROUP) * D + d
+        tl.store(out + place[None, :], result.to(out.dtype.element_ty), mask=(d < D)[None, :])
+
+
+@torch.library.custom_op("specrs::paged_attention", mutates_args=("out", "partial_out", "partial_stat", "counters"))
+def paged_attention(
+    q: Tensor,
+    cache: Tensor,
+    positions: Tensor,
+    q_start: Tensor,
+    block_table: Tensor,
+    out: Tensor,
+    partial_out: Tensor,
+    partial_stat: Tensor,
+    counters: Tensor,
+    max_q_len: int,
+    scale: float,
+    config: list[int],
+    dependent: bool,
+) -> None:
+    """Write `softmax(scale q K^T + M) V` for every row and head into `out` (Vaswani et al. 2017, eq. 1).
+
+    Row i attends positions 0..positions[i] of its request; query head h uses KV head `h // (heads / kv_heads)`
+    (Ainslie et al. 2023). Rows at position -1 and rows behind `q_start[B]` give zeros. Nothing behind a tile's
+    context is loaded, so that NaN left there by earlier owners stays there.
+
+    Args:
+        q: `[N, heads * D]`, contiguous rows of any stride.
+        cache: one layer, `[num_blocks + 1, 2, kv_heads, block_size, D]` contiguous, of q's dtype.
+        positions: `[N]` int64.
+        q_start: `[B + 1]` int64, ascending, first 0.
+        block_table: `[B, max_blocks]` int64, dense rows of any stride.
+        out: `[N, heads * D]`, contiguous rows of any stride.
+        partial_out, partial_stat, counters: scratch of at least `AttentionConfig.scratch_sizes`. Counters are zero
+            before and after.
+        max_q_len: host bound of rows per request; rows past it would get no output.
+        scale: of the scores, usually D^-0.5.
+        config: the fields of an AttentionConfig in order.
+        dependent: launch dependently (see `_dependent_launch`).
+
+    Sums are fp32; the weights are rounded to q's dtype before they meet V.
+    """
+    _check(q, cache, positions, q_start, block_table, out, partial_out, partial_stat, counters, max_q_len, config)
+    c = AttentionConfig(*config)
+    batch = q_start.shape[0] - 1
+    kv_heads, block_size, dim = cache.shape[2:]
+    heads = q.shape[1] // dim
+    tiles = kv_heads * triton.cdiv(max_q_len, c.rows)
+    fused = c.fused_lines(heads // kv_heads)
+    shape = _shape(c, heads, kv_heads, dim) | {"BLOCK_SIZE": block_size}
+    paged_attention_kernel[(batch, tiles, c.splits)](
+        q,
+        cache,
+        positions,
+        q_start,
+        block_table,
+        out,
+        partial_out,
+        partial_stat,
+        counters,
+        q.shape[0],
+        batch,
+        q.stride(0),
+        out.stride(0),
+        block_table.stride(0),
+        block_table.shape[1],
+        scale * _LOG2E,
+        **shape,
+        FUSED=fused,
+        num_warps=c.num_warps,
+        num_stages=c.num_stages,
+        **options(dependent),
+    )
+    if c.splits > 1 and not fused:
+        combine_kernel[(batch, tiles, c.rows * heads // kv_heads)](
+            positions,
+            q_start,
+            out,
+            partial_out,
+            partial_stat,
+            out.stride(0),
+            block_table.shape[1],
+            **shape,
+            BLOCK_ROWS=triton.next_power_of_2(c.rows),
+            **options(dependent),
+        )
+
+
+@paged_attention.register_fake
+def _(
+    q: Tensor,
+    cache: Tensor,
+    positions: Tensor,
+    q_start: Tensor,
+    block_table: Tensor,
+    out: Tensor,
+    partial_out: Tensor,
+    partial_stat: Tensor,
+    counters: Tensor,
+    max_q_len: int,
+    scale: float,
+    config: list[int],
+    dependent: bool,
+) -> None:
+    _check(q, cache, positions, q_start, block_table, out, partial_out, partial_stat, counters, max_q_len, config)
+
+
+def _check(
+    q: Tensor,
+    cache: Tensor,
+    positions: Tensor,
+    q_start: Tensor,
+    block_table: Tensor,
+    out: Tensor,
+    partial_out: Tensor,
+    partial_stat: Tensor,
+    counters: Tensor,
+    max_q_len: int,
+    config: list[int],
+) -> None:
+    batch = q_start.shape[0] - 1
+    kv_heads, dim = cache.shape[2], cache.shape[4]
+    assert cache.is_contiguous()
+    assert q.dtype == cache.dtype
+    assert out.shape == q.shape
+    assert q.shape[1] % (kv_heads * dim) == 0
+    assert q.stride(1) == out.stride(1) == block_table.stride(1) == 1
+    assert positions.shape == q.shape[:1]
+    assert block_table.shape[0] == batch
+    c = AttentionConfig(*config)
+    assert c.rows * q.shape[1] // (kv_heads * dim) <= c.block_m
+    needed = c.scratch_sizes(batch=batch, max_q_len=max_q_len, num_kv_heads=kv_heads, head_dim=dim)
+    for name, tensor, count in zip(
+        ("partial_out", "partial_stat", "counters"), (partial_out, partial_stat, counters), needed, strict=True
+    ):
+        assert tensor.numel() >= count, f"{name} has {tensor.numel()} elements and needs {count}"
+
+
+def paged_attention_reference(
+    q: Tensor,
+    cache: Tensor,
+    positions: Tensor,
+    q_start: Tensor,
+    block_table: Tensor,
+    out: Tensor,
+    scale: float,
+) -> None:
+    """`paged_attention` row by row in float64."""
+    kv_heads, block_size, dim = cache.shape[2:]
+    heads = q.shape[1] // dim
+    out.zero_()
+    starts = q_start.tolist()
+    for b in range(len(starts) - 1):
+        for row in range(starts[b], starts[b + 1]):
+            context = min(int(positions[row]) + 1, block_table.shape[1] * block_size)
+            if context <= 0:
+                continue
+            at = torch.arange(context, device=q.device)
+            kv = cache[block_table[b, at // block_size], :, :, at % block_size].double()  # [context, 2, kv_heads, D]
+            k, v = kv.repeat_interleave(heads // kv_heads, dim=2).unbind(1)
+            scores = torch.einsum("hd,chd->hc", q[row].double().view(heads, dim), k) * scale
+            out[row] = torch.einsum("hc,chd->hd", scores.softmax(-1), v).reshape(-1).to(out.dtype)
+
+
+_CASES = (
+    # dtype, head size, heads, KV heads, rows
+    ("bf16", 128, 16, 8, 1),
+    ("bf16", 128, 64, 8, 6),
+    ("bf16", 128, 64, 8, 2048),
+    ("bf16", 64, 32, 8, 6),
+    ("bf16", 96, 32, 8, 6),
+    ("bf16", 256, 16, 8, 17),
+    ("fp16", 128, 64, 8, 6),
+    ("fp32", 128, 64, 8, 6),
+)
+
+
+def _shape(config: AttentionConfig, heads: int, kv_heads: int, dim: int) -> dict[str, int]:
+    return {
+        "HEADS": heads,
+        "KV_HEADS": kv_heads,
+        "D": dim,
+        "BLOCK_D": block_d(dim),
+        "ROWS": config.rows,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "SPLITS": config.splits,
+        "SPLIT_BLOCK": triton.next_power_of_2(config.splits),
+    }
+
+
+def _variants() -> tuple[Variant, ...]:
+    variants = []
+    for size in SIZES:
+        for dtype, dim, heads, kv_heads, rows in _CASES:
+            config = AttentionConfig.choose(
+                batch=1,
+                max_q_len=rows,
+                num_heads=heads,
+                num_kv_heads=kv_heads,
+                head_dim=dim,
+                dtype=DTYPES[dtype],
+                limits=size.limits,
+            )
+            types = {
+                **dict.fromkeys(("q", "cache", "out"), f"*{dtype}"),
+                **dict.fromkeys(("positions", "q_start", "block_table"), "*i64"),
+                **dict.fromkeys(("partial_out", "partial_stat"), "*fp32"),
+                **dict.fromkeys(("num_rows", "batch", "q_stride", "out_stride", "table_stride", "table_width"), "i32"),
+                "counters": "*i32",
+                "scale_log2": "fp32",
+            }
+            constants = _shape(config, heads, kv_heads, dim) | {"BLOCK_SIZE": 16}
+            name = f"{dtype}_d{dim}_rows{rows}_{size.name}"
+            fused = config.fused_lines(heads // kv_heads)
+            variants.append(
+                Variant(
+                    f"paged_attention_{name}",
+                    paged_attention_kernel,
+                    types,
+                    constants | {"FUSED": fused, "DEPENDENT": False},
+                    config.num_warps,
+                    config.num_stages,
+                    ("q_stride", "out_stride"),
+                    size.capabilities,
+                )
+            )
+            if config.splits > 1 and not fused and dtype == "bf16" and dim == 128:
+                variants.append(
+                    Variant(
+                        f"combine_{name}",
+                        combine_kernel,
+                        {key: types[key] for key in combine_kernel.arg_names if key in types},
+                        constants | {"BLOCK_ROWS": triton.next_power_of_2(config.rows), "DEPENDENT": False},
+                        aligned=("out_stride",),
+                        capabilities=size.capabilities,
+                    )
+                )
+    return tuple(variants)
+
+
+VARIANTS = _variants()

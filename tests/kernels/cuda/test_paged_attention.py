@@ -1,0 +1,206 @@
+"""Paged attention, interpreted: decode, verification and prefill, split and whole, over caches full of NaN."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from specrs.kernels.cuda.attention_config import AttentionConfig
+from specrs.kernels.cuda.device import ABSENT, INTERPRETER
+from specrs.kernels.cuda.paged_attention import paged_attention, paged_attention_reference
+from torch import Tensor
+
+from .tolerance import assert_near
+
+NAN = float("nan")
+
+
+@dataclass
+class Pass:
+    """Requests whose rows are at `rows[b]`; whatever no row may look at is NaN, block ids included."""
+
+    rows: list[list[int]]
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 20
+    block_size: int = 4
+    dtype: torch.dtype = torch.float32
+    orphans: int = 0
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(sum(map(sum, self.rows)))
+        flat = [p for rows in self.rows for p in rows] + [3] * self.orphans
+        self.positions = torch.tensor(flat)
+        self.q_start = torch.tensor([0, *torch.tensor([len(rows) for rows in self.rows]).cumsum(0).tolist()])
+        width = self.heads * self.dim
+        self.q = torch.cat((torch.randn(len(flat), width, generator=generator), torch.full((len(flat), 7), NAN)), 1)
+        self.q = self.q.to(self.dtype)[:, :width]
+        contexts = [max(rows, default=-1) + 1 for rows in self.rows]
+        needed = [-(-context // self.block_size) for context in contexts]
+        count = sum(needed) + 2
+        order = torch.randperm(count, generator=generator)
+        self.table = torch.full((len(self.rows), max(needed) + 3), 10**12)
+        self.cache = torch.full((count + 1, 2, self.kv_heads, self.block_size, self.dim), NAN, dtype=self.dtype)
+        used = 0
+        for b, context in enumerate(contexts):
+            blocks = order[used : used + needed[b]]
+            used += needed[b]
+            self.table[b, : needed[b]] = blocks
+            for p in range(context):
+                values = torch.randn(2, self.kv_heads, self.dim, generator=generator)
+                self.cache[blocks[p // self.block_size], :, :, p % self.block_size] = values.to(self.dtype)
+
+    @property
+    def max_q_len(self) -> int:
+        return max(map(len, self.rows))
+
+    def run(self, config: AttentionConfig) -> Tensor:
+        """The kernel's output; scratch is NaN before, counters are checked to be zero after."""
+        sizes = config.scratch_sizes(
+            batch=len(self.rows), max_q_len=self.max_q_len, num_kv_heads=self.kv_heads, head_dim=self.dim
+        )
+        out = torch.full((len(self.positions), self.heads * self.dim + 5), NAN, dtype=self.dtype)
+        counters = torch.zeros(sizes[2], dtype=torch.int32)
+        paged_attention(
+            self.q, self.cache, self.positions, self.q_start, self.table, out[:, : self.heads * self.dim],
+            torch.full((sizes[0],), NAN), torch.full((sizes[1],), NAN), counters, self.max_q_len, self.dim**-0.5,
+            list(astuple(config)), False,
+        )  # fmt: skip
+        assert not counters.any()
+        assert out[:, self.heads * self.dim :].isnan().all()
+        return out[:, : self.heads * self.dim]
+
+    def reference(self, dtype: torch.dtype) -> Tensor:
+        out = torch.empty(self.q.shape, dtype=dtype)
+        paged_attention_reference(
+            self.q.to(dtype), self.cache, self.positions, self.q_start, self.table, out, self.dim**-0.5
+        )
+        return out
+
+    def check(self, config: AttentionConfig) -> Tensor:
+        out = self.run(config)
+        exact = self.reference(torch.float64)
+        assert_near(out, exact, self.own())
+        masked = torch.tensor([p < 0 for rows in self.rows for p in rows] + [True] * self.orphans)
+        assert not out[masked].any()
+        return out
+
+    def own(self) -> Tensor:
+        """torch's attention in the dtype of q, row by row; weights are rounded to it before they meet V."""
+        out = torch.zeros(self.q.shape, dtype=self.dtype)
+        starts = self.q_start.tolist()
+        for b in range(len(self.rows)):
+            for row in range(starts[b], starts[b + 1]):
+                at = torch.arange(int(self.positions[row]) + 1)
+                if len(at):
+                    kv = self.cache[self.table[b, at // self.block_size], :, :, at % self.block_size]
+                    k, v = kv.repeat_interleave(self.heads // self.kv_heads, dim=2).unbind(1)
+                    query = self.q[row].view(self.heads, 1, self.dim)
+                    scores = (query @ k.permute(1, 2, 0)) * self.dim**-0.5
+                    out[row] = (scores.softmax(-1) @ v.transpose(0, 1)).reshape(-1)
+        return out
+
+
+def astuple(config: AttentionConfig) -> tuple[int, ...]:
+    return config.rows, config.block_m, config.block_n, config.splits, config.num_warps, config.num_stages
+
+
+def cut(p: Pass, rows: int, splits: int, block_n: int = 16) -> AttentionConfig:
+    lines = rows * p.heads // p.kv_heads
+    return AttentionConfig(rows, max(16, 1 << (lines - 1).bit_length()), block_n, splits, 4, 1)
+
+
+def span(start: int, end: int) -> list[int]:
+    return list(range(start, end))
+
+
+@settings(max_examples=16, deadline=None)
+@given(
+    rows=st.lists(
+        st.tuples(st.integers(0, 60), st.integers(1, 6), st.integers(0, 3)).map(
+            lambda t: span(t[0], t[0] + t[1]) + [-1] * t[2]
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    heads=st.sampled_from([(1, 1), (4, 2), (3, 1), (5, 5)]),
+    dim=st.sampled_from([2, 20, 64]),
+    block_size=st.sampled_from([1, 4, 16, 32]),
+    dtype=st.sampled_from([torch.float32, torch.float16]),
+    cuts=st.tuples(st.integers(1, 4), st.sampled_from([1, 2, 3, 8])),
+    orphans=st.integers(0, 2),
+)
+def test_any_batch_and_cut(
+    rows: list[list[int]],
+    heads: tuple[int, int],
+    dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    cuts: tuple[int, int],
+    orphans: int,
+) -> None:
+    p = Pass(rows, *heads, dim, block_size, dtype, orphans)
+    p.check(cut(p, *cuts))
+
+
+@pytest.mark.parametrize("q_len", [1, 2, 6, 17])
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+def test_verification_with_the_default_configuration(q_len: int, dim: int) -> None:
+    p = Pass([span(40 - q_len, 40)], 8, 2, dim, 16, torch.float16)
+    config = AttentionConfig.choose(
+        batch=1, max_q_len=q_len, num_heads=8, num_kv_heads=2, head_dim=dim, dtype=p.dtype, limits=INTERPRETER
+    )
+    p.check(config)
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (8, 1)])  # combined by the last program, by the second kernel
+def test_more_splits_than_blocks(heads: tuple[int, int]) -> None:
+    p = Pass([[0], [70], [-1], [16]], *heads)
+    p.check(cut(p, 1, 8))
+
+
+def test_prefill_chunks_beside_others() -> None:
+    p = Pass([span(0, 37), span(20, 41), [-1, -1], [5]])
+    config = AttentionConfig.choose(
+        batch=4, max_q_len=37, num_heads=4, num_kv_heads=2, head_dim=20, dtype=p.dtype, limits=INTERPRETER
+    )
+    assert config.splits == 1
+    p.check(config)
+
+
+def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
+    """Bit by bit: its blocks are counted from position 0, and the splits are the shape's."""
+    alone, together = Pass([[40]]), Pass([span(40, 46)])
+    together.cache, together.table = alone.cache, alone.table
+    together = Pass([span(40, 46)])
+    alone.q = together.q[:1]
+    alone.cache, alone.table = together.cache, together.table
+    assert torch.equal(alone.run(cut(alone, 6, 3))[0], together.run(cut(together, 6, 3))[0])
+
+
+def test_positions_beyond_the_table_are_cut_to_it() -> None:
+    p = Pass([[11]], block_size=4)
+    p.table = p.table[:, :3].contiguous()
+    expected = p.run(cut(p, 1, 2))
+    p.positions = torch.tensor([50])
+    assert torch.equal(p.run(cut(p, 1, 2)), expected)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # numpy's, under the interpreter's maximum
+def test_nan_of_a_request_stays_with_it() -> None:
+    p = Pass([[9], [10], [11]])
+    clean = p.run(cut(p, 1, 3))
+    p.cache[p.table[1, 0], :, :, 2] = NAN
+    out = p.run(cut(p, 1, 3))
+    assert out[1].isnan().all()
+    assert torch.equal(out[[0, 2]], clean[[0, 2]])
+
+
+@pytest.mark.parametrize(("batch", "splits"), [(1, 16), (2, 8), (16, 1), (256, 1)])
+def test_splits_follow_the_free_multiprocessors(batch: int, splits: int) -> None:
+    config = AttentionConfig.choose(
+        batch=batch, max_q_len=6, num_heads=64, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16, limits=ABSENT
+    )
+    assert config.splits == splits
+    assert (config.rows, config.block_m) == (6, 64)
