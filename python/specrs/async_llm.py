@@ -209,6 +209,12 @@ class AsyncLLM:
         """Figures of all requests since the start. Raises `EngineDeadError` without an engine."""
         return await asyncio.wrap_future(self._loop.call(self._engine.stats))
 
+    def token_text(self, token_id: int) -> str:
+        """The text of a token by itself. Raises `InvalidRequestError` without a tokenizer."""
+        if self._intake.texts is None:
+            raise invalid_request("token_id", token_id, "has no text with skip_tokenizer_init=True")
+        return self._intake.texts[token_id]
+
     @property
     def num_unfinished(self) -> int:
         """Completions that wait or run, those included whose prompts are being read."""

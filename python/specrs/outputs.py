@@ -152,7 +152,7 @@ class EngineStats(AcceptanceFigures):
 
     `target_passes`, `draft_passes`: forward passes of each model, prefill chunks included. `num_cached_tokens`: prompt
     tokens taken from the prefix cache. `num_preemptions`: requests that lost their blocks and were recomputed.
-    `num_running`, `num_waiting`: requests now.
+    `num_running`, `num_waiting`: requests now. `num_blocks`, `num_free_blocks`: of the KV pool, now.
     """
 
     draft_passes: int = 0
@@ -163,6 +163,13 @@ class EngineStats(AcceptanceFigures):
     num_preemptions: int = 0
     num_running: int = 0
     num_waiting: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of KV blocks that requests hold, from 0 to 1; blocks that only the prefix cache holds are free."""
+        return 1.0 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
 
 
 @dataclass(kw_only=True)

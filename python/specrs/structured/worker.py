@@ -130,7 +130,7 @@ def restrain(memory: int) -> None:
 
 
 @contextlib.contextmanager
-def _alarm(seconds: float) -> Iterator[None]:
+def alarm(seconds: float) -> Iterator[None]:
     """End this process if what follows takes longer: whoever would kill it may have been killed."""
     timer = getattr(signal, "setitimer", None)  # not every system has it
     if timer is not None:
@@ -151,7 +151,7 @@ def serve(source: BinaryIO, target: BinaryIO) -> None:
             tokenizer = LLTokenizer(message["tokenizer"], n_vocab=message["vocab_size"], eos_token=[message["end"]])
             answer: dict[str, str] = {}
         else:
-            with _alarm(seconds):
+            with alarm(seconds):
                 answer = trial(tokenizer, message)
         target.write(json.dumps(answer).encode() + b"\n")
         target.flush()

@@ -1,0 +1,248 @@
+"""`specrs serve`: vLLM's flags, to an engine and a server. Values are checked where they are used."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from specrs.errors import UnsupportedConfigError, check_int, check_number, invalid, invalid_config
+
+SUMMARY = "serve a model over HTTP"
+DESCRIPTION = (
+    "Serve a model over HTTP: OpenAI's API, with vLLM's flags, fields and metrics. Without MODEL the bundled pair is "
+    "served, in float32 and with 5 draft tokens."
+)
+BUNDLED_DRAFTS = 5
+API_KEY_VARIABLE = "SPECRS_API_KEY"
+
+_HONOURED: dict[str, tuple[object, ...]] = {
+    "uds": (None,),
+    "root_path": ("", None),
+    "ssl_keyfile": (None,),
+    "ssl_certfile": (None,),
+    "ssl_ca_certs": (None,),
+    "api_server_count": (1,),
+    "headless": (False,),
+    "middleware": ([],),
+    "response_role": ("assistant",),
+    "chat_template_content_format": ("auto", "string"),
+    "trust_request_chat_template": (False,),
+    "enable_auto_tool_choice": (False,),
+    "tool_call_parser": (None,),
+    "reasoning_parser": ("", None),
+    "return_tokens_as_token_ids": (False,),
+    "enable_prompt_tokens_details": (False, True),
+    "enable_per_request_metrics": (False,),
+    "max_num_queued_tokens": (None,),
+    "enable_log_requests": (False,),
+    "disable_log_requests": (False, True),
+    "uvicorn_log_level": ("info",),
+    "log_config_file": (None,),
+}
+"""vLLM's flags of a server that have no meaning here, with the values that change nothing."""
+
+
+def human_int(text: str) -> int:
+    """A number, or one with a unit as vLLM reads them: `2k` is 2000, `2K` 2048; m, g and M, G likewise."""
+    units = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+    try:
+        return round(float(text[:-1]) * units[text[-1]]) if text[-1:] in units else int(text)
+    except (ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens, such as 4096 or 4K") from None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """vLLM's options, and those of specrs's own limits."""
+    from specrs.cli.arguments import MergeJSON
+
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="checkpoint folder or hub id; default: the pair")
+    engine = parser.add_argument_group("engine")
+    add = engine.add_argument
+    add("--model", help="the same as MODEL")
+    add("--tokenizer", help="folder or hub id; default: the model's")
+    add("--tokenizer-revision", help="branch, tag or commit of the tokenizer's hub id")
+    add("--skip-tokenizer-init", action="store_true", default=None, help="serve token ids alone")
+    add("--revision", help="branch, tag or commit of the model's hub id")
+    add(
+        "--speculative-config",
+        "-sc",
+        action=MergeJSON,
+        metavar="JSON",
+        help='as in \'{"model": "...", "num_speculative_tokens": 5}\', or one key at a time: '
+        "--speculative-config.num_speculative_tokens=3",
+    )
+    add("--device", help="auto or cpu")
+    add("--dtype", help="auto (the checkpoint's), float32, bfloat16 or float64")
+    add("--seed", type=int, help="what requests without a seed derive theirs from; default: 0")
+    add("--max-model-len", type=human_int, help="tokens of prompt and output together; default: the model's")
+    add("--max-num-seqs", type=int, help="requests that run at once; default: 256")
+    add("--max-num-batched-tokens", type=human_int, help="tokens of one launch; default: 2048")
+    add("--gpu-memory-utilization", type=float, help="share of the GPU's memory to use")
+    add("--kv-cache-memory-bytes", type=human_int, help="bytes of KV cache")
+    add("--block-size", type=int, help="positions of a KV block; default: 16")
+    add("--num-gpu-blocks-override", type=int, help="KV blocks, whatever the device")
+    add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, help="default: on")
+    add("--enforce-eager", action=argparse.BooleanOptionalAction, help="no CUDA graphs")
+    add("--launch-depth", type=int, help="launches planned and not yet settled, 1 or 2")
+    add("--load-format", help="auto or safetensors")
+    add("--max-logprobs", type=int, help="the most that a request may ask for; default: 20")
+    add("--logprobs-mode", help="raw_logprobs, processed_logprobs, raw_logits or processed_logits")
+    server = parser.add_argument_group("server")
+    add = server.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on; default: 127.0.0.1")
+    add("--port", type=int, default=8000, help="port to listen on, 0 for a free one; default: 8000")
+    add("--served-model-name", nargs="+", default=[], help="names that requests may use; default: MODEL")
+    add("--api-key", nargs="+", default=[], help=f"keys that requests must carry; or {API_KEY_VARIABLE}")
+    add("--chat-template", help="a file with a Jinja template, or the template itself, for the checkpoint's")
+    add("--generation-config", default="auto", help="auto: the checkpoint's sampling parameters; vllm: none")
+    add("--max-num-queued-reqs", type=int, help="requests that may wait and run; more get 503; default: no bound")
+    add("--shutdown-timeout", type=float, default=0.0, help="seconds to drain after SIGTERM; default: 0")
+    add("--disable-uvicorn-access-log", action="store_true", help="no line per request")
+    add(
+        "--per-request-spec-decode-metrics",
+        choices=("none", "summary"),
+        default="none",
+        help="summary: every answer carries metrics.speculative_decoding",
+    )
+    limits = parser.add_argument_group("limits")
+    add = limits.add_argument
+    add("--max-body-size", type=human_int, default="16M", help="bytes of a request's body; default: 16M")
+    add("--max-header-size", type=human_int, default="32K", help="bytes of a request's header; default: 32K")
+    add("--max-connections", type=int, default=1024, help="connections at once; default: 1024")
+    add("--http-header-timeout", type=float, default=10.0, help="seconds for a header; default: 10")
+    add("--http-body-timeout", type=float, default=60.0, help="seconds for a body; default: 60")
+    add("--http-write-timeout", type=float, default=30.0, help="seconds a client may take nothing; default: 30")
+    add("--http-keep-alive-timeout", type=float, default=5.0, help="seconds a connection may idle; default: 5")
+    _add_honoured(parser)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Serve until a signal. Raises `SpecrsError` for what is refused before; exits with 1 if the engine breaks."""
+    given = vars(arguments)
+    _check_honoured(given)
+    engine = {name: given[name] for name in _engine_flags(given) if given[name] is not None}
+    if None not in (arguments.model, arguments.model_tag) and arguments.model != arguments.model_tag:
+        raise invalid_config("--model", arguments.model, f"must equal MODEL={arguments.model_tag}, or be left out")
+    model = arguments.model if arguments.model_tag is None else arguments.model_tag
+    engine["model"] = model
+    if model is None:
+        engine.setdefault("dtype", "float32")
+        engine["speculative_config"] = {
+            "num_speculative_tokens": BUNDLED_DRAFTS,
+            **engine.get("speculative_config", {}),
+        }
+    if arguments.generation_config not in ("auto", "vllm"):
+        raise invalid_config("--generation-config", arguments.generation_config, "must be auto or vllm")
+    logging.basicConfig(format="%(levelname)s: %(message)s", stream=sys.stderr, level=logging.WARNING)
+    for name in ("specrs", "uvicorn"):
+        logging.getLogger(name).setLevel(logging.INFO)
+    if any("padded_drafter" in key.replace("-", "_") for key in engine.get("speculative_config", {})):
+        logging.getLogger("specrs").info("disable_padded_drafter_batch has no effect: rows are never padded here")
+    settings = _settings(arguments)
+
+    from specrs.cli.threads import few_threads
+    from specrs.server.run import run_server
+
+    if model is None:
+        few_threads()
+    code = run_server(engine, settings)
+    if code:
+        sys.exit(code)
+
+
+def _settings(arguments: argparse.Namespace) -> Any:
+    try:
+        from specrs.server.limits import HTTPLimits
+        from specrs.server.run import ServerSettings
+    except ModuleNotFoundError as missing:
+        raise invalid_config("serve", missing.name, "is not installed: pip install 'specrs[serve]'") from None
+    from specrs.errors import InvalidConfigError as error
+
+    def number(field: str, low: float = 0.0, *, open_low: bool = True) -> float:
+        return check_number(error, f"--{field.replace('_', '-')}", getattr(arguments, field), low, open_low=open_low)
+
+    def count(field: str, low: int, high: int | None = None) -> int:
+        return check_int(error, f"--{field.replace('_', '-')}", getattr(arguments, field), low, high)
+
+    keys = [key for key in [*arguments.api_key, os.environ.get(API_KEY_VARIABLE, "")] if key]
+    return ServerSettings(
+        host=arguments.host,
+        port=count("port", 0, 65535),
+        served_model_names=arguments.served_model_name,
+        api_keys=keys,
+        chat_template=_chat_template(arguments.chat_template),
+        use_generation_config=arguments.generation_config == "auto",
+        max_num_queued_reqs=None if arguments.max_num_queued_reqs is None else count("max_num_queued_reqs", 1),
+        shutdown_timeout=number("shutdown_timeout", open_low=False),
+        access_log=not arguments.disable_uvicorn_access_log,
+        report_speculation=arguments.per_request_spec_decode_metrics == "summary",
+        limits=HTTPLimits(
+            max_header_size=count("max_header_size", 1024),
+            max_body_size=count("max_body_size", 1024),
+            max_connections=count("max_connections", 1),
+            header_timeout=number("http_header_timeout"),
+            body_timeout=number("http_body_timeout"),
+            write_timeout=number("http_write_timeout"),
+            keep_alive_timeout=number("http_keep_alive_timeout"),
+        ),
+    )
+
+
+def _chat_template(given: str | None) -> str | None:
+    """The text of a template that is given as such, or as a file."""
+    if given is None or "{" in given:
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as fault:
+        raise invalid_config("--chat-template", given, f"must be a file, or a Jinja template: {fault}") from None
+
+
+def _engine_flags(given: dict[str, Any]) -> list[str]:
+    import dataclasses
+
+    from specrs.config import _HONOURED as ENGINE_HONOURED
+    from specrs.config import EngineConfig
+
+    known = {field.name for field in dataclasses.fields(EngineConfig)} | set(ENGINE_HONOURED)
+    return [name for name in given if name in known and name not in ("served_model_name", "generation_config", "model")]
+
+
+def _add_honoured(parser: argparse.ArgumentParser) -> None:
+    """vLLM's other flags: read, so that their defaults are served and their other values refused by name."""
+    from specrs.config import _HONOURED as ENGINE_HONOURED
+
+    taken = {action.dest for action in parser._actions}
+    short = {"tensor_parallel_size": ["-tp"], "pipeline_parallel_size": ["-pp"], "data_parallel_size": ["-dp"]}
+    for name, served in {**ENGINE_HONOURED, **_HONOURED}.items():
+        if name in taken:
+            continue
+        flag = "--" + name.replace("_", "-")
+        if all(isinstance(value, bool) for value in served):
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, help=argparse.SUPPRESS)
+        else:
+            parser.add_argument(flag, *short.get(name, []), type=_value, help=argparse.SUPPRESS)
+
+
+def _check_honoured(given: dict[str, Any]) -> None:
+    for name, served in _HONOURED.items():
+        if given[name] is not None and given[name] not in served:
+            allowed = " or ".join(map(repr, served))
+            raise invalid(
+                UnsupportedConfigError,
+                "--" + name.replace("_", "-"),
+                given[name],
+                f"not implemented; allowed: {allowed}",
+            )
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text

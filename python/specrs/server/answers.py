@@ -1,0 +1,202 @@
+"""What OpenAI's two endpoints answer with: choices and chunks of completions, choices and chunks of chats.
+
+Turns outputs into dictionaries. Generates nothing and sends nothing.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from specrs.outputs import CompletionOutput, RequestOutput
+from specrs.server.logprobs import TokenText, chat_logprobs, completion_logprobs, prompt_logprobs
+from specrs.server.params import Asked
+from specrs.server.protocol import SamplingBody
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One request being answered: its head, and how far each completion has been told."""
+
+    model: str
+    body: SamplingBody
+    asked: Asked
+    token_text: TokenText
+    prompt_texts: Sequence[str] = ()
+    request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+    # by (prompt, completion): tokens told, and characters before the next token
+    _told: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+
+    object_name = ""
+    chunk_name = ""
+    id_prefix = ""
+
+    def head(self, *, chunk: bool) -> dict[str, Any]:
+        """The fields that every answer and every chunk begins with."""
+        return {
+            "id": f"{self.id_prefix}-{self.request_id}",
+            "object": self.chunk_name if chunk else self.object_name,
+            "created": self.created,
+            "model": self.model,
+        }
+
+    def choices(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
+        """The finished completions of prompt `index`."""
+        raise NotImplementedError
+
+    def chunks(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
+        """What is new of each completion of prompt `index`, a choice each; those without news are left out."""
+        raise NotImplementedError
+
+    def _choice_index(self, index: int, completion: CompletionOutput) -> int:
+        return index * self.asked.params.n + completion.index
+
+    def _news(self, index: int, completion: CompletionOutput) -> tuple[bool, int, int]:
+        """Whether this is the first that is told of the completion, tokens told before, characters before the next.
+
+        Mutates: what is new now is told.
+        """
+        key = (index, completion.index)
+        first = key not in self._told
+        start, offset = self._told.get(key, (0, 0))
+        return first, start, offset
+
+    def _tell(self, index: int, completion: CompletionOutput, offset: int) -> None:
+        self._told[index, completion.index] = (len(completion.token_ids), offset)
+
+    def _ending(self, completion: CompletionOutput) -> dict[str, Any]:
+        return {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionAnswer(Answer):
+    """`POST /v1/completions`."""
+
+    echo: bool = False
+
+    object_name = chunk_name = "text_completion"
+    id_prefix = "cmpl"
+
+    def choices(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
+        choices = []
+        for completion in output.outputs:
+            text, ids = self._told_of(completion)
+            choice = {
+                "index": self._choice_index(index, completion),
+                "text": (self.prompt_texts[index] if self.echo else "") + text,
+                "logprobs": self._logprobs(output, completion, ids, first=True, start=0, offset=0),
+                **self._ending(completion),
+            }
+            choices.append(choice | self._extras(output, completion, ids, first=True))
+        return choices
+
+    def chunks(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
+        choices = []
+        for completion in output.outputs:
+            first, start, offset = self._news(index, completion)
+            _, ids = self._told_of(completion)
+            text = "" if self.asked.silent else completion.delta
+            if first and self.echo:
+                text = self.prompt_texts[index] + text
+            new = ids[start:]
+            if not (text or new or completion.finish_reason):
+                continue
+            logprobs = self._logprobs(output, completion, new, first=first, start=start, offset=offset)
+            if logprobs is not None and logprobs["tokens"]:
+                offset = logprobs["text_offset"][-1] + len(logprobs["tokens"][-1])
+            self._tell(index, completion, offset)
+            choice = {
+                "index": self._choice_index(index, completion),
+                "text": text,
+                "logprobs": logprobs,
+                **self._ending(completion),
+            }
+            choices.append(choice | self._extras(output, completion, new, first=first))
+        return choices
+
+    def _told_of(self, completion: CompletionOutput) -> tuple[str, list[int]]:
+        return ("", []) if self.asked.silent else (completion.text, completion.token_ids)
+
+    def _ending(self, completion: CompletionOutput) -> dict[str, Any]:
+        if self.asked.silent and completion.finish_reason in ("stop", "length"):
+            return {"finish_reason": "length", "stop_reason": None}
+        return super()._ending(completion)
+
+    def _logprobs(
+        self,
+        output: RequestOutput,
+        completion: CompletionOutput,
+        ids: Sequence[int],
+        *,
+        first: bool,
+        start: int,
+        offset: int,
+    ) -> dict[str, Any] | None:
+        if completion.logprobs is None:
+            return None
+        entries: list[Mapping[int, Any] | None] = list(completion.logprobs[start : start + len(ids)])
+        if first and self.echo and output.prompt_logprobs is not None:
+            ids = [*output.prompt_token_ids, *ids]
+            entries = [*output.prompt_logprobs, *entries]
+        return completion_logprobs(ids, entries, self.token_text, offset, top=bool(self.asked.params.logprobs))
+
+    def _extras(
+        self, output: RequestOutput, completion: CompletionOutput, ids: Sequence[int], *, first: bool
+    ) -> dict[str, Any]:
+        extras: dict[str, Any] = {}
+        if first and completion.index == 0 and output.prompt_logprobs is not None and not self.echo:
+            extras["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        if self.body.return_token_ids:
+            extras["token_ids"] = list(ids)
+            extras["prompt_token_ids"] = output.prompt_token_ids if first else None
+        return extras
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatAnswer(Answer):
+    """`POST /v1/chat/completions`."""
+
+    object_name = "chat.completion"
+    chunk_name = "chat.completion.chunk"
+    id_prefix = "chatcmpl"
+
+    def choices(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
+        return [
+            {
+                "index": self._choice_index(index, completion),
+                "message": {"role": "assistant", "content": completion.text, "refusal": None},
+                "logprobs": self._logprobs(completion, 0),
+                **self._ending(completion),
+                **({"token_ids": completion.token_ids} if self.body.return_token_ids else {}),
+            }
+            for completion in output.outputs
+        ]
+
+    def chunks(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
+        choices = []
+        for completion in output.outputs:
+            first, start, offset = self._news(index, completion)
+            new = completion.token_ids[start:]
+            if not (completion.delta or new or completion.finish_reason):
+                continue
+            self._tell(index, completion, offset)
+            choice = {
+                "index": self._choice_index(index, completion),
+                "delta": {**({"role": "assistant"} if first else {}), "content": completion.delta},
+                "logprobs": self._logprobs(completion, start),
+                **self._ending(completion),
+            }
+            if self.body.return_token_ids:
+                choice["token_ids"] = new
+            choices.append(choice)
+        return choices
+
+    def _logprobs(self, completion: CompletionOutput, start: int) -> dict[str, Any] | None:
+        if completion.logprobs is None:
+            return None
+        ids, entries = completion.token_ids[start:], completion.logprobs[start:]
+        return chat_logprobs(ids, entries, self.token_text, self.asked.params.logprobs or 0)

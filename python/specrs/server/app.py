@@ -1,0 +1,178 @@
+"""The ASGI application: routes, keys, and what each request passes through on its way to its endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from specrs.errors import SpecrsError
+from specrs.server import endpoints, protocol
+from specrs.server.body import Gone, parse, read_body
+from specrs.server.context import Context
+from specrs.server.endpoints import Result
+from specrs.server.errors import APIError, api_error
+from specrs.server.generation import Generation
+from specrs.server.metrics import CONTENT_TYPE
+from specrs.server.openapi import openapi
+
+logger = logging.getLogger("specrs")
+
+ResultT = TypeVar("ResultT")
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+def build_app(context: Context, version: str) -> Starlette:
+    """The application of one server."""
+    document = json.dumps(openapi(version)).encode()
+
+    async def health(_: Request) -> Response:
+        return Response() if context.llm.error is None and not context.draining else _unhealthy(context)
+
+    async def metrics(_: Request) -> Response:
+        return Response(await context.metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+    def get(path: str, answer: Callable[[], bytes]) -> Route:
+        async def endpoint(_: Request) -> Response:
+            return Response(answer(), media_type="application/json")
+
+        return Route(path, endpoint, methods=["GET"])
+
+    def post(path: str, model: type[protocol.Body], handle: Callable[..., Awaitable[Result]]) -> Route:
+        return Route(path, PostEndpoint(context, model, handle), methods=["POST"])
+
+    return Starlette(
+        routes=[
+            Route("/health", health, methods=["GET"]),
+            Route("/metrics", metrics, methods=["GET"]),
+            get("/version", lambda: json.dumps({"version": version}).encode()),
+            get("/openapi.json", lambda: document),
+            get("/v1/models", lambda: json.dumps(endpoints.models(context)).encode()),
+            post("/v1/completions", protocol.CompletionRequest, endpoints.completions),
+            post("/v1/chat/completions", protocol.ChatCompletionRequest, endpoints.chat_completions),
+            post("/tokenize", protocol.TokenizeRequest, endpoints.tokenize),
+            post("/detokenize", protocol.DetokenizeRequest, endpoints.detokenize),
+        ],
+        middleware=[Middleware(KeyCheck, keys=context.api_keys)],
+        exception_handlers={HTTPException: _http_exception, Exception: _exception},
+    )
+
+
+class KeyCheck:
+    """Lets requests in that carry a key, and all where there is none to carry. `/health` is open."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app = app
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or answer 401."""
+        if scope["type"] == "http" and self._digests and scope["path"] != "/health" and not self._knows(scope):
+            error = APIError(401, "The API key is missing or wrong.", headers={"WWW-Authenticate": "Bearer"})
+            await error.response()(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _knows(self, scope: Scope) -> bool:
+        values = [value for name, value in scope["headers"] if name == b"authorization"]
+        scheme, _, key = (values[0] if len(values) == 1 else b"").partition(b" ")
+        given = _digest(key.strip())
+        # every key is compared, whole, whatever the others said
+        known = [hmac.compare_digest(given, digest) for digest in self._digests]
+        return scheme.lower() == b"bearer" and any(known)
+
+
+class PostEndpoint:
+    """Reads a body, has it handled, and sends what comes of it, for as long as the client is there."""
+
+    def __init__(self, context: Context, model: type[protocol.Body], handle: Callable[..., Awaitable[Result]]) -> None:
+        self._context = context
+        self._model = model
+        self._handle = handle
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        context = self._context
+        try:
+            context.check_open()
+            body = await parse(self._model, await read_body(scope, receive, context.limits), context.llm.in_thread)
+        except Gone:
+            return
+        except (APIError, SpecrsError) as fault:
+            await api_error(fault).response()(scope, receive, send)
+            return
+        await _while_connected(receive, self._answer(body, scope, receive, send))
+
+    async def _answer(self, body: protocol.Body, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            result = await self._handle(self._context, body)
+        except (APIError, SpecrsError) as fault:
+            if not isinstance(fault, APIError) and api_error(fault).status == 500:
+                logger.error("a request failed: %s", fault)
+            await api_error(fault).response()(scope, receive, send)
+            return
+        if not isinstance(result, Generation):
+            encoded = json.dumps(result, separators=(",", ":")).encode()
+            await Response(encoded, media_type="application/json")(scope, receive, send)
+            return
+        with result:
+            await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+            async for chunk in result.events():
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+
+
+async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work`; cancel it when the client goes away."""
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+    finally:
+        for one in (task, watch):
+            one.cancel()
+        await asyncio.wait((task, watch))
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        continue
+
+
+def _unhealthy(context: Context) -> Response:
+    try:
+        context.check_open()
+    except (APIError, SpecrsError) as fault:
+        return api_error(fault).response()
+    raise AssertionError("unhealthy, and open")
+
+
+async def _http_exception(_: Request, fault: Exception) -> Response:
+    assert isinstance(fault, HTTPException)
+    return APIError(fault.status_code, f"{fault.detail}.", headers=fault.headers).response()
+
+
+async def _exception(_: Request, fault: Exception) -> Response:
+    return api_error(fault).response()
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

@@ -1,0 +1,44 @@
+"""What every endpoint of one server shares."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from specrs.async_llm import AsyncLLM
+from specrs.server.errors import APIError, unavailable
+from specrs.server.limits import HTTPLimits
+from specrs.server.metrics import Metrics
+from specrs.server.templates import TemplateRenderer
+
+
+@dataclass(kw_only=True)
+class Context:
+    """`model_names`: what a request may call the model, the first one is what answers call it. `defaults`: sampling
+    parameters of requests that do not say. `api_keys`: empty lets everybody in.
+    """
+
+    llm: AsyncLLM
+    model_names: Sequence[str]
+    metrics: Metrics
+    templates: TemplateRenderer | None
+    limits: HTTPLimits = field(default_factory=HTTPLimits)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    api_keys: Sequence[str] = ()
+    report_speculation: bool = False
+    draining: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def check_model(self, name: str | None) -> None:
+        """Raise a 404 for another model's name; none is this one's."""
+        if name and name not in self.model_names:
+            raise APIError(404, f"The model `{name[:200]}` does not exist.", param="model")
+
+    def check_open(self) -> None:
+        """Raise a 503 when nothing new is taken in."""
+        if self.llm.error is not None:
+            raise self.llm.error
+        if self.draining:
+            raise unavailable("The server is shutting down.")

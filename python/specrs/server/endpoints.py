@@ -1,0 +1,176 @@
+"""The endpoints: from a parsed body to an answer. What generation and chat templates are is elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from specrs.errors import InvalidRequestError
+from specrs.inputs import Prompt
+from specrs.server.answers import Answer, ChatAnswer, CompletionAnswer
+from specrs.server.context import Context
+from specrs.server.errors import APIError
+from specrs.server.generation import Generation
+from specrs.server.logprobs import TokenText
+from specrs.server.params import chat_params, completion_params, read_text, split_prompts
+from specrs.server.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    SamplingBody,
+    TokenizeRequest,
+)
+from specrs.tokenizer import Tokenizer
+
+Result = dict[str, Any] | Generation
+
+
+async def completions(context: Context, body: CompletionRequest) -> Result:
+    """`POST /v1/completions`."""
+    context.check_model(body.model)
+    asked = completion_params(body, context.defaults)
+    given = split_prompts(body.prompt, asked.params.n)
+    salt, special = body.cache_salt or "", body.add_special_tokens is not False
+    tokenizer = context.llm.tokenizer
+
+    def read_one(item: str | list[int]) -> Prompt:
+        if isinstance(item, str):
+            return read_text(tokenizer, item, special=special, salt=salt)
+        return Prompt(item, None, salt)
+
+    def read() -> tuple[list[Prompt], list[str]]:
+        prompts = [read_one(item) for item in given]
+        # ids that are no tokens are refused when the prompt is queued, and have no text
+        texts = [_text(tokenizer, prompt, context.llm.limits.vocab_size) for prompt in prompts] if body.echo else []
+        return prompts, texts
+
+    prompts, texts = await context.llm.in_thread(read)
+    answer = CompletionAnswer(
+        model=body.model or context.model_names[0],
+        body=body,
+        asked=asked,
+        token_text=token_text(context, body),
+        prompt_texts=texts,
+        echo=bool(body.echo),
+        **_named(body),
+    )
+    return await _generate(context, answer, prompts)
+
+
+async def chat_completions(context: Context, body: ChatCompletionRequest) -> Result:
+    """`POST /v1/chat/completions`."""
+    context.check_model(body.model)
+    asked = chat_params(body, context.defaults)
+    prompt = await chat_prompt(context, body)
+    answer = ChatAnswer(
+        model=body.model or context.model_names[0],
+        body=body,
+        asked=asked,
+        token_text=token_text(context, body),
+        **_named(body),
+    )
+    return await _generate(context, answer, [prompt])
+
+
+async def tokenize(context: Context, body: TokenizeRequest) -> Result:
+    """`POST /tokenize`."""
+    context.check_model(body.model)
+    tokenizer = _tokenizer(context)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequestError("prompt: exactly one of prompt and messages is allowed")
+    if body.prompt is not None:
+        text, special = body.prompt, body.add_special_tokens is not False
+        ids = await context.llm.in_thread(lambda: tokenizer.encode(text, add_special_tokens=special))
+    else:
+        ids = (await chat_prompt(context, body)).token_ids
+    texts = [tokenizer.backend.id_to_token(i) for i in ids] if body.return_token_strs else None
+    return {
+        "count": len(ids),
+        "max_model_len": context.llm.limits.max_model_len,
+        "tokens": ids,
+        "token_strs": texts,
+    }
+
+
+async def detokenize(context: Context, body: DetokenizeRequest) -> Result:
+    """`POST /detokenize`."""
+    context.check_model(body.model)
+    tokenizer, size = _tokenizer(context), context.llm.limits.vocab_size
+    for i, token in enumerate(body.tokens):
+        if token >= size:
+            raise InvalidRequestError(f"tokens[{i}]={token}: must be an integer from 0 to {size - 1}")
+    text = await context.llm.in_thread(lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
+    return {"prompt": text}
+
+
+def models(context: Context) -> dict[str, Any]:
+    """`GET /v1/models`."""
+    return {
+        "object": "list",
+        "data": [
+            {
+                "id": name,
+                "object": "model",
+                "created": context.created,
+                "owned_by": "specrs",
+                "root": context.model_names[0],
+                "parent": None,
+                "max_model_len": context.llm.limits.max_model_len,
+            }
+            for name in context.model_names
+        ],
+    }
+
+
+async def chat_prompt(context: Context, body: ChatCompletionRequest | TokenizeRequest) -> Prompt:
+    """The prompt that the chat template makes of `messages`. Raises `InvalidRequestError` for what it refuses."""
+    tokenizer = _tokenizer(context)
+    assert context.templates is not None
+    continue_final_message = bool(body.continue_final_message)
+    options = {
+        "add_generation_prompt": (
+            not continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
+        ),
+        "continue_final_message": continue_final_message,
+        "chat_template_kwargs": body.chat_template_kwargs,
+    }
+    text = await context.templates.render(body.messages or [], options)
+    # the template writes the special tokens itself, unless told otherwise
+    special = bool(body.add_special_tokens)
+    salt = (body.cache_salt or "") if isinstance(body, ChatCompletionRequest) else ""
+    prompt: Prompt = await context.llm.in_thread(lambda: read_text(tokenizer, text, special=special, salt=salt))
+    return prompt
+
+
+def token_text(context: Context, body: SamplingBody) -> TokenText:
+    """How a body wants tokens written."""
+    if body.return_tokens_as_token_ids or context.llm.tokenizer is None:
+        return "token_id:{}".format
+    return context.llm.token_text
+
+
+async def _generate(context: Context, answer: Answer, prompts: Sequence[Prompt]) -> Result:
+    generation = Generation(context.llm, answer, context.metrics, report_speculation=context.report_speculation)
+    await generation.start(prompts)
+    if answer.body.stream:
+        return generation
+    with generation:
+        return await generation.whole()
+
+
+def _tokenizer(context: Context) -> Tokenizer:
+    if context.llm.tokenizer is None:
+        raise APIError(400, "This server has no tokenizer; allowed are completions of token ids.")
+    return context.llm.tokenizer
+
+
+def _text(tokenizer: Tokenizer | None, prompt: Prompt, vocab_size: int) -> str:
+    if prompt.text is not None:
+        return prompt.text
+    if tokenizer is None or not all(0 <= token < vocab_size for token in prompt.token_ids):
+        return ""
+    return tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+
+
+def _named(body: SamplingBody) -> dict[str, Any]:
+    return {"request_id": body.request_id} if body.request_id else {}

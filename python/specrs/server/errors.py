@@ -1,0 +1,121 @@
+"""Errors as clients see them: `{"error": {"message", "type", "param", "code"}}`, without paths and tracebacks."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+from starlette.responses import Response
+
+from specrs.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    QueueFullError,
+    SpecrsError,
+    short,
+)
+
+RETRY_AFTER_SECONDS = 1
+_TYPES = {
+    HTTPStatus.BAD_REQUEST: "BadRequestError",
+    HTTPStatus.UNAUTHORIZED: "AuthenticationError",
+    HTTPStatus.NOT_FOUND: "NotFoundError",
+    HTTPStatus.METHOD_NOT_ALLOWED: "MethodNotAllowedError",
+    HTTPStatus.REQUEST_TIMEOUT: "RequestTimeoutError",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "RequestTooLargeError",
+    HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE: "RequestTooLargeError",
+    HTTPStatus.SERVICE_UNAVAILABLE: "ServiceUnavailableError",
+    HTTPStatus.INTERNAL_SERVER_ERROR: "InternalServerError",
+}
+# The field that a message of `specrs.errors` begins with: `field=value: ...` or `field: ...`.
+_FIELD = re.compile(r"([A-Za-z_][\w.]*)(?:\[[^\]=]*\])*(?:=|: )")
+_MAX_ERRORS = 3
+"""Faults of one body that are told."""
+
+
+class APIError(Exception):
+    """An answer that is an error."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = HTTPStatus(status)
+        self.message = message
+        self.param = param
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """What is sent as JSON."""
+        kind = _TYPES.get(self.status, "BadRequestError" if self.status < 500 else "InternalServerError")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": int(self.status)}}
+
+    @property
+    def encoded(self) -> bytes:
+        """The body as bytes."""
+        return json.dumps(self.body).encode()
+
+    def response(self) -> Response:
+        """The whole answer."""
+        return Response(self.encoded, int(self.status), self.headers, "application/json")
+
+
+def unavailable(message: str) -> APIError:
+    """A 503 that says when to come again."""
+    return APIError(HTTPStatus.SERVICE_UNAVAILABLE, message, headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
+
+
+def api_error(fault: BaseException) -> APIError:
+    """What a client is told of an exception. Only what is about its own request is told in words of the exception."""
+    if isinstance(fault, APIError):
+        return fault
+    if isinstance(fault, InvalidRequestError):
+        message = str(fault)
+        field = _FIELD.match(message)
+        return APIError(HTTPStatus.BAD_REQUEST, message, param=None if field is None else field[1])
+    if isinstance(fault, QueueFullError):
+        return unavailable(f"The queue is full: {fault}.")
+    if isinstance(fault, EngineDeadError):
+        return APIError(HTTPStatus.SERVICE_UNAVAILABLE, "The engine is not running.")
+    if isinstance(fault, SpecrsError):
+        return APIError(HTTPStatus.INTERNAL_SERVER_ERROR, "The engine ended this request because of a fault.")
+    return APIError(HTTPStatus.INTERNAL_SERVER_ERROR, "Internal error.")
+
+
+def validation_error(fault: ValidationError) -> APIError:
+    """What is wrong with a body, field by field, as specrs says such things."""
+    # the input, url and context of pydantic's own errors may hold the whole body
+    details = fault.errors(include_url=False, include_context=True)[:_MAX_ERRORS]
+    first = next((str(part) for part in details[0]["loc"] if isinstance(part, str)), None)
+    return APIError(HTTPStatus.BAD_REQUEST, "; ".join(map(_describe, details)), param=first)
+
+
+def _describe(detail: ErrorDetails) -> str:
+    kind, loc = detail["type"], detail["loc"]
+    field = ".".join(str(part) for part in loc if not _is_branch(part)) or "body"
+    if kind == "extra_forbidden":
+        return f"{field}: unknown field"
+    if kind == "missing":
+        return f"{field}: is missing"
+    if kind in ("literal_error", "none_required"):
+        allowed = detail.get("ctx", {}).get("expected", "None")
+        return f"{field}={short(detail['input'])}: not implemented; allowed: {allowed}"
+    if kind == "json_invalid":
+        return f"body: is not JSON: {detail.get('ctx', {}).get('error', '')}"
+    return f"{field}={short(detail['input'])}: {detail['msg']}"
+
+
+def _is_branch(part: str | int) -> bool:
+    """Whether a part of a location is pydantic's name of a union's branch, and no field."""
+    return isinstance(part, str) and (part in ("str", "int", "float", "bool") or "[" in part or "-" in part)

@@ -1,0 +1,140 @@
+"""Runs what a request asks for, and answers as a whole or as a stream. Knows no endpoint."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import AsyncIterator, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from specrs.async_llm import AsyncLLM, OutputStream
+from specrs.errors import SpecrsError
+from specrs.inputs import Prompt
+from specrs.outputs import RequestOutput
+from specrs.server.answers import Answer
+from specrs.server.errors import APIError, api_error, unavailable
+from specrs.server.metrics import Metrics
+from specrs.server.usage import speculation, usage
+
+logger = logging.getLogger("specrs")
+
+DONE = b"data: [DONE]\n\n"
+
+
+class Generation:
+    """One request on its way through the engine. Close it, or use it as a context manager."""
+
+    def __init__(self, llm: AsyncLLM, answer: Answer, metrics: Metrics, *, report_speculation: bool) -> None:
+        self._llm = llm
+        self._answer = answer
+        self._metrics = metrics
+        self._report = report_speculation
+        self._last: dict[int, RequestOutput] = {}
+        self._num_prompts = 0
+        self._stream: OutputStream | None = None
+        asked = answer.body.per_request_spec_decode_metrics
+        if asked is not None:
+            self._report = asked == "summary"
+
+    async def start(self, prompts: Sequence[Prompt]) -> None:
+        """Queue the prompts. Raises what is wrong with them; then nothing runs."""
+        self._stream = await self._llm.submit(
+            prompts,
+            self._answer.asked.params,
+            priority=self._answer.body.priority or 0,
+            observer=self._metrics.observer(),
+        )
+        self._num_prompts = len(prompts)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End what still runs."""
+        left = self._num_prompts - sum(output.finished for output in self._last.values())
+        if self._stream is not None:
+            self._stream.close()
+            self._metrics.cut_off(left * self._answer.asked.params.n)
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer, when all has ended. Raises `APIError` for what failed."""
+        async for _ in self._news():
+            continue
+        for output in self._last.values():
+            fault = _fault(output)
+            if fault is not None:
+                raise fault
+        answer = self._answer.head(chunk=False)
+        answer["choices"] = [
+            choice for index, output in sorted(self._last.items()) for choice in self._answer.choices(index, output)
+        ]
+        answer["usage"] = self._usage()
+        return self._with_metrics(answer)
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Server-sent events: for each completion a chunk per iteration that brought it tokens, then `[DONE]`.
+
+        A failure is an event too. Several chunks that are there at once are given out together.
+        """
+        options = self._answer.body.stream_options
+        continuous = options is not None and options.continuous_usage_stats
+        last_usage = options is not None and options.include_usage
+        head = self._answer.head(chunk=True)
+        try:
+            async for news in self._news():
+                chunks = []
+                for index, output in news:
+                    fault = _fault(output)
+                    if fault is not None:
+                        raise fault
+                    for choice in self._answer.chunks(index, output):
+                        chunk = {**head, "choices": [choice]}
+                        if continuous:
+                            chunk["usage"] = self._usage()
+                        elif last_usage:
+                            chunk["usage"] = None
+                        chunks.append(chunk)
+                if self._ended and chunks and not last_usage:
+                    self._with_metrics(chunks[-1])
+                if chunks:
+                    yield b"".join(map(_event, chunks))
+            if last_usage:
+                yield _event(self._with_metrics({**head, "choices": [], "usage": self._usage()}))
+        except Exception as fault:
+            if not isinstance(fault, (APIError, SpecrsError)):
+                logger.exception("a stream failed")
+            yield _event(api_error(fault).body)
+        yield DONE
+
+    @property
+    def _ended(self) -> bool:
+        return len(self._last) == self._num_prompts and all(output.finished for output in self._last.values())
+
+    async def _news(self) -> AsyncIterator[list[tuple[int, RequestOutput]]]:
+        assert self._stream is not None
+        while news := await self._stream.get():
+            self._last.update(news)
+            yield news
+
+    def _usage(self) -> dict[str, Any]:
+        return usage(self._last.values(), silent=self._answer.asked.silent)
+
+    def _with_metrics(self, answer: dict[str, Any]) -> dict[str, Any]:
+        if self._report:
+            answer["metrics"] = speculation(self._last.values(), self._llm.limits.num_speculative_tokens)
+        return answer
+
+
+def _fault(output: RequestOutput) -> APIError | None:
+    if output.error is not None:
+        return api_error(output.error)
+    if any(completion.finish_reason == "abort" for completion in output.outputs):
+        return unavailable("The server is shutting down.")
+    return None
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"

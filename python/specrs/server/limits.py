@@ -1,0 +1,29 @@
+"""What one connection or one request may cost the server. Enforced where each is named; only bounds live here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_PROMPTS = 1024
+"""Prompts of one request, as in vLLM."""
+MAX_COMPLETIONS = 4096
+"""Prompts times `n` of one request."""
+MAX_MESSAGES = 4096
+MAX_REQUEST_ID_LENGTH = 128
+LARGE_BODY = 64 * 1024
+"""Bytes; longer bodies are parsed off the event loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class HTTPLimits:
+    """Bytes and seconds. `header_timeout`: from the first byte of a request, or from the connection, to the end of its
+    header. `body_timeout`: to the end of its body. `write_timeout`: how long a client may leave the send buffer full.
+    """
+
+    max_header_size: int = 32 * 1024
+    max_body_size: int = 16 * 1024 * 1024
+    max_connections: int = 1024
+    header_timeout: float = 10.0
+    body_timeout: float = 60.0
+    write_timeout: float = 30.0
+    keep_alive_timeout: float = 5.0

@@ -1,0 +1,155 @@
+"""Prometheus metrics under vLLM's names. Counts of tokens are the engine's own; times are taken as outputs arrive."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from specrs.async_llm import AsyncLLM
+from specrs.errors import EngineDeadError
+from specrs.outputs import EngineStats, RequestOutput
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_FIRST_TOKEN_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_TOKEN_BUCKETS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_REQUEST_BUCKETS = (
+    *(0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+
+
+class Metrics:
+    """All metrics of one server, in a registry of its own."""
+
+    def __init__(self, llm: AsyncLLM, model_name: str) -> None:
+        """`model_name` is the label that every metric carries, with `engine`, which is always 0."""
+        self._llm = llm
+        self._registry = CollectorRegistry()
+        self._labels = {"model_name": model_name, "engine": "0"}
+        self._engine = _EngineCollector(llm, self._labels)
+        self._registry.register(self._engine)
+        ProcessCollector(registry=self._registry)
+        names, values = tuple(self._labels), tuple(self._labels.values())
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"vllm:{name}", text, names, registry=self._registry, buckets=buckets).labels(*values)
+
+        self._first_token = histogram(
+            "time_to_first_token_seconds", "From a request's arrival to its first token.", _FIRST_TOKEN_BUCKETS
+        )
+        self._inter_token = histogram(
+            "inter_token_latency_seconds",
+            "Between two iterations that brought a completion tokens, however many they brought.",
+            _TOKEN_BUCKETS,
+        )
+        self._latency = histogram(
+            "e2e_request_latency_seconds", "From a request's arrival to its end.", _REQUEST_BUCKETS
+        )
+        self._success = Counter(
+            "vllm:request_success",
+            "Completions that ended, by their reason.",
+            (*names, "finished_reason"),
+            registry=self._registry,
+        )
+        for reason in ("stop", "length", "abort", "error"):
+            self._success.labels(*values, reason)
+
+    def observer(self) -> Callable[[int, RequestOutput], None]:
+        """What one request's stream tells its times to."""
+        last: dict[tuple[int, int], tuple[int, float]] = {}  # tokens, and when they came
+
+        def observe(index: int, output: RequestOutput) -> None:
+            now = time.monotonic()
+            arrival = output.metrics.arrival_time
+            for completion in output.outputs:
+                key, count = (index, completion.index), len(completion.token_ids)
+                before, then = last.get(key, (0, now))
+                if count > before:
+                    if before:
+                        self._inter_token.observe(now - then)
+                    elif arrival is not None:
+                        self._first_token.observe(now - arrival)
+                    last[key] = (count, now)
+            if output.finished:
+                for completion in output.outputs:
+                    self._success.labels(*self._labels.values(), completion.finish_reason or "error").inc()
+                if arrival is not None:
+                    self._latency.observe(now - arrival)
+
+        return observe
+
+    def cut_off(self, completions: int) -> None:
+        """Count completions that their client left."""
+        self._success.labels(*self._labels.values(), "abort").inc(completions)
+
+    async def render(self) -> bytes:
+        """All metrics as text. Of a broken engine, what it said last."""
+        with contextlib.suppress(EngineDeadError):
+            self._engine.stats = await self._llm.stats()
+        return generate_latest(self._registry)
+
+
+class _EngineCollector(Collector):
+    """The engine's own figures, as of the last scrape."""
+
+    def __init__(self, llm: AsyncLLM, labels: dict[str, str]) -> None:
+        self.stats = EngineStats()
+        self._llm = llm
+        self._labels = labels
+
+    def collect(self) -> Iterator[Metric]:
+        stats, config = self.stats, self._llm.config
+        names, values = tuple(self._labels), tuple(self._labels.values())
+
+        def counter(name: str, text: str, value: float) -> Metric:
+            family = CounterMetricFamily(f"vllm:{name}", text, labels=names)
+            family.add_metric(values, value)
+            return family
+
+        def gauge(name: str, text: str, value: float) -> Metric:
+            family = GaugeMetricFamily(f"vllm:{name}", text, labels=names)
+            family.add_metric(values, value)
+            return family
+
+        yield gauge("num_requests_running", "Requests that run.", stats.num_running)
+        yield gauge("num_requests_waiting", "Requests that wait to run.", stats.num_waiting)
+        yield gauge("kv_cache_usage_perc", "Share of KV blocks that requests hold; 1 is all.", stats.kv_cache_usage)
+        yield counter("prompt_tokens", "Tokens of prompts.", stats.prompt_tokens)
+        yield counter("generation_tokens", "Tokens generated.", stats.generation_tokens)
+        yield counter("num_preemptions", "Requests that lost their blocks.", stats.num_preemptions)
+        yield counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.prompt_tokens)
+        yield counter("prefix_cache_hits", "Tokens found in the prefix cache.", stats.num_cached_tokens)
+        if self._llm.limits.num_speculative_tokens:
+            yield counter("spec_decode_num_drafts", "Iterations that drafted.", stats.drafts)
+            yield counter("spec_decode_num_draft_tokens", "Tokens drafted.", stats.draft_tokens)
+            yield counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.", stats.accepted_tokens)
+            per_position = CounterMetricFamily(
+                "vllm:spec_decode_num_accepted_tokens_per_pos",
+                "Drafts whose token at this position was accepted.",
+                labels=(*names, "position"),
+            )
+            counts = stats.accepted_per_position or [0] * self._llm.limits.num_speculative_tokens
+            for position, count in enumerate(counts):
+                per_position.add_metric((*values, str(position)), count)
+            yield per_position
+        info = {
+            "block_size": str(config.block_size),
+            "num_gpu_blocks": str(stats.num_blocks),
+            "enable_prefix_caching": str(config.enable_prefix_caching),
+            "cache_dtype": "auto",
+        }
+        family = GaugeMetricFamily("vllm:cache_config_info", "How the KV cache is set up.", labels=(*names, *info))
+        family.add_metric((*values, *info.values()), 1)
+        yield family

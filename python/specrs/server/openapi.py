@@ -1,0 +1,168 @@
+"""The server's OpenAPI document. Request bodies are `protocol`'s models; answers are written out here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic.json_schema import models_json_schema
+
+from specrs.server import protocol
+
+_STRING, _INTEGER, _NUMBER = {"type": "string"}, {"type": "integer"}, {"type": "number"}
+_JSON = "application/json"
+
+
+def _object(properties: dict[str, Any], optional: tuple[str, ...] = ()) -> dict[str, Any]:
+    required = [name for name in properties if name not in optional]
+    return {"type": "object", "properties": properties, "required": required}
+
+
+def _array(items: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": items}
+
+
+def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def _ref(name: str) -> dict[str, Any]:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+_USAGE = _object(
+    {
+        "prompt_tokens": _INTEGER,
+        "completion_tokens": _INTEGER,
+        "total_tokens": _INTEGER,
+        "prompt_tokens_details": _object({"cached_tokens": _INTEGER}),
+    }
+)
+_SPECULATION = _object(
+    {
+        "mean_acceptance_length": _NUMBER,
+        "draft_acceptance_rate": _NUMBER,
+        "acceptance_histogram": _array(_INTEGER),
+        "num_spec_steps": _INTEGER,
+        "num_accepted_draft_tokens": _INTEGER,
+        "num_draft_tokens": _INTEGER,
+        "num_spec_tokens": _INTEGER,
+    }
+)
+_ENDING = {
+    "finish_reason": {"enum": ["stop", "length"]},
+    "stop_reason": _or_null({"anyOf": [_STRING, _INTEGER]}),
+}
+_COMPLETION_LOGPROBS = _object(
+    {
+        "text_offset": _array(_INTEGER),
+        "token_logprobs": _array(_or_null(_NUMBER)),
+        "tokens": _array(_STRING),
+        "top_logprobs": _or_null(_array(_or_null({"type": "object", "additionalProperties": _NUMBER}))),
+    }
+)
+_TOKEN_LOGPROB = {"token": _STRING, "logprob": _NUMBER, "bytes": _array(_INTEGER)}
+_CHAT_LOGPROBS = _object(
+    {"content": _array(_object({**_TOKEN_LOGPROB, "top_logprobs": _array(_object(_TOKEN_LOGPROB))}))}
+)
+_HEAD = {"id": _STRING, "object": _STRING, "created": _INTEGER, "model": _STRING}
+_TAIL = {"usage": _ref("Usage"), "metrics": _or_null(_object({"speculative_decoding": _SPECULATION}))}
+
+_SCHEMAS: dict[str, dict[str, Any]] = {
+    "Usage": _USAGE,
+    "Error": _object(
+        {"error": _object({"message": _STRING, "type": _STRING, "param": _or_null(_STRING), "code": _INTEGER})}
+    ),
+    "Completion": _object(
+        {
+            **_HEAD,
+            "choices": _array(
+                _object({"index": _INTEGER, "text": _STRING, "logprobs": _or_null(_COMPLETION_LOGPROBS), **_ENDING})
+            ),
+            **_TAIL,
+        },
+        optional=("metrics",),
+    ),
+    "ChatCompletion": _object(
+        {
+            **_HEAD,
+            "choices": _array(
+                _object(
+                    {
+                        "index": _INTEGER,
+                        "message": _object({"role": _STRING, "content": _STRING, "refusal": _or_null(_STRING)}),
+                        "logprobs": _or_null(_CHAT_LOGPROBS),
+                        **_ENDING,
+                    }
+                )
+            ),
+            **_TAIL,
+        },
+        optional=("metrics",),
+    ),
+    "Tokens": _object(
+        {
+            "count": _INTEGER,
+            "max_model_len": _INTEGER,
+            "tokens": _array(_INTEGER),
+            "token_strs": _or_null(_array(_STRING)),
+        }
+    ),
+    "Text": _object({"prompt": _STRING}),
+    "Models": _object(
+        {
+            "object": _STRING,
+            "data": _array(
+                _object(
+                    {
+                        **dict.fromkeys(("id", "object", "owned_by", "root"), _STRING),
+                        "created": _INTEGER,
+                        "parent": {"type": "null"},
+                        "max_model_len": _INTEGER,
+                    }
+                )
+            ),
+        }
+    ),
+    "Version": _object({"version": _STRING}),
+}
+
+
+def openapi(version: str) -> dict[str, Any]:
+    """OpenAPI 3.1 of every endpoint."""
+    bodies: tuple[tuple[str, type[protocol.Body], str, bool, str], ...] = (
+        ("/v1/completions", protocol.CompletionRequest, "Completion", True, "Complete prompts."),
+        ("/v1/chat/completions", protocol.ChatCompletionRequest, "ChatCompletion", True, "Answer a conversation."),
+        ("/tokenize", protocol.TokenizeRequest, "Tokens", False, "Token ids of a text or a conversation."),
+        ("/detokenize", protocol.DetokenizeRequest, "Text", False, "Text of token ids."),
+    )
+    paths: dict[str, Any] = {
+        "/health": {"get": _operation("Whether the engine runs.", {}, ("503",))},
+        "/metrics": {"get": _operation("Prometheus metrics.", {"text/plain": {"schema": _STRING}}, ("401",))},
+        "/version": {"get": _operation("The version.", {_JSON: {"schema": _ref("Version")}}, ("401",))},
+        "/v1/models": {"get": _operation("The model's names.", {_JSON: {"schema": _ref("Models")}}, ("401",))},
+    }
+    for path, model, answer, streams, summary in bodies:
+        content: dict[str, Any] = {_JSON: {"schema": _ref(answer)}}
+        if streams:
+            content["text/event-stream"] = {"schema": _STRING}
+        operation = _operation(summary, content, ("400", "401", "404", "408", "413", "500", "503"))
+        operation["requestBody"] = {"required": True, "content": {_JSON: {"schema": _ref(model.__name__)}}}
+        paths[path] = {"post": operation}
+    models = [(model, "validation") for _, model, _, _, _ in bodies]
+    _, schemas = models_json_schema(models, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "specrs", "version": version},
+        "paths": paths,
+        "components": {
+            "schemas": {**schemas["$defs"], **_SCHEMAS},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def _operation(summary: str, content: dict[str, Any], errors: tuple[str, ...]) -> dict[str, Any]:
+    ok = {"description": summary} | ({"content": content} if content else {})
+    failed = {"description": "An error.", "content": {_JSON: {"schema": _ref("Error")}}}
+    return {"summary": summary, "responses": {"200": ok, **dict.fromkeys(errors, failed)}}

@@ -1,0 +1,132 @@
+"""From a request's body to prompts and `SamplingParams`. Reads no text and starts nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from specrs.errors import InvalidRequestError, invalid_request
+from specrs.inputs import Prompt
+from specrs.sampling import SamplingParams
+from specrs.server.limits import MAX_COMPLETIONS, MAX_PROMPTS
+from specrs.server.protocol import ChatCompletionRequest, CompletionRequest, ResponseFormat, SamplingBody
+from specrs.tokenizer import Tokenizer
+
+# Fields of a body that are fields of `SamplingParams` by the same name and meaning.
+_SAME = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "structured_outputs",
+    "prompt_logprobs",
+    "num_speculative_tokens",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a body asks for. `silent`: the one token that the engine generates, because it must, is not told."""
+
+    params: SamplingParams
+    silent: bool = False
+
+
+def completion_params(body: CompletionRequest, defaults: Mapping[str, Any]) -> Asked:
+    """`defaults` are the checkpoint's own sampling parameters. Raises `InvalidRequestError`."""
+    fields = _sampling_fields(body, defaults)
+    fields["max_tokens"] = 16 if body.max_tokens is None else max(1, body.max_tokens)
+    if body.logprobs is not None:
+        fields["logprobs"] = body.logprobs
+        if body.echo:
+            fields.setdefault("prompt_logprobs", body.logprobs)
+    silent = body.max_tokens == 0
+    if silent:
+        fields.pop("min_tokens", None)
+    return Asked(SamplingParams(**fields), silent)
+
+
+def chat_params(body: ChatCompletionRequest, defaults: Mapping[str, Any]) -> Asked:
+    """As `completion_params`. Without a number of tokens, the text may fill the context."""
+    fields = _sampling_fields(body, defaults)
+    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
+        raise invalid_request(
+            "max_tokens", body.max_tokens, f"must equal max_completion_tokens={body.max_completion_tokens}, or be null"
+        )
+    fields["max_tokens"] = body.max_completion_tokens or body.max_tokens
+    if body.logprobs:
+        fields["logprobs"] = body.top_logprobs or 0
+    elif body.top_logprobs:
+        raise invalid_request("top_logprobs", body.top_logprobs, "needs logprobs=true")
+    return Asked(SamplingParams(**fields))
+
+
+def _sampling_fields(body: SamplingBody, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    given = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
+    if body.response_format is not None and body.response_format.type != "text":
+        if "structured_outputs" in given:
+            raise invalid_request("response_format", body.response_format.type, "must be null with structured_outputs")
+        given["structured_outputs"] = _structured_outputs(body.response_format)
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequestError("stream_options: allowed only with stream=true")
+    return {**defaults, **given}
+
+
+def _structured_outputs(wanted: ResponseFormat) -> dict[str, Any]:
+    if wanted.type == "json_object":
+        return {"json_object": True}
+    if wanted.json_schema is None or wanted.json_schema.schema_ is None:
+        raise InvalidRequestError("response_format.json_schema.schema: is missing")
+    return {"json": wanted.json_schema.schema_}
+
+
+def split_prompts(given: Any, n: int) -> list[str | list[int]]:
+    """The prompts of a completion request: text, ids, or a list of either. Raises `InvalidRequestError`."""
+    prompts: list[Any]
+    if isinstance(given, str):
+        prompts = [given]
+    elif isinstance(given, list) and given:
+        kinds = {*map(type, given)}
+        prompts = [given] if kinds == {int} else given
+        if kinds not in ({int}, {str}) and not (kinds == {list} and all({*map(type, ids)} == {int} for ids in given)):
+            raise _no_prompt(given)
+    else:
+        raise _no_prompt(given)
+    if len(prompts) > MAX_PROMPTS:
+        raise InvalidRequestError(f"prompt: {len(prompts)} prompts, allowed are at most {MAX_PROMPTS}")
+    if len(prompts) * n > MAX_COMPLETIONS:
+        raise InvalidRequestError(
+            f"n={n}: {len(prompts)} prompts make {len(prompts) * n} completions, allowed are at most {MAX_COMPLETIONS}"
+        )
+    return prompts
+
+
+def _no_prompt(given: object) -> InvalidRequestError:
+    return invalid_request(
+        "prompt", given, "must be a string, a list of strings, a list of token ids, or a list of such lists; none empty"
+    )
+
+
+def read_text(tokenizer: Tokenizer | None, text: str, *, special: bool, salt: str) -> Prompt:
+    """Text as a prompt; `special`: with what the checkpoint puts around a sequence. Takes time; not for an event loop.
+
+    Raises `InvalidRequestError` without a tokenizer.
+    """
+    if tokenizer is None:
+        raise invalid_request("prompt", text, "text needs a tokenizer; with skip_tokenizer_init allowed are token ids")
+    return Prompt(tokenizer.encode(text, add_special_tokens=special), text, salt)

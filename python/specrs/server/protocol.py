@@ -1,0 +1,195 @@
+"""Bodies of requests, field by field: OpenAI's and vLLM's names. Checks shapes; ranges are `SamplingParams`' to check.
+
+A field that exists elsewhere and has no meaning here is listed with the values that change nothing; any other value is
+refused by name, and so is a field that nobody knows.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+
+from specrs.sampling import (
+    MAX_LOGIT_BIAS,
+    MAX_N,
+    MAX_SPECULATIVE_TOKENS,
+    MAX_STOP_STRING_LENGTH,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TEMPERATURE,
+    REPETITION_PENALTIES,
+)
+from specrs.server.limits import MAX_MESSAGES, MAX_PROMPTS, MAX_REQUEST_ID_LENGTH
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+_Text = {"type": "string", "minLength": 1}
+_Ids = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+# Read by hand: pydantic would try every form on every item, and list every item that is wrong.
+PromptField = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                _Text,
+                _Ids,
+                {"type": "array", "items": _Text, "minItems": 1, "maxItems": MAX_PROMPTS},
+                {"type": "array", "items": _Ids, "minItems": 1, "maxItems": MAX_PROMPTS},
+            ]
+        }
+    ),
+]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING_LENGTH)]
+Nothing: TypeAlias = None
+Never = Literal[False] | None
+
+
+class Body(BaseModel):
+    """A request's body: JSON types are taken as they are, unknown fields are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+    model: str | None = None
+
+
+class StreamOptions(BaseModel):
+    """`include_usage`: a last chunk with the usage. `continuous_usage_stats`: the usage in every chunk."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class JSONSchema(BaseModel):
+    """The schema of a `response_format`. `strict` may be given either way: a schema is always kept to."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """OpenAI's way to ask for structured output."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchema | None = None
+
+
+class SamplingBody(Body):
+    """What completions and chat have in common. null means the default, whatever the field."""
+
+    n: int | None = Field(None, ge=1, le=MAX_N)
+    temperature: float | None = Field(None, ge=0, le=MAX_TEMPERATURE)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    min_p: float | None = Field(None, ge=0, le=1)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_STOP_TOKEN_IDS)
+    ignore_eos: bool | None = None
+    min_tokens: int | None = Field(None, ge=0, lt=2**31)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1])
+    logit_bias: dict[str, Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = None
+    bad_words: list[str] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    structured_outputs: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+    prompt_logprobs: int | None = Field(None, ge=-1, lt=2**31)
+    num_speculative_tokens: int | None = Field(None, ge=0, le=MAX_SPECULATIVE_TOKENS)
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: int | None = Field(None, ge=-(2**63), lt=2**63)
+    cache_salt: str | None = Field(None, max_length=1024)
+    request_id: str | None = Field(None, max_length=MAX_REQUEST_ID_LENGTH, pattern=r"^[\x21-\x7e]*$")
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    per_request_spec_decode_metrics: Literal["none", "summary"] | None = None
+
+    # labels, for the operator's books: they change no text
+    user: str | None = None
+
+    # vLLM's and OpenAI's, at the values that change nothing
+    spaces_between_special_tokens: Literal[True] | None = None
+    truncate_prompt_tokens: Nothing = None
+    use_beam_search: Never = None
+    length_penalty: Annotated[float, Field(ge=1, le=1)] | None = None
+    logits_processors: Nothing = None
+    vllm_xargs: Nothing = None
+    kv_transfer_params: Nothing = None
+
+
+class CompletionRequest(SamplingBody):
+    """`POST /v1/completions`."""
+
+    prompt: PromptField
+    max_tokens: int | None = Field(None, ge=0, lt=2**31)
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=-1, lt=2**31)
+    add_special_tokens: bool | None = None
+
+    best_of: Literal[1] | None = None
+    suffix: Nothing = None
+    prompt_embeds: Nothing = None
+
+
+class ChatCompletionRequest(SamplingBody):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1, max_length=MAX_MESSAGES)
+    max_tokens: int | None = Field(None, ge=1, lt=2**31)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=-1, lt=2**31)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    # labels
+    metadata: dict[str, str] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    store: Never = None
+
+    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    functions: Annotated[list[Any], Field(max_length=0)] | None = None
+    modalities: list[Literal["text"]] | None = None
+    reasoning_effort: Nothing = None
+    include_reasoning: Literal[True] | None = None
+    chat_template: Nothing = None
+    documents: Nothing = None
+    echo: Never = None
+    prediction: Nothing = None
+
+
+class TokenizeRequest(Body):
+    """`POST /tokenize`: a `prompt`, or the `messages` of a chat."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: Nothing = None
+
+
+class DetokenizeRequest(Body):
+    """`POST /detokenize`."""
+
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]

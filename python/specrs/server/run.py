@@ -1,0 +1,205 @@
+"""The life of a server process: bind, load, serve, drain, end. What is served is `app`'s."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+import uvicorn
+
+from specrs.async_llm import AsyncLLM
+from specrs.config import EngineConfig
+from specrs.errors import invalid_config
+from specrs.server.app import build_app
+from specrs.server.context import Context
+from specrs.server.defaults import checkpoint_defaults
+from specrs.server.http import DeadlineProtocol
+from specrs.server.limits import HTTPLimits
+from specrs.server.metrics import Metrics
+from specrs.server.templates import TemplateRenderer
+
+logger = logging.getLogger("specrs")
+
+FAILURE_GRACE = 3.0
+"""Seconds that a server without an engine goes on to answer 503, so that whoever watches it sees why."""
+ABORT_TIMEOUT = 10.0
+"""Seconds that a launch in flight may take to settle at the end; then the process ends without it."""
+LINGER = 2.0
+"""Seconds that clients have to take the end of their answers, once the engine has ended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """What a user can set on a server beside its engine. `port` 0 takes a free one."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_names: Sequence[str] = ()
+    api_keys: Sequence[str] = ()
+    chat_template: str | None = None
+    use_generation_config: bool = True
+    max_num_queued_reqs: int | None = None
+    shutdown_timeout: float = 0.0
+    access_log: bool = True
+    report_speculation: bool = False
+    limits: HTTPLimits = field(default_factory=HTTPLimits)
+
+
+def run_server(engine_settings: Mapping[str, Any], settings: ServerSettings) -> int:
+    """Serve until a signal or a broken engine; the exit code: 0, or 1 for the latter.
+
+    SIGTERM or SIGINT: nothing new is taken in, what runs may go on for `shutdown_timeout` seconds, then it is aborted.
+    A second signal aborts at once.
+
+    Raises `InvalidConfigError` and its subclasses, before anything is served.
+    """
+    config = EngineConfig.from_kwargs(**engine_settings)
+    listener = _bind(settings.host, settings.port)  # first, because weights may take minutes
+    with contextlib.closing(listener):
+        defaults = checkpoint_defaults(config) if settings.use_generation_config else {}
+        llm = AsyncLLM(**engine_settings)
+        llm.max_num_queued_reqs = settings.max_num_queued_reqs
+        templates = None
+        if llm.tokenizer is not None:
+            templates = TemplateRenderer(str(llm.tokenizer.hf.name_or_path), settings.chat_template)
+        names = tuple(settings.served_model_names) or (config.model or "bundled",)
+        if defaults:
+            logger.info("Sampling parameters of the checkpoint, where a request has none: %s", defaults)
+        context = Context(
+            llm=llm,
+            model_names=names,
+            metrics=Metrics(llm, names[0]),
+            templates=templates,
+            limits=settings.limits,
+            defaults=defaults,
+            api_keys=settings.api_keys,
+            report_speculation=settings.report_speculation,
+        )
+        try:
+            failed = asyncio.run(_Process(context, settings, listener).serve())
+        finally:
+            if templates is not None:
+                templates.close()
+            ended = llm.shutdown(ABORT_TIMEOUT)
+    if not ended:
+        logger.error("the engine did not end within %g s; the process ends without it", ABORT_TIMEOUT)
+        sys.stderr.flush()
+        os._exit(1)
+    return 1 if failed else 0
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are `_Process`'s."""
+        yield
+
+
+class _Process:
+    """One event loop's worth of serving."""
+
+    def __init__(self, context: Context, settings: ServerSettings, listener: socket.socket) -> None:
+        self._context = context
+        self._settings = settings
+        self._listener = listener
+        limits = settings.limits
+        protocol = type("Protocol", (DeadlineProtocol,), {"limits": limits})
+        self._server = _Server(
+            uvicorn.Config(
+                build_app(context, version("specrs")),
+                http=protocol,
+                ws="none",
+                loop="asyncio",
+                lifespan="off",
+                log_config=None,
+                access_log=settings.access_log,
+                server_header=False,
+                proxy_headers=False,
+                h11_max_incomplete_event_size=limits.max_header_size,
+                timeout_keep_alive=limits.keep_alive_timeout,  # type: ignore[arg-type]
+                timeout_graceful_shutdown=LINGER,  # type: ignore[arg-type]
+                backlog=min(limits.max_connections, 2048),
+            )
+        )
+
+    async def serve(self) -> bool:
+        """Serve to the end; whether it ended because the engine broke."""
+        loop = asyncio.get_running_loop()
+        stop, abort, dead = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+        def on_signal() -> None:
+            (abort if stop.is_set() else stop).set()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, on_signal)
+        llm = self._context.llm
+        llm.on_dead = lambda: _tell(loop, dead)
+        if llm.error is not None:
+            dead.set()
+        serving = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
+        self._announce()
+        await _first(stop.wait(), dead.wait(), asyncio.shield(serving))
+        self._context.draining = True
+        failed = llm.error is not None
+        if failed:
+            await _first(abort.wait(), asyncio.sleep(FAILURE_GRACE))
+        else:
+            logger.info("Shutting down: up to %g s for what runs", self._settings.shutdown_timeout)
+            await _first(abort.wait(), dead.wait(), self._drained(), asyncio.sleep(self._settings.shutdown_timeout))
+        await loop.run_in_executor(None, llm.shutdown, ABORT_TIMEOUT)
+        self._server.should_exit = True
+        await _first(abort.wait(), asyncio.shield(serving))
+        self._server.force_exit = True
+        await serving
+        return failed or llm.error is not None
+
+    def _announce(self) -> None:
+        host, port = self._listener.getsockname()[:2]
+        address = f"[{host}]" if ":" in host else host
+        logger.info("Serving %s on http://%s:%d", self._context.model_names[0], address, port)
+        logger.info("Application startup complete.")
+
+    async def _drained(self) -> None:
+        """Wait until every answer is on its way."""
+        while self._server.server_state.tasks:
+            await asyncio.sleep(0.02)
+
+
+async def _first(*waits: Any) -> None:
+    """Wait for one of several; the others are cancelled."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+def _tell(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop may have ended first
+        loop.call_soon_threadsafe(event.set)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except (OSError, OverflowError) as fault:
+        reason = getattr(fault, "strerror", None) or fault
+        raise invalid_config("host", f"{host}:{port}", f"cannot be listened on: {reason}") from None
+    listener.set_inheritable(False)
+    return listener

@@ -1,0 +1,91 @@
+"""Chat templates, rendered in child processes with a time limit: a template is a program, and nothing ends a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from specrs.child import Child
+from specrs.errors import InvalidRequestError, UnsupportedRequestError
+from specrs.server import template_worker
+
+RENDER_TIMEOUT = 5.0
+"""Seconds that a template may take."""
+START_TIMEOUT = 120.0
+"""Seconds that a worker may take to start: it imports transformers and reads the tokenizer."""
+MEMORY_LIMIT = 4 * 2**30
+"""Bytes of address space of a worker."""
+MAX_WORKERS = 2
+
+
+class TemplateRenderer:
+    """Renders chats as `Tokenizer.render_chat` does, elsewhere."""
+
+    def __init__(self, source: str, chat_template: str | None) -> None:
+        """`source`: the tokenizer's folder. `chat_template` stands in for the checkpoint's. Starts the first worker."""
+        setup = {
+            "source": source,
+            "chat_template": chat_template,
+            "memory": MEMORY_LIMIT,
+            "seconds": 2 * RENDER_TIMEOUT,
+        }
+        self._setup = json.dumps(setup).encode()
+        self._threads = ThreadPoolExecutor(MAX_WORKERS, thread_name_prefix="specrs-template")
+        self._idle: SimpleQueue[Child] = SimpleQueue()
+        self._all: set[Child] = set()
+        self._closed = False
+        self._threads.submit(lambda: self._idle.put(self._start()))
+
+    async def render(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
+        """The prompt's text; `options` are `Tokenizer.render_chat`'s.
+
+        Raises `InvalidRequestError` for what the template refuses, and when it takes too long.
+        """
+        message = json.dumps({"messages": messages, "options": options}).encode()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._render, message)
+
+    def close(self) -> None:
+        """End the workers."""
+        self._closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for child in [*self._all]:
+            child.kill()
+        while (idle := self._take_idle()) is not None:
+            self._end(idle)
+
+    def _render(self, message: bytes) -> str:
+        child = self._take_idle() or self._start()
+        answer = child.ask(message, RENDER_TIMEOUT)
+        if answer is None:
+            self._end(child)
+            why = f"took more than {RENDER_TIMEOUT:g} s" if child.timed_out else "took too much memory"
+            raise InvalidRequestError(f"messages: the chat template {why}")
+        self._idle.put(child)
+        if "error" in answer:
+            raise (UnsupportedRequestError if answer["unsupported"] else InvalidRequestError)(answer["error"])
+        return str(answer["text"])
+
+    def _take_idle(self) -> Child | None:
+        while True:
+            try:
+                child = self._idle.get_nowait()
+            except Empty:
+                return None
+            if child.alive and not self._closed:
+                return child
+            self._end(child)
+
+    def _start(self) -> Child:
+        child = Child(template_worker.__file__, self._setup, purpose="chat template", start_timeout=START_TIMEOUT)
+        self._all.add(child)
+        if self._closed:
+            child.kill()
+        return child
+
+    def _end(self, child: Child) -> None:
+        self._all.discard(child)
+        child.close()

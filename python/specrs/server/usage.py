@@ -1,0 +1,48 @@
+"""What a request has used and how its speculation went, as answers report them. Counts nothing itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from specrs.outputs import AcceptanceFigures, RequestOutput
+
+
+def usage(outputs: Iterable[RequestOutput], *, silent: bool) -> dict[str, Any]:
+    """Tokens of all prompts of a request. `silent`: what was generated is not told, and so not counted."""
+    prompt = completion = cached = 0
+    for output in outputs:
+        prompt += len(output.prompt_token_ids)
+        # the completions of a prompt share it, so that together they may have found it more than once
+        cached += min(output.metrics.num_cached_tokens, len(output.prompt_token_ids))
+        completion += 0 if silent else sum(len(one.token_ids) for one in output.outputs)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def speculation(outputs: Iterable[RequestOutput], num_speculative_tokens: int) -> dict[str, Any] | None:
+    """vLLM's `metrics`: the acceptance of all completions of a request together; None on an engine without a draft."""
+    if num_speculative_tokens == 0:
+        return None
+    books = [output.metrics for output in outputs]
+    figures = AcceptanceFigures(
+        draft_tokens=sum(book.draft_tokens for book in books),
+        acceptance_histogram=[
+            sum(counts) for counts in zip(*(book.acceptance_histogram for book in books), strict=True)
+        ],
+    )
+    return {
+        "speculative_decoding": {
+            "mean_acceptance_length": figures.acceptance_length,
+            "draft_acceptance_rate": figures.acceptance_rate,
+            "acceptance_histogram": figures.acceptance_histogram,
+            "num_spec_steps": figures.drafts,
+            "num_accepted_draft_tokens": figures.accepted_tokens,
+            "num_draft_tokens": figures.draft_tokens,
+            "num_spec_tokens": num_speculative_tokens,
+        }
+    }
