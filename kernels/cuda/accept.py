@@ -1,8 +1,5 @@
-"""Which drafts stand where the target's own tokens are known: the longest prefix that equals them. Draws nothing.
-
-Serves `greedy` (the target's tokens are its argmax) and `coupled` (its draws), and, for timing only, acceptance at
-given rates.
-"""
+"""Which drafts stand where the target's own tokens are known: the longest prefix that equals them, or, for timing
+only, as many as given rates say. Draws nothing."""
 
 from __future__ import annotations
 
@@ -68,7 +65,7 @@ def accept_kernel(  # type: ignore[no-untyped-def]
 
 
 @torch.library.custom_op("specrs::accept_prefix", mutates_args=["out_accepted", "out_tokens"])
-def _accept_prefix(
+def accept_prefix(
     target_ids: Tensor,
     q_start: Tensor,
     drafts: Tensor,
@@ -80,6 +77,8 @@ def _accept_prefix(
     row: Tensor | None,
     n: Tensor | None,
 ) -> None:
+    """The op behind `rules.verify_greedy` and others, which say what the arguments are; rates, seeds, row and n go
+    together."""
     batch, k = drafts.shape
     synthetic = rates is not None
     accept_kernel[(batch,)](
@@ -103,41 +102,9 @@ def _accept_prefix(
     )
 
 
-@_accept_prefix.register_fake
+@accept_prefix.register_fake
 def _(target_ids: Tensor, *rest: object) -> None:
     return None
-
-
-def accept_prefix(
-    target_ids: Tensor,
-    q_start: Tensor,
-    drafts: Tensor,
-    num_drafts: Tensor,
-    out_accepted: Tensor,
-    out_tokens: Tensor,
-    *,
-    rates: Tensor | None = None,
-    seeds: Tensor | None = None,
-    row: Tensor | None = None,
-    n: Tensor | None = None,
-) -> None:
-    """Accept the longest prefix of each entry's drafts that the target would have written itself; one launch.
-
-    Args:
-        target_ids: the target's own token of each flat row, `[N]` int64.
-        q_start: `[B + 1]` int64; row q_start[b] + i is for position n_b + i. Entries without rows give token 0.
-        drafts: `[B, K]` int64, any row stride; columns from `num_drafts` on are ignored.
-        num_drafts: K_r, `[B]` int64; more than K counts as K.
-        out_accepted: m, `[B]` int64.
-        out_tokens: `[B, K + 1]` int64: d_1..d_m and the target's token; meaningless past m.
-        rates: for timing only, `[K]` fp32 in [0, 1], not increasing: the unconditional rate at which draft i stands,
-            whatever it is; then `seeds` `[R + 1]`, `row` `[B]` and `n` `[B]`, int64, give the uniforms.
-    """
-    if rates is not None and (seeds is None or row is None or n is None):
-        raise ValueError("rates: given, so seeds, row and n must be too")
-    torch.ops.specrs.accept_prefix(
-        target_ids, q_start, drafts, num_drafts, out_accepted, out_tokens, rates, seeds, row, n
-    )
 
 
 def accept_prefix_reference(

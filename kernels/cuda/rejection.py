@@ -23,9 +23,9 @@ from specrs.kernels.cuda._distribution import (
     probability,
     scaled,
 )
-from specrs.kernels.cuda.accept import ACCEPT, first_rejected, is_accepted_at_rate
+from specrs.kernels.cuda.accept import ACCEPT, first_rejected
 from specrs.kernels.cuda.philox import gumbel, uniform
-from specrs.kernels.cuda.sampling_scratch import BLOCK, SamplingScratch, tile_of
+from specrs.kernels.cuda.sampling_scratch import BLOCK, tile_of
 from specrs.kernels.cuda.variants import Variant
 from specrs.verify.rejection import append_token, count_accepted, draw_after
 from torch import Tensor
@@ -61,7 +61,6 @@ def tile_rejection_kernel(  # type: ignore[no-untyped-def]
     n,
     values,
     seeds,
-    rates,
     tile_value,
     tile_id,
     out_accepted,
@@ -76,7 +75,6 @@ def tile_rejection_kernel(  # type: ignore[no-untyped-def]
     tile,
     tile_stride,
     HAS_DRAFTS: tl.constexpr,
-    SYNTHETIC: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -95,9 +93,7 @@ def tile_rejection_kernel(  # type: ignore[no-untyped-def]
         at = tl.minimum(start + i, num_rows - 1)
         draft = tl.load(drafts + b * drafts_stride + i, mask=i < k, other=0)
         live = (i < k) & (draft >= 0) & (draft < V)
-        if SYNTHETIC:
-            accepted = is_accepted_at_rate(rates, seed, start_position, i, live)
-        elif greedy:
+        if greedy:
             accepted = tl.load(ids + at, mask=live, other=-1) == draft
         else:
             x = scaled(logits + at * stride, draft, live, temperature)
@@ -192,7 +188,7 @@ def finish_rejection_kernel(  # type: ignore[no-untyped-def]
 
 
 @torch.library.custom_op("specrs::rejection", mutates_args=["out_accepted", "out_tokens", "tile_value", "tile_id"])
-def _rejection(
+def rejection(
     logits: Tensor,
     cut: Tensor,
     lse: Tensor,
@@ -211,8 +207,8 @@ def _rejection(
     out_tokens: Tensor,
     tile_value: Tensor,
     tile_id: Tensor,
-    rates: Tensor | None,
 ) -> None:
+    """The op behind `rules.verify_rejection`, which says what the arguments are."""
     num_rows, vocab_size = logits.shape
     batch, k = drafts.shape
     tile = tile_of(batch, vocab_size)
@@ -233,7 +229,6 @@ def _rejection(
         n,
         values,
         seeds,
-        cut if rates is None or not some else rates,
         tile_value,
         tile_id,
         out_accepted,
@@ -248,7 +243,6 @@ def _rejection(
         tile,
         tile_stride,
         HAS_DRAFTS=some,
-        SYNTHETIC=rates is not None and some,
         BLOCK_K=block_k,
         BLOCK=BLOCK,
     )
@@ -275,74 +269,9 @@ def _rejection(
     )
 
 
-@_rejection.register_fake
+@rejection.register_fake
 def _(logits: Tensor, *rest: object) -> None:
     return None
-
-
-def rejection(
-    logits: Tensor,
-    cut: Tensor,
-    lse: Tensor,
-    ids: Tensor,
-    draft_logits: Tensor,
-    draft_cut: Tensor,
-    draft_lse: Tensor,
-    q_start: Tensor,
-    drafts: Tensor,
-    num_drafts: Tensor,
-    row: Tensor,
-    n: Tensor,
-    values: Tensor,
-    seeds: Tensor,
-    out_accepted: Tensor,
-    out_tokens: Tensor,
-    scratch: SamplingScratch,
-    *,
-    rates: Tensor | None = None,
-) -> None:
-    """Accept drafts by u * q < p and draw the token after them; greedy entries accept the argmax.
-
-    Uniforms are those of purpose accept at n + i; the last draw takes the noise of purpose gumbel at n + m.
-
-    Args:
-        logits: the target's, `[N, V]` fp32, any row stride; row q_start[b] + i is for position n_b + i.
-        cut, lse, ids: `[N]` fp32, float64, int64, of `sampling_cut` on them.
-        draft_logits: `[K, B, V]` fp32, any strides of its passes and rows: what pass i drew entry b's draft from.
-        draft_cut, draft_lse: `[K, B]` fp32 and float64, one row stride, of `sampling_cut` in each draft pass.
-        q_start: `[B + 1]` int64; entry b has at least num_drafts[b] + 1 rows, padding may have none.
-        drafts: `[B, K]` int64, any row stride; columns from `num_drafts` on may be anything.
-        num_drafts: K_r, `[B]` int64; more than K counts as K.
-        row, n: `[B]` int64, state row and number of tokens of each entry.
-        values, seeds: `[R + 1, 8]` fp32, `[R + 1]` int64.
-        out_accepted: m, `[B]` int64.
-        out_tokens: `[B, K + 1]` int64; meaningless past m.
-        rates: `[K]` fp32, for timing only: drafts stand at these rates, as in `accept_prefix`. The draw after them runs
-            as ever.
-
-    Two launches, about 4 us (K dependent gathers, then a row of p and one of q) and 2.5 us on an H200 as predicted.
-    """
-    torch.ops.specrs.rejection(
-        logits,
-        cut,
-        lse,
-        ids,
-        draft_logits,
-        draft_cut,
-        draft_lse,
-        q_start,
-        drafts,
-        num_drafts,
-        row,
-        n,
-        values,
-        seeds,
-        out_accepted,
-        out_tokens,
-        scratch.tile_value,
-        scratch.tile_id,
-        rates,
-    )
 
 
 def rejection_reference(
@@ -356,7 +285,7 @@ def rejection_reference(
 
 
 def _variants() -> tuple[Variant, ...]:
-    floats = ("logits", "cut", "draft_logits", "draft_cut", "values", "rates", "tile_value")
+    floats = ("logits", "cut", "draft_logits", "draft_cut", "values", "tile_value")
     types = {
         **dict.fromkeys((*_SCALARS, "V", "stride"), "i32"),
         **dict.fromkeys(floats, "*fp32"),
@@ -370,15 +299,8 @@ def _variants() -> tuple[Variant, ...]:
 
     return (
         *(
-            variant(
-                f"tile_rejection_{name}",
-                tile_rejection_kernel,
-                HAS_DRAFTS=drafts,
-                SYNTHETIC=synthetic,
-                BLOCK_K=8 if drafts else 1,
-                BLOCK=BLOCK,
-            )
-            for name, drafts, synthetic in (("k5", True, False), ("synthetic", True, True), ("k0", False, False))
+            variant(f"tile_rejection_k{k}", tile_rejection_kernel, HAS_DRAFTS=k > 0, BLOCK_K=block, BLOCK=BLOCK)
+            for k, block in ((5, 8), (0, 1))
         ),
         *(
             variant(f"finish_rejection_k{k}", finish_rejection_kernel, HAS_DRAFTS=k > 0, TILES=256, BLOCK_K=block)

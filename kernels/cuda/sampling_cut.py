@@ -31,6 +31,7 @@ from specrs.kernels.cuda._distribution import (
     LOG_MIN_P,
     PARAMS,
     TEMPERATURE,
+    TOP_K,
     combine_tiles,
     is_finite,
     value_of_key,
@@ -131,6 +132,9 @@ def search_kernel(  # type: ignore[no-untyped-def]
             limit, _, _, _, _ = narrow(previous, finished, params, m, COARSE, False, COARSE)
         if t == 0:
             tl.store(slot + LIMIT, limit)
+        if MODE == COUNT and LEVEL == 0:
+            # Nothing to count: an empty histogram reaches no target.
+            shift = tl.where(tl.load(params + TOP_K) < float("inf"), shift, -1)
         if shift >= 0:
             farthest = -tl.load(params + LOG_MIN_P) if MIN_P else float("inf")
             total = add_tile(
@@ -293,13 +297,12 @@ def sampling_cut(
     out_cut: Tensor,
     out_lse: Tensor,
     out_top: Tensor,
-    out_ids: Tensor,
     scratch: SamplingScratch,
     *,
     coarse: bool,
-    top_k: bool,
-    top_p: bool,
-    min_p: bool,
+    top_k: bool = True,
+    top_p: bool = True,
+    min_p: bool = True,
 ) -> None:
     """The distribution that each row samples, as a threshold: x = logit / temperature is kept where x >= cut, with
     probability exp(x - lse).
@@ -311,9 +314,10 @@ def sampling_cut(
         out_cut: `[N]` fp32. Greedy rows: -inf. Rows with NaN, +inf or nothing but -inf: +inf, so nothing is kept.
         out_lse: `[N]` float64, of what is kept; 0 in greedy and faulty rows.
         out_top: `[N]` fp32, the largest logit, NaN if the row has one.
-        out_ids: `[N]` int64, the argmax, lowest id first: what a greedy row draws.
-        coarse, top_k, top_p, min_p: drafting; which filters some row of the batch has. A filter that is named and off
-            in a row leaves it as it is; one that a row has and is not named is not applied.
+        scratch: `scratch.ids` `[:N]` becomes the argmax of each row, lowest id first, which `rejection` reads.
+        coarse: for drafting.
+        top_k, top_p, min_p: whether any row may have that filter; False spares its launches, and ignores it in a row
+            that has it.
     """
     torch.ops.specrs.sampling_cut(
         logits,
@@ -322,7 +326,7 @@ def sampling_cut(
         out_cut,
         out_lse,
         out_top,
-        out_ids,
+        scratch.ids,
         scratch.tile_value,
         scratch.tile_id,
         scratch.tile_sum,

@@ -20,15 +20,15 @@ _PROGRAMS = 1024
 
 @dataclass(frozen=True, slots=True)
 class SamplingScratch:
-    """Scratch of the sampling ops, for one stream: nothing in it survives an op but `ids`, and none reads what it has
-    not written. Its contents may be anything, NaN too."""
+    """Scratch of the sampling ops, for one stream. Nothing in it outlives an op but `ids`, and no op reads what neither
+    it nor, of `ids`, the one before has written: the contents may be anything, NaN too."""
 
     tile_value: Tensor  # [rows, 2, T] fp32, best value of each tile; T = ceil(V / 1024)
     tile_id: Tensor  # [rows, 2, T] int32, its token
     tile_sum: Tensor  # [rows, T] int64, fixed-point weights of each tile
     cells: Tensor  # [3, rows, 2048] int64, histograms of three search steps in turn
     steps: Tensor  # [rows, 9, 6] int64, what each search step starts from
-    ids: Tensor  # [rows] int64, the target's own tokens: argmax in greedy rows, else the draw under `coupled`
+    ids: Tensor  # [rows] int64, each row's argmax after `sampling_cut`, its draw after `verify_coupled`
 
     @classmethod
     def allocate(cls, max_rows: int, max_entries: int, vocab_size: int, device: torch.device) -> SamplingScratch:

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from specrs.core import PURPOSE_ACCEPT, PURPOSE_GUMBEL
-from specrs.kernels.cuda.accept import accept_prefix, accept_prefix_reference
-from specrs.kernels.cuda.coupled import coupled
+from specrs.kernels.cuda import rules
+from specrs.kernels.cuda.accept import accept_prefix_reference
 from specrs.verify.coupled import verify_coupled
 from specrs.verify.processing import greedy_as_point_mass
 from torch import Tensor
@@ -35,7 +35,7 @@ def test_the_longest_prefix(num_drafts: list[int], spare: int, seed: int) -> Non
     buffer = torch.full((len(num_drafts), k + 3), POISON)
     buffer[:, :k] = drafts
     accepted, tokens = torch.full((len(num_drafts),), POISON), torch.full((len(num_drafts), k + 1), POISON)
-    accept_prefix(ids, q_start, buffer[:, :k], drafted, accepted, tokens)
+    rules.verify_greedy(ids, q_start, buffer[:, :k], drafted, accepted, tokens)
     check(accepted, tokens, *expected)
 
 
@@ -43,7 +43,7 @@ def test_padded_entries_own_no_rows() -> None:
     ids = torch.tensor([4, 5])
     accepted, tokens = torch.full((3,), POISON), torch.full((3, 2), POISON)
     drafts = torch.tensor([[4], [POISON], [POISON]])
-    accept_prefix(ids, torch.tensor([0, 2, 2, 2]), drafts, torch.tensor([1, 0, 0]), accepted, tokens)
+    rules.verify_greedy(ids, torch.tensor([0, 2, 2, 2]), drafts, torch.tensor([1, 0, 0]), accepted, tokens)
     assert accepted.tolist() == [1, 0, 0]
     assert tokens[0].tolist() == [4, 5]
     assert ((tokens >= 0) & (tokens < 6)).all()
@@ -56,17 +56,17 @@ def test_acceptance_at_rates() -> None:
     drafts = torch.full((200, 5), 3)
     accepted, tokens = torch.full((200,), POISON), torch.full((200, 6), POISON)
     drafted = torch.where(n % 40 == 0, 1, 5)
-    accept_prefix(
+    rules.verify_synthetic(
         torch.full((1200,), 9),
         torch.arange(0, 1201, 6),
         drafts,
         drafted,
+        rates,
+        seeds,
+        row,
+        n,
         accepted,
         tokens,
-        rates=rates,
-        seeds=seeds,
-        row=row,
-        n=n,
     )
     u = noise_at(seeds[:1], n[:, None] + torch.arange(5), PURPOSE_ACCEPT, 1, gumbel=False)[:, :, 0].double()
     conditional = torch.tensor([0.8, 0.75, 1.0, 0.0, 0.0])
@@ -104,21 +104,18 @@ def test_coupled_is_the_reference(num_drafts: list[int], temperature: float, v: 
     drafts = (processed + noise).argmax(dim=1)[index]
     drafts[:, k - 1 :] = torch.randint(0, v, (batch, min(k, 1)), generator=generator)
     accepted, tokens = torch.full((batch,), POISON), torch.full((batch, k + 1), POISON)
-    scratch = poisoned_scratch(total, v)
-    coupled(
+    rules.verify_coupled(
         wide(logits),
         row[entry],
+        params.values,
         torch.full((total,), -torch.inf),
+        seeds,
         positions,
         q_start,
         drafts,
         drafted,
-        row,
-        n,
-        params.values,
-        seeds,
         accepted,
         tokens,
-        scratch,
+        poisoned_scratch(total, v),
     )
     check(accepted, tokens, *verify_coupled(processed, noise, q_start, drafts, drafted))

@@ -40,6 +40,7 @@ def run(logits: Tensor, row_of: Tensor, params: SamplingRows, steps: Steps, *, c
         torch.full((n,), torch.nan),
         torch.full((n,), -5),
     )
+    scratch = poisoned_scratch(n, logits.shape[1])
     sampling_cut(
         wide(logits),
         row_of,
@@ -47,14 +48,18 @@ def run(logits: Tensor, row_of: Tensor, params: SamplingRows, steps: Steps, *, c
         out.cut,
         out.lse,
         out.top,
-        out.ids,
-        poisoned_scratch(n, logits.shape[1]),
+        scratch,
         coarse=coarse,
         top_k=steps.top_k,
         top_p=steps.top_p,
         min_p=steps.min_p,
     )
+    out.ids.copy_(scratch.ids)
     return out
+
+
+ALL = Steps(top_k=True, top_p=True, min_p=True)
+"""As in a graph, which is captured for whatever its rows will ask."""
 
 
 def near_the_target(x: Tensor, kept: Tensor, top_p: float, eligible: Tensor) -> bool:
@@ -66,11 +71,11 @@ def near_the_target(x: Tensor, kept: Tensor, top_p: float, eligible: Tensor) -> 
     return bool(((torch.stack((with_last, without)) - target).abs() < TOLERANCE * weights.sum()).any())
 
 
-def check(logits: Tensor, settings_of_rows: list[dict[str, float]], *, coarse: bool) -> None:
+def check(logits: Tensor, settings_of_rows: list[dict[str, float]], *, coarse: bool, all_filters: bool = False) -> None:
     params, steps = parameters(settings_of_rows)
     # The last flat row is padding.
     row_of = torch.arange(len(logits)).clamp(max=len(settings_of_rows))
-    got = run(logits, row_of, params, steps, coarse=coarse)
+    got = run(logits, row_of, params, ALL if all_filters else steps, coarse=coarse)
     own = params.select(row_of)
     flags = {"top_k": steps.top_k, "top_p": steps.top_p, "min_p": steps.min_p}
     expected, lse = sampling_cut_reference(logits, own, coarse=coarse, **flags)
@@ -109,10 +114,11 @@ ROW = st.fixed_dictionaries(
     shape=st.sampled_from(["normal", "levels", "tiny", "huge", "flat", "around a value"]),
     forbidden=st.booleans(),
     coarse=st.booleans(),
+    all_filters=st.booleans(),
     seed=st.integers(0, 2**31),
 )
 def test_keeps_what_the_reference_keeps(
-    rows: list[dict[str, float]], v: int, shape: str, forbidden: bool, coarse: bool, seed: int
+    rows: list[dict[str, float]], v: int, shape: str, forbidden: bool, coarse: bool, all_filters: bool, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(len(rows) + 1, v, generator=generator)
@@ -127,7 +133,7 @@ def test_keeps_what_the_reference_keeps(
     if forbidden and v > 2:
         logits = logits.masked_fill(torch.rand(logits.shape, generator=generator) < 0.7, -torch.inf)
         logits[:, v // 2] = 1.0
-    check(logits, rows, coarse=coarse)
+    check(logits, rows, coarse=coarse, all_filters=all_filters)
 
 
 @pytest.mark.parametrize("coarse", [False, True])
