@@ -239,6 +239,12 @@ class EngineConfig:
         return 0 if self.speculative_config is None else self.speculative_config.num_speculative_tokens
 
     @property
+    def rule(self) -> str:
+        """What verifies sampled drafts: `coupled`, or `rejection`, under which synthetic acceptance runs too."""
+        coupled = self.speculative_config is not None and self.speculative_config.rejection_sample_method == "coupled"
+        return "coupled" if coupled else "rejection"
+
+    @property
     def synthetic(self) -> bool:
         """Whether acceptance is made up, for timing."""
         return self.speculative_config is not None and self.speculative_config.rejection_sample_method == "synthetic"

@@ -62,11 +62,13 @@ class AcceptanceFigures:
 
     One draft is one iteration with at least one draft token. `acceptance_histogram[m]` counts the drafts of which
     exactly m tokens were accepted, m from 0 to K; `draft_tokens` is the number of tokens drafted. Iterations count as
-    they ran, before a stop or `max_tokens` cut the text.
+    they ran, before a stop or `max_tokens` cut the text. `synthetic_acceptance`: drafts stood at given rates, for
+    timing; the text is not the target's.
     """
 
     draft_tokens: int = 0
     acceptance_histogram: list[int] = field(default_factory=lambda: [0])
+    synthetic_acceptance: bool = False
 
     @property
     def drafts(self) -> int:
@@ -138,6 +140,7 @@ class RequestMetrics(AcceptanceFigures):
         return cls(
             draft_tokens=sum(book.draft_tokens for book in books),
             acceptance_histogram=[sum(counts) for counts in zip(*(book.histogram for book in books), strict=True)],
+            synthetic_acceptance=requests[0].synthetic,
             num_cached_tokens=sum(request.num_cached_tokens for request in requests),
             num_generated_tokens=sum(len(request.output_token_ids) for request in requests),
             arrival_time=requests[0].arrival_time,

@@ -177,6 +177,7 @@ class Blueprint:
             RowState.allocate(config.max_num_seqs, self.max_model_len, config.block_size, self.device),
             SamplingState(config.max_num_seqs, target.config.vocab_size, dtype, self.device),
             block_size=config.block_size,
-            rule="rejection" if speculative is None else speculative.rejection_sample_method,
+            rule=config.rule,
+            rates=None if speculative is None else speculative.synthetic_acceptance_rates,
             logprobs_mode=config.logprobs_mode,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import warnings
 
 import numpy as np
 
@@ -49,6 +50,12 @@ class Engine:
             InvalidConfigError and its subclasses: what is wrong with the configuration or a checkpoint.
         """
         self.config = config
+        if config.synthetic:
+            warnings.warn(
+                "rejection_sample_method='synthetic': drafts are accepted at given rates, for timing only; the text is "
+                "not the target's",
+                stacklevel=2,
+            )
         self.weights = load_weights(config) if weights is None else weights
         blueprint = Blueprint(config, self.weights)
         target = self.weights.target.config
@@ -91,6 +98,7 @@ class Engine:
             cache_salt=_cache_salt(request),
         )
         request.matcher = matcher
+        request.synthetic = self.config.synthetic
         request.stop_token_ids = bounds.stop_token_ids
         request.eos_token_ids = frozenset() if params.ignore_eos else frozenset(self.limits.eos_token_ids)
         self._prompt_tokens += len(request.prompt_token_ids)
@@ -139,6 +147,7 @@ class Engine:
         return EngineStats(
             draft_tokens=books.draft_tokens - before.draft_tokens,
             acceptance_histogram=[now - then for now, then in zip(books.histogram, before.histogram, strict=True)],
+            synthetic_acceptance=self.config.synthetic,
             draft_passes=0 if self.drafter is None else self.drafter.num_passes,
             target_passes=self.runner.num_target_passes,
             prompt_tokens=self._prompt_tokens,

@@ -71,6 +71,7 @@ class Request:
         self.error: SpecrsError | None = None
         self.acceptance = AcceptanceTracker(num_speculative_tokens)
         self.num_cached_tokens = 0
+        self.synthetic = False  # acceptance is made up: set by the engine that takes the request
         self.stop_token_ids: tuple[int, ...] = ()
         self.eos_token_ids: frozenset[int] = frozenset()
         self.arrival_time = time.monotonic()

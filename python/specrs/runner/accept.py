@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from specrs.runner.iteration import Drafted, Iteration
 from specrs.runner.row_state import RowState
 from specrs.runner.sampling_state import EntrySampling
 from specrs.verify.greedy import verify_greedy
+from specrs.verify.rejection import append_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,14 @@ def accept(
         adjusted, it.rows, entries, it.flat.q_start, n, k, drafts, sampling.steps, drafted.q
     )
     return Verdict(accepted, tokens, top, adjusted)
+
+
+def at_rates(state: RowState, it: Iteration, verdict: Verdict, num_accepted: Tensor) -> Verdict:
+    """The verdict with another number of drafts accepted, and the target's argmax behind them: for timing only."""
+    index = (it.num_tokens[:, None] + torch.arange(it.max_k)).clamp(max=state.scratch_column)
+    drafts = state.tokens[it.rows[:, None], index]
+    best = verdict.adjusted.argmax(dim=-1)[it.flat.index].gather(1, num_accepted[:, None]).squeeze(1)
+    return replace(verdict, num_accepted=num_accepted, tokens=append_token(drafts, num_accepted, best))
 
 
 def update(state: RowState, it: Iteration, verdict: Verdict, drafted: Drafted, results: Results) -> None:

@@ -8,17 +8,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from specrs.core import PURPOSE_ACCEPT
 from specrs.drafters.draft_model import DraftModel
 from specrs.models.decoder import Decoder
 from specrs.models.kv_cache import KVCache
-from specrs.runner.accept import Results, accept, update
+from specrs.runner.accept import Results, accept, at_rates, update
 from specrs.runner.iteration import Drafted, Iteration, draft, prepare, verify
 from specrs.runner.logprobs import entry_logprobs, prompt_logprobs
+from specrs.runner.noise import Noise
 from specrs.runner.prefill import catch_up_inputs, caught_up, last_chunks, last_rows, prefill_inputs
 from specrs.runner.ring import Header, RingSlot
 from specrs.runner.row_state import RowState
 from specrs.runner.sampling_state import EntrySampling, SamplingState
 from specrs.runner.uploads import apply_uploads
+from specrs.verify.synthetic import accept_at_rates
 
 if TYPE_CHECKING:
     from specrs.engine.request import Request
@@ -37,9 +40,11 @@ class EagerRunner:
         *,
         block_size: int,
         rule: str,
+        rates: Sequence[float] | None = None,
         logprobs_mode: str,
     ) -> None:
-        """`rule` verifies the entries that sample: `rejection` or `coupled`."""
+        """`rule` verifies the entries that sample: `rejection` or `coupled`. With `rates` drafts stand at these
+        unconditional rates by position, whatever the models say: for timing only."""
         self.target = target
         self.kv_cache = kv_cache
         self.drafter = drafter
@@ -47,6 +52,8 @@ class EagerRunner:
         self.sampling = sampling
         self.block_size = block_size
         self.rule = rule
+        self.rates = None if rates is None else torch.tensor(rates, dtype=sampling.params.values.dtype)
+        self._noise = Noise(sampling.seeds, sampling.vocab_size, sampling.params.values.dtype)
         self.logprobs_mode = logprobs_mode
         self.num_target_passes = 0
 
@@ -136,6 +143,12 @@ class EagerRunner:
         results: Results,
     ) -> None:
         verdict = accept(self.state, it, logits, positions, drafted, sampling)
+        if self.rates is not None and it.max_k:
+            at = it.num_tokens[:, None] + torch.arange(it.max_k)
+            uniforms = self._noise.uniform(it.rows, at, PURPOSE_ACCEPT)
+            verdict = at_rates(
+                self.state, it, verdict, accept_at_rates(self.rates[: it.max_k], uniforms, it.num_drafts)
+            )
         if sampling.grammar is not None:
             sampling.grammar.finish()
         update(self.state, it, verdict, drafted, results)

@@ -105,8 +105,8 @@ def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingS
         max_model_len=blueprint.max_model_len,
         max_k=k,
         first_rows=first_rows,
-        rule="rejection" if speculative is None else speculative.rejection_sample_method,
-        synthetic_rates=rates,
+        rule=config.rule,
+        rates=rates,
     )
 
 

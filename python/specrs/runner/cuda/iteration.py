@@ -14,10 +14,11 @@ from torch import Tensor
 
 from specrs.core import PURPOSE_DRAFT, PURPOSE_GUMBEL
 from specrs.drafters.draft_model import DraftModel
-from specrs.kernels.cuda.argmax import argmax
+from specrs.kernels.cuda.accept import accept_prefix
+from specrs.kernels.cuda.coupled import coupled
 from specrs.kernels.cuda.draw import draw
 from specrs.kernels.cuda.prepare import assemble_drafts, prepare_iteration
-from specrs.kernels.cuda.rules import verify_coupled, verify_greedy, verify_rejection, verify_synthetic
+from specrs.kernels.cuda.rejection import rejection
 from specrs.kernels.cuda.sampling_cut import sampling_cut
 from specrs.kernels.cuda.sampling_scratch import SamplingScratch
 from specrs.kernels.cuda.update import update_rows
@@ -28,6 +29,9 @@ from specrs.models.kv_cache import KVCache
 from specrs.runner.cuda.buffers import Buffers, DeviceRecord
 from specrs.runner.cuda.shapes import Shape, Tail
 from specrs.runner.row_state import RowState
+
+_FILTERS = {"top_k": True, "top_p": True, "min_p": True}
+"""One graph serves every row: a filter that is off in a row leaves it as it is, and costs about 2 us a search step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +53,8 @@ class Context:
     max_model_len: int
     max_k: int
     first_rows: int
-    rule: str  # rejection, coupled or synthetic
-    synthetic_rates: Tensor | None  # [K] fp32, unconditional acceptance by position
+    rule: str  # rejection or coupled
+    rates: Tensor | None  # [K] fp32, for timing only: drafts stand at these rates, whatever the models say
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,22 +150,22 @@ def draft_pass(ctx: Context, i: int, batch: int, tail: Tail) -> None:
 
 def sample_draft(ctx: Context, i: int, batch: int) -> None:
     """Draw pass i's tokens from its logits; cut and normaliser stay beside the logits, which together are q."""
-    b = ctx.buffers
-    at = (i - 1, slice(0, batch))
+    b, at = ctx.buffers, (i - 1, slice(0, batch))
     logits, rows = b.draft_logits[at], b.row[:batch]
-    sampling_cut(logits, rows, ctx.params, b.draft_cut[at], b.draft_lse[at], b.draft_top[at], ctx.scratch, coarse=True)
-    purpose = PURPOSE_GUMBEL if ctx.rule == "coupled" else PURPOSE_DRAFT
-    draw(
+    sampling_cut(
         logits,
         rows,
         ctx.params,
         b.draft_cut[at],
-        ctx.seeds,
-        b.draft_draws[at],
-        purpose,
-        b.drawn[at],
+        b.draft_lse[at],
+        b.draft_top[at],
+        ctx.scratch.ids[:batch],
         ctx.scratch,
+        coarse=True,
+        **_FILTERS,
     )
+    purpose = PURPOSE_GUMBEL if ctx.rule == "coupled" else PURPOSE_DRAFT
+    draw(logits, rows, ctx.params, b.draft_cut[at], ctx.seeds, b.draft_draws[at], purpose, b.drawn[at], ctx.scratch)
 
 
 def verify(ctx: Context, shape: Shape) -> None:
@@ -238,73 +242,59 @@ def accept_and_update(ctx: Context, shape: Shape, first: int = 0, logits: Tensor
 
 def accept(ctx: Context, shape: Shape, logits: Tensor) -> None:
     """`accepted` and `emitted` by the rule; greedy shapes find the target's own tokens in `target_ids`."""
-    b, batch, k = ctx.buffers, shape.batch, shape.max_k
-    q_start, drafts, num_drafts = b.q_start[: batch + 1], b.drafts[:batch, :k], b.k[:batch]
-    accepted, emitted = b.accepted[:batch], b.emitted[:batch, : k + 1]
-    if ctx.rule == "synthetic":
-        assert ctx.synthetic_rates is not None
-        if shape.tail is not Tail.GREEDY:
-            argmax(logits, b.target_ids[: shape.rows], b.target_top[: shape.rows], ctx.scratch)
-        verify_synthetic(
-            b.target_ids[: shape.rows],
-            q_start,
-            drafts,
-            num_drafts,
-            ctx.synthetic_rates,
-            ctx.seeds,
-            b.row[:batch],
-            b.n[:batch],
-            accepted,
-            emitted,
-        )
-        return
+    b, batch, k, at = ctx.buffers, shape.batch, shape.max_k, slice(0, shape.rows)
+    entries = (b.q_start[: batch + 1], b.drafts[:batch, :k], b.k[:batch])
+    row, n = b.row[:batch], b.n[:batch]
+    out = (b.accepted[:batch], b.emitted[:batch, : k + 1])
+    rates = None if ctx.rates is None else ctx.rates[:k]
     if shape.tail is Tail.GREEDY:
-        verify_greedy(b.target_ids[: shape.rows], q_start, drafts, num_drafts, accepted, emitted)
+        accept_prefix(b.target_ids[at], *entries, *out, rates=rates, seeds=ctx.seeds, row=row, n=n)
         return
-    at = slice(0, shape.rows)
+    cut, ids = b.target_cut[at], b.target_ids[at]
+    rows = b.verify_rows[at]
     sampling_cut(
         logits,
-        b.verify_rows[at],
+        rows,
         ctx.params,
-        b.target_cut[at],
+        cut,
         b.target_lse[at],
         b.target_top[at],
+        ids,
         ctx.scratch,
         coarse=False,
+        **_FILTERS,
     )
     if ctx.rule == "coupled":
-        verify_coupled(
+        coupled(
             logits,
-            b.verify_rows[at],
-            ctx.params,
-            b.target_cut[at],
-            ctx.seeds,
+            rows,
+            cut,
             b.verify_draws[at],
-            q_start,
-            drafts,
-            num_drafts,
-            accepted,
-            emitted,
+            *entries,
+            row,
+            n,
+            ctx.params,
+            ctx.seeds,
+            *out,
             ctx.scratch,
+            rates=rates,
         )
         return
-    verify_rejection(
+    q = (b.draft_logits[:k, :batch], b.draft_cut[:k, :batch], b.draft_lse[:k, :batch])
+    rejection(
         logits,
-        b.target_cut[at],
+        cut,
         b.target_lse[at],
-        b.draft_logits[:k, :batch],
-        b.draft_cut[:k, :batch],
-        b.draft_lse[:k, :batch],
-        q_start,
-        drafts,
-        num_drafts,
-        b.row[:batch],
-        b.n[:batch],
+        ids,
+        *q,
+        *entries,
+        row,
+        n,
         ctx.params,
         ctx.seeds,
-        accepted,
-        emitted,
+        *out,
         ctx.scratch,
+        rates=rates,
     )
 
 
