@@ -14,11 +14,9 @@ from torch import Tensor
 
 from specrs.core import PURPOSE_DRAFT, PURPOSE_GUMBEL
 from specrs.drafters.draft_model import DraftModel
-from specrs.kernels.cuda.accept import accept_prefix
-from specrs.kernels.cuda.coupled import coupled
 from specrs.kernels.cuda.draw import draw
 from specrs.kernels.cuda.prepare import assemble_drafts, prepare_iteration
-from specrs.kernels.cuda.rejection import rejection
+from specrs.kernels.cuda.rules import verify_coupled, verify_greedy, verify_rejection, verify_synthetic
 from specrs.kernels.cuda.sampling_cut import sampling_cut
 from specrs.kernels.cuda.sampling_scratch import SamplingScratch
 from specrs.kernels.cuda.update import update_rows
@@ -29,9 +27,6 @@ from specrs.models.kv_cache import KVCache
 from specrs.runner.cuda.buffers import Buffers, DeviceRecord
 from specrs.runner.cuda.shapes import Shape, Tail
 from specrs.runner.row_state import RowState
-
-_FILTERS = {"top_k": True, "top_p": True, "min_p": True}
-"""One graph serves every row: a filter that is off in a row leaves it as it is, and costs about 2 us a search step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,21 +146,10 @@ def draft_pass(ctx: Context, i: int, batch: int, tail: Tail) -> None:
 def sample_draft(ctx: Context, i: int, batch: int) -> None:
     """Draw pass i's tokens from its logits; cut and normaliser stay beside the logits, which together are q."""
     b, at = ctx.buffers, (i - 1, slice(0, batch))
-    logits, rows = b.draft_logits[at], b.row[:batch]
-    sampling_cut(
-        logits,
-        rows,
-        ctx.params,
-        b.draft_cut[at],
-        b.draft_lse[at],
-        b.draft_top[at],
-        ctx.scratch.ids[:batch],
-        ctx.scratch,
-        coarse=True,
-        **_FILTERS,
-    )
+    logits, rows, cut = b.draft_logits[at], b.row[:batch], b.draft_cut[at]
+    sampling_cut(logits, rows, ctx.params, cut, b.draft_lse[at], b.draft_top[at], ctx.scratch, coarse=True)
     purpose = PURPOSE_GUMBEL if ctx.rule == "coupled" else PURPOSE_DRAFT
-    draw(logits, rows, ctx.params, b.draft_cut[at], ctx.seeds, b.draft_draws[at], purpose, b.drawn[at], ctx.scratch)
+    draw(logits, rows, ctx.params, cut, ctx.seeds, b.draft_draws[at], purpose, b.drawn[at], ctx.scratch)
 
 
 def verify(ctx: Context, shape: Shape) -> None:
@@ -241,61 +225,30 @@ def accept_and_update(ctx: Context, shape: Shape, first: int = 0, logits: Tensor
 
 
 def accept(ctx: Context, shape: Shape, logits: Tensor) -> None:
-    """`accepted` and `emitted` by the rule; greedy shapes find the target's own tokens in `target_ids`."""
+    """`accepted` and `emitted` by the rule; greedy shapes find the target's own tokens in `target_ids`.
+
+    Filters that a row has not cost it nothing but launches, so one graph serves every mixture of rows.
+    """
     b, batch, k, at = ctx.buffers, shape.batch, shape.max_k, slice(0, shape.rows)
     entries = (b.q_start[: batch + 1], b.drafts[:batch, :k], b.k[:batch])
-    row, n = b.row[:batch], b.n[:batch]
-    out = (b.accepted[:batch], b.emitted[:batch, : k + 1])
-    rates = None if ctx.rates is None else ctx.rates[:k]
+    row, n, out = b.row[:batch], b.n[:batch], (b.accepted[:batch], b.emitted[:batch, : k + 1])
+    own = b.target_ids[at]
     if shape.tail is Tail.GREEDY:
-        accept_prefix(b.target_ids[at], *entries, *out, rates=rates, seeds=ctx.seeds, row=row, n=n)
-        return
-    cut, ids = b.target_cut[at], b.target_ids[at]
-    rows = b.verify_rows[at]
-    sampling_cut(
-        logits,
-        rows,
-        ctx.params,
-        cut,
-        b.target_lse[at],
-        b.target_top[at],
-        ids,
-        ctx.scratch,
-        coarse=False,
-        **_FILTERS,
-    )
-    if ctx.rule == "coupled":
-        coupled(
-            logits,
-            rows,
-            cut,
-            b.verify_draws[at],
-            *entries,
-            row,
-            n,
-            ctx.params,
-            ctx.seeds,
-            *out,
-            ctx.scratch,
-            rates=rates,
-        )
-        return
-    q = (b.draft_logits[:k, :batch], b.draft_cut[:k, :batch], b.draft_lse[:k, :batch])
-    rejection(
-        logits,
-        cut,
-        b.target_lse[at],
-        ids,
-        *q,
-        *entries,
-        row,
-        n,
-        ctx.params,
-        ctx.seeds,
-        *out,
-        ctx.scratch,
-        rates=rates,
-    )
+        verify_greedy(own, *entries, *out)
+    else:
+        rows, cut = b.verify_rows[at], b.target_cut[at]
+        sampling_cut(logits, rows, ctx.params, cut, b.target_lse[at], b.target_top[at], ctx.scratch, coarse=False)
+        own = ctx.scratch.ids[at]
+        if ctx.rule == "coupled":
+            draws = b.verify_draws[at]
+            verify_coupled(logits, rows, ctx.params, cut, ctx.seeds, draws, *entries, *out, ctx.scratch)
+        else:
+            q = (b.draft_logits[:k, :batch], b.draft_cut[:k, :batch], b.draft_lse[:k, :batch])
+            verify_rejection(
+                logits, cut, b.target_lse[at], *q, *entries, row, n, ctx.params, ctx.seeds, *out, ctx.scratch
+            )
+    if ctx.rates is not None:  # behind the rule, whose time is to be measured
+        verify_synthetic(own, *entries, ctx.rates, ctx.seeds, row, n, *out)
 
 
 def run(ctx: Context, shape: Shape, entries: Entries) -> None:
