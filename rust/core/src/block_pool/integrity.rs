@@ -50,7 +50,7 @@ impl BlockPool {
             }
             if block.registered {
                 registered += 1;
-                if self.lookup(block.hash) != Some(id as i64) {
+                if self.lookup(self.by_hash.hash_of(id as u32)) != Some(id as i64) {
                     return Err(Error::integrity(format!("block {id} is not found under its hash")));
                 }
             }

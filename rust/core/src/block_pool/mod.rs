@@ -14,24 +14,19 @@
 
 mod integrity;
 mod list;
+mod table;
 #[cfg(test)]
 mod tests;
-
-use std::collections::HashMap;
-use std::collections::hash_map::Entry;
-
-use rustc_hash::FxBuildHasher;
 
 use crate::error::{Error, Result};
 use crate::hash::BlockHash;
 use list::{ListId, Lists};
+use table::Table;
 
 const UNCLAIMED: u32 = u32::MAX;
 
 #[derive(Clone, Debug)]
 struct Block {
-    /// Meaningful only while `registered`.
-    hash: BlockHash,
     ref_count: u32,
     claimant: u32,
     registered: bool,
@@ -43,7 +38,7 @@ struct Block {
 pub struct BlockPool {
     blocks: Vec<Block>,
     lists: Lists,
-    by_hash: HashMap<BlockHash, u32, FxBuildHasher>,
+    by_hash: Table,
 }
 
 impl BlockPool {
@@ -55,12 +50,12 @@ impl BlockPool {
         if num_blocks == 0 || num_blocks > 1 << 31 {
             return Err(Error::invalid_config("num_blocks", num_blocks, "1 to 2^31"));
         }
-        let empty = Block { hash: 0, ref_count: 0, claimant: UNCLAIMED, registered: false, has_draft: false };
+        let empty = Block { ref_count: 0, claimant: UNCLAIMED, registered: false, has_draft: false };
         let mut lists = Lists::new(num_blocks);
         for block in 0..num_blocks {
             lists.push_back(ListId::Free, block as u32);
         }
-        let by_hash = HashMap::with_capacity_and_hasher(num_blocks, FxBuildHasher);
+        let by_hash = Table::new(num_blocks);
         Ok(Self { blocks: vec![empty; num_blocks], lists, by_hash })
     }
 
@@ -95,7 +90,7 @@ impl BlockPool {
     fn evict(&mut self) -> Option<u32> {
         let id = self.lists.pop_front(ListId::Cached)?;
         let block = &mut self.blocks[id as usize];
-        self.by_hash.remove(&block.hash);
+        self.by_hash.remove(id);
         block.registered = false;
         block.has_draft = false;
         Some(id)
@@ -136,7 +131,7 @@ impl BlockPool {
 
     /// The block registered under `hash`.
     pub fn lookup(&self, hash: BlockHash) -> Option<i64> {
-        self.by_hash.get(&hash).map(|&id| i64::from(id))
+        self.by_hash.find(hash).map(i64::from)
     }
 
     /// Sets mark T: the held `block` can be found under `hash` from now on. Returns false, and changes nothing, if another
@@ -146,9 +141,9 @@ impl BlockPool {
     /// [`Error::InvalidBlock`] if the block is not held, is registered already, or is not in the pool.
     pub fn register(&mut self, block: i64, hash: BlockHash) -> Result<bool> {
         let id = self.checked(block, "a held block without mark T", |b| b.ref_count > 0 && !b.registered)?;
-        let Entry::Vacant(entry) = self.by_hash.entry(hash) else { return Ok(false) };
-        entry.insert(id as u32);
-        self.blocks[id].hash = hash;
+        if !self.by_hash.insert(hash, id as u32) {
+            return Ok(false);
+        }
         self.blocks[id].registered = true;
         Ok(true)
     }

@@ -184,7 +184,7 @@ fn the_check_sees_each_contradiction() {
         ("mark D without mark T", |pool| pool.blocks[3].has_draft = true),
         ("a claim on a marked block", |pool| pool.blocks[0].has_draft = true),
         ("a claim on a cached block", |pool| pool.blocks[2].claimant = 1),
-        ("a wrong hash", |pool| pool.blocks[1].hash = 0),
+        ("a wrong hash", |pool| pool.by_hash.remove(1)),
         ("a hash of nothing", |pool| _ = pool.by_hash.insert(99, 3)),
     ];
     for (name, damage) in breaks {

@@ -40,7 +40,8 @@ impl Scheduler {
             self.waiting.pop_first();
             self.requests[index].row = Some(row);
             let lease = &mut self.rows[row as usize];
-            lease.open(index, num_tokens);
+            self.requests[index].reserve(block_size);
+            lease.open(index, &self.requests[index], self.config.blocks_for(self.requests[index].limit));
             for &block in &plan.hits {
                 self.pool.share(block)?;
                 lease.blocks.push(block);
@@ -70,7 +71,7 @@ impl Scheduler {
             if row.is_prefilling() {
                 self.config.blocks_for(row.prefill_end + 1).saturating_sub(row.blocks.len())
             } else {
-                iteration.min(self.config.blocks_for(self.requests[row.request].limit) - row.blocks.len())
+                iteration.min(self.config.blocks_for(row.limit) - row.blocks.len())
             }
         };
         self.running.iter().map(growth).sum()

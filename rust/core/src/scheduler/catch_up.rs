@@ -13,7 +13,7 @@
 //! K = 0 until the claim's holder has finished.
 
 use super::Scheduler;
-use super::plan::{CatchUp, DraftChunk, Plan, lower_bound};
+use super::plan::{CatchUp, DraftChunk, Plan};
 use super::row::{Row, RowIndex};
 use crate::error::Result;
 
@@ -48,7 +48,7 @@ impl Scheduler {
             return Ok(0);
         }
         let (draft_len, registered) = (row.draft_len, row.num_registered);
-        let n = lower_bound(row, &self.requests[row.request]);
+        let n = row.lower_bound();
         let start = self.skip_drafted(row, draft_len);
         let target = self.after_drafted(row, n.saturating_sub(self.config.first_rows).max(start));
         let free = self.first_claimed_by_other(decode.row, start, target.min(start + most));
@@ -67,7 +67,7 @@ impl Scheduler {
             plan.draft_chunks.push(DraftChunk { row: decode.row, start, len: end - start });
         }
         if drafts {
-            let limit = self.requests[self.rows[decode.row as usize].request].limit;
+            let limit = self.rows[decode.row as usize].limit;
             decode.k = self.reserve(decode.row, decode.n_upper, limit, k)?.unwrap_or(0);
             decode.need = (decode.n_upper + decode.k).min(limit);
         }

@@ -1,7 +1,6 @@
 //! The check that a scheduler's books agree with each other and with its pool.
 
 use super::Scheduler;
-use super::plan::lower_bound;
 use super::row::{EntryKind, Row, RowState};
 use crate::error::{Error, Result};
 
@@ -81,6 +80,12 @@ impl Scheduler {
         let request = &self.requests[row.request];
         let (block_size, n) = (self.config.block_size, request.tokens.len());
         ensure!(row.num_computed <= row.prefill_end && row.prefill_end <= n, "row {index} computed too much: {row:?}");
+        let k = if request.draft_failed { 0 } else { request.k };
+        ensure!(
+            (row.n, row.limit, row.k) == (n, request.limit, k),
+            "row {index} does not know its request's {n} tokens, limit {} and K = {k}: {row:?}",
+            request.limit
+        );
         let most = self.config.blocks_for(request.limit);
         ensure!(row.blocks.len() <= most, "row {index} holds {} blocks, its limit takes {most}", row.blocks.len());
         ensure!(row.num_sent <= row.blocks.len(), "row {index} sent {} of {} blocks", row.num_sent, row.blocks.len());
@@ -91,12 +96,12 @@ impl Scheduler {
         );
         let (marked, registered) = (row.num_draft_marked, row.num_registered);
         ensure!(marked <= registered, "row {index} marked {marked} of {registered} blocks");
-        let most = lower_bound(row, request) - 1;
+        let most = row.lower_bound() - 1;
         ensure!(row.drafting > 0 || row.draft_len <= most, "row {index} has draft_len {} above {most}", row.draft_len);
 
         let mut hash = request.root;
         for (at, tokens) in request.tokens.chunks_exact(block_size).take(row.num_registered).enumerate() {
-            hash = self.hasher.chain(hash, tokens);
+            hash = self.hasher.chain_tokens(hash, tokens);
             let block = row.blocks[at];
             let found = self.pool.lookup(hash);
             if self.pool.is_registered(block) {

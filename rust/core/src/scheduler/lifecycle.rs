@@ -6,7 +6,7 @@ use super::{RequestParams, Scheduler};
 use crate::error::{Error, Result};
 
 /// Token ids are vocabulary indices; anything beyond 32 bits is a bug of the caller.
-const MAX_TOKEN: i64 = u32::MAX as i64;
+const MAX_TOKEN: i64 = crate::hash::ESCAPE as i64 - 1;
 
 pub(super) fn is_token(token: i64) -> bool {
     (0..=MAX_TOKEN).contains(&token)

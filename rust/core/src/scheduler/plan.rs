@@ -3,7 +3,6 @@
 //! Deciding may reserve blocks and preempt, and nothing else until it is certain that a launch comes of it: a plan that ends in
 //! `SettleFirst` leaves only reservations behind, which the next plan finds.
 
-use super::request::Request;
 use super::row::{Row, RowIndex};
 use super::{PlanOutcome, Scheduler, check_len};
 use crate::error::Result;
@@ -158,13 +157,12 @@ impl Scheduler {
     /// False if the row is short of blocks even at K = 0.
     fn place_decode(&mut self, plan: &mut Plan, row_index: RowIndex) -> Result<bool> {
         let row = &self.rows[row_index as usize];
-        let request = &self.requests[row.request];
-        let limit = request.limit;
-        if lower_bound(row, request) >= limit {
+        let limit = row.limit;
+        if row.lower_bound() >= limit {
             return Ok(true);
         }
-        let n_upper = (request.tokens.len() + row.emit_upper).min(limit);
-        let drafting = self.drafting(row, request);
+        let n_upper = (row.n + row.emit_upper).min(limit);
+        let drafting = self.drafting(row);
         let k = if let Drafting::Ready(k) = drafting { k } else { 0 };
         let Some(k) = self.reserve(row_index, n_upper, limit, k)? else { return Ok(false) };
         plan.decode_tokens += 1 + k;
@@ -201,11 +199,11 @@ impl Scheduler {
     }
 
     /// Whether a decoding row drafts, and how much. K is cut to what the device would draft at the row's shortest possible length.
-    fn drafting(&self, row: &Row, request: &Request) -> Drafting {
+    fn drafting(&self, row: &Row) -> Drafting {
         let Some(context) = self.config.draft_max_model_len else { return Drafting::Off };
-        let n = lower_bound(row, request);
-        let k = request.k.min(request.limit - n - 1).min((context + 1).saturating_sub(n));
-        if k == 0 || request.draft_failed {
+        let n = row.lower_bound();
+        let k = row.k.min(row.limit - n - 1).min((context + 1).saturating_sub(n));
+        if k == 0 {
             Drafting::Off
         } else if row.drafting > 0 {
             // What was just drafted hides both n and draft_len, but their distance is bounded.
@@ -254,12 +252,11 @@ impl Scheduler {
             let (mut decode_tokens, mut draft_cost) = (0, 0);
             for &row_index in &self.running {
                 let row = &self.rows[row_index as usize];
-                let request = &self.requests[row.request];
-                let n = lower_bound(row, request);
-                if row.is_prefilling() || n >= request.limit {
+                let n = row.lower_bound();
+                if row.is_prefilling() || n >= row.limit {
                     continue;
                 }
-                decode_tokens += match self.drafting(row, request) {
+                decode_tokens += match self.drafting(row) {
                     Drafting::Off => 1,
                     Drafting::Ready(k) => 1 + k,
                     Drafting::CatchUp(k) => {
@@ -278,9 +275,4 @@ impl Scheduler {
         let total = self.config.max_num_batched_tokens;
         total.saturating_sub(decode_tokens).max(total.div_ceil(4))
     }
-}
-
-/// Fewest tokens a row has once everything in flight has happened.
-pub(super) fn lower_bound(row: &Row, request: &Request) -> usize {
-    request.tokens.len() + row.emitting as usize
 }

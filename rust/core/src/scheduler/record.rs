@@ -90,7 +90,7 @@ impl Scheduler {
 
             let tokens = &self.requests[row.request].tokens[chunk.start..end];
             let at = header.num_prefill_tokens;
-            record[layout.prefill_token.offset + at..][..chunk.len].copy_from_slice(tokens);
+            write_tokens(&mut record[layout.prefill_token.offset + at..], tokens);
             write_positions(&mut record[layout.prefill_position.offset + at..][..chunk.len], chunk.start);
             let slots = &mut record[layout.prefill_slot.offset + at..][..chunk.len];
             self.slot_mapper.map_range(&row.blocks, chunk.start as i64, slots);
@@ -142,7 +142,7 @@ impl Scheduler {
             record[layout.admit_limit.offset + i] = request.limit as i64;
             record[layout.admit_num_cached.offset + i] = row.num_computed as i64;
             let at = layout.upload_token.offset + header.num_upload_tokens;
-            record[at..at + request.tokens.len()].copy_from_slice(&request.tokens);
+            write_tokens(&mut record[at..], &request.tokens);
             header.num_upload_tokens += request.tokens.len();
         }
     }
@@ -182,6 +182,12 @@ impl LaunchHeader {
         ] {
             record[at] = value as i64;
         }
+    }
+}
+
+fn write_tokens(out: &mut [i64], tokens: &[u32]) {
+    for (out, &token) in out.iter_mut().zip(tokens) {
+        *out = i64::from(token);
     }
 }
 

@@ -15,7 +15,7 @@ pub(super) struct Request {
     pub(super) id: i64,
     pub(super) importance: Importance,
     /// Settled tokens: the prompt, then the output. Never taken back, so a preempted request keeps them.
-    pub(super) tokens: Vec<i64>,
+    pub(super) tokens: Vec<u32>,
     pub(super) prompt_len: usize,
     pub(super) limit: usize,
     pub(super) min_tokens: usize,
@@ -49,7 +49,7 @@ impl Request {
         Self {
             id,
             importance,
-            tokens: prompt.to_vec(),
+            tokens: prompt.iter().map(|&token| token as u32).collect(),
             prompt_len: prompt.len(),
             limit: params.limit,
             min_tokens: params.min_tokens,
@@ -62,12 +62,18 @@ impl Request {
         }
     }
 
-    /// Appends an emitted token. A stop token counts from output index `min_tokens` on and wins over the limit.
+    /// Appends emitted tokens up to the first that ends the request; they must not pass its limit. A stop token counts from output
+    /// index `min_tokens` on and wins over the limit.
     #[inline]
-    pub(super) fn append(&mut self, token: i64) -> Ending {
-        let output_index = self.tokens.len() - self.prompt_len;
-        self.tokens.push(token);
-        if output_index >= self.min_tokens && self.stop_token_ids.contains(&token) {
+    pub(super) fn append(&mut self, tokens: &[i64]) -> Ending {
+        let stop = if self.stop_token_ids.is_empty() {
+            None
+        } else {
+            let first = (self.prompt_len + self.min_tokens).saturating_sub(self.tokens.len());
+            tokens.iter().skip(first).position(|token| self.stop_token_ids.contains(token)).map(|at| first + at + 1)
+        };
+        self.tokens.extend(tokens[..stop.unwrap_or(tokens.len())].iter().map(|&token| token as u32));
+        if stop.is_some() {
             Ending::Stop
         } else if self.tokens.len() >= self.limit {
             Ending::Length
@@ -76,12 +82,18 @@ impl Request {
         }
     }
 
+    /// Makes room for all that it may become, so that nothing is allocated while it runs.
+    pub(super) fn reserve(&mut self, block_size: usize) {
+        self.tokens.reserve_exact(self.limit - self.tokens.len());
+        self.hashes.reserve_exact(self.limit / block_size - self.hashes.len());
+    }
+
     /// Hash of its full block `index`.
     pub(super) fn block_hash(&mut self, index: usize, block_size: usize, hasher: &BlockHasher) -> BlockHash {
         while self.hashes.len() <= index {
             let start = self.hashes.len() * block_size;
             let parent = self.hashes.last().copied().unwrap_or(self.root);
-            self.hashes.push(hasher.chain(parent, &self.tokens[start..start + block_size]));
+            self.hashes.push(hasher.chain_tokens(parent, &self.tokens[start..start + block_size]));
         }
         self.hashes[index]
     }

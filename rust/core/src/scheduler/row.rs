@@ -3,7 +3,7 @@
 //! The row index names the lease. A row is live while its request runs. When the request ends or is preempted, the row is closed: what
 //! is in flight for it will be dropped, and it keeps its blocks and claims until the last such launch has settled.
 
-use super::request::RequestIndex;
+use super::request::{Request, RequestIndex};
 
 pub(super) type RowIndex = u32;
 
@@ -20,6 +20,11 @@ pub(super) struct Row {
     pub(super) state: RowState,
     /// The running request; meaningful while live.
     pub(super) request: RequestIndex,
+    /// Its settled tokens, its limit, and the K that it may draft: kept here too, so that planning, which looks at every row of a large
+    /// batch, misses the cache once a row and not twice.
+    pub(super) n: usize,
+    pub(super) limit: usize,
+    pub(super) k: usize,
     /// Its block table. Entries from `num_sent` on are reserved but not yet told to the device.
     pub(super) blocks: Vec<i64>,
     pub(super) num_sent: usize,
@@ -46,11 +51,27 @@ impl Row {
         self.num_computed < self.prefill_end
     }
 
-    /// Makes a free row live, keeping its allocations.
-    pub(super) fn open(&mut self, request: RequestIndex, num_tokens: usize) {
+    /// Fewest tokens the row has once everything in flight has happened.
+    pub(super) fn lower_bound(&self) -> usize {
+        self.n + self.emitting as usize
+    }
+
+    /// Makes a free row live, with room for `max_blocks` blocks, so that it allocates nothing while it runs.
+    pub(super) fn open(&mut self, index: RequestIndex, request: &Request, max_blocks: usize) {
         let mut blocks = std::mem::take(&mut self.blocks);
         blocks.clear();
-        *self = Self { state: RowState::Live, request, blocks, prefill_end: num_tokens, ..Self::default() };
+        blocks.reserve(max_blocks);
+        let n = request.tokens.len();
+        *self = Self {
+            state: RowState::Live,
+            request: index,
+            n,
+            limit: request.limit,
+            k: if request.draft_failed { 0 } else { request.k },
+            blocks,
+            prefill_end: n,
+            ..Self::default()
+        };
     }
 }
 

@@ -1,6 +1,6 @@
 //! What results mean: tokens, ends, acceptance books, and which blocks others may use from now on.
 
-use super::layout::{self, FINISH_ERROR, FINISH_LENGTH, FINISH_NONE, FINISH_STOP};
+use super::layout::{self, FINISH_ERROR, FINISH_LENGTH, FINISH_NONE, FINISH_STOP, ResultsLayout, Section};
 use super::lifecycle::is_token;
 use super::request::Ending;
 use super::row::{Entry, EntryKind, Launch, RowIndex, RowState};
@@ -18,6 +18,36 @@ struct Report {
     accepted: i64,
     drafted: i64,
     flags: i64,
+}
+
+/// The sections of a results buffer.
+#[derive(Clone, Copy)]
+struct Reports<'a> {
+    emitted: &'a [i64],
+    accepted: &'a [i64],
+    drafted: &'a [i64],
+    flags: &'a [i64],
+    tokens: &'a [i64],
+}
+
+impl<'a> Reports<'a> {
+    fn new(layout: &ResultsLayout, results: &'a [i64]) -> Self {
+        Self {
+            emitted: &results[layout.num_emitted.range()],
+            accepted: &results[layout.num_accepted.range()],
+            drafted: &results[layout.num_drafted.range()],
+            flags: &results[layout.flags.range()],
+            tokens: &results[layout.tokens.range()],
+        }
+    }
+
+    /// Each entry's counts, and the `width` tokens that the buffer has room for.
+    fn iter(self, width: usize) -> impl Iterator<Item = (Report, &'a [i64])> {
+        let counts = self.emitted.iter().zip(self.accepted).zip(self.drafted).zip(self.flags);
+        counts.zip(self.tokens.chunks_exact(width)).map(|((((&emitted, &accepted), &drafted), &flags), tokens)| {
+            (Report { emitted, accepted, drafted, flags }, tokens)
+        })
+    }
 }
 
 /// What came of one entry.
@@ -45,33 +75,25 @@ impl Scheduler {
         }
         self.validate_results(&self.launches[0], results)?;
 
-        let layout = self.settled_layout;
-        settled[layout.request_id.range()].fill(-1);
-        settled[layout.num_new.range()].fill(0);
-        settled[layout.finish_reason.range()].fill(FINISH_NONE);
         let Some(launch) = self.launches.pop_front() else { return Ok(()) };
-        for (at, &entry) in launch.entries.iter().enumerate() {
-            let (report, tokens) = self.report(results, at);
-            let Settled { request_id, num_new, finish_reason } = self.settle_entry(entry, report, tokens)?;
-            settled[layout.request_id.offset + at] = request_id;
-            settled[layout.num_new.offset + at] = num_new as i64;
-            settled[layout.finish_reason.offset + at] = finish_reason;
+        let (used, layout) = (launch.entries.len(), self.settled_layout);
+        let sections = [layout.request_id, layout.num_new, layout.finish_reason].map(Section::range);
+        let Ok([ids, counts, reasons]) = settled.get_disjoint_mut(sections) else {
+            unreachable!("sections are disjoint")
+        };
+        ids[used..].fill(DROPPED.request_id);
+        counts[used..].fill(DROPPED.num_new as i64);
+        reasons[used..].fill(DROPPED.finish_reason);
+        let (reports, width) = (Reports::new(&self.results_layout, results), self.config.num_speculative_tokens + 1);
+        let out = ids.iter_mut().zip(counts).zip(reasons);
+        for ((&entry, (report, tokens)), ((id, count), reason)) in
+            launch.entries.iter().zip(reports.iter(width)).zip(out)
+        {
+            let entry = self.settle_entry(entry, report, tokens)?;
+            (*id, *count, *reason) = (entry.request_id, entry.num_new as i64, entry.finish_reason);
         }
         self.spare_launches.push(launch);
         Ok(())
-    }
-
-    /// An entry's counts, and the tokens that the buffer has room for.
-    #[inline]
-    fn report<'a>(&self, results: &'a [i64], at: usize) -> (Report, &'a [i64]) {
-        let (layout, width) = (&self.results_layout, self.config.num_speculative_tokens + 1);
-        let report = Report {
-            emitted: results[layout.num_emitted.offset + at],
-            accepted: results[layout.num_accepted.offset + at],
-            drafted: results[layout.num_drafted.offset + at],
-            flags: results[layout.flags.offset + at],
-        };
-        (report, &results[layout.tokens.offset + at * width..][..width])
     }
 
     #[cold]
@@ -81,8 +103,9 @@ impl Scheduler {
     }
 
     fn validate_results(&self, launch: &Launch, results: &[i64]) -> Result<()> {
-        for (at, &entry) in launch.entries.iter().enumerate() {
-            let (Report { emitted, accepted, drafted, flags }, tokens) = self.report(results, at);
+        let (reports, width) = (Reports::new(&self.results_layout, results), self.config.num_speculative_tokens + 1);
+        for (at, (&entry, (report, tokens))) in launch.entries.iter().zip(reports.iter(width)).enumerate() {
+            let Report { emitted, accepted, drafted, flags } = report;
             let k = i64::from(entry.k);
             if flags & !ALL_FLAGS != 0 {
                 return Err(self.invalid(at, "flags", flags, format!("bits of {ALL_FLAGS}")));
@@ -101,17 +124,19 @@ impl Scheduler {
             if row.state != RowState::Live || flags & FATAL != 0 {
                 continue;
             }
-            let request = &self.requests[row.request];
             let tokens = &tokens[..emitted as usize];
             if let Some(&token) = tokens.iter().find(|&&token| !is_token(token)) {
                 return Err(self.invalid(at, "tokens", token, "a token id".into()));
             }
             // A device that stops at a stop token may leave out what it accepted behind it.
-            let stopped = tokens.last().is_some_and(|token| request.stop_token_ids.contains(token));
-            if emitted < most && !stopped {
-                return Err(self.invalid(at, "num_emitted", emitted, format!("{most}, or less up to a stop token")));
+            if emitted < most {
+                let stop_token_ids = &self.requests[row.request].stop_token_ids;
+                if !tokens.last().is_some_and(|token| stop_token_ids.contains(token)) {
+                    let allowed = format!("{most}, or less up to a stop token");
+                    return Err(self.invalid(at, "num_emitted", emitted, allowed));
+                }
             }
-            let room = request.limit - request.tokens.len();
+            let room = row.limit - row.n;
             if tokens.len() > room {
                 return Err(self.invalid(at, "num_emitted", emitted, format!("at most {room} up to the limit")));
             }
@@ -140,21 +165,17 @@ impl Scheduler {
             return Ok(Settled { request_id, num_new: 0, finish_reason: FINISH_ERROR });
         }
 
-        let n = request.tokens.len();
-        let mut ending = Ending::None;
-        for &token in &tokens[..emitted as usize] {
-            ending = request.append(token);
-            if ending != Ending::None {
-                break;
-            }
-        }
-        let num_new = request.tokens.len() - n;
+        let n = row.n;
+        let ending = request.append(&tokens[..emitted as usize]);
+        row.n = request.tokens.len();
+        let num_new = row.n - n;
         if drafted > 0 {
             self.acceptance.record(drafted, accepted)?;
-            row.draft_len = (request.tokens.len() - 1).min(n + drafted - 1);
+            row.draft_len = (row.n - 1).min(n + drafted - 1);
         }
         if flags & layout::FLAG_DRAFT_NON_FINITE != 0 {
             request.draft_failed = true;
+            row.k = 0;
             for &block in &row.blocks[..row.num_registered] {
                 self.pool.release_claim(block, entry.row);
             }
@@ -179,7 +200,7 @@ impl Scheduler {
         let block_size = self.config.block_size;
         let row = &mut self.rows[row_index as usize];
         let request = &mut self.requests[row.request];
-        let target_len = request.tokens.len() - 1;
+        let target_len = row.n - 1;
         while (row.num_registered + 1) * block_size <= target_len {
             let index = row.num_registered;
             let hash = request.block_hash(index, block_size, &self.hasher);

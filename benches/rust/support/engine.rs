@@ -1,0 +1,166 @@
+//! A steady stream of requests through the scheduler, with something in place of a device: every row decodes, K = 5, random
+//! acceptance, blocks of 16.
+//!
+//! A request that reaches its limit is followed by a new one, so the admissions, prefill chunks, catch-ups and releases of steady
+//! serving are in the numbers. What stands in for the device is not: only the two calls are timed.
+
+use specrs_core::scheduler::layout::{HEADER_LAUNCH_ID, HEADER_NUM_ADMITTED, HEADER_NUM_DECODE, HEADER_NUM_PREFILL};
+use specrs_core::{PlanOutcome, RequestParams, Scheduler, SchedulerConfig};
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+pub(crate) const K: usize = 5;
+const BLOCK_SIZE: usize = 16;
+const PROMPT: usize = 64;
+const OUTPUT: usize = 960;
+
+/// Row, K, and whether it emits.
+type Entry = (usize, usize, bool);
+
+/// A scheduler whose rows are all busy.
+pub(crate) struct Engine {
+    scheduler: Scheduler,
+    record: Vec<i64>,
+    results: Vec<i64>,
+    settled: Vec<i64>,
+    /// Ids and entries of the launches planned and not settled, oldest first.
+    in_flight: VecDeque<(u64, Vec<Entry>)>,
+    /// Tokens that each row may still emit.
+    left: Vec<usize>,
+    random: u64,
+    next_id: i64,
+    pub(crate) plan_time: Duration,
+    pub(crate) settle_time: Duration,
+}
+
+impl Engine {
+    pub(crate) fn new(batch: usize, max_in_flight: usize) -> Self {
+        let limit = PROMPT + OUTPUT;
+        let mut config = SchedulerConfig::new(
+            batch,
+            limit,
+            batch * (limit / BLOCK_SIZE + 2),
+            BLOCK_SIZE,
+            (batch * (K + 1)).max(2048),
+        );
+        config.num_speculative_tokens = K;
+        config.draft_max_model_len = Some(limit);
+        config.draft_cost_ratio = 0.05;
+        config.max_in_flight = max_in_flight;
+        let scheduler = Scheduler::new(config).expect("valid settings");
+        let mut engine = Self {
+            record: vec![0; scheduler.record_layout().size],
+            results: vec![0; scheduler.results_layout().size],
+            settled: vec![0; scheduler.settled_layout().size],
+            in_flight: VecDeque::new(),
+            left: vec![0; batch],
+            random: 1,
+            next_id: 0,
+            plan_time: Duration::ZERO,
+            settle_time: Duration::ZERO,
+            scheduler,
+        };
+        for _ in 0..batch {
+            engine.add();
+        }
+        // Past the prompts, and far enough that rows are at different lengths.
+        for _ in 0..200 {
+            engine.step();
+        }
+        engine
+    }
+
+    fn add(&mut self) {
+        // Prompts differ from the first token on, so that the prefix cache is looked up and misses.
+        let prompt: Vec<i64> = (0..PROMPT as i64).map(|i| (self.next_id * 7919 + i) % 150_000).collect();
+        // Limits differ, or all rows would end in the same launch.
+        let limit = PROMPT + OUTPUT / 2 + (self.next_id as usize * 389) % (OUTPUT / 2);
+        let params = RequestParams { limit, num_speculative_tokens: K, ..RequestParams::default() };
+        self.scheduler.add_request(self.next_id, &prompt, &params).expect("a valid request");
+        self.next_id += 1;
+    }
+
+    fn draw(&mut self, n: usize) -> usize {
+        self.random = self.random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.random >> 33) as usize % n
+    }
+
+    /// Plans one launch; pretends the device ran it only as far as settling needs to know.
+    fn plan(&mut self) -> bool {
+        let start = Instant::now();
+        let outcome = count_plan(&mut self.scheduler, &mut self.record);
+        self.plan_time += start.elapsed();
+        match outcome {
+            PlanOutcome::Launch(_) => {}
+            PlanOutcome::SettleFirst => return false,
+            PlanOutcome::Idle => panic!("rows are always busy"),
+        }
+        let layout = self.scheduler.record_layout();
+        let decode = self.record[HEADER_NUM_DECODE] as usize;
+        let mut entries: Vec<_> = (0..decode)
+            .map(|i| {
+                (
+                    self.record[layout.entry_row.offset + i] as usize,
+                    self.record[layout.entry_k.offset + i] as usize,
+                    true,
+                )
+            })
+            .collect();
+        for j in 0..self.record[HEADER_NUM_PREFILL] as usize {
+            let row = self.record[layout.entry_row.offset + decode + j] as usize;
+            entries.push((row, 0, self.record[layout.chunk_is_last.offset + j] == 1));
+        }
+        for (i, &row) in
+            self.record[layout.admit_row.range()].iter().enumerate().take(self.record[HEADER_NUM_ADMITTED] as usize)
+        {
+            let limit = self.record[layout.admit_limit.offset + i] as usize;
+            self.left[row as usize] = limit - PROMPT;
+        }
+        self.in_flight.push_back((self.record[HEADER_LAUNCH_ID] as u64, entries));
+        true
+    }
+
+    fn settle(&mut self) {
+        let (launch_id, entries) = self.in_flight.pop_front().expect("a launch in flight");
+        let layout = *self.scheduler.results_layout();
+        for (i, &(row, k, emits)) in entries.iter().enumerate() {
+            let left = self.left[row];
+            let drafted = k.min(left.saturating_sub(1));
+            let accepted = self.draw(drafted + 1);
+            let emitted = if emits && left > 0 { accepted + 1 } else { 0 };
+            self.left[row] -= emitted;
+            self.results[layout.num_emitted.offset + i] = emitted as i64;
+            self.results[layout.num_accepted.offset + i] = accepted as i64;
+            self.results[layout.num_drafted.offset + i] = drafted as i64;
+            self.results[layout.flags.offset + i] = 0;
+            for t in 0..emitted {
+                self.results[layout.tokens.offset + i * (K + 1) + t] = (row * 31 + t) as i64;
+            }
+        }
+        let start = Instant::now();
+        count_settle(&mut self.scheduler, launch_id, &self.results, &mut self.settled);
+        self.settle_time += start.elapsed();
+        let finish = self.scheduler.settled_layout().finish_reason;
+        let ended = self.settled[finish.range()].iter().take(entries.len()).filter(|&&reason| reason != 0).count();
+        for _ in 0..ended {
+            self.add();
+        }
+    }
+
+    /// Plans up to the depth, settles once.
+    pub(crate) fn step(&mut self) {
+        while self.in_flight.len() < self.scheduler.config().max_in_flight && self.plan() {}
+        self.settle();
+    }
+}
+
+/// The two calls as functions of their own, so that callgrind can count what is in them alone.
+#[inline(never)]
+fn count_plan(scheduler: &mut Scheduler, record: &mut [i64]) -> PlanOutcome {
+    scheduler.plan(record).expect("a matching buffer")
+}
+
+#[inline(never)]
+fn count_settle(scheduler: &mut Scheduler, launch_id: u64, results: &[i64], settled: &mut [i64]) {
+    scheduler.settle(launch_id, results, settled).expect("valid results");
+}

@@ -1,0 +1,102 @@
+//! A hash table threaded through one vector: which block has which 128-bit name. Hands out no blocks.
+//!
+//! Not the standard library's: its entries are eight times the size of a chain's head here, each insertion and removal misses
+//! the cache in two places, and removals leave marks behind that it clears in one pause.
+
+use crate::hash::BlockHash;
+
+const NONE: u32 = u32::MAX;
+
+#[derive(Clone, Copy, Debug)]
+struct Entry {
+    /// Low and high half; as one `u128` it would be aligned to 16 bytes and padded to 32.
+    hash: [u64; 2],
+    next: u32,
+}
+
+/// At most one block for each hash, at most one hash for each of `elements` blocks.
+#[derive(Clone, Debug)]
+pub(super) struct Table {
+    heads: Vec<u32>,
+    entries: Vec<Entry>,
+    shift: u32,
+    len: usize,
+}
+
+impl Table {
+    pub(super) fn new(elements: usize) -> Self {
+        // One head in two leads nowhere when every block is registered, so most lookups that find nothing end there.
+        let heads = (2 * elements).next_power_of_two();
+        Self {
+            heads: vec![NONE; heads],
+            entries: vec![Entry { hash: [0; 2], next: NONE }; elements],
+            shift: u64::BITS - heads.trailing_zeros(),
+            len: 0,
+        }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// The block under `hash`.
+    pub(super) fn find(&self, hash: BlockHash) -> Option<u32> {
+        let hash = halves(hash);
+        let mut at = self.heads[self.head(hash)];
+        while at != NONE {
+            let entry = &self.entries[at as usize];
+            if entry.hash == hash {
+                return Some(at);
+            }
+            at = entry.next;
+        }
+        None
+    }
+
+    /// The hash that `block` was last inserted under.
+    pub(super) fn hash_of(&self, block: u32) -> BlockHash {
+        let [low, high] = self.entries[block as usize].hash;
+        u128::from(high) << 64 | u128::from(low)
+    }
+
+    /// Puts `block`, which must not be in the table, under `hash`; false if another block is there.
+    pub(super) fn insert(&mut self, hash: BlockHash, block: u32) -> bool {
+        if self.find(hash).is_some() {
+            return false;
+        }
+        let hash = halves(hash);
+        let head = self.head(hash);
+        self.entries[block as usize] = Entry { hash, next: self.heads[head] };
+        self.heads[head] = block;
+        self.len += 1;
+        true
+    }
+
+    /// Takes `block`, which must be in the table, out.
+    pub(super) fn remove(&mut self, block: u32) {
+        let Entry { hash, next } = self.entries[block as usize];
+        let head = self.head(hash);
+        let mut at = self.heads[head];
+        if at == block {
+            self.heads[head] = next;
+        } else {
+            while at != NONE {
+                let entry = &mut self.entries[at as usize];
+                at = entry.next;
+                if at == block {
+                    entry.next = next;
+                }
+            }
+        }
+        self.len -= 1;
+    }
+
+    /// Callers may register any hashes, so all bits count.
+    fn head(&self, [low, high]: [u64; 2]) -> usize {
+        ((low ^ high.rotate_left(32)).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> self.shift) as usize
+    }
+}
+
+fn halves(hash: BlockHash) -> [u64; 2] {
+    [hash as u64, (hash >> 64) as u64]
+}
