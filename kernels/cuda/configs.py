@@ -68,10 +68,12 @@ def linear_config(shape: LinearShape, block_m: int, limits: DeviceLimits) -> Lin
 
 
 def default_config(shape: LinearShape, limits: DeviceLimits) -> LinearConfig:
-    """A safe configuration: two programs on each multiprocessor, each with half of its shared memory in flight.
+    """A safe configuration for a GPU that nobody has tuned for.
 
     About 32 KiB in flight on each multiprocessor cover the latency of a GPU's memory at 4 TB/s. Rows of 256 bytes are
-    what the memory reads best; where fewer than three stages of them fit, half as many.
+    what the memory reads best; where fewer than three stages of them fit, half as many. One program on each
+    multiprocessor shares a tile with the fewest others; where each would read more than 256 KiB, two hide the gap
+    between a tile and the next.
     """
     if not limits.capability:  # the interpreter: small tiles, so that small shapes have several
         return LinearConfig(16, 32, min(limits.num_sms, shape.bound(16, 32)), 4, 1)
@@ -80,7 +82,10 @@ def default_config(shape: LinearShape, limits: DeviceLimits) -> LinearConfig:
         block_n, block_k = 32, 32
     elif limits.shared_memory // 2 < 3 * shape.stage_bytes(block_n, block_k, 16):
         block_k //= 2
-    programs = min(2 * limits.num_sms, shape.bound(block_n, block_k))
+    weight = (1 + shape.gated) * shape.n * shape.k * shape.dtype.itemsize
+    room = limits.shared_memory // 2 - _extra_bytes(shape, block_k, 16)
+    per_sm = 2 if weight > 2**18 * limits.num_sms and room >= 3 * shape.stage_bytes(block_n, block_k, 16) else 1
+    programs = min(per_sm * limits.num_sms, shape.bound(block_n, block_k))
     return LinearConfig(block_n, block_k, programs, 4, 6)
 
 
@@ -89,13 +94,19 @@ def fit(config: LinearConfig, shape: LinearShape, block_m: int, limits: DeviceLi
     if not limits.capability:
         return config
     per_sm = max(1, -(-config.programs // limits.num_sms))
-    # Behind the stages: the rows once more where a norm rewrites them, and what the epilogue turns around.
-    extra = block_m * config.block_k * shape.dtype.itemsize + 1024
+    extra = _extra_bytes(shape, config.block_k, block_m)
     stage = shape.stage_bytes(config.block_n, config.block_k, block_m)
     room = (
         limits.shared_memory // per_sm if per_sm * (2 * stage + extra) <= limits.shared_memory else limits.shared_memory
     )
-    return dataclasses.replace(config, num_stages=max(2, min(config.num_stages, (room - extra) // stage)))
+    stages = max(2, min(config.num_stages, (room - extra) // stage))
+    # The squares of 64 rows beside their sums are more than the registers of four warps hold.
+    return dataclasses.replace(config, num_stages=stages, num_warps=8 if block_m >= 64 else config.num_warps)
+
+
+def _extra_bytes(shape: LinearShape, block_k: int, block_m: int) -> int:
+    """Shared memory behind the stages: the rows once more where a norm rewrites them, and what the epilogue turns."""
+    return block_m * block_k * shape.dtype.itemsize + 1024
 
 
 @cache

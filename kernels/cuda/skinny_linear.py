@@ -9,12 +9,16 @@ changes the order of a sum.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from specrs.kernels.cuda._dependent_launch import enter, options
 from specrs.kernels.cuda.activation import silu
-from specrs.kernels.cuda.configs import LinearConfig
+from specrs.kernels.cuda.configs import LinearConfig, LinearShape, linear_config
+from specrs.kernels.cuda.device import DeviceLimits
+from specrs.kernels.cuda.variants import DTYPES, SIZES, Variant
 from torch import Tensor
 
 MAX_ROWS = 64
@@ -141,7 +145,8 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
                 acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
                 up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
                 total = tl.zeros([BLOCK_M], tl.float32)
-                for p in range(low, high + 1):
+                # Unrolled, so that several loads are on their way: one after the other costs half a microsecond each.
+                for p in tl.range(low, high + 1, loop_unroll_factor=4):
                     slot = partials + (2 * p + tl.minimum(tile - _segment(p, TOTAL, PROGRAMS) // STEPS, 1)) * SLOT
                     acc += tl.load(slot + local, cache_modifier=".cg")
                     if GATED:
@@ -213,7 +218,7 @@ def launch(
     n = weight.shape[0] // (2 if gated else 1)
     norm = NO_NORM
     if norm_weight is not None:
-        norm = NORM_AHEAD if x.dtype == torch.float16 else NORM_BEHIND
+        norm = _norm_mode(x.dtype)
     width = block_m(rows)
     skinny_linear_kernel[(config.programs,)](
         x,
@@ -350,3 +355,84 @@ def skinny_linear_reference(
         gate, up = y.chunk(2, dim=1)
         y = torch.nn.functional.silu(gate) * up
     out.copy_(out.double() + y if accumulate else y)
+
+
+def variant(
+    name: str,
+    shape: LinearShape,
+    limits: DeviceLimits,
+    capabilities: tuple[int, ...],
+    *,
+    rows: int,
+    norm: bool = False,
+    bias: bool = False,
+    accumulate: bool = False,
+    argmax: bool = False,
+    dependent: bool = False,
+) -> Variant:
+    """The kernel as `launch` specialises it for `shape` on a device with `limits`; `argmax` as `lm_head` has it."""
+    dtype = next(key for key, value in DTYPES.items() if value == shape.dtype)
+    config = linear_config(shape, block_m(rows), limits)
+    present = {"x": f"*{dtype}", "weight": f"*{dtype}", "out": f"*{dtype}"}
+    present |= {"bias": f"*{dtype}"} if bias else {}
+    present |= {"norm_weight": f"*{dtype}"} if norm else {}
+    present |= {"out": "*fp32", "tile_top": "*fp32", "tile_id": "*i32"} if argmax else {}
+    types = present | {"partials": "*fp32", "counters": "*i32", "eps": "fp32"}
+    types |= dict.fromkeys(("rows", "x_stride", "out_stride"), "i32")
+    constants = {
+        "N": shape.n,
+        "K": shape.k,
+        "PROGRAMS": config.programs,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "BLOCK_M": block_m(rows),
+        "NORM": _norm_mode(shape.dtype) if norm else NO_NORM,
+        "GATED": shape.gated,
+        "ACCUMULATE": accumulate,
+        "DEPENDENT": dependent,
+    }
+    absent = {arg: None for arg in ("bias", "norm_weight", "tile_top", "tile_id") if arg not in present}
+    return Variant(
+        name,
+        skinny_linear_kernel,
+        types,
+        constants | absent,
+        config.num_warps,
+        config.num_stages,
+        ("x_stride", "out_stride"),
+        capabilities,
+    )
+
+
+def _norm_mode(dtype: torch.dtype) -> int:
+    return NORM_AHEAD if dtype == torch.float16 else NORM_BEHIND
+
+
+def _variants() -> tuple[Variant, ...]:
+    variants = []
+    for size in SIZES:
+        for dtype, rows in (("bf16", 6), ("bf16", 64), ("fp16", 6), ("fp32", 6)):
+            torch_dtype = DTYPES[dtype]
+
+            def add(kind: str, shape: LinearShape, **flags: Any) -> None:
+                name = f"skinny_linear_{kind}_{dtype}_rows{rows}_{size.name}"  # noqa: B023
+                variants.append(variant(name, shape, size.limits, size.capabilities, rows=rows, **flags))  # noqa: B023
+
+            add("norm", LinearShape(4096, 2048, torch_dtype), norm=True)
+            add("norm_gated", LinearShape(6144, 2048, torch_dtype, gated=True), norm=True)
+            add("residual", LinearShape(2048, 6144, torch_dtype), accumulate=True)
+            if dtype == "bf16" and rows == 6:
+                add("norm_bias", LinearShape(4608, 3584, torch_dtype), norm=True, bias=True)
+    dependent = variant(
+        "skinny_linear_residual_bf16_dependent",
+        LinearShape(2048, 6144, torch.bfloat16),
+        SIZES[0].limits,
+        (90, 100),
+        rows=6,
+        accumulate=True,
+        dependent=True,
+    )
+    return (*variants, dependent)
+
+
+VARIANTS = _variants()

@@ -1,0 +1,155 @@
+"""The LM head with the choice of the most probable token behind it. Logits alone are `skinny_linear`'s."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from specrs.kernels.cuda._dependent_launch import enter, options
+from specrs.kernels.cuda.configs import LinearConfig, LinearShape
+from specrs.kernels.cuda.skinny_linear import check_operands, launch, variant
+from specrs.kernels.cuda.variants import SIZES, Variant
+from torch import Tensor
+
+_BLOCK = 1024
+
+
+@triton.jit
+def combine_tiles_kernel(  # type: ignore[no-untyped-def]
+    tile_top, tile_id, out_ids, out_top, TILES: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
+):
+    """The best of a row's tiles; of equal ones the lowest id, which is not always in the first tile of its lane."""
+    enter(DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    token = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
+    spoiled = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, TILES, BLOCK):
+        tile = first + lane
+        there = tile < TILES
+        top = tl.load(tile_top + row * TILES + tile, mask=there, other=float("-inf"))
+        ids = tl.load(tile_id + row * TILES + tile, mask=there, other=0x7FFFFFFF)
+        spoiled = spoiled | (top != top).to(tl.int32)
+        top = tl.where(top != top, float("inf"), top)
+        token = tl.where(top > best, ids, tl.where(top == best, tl.minimum(token, ids), token))
+        best = tl.maximum(best, top)
+    highest = tl.max(best, 0)
+    chosen = tl.min(tl.where(best == highest, token, 0x7FFFFFFF), 0)
+    tl.store(out_ids + row, chosen.to(tl.int64))
+    tl.store(out_top + row, tl.where(tl.max(spoiled, 0) > 0, float("nan"), highest))
+
+
+@torch.library.custom_op(
+    "specrs::linear_argmax",
+    mutates_args=("out_ids", "out_top", "logits", "tile_top", "tile_id", "partials", "counters"),
+)
+def linear_argmax(
+    x: Tensor,
+    weight: Tensor,
+    out_ids: Tensor,
+    out_top: Tensor,
+    logits: Tensor | None,
+    tile_top: Tensor,
+    tile_id: Tensor,
+    partials: Tensor,
+    counters: Tensor,
+    config: list[int],
+    dependent: bool,
+) -> None:
+    """Write the token of the largest element of every row of `x W^T`, and that element.
+
+    Args:
+        x: `[L, hidden]`, 1 <= L <= 64, contiguous rows of any stride.
+        weight: `[V, hidden]` contiguous, of x's dtype.
+        out_ids: `[L]` int64; the lowest id in a tie, some id in a row with NaN.
+        out_top: `[L]` fp32: NaN if the row has a NaN, else the largest logit, infinities too.
+        logits: `[L, V]` fp32, contiguous rows of any stride, is written if given; they are never read back.
+        tile_top, tile_id: scratch of at least L * ceil(V / block_n) elements, fp32 and int32.
+        partials, counters: as of `skinny_linear`.
+        config: the fields of a LinearConfig in order.
+        dependent: launch dependently (see `_dependent_launch`).
+
+    Two launches. Logits are compared as fp32, as they come from the accumulator.
+    """
+    _check(x, weight, out_ids, out_top, logits, tile_top, tile_id, partials, counters, config)
+    c = LinearConfig(*config)
+    tiles = (tile_top, tile_id)
+    launch(x, weight, None, None, logits, tiles, partials, counters, 0.0, False, False, c, dependent)
+    combine_tiles_kernel[(x.shape[0],)](
+        tile_top,
+        tile_id,
+        out_ids,
+        out_top,
+        TILES=triton.cdiv(weight.shape[0], c.block_n),
+        BLOCK=_BLOCK,
+        **options(dependent),
+    )
+
+
+@linear_argmax.register_fake
+def _(
+    x: Tensor,
+    weight: Tensor,
+    out_ids: Tensor,
+    out_top: Tensor,
+    logits: Tensor | None,
+    tile_top: Tensor,
+    tile_id: Tensor,
+    partials: Tensor,
+    counters: Tensor,
+    config: list[int],
+    dependent: bool,
+) -> None:
+    _check(x, weight, out_ids, out_top, logits, tile_top, tile_id, partials, counters, config)
+
+
+def _check(
+    x: Tensor,
+    weight: Tensor,
+    out_ids: Tensor,
+    out_top: Tensor,
+    logits: Tensor | None,
+    tile_top: Tensor,
+    tile_id: Tensor,
+    partials: Tensor,
+    counters: Tensor,
+    config: list[int],
+) -> None:
+    n = check_operands(x, weight, partials, counters, False, config)
+    rows, tiles = x.shape[0], -(-n // LinearConfig(*config).block_n)
+    assert out_ids.shape == out_top.shape == (rows,)
+    assert logits is None or (logits.shape == (rows, n) and logits.stride(1) == 1)
+    assert min(tile_top.numel(), tile_id.numel()) >= rows * tiles, f"{rows * tiles} tiles do not fit"
+
+
+def linear_argmax_reference(x: Tensor, weight: Tensor, out_ids: Tensor, out_top: Tensor, logits: Tensor | None) -> None:
+    """`linear_argmax` in plain torch, products in float64; ids of rows with NaN differ."""
+    y = x.double() @ weight.double().t()
+    top, ids = y.max(dim=1)
+    out_ids.copy_(ids)
+    out_top.copy_(top)
+    if logits is not None:
+        logits.copy_(y)
+
+
+VARIANTS = (
+    *(
+        variant(
+            f"lm_head_argmax_rows{rows}_{size.name}",
+            LinearShape(151936, 2048, torch.bfloat16),
+            size.limits,
+            size.capabilities,
+            rows=rows,
+            argmax=True,
+        )
+        for size in SIZES
+        for rows in (1, 64)
+    ),
+    Variant(
+        "lm_head_combine",
+        combine_tiles_kernel,
+        {"tile_top": "*fp32", "tile_id": "*i32", "out_ids": "*i64", "out_top": "*fp32"},
+        {"TILES": 2374, "BLOCK": _BLOCK, "DEPENDENT": False},
+    ),
+)
