@@ -8,11 +8,24 @@ import triton
 import triton.language as tl
 from specrs.core import PURPOSE_ACCEPT
 from specrs.kernels.cuda.philox import uniform
+from specrs.kernels.cuda.sampling_scratch import expect
 from specrs.kernels.cuda.variants import Variant
 from specrs.verify.greedy import verify_greedy as verify_greedy_torch
 from torch import Tensor
 
 ACCEPT = tl.constexpr(PURPOSE_ACCEPT)
+
+
+def expect_entries(
+    q_start: Tensor, drafts: Tensor, num_drafts: Tensor, out_accepted: Tensor, out_tokens: Tensor
+) -> None:
+    """`expect` of what every rule gets of its B entries."""
+    batch, k = drafts.shape
+    expect("drafts", drafts, (batch, k), torch.int64)
+    expect("q_start", q_start, (batch + 1,), torch.int64)
+    expect("num_drafts", num_drafts, (batch,), torch.int64)
+    expect("accepted", out_accepted, (batch,), torch.int64)
+    expect("emitted", out_tokens, (batch, k + 1), torch.int64)
 
 
 @triton.jit
@@ -103,8 +116,17 @@ def accept_prefix(
 
 
 @accept_prefix.register_fake
-def _(target_ids: Tensor, *rest: object) -> None:
-    return None
+def _(
+    target_ids: Tensor,
+    q_start: Tensor,
+    drafts: Tensor,
+    num_drafts: Tensor,
+    out_accepted: Tensor,
+    out_tokens: Tensor,
+    *rest: object,
+) -> None:
+    expect_entries(q_start, drafts, num_drafts, out_accepted, out_tokens)
+    expect("target_ids", target_ids, target_ids.shape, torch.int64)
 
 
 def accept_prefix_reference(

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from specrs.kernels.cuda._distribution import NO_TOKEN, combine_tiles, first_best, keep_better
-from specrs.kernels.cuda.sampling_scratch import BLOCK, CELLS, SamplingScratch, tile_of
+from specrs.kernels.cuda.sampling_scratch import BLOCK, CELLS, SamplingScratch, expect, tile_of
 from specrs.kernels.cuda.variants import Variant
 from torch import Tensor
 
@@ -92,7 +92,9 @@ def _argmax(logits: Tensor, out_ids: Tensor, out_top: Tensor, tile_value: Tensor
 
 @_argmax.register_fake
 def _(logits: Tensor, out_ids: Tensor, out_top: Tensor, tile_value: Tensor, tile_id: Tensor) -> None:
-    return None
+    expect("logits", logits, logits.shape, torch.float32)
+    expect("out_ids", out_ids, logits.shape[:1], torch.int64)
+    expect("out_top", out_top, logits.shape[:1], torch.float32)
 
 
 def argmax(logits: Tensor, out_ids: Tensor, out_top: Tensor, scratch: SamplingScratch) -> None:

@@ -21,7 +21,7 @@ from specrs.kernels.cuda._distribution import (
 )
 from specrs.kernels.cuda.argmax import combine_argmax
 from specrs.kernels.cuda.philox import gumbel
-from specrs.kernels.cuda.sampling_scratch import BLOCK, SamplingScratch, tile_of
+from specrs.kernels.cuda.sampling_scratch import BLOCK, SamplingScratch, expect, tile_of
 from specrs.kernels.cuda.variants import Variant
 from torch import Tensor
 
@@ -101,13 +101,30 @@ def _draw(
         tile_value.shape[2],
         purpose,
         BLOCK=BLOCK,
+        num_warps=8,
     )
     combine_argmax(tile_value, tile_id, out_ids, None, tiles)
 
 
 @_draw.register_fake
-def _(logits: Tensor, *rest: object) -> None:
-    return None
+def _(
+    logits: Tensor,
+    row_of: Tensor,
+    values: Tensor,
+    cut: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    purpose: int,
+    out_ids: Tensor,
+    tile_value: Tensor,
+    tile_id: Tensor,
+) -> None:
+    rows = logits.shape[:1]
+    expect("logits", logits, logits.shape, torch.float32)
+    expect("values", values, (seeds.shape[0], PARAMS.value), torch.float32)
+    expect("cut", cut, rows, torch.float32)
+    for name, tensor in (("row_of", row_of), ("positions", positions), ("out_ids", out_ids)):
+        expect(name, tensor, rows, torch.int64)
 
 
 def draw(
@@ -158,5 +175,6 @@ VARIANTS = (
             "tile_id": "*i32",
         },
         {"BLOCK": BLOCK},
+        num_warps=8,
     ),
 )

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from specrs.core import philox_gumbel, philox_uniform
+from specrs.kernels.cuda.sampling_scratch import expect
 from specrs.kernels.cuda.variants import Variant
 from torch import Tensor
 
@@ -113,7 +114,9 @@ def fill_noise(seeds: Tensor, positions: Tensor, purpose: int, out: Tensor, gumb
 
 @fill_noise.register_fake
 def _(seeds: Tensor, positions: Tensor, purpose: int, out: Tensor, gumbel: bool) -> None:
-    return None
+    expect("seeds", seeds, out.shape[:1], torch.int64)
+    expect("positions", positions, out.shape[:1], torch.int64)
+    expect("out", out, out.shape, torch.float32)
 
 
 def fill_noise_reference(seeds: Tensor, positions: Tensor, purpose: int, out: Tensor, gumbel: bool) -> None:

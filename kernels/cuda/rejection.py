@@ -23,9 +23,9 @@ from specrs.kernels.cuda._distribution import (
     probability,
     scaled,
 )
-from specrs.kernels.cuda.accept import ACCEPT, first_rejected
+from specrs.kernels.cuda.accept import ACCEPT, expect_entries, first_rejected
 from specrs.kernels.cuda.philox import gumbel, uniform
-from specrs.kernels.cuda.sampling_scratch import BLOCK, tile_of
+from specrs.kernels.cuda.sampling_scratch import BLOCK, expect, tile_of
 from specrs.kernels.cuda.variants import Variant
 from specrs.verify.rejection import append_token, count_accepted, draw_after
 from torch import Tensor
@@ -245,6 +245,7 @@ def rejection(
         HAS_DRAFTS=some,
         BLOCK_K=block_k,
         BLOCK=BLOCK,
+        num_warps=8,
     )
     finish_rejection_kernel[(batch,)](
         ids,
@@ -270,8 +271,37 @@ def rejection(
 
 
 @rejection.register_fake
-def _(logits: Tensor, *rest: object) -> None:
-    return None
+def _(
+    logits: Tensor,
+    cut: Tensor,
+    lse: Tensor,
+    ids: Tensor,
+    draft_logits: Tensor,
+    draft_cut: Tensor,
+    draft_lse: Tensor,
+    q_start: Tensor,
+    drafts: Tensor,
+    num_drafts: Tensor,
+    row: Tensor,
+    n: Tensor,
+    values: Tensor,
+    seeds: Tensor,
+    out_accepted: Tensor,
+    out_tokens: Tensor,
+    *rest: object,
+) -> None:
+    expect_entries(q_start, drafts, num_drafts, out_accepted, out_tokens)
+    (batch, k), (rows, vocab_size) = drafts.shape, logits.shape
+    expect("logits", logits, (rows, vocab_size), torch.float32)
+    expect("cut", cut, (rows,), torch.float32)
+    expect("lse", lse, (rows,), torch.float64)
+    expect("draft_logits", draft_logits, (k, batch, vocab_size), torch.float32)
+    expect("draft_cut", draft_cut, (k, batch), torch.float32)
+    expect("draft_lse", draft_lse, (k, batch), torch.float64)
+    if k and draft_cut.stride() != draft_lse.stride():
+        raise ValueError(f"draft_lse: strides {draft_lse.stride()}, must be those of draft_cut, {draft_cut.stride()}")
+    expect("row", row, (batch,), torch.int64)
+    expect("n", n, (batch,), torch.int64)
 
 
 def rejection_reference(
@@ -293,17 +323,17 @@ def _variants() -> tuple[Variant, ...]:
         "tile_id": "*i32",
     }
 
-    def variant(name: str, fn: triton.JITFunction, **constants: int) -> Variant:
+    def variant(name: str, fn: triton.JITFunction, num_warps: int, **constants: int) -> Variant:
         signature = {arg: types.get(arg, "*i64") for arg in fn.arg_names if arg not in constants}
-        return Variant(name, fn, signature, constants)
+        return Variant(name, fn, signature, constants, num_warps)
 
     return (
         *(
-            variant(f"tile_rejection_k{k}", tile_rejection_kernel, HAS_DRAFTS=k > 0, BLOCK_K=block, BLOCK=BLOCK)
+            variant(f"tile_rejection_k{k}", tile_rejection_kernel, 8, HAS_DRAFTS=k > 0, BLOCK_K=block, BLOCK=BLOCK)
             for k, block in ((5, 8), (0, 1))
         ),
         *(
-            variant(f"finish_rejection_k{k}", finish_rejection_kernel, HAS_DRAFTS=k > 0, TILES=256, BLOCK_K=block)
+            variant(f"finish_rejection_k{k}", finish_rejection_kernel, 4, HAS_DRAFTS=k > 0, TILES=256, BLOCK_K=block)
             for k, block in ((5, 8), (0, 1))
         ),
     )

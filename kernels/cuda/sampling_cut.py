@@ -52,7 +52,7 @@ from specrs.kernels.cuda._search import (
 )
 from specrs.kernels.cuda.argmax import tile_argmax
 from specrs.kernels.cuda.philox import log64
-from specrs.kernels.cuda.sampling_scratch import BLOCK, CELLS, STEP_WORDS, STEPS, SamplingScratch, tile_of
+from specrs.kernels.cuda.sampling_scratch import BLOCK, CELLS, STEP_WORDS, STEPS, SamplingScratch, expect, tile_of
 from specrs.kernels.cuda.variants import Variant
 from specrs.verify.params import SamplingRows
 from specrs.verify.thresholds import apply_coarse_top_k_top_p, apply_min_p, apply_top_k_top_p
@@ -286,8 +286,22 @@ def _sampling_cut(
 
 
 @_sampling_cut.register_fake
-def _(logits: Tensor, *rest: object) -> None:
-    return None
+def _(
+    logits: Tensor,
+    row_of: Tensor,
+    values: Tensor,
+    out_cut: Tensor,
+    out_lse: Tensor,
+    out_top: Tensor,
+    *rest: object,
+) -> None:
+    rows = logits.shape[:1]
+    expect("logits", logits, logits.shape, torch.float32)
+    expect("row_of", row_of, rows, torch.int64)
+    expect("values", values, (values.shape[0], PARAMS.value), torch.float32)
+    expect("out_cut", out_cut, rows, torch.float32)
+    expect("out_lse", out_lse, rows, torch.float64)
+    expect("out_top", out_top, rows, torch.float32)
 
 
 def sampling_cut(

@@ -61,3 +61,9 @@ def tile_of(num_rows: int, vocab_size: int) -> int:
     while num_rows * triton.cdiv(vocab_size, tile) > _PROGRAMS and tile < vocab_size:
         tile *= 2
     return tile
+
+
+def expect(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """For the fake implementations: a ValueError that names the argument if it is another tensor than this."""
+    if tensor.shape != shape or tensor.dtype != dtype:
+        raise ValueError(f"{name}: {tensor.dtype} {tuple(tensor.shape)}, must be {dtype} {tuple(shape)}")
