@@ -63,9 +63,11 @@ pub(super) struct Plan {
     pub(super) prefill_tokens: usize,
     pub(super) upload_tokens: usize,
     pub(super) budget: Option<Budget>,
+    /// Running rows that have their entries, the most important ones.
+    pub(super) num_placed: usize,
     /// Blocks of the prefix hit being looked at; order of the decode entries, and its counting sort.
     pub(super) hits: Vec<i64>,
-    pub(super) order: Vec<usize>,
+    pub(super) order: Vec<u32>,
     pub(super) counts: Vec<usize>,
 }
 
@@ -79,6 +81,7 @@ impl Plan {
         self.preempted.clear();
         (self.decode_tokens, self.prefill_tokens, self.upload_tokens) = (0, 0, 0);
         self.budget = None;
+        self.num_placed = 0;
     }
 }
 
@@ -137,6 +140,7 @@ impl Scheduler {
     fn place_running(&mut self, plan: &mut Plan) -> Result<bool> {
         let mut place = 0;
         while let Some(&row) = self.running.get(place) {
+            plan.num_placed = place;
             let prefilling = self.rows[row as usize].is_prefilling();
             let placed = if prefilling { self.place_chunk(plan, row)? } else { self.place_decode(plan, row)? };
             if placed {
@@ -151,6 +155,7 @@ impl Scheduler {
                 place += 1;
             }
         }
+        plan.num_placed = place;
         Ok(true)
     }
 
@@ -249,8 +254,13 @@ impl Scheduler {
     /// The chunk budget: what decode leaves of C, at least a quarter. Of it the draft keeps a quarter while it has demand.
     pub(super) fn budget<'a>(&self, plan: &'a mut Plan) -> &'a mut Budget {
         plan.budget.get_or_insert_with(|| {
-            let (mut decode_tokens, mut draft_cost) = (0, 0);
-            for &row_index in &self.running {
+            let (mut decode_tokens, mut draft_cost) = (plan.decode_tokens, 0);
+            for catch_up in &plan.catch_ups {
+                let row_index = plan.decodes[catch_up.decode].row;
+                draft_cost +=
+                    self.draft_cost(self.catch_up_demand(row_index, self.rows[row_index as usize].lower_bound()));
+            }
+            for &row_index in &self.running[plan.num_placed..] {
                 let row = &self.rows[row_index as usize];
                 let n = row.lower_bound();
                 if row.is_prefilling() || n >= row.limit {

@@ -1,8 +1,8 @@
 //! How a decided launch is written down, and put in flight.
 
-use super::layout::{self, HEADER_LEN, RecordLayout};
+use super::layout::{self, HEADER_LEN, RecordLayout, Section};
 use super::plan::Plan;
-use super::row::{Entry, EntryKind, RowIndex};
+use super::row::{Entry, EntryKind, Row, RowIndex};
 use super::{LaunchHeader, Scheduler};
 
 impl Scheduler {
@@ -41,11 +41,13 @@ impl Scheduler {
         entries: &mut Vec<Entry>,
     ) {
         sort_by_k(plan, self.config.num_speculative_tokens);
-        let layout = self.record_layout;
+        let block_size = self.config.block_size;
+        let (mut out, mut updates) = split(&self.record_layout, record);
+        updates.len = header.num_block_updates;
         for (i, &at) in plan.order.iter().enumerate() {
-            let decode = plan.decodes[at];
-            self.send_blocks(decode.row, decode.need, record, header);
+            let decode = plan.decodes[at as usize];
             let row = &mut self.rows[decode.row as usize];
+            updates.send(decode.row, row, decode.need, block_size);
             row.in_flight += 1;
             row.emitting += 1;
             row.emit_upper += decode.k + 1;
@@ -55,13 +57,11 @@ impl Scheduler {
             } else {
                 row.idle_drafts += 1;
             }
-            record[layout.entry_row.offset + i] = i64::from(decode.row);
-            record[layout.entry_k.offset + i] = decode.k as i64;
-            record[layout.entry_capacity.offset + i] = (row.num_sent * self.config.block_size) as i64;
-            record[layout.entry_n_upper.offset + i] = decode.n_upper as i64;
+            out.set(i, decode.row, decode.k, row.num_sent * block_size, decode.n_upper);
             entries.push(Entry { row: decode.row, k: decode.k as u32, kind: EntryKind::Decode });
         }
-        header.max_k = plan.order.first().map_or(0, |&at| plan.decodes[at].k);
+        header.num_block_updates = updates.len;
+        header.max_k = plan.order.first().map_or(0, |&at| plan.decodes[at as usize].k);
     }
 
     fn write_chunks(&mut self, plan: &Plan, record: &mut [i64], header: &mut LaunchHeader, entries: &mut Vec<Entry>) {
@@ -69,7 +69,6 @@ impl Scheduler {
         record[layout.prefill_q_start.offset] = 0;
         for (j, chunk) in plan.chunks.iter().enumerate() {
             let end = chunk.start + chunk.len;
-            self.send_blocks(chunk.row, end, record, header);
             let row = &mut self.rows[chunk.row as usize];
             let is_last = end == row.prefill_end;
             row.num_computed = end;
@@ -77,11 +76,11 @@ impl Scheduler {
             row.emitting += u32::from(is_last);
             row.emit_upper += usize::from(is_last);
 
-            let i = entries.len();
-            record[layout.entry_row.offset + i] = i64::from(chunk.row);
-            record[layout.entry_k.offset + i] = 0;
-            record[layout.entry_capacity.offset + i] = (row.num_sent * self.config.block_size) as i64;
-            record[layout.entry_n_upper.offset + i] = row.prefill_end as i64;
+            let (mut out, mut updates) = split(&layout, record);
+            updates.len = header.num_block_updates;
+            updates.send(chunk.row, row, end, self.config.block_size);
+            header.num_block_updates = updates.len;
+            out.set(entries.len(), chunk.row, 0, row.num_sent * self.config.block_size, row.prefill_end);
             record[layout.chunk_start.offset + j] = chunk.start as i64;
             record[layout.chunk_len.offset + j] = chunk.len as i64;
             record[layout.chunk_is_last.offset + j] = i64::from(is_last);
@@ -146,22 +145,59 @@ impl Scheduler {
             header.num_upload_tokens += request.tokens.len();
         }
     }
+}
 
-    /// Tells the device of the blocks that cover `positions`, so far as it does not know them.
+/// What all entries have, by entry.
+struct Entries<'a> {
+    row: &'a mut [i64],
+    k: &'a mut [i64],
+    capacity: &'a mut [i64],
+    n_upper: &'a mut [i64],
+}
+
+impl Entries<'_> {
     #[inline]
-    fn send_blocks(&mut self, row_index: RowIndex, positions: usize, record: &mut [i64], header: &mut LaunchHeader) {
-        let RecordLayout { block_row, block_index, block_id, .. } = self.record_layout;
-        let row = &mut self.rows[row_index as usize];
-        while row.num_sent * self.config.block_size < positions {
-            let at = header.num_block_updates;
-            debug_assert!(at < block_id.len, "block updates beyond what RecordLayout reckons with");
-            record[block_row.offset + at] = i64::from(row_index);
-            record[block_index.offset + at] = row.num_sent as i64;
-            record[block_id.offset + at] = row.blocks[row.num_sent];
-            header.num_block_updates += 1;
+    fn set(&mut self, at: usize, row: RowIndex, k: usize, capacity: usize, n_upper: usize) {
+        self.row[at] = i64::from(row);
+        self.k[at] = k as i64;
+        self.capacity[at] = capacity as i64;
+        self.n_upper[at] = n_upper as i64;
+    }
+}
+
+/// Block table entries for the device to set, the first `len` of them so far.
+struct BlockUpdates<'a> {
+    row: &'a mut [i64],
+    index: &'a mut [i64],
+    block: &'a mut [i64],
+    len: usize,
+}
+
+impl BlockUpdates<'_> {
+    /// Tells the device of the row's blocks that cover `positions`, so far as it does not know them.
+    #[inline]
+    fn send(&mut self, row_index: RowIndex, row: &mut Row, positions: usize, block_size: usize) {
+        while row.num_sent * block_size < positions {
+            debug_assert!(self.len < self.row.len(), "block updates beyond what RecordLayout reckons with");
+            self.row[self.len] = i64::from(row_index);
+            self.index[self.len] = row.num_sent as i64;
+            self.block[self.len] = row.blocks[row.num_sent];
+            self.len += 1;
             row.num_sent += 1;
         }
     }
+}
+
+/// The sections that each entry writes to.
+fn split<'a>(layout: &RecordLayout, record: &'a mut [i64]) -> (Entries<'a>, BlockUpdates<'a>) {
+    let RecordLayout { entry_row, entry_k, entry_capacity, entry_n_upper, block_row, block_index, block_id, .. } =
+        *layout;
+    let sections =
+        [entry_row, entry_k, entry_capacity, entry_n_upper, block_row, block_index, block_id].map(Section::range);
+    let Ok([row, k, capacity, n_upper, block_row, index, block]) = record.get_disjoint_mut(sections) else {
+        unreachable!("sections are disjoint");
+    };
+    (Entries { row, k, capacity, n_upper }, BlockUpdates { row: block_row, index, block, len: 0 })
 }
 
 impl LaunchHeader {
@@ -211,7 +247,7 @@ fn sort_by_k(plan: &mut Plan, max_k: usize) {
     plan.order.resize(plan.decodes.len(), 0);
     for (at, decode) in plan.decodes.iter().enumerate() {
         let place = &mut plan.counts[max_k - decode.k];
-        plan.order[*place] = at;
+        plan.order[*place] = at as u32;
         *place += 1;
     }
 }
