@@ -88,7 +88,7 @@ class Blueprint:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the CUDA runner serves."""
+        """Whether the CUDA runner serves; it does so on a CPU only in tests, under Triton's interpreter."""
         return self.device.type == "cuda"
 
     @property

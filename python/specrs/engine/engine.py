@@ -72,7 +72,7 @@ class Engine:
         blocks = blueprint.num_blocks()
         self.scheduler = blueprint.scheduler(blocks)
         self.runner = blueprint.runner(self.scheduler, blocks)
-        self.ring = Ring(self.scheduler, self.num_speculative_tokens, self.depth, pinned=blueprint.on_gpu)
+        self.ring = Ring(self.scheduler, self.num_speculative_tokens, self.depth, pinned=blueprint.device.type == "cuda")
         self.requests: dict[int, Request] = {}
         self._books_before = self.scheduler.acceptance()
         self._preemptions_before = 0

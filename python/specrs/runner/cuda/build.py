@@ -135,6 +135,8 @@ def measure_num_blocks(blueprint: Blueprint) -> int:
         InvalidConfigError: not one request of full length fits; says how much is missing and what would make it fit.
     """
     config, device = blueprint.config, blueprint.device
+    if device.type == "cuda":
+        check(blueprint)
     per_block, per_request = bytes_per_block(blueprint), -(-blueprint.max_model_len // config.block_size)
     if config.num_gpu_blocks_override is not None:
         return config.num_gpu_blocks_override
