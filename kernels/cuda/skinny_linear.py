@@ -220,7 +220,9 @@ def launch(
     if norm_weight is not None:
         norm = _norm_mode(x.dtype)
     width = block_m(rows)
-    skinny_linear_kernel[(config.programs,)](
+    # A configuration of the whole LM head may serve its first ids only, which have fewer steps.
+    programs = min(config.programs, -(-n // config.block_n) * -(-weight.shape[1] // config.block_k))
+    skinny_linear_kernel[(programs,)](
         x,
         weight,
         bias,
@@ -235,7 +237,7 @@ def launch(
         eps,
         N=n,
         K=weight.shape[1],
-        PROGRAMS=config.programs,
+        PROGRAMS=programs,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         BLOCK_M=width,

@@ -1,0 +1,232 @@
+"""The CUDA forward pass, its kernels interpreted, against the CPU's in fp32 and float64, fed the same tokens."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import LLAMA3_ROPE, make_checkpoint
+from kernels.cuda.tolerance import assert_near
+from specrs.kernels.linear import Linear
+from specrs.models.config import ModelConfig
+from specrs.models.cuda_forward import Workspace, compute_argmax, compute_logits, forward
+from specrs.models.decoder import Decoder, LayerWeights
+from specrs.models.inputs import PassInputs
+from specrs.models.kv_cache import KVCache
+from specrs.models.loader import load_model
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from .harness import Feeder
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("qwen3", {}),
+    "qwen2": ("qwen2", {"tie": False}),
+    "llama": ("llama", {"rope_parameters": LLAMA3_ROPE, "attention_bias": True, "mlp_bias": True}),
+    "one KV head": ("qwen3", {"kv_heads": 1, "group": 5, "head_dim": 20}),
+}
+LENGTH = 90
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cuda")
+
+
+@functools.cache
+def load(folder: Path, name: str, dtype: torch.dtype) -> Decoder:
+    family, fields = FAMILIES[name]
+    shape = {"hidden": 40, "intermediate": 56, "vocab": 83, "kv_heads": 2, "group": 2, "head_dim": 16} | fields
+    path = folder / name.replace(" ", "_")
+    if not path.exists():
+        make_checkpoint(path, family, **shape)
+    return load_model(path, dtype=dtype)
+
+
+def as_on_a_gpu(decoder: Decoder) -> Decoder:
+    """The same weights as `pack` leaves them on a GPU: `[out, in]` contiguous."""
+
+    def stored(w: Linear) -> Linear:
+        assert w.plain is not None
+        return Linear(w.plain.t().contiguous().t(), None, w.bias)
+
+    def layer(w: LayerWeights) -> LayerWeights:
+        linears = {name: stored(getattr(w, name)) for name in ("qkv", "o", "gate_up", "down")}
+        return dataclasses.replace(w, **linears)
+
+    layers = tuple(map(layer, decoder.layers))
+    return dataclasses.replace(decoder, layers=layers, lm_head=stored(decoder.lm_head))
+
+
+@dataclass
+class OnDevice:
+    """What `Feeder` asks of a decoder, with every buffer but the counters NaN before every pass."""
+
+    decoder: Decoder
+    workspace: Workspace = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.workspace = Workspace.allocate(
+            self.config, max_rows=LENGTH, max_seqs=5, dtype=self.dtype, device=self.device
+        )
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.decoder.config
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.decoder.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.decoder.device
+
+    def forward(self, inputs: PassInputs, kv_cache: KVCache) -> Tensor:
+        self.poison()
+        hidden = forward(self.decoder, inputs, kv_cache, self.workspace)
+        assert not self.workspace.counters.any()
+        return hidden.clone()
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        self.poison()
+        out = torch.full((hidden.shape[0], self.config.vocab_size + 3), torch.nan)[:, :-3]
+        compute_logits(self.decoder, hidden, out, self.workspace)
+        return out
+
+    def poison(self) -> None:
+        for f in dataclasses.fields(self.workspace):
+            buffer = getattr(self.workspace, f.name)
+            if isinstance(buffer, Tensor) and buffer.is_floating_point():
+                buffer.fill_(torch.nan)
+
+
+def outputs(model: Any, run: Callable[[Feeder], list[Tensor]]) -> Tensor:
+    """Logits of everything that `run` feeds to three requests over blocks of 8 positions, NaN at the start."""
+    torch.manual_seed(0)
+    return torch.cat(run(Feeder(model, num_requests=3, block_size=8, max_len=LENGTH + 6)))
+
+
+def compare(folder: Path, name: str, run: Callable[[Feeder], list[Tensor]]) -> None:
+    decoder = load(folder, name, torch.float32)
+    exact = outputs(load(folder, name, torch.float64), run)
+    assert_near(outputs(OnDevice(as_on_a_gpu(decoder)), run), exact, outputs(decoder, run), ulps=16)
+
+
+def span(start: int, end: int) -> list[tuple[int, int]]:
+    """(token, position) pairs."""
+    return [(7 * p % 83, p) for p in range(start, end)]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_decode_and_verification_rows(folder: Path, name: str) -> None:
+    """Short prompts, then mixed K with masked rows, a draft's first pass, and one row each."""
+
+    def run(feeder: Feeder) -> list[Tensor]:
+        first = feeder.feed({0: span(0, 5), 1: span(0, 1), 2: span(0, 9)})
+        masked = feeder.feed({0: [*span(5, 8), (0, -1)], 1: [(0, -1)], 2: span(9, 15)})
+        second = feeder.feed({1: span(0, 2), 2: span(14, 16)}, no_slot=frozenset({(1, 0), (2, 14)}))
+        third = feeder.feed({0: span(8, 9), 1: span(2, 3), 2: span(16, 17)})
+        assert masked.isfinite().all()
+        return [first, masked[[0, 1, 2, 5, 6, 7, 8, 9, 10]], second, third]
+
+    compare(folder, name, run)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama"])
+def test_prefill_chunks(folder: Path, name: str) -> None:
+    """More than 64 rows at once, beside another request's chunk; then rows that attend all of it."""
+
+    def run(feeder: Feeder) -> list[Tensor]:
+        first = feeder.feed({0: span(0, 71), 1: span(0, 12)})
+        return [first, feeder.feed({0: span(71, LENGTH), 1: span(12, 13)}), feeder.feed({0: span(LENGTH, LENGTH + 2)})]
+
+    compare(folder, name, run)
+
+
+def test_argmax_agrees_with_logits(folder: Path) -> None:
+    model = OnDevice(as_on_a_gpu(load(folder, "qwen3", torch.float32)))
+    for rows in (3, 70):
+        hidden = torch.randn(2 * rows, 40, generator=torch.Generator().manual_seed(rows))[1::2]
+        logits = model.compute_logits(hidden)
+        for count, kept in ((None, None), (61, None), (None, torch.full_like(logits, torch.nan))):
+            model.poison()
+            ids, top = torch.full((rows,), -1), torch.full((rows,), torch.nan)
+            compute_argmax(model.decoder, hidden, ids, top, model.workspace, kept, num_ids=count)
+            expected, at = logits[:, :count].max(dim=1)
+            assert torch.equal(ids, at)
+            assert torch.equal(top, expected)
+            assert kept is None or torch.equal(kept, logits)
+
+
+def test_a_request_does_not_depend_on_its_neighbours(folder: Path) -> None:
+    """NaN in one request's K and V leaves the bits of the others."""
+    model = OnDevice(as_on_a_gpu(load(folder, "qwen3", torch.float32)))
+
+    def run(spoiled: bool) -> Tensor:
+        feeder = Feeder(model, num_requests=3, block_size=8, max_len=16)  # type: ignore[arg-type]
+        feeder.feed({0: span(0, 3), 1: span(0, 4), 2: span(0, 2)})
+        if spoiled:
+            feeder.cache.layers[0][feeder.table[1, 0], :, :, 2] = torch.nan
+        return feeder.feed({0: span(3, 5), 1: span(4, 6), 2: span(2, 3)})
+
+    clean, spoiled = run(False), run(True)
+    assert spoiled[2:4].isnan().all()
+    assert torch.equal(spoiled[[0, 1, 4]], clean[[0, 1, 4]])
+
+
+def test_the_workspace_says_when_it_is_too_small(folder: Path) -> None:
+    model = OnDevice(as_on_a_gpu(load(folder, "qwen3", torch.float32)))
+    with pytest.raises(AssertionError, match=f"rows=91: the workspace has room for {LENGTH}"):
+        Feeder(model, num_requests=1, max_len=100).feed({0: span(0, 91)})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rows", [6, 70])
+def test_traces_with_fake_cuda_tensors(folder: Path, rows: int) -> None:
+    """Shapes alone: no value is read, and nothing but the workspace is written."""
+    config = load(folder, "qwen3", torch.float32).config
+    dtype, h, d = torch.bfloat16, config.hidden_size, config.head_dim
+    q, kv = config.num_heads * d, config.num_kv_heads * d
+
+    with FakeTensorMode():
+
+        def tensor(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device="cuda")
+
+        def linear(n: int, k: int) -> Linear:
+            return Linear(tensor(n, k).t(), None, None)
+
+        layer = LayerWeights(
+            input_norm=tensor(h),
+            qkv=linear(q + 2 * kv, h),
+            qk_norm=tensor(config.num_heads + config.num_kv_heads, d),
+            o=linear(h, q),
+            post_attention_norm=tensor(h),
+            gate_up=linear(2 * config.intermediate_size, h),
+            down=linear(h, config.intermediate_size),
+        )
+        decoder = Decoder(
+            config=config,
+            dtype=dtype,
+            device=torch.device("cuda"),
+            embedding=tensor(config.vocab_size, h),
+            layers=(layer,) * config.num_layers,
+            final_norm=tensor(h),
+            lm_head=linear(config.vocab_size, h),
+            rotary=tensor(d, dtype=torch.float32),
+        )
+        workspace = Workspace.allocate(config, max_rows=96, max_seqs=16, dtype=dtype, device="cuda")
+        cache = KVCache.allocate(config, 4, 16, dtype, "cuda")
+        i64 = functools.partial(tensor, dtype=torch.int64)
+        inputs = PassInputs(i64(rows), i64(rows), i64(rows), i64(3), i64(2, 4), rows, 64)
+        hidden = forward(decoder, inputs, cache, workspace)
+        assert hidden.shape == (rows, h)
+        assert hidden.untyped_storage()._cdata == workspace.normed.untyped_storage()._cdata
+        logits = tensor(rows, config.vocab_size, dtype=torch.float32)
+        compute_logits(decoder, hidden, logits, workspace)
+        compute_argmax(decoder, hidden, i64(rows), tensor(rows, dtype=torch.float32), workspace)
+        assert workspace.num_bytes > 0
