@@ -1,0 +1,25 @@
+"""`specrs bench`: finds the kind of measurement. What each does is its module's."""
+
+from __future__ import annotations
+
+import argparse
+
+from specrs.cli.bench import acceptance, latency, plot, serve, sweep, throughput
+
+SUMMARY = "measure servers and engines, sweep over K and load, draw the results"
+DESCRIPTION = "Measure: a server (serve), an engine in this process (throughput, latency, acceptance), or many (sweep)."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """A subcommand for each module."""
+    commands = parser.add_subparsers(dest="bench", metavar="KIND", required=True)
+    for module in (serve, throughput, latency, acceptance, sweep, plot):
+        name = module.__name__.rpartition(".")[2]
+        command = commands.add_parser(name, help=module.SUMMARY, description=module.DESCRIPTION)
+        module.add_arguments(command)
+        command.set_defaults(run_kind=module.run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Run the kind that was asked for."""
+    arguments.run_kind(arguments)

@@ -1,0 +1,89 @@
+"""`specrs bench acceptance`: acceptance lengths over a data set, for several K and temperatures."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from specrs.cli.arguments import drafts_list
+from specrs.cli.bench import options
+
+SUMMARY = "acceptance length over a data set, by K and temperature"
+DESCRIPTION = (
+    "Complete a data set at several K and temperatures on an engine in this process and report acceptance: its length, "
+    "its rate, and how many drafts stand up to each position."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options."""
+    options.add_engine(parser)
+    options.add_dataset(parser, "bundled", "50")
+    parser.add_argument("--k", type=drafts_list, default=[1, 3, 5], metavar="LIST", help="default: 1,3,5")
+    parser.add_argument("--temperature", type=options.numbers, default=[0.0, 1.0], metavar="LIST", help="default: 0,1")
+    parser.add_argument("--top-p", type=float, default=1.0, help="default: 1")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
+    parser.add_argument("--skip-chat-template", action="store_true", help="send instructions as text to continue")
+    parser.add_argument("--output-json", type=Path, metavar="FILE", help="also write the numbers")
+    parser.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure and print. Raises `SpecrsError` for what cannot be run."""
+    from specrs.bench import datasets
+    from specrs.bench.offline import acceptance
+    from specrs.sampling import SamplingParams
+
+    config = options.dataset(arguments, "bundled", 50)
+    speculative = {**(arguments.speculative_config or {}), "num_speculative_tokens": max(arguments.k)}
+    llm = options.engine(arguments, speculative_config=speculative)
+    assert llm.tokenizer is not None
+    samples = datasets.load(config, llm.tokenizer)
+    params = [
+        SamplingParams(
+            top_p=arguments.top_p,
+            max_tokens=sample.output_len,
+            ignore_eos=arguments.ignore_eos,
+            seed=arguments.seed + i,
+            detokenize=False,
+        )
+        for i, sample in enumerate(samples)
+    ]
+    prompts = options.prompts(samples, llm.tokenizer, not arguments.skip_chat_template)
+    points = acceptance(llm, prompts, params, arguments.k, arguments.temperature, not arguments.disable_tqdm)
+    target, draft = _name(llm.engine.config.target), _name(str(llm.engine.config.draft))
+    width = max(len(target), len(draft), 6) + 2
+    print(f"{config.label}, {config.num_prompts} prompts")
+    print(
+        f"{'Target':<{width}}{'Draft':<{width}}{'K':>3}{'Temperature':>13}{'AL':>7}{'rate (%)':>10}   per position (%)"
+    )
+    for point in points:
+        books = point.figures
+        shares = " ".join(f"{100 * share:5.1f}" for share in books.per_position[: point.k])
+        print(
+            f"{target:<{width}}{draft:<{width}}{point.k:>3}{point.temperature:>13.1f}{books.acceptance_length:>7.2f}"
+            f"{100 * books.acceptance_rate:>10.1f}   {shares}"
+        )
+    if arguments.output_json is not None:
+        rows = [
+            {
+                "target": target,
+                "draft": draft,
+                "k": point.k,
+                "temperature": point.temperature,
+                "acceptance_length": point.figures.acceptance_length,
+                "acceptance_rate": point.figures.acceptance_rate,
+                "per_position": point.figures.per_position[: point.k],
+                "drafts": point.figures.drafts,
+            }
+            for point in points
+        ]
+        options.write_json("--output-json", arguments.output_json, {"dataset": config.label, "rows": rows})
+
+
+def _name(model: str) -> str:
+    from specrs.pair import DRAFT, TARGET
+
+    if Path(model) in (TARGET, DRAFT):
+        return f"bundled {Path(model).name}"
+    return model.rstrip("/").rpartition("/")[2]

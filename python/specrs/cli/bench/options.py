@@ -1,0 +1,171 @@
+"""Options that several kinds of measurement share: data sets, engines, where numbers go. Checks nothing by itself."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specrs.cli.arguments import MergeJSON
+from specrs.errors import InvalidConfigError, invalid_config
+
+if TYPE_CHECKING:
+    from specrs.bench.datasets import DatasetConfig, Sample
+    from specrs.llm import LLM
+    from specrs.tokenizer import Tokenizer
+
+
+def add_dataset(parser: argparse.ArgumentParser, default: str, num_prompts: str) -> None:
+    """Which prompts, by vLLM's names."""
+    from specrs.bench.datasets import NAMES
+
+    group = parser.add_argument_group("prompts")
+    group.add_argument(
+        "--dataset-name",
+        choices=NAMES,
+        default=None,
+        help="random tokens, the bundled prompts, a hub data set or file (hf), or a file of one form; "
+        f"default: {default}, or hf with --dataset-path",
+    )
+    group.add_argument("--dataset-path", metavar="PATH", help="a .json or .jsonl file, or a hub name")
+    group.add_argument("--hf-split", help="split of a hub data set; default: train")
+    group.add_argument("--hf-subset", help="subset of a hub data set")
+    group.add_argument("--num-prompts", type=int, help=f"default: {num_prompts}")
+    group.add_argument("--input-len", type=int, help="cut prompts to so many tokens; random ones have as many")
+    group.add_argument("--output-len", type=int, help="tokens to generate; default: the data set's")
+    group.add_argument("--random-input-len", type=int, help="--input-len of random prompts; default: 1024")
+    group.add_argument("--random-output-len", type=int, help="--output-len of random prompts; default: 128")
+    group.add_argument("--random-range-ratio", type=float, default=0.0, help="spread of random lengths; default: 0")
+    group.add_argument("--seed", type=int, default=0, help="of the prompts and of arrivals; default: 0")
+
+
+def dataset(arguments: argparse.Namespace, default: str, num_prompts: int) -> DatasetConfig:
+    """The data set that the options name. Raises `InvalidConfigError`."""
+    from specrs.bench.datasets import DatasetConfig
+
+    name = arguments.dataset_name or ("hf" if arguments.dataset_path else default)
+    lengths = {}
+    for field in ("input_len", "output_len"):
+        given, own = getattr(arguments, field), getattr(arguments, f"random_{field}")
+        option = f"--random-{field.replace('_', '-')}"
+        if own is not None and name != "random":
+            raise invalid_config(option, own, "is for --dataset-name random")
+        if own is not None and given is not None and own != given:
+            raise invalid_config(option, own, f"must agree with --{field.replace('_', '-')}={given}")
+        lengths[field] = own if given is None else given
+    return DatasetConfig(
+        name=name,
+        path=arguments.dataset_path,
+        num_prompts=num_prompts if arguments.num_prompts is None else arguments.num_prompts,
+        range_ratio=arguments.random_range_ratio,
+        seed=arguments.seed,
+        hf_split=arguments.hf_split,
+        hf_subset=arguments.hf_subset,
+        **lengths,
+    )
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """An engine in this process, by vLLM's names."""
+    group = parser.add_argument_group("engine")
+    group.add_argument("--model", help="checkpoint folder or hub id; default: the bundled pair")
+    group.add_argument("--revision", help="branch, tag or commit of the hub id")
+    group.add_argument("--tokenizer", help="default: the model's")
+    group.add_argument("--speculative-config", action=MergeJSON, metavar="JSON", help="as for specrs generate")
+    group.add_argument("--device", default="auto", help="default: auto")
+    group.add_argument("--dtype", default="auto", help="default: auto, float32 for the bundled pair")
+    group.add_argument("--max-model-len", type=int, help="tokens of prompt and output together; default: the model's")
+    group.add_argument("--max-num-seqs", type=int, default=256, help="requests at once; default: 256")
+    group.add_argument("--max-num-batched-tokens", type=int, default=2048, help="tokens of one launch; default: 2048")
+    group.add_argument("--kv-cache-memory-bytes", type=int, help="default: the engine's")
+    group.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=False)
+    group.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
+
+
+def engine(arguments: argparse.Namespace, **settings: Any) -> LLM:
+    """The engine that the options describe. Prefix caching is off unless asked for, so that no run helps the next."""
+    from specrs.cli.threads import few_threads
+    from specrs.llm import LLM
+
+    dtype = arguments.dtype
+    if arguments.model is None:
+        few_threads()
+        dtype = "float32" if dtype == "auto" else dtype
+    names = (
+        "revision",
+        "tokenizer",
+        "speculative_config",
+        "device",
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "kv_cache_memory_bytes",
+        "enable_prefix_caching",
+        "enforce_eager",
+    )
+    values = {name: getattr(arguments, name) for name in names}
+    return LLM(model=arguments.model, dtype=dtype, **(values | settings))
+
+
+def prompts(samples: Sequence[Sample], tokenizer: Tokenizer, template: bool = True) -> list[list[int]]:
+    """Token ids of each sample; a user's turn goes through the chat template where there is one and it is wanted."""
+    ids = []
+    for sample in samples:
+        if not isinstance(sample.prompt, str):
+            ids.append(list(sample.prompt))
+        elif sample.instruction and template and tokenizer.hf.chat_template:
+            text = tokenizer.render_chat([{"role": "user", "content": sample.prompt}])
+            ids.append(tokenizer.encode(text, add_special_tokens=False))
+        else:
+            ids.append(tokenizer.encode(sample.prompt))
+    return ids
+
+
+def percentiles(text: str) -> list[float]:
+    """`50,99` as percentiles."""
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        values = [math.nan]
+    if not all(0 <= value <= 100 for value in values):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers from 0 to 100, such as 50,99")
+    return values
+
+
+def numbers(text: str) -> list[float]:
+    """`0,0.7` as numbers."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers, such as 0,0.7") from None
+
+
+def counts(text: str) -> list[int]:
+    """`1,4,8` as different integers, none negative."""
+    try:
+        values = [int(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or len(set(values)) < len(values) or min(values) < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of different integers, such as 1,4,8")
+    return values
+
+
+def write_json(option: str, path: Path, result: Mapping[str, Any]) -> None:
+    """Raises `InvalidConfigError` where the file cannot be written."""
+    try:
+        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise invalid_config(option, str(path), f"cannot be written: {error.strerror}") from None
+
+
+def trace_folder(path: Path) -> Path:
+    """The folder for profiler traces, made. Raises `InvalidConfigError` where that fails."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidConfigError(f"--profile-dir={path}: cannot be made: {error.strerror}") from None
+    return path

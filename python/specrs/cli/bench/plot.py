@@ -1,0 +1,40 @@
+"""`specrs bench plot`: the figures of a sweep's parquet file."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from specrs.cli.bench import options
+
+SUMMARY = "figures from a parquet file of a sweep"
+DESCRIPTION = (
+    "Draw a sweep: 1 speed-up of draft models against concurrency, 2 speed-up against K, 3 other methods against "
+    "concurrency, 4 methods at the same K, 5 acceptance length against K, 6 token throughput, 7 99th percentiles of "
+    "TTFT, TPOT and ITL."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options."""
+    parser.add_argument("file", type=Path, metavar="FILE", help="parquet file of specrs bench sweep")
+    parser.add_argument("--figures", type=options.counts, metavar="LIST", help="which; default: all, 1 to 7")
+    parser.add_argument("--output-dir", type=Path, metavar="DIR", help="default: the file's name without .parquet")
+    parser.add_argument("--format", default="png", help="png (default), svg or pdf")
+    parser.add_argument("--k", type=int, help="K of figures 4, 6 and 7; default: where speed-ups are highest")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Draw. Raises `InvalidConfigError` for a file without the columns or the rows that figures need."""
+    from specrs.bench.figures import FIGURES, Sweep, draw
+    from specrs.bench.results import read
+    from specrs.cli.bench.serve import require
+
+    require("matplotlib")
+    sweep = Sweep(read(arguments.file), arguments.k)
+    folder = arguments.output_dir or arguments.file.with_suffix("")
+    paths, left_out = draw(sweep, arguments.figures or FIGURES, folder, arguments.format)
+    for path in paths:
+        print(path)
+    for reason in left_out:
+        print(f"left out: {reason}")

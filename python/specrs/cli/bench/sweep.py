@@ -1,0 +1,224 @@
+"""`specrs bench sweep`: a server for each drafter and K, measured at each concurrency and temperature."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specrs.cli.bench import options
+from specrs.errors import invalid_config
+
+if TYPE_CHECKING:
+    from specrs.bench.serve import Run
+    from specrs.bench.sweep import Cell, Drafter, Setting
+
+SUMMARY = "servers over drafters, K, concurrency and temperature, into a parquet file"
+DESCRIPTION = (
+    "Start a server for vanilla decoding and for each drafter at each K, measure it at each concurrency and "
+    "temperature as specrs bench serve does, and write a row for each to a parquet file. Run again, it goes on."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options."""
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="FILE", help="the parquet file, made or continued"
+    )
+    servers = parser.add_argument_group("servers")
+    servers.add_argument(
+        "--serve-cmd",
+        help="as in 'vllm serve Qwen/Qwen3-32B'; --port and, with drafts, --speculative-config are added; "
+        "default: specrs serve with --model",
+    )
+    servers.add_argument("--model", help="folder or hub id that is served; default: the bundled pair")
+    servers.add_argument(
+        "--drafter",
+        action="append",
+        default=[],
+        metavar="JSON",
+        help='a speculative config without K, as in \'{"method": "eagle3", "model": "..."}\'; may be given again; '
+        "default: the bundled draft",
+    )
+    servers.add_argument("--port", type=int, help="default: a free one for each server")
+    servers.add_argument("--server-timeout-sec", type=float, default=600.0, help="to become ready; default: 600")
+    servers.add_argument(
+        "--tp", type=int, default=1, help="tensor parallelism of the servers, for the table; default: 1"
+    )
+    swept = parser.add_argument_group("what is swept")
+    swept.add_argument("--k", type=options.counts, default=[0, 1, 3, 5], metavar="LIST", help="default: 0,1,3,5")
+    swept.add_argument(
+        "--max-concurrency", type=options.counts, default=[1, 4, 8], metavar="LIST", help="default: 1,4,8"
+    )
+    swept.add_argument("--temperature", type=options.numbers, default=[0.0], metavar="LIST", help="default: 0")
+    options.add_dataset(parser, "bundled for the bundled pair, else random", "max(50, 10 x concurrency)")
+    parser.add_argument("--tokenizer", help="folder or hub id; default: --model")
+    parser.add_argument("--skip-chat-template", action="store_true", help="send instructions as text to continue")
+    parser.add_argument("--backend", default="openai", help="openai or openai-chat")
+    parser.add_argument("--request-rate", type=float, help="per second; default: the concurrency")
+    parser.add_argument("--burstiness", type=float, default=1.0, help="default: 1, a Poisson process")
+    parser.add_argument("--num-warmups", type=int, help="requests before each measurement; default: the concurrency")
+    parser.add_argument("--top-p", type=float, help="default: the server's")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
+    parser.add_argument("--analysis", help="how the table calls this sweep; default: the model")
+    parser.add_argument("--restart", action="store_true", help="forget the rows that are there")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be measured")
+    parser.add_argument("--disable-tqdm", action="store_true", help="no progress bars")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Sweep. Raises `SpecrsError` for wrong options and for a server that fails; rows so far are in the file."""
+    from specrs.bench.client import BACKENDS
+    from specrs.bench.sweep import SweepPlan, start, sweep
+    from specrs.cli.bench.serve import require
+
+    require("aiohttp")
+    require("pyarrow")
+    if arguments.output.suffix != ".parquet":
+        raise invalid_config("--output", str(arguments.output), "must end in .parquet")
+    if arguments.backend not in BACKENDS:
+        raise invalid_config("--backend", arguments.backend, f"must be one of {', '.join(BACKENDS)}")
+    if arguments.serve_cmd is not None and arguments.model is None:
+        raise invalid_config("--model", None, "must be given with --serve-cmd: the name that requests use")
+    bundled = arguments.model is None
+    config = options.dataset(arguments, "bundled" if bundled else "random", 1)
+    fixed = {
+        name: getattr(arguments, name)
+        for name in (
+            "model", "serve_cmd", "dataset_name", "dataset_path", "hf_split", "hf_subset", "num_prompts", "input_len",
+            "output_len", "random_input_len", "random_output_len", "random_range_ratio", "seed", "tokenizer",
+            "skip_chat_template", "backend", "request_rate", "burstiness", "top_p", "ignore_eos",
+        )
+    }  # fmt: skip
+    plan = SweepPlan(
+        drafters=_drafters(arguments.drafter, bundled),
+        ks=arguments.k,
+        temperatures=arguments.temperature,
+        concurrencies=arguments.max_concurrency,
+        dataset=config.label,
+        analysis=arguments.analysis or ("bundled pair" if bundled else arguments.model.rstrip("/").rpartition("/")[2]),
+        tp=arguments.tp,
+        fixed=fixed,
+    )
+    if arguments.dry_run:
+        rows = start(arguments.output, plan, arguments.restart)
+        for setting in plan.settings:
+            left = [cell for cell in plan.cells if not plan.has(rows, setting, cell)]
+            cells = ", ".join(f"T = {cell.temperature:g} x {cell.concurrency}" for cell in left)
+            print(f"{shlex.join(_command(arguments, setting, 8000))}\n    to measure: {cells or 'nothing'}")
+        return
+    measure = _Measure(arguments)
+    sweep(arguments.output, plan, measure, restart=arguments.restart, tell=print)
+    print(f"rows: {arguments.output}")
+
+
+class _Measure:
+    """Starts a server for a setting and measures cells on it."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        from specrs.cli.bench.serve import find_tokenizer
+        from specrs.pair import TARGET
+
+        self.arguments = arguments
+        self.model = arguments.model or str(TARGET)
+        self.tokenizer = find_tokenizer(arguments.tokenizer, self.model)
+
+    def __call__(self, setting: Setting, cells: Sequence[Cell]) -> Iterator[tuple[Cell, Run]]:
+        from specrs.bench.server_process import free_port, serving
+
+        arguments = self.arguments
+        port = arguments.port or free_port()
+        log = arguments.output.with_suffix(".logs") / f"{setting.name.replace('/', '-')}.log"
+        environment = {}
+        if arguments.model is None and "OMP_NUM_THREADS" not in os.environ:
+            environment["OMP_NUM_THREADS"] = "1"  # as `specrs.cli.threads` has it
+        command = _command(arguments, setting, port)
+        print(f"starting {setting.name}", file=sys.stderr)
+        with serving(command, port, log, environment, arguments.server_timeout_sec) as server:
+            for number, cell in enumerate(cells):
+                result = self._cell(server.base_url, cell, number)
+                if result.gone is not None and server.process.poll() is not None:
+                    result.gone = str(server.died("while it was measured"))
+                yield cell, result
+
+    def _cell(self, base_url: str, cell: Cell, number: int) -> Run:
+        from specrs.bench import datasets
+        from specrs.bench.client import BACKENDS, Target
+        from specrs.bench.serve import LoadConfig, measure
+        from specrs.cli.bench.serve import default_prompts, for_backend
+
+        arguments = self.arguments
+        # Other prompts at each concurrency: a server's prefix cache must not remember those of the one before.
+        config = options.dataset(
+            arguments, "bundled" if arguments.model is None else "random", default_prompts(cell.concurrency)
+        )
+        config = replace(config, seed=config.seed + 1000 * cell.concurrency + round(100 * cell.temperature))
+        sampling: dict[str, Any] = {"temperature": cell.temperature}
+        if arguments.top_p is not None:
+            sampling["top_p"] = arguments.top_p
+        target = Target(
+            base_url=base_url,
+            endpoint=BACKENDS[arguments.backend],
+            model=self.model,
+            chat=arguments.backend == "openai-chat",
+            sampling=sampling,
+            ignore_eos=arguments.ignore_eos,
+        )
+        samples = for_backend(
+            datasets.load(config, self.tokenizer), target, self.tokenizer, not arguments.skip_chat_template
+        )
+        rate = arguments.request_rate
+        load = LoadConfig(
+            max_concurrency=cell.concurrency,
+            request_rate=float(cell.concurrency) if rate is None else rate,
+            burstiness=arguments.burstiness,
+            num_warmups=cell.concurrency if arguments.num_warmups is None else arguments.num_warmups,
+            ready_check_timeout_sec=30.0 if number == 0 else 0.0,
+            seed=config.seed,
+        )
+        return measure(target, samples, load, self.tokenizer, progress=not arguments.disable_tqdm)
+
+
+def _command(arguments: argparse.Namespace, setting: Setting, port: int) -> list[str]:
+    from specrs.pair import TARGET
+
+    if arguments.serve_cmd is not None:
+        command = shlex.split(arguments.serve_cmd)
+        if not command:
+            raise invalid_config("--serve-cmd", arguments.serve_cmd, "must be a command")
+    else:
+        start = "import sys; from specrs.cli import main; sys.exit(main())"
+        bundled = ["--dtype", "float32", "--max-model-len", "1024"] if arguments.model is None else []
+        command = [sys.executable, "-c", start, "serve", arguments.model or str(TARGET), *bundled]
+        # What one run has computed must not help the next.
+        command += ["--no-enable-prefix-caching", "--disable-uvicorn-access-log"]
+    command += ["--port", str(port)]
+    if setting.speculative_config is not None:
+        command += ["--speculative-config", json.dumps(setting.speculative_config)]
+    return command
+
+
+def _drafters(texts: Sequence[str], bundled: bool) -> list[Drafter]:
+    from specrs.bench.sweep import Drafter
+
+    if not texts:
+        if not bundled:
+            raise invalid_config("--drafter", None, "must be given with --model")
+        return [Drafter("draft_model", "bundled draft", {"method": "draft_model"})]
+    drafters = []
+    for text in texts:
+        try:
+            config = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise invalid_config("--drafter", text, f"must be JSON: {error}") from None
+        if not isinstance(config, dict) or "num_speculative_tokens" in config:
+            raise invalid_config("--drafter", text, "must be a JSON object without num_speculative_tokens (see --k)")
+        method = str(config.get("method", "draft_model"))
+        drafters.append(Drafter(method, str(config.get("model", method)), config))
+    return drafters

@@ -1,0 +1,77 @@
+"""`specrs bench throughput`: an engine in this process, all prompts at once."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from specrs.cli.bench import options
+
+SUMMARY = "an engine in this process: requests and tokens per second"
+DESCRIPTION = "Complete all prompts at once on an engine in this process and report requests and tokens per second."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options, vLLM's where vLLM has them."""
+    options.add_engine(parser)
+    options.add_dataset(parser, "bundled for the bundled pair, else random", "1000, 50 for the bundled pair")
+    parser.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
+    parser.add_argument("--top-p", type=float, default=1.0, help="default: 1")
+    parser.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help="default: on")
+    parser.add_argument("--skip-chat-template", action="store_true", help="send instructions as text to continue")
+    parser.add_argument("--output-json", type=Path, metavar="FILE", help="also write the numbers")
+    parser.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
+    parser.add_argument("--profile", action="store_true", help="write a torch profiler trace into --profile-dir")
+    parser.add_argument("--profile-dir", type=Path, default=Path("profiles"), help="default: profiles")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure and print. Raises `SpecrsError` for what cannot be run."""
+    from specrs.bench import datasets
+    from specrs.bench.offline import profiled, throughput
+    from specrs.sampling import SamplingParams
+
+    bundled = arguments.model is None
+    config = options.dataset(arguments, "bundled" if bundled else "random", 50 if bundled else 1000)
+    folder = options.trace_folder(arguments.profile_dir) if arguments.profile else None
+    llm = options.engine(arguments)
+    assert llm.tokenizer is not None
+    samples = datasets.load(config, llm.tokenizer)
+    params = [
+        SamplingParams(
+            temperature=arguments.temperature,
+            top_p=arguments.top_p,
+            max_tokens=sample.output_len,
+            ignore_eos=arguments.ignore_eos,
+            seed=arguments.seed + i,
+            detokenize=False,
+        )
+        for i, sample in enumerate(samples)
+    ]
+    prompts = options.prompts(samples, llm.tokenizer, not arguments.skip_chat_template)
+    with profiled(folder) as trace:
+        found = throughput(llm, prompts, params, not arguments.disable_tqdm)
+    print(
+        f"Throughput: {found.requests_per_second:.2f} requests/s, {found.total_tokens_per_second:.2f} total tokens/s, "
+        f"{found.output_tokens_per_second:.2f} output tokens/s"
+    )
+    print(f"Total num prompt tokens:  {found.prompt_tokens}")
+    print(f"Total num output tokens:  {found.output_tokens}")
+    books = found.acceptance
+    if books.drafts:
+        shares = ", ".join(f"{100 * share:.2f}" for share in books.per_position)
+        print(f"Acceptance length: {books.acceptance_length:.2f}, rate: {100 * books.acceptance_rate:.2f} %, ", end="")
+        print(f"per position: {shares} %")
+    if trace is not None:
+        print(f"trace: {trace}; its timing is no measurement")
+    if arguments.output_json is not None:
+        numbers = {
+            "elapsed_time": found.seconds,
+            "num_requests": found.num_requests,
+            "total_num_tokens": found.prompt_tokens + found.output_tokens,
+            "requests_per_second": found.requests_per_second,
+            "tokens_per_second": found.total_tokens_per_second,
+            "output_tokens_per_second": found.output_tokens_per_second,
+            "acceptance_length": books.acceptance_length if books.drafts else None,
+        }
+        options.write_json("--output-json", arguments.output_json, numbers)
