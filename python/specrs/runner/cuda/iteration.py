@@ -133,8 +133,14 @@ def draft_pass(ctx: Context, i: int, batch: int, tail: Tail) -> None:
     )
     hidden = forward(drafter.model, inputs, drafter.kv_cache, ctx.draft_workspace)[rows - 1 :: rows]
     if tail is Tail.GREEDY:
+        at = (i - 1, slice(0, batch))
         compute_argmax(
-            drafter.model, hidden, b.drawn[i - 1, :batch], b.draft_top[i - 1, :batch], ctx.draft_workspace, None
+            drafter.model,
+            hidden,
+            b.drawn[at],
+            b.draft_top[at],
+            ctx.draft_workspace,
+            num_ids=min(known, drafter.vocab_size),
         )
         return
     logits = b.draft_logits[i - 1, :batch]
@@ -189,7 +195,7 @@ def verify_pass(ctx: Context, batch: int, rows: int, max_q_len: int, *, greedy: 
     )
     hidden = forward(ctx.target, inputs, ctx.kv_cache, ctx.target_workspace)
     if greedy:
-        compute_argmax(ctx.target, hidden, b.target_ids[:rows], b.target_top[:rows], ctx.target_workspace, None)
+        compute_argmax(ctx.target, hidden, b.target_ids[:rows], b.target_top[:rows], ctx.target_workspace)
     else:
         compute_logits(ctx.target, hidden, b.logits[:rows], ctx.target_workspace)
 

@@ -155,7 +155,7 @@ class CudaRunner:
     def _logits(self, hidden: Tensor, shape: Shape) -> None:
         ctx, b, count = self.ctx, self.ctx.buffers, shape.rows
         if shape.tail is Tail.GREEDY:
-            compute_argmax(ctx.target, hidden, b.target_ids[:count], b.target_top[:count], ctx.target_workspace, None)
+            compute_argmax(ctx.target, hidden, b.target_ids[:count], b.target_top[:count], ctx.target_workspace)
         else:
             compute_logits(ctx.target, hidden, b.logits[:count], ctx.target_workspace)
 
