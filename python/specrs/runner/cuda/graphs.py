@@ -24,7 +24,7 @@ class Graphs:
     def __init__(self, device: torch.device) -> None:
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def __len__(self) -> int:

@@ -108,12 +108,12 @@ class CudaRunner:
                 self._decode(slot, header)
             slot.pinned_results.copy_(ctx.record.results, non_blocking=True)
             if slot.done is not None:
-                slot.done.record()  # type: ignore[no-untyped-call]
+                slot.done.record()
 
     def wait(self, slot: RingSlot) -> None:
         """Block until the launch of `slot` has delivered its results."""
         if slot.done is not None:
-            slot.done.synchronize()  # type: ignore[no-untyped-call]
+            slot.done.synchronize()
 
     def _used(self, header: Header) -> int:
         """Words of the record that the launch has written."""

@@ -1,0 +1,161 @@
+"""The CUDA runner against the CPU loop, launch for launch, its kernels run by Triton's interpreter.
+
+Up to 64 rows take the fused kernels. The pair is as small as kernels allow, because a launch of the interpreter takes
+a millisecond for each program.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import specrs.models.loader as loader
+import torch
+from checkpoints import make_checkpoint, perturb_checkpoint
+from specrs.config import EngineConfig, SpeculativeConfig
+from specrs.engine.build import Blueprint, Weights, load_weights
+from specrs.engine.engine import Engine
+from specrs.engine.request import Request
+from specrs.kernels.linear import Linear
+from specrs.runner.cuda.runner import CudaRunner
+from specrs.sampling import SamplingParams
+
+VOCAB, K = 61, 3
+PROMPTS = [[5, 9, 2, 33, 7, 7, 1, 12, 40, 3, 22], [5, 9, 2, 33, 7, 7, 1, 12], [60]]
+
+
+@dataclasses.dataclass
+class Pair:
+    """A tiny pair in both layouts of weights."""
+
+    target: Path
+    draft: Path
+    cpu: Weights
+    gpu: Weights
+
+    def engine(self, *, gpu: bool, monkeypatch: pytest.MonkeyPatch, rule: str = "rejection", **fields: Any) -> Engine:
+        speculative = SpeculativeConfig(
+            model=str(self.draft), num_speculative_tokens=K, rejection_sample_method=rule, max_model_len=30
+        )
+        defaults: dict[str, Any] = {
+            "max_model_len": 32,
+            "max_num_seqs": 3,
+            "max_num_batched_tokens": 12,
+            "block_size": 4,
+            "num_gpu_blocks_override": 20,
+            "launch_depth": 2,
+        }
+        config = EngineConfig(
+            model=str(self.target), dtype="float32", speculative_config=speculative, **(defaults | fields)
+        )
+        with monkeypatch.context() as patch:
+            patch.setattr(Blueprint, "on_gpu", property(lambda _self: gpu))
+            return Engine(config, self.gpu if gpu else self.cpu)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    folder = tmp_path_factory.mktemp("pair")
+    shape = {"layers": 1, "hidden": 32, "intermediate": 32, "kv_heads": 1, "head_dim": 16, "vocab": VOCAB}
+    target = make_checkpoint(folder / "target", seed=1, **shape)
+    draft = perturb_checkpoint(target, folder / "draft", noise=0.3, seed=2)
+    config = EngineConfig(
+        model=str(target),
+        dtype="float32",
+        speculative_config=SpeculativeConfig(model=str(draft), num_speculative_tokens=K),
+    )
+    cpu = load_weights(config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loader, "pack", lambda weight, bias=None: Linear(weight.t(), None, bias))  # as on a GPU
+        gpu = load_weights(config)
+    return Pair(target, draft, cpu, gpu)
+
+
+def generate(engine: Engine, params: list[SamplingParams], num_tokens: int = 5) -> list[Request]:
+    """Every prompt to its end; ids, log probabilities and books are in the requests."""
+    requests = [
+        Request(i, prompt, own.replace(max_tokens=num_tokens, ignore_eos=True), num_speculative_tokens=K, seed=100 + i)
+        for i, (prompt, own) in enumerate(zip(PROMPTS, params, strict=True))
+    ]
+    for request in requests:
+        engine.add_request(request)
+    while engine.has_unfinished():
+        engine.step()
+    engine.scheduler.check_integrity()
+    assert engine.scheduler.num_free_blocks == engine.scheduler.num_blocks
+    return requests
+
+
+def assert_same(mine: list[Request], theirs: list[Request]) -> None:
+    for ours, reference in zip(mine, theirs, strict=True):
+        assert ours.error is None
+        assert ours.output_token_ids == reference.output_token_ids
+        assert ours.acceptance.histogram == reference.acceptance.histogram
+        assert (ours.logprobs is None) == (reference.logprobs is None)
+        for got, expected in zip(ours.logprobs or (), reference.logprobs or (), strict=True):
+            assert (got.token_id, got.rank, got.top_ids) == (expected.token_id, expected.rank, expected.top_ids)
+            assert got.logprob == pytest.approx(expected.logprob, abs=1e-4)
+
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@pytest.mark.parametrize(
+    ("rule", "params"),
+    [
+        ("rejection", [GREEDY, GREEDY.replace(num_speculative_tokens=1), GREEDY]),
+        # Drafts of the CPU are cut exactly, those of a GPU on a grid: without a cut, both draw the same drafts.
+        ("rejection", [SamplingParams(temperature=0.8), GREEDY, SamplingParams(temperature=1.3)]),
+        ("coupled", [SamplingParams(temperature=0.8, top_p=0.9), GREEDY, SamplingParams(temperature=0.9, top_k=9)]),
+        (
+            "coupled",
+            [
+                SamplingParams(temperature=0.9, presence_penalty=0.7, logit_bias={3: 2.0}, logprobs=2),
+                SamplingParams(temperature=0.0, repetition_penalty=1.3, bad_words=None),
+                SamplingParams(temperature=0.7, min_tokens=3, stop_token_ids=list(range(20)), prompt_logprobs=1),
+            ],
+        ),
+    ],
+    ids=["greedy", "rejection", "coupled", "adjusted"],
+)
+def test_same_tokens(pair: Pair, rule: str, params: list[SamplingParams], monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = [pair.engine(gpu=gpu, rule=rule, monkeypatch=monkeypatch) for gpu in (True, False)]
+    assert isinstance(engines[0].runner, CudaRunner)
+    mine, theirs = (generate(engine, params) for engine in engines)
+    assert_same(mine, theirs)
+    assert engines[0].stats() == engines[1].stats()
+    assert sum(sum(request.acceptance.histogram) for request in mine) > 0
+
+
+def test_nothing_depends_on_stale_memory(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, reference = (pair.engine(gpu=gpu, monkeypatch=monkeypatch) for gpu in (True, False))
+    runner = engine.runner
+    assert isinstance(runner, CudaRunner)
+    launch = runner.launch
+
+    def poisoned(*args: Any) -> None:
+        poison(runner)
+        launch(*args)
+
+    with torch.inference_mode():
+        for cache in (runner.kv_cache, runner.ctx.drafter.kv_cache):  # type: ignore[union-attr]
+            for layer in cache.layers:
+                layer.fill_(torch.nan)
+    monkeypatch.setattr(runner, "launch", poisoned)
+    assert_same(generate(engine, [GREEDY] * 3, 4), generate(reference, [GREEDY] * 3, 4))
+
+
+@torch.inference_mode()
+def poison(runner: CudaRunner) -> None:
+    """Fill whatever a launch must not read before writing it: buffers, workspaces, results; counters stay zero."""
+    ctx = runner.ctx
+    constant = {"uniform_start", "draft_logits"}
+    tensors = [tensor for name, tensor in ctx.buffers.tensors().items() if name not in constant]
+    tensors += [ctx.record.results, ctx.buffers.draft_logits]
+    for workspace in (ctx.target_workspace, ctx.draft_workspace):
+        assert workspace is not None
+        kept = {"counters", "configs", "limits", "dependent", "scratch"}
+        names = [field.name for field in dataclasses.fields(workspace) if field.name not in kept]
+        tensors += [getattr(workspace, name) for name in names]
+    for tensor in tensors:
+        tensor.fill_(torch.nan if tensor.is_floating_point() else -(2**30))
