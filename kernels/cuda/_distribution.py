@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from specrs.kernels.cuda.philox import log64
 
 PARAMS = tl.constexpr(8)
 """Columns of the rows' parameters, `specrs.verify.params.SamplingRows.values`."""
@@ -82,3 +83,18 @@ def combine_tiles(value_ptr, id_ptr, num_tiles, TILES: tl.constexpr):  # type: i
         tl.where(values == values, values, -float("inf")), tl.load(id_ptr + tile, mask=mask, other=0), mask
     )
     return tl.where(faulty, float("nan"), best), token
+
+
+@triton.jit
+def store_cut(out_cut, out_lse, key, kept, m):  # type: ignore[no-untyped-def]
+    """Threshold from the last key that is kept, lse from the weight of what is, in units of 2^-40 of the largest."""
+    share = kept.to(tl.float64) / 1099511627776.0
+    tl.store(out_cut, value_of_key(key))
+    tl.store(out_lse, tl.sum(m.to(tl.float64) + log64(share + tl.zeros([1], tl.float64)), axis=0))
+
+
+@triton.jit
+def store_no_cut(out_cut, out_lse, greedy):  # type: ignore[no-untyped-def]
+    """A greedy row keeps everything, a faulty one nothing."""
+    tl.store(out_cut, tl.where(greedy, -float("inf"), float("inf")))
+    tl.store(out_lse, tl.full([], 0.0, tl.float64))

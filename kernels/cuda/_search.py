@@ -19,11 +19,12 @@ LO, SHIFT, BASE, TARGET, CELL, LIMIT = (tl.constexpr(i) for i in range(6))
 """What a step starts from: first key of its range and log2 of the keys in a 2,048th of it (-1: found, LO is the
 threshold); the amount before LO, in the end up to it; the amount to reach; the cell of step 0; the last key that
 earlier filters keep."""
-_COARSE_CELLS = tl.constexpr(1024)
+_FIRST_CELLS = tl.constexpr(1024)
 _RESOLUTION = tl.constexpr(32)
 _CELLS = tl.constexpr(2048)
 _DIGIT = tl.constexpr(11)
-_UNIT = tl.constexpr(float(2**40))
+UNIT = tl.constexpr(float(2**40))
+"""Weight of the largest token."""
 
 
 @triton.jit
@@ -38,6 +39,13 @@ def last_key(m, bound):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def cell_of(gap, chosen):  # type: ignore[no-untyped-def]
+    """Cell of a step 0, 32 to a nat; the last one holds the rest. 0 where not chosen, whatever the gap."""
+    distance = tl.minimum(tl.where(chosen, gap, 0.0), 32.0) * _RESOLUTION
+    return tl.minimum(distance.to(tl.int32), _FIRST_CELLS - 1)
+
+
+@triton.jit
 def _keys_of_cell(m, cell):  # type: ignore[no-untyped-def]
     """First key of a range that holds every token of the cell, and log2 of the keys in a 2,048th of it.
 
@@ -47,7 +55,7 @@ def _keys_of_cell(m, cell):  # type: ignore[no-untyped-def]
     far = near + 1.0 / _RESOLUTION
     slack = (tl.abs(m) + far) * (1.0 / 2097152.0)
     lo = descending_key(m - near + slack)
-    last = tl.where(cell == _COARSE_CELLS - 1, LAST_KEY, descending_key(m - far - slack))
+    last = tl.where(cell == _FIRST_CELLS - 1, LAST_KEY, descending_key(m - far - slack))
     digits = tl.arange(0, 32).to(tl.int64)
     span = tl.minimum(last, LAST_KEY) - lo + 1
     shift = tl.sum(((digits < 22) & (span > (tl.full([32], 2048, tl.int64) << digits))).to(tl.int64), axis=0)
@@ -63,7 +71,7 @@ def _first_reaching(sums, index, before, target):  # type: ignore[no-untyped-def
 
 
 @triton.jit
-def narrow(slot, cells, params, m, FIRST: tl.constexpr, WEIGHTS: tl.constexpr, COARSE: tl.constexpr):  # type: ignore[no-untyped-def]
+def narrow(slot, cells, params, m, FIRST: tl.constexpr, WEIGHTS: tl.constexpr):  # type: ignore[no-untyped-def]
     """What a finished step says: `(lo, shift, base, target, cell)` of the next one.
 
     `slot` and `cells` are what that step started from and its histogram. FIRST: it was a step 0.
@@ -100,15 +108,8 @@ def narrow(slot, cells, params, m, FIRST: tl.constexpr, WEIGHTS: tl.constexpr, C
             shift = tl.where(shift == 0, -1, tl.maximum(shift - _DIGIT, 0))
         elif found:
             cell = index
-            if COARSE:
-                edge = ((index + 1).to(tl.float32) / _RESOLUTION).to(tl.int32, bitcast=True) - 1
-                bound = tl.where(index == _COARSE_CELLS - 1, float("inf"), edge.to(tl.float32, bitcast=True))
-                lo = last_key(m, bound)
-                shift = tl.full([], -1, tl.int64)
-                base = through
-            else:
-                lo, shift = _keys_of_cell(m, index)
-                base = before
+            lo, shift = _keys_of_cell(m, index)
+            base = before
         else:
             lo = tl.full([], LAST_KEY, tl.int64)
             shift = tl.full([], -1, tl.int64)
@@ -149,13 +150,12 @@ def add_tile(  # type: ignore[no-untyped-def]
         else:
             # Weights under 2^-40 of the largest are nothing.
             weight = tl.where(chosen & (gap <= farthest) & (key <= limit), tl.exp(-tl.maximum(gap, 0.0)), 0.0)
-            amount = (weight * _UNIT).to(tl.int64)
+            amount = (weight * UNIT).to(tl.int64)
             chosen = amount > 0
         if MODE == TOTAL:
             total += amount
         else:
-            distance = tl.minimum(tl.where(x <= m, gap, 0.0), 32.0) * _RESOLUTION
-            index = tl.minimum(distance.to(tl.int32), _COARSE_CELLS - 1).to(tl.int64)
+            index = cell_of(gap, chosen).to(tl.int64)
             if not FIRST:
                 chosen = chosen & (index == cell)
                 index = (key - lo) >> shift

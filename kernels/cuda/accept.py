@@ -112,6 +112,7 @@ def accept_prefix(
         SYNTHETIC=synthetic and k > 0,
         BLOCK_K=triton.next_power_of_2(k + 1),
         num_warps=1,
+        enable_fp_fusion=True,
     )
 
 

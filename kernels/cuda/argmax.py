@@ -62,6 +62,7 @@ def tile_argmax(logits: Tensor, tile_value: Tensor, tile_id: Tensor, cells: Tens
         tile_value.shape[2],
         CELLS=0 if cells is None else CELLS,
         BLOCK=BLOCK,
+        enable_fp_fusion=True,
     )
     return tiles
 
@@ -80,6 +81,7 @@ def combine_argmax(
         stride,
         HAS_TOP=out_top is not None,
         TILES=triton.next_power_of_2(stride),
+        enable_fp_fusion=True,
     )
 
 

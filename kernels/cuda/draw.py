@@ -102,6 +102,7 @@ def _draw(
         purpose,
         BLOCK=BLOCK,
         num_warps=8,
+        enable_fp_fusion=True,
     )
     combine_argmax(tile_value, tile_id, out_ids, None, tiles)
 

@@ -109,7 +109,17 @@ def fill_noise(seeds: Tensor, positions: Tensor, purpose: int, out: Tensor, gumb
     """
     if out.numel():
         grid = (triton.cdiv(out.shape[1], BLOCK), out.shape[0])
-        fill_noise_kernel[grid](seeds, positions, out, out.stride(0), purpose, out.shape[1], GUMBEL=gumbel, BLOCK=BLOCK)
+        fill_noise_kernel[grid](
+            seeds,
+            positions,
+            out,
+            out.stride(0),
+            purpose,
+            out.shape[1],
+            GUMBEL=gumbel,
+            BLOCK=BLOCK,
+            enable_fp_fusion=True,
+        )
 
 
 @fill_noise.register_fake

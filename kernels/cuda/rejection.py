@@ -246,6 +246,7 @@ def rejection(
         BLOCK_K=block_k,
         BLOCK=BLOCK,
         num_warps=8,
+        enable_fp_fusion=True,
     )
     finish_rejection_kernel[(batch,)](
         ids,
@@ -267,6 +268,7 @@ def rejection(
         HAS_DRAFTS=some,
         TILES=triton.next_power_of_2(tile_stride),
         BLOCK_K=block_k,
+        enable_fp_fusion=True,
     )
 
 

@@ -10,14 +10,15 @@ differently, may cut one logit earlier or later.
 Launches, and what one costs with a row or six of 151,936 on an H200 as predicted (about 2.2 us of launch, and 1 to 2 us
 for a row that lies in L2; step 0 sends an atomic per token, 1 us a row):
 
-    tiles                        always                      3.5 us
-    count, 4 steps (1 coarse)    where a row has top_k       3.5 to 8 us, then 3.5; 2.5 once a row has found its key
-    weigh, 4 steps (1 coarse)    where a row has top_p       the same
-    total                        without top_p               3.5 us
-    finish                       always                      3 us
+    exact     tiles             always                  3.5 us
+              count, 4 steps    with `top_k`            2.5 in rows without; else 3.5 to 8 us, 3.5, 3.5, 2.5
+              weigh, 4 steps    with `top_p`            3.5 to 8 us, 3.5, 3.5, 2.5
+              total             without `top_p`         3.5 us
+              finish            always                  3 us
+    coarse    tiles, step, finish, whatever the rows have: 3.5, 4, 3.5
 
-That is 6 launches and about 22 us for top_p, 10 and 38 for top_k with top_p, 3 and 10 without filters; drafting with
-top_p 3 and 11 us.
+That is 10 launches and about 38 us with every filter, 32 where no row has a top_k; 6 and 22 with `top_p` alone; 3 and
+10 without filters; 3 and 11 for a drafting row.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from specrs.kernels.cuda._coarse import coarse_kernel, finish_coarse_kernel
 from specrs.kernels.cuda._distribution import (
     GREEDY,
     LAST_KEY,
@@ -34,7 +36,8 @@ from specrs.kernels.cuda._distribution import (
     TOP_K,
     combine_tiles,
     is_finite,
-    value_of_key,
+    store_cut,
+    store_no_cut,
 )
 from specrs.kernels.cuda._search import (
     BASE,
@@ -51,14 +54,14 @@ from specrs.kernels.cuda._search import (
     narrow,
 )
 from specrs.kernels.cuda.argmax import tile_argmax
-from specrs.kernels.cuda.philox import log64
 from specrs.kernels.cuda.sampling_scratch import BLOCK, CELLS, STEP_WORDS, STEPS, SamplingScratch, expect, tile_of
 from specrs.kernels.cuda.variants import Variant
 from specrs.verify.params import SamplingRows
 from specrs.verify.thresholds import apply_coarse_top_k_top_p, apply_min_p, apply_top_k_top_p
 from torch import Tensor
 
-_REFINEMENTS = 3
+_LEVELS = 4
+"""Steps of a search: the cells of step 0, then three times 11 bits of keys."""
 
 
 @triton.jit(do_not_specialize=["tile", "step", "scratch_rows"])
@@ -83,7 +86,6 @@ def search_kernel(  # type: ignore[no-untyped-def]
     LEVEL: tl.constexpr,
     AFTER_COUNT: tl.constexpr,
     MIN_P: tl.constexpr,
-    COARSE: tl.constexpr,
     TILES: tl.constexpr,
     CELLS: tl.constexpr,
     STEP_SLOTS: tl.constexpr,
@@ -120,7 +122,7 @@ def search_kernel(  # type: ignore[no-untyped-def]
         shift, cell = lo, lo
         limit = tl.full([], LAST_KEY, tl.int64)
         if LEVEL > 0:
-            lo, shift, base, target, cell = narrow(previous, finished, params, m, LEVEL == 1, MODE == WEIGHT, COARSE)
+            lo, shift, base, target, cell = narrow(previous, finished, params, m, LEVEL == 1, MODE == WEIGHT)
             limit = tl.load(previous + LIMIT)
             if t == 0:
                 tl.store(slot + LO, lo)
@@ -129,7 +131,7 @@ def search_kernel(  # type: ignore[no-untyped-def]
                 tl.store(slot + TARGET, target)
                 tl.store(slot + CELL, cell)
         elif AFTER_COUNT:
-            limit, _, _, _, _ = narrow(previous, finished, params, m, COARSE, False, COARSE)
+            limit, _, _, _, _ = narrow(previous, finished, params, m, False, False)
         if t == 0:
             tl.store(slot + LIMIT, limit)
         if MODE == COUNT and LEVEL == 0:
@@ -173,7 +175,6 @@ def finish_kernel(  # type: ignore[no-untyped-def]
     scratch_rows,
     MODE: tl.constexpr,
     MIN_P: tl.constexpr,
-    COARSE: tl.constexpr,
     TILES: tl.constexpr,
     CELLS: tl.constexpr,
     STEP_SLOTS: tl.constexpr,
@@ -190,19 +191,16 @@ def finish_kernel(  # type: ignore[no-untyped-def]
         key = tl.load(slot + LIMIT)
         if MODE == WEIGHT:
             histogram = cells + (step % 3 * scratch_rows + row) * CELLS
-            lo, _, kept, _, _ = narrow(slot, histogram, params, m, COARSE, True, COARSE)
+            lo, _, kept, _, _ = narrow(slot, histogram, params, m, False, True)
             key = tl.minimum(key, lo)
         else:
             t = tl.arange(0, TILES)
             kept = tl.sum(tl.load(tile_sum + row * tile_stride + t, mask=t < num_tiles, other=0), axis=0)
         if MIN_P:
             key = tl.minimum(key, last_key(m, -tl.load(params + LOG_MIN_P)))
-        share = kept.to(tl.float64) / 1099511627776.0
-        tl.store(out_cut + row, value_of_key(key))
-        tl.store(out_lse + row, tl.sum(m.to(tl.float64) + log64(share + tl.zeros([1], tl.float64)), axis=0))
+        store_cut(out_cut + row, out_lse + row, key, kept, m)
     else:
-        tl.store(out_cut + row, tl.where(greedy, -float("inf"), float("inf")))
-        tl.store(out_lse + row, tl.full([], 0.0, tl.float64))
+        store_no_cut(out_cut + row, out_lse + row, greedy)
 
 
 @torch.library.custom_op(
@@ -230,18 +228,41 @@ def _sampling_cut(
     rows, vocab_size = logits.shape
     if not rows:
         return
-    num_tiles = tile_argmax(logits, tile_value, tile_id, cells)
+    num_tiles, tile = tile_argmax(logits, tile_value, tile_id, cells), tile_of(rows, vocab_size)
     tile_stride, scratch_rows = tile_value.shape[2], cells.shape[1]
-    levels = 1 if coarse else 1 + _REFINEMENTS
-    plan = [(COUNT.value, level) for level in range(levels if top_k else 0)]
-    plan += [(WEIGHT.value, level) for level in range(levels)] if top_p else [(TOTAL.value, 0)]
+    tiles = triton.next_power_of_2(tile_stride)
+    if coarse:
+        coarse_kernel[(num_tiles, rows)](
+            logits,
+            row_of,
+            values,
+            tile_value,
+            tile_id,
+            cells,
+            out_top,
+            out_ids,
+            logits.stride(0),
+            vocab_size,
+            tile,
+            tile_stride,
+            TILES=tiles,
+            CELLS=CELLS,
+            BLOCK=BLOCK,
+            enable_fp_fusion=True,
+        )
+        finish_coarse_kernel[(rows,)](
+            row_of, values, cells, out_cut, out_lse, out_top, CELLS=CELLS, enable_fp_fusion=True
+        )
+        return
+    plan = [(COUNT.value, level) for level in range(_LEVELS if top_k else 0)]
+    plan += [(WEIGHT.value, level) for level in range(_LEVELS)] if top_p else [(TOTAL.value, 0)]
     sizes = {
-        "TILES": triton.next_power_of_2(tile_stride),
+        "TILES": tiles,
         "CELLS": CELLS,
         "STEP_SLOTS": STEPS + 1,
         "STEP_WORDS": STEP_WORDS,
-        "COARSE": coarse,
         "MIN_P": min_p,
+        "enable_fp_fusion": True,
     }
     for step, (mode, level) in enumerate(plan):
         search_kernel[(num_tiles, rows)](
@@ -257,7 +278,7 @@ def _sampling_cut(
             out_ids,
             logits.stride(0),
             vocab_size,
-            tile_of(rows, vocab_size),
+            tile,
             tile_stride,
             step,
             scratch_rows,
@@ -329,7 +350,7 @@ def sampling_cut(
         out_lse: `[N]` float64, of what is kept; 0 in greedy and faulty rows.
         out_top: `[N]` fp32, the largest logit, NaN if the row has one.
         scratch: `scratch.ids` `[:N]` becomes the argmax of each row, lowest id first, which `rejection` reads.
-        coarse: for drafting.
+        coarse: for drafting; the flags that follow change nothing then.
         top_k, top_p, min_p: whether any row may have that filter; False spares its launches, and ignores it in a row
             that has it.
     """
@@ -386,29 +407,23 @@ def _variants() -> tuple[Variant, ...]:
     sizes = {"TILES": 256, "CELLS": CELLS, "STEP_SLOTS": STEPS + 1, "STEP_WORDS": STEP_WORDS, "MIN_P": True}
 
     def variant(name: str, fn: triton.JITFunction, **constants: int) -> Variant:
-        constants = {**sizes, **constants}
+        constants = {name: size for name, size in sizes.items() if name in fn.arg_names} | constants
         signature = {arg: types.get(arg, "i32") for arg in fn.arg_names if arg not in constants}
         return Variant(name, fn, signature, constants)
 
     names = {COUNT.value: "count", WEIGHT.value: "weigh", TOTAL.value: "total"}
     found = []
-    for mode, level, after, coarse in (
-        (COUNT.value, 0, False, False),
-        (COUNT.value, 1, False, False),
-        (COUNT.value, 2, False, False),
-        (WEIGHT.value, 0, False, False),
-        (WEIGHT.value, 0, True, False),
-        (WEIGHT.value, 0, True, True),
-        (WEIGHT.value, 1, False, False),
-        (WEIGHT.value, 2, False, False),
-        (TOTAL.value, 0, False, False),
-        (TOTAL.value, 0, True, False),
+    for mode, level, after in (
+        *((COUNT.value, level, False) for level in range(3)),
+        *((WEIGHT.value, level, False) for level in range(3)),
+        (WEIGHT.value, 0, True),
+        (TOTAL.value, 0, False),
+        (TOTAL.value, 0, True),
     ):
-        name = f"search_{names[mode]}_{level}{'_after_count' * after}{'_coarse' * coarse}"
-        flags = {"MODE": mode, "LEVEL": level, "AFTER_COUNT": after, "COARSE": coarse, "BLOCK": BLOCK}
-        found.append(variant(name, search_kernel, **flags))
-    for mode, coarse in ((WEIGHT.value, False), (WEIGHT.value, True), (TOTAL.value, False)):
-        found.append(variant(f"finish_{names[mode]}{'_coarse' * coarse}", finish_kernel, MODE=mode, COARSE=coarse))
+        name = f"search_{names[mode]}_{level}{'_after_count' * after}"
+        found.append(variant(name, search_kernel, MODE=mode, LEVEL=level, AFTER_COUNT=after, BLOCK=BLOCK))
+    found += [variant(f"finish_{names[mode]}", finish_kernel, MODE=mode) for mode in (WEIGHT.value, TOTAL.value)]
+    found += [variant("coarse", coarse_kernel, BLOCK=BLOCK), variant("finish_coarse", finish_coarse_kernel)]
     return tuple(found)
 
 

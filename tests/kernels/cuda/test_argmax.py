@@ -70,7 +70,7 @@ def test_tiles_grow_with_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling_scratch, "_PROGRAMS", 2)
     assert tile_of(1, 5000) == 4096
     logits = torch.zeros(1, 5000)
-    for ids in ([3000], [4999], [1024, 4500], [4095, 4096]):
+    for ids in ([3000], [4999], [1024, 4500], [4095, 4096], [100, 1124], [0, 3072]):
         logits.zero_()[0, ids] = 1.0
         assert run(logits)[0].tolist() == ids[:1]
 
