@@ -7,11 +7,13 @@ every chunk after the first as a draft of K tokens. What was sent is kept, for t
 import argparse
 import asyncio
 import json
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -168,11 +170,11 @@ def running(server: FakeServer) -> Iterator[FakeServer]:
 
 
 def main() -> None:
-    """As a program: `--die-after N` ends it in the middle of request N."""
+    """As a program. `--die-once FILE` ends it within a request at K > 0, unless FILE is there; it makes it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int)
     parser.add_argument("--speculative-config", default="{}")
-    parser.add_argument("--die-after", type=int)
+    parser.add_argument("--die-once", type=Path)
     parser.add_argument("--broken", action="store_true")
     arguments = parser.parse_args()
     if arguments.broken:
@@ -183,10 +185,12 @@ def main() -> None:
     chunk = max(1, (k + 1) // 2 + 1) if k else 1
 
     def script(number: int) -> Script:
-        chunks = [1] + [chunk] * 4
-        return Script(chunks, end="die" if arguments.die_after == number else "done", gap=0.001 * (10 + k))
+        dies = k > 0 and number == 4 and arguments.die_once is not None and not arguments.die_once.exists()
+        if dies:
+            arguments.die_once.touch()
+        return Script([1] + [chunk] * 4, end="die" if dies else "done", gap=0.001 * (10 + k))
 
-    server = FakeServer(script, k=k, on_death=lambda: sys.exit(1))
+    server = FakeServer(script, k=k, on_death=lambda: os._exit(1))
     web.run_app(server.app(), host="127.0.0.1", port=arguments.port, print=None)
 
 

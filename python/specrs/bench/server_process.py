@@ -45,6 +45,12 @@ class ServerProcess:
                 raise self.died(f"{path} did not answer in {timeout_seconds:g} s")
             time.sleep(0.2)
 
+    def ended(self, within_seconds: float = 2.0) -> bool:
+        """Whether the process has ended, or does so in the next moments: its connections break before it is gone."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(within_seconds)
+        return self.process.poll() is not None
+
     def died(self, how: str) -> EngineError:
         """The error for a server that is no use any more: its exit code and the end of its log."""
         code = self.process.poll()

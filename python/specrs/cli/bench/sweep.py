@@ -143,7 +143,7 @@ class _Measure:
         with serving(command, port, log, environment, arguments.server_timeout_sec) as server:
             for number, cell in enumerate(cells):
                 result = self._cell(server.base_url, cell, number)
-                if result.gone is not None and server.process.poll() is not None:
+                if result.gone not in (None, "interrupted") and server.ended():
                     result.gone = str(server.died("while it was measured"))
                 yield cell, result
 
