@@ -12,6 +12,8 @@ pub const NO_SLOT: i64 = -1;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlotMapper {
     block_size: usize,
+    /// Blocks whose slots all fit an i64.
+    num_blocks: u64,
 }
 
 impl SlotMapper {
@@ -23,7 +25,7 @@ impl SlotMapper {
         if block_size == 0 {
             return Err(Error::invalid_config("block_size", block_size, "at least 1"));
         }
-        Ok(Self { block_size })
+        Ok(Self { block_size, num_blocks: i64::MAX as u64 / block_size as u64 })
     }
 
     /// Positions per block.
@@ -31,14 +33,46 @@ impl SlotMapper {
         self.block_size
     }
 
-    /// The slot of `position`, or [`NO_SLOT`] if it is negative, beyond the table, or in an entry without a block (< 0).
+    /// The slot of `position`, or [`NO_SLOT`] if it is negative, beyond the table, in an entry without a block (< 0), or if the slot
+    /// would not fit an i64.
+    ///
+    /// ```
+    /// use specrs_core::{NO_SLOT, SlotMapper};
+    ///
+    /// let mapper = SlotMapper::new(16)?;
+    /// assert_eq!(mapper.slot(&[7, 3], 17), 3 * 16 + 1);
+    /// assert_eq!(mapper.slot(&[7, 3], 32), NO_SLOT);
+    /// # Ok::<(), specrs_core::Error>(())
+    /// ```
     #[inline]
     pub fn slot(&self, block_table: &[i64], position: i64) -> i64 {
+        self.slot_by(block_table, position, |position| (position / self.block_size, position % self.block_size))
+    }
+
+    #[inline]
+    fn slot_by(&self, block_table: &[i64], position: i64, split: impl Fn(usize) -> (usize, usize)) -> i64 {
         let Ok(position) = usize::try_from(position) else { return NO_SLOT };
-        let (index, offset) = (position / self.block_size, position % self.block_size);
+        let (index, offset) = split(position);
         match block_table.get(index) {
-            Some(&block) if block >= 0 => block * self.block_size as i64 + offset as i64,
+            // One comparison for entries without a block and for those whose slots overflow.
+            Some(&block) if (block as u64) < self.num_blocks => block * self.block_size as i64 + offset as i64,
             _ => NO_SLOT,
+        }
+    }
+
+    /// `out[i]` for `positions[i]`; divides by shifting where it can, a division is most of the time.
+    #[inline]
+    fn fill(&self, block_table: &[i64], positions: &[i64], out: &mut [i64]) {
+        let pairs = out.iter_mut().zip(positions);
+        if self.block_size.is_power_of_two() {
+            let (shift, mask) = (self.block_size.trailing_zeros(), self.block_size - 1);
+            for (slot, &position) in pairs {
+                *slot = self.slot_by(block_table, position, |position| (position >> shift, position & mask));
+            }
+        } else {
+            for (slot, &position) in pairs {
+                *slot = self.slot(block_table, position);
+            }
         }
     }
 
@@ -47,7 +81,7 @@ impl SlotMapper {
         let mut filled = 0;
         while filled < out.len() {
             let position = start + filled as i64;
-            let offset = position.rem_euclid(self.block_size as i64) as usize;
+            let offset = position.rem_euclid(i64::try_from(self.block_size).unwrap_or(i64::MAX)) as usize;
             let run = (self.block_size - offset).min(out.len() - filled);
             let first = self.slot(block_table, position);
             for (i, slot) in out[filled..filled + run].iter_mut().enumerate() {
@@ -63,9 +97,7 @@ impl SlotMapper {
     /// [`Error::InvalidBuffer`] if `out` and `positions` differ in length; `out` is unchanged.
     pub fn map(&self, block_table: &[i64], positions: &[i64], out: &mut [i64]) -> Result<(), Error> {
         check_length("out", out.len(), positions.len())?;
-        for (slot, &position) in out.iter_mut().zip(positions) {
-            *slot = self.slot(block_table, position);
-        }
+        self.fill(block_table, positions, out);
         Ok(())
     }
 
@@ -94,9 +126,8 @@ impl SlotMapper {
         check_q_start(q_start, positions.len())?;
         for (request, bounds) in q_start.windows(2).enumerate() {
             let table = &block_tables[request * width..(request + 1) * width];
-            for row in bounds[0] as usize..bounds[1] as usize {
-                out[row] = self.slot(table, positions[row]);
-            }
+            let rows = bounds[0] as usize..bounds[1] as usize;
+            self.fill(table, &positions[rows.clone()], &mut out[rows]);
         }
         Ok(())
     }
@@ -166,6 +197,29 @@ mod tests {
                         mapper.map_range(table, positions[0] + from as i64, &mut out);
                         assert_eq!(out, expected[from..to], "block_size {block_size} table {table:?} {from}..{to}");
                     }
+                }
+            }
+        }
+    }
+
+    /// Block ids up to the largest: a slot that does not fit is none, and nothing wraps.
+    #[test]
+    fn overflow() {
+        for block_size in [1_usize, 3, 16, 1 << 40, i64::MAX as usize, usize::MAX] {
+            let mapper = SlotMapper::new(block_size).unwrap();
+            for block in [0, 1, i64::MAX / 16 - 1, i64::MAX / 16, i64::MAX - 1, i64::MAX, -1, i64::MIN] {
+                for position in [0, 1, 15, 16, i64::MAX] {
+                    let exact = i128::from(block) * block_size as i128 + i128::from(position) % block_size as i128;
+                    let last = (i128::from(block) + 1) * block_size as i128 - 1;
+                    let here = position as u128 / (block_size as u128) == 0;
+                    let expected =
+                        if block >= 0 && here && last < i128::from(i64::MAX) { exact as i64 } else { NO_SLOT };
+                    let mut out = [-7];
+                    mapper.map(&[block], &[position], &mut out).unwrap();
+                    assert_eq!(out, [expected], "block {block} of {block_size}, position {position}");
+                    assert_eq!(mapper.slot(&[block], position), expected);
+                    mapper.map_range(&[block], position, &mut out);
+                    assert_eq!(out, [expected]);
                 }
             }
         }

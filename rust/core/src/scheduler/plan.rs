@@ -212,7 +212,7 @@ impl Scheduler {
             Drafting::Off
         } else if row.drafting > 0 {
             // What was just drafted hides both n and draft_len, but their distance is bounded.
-            let lag = LAG_AFTER_DRAFTING + row.idle_drafts;
+            let lag = LAG_AFTER_DRAFTING + row.idle_drafts as usize;
             if lag <= self.config.first_rows { Drafting::Ready(k) } else { Drafting::Off }
         } else if n - row.draft_len <= self.config.first_rows && !self.drafts_into_registered(row) {
             Drafting::Ready(k)

@@ -10,21 +10,25 @@ pub(super) type RequestIndex = u32;
 /// Importance, most important first: priority, then arrival.
 pub(super) type Importance = (i64, u64);
 
+/// What every launch looks at comes first, in one cache line.
 #[derive(Clone, Debug)]
+#[repr(C, align(64))]
 pub(super) struct Request {
-    pub(super) id: i64,
-    pub(super) importance: Importance,
     /// Settled tokens: the prompt, then the output. Never taken back, so a preempted request keeps them.
     pub(super) tokens: Vec<u32>,
-    pub(super) prompt_len: usize,
+    pub(super) id: i64,
     pub(super) limit: usize,
-    pub(super) min_tokens: usize,
-    pub(super) k: usize,
-    pub(super) stop_token_ids: Vec<i64>,
-    /// Its row while running.
-    pub(super) row: Option<u32>,
     /// The draft's logits were not finite once; it does not draft again.
     pub(super) draft_failed: bool,
+    pub(super) has_stops: bool,
+
+    pub(super) stop_token_ids: Vec<i64>,
+    /// Output tokens before which stop ids do not count, after the prompt.
+    pub(super) min_len: usize,
+    pub(super) importance: Importance,
+    pub(super) k: usize,
+    /// Its row while running.
+    pub(super) row: Option<u32>,
     pub(super) root: BlockHash,
     /// Hashes of its first full blocks, computed once as far as they were needed.
     hashes: Vec<BlockHash>,
@@ -50,9 +54,9 @@ impl Request {
             id,
             importance,
             tokens: prompt.iter().map(|&token| token as u32).collect(),
-            prompt_len: prompt.len(),
             limit: params.limit,
-            min_tokens: params.min_tokens,
+            min_len: prompt.len().saturating_add(params.min_tokens),
+            has_stops: !params.stop_token_ids.is_empty(),
             k: params.num_speculative_tokens,
             stop_token_ids: params.stop_token_ids.to_vec(),
             row: None,
@@ -66,12 +70,7 @@ impl Request {
     /// index `min_tokens` on and wins over the limit.
     #[inline]
     pub(super) fn append(&mut self, tokens: &[i64]) -> Ending {
-        let stop = if self.stop_token_ids.is_empty() {
-            None
-        } else {
-            let first = (self.prompt_len + self.min_tokens).saturating_sub(self.tokens.len());
-            tokens.iter().skip(first).position(|token| self.stop_token_ids.contains(token)).map(|at| first + at + 1)
-        };
+        let stop = if self.has_stops { self.first_stop(tokens) } else { None };
         self.tokens.extend(tokens[..stop.unwrap_or(tokens.len())].iter().map(|&token| token as u32));
         if stop.is_some() {
             Ending::Stop
@@ -80,6 +79,12 @@ impl Request {
         } else {
             Ending::None
         }
+    }
+
+    /// Length of the shortest head of `tokens` that ends in a stop token which counts.
+    fn first_stop(&self, tokens: &[i64]) -> Option<usize> {
+        let first = self.min_len.saturating_sub(self.tokens.len());
+        tokens.iter().skip(first).position(|token| self.stop_token_ids.contains(token)).map(|at| first + at + 1)
     }
 
     /// Makes room for all that it may become, so that nothing is allocated while it runs.

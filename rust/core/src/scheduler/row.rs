@@ -15,35 +15,40 @@ pub(super) enum RowState {
     Closed,
 }
 
+/// Two cache lines in the order given: in a large batch every line that a launch looks at is a miss.
 #[derive(Clone, Debug, Default)]
+#[repr(C, align(64))]
 pub(super) struct Row {
-    pub(super) state: RowState,
-    /// The running request; meaningful while live.
-    pub(super) request: RequestIndex,
-    /// Its settled tokens, its limit, and the K that it may draft: kept here too, so that planning, which looks at every row of a large
-    /// batch, misses the cache once a row and not twice.
+    /// Settled tokens and limit of the running request, and the K that it may draft: kept here too, so that planning does not look at
+    /// requests.
     pub(super) n: usize,
     pub(super) limit: usize,
     pub(super) k: usize,
-    /// Its block table. Entries from `num_sent` on are reserved but not yet told to the device.
-    pub(super) blocks: Vec<i64>,
-    pub(super) num_sent: usize,
-    /// Tokens at admission: target prefill covers `[.., prefill_end)`, and `[.., num_computed)` of it is planned.
-    pub(super) prefill_end: usize,
-    pub(super) num_computed: usize,
-    /// Entries in flight; those that emit tokens; those with K > 0; and the most tokens they can emit.
-    pub(super) in_flight: u32,
-    pub(super) emitting: u32,
-    pub(super) drafting: u32,
+    /// The most tokens that entries in flight can emit.
     pub(super) emit_upper: usize,
     /// Positions with valid draft KV after all planned launches. Exact while `drafting` is 0, otherwise a settled value.
     pub(super) draft_len: usize,
-    /// Entries with K = 0 planned since the last one with K > 0: how much the lag of 2 after drafting may have grown.
-    pub(super) idle_drafts: usize,
+    /// Its block table's entries that the device knows of; later ones are reserved.
+    pub(super) num_sent: usize,
+    /// Entries in flight; those that emit tokens; those with K > 0.
+    pub(super) in_flight: u32,
+    pub(super) emitting: u32,
+    pub(super) drafting: u32,
+    /// The running request; meaningful while live.
+    pub(super) request: RequestIndex,
+
+    /// Its block table.
+    pub(super) blocks: Vec<i64>,
+    /// Tokens at admission: target prefill covers `[.., prefill_end)`, and `[.., num_computed)` of it is planned.
+    pub(super) prefill_end: usize,
+    pub(super) num_computed: usize,
     /// Blocks `[0, num_registered)` have been offered to the prefix cache or come from it.
     pub(super) num_registered: usize,
     /// Blocks `[0, num_draft_marked)` need no further look for mark D.
     pub(super) num_draft_marked: usize,
+    /// Entries with K = 0 planned since the last one with K > 0: how much the lag of 2 after drafting may have grown.
+    pub(super) idle_drafts: u32,
+    pub(super) state: RowState,
 }
 
 impl Row {
