@@ -39,6 +39,7 @@ def run(arguments: argparse.Namespace) -> None:
     from specrs.sampling import SamplingParams
 
     check_int(InvalidConfigError, "--num-iters", arguments.num_iters, 1)
+    check_int(InvalidConfigError, "--batch-size", arguments.batch_size, 1)
     check_int(InvalidConfigError, "--num-iters-warmup", arguments.num_iters_warmup, 0)
     config = datasets.DatasetConfig(
         name="random",
