@@ -1,6 +1,6 @@
 //! The main paths, each a function of its own, for counting instructions under callgrind: `scripts/instructions` runs this.
 //!
-//! Prints how often each path ran, so that counts can be given per run. Times nothing.
+//! Every path runs the same number of times in every build, so that totals can be compared. Times nothing.
 
 use specrs_core::philox::{Purpose, fill_gumbel};
 use specrs_core::sampling::{Sampler, SamplingParams};
