@@ -22,7 +22,7 @@ from specrs.kernels.cuda._distribution import (
     store_cut,
     store_no_cut,
 )
-from specrs.kernels.cuda._search import UNIT, cell_of, last_key
+from specrs.kernels.cuda._search import UNIT, add_to_cells, cell_of, last_key
 
 _CELLS = tl.constexpr(1024)
 
@@ -40,9 +40,9 @@ def _add_tile(  # type: ignore[no-untyped-def]
         cell = cell_of(gap, chosen)
         weight = tl.where(chosen & (gap <= farthest), tl.exp(-tl.maximum(gap, 0.0)), 0.0)
         amount = (weight * UNIT).to(tl.int64)
-        tl.atomic_add(cells + cell, amount, mask=amount > 0, sem="relaxed")
+        add_to_cells(cells, cell, amount, amount > 0)
         if counted:
-            tl.atomic_add(cells + _CELLS + cell, tl.full([BLOCK], 1, tl.int64), mask=chosen, sem="relaxed")
+            add_to_cells(cells + _CELLS, cell, tl.full([BLOCK], 1, tl.int64), chosen)
 
 
 @triton.jit

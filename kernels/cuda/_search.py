@@ -23,6 +23,7 @@ _FIRST_CELLS = tl.constexpr(1024)
 _RESOLUTION = tl.constexpr(32)
 _CELLS = tl.constexpr(2048)
 _DIGIT = tl.constexpr(11)
+_CLOSE = tl.constexpr(32)
 UNIT = tl.constexpr(float(2**40))
 """Weight of the largest token."""
 
@@ -43,6 +44,24 @@ def cell_of(gap, chosen):  # type: ignore[no-untyped-def]
     """Cell of a step 0, 32 to a nat; the last one holds the rest. 0 where not chosen, whatever the gap."""
     distance = tl.minimum(tl.where(chosen, gap, 0.0), 32.0) * _RESOLUTION
     return tl.minimum(distance.to(tl.int32), _FIRST_CELLS - 1)
+
+
+@triton.jit
+def add_to_cells(cells, index, amount, chosen):  # type: ignore[no-untyped-def]
+    """Add `amount` to the cells `index` where chosen.
+
+    Additions to one address wait for each other, about a nanosecond each: 90 us for a row of 151,936 equal logits. So
+    where a block's tokens lie close together they are summed here first, which takes 2 us at most.
+    """
+    index = index.to(tl.int32)
+    first = tl.min(tl.where(chosen, index, _CELLS), axis=0)
+    last = tl.max(tl.where(chosen, index, -1), axis=0)
+    if last - first < _CLOSE:
+        for cell in range(first, last + 1):
+            own = tl.sum(tl.where(chosen & (index == cell), amount, 0), axis=0)
+            tl.atomic_add(cells + cell, own, sem="relaxed")
+    else:
+        tl.atomic_add(cells + index, amount, mask=chosen, sem="relaxed")
 
 
 @triton.jit
@@ -160,5 +179,5 @@ def add_tile(  # type: ignore[no-untyped-def]
                 chosen = chosen & (index == cell)
                 index = (key - lo) >> shift
                 chosen = chosen & (index >= 0) & (index < _CELLS)
-            tl.atomic_add(cells + index, amount, mask=chosen, sem="relaxed")
+            add_to_cells(cells, index, amount, chosen)
     return tl.sum(total, axis=0)

@@ -186,3 +186,14 @@ def test_coarse_keeps_what_exact_keeps_and_little_more() -> None:
     coarse = run(logits, row_of, params, steps, coarse=True).cut
     assert ((coarse <= exact) & (coarse >= exact - 2 / 32)).all()
     assert (coarse < exact).any()
+
+
+def test_tokens_at_the_edge_of_a_cell() -> None:
+    """Gaps that round across an edge of the grid: the range of keys searched must hold a cell's own tokens alone."""
+    edge = torch.tensor(-0.46875)  # 47 cells below 1
+    above = edge + 2.0**-25 * torch.tensor([4.0, 1.0])
+    assert (1 - above).tolist() == [1.46875 - 2.0**-23, 1.46875]
+    logits = torch.cat((above, torch.tensor([-0.6, 1.0]), edge[None], torch.tensor([-0.5]))).repeat(2, 1)
+    params, steps = parameters([{"top_k": k} for k in (3, 4)])
+    got = run(logits, torch.tensor([0, 1]), params, steps, coarse=False)
+    assert got.cut.tolist() == [above[1].item(), edge.item()]
