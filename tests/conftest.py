@@ -1,5 +1,7 @@
 """One thread for torch in every test, and Triton kernels interpreted: no test outside tests/gpu needs a GPU.
 
+With SPECRS_GPU=1 (`make gpu-test`) the kernels' tests run on one, by `gpu_shuttle`.
+
 With two threads passes of these small models wait for each other on busy cores: with another load beside, the same
 engine test takes 68 s with two and 3.5 s with one.
 """
@@ -7,7 +9,7 @@ engine test takes 68 s with two and 3.5 s with one.
 import os
 
 # Read where kernels are defined, so before anything imports one.
-os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("TRITON_INTERPRET", "0" if os.environ.get("SPECRS_GPU") == "1" else "1")
 # Some virtual machines name AMX among their instructions and kill whoever uses it.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
@@ -19,3 +21,11 @@ torch.set_num_threads(1)
 # How long an example takes says nothing about it on a busy machine.
 settings.register_profile("specrs", deadline=None)
 settings.load_profile("specrs")
+
+GPU = os.environ.get("SPECRS_GPU") == "1"
+if GPU:
+    import gpu_shuttle
+
+    gpu_shuttle.install()
+
+collect_ignore = [] if GPU else ["gpu"]

@@ -1,0 +1,54 @@
+"""Runs the kernels' tests, which are written for Triton's interpreter, on a GPU. Holds no tests.
+
+`install` gives every op of `specrs.kernels.cuda` an implementation for CPU tensors that takes its arguments to the
+GPU, strides and shared storage and all, runs the compiled kernel there and brings back what it has written.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+import specrs.kernels.cuda
+import torch
+from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
+
+
+def ops() -> dict[str, CustomOpDef]:
+    """Every op of the folder by name."""
+    found: dict[str, CustomOpDef] = {}
+    for module in pkgutil.iter_modules(specrs.kernels.cuda.__path__):
+        content = vars(importlib.import_module(f"specrs.kernels.cuda.{module.name}"))
+        found |= {value._qualname: value for value in content.values() if isinstance(value, CustomOpDef)}
+    return found
+
+
+def install(device: str = "cuda") -> None:
+    """Register the implementations; must come before the first call of an op."""
+    for op in ops().values():
+        op.register_kernel("cpu")(shuttle(op._init_fn, torch.device(device)))
+
+
+def shuttle(function: Callable[..., None], device: torch.device) -> Callable[..., None]:
+    """`function` on `device` for tensors of the host."""
+
+    def run(*args: Any) -> None:
+        storages: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def move(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            storage = value.untyped_storage()
+            if storage.data_ptr() not in storages:
+                host = torch.empty(0, dtype=torch.uint8).set_(storage)
+                storages[storage.data_ptr()] = host, host.to(device, copy=True)
+            there = storages[storage.data_ptr()][1].untyped_storage()
+            empty = torch.empty(0, dtype=value.dtype, device=device)
+            return empty.set_(there, value.storage_offset(), value.shape, value.stride())
+
+        function(*(move(value) for value in args))
+        for host, there in storages.values():
+            host.copy_(there)
+
+    return run
