@@ -1,5 +1,7 @@
 """Passes at the shapes that are measured, on compiled kernels: bf16 and fp16 against float64 on the same device."""
 
+import itertools
+
 import pytest
 import torch
 from specrs.kernels.linear import Linear
@@ -136,7 +138,7 @@ def test_prefill_then_verification(
     workspace = Workspace.allocate(c, max_rows=600, max_seqs=4, dtype=dtype, device=device)
     expected = exact(model, ids)
     cuts, worst = [0, 300, 512, 518, 519, 520, 531], 0.0
-    for first, end in zip(cuts, cuts[1:], strict=False):
+    for first, end in itertools.pairwise(cuts):
         hidden = forward(model, inputs(ids, first, end - first), cache, workspace)
         logits = torch.full((end - first, c.vocab_size), torch.nan, device=device)
         compute_logits(model, hidden, logits, workspace)
