@@ -124,7 +124,7 @@ def test_keeps_what_the_reference_keeps(
     noise = torch.randn(len(rows) + 1, v, generator=generator)
     logits = {
         "normal": noise * 3,
-        "levels": (noise * 8).round() / 8,  # ties, and gaps exactly at edges of the grid
+        "levels": (noise * 32).round() / 32,  # ties, and gaps exactly at edges of the grid
         "tiny": noise * 1e-20,  # one cell of step 0, most of all keys
         "huge": noise * 1e6,
         "flat": torch.zeros_like(noise),
@@ -137,10 +137,17 @@ def test_keeps_what_the_reference_keeps(
 
 
 @pytest.mark.parametrize("coarse", [False, True])
-@pytest.mark.parametrize("flags", [{}, {"top_p": 0.9}, {"top_k": 30}, {"min_p": 0.02}, {"top_k": 40, "top_p": 0.8}])
+@pytest.mark.parametrize("flags", [{}, {"top_p": 0.9}, {"top_k": 30}, {"min_p": 0.02}, {"top_k": 5, "top_p": 0.98}])
 def test_each_filter_alone_over_several_tiles(flags: dict[str, float], coarse: bool) -> None:
     generator = torch.Generator().manual_seed(7)
     check(torch.randn(2, 2500, generator=generator) * 3, [{"temperature": 0.7, **flags}], coarse=coarse)
+
+
+def test_a_gap_at_the_edge_of_the_coarse_cut_is_outside() -> None:
+    logits = 2 - torch.tensor([[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]]) / 32
+    params, steps = parameters([{"top_k": 3}])
+    got = run(logits, torch.tensor([0]), params, steps, coarse=True)
+    assert got.kept(logits)[0].tolist() == [True, True, True, False, False, False]
 
 
 def test_neighbours_and_tiles_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
