@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specrs.chat_template import RENDER_ARGUMENTS, render
 from specrs.errors import (
     CheckpointError,
     InvalidRequestError,
@@ -33,25 +34,6 @@ _PROBES = (
     "  12345 67890\r\n\r\n\u00a0",
 )
 """Texts on which draft and target must agree: words, code, other scripts, digits and white space split differently."""
-_RENDER_ARGUMENTS = frozenset(
-    {
-        "conversation",
-        "tools",
-        "documents",
-        "chat_template",
-        "add_generation_prompt",
-        "continue_final_message",
-        "tokenize",
-        "sanitize_control_tokens",
-        "padding",
-        "truncation",
-        "max_length",
-        "return_tensors",
-        "return_dict",
-        "return_assistant_tokens_mask",
-        "tokenizer_kwargs",
-    }
-)
 
 
 class Tokenizer:
@@ -118,6 +100,31 @@ class Tokenizer:
 
         Raises `InvalidRequestError` for messages that are none, without a template, and when the template fails.
         """
+        return render(
+            self.chat_arguments(
+                messages,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+        )
+
+    def chat_arguments(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """What `specrs.chat_template.render` needs to do the work of `render_chat`, perhaps elsewhere: plain data.
+
+        Raises `InvalidRequestError` for messages that are none, and without a template.
+        """
         if chat_template is None and not self.hf.chat_template:
             raise invalid_request(
                 "chat_template",
@@ -126,7 +133,7 @@ class Tokenizer:
             )
         variables = dict(chat_template_kwargs or {})
         for name in variables:
-            if name in _RENDER_ARGUMENTS:
+            if name in RENDER_ARGUMENTS:
                 raise invalid_request(
                     f"chat_template_kwargs[{name!r}]", variables[name], "is not the template's to set"
                 )
@@ -139,20 +146,16 @@ class Tokenizer:
         conversation = [_message(i, message) for i, message in enumerate(messages)]
         if not conversation:
             raise invalid_request("messages", messages, "must have at least one message")
-        try:
-            text = self.hf.apply_chat_template(
-                conversation,
-                tools=None if tools is None else [dict(tool) for tool in tools],
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tokenize=False,
-                **variables,
-            )
-        except Exception as fault:
-            # a template is a program: whatever it raises is about this conversation
-            raise InvalidRequestError(f"messages: the chat template refused them: {_first_line(fault)}") from fault
-        return str(text)
+        given = None if tools is None else [dict(tool) for tool in tools]
+        return {
+            **self.hf.special_tokens_map,
+            **variables,
+            "conversations": [conversation],
+            "tools": given,
+            "chat_template": self.hf.get_chat_template(chat_template, given),
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
 
 
 def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
@@ -221,7 +224,8 @@ def _message(index: int, message: object) -> dict[str, Any]:
         if not isinstance(content, Sequence):
             raise invalid_request(f"{at}['content']", content, "must be a string or a list of text parts")
         content = "\n".join(_part(f"{at}['content'][{i}]", part) for i, part in enumerate(content))
-    return {**message, "content": content}
+    # many templates handle a missing key, but not a null
+    return {key: value for key, value in {**message, "content": content}.items() if value is not None}
 
 
 def _part(at: str, part: object) -> str:

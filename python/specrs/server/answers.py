@@ -17,6 +17,15 @@ from specrs.server.params import Asked
 from specrs.server.protocol import SamplingBody
 
 
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What was told of a completion: tokens, characters of their texts, and that it ended."""
+
+    tokens: int = 0
+    characters: int = 0
+    ended: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class Answer:
     """One request being answered: its head, and how far each completion has been told."""
@@ -28,8 +37,7 @@ class Answer:
     prompt_texts: Sequence[str] = ()
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
-    # by (prompt, completion): tokens told, and characters before the next token
-    _told: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    _told: dict[tuple[int, int], _Told] = field(default_factory=dict)  # by prompt and completion
 
     object_name = ""
     chunk_name = ""
@@ -55,18 +63,16 @@ class Answer:
     def _choice_index(self, index: int, completion: CompletionOutput) -> int:
         return index * self.asked.params.n + completion.index
 
-    def _news(self, index: int, completion: CompletionOutput) -> tuple[bool, int, int]:
-        """Whether this is the first that is told of the completion, tokens told before, characters before the next.
+    def _is_news(self, index: int, completion: CompletionOutput, ids: Sequence[int]) -> bool:
+        """Whether there is more to tell of a completion than was told, of which `ids` are all tokens."""
+        told = self._told.get((index, completion.index))
+        if told is None:
+            return bool(ids or completion.finish_reason)
+        return len(ids) > told.tokens or (completion.finish_reason is not None and not told.ended)
 
-        Mutates: what is new now is told.
-        """
-        key = (index, completion.index)
-        first = key not in self._told
-        start, offset = self._told.get(key, (0, 0))
-        return first, start, offset
-
-    def _tell(self, index: int, completion: CompletionOutput, offset: int) -> None:
-        self._told[index, completion.index] = (len(completion.token_ids), offset)
+    def _tell(self, index: int, completion: CompletionOutput, ids: Sequence[int], characters: int = 0) -> None:
+        ended = completion.finish_reason is not None
+        self._told[index, completion.index] = _Told(len(ids), characters, ended)
 
     def _ending(self, completion: CompletionOutput) -> dict[str, Any]:
         return {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
@@ -97,18 +103,19 @@ class CompletionAnswer(Answer):
     def chunks(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
         choices = []
         for completion in output.outputs:
-            first, start, offset = self._news(index, completion)
-            _, ids = self._told_of(completion)
+            ids = self._told_of(completion)[1]
+            if not self._is_news(index, completion, ids):
+                continue
+            first = (index, completion.index) not in self._told
+            told = self._told.get((index, completion.index), _Told())
             text = "" if self.asked.silent else completion.delta
             if first and self.echo:
                 text = self.prompt_texts[index] + text
-            new = ids[start:]
-            if not (text or new or completion.finish_reason):
-                continue
-            logprobs = self._logprobs(output, completion, new, first=first, start=start, offset=offset)
+            new, characters = ids[told.tokens :], told.characters
+            logprobs = self._logprobs(output, completion, new, first=first, start=told.tokens, offset=characters)
             if logprobs is not None and logprobs["tokens"]:
-                offset = logprobs["text_offset"][-1] + len(logprobs["tokens"][-1])
-            self._tell(index, completion, offset)
+                characters = logprobs["text_offset"][-1] + len(logprobs["tokens"][-1])
+            self._tell(index, completion, ids, characters)
             choice = {
                 "index": self._choice_index(index, completion),
                 "text": text,
@@ -179,11 +186,13 @@ class ChatAnswer(Answer):
     def chunks(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
         choices = []
         for completion in output.outputs:
-            first, start, offset = self._news(index, completion)
-            new = completion.token_ids[start:]
-            if not (completion.delta or new or completion.finish_reason):
+            ids = completion.token_ids
+            if not self._is_news(index, completion, ids):
                 continue
-            self._tell(index, completion, offset)
+            first = (index, completion.index) not in self._told
+            start = self._told.get((index, completion.index), _Told()).tokens
+            new = ids[start:]
+            self._tell(index, completion, ids)
             choice = {
                 "index": self._choice_index(index, completion),
                 "delta": {**({"role": "assistant"} if first else {}), "content": completion.delta},

@@ -10,6 +10,8 @@ MAX_COMPLETIONS = 4096
 """Prompts times `n` of one request."""
 MAX_MESSAGES = 4096
 MAX_REQUEST_ID_LENGTH = 128
+SEND_BUFFER = 128 * 1024
+"""Bytes that the system holds for one client that has not taken them; the process itself holds another 64 KiB."""
 LARGE_BODY = 64 * 1024
 """Bytes; longer bodies are parsed off the event loop."""
 

@@ -18,12 +18,12 @@ import uvicorn
 
 from specrs.async_llm import AsyncLLM
 from specrs.config import EngineConfig
-from specrs.errors import invalid_config
+from specrs.errors import InvalidConfigError, invalid_config
 from specrs.server.app import build_app
 from specrs.server.context import Context
 from specrs.server.defaults import checkpoint_defaults
 from specrs.server.http import DeadlineProtocol
-from specrs.server.limits import HTTPLimits
+from specrs.server.limits import SEND_BUFFER, HTTPLimits
 from specrs.server.metrics import Metrics
 from specrs.server.templates import TemplateRenderer
 
@@ -70,7 +70,7 @@ def run_server(engine_settings: Mapping[str, Any], settings: ServerSettings) -> 
         llm.max_num_queued_reqs = settings.max_num_queued_reqs
         templates = None
         if llm.tokenizer is not None:
-            templates = TemplateRenderer(str(llm.tokenizer.hf.name_or_path), settings.chat_template)
+            templates = TemplateRenderer(llm.tokenizer, settings.chat_template)
         names = tuple(settings.served_model_names) or (config.model or "bundled",)
         if defaults:
             logger.info("Sampling parameters of the checkpoint, where a request has none: %s", defaults)
@@ -145,6 +145,7 @@ class _Process:
         llm.on_dead = lambda: _tell(loop, dead)
         if llm.error is not None:
             dead.set()
+        self._listener.listen(min(self._settings.limits.max_connections, 2048))
         serving = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
         self._announce()
         await _first(stop.wait(), dead.wait(), asyncio.shield(serving))
@@ -195,11 +196,21 @@ def _bind(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
     except (OSError, OverflowError) as fault:
-        reason = getattr(fault, "strerror", None) or fault
-        raise invalid_config("host", f"{host}:{port}", f"cannot be listened on: {reason}") from None
+        raise _cannot_listen(host, port, fault) from None
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # connections inherit it; left alone it grows to megabytes for a client that reads nothing
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+        listener.bind(address)
+    except OSError as fault:
+        listener.close()
+        raise _cannot_listen(host, port, fault) from None
     listener.set_inheritable(False)
     return listener
+
+
+def _cannot_listen(host: str, port: int, fault: OSError | OverflowError) -> InvalidConfigError:
+    reason = getattr(fault, "strerror", None) or fault
+    return invalid_config("host", f"{host}:{port}", f"cannot be listened on: {reason}")

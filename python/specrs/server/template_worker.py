@@ -1,7 +1,7 @@
 """A process that renders chat templates, one after another, until its input ends. Runs by path; loads no torch.
 
-A line in, a line out, each JSON: `{"source", "chat_template", "memory", "seconds"}` gives `{}`, then each
-`{"messages", "options"}` gives `{"text"}` or `{"error", "unsupported"}`.
+A line in, a line out, each JSON: `{"memory", "seconds"}` gives `{}`, then each `Tokenizer.chat_arguments` gives
+`{"text"}` or `{"error"}`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import signal
 import sys
 from typing import Any
 
-from specrs.errors import InvalidRequestError, UnsupportedRequestError
+from specrs.chat_template import render
+from specrs.errors import InvalidRequestError
 from specrs.structured.worker import alarm, restrain
-from specrs.tokenizer import Tokenizer
 
 
 def main() -> None:
@@ -23,8 +23,9 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is no answer
     setup = json.loads(sys.stdin.buffer.readline())
-    restrain(setup["memory"])
-    tokenizer = Tokenizer(setup["source"])
+    restrain(setup["memory"], niceness=0)  # the first token of an answer waits for this
+    import transformers.utils.chat_template_utils  # noqa: F401  a second, which is not the first request's
+
     answer: dict[str, Any] = {}
     while True:
         answers.write(json.dumps(answer).encode() + b"\n")
@@ -33,14 +34,14 @@ def main() -> None:
         if not line:
             return
         with alarm(setup["seconds"]):
-            answer = _render(tokenizer, setup["chat_template"], json.loads(line))
+            answer = _render(json.loads(line))
 
 
-def _render(tokenizer: Tokenizer, chat_template: str | None, asked: dict[str, Any]) -> dict[str, Any]:
+def _render(arguments: dict[str, Any]) -> dict[str, Any]:
     try:
-        return {"text": tokenizer.render_chat(asked["messages"], chat_template=chat_template, **asked["options"])}
+        return {"text": render(arguments)}
     except InvalidRequestError as fault:
-        return {"error": str(fault), "unsupported": isinstance(fault, UnsupportedRequestError)}
+        return {"error": str(fault)}
 
 
 if __name__ == "__main__":

@@ -10,14 +10,15 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from specrs.child import Child
-from specrs.errors import InvalidRequestError, UnsupportedRequestError
+from specrs.errors import InvalidRequestError
 from specrs.server import template_worker
+from specrs.tokenizer import Tokenizer
 
 RENDER_TIMEOUT = 5.0
 """Seconds that a template may take."""
 START_TIMEOUT = 120.0
-"""Seconds that a worker may take to start: it imports transformers and reads the tokenizer."""
-MEMORY_LIMIT = 4 * 2**30
+"""Seconds that a worker may take to start: it imports a part of transformers."""
+MEMORY_LIMIT = 2 * 2**30
 """Bytes of address space of a worker."""
 MAX_WORKERS = 2
 
@@ -25,28 +26,27 @@ MAX_WORKERS = 2
 class TemplateRenderer:
     """Renders chats as `Tokenizer.render_chat` does, elsewhere."""
 
-    def __init__(self, source: str, chat_template: str | None) -> None:
-        """`source`: the tokenizer's folder. `chat_template` stands in for the checkpoint's. Starts the first worker."""
-        setup = {
-            "source": source,
-            "chat_template": chat_template,
-            "memory": MEMORY_LIMIT,
-            "seconds": 2 * RENDER_TIMEOUT,
-        }
-        self._setup = json.dumps(setup).encode()
+    def __init__(self, tokenizer: Tokenizer, chat_template: str | None) -> None:
+        """`chat_template` stands in for the checkpoint's. Starts the first worker."""
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
         self._threads = ThreadPoolExecutor(MAX_WORKERS, thread_name_prefix="specrs-template")
         self._idle: SimpleQueue[Child] = SimpleQueue()
         self._all: set[Child] = set()
         self._closed = False
-        self._threads.submit(lambda: self._idle.put(self._start()))
+        self._threads.submit(lambda: self._keep(self._start()))
 
     async def render(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
         """The prompt's text; `options` are `Tokenizer.render_chat`'s.
 
         Raises `InvalidRequestError` for what the template refuses, and when it takes too long.
         """
-        message = json.dumps({"messages": messages, "options": options}).encode()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._render, message)
+
+        def render() -> str:
+            arguments = self._tokenizer.chat_arguments(messages, chat_template=self._chat_template, **options)
+            return self._render(json.dumps(arguments).encode())
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, render)
 
     def close(self) -> None:
         """End the workers."""
@@ -54,8 +54,7 @@ class TemplateRenderer:
         self._threads.shutdown(wait=False, cancel_futures=True)
         for child in [*self._all]:
             child.kill()
-        while (idle := self._take_idle()) is not None:
-            self._end(idle)
+        self._take_idle()
 
     def _render(self, message: bytes) -> str:
         child = self._take_idle() or self._start()
@@ -64,12 +63,18 @@ class TemplateRenderer:
             self._end(child)
             why = f"took more than {RENDER_TIMEOUT:g} s" if child.timed_out else "took too much memory"
             raise InvalidRequestError(f"messages: the chat template {why}")
-        self._idle.put(child)
+        self._keep(child)
         if "error" in answer:
-            raise (UnsupportedRequestError if answer["unsupported"] else InvalidRequestError)(answer["error"])
+            raise InvalidRequestError(answer["error"])
         return str(answer["text"])
 
+    def _keep(self, child: Child) -> None:
+        self._idle.put(child)
+        if self._closed:
+            self._take_idle()
+
     def _take_idle(self) -> Child | None:
+        """An idle worker that runs; ends those that do not, and all once this is closed."""
         while True:
             try:
                 child = self._idle.get_nowait()
@@ -80,7 +85,8 @@ class TemplateRenderer:
             self._end(child)
 
     def _start(self) -> Child:
-        child = Child(template_worker.__file__, self._setup, purpose="chat template", start_timeout=START_TIMEOUT)
+        setup = json.dumps({"memory": MEMORY_LIMIT, "seconds": 2 * RENDER_TIMEOUT}).encode()
+        child = Child(template_worker.__file__, setup, purpose="chat template", start_timeout=START_TIMEOUT)
         self._all.add(child)
         if self._closed:
             child.kill()

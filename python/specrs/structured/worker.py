@@ -118,7 +118,7 @@ def _json_grammar(specification: dict[str, Any], schema: str) -> str:
     return LLMatcher.grammar_from_json_schema(schema, overrides=overrides or None)
 
 
-def restrain(memory: int) -> None:
+def restrain(memory: int, niceness: int = NICENESS) -> None:
     """Limit this process to `memory` bytes of address space, and let others go first."""
     with contextlib.suppress(ImportError, OSError, ValueError):  # not every system has them
         import resource
@@ -126,7 +126,7 @@ def restrain(memory: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(AttributeError, OSError):
-        os.nice(NICENESS)
+        os.nice(niceness)
 
 
 @contextlib.contextmanager

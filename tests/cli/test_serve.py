@@ -1,0 +1,144 @@
+"""How `specrs serve` reads its flags: vLLM's spellings, the references' commands, refusals by name. Serves nothing."""
+
+from typing import Any
+
+import pytest
+from specrs.cli import main
+from specrs.config import EngineConfig
+from specrs.server import run
+from specrs.server.run import ServerSettings
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineConfig, ServerSettings]]:
+    """What would be served."""
+    seen: list[tuple[EngineConfig, ServerSettings]] = []
+
+    def serve(engine: Any, settings: ServerSettings) -> int:
+        seen.append((EngineConfig.from_kwargs(**engine), settings))
+        return 0
+
+    monkeypatch.setattr(run, "run_server", serve)
+    monkeypatch.delenv("SPECRS_API_KEY", raising=False)
+    return seen
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [
+            *("--model=Qwen/Qwen3-4B", "--max-model-len", "2000", "--speculative-config"),
+            '{"model": "Qwen/Qwen3-0.6B", "method": "draft_model", "num_speculative_tokens": 3, "max-model-len": 2000}',
+        ],
+        [
+            *("Qwen/Qwen3-4B", "--max-model-len", "2000", "--disable-uvicorn-access-log", "--speculative_config"),
+            '{"method": "draft_model", "model": "Qwen/Qwen3-0.6B", "num_speculative_tokens": 3, "max_model_len": 2000, '
+            '"disable_padded_drafter_batch": true}',
+        ],
+        [
+            *("Qwen/Qwen3-4B", "--max_model_len=2k", "--speculative_config.model=Qwen/Qwen3-0.6B"),
+            *("--speculative-config.num_speculative_tokens", "3", "--speculative-config.max-model-len=2000"),
+        ],
+    ],
+)
+def test_the_references_commands(served: list[tuple[EngineConfig, ServerSettings]], argv: list[str]) -> None:
+    assert main(["serve", *argv]) == 0
+    ((config, settings),) = served
+    assert config.model == "Qwen/Qwen3-4B"
+    assert config.max_model_len == 2000
+    assert config.speculative_config is not None
+    assert config.speculative_config.model == "Qwen/Qwen3-0.6B"
+    assert config.speculative_config.num_speculative_tokens == 3
+    assert config.speculative_config.max_model_len == 2000
+    assert (settings.host, settings.port) == ("127.0.0.1", 8000)
+
+
+def test_every_flag_of_the_engine(served: list[tuple[EngineConfig, ServerSettings]]) -> None:
+    flags = "--tokenizer t --revision r --dtype bfloat16 --seed 3 --max-model-len 4K --max-num-seqs 7 --block-size 32"
+    more = "--max-num-batched-tokens 1k --num-gpu-blocks-override 9 --no-enable-prefix-caching --enforce-eager"
+    assert main(["serve", "m/m", *flags.split(), *more.split(), "--max-logprobs", "5"]) == 0
+    ((config, _),) = served
+    assert config == EngineConfig(
+        model="m/m",
+        tokenizer="t",
+        revision="r",
+        dtype="bfloat16",
+        seed=3,
+        max_model_len=4096,
+        max_num_seqs=7,
+        block_size=32,
+        max_num_batched_tokens=1000,
+        num_gpu_blocks_override=9,
+        enable_prefix_caching=False,
+        enforce_eager=True,
+        max_logprobs=5,
+    )
+
+
+def test_every_flag_of_the_server(
+    served: list[tuple[EngineConfig, ServerSettings]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECRS_API_KEY", "c")
+    flags = "--host ::1 --port 0 --api-key a b --served-model-name x y --max-num-queued-reqs 9 --shutdown-timeout 2.5"
+    more = "--disable-uvicorn-access-log --per-request-spec-decode-metrics summary --generation-config vllm"
+    assert main(["serve", *flags.split(), *more.split(), "--chat-template", "{{ messages }}"]) == 0
+    ((config, settings),) = served
+    assert config.uses_bundled_target
+    assert config.dtype == "float32"
+    assert config.num_speculative_tokens == 5
+    assert settings == ServerSettings(
+        host="::1",
+        port=0,
+        api_keys=["a", "b", "c"],
+        served_model_names=["x", "y"],
+        max_num_queued_reqs=9,
+        shutdown_timeout=2.5,
+        access_log=False,
+        report_speculation=True,
+        use_generation_config=False,
+        chat_template="{{ messages }}",
+    )
+
+
+def test_flags_without_meaning_are_served_at_their_defaults(served: list[tuple[EngineConfig, ServerSettings]]) -> None:
+    flags = (
+        "-tp 1 --kv-cache-dtype auto --no-trust-remote-code --disable-log-requests --chat-template-content-format auto"
+    )
+    assert main(["serve", "m/m", *flags.split()]) == 0
+    assert len(served) == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["-tp", "2"], "tensor_parallel_size=2: not implemented; allowed: 1"),
+        (["--kv-cache-dtype", "fp8"], "kv_cache_dtype='fp8': not implemented"),
+        (["--trust-remote-code"], "trust_remote_code=True: not implemented; allowed: False"),
+        (["--uds", "s.sock"], "--uds='s.sock': not implemented; allowed: None"),
+        (["--enable-auto-tool-choice"], "--enable-auto-tool-choice=True: not implemented"),
+        (["--api-server-count", "2"], "--api-server-count=2: not implemented; allowed: 1"),
+        (["--port", "70000"], "--port=70000: must be an integer from 0 to 65535"),
+        (["--shutdown-timeout", "-1"], "--shutdown-timeout=-1.0: must be a finite number of at least 0"),
+        (["--max-num-queued-reqs", "0"], "--max-num-queued-reqs=0: "),
+        (["--http-header-timeout", "0"], "--http-header-timeout=0.0: "),
+        (["--generation-config", "x"], "--generation-config='x': must be auto or vllm"),
+        (["--chat-template", "nowhere.jinja"], "--chat-template='nowhere.jinja': must be a file"),
+        (["m/m", "--model", "n/n"], "--model='n/n': must equal MODEL=m/m"),
+        (["--speculative-config.num_speculative_tokens=17"], "num_speculative_tokens=17: "),
+        (["--device", "tpu"], "device='tpu'"),
+    ],
+)
+def test_refused_values_are_one_line(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", *argv]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("specrs serve: error: ")
+    assert says in line
+
+
+def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "--port", str(port)]) == 2
+    assert f"host='127.0.0.1:{port}': cannot be listened on: Address already in use" in capsys.readouterr().err

@@ -1,0 +1,32 @@
+"""One server for all tests that leave it as they found it, and an `LLM` to compare with. Holds no tests."""
+
+from collections.abc import Iterator
+
+import pytest
+from specrs.llm import LLM
+
+from .harness import Server, serving
+
+K = 5
+SETTINGS = ("--dtype", "float64", "--max-model-len", "512", "--max-num-seqs", "16", "--disable-uvicorn-access-log")
+
+
+@pytest.fixture(scope="session")
+def shared() -> Iterator[Server]:
+    """float64, so that what runs beside a request, or before it, changes no text."""
+    with serving(*SETTINGS) as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared: Server) -> Iterator[Server]:
+    """The shared server, idle before and after the test."""
+    yield shared
+    assert shared.process.poll() is None, "".join(shared.lines)
+    shared.wait_until_idle()
+
+
+@pytest.fixture(scope="session")
+def llm() -> LLM:
+    """The same engine in this process."""
+    return LLM(dtype="float64", max_model_len=512, max_num_seqs=16, speculative_config={"num_speculative_tokens": K})

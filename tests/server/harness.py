@@ -1,0 +1,215 @@
+"""A real server process and what tests say to it. Holds no tests."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MAIN = "import sys; from specrs.cli import main; sys.exit(main())"
+START_TIMEOUT = 120.0
+
+
+@dataclass
+class Answer:
+    """What came back, whole. `json` is the body read as such."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """The error of an answer that must be one, in its shape."""
+        assert self.headers["content-type"] == "application/json"
+        assert set(self.json) == {"error"}, self.json
+        error: dict[str, Any] = self.json["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["code"] == self.status
+        assert error["message"]
+        assert "Traceback" not in error["message"]
+        assert "/" not in error["message"].replace("HTTP/1.1", ""), error["message"]
+        return error
+
+
+class Server:
+    """One process, on a port of its own."""
+
+    def __init__(self, *flags: str, code: str = MAIN) -> None:
+        """`code` is what the interpreter runs; it must end in the command's `main`."""
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, "serve", "--port", "0", *flags],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        self.lines: list[str] = []
+        self._found = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        assert self._found.wait(START_TIMEOUT), "".join(self.lines)
+        match = re.search(r"on http://127\.0\.0\.1:(\d+)", "".join(self.lines))
+        assert match is not None, "".join(self.lines)
+        self.port = int(match[1])
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        with self.process.stderr:
+            for line in self.process.stderr:
+                self.lines.append(line)
+                if "http://" in line:
+                    self._found.set()
+        self._found.set()
+
+    def request(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, timeout: float = 120
+    ) -> Answer:
+        """One request on a connection of its own; a body that is no bytes is sent as JSON."""
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)) as connection:
+            encoded = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+            connection.request(method, path, encoded, headers or {})
+            answer = connection.getresponse()
+            return Answer(answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read())
+
+    def get(self, path: str, **headers: str) -> Answer:
+        return self.request("GET", path, headers=headers)
+
+    def post(self, path: str, body: Any, **headers: str) -> Answer:
+        return self.request("POST", path, body, headers)
+
+    def complete(self, **body: Any) -> dict[str, Any]:
+        """A completion that must succeed."""
+        answer = self.post("/v1/completions", body)
+        assert answer.status == 200, answer.body
+        found: dict[str, Any] = answer.json
+        return found
+
+    def chat(self, **body: Any) -> dict[str, Any]:
+        """A chat completion that must succeed."""
+        answer = self.post("/v1/chat/completions", body)
+        assert answer.status == 200, answer.body
+        found: dict[str, Any] = answer.json
+        return found
+
+    @contextmanager
+    def streaming(self, path: str = "/v1/completions", **body: Any) -> Iterator[Iterator[Any]]:
+        """The events of a stream, read as they come; leaving the block closes the connection."""
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)) as connection:
+            connection.request("POST", path, json.dumps({**body, "stream": True}))
+            with closing(connection.getresponse()) as answer:
+                assert answer.status == 200, answer.read()
+                assert answer.headers["content-type"].startswith("text/event-stream")
+                yield _events(answer)
+
+    def stream(self, path: str = "/v1/completions", **body: Any) -> list[Any]:
+        """All events of a stream, the last of which must be `[DONE]`; without that one."""
+        with self.streaming(path, **body) as events:
+            *chunks, done = events
+        assert done == "[DONE]"
+        return chunks
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics by name and, where they have any beside model and engine, labels: `name{label="x"}`."""
+        answer = self.get("/metrics")
+        assert answer.status == 200
+        values = {}
+        for line in answer.body.decode().splitlines():
+            if not line.startswith("#"):
+                name, _, value = line.rpartition(" ")
+                labels = re.sub(r'(engine|model_name)="[^"]*",?', "", name).replace(",}", "}").removesuffix("{}")
+                values[labels] = float(value)
+        return values
+
+    def wait_until_idle(self) -> dict[str, float]:
+        """Ask until nothing runs, waits or holds a block; the test's own time limit is what ends a long wait."""
+        while True:
+            now = self.metrics()
+            busy = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+            if not any(now[name] for name in busy):
+                return now
+
+    def wait_until(self, name: str, at_least: float) -> None:
+        """Ask until a metric has grown to a value."""
+        while self.metrics()[name] < at_least:
+            continue
+
+    def connect(self, receive_buffer: int | None = None) -> socket.socket:
+        """A socket to the server."""
+        connection = socket.socket()
+        connection.settimeout(60)
+        if receive_buffer is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        connection.connect(("127.0.0.1", self.port))
+        return connection
+
+    def children(self) -> list[int]:
+        """Process ids of its children."""
+        found = []
+        for path in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
+            found += [int(pid) for pid in path.read_text().split()]
+        return found
+
+    def wait(self, timeout: float = 60) -> int:
+        """Wait for the process to end; its exit code."""
+        code = self.process.wait(timeout)
+        self._reader.join(timeout)
+        return code
+
+    def stop(self) -> None:
+        """End the process, whatever it does."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.wait(20)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        self.wait()
+
+
+def _events(answer: http.client.HTTPResponse) -> Iterator[Any]:
+    while line := answer.readline():
+        assert line.startswith(b"data: "), line
+        assert answer.readline() == b"\n"
+        data = line[6:].strip()
+        yield "[DONE]" if data == b"[DONE]" else json.loads(data)
+
+
+@contextmanager
+def serving(*flags: str, code: str = MAIN) -> Iterator[Server]:
+    """A server for the length of a block."""
+    server = Server(*flags, code=code)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def text_of(chunks: list[Any], index: int = 0) -> str:
+    """The text that the chunks of one completion add up to."""
+    choices = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
+    return "".join(choice["text"] if "text" in choice else choice["delta"]["content"] for choice in choices)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

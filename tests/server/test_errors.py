@@ -1,0 +1,171 @@
+"""Every error has one shape, names the field, and says nothing of the machine; nothing is left running."""
+
+import json
+from typing import Any
+
+import pytest
+
+from .harness import Server
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+X: dict[str, Any] = {"prompt": "x"}
+HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+
+BAD: list[tuple[str, Any, str | None, str]] = [
+    (COMPLETIONS, {}, "prompt", "prompt: is missing"),
+    (COMPLETIONS, X | {"temperature": -1}, "temperature", "temperature=-1: "),
+    (COMPLETIONS, X | {"temperature": "1"}, "temperature", "temperature='1': "),
+    (COMPLETIONS, X | {"top_p": 0}, "top_p", "top_p=0: "),
+    (COMPLETIONS, X | {"n": 129}, "n", "n=129: "),
+    (COMPLETIONS, X | {"n": True}, "n", "n=True: "),
+    (COMPLETIONS, X | {"max_tokens": 1.5}, "max_tokens", "max_tokens=1.5: "),
+    (COMPLETIONS, X | {"nonsense": 1}, "nonsense", "nonsense: unknown field"),
+    (COMPLETIONS, X | {"suffix": "y"}, "suffix", "suffix='y': not implemented; allowed: None"),
+    (COMPLETIONS, X | {"best_of": 2}, "best_of", "best_of=2: not implemented; allowed: 1"),
+    (COMPLETIONS, X | {"use_beam_search": True}, "use_beam_search", "use_beam_search=True: not implemented"),
+    (COMPLETIONS, X | {"stop": [""]}, "stop", "stop"),
+    (COMPLETIONS, X | {"stop": ["a"] * 65}, "stop", "stop"),
+    (COMPLETIONS, X | {"stop": "a" * 1025}, "stop", "stop"),
+    (COMPLETIONS, X | {"logprobs": 21}, "logprobs", "logprobs=21: must be from 0 to 20"),
+    (COMPLETIONS, X | {"logit_bias": {"5000": 1}}, "logit_bias", "logit_bias[5000]"),
+    (COMPLETIONS, X | {"num_speculative_tokens": 6}, "num_speculative_tokens", "must be at most 5"),
+    (COMPLETIONS, X | {"min_tokens": 9, "max_tokens": 8}, "min_tokens", "min_tokens=9: "),
+    (COMPLETIONS, X | {"stream_options": {"include_usage": True}}, "stream_options", "allowed only with stream=true"),
+    (COMPLETIONS, X | {"stream": True, "stream_options": {"x": 1}}, "stream_options", "stream_options.x: unknown"),
+    (COMPLETIONS, X | {"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "structured_outputs.regex"),
+    (COMPLETIONS, X | {"stream": True, "temperature": 1e9}, "temperature", "temperature"),
+    (COMPLETIONS, {"prompt": ""}, "prompt", "prompt"),
+    (COMPLETIONS, {"prompt": []}, "prompt", "prompt=[]: "),
+    (COMPLETIONS, {"prompt": ["a", 1]}, "prompt", "prompt=['a', 1]: "),
+    (COMPLETIONS, {"prompt": [1, True]}, "prompt", "prompt=[1, True]: "),
+    (COMPLETIONS, {"prompt": {"a": 1}}, "prompt", "prompt={'a': 1}: "),
+    (COMPLETIONS, {"prompt": [5000]}, "prompt_token_ids", "prompt_token_ids[0]=5000: "),
+    (COMPLETIONS, {"prompt": ["x", [1] * 600]}, "prompt", "prompt"),
+    (COMPLETIONS, {"prompt": [1] * 512}, "prompt", "512 tokens, allowed are at most 511"),
+    (COMPLETIONS, {"prompt": ["x"] * 1025}, "prompt", "1025 prompts, allowed are at most 1024"),
+    (COMPLETIONS, {"prompt": ["x"] * 100, "n": 100}, "n", "10000 completions"),
+    (CHAT, {}, "messages", "messages: is missing"),
+    (CHAT, {"messages": []}, "messages", "messages=[]: "),
+    (CHAT, {"messages": [{"content": "x"}]}, "messages", "must be a dictionary with a role"),
+    (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages", "must be a string or a list of text parts"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "not implemented"),
+    (CHAT, HI | {"tools": [{}]}, "tools", "tools"),
+    (CHAT, HI | {"top_logprobs": 2}, "top_logprobs", "needs logprobs=true"),
+    (CHAT, HI | {"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "must equal max_completion_tokens=4"),
+    (CHAT, HI | {"chat_template": "{{ 1 }}"}, "chat_template", "not implemented; allowed: None"),
+    (CHAT, HI | {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "is not the template's to set"),
+    (CHAT, HI | {"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema", "is missing"),
+    (CHAT, HI | {"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message", "False"),
+    ("/tokenize", {}, "prompt", "exactly one of prompt and messages"),
+    ("/detokenize", {"tokens": [1, 2048]}, "tokens", "tokens[1]=2048: "),
+    ("/detokenize", {"tokens": ["a"]}, "tokens", "tokens.0='a'"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param", "says"), BAD)
+def test_bad_requests(server: Server, path: str, body: dict[str, Any], param: str | None, says: str) -> None:
+    answer = server.post(path, body)
+    assert answer.status == 400, answer.body
+    error = answer.error
+    assert error["type"] == "BadRequestError"
+    assert says in error["message"]
+    assert len(error["message"]) < 600
+    assert error["param"] == param
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"x"',
+        b"null",
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "x", "n": NaN}',
+        b"\xff\xfe",
+        b"[" * 9000,
+    ],
+)
+def test_bodies_that_are_no_json_object(server: Server, body: bytes) -> None:
+    answer = server.post(COMPLETIONS, body)
+    assert answer.status == 400
+    assert answer.error["type"] == "BadRequestError"
+
+
+def test_a_large_list_of_wrong_items_is_one_short_message(server: Server) -> None:
+    answer = server.post("/detokenize", {"tokens": ["a"] * 300_000})
+    assert answer.status == 400
+    assert len(answer.error["message"]) < 200
+
+
+def test_unknown_paths_methods_and_models(server: Server) -> None:
+    assert server.get("/v1/nonsense").error["type"] == "NotFoundError"
+    wrong = server.get(COMPLETIONS)
+    assert wrong.error["code"] == 405
+    assert "POST" in wrong.headers["allow"]
+    assert server.post("/health", {}).error["code"] == 405
+    for path, body in ((COMPLETIONS, X), (CHAT, HI), ("/tokenize", X), ("/detokenize", {"tokens": [1]})):
+        answer = server.post(path, body | {"model": "gpt-5"})
+        assert answer.status == 404
+        assert answer.error["param"] == "model"
+        assert answer.error["type"] == "NotFoundError"
+        assert "`gpt-5`" in answer.error["message"]
+
+
+def test_what_is_told_of_the_server(server: Server) -> None:
+    from importlib.metadata import version
+
+    assert server.get("/health").body == b""
+    assert server.get("/version").json == {"version": version("specrs")}
+    (model,) = server.get("/v1/models").json["data"]
+    assert model["id"] == "bundled"
+    assert model["max_model_len"] == 512
+    assert server.complete(prompt="x", max_tokens=1, model="bundled")["model"] == "bundled"
+    assert server.complete(prompt="x", max_tokens=1, model="")["model"] == "bundled"
+    # lm-eval carries an empty key where it has none
+    assert server.get("/v1/models", Authorization="Bearer ").status == 200
+
+
+def test_request_ids(server: Server) -> None:
+    assert server.complete(prompt="x", max_tokens=1, request_id="mine-1")["id"] == "cmpl-mine-1"
+    assert server.post(COMPLETIONS, X | {"request_id": "a\nb"}).status == 400
+
+
+def test_metrics_have_vllms_names(server: Server) -> None:
+    text = server.get("/metrics").body.decode()
+    for name in (
+        "vllm:spec_decode_num_drafts_total",
+        "vllm:spec_decode_num_draft_tokens_total",
+        "vllm:spec_decode_num_accepted_tokens_total",
+        "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+        "vllm:kv_cache_usage_perc",
+        "vllm:time_to_first_token_seconds_bucket",
+        "vllm:inter_token_latency_seconds_bucket",
+        "vllm:e2e_request_latency_seconds_bucket",
+        "vllm:prompt_tokens_total",
+        "vllm:generation_tokens_total",
+        "vllm:request_success_total",
+        "vllm:num_preemptions_total",
+        "vllm:cache_config_info",
+    ):
+        lines = [line for line in text.splitlines() if line.startswith(name + "{")]
+        assert lines, name
+        assert all('model_name="bundled"' in line for line in lines)
+    assert 'block_size="16"' in text
+
+
+def test_the_document_names_every_endpoint(server: Server) -> None:
+    document = json.loads(server.get("/openapi.json").body)
+    assert set(document["paths"]) == {
+        "/v1/models",
+        COMPLETIONS,
+        CHAT,
+        "/health",
+        "/metrics",
+        "/version",
+        "/tokenize",
+        "/detokenize",
+    }
