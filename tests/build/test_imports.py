@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-HEAVY = {"torch", "transformers", "triton", "matplotlib"}
+HEAVY = {"torch", "transformers", "triton", "matplotlib", "aiohttp", "pyarrow"}
 
 
 def python(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -24,6 +24,9 @@ def python(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         "import specrs.cli",
         "from specrs.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass",
         "from specrs.cli import main\ntry: main(['demo', '--help'])\nexcept SystemExit: pass",
+        "from specrs.cli import main\ntry: main(['bench', 'serve', '--help'])\nexcept SystemExit: pass",
+        "from specrs.cli import main\ntry: main(['forecast', '--help'])\nexcept SystemExit: pass",
+        "import specrs.forecast",
         "from specrs.cli import main\ntry: main(['--version'])\nexcept SystemExit: pass",
         "from specrs.cli import main\ntry: main(['generate', '--max-tokens', 'x'])\nexcept SystemExit: pass",
     ],
