@@ -23,12 +23,12 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # Nothing here needs a hub. Models of a few megabytes gain little from a second thread, and lose tenfold by one
 # that waits for a busy core.
-test demo bench: export HF_HUB_OFFLINE := 1
-test: export OMP_NUM_THREADS ?= 1
+test test-clients soak demo bench: export HF_HUB_OFFLINE := 1
+test test-clients soak: export OMP_NUM_THREADS ?= 1
 
 .PHONY: help
 help: ## this list
-	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
 
 $(VENV)/.installed: requirements.lock
 	@python=$$(scripts/preflight $(PYTHON)) && set -x && "$$python" -m venv $(VENV)
@@ -56,6 +56,27 @@ test: build ## all tests: cargo and pytest
 	cargo test --workspace --locked
 	$(BIN)/python -m pytest $(ARGS)
 
+# Each client has an environment of its own, because their requirements contradict each other; torch is $(VENV)'s.
+CLIENTS := openai lm-eval guidellm aiperf schemathesis
+CLIENT_VENVS := .venv-clients
+TORCH_PACKAGES := torch triton $(shell sed -n 's/^\(nvidia-[^=]*\|cuda-[^=]*\)==.*/\1/p' requirements.lock)
+
+$(CLIENT_VENVS)/%/.installed: tests/clients/%.lock $(VENV)/.installed
+	rm -rf $(@D)
+	$(BIN)/python -m venv --without-pip $(@D)
+	$(BIN)/python -m pip --python $(@D)/bin/python install --require-hashes --no-deps -r $<
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch-of-specrs.pth"
+	@touch $@
+
+.PHONY: test-clients
+test-clients: build $(CLIENTS:%=$(CLIENT_VENVS)/%/.installed) ## real clients against a real server: openai, lm-eval, guidellm, aiperf, schemathesis
+	$(BIN)/python -m pytest tests/clients $(ARGS)
+
+.PHONY: soak
+soak: build ## five minutes of 64 streams, a tenth of them cut off: nothing fails, nothing leaks
+	SPECRS_SOAK_SECONDS=300 $(BIN)/python -m pytest tests/server/test_soak.py --timeout 900 -s $(ARGS)
+
 .PHONY: lint
 lint: build ## rustfmt, clippy, ruff, mypy, stubtest
 	cargo fmt --all --check
@@ -72,6 +93,17 @@ bench: build ## the Rust core, the scheduler through Python, a pass on the CPU, 
 	$(BIN)/python benches/bench_cpu_pass.py
 	$(BIN)/python benches/bench_cpu_vs_transformers.py
 
+# The oldest Triton that is supported, alone in a folder: torch wants the one in the environment.
+.venv-triton%/.installed: $(VENV)/.installed
+	rm -rf $(@D)
+	$(BIN)/python -m pip install --no-deps --target $(@D) triton==$*
+	@touch $@
+
+.PHONY: aot
+aot: build .venv-triton3.6.0/.installed ## every Triton kernel compiled for every GPU, against the baseline; no GPU needed
+	$(BIN)/python scripts/aot_kernels.py $(ARGS)
+	PYTHONPATH=.venv-triton3.6.0 $(BIN)/python scripts/aot_kernels.py $(ARGS)
+
 .PHONY: wheel
 wheel: build ## dist/specrs-*.whl
 	$(BIN)/maturin build --release --locked --out dist
@@ -80,6 +112,14 @@ wheel: build ## dist/specrs-*.whl
 lock: ## resolve requirements.lock again (needs uv)
 	uv pip compile pyproject.toml --extra serve --extra bench --group dev --universal --python-version 3.11 \
 		--generate-hashes --no-emit-index-url --custom-compile-command "make lock" --upgrade --output-file requirements.lock
+
+.PHONY: lock-clients
+lock-clients: ## resolve tests/clients/*.lock again (needs uv)
+	for client in $(CLIENTS); do \
+		uv pip compile tests/clients/$$client.in --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+			$(TORCH_PACKAGES:%=--no-emit-package %) --custom-compile-command "make lock-clients" --upgrade --quiet \
+			--output-file tests/clients/$$client.lock || exit 1; \
+	done
 
 .PHONY: clean
 clean: ## remove what was built; environments (.venv*) stay

@@ -420,10 +420,11 @@ def _variants() -> tuple[Variant, ...]:
                 name = f"skinny_linear_{kind}_{dtype}_rows{rows}_{size.name}"  # noqa: B023
                 variants.append(variant(name, shape, size.limits, size.capabilities, rows=rows, **flags))  # noqa: B023
 
-            add("norm", LinearShape(4096, 2048, torch_dtype), norm=True)
             add("norm_gated", LinearShape(6144, 2048, torch_dtype, gated=True), norm=True)
-            add("residual", LinearShape(2048, 6144, torch_dtype), accumulate=True)
+            if dtype == "bf16":
+                add("residual", LinearShape(2048, 6144, torch_dtype), accumulate=True)
             if dtype == "bf16" and rows == 6:
+                add("norm", LinearShape(4096, 2048, torch_dtype), norm=True)
                 add("norm_bias", LinearShape(4608, 3584, torch_dtype), norm=True, bias=True)
     dependent = variant(
         "skinny_linear_residual_bf16_dependent",

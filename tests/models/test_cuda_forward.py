@@ -71,7 +71,7 @@ class OnDevice:
 
     def __post_init__(self) -> None:
         self.workspace = Workspace.allocate(
-            self.config, max_rows=LENGTH, max_seqs=5, dtype=self.dtype, device=self.device
+            self.config, max_rows=LENGTH, max_seqs=4, dtype=self.dtype, device=self.device
         )
 
     @property

@@ -1,0 +1,126 @@
+"""Which configuration of a product is the fastest on this GPU: candidates, times, the table. Used by no pass."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import torch
+import triton
+from specrs.kernels.cuda.configs import LinearConfig, LinearShape, default_config, fit
+from specrs.kernels.cuda.device import DeviceLimits
+from specrs.kernels.cuda.skinny_linear import block_m, scratch_sizes, skinny_linear
+from triton.runtime.errors import OutOfResources
+
+Timer = Callable[[LinearShape, LinearConfig], float]
+"""Seconds of one product; inf if the device can't run the configuration."""
+_FINALISTS = 6
+_ROUNDS = 5
+_WORTH = 0.98
+"""A configuration replaces the default only if it takes less than this share of its time."""
+
+
+def candidates(shape: LinearShape, limits: DeviceLimits) -> list[LinearConfig]:
+    """Configurations worth timing, the default first; each fits the device with 16 columns."""
+    default = fit(default_config(shape, limits), shape, 16, limits)
+    found = {default: None}
+    widths = (32, 64) if shape.dtype == torch.float32 else (32, 64, 128)
+    depths = (32,) if shape.dtype == torch.float32 else (64, 128, 256)
+    for block_n in widths:
+        for block_k in depths:
+            for per_sm in (1, 2, 3, 4):
+                programs = min(per_sm * limits.num_sms, shape.bound(block_n, block_k))
+                for warps in (4, 8) if block_n >= 64 else (4,):
+                    for stages in (3, 4, 6, 8):
+                        config = LinearConfig(block_n, block_k, programs, warps, stages)
+                        fitted = fit(config, shape, 16, limits)
+                        if fitted.num_stages == stages:
+                            found[fitted] = None
+    return list(found)
+
+
+def select(shape: LinearShape, configs: Iterable[LinearConfig], timer: Timer) -> tuple[LinearConfig, float, float]:
+    """`(the best of configs, its seconds, the seconds of the first)`; the first is the default, and wins when close.
+
+    Everything is timed once, the fastest few and the default again in turn, so that a clock that drifts meets all of
+    them; medians decide.
+    """
+    default, *others = configs
+    once = {config: timer(shape, config) for config in (default, *others)}
+    finalists = sorted(others, key=lambda config: once[config])[:_FINALISTS]
+    times: dict[LinearConfig, list[float]] = {config: [] for config in (default, *finalists)}
+    for _ in range(_ROUNDS):
+        for config, seconds in times.items():
+            seconds.append(timer(shape, config))
+    medians = {config: statistics.median(seconds) for config, seconds in times.items()}
+    best = min(medians, key=lambda config: medians[config])
+    if not medians[best] < _WORTH * medians[default]:
+        best = default
+    return best, medians[best], medians[default]
+
+
+class DeviceTimer:
+    """Times products of `rows` rows on a CUDA device, in a graph, over weights that no cache holds."""
+
+    _COLD_BYTES = 512 * 2**20
+    """More than any L2 cache: a pass reads each weight once, so a weight that stays cached is timed as another one."""
+    _LAUNCHES = 32
+
+    def __init__(self, rows: int, limits: DeviceLimits, device: torch.device) -> None:
+        self.rows = rows
+        self.limits = limits
+        self.device = device
+
+    def __call__(self, shape: LinearShape, config: LinearConfig) -> float:
+        """Seconds of one product, launch included as a graph has it."""
+        config = fit(config, shape, block_m(self.rows), self.limits)
+        halves = 1 + shape.gated
+
+        def random(*size: int) -> torch.Tensor:
+            return torch.randn(size, device=self.device).to(shape.dtype)
+
+        weight = random(halves * shape.n, shape.k)
+        copies = [weight, *(weight.clone() for _ in range(math.ceil(self._COLD_BYTES / weight.nbytes)))]
+        x, out = random(self.rows, shape.k), random(self.rows, shape.n)
+        sizes = scratch_sizes(config, self.rows, n=shape.n, gated=shape.gated)
+        partials = torch.zeros(sizes[0], device=self.device)
+        counters = torch.zeros(sizes[1], dtype=torch.int32, device=self.device)
+
+        def launch(i: int) -> None:
+            w = copies[i % len(copies)]
+            skinny_linear(
+                x, w, None, None, out, partials, counters, 0.0, shape.gated, False, config.as_list(),
+                self.limits.capability >= 90,
+            )  # fmt: skip
+
+        try:
+            launch(0)
+        except OutOfResources:
+            return math.inf
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for i in range(self._LAUNCHES):
+                launch(i)
+        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        graph.replay()
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1e-3 / self._LAUNCHES
+
+
+def write_table(path: Path, gpu: str, chosen: Mapping[LinearShape, LinearConfig]) -> None:
+    """Put `chosen` into the table at `path` (made if missing); other GPUs and other shapes keep their entries."""
+    table = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    entries = table.setdefault("skinny_linear", {}).setdefault(gpu, {})
+    entries.update({shape.key: dataclasses.asdict(config) for shape, config in chosen.items()})
+    made_with = {"torch": torch.__version__, "triton": triton.__version__}
+    table.setdefault("made_with", {})[gpu] = made_with
+    path.write_text(json.dumps(table, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -1,0 +1,199 @@
+"""Compile every variant of every Triton kernel for every GPU generation, without a GPU, and compare with the baseline.
+
+    python scripts/aot_kernels.py                 compare with the baseline of the installed Triton
+    python scripts/aot_kernels.py --write         write it
+    python scripts/aot_kernels.py --only argmax   only variants whose name has this in it
+
+What is compared: shared memory, local memory (spills; cos and sin have a little of their own) and how many matrix,
+asynchronous copy and dependent launch instructions there are, exactly; registers within a tolerance. Whatever the
+baseline says, shared memory must fit the device. Exit code 1 names every difference. Measures no time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import multiprocessing
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+BASELINES = Path(__file__).parents[1] / "tests/kernels/cuda"
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+"""Bytes that a thread block may have (CUDA programming guide, table of compute capabilities)."""
+INSTRUCTIONS = {
+    "mma": r"\bmma\.sync",
+    "wgmma": r"\bwgmma\.mma_async",
+    "tcgen05": r"\btcgen05\.mma",
+    "cp_async": r"\bcp\.async\.c[ag]",
+    "dependent": r"\bgriddepcontrol\.wait",
+}
+REGISTER_TOLERANCE = 8
+Result = dict[str, Any]
+
+
+def discover() -> dict[str, Any]:
+    """Every variant of every module of specrs.kernels.cuda, by name."""
+    import specrs.kernels.cuda as package
+
+    variants: dict[str, Any] = {}
+    for info in pkgutil.iter_modules(package.__path__):
+        for variant in getattr(importlib.import_module(f"{package.__name__}.{info.name}"), "VARIANTS", ()):
+            if variant.name in variants:
+                raise SystemExit(f"two variants are called {variant.name}")
+            variants[variant.name] = variant
+    return variants
+
+
+def compile_one(job: tuple[str, int]) -> tuple[str, int, Result]:
+    """Compile one variant for one capability; a compiler's error is a result too."""
+    name, capability = job
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    variant = discover()[name]
+    names = variant.fn.arg_names
+    missing = set(names) - set(variant.signature) - set(variant.constexprs)
+    if missing:
+        return name, capability, {"error": f"neither type nor value of {sorted(missing)}"}
+    types = {arg: "constexpr" if arg in variant.constexprs else variant.signature[arg] for arg in names}
+    aligned = [arg for arg, kind in types.items() if kind.startswith("*") or arg in variant.aligned]
+    source = ASTSource(
+        variant.fn,
+        types,
+        {(names.index(arg),): value for arg, value in variant.constexprs.items()},
+        {(names.index(arg),): [["tt.divisibility", 16]] for arg in aligned},
+    )
+    settings = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, "enable_fp_fusion": True}
+    if variant.constexprs.get("DEPENDENT"):
+        settings["launch_pdl"] = True
+    try:
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=settings)
+    except Exception as error:  # ptxas and MLIR raise what they like
+        return name, capability, {"error": f"{type(error).__name__}: {str(error).strip()[-300:]}"}
+    ptx = compiled.asm["ptx"]
+    counts = {kind: len(re.findall(pattern, ptx)) for kind, pattern in INSTRUCTIONS.items()}
+    return name, capability, {
+        "shared": compiled.metadata.shared,
+        **resources(compiled.asm["cubin"]),
+        "instructions": {kind: count for kind, count in counts.items() if count},
+    }  # fmt: skip
+
+
+def resources(cubin: bytes) -> Result:
+    """Registers and bytes of local memory of a thread, from the cuobjdump that Triton brings along."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert found is not None, text
+    return {"registers": int(found[1]), "local": int(found[2])}
+
+
+def compile_all(names: Iterable[str], jobs: int) -> dict[str, dict[str, Result]]:
+    """`{variant: {capability: result}}`, compiled by `jobs` processes."""
+    variants = discover()
+    work = [(name, capability) for name in names for capability in variants[name].capabilities]
+    results: dict[str, dict[str, Result]] = {}
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        for done, (name, capability, result) in enumerate(pool.imap_unordered(compile_one, work, chunksize=4), 1):
+            results.setdefault(name, {})[str(capability)] = result
+            if sys.stderr.isatty():
+                print(f"\r{done}/{len(work)} {name:<60.60}", end="", file=sys.stderr)
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
+    return results
+
+
+def differences(expected: dict[str, dict[str, Result]], actual: dict[str, dict[str, Result]]) -> list[str]:
+    """A line for each way in which `actual` is not `expected`."""
+    lines = []
+    for name in sorted(expected.keys() | actual.keys()):
+        before, now = expected.get(name, {}), actual.get(name, {})
+        for capability in sorted(before.keys() | now.keys(), key=int):
+            old, new, label = before.get(capability), now.get(capability), f"{name} sm_{capability}"
+            if old is None or new is None:
+                lines.append(f"{label}: {'not in the baseline' if old is None else 'in the baseline alone'}")
+                continue
+            for key in sorted(old.keys() | new.keys()):
+                a, b = old.get(key), new.get(key)
+                if key == "registers" and a is not None and b is not None and abs(a - b) <= REGISTER_TOLERANCE:
+                    continue
+                if a != b:
+                    lines.append(f"{label}: {key} {a} -> {b}")
+    return lines
+
+
+def faults(actual: dict[str, dict[str, Result]]) -> list[str]:
+    """A line for each variant that does not compile or does not fit, whatever the baseline says."""
+    lines = []
+    for name, capabilities in sorted(actual.items()):
+        for capability, result in capabilities.items():
+            limit = SHARED_LIMIT[int(capability)]
+            if "error" in result:
+                lines.append(f"{name} sm_{capability}: {result['error']}")
+            elif result["shared"] > limit:
+                lines.append(f"{name} sm_{capability}: shared {result['shared']}: the device has {limit}")
+    return lines
+
+
+def dump(results: dict[str, dict[str, Result]]) -> str:
+    """JSON with a line for each compiled kernel, so that a changed baseline can be read."""
+    blocks = []
+    for name, capabilities in sorted(results.items()):
+        rows = [
+            f"    {json.dumps(capability)}: {json.dumps(result)}"
+            for capability, result in sorted(capabilities.items(), key=lambda item: int(item[0]))
+        ]
+        blocks.append(f"  {json.dumps(name)}: {{\n" + ",\n".join(rows) + "\n  }")
+    return "{\n" + ",\n".join(blocks) + "\n}\n"
+
+
+def main() -> int:
+    """Compile and compare; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write the baseline instead of comparing with it")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only variants whose name has TEXT in it")
+    parser.add_argument("--jobs", type=int, default=2, help="processes; default: 2")
+    arguments = parser.parse_args()
+    if os.environ.pop("TRITON_INTERPRET", "0") not in ("", "0"):
+        print("TRITON_INTERPRET is set; kernels are compiled without it", file=sys.stderr)
+    if arguments.write and arguments.only:
+        parser.error("--write takes all variants")
+    import triton
+
+    path = BASELINES / f"aot_baseline_triton_{triton.__version__}.json"
+    names = [name for name in discover() if arguments.only in name]
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TRITON_CACHE_DIR"] = cache  # what is cached elsewhere was not compiled here and now
+        actual = compile_all(names, arguments.jobs)
+    problems = faults(actual)
+    if arguments.write:
+        if not problems:
+            path.write_text(dump(actual), encoding="utf-8")
+    elif not path.exists():
+        problems.append(f"{path.name}: no baseline for Triton {triton.__version__}; --write makes one")
+    else:
+        expected = json.loads(path.read_text(encoding="utf-8"))
+        problems += differences({name: v for name, v in expected.items() if arguments.only in name}, actual)
+    for problem in problems:
+        print(problem)
+    count = sum(map(len, actual.values()))
+    print(f"Triton {triton.__version__}: {count} kernels compiled, {len(problems)} problems")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""Configurations: which fit, which is chosen, and what stands in the table. Times are made up."""
+
+import dataclasses
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from specrs.kernels.cuda import configs
+from specrs.kernels.cuda.configs import LinearConfig, LinearShape, default_config, fit, linear_config, load_table
+from specrs.kernels.cuda.device import DeviceLimits
+from specrs.kernels.cuda.tuning import candidates, select, write_table
+
+H200 = DeviceLimits("NVIDIA H200", 90, 132, 227 * 1024)
+CONSUMER = DeviceLimits("some card", 120, 170, 99 * 1024)
+SHAPE = LinearShape(4096, 2048, torch.bfloat16)
+
+shapes = st.builds(
+    LinearShape,
+    n=st.sampled_from([64, 2048, 4608, 25600, 151936]),
+    k=st.sampled_from([64, 1024, 5120, 25600]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+    gated=st.booleans(),
+)
+
+
+@given(shape=shapes, limits=st.sampled_from([H200, CONSUMER]), rows=st.sampled_from([16, 32, 64]))
+def test_defaults_fit_every_device(shape: LinearShape, limits: DeviceLimits, rows: int) -> None:
+    config = linear_config(shape, rows, limits)
+    stage = shape.stage_bytes(config.block_n, config.block_k, rows)
+    assert config.num_stages >= 2
+    assert config.num_stages * stage <= limits.shared_memory
+    assert 1 <= config.programs <= shape.bound(config.block_n, config.block_k)
+    # What decides the order of a sum does not depend on the number of rows.
+    few = linear_config(shape, 16, limits)
+    assert (config.block_n, config.block_k, config.programs) == (few.block_n, few.block_k, few.programs)
+
+
+@given(shape=shapes, limits=st.sampled_from([H200, CONSUMER]))
+def test_candidates_are_different_and_start_with_the_default(shape: LinearShape, limits: DeviceLimits) -> None:
+    found = candidates(shape, limits)
+    assert found[0] == fit(default_config(shape, limits), shape, 16, limits)
+    assert len(set(found)) == len(found)
+    assert all(fit(config, shape, 16, limits) == config for config in found)
+
+
+def test_the_fastest_is_chosen_though_the_clock_drifts_and_one_measurement_lies() -> None:
+    found = candidates(SHAPE, H200)
+    assert len(found) > 20
+    best, lucky = found[7], found[11]
+    rng, calls, lied = random.Random(0), 0, False
+
+    def timer(shape: LinearShape, config: LinearConfig) -> float:
+        nonlocal calls, lied
+        calls += 1
+        if config == lucky and not lied:
+            lied = True
+            return 1e-9
+        return (8e-6 if config == best else 1e-5) * (1 + 1e-4 * calls) * rng.uniform(1, 1.01)
+
+    chosen, seconds, before = select(SHAPE, found, timer)
+    assert chosen == best
+    assert seconds < 0.9 * before
+
+
+def test_the_default_stays_unless_another_is_clearly_faster() -> None:
+    found = candidates(SHAPE, H200)
+    assert select(SHAPE, found, lambda shape, config: 1.0 if config == found[0] else 0.985)[0] == found[0]
+    assert select(SHAPE, found, lambda shape, config: 1.0 if config == found[0] else 0.97)[0] != found[0]
+    assert select(SHAPE, found, lambda shape, config: 1.0 if config == found[0] else float("inf"))[0] == found[0]
+
+
+def test_table_keeps_other_gpus_and_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, other = tmp_path / "configs.json", LinearShape(64, 64, torch.bfloat16, gated=True)
+    first, second = LinearConfig(32, 64, 99, 8, 3), LinearConfig(128, 64, 11, 4, 4)
+    write_table(path, "other GPU", {SHAPE: second})
+    write_table(path, H200.name, {SHAPE: second, other: second})
+    write_table(path, H200.name, {SHAPE: first})
+    assert load_table(path) == {
+        "other GPU": {SHAPE.key: second},
+        H200.name: {SHAPE.key: first, other.key: second},
+    }
+    monkeypatch.setattr(configs, "load_table", lambda: load_table(path))
+    assert linear_config(SHAPE, 16, H200) == first
+    assert linear_config(SHAPE, 16, dataclasses.replace(H200, name="new")) == fit(
+        default_config(SHAPE, H200), SHAPE, 16, H200
+    )
+
+
+def test_committed_table_can_be_read() -> None:
+    for gpu, entries in load_table().items():
+        assert gpu
+        assert all(config.num_stages >= 2 for config in entries.values())
+    assert "skinny_linear" in json.loads(configs.TABLE.read_text())
