@@ -112,4 +112,20 @@ mod tests {
         }
         assert_eq!(a.chain(root, &[1, 2]), BlockHasher::new(&[0; 16]).chain(root, &[1, 2]));
     }
+
+    /// The bytes that are hashed, written out: the parent, then 4 bytes a token, however long the block is.
+    #[test]
+    fn is_siphash_of_parent_and_tokens() {
+        let hasher = BlockHasher::new(&[3; 16]);
+        for len in [0, 1, 15, 16, 63, 64, 65, 128, 200] {
+            let tokens: Vec<u32> = (0..len).map(|i| i * 0x0101_0101).collect();
+            let parent = 0x0123_4567_89AB_CDEF_u128 << 64 | u128::from(len);
+            let mut bytes = parent.to_le_bytes().to_vec();
+            bytes.extend(tokens.iter().flat_map(|token| token.to_le_bytes()));
+            let expected = SipHasher24::new_with_key(&[3; 16]).hash(&bytes).as_u128();
+            assert_eq!(hasher.chain_tokens(parent, &tokens), expected, "{len} tokens");
+            let wide: Vec<i64> = tokens.iter().map(|&token| i64::from(token)).collect();
+            assert_eq!(hasher.chain(parent, &wide), expected, "{len} tokens");
+        }
+    }
 }

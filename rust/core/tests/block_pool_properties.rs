@@ -182,9 +182,10 @@ fn refused<T: std::fmt::Debug>(done: &specrs_core::Result<T>) -> Result<(), Test
     Ok(())
 }
 
-/// `PROPTEST_CASES` raises the number of cases.
+/// `SPECRS_OPERATIONS` sets how many operations are tried in all, 100,000 if it is not set.
 fn config() -> ProptestConfig {
-    let cases = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(256);
+    let operations = std::env::var("SPECRS_OPERATIONS").ok().and_then(|count| count.parse().ok()).unwrap_or(100_000);
+    let cases = operations / 100; // the mean length of a case
     let regressions = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/regressions/block_pool.txt");
     let failure_persistence = Some(Box::new(FileFailurePersistence::Direct(regressions)) as Box<_>);
     ProptestConfig { cases, failure_persistence, ..ProptestConfig::default() }

@@ -99,9 +99,10 @@ impl BlockPool {
     /// Adds a holder to a held or cached block.
     ///
     /// # Errors
-    /// [`Error::InvalidBlock`] if the block is free or not in the pool.
+    /// [`Error::InvalidBlock`] if the block is free or not in the pool, or has 2^32 - 1 holders.
     pub fn share(&mut self, block: i64) -> Result<()> {
-        let id = self.checked(block, "a held or cached block", |b| b.ref_count > 0 || b.registered)?;
+        let allowed = "a held or cached block with fewer than 2^32 - 1 holders";
+        let id = self.checked(block, allowed, |b| (b.ref_count > 0 || b.registered) && b.ref_count < u32::MAX)?;
         if self.blocks[id].ref_count == 0 {
             self.lists.remove(ListId::Cached, id as u32);
         }

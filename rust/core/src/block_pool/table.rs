@@ -100,3 +100,64 @@ impl Table {
 fn halves(hash: BlockHash) -> [u64; 2] {
     [hash as u64, (hash >> 64) as u64]
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::collections::HashMap;
+
+    /// Hashes that differ in one half, in one bit, or by what `head` folds together.
+    fn hash() -> impl Strategy<Value = BlockHash> {
+        let few = prop::sample::select(vec![0, 1, u128::MAX, 1 << 64, 1 << 96, (1 << 64) | (1 << 32), 1 << 127]);
+        prop_oneof![3 => few, 1 => any::<u128>()]
+    }
+
+    proptest! {
+        #[test]
+        fn it_is_a_map(elements in 1..9_u32, ops in prop::collection::vec((any::<bool>(), 0..9_u32, hash()), 1..200)) {
+            let mut table = Table::new(elements as usize);
+            let mut model: HashMap<BlockHash, u32> = HashMap::new();
+            for (insert, block, hash) in ops {
+                let block = block % elements;
+                let registered = model.iter().find(|&(_, &other)| other == block).map(|(&hash, _)| hash);
+                match registered {
+                    Some(hash) if !insert => {
+                        prop_assert_eq!(table.hash_of(block), hash);
+                        table.remove(block);
+                        model.remove(&hash);
+                    }
+                    None if insert => {
+                        let fresh = !model.contains_key(&hash);
+                        prop_assert_eq!(table.insert(hash, block), fresh);
+                        model.entry(hash).or_insert(block);
+                    }
+                    _ => {}
+                }
+                prop_assert_eq!(table.find(hash), model.get(&hash).copied());
+                for (&hash, &block) in &model {
+                    prop_assert_eq!(table.find(hash), Some(block));
+                }
+                prop_assert_eq!(table.len(), model.len());
+            }
+        }
+    }
+
+    /// A hundred hashes with one head: each is found, and leaves from any place of the chain.
+    #[test]
+    fn collisions_of_heads_forced() {
+        let mut table = Table::new(100);
+        let head = table.head(halves(0));
+        let hashes: Vec<BlockHash> = (0..).filter(|&hash| table.head(halves(hash)) == head).take(100).collect();
+        for (block, &hash) in (0..).zip(&hashes) {
+            assert!(table.insert(hash, block));
+        }
+        for block in [0, 99, 50, 1, 98].into_iter().chain(2..50).chain(51..98) {
+            assert_eq!(table.find(hashes[block as usize]), Some(block));
+            table.remove(block);
+            assert_eq!(table.find(hashes[block as usize]), None);
+        }
+        assert_eq!(table.len(), 0);
+        assert!(table.heads.iter().all(|&head| head == NONE));
+    }
+}

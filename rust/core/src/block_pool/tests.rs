@@ -106,6 +106,40 @@ fn equal_content_is_registered_once() {
     check(&pool);
 }
 
+/// Two contents under one hash: the second stays private to its holder, in every operation.
+#[test]
+fn hash_collision_forced() {
+    let mut pool = BlockPool::new(3).unwrap();
+    let (first, second) = (pool.allocate().unwrap(), pool.allocate().unwrap());
+    assert_eq!(pool.register(first, 7), Ok(true));
+    assert_eq!(pool.register(second, 7), Ok(false));
+    refused(pool.claim(second, 1));
+    refused(pool.mark_draft(second));
+    pool.free(second).unwrap();
+    assert_eq!(pool.lookup(7), Some(first));
+    assert_eq!(pool.allocate(), Ok(second), "it was free, not cached");
+    pool.free(first).unwrap();
+    assert_eq!(pool.lookup(7), Some(first));
+    // The first is forgotten, and then the second may have the name.
+    assert_eq!(pool.allocate(), Ok(2));
+    assert_eq!(pool.allocate(), Ok(first));
+    assert_eq!(pool.lookup(7), None);
+    assert_eq!(pool.register(second, 7), Ok(true));
+    check(&pool);
+}
+
+#[test]
+fn overflow_of_the_holders_is_refused() {
+    let mut pool = BlockPool::new(1).unwrap();
+    let block = pool.allocate().unwrap();
+    pool.blocks[0].ref_count = u32::MAX - 1;
+    pool.share(block).unwrap();
+    refused(pool.share(block));
+    assert_eq!(pool.ref_count(block), Some(u32::MAX as usize));
+    pool.free(block).unwrap();
+    check(&pool);
+}
+
 #[test]
 fn a_claim_has_one_holder_and_ends_with_the_mark_or_the_last_reference() {
     let mut pool = BlockPool::new(2).unwrap();

@@ -39,8 +39,10 @@ impl Filter {
         if !max.is_finite() {
             return self.keep_only(0);
         }
-        if params.log_min_p > f32::NEG_INFINITY {
-            self.scaled.iter_mut().for_each(|x| *x = if *x - max < params.log_min_p { f32::NEG_INFINITY } else { *x });
+        // The largest always stays, whatever was asked for.
+        let least = params.log_min_p.min(0.0);
+        if least > f32::NEG_INFINITY {
+            self.scaled.iter_mut().for_each(|x| *x = if *x - max < least { f32::NEG_INFINITY } else { *x });
         }
         // `as` takes infinity to the largest integer and NaN to 0.
         let top_k = (params.top_k as usize).max(1);

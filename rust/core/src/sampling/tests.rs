@@ -166,6 +166,11 @@ fn rows_without_a_distribution_give_a_token_and_disturb_nothing() {
             assert_eq!(after, fresh.draw(&good, &params, 1, 2, Purpose::Gumbel));
         }
     }
+    for log_min_p in [f32::INFINITY, 1.0, f32::NAN] {
+        let mut sampler = Sampler::new(2).unwrap();
+        let params = SamplingParams { log_min_p, ..PLAIN };
+        assert!(sampler.draw(&[1.0, 2.0], &params, 1, 2, Purpose::Gumbel).unwrap() < 2);
+    }
     for temperature in [0.0, f32::NAN, f32::MIN_POSITIVE] {
         let mut sampler = Sampler::new(2).unwrap();
         let params = SamplingParams { temperature, ..all };

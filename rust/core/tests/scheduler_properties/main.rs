@@ -393,9 +393,10 @@ fn live(id: i64, ended: bool) -> Result<(), Error> {
     if ended { Err(Error::UnknownRequest { request_id: id }) } else { Ok(()) }
 }
 
-/// `PROPTEST_CASES` raises the number of cases.
+/// `SPECRS_OPERATIONS` sets how many operations are tried in all, 100,000 if it is not set.
 fn config() -> ProptestConfig {
-    let cases = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(500);
+    let operations = std::env::var("SPECRS_OPERATIONS").ok().and_then(|count| count.parse().ok()).unwrap_or(100_000);
+    let cases = operations / 60; // the mean length of a case
     let regressions = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/regressions/scheduler.txt");
     let failure_persistence = Some(Box::new(FileFailurePersistence::Direct(regressions)) as Box<_>);
     ProptestConfig { cases, failure_persistence, max_shrink_iters: 4096, ..ProptestConfig::default() }

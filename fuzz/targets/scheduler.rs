@@ -1,0 +1,167 @@
+//! The scheduler: any settings and requests, any order of calls, results of a device and results of none. Its books agree
+//! after every call, refused calls change nothing, and in the end everything is free.
+
+use super::bytes::Bytes;
+use specrs_core::scheduler::layout::{
+    FLAG_TARGET_NON_FINITE, HEADER_LAUNCH_ID, HEADER_NUM_ADMITTED, HEADER_NUM_DECODE, HEADER_NUM_PREFILL,
+};
+use specrs_core::{PlanOutcome, RequestParams, Scheduler, SchedulerConfig};
+use std::collections::VecDeque;
+
+/// Row, K, and whether it emits.
+type Entry = (usize, usize, bool);
+
+struct Run {
+    scheduler: Scheduler,
+    record: Vec<i64>,
+    results: Vec<i64>,
+    settled: Vec<i64>,
+    in_flight: VecDeque<(u64, Vec<Entry>)>,
+    /// Tokens that each row of the device may still emit.
+    left: Vec<usize>,
+}
+
+pub fn scheduler(data: &[u8]) {
+    let mut bytes = Bytes(data);
+    let block_size = bytes.below(6);
+    let max_model_len = 2 + bytes.below(60);
+    let mut config = SchedulerConfig::new(
+        bytes.below(5),
+        max_model_len,
+        max_model_len.div_ceil(block_size.max(1)) + bytes.below(20),
+        block_size,
+        bytes.below(40),
+    );
+    config.num_speculative_tokens = bytes.below(6);
+    config.draft_max_model_len = (bytes.byte() % 4 > 0).then_some(1 + bytes.below(80));
+    config.first_rows = 1 + bytes.below(3);
+    config.max_in_flight = 1 + bytes.below(3);
+    config.draft_cost_ratio = f64::from(bytes.byte()) / 64.0;
+    config.enable_prefix_caching = bytes.byte() % 4 > 0;
+    let Ok(scheduler) = Scheduler::new(config) else { return };
+    let mut run = Run {
+        record: vec![0; scheduler.record_layout().size],
+        results: vec![0; scheduler.results_layout().size],
+        settled: vec![0; scheduler.settled_layout().size],
+        in_flight: VecDeque::new(),
+        left: vec![0; scheduler.config().max_num_seqs],
+        scheduler,
+    };
+    while !bytes.is_empty() {
+        match bytes.byte() % 16 {
+            0..=3 => run.add(&mut bytes),
+            4..=8 => _ = run.plan(),
+            9..=12 => run.settle(&mut bytes),
+            13 => _ = run.scheduler.abort(bytes.number()),
+            14 => _ = run.scheduler.preempt(bytes.number()),
+            _ => _ = run.scheduler.reset_prefix_cache(),
+        }
+        run.scheduler.check_integrity().expect("integrity");
+    }
+    run.drain();
+}
+
+impl Run {
+    fn add(&mut self, bytes: &mut Bytes<'_>) {
+        let (id, len) = (bytes.number(), bytes.below(40));
+        // Two alphabets, so that prefixes are shared.
+        let letters = 1 + i64::from(bytes.byte() % 2) * 30;
+        let mut prompt: Vec<i64> = (0..len as i64).map(|i| i % letters).collect();
+        if bytes.byte() == 0 {
+            prompt.push(bytes.number());
+        }
+        let stop = [bytes.number(), 3];
+        let params = RequestParams {
+            limit: if bytes.byte() == 0 { bytes.word() as usize } else { prompt.len() + 1 + bytes.below(40) },
+            min_tokens: if bytes.byte() == 0 { usize::MAX } else { bytes.below(4) },
+            num_speculative_tokens: bytes.below(7),
+            priority: bytes.number(),
+            stop_token_ids: &stop[..bytes.below(3)],
+            cache_salt: &[0, 1][..bytes.below(2)],
+        };
+        let before = (self.scheduler.num_waiting(), self.scheduler.num_running());
+        if self.scheduler.add_request(id, &prompt, &params).is_err() {
+            assert_eq!(before, (self.scheduler.num_waiting(), self.scheduler.num_running()));
+        }
+    }
+
+    fn plan(&mut self) -> bool {
+        if !matches!(self.scheduler.plan(&mut self.record), Ok(PlanOutcome::Launch(_))) {
+            return false;
+        }
+        let layout = *self.scheduler.record_layout();
+        let decode = self.record[HEADER_NUM_DECODE] as usize;
+        for i in 0..self.record[HEADER_NUM_ADMITTED] as usize {
+            let at = |offset: usize| self.record[offset + i] as usize;
+            self.left[at(layout.admit_row.offset)] = at(layout.admit_limit.offset) - at(layout.admit_num_tokens.offset);
+        }
+        let entries = (0..decode + self.record[HEADER_NUM_PREFILL] as usize).map(|i| {
+            let last = i < decode || self.record[layout.chunk_is_last.offset + i - decode] == 1;
+            let (row, k) = (self.record[layout.entry_row.offset + i], self.record[layout.entry_k.offset + i]);
+            (row as usize, k as usize, last)
+        });
+        self.in_flight.push_back((self.record[HEADER_LAUNCH_ID] as u64, entries.collect()));
+        true
+    }
+
+    /// Settles the oldest launch with what a device could have done, or first with what none could.
+    fn settle(&mut self, bytes: &mut Bytes<'_>) {
+        let Some((launch_id, entries)) = self.in_flight.pop_front() else {
+            return assert!(self.scheduler.settle(bytes.word(), &self.results, &mut self.settled).is_err());
+        };
+        self.results.fill(0);
+        let layout = *self.scheduler.results_layout();
+        let width = self.scheduler.config().num_speculative_tokens + 1;
+        for (i, &(row, k, emits)) in entries.iter().enumerate() {
+            let drafted = k.min(self.left[row].saturating_sub(1));
+            let accepted = bytes.below(drafted + 1);
+            let emitted = if emits && self.left[row] > 0 { accepted + 1 } else { 0 };
+            self.left[row] -= emitted;
+            self.results[layout.num_emitted.offset + i] = emitted as i64;
+            self.results[layout.num_accepted.offset + i] = accepted as i64;
+            self.results[layout.num_drafted.offset + i] = drafted as i64;
+            self.results[layout.flags.offset + i] = if bytes.byte() == 0 { bytes.number() & 7 } else { 0 };
+            for t in 0..emitted {
+                self.results[layout.tokens.offset + i * width + t] = i64::from(bytes.byte() % 40);
+            }
+        }
+        if bytes.byte().is_multiple_of(4) {
+            let wrong = bytes.below(self.results.len());
+            let kept = std::mem::replace(&mut self.results[wrong], bytes.number());
+            if self.scheduler.settle(launch_id, &self.results, &mut self.settled).is_ok() {
+                return;
+            }
+            self.scheduler.check_integrity().expect("integrity after a refused settle");
+            self.results[wrong] = kept;
+            assert!(self.scheduler.settle(launch_id + 1, &self.results, &mut self.settled).is_err());
+        }
+        if self.scheduler.settle(launch_id, &self.results, &mut self.settled).is_err() {
+            // A row that went on although an earlier launch was told of fewer tokens: only a fault is true of it now.
+            self.results.fill(0);
+            self.results[layout.flags.range()].fill(FLAG_TARGET_NON_FINITE);
+            self.scheduler.settle(launch_id, &self.results, &mut self.settled).expect("a fault can always be");
+        }
+    }
+
+    /// Everything ends, and then every block is free.
+    fn drain(&mut self) {
+        for id in -4..256 {
+            _ = self.scheduler.abort(id);
+        }
+        while !self.in_flight.is_empty() {
+            self.settle(&mut Bytes(&[1; 4096]));
+        }
+        // Ids beyond the small ones.
+        while self.scheduler.has_unfinished() {
+            let planned = self.plan();
+            self.scheduler.check_integrity().expect("integrity");
+            assert!(planned || !self.in_flight.is_empty(), "requests, but nothing to do");
+            if !self.in_flight.is_empty() {
+                self.settle(&mut Bytes(&[1; 4096]));
+            }
+        }
+        assert_eq!(self.scheduler.num_free_blocks(), self.scheduler.num_blocks());
+        assert!(self.scheduler.reset_prefix_cache());
+        self.scheduler.check_integrity().expect("integrity");
+    }
+}
