@@ -1,0 +1,190 @@
+"""`make gpu-bench`: the table of the GPU's bars, predicted and measured, as JSON and pictures. Checks no results.
+
+    python benches/bench_gpu.py [--out FOLDER] [--only passes,attention,tpot,idle,throughput,transformers]
+                                [--target qwen3-32b] [--draft qwen3-1.7b]
+
+Models are random weights at the references' shapes; acceptance is synthetic at the references' rates, so times are
+real and texts are not. One GPU, nothing downloaded; each part may run alone. `--target tiny --draft tiny` tries the
+script without a GPU (TRITON_INTERPRET=1).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import triton
+from gpu import attention, iterations, serving
+from gpu.models import weight_bytes, write_config
+from gpu.timing import ON_GPU, pretend
+from specrs.engine.build import Weights
+from specrs.models.loader import load_model
+
+PARTS = ("passes", "attention", "tpot", "idle", "throughput", "transformers")
+PREDICTED = {
+    "target_pass_ms": "15.9 at 1 to 8 rows: 63.97 GB at 4.3 TB/s and 2.2 us for each of 387 kernels",
+    "draft_pass_ms": "1.18: 3.44 GB at 4.3 TB/s and 2.2 us for each of 171 kernels",
+    "iteration_overhead_ms": "0.03 at K = 5: prepare, assemble, accept, update, and two rows in pass 1",
+    "sampling_adds_ms": "0.17 at K = 5: 5 x 16 us in drafting, 70 us in verification, and logits that are written",
+    "tpot_ms": "6.2 at K = 5 (AL 3.53), 15.9 at K = 0",
+    "idle_us": "under 10 at batch 1 and 64: the next launch is enqueued before one ends",
+    "attention_share": "0.5 at 2k, 0.8 at 32k, 0.88 at 128k",
+    "transformers_ratio": "8 at K = 5: about 180 ms an iteration, bound by the host",
+}
+"""What was written down before anything was measured."""
+
+
+def main() -> None:
+    """Measure the parts asked for and write the file after each, so that a cut run keeps what it has."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benches/results"))
+    parser.add_argument("--only", default=",".join(PARTS))
+    parser.add_argument("--target", default="qwen3-32b")
+    parser.add_argument("--draft", default="qwen3-1.7b")
+    arguments = parser.parse_args()
+    asked = arguments.only.split(",")
+    if unknown := set(asked) - set(PARTS):
+        parser.error(f"--only: {', '.join(sorted(unknown))}: allowed are {', '.join(PARTS)}")
+    if not ON_GPU and arguments.target != "tiny":
+        parser.error("there is no CUDA device; without one only --target tiny --draft tiny can be tried")
+    if not ON_GPU:
+        pretend()
+    bench = Bench(arguments.target, arguments.draft, arguments.out)
+    for part in PARTS:
+        if part in asked:
+            bench.measure(part)
+    print(f"written: {bench.path}")
+
+
+class Bench:
+    """The models, what was found, and the file that it goes to."""
+
+    def __init__(self, target: str, draft: str, out: Path) -> None:
+        self.folder = Path(tempfile.mkdtemp())
+        self.target, self.draft = str(write_config(target, self.folder)), str(write_config(draft, self.folder))
+        self.device = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
+        self._weights: Weights | None = None
+        commit = git("rev-parse", "--short", "HEAD")
+        gpu = torch.cuda.get_device_name() if ON_GPU else platform.machine()
+        out.mkdir(parents=True, exist_ok=True)
+        self.path = out / f"{gpu.replace(' ', '_')}_{commit}_bench_gpu.json"
+        self.found: dict[str, Any] = {
+            "gpu": gpu,
+            "commit": commit + ("-dirty" if git("status", "--porcelain") else ""),
+            "versions": {
+                "torch": torch.__version__,
+                "triton": triton.__version__,
+                "transformers": transformers.__version__,
+                "cuda": torch.version.cuda,
+                "python": platform.python_version(),
+            },
+            "command": " ".join(sys.argv),
+            "target": {"shape": target, "bytes": weight_bytes(target)},
+            "draft": {"shape": draft, "bytes": weight_bytes(draft)},
+            "predicted": PREDICTED,
+            "seconds": {},
+        }
+
+    def measure(self, part: str) -> None:
+        """Run one part, and write all that is there."""
+        began = time.perf_counter()
+        self.found[part] = getattr(self, part)()
+        self.found["seconds"][part] = round(time.perf_counter() - began, 1)
+        self.path.write_text(json.dumps(self.found, indent=2) + "\n")
+        print(json.dumps({part: self.found[part]}, indent=2), flush=True)
+        gc.collect()
+        if ON_GPU:
+            torch.cuda.empty_cache()
+
+    @property
+    def weights(self) -> Weights:
+        """Random weights of both, made once."""
+        if self._weights is None:
+            dtype = "bfloat16" if ON_GPU else "float32"
+            load: Callable[[str], Any] = lambda folder: load_model(  # noqa: E731
+                folder, dtype=dtype, device=self.device, load_format="dummy"
+            )
+            self._weights = Weights(load(self.target), load(self.draft))
+        return self._weights
+
+    def passes(self) -> dict[str, Any]:
+        """Passes and iterations alone."""
+        settings = {} if ON_GPU else {"device": "cpu", "dtype": "float32", "block_size": 4}
+        return iterations.measure(iterations.Alone(self.target, self.draft, self.weights, **settings))
+
+    def attention(self) -> dict[str, Any]:
+        """Verification attention over long contexts."""
+        return attention.measure(self.device, [2048, 32768, 131072] if ON_GPU else [32])
+
+    def tpot(self) -> dict[str, Any]:
+        """A lone request at K = 5 and K = 0."""
+        found = {}
+        context, tokens = (1024, 600) if ON_GPU else (6, 4)
+        for k in (5, 0):
+            engine = serving.make_engine(self.target, self.draft, self.weights, k, [1], 2 * context + tokens)
+            found[f"k{k}"] = serving.tpot(engine, context, tokens)
+            release(engine)
+        found["speedup"] = {"k5": found["k0"]["tpot_ms"] / found["k5"]["tpot_ms"]}
+        return found
+
+    def idle(self) -> dict[str, Any]:
+        """The GPU between launches."""
+        sizes = [1, 64] if ON_GPU else [1]
+        engine = serving.make_engine(self.target, self.draft, self.weights, 5, sizes, 512)
+        found = {str(batch): serving.idle_between_launches(engine, batch) for batch in sizes}
+        release(engine)
+        return found
+
+    def throughput(self) -> dict[str, Any]:
+        """Tokens per second by K and concurrency, 150 tokens in and 200 out."""
+        found, sizes = {}, [1, 4, 16, 64, 128, 256] if ON_GPU else [1, 2]
+        for k in (0, 1, 3, 5):
+            engine = serving.make_engine(self.target, self.draft, self.weights, k, sizes, 512)
+            found[f"k{k}"] = serving.throughput(engine, sizes)
+            release(engine)
+        return found
+
+    def transformers(self) -> dict[str, Any]:
+        """Assisted generation of transformers in its own process; our weights leave the GPU before."""
+        self._weights = None
+        gc.collect()
+        if ON_GPU:
+            torch.cuda.empty_cache()
+        script = Path(__file__).parent / "gpu" / "transformers_assisted.py"
+        k, context, tokens = (5, 1024, 40) if ON_GPU else (2, 6, 8)
+        command = [sys.executable, str(script), self.target, self.draft, *map(str, (k, context, tokens))]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            return {"error": done.stderr.strip().splitlines()[-1:]}
+        found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+        ours = self.found.get("passes", {}).get("whole_ms", {}).get(k)
+        return found | ({"ratio": found["ms_per_iteration"] / ours} if ours else {})
+
+
+def release(engine: Any) -> None:
+    """Give the engine's KV pool and graphs back before the next one sizes its own."""
+    engine.runner = engine.ring = None
+    gc.collect()
+    if ON_GPU:
+        torch.cuda.empty_cache()
+
+
+def git(*arguments: str) -> str:
+    """What git says; `unknown` outside of a repository."""
+    done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
+    return done.stdout.strip() if done.returncode == 0 else "unknown"
+
+
+if __name__ == "__main__":
+    main()

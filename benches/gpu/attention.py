@@ -1,0 +1,81 @@
+"""Verification attention alone: six rows of one request over long contexts, against the device's copy bandwidth."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from specrs.kernels.cuda.attention_config import AttentionConfig
+from specrs.kernels.cuda.device import limits_of
+from specrs.kernels.cuda.paged_attention import paged_attention
+from torch import Tensor
+
+from gpu.timing import graphed, milliseconds
+
+ROWS, KV_HEADS, GROUP, DIM, BLOCK = 6, 8, 8, 128, 16
+
+
+def measure(device: torch.device, contexts: list[int]) -> dict[str, Any]:
+    """By context: milliseconds, TB/s of K and V read, share of the copy bandwidth."""
+    copied = copy_bandwidth(device)
+    return {"copy_tb_per_s": copied} | {str(context): one(device, context, copied) for context in contexts}
+
+
+@torch.inference_mode()
+def one(device: torch.device, context: int, copied: float) -> dict[str, float]:
+    """One context length; blocks are shuffled, as in a pool that has served for a while."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    heads, blocks, limits = GROUP * KV_HEADS, -(-(context + ROWS) // BLOCK), limits_of(device)
+    cut = AttentionConfig.choose(
+        batch=1,
+        max_q_len=ROWS,
+        num_heads=heads,
+        num_kv_heads=KV_HEADS,
+        head_dim=DIM,
+        dtype=dtype,
+        limits=limits,
+    )
+    cache = torch.randn(blocks + 1, 2, KV_HEADS, BLOCK, DIM, device=device).to(dtype)
+    q = torch.randn(ROWS, heads * DIM, device=device).to(dtype)
+    positions = torch.arange(context, context + ROWS, device=device)
+    q_start = torch.tensor([0, ROWS], device=device)
+    table = torch.randperm(blocks, device=device)[None].contiguous()
+    out = torch.empty_like(q)
+    partials = torch.empty(limits.num_sms * 64 * DIM, device=device)
+    stats = torch.empty(2 * limits.num_sms * 64, device=device)
+    counters = torch.zeros(limits.num_sms, dtype=torch.int32, device=device)
+    fields = list(dataclasses.astuple(cut))
+
+    def call() -> None:
+        paged_attention(
+            q,
+            cache,
+            positions,
+            q_start,
+            table,
+            out,
+            partials,
+            stats,
+            counters,
+            ROWS,
+            DIM**-0.5,
+            fields,
+            limits.capability >= 90,
+        )
+
+    ms = milliseconds(graphed(call), calls=50)
+    rate = 2 * KV_HEADS * DIM * (context + ROWS) * dtype.itemsize / ms / 1e9
+    return {"ms": ms, "tb_per_s": rate, "share_of_copy": rate / copied}
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """TB/s of a copy of 1 GiB, reads and writes counted."""
+    size = (1 << 30) if device.type == "cuda" else 1 << 20
+    source: Tensor = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+
+    def copy() -> None:
+        target.copy_(source)
+
+    return 2 * size / milliseconds(copy) / 1e9

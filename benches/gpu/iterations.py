@@ -1,0 +1,149 @@
+"""Passes and iterations alone, batch 1: what a pass costs, what the iteration adds, three ways to run it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from specrs.config import EngineConfig, SpeculativeConfig
+from specrs.engine.build import Blueprint, Weights
+from specrs.runner.cuda import iteration
+from specrs.runner.cuda.build import make_context
+from specrs.runner.cuda.iteration import Context
+from specrs.runner.cuda.runner import entries_of
+from specrs.runner.cuda.shapes import Shape, Tail
+from specrs.runner.sampling_state import SamplingState
+
+from gpu.piecewise import Piecewise
+from gpu.timing import ON_GPU, graphed, milliseconds
+
+CONTEXT = 1024 if ON_GPU else 8
+MAX_K = 8 if ON_GPU else 2
+RATES = (0.80, 0.60, 0.47, 0.41, 0.25, 0.17, 0.20, 0.14)
+"""Unconditional acceptance by position; their running sums give the references' acceptance lengths."""
+
+
+class Alone:
+    """One request of `CONTEXT` tokens in row 0, whose state is set back before every measurement."""
+
+    def __init__(self, target: str, draft: str, weights: Weights, **settings: Any) -> None:
+        speculative = SpeculativeConfig(
+            model=draft,
+            num_speculative_tokens=MAX_K,
+            rejection_sample_method="synthetic",
+            synthetic_acceptance_rates=sorted(RATES[:MAX_K], reverse=True),  # type: ignore[arg-type]
+        )
+        config = EngineConfig(
+            model=target,
+            speculative_config=speculative,
+            max_num_seqs=1,
+            max_model_len=2 * CONTEXT + 256,
+            max_num_batched_tokens=256,
+            **settings,
+        )
+        blueprint = Blueprint(config, weights)
+        blocks = -(-config.max_model_len // config.block_size) + 1  # type: ignore[operator]
+        vocab = weights.target.config.vocab_size
+        self.sampling = SamplingState(1, vocab, torch.float32, blueprint.device)
+        self.ctx: Context = make_context(blueprint, blueprint.scheduler(blocks), self.sampling, blocks)
+        self.entries = entries_of(self.ctx.record.views, "num_decode")
+        self.temperature(0.0)
+
+    def temperature(self, temperature: float, top_p: float = 1.0) -> None:
+        """Sampling of the one request."""
+        self.sampling.params.write(0, temperature=temperature, top_p=top_p)
+
+    def reset(self, k: int) -> Callable[[], None]:
+        """Sets state and record to the start of an iteration with `k` drafts."""
+
+        def run() -> None:
+            state, views = self.ctx.state, self.ctx.record.views
+            state.num_tokens[:1] = CONTEXT
+            state.draft_len[:1] = CONTEXT - 1
+            state.limit[:1] = 2 * CONTEXT + 200
+            state.active[:1] = True
+            state.stop_ids[:1] = -1
+            state.block_table[0] = torch.arange(state.block_table.shape[1], device=state.block_table.device)
+            views["header"].zero_()
+            self.entries.count.fill_(1)
+            views["entry_row"][:1] = 0
+            views["entry_k"][:1] = k
+            views["entry_capacity"][:1] = 2 * CONTEXT + 256
+
+        return run
+
+    @torch.inference_mode()
+    def target_pass(self, rows: int) -> float:
+        """A pass over `rows` rows with the LM head, in milliseconds."""
+        self._prepare(rows - 1)
+        return self._time(lambda: iteration.verify_pass(self.ctx, 1, rows, rows, greedy=True), rows - 1)
+
+    @torch.inference_mode()
+    def draft_pass(self) -> float:
+        """A pass of the draft over one row with its LM head, in milliseconds."""
+        self._prepare(2)
+        return self._time(lambda: iteration.draft_pass(self.ctx, 2, 1, Tail.GREEDY), 2)
+
+    @torch.inference_mode()
+    def whole(self, k: int, tail: Tail = Tail.GREEDY) -> float:
+        """A whole iteration as one graph, in milliseconds."""
+        shape = Shape(1, k, k + 1, tail)
+        return self._time(lambda: iteration.run(self.ctx, shape, self.entries), k)
+
+    @torch.inference_mode()
+    def chained(self, k: int) -> float:
+        """One graph a pass, single ops between them."""
+        ctx, shape = self.ctx, Shape(1, k, k + 1, Tail.GREEDY)
+        self._prepare(k)
+        drafts = [graphed(lambda i=i: iteration.draft_pass(ctx, i, 1, Tail.GREEDY)) for i in range(1, k + 1)]
+        verify = graphed(lambda: iteration.verify_pass(ctx, 1, k + 1, k + 1, greedy=True))
+        return milliseconds(lambda: self._in_turn(shape, drafts, verify), before=self.reset(k))
+
+    @torch.inference_mode()
+    def piecewise(self, k: int) -> float:
+        """Attention outside of the graphs, everything else of a pass in pieces between them."""
+        ctx, shape = self.ctx, Shape(1, k, k + 1, Tail.GREEDY)
+        self._prepare(k)
+        drafts = [Piecewise(lambda i=i: iteration.draft_pass(ctx, i, 1, Tail.GREEDY)) for i in range(1, k + 1)]
+        verify = Piecewise(lambda: iteration.verify_pass(ctx, 1, k + 1, k + 1, greedy=True))
+        return milliseconds(lambda: self._in_turn(shape, drafts, verify), before=self.reset(k))
+
+    def _in_turn(self, shape: Shape, drafts: list[Any], verify: Callable[[], None]) -> None:
+        iteration.prepare(self.ctx, shape, self.entries)
+        for draft in drafts:
+            draft()
+        if shape.max_k:
+            iteration.assemble(self.ctx, shape)
+        verify()
+        iteration.accept_and_update(self.ctx, shape)
+
+    def _prepare(self, k: int) -> None:
+        self.reset(k)()
+        iteration.prepare(self.ctx, Shape(1, k, k + 1, Tail.GREEDY), self.entries)
+
+    def _time(self, function: Callable[[], None], k: int) -> float:
+        self.reset(k)()
+        replay = graphed(function)
+        return milliseconds(replay, before=self.reset(k))
+
+
+def measure(alone: Alone) -> dict[str, Any]:
+    """Every figure of the table that needs no engine."""
+    ks = range(1, MAX_K + 1)
+    target = {rows: alone.target_pass(rows) for rows in range(1, MAX_K + 1)}
+    draft = alone.draft_pass()
+    whole = {k: alone.whole(k) for k in (0, *ks)}
+    found: dict[str, Any] = {
+        "target_pass_ms": target,
+        "draft_pass_ms": draft,
+        "whole_ms": whole,
+        "chained_ms": {k: alone.chained(k) for k in ks},
+        "piecewise_ms": {k: alone.piecewise(k) for k in ks},
+    }
+    found["iteration_overhead_ms"] = {k: whole[k] - k * draft - target[k + 1] for k in ks if k + 1 in target}
+    alone.temperature(0.7, 0.9)
+    found["sampled_ms"] = {k: alone.whole(k, Tail.SAMPLED) for k in (0, *ks)}
+    alone.temperature(0.0)
+    found["sampling_adds_ms"] = {k: found["sampled_ms"][k] - whole[k] for k in found["sampled_ms"]}
+    return found

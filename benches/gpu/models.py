@@ -1,0 +1,50 @@
+"""Shapes of the references' models, as configurations without weights. Loads nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+SHAPES = {
+    "qwen3-32b": (64, 5120, 64, 8, 128, 25600, False),
+    "qwen3-8b": (36, 4096, 32, 8, 128, 12288, False),
+    "qwen3-1.7b": (28, 2048, 16, 8, 128, 6144, True),
+    "qwen3-0.6b": (28, 1024, 16, 8, 128, 3072, True),
+    "tiny": (2, 64, 2, 1, 64, 64, True),
+}
+"""layers, hidden, heads, KV heads, head size, intermediate, tied embedding."""
+VOCAB = {"tiny": 101}
+
+
+def write_config(name: str, folder: Path) -> Path:
+    """A folder with the config.json of a shape, for `load_format="dummy"`."""
+    layers, hidden, heads, kv_heads, head_dim, intermediate, tied = SHAPES[name]
+    path = folder / name
+    path.mkdir(parents=True, exist_ok=True)
+    content = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "dtype": "bfloat16",
+        "vocab_size": VOCAB.get(name, 151_936),
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": 40_960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000.0,
+        "tie_word_embeddings": tied,
+        "attention_bias": False,
+        "eos_token_id": 0,
+    }
+    (path / "config.json").write_text(json.dumps(content))
+    return path
+
+
+def weight_bytes(name: str) -> int:
+    """bf16 bytes that a pass reads: all weights but an untied input embedding."""
+    layers, hidden, heads, kv_heads, head_dim, intermediate, _ = SHAPES[name]
+    attention = hidden * head_dim * (heads + 2 * kv_heads) + heads * head_dim * hidden
+    return 2 * (layers * (attention + 3 * hidden * intermediate + 2 * hidden) + VOCAB.get(name, 151_936) * hidden)

@@ -1,0 +1,65 @@
+"""Times of enqueued work: graphs, or single calls where there is no GPU (to try the scripts). Decides nothing."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import specrs.models.loader as loader
+import torch
+from specrs.engine.build import Blueprint
+from specrs.kernels.linear import Linear
+
+ON_GPU = torch.cuda.is_available()
+
+
+def pretend() -> None:
+    """Without a GPU, let the CUDA runner serve on the CPU: weights in its layout, kernels interpreted."""
+    loader.pack = lambda weight, bias=None: Linear(weight.t(), None, bias)  # type: ignore[assignment]
+    Blueprint.on_gpu = property(lambda _self: True)  # type: ignore[assignment]
+
+
+def synchronize() -> None:
+    """Wait for the device."""
+    if ON_GPU:
+        torch.cuda.synchronize()
+
+
+def graphed(function: Callable[[], None]) -> Callable[[], None]:
+    """`function` as a graph's replay, after two eager runs."""
+    function()
+    function()
+    synchronize()
+    if not ON_GPU:
+        return function
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph.replay
+
+
+def milliseconds(
+    function: Callable[[], None], *, repeats: int = 5, calls: int = 20, before: Callable[[], None] | None = None
+) -> float:
+    """Median over `repeats` of the time of one call, `calls` of them back to back; `before` runs ahead of a repeat."""
+    if not ON_GPU:
+        repeats = calls = 1
+    times = []
+    for _ in range(repeats):
+        if before is not None:
+            before()
+        synchronize()
+        if ON_GPU:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(calls):
+                function()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / calls)
+        else:
+            began = time.perf_counter()
+            function()
+            times.append(1e3 * (time.perf_counter() - began))
+    return statistics.median(times)
