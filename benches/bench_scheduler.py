@@ -1,6 +1,10 @@
-"""Plan + settle through the Python binding: one steady decode launch of B requests, no model. Times the host alone.
+"""Plan + settle without a model: the Rust core through Python beside a scheduler in plain Python. Times the host alone.
 
-python benches/bench_scheduler.py [--batch 256] [--k 5] [--launches 2000]
+    python benches/bench_scheduler.py [--batch 1 32 256] [--k 5] [--launches 1000]
+
+Every row decodes with K drafts, blocks of 16, prefix caching on, acceptance uniform from 0 to K; a request that ends is
+followed by a new one. Both see the same requests and draws, in turn, launch by launch. Only the calls to plan and
+settle are timed, not what stands in for the device.
 """
 
 import argparse
@@ -8,70 +12,131 @@ import json
 import platform
 import statistics
 import time
+from collections.abc import Iterator
 
 import numpy as np
+from python_scheduler import PythonScheduler
 from specrs.core import PLAN_LAUNCH, Scheduler
 
+BLOCK_SIZE, PROMPT, OUTPUT = 16, 64, 960
 
-def steady_state(batch: int, k: int, launches: int) -> list[float]:
-    """Microseconds of plan and settle together, per launch, all requests decoding, acceptance uniform in 0..k."""
+
+def prompt(request_id: int) -> list[int]:
+    """Differs from all others from the first token on, so that the prefix cache is looked up and misses."""
+    return [(request_id * 7919 + i) % 150_000 for i in range(PROMPT)]
+
+
+def limit(request_id: int) -> int:
+    """Tokens that a request may reach; limits differ, or all would end at once."""
+    return PROMPT + OUTPUT // 2 + request_id * 389 % (OUTPUT // 2)
+
+
+def rust(batch: int, k: int) -> Iterator[float]:
+    """Seconds of each launch of the Rust core, without end."""
     scheduler = Scheduler(
         max_num_seqs=batch,
-        max_model_len=32_768,
-        num_blocks=batch * 2048,
-        block_size=16,
-        max_num_batched_tokens=batch * 64,
+        max_model_len=PROMPT + OUTPUT,
+        num_blocks=batch * ((PROMPT + OUTPUT) // BLOCK_SIZE + 2),
+        block_size=BLOCK_SIZE,
+        max_num_batched_tokens=max(2048, batch * (k + 1)),
         num_speculative_tokens=k,
-        draft_max_model_len=32_768,
+        draft_max_model_len=PROMPT + OUTPUT,
+        draft_cost_ratio=0.05,
     )
     record = np.zeros(scheduler.record_size, dtype=np.int64)
     results = np.zeros(scheduler.results_size, dtype=np.int64)
     settled = np.zeros(scheduler.settled_size, dtype=np.int64)
     sections = {name: results[at : at + length] for name, (at, length) in scheduler.results_layout().items()}
-    entry_k, last = (scheduler.record_layout()[name] for name in ("entry_k", "chunk_is_last"))
+    first, length = scheduler.settled_layout()["finish_reason"]
+    reasons = settled[first : first + length]
+    views = {name: record[at : at + length] for name, (at, length) in scheduler.record_layout().items()}
+    left = np.zeros(batch, dtype=np.int64)
     rng = np.random.default_rng(0)
-    for i in range(batch):
-        prompt = rng.integers(0, 1000, 32)
-        scheduler.add_request(i, prompt, limit=32_768, num_speculative_tokens=k)
-    times: list[float] = []
-    while len(times) < launches:
+    next_id = 0
+    missing = batch
+    sections["tokens"][:] = 7
+    while True:
+        for _ in range(missing):
+            tokens = np.array(prompt(next_id))
+            scheduler.add_request(next_id, tokens, limit=limit(next_id), num_speculative_tokens=k)
+            next_id += 1
         start = time.perf_counter()
         status = scheduler.plan(record)
         planned = time.perf_counter() - start
         assert status == PLAN_LAUNCH
         launch_id, decode, prefill = (int(x) for x in record[:3])
-        drafted = record[entry_k[0] : entry_k[0] + decode]
-        sections["num_drafted"][:decode] = drafted
-        sections["num_accepted"][:decode] = np.minimum(rng.integers(0, k + 1, decode), drafted)
-        sections["num_emitted"][:decode] = sections["num_accepted"][:decode] + 1
-        sections["num_drafted"][decode : decode + prefill] = 0
-        sections["num_accepted"][decode : decode + prefill] = 0
-        sections["num_emitted"][decode : decode + prefill] = record[last[0] : last[0] + prefill]
-        sections["tokens"][:] = 7
+        count, admitted = decode + prefill, int(record[6])
+        left[views["admit_row"][:admitted]] = views["admit_limit"][:admitted] - views["admit_num_tokens"][:admitted]
+        rows = views["entry_row"][:count]
+        drafted = np.minimum(views["entry_k"][:count], np.maximum(left[rows] - 1, 0))
+        accepted = np.minimum(rng.integers(0, k + 1, count), drafted)
+        emitted = accepted + 1
+        emitted[decode:] = views["chunk_is_last"][:prefill]
+        left[rows] -= emitted
+        sections["num_drafted"][:count] = drafted
+        sections["num_accepted"][:count] = accepted
+        sections["num_emitted"][:count] = emitted
         start = time.perf_counter()
         scheduler.settle(launch_id, results, settled)
-        if decode == batch:
-            times.append(1e6 * (planned + time.perf_counter() - start))
-    return times
+        seconds = planned + time.perf_counter() - start
+        missing = int(np.count_nonzero(reasons))
+        yield seconds
+
+
+def plain_python(batch: int, k: int) -> Iterator[float]:
+    """Seconds of each launch of the scheduler in plain Python, without end."""
+    scheduler = PythonScheduler(
+        max_num_seqs=batch,
+        num_blocks=batch * ((PROMPT + OUTPUT) // BLOCK_SIZE + 2),
+        block_size=BLOCK_SIZE,
+        max_num_batched_tokens=max(2048, batch * (k + 1)),
+        num_drafts=k,
+    )
+    rng = np.random.default_rng(0)
+    next_id = 0
+    missing = batch
+    while True:
+        for _ in range(missing):
+            scheduler.add_request(next_id, prompt(next_id), limit(next_id))
+            next_id += 1
+        start = time.perf_counter()
+        entries = scheduler.plan()
+        planned = time.perf_counter() - start
+        accepted = rng.integers(0, k + 1, len(entries)).tolist()
+        emitted = [
+            [7] * (min(m, entry.num_drafts) + 1) if entry.is_last or not entry.chunk else []
+            for entry, m in zip(entries, accepted, strict=True)
+        ]
+        start = time.perf_counter()
+        ended = scheduler.settle(entries, emitted)
+        seconds = planned + time.perf_counter() - start
+        missing = len(ended)
+        yield seconds
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--k", type=int, default=5)
-    parser.add_argument("--launches", type=int, default=2000)
+    parser.add_argument("--launches", type=int, default=1000)
     args = parser.parse_args()
-    times = steady_state(args.batch, args.k, args.launches)
-    cuts = statistics.quantiles(times, n=100)
-    print(
-        json.dumps(
-            {
-                "what": f"plan + settle through Python, B = {args.batch}, K = {args.k}",
-                "microseconds": {"p10": round(cuts[9], 1), "median": round(cuts[49], 1), "p90": round(cuts[89], 1)},
-                "python": platform.python_version(),
-            }
-        )
-    )
+    rows = []
+    for batch in args.batch:
+        contestants = {"rust": rust(batch, args.k), "python": plain_python(batch, args.k)}
+        times: dict[str, list[float]] = {name: [] for name in contestants}
+        for launch in range(200 + args.launches):
+            for name, contestant in contestants.items():
+                seconds = next(contestant)
+                if launch >= 200:  # past the prompts, rows at different lengths
+                    times[name].append(1e6 * seconds)
+        cuts = {name: statistics.quantiles(values, n=10) for name, values in times.items()}
+        row: dict[str, object] = {"batch": batch}
+        for name, cut in cuts.items():
+            row[f"{name}_us"] = {"p10": round(cut[0], 1), "median": round(cut[4], 1), "p90": round(cut[8], 1)}
+        row["ratio"] = round(cuts["python"][4] / cuts["rust"][4], 1)
+        rows.append(row)
+    what = f"plan + settle through Python, K = {args.k}, microseconds a launch"
+    print(json.dumps({"what": what, "python": platform.python_version(), "results": rows}, indent=2))
 
 
 if __name__ == "__main__":
