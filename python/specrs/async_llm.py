@@ -205,9 +205,13 @@ class AsyncLLM:
         """Run `function`, which may take long, in the thread pool that reads prompts."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, function)
 
+    async def in_engine(self, function: Callable[[], ResultT]) -> ResultT:
+        """Run `function` in the engine's thread, between two steps. Raises `EngineDeadError` without an engine."""
+        return await asyncio.wrap_future(self._loop.call(function))
+
     async def stats(self) -> EngineStats:
         """Figures of all requests since the start. Raises `EngineDeadError` without an engine."""
-        return await asyncio.wrap_future(self._loop.call(self._engine.stats))
+        return await self.in_engine(self._engine.stats)
 
     def token_text(self, token_id: int) -> str:
         """The text of a token by itself. Raises `InvalidRequestError` without a tokenizer."""

@@ -45,6 +45,7 @@ class FakeServer:
     k: int = 0
     base_url: str = ""
     metrics: bool = True
+    profiler: bool = True
     bodies: list[dict[str, Any]] = field(default_factory=list)
     sent: list[list[int]] = field(default_factory=list)
     profiled: list[str] = field(default_factory=list)
@@ -62,8 +63,9 @@ class FakeServer:
         app.router.add_get("/metrics", self._metrics)
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/v1/chat/completions", self._complete)
-        app.router.add_post("/start_profile", self._profile)
-        app.router.add_post("/stop_profile", self._profile)
+        if self.profiler:
+            app.router.add_post("/start_profile", self._profile)
+            app.router.add_post("/stop_profile", self._profile)
         return app
 
     async def _health(self, request: web.Request) -> web.Response:

@@ -3,12 +3,16 @@
 import json
 import re
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
 from specrs.bench.serve import LoadConfig, arrivals
+from specrs.bench.server_process import free_port, serving
 from specrs.cli import main
 from specrs.pair import TARGET
 
@@ -186,6 +190,31 @@ def test_profile(capsys: pytest.CaptureFixture[str]) -> None:
     assert server.profiled == ["/start_profile", "/stop_profile"]
 
 
+def test_profile_of_a_server_without_a_profiler(capsys: pytest.CaptureFixture[str]) -> None:
+    with running(FakeServer(profiler=False)) as server:
+        assert bench(server, *RANDOM, "--num-prompts", "2", "--profile") == 2
+    assert "--profile: the server did not start its profiler (/start_profile: HTTP 404)" in capsys.readouterr().err
+
+
+def test_the_trace_of_specrs_own_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, port = tmp_path / "traces", free_port()
+    code = "import sys; from specrs.cli import main; sys.exit(main())"
+    config = json.dumps({"profiler": "torch", "torch_profiler_dir": str(folder)})
+    command = [sys.executable, "-c", code, "serve", "--port", str(port), "--profiler-config", config]
+    with serving(command, port, tmp_path / "log", {"OMP_NUM_THREADS": "1"}, 120.0) as server:
+        argv = [*COMMON, "--base-url", server.base_url, *RANDOM, "--num-prompts", "2", "--profile"]
+        assert main(argv) == 0
+        assert "Successful requests:                     2" in capsys.readouterr().out
+        for _ in range(2):  # it can be done again, and not stopped twice
+            assert main(argv) == 0
+        with pytest.raises(HTTPError, match="400"):
+            urlopen(Request(f"{server.base_url}/stop_profile", method="POST"))
+    traces = list(folder.iterdir())
+    assert len(traces) == 3
+    names = {event.get("name") for event in json.loads(traces[0].read_text())["traceEvents"]}
+    assert "aten::mm" in names or "aten::addmm" in names or "aten::linear" in names
+
+
 @pytest.mark.parametrize(
     ("end", "reason"),
     [
@@ -227,8 +256,6 @@ def test_a_server_that_dies_midway(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
-    from specrs.bench.server_process import free_port
-
     url = f"http://127.0.0.1:{free_port()}"
     for more in ([], ["--model", "m"]):
         assert main([*COMMON, "--base-url", url, *RANDOM, *more]) == 2

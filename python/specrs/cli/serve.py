@@ -109,6 +109,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="none",
         help="summary: every answer carries metrics.speculative_decoding",
     )
+    add(
+        "--profiler-config",
+        action=MergeJSON,
+        metavar="JSON",
+        help='as in \'{"profiler": "torch", "torch_profiler_dir": "traces"}\': POST /start_profile and /stop_profile '
+        "write a trace",
+    )
     limits = parser.add_argument_group("limits")
     add = limits.add_argument
     add("--max-body-size", type=human_int, default="16M", help="bytes of a request's body; default: 16M")
@@ -181,6 +188,7 @@ def _settings(arguments: argparse.Namespace) -> Any:
         shutdown_timeout=number("shutdown_timeout", open_low=False),
         access_log=not arguments.disable_uvicorn_access_log,
         report_speculation=arguments.per_request_spec_decode_metrics == "summary",
+        profiler_folder=_profiler_folder(arguments.profiler_config),
         limits=HTTPLimits(
             max_header_size=count("max_header_size", 1024),
             max_body_size=count("max_body_size", 1024),
@@ -191,6 +199,20 @@ def _settings(arguments: argparse.Namespace) -> Any:
             keep_alive_timeout=number("http_keep_alive_timeout"),
         ),
     )
+
+
+def _profiler_folder(given: dict[str, Any] | None) -> Path | None:
+    """Where traces go, made; None without a profiler."""
+    if given is None:
+        return None
+    folder = given.get("torch_profiler_dir")
+    if given.keys() - {"profiler", "torch_profiler_dir"} or given.get("profiler", "torch") != "torch" or not folder:
+        raise invalid_config("--profiler-config", given, 'must have "torch_profiler_dir", and "profiler": "torch"')
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except (OSError, TypeError) as fault:
+        raise invalid_config("--profiler-config", given, f"its folder cannot be made: {fault}") from None
+    return Path(folder)
 
 
 def _chat_template(given: str | None) -> str | None:

@@ -48,6 +48,16 @@ def build_app(context: Context, version: str) -> Starlette:
     async def metrics(_: Request) -> Response:
         return Response(await context.metrics.render(), headers={"content-type": CONTENT_TYPE})
 
+    def profiling(path: str, act: Callable[[], Awaitable[None]]) -> Route:
+        async def endpoint(_: Request) -> Response:
+            try:
+                await act()
+            except (APIError, SpecrsError) as fault:
+                return api_error(fault).response()
+            return Response()
+
+        return Route(path, endpoint, methods=["POST"])
+
     def get(path: str, answer: Callable[[], bytes]) -> Route:
         async def endpoint(_: Request) -> Response:
             return Response(answer(), media_type="application/json")
@@ -57,8 +67,13 @@ def build_app(context: Context, version: str) -> Starlette:
     def post(path: str, model: type[protocol.Body], handle: Callable[..., Awaitable[Result]]) -> Route:
         return Route(path, PostEndpoint(context, model, handle), methods=["POST"])
 
+    profiler = context.profiler
+    extra = []
+    if profiler is not None:
+        extra = [profiling("/start_profile", profiler.start), profiling("/stop_profile", profiler.stop)]
     return Starlette(
         routes=[
+            *extra,
             Route("/health", health, methods=["GET"]),
             Route("/metrics", metrics, methods=["GET"]),
             get("/version", lambda: json.dumps({"version": version}).encode()),

@@ -11,6 +11,7 @@ from specrs.async_llm import AsyncLLM
 from specrs.server.errors import APIError, unavailable
 from specrs.server.limits import HTTPLimits
 from specrs.server.metrics import Metrics
+from specrs.server.profiler import Profiler
 from specrs.server.templates import TemplateRenderer
 
 
@@ -28,6 +29,7 @@ class Context:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     api_keys: Sequence[str] = ()
     report_speculation: bool = False
+    profiler: Profiler | None = None
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -25,6 +26,7 @@ from specrs.server.defaults import checkpoint_defaults
 from specrs.server.http import DeadlineProtocol
 from specrs.server.limits import SEND_BUFFER, HTTPLimits
 from specrs.server.metrics import Metrics
+from specrs.server.profiler import Profiler
 from specrs.server.templates import TemplateRenderer
 
 logger = logging.getLogger("specrs")
@@ -51,6 +53,7 @@ class ServerSettings:
     shutdown_timeout: float = 0.0
     access_log: bool = True
     report_speculation: bool = False
+    profiler_folder: Path | None = None
     limits: HTTPLimits = field(default_factory=HTTPLimits)
 
 
@@ -83,6 +86,7 @@ def run_server(engine_settings: Mapping[str, Any], settings: ServerSettings) -> 
             defaults=defaults,
             api_keys=settings.api_keys,
             report_speculation=settings.report_speculation,
+            profiler=None if settings.profiler_folder is None else Profiler(llm, settings.profiler_folder),
         )
         try:
             failed = asyncio.run(_Process(context, settings, listener).serve())

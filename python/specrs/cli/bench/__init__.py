@@ -6,6 +6,8 @@ import argparse
 
 from specrs.cli.bench import acceptance, latency, plot, serve, sweep, throughput
 
+__all__ = ["acceptance", "add_arguments", "latency", "plot", "run", "serve", "sweep", "throughput"]
+
 SUMMARY = "measure servers and engines, sweep over K and load, draw the results"
 DESCRIPTION = "Measure: a server (serve), an engine in this process (throughput, latency, acceptance), or many (sweep)."
 

@@ -1,0 +1,49 @@
+"""A torch profiler over the engine, started and stopped by requests. Only there where the server was given a folder."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from specrs.async_llm import AsyncLLM
+from specrs.server.errors import APIError
+
+logger = logging.getLogger("specrs")
+
+
+class Profiler:
+    """Writes a trace of what the engine's thread does between `start` and `stop` into `folder`, in Chrome's format."""
+
+    def __init__(self, llm: AsyncLLM, folder: Path) -> None:
+        self._llm = llm
+        self._folder = folder
+        self._profile: Any = None
+
+    async def start(self) -> None:
+        """Begin a trace. Raises a 400 while one is being made."""
+        if self._profile is not None:
+            raise APIError(400, "The profiler is running already.")
+        import torch
+        from torch.profiler import ProfilerActivity, profile
+
+        cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+        self._profile = profile(activities=[ProfilerActivity.CPU, *cuda])
+        # torch records the thread that starts it
+        await self._llm.in_engine(self._profile.start)
+
+    async def stop(self) -> None:
+        """End the trace and write it. Raises a 400 where none was begun."""
+        profile, self._profile = self._profile, None
+        if profile is None:
+            raise APIError(400, "The profiler is not running.")
+        # traces of one second are traces of their own
+        path = self._folder / f"specrs-trace-{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09d}.json"
+
+        def end() -> None:
+            profile.stop()
+            profile.export_chrome_trace(str(path))
+
+        await self._llm.in_engine(end)
+        logger.info("trace of the profiler: %s", path)
