@@ -30,6 +30,8 @@ def main() -> None:
     draft.generation_config.num_assistant_tokens = k
     draft.generation_config.num_assistant_tokens_schedule = "constant"
     draft.generation_config.assistant_confidence_threshold = 0.0
+    for model in (target, draft):
+        model.generation_config.eos_token_id = None
     times: list[float] = []
 
     def mark(*_: object) -> None:
@@ -44,7 +46,6 @@ def main() -> None:
         attention_mask=torch.ones_like(prompt),
         assistant_model=draft,
         max_new_tokens=iterations,
-        min_new_tokens=iterations,
         do_sample=False,
     )
     steady = times[min(5, len(times) // 2) :]
