@@ -77,6 +77,18 @@ test-clients: build $(CLIENTS:%=$(CLIENT_VENVS)/%/.installed) ## real clients ag
 soak: build ## five minutes of 64 streams, a tenth of them cut off: nothing fails, nothing leaks
 	SPECRS_SOAK_SECONDS=300 $(BIN)/python -m pytest tests/server/test_soak.py --timeout 900 -s $(ARGS)
 
+# On the GPU machine: an environment that has specrs (from a wheel, say) and pytest. Nothing is built or downloaded.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
+
+.PHONY: gpu-test
+gpu-test: ## on a CUDA device: kernels against references, three runners, no waiting, no allocation (ARGS="-n 8" with xdist)
+	SPECRS_GPU=1 TRITON_INTERPRET=0 $(GPU_PYTHON) -m pytest tests/gpu tests/kernels/cuda tests/runner/test_cuda_runner.py $(ARGS)
+
+.PHONY: gpu-bench
+gpu-bench: ## on a CUDA device: the table of bars as JSON and pictures in benches/results
+	$(GPU_PYTHON) benches/bench_gpu.py $(ARGS)
+	$(GPU_PYTHON) benches/plot_gpu.py "$$(ls -t benches/results/*_bench_gpu.json | head -1)"
+
 .PHONY: lint
 lint: build ## rustfmt, clippy, ruff, mypy, stubtest
 	cargo fmt --all --check
