@@ -137,7 +137,7 @@ def test_sweep_options_that_do_not_fit(tmp_path: Path, capsys: pytest.CaptureFix
 def test_itl_by_k_and_rates(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["forecast", "--itl", "1=11,3=13,5=15", "--vanilla-ms", "9", "--acceptance-rates", "0.5,0.25"]) == 0
     out = capsys.readouterr().out
-    assert "T_d = 1.00 +- 0.00 ms (slope), T_t = 10.00 +- 0.00 ms (intercept), R^2 = 1.0000" in out
+    assert "T_d = 1.00 +- 0.00 ms (slope), T_t = 10.00 +- 0.00 ms (intercept); R^2 = 1.0000" in out
     assert "   2      12.00    1.75       6.857    1.312x   best" in out
 
 
@@ -162,7 +162,7 @@ def test_measured_here(tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
     argv = ["forecast", "--measure", "--k", "1,3,5", "--max-tokens", "32", "--num-prompts", "2", "--rounds", "1"]
     assert main([*argv, "--plot", str(picture)]) == 0
     out = capsys.readouterr().out
-    assert "T_d = 1.00 +- 0.00 ms (slope), T_t = 10.00 +- 0.00 ms (intercept), R^2 = 1.0000" in out
+    assert "T_d = 1.00 +- 0.00 ms (slope), T_t = 10.00 +- 0.00 ms (intercept); R^2 = 1.0000" in out
     rows = [line.split() for line in out.splitlines()]
     assert ["draft", "1.00", "ms", "1.00", "ms", "0.0%"] in rows
     assert ["target", "10.00", "ms", "10.00", "ms", "0.0%"] in rows

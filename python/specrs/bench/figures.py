@@ -170,9 +170,7 @@ def _compared(sweep: Sweep) -> Any:
 
 def _acceptance(sweep: Sweep) -> Any:
     """Acceptance length against K: the mean over concurrencies, and the least and most."""
-    figure, panels = _panels(
-        sweep.workloads, 1, "5. Acceptance length against K; band: least and most over concurrencies"
-    )
+    figure, panels = _panels(sweep.workloads, 1, "5. Acceptance length against K")
     drawn = False
     for panel, items in zip(panels[0], sweep.workloads.values(), strict=True):
         for item in items:
@@ -190,7 +188,7 @@ def _acceptance(sweep: Sweep) -> Any:
             low, high = [min(lengths[k]) for k in ks], [max(lengths[k]) for k in ks]
             panel.fill_between(ks, low, high, color=sweep.colors[item.draft_model], alpha=0.25, linewidth=0)
         _integers(panel)
-        panel.set(xlabel="number of speculative tokens K", ylabel="acceptance length")
+        panel.set(xlabel="number of speculative tokens K", ylabel="acceptance length (band: all concurrencies)")
         panel.set_ylim(bottom=1)
         panel.legend(fontsize=8)
     if not drawn:
@@ -296,8 +294,8 @@ def _logarithmic(panel: Any) -> None:
 
 def _parity(panel: Any) -> None:
     panel.axhline(1.0, color="0.3", linewidth=1, linestyle=":")
-    panel.margins(y=0.1)
-    panel.set_ylim(bottom=0)
+    # room above the highest point for what is written there
+    panel.set_ylim(0, 1.12 * max(panel.dataLim.y1, 1.0))
 
 
 FIGURES: Mapping[int, tuple[str, Callable[[Sweep], Any]]] = {

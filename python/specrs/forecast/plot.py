@@ -77,7 +77,9 @@ def _regression(panel: object, regression: Regression) -> None:
     last = max([*regression.seen, *regression.unseen])
     x = np.linspace(0.0, last, 100)
     line = np.array([fit.at(value) for value in x])
-    label = f"{fit.slope:.2f} ms * K + {fit.intercept:.2f} ms, R² = {fit.r_squared:.4f}"
+    label = f"{fit.slope:.2f} ms * K + {fit.intercept:.2f} ms"
+    if fit.n > 2:  # two points lie on any line through them
+        label += f", R² = {fit.r_squared:.4f}"
     panel.plot(x, line, color="C0", label=label)
     bands = [fit.band(value, CONFIDENCE) for value in x]
     half = np.array([0.0 if band is None else band for band in bands])

@@ -43,10 +43,11 @@ def line(fit: LineFit) -> str:
     """The regression of ITL against K."""
     slope, intercept = fit.slope_band(), fit.band(0.0)
     bands = (f" +- {slope:.2f}", f" +- {intercept:.2f}") if slope is not None and intercept is not None else ("", "")
-    note = "95 % confidence" if slope is not None else "two points: no confidence band"
+    # two points lie on any line through them
+    good = f"R^2 = {fit.r_squared:.4f}, {fit.n} points, 95 % confidence" if fit.n > 2 else "two points: no R^2, no band"
     return (
         f"ITL against K: T_d = {fit.slope:.2f}{bands[0]} ms (slope), T_t = {fit.intercept:.2f}{bands[1]} ms "
-        f"(intercept), R^2 = {fit.r_squared:.4f} ({fit.n} points, {note})"
+        f"(intercept); {good}"
     )
 
 
@@ -59,10 +60,8 @@ def lines(fits: Mapping[int, LineFit], curves: Mapping[int, GeometricAcceptance]
         slope, intercept = fit.slope_band(), fit.band(0.0)
         draft = f"{fit.slope:.2f}" + ("" if slope is None else f" +- {slope:.2f}")
         target = f"{fit.intercept:.2f}" + ("" if intercept is None else f" +- {intercept:.2f}")
-        curve = curves[concurrency]
-        rows.append(
-            f"{concurrency:>12}{draft:>16}{target:>18}{fit.r_squared:>9.4f}   {curve.first:.2f} * {curve.ratio:.2f}^i"
-        )
+        curve, good = curves[concurrency], f"{fit.r_squared:.4f}" if fit.n > 2 else "-"
+        rows.append(f"{concurrency:>12}{draft:>16}{target:>18}{good:>9}   {curve.first:.2f} * {curve.ratio:.2f}^i")
     return "\n".join(rows)
 
 
