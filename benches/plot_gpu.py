@@ -32,12 +32,12 @@ def fit(times: dict[str, float]) -> tuple[float, float, float]:
 
 def table(passes: dict[str, Any]) -> str:
     """Table 1: each model's pass alone and inside an iteration, where K costs slope * K + intercept."""
-    rows = [f"{'':32}{'target ms':>12}{'draft ms':>12}{'R^2':>8}"]
+    rows = [f"{'':38}{'target ms':>12}{'draft ms':>12}{'R^2':>8}"]
     target, draft = passes["target_pass_ms"]["1"], passes["draft_pass_ms"]
-    rows.append(f"{'alone, graphed':32}{target:12.3f}{draft:12.3f}{'':8}")
+    rows.append(f"{'alone, graphed':38}{target:12.3f}{draft:12.3f}{'':8}")
     for name, label in WAYS.items():
         intercept, slope, r2 = fit(passes[name])
-        rows.append(f"{'inside: ' + label:32}{intercept:12.3f}{slope:12.3f}{r2:8.4f}")
+        rows.append(f"{'inside: ' + label:38}{intercept:12.3f}{slope:12.3f}{r2:8.4f}")
     return "\n".join(rows)
 
 
