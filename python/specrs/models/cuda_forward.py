@@ -116,7 +116,9 @@ class Workspace:
         widths = sorted({block_m(rows) for rows in (1, 17, MAX_ROWS)})
         configs = {(n, m): linear_config(s, m, limits) for n, s in shapes.items() for m in widths}
         # Splits times tiles are at most the multiprocessors, and tiles are half of them where there are splits.
-        partials, counters = limits.num_sms * 64 * block_d(config.head_dim), limits.num_sms
+        group = config.num_heads // config.num_kv_heads
+        lines = limits.num_sms * max(64, 1 << (group - 1).bit_length())
+        partials, counters = lines * block_d(config.head_dim), limits.num_sms
         for (name, m), c in configs.items():
             sizes = scratch_sizes(c, m, n=shapes[name].n, gated=shapes[name].gated)
             partials, counters = max(partials, sizes[0]), max(counters, sizes[1])
@@ -140,7 +142,7 @@ class Workspace:
             cos=buffer(max_rows, config.head_dim // 2, dtype=f32),
             sin=buffer(max_rows, config.head_dim // 2, dtype=f32),
             partials=buffer(partials, dtype=f32),
-            stats=buffer(2 * limits.num_sms * 64, dtype=f32),
+            stats=buffer(2 * lines, dtype=f32),
             counters=buffer(counters, dtype=i32),
             tile_top=buffer(MAX_ROWS * tiles, dtype=f32),
             tile_id=buffer(MAX_ROWS * tiles, dtype=i32),
@@ -224,10 +226,11 @@ def compute_argmax(
             ws.dependent,
         )
         return
-    step = rows if logits is not None else ws.logits.shape[0]
+    step = ws.logits.shape[0]
+    assert step, f"rows={rows}: the workspace was allocated for argmaxes of at most {MAX_ROWS}"
     for first in range(0, rows, step):
         part = slice(first, min(first + step, rows))
-        kept = logits if logits is not None else ws.logits[: part.stop - first, : weight.shape[0]]
+        kept = ws.logits[: part.stop - first, : weight.shape[0]] if logits is None else logits[part]
         _wide_logits(hidden[part], weight, kept)
         argmax(kept, out_ids[part], out_top[part], ws.scratch)
 
