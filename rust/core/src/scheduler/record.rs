@@ -235,6 +235,12 @@ fn write_positions(out: &mut [i64], start: usize) {
 
 /// Fills `plan.order` with the decode entries by K descending, those of equal K in order of importance: a counting sort.
 fn sort_by_k(plan: &mut Plan, max_k: usize) {
+    plan.order.clear();
+    // As a rule all draft the same.
+    if plan.decodes.is_sorted_by(|a, b| a.k >= b.k) {
+        plan.order.extend(0..plan.decodes.len() as u32);
+        return;
+    }
     plan.counts.clear();
     plan.counts.resize(max_k + 2, 0);
     for decode in &plan.decodes {
@@ -243,7 +249,6 @@ fn sort_by_k(plan: &mut Plan, max_k: usize) {
     for i in 1..plan.counts.len() {
         plan.counts[i] += plan.counts[i - 1];
     }
-    plan.order.clear();
     plan.order.resize(plan.decodes.len(), 0);
     for (at, decode) in plan.decodes.iter().enumerate() {
         let place = &mut plan.counts[max_k - decode.k];
