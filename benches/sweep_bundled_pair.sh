@@ -1,24 +1,44 @@
 #!/usr/bin/env bash
-# The bundled pair over K and concurrency, its figures, and the forecast of K = 5 from K = 1 and 3: what docs/measuring.md shows.
+# The bundled pair over K and concurrency, its figures, and the forecast of K = 5 from K = 1 and 3: what docs/measuring.md
+# shows.
 #
-#   benches/sweep_bundled_pair.sh [FOLDER]     default: benches/results/bundled_pair; run again after an interrupt, it goes on
+#   benches/sweep_bundled_pair.sh [FOLDER [PICTURES]]     default: benches/results/bundled_pair, docs/measuring
 #
-# PROMPTS and OUTPUT_LEN shorten it. The rate is infinite, because the pair answers faster than one request a second for each
-# place: at the default rate the server would wait for the client.
+# Run again after an interrupt, it goes on. PROMPTS and OUTPUT_LEN shorten it. The request rate is infinite, because the pair
+# answers faster than one request a second for each place: at the default rate the server would wait for the client.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 folder=${1:-benches/results/bundled_pair}
+pictures=${2:-docs/measuring}
 specrs=.venv/bin/specrs
 sweep=$folder/sweep.parquet
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
-mkdir -p "$folder"
-"$specrs" bench sweep --output "$sweep" --k 0,1,3,5 --max-concurrency 1,4,8 --temperature 0 --ignore-eos --request-rate inf \
-  --output-len "${OUTPUT_LEN:-128}" ${PROMPTS:+--num-prompts "$PROMPTS"} --disable-tqdm
-"$specrs" bench plot "$sweep" --output-dir "$folder"
+mkdir -p "$folder" "$pictures"
+"$specrs" bench sweep --output "$sweep" --k 0,1,3,5 --max-concurrency 1,4,8 --temperature 0 --ignore-eos \
+  --request-rate inf --output-len "${OUTPUT_LEN:-128}" ${PROMPTS:+--num-prompts "$PROMPTS"} --disable-tqdm
+"$specrs" bench plot "$sweep" --output-dir "$pictures"
 "$specrs" forecast --sweep "$sweep" --fit-k 1,3 --json "$folder/forecast.json" | tee "$folder/forecast.txt"
 for concurrency in 1 4 8; do
   "$specrs" forecast --sweep "$sweep" --fit-k 1,3 --concurrency "$concurrency" --max-k 7 \
-    --plot "$folder/forecast-concurrency-$concurrency.png" | tee -a "$folder/forecast.txt" || true # too noisy for a line
+    --plot "$pictures/forecast-concurrency-$concurrency.png" | tee -a "$folder/forecast.txt" || true # too noisy for a line
 done
+
+# The rows as the page has them.
+.venv/bin/python - "$sweep" <<'PYTHON' | tee "$folder/table.md"
+import sys
+from pathlib import Path
+
+from specrs.bench.results import read
+
+rows = read(Path(sys.argv[1]))
+plain = {row.concurrency: row for row in rows if row.vanilla}
+print("| concurrency | K | tokens/s | speed-up | mean TTFT (ms) | mean TPOT (ms) | mean ITL (ms) | acceptance length |")
+print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+for row in sorted(rows, key=lambda row: (row.concurrency, row.num_spec_toks)):
+    speedup = row.output_token_throughput / plain[row.concurrency].output_token_throughput
+    length = "" if row.acceptance_length is None else f"{row.acceptance_length:.2f}"
+    cells = [f"{row.output_token_throughput:.0f}", f"{speedup:.2f}", f"{row.mean_ttft:.1f}", f"{row.mean_tpot:.2f}"]
+    print(f"| {row.concurrency} | {row.num_spec_toks} | " + " | ".join(cells) + f" | {row.mean_itl:.2f} | {length} |")
+PYTHON
