@@ -1,4 +1,5 @@
-//! One block through its life, in a pool of 100,000 blocks in random order, so that the lists are walked as after hours of serving.
+//! One block through its life, in pools of up to a million blocks in random order, so that the lists are walked as after hours of
+//! serving; and the names of a long prompt's blocks.
 
 use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
 use specrs_core::{BlockHasher, BlockPool};
@@ -8,9 +9,9 @@ const NUM_BLOCKS: usize = 100_000;
 const BATCH: usize = 1000;
 
 /// A pool whose free list has no order left; `cached` registers every block first.
-fn shuffled_pool(cached: bool) -> BlockPool {
-    let mut pool = BlockPool::new(NUM_BLOCKS).expect("a valid size");
-    let mut held: Vec<i64> = (0..NUM_BLOCKS).map(|_| pool.allocate().expect("a free block")).collect();
+fn shuffled_pool(num_blocks: usize, cached: bool) -> BlockPool {
+    let mut pool = BlockPool::new(num_blocks).expect("a valid size");
+    let mut held: Vec<i64> = (0..num_blocks).map(|_| pool.allocate().expect("a free block")).collect();
     let mut state = 1_u64;
     for i in (1..held.len()).rev() {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -33,18 +34,20 @@ fn bench(c: &mut Criterion) {
     let mut group = c.benchmark_group("block_pool");
     group.throughput(Throughput::Elements(BATCH as u64));
 
-    let mut pool = shuffled_pool(false);
-    let mut held = Vec::with_capacity(BATCH);
-    group.bench_function("allocate+free", |b| {
-        b.iter(|| {
-            held.extend((0..BATCH).map(|_| pool.allocate().expect("a free block")));
-            for block in held.drain(..).rev() {
-                pool.free(block).expect("a held block");
-            }
+    for num_blocks in [10_000, 100_000, 1_000_000] {
+        let mut pool = shuffled_pool(num_blocks, false);
+        let mut held = Vec::with_capacity(BATCH);
+        group.bench_function(format!("allocate+free, {num_blocks} blocks"), |b| {
+            b.iter(|| {
+                held.extend((0..BATCH).map(|_| pool.allocate().expect("a free block")));
+                for block in held.drain(..).rev() {
+                    pool.free(block).expect("a held block");
+                }
+            });
         });
-    });
+    }
 
-    let mut pool = shuffled_pool(true);
+    let mut pool = shuffled_pool(NUM_BLOCKS, true);
     group.bench_function("lookup+share+free", |b| {
         b.iter(|| {
             for block in 0..BATCH as i64 {
@@ -55,7 +58,7 @@ fn bench(c: &mut Criterion) {
         });
     });
 
-    let cached = shuffled_pool(true);
+    let cached = shuffled_pool(NUM_BLOCKS, true);
     group.bench_function("evict+register+mark+free", |b| {
         b.iter_batched_ref(
             || cached.clone(),
@@ -72,9 +75,12 @@ fn bench(c: &mut Criterion) {
     });
 
     let hasher = BlockHasher::new(&[7; 16]);
-    let tokens: Vec<i64> = (0..16).collect();
-    group.bench_function("hash 16 tokens", |b| {
-        b.iter(|| (0..BATCH).fold(hasher.root(b""), |parent, _| hasher.chain(parent, black_box(&tokens))));
+    let prompt: Vec<i64> = (0..50_000).map(|i| i * 31 % 150_000).collect();
+    group.throughput(Throughput::Elements(prompt.len() as u64));
+    group.bench_function("hash 50,000 tokens in blocks of 16", |b| {
+        b.iter(|| {
+            black_box(&prompt).chunks_exact(16).fold(hasher.root(b""), |parent, block| hasher.chain(parent, block))
+        });
     });
     group.finish();
 }

@@ -6,6 +6,19 @@
 use crate::error::Error;
 
 /// Books of drafts of up to `num_speculative_tokens` (K) tokens.
+///
+/// ```
+/// use specrs_core::AcceptanceTracker;
+///
+/// let mut books = AcceptanceTracker::new(3);
+/// books.record(3, 3)?;
+/// books.record(3, 0)?;
+/// books.record(0, 0)?; // no draft, so it counts nowhere
+/// assert_eq!(books.histogram(), [1, 0, 0, 1]);
+/// assert!((books.acceptance_length() - 2.5).abs() < 1e-12);
+/// assert!(books.record(2, 3).is_err(), "more accepted than drafted");
+/// # Ok::<(), specrs_core::Error>(())
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AcceptanceTracker {
     /// `histogram[m]`: drafts with exactly m accepted tokens, `[K + 1]`. Everything but `draft_tokens` follows from it.

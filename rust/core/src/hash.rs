@@ -15,6 +15,15 @@ pub(crate) const ESCAPE: u32 = u32::MAX;
 pub type BlockHash = u128;
 
 /// Computes the chain of block hashes under one key.
+///
+/// ```
+/// use specrs_core::BlockHasher;
+///
+/// let hasher = BlockHasher::new(b"kept from others");
+/// let first = hasher.chain(hasher.root(b""), &[1, 2, 3, 4]);
+/// let second = hasher.chain(first, &[5, 6, 7, 8]);
+/// assert_ne!(second, hasher.chain(hasher.root(b""), &[5, 6, 7, 8]), "the prefix is part of the name");
+/// ```
 #[derive(Clone, Copy, Debug)]
 pub struct BlockHasher {
     keyed: SipHasher24,

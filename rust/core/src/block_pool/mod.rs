@@ -34,6 +34,23 @@ struct Block {
 }
 
 /// A pool of `num_blocks` reference-counted KV blocks with a prefix cache.
+///
+/// ```
+/// use specrs_core::{BlockHasher, BlockPool};
+///
+/// let mut pool = BlockPool::new(8)?;
+/// let hasher = BlockHasher::new(&[0; 16]);
+/// let hash = hasher.chain(hasher.root(b"tenant"), &[1, 2, 3, 4]);
+///
+/// let block = pool.allocate()?;
+/// pool.register(block, hash)?; // its KV is complete: others may find it
+/// pool.free(block)?; // held by nobody, and still found
+/// assert_eq!(pool.lookup(hash), Some(block));
+/// pool.share(block)?;
+/// assert_eq!(pool.ref_count(block), Some(1));
+/// assert!(pool.free(block).is_ok() && pool.free(block).is_err(), "a double free is an error");
+/// # Ok::<(), specrs_core::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct BlockPool {
     blocks: Vec<Block>,

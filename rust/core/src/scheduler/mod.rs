@@ -82,6 +82,33 @@ pub enum PlanOutcome {
 }
 
 /// Plans launches and settles their results.
+///
+/// A loop around it plans, executes and settles; `examples/host.rs` is a whole host.
+///
+/// ```
+/// use specrs_core::{PlanOutcome, RequestParams, Scheduler, SchedulerConfig};
+///
+/// let mut scheduler = Scheduler::new(SchedulerConfig::new(4, 64, 32, 16, 128))?;
+/// let params = RequestParams { limit: 5, ..RequestParams::default() };
+/// scheduler.add_request(7, &[11, 12, 13], &params)?;
+///
+/// // The caller owns the buffers.
+/// let mut record = vec![0; scheduler.record_layout().size];
+/// let mut results = vec![0; scheduler.results_layout().size];
+/// let mut settled = vec![0; scheduler.settled_layout().size];
+/// while let PlanOutcome::Launch(header) = scheduler.plan(&mut record)? {
+///     let layout = *scheduler.results_layout();
+///     for entry in 0..header.num_decode + header.num_prefill {
+///         // Here a device would run the entry's row of `record`; it emits one token, 42.
+///         results[layout.num_emitted.offset + entry] = 1;
+///         results[layout.tokens.offset + entry] = 42;
+///     }
+///     scheduler.settle(header.launch_id, &results, &mut settled)?;
+///     assert_eq!(settled[scheduler.settled_layout().request_id.offset], 7);
+/// }
+/// assert_eq!(scheduler.num_free_blocks(), 32);
+/// # Ok::<(), specrs_core::Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct Scheduler {
     config: SchedulerConfig,
