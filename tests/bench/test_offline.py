@@ -50,6 +50,21 @@ def test_throughput(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert any("aten::" in event.get("name", "") for event in events)
 
 
+def test_the_published_command_of_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The flags that a reference profiled vLLM with, on a file for the hub's data set and the bundled pair for its."""
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"instruction": "Add types.", "input": "def f(a):\n    return a\n"}) + "\n")
+    config = {"method": "draft_model", "num_speculative_tokens": 3, "max_model_len": 2048}
+    argv = [
+        f"--speculative-config={json.dumps(config)}", "--dataset-name=hf", f"--dataset-path={data}",
+        "--max-num-seqs=100", "--num-prompts=10", "--input-len=1000", "--output-len=10", "--max-model-len=1024",
+        "--gpu-memory-utilization=0.95", "--profile", f"--profile-dir={tmp_path / 'traces'}", "--disable-tqdm",
+    ]  # fmt: skip
+    assert main(["bench", "throughput", *argv]) == 0
+    assert "Total num output tokens:  100\n" in capsys.readouterr().out
+    assert len(list((tmp_path / "traces").iterdir())) == 1
+
+
 def test_latency(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "out.json"
     argv = ["bench", "latency", "--batch-size", "2", "--input-len", "8", "--output-len", "4", "--num-iters", "3"]
@@ -109,7 +124,8 @@ def test_instructions_go_through_the_template(tmp_path: Path) -> None:
         (["latency", "--num-iters", "0"], "--num-iters=0"),
         (["latency", "--batch-size", "0"], "--batch-size=0"),
         (["acceptance", "--num-prompts", "0"], "--num-prompts=0"),
-        (["throughput", "--model", "/nowhere"], "/nowhere"),
+        (["throughput", "--model", "nowhere/at/all"], "nowhere/at/all"),
+        (["throughput", "-tp", "2"], "tensor_parallel_size=2"),
     ],
 )
 def test_wrong_options(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -136,7 +136,7 @@ def test_requests_say_what_was_asked_for(capsys: pytest.CaptureFixture[str]) -> 
     sampling = ["--temperature", "0.5", "--top-p", "0.9", "--top-k", "4", "--min-p", "0.1", "--ignore-eos"]
     with running(FakeServer()) as server:
         assert bench(server, *RANDOM, *sampling, "--num-prompts", "3", "--model", "other") == 0
-        assert bench(server, *RANDOM, "--num-prompts", "1", "--backend", "openai-chat") == 0
+        assert bench(server, *RANDOM, "--num-prompts", "1", "--endpoint-type", "openai-chat") == 0
     for body in server.bodies[:3]:
         prompt = body.pop("prompt")
         assert len(prompt) == 5

@@ -80,7 +80,13 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-model-len", type=int, help="tokens of prompt and output together; default: the model's")
     group.add_argument("--max-num-seqs", type=int, default=256, help="requests at once; default: 256")
     group.add_argument("--max-num-batched-tokens", type=int, default=2048, help="tokens of one launch; default: 2048")
-    group.add_argument("--kv-cache-memory-bytes", type=int, help="default: the engine's")
+    group.add_argument("--gpu-memory-utilization", type=float, help="share of the GPU's memory to use")
+    group.add_argument("--kv-cache-memory-bytes", type=int, help="bytes of KV cache")
+    group.add_argument("--block-size", type=int, help="positions of a KV block")
+    group.add_argument("--num-gpu-blocks-override", type=int, help="KV blocks, whatever the device")
+    group.add_argument("--launch-depth", type=int, help="launches planned and not yet settled, 1 or 2")
+    group.add_argument("--load-format", help="auto, safetensors, or dummy for random weights")
+    group.add_argument("--tensor-parallel-size", "-tp", type=int, help="1 is what there is")
     group.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=False)
     group.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
 
@@ -102,11 +108,18 @@ def engine(arguments: argparse.Namespace, **settings: Any) -> LLM:
         "max_model_len",
         "max_num_seqs",
         "max_num_batched_tokens",
+        "gpu_memory_utilization",
         "kv_cache_memory_bytes",
+        "block_size",
+        "num_gpu_blocks_override",
+        "launch_depth",
+        "load_format",
+        "tensor_parallel_size",
         "enable_prefix_caching",
         "enforce_eager",
     )
-    values = {name: getattr(arguments, name) for name in names}
+    # what was not given is the engine's to choose
+    values = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     return LLM(model=arguments.model, dtype=dtype, **(values | settings))
 
 
