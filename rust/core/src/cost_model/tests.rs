@@ -139,6 +139,26 @@ fn before_the_first_k_the_line_goes_on_but_not_below_its_share() {
 }
 
 #[test]
+fn of_equal_ks_the_smallest_is_best() {
+    let model = CostModel::new(&[1], &[0, 1, 2], &[1.0, 2.0, 2.5]).unwrap();
+    assert_eq!(model.best_k(1, &[2.0]).unwrap(), 0);
+    assert_eq!(model.last_paying_k(1, &[2.0]).unwrap(), 0);
+    assert_eq!(model.break_even_batch(&[2.0]).unwrap(), Some(1));
+    assert_eq!(model.best_k(1, &[2.0, 2.5]).unwrap(), 0);
+}
+
+#[test]
+fn an_observation_is_shared_by_how_near_the_grid_points_are() {
+    let mut model = CostModel::new(&[1, 5], &[0, 2, 6], &[9.0, 4.0, 4.0, 9.0, 4.0, 4.0]).unwrap();
+    model.observe(2, 5, 8.0, 0.5).unwrap(); // a quarter of the way in batch, three quarters in K: twice the cost
+    let shares = [0.75 * 0.25, 0.75 * 0.75, 0.25 * 0.25, 0.25 * 0.75];
+    let expected = shares.map(|share| 4.0 * (1.0 + 0.5 * share));
+    let found = [model.table()[1], model.table()[2], model.table()[4], model.table()[5]];
+    assert!(found.iter().zip(expected).all(|(&a, b)| close(a, b)), "{found:?} {expected:?}");
+    assert!(close(model.ms(1, 0), 9.0) && close(model.ms(5, 0), 9.0));
+}
+
+#[test]
 fn wrong_input_is_named() {
     let costs = [1.0, 2.0];
     for (error, parts) in [
