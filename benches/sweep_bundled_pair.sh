@@ -4,8 +4,8 @@
 #
 #   benches/sweep_bundled_pair.sh [FOLDER [PICTURES]]     default: benches/results/bundled_pair, docs/measuring
 #
-# Run again after an interrupt, it goes on. PROMPTS and OUTPUT_LEN shorten it. The request rate is infinite, because the pair
-# answers faster than one request a second for each place: at the default rate the server would wait for the client.
+# Run again after an interrupt, it goes on. PROMPTS, OUTPUT_LEN and RUNS (3) shorten it. The rate is infinite: the pair
+# answers faster than one request a second for each place, so that at the default rate it would wait for the client.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -17,7 +17,7 @@ export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
 mkdir -p "$folder" "$pictures"
 "$specrs" bench sweep --output "$sweep" --k 0,1,3,5 --max-concurrency 1,4,8 --temperature 0 --ignore-eos \
-  --request-rate inf --output-len "${OUTPUT_LEN:-128}" ${PROMPTS:+--num-prompts "$PROMPTS"} --disable-tqdm
+  --request-rate inf --num-runs "${RUNS:-3}" --output-len "${OUTPUT_LEN:-128}" ${PROMPTS:+--num-prompts "$PROMPTS"} --disable-tqdm
 "$specrs" bench plot "$sweep" --output-dir "$pictures"
 "$specrs" forecast --sweep "$sweep" --fit-k 1,3 --json "$folder/forecast.json" | tee "$folder/forecast.txt"
 for concurrency in 1 4 8; do
@@ -31,9 +31,11 @@ import sys
 from pathlib import Path
 
 from specrs.bench.results import read
+from specrs.forecast import series
 
-rows = read(Path(sys.argv[1]))
-plain = {row.concurrency: row for row in rows if row.vanilla}
+(item,) = series(read(Path(sys.argv[1])))
+plain = item.vanilla
+rows = [*plain.values(), *(row for by_k in item.rows.values() for row in by_k.values())]
 print("| concurrency | K | tokens/s | speed-up | mean TTFT (ms) | mean TPOT (ms) | mean ITL (ms) | acceptance length |")
 print("| --- | --- | --- | --- | --- | --- | --- | --- |")
 for row in sorted(rows, key=lambda row: (row.concurrency, row.num_spec_toks)):

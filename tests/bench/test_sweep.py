@@ -117,6 +117,18 @@ def test_a_file_of_another_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert read(path) != first
 
 
+def test_runs_go_in_rounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "sweep.parquet"
+    assert main([*arguments(path, k="1", concurrency="1"), "--num-runs", "2"]) == 0
+    once = [(VANILLA, 0, 1), ("eagle3", 1, 1)]
+    assert keys(read(path)) == once * 2
+    capsys.readouterr()
+    assert main([*arguments(path, k="1", concurrency="1,2"), "--num-runs", "2", "--dry-run"]) == 0
+    assert capsys.readouterr().out.count("to measure: T = 0 x 2 (2 runs)") == 2
+    assert main([*arguments(path, k="1", concurrency="1"), "--num-runs", "3"]) == 0
+    assert keys(read(path)) == once * 3
+
+
 def test_a_server_that_does_not_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "sweep.parquet"
     assert main(arguments(path, "--broken")) == 2
@@ -139,6 +151,7 @@ def test_a_server_that_does_not_start(tmp_path: Path, capsys: pytest.CaptureFixt
         (["--drafter", '{"num_speculative_tokens": 3}'], "without num_speculative_tokens"),
         (["--drafter", '{"method": "eagle3", "model": "org/drafter"}'], "must be different"),
         (["--backend", "tgi"], "--backend='tgi'"),
+        (["--num-runs", "0"], "--num-runs=0"),
     ],
 )
 def test_wrong_options(more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,6 +53,13 @@ def test_predictions_of_a_sweep_without_noise_are_exact() -> None:
         assert all(abs(p.error) < 1e-6 for p in item.predict(concurrency, [1, 3]))
 
 
+def test_of_repeated_rows_the_median_run_holds() -> None:
+    runs = [row(1, mean_tpot=tpot, mean_itl=10 * tpot) for tpot in (9.0, 3.0, 5.0)]
+    (item,) = series([row(0, mean_tpot=8.0), row(0, mean_tpot=6.0), *runs, row(3)])
+    assert item.rows[1][1] is runs[2]
+    assert item.vanilla[1].mean_tpot == 6.0
+
+
 def test_departure_is_told_from_first_tokens() -> None:
     slow = row(3, mean_ttft=20.0 + 99 * row(3).mean_tpot)  # a request takes twice its decoding
     (item,) = series([row(0), slow])

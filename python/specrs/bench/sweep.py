@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from specrs.bench.counters import SpecDecodeCounters
 from specrs.bench.metrics import ServeMetrics, compute
 from specrs.bench.results import VANILLA, SweepRow, read, read_settings, write
 from specrs.bench.serve import Run
-from specrs.errors import EngineError, InvalidConfigError, invalid_config, short
+from specrs.errors import EngineError, InvalidConfigError, check_int, invalid_config, short
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ class Cell:
 class SweepPlan:
     """What to measure and how results name it. Vanilla is always measured, first: it is what speed-ups are over.
 
+    Every cell is measured `num_runs` times, in rounds over all servers, so that a machine that drifts hits all alike.
+
     `fixed` is what every cell shares; a file is only continued by a sweep with the same.
     """
 
@@ -64,12 +67,14 @@ class SweepPlan:
     dataset: str
     analysis: str
     tp: int = 1
+    num_runs: int = 1
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, values in (("--drafter", [d.name for d in self.drafters]), ("--k", self.ks)):
             if len(set(values)) < len(values):
                 raise invalid_config(name, list(values), "must be different from each other")
+        check_int(InvalidConfigError, "--num-runs", self.num_runs, 1)
         if not self.drafters or not any(self.ks):
             raise invalid_config("--k", list(self.ks), "must have a K above 0 for at least one drafter")
         if min(self.concurrencies) < 1:
@@ -88,11 +93,11 @@ class SweepPlan:
         """What is measured on each server."""
         return [Cell(temperature, c) for temperature in self.temperatures for c in self.concurrencies]
 
-    def has(self, rows: Sequence[SweepRow], setting: Setting, cell: Cell) -> bool:
-        """Whether a row of this cell is there."""
+    def count(self, rows: Sequence[SweepRow], setting: Setting, cell: Cell) -> int:
+        """How often this cell has been measured."""
         method, name = (VANILLA, VANILLA) if setting.drafter is None else (setting.drafter.method, setting.drafter.name)
         wanted = (method, name, setting.k, cell.temperature, cell.concurrency, self.dataset, self.analysis, self.tp)
-        return any(
+        return sum(
             (r.sd_method, r.draft_model, r.num_spec_toks, r.temp, r.concurrency, r.dataset, r.analysis, r.tp) == wanted
             for r in rows
         )
@@ -131,9 +136,9 @@ def sweep(
     Raises `EngineError` then: the cells after it would break off too.
     """
     rows = start(path, plan, restart)
-    done = 0
-    for setting in plan.settings:
-        missing = [cell for cell in plan.cells if not plan.has(rows, setting, cell)]
+    done, total = 0, plan.num_runs * len(plan.settings) * len(plan.cells)
+    for number, setting in itertools.product(range(plan.num_runs), plan.settings):
+        missing = [cell for cell in plan.cells if plan.count(rows, setting, cell) <= number]
         done += len(plan.cells) - len(missing)
         if not missing:
             continue
@@ -146,7 +151,7 @@ def sweep(
                 rows.append(_row(plan, setting, cell, metrics, run.counters))
                 write(path, rows, plan.fixed)
                 done += 1
-                tell(_line(rows[-1], done, len(plan.settings) * len(plan.cells)))
+                tell(_line(rows[-1], done, total))
         finally:
             if hasattr(runs, "close"):
                 runs.close()

@@ -11,6 +11,9 @@ from specrs.errors import InvalidConfigError, invalid_config
 from specrs.forecast.acceptance import GeometricAcceptance
 from specrs.forecast.regression import LineFit
 
+Workload = tuple[str, str, float, int]
+"""Analysis, data set, temperature, tensor parallelism."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
@@ -52,7 +55,7 @@ class Series:
 
     method: str
     draft_model: str
-    workload: tuple[str, str, float, int]
+    workload: Workload
     rows: Mapping[int, Mapping[int, SweepRow]]
     vanilla: Mapping[int, SweepRow]
 
@@ -143,18 +146,18 @@ class Series:
 
 
 def series(rows: Sequence[SweepRow]) -> list[Series]:
-    """The drafters of a sweep, in the order in which they first appear. Of repeated rows the last holds.
+    """The drafters of a sweep, in the order in which they first appear. Of repeated rows that of the median TPOT holds.
 
     Raises `InvalidConfigError` where a workload has no vanilla row: there is nothing to compare with.
     """
-    vanilla: dict[tuple[str, str, float, int], dict[int, SweepRow]] = {}
-    found: dict[tuple[str, str, tuple[str, str, float, int]], dict[int, dict[int, SweepRow]]] = {}
+    vanilla: dict[Workload, dict[int, list[SweepRow]]] = {}
+    found: dict[tuple[str, str, Workload], dict[int, dict[int, list[SweepRow]]]] = {}
     for row in rows:
         if row.vanilla:
-            vanilla.setdefault(row.workload, {})[row.concurrency] = row
+            vanilla.setdefault(row.workload, {}).setdefault(row.concurrency, []).append(row)
         else:
             group = found.setdefault((row.sd_method, row.draft_model, row.workload), {})
-            group.setdefault(row.concurrency, {})[row.num_spec_toks] = row
+            group.setdefault(row.concurrency, {}).setdefault(row.num_spec_toks, []).append(row)
     if not found:
         raise InvalidConfigError(
             "the sweep has no rows with drafts; expected is at least one with num_spec_toks above 0"
@@ -165,5 +168,12 @@ def series(rows: Sequence[SweepRow]) -> list[Series]:
             raise invalid_config(
                 "sd_method", sorted({row.sd_method for row in rows}), "must have a row 'None' (vanilla)"
             )
-        result.append(Series(method, draft_model, workload, group, vanilla[workload]))
+        drafted = {c: {k: _median(runs) for k, runs in by_k.items()} for c, by_k in group.items()}
+        plain = {c: _median(runs) for c, runs in vanilla[workload].items()}
+        result.append(Series(method, draft_model, workload, drafted, plain))
     return result
+
+
+def _median(runs: Sequence[SweepRow]) -> SweepRow:
+    """A run that was measured, so that its figures belong together: of an even number the faster of the middle two."""
+    return sorted(runs, key=lambda row: row.mean_tpot)[(len(runs) - 1) // 2]

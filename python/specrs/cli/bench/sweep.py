@@ -57,6 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-concurrency", type=options.counts, default=[1, 4, 8], metavar="LIST", help="default: 1,4,8"
     )
     swept.add_argument("--temperature", type=options.numbers, default=[0.0], metavar="LIST", help="default: 0")
+    swept.add_argument(
+        "--num-runs", type=int, default=1, help="times that everything is measured, in rounds; default: 1"
+    )
     options.add_dataset(parser, "bundled for the bundled pair, else random", "max(50, 10 x concurrency)")
     parser.add_argument("--tokenizer", help="folder or hub id; default: --model")
     parser.add_argument("--skip-chat-template", action="store_true", help="send instructions as text to continue")
@@ -104,13 +107,18 @@ def run(arguments: argparse.Namespace) -> None:
         dataset=config.label,
         analysis=arguments.analysis or ("bundled pair" if bundled else arguments.model.rstrip("/").rpartition("/")[2]),
         tp=arguments.tp,
+        num_runs=arguments.num_runs,
         fixed=fixed,
     )
     if arguments.dry_run:
         rows = start(arguments.output, plan, arguments.restart)
         for setting in plan.settings:
-            left = [cell for cell in plan.cells if not plan.has(rows, setting, cell)]
-            cells = ", ".join(f"T = {cell.temperature:g} x {cell.concurrency}" for cell in left)
+            left = {cell: plan.num_runs - plan.count(rows, setting, cell) for cell in plan.cells}
+            cells = ", ".join(
+                f"T = {cell.temperature:g} x {cell.concurrency}" + (f" ({runs} runs)" if runs > 1 else "")
+                for cell, runs in left.items()
+                if runs > 0
+            )
             print(f"{shlex.join(_command(arguments, setting, 8000))}\n    to measure: {cells or 'nothing'}")
         return
     measure = _Measure(arguments)
