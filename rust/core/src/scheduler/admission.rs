@@ -69,10 +69,13 @@ impl Scheduler {
         let growth = |&row: &u32| {
             let row = &self.rows[row as usize];
             if row.is_prefilling() {
-                self.config.blocks_for(row.prefill_end + 1).saturating_sub(row.blocks.len())
-            } else {
-                iteration.min(self.config.blocks_for(row.limit) - row.blocks.len())
+                return self.config.blocks_for(row.prefill_end + 1).saturating_sub(row.blocks.len());
             }
+            // Without a division for the many that are not about to end.
+            if row.limit >= (row.blocks.len() + iteration) * self.config.block_size {
+                return iteration;
+            }
+            iteration.min(self.config.blocks_for(row.limit) - row.blocks.len())
         };
         self.running.iter().map(growth).sum()
     }
