@@ -46,6 +46,7 @@ class FakeServer:
     base_url: str = ""
     metrics: bool = True
     profiler: bool = True
+    model: str = "fake"
     bodies: list[dict[str, Any]] = field(default_factory=list)
     sent: list[list[int]] = field(default_factory=list)
     profiled: list[str] = field(default_factory=list)
@@ -72,7 +73,7 @@ class FakeServer:
         return web.Response()
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "fake"}]})
+        return web.json_response({"data": [{"id": self.model}]})
 
     async def _profile(self, request: web.Request) -> web.Response:
         self.profiled.append(request.path)

@@ -152,6 +152,15 @@ def test_requests_say_what_was_asked_for(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().out.count("Successful requests:") == 2
 
 
+def test_the_bundled_model_brings_its_tokenizer() -> None:
+    with running(FakeServer(model="bundled")) as server:
+        argv = ["bench", "serve", "--base-url", server.base_url, "--dataset-name", "bundled", "--num-prompts", "1"]
+        assert main([*argv, "--input-len", "6", "--disable-tqdm"]) == 0
+    (body,) = server.bodies
+    assert body["model"] == "bundled"
+    assert len(body["prompt"]) == 6
+
+
 def test_concurrency_prompts_rate_and_warmups(capsys: pytest.CaptureFixture[str]) -> None:
     with running(FakeServer(lambda i: Script(gap=0.001))) as server:
         assert bench(server, *RANDOM, "--max-concurrency", "3", "--num-warmups", "2", "--request-rate", "1000") == 0

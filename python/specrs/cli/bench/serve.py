@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from specrs.bench.serve import LoadConfig
     from specrs.tokenizer import Tokenizer
 
+BUNDLED_NAME = "bundled"
+"""What `specrs serve` calls the bundled pair where no model was named."""
 SUMMARY = "a running server: throughput, TTFT, TPOT, ITL, acceptance"
 DESCRIPTION = (
     "Send prompts to an OpenAI-compatible server and report throughput, latencies and, where its /metrics has them, "
@@ -213,8 +215,11 @@ def first_model(base_url: str, timeout: float) -> str:
 def find_tokenizer(name: str | None, model: str) -> Tokenizer | None:
     """The tokenizer named, else the model's where there is one here. Raises `CheckpointError` for a named one."""
     from specrs.errors import CheckpointError
+    from specrs.pair import TARGET
     from specrs.tokenizer import Tokenizer
 
+    if model == BUNDLED_NAME:
+        model = str(TARGET)
     try:
         return Tokenizer(name or model)
     except CheckpointError:
