@@ -3,8 +3,3 @@
 Every op writes into arguments: outputs and scratch are the caller's, nothing is allocated, nothing waits, no shape
 depends on data, so every op can be captured in a CUDA graph. Rows may be padded; a masked row is at position -1.
 """
-
-import os
-
-# Triton 3.10 turns fused multiply-add off by default, which would change bits and registers; until then 3.9 warns.
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")

@@ -273,6 +273,7 @@ def prepare_iteration(
         BLOCK_K=triton.next_power_of_2(max(max_k + 1, first_rows)),
         BLOCK_T=256,
         num_warps=1,
+        enable_fp_fusion=True,
     )
 
 
@@ -347,6 +348,7 @@ def assemble_drafts(
         drafts.stride(0),
         BLOCK_K=triton.next_power_of_2(max_k),
         num_warps=1,
+        enable_fp_fusion=True,
     )
 
 

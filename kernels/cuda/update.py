@@ -132,8 +132,9 @@ def update_rows(
 ) -> None:
     """Commit the emitted tokens of B entries, apply stops and limits, report; `runner.accept.update` is the reference.
 
-    An entry that is not alive reports zeros and leaves its row as it is; padding reports nothing. A row whose target logits are not finite, or
-    that would pass its capacity, emits nothing and goes inactive. `accepted` is held to [0, K_r] whatever a rule says.
+    An entry that is not alive reports zeros and leaves its row as it is; padding reports nothing. A row whose target
+    logits are not finite, or that would pass its capacity, emits nothing and goes inactive. `accepted` is held to [0,
+    K_r] whatever a rule says.
 
     Args:
         row .. q_start: of `prepare_iteration`.
@@ -176,6 +177,7 @@ def update_rows(
         S=stop_ids.shape[1],
         BLOCK_K=triton.next_power_of_2(out_tokens.shape[1]),
         num_warps=1,
+        enable_fp_fusion=True,
     )
 
 
