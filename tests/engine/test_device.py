@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from specrs.config import EngineConfig, SpeculativeConfig
+from specrs.engine.build import check_weights_fit
 from specrs.engine.device import resolve_device
 from specrs.errors import InvalidConfigError, UnsupportedConfigError
 from specrs.models.loader import load_model
@@ -69,6 +71,24 @@ def test_what_cannot_serve(
     pretend(monkeypatch, **hardware)  # type: ignore[arg-type]
     with pytest.raises(error, match=message):
         resolve_device(asked)
+
+
+def test_models_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = make_checkpoint(tmp_path / "target", "qwen3", seed=1, tie=False, vocab=97)
+    draft = make_checkpoint(tmp_path / "draft", "qwen3", seed=1, tie=True, vocab=97)
+    parameters = {path: load_model(path).config.num_parameters for path in (target, draft)}
+    needed = 2 * (sum(parameters.values()) + 97 * 96)  # bf16; the target's input embedding is a tensor of its own
+    speculative = SpeculativeConfig(model=str(draft), num_speculative_tokens=2)
+    config = EngineConfig(model=str(target), speculative_config=speculative, dtype="bfloat16")
+    for free in (needed, needed - 1):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device, free=free: (free, 2 * free))
+        if free == needed:
+            check_weights_fit(config, torch.device("cuda:0"))
+            continue
+        with pytest.raises(
+            InvalidConfigError, match=r"^model=.*GiB for model and .*GiB of the GPU are free.*too little"
+        ):
+            check_weights_fit(config, torch.device("cuda:0"))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])

@@ -12,9 +12,10 @@ from specrs.config import EngineConfig, resolve_draft_max_model_len, resolve_max
 from specrs.core import Scheduler
 from specrs.drafters.draft_model import DraftModel
 from specrs.engine.device import resolve_device
+from specrs.errors import InvalidConfigError, invalid
 from specrs.models.decoder import Decoder
 from specrs.models.kv_cache import KVCache
-from specrs.models.loader import load_model
+from specrs.models.loader import load_config, load_model, resolve_dtype
 from specrs.runner.eager import EagerRunner
 from specrs.runner.ring import Header, RingSlot
 from specrs.runner.row_state import RowState
@@ -61,6 +62,8 @@ def load_weights(config: EngineConfig) -> Weights:
         InvalidConfigError and its subclasses: what is missing, broken or not supported, by name.
     """
     device = resolve_device(config.device)
+    if device.type == "cuda":
+        check_weights_fit(config, device)
     target = load_model(
         config.target, dtype=config.dtype, device=device, revision=config.revision, load_format=config.load_format
     )
@@ -72,6 +75,30 @@ def load_weights(config: EngineConfig) -> Weights:
         target,
         load_model(draft, dtype=dtype, device=device, revision=speculative.revision, load_format=config.load_format),
     )
+
+
+def check_weights_fit(config: EngineConfig, device: torch.device) -> None:
+    """Raises InvalidConfigError if the GPU's free memory does not hold the weights; reads configurations only."""
+    speculative, sizes = config.speculative_config, {}
+    sources = [("model", config.target, config.revision)]
+    if speculative is not None and config.draft is not None and speculative.num_speculative_tokens:
+        sources.append(("speculative_config.model", config.draft, speculative.revision))
+    dtype: torch.dtype | None = None
+    for field, source, revision in sources:
+        model = load_config(source, revision=revision)
+        dtype = resolve_dtype(config.dtype, model, device) if dtype is None else dtype
+        untied = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
+        sizes[field] = (model.num_parameters + untied) * dtype.itemsize
+    free, needed = torch.cuda.mem_get_info(device)[0], sum(sizes.values())
+    if needed > free:
+        parts = " and ".join(f"{size / 2**30:.2f} GiB for {field}" for field, size in sizes.items())
+        raise invalid(
+            InvalidConfigError,
+            "model",
+            config.target,
+            f"weights need {parts}, {free / 2**30:.2f} GiB of the GPU are free, {(needed - free) / 2**30:.2f} GiB too "
+            "little; allowed are smaller models, a dtype of fewer bytes, or device='cpu'",
+        )
 
 
 @dataclass(frozen=True, slots=True)
