@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of what is sampled; default: 0")
     parser.add_argument("--stop", action="append", help="end before this text; may be given more than once")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
-    parser.add_argument("--device", default="auto", help="auto or cpu")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument(
         "--dtype",
         help="auto (the checkpoint's), float32, bfloat16 or float64; default: float32 for the bundled pair, else auto",
