@@ -187,6 +187,15 @@ impl BlockPool {
         Ok(())
     }
 
+    /// Takes mark D away; false if there is none.
+    ///
+    /// # Errors
+    /// [`Error::InvalidBlock`] if the block is not held or not in the pool.
+    pub fn unmark_draft(&mut self, block: i64) -> Result<bool> {
+        let id = self.checked(block, "a held block", |b| b.ref_count > 0)?;
+        Ok(std::mem::take(&mut self.blocks[id].has_draft))
+    }
+
     /// Takes the claim on writing the draft KV of a registered held block without mark D, for the holder `claimant`.
     /// Returns whether the claim is now `claimant`'s; false if it is someone else's. `u32::MAX` is nobody and never gets one.
     ///

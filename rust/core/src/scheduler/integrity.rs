@@ -82,8 +82,8 @@ impl Scheduler {
         ensure!(row.num_computed <= row.prefill_end && row.prefill_end <= n, "row {index} computed too much: {row:?}");
         let k = if request.draft_failed { 0 } else { request.k };
         ensure!(
-            (row.n, row.limit, row.k) == (n, request.limit, k),
-            "row {index} does not know its request's {n} tokens, limit {} and K = {k}: {row:?}",
+            (row.n, row.limit, row.max_k as usize) == (n, request.limit, k) && row.k <= row.max_k,
+            "row {index} does not know its request's {n} tokens, limit {} and largest K = {k}: {row:?}",
             request.limit
         );
         let most = self.config.blocks_for(request.limit);

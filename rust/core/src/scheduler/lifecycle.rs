@@ -89,9 +89,13 @@ impl Scheduler {
     /// # Errors
     /// [`Error::UnknownRequest`] if the id is not live, [`Error::NotRunning`] if it waits.
     pub fn preempt(&mut self, request_id: i64) -> Result<()> {
-        let index = self.live(request_id)?;
-        let row = self.requests[index].row.ok_or(Error::NotRunning { request_id })?;
+        let row = self.running_row(request_id)?;
         self.preempt_row(row)
+    }
+
+    pub(super) fn running_row(&self, request_id: i64) -> Result<RowIndex> {
+        let index = self.live(request_id)?;
+        self.requests[index].row.ok_or(Error::NotRunning { request_id })
     }
 
     fn live(&self, request_id: i64) -> Result<RequestIndex> {

@@ -11,6 +11,7 @@
 //! | `request`, `row` | what is remembered |
 //! | `lifecycle` | how requests come, go, and lose their row |
 //! | `plan`, `admission`, `catch_up` | what the next launch does |
+//! | `speculation` | K by a planner; draft KV built again |
 //! | `record` | how that is written down |
 //! | `settle` | what results mean |
 //! | `integrity` | whether all of this agrees |
@@ -26,6 +27,7 @@ mod record;
 mod request;
 mod row;
 mod settle;
+mod speculation;
 #[cfg(test)]
 mod tests;
 
@@ -135,6 +137,7 @@ pub struct Scheduler {
     num_preemptions: u64,
     num_cached_tokens: u64,
     plan: plan::Plan,
+    speculation: speculation::Speculation,
 }
 
 impl Scheduler {
@@ -166,6 +169,7 @@ impl Scheduler {
             num_preemptions: 0,
             num_cached_tokens: 0,
             plan: plan::Plan::default(),
+            speculation: speculation::Speculation::default(),
             config,
         })
     }

@@ -161,6 +161,9 @@ impl Scheduler {
 
     /// False if the row is short of blocks even at K = 0.
     fn place_decode(&mut self, plan: &mut Plan, row_index: RowIndex) -> Result<bool> {
+        if self.rows[row_index as usize].rebuild {
+            self.forget_draft(row_index)?;
+        }
         let row = &self.rows[row_index as usize];
         let limit = row.limit;
         if row.lower_bound() >= limit {
@@ -205,10 +208,9 @@ impl Scheduler {
 
     /// Whether a decoding row drafts, and how much. K is cut to what the device would draft at the row's shortest possible length.
     fn drafting(&self, row: &Row) -> Drafting {
-        let Some(context) = self.config.draft_max_model_len else { return Drafting::Off };
         let n = row.lower_bound();
-        let k = row.k.min(row.limit - n - 1).min((context + 1).saturating_sub(n));
-        if k == 0 {
+        let k = self.most_drafts(row, row.k);
+        if k == 0 || row.rebuild {
             Drafting::Off
         } else if row.drafting > 0 {
             // What was just drafted hides both n and draft_len, but their distance is bounded.
@@ -219,6 +221,13 @@ impl Scheduler {
         } else {
             Drafting::CatchUp(k)
         }
+    }
+
+    /// What the device would draft of `k` at the row's shortest possible length; 0 without a draft model.
+    pub(super) fn most_drafts(&self, row: &Row, k: u32) -> usize {
+        let Some(context) = self.config.draft_max_model_len else { return 0 };
+        let n = row.lower_bound();
+        (k as usize).min(row.limit - n - 1).min((context + 1).saturating_sub(n))
     }
 
     /// Whether drafting would write into blocks that others can find, which takes a claim.

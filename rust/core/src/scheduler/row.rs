@@ -19,11 +19,12 @@ pub(super) enum RowState {
 #[derive(Clone, Debug, Default)]
 #[repr(C, align(64))]
 pub(super) struct Row {
-    /// Settled tokens and limit of the running request, and the K that it may draft: kept here too, so that planning does not look at
-    /// requests.
+    /// Settled tokens and limit of the running request, the K that it drafts now, and the most it may: kept here too, so that planning
+    /// does not look at requests.
     pub(super) n: usize,
     pub(super) limit: usize,
-    pub(super) k: usize,
+    pub(super) k: u32,
+    pub(super) max_k: u32,
     /// The most tokens that entries in flight can emit.
     pub(super) emit_upper: usize,
     /// Positions with valid draft KV after all planned launches. Exact while `drafting` is 0, otherwise a settled value.
@@ -49,6 +50,10 @@ pub(super) struct Row {
     /// Entries with K = 0 planned since the last one with K > 0: how much the lag of 2 after drafting may have grown.
     pub(super) idle_drafts: u32,
     pub(super) state: RowState,
+    /// No planner has been told of the request yet.
+    pub(super) fresh: bool,
+    /// Its draft KV is to be built again, once no launch in flight drafts for it.
+    pub(super) rebuild: bool,
 }
 
 impl Row {
@@ -67,12 +72,15 @@ impl Row {
         blocks.clear();
         blocks.reserve(max_blocks);
         let n = request.tokens.len();
+        let k = if request.draft_failed { 0 } else { request.k as u32 };
         *self = Self {
             state: RowState::Live,
             request: index,
             n,
             limit: request.limit,
-            k: if request.draft_failed { 0 } else { request.k },
+            k,
+            max_k: k,
+            fresh: true,
             blocks,
             prefill_end: n,
             ..Self::default()

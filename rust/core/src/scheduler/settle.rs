@@ -175,7 +175,7 @@ impl Scheduler {
         }
         if flags & layout::FLAG_DRAFT_NON_FINITE != 0 {
             request.draft_failed = true;
-            row.k = 0;
+            (row.k, row.max_k) = (0, 0);
             for &block in &row.blocks[..row.num_registered] {
                 self.pool.release_claim(block, entry.row);
             }

@@ -186,6 +186,13 @@ impl Driver {
         Ok(())
     }
 
+    pub fn rebuild_draft(&mut self, id: i64) -> Result<(), Error> {
+        self.scheduler.rebuild_draft(id)?;
+        self.check();
+        self.device.rebuilding.insert(id);
+        Ok(())
+    }
+
     pub fn output(&self, id: i64) -> &[i64] {
         &self.outcomes[&id].output
     }

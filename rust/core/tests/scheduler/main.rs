@@ -9,6 +9,7 @@ mod drafting;
 mod errors;
 mod prefixes;
 mod settling;
+mod speculation;
 mod sweep;
 
 use common::driver::{Ask, prompt};

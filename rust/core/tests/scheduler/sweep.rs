@@ -64,7 +64,7 @@ fn disturbed_run(seed: u64) {
     driver.device.cuts_at_stop = rng.below(2) == 0;
     let mut next_id = 0;
     for _ in 0..60 + rng.below(100) {
-        match rng.below(16) {
+        match rng.below(17) {
             0..4 => {
                 driver.add(next_id, &random_ask(&mut rng, &config)).expect("an allowed request");
                 next_id += 1;
@@ -82,6 +82,9 @@ fn disturbed_run(seed: u64) {
             8 => {
                 driver.scheduler.reset_prefix_cache();
                 driver.check();
+            }
+            16 if next_id > 0 => {
+                let _ = driver.rebuild_draft(rng.below(next_id as u64) as i64);
             }
             9..13 => {
                 driver.plan();

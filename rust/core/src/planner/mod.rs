@@ -1,0 +1,378 @@
+//! How many tokens each request drafts in the next launch, none among the answers. Measures no time and runs nothing.
+//!
+//! Two things go in: what launches cost ([`CostModel`], milliseconds by batch and K) and what became of drafts (`settle`). What comes
+//! out of `decide` is the K of each request that yields the most expected tokens per millisecond of the launch.
+//!
+//! | file | knows |
+//! | --- | --- |
+//! | `estimates` | how likely drafts are to be accepted |
+//! | `choice` | which K is best, given that and the costs |
+//! | this one | when to change, when to look again, whose draft KV is broken, what launches cost by now |
+//!
+//! *Change*: a choice stays until another promises [`MARGIN`] more. *Looking again*: positions that nobody drafts teach nothing, and
+//! at K = 0 none do. So time saves up [`PROBE_SHARE`] of itself until it pays for a probe: one request, in turn, drafts as much as
+//! it may, [`PROBE_DRAFTS`] times. A useless draft costs that share and no more, and one that becomes good is found.
+
+mod choice;
+mod estimates;
+#[cfg(test)]
+mod tests;
+
+use crate::cost_model::CostModel;
+use crate::error::{Error, Result};
+use choice::{Candidate, Choice};
+use estimates::{Overall, Own};
+
+/// What another choice must promise over the last one: 1 % more tokens per millisecond.
+const MARGIN: f64 = 0.01;
+/// The share of time that probes may cost.
+const PROBE_SHARE: f64 = 0.005;
+/// Drafts of a probe, and the most launches that it waits for them.
+const PROBE_DRAFTS: u32 = 8;
+const PROBE_LAUNCHES: u32 = 64;
+/// What old trials of a position that nobody drafts count beside a probe: at K = 0, and behind a shorter K.
+const OLD_TRIALS: (f64, f64) = (8.0, 32.0);
+/// Launches over which closing the lag of a request's draft KV is spread.
+const CATCH_UP_LAUNCHES: f64 = 32.0;
+/// Weight of one launch's time: this much for the machine as a whole, and as much for this batch and K.
+const TIME_WEIGHT: f64 = 0.03;
+/// A launch's time counts between these multiples of what was expected: the rest is something else than the launch.
+const TIME_BOUNDS: (f64, f64) = (0.5, 2.0);
+/// Launches between looks at the refined costs.
+const REFRESH_LAUNCHES: u32 = 16;
+/// No K chosen yet.
+const NO_K: usize = usize::MAX;
+
+/// One request that drafts more than it would, to learn.
+#[derive(Clone, Copy, Debug)]
+struct Probe {
+    row: usize,
+    drafts: u32,
+    launches: u32,
+}
+
+/// Chooses K for each request of each launch.
+///
+/// Requests go by *row*: a number below `max_num_seqs` that is theirs while they run, as a [`crate::Scheduler`] gives it. The
+/// scheduler drives one by [`crate::Scheduler::speculate`]; on its own it takes `reset` for a new request on a row, `decide` before
+/// each launch, `settle` after it. With launches in flight what it knows is some launches old.
+#[derive(Clone, Debug)]
+pub struct SpeculationPlanner {
+    k: usize,
+    costs: CostModel,
+    /// How much slower the machine is than `costs` by now.
+    scale: f64,
+    since_refresh: u32,
+    choice: Choice,
+    overall: Overall,
+    own: Vec<Own>,
+    /// By row: K of the last decision.
+    last: Vec<usize>,
+    /// Milliseconds saved up for probes.
+    credit: f64,
+    probe: Option<Probe>,
+    probed: usize,
+    collapsed: Vec<i64>,
+    rate: f64,
+    /// By candidate in the caller's order, and in order of odds.
+    order: Vec<(u32, u32)>,
+    candidates: Vec<Candidate>,
+    ks: Vec<usize>,
+    kept: Vec<usize>,
+    counts: Vec<usize>,
+}
+
+impl SpeculationPlanner {
+    /// A planner for rows below `max_num_seqs` and at most `num_speculative_tokens` (K) drafts, which knows nothing yet.
+    ///
+    /// # Errors
+    /// [`Error::InvalidConfig`] unless `max_num_seqs` is 1 to 65536 and `num_speculative_tokens` 1 to 1024.
+    pub fn new(max_num_seqs: usize, num_speculative_tokens: usize, costs: CostModel) -> Result<Self> {
+        for (field, value, most) in
+            [("max_num_seqs", max_num_seqs, 1 << 16), ("num_speculative_tokens", num_speculative_tokens, 1 << 10)]
+        {
+            if value == 0 || value > most {
+                return Err(Error::invalid_config(field, value, format!("1 to {most}")));
+            }
+        }
+        let mut choice = Choice::new(max_num_seqs, num_speculative_tokens);
+        choice.set_costs(&costs);
+        Ok(Self {
+            k: num_speculative_tokens,
+            costs,
+            scale: 1.0,
+            since_refresh: 0,
+            choice,
+            overall: Overall::new(num_speculative_tokens),
+            own: vec![Own::NEW; max_num_seqs],
+            last: vec![NO_K; max_num_seqs],
+            credit: 0.0,
+            probe: None,
+            probed: 0,
+            collapsed: Vec::with_capacity(max_num_seqs),
+            rate: 0.0,
+            order: Vec::with_capacity(max_num_seqs),
+            candidates: Vec::with_capacity(max_num_seqs),
+            ks: Vec::with_capacity(max_num_seqs),
+            kept: Vec::with_capacity(max_num_seqs),
+            counts: vec![0; num_speculative_tokens],
+        })
+    }
+
+    /// The most drafts it chooses.
+    pub fn num_speculative_tokens(&self) -> usize {
+        self.k
+    }
+
+    /// Rows that it knows.
+    pub fn max_num_seqs(&self) -> usize {
+        self.own.len()
+    }
+
+    /// Costs as refined by now.
+    pub fn costs(&self) -> &CostModel {
+        &self.costs
+    }
+
+    /// `[K]`: chance of each draft token of an average request, given that those before it were accepted.
+    pub fn conditional_acceptance(&self) -> &[f64] {
+        self.overall.chances()
+    }
+
+    /// A new request runs on `row`: what was known of the last one is forgotten.
+    ///
+    /// # Errors
+    /// [`Error::InvalidBuffer`] if there is no such row.
+    pub fn reset(&mut self, row: usize) -> Result<()> {
+        let rows = self.own.len();
+        let own = self.own.get_mut(row).ok_or_else(|| no_row(row as i64, rows))?;
+        *own = Own::NEW;
+        self.last[row] = NO_K;
+        self.probe = self.probe.filter(|probe| probe.row != row);
+        self.collapsed.retain(|&collapsed| collapsed != row as i64);
+        Ok(())
+    }
+
+    /// Chooses the K of each decoding request of the next launch into `ks`, in the order of `rows`.
+    ///
+    /// `rows` are distinct. `caps` are the most drafts that each may have in this launch (its own bound, what its limit leaves), 0 for
+    /// none; above K counts as K. `lags` are positions that its draft KV would have to catch up first, 0 for none.
+    ///
+    /// # Errors
+    /// [`Error::InvalidBuffer`] if the lengths differ, a row is not known, or a cap or lag is negative; nothing has changed then.
+    pub fn decide(&mut self, rows: &[i64], caps: &[i64], lags: &[i64], ks: &mut [i64]) -> Result<()> {
+        self.check_rows(rows)?;
+        for (name, values) in [("caps", caps), ("lags", lags), ("ks", &*ks)] {
+            check_len(name, values.len(), rows.len())?;
+        }
+        for (name, values) in [("caps", caps), ("lags", lags)] {
+            if let Some(value) = values.iter().find(|&&value| value < 0) {
+                return Err(Error::invalid_buffer(name, value, "at least 0"));
+            }
+        }
+        if rows.is_empty() {
+            return Ok(());
+        }
+        self.refresh();
+        self.sort(rows, caps, lags);
+        self.choose(rows);
+        for (&(_, at), &k) in self.order.iter().zip(&self.ks) {
+            ks[at as usize] = k as i64;
+            self.last[rows[at as usize] as usize] = k;
+        }
+        self.explore(rows, caps, lags, ks);
+        Ok(())
+    }
+
+    /// Learns what became of a launch: by decode entry its row, its K as decided, tokens `drafted` (K after the device's own
+    /// limits) and `accepted`. `ms` is how long the launch took, where it did nothing but decode.
+    ///
+    /// # Errors
+    /// [`Error::InvalidBuffer`] if the lengths differ, a row is not known, a K is not 0 to the planner's, or `ms` is not a finite time
+    /// above 0; [`Error::InvalidAcceptance`] unless `accepted <= drafted <= K`. Nothing has changed then.
+    pub fn settle(
+        &mut self,
+        rows: &[i64],
+        ks: &[i64],
+        drafted: &[i64],
+        accepted: &[i64],
+        ms: Option<f64>,
+    ) -> Result<()> {
+        self.check_settled(rows, ks, drafted, accepted)?;
+        if let Some(ms) = ms
+            && !(ms.is_finite() && ms > 0.0)
+        {
+            return Err(Error::invalid_buffer("ms", ms, "a finite time above 0"));
+        }
+        for ((&row, &drafted), &accepted) in rows.iter().zip(drafted).zip(accepted) {
+            let (row, drafted, accepted) = (row as usize, drafted as usize, accepted as usize);
+            if drafted == 0 {
+                continue;
+            }
+            self.overall.record(drafted, accepted);
+            if self.own[row].record(drafted, accepted, self.overall.chances()) {
+                self.collapsed.retain(|&other| other != row as i64);
+                self.collapsed.push(row as i64);
+            }
+            if let Some(probe) = self.probe.as_mut().filter(|probe| probe.row == row) {
+                probe.drafts -= 1;
+            }
+        }
+        self.overall.finish();
+        self.probe = self.probe.filter(|probe| probe.drafts > 0);
+        if !rows.is_empty() {
+            self.settle_time(ks, ms);
+        }
+        Ok(())
+    }
+
+    /// The rows whose requests' acceptance has collapsed since the last call, each once: their draft KV is to be built again.
+    /// `settle` has forgotten what it knew of them.
+    pub fn take_collapsed(&mut self) -> impl Iterator<Item = i64> + '_ {
+        self.collapsed.drain(..)
+    }
+
+    /// Milliseconds that a token of a draft catch-up chunk costs: no more than in the drafting passes of the largest batch measured.
+    fn chunk_ms(&self) -> f64 {
+        let batches = self.costs.batches();
+        let batch = batches[batches.len() - 1];
+        let pass = self.costs.ms(batch, 2) - self.costs.ms(batch, 1);
+        pass.max(0.0) / batch as f64
+    }
+
+    fn refresh(&mut self) {
+        if self.since_refresh >= REFRESH_LAUNCHES {
+            self.since_refresh = 0;
+            self.choice.set_costs(&self.costs);
+        }
+    }
+
+    /// Fills `candidates` in order of odds descending, those of equal odds in the order of `rows`.
+    fn sort(&mut self, rows: &[i64], caps: &[i64], lags: &[i64]) {
+        self.order.clear();
+        // Positive floats are in the order of their bits.
+        let key = |row: i64| !(self.own[row as usize].odds as f32).to_bits();
+        self.order.extend(rows.iter().zip(0..).map(|(&row, at)| (key(row), at)));
+        self.order.sort_unstable();
+        let chunk_ms = self.chunk_ms();
+        self.candidates.clear();
+        self.candidates.extend(self.order.iter().map(|&(_, at)| Candidate {
+            odds: self.own[rows[at as usize] as usize].odds,
+            cap: (caps[at as usize] as usize).min(self.k),
+            penalty: lags[at as usize] as f64 * chunk_ms / CATCH_UP_LAUNCHES,
+        }));
+    }
+
+    /// Leaves the K of each candidate in `ks`: the best, unless what was chosen last is about as good.
+    fn choose(&mut self, rows: &[i64]) {
+        let len = self.candidates.len();
+        self.choice.set_candidates(&self.candidates, self.overall.odds());
+        self.ks.clear();
+        self.ks.resize(len, 0);
+        self.rate = self.choice.solve(self.rate, &mut self.ks);
+        self.kept.clear();
+        let kept = self.order.iter().zip(&self.candidates).zip(&self.ks).map(|((&(_, at), candidate), &k)| {
+            let last = self.last[rows[at as usize] as usize];
+            if last == NO_K { k } else { last.min(candidate.cap) }
+        });
+        self.kept.extend(kept);
+        if self.kept != self.ks && self.rate <= self.choice.rate(&self.kept) * (1.0 + MARGIN) {
+            std::mem::swap(&mut self.ks, &mut self.kept);
+        }
+    }
+
+    /// Goes on with a probe, or begins one where the credit pays for it; `ks` are what would be drafted without.
+    fn explore(&mut self, rows: &[i64], caps: &[i64], lags: &[i64], ks: &mut [i64]) {
+        if let Some(probe) = &mut self.probe {
+            probe.launches -= 1;
+            if let Some(at) = rows.iter().position(|&row| row == probe.row as i64).filter(|_| probe.launches > 0) {
+                ks[at] = ks[at].max(caps[at].min(self.k as i64));
+                return;
+            }
+            self.probe = None;
+        }
+        if self.credit <= 0.0 {
+            return;
+        }
+        // The next row in turn of those that could teach something, and that may go all the way.
+        let most = caps.iter().copied().max().unwrap_or(0).min(self.k as i64);
+        let turn = |&at: &usize| (rows[at] as usize + self.own.len() - self.probed - 1) % self.own.len();
+        let may = |&at: &usize| caps[at] >= most && ks[at] < most;
+        let Some(at) = (0..rows.len()).filter(may).min_by_key(turn) else { return };
+        let deepest = ks.iter().copied().max().unwrap_or(0) as usize;
+        let (from, to) = (ks[at] as usize, most as usize);
+        let drafts: f64 = (from..to).map(|level| self.choice.step_ms(level, 1).max(0.0)).sum();
+        let cost = f64::from(PROBE_DRAFTS) * drafts + lags[at] as f64 * self.chunk_ms();
+        if self.credit < cost {
+            return;
+        }
+        self.credit = 0.0;
+        self.probed = rows[at] as usize;
+        self.probe = Some(Probe { row: self.probed, drafts: PROBE_DRAFTS, launches: PROBE_LAUNCHES });
+        self.overall.doubt(deepest, if deepest == 0 { OLD_TRIALS.0 } else { OLD_TRIALS.1 });
+        ks[at] = most;
+    }
+
+    /// Saves up for probes, and refines the costs.
+    fn settle_time(&mut self, ks: &[i64], ms: Option<f64>) {
+        self.counts.fill(0);
+        for &k in ks {
+            for count in &mut self.counts[..k as usize] {
+                *count += 1;
+            }
+        }
+        let steps: f64 = (0..self.k).map(|level| self.choice.step_ms(level, self.counts[level])).sum();
+        self.credit += PROBE_SHARE * (self.choice.base_ms(ks.len()) + steps);
+        self.since_refresh = self.since_refresh.saturating_add(1);
+        let (batch, k, batches) = (ks.len(), ks[0] as usize, self.costs.batches());
+        let inside = batch >= batches[0] && batch <= batches[batches.len() - 1];
+        let Some(ms) = ms.filter(|_| inside && ks.iter().all(|&other| other == ks[0])) else { return };
+        let expected = self.costs.ms(batch, k);
+        let surprise = (ms / (self.scale * expected)).clamp(TIME_BOUNDS.0, TIME_BOUNDS.1);
+        // A machine that slows down slows down every K, also those that are not tried now.
+        self.scale *= 1.0 + TIME_WEIGHT * (surprise - 1.0);
+        // A K outside the grid teaches nothing about it; the grid of a host need not reach K.
+        let _ = self.costs.observe(batch, k, expected * surprise, TIME_WEIGHT);
+    }
+
+    fn check_rows(&self, rows: &[i64]) -> Result<()> {
+        let known = self.own.len();
+        if rows.len() > known {
+            return Err(Error::invalid_buffer("rows", format!("{} elements", rows.len()), format!("at most {known}")));
+        }
+        match rows.iter().find(|&&row| row < 0 || row >= known as i64) {
+            Some(&row) => Err(no_row(row, known)),
+            None => Ok(()),
+        }
+    }
+
+    fn check_settled(&self, rows: &[i64], ks: &[i64], drafted: &[i64], accepted: &[i64]) -> Result<()> {
+        self.check_rows(rows)?;
+        for (name, values) in [("ks", ks), ("drafted", drafted), ("accepted", accepted)] {
+            check_len(name, values.len(), rows.len())?;
+        }
+        for ((&k, &drafted), &accepted) in ks.iter().zip(drafted).zip(accepted) {
+            if k < 0 || k > self.k as i64 {
+                return Err(Error::invalid_buffer("ks", k, format!("0 to {}", self.k)));
+            }
+            let [Ok(d), Ok(a)] = [usize::try_from(drafted), usize::try_from(accepted)] else {
+                return Err(Error::invalid_buffer("drafted, accepted", format!("{drafted}, {accepted}"), "at least 0"));
+            };
+            if d > k as usize || a > d {
+                return Err(Error::InvalidAcceptance { drafted: d, accepted: a, allowed: k as usize });
+            }
+        }
+        Ok(())
+    }
+}
+
+fn no_row(row: i64, rows: usize) -> Error {
+    Error::invalid_buffer("rows", row, format!("0 to {}", rows - 1))
+}
+
+fn check_len(name: &'static str, len: usize, expected: usize) -> Result<()> {
+    if len == expected {
+        return Ok(());
+    }
+    Err(Error::invalid_buffer(name, format!("{len} elements"), format!("{expected}, as rows")))
+}

@@ -1,0 +1,287 @@
+use super::choice::{Candidate, Choice};
+use super::*;
+use crate::CostLine;
+use proptest::prelude::*;
+
+/// Acceptance that depends on nothing but a seed: xorshift64*.
+struct Chance(u64);
+
+impl Chance {
+    fn next(&mut self) -> f64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        (self.0.wrapping_mul(0x2545_F491_4F6C_DD1D) >> 11) as f64 / (1_u64 << 53) as f64
+    }
+
+    /// Accepted tokens of a draft of `k`, each with `chance`.
+    fn accepted(&mut self, k: i64, chance: f64) -> i64 {
+        (0..k).take_while(|_| self.next() < chance).count() as i64
+    }
+}
+
+fn lines(draft_ms: f64, target_ms: f64) -> CostModel {
+    let line = CostLine { draft_ms, target_ms, vanilla_ms: target_ms };
+    CostModel::lines(&[1, 64], &[line, line]).unwrap()
+}
+
+/// Rows 0 to B - 1, decided and settled launch after launch at given chances of acceptance.
+struct Loop {
+    planner: SpeculationPlanner,
+    chance: Chance,
+    ks: Vec<i64>,
+    probes: usize,
+}
+
+impl Loop {
+    fn new(batch: usize, k: usize, costs: CostModel) -> Self {
+        let planner = SpeculationPlanner::new(batch, k, costs).unwrap();
+        Self { planner, chance: Chance(0x9E37_79B9_7F4A_7C15), ks: vec![0; batch], probes: 0 }
+    }
+
+    /// K of each row, the probe's apart; each accepts with `chances[row]`.
+    fn launch(&mut self, chances: &[f64]) -> Vec<i64> {
+        let rows: Vec<i64> = (0..self.ks.len() as i64).collect();
+        let (caps, lags) = (vec![self.planner.k as i64; rows.len()], vec![0; rows.len()]);
+        let probing = self.planner.probe.map(|probe| probe.row);
+        self.planner.decide(&rows, &caps, &lags, &mut self.ks).unwrap();
+        self.probes += usize::from(self.planner.probe.is_some_and(|probe| Some(probe.row) != probing));
+        let accepted: Vec<i64> =
+            self.ks.iter().zip(chances).map(|(&k, &chance)| self.chance.accepted(k, chance)).collect();
+        self.planner.settle(&rows, &self.ks, &self.ks, &accepted, None).unwrap();
+        self.planner.last.iter().map(|&k| k as i64).collect()
+    }
+
+    fn run(&mut self, launches: usize, chances: &[f64]) -> Vec<i64> {
+        (0..launches).map(|_| self.launch(chances)).last().unwrap_or_default()
+    }
+}
+
+/// Tokens per millisecond, straight from the definition.
+fn rate(costs: &CostModel, odds: &[f64], by_position: &[f64], penalties: &[f64], ks: &[usize]) -> f64 {
+    let mut tokens = ks.len() as f64;
+    for (&own, &k) in odds.iter().zip(ks) {
+        let chance = |o: &f64| own * o / (1.0 + own * o);
+        tokens += (1..=k).map(|i| by_position[..i].iter().map(chance).product::<f64>()).sum::<f64>();
+    }
+    let mut ms = costs.ms(ks.len(), 0);
+    for i in 1..=ks.iter().copied().max().unwrap_or(0) {
+        let count = ks.iter().filter(|&&k| k >= i).count();
+        ms += costs.ms(count, i) - costs.ms(count, i - 1);
+    }
+    ms += ks.iter().zip(penalties).filter(|(k, _)| **k > 0).map(|(_, penalty)| penalty).sum::<f64>();
+    tokens / ms
+}
+
+/// All ways to give `caps.len()` requests 0 to their cap.
+fn assignments(caps: &[usize]) -> Vec<Vec<usize>> {
+    let Some((&last, first)) = caps.split_last() else { return vec![vec![]] };
+    assignments(first).into_iter().flat_map(|ks| (0..=last).map(move |k| [&ks[..], &[k]].concat())).collect()
+}
+
+/// A grid of costs that rise with batch and K, with kinks.
+fn costs() -> impl Strategy<Value = CostModel> {
+    proptest::collection::vec(0.05_f64..3.0, 12).prop_map(|steps| {
+        let mut ms = vec![0.0; 12];
+        for b in 0..3 {
+            for k in 0..4 {
+                let below = if b > 0 { ms[(b - 1) * 4 + k] } else { 0.0_f64 };
+                let left = if k > 0 { ms[b * 4 + k - 1] } else { 0.0 };
+                ms[b * 4 + k] = below.max(left) + steps[b * 4 + k];
+            }
+        }
+        CostModel::new(&[1, 2, 3], &[0, 1, 2, 3], &ms).unwrap()
+    })
+}
+
+fn odds(count: usize) -> impl Strategy<Value = Vec<f64>> {
+    proptest::collection::vec(0.02_f64..20.0, count)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(2000))]
+
+    #[test]
+    fn the_choice_is_the_best_of_all(
+        costs in costs(), mut own in (1_usize..=3).prop_flat_map(odds), by_position in odds(3), cap in 0_usize..=3, guess in 0.0_f64..9.0,
+    ) {
+        own.sort_by(|a, b| b.total_cmp(a));
+        let mut choice = Choice::new(3, 3);
+        choice.set_costs(&costs);
+        let candidates: Vec<_> = own.iter().map(|&odds| Candidate { odds, cap, penalty: 0.0 }).collect();
+        choice.set_candidates(&candidates, &by_position);
+        let mut ks = vec![9; own.len()];
+        let found = choice.solve(guess, &mut ks);
+        let none = vec![0.0; own.len()];
+        let value = |ks: &[usize]| rate(&costs, &own, &by_position, &none, ks);
+        let best = assignments(&vec![cap; own.len()]).iter().map(|ks| value(ks)).fold(0.0, f64::max);
+        prop_assert!((value(&ks) - best).abs() <= 1e-9 * best, "{ks:?} yields {}, the best is {best}", value(&ks));
+        prop_assert!((found - best).abs() <= 1e-9 * best && (choice.rate(&ks) - best).abs() <= 1e-9 * best);
+    }
+
+    #[test]
+    fn with_bounds_and_lags_it_is_as_good_as_any_one_k(
+        costs in costs(), mut own in (1_usize..=3).prop_flat_map(odds), by_position in odds(3),
+        caps in proptest::collection::vec(0_usize..=3, 3), lags in proptest::collection::vec(0.0_f64..2.0, 3),
+    ) {
+        own.sort_by(|a, b| b.total_cmp(a));
+        let (caps, lags) = (&caps[..own.len()], &lags[..own.len()]);
+        let mut choice = Choice::new(3, 3);
+        choice.set_costs(&costs);
+        let each = own.iter().zip(caps).zip(lags);
+        let candidates: Vec<_> = each.map(|((&odds, &cap), &penalty)| Candidate { odds, cap, penalty }).collect();
+        choice.set_candidates(&candidates, &by_position);
+        let mut ks = vec![9; own.len()];
+        let found = choice.solve(0.0, &mut ks);
+        prop_assert!(ks.iter().zip(caps).all(|(k, cap)| k <= cap));
+        let value = |ks: &[usize]| rate(&costs, &own, &by_position, lags, ks);
+        prop_assert!((found - value(&ks)).abs() <= 1e-9 * found);
+        for k in 0..=3 {
+            let same: Vec<_> = caps.iter().map(|&cap| cap.min(k)).collect();
+            prop_assert!(found >= value(&same) * (1.0 - 1e-9), "{ks:?} loses against K = {k}");
+        }
+    }
+
+    #[test]
+    fn any_stream_of_launches_stays_within_bounds(
+        launches in proptest::collection::vec(
+            proptest::collection::vec((0_i64..12, 0_i64..60, 0.0_f64..1.0, 0.1_f64..50.0), 1..6), 1..60),
+        costs in costs(),
+    ) {
+        let mut planner = SpeculationPlanner::new(5, 4, costs).unwrap();
+        let mut chance = Chance(7);
+        for launch in &launches {
+            let rows: Vec<i64> = (0..launch.len() as i64).rev().collect();
+            let caps: Vec<i64> = launch.iter().map(|entry| entry.0).collect();
+            let lags: Vec<i64> = launch.iter().map(|entry| entry.1).collect();
+            let mut ks = vec![-1; rows.len()];
+            planner.decide(&rows, &caps, &lags, &mut ks).unwrap();
+            prop_assert!(ks.iter().zip(&caps).all(|(&k, &cap)| (0..=cap.min(4)).contains(&k)), "{ks:?} of {caps:?}");
+            let accepted: Vec<_> = ks.iter().zip(launch).map(|(&k, entry)| chance.accepted(k, entry.2)).collect();
+            planner.settle(&rows, &ks, &ks, &accepted, Some(launch[0].3)).unwrap();
+            prop_assert!(planner.conditional_acceptance().iter().all(|chance| (0.0..1.0).contains(chance)));
+            prop_assert!(planner.take_collapsed().all(|row| rows.contains(&row)));
+        }
+    }
+}
+
+#[test]
+fn a_good_draft_is_used_and_a_useless_one_is_not() {
+    let mut good = Loop::new(1, 5, lines(0.1, 1.0));
+    assert_eq!(good.run(300, &[0.95]), [5]);
+    let mut useless = Loop::new(4, 5, lines(0.1, 1.0));
+    assert_eq!(useless.run(300, &[0.0; 4]), [0; 4]);
+    let growing =
+        [(0.3, 1.0), (0.5, 1.4)].map(|(draft_ms, target_ms)| CostLine { draft_ms, target_ms, vanilla_ms: target_ms });
+    let mut mixed = Loop::new(2, 5, CostModel::lines(&[1, 2], &growing).unwrap());
+    let ks = mixed.run(300, &[0.9, 0.02]);
+    assert!(ks[0] >= 2 && ks[1] == 0, "{ks:?}");
+}
+
+#[test]
+fn constant_inputs_settle_on_one_choice() {
+    for (accepted, most) in [(0, 0), (1, 3), (2, 4), (5, 5)] {
+        let mut planner = SpeculationPlanner::new(3, 5, lines(0.2, 1.0)).unwrap();
+        let (rows, caps, lags, mut ks) = ([0, 1, 2], [5; 3], [0; 3], [0; 3]);
+        let mut changes = 0;
+        let mut last = Vec::new();
+        for launch in 0..4000 {
+            planner.decide(&rows, &caps, &lags, &mut ks).unwrap();
+            let settled = ks.map(|k| k.min(accepted));
+            planner.settle(&rows, &ks, &ks, &settled, Some(1.0 + 0.2 * ks[0] as f64)).unwrap();
+            changes += usize::from(launch >= 200 && planner.last != last);
+            last.clone_from(&planner.last);
+        }
+        assert_eq!(changes, 0, "{accepted} accepted each time, and still it changes");
+        assert!(last.iter().all(|&k| k <= most), "{accepted} accepted, {last:?} drafted");
+    }
+}
+
+#[test]
+fn a_useless_draft_costs_its_share_and_a_draft_that_becomes_good_is_found() {
+    let (draft_ms, target_ms) = (0.5, 1.0);
+    let mut engine = Loop::new(1, 5, lines(draft_ms, target_ms));
+    engine.run(200, &[0.0]);
+    let (mut ms, launches) = (0.0, 10_000);
+    let probes = engine.probes;
+    for _ in 0..launches {
+        assert_eq!(engine.launch(&[0.0]), [0]);
+        ms += target_ms + draft_ms * engine.ks[0] as f64;
+    }
+    let lost = ms / (f64::from(launches) * target_ms) - 1.0;
+    assert!(engine.probes > probes && lost < 0.01, "{} probes cost {lost}", engine.probes - probes);
+    // Three probes take up to 3 x 8 x 5 x 0.5 / 0.005 ms.
+    assert!((0..12_000).any(|_| engine.launch(&[0.97])[0] > 0), "it was never found");
+    assert!(engine.run(300, &[0.97])[0] >= 3);
+}
+
+#[test]
+fn a_lag_that_costs_more_than_it_brings_is_not_closed() {
+    let planner = || SpeculationPlanner::new(1, 3, lines(0.4, 1.0)).unwrap();
+    let mut ks = [9];
+    planner().decide(&[0], &[3], &[0], &mut ks).unwrap();
+    assert!(ks[0] > 0, "by its first guess");
+    planner().decide(&[0], &[3], &[1_000_000], &mut ks).unwrap();
+    assert_eq!(ks[0], 0);
+}
+
+#[test]
+fn a_collapse_is_noticed_once_and_a_useless_draft_is_none() {
+    let mut engine = Loop::new(2, 4, lines(0.1, 1.0));
+    engine.run(200, &[0.8, 0.8]);
+    assert_eq!(engine.planner.take_collapsed().count(), 0);
+    let noticed = (0..20).position(|_| {
+        engine.launch(&[0.8, 0.0]);
+        engine.planner.take_collapsed().collect::<Vec<_>>() == [1]
+    });
+    assert!(noticed.is_some_and(|launches| launches < 12), "{noticed:?}");
+    for _ in 0..FOLLOWING {
+        engine.launch(&[0.8, 0.0]);
+    }
+    assert_eq!(engine.planner.take_collapsed().count(), 0, "not again within its patience");
+    let mut useless = Loop::new(2, 4, lines(0.1, 1.0));
+    useless.run(3000, &[0.03, 0.03]);
+    assert_eq!(useless.planner.take_collapsed().count(), 0);
+}
+
+/// Drafts in which a request is not found collapsed twice.
+const FOLLOWING: usize = 60;
+
+#[test]
+fn launch_times_refine_the_costs() {
+    let mut planner = SpeculationPlanner::new(1, 2, lines(0.1, 1.0)).unwrap();
+    for launch in 0..600 {
+        // Drafts cost five times what the table says, on a machine that is three times slower than it was.
+        let k = (launch / 8) % 3;
+        let ms = 3.0 * (1.0 + 0.5 * k as f64);
+        planner.settle(&[0], &[k], &[k], &[0], Some(ms)).unwrap();
+    }
+    let ratio = |k| planner.costs().ms(1, k) / planner.costs().ms(1, 0);
+    assert!((ratio(1) - 1.5).abs() < 0.05 && (ratio(2) - 2.0).abs() < 0.07, "{:?}", planner.costs());
+}
+
+#[test]
+fn wrong_input_is_refused_and_changes_nothing() {
+    assert!(SpeculationPlanner::new(0, 1, lines(0.1, 1.0)).is_err());
+    assert!(SpeculationPlanner::new(1, 0, lines(0.1, 1.0)).is_err());
+    let mut planner = SpeculationPlanner::new(2, 3, lines(0.1, 1.0)).unwrap();
+    let before = format!("{planner:?}");
+    let mut ks = [0; 2];
+    for (rows, caps, lags) in [
+        (&[0, 2][..], &[1, 1][..], &[0, 0][..]),
+        (&[-1, 0], &[1, 1], &[0, 0]),
+        (&[0, 1], &[1], &[0, 0]),
+        (&[0, 1], &[1, -1], &[0, 0]),
+        (&[0, 1], &[1, 1], &[0, -4]),
+    ] {
+        let error = planner.decide(rows, caps, lags, &mut ks).unwrap_err();
+        assert!(matches!(error, Error::InvalidBuffer { .. }), "{error}");
+    }
+    for (k, drafted, accepted, ms) in
+        [(4, 1, 1, None), (-1, 0, 0, None), (2, 3, 0, None), (2, 1, 2, None), (2, -1, 0, None), (2, 1, 1, Some(0.0))]
+    {
+        assert!(planner.settle(&[0], &[k], &[drafted], &[accepted], ms).is_err());
+    }
+    assert!(planner.reset(2).is_err());
+    assert_eq!(format!("{planner:?}"), before);
+}

@@ -1,0 +1,92 @@
+//! K by a planner, launch by launch, and draft KV that is built again. Decides neither how deep to draft nor whose KV is broken.
+
+use super::Scheduler;
+use super::row::{RowIndex, RowState};
+use crate::error::{Error, Result};
+use crate::planner::SpeculationPlanner;
+
+/// What a planner is asked and what it answers, by decoding row; kept between launches for its allocations.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Speculation {
+    rows: Vec<i64>,
+    caps: Vec<i64>,
+    lags: Vec<i64>,
+    ks: Vec<i64>,
+}
+
+impl Scheduler {
+    /// Lets `planner` choose the K of each request for the next [`Self::plan`], within the request's own
+    /// `num_speculative_tokens`, and rebuilds the draft KV of those whose acceptance it found collapsed. Without this call a request
+    /// keeps the K chosen last, its own at first. After the launch the planner is owed its results:
+    /// [`SpeculationPlanner::settle`] by the rows of the decode entries.
+    ///
+    /// # Errors
+    /// [`Error::InvalidConfig`] if the planner's K or its number of rows is not this scheduler's; nothing has changed then.
+    pub fn speculate(&mut self, planner: &mut SpeculationPlanner) -> Result<()> {
+        let config = &self.config;
+        for (field, value, own) in [
+            ("planner.num_speculative_tokens", planner.num_speculative_tokens(), config.num_speculative_tokens),
+            ("planner.max_num_seqs", planner.max_num_seqs(), config.max_num_seqs),
+        ] {
+            if value != own {
+                return Err(Error::invalid_config(field, value, format!("{own}, as the scheduler")));
+            }
+        }
+        let mut asked = std::mem::take(&mut self.speculation);
+        asked.rows.clear();
+        asked.caps.clear();
+        asked.lags.clear();
+        for &row_index in &self.running {
+            let row = &mut self.rows[row_index as usize];
+            if std::mem::take(&mut row.fresh) {
+                planner.reset(row_index as usize)?;
+            }
+            let row = &self.rows[row_index as usize];
+            let n = row.lower_bound();
+            if row.is_prefilling() || n >= row.limit {
+                continue;
+            }
+            let lag = if row.drafting > 0 { 0 } else { n - row.draft_len };
+            asked.rows.push(i64::from(row_index));
+            asked.caps.push(self.most_drafts(row, row.max_k) as i64);
+            asked.lags.push(if lag > self.config.first_rows { lag as i64 } else { 0 });
+        }
+        asked.ks.clear();
+        asked.ks.resize(asked.rows.len(), 0);
+        planner.decide(&asked.rows, &asked.caps, &asked.lags, &mut asked.ks)?;
+        for (&row, &k) in asked.rows.iter().zip(&asked.ks) {
+            self.rows[row as usize].k = k as u32;
+        }
+        for row in planner.take_collapsed() {
+            let row = &mut self.rows[row as usize];
+            row.rebuild |= row.state == RowState::Live && row.max_k > 0;
+        }
+        self.speculation = asked;
+        Ok(())
+    }
+
+    /// Lets a running request's draft KV be written again from position 0, by catch-up chunks. Its blocks lose their marks D, so that
+    /// nobody else goes on with what is broken. A request without a draft to rebuild is left as it is.
+    ///
+    /// # Errors
+    /// [`Error::UnknownRequest`] if the id is not live, [`Error::NotRunning`] if it waits.
+    pub fn rebuild_draft(&mut self, request_id: i64) -> Result<()> {
+        let row = self.running_row(request_id)?;
+        let row = &mut self.rows[row as usize];
+        row.rebuild = row.max_k > 0;
+        Ok(())
+    }
+
+    /// Begins the rebuilding that was asked for, unless a launch in flight still drafts for the row: the device would go on from it.
+    pub(super) fn forget_draft(&mut self, row_index: RowIndex) -> Result<()> {
+        let row = &mut self.rows[row_index as usize];
+        if row.drafting > 0 {
+            return Ok(());
+        }
+        (row.draft_len, row.num_draft_marked, row.rebuild) = (0, 0, false);
+        for &block in &row.blocks[..row.num_registered] {
+            self.pool.unmark_draft(block)?;
+        }
+        Ok(())
+    }
+}

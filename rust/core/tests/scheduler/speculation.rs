@@ -1,0 +1,160 @@
+//! K by a planner, and draft KV that is built again.
+
+use std::collections::VecDeque;
+
+use specrs_core::{CostLine, CostModel, Error, PlanOutcome, SchedulerConfig, SpeculationPlanner};
+
+use crate::common::driver::{Ask, Driver};
+use crate::{ask, drafting, speculative};
+
+/// A planner for `speculative()` with drafts that cost `draft_ms` where the target costs 1.
+fn planner(draft_ms: f64) -> SpeculationPlanner {
+    let line = CostLine { draft_ms, target_ms: 1.0, vanilla_ms: 1.0 };
+    SpeculationPlanner::new(4, 3, CostModel::lines(&[1, 4], &[line, line]).unwrap()).unwrap()
+}
+
+/// One turn with a planner: speculate and plan until launches are in flight, then settle one. False when idle. `rows` are those of the
+/// launches in flight.
+fn step(driver: &mut Driver, planner: &mut SpeculationPlanner, rows: &mut VecDeque<Vec<i64>>) -> bool {
+    while driver.in_flight.len() < driver.scheduler.config().max_in_flight {
+        driver.scheduler.speculate(planner).unwrap();
+        driver.check();
+        let PlanOutcome::Launch(header) = driver.plan() else { break };
+        rows.push_back(driver.section("entry_row", header.num_decode).to_vec());
+    }
+    let Some((_, reports)) = driver.in_flight.front() else { return false };
+    let rows = rows.pop_front().unwrap();
+    let counts: Vec<_> = reports.iter().zip(&rows).map(|(r, _)| (r.drafted as i64, r.accepted as i64)).collect();
+    let (drafted, accepted): (Vec<_>, Vec<_>) = counts.into_iter().unzip();
+    planner.settle(&rows, &drafted, &drafted, &accepted, None).unwrap();
+    driver.settle();
+    true
+}
+
+#[test]
+fn texts_do_not_depend_on_the_planner_and_it_keeps_to_each_requests_bound() {
+    for max_in_flight in 1..4 {
+        for (draft_ms, drafts) in [(0.01, true), (100.0, false)] {
+            let mut driver = Driver::new(SchedulerConfig { max_in_flight, ..speculative() });
+            let mut planner = planner(draft_ms);
+            for id in 0..7 {
+                driver.add(id, &Ask { k: id as usize % 4, ..ask(id as u64 % 3, 13, 40) }).unwrap();
+            }
+            let mut rows = VecDeque::new();
+            while step(&mut driver, &mut planner, &mut rows) {}
+            driver.run();
+            assert_eq!(driver.launches.iter().any(|header| header.max_k > 0), drafts);
+        }
+    }
+}
+
+#[test]
+fn a_request_bound_to_no_drafts_gets_none_from_a_planner() {
+    let mut driver = Driver::new(speculative());
+    let mut planner = planner(0.01);
+    driver.add(0, &ask(1, 9, 30)).unwrap();
+    driver.add(1, &Ask { k: 1, ..ask(2, 9, 30) }).unwrap();
+    let mut rows = VecDeque::new();
+    while step(&mut driver, &mut planner, &mut rows) {}
+    assert!(driver.launches.iter().all(|header| header.max_k <= 1));
+    assert!(driver.launches.iter().any(|header| header.max_k == 1));
+}
+
+#[test]
+fn k_may_change_with_every_launch_at_any_depth() {
+    for max_in_flight in 1..4 {
+        let mut driver = Driver::new(SchedulerConfig { max_in_flight, ..speculative() });
+        for id in 0..5 {
+            driver.add(id, &drafting(id as u64, 11, 40)).unwrap();
+        }
+        let (mut turn, mut rows) = (0, VecDeque::new());
+        loop {
+            // A new planner guesses by its costs alone: dear and cheap drafts in turns.
+            let mut planner = planner(if turn % 3 == 0 { 100.0 } else { 0.01 });
+            turn += 1;
+            if !step(&mut driver, &mut planner, &mut rows) {
+                break;
+            }
+        }
+        let ks: Vec<_> = driver.launches.iter().map(|header| header.max_k).collect();
+        assert!(ks.windows(2).any(|pair| pair == [0, 3]) && ks.windows(2).any(|pair| pair == [3, 0]), "{ks:?}");
+    }
+}
+
+#[test]
+fn a_rebuilt_draft_is_written_from_position_0_before_it_is_read() {
+    for max_in_flight in 1..4 {
+        let config = SchedulerConfig { max_in_flight, max_num_batched_tokens: 64, ..speculative() };
+        let mut driver = Driver::new(config);
+        driver.add(0, &drafting(1, 21, 40)).unwrap();
+        for _ in 0..6 {
+            driver.step();
+        }
+        driver.rebuild_draft(0).unwrap();
+        while !driver.in_flight.is_empty() {
+            driver.settle();
+        }
+        // From here on, reading any draft KV that was not written anew is a panic of the device.
+        driver.device.corrupt_drafts();
+        let header = driver.launch();
+        assert_eq!((header.num_draft_chunks, driver.section("draft_chunk_start", 1)), (1, &[0][..]));
+        assert_eq!(header.max_k, 3, "it drafts in the same launch");
+        let launched = driver.launches.len();
+        driver.run();
+        assert!(driver.launches[launched..].iter().all(|header| header.num_draft_chunks == 0), "once is enough");
+    }
+}
+
+#[test]
+fn a_rebuild_waits_for_launches_in_flight_that_draft() {
+    let mut driver = Driver::new(SchedulerConfig { max_in_flight: 2, ..speculative() });
+    driver.add(0, &drafting(1, 21, 40)).unwrap();
+    driver.step();
+    driver.step();
+    assert_eq!(driver.in_flight.len(), 1);
+    driver.rebuild_draft(0).unwrap();
+    let header = driver.launch();
+    assert_eq!((header.num_draft_chunks, header.max_k), (0, 0), "the launch before it leaves its own draft_len");
+    driver.settle();
+    let header = driver.launch();
+    assert_eq!((header.num_draft_chunks, header.max_k), (1, 3));
+    driver.run();
+}
+
+#[test]
+fn marks_of_a_broken_draft_are_gone_until_it_is_rebuilt() {
+    let mut driver = Driver::new(SchedulerConfig { max_num_batched_tokens: 64, ..speculative() });
+    driver.add(0, &drafting(1, 21, 40)).unwrap();
+    for _ in 0..4 {
+        driver.step();
+    }
+    let marked = |driver: &Driver| {
+        let pool = driver.scheduler.block_pool();
+        (0..pool.num_blocks() as i64).filter(|&block| pool.has_draft(block)).count()
+    };
+    assert!(marked(&driver) >= 5);
+    driver.rebuild_draft(0).unwrap();
+    driver.device.corrupt_drafts();
+    // A request with the same prompt comes in between: it must not take the old marks at their word.
+    driver.add(1, &drafting(1, 21, 30)).unwrap();
+    let header = driver.launch();
+    assert_eq!((header.num_admitted, driver.section("admit_draft_len", 1)), (1, &[0][..]));
+    driver.settle();
+    assert!(marked(&driver) >= 5, "rebuilt and drafted with, so marked again");
+    driver.run();
+}
+
+#[test]
+fn a_planner_of_another_size_is_refused_and_so_is_a_rebuild_of_nothing() {
+    let mut driver = Driver::new(speculative());
+    let line = CostLine { draft_ms: 0.1, target_ms: 1.0, vanilla_ms: 1.0 };
+    for (rows, k) in [(4, 2), (3, 3)] {
+        let costs = CostModel::lines(&[1], &[line]).unwrap();
+        let error = driver.scheduler.speculate(&mut SpeculationPlanner::new(rows, k, costs).unwrap()).unwrap_err();
+        assert!(matches!(error, Error::InvalidConfig { .. }), "{error}");
+    }
+    assert_eq!(driver.scheduler.rebuild_draft(7), Err(Error::UnknownRequest { request_id: 7 }));
+    driver.add(7, &drafting(1, 9, 9)).unwrap();
+    assert_eq!(driver.scheduler.rebuild_draft(7), Err(Error::NotRunning { request_id: 7 }));
+    driver.run();
+}
