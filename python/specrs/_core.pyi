@@ -46,6 +46,7 @@ __all__ = [
     "Scheduler",
     "SettleOrderError",
     "SlotMapper",
+    "SpeculationPlanner",
     "SpecrsError",
     "UnknownRequestError",
     "philox_gumbel",
@@ -262,6 +263,28 @@ class Scheduler:
             UnknownRequestError: the id is neither waiting nor running.
         """
 
+    def speculate(self, planner: SpeculationPlanner) -> None:
+        """Lets `planner` choose the K of every request for the next `plan`; call it right before.
+
+        A request gets no more than its own `num_speculative_tokens`. Without this call it keeps the K chosen last, its
+        own at first. Requests whose acceptance the planner found collapsed get their draft KV built again. After the
+        launch, hand its results to `planner.settle`, the rows being those of the decode entries. Holds both locks.
+
+        Raises:
+            InvalidConfigError: the planner's `max_num_seqs` or `num_speculative_tokens` is not the scheduler's.
+        """
+
+    def rebuild_draft(self, request_id: int) -> None:
+        """Lets a running request's draft KV be written again from position 0, by catch-up chunks of coming launches.
+
+        Its blocks lose their draft marks, so that no other request goes on with what is broken. A request that drafts
+        nothing is left as it is.
+
+        Raises:
+            UnknownRequestError: the id is neither waiting nor running.
+            NotRunningError: it waits.
+        """
+
     def preempt(self, request_id: int) -> None:
         """Sends a running request back to waiting, at its original place, as `plan` does when blocks are short.
 
@@ -335,6 +358,96 @@ class Scheduler:
 
         Raises:
             IntegrityError: naming the first contradiction.
+        """
+
+@final
+class SpeculationPlanner:
+    """How many tokens each request drafts in the next launch: the most expected tokens per millisecond, none included.
+
+    It knows what launches cost (a `CostModel`, refined by `settle`) and how drafts fared: by position over all
+    requests, and one factor for each request, both exponentially forgotten. It changes its mind for 1 % more speed or
+    not at all, and spends 0.5 % of the time on drafting deeper than it would, one request at a time, to learn what it
+    does not see. A useless draft ends at K = 0, and one that becomes good again is found.
+
+    `Scheduler.speculate` drives it. On its own: requests go by row, a number below R = `max_num_seqs` that is theirs
+    while they run; `reset` for a new request on a row, `decide` before each launch, `settle` after it.
+    """
+
+    def __new__(cls, *, max_num_seqs: int, num_speculative_tokens: int, costs: CostModel) -> SpeculationPlanner:
+        """A planner that has seen no draft yet; it copies `costs`.
+
+        Args:
+            max_num_seqs: rows (R), 1 to 65536.
+            num_speculative_tokens: the most drafts that it chooses (K), 1 to 1024.
+            costs: milliseconds by batch and K; beyond its grid as `CostModel.ms` continues it.
+
+        Raises:
+            InvalidConfigError: naming the setting outside its range.
+        """
+
+    @property
+    def max_num_seqs(self) -> int:
+        """R."""
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """K."""
+
+    def costs(self) -> CostModel:
+        """A copy of the costs as refined by now. Only ratios mean anything: a machine that slows down as a whole does
+        not change them."""
+
+    def conditional_acceptance(self) -> list[float]:
+        """`[K]`: chance that each draft token of an average request is accepted, given that those before it were."""
+
+    def reset(self, row: int) -> None:
+        """A new request runs on `row`: forgets what was known of the one before.
+
+        Raises:
+            InvalidBufferError: there is no such row.
+        """
+
+    def decide(
+        self, rows: NDArray[np.int64], caps: NDArray[np.int64], lags: NDArray[np.int64], ks: NDArray[np.int64]
+    ) -> None:
+        """Writes the K of each of the next launch's B decoding requests into `ks`.
+
+        Args:
+            rows: `[B]`, distinct.
+            caps: `[B]`, the most that each may draft now; above K counts as K.
+            lags: `[B]`, positions that its draft KV would have to catch up before it drafts, 0 for none.
+            ks: `[B]`, written.
+
+        Raises:
+            InvalidBufferError: lengths differ, a row is not known, a cap or lag is negative; nothing has changed.
+        """
+
+    def settle(
+        self,
+        rows: NDArray[np.int64],
+        ks: NDArray[np.int64],
+        drafted: NDArray[np.int64],
+        accepted: NDArray[np.int64],
+        ms: float | None = None,
+    ) -> None:
+        """Learns what became of a launch of B decode entries.
+
+        Args:
+            rows, ks: `[B]`, row and K of each, as launched.
+            drafted: `[B]`, tokens drafted: K after the device's own limits.
+            accepted: `[B]`, how many of them the target accepted.
+            ms: how long the launch took, if it did nothing but decode; refines the costs where all drafted alike.
+
+        Raises:
+            InvalidBufferError: lengths differ, a row is not known, a K or `ms` is outside its range.
+            InvalidAcceptanceError: unless `accepted <= drafted <= ks`. Nothing has changed then.
+        """
+
+    def take_collapsed(self) -> list[int]:
+        """Rows whose requests' acceptance has collapsed since the last call, each once: rebuild their draft KV.
+
+        A collapse is a first draft token that stands a quarter as often as this request's used to (a CUSUM test);
+        `Scheduler.speculate` takes and rebuilds them by itself.
         """
 
 @final

@@ -10,7 +10,11 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 pub(crate) struct CostModel(Mutex<specrs_core::CostModel>);
 
 impl CostModel {
-    fn model(&self, py: Python<'_>) -> MutexGuard<'_, specrs_core::CostModel> {
+    pub(crate) fn from_core(model: specrs_core::CostModel) -> Self {
+        Self(Mutex::new(model))
+    }
+
+    pub(crate) fn model(&self, py: Python<'_>) -> MutexGuard<'_, specrs_core::CostModel> {
         self.0.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -13,6 +13,7 @@ mod buffers;
 mod cost_model;
 mod error;
 mod philox;
+mod planner;
 mod sampling;
 mod scheduler;
 mod slot_mapper;
@@ -29,6 +30,8 @@ mod _core {
     use super::cost_model::CostModel;
     #[pymodule_export]
     use super::philox::{philox_gumbel, philox_uniform};
+    #[pymodule_export]
+    use super::planner::SpeculationPlanner;
     #[pymodule_export]
     use super::sampling::Sampler;
     #[pymodule_export]

@@ -4,6 +4,7 @@ use crate::acceptance::AcceptanceTracker;
 use crate::block_pool::{DEFAULT_HASH_KEY, NO_SALT, hash_key_bytes};
 use crate::buffers::{In, Out, readonly, readwrite};
 use crate::error::{Class, OrRaise, size};
+use crate::planner::SpeculationPlanner;
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 use pyo3::types::PyDict;
@@ -145,6 +146,14 @@ impl Scheduler {
             PlanOutcome::Launch(_) => PLAN_LAUNCH,
             PlanOutcome::SettleFirst => PLAN_SETTLE_FIRST,
         })
+    }
+
+    fn speculate(&self, py: Python<'_>, planner: &SpeculationPlanner) -> PyResult<()> {
+        self.core(py).speculate(&mut planner.planner(py)).or_raise(py)
+    }
+
+    fn rebuild_draft(&self, py: Python<'_>, request_id: i64) -> PyResult<()> {
+        self.core(py).rebuild_draft(request_id).or_raise(py)
     }
 
     fn settle(
