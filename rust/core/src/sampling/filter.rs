@@ -118,10 +118,9 @@ impl Filter {
         }
         self.collect_boundary(cell, |x| exp_nonpositive(x - max));
         self.boundary.sort_unstable_by(|a, b| b.0.total_cmp(&a.0));
-        for (index, &(logit, weight)) in self.boundary.iter().enumerate() {
+        for &(logit, weight) in &self.boundary {
             sum += f64::from(weight);
-            let tie = self.boundary.get(index + 1).is_some_and(|next| next.0 >= logit);
-            if sum >= target && !tie {
+            if sum >= target {
                 return logit;
             }
         }

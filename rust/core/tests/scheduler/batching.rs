@@ -70,6 +70,32 @@ fn prefill_gets_what_decode_leaves_and_at_least_a_quarter() {
     }
 }
 
+/// The same where the newcomer's prompt comes first in importance, and the decode entries after it.
+#[test]
+fn a_more_important_prompt_gets_no_more_than_decode_leaves() {
+    for (decoding, prefill_tokens) in [(1, 4), (2, 2), (3, 2)] {
+        let mut driver = Driver::new(SchedulerConfig { max_num_batched_tokens: 8, ..speculative() });
+        for id in 0..decoding {
+            driver.add(id, &drafting(id as u64, 3, 60)).unwrap();
+        }
+        while driver
+            .launches
+            .last()
+            .is_none_or(|header| driver.section("entry_k", header.num_decode) != [3].repeat(decoding as usize))
+        {
+            driver.launch();
+            driver.settle();
+        }
+        driver.add(9, &Ask { priority: -1, ..ask(9, 40, 5) }).unwrap();
+        for _ in 0..2 {
+            let header = driver.launch();
+            driver.settle();
+            assert_eq!((header.num_decode as i64, header.num_prefill_tokens), (decoding, prefill_tokens));
+        }
+        driver.run();
+    }
+}
+
 #[test]
 fn decode_never_waits_for_the_budget() {
     let mut driver = Driver::new(SchedulerConfig { max_num_batched_tokens: 1, ..small() });
