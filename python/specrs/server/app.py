@@ -40,7 +40,7 @@ _STREAM_HEADERS = [
 
 def build_app(context: Context, version: str) -> Starlette:
     """The application of one server."""
-    document = json.dumps(openapi(version)).encode()
+    document = json.dumps(openapi(version, context.model_names)).encode()
 
     async def health(_: Request) -> Response:
         return Response() if context.llm.error is None and not context.draining else _unhealthy(context)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic.json_schema import models_json_schema
@@ -127,8 +128,8 @@ _SCHEMAS: dict[str, dict[str, Any]] = {
 }
 
 
-def openapi(version: str) -> dict[str, Any]:
-    """OpenAPI 3.1 of every endpoint."""
+def openapi(version: str, model_names: Sequence[str]) -> dict[str, Any]:
+    """OpenAPI 3.1 of every endpoint of a server whose model has these names."""
     bodies: tuple[tuple[str, type[protocol.Body], str, bool, str], ...] = (
         ("/v1/completions", protocol.CompletionRequest, "Completion", True, "Complete prompts."),
         ("/v1/chat/completions", protocol.ChatCompletionRequest, "ChatCompletion", True, "Answer a conversation."),
@@ -144,12 +145,15 @@ def openapi(version: str) -> dict[str, Any]:
     for path, model, answer, streams, summary in bodies:
         content: dict[str, Any] = {_JSON: {"schema": _ref(answer)}}
         if streams:
-            content["text/event-stream"] = {"schema": _STRING}
+            content["text/event-stream"] = {}
         operation = _operation(summary, content, ("400", "401", "404", "408", "413", "500", "503"))
         operation["requestBody"] = {"required": True, "content": {_JSON: {"schema": _ref(model.__name__)}}}
         paths[path] = {"post": operation}
     models = [(model, "validation") for _, model, _, _, _ in bodies]
+    names = {"anyOf": [{"enum": ["", *model_names]}, {"type": "null"}], "default": None}
     _, schemas = models_json_schema(models, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
+    for model, *_ in models:
+        schemas["$defs"][model.__name__]["properties"]["model"] = names
     return {
         "openapi": "3.1.0",
         "info": {"title": "specrs", "version": version},

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 from specrs.sampling import (
     MAX_LOGIT_BIAS,
@@ -40,8 +41,24 @@ PromptField = Annotated[
     ),
 ]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING_LENGTH)]
+
+
+def _only(value: object) -> Any:
+    """Validates a field that has no meaning here: `value` changes nothing, any other is refused."""
+
+    def check(given: object) -> object:
+        # 0 equals False, and 1 True
+        if type(given) is not type(value) or given != value:
+            raise PydanticCustomError(
+                "not_implemented", "not implemented; allowed: {allowed}", {"allowed": repr(value)}
+            )
+        return given
+
+    return BeforeValidator(check)
+
+
 Nothing: TypeAlias = None
-Never = Literal[False] | None
+Never = Annotated[bool, _only(False), WithJsonSchema({"const": False})] | None
 
 
 class Body(BaseModel):
@@ -120,7 +137,7 @@ class SamplingBody(Body):
     user: str | None = None
 
     # vLLM's and OpenAI's, at the values that change nothing
-    spaces_between_special_tokens: Literal[True] | None = None
+    spaces_between_special_tokens: Annotated[bool, _only(True), WithJsonSchema({"const": True})] | None = None
     truncate_prompt_tokens: Nothing = None
     use_beam_search: Never = None
     length_penalty: Annotated[float, Field(ge=1, le=1)] | None = None
@@ -138,7 +155,7 @@ class CompletionRequest(SamplingBody):
     logprobs: int | None = Field(None, ge=-1, lt=2**31)
     add_special_tokens: bool | None = None
 
-    best_of: Literal[1] | None = None
+    best_of: Annotated[int, _only(1), WithJsonSchema({"const": 1})] | None = None
     suffix: Nothing = None
     prompt_embeds: Nothing = None
 
@@ -169,7 +186,7 @@ class ChatCompletionRequest(SamplingBody):
     functions: Annotated[list[Any], Field(max_length=0)] | None = None
     modalities: list[Literal["text"]] | None = None
     reasoning_effort: Nothing = None
-    include_reasoning: Literal[True] | None = None
+    include_reasoning: Annotated[bool, _only(True), WithJsonSchema({"const": True})] | None = None
     chat_template: Nothing = None
     documents: Nothing = None
     echo: Never = None

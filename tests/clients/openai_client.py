@@ -1,0 +1,97 @@
+"""What users of the openai client do, each checked. Run by its environment's interpreter with the server's address."""
+
+import sys
+
+import openai
+from openai import OpenAI
+
+client = OpenAI(base_url=sys.argv[1] + "/v1", api_key="none", max_retries=0)
+MESSAGES = [{"role": "user", "content": "class Stack:"}]
+
+# models
+(model,) = client.models.list().data
+assert model.id == "pair"
+
+# completions
+done = client.completions.create(model="pair", prompt="def add(a, b):", max_tokens=12, temperature=0, logprobs=2, n=2)
+assert [choice.index for choice in done.choices] == [0, 1]
+assert done.choices[0].text == done.choices[1].text != ""
+assert done.choices[0].finish_reason == "length"
+assert len(done.choices[0].logprobs.tokens) == 12
+assert done.usage.completion_tokens == 24
+assert done.usage.prompt_tokens_details.cached_tokens >= 0
+assert done.model_extra["metrics"]["speculative_decoding"]["num_spec_tokens"] == 5
+
+# chat, whole and streamed: the same text, the usage at the end
+whole = client.chat.completions.create(
+    model="pair", messages=MESSAGES, max_completion_tokens=20, temperature=0, logprobs=True, top_logprobs=2
+)
+text = whole.choices[0].message.content
+assert whole.choices[0].message.role == "assistant"
+assert "".join(item.token for item in whole.choices[0].logprobs.content) == text
+assert len(whole.choices[0].logprobs.content[0].top_logprobs) == 2
+parts = [{"role": "user", "content": [{"type": "text", "text": "class Stack:"}]}]
+chunks = list(
+    client.chat.completions.create(
+        model="pair",
+        messages=parts,
+        max_tokens=20,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+)
+assert "".join(chunk.choices[0].delta.content for chunk in chunks[:-1]) == text
+assert chunks[0].choices[0].delta.role == "assistant"
+assert chunks[-2].choices[0].finish_reason == "length"
+assert chunks[-1].choices == []
+assert chunks[-1].usage.completion_tokens == 20
+assert chunks[-1].model_extra["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0
+
+# what vLLM adds
+chosen = client.chat.completions.create(
+    model="pair",
+    messages=MESSAGES,
+    max_tokens=20,
+    temperature=0,
+    extra_body={"structured_outputs": {"choice": ["red", "blue"]}, "num_speculative_tokens": 2, "top_k": 5},
+)
+assert chosen.choices[0].message.content in ("red", "blue")
+assert chosen.choices[0].finish_reason == "stop"
+
+# a stream that is left
+with client.completions.create(
+    model="pair", prompt="x", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+) as s:
+    for _ in s:
+        break
+
+
+def failure(call, kind):
+    """The error that a call must end with."""
+    try:
+        call()
+    except kind as error:
+        return error
+    raise AssertionError(f"no {kind.__name__}")
+
+
+def fails(kind, status, param, **arguments):
+    """Check that a completion fails as it should."""
+    error = failure(lambda: client.completions.create(**{"model": "pair", "prompt": "x", **arguments}), kind)
+    assert error.status_code == status, error
+    assert error.body["code"] == status
+    assert error.param == param, error.param
+    assert error.body["message"]
+
+
+fails(openai.NotFoundError, 404, "model", model="gpt-5")
+fails(openai.BadRequestError, 400, "temperature", temperature=-1)
+fails(openai.BadRequestError, 400, "temperature", temperature=-1, stream=True)
+fails(openai.BadRequestError, 400, "nonsense", extra_body={"nonsense": 1})
+fails(openai.BadRequestError, 400, "prompt", prompt=[1] * 600)
+fails(openai.BadRequestError, 400, "best_of", best_of=2)
+fails(openai.BadRequestError, 400, "suffix", suffix="y")
+missing = failure(lambda: client.embeddings.create(model="pair", input="x"), openai.NotFoundError)
+assert missing.body["type"] == "NotFoundError"
+print("ok")

@@ -1,0 +1,132 @@
+"""64 streams at once, for as long as it is asked: mixed lengths, a tenth of them cut off, and nothing is left behind.
+
+`SPECRS_SOAK_SECONDS` sets the time; `make soak` asks for five minutes.
+"""
+
+import asyncio
+import json
+import os
+import random
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from .harness import Server, serving
+
+SECONDS = float(os.environ.get("SPECRS_SOAK_SECONDS", "30"))
+STREAMS = 64
+WARM_UP = 0.4
+"""Share of the time after which memory must stay where it is: until then pools and caches fill."""
+GROWTH = 24 * 2**20
+"""Bytes of resident memory that may come and go."""
+PROMPTS = [
+    "import os\n",
+    "def add(a, b):\n    return",
+    "class Stack:\n    def push(self, item):\n",
+    "x = [1, 2, 3]\n" * 8,
+]
+
+
+@dataclass
+class Tally:
+    """What the streams came to."""
+
+    whole: int = 0
+    cut: int = 0
+    failures: list[str] = field(default_factory=list)
+    memory: list[tuple[float, float]] = field(default_factory=list)
+
+
+async def one_stream(port: int, random: random.Random, tally: Tally) -> None:
+    """One request on a connection of its own: read to its end and checked, or cut off on the way."""
+    length = random.choice([4, 16, 60, 150])
+    cut = random.random() < 0.1
+    body: dict[str, Any] = {
+        "prompt": random.choice(PROMPTS),
+        "max_tokens": length,
+        "ignore_eos": True,
+        "temperature": random.choice([0, 0.8]),
+        "num_speculative_tokens": random.choice([0, 2, 5]),
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    encoded = json.dumps(body).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(encoded) + encoded)
+        stop_after = random.randrange(1, 12) if cut else None
+        usage, lines = None, 0
+        while line := await reader.readline():
+            if not line.startswith(b"data: "):
+                continue
+            lines += 1
+            if stop_after is not None and lines >= stop_after:
+                tally.cut += 1
+                writer.transport.abort()
+                return
+            if line == b"data: [DONE]\n":
+                break
+            chunk = json.loads(line[6:])
+            if "error" in chunk:
+                tally.failures.append(str(chunk))
+                return
+            usage = chunk["usage"] or usage
+        if usage is None or usage["completion_tokens"] != length:
+            tally.failures.append(f"{length} tokens asked for, usage {usage}, {lines} events")
+        else:
+            tally.whole += 1
+    finally:
+        writer.close()
+
+
+async def load(server: Server, tally: Tally) -> None:
+    """Keep `STREAMS` streams going, and note the server's memory."""
+    end = time.monotonic() + SECONDS
+
+    async def worker(seed: int) -> None:
+        own = random.Random(seed)
+        while time.monotonic() < end:
+            await one_stream(server.port, own, tally)
+
+    async def watch() -> None:
+        start = time.monotonic()
+        while time.monotonic() < end:
+            metrics = await asyncio.to_thread(server.metrics)
+            tally.memory.append((time.monotonic() - start, metrics["process_resident_memory_bytes"]))
+            await asyncio.sleep(min(1.0, SECONDS / 20))
+
+    await asyncio.gather(watch(), *(worker(seed) for seed in range(STREAMS)))
+
+
+def test_soak() -> None:
+    # fewer blocks than the requests can fill: some lose theirs, and every block is soon in use once
+    flags = ("--max-model-len", "256", "--max-num-seqs", "48", "--num-gpu-blocks-override", "256")
+    with serving(*flags, "--disable-uvicorn-access-log") as server:
+        files = server.metrics()["process_open_fds"]
+        tally = Tally()
+        asyncio.run(load(server, tally))
+        after = server.wait_until_idle()
+        assert tally.failures == []
+        assert tally.whole >= STREAMS
+        assert tally.cut > 0
+        # every block is back, and the next request is served like the first
+        assert after["vllm:kv_cache_usage_perc"] == 0
+        assert server.complete(prompt="x", max_tokens=5, ignore_eos=True)["usage"]["completion_tokens"] == 5
+        counted = {
+            reason: after[f'vllm:request_success_total{{finished_reason="{reason}"}}']
+            for reason in ("stop", "length", "abort", "error")
+        }
+        assert counted["error"] == 0
+        # one that was cut off may have ended before the server saw it
+        assert tally.whole <= counted["length"] <= tally.whole + tally.cut
+        assert counted["length"] + counted["abort"] == tally.whole + tally.cut
+        while server.metrics()["process_open_fds"] > files:
+            continue
+        settled = [memory for seconds, memory in tally.memory if seconds >= WARM_UP * SECONDS]
+        third = max(1, len(settled) // 3)
+        early, late = sum(settled[:third]) / third, sum(settled[-third:]) / third
+        print(
+            f"{tally.whole} streams whole, {tally.cut} cut off in {SECONDS:g} s; "
+            f"memory {early / 2**20:.0f} MiB, then {late / 2**20:.0f} MiB"
+        )
+        assert late - early < GROWTH
