@@ -1,11 +1,12 @@
 """specrs bench serve beside aiperf: the same prompts to one server of the bundled pair, in turns.
 
-    python benches/bench_vs_aiperf.py --aiperf PATH [--rounds 5] [--concurrency 4] [--out benches/results/...json]
+    python benches/bench_vs_aiperf.py --aiperf PATH [--rounds 5] [--concurrency 4] [--paced] [--out FILE.json]
 
 aiperf (tried: 0.13.0) is not a dependency: install it into an environment of its own and name its program. Prompts are
 windows of the bundled prompts as text, so that both tools read one file; the end token is ignored, so that both get the
 same number of tokens. Figures are medians over rounds. aiperf's inter token latency is what vLLM calls TPOT, its inter
-chunk latency vLLM's ITL.
+chunk latency vLLM's ITL. aiperf is several processes; where they take time from the server, `--paced` compares on
+benches/paced_server.py instead, which does nothing but keep time.
 """
 
 import argparse
@@ -50,7 +51,7 @@ def ours(url: str, prompts: Path, args: argparse.Namespace, folder: Path) -> dic
     ]  # fmt: skip
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     found = json.loads((folder / "ours.json").read_text())
-    return {name: found[key] for name, (key, _) in FIGURES.items()}
+    return {name: found[key] for name, (key, _) in FIGURES.items() if key in found}
 
 
 def aiperfs(url: str, prompts: Path, args: argparse.Namespace, folder: Path) -> dict[str, float]:
@@ -67,7 +68,7 @@ def aiperfs(url: str, prompts: Path, args: argparse.Namespace, folder: Path) -> 
     environment = {key: value for key, value in os.environ.items() if key != "HF_HUB_OFFLINE"}
     subprocess.run(command, check=True, capture_output=True, env=environment)
     found = json.loads((folder / "aiperf" / "profile_export_aiperf.json").read_text())
-    return {name: found[metric][statistic] for name, (_, (metric, statistic)) in FIGURES.items()}
+    return {name: found[metric][statistic] for name, (_, (metric, statistic)) in FIGURES.items() if found.get(metric)}
 
 
 def main() -> None:
@@ -78,6 +79,7 @@ def main() -> None:
     parser.add_argument("--num-prompts", type=int, default=64)
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--k", type=int, default=3)
+    parser.add_argument("--paced", action="store_true", help="a server that only keeps time")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
 
@@ -99,15 +101,19 @@ def main() -> None:
             "--disable-uvicorn-access-log", "--per-request-spec-decode-metrics", "summary", "--speculative-config",
             json.dumps({"num_speculative_tokens": args.k}),
         ]  # fmt: skip
+        if args.paced:
+            command = [sys.executable, str(Path(__file__).with_name("paced_server.py")), "--port", str(port)]
         with serving(command, port, folder / "server.log", {"OMP_NUM_THREADS": "1"}, 300.0) as server:
             for _ in range(args.rounds):
                 runs["specrs bench serve"].append(ours(server.base_url, prompts, args, folder))
                 runs["aiperf"].append(aiperfs(server.base_url, prompts, args, folder))
 
     report: dict[str, Any] = {
-        "what": "specrs bench serve and aiperf in turns against one server of the bundled pair",
-        "command": "python " + " ".join(sys.argv),
+        "what": "specrs bench serve and aiperf in turns against one server",
+        "server": "benches/paced_server.py" if args.paced else f"the bundled pair, K = {args.k}",
+        "command": "python " + " ".join(sys.argv).replace(str(args.aiperf), "PATH"),
         "machine": machine("float32"),
+        "aiperf": subprocess.run([str(args.aiperf), "--version"], capture_output=True, text=True).stdout.strip(),
         "commit": subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
         ).stdout.strip(),
@@ -115,7 +121,9 @@ def main() -> None:
     }
     print(f"{'':<20}{'specrs bench serve':>26}{'aiperf':>26}{'difference':>12}   medians (least to most)")
     for name in FIGURES:
-        columns = [[run[name] for run in runs[tool]] for tool in runs]
+        columns = [[run[name] for run in runs[tool] if name in run] for tool in runs]
+        if not all(columns):  # a server without a model has no acceptance
+            continue
         middle = [statistics.median(values) for values in columns]
         cells = [f"{m:.2f} ({min(v):.2f}-{max(v):.2f})" for m, v in zip(middle, columns, strict=True)]
         print(f"{name:<20}{cells[0]:>26}{cells[1]:>26}{middle[0] / middle[1] - 1:>12.1%}")
