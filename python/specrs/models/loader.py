@@ -1,7 +1,9 @@
 """From a folder or hub id to a Decoder. Knows the names of tensors; reads files through `checkpoint`."""
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -54,8 +56,29 @@ def load_model(
     device = torch.device(device)
     folder = resolve_folder(source, revision, weights=load_format != "dummy")
     config = _read_config(folder)
-    checkpoint = DummyCheckpoint(config) if load_format == "dummy" else Checkpoint(folder)
+    checkpoint: Tensors = DummyCheckpoint(config) if load_format == "dummy" else Checkpoint(folder)
     return _Loader(config, checkpoint, resolve_dtype(dtype, config, device), device).load()
+
+
+class Tensors(Protocol):
+    """Where the tensors of a model come from."""
+
+    @property
+    def folder(self) -> Path | str:
+        """What messages call it."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def check(self, required: Mapping[str, tuple[int, ...]], optional: Mapping[str, tuple[int, ...]], /) -> None:
+        """Raise if what is `required` is not there in its shape."""
+
+    def read(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """One tensor."""
+
+
+def load_tensors(config: ModelConfig, tensors: Tensors, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """A decoder of `config` from wherever its tensors are, under the names of a checkpoint."""
+    return _Loader(config, tensors, resolve_dtype(dtype, config, device), device).load()
 
 
 def resolve_dtype(dtype: str | torch.dtype, config: ModelConfig, device: torch.device) -> torch.dtype:
@@ -85,9 +108,7 @@ def _read_config(folder: Path) -> ModelConfig:
 class _Loader:
     """Reads, fuses and lays out the tensors of one model."""
 
-    def __init__(
-        self, config: ModelConfig, checkpoint: Checkpoint | DummyCheckpoint, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, config: ModelConfig, checkpoint: Tensors, dtype: torch.dtype, device: torch.device) -> None:
         self.config = config
         self.checkpoint = checkpoint
         self.dtype = dtype

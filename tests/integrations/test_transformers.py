@@ -1,0 +1,102 @@
+"""specrs as transformers' decoding loop: the text of transformers alone, every family, with and without drafts."""
+
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import FAMILIES, make_checkpoint, perturb_checkpoint
+from hf_reference import load
+from specrs.errors import UnsupportedRequestError
+from specrs.integrations.transformers import generate
+from transformers import LogitsProcessor, LogitsProcessorList
+
+PAD = 0
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    folder = tmp_path_factory.mktemp(request.param)
+    target = make_checkpoint(folder / "target", request.param, seed=1)
+    draft = perturb_checkpoint(target, folder / "draft", noise=0.1, seed=2)
+    return load(target), load(draft)
+
+
+def batch() -> dict[str, torch.Tensor]:
+    """Three prompts of unequal length, padded on the left as transformers wants it."""
+    prompts = [[5, 9, 100, 33, 7], [44], [8, 8, 150, 2, 9, 10, 11, 12]]
+    width = max(map(len, prompts))
+    return {
+        "input_ids": torch.tensor([[PAD] * (width - len(p)) + p for p in prompts]),
+        "attention_mask": torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts]),
+    }
+
+
+@pytest.mark.parametrize("k", [None, 1, 5])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_new_tokens": 24, "eos_token_id": None},
+        {"max_new_tokens": 24, "eos_token_id": [3, 7, 11, 30, 45], "min_new_tokens": 4},
+        {"max_length": 30, "eos_token_id": 7, "repetition_penalty": 1.4},
+    ],
+)
+def test_greedy_text_is_that_of_transformers(pair: tuple[Any, Any], k: int | None, settings: dict[str, Any]) -> None:
+    model, draft = pair
+    common = batch() | settings | {"do_sample": False, "pad_token_id": PAD}
+    expected = model.generate(**common)
+    extra = {} if k is None else {"draft_model": draft, "num_speculative_tokens": k}
+    assert model.generate(**common, custom_generate=generate, **extra).equal(expected)
+
+
+def test_the_weights_are_laid_out_again_when_they_change(pair: tuple[Any, Any]) -> None:
+    model, _ = pair
+    common = batch() | {"do_sample": False, "pad_token_id": PAD, "max_new_tokens": 12, "eos_token_id": None}
+    before = model.generate(**common, custom_generate=generate)
+    weight = model.model.layers[0].mlp.down_proj.weight
+    with torch.no_grad():
+        weight.neg_()
+    try:
+        changed = model.generate(**common, custom_generate=generate)
+        assert changed.equal(model.generate(**common))
+        assert not changed.equal(before)
+    finally:
+        with torch.no_grad():
+            weight.neg_()
+
+
+def test_sampling_follows_torchs_seed(pair: tuple[Any, Any]) -> None:
+    model, draft = pair
+    settings = {"do_sample": True, "temperature": 0.9, "top_p": 0.9, "max_new_tokens": 16, "pad_token_id": PAD}
+
+    def sample(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        out = model.generate(
+            **batch(), **settings, custom_generate=generate, draft_model=draft, return_dict_in_generate=True
+        )
+        return out.sequences
+
+    assert sample(1).equal(sample(1))
+    assert not sample(1).equal(sample(2))
+
+
+class Doubled(LogitsProcessor):
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        return 2 * scores
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_beams": 2}, "^num_beams=2: not implemented; allowed: None or 1$"),
+        ({"logits_processor": LogitsProcessorList([Doubled()])}, "^logits_processor='Doubled': not implemented"),
+        ({"typical_p": 0.5, "do_sample": True}, "^typical_p=0.5: not implemented"),
+        ({"output_scores": True, "return_dict_in_generate": True}, "^output_scores=True: not implemented"),
+        ({"num_speculative_tokens": 17}, "^num_speculative_tokens=17: must be an integer from 0 to 16"),
+    ],
+)
+def test_what_is_not_supported_is_named(pair: tuple[Any, Any], settings: dict[str, Any], message: str) -> None:
+    model, draft = pair
+    with pytest.raises(UnsupportedRequestError, match=message):
+        model.generate(
+            **batch(), max_new_tokens=4, pad_token_id=PAD, custom_generate=generate, draft_model=draft, **settings
+        )
