@@ -2,8 +2,11 @@
 
 import json
 import re
+import signal
 import statistics
+import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -262,6 +265,33 @@ def test_a_server_that_dies_midway(tmp_path: Path, capsys: pytest.CaptureFixture
     assert saved["errors"][4].startswith("connection lost after 3 chunks")
     assert saved["errors"][-1] == "not sent"
     assert saved["errors"][0] == ""
+
+
+def test_interrupted_by_the_user(tmp_path: Path) -> None:
+    """What was answered until then is reported and marked."""
+    tenth = threading.Event()
+
+    def script(number: int) -> Script:
+        if number == 10:
+            tenth.set()
+        return Script(gap=0.01)
+
+    with running(FakeServer(script)) as server:
+        code = "import sys; from specrs.cli import main; sys.exit(main())"
+        more = ["--num-prompts", "3000", "--max-concurrency", "2", "--save-detailed", "--result-dir", str(tmp_path)]
+        argv = [sys.executable, "-c", code, *COMMON, "--base-url", server.base_url, *RANDOM, *more]
+        with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as client:
+            assert tenth.wait(120)
+            client.send_signal(signal.SIGINT)
+            out, _ = client.communicate(timeout=60)
+    assert client.returncode == 130
+    done = int(values(out)["Successful requests"])
+    assert 8 <= done < 1000
+    (path,) = tmp_path.iterdir()
+    saved = json.loads(path.read_text())
+    assert (saved["partial"], saved["completed"]) == (True, done)
+    assert sum(error == "" for error in saved["errors"]) == done
+    assert saved["errors"][-1] == "not sent"
 
 
 def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
