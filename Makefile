@@ -63,8 +63,8 @@ TORCH_PACKAGES := torch triton $(shell sed -n 's/^\(nvidia-[^=]*\|cuda-[^=]*\)==
 
 $(CLIENT_VENVS)/%/.installed: tests/clients/%.lock $(VENV)/.installed
 	rm -rf $(@D)
-	$(BIN)/python -m venv --without-pip $(@D)
-	$(BIN)/python -m pip --python $(@D)/bin/python install --require-hashes --no-deps -r $<
+	$(BIN)/uv venv --quiet --python $(BIN)/python $(@D)
+	$(BIN)/uv pip install --quiet --python $(@D)/bin/python --require-hashes --no-deps -r $<
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch-of-specrs.pth"
 	@touch $@
@@ -126,9 +126,9 @@ lock: ## resolve requirements.lock again (needs uv)
 		--generate-hashes --no-emit-index-url --custom-compile-command "make lock" --upgrade --output-file requirements.lock
 
 .PHONY: lock-clients
-lock-clients: ## resolve tests/clients/*.lock again (needs uv)
+lock-clients: build ## resolve tests/clients/*.lock again
 	for client in $(CLIENTS); do \
-		uv pip compile tests/clients/$$client.in --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+		$(BIN)/uv pip compile tests/clients/$$client.in --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
 			$(TORCH_PACKAGES:%=--no-emit-package %) --custom-compile-command "make lock-clients" --upgrade --quiet \
 			--output-file tests/clients/$$client.lock || exit 1; \
 	done
