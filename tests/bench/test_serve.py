@@ -319,6 +319,9 @@ def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
         (["--dataset-name", "random", "--dataset-path", "x"], "--dataset-path='x'"),
         (["--dataset-name", "mt-bench"], "--dataset-path=None"),
         (["--dataset-name", "bundled", "--random-input-len", "3"], "--random-input-len=3"),
+        (["--dataset-name", "bundled", "--random-range-ratio", "0.5"], "--random-range-ratio=0.5"),
+        (["--hf-split", "test"], "--hf-split='test'"),
+        (["--backend", "openai-chat", "--skip-chat-template"], "--skip-chat-template=True"),
     ],
 )
 def test_wrong_options(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

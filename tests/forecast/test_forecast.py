@@ -119,6 +119,10 @@ LENGTHS = ["--acceptance-lengths", "1.5,1.7"]
         (["--target-ms", "9", "--draft-ms", "1", *LENGTHS, "--max-k", "0"], "--max-k"),
         (["--sweep", "nowhere.parquet"], "is not there"),
         (["--measure", "--k", "3"], "at least two different numbers"),
+        (["--sweep", "x.parquet", "--compare", "1,2"], "--compare=[1.0, 2.0]: has no meaning with --sweep"),
+        (["--measure", "--vanilla-ms", "3"], "--vanilla-ms=3.0: has no meaning with --measure"),
+        (["--itl", "1=2,3=4", "--draft-ms", "1", *LENGTHS], "--draft-ms=1.0: has no meaning with --itl"),
+        (["--target-ms", "9", "--draft-ms", "1", *LENGTHS, "--fit-k", "1,3"], "--fit-k=[1, 3]: has no meaning with"),
     ],
 )
 def test_wrong_input_is_named(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

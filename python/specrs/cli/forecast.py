@@ -19,6 +19,18 @@ DESCRIPTION = (
     "of draft and target, are given, fitted to the ITL of a sweep, or measured here; so are the acceptance lengths AL."
 )
 
+_GIVEN = {"vanilla_ms", "compare", "names", "acceptance_lengths", "acceptance_rates"}
+_USES = {
+    "--sweep": {"sweep", "fit_k", "draft_model", "concurrency"},
+    "--measure": {
+        "measure", "model", "draft_model", "speculative_config", "k", "max_tokens", "num_prompts", "rounds", "dtype",
+        "device", "compare", "names",
+    },
+    "--itl": {"itl", *_GIVEN},
+    "--target-ms": {"target_ms", "draft_ms", "observed_tpot", *_GIVEN},
+}  # fmt: skip
+"""Where times come from -> the options that mean something then, beside those that always do."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options: where times come from, where acceptance comes from, what to do with both."""
@@ -88,6 +100,10 @@ def run(arguments: argparse.Namespace) -> None:
     given = [name for name, present in sources.items() if present]
     if len(given) != 1:
         raise invalid_config("times", given, f"must come from one of {', '.join(sources)}")
+    for option in sorted(vars(arguments).keys() & set().union(*_USES.values()) - _USES[given[0]]):
+        value = getattr(arguments, option)
+        if value != arguments.parser.get_default(option):
+            raise invalid_config(f"--{option.replace('_', '-')}", value, f"has no meaning with {given[0]}")
     if arguments.sweep is not None:
         from specrs.cli import forecast_sweep
 

@@ -47,6 +47,13 @@ def dataset(arguments: argparse.Namespace, default: str, num_prompts: int) -> Da
     from specrs.bench.datasets import DatasetConfig
 
     name = arguments.dataset_name or ("hf" if arguments.dataset_path else default)
+    for option, value, given_by_default, kind in (
+        ("--random-range-ratio", arguments.random_range_ratio, 0.0, "random"),
+        ("--hf-split", arguments.hf_split, None, "hf"),
+        ("--hf-subset", arguments.hf_subset, None, "hf"),
+    ):
+        if value != given_by_default and name != kind:
+            raise invalid_config(option, value, f"is for --dataset-name {kind}")
     lengths = {}
     for field in ("input_len", "output_len"):
         given, own = getattr(arguments, field), getattr(arguments, f"random_{field}")

@@ -98,6 +98,10 @@ def run(arguments: argparse.Namespace) -> None:
         goodput=parse_goodput(arguments.goodput),
         max_concurrency=concurrency,
     )
+    if arguments.skip_chat_template and arguments.backend == "openai-chat":
+        raise invalid_config(
+            "--skip-chat-template", True, "has no meaning for openai-chat: the server has the template"
+        )
     config = options.dataset(arguments, "random", 1000 if concurrency is None else default_prompts(concurrency))
     target = find_target(arguments)
     tokenizer = find_tokenizer(arguments.tokenizer, arguments.model or target.model)
