@@ -2,7 +2,8 @@
 
 Both run the bundled pair on one thread, greedy, `--concurrency` prompts at a time, in alternating rounds. The client is
 this process, with raw sockets; the server is a process of its own. Prints tokens per second of each round, the medians
-and their ratio; `--save` appends them to a file as JSON.
+and their ratio, and the ratio of processor time, which says more on a machine that does other work; `--save` appends
+them to a file as JSON.
 
     OMP_NUM_THREADS=1 python benches/bench_server.py
 """
@@ -19,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -44,8 +46,9 @@ def parse() -> argparse.Namespace:
 def server(num_speculative_tokens: int) -> Iterator[int]:
     """A server on a free port, which is given out."""
     command = [
-        *(sys.executable, "-c", "import sys; from specrs.cli import main; sys.exit(main())", "serve", "--port", "0", "--disable-uvicorn-access-log"),
+        *(sys.executable, "-c", "import sys; from specrs.cli import main; sys.exit(main())", "serve", "--port", "0"),
         f"--speculative-config.num_speculative_tokens={num_speculative_tokens}",
+        "--disable-uvicorn-access-log",
     ]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
@@ -86,6 +89,13 @@ async def stream(port: int, prompt: str, max_tokens: int) -> tuple[int, int]:
     return tokens, chunks
 
 
+def cpu_seconds(port: int) -> float:
+    """Processor time of the server so far."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith("process_cpu_seconds_total"))
+
+
 async def round_over_http(port: int, prompts: list[str], max_tokens: int) -> tuple[float, int]:
     """Tokens per second, chunks."""
     start = time.perf_counter()
@@ -113,12 +123,17 @@ def main() -> None:
         enable_prefix_caching=True,
     )
     direct, http, chunks = [], [], 0
+    cpu_direct = cpu_http = 0.0
     with server(arguments.num_speculative_tokens) as port:
         asyncio.run(round_over_http(port, prompts, 16))
         round_in_process(llm, prompts, 16)
         for i in range(arguments.rounds):
+            started = time.process_time()
             direct.append(round_in_process(llm, prompts, tokens))
+            cpu_direct += time.process_time() - started
+            started = cpu_seconds(port)
             speed, chunks = asyncio.run(round_over_http(port, prompts, tokens))
+            cpu_http += cpu_seconds(port) - started
             http.append(speed)
             print(f"round {i + 1}: LLM.generate {direct[-1]:.0f} tokens/s, HTTP {speed:.0f} tokens/s, {chunks} chunks")
     result = {
@@ -130,6 +145,7 @@ def main() -> None:
         "llm_generate_tokens_per_second": round(statistics.median(direct), 1),
         "http_tokens_per_second": round(statistics.median(http), 1),
         "ratio": round(statistics.median(http) / statistics.median(direct), 4),
+        "cpu_seconds_ratio": round(cpu_http / cpu_direct, 4),
         "chunks": chunks,
         "specrs": version("specrs"),
         "torch": version("torch"),
