@@ -37,6 +37,9 @@ _REJECTION_NAMES = {
     "coupled": "coupled",
     "synthetic": "synthetic",
 }
+AUTO = "auto"
+DEFAULT_MAX_SPECULATIVE_TOKENS = 7
+"""The most drafts of `num_speculative_tokens="auto"` unless told otherwise: 8 rows of verification a request."""
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 
 
@@ -45,7 +48,10 @@ class SpeculativeConfig:
     """How tokens are drafted. Immutable and checked at construction; `from_mapping` reads vLLM's dictionary.
 
     `model`: folder or hub id of the draft model; None is the bundled draft, for the bundled target only.
-    `num_speculative_tokens`: drafts per iteration, 0 to 16; a request may ask for fewer.
+    `num_speculative_tokens`: drafts per iteration, 0 to 16; a request may ask for fewer. `"auto"` chooses for every
+    request and launch what yields the most tokens per second, none included, from what launches cost (measured for a
+    second or two at start, refined as they run) and how drafts fare; `max_num_speculative_tokens` is then the most,
+    7 by default.
     `max_model_len`: the draft's context; a request that outgrows it goes on without drafts. None is the checkpoint's.
     `rejection_sample_method`: `rejection` (`standard` is its other name) accepts most; `coupled` gives the text
     that the same seed gives without speculation. Both sample the target's distribution; greedy text is the same.
@@ -54,7 +60,7 @@ class SpeculativeConfig:
     `disable_padded_drafter_batch`: accepted for vLLM's sake; rows are never padded here.
     """
 
-    num_speculative_tokens: int
+    num_speculative_tokens: int | str
     model: str | None = None
     method: str = "draft_model"
     max_model_len: int | None = None
@@ -63,15 +69,33 @@ class SpeculativeConfig:
     rejection_sample_method: str = "rejection"
     synthetic_acceptance_rates: tuple[float, ...] | None = None
     disable_padded_drafter_batch: bool = False
+    max_num_speculative_tokens: int | None = None
 
     def __post_init__(self) -> None:
         error, at = InvalidConfigError, "speculative_config."
-        checked: dict[str, object] = {
-            "num_speculative_tokens": check_int(
-                error, at + "num_speculative_tokens", self.num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS
-            ),
-            "model": _model_path(at + "model", self.model),
-        }
+        checked: dict[str, object] = {"model": _model_path(at + "model", self.model)}
+        if self.num_speculative_tokens != AUTO:
+            checked["num_speculative_tokens"] = check_int(
+                error,
+                at + "num_speculative_tokens",
+                self.num_speculative_tokens,
+                0,
+                MAX_SPECULATIVE_TOKENS,
+                also=", or 'auto'",
+            )
+        if self.max_num_speculative_tokens is not None:
+            most = check_int(
+                error,
+                at + "max_num_speculative_tokens",
+                self.max_num_speculative_tokens,
+                1,
+                MAX_SPECULATIVE_TOKENS,
+                also=", or None",
+            )
+            if self.num_speculative_tokens != AUTO:
+                raise invalid(
+                    error, at + "max_num_speculative_tokens", most, "allowed only with num_speculative_tokens='auto'"
+                )
         if self.max_model_len is not None:
             checked["max_model_len"] = check_int(error, at + "max_model_len", self.max_model_len, 2, also=", or None")
         if self.revision is not None:
@@ -87,11 +111,19 @@ class SpeculativeConfig:
             )
         rule = check_choice(error, at + "rejection_sample_method", self.rejection_sample_method, _REJECTION_NAMES)
         checked["rejection_sample_method"] = _REJECTION_NAMES[rule]
-        rates = _synthetic_rates(self.synthetic_acceptance_rates, rule, self.num_speculative_tokens)
+        rates = _synthetic_rates(self.synthetic_acceptance_rates, rule, self.most_speculative_tokens)
         checked["synthetic_acceptance_rates"] = rates
         check_bool(error, at + "disable_padded_drafter_batch", self.disable_padded_drafter_batch)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+
+    @property
+    def most_speculative_tokens(self) -> int:
+        """The most drafts of an iteration."""
+        if isinstance(self.num_speculative_tokens, int):
+            return self.num_speculative_tokens
+        given = self.max_num_speculative_tokens
+        return DEFAULT_MAX_SPECULATIVE_TOKENS if given is None else given
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> SpeculativeConfig:
@@ -107,7 +139,8 @@ class SpeculativeConfig:
             values[name] = value
         if "num_speculative_tokens" not in values:
             raise InvalidConfigError(
-                f"speculative_config: num_speculative_tokens is missing; an integer from 0 to {MAX_SPECULATIVE_TOKENS}"
+                "speculative_config: num_speculative_tokens is missing; an integer from 0 to "
+                f"{MAX_SPECULATIVE_TOKENS}, or 'auto'"
             )
         return cls(**values)
 
@@ -236,7 +269,12 @@ class EngineConfig:
     @property
     def num_speculative_tokens(self) -> int:
         """The engine's K: drafts per iteration at most, 0 without speculation."""
-        return 0 if self.speculative_config is None else self.speculative_config.num_speculative_tokens
+        return 0 if self.speculative_config is None else self.speculative_config.most_speculative_tokens
+
+    @property
+    def plans_speculation(self) -> bool:
+        """Whether K is chosen launch by launch."""
+        return self.speculative_config is not None and self.speculative_config.num_speculative_tokens == AUTO
 
     @property
     def rule(self) -> str:

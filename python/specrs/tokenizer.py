@@ -173,7 +173,7 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
         # files are looked for in the name of the model; here it is another argument that named them
         raise CheckpointError(str(fault).replace("model=", "tokenizer=", 1) if own else str(fault)) from fault
     speculative, draft = config.speculative_config, config.draft
-    if speculative is not None and speculative.num_speculative_tokens > 0 and draft not in (None, config.target):
+    if speculative is not None and speculative.most_speculative_tokens > 0 and draft not in (None, config.target):
         check_same_tokenizer(tokenizer, Tokenizer(str(draft), speculative.revision))
     return tokenizer
 

@@ -68,7 +68,7 @@ def load_weights(config: EngineConfig) -> Weights:
         config.target, dtype=config.dtype, device=device, revision=config.revision, load_format=config.load_format
     )
     speculative, draft = config.speculative_config, config.draft
-    if speculative is None or draft is None or speculative.num_speculative_tokens == 0:
+    if speculative is None or draft is None or speculative.most_speculative_tokens == 0:
         return Weights(target, None)
     dtype = str(target.dtype).removeprefix("torch.")
     return Weights(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import secrets
+import time
 import warnings
+from collections.abc import Callable
 
 import numpy as np
 
@@ -17,16 +19,22 @@ from specrs.core import (
     FLAG_TARGET_NON_FINITE,
     PLAN_IDLE,
     PLAN_LAUNCH,
+    Scheduler,
+    SpeculationPlanner,
 )
 from specrs.drafters.draft_model import DraftModel
 from specrs.engine.build import Blueprint, Weights, load_weights
 from specrs.engine.request import FinishReason, Request
+from specrs.engine.warm_up import measure_costs
 from specrs.errors import EngineError, SpecrsError
 from specrs.outputs import EngineStats
 from specrs.runner.logprobs import token_entries
 from specrs.runner.ring import Header, Ring, RingSlot
 from specrs.sampling import RequestLimits, validate_request
 from specrs.verify.logprobs import TokenLogprobs
+
+Watch = Callable[[RingSlot, Header, float], None]
+"""Told of every launch that settled: its slot, its header, and the milliseconds that it took."""
 
 _REASONS = {
     FINISH_STOP: FinishReason.STOP,
@@ -70,13 +78,29 @@ class Engine:
             max_logprobs=config.max_logprobs,
         )
         blocks = blueprint.num_blocks()
-        self.scheduler = blueprint.scheduler(blocks)
+        self._begin(blueprint.scheduler(blocks))
         self.runner = blueprint.runner(self.scheduler, blocks)
-        self.ring = Ring(self.scheduler, self.num_speculative_tokens, self.depth, pinned=blueprint.device.type == "cuda")
+        self.planner: SpeculationPlanner | None = None
+        self.watch: Watch | None = None
+        if config.plans_speculation and self.num_speculative_tokens:
+            costs = measure_costs(self)
+            self._begin(blueprint.scheduler(blocks))
+            self.reset_stats()
+            self.planner = SpeculationPlanner(
+                max_num_seqs=config.max_num_seqs, num_speculative_tokens=self.num_speculative_tokens, costs=costs
+            )
+            self.watch = self._learn
+
+    def _begin(self, scheduler: Scheduler) -> None:
+        """Begin with a scheduler that has seen nothing: no requests, empty books."""
+        pinned = self.weights.target.device.type == "cuda"
+        self.scheduler = scheduler
+        self.ring = Ring(scheduler, self.num_speculative_tokens, self.depth, pinned=pinned)
         self.requests: dict[int, Request] = {}
-        self._books_before = self.scheduler.acceptance()
+        self._books_before = scheduler.acceptance()
         self._preemptions_before = 0
         self._prompt_tokens = self._generation_tokens = self._cached_tokens = 0
+        self._settled_at = 0.0
 
     def add_request(self, request: Request) -> None:
         """Queue a request.
@@ -131,6 +155,9 @@ class Engine:
         """
         while len(self.ring.in_flight) < self._depth():
             slot = self.ring.next
+            slot.started = time.perf_counter()
+            if self.planner is not None:
+                self.scheduler.speculate(self.planner)
             status = self.scheduler.plan(slot.record)
             if status != PLAN_LAUNCH:
                 if status == PLAN_IDLE and not self.ring.in_flight:
@@ -201,6 +228,10 @@ class Engine:
             self.runner.wait(slot)
         self.scheduler.settle(header.launch_id, slot.results, slot.settled)
         self.ring.settle()
+        # Beside another launch in flight this one began when the one before it ended.
+        begun, self._settled_at = max(slot.started, self._settled_at), time.perf_counter()
+        if self.watch is not None and fault is None:
+            self.watch(slot, header, 1e3 * (self._settled_at - begun))
         touched = []
         for request, first, values in slot.prompt_logprobs:
             _record_prompt(request, first, values)
@@ -238,6 +269,20 @@ class Engine:
             if num_new or request.finished:
                 touched.append(request)
         return touched
+
+    def _learn(self, slot: RingSlot, header: Header, ms: float) -> None:
+        """Tell the planner what became of a launch."""
+        count, results = header.num_decode, slot.results_view
+        if self.planner is None or not count:
+            return
+        decodes_only = not header.num_prefill and not header.num_draft_chunks
+        self.planner.settle(
+            slot.views["entry_row"][:count].numpy(),
+            slot.views["entry_k"][:count].numpy(),
+            results.num_drafted[:count].numpy(),
+            results.num_accepted[:count].numpy(),
+            ms if decodes_only else None,
+        )
 
     def _deliver(
         self, request: Request, tokens: list[int], logprobs: TokenLogprobs | None, *, ended_by_token: bool

@@ -59,6 +59,7 @@ class RingSlot:
         self.results_view = Results.of(
             section_views(self.pinned_results, scheduler.results_layout()), num_speculative_tokens
         )
+        self.started = 0.0  # when it was planned, by time.perf_counter
         self.done = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
         self.logprobs: dict[int, TokenLogprobs] = {}  # by entry, where its request wants any
         self.prompt_logprobs: list[tuple[Request, int, TokenLogprobs]] = []  # request, first position, values

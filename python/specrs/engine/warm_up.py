@@ -1,0 +1,88 @@
+"""What launches cost here, by batch and K: measured on an engine before it serves. Keeps nothing but the costs."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from specrs.core import CostModel
+from specrs.engine.request import Request
+from specrs.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from specrs.engine.engine import Engine
+    from specrs.runner.ring import Header, RingSlot
+
+SECONDS = 2.0
+"""Time to measure for, a last round apart."""
+LAUNCHES = 2
+"""Launches of each batch and K in a round; the fastest of all rounds counts, because noise only adds to it."""
+MAX_ROUNDS = 5
+PROMPT = 64
+"""Tokens of a request's prompt."""
+
+
+def measure_costs(engine: Engine) -> CostModel:
+    """Milliseconds of launches that only decode, at batches 1, 2, 4, ... and K = 0, 1, 2, 4, ... and the engine's.
+
+    Batches that there is no time for get what the last two measured ones lead to expect; launches refine all of them.
+    Runs requests of made-up tokens and drops them. The engine needs a new scheduler and new books afterwards: what is
+    left of the requests is in this one's prefix cache and counters.
+    """
+    most, rows = engine.num_speculative_tokens, engine.config.max_num_seqs
+    ks = sorted({0, most} | {1 << i for i in range(most.bit_length()) if 1 << i < most})
+    batches = sorted({rows} | {1 << i for i in range(rows.bit_length()) if 1 << i < rows})
+    _measure(engine, 1, most)  # first calls allocate
+    table = {(batch, k): math.inf for batch in batches for k in ks}
+    began, measured = time.perf_counter(), len(batches)
+    for rounds in range(MAX_ROUNDS):
+        for i, batch in enumerate(batches[:measured]):
+            before = time.perf_counter()
+            for k in reversed(ks):  # the deepest first: the others find its draft KV in the prefix cache
+                table[batch, k] = min(table[batch, k], _measure(engine, batch, k))
+            now = time.perf_counter()
+            if not rounds and now - began + 2.0 * (now - before) > SECONDS:
+                measured = i + 1
+                break
+        if time.perf_counter() - began > SECONDS / 2.0:
+            break
+    # In a context too short for a single draft no draft pays, whatever it costs.
+    known = [[table[batch, k] if math.isfinite(table[batch, k]) else 1.0 for k in ks] for batch in batches[:measured]]
+    model = CostModel(batches[:measured], ks, known)
+    ms = np.array([[model.ms(batch, k) for k in ks] for batch in batches])
+    # Fewer requests or drafts never take longer: where they seem to, something else did.
+    ms = np.minimum.accumulate(np.minimum.accumulate(ms[::-1, ::-1], axis=0), axis=1)[::-1, ::-1]
+    return CostModel(batches, ks, ms.tolist())
+
+
+def _measure(engine: Engine, batch: int, k: int) -> float:
+    """The fastest launch of `batch` requests with `k` drafts each; infinity where such a launch does not come about."""
+    times: list[float] = []
+
+    def watch(slot: RingSlot, header: Header, ms: float) -> None:
+        uniform = int(slot.views["entry_k"][: header.num_decode].sum()) == batch * k
+        if header.num_decode == batch and uniform and not header.num_prefill and not header.num_draft_chunks:
+            times.append(ms)
+
+    tokens = (k + 1) * (LAUNCHES + engine.depth + 1)
+    length = max(1, min(PROMPT, engine.config.max_num_batched_tokens // (4 * batch), engine.max_model_len - tokens))
+    params = SamplingParams(
+        temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, num_speculative_tokens=k
+    )
+    vocab = engine.limits.vocab_size
+    for i in range(batch):
+        # Distinct prompts, the same for every K: their KV comes from the prefix cache from the second time on.
+        prompt = [(i * 7919 + j * 104729 + 1) % vocab for j in range(length)]
+        engine.add_request(Request(i, prompt, params, num_speculative_tokens=engine.num_speculative_tokens))
+    engine.watch = watch
+    while engine.requests and len(times) < LAUNCHES:
+        engine.step()
+    engine.watch = None
+    for request_id in list(engine.requests):
+        engine.abort(request_id)
+    while engine.has_unfinished():
+        engine.step()
+    return min(times, default=math.inf)
