@@ -85,7 +85,9 @@ def test_a_template_that_fills_the_memory() -> None:
         asyncio.run(main(renderer))
 
 
-def test_closing_ends_a_render_in_flight() -> None:
+def test_closing_ends_a_render_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(templates, "RENDER_TIMEOUT", 600.0)
+
     async def main(renderer: TemplateRenderer) -> None:
         await renderer.render(MESSAGES, options())
         endless = asyncio.ensure_future(renderer.render(MESSAGES, options(endless=True)))
