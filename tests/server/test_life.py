@@ -5,6 +5,7 @@ import signal
 import socket
 import struct
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,12 +103,14 @@ def test_what_is_not_drained_is_aborted(signals: int) -> None:
 
 
 BREAKING = """
-import os, threading
+import os, time
 from specrs.engine.engine import Engine
 step, launch = Engine.step, Engine._launch
 def broken_step(self):
     if any(request.params.max_tokens == 77 for request in self.requests.values()):
         raise RuntimeError("a fault at /some/path")
+    while not os.path.exists(GATE) and any(request.params.max_tokens == 79 for request in self.requests.values()):
+        time.sleep(0.001)
     return step(self)
 def broken_launch(self, slot, header):
     if any(request.params.max_tokens == 78 for request in self.requests.values()):
@@ -121,8 +124,17 @@ Engine.step, Engine._launch = broken_step, broken_launch
 """
 
 
-def test_a_launch_that_fails_and_an_engine_that_breaks() -> None:
-    with serving(code=BREAKING + MAIN) as server:
+def test_a_launch_that_fails_and_an_engine_that_breaks(tmp_path: Path) -> None:
+    gate = tmp_path / "open"
+    with serving(code=f"GATE = {str(gate)!r}{BREAKING}{MAIN}") as server:
+        # a launch that takes its time: meanwhile whoever needs no engine is answered
+        with server.streaming(**ENDLESS | {"max_tokens": 79}) as events:
+            for path in ("/health", "/v1/models", "/version"):
+                assert server.get(path).status == 200
+            assert server.post("/tokenize", {"prompt": "x" * 1000}).status == 200
+            assert server.post("/v1/completions", {"prompt": ""}).status == 400
+            gate.touch()
+            assert list(events)[-1] == "[DONE]"
         # a launch: its requests end with an error, and the server serves on
         failed = server.post("/v1/completions", {"prompt": "x", "max_tokens": 78})
         assert failed.status == 500
