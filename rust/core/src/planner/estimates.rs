@@ -9,10 +9,12 @@ const OVERALL_TRIALS: f64 = 256.0;
 const OVERALL_LAUNCHES: f64 = 16.0;
 /// Acceptance that is assumed of the first position before anything is known, and how many trials that counts.
 const FIRST_GUESS: f64 = 0.7;
-/// Trials that a position takes after the one before it, and those that a request takes after the average one.
+/// Trials that a position takes after the one before it.
 const PRIOR_TRIALS: f64 = 4.0;
+/// Trials that a request takes after the average one.
+const OWN_PRIOR_TRIALS: f64 = 10.0;
 /// Drafts after which a request's own past counts a third.
-const OWN_DRAFTS: f64 = 32.0;
+const OWN_DRAFTS: f64 = 64.0;
 /// Bounds of a chance, so that odds stay finite.
 const CHANCES: (f64, f64) = (0.002, 0.998);
 /// A collapse is a first position that stands a quarter as often as before.
@@ -151,7 +153,7 @@ impl Own {
     /// Half the prior's trials were accepted, of those observed and of those expected: little is learned where acceptance is nearly
     /// sure, or nearly never.
     fn estimate(&self) -> f64 {
-        let (Counts { trials, accepted }, prior) = (self.counts, PRIOR_TRIALS / 2.0);
+        let (Counts { trials, accepted }, prior) = (self.counts, OWN_PRIOR_TRIALS / 2.0);
         let observed = (accepted + prior) / (trials - accepted + prior);
         let expected = (self.expected + prior) / (trials - self.expected + prior);
         observed / expected

@@ -23,8 +23,8 @@ use crate::error::{Error, Result};
 use choice::{Candidate, Choice};
 use estimates::{Overall, Own};
 
-/// What another choice must promise over the last one: 1 % more tokens per millisecond.
-const MARGIN: f64 = 0.01;
+/// What another choice must promise over the last one: 0.5 % more tokens per millisecond.
+const MARGIN: f64 = 0.005;
 /// The share of time that probes may cost.
 const PROBE_SHARE: f64 = 0.005;
 /// Drafts of a probe, and the most launches that it waits for them.
