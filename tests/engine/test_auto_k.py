@@ -1,0 +1,185 @@
+"""num_speculative_tokens="auto": the same text, books that know nothing of the warm-up, drafts that are rebuilt."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from specrs import LLM, SamplingParams
+from specrs.core import CostModel, SpeculationPlanner
+from specrs.engine import warm_up
+from specrs.engine.engine import Engine
+from specrs.engine.request import Request
+from specrs.pair.prompts import PROMPTS
+
+from engine.harness import Bank, assert_idle, config, request, run, weights
+
+K = 4
+
+
+@pytest.fixture(autouse=True)
+def _short_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What launches cost matters to none of these tests."""
+    monkeypatch.setattr(warm_up, "SECONDS", 0.1)
+
+
+def auto_engine(bank: Bank, draft: str = "close", **fields: object) -> Engine:
+    """An engine that chooses up to 4 drafts."""
+    path = bank.drafts[draft]
+    settings = config(bank.target, path, k=1, **fields)
+    assert settings.speculative_config is not None
+    speculative = replace(settings.speculative_config, num_speculative_tokens="auto", max_num_speculative_tokens=K)
+    return Engine(replace(settings, speculative_config=speculative), weights(bank.target, path, "float64"))
+
+
+def restless(engine: Engine, seed: int) -> None:
+    """Replace the planner by one whose costs are drawn anew every few launches, so that K jumps, 0 included."""
+    chance, turn = random.Random(seed), 0
+    speculate = engine.scheduler.speculate
+
+    class Jumping:
+        """Stands in the scheduler's place and forwards everything."""
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(scheduler, name)
+
+        def speculate(self, planner: SpeculationPlanner) -> None:
+            nonlocal turn
+            turn += 1
+            if turn % 3 == 0:
+                costs = CostModel([1, 8], [0, 1, K], [[1.0, 1 + chance.random(), 1 + 4 * chance.random()]] * 2)
+                engine.planner = SpeculationPlanner(
+                    max_num_seqs=planner.max_num_seqs, num_speculative_tokens=K, costs=costs
+                )
+                planner = engine.planner
+            speculate(planner)
+
+    scheduler = engine.scheduler
+    engine.scheduler = Jumping()  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("draft", ["close", "small"])
+def test_greedy_text_is_the_targets_whatever_k_does(qwen_bank: Bank, draft: str, depth: int) -> None:
+    for seed in range(3):
+        engine = auto_engine(qwen_bank, draft, launch_depth=depth, max_num_seqs=3)
+        if seed:
+            restless(engine, seed)
+        jobs = []
+        for i, bound in enumerate((None, 0, 1, 3, None, 2)):
+            job = request(i, qwen_bank.prompts[3 + i], k=bound, max_tokens=40, engine_k=K, ignore_eos=True)
+            engine.add_request(job)
+            jobs.append((job, bound, qwen_bank.expected(3 + i, 40, ignore_eos=True)))
+        run(engine)
+        for job, bound, expected in jobs:
+            assert job.output_token_ids == expected
+            most = K if bound is None else bound
+            assert job.acceptance.draft_tokens <= most * job.acceptance.drafts
+
+
+def test_coupled_text_does_not_change_with_k() -> None:
+    params = SamplingParams(temperature=0.9, top_p=0.95, seed=3, max_tokens=48)
+    texts = []
+    for k in (0, 3, "auto"):
+        speculative = {"num_speculative_tokens": k, "rejection_sample_method": "coupled"}
+        llm = LLM(speculative_config=speculative, dtype="float64", max_model_len=256, max_num_seqs=2)
+        outputs = llm.generate(list(PROMPTS[:3]), params, use_tqdm=False)
+        texts.append([output.outputs[0].token_ids for output in outputs])
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_nothing_is_left_of_the_warm_up(qwen_bank: Bank) -> None:
+    engine = auto_engine(qwen_bank)
+    assert_idle(engine)
+    stats = engine.stats()
+    assert (stats.draft_tokens, stats.draft_passes, stats.target_passes, stats.generation_tokens) == (0, 0, 0, 0)
+    assert (stats.prompt_tokens, stats.num_cached_tokens, stats.num_preemptions, stats.drafts) == (0, 0, 0, 0)
+    assert engine.planner is not None
+    assert engine.planner.num_speculative_tokens == K
+    costs = engine.planner.costs()
+    assert (costs.batches, costs.ks) == ([1, 2, 4, 8], [0, 1, 2, 4])
+    assert all(row == sorted(row) for row in costs.table)
+    # What the warm-up fed, fed again: none of it comes from the prefix cache.
+    length = 16
+    for i in range(2):
+        prompt = [(i * 7919 + j * 104729 + 1) % 211 for j in range(length)]
+        engine.add_request(request(i, prompt, k=0, max_tokens=2, engine_k=K))
+    run(engine)
+    assert engine.scheduler.num_cached_tokens == 0
+
+
+def test_a_context_too_short_to_draft_in_still_serves(qwen_bank: Bank) -> None:
+    engine = auto_engine(qwen_bank, max_model_len=3)
+    engine.add_request(request(0, [5, 5], k=None, max_tokens=1, engine_k=K, ignore_eos=True))
+    run(engine)
+    assert engine.stats().drafts == 0
+
+
+def flat_costs(engine: Engine, draft_ms: float) -> None:
+    """A planner with given costs, so that nothing depends on this machine's times."""
+    rows = engine.config.max_num_seqs
+    line = [[1.0 + draft_ms * k for k in (0, 1, 2)]]
+    engine.planner = SpeculationPlanner(
+        max_num_seqs=rows, num_speculative_tokens=engine.num_speculative_tokens, costs=CostModel([1], [0, 1, 2], line)
+    )
+    engine.watch = lambda slot, header, ms: engine._learn(slot, replace(header, num_draft_chunks=1), ms)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_draft_whose_kv_is_overwritten_is_rebuilt_and_acceptance_comes_back(qwen_bank: Bank, depth: int) -> None:
+    # The draft is the target, so every draft is accepted, until its KV is gone.
+    engine = auto_engine(
+        qwen_bank, "equal", launch_depth=depth, max_model_len=512, max_num_seqs=2, max_num_batched_tokens=1024
+    )
+    flat_costs(engine, 0.05)
+    jobs = [request(i, qwen_bank.prompts[i], k=None, max_tokens=440, engine_k=K, ignore_eos=True) for i in (4, 5)]
+    for job in jobs:
+        engine.add_request(job)
+
+    def acceptance(steps: int) -> float:
+        before = engine.stats()
+        for _ in range(steps):
+            engine.step()
+        after = engine.stats()
+        return (after.accepted_tokens - before.accepted_tokens) / max(1, after.draft_tokens - before.draft_tokens)
+
+    acceptance(10)
+    assert acceptance(20) > 0.95
+    drafter = engine.drafter
+    assert drafter is not None
+    noise = torch.Generator().manual_seed(0)
+    for layer in drafter.kv_cache.layers:
+        layer.copy_(torch.randn(layer.shape, generator=noise, dtype=layer.dtype) * 3)
+    assert acceptance(4) < 0.5
+    acceptance(25)
+    assert acceptance(20) > 0.95
+    assert not any(job.finished for job in jobs)
+    # The blocks that they leave to others have been built again, too.
+    prompt = jobs[0].prompt_token_ids + jobs[0].output_token_ids[:64]
+    for job in jobs:
+        engine.abort(job.request_id)
+    late = Request(
+        9,
+        prompt,
+        SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, detokenize=False),
+        num_speculative_tokens=K,
+    )
+    engine.add_request(late)
+    run(engine)
+    assert late.num_cached_tokens > 0
+    assert late.acceptance.acceptance_rate > 0.9
+
+
+def test_a_useless_draft_ends_at_no_drafts(qwen_bank: Bank) -> None:
+    engine = auto_engine(qwen_bank, "small", max_model_len=512, max_num_seqs=2)
+    flat_costs(engine, 0.5)
+    for i in (4, 5):
+        engine.add_request(request(i, qwen_bank.prompts[i], k=None, max_tokens=440, engine_k=K, ignore_eos=True))
+    for _ in range(100):
+        engine.step()
+    before = engine.stats().drafts
+    for _ in range(250):
+        engine.step()
+    assert engine.stats().drafts - before <= 16, "two probes at the most"
