@@ -41,7 +41,7 @@ endif
 	@touch $@
 
 $(VENV)/.built: $(VENV)/.installed pyproject.toml README.md $(RUST)
-	PIP_QUIET=1 $(BIN)/maturin develop --release --locked --extras bench
+	PIP_QUIET=1 $(BIN)/maturin develop --release --locked --extras bench,serve
 	@touch $@
 
 .PHONY: build
