@@ -36,7 +36,8 @@ ifeq ($(TORCH)$(TRANSFORMERS),)
 	$(BIN)/python -m pip install --require-hashes -r requirements.lock
 else
 	$(BIN)/python -m pip install "pip>=25.1"
-	$(BIN)/python -m pip install --group dev torch$(TORCH:%===%) transformers$(TRANSFORMERS:%===%)
+	# The interpreter of Triton 3.6, which comes with torch 2.11, cannot loop with numpy 2.4.
+	$(BIN)/python -m pip install --group dev torch$(TORCH:%===%) transformers$(TRANSFORMERS:%===%) "numpy<2.4"
 endif
 	@touch $@
 
