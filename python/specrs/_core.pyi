@@ -46,8 +46,8 @@ __all__ = [
     "Scheduler",
     "SettleOrderError",
     "SlotMapper",
-    "SpeculationPlanner",
     "SpecrsError",
+    "SpeculationPlanner",
     "UnknownRequestError",
     "philox_gumbel",
     "philox_uniform",
@@ -373,13 +373,16 @@ class SpeculationPlanner:
     while they run; `reset` for a new request on a row, `decide` before each launch, `settle` after it.
     """
 
-    def __new__(cls, *, max_num_seqs: int, num_speculative_tokens: int, costs: CostModel) -> SpeculationPlanner:
+    def __new__(
+        cls, *, max_num_seqs: int, num_speculative_tokens: int, costs: CostModel, catch_up_ms: float = 0.0
+    ) -> SpeculationPlanner:
         """A planner that has seen no draft yet; it copies `costs`.
 
         Args:
             max_num_seqs: rows (R), 1 to 65536.
             num_speculative_tokens: the most drafts that it chooses (K), 1 to 1024.
-            costs: milliseconds by batch and K; beyond its grid as `CostModel.ms` continues it.
+            costs: milliseconds by batch and K of launches that only decode; beyond its grid as `CostModel.ms` continues.
+            catch_up_ms: milliseconds of each position of a draft catch-up chunk beside them, at least 0.
 
         Raises:
             InvalidConfigError: naming the setting outside its range.
@@ -633,11 +636,11 @@ class BlockHasher:
 class CostModel:
     """Milliseconds of an iteration by batch size and number of draft tokens K, and what follows from them.
 
-    One iteration drafts K tokens and yields AL tokens, the acceptance length at K: `TPOT = ms / AL`; speed-ups are over the
-    same batch at K = 0. Between grid points costs are interpolated linearly. K = 0 stands apart: costs at K >= 1 come from
-    the points with K >= 1 alone, wherever there are two of them. Beyond the last K or batch the last segment goes on, but
-    never falls; before the first K >= 1 the first one does, but no lower than T_t = 0 allows; before the first batch the
-    cost stays.
+    One iteration drafts K tokens and yields AL tokens, the acceptance length at K: `TPOT = ms / AL`; speed-ups are over
+    the same batch at K = 0. Between grid points costs are interpolated linearly. K = 0 stands apart: costs at K >= 1
+    come from the points with K >= 1 alone, wherever there are two of them. Beyond the last K or batch the last segment
+    goes on, but never falls; before the first K >= 1 the first one does, but no lower than T_t = 0 allows; before the
+    first batch the cost stays.
 
     Acceptance lengths are given by K: `acceptance_lengths[i]` is that of K = i + 1, from 1 to K + 1.
     """
@@ -724,8 +727,8 @@ class CostModel:
     def observe(self, batch: int, k: int, ms: float, weight: float) -> None:
         """Moves the grid towards a measured cost. Mutates.
 
-        Each of the up to four grid points around (batch, k) is scaled by its share in the interpolation times `weight`; on
-        a grid point this is an exponential average with `weight` for the new value.
+        Each of the up to four grid points around (batch, k) is scaled by its share in the interpolation times `weight`;
+        on a grid point this is an exponential average with `weight` for the new value.
 
         Raises:
             InvalidConfigError: (batch, k) is not within the grid, `ms` not above 0, or `weight` not in (0, 1].
