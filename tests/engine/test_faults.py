@@ -128,3 +128,35 @@ def test_a_refused_request_leaves_nothing_behind(bank: Bank) -> None:
     assert list(engine.requests) == [0]
     run(engine)
     assert_idle(engine)
+
+
+class Unreadable:
+    """A detokenizer that fails at the third token."""
+
+    text = stable_text = ""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def update(self, token_ids: list[int]) -> tuple[int, None]:
+        self.taken += len(token_ids)
+        if self.taken > 2:
+            raise ValueError("no such character")
+        return len(token_ids), None
+
+    def finish(self) -> None:
+        raise ValueError("no such character")
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_output_that_cannot_be_read_ends_its_request_alone(bank: Bank, depth: int) -> None:
+    engine = make_engine(bank.target, bank.drafts["close"], k=3, launch_depth=depth)
+    jobs = [request(i, bank.prompts[i], k=3, max_tokens=20, engine_k=3, ignore_eos=True) for i in range(3)]
+    jobs[1]._detokenizer = Unreadable()  # type: ignore[assignment]
+    for job in jobs:
+        engine.add_request(job)
+    run(engine)
+    assert isinstance(jobs[1].error, EngineError)
+    assert "request 1: its output could not be read" in str(jobs[1].error)
+    for i in (0, 2):
+        assert jobs[i].output_token_ids == bank.continuations[i][:20]

@@ -253,12 +253,16 @@ class Engine:
             if drafted:
                 request.acceptance.record(drafted, accepted)
             new = results.tokens[entry, :num_new].tolist()
-            stopped = self._deliver(request, new, slot.logprobs.get(entry), ended_by_token=reason == FINISH_STOP)
-            broken = None if request.matcher is None else request.matcher.error
-            if (stopped or broken) and not reason:
+            stopped, error = False, None
+            try:
+                stopped = self._deliver(request, new, slot.logprobs.get(entry), ended_by_token=reason == FINISH_STOP)
+            except Exception as broken:  # whatever a tokenizer makes of these ids: the engine is not at fault
+                error = EngineError(f"request {request_id}: its output could not be read: {broken!r}")
+            if error is None and request.matcher is not None and request.matcher.error:
+                error = EngineError(f"request {request_id}: its grammar gave up: {request.matcher.error}")
+            if (stopped or error) and not reason:
                 self.scheduler.abort(request_id)
-            if broken:
-                error = EngineError(f"request {request_id}: its grammar gave up: {broken}")
+            if error is not None:
                 request.finish(FinishReason.ERROR, error)
                 del self.requests[request_id]
             elif stopped or reason:

@@ -120,7 +120,7 @@ class Request:
         return True
 
     def finish(self, reason: FinishReason, error: SpecrsError | None = None) -> None:
-        """End the request once; flushes the detokenizer. A later call changes nothing."""
+        """End the request once; flushes the detokenizer, but not after an error. A later call changes nothing."""
         if self.finished:
             return
         self.finish_reason = reason
@@ -129,5 +129,5 @@ class Request:
         if reason is FinishReason.STOP and self.stop_reason is None:
             last = self.output_token_ids[-1]
             self.stop_reason = None if last in self.eos_token_ids else last
-        if self._detokenizer is not None:
+        if self._detokenizer is not None and reason is not FinishReason.ERROR:
             self._detokenizer.finish()
