@@ -205,6 +205,24 @@ def speculative(**fields: Any) -> SpeculativeConfig:
     return SpeculativeConfig.from_mapping({"model": "draft", "num_speculative_tokens": 5} | fields)
 
 
+def test_auto_has_a_most() -> None:
+    for given, most in ((None, 7), (1, 1), (16, 16)):
+        auto = speculative(num_speculative_tokens="auto", max_num_speculative_tokens=given)
+        assert (auto.num_speculative_tokens, auto.most_speculative_tokens) == ("auto", most)
+        config = EngineConfig(model="target", speculative_config=auto)
+        assert config.plans_speculation
+        assert config.num_speculative_tokens == most
+    fixed = EngineConfig(model="target", speculative_config=speculative(num_speculative_tokens=3))
+    assert not fixed.plans_speculation
+    rates = speculative(
+        num_speculative_tokens="auto",
+        max_num_speculative_tokens=2,
+        rejection_sample_method="synthetic",
+        synthetic_acceptance_rates=[0.7, 0.5],
+    )
+    assert rates.synthetic_acceptance_rates == (0.7, 0.5)
+
+
 def test_speculative_config_accepts_what_is_listed() -> None:
     config = speculative(
         method="draft_model",
@@ -244,6 +262,15 @@ def test_dashes_equal_underscores() -> None:
             r"^speculative_config.num_speculative_tokens=17: must be an integer from 0 to 16",
         ),
         ({"num_speculative_tokens": None}, r"^speculative_config.num_speculative_tokens=None: "),
+        ({"num_speculative_tokens": "best"}, r"^speculative_config.num_speculative_tokens='best': .*or 'auto'$"),
+        (
+            {"max_num_speculative_tokens": 3},
+            r"^speculative_config.max_num_speculative_tokens=3: allowed only with num_speculative_tokens='auto'",
+        ),
+        (
+            {"num_speculative_tokens": "auto", "max_num_speculative_tokens": 0},
+            r"^speculative_config.max_num_speculative_tokens=0: must be an integer from 1 to 16, or None",
+        ),
         ({"model": ""}, r"^speculative_config.model='': "),
         ({"max_model_len": 1}, r"^speculative_config.max_model_len=1: must be an integer of at least 2"),
         ({"method": "eagle3"}, r"^speculative_config.method='eagle3': not implemented; allowed: 'draft_model'"),

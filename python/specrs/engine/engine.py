@@ -83,11 +83,14 @@ class Engine:
         self.planner: SpeculationPlanner | None = None
         self.watch: Watch | None = None
         if config.plans_speculation and self.num_speculative_tokens:
-            costs = measure_costs(self)
+            costs, catch_up_ms = measure_costs(self)
             self._begin(blueprint.scheduler(blocks))
             self.reset_stats()
             self.planner = SpeculationPlanner(
-                max_num_seqs=config.max_num_seqs, num_speculative_tokens=self.num_speculative_tokens, costs=costs
+                max_num_seqs=config.max_num_seqs,
+                num_speculative_tokens=self.num_speculative_tokens,
+                costs=costs,
+                catch_up_ms=catch_up_ms,
             )
             self.watch = self._learn
 
@@ -276,16 +279,15 @@ class Engine:
 
     def _learn(self, slot: RingSlot, header: Header, ms: float) -> None:
         """Tell the planner what became of a launch."""
-        count, results = header.num_decode, slot.results_view
+        count, record, results = header.num_decode, slot.record_arrays, slot.results_arrays
         if self.planner is None or not count:
             return
-        decodes_only = not header.num_prefill and not header.num_draft_chunks
         self.planner.settle(
-            slot.views["entry_row"][:count].numpy(),
-            slot.views["entry_k"][:count].numpy(),
-            results.num_drafted[:count].numpy(),
-            results.num_accepted[:count].numpy(),
-            ms if decodes_only else None,
+            record["entry_row"][:count],
+            record["entry_k"][:count],
+            results["num_drafted"][:count],
+            results["num_accepted"][:count],
+            None if header.num_prefill or header.num_draft_chunks else ms,
         )
 
     def _deliver(

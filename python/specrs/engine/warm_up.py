@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,20 +14,21 @@ from specrs.engine.request import Request
 from specrs.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from specrs.engine.engine import Engine
+    from specrs.engine.engine import Engine, Watch
     from specrs.runner.ring import Header, RingSlot
 
 SECONDS = 2.0
-"""Time to measure for, a last round apart."""
+"""Time to measure for, a last round apart; larger batches than half of it allows are not measured."""
 LAUNCHES = 2
 """Launches of each batch and K in a round; the fastest of all rounds counts, because noise only adds to it."""
-MAX_ROUNDS = 5
+MAX_ROUNDS = 8
 PROMPT = 64
 """Tokens of a request's prompt."""
 
 
-def measure_costs(engine: Engine) -> CostModel:
-    """Milliseconds of launches that only decode, at batches 1, 2, 4, ... and K = 0, 1, 2, 4, ... and the engine's.
+def measure_costs(engine: Engine) -> tuple[CostModel, float]:
+    """Milliseconds of launches that only decode, at batches 1, 2, 4, ... and K = 0, 1, 2, 4, ... and the engine's; and
+    those of each position of a draft catch-up chunk.
 
     Batches that there is no time for get what the last two measured ones lead to expect; launches refine all of them.
     Runs requests of made-up tokens and drops them. The engine needs a new scheduler and new books afterwards: what is
@@ -44,10 +46,10 @@ def measure_costs(engine: Engine) -> CostModel:
             for k in reversed(ks):  # the deepest first: the others find its draft KV in the prefix cache
                 table[batch, k] = min(table[batch, k], _measure(engine, batch, k))
             now = time.perf_counter()
-            if not rounds and now - began + 2.0 * (now - before) > SECONDS:
+            if not rounds and now - began + 2.0 * (now - before) > SECONDS / 2.0:
                 measured = i + 1
                 break
-        if time.perf_counter() - began > SECONDS / 2.0:
+        if time.perf_counter() - began > SECONDS:
             break
     # In a context too short for a single draft no draft pays, whatever it costs.
     known = [[table[batch, k] if math.isfinite(table[batch, k]) else 1.0 for k in ks] for batch in batches[:measured]]
@@ -55,7 +57,21 @@ def measure_costs(engine: Engine) -> CostModel:
     ms = np.array([[model.ms(batch, k) for k in ks] for batch in batches])
     # Fewer requests or drafts never take longer: where they seem to, something else did.
     ms = np.minimum.accumulate(np.minimum.accumulate(ms[::-1, ::-1], axis=0), axis=1)[::-1, ::-1]
-    return CostModel(batches, ks, ms.tolist())
+    costs = CostModel(batches, ks, ms.tolist())
+    return costs, _catch_up_ms(engine, costs.ms(1, most))
+
+
+def _catch_up_ms(engine: Engine, decode_ms: float) -> float:
+    """Of each position, the fixed part of a chunk included."""
+    found: list[float] = []
+
+    def watch(slot: RingSlot, header: Header, ms: float) -> None:
+        if header.num_draft_tokens and not header.num_prefill:
+            found.append(max(0.0, ms - decode_ms) / header.num_draft_tokens)
+
+    for run in range(LAUNCHES + 1):
+        _run(engine, 1, engine.num_speculative_tokens, watch, lambda: False, first_prompt=1 + run)
+    return min(found, default=0.0)
 
 
 def _measure(engine: Engine, batch: int, k: int) -> float:
@@ -63,10 +79,16 @@ def _measure(engine: Engine, batch: int, k: int) -> float:
     times: list[float] = []
 
     def watch(slot: RingSlot, header: Header, ms: float) -> None:
-        uniform = int(slot.views["entry_k"][: header.num_decode].sum()) == batch * k
+        uniform = int(slot.record_arrays["entry_k"][: header.num_decode].sum()) == batch * k
         if header.num_decode == batch and uniform and not header.num_prefill and not header.num_draft_chunks:
             times.append(ms)
 
+    _run(engine, batch, k, watch, lambda: len(times) >= LAUNCHES)
+    return min(times, default=math.inf)
+
+
+def _run(engine: Engine, batch: int, k: int, watch: Watch, done: Callable[[], bool], *, first_prompt: int = 0) -> None:
+    """Run `batch` requests with `k` drafts each, until they end or there is enough."""
     tokens = (k + 1) * (LAUNCHES + engine.depth + 1)
     length = max(1, min(PROMPT, engine.config.max_num_batched_tokens // (4 * batch), engine.max_model_len - tokens))
     params = SamplingParams(
@@ -74,15 +96,15 @@ def _measure(engine: Engine, batch: int, k: int) -> float:
     )
     vocab = engine.limits.vocab_size
     for i in range(batch):
-        # Distinct prompts, the same for every K: their KV comes from the prefix cache from the second time on.
-        prompt = [(i * 7919 + j * 104729 + 1) % vocab for j in range(length)]
+        # The same prompts for every K: their KV comes from the prefix cache from the second time on.
+        start = (first_prompt * 65537 + i) * 7919 + 1
+        prompt = [(start + j * 104729) % vocab for j in range(length)]
         engine.add_request(Request(i, prompt, params, num_speculative_tokens=engine.num_speculative_tokens))
     engine.watch = watch
-    while engine.requests and len(times) < LAUNCHES:
+    while engine.requests and not done():
         engine.step()
     engine.watch = None
     for request_id in list(engine.requests):
         engine.abort(request_id)
     while engine.has_unfinished():
         engine.step()
-    return min(times, default=math.inf)

@@ -59,6 +59,9 @@ class RingSlot:
         self.results_view = Results.of(
             section_views(self.pinned_results, scheduler.results_layout()), num_speculative_tokens
         )
+        # The same as numpy, for what the host looks at in every launch: slicing a tensor takes ten times as long.
+        self.record_arrays = section_arrays(self.record, scheduler.record_layout())
+        self.results_arrays = section_arrays(self.results, scheduler.results_layout())
         self.started = 0.0  # when it was planned, by time.perf_counter
         self.done = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
         self.logprobs: dict[int, TokenLogprobs] = {}  # by entry, where its request wants any
@@ -73,6 +76,11 @@ class RingSlot:
 def section_views(flat: Tensor, layout: Layout) -> dict[str, Tensor]:
     """The sections of a flat buffer by name."""
     return {name: flat.narrow(0, offset, length) for name, (offset, length) in layout.items()}
+
+
+def section_arrays(flat: NDArray[np.int64], layout: Layout) -> dict[str, NDArray[np.int64]]:
+    """The same of a numpy buffer."""
+    return {name: flat[offset : offset + length] for name, (offset, length) in layout.items()}
 
 
 class Ring:

@@ -19,12 +19,20 @@ impl SpeculationPlanner {
 #[pymethods]
 impl SpeculationPlanner {
     #[new]
-    #[pyo3(signature = (*, max_num_seqs, num_speculative_tokens, costs))]
-    fn new(py: Python<'_>, max_num_seqs: i64, num_speculative_tokens: i64, costs: &CostModel) -> PyResult<Self> {
+    #[pyo3(signature = (*, max_num_seqs, num_speculative_tokens, costs, catch_up_ms = 0.0))]
+    fn new(
+        py: Python<'_>,
+        max_num_seqs: i64,
+        num_speculative_tokens: i64,
+        costs: &CostModel,
+        catch_up_ms: f64,
+    ) -> PyResult<Self> {
         let rows = size(py, Class::InvalidConfig, "max_num_seqs", max_num_seqs)?;
         let k = size(py, Class::InvalidConfig, "num_speculative_tokens", num_speculative_tokens)?;
         let costs = costs.model(py).clone();
-        specrs_core::SpeculationPlanner::new(rows, k, costs).map(|planner| Self(Mutex::new(planner))).or_raise(py)
+        specrs_core::SpeculationPlanner::new(rows, k, costs, catch_up_ms)
+            .map(|planner| Self(Mutex::new(planner)))
+            .or_raise(py)
     }
 
     #[getter]

@@ -60,6 +60,8 @@ struct Probe {
 pub struct SpeculationPlanner {
     k: usize,
     costs: CostModel,
+    /// What a position of draft catch-up costs.
+    catch_up_ms: f64,
     /// How much slower the machine is than `costs` by now.
     scale: f64,
     since_refresh: u32,
@@ -83,11 +85,13 @@ pub struct SpeculationPlanner {
 }
 
 impl SpeculationPlanner {
-    /// A planner for rows below `max_num_seqs` and at most `num_speculative_tokens` (K) drafts, which knows nothing yet.
+    /// A planner for rows below `max_num_seqs` and at most `num_speculative_tokens` (K) drafts, which knows nothing yet. `costs` are
+    /// those of launches that only decode; `catch_up_ms` is what each position of a draft catch-up chunk costs beside them.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`] unless `max_num_seqs` is 1 to 65536 and `num_speculative_tokens` 1 to 1024.
-    pub fn new(max_num_seqs: usize, num_speculative_tokens: usize, costs: CostModel) -> Result<Self> {
+    /// [`Error::InvalidConfig`] unless `max_num_seqs` is 1 to 65536, `num_speculative_tokens` 1 to 1024, and `catch_up_ms` finite and
+    /// at least 0.
+    pub fn new(max_num_seqs: usize, num_speculative_tokens: usize, costs: CostModel, catch_up_ms: f64) -> Result<Self> {
         for (field, value, most) in
             [("max_num_seqs", max_num_seqs, 1 << 16), ("num_speculative_tokens", num_speculative_tokens, 1 << 10)]
         {
@@ -95,11 +99,19 @@ impl SpeculationPlanner {
                 return Err(Error::invalid_config(field, value, format!("1 to {most}")));
             }
         }
+        if !(catch_up_ms.is_finite() && catch_up_ms >= 0.0) {
+            return Err(Error::invalid_config(
+                "catch_up_ms",
+                catch_up_ms,
+                "a finite number of milliseconds, at least 0",
+            ));
+        }
         let mut choice = Choice::new(max_num_seqs, num_speculative_tokens);
         choice.set_costs(&costs);
         Ok(Self {
             k: num_speculative_tokens,
             costs,
+            catch_up_ms,
             scale: 1.0,
             since_refresh: 0,
             choice,
@@ -232,14 +244,6 @@ impl SpeculationPlanner {
         self.collapsed.drain(..)
     }
 
-    /// Milliseconds that a token of a draft catch-up chunk costs: no more than in the drafting passes of the largest batch measured.
-    fn chunk_ms(&self) -> f64 {
-        let batches = self.costs.batches();
-        let batch = batches[batches.len() - 1];
-        let pass = self.costs.ms(batch, 2) - self.costs.ms(batch, 1);
-        pass.max(0.0) / batch as f64
-    }
-
     fn refresh(&mut self) {
         if self.since_refresh >= REFRESH_LAUNCHES {
             self.since_refresh = 0;
@@ -254,12 +258,11 @@ impl SpeculationPlanner {
         let key = |row: i64| !(self.own[row as usize].odds as f32).to_bits();
         self.order.extend(rows.iter().zip(0..).map(|(&row, at)| (key(row), at)));
         self.order.sort_unstable();
-        let chunk_ms = self.chunk_ms();
         self.candidates.clear();
         self.candidates.extend(self.order.iter().map(|&(_, at)| Candidate {
             odds: self.own[rows[at as usize] as usize].odds,
             cap: (caps[at as usize] as usize).min(self.k),
-            penalty: lags[at as usize] as f64 * chunk_ms / CATCH_UP_LAUNCHES,
+            penalty: lags[at as usize] as f64 * self.catch_up_ms / CATCH_UP_LAUNCHES,
         }));
     }
 
@@ -302,7 +305,7 @@ impl SpeculationPlanner {
         let deepest = ks.iter().copied().max().unwrap_or(0) as usize;
         let (from, to) = (ks[at] as usize, most as usize);
         let drafts: f64 = (from..to).map(|level| self.choice.step_ms(level, 1).max(0.0)).sum();
-        let cost = f64::from(PROBE_DRAFTS) * drafts + lags[at] as f64 * self.chunk_ms();
+        let cost = f64::from(PROBE_DRAFTS) * drafts + lags[at] as f64 * self.catch_up_ms;
         if self.credit < cost {
             return;
         }

@@ -35,7 +35,7 @@ struct Loop {
 
 impl Loop {
     fn new(batch: usize, k: usize, costs: CostModel) -> Self {
-        let planner = SpeculationPlanner::new(batch, k, costs).unwrap();
+        let planner = SpeculationPlanner::new(batch, k, costs, 0.01).unwrap();
         Self { planner, chance: Chance(0x9E37_79B9_7F4A_7C15), ks: vec![0; batch], probes: 0 }
     }
 
@@ -148,7 +148,7 @@ proptest! {
             proptest::collection::vec((0_i64..12, 0_i64..60, 0.0_f64..1.0, 0.1_f64..50.0), 1..6), 1..60),
         costs in costs(),
     ) {
-        let mut planner = SpeculationPlanner::new(5, 4, costs).unwrap();
+        let mut planner = SpeculationPlanner::new(5, 4, costs, 0.01).unwrap();
         let mut chance = Chance(7);
         for launch in &launches {
             let rows: Vec<i64> = (0..launch.len() as i64).rev().collect();
@@ -181,7 +181,7 @@ fn a_good_draft_is_used_and_a_useless_one_is_not() {
 #[test]
 fn constant_inputs_settle_on_one_choice() {
     for (accepted, most) in [(0, 0), (1, 3), (2, 4), (5, 5)] {
-        let mut planner = SpeculationPlanner::new(3, 5, lines(0.2, 1.0)).unwrap();
+        let mut planner = SpeculationPlanner::new(3, 5, lines(0.2, 1.0), 0.01).unwrap();
         let (rows, caps, lags, mut ks) = ([0, 1, 2], [5; 3], [0; 3], [0; 3]);
         let mut changes = 0;
         let mut last = Vec::new();
@@ -217,7 +217,7 @@ fn a_useless_draft_costs_its_share_and_a_draft_that_becomes_good_is_found() {
 
 #[test]
 fn a_lag_that_costs_more_than_it_brings_is_not_closed() {
-    let planner = || SpeculationPlanner::new(1, 3, lines(0.4, 1.0)).unwrap();
+    let planner = || SpeculationPlanner::new(1, 3, lines(0.4, 1.0), 0.01).unwrap();
     let mut ks = [9];
     planner().decide(&[0], &[3], &[0], &mut ks).unwrap();
     assert!(ks[0] > 0, "by its first guess");
@@ -249,7 +249,7 @@ const FOLLOWING: usize = 60;
 
 #[test]
 fn launch_times_refine_the_costs() {
-    let mut planner = SpeculationPlanner::new(1, 2, lines(0.1, 1.0)).unwrap();
+    let mut planner = SpeculationPlanner::new(1, 2, lines(0.1, 1.0), 0.01).unwrap();
     for launch in 0..600 {
         // Drafts cost five times what the table says, on a machine that is three times slower than it was.
         let k = (launch / 8) % 3;
@@ -262,9 +262,10 @@ fn launch_times_refine_the_costs() {
 
 #[test]
 fn wrong_input_is_refused_and_changes_nothing() {
-    assert!(SpeculationPlanner::new(0, 1, lines(0.1, 1.0)).is_err());
-    assert!(SpeculationPlanner::new(1, 0, lines(0.1, 1.0)).is_err());
-    let mut planner = SpeculationPlanner::new(2, 3, lines(0.1, 1.0)).unwrap();
+    assert!(SpeculationPlanner::new(0, 1, lines(0.1, 1.0), 0.01).is_err());
+    assert!(SpeculationPlanner::new(1, 0, lines(0.1, 1.0), 0.01).is_err());
+    assert!(SpeculationPlanner::new(1, 1, lines(0.1, 1.0), -0.01).is_err());
+    let mut planner = SpeculationPlanner::new(2, 3, lines(0.1, 1.0), 0.01).unwrap();
     let before = format!("{planner:?}");
     let mut ks = [0; 2];
     for (rows, caps, lags) in [

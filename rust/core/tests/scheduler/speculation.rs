@@ -10,7 +10,7 @@ use crate::{ask, drafting, speculative};
 /// A planner for `speculative()` with drafts that cost `draft_ms` where the target costs 1.
 fn planner(draft_ms: f64) -> SpeculationPlanner {
     let line = CostLine { draft_ms, target_ms: 1.0, vanilla_ms: 1.0 };
-    SpeculationPlanner::new(4, 3, CostModel::lines(&[1, 4], &[line, line]).unwrap()).unwrap()
+    SpeculationPlanner::new(4, 3, CostModel::lines(&[1, 4], &[line, line]).unwrap(), 0.0).unwrap()
 }
 
 /// One turn with a planner: speculate and plan until launches are in flight, then settle one. False when idle. `rows` are those of the
@@ -150,7 +150,7 @@ fn a_planner_of_another_size_is_refused_and_so_is_a_rebuild_of_nothing() {
     let line = CostLine { draft_ms: 0.1, target_ms: 1.0, vanilla_ms: 1.0 };
     for (rows, k) in [(4, 2), (3, 3)] {
         let costs = CostModel::lines(&[1], &[line]).unwrap();
-        let error = driver.scheduler.speculate(&mut SpeculationPlanner::new(rows, k, costs).unwrap()).unwrap_err();
+        let error = driver.scheduler.speculate(&mut SpeculationPlanner::new(rows, k, costs, 0.0).unwrap()).unwrap_err();
         assert!(matches!(error, Error::InvalidConfig { .. }), "{error}");
     }
     assert_eq!(driver.scheduler.rebuild_draft(7), Err(Error::UnknownRequest { request_id: 7 }));
