@@ -143,6 +143,27 @@ impl Choice {
         tokens / ms
     }
 
+    /// The best of one K for all, cut to what each may draft, and its rate. Where that comes to differing K, they cost `mixed` times
+    /// what they should.
+    pub(super) fn best_uniform(&self, mixed: f64) -> (usize, f64) {
+        let (mut tokens, mut ms) = (self.len as f64, self.base[self.len]);
+        let mut best = (0, tokens / ms);
+        for level in 0..self.depth {
+            let all = level * self.stride + self.len;
+            tokens += self.gains[all];
+            let count = self.counts[all] as usize;
+            ms += self.steps[level * self.stride + count];
+            if level == 0 {
+                ms += self.penalties[self.len];
+            }
+            let rate = tokens / (ms * if count == self.len { 1.0 } else { mixed });
+            if rate > best.1 {
+                best = (level + 1, rate);
+            }
+        }
+        best
+    }
+
     /// Writes the best K of each candidate and returns the rate; `guess` is a rate to begin with.
     pub(super) fn solve(&mut self, guess: f64, ks: &mut [usize]) -> f64 {
         let mut rate = guess;

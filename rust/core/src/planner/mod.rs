@@ -9,6 +9,9 @@
 //! | `choice` | which K is best, given that and the costs |
 //! | this one | when to change, when to look again, whose draft KV is broken, what launches cost by now |
 //!
+//! *Mixed launches*, whose requests draft differently, may run slower than their parts (graphs and kernels are made for equal ones). By
+//! how much is learned as they happen, and one K for all is taken where that is too much.
+//!
 //! *Change*: a choice stays until another promises [`MARGIN`] more. *Looking again*: positions that nobody drafts teach nothing, and
 //! at K = 0 none do. So time saves up [`PROBE_SHARE`] of itself until it pays for a probe: one request, in turn, drafts as much as
 //! it may, [`PROBE_DRAFTS`] times. A useless draft costs that share and no more, and one that becomes good is found.
@@ -38,6 +41,9 @@ const CATCH_UP_LAUNCHES: f64 = 32.0;
 const TIME_WEIGHT: f64 = 0.03;
 /// A launch's time counts between these multiples of what was expected: the rest is something else than the launch.
 const TIME_BOUNDS: (f64, f64) = (0.5, 2.0);
+/// Weight of one mixed launch's time in what such launches take, and how far above and below that may be.
+const MIXED_WEIGHT: f64 = 0.1;
+const MIXED_BOUNDS: (f64, f64) = (0.5, 4.0);
 /// Launches between looks at the refined costs.
 const REFRESH_LAUNCHES: u32 = 16;
 /// No K chosen yet.
@@ -64,6 +70,8 @@ pub struct SpeculationPlanner {
     catch_up_ms: f64,
     /// How much slower the machine is than `costs` by now.
     scale: f64,
+    /// How much longer a launch takes whose requests draft differently.
+    mixed: f64,
     since_refresh: u32,
     choice: Choice,
     overall: Overall,
@@ -113,6 +121,7 @@ impl SpeculationPlanner {
             costs,
             catch_up_ms,
             scale: 1.0,
+            mixed: 1.0,
             since_refresh: 0,
             choice,
             overall: Overall::new(num_speculative_tokens),
@@ -273,15 +282,31 @@ impl SpeculationPlanner {
         self.ks.clear();
         self.ks.resize(len, 0);
         self.rate = self.choice.solve(self.rate, &mut self.ks);
+        let mut rate = self.rate / self.cost_of_mixing(&self.ks);
+        let (k, uniform) = self.choice.best_uniform(self.mixed);
+        if uniform > rate {
+            rate = uniform;
+            for (own, candidate) in self.ks.iter_mut().zip(&self.candidates) {
+                *own = candidate.cap.min(k);
+            }
+        }
         self.kept.clear();
         let kept = self.order.iter().zip(&self.candidates).zip(&self.ks).map(|((&(_, at), candidate), &k)| {
             let last = self.last[rows[at as usize] as usize];
             if last == NO_K { k } else { last.min(candidate.cap) }
         });
         self.kept.extend(kept);
-        if self.kept != self.ks && self.rate <= self.choice.rate(&self.kept) * (1.0 + MARGIN) {
-            std::mem::swap(&mut self.ks, &mut self.kept);
+        if self.kept != self.ks {
+            let kept = self.choice.rate(&self.kept) / self.cost_of_mixing(&self.kept);
+            if rate <= kept * (1.0 + MARGIN) {
+                std::mem::swap(&mut self.ks, &mut self.kept);
+            }
         }
+    }
+
+    /// What a launch with these K costs over the sum of its parts.
+    fn cost_of_mixing(&self, ks: &[usize]) -> f64 {
+        if ks.iter().all(|&k| k == ks[0]) { 1.0 } else { self.mixed }
     }
 
     /// Goes on with a probe, or begins one where the credit pays for it; `ks` are what would be drafted without.
@@ -325,11 +350,17 @@ impl SpeculationPlanner {
             }
         }
         let steps: f64 = (0..self.k).map(|level| self.choice.step_ms(level, self.counts[level])).sum();
-        self.credit += PROBE_SHARE * (self.choice.base_ms(ks.len()) + steps);
+        let parts = self.choice.base_ms(ks.len()) + steps;
+        self.credit += PROBE_SHARE * parts;
         self.since_refresh = self.since_refresh.saturating_add(1);
         let (batch, k, batches) = (ks.len(), ks[0] as usize, self.costs.batches());
         let inside = batch >= batches[0] && batch <= batches[batches.len() - 1];
-        let Some(ms) = ms.filter(|_| inside && ks.iter().all(|&other| other == ks[0])) else { return };
+        let Some(ms) = ms.filter(|_| inside) else { return };
+        if ks.iter().any(|&other| other != ks[0]) {
+            let factor = (ms / (self.scale * parts)).clamp(MIXED_BOUNDS.0, MIXED_BOUNDS.1);
+            self.mixed += MIXED_WEIGHT * (factor - self.mixed);
+            return;
+        }
         let expected = self.costs.ms(batch, k);
         let surprise = (ms / (self.scale * expected)).clamp(TIME_BOUNDS.0, TIME_BOUNDS.1);
         // A machine that slows down slows down every K, also those that are not tried now.

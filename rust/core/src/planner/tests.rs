@@ -136,6 +136,9 @@ proptest! {
         prop_assert!(ks.iter().zip(caps).all(|(k, cap)| k <= cap));
         let value = |ks: &[usize]| rate(&costs, &own, &by_position, lags, ks);
         prop_assert!((found - value(&ks)).abs() <= 1e-9 * found);
+        let uniform = (0..=3).map(|k| value(&caps.iter().map(|&cap| cap.min(k)).collect::<Vec<_>>())).fold(0.0, f64::max);
+        let (k, rate) = choice.best_uniform(1.0);
+        prop_assert!((rate - uniform).abs() <= 1e-9 * uniform, "K = {k} yields {rate}, the best K for all {uniform}");
         for k in 0..=3 {
             let same: Vec<_> = caps.iter().map(|&cap| cap.min(k)).collect();
             prop_assert!(found >= value(&same) * (1.0 - 1e-9), "{ks:?} loses against K = {k}");
@@ -246,6 +249,32 @@ fn a_collapse_is_noticed_once_and_a_useless_draft_is_none() {
 
 /// Drafts in which a request is not found collapsed twice.
 const FOLLOWING: usize = 60;
+
+#[test]
+fn launches_that_mix_k_are_avoided_where_they_take_longer() {
+    let growing =
+        [(0.3, 1.0), (0.5, 1.4)].map(|(draft_ms, target_ms)| CostLine { draft_ms, target_ms, vanilla_ms: target_ms });
+    let costs = CostModel::lines(&[1, 2], &growing).unwrap();
+    for (factor, mixes) in [(1.0, true), (2.5, false)] {
+        let mut planner = SpeculationPlanner::new(2, 3, costs.clone(), 0.0).unwrap();
+        let (mut chance, mut ks, mut mixed) = (Chance(3), [0; 2], 0);
+        for launch in 0..600 {
+            planner.decide(&[0, 1], &[3, 3], &[0, 0], &mut ks).unwrap();
+            mixed += usize::from(launch >= 300 && planner.last[0] != planner.last[1]);
+            let accepted = [chance.accepted(ks[0], 0.9), chance.accepted(ks[1], 0.02)];
+            let parts: f64 = costs.ms(2, 0)
+                + (1..=3)
+                    .map(|i| match ks.iter().filter(|&&k| k >= i).count() {
+                        0 => 0.0,
+                        count => costs.ms(count, i as usize) - costs.ms(count, i as usize - 1),
+                    })
+                    .sum::<f64>();
+            let ms = parts * if ks[0] == ks[1] { 1.0 } else { factor };
+            planner.settle(&[0, 1], &ks, &ks, &accepted, Some(ms)).unwrap();
+        }
+        assert!(if mixes { mixed > 200 } else { mixed < 20 }, "{mixed} of 300 launches mix at {factor}");
+    }
+}
 
 #[test]
 fn launch_times_refine_the_costs() {
