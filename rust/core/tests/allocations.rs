@@ -4,7 +4,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
 use specrs_core::scheduler::layout::{HEADER_LAUNCH_ID, HEADER_NUM_DECODE, HEADER_NUM_PREFILL};
-use specrs_core::{PlanOutcome, RequestParams, Scheduler, SchedulerConfig};
+use specrs_core::{CostModel, PlanOutcome, RequestParams, Scheduler, SchedulerConfig, SpeculationPlanner};
 
 thread_local! {
     static ALLOCATIONS: Cell<usize> = const { Cell::new(0) };
@@ -118,6 +118,26 @@ fn a_decoding_batch_allocates_nothing() {
     let used = cached - host.scheduler.num_free_blocks();
     assert!(used > BATCH * 150, "{used} blocks were allocated and registered meanwhile");
     host.scheduler.check_integrity().unwrap();
+}
+
+#[test]
+fn a_planner_allocates_nothing() {
+    let costs = CostModel::new(&[1, 16, 64], &[0, 1, K], &[1.0, 1.2, 2.0, 1.5, 2.0, 3.0, 3.0, 4.0, 9.0]).unwrap();
+    let mut planner = SpeculationPlanner::new(BATCH, K, costs, 0.1).unwrap();
+    let rows: Vec<i64> = (0..BATCH as i64).collect();
+    let (caps, lags) = ([K as i64; BATCH], [0; BATCH]);
+    let (mut ks, mut accepted) = ([0; BATCH], [0; BATCH]);
+    let before = ALLOCATIONS.get();
+    for launch in 0..3000 {
+        planner.decide(&rows, &caps, &lags, &mut ks).unwrap();
+        for (row, accepted) in accepted.iter_mut().enumerate() {
+            *accepted = if launch % 500 < 300 { ((launch + 3 * row) % (K + 1)) as i64 } else { 0 }.min(ks[row]);
+        }
+        planner.settle(&rows, &ks, &ks, &accepted, Some(1.0 + launch as f64 % 3.0)).unwrap();
+        planner.reset(launch % BATCH).unwrap();
+        planner.take_collapsed().for_each(drop);
+    }
+    assert_eq!(ALLOCATIONS.get(), before);
 }
 
 #[test]
