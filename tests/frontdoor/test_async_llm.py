@@ -56,8 +56,8 @@ async def all_of(llm: AsyncLLM, prompt: Any, params: SamplingParams = GREEDY) ->
 
 async def settled(llm: AsyncLLM, engine: ScriptedEngine) -> int:
     """How many requests live once the engine's thread has done what it was told so far."""
-    known = await asyncio.wrap_future(llm._loop.call(lambda: len(llm._loop._owners)))
-    assert known == len(engine.live)
+    known, live = await asyncio.wrap_future(llm._loop.call(lambda: (len(llm._loop._owners), len(engine.live))))
+    assert known == live
     return known
 
 
@@ -292,7 +292,8 @@ def test_an_event_loop_that_went_away(llm: AsyncLLM, engine: ScriptedEngine, gat
 
     run(main())
     gate.open(2)
-    assert run(settled(llm, engine)) == 0
+    while run(settled(llm, engine)):  # the first step finds nobody to tell; what follows takes the thread a turn or two
+        pass
     assert llm.num_unfinished == 0
 
 
