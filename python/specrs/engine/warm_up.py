@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from specrs.runner.ring import Header, RingSlot
 
 SECONDS = 2.0
-"""Time to measure for, a last round apart; larger batches than half of it allows are not measured."""
+"""Time to measure for, a last round apart; batches for which there is no time in it are not measured, but two are."""
 LAUNCHES = 2
 """Launches of each batch and K in a round; the fastest of all rounds counts, because noise only adds to it."""
 MAX_ROUNDS = 8
@@ -46,7 +46,7 @@ def measure_costs(engine: Engine) -> tuple[CostModel, float]:
             for k in reversed(ks):  # the deepest first: the others find its draft KV in the prefix cache
                 table[batch, k] = min(table[batch, k], _measure(engine, batch, k))
             now = time.perf_counter()
-            if not rounds and now - began + 2.0 * (now - before) > SECONDS / 2.0:
+            if not rounds and i and now - began + 2.0 * (now - before) > SECONDS:
                 measured = i + 1
                 break
         if time.perf_counter() - began > SECONDS:

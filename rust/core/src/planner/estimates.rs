@@ -12,7 +12,7 @@ const FIRST_GUESS: f64 = 0.7;
 /// Trials that a position takes after the one before it.
 const PRIOR_TRIALS: f64 = 4.0;
 /// Trials that a request takes after the average one.
-const OWN_PRIOR_TRIALS: f64 = 10.0;
+const OWN_PRIOR_TRIALS: f64 = 24.0;
 /// Drafts after which a request's own past counts a third.
 const OWN_DRAFTS: f64 = 64.0;
 /// Bounds of a chance, so that odds stay finite.

@@ -28,6 +28,8 @@ use estimates::{Overall, Own};
 
 /// What another choice must promise over the last one: 0.5 % more tokens per millisecond.
 const MARGIN: f64 = 0.005;
+/// What differing K must promise over one K for all: 3 %. Choosing the best of many estimates chooses the luckiest, too.
+const MIXED_MARGIN: f64 = 0.03;
 /// The share of time that probes may cost.
 const PROBE_SHARE: f64 = 0.005;
 /// Drafts of a probe, and the most launches that it waits for them.
@@ -38,7 +40,7 @@ const OLD_TRIALS: (f64, f64) = (8.0, 32.0);
 /// Launches over which closing the lag of a request's draft KV is spread.
 const CATCH_UP_LAUNCHES: f64 = 32.0;
 /// Weight of one launch's time: this much for the machine as a whole, and as much for this batch and K.
-const TIME_WEIGHT: f64 = 0.03;
+const TIME_WEIGHT: f64 = 0.04;
 /// A launch's time counts between these multiples of what was expected: the rest is something else than the launch.
 const TIME_BOUNDS: (f64, f64) = (0.5, 2.0);
 /// Weight of one mixed launch's time in what such launches take, and how far above and below that may be.
@@ -284,7 +286,7 @@ impl SpeculationPlanner {
         self.rate = self.choice.solve(self.rate, &mut self.ks);
         let mut rate = self.rate / self.cost_of_mixing(&self.ks);
         let (k, uniform) = self.choice.best_uniform(self.mixed);
-        if uniform > rate {
+        if uniform * (1.0 + MIXED_MARGIN) > rate {
             rate = uniform;
             for (own, candidate) in self.ks.iter_mut().zip(&self.candidates) {
                 *own = candidate.cap.min(k);
