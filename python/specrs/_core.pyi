@@ -379,9 +379,10 @@ class SpeculationPlanner:
         """A planner that has seen no draft yet; it copies `costs`.
 
         Args:
-            max_num_seqs: rows (R), 1 to 65536. num_speculative_tokens: the most drafts that it chooses (K), 1 to 1024.
-            costs: milliseconds by batch and K of launches that only decode; beyond its grid as `CostModel.ms`
-            continues. catch_up_ms: milliseconds of each position of a draft catch-up chunk beside them, at least 0.
+            max_num_seqs: rows (R), 1 to 65536.
+            num_speculative_tokens: the most drafts that it chooses (K), 1 to 1024.
+            costs: milliseconds by batch and K of launches that only decode; beyond its grid as `CostModel.ms` goes on.
+            catch_up_ms: milliseconds of each position of a draft catch-up chunk beside them, at least 0.
 
         Raises:
             InvalidConfigError: naming the setting outside its range.
