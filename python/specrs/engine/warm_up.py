@@ -53,12 +53,23 @@ def measure_costs(engine: Engine) -> tuple[CostModel, float]:
             break
     # In a context too short for a single draft no draft pays, whatever it costs.
     known = [[table[batch, k] if math.isfinite(table[batch, k]) else 1.0 for k in ks] for batch in batches[:measured]]
-    model = CostModel(batches[:measured], ks, known)
+    model = CostModel(batches[:measured], ks, [_smooth(ks, row) for row in known])
     ms = np.array([[model.ms(batch, k) for k in ks] for batch in batches])
     # Fewer requests or drafts never take longer: where they seem to, something else did.
     ms = np.minimum.accumulate(np.minimum.accumulate(ms[::-1, ::-1], axis=0), axis=1)[::-1, ::-1]
     costs = CostModel(batches, ks, ms.tolist())
     return costs, _catch_up_ms(engine, costs.ms(1, most))
+
+
+def _smooth(ks: list[int], row: list[float]) -> list[float]:
+    """Costs at K >= 1 on the line `K * T_d + T_t` that fits them best: noise of one K would keep it out of use."""
+    if len(ks) < 4:
+        return row
+    times = np.array(row[1:])
+    slope, intercept = np.polyfit(ks[1:], times, 1, w=1.0 / times)
+    if slope < 0.0 or slope + intercept <= 0.0:
+        return row
+    return [row[0], *(float(slope * k + intercept) for k in ks[1:])]
 
 
 def _catch_up_ms(engine: Engine, decode_ms: float) -> float:

@@ -39,8 +39,9 @@ const PROBE_LAUNCHES: u32 = 64;
 const OLD_TRIALS: (f64, f64) = (8.0, 32.0);
 /// Launches over which closing the lag of a request's draft KV is spread.
 const CATCH_UP_LAUNCHES: f64 = 32.0;
-/// Weight of one launch's time: this much for the machine as a whole, and as much for this batch and K.
-const TIME_WEIGHT: f64 = 0.04;
+/// Weight of one launch's time: for the machine as a whole, and for this batch and K.
+const MACHINE_WEIGHT: f64 = 0.06;
+const TIME_WEIGHT: f64 = 0.015;
 /// A launch's time counts between these multiples of what was expected: the rest is something else than the launch.
 const TIME_BOUNDS: (f64, f64) = (0.5, 2.0);
 /// Weight of one mixed launch's time in what such launches take, and how far above and below that may be.
@@ -366,7 +367,7 @@ impl SpeculationPlanner {
         let expected = self.costs.ms(batch, k);
         let surprise = (ms / (self.scale * expected)).clamp(TIME_BOUNDS.0, TIME_BOUNDS.1);
         // A machine that slows down slows down every K, also those that are not tried now.
-        self.scale *= 1.0 + TIME_WEIGHT * (surprise - 1.0);
+        self.scale *= 1.0 + MACHINE_WEIGHT * (surprise - 1.0);
         // A K outside the grid teaches nothing about it; the grid of a host need not reach K.
         let _ = self.costs.observe(batch, k, expected * surprise, TIME_WEIGHT);
     }

@@ -279,7 +279,7 @@ fn launches_that_mix_k_are_avoided_where_they_take_longer() {
 #[test]
 fn launch_times_refine_the_costs() {
     let mut planner = SpeculationPlanner::new(1, 2, lines(0.1, 1.0), 0.01).unwrap();
-    for launch in 0..600 {
+    for launch in 0..2000 {
         // Drafts cost five times what the table says, on a machine that is three times slower than it was.
         let k = (launch / 8) % 3;
         let ms = 3.0 * (1.0 + 0.5 * k as f64);
