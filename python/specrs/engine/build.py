@@ -67,22 +67,30 @@ def load_weights(config: EngineConfig) -> Weights:
     target = load_model(
         config.target, dtype=config.dtype, device=device, revision=config.revision, load_format=config.load_format
     )
-    speculative, draft = config.speculative_config, config.draft
-    if speculative is None or draft is None or speculative.most_speculative_tokens == 0:
+    draft = _draft_source(config)
+    if draft is None:
         return Weights(target, None)
+    source, revision = draft
     dtype = str(target.dtype).removeprefix("torch.")
     return Weights(
-        target,
-        load_model(draft, dtype=dtype, device=device, revision=speculative.revision, load_format=config.load_format),
+        target, load_model(source, dtype=dtype, device=device, revision=revision, load_format=config.load_format)
     )
+
+
+def _draft_source(config: EngineConfig) -> tuple[str, str | None] | None:
+    """Folder or hub id of the draft and its revision; None where the engine never speculates."""
+    speculative, draft = config.speculative_config, config.draft
+    if speculative is None or draft is None or speculative.most_speculative_tokens == 0:
+        return None
+    return draft, speculative.revision
 
 
 def check_weights_fit(config: EngineConfig, device: torch.device) -> None:
     """Raises InvalidConfigError if the GPU's free memory does not hold the weights; reads configurations only."""
-    speculative, sizes = config.speculative_config, {}
+    sizes, draft = {}, _draft_source(config)
     sources = [("model", config.target, config.revision)]
-    if speculative is not None and config.draft is not None and speculative.num_speculative_tokens:
-        sources.append(("speculative_config.model", config.draft, speculative.revision))
+    if draft is not None:
+        sources.append(("speculative_config.model", *draft))
     dtype: torch.dtype | None = None
     for field, source, revision in sources:
         model = load_config(source, revision=revision)
@@ -142,15 +150,23 @@ class Blueprint:
         given = self.config.launch_depth
         return given if given is not None else 2 if self.on_gpu else 1
 
+    @property
+    def models(self) -> list[Decoder]:
+        """Target and, where there is one, draft."""
+        return [model for model in (self.weights.target, self.weights.draft) if model is not None]
+
+    @property
+    def bytes_per_block(self) -> int:
+        """KV bytes of one block in all models."""
+        return sum(KVCache.bytes_per_block(m.config, self.config.block_size, m.dtype) for m in self.models)
+
     def num_blocks(self) -> int:
         """Size of the block pool, which serves both models' caches."""
         if self.on_gpu:
             from specrs.runner.cuda.build import measure_num_blocks
 
             return measure_num_blocks(self)
-        models = [model for model in (self.weights.target, self.weights.draft) if model is not None]
-        per_block = sum(KVCache.bytes_per_block(m.config, self.config.block_size, m.dtype) for m in models)
-        return resolve_num_blocks(self.config, per_block, self.max_model_len)
+        return resolve_num_blocks(self.config, self.bytes_per_block, self.max_model_len)
 
     def scheduler(self, blocks: int) -> Scheduler:
         """A scheduler over `blocks` blocks."""

@@ -11,7 +11,6 @@ from specrs.errors import InvalidConfigError, UnsupportedConfigError, invalid
 
 MIN_CAPABILITY = (8, 0)
 """bf16 tensor cores and asynchronous copies to shared memory, which the kernels are written for."""
-HEAD_DIMS = (64, 96, 128, 256)
 
 
 def resolve_device(device: str) -> torch.device:

@@ -16,9 +16,8 @@ from specrs.kernels.cuda.sampling_scratch import SamplingScratch
 from specrs.models.cuda_forward import Workspace, forward
 from specrs.models.decoder import Decoder
 from specrs.models.inputs import PassInputs
-from specrs.models.kv_cache import KVCache
 from specrs.runner.cuda.buffers import Buffers, DeviceRecord
-from specrs.runner.cuda.graphs import Graphs, bytes_per_graph, capture_all, graph_counts
+from specrs.runner.cuda.graphs import Graphs, capture_all, measure_bytes
 from specrs.runner.cuda.iteration import Context
 from specrs.runner.cuda.runner import CudaRunner, entries_of
 from specrs.runner.cuda.shapes import Buckets, batch_buckets
@@ -36,7 +35,7 @@ GIB = 1 << 30
 
 def check(blueprint: Blueprint) -> None:
     """Raises UnsupportedModelError for a model that the kernels do not serve."""
-    for model in models(blueprint):
+    for model in blueprint.models:
         if model.config.head_dim not in HEAD_DIMS:
             raise invalid(
                 UnsupportedModelError,
@@ -46,23 +45,11 @@ def check(blueprint: Blueprint) -> None:
             )
 
 
-def models(blueprint: Blueprint) -> list[Decoder]:
-    """Target and, where there is one, draft."""
-    target, draft = blueprint.weights.target, blueprint.weights.draft
-    return [target] if draft is None else [target, draft]
-
-
 def make_buckets(blueprint: Blueprint) -> Buckets:
     """The shapes that graphs are captured for."""
     config = blueprint.config
     sizes = batch_buckets(config.max_num_seqs, config.cudagraph_capture_sizes)
     return Buckets(sizes, blueprint.num_speculative_tokens)
-
-
-def bytes_per_block(blueprint: Blueprint) -> int:
-    """KV bytes of one block in all models."""
-    size = blueprint.config.block_size
-    return sum(KVCache.bytes_per_block(m.config, size, m.dtype) for m in models(blueprint))
 
 
 def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingState, num_blocks: int) -> Context:
@@ -137,7 +124,7 @@ def measure_num_blocks(blueprint: Blueprint) -> int:
     config, device = blueprint.config, blueprint.device
     if device.type == "cuda":
         check(blueprint)
-    per_block, per_request = bytes_per_block(blueprint), -(-blueprint.max_model_len // config.block_size)
+    per_block, per_request = blueprint.bytes_per_block, -(-blueprint.max_model_len // config.block_size)
     if config.num_gpu_blocks_override is not None:
         return config.num_gpu_blocks_override
     if config.kv_cache_memory_bytes is not None:
@@ -189,9 +176,7 @@ def _measure(blueprint: Blueprint) -> tuple[int, int]:
     used = total - free
     graphs = 0
     if not config.enforce_eager:
-        buckets = make_buckets(blueprint)
-        each = bytes_per_graph(ctx, buckets, entries_of(ctx.record.views, "num_decode"), device)
-        graphs = int(sum(each[kind] * count for kind, count in graph_counts(buckets).items() if kind in each))
+        graphs = measure_bytes(ctx, make_buckets(blueprint), entries_of(ctx.record.views, "num_decode"), device)
     del ctx, sampling
     gc.collect()
     torch.cuda.empty_cache()
@@ -216,7 +201,7 @@ def _prefill_inputs(rows: int, blueprint: Blueprint, device: torch.device) -> Pa
 def _check_fits(blueprint: Blueprint, left: int, field: str, value: object, needed: int) -> None:
     if left >= needed:
         return
-    shorter = max(0, left) // bytes_per_block(blueprint) * blueprint.config.block_size
+    shorter = max(0, left) // blueprint.bytes_per_block * blueprint.config.block_size
     instead = f"max_model_len={shorter} would fit, or " if shorter > 1 else ""
     raise invalid(
         InvalidConfigError,

@@ -74,13 +74,13 @@ def capture_all(ctx: Context, buckets: Buckets, decode: Entries, device: torch.d
     return graphs
 
 
-def bytes_per_graph(ctx: Context, buckets: Buckets, decode: Entries, device: torch.device) -> dict[str, float]:
-    """Device memory of one graph of each kind, by capturing the largest of each; counts follow from the buckets."""
-    graphs = Graphs(device)
-    found: dict[str, float] = {}
-    for key, function in tasks(ctx, buckets, decode):
-        kind = key[0] if isinstance(key, tuple) else "whole"
-        if kind in found:
+def measure_bytes(ctx: Context, buckets: Buckets, decode: Entries, device: torch.device) -> int:
+    """Device memory that all graphs will take, by capturing the first and largest of each kind."""
+    graphs, work = Graphs(device), list(tasks(ctx, buckets, decode))
+    each: dict[str, int] = {}
+    for key, function in work:
+        kind = _kind(key)
+        if kind in each:
             continue
         function()
         torch.cuda.synchronize(device)
@@ -88,14 +88,9 @@ def bytes_per_graph(ctx: Context, buckets: Buckets, decode: Entries, device: tor
         graphs.capture(key, function)
         graphs.replay(key)  # the driver uploads a graph at its first replay
         torch.cuda.synchronize(device)
-        found[kind] = max(0, before - torch.cuda.mem_get_info(device)[0])
-    return found
+        each[kind] = max(0, before - torch.cuda.mem_get_info(device)[0])
+    return sum(each[_kind(key)] for key, _ in work)
 
 
-def graph_counts(buckets: Buckets) -> dict[str, int]:
-    """Graphs of each kind that `capture_all` makes."""
-    return {
-        "whole": sum(1 for _ in buckets.whole_shapes()),
-        "verify": sum(1 for _ in buckets.verify_passes()),
-        "draft": sum(1 for _ in buckets.draft_passes()),
-    }
+def _kind(key: Hashable) -> str:
+    return str(key[0]) if isinstance(key, tuple) else "whole"

@@ -193,7 +193,12 @@ def verify_pass(ctx: Context, batch: int, rows: int, max_q_len: int, *, greedy: 
         max_q_len=max_q_len,
         max_context=ctx.max_model_len,
     )
-    hidden = forward(ctx.target, inputs, ctx.kv_cache, ctx.target_workspace)
+    lm_head(ctx, forward(ctx.target, inputs, ctx.kv_cache, ctx.target_workspace), greedy=greedy)
+
+
+def lm_head(ctx: Context, hidden: Tensor, *, greedy: bool) -> None:
+    """`logits` of the target's hidden rows `[N, hidden]`, or `target_ids` and `target_top` if greedy."""
+    b, rows = ctx.buffers, hidden.shape[0]
     if greedy:
         compute_argmax(ctx.target, hidden, b.target_ids[:rows], b.target_top[:rows], ctx.target_workspace)
     else:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from specrs.drafters.draft_model import DraftModel
-from specrs.models.cuda_forward import compute_argmax, compute_logits, forward
+from specrs.models.cuda_forward import compute_logits, forward
 from specrs.models.kv_cache import KVCache
 from specrs.runner.cuda.adjusted import accept_adjusted, draft_adjusted, entry_sampling
 from specrs.runner.cuda.graphs import Graphs
@@ -27,6 +27,7 @@ from specrs.runner.cuda.iteration import (
     accept_and_update,
     assemble,
     draft_pass,
+    lm_head,
     prepare,
     run,
     verify_pass,
@@ -75,6 +76,9 @@ class CudaRunner:
         device = ctx.state.tokens.device
         # Triton's interpreter runs the same code on a CPU, where there are no streams.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        if self._stream is not None:
+            # Weights and zeroed buffers were enqueued on another stream, which this one does not wait for by itself.
+            self._stream.wait_stream(torch.cuda.current_stream(device))
         self._warned = False
 
     @property
@@ -144,20 +148,13 @@ class CudaRunner:
         emits = views["chunk_is_last"]
         prepare(ctx, shape, entries_of(views, "num_prefill", first, emits))
         last = hidden.index_select(0, last_rows(views, header))
-        self._logits(last, shape)
+        lm_head(ctx, last, greedy=shape.tail is Tail.GREEDY)
         if shape.tail is Tail.LOGITS:
             planned = [0] * count
             sampling = entry_sampling(ctx, self.sampling, shape, planned, rows, self._context(slot, first, count))
             accept_adjusted(ctx, shape, sampling, slot, first, self.logprobs_mode)
         else:
             accept_and_update(ctx, shape, first)
-
-    def _logits(self, hidden: Tensor, shape: Shape) -> None:
-        ctx, b, count = self.ctx, self.ctx.buffers, shape.rows
-        if shape.tail is Tail.GREEDY:
-            compute_argmax(ctx.target, hidden, b.target_ids[:count], b.target_top[:count], ctx.target_workspace)
-        else:
-            compute_logits(ctx.target, hidden, b.logits[:count], ctx.target_workspace)
 
     def _prompt_logits(self, hidden: Tensor) -> Tensor:
         out = torch.empty((hidden.shape[0], self.sampling.vocab_size), dtype=torch.float32, device=hidden.device)
@@ -217,13 +214,11 @@ class CudaRunner:
             sampling = entry_sampling(ctx, self.sampling, shape, planned, rows, context)
         for i in range(1, shape.max_k + 1):
             count = sum(k >= i for k in planned)
-            batch = self.buckets.batch(count) or count
-            key = ("draft", batch, i, tail)
+            key = ("draft", self.buckets.batch(count), i, tail)
             if self.graphs is not None and key in self.graphs:
                 self.graphs.replay(key)
             else:
-                batch = count
-                draft_pass(ctx, i, batch, tail)
+                draft_pass(ctx, i, count, tail)
             if sampling is not None:
                 draft_adjusted(ctx, i, count, sampling)
         if shape.max_k:
