@@ -40,7 +40,7 @@ impl Scheduler {
             self.waiting.pop_first();
             self.requests[index].row = Some(row);
             let lease = &mut self.rows[row as usize];
-            self.requests[index].reserve(block_size);
+            self.requests[index].reserve(block_size, self.config.num_speculative_tokens + 1);
             lease.open(index, &self.requests[index], self.config.blocks_for(self.requests[index].limit));
             for &block in &plan.hits {
                 self.pool.share(block)?;

@@ -137,6 +137,9 @@ pub struct Scheduler {
     num_preemptions: u64,
     num_cached_tokens: u64,
     plan: plan::Plan,
+    /// While a launch settles, `[.., num_unpublished)`: rows with blocks to publish, and whether they drafted. One more than R.
+    unpublished: Vec<(RowIndex, bool)>,
+    num_unpublished: usize,
     speculation: speculation::Speculation,
 }
 
@@ -169,6 +172,8 @@ impl Scheduler {
             num_preemptions: 0,
             num_cached_tokens: 0,
             plan: plan::Plan::default(),
+            unpublished: vec![(0, false); rows + 1],
+            num_unpublished: 0,
             speculation: speculation::Speculation::default(),
             config,
         })

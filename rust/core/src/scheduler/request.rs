@@ -66,12 +66,17 @@ impl Request {
         }
     }
 
-    /// Appends emitted tokens up to the first that ends the request; they must not pass its limit. A stop token counts from output
-    /// index `min_tokens` on and wins over the limit.
+    /// Appends the first `emitted` of `tokens` up to the first that ends the request; they must not pass its limit. A stop token counts
+    /// from output index `min_tokens` on and wins over the limit.
+    ///
+    /// Looks at all of `tokens`, and copies them before it cuts: a loop over the emitted ones ends where no predictor expects it, which
+    /// costs more than the K tokens.
     #[inline]
-    pub(super) fn append(&mut self, tokens: &[i64]) -> Ending {
-        let stop = if self.has_stops { self.first_stop(tokens) } else { None };
-        self.tokens.extend(tokens[..stop.unwrap_or(tokens.len())].iter().map(|&token| token as u32));
+    pub(super) fn append(&mut self, tokens: &[i64], emitted: usize) -> Ending {
+        let n = self.tokens.len();
+        let stop = if self.may_stop(tokens) { self.first_stop(&tokens[..emitted]) } else { None };
+        self.tokens.extend(tokens.iter().map(|&token| token as u32));
+        self.tokens.truncate(n + stop.unwrap_or(emitted));
         if stop.is_some() {
             Ending::Stop
         } else if self.tokens.len() >= self.limit {
@@ -81,15 +86,22 @@ impl Request {
         }
     }
 
+    /// Whether any of `tokens`, which need not all be emitted, is a stop token.
+    #[inline]
+    fn may_stop(&self, tokens: &[i64]) -> bool {
+        self.has_stops
+            && self.stop_token_ids.iter().any(|stop| tokens.iter().fold(false, |found, token| found | (token == stop)))
+    }
+
     /// Length of the shortest head of `tokens` that ends in a stop token which counts.
     fn first_stop(&self, tokens: &[i64]) -> Option<usize> {
         let first = self.min_len.saturating_sub(self.tokens.len());
         tokens.iter().skip(first).position(|token| self.stop_token_ids.contains(token)).map(|at| first + at + 1)
     }
 
-    /// Makes room for all that it may become, so that nothing is allocated while it runs.
-    pub(super) fn reserve(&mut self, block_size: usize) {
-        self.tokens.reserve_exact(self.limit - self.tokens.len());
+    /// Makes room for all that it may become, so that nothing is allocated while it runs; `width` tokens come at a time.
+    pub(super) fn reserve(&mut self, block_size: usize, width: usize) {
+        self.tokens.reserve_exact(self.limit + width - self.tokens.len());
         self.hashes.reserve_exact(self.limit / block_size - self.hashes.len());
     }
 

@@ -92,6 +92,10 @@ impl Scheduler {
             let entry = self.settle_entry(entry, report, tokens)?;
             (*id, *count, *reason) = (entry.request_id, entry.num_new as i64, entry.finish_reason);
         }
+        for at in 0..std::mem::take(&mut self.num_unpublished) {
+            let (row, drafted) = self.unpublished[at];
+            self.publish(row, drafted)?;
+        }
         self.spare_launches.push(launch);
         Ok(())
     }
@@ -124,8 +128,10 @@ impl Scheduler {
             if row.state != RowState::Live || flags & FATAL != 0 {
                 continue;
             }
+            // All bits together of all of them first: a loop over the emitted ones ends where no predictor expects it.
+            let bits = tokens.iter().fold(0, |bits, token| bits | token);
             let tokens = &tokens[..emitted as usize];
-            if let Some(&token) = tokens.iter().find(|&&token| !is_token(token)) {
+            if !is_token(bits) && let Some(&token) = tokens.iter().find(|&&token| !is_token(token)) {
                 return Err(self.invalid(at, "tokens", token, "a token id".into()));
             }
             // A device that stops at a stop token may leave out what it accepted behind it.
@@ -166,7 +172,7 @@ impl Scheduler {
         }
 
         let n = row.n;
-        let ending = request.append(&tokens[..emitted as usize]);
+        let ending = request.append(tokens, emitted as usize);
         row.n = request.tokens.len();
         let num_new = row.n - n;
         if drafted > 0 {
@@ -180,15 +186,22 @@ impl Scheduler {
                 self.pool.release_claim(block, entry.row);
             }
         }
-        if self.config.enable_prefix_caching && num_new > 0 {
-            self.publish(entry.row, drafted > 0)?;
-        }
+        let block_size = self.config.block_size;
+        let complete = (row.num_registered + 1) * block_size < row.n
+            || (drafted > 0 && (row.num_draft_marked + 1) * block_size <= row.draft_len);
         let finish_reason = match ending {
             Ending::None => FINISH_NONE,
             Ending::Stop => FINISH_STOP,
             Ending::Length => FINISH_LENGTH,
         };
-        if ending != Ending::None {
+        if ending == Ending::None {
+            // Without a branch: which rows complete a block, no predictor knows.
+            self.unpublished[self.num_unpublished] = (entry.row, drafted > 0);
+            self.num_unpublished += usize::from(self.config.enable_prefix_caching & (num_new > 0) & complete);
+        } else {
+            if self.config.enable_prefix_caching && complete {
+                self.publish(entry.row, drafted > 0)?;
+            }
             self.end(entry.row)?;
         }
         Ok(Settled { request_id, num_new, finish_reason })
