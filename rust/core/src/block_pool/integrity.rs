@@ -1,6 +1,6 @@
 //! The check that a pool's lists, marks and hash map agree.
 
-use super::list::ListId;
+use super::list::{self, ListId};
 use super::{BlockPool, UNCLAIMED};
 use crate::error::{Error, Result};
 
@@ -13,7 +13,7 @@ impl BlockPool {
         let mut list_of = vec![None; self.num_blocks()];
         for list in [ListId::Free, ListId::Cached] {
             let mut len = 0;
-            for id in self.lists.iter(list) {
+            for id in list::iter(&self.blocks, list) {
                 let Some(seen) = list_of.get_mut(id as usize) else {
                     return Err(Error::integrity(format!("{list:?} list leads to block {id}, which does not exist")));
                 };
@@ -50,7 +50,7 @@ impl BlockPool {
             }
             if block.registered {
                 registered += 1;
-                if self.lookup(self.by_hash.hash_of(id as u32)) != Some(id as i64) {
+                if self.lookup(block.entry.hash()) != Some(id as i64) {
                     return Err(Error::integrity(format!("block {id} is not found under its hash")));
                 }
             }

@@ -1,11 +1,19 @@
-//! Doubly linked lists threaded through one `Vec`: every element is in at most one list, every operation is O(1).
+//! Doubly linked lists threaded through the blocks: every block is in at most one list, every operation is O(1).
+
+use super::Block;
 
 const NONE: u32 = u32::MAX;
 
+/// A block's neighbours in its list.
 #[derive(Clone, Copy, Debug)]
-struct Link {
+pub(super) struct Link {
     prev: u32,
     next: u32,
+}
+
+impl Link {
+    /// Of a block in no list.
+    pub(super) const NONE: Self = Self { prev: NONE, next: NONE };
 }
 
 /// One of the lists of a [`Lists`].
@@ -17,79 +25,79 @@ pub(super) enum ListId {
     Cached,
 }
 
-/// Two lists over the elements `0..n`; the sentinels are the elements n and n + 1.
+/// Sentinels, behind the pool's blocks: a ring needs no special cases at its ends.
+pub(super) const SENTINELS: usize = 2;
+
+/// Lengths of the two lists. `blocks` is the pool's, its last [`SENTINELS`] elements the lists' ends.
 #[derive(Clone, Debug)]
 pub(super) struct Lists {
-    links: Vec<Link>,
     len: [usize; 2],
 }
 
 impl Lists {
-    /// All elements in no list.
-    pub(super) fn new(elements: usize) -> Self {
-        let mut links = vec![Link { prev: NONE, next: NONE }; elements];
-        for sentinel in [elements as u32, elements as u32 + 1] {
-            links.push(Link { prev: sentinel, next: sentinel });
+    /// Two empty lists.
+    pub(super) fn new(blocks: &mut [Block]) -> Self {
+        for list in [ListId::Free, ListId::Cached] {
+            let sentinel = sentinel(blocks, list);
+            blocks[sentinel as usize].link = Link { prev: sentinel, next: sentinel };
         }
-        Self { links, len: [0; 2] }
-    }
-
-    fn sentinel(&self, list: ListId) -> u32 {
-        (self.links.len() - 2) as u32 + list as u32
+        Self { len: [0; 2] }
     }
 
     pub(super) fn len(&self, list: ListId) -> usize {
         self.len[list as usize]
     }
 
-    pub(super) fn push_front(&mut self, list: ListId, element: u32) {
-        let sentinel = self.sentinel(list);
-        self.insert(list, element, sentinel, self.links[sentinel as usize].next);
+    pub(super) fn push_front(&mut self, blocks: &mut [Block], list: ListId, element: u32) {
+        let sentinel = sentinel(blocks, list);
+        let next = blocks[sentinel as usize].link.next;
+        self.insert(blocks, list, element, Link { prev: sentinel, next });
     }
 
-    pub(super) fn push_back(&mut self, list: ListId, element: u32) {
-        let sentinel = self.sentinel(list);
-        self.insert(list, element, self.links[sentinel as usize].prev, sentinel);
+    pub(super) fn push_back(&mut self, blocks: &mut [Block], list: ListId, element: u32) {
+        let sentinel = sentinel(blocks, list);
+        let prev = blocks[sentinel as usize].link.prev;
+        self.insert(blocks, list, element, Link { prev, next: sentinel });
     }
 
-    fn insert(&mut self, list: ListId, element: u32, prev: u32, next: u32) {
-        debug_assert!(!self.contains(element));
-        self.links[element as usize] = Link { prev, next };
-        self.links[prev as usize].next = element;
-        self.links[next as usize].prev = element;
+    fn insert(&mut self, blocks: &mut [Block], list: ListId, element: u32, link: Link) {
+        debug_assert_eq!(blocks[element as usize].link.next, NONE, "the block is in a list");
+        blocks[element as usize].link = link;
+        blocks[link.prev as usize].link.next = element;
+        blocks[link.next as usize].link.prev = element;
         self.len[list as usize] += 1;
     }
 
-    pub(super) fn pop_front(&mut self, list: ListId) -> Option<u32> {
-        let first = self.links[self.sentinel(list) as usize].next;
-        if first == self.sentinel(list) {
+    pub(super) fn pop_front(&mut self, blocks: &mut [Block], list: ListId) -> Option<u32> {
+        let sentinel = sentinel(blocks, list);
+        let first = blocks[sentinel as usize].link.next;
+        if first == sentinel {
             return None;
         }
-        self.remove(list, first);
+        self.remove(blocks, list, first);
         Some(first)
     }
 
     /// Takes `element` out of `list`, which must hold it.
-    pub(super) fn remove(&mut self, list: ListId, element: u32) {
-        let Link { prev, next } = self.links[element as usize];
-        self.links[prev as usize].next = next;
-        self.links[next as usize].prev = prev;
-        self.links[element as usize] = Link { prev: NONE, next: NONE };
+    pub(super) fn remove(&mut self, blocks: &mut [Block], list: ListId, element: u32) {
+        let Link { prev, next } = blocks[element as usize].link;
+        blocks[prev as usize].link.next = next;
+        blocks[next as usize].link.prev = prev;
+        blocks[element as usize].link = Link::NONE;
         self.len[list as usize] -= 1;
     }
+}
 
-    /// Whether `element` is in either list.
-    pub(super) fn contains(&self, element: u32) -> bool {
-        self.links[element as usize].next != NONE
-    }
+/// The elements of `list` in order; stops after one more than exist if the links form a wrong cycle.
+pub(super) fn iter(blocks: &[Block], list: ListId) -> impl Iterator<Item = u32> + '_ {
+    let sentinel = sentinel(blocks, list);
+    std::iter::successors(Some(blocks[sentinel as usize].link.next), |&at| {
+        blocks.get(at as usize).map(|block| block.link.next)
+    })
+    .take_while(move |&at| at != sentinel)
+    .take(blocks.len())
+}
 
-    /// The elements of `list` in order; stops after one more than exist if the links form a wrong cycle.
-    pub(super) fn iter(&self, list: ListId) -> impl Iterator<Item = u32> + '_ {
-        let sentinel = self.sentinel(list);
-        std::iter::successors(Some(self.links[sentinel as usize].next), |&at| {
-            self.links.get(at as usize).map(|link| link.next)
-        })
-        .take_while(move |&at| at != sentinel)
-        .take(self.links.len())
-    }
+fn sentinel(blocks: &[Block], list: ListId) -> u32 {
+    (blocks.len() - SENTINELS) as u32 + list as u32
 }

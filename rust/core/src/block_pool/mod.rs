@@ -20,17 +20,32 @@ mod tests;
 
 use crate::error::{Error, Result};
 use crate::hash::BlockHash;
-use list::{ListId, Lists};
-use table::Table;
+use list::{Link, ListId, Lists, SENTINELS};
+use table::{Entry, Table};
 
 const UNCLAIMED: u32 = u32::MAX;
 
+/// One cache line: in a large pool every line that an operation looks at is a miss.
 #[derive(Clone, Debug)]
+#[repr(align(64))]
 struct Block {
     ref_count: u32,
     claimant: u32,
     registered: bool,
     has_draft: bool,
+    link: Link,
+    entry: Entry,
+}
+
+impl Block {
+    const FREE: Self = Self {
+        ref_count: 0,
+        claimant: UNCLAIMED,
+        registered: false,
+        has_draft: false,
+        link: Link::NONE,
+        entry: Entry::NONE,
+    };
 }
 
 /// A pool of `num_blocks` reference-counted KV blocks with a prefix cache.
@@ -53,6 +68,7 @@ struct Block {
 /// ```
 #[derive(Clone, Debug)]
 pub struct BlockPool {
+    /// The pool's blocks, then the ends of the lists.
     blocks: Vec<Block>,
     lists: Lists,
     by_hash: Table,
@@ -67,18 +83,17 @@ impl BlockPool {
         if num_blocks == 0 || num_blocks > 1 << 31 {
             return Err(Error::invalid_config("num_blocks", num_blocks, "1 to 2^31"));
         }
-        let empty = Block { ref_count: 0, claimant: UNCLAIMED, registered: false, has_draft: false };
-        let mut lists = Lists::new(num_blocks);
+        let mut blocks = vec![Block::FREE; num_blocks + SENTINELS];
+        let mut lists = Lists::new(&mut blocks);
         for block in 0..num_blocks {
-            lists.push_back(ListId::Free, block as u32);
+            lists.push_back(&mut blocks, ListId::Free, block as u32);
         }
-        let by_hash = Table::new(num_blocks);
-        Ok(Self { blocks: vec![empty; num_blocks], lists, by_hash })
+        Ok(Self { blocks, lists, by_hash: Table::new(num_blocks) })
     }
 
     /// Blocks of the pool.
     pub fn num_blocks(&self) -> usize {
-        self.blocks.len()
+        self.blocks.len() - SENTINELS
     }
 
     /// Blocks that `allocate` can give: free ones and cached ones.
@@ -96,7 +111,7 @@ impl BlockPool {
     /// # Errors
     /// [`Error::OutOfBlocks`] if every block is held.
     pub fn allocate(&mut self) -> Result<i64> {
-        let id = match self.lists.pop_front(ListId::Free) {
+        let id = match self.lists.pop_front(&mut self.blocks, ListId::Free) {
             Some(id) => id,
             None => self.evict().ok_or(Error::OutOfBlocks { num_blocks: self.num_blocks() })?,
         };
@@ -105,9 +120,9 @@ impl BlockPool {
     }
 
     fn evict(&mut self) -> Option<u32> {
-        let id = self.lists.pop_front(ListId::Cached)?;
+        let id = self.lists.pop_front(&mut self.blocks, ListId::Cached)?;
+        self.by_hash.remove(&mut self.blocks, id);
         let block = &mut self.blocks[id as usize];
-        self.by_hash.remove(id);
         block.registered = false;
         block.has_draft = false;
         Some(id)
@@ -121,7 +136,7 @@ impl BlockPool {
         let allowed = "a held or cached block with fewer than 2^32 - 1 holders";
         let id = self.checked(block, allowed, |b| (b.ref_count > 0 || b.registered) && b.ref_count < u32::MAX)?;
         if self.blocks[id].ref_count == 0 {
-            self.lists.remove(ListId::Cached, id as u32);
+            self.lists.remove(&mut self.blocks, ListId::Cached, id as u32);
         }
         self.blocks[id].ref_count += 1;
         Ok(())
@@ -139,9 +154,9 @@ impl BlockPool {
         if b.ref_count == 0 {
             b.claimant = UNCLAIMED;
             if b.registered {
-                self.lists.push_back(ListId::Cached, id as u32);
+                self.lists.push_back(&mut self.blocks, ListId::Cached, id as u32);
             } else {
-                self.lists.push_front(ListId::Free, id as u32);
+                self.lists.push_front(&mut self.blocks, ListId::Free, id as u32);
             }
         }
         Ok(())
@@ -149,7 +164,7 @@ impl BlockPool {
 
     /// The block registered under `hash`.
     pub fn lookup(&self, hash: BlockHash) -> Option<i64> {
-        self.by_hash.find(hash).map(i64::from)
+        self.by_hash.find(&self.blocks, hash).map(i64::from)
     }
 
     /// Sets mark T: the held `block` can be found under `hash` from now on. Returns false, and changes nothing, if another
@@ -159,7 +174,7 @@ impl BlockPool {
     /// [`Error::InvalidBlock`] if the block is not held, is registered already, or is not in the pool.
     pub fn register(&mut self, block: i64, hash: BlockHash) -> Result<bool> {
         let id = self.checked(block, "a held block without mark T", |b| b.ref_count > 0 && !b.registered)?;
-        if !self.by_hash.insert(hash, id as u32) {
+        if !self.by_hash.insert(&mut self.blocks, hash, id as u32) {
             return Ok(false);
         }
         self.blocks[id].registered = true;
@@ -231,13 +246,13 @@ impl BlockPool {
             return false;
         }
         while let Some(id) = self.evict() {
-            self.lists.push_back(ListId::Free, id);
+            self.lists.push_back(&mut self.blocks, ListId::Free, id);
         }
         true
     }
 
     fn get(&self, block: i64) -> Option<&Block> {
-        usize::try_from(block).ok().and_then(|id| self.blocks.get(id))
+        usize::try_from(block).ok().and_then(|id| self.blocks[..self.num_blocks()].get(id))
     }
 
     fn checked(&self, block: i64, allowed: &'static str, ok: impl Fn(&Block) -> bool) -> Result<usize> {

@@ -1,38 +1,46 @@
-//! A hash table threaded through one vector: which block has which 128-bit name. Hands out no blocks.
+//! A hash table threaded through the blocks: which block has which 128-bit name. Hands out no blocks.
 //!
 //! Not the standard library's: its entries are eight times the size of a chain's head here, each insertion and removal misses
 //! the cache in two places, and removals leave marks behind that it clears in one pause.
 
+use super::Block;
 use crate::hash::BlockHash;
 
 const NONE: u32 = u32::MAX;
 
+/// A block's name, while it is in the table.
 #[derive(Clone, Copy, Debug)]
-struct Entry {
+pub(super) struct Entry {
     /// Low and high half; as one `u128` it would be aligned to 16 bytes and padded to 32.
     hash: [u64; 2],
     next: u32,
 }
 
-/// At most one block for each hash, at most one hash for each of `elements` blocks.
+impl Entry {
+    /// Of a block that never was in the table.
+    pub(super) const NONE: Self = Self { hash: [0; 2], next: NONE };
+
+    /// The hash that the block was last inserted under.
+    pub(super) fn hash(&self) -> BlockHash {
+        let [low, high] = self.hash;
+        u128::from(high) << 64 | u128::from(low)
+    }
+}
+
+/// At most one block for each hash, at most one hash for each block. `blocks` is the pool's.
 #[derive(Clone, Debug)]
 pub(super) struct Table {
     heads: Vec<u32>,
-    entries: Vec<Entry>,
     shift: u32,
     len: usize,
 }
 
 impl Table {
-    pub(super) fn new(elements: usize) -> Self {
+    /// A table for so many blocks.
+    pub(super) fn new(num_blocks: usize) -> Self {
         // One head in two leads nowhere when every block is registered, so most lookups that find nothing end there.
-        let heads = (2 * elements).next_power_of_two();
-        Self {
-            heads: vec![NONE; heads],
-            entries: vec![Entry { hash: [0; 2], next: NONE }; elements],
-            shift: u64::BITS - heads.trailing_zeros(),
-            len: 0,
-        }
+        let heads = (2 * num_blocks).next_power_of_two();
+        Self { heads: vec![NONE; heads], shift: u64::BITS - heads.trailing_zeros(), len: 0 }
     }
 
     pub(super) fn len(&self) -> usize {
@@ -40,11 +48,11 @@ impl Table {
     }
 
     /// The block under `hash`.
-    pub(super) fn find(&self, hash: BlockHash) -> Option<u32> {
+    pub(super) fn find(&self, blocks: &[Block], hash: BlockHash) -> Option<u32> {
         let hash = halves(hash);
         let mut at = self.heads[self.head(hash)];
         while at != NONE {
-            let entry = &self.entries[at as usize];
+            let entry = &blocks[at as usize].entry;
             if entry.hash == hash {
                 return Some(at);
             }
@@ -53,35 +61,29 @@ impl Table {
         None
     }
 
-    /// The hash that `block` was last inserted under.
-    pub(super) fn hash_of(&self, block: u32) -> BlockHash {
-        let [low, high] = self.entries[block as usize].hash;
-        u128::from(high) << 64 | u128::from(low)
-    }
-
     /// Puts `block`, which must not be in the table, under `hash`; false if another block is there.
-    pub(super) fn insert(&mut self, hash: BlockHash, block: u32) -> bool {
-        if self.find(hash).is_some() {
+    pub(super) fn insert(&mut self, blocks: &mut [Block], hash: BlockHash, block: u32) -> bool {
+        if self.find(blocks, hash).is_some() {
             return false;
         }
         let hash = halves(hash);
         let head = self.head(hash);
-        self.entries[block as usize] = Entry { hash, next: self.heads[head] };
+        blocks[block as usize].entry = Entry { hash, next: self.heads[head] };
         self.heads[head] = block;
         self.len += 1;
         true
     }
 
     /// Takes `block`, which must be in the table, out.
-    pub(super) fn remove(&mut self, block: u32) {
-        let Entry { hash, next } = self.entries[block as usize];
+    pub(super) fn remove(&mut self, blocks: &mut [Block], block: u32) {
+        let Entry { hash, next } = blocks[block as usize].entry;
         let head = self.head(hash);
         let mut at = self.heads[head];
         if at == block {
             self.heads[head] = next;
         } else {
             while at != NONE {
-                let entry = &mut self.entries[at as usize];
+                let entry = &mut blocks[at as usize].entry;
                 at = entry.next;
                 if at == block {
                     entry.next = next;
@@ -117,26 +119,27 @@ mod tests {
         #[test]
         fn it_is_a_map(elements in 1..9_u32, ops in prop::collection::vec((any::<bool>(), 0..9_u32, hash()), 1..200)) {
             let mut table = Table::new(elements as usize);
+            let mut blocks = vec![Block::FREE; elements as usize];
             let mut model: HashMap<BlockHash, u32> = HashMap::new();
             for (insert, block, hash) in ops {
                 let block = block % elements;
                 let registered = model.iter().find(|&(_, &other)| other == block).map(|(&hash, _)| hash);
                 match registered {
                     Some(hash) if !insert => {
-                        prop_assert_eq!(table.hash_of(block), hash);
-                        table.remove(block);
+                        prop_assert_eq!(blocks[block as usize].entry.hash(), hash);
+                        table.remove(&mut blocks, block);
                         model.remove(&hash);
                     }
                     None if insert => {
                         let fresh = !model.contains_key(&hash);
-                        prop_assert_eq!(table.insert(hash, block), fresh);
+                        prop_assert_eq!(table.insert(&mut blocks, hash, block), fresh);
                         model.entry(hash).or_insert(block);
                     }
                     _ => {}
                 }
-                prop_assert_eq!(table.find(hash), model.get(&hash).copied());
+                prop_assert_eq!(table.find(&blocks, hash), model.get(&hash).copied());
                 for (&hash, &block) in &model {
-                    prop_assert_eq!(table.find(hash), Some(block));
+                    prop_assert_eq!(table.find(&blocks, hash), Some(block));
                 }
                 prop_assert_eq!(table.len(), model.len());
             }
@@ -147,15 +150,16 @@ mod tests {
     #[test]
     fn collisions_of_heads_forced() {
         let mut table = Table::new(100);
+        let mut blocks = vec![Block::FREE; 100];
         let head = table.head(halves(0));
         let hashes: Vec<BlockHash> = (0..).filter(|&hash| table.head(halves(hash)) == head).take(100).collect();
         for (block, &hash) in (0..).zip(&hashes) {
-            assert!(table.insert(hash, block));
+            assert!(table.insert(&mut blocks, hash, block));
         }
         for block in [0, 99, 50, 1, 98].into_iter().chain(2..50).chain(51..98) {
-            assert_eq!(table.find(hashes[block as usize]), Some(block));
-            table.remove(block);
-            assert_eq!(table.find(hashes[block as usize]), None);
+            assert_eq!(table.find(&blocks, hashes[block as usize]), Some(block));
+            table.remove(&mut blocks, block);
+            assert_eq!(table.find(&blocks, hashes[block as usize]), None);
         }
         assert_eq!(table.len(), 0);
         assert!(table.heads.iter().all(|&head| head == NONE));

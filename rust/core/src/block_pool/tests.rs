@@ -211,15 +211,17 @@ fn the_check_sees_each_contradiction() {
     sound.free(2).unwrap();
     check(&sound);
     let breaks: [Damage; 9] = [
-        ("a held block in a list", |pool| pool.lists.push_back(super::ListId::Free, 0)),
-        ("a free block in no list", |pool| assert!(pool.lists.pop_front(super::ListId::Free).is_some())),
+        ("a held block in a list", |pool| pool.lists.push_back(&mut pool.blocks, super::ListId::Free, 0)),
+        ("a free block in no list", |pool| {
+            assert!(pool.lists.pop_front(&mut pool.blocks, super::ListId::Free).is_some())
+        }),
         ("a lost holder", |pool| pool.blocks[1].ref_count = 0),
         ("a holder of a free block", |pool| pool.blocks[3].ref_count = 1),
         ("mark D without mark T", |pool| pool.blocks[3].has_draft = true),
         ("a claim on a marked block", |pool| pool.blocks[0].has_draft = true),
         ("a claim on a cached block", |pool| pool.blocks[2].claimant = 1),
-        ("a wrong hash", |pool| pool.by_hash.remove(1)),
-        ("a hash of nothing", |pool| _ = pool.by_hash.insert(99, 3)),
+        ("a wrong hash", |pool| pool.by_hash.remove(&mut pool.blocks, 1)),
+        ("a hash of nothing", |pool| _ = pool.by_hash.insert(&mut pool.blocks, 99, 3)),
     ];
     for (name, damage) in breaks {
         let mut pool = sound.clone();

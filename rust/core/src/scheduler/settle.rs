@@ -131,7 +131,9 @@ impl Scheduler {
             // All bits together of all of them first: a loop over the emitted ones ends where no predictor expects it.
             let bits = tokens.iter().fold(0, |bits, token| bits | token);
             let tokens = &tokens[..emitted as usize];
-            if !is_token(bits) && let Some(&token) = tokens.iter().find(|&&token| !is_token(token)) {
+            if !is_token(bits)
+                && let Some(&token) = tokens.iter().find(|&&token| !is_token(token))
+            {
                 return Err(self.invalid(at, "tokens", token, "a token id".into()));
             }
             // A device that stops at a stop token may leave out what it accepted behind it.
