@@ -68,6 +68,7 @@ impl Lists {
         self.len[list as usize] += 1;
     }
 
+    #[inline]
     pub(super) fn pop_front(&mut self, blocks: &mut [Block], list: ListId) -> Option<u32> {
         let sentinel = sentinel(blocks, list);
         let first = blocks[sentinel as usize].link.next;
@@ -79,6 +80,7 @@ impl Lists {
     }
 
     /// Takes `element` out of `list`, which must hold it.
+    #[inline]
     pub(super) fn remove(&mut self, blocks: &mut [Block], list: ListId, element: u32) {
         let Link { prev, next } = blocks[element as usize].link;
         blocks[prev as usize].link.next = next;

@@ -110,6 +110,7 @@ impl BlockPool {
     ///
     /// # Errors
     /// [`Error::OutOfBlocks`] if every block is held.
+    #[inline]
     pub fn allocate(&mut self) -> Result<i64> {
         let id = match self.lists.pop_front(&mut self.blocks, ListId::Free) {
             Some(id) => id,
@@ -147,6 +148,7 @@ impl BlockPool {
     ///
     /// # Errors
     /// [`Error::InvalidBlock`] if nobody holds the block (a double free) or it is not in the pool.
+    #[inline]
     pub fn free(&mut self, block: i64) -> Result<()> {
         let id = self.checked(block, "a held block", |b| b.ref_count > 0)?;
         let b = &mut self.blocks[id];
@@ -172,6 +174,7 @@ impl BlockPool {
     ///
     /// # Errors
     /// [`Error::InvalidBlock`] if the block is not held, is registered already, or is not in the pool.
+    #[inline]
     pub fn register(&mut self, block: i64, hash: BlockHash) -> Result<bool> {
         let id = self.checked(block, "a held block without mark T", |b| b.ref_count > 0 && !b.registered)?;
         if !self.by_hash.insert(&mut self.blocks, hash, id as u32) {
@@ -195,6 +198,7 @@ impl BlockPool {
     ///
     /// # Errors
     /// [`Error::InvalidBlock`] if the block is not held, not registered, or not in the pool.
+    #[inline]
     pub fn mark_draft(&mut self, block: i64) -> Result<()> {
         let id = self.checked(block, "a held block with mark T", |b| b.ref_count > 0 && b.registered)?;
         self.blocks[id].has_draft = true;
@@ -216,6 +220,7 @@ impl BlockPool {
     ///
     /// # Errors
     /// [`Error::InvalidBlock`] if the block is not held, not registered, has mark D, or is not in the pool.
+    #[inline]
     pub fn claim(&mut self, block: i64, claimant: u32) -> Result<bool> {
         let allowed = "a held block with mark T and without mark D";
         let id = self.checked(block, allowed, |b| b.ref_count > 0 && b.registered && !b.has_draft)?;
@@ -255,21 +260,24 @@ impl BlockPool {
         usize::try_from(block).ok().and_then(|id| self.blocks[..self.num_blocks()].get(id))
     }
 
+    #[inline]
     fn checked(&self, block: i64, allowed: &'static str, ok: impl Fn(&Block) -> bool) -> Result<usize> {
-        match self.get(block) {
-            Some(b) if ok(b) => Ok(block as usize),
+        if self.get(block).is_some_and(ok) { Ok(block as usize) } else { Err(self.refused(block, allowed)) }
+    }
+
+    #[cold]
+    fn refused(&self, block: i64, allowed: &'static str) -> Error {
+        let state = match self.get(block) {
             Some(b) => {
                 let marks = match (b.registered, b.has_draft) {
                     (false, _) => "no marks",
                     (true, false) => "mark T",
                     (true, true) => "marks T and D",
                 };
-                Err(Error::InvalidBlock { block, state: format!("{} holders, {marks}", b.ref_count), allowed })
+                format!("{} holders, {marks}", b.ref_count)
             }
-            None => {
-                let state = format!("not among the {} blocks", self.num_blocks());
-                Err(Error::InvalidBlock { block, state, allowed })
-            }
-        }
+            None => format!("not among the {} blocks", self.num_blocks()),
+        };
+        Error::InvalidBlock { block, state, allowed }
     }
 }

@@ -213,7 +213,7 @@ fn the_check_sees_each_contradiction() {
     let breaks: [Damage; 9] = [
         ("a held block in a list", |pool| pool.lists.push_back(&mut pool.blocks, super::ListId::Free, 0)),
         ("a free block in no list", |pool| {
-            assert!(pool.lists.pop_front(&mut pool.blocks, super::ListId::Free).is_some())
+            assert!(pool.lists.pop_front(&mut pool.blocks, super::ListId::Free).is_some());
         }),
         ("a lost holder", |pool| pool.blocks[1].ref_count = 0),
         ("a holder of a free block", |pool| pool.blocks[3].ref_count = 1),

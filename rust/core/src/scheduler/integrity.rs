@@ -1,7 +1,7 @@
 //! The check that a scheduler's books agree with each other and with its pool.
 
 use super::Scheduler;
-use super::row::{EntryKind, Row, RowState};
+use super::row::{Row, RowState};
 use crate::error::{Error, Result};
 
 macro_rules! ensure {
@@ -128,9 +128,9 @@ impl Scheduler {
             for entry in &launch.entries {
                 let row = &mut seen[entry.row as usize];
                 row.in_flight += 1;
-                row.emitting += u32::from(entry.kind != EntryKind::Chunk);
-                row.drafting += u32::from(entry.k > 0);
-                row.emit_upper += entry.emit_upper();
+                row.emitting += u32::from(entry.emits());
+                row.drafting += u32::from(entry.k() > 0);
+                row.emit_upper += entry.emit_upper;
             }
         }
         for (index, (row, seen)) in self.rows.iter().zip(&seen).enumerate() {

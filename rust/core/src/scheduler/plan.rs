@@ -65,10 +65,13 @@ pub(super) struct Plan {
     pub(super) budget: Option<Budget>,
     /// Running rows that have their entries, the most important ones.
     pub(super) num_placed: usize,
-    /// Blocks of the prefix hit being looked at; order of the decode entries, and its counting sort.
+    /// Blocks of the prefix hit being looked at.
     pub(super) hits: Vec<i64>,
-    pub(super) order: Vec<u32>,
+    /// Of the counting sort of the decode entries: how many have each K, and the entries before it.
     pub(super) counts: Vec<usize>,
+    pub(super) unsorted: Vec<Decode>,
+    /// Decode entries with blocks that the device does not know of.
+    pub(super) unsent: Vec<u32>,
 }
 
 impl Plan {
@@ -169,7 +172,7 @@ impl Scheduler {
         if row.lower_bound() >= limit {
             return Ok(true);
         }
-        let n_upper = (row.n + row.emit_upper).min(limit);
+        let n_upper = (row.n + row.emit_upper as usize).min(limit);
         let drafting = self.drafting(row);
         let k = if let Drafting::Ready(k) = drafting { k } else { 0 };
         let Some(k) = self.reserve(row_index, n_upper, limit, k)? else { return Ok(false) };
@@ -252,6 +255,7 @@ impl Scheduler {
     }
 
     /// Allocates blocks until the row covers `positions`.
+    #[inline]
     pub(super) fn grow(&mut self, row: RowIndex, positions: usize) -> Result<()> {
         let blocks = &mut self.rows[row as usize].blocks;
         while blocks.len() * self.config.block_size < positions {

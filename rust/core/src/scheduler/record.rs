@@ -2,7 +2,7 @@
 
 use super::layout::{self, HEADER_LEN, RecordLayout, Section};
 use super::plan::Plan;
-use super::row::{Entry, EntryKind, Row, RowIndex};
+use super::row::{Entry, Row, RowIndex};
 use super::{LaunchHeader, Scheduler};
 
 impl Scheduler {
@@ -44,24 +44,33 @@ impl Scheduler {
         let block_size = self.config.block_size;
         let (mut out, mut updates) = split(&self.record_layout, record);
         updates.len = header.num_block_updates;
-        for (i, &at) in plan.order.iter().enumerate() {
-            let decode = plan.decodes[at as usize];
+        plan.unsent.resize(plan.decodes.len() + 1, 0);
+        let mut num_unsent = 0;
+        for (i, decode) in plan.decodes.iter().enumerate() {
             let row = &mut self.rows[decode.row as usize];
-            updates.send(decode.row, row, decode.need, block_size);
             row.in_flight += 1;
             row.emitting += 1;
-            row.emit_upper += decode.k + 1;
+            row.emit_upper += decode.k as u32 + 1;
             if decode.k > 0 {
                 row.drafting += 1;
                 row.idle_drafts = 0;
             } else {
                 row.idle_drafts += 1;
             }
+            // Without a branch: which rows need a block, no predictor knows.
+            plan.unsent[num_unsent] = i as u32;
+            num_unsent += usize::from(row.num_sent * block_size < decode.need);
             out.set(i, decode.row, decode.k, row.num_sent * block_size, decode.n_upper);
-            entries.push(Entry { row: decode.row, k: decode.k as u32, kind: EntryKind::Decode });
+            entries.push(Entry { row: decode.row, emit_upper: decode.k as u32 + 1 });
+        }
+        for &i in &plan.unsent[..num_unsent] {
+            let decode = &plan.decodes[i as usize];
+            let row = &mut self.rows[decode.row as usize];
+            updates.send(decode.row, row, decode.need, block_size);
+            out.capacity[i as usize] = (row.num_sent * block_size) as i64;
         }
         header.num_block_updates = updates.len;
-        header.max_k = plan.order.first().map_or(0, |&at| plan.decodes[at as usize].k);
+        header.max_k = plan.decodes.first().map_or(0, |decode| decode.k);
     }
 
     fn write_chunks(&mut self, plan: &Plan, record: &mut [i64], header: &mut LaunchHeader, entries: &mut Vec<Entry>) {
@@ -74,7 +83,7 @@ impl Scheduler {
             row.num_computed = end;
             row.in_flight += 1;
             row.emitting += u32::from(is_last);
-            row.emit_upper += usize::from(is_last);
+            row.emit_upper += u32::from(is_last);
 
             let (mut out, mut updates) = split(&layout, record);
             updates.len = header.num_block_updates;
@@ -84,8 +93,7 @@ impl Scheduler {
             record[layout.chunk_start.offset + j] = chunk.start as i64;
             record[layout.chunk_len.offset + j] = chunk.len as i64;
             record[layout.chunk_is_last.offset + j] = i64::from(is_last);
-            let kind = if is_last { EntryKind::LastChunk } else { EntryKind::Chunk };
-            entries.push(Entry { row: chunk.row, k: 0, kind });
+            entries.push(Entry { row: chunk.row, emit_upper: u32::from(is_last) });
 
             let tokens = &self.requests[row.request].tokens[chunk.start..end];
             let at = header.num_prefill_tokens;
@@ -233,12 +241,10 @@ fn write_positions(out: &mut [i64], start: usize) {
     }
 }
 
-/// Fills `plan.order` with the decode entries by K descending, those of equal K in order of importance: a counting sort.
+/// Orders the decode entries by K descending, those of equal K by importance: a counting sort.
 fn sort_by_k(plan: &mut Plan, max_k: usize) {
-    plan.order.clear();
     // As a rule all draft the same.
     if plan.decodes.is_sorted_by(|a, b| a.k >= b.k) {
-        plan.order.extend(0..plan.decodes.len() as u32);
         return;
     }
     plan.counts.clear();
@@ -249,10 +255,11 @@ fn sort_by_k(plan: &mut Plan, max_k: usize) {
     for i in 1..plan.counts.len() {
         plan.counts[i] += plan.counts[i - 1];
     }
-    plan.order.resize(plan.decodes.len(), 0);
-    for (at, decode) in plan.decodes.iter().enumerate() {
+    std::mem::swap(&mut plan.decodes, &mut plan.unsorted);
+    plan.decodes.clone_from(&plan.unsorted);
+    for decode in &plan.unsorted {
         let place = &mut plan.counts[max_k - decode.k];
-        plan.order[*place] = at as u32;
+        plan.decodes[*place] = *decode;
         *place += 1;
     }
 }

@@ -90,7 +90,10 @@ impl Request {
     #[inline]
     fn may_stop(&self, tokens: &[i64]) -> bool {
         self.has_stops
-            && self.stop_token_ids.iter().any(|stop| tokens.iter().fold(false, |found, token| found | (token == stop)))
+            && self
+                .stop_token_ids
+                .iter()
+                .any(|stop| tokens.iter().map(|token| u32::from(token == stop)).sum::<u32>() > 0)
     }
 
     /// Length of the shortest head of `tokens` that ends in a stop token which counts.
@@ -106,6 +109,7 @@ impl Request {
     }
 
     /// Hash of its full block `index`.
+    #[inline]
     pub(super) fn block_hash(&mut self, index: usize, block_size: usize, hasher: &BlockHasher) -> BlockHash {
         while self.hashes.len() <= index {
             let start = self.hashes.len() * block_size;

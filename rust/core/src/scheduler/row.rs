@@ -26,7 +26,7 @@ pub(super) struct Row {
     pub(super) k: u32,
     pub(super) max_k: u32,
     /// The most tokens that entries in flight can emit.
-    pub(super) emit_upper: usize,
+    pub(super) emit_upper: u32,
     /// Positions with valid draft KV after all planned launches. Exact while `drafting` is 0, otherwise a settled value.
     pub(super) draft_len: usize,
     /// Its block table's entries that the device knows of; later ones are reserved.
@@ -88,32 +88,23 @@ impl Row {
     }
 }
 
-/// What an entry does.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum EntryKind {
-    Decode,
-    /// A prefill chunk that does not end its prompt: emits nothing.
-    Chunk,
-    /// A prompt's last chunk: emits its first token.
-    LastChunk,
-}
-
 /// One row's part in a launch.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Entry {
     pub(super) row: RowIndex,
-    pub(super) k: u32,
-    pub(super) kind: EntryKind,
+    /// The most tokens it can emit: K + 1 of a decode entry, 1 of a prompt's last chunk, 0 of another chunk.
+    pub(super) emit_upper: u32,
 }
 
 impl Entry {
-    /// The most tokens it can emit.
-    pub(super) fn emit_upper(self) -> usize {
-        match self.kind {
-            EntryKind::Decode => self.k as usize + 1,
-            EntryKind::Chunk => 0,
-            EntryKind::LastChunk => 1,
-        }
+    /// Draft tokens; 0 of a chunk.
+    pub(super) fn k(self) -> u32 {
+        self.emit_upper.saturating_sub(1)
+    }
+
+    /// Whether it emits; if not, it is a chunk that does not end its prompt.
+    pub(super) fn emits(self) -> bool {
+        self.emit_upper > 0
     }
 }
 

@@ -3,7 +3,7 @@
 use super::layout::{self, FINISH_ERROR, FINISH_LENGTH, FINISH_NONE, FINISH_STOP, ResultsLayout, Section};
 use super::lifecycle::is_token;
 use super::request::Ending;
-use super::row::{Entry, EntryKind, Launch, RowIndex, RowState};
+use super::row::{Entry, Launch, RowIndex, RowState};
 use super::{Scheduler, check_len};
 use crate::error::{Error, Result};
 
@@ -108,9 +108,12 @@ impl Scheduler {
 
     fn validate_results(&self, launch: &Launch, results: &[i64]) -> Result<()> {
         let (reports, width) = (Reports::new(&self.results_layout, results), self.config.num_speculative_tokens + 1);
+        // All bits of all tokens together first: a loop over those that a row emits ends where no predictor expects it.
+        let all_tokens =
+            is_token(reports.tokens[..launch.entries.len() * width].iter().fold(0, |bits, token| bits | token));
         for (at, (&entry, (report, tokens))) in launch.entries.iter().zip(reports.iter(width)).enumerate() {
             let Report { emitted, accepted, drafted, flags } = report;
-            let k = i64::from(entry.k);
+            let k = i64::from(entry.k());
             if flags & !ALL_FLAGS != 0 {
                 return Err(self.invalid(at, "flags", flags, format!("bits of {ALL_FLAGS}")));
             }
@@ -120,7 +123,7 @@ impl Scheduler {
             if !(0..=drafted).contains(&accepted) {
                 return Err(self.invalid(at, "num_accepted", accepted, format!("0 to num_drafted = {drafted}")));
             }
-            let most = if entry.kind == EntryKind::Chunk { 0 } else { accepted + 1 };
+            let most = if entry.emits() { accepted + 1 } else { 0 };
             if !(0..=most).contains(&emitted) {
                 return Err(self.invalid(at, "num_emitted", emitted, format!("0 to {most}")));
             }
@@ -128,12 +131,8 @@ impl Scheduler {
             if row.state != RowState::Live || flags & FATAL != 0 {
                 continue;
             }
-            // All bits together of all of them first: a loop over the emitted ones ends where no predictor expects it.
-            let bits = tokens.iter().fold(0, |bits, token| bits | token);
             let tokens = &tokens[..emitted as usize];
-            if !is_token(bits)
-                && let Some(&token) = tokens.iter().find(|&&token| !is_token(token))
-            {
+            if !all_tokens && let Some(&token) = tokens.iter().find(|&&token| !is_token(token)) {
                 return Err(self.invalid(at, "tokens", token, "a token id".into()));
             }
             // A device that stops at a stop token may leave out what it accepted behind it.
@@ -163,9 +162,9 @@ impl Scheduler {
             }
             return Ok(DROPPED);
         }
-        row.emitting -= u32::from(entry.kind != EntryKind::Chunk);
-        row.drafting -= u32::from(entry.k > 0);
-        row.emit_upper -= entry.emit_upper();
+        row.emitting -= u32::from(entry.emits());
+        row.drafting -= u32::from(entry.k() > 0);
+        row.emit_upper -= entry.emit_upper;
         let request = &mut self.requests[row.request];
         let request_id = request.id;
         if flags & FATAL != 0 {
@@ -199,7 +198,8 @@ impl Scheduler {
         if ending == Ending::None {
             // Without a branch: which rows complete a block, no predictor knows.
             self.unpublished[self.num_unpublished] = (entry.row, drafted > 0);
-            self.num_unpublished += usize::from(self.config.enable_prefix_caching & (num_new > 0) & complete);
+            let publishes = self.config.enable_prefix_caching && num_new > 0;
+            self.num_unpublished += usize::from(publishes) * usize::from(complete);
         } else {
             if self.config.enable_prefix_caching && complete {
                 self.publish(entry.row, drafted > 0)?;
