@@ -1,10 +1,12 @@
 """Plan + settle without a model: the Rust core through Python beside a scheduler in plain Python. Times the host alone.
 
-    python benches/bench_scheduler.py [--batch 1 32 256] [--k 5] [--launches 1000]
+    python benches/bench_scheduler.py [--batch 1 32 256] [--k 5] [--launches 1000] [--turn 50]
 
 Every row decodes with K drafts, blocks of 16, prefix caching on, acceptance uniform from 0 to K; a request that ends is
-followed by a new one. Both see the same requests and draws, in turn, launch by launch. Only the calls to plan and
-settle are timed, not what stands in for the device.
+followed by a new one. Both see the same requests and draws, in turn, some launches each: a turn is long enough to find
+its own data in the caches and short enough to share what the machine is busy with. `--turn 1` has each launch find the
+other's, as behind a model that runs on the same cores. Only the calls to plan and settle are timed, not what stands in
+for the device.
 """
 
 import argparse
@@ -119,16 +121,18 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--k", type=int, default=5)
     parser.add_argument("--launches", type=int, default=1000)
+    parser.add_argument("--turn", type=int, default=50, help="launches of one before the other's turn")
     args = parser.parse_args()
     rows = []
     for batch in args.batch:
         contestants = {"rust": rust(batch, args.k), "python": plain_python(batch, args.k)}
         times: dict[str, list[float]] = {name: [] for name in contestants}
-        for launch in range(200 + args.launches):
+        for contestant in contestants.values():
+            for _ in range(200):  # past the prompts, rows at different lengths
+                next(contestant)
+        for _ in range(0, args.launches, args.turn):
             for name, contestant in contestants.items():
-                seconds = next(contestant)
-                if launch >= 200:  # past the prompts, rows at different lengths
-                    times[name].append(1e6 * seconds)
+                times[name] += [1e6 * next(contestant) for _ in range(args.turn)]
         cuts = {name: statistics.quantiles(values, n=10) for name, values in times.items()}
         row: dict[str, object] = {"batch": batch}
         for name, cut in cuts.items():
