@@ -8,6 +8,23 @@ use crate::error::Error;
 /// Slot of a position that has no place; writing to it writes nothing.
 pub const NO_SLOT: i64 = -1;
 
+/// Not a block size: whichever the mapper has.
+const ANY: usize = 0;
+
+/// Calls a method that is generic in the block size. Dividing by a number that the compiler does not know is most of the time of a
+/// slot, so the usual sizes are known.
+macro_rules! by_size {
+    ($mapper:ident, $method:ident($($argument:expr),*)) => {
+        match $mapper.block_size {
+            16 => $mapper.$method::<16>($($argument),*),
+            32 => $mapper.$method::<32>($($argument),*),
+            64 => $mapper.$method::<64>($($argument),*),
+            128 => $mapper.$method::<128>($($argument),*),
+            _ => $mapper.$method::<ANY>($($argument),*),
+        }
+    };
+}
+
 /// Maps positions to KV slots for blocks of `block_size` positions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlotMapper {
@@ -46,48 +63,48 @@ impl SlotMapper {
     /// ```
     #[inline]
     pub fn slot(&self, block_table: &[i64], position: i64) -> i64 {
-        self.slot_by(block_table, position, |position| (position / self.block_size, position % self.block_size))
+        self.slot_sized::<ANY>(block_table, position)
     }
 
+    /// [`slot`](Self::slot) for blocks of `SIZE` positions.
     #[inline]
-    fn slot_by(&self, block_table: &[i64], position: i64, split: impl Fn(usize) -> (usize, usize)) -> i64 {
-        let Ok(position) = usize::try_from(position) else { return NO_SLOT };
-        let (index, offset) = split(position);
-        match block_table.get(index) {
+    fn slot_sized<const SIZE: usize>(&self, block_table: &[i64], position: i64) -> i64 {
+        let size = if SIZE == ANY { self.block_size } else { SIZE };
+        let position = position as u64;
+        // A negative position is far beyond any table, unless a block is as large as all positions together.
+        if SIZE == ANY && position > i64::MAX as u64 {
+            return NO_SLOT;
+        }
+        match block_table.get((position / size as u64) as usize) {
             // One comparison for entries without a block and for those whose slots overflow.
-            Some(&block) if (block as u64) < self.num_blocks => block * self.block_size as i64 + offset as i64,
+            Some(&block) if (block as u64) < self.num_blocks => block * size as i64 + (position % size as u64) as i64,
             _ => NO_SLOT,
         }
     }
 
-    /// `out[i]` for `positions[i]`; divides by shifting where it can, a division is most of the time.
+    /// `out[i]` for `positions[i]`.
     #[inline]
-    fn fill(&self, block_table: &[i64], positions: &[i64], out: &mut [i64]) {
-        let pairs = out.iter_mut().zip(positions);
-        if self.block_size.is_power_of_two() {
-            let (shift, mask) = (self.block_size.trailing_zeros(), self.block_size - 1);
-            for (slot, &position) in pairs {
-                *slot = self.slot_by(block_table, position, |position| (position >> shift, position & mask));
-            }
-        } else {
-            for (slot, &position) in pairs {
-                *slot = self.slot(block_table, position);
-            }
+    fn fill<const SIZE: usize>(&self, block_table: &[i64], positions: &[i64], out: &mut [i64]) {
+        for (slot, &position) in out.iter_mut().zip(positions) {
+            *slot = self.slot_sized::<SIZE>(block_table, position);
         }
     }
 
     /// Fills `out[i]` with the slot of `start + i`: one lookup per block, for prefill and catch-up chunks.
     pub fn map_range(&self, block_table: &[i64], start: i64, out: &mut [i64]) {
-        let mut filled = 0;
-        while filled < out.len() {
-            let position = start + filled as i64;
-            let offset = position.rem_euclid(i64::try_from(self.block_size).unwrap_or(i64::MAX)) as usize;
-            let run = (self.block_size - offset).min(out.len() - filled);
+        let size = i64::try_from(self.block_size).unwrap_or(i64::MAX);
+        let (mut rest, mut position) = (out, start);
+        let mut run = (size - position.rem_euclid(size)) as usize;
+        while !rest.is_empty() {
+            let (slots, behind) = rest.split_at_mut(run.min(rest.len()));
             let first = self.slot(block_table, position);
-            for (i, slot) in out[filled..filled + run].iter_mut().enumerate() {
-                *slot = if first < 0 { NO_SLOT } else { first + i as i64 };
+            if first < 0 {
+                slots.fill(NO_SLOT);
+            } else {
+                slots.iter_mut().zip(first..).for_each(|(slot, value)| *slot = value);
             }
-            filled += run;
+            position = position.wrapping_add(slots.len() as i64);
+            (rest, run) = (behind, self.block_size);
         }
     }
 
@@ -97,7 +114,7 @@ impl SlotMapper {
     /// [`Error::InvalidBuffer`] if `out` and `positions` differ in length; `out` is unchanged.
     pub fn map(&self, block_table: &[i64], positions: &[i64], out: &mut [i64]) -> Result<(), Error> {
         check_length("out", out.len(), positions.len())?;
-        self.fill(block_table, positions, out);
+        by_size!(self, fill(block_table, positions, out));
         Ok(())
     }
 
@@ -124,12 +141,25 @@ impl SlotMapper {
             return Err(Error::invalid_buffer("block_tables", block_tables.len(), allowed));
         }
         check_q_start(q_start, positions.len())?;
-        for (request, bounds) in q_start.windows(2).enumerate() {
-            let table = &block_tables[request * width..(request + 1) * width];
-            let rows = bounds[0] as usize..bounds[1] as usize;
-            self.fill(table, &positions[rows.clone()], &mut out[rows]);
-        }
+        by_size!(self, fill_batch(block_tables, width, q_start, positions, out));
         Ok(())
+    }
+
+    fn fill_batch<const SIZE: usize>(
+        &self,
+        block_tables: &[i64],
+        width: usize,
+        q_start: &[i64],
+        positions: &[i64],
+        out: &mut [i64],
+    ) {
+        let mut table_start = 0;
+        for bounds in q_start.windows(2) {
+            let table = &block_tables[table_start..table_start + width];
+            let rows = bounds[0] as usize..bounds[1] as usize;
+            self.fill::<SIZE>(table, &positions[rows.clone()], &mut out[rows]);
+            table_start += width;
+        }
     }
 }
 
