@@ -86,13 +86,14 @@ impl Scheduler {
         reasons[used..].fill(DROPPED.finish_reason);
         let (reports, width) = (Reports::new(&self.results_layout, results), self.config.num_speculative_tokens + 1);
         let out = ids.iter_mut().zip(counts).zip(reasons);
+        self.num_unpublished = 0;
         for ((&entry, (report, tokens)), ((id, count), reason)) in
             launch.entries.iter().zip(reports.iter(width)).zip(out)
         {
             let entry = self.settle_entry(entry, report, tokens)?;
             (*id, *count, *reason) = (entry.request_id, entry.num_new as i64, entry.finish_reason);
         }
-        for at in 0..std::mem::take(&mut self.num_unpublished) {
+        for at in 0..self.num_unpublished {
             let (row, drafted) = self.unpublished[at];
             self.publish(row, drafted)?;
         }
