@@ -117,6 +117,10 @@ aot: build .venv-triton3.6.0/.installed ## every Triton kernel compiled for ever
 	$(BIN)/python scripts/aot_kernels.py $(ARGS)
 	PYTHONPATH=.venv-triton3.6.0 $(BIN)/python scripts/aot_kernels.py $(ARGS)
 
+.PHONY: fuzz
+fuzz: ## the core's operation streams under libFuzzer, a minute each (ARGS="600 scheduler": that one for ten)
+	scripts/fuzz $(ARGS)
+
 .PHONY: wheel
 wheel: build ## dist/specrs-*.whl
 	$(BIN)/maturin build --release --locked --out dist
