@@ -21,7 +21,10 @@ _linear_packed: Callable[..., Tensor] | None = (
 )
 
 _SMALL = 2**19
-"""rows * elements below which torch.mm is faster: a oneDNN call costs 10 to 20 us more, MKL repacks by the element."""
+"""Elements up to which torch.mm is as fast or faster: a oneDNN call costs 10 to 20 us more, and what MKL repacks of so
+small a weight stays in the caches. From 2^20 on six rows take up to twice as long through torch.mm."""
+_FEW_ROWS = 16
+"""Rows up to which it is; from 32 on packed weights are faster on two cores."""
 _TYPICAL_ROWS = 16
 """Rows that the packed layout is chosen for; layouts chosen for one row are twice as slow for all others."""
 _EXACT_ROWS = 32
@@ -47,14 +50,14 @@ def pack(weight: Tensor, bias: Tensor | None = None) -> Linear:
     if not _can_pack(weight.dtype):
         return Linear(weight.t().contiguous(), None, bias)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _TYPICAL_ROWS)
-    small = weight.dtype == torch.float32 and weight.numel() < _SMALL
+    small = weight.dtype == torch.float32 and weight.numel() <= _SMALL
     return Linear(weight.t().contiguous() if small else None, packed, bias)
 
 
 def linear(x: Tensor, w: Linear) -> Tensor:
     """Return `x W^T + b` for `x` `[N, in]`: `[N, out]` of x's dtype, accumulated in fp32 (float64 for float64)."""
     rows = x.shape[0]
-    if w.plain is not None and (w.packed is None or rows * w.plain.numel() < _SMALL):
+    if w.plain is not None and (w.packed is None or rows <= _FEW_ROWS):
         return torch.mm(x, w.plain) if w.bias is None else torch.addmm(w.bias, x, w.plain)
     assert _linear_packed is not None
     padding = -rows % 16 if rows > _EXACT_ROWS else 0

@@ -16,8 +16,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, inplace: bool = False) ->
     """
     y = x.float()
     size, offset = scalar(x.shape[-1], torch.float32, x.device), scalar(eps, torch.float32, x.device)
-    # sum and division: the bits of mean, at a third of its time
-    scale = torch.addcdiv(offset, y.square().sum(-1, keepdim=True), size).rsqrt_()
+    # The bits of mean and of square: sum and division take a third of the time, a product half.
+    scale = torch.addcdiv(offset, torch.mul(y, y).sum(-1, keepdim=True), size).rsqrt_()
     if y is not x:
         normed = y.mul_(scale).to(x.dtype)
         return torch.mul(normed, weight, out=x) if inplace else normed.mul_(weight)

@@ -43,5 +43,5 @@ def test_without_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_large_weights_are_held_once() -> None:
-    w = pack(torch.randn(1024, 512))  # 2^19 elements
+    w = pack(torch.randn(1024, 1024))  # 2^20 elements
     assert (w.plain is None) != (w.packed is None)
