@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from specrs.drafters.draft_model import DraftModel
+from specrs.models.decoder import PassPlan
 from specrs.models.inputs import PassInputs
 from torch import Tensor
 
@@ -103,13 +104,18 @@ def test_a_batch_at_k_0_does_no_draft_work(bank: Bank) -> None:
 
 def test_requests_at_k_0_cost_no_draft_rows_in_a_mixed_batch(bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(bank.target, bank.drafts["close"], k=4, max_num_batched_tokens=512)
-    rows, feed = [], DraftModel.feed
+    rows, feed, step = [], DraftModel.feed, DraftModel.step
 
     def count_rows(self: DraftModel, inputs: PassInputs) -> Tensor:
         rows.append(len(inputs.positions))
         return feed(self, inputs)
 
+    def count_one_each(self: DraftModel, input_ids: Tensor, plan: PassPlan) -> Tensor:
+        rows.append(len(input_ids))
+        return step(self, input_ids, plan)
+
     monkeypatch.setattr(DraftModel, "feed", count_rows)
+    monkeypatch.setattr(DraftModel, "step", count_one_each)
     engine.add_request(request(0, bank.prompts[4], k=4, max_tokens=30, engine_k=4, ignore_eos=True))
     for i in range(1, 6):
         engine.add_request(request(i, bank.prompts[i], k=0, max_tokens=30, engine_k=4, ignore_eos=True))
@@ -117,3 +123,5 @@ def test_requests_at_k_0_cost_no_draft_rows_in_a_mixed_batch(bank: Bank, monkeyp
     catch_up, *passes = rows
     assert catch_up == len(bank.prompts[4]) + 1 - DraftModel.first_rows
     assert set(passes) == {1, DraftModel.first_rows}
+    # Two rows only where a token is left behind: by the catch-up, and where every draft was accepted.
+    assert passes.count(DraftModel.first_rows) < engine.stats().drafts / 2

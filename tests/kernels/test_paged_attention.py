@@ -274,3 +274,60 @@ def test_attention_does_not_write() -> None:
     before = batch.cache.clone()
     kernel.paged_attention(batch.q, batch.cache, plan, 0.5)
     torch.testing.assert_close(batch.cache, before, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [[5, 6, 7, 8]],
+        [[7, 8, -1, -1]],
+        [[6, 7, 8, 9], [3, 4, 5, 6], [6, 7, 8, 9]],
+        [[6, 7, 8, 9], [11, -1, -1, -1], [-1, -1, -1, -1], [1, 2, 3, -1]],
+        [[200, 201], [1, 2], [199, 200]],
+        [[-1, -1]],
+    ],
+)
+@pytest.mark.parametrize("waste", [0, 2**18])
+def test_steps_planned_at_once_match_the_loop(
+    monkeypatch: pytest.MonkeyPatch, rows: list[list[int]], waste: int
+) -> None:
+    monkeypatch.setattr(kernel, "_WASTE", waste)
+    batch = make_batch(rows)
+    expected = reference(batch, batch.cache)
+    num_steps = len(rows[0])
+    for step, out in enumerate(run_steps(batch)):
+        assert out.isfinite().all()
+        for b in range(len(rows)):
+            if rows[b][step] >= 0:
+                torch.testing.assert_close(out[b], expected[b * num_steps + step], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("neighbour", [[], [[2, 3, 4]]])
+def test_steps_past_a_table_hurt_only_their_request(neighbour: list[list[int]]) -> None:
+    batch = make_batch([[6, 7, 8], *neighbour], max_blocks=2)
+    for step, out in enumerate(run_steps(batch)):
+        for row in range(1, len(batch.rows)):
+            expected = reference(batch, batch.cache, skip=0)[row * 3 + step]
+            torch.testing.assert_close(out[row], expected, rtol=0, atol=1e-12)
+
+
+def run_steps(batch: Batch) -> list[Tensor]:
+    """Each step's output `[B, heads * D]`; row i of a request is fed in step i."""
+    num_steps = len(batch.rows[0])
+    positions, slots = (t.view(-1, num_steps).t().contiguous() for t in (batch.positions, batch.slots))
+    plans = kernel.plan_steps(
+        positions,
+        slots,
+        batch.table,
+        num_heads=batch.heads,
+        num_kv_heads=batch.kv_heads,
+        head_dim=batch.dim,
+        block_size=batch.block_size,
+        dtype=batch.dtype,
+    )
+    assert len(plans) == num_steps
+    outputs = []
+    for step, plan in enumerate(plans):
+        kernel.write_kv(batch.kv[step::num_steps], batch.cache, plan)
+        outputs.append(kernel.paged_attention(batch.q[step::num_steps], batch.cache, plan, batch.dim**-0.5))
+    return outputs

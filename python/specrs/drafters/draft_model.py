@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from specrs.models.decoder import Decoder
+from specrs.models.decoder import Decoder, PassPlan
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
 
@@ -36,10 +36,16 @@ class DraftModel:
     def propose(self, inputs: PassInputs, *, last_of: int) -> Tensor:
         """One draft pass; logits of every `last_of`-th row over the target's ids, `[B, vocab_size]`: -inf for those
         that the draft does not know. Mutates the draft's KV cache."""
-        hidden = self.feed(inputs)
-        logits = self.model.compute_logits(hidden[last_of - 1 :: last_of])
-        missing = self.vocab_size - logits.shape[1]
-        return pad(logits, (0, missing), value=-torch.inf) if missing else logits
+        return self._logits(self.feed(inputs)[last_of - 1 :: last_of])
+
+    def plan_steps(self, positions: Tensor, slots: Tensor, block_table: Tensor) -> list[PassPlan]:
+        """Plans for `step` of S passes of one row per request, see `Decoder.plan_steps`."""
+        return self.model.plan_steps(positions, slots, block_table, self.kv_cache)
+
+    def step(self, input_ids: Tensor, plan: PassPlan) -> Tensor:
+        """One draft pass over a row per request; logits as from `propose`. Mutates the draft's KV cache."""
+        self.num_passes += 1
+        return self._logits(self.model.forward_planned(self._known(input_ids), plan, self.kv_cache))
 
     def feed(self, inputs: PassInputs) -> Tensor:
         """One draft pass without the LM head (catch-up chunks); hidden states `[N, hidden]`. Mutates the KV cache."""
@@ -48,5 +54,14 @@ class DraftModel:
 
     def known_ids(self, inputs: PassInputs) -> PassInputs:
         """The same pass with ids held to the draft's own vocabulary."""
+        ids = self._known(inputs.input_ids)
+        return inputs if ids is inputs.input_ids else replace(inputs, input_ids=ids)
+
+    def _known(self, ids: Tensor) -> Tensor:
         known = self.model.config.vocab_size
-        return inputs if known >= self.vocab_size else replace(inputs, input_ids=inputs.input_ids.clamp(max=known - 1))
+        return ids if known >= self.vocab_size else ids.clamp(max=known - 1)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        logits = self.model.compute_logits(hidden)
+        missing = self.vocab_size - logits.shape[1]
+        return pad(logits, (0, missing), value=-torch.inf) if missing else logits

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specrs.core import FLAG_CAPACITY, FLAG_TARGET_NON_FINITE
-from specrs.runner.iteration import Drafted, Iteration
+from specrs.runner.iteration import Drafted, Iteration, Scored, is_finite
 from specrs.runner.row_state import RowState
 from specrs.runner.sampling_state import EntrySampling
 from specrs.verify.greedy import verify_greedy
@@ -56,36 +56,25 @@ class Verdict:
     adjusted: Tensor  # [N, V], logits after masks, bias and penalties
 
 
-def accept(
-    state: RowState,
-    it: Iteration,
-    logits: Tensor,
-    positions: Tensor,
-    drafted: Drafted,
-    sampling: EntrySampling,
-) -> Verdict:
+def accept(it: Iteration, scored: Scored, drafted: Drafted, sampling: EntrySampling) -> Verdict:
     """Apply masks and penalties to the target's logits and verify the drafts; mutates nothing.
 
     Entries that sample are verified by `rejection` where the drafts have a q, by `coupled` where they have none; greedy
     entries are the same under both.
-
-    Args:
-        logits: `[N, V]`, row i of entry b for position n_b + i; rows beyond an entry's K_r are ignored.
-        positions: the positions fed, `[N]` int64, -1 in masked rows.
+    Rows and drafts beyond an entry's K_r are ignored.
     """
-    width, n, k, entries = it.max_k + 1, it.num_tokens, it.num_drafts, it.flat.entry
+    n, k, entries = it.num_tokens, it.num_drafts, it.flat.entry
     forbidden = None
     if sampling.grammar is not None:
         forbidden = sampling.grammar.forbidden(entries, it.flat.offset)
-    adjusted = sampling.adjust(logits, entries, positions + 1, forbidden)
-    drafts = state.tokens[it.rows[:, None], (n[:, None] + torch.arange(width - 1)).clamp(max=state.scratch_column)]
+    adjusted = sampling.adjust(scored.logits, entries, scored.positions + 1, forbidden)
     if not sampling.steps.random:
         top, best = adjusted.max(dim=-1)
-        accepted, tokens = verify_greedy(best[it.flat.index], drafts, k)
+        accepted, tokens = verify_greedy(it.flat.columns(best), scored.drafts, k)
         return Verdict(accepted, tokens, top, adjusted)
 
     accepted, tokens, top = sampling.sampler.verify(
-        adjusted, it.rows, entries, it.flat.q_start, n, k, drafts, sampling.steps, drafted.q
+        adjusted, it.rows, entries, it.flat.q_start, n, k, scored.drafts, sampling.steps, drafted.q
     )
     return Verdict(accepted, tokens, top, adjusted)
 
@@ -108,24 +97,25 @@ def update(state: RowState, it: Iteration, verdict: Verdict, drafted: Drafted, r
     accepted, tokens = verdict.num_accepted, verdict.tokens
     width = it.max_k + 1
     column = torch.arange(width, device=rows.device)
-    finite = (verdict.top[it.flat.index].isfinite() | (column > k[:, None])).all(dim=1)
+    finite = (is_finite(it.flat.columns(verdict.top)) | (column > k[:, None])).all(dim=1)
     fits = n + k <= it.capacity
     flags = drafted.flags | torch.where(finite, 0, FLAG_TARGET_NON_FINITE) | torch.where(fits, 0, FLAG_CAPACITY)
     good = it.alive & finite & fits
 
     positions = n[:, None] + column
-    is_stop = (tokens[:, :, None] == state.stop_ids[rows][:, None, :]).any(dim=2)
-    is_stop &= (column <= accepted[:, None]) & (positions >= state.min_len[rows, None])
+    is_stop = (tokens[:, :, None] == state.stop_ids.index_select(0, rows)[:, None, :]).any(dim=2)
+    is_stop &= (column <= accepted[:, None]) & (positions >= state.min_len.index_select(0, rows)[:, None])
     first_stop = torch.where(is_stop, column, width).amin(dim=1)
     emitted = torch.where(good, torch.minimum(accepted, first_stop) + 1, 0)
     grown = n + emitted
 
     target_column = torch.where(column < emitted[:, None], positions, state.scratch_column)
     state.tokens[rows[:, None], target_column] = tokens
-    state.num_tokens[rows] = grown
-    state.active[rows] = good & (first_stop == width) & (grown < state.limit[rows])
+    state.num_tokens.index_copy_(0, rows, grown)
+    state.active.index_copy_(0, rows, good & (first_stop == width) & (grown < state.limit.index_select(0, rows)))
     if it.max_k:
-        state.draft_len[rows] = torch.where(good & (k > 0), torch.minimum(grown, n + k) - 1, state.draft_len[rows])
+        kept = state.draft_len.index_select(0, rows)
+        state.draft_len.index_copy_(0, rows, torch.where(good & (k > 0), torch.minimum(grown, n + k) - 1, kept))
 
     results.num_emitted.copy_(emitted)
     results.num_accepted.copy_(torch.where(good, accepted, 0))

@@ -13,7 +13,7 @@ from specrs.drafters.draft_model import DraftModel
 from specrs.models.decoder import Decoder
 from specrs.models.kv_cache import KVCache
 from specrs.runner.accept import Results, accept, at_rates, update
-from specrs.runner.iteration import Drafted, Iteration, draft, prepare, verify
+from specrs.runner.iteration import Drafted, Iteration, Scored, draft, prepare, verify
 from specrs.runner.logprobs import entry_logprobs, prompt_logprobs
 from specrs.runner.noise import Noise
 from specrs.runner.prefill import catch_up_inputs, caught_up, last_chunks, last_rows, prefill_inputs
@@ -104,8 +104,9 @@ class EagerRunner:
         final = Results(*(torch.empty_like(tensor[: len(chunks)]) for tensor in results.tensors()))
         drafted = Drafted(torch.zeros_like(it.num_tokens), None)
         logits = self.target.compute_logits(hidden[last_rows(slot.views, header)[chunks]])
+        scored = Scored(logits, it.num_tokens - 1, it.rows.new_empty(len(chunks), 0))
         sampling = self.sampling.for_entries(self.state, it, it.rows.tolist())
-        self._finish(slot, entries, it, logits, it.num_tokens - 1, drafted, sampling, final)
+        self._finish(slot, entries, it, scored, drafted, sampling, final)
         for mine, theirs in zip(results.tensors(), final.tensors(), strict=True):
             mine[chunks] = theirs
 
@@ -125,24 +126,23 @@ class EagerRunner:
             drafted = draft(self.state, it, self.drafter, sampling, self.rule)
         else:
             drafted = Drafted(torch.zeros_like(it.num_tokens), None)
-        logits, positions = verify(self.state, it, self.target, self.kv_cache)
+        scored = verify(self.state, it, self.target, self.kv_cache)
         self.num_target_passes += 1
         results = slot.results_view.narrow(0, header.num_decode)
         index = torch.arange(header.num_decode)
-        self._finish(slot, index, it, logits, positions, drafted, sampling, results)
+        self._finish(slot, index, it, scored, drafted, sampling, results)
 
     def _finish(
         self,
         slot: RingSlot,
         entries: Tensor,
         it: Iteration,
-        logits: Tensor,
-        positions: Tensor,
+        scored: Scored,
         drafted: Drafted,
         sampling: EntrySampling,
         results: Results,
     ) -> None:
-        verdict = accept(self.state, it, logits, positions, drafted, sampling)
+        verdict = accept(it, scored, drafted, sampling)
         if self.rates is not None and it.max_k:
             at = it.num_tokens[:, None] + torch.arange(it.max_k)
             uniforms = self._noise.uniform(it.rows, at, PURPOSE_ACCEPT)
@@ -154,5 +154,7 @@ class EagerRunner:
         update(self.state, it, verdict, drafted, results)
         if sampling.num_logprobs is not None:
             slot.logprobs.update(
-                entry_logprobs(self.logprobs_mode, entries.tolist(), logits, verdict.adjusted, verdict.tokens, sampling)
+                entry_logprobs(
+                    self.logprobs_mode, entries.tolist(), scored.logits, verdict.adjusted, verdict.tokens, sampling
+                )
             )

@@ -1,7 +1,8 @@
 """One decode iteration: `draft` and `verify` over flat rows (`accept` has the rest). Plans nothing and never waits.
 
-The functions use only fixed shapes given by the plan (rows, K_r): no `.item()`, no `nonzero`, no boolean index.
-They are the CPU path and the reference of the captured GPU path.
+The functions use only fixed shapes given by the plan (rows, K_r): no `.item()`, no `nonzero`, no boolean index, but for
+one question of `draft`, whether any row needs its first position. They are the CPU path and the reference of the
+captured GPU path.
 
 Positions of one row during an iteration, n = num_tokens before it (DESIGN section 2):
 
@@ -13,6 +14,7 @@ Positions of one row during an iteration, n = num_tokens before it (DESIGN secti
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,7 +24,7 @@ from torch import Tensor
 
 from specrs.core import FLAG_DRAFT_NON_FINITE
 from specrs.drafters.draft_model import DraftModel
-from specrs.models.decoder import Decoder
+from specrs.models.decoder import Decoder, PassPlan
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
 from specrs.runner.row_state import RowState
@@ -41,18 +43,23 @@ class FlatRows:
     entry: Tensor  # [N] int64
     offset: Tensor  # [N] int64, row within the entry
     index: Tensor  # [B, W] int64, flat row of each column, held at the entry's last row
+    planned: Tensor  # [B] int64
     uniform: bool  # every entry has W rows
 
     def to(self, device: torch.device) -> FlatRows:
         """The same on `device`, without waiting for it."""
-        q_start, entry, offset, index = (
-            to_device(t, device) for t in (self.q_start, self.entry, self.offset, self.index)
+        q_start, entry, offset, index, planned = (
+            to_device(t, device) for t in (self.q_start, self.entry, self.offset, self.index, self.planned)
         )
-        return FlatRows(q_start, entry, offset, index, self.uniform)
+        return FlatRows(q_start, entry, offset, index, planned, self.uniform)
 
     def take(self, matrix: Tensor) -> Tensor:
         """The values `[N]` of flat rows from a matrix `[B, W]`."""
         return matrix.reshape(-1) if self.uniform else matrix[self.entry, self.offset]
+
+    def columns(self, values: Tensor) -> Tensor:
+        """The values `[N]` of flat rows as a matrix `[B, W]`; a shorter entry repeats its last."""
+        return values.view(self.index.shape) if self.uniform else values[self.index]
 
 
 @functools.lru_cache(maxsize=64)
@@ -70,6 +77,7 @@ def flat_rows(planned: tuple[int, ...], device: torch.device | None = None) -> F
         entry=entry,
         offset=torch.arange(total) - q_start[entry],
         index=row_index(q_start, width),
+        planned=counts - 1,
         uniform=planned[-1] == planned[0],
     )
 
@@ -109,6 +117,15 @@ class Drafted:
     q: Tensor | None  # [B, K, V], the distribution that each draft was drawn from; None where no rule needs it
 
 
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What the target says of a pass over N flat rows; row i of entry b gives the distribution of position n_b + i."""
+
+    logits: Tensor  # [N, V]
+    positions: Tensor  # [N] int64, those fed, -1 in masked rows
+    drafts: Tensor  # [B, K] int64, the drafts among the tokens fed; from K_r on they mean nothing
+
+
 def prepare(
     state: RowState,
     rows: Tensor,
@@ -125,23 +142,25 @@ def prepare(
     KV lags by more
     than `first_rows`: whatever the host believes, no row drafts past its limit or over a hole in its draft KV.
     """
-    n = state.num_tokens[rows]
-    alive = state.active[rows]
-    k = torch.tensor(planned, dtype=torch.int64, device=rows.device)
+    n = state.num_tokens.index_select(0, rows)
+    alive = state.active.index_select(0, rows)
+    flat = flat_rows(tuple(planned))
+    k = flat.planned
     if drafter is not None and planned[0] > 0:
-        room = torch.minimum(state.limit[rows] - n - 1, drafter.max_model_len - n + 1)
-        ready = alive & (state.draft_len[rows] >= n - drafter.first_rows)
-        k = torch.where(ready, torch.minimum(k, room).clamp(min=0), 0)
+        # limit - n - 1 and draft context - n + 1, the smaller one
+        room = state.limit.index_select(0, rows).clamp_(max=drafter.max_model_len + 2).sub_(n + 1)
+        ready = (state.draft_len.index_select(0, rows) >= n - drafter.first_rows).logical_and_(alive)
+        k = torch.minimum(k, room).clamp_(min=0).mul_(ready)
     blocks = min(-(-max_context // block_size), state.block_table.shape[1])
     return Iteration(
         rows=rows,
         planned=tuple(planned),
-        flat=flat_rows(tuple(planned)),
+        flat=flat,
         num_tokens=n,
         num_drafts=k,
         alive=alive,
         capacity=capacity,
-        block_table=state.block_table[rows, :blocks],
+        block_table=state.block_table.narrow(1, 0, blocks).index_select(0, rows),
         block_size=block_size,
         max_context=min(max_context, blocks * block_size),
     )
@@ -151,8 +170,9 @@ def draft(state: RowState, it: Iteration, drafter: DraftModel, sampling: EntrySa
     """Draw up to K_r drafts per entry; pass i feeds the entries planned at K >= i.
 
     Pass 1 feeds positions n - 2 and n - 1, so that the token that the draft has not seen after a full acceptance is
-    caught up without a pass of its own; its slot is -1 where that KV is already there. Greedy rows draft by argmax,
-    sampled ones from the draft's own processed distribution, which `rejection` keeps as q.
+    caught up without a pass of its own; its slot is -1 where that KV is already there. Where it is in every entry, pass
+    1 feeds n - 1 alone, in half the time. Greedy rows draft by argmax, sampled ones from the draft's own processed
+    distribution, which `rejection` keeps as q.
 
     Mutates `state.tokens` in [n, n + K_r) and the draft's KV cache.
     """
@@ -164,66 +184,87 @@ def draft(state: RowState, it: Iteration, drafter: DraftModel, sampling: EntrySa
     column = torch.arange(width - 1 + it.max_k)
     live = it.num_drafts[:, None] >= (column - (width - 2)).clamp_(min=1)
     fed = torch.where(live, n[:, None] + (column - width), -1)
-    slots = it.slots(fed).masked_fill_(fed < state.draft_len[it.rows, None], -1)
+    slots = it.slots(fed).masked_fill_(fed < state.draft_len.index_select(0, it.rows)[:, None], -1)
+    lagging = bool((slots[:, : width - 1] >= 0).any())
     written = torch.where(live[:, width - 1 :], fed[:, width - 1 :] + 1, state.scratch_column)
-    entries = torch.arange(batch)
-    tops = torch.zeros((batch, it.max_k), dtype=sampling.dtype)
-    tokens = state.tokens[it.rows[:, None], fed[:, :width].clamp(min=0)].view(-1)
-    for i in range(1, it.max_k + 1):
-        count = batch if it.planned[-1] >= i else sum(k >= i for k in it.planned)
-        first, rows = (0 if i == 1 else width + i - 2), (width if i == 1 else 1)
-        inputs = PassInputs(
-            input_ids=tokens[: count * rows],
-            positions=fed[:count, first : width + i - 1].reshape(-1),
-            slots=slots[:count, first : width + i - 1].reshape(-1),
-            q_start=torch.arange(0, count * rows + 1, rows),
-            block_table=it.block_table[:count],
-            max_q_len=rows,
-            max_context=it.max_context,
-        )
-        logits = drafter.propose(inputs, last_of=rows)
-        tops[:count, i - 1], tokens = _draw(logits, entries[:count], n[:count] + (i - 1), sampling, i - 1, q)
-        state.tokens[it.rows[:count], written[:count, i - 1]] = tokens
+    counts = [sum(k >= i for k in it.planned) for i in range(1, it.max_k + 1)]
+    tops = torch.zeros((it.max_k, batch), dtype=sampling.dtype)
+    drawn = torch.zeros((it.max_k, batch), dtype=torch.int64)
+    before = state.tokens[it.rows, fed[:, width - 1].clamp(min=0)]
+    plans: list[PassPlan] = []
+    for i, (count, top, tokens) in enumerate(zip(counts, tops.unbind(0), drawn.unbind(0), strict=True), 1):
+        if i == 1 and lagging:
+            logits = drafter.propose(_first_inputs(state, it, fed, slots, width, count), last_of=width)
+        else:
+            if not plans:  # for all passes of as many entries at once
+                columns = slice(width + i - 2, width - 1 + counts.index(count) + counts.count(count))
+                positions, into = (matrix[:count, columns].t().contiguous() for matrix in (fed, slots))
+                plans = drafter.plan_steps(positions, into, it.block_table[:count])[::-1]
+            logits = drafter.step(before[:count], plans.pop())
+        if count < batch:
+            top, tokens = top[:count], tokens[:count]
+        _draw(logits, n[:count], i - 1, sampling, q, top, tokens)
+        before = tokens
+        if sampling.adjusts:  # of later passes, by what was drafted so far
+            state.tokens[it.rows[:count], written[:count, i - 1]] = tokens
         if sampling.grammar is not None:
             sampling.grammar.observe(tokens, live[:count, width + i - 2])
-    faulty = (~tops.isfinite() & live[:, width - 1 :]).any(dim=1)
+    state.tokens[it.rows[:, None], written] = drawn.t()
+    faulty = (~is_finite(tops) & live[:, width - 1 :].t()).any(dim=0)
     return Drafted(faulty * FLAG_DRAFT_NON_FINITE, q)
 
 
+def _first_inputs(state: RowState, it: Iteration, fed: Tensor, slots: Tensor, width: int, count: int) -> PassInputs:
+    """Pass 1: the first `width` columns of `fed` and `slots`, `[B, width - 1 + K]`, for `count` entries."""
+    positions = fed[:count, :width]
+    return PassInputs(
+        input_ids=state.tokens[it.rows[:count, None], positions.clamp(min=0)].view(-1),
+        positions=positions.reshape(-1),
+        slots=slots[:count, :width].reshape(-1),
+        q_start=torch.arange(0, count * width + 1, width),
+        block_table=it.block_table[:count],
+        max_q_len=width,
+        max_context=it.max_context,
+    )
+
+
 def _draw(
-    logits: Tensor,
-    entries: Tensor,
-    positions: Tensor,
-    sampling: EntrySampling,
-    column: int,
-    q: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Largest raw logit and draft token of each row, `[count]` each; writes the distribution drawn from into `q`."""
-    forbidden = None
-    if sampling.grammar is not None:
-        forbidden = sampling.grammar.forbidden(entries, torch.full_like(entries, column))
-    adjusted = sampling.adjust(logits, entries, positions, forbidden)
-    if not sampling.steps.random:
-        top, tokens = adjusted.max(dim=-1)
-        return (top if adjusted is logits else logits.amax(dim=-1)), tokens
-    rows = sampling.it.rows[: len(entries)]
-    top, tokens = sampling.sampler.draft(adjusted, rows, positions, sampling.steps, q, column)
-    return (top if adjusted is logits else logits.amax(dim=-1)), tokens
+    logits: Tensor, n: Tensor, column: int, sampling: EntrySampling, q: Tensor | None, top: Tensor, tokens: Tensor
+) -> None:
+    """Draw the draft at position n + column of each row; writes the largest raw logits, the tokens, and the
+    distributions drawn from into `q`. `n`, `top` and `tokens` are `[count]`."""
+    adjusted = logits
+    if sampling.adjusts:
+        entries, forbidden = torch.arange(len(n)), None
+        if sampling.grammar is not None:
+            forbidden = sampling.grammar.forbidden(entries, torch.full_like(entries, column))
+        adjusted = sampling.adjust(logits, entries, n + column, forbidden)
+    if sampling.steps.random:
+        rows = sampling.it.rows[: len(n)]
+        largest, drawn = sampling.sampler.draft(adjusted, rows, n + column, sampling.steps, q, column)
+        top.copy_(largest)
+        tokens.copy_(drawn)
+    else:
+        torch.max(adjusted, dim=-1, out=(top, tokens))
+    if adjusted is not logits:
+        torch.amax(logits, dim=-1, out=top)
 
 
-def verify(state: RowState, it: Iteration, target: Decoder, kv_cache: KVCache) -> tuple[Tensor, Tensor]:
-    """Feed t_{n-1}, d_1..d_K of every entry to the target in one pass of N = sum(planned + 1) flat rows.
+def is_finite(x: Tensor) -> Tensor:
+    """`x.isfinite()` in two operations instead of five."""
+    return x.abs() < math.inf
 
-    Returns:
-        `(logits [N, V], positions [N] int64)`: row i of entry b gives the distribution of position n_b + i; positions
-        are those fed, -1 in masked rows. Mutates the target's KV cache only.
-    """
+
+def verify(state: RowState, it: Iteration, target: Decoder, kv_cache: KVCache) -> Scored:
+    """Feed t_{n-1}, d_1..d_K of every entry to the target in one pass of N = sum(planned + 1) flat rows; mutates the
+    target's KV cache only."""
     column = torch.arange(it.max_k + 1)
     live = it.alive[:, None] & (column <= it.num_drafts[:, None])
     fed = torch.where(live, it.num_tokens[:, None] - 1 + column, -1)
     positions = it.flat.take(fed)
+    tokens = state.tokens[it.rows[:, None], fed.clamp(min=0)]
     inputs = PassInputs(
-        input_ids=it.flat.take(state.tokens[it.rows[:, None], fed.clamp(min=0)]),
+        input_ids=it.flat.take(tokens),
         positions=positions,
         slots=it.flat.take(it.slots(fed)),
         q_start=it.flat.q_start,
@@ -231,4 +272,4 @@ def verify(state: RowState, it: Iteration, target: Decoder, kv_cache: KVCache) -
         max_q_len=it.max_k + 1,
         max_context=it.max_context,
     )
-    return target.compute_logits(target.forward(inputs, kv_cache)), positions
+    return Scored(target.compute_logits(target.forward(inputs, kv_cache)), positions, tokens[:, 1:])

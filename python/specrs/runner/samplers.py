@@ -174,7 +174,7 @@ class CoreSampler:
             q_start.numpy(),
             num_tokens.numpy(),
             num_drafts.numpy(),
-            drafts.numpy(),
+            drafts.contiguous().numpy(),
             None if q is None else q.numpy(),
             accepted.numpy(),
             tokens.numpy(),

@@ -180,7 +180,7 @@ class EntrySampling:
             forbidden: `[N, V]` bool from a grammar.
         """
         steps = self.steps
-        if not (steps.penalties or self.masks or self.mask_stops or forbidden is not None):
+        if not self.adjusts and forbidden is None:
             return logits
         rows = self.it.rows[entries]
         counts = None
@@ -198,6 +198,11 @@ class EntrySampling:
     def filter(self, adjusted: Tensor, entries: Tensor) -> Tensor:
         """Temperature, min_p, top_k, top_p of flat rows `[N, V]`; greedy rows stay as they are."""
         return self.sampler.filter(adjusted, self.it.rows[entries], self.steps)
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether an entry has a mask, a bias or a penalty."""
+        return bool(self.steps.penalties or self.masks or self.mask_stops or self.grammar)
 
     @property
     def dtype(self) -> torch.dtype:

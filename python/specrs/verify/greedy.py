@@ -25,6 +25,6 @@ def verify_greedy(target_tokens: Tensor, draft_tokens: Tensor, num_drafts: Tenso
     k = draft_tokens.shape[1]
     if k == 0:
         return torch.zeros_like(num_drafts), target_tokens
-    drafted = torch.arange(k, device=draft_tokens.device) < num_drafts[:, None]
-    agree = (draft_tokens == target_tokens[:, :k]) & drafted
-    return agree.to(torch.int64).cumprod(dim=1).sum(dim=1), target_tokens
+    column = torch.arange(k, device=draft_tokens.device)
+    stands = (draft_tokens == target_tokens.narrow(1, 0, k)).logical_and_(column < num_drafts[:, None])
+    return torch.where(stands, k, column).amin(dim=1), target_tokens  # the first that does not
