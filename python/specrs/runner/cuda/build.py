@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from specrs.config import AUTO
 from specrs.core import Scheduler
 from specrs.drafters.draft_model import DraftModel
 from specrs.errors import InvalidConfigError, UnsupportedModelError, invalid
@@ -49,7 +50,9 @@ def make_buckets(blueprint: Blueprint) -> Buckets:
     """The shapes that graphs are captured for."""
     config = blueprint.config
     sizes = batch_buckets(config.max_num_seqs, config.cudagraph_capture_sizes)
-    return Buckets(sizes, blueprint.num_speculative_tokens)
+    speculative = config.speculative_config
+    every_k = speculative is not None and speculative.num_speculative_tokens == AUTO
+    return Buckets(sizes, blueprint.num_speculative_tokens, every_k=every_k)
 
 
 def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingState, num_blocks: int) -> Context:

@@ -41,9 +41,11 @@ def batch_buckets(max_num_seqs: int, sizes: Sequence[int] | None = None) -> list
 class Buckets:
     """Which shapes there are, and which one a launch takes."""
 
-    def __init__(self, batches: Sequence[int], num_speculative_tokens: int) -> None:
+    def __init__(self, batches: Sequence[int], num_speculative_tokens: int, *, every_k: bool = False) -> None:
+        """`every_k`: launches of any uniform K are to be expected, not just of 0 and the engine's."""
         self.batches = list(batches)
         self.max_k = num_speculative_tokens
+        self.whole_ks = list(range(self.max_k, -1, -1)) if every_k else list(dict.fromkeys((self.max_k, 0)))
         # Rows an entry on average: mixed launches, where some draft nothing, take the next larger number.
         width = num_speculative_tokens + 1
         self.widths = sorted({1 << i for i in range(width.bit_length()) if 1 << i < width} | {width})
@@ -55,11 +57,11 @@ class Buckets:
     def whole(self, planned: Sequence[int], tail: Tail) -> Shape | None:
         """The whole-iteration graph for entries with these K, descending; None where chained passes are due.
 
-        Whole graphs exist for K = 0 and the engine's K. A launch that would leave more than half of its verification
-        rows masked runs chained, where rows and passes are cut to what is needed.
+        Whole graphs exist for `whole_ks`. A launch that would leave more than half of its verification rows masked runs
+        chained, where rows and passes are cut to what is needed.
         """
         batch, k = self.batch(len(planned)), planned[0]
-        if batch is None or tail is Tail.LOGITS or k not in (0, self.max_k):
+        if batch is None or tail is Tail.LOGITS or k not in self.whole_ks:
             return None
         rows = batch * (k + 1)
         if k and 2 * (sum(planned) + len(planned)) < len(planned) * (k + 1):
@@ -82,7 +84,7 @@ class Buckets:
     def whole_shapes(self) -> Iterator[Shape]:
         """Every whole graph, largest first."""
         for batch in reversed(self.batches):
-            for k in dict.fromkeys((self.max_k, 0)):
+            for k in self.whole_ks:
                 for tail in (Tail.SAMPLED, Tail.GREEDY):
                     yield Shape(batch, k, batch * (k + 1), tail)
 

@@ -1,0 +1,79 @@
+"""Which graph a launch takes: large enough, one that is captured, and not mostly padding."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from specrs.runner.cuda.shapes import Buckets, Shape, Tail, batch_buckets
+
+
+@st.composite
+def launches(draw: st.DrawFn) -> tuple[Buckets, list[int], Tail]:
+    """Buckets of an engine, the K of a launch's entries in descending order, and what follows its LM heads."""
+    max_k = draw(st.integers(0, 16))
+    max_num_seqs = draw(st.integers(1, 300))
+    buckets = Buckets(batch_buckets(max_num_seqs), max_k, every_k=draw(st.booleans()))
+    any_k = st.integers(0, max_k)
+    same, few_draft = st.just(draw(any_k)), st.sampled_from([0, 0, 0, draw(any_k)])
+    planned = draw(
+        st.lists(draw(st.sampled_from([any_k, same, few_draft])), min_size=1, max_size=min(max_num_seqs, 40))
+    )
+    return buckets, sorted(planned, reverse=True), draw(st.sampled_from(Tail))
+
+
+@given(launches())
+def test_a_whole_graph_is_captured_and_holds_the_launch(launch: tuple[Buckets, list[int], Tail]) -> None:
+    buckets, planned, tail = launch
+    shape = buckets.whole(planned, tail)
+    count, k, rows = len(planned), planned[0], sum(planned) + len(planned)
+    if tail is Tail.LOGITS:
+        assert shape is None
+    elif set(planned) <= {0} or set(planned) == {buckets.max_k} or (buckets.whole_ks[1:-1] and len(set(planned)) == 1):
+        assert shape is not None, "all draft the same"
+    if shape is not None:
+        assert shape in set(buckets.whole_shapes())
+        assert (shape.max_k, shape.tail, shape.rows) == (k, tail, shape.batch * (k + 1))
+        assert shape.batch >= count
+        assert 2 * rows >= count * (k + 1), "mostly masked rows"
+
+
+@given(launches())
+def test_chained_passes_are_captured_and_hold_the_launch(launch: tuple[Buckets, list[int], Tail]) -> None:
+    buckets, planned, tail = launch
+    shape = buckets.chained(planned, tail)
+    assert shape is not None
+    count, rows = len(planned), sum(planned) + len(planned)
+    assert shape.batch >= count
+    assert shape.rows >= rows
+    assert (shape.max_k, shape.tail) == (planned[0], tail)
+    assert (shape.batch, shape.rows, tail is Tail.GREEDY) in set(buckets.verify_passes())
+    passes = set(buckets.draft_passes())
+    for i in range(1, shape.max_k + 1):
+        assert (buckets.batch(sum(k >= i for k in planned)), i, tail) in passes
+    assert buckets.exact(planned, tail) == Shape(count, planned[0], rows, tail)
+
+
+@given(st.integers(1, 2000))
+def test_batches_end_at_the_most_and_waste_less_than_half(max_num_seqs: int) -> None:
+    sizes = batch_buckets(max_num_seqs)
+    assert sizes == sorted(set(sizes))
+    assert (sizes[0], sizes[-1]) == (1, max_num_seqs)
+    assert all(b <= 2 * a for a, b in itertools.pairwise(sizes))
+
+
+def test_captures_go_from_the_largest_down() -> None:
+    every = Buckets([1, 4], 2, every_k=True)
+    assert [(s.batch, s.max_k) for s in every.whole_shapes() if s.tail is Tail.GREEDY] == [
+        (4, 2), (4, 1), (4, 0), (1, 2), (1, 1), (1, 0)
+    ]  # fmt: skip
+    assert {s.max_k for s in Buckets([1], 3).whole_shapes()} == {0, 3}
+    assert {s.max_k for s in Buckets([1], 0).whole_shapes()} == {0}
+
+
+@pytest.mark.parametrize("tail", Tail)
+def test_beyond_the_captured_sizes_there_is_no_graph(tail: Tail) -> None:
+    buckets = Buckets(batch_buckets(8, (1, 2, 16)), 3)
+    assert buckets.batches == [1, 2]
+    assert buckets.whole([3, 3, 3], tail) is None
+    assert buckets.chained([3, 3, 3], tail) is None
