@@ -146,9 +146,28 @@ impl Choice {
     /// The best of one K for all, cut to what each may draft, and its rate. Where that comes to differing K, they cost `mixed` times
     /// what they should.
     pub(super) fn best_uniform(&self, mixed: f64) -> (usize, f64) {
+        let best = |best: (usize, f64), (k, rate, _)| if rate > best.1 { (k, rate) } else { best };
+        self.uniform(mixed).fold((0, 0.0), best)
+    }
+
+    /// The best of `ks` for all below `pivot`, and from there on: K, rate and milliseconds. `ks` ascend; all may draft as many.
+    pub(super) fn best_around(&self, pivot: usize, ks: impl Iterator<Item = usize>) -> [Option<(usize, f64, f64)>; 2] {
+        let mut best: [Option<(usize, f64, f64)>; 2] = [None; 2];
+        let mut all = self.uniform(1.0);
+        for found in ks.filter_map(|k| all.find(|found| found.0 == k)) {
+            let side = &mut best[usize::from(found.0 >= pivot)];
+            if side.is_none_or(|other| found.1 > other.1) {
+                *side = Some(found);
+            }
+        }
+        best
+    }
+
+    /// One K for all after the other: K, rate and milliseconds.
+    fn uniform(&self, mixed: f64) -> impl Iterator<Item = (usize, f64, f64)> {
         let (mut tokens, mut ms) = (self.len as f64, self.base[self.len]);
-        let mut best = (0, tokens / ms);
-        for level in 0..self.depth {
+        (0..=self.depth).map(move |k| {
+            let Some(level) = k.checked_sub(1) else { return (0, tokens / ms, ms) };
             let all = level * self.stride + self.len;
             tokens += self.gains[all];
             let count = self.counts[all] as usize;
@@ -156,12 +175,9 @@ impl Choice {
             if level == 0 {
                 ms += self.penalties[self.len];
             }
-            let rate = tokens / (ms * if count == self.len { 1.0 } else { mixed });
-            if rate > best.1 {
-                best = (level + 1, rate);
-            }
-        }
-        best
+            let ms = ms * if count == self.len { 1.0 } else { mixed };
+            (k, tokens / ms, ms)
+        })
     }
 
     /// Writes the best K of each candidate and returns the rate; `guess` is a rate to begin with.

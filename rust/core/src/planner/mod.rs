@@ -15,6 +15,10 @@
 //! *Change*: a choice stays until another promises [`MARGIN`] more. *Looking again*: positions that nobody drafts teach nothing, and
 //! at K = 0 none do. So time saves up [`PROBE_SHARE`] of itself until it pays for a probe: one request, in turn, drafts as much as
 //! it may, [`PROBE_DRAFTS`] times. A useless draft costs that share and no more, and one that becomes good is found.
+//!
+//! *Trials*: the costs of a K that nobody uses are as wrong as when they were measured, and a machine that was busy then may have
+//! shown any. So [`TRIAL_SHARE`] of the time goes into launches at another K for all, by turns the best one below and above the
+//! chosen one. What they take is compared with the launches around them, not with what launches took when the table was made.
 
 mod choice;
 mod estimates;
@@ -31,7 +35,13 @@ const MARGIN: f64 = 0.005;
 /// What differing K must promise over one K for all: 3 %. Choosing the best of many estimates chooses the luckiest, too.
 const MIXED_MARGIN: f64 = 0.03;
 /// The share of time that probes may cost.
-const PROBE_SHARE: f64 = 0.005;
+const PROBE_SHARE: f64 = 0.004;
+/// The share of time that trials may cost, in launches that are timed.
+const TRIAL_SHARE: f64 = 0.002;
+/// What a trial is taken to cost at least, as a share of its launch: one launch in ten, where the other K promises the same.
+const TRIAL_FLOOR: f64 = 0.02;
+/// The most launches that a trial waits for a time; draft KV has to catch up first, perhaps.
+const TRIAL_LAUNCHES: u32 = 4;
 /// Drafts of a probe, and the most launches that it waits for them.
 const PROBE_DRAFTS: u32 = 8;
 const PROBE_LAUNCHES: u32 = 64;
@@ -39,9 +49,10 @@ const PROBE_LAUNCHES: u32 = 64;
 const OLD_TRIALS: (f64, f64) = (8.0, 32.0);
 /// Launches over which closing the lag of a request's draft KV is spread.
 const CATCH_UP_LAUNCHES: f64 = 32.0;
-/// Weight of one launch's time: for the machine as a whole, and for this batch and K.
+/// Weight of one launch's time: for the machine as a whole, for this batch and K, and for a K that is not the chosen one.
 const MACHINE_WEIGHT: f64 = 0.06;
 const TIME_WEIGHT: f64 = 0.015;
+const TRIAL_WEIGHT: f64 = 0.2;
 /// A launch's time counts between these multiples of what was expected: the rest is something else than the launch.
 const TIME_BOUNDS: (f64, f64) = (0.5, 2.0);
 /// Weight of one mixed launch's time in what such launches take, and how far above and below that may be.
@@ -57,6 +68,13 @@ const NO_K: usize = usize::MAX;
 struct Probe {
     row: usize,
     drafts: u32,
+    launches: u32,
+}
+
+/// Launches at another K for all, to learn what it costs.
+#[derive(Clone, Copy, Debug)]
+struct Trial {
+    k: usize,
     launches: u32,
 }
 
@@ -76,6 +94,13 @@ pub struct SpeculationPlanner {
     /// How much longer a launch takes whose requests draft differently.
     mixed: f64,
     since_refresh: u32,
+    /// The one K that was chosen for all last, `NO_K` where requests differ.
+    uniform: usize,
+    /// Milliseconds saved up for trials.
+    trial_credit: f64,
+    trial: Option<Trial>,
+    /// The last trial was of a K above the chosen one.
+    tried_above: bool,
     choice: Choice,
     overall: Overall,
     own: Vec<Own>,
@@ -87,6 +112,8 @@ pub struct SpeculationPlanner {
     probed: usize,
     collapsed: Vec<i64>,
     rate: f64,
+    /// What the last choice promises.
+    promised: f64,
     /// By candidate in the caller's order, and in order of odds.
     order: Vec<(u32, u32)>,
     candidates: Vec<Candidate>,
@@ -126,6 +153,10 @@ impl SpeculationPlanner {
             scale: 1.0,
             mixed: 1.0,
             since_refresh: 0,
+            uniform: NO_K,
+            trial_credit: 0.0,
+            trial: None,
+            tried_above: false,
             choice,
             overall: Overall::new(num_speculative_tokens),
             own: vec![Own::NEW; max_num_seqs],
@@ -135,6 +166,7 @@ impl SpeculationPlanner {
             probed: 0,
             collapsed: Vec::with_capacity(max_num_seqs),
             rate: 0.0,
+            promised: 0.0,
             order: Vec::with_capacity(max_num_seqs),
             candidates: Vec::with_capacity(max_num_seqs),
             ks: Vec::with_capacity(max_num_seqs),
@@ -204,7 +236,11 @@ impl SpeculationPlanner {
             ks[at as usize] = k as i64;
             self.last[rows[at as usize] as usize] = k;
         }
+        self.uniform = if ks.iter().all(|&k| k == ks[0]) { ks[0] as usize } else { NO_K };
         self.explore(rows, caps, lags, ks);
+        if self.probe.is_none() {
+            self.try_out(caps, lags, ks);
+        }
         Ok(())
     }
 
@@ -302,9 +338,11 @@ impl SpeculationPlanner {
         if self.kept != self.ks {
             let kept = self.choice.rate(&self.kept) / self.cost_of_mixing(&self.kept);
             if rate <= kept * (1.0 + MARGIN) {
+                rate = kept;
                 std::mem::swap(&mut self.ks, &mut self.kept);
             }
         }
+        self.promised = rate;
     }
 
     /// What a launch with these K costs over the sum of its parts.
@@ -344,7 +382,39 @@ impl SpeculationPlanner {
         ks[at] = most;
     }
 
-    /// Saves up for probes, and refines the costs.
+    /// Goes on with a trial, or begins one where the credit pays for it; `ks` are what would be drafted without.
+    fn try_out(&mut self, caps: &[i64], lags: &[i64], ks: &mut [i64]) {
+        let most = (caps.iter().copied().min().unwrap_or(0) as usize).min(self.k);
+        if let Some(trial) = &mut self.trial {
+            trial.launches -= 1;
+            if trial.launches > 0 && trial.k <= most {
+                ks.fill(trial.k as i64);
+                return;
+            }
+            self.trial = None;
+        }
+        // A trial costs something: look for one only where there is enough for the cheapest.
+        let base = self.choice.base_ms(ks.len());
+        if self.trial_credit < TRIAL_FLOOR * base {
+            return;
+        }
+        let pivot = ks.iter().copied().max().unwrap_or(0) as usize;
+        // Of the grid alone: between its points a time would move the chosen one's cost, too.
+        let grid = self.costs.ks().iter().copied().take_while(|&k| k <= most);
+        let [below, above] = self.choice.best_around(pivot, grid.filter(|&k| k != self.uniform));
+        let Some((k, rate, ms)) = (if self.tried_above { below.or(above) } else { above.or(below) }) else { return };
+        let lagging: f64 = if k > 0 { lags.iter().map(|&lag| lag as f64).sum() } else { 0.0 };
+        let cost = ms * (1.0 - rate / self.promised).max(TRIAL_FLOOR) + lagging * self.catch_up_ms;
+        if self.trial_credit < cost {
+            return;
+        }
+        self.trial_credit = 0.0;
+        self.tried_above = k >= pivot;
+        self.trial = Some(Trial { k, launches: TRIAL_LAUNCHES });
+        ks.fill(k as i64);
+    }
+
+    /// Saves up for probes and trials, and refines the costs.
     fn settle_time(&mut self, ks: &[i64], ms: Option<f64>) {
         self.counts.fill(0);
         for &k in ks {
@@ -359,6 +429,7 @@ impl SpeculationPlanner {
         let (batch, k, batches) = (ks.len(), ks[0] as usize, self.costs.batches());
         let inside = batch >= batches[0] && batch <= batches[batches.len() - 1];
         let Some(ms) = ms.filter(|_| inside) else { return };
+        self.trial_credit += TRIAL_SHARE * parts;
         if ks.iter().any(|&other| other != ks[0]) {
             let factor = (ms / (self.scale * parts)).clamp(MIXED_BOUNDS.0, MIXED_BOUNDS.1);
             self.mixed += MIXED_WEIGHT * (factor - self.mixed);
@@ -366,10 +437,15 @@ impl SpeculationPlanner {
         }
         let expected = self.costs.ms(batch, k);
         let surprise = (ms / (self.scale * expected)).clamp(TIME_BOUNDS.0, TIME_BOUNDS.1);
-        // A machine that slows down slows down every K, also those that are not tried now.
-        self.scale *= 1.0 + MACHINE_WEIGHT * (surprise - 1.0);
+        let chosen = self.uniform == NO_K || k == self.uniform;
+        if chosen {
+            // A machine that slows down slows down every K, also those that are not tried now.
+            self.scale *= 1.0 + MACHINE_WEIGHT * (surprise - 1.0);
+        }
+        self.trial = self.trial.filter(|trial| trial.k != k);
         // A K outside the grid teaches nothing about it; the grid of a host need not reach K.
-        let _ = self.costs.observe(batch, k, expected * surprise, TIME_WEIGHT);
+        let weight = if chosen { TIME_WEIGHT } else { TRIAL_WEIGHT };
+        let _ = self.costs.observe(batch, k, expected * surprise, weight);
     }
 
     fn check_rows(&self, rows: &[i64]) -> Result<()> {
