@@ -98,6 +98,13 @@ def assert_same(mine: list[Request], theirs: list[Request]) -> None:
 
 
 GREEDY = SamplingParams(temperature=0.0)
+# These tokens in this order, if each draft is penalised by those before it.
+PENALISED = SamplingParams(
+    temperature=0.0,
+    presence_penalty=2.0,
+    frequency_penalty=2.0,
+    logit_bias={3: 20.0, 8: 19.2, 15: 18.4, 20: 17.6, 27: 16.8},
+)
 
 
 @pytest.mark.parametrize(
@@ -125,6 +132,14 @@ def test_same_tokens(pair: Pair, rule: str, params: list[SamplingParams], monkey
     assert_same(mine, theirs)
     assert engines[0].stats() == engines[1].stats()
     assert sum(sum(request.acceptance.histogram) for request in mine) > 0
+
+
+def test_drafts_are_penalised_by_drafts(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, theirs = (
+        generate(pair.engine(gpu=gpu, monkeypatch=monkeypatch), [PENALISED] * 3, 8) for gpu in (True, False)
+    )
+    assert_same(mine, theirs)
+    assert any(sum(request.acceptance.histogram[2:]) for request in mine), "two drafts in a row were accepted"
 
 
 def test_nothing_depends_on_stale_memory(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
