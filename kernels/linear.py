@@ -23,8 +23,8 @@ _linear_packed: Callable[..., Tensor] | None = (
 _SMALL = 2**19
 """Elements up to which torch.mm is as fast or faster: a oneDNN call costs 10 to 20 us more, and what MKL repacks of so
 small a weight stays in the caches. From 2^20 on six rows take up to twice as long through torch.mm."""
-_FEW_ROWS = 16
-"""Rows up to which it is; from 32 on packed weights are faster on two cores."""
+_FEW_ROWS = 32
+"""Rows up to which it is; from 64 on packed weights are faster on two cores. With one it never turns."""
 _TYPICAL_ROWS = 16
 """Rows that the packed layout is chosen for; layouts chosen for one row are twice as slow for all others."""
 _EXACT_ROWS = 32
