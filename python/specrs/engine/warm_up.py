@@ -27,15 +27,15 @@ PROMPT = 64
 
 
 def measure_costs(engine: Engine) -> tuple[CostModel, float]:
-    """Milliseconds of launches that only decode, at batches 1, 2, 4, ... and K = 0, 1, 2, 4, ... and the engine's; and
-    those of each position of a draft catch-up chunk.
+    """Milliseconds of launches that only decode, at batches 1, 2, 4, ... and K = 0, 1, 2, 3, 4, 8, ... and the most;
+    and those of each position of a draft catch-up chunk.
 
     Batches that there is no time for get what the last two measured ones lead to expect; launches refine all of them.
     Runs requests of made-up tokens and drops them. The engine needs a new scheduler and new books afterwards: what is
     left of the requests is in this one's prefix cache and counters.
     """
     most, rows = engine.num_speculative_tokens, engine.config.max_num_seqs
-    ks = sorted({0, most} | {1 << i for i in range(most.bit_length()) if 1 << i < most})
+    ks = sorted({0, most} | {k for k in (3, *(1 << i for i in range(most.bit_length()))) if k < most})
     batches = sorted({rows} | {1 << i for i in range(rows.bit_length()) if 1 << i < rows})
     _measure(engine, 1, most)  # first calls allocate
     table = {(batch, k): math.inf for batch in batches for k in ks}
