@@ -38,6 +38,8 @@ const MIXED_MARGIN: f64 = 0.03;
 const PROBE_SHARE: f64 = 0.004;
 /// The share of time that trials may cost, in launches that are timed.
 const TRIAL_SHARE: f64 = 0.002;
+/// More at first, when nothing but a short measurement is known: 2 % falling with the launches, five launches' time in all.
+const EARLY_TRIALS: (f64, f64) = (2.0, 100.0);
 /// What a trial is taken to cost at least, as a share of its launch: one launch in ten, where the other K promises the same.
 const TRIAL_FLOOR: f64 = 0.02;
 /// The most launches that a trial waits for a time; draft KV has to catch up first, perhaps.
@@ -76,6 +78,8 @@ struct Probe {
 struct Trial {
     k: usize,
     launches: u32,
+    /// Its first launch has been timed. That one does not count: kernels and caches are not ready for a new K.
+    warm: bool,
 }
 
 /// Chooses K for each request of each launch.
@@ -98,6 +102,8 @@ pub struct SpeculationPlanner {
     uniform: usize,
     /// Milliseconds saved up for trials.
     trial_credit: f64,
+    /// Launches that were timed.
+    timed: u64,
     trial: Option<Trial>,
     /// The last trial was of a K above the chosen one.
     tried_above: bool,
@@ -155,6 +161,7 @@ impl SpeculationPlanner {
             since_refresh: 0,
             uniform: NO_K,
             trial_credit: 0.0,
+            timed: 0,
             trial: None,
             tried_above: false,
             choice,
@@ -404,13 +411,13 @@ impl SpeculationPlanner {
         let [below, above] = self.choice.best_around(pivot, grid.filter(|&k| k != self.uniform));
         let Some((k, rate, ms)) = (if self.tried_above { below.or(above) } else { above.or(below) }) else { return };
         let lagging: f64 = if k > 0 { lags.iter().map(|&lag| lag as f64).sum() } else { 0.0 };
-        let cost = ms * (1.0 - rate / self.promised).max(TRIAL_FLOOR) + lagging * self.catch_up_ms;
+        let cost = 2.0 * ms * (1.0 - rate / self.promised).max(TRIAL_FLOOR) + lagging * self.catch_up_ms;
         if self.trial_credit < cost {
             return;
         }
         self.trial_credit = 0.0;
         self.tried_above = k >= pivot;
-        self.trial = Some(Trial { k, launches: TRIAL_LAUNCHES });
+        self.trial = Some(Trial { k, launches: TRIAL_LAUNCHES, warm: false });
         ks.fill(k as i64);
     }
 
@@ -429,7 +436,8 @@ impl SpeculationPlanner {
         let (batch, k, batches) = (ks.len(), ks[0] as usize, self.costs.batches());
         let inside = batch >= batches[0] && batch <= batches[batches.len() - 1];
         let Some(ms) = ms.filter(|_| inside) else { return };
-        self.trial_credit += TRIAL_SHARE * parts;
+        self.trial_credit += parts * TRIAL_SHARE.max(EARLY_TRIALS.0 / (EARLY_TRIALS.1 + self.timed as f64));
+        self.timed += 1;
         if ks.iter().any(|&other| other != ks[0]) {
             let factor = (ms / (self.scale * parts)).clamp(MIXED_BOUNDS.0, MIXED_BOUNDS.1);
             self.mixed += MIXED_WEIGHT * (factor - self.mixed);
@@ -441,6 +449,10 @@ impl SpeculationPlanner {
         if chosen {
             // A machine that slows down slows down every K, also those that are not tried now.
             self.scale *= 1.0 + MACHINE_WEIGHT * (surprise - 1.0);
+        }
+        if let Some(trial) = self.trial.as_mut().filter(|trial| trial.k == k && !trial.warm) {
+            trial.warm = true;
+            return;
         }
         self.trial = self.trial.filter(|trial| trial.k != k);
         // A K outside the grid teaches nothing about it; the grid of a host need not reach K.
