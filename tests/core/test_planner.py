@@ -32,11 +32,13 @@ def decide(own: core.SpeculationPlanner, caps: NDArray[np.int64]) -> NDArray[np.
 
 def test_it_learns_which_draft_is_good() -> None:
     for accepted, most in ((K, K), (0, 0)):
-        own = planner()
-        for _ in range(100):
+        own, chosen = planner(), []
+        for _ in range(200):
             ks = decide(own, ints(K, K))
-            own.settle(ints(0, 1), ks, ks, np.minimum(ks, accepted), 1.0)
-        assert decide(own, ints(K, K)).tolist() == [most, most]
+            own.settle(ints(0, 1), ks, ks, np.minimum(ks, accepted), 1.0 + 0.1 * int(ks.max()))
+            chosen.append(ks.tolist())
+        # The others are probes and trials.
+        assert chosen[100:].count([most, most]) > 90
         assert (own.conditional_acceptance()[0] > 0.9) == (accepted > 0)
 
 
