@@ -3,9 +3,9 @@ with a useless draft (random weights), at concurrency 1, 2, 4 and 8.
 
     python benches/bench_auto_k.py [--rounds 3] [--tokens 96] [--threads 1] [--out benches/results/...json]
 
-Each round runs every contestant once, in turn, on the same prompts; figures are medians over rounds of one engine each.
-The first run of each engine is not counted. Exits with 1 where a bar is missed: 0.97 times the best fixed K, and with
-the useless draft 0.97 times no speculation, with K = 0 in the end.
+Each round runs every contestant once, in turn, on the same eight prompts; figures are medians over rounds of one engine
+each. The first run of each engine is not counted. Exits with 1 where a bar is missed: 0.97 times the best fixed K, and
+with the useless draft 0.97 times no speculation, with K = 0 in the end.
 """
 
 from __future__ import annotations
@@ -78,13 +78,11 @@ def measure(draft: Path | None, args: argparse.Namespace) -> dict[str, Any]:
     prompts = list(PROMPTS)[:8]
     found: dict[str, Any] = {}
     for concurrency in CONCURRENCIES:
-        # At concurrency 1 fewer prompts take as long.
-        chosen = prompts[: max(2, concurrency)]
         speeds: dict[str, list[float]] = {name: [] for name in contestants}
         for rounds in range(args.rounds + 1):
             for name, llm in contestants.items():
                 llm.reset_stats()
-                speed = tokens_per_second(llm, chosen, concurrency, params)
+                speed = tokens_per_second(llm, prompts, concurrency, params)
                 if rounds:
                     speeds[name].append(speed)
         stats = contestants["auto"].stats()

@@ -38,7 +38,7 @@ def test_it_learns_which_draft_is_good() -> None:
             own.settle(ints(0, 1), ks, ks, np.minimum(ks, accepted), 1.0 + 0.1 * int(ks.max()))
             chosen.append(ks.tolist())
         # The others are probes and trials.
-        assert chosen[100:].count([most, most]) > 90
+        assert chosen[100:].count([most, most]) > 80
         assert (own.conditional_acceptance()[0] > 0.9) == (accepted > 0)
 
 
