@@ -189,15 +189,17 @@ impl Scheduler {
             }
         }
         let block_size = self.config.block_size;
-        let complete = (row.num_registered + 1) * block_size < row.n
-            || (drafted > 0 && (row.num_draft_marked + 1) * block_size <= row.draft_len);
+        // Without a branch: which rows complete a block, no predictor knows.
+        let target_complete = u32::from((row.num_registered + 1) * block_size < row.n);
+        let draft_complete =
+            u32::from((row.num_draft_marked + 1) * block_size <= row.draft_len) * u32::from(drafted > 0);
+        let complete = target_complete + draft_complete > 0;
         let finish_reason = match ending {
             Ending::None => FINISH_NONE,
             Ending::Stop => FINISH_STOP,
             Ending::Length => FINISH_LENGTH,
         };
         if ending == Ending::None {
-            // Without a branch: which rows complete a block, no predictor knows.
             self.unpublished[self.num_unpublished] = (entry.row, drafted > 0);
             let publishes = self.config.enable_prefix_caching && num_new > 0;
             self.num_unpublished += usize::from(publishes) * usize::from(complete);
