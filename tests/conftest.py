@@ -7,6 +7,7 @@ engine test takes 68 s with two and 3.5 s with one.
 """
 
 import os
+import signal
 
 # Read where kernels are defined, so before anything imports one.
 os.environ.setdefault("TRITON_INTERPRET", "0" if os.environ.get("SPECRS_GPU") == "1" else "1")
@@ -17,6 +18,9 @@ import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
+
+# A shell's background job ignores interrupts, and so would every process that a test starts to interrupt it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes says nothing about it on a busy machine.
 settings.register_profile("specrs", deadline=None)
