@@ -255,8 +255,7 @@ fn sort_by_k(plan: &mut Plan, max_k: usize) {
     for i in 1..plan.counts.len() {
         plan.counts[i] += plan.counts[i - 1];
     }
-    std::mem::swap(&mut plan.decodes, &mut plan.unsorted);
-    plan.decodes.clone_from(&plan.unsorted);
+    plan.unsorted.clone_from(&plan.decodes);
     for decode in &plan.unsorted {
         let place = &mut plan.counts[max_k - decode.k];
         plan.decodes[*place] = *decode;
