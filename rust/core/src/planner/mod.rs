@@ -7,21 +7,17 @@
 //! | --- | --- |
 //! | `estimates` | how likely drafts are to be accepted |
 //! | `choice` | which K is best, given that and the costs |
-//! | this one | when to change, when to look again, whose draft KV is broken, what launches cost by now |
+//! | `explore` | when to look again: probes of drafts, trials of costs |
+//! | this one | when to change, whose draft KV is broken, what launches cost by now |
 //!
 //! *Mixed launches*, whose requests draft differently, may run slower than their parts (graphs and kernels are made for equal ones). By
 //! how much is learned as they happen, and one K for all is taken where that is too much.
 //!
-//! *Change*: a choice stays until another promises [`MARGIN`] more. *Looking again*: positions that nobody drafts teach nothing, and
-//! at K = 0 none do. So time saves up [`PROBE_SHARE`] of itself until it pays for a probe: one request, in turn, drafts as much as
-//! it may, [`PROBE_DRAFTS`] times. A useless draft costs that share and no more, and one that becomes good is found.
-//!
-//! *Trials*: the costs of a K that nobody uses are as wrong as when they were measured, and a machine that was busy then may have
-//! shown any. So [`TRIAL_SHARE`] of the time goes into launches at another K for all, by turns the best one below and above the
-//! chosen one. What they take is compared with the launches around them, not with what launches took when the table was made.
+//! *Change*: a choice stays until another promises [`MARGIN`] more.
 
 mod choice;
 mod estimates;
+mod explore;
 #[cfg(test)]
 mod tests;
 
@@ -29,6 +25,7 @@ use crate::cost_model::CostModel;
 use crate::error::{Error, Result};
 use choice::{Candidate, Choice};
 use estimates::{Overall, Own};
+use explore::{Probe, Trial};
 
 /// What another choice must promise over the last one: 0.5 % more tokens per millisecond.
 const MARGIN: f64 = 0.005;
@@ -40,15 +37,6 @@ const PROBE_SHARE: f64 = 0.004;
 const TRIAL_SHARE: f64 = 0.002;
 /// More at first, when nothing but a short measurement is known: 2 % falling with the launches, five launches' time in all.
 const EARLY_TRIALS: (f64, f64) = (2.0, 100.0);
-/// What a trial is taken to cost at least, as a share of its launch: one launch in ten, where the other K promises the same.
-const TRIAL_FLOOR: f64 = 0.02;
-/// The most launches that a trial waits for a time; draft KV has to catch up first, perhaps.
-const TRIAL_LAUNCHES: u32 = 4;
-/// Drafts of a probe, and the most launches that it waits for them.
-const PROBE_DRAFTS: u32 = 8;
-const PROBE_LAUNCHES: u32 = 64;
-/// What old trials of a position that nobody drafts count beside a probe: at K = 0, and behind a shorter K.
-const OLD_TRIALS: (f64, f64) = (8.0, 32.0);
 /// Launches over which closing the lag of a request's draft KV is spread.
 const CATCH_UP_LAUNCHES: f64 = 32.0;
 /// Weight of one launch's time: for the machine as a whole, for this batch and K, and for a K that is not the chosen one.
@@ -64,23 +52,6 @@ const MIXED_BOUNDS: (f64, f64) = (0.5, 4.0);
 const REFRESH_LAUNCHES: u32 = 16;
 /// No K chosen yet.
 const NO_K: usize = usize::MAX;
-
-/// One request that drafts more than it would, to learn.
-#[derive(Clone, Copy, Debug)]
-struct Probe {
-    row: usize,
-    drafts: u32,
-    launches: u32,
-}
-
-/// Launches at another K for all, to learn what it costs.
-#[derive(Clone, Copy, Debug)]
-struct Trial {
-    k: usize,
-    launches: u32,
-    /// Its first launch has been timed. That one does not count: kernels and caches are not ready for a new K.
-    warm: bool,
-}
 
 /// Chooses K for each request of each launch.
 ///
@@ -355,70 +326,6 @@ impl SpeculationPlanner {
     /// What a launch with these K costs over the sum of its parts.
     fn cost_of_mixing(&self, ks: &[usize]) -> f64 {
         if ks.iter().all(|&k| k == ks[0]) { 1.0 } else { self.mixed }
-    }
-
-    /// Goes on with a probe, or begins one where the credit pays for it; `ks` are what would be drafted without.
-    fn explore(&mut self, rows: &[i64], caps: &[i64], lags: &[i64], ks: &mut [i64]) {
-        if let Some(probe) = &mut self.probe {
-            probe.launches -= 1;
-            if let Some(at) = rows.iter().position(|&row| row == probe.row as i64).filter(|_| probe.launches > 0) {
-                ks[at] = ks[at].max(caps[at].min(self.k as i64));
-                return;
-            }
-            self.probe = None;
-        }
-        if self.credit <= 0.0 {
-            return;
-        }
-        // The next row in turn of those that could teach something, and that may go all the way.
-        let most = caps.iter().copied().max().unwrap_or(0).min(self.k as i64);
-        let turn = |&at: &usize| (rows[at] as usize + self.own.len() - self.probed - 1) % self.own.len();
-        let may = |&at: &usize| caps[at] >= most && ks[at] < most;
-        let Some(at) = (0..rows.len()).filter(may).min_by_key(turn) else { return };
-        let deepest = ks.iter().copied().max().unwrap_or(0) as usize;
-        let (from, to) = (ks[at] as usize, most as usize);
-        let drafts: f64 = (from..to).map(|level| self.choice.step_ms(level, 1).max(0.0)).sum();
-        let cost = f64::from(PROBE_DRAFTS) * drafts + lags[at] as f64 * self.catch_up_ms;
-        if self.credit < cost {
-            return;
-        }
-        self.credit = 0.0;
-        self.probed = rows[at] as usize;
-        self.probe = Some(Probe { row: self.probed, drafts: PROBE_DRAFTS, launches: PROBE_LAUNCHES });
-        self.overall.doubt(deepest, if deepest == 0 { OLD_TRIALS.0 } else { OLD_TRIALS.1 });
-        ks[at] = most;
-    }
-
-    /// Goes on with a trial, or begins one where the credit pays for it; `ks` are what would be drafted without.
-    fn try_out(&mut self, caps: &[i64], lags: &[i64], ks: &mut [i64]) {
-        let most = (caps.iter().copied().min().unwrap_or(0) as usize).min(self.k);
-        if let Some(trial) = &mut self.trial {
-            trial.launches -= 1;
-            if trial.launches > 0 && trial.k <= most {
-                ks.fill(trial.k as i64);
-                return;
-            }
-            self.trial = None;
-        }
-        // A trial costs something: look for one only where there is enough for the cheapest.
-        let base = self.choice.base_ms(ks.len());
-        if self.trial_credit < TRIAL_FLOOR * base {
-            return;
-        }
-        let pivot = ks.iter().copied().max().unwrap_or(0) as usize;
-        // Of the grid alone: between its points a time would move the chosen one's cost, too.
-        let grid = self.costs.ks().iter().copied().take_while(|&k| k <= most);
-        let [below, above] = self.choice.best_around(pivot, grid.filter(|&k| k != self.uniform));
-        let Some((k, rate, ms)) = (if self.tried_above { below.or(above) } else { above.or(below) }) else { return };
-        let lagging: f64 = if k > 0 { lags.iter().map(|&lag| lag as f64).sum() } else { 0.0 };
-        let cost = 2.0 * ms * (1.0 - rate / self.promised).max(TRIAL_FLOOR) + lagging * self.catch_up_ms;
-        if self.trial_credit < cost {
-            return;
-        }
-        self.trial_credit = 0.0;
-        self.tried_above = k >= pivot;
-        self.trial = Some(Trial { k, launches: TRIAL_LAUNCHES, warm: false });
-        ks.fill(k as i64);
     }
 
     /// Saves up for probes and trials, and refines the costs.
