@@ -1,16 +1,18 @@
 """Inputs of an iteration from row state, on the device. Runs no model and draws nothing.
 
 Only the device knows n while launches are in flight, so positions and slots of a decode iteration are made here;
-`SlotMapper` of the Rust core defines the same mapping where lengths are known to the host.
+`SlotMapper` of the Rust core defines the same mapping where lengths are known to the host. Only an iteration calls
+these functions, so they take its structs and are no torch.library ops, whose arguments would all be tensors.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
+from specrs.kernels.cuda.row_state import Entries, RowTensors
 from specrs.kernels.cuda.variants import Variant
 from torch import Tensor
 
@@ -149,139 +151,131 @@ def prepare_kernel(  # type: ignore[no-untyped-def]
         tl.store(table_ptr + b * table_stride + t, tl.load(source + t, mask=t < blocks, other=0), mask=t < blocks)
 
 
-@torch.library.custom_op(
-    "specrs::prepare_iteration",
-    mutates_args=[
-        "row",
-        "n",
-        "k",
-        "alive",
-        "capacity",
-        "q_start",
-        "first_ids",
-        "first_positions",
-        "first_slots",
-        "draft_positions",
-        "draft_slots",
-        "draft_draws",
-        "verify_ids",
-        "verify_positions",
-        "verify_slots",
-        "verify_draws",
-        "verify_rows",
-        "table",
-    ],
-)
-def prepare_iteration(
-    count: Tensor,
-    entry_row: Tensor,
-    entry_k: Tensor,
-    entry_capacity: Tensor,
-    emits: Tensor | None,
-    num_tokens: Tensor,
-    draft_len: Tensor,
-    limit: Tensor,
-    active: Tensor,
-    tokens: Tensor,
-    block_table: Tensor,
-    row: Tensor,
-    n: Tensor,
-    k: Tensor,
-    alive: Tensor,
-    capacity: Tensor,
-    q_start: Tensor,
-    first_ids: Tensor,
-    first_positions: Tensor,
-    first_slots: Tensor,
-    draft_positions: Tensor,
-    draft_slots: Tensor,
-    draft_draws: Tensor,
-    verify_ids: Tensor,
-    verify_positions: Tensor,
-    verify_slots: Tensor,
-    verify_draws: Tensor,
-    verify_rows: Tensor,
-    table: Tensor,
-    draft_context: int,
-    first_rows: int,
-    block_size: int,
-    max_k: int,
-) -> None:
-    """Guard the planned K and write the inputs of every pass of an iteration of B entries; see `Buffers`.
+@dataclass(frozen=True, slots=True)
+class PlannedEntries:
+    """The record's entries that an iteration is for; int64, sections of at least B words."""
+
+    count: Tensor
+    """[1] entries that the launch has; those behind are padding."""
+    row: Tensor
+    k: Tensor
+    """Planned K, descending."""
+    capacity: Tensor
+    emits: Tensor | None = None
+    """0 for a prompt chunk that is not its prompt's last; None: all entries emit."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRows:
+    """What the draft passes of an iteration of B entries are fed, int64; written by `prepare_iteration`."""
+
+    first_ids: Tensor
+    """[B * first_rows], of pass 1; like the next two."""
+    first_positions: Tensor
+    first_slots: Tensor
+    positions: Tensor
+    """[K, B], any row stride: row i - 1 is what pass i >= 2 feeds."""
+    slots: Tensor
+    """Of the strides of `positions`."""
+    draws: Tensor
+    """Of the strides of `positions`; row i - 1 is the position that pass i draws."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyRows:
+    """The N >= sum(planned + 1) flat rows of verification, int64 `[N]`; written by `prepare_iteration`."""
+
+    ids: Tensor
+    """Those of drafts follow in `assemble_drafts`."""
+    positions: Tensor
+    slots: Tensor
+    draws: Tensor
+    """The position that each row gives the distribution of."""
+    rows: Tensor
+    """The state row of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class IterationInputs:
+    """All that `prepare_iteration` writes."""
+
+    entries: Entries
+    table: Tensor
+    """[B, max_blocks] int64, the entries' block tables as far as they are read."""
+    draft: DraftRows
+    verify: VerifyRows
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What is fixed for an engine's life; with the rows of state it fixes what is compiled, so that no plan compiles
+    anew."""
+
+    draft_context: int
+    """Positions that the draft may hold; 0 without one."""
+    first_rows: int
+    """Rows an entry of draft pass 1."""
+    block_size: int
+    max_k: int
+    """The engine's K."""
+
+
+def prepare_iteration(rows: RowTensors, planned: PlannedEntries, out: IterationInputs, sizes: Sizes) -> None:
+    """Guard the planned K and write the inputs of every pass of an iteration of B entries; mutates `out` only.
 
     K_r = clamp(min(planned, limit - n - 1, draft_context - n + 1), 0), and 0 where the row has ended or the draft's
-    KV lags by more than `first_rows`: `runner.iteration.prepare` is the reference. Entries from `count` on are
-    padding: they own no row and name the padding row, the last one of row state.
-
-    Args:
-        count: `[1]` entries that the record holds.
-        entry_row, entry_k, entry_capacity: `[>= B]` of the record.
-        emits: `[>= B]`, 0 for a prompt chunk that is not its last; None: all entries emit.
-        num_tokens, draft_len, limit, active, tokens, block_table: row state; not mutated.
-        row .. capacity: `[B]`; `q_start` `[B + 1]`.
-        first_ids, first_positions, first_slots: `[B * first_rows]`, draft pass 1.
-        draft_positions, draft_slots, draft_draws: `[K, B]`, one row stride; row i - 1 is what pass i feeds, and the
-            position that it draws.
-        verify_*: `[N]`, N >= sum(planned + 1): ids (drafts follow in `assemble_drafts`), positions, slots, the
-            position that each row gives the distribution of, and its state row.
-        table: `[B, max_blocks]`, the entries' block tables as far as they are read.
-        max_k: the engine's K; with the rows of state it fixes what is compiled, so that no plan compiles anew.
+    KV lags by more than `first_rows`: `runner.iteration.prepare` is the reference. Padding owns no row and names the
+    padding row, the last one of row state.
     """
-    batch, num_drafts = row.shape[0], draft_positions.shape[0]
+    entries, draft, verify = out.entries, out.draft, out.verify
+    batch = entries.row.shape[0]
     prepare_kernel[(batch,)](
-        count,
-        entry_row,
-        entry_k,
-        entry_capacity,
-        entry_k if emits is None else emits,
-        num_tokens,
-        draft_len,
-        limit,
-        active,
-        tokens,
-        block_table,
-        row,
-        n,
-        k,
-        alive,
-        capacity,
-        q_start,
-        first_ids,
-        first_positions,
-        first_slots,
-        draft_positions,
-        draft_slots,
-        draft_draws,
-        verify_ids,
-        verify_positions,
-        verify_slots,
-        verify_draws,
-        verify_rows,
-        table,
-        draft_context,
-        num_tokens.shape[0] - 1,
-        verify_ids.shape[0],
-        tokens.stride(0),
-        block_table.stride(0),
+        planned.count,
+        planned.row,
+        planned.k,
+        planned.capacity,
+        planned.k if planned.emits is None else planned.emits,
+        rows.num_tokens,
+        rows.draft_len,
+        rows.limit,
+        rows.active,
+        rows.tokens,
+        rows.block_table,
+        entries.row,
+        entries.n,
+        entries.k,
+        entries.alive,
+        entries.capacity,
+        entries.q_start,
+        draft.first_ids,
+        draft.first_positions,
+        draft.first_slots,
+        draft.positions,
+        draft.slots,
+        draft.draws,
+        verify.ids,
+        verify.positions,
+        verify.slots,
+        verify.draws,
+        verify.rows,
+        out.table,
+        sizes.draft_context,
+        rows.num_tokens.shape[0] - 1,
+        verify.ids.shape[0],
+        rows.tokens.stride(0),
+        rows.block_table.stride(0),
         batch,
-        num_drafts,
-        draft_positions.stride(0),
-        W=first_rows,
-        HAS_EMITS=emits is not None,
-        BLOCK_SIZE=block_size,
-        BLOCK_B=triton.next_power_of_2(num_tokens.shape[0]),
-        BLOCK_K=triton.next_power_of_2(max(max_k + 1, first_rows)),
+        draft.positions.shape[0],
+        draft.positions.stride(0),
+        W=sizes.first_rows,
+        HAS_EMITS=planned.emits is not None,
+        BLOCK_SIZE=sizes.block_size,
+        BLOCK_B=triton.next_power_of_2(rows.num_tokens.shape[0]),
+        BLOCK_K=triton.next_power_of_2(max(sizes.max_k + 1, sizes.first_rows)),
         BLOCK_T=256,
         num_warps=1,
         enable_fp_fusion=True,
     )
-
-
-@prepare_iteration.register_fake
-def _(
-    count: Tensor, entry_row: Tensor, entry_k: Tensor, entry_capacity: Tensor, emits: Tensor | None, *rest: object
-) -> None:
-    return None
 
 
 @triton.jit(do_not_specialize=["tokens_stride", "K", "stride", "drafts_stride"])
@@ -311,34 +305,26 @@ def assemble_kernel(  # type: ignore[no-untyped-def]
     tl.store(sequence + tl.load(n_ptr + b) + j, drawn, mask=drafted)
 
 
-@torch.library.custom_op("specrs::assemble_drafts", mutates_args=["tokens", "verify_ids", "drafts"])
 def assemble_drafts(
-    drawn: Tensor,
-    row: Tensor,
-    n: Tensor,
-    k: Tensor,
-    q_start: Tensor,
-    tokens: Tensor,
-    verify_ids: Tensor,
-    drafts: Tensor,
-    max_k: int,
+    drawn: Tensor, entries: Entries, tokens: Tensor, verify_ids: Tensor, drafts: Tensor, max_k: int
 ) -> None:
     """Put the drafts into the inputs of verification and behind the committed tokens of their rows.
 
     Args:
-        drawn: `[K, B]`, the tokens that pass i drew in row i - 1.
-        row, n, k, q_start: of `prepare_iteration`.
+        drawn: `[K, B]` int64, the tokens that pass i drew in row i - 1.
+        entries: of `prepare_iteration`.
         tokens: `[R + 1, M]` of row state; [n, n + K_r) is written.
-        verify_ids: `[N]`; rows 1..K_r of each entry are written.
-        drafts: `[B, K]`; 0 in columns from K_r on.
+        verify_ids: `[N]` int64; rows 1..K_r of each entry are written.
+        drafts: `[B, K]` int64, written; 0 in columns from K_r on.
+        max_k: the engine's K.
     """
     num_drafts, batch = drawn.shape
     assemble_kernel[(batch,)](
         drawn,
-        row,
-        n,
-        k,
-        q_start,
+        entries.row,
+        entries.n,
+        entries.k,
+        entries.q_start,
         tokens,
         verify_ids,
         drafts,
@@ -350,11 +336,6 @@ def assemble_drafts(
         num_warps=1,
         enable_fp_fusion=True,
     )
-
-
-@assemble_drafts.register_fake
-def _(drawn: Tensor, *rest: object) -> None:
-    return None
 
 
 def _variants() -> tuple[Variant, ...]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+from typing import Protocol
+
 import triton
 import triton.language as tl
 from specrs.core import FLAG_CAPACITY, FLAG_DRAFT_NON_FINITE, FLAG_TARGET_NON_FINITE
+from specrs.kernels.cuda.row_state import Entries, RowTensors
 from specrs.kernels.cuda.variants import Variant
 from torch import Tensor
 
@@ -92,98 +95,89 @@ def update_kernel(  # type: ignore[no-untyped-def]
         tl.store(out_tokens_ptr + b * results_stride + j, tokens, mask=j <= K)
 
 
-@torch.library.custom_op(
-    "specrs::update_rows",
-    mutates_args=[
-        "num_tokens",
-        "draft_len",
-        "active",
-        "tokens",
-        "out_emitted",
-        "out_accepted",
-        "out_drafted",
-        "out_flags",
-        "out_tokens",
-    ],
-)
-def update_rows(
-    row: Tensor,
-    n: Tensor,
-    k: Tensor,
-    alive: Tensor,
-    capacity: Tensor,
-    q_start: Tensor,
-    accepted: Tensor,
-    emitted: Tensor,
-    target_top: Tensor,
-    draft_top: Tensor,
-    num_tokens: Tensor,
-    draft_len: Tensor,
-    limit: Tensor,
-    min_len: Tensor,
-    active: Tensor,
-    tokens: Tensor,
-    stop_ids: Tensor,
-    out_emitted: Tensor,
-    out_accepted: Tensor,
-    out_drafted: Tensor,
-    out_flags: Tensor,
-    out_tokens: Tensor,
-) -> None:
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """What verification says of B entries."""
+
+    accepted: Tensor
+    """[B] int64; held to [0, K_r] whatever a rule says."""
+    emitted: Tensor
+    """[B, K + 1] int64, any row stride, meaningless past `accepted`; K as in this launch."""
+    target_top: Tensor
+    """[N] fp32, largest logit of each flat row, not finite where the row is faulty."""
+    draft_top: Tensor
+    """[K, B] fp32, any row stride: the same of each draft pass."""
+
+
+class Reported(Protocol):
+    """Where the entries report, int64 sections of the results buffer; `specrs.runner.accept.Results` is it."""
+
+    @property
+    def num_emitted(self) -> Tensor:
+        """[B]"""
+
+    @property
+    def num_accepted(self) -> Tensor:
+        """[B]"""
+
+    @property
+    def num_drafted(self) -> Tensor:
+        """[B]"""
+
+    @property
+    def flags(self) -> Tensor:
+        """[B], FLAG_* bits"""
+
+    @property
+    def tokens(self) -> Tensor:
+        """[B, engine's K + 1]"""
+
+
+def update_rows(rows: RowTensors, entries: Entries, decided: Decided, out: Reported) -> None:
     """Commit the emitted tokens of B entries, apply stops and limits, report; `runner.accept.update` is the reference.
 
     An entry that is not alive reports zeros and leaves its row as it is; padding reports nothing. A row whose target
-    logits are not finite, or that would pass its capacity, emits nothing and goes inactive. `accepted` is held to [0,
-    K_r] whatever a rule says.
+    logits are not finite, or that would pass its capacity, emits nothing and goes inactive.
 
-    Args:
-        row .. q_start: of `prepare_iteration`.
-        accepted: `[B]` int64; emitted: `[B, K + 1]` int64, meaningless past `accepted`; K as in this launch.
-        target_top: `[N]` fp32, largest logit of each flat row, not finite where the row is faulty.
-        draft_top: `[K, B]` fp32, the same of each draft pass.
-        num_tokens .. stop_ids: row state; num_tokens, draft_len, active and tokens are mutated.
-        out_*: `[B]` and `[B, engine's K + 1]`, sections of the results buffer.
+    Mutates num_tokens, draft_len, active and tokens of `rows`, and `out`. Only an iteration calls this, so it is no
+    torch.library op.
     """
+    emitted, tokens = decided.emitted, rows.tokens
     batch, width = emitted.shape
     update_kernel[(batch,)](
-        row,
-        n,
-        k,
-        alive,
-        capacity,
-        q_start,
-        accepted,
+        entries.row,
+        entries.n,
+        entries.k,
+        entries.alive,
+        entries.capacity,
+        entries.q_start,
+        decided.accepted,
         emitted,
-        target_top,
-        draft_top,
-        num_tokens,
-        draft_len,
-        limit,
-        min_len,
-        active,
+        decided.target_top,
+        decided.draft_top,
+        rows.num_tokens,
+        rows.draft_len,
+        rows.limit,
+        rows.min_len,
+        rows.active,
         tokens,
-        stop_ids,
-        out_emitted,
-        out_accepted,
-        out_drafted,
-        out_flags,
-        out_tokens,
-        num_tokens.shape[0] - 1,
+        rows.stop_ids,
+        out.num_emitted,
+        out.num_accepted,
+        out.num_drafted,
+        out.flags,
+        out.tokens,
+        rows.num_tokens.shape[0] - 1,
         tokens.stride(0),
-        out_tokens.stride(0),
+        out.tokens.stride(0),
         width - 1,
-        draft_top.stride(0),
+        decided.draft_top.stride(0),
         emitted.stride(0),
-        S=stop_ids.shape[1],
-        BLOCK_K=triton.next_power_of_2(out_tokens.shape[1]),
+        S=rows.stop_ids.shape[1],
+        BLOCK_K=triton.next_power_of_2(out.tokens.shape[1]),
         num_warps=1,
         enable_fp_fusion=True,
     )
-
-
-@update_rows.register_fake
-def _(row: Tensor, *rest: object) -> None:
-    return None
 
 
 def _variants() -> tuple[Variant, ...]:

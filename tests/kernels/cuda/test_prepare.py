@@ -2,7 +2,16 @@
 
 import torch
 from hypothesis import given, settings
-from specrs.kernels.cuda.prepare import assemble_drafts, prepare_iteration
+from specrs.kernels.cuda.prepare import (
+    DraftRows,
+    IterationInputs,
+    PlannedEntries,
+    Sizes,
+    VerifyRows,
+    assemble_drafts,
+    prepare_iteration,
+)
+from specrs.kernels.cuda.row_state import Entries
 from specrs.runner.iteration import Iteration, prepare
 from torch import Tensor
 
@@ -21,33 +30,43 @@ def run(case: Case, emits: Tensor | None = None) -> dict[str, Tensor]:
 
     stride = case.batch + 2
     drafts = {name: poisoned(MAX_K, stride)[:k, : case.batch] for name in ("positions", "slots", "draws")}
+    firsts = {f"first_{name}": poisoned(case.batch * W) for name in ("ids", "positions", "slots")}
+    verify = {name: poisoned(case.num_rows) for name in ("ids", "positions", "slots", "draws", "rows")}
     out = {
         **{name: poisoned(case.batch) for name in ("row", "n", "k", "alive", "capacity")},
         "q_start": poisoned(case.batch + 1),
-        **{f"first_{name}": poisoned(case.batch * W) for name in ("ids", "positions", "slots")},
+        **firsts,
         **{f"draft_{name}": tensor for name, tensor in drafts.items()},
-        **{f"verify_{name}": poisoned(case.num_rows) for name in ("ids", "positions", "slots", "draws", "rows")},
+        **{f"verify_{name}": tensor for name, tensor in verify.items()},
         "table": poisoned(case.batch, state.block_table.shape[1]),
     }
     prepare_iteration(
-        torch.tensor([case.count]),
-        case.section(case.rows),
-        case.section(case.planned),
-        case.section(case.capacity),
-        emits,
-        state.num_tokens,
-        state.draft_len,
-        state.limit,
-        state.active,
-        state.tokens,
-        state.block_table,
-        **out,
-        draft_context=case.draft_context,
-        first_rows=W,
-        block_size=BLOCK_SIZE,
-        max_k=MAX_K,
+        state,
+        PlannedEntries(
+            count=torch.tensor([case.count]),
+            row=case.section(case.rows),
+            k=case.section(case.planned),
+            capacity=case.section(case.capacity),
+            emits=emits,
+        ),
+        IterationInputs(
+            entries=entries_of(out),
+            table=out["table"],
+            draft=DraftRows(
+                **firsts,
+                **drafts,
+            ),
+            verify=VerifyRows(
+                **{name: out[f"verify_{name}"] for name in ("ids", "positions", "slots", "draws", "rows")}
+            ),
+        ),
+        Sizes(case.draft_context, W, BLOCK_SIZE, MAX_K),
     )
     return out
+
+
+def entries_of(out: dict[str, Tensor]) -> Entries:
+    return Entries(*(out[name] for name in ("row", "n", "k", "alive", "capacity", "q_start")))
 
 
 def reference(case: Case) -> Iteration:
@@ -134,9 +153,7 @@ def test_assemble(case: Case) -> None:
     ids = out["verify_ids"].clone()
     drawn = torch.arange(100, 100 + MAX_K * (case.batch + 1)).view(MAX_K, -1)[:k, : case.batch]
     drafts = torch.full((case.batch, MAX_K), POISON)[:, :k]
-    assemble_drafts(
-        drawn, out["row"], out["n"], out["k"], out["q_start"], case.state.tokens, out["verify_ids"], drafts, max_k=MAX_K
-    )
+    assemble_drafts(drawn, entries_of(out), case.state.tokens, out["verify_ids"], drafts, max_k=MAX_K)
     expected_tokens, expected_drafts = before.clone(), torch.zeros(case.batch, k, dtype=torch.int64)
     for entry, row in enumerate(case.rows):
         n, start = int(out["n"][entry]), int(out["q_start"][entry])

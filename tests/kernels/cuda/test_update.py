@@ -4,7 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from specrs.core import FLAG_DRAFT_NON_FINITE
-from specrs.kernels.cuda.update import update_rows
+from specrs.kernels.cuda.row_state import Entries
+from specrs.kernels.cuda.update import Decided, update_rows
 from specrs.runner.accept import Results, Verdict, update
 from specrs.runner.iteration import Drafted, prepare
 from specrs.runner.row_state import RowState
@@ -59,30 +60,16 @@ def test_update(case: Case, seed: int, faults: float) -> None:
     reported = results(case.batch)
     emitted = torch.full((case.batch, MAX_K + 1), 88)[:, :width]
     emitted[: case.count] = tokens
-    update_rows(
-        padded(it.rows, theirs.num_tokens.shape[0] - 1),
-        padded(it.num_tokens, 0),
-        padded(it.num_drafts, 0),
-        padded(it.alive, 0),
-        padded(it.capacity, 0),
-        torch.cat((it.flat.q_start, torch.full((case.batch - case.count,), int(it.flat.q_start[-1])))),
-        padded(accepted, 3),
-        emitted,
-        torch.cat((top, torch.full((4,), torch.nan))),
-        draft_top,
-        mine.num_tokens,
-        mine.draft_len,
-        mine.limit,
-        mine.min_len,
-        mine.active,
-        mine.tokens,
-        mine.stop_ids,
-        reported.num_emitted,
-        reported.num_accepted,
-        reported.num_drafted,
-        reported.flags,
-        reported.tokens,
+    entries = Entries(
+        row=padded(it.rows, theirs.num_tokens.shape[0] - 1),
+        n=padded(it.num_tokens, 0),
+        k=padded(it.num_drafts, 0),
+        alive=padded(it.alive, 0),
+        capacity=padded(it.capacity, 0),
+        q_start=torch.cat((it.flat.q_start, torch.full((case.batch - case.count,), int(it.flat.q_start[-1])))),
     )
+    decided = Decided(padded(accepted, 3), emitted, torch.cat((top, torch.full((4,), torch.nan))), draft_top)
+    update_rows(mine, entries, decided, reported)
     for name in RowState.__slots__:
         ours, reference = getattr(mine, name), getattr(theirs, name)
         if name == "tokens":  # the last column is the CPU's scratch

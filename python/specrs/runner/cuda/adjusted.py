@@ -34,7 +34,7 @@ def entry_sampling(
         alive=b.alive[:count],
         capacity=b.capacity[:count],
         block_table=b.table[:count],
-        block_size=ctx.block_size,
+        block_size=ctx.sizes.block_size,
         max_context=min(max_context, ctx.max_model_len),
     )
     return sampling.for_entries(ctx.state, it, rows)

@@ -15,7 +15,10 @@ import torch
 from torch import Tensor
 
 from specrs.core import Scheduler
+from specrs.kernels.cuda.prepare import DraftRows, IterationInputs, VerifyRows
+from specrs.kernels.cuda.row_state import Entries
 from specrs.runner.accept import Results
+from specrs.runner.cuda.shapes import Shape
 from specrs.runner.ring import section_views
 
 
@@ -103,6 +106,34 @@ class Buffers:
             **{f"target_{name}": floats(n) for name in ("top", "cut")},
             target_lse=floats(n).double(),
             emitted=ints(b, k + 1),
+        )
+
+    def entries(self, batch: int) -> Entries:
+        """The first `batch` entries."""
+        b = slice(0, batch)
+        return Entries(self.row[b], self.n[b], self.k[b], self.alive[b], self.capacity[b], self.q_start[: batch + 1])
+
+    def inputs(self, shape: Shape) -> IterationInputs:
+        """What `prepare_iteration` writes for a shape."""
+        at, rows = (slice(0, shape.max_k), slice(0, shape.batch)), slice(0, shape.rows)
+        return IterationInputs(
+            entries=self.entries(shape.batch),
+            table=self.table[: shape.batch],
+            draft=DraftRows(
+                first_ids=self.first_ids,
+                first_positions=self.first_positions,
+                first_slots=self.first_slots,
+                positions=self.draft_positions[at],
+                slots=self.draft_slots[at],
+                draws=self.draft_draws[at],
+            ),
+            verify=VerifyRows(
+                ids=self.verify_ids[rows],
+                positions=self.verify_positions[rows],
+                slots=self.verify_slots[rows],
+                draws=self.verify_draws[rows],
+                rows=self.verify_rows[rows],
+            ),
         )
 
     @property

@@ -13,6 +13,7 @@ from specrs.config import AUTO
 from specrs.core import Scheduler
 from specrs.drafters.draft_model import DraftModel
 from specrs.errors import InvalidConfigError, UnsupportedModelError, invalid
+from specrs.kernels.cuda.prepare import Sizes
 from specrs.kernels.cuda.sampling_scratch import SamplingScratch
 from specrs.models.cuda_forward import Workspace, forward
 from specrs.models.decoder import Decoder
@@ -72,6 +73,7 @@ def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingS
     rates: Tensor | None = None
     if speculative is not None and speculative.synthetic_acceptance_rates is not None:
         rates = torch.tensor(speculative.synthetic_acceptance_rates, dtype=torch.float32, device=device)
+    drafter = blueprint.drafter(num_blocks)
     return Context(
         state=state,
         params=sampling.params.values,
@@ -89,12 +91,10 @@ def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingS
         target=blueprint.weights.target,
         kv_cache=blueprint.cache(blueprint.weights.target, num_blocks),
         target_workspace=workspace(blueprint.weights.target),
-        drafter=blueprint.drafter(num_blocks),
+        drafter=drafter,
         draft_workspace=None if blueprint.weights.draft is None else workspace(blueprint.weights.draft),
-        block_size=config.block_size,
+        sizes=Sizes(0 if drafter is None else drafter.max_model_len, first_rows, config.block_size, k),
         max_model_len=blueprint.max_model_len,
-        max_k=k,
-        first_rows=first_rows,
         rule=config.rule,
         rates=rates,
     )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable
 import torch
 from tqdm import tqdm
 
-from specrs.runner.cuda.iteration import Context, Entries, draft_pass, run, verify_pass
+from specrs.runner.cuda.iteration import Context, LaunchEntries, draft_pass, run, verify_pass
 from specrs.runner.cuda.shapes import Buckets
 
 WARM_UPS = 2
@@ -50,7 +50,7 @@ class Graphs:
         self._graphs[key].replay()
 
 
-def tasks(ctx: Context, buckets: Buckets, decode: Entries) -> Iterable[tuple[Hashable, Callable[[], None]]]:
+def tasks(ctx: Context, buckets: Buckets, decode: LaunchEntries) -> Iterable[tuple[Hashable, Callable[[], None]]]:
     """Everything that is captured, largest first: `(key, function)`."""
     for shape in buckets.whole_shapes():
         yield shape, lambda shape=shape: run(ctx, shape, decode)  # type: ignore[misc]
@@ -64,7 +64,7 @@ def tasks(ctx: Context, buckets: Buckets, decode: Entries) -> Iterable[tuple[Has
         yield ("draft", batch, i, tail), lambda a=(i, batch, tail): draft_pass(ctx, *a)  # type: ignore[misc]
 
 
-def capture_all(ctx: Context, buckets: Buckets, decode: Entries, device: torch.device) -> Graphs:
+def capture_all(ctx: Context, buckets: Buckets, decode: LaunchEntries, device: torch.device) -> Graphs:
     """Capture every graph with a progress bar; the record must hold no entries, so that nothing is written."""
     graphs = Graphs(device)
     work = list(tasks(ctx, buckets, decode))
@@ -74,7 +74,7 @@ def capture_all(ctx: Context, buckets: Buckets, decode: Entries, device: torch.d
     return graphs
 
 
-def measure_bytes(ctx: Context, buckets: Buckets, decode: Entries, device: torch.device) -> int:
+def measure_bytes(ctx: Context, buckets: Buckets, decode: LaunchEntries, device: torch.device) -> int:
     """Device memory that all graphs will take, by capturing the first and largest of each kind."""
     graphs, work = Graphs(device), list(tasks(ctx, buckets, decode))
     each: dict[str, int] = {}

@@ -15,11 +15,11 @@ from torch import Tensor
 from specrs.core import PURPOSE_DRAFT, PURPOSE_GUMBEL
 from specrs.drafters.draft_model import DraftModel
 from specrs.kernels.cuda.draw import draw
-from specrs.kernels.cuda.prepare import assemble_drafts, prepare_iteration
+from specrs.kernels.cuda.prepare import PlannedEntries, Sizes, assemble_drafts, prepare_iteration
 from specrs.kernels.cuda.rules import verify_coupled, verify_greedy, verify_rejection, verify_synthetic
 from specrs.kernels.cuda.sampling_cut import sampling_cut
 from specrs.kernels.cuda.sampling_scratch import SamplingScratch
-from specrs.kernels.cuda.update import update_rows
+from specrs.kernels.cuda.update import Decided, update_rows
 from specrs.models.cuda_forward import Workspace, compute_argmax, compute_logits, forward
 from specrs.models.decoder import Decoder
 from specrs.models.inputs import PassInputs
@@ -44,16 +44,14 @@ class Context:
     target_workspace: Workspace
     drafter: DraftModel | None
     draft_workspace: Workspace | None
-    block_size: int
+    sizes: Sizes
     max_model_len: int
-    max_k: int
-    first_rows: int
     rule: str  # rejection or coupled
     rates: Tensor | None  # [K] fp32, for timing only: drafts stand at these rates, whatever the models say
 
 
 @dataclass(frozen=True, slots=True)
-class Entries:
+class LaunchEntries:
     """Which of the launch's entries an iteration is for: decode entries, or the prompt chunks behind them."""
 
     count: Tensor  # [1], in the record's header
@@ -61,45 +59,17 @@ class Entries:
     emits: Tensor | None = None  # [>= B] 1 for the last chunk of a prompt
 
 
-def prepare(ctx: Context, shape: Shape, entries: Entries) -> None:
+def prepare(ctx: Context, shape: Shape, entries: LaunchEntries) -> None:
     """Lengths, guards, positions and slots of the iteration, from row state and the device's record."""
-    b, state, views = ctx.buffers, ctx.state, ctx.record.views
-    batch, k = shape.batch, shape.max_k
-    prepare_iteration(
-        entries.count,
-        views["entry_row"][entries.first :],
-        views["entry_k"][entries.first :],
-        views["entry_capacity"][entries.first :],
-        entries.emits,
-        state.num_tokens,
-        state.draft_len,
-        state.limit,
-        state.active,
-        state.tokens,
-        state.block_table,
-        b.row[:batch],
-        b.n[:batch],
-        b.k[:batch],
-        b.alive[:batch],
-        b.capacity[:batch],
-        b.q_start[: batch + 1],
-        b.first_ids,
-        b.first_positions,
-        b.first_slots,
-        b.draft_positions[:k, :batch],
-        b.draft_slots[:k, :batch],
-        b.draft_draws[:k, :batch],
-        b.verify_ids[: shape.rows],
-        b.verify_positions[: shape.rows],
-        b.verify_slots[: shape.rows],
-        b.verify_draws[: shape.rows],
-        b.verify_rows[: shape.rows],
-        b.table[:batch],
-        0 if ctx.drafter is None else ctx.drafter.max_model_len,
-        ctx.first_rows,
-        ctx.block_size,
-        ctx.max_k,
+    views, first = ctx.record.views, entries.first
+    planned = PlannedEntries(
+        count=entries.count,
+        row=views["entry_row"][first:],
+        k=views["entry_k"][first:],
+        capacity=views["entry_capacity"][first:],
+        emits=entries.emits,
     )
+    prepare_iteration(ctx.state, planned, ctx.buffers.inputs(shape), ctx.sizes)
 
 
 def draft(ctx: Context, shape: Shape) -> None:
@@ -113,7 +83,7 @@ def draft_pass(ctx: Context, i: int, batch: int, tail: Tail) -> None:
     b, drafter = ctx.buffers, ctx.drafter
     assert drafter is not None
     assert ctx.draft_workspace is not None
-    rows = ctx.first_rows if i == 1 else 1
+    rows = ctx.sizes.first_rows if i == 1 else 1
     ids, positions, slots = (
         (b.first_ids[: batch * rows], b.first_positions[: batch * rows], b.first_slots[: batch * rows])
         if i == 1
@@ -168,17 +138,8 @@ def verify(ctx: Context, shape: Shape) -> None:
 def assemble(ctx: Context, shape: Shape) -> None:
     """The drafts, into the inputs of verification and row state."""
     b, batch, k = ctx.buffers, shape.batch, shape.max_k
-    assemble_drafts(
-        b.drawn[:k, :batch],
-        b.row[:batch],
-        b.n[:batch],
-        b.k[:batch],
-        b.q_start[: batch + 1],
-        ctx.state.tokens,
-        b.verify_ids[: shape.rows],
-        b.drafts[:batch, :k],
-        ctx.max_k,
-    )
+    ids, drafts = b.verify_ids[: shape.rows], b.drafts[:batch, :k]
+    assemble_drafts(b.drawn[:k, :batch], b.entries(batch), ctx.state.tokens, ids, drafts, ctx.sizes.max_k)
 
 
 def verify_pass(ctx: Context, batch: int, rows: int, max_q_len: int, *, greedy: bool) -> None:
@@ -211,28 +172,14 @@ def accept_and_update(ctx: Context, shape: Shape, first: int = 0, logits: Tensor
     `logits` `[rows, V]` take the place of the buffer's where masks or penalties have made others of them.
     """
     accept(ctx, shape, ctx.buffers.logits[: shape.rows] if logits is None else logits)
-    b, state, batch = ctx.buffers, ctx.state, shape.batch
-    results = ctx.record.results_view.narrow(first, batch)
-    update_rows(
-        b.row[:batch],
-        b.n[:batch],
-        b.k[:batch],
-        b.alive[:batch],
-        b.capacity[:batch],
-        b.q_start[: batch + 1],
-        b.accepted[:batch],
-        b.emitted[:batch, : shape.max_k + 1],
-        b.target_top[: shape.rows],
-        b.draft_top[: shape.max_k, :batch],
-        state.num_tokens,
-        state.draft_len,
-        state.limit,
-        state.min_len,
-        state.active,
-        state.tokens,
-        state.stop_ids,
-        *results.tensors(),
+    b, batch, k = ctx.buffers, shape.batch, shape.max_k
+    decided = Decided(
+        accepted=b.accepted[:batch],
+        emitted=b.emitted[:batch, : k + 1],
+        target_top=b.target_top[: shape.rows],
+        draft_top=b.draft_top[:k, :batch],
     )
+    update_rows(ctx.state, b.entries(batch), decided, ctx.record.results_view.narrow(first, batch))
 
 
 def accept(ctx: Context, shape: Shape, logits: Tensor) -> None:
@@ -262,7 +209,7 @@ def accept(ctx: Context, shape: Shape, logits: Tensor) -> None:
         verify_synthetic(own, *entries, ctx.rates, ctx.seeds, row, n, *out)
 
 
-def run(ctx: Context, shape: Shape, entries: Entries) -> None:
+def run(ctx: Context, shape: Shape, entries: LaunchEntries) -> None:
     """A whole decode iteration."""
     prepare(ctx, shape, entries)
     if shape.max_k:

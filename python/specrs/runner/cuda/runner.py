@@ -23,7 +23,7 @@ from specrs.runner.cuda.adjusted import accept_adjusted, draft_adjusted, entry_s
 from specrs.runner.cuda.graphs import Graphs
 from specrs.runner.cuda.iteration import (
     Context,
-    Entries,
+    LaunchEntries,
     accept_and_update,
     assemble,
     draft_pass,
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 _HEADER = {field.name: i for i, field in enumerate(fields(Header))}
 
 
-def entries_of(record: dict[str, Tensor], kind: str, first: int = 0, emits: Tensor | None = None) -> Entries:
+def entries_of(record: dict[str, Tensor], kind: str, first: int = 0, emits: Tensor | None = None) -> LaunchEntries:
     """The decode (`num_decode`) or prompt (`num_prefill`) entries of the device's record."""
     at = _HEADER[kind]
-    return Entries(record["header"][at : at + 1], first, emits)
+    return LaunchEntries(record["header"][at : at + 1], first, emits)
 
 
 class CudaRunner:
@@ -227,7 +227,7 @@ class CudaRunner:
         if self.graphs is not None and verification in self.graphs:
             self.graphs.replay(verification)
         else:
-            verify_pass(ctx, shape.batch, shape.rows, ctx.max_k + 1, greedy=tail is Tail.GREEDY)
+            verify_pass(ctx, shape.batch, shape.rows, ctx.sizes.max_k + 1, greedy=tail is Tail.GREEDY)
         if sampling is not None:
             accept_adjusted(ctx, shape, sampling, slot, 0, self.logprobs_mode)
         else:
