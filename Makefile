@@ -121,6 +121,10 @@ aot: build .venv-triton3.6.0/.installed ## every Triton kernel compiled for ever
 fuzz: ## the core's operation streams under libFuzzer, a minute each (ARGS="600 scheduler": that one for ten)
 	scripts/fuzz $(ARGS)
 
+.PHONY: package
+package: ## the crate specrs-core as it would be handed out: packed, unpacked elsewhere, its tests run there
+	scripts/package
+
 .PHONY: wheel
 wheel: build ## dist/specrs-*.whl
 	$(BIN)/maturin build --release --locked --out dist

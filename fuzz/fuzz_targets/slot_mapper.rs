@@ -1,6 +1,6 @@
 #![no_main]
 
-#[path = "../targets/mod.rs"]
+#[path = "../../rust/core/tests/fuzz_targets/targets/mod.rs"]
 mod targets;
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| targets::slot_mapper(data));

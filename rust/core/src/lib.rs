@@ -1,4 +1,6 @@
 //! Decisions of speculative decoding: scheduling, KV blocks, slot mappings, acceptance books. No Python, no GPU, no I/O, no clock.
+//!
+#![doc = include_str!("../README.md")]
 #![forbid(unsafe_code)]
 #![deny(missing_docs)]
 

@@ -1,6 +1,5 @@
-//! The targets of `fuzz/` on bytes from a seed, for toolchains without cargo-fuzz. `SPECRS_FUZZ_RUNS` sets the number of runs.
+//! The targets that `fuzz/` runs under libFuzzer, on bytes from a seed, for toolchains without it. `SPECRS_FUZZ_RUNS` sets the number of runs.
 
-#[path = "../../../fuzz/targets/mod.rs"]
 mod targets;
 
 /// Streams of random bytes, and of few different ones, which repeat operations.
