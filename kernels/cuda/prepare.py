@@ -92,7 +92,7 @@ def prepare_kernel(  # type: ignore[no-untyped-def]
     if HAS_EMITS:
         alive = alive & (tl.load(emits_ptr + b, mask=valid, other=0) != 0)
     draft_len = tl.load(draft_len_ptr + row)
-    room = tl.minimum(tl.load(limit_ptr + row) - n - 1, draft_context - n + 1)
+    room = tl.minimum(tl.load(limit_ptr + row) - 1, draft_context + 1) - n
     k = tl.where(alive & (draft_len >= n - W), tl.maximum(tl.minimum(planned, room), 0), 0)
 
     others = tl.arange(0, BLOCK_B)
@@ -223,8 +223,8 @@ class Sizes:
 def prepare_iteration(rows: RowTensors, planned: PlannedEntries, out: IterationInputs, sizes: Sizes) -> None:
     """Guard the planned K and write the inputs of every pass of an iteration of B entries; mutates `out` only.
 
-    K_r = clamp(min(planned, limit - n - 1, draft_context - n + 1), 0), and 0 where the row has ended or the draft's
-    KV lags by more than `first_rows`: `runner.iteration.prepare` is the reference. Padding owns no row and names the
+    K_r = max(min(planned, min(limit - 1, draft_context + 1) - n), 0), and 0 where the row has ended or the draft's KV
+    lags by more than `first_rows`: `runner.iteration.prepare` is the reference. Padding owns no row and names the
     padding row, the last one of row state.
     """
     entries, draft, verify = out.entries, out.draft, out.verify

@@ -90,8 +90,7 @@ def at_rates(state: RowState, it: Iteration, verdict: Verdict, num_accepted: Ten
 def update(state: RowState, it: Iteration, verdict: Verdict, drafted: Drafted, results: Results) -> None:
     """Commit the emitted tokens, apply stops and the limit, report; mutates row state and results.
 
-    draft_len' = min(n' - 1, n + K_r - 1) where K_r > 0, unchanged where K_r = 0. An entry that ended before reports
-    zeros.
+    draft_len' = min(n', n + K_r) - 1 where K_r > 0, unchanged where K_r = 0. An entry that ended before reports zeros.
     """
     rows, n, k = it.rows, it.num_tokens, it.num_drafts
     accepted, tokens = verdict.num_accepted, verdict.tokens

@@ -4,7 +4,7 @@ The functions use only fixed shapes given by the plan (rows, K_r): no `.item()`,
 one question of `draft`, whether any row needs its first position. They are the CPU path and the reference of the
 captured GPU path.
 
-Positions of one row during an iteration, n = num_tokens before it (DESIGN section 2):
+Positions of one row during an iteration, n = num_tokens before it (the law is docs/start.md's):
 
     [0, n - 1)      target KV valid        row i of verification is fed position n - 1 + i
     [0, draft_len)  draft KV valid         draft pass 1 is fed n - 2 and n - 1, pass i >= 2 is fed n + i - 2
@@ -138,17 +138,16 @@ def prepare(
 ) -> Iteration:
     """Read lengths from row state and apply the device's guards to the planned K_r; mutates nothing.
 
-    K_r = clamp(min(planned, limit - n - 1, draft context - n + 1), 0), and 0 where the row has ended or the draft's
-    KV lags by more
-    than `first_rows`: whatever the host believes, no row drafts past its limit or over a hole in its draft KV.
+    K_r = max(min(planned, min(limit - 1, draft_context + 1) - n), 0), and 0 where the row has ended or the draft's KV
+    lags by more than `first_rows`: whatever the host believes, no row drafts past its limit or over a gap in its draft
+    KV.
     """
     n = state.num_tokens.index_select(0, rows)
     alive = state.active.index_select(0, rows)
     flat = flat_rows(tuple(planned))
     k = flat.planned
     if drafter is not None and planned[0] > 0:
-        # limit - n - 1 and draft context - n + 1, the smaller one
-        room = state.limit.index_select(0, rows).clamp_(max=drafter.max_model_len + 2).sub_(n + 1)
+        room = state.limit.index_select(0, rows).sub_(1).clamp_(max=drafter.max_model_len + 1).sub_(n)
         ready = (state.draft_len.index_select(0, rows) >= n - drafter.first_rows).logical_and_(alive)
         k = torch.minimum(k, room).clamp_(min=0).mul_(ready)
     blocks = min(-(-max_context // block_size), state.block_table.shape[1])

@@ -226,11 +226,12 @@ impl Scheduler {
         }
     }
 
-    /// What the device would draft of `k` at the row's shortest possible length; 0 without a draft model.
+    /// What the device would draft of `k` at the row's shortest possible length, by the law of `docs/start.md`; 0 without a draft
+    /// model.
     pub(super) fn most_drafts(&self, row: &Row, k: u32) -> usize {
         let Some(context) = self.config.draft_max_model_len else { return 0 };
         let n = row.lower_bound();
-        (k as usize).min(row.limit - n - 1).min((context + 1).saturating_sub(n))
+        (k as usize).min((row.limit - 1).min(context + 1).saturating_sub(n))
     }
 
     /// Whether drafting would write into blocks that others can find, which takes a claim.

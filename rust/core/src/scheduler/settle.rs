@@ -179,7 +179,7 @@ impl Scheduler {
         let num_new = row.n - n;
         if drafted > 0 {
             self.acceptance.record(drafted, accepted)?;
-            row.draft_len = (row.n - 1).min(n + drafted - 1);
+            row.draft_len = row.n.min(n + drafted) - 1;
         }
         if flags & layout::FLAG_DRAFT_NON_FINITE != 0 {
             request.draft_failed = true;

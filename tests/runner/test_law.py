@@ -1,0 +1,253 @@
+"""The law of docs/start.md as one table: what an iteration drafts, emits and leaves behind, by hand.
+
+PyTorch, the Triton kernels and the Rust scheduler, which plans and settles the same iteration, are all held to it.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from specrs import core
+from specrs.core import Scheduler
+from specrs.kernels.cuda.update import Decided, update_rows
+from specrs.runner.accept import Results, Verdict, update
+from specrs.runner.iteration import Drafted, prepare
+from specrs.runner.row_state import RowState
+
+from kernels.cuda import row_states, test_prepare
+
+MAX_LEN, MAX_K, BLOCK_SIZE = 40, row_states.MAX_K, row_states.BLOCK_SIZE
+STOP, OTHER = 7, 50
+NONE, ENDS_BY_STOP, LENGTH, ERROR = core.FINISH_NONE, core.FINISH_STOP, core.FINISH_LENGTH, core.FINISH_ERROR
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row before an iteration, what verification says of it, and the row behind it."""
+
+    # The row, the K planned for it, and the bounds.
+    n: int
+    k: int
+    limit: int = MAX_LEN
+    context: int = MAX_LEN  # the draft's
+    draft_len: int | None = None  # n - 1
+    capacity: int = MAX_LEN
+    min_len: int = 0
+    active: bool = True
+    # What verification says: m of the drafts, the one token of the m + 1 or behind that is a stop token, sound logits.
+    m: int = 0
+    stop: int | None = None
+    finite: bool = True
+    # Expected.
+    k_r: int = 0
+    emitted: int = 1
+    n_after: int = 0
+    draft_len_after: int = 0
+    reason: int = NONE
+
+    @property
+    def planned_by_the_host(self) -> bool:
+        """Whether the scheduler plans such an iteration: with draft KV caught up, blocks for all drafts, a live row."""
+        return self.draft_len is None and self.capacity == MAX_LEN and self.active
+
+    @property
+    def tokens(self) -> list[int]:
+        return [STOP if i == self.stop else OTHER + i for i in range(self.k + 1)]
+
+
+TABLE = {
+    "all accepted": Case(10, 4, m=4, k_r=4, emitted=5, n_after=15, draft_len_after=13),
+    "some accepted": Case(10, 4, m=2, k_r=4, emitted=3, n_after=13, draft_len_after=12),
+    "all but one accepted": Case(10, 4, m=3, k_r=4, emitted=4, n_after=14, draft_len_after=13),
+    "none accepted": Case(10, 4, k_r=4, n_after=11, draft_len_after=10),
+    "one draft, accepted": Case(10, 1, m=1, k_r=1, emitted=2, n_after=12, draft_len_after=10),
+    "one draft, rejected": Case(10, 1, k_r=1, n_after=11, draft_len_after=10),
+    "no drafts": Case(10, 0, n_after=11, draft_len_after=9),
+    "no drafts, draft KV far behind": Case(10, 0, draft_len=3, n_after=11, draft_len_after=3),
+    "lag of 2": Case(10, 4, draft_len=8, m=4, k_r=4, emitted=5, n_after=15, draft_len_after=13),
+    "lag of 3": Case(10, 4, draft_len=7, n_after=11, draft_len_after=7),
+    "two tokens, no draft KV": Case(2, 3, draft_len=0, m=1, k_r=3, emitted=2, n_after=4, draft_len_after=3),
+    "limit: 3 left, all accepted": Case(
+        10, 5, limit=13, m=2, k_r=2, emitted=3, n_after=13, draft_len_after=11, reason=LENGTH
+    ),
+    "limit: 3 left, some accepted": Case(10, 5, limit=13, m=1, k_r=2, emitted=2, n_after=12, draft_len_after=11),
+    "limit: 2 left": Case(10, 5, limit=12, m=1, k_r=1, emitted=2, n_after=12, draft_len_after=10, reason=LENGTH),
+    "limit: 1 left": Case(10, 5, limit=11, n_after=11, draft_len_after=9, reason=LENGTH),
+    "limit: K + 1 left": Case(10, 5, limit=16, m=5, k_r=5, emitted=6, n_after=16, draft_len_after=14, reason=LENGTH),
+    "draft context: 2 positions left": Case(10, 5, context=12, m=3, k_r=3, emitted=4, n_after=14, draft_len_after=12),
+    "draft context: full": Case(12, 5, context=12, m=1, k_r=1, emitted=2, n_after=14, draft_len_after=12),
+    "draft context: 1 beyond": Case(13, 5, context=12, n_after=14, draft_len_after=12),
+    "draft context: far beyond": Case(30, 5, context=12, draft_len=12, n_after=31, draft_len_after=12),
+    "limit before the draft context": Case(
+        10, 5, limit=12, context=12, k_r=1, m=1, emitted=2, n_after=12, draft_len_after=10, reason=LENGTH
+    ),
+    "draft context before the limit": Case(
+        10, 5, limit=15, context=11, k_r=2, m=2, emitted=3, n_after=13, draft_len_after=11
+    ),
+    "stop: the first token": Case(
+        10, 4, m=4, stop=0, k_r=4, emitted=1, n_after=11, draft_len_after=10, reason=ENDS_BY_STOP
+    ),
+    "stop: the last draft": Case(
+        10, 4, m=4, stop=3, k_r=4, emitted=4, n_after=14, draft_len_after=13, reason=ENDS_BY_STOP
+    ),
+    "stop: the token behind the drafts": Case(
+        10, 4, m=4, stop=4, k_r=4, emitted=5, n_after=15, draft_len_after=13, reason=ENDS_BY_STOP
+    ),
+    "stop: behind what is emitted": Case(10, 4, m=1, stop=2, k_r=4, emitted=2, n_after=12, draft_len_after=11),
+    "stop: before min_len": Case(10, 4, m=4, stop=1, min_len=12, k_r=4, emitted=5, n_after=15, draft_len_after=13),
+    "stop: at min_len": Case(
+        10, 4, m=4, stop=2, min_len=12, k_r=4, emitted=3, n_after=13, draft_len_after=12, reason=ENDS_BY_STOP
+    ),
+    "stop: at the limit": Case(
+        10, 5, limit=13, m=2, stop=2, k_r=2, emitted=3, n_after=13, draft_len_after=11, reason=ENDS_BY_STOP
+    ),
+    "stop: without drafts": Case(10, 0, stop=0, n_after=11, draft_len_after=9, reason=ENDS_BY_STOP),
+    "blocks for all drafts": Case(10, 4, capacity=14, m=4, k_r=4, emitted=5, n_after=15, draft_len_after=13),
+    "blocks for fewer": Case(10, 4, capacity=13, m=4, k_r=4, emitted=0, n_after=10, draft_len_after=9, reason=ERROR),
+    "target not finite": Case(10, 4, m=4, finite=False, k_r=4, emitted=0, n_after=10, draft_len_after=9, reason=ERROR),
+    "ended before": Case(10, 4, active=False, emitted=0, n_after=10, draft_len_after=9),
+}
+ANY = pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in TABLE.items()])
+
+
+def row_state(case: Case) -> RowState:
+    state = RowState.allocate(1, MAX_LEN, BLOCK_SIZE, torch.device("cpu"))
+    state.num_tokens[0] = case.n
+    state.draft_len[0] = case.n - 1 if case.draft_len is None else case.draft_len
+    state.limit[0], state.min_len[0], state.active[0] = case.limit, case.min_len, case.active
+    state.stop_ids[0, 1] = STOP
+    return state
+
+
+def results() -> Results:
+    return Results(*(torch.full((1,), -5) for _ in range(4)), torch.full((1, MAX_K + 1), -5))
+
+
+def verdict(case: Case, k_r: int) -> Verdict:
+    top = torch.full((case.k + 1,), 1.0)
+    if not case.finite:
+        top[k_r] = torch.nan
+    return Verdict(torch.tensor([case.m]), torch.tensor([case.tokens]), top, top[:, None])
+
+
+def check(case: Case, k_r: int, state: RowState, reported: Results) -> None:
+    assert k_r == case.k_r
+    assert int(state.num_tokens[0]) == case.n_after
+    assert int(state.draft_len[0]) == case.draft_len_after
+    assert bool(state.active[0]) == (case.reason == NONE and case.active)
+    assert int(reported.num_emitted) == case.emitted
+    assert reported.tokens[0, : case.emitted].tolist() == case.tokens[: case.emitted]
+    assert state.tokens[0, case.n : case.n_after].tolist() == case.tokens[: case.emitted]
+    counted = case.active and case.reason != ERROR
+    assert int(reported.num_drafted) == (case.k_r if counted else 0)
+    assert int(reported.num_accepted) == (case.m if counted else 0)
+
+
+def run_torch(case: Case) -> tuple[int, RowState, Results]:
+    state, reported = row_state(case), results()
+    it = prepare(
+        state,
+        torch.tensor([0]),
+        [case.k],
+        torch.tensor([case.capacity]),
+        block_size=BLOCK_SIZE,
+        max_context=MAX_LEN,
+        drafter=row_states.Drafter(case.context),
+    )
+    k_r = int(it.num_drafts[0])
+    update(state, it, verdict(case, k_r), Drafted(torch.zeros(1, dtype=torch.int64), None), reported)
+    return k_r, state, reported
+
+
+@ANY
+def test_torch(case: Case) -> None:
+    check(case, *run_torch(case))
+
+
+@ANY
+def test_triton(case: Case) -> None:
+    state, reported = row_state(case), results()
+    out = test_prepare.run(row_states.Case(state, [0], [case.k], [case.capacity], case.context, 1, case.k + 1))
+    k_r = int(out["k"][0])
+    said = verdict(case, k_r)
+    decided = Decided(said.num_accepted, said.tokens, said.top, torch.ones(MAX_K, 1)[: case.k])
+    update_rows(state, test_prepare.entries_of(out), decided, reported)
+    check(case, k_r, state, reported)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=name) for name, case in TABLE.items() if case.planned_by_the_host]
+)
+def test_rust(case: Case) -> None:
+    """The scheduler plans the row's iteration, and settles what PyTorch reports of it.
+
+    With `first_rows` = 1 the next plan shows the draft length that it knows: a chunk closes the lag behind n' - 1.
+    """
+    scheduler = Scheduler(
+        max_num_seqs=1,
+        max_model_len=MAX_LEN,
+        num_blocks=MAX_LEN,
+        block_size=BLOCK_SIZE,
+        max_num_batched_tokens=2 * MAX_LEN,
+        num_speculative_tokens=MAX_K,
+        draft_max_model_len=case.context,
+        first_rows=1,
+    )
+    prompt = np.arange(case.n - 1)
+    scheduler.add_request(
+        3,
+        prompt,
+        limit=case.limit,
+        min_tokens=max(case.min_len - len(prompt), 0),
+        num_speculative_tokens=case.k,
+        stop_token_ids=np.array([STOP]),
+    )
+    buffers = [np.zeros(size, np.int64) for size in (scheduler.record_size, scheduler.results_size)]
+    settled = np.zeros(scheduler.settled_size, np.int64)
+    record, reports = (
+        {name: buffer[start : start + length] for name, (start, length) in layout.items()}
+        for buffer, layout in zip(buffers, (scheduler.record_layout(), scheduler.results_layout()), strict=True)
+    )
+
+    def settle(reported: Results) -> tuple[int, int]:
+        """`reported` of entry 0, to the scheduler; how many tokens are new, and the finish reason."""
+        for name, values in zip(Results.__slots__, reported.tensors(), strict=True):
+            reports[name][: values.numel()] = values.flatten().numpy()
+        scheduler.settle(int(record["header"][0]), buffers[1], settled)
+        layout = scheduler.settled_layout()
+        return int(settled[layout["num_new"][0]]), int(settled[layout["finish_reason"][0]])
+
+    def plan() -> int:
+        assert scheduler.plan(buffers[0]) == core.PLAN_LAUNCH
+        scheduler.check_integrity()
+        return int(record["entry_k"][0])
+
+    # The prompt, whose last chunk emits the n-th token.
+    assert plan() == 0
+    one, nothing = torch.tensor([1]), torch.tensor([0])
+    assert settle(Results(one, nothing, nothing, nothing, torch.full((1, MAX_K + 1), OTHER))) == (1, NONE)
+
+    assert plan() == case.k_r, "what the device would draft, so that no verification row is idle"
+    assert record["entry_n_upper"][0] == case.n
+    assert record["entry_capacity"][0] >= min(case.n + case.k_r, case.limit)
+    _, state, reported = run_torch(case)
+    assert settle(reported) == (case.emitted, case.reason)
+    assert scheduler.has_unfinished() == bool(state.active[0])
+    books = scheduler.acceptance()
+    counted = case.k_r > 0 and case.reason != ERROR
+    assert (books.drafts, books.draft_tokens) == ((1, case.k_r) if counted else (0, 0))
+    assert books.accepted_tokens == (case.m if counted else 0)
+    if case.reason != NONE:
+        return
+
+    left = min(case.k, case.limit - case.n_after - 1, case.context - case.n_after + 1)
+    assert plan() == max(left, 0)
+    assert record["entry_n_upper"][0] == case.n_after
+    lag = case.n_after - 1 - case.draft_len_after
+    if case.k_r and left > 0:
+        chunks = int(record["header"][4])
+        assert chunks == (lag > 0)
+        if lag:
+            chunk = [int(record[f"draft_chunk_{name}"][0]) for name in ("row", "start", "len")]
+            assert chunk == [0, case.draft_len_after, lag]
