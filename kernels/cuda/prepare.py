@@ -1,8 +1,7 @@
 """Inputs of an iteration from row state, on the device. Runs no model and draws nothing.
 
 Only the device knows n while launches are in flight, so positions and slots of a decode iteration are made here;
-`SlotMapper` of the Rust core defines the same mapping where lengths are known to the host. Only an iteration calls
-these functions, so they take its structs and are no torch.library ops, whose arguments would all be tensors.
+`SlotMapper` of the Rust core defines the same mapping where lengths are known to the host.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from specrs.kernels.cuda.row_state import Entries, RowTensors
@@ -227,55 +227,49 @@ def prepare_iteration(rows: RowTensors, planned: PlannedEntries, out: IterationI
     lags by more than `first_rows`: `runner.iteration.prepare` is the reference. Padding owns no row and names the
     padding row, the last one of row state.
     """
-    entries, draft, verify = out.entries, out.draft, out.verify
-    batch = entries.row.shape[0]
+    read = [planned.count, planned.row, planned.k, planned.capacity]
+    read += [planned.k if planned.emits is None else planned.emits]
+    read += [rows.num_tokens, rows.draft_len, rows.limit, rows.active, rows.tokens, rows.block_table]
+    draft, verify = out.draft, out.verify
+    written = out.entries.tensors()
+    written += [draft.first_ids, draft.first_positions, draft.first_slots, draft.positions, draft.slots, draft.draws]
+    written += [verify.ids, verify.positions, verify.slots, verify.draws, verify.rows, out.table]
+    fixed = [sizes.draft_context, sizes.first_rows, sizes.block_size, sizes.max_k]
+    torch.ops.specrs.prepare_iteration(read, written, fixed, planned.emits is not None)
+
+
+@torch.library.custom_op("specrs::prepare_iteration", mutates_args=["written"])
+def _prepare_iteration(read: list[Tensor], written: list[Tensor], sizes: list[int], has_emits: bool) -> None:
+    """The op behind `prepare_iteration`: tensors in the order of the kernel's pointers, the fields of a Sizes."""
+    num_tokens, tokens, block_table = read[5], read[9], read[10]
+    row, draft_positions, verify_ids = written[0], written[9], written[12]
+    draft_context, first_rows, block_size, max_k = sizes
+    batch = row.shape[0]
     prepare_kernel[(batch,)](
-        planned.count,
-        planned.row,
-        planned.k,
-        planned.capacity,
-        planned.k if planned.emits is None else planned.emits,
-        rows.num_tokens,
-        rows.draft_len,
-        rows.limit,
-        rows.active,
-        rows.tokens,
-        rows.block_table,
-        entries.row,
-        entries.n,
-        entries.k,
-        entries.alive,
-        entries.capacity,
-        entries.q_start,
-        draft.first_ids,
-        draft.first_positions,
-        draft.first_slots,
-        draft.positions,
-        draft.slots,
-        draft.draws,
-        verify.ids,
-        verify.positions,
-        verify.slots,
-        verify.draws,
-        verify.rows,
-        out.table,
-        sizes.draft_context,
-        rows.num_tokens.shape[0] - 1,
-        verify.ids.shape[0],
-        rows.tokens.stride(0),
-        rows.block_table.stride(0),
+        *read,
+        *written,
+        draft_context,
+        num_tokens.shape[0] - 1,
+        verify_ids.shape[0],
+        tokens.stride(0),
+        block_table.stride(0),
         batch,
-        draft.positions.shape[0],
-        draft.positions.stride(0),
-        W=sizes.first_rows,
-        HAS_EMITS=planned.emits is not None,
-        BLOCK_SIZE=sizes.block_size,
-        BLOCK_B=triton.next_power_of_2(rows.num_tokens.shape[0]),
-        BLOCK_K=triton.next_power_of_2(max(sizes.max_k + 1, sizes.first_rows)),
+        draft_positions.shape[0],
+        draft_positions.stride(0),
+        W=first_rows,
+        HAS_EMITS=has_emits,
+        BLOCK_SIZE=block_size,
+        BLOCK_B=triton.next_power_of_2(num_tokens.shape[0]),
+        BLOCK_K=triton.next_power_of_2(max(max_k + 1, first_rows)),
         BLOCK_T=256,
         num_warps=1,
         enable_fp_fusion=True,
     )
+
+
+@_prepare_iteration.register_fake
+def _(read: list[Tensor], written: list[Tensor], sizes: list[int], has_emits: bool) -> None:
+    return None
 
 
 @triton.jit(do_not_specialize=["tokens_stride", "K", "stride", "drafts_stride"])
@@ -318,13 +312,21 @@ def assemble_drafts(
         drafts: `[B, K]` int64, written; 0 in columns from K_r on.
         max_k: the engine's K.
     """
+    torch.ops.specrs.assemble_drafts(drawn, entries.tensors(), tokens, verify_ids, drafts, max_k)
+
+
+@torch.library.custom_op("specrs::assemble_drafts", mutates_args=["tokens", "verify_ids", "drafts"])
+def _assemble_drafts(
+    drawn: Tensor, entries: list[Tensor], tokens: Tensor, verify_ids: Tensor, drafts: Tensor, max_k: int
+) -> None:
+    row, n, k, _, _, q_start = entries
     num_drafts, batch = drawn.shape
     assemble_kernel[(batch,)](
         drawn,
-        entries.row,
-        entries.n,
-        entries.k,
-        entries.q_start,
+        row,
+        n,
+        k,
+        q_start,
         tokens,
         verify_ids,
         drafts,
@@ -336,6 +338,11 @@ def assemble_drafts(
         num_warps=1,
         enable_fp_fusion=True,
     )
+
+
+@_assemble_drafts.register_fake
+def _(drawn: Tensor, *rest: object) -> None:
+    return None
 
 
 def _variants() -> tuple[Variant, ...]:

@@ -62,3 +62,7 @@ class Entries:
     """Positions that the row's blocks cover."""
     q_start: Tensor
     """[B + 1], the first flat row of each."""
+
+    def tensors(self) -> list[Tensor]:
+        """The fields in order, as kernels take them."""
+        return [self.row, self.n, self.k, self.alive, self.capacity, self.q_start]

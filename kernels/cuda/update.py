@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 import triton
 import triton.language as tl
 from specrs.core import FLAG_CAPACITY, FLAG_DRAFT_NON_FINITE, FLAG_TARGET_NON_FINITE
@@ -139,45 +140,41 @@ def update_rows(rows: RowTensors, entries: Entries, decided: Decided, out: Repor
     An entry that is not alive reports zeros and leaves its row as it is; padding reports nothing. A row whose target
     logits are not finite, or that would pass its capacity, emits nothing and goes inactive.
 
-    Mutates num_tokens, draft_len, active and tokens of `rows`, and `out`. Only an iteration calls this, so it is no
-    torch.library op.
+    Mutates num_tokens, draft_len, active and tokens of `rows`, and `out`.
     """
-    emitted, tokens = decided.emitted, rows.tokens
+    said = [decided.accepted, decided.emitted, decided.target_top, decided.draft_top]
+    state = [rows.num_tokens, rows.draft_len, rows.limit, rows.min_len, rows.active, rows.tokens]
+    results = [out.num_emitted, out.num_accepted, out.num_drafted, out.flags, out.tokens]
+    torch.ops.specrs.update_rows([*entries.tensors(), *said], state, rows.stop_ids, results)
+
+
+@torch.library.custom_op("specrs::update_rows", mutates_args=["state", "results"])
+def _update_rows(read: list[Tensor], state: list[Tensor], stop_ids: Tensor, results: list[Tensor]) -> None:
+    """The op behind `update_rows`: tensors in the order of the kernel's pointers."""
+    emitted, draft_top = read[7], read[9]
+    num_tokens, tokens, out_tokens = state[0], state[5], results[4]
     batch, width = emitted.shape
     update_kernel[(batch,)](
-        entries.row,
-        entries.n,
-        entries.k,
-        entries.alive,
-        entries.capacity,
-        entries.q_start,
-        decided.accepted,
-        emitted,
-        decided.target_top,
-        decided.draft_top,
-        rows.num_tokens,
-        rows.draft_len,
-        rows.limit,
-        rows.min_len,
-        rows.active,
-        tokens,
-        rows.stop_ids,
-        out.num_emitted,
-        out.num_accepted,
-        out.num_drafted,
-        out.flags,
-        out.tokens,
-        rows.num_tokens.shape[0] - 1,
+        *read,
+        *state,
+        stop_ids,
+        *results,
+        num_tokens.shape[0] - 1,
         tokens.stride(0),
-        out.tokens.stride(0),
+        out_tokens.stride(0),
         width - 1,
-        decided.draft_top.stride(0),
+        draft_top.stride(0),
         emitted.stride(0),
-        S=rows.stop_ids.shape[1],
-        BLOCK_K=triton.next_power_of_2(out.tokens.shape[1]),
+        S=stop_ids.shape[1],
+        BLOCK_K=triton.next_power_of_2(out_tokens.shape[1]),
         num_warps=1,
         enable_fp_fusion=True,
     )
+
+
+@_update_rows.register_fake
+def _(read: list[Tensor], state: list[Tensor], stop_ids: Tensor, results: list[Tensor]) -> None:
+    return None
 
 
 def _variants() -> tuple[Variant, ...]:
