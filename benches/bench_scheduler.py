@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 import numpy as np
 from python_scheduler import PythonScheduler
-from specrs.core import PLAN_LAUNCH, Scheduler
+from specrs.core import PLAN_LAUNCH, CachedDrafter, Scheduler
 
 BLOCK_SIZE, PROMPT, OUTPUT = 16, 64, 960
 
@@ -42,8 +42,7 @@ def rust(batch: int, k: int) -> Iterator[float]:
         block_size=BLOCK_SIZE,
         max_num_batched_tokens=max(2048, batch * (k + 1)),
         num_speculative_tokens=k,
-        draft_max_model_len=PROMPT + OUTPUT,
-        draft_cost_ratio=0.05,
+        drafter=CachedDrafter(max_model_len=PROMPT + OUTPUT, cost_ratio=0.05),
     )
     record = np.zeros(scheduler.record_size, dtype=np.int64)
     results = np.zeros(scheduler.results_size, dtype=np.int64)

@@ -170,7 +170,7 @@ class DraftRows:
     """What the draft passes of an iteration of B entries are fed, int64; written by `prepare_iteration`."""
 
     first_ids: Tensor
-    """[B * first_rows], of pass 1; like the next two."""
+    """[B * max_draft_lag], of pass 1; like the next two."""
     first_positions: Tensor
     first_slots: Tensor
     positions: Tensor
@@ -213,7 +213,7 @@ class Sizes:
 
     draft_context: int
     """Positions that the draft may hold; 0 without one."""
-    first_rows: int
+    max_draft_lag: int
     """Rows an entry of draft pass 1."""
     block_size: int
     max_k: int
@@ -224,7 +224,7 @@ def prepare_iteration(rows: RowTensors, planned: PlannedEntries, out: IterationI
     """Guard the planned K and write the inputs of every pass of an iteration of B entries; mutates `out` only.
 
     K_r = max(min(planned, min(limit - 1, draft_context + 1) - n), 0), and 0 where the row has ended or the draft's KV
-    lags by more than `first_rows`: `runner.iteration.prepare` is the reference. Padding owns no row and names the
+    lags by more than `max_draft_lag`: `runner.iteration.prepare` is the reference. Padding owns no row and names the
     padding row, the last one of row state.
     """
     read = [planned.count, planned.row, planned.k, planned.capacity]
@@ -234,7 +234,7 @@ def prepare_iteration(rows: RowTensors, planned: PlannedEntries, out: IterationI
     written = out.entries.tensors()
     written += [draft.first_ids, draft.first_positions, draft.first_slots, draft.positions, draft.slots, draft.draws]
     written += [verify.ids, verify.positions, verify.slots, verify.draws, verify.rows, out.table]
-    fixed = [sizes.draft_context, sizes.first_rows, sizes.block_size, sizes.max_k]
+    fixed = [sizes.draft_context, sizes.max_draft_lag, sizes.block_size, sizes.max_k]
     torch.ops.specrs.prepare_iteration(read, written, fixed, planned.emits is not None)
 
 
@@ -243,7 +243,7 @@ def _prepare_iteration(read: list[Tensor], written: list[Tensor], sizes: list[in
     """The op behind `prepare_iteration`: tensors in the order of the kernel's pointers, the fields of a Sizes."""
     num_tokens, tokens, block_table = read[5], read[9], read[10]
     row, draft_positions, verify_ids = written[0], written[9], written[12]
-    draft_context, first_rows, block_size, max_k = sizes
+    draft_context, max_draft_lag, block_size, max_k = sizes
     batch = row.shape[0]
     prepare_kernel[(batch,)](
         *read,
@@ -256,11 +256,11 @@ def _prepare_iteration(read: list[Tensor], written: list[Tensor], sizes: list[in
         batch,
         draft_positions.shape[0],
         draft_positions.stride(0),
-        W=first_rows,
+        W=max_draft_lag,
         HAS_EMITS=has_emits,
         BLOCK_SIZE=block_size,
         BLOCK_B=triton.next_power_of_2(num_tokens.shape[0]),
-        BLOCK_K=triton.next_power_of_2(max(max_k + 1, first_rows)),
+        BLOCK_K=triton.next_power_of_2(max(max_k + 1, max_draft_lag)),
         BLOCK_T=256,
         num_warps=1,
         enable_fp_fusion=True,

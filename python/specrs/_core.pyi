@@ -127,6 +127,38 @@ class IntegrityError(SpecrsError):
     """The books of the core contradict each other: a bug in specrs."""
 
 @final
+class CachedDrafter:
+    """A drafter with KV of its own in the target's blocks, fed token by token on the device: a draft model.
+
+    Pass 1 of an iteration feeds the last `max_draft_lag` positions of a row's n tokens, pass i draft i - 1; after
+    K > 0 drafts that left n' tokens its KV is valid on [0, min(n' - 1, n + K - 1)). It catches up from tokens.
+    """
+
+    def __new__(cls, *, max_model_len: int, max_draft_lag: int = 2, cost_ratio: float = 1.0) -> CachedDrafter:
+        """What a `Scheduler` must know of it.
+
+        Args:
+            max_model_len: positions that it can take; a request that outgrows them goes on without drafts. At least 1.
+            max_draft_lag: positions that its KV may lag behind n for it still to draft; at least 1.
+            cost_ratio: cost of a catch-up token in tokens of the budget, above 0: its share of the target's parameters.
+
+        Raises:
+            InvalidConfigError: a negative size; other values are checked by `Scheduler`.
+        """
+
+    @property
+    def max_model_len(self) -> int:
+        """Positions that it can take."""
+
+    @property
+    def max_draft_lag(self) -> int:
+        """Positions that its KV may lag behind n for it still to draft."""
+
+    @property
+    def cost_ratio(self) -> float:
+        """Cost of a catch-up token in tokens of the budget."""
+
+@final
 class Scheduler:
     """Which requests run, on which row and blocks, with how many drafts, in which launch.
 
@@ -147,9 +179,7 @@ class Scheduler:
         block_size: int,
         max_num_batched_tokens: int,
         num_speculative_tokens: int = 0,
-        draft_max_model_len: int | None = None,
-        first_rows: int = 2,
-        draft_cost_ratio: float = 1.0,
+        drafter: CachedDrafter | None = None,
         max_in_flight: int = 1,
         enable_prefix_caching: bool = True,
         hash_key: bytes = ...,
@@ -164,10 +194,7 @@ class Scheduler:
             max_num_batched_tokens: tokens per launch (C) that decode, prefill and draft chunks share; at least 1.
                 Decode never waits for it; chunks always have a quarter of it.
             num_speculative_tokens: the most draft tokens per request and launch (K), 0 to 1024.
-            draft_max_model_len: positions that the draft model can take; None without a draft model, and then nothing
-                drafts.
-            first_rows: positions that the first drafting pass feeds, 2 for a draft model: how far its KV may lag.
-            draft_cost_ratio: cost of a draft chunk's token in tokens of the budget, above 0: the ratio of parameters.
+            drafter: what proposes drafts; with None nothing drafts.
             max_in_flight: launches that may be planned and not yet settled, 1 to 1024.
             enable_prefix_caching: whether requests share the KV of equal prefixes.
             hash_key: 16 bytes, default all zero. A secret key keeps clients from building prompts that collide.

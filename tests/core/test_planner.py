@@ -126,7 +126,7 @@ def test_a_planner_of_another_size_is_refused_by_the_scheduler() -> None:
         block_size=4,
         max_num_batched_tokens=16,
         num_speculative_tokens=K,
-        draft_max_model_len=32,
+        drafter=core.CachedDrafter(max_model_len=32),
     )
     scheduler.speculate(planner())
     for other in (planner(rows=5), planner(k=2)):

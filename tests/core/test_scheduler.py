@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from specrs import core
-from specrs.core import Scheduler
+from specrs.core import CachedDrafter, Scheduler
 
 CONFIG: dict[str, Any] = {
     "max_num_seqs": 4,
@@ -16,7 +16,7 @@ CONFIG: dict[str, Any] = {
     "block_size": 4,
     "max_num_batched_tokens": 16,
     "num_speculative_tokens": 3,
-    "draft_max_model_len": 32,
+    "drafter": CachedDrafter(max_model_len=32),
 }
 PROMPT = np.arange(5)
 
@@ -100,10 +100,10 @@ def test_layouts_tile_their_buffers() -> None:
         ({"block_size": 0}, "block_size = 0 "),
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens = 0 "),
         ({"num_speculative_tokens": -5}, "num_speculative_tokens = -5 "),
-        ({"draft_max_model_len": -2}, "draft_max_model_len = -2 "),
-        ({"first_rows": 0}, "first_rows = 0 "),
-        ({"draft_cost_ratio": float("nan")}, "draft_cost_ratio = NaN "),
-        ({"draft_cost_ratio": 0.0}, "draft_cost_ratio = 0 "),
+        ({"drafter": CachedDrafter(max_model_len=0)}, "drafter.max_model_len = 0 "),
+        ({"drafter": CachedDrafter(max_model_len=9, max_draft_lag=0)}, "drafter.max_draft_lag = 0 "),
+        ({"drafter": CachedDrafter(max_model_len=9, cost_ratio=float("nan"))}, "drafter.cost_ratio = NaN "),
+        ({"drafter": CachedDrafter(max_model_len=9, cost_ratio=0.0)}, "drafter.cost_ratio = 0 "),
         ({"max_in_flight": 0}, "max_in_flight = 0 "),
         ({"hash_key": b"short"}, "hash_key has 5 bytes"),
     ],

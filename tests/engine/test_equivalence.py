@@ -121,7 +121,7 @@ def test_requests_at_k_0_cost_no_draft_rows_in_a_mixed_batch(bank: Bank, monkeyp
         engine.add_request(request(i, bank.prompts[i], k=0, max_tokens=30, engine_k=4, ignore_eos=True))
     run(engine)
     catch_up, *passes = rows
-    assert catch_up == len(bank.prompts[4]) + 1 - DraftModel.first_rows
-    assert set(passes) == {1, DraftModel.first_rows}
+    assert catch_up == len(bank.prompts[4]) + 1 - DraftModel.max_draft_lag
+    assert set(passes) == {1, DraftModel.max_draft_lag}
     # Two rows only where a token is left behind: by the catch-up, and where every draft was accepted.
-    assert passes.count(DraftModel.first_rows) < engine.stats().drafts / 2
+    assert passes.count(DraftModel.max_draft_lag) < engine.stats().drafts / 2

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from numpy.typing import NDArray
 from specrs import core
-from specrs.core import PLAN_LAUNCH, Scheduler
+from specrs.core import PLAN_LAUNCH, CachedDrafter, Scheduler
 
 Buffer = NDArray[np.int64]
 Entry = tuple[int, int, bool]
@@ -43,7 +43,7 @@ class CoreMachine(RuleBasedStateMachine):
             "block_size": block_size,
             "max_num_batched_tokens": 16,
             "num_speculative_tokens": k,
-            "draft_max_model_len": 36,
+            "drafter": CachedDrafter(max_model_len=36),
             "max_in_flight": depth,
             "enable_prefix_caching": caching,
         }

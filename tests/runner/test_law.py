@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from specrs import core
-from specrs.core import Scheduler
+from specrs.core import CachedDrafter, Scheduler
 from specrs.kernels.cuda.update import Decided, update_rows
 from specrs.runner.accept import Results, Verdict, update
 from specrs.runner.iteration import Drafted, prepare
@@ -182,7 +182,7 @@ def test_triton(case: Case) -> None:
 def test_rust(case: Case) -> None:
     """The scheduler plans the row's iteration, and settles what PyTorch reports of it.
 
-    With `first_rows` = 1 the next plan shows the draft length that it knows: a chunk closes the lag behind n' - 1.
+    With `max_draft_lag` = 1 the next plan shows the draft length that it knows: a chunk closes the lag behind n' - 1.
     """
     scheduler = Scheduler(
         max_num_seqs=1,
@@ -191,8 +191,7 @@ def test_rust(case: Case) -> None:
         block_size=BLOCK_SIZE,
         max_num_batched_tokens=2 * MAX_LEN,
         num_speculative_tokens=MAX_K,
-        draft_max_model_len=case.context,
-        first_rows=1,
+        drafter=CachedDrafter(max_model_len=case.context, max_draft_lag=1),
     )
     prompt = np.arange(case.n - 1)
     scheduler.add_request(

@@ -5,7 +5,7 @@
 //! serving are in the numbers. What stands in for the device is not: only the two calls are timed.
 
 use specrs_core::scheduler::layout::{HEADER_LAUNCH_ID, HEADER_NUM_ADMITTED, HEADER_NUM_DECODE, HEADER_NUM_PREFILL};
-use specrs_core::{PlanOutcome, RequestParams, Scheduler, SchedulerConfig};
+use specrs_core::{Drafter, PlanOutcome, RequestParams, Scheduler, SchedulerConfig};
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
@@ -44,8 +44,7 @@ impl Engine {
             (batch * (K + 1)).max(2048),
         );
         config.num_speculative_tokens = K;
-        config.draft_max_model_len = Some(limit);
-        config.draft_cost_ratio = 0.05;
+        config.drafter = Drafter::draft_model(limit, 0.05);
         config.max_in_flight = max_in_flight;
         let scheduler = Scheduler::new(config).expect("valid settings");
         let mut engine = Self {

@@ -22,7 +22,7 @@ class DraftModel:
     one must neither be proposed nor looked up in the smaller one's embedding.
     """
 
-    first_rows: ClassVar[int] = 2  # pass 1 feeds n-2 and n-1: KV of n-2 is missing after a full acceptance
+    max_draft_lag: ClassVar[int] = 2  # pass 1 feeds n-2 and n-1: KV of n-2 is missing after a full acceptance
     needs_hidden: ClassVar[bool] = False
     can_catch_up: ClassVar[bool] = True
     on_host: ClassVar[bool] = False

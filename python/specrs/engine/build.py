@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from specrs.config import EngineConfig, resolve_draft_max_model_len, resolve_max_model_len, resolve_num_blocks
-from specrs.core import Scheduler
+from specrs.core import CachedDrafter, Scheduler
 from specrs.drafters.draft_model import DraftModel
 from specrs.engine.device import resolve_device
 from specrs.errors import InvalidConfigError, invalid
@@ -170,9 +170,12 @@ class Blueprint:
 
     def scheduler(self, blocks: int) -> Scheduler:
         """A scheduler over `blocks` blocks."""
-        config, draft = self.config, self.weights.draft
-        # A draft token's share of a target token, by parameters: what draft chunks take from the token budget.
-        ratio = 1.0 if draft is None else draft.num_parameters / self.weights.target.num_parameters
+        config, draft, context = self.config, self.weights.draft, self.draft_max_model_len
+        drafter: CachedDrafter | None = None
+        if draft is not None and context is not None:
+            # A draft token's share of a target token, by parameters: what draft chunks take from the token budget.
+            ratio = draft.num_parameters / self.weights.target.num_parameters
+            drafter = CachedDrafter(max_model_len=context, max_draft_lag=DraftModel.max_draft_lag, cost_ratio=ratio)
         return Scheduler(
             max_num_seqs=config.max_num_seqs,
             max_model_len=self.max_model_len,
@@ -180,9 +183,7 @@ class Blueprint:
             block_size=config.block_size,
             max_num_batched_tokens=config.max_num_batched_tokens,
             num_speculative_tokens=self.num_speculative_tokens,
-            draft_max_model_len=self.draft_max_model_len,
-            first_rows=DraftModel.first_rows,
-            draft_cost_ratio=ratio,
+            drafter=drafter,
             max_in_flight=self.depth,
             enable_prefix_caching=config.enable_prefix_caching,
             hash_key=secrets.token_bytes(16),

@@ -139,8 +139,8 @@ def prepare(
     """Read lengths from row state and apply the device's guards to the planned K_r; mutates nothing.
 
     K_r = max(min(planned, min(limit - 1, draft_context + 1) - n), 0), and 0 where the row has ended or the draft's KV
-    lags by more than `first_rows`: whatever the host believes, no row drafts past its limit or over a gap in its draft
-    KV.
+    lags by more than `max_draft_lag`: whatever the host believes, no row drafts past its limit or over a gap in its
+    draft KV.
     """
     n = state.num_tokens.index_select(0, rows)
     alive = state.active.index_select(0, rows)
@@ -148,7 +148,7 @@ def prepare(
     k = flat.planned
     if drafter is not None and planned[0] > 0:
         room = state.limit.index_select(0, rows).sub_(1).clamp_(max=drafter.max_model_len + 1).sub_(n)
-        ready = (state.draft_len.index_select(0, rows) >= n - drafter.first_rows).logical_and_(alive)
+        ready = (state.draft_len.index_select(0, rows) >= n - drafter.max_draft_lag).logical_and_(alive)
         k = torch.minimum(k, room).clamp_(min=0).mul_(ready)
     blocks = min(-(-max_context // block_size), state.block_table.shape[1])
     return Iteration(
@@ -175,7 +175,7 @@ def draft(state: RowState, it: Iteration, drafter: DraftModel, sampling: EntrySa
 
     Mutates `state.tokens` in [n, n + K_r) and the draft's KV cache.
     """
-    batch, width, n = len(it.planned), drafter.first_rows, it.num_tokens
+    batch, width, n = len(it.planned), drafter.max_draft_lag, it.num_tokens
     q = None
     if sampling.steps.random and rule == "rejection":
         q = torch.empty((batch, it.max_k, sampling.vocab_size), dtype=sampling.dtype)

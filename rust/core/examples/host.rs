@@ -9,7 +9,7 @@
 #![allow(clippy::print_stdout)] // an example shows what it does
 
 use specrs_core::scheduler::layout::{FINISH_NONE, RecordLayout};
-use specrs_core::{Error, PlanOutcome, RequestParams, Scheduler, SchedulerConfig};
+use specrs_core::{Drafter, Error, PlanOutcome, RequestParams, Scheduler, SchedulerConfig};
 
 const K: usize = 4;
 const ROWS: usize = 4;
@@ -118,7 +118,7 @@ impl Host {
 fn generate(num_requests: i64, max_tokens: usize) -> Result<Vec<Vec<i64>>, Error> {
     let mut config = SchedulerConfig::new(ROWS, 256, 64, 16, 128);
     config.num_speculative_tokens = K;
-    config.draft_max_model_len = Some(256);
+    config.drafter = Drafter::draft_model(256, 1.0);
     let mut host = Host::new(config)?;
     let mut texts: Vec<Vec<i64>> = (0..num_requests).map(|id| (0..20 + id).collect()).collect();
     for (id, prompt) in (0..).zip(&texts) {

@@ -7,6 +7,7 @@
 mod acceptance;
 mod block_pool;
 mod cost_model;
+mod drafts;
 mod error;
 mod hash;
 mod math;
@@ -19,6 +20,7 @@ mod slot_mapper;
 pub use acceptance::AcceptanceTracker;
 pub use block_pool::BlockPool;
 pub use cost_model::{CostLine, CostModel};
+pub use drafts::Drafter;
 pub use error::{Error, Result};
 pub use hash::{BlockHash, BlockHasher};
 pub use planner::SpeculationPlanner;

@@ -4,7 +4,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
 use specrs_core::scheduler::layout::{HEADER_LAUNCH_ID, HEADER_NUM_DECODE, HEADER_NUM_PREFILL};
-use specrs_core::{CostModel, PlanOutcome, RequestParams, Scheduler, SchedulerConfig, SpeculationPlanner};
+use specrs_core::{CostModel, Drafter, PlanOutcome, RequestParams, Scheduler, SchedulerConfig, SpeculationPlanner};
 
 thread_local! {
     static ALLOCATIONS: Cell<usize> = const { Cell::new(0) };
@@ -53,7 +53,7 @@ impl Host {
         // Blocks for all and some more, which hold cached content when the batch comes: it evicts.
         let mut config = SchedulerConfig::new(BATCH, LIMIT, BATCH * LIMIT.div_ceil(16) + 200, 16, 4096);
         config.num_speculative_tokens = K;
-        config.draft_max_model_len = Some(LIMIT);
+        config.drafter = Drafter::draft_model(LIMIT, 1.0);
         let scheduler = Scheduler::new(config).unwrap();
         Self {
             record: vec![0; scheduler.record_layout().size],

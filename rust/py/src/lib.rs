@@ -11,6 +11,7 @@ mod acceptance;
 mod block_pool;
 mod buffers;
 mod cost_model;
+mod drafts;
 mod error;
 mod philox;
 mod planner;
@@ -28,6 +29,8 @@ mod _core {
     use super::block_pool::{BlockHasher, BlockPool};
     #[pymodule_export]
     use super::cost_model::CostModel;
+    #[pymodule_export]
+    use super::drafts::CachedDrafter;
     #[pymodule_export]
     use super::philox::{philox_gumbel, philox_uniform};
     #[pymodule_export]

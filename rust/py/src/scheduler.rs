@@ -3,13 +3,14 @@
 use crate::acceptance::AcceptanceTracker;
 use crate::block_pool::{DEFAULT_HASH_KEY, NO_SALT, hash_key_bytes};
 use crate::buffers::{In, Out, readonly, readwrite};
+use crate::drafts::DrafterArgument;
 use crate::error::{Class, OrRaise, size};
 use crate::planner::SpeculationPlanner;
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 use pyo3::types::PyDict;
 use specrs_core::scheduler::layout::Section;
-use specrs_core::{PlanOutcome, RequestParams, SchedulerConfig};
+use specrs_core::{Drafter, PlanOutcome, RequestParams, SchedulerConfig};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// `plan` found nothing to do and nothing is in flight.
@@ -35,8 +36,7 @@ impl Scheduler {
     #[new]
     #[pyo3(signature = (
         *, max_num_seqs, max_model_len, num_blocks, block_size, max_num_batched_tokens, num_speculative_tokens = 0,
-        draft_max_model_len = None, first_rows = 2, draft_cost_ratio = 1.0, max_in_flight = 1, enable_prefix_caching = true,
-        hash_key = DEFAULT_HASH_KEY,
+        drafter = None, max_in_flight = 1, enable_prefix_caching = true, hash_key = DEFAULT_HASH_KEY,
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only settings")]
     fn new(
@@ -47,9 +47,7 @@ impl Scheduler {
         block_size: i64,
         max_num_batched_tokens: i64,
         num_speculative_tokens: i64,
-        draft_max_model_len: Option<i64>,
-        first_rows: i64,
-        draft_cost_ratio: f64,
+        drafter: Option<DrafterArgument<'_>>,
         max_in_flight: i64,
         enable_prefix_caching: bool,
         hash_key: &[u8],
@@ -62,9 +60,7 @@ impl Scheduler {
             block_size: size("block_size", block_size)?,
             max_num_batched_tokens: size("max_num_batched_tokens", max_num_batched_tokens)?,
             num_speculative_tokens: size("num_speculative_tokens", num_speculative_tokens)?,
-            draft_max_model_len: draft_max_model_len.map(|n| size("draft_max_model_len", n)).transpose()?,
-            first_rows: size("first_rows", first_rows)?,
-            draft_cost_ratio,
+            drafter: drafter.map_or(Drafter::None, DrafterArgument::into_core),
             max_in_flight: size("max_in_flight", max_in_flight)?,
             enable_prefix_caching,
             hash_key: hash_key_bytes(py, hash_key)?,

@@ -34,11 +34,11 @@ class Buffers:
     capacity: Tensor  # [B]
     q_start: Tensor  # [B + 1]
     table: Tensor  # [B, max_blocks]
-    uniform_start: Tensor  # [first_rows + 1, B + 1], row r: 0, r, 2 r .., the q_start of passes with r rows an entry
+    uniform_start: Tensor  # [max_draft_lag + 1, B + 1], row r: 0, r, 2 r .., the q_start of passes with r rows an entry
 
     # Draft pass 1, and what passes 2..K feed and draw.
-    draft_ids: Tensor  # [B * first_rows], ids held to the draft's vocabulary, where it is the smaller one
-    first_ids: Tensor  # [B * first_rows]
+    draft_ids: Tensor  # [B * max_draft_lag], ids held to the draft's vocabulary, where it is the smaller one
+    first_ids: Tensor  # [B * max_draft_lag]
     first_positions: Tensor
     first_slots: Tensor
     draft_positions: Tensor  # [K, B]
@@ -71,7 +71,7 @@ class Buffers:
         *,
         max_num_seqs: int,
         num_speculative_tokens: int,
-        first_rows: int,
+        max_draft_lag: int,
         max_blocks: int,
         vocab_size: int,
         device: torch.device,
@@ -86,14 +86,14 @@ class Buffers:
         def floats(*shape: int, fill: float = 0.0) -> Tensor:
             return torch.full(shape, fill, dtype=torch.float32, device=device)
 
-        steps = torch.arange(first_rows + 1, device=device)[:, None] * torch.arange(b + 1, device=device)
+        steps = torch.arange(max_draft_lag + 1, device=device)[:, None] * torch.arange(b + 1, device=device)
         return cls(
             **{name: ints(b) for name in ("row", "n", "k", "alive", "capacity", "accepted")},
             q_start=ints(b + 1),
             table=ints(b, max_blocks),
             uniform_start=steps,
-            draft_ids=ints(b * first_rows),
-            **{f"first_{name}": ints(b * first_rows) for name in ("ids", "positions", "slots")},
+            draft_ids=ints(b * max_draft_lag),
+            **{f"first_{name}": ints(b * max_draft_lag) for name in ("ids", "positions", "slots")},
             **{f"draft_{name}": ints(k, b) for name in ("positions", "slots", "draws")},
             drawn=ints(k, b),
             **{f"draft_{name}": floats(k, b) for name in ("top", "cut")},

@@ -61,8 +61,8 @@ def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingS
     config, device, k = blueprint.config, blueprint.device, blueprint.num_speculative_tokens
     speculative = config.speculative_config
     state = RowState.allocate(config.max_num_seqs, blueprint.max_model_len, config.block_size, device)
-    first_rows = DraftModel.first_rows
-    rows = max(config.max_num_batched_tokens, config.max_num_seqs * max(k + 1, first_rows))
+    max_draft_lag = DraftModel.max_draft_lag
+    rows = max(config.max_num_batched_tokens, config.max_num_seqs * max(k + 1, max_draft_lag))
     vocab = blueprint.weights.target.config.vocab_size
 
     def workspace(model: Decoder) -> Workspace:
@@ -82,7 +82,7 @@ def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingS
         buffers=Buffers.allocate(
             max_num_seqs=config.max_num_seqs,
             num_speculative_tokens=k,
-            first_rows=first_rows,
+            max_draft_lag=max_draft_lag,
             max_blocks=state.block_table.shape[1],
             vocab_size=vocab,
             device=device,
@@ -93,7 +93,7 @@ def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingS
         target_workspace=workspace(blueprint.weights.target),
         drafter=drafter,
         draft_workspace=None if blueprint.weights.draft is None else workspace(blueprint.weights.draft),
-        sizes=Sizes(0 if drafter is None else drafter.max_model_len, first_rows, config.block_size, k),
+        sizes=Sizes(0 if drafter is None else drafter.max_model_len, max_draft_lag, config.block_size, k),
         max_model_len=blueprint.max_model_len,
         rule=config.rule,
         rates=rates,

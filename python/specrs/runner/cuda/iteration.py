@@ -83,7 +83,7 @@ def draft_pass(ctx: Context, i: int, batch: int, tail: Tail) -> None:
     b, drafter = ctx.buffers, ctx.drafter
     assert drafter is not None
     assert ctx.draft_workspace is not None
-    rows = ctx.sizes.first_rows if i == 1 else 1
+    rows = ctx.sizes.max_draft_lag if i == 1 else 1
     ids, positions, slots = (
         (b.first_ids[: batch * rows], b.first_positions[: batch * rows], b.first_slots[: batch * rows])
         if i == 1

@@ -50,7 +50,7 @@ impl Scheduler {
         let (draft_len, registered) = (row.draft_len, row.num_registered);
         let n = row.lower_bound();
         let start = self.skip_drafted(row, draft_len);
-        let target = self.after_drafted(row, n.saturating_sub(self.config.first_rows).max(start));
+        let target = self.after_drafted(row, n.saturating_sub(self.config.drafter.max_draft_lag()).max(start));
         let free = self.first_claimed_by_other(decode.row, start, target.min(start + most));
         let end = target.min(start + most).min(free);
         let drafts = end == target && self.first_claimed_by_other(decode.row, target, n) == n;
@@ -105,7 +105,7 @@ impl Scheduler {
     pub(super) fn catch_up_demand(&self, row_index: RowIndex, n: usize) -> usize {
         let row = &self.rows[row_index as usize];
         let start = self.skip_drafted(row, row.draft_len);
-        let end = n.saturating_sub(self.config.first_rows).min(start + self.config.max_num_batched_tokens);
+        let end = n.saturating_sub(self.config.drafter.max_draft_lag()).min(start + self.config.max_num_batched_tokens);
         if start >= end || self.first_claimed_by_other(row_index, start, start + 1) == start {
             return 0;
         }
@@ -114,12 +114,12 @@ impl Scheduler {
 
     /// Budget tokens that a draft chunk costs.
     pub(super) fn draft_cost(&self, tokens: usize) -> usize {
-        (tokens as f64 * self.config.draft_cost_ratio).ceil() as usize
+        (tokens as f64 * self.config.drafter.cost_ratio()).ceil() as usize
     }
 
     /// The longest draft chunk that costs at most `budget`.
     fn draft_tokens(&self, budget: usize) -> usize {
-        let tokens = (budget as f64 / self.config.draft_cost_ratio) as usize;
+        let tokens = (budget as f64 / self.config.drafter.cost_ratio()) as usize;
         // The division rounds; a step back restores the bound.
         if self.draft_cost(tokens) <= budget { tokens } else { tokens - 1 }
     }

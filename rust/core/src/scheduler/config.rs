@@ -1,5 +1,6 @@
 //! Settings of a scheduler and the parameters of a request, and what is allowed for each.
 
+use crate::drafts::Drafter;
 use crate::error::{Error, Result};
 
 /// Largest number of tokens, positions or blocks in a [`SchedulerConfig`], so that products of two fit an `i64`.
@@ -21,12 +22,8 @@ pub struct SchedulerConfig {
     pub max_num_batched_tokens: usize,
     /// K: the most draft tokens of a request per launch, at most 1024; 0 for no speculation.
     pub num_speculative_tokens: usize,
-    /// Positions that the draft model can take, or `None` without a draft model.
-    pub draft_max_model_len: Option<usize>,
-    /// Positions that the first drafting pass feeds, 2 for a draft model: how far its KV may lag behind. At least 1.
-    pub first_rows: usize,
-    /// Cost of a draft chunk's token in tokens of the budget: the draft's share of the target's parameters. Finite, above 0.
-    pub draft_cost_ratio: f64,
+    /// What proposes drafts; without it nothing drafts, whatever K is.
+    pub drafter: Drafter,
     /// Launches that may be planned and not yet settled. 1 to 1024.
     pub max_in_flight: usize,
     /// Whether requests share the KV of equal prefixes.
@@ -51,9 +48,7 @@ impl SchedulerConfig {
             block_size,
             max_num_batched_tokens,
             num_speculative_tokens: 0,
-            draft_max_model_len: None,
-            first_rows: 2,
-            draft_cost_ratio: 1.0,
+            drafter: Drafter::None,
             max_in_flight: 1,
             enable_prefix_caching: true,
             hash_key: [0; 16],
@@ -75,8 +70,6 @@ impl SchedulerConfig {
             ("block_size", self.block_size, 1, MAX_SIZE),
             ("max_num_batched_tokens", self.max_num_batched_tokens, 1, MAX_SIZE),
             ("num_speculative_tokens", self.num_speculative_tokens, 0, 1 << 10),
-            ("draft_max_model_len", self.draft_max_model_len.unwrap_or(1), 1, MAX_SIZE),
-            ("first_rows", self.first_rows, 1, MAX_SIZE),
             ("max_in_flight", self.max_in_flight, 1, 1 << 10),
         ];
         for (field, value, least, most) in sizes {
@@ -84,10 +77,7 @@ impl SchedulerConfig {
                 return Err(Error::invalid_config(field, value, format!("{least} to {most}")));
             }
         }
-        if !self.draft_cost_ratio.is_finite() || self.draft_cost_ratio <= 0.0 {
-            return Err(Error::invalid_config("draft_cost_ratio", self.draft_cost_ratio, "finite and above 0"));
-        }
-        Ok(())
+        self.drafter.validate(MAX_SIZE)
     }
 }
 

@@ -7,9 +7,6 @@ use super::row::{Row, RowIndex};
 use super::{PlanOutcome, Scheduler, check_len};
 use crate::error::Result;
 
-/// How far draft KV may lag behind after an iteration that drafted: all drafts accepted, and the last was never fed.
-const LAG_AFTER_DRAFTING: usize = 2;
-
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Decode {
     pub(super) row: RowIndex,
@@ -217,21 +214,20 @@ impl Scheduler {
             Drafting::Off
         } else if row.drafting > 0 {
             // What was just drafted hides both n and draft_len, but their distance is bounded.
-            let lag = LAG_AFTER_DRAFTING + row.idle_drafts as usize;
-            if lag <= self.config.first_rows { Drafting::Ready(k) } else { Drafting::Off }
-        } else if n - row.draft_len <= self.config.first_rows && !self.drafts_into_registered(row) {
+            let lag = self.config.drafter.lag_after_drafting() + row.idle_drafts as usize;
+            if lag <= self.config.drafter.max_draft_lag() { Drafting::Ready(k) } else { Drafting::Off }
+        } else if n - row.draft_len <= self.config.drafter.max_draft_lag() && !self.drafts_into_registered(row) {
             Drafting::Ready(k)
         } else {
             Drafting::CatchUp(k)
         }
     }
 
-    /// What the device would draft of `k` at the row's shortest possible length, by the law of `docs/start.md`; 0 without a draft
-    /// model.
+    /// What the device would draft of `k` at the row's shortest possible length, by the law of `docs/start.md`; 0 without a
+    /// drafter.
     pub(super) fn most_drafts(&self, row: &Row, k: u32) -> usize {
-        let Some(context) = self.config.draft_max_model_len else { return 0 };
-        let n = row.lower_bound();
-        (k as usize).min((row.limit - 1).min(context + 1).saturating_sub(n))
+        let end = (row.limit - 1).min(self.config.drafter.end_of_drafts());
+        (k as usize).min(end.saturating_sub(row.lower_bound()))
     }
 
     /// Whether drafting would write into blocks that others can find, which takes a claim.

@@ -47,7 +47,7 @@ pub(super) struct Row {
     pub(super) num_registered: usize,
     /// Blocks `[0, num_draft_marked)` need no further look for mark D.
     pub(super) num_draft_marked: usize,
-    /// Entries with K = 0 planned since the last one with K > 0: how much the lag of 2 after drafting may have grown.
+    /// Entries with K = 0 planned since the last one with K > 0: how much the lag after drafting may have grown.
     pub(super) idle_drafts: u32,
     pub(super) state: RowState,
     /// No planner has been told of the request yet.

@@ -179,7 +179,7 @@ impl Scheduler {
         let num_new = row.n - n;
         if drafted > 0 {
             self.acceptance.record(drafted, accepted)?;
-            row.draft_len = row.n.min(n + drafted) - 1;
+            row.draft_len = self.config.drafter.draft_len_after(n, drafted, row.n);
         }
         if flags & layout::FLAG_DRAFT_NON_FINITE != 0 {
             request.draft_failed = true;

@@ -49,7 +49,7 @@ impl Scheduler {
             let lag = if row.drafting > 0 { 0 } else { n - row.draft_len };
             asked.rows.push(i64::from(row_index));
             asked.caps.push(self.most_drafts(row, row.max_k) as i64);
-            asked.lags.push(if lag > self.config.first_rows { lag as i64 } else { 0 });
+            asked.lags.push(if lag > self.config.drafter.max_draft_lag() { lag as i64 } else { 0 });
         }
         asked.ks.clear();
         asked.ks.resize(asked.rows.len(), 0);

@@ -2,6 +2,7 @@
 
 use super::row::RowState;
 use super::{PlanOutcome, RequestParams, Scheduler, SchedulerConfig};
+use crate::drafts::Drafter;
 use crate::error::Error;
 
 /// A contradiction, and how to bring it about.
@@ -11,7 +12,7 @@ type Damage = (&'static str, fn(&mut Scheduler));
 fn busy() -> Scheduler {
     let config = SchedulerConfig {
         num_speculative_tokens: 2,
-        draft_max_model_len: Some(32),
+        drafter: Drafter::draft_model(32, 1.0),
         max_in_flight: 2,
         ..SchedulerConfig::new(3, 32, 64, 2, 64)
     };

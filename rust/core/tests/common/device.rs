@@ -6,6 +6,7 @@
 use std::collections::{HashMap, HashSet};
 
 use super::model::{EMPTY, draft_token, extend, target_token};
+use specrs_core::Drafter;
 use specrs_core::scheduler::layout::{
     FLAG_DRAFT_NON_FINITE, FLAG_TARGET_NON_FINITE, HEADER_LAUNCH_ID, RecordLayout, Section,
 };
@@ -258,7 +259,7 @@ impl Device {
         let rebuilding = self.rebuilding.contains(&row.request_id);
         assert!(start + len > row.draft_len || rebuilding, "a chunk raises draft_len");
         assert!(start + len < row.tokens.len(), "the last token is not the draft's yet");
-        let context = self.config.draft_max_model_len.expect("a draft model");
+        let (context, _) = self.draft_model().expect("a draft model");
         assert!(start + len <= context, "beyond the draft's context");
         self.check_draft(row_index, start);
         for i in 0..len {
@@ -285,7 +286,7 @@ impl Device {
         }
         let n = row.tokens.len();
         assert_eq!(row.target_len, n - 1, "prefill is complete");
-        let context = self.config.draft_max_model_len.map_or(0, |context| (context + 1).saturating_sub(n));
+        let context = self.draft_model().map_or(0, |(context, _)| (context + 1).saturating_sub(n));
         let k = k.min(row.limit - n - 1).min(context);
         let drafts = self.draft(scheduler, row_index, k);
 
@@ -327,6 +328,14 @@ impl Device {
         Report { emitted, accepted, drafted: k, flags }
     }
 
+    /// Its context and the largest lag of its KV with which it drafts.
+    fn draft_model(&self) -> Option<(usize, usize)> {
+        match self.config.drafter {
+            Drafter::Cached { max_model_len, max_draft_lag, .. } => Some((max_model_len, max_draft_lag)),
+            _ => None,
+        }
+    }
+
     /// Feeds positions `draft_len..n + k - 1` to the draft.
     fn draft(&mut self, scheduler: &Scheduler, row_index: usize, k: usize) -> Vec<i64> {
         if k == 0 {
@@ -334,7 +343,8 @@ impl Device {
         }
         let row = &self.rows[row_index];
         let n = row.tokens.len();
-        assert!(row.draft_len + self.config.first_rows >= n, "drafting with draft KV to {} of {n}", row.draft_len);
+        let (context, max_lag) = self.draft_model().expect("a draft model");
+        assert!(row.draft_len + max_lag >= n, "drafting with draft KV to {} of {n}", row.draft_len);
         let mut prefix = row.prefix[n - 1];
         let mut writes: Vec<_> = (row.draft_len..n).map(|position| (position, row.prefix[position])).collect();
         let mut drafts = Vec::new();
@@ -347,7 +357,7 @@ impl Device {
             }
         }
         for &(position, content) in &writes {
-            assert!(self.config.draft_max_model_len.is_some_and(|context| position < context));
+            assert!(position < context);
             let slot = self.slot(&self.rows[row_index], position);
             self.write_draft(scheduler, row_index, slot, content);
         }

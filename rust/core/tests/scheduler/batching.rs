@@ -1,7 +1,7 @@
 //! Who runs when: admission, chunked prefill, the token budget, the order of entries.
 
-use specrs_core::SchedulerConfig;
 use specrs_core::scheduler::PlanOutcome;
+use specrs_core::{Drafter, SchedulerConfig};
 
 use crate::common::driver::{Ask, Driver};
 use crate::{ask, drafting, small, speculative};
@@ -164,7 +164,7 @@ fn newcomers_of_one_plan_count_each_other_s_growth() {
 fn block_updates_of_one_launch_stay_within_the_record() {
     let config = SchedulerConfig {
         num_speculative_tokens: 8,
-        draft_max_model_len: Some(60),
+        drafter: Drafter::draft_model(60, 1.0),
         ..SchedulerConfig::new(64, 60, 64 * 60, 1, 8)
     };
     let mut driver = Driver::new(config);

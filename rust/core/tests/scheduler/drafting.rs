@@ -1,10 +1,10 @@
 //! Who drafts: deferred drafting, catch-up chunks and their budget, claims, and requests whose K comes back from 0.
 
-use specrs_core::SchedulerConfig;
 use specrs_core::scheduler::layout::FLAG_DRAFT_NON_FINITE;
+use specrs_core::{Drafter, SchedulerConfig};
 
 use crate::common::driver::{Ask, Driver, prompt};
-use crate::{ask, drafting, speculative};
+use crate::{ask, drafting, speculative, with_lag};
 
 /// The rows that have claims, once per claim.
 fn claimants(driver: &Driver) -> Vec<u32> {
@@ -75,7 +75,7 @@ fn requests_at_k_0_cost_no_draft_work() {
 
 #[test]
 fn without_a_draft_model_nobody_drafts() {
-    let mut driver = Driver::new(SchedulerConfig { draft_max_model_len: None, ..speculative() });
+    let mut driver = Driver::new(SchedulerConfig { drafter: Drafter::None, ..speculative() });
     driver.add(0, &drafting(1, 13, 30)).unwrap();
     driver.run();
     assert_eq!(driver.device.draft_tokens, 0);
@@ -84,7 +84,7 @@ fn without_a_draft_model_nobody_drafts() {
 #[test]
 fn a_long_lag_is_closed_over_several_launches_at_k_0() {
     // A quarter of 32 is left beside nothing else; each token costs 4, so 8 tokens a launch, less the decode row itself.
-    let config = SchedulerConfig { draft_cost_ratio: 4.0, ..speculative() };
+    let config = SchedulerConfig { drafter: Drafter::draft_model(64, 4.0), ..speculative() };
     let mut driver = Driver::new(config);
     driver.add(0, &drafting(1, 20, 30)).unwrap();
     let mut chunks = Vec::new();
@@ -119,7 +119,8 @@ fn the_draft_has_a_quarter_of_the_chunk_budget_beside_prefill() {
 
 #[test]
 fn the_first_draft_chunk_makes_progress_at_any_cost() {
-    let config = SchedulerConfig { draft_cost_ratio: 1000.0, max_num_batched_tokens: 1, ..speculative() };
+    let config =
+        SchedulerConfig { drafter: Drafter::draft_model(64, 1000.0), max_num_batched_tokens: 1, ..speculative() };
     let mut driver = Driver::new(config);
     driver.add(0, &drafting(1, 3, 60)).unwrap();
     driver.run();
@@ -130,7 +131,8 @@ fn the_first_draft_chunk_makes_progress_at_any_cost() {
 
 #[test]
 fn cheap_draft_tokens_are_still_bounded_by_the_record() {
-    let config = SchedulerConfig { draft_cost_ratio: 0.01, max_num_batched_tokens: 12, ..speculative() };
+    let config =
+        SchedulerConfig { drafter: Drafter::draft_model(64, 0.01), max_num_batched_tokens: 12, ..speculative() };
     let mut driver = Driver::new(config);
     for id in 0..4 {
         driver.add(id, &drafting(id as u64, 12, 30)).unwrap();
@@ -202,7 +204,8 @@ fn marks_outlive_their_request_and_spare_the_draft_its_prefix() {
 
 #[test]
 fn a_claim_ends_with_its_lease() {
-    let mut driver = Driver::new(SchedulerConfig { draft_cost_ratio: 8.0, max_in_flight: 2, ..speculative() });
+    let mut driver =
+        Driver::new(SchedulerConfig { drafter: Drafter::draft_model(64, 8.0), max_in_flight: 2, ..speculative() });
     driver.add(0, &ask(1, 33, 1)).unwrap();
     driver.run();
     driver.add(1, &drafting(1, 33, 30)).unwrap();
@@ -246,7 +249,8 @@ fn non_finite_drafts_turn_drafting_off_for_good() {
 fn a_request_that_outgrows_the_drafts_context_goes_on_alone() {
     for context in [1, 5, 20, 21, 22, 25, 40] {
         for max_in_flight in 1..4 {
-            let config = SchedulerConfig { draft_max_model_len: Some(context), max_in_flight, ..speculative() };
+            let config =
+                SchedulerConfig { drafter: Drafter::draft_model(context, 1.0), max_in_flight, ..speculative() };
             let mut driver = Driver::new(config);
             driver.add(0, &drafting(1, 20, 40)).unwrap();
             driver.run();
@@ -281,7 +285,7 @@ fn k_comes_back_after_a_shortage() {
 
 #[test]
 fn a_drafter_with_one_first_row_catches_up_each_time() {
-    let mut driver = Driver::new(SchedulerConfig { first_rows: 1, ..speculative() });
+    let mut driver = Driver::new(SchedulerConfig { drafter: with_lag(1), ..speculative() });
     driver.add(0, &drafting(1, 9, 40)).unwrap();
     driver.run();
     assert!(driver.launches[2..].iter().any(|header| header.num_draft_tokens == 1 && header.max_k > 0));
@@ -290,8 +294,13 @@ fn a_drafter_with_one_first_row_catches_up_each_time() {
 #[test]
 fn a_row_without_blocks_for_drafts_does_no_draft_work() {
     // One draft token a launch, so the lag stays, while both requests take the pool block by block.
-    let config =
-        SchedulerConfig { num_blocks: 17, block_size: 1, max_model_len: 16, draft_cost_ratio: 32.0, ..speculative() };
+    let config = SchedulerConfig {
+        num_blocks: 17,
+        block_size: 1,
+        max_model_len: 16,
+        drafter: Drafter::draft_model(64, 32.0),
+        ..speculative()
+    };
     let mut driver = Driver::new(config);
     driver.add(0, &ask(1, 6, 10)).unwrap();
     driver.add(1, &drafting(2, 5, 11)).unwrap();
@@ -377,7 +386,7 @@ fn blocks_registered_while_their_draft_kv_is_on_its_way_are_claimed() {
     for (block_size, registered) in [(4, 1), (1, 4)] {
         // Catch-up chunks of 4 tokens: the first is in flight when the prompt's blocks are registered.
         let config = SchedulerConfig { max_num_batched_tokens: 20, max_in_flight: 2, ..speculative() };
-        let mut driver = Driver::new(SchedulerConfig { draft_cost_ratio: 4.0, block_size, ..config });
+        let mut driver = Driver::new(SchedulerConfig { drafter: Drafter::draft_model(64, 4.0), block_size, ..config });
         driver.add(0, &drafting(1, 20, 40)).unwrap();
         driver.launch();
         let header = driver.launch();
@@ -401,8 +410,9 @@ fn blocks_registered_while_their_draft_kv_is_on_its_way_are_claimed() {
 
 /// Blocks 0 and 1 without mark D, from a request at K = 0, and 2 to 4 with it, from a longer one that was prefilled at the same
 /// time and has private copies of the first two.
-fn draft_marks_with_a_hole(first_rows: usize) -> Driver {
-    let mut driver = Driver::new(SchedulerConfig { max_num_batched_tokens: 64, first_rows, ..speculative() });
+fn draft_marks_with_a_hole(lag: usize) -> Driver {
+    let mut driver =
+        Driver::new(SchedulerConfig { max_num_batched_tokens: 64, drafter: with_lag(lag), ..speculative() });
     driver.add(0, &Ask { prompt: prompt(1, 9), max_tokens: 1, ..Ask::default() }).unwrap();
     driver.add(1, &drafting(1, 21, 6)).unwrap();
     driver.run();
@@ -414,8 +424,8 @@ fn draft_marks_with_a_hole(first_rows: usize) -> Driver {
 
 #[test]
 fn only_the_contiguous_prefix_of_marks_counts_and_marked_blocks_are_not_written_again() {
-    for first_rows in 1..5 {
-        let mut driver = draft_marks_with_a_hole(first_rows);
+    for lag in 1..5 {
+        let mut driver = draft_marks_with_a_hole(lag);
         driver.add(2, &drafting(1, 21, 20)).unwrap();
         driver.launch();
         assert_eq!(
@@ -438,7 +448,7 @@ fn drafting_waits_for_a_claim_on_what_its_first_pass_would_write() {
         let pool = driver.scheduler.block_pool();
         (0..64).filter(|&block| pool.is_registered(block) && !pool.has_draft(block)).count()
     };
-    let config = SchedulerConfig { block_size: 1, first_rows: 3, ..speculative() };
+    let config = SchedulerConfig { block_size: 1, drafter: with_lag(3), ..speculative() };
     let (mut driver, text) = (2..30)
         .find_map(|max_tokens| {
             let mut driver = Driver::new(config.clone());

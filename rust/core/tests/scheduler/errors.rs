@@ -1,11 +1,11 @@
 //! What is refused, with which error, and that nothing has changed then.
 
 use specrs_core::scheduler::{RequestParams, Scheduler};
-use specrs_core::{Error, SchedulerConfig};
+use specrs_core::{Drafter, Error, SchedulerConfig};
 
 use crate::common::device::Report;
 use crate::common::driver::{Ask, Driver};
-use crate::{ask, drafting, small, speculative};
+use crate::{ask, drafting, small, speculative, with_lag};
 
 fn field_of(error: &Error) -> &'static str {
     match error {
@@ -27,11 +27,11 @@ fn settings_outside_their_range() {
         ("block_size", SchedulerConfig { block_size: usize::MAX, ..small() }),
         ("max_num_batched_tokens", SchedulerConfig { max_num_batched_tokens: 0, ..small() }),
         ("num_speculative_tokens", SchedulerConfig { num_speculative_tokens: 1025, ..small() }),
-        ("draft_max_model_len", SchedulerConfig { draft_max_model_len: Some(0), ..small() }),
-        ("first_rows", SchedulerConfig { first_rows: 0, ..small() }),
-        ("draft_cost_ratio", SchedulerConfig { draft_cost_ratio: 0.0, ..small() }),
-        ("draft_cost_ratio", SchedulerConfig { draft_cost_ratio: f64::NAN, ..small() }),
-        ("draft_cost_ratio", SchedulerConfig { draft_cost_ratio: f64::INFINITY, ..small() }),
+        ("drafter.max_model_len", SchedulerConfig { drafter: Drafter::draft_model(0, 1.0), ..small() }),
+        ("drafter.max_draft_lag", SchedulerConfig { drafter: with_lag(0), ..small() }),
+        ("drafter.cost_ratio", SchedulerConfig { drafter: Drafter::draft_model(64, 0.0), ..small() }),
+        ("drafter.cost_ratio", SchedulerConfig { drafter: Drafter::draft_model(64, f64::NAN), ..small() }),
+        ("drafter.cost_ratio", SchedulerConfig { drafter: Drafter::draft_model(64, f64::INFINITY), ..small() }),
         ("max_in_flight", SchedulerConfig { max_in_flight: 0, ..small() }),
     ];
     for (field, config) in refused {

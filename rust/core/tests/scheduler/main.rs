@@ -13,7 +13,7 @@ mod speculation;
 mod sweep;
 
 use common::driver::{Ask, prompt};
-use specrs_core::SchedulerConfig;
+use specrs_core::{Drafter, SchedulerConfig};
 
 /// 4 rows of at most 64 tokens, 64 blocks of 4, a budget of 32, no speculation.
 fn small() -> SchedulerConfig {
@@ -22,7 +22,12 @@ fn small() -> SchedulerConfig {
 
 /// The same with K = 3 and a draft model.
 fn speculative() -> SchedulerConfig {
-    SchedulerConfig { num_speculative_tokens: 3, draft_max_model_len: Some(64), ..small() }
+    SchedulerConfig { num_speculative_tokens: 3, drafter: Drafter::draft_model(64, 1.0), ..small() }
+}
+
+/// A draft model of 64 positions whose first pass feeds so many.
+fn with_lag(max_draft_lag: usize) -> Drafter {
+    Drafter::Cached { max_model_len: 64, max_draft_lag, cost_ratio: 1.0 }
 }
 
 /// A request of `len` prompt tokens that differ from those of other seeds.

@@ -1,6 +1,6 @@
 //! Whole runs over a grid of configurations: every output is what the model gives alone.
 
-use specrs_core::SchedulerConfig;
+use specrs_core::{Drafter, SchedulerConfig};
 
 use crate::common::driver::{Ask, Driver, prompt};
 use crate::common::model::mix;
@@ -24,9 +24,14 @@ fn random_config(rng: &mut Rng) -> SchedulerConfig {
     let whole = usize::div_ceil(max_model_len, block_size);
     SchedulerConfig {
         num_speculative_tokens: rng.pick(&[0, 1, 2, 5]),
-        draft_max_model_len: rng.pick(&[None, Some(12), Some(30), Some(200), Some(200), Some(200)]),
-        first_rows: rng.pick(&[2, 2, 2, 1, 3]),
-        draft_cost_ratio: rng.pick(&[0.05, 0.3, 1.0, 2.5]),
+        drafter: match rng.pick(&[None, Some(12), Some(30), Some(200), Some(200), Some(200)]) {
+            None => Drafter::None,
+            Some(max_model_len) => Drafter::Cached {
+                max_model_len,
+                max_draft_lag: rng.pick(&[2, 2, 2, 1, 3]),
+                cost_ratio: rng.pick(&[0.05, 0.3, 1.0, 2.5]),
+            },
+        },
         max_in_flight: rng.pick(&[1, 2, 2, 3]),
         enable_prefix_caching: rng.below(4) > 0,
         ..SchedulerConfig::new(

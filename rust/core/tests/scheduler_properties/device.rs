@@ -4,7 +4,7 @@
 //! with the other simulated device of these tests. Panics where a real device would compute something else than a lone
 //! sequence does.
 
-use specrs_core::Scheduler;
+use specrs_core::{Drafter, Scheduler};
 use std::collections::{BTreeMap, HashMap};
 
 pub(crate) const VOCAB: i64 = 11;
@@ -77,7 +77,7 @@ type Kv = Vec<Option<(u8, Vec<i64>)>>;
 
 pub(crate) struct Device {
     block_size: usize,
-    first_rows: usize,
+    max_draft_lag: usize,
     draft_context: Option<usize>,
     rows: Vec<Row>,
     target_kv: Kv,
@@ -125,10 +125,14 @@ impl Device {
     pub(crate) fn new(scheduler: &Scheduler) -> Self {
         let config = scheduler.config();
         let slots = config.num_blocks * config.block_size;
+        let (max_draft_lag, draft_context) = match config.drafter {
+            Drafter::Cached { max_model_len, max_draft_lag, .. } => (max_draft_lag, Some(max_model_len)),
+            _ => (0, None),
+        };
         Self {
             block_size: config.block_size,
-            first_rows: config.first_rows,
-            draft_context: config.draft_max_model_len,
+            max_draft_lag,
+            draft_context,
             rows: vec![Row::default(); config.max_num_seqs],
             target_kv: vec![None; slots],
             draft_kv: vec![None; slots],
@@ -297,8 +301,8 @@ impl Device {
 
         if k > 0 {
             let draft_len = self.rows[row].draft_len;
-            assert!(draft_len + self.first_rows >= n, "draft_len {draft_len} at n = {n}");
-            // The first pass feeds the last first_rows positions and writes those that the draft does not have yet.
+            assert!(draft_len + self.max_draft_lag >= n, "draft_len {draft_len} at n = {n}");
+            // The first pass feeds the last max_draft_lag positions and writes those that the draft does not have yet.
             for position in draft_len..n {
                 self.write_draft(scheduler, row, &tokens[..=position], writers);
             }

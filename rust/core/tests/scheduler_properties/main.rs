@@ -9,7 +9,7 @@ use device::{Device, Outcome, Record, Sampling, VOCAB, lone_text};
 use proptest::prelude::*;
 use proptest::test_runner::FileFailurePersistence;
 use specrs_core::scheduler::layout::{FINISH_ERROR, FINISH_LENGTH, FINISH_NONE, FINISH_STOP};
-use specrs_core::{Error, PlanOutcome, RequestParams, Scheduler, SchedulerConfig};
+use specrs_core::{Drafter, Error, PlanOutcome, RequestParams, Scheduler, SchedulerConfig};
 use std::collections::{BTreeMap, VecDeque};
 
 #[derive(Clone, Debug)]
@@ -79,12 +79,14 @@ fn settings() -> impl Strategy<Value = SchedulerConfig> {
     let rest = (0..5_usize, draft, prop::sample::select(vec![1_usize, 2, 2, 3]), 1..4_usize, prop::bool::weighted(0.8));
     let ratio = prop::sample::select(vec![0.05, 0.5, 1.0, 3.0]);
     (sizes, budget, rest, ratio).prop_map(|((rows, len, spare, block_size), budget, rest, ratio)| {
-        let (k, draft_max_model_len, first_rows, max_in_flight, enable_prefix_caching) = rest;
+        let (k, context, max_draft_lag, max_in_flight, enable_prefix_caching) = rest;
         SchedulerConfig {
             num_speculative_tokens: k,
-            draft_max_model_len,
-            first_rows,
-            draft_cost_ratio: ratio,
+            drafter: context.map_or(Drafter::None, |max_model_len| Drafter::Cached {
+                max_model_len,
+                max_draft_lag,
+                cost_ratio: ratio,
+            }),
             max_in_flight,
             enable_prefix_caching,
             ..SchedulerConfig::new(rows, len, len.div_ceil(block_size) + spare, block_size, budget)
@@ -252,7 +254,8 @@ impl Run {
         let budget = config.max_num_batched_tokens;
         let chunks = budget.saturating_sub(decode_tokens).max(budget.div_ceil(4));
         let (prefill, draft) = (record.size("header", 3), record.size("header", 5));
-        let cost = |tokens: usize| (tokens as f64 * config.draft_cost_ratio).ceil() as usize;
+        let ratio = if let Drafter::Cached { cost_ratio, .. } = config.drafter { cost_ratio } else { 1.0 };
+        let cost = |tokens: usize| (tokens as f64 * ratio).ceil() as usize;
         assert!(prefill <= chunks, "{prefill} prefill tokens of {chunks}");
         let most = chunks + cost(1) + record.size("header", 4);
         assert!(prefill + cost(draft) <= most, "{prefill} prefill and {draft} draft tokens of {chunks}");

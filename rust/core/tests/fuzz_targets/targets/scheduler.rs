@@ -5,7 +5,7 @@ use super::bytes::Bytes;
 use specrs_core::scheduler::layout::{
     FLAG_TARGET_NON_FINITE, HEADER_LAUNCH_ID, HEADER_NUM_ADMITTED, HEADER_NUM_DECODE, HEADER_NUM_PREFILL,
 };
-use specrs_core::{PlanOutcome, RequestParams, Scheduler, SchedulerConfig};
+use specrs_core::{Drafter, PlanOutcome, RequestParams, Scheduler, SchedulerConfig};
 use std::collections::VecDeque;
 
 /// Row, K, and whether it emits.
@@ -33,10 +33,14 @@ pub fn scheduler(data: &[u8]) {
         bytes.below(40),
     );
     config.num_speculative_tokens = bytes.below(6);
-    config.draft_max_model_len = (bytes.byte() % 4 > 0).then_some(1 + bytes.below(80));
-    config.first_rows = 1 + bytes.below(3);
+    if bytes.byte() % 4 > 0 {
+        config.drafter = Drafter::Cached {
+            max_model_len: 1 + bytes.below(80),
+            max_draft_lag: 1 + bytes.below(3),
+            cost_ratio: f64::from(bytes.byte()) / 64.0,
+        };
+    }
     config.max_in_flight = 1 + bytes.below(3);
-    config.draft_cost_ratio = f64::from(bytes.byte()) / 64.0;
     config.enable_prefix_caching = bytes.byte() % 4 > 0;
     let Ok(scheduler) = Scheduler::new(config) else { return };
     let mut run = Run {
