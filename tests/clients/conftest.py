@@ -18,7 +18,9 @@ Client = Callable[..., str]
 def pair() -> Iterator[Server]:
     """The bundled pair under the name `pair`."""
     with serving(
-        *("--served-model-name", "pair", "--max-model-len", "512", "--disable-uvicorn-access-log"),
+        # float64: texts of one request are compared across batches, in which fp32 rounds differently.
+        *("--served-model-name", "pair", "--dtype", "float64", "--max-model-len", "512"),
+        "--disable-uvicorn-access-log",
         *("--per-request-spec-decode-metrics", "summary"),
     ) as server:
         yield server

@@ -58,7 +58,7 @@ def test_lm_eval(base_url: str, client: Client, tmp_path: Path) -> None:
         *("lm-eval", "lm_eval", "--model", "local-completions", "--model_args", model),
         *("--tasks", "local_choice,local_generate", "--include_path", ".", "--output_path", "out", "--log_samples"),
     )
-    llm = LLM(dtype="float32", max_model_len=512)
+    llm = LLM(dtype="float64", max_model_len=512)
     assert llm.tokenizer is not None
     for document, sample in zip(DOCUMENTS, samples(tmp_path / "out", "local_choice"), strict=True):
         context = llm.tokenizer.encode(str(document["q"]))

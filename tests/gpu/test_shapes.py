@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from kernels.cuda.tolerance import assert_argmax
 from specrs.kernels.linear import Linear
 from specrs.kernels.rotary import inverse_frequencies, signed_frequencies
 from specrs.models.config import ModelConfig, parse_config
@@ -149,7 +150,8 @@ def test_prefill_then_verification(
             torch.empty(end - first, dtype=torch.int64, device=device),
         )
         compute_argmax(model, hidden, top_ids, top, workspace)
-        assert top_ids.equal(logits.argmax(-1))
-        assert top.equal(logits.amax(-1))
+        # Another launch, and above 64 rows products of other shapes: the order of a sum is the library's.
+        assert model.lm_head.plain is not None
+        assert_argmax(top_ids, top, logits, hidden, model.lm_head.plain.t())
     # Two layers of rounding: a few roundings of the dtype in a norm over the vocabulary.
     assert worst < {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 1e-5}[dtype], worst

@@ -37,12 +37,16 @@ def test_inplace_on_a_slice_leaves_the_rest() -> None:
     before = x.clone()
     expected = rms_norm(x[:, :5].clone(), torch.ones(5, 16), EPS)
     rms_norm(x[:, :5], torch.ones(5, 16), EPS, inplace=True)
-    assert torch.equal(x[:, :5], expected)
+    # Sums of rows that lie apart may be taken in another order.
+    bound = x.shape[-1] * torch.finfo(x.dtype).eps
+    torch.testing.assert_close(x[:, :5], expected, rtol=bound, atol=0)
     assert torch.equal(x[:, 5:], before[:, 5:])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_has_the_bits_of_transformers(dtype: torch.dtype) -> None:
+    """By design: a norm is computed in fp32 even in a float64 model, whose text is held to transformers' to 1e-12. Both
+    sum a row by the same operator of torch in the same shape."""
     module = Qwen3RMSNorm(96, eps=EPS).to(dtype)
     torch.nn.init.normal_(module.weight)
     x = torch.randn(7, 96).to(dtype)

@@ -50,6 +50,11 @@ def logits(path: Path) -> torch.Tensor:
     return Feeder(load_model(path, dtype="float64")).feed_chunks([1, 2, 3], [3])
 
 
+def assert_same(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Logits of the same weights, however they lie in memory, on which the order of a sum may depend."""
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
 def test_path_and_string_are_the_same(tied: Path) -> None:
     assert load_config(tied) == load_config(str(tied)) == load_model(str(tied)).config
 
@@ -58,7 +63,7 @@ def test_tied_head_in_the_file(copy: Path) -> None:
     expected = logits(copy)
     embedding = load_file(copy / "model.safetensors")["model.embed_tokens.weight"]
     change_tensors(copy, lm_head__weight=embedding.clone())
-    assert torch.equal(logits(copy), expected)
+    assert_same(logits(copy), expected)
     change_tensors(copy, lm_head__weight=embedding + 1)
     with pytest.raises(CheckpointError, match=r"tie_word_embeddings is true, but lm_head\.weight differs"):
         load_model(copy)
@@ -67,7 +72,7 @@ def test_tied_head_in_the_file(copy: Path) -> None:
 def test_rope_buffers_are_ignored(copy: Path) -> None:
     expected = logits(copy)
     change_tensors(copy, model__layers__0__self_attn__rotary_emb__inv_freq=torch.zeros(24))
-    assert torch.equal(logits(copy), expected)
+    assert_same(logits(copy), expected)
 
 
 def test_generation_config_may_be_missing(copy: Path) -> None:
@@ -202,7 +207,7 @@ def test_index_out_of_the_folder(sharded_copy: Path, name: str) -> None:
 
 
 def test_sharded_is_the_same_model(sharded: Path, tied: Path) -> None:
-    assert torch.equal(logits(sharded), logits(tied))
+    assert_same(logits(sharded), logits(tied))
 
 
 def test_hub_id(tied: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,9 @@ from specrs.verify.params import SamplingRows, Steps
 from torch import Tensor
 
 POISON = -(2**40)
+CLEAR = 1e-5
+"""A gap of scores, or of an acceptance test, that no rounding closes: logits and noise below 32 in fp32, two logarithms
+of 2 ulp each (Rust's, and whatever the interpreter calls) and probabilities relative to sums of V exponentials."""
 
 
 def poisoned_scratch(rows: int, vocab_size: int, entries: int = 1) -> SamplingScratch:
@@ -43,6 +46,12 @@ def noise_at(seeds: Tensor, positions: Tensor, purpose: int, vocab_size: int, *,
     flat = seeds.expand_as(positions).contiguous().view(-1), positions.contiguous().view(-1)
     fill_noise_reference(*flat, purpose, out.view(-1, vocab_size), gumbel)
     return out
+
+
+def gaps(scores: Tensor) -> Tensor:
+    """How far the largest score of each row `[N, V]` is above the second, `[N]` float64; V >= 2."""
+    top = scores.double().topk(2, dim=1).values
+    return top[:, 0] - top[:, 1]
 
 
 def entries(num_drafts: list[int], spare: int) -> tuple[Tensor, Tensor, int]:

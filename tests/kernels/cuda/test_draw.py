@@ -12,7 +12,7 @@ from specrs.verify.params import SamplingRows
 from specrs.verify.processing import greedy_as_point_mass
 from torch import Tensor
 
-from kernels.cuda.sampling_cases import noise_at, parameters, poisoned_scratch, wide
+from kernels.cuda.sampling_cases import CLEAR, gaps, noise_at, parameters, poisoned_scratch, wide
 
 
 def run(
@@ -67,10 +67,12 @@ def test_faulty_rows_draw_some_token_and_harm_nobody() -> None:
 
 
 def test_a_row_of_the_core_draws_the_same() -> None:
-    """Noise of the Rust core: what the CPU loop draws, margins of a draw being far wider than 2 ulp."""
+    """Noise of the Rust core: what the CPU loop draws. The gaps of these draws are far wider than 2 ulp."""
     params, _ = parameters([{}])
     generator = torch.Generator().manual_seed(2)
     logits = torch.randn(30, 64, generator=generator)
     row_of, positions, seeds = torch.zeros(30, dtype=torch.int64), torch.arange(30), torch.tensor([123, 0])
     ids = run(logits, row_of, params, torch.full((30,), -torch.inf), seeds, positions, PURPOSE_GUMBEL)
-    assert ids.tolist() == draw_reference(logits, noise_at(seeds[row_of], positions, PURPOSE_GUMBEL, 64)).tolist()
+    noise = noise_at(seeds[row_of], positions, PURPOSE_GUMBEL, 64)
+    assert gaps(logits + noise).min() > CLEAR
+    assert ids.tolist() == draw_reference(logits, noise).tolist()

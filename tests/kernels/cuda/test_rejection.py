@@ -18,7 +18,16 @@ from specrs.kernels.cuda.sampling_scratch import SamplingScratch
 from specrs.verify.params import SamplingRows, Steps
 from torch import Tensor
 
-from kernels.cuda.sampling_cases import POISON, entries, noise_at, parameters, poisoned_scratch, wide
+from kernels.cuda.sampling_cases import (
+    CLEAR,
+    POISON,
+    entries,
+    gaps,
+    noise_at,
+    parameters,
+    poisoned_scratch,
+    wide,
+)
 
 
 @dataclass(frozen=True)
@@ -238,8 +247,9 @@ def test_an_empty_residual_draws_from_the_target() -> None:
     accepted, tokens = batch.verify(drafts, cut, lse - 3.0)
     assert (accepted == 0).any()
     noise = noise_at(batch.seeds[batch.row], batch.n, PURPOSE_GUMBEL, 16)
-    expected = (batch.logits[batch.q_start[:-1]] + noise).argmax(dim=1)
-    assert tokens[accepted == 0, 0].tolist() == expected[accepted == 0].tolist()
+    scores = (batch.logits[batch.q_start[:-1]] + noise)[accepted == 0]
+    assert gaps(scores).min() > CLEAR
+    assert tokens[accepted == 0, 0].tolist() == scores.argmax(dim=1).tolist()
 
 
 def test_without_drafts_a_row_is_drawn() -> None:
@@ -248,8 +258,10 @@ def test_without_drafts_a_row_is_drawn() -> None:
     accepted, tokens = batch.verify(torch.empty(3, 0, dtype=torch.int64), *none)
     noise = noise_at(batch.seeds[batch.row], batch.n, PURPOSE_GUMBEL, 300)
     p = batch.probabilities(batch.logits, batch.row, coarse=False)
+    scores = p.log() + noise
+    assert gaps(scores).min() > CLEAR
     assert accepted.tolist() == [0, 0, 0]
-    assert tokens[:, 0].tolist() == (p.log() + noise).argmax(dim=1).tolist()
+    assert tokens[:, 0].tolist() == scores.argmax(dim=1).tolist()
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
@@ -277,6 +289,14 @@ def test_emitted_tokens_are_the_targets(sign: float) -> None:
         noise,
     )
 
+    # Nothing that the kernel is asked hangs on a rounding.
+    residual = (p - q).clamp(min=0).log()
+    drafted = drafts[:sample, 0]
+    assert (u[:sample, 0] * q[drafted] - p[drafted]).abs().min() > CLEAR * q[drafted].min()
+    scores = torch.where(accepted[:sample, None] == 0, residual, p.log()) + torch.where(
+        accepted[:sample, None] == 0, noise[:sample, 0], noise[:sample, 1]
+    )
+    assert gaps(scores).min() > CLEAR
     params, steps = parameters([{}])
     batch = Batch(
         logits=target.repeat(2 * sample, 1),

@@ -1,4 +1,4 @@
-"""How far a kernel may be from the exact value: twice as far as torch in the same precision, and a few ulps."""
+"""How far a kernel may be from the exact value, and two sums of the same products from each other."""
 
 import torch
 from torch import Tensor
@@ -7,6 +7,7 @@ from torch import Tensor
 def assert_near(out: Tensor, exact: Tensor, own: Tensor, *, ulps: float = 4) -> None:
     """Compare `out` with `exact` (float64); `own` is what torch computes in the precision of `out`.
 
+    Allowed is twice the error of `own`, and a few ulps.
     The ulps are those of the largest exact value: where torch happens to be exact on a few elements, a kernel that
     adds in another order is not.
     """
@@ -16,3 +17,30 @@ def assert_near(out: Tensor, exact: Tensor, own: Tensor, *, ulps: float = 4) -> 
     allowed = 2 * (own.double() - exact).abs().max() + ulps * torch.finfo(out.dtype).eps * exact.abs().max()
     error = (out.double() - exact).abs().max()
     assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g}"
+
+
+def apart(x: Tensor, weight: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """How far apart two `x W^T` can be that are summed in `dtype` in whatever orders, `[N, out]` float64.
+
+    A sum of K products has at most K roundings on the way of each product, so it is within g sum |x_i w_i| of the exact
+    one, g = K u / (1 - K u), u = eps / 2 (Higham 2002, section 3.1); two of them are within twice that of each other.
+    Libraries choose the order by instruction set, shape, stride and split, so no two calls that differ in one of these
+    need give the same bits.
+    """
+    rounding = x.shape[1] * torch.finfo(dtype).eps / 2
+    return 2 * rounding / (1 - rounding) * (x.double().abs() @ weight.double().abs().t())
+
+
+def assert_same_product(a: Tensor, b: Tensor, x: Tensor, weight: Tensor) -> None:
+    """Compare two `x W^T` `[N, out]`, each summed in fp32 in its own order from `x` `[N, in]`, `weight` `[out, in]`."""
+    assert a.shape == b.shape
+    over = (a.double() - b.double()).abs() - apart(x, weight)
+    assert (over <= 0).all(), f"{over.max():.3g} beyond what the order of a sum explains"
+
+
+def assert_argmax(ids: Tensor, top: Tensor, logits: Tensor, x: Tensor, weight: Tensor) -> None:
+    """Compare an argmax and its value, `[N]` each, with logits `[N, out]` of the same product in another order."""
+    slack = apart(x, weight).amax(dim=1)
+    best, chosen = logits.double().amax(dim=1), logits.double().gather(1, ids[:, None])[:, 0]
+    assert (best - chosen <= 2 * slack).all(), f"ids {ids.tolist()}, expected {logits.argmax(dim=1).tolist()}"
+    assert ((top.double() - best).abs() <= slack).all(), f"{top.tolist()}, expected {best.tolist()}"
