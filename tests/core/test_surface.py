@@ -1,6 +1,7 @@
 """What the extension exports: names, classes, stubs, and what importing it costs."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import specrs
 from specrs import _core, core
 
 STUB = Path(specrs.__file__).with_name("_core.pyi")
+ROOT = Path(__file__).parents[2]
 EXPORTED = {name for name in dir(_core) if not name.startswith("_")}
 CLASSES = sorted(name for name in EXPORTED if isinstance(getattr(_core, name), type))
 ERRORS = [name for name in CLASSES if issubclass(getattr(_core, name), BaseException)]
@@ -103,3 +105,58 @@ def test_constants() -> None:
 def test_import_needs_no_torch() -> None:
     code = "import sys, specrs.core; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def rust_constants() -> dict[str, float]:
+    """Every plain number that `rust/core` gives a name, by that name; the planner's last."""
+    sources = sorted((ROOT / "rust/core/src").rglob("*.rs"), key=lambda path: "planner" in path.parts)
+    found: dict[str, float] = {}
+    for path in sources:
+        for name, value in re.findall(r"^(?:pub )?const (\w+): \w+ = ([\d_.]+);", path.read_text(), re.MULTILINE):
+            found[name] = float(value.replace("_", ""))
+    return found
+
+
+def test_constants_in_the_stub_are_the_codes() -> None:
+    """The stub writes a tuned number as `0.5 % (`MARGIN`)` or `64 (`PATIENCE`)`, so that this can find it."""
+    text, known = " ".join(STUB.read_text().split()), rust_constants()
+    stated = re.findall(r"([\d.]+)( %)? \(`([A-Z_]{2,})`", text)
+    assert {name for _, _, name in stated} >= {"MARGIN", "MIXED_MARGIN", "PROBE_SHARE", "TRIAL_SHARE"}
+    for value, percent, name in stated:
+        assert float(value) / (100 if percent else 1) == pytest.approx(known[name]), name
+    assert len(re.findall(r"\d %", text)) == sum(bool(percent) for _, percent, _ in stated), "a share without its name"
+
+
+def bounds() -> list[tuple[str, str, int, int]]:
+    """Class, setting, least and most, of every constructor's documented `1 to 65536`."""
+    found = []
+    for node in ast.parse(STUB.read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            new = [item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == "__new__"]
+            text = " ".join((ast.get_docstring(new[0]) or "").split()) if new else ""
+            for name, least, most in re.findall(r"\b([a-z_]+): [^.:]*?\b(\d+) to (\d{2,})\b", text):
+                found.append((node.name, name, int(least), int(most)))
+    return found
+
+
+VALID = {
+    "Scheduler": {
+        "max_num_seqs": 1, "max_model_len": 8, "num_blocks": 2, "block_size": 4, "max_num_batched_tokens": 4,
+    },
+    "SpeculationPlanner": {
+        "max_num_seqs": 1, "num_speculative_tokens": 1, "costs": core.CostModel([1], [0, 1], [[2.0, 3.0]]),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("cls", "name", "least", "most"), bounds())
+def test_bounds_in_the_stub_are_the_codes(cls: str, name: str, least: int, most: int) -> None:
+    make = getattr(core, cls)
+    make(**VALID[cls] | {name: least})
+    for outside in (least - 1, most + 1):
+        with pytest.raises(core.InvalidConfigError, match=name):
+            make(**VALID[cls] | {name: outside})
+
+
+def test_bounds_are_found() -> None:
+    assert len(bounds()) >= 5
