@@ -28,7 +28,7 @@ import triton
 from gpu import attention, iterations, serving
 from gpu.models import weight_bytes, write_config
 from gpu.timing import ON_GPU, pretend
-from specrs.engine.build import Weights
+from specrs.engine.weights import Weights
 from specrs.models.loader import load_model
 
 PARTS = ("passes", "attention", "tpot", "idle", "throughput", "transformers")

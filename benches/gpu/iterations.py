@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from specrs.config import EngineConfig, SpeculativeConfig
-from specrs.engine.build import Blueprint, Weights
+from specrs.engine.build import Blueprint
+from specrs.engine.weights import Weights
 from specrs.runner.cuda import iteration
 from specrs.runner.cuda.build import make_context
 from specrs.runner.cuda.iteration import Context

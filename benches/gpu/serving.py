@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from specrs.config import EngineConfig, SpeculativeConfig
-from specrs.engine.build import Weights
+from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
+from specrs.engine.weights import Weights
 from specrs.runner.cuda.runner import CudaRunner
 from specrs.sampling import SamplingParams
 
@@ -45,7 +46,7 @@ def make_engine(target: str, draft: str, weights: Weights, k: int, sizes: list[i
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of synthetic acceptance: that is what is wanted here
-        return Engine(config, weights if k else Weights(weights.target, None))
+        return build_engine(config, weights if k else Weights(weights.target, None))
 
 
 def run(engine: Engine, concurrency: int, prompt_len: int, output_len: int) -> tuple[float, list[Request]]:

@@ -352,6 +352,13 @@ class Scheduler:
         """Requests with a row."""
 
     @property
+    def num_launches(self) -> int:
+        """Launches planned since the start, which is the id of the next one."""
+
+    def request_ids(self) -> list[int]:
+        """Ids of the requests that wait or run, in no order."""
+
+    @property
     def num_in_flight(self) -> int:
         """Launches planned and not yet settled."""
 
@@ -392,9 +399,11 @@ class SpeculationPlanner:
     """How many tokens each request drafts in the next launch: the most expected tokens per millisecond, none included.
 
     It knows what launches cost (a `CostModel`, refined by `settle`) and how drafts fared: by position over all
-    requests, and one factor for each request, both exponentially forgotten. It changes its mind for 1 % more speed or
-    not at all, and spends 0.5 % of the time on drafting deeper than it would, one request at a time, to learn what it
-    does not see. A useless draft ends at K = 0, and one that becomes good again is found.
+    requests, and one factor for each request, both exponentially forgotten. It changes its mind for 0.5 % (`MARGIN`)
+    more tokens per millisecond or not at all, and gives requests different K only for 3 % (`MIXED_MARGIN`). To learn
+    what it does not see, it spends 0.4 % (`PROBE_SHARE`) of the time on drafting deeper than it would, one request at a
+    time, and 0.2 % (`TRIAL_SHARE`), at first more, on another K for all. A useless draft ends at K = 0, and one that
+    becomes good again is found.
 
     `Scheduler.speculate` drives it. On its own: requests go by row, a number below R = `max_num_seqs` that is theirs
     while they run; `reset` for a new request on a row, `decide` before each launch, `settle` after it.

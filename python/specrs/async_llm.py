@@ -110,9 +110,9 @@ class AsyncLLM:
         """As `LLM`: load `model` with the fields of `EngineConfig`. Blocks while weights load. Raises as `LLM` does."""
         config = EngineConfig.from_kwargs(model=model, **settings)
         tokenizer = load_tokenizer(config)
-        from specrs.engine.engine import Engine
+        from specrs.engine.build import build_engine
 
-        self._take(Engine(config), tokenizer)
+        self._take(build_engine(config), tokenizer)
 
     @classmethod
     def from_engine(cls, engine: Engine, tokenizer: Tokenizer | None = None) -> AsyncLLM:

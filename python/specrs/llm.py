@@ -57,9 +57,9 @@ class LLM:
         config = EngineConfig.from_kwargs(model=model, **settings)
         # first, because it is quick and may refuse; weights may take minutes
         tokenizer = load_tokenizer(config)
-        from specrs.engine.engine import Engine
+        from specrs.engine.build import build_engine
 
-        self._take(Engine(config), tokenizer)
+        self._take(build_engine(config), tokenizer)
 
     @classmethod
     def from_engine(cls, engine: Engine, tokenizer: Tokenizer | None = None) -> LLM:
@@ -206,6 +206,7 @@ class LLM:
             self._run(groups, compiling, use_tqdm)
         finally:
             self._abort(itertools.chain.from_iterable(groups.values()))
+            self.engine.settle_idle()
         for i, requests in groups.items():
             outputs[i] = OutputBuilder(requests, self._intake.texts).build()
         for i, output in sorted(outputs.items()):
@@ -291,6 +292,7 @@ class LLM:
                     break
         finally:
             self._abort(requests)
+            self.engine.settle_idle()
         if output.error is not None:
             raise output.error
 

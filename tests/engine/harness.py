@@ -9,9 +9,10 @@ import torch
 from checkpoints import edit_json, make_checkpoint, perturb_checkpoint
 from hf_reference import generate, load
 from specrs.config import EngineConfig
-from specrs.engine.build import Weights, load_weights
+from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
+from specrs.engine.weights import Weights, load_weights
 from specrs.sampling import SamplingParams
 
 VOCAB = 211
@@ -99,7 +100,7 @@ def config(
 
 def make_engine(target: Path, draft: Path | None, *, k: int, dtype: str = "float64", **fields: object) -> Engine:
     """An engine on cached weights."""
-    return Engine(config(target, draft, k=k, dtype=dtype, **fields), weights(target, draft, dtype))
+    return build_engine(config(target, draft, k=k, dtype=dtype, **fields), weights(target, draft, dtype))
 
 
 def request(

@@ -10,6 +10,7 @@ import torch
 from specrs import LLM, SamplingParams
 from specrs.core import CostModel, SpeculationPlanner
 from specrs.engine import warm_up
+from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
 from specrs.pair.prompts import PROMPTS
@@ -31,7 +32,7 @@ def auto_engine(bank: Bank, draft: str = "close", **fields: object) -> Engine:
     settings = config(bank.target, path, k=1, **fields)
     assert settings.speculative_config is not None
     speculative = replace(settings.speculative_config, num_speculative_tokens="auto", max_num_speculative_tokens=K)
-    return Engine(replace(settings, speculative_config=speculative), weights(bank.target, path, "float64"))
+    return build_engine(replace(settings, speculative_config=speculative), weights(bank.target, path, "float64"))
 
 
 def restless(engine: Engine, seed: int) -> None:
@@ -107,7 +108,7 @@ def test_nothing_is_left_of_the_warm_up(qwen_bank: Bank) -> None:
         prompt = [(i * 7919 + j * 104729 + 1) % 211 for j in range(length)]
         engine.add_request(request(i, prompt, k=0, max_tokens=2, engine_k=K))
     run(engine)
-    assert engine.scheduler.num_cached_tokens == 0
+    assert engine.stats().num_cached_tokens == 0
 
 
 def test_a_context_too_short_to_draft_in_still_serves(qwen_bank: Bank) -> None:

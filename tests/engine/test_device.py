@@ -6,8 +6,8 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 from specrs.config import EngineConfig, SpeculativeConfig
-from specrs.engine.build import check_weights_fit
 from specrs.engine.device import resolve_device
+from specrs.engine.weights import check_weights_fit
 from specrs.errors import InvalidConfigError, UnsupportedConfigError
 from specrs.models.loader import load_model
 

@@ -132,3 +132,22 @@ def test_other_salts_share_nothing(bank: Bank) -> None:
         job.cache_salt = salt
         serve(engine, job)
         assert (job.num_cached_tokens > 0) == (i == 2)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_cached_tokens_are_those_of_the_first_admission(bank: Bank, depth: int) -> None:
+    """What a preempted request finds when it is admitted again, it computed itself: 42 tokens on a cold cache."""
+    engine = make_engine(bank.target, bank.drafts["close"], k=3, launch_depth=depth)
+    prompt = bank.prompts[5][:42]
+    job = request(0, prompt, k=3, max_tokens=20, engine_k=3, ignore_eos=True)
+    engine.add_request(job)
+    while len(job.output_token_ids) < 8:
+        engine.step()
+    engine.scheduler.preempt(0)
+    run(engine)
+    assert engine.scheduler.num_cached_tokens > 0, "it did find its own blocks"
+    assert job.num_cached_tokens == engine.stats().num_cached_tokens == 0
+    again = request(1, prompt, k=3, max_tokens=4, engine_k=3)
+    serve(engine, again)
+    assert again.num_cached_tokens == engine.stats().num_cached_tokens == 32
+    assert engine.stats().num_cached_tokens <= engine.stats().prompt_tokens

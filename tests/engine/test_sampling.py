@@ -11,6 +11,7 @@ from checkpoints import make_checkpoint
 from hf_reference import generate, load
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
 from specrs.sampling import SamplingParams
@@ -201,7 +202,7 @@ def test_two_token_draws_are_the_targets_own(small_vocabulary: tuple[Path, Path]
     target, draft = small_vocabulary
     prompt, draws, temperature = [3, 1, 4, 1, 5], 20_000, 0.9
     fields = {"max_num_seqs": 1000, "max_num_batched_tokens": 8192, "max_model_len": 16, "block_size": 8}
-    engine = with_rule(Engine(config(target, draft, k=k, **fields)), rule)
+    engine = with_rule(build_engine(config(target, draft, k=k, **fields)), rule)
     jobs = [
         sampled(3 * i + 1, prompt, i, k, k, temperature=temperature, max_tokens=5, ignore_eos=True)
         for i in range(draws)

@@ -25,7 +25,7 @@ class ScriptedEngine:
         self.before_step: Callable[[ScriptedEngine], None] = lambda engine: None
         self.live: dict[int, Request] = {}
         self.seen: list[Request] = []
-        self.num_steps = 0
+        self.num_steps = self.num_idle = 0
 
     def add_request(self, request: Request) -> None:
         request.stop_token_ids = validate_request(request.prompt_token_ids, request.params, self.limits).stop_token_ids
@@ -50,6 +50,9 @@ class ScriptedEngine:
             if request.finished:
                 del self.live[request.request_id]
         return touched
+
+    def settle_idle(self) -> None:
+        self.num_idle += not self.live
 
     def stats(self) -> EngineStats:
         return EngineStats(generation_tokens=sum(len(request.output_token_ids) for request in self.seen))

@@ -7,8 +7,9 @@ import pytest
 import torch
 from checkpoints import make_checkpoint, perturb_checkpoint
 from specrs.config import EngineConfig, SpeculativeConfig
-from specrs.engine.build import load_weights
+from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
+from specrs.engine.weights import load_weights
 
 MakeEngine = Callable[..., Engine]
 K = 4
@@ -41,6 +42,6 @@ def make_engine(tmp_path_factory: pytest.TempPathFactory) -> MakeEngine:
         config = EngineConfig(model=str(target), device=device, speculative_config=speculative, **(defaults | fields))
         if device not in weights:
             weights[device] = load_weights(config)
-        return Engine(config, weights[device])
+        return build_engine(config, weights[device])
 
     return make

@@ -13,9 +13,10 @@ import specrs.models.loader as loader
 import torch
 from checkpoints import make_checkpoint, perturb_checkpoint
 from specrs.config import EngineConfig, SpeculativeConfig
-from specrs.engine.build import Blueprint, Weights, load_weights
+from specrs.engine.build import Blueprint, build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
+from specrs.engine.weights import Weights, load_weights
 from specrs.kernels.linear import Linear
 from specrs.runner.cuda.runner import CudaRunner
 from specrs.sampling import SamplingParams
@@ -59,7 +60,7 @@ class Pair:
         )
         with monkeypatch.context() as patch:
             patch.setattr(Blueprint, "on_gpu", property(lambda _self: gpu))
-            return Engine(config, self.nudged if nudged else self.gpu if gpu else self.cpu)
+            return build_engine(config, self.nudged if nudged else self.gpu if gpu else self.cpu)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,8 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 from specrs.config import EngineConfig, SpeculativeConfig
-from specrs.engine.build import Blueprint, Weights
+from specrs.engine.build import Blueprint
+from specrs.engine.weights import Weights
 from specrs.kernels.linear import Linear
 from specrs.models.decoder import Decoder, LayerWeights
 from specrs.models.loader import load_config

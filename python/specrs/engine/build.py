@@ -1,112 +1,57 @@
-"""From an EngineConfig to loaded weights, limits, a scheduler and a runner. Runs no model and schedules nothing."""
+"""From an EngineConfig to an engine: weights, limits, a scheduler, a runner, and what launches cost. Serves nothing."""
 
 from __future__ import annotations
 
 import secrets
+import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from specrs.config import EngineConfig, resolve_draft_max_model_len, resolve_max_model_len, resolve_num_blocks
-from specrs.core import CachedDrafter, Scheduler
+from specrs.core import CachedDrafter, Scheduler, SpeculationPlanner
 from specrs.drafters.draft_model import DraftModel
-from specrs.engine.device import resolve_device
-from specrs.errors import InvalidConfigError, invalid
+from specrs.engine.engine import Engine, EngineParts, Runner
+from specrs.engine.warm_up import measure_costs
+from specrs.engine.weights import Weights, load_weights
 from specrs.models.decoder import Decoder
 from specrs.models.kv_cache import KVCache
-from specrs.models.loader import load_config, load_model, resolve_dtype
 from specrs.runner.eager import EagerRunner
-from specrs.runner.ring import Header, RingSlot
+from specrs.runner.ring import Ring
 from specrs.runner.row_state import RowState
 from specrs.runner.sampling_state import SamplingState
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from specrs.engine.request import Request
+from specrs.sampling import RequestLimits
 
 
-class Runner(Protocol):
-    """What the loop asks of a runner: the eager one of a CPU, or the CUDA one."""
-
-    num_target_passes: int
-
-    @property
-    def drafter(self) -> DraftModel | None:
-        """The draft model, None without speculation."""
-
-    @property
-    def kv_cache(self) -> KVCache:
-        """The target's."""
-
-    def launch(self, slot: RingSlot, header: Header, admitted: Sequence[Request]) -> None:
-        """Execute or enqueue the launch planned in `slot.record`."""
-
-    def wait(self, slot: RingSlot) -> None:
-        """Return when `slot.results` hold what the launch reported."""
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """Loaded models; never written to, so engines may share them."""
-
-    target: Decoder
-    draft: Decoder | None
-
-
-def load_weights(config: EngineConfig) -> Weights:
-    """Load target and, where the engine may speculate, draft, onto the device of `config`.
+def build_engine(config: EngineConfig, weights: Weights | None = None) -> Engine:
+    """Load the models of `config` (or share `weights`), allocate caches and row state, and measure what launches cost
+    where K is to be planned by it.
 
     Raises:
-        InvalidConfigError and its subclasses: what is missing, broken or not supported, by name.
+        InvalidConfigError and its subclasses: what is wrong with the configuration or a checkpoint.
     """
-    device = resolve_device(config.device)
-    if device.type == "cuda":
-        check_weights_fit(config, device)
-    target = load_model(
-        config.target, dtype=config.dtype, device=device, revision=config.revision, load_format=config.load_format
-    )
-    draft = _draft_source(config)
-    if draft is None:
-        return Weights(target, None)
-    source, revision = draft
-    dtype = str(target.dtype).removeprefix("torch.")
-    return Weights(
-        target, load_model(source, dtype=dtype, device=device, revision=revision, load_format=config.load_format)
-    )
-
-
-def _draft_source(config: EngineConfig) -> tuple[str, str | None] | None:
-    """Folder or hub id of the draft and its revision; None where the engine never speculates."""
-    speculative, draft = config.speculative_config, config.draft
-    if speculative is None or draft is None or speculative.most_speculative_tokens == 0:
-        return None
-    return draft, speculative.revision
-
-
-def check_weights_fit(config: EngineConfig, device: torch.device) -> None:
-    """Raises InvalidConfigError if the GPU's free memory does not hold the weights; reads configurations only."""
-    sizes, draft = {}, _draft_source(config)
-    sources = [("model", config.target, config.revision)]
-    if draft is not None:
-        sources.append(("speculative_config.model", *draft))
-    dtype: torch.dtype | None = None
-    for field, source, revision in sources:
-        model = load_config(source, revision=revision)
-        dtype = resolve_dtype(config.dtype, model, device) if dtype is None else dtype
-        untied = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
-        sizes[field] = (model.num_parameters + untied) * dtype.itemsize
-    free, needed = torch.cuda.mem_get_info(device)[0], sum(sizes.values())
-    if needed > free:
-        parts = " and ".join(f"{size / 2**30:.2f} GiB for {field}" for field, size in sizes.items())
-        raise invalid(
-            InvalidConfigError,
-            "model",
-            config.target,
-            f"weights need {parts}, {free / 2**30:.2f} GiB of the GPU are free, {(needed - free) / 2**30:.2f} GiB too "
-            "little; allowed are smaller models, a dtype of fewer bytes, or device='cpu'",
+    if config.synthetic:
+        warnings.warn(
+            "rejection_sample_method='synthetic': drafts are accepted at given rates, for timing only; the text is "
+            "not the target's",
+            stacklevel=2,
         )
+    blueprint = Blueprint(config, load_weights(config) if weights is None else weights)
+    blocks = blueprint.num_blocks()
+    scheduler = blueprint.scheduler(blocks)
+    engine = Engine(blueprint.parts(scheduler, blueprint.runner(scheduler, blocks)))
+    if config.plans_speculation and blueprint.num_speculative_tokens:
+        costs, catch_up_ms = measure_costs(engine)
+        # What it measured with is forgotten: its prompts are in the prefix cache, its tokens in the books.
+        scheduler.reset_prefix_cache()
+        engine.reset_stats()
+        engine.planner = SpeculationPlanner(
+            max_num_seqs=config.max_num_seqs,
+            num_speculative_tokens=blueprint.num_speculative_tokens,
+            costs=costs,
+            catch_up_ms=catch_up_ms,
+        )
+    return engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +133,22 @@ class Blueprint:
             enable_prefix_caching=config.enable_prefix_caching,
             hash_key=secrets.token_bytes(16),
         )
+
+    @property
+    def limits(self) -> RequestLimits:
+        """What a request may ask for."""
+        return RequestLimits(
+            max_model_len=self.max_model_len,
+            vocab_size=self.weights.target.config.vocab_size,
+            num_speculative_tokens=self.num_speculative_tokens,
+            eos_token_ids=self.weights.target.config.eos_token_ids,
+            max_logprobs=self.config.max_logprobs,
+        )
+
+    def parts(self, scheduler: Scheduler, runner: Runner) -> EngineParts:
+        """All that an engine runs on, with a ring of its own."""
+        ring = Ring(scheduler, self.num_speculative_tokens, self.depth, pinned=self.device.type == "cuda")
+        return EngineParts(self.config, self.weights, self.limits, scheduler, ring, runner)
 
     def cache(self, model: Decoder, blocks: int) -> KVCache:
         """Zeroed KV cache of `model` over the shared pool."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from specrs.config import EngineConfig
 from specrs.core import (
@@ -17,19 +20,18 @@ from specrs.core import (
     FINISH_STOP,
     FLAG_CAPACITY,
     FLAG_TARGET_NON_FINITE,
-    PLAN_IDLE,
     PLAN_LAUNCH,
     Scheduler,
     SpeculationPlanner,
 )
 from specrs.drafters.draft_model import DraftModel
-from specrs.engine.build import Blueprint, Weights, load_weights
 from specrs.engine.request import FinishReason, Request
-from specrs.engine.warm_up import measure_costs
-from specrs.errors import EngineError, SpecrsError
+from specrs.engine.weights import Weights
+from specrs.errors import EngineError, SpecrsError, UnknownRequestError
+from specrs.models.kv_cache import KVCache
 from specrs.outputs import EngineStats
 from specrs.runner.logprobs import token_entries
-from specrs.runner.ring import Header, Ring, RingSlot
+from specrs.runner.ring import Header, Ring, RingSlot, section_arrays
 from specrs.sampling import RequestLimits, validate_request
 from specrs.verify.logprobs import TokenLogprobs
 
@@ -44,66 +46,78 @@ _REASONS = {
 }
 
 
+class Runner(Protocol):
+    """What the loop asks of a runner: the eager one of a CPU, or the CUDA one."""
+
+    num_target_passes: int
+
+    @property
+    def drafter(self) -> DraftModel | None:
+        """The draft model, None without speculation."""
+
+    @property
+    def kv_cache(self) -> KVCache:
+        """The target's."""
+
+    def launch(self, slot: RingSlot, header: Header, admitted: Sequence[Request]) -> None:
+        """Execute or enqueue the launch planned in `slot.record`."""
+
+    def wait(self, slot: RingSlot) -> None:
+        """Return when `slot.results` hold what the launch reported."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """What an engine runs on; `specrs.engine.build` makes it from a configuration."""
+
+    config: EngineConfig
+    weights: Weights
+    limits: RequestLimits
+    scheduler: Scheduler
+    ring: Ring
+    runner: Runner
+
+
 class Engine:
     """Runs requests to their end, `launch_depth` launches in flight.
 
     One `step` plans and enqueues until `launch_depth` launches are in flight, then settles the oldest: the host waits
     for a launch only when a newer one is already enqueued (or at depth 1).
+
+    An interrupt may end any call between any two instructions. What is in flight and which requests live is therefore
+    the scheduler's to know, whose calls are whole; `_mend` compares, and brings the rest in line.
     """
 
-    def __init__(self, config: EngineConfig, weights: Weights | None = None) -> None:
-        """Load the models of `config` (or share `weights`) and allocate caches and row state.
-
-        Raises:
-            InvalidConfigError and its subclasses: what is wrong with the configuration or a checkpoint.
-        """
-        self.config = config
-        if config.synthetic:
-            warnings.warn(
-                "rejection_sample_method='synthetic': drafts are accepted at given rates, for timing only; the text is "
-                "not the target's",
-                stacklevel=2,
-            )
-        self.weights = load_weights(config) if weights is None else weights
-        blueprint = Blueprint(config, self.weights)
-        target = self.weights.target.config
-        self.max_model_len = blueprint.max_model_len
-        self.num_speculative_tokens = blueprint.num_speculative_tokens
-        self.depth = blueprint.depth
-        self.limits = RequestLimits(
-            max_model_len=self.max_model_len,
-            vocab_size=target.vocab_size,
-            num_speculative_tokens=self.num_speculative_tokens,
-            eos_token_ids=target.eos_token_ids,
-            max_logprobs=config.max_logprobs,
-        )
-        blocks = blueprint.num_blocks()
-        self._begin(blueprint.scheduler(blocks))
-        self.runner = blueprint.runner(self.scheduler, blocks)
+    def __init__(self, parts: EngineParts) -> None:
+        """An engine over parts that no other engine uses; weights may be shared."""
+        self.config = parts.config
+        self.weights = parts.weights
+        self.limits = parts.limits
+        self.scheduler = parts.scheduler
+        self.ring = parts.ring
+        self.runner = parts.runner
         self.planner: SpeculationPlanner | None = None
         self.watch: Watch | None = None
-        if config.plans_speculation and self.num_speculative_tokens:
-            costs, catch_up_ms = measure_costs(self)
-            self._begin(blueprint.scheduler(blocks))
-            self.reset_stats()
-            self.planner = SpeculationPlanner(
-                max_num_seqs=config.max_num_seqs,
-                num_speculative_tokens=self.num_speculative_tokens,
-                costs=costs,
-                catch_up_ms=catch_up_ms,
-            )
-            self.watch = self._learn
-
-    def _begin(self, scheduler: Scheduler) -> None:
-        """Begin with a scheduler that has seen nothing: no requests, empty books."""
-        pinned = self.weights.target.device.type == "cuda"
-        self.scheduler = scheduler
-        self.ring = Ring(scheduler, self.num_speculative_tokens, self.depth, pinned=pinned)
         self.requests: dict[int, Request] = {}
-        self._books_before = scheduler.acceptance()
-        self._preemptions_before = 0
-        self._prompt_tokens = self._generation_tokens = self._cached_tokens = 0
         self._settled_at = 0.0
+        self._checked_at = 0  # launches when the books were last checked
+        self._check_after = 0.0  # by time.perf_counter
+        self.reset_stats()
+
+    @property
+    def max_model_len(self) -> int:
+        """The most tokens of a request, prompt and output."""
+        return self.limits.max_model_len
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """The most tokens that a request drafts in a launch, K."""
+        return self.limits.num_speculative_tokens
+
+    @property
+    def depth(self) -> int:
+        """Launches planned and not yet settled."""
+        return self.ring.depth
 
     def add_request(self, request: Request) -> None:
         """Queue a request.
@@ -111,6 +125,7 @@ class Engine:
         Raises:
             InvalidRequestError and other SpecrsError: what is wrong with it; the engine is unchanged.
         """
+        self._mend()
         params = request.params
         bounds = validate_request(request.prompt_token_ids, params, self.limits)
         matcher = None if request.grammar is None else request.grammar.matcher(bounds.stop_token_ids)
@@ -128,8 +143,8 @@ class Engine:
         request.synthetic = self.config.synthetic
         request.stop_token_ids = bounds.stop_token_ids
         request.eos_token_ids = frozenset() if params.ignore_eos else frozenset(self.limits.eos_token_ids)
-        self._prompt_tokens += len(request.prompt_token_ids)
         self.requests[request.request_id] = request
+        self._prompt_tokens += len(request.prompt_token_ids)
 
     @property
     def drafter(self) -> DraftModel | None:
@@ -142,12 +157,14 @@ class Engine:
         Raises:
             UnknownRequestError: no such request is running or waiting.
         """
+        self._mend()
         self.scheduler.abort(request_id)
-        self.requests.pop(request_id).finish(FinishReason.ABORT)
+        self.requests[request_id].finish(FinishReason.ABORT)
+        del self.requests[request_id]
 
     def has_unfinished(self) -> bool:
         """Whether a request waits or runs, or a launch is in flight."""
-        return bool(self.requests) or bool(self.ring.in_flight)
+        return self.scheduler.has_unfinished()
 
     def step(self) -> list[Request]:
         """Advance until one launch has settled; the requests that got tokens or ended, `[]` when there is nothing to
@@ -156,20 +173,34 @@ class Engine:
         An exception in a launch (a fault of the runner, an interrupt) ends the requests of that launch with
         `finish_reason="error"` and is raised again; the engine stays usable.
         """
-        while len(self.ring.in_flight) < self._depth():
-            slot = self.ring.next
-            slot.started = time.perf_counter()
-            if self.planner is not None:
-                self.scheduler.speculate(self.planner)
-            status = self.scheduler.plan(slot.record)
-            if status != PLAN_LAUNCH:
-                if status == PLAN_IDLE and not self.ring.in_flight:
-                    self.scheduler.check_integrity()
-                break
-            header = slot.header()
-            self.ring.launch()
-            self._launch(slot, header)
-        return self._settle() if self.ring.in_flight else []
+        self._mend()
+        try:
+            return self._advance()
+        except BaseException as fault:
+            self._mend(fault)
+            raise
+
+    def settle_idle(self) -> None:
+        """Where no request lives any more: settle what is in flight, and check that the scheduler's books agree. For a
+        caller that has nothing else to do.
+
+        Checks once until something is launched again, and in a hundredth of the time at most: it takes some 0.1 us a
+        block.
+
+        Raises:
+            IntegrityError: they do not agree; a bug in specrs.
+        """
+        self._mend()
+        launched = self.scheduler.num_launches
+        if self.requests:
+            return
+        while self.scheduler.num_in_flight:
+            self._settle()
+        begun = time.perf_counter()
+        if launched != self._checked_at and begun >= self._check_after:
+            self.scheduler.check_integrity()
+            self._checked_at, ended = launched, time.perf_counter()
+            self._check_after = ended + 99.0 * (ended - begun)
 
     def stats(self) -> EngineStats:
         """The acceptance books and counters since the start or the last `reset_stats`; a snapshot."""
@@ -203,50 +234,110 @@ class Engine:
         """Launches in flight: one while a grammar needs the settled tokens before it can mask the next."""
         return 1 if any(request.matcher for request in self.requests.values()) else self.depth
 
+    def _advance(self) -> list[Request]:
+        scheduler = self.scheduler
+        while scheduler.num_in_flight < self._depth():
+            slot = self.ring.slot(scheduler.num_launches)
+            slot.started = time.perf_counter()
+            if self.planner is not None:
+                scheduler.speculate(self.planner)
+            if scheduler.plan(slot.record) != PLAN_LAUNCH:
+                break
+            self._launch(slot, slot.header())
+        return self._settle() if scheduler.num_in_flight else []
+
     def _launch(self, slot: RingSlot, header: Header) -> None:
         ids = slot.views["admit_request_id"][: header.num_admitted].tolist()
         cached = slot.views["admit_num_cached"][: header.num_admitted].tolist()
         admitted = [self.requests[i] for i in ids]
         for request, num_cached in zip(admitted, cached, strict=True):
-            request.num_cached_tokens = num_cached
-            self._cached_tokens += num_cached
-        try:
-            self.runner.launch(slot, header, admitted)
-        except BaseException as fault:
-            self._fail(slot, fault)
-            raise
+            # A preempted request is admitted again, and finds what it computed itself.
+            if request.num_cached_tokens is None:
+                request.num_cached_tokens = num_cached
+                self._cached_tokens += num_cached
+        self.runner.launch(slot, header, admitted)
+        slot.executed = header.launch_id
 
-    def _fail(self, slot: RingSlot, fault: BaseException) -> None:
-        """Settle every launch in flight; the faulty one, the newest, ends its requests."""
-        slot.results[:] = 0
-        slot.results_view.flags.fill_(FLAG_TARGET_NON_FINITE)
-        while self.ring.in_flight:
-            reason = EngineError(f"the launch failed: {fault!r}") if self.ring.oldest is slot else None
-            self._settle(reason)
+    def _in_flight(self) -> range:
+        """Ids of the launches in flight, the oldest first."""
+        planned = self.scheduler.num_launches
+        return range(planned - self.scheduler.num_in_flight, planned)
+
+    def _mend(self, fault: BaseException | None = None) -> None:
+        """Where a call was cut short, end the requests that it left half done, and settle all launches in flight.
+
+        Changes nothing where all is in line. May itself be cut short, and called again.
+        """
+        scheduler, in_flight = self.scheduler, self._in_flight()
+        last = self.ring.slot(in_flight.start - 1)  # that settled
+        delivered = last.delivered == in_flight.start - 1
+        executed = all(self.ring.slot(launch_id).executed == launch_id for launch_id in in_flight)
+        if delivered and executed and scheduler.num_running + scheduler.num_waiting == len(self.requests):
+            return
+        error = EngineError("the launch was interrupted" if fault is None else f"the launch failed: {fault!r}")
+        live = set(scheduler.request_ids())
+        for request_id in live - self.requests.keys():
+            scheduler.abort(request_id)
+        if not delivered:
+            for request_id in last.settled_arrays["request_id"].tolist():
+                self._end(request_id, FinishReason.ERROR, error)
+            last.delivered = in_flight.start - 1
+        for request_id in self.requests.keys() - live:
+            self._end(request_id, FinishReason.ABORT)
+        while scheduler.num_in_flight:
+            self._settle(error)
+
+    def _end(self, request_id: int, reason: FinishReason, error: SpecrsError | None = None) -> None:
+        """End a request that may live only here or only in the scheduler, or not at all."""
+        with contextlib.suppress(UnknownRequestError):
+            self.scheduler.abort(request_id)
+        if request_id in self.requests:
+            self.requests[request_id].finish(reason, error)
+            del self.requests[request_id]
 
     def _settle(self, fault: SpecrsError | None = None) -> list[Request]:
-        slot = self.ring.oldest
+        """Settle the oldest launch in flight; the requests that got tokens or ended.
+
+        One that was not executed as a whole ends its requests with `fault`.
+        """
+        launch_id = self._in_flight().start
+        slot = self.ring.slot(launch_id)
         header = slot.header()
-        if fault is None:
+        count = header.num_decode + header.num_prefill
+        if slot.executed == launch_id:
             self.runner.wait(slot)
-        self.scheduler.settle(header.launch_id, slot.results, slot.settled)
-        self.ring.settle()
+            flat, results, fault = slot.results, slot.results_arrays, None
+        else:
+            # In a buffer of its own: a device may still be writing to the slot's.
+            flat = np.zeros_like(slot.results)
+            results = section_arrays(flat, self.scheduler.results_layout())
+            results["flags"].fill(FLAG_TARGET_NON_FINITE)
+        self.scheduler.settle(launch_id, flat, slot.settled)
         # Beside another launch in flight this one began when the one before it ended.
         begun, self._settled_at = max(slot.started, self._settled_at), time.perf_counter()
-        if self.watch is not None and fault is None:
+        touched = self._deliver_all(slot, count, results, fault)
+        slot.delivered = launch_id
+        if self.watch is not None and slot.executed == launch_id:
             self.watch(slot, header, 1e3 * (self._settled_at - begun))
+        return touched
+
+    def _deliver_all(
+        self, slot: RingSlot, count: int, results: Mapping[str, NDArray[np.int64]], fault: SpecrsError | None
+    ) -> list[Request]:
+        """Hand what settled to its requests: `count` entries."""
         touched = []
-        for request, first, values in slot.prompt_logprobs:
-            _record_prompt(request, first, values)
-        count = header.num_decode + header.num_prefill
-        settled, results = slot.settled_view, slot.results_view
+        if fault is None:
+            for request, first, values in slot.prompt_logprobs:
+                _record_prompt(request, first, values)
+        settled, width = slot.settled_arrays, self.num_speculative_tokens + 1
+        tokens = results["tokens"][: count * width].tolist()
         for entry, (request_id, num_new, reason, drafted, accepted) in enumerate(
             zip(
                 settled["request_id"][:count].tolist(),
                 settled["num_new"][:count].tolist(),
                 settled["finish_reason"][:count].tolist(),
-                results.num_drafted[:count].tolist(),
-                results.num_accepted[:count].tolist(),
+                results["num_drafted"][:count].tolist(),
+                results["num_accepted"][:count].tolist(),
                 strict=True,
             )
         ):
@@ -255,7 +346,7 @@ class Engine:
             request = self.requests[request_id]
             if drafted:
                 request.acceptance.record(drafted, accepted)
-            new = results.tokens[entry, :num_new].tolist()
+            new = tokens[entry * width : entry * width + num_new]
             stopped, error = False, None
             try:
                 stopped = self._deliver(request, new, slot.logprobs.get(entry), ended_by_token=reason == FINISH_STOP)
@@ -269,8 +360,7 @@ class Engine:
                 request.finish(FinishReason.ERROR, error)
                 del self.requests[request_id]
             elif stopped or reason:
-                flags = int(results.flags[entry])
-                cause = fault or (_error(flags, request) if reason == FINISH_ERROR else None)
+                cause = fault or (_error(int(results["flags"][entry]), request) if reason == FINISH_ERROR else None)
                 request.finish(FinishReason.STOP if stopped else _REASONS[reason], cause)
                 del self.requests[request_id]
             if num_new or request.finished:

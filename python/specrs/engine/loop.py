@@ -126,7 +126,10 @@ class EngineLoop(threading.Thread):
         """Run the commands that are there; without work, wait for one."""
         with contextlib.suppress(queue.Empty):
             while True:
-                command = self._commands.get(block=not (self._engine.has_unfinished() or self._stopping))
+                idle = not (self._engine.has_unfinished() or self._stopping)
+                if idle and self._commands.empty():
+                    self._engine.settle_idle()
+                command = self._commands.get(block=idle)
                 self._run_command(command)
 
     def _run_command(self, command: _Command) -> None:

@@ -70,7 +70,7 @@ class Request:
         self.stop_reason: int | str | None = None
         self.error: SpecrsError | None = None
         self.acceptance = AcceptanceTracker(num_speculative_tokens)
-        self.num_cached_tokens = 0
+        self.num_cached_tokens: int | None = None  # not yet admitted
         self.synthetic = False  # acceptance is made up: set by the engine that takes the request
         self.stop_token_ids: tuple[int, ...] = ()
         self.eos_token_ids: frozenset[int] = frozenset()
@@ -123,11 +123,11 @@ class Request:
         """End the request once; flushes the detokenizer, but not after an error. A later call changes nothing."""
         if self.finished:
             return
-        self.finish_reason = reason
-        self.error = error
-        self.finish_time = time.monotonic()
         if reason is FinishReason.STOP and self.stop_reason is None:
             last = self.output_token_ids[-1]
             self.stop_reason = None if last in self.eos_token_ids else last
         if self._detokenizer is not None and reason is not FinishReason.ERROR:
             self._detokenizer.finish()
+        self.error = error
+        self.finish_time = time.monotonic()
+        self.finish_reason = reason  # the last, so that an end is whole or none

@@ -31,8 +31,8 @@ def measure_costs(engine: Engine) -> tuple[CostModel, float]:
     and those of each position of a draft catch-up chunk.
 
     Batches that there is no time for get what the last two measured ones lead to expect; launches refine all of them.
-    Runs requests of made-up tokens and drops them. The engine needs a new scheduler and new books afterwards: what is
-    left of the requests is in this one's prefix cache and counters.
+    Runs requests of made-up tokens and drops them. What is left of them is in the prefix cache and the counters, which
+    the caller forgets.
     """
     most, rows = engine.num_speculative_tokens, engine.config.max_num_seqs
     ks = sorted({0, most} | {k for k in (3, *(1 << i for i in range(most.bit_length()))) if k < most})

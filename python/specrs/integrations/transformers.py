@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from specrs.config import EngineConfig, SpeculativeConfig
-from specrs.engine.build import Weights
+from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
+from specrs.engine.weights import Weights
 from specrs.errors import EngineError, UnsupportedRequestError, invalid
 from specrs.models.config import parse_config
 from specrs.models.decoder import Decoder
@@ -214,5 +215,5 @@ def _engine(model: PreTrainedModel, draft_model: PreTrainedModel | None, num_spe
         speculative = None if draft is None else SpeculativeConfig(num_speculative_tokens=k)
         config = EngineConfig(speculative_config=speculative, device=str(target.device), max_num_seqs=64)
         engines.clear()  # one KV pool a model
-        engines[key] = Engine(config, Weights(target, draft))
+        engines[key] = build_engine(config, Weights(target, draft))
     return engines[key]

@@ -3,7 +3,6 @@ has settled."""
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -63,10 +62,12 @@ class RingSlot:
         self.record_arrays = section_arrays(self.record, scheduler.record_layout())
         self.results_arrays = section_arrays(self.results, scheduler.results_layout())
         self.started = 0.0  # when it was planned, by time.perf_counter
+        self.executed = -1  # id of the last launch that the runner took to its end, or enqueued as a whole
+        self.delivered = -1  # id of the last launch whose results all requests have
         self.done = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
         self.logprobs: dict[int, TokenLogprobs] = {}  # by entry, where its request wants any
         self.prompt_logprobs: list[tuple[Request, int, TokenLogprobs]] = []  # request, first position, values
-        self.settled_view = section_views(torch.from_numpy(self.settled), scheduler.settled_layout())
+        self.settled_arrays = section_arrays(self.settled, scheduler.settled_layout())
 
     def header(self) -> Header:
         """The planned launch's counts."""
@@ -84,26 +85,13 @@ def section_arrays(flat: NDArray[np.int64], layout: Layout) -> dict[str, NDArray
 
 
 class Ring:
-    """`depth + 1` slots, handed out in turn: `depth` launches in flight and one being planned."""
+    """`depth + 1` slots, used in turn: launch i has slot i modulo their number. Which launches are in flight only the
+    scheduler knows."""
 
     def __init__(self, scheduler: Scheduler, num_speculative_tokens: int, depth: int, *, pinned: bool) -> None:
-        self._free = deque(RingSlot(scheduler, num_speculative_tokens, pinned=pinned) for _ in range(depth + 1))
-        self.in_flight: deque[RingSlot] = deque()
+        self.depth = depth
+        self._slots = [RingSlot(scheduler, num_speculative_tokens, pinned=pinned) for _ in range(depth + 1)]
 
-    @property
-    def next(self) -> RingSlot:
-        """The slot that the next launch is planned into."""
-        return self._free[0]
-
-    def launch(self) -> None:
-        """`next` now belongs to a launch in flight."""
-        self.in_flight.append(self._free.popleft())
-
-    @property
-    def oldest(self) -> RingSlot:
-        """The slot of the oldest launch in flight; IndexError if there is none."""
-        return self.in_flight[0]
-
-    def settle(self) -> None:
-        """`oldest` has settled; its slot may be planned into again."""
-        self._free.append(self.in_flight.popleft())
+    def slot(self, launch_id: int) -> RingSlot:
+        """The slot of a launch in flight, of the last that settled, or of the next."""
+        return self._slots[launch_id % len(self._slots)]

@@ -176,6 +176,15 @@ impl Scheduler {
     }
 
     #[getter]
+    fn num_launches(&self, py: Python<'_>) -> u64 {
+        self.core(py).num_launches()
+    }
+
+    fn request_ids(&self, py: Python<'_>) -> Vec<i64> {
+        self.core(py).request_ids().collect()
+    }
+
+    #[getter]
     fn num_in_flight(&self, py: Python<'_>) -> usize {
         self.core(py).num_in_flight()
     }

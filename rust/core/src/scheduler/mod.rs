@@ -209,6 +209,16 @@ impl Scheduler {
         self.running.len()
     }
 
+    /// Launches planned since the start, which is the id of the next one.
+    pub fn num_launches(&self) -> u64 {
+        self.next_launch_id
+    }
+
+    /// Ids of the requests that wait or run, in no order.
+    pub fn request_ids(&self) -> impl Iterator<Item = i64> {
+        self.by_id.keys().copied()
+    }
+
     /// Launches planned and not yet settled.
     pub fn num_in_flight(&self) -> usize {
         self.launches.len()

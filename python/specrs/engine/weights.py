@@ -1,0 +1,75 @@
+"""The weights that an engine serves: loads target and draft, and checks that they fit. Builds nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from specrs.config import EngineConfig
+from specrs.engine.device import resolve_device
+from specrs.errors import InvalidConfigError, invalid
+from specrs.models.decoder import Decoder
+from specrs.models.loader import load_config, load_model, resolve_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Loaded models; never written to, so engines may share them."""
+
+    target: Decoder
+    draft: Decoder | None
+
+
+def load_weights(config: EngineConfig) -> Weights:
+    """Load target and, where the engine may speculate, draft, onto the device of `config`.
+
+    Raises:
+        InvalidConfigError and its subclasses: what is missing, broken or not supported, by name.
+    """
+    device = resolve_device(config.device)
+    if device.type == "cuda":
+        check_weights_fit(config, device)
+    target = load_model(
+        config.target, dtype=config.dtype, device=device, revision=config.revision, load_format=config.load_format
+    )
+    draft = _draft_source(config)
+    if draft is None:
+        return Weights(target, None)
+    source, revision = draft
+    dtype = str(target.dtype).removeprefix("torch.")
+    return Weights(
+        target, load_model(source, dtype=dtype, device=device, revision=revision, load_format=config.load_format)
+    )
+
+
+def _draft_source(config: EngineConfig) -> tuple[str, str | None] | None:
+    """Folder or hub id of the draft and its revision; None where the engine never speculates."""
+    speculative, draft = config.speculative_config, config.draft
+    if speculative is None or draft is None or speculative.most_speculative_tokens == 0:
+        return None
+    return draft, speculative.revision
+
+
+def check_weights_fit(config: EngineConfig, device: torch.device) -> None:
+    """Raises InvalidConfigError if the GPU's free memory does not hold the weights; reads configurations only."""
+    sizes, draft = {}, _draft_source(config)
+    sources = [("model", config.target, config.revision)]
+    if draft is not None:
+        sources.append(("speculative_config.model", *draft))
+    dtype: torch.dtype | None = None
+    for field, source, revision in sources:
+        model = load_config(source, revision=revision)
+        dtype = resolve_dtype(config.dtype, model, device) if dtype is None else dtype
+        untied = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
+        sizes[field] = (model.num_parameters + untied) * dtype.itemsize
+    free, needed = torch.cuda.mem_get_info(device)[0], sum(sizes.values())
+    if needed > free:
+        parts = " and ".join(f"{size / 2**30:.2f} GiB for {field}" for field, size in sizes.items())
+        raise invalid(
+            InvalidConfigError,
+            "model",
+            config.target,
+            f"weights need {parts}, {free / 2**30:.2f} GiB of the GPU are free, {(needed - free) / 2**30:.2f} GiB too "
+            "little; allowed are smaller models, a dtype of fewer bytes, or device='cpu'",
+        )

@@ -1,0 +1,101 @@
+"""A runner without a model: the next token is a function of a row's tokens, so a row that went wrong shows."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from specrs.config import EngineConfig, SpeculativeConfig
+from specrs.core import CachedDrafter, Scheduler
+from specrs.engine.engine import Engine, EngineParts
+from specrs.engine.request import Request
+from specrs.runner.ring import Header, Ring, RingSlot
+from specrs.sampling import RequestLimits
+
+VOCAB, K, MAX_MODEL_LEN, BLOCK_SIZE, EOS = 2048, 3, 64, 4, 0
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """Depends on all of `tokens` and their number; never eos."""
+    return 1 + (sum(tokens) * 31 + len(tokens) * 7) % 255
+
+
+def continuation(prompt: Sequence[int], count: int) -> list[int]:
+    """The next `count` tokens behind `prompt`."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+class ScriptedRunner:
+    """Keeps every row's tokens and limit as a device would, from the record alone; accepts as many drafts as a row's
+    length says."""
+
+    drafter = kv_cache = None
+
+    def __init__(self) -> None:
+        self.num_target_passes = 0
+        self.tokens: dict[int, list[int]] = {}
+        self.limit: dict[int, int] = {}
+
+    def launch(self, slot: RingSlot, header: Header, *_: object) -> None:
+        record, results = slot.record_arrays, slot.results_arrays
+        slot.logprobs.clear()
+        slot.prompt_logprobs.clear()
+        for name in results:
+            results[name].fill(0)
+        at = 0
+        for i in range(header.num_admitted):
+            row, length = int(record["admit_row"][i]), int(record["admit_num_tokens"][i])
+            self.tokens[row] = record["upload_token"][at : at + length].tolist()
+            self.limit[row] = int(record["admit_limit"][i])
+            at += length
+        for entry in range(header.num_decode + header.num_prefill):
+            row, k = int(record["entry_row"][entry]), int(record["entry_k"][entry])
+            prefill = entry - header.num_decode
+            if prefill < 0 or record["chunk_is_last"][prefill]:
+                self._iterate(entry, row, k, results)
+        self.num_target_passes += 1
+
+    def wait(self, slot: RingSlot) -> None:
+        pass
+
+    def _iterate(self, entry: int, row: int, k: int, results: dict[str, np.ndarray]) -> None:
+        tokens, limit = self.tokens[row], self.limit[row]
+        if len(tokens) >= limit:
+            return
+        drafted = min(k, limit - len(tokens) - 1)
+        accepted = min(drafted, len(tokens) % (K + 1))
+        new = continuation(tokens, accepted + 1)
+        tokens += new
+        results["num_drafted"][entry], results["num_accepted"][entry] = drafted, accepted
+        results["num_emitted"][entry] = len(new)
+        width = K + 1
+        results["tokens"][entry * width : entry * width + len(new)] = new
+
+
+def make_engine(depth: int, *, num_blocks: int = 64, max_num_seqs: int = 3) -> Engine:
+    """An engine around a scripted runner."""
+    scheduler = Scheduler(
+        max_num_seqs=max_num_seqs,
+        max_model_len=MAX_MODEL_LEN,
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        max_num_batched_tokens=16,
+        num_speculative_tokens=K,
+        drafter=CachedDrafter(max_model_len=MAX_MODEL_LEN),
+        max_in_flight=depth,
+    )
+    config = EngineConfig(
+        speculative_config=SpeculativeConfig(num_speculative_tokens=K), launch_depth=depth, max_num_seqs=max_num_seqs
+    )
+    limits = RequestLimits(
+        max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB, num_speculative_tokens=K, eos_token_ids=(EOS,)
+    )
+    ring = Ring(scheduler, K, depth, pinned=False)
+    return Engine(EngineParts(config, None, limits, scheduler, ring, ScriptedRunner()))  # type: ignore[arg-type]
+
+
+def told(request: Request) -> list[int]:
+    """What a request should have told when it has ended by its length."""
+    assert request.params.max_tokens is not None
+    return continuation(request.prompt_token_ids, request.params.max_tokens)
