@@ -21,7 +21,7 @@ from typing import Any
 
 from specrs.bench.datasets import DatasetConfig, load
 from specrs.bench.server_process import free_port, serving
-from specrs.cli.report import machine
+from specrs.cli.demo.report import machine
 from specrs.pair import TARGET
 from specrs.tokenizer import Tokenizer
 

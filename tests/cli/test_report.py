@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
-from specrs.cli import plot, report
-from specrs.cli.demo import Result
+from specrs.cli import picture
+from specrs.cli.demo import plot, report
+from specrs.cli.demo.measure import Result
 from specrs.outputs import AcceptanceFigures, CompletionOutput, RequestMetrics, RequestOutput
 
 
@@ -56,9 +57,9 @@ def test_text_is_shown_once_where_all_agree_and_twice_where_not() -> None:
     assert ": K = 2\nax" in shown
 
 
-@pytest.mark.parametrize("suffix", plot.FORMATS)
+@pytest.mark.parametrize("suffix", picture.FORMATS)
 def test_picture(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"out{suffix}"
-    plot.check(path)
+    picture.check(path)
     plot.draw(results(), "caption", path)
     assert path.stat().st_size > 1000

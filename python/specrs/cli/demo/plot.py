@@ -2,29 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specrs.errors import invalid_config
-
 if TYPE_CHECKING:
-    from specrs.cli.demo import Result
-
-FORMATS = (".png", ".svg", ".pdf")
-
-
-def check(path: Path) -> None:
-    """Refuse, before anything is measured, what could not be drawn afterwards. Raises `InvalidConfigError`."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise invalid_config("--plot", str(path), "needs matplotlib: pip install 'specrs[bench]'")
-    if path.suffix.lower() not in FORMATS:
-        raise invalid_config("--plot", str(path), f"must end in {', '.join(FORMATS)}")
-    try:
-        path.open("ab").close()
-    except OSError as error:
-        raise invalid_config("--plot", str(path), f"cannot be written: {error.strerror}") from None
+    from specrs.cli.demo.measure import Result
 
 
 def draw(results: Sequence[Result], caption: str, path: Path) -> None:

@@ -1,20 +1,15 @@
-"""`specrs demo`: the bundled pair over the bundled prompts, plain decoding against K drafts. Measures; does not draw.
+"""Runs every prompt at every K, one request at a time, and times them. Prints nothing.
 
-One request at a time, greedy. The settings take turns prompt by prompt, so that a machine that slows down slows all of
-them; prefix caching is off, so that none reads what another computed.
+The settings take turns prompt by prompt, so that a machine that slows down slows all of them.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 import time
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specrs.cli.arguments import drafts_list
 from specrs.outputs import AcceptanceFigures
 
 if TYPE_CHECKING:
@@ -23,13 +18,6 @@ if TYPE_CHECKING:
     from specrs.llm import LLM
     from specrs.outputs import RequestOutput
     from specrs.sampling import SamplingParams
-
-SUMMARY = "the bundled pair: plain decoding against K drafts"
-DESCRIPTION = (
-    "Run the bundled target over the bundled prompts, alone and with the bundled draft at several K, and compare text, "
-    "acceptance and tokens per second."
-)
-CONTEXT = 1024
 
 
 @dataclass
@@ -67,61 +55,6 @@ class Result:
     def same_texts(self, other: Result) -> int:
         """Prompts whose tokens are the same in both."""
         return sum(mine == theirs for mine, theirs in zip(self.token_ids, other.token_ids, strict=True))
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options."""
-    parser.add_argument(
-        "--k", type=drafts_list, default=[1, 3, 5, 7], metavar="LIST", help="numbers of drafts; default: 1,3,5,7"
-    )
-    parser.add_argument("--max-tokens", type=int, default=128, help="tokens to generate per prompt; default: 128")
-    parser.add_argument("--dtype", default="float32", help="float32 (default), float64 or bfloat16")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="also draw the results into this file")
-
-
-def run(arguments: argparse.Namespace) -> None:
-    """Measure, print the report, and draw it if asked. Raises `SpecrsError` for what cannot be run."""
-    from specrs.cli import plot, report
-    from specrs.pair.prompts import PROMPTS
-    from specrs.sampling import SamplingParams
-
-    if arguments.plot is not None:
-        plot.check(arguments.plot)
-    # The end token is ignored, so that every setting generates as many tokens.
-    params = SamplingParams(temperature=0.0, max_tokens=arguments.max_tokens, ignore_eos=True)
-    print("loading torch and the bundled pair ...", file=sys.stderr)
-
-    from tqdm import tqdm
-
-    from specrs.cli.threads import few_threads
-    from specrs.llm import LLM
-
-    few_threads()
-    llm = LLM(
-        speculative_config={"num_speculative_tokens": max(arguments.k)},
-        dtype=arguments.dtype,
-        max_model_len=CONTEXT,
-        max_num_seqs=1,
-        enable_prefix_caching=False,
-    )
-    print(report.heading(len(PROMPTS), arguments.max_tokens, arguments.dtype))
-    settings = [0, *arguments.k]
-    total = len(PROMPTS) * len(settings) * arguments.max_tokens
-    interval = 0.1 if sys.stderr.isatty() else 5.0  # a log gets a line now and then
-    with tqdm(total=total, unit=" tokens", leave=False, dynamic_ncols=True, mininterval=interval) as bar:
-
-        def advance(name: str, tokens: int) -> None:
-            bar.set_description(name, refresh=False)
-            bar.update(tokens)
-
-        results = measure(llm, PROMPTS, settings, params, advance)
-    print(report.text(PROMPTS[0], results))
-    print(report.table(results))
-    print(report.equality(results))
-    if arguments.plot is not None:
-        caption = f"{len(PROMPTS)} prompts, {arguments.max_tokens} tokens each; {report.machine(arguments.dtype)}"
-        plot.draw(results, caption, arguments.plot)
-        print(f"\npicture: {arguments.plot}")
 
 
 def measure(

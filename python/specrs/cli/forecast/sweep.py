@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def run(arguments: argparse.Namespace) -> None:
     """Print, draw and write. Raises `InvalidConfigError` for a file or selection that does not work."""
     from specrs.bench.results import read
-    from specrs.cli.forecast import write_json
+    from specrs.cli.forecast.numbers import write_json
     from specrs.forecast import series
 
     found = series(read(arguments.sweep))

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from specrs.cli.demo import Result
+    from specrs.cli.demo.measure import Result
 
 
 def machine(dtype: str) -> str:

@@ -1,0 +1,110 @@
+"""`specrs forecast`: speed-ups of every K from pass times, from a sweep, or from what it measures here."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from specrs.cli.arguments import MergeJSON, drafts_list
+from specrs.cli.forecast.numbers import floats, pairs
+from specrs.errors import InvalidConfigError, check_int, invalid_config
+
+SUMMARY = "speed-ups of every K, forecast from pass times, a sweep, or a measurement"
+DESCRIPTION = (
+    "Forecast time per output token, TPOT = (T_d * K + T_t) / AL, and the speed-up of every K. T_d and T_t, the passes "
+    "of draft and target, are given, fitted to the ITL of a sweep, or measured here; so are the acceptance lengths AL."
+)
+
+_GIVEN = {"vanilla_ms", "compare", "names", "acceptance_lengths", "acceptance_rates"}
+_USES = {
+    "--sweep": {"sweep", "fit_k", "draft_model", "concurrency"},
+    "--measure": {
+        "measure", "model", "draft_model", "speculative_config", "k", "max_tokens", "num_prompts", "rounds", "dtype",
+        "device", "compare", "names",
+    },
+    "--itl": {"itl", *_GIVEN},
+    "--target-ms": {"target_ms", "draft_ms", "observed_tpot", *_GIVEN},
+}  # fmt: skip
+"""Where times come from -> the options that mean something then, beside those that always do."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options: where times come from, where acceptance comes from, what to do with both."""
+    times = parser.add_argument_group("times")
+    times.add_argument("--draft-ms", type=float, metavar="MS", help="T_d, a pass of the draft")
+    times.add_argument("--target-ms", type=float, metavar="MS", help="T_t, a pass of the target")
+    times.add_argument("--vanilla-ms", type=float, metavar="MS", help="TPOT without drafts; default: T_t")
+    times.add_argument(
+        "--observed-tpot",
+        type=pairs,
+        metavar="K=MS",
+        help="as in 4=10.46: instead of --draft-ms, the T_d that this TPOT implies",
+    )
+    times.add_argument("--itl", type=pairs, metavar="K=MS,...", help="instead of both: a line through ITL at several K")
+    times.add_argument(
+        "--compare", type=floats, metavar="T_d,T_t[,VANILLA]", help="a second cost model, set beside the first"
+    )
+    times.add_argument("--names", default="inside,alone", help="of the two; default: inside,alone")
+    accepted = parser.add_argument_group("acceptance")
+    accepted.add_argument(
+        "--acceptance-lengths",
+        metavar="LIST",
+        help="AL at K = 1, 2, ... as in 1.8,2.4,2.9, or at some K as in 1=1.8,4=3.28; a geometric curve gives the rest",
+    )
+    accepted.add_argument(
+        "--acceptance-rates", type=floats, metavar="LIST", help="shares accepted per position instead"
+    )
+    sweep = parser.add_argument_group("from a sweep")
+    sweep.add_argument("--sweep", type=Path, metavar="FILE", help="parquet file of specrs bench sweep")
+    sweep.add_argument(
+        "--fit-k",
+        type=drafts_list,
+        metavar="LIST",
+        help="look at the rows of these K only, and compare with the others",
+    )
+    sweep.add_argument("--draft-model", help="only this drafter; default: each; with --measure: the draft")
+    sweep.add_argument("--concurrency", type=int, help="only this one, with a table of every K; default: each")
+    measured = parser.add_argument_group("measured here")
+    measured.add_argument("--measure", action="store_true", help="each model alone and inside speculation, batch 1")
+    measured.add_argument("--model", help="the target; default: the bundled pair")
+    measured.add_argument("--speculative-config", action=MergeJSON, metavar="JSON", help="as for specrs generate")
+    measured.add_argument("--k", type=drafts_list, default=[1, 3, 5], metavar="LIST", help="K to run; default: 1,3,5")
+    measured.add_argument("--max-tokens", type=int, default=128, help="tokens per prompt; default: 128")
+    measured.add_argument("--num-prompts", type=int, default=4, help="of the bundled prompts; default: 4")
+    measured.add_argument("--rounds", type=int, default=3, help="times that the settings take turns; default: 3")
+    measured.add_argument("--dtype", default="auto", help="default: auto, float32 for the bundled pair")
+    measured.add_argument("--device", default="auto", help="default: auto")
+    parser.add_argument("--max-k", type=int, help="largest K of the forecast; default: the largest measured or given")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw TPOT against K, and the regression")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Forecast and print. Raises `InvalidConfigError` naming what is missing or wrong."""
+    if arguments.plot is not None:
+        from specrs.cli import picture
+
+        picture.check(arguments.plot)
+    if arguments.max_k is not None:
+        check_int(InvalidConfigError, "--max-k", arguments.max_k, 1, 64)
+    sources = {
+        "--sweep": arguments.sweep is not None,
+        "--measure": arguments.measure,
+        "--itl": arguments.itl is not None,
+        "--target-ms": arguments.target_ms is not None,
+    }
+    given = [name for name, present in sources.items() if present]
+    if len(given) != 1:
+        raise invalid_config("times", given, f"must come from one of {', '.join(sources)}")
+    for option in sorted(vars(arguments).keys() & set().union(*_USES.values()) - _USES[given[0]]):
+        value = getattr(arguments, option)
+        if value != arguments.parser.get_default(option):
+            raise invalid_config(f"--{option.replace('_', '-')}", value, f"has no meaning with {given[0]}")
+    if arguments.sweep is not None:
+        from specrs.cli.forecast import sweep
+
+        sweep.run(arguments)
+    else:
+        from specrs.cli.forecast import one_model
+
+        one_model.run(arguments)
