@@ -14,7 +14,7 @@ from typing import Any
 
 from specrs.chat_template import render
 from specrs.errors import InvalidRequestError
-from specrs.structured.worker import alarm, restrain
+from specrs.processes.limits import alarm, restrain
 
 
 def main() -> None:

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from specrs.child import Child
 from specrs.errors import InvalidRequestError
+from specrs.processes.child import Child
 from specrs.server import template_worker
 from specrs.tokenizer import Tokenizer
 

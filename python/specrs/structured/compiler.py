@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher, LLTokenizer
 
-from specrs.child import Child
 from specrs.errors import EngineError, InvalidRequestError, invalid
+from specrs.processes.child import Child
 from specrs.structured import worker
 from specrs.structured.params import StructuredOutputsParams
 

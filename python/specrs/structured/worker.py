@@ -2,7 +2,7 @@
 
 llguidance's own limits do not cover every schema: `allOf` over 24 `anyOf` of two takes 80 s and 5 GB, in a thread that
 nothing can end. So each grammar is compiled here first; `compiler` kills the process when the time is up, and this
-process bounds its own memory. It runs by path, imports only llguidance, and is polite to the decoding beside it.
+process bounds its own memory and its priority. It runs by path and loads no torch.
 
 A line in, a line out, each JSON: `{"tokenizer", "vocab_size", "end", "memory", "seconds"}` gives `{}`, then each
 specification (`StructuredOutputsParams.specification`) gives `{"grammar": text for LLMatcher}` or `{"error": reason}`.
@@ -10,17 +10,13 @@ specification (`StructuredOutputsParams.specification`) gives `{"grammar": text 
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
 import sys
-from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
-NICENESS = 5
+from specrs.processes.limits import alarm, restrain
 
 LIMITS: dict[str, Any] = {
     # an ambiguous grammar costs its request 0.1 s a token at most, not 1 s: every request of a launch waits for it
@@ -116,28 +112,6 @@ def _json_grammar(specification: dict[str, Any], schema: str) -> str:
     if specification["whitespace_pattern"] is not None:
         overrides["whitespace_pattern"] = specification["whitespace_pattern"]
     return LLMatcher.grammar_from_json_schema(schema, overrides=overrides or None)
-
-
-def restrain(memory: int, niceness: int = NICENESS) -> None:
-    """Limit this process to `memory` bytes of address space, and let others go first."""
-    with contextlib.suppress(ImportError, OSError, ValueError):  # not every system has them
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(AttributeError, OSError):
-        os.nice(niceness)
-
-
-@contextlib.contextmanager
-def alarm(seconds: float) -> Iterator[None]:
-    """End this process if what follows takes longer: whoever would kill it may have been killed."""
-    timer = getattr(signal, "setitimer", None)  # not every system has it
-    if timer is not None:
-        timer(signal.ITIMER_REAL, seconds)
-    yield
-    if timer is not None:
-        timer(signal.ITIMER_REAL, 0)
 
 
 def serve(source: BinaryIO, target: BinaryIO) -> None:

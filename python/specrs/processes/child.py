@@ -1,6 +1,6 @@
 """A child process that answers one line of JSON with another, within a time limit. Knows nothing of what it answers.
 
-For work on input that nobody vouches for (grammars, chat templates): a thread cannot be ended, a process can.
+For work on untrusted input (grammars, chat templates): a thread cannot be ended, a process can.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from specrs.errors import EngineError
 
 
 class Child:
-    """One child process. Not thread-safe: whoever took it has it alone."""
+    """One child process. Not thread-safe: for one thread at a time."""
 
     def __init__(self, script: str, setup: bytes, *, purpose: str, start_timeout: float) -> None:
         """Run `script`, a path, and hand it `setup`, one line; it answers when it is ready.

@@ -1,0 +1,32 @@
+"""What a child process sets on itself: memory, priority, time. Starts nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+
+NICENESS = 5
+
+
+def restrain(memory: int, niceness: int = NICENESS) -> None:
+    """Limit this process to `memory` bytes of address space, and give way to others by `niceness`."""
+    with contextlib.suppress(ImportError, OSError, ValueError):  # not every system has them
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(AttributeError, OSError):
+        os.nice(niceness)
+
+
+@contextlib.contextmanager
+def alarm(seconds: float) -> Iterator[None]:
+    """End this process if what follows takes longer: its parent, which would kill it, may have been killed."""
+    timer = getattr(signal, "setitimer", None)  # not every system has it
+    if timer is not None:
+        timer(signal.ITIMER_REAL, seconds)
+    yield
+    if timer is not None:
+        timer(signal.ITIMER_REAL, 0)

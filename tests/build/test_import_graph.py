@@ -1,0 +1,177 @@
+"""Imports run downwards and without circles, those for types or inside functions included."""
+
+import ast
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+Graph = Mapping[str, frozenset[str]]
+
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("_core", "pair", "transfer"),
+    ("core", "errors"),
+    ("processes",),
+    ("verify",),
+    ("kernels",),
+    ("models", "chat_template", "structured.params"),
+    ("drafters", "sampling"),
+    ("config",),
+    ("tokenizer",),
+    ("structured", "inputs", "outputs"),
+    ("runner",),
+    ("engine",),
+    ("llm", "async_llm", "integrations"),
+    ("bench.results",),  # the file that sweeps write and forecasts read
+    ("forecast",),
+    ("bench", "server"),
+    ("cli",),
+    ("",),  # the package itself, which names what users import
+)
+"""Rooms from the lowest: a module imports from its own room and from layers below."""
+
+KERNELS_MAY_IMPORT = ("kernels", "core", "verify")
+
+# Shrinks: what is left of these goes with the work that is under way in engine/ and runner/.
+KNOWN_CIRCLES = {
+    ("engine.build", "runner.cuda.build"),
+    ("engine.engine", "engine.warm_up"),
+    ("engine.request", "outputs"),
+    ("runner.iteration", "runner.sampling_state"),
+}
+KNOWN_UPWARD = {
+    ("outputs", "engine.request"),
+    ("runner.cuda.build", "engine.build"),
+    ("runner.cuda.runner", "engine.request"),
+    ("runner.eager", "engine.request"),
+    ("runner.ring", "engine.request"),
+    ("runner.sampling_state", "engine.request"),
+    ("runner.uploads", "engine.request"),
+}
+
+
+def imports(source: str, module: str, known: Iterable[str]) -> frozenset[str]:
+    """The modules among `known` that `source`, the text of `module`, names in any import statement."""
+    names = frozenset(known)
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module is not None, f"{module}:{node.lineno}"
+            assert node.level == 0, f"{module}:{node.lineno}: an import that does not name the package in full"
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                found.add(whole if whole in names else node.module)
+    return frozenset(found & names - {module})
+
+
+def modules() -> dict[str, str]:
+    """The text of every module of the package by its dotted name; kernels/ is where the package links to."""
+    found = {}
+    for base, prefix in ((ROOT / "python/specrs", "specrs"), (ROOT / "kernels", "specrs.kernels")):
+        for path in chain(base.rglob("*.py"), base.rglob("*.pyi")):
+            relative = path.relative_to(base)
+            if prefix == "specrs" and relative.parts[0] == "kernels":
+                continue
+            parts = [prefix, *relative.with_suffix("").parts]
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text()
+    return found
+
+
+def circles(graph: Graph) -> list[list[str]]:
+    """Groups of modules that import each other, in whatever number of steps."""
+
+    def reachable(start: str) -> set[str]:
+        seen: set[str] = set()
+        left = [start]
+        while left:
+            new = graph[left.pop()] - seen
+            seen |= new
+            left += new
+        return seen
+
+    after = {module: reachable(module) for module in graph}
+    groups = {tuple(sorted(m for m in after[module] if module in after[m])) for module in graph}
+    return [list(group) for group in sorted(groups) if group]
+
+
+def room(module: str) -> str:
+    """The longest entry of LAYERS that `module` lies in."""
+    name = module.removeprefix("specrs").removeprefix(".")
+    entries = [entry for entry in chain(*LAYERS) if f"{name}.".startswith(f"{entry}.") or entry == ""]
+    found = max(entries, key=len)
+    assert found or not name, f"{module} is in no layer"
+    return found
+
+
+def upward(graph: Graph) -> list[tuple[str, str]]:
+    """Imports that do not run downwards: importer, imported."""
+    height = {entry: i for i, layer in enumerate(LAYERS) for entry in layer}
+    return [
+        (importer, imported)
+        for importer, all_imported in sorted(graph.items())
+        for imported in sorted(all_imported)
+        if room(importer) != room(imported) and height[room(imported)] >= height[room(importer)]
+    ]
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    texts = modules()
+    assert len(texts) > 150
+    return {module: imports(text, module, texts) for module, text in texts.items()}
+
+
+def test_no_circle(graph: Graph) -> None:
+    known = {tuple(f"specrs.{module}" for module in circle) for circle in KNOWN_CIRCLES}
+    assert {tuple(circle) for circle in circles(graph)} == known
+
+
+def test_imports_run_downwards(graph: Graph) -> None:
+    known = {(f"specrs.{importer}", f"specrs.{imported}") for importer, imported in KNOWN_UPWARD}
+    assert set(upward(graph)) == known
+
+
+def test_kernels_import_what_they_say(graph: Graph) -> None:
+    """Kernels see tensors and numbers: beside each other, constants of the core and the references in `verify`."""
+    above = {
+        imported
+        for importer, all_imported in graph.items()
+        if importer.startswith("specrs.kernels")
+        for imported in all_imported
+        if imported.split(".")[1] not in KERNELS_MAY_IMPORT
+    }
+    assert above == set()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import b.c",
+        "from b import c",
+        "from b.c import name",
+        "def f():\n    from b.c import name",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from b.c import name",
+    ],
+)
+def test_circles_are_found(line: str) -> None:
+    texts = {"a": line, "b": "", "b.c": "import d", "d": "import e, os", "e": "import a", "f": "import a"}
+    planted = {module: imports(text, module, texts) for module, text in texts.items()}
+    assert circles(planted) == [["a", "b.c", "d", "e"]]
+    straight = {**planted, "e": frozenset[str]()}
+    assert circles(straight) == []
+
+
+def test_upward_imports_are_found() -> None:
+    planted = {
+        "specrs.runner.ring": frozenset({"specrs.core", "specrs.runner.eager", "specrs.engine.request"}),
+        "specrs.sampling": frozenset({"specrs.structured.params", "specrs.structured.grammar", "specrs.drafters.base"}),
+    }
+    assert upward(planted) == [
+        ("specrs.runner.ring", "specrs.engine.request"),
+        ("specrs.sampling", "specrs.drafters.base"),
+        ("specrs.sampling", "specrs.structured.grammar"),
+    ]
