@@ -31,6 +31,7 @@ __all__ = [
     "AcceptanceTracker",
     "BlockHasher",
     "BlockPool",
+    "CachedDrafter",
     "CostModel",
     "DuplicateRequestError",
     "IntegrityError",
@@ -40,6 +41,7 @@ __all__ = [
     "InvalidConfigError",
     "InvalidRequestError",
     "InvalidResultsError",
+    "NgramProposer",
     "NotRunningError",
     "OutOfBlocksError",
     "Sampler",
@@ -159,6 +161,38 @@ class CachedDrafter:
         """Cost of a catch-up token in tokens of the budget."""
 
 @final
+class NgramProposer:
+    """Proposes what followed the longest n-gram that ends a sequence, where it stood last before (prompt lookup).
+
+    Of several places of the longest n-gram the rightmost counts. Where the sequence ends before there are enough
+    drafts they go on with themselves, so that a loop of three tokens is drafted round and round. No state: every call
+    looks through the sequence, a few ns a token.
+    """
+
+    def __new__(cls, prompt_lookup_min: int = 5, prompt_lookup_max: int = 5) -> NgramProposer:
+        """A proposer for n-grams of `prompt_lookup_min` to `prompt_lookup_max` tokens.
+
+        Raises:
+            InvalidConfigError: unless 1 <= prompt_lookup_min <= prompt_lookup_max <= 1024.
+        """
+
+    @property
+    def prompt_lookup_min(self) -> int:
+        """The shortest n-gram that is looked for, in tokens."""
+
+    @property
+    def prompt_lookup_max(self) -> int:
+        """The longest n-gram that is looked for, in tokens."""
+
+    def propose(self, token_ids: NDArray[np.int64], num_speculative_tokens: int) -> NDArray[np.int64]:
+        """Drafts of what may follow `token_ids` `[n]`: `[num_speculative_tokens]`, or `[0]` where no n-gram was found.
+
+        Raises:
+            InvalidConfigError: num_speculative_tokens is not in 0 to 1024.
+            InvalidBufferError: token_ids is not a contiguous int64 vector.
+        """
+
+@final
 class Scheduler:
     """Which requests run, on which row and blocks, with how many drafts, in which launch.
 
@@ -179,7 +213,7 @@ class Scheduler:
         block_size: int,
         max_num_batched_tokens: int,
         num_speculative_tokens: int = 0,
-        drafter: CachedDrafter | None = None,
+        drafter: CachedDrafter | NgramProposer | None = None,
         max_in_flight: int = 1,
         enable_prefix_caching: bool = True,
         hash_key: bytes = ...,
@@ -194,7 +228,8 @@ class Scheduler:
             max_num_batched_tokens: tokens per launch (C) that decode, prefill and draft chunks share; at least 1.
                 Decode never waits for it; chunks always have a quarter of it.
             num_speculative_tokens: the most draft tokens per request and launch (K), 0 to 1024.
-            drafter: what proposes drafts; with None nothing drafts.
+            drafter: what proposes drafts; with None nothing drafts. A proposer on the host is asked by `plan`, which
+                writes its drafts into the record, and needs `max_in_flight=1`.
             max_in_flight: launches that may be planned and not yet settled, 1 to 1024.
             enable_prefix_caching: whether requests share the KV of equal prefixes.
             hash_key: 16 bytes, default all zero. A secret key keeps clients from building prompts that collide.
@@ -230,6 +265,7 @@ class Scheduler:
         draft_chunk_row [R], draft_chunk_start [R], draft_chunk_len [R], draft_q_start [R + 1], draft_position,
             draft_slot: draft catch-up chunks; their tokens are in row state, and afterwards the row's draft_len is
             start + len, also where len is 0. Slot -1: do not write.
+        draft_token [R, K]: drafts of a drafter on the host, those of entry i from element i * K on; empty without one.
         admit_row [R], admit_request_id [R], admit_num_tokens [R], admit_draft_len [R], admit_limit [R],
             admit_num_cached [R]: requests that get their row in this launch, before its chunks run.
         upload_token: all tokens of the admitted requests, one request after the other.

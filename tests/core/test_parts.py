@@ -160,3 +160,34 @@ def test_impossible_acceptance_changes_nothing(counts: tuple[int, int]) -> None:
 def test_acceptance_books_have_bounds(k: int) -> None:
     with pytest.raises(core.InvalidConfigError, match=f"num_speculative_tokens = {k} "):
         AcceptanceTracker(k)
+
+
+def test_ngram_proposer_finds_what_the_definition_says() -> None:
+    def lookup(tokens: list[int], least: int, most: int, k: int) -> list[int]:
+        text = list(tokens)
+        for n in range(most, least - 1, -1):
+            for place in range(len(tokens) - n - 1, -1, -1):
+                if tokens[place : place + n] == tokens[len(tokens) - n :]:
+                    text += [0] * k
+                    for i in range(k):
+                        text[len(tokens) + i] = text[place + n + i]
+                    return text[len(tokens) :]
+        return []
+
+    rng = np.random.default_rng(3)
+    for _ in range(400):
+        tokens = rng.integers(0, rng.integers(1, 5) + 1, rng.integers(0, 60))
+        least, k = int(rng.integers(1, 5)), int(rng.integers(0, 7))
+        most = least + int(rng.integers(0, 4))
+        found = core.NgramProposer(least, most).propose(tokens, k)
+        assert (found.dtype, found.tolist()) == (np.int64, lookup(tokens.tolist(), least, most, k))
+
+
+def test_ngram_proposer_names_what_is_wrong() -> None:
+    assert repr(core.NgramProposer()) == "NgramProposer(prompt_lookup_min=5, prompt_lookup_max=5)"
+    with pytest.raises(core.InvalidConfigError, match=r"prompt_lookup_min = 4 .* prompt_lookup_max = 3"):
+        core.NgramProposer(4, 3)
+    with pytest.raises(core.InvalidConfigError, match="num_speculative_tokens = 1025 "):
+        core.NgramProposer().propose(np.zeros(3, np.int64), 1025)
+    with pytest.raises(core.InvalidBufferError, match="token_ids"):
+        core.NgramProposer().propose(np.zeros(3, np.int32), 2)

@@ -1,6 +1,8 @@
-//! Drafters as schedulers know them.
+//! Drafters as schedulers know them, and those that propose on the host.
 
-use crate::error::{Class, size};
+use crate::buffers::{In, readonly};
+use crate::error::{Class, OrRaise, size};
+use numpy::PyArray1;
 use pyo3::prelude::*;
 use specrs_core::Drafter;
 
@@ -34,16 +36,69 @@ impl CachedDrafter {
     }
 }
 
+/// The most drafts of one proposal, as of a scheduler's K.
+const MAX_DRAFTS: usize = 1024;
+
+#[pyclass(frozen, module = "specrs._core")]
+pub(crate) struct NgramProposer(specrs_core::NgramProposer);
+
+#[pymethods]
+impl NgramProposer {
+    #[new]
+    #[pyo3(signature = (prompt_lookup_min = 5, prompt_lookup_max = 5))]
+    fn new(py: Python<'_>, prompt_lookup_min: i64, prompt_lookup_max: i64) -> PyResult<Self> {
+        let min = size(py, Class::InvalidConfig, "prompt_lookup_min", prompt_lookup_min)?;
+        let max = size(py, Class::InvalidConfig, "prompt_lookup_max", prompt_lookup_max)?;
+        specrs_core::NgramProposer::new(min, max).map(Self).or_raise(py)
+    }
+
+    #[getter]
+    fn prompt_lookup_min(&self) -> usize {
+        self.0.prompt_lookup_min()
+    }
+
+    #[getter]
+    fn prompt_lookup_max(&self) -> usize {
+        self.0.prompt_lookup_max()
+    }
+
+    fn propose<'py>(
+        &self,
+        py: Python<'py>,
+        token_ids: &Bound<'py, PyAny>,
+        num_speculative_tokens: i64,
+    ) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        let token_ids: In<'_> = readonly("token_ids", token_ids)?;
+        let k = size(py, Class::InvalidConfig, "num_speculative_tokens", num_speculative_tokens)?;
+        if k > MAX_DRAFTS {
+            let message = format!("num_speculative_tokens = {k} is not allowed: expected 0 to {MAX_DRAFTS}");
+            return Err(Class::InvalidConfig.error(py, message));
+        }
+        let mut drafts = vec![0; k];
+        let len = self.0.propose(token_ids.as_slice()?, &mut drafts);
+        drafts.truncate(len);
+        Ok(PyArray1::from_vec(py, drafts))
+    }
+
+    fn __repr__(&self) -> String {
+        let (min, max) = (self.prompt_lookup_min(), self.prompt_lookup_max());
+        format!("NgramProposer(prompt_lookup_min={min}, prompt_lookup_max={max})")
+    }
+}
+
 /// What `Scheduler(drafter=...)` takes, besides None.
 #[derive(FromPyObject)]
 pub(crate) enum DrafterArgument<'py> {
     #[pyo3(transparent)]
     Cached(PyRef<'py, CachedDrafter>),
+    #[pyo3(transparent)]
+    Ngram(PyRef<'py, NgramProposer>),
 }
 
 impl DrafterArgument<'_> {
     pub(crate) fn into_core(self) -> Drafter {
         match self {
+            Self::Ngram(proposer) => Drafter::Host(proposer.0),
             Self::Cached(drafter) => {
                 let CachedDrafter { max_model_len, max_draft_lag, cost_ratio } = *drafter;
                 Drafter::Cached { max_model_len, max_draft_lag, cost_ratio }

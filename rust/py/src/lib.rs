@@ -30,7 +30,7 @@ mod _core {
     #[pymodule_export]
     use super::cost_model::CostModel;
     #[pymodule_export]
-    use super::drafts::CachedDrafter;
+    use super::drafts::{CachedDrafter, NgramProposer};
     #[pymodule_export]
     use super::philox::{philox_gumbel, philox_uniform};
     #[pymodule_export]

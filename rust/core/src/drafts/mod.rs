@@ -1,7 +1,10 @@
 //! What proposes drafts, as far as scheduling goes: what it needs before it drafts, and what an iteration leaves of its KV. Runs no
 //! drafter on a device.
 
+mod ngram;
+
 use crate::error::{Error, Result};
+pub use ngram::NgramProposer;
 
 /// What proposes the drafts of a scheduler's requests. The scheduler's books of draft KV follow from it.
 ///
@@ -12,6 +15,9 @@ pub enum Drafter {
     /// Nothing: every request decodes at K = 0.
     #[default]
     None,
+    /// Looks for drafts in a request's own tokens when a launch is planned, and has no KV: [`crate::Scheduler::plan`] writes them into
+    /// the record. Needs the last launch settled, so one launch in flight at most.
+    Host(NgramProposer),
     /// A model on the device with KV of its own, in the target's blocks, fed token by token: pass 1 ends with the last committed
     /// token, pass i feeds draft i - 1. It catches up from tokens, in chunks.
     Cached {
@@ -30,21 +36,28 @@ impl Drafter {
         Self::Cached { max_model_len, max_draft_lag: 2, cost_ratio }
     }
 
+    /// Whether it has KV to keep.
+    #[inline]
+    pub(crate) fn has_kv(&self) -> bool {
+        matches!(self, Self::Cached { .. })
+    }
+
     /// The position before which every draft lies, for want of positions in the drafter.
     #[inline]
     pub(crate) fn end_of_drafts(&self) -> usize {
         match *self {
             Self::None => 0,
+            Self::Host(_) => usize::MAX,
             // The last draft is drawn from the last position that it can take, and never fed.
             Self::Cached { max_model_len, .. } => max_model_len + 1,
         }
     }
 
-    /// Positions that draft KV may lag behind n and still draft.
+    /// Positions that draft KV may lag behind n and still draft; without KV it may be any number.
     #[inline]
     pub(crate) fn max_draft_lag(&self) -> usize {
         match *self {
-            Self::None => 0,
+            Self::None | Self::Host(_) => usize::MAX,
             Self::Cached { max_draft_lag, .. } => max_draft_lag,
         }
     }
@@ -53,7 +66,7 @@ impl Drafter {
     #[inline]
     pub(crate) fn lag_after_drafting(&self) -> usize {
         match self {
-            Self::None => 0,
+            Self::None | Self::Host(_) => 0,
             // All drafts accepted: neither the last of them nor the token after it was fed.
             Self::Cached { .. } => 2,
         }
@@ -63,7 +76,7 @@ impl Drafter {
     #[inline]
     pub(crate) fn draft_len_after(&self, n: usize, k: usize, grown: usize) -> usize {
         match self {
-            Self::None => 0,
+            Self::None | Self::Host(_) => 0,
             Self::Cached { .. } => grown.min(n + k) - 1,
         }
     }
@@ -72,7 +85,7 @@ impl Drafter {
     #[inline]
     pub(crate) fn cost_ratio(&self) -> f64 {
         match *self {
-            Self::None => 1.0,
+            Self::None | Self::Host(_) => 1.0,
             Self::Cached { cost_ratio, .. } => cost_ratio,
         }
     }

@@ -77,6 +77,10 @@ impl SchedulerConfig {
                 return Err(Error::invalid_config(field, value, format!("{least} to {most}")));
             }
         }
+        if matches!(self.drafter, Drafter::Host(_)) && self.max_in_flight > 1 {
+            let allowed = "1 with a drafter on the host, which needs every token settled";
+            return Err(Error::invalid_config("max_in_flight", self.max_in_flight, allowed));
+        }
         self.drafter.validate(MAX_SIZE)
     }
 }

@@ -4,6 +4,7 @@
 use std::ops::Range;
 
 use super::config::SchedulerConfig;
+use crate::drafts::Drafter;
 
 /// Elements of the header, the record's first section.
 pub const HEADER_LEN: usize = 16;
@@ -99,7 +100,7 @@ layout! {
     /// Sections of the record that `plan` writes. Of each section only the elements that the header counts are written.
     ///
     /// R = `max_num_seqs`, C = `max_num_batched_tokens`; U = `max_model_len` + C bounds uploads, X block updates per launch.
-    RecordLayout(r, c, u, x) {
+    RecordLayout(r, c, u, x, host_drafts) {
         /// Counts, `[HEADER_LEN]`; unused elements are 0.
         header: HEADER_LEN,
         /// Row of each entry, `[R]`: decode entries by K descending, then prefill chunks.
@@ -126,6 +127,8 @@ layout! {
         draft_chunk_len: r,
         /// Start of each draft chunk among the draft tokens, `[R + 1]`.
         draft_q_start: r + 1,
+        /// Drafts of entry i from element `i * K` on, `entry_k` of them, `[R, K]`; `[0]` unless a drafter on the host proposes.
+        draft_token: host_drafts,
         /// Row of each admitted request, `[R]`.
         admit_row: r,
         /// Its id, `[R]`.
@@ -198,7 +201,9 @@ impl RecordLayout {
         // K); a chunk adds its own blocks and one; hits of admitted requests are full blocks of uploaded tokens.
         let per_row = config.blocks_for(config.num_speculative_tokens + 1) + 1;
         let x = r * per_row + c / config.block_size + u / config.block_size;
-        Self::from_sizes(r, c, u, x)
+        let host_drafts =
+            if matches!(config.drafter, Drafter::Host(_)) { r * config.num_speculative_tokens } else { 0 };
+        Self::from_sizes(r, c, u, x, host_drafts)
     }
 }
 

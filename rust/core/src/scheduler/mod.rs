@@ -11,6 +11,7 @@
 //! | `request`, `row` | what is remembered |
 //! | `lifecycle` | how requests come, go, and lose their row |
 //! | `plan`, `admission`, `catch_up` | what the next launch does |
+//! | `host_drafts` | what a drafter on the host proposes |
 //! | `speculation` | K by a planner; draft KV built again |
 //! | `record` | how that is written down |
 //! | `settle` | what results mean |
@@ -19,6 +20,7 @@
 mod admission;
 mod catch_up;
 mod config;
+mod host_drafts;
 mod integrity;
 pub mod layout;
 mod lifecycle;
@@ -141,6 +143,7 @@ pub struct Scheduler {
     unpublished: Vec<(RowIndex, bool)>,
     num_unpublished: usize,
     speculation: speculation::Speculation,
+    host_drafts: host_drafts::HostDrafts,
 }
 
 impl Scheduler {
@@ -175,6 +178,7 @@ impl Scheduler {
             unpublished: vec![(0, false); rows + 1],
             num_unpublished: 0,
             speculation: speculation::Speculation::default(),
+            host_drafts: host_drafts::HostDrafts::new(&config),
             config,
         })
     }

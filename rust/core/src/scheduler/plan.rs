@@ -171,7 +171,7 @@ impl Scheduler {
         }
         let n_upper = (row.n + row.emit_upper as usize).min(limit);
         let drafting = self.drafting(row);
-        let k = if let Drafting::Ready(k) = drafting { k } else { 0 };
+        let k = if let Drafting::Ready(k) = drafting { self.proposed(row_index, k) } else { 0 };
         let Some(k) = self.reserve(row_index, n_upper, limit, k)? else { return Ok(false) };
         plan.decode_tokens += 1 + k;
         if let Drafting::CatchUp(k) = drafting {
@@ -232,7 +232,7 @@ impl Scheduler {
 
     /// Whether drafting would write into blocks that others can find, which takes a claim.
     fn drafts_into_registered(&self, row: &Row) -> bool {
-        row.draft_len < row.num_registered * self.config.block_size
+        self.config.drafter.has_kv() && row.draft_len < row.num_registered * self.config.block_size
     }
 
     /// Covers `min(n_upper + k, limit)` positions with blocks, or with a smaller K what can be had. `None`: not even K = 0.

@@ -4,6 +4,7 @@ use super::layout::{self, HEADER_LEN, RecordLayout, Section};
 use super::plan::Plan;
 use super::row::{Entry, Row, RowIndex};
 use super::{LaunchHeader, Scheduler};
+use crate::drafts::Drafter;
 
 impl Scheduler {
     /// Writes `plan` into `record` and puts it in flight.
@@ -71,6 +72,13 @@ impl Scheduler {
         }
         header.num_block_updates = updates.len;
         header.max_k = plan.decodes.first().map_or(0, |decode| decode.k);
+        if let Drafter::Host(_) = self.config.drafter {
+            let at = self.record_layout.draft_token.offset;
+            for (i, decode) in plan.decodes.iter().enumerate() {
+                let drafts = self.host_drafts_of(decode.row, decode.k);
+                write_tokens(&mut record[at + i * self.config.num_speculative_tokens..], drafts);
+            }
+        }
     }
 
     fn write_chunks(&mut self, plan: &Plan, record: &mut [i64], header: &mut LaunchHeader, entries: &mut Vec<Entry>) {

@@ -36,7 +36,8 @@ impl Scheduler {
         asked.rows.clear();
         asked.caps.clear();
         asked.lags.clear();
-        for &row_index in &self.running {
+        for place in 0..self.running.len() {
+            let row_index = self.running[place];
             let row = &mut self.rows[row_index as usize];
             if std::mem::take(&mut row.fresh) {
                 planner.reset(row_index as usize)?;
@@ -48,8 +49,9 @@ impl Scheduler {
             }
             let lag = if row.drafting > 0 { 0 } else { n - row.draft_len };
             asked.rows.push(i64::from(row_index));
-            asked.caps.push(self.most_drafts(row, row.max_k) as i64);
             asked.lags.push(if lag > self.config.drafter.max_draft_lag() { lag as i64 } else { 0 });
+            let most = self.most_drafts(row, row.max_k);
+            asked.caps.push(self.proposed(row_index, most) as i64);
         }
         asked.ks.clear();
         asked.ks.resize(asked.rows.len(), 0);
@@ -59,7 +61,7 @@ impl Scheduler {
         }
         for row in planner.take_collapsed() {
             let row = &mut self.rows[row as usize];
-            row.rebuild |= row.state == RowState::Live && row.max_k > 0;
+            row.rebuild |= row.state == RowState::Live && row.max_k > 0 && self.config.drafter.has_kv();
         }
         self.speculation = asked;
         Ok(())
@@ -73,7 +75,7 @@ impl Scheduler {
     pub fn rebuild_draft(&mut self, request_id: i64) -> Result<()> {
         let row = self.running_row(request_id)?;
         let row = &mut self.rows[row as usize];
-        row.rebuild = row.max_k > 0;
+        row.rebuild = row.max_k > 0 && self.config.drafter.has_kv();
         Ok(())
     }
 

@@ -5,7 +5,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use super::model::{EMPTY, draft_token, extend, target_token};
+use super::model::{EMPTY, draft_token, extend, lookup, target_token};
 use specrs_core::Drafter;
 use specrs_core::scheduler::layout::{
     FLAG_DRAFT_NON_FINITE, FLAG_TARGET_NON_FINITE, HEADER_LAUNCH_ID, RecordLayout, Section,
@@ -167,7 +167,11 @@ impl Device {
             let k = reader.at(layout.entry_k, entry);
             assert!(k <= last_k, "decode entries are sorted by K");
             last_k = k;
-            *report = self.decode(scheduler, reader.at(layout.entry_row, entry), k);
+            let proposed = matches!(self.config.drafter, Drafter::Host(_)).then(|| {
+                let at = entry * self.config.num_speculative_tokens;
+                (at..at + k).map(|at| reader.signed(layout.draft_token, at)).collect::<Vec<_>>()
+            });
+            *report = self.decode(scheduler, reader.at(layout.entry_row, entry), k, proposed);
         }
         reports
     }
@@ -279,16 +283,27 @@ impl Device {
         self.rows[row_index].draft_len = start + len;
     }
 
-    fn decode(&mut self, scheduler: &Scheduler, row_index: usize, k: usize) -> Report {
+    /// `proposed`: the drafts of a drafter on the host.
+    fn decode(&mut self, scheduler: &Scheduler, row_index: usize, k: usize, proposed: Option<Vec<i64>>) -> Report {
         let row = &self.rows[row_index];
         if !row.active {
             return Report::default();
         }
         let n = row.tokens.len();
         assert_eq!(row.target_len, n - 1, "prefill is complete");
-        let context = self.draft_model().map_or(0, |(context, _)| (context + 1).saturating_sub(n));
-        let k = k.min(row.limit - n - 1).min(context);
-        let drafts = self.draft(scheduler, row_index, k);
+        let drafts = if let Some(proposed) = proposed {
+            assert!(k < row.limit - n, "{k} drafts at {n} of {}", row.limit);
+            if let Drafter::Host(proposer) = self.config.drafter {
+                let (min, max) = (proposer.prompt_lookup_min(), proposer.prompt_lookup_max());
+                assert_eq!(proposed, lookup(&row.tokens, min, max, k), "what the text itself proposes");
+            }
+            proposed
+        } else {
+            let context = self.draft_model().map_or(0, |(context, _)| (context + 1).saturating_sub(n));
+            let k = k.min(row.limit - n - 1).min(context);
+            self.draft(scheduler, row_index, k)
+        };
+        let k = drafts.len();
 
         let row = &self.rows[row_index];
         let (mut prefix, mut emitted) = (row.prefix[n - 1], Vec::new());
@@ -322,7 +337,7 @@ impl Device {
             emitted.truncate(taken);
         }
         row.target_len = row.tokens.len() - 1;
-        if k > 0 {
+        if k > 0 && matches!(self.config.drafter, Drafter::Cached { .. }) {
             row.draft_len = (n + accepted).min(n + k - 1);
         }
         Report { emitted, accepted, drafted: k, flags }

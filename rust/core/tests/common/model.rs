@@ -35,6 +35,21 @@ pub fn draft_token(prefix: u64, masked: &[i64]) -> i64 {
     if mix(prefix ^ 0xd0).is_multiple_of(4) { (token + 1) % VOCAB } else { token }
 }
 
+/// What a text proposes as the next `k` tokens, as prompt lookup is defined: the longest n-gram first, places from the right.
+pub fn lookup(tokens: &[i64], min: usize, max: usize, k: usize) -> Vec<i64> {
+    let mut text = tokens.to_vec();
+    for n in (min..=max.min(tokens.len())).rev() {
+        let first = tokens.len() - n;
+        if let Some(place) = (0..first).rev().find(|&place| tokens[place..place + n] == tokens[first..]) {
+            for i in place + n..place + n + k {
+                text.push(text[i]);
+            }
+            break;
+        }
+    }
+    text.split_off(tokens.len())
+}
+
 /// The output of a request that nothing disturbs: the reference, without any scheduling.
 pub fn generate(prompt: &[i64], limit: usize, min_tokens: usize, stop: &[i64]) -> Vec<i64> {
     let mut prefix = prompt.iter().fold(EMPTY, |prefix, &token| extend(prefix, token));

@@ -1,7 +1,7 @@
 //! What is refused, with which error, and that nothing has changed then.
 
 use specrs_core::scheduler::{RequestParams, Scheduler};
-use specrs_core::{Drafter, Error, SchedulerConfig};
+use specrs_core::{Drafter, Error, NgramProposer, SchedulerConfig};
 
 use crate::common::device::Report;
 use crate::common::driver::{Ask, Driver};
@@ -18,7 +18,7 @@ fn field_of(error: &Error) -> &'static str {
 
 #[test]
 fn settings_outside_their_range() {
-    let refused: [(&str, SchedulerConfig); 14] = [
+    let refused: [(&str, SchedulerConfig); 15] = [
         ("max_num_seqs", SchedulerConfig { max_num_seqs: 0, ..small() }),
         ("max_num_seqs", SchedulerConfig { max_num_seqs: usize::MAX, ..small() }),
         ("max_model_len", SchedulerConfig { max_model_len: 1, ..small() }),
@@ -28,6 +28,10 @@ fn settings_outside_their_range() {
         ("max_num_batched_tokens", SchedulerConfig { max_num_batched_tokens: 0, ..small() }),
         ("num_speculative_tokens", SchedulerConfig { num_speculative_tokens: 1025, ..small() }),
         ("drafter.max_model_len", SchedulerConfig { drafter: Drafter::draft_model(0, 1.0), ..small() }),
+        (
+            "max_in_flight",
+            SchedulerConfig { drafter: Drafter::Host(NgramProposer::default()), max_in_flight: 2, ..small() },
+        ),
         ("drafter.max_draft_lag", SchedulerConfig { drafter: with_lag(0), ..small() }),
         ("drafter.cost_ratio", SchedulerConfig { drafter: Drafter::draft_model(64, 0.0), ..small() }),
         ("drafter.cost_ratio", SchedulerConfig { drafter: Drafter::draft_model(64, f64::NAN), ..small() }),

@@ -7,6 +7,7 @@ mod batching;
 mod blocks;
 mod drafting;
 mod errors;
+mod host_drafts;
 mod prefixes;
 mod settling;
 mod speculation;

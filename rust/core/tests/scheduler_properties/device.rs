@@ -37,6 +37,21 @@ fn draft_next(prefix: &[i64], sampling: &Sampling) -> i64 {
     if sum % 3 == 0 { (right + 1) % VOCAB } else { right }
 }
 
+/// Prompt lookup as it is defined: the longest n-gram first, places from the right, copying onto the end.
+fn lookup(tokens: &[i64], min: usize, max: usize, k: usize) -> Vec<i64> {
+    let mut text = tokens.to_vec();
+    for n in (min..=max).rev() {
+        let Some(first) = tokens.len().checked_sub(n) else { continue };
+        if let Some(place) = (0..first).rev().find(|&place| tokens[place..place + n] == tokens[first..]) {
+            for i in place + n..place + n + k {
+                text.push(text[i]);
+            }
+            break;
+        }
+    }
+    text.split_off(tokens.len())
+}
+
 /// What a lone request emits.
 pub(crate) fn lone_text(prompt: &[i64], limit: usize, sampling: &Sampling) -> Vec<i64> {
     let mut tokens = prompt.to_vec();
@@ -79,6 +94,8 @@ pub(crate) struct Device {
     block_size: usize,
     max_draft_lag: usize,
     draft_context: Option<usize>,
+    /// n-gram lengths of a drafter on the host, and K.
+    ngrams: Option<(usize, usize, usize)>,
     rows: Vec<Row>,
     target_kv: Kv,
     draft_kv: Kv,
@@ -125,6 +142,13 @@ impl Device {
     pub(crate) fn new(scheduler: &Scheduler) -> Self {
         let config = scheduler.config();
         let slots = config.num_blocks * config.block_size;
+        let ngrams = match config.drafter {
+            Drafter::Host(proposer) => {
+                let (min, max) = (proposer.prompt_lookup_min(), proposer.prompt_lookup_max());
+                Some((min, max, config.num_speculative_tokens))
+            }
+            _ => None,
+        };
         let (max_draft_lag, draft_context) = match config.drafter {
             Drafter::Cached { max_model_len, max_draft_lag, .. } => (max_draft_lag, Some(max_model_len)),
             _ => (0, None),
@@ -133,6 +157,7 @@ impl Device {
             block_size: config.block_size,
             max_draft_lag,
             draft_context,
+            ngrams,
             rows: vec![Row::default(); config.max_num_seqs],
             target_kv: vec![None; slots],
             draft_kv: vec![None; slots],
@@ -169,7 +194,10 @@ impl Device {
         }
         for (entry, outcome) in outcomes.iter_mut().enumerate().take(record.num_decode()) {
             let (row, k) = (record.size("entry_row", entry), record.size("entry_k", entry));
-            *outcome = self.decode(scheduler, row, k, &mut writers);
+            let proposed = self
+                .ngrams
+                .map(|(_, _, width)| (0..k).map(|i| record.get("draft_token", entry * width + i)).collect::<Vec<_>>());
+            *outcome = self.decode(scheduler, row, k, proposed, &mut writers);
         }
         outcomes
     }
@@ -289,17 +317,33 @@ impl Device {
         self.rows[row].draft_len = start + len;
     }
 
-    fn decode(&mut self, scheduler: &Scheduler, row: usize, k: usize, writers: &mut HashMap<usize, usize>) -> Outcome {
+    fn decode(
+        &mut self,
+        scheduler: &Scheduler,
+        row: usize,
+        k: usize,
+        proposed: Option<Vec<i64>>,
+        writers: &mut HashMap<usize, usize>,
+    ) -> Outcome {
         if !self.rows[row].active {
             return Outcome::default();
         }
         let mut tokens = self.rows[row].tokens.clone();
         let (n, limit) = (tokens.len(), self.rows[row].limit);
         let sampling = self.sampling[&self.rows[row].request_id].clone();
-        let context = self.draft_context.map_or(0, |context| (context + 1).saturating_sub(n));
+        if let (Some(proposed), Some((min, max, _))) = (&proposed, self.ngrams) {
+            assert!(k < limit - n, "{k} drafts at {n} of {limit}");
+            assert_eq!(*proposed, lookup(&tokens, min, max, k), "what the text itself proposes");
+        }
+        let context = match proposed {
+            Some(_) => usize::MAX,
+            None => self.draft_context.map_or(0, |context| (context + 1).saturating_sub(n)),
+        };
         let k = k.min(limit - n - 1).min(context);
 
-        if k > 0 {
+        if let Some(proposed) = proposed {
+            tokens.extend(proposed);
+        } else if k > 0 {
             let draft_len = self.rows[row].draft_len;
             assert!(draft_len + self.max_draft_lag >= n, "draft_len {draft_len} at n = {n}");
             // The first pass feeds the last max_draft_lag positions and writes those that the draft does not have yet.
@@ -332,7 +376,7 @@ impl Device {
         if !self.reports_past_stop {
             emitted.truncate(kept);
         }
-        if k > 0 {
+        if k > 0 && self.ngrams.is_none() {
             // min(n' - 1, n + K - 1), n' being the new number of tokens, stop tokens considered.
             self.rows[row].draft_len = (self.rows[row].tokens.len() - 1).min(n + k - 1);
         }

@@ -9,7 +9,7 @@ use device::{Device, Outcome, Record, Sampling, VOCAB, lone_text};
 use proptest::prelude::*;
 use proptest::test_runner::FileFailurePersistence;
 use specrs_core::scheduler::layout::{FINISH_ERROR, FINISH_LENGTH, FINISH_NONE, FINISH_STOP};
-use specrs_core::{Drafter, Error, PlanOutcome, RequestParams, Scheduler, SchedulerConfig};
+use specrs_core::{Drafter, Error, NgramProposer, PlanOutcome, RequestParams, Scheduler, SchedulerConfig};
 use std::collections::{BTreeMap, VecDeque};
 
 #[derive(Clone, Debug)]
@@ -78,16 +78,17 @@ fn settings() -> impl Strategy<Value = SchedulerConfig> {
     let draft = prop_oneof![1 => Just(None), 1 => (1..30_usize).prop_map(Some), 3 => Just(Some(64))];
     let rest = (0..5_usize, draft, prop::sample::select(vec![1_usize, 2, 2, 3]), 1..4_usize, prop::bool::weighted(0.8));
     let ratio = prop::sample::select(vec![0.05, 0.5, 1.0, 3.0]);
-    (sizes, budget, rest, ratio).prop_map(|((rows, len, spare, block_size), budget, rest, ratio)| {
+    let ngrams = prop::option::weighted(0.25, (1..4_usize, 0..3_usize));
+    (sizes, budget, rest, ratio, ngrams).prop_map(|((rows, len, spare, block_size), budget, rest, ratio, ngrams)| {
         let (k, context, max_draft_lag, max_in_flight, enable_prefix_caching) = rest;
         SchedulerConfig {
             num_speculative_tokens: k,
-            drafter: context.map_or(Drafter::None, |max_model_len| Drafter::Cached {
-                max_model_len,
-                max_draft_lag,
-                cost_ratio: ratio,
-            }),
-            max_in_flight,
+            drafter: match (ngrams, context) {
+                (Some((min, more)), _) => Drafter::Host(NgramProposer::new(min, min + more).expect("allowed")),
+                (None, None) => Drafter::None,
+                (None, Some(max_model_len)) => Drafter::Cached { max_model_len, max_draft_lag, cost_ratio: ratio },
+            },
+            max_in_flight: if ngrams.is_some() { 1 } else { max_in_flight },
             enable_prefix_caching,
             ..SchedulerConfig::new(rows, len, len.div_ceil(block_size) + spare, block_size, budget)
         }
