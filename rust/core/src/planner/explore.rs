@@ -12,12 +12,14 @@ use super::SpeculationPlanner;
 
 /// What a trial is taken to cost at least, as a share of its launch: one launch in ten, where the other K promises the same.
 const TRIAL_FLOOR: f64 = 0.02;
-/// The most launches that a trial waits for a time; draft KV has to catch up first, perhaps.
+/// The most launches that a trial waits for its two times: one or two more, where draft KV has to catch up first.
 const TRIAL_LAUNCHES: u32 = 4;
-/// Drafts of a probe, and the most launches that it waits for them.
+/// Drafts of a probe: of a draft whose first token stands half the time they show none in one probe of 256, so a good one is found at
+/// once. And the most launches that it waits for them, since draft KV may lag by a whole prompt.
 const PROBE_DRAFTS: u32 = 8;
 const PROBE_LAUNCHES: u32 = 64;
-/// What old trials of a position that nobody drafts count beside a probe: at K = 0, and behind a shorter K.
+/// What old trials of a position that nobody drafts count beside a probe's 8: as much at K = 0, where all that is known is old, and four
+/// times that behind a shorter K, where the positions before it are watched.
 const OLD_TRIALS: (f64, f64) = (8.0, 32.0);
 
 /// One request that drafts more than it would, to learn.
@@ -88,7 +90,7 @@ impl SpeculationPlanner {
         }
         let pivot = ks.iter().copied().max().unwrap_or(0) as usize;
         // Of the grid alone: between its points a time would move the chosen one's cost, too.
-        let grid = self.costs.ks().iter().copied().take_while(|&k| k <= most);
+        let grid = self.times.costs().ks().iter().copied().take_while(|&k| k <= most);
         let [below, above] = self.choice.best_around(pivot, grid.filter(|&k| k != self.uniform));
         let Some((k, rate, ms)) = (if self.tried_above { below.or(above) } else { above.or(below) }) else { return };
         let lagging: f64 = if k > 0 { lags.iter().map(|&lag| lag as f64).sum() } else { 0.0 };
@@ -100,5 +102,20 @@ impl SpeculationPlanner {
         self.tried_above = k >= pivot;
         self.trial = Some(Trial { k, launches: TRIAL_LAUNCHES, warm: false });
         ks.fill(k as i64);
+    }
+
+    /// A launch at `k` for all was timed. True if it was the first of a trial, whose time does not count; the second ends the trial.
+    pub(super) fn time_trial(&mut self, k: usize) -> bool {
+        match self.trial.as_mut().filter(|trial| trial.k == k) {
+            Some(trial) if !trial.warm => {
+                trial.warm = true;
+                true
+            }
+            Some(_) => {
+                self.trial = None;
+                false
+            }
+            None => false,
+        }
     }
 }

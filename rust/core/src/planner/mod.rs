@@ -7,8 +7,9 @@
 //! | --- | --- |
 //! | `estimates` | how likely drafts are to be accepted |
 //! | `choice` | which K is best, given that and the costs |
+//! | `times` | what launches cost by now |
 //! | `explore` | when to look again: probes of drafts, trials of costs |
-//! | this one | when to change, whose draft KV is broken, what launches cost by now |
+//! | this one | when to change, whose draft KV is broken |
 //!
 //! *Mixed launches*, whose requests draft differently, may run slower than their parts (graphs and kernels are made for equal ones). By
 //! how much is learned as they happen, and one K for all is taken where that is too much.
@@ -20,35 +21,31 @@ mod estimates;
 mod explore;
 #[cfg(test)]
 mod tests;
+mod times;
 
 use crate::cost_model::CostModel;
 use crate::error::{Error, Result};
 use choice::{Candidate, Choice};
 use estimates::{Overall, Own};
 use explore::{Probe, Trial};
+use times::LaunchTimes;
 
-/// What another choice must promise over the last one: 0.5 % more tokens per millisecond.
+/// What another choice must promise over the last one: 0.5 % more tokens per millisecond. A change costs a launch at kernels and
+/// caches that are not ready for it; estimates of steady requests move by less.
 const MARGIN: f64 = 0.005;
-/// What differing K must promise over one K for all: 3 %. Choosing the best of many estimates chooses the luckiest, too.
+/// What differing K must promise over one K for all: 3 %. The best of many estimates is the luckiest, too: between alike requests
+/// their scatter alone promises something.
 const MIXED_MARGIN: f64 = 0.03;
-/// The share of time that probes may cost.
+/// The share of time that probes may cost: what a useless draft costs for good.
 const PROBE_SHARE: f64 = 0.004;
 /// The share of time that trials may cost, in launches that are timed.
 const TRIAL_SHARE: f64 = 0.002;
-/// More at first, when nothing but a short measurement is known: 2 % falling with the launches, five launches' time in all.
+/// More at first, when nothing but a short measurement is known: 2 % falling with the launches. Five launches' time in all, what it
+/// takes to try each neighbouring K once or twice.
 const EARLY_TRIALS: (f64, f64) = (2.0, 100.0);
-/// Launches over which closing the lag of a request's draft KV is spread.
+/// Launches over which closing the lag of a request's draft KV is spread: an answer of 64 to 128 tokens, the shortest that are usual.
 const CATCH_UP_LAUNCHES: f64 = 32.0;
-/// Weight of one launch's time: for the machine as a whole, for this batch and K, and for a K that is not the chosen one.
-const MACHINE_WEIGHT: f64 = 0.06;
-const TIME_WEIGHT: f64 = 0.015;
-const TRIAL_WEIGHT: f64 = 0.2;
-/// A launch's time counts between these multiples of what was expected: the rest is something else than the launch.
-const TIME_BOUNDS: (f64, f64) = (0.5, 2.0);
-/// Weight of one mixed launch's time in what such launches take, and how far above and below that may be.
-const MIXED_WEIGHT: f64 = 0.1;
-const MIXED_BOUNDS: (f64, f64) = (0.5, 4.0);
-/// Launches between looks at the refined costs.
+/// Launches between looks at the refined costs: the table is written out for every batch, which takes as long as a decision.
 const REFRESH_LAUNCHES: u32 = 16;
 /// No K chosen yet.
 const NO_K: usize = usize::MAX;
@@ -61,13 +58,9 @@ const NO_K: usize = usize::MAX;
 #[derive(Clone, Debug)]
 pub struct SpeculationPlanner {
     k: usize,
-    costs: CostModel,
+    times: LaunchTimes,
     /// What a position of draft catch-up costs.
     catch_up_ms: f64,
-    /// How much slower the machine is than `costs` by now.
-    scale: f64,
-    /// How much longer a launch takes whose requests draft differently.
-    mixed: f64,
     since_refresh: u32,
     /// The one K that was chosen for all last, `NO_K` where requests differ.
     uniform: usize,
@@ -125,10 +118,8 @@ impl SpeculationPlanner {
         choice.set_costs(&costs);
         Ok(Self {
             k: num_speculative_tokens,
-            costs,
+            times: LaunchTimes::new(costs),
             catch_up_ms,
-            scale: 1.0,
-            mixed: 1.0,
             since_refresh: 0,
             uniform: NO_K,
             trial_credit: 0.0,
@@ -165,7 +156,7 @@ impl SpeculationPlanner {
 
     /// Costs as refined by now.
     pub fn costs(&self) -> &CostModel {
-        &self.costs
+        self.times.costs()
     }
 
     /// `[K]`: chance of each draft token of an average request, given that those before it were accepted.
@@ -273,7 +264,7 @@ impl SpeculationPlanner {
     fn refresh(&mut self) {
         if self.since_refresh >= REFRESH_LAUNCHES {
             self.since_refresh = 0;
-            self.choice.set_costs(&self.costs);
+            self.choice.set_costs(self.times.costs());
         }
     }
 
@@ -300,7 +291,7 @@ impl SpeculationPlanner {
         self.ks.resize(len, 0);
         self.rate = self.choice.solve(self.rate, &mut self.ks);
         let mut rate = self.rate / self.cost_of_mixing(&self.ks);
-        let (k, uniform) = self.choice.best_uniform(self.mixed);
+        let (k, uniform) = self.choice.best_uniform(self.times.mixed());
         if uniform * (1.0 + MIXED_MARGIN) > rate {
             rate = uniform;
             for (own, candidate) in self.ks.iter_mut().zip(&self.candidates) {
@@ -325,11 +316,28 @@ impl SpeculationPlanner {
 
     /// What a launch with these K costs over the sum of its parts.
     fn cost_of_mixing(&self, ks: &[usize]) -> f64 {
-        if ks.iter().all(|&k| k == ks[0]) { 1.0 } else { self.mixed }
+        if ks.iter().all(|&k| k == ks[0]) { 1.0 } else { self.times.mixed() }
     }
 
     /// Saves up for probes and trials, and refines the costs.
     fn settle_time(&mut self, ks: &[i64], ms: Option<f64>) {
+        let parts = self.parts_ms(ks);
+        self.credit += PROBE_SHARE * parts;
+        self.since_refresh = self.since_refresh.saturating_add(1);
+        let Some(ms) = ms.filter(|_| self.times.covers(ks.len())) else { return };
+        self.trial_credit += parts * TRIAL_SHARE.max(EARLY_TRIALS.0 / (EARLY_TRIALS.1 + self.timed as f64));
+        self.timed += 1;
+        if ks.iter().any(|&other| other != ks[0]) {
+            self.times.observe_mixed(ms, parts);
+        } else {
+            let k = ks[0] as usize;
+            let first_of_trial = self.time_trial(k);
+            self.times.observe(ks.len(), k, ms, self.uniform == NO_K || k == self.uniform, first_of_trial);
+        }
+    }
+
+    /// What a launch with these K costs, by its parts.
+    fn parts_ms(&mut self, ks: &[i64]) -> f64 {
         self.counts.fill(0);
         for &k in ks {
             for count in &mut self.counts[..k as usize] {
@@ -337,34 +345,7 @@ impl SpeculationPlanner {
             }
         }
         let steps: f64 = (0..self.k).map(|level| self.choice.step_ms(level, self.counts[level])).sum();
-        let parts = self.choice.base_ms(ks.len()) + steps;
-        self.credit += PROBE_SHARE * parts;
-        self.since_refresh = self.since_refresh.saturating_add(1);
-        let (batch, k, batches) = (ks.len(), ks[0] as usize, self.costs.batches());
-        let inside = batch >= batches[0] && batch <= batches[batches.len() - 1];
-        let Some(ms) = ms.filter(|_| inside) else { return };
-        self.trial_credit += parts * TRIAL_SHARE.max(EARLY_TRIALS.0 / (EARLY_TRIALS.1 + self.timed as f64));
-        self.timed += 1;
-        if ks.iter().any(|&other| other != ks[0]) {
-            let factor = (ms / (self.scale * parts)).clamp(MIXED_BOUNDS.0, MIXED_BOUNDS.1);
-            self.mixed += MIXED_WEIGHT * (factor - self.mixed);
-            return;
-        }
-        let expected = self.costs.ms(batch, k);
-        let surprise = (ms / (self.scale * expected)).clamp(TIME_BOUNDS.0, TIME_BOUNDS.1);
-        let chosen = self.uniform == NO_K || k == self.uniform;
-        if chosen {
-            // A machine that slows down slows down every K, also those that are not tried now.
-            self.scale *= 1.0 + MACHINE_WEIGHT * (surprise - 1.0);
-        }
-        if let Some(trial) = self.trial.as_mut().filter(|trial| trial.k == k && !trial.warm) {
-            trial.warm = true;
-            return;
-        }
-        self.trial = self.trial.filter(|trial| trial.k != k);
-        // A K outside the grid teaches nothing about it; the grid of a host need not reach K.
-        let weight = if chosen { TIME_WEIGHT } else { TRIAL_WEIGHT };
-        let _ = self.costs.observe(batch, k, expected * surprise, weight);
+        self.choice.base_ms(ks.len()) + steps
     }
 
     fn check_rows(&self, rows: &[i64]) -> Result<()> {
