@@ -2,16 +2,17 @@
 
     python benches/bench_mixed_k.py [--sweep FILE.parquet] [--measure] [--out benches/results/...json]
 
-Half of the requests are easy (each draft stands with 0.9, say), half are hard (0.15). Requests are simulated: acceptance
-is drawn, time is what the costs say, so nothing depends on the machine's load. Costs by batch and K come from a formula
-(default: weights read once or operations by rows, the longer), from a sweep of a real server, or from this machine's bundled pair as
-an engine measures it at start. A launch whose requests differ costs the sum of its steps, and 3 % for being mixed.
+Half of the requests are easy (each draft stands with 0.9, say), half are hard (0.15). Requests are simulated:
+acceptance is drawn, time is what the costs say, so nothing depends on the machine's load. Costs by batch and K come
+from a formula (default: weights read once or operations by rows, the longer), from a sweep of a real server, or from
+this machine's bundled pair as an engine measures it at start. A launch whose requests differ costs the sum of its
+steps, and 3 % for being mixed.
 
-Contestants run the same requests, `batch` at a time: every fixed K; *one K*, the best for all at each launch by the true
-acceptance, which no planner of one K a launch can beat; and the planner, which has to learn. Exits with 1 if the
+Contestants run the same requests, `batch` at a time: every fixed K; *one K*, the best for all at each launch by the
+true acceptance, which no planner of one K a launch can beat; and the planner, which has to learn. Exits with 1 if the
 planner's gain over the best fixed K is less than 5 % where it should show: on a CPU's costs at batch 8, a GPU's at 64.
-Where reading the weights is all that a launch costs (a GPU at batch 8), there is nothing to gain: the best pair of K for
-easy and hard requests is then within 4 % of the best single one.
+Where reading the weights is all that a launch costs (a GPU at batch 8), there is nothing to gain: the best pair of K
+for easy and hard requests is then within 4 % of the best single one.
 """
 
 from __future__ import annotations
@@ -61,15 +62,15 @@ class Launches:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Of a data sheet or a measurement: bandwidth, half the peak that products reach, and what each pass takes besides."""
+    """Bandwidth, the half of the peak that products reach, and what each pass takes besides."""
 
     gb_s: float
     gflop_s: float
     pass_ms: float
 
     def ms(self, parameters: float, size: float, rows: int) -> float:
-        """A pass of `parameters` (millions) of `size` bytes each: weights read once, two operations a parameter and row, the
-        longer of the two."""
+        """A pass of `parameters` (millions) of `size` bytes each: weights read once, or two operations a parameter and
+        row, the longer."""
         return self.pass_ms + max(parameters * size / self.gb_s, 2 * parameters * rows / self.gflop_s)
 
     def costs(self, target: float, draft: float, size: float) -> CostModel:
@@ -213,7 +214,8 @@ def main() -> None:
                 }
                 report.append(row)
                 print(
-                    f"{name[:50]:<50} {batch:5d}  {mix[0]:.2f}/{mix[1]:.2f}  {best:>6}  {row['planner_over_best']:14.3f}"
+                    f"{name[:50]:<50} {batch:5d}  {mix[0]:.2f}/{mix[1]:.2f}  {best:>6}"
+                    f"  {row['planner_over_best']:14.3f}"
                     f"  {row['planner_over_one_k']:13.3f}  {row['planner_over_vanilla']:17.3f}",
                     flush=True,
                 )
