@@ -7,7 +7,7 @@ Buffers are numpy arrays that the caller owns: C-contiguous, aligned, of exactly
 """
 
 from collections.abc import Sequence
-from typing import Final, final
+from typing import Final, Literal, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +29,11 @@ __all__ = [
     "PURPOSE_GUMBEL",
     "PURPOSE_RECOVER",
     "AcceptanceTracker",
+    "AllBlocksCleared",
     "BlockHasher",
     "BlockPool",
+    "BlockRemoved",
+    "BlockStored",
     "CachedDrafter",
     "CostModel",
     "DuplicateRequestError",
@@ -44,6 +47,7 @@ __all__ = [
     "NgramProposer",
     "NotRunningError",
     "OutOfBlocksError",
+    "RequestView",
     "Sampler",
     "Scheduler",
     "SettleOrderError",
@@ -216,6 +220,7 @@ class Scheduler:
         drafter: CachedDrafter | NgramProposer | None = None,
         max_in_flight: int = 1,
         enable_prefix_caching: bool = True,
+        enable_kv_cache_events: bool = False,
         hash_key: bytes = ...,
     ) -> Scheduler:
         """A scheduler with no requests and all blocks free.
@@ -232,6 +237,7 @@ class Scheduler:
                 writes its drafts into the record, and needs `max_in_flight=1`.
             max_in_flight: launches that may be planned and not yet settled, 1 to 1024.
             enable_prefix_caching: whether requests share the KV of equal prefixes.
+            enable_kv_cache_events: whether `take_kv_events` tells what came into the prefix cache and left it.
             hash_key: 16 bytes, default all zero. A secret key keeps clients from building prompts that collide.
 
         Raises:
@@ -299,6 +305,7 @@ class Scheduler:
         priority: int = 0,
         stop_token_ids: NDArray[np.int64] | None = None,
         cache_salt: bytes = ...,
+        extra_keys: Sequence[tuple[int, bytes]] | None = None,
     ) -> None:
         """Queues a request behind all waiting ones of its priority.
 
@@ -311,12 +318,35 @@ class Scheduler:
             priority: smaller values go first, ties by arrival.
             stop_token_ids: `[s]` int64, tokens that end the output; copied.
             cache_salt: the request shares prefixes only with requests of the same salt.
+            extra_keys: `(position, key)` by position, which does not decrease: what the prompt's KV depends on besides
+                its tokens, such as the hash of an image or an adapter's name. From the block of that position on the
+                request shares blocks only with requests whose extra keys are equal too. Keys have at least one byte.
 
         Raises:
             DuplicateRequestError: the id is waiting or running.
             InvalidRequestError: a parameter is not allowed, among them a limit that needs more blocks than the pool
                 has.
             InvalidBufferError: an array is not a contiguous int64 vector.
+        """
+
+    def request(self, request_id: int) -> RequestView:
+        """What is known of a waiting or running request: its state, lengths and block table. A copy; changes nothing.
+
+        Raises:
+            UnknownRequestError: the id is neither waiting nor running.
+        """
+
+    def request_ids(self) -> list[int]:
+        """Ids of the waiting requests, then of the running ones, each most important first."""
+
+    def take_kv_events(self) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
+        """What came into the prefix cache and left it since the last call, in order.
+
+        Empty unless `enable_kv_cache_events` is set. Taken after each `plan`, before its launch executes,
+        `BlockRemoved` names the cached blocks that the launch may overwrite, whose KV can still be copied out on the
+        launch's stream. The scheduler keeps at most two blocks' worth of events per block of the pool, more than a
+        launch and its settling come to; who takes none for longer finds `AllBlocksCleared` in place of what was
+        dropped.
         """
 
     def abort(self, request_id: int) -> None:
@@ -391,9 +421,6 @@ class Scheduler:
     def num_launches(self) -> int:
         """Launches planned since the start, which is the id of the next one."""
 
-    def request_ids(self) -> list[int]:
-        """Ids of the requests that wait or run, in no order."""
-
     @property
     def num_in_flight(self) -> int:
         """Launches planned and not yet settled."""
@@ -429,6 +456,101 @@ class Scheduler:
         Raises:
             IntegrityError: naming the first contradiction.
         """
+
+@final
+class RequestView:
+    """What the scheduler knew of a request when it was asked, by `Scheduler.request`.
+
+    Lengths are the least that comes of the launches in flight if the request does not end in them; without launches in
+    flight they are exact.
+    """
+
+    @property
+    def state(self) -> Literal["waiting", "prefill", "decode"]:
+        """Whether it has no row (new, or preempted), target KV of its prompt still to be planned, or decodes."""
+
+    @property
+    def row(self) -> int | None:
+        """Its row of device state; None while it waits."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Settled tokens: the prompt and the output so far."""
+
+    @property
+    def limit(self) -> int:
+        """The most tokens that it may reach."""
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Positions with valid target KV; 0 while it waits."""
+
+    @property
+    def num_draft_computed_tokens(self) -> int:
+        """Positions with valid draft KV; 0 while it waits."""
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Draft tokens that it asks for per launch now; 0 while it waits."""
+
+    @property
+    def num_in_flight(self) -> int:
+        """Launches in flight that name its row."""
+
+    @property
+    def block_table(self) -> NDArray[np.int64]:
+        """`[blocks]` int64, a copy: its blocks, position by position; empty while it waits."""
+
+@final
+class BlockStored:
+    """KV event: consecutive blocks of a request can be found from now on. Names are those of vLLM's KV events."""
+
+    @property
+    def blocks(self) -> list[int]:
+        """The blocks."""
+
+    @property
+    def block_hashes(self) -> list[int]:
+        """Their hashes, 128 bits each."""
+
+    @property
+    def parent_block_hash(self) -> int | None:
+        """Hash of the block before the first of them; None at position 0."""
+
+    @property
+    def token_ids(self) -> NDArray[np.int64]:
+        """`[blocks * block_size]` int64, a copy: their tokens."""
+
+    @property
+    def block_size(self) -> int:
+        """Positions per block."""
+
+    @property
+    def extra_keys(self) -> list[list[tuple[int, bytes]]]:
+        """By block, `(offset, key)`: its extra keys and the offset in the block from which on each counts."""
+
+@final
+class BlockRemoved:
+    """KV event: blocks can no longer be found. Their KV stays until the next launch that was planned executes."""
+
+    @property
+    def blocks(self) -> list[int]:
+        """The blocks."""
+
+    @property
+    def block_hashes(self) -> list[int]:
+        """The hashes that they had."""
+
+    @property
+    def has_draft(self) -> list[bool]:
+        """Whether their draft KV was valid too."""
+
+@final
+class AllBlocksCleared:
+    """KV event: what was stored before counts no longer, because of a reset or of events that nobody took in time.
+
+    What follows is true again; blocks stored before may still be cached then, but no event will say so.
+    """
 
 @final
 class SpeculationPlanner:
@@ -620,6 +742,12 @@ class BlockPool:
             OutOfBlocksError: every block is held.
         """
 
+    def next_eviction(self) -> int | None:
+        """The cached block that the next `allocate` will evict; None if it will take a free one or find none.
+
+        Its KV is still what `block_hash` names, so it can be copied out first.
+        """
+
     def share(self, block: int) -> None:
         """Adds a holder to a held or cached block.
 
@@ -651,6 +779,9 @@ class BlockPool:
 
     def is_registered(self, block: int) -> bool:
         """Whether `block` has mark T; False if the pool has no such block."""
+
+    def block_hash(self, block: int) -> int | None:
+        """The hash that `block` is registered under; None if it is not, or the pool has no such block."""
 
     def has_draft(self, block: int) -> bool:
         """Whether `block` has mark D; False if the pool has no such block."""
@@ -696,12 +827,25 @@ class BlockHasher:
             InvalidConfigError: the key does not have 16 bytes.
         """
 
-    def hash_blocks(self, token_ids: NDArray[np.int64], block_size: int, cache_salt: bytes = ...) -> list[int]:
+    def hash_blocks(
+        self,
+        token_ids: NDArray[np.int64],
+        block_size: int,
+        cache_salt: bytes = ...,
+        *,
+        parent: int | None = None,
+        extra_keys: Sequence[tuple[int, bytes]] | None = None,
+    ) -> list[int]:
         """The 128-bit hashes of all full blocks of `token_ids` `[n]` int64; `n // block_size` of them.
 
+        Args:
+            parent: the hash of the block that they follow, to go on from tokens that were hashed before; by default
+                they begin a sequence.
+            extra_keys: as in `Scheduler.add_request`; positions count from `token_ids[0]`.
+
         Raises:
-            InvalidConfigError: `block_size` is below 1.
-            InvalidBufferError: `token_ids` is not a contiguous int64 vector.
+            InvalidConfigError: `block_size` is below 1, or both `parent` and `cache_salt` are given.
+            InvalidBufferError: `token_ids` is not a contiguous int64 vector, or `extra_keys` is not allowed.
         """
 
 @final

@@ -133,6 +133,29 @@ def test_hashes_name_content_and_prefix() -> None:
         BlockHasher(b"k" * 15)
 
 
+def test_hashing_goes_on_from_a_parent() -> None:
+    tokens, hasher = np.arange(12), BlockHasher()
+    whole = hasher.hash_blocks(tokens, 4, b"tenant", extra_keys=[(0, b"adapter"), (9, b"image")])
+    first = hasher.hash_blocks(tokens[:8].copy(), 4, b"tenant", extra_keys=[(0, b"adapter")])
+    assert first + hasher.hash_blocks(tokens[8:].copy(), 4, parent=first[-1], extra_keys=[(1, b"image")]) == whole
+    assert len({*whole, *hasher.hash_blocks(tokens, 4, b"tenant"), *hasher.hash_blocks(tokens, 4)}) == 9
+    with pytest.raises(core.InvalidConfigError, match="cache_salt"):
+        hasher.hash_blocks(tokens, 4, b"tenant", parent=first[-1])
+    for keys in ([(12, b"x")], [(-1, b"x")], [(2, b"x"), (1, b"x")], [(0, b"")]):
+        with pytest.raises(core.InvalidBufferError, match="extra_keys"):
+            hasher.hash_blocks(tokens, 4, extra_keys=keys)
+
+
+def test_an_eviction_is_known_before_it_happens() -> None:
+    pool = BlockPool(1)
+    pool.register(pool.allocate(), 7)
+    assert (pool.next_eviction(), pool.block_hash(0)) == (None, 7)
+    pool.free(0)
+    assert pool.next_eviction() == 0
+    pool.allocate()
+    assert (pool.next_eviction(), pool.block_hash(0), pool.block_hash(5)) == (None, None, None)
+
+
 def test_acceptance_books() -> None:
     books = AcceptanceTracker(3)
     assert (books.acceptance_length, books.acceptance_rate, books.per_position) == (1.0, 0.0, [0.0, 0.0, 0.0])

@@ -275,3 +275,65 @@ def test_prompts_are_copied() -> None:
     prompt[:] = 99
     scheduler.plan(record)
     assert section(record, scheduler.record_layout(), "upload_token")[:5].tolist() == PROMPT.tolist()
+
+
+def run_alone(scheduler: Scheduler, request_id: int, prompt: NDArray[np.int64], **parameters: Any) -> list[Any]:
+    """Runs a request for one token; the KV events of its launches."""
+    record, results, settled = buffers(scheduler)
+    section(results, scheduler.results_layout(), "num_emitted")[0] = 1
+    scheduler.add_request(request_id, prompt, limit=len(prompt) + 1, **parameters)
+    events = []
+    while scheduler.plan(record) == core.PLAN_LAUNCH:
+        events += scheduler.take_kv_events()
+        scheduler.settle(int(record[0]), results, settled)
+        events += scheduler.take_kv_events()
+    return events
+
+
+def test_a_request_by_its_id() -> None:
+    scheduler = Scheduler(**CONFIG)
+    record, _, _ = buffers(scheduler)
+    for request_id in (7, 3):
+        scheduler.add_request(request_id, PROMPT, limit=10, num_speculative_tokens=3)
+    assert scheduler.request_ids() == [7, 3]
+    view = scheduler.request(7)
+    assert (view.state, view.row, view.num_tokens, view.limit) == ("waiting", None, 5, 10)
+    assert view.block_table.tolist() == []
+    assert scheduler.plan(record) == core.PLAN_LAUNCH
+    view = scheduler.request(7)
+    assert (view.row, view.num_computed_tokens, view.num_draft_computed_tokens) == (0, 5, 0)
+    assert (view.state, view.num_in_flight, view.num_speculative_tokens) == ("decode", 1, 3)
+    assert view.block_table.dtype == np.int64
+    assert view.block_table.tolist() == [0, 1]
+    with pytest.raises(core.UnknownRequestError, match="request_id = 8 "):
+        scheduler.request(8)
+
+
+def test_kv_events_and_extra_keys() -> None:
+    scheduler = Scheduler(**(CONFIG | {"num_blocks": 4, "max_model_len": 16, "enable_kv_cache_events": True}))
+    prompt = np.arange(9)
+    (stored,) = run_alone(scheduler, 0, prompt, extra_keys=[(5, b"image")])
+    assert isinstance(stored, core.BlockStored)
+    assert stored.block_hashes == core.BlockHasher().hash_blocks(prompt, 4, extra_keys=[(5, b"image")])
+    assert (stored.parent_block_hash, stored.block_size, stored.extra_keys) == (None, 4, [[], [(1, b"image")]])
+    assert stored.token_ids.tolist() == prompt[:8].tolist()
+    assert run_alone(scheduler, 1, prompt, extra_keys=[(5, b"image")]) == []
+    assert scheduler.num_cached_tokens == 8
+    (other,) = run_alone(scheduler, 2, prompt, extra_keys=[(5, b"other")])
+    assert scheduler.num_cached_tokens == 8 + 4
+    assert (other.parent_block_hash, other.token_ids.tolist()) == (stored.block_hashes[0], prompt[4:8].tolist())
+    removed, *_ = run_alone(scheduler, 3, prompt + 50)
+    assert isinstance(removed, core.BlockRemoved)
+    assert set(removed.block_hashes) < {*stored.block_hashes, *other.block_hashes}
+    assert removed.has_draft == [False] * len(removed.blocks)
+    assert scheduler.reset_prefix_cache()
+    (cleared,) = scheduler.take_kv_events()
+    assert isinstance(cleared, core.AllBlocksCleared)
+
+
+@pytest.mark.parametrize("keys", [[(9, b"x")], [(-1, b"x")], [(2, b"x"), (1, b"x")], [(0, b"")]])
+def test_wrong_extra_keys_are_refused(keys: list[tuple[int, bytes]]) -> None:
+    scheduler = Scheduler(**CONFIG)
+    with pytest.raises(core.InvalidRequestError, match="extra_keys"):
+        scheduler.add_request(0, np.arange(9), limit=10, extra_keys=keys)
+    assert not scheduler.has_unfinished()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import specrs
 from specrs import _core, core
@@ -35,14 +36,44 @@ def test_everything_in_the_stub_has_a_docstring() -> None:
     assert [node.name for node in nodes if not ast.get_docstring(node)] == []
 
 
+def seen_by_a_host() -> tuple[core.RequestView, dict[type, object]]:
+    """What only a scheduler makes: a view of a request, and an event of each class."""
+    scheduler = core.Scheduler(
+        max_num_seqs=1,
+        max_model_len=8,
+        num_blocks=2,
+        block_size=4,
+        max_num_batched_tokens=8,
+        enable_kv_cache_events=True,
+    )
+    record, results, settled = (
+        np.zeros(size, np.int64) for size in (scheduler.record_size, scheduler.results_size, scheduler.settled_size)
+    )
+    results[scheduler.results_layout()["num_emitted"][0]] = 1
+    events: dict[type, object] = {}
+    for request_id in range(3):
+        scheduler.add_request(request_id, np.arange(request_id, request_id + 5), limit=7)
+        view = scheduler.request(request_id)
+        while scheduler.plan(record) == core.PLAN_LAUNCH:
+            scheduler.settle(int(record[0]), results, settled)
+            events |= {type(event): event for event in scheduler.take_kv_events()}
+    scheduler.reset_prefix_cache()
+    events |= {type(event): event for event in scheduler.take_kv_events()}
+    return view, events
+
+
 def test_the_classes_are_known() -> None:
     assert PYCLASSES == [
         "AcceptanceTracker",
+        "AllBlocksCleared",
         "BlockHasher",
         "BlockPool",
+        "BlockRemoved",
+        "BlockStored",
         "CachedDrafter",
         "CostModel",
         "NgramProposer",
+        "RequestView",
         "Sampler",
         "Scheduler",
         "SlotMapper",
@@ -50,13 +81,18 @@ def test_the_classes_are_known() -> None:
     ]
 
 
+SEEN, EVENTS = seen_by_a_host()
 INSTANCES = [
     core.AcceptanceTracker(3),
+    EVENTS[core.AllBlocksCleared],
     core.BlockHasher(),
     core.BlockPool(2),
+    EVENTS[core.BlockRemoved],
+    EVENTS[core.BlockStored],
     core.CachedDrafter(max_model_len=8),
     core.CostModel([1], [0, 1], [[2.0, 3.0]]),
     core.NgramProposer(),
+    SEEN,
     core.Sampler(8),
     core.Scheduler(max_num_seqs=1, max_model_len=8, num_blocks=2, block_size=4, max_num_batched_tokens=4),
     core.SlotMapper(4),

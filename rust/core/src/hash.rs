@@ -2,17 +2,52 @@
 //!
 //! `H_0 = SipHash'(salt)`, `H_{b+1} = SipHash(H_b, tokens of block b)`, SipHash-2-4 with 128-bit output (Aumasson and Bernstein
 //! 2012). The key keeps clients from constructing prompts that collide with another tenant's, the salt separates tenants and
-//! adapters that share the key.
+//! adapters that share the key. What KV depends on besides tokens (an image behind placeholder tokens, an adapter from some
+//! position on) is an extra key of its block: `H_b` is then `SipHash''(H_b, offset in the block, extra key)`, for each of them in
+//! order. A chain goes on from any `H_b`, so the caller may keep one and hash what follows later.
 
 use std::hash::Hasher;
 
 use siphasher::sip128::{Hasher128, SipHasher24};
+
+use crate::error::{Error, Result};
 
 /// Before a token that does not fit 32 bits.
 pub(crate) const ESCAPE: u32 = u32::MAX;
 
 /// Name of a block's content and its prefix.
 pub type BlockHash = u128;
+
+/// What the KV from a position on depends on besides the tokens. It enters the name of the position's block, and so those of all
+/// blocks behind it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExtraKey<'a> {
+    /// Index of the token from which on it counts.
+    pub position: usize,
+    /// What names it, such as the hash of an image. At least one byte.
+    pub key: &'a [u8],
+}
+
+/// Checks extra keys of so many tokens: positions that do not decrease and are a token's, keys that are not empty.
+///
+/// # Errors
+/// The index, the value and what is allowed.
+pub(crate) fn check_extra_keys(extra_keys: &[ExtraKey<'_>], num_tokens: usize) -> Result<(), (String, String)> {
+    let mut least = 0;
+    for (at, extra) in extra_keys.iter().enumerate() {
+        if extra.position < least || extra.position >= num_tokens {
+            return Err((
+                format!("position {} at index {at}", extra.position),
+                format!("positions from 0 to {} that do not decrease", num_tokens.saturating_sub(1)),
+            ));
+        }
+        if extra.key.is_empty() {
+            return Err((format!("an empty key at index {at}"), "at least 1 byte".into()));
+        }
+        least = extra.position;
+    }
+    Ok(())
+}
 
 /// Computes the chain of block hashes under one key.
 ///
@@ -28,15 +63,17 @@ pub type BlockHash = u128;
 pub struct BlockHasher {
     keyed: SipHasher24,
     keyed_root: SipHasher24,
+    keyed_extra: SipHasher24,
 }
 
 impl BlockHasher {
     /// A hasher with the given key; engines whose caches should agree use the same key.
     pub fn new(key: &[u8; 16]) -> Self {
-        // A second key for roots, so that no salt spells a parent and its tokens.
+        // Keys of their own, so that neither a salt nor an extra key spells a parent and its tokens.
         Self {
             keyed: SipHasher24::new_with_key(key),
             keyed_root: SipHasher24::new_with_key(&key.map(|byte| byte ^ 0x5a)),
+            keyed_extra: SipHasher24::new_with_key(&key.map(|byte| byte ^ 0xa5)),
         }
     }
 
@@ -45,6 +82,47 @@ impl BlockHasher {
         let mut hasher = self.keyed_root;
         hasher.write(salt);
         hasher.finish128().as_u128()
+    }
+
+    /// What to hash a block's tokens on from, in place of `parent`, where `key` counts from the block's token `offset` on. Several
+    /// are applied one after the other.
+    pub fn with_extra_key(&self, parent: BlockHash, offset: usize, key: &[u8]) -> BlockHash {
+        let mut hasher = self.keyed_extra;
+        hasher.write(&parent.to_le_bytes());
+        hasher.write(&(offset as u64).to_le_bytes());
+        hasher.write(key);
+        hasher.finish128().as_u128()
+    }
+
+    /// Hashes of the full blocks of `tokens`, which follow on from `parent`: a [`root`](Self::root), or the last hash of what came
+    /// before. Positions of extra keys count from `tokens[0]`.
+    ///
+    /// # Errors
+    /// [`Error::InvalidConfig`] if `block_size` is 0, [`Error::InvalidBuffer`] if positions of extra keys decrease or are not those
+    /// of tokens, or a key is empty.
+    pub fn hash_blocks(
+        &self,
+        parent: BlockHash,
+        tokens: &[i64],
+        block_size: usize,
+        extra_keys: &[ExtraKey<'_>],
+    ) -> Result<Vec<BlockHash>> {
+        if block_size == 0 {
+            return Err(Error::invalid_config("block_size", 0, "at least 1"));
+        }
+        check_extra_keys(extra_keys, tokens.len())
+            .map_err(|(value, allowed)| Error::invalid_buffer("extra_keys", value, allowed))?;
+        let mut parent = parent;
+        let mut keys = extra_keys.iter().peekable();
+        let blocks = tokens.chunks_exact(block_size).enumerate().map(|(index, tokens)| {
+            let start = index * block_size;
+            while let Some(extra) = keys.next_if(|extra| extra.position < start + block_size) {
+                parent = self.with_extra_key(parent, extra.position - start, extra.key);
+            }
+            parent = self.chain(parent, tokens);
+            parent
+        });
+        Ok(blocks.collect())
     }
 
     /// Hash of the block that holds `tokens` after the block `parent`.
@@ -115,6 +193,15 @@ mod tests {
             a.chain(root, &[1 << 32, 2]),
             a.chain(root, &[-1, 2]),
             a.chain(root, &[i64::from(u32::MAX), 2]),
+            a.with_extra_key(root, 0, b"a"),
+            a.with_extra_key(root, 1, b"a"),
+            a.with_extra_key(root, 0, b"b"),
+            a.with_extra_key(root, 0, b"ab"),
+            a.with_extra_key(a.with_extra_key(root, 0, b"a"), 0, b"b"),
+            a.with_extra_key(a.with_extra_key(root, 0, b"b"), 0, b"a"),
+            b.with_extra_key(root, 0, b"a"),
+            a.chain(a.with_extra_key(root, 0, b"a"), &[1, 2]),
+            a.root(&[&root.to_le_bytes()[..], &[0; 8], b"a"].concat()),
         ];
         for (i, x) in hashes.iter().enumerate() {
             assert!(hashes[i + 1..].iter().all(|y| x != y), "hash {i} repeats");
@@ -136,5 +223,42 @@ mod tests {
             let wide: Vec<i64> = tokens.iter().map(|&token| i64::from(token)).collect();
             assert_eq!(hasher.chain(parent, &wide), expected, "{len} tokens");
         }
+    }
+
+    /// Wherever the tokens are cut between two calls, with extra keys on both sides, the chain is the same.
+    #[test]
+    fn goes_on_from_a_parent() {
+        let hasher = BlockHasher::new(&[3; 16]);
+        let tokens: Vec<i64> = (0..26).collect();
+        let keys = [(1, "a"), (1, "b"), (4, "c"), (11, "d"), (12, "e"), (25, "beyond the full blocks")];
+        let keys = keys.map(|(position, key)| ExtraKey { position, key: key.as_bytes() });
+        let whole = hasher.hash_blocks(hasher.root(b"s"), &tokens, 4, &keys).unwrap();
+        assert_eq!(whole.len(), 6);
+        for cut in 0..=6 {
+            let (before, after) = tokens.split_at(4 * cut);
+            let at = keys.partition_point(|key| key.position < before.len());
+            let shifted: Vec<_> =
+                keys[at..].iter().map(|key| ExtraKey { position: key.position - before.len(), ..*key }).collect();
+            let first = hasher.hash_blocks(hasher.root(b"s"), before, 4, &keys[..at]).unwrap();
+            let parent = first.last().copied().unwrap_or(hasher.root(b"s"));
+            let second = hasher.hash_blocks(parent, after, 4, &shifted).unwrap();
+            assert_eq!([first, second].concat(), whole, "cut at block {cut}");
+        }
+        let plain = hasher.hash_blocks(hasher.root(b"s"), &tokens, 4, &[]).unwrap();
+        assert!(plain.iter().zip(&whole).all(|(plain, whole)| plain != whole));
+        let late = hasher.hash_blocks(hasher.root(b"s"), &tokens, 4, &keys[3..]).unwrap();
+        assert_eq!(plain.iter().zip(&late).take_while(|(plain, late)| plain == late).count(), 2, "from its block on");
+    }
+
+    #[test]
+    fn refuses_wrong_extra_keys() {
+        let hasher = BlockHasher::new(&[3; 16]);
+        let key = |position| ExtraKey { position, key: b"x" };
+        let hash = |block_size, keys: &[ExtraKey<'_>]| hasher.hash_blocks(0, &[1, 2, 3], block_size, keys);
+        for keys in [&[key(3)][..], &[key(2), key(1)], &[ExtraKey { position: 0, key: b"" }], &[key(usize::MAX)]] {
+            assert!(matches!(hash(2, keys), Err(Error::InvalidBuffer { name: "extra_keys", .. })), "{keys:?}");
+        }
+        assert!(hash(2, &[key(1), key(1), key(2)]).is_ok());
+        assert!(matches!(hash(0, &[]), Err(Error::InvalidConfig { field: "block_size", .. })));
     }
 }

@@ -3,7 +3,9 @@
 use crate::buffers::{In, readonly};
 use crate::error::{Class, OrRaise, size};
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
 use pyo3::sync::MutexExt;
+use specrs_core::ExtraKey;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 pub(crate) const DEFAULT_HASH_KEY: &[u8] = &[0; 16];
@@ -44,6 +46,10 @@ impl BlockPool {
         self.pool(py).allocate().or_raise(py)
     }
 
+    fn next_eviction(&self, py: Python<'_>) -> Option<i64> {
+        self.pool(py).next_eviction()
+    }
+
     fn share(&self, py: Python<'_>, block: i64) -> PyResult<()> {
         self.pool(py).share(block).or_raise(py)
     }
@@ -62,6 +68,10 @@ impl BlockPool {
 
     fn is_registered(&self, py: Python<'_>, block: i64) -> bool {
         self.pool(py).is_registered(block)
+    }
+
+    fn block_hash(&self, py: Python<'_>, block: i64) -> Option<u128> {
+        self.pool(py).block_hash(block)
     }
 
     fn has_draft(&self, py: Python<'_>, block: i64) -> bool {
@@ -114,27 +124,26 @@ impl BlockHasher {
         hash_key_bytes(py, hash_key).map(|key| Self(specrs_core::BlockHasher::new(&key)))
     }
 
-    #[pyo3(signature = (token_ids, block_size, cache_salt = NO_SALT))]
+    #[pyo3(signature = (token_ids, block_size, cache_salt = NO_SALT, *, parent = None, extra_keys = None))]
+    #[expect(clippy::needless_pass_by_value, reason = "an argument from Python is owned")]
     fn hash_blocks(
         &self,
         py: Python<'_>,
         token_ids: &Bound<'_, PyAny>,
         block_size: i64,
         cache_salt: &[u8],
+        parent: Option<u128>,
+        extra_keys: Option<ExtraKeys>,
     ) -> PyResult<Vec<u128>> {
         let token_ids: In = readonly("token_ids", token_ids)?;
-        // Only the check: the mapper and the hasher cut tokens into the same blocks.
-        let block_size = size(py, Class::InvalidConfig, "block_size", block_size)
-            .and_then(|block_size| specrs_core::SlotMapper::new(block_size).or_raise(py))?
-            .block_size();
-        let mut parent = self.0.root(cache_salt);
-        let blocks = token_ids.as_slice()?.chunks_exact(block_size);
-        Ok(blocks
-            .map(|tokens| {
-                parent = self.0.chain(parent, tokens);
-                parent
-            })
-            .collect())
+        let block_size = size(py, Class::InvalidConfig, "block_size", block_size)?;
+        if parent.is_some() && !cache_salt.is_empty() {
+            let message = "cache_salt is not allowed with parent: expected a parent that was hashed with it";
+            return Err(Class::InvalidConfig.error(py, message));
+        }
+        let parent = parent.unwrap_or_else(|| self.0.root(cache_salt));
+        let extra_keys = self::extra_keys(py, Class::InvalidBuffer, extra_keys.as_deref())?;
+        self.0.hash_blocks(parent, token_ids.as_slice()?, block_size, &extra_keys).or_raise(py)
     }
 
     /// Without the key, which is a secret: who knows it can build colliding prompts.
@@ -150,4 +159,17 @@ pub(crate) fn hash_key_bytes(py: Python<'_>, hash_key: &[u8]) -> PyResult<[u8; 1
         let message = format!("hash_key has {} bytes, which is not allowed: expected 16", hash_key.len());
         Class::InvalidConfig.error(py, message)
     })
+}
+
+/// Positions and keys as Python gives them.
+pub(crate) type ExtraKeys = Vec<(i64, PyBackedBytes)>;
+
+/// Extra keys as the core takes them, which checks all but the sign.
+pub(crate) fn extra_keys<'a>(
+    py: Python<'_>,
+    class: Class,
+    extra_keys: Option<&'a [(i64, PyBackedBytes)]>,
+) -> PyResult<Vec<ExtraKey<'a>>> {
+    let keys = extra_keys.unwrap_or_default().iter();
+    keys.map(|(position, key)| Ok(ExtraKey { position: size(py, class, "extra_keys", *position)?, key })).collect()
 }

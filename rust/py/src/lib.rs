@@ -13,8 +13,10 @@ mod buffers;
 mod cost_model;
 mod drafts;
 mod error;
+mod kv_events;
 mod philox;
 mod planner;
+mod request_view;
 mod sampling;
 mod scheduler;
 mod slot_mapper;
@@ -32,9 +34,13 @@ mod _core {
     #[pymodule_export]
     use super::drafts::{CachedDrafter, NgramProposer};
     #[pymodule_export]
+    use super::kv_events::{AllBlocksCleared, BlockRemoved, BlockStored};
+    #[pymodule_export]
     use super::philox::{philox_gumbel, philox_uniform};
     #[pymodule_export]
     use super::planner::SpeculationPlanner;
+    #[pymodule_export]
+    use super::request_view::RequestView;
     #[pymodule_export]
     use super::sampling::Sampler;
     #[pymodule_export]

@@ -1,14 +1,16 @@
 //! `Scheduler` for Python: checks buffers, calls the core once, maps its error.
 
 use crate::acceptance::AcceptanceTracker;
-use crate::block_pool::{DEFAULT_HASH_KEY, NO_SALT, hash_key_bytes};
+use crate::block_pool::{DEFAULT_HASH_KEY, ExtraKeys, NO_SALT, extra_keys, hash_key_bytes};
 use crate::buffers::{In, Out, readonly, readwrite};
 use crate::drafts::DrafterArgument;
 use crate::error::{Class, OrRaise, size};
+use crate::kv_events;
 use crate::planner::SpeculationPlanner;
+use crate::request_view::RequestView;
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
-use pyo3::types::PyDict;
+use pyo3::types::{PyDict, PyList};
 use specrs_core::scheduler::layout::Section;
 use specrs_core::{Drafter, PlanOutcome, RequestParams, SchedulerConfig};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -36,7 +38,8 @@ impl Scheduler {
     #[new]
     #[pyo3(signature = (
         *, max_num_seqs, max_model_len, num_blocks, block_size, max_num_batched_tokens, num_speculative_tokens = 0,
-        drafter = None, max_in_flight = 1, enable_prefix_caching = true, hash_key = DEFAULT_HASH_KEY,
+        drafter = None, max_in_flight = 1, enable_prefix_caching = true, enable_kv_cache_events = false,
+        hash_key = DEFAULT_HASH_KEY,
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only settings")]
     fn new(
@@ -50,6 +53,7 @@ impl Scheduler {
         drafter: Option<DrafterArgument<'_>>,
         max_in_flight: i64,
         enable_prefix_caching: bool,
+        enable_kv_cache_events: bool,
         hash_key: &[u8],
     ) -> PyResult<Self> {
         let size = |field, value| size(py, Class::InvalidConfig, field, value);
@@ -63,6 +67,7 @@ impl Scheduler {
             drafter: drafter.map_or(Drafter::None, DrafterArgument::into_core),
             max_in_flight: size("max_in_flight", max_in_flight)?,
             enable_prefix_caching,
+            enable_kv_cache_events,
             hash_key: hash_key_bytes(py, hash_key)?,
         };
         specrs_core::Scheduler::new(config).map(|core| Self(Mutex::new(core))).or_raise(py)
@@ -97,9 +102,10 @@ impl Scheduler {
 
     #[pyo3(signature = (
         request_id, token_ids, *, limit, min_tokens = 0, num_speculative_tokens = 0, priority = 0, stop_token_ids = None,
-        cache_salt = NO_SALT,
+        cache_salt = NO_SALT, extra_keys = None,
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only parameters")]
+    #[expect(clippy::needless_pass_by_value, reason = "an argument from Python is owned")]
     fn add_request(
         &self,
         py: Python<'_>,
@@ -111,10 +117,12 @@ impl Scheduler {
         priority: i64,
         stop_token_ids: Option<&Bound<'_, PyAny>>,
         cache_salt: &[u8],
+        extra_keys: Option<ExtraKeys>,
     ) -> PyResult<()> {
         let token_ids: In = readonly("token_ids", token_ids)?;
         let stop_token_ids: Option<In> = stop_token_ids.map(|array| readonly("stop_token_ids", array)).transpose()?;
         let size = |field, value| size(py, Class::InvalidRequest, field, value);
+        let extra_keys = self::extra_keys(py, Class::InvalidRequest, extra_keys.as_deref())?;
         let params = RequestParams {
             limit: size("limit", limit)?,
             min_tokens: size("min_tokens", min_tokens)?,
@@ -122,6 +130,7 @@ impl Scheduler {
             priority,
             stop_token_ids: stop_token_ids.as_ref().map_or(Ok(&[][..]), |array| array.as_slice())?,
             cache_salt,
+            extra_keys: &extra_keys,
         };
         self.core(py).add_request(request_id, token_ids.as_slice()?, &params).or_raise(py)
     }
@@ -132,6 +141,19 @@ impl Scheduler {
 
     fn preempt(&self, py: Python<'_>, request_id: i64) -> PyResult<()> {
         self.core(py).preempt(request_id).or_raise(py)
+    }
+
+    fn request(&self, py: Python<'_>, request_id: i64) -> PyResult<RequestView> {
+        self.core(py).request(request_id).map(RequestView::from_core).or_raise(py)
+    }
+
+    fn request_ids(&self, py: Python<'_>) -> Vec<i64> {
+        self.core(py).request_ids().collect()
+    }
+
+    fn take_kv_events<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        let events = self.core(py).take_kv_events();
+        kv_events::to_list(py, events)
     }
 
     fn plan(&self, py: Python<'_>, record: &Bound<'_, PyAny>) -> PyResult<i64> {
@@ -178,10 +200,6 @@ impl Scheduler {
     #[getter]
     fn num_launches(&self, py: Python<'_>) -> u64 {
         self.core(py).num_launches()
-    }
-
-    fn request_ids(&self, py: Python<'_>) -> Vec<i64> {
-        self.core(py).request_ids().collect()
     }
 
     #[getter]

@@ -120,6 +120,16 @@ impl BlockPool {
         Ok(i64::from(id))
     }
 
+    /// The cached block that the next `allocate` will evict, or `None` if it will take a free one or find none. Its KV is still
+    /// what [`Self::block_hash`] names, so the caller may copy it out first.
+    #[inline]
+    pub fn next_eviction(&self) -> Option<i64> {
+        if self.lists.len(ListId::Free) > 0 {
+            return None;
+        }
+        list::iter(&self.blocks, ListId::Cached).next().map(i64::from)
+    }
+
     fn evict(&mut self) -> Option<u32> {
         let id = self.lists.pop_front(&mut self.blocks, ListId::Cached)?;
         self.by_hash.remove(&mut self.blocks, id);
@@ -187,6 +197,11 @@ impl BlockPool {
     /// Whether `block` has mark T: its target KV is valid and it can be found by hash.
     pub fn is_registered(&self, block: i64) -> bool {
         self.get(block).is_some_and(|b| b.registered)
+    }
+
+    /// The hash that `block` is registered under.
+    pub fn block_hash(&self, block: i64) -> Option<BlockHash> {
+        self.get(block).filter(|b| b.registered).map(|b| b.entry.hash())
     }
 
     /// Whether `block` has mark D: its draft KV is valid.

@@ -93,6 +93,27 @@ fn eviction_takes_the_least_recently_freed() {
 }
 
 #[test]
+fn an_eviction_is_known_before_it_happens() {
+    let mut pool = BlockPool::new(3).unwrap();
+    for hash in [70, 71] {
+        let block = pool.allocate().unwrap();
+        pool.register(block, hash).unwrap();
+    }
+    pool.free(1).unwrap();
+    pool.free(0).unwrap();
+    assert_eq!(pool.next_eviction(), None, "a free block comes first");
+    assert_eq!(pool.allocate(), Ok(2));
+    for (block, hash) in [(1, 71), (0, 70)] {
+        assert_eq!((pool.next_eviction(), pool.block_hash(block)), (Some(block), Some(hash)));
+        assert_eq!(pool.allocate(), Ok(block));
+        assert_eq!(pool.block_hash(block), None);
+    }
+    assert_eq!(pool.next_eviction(), None, "nothing is left");
+    assert_eq!(pool.allocate(), Err(Error::OutOfBlocks { num_blocks: 3 }));
+    assert_eq!((pool.block_hash(-1), pool.block_hash(3)), (None, None));
+}
+
+#[test]
 fn equal_content_is_registered_once() {
     let mut pool = BlockPool::new(2).unwrap();
     let (a, b) = (pool.allocate().unwrap(), pool.allocate().unwrap());

@@ -2,6 +2,7 @@
 
 use crate::drafts::Drafter;
 use crate::error::{Error, Result};
+use crate::hash::ExtraKey;
 
 /// Largest number of tokens, positions or blocks in a [`SchedulerConfig`], so that products of two fit an `i64`.
 const MAX_SIZE: usize = 1 << 31;
@@ -28,6 +29,8 @@ pub struct SchedulerConfig {
     pub max_in_flight: usize,
     /// Whether requests share the KV of equal prefixes.
     pub enable_prefix_caching: bool,
+    /// Whether [`super::Scheduler::take_kv_events`] tells which blocks came into the prefix cache and left it.
+    pub enable_kv_cache_events: bool,
     /// Key of the block hashes.
     pub hash_key: [u8; 16],
 }
@@ -51,6 +54,7 @@ impl SchedulerConfig {
             drafter: Drafter::None,
             max_in_flight: 1,
             enable_prefix_caching: true,
+            enable_kv_cache_events: false,
             hash_key: [0; 16],
         }
     }
@@ -100,4 +104,7 @@ pub struct RequestParams<'a> {
     pub stop_token_ids: &'a [i64],
     /// Requests share prefixes only with requests of the same salt.
     pub cache_salt: &'a [u8],
+    /// What the prompt's KV depends on besides its tokens, by position, which does not decrease; requests share the blocks from
+    /// there on only where these are equal too.
+    pub extra_keys: &'a [ExtraKey<'a>],
 }

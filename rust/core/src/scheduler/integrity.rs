@@ -101,6 +101,7 @@ impl Scheduler {
 
         let mut hash = request.root;
         for (at, tokens) in request.tokens.chunks_exact(block_size).take(row.num_registered).enumerate() {
+            hash = request.with_extra_keys(hash, at * block_size, block_size, &self.hasher);
             hash = self.hasher.chain_tokens(hash, tokens);
             let block = row.blocks[at];
             let found = self.pool.lookup(hash);

@@ -4,6 +4,7 @@ use super::request::{Request, RequestIndex};
 use super::row::{RowIndex, RowState};
 use super::{RequestParams, Scheduler};
 use crate::error::{Error, Result};
+use crate::hash::check_extra_keys;
 
 /// Token ids are vocabulary indices; anything beyond 32 bits is a bug of the caller.
 const MAX_TOKEN: i64 = crate::hash::ESCAPE as i64 - 1;
@@ -45,6 +46,9 @@ impl Scheduler {
             if let Some(at) = tokens.iter().position(|&token| !is_token(token)) {
                 return invalid(field, format!("{} at index {at}", tokens[at]), format!("0 to {MAX_TOKEN}"));
             }
+        }
+        if let Err((value, allowed)) = check_extra_keys(params.extra_keys, token_ids.len()) {
+            return invalid("extra_keys", value, allowed);
         }
         let (limit, least, most) = (params.limit, token_ids.len() + 1, self.config.max_model_len);
         if limit < least {
@@ -98,7 +102,7 @@ impl Scheduler {
         self.requests[index].row.ok_or(Error::NotRunning { request_id })
     }
 
-    fn live(&self, request_id: i64) -> Result<RequestIndex> {
+    pub(super) fn live(&self, request_id: i64) -> Result<RequestIndex> {
         self.by_id.get(&request_id).copied().ok_or(Error::UnknownRequest { request_id })
     }
 

@@ -15,6 +15,7 @@
 //! | `speculation` | K by a planner; draft KV built again |
 //! | `record` | how that is written down |
 //! | `settle` | what results mean |
+//! | `introspection`, `kv_events` | what a host may ask about a request, and about the prefix cache |
 //! | `integrity` | whether all of this agrees |
 
 mod admission;
@@ -22,6 +23,8 @@ mod catch_up;
 mod config;
 mod host_drafts;
 mod integrity;
+mod introspection;
+mod kv_events;
 pub mod layout;
 mod lifecycle;
 mod plan;
@@ -43,6 +46,9 @@ use crate::error::{Error, Result};
 use crate::hash::BlockHasher;
 use crate::slot_mapper::SlotMapper;
 pub use config::{RequestParams, SchedulerConfig};
+pub use introspection::{RequestState, RequestView};
+pub use kv_events::KvEvent;
+use kv_events::KvEventLog;
 use layout::{RecordLayout, ResultsLayout, SettledLayout};
 use request::{Importance, RequestIndex, Requests};
 use row::{Launch, Row, RowIndex};
@@ -144,6 +150,8 @@ pub struct Scheduler {
     num_unpublished: usize,
     speculation: speculation::Speculation,
     host_drafts: host_drafts::HostDrafts,
+    /// `None` unless they are enabled.
+    kv_events: Option<KvEventLog>,
 }
 
 impl Scheduler {
@@ -179,6 +187,7 @@ impl Scheduler {
             num_unpublished: 0,
             speculation: speculation::Speculation::default(),
             host_drafts: host_drafts::HostDrafts::new(&config),
+            kv_events: config.enable_kv_cache_events.then(|| KvEventLog::new(&config)),
             config,
         })
     }
@@ -216,11 +225,6 @@ impl Scheduler {
     /// Launches planned since the start, which is the id of the next one.
     pub fn num_launches(&self) -> u64 {
         self.next_launch_id
-    }
-
-    /// Ids of the requests that wait or run, in no order.
-    pub fn request_ids(&self) -> impl Iterator<Item = i64> {
-        self.by_id.keys().copied()
     }
 
     /// Launches planned and not yet settled.
@@ -265,7 +269,11 @@ impl Scheduler {
 
     /// Forgets all cached prefixes. Returns false, and changes nothing, while any block is held.
     pub fn reset_prefix_cache(&mut self) -> bool {
-        self.pool.reset_prefix_cache()
+        let reset = self.pool.reset_prefix_cache();
+        if reset && let Some(events) = &mut self.kv_events {
+            events.cleared();
+        }
+        reset
     }
 }
 

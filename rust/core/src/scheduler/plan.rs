@@ -256,6 +256,9 @@ impl Scheduler {
     pub(super) fn grow(&mut self, row: RowIndex, positions: usize) -> Result<()> {
         let blocks = &mut self.rows[row as usize].blocks;
         while blocks.len() * self.config.block_size < positions {
+            if let Some(events) = &mut self.kv_events {
+                events.before_allocate(&self.pool);
+            }
             blocks.push(self.pool.allocate()?);
         }
         Ok(())

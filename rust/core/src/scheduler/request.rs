@@ -30,6 +30,8 @@ pub(super) struct Request {
     /// Its row while running.
     pub(super) row: Option<u32>,
     pub(super) root: BlockHash,
+    /// By position, which does not decrease.
+    extra_keys: Vec<(usize, Box<[u8]>)>,
     /// Hashes of its first full blocks, computed once as far as they were needed.
     hashes: Vec<BlockHash>,
 }
@@ -62,6 +64,7 @@ impl Request {
             row: None,
             draft_failed: false,
             root,
+            extra_keys: params.extra_keys.iter().map(|extra| (extra.position, extra.key.into())).collect(),
             hashes: Vec::new(),
         }
     }
@@ -113,10 +116,38 @@ impl Request {
     pub(super) fn block_hash(&mut self, index: usize, block_size: usize, hasher: &BlockHasher) -> BlockHash {
         while self.hashes.len() <= index {
             let start = self.hashes.len() * block_size;
-            let parent = self.hashes.last().copied().unwrap_or(self.root);
+            let mut parent = self.hashes.last().copied().unwrap_or(self.root);
+            if !self.extra_keys.is_empty() {
+                parent = self.with_extra_keys(parent, start, block_size, hasher);
+            }
             self.hashes.push(hasher.chain_tokens(parent, &self.tokens[start..start + block_size]));
         }
         self.hashes[index]
+    }
+
+    /// What the block at `start` is hashed on from, its extra keys being part of it.
+    #[cold]
+    pub(super) fn with_extra_keys(
+        &self,
+        parent: BlockHash,
+        start: usize,
+        block_size: usize,
+        hasher: &BlockHasher,
+    ) -> BlockHash {
+        self.extra_keys_of(start, block_size)
+            .fold(parent, |parent, (offset, key)| hasher.with_extra_key(parent, offset, key))
+    }
+
+    /// Offsets and extra keys of the block at `start`.
+    pub(super) fn extra_keys_of(&self, start: usize, block_size: usize) -> impl Iterator<Item = (usize, &[u8])> {
+        let first = self.extra_keys.partition_point(|&(position, _)| position < start);
+        let keys = self.extra_keys[first..].iter().take_while(move |&&(position, _)| position < start + block_size);
+        keys.map(move |(position, key)| (position - start, &**key))
+    }
+
+    /// Hash of the block before `index`, which has been computed; none before the first.
+    pub(super) fn parent_hash(&self, index: usize) -> Option<BlockHash> {
+        index.checked_sub(1).map(|parent| self.hashes[parent])
     }
 }
 

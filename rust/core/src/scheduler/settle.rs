@@ -224,8 +224,13 @@ impl Scheduler {
             let hash = request.block_hash(index, block_size, &self.hasher);
             // A launch in flight may be writing draft KV into this block, so nobody else should.
             let drafting = row.drafting > 0 || index * block_size < row.draft_len;
-            if self.pool.register(row.blocks[index], hash)? && drafting && !request.draft_failed {
-                self.pool.claim(row.blocks[index], row_index)?;
+            if self.pool.register(row.blocks[index], hash)? {
+                if drafting && !request.draft_failed {
+                    self.pool.claim(row.blocks[index], row_index)?;
+                }
+                if let Some(events) = &mut self.kv_events {
+                    events.stored(row.blocks[index], request, index, hash);
+                }
             }
             row.num_registered += 1;
         }

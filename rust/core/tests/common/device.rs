@@ -5,7 +5,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use super::model::{EMPTY, draft_token, extend, lookup, target_token};
+use super::model::{EMPTY, draft_token, extend, lookup, target_token, with_key};
 use specrs_core::Drafter;
 use specrs_core::scheduler::layout::{
     FLAG_DRAFT_NON_FINITE, FLAG_TARGET_NON_FINITE, HEADER_LAUNCH_ID, RecordLayout, Section,
@@ -23,6 +23,8 @@ pub struct Sampling {
     pub prompt_len: usize,
     pub min_tokens: usize,
     pub stop: Vec<i64>,
+    /// What KV depends on besides tokens, by position.
+    pub extra_keys: Vec<(usize, Vec<u8>)>,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -44,7 +46,12 @@ struct Row {
 
 impl Row {
     fn push(&mut self, token: i64) {
-        let last = self.prefix.last().copied().unwrap_or(EMPTY);
+        let mut last = self.prefix.last().copied().unwrap_or(EMPTY);
+        for (position, key) in &self.sampling.extra_keys {
+            if *position == self.tokens.len() {
+                last = with_key(last, key);
+            }
+        }
         self.tokens.push(token);
         self.prefix.push(extend(last, token));
     }
@@ -132,6 +139,18 @@ impl Device {
     /// Overwrites all draft KV with what belongs to no tokens.
     pub fn corrupt_drafts(&mut self) {
         self.draft_kv.fill(12345);
+    }
+
+    /// A row's valid target and draft KV, and its block table.
+    pub fn row(&self, row: usize) -> (usize, usize, &[i64]) {
+        let row = &self.rows[row];
+        (row.target_len, row.draft_len, &row.table)
+    }
+
+    /// Target KV of a block.
+    pub fn target_block(&self, block: i64) -> &[u64] {
+        let start = block as usize * self.config.block_size;
+        &self.target_kv[start..start + self.config.block_size]
     }
 
     pub fn set_sampling(&mut self, request_id: i64, sampling: Sampling) {

@@ -7,7 +7,7 @@ use super::device::{Device, Report, Sampling};
 use super::model::generate;
 use specrs_core::scheduler::layout::{FINISH_LENGTH, FINISH_NONE, FINISH_STOP};
 use specrs_core::scheduler::{LaunchHeader, PlanOutcome, RequestParams, Scheduler, SchedulerConfig};
-use specrs_core::{Error, Result};
+use specrs_core::{Error, ExtraKey, Result};
 
 /// A request with its own copy of what [`RequestParams`] borrows.
 #[derive(Clone, Debug, Default)]
@@ -19,6 +19,7 @@ pub struct Ask {
     pub priority: i64,
     pub stop: Vec<i64>,
     pub salt: Vec<u8>,
+    pub extra_keys: Vec<(usize, Vec<u8>)>,
 }
 
 /// What came of a request so far.
@@ -59,6 +60,7 @@ impl Driver {
 
     pub fn add(&mut self, id: i64, ask: &Ask) -> Result<()> {
         let limit = (ask.prompt.len() + ask.max_tokens).min(self.scheduler.config().max_model_len);
+        let extra_keys: Vec<_> = ask.extra_keys.iter().map(|&(position, ref key)| ExtraKey { position, key }).collect();
         let params = RequestParams {
             limit,
             min_tokens: ask.min_tokens,
@@ -66,12 +68,18 @@ impl Driver {
             priority: ask.priority,
             stop_token_ids: &ask.stop,
             cache_salt: &ask.salt,
+            extra_keys: &extra_keys,
         };
         self.scheduler.add_request(id, &ask.prompt, &params)?;
         self.check();
-        let sampling = Sampling { prompt_len: ask.prompt.len(), min_tokens: ask.min_tokens, stop: ask.stop.clone() };
+        let sampling = Sampling {
+            prompt_len: ask.prompt.len(),
+            min_tokens: ask.min_tokens,
+            stop: ask.stop.clone(),
+            extra_keys: ask.extra_keys.clone(),
+        };
         self.device.set_sampling(id, sampling);
-        let expected = generate(&ask.prompt, limit, ask.min_tokens, &ask.stop);
+        let expected = generate(&ask.prompt, &ask.extra_keys, limit, ask.min_tokens, &ask.stop);
         self.outcomes.insert(id, Outcome { expected, ..Outcome::default() });
         Ok(())
     }

@@ -12,6 +12,11 @@ pub fn extend(prefix: u64, token: i64) -> u64 {
     mix(prefix ^ mix(token as u64 + 1))
 }
 
+/// Hash of a prefix whose next token an extra key belongs to.
+pub fn with_key(prefix: u64, key: &[u8]) -> u64 {
+    key.iter().fold(mix(!prefix), |hash, &byte| extend(hash, i64::from(byte)))
+}
+
 /// splitmix64's output function.
 pub fn mix(mut x: u64) -> u64 {
     x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -51,8 +56,18 @@ pub fn lookup(tokens: &[i64], min: usize, max: usize, k: usize) -> Vec<i64> {
 }
 
 /// The output of a request that nothing disturbs: the reference, without any scheduling.
-pub fn generate(prompt: &[i64], limit: usize, min_tokens: usize, stop: &[i64]) -> Vec<i64> {
-    let mut prefix = prompt.iter().fold(EMPTY, |prefix, &token| extend(prefix, token));
+pub fn generate(
+    prompt: &[i64],
+    extra_keys: &[(usize, Vec<u8>)],
+    limit: usize,
+    min_tokens: usize,
+    stop: &[i64],
+) -> Vec<i64> {
+    let mut prefix = EMPTY;
+    for (position, &token) in prompt.iter().enumerate() {
+        let keys = extra_keys.iter().filter(|&&(at, _)| at == position);
+        prefix = extend(keys.fold(prefix, |prefix, (_, key)| with_key(prefix, key)), token);
+    }
     let mut output = Vec::new();
     while prompt.len() + output.len() < limit {
         let masked = if output.len() < min_tokens { stop } else { &[] };

@@ -1,7 +1,7 @@
 //! What is refused, with which error, and that nothing has changed then.
 
 use specrs_core::scheduler::{RequestParams, Scheduler};
-use specrs_core::{Drafter, Error, NgramProposer, SchedulerConfig};
+use specrs_core::{Drafter, Error, ExtraKey, NgramProposer, SchedulerConfig};
 
 use crate::common::device::Report;
 use crate::common::driver::{Ask, Driver};
@@ -48,8 +48,9 @@ fn requests_that_can_never_be_served() {
     let mut driver = Driver::new(SchedulerConfig { num_blocks: 10, ..speculative() });
     driver.add(5, &ask(1, 5, 5)).unwrap();
     let before = format!("{:?}", driver.scheduler);
+    let key = |position| ExtraKey { position, key: b"image" };
     let fine = RequestParams { limit: 10, ..RequestParams::default() };
-    let refused: [(&str, i64, &[i64], RequestParams<'_>); 9] = [
+    let refused: [(&str, i64, &[i64], RequestParams<'_>); 12] = [
         ("request_id", -1, &[1], fine.clone()),
         ("token_ids", 0, &[], fine.clone()),
         ("token_ids", 0, &[1, -1], fine.clone()),
@@ -59,6 +60,9 @@ fn requests_that_can_never_be_served() {
         ("limit", 0, &[1], RequestParams { limit: 65, ..fine.clone() }),
         ("limit", 0, &[1], RequestParams { limit: 41, ..fine.clone() }),
         ("num_speculative_tokens", 0, &[1], RequestParams { num_speculative_tokens: 4, ..fine.clone() }),
+        ("extra_keys", 0, &[1, 2], RequestParams { extra_keys: &[key(2)], ..fine.clone() }),
+        ("extra_keys", 0, &[1, 2], RequestParams { extra_keys: &[key(1), key(0)], ..fine.clone() }),
+        ("extra_keys", 0, &[1], RequestParams { extra_keys: &[ExtraKey { position: 0, key: b"" }], ..fine.clone() }),
     ];
     for (field, id, tokens, params) in refused {
         assert_eq!(field_of(&driver.scheduler.add_request(id, tokens, &params).unwrap_err()), field);

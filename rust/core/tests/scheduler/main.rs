@@ -8,6 +8,8 @@ mod blocks;
 mod drafting;
 mod errors;
 mod host_drafts;
+mod introspection;
+mod kv_events;
 mod prefixes;
 mod settling;
 mod speculation;

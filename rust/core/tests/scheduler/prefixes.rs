@@ -49,6 +49,34 @@ fn another_salt_or_another_token_shares_nothing_beyond() {
 }
 
 #[test]
+fn extra_keys_share_only_with_equal_ones() {
+    let with = |keys: &[(usize, &[u8])]| Ask {
+        extra_keys: keys.iter().map(|&(position, key)| (position, key.to_vec())).collect(),
+        ..drafting(1, 21, 8)
+    };
+    // Blocks of 4, so of 21 tokens at most 20 are found.
+    let cases = [
+        (&[(9, &b"image"[..])][..], 20),
+        (&[(9, b"other")], 8),
+        (&[(9, b"imagf")], 8),
+        (&[(10, b"image")], 8),
+        (&[(5, b"image")], 4),
+        (&[(13, b"image")], 8),
+        (&[], 8),
+        (&[(9, b"image"), (17, b"more")], 16),
+        (&[(0, b"adapter"), (9, b"image")], 0),
+    ];
+    for (keys, expected) in cases {
+        let mut driver = Driver::new(speculative());
+        driver.add(0, &with(&[(9, b"image")])).unwrap();
+        driver.run();
+        driver.add(1, &with(keys)).unwrap();
+        driver.run();
+        assert_eq!(cached(&driver), expected, "{keys:?}");
+    }
+}
+
+#[test]
 fn nothing_is_cached_when_caching_is_off() {
     let mut driver = Driver::new(SchedulerConfig { enable_prefix_caching: false, ..speculative() });
     for id in 0..3 {

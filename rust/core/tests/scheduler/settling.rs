@@ -24,7 +24,7 @@ fn one_token_is_the_whole_output() {
 
 #[test]
 fn a_stop_at_the_first_token_drops_what_follows_in_flight() {
-    let first = generate(&ask(1, 9, 1).prompt, 10, 0, &[]);
+    let first = generate(&ask(1, 9, 1).prompt, &[], 10, 0, &[]);
     let mut driver = Driver::new(SchedulerConfig { max_in_flight: 2, ..speculative() });
     driver.add(0, &Ask { stop: first.clone(), ..drafting(1, 9, 20) }).unwrap();
     driver.launch();
@@ -41,7 +41,7 @@ fn a_stop_at_the_first_token_drops_what_follows_in_flight() {
 #[test]
 fn a_stop_inside_accepted_drafts_cuts_the_text_and_not_the_books() {
     for cuts_at_stop in [false, true] {
-        let text = generate(&ask(1, 9, 1).prompt, 60, 0, &[]);
+        let text = generate(&ask(1, 9, 1).prompt, &[], 60, 0, &[]);
         let mut seen_cut = false;
         for stop in 1..text.len() {
             let mut driver = Driver::new(speculative());
@@ -93,7 +93,7 @@ fn a_stop_token_before_min_tokens_is_a_token_even_if_the_device_lets_it_through(
 
 #[test]
 fn a_stop_token_at_the_limit_is_a_stop() {
-    let text = generate(&ask(1, 9, 1).prompt, 14, 0, &[]);
+    let text = generate(&ask(1, 9, 1).prompt, &[], 14, 0, &[]);
     let mut driver = Driver::new(speculative());
     driver.add(0, &Ask { stop: vec![text[4]], ..drafting(1, 9, 5) }).unwrap();
     driver.run();

@@ -51,6 +51,10 @@ fn random_ask(rng: &mut Rng, config: &SchedulerConfig) -> Ask {
     if rng.below(3) == 0 {
         *tokens.last_mut().expect("a token") = rng.below(97) as i64;
     }
+    let extra_keys = match rng.below(4) {
+        0 => vec![(rng.below(len as u64), vec![rng.below(2) as u8])],
+        _ => vec![],
+    };
     Ask {
         prompt: tokens,
         max_tokens: 1 + rng.below(40),
@@ -59,6 +63,7 @@ fn random_ask(rng: &mut Rng, config: &SchedulerConfig) -> Ask {
         priority: rng.below(3) as i64 - 1,
         stop: (0..rng.below(8)).map(|_| rng.below(97) as i64).collect(),
         salt: rng.pick(&[&b""[..], b"", b"", b"a"]).to_vec(),
+        extra_keys,
     }
 }
 

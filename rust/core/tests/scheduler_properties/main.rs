@@ -199,6 +199,7 @@ impl Run {
             priority: ask.priority,
             stop_token_ids: &ask.stop,
             cache_salt: &[ask.salt],
+            ..RequestParams::default()
         };
         self.scheduler.add_request(id, &prompt, &params).expect("an allowed request");
         let duplicate = self.scheduler.add_request(id, &prompt, &params);

@@ -5,8 +5,8 @@ use super::bytes::Bytes;
 use specrs_core::scheduler::layout::{
     FLAG_TARGET_NON_FINITE, HEADER_LAUNCH_ID, HEADER_NUM_ADMITTED, HEADER_NUM_DECODE, HEADER_NUM_PREFILL,
 };
-use specrs_core::{Drafter, PlanOutcome, RequestParams, Scheduler, SchedulerConfig};
-use std::collections::VecDeque;
+use specrs_core::{Drafter, ExtraKey, KvEvent, PlanOutcome, RequestParams, Scheduler, SchedulerConfig};
+use std::collections::{HashMap, VecDeque};
 
 /// Row, K, and whether it emits.
 type Entry = (usize, usize, bool);
@@ -19,6 +19,8 @@ struct Run {
     in_flight: VecDeque<(u64, Vec<Entry>)>,
     /// Tokens that each row of the device may still emit.
     left: Vec<usize>,
+    /// What KV events say is cached: the block under each hash.
+    cached: HashMap<u128, i64>,
 }
 
 pub fn scheduler(data: &[u8]) {
@@ -42,6 +44,7 @@ pub fn scheduler(data: &[u8]) {
     }
     config.max_in_flight = 1 + bytes.below(3);
     config.enable_prefix_caching = bytes.byte() % 4 > 0;
+    config.enable_kv_cache_events = bytes.byte() % 2 > 0;
     let Ok(scheduler) = Scheduler::new(config) else { return };
     let mut run = Run {
         record: vec![0; scheduler.record_layout().size],
@@ -49,6 +52,7 @@ pub fn scheduler(data: &[u8]) {
         settled: vec![0; scheduler.settled_layout().size],
         in_flight: VecDeque::new(),
         left: vec![0; scheduler.config().max_num_seqs],
+        cached: HashMap::new(),
         scheduler,
     };
     while !bytes.is_empty() {
@@ -61,6 +65,7 @@ pub fn scheduler(data: &[u8]) {
             _ => _ = run.scheduler.reset_prefix_cache(),
         }
         run.scheduler.check_integrity().expect("integrity");
+        run.follow(&mut bytes);
     }
     run.drain();
 }
@@ -74,6 +79,8 @@ impl Run {
         if bytes.byte() == 0 {
             prompt.push(bytes.number());
         }
+        let key = |position| ExtraKey { position, key: b"key" };
+        let extra_keys = [key(bytes.below(12)), key(bytes.below(40))];
         let stop = [bytes.number(), 3];
         let params = RequestParams {
             limit: if bytes.byte() == 0 { bytes.word() as usize } else { prompt.len() + 1 + bytes.below(40) },
@@ -82,10 +89,40 @@ impl Run {
             priority: bytes.number(),
             stop_token_ids: &stop[..bytes.below(3)],
             cache_salt: &[0, 1][..bytes.below(2)],
+            extra_keys: &extra_keys[..bytes.below(3)],
         };
         let before = (self.scheduler.num_waiting(), self.scheduler.num_running());
         if self.scheduler.add_request(id, &prompt, &params).is_err() {
             assert_eq!(before, (self.scheduler.num_waiting(), self.scheduler.num_running()));
+        }
+    }
+
+    /// Takes the KV events now and then; who follows them never believes more than is cached, and requests can be looked at.
+    fn follow(&mut self, bytes: &mut Bytes<'_>) {
+        for id in self.scheduler.request_ids().collect::<Vec<_>>() {
+            let view = self.scheduler.request(id).expect("a live request");
+            assert!(view.num_computed_tokens < view.limit && view.num_draft_computed_tokens < view.limit);
+            assert!(view.block_table.iter().all(|&block| self.scheduler.block_pool().ref_count(block) > Some(0)));
+        }
+        if bytes.byte().is_multiple_of(8) {
+            return;
+        }
+        for event in self.scheduler.take_kv_events() {
+            match event {
+                KvEvent::BlockStored { blocks, block_hashes, .. } => {
+                    self.cached.extend(block_hashes.into_iter().zip(blocks));
+                }
+                KvEvent::BlockRemoved { block_hashes, .. } => {
+                    for hash in block_hashes {
+                        self.cached.remove(&hash);
+                    }
+                }
+                KvEvent::AllBlocksCleared => self.cached.clear(),
+                _ => unreachable!("another event"),
+            }
+        }
+        for (&hash, &block) in &self.cached {
+            assert_eq!(self.scheduler.block_pool().lookup(hash), Some(block));
         }
     }
 

@@ -1,0 +1,117 @@
+//! KV events for Python: one class for each kind, with lists and arrays of its blocks.
+
+use numpy::{PyArray1, ToPyArray};
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyList};
+use specrs_core::KvEvent;
+
+#[pyclass(frozen, module = "specrs._core")]
+pub(crate) struct BlockStored {
+    blocks: Vec<i64>,
+    block_hashes: Vec<u128>,
+    parent_block_hash: Option<u128>,
+    token_ids: Vec<i64>,
+    extra_keys: Vec<Vec<(usize, Box<[u8]>)>>,
+}
+
+#[pymethods]
+impl BlockStored {
+    #[getter]
+    fn blocks(&self) -> Vec<i64> {
+        self.blocks.clone()
+    }
+
+    #[getter]
+    fn block_hashes(&self) -> Vec<u128> {
+        self.block_hashes.clone()
+    }
+
+    #[getter]
+    fn parent_block_hash(&self) -> Option<u128> {
+        self.parent_block_hash
+    }
+
+    #[getter]
+    fn token_ids<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i64>> {
+        self.token_ids.to_pyarray(py)
+    }
+
+    #[getter]
+    fn block_size(&self) -> usize {
+        self.token_ids.len() / self.blocks.len()
+    }
+
+    #[getter]
+    fn extra_keys<'py>(&self, py: Python<'py>) -> Vec<Vec<(usize, Bound<'py, PyBytes>)>> {
+        let keys = |keys: &Vec<(usize, Box<[u8]>)>| {
+            keys.iter().map(|(offset, key)| (*offset, PyBytes::new(py, key))).collect()
+        };
+        self.extra_keys.iter().map(keys).collect()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("BlockStored(blocks={:?}, {} tokens)", self.blocks, self.token_ids.len())
+    }
+}
+
+#[pyclass(frozen, module = "specrs._core")]
+pub(crate) struct BlockRemoved {
+    blocks: Vec<i64>,
+    block_hashes: Vec<u128>,
+    has_draft: Vec<bool>,
+}
+
+#[pymethods]
+impl BlockRemoved {
+    #[getter]
+    fn blocks(&self) -> Vec<i64> {
+        self.blocks.clone()
+    }
+
+    #[getter]
+    fn block_hashes(&self) -> Vec<u128> {
+        self.block_hashes.clone()
+    }
+
+    #[getter]
+    fn has_draft(&self) -> Vec<bool> {
+        self.has_draft.clone()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("BlockRemoved(blocks={:?})", self.blocks)
+    }
+}
+
+#[pyclass(frozen, module = "specrs._core")]
+pub(crate) struct AllBlocksCleared;
+
+#[pymethods]
+impl AllBlocksCleared {
+    #[expect(clippy::unused_self, reason = "a Python method has one")]
+    fn __repr__(&self) -> &'static str {
+        "AllBlocksCleared()"
+    }
+}
+
+/// Events of the core as a list of objects.
+pub(crate) fn to_list(py: Python<'_>, events: Vec<KvEvent>) -> PyResult<Bound<'_, PyList>> {
+    let list = PyList::empty(py);
+    for event in events {
+        match event {
+            KvEvent::BlockStored { blocks, block_hashes, parent_block_hash, token_ids, extra_keys, .. } => {
+                let token_ids = token_ids.into_iter().map(i64::from).collect();
+                list.append(Bound::new(
+                    py,
+                    BlockStored { blocks, block_hashes, parent_block_hash, token_ids, extra_keys },
+                )?)?;
+            }
+            KvEvent::BlockRemoved { blocks, block_hashes, has_draft, .. } => {
+                list.append(Bound::new(py, BlockRemoved { blocks, block_hashes, has_draft })?)?;
+            }
+            KvEvent::AllBlocksCleared => list.append(Bound::new(py, AllBlocksCleared)?)?,
+            other => unreachable!("{other:?} has no class here"),
+        }
+    }
+    Ok(list)
+}
