@@ -26,7 +26,7 @@ class BlockManager:
 
     def __init__(self, num_blocks: int) -> None:
         self.free: deque[Block] = deque(Block(i) for i in range(num_blocks))
-        self.cached: OrderedDict[int, Block] = OrderedDict()  # by hash, held by nobody
+        self.cached: OrderedDict[int, Block] = OrderedDict()  # by hash, not held
         self.by_hash: dict[int, Block] = {}
 
     @property

@@ -11,7 +11,7 @@ import signal
 
 # Read where kernels are defined, so before anything imports one.
 os.environ.setdefault("TRITON_INTERPRET", "0" if os.environ.get("SPECRS_GPU") == "1" else "1")
-# Some virtual machines name AMX among their instructions and kill whoever uses it.
+# Some virtual machines name AMX among their instructions and kill the process that uses it.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import torch

@@ -68,7 +68,7 @@ def linear_config(shape: LinearShape, block_m: int, limits: DeviceLimits) -> Lin
 
 
 def default_config(shape: LinearShape, limits: DeviceLimits) -> LinearConfig:
-    """A safe configuration for a GPU that nobody has tuned for.
+    """A safe configuration for a GPU that was not tuned for.
 
     About 32 KiB in flight on each multiprocessor cover the latency of a GPU's memory at 4 TB/s. Rows of 256 bytes are
     what the memory reads best; where fewer than three stages of them fit, half as many. One program on each

@@ -96,7 +96,7 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     place = row[:, None] * out_stride + head[:, None] * D + d[None, :]
 
     if (request == batch - 1) & (row_block == 0) & (split == 0):
-        # Rows behind the last request belong to nobody.
+        # Rows behind the last request belong to none.
         lane = kv_head * GROUP * D + tl.arange(0, BLOCK_D)
         for orphan in range(end, num_rows):
             for g in range(GROUP):
@@ -149,7 +149,7 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
             tl.store(partial_stat + at * 2 * BLOCK_M + m, top)
             tl.store(partial_stat + at * 2 * BLOCK_M + BLOCK_M + m, total)
             if FUSED > 0:
-                # All threads' results before the one thread's count, which releases them to whoever counts after.
+                # All threads' results before the one thread's count, which releases them to those that count after.
                 tl.debug_barrier()
                 if tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") == live - 1:
                     combined = _combine(

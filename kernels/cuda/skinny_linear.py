@@ -138,7 +138,7 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
                 tl.store(slot + SLOT - BLOCK_M + token, total)
             low = _owner(tile * STEPS, TOTAL, PROGRAMS)
             high = _owner(tile * STEPS + STEPS - 1, TOTAL, PROGRAMS)
-            # All threads' sums before the one thread's count, which releases them to whoever counts after.
+            # All threads' sums before the one thread's count, which releases them to those that count after.
             tl.debug_barrier()
             complete = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") == high - low
             if complete:

@@ -427,7 +427,7 @@ class Scheduler:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that nobody holds, cached ones included."""
+        """Blocks that no request holds, cached ones included."""
 
     @property
     def num_blocks(self) -> int:
@@ -547,7 +547,7 @@ class BlockRemoved:
 
 @final
 class AllBlocksCleared:
-    """KV event: what was stored before counts no longer, because of a reset or of events that nobody took in time.
+    """KV event: what was stored before counts no longer, because of a reset or of events that were not taken in time.
 
     What follows is true again; blocks stored before may still be cached then, but no event will say so.
     """
@@ -712,7 +712,7 @@ class AcceptanceTracker:
 class BlockPool:
     """Who holds which KV block, and which blocks can be found again by content.
 
-    A block is free, held (`ref_count >= 1`), or cached (registered, held by nobody, evicted least recently freed
+    A block is free, held (`ref_count >= 1`), or cached (registered, not held, evicted least recently freed
     first). A registered block has mark T (its target KV is valid); mark D says that its draft KV is valid too. Every
     operation is O(1).
     """
@@ -761,7 +761,7 @@ class BlockPool:
         Free a sequence's blocks last to first, so that its tail is evicted before its head.
 
         Raises:
-            InvalidBlockError: nobody holds the block, or it is not in the pool.
+            InvalidBlockError: the block is not held, or not in the pool.
         """
 
     def lookup(self, block_hash: int) -> int | None:

@@ -265,7 +265,7 @@ class AsyncLLM:
         for event_loop, news in by_loop.items():
             try:
                 event_loop.call_soon_threadsafe(_put_all, news)
-            except RuntimeError:  # it was closed, and nobody reads its streams
+            except RuntimeError:  # it was closed, and its streams are not read any more
                 for stream, _, _ in news:
                     stream.close()
 

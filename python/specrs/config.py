@@ -56,7 +56,7 @@ class SpeculativeConfig:
     `rejection_sample_method`: `rejection` (`standard` is its other name) accepts most; `coupled` gives the text
     that the same seed gives without speculation. Both sample the target's distribution; greedy text is the same.
     `synthetic` is for timing only: it accepts draft i with the unconditional rate `synthetic_acceptance_rates[i - 1]`,
-    whatever the models say, so the text is nobody's. Every output says so.
+    whatever the models say, so the text is no model's. Every output is marked so.
     `disable_padded_drafter_batch`: accepted for vLLM's sake; rows are never padded here.
     """
 
@@ -292,7 +292,7 @@ class EngineConfig:
         """Read the arguments of vLLM's `LLM(...)`: what is implemented, and the rest where it changes nothing.
 
         Raises `UnsupportedConfigError` for an argument whose value specrs does not honour, `InvalidConfigError` for an
-        argument nobody knows.
+        unknown argument.
         """
         known = {field.name for field in dataclasses.fields(cls)}
         values: dict[str, Any] = {}

@@ -25,7 +25,7 @@ POSITION = 'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_
 class Script:
     """What one request gets.
 
-    `end`: done, cut (the connection breaks), die (and nobody listens any more), silent (no [DONE]), error, garbage, or
+    `end`: done, cut (the connection breaks), die (and the port is closed), silent (no [DONE]), error, garbage, or
     an HTTP status instead of a stream.
     """
 

@@ -292,7 +292,7 @@ def test_an_event_loop_that_went_away(llm: AsyncLLM, engine: ScriptedEngine, gat
 
     run(main())
     gate.open(2)
-    while run(settled(llm, engine)):  # the first step finds nobody to tell; what follows takes the thread a turn or two
+    while run(settled(llm, engine)):  # the first step delivers nothing; the rest takes a turn or two
         pass
     assert llm.num_unfinished == 0
 

@@ -100,7 +100,7 @@ def generate(engine: Engine, params: list[SamplingParams], num_tokens: int = 5) 
 
 
 def assert_no_ties(pair: Pair, theirs: list[Request], params: list[SamplingParams], **settings: Any) -> None:
-    """Nothing in the sample hangs on a rounding: kernels and libraries that round differently owe the same tokens."""
+    """No token of the sample depends on a rounding: libraries that round differently give the same tokens."""
     nudged = generate(pair.engine(gpu=False, nudged=True, **settings), params, len(theirs[0].output_token_ids))
     for one, other in zip(nudged, theirs, strict=True):
         assert one.output_token_ids == other.output_token_ids

@@ -127,7 +127,7 @@ Engine.step, Engine._launch = broken_step, broken_launch
 def test_a_launch_that_fails_and_an_engine_that_breaks(tmp_path: Path) -> None:
     gate = tmp_path / "open"
     with serving(code=f"GATE = {str(gate)!r}{BREAKING}{MAIN}") as server:
-        # a launch that takes its time: meanwhile whoever needs no engine is answered
+        # a launch that takes its time: meanwhile requests that need no engine are answered
         with server.streaming(**ENDLESS | {"max_tokens": 79}) as events:
             for path in ("/health", "/v1/models", "/version"):
                 assert server.get(path).status == 200
@@ -141,7 +141,7 @@ def test_a_launch_that_fails_and_an_engine_that_breaks(tmp_path: Path) -> None:
         assert failed.error["type"] == "InternalServerError"
         assert server.complete(prompt="x", max_tokens=3, ignore_eos=True)["usage"]["completion_tokens"] == 3
         assert server.get("/health").status == 200
-        # the engine: streams end with an error, whoever asks is told, and the process ends
+        # the engine: streams and new requests end with an error, and the process ends
         with server.streaming(**ENDLESS) as events:
             next(events)
             broken = server.post("/v1/completions", {"prompt": "x", "max_tokens": 77})

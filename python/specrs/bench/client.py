@@ -24,7 +24,7 @@ BACKENDS = {"openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat
 
 
 class ServerGone(Exception):
-    """Nobody answers at the address any more."""
+    """There is no server at the address any more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ async def send(
 ) -> None:
     """Stream one request into `record`, which keeps what came before a failure.
 
-    Raises `ServerGone` if nobody answers; then, too, `record.error` says why.
+    Raises `ServerGone` if no server answers; then, too, `record.error` says why.
     """
     import aiohttp
 

@@ -1,6 +1,6 @@
 """What a client saw of one request: when it was sent, when something came. Knows no server and computes no means.
 
-Times are integer nanoseconds of one clock, so that whoever computes a figure from them again gets the same one.
+Times are integer nanoseconds of one clock, so that a figure computed from them again is the same.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class LoadConfig:
 class Run:
     """What happened: a record per sample, in their order; nanoseconds from the first to the last; counters of it.
 
-    `gone` says why nobody answered from some moment on; nothing was sent after it.
+    `gone` says why the server did not answer from some moment on; nothing was sent after it.
     """
 
     records: list[RequestRecord] = field(default_factory=list)

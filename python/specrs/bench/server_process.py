@@ -106,7 +106,7 @@ def serving(
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """A port that no socket listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

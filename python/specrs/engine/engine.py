@@ -397,7 +397,7 @@ class Engine:
 
 
 def _cache_salt(request: Request) -> bytes:
-    """What other requests must share to share blocks: prompt logprobs need every prompt row computed, so nobody's."""
+    """What other requests must share to share blocks: prompt logprobs compute every row: a salt of their own."""
     if request.params.prompt_logprobs is None:
         return request.cache_salt.encode()
     return f"prompt_logprobs of request {request.request_id}".encode() + secrets.token_bytes(8)

@@ -73,7 +73,7 @@ class EngineLoop(threading.Thread):
         self._owners: dict[int, tuple[Group, int]] = {}  # by request id, of requests that have not ended
         self._num_faults = 0
         self._stopping = False
-        # so that no command is queued behind the last one, where nobody would answer it
+        # so that no command is queued behind the last one, where it would never be answered
         self._ending = threading.Lock()
         self._ended = False
 

@@ -17,7 +17,7 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _DTYPES = ("F64", "F32", "BF16", "F16")
 _SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt", "*.tiktoken"]
 _OTHER_COPIES = ["consolidated*", "original/*", "*/*"]
-"""The same weights in the layout of the model's author, and folders of exports: gigabytes that nobody reads."""
+"""The same weights in the layout of the model's author, and folders of exports: gigabytes that are never read."""
 
 
 def resolve_folder(source: str | Path, revision: str | None = None, *, weights: bool = True) -> Path:

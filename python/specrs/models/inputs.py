@@ -19,9 +19,9 @@ class PassInputs:
     positions: Tensor
     """[N] positions; -1: the row is masked, its output is finite and means nothing."""
     slots: Tensor
-    """[N] KV slots; -1 writes into the scratch block, which nobody reads."""
+    """[N] KV slots; -1 writes into the scratch block, which is never read."""
     q_start: Tensor
-    """[B + 1] ascending, first 0; rows from `q_start[B]` on belong to nobody and are treated as masked."""
+    """[B + 1] ascending, first 0; rows from `q_start[B]` on belong to no request and are treated as masked."""
     block_table: Tensor
     """[B, max_blocks] block ids, the rows of these B requests; entries past a request's context are never used."""
     max_q_len: int

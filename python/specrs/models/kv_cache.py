@@ -15,7 +15,7 @@ class KVCache:
     """Keys and values of every layer in blocks of `block_size` positions.
 
     Slot s is block `s // block_size`, offset `s % block_size`. The last block is scratch: slot -1 writes into it (see
-    `paged_attention.write_kv`) and nobody reads it. K and V of a block lie side by side, so that one index names both.
+    `paged_attention.write_kv`) and is never read. K and V of a block lie side by side, so that one index names both.
     """
 
     layers: list[Tensor]

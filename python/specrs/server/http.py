@@ -1,4 +1,4 @@
-"""uvicorn's h11 protocol with deadlines: nobody holds a connection by sending or reading nothing, or little.
+"""uvicorn's h11 protocol with deadlines: no client holds a connection by sending or reading nothing, or little.
 
 h11 and not httptools, because that takes headers of any length. Everything said here, before a request reaches the
 application, is said in JSON like the rest.

@@ -1,7 +1,7 @@
 """Bodies of requests, field by field: OpenAI's and vLLM's names. Checks shapes; ranges are `SamplingParams`' to check.
 
 A field that exists elsewhere and has no meaning here is listed with the values that change nothing; any other value is
-refused by name, and so is a field that nobody knows.
+refused by name, and so is an unknown field.
 """
 
 from __future__ import annotations

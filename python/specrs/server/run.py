@@ -32,7 +32,7 @@ from specrs.server.templates import TemplateRenderer
 logger = logging.getLogger("specrs")
 
 FAILURE_GRACE = 3.0
-"""Seconds that a server without an engine goes on to answer 503, so that whoever watches it sees why."""
+"""Seconds that a server without an engine goes on to answer 503, so that a health check sees why."""
 ABORT_TIMEOUT = 10.0
 """Seconds that a launch in flight may take to settle at the end; then the process ends without it."""
 LINGER = 2.0

@@ -1,4 +1,4 @@
-"""Acceptance at given rates, whatever the models say: for timing only, the text is nobody's. Draws no noise."""
+"""Acceptance at given rates, whatever the models say: for timing only, the text is no model's. Draws no noise."""
 
 from __future__ import annotations
 

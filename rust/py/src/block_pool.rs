@@ -83,7 +83,7 @@ impl BlockPool {
     }
 
     fn claim(&self, py: Python<'_>, block: i64, claimant: i64) -> PyResult<bool> {
-        // The core keeps u32::MAX for itself: it stands for nobody.
+        // The core keeps u32::MAX for itself: it stands for no claimant.
         let Some(claimant) = u32::try_from(claimant).ok().filter(|&claimant| claimant != u32::MAX) else {
             let message = format!("claimant = {claimant} is not allowed: expected 0 to {}", u32::MAX - 1);
             return Err(Class::InvalidBlock.error(py, message));

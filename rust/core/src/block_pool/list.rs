@@ -19,7 +19,7 @@ impl Link {
 /// One of the lists of a [`Lists`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ListId {
-    /// Blocks whose content nobody can find any more.
+    /// Blocks whose content cannot be found any more.
     Free,
     /// Unreferenced blocks whose content is in the prefix cache, least recently used first.
     Cached,

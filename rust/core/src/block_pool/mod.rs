@@ -59,7 +59,7 @@ impl Block {
 ///
 /// let block = pool.allocate()?;
 /// pool.register(block, hash)?; // its KV is complete: others may find it
-/// pool.free(block)?; // held by nobody, and still found
+/// pool.free(block)?; // not held, and still found
 /// assert_eq!(pool.lookup(hash), Some(block));
 /// pool.share(block)?;
 /// assert_eq!(pool.ref_count(block), Some(1));
@@ -157,7 +157,7 @@ impl BlockPool {
     /// free. Free a sequence's blocks last to first, so that its tail is evicted before its head.
     ///
     /// # Errors
-    /// [`Error::InvalidBlock`] if nobody holds the block (a double free) or it is not in the pool.
+    /// [`Error::InvalidBlock`] if the block is not held (a double free) or it is not in the pool.
     #[inline]
     pub fn free(&mut self, block: i64) -> Result<()> {
         let id = self.checked(block, "a held block", |b| b.ref_count > 0)?;
@@ -231,7 +231,7 @@ impl BlockPool {
     }
 
     /// Takes the claim on writing the draft KV of a registered held block without mark D, for the holder `claimant`.
-    /// Returns whether the claim is now `claimant`'s; false if it is someone else's. `u32::MAX` is nobody and never gets one.
+    /// Returns whether the claim is now `claimant`'s; false if it is another's. `u32::MAX` stands for no claimant and never gets one.
     ///
     /// # Errors
     /// [`Error::InvalidBlock`] if the block is not held, not registered, has mark D, or is not in the pool.

@@ -173,7 +173,7 @@ fn a_claim_has_one_holder_and_ends_with_the_mark_or_the_last_reference() {
     assert_eq!(pool.claimant(block), Some(1));
     check(&pool);
     assert!(pool.release_claim(block, 1));
-    assert_eq!((pool.claim(block, u32::MAX), pool.claimant(block)), (Ok(false), None), "nobody never holds a claim");
+    assert_eq!((pool.claim(block, u32::MAX), pool.claimant(block)), (Ok(false), None), "u32::MAX is no claimant");
     assert_eq!(pool.claim(block, 2), Ok(true));
     pool.free(block).unwrap();
     assert_eq!(pool.claimant(block), None);

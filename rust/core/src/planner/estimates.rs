@@ -21,7 +21,7 @@ const OWN_DRAFTS: f64 = 64.0;
 const CHANCES: (f64, f64) = (0.002, 0.998);
 /// A collapse is a first position that stands a quarter as often as before.
 const COLLAPSE: f64 = 0.25;
-/// Logarithm of the likelihood ratio that speaks for one, and the highest chance that it reckons with: five misses in a row, each of
+/// Logarithm of the likelihood ratio at which one is reported, and the highest chance that it reckons with: five misses in a row, each of
 /// which counts ln 4. A false alarm comes at most once in e^6 = 400 drafts (Page, 1954), and costs one rebuilt draft KV.
 const SUSPICION: f64 = 6.0;
 const SUSPECT_CHANCE: f64 = 0.8;

@@ -1,10 +1,10 @@
 //! When a planner drafts otherwise than it would, to learn. Chooses nothing by what it learns.
 //!
-//! *Probes*: positions that nobody drafts teach nothing, and at K = 0 none do. So time saves up [`super::PROBE_SHARE`] of itself
+//! *Probes*: positions that no request drafts teach nothing, and at K = 0 none do. So time saves up [`super::PROBE_SHARE`] of itself
 //! until it pays for a probe: one request, in turn, drafts as much as it may, [`PROBE_DRAFTS`] times. A useless draft costs that
 //! share and no more, and one that becomes good is found.
 //!
-//! *Trials*: the costs of a K that nobody uses are as wrong as when they were measured, and a machine that was busy then may have
+//! *Trials*: the costs of a K that is not in use are as wrong as when they were measured, and a machine that was busy then may have
 //! shown any. So [`super::TRIAL_SHARE`] of the time goes into launches at another K for all, by turns the best one below and above
 //! the chosen one. What they take is compared with the launches around them, not with what launches took when the table was made.
 
@@ -18,7 +18,7 @@ const TRIAL_LAUNCHES: u32 = 4;
 /// once. And the most launches that it waits for them, since draft KV may lag by a whole prompt.
 const PROBE_DRAFTS: u32 = 8;
 const PROBE_LAUNCHES: u32 = 64;
-/// What old trials of a position that nobody drafts count beside a probe's 8: as much at K = 0, where all that is known is old, and four
+/// What old trials of a position that no request drafts count beside a probe's 8: as much at K = 0, where all that is known is old, and four
 /// times that behind a shorter K, where the positions before it are watched.
 const OLD_TRIALS: (f64, f64) = (8.0, 32.0);
 

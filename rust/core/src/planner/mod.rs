@@ -33,7 +33,7 @@ use times::LaunchTimes;
 /// What another choice must promise over the last one: 0.5 % more tokens per millisecond. A change costs a launch at kernels and
 /// caches that are not ready for it; estimates of steady requests move by less.
 const MARGIN: f64 = 0.005;
-/// What differing K must promise over one K for all: 3 %. The best of many estimates is the luckiest, too: between alike requests
+/// What differing K must promise over one K for all: 3 %. The best of many estimates is too high on average: between alike requests
 /// their scatter alone promises something.
 const MIXED_MARGIN: f64 = 0.03;
 /// The share of time that probes may cost: what a useless draft costs for good.

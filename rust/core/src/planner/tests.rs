@@ -351,10 +351,10 @@ fn machine(vanilla_ms: f64, target_ms: f64, draft_ms: f64) -> CostModel {
 fn costs_measured_on_a_busy_machine_are_found_out() {
     let truth = || machine(1.0, 1.2, 0.2);
     let cases = [
-        ("drafts seem too dear", machine(1.0, 2.2, 0.5)),
+        ("drafts seem too slow", machine(1.0, 2.2, 0.5)),
         ("drafts seem to cost little", machine(1.0, 1.2, 0.06)),
-        ("vanilla seems too dear", machine(2.0, 1.2, 0.2)),
-        ("all seems too dear", machine(3.0, 3.6, 0.6)),
+        ("vanilla seems too slow", machine(2.0, 1.2, 0.2)),
+        ("all seems too slow", machine(3.0, 3.6, 0.6)),
     ];
     for batch in [1, 4] {
         for chance in [0.02, 0.5, 0.8] {

@@ -232,7 +232,7 @@ impl Scheduler {
         self.launches.len()
     }
 
-    /// Blocks that nobody holds, cached ones included.
+    /// Blocks that no request holds, cached ones included.
     pub fn num_free_blocks(&self) -> usize {
         self.pool.num_free()
     }

@@ -58,7 +58,7 @@ impl Scheduler {
             } else {
                 row.idle_drafts += 1;
             }
-            // Without a branch: which rows need a block, no predictor knows.
+            // Without a branch, which would be mispredicted: any row may need a block.
             plan.unsent[num_unsent] = i as u32;
             num_unsent += usize::from(row.num_sent * block_size < decode.need);
             out.set(i, decode.row, decode.k, row.num_sent * block_size, decode.n_upper);

@@ -72,7 +72,7 @@ impl Request {
     /// Appends the first `emitted` of `tokens` up to the first that ends the request; they must not pass its limit. A stop token counts
     /// from output index `min_tokens` on and wins over the limit.
     ///
-    /// Looks at all of `tokens`, and copies them before it cuts: a loop over the emitted ones ends where no predictor expects it, which
+    /// Looks at all of `tokens`, and copies them before it cuts: a loop over the emitted ones mispredicts its end, which
     /// costs more than the K tokens.
     #[inline]
     pub(super) fn append(&mut self, tokens: &[i64], emitted: usize) -> Ending {

@@ -109,7 +109,7 @@ impl Scheduler {
 
     fn validate_results(&self, launch: &Launch, results: &[i64]) -> Result<()> {
         let (reports, width) = (Reports::new(&self.results_layout, results), self.config.num_speculative_tokens + 1);
-        // All bits of all tokens together first: a loop over those that a row emits ends where no predictor expects it.
+        // All bits of all tokens together first: a loop over those that a row emits mispredicts its end.
         let all_tokens =
             is_token(reports.tokens[..launch.entries.len() * width].iter().fold(0, |bits, token| bits | token));
         for (at, (&entry, (report, tokens))) in launch.entries.iter().zip(reports.iter(width)).enumerate() {
@@ -189,7 +189,7 @@ impl Scheduler {
             }
         }
         let block_size = self.config.block_size;
-        // Without a branch: which rows complete a block, no predictor knows.
+        // Without a branch, which would be mispredicted: any row may complete a block.
         let target_complete = u32::from((row.num_registered + 1) * block_size < row.n);
         let draft_complete =
             u32::from((row.num_draft_marked + 1) * block_size <= row.draft_len) * u32::from(drafted > 0);
@@ -222,7 +222,7 @@ impl Scheduler {
         while (row.num_registered + 1) * block_size <= target_len {
             let index = row.num_registered;
             let hash = request.block_hash(index, block_size, &self.hasher);
-            // A launch in flight may be writing draft KV into this block, so nobody else should.
+            // A launch in flight may be writing draft KV into this block, so no other row may.
             let drafting = row.drafting > 0 || index * block_size < row.draft_len;
             if self.pool.register(row.blocks[index], hash)? {
                 if drafting && !request.draft_failed {
@@ -238,7 +238,7 @@ impl Scheduler {
             while row.num_draft_marked < row.num_registered && (row.num_draft_marked + 1) * block_size <= row.draft_len
             {
                 let block = row.blocks[row.num_draft_marked];
-                // Duplicates of cached content stay private: nobody looks for their marks.
+                // Duplicates of cached content stay private: their marks are never read.
                 if self.pool.is_registered(block) && !self.pool.has_draft(block) {
                     self.pool.mark_draft(block)?;
                 }

@@ -17,7 +17,7 @@ pub(super) struct Speculation {
 impl Scheduler {
     /// Lets `planner` choose the K of each request for the next [`Self::plan`], within the request's own
     /// `num_speculative_tokens`, and rebuilds the draft KV of those whose acceptance it found collapsed. Without this call a request
-    /// keeps the K chosen last, its own at first. After the launch the planner is owed its results:
+    /// keeps the K chosen last, its own at first. After the launch the planner needs its results:
     /// [`SpeculationPlanner::settle`] by the rows of the decode entries.
     ///
     /// # Errors
@@ -68,7 +68,7 @@ impl Scheduler {
     }
 
     /// Lets a running request's draft KV be written again from position 0, by catch-up chunks. Its blocks lose their marks D, so that
-    /// nobody else goes on with what is broken. A request without a draft to rebuild is left as it is.
+    /// no other request goes on with what is broken. A request without a draft to rebuild is left as it is.
     ///
     /// # Errors
     /// [`Error::UnknownRequest`] if the id is not live, [`Error::NotRunning`] if it waits.

@@ -128,7 +128,7 @@ fn a_fault_ends_its_request_and_no_other() {
             driver.run();
             assert_eq!(driver.outcomes[&0].finish, FINISH_ERROR);
             assert_eq!((driver.outcomes[&1].finish, driver.output(1).len()), (FINISH_LENGTH, 30));
-            // Whoever comes with the same prompt finds only what was computed before the fault; the device checks it.
+            // A request with the same prompt finds only what was computed before the fault; the device checks it.
             driver.add(2, &drafting(1, 12, 30)).unwrap();
             driver.run();
             assert_eq!(driver.output(2).len(), 30);

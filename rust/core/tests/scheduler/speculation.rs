@@ -69,7 +69,7 @@ fn k_may_change_with_every_launch_at_any_depth() {
         }
         let (mut turn, mut rows) = (0, VecDeque::new());
         loop {
-            // A new planner guesses by its costs alone: dear and cheap drafts in turns.
+            // A new planner guesses by its costs alone: slow and fast drafts in turns.
             let mut planner = planner(if turn % 3 == 0 { 100.0 } else { 0.01 });
             turn += 1;
             if !step(&mut driver, &mut planner, &mut rows) {

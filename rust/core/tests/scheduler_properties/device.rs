@@ -248,7 +248,7 @@ impl Device {
         self.target_kv[slot] = Some((self.sampling[&self.rows[row].request_id].salt, tokens.to_vec()));
     }
 
-    /// Two requests must not write one block's draft KV in one launch, and nobody a block that others read: on a GPU they race.
+    /// Two requests must not write one block's draft KV in one launch, and none a block that others read: on a GPU they race.
     fn write_draft(&mut self, scheduler: &Scheduler, row: usize, tokens: &[i64], writers: &mut HashMap<usize, usize>) {
         let slot = self.slot(row, tokens.len() - 1);
         let block = slot / self.block_size;

@@ -262,7 +262,7 @@ impl Run {
         let most = chunks + cost(1) + record.size("header", 4);
         assert!(prefill + cost(draft) <= most, "{prefill} prefill and {draft} draft tokens of {chunks}");
 
-        // Admitted requests are the most important of those that waited, and nobody is admitted while others are preempted.
+        // Admitted requests are the most important of those that waited, and none is admitted while others are preempted.
         let admitted: Vec<_> = (0..record.size("header", 6)).map(|i| record.get("admit_request_id", i)).collect();
         let preempted = record.size("header", 10);
         assert!(admitted.is_empty() || preempted == 0);
