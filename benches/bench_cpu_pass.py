@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import torch
-from specrs.models.decoder import Decoder
+from specrs.models.dense import Dense
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
 from specrs.models.loader import load_model
@@ -23,10 +23,10 @@ from specrs.models.loader import load_model
 BLOCK_SIZE = 16
 
 
-def make_pass(model: Decoder, rows: int, context: int) -> tuple[PassInputs, KVCache]:
+def make_pass(model: Dense, rows: int, context: int) -> tuple[PassInputs, KVCache]:
     """A pass of one request whose last `rows` of `context` tokens are fed; its blocks lie scattered."""
     blocks = -(-context // BLOCK_SIZE)
-    cache = KVCache.allocate(model.config, 4 * blocks, BLOCK_SIZE, model.dtype, model.device)
+    cache = model.allocate_cache(4 * blocks, BLOCK_SIZE)
     table = torch.randperm(4 * blocks, generator=torch.Generator().manual_seed(0))[:blocks].unsqueeze(0)
     positions = torch.arange(context - rows, context)
     return PassInputs(
@@ -41,13 +41,13 @@ def make_pass(model: Decoder, rows: int, context: int) -> tuple[PassInputs, KVCa
 
 
 @torch.inference_mode()
-def measure(model: Decoder, rows: int, context: int, repeats: int) -> list[float]:
+def measure(model: Dense, rows: int, context: int, repeats: int) -> list[float]:
     """Milliseconds of each of `repeats` passes after 20 that warm up."""
     inputs, cache = make_pass(model, rows, context)
     times = []
     for i in range(20 + repeats):
         start = time.perf_counter()
-        model.compute_logits(model.forward(inputs, cache))
+        model.compute_logits(model.forward(inputs, cache).final)
         if i >= 20:
             times.append((time.perf_counter() - start) * 1e3)
     return times

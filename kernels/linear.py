@@ -1,12 +1,18 @@
-"""Matrix products with weights laid out once at load. No quantisation; the bias is the only thing fused.
+"""Matrix products with weights laid out once at load. The bias is the only thing fused.
+
+A **kind** is what a projection is stored as. It knows its product, its bytes, its shards and its reference, so a new
+kind is a class here and a line in `pack`, and no caller changes. Kinds today: dense, and packed for a CPU.
 
 On a CPU, fp32 and bf16 weights are packed into oneDNN's blocked layout: with few rows MKL repacks the weight at every
 call, and six rows of a [1024, 6144] product take 0.56 ms packed and 3.2 ms through torch.mm (two cores, AVX-512). The
 operator behind it is the one that torch.compile emits for frozen weights; where a build lacks it, torch.mm serves.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -30,41 +36,170 @@ _TYPICAL_ROWS = 16
 _EXACT_ROWS = 32
 """Row counts above are padded to multiples of 16: oneDNN compiles 0.6 ms for each new shape and keeps 1,024 of them."""
 
+OUT, IN = 0, 1
+"""Dimensions of a weight `[out, in]`, as checkpoints store it."""
+
+
+class Weight(Protocol):
+    """What a projection is stored as: a weight `[out, in]` and an optional bias `[out]`. Immutable."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)"""
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[out], or None"""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory that it holds, every layout of it and the bias."""
+
+    def product(self, x: Tensor) -> Tensor:
+        """`x W^T + b` for `x` `[N, in]`: `[N, out]` of x's dtype, accumulated in fp32 (float64 for float64)."""
+
+    def dequantized(self) -> Tensor:
+        """The weight that products are of, `[out, in]` float64: the reference, which is slow."""
+
+    def shard(self, dim: int, rank: int, world: int, parts: Sequence[int] | None = None) -> Weight:
+        """The part of rank `rank` of `world`, of the same kind, in memory of its own.
+
+        Args:
+            dim: `OUT`: products of the shards side by side are those of the whole; each has its part of the bias.
+                `IN`: shards multiply their part of x, and their products add up; rank 0 has the bias.
+            parts: features of the projections fused in dimension `dim` (q, k and v, say), each of which is cut by
+                itself; they add up to the dimension. None: it is one.
+
+        Raises ValueError for a part that `world` does not divide.
+        """
+
 
 @dataclass(frozen=True, slots=True)
-class Linear:
-    """A weight `[in, out]` with an optional bias `[out]`, in the layouts that `linear` needs; made by `pack`."""
+class DenseWeight:
+    """As checkpoints store it. GPU kernels read it as it is."""
 
-    plain: Tensor | None
-    packed: Tensor | None
-    bias: Tensor | None
+    weight: Tensor
+    """[out, in] contiguous"""
+    bias: Tensor | None = None
+    _transposed: Tensor = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_transposed", self.weight.t())  # a view, made once: 1 us a call
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """See `Weight`; like what follows."""
+        return self.weight.shape[0], self.weight.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        """See `Weight`."""
+        return self.weight.nbytes + _bias_bytes(self.bias)
+
+    def product(self, x: Tensor) -> Tensor:
+        """See `Weight`."""
+        return torch.mm(x, self._transposed) if self.bias is None else torch.addmm(self.bias, x, self._transposed)
+
+    def dequantized(self) -> Tensor:
+        """See `Weight`."""
+        return self.weight.double()
+
+    def shard(self, dim: int, rank: int, world: int, parts: Sequence[int] | None = None) -> DenseWeight:
+        """See `Weight`."""
+        return DenseWeight(*_cut(self.weight, self.bias, dim, rank, world, parts))
 
 
-def pack(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """Lay out `weight` `[out, in]` (as checkpoints store it) for `linear`; a packed weight does not keep the original.
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """In oneDNN's blocked layout for a CPU. A small fp32 weight is held plainly too, at most 2 MiB more."""
 
-    A small fp32 weight on a CPU is held in both layouts, at most 2 MiB more.
-    """
-    if weight.device.type != "cpu":
-        return Linear(weight.t(), None, bias)
-    if not _can_pack(weight.dtype):
-        return Linear(weight.t().contiguous(), None, bias)
+    packed: Tensor
+    few_rows: Tensor | None
+    """[in, out] contiguous, for up to 32 rows"""
+    bias: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """See `Weight`; like what follows."""
+        return self.packed.shape[0], self.packed.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        """See `Weight`. The layout pads nothing that this counts."""
+        plain = 0 if self.few_rows is None else self.few_rows.nbytes
+        return self.packed.numel() * self.packed.element_size() + plain + _bias_bytes(self.bias)
+
+    def product(self, x: Tensor) -> Tensor:
+        """See `Weight`."""
+        rows, few = x.shape[0], self.few_rows
+        if few is not None and rows <= _FEW_ROWS:
+            return torch.mm(x, few) if self.bias is None else torch.addmm(self.bias, x, few)
+        assert _linear_packed is not None
+        padding = -rows % 16 if rows > _EXACT_ROWS else 0
+        if padding:
+            x = F.pad(x, (0, 0, 0, padding))
+        y = _linear_packed(x, self.packed, self.bias, "none", [], "")
+        return y[:rows] if padding else y
+
+    def dequantized(self) -> Tensor:
+        """See `Weight`."""
+        return self._unpacked().double()
+
+    def shard(self, dim: int, rank: int, world: int, parts: Sequence[int] | None = None) -> PackedWeight:
+        """See `Weight`."""
+        return _packed(*_cut(self._unpacked(), self.bias, dim, rank, world, parts))
+
+    def _unpacked(self) -> Tensor:
+        dense: Tensor = self.packed.to_dense()
+        return dense
+
+
+def pack(weight: Tensor, bias: Tensor | None = None) -> Weight:
+    """Lay out `weight` `[out, in]` (as checkpoints store it) for its device; a packed weight does not keep the
+    original, a dense one does."""
+    if weight.device.type != "cpu" or not _can_pack(weight.dtype):
+        return DenseWeight(weight.contiguous(), bias)
+    return _packed(weight, bias)
+
+
+def linear(x: Tensor, w: Weight) -> Tensor:
+    """Return `x W^T + b` for `x` `[N, in]`: `[N, out]` of x's dtype, accumulated in fp32 (float64 for float64)."""
+    return w.product(x)
+
+
+def linear_reference(x: Tensor, w: Weight) -> Tensor:
+    """`linear` of any kind in float64."""
+    y = x.double() @ w.dequantized().t()
+    return y if w.bias is None else y + w.bias.double()
+
+
+def _packed(weight: Tensor, bias: Tensor | None) -> PackedWeight:
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _TYPICAL_ROWS)
     small = weight.dtype == torch.float32 and weight.numel() <= _SMALL
-    return Linear(weight.t().contiguous() if small else None, packed, bias)
+    return PackedWeight(packed, weight.t().contiguous() if small else None, bias)
 
 
-def linear(x: Tensor, w: Linear) -> Tensor:
-    """Return `x W^T + b` for `x` `[N, in]`: `[N, out]` of x's dtype, accumulated in fp32 (float64 for float64)."""
-    rows = x.shape[0]
-    if w.plain is not None and (w.packed is None or rows <= _FEW_ROWS):
-        return torch.mm(x, w.plain) if w.bias is None else torch.addmm(w.bias, x, w.plain)
-    assert _linear_packed is not None
-    padding = -rows % 16 if rows > _EXACT_ROWS else 0
-    if padding:
-        x = F.pad(x, (0, 0, 0, padding))
-    y = _linear_packed(x, w.packed, w.bias, "none", [], "")
-    return y[:rows] if padding else y
+def _cut(
+    weight: Tensor, bias: Tensor | None, dim: int, rank: int, world: int, parts: Sequence[int] | None
+) -> tuple[Tensor, Tensor | None]:
+    """Rank `rank`'s part of weight and bias, copies."""
+    sizes = [weight.shape[dim]] if parts is None else list(parts)
+    if sum(sizes) != weight.shape[dim]:
+        raise ValueError(f"parts={sizes}: must add up to {weight.shape[dim]}, dimension {dim} of the weight")
+    uneven = [size for size in sizes if size % world]
+    if uneven:
+        raise ValueError(f"parts={sizes}: {uneven[0]} features cannot be split into world={world} equal shards")
+
+    def cut(tensor: Tensor, along: int) -> Tensor:
+        return torch.cat([part.chunk(world, along)[rank] for part in torch.split(tensor, sizes, along)], along)
+
+    if dim == IN:
+        return cut(weight, IN), bias if rank == 0 else None
+    return cut(weight, OUT), None if bias is None else cut(bias, 0)
+
+
+def _bias_bytes(bias: Tensor | None) -> int:
+    return 0 if bias is None else bias.nbytes
 
 
 def _can_pack(dtype: torch.dtype) -> bool:

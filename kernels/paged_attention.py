@@ -56,6 +56,22 @@ class AttentionPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What is the same in every pass of a model over a cache."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of K and V of one position."""
+        return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
 class _Request:
     index: int
     start: int
@@ -64,46 +80,26 @@ class _Request:
 
 
 def plan_attention(
-    positions: Tensor,
-    slots: Tensor,
-    q_start: Tensor,
-    block_table: Tensor,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    dtype: torch.dtype,
+    positions: Tensor, slots: Tensor, q_start: Tensor, block_table: Tensor, shape: AttentionShape
 ) -> AttentionPlan:
     """Work out the index tensors of one pass. Arguments as in PassInputs; reads their values on the host.
 
     Requests are grouped by what padding them to a common shape would cost; those without a row at position >= 0 are
     left out.
     """
-    requests = _live_requests(positions, q_start, block_table.shape[1] * block_size)
-    row_bytes = 2 * num_kv_heads * head_dim * dtype.itemsize
-    packs = _group(requests, row_bytes)
-    make = _GroupMaker(positions, block_table, num_heads, num_kv_heads, head_dim, block_size, dtype)
+    requests = _live_requests(positions, q_start, block_table.shape[1] * shape.block_size)
+    packs = _group(requests, shape.row_bytes)
+    make = _GroupMaker(positions, block_table, shape)
     num_rows = positions.shape[0]
     in_order = len(packs) == 1 and _covers(packs[0], num_rows)
     return AttentionPlan(
-        write=_write_index(slots, num_kv_heads, block_size),
+        write=_write_index(slots, shape.num_kv_heads, shape.block_size),
         groups=tuple(make(pack, all_rows=in_order) for pack in packs),
         restore=None if in_order else _restore(packs, num_rows, positions.device),
     )
 
 
-def plan_steps(
-    positions: Tensor,
-    slots: Tensor,
-    block_table: Tensor,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    dtype: torch.dtype,
-) -> list[AttentionPlan]:
+def plan_steps(positions: Tensor, slots: Tensor, block_table: Tensor, shape: AttentionShape) -> list[AttentionPlan]:
     """Work out S passes of one row per request at once, for a third of what S calls of `plan_attention` take.
 
     `positions` and `slots` are `[S, B]`: what pass s writes, the passes behind it attend. Positions of a request ascend
@@ -111,14 +107,14 @@ def plan_steps(
     throughout is left out.
     """
     num_steps, batch = positions.shape
-    capacity = block_table.shape[1] * block_size
+    capacity = block_table.shape[1] * shape.block_size
     lasts = [max(column) + 1 for column in zip(*positions.tolist(), strict=True)]
     requests = [_Request(i, i, 1, min(last, capacity)) for i, last in enumerate(lasts) if last]
-    packs = _group(requests, 2 * num_kv_heads * head_dim * dtype.itemsize)
-    make = _GroupMaker(positions[-1], block_table, num_heads, num_kv_heads, head_dim, block_size, dtype)
+    packs = _group(requests, shape.row_bytes)
+    make = _GroupMaker(positions[-1], block_table, shape)
     in_order = len(packs) == 1 and len(packs[0]) == batch
     restore = None if in_order else _restore(packs, batch, positions.device)
-    writes = _write_index(slots.view(-1), num_kv_heads, block_size).view(num_steps, batch, -1).unbind(0)
+    writes = _write_index(slots.view(-1), shape.num_kv_heads, shape.block_size).view(num_steps, batch, -1).unbind(0)
     groups = [make.steps(pack, positions, all_rows=in_order) for pack in packs]
     return [AttentionPlan(write, tuple(step), restore) for write, *step in zip(writes, *groups, strict=True)]
 
@@ -255,18 +251,14 @@ class _GroupMaker:
 
     positions: Tensor
     block_table: Tensor
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int
-    dtype: torch.dtype
+    shape: AttentionShape
 
     def __call__(self, requests: Sequence[_Request], *, all_rows: bool) -> Group:
         width = max(request.num_rows for request in requests)
         context = max(request.context for request in requests)
-        num_blocks = -(-context // self.block_size)
+        num_blocks = -(-context // self.shape.block_size)
         alone = len(requests) == 1
-        columns = context if alone else num_blocks * self.block_size
+        columns = context if alone else num_blocks * self.shape.block_size
         rows = None if all_rows else self._rows(requests, width)
         positions = self.positions if rows is None else self.positions.index_select(0, rows)
         keep_heads = width > _LONG
@@ -292,7 +284,7 @@ class _GroupMaker:
     def steps(self, requests: Sequence[_Request], positions: Tensor, *, all_rows: bool) -> list[Group]:
         """The group in each of S passes, of which `positions` `[S, B]` has the rows. Its buffer and blocks are shared;
         what lies behind a pass's own context is cut off where a request is alone, else masked and zeroed."""
-        num_blocks = -(-max(request.context for request in requests) // self.block_size)
+        num_blocks = -(-max(request.context for request in requests) // self.shape.block_size)
         blocks, _ = self._blocks(requests, num_blocks)
         gathered, kv = self._gathered(blocks, len(requests))
         k, v = kv.unbind(1)
@@ -305,7 +297,7 @@ class _GroupMaker:
         else:
             hidden = torch.arange(k.shape[2], device=contexts.device) >= contexts.unsqueeze(-1)
             masks = self._additive(hidden[:, :, None, None]).unbind(0)
-            behind = hidden.unsqueeze(2).expand(-1, -1, 2 * self.num_kv_heads, -1).flatten(1).unbind(0)
+            behind = hidden.unsqueeze(2).expand(-1, -1, 2 * self.shape.num_kv_heads, -1).flatten(1).unbind(0)
             seen = [(k, v, mask, stale.nonzero().view(-1)) for mask, stale in zip(masks, behind, strict=True)]
         return [
             Group(
@@ -326,9 +318,9 @@ class _GroupMaker:
 
     def _gathered(self, blocks: Tensor, num_requests: int) -> tuple[Tensor, Tensor]:
         """A buffer for what `blocks` name, and `[G, 2, kv_heads, columns, D]` of it."""
-        tile = self.block_size * self.head_dim
-        gathered = torch.empty(blocks.shape[0], tile, dtype=self.dtype, device=blocks.device)
-        return gathered, gathered.view(num_requests, 2, self.num_kv_heads, -1, self.head_dim)
+        tile = self.shape.block_size * self.shape.head_dim
+        gathered = torch.empty(blocks.shape[0], tile, dtype=self.shape.dtype, device=blocks.device)
+        return gathered, gathered.view(num_requests, 2, self.shape.num_kv_heads, -1, self.shape.head_dim)
 
     def _rows(self, requests: Sequence[_Request], width: int) -> Tensor:
         rows: list[int] = []
@@ -338,7 +330,7 @@ class _GroupMaker:
         return torch.tensor(rows, dtype=torch.int64, device=self.positions.device)
 
     def _blocks(self, requests: Sequence[_Request], num_blocks: int) -> tuple[Tensor, Tensor | None]:
-        heads = 2 * self.num_kv_heads
+        heads = 2 * self.shape.num_kv_heads
         offsets = _multiples(heads, 1, self.block_table.device).view(-1, 1)
         if len(requests) == 1:
             row = self.block_table.narrow(0, requests[0].index, 1).narrow(1, 0, num_blocks)
@@ -348,9 +340,9 @@ class _GroupMaker:
         table = self.block_table[:, :num_blocks]
         if len(requests) != table.shape[0]:
             table = table[[request.index for request in requests]]
-        columns = torch.arange(num_blocks * self.block_size, device=device)
+        columns = torch.arange(num_blocks * self.shape.block_size, device=device)
         # Entries past the context may be anything; block 0 always exists, and what it brings is zeroed as stale.
-        table = torch.where(columns[:: self.block_size] < contexts, table, 0)
+        table = torch.where(columns[:: self.shape.block_size] < contexts, table, 0)
         blocks = torch.add(offsets, table.unsqueeze(1), alpha=heads).view(-1)
         stale = (columns >= contexts).unsqueeze(1).expand(-1, heads, -1).reshape(-1).nonzero().view(-1)
         return blocks, stale if stale.shape[0] else None
@@ -360,9 +352,11 @@ class _GroupMaker:
         device = positions.device
         last = positions.unsqueeze(-1)
         if not keep_heads:
-            last = last.expand(-1, -1, self.num_heads // self.num_kv_heads).reshape(positions.shape[0], -1, 1)
+            last = last.expand(-1, -1, self.shape.num_heads // self.shape.num_kv_heads).reshape(
+                positions.shape[0], -1, 1
+            )
         return self._additive((torch.arange(columns, device=device) > last).unsqueeze(1))
 
     def _additive(self, hidden: Tensor) -> Tensor:
         device = hidden.device
-        return torch.where(hidden, scalar(-torch.inf, self.dtype, device), scalar(0, self.dtype, device))
+        return torch.where(hidden, scalar(-torch.inf, self.shape.dtype, device), scalar(0, self.shape.dtype, device))

@@ -45,7 +45,7 @@ class Alone:
         )
         blueprint = Blueprint(config, weights)
         blocks = -(-config.max_model_len // config.block_size) + 1  # type: ignore[operator]
-        vocab = weights.target.config.vocab_size
+        vocab = weights.target.vocab_size
         self.sampling = SamplingState(1, vocab, torch.float32, blueprint.device)
         self.ctx: Context = make_context(blueprint, blueprint.scheduler(blocks), self.sampling, blocks)
         self.entries = entries_of(self.ctx.record.views, "num_decode")

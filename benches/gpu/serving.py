@@ -51,7 +51,7 @@ def make_engine(target: str, draft: str, weights: Weights, k: int, sizes: list[i
 
 def run(engine: Engine, concurrency: int, prompt_len: int, output_len: int) -> tuple[float, list[Request]]:
     """Seconds for `concurrency` requests of these lengths at once."""
-    vocab, rng = engine.weights.target.config.vocab_size, random.Random(concurrency)
+    vocab, rng = engine.weights.target.vocab_size, random.Random(concurrency)
     params = SamplingParams(max_tokens=output_len, ignore_eos=True, temperature=0.0, detokenize=False)
     requests = [
         Request(

@@ -9,14 +9,14 @@ from collections.abc import Callable
 import specrs.models.loader as loader
 import torch
 from specrs.engine.build import Blueprint
-from specrs.kernels.linear import Linear
+from specrs.kernels.linear import DenseWeight
 
 ON_GPU = torch.cuda.is_available()
 
 
 def pretend() -> None:
     """Without a GPU, let the CUDA runner serve on the CPU: weights in its layout, kernels interpreted."""
-    loader.pack = lambda weight, bias=None: Linear(weight.t(), None, bias)  # type: ignore[assignment]
+    loader.pack = DenseWeight  # type: ignore[assignment]
     Blueprint.on_gpu = property(lambda _self: True)  # type: ignore[assignment]
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from specrs.drafters.draft_model import DraftModel
-from specrs.models.decoder import PassPlan
+from specrs.models.dense import PassPlan
 from specrs.models.inputs import PassInputs
 from torch import Tensor
 

@@ -5,26 +5,27 @@ import torch
 from specrs.core import DuplicateRequestError, InvalidRequestError, UnknownRequestError
 from specrs.engine.engine import Engine
 from specrs.errors import EngineError
-from specrs.models.decoder import Decoder
+from specrs.models.base import HiddenStates, Model
+from specrs.models.dense import Dense
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
 
 from engine.harness import Bank, assert_idle, make_engine, request, run
 
 
-def poison_request(engine: Engine, monkeypatch: pytest.MonkeyPatch, marker: int, model: Decoder) -> None:
+def poison_request(engine: Engine, monkeypatch: pytest.MonkeyPatch, marker: int, model: Model | None) -> None:
     """Let `model` answer NaN in every row of a request whose fed tokens contain `marker`, and write NaN to its KV."""
-    forward = Decoder.forward
+    forward = Dense.forward
 
-    def faulty(self: Decoder, inputs: PassInputs, kv_cache: KVCache) -> torch.Tensor:
+    def faulty(self: Dense, inputs: PassInputs, kv_cache: KVCache) -> HiddenStates:
         hidden = forward(self, inputs, kv_cache)
         if self is model:
             for start, end in zip(inputs.q_start.tolist(), inputs.q_start[1:].tolist(), strict=False):
                 if marker in inputs.input_ids[start:end].tolist():
-                    hidden[start:end] = torch.nan
+                    hidden.final[start:end] = torch.nan
         return hidden
 
-    monkeypatch.setattr(Decoder, "forward", faulty)
+    monkeypatch.setattr(Dense, "forward", faulty)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -89,7 +90,7 @@ def test_a_fault_in_a_launch_ends_its_requests_and_leaves_the_engine_usable(
         raise fault
 
     with monkeypatch.context() as patch:
-        patch.setattr(Decoder, "forward", fail)
+        patch.setattr(Dense, "forward", fail)
         with pytest.raises(type(fault)):
             engine.step()
     assert [job.finish_reason for job in jobs] == ["error", "error", None, None]

@@ -5,11 +5,11 @@ import itertools
 import pytest
 import torch
 from kernels.cuda.tolerance import assert_argmax
-from specrs.kernels.linear import Linear
+from specrs.kernels.linear import DenseWeight, Weight
 from specrs.kernels.rotary import inverse_frequencies, signed_frequencies
 from specrs.models.config import ModelConfig, parse_config
-from specrs.models.cuda_forward import Workspace, compute_argmax, compute_logits, forward
-from specrs.models.decoder import Decoder, LayerWeights
+from specrs.models.dense_cuda import CudaDense
+from specrs.models.dense_weights import DenseWeights, LayerWeights
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
 from torch import Tensor
@@ -36,7 +36,7 @@ def config(hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: 
     )
 
 
-def decoder(c: ModelConfig, dtype: torch.dtype, device: torch.device) -> Decoder:
+def decoder(c: ModelConfig, dtype: torch.dtype, device: torch.device) -> DenseWeights:
     generator = torch.Generator(device).manual_seed(7)
 
     def random(*shape: int) -> Tensor:
@@ -47,36 +47,35 @@ def decoder(c: ModelConfig, dtype: torch.dtype, device: torch.device) -> Decoder
     def layer() -> LayerWeights:
         return LayerWeights(
             input_norm=1 + random(c.hidden_size),
-            qkv=Linear(random(q + 2 * kv, c.hidden_size).t(), None, None),
+            qkv=DenseWeight(random(q + 2 * kv, c.hidden_size)),
             qk_norm=1 + random(c.num_heads + c.num_kv_heads, c.head_dim),
-            o=Linear(random(c.hidden_size, q).t(), None, None),
+            o=DenseWeight(random(c.hidden_size, q)),
             post_attention_norm=1 + random(c.hidden_size),
-            gate_up=Linear(random(2 * c.intermediate_size, c.hidden_size).t(), None, None),
-            down=Linear(random(c.hidden_size, c.intermediate_size).t(), None, None),
+            gate_up=DenseWeight(random(2 * c.intermediate_size, c.hidden_size)),
+            down=DenseWeight(random(c.hidden_size, c.intermediate_size)),
         )
 
-    return Decoder(
+    return DenseWeights(
         config=c,
         dtype=dtype,
         device=device,
         embedding=50 * random(c.vocab_size, c.hidden_size),
         layers=(layer(), layer()),
         final_norm=1 + random(c.hidden_size),
-        lm_head=Linear(random(c.vocab_size, c.hidden_size).t(), None, None),
+        lm_head=DenseWeight(random(c.vocab_size, c.hidden_size)),
         rotary=signed_frequencies(inverse_frequencies(c.head_dim, c.rope_theta)).to(device),
     )
 
 
-def exact(model: Decoder, ids: Tensor) -> Tensor:
+def exact(model: DenseWeights, ids: Tensor) -> Tensor:
     """Logits of every position of one sequence in float64, written out."""
     c = model.config
 
     def norm(x: Tensor, w: Tensor) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + c.rms_norm_eps) * w.double()
 
-    def product(x: Tensor, w: Linear) -> Tensor:
-        assert w.plain is not None
-        return x @ w.plain.double()
+    def product(x: Tensor, w: Weight) -> Tensor:
+        return x @ w.dequantized().t()
 
     length, dim = len(ids), c.head_dim
     angles = torch.arange(length, device=ids.device)[:, None].float() * model.rotary[dim // 2 :]
@@ -131,27 +130,27 @@ def test_prefill_then_verification(
     device: torch.device, shape: tuple[int, int, int, int, int], dtype: torch.dtype
 ) -> None:
     c = config(*shape)
-    model = decoder(c, dtype, device)
+    weights = decoder(c, dtype, device)
+    model = CudaDense.allocate(weights, max_rows=600, max_seqs=4)
     ids = torch.randint(0, c.vocab_size, (531,), device=device, generator=torch.Generator(device).manual_seed(1))
     cache = KVCache.allocate(c, len(ids) // BLOCK + 1, BLOCK, dtype, device)
     for layer in cache.layers:
         layer.fill_(torch.nan)
-    workspace = Workspace.allocate(c, max_rows=600, max_seqs=4, dtype=dtype, device=device)
-    expected = exact(model, ids)
+    expected = exact(weights, ids)
     cuts, worst = [0, 300, 512, 518, 519, 520, 531], 0.0
     for first, end in itertools.pairwise(cuts):
-        hidden = forward(model, inputs(ids, first, end - first), cache, workspace)
+        hidden = model.forward(inputs(ids, first, end - first), cache).final
         logits = torch.full((end - first, c.vocab_size), torch.nan, device=device)
-        compute_logits(model, hidden, logits, workspace)
+        model.compute_logits(hidden, logits)
         difference = (logits.double() - expected[first:end]).norm(dim=-1) / expected[first:end].norm(dim=-1)
         worst = max(worst, float(difference.max()))
         top, top_ids = (
             torch.empty(end - first, device=device),
             torch.empty(end - first, dtype=torch.int64, device=device),
         )
-        compute_argmax(model, hidden, top_ids, top, workspace)
+        model.compute_argmax(hidden, top_ids, top)
         # Another launch, and above 64 rows products of other shapes: the order of a sum is the library's.
-        assert model.lm_head.plain is not None
-        assert_argmax(top_ids, top, logits, hidden, model.lm_head.plain.t())
+        assert isinstance(weights.lm_head, DenseWeight)
+        assert_argmax(top_ids, top, logits, hidden, weights.lm_head.weight)
     # Two layers of rounding: a few roundings of the dtype in a norm over the vocabulary.
     assert worst < {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 1e-5}[dtype], worst

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from specrs.kernels import linear as kernel
-from specrs.kernels.linear import linear, pack
+from specrs.kernels.linear import IN, OUT, DenseWeight, PackedWeight, Weight, linear, linear_reference, pack
+from torch import Tensor
 
 from kernels.cuda.tolerance import assert_same_product
 
@@ -42,10 +43,80 @@ def test_without_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     with_packing = linear(x, pack(weight))
     monkeypatch.setattr(kernel, "_linear_packed", None)
     w = pack(weight)
-    assert w.packed is None
+    assert isinstance(w, DenseWeight)
     assert_same_product(linear(x, w), with_packing, x, weight)
 
 
-def test_large_weights_are_held_once() -> None:
-    w = pack(torch.randn(1024, 1024))  # 2^20 elements
-    assert (w.plain is None) != (w.packed is None)
+PACKS = pytest.mark.skipif(kernel._linear_packed is None, reason="this build of torch has no packed products")
+
+
+def kinds(shape: tuple[int, int], dtype: torch.dtype, bias: Tensor | None) -> list[Weight]:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+    dense = DenseWeight(weight, bias)
+    return [dense, pack(weight, bias)]
+
+
+@PACKS
+def test_a_weight_knows_its_bytes_and_shape() -> None:
+    large, small = torch.randn(1024, 1024), torch.randn(64, 32)
+    bias = torch.randn(64)
+    for w, held in (
+        (DenseWeight(small, bias), 4 * (64 * 32 + 64)),
+        (pack(large), 4 * 2**20),  # 2^20 elements: held once
+        (pack(small, bias), 4 * (2 * 64 * 32 + 64)),  # small: in both layouts
+        (pack(small.double(), bias.double()), 8 * (64 * 32 + 64)),
+    ):
+        assert w.num_bytes == held
+    assert pack(small).shape == DenseWeight(small).shape == (64, 32)
+    stored = DenseWeight(large)
+    assert stored.weight.data_ptr() == large.data_ptr()
+
+
+def test_no_kind_loses_a_bit() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        dense, packed = kinds((48, 80), dtype, None)
+        assert dense.dequantized().dtype == torch.float64
+        assert packed.dequantized().equal(dense.dequantized())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_shards_make_up_the_whole(dtype: torch.dtype, world: int, with_bias: bool) -> None:
+    """Concatenated along OUT, added along IN; q, k and v (24, 8 and 8 features) are cut each by itself."""
+    parts = (24, 8, 8)
+    bias = torch.randn(40).to(dtype) if with_bias else None
+    x = torch.randn(5, 16).to(dtype)
+    for whole in kinds((40, 16), dtype, bias):
+        expected = linear_reference(x, whole)
+        ranks = range(world)
+        by_out = [whole.shard(OUT, rank, world, parts) for rank in ranks]
+        assert {type(shard) for shard in by_out} == {type(whole)}
+        assert [shard.shape for shard in by_out] == [(40 // world, 16)] * world
+        # Each rank has its heads of q, of k, of v: put those of all ranks beside each other again.
+        outputs = [linear(x, shard).split([part // world for part in parts], dim=1) for shard in by_out]
+        joined = torch.cat([torch.cat([output[i] for output in outputs], dim=1) for i in range(3)], dim=1)
+        torch.testing.assert_close(joined.double(), expected, rtol=1e-5, atol=1e-5)
+        plain = torch.cat([linear(x, whole.shard(OUT, rank, world)) for rank in ranks], dim=1)
+        torch.testing.assert_close(plain.double(), expected, rtol=1e-5, atol=1e-5)
+        by_in = [whole.shard(IN, rank, world) for rank in ranks]
+        assert [shard.bias is not None for shard in by_in] == [with_bias and rank == 0 for rank in ranks]
+        products = [linear(part, shard) for part, shard in zip(x.chunk(world, dim=1), by_in, strict=True)]
+        torch.testing.assert_close(sum(products).double(), expected, rtol=1e-5, atol=1e-5)  # type: ignore[union-attr]
+        assert sum(shard.num_bytes for shard in by_out) == whole.num_bytes
+
+
+def test_what_cannot_be_split_is_refused() -> None:
+    w = DenseWeight(torch.randn(12, 8))
+    with pytest.raises(ValueError, match=r"parts=\[12\]: 12 features cannot be split into world=5"):
+        w.shard(OUT, 0, 5)
+    with pytest.raises(ValueError, match=r"parts=\[8, 3\]: must add up to 12, dimension 0"):
+        w.shard(OUT, 0, 1, (8, 3))
+    with pytest.raises(ValueError, match=r"parts=\[9, 3\]: 9 features cannot be split into world=2"):
+        w.shard(OUT, 0, 2, (9, 3))
+
+
+@PACKS
+def test_packed_is_what_a_cpu_gets() -> None:
+    assert isinstance(pack(torch.randn(8, 8)), PackedWeight)
+    assert isinstance(pack(torch.randn(8, 8).double()), DenseWeight)

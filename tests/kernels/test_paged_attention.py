@@ -38,12 +38,12 @@ class Batch:
             self.slots,
             self.q_start,
             self.table,
-            num_heads=self.heads,
-            num_kv_heads=self.kv_heads,
-            head_dim=self.dim,
-            block_size=self.block_size,
-            dtype=self.dtype,
+            self.shape,
         )
+
+    @property
+    def shape(self) -> kernel.AttentionShape:
+        return kernel.AttentionShape(self.heads, self.kv_heads, self.dim, self.block_size, self.dtype)
 
     def run(self) -> Tensor:
         plan = self.plan()
@@ -319,11 +319,7 @@ def run_steps(batch: Batch) -> list[Tensor]:
         positions,
         slots,
         batch.table,
-        num_heads=batch.heads,
-        num_kv_heads=batch.kv_heads,
-        head_dim=batch.dim,
-        block_size=batch.block_size,
-        dtype=batch.dtype,
+        batch.shape,
     )
     assert len(plans) == num_steps
     outputs = []

@@ -1,9 +1,9 @@
-"""Feeding a Decoder by hand: chunks, decode rows, verification rows over scattered blocks. Holds no tests."""
+"""Feeding a model by hand: chunks, decode rows, verification rows over scattered blocks. Holds no tests."""
 
 from dataclasses import dataclass, field
 
 import torch
-from specrs.models.decoder import Decoder
+from specrs.models.base import Model
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
 from torch import Tensor
@@ -13,18 +13,21 @@ from torch import Tensor
 class Feeder:
     """Requests on one cache; every block starts as NaN, scratch too."""
 
-    model: Decoder
+    model: Model
     num_requests: int = 1
     block_size: int = 16
     max_len: int = 128
     seed: int = 0
+    hidden_layers: tuple[int, ...] = ()
+    entries: Tensor | None = None
+    """Of the last pass."""
     cache: KVCache = field(init=False)
     table: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         width = -(-self.max_len // self.block_size)
         blocks = self.num_requests * width + 2
-        self.cache = KVCache.allocate(self.model.config, blocks, self.block_size, self.model.dtype, self.model.device)
+        self.cache = self.model.allocate_cache(blocks, self.block_size)
         for layer in self.cache.layers:
             layer.fill_(torch.nan)
         order = torch.randperm(blocks, generator=torch.Generator().manual_seed(self.seed))
@@ -56,7 +59,8 @@ class Feeder:
             max_q_len=max(map(len, rows.values())),
             max_context=self.max_len,
         )
-        return self.model.compute_logits(self.model.forward(inputs, self.cache))
+        hidden, self.entries = self.model.forward(inputs, self.cache, self.hidden_layers)
+        return self.model.compute_logits(hidden)
 
     def feed_chunks(self, ids: list[int], chunks: list[int], request: int = 0) -> Tensor:
         """Feed `ids` from position 0 in chunks of the given lengths; logits `[len(ids), vocab]`."""

@@ -17,7 +17,7 @@ from specrs.engine.build import Blueprint, build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
 from specrs.engine.weights import Weights, load_weights
-from specrs.kernels.linear import Linear
+from specrs.kernels.linear import DenseWeight
 from specrs.runner.cuda.runner import CudaRunner
 from specrs.sampling import SamplingParams
 
@@ -76,7 +76,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     )
     cpu = load_weights(config)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loader, "pack", lambda weight, bias=None: Linear(weight.t(), None, bias))  # as on a GPU
+        patch.setattr(loader, "pack", DenseWeight)  # as on a GPU
         gpu = load_weights(config)
     off = [perturb_checkpoint(p, folder / f"nudged_{p.name}", noise=1e-5, seed=3) for p in (target, draft)]
     speculative = SpeculativeConfig(model=str(off[1]), num_speculative_tokens=K)

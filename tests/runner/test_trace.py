@@ -14,8 +14,9 @@ from checkpoints import make_checkpoint
 from specrs.config import EngineConfig, SpeculativeConfig
 from specrs.engine.build import Blueprint
 from specrs.engine.weights import Weights
-from specrs.kernels.linear import Linear
-from specrs.models.decoder import Decoder, LayerWeights
+from specrs.kernels.linear import DenseWeight
+from specrs.models.dense import Dense
+from specrs.models.dense_weights import DenseWeights, LayerWeights
 from specrs.models.loader import load_config
 from specrs.runner.cuda import iteration
 from specrs.runner.cuda.build import make_context
@@ -74,7 +75,7 @@ class Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def fake_decoder(folder: Path, dtype: torch.dtype) -> Decoder:
+def fake_decoder(folder: Path, dtype: torch.dtype) -> Dense:
     """A decoder of empty tensors on a device that is not there."""
     c = load_config(folder)
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
@@ -82,8 +83,8 @@ def fake_decoder(folder: Path, dtype: torch.dtype) -> Decoder:
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=CUDA)
 
-    def linear(n: int, k: int, bias: bool = False) -> Linear:
-        return Linear(empty(n, k).t(), None, empty(n) if bias else None)
+    def linear(n: int, k: int, bias: bool = False) -> DenseWeight:
+        return DenseWeight(empty(n, k), empty(n) if bias else None)
 
     layer = LayerWeights(
         input_norm=empty(c.hidden_size),
@@ -94,7 +95,7 @@ def fake_decoder(folder: Path, dtype: torch.dtype) -> Decoder:
         gate_up=linear(2 * c.intermediate_size, c.hidden_size),
         down=linear(c.hidden_size, c.intermediate_size),
     )
-    return Decoder(
+    weights = DenseWeights(
         config=c,
         dtype=dtype,
         device=CUDA,
@@ -104,6 +105,7 @@ def fake_decoder(folder: Path, dtype: torch.dtype) -> Decoder:
         lm_head=linear(c.vocab_size, c.hidden_size),
         rotary=torch.empty(c.head_dim, device=CUDA),
     )
+    return Dense(weights)
 
 
 @pytest.fixture(scope="module", params=["qwen3", "qwen2"])

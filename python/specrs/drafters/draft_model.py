@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from specrs.models.decoder import Decoder, PassPlan
+from specrs.models.base import Model
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
 
 
 @dataclass(slots=True)
 class DraftModel:
-    """Proposes tokens with a small decoder that shares the target's tokenizer and block table.
+    """Proposes tokens with a small model that shares the target's tokenizer and block table.
 
     Vocabularies may be padded to different sizes: they agree on the tokenizer's ids, and a padding id of the larger
     one must neither be proposed nor looked up in the smaller one's embedding.
@@ -27,7 +27,7 @@ class DraftModel:
     can_catch_up: ClassVar[bool] = True
     on_host: ClassVar[bool] = False
 
-    model: Decoder
+    model: Model
     kv_cache: KVCache
     max_model_len: int  # positions that the draft may hold
     vocab_size: int  # the target's
@@ -38,11 +38,11 @@ class DraftModel:
         that the draft does not know. Mutates the draft's KV cache."""
         return self._logits(self.feed(inputs)[last_of - 1 :: last_of])
 
-    def plan_steps(self, positions: Tensor, slots: Tensor, block_table: Tensor) -> list[PassPlan]:
-        """Plans for `step` of S passes of one row per request, see `Decoder.plan_steps`."""
+    def plan_steps(self, positions: Tensor, slots: Tensor, block_table: Tensor) -> list[Any]:
+        """Plans for `step` of S passes of one row per request, see `Model.plan_steps`."""
         return self.model.plan_steps(positions, slots, block_table, self.kv_cache)
 
-    def step(self, input_ids: Tensor, plan: PassPlan) -> Tensor:
+    def step(self, input_ids: Tensor, plan: Any) -> Tensor:
         """One draft pass over a row per request; logits as from `propose`. Mutates the draft's KV cache."""
         self.num_passes += 1
         return self._logits(self.model.forward_planned(self._known(input_ids), plan, self.kv_cache))
@@ -50,7 +50,7 @@ class DraftModel:
     def feed(self, inputs: PassInputs) -> Tensor:
         """One draft pass without the LM head (catch-up chunks); hidden states `[N, hidden]`. Mutates the KV cache."""
         self.num_passes += 1
-        return self.model.forward(self.known_ids(inputs), self.kv_cache)
+        return self.model.forward(self.known_ids(inputs), self.kv_cache).final
 
     def known_ids(self, inputs: PassInputs) -> PassInputs:
         """The same pass with ids held to the draft's own vocabulary."""
@@ -58,7 +58,7 @@ class DraftModel:
         return inputs if ids is inputs.input_ids else replace(inputs, input_ids=ids)
 
     def _known(self, ids: Tensor) -> Tensor:
-        known = self.model.config.vocab_size
+        known = self.model.vocab_size
         return ids if known >= self.vocab_size else ids.clamp(max=known - 1)
 
     def _logits(self, hidden: Tensor) -> Tensor:

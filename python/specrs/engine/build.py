@@ -14,8 +14,7 @@ from specrs.drafters.draft_model import DraftModel
 from specrs.engine.engine import Engine, EngineParts, Runner
 from specrs.engine.warm_up import measure_costs
 from specrs.engine.weights import Weights, load_weights
-from specrs.models.decoder import Decoder
-from specrs.models.kv_cache import KVCache
+from specrs.models.base import Model
 from specrs.runner.eager import EagerRunner
 from specrs.runner.ring import Ring
 from specrs.runner.row_state import RowState
@@ -74,7 +73,7 @@ class Blueprint:
     @property
     def max_model_len(self) -> int:
         """The engine's context. Raises InvalidConfigError if the configuration asks for more than the model's."""
-        return resolve_max_model_len(self.config, self.weights.target.config.max_position_embeddings)
+        return resolve_max_model_len(self.config, self.weights.target.max_position_embeddings)
 
     @property
     def draft_max_model_len(self) -> int | None:
@@ -82,7 +81,7 @@ class Blueprint:
         draft = self.weights.draft
         if draft is None:
             return None
-        return min(resolve_draft_max_model_len(self.config, draft.config.max_position_embeddings), self.max_model_len)
+        return min(resolve_draft_max_model_len(self.config, draft.max_position_embeddings), self.max_model_len)
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -96,14 +95,14 @@ class Blueprint:
         return given if given is not None else 2 if self.on_gpu else 1
 
     @property
-    def models(self) -> list[Decoder]:
+    def models(self) -> list[Model]:
         """Target and, where there is one, draft."""
         return [model for model in (self.weights.target, self.weights.draft) if model is not None]
 
     @property
     def bytes_per_block(self) -> int:
         """KV bytes of one block in all models."""
-        return sum(KVCache.bytes_per_block(m.config, self.config.block_size, m.dtype) for m in self.models)
+        return sum(model.bytes_per_block(self.config.block_size) for model in self.models)
 
     def num_blocks(self) -> int:
         """Size of the block pool, which serves both models' caches."""
@@ -139,9 +138,9 @@ class Blueprint:
         """What a request may ask for."""
         return RequestLimits(
             max_model_len=self.max_model_len,
-            vocab_size=self.weights.target.config.vocab_size,
+            vocab_size=self.weights.target.vocab_size,
             num_speculative_tokens=self.num_speculative_tokens,
-            eos_token_ids=self.weights.target.config.eos_token_ids,
+            eos_token_ids=self.weights.target.eos_token_ids,
             max_logprobs=self.config.max_logprobs,
         )
 
@@ -150,10 +149,6 @@ class Blueprint:
         ring = Ring(scheduler, self.num_speculative_tokens, self.depth, pinned=self.device.type == "cuda")
         return EngineParts(self.config, self.weights, self.limits, scheduler, ring, runner)
 
-    def cache(self, model: Decoder, blocks: int) -> KVCache:
-        """Zeroed KV cache of `model` over the shared pool."""
-        return KVCache.allocate(model.config, blocks, self.config.block_size, model.dtype, self.device)
-
     def drafter(self, blocks: int) -> DraftModel | None:
         """The drafter over the shared pool; None where the engine does not speculate."""
         draft, context = self.weights.draft, self.draft_max_model_len
@@ -161,9 +156,9 @@ class Blueprint:
             return None
         return DraftModel(
             model=draft,
-            kv_cache=self.cache(draft, blocks),
+            kv_cache=draft.allocate_cache(blocks, self.config.block_size),
             max_model_len=context,
-            vocab_size=self.weights.target.config.vocab_size,
+            vocab_size=self.weights.target.vocab_size,
         )
 
     def runner(self, scheduler: Scheduler, blocks: int) -> Runner:
@@ -177,10 +172,10 @@ class Blueprint:
         speculative = config.speculative_config
         return EagerRunner(
             target,
-            self.cache(target, blocks),
+            target.allocate_cache(blocks, config.block_size),
             self.drafter(blocks),
             RowState.allocate(config.max_num_seqs, self.max_model_len, config.block_size, self.device),
-            SamplingState(config.max_num_seqs, target.config.vocab_size, dtype, self.device),
+            SamplingState(config.max_num_seqs, target.vocab_size, dtype, self.device),
             block_size=config.block_size,
             rule=config.rule,
             rates=None if speculative is None else speculative.synthetic_acceptance_rates,

@@ -9,7 +9,7 @@ import torch
 from specrs.config import EngineConfig
 from specrs.engine.device import resolve_device
 from specrs.errors import InvalidConfigError, invalid
-from specrs.models.decoder import Decoder
+from specrs.models.base import Model
 from specrs.models.loader import load_config, load_model, resolve_dtype
 
 
@@ -17,8 +17,8 @@ from specrs.models.loader import load_config, load_model, resolve_dtype
 class Weights:
     """Loaded models; never written to, so engines may share them."""
 
-    target: Decoder
-    draft: Decoder | None
+    target: Model
+    draft: Model | None
 
 
 def load_weights(config: EngineConfig) -> Weights:

@@ -26,7 +26,7 @@ from specrs.engine.request import Request
 from specrs.engine.weights import Weights
 from specrs.errors import EngineError, UnsupportedRequestError, invalid
 from specrs.models.config import parse_config
-from specrs.models.decoder import Decoder
+from specrs.models.dense import Dense
 from specrs.models.loader import load_tensors
 from specrs.sampling import MAX_SPECULATIVE_TOKENS, SamplingParams
 
@@ -184,14 +184,14 @@ class _StateDict:
 @dataclass
 class _Kept:
     state: tuple[int, ...]
-    decoder: Decoder
+    decoder: Dense
 
 
 _decoders: weakref.WeakKeyDictionary[Any, _Kept] = weakref.WeakKeyDictionary()
 _engines: weakref.WeakKeyDictionary[Any, dict[tuple[int, int], Engine]] = weakref.WeakKeyDictionary()
 
 
-def _decoder(model: PreTrainedModel) -> Decoder:
+def _decoder(model: PreTrainedModel) -> Dense:
     # A write in place raises a tensor's version, a new tensor has another address.
     state = tuple(value for p in model.parameters() for value in (p.data_ptr(), p._version))
     kept = _decoders.get(model)

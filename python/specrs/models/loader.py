@@ -1,4 +1,4 @@
-"""From a folder or hub id to a Decoder. Knows the names of tensors; reads files through `checkpoint`."""
+"""From a folder or hub id to a model. Knows the names of tensors; reads files through `checkpoint`."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -10,11 +10,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from specrs.errors import CheckpointError, UnsupportedModelError, invalid
-from specrs.kernels.linear import Linear, pack
+from specrs.kernels.linear import Weight, pack
 from specrs.kernels.rotary import inverse_frequencies, signed_frequencies
 from specrs.models.checkpoint import Checkpoint, read_json, resolve_folder
 from specrs.models.config import ModelConfig, parse_config
-from specrs.models.decoder import Decoder, LayerWeights
+from specrs.models.dense import Dense
+from specrs.models.dense_weights import DenseWeights, LayerWeights
 from specrs.models.dummy import DummyCheckpoint
 from specrs.models.tensors import EMBEDDING, FINAL_NORM, LM_HEAD, tensor_shapes
 
@@ -43,7 +44,7 @@ def load_model(
     device: torch.device | str = "cpu",
     revision: str | None = None,
     load_format: str = "auto",
-) -> Decoder:
+) -> Dense:
     """Load the model of a folder or hub id; every tensor is checked before the first is read.
 
     With `load_format` `dummy` only its config.json is read, and weights are random numbers, the same each time.
@@ -76,8 +77,8 @@ class Tensors(Protocol):
         """One tensor."""
 
 
-def load_tensors(config: ModelConfig, tensors: Tensors, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """A decoder of `config` from wherever its tensors are, under the names of a checkpoint."""
+def load_tensors(config: ModelConfig, tensors: Tensors, dtype: torch.dtype, device: torch.device) -> Dense:
+    """A model of `config` from wherever its tensors are, under the names of a checkpoint."""
     return _Loader(config, tensors, resolve_dtype(dtype, config, device), device).load()
 
 
@@ -114,7 +115,7 @@ class _Loader:
         self.dtype = dtype
         self.device = device
 
-    def load(self) -> Decoder:
+    def load(self) -> Dense:
         c = self.config
         self.checkpoint.check(tensor_shapes(c), {LM_HEAD: (c.vocab_size, c.hidden_size)})
         embedding = self.read(EMBEDDING)
@@ -127,7 +128,7 @@ class _Loader:
                 )
         layers = tqdm(range(c.num_layers), desc="Loading layers", delay=2.0, disable=None)
         scaling = {} if c.rope_scaling is None else asdict(c.rope_scaling)
-        return Decoder(
+        weights = DenseWeights(
             config=c,
             dtype=self.dtype,
             device=self.device,
@@ -137,6 +138,7 @@ class _Loader:
             lm_head=pack(head.float() if self.dtype == torch.bfloat16 and self.device.type == "cpu" else head),
             rotary=signed_frequencies(inverse_frequencies(c.head_dim, c.rope_theta, **scaling)).to(self.device),
         )
+        return Dense(weights)
 
     def layer(self, prefix: str) -> LayerWeights:
         c = self.config
@@ -155,7 +157,7 @@ class _Loader:
             down=self.linear([mlp + "down_proj"], bias=c.mlp_bias),
         )
 
-    def linear(self, names: list[str], *, bias: bool) -> Linear:
+    def linear(self, names: list[str], *, bias: bool) -> Weight:
         """The projections `names`, which share an input, as one."""
         weight = torch.cat([self.read(f"{name}.weight") for name in names])
         return pack(weight, torch.cat([self.read(f"{name}.bias") for name in names]) if bias else None)

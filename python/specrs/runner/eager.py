@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specrs.core import PURPOSE_ACCEPT
 from specrs.drafters.draft_model import DraftModel
-from specrs.models.decoder import Decoder
+from specrs.models.base import Model
 from specrs.models.kv_cache import KVCache
 from specrs.runner.accept import Results, accept, at_rates, update
 from specrs.runner.iteration import Drafted, Iteration, Scored, draft, prepare, verify
@@ -32,7 +32,7 @@ class EagerRunner:
 
     def __init__(
         self,
-        target: Decoder,
+        target: Model,
         kv_cache: KVCache,
         drafter: DraftModel | None,
         state: RowState,
@@ -81,7 +81,7 @@ class EagerRunner:
         """A launch has ended when it returns."""
 
     def _prefill(self, slot: RingSlot, header: Header) -> None:
-        hidden = self.target.forward(prefill_inputs(self.state, slot.views, slot.views, header), self.kv_cache)
+        hidden = self.target.forward(prefill_inputs(self.state, slot.views, slot.views, header), self.kv_cache).final
         self.num_target_passes += 1
         results = slot.results_view.narrow(header.num_decode, header.num_prefill)
         for tensor in results.tensors():

@@ -17,14 +17,14 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from specrs.core import FLAG_DRAFT_NON_FINITE
 from specrs.drafters.draft_model import DraftModel
-from specrs.models.decoder import Decoder, PassPlan
+from specrs.models.base import Model
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
 from specrs.runner.row_state import RowState
@@ -190,7 +190,7 @@ def draft(state: RowState, it: Iteration, drafter: DraftModel, sampling: EntrySa
     tops = torch.zeros((it.max_k, batch), dtype=sampling.dtype)
     drawn = torch.zeros((it.max_k, batch), dtype=torch.int64)
     before = state.tokens[it.rows, fed[:, width - 1].clamp(min=0)]
-    plans: list[PassPlan] = []
+    plans: list[Any] = []
     for i, (count, top, tokens) in enumerate(zip(counts, tops.unbind(0), drawn.unbind(0), strict=True), 1):
         if i == 1 and lagging:
             logits = drafter.propose(_first_inputs(state, it, fed, slots, width, count), last_of=width)
@@ -254,7 +254,7 @@ def is_finite(x: Tensor) -> Tensor:
     return x.abs() < math.inf
 
 
-def verify(state: RowState, it: Iteration, target: Decoder, kv_cache: KVCache) -> Scored:
+def verify(state: RowState, it: Iteration, target: Model, kv_cache: KVCache) -> Scored:
     """Feed t_{n-1}, d_1..d_K of every entry to the target in one pass of N = sum(planned + 1) flat rows; mutates the
     target's KV cache only."""
     column = torch.arange(it.max_k + 1)
@@ -271,4 +271,4 @@ def verify(state: RowState, it: Iteration, target: Decoder, kv_cache: KVCache) -
         max_q_len=it.max_k + 1,
         max_context=it.max_context,
     )
-    return Scored(target.compute_logits(target.forward(inputs, kv_cache)), positions, tokens[:, 1:])
+    return Scored(target.compute_logits(target.forward(inputs, kv_cache).final), positions, tokens[:, 1:])

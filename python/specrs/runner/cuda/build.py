@@ -12,11 +12,9 @@ from torch import Tensor
 from specrs.config import AUTO
 from specrs.core import Scheduler
 from specrs.drafters.draft_model import DraftModel
-from specrs.errors import InvalidConfigError, UnsupportedModelError, invalid
+from specrs.errors import InvalidConfigError, invalid
 from specrs.kernels.cuda.prepare import Sizes
 from specrs.kernels.cuda.sampling_scratch import SamplingScratch
-from specrs.models.cuda_forward import Workspace, forward
-from specrs.models.decoder import Decoder
 from specrs.models.inputs import PassInputs
 from specrs.runner.cuda.buffers import Buffers, DeviceRecord
 from specrs.runner.cuda.graphs import Graphs, capture_all, measure_bytes
@@ -31,20 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-HEAD_DIMS = (64, 96, 128, 256)
 GIB = 1 << 30
-
-
-def check(blueprint: Blueprint) -> None:
-    """Raises UnsupportedModelError for a model that the kernels do not serve."""
-    for model in blueprint.models:
-        if model.config.head_dim not in HEAD_DIMS:
-            raise invalid(
-                UnsupportedModelError,
-                "head_dim",
-                model.config.head_dim,
-                f"the GPU kernels serve {', '.join(map(str, HEAD_DIMS))}; allowed: device='cpu'",
-            )
 
 
 def make_buckets(blueprint: Blueprint) -> Buckets:
@@ -63,17 +48,13 @@ def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingS
     state = RowState.allocate(config.max_num_seqs, blueprint.max_model_len, config.block_size, device)
     max_draft_lag = DraftModel.max_draft_lag
     rows = max(config.max_num_batched_tokens, config.max_num_seqs * max(k + 1, max_draft_lag))
-    vocab = blueprint.weights.target.config.vocab_size
-
-    def workspace(model: Decoder) -> Workspace:
-        return Workspace.allocate(
-            model.config, max_rows=rows, max_seqs=config.max_num_seqs, dtype=model.dtype, device=device
-        )
-
+    vocab = blueprint.weights.target.vocab_size
     rates: Tensor | None = None
     if speculative is not None and speculative.synthetic_acceptance_rates is not None:
         rates = torch.tensor(speculative.synthetic_acceptance_rates, dtype=torch.float32, device=device)
     drafter = blueprint.drafter(num_blocks)
+    if drafter is not None:
+        drafter.model = drafter.model.with_buffers(rows, config.max_num_seqs)
     return Context(
         state=state,
         params=sampling.params.values,
@@ -88,11 +69,9 @@ def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingS
             device=device,
         ),
         scratch=SamplingScratch.allocate(config.max_num_seqs * (k + 1), config.max_num_seqs, vocab, device),
-        target=blueprint.weights.target,
-        kv_cache=blueprint.cache(blueprint.weights.target, num_blocks),
-        target_workspace=workspace(blueprint.weights.target),
+        target=blueprint.weights.target.with_buffers(rows, config.max_num_seqs),
+        kv_cache=blueprint.weights.target.allocate_cache(num_blocks, config.block_size),
         drafter=drafter,
-        draft_workspace=None if blueprint.weights.draft is None else workspace(blueprint.weights.draft),
         sizes=Sizes(0 if drafter is None else drafter.max_model_len, max_draft_lag, config.block_size, k),
         max_model_len=blueprint.max_model_len,
         rule=config.rule,
@@ -103,7 +82,7 @@ def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingS
 def make_runner(blueprint: Blueprint, scheduler: Scheduler, num_blocks: int) -> CudaRunner:
     """The runner over `num_blocks` blocks, its graphs captured."""
     config, device = blueprint.config, blueprint.device
-    sampling = SamplingState(config.max_num_seqs, blueprint.weights.target.config.vocab_size, torch.float32, device)
+    sampling = SamplingState(config.max_num_seqs, blueprint.weights.target.vocab_size, torch.float32, device)
     ctx = make_context(blueprint, scheduler, sampling, num_blocks)
     buckets = make_buckets(blueprint)
     graphs: Graphs | None = None
@@ -125,8 +104,6 @@ def measure_num_blocks(blueprint: Blueprint) -> int:
         InvalidConfigError: not one request of full length fits; says how much is missing and what would make it fit.
     """
     config, device = blueprint.config, blueprint.device
-    if device.type == "cuda":
-        check(blueprint)
     per_block, per_request = blueprint.bytes_per_block, -(-blueprint.max_model_len // config.block_size)
     if config.num_gpu_blocks_override is not None:
         return config.num_gpu_blocks_override
@@ -165,14 +142,12 @@ def measure_num_blocks(blueprint: Blueprint) -> int:
 def _measure(blueprint: Blueprint) -> tuple[int, int]:
     """`(bytes used beside the KV pool, bytes that all graphs will take)`; leaves nothing allocated."""
     config, device = blueprint.config, blueprint.device
-    sampling = SamplingState(config.max_num_seqs, blueprint.weights.target.config.vocab_size, torch.float32, device)
+    sampling = SamplingState(config.max_num_seqs, blueprint.weights.target.vocab_size, torch.float32, device)
     ctx = make_context(blueprint, blueprint.scheduler(blueprint.max_model_len // config.block_size + 1), sampling, 1)
-    for model, cache, workspace in (
-        (ctx.target, ctx.kv_cache, ctx.target_workspace),
-        *([] if ctx.drafter is None else [(ctx.drafter.model, ctx.drafter.kv_cache, ctx.draft_workspace)]),
-    ):
-        assert workspace is not None
-        forward(model, _prefill_inputs(config.max_num_batched_tokens, blueprint, device), cache, workspace)
+    inputs = _prefill_inputs(config.max_num_batched_tokens, blueprint, device)
+    ctx.target.forward(inputs, ctx.kv_cache)
+    if ctx.drafter is not None:
+        ctx.drafter.model.forward(inputs, ctx.drafter.kv_cache)
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
     # What torch has cached but freed is at hand for prefill's temporaries, so it stays counted.

@@ -20,8 +20,7 @@ from specrs.kernels.cuda.rules import verify_coupled, verify_greedy, verify_reje
 from specrs.kernels.cuda.sampling_cut import sampling_cut
 from specrs.kernels.cuda.sampling_scratch import SamplingScratch
 from specrs.kernels.cuda.update import Decided, update_rows
-from specrs.models.cuda_forward import Workspace, compute_argmax, compute_logits, forward
-from specrs.models.decoder import Decoder
+from specrs.models.base import Model
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
 from specrs.runner.cuda.buffers import Buffers, DeviceRecord
@@ -39,11 +38,9 @@ class Context:
     record: DeviceRecord
     buffers: Buffers
     scratch: SamplingScratch
-    target: Decoder
+    target: Model
     kv_cache: KVCache
-    target_workspace: Workspace
     drafter: DraftModel | None
-    draft_workspace: Workspace | None
     sizes: Sizes
     max_model_len: int
     rule: str  # rejection or coupled
@@ -82,14 +79,13 @@ def draft_pass(ctx: Context, i: int, batch: int, tail: Tail) -> None:
     """Pass i >= 1 for the first `batch` entries; writes row i - 1 of `drawn`, or only of `draft_logits` for LOGITS."""
     b, drafter = ctx.buffers, ctx.drafter
     assert drafter is not None
-    assert ctx.draft_workspace is not None
     rows = ctx.sizes.max_draft_lag if i == 1 else 1
     ids, positions, slots = (
         (b.first_ids[: batch * rows], b.first_positions[: batch * rows], b.first_slots[: batch * rows])
         if i == 1
         else (b.drawn[i - 2, :batch], b.draft_positions[i - 1, :batch], b.draft_slots[i - 1, :batch])
     )
-    known = drafter.model.config.vocab_size
+    known = drafter.model.vocab_size
     if known < drafter.vocab_size:
         ids = torch.clamp(ids, max=known - 1, out=b.draft_ids[: len(ids)])
     inputs = PassInputs(
@@ -101,20 +97,13 @@ def draft_pass(ctx: Context, i: int, batch: int, tail: Tail) -> None:
         max_q_len=rows,
         max_context=ctx.max_model_len,
     )
-    hidden = forward(drafter.model, inputs, drafter.kv_cache, ctx.draft_workspace)[rows - 1 :: rows]
+    hidden = drafter.model.forward(inputs, drafter.kv_cache).final[rows - 1 :: rows]
     if tail is Tail.GREEDY:
         at = (i - 1, slice(0, batch))
-        compute_argmax(
-            drafter.model,
-            hidden,
-            b.drawn[at],
-            b.draft_top[at],
-            ctx.draft_workspace,
-            num_ids=min(known, drafter.vocab_size),
-        )
+        drafter.model.compute_argmax(hidden, b.drawn[at], b.draft_top[at], min(known, drafter.vocab_size))
         return
     logits = b.draft_logits[i - 1, :batch]
-    compute_logits(drafter.model, hidden, logits[:, :known], ctx.draft_workspace)
+    drafter.model.compute_logits(hidden, logits[:, :known])
     if tail is Tail.SAMPLED:
         sample_draft(ctx, i, batch)
 
@@ -154,16 +143,16 @@ def verify_pass(ctx: Context, batch: int, rows: int, max_q_len: int, *, greedy: 
         max_q_len=max_q_len,
         max_context=ctx.max_model_len,
     )
-    lm_head(ctx, forward(ctx.target, inputs, ctx.kv_cache, ctx.target_workspace), greedy=greedy)
+    lm_head(ctx, ctx.target.forward(inputs, ctx.kv_cache).final, greedy=greedy)
 
 
 def lm_head(ctx: Context, hidden: Tensor, *, greedy: bool) -> None:
     """`logits` of the target's hidden rows `[N, hidden]`, or `target_ids` and `target_top` if greedy."""
     b, rows = ctx.buffers, hidden.shape[0]
     if greedy:
-        compute_argmax(ctx.target, hidden, b.target_ids[:rows], b.target_top[:rows], ctx.target_workspace)
+        ctx.target.compute_argmax(hidden, b.target_ids[:rows], b.target_top[:rows])
     else:
-        compute_logits(ctx.target, hidden, b.logits[:rows], ctx.target_workspace)
+        ctx.target.compute_logits(hidden, b.logits[:rows])
 
 
 def accept_and_update(ctx: Context, shape: Shape, first: int = 0, logits: Tensor | None = None) -> None:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from specrs.drafters.draft_model import DraftModel
-from specrs.models.cuda_forward import compute_logits, forward
 from specrs.models.kv_cache import KVCache
 from specrs.runner.cuda.adjusted import accept_adjusted, draft_adjusted, entry_sampling
 from specrs.runner.cuda.graphs import Graphs
@@ -132,11 +131,9 @@ class CudaRunner:
 
     def _prefill(self, slot: RingSlot, header: Header) -> None:
         ctx, views = self.ctx, self.ctx.record.views
-        hidden = forward(
-            ctx.target, prefill_inputs(ctx.state, slot.views, views, header), ctx.kv_cache, ctx.target_workspace
-        )
+        hidden = ctx.target.forward(prefill_inputs(ctx.state, slot.views, views, header), ctx.kv_cache).final
         self.num_target_passes += 1
-        prompt_logprobs(slot, header, hidden, self._prompt_logits, ctx.state, self.sampling)
+        prompt_logprobs(slot, header, hidden, ctx.target.compute_logits, ctx.state, self.sampling)
         count, first = header.num_prefill, header.num_decode
         if not last_chunks(slot.views, header):
             for tensor in ctx.record.results_view.narrow(first, count).tensors():
@@ -156,20 +153,12 @@ class CudaRunner:
         else:
             accept_and_update(ctx, shape, first)
 
-    def _prompt_logits(self, hidden: Tensor) -> Tensor:
-        out = torch.empty((hidden.shape[0], self.sampling.vocab_size), dtype=torch.float32, device=hidden.device)
-        compute_logits(self.ctx.target, hidden, out, self.ctx.target_workspace)
-        return out
-
     def _catch_up(self, slot: RingSlot, header: Header) -> None:
         ctx, views = self.ctx, self.ctx.record.views
         assert ctx.drafter is not None, "the scheduler plans draft chunks only with a draft model"
-        assert ctx.draft_workspace is not None
         inputs = catch_up_inputs(ctx.state, slot.views, views, header)
         if inputs is not None:
-            inputs = ctx.drafter.known_ids(inputs)
-            forward(ctx.drafter.model, inputs, ctx.drafter.kv_cache, ctx.draft_workspace)
-            ctx.drafter.num_passes += 1
+            ctx.drafter.feed(inputs)
         caught_up(ctx.state, views, header)
 
     def _tail(self, rows: Sequence[int]) -> Tail:

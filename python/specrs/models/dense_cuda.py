@@ -1,19 +1,21 @@
-"""The forward pass on a CUDA device: six kernels a layer for few rows, cuBLAS and fused kernels around it for many.
+"""The forward pass of a dense decoder on a CUDA device: six kernels a layer for few rows, cuBLAS around it for many.
 
 A pass allocates nothing, waits for nothing and has no shape that depends on data, so it can be captured in a graph.
-`Decoder.forward` is the same function for a CPU, and the reference. Samples nothing.
+`dense.Dense` is the same for a CPU, and the reference. Samples nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from specrs.errors import UnsupportedModelError, invalid
 from specrs.kernels.cuda.activation import silu_and_mul
 from specrs.kernels.cuda.argmax import argmax
 from specrs.kernels.cuda.attention_config import MAX_VERIFY_ROWS, AttentionConfig, block_d
@@ -26,12 +28,15 @@ from specrs.kernels.cuda.qk_norm_rope import qk_norm_rope
 from specrs.kernels.cuda.rms_norm import rms_norm
 from specrs.kernels.cuda.sampling_scratch import SamplingScratch
 from specrs.kernels.cuda.skinny_linear import MAX_ROWS, block_m, scratch_sizes, skinny_linear
-from specrs.kernels.linear import Linear
+from specrs.kernels.linear import DenseWeight, Weight
+from specrs.models.base import HiddenStates, Model
 from specrs.models.config import ModelConfig
-from specrs.models.decoder import Decoder, LayerWeights
+from specrs.models.dense_weights import DenseFacts, DenseWeights, LayerWeights
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
 
+HEAD_DIMS = (64, 96, 128, 256)
+"""Head sizes that the kernels are compiled and tested for."""
 _MLP_ROWS = 2048
 """Rows that go through a wide MLP at once: its activations are ten times as wide as the residual stream."""
 _LOGITS_ROWS = 256
@@ -71,6 +76,8 @@ class Workspace:
     """[min(max_rows, 2048), 2 * intermediate], of many rows."""
     activated: Tensor
     """[min(max_rows, 2048), intermediate]"""
+    entries: Tensor
+    """[max_rows, L, hidden], the residual stream where it enters the hidden layers asked for."""
     cos: Tensor
     """[max_rows, head_dim / 2] fp32"""
     sin: Tensor
@@ -105,8 +112,10 @@ class Workspace:
         dtype: torch.dtype,
         device: torch.device | str,
         dependent: bool | None = None,
+        num_hidden_layers: int = 0,
     ) -> Workspace:
-        """Buffers for passes of at most `max_rows` rows, and argmaxes of at most 17 rows of each of `max_seqs`.
+        """Buffers for passes of at most `max_rows` rows and `num_hidden_layers` hidden layers, and for argmaxes of at
+        most 17 rows of each of `max_seqs`.
 
         `dependent=None` launches kernels dependently where the device can: compute capability 9.0 or more.
         """
@@ -139,6 +148,7 @@ class Workspace:
             attended=buffer(max_rows, shapes["o"].k),
             gate_up=buffer(mlp_rows, 2 * config.intermediate_size),
             activated=buffer(mlp_rows, config.intermediate_size),
+            entries=buffer(max_rows, num_hidden_layers, config.hidden_size),
             cos=buffer(max_rows, config.head_dim // 2, dtype=f32),
             sin=buffer(max_rows, config.head_dim // 2, dtype=f32),
             partials=buffer(partials, dtype=f32),
@@ -164,83 +174,109 @@ class Workspace:
         return self.configs[name, block_m(rows)]
 
 
-def forward(decoder: Decoder, inputs: PassInputs, kv_cache: KVCache, workspace: Workspace) -> Tensor:
-    """Feed N rows; return their final-normed hidden states `[N, hidden]`, a view into `workspace`.
+@dataclass(frozen=True)
+class CudaDense(DenseFacts):
+    """A dense decoder with its buffers. Triton's interpreter runs the same on a CPU."""
 
-    Writes K and V of every row with a slot into `kv_cache`; slot -1 writes nothing. Rows at position -1 give finite
-    values that mean nothing. Up to 64 rows take the fused products, more take cuBLAS.
-    """
-    ws, rows = workspace, inputs.input_ids.shape[0]
-    assert rows <= ws.hidden.shape[0], f"rows={rows}: the workspace has room for {ws.hidden.shape[0]}"
-    hidden, cos, sin = ws.hidden[:rows], ws.cos[:rows], ws.sin[:rows]
-    embed(inputs.input_ids, inputs.positions, decoder.embedding, decoder.rotary, hidden, cos, sin, ws.dependent)
-    attend = _attention(decoder, inputs, workspace)
-    run = _few_rows if rows <= MAX_ROWS else _many_rows
-    return run(decoder, attend, hidden, kv_cache, workspace)
+    weights: DenseWeights
+    workspace: Workspace
 
-
-def compute_logits(decoder: Decoder, hidden: Tensor, out: Tensor, workspace: Workspace) -> None:
-    """Write the logits of `hidden` `[L, hidden]`, contiguous rows of any stride, into `out` `[L, ids]` fp32.
-
-    `out` may have fewer columns than the vocabulary: the logits of its first ids. Each is rounded once, from the
-    product's own fp32 sum.
-    """
-    weight = _stored(decoder.lm_head)[: out.shape[1]]
-    if hidden.shape[0] > MAX_ROWS:
-        _wide_logits(hidden, weight, out)
-        return
-    ws = workspace
-    config = ws.config("lm_head", hidden.shape[0])
-    skinny_linear(hidden, weight, None, None, out, ws.partials, ws.counters, 0.0, False, False, config, ws.dependent)
-
-
-def compute_argmax(
-    decoder: Decoder,
-    hidden: Tensor,
-    out_ids: Tensor,
-    out_top: Tensor,
-    workspace: Workspace,
-    logits: Tensor | None = None,
-    *,
-    num_ids: int | None = None,
-) -> None:
-    """Write the most probable token of each row of `hidden` `[L, hidden]` and its logit: `[L]` int64 and `[L]` fp32.
-
-    The lowest id in a tie; the logit is NaN if the row has a NaN. `logits` `[L, ids]` fp32 is written too if given.
-    `num_ids` looks at the first ids only.
-    """
-    ws, weight = workspace, _stored(decoder.lm_head)[:num_ids]
-    rows = hidden.shape[0]
-    if rows <= MAX_ROWS:
-        linear_argmax(
-            hidden,
-            weight,
-            out_ids,
-            out_top,
-            logits,
-            ws.tile_top,
-            ws.tile_id,
-            ws.partials,
-            ws.counters,
-            ws.config("lm_head", rows),
-            ws.dependent,
+    @classmethod
+    def allocate(cls, weights: DenseWeights, max_rows: int, max_seqs: int, num_hidden_layers: int = 0) -> CudaDense:
+        """See `Model.with_buffers`. Raises UnsupportedModelError for a model that the kernels do not serve."""
+        c, device = weights.config, weights.device
+        if device.type == "cuda" and c.head_dim not in HEAD_DIMS:
+            allowed = f"the GPU kernels serve {', '.join(map(str, HEAD_DIMS))}; allowed: device='cpu'"
+            raise invalid(UnsupportedModelError, "head_dim", c.head_dim, allowed)
+        return cls(
+            weights,
+            Workspace.allocate(
+                c,
+                max_rows=max_rows,
+                max_seqs=max_seqs,
+                num_hidden_layers=num_hidden_layers,
+                dtype=weights.dtype,
+                device=device,
+            ),
         )
-        return
-    step = ws.logits.shape[0]
-    assert step, f"rows={rows}: the workspace was allocated for argmaxes of at most {MAX_ROWS}"
-    for first in range(0, rows, step):
-        part = slice(first, min(first + step, rows))
-        kept = ws.logits[: part.stop - first, : weight.shape[0]] if logits is None else logits[part]
-        _wide_logits(hidden[part], weight, kept)
-        argmax(kept, out_ids[part], out_top[part], ws.scratch)
+
+    def with_buffers(self, max_rows: int, max_seqs: int, num_hidden_layers: int = 0) -> Model:
+        """See `Model`."""
+        return CudaDense.allocate(self.weights, max_rows, max_seqs, num_hidden_layers)
+
+    def forward(self, inputs: PassInputs, kv_cache: KVCache, hidden_layers: Sequence[int] = ()) -> HiddenStates:
+        """See `Model`; what is returned are views into the workspace. Up to 64 rows take the fused products, more take
+        cuBLAS."""
+        ws, weights, rows = self.workspace, self.weights, inputs.input_ids.shape[0]
+        assert rows <= ws.hidden.shape[0], f"rows={rows}: the workspace has room for {ws.hidden.shape[0]}"
+        room = ws.entries.shape[1]
+        assert len(hidden_layers) <= room, f"hidden_layers={hidden_layers}: the workspace has room for {room}"
+        hidden, cos, sin = ws.hidden[:rows], ws.cos[:rows], ws.sin[:rows]
+        embed(inputs.input_ids, inputs.positions, weights.embedding, weights.rotary, hidden, cos, sin, ws.dependent)
+        attend = _attention(weights, inputs, ws)
+        stream: _Stream = (_FewRows if rows <= MAX_ROWS else _ManyRows)(hidden, ws, self.config.rms_norm_eps)
+        qkv, attended = ws.qkv[:rows], ws.attended[:rows]
+        for i, (w, cache) in enumerate(zip(weights.layers, kv_cache.layers, strict=True)):
+            stream.normed_product("qkv", w.input_norm, w.qkv, qkv)
+            for at, layer in enumerate(hidden_layers):
+                if layer == i:
+                    ws.entries[:rows, at].copy_(hidden)
+            attend(w, qkv, cache, attended)
+            stream.add_product("o", attended, w.o)
+            stream.add_mlp(w)
+        kept = ws.entries[:rows, : len(hidden_layers)] if hidden_layers else None
+        return HiddenStates(stream.normed(weights.final_norm), kept)
+
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """See `Model`; rows of `hidden` and `out` are contiguous, of any stride. Each logit is rounded once, from the
+        product's own fp32 sum."""
+        if out is None:
+            out = torch.empty((hidden.shape[0], self.vocab_size), dtype=torch.float32, device=hidden.device)
+        weight = _stored(self.weights.lm_head)[: out.shape[1]]
+        if hidden.shape[0] > MAX_ROWS:
+            _wide_logits(hidden, weight, out)
+            return out
+        ws = self.workspace
+        cut = ws.config("lm_head", hidden.shape[0])
+        skinny_linear(hidden, weight, None, None, out, ws.partials, ws.counters, 0.0, False, False, cut, ws.dependent)
+        return out
+
+    def compute_argmax(
+        self, hidden: Tensor, ids: Tensor, top: Tensor, num_ids: int | None = None, logits: Tensor | None = None
+    ) -> None:
+        """See `Model`. `logits` `[L, ids]` fp32 is written too if given."""
+        ws, weight = self.workspace, _stored(self.weights.lm_head)[:num_ids]
+        rows = hidden.shape[0]
+        if rows <= MAX_ROWS:
+            linear_argmax(
+                hidden,
+                weight,
+                ids,
+                top,
+                logits,
+                ws.tile_top,
+                ws.tile_id,
+                ws.partials,
+                ws.counters,
+                ws.config("lm_head", rows),
+                ws.dependent,
+            )
+            return
+        step = ws.logits.shape[0]
+        assert step, f"rows={rows}: the workspace was allocated for argmaxes of at most {MAX_ROWS}"
+        for first in range(0, rows, step):
+            part = slice(first, min(first + step, rows))
+            kept = ws.logits[: part.stop - first, : weight.shape[0]] if logits is None else logits[part]
+            _wide_logits(hidden[part], weight, kept)
+            argmax(kept, ids[part], top[part], ws.scratch)
 
 
 _Attend = Callable[[LayerWeights, Tensor, Tensor, Tensor], None]
 """(layer, qkv, cache layer, out): from raw q, k, v to attention's output, K and V written on the way."""
 
 
-def _attention(decoder: Decoder, inputs: PassInputs, ws: Workspace) -> _Attend:
-    c, rows = decoder.config, inputs.input_ids.shape[0]
+def _attention(weights: DenseWeights, inputs: PassInputs, ws: Workspace) -> _Attend:
+    c, rows = weights.config, inputs.input_ids.shape[0]
     width, scale = c.num_heads * c.head_dim, c.head_dim**-0.5
     cut = _attention_config(
         inputs.q_start.shape[0] - 1,
@@ -248,7 +284,7 @@ def _attention(decoder: Decoder, inputs: PassInputs, ws: Workspace) -> _Attend:
         c.num_heads,
         c.num_kv_heads,
         c.head_dim,
-        decoder.dtype,
+        weights.dtype,
         ws.limits,
     )
     cos, sin = ws.cos[:rows], ws.sin[:rows]
@@ -290,21 +326,61 @@ def _attention_config(
     return list(dataclasses.astuple(config))
 
 
-def _few_rows(decoder: Decoder, attend: _Attend, hidden: Tensor, kv_cache: KVCache, ws: Workspace) -> Tensor:
-    """Six kernels a layer: the residual stream is normed on the way into products and added to on the way out."""
-    rows, eps = hidden.shape[0], decoder.config.rms_norm_eps
-    qkv, attended, activated = ws.qkv[:rows], ws.attended[:rows], ws.activated[:rows]
+class _Stream(Protocol):
+    """The residual stream of one pass: how what a block reads is normed, and what it says is added.
 
-    def product(
+    `hidden` is the stream as it enters a layer once `normed_product` of its first projection was enqueued.
+    """
+
+    def normed_product(self, name: str, norm: Tensor, w: Weight, out: Tensor) -> None:
+        """Write the product `name` of the normed stream into `out`."""
+
+    def add_product(self, name: str, x: Tensor, w: Weight) -> None:
+        """Add the product `name` of x to the stream."""
+
+    def add_mlp(self, w: LayerWeights) -> None:
+        """Add what the layer's MLP makes of the normed stream."""
+
+    def normed(self, norm: Tensor) -> Tensor:
+        """The normed stream `[N, hidden]`, in the workspace."""
+
+
+@dataclass(slots=True)
+class _FewRows:
+    """The stream is normed on the way into products and added to on the way out: one kernel each."""
+
+    hidden: Tensor
+    ws: Workspace
+    eps: float
+
+    def normed_product(self, name: str, norm: Tensor, w: Weight, out: Tensor) -> None:
+        self._product(name, self.hidden, w, out, norm=norm)
+
+    def add_product(self, name: str, x: Tensor, w: Weight) -> None:
+        self._product(name, x, w, self.hidden, accumulate=True)
+
+    def add_mlp(self, w: LayerWeights) -> None:
+        activated = self.ws.activated[: self.hidden.shape[0]]
+        self._product("gate_up", self.hidden, w.gate_up, activated, norm=w.post_attention_norm, gated=True)
+        self.add_product("down", activated, w.down)
+
+    def normed(self, norm: Tensor) -> Tensor:
+        out = self.ws.normed[: self.hidden.shape[0]]
+        rms_norm(self.hidden, None, norm, out, self.eps, self.ws.dependent)
+        return out
+
+    def _product(
+        self,
         name: str,
         x: Tensor,
-        w: Linear,
+        w: Weight,
         out: Tensor,
-        norm: Tensor | None = None,
         *,
+        norm: Tensor | None = None,
         gated: bool = False,
         accumulate: bool = False,
     ) -> None:
+        ws = self.ws
         skinny_linear(
             x,
             _stored(w),
@@ -313,51 +389,56 @@ def _few_rows(decoder: Decoder, attend: _Attend, hidden: Tensor, kv_cache: KVCac
             out,
             ws.partials,
             ws.counters,
-            eps,
+            self.eps,
             gated,
             accumulate,
-            ws.config(name, rows),
+            ws.config(name, x.shape[0]),
             ws.dependent,
         )
 
-    for w, cache in zip(decoder.layers, kv_cache.layers, strict=True):
-        product("qkv", hidden, w.qkv, qkv, w.input_norm)
-        attend(w, qkv, cache, attended)
-        product("o", attended, w.o, hidden, accumulate=True)
-        product("gate_up", hidden, w.gate_up, activated, w.post_attention_norm, gated=True)
-        product("down", activated, w.down, hidden, accumulate=True)
-    out = ws.normed[:rows]
-    rms_norm(hidden, None, decoder.final_norm, out, eps, ws.dependent)
-    return out
 
+@dataclass(slots=True)
+class _ManyRows:
+    """Products by cuBLAS; what a block adds waits until the next norm, which adds it in the same kernel."""
 
-def _many_rows(decoder: Decoder, attend: _Attend, hidden: Tensor, kv_cache: KVCache, ws: Workspace) -> Tensor:
-    """Products by cuBLAS; the addition to the residual stream and the norm behind it are one kernel."""
-    rows, eps = hidden.shape[0], decoder.config.rms_norm_eps
-    qkv, attended, normed, delta = ws.qkv[:rows], ws.attended[:rows], ws.normed[:rows], ws.delta[:rows]
-    norms = [w.input_norm for w in decoder.layers[1:]] + [decoder.final_norm]
-    rms_norm(hidden, None, decoder.layers[0].input_norm, normed, eps, ws.dependent)
-    for w, cache, next_norm in zip(decoder.layers, kv_cache.layers, norms, strict=True):
-        _wide_product(normed, w.qkv, qkv)
-        attend(w, qkv, cache, attended)
-        _wide_product(attended, w.o, delta)
-        rms_norm(delta, hidden, w.post_attention_norm, normed, eps, ws.dependent)
+    hidden: Tensor
+    ws: Workspace
+    eps: float
+    _delta: Tensor | None = field(default=None, init=False)
+
+    def normed_product(self, name: str, norm: Tensor, w: Weight, out: Tensor) -> None:
+        _wide_product(self.normed(norm), w, out)
+
+    def add_product(self, name: str, x: Tensor, w: Weight) -> None:
+        self._delta = self.ws.delta[: x.shape[0]]
+        _wide_product(x, w, self._delta)
+
+    def add_mlp(self, w: LayerWeights) -> None:
+        ws, rows = self.ws, self.hidden.shape[0]
+        normed, delta = self.normed(w.post_attention_norm), ws.delta[:rows]
         for first in range(0, rows, _MLP_ROWS):
             part = slice(first, min(first + _MLP_ROWS, rows))
             count = part.stop - first
             _wide_product(normed[part], w.gate_up, ws.gate_up[:count])
             silu_and_mul(ws.gate_up[:count], ws.activated[:count], ws.dependent)
             _wide_product(ws.activated[:count], w.down, delta[part])
-        rms_norm(delta, hidden, next_norm, normed, eps, ws.dependent)
-    return normed
+        self._delta = delta
+
+    def normed(self, norm: Tensor) -> Tensor:
+        out = self.ws.normed[: self.hidden.shape[0]]
+        if self._delta is None:
+            rms_norm(self.hidden, None, norm, out, self.eps, self.ws.dependent)
+        else:
+            rms_norm(self._delta, self.hidden, norm, out, self.eps, self.ws.dependent)
+            self._delta = None
+        return out
 
 
-def _wide_product(x: Tensor, w: Linear, out: Tensor) -> None:
-    assert w.plain is not None
+def _wide_product(x: Tensor, w: Weight, out: Tensor) -> None:
     if w.bias is None:
-        torch.mm(x, w.plain, out=out)
+        torch.mm(x, _stored(w).t(), out=out)
     else:
-        torch.addmm(w.bias, x, w.plain, out=out)
+        torch.addmm(w.bias, x, _stored(w).t(), out=out)
 
 
 def _wide_logits(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
@@ -367,7 +448,7 @@ def _wide_logits(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
         torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
 
 
-def _stored(w: Linear) -> Tensor:
-    """The weight as checkpoints and `kernels.linear.pack` on a GPU store it, `[out, in]` contiguous."""
-    assert w.plain is not None, "a weight packed for a CPU"
-    return w.plain.t()
+def _stored(w: Weight) -> Tensor:
+    """The weight as checkpoints have it, `[out, in]` contiguous: the only kind that the kernels here read."""
+    assert isinstance(w, DenseWeight), "a weight packed for a CPU"
+    return w.weight

@@ -9,7 +9,7 @@ import pytest
 import torch
 from checkpoints import FAMILIES, LLAMA3_ROPE, edit_json, make_checkpoint
 from hf_reference import load
-from specrs.models.decoder import Decoder
+from specrs.models.dense import Dense
 from specrs.models.loader import load_model
 from torch import Tensor
 
@@ -48,7 +48,7 @@ def make(folder: Path, name: str) -> Path:
 
 
 @functools.cache
-def model(folder: Path, name: str, dtype: torch.dtype) -> Decoder:
+def model(folder: Path, name: str, dtype: torch.dtype) -> Dense:
     return load_model(make(folder, name), dtype=dtype)
 
 
@@ -186,3 +186,18 @@ def test_num_parameters_are_those_a_pass_reads(folder: Path, name: str) -> None:
     if not reference.config.tie_word_embeddings:
         count -= reference.get_input_embeddings().weight.numel()
     assert model(folder, name, torch.float64).num_parameters == count
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama biases"])
+@pytest.mark.parametrize("hidden_layers", [(0, 1), (1, 0, 1), (1,)])
+def test_entries_of_layers(folder: Path, name: str, hidden_layers: tuple[int, ...]) -> None:
+    """The residual stream where it enters a layer, as transformers has it in `hidden_states`."""
+    ids = tokens(30)
+    with torch.inference_mode():
+        reference = load(make(folder, name))(torch.tensor([ids]), output_hidden_states=True).hidden_states
+    feeder = Feeder(model(folder, name, torch.float64), hidden_layers=hidden_layers)
+    feeder.feed({0: [(ids[p], p) for p in range(20)]})
+    feeder.feed({0: [(ids[p], p) for p in range(20, 30)]})
+    assert feeder.entries is not None
+    expected = torch.stack([reference[layer][0, 20:] for layer in hidden_layers], dim=1)
+    torch.testing.assert_close(feeder.entries, expected, rtol=0, atol=1e-11)

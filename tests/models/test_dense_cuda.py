@@ -2,8 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,11 @@ import pytest
 import torch
 from checkpoints import LLAMA3_ROPE, make_checkpoint
 from kernels.cuda.tolerance import assert_argmax, assert_near, assert_same_product
-from specrs.kernels.linear import Linear
-from specrs.models.config import ModelConfig
-from specrs.models.cuda_forward import Workspace, compute_argmax, compute_logits, forward
-from specrs.models.decoder import Decoder, LayerWeights
+from specrs.kernels.linear import DenseWeight, Weight
+from specrs.models.base import HiddenStates
+from specrs.models.dense import Dense
+from specrs.models.dense_cuda import CudaDense, Workspace
+from specrs.models.dense_weights import DenseWeights, LayerWeights
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
 from specrs.models.loader import load_model
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @functools.cache
-def load(folder: Path, name: str, dtype: torch.dtype) -> Decoder:
+def load(folder: Path, name: str, dtype: torch.dtype) -> Dense:
     family, fields = FAMILIES[name]
     shape = {"hidden": 40, "intermediate": 56, "vocab": 83, "kv_heads": 2, "group": 2, "head_dim": 16} | fields
     path = folder / name.replace(" ", "_")
@@ -47,62 +47,45 @@ def load(folder: Path, name: str, dtype: torch.dtype) -> Decoder:
     return load_model(path, dtype=dtype)
 
 
-def as_on_a_gpu(decoder: Decoder) -> Decoder:
-    """The same weights as `pack` leaves them on a GPU: `[out, in]` contiguous."""
+def as_on_a_gpu(model: Dense) -> DenseWeights:
+    """The same weights as `pack` leaves them on a GPU."""
 
-    def stored(w: Linear) -> Linear:
-        assert w.plain is not None
-        return Linear(w.plain.t().contiguous().t(), None, w.bias)
+    def stored(w: Weight) -> Weight:
+        return DenseWeight(w.dequantized().to(model.dtype), w.bias)
 
     def layer(w: LayerWeights) -> LayerWeights:
         linears = {name: stored(getattr(w, name)) for name in ("qkv", "o", "gate_up", "down")}
         return dataclasses.replace(w, **linears)
 
-    layers = tuple(map(layer, decoder.layers))
-    return dataclasses.replace(decoder, layers=layers, lm_head=stored(decoder.lm_head))
+    weights = model.weights
+    layers = tuple(map(layer, weights.layers))
+    return dataclasses.replace(weights, layers=layers, lm_head=stored(weights.lm_head))
 
 
-@dataclass
-class OnDevice:
-    """What `Feeder` asks of a decoder, with every buffer but the counters NaN before every pass."""
+class Poisoned(CudaDense):
+    """With every buffer but the counters NaN before every pass."""
 
-    decoder: Decoder
-    workspace: Workspace = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.workspace = Workspace.allocate(
-            self.config, max_rows=LENGTH, max_seqs=4, dtype=self.dtype, device=self.device
-        )
-
-    @property
-    def config(self) -> ModelConfig:
-        return self.decoder.config
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.decoder.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.decoder.device
-
-    def forward(self, inputs: PassInputs, kv_cache: KVCache) -> Tensor:
+    def forward(self, inputs: PassInputs, kv_cache: KVCache, hidden_layers: Sequence[int] = ()) -> HiddenStates:
         self.poison()
-        hidden = forward(self.decoder, inputs, kv_cache, self.workspace)
+        hidden = super().forward(inputs, kv_cache, hidden_layers)
         assert not self.workspace.counters.any()
-        return hidden.clone()
+        return HiddenStates(*(None if x is None else x.clone() for x in hidden))  # type: ignore[arg-type]
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         self.poison()
-        out = torch.full((hidden.shape[0], self.config.vocab_size + 3), torch.nan)[:, :-3]
-        compute_logits(self.decoder, hidden, out, self.workspace)
-        return out
+        out = torch.full((hidden.shape[0], self.vocab_size + 3), torch.nan)[:, :-3]
+        return super().compute_logits(hidden, out)
 
     def poison(self) -> None:
         for f in dataclasses.fields(self.workspace):
             buffer = getattr(self.workspace, f.name)
             if isinstance(buffer, Tensor) and buffer.is_floating_point():
                 buffer.fill_(torch.nan)
+
+
+def on_device(model: Dense, num_hidden_layers: int = 0) -> Poisoned:
+    made = CudaDense.allocate(as_on_a_gpu(model), max_rows=LENGTH, max_seqs=4, num_hidden_layers=num_hidden_layers)
+    return Poisoned(made.weights, made.workspace)
 
 
 def outputs(model: Any, run: Callable[[Feeder], list[Tensor]]) -> Tensor:
@@ -114,7 +97,7 @@ def outputs(model: Any, run: Callable[[Feeder], list[Tensor]]) -> Tensor:
 def compare(folder: Path, name: str, run: Callable[[Feeder], list[Tensor]]) -> None:
     decoder = load(folder, name, torch.float32)
     exact = outputs(load(folder, name, torch.float64), run)
-    assert_near(outputs(OnDevice(as_on_a_gpu(decoder)), run), exact, outputs(decoder, run), ulps=16)
+    assert_near(outputs(on_device(decoder), run), exact, outputs(decoder, run), ulps=16)
 
 
 def span(start: int, end: int) -> list[tuple[int, int]]:
@@ -151,17 +134,17 @@ def test_prefill_chunks(folder: Path, name: str) -> None:
 def test_argmax_agrees_with_logits(folder: Path) -> None:
     """Bit for bit with the logits of its own launch, within rounding with those of another launch or width: how a
     product of fewer columns is summed is up to the split of the work, and above 64 rows to the library."""
-    model = OnDevice(as_on_a_gpu(load(folder, "qwen3", torch.float32)))
-    lm_head = model.decoder.lm_head.plain
-    assert lm_head is not None
+    model = on_device(load(folder, "qwen3", torch.float32))
+    lm_head = model.weights.lm_head
+    assert isinstance(lm_head, DenseWeight)
     for rows in (3, 70):
         hidden = torch.randn(2 * rows, 40, generator=torch.Generator().manual_seed(rows))[1::2]
         logits = model.compute_logits(hidden)
         for count, kept in ((None, None), (61, None), (None, torch.full_like(logits, torch.nan))):
             model.poison()
             ids, top = torch.full((rows,), -1), torch.full((rows,), torch.nan)
-            compute_argmax(model.decoder, hidden, ids, top, model.workspace, kept, num_ids=count)
-            weight = lm_head.t()[:count]
+            model.compute_argmax(hidden, ids, top, count, kept)
+            weight = lm_head.weight[:count]
             assert_argmax(ids, top, logits[:, :count], hidden, weight)
             if kept is not None:
                 assert torch.equal(ids, kept.argmax(dim=1))
@@ -169,12 +152,31 @@ def test_argmax_agrees_with_logits(folder: Path) -> None:
                 assert_same_product(kept, logits, hidden, weight)
 
 
+def test_entries_of_layers(folder: Path) -> None:
+    """Both products' streams, few rows and many, against the CPU's."""
+    cpu = load(folder, "qwen3", torch.float32)
+    layers = (1, 0)
+    for count in (7, 71):
+        feeders = [
+            Feeder(model, block_size=8, max_len=LENGTH, hidden_layers=layers) for model in (on_device(cpu, 2), cpu)
+        ]
+        for feeder in feeders:
+            feeder.feed({0: span(0, count)})
+        mine, reference = (feeder.entries for feeder in feeders)
+        assert mine is not None
+        assert reference is not None
+        assert mine.shape == (count, 2, 40)
+        torch.testing.assert_close(mine, reference, rtol=1e-4, atol=1e-4)
+    with pytest.raises(AssertionError, match=r"hidden_layers=\(0, 0, 1\): the workspace has room for 2"):
+        Feeder(on_device(cpu, 2), max_len=LENGTH, hidden_layers=(0, 0, 1)).feed({0: span(0, 1)})
+
+
 def test_a_request_does_not_depend_on_its_neighbours(folder: Path) -> None:
     """NaN in one request's K and V leaves the bits of the others."""
-    model = OnDevice(as_on_a_gpu(load(folder, "qwen3", torch.float32)))
+    model = on_device(load(folder, "qwen3", torch.float32))
 
     def run(spoiled: bool) -> Tensor:
-        feeder = Feeder(model, num_requests=3, block_size=8, max_len=16)  # type: ignore[arg-type]
+        feeder = Feeder(model, num_requests=3, block_size=8, max_len=16)
         feeder.feed({0: span(0, 3), 1: span(0, 4), 2: span(0, 2)})
         if spoiled:
             feeder.cache.layers[0][feeder.table[1, 0], :, :, 2] = torch.nan
@@ -186,9 +188,9 @@ def test_a_request_does_not_depend_on_its_neighbours(folder: Path) -> None:
 
 
 def test_the_workspace_says_when_it_is_too_small(folder: Path) -> None:
-    model = OnDevice(as_on_a_gpu(load(folder, "qwen3", torch.float32)))
+    model = on_device(load(folder, "qwen3", torch.float32))
     with pytest.raises(AssertionError, match=f"rows=91: the workspace has room for {LENGTH}"):
-        Feeder(model, num_requests=1, max_len=100).feed({0: span(0, 91)})  # type: ignore[arg-type]
+        Feeder(model, num_requests=1, max_len=100).feed({0: span(0, 91)})
 
 
 @pytest.mark.parametrize("rows", [6, 70])
@@ -203,8 +205,8 @@ def test_traces_with_fake_cuda_tensors(folder: Path, rows: int) -> None:
         def tensor(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.empty(shape, dtype=dtype, device="cuda")
 
-        def linear(n: int, k: int) -> Linear:
-            return Linear(tensor(n, k).t(), None, None)
+        def linear(n: int, k: int) -> DenseWeight:
+            return DenseWeight(tensor(n, k))
 
         layer = LayerWeights(
             input_norm=tensor(h),
@@ -215,7 +217,7 @@ def test_traces_with_fake_cuda_tensors(folder: Path, rows: int) -> None:
             gate_up=linear(2 * config.intermediate_size, h),
             down=linear(h, config.intermediate_size),
         )
-        decoder = Decoder(
+        weights = DenseWeights(
             config=config,
             dtype=dtype,
             device=torch.device("cuda"),
@@ -225,14 +227,19 @@ def test_traces_with_fake_cuda_tensors(folder: Path, rows: int) -> None:
             lm_head=linear(config.vocab_size, h),
             rotary=tensor(d, dtype=torch.float32),
         )
-        workspace = Workspace.allocate(config, max_rows=96, max_seqs=16, dtype=dtype, device="cuda")
+        workspace = Workspace.allocate(
+            config, max_rows=96, max_seqs=16, dtype=dtype, device="cuda", num_hidden_layers=2
+        )
         cache = KVCache.allocate(config, 4, 16, dtype, "cuda")
         i64 = functools.partial(tensor, dtype=torch.int64)
         inputs = PassInputs(i64(rows), i64(rows), i64(rows), i64(3), i64(2, 4), rows, 64)
-        hidden = forward(decoder, inputs, cache, workspace)
+        model = CudaDense(weights, workspace)
+        hidden, entries = model.forward(inputs, cache, (1, 0))
+        assert entries is not None
+        assert entries.shape == (rows, 2, h)
         assert hidden.shape == (rows, h)
         assert hidden.untyped_storage()._cdata == workspace.normed.untyped_storage()._cdata
         logits = tensor(rows, config.vocab_size, dtype=torch.float32)
-        compute_logits(decoder, hidden, logits, workspace)
-        compute_argmax(decoder, hidden, i64(rows), tensor(rows, dtype=torch.float32), workspace)
+        model.compute_logits(hidden, logits)
+        model.compute_argmax(hidden, i64(rows), tensor(rows, dtype=torch.float32))
         assert workspace.num_bytes > 0

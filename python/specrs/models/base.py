@@ -1,0 +1,107 @@
+"""What a model is to runners, drafters and the engine. Implements none: `dense` is one, for a CPU and for a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from specrs.models.inputs import PassInputs
+from specrs.models.kv_cache import KVCache
+
+
+class HiddenStates(NamedTuple):
+    """What a pass over N rows leaves; views that the next pass may overwrite."""
+
+    final: Tensor
+    """[N, hidden] of the model's dtype, behind the final norm: what `compute_logits` takes."""
+    entries: Tensor | None
+    """[N, L, hidden], the residual stream where it enters each layer asked for, in that order; None where L = 0."""
+
+
+class Model(Protocol):
+    """Weights on one device and the passes over them. Read-only, so it may serve several caches at once.
+
+    Passes run under `torch.inference_mode()`. `plan_steps`, `forward_planned` and `compute_argmax` have bodies here,
+    for models that have nothing faster: inherit from this class to have them.
+    """
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations and KV cache."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that it knows, and logits of a row."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers; `hidden_layers` are from 0 to this less one."""
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """Positions that it was made for."""
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a text."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights that a pass reads: what its cost is compared by."""
+
+    def bytes_per_block(self, block_size: int) -> int:
+        """Bytes of KV of one block, all layers."""
+
+    def allocate_cache(self, num_blocks: int, block_size: int) -> KVCache:
+        """A zeroed cache of its own layout."""
+
+    def with_buffers(self, max_rows: int, max_seqs: int, num_hidden_layers: int = 0) -> Model:
+        """The same model with persistent buffers for one pass at a time, which a CUDA graph can hold.
+
+        Its passes have at most `max_rows` rows and `num_hidden_layers` hidden layers, and argmaxes of at most 17 rows
+        of each of `max_seqs` requests. Itself where it needs none.
+        """
+
+    def forward(self, inputs: PassInputs, kv_cache: KVCache, hidden_layers: Sequence[int] = ()) -> HiddenStates:
+        """Feed N rows. Writes K and V of every row with a slot into `kv_cache` and changes nothing else.
+
+        Rows at position -1 give finite values that mean nothing. `hidden_layers` are the layers whose entries are
+        returned beside the final states (EAGLE-3 reads three: Li et al. 2025).
+        """
+
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """The logits of final hidden states `[L, hidden]`: fp32, float64 for float64 models.
+
+        Written into `out` `[L, ids]` where given, which may have fewer columns than the vocabulary: the first ids.
+        """
+
+    def compute_argmax(self, hidden: Tensor, ids: Tensor, top: Tensor, num_ids: int | None = None) -> None:
+        """Write the most probable token of each row of `hidden` `[L, hidden]` and its logit: `[L]` int64 and `[L]`.
+
+        The lowest id in a tie; the logit is NaN if the row has a NaN. `num_ids` looks at the first ids only.
+        """
+        torch.max(self.compute_logits(hidden)[:, :num_ids], dim=1, out=(top, ids))
+
+    def plan_steps(self, positions: Tensor, slots: Tensor, block_table: Tensor, kv_cache: KVCache) -> list[Any]:
+        """Plans for `forward_planned` of S passes of one row per request, `positions` and `slots` `[S, B]`.
+
+        What pass s writes, the passes behind it attend. Positions of a request ascend from pass to pass, and from some
+        pass on may be -1.
+        """
+        num_steps, batch = positions.shape
+        q_start = torch.arange(batch + 1, device=positions.device)
+        context = block_table.shape[1] * kv_cache.block_size
+        unknown = q_start[:0]  # ids are those that the pass before draws
+        return [PassInputs(unknown, positions[i], slots[i], q_start, block_table, 1, context) for i in range(num_steps)]
+
+    def forward_planned(self, input_ids: Tensor, plan: Any, kv_cache: KVCache) -> Tensor:
+        """The final hidden states of the pass of `plan` over `input_ids` `[B]`; see `forward`."""
+        return self.forward(replace(plan, input_ids=input_ids), kv_cache).final

@@ -1,0 +1,105 @@
+"""The weights of a dense decoder, and what they say of it. Computes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specrs.kernels.linear import Weight
+from specrs.models.base import Model
+from specrs.models.config import ModelConfig
+from specrs.models.kv_cache import KVCache
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer. Projections that share an input are one matrix: q, k, v above each other, and gate, up."""
+
+    input_norm: Tensor
+    """[hidden]"""
+    qkv: Weight
+    """hidden -> (heads + 2 * kv_heads) * head_dim"""
+    qk_norm: Tensor | None
+    """[heads + kv_heads, head_dim]: the query norm for each query head, then the key norm for each KV head."""
+    o: Weight
+    """heads * head_dim -> hidden"""
+    post_attention_norm: Tensor
+    """[hidden]"""
+    gate_up: Weight
+    """hidden -> 2 * intermediate"""
+    down: Weight
+    """intermediate -> hidden"""
+
+
+@dataclass(frozen=True, slots=True)
+class DenseWeights:
+    """Weights of a dense decoder on one device."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+    embedding: Tensor
+    """[vocab, hidden]"""
+    layers: tuple[LayerWeights, ...]
+    final_norm: Tensor
+    """[hidden]"""
+    lm_head: Weight
+    """hidden -> vocab; fp32 on a CPU also for bf16 models, see `Dense.compute_logits`."""
+    rotary: Tensor
+    """[head_dim] fp32, signed frequencies."""
+
+
+class DenseFacts(Model):
+    """What a dense model is, whatever computes it."""
+
+    weights: DenseWeights
+
+    @property
+    def config(self) -> ModelConfig:
+        """As config.json has it."""
+        return self.weights.config
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `Model`; like what follows."""
+        return self.weights.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """See `Model`."""
+        return self.weights.device
+
+    @property
+    def vocab_size(self) -> int:
+        """See `Model`."""
+        return self.config.vocab_size
+
+    @property
+    def num_layers(self) -> int:
+        """See `Model`."""
+        return self.config.num_layers
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """See `Model`."""
+        return self.config.max_position_embeddings
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """See `Model`."""
+        return self.config.eos_token_ids
+
+    @property
+    def num_parameters(self) -> int:
+        """See ModelConfig.num_parameters."""
+        return self.config.num_parameters
+
+    def bytes_per_block(self, block_size: int) -> int:
+        """See `Model`."""
+        return KVCache.bytes_per_block(self.config, block_size, self.dtype)
+
+    def allocate_cache(self, num_blocks: int, block_size: int) -> KVCache:
+        """See `Model`."""
+        return KVCache.allocate(self.config, num_blocks, block_size, self.dtype, self.device)

@@ -1,0 +1,102 @@
+"""The seam: an engine serves a model that is not dense, on both runners, with a draft that is not either."""
+
+from typing import Any
+
+import pytest
+import torch
+from specrs.config import EngineConfig, SpeculativeConfig
+from specrs.engine.build import Blueprint, build_engine
+from specrs.engine.engine import Engine
+from specrs.engine.request import Request
+from specrs.engine.weights import Weights
+from specrs.models.inputs import PassInputs
+from specrs.runner.cuda.runner import CudaRunner
+from specrs.sampling import SamplingParams
+
+from models.table_model import TableModel
+
+VOCAB, LENGTH, K = 23, 24, 3
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [7], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5, 9, 0, 4, 5, 2, 3]]
+TARGET = TableModel.random(VOCAB, seed=1)
+DRAFTS = {"none": None, "near": TARGET.near(1.0, seed=2), "same": TARGET, "far": TableModel.random(VOCAB, seed=3)}
+
+
+def make(draft: TableModel | None, rule: str = "rejection", **fields: Any) -> Engine:
+    speculative = None
+    if draft is not None:
+        speculative = SpeculativeConfig(num_speculative_tokens=K, rejection_sample_method=rule)
+    shape = {"max_num_seqs": 3, "block_size": 4, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 60}
+    config = EngineConfig(speculative_config=speculative, device="cpu", **(shape | fields))
+    return build_engine(config, Weights(TARGET, draft))
+
+
+def generate(engine: Engine, params: SamplingParams) -> list[list[int]]:
+    own = params.replace(max_tokens=LENGTH, ignore_eos=True, detokenize=False)
+    k = engine.num_speculative_tokens
+    requests = [Request(i, ids, own, num_speculative_tokens=k, seed=40 + i) for i, ids in enumerate(PROMPTS)]
+    for request in requests:
+        engine.add_request(request)
+    while engine.has_unfinished():
+        engine.step()
+    engine.scheduler.check_integrity()
+    assert [request.error for request in requests] == [None] * len(PROMPTS)
+    return [request.output_token_ids for request in requests]
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_greedy_text(draft: str) -> None:
+    engine = make(DRAFTS[draft])
+    assert generate(engine, SamplingParams(temperature=0.0)) == [TARGET.greedy(ids, LENGTH) for ids in PROMPTS]
+    stats = engine.stats()
+    assert (sum(stats.acceptance_histogram) > 0) == (draft != "none")
+    if draft == "same":  # every draft stands
+        accepted = sum(m * count for m, count in enumerate(stats.acceptance_histogram))
+        assert accepted == stats.draft_tokens
+
+
+@pytest.mark.parametrize("draft", ["near", "same", "far"])
+def test_coupled_text_is_that_without_drafts(draft: str) -> None:
+    params = SamplingParams(temperature=0.9, top_p=0.95)
+    texts = generate(make(DRAFTS[draft], "coupled"), params)
+    assert texts == generate(make(None), params)
+    assert texts != [TARGET.greedy(ids, LENGTH) for ids in PROMPTS]
+
+
+def test_a_draft_that_is_the_target_is_never_rejected() -> None:
+    engine = make(TARGET)
+    generate(engine, SamplingParams(temperature=1.0))
+    stats = engine.stats()
+    assert sum(m * count for m, count in enumerate(stats.acceptance_histogram)) == stats.draft_tokens > 0
+
+
+def test_on_the_cuda_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels interpreted; the model itself is the same."""
+    monkeypatch.setattr(Blueprint, "on_gpu", property(lambda _self: True))
+    engine = make(DRAFTS["near"], max_model_len=40)
+    assert isinstance(engine.runner, CudaRunner)
+    prompts = PROMPTS[:2]
+    own = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, detokenize=False)
+    requests = [Request(i, ids, own, num_speculative_tokens=K, seed=0) for i, ids in enumerate(prompts)]
+    for request in requests:
+        engine.add_request(request)
+    while engine.has_unfinished():
+        engine.step()
+    assert [request.output_token_ids for request in requests] == [TARGET.greedy(ids, 6) for ids in prompts]
+
+
+def test_what_a_model_has_without_asking() -> None:
+    """Argmax by logits, and steps planned as passes of one row."""
+    hidden = torch.tensor([[0.0, 2.0, 2.0, 5.0], [torch.nan, 1.0, 0.0, 0.0]])
+    ids, top = torch.zeros(2, dtype=torch.int64), torch.zeros(2)
+    TARGET.compute_argmax(hidden, ids, top, 3)
+    assert ids.tolist() == [1, 0]
+    assert top[0] == 2.0
+    assert top[1].isnan()
+    cache = TARGET.allocate_cache(4, 4)
+    positions, slots = torch.tensor([[0, 0], [1, 1]]), torch.tensor([[0, 4], [1, 5]])
+    plans = TARGET.plan_steps(positions, slots, torch.tensor([[0], [1]]), cache)
+    steps = torch.tensor([[5, 6], [7, 8]])
+    planned = [TARGET.forward_planned(ids, plan, cache) for ids, plan in zip(steps, plans, strict=True)]
+    inputs = PassInputs(steps.t().reshape(-1), torch.tensor([0, 1, 0, 1]), torch.tensor([0, 1, 4, 5]),
+                        torch.tensor([0, 2, 4]), torch.tensor([[0], [1]]), 2, 4)  # fmt: skip
+    assert torch.stack(planned, dim=1).view(4, -1).equal(TARGET.forward(inputs, cache).final)
