@@ -37,7 +37,6 @@ KERNELS_MAY_IMPORT = ("kernels", "core", "verify")
 # Shrinks: what is left of these goes with the work that is under way in engine/ and runner/.
 KNOWN_CIRCLES = {
     ("engine.build", "runner.cuda.build"),
-    ("engine.engine", "engine.warm_up"),
     ("engine.request", "outputs"),
     ("runner.iteration", "runner.sampling_state"),
 }
