@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from specrs.config import EngineConfig
 from specrs.engine.intake import Intake, take_grammar
+from specrs.engine.output_builder import OutputBuilder
 from specrs.errors import (
     EngineError,
     InvalidRequestError,
@@ -21,7 +22,7 @@ from specrs.errors import (
     invalid_request,
 )
 from specrs.inputs import Prompt, PromptType, is_one_prompt, prompt_text, read_prompt
-from specrs.outputs import EngineStats, OutputBuilder, RequestOutput
+from specrs.outputs import EngineStats, RequestOutput
 from specrs.sampling import SamplingParams
 from specrs.tokenizer import Tokenizer, load_tokenizer
 

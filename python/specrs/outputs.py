@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from specrs.engine.request import Request
     from specrs.errors import SpecrsError
-    from specrs.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +34,6 @@ class Logprob:
     logprob: float
     rank: int | None = None
     decoded_token: str | None = None
-
-
-class TokenTexts(dict[int, str]):
-    """The text of each token by itself, special ones included, decoded when it is first asked for.
-
-    Bytes that are no character by themselves are replacement characters, as in vLLM.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    def __missing__(self, token_id: int) -> str:
-        one, two = (self._tokenizer.decode([token_id] * count, skip_special_tokens=False) for count in (1, 2))
-        # some decoders drop the blank before the first token, but not before the second
-        text = two.removeprefix(one)
-        self[token_id] = text if len(one) + len(text) == len(two) else one
-        return self[token_id]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,23 +110,6 @@ class RequestMetrics(AcceptanceFigures):
         if seconds is None or self.num_generated_tokens < 2:
             return None
         return seconds / (self.num_generated_tokens - 1)
-
-    @classmethod
-    def of(cls, requests: Sequence[Request]) -> RequestMetrics:
-        """The figures of the requests that complete one prompt, at least one."""
-        books = [request.acceptance for request in requests]
-        started = [request.first_token_time for request in requests if request.first_token_time is not None]
-        ended = [request.finish_time for request in requests if request.finish_time is not None]
-        return cls(
-            draft_tokens=sum(book.draft_tokens for book in books),
-            acceptance_histogram=[sum(counts) for counts in zip(*(book.histogram for book in books), strict=True)],
-            synthetic_acceptance=requests[0].synthetic,
-            num_cached_tokens=sum(request.num_cached_tokens or 0 for request in requests),
-            num_generated_tokens=sum(len(request.output_token_ids) for request in requests),
-            arrival_time=requests[0].arrival_time,
-            first_token_time=min(started, default=None),
-            finish_time=max(ended) if len(ended) == len(requests) else None,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,69 +191,6 @@ class RequestOutput:
             metrics=RequestMetrics(),
             error=error,
         )
-
-
-class OutputBuilder:
-    """Tells of one prompt's requests as they run: each `build` is a snapshot, with what is new since the one before."""
-
-    def __init__(self, requests: Sequence[Request], texts: TokenTexts | None) -> None:
-        """`requests` are the completions of a prompt in their order, at least one; without `texts`, ids stay ids."""
-        self._requests = list(requests)
-        self._texts = texts if requests[0].params.detokenize else None
-        self._sent = [0] * len(requests)  # characters
-        # a snapshot costs what is new, not all there is
-        self._logprobs: list[list[dict[int, Logprob]]] = [[] for _ in requests]
-        self._prompt_logprobs: list[dict[int, Logprob] | None] = []
-
-    def build(self) -> RequestOutput:
-        """The requests as they are now. Mutates: what it tells is not new the next time."""
-        first = self._requests[0]
-        return RequestOutput(
-            request_id=str(first.request_id),
-            prompt=first.prompt,
-            prompt_token_ids=first.prompt_token_ids,
-            prompt_logprobs=self._prompt(first),
-            outputs=[self._completion(index, request) for index, request in enumerate(self._requests)],
-            finished=all(request.finished for request in self._requests),
-            metrics=RequestMetrics.of(self._requests),
-            error=next((request.error for request in self._requests if request.error is not None), None),
-        )
-
-    def _completion(self, index: int, request: Request) -> CompletionOutput:
-        text, known = request.stable_text, self._logprobs[index]
-        delta, self._sent[index] = text[self._sent[index] :], len(text)
-        logprobs = cumulative = None
-        if request.logprobs is not None:
-            known += [self._dictionary(entry) for entry in request.logprobs[len(known) :]]
-            logprobs = known.copy()
-            cumulative = sum(entry.logprob for entry in request.logprobs)
-        return CompletionOutput(
-            index=index,
-            text=text,
-            delta=delta,
-            token_ids=list(request.output_token_ids),
-            cumulative_logprob=cumulative,
-            logprobs=logprobs,
-            finish_reason=None if request.finish_reason is None else request.finish_reason.value,
-            stop_reason=request.stop_reason,
-        )
-
-    def _prompt(self, request: Request) -> list[dict[int, Logprob] | None] | None:
-        entries, known = request.prompt_logprobs, self._prompt_logprobs
-        # a prompt is told as a whole: chunks of it are no result
-        if entries is None or len(entries) < len(request.prompt_token_ids):
-            return None
-        known += [None if entry is None else self._dictionary(entry) for entry in entries[len(known) :]]
-        return known.copy()
-
-    def _dictionary(self, entry: TokenLogprob) -> dict[int, Logprob]:
-        found = {entry.token_id: Logprob(entry.logprob, entry.rank, self._text(entry.token_id))}
-        for rank, (token_id, logprob) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), start=1):
-            found.setdefault(token_id, Logprob(logprob, rank, self._text(token_id)))
-        return found
-
-    def _text(self, token_id: int) -> str | None:
-        return None if self._texts is None else self._texts[token_id]
 
 
 def _between(start: float | None, end: float | None) -> float | None:

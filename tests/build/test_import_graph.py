@@ -37,11 +37,9 @@ KERNELS_MAY_IMPORT = ("kernels", "core", "verify")
 # Shrinks: what is left of these goes with the work that is under way in engine/ and runner/.
 KNOWN_CIRCLES = {
     ("engine.build", "runner.cuda.build"),
-    ("engine.request", "outputs"),
     ("runner.iteration", "runner.sampling_state"),
 }
 KNOWN_UPWARD = {
-    ("outputs", "engine.request"),
     ("runner.cuda.build", "engine.build"),
     ("runner.cuda.runner", "engine.request"),
     ("runner.eager", "engine.request"),

@@ -5,7 +5,8 @@ from typing import Any, cast
 
 import pytest
 import tokenizers
-from specrs.outputs import AcceptanceFigures, EngineStats, RequestMetrics, TokenTexts
+from specrs.engine.output_builder import TokenTexts
+from specrs.outputs import AcceptanceFigures, EngineStats, RequestMetrics
 from specrs.tokenizer import Tokenizer
 from tokenizers.decoders import ByteFallback, Fuse, Metaspace, Sequence
 

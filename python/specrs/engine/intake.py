@@ -12,10 +12,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from specrs.engine.detokenizer import IncrementalDetokenizer
+from specrs.engine.output_builder import TokenTexts
 from specrs.engine.request import Request
 from specrs.errors import invalid_request
 from specrs.inputs import Prompt
-from specrs.outputs import TokenTexts
 from specrs.sampling import RequestLimits, SamplingParams, derive_seed, tokenize_bad_words, validate_request
 from specrs.tokenizer import Tokenizer
 

@@ -15,13 +15,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+from specrs.engine.output_builder import OutputBuilder
 from specrs.engine.request import Request
 from specrs.errors import EngineDeadError, EngineError, UnknownRequestError
-from specrs.outputs import OutputBuilder, RequestOutput
+from specrs.outputs import RequestOutput
 
 if TYPE_CHECKING:
     from specrs.engine.engine import Engine
-    from specrs.outputs import TokenTexts
+    from specrs.engine.output_builder import TokenTexts
 
 logger = logging.getLogger("specrs")
 
