@@ -62,7 +62,7 @@ CLIENTS := openai lm-eval guidellm aiperf schemathesis
 CLIENT_VENVS := .venv-clients
 TORCH_PACKAGES := torch triton $(shell sed -n 's/^\(nvidia-[^=]*\|cuda-[^=]*\)==.*/\1/p' requirements.lock)
 
-$(CLIENT_VENVS)/%/.installed: tests/clients/%.lock $(VENV)/.installed
+$(CLIENT_VENVS)/%/.installed: tests/server/clients/%.lock $(VENV)/.installed
 	rm -rf $(@D)
 	$(BIN)/uv venv --quiet --python $(BIN)/python $(@D)
 	$(BIN)/uv pip install --quiet --python $(@D)/bin/python --require-hashes --no-deps -r $<
@@ -72,7 +72,7 @@ $(CLIENT_VENVS)/%/.installed: tests/clients/%.lock $(VENV)/.installed
 
 .PHONY: test-clients
 test-clients: build $(CLIENTS:%=$(CLIENT_VENVS)/%/.installed) ## real clients against a real server: openai, lm-eval, guidellm, aiperf, schemathesis
-	$(BIN)/python -m pytest tests/clients $(ARGS)
+	$(BIN)/python -m pytest tests/server/clients $(ARGS)
 
 .PHONY: soak
 soak: build ## five minutes of 64 streams, a tenth of them cut off: nothing fails, nothing leaks
@@ -135,11 +135,11 @@ lock: ## resolve requirements.lock again (needs uv)
 		--generate-hashes --no-emit-index-url --custom-compile-command "make lock" --upgrade --output-file requirements.lock
 
 .PHONY: lock-clients
-lock-clients: build ## resolve tests/clients/*.lock again
+lock-clients: build ## resolve tests/server/clients/*.lock again
 	for client in $(CLIENTS); do \
-		$(BIN)/uv pip compile tests/clients/$$client.in --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+		$(BIN)/uv pip compile tests/server/clients/$$client.in --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
 			$(TORCH_PACKAGES:%=--no-emit-package %) --custom-compile-command "make lock-clients" --upgrade --quiet \
-			--output-file tests/clients/$$client.lock || exit 1; \
+			--output-file tests/server/clients/$$client.lock || exit 1; \
 	done
 
 .PHONY: clean

@@ -14,8 +14,11 @@ os.environ.setdefault("TRITON_INTERPRET", "0" if os.environ.get("SPECRS_GPU") ==
 # Some virtual machines name AMX among their instructions and kill the process that uses it.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
+import pytest
 import torch
 from hypothesis import settings
+from specrs.pair import TARGET
+from specrs.tokenizer import Tokenizer
 
 torch.set_num_threads(1)
 
@@ -33,3 +36,9 @@ if GPU:
     gpu_shuttle.install()
 
 collect_ignore = [] if GPU else ["gpu"]
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    """The bundled pair's: byte-level BPE of 2,048 tokens, `<|endoftext|>` is id 0."""
+    return Tokenizer(str(TARGET))

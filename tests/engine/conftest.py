@@ -3,8 +3,6 @@
 from pathlib import Path
 
 import pytest
-from specrs.pair import TARGET
-from specrs.tokenizer import Tokenizer
 
 from engine.harness import Bank, make_bank
 
@@ -27,9 +25,3 @@ def llama_bank(tmp_path_factory: pytest.TempPathFactory) -> Bank:
 def bank(request: pytest.FixtureRequest) -> Path:
     """Each family in turn."""
     return request.getfixturevalue(request.param)
-
-
-@pytest.fixture(scope="session")
-def tokenizer() -> Tokenizer:
-    """The bundled pair's."""
-    return Tokenizer(str(TARGET))

@@ -70,7 +70,7 @@ class TableModel(Model):
         block = inputs.block_table[request, at // kv_cache.block_size]
         previous = flat[block * kv_cache.block_size + at % kv_cache.block_size]
         live = inputs.positions > 0
-        assert (previous[live] >= 0).all(), "a position was read that nobody has written"
+        assert (previous[live] >= 0).all(), "a position was read that was never written"
         logits = self.own[inputs.input_ids] + torch.where(live[:, None], self.before[previous.clamp(min=0)], 0.0)
         entries = torch.stack([self.own[inputs.input_ids]] * len(hidden_layers), dim=1) if hidden_layers else None
         return HiddenStates(logits, entries)

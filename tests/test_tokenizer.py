@@ -9,9 +9,8 @@ from specrs import pair
 from specrs.config import EngineConfig, SpeculativeConfig
 from specrs.errors import CheckpointError, InvalidRequestError, TokenizerMismatchError, UnsupportedRequestError
 from specrs.tokenizer import Tokenizer, check_same_tokenizer, load_tokenizer
+from tokenizer_files import copy_of_pair, edit_tokenizer, with_bos
 from transformers import AutoTokenizer
-
-from .files import copy_of_pair, edit_tokenizer, with_bos
 
 TEXT = "def f(x):\n    return '日本 é 🎉' # <|endoftext|> done\n"
 MESSAGES = [{"role": "system", "content": "one"}, {"role": "user", "content": "two"}]

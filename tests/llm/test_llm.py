@@ -18,8 +18,8 @@ from specrs.errors import (
 from specrs.llm import LLM
 from specrs.sampling import SamplingParams
 from specrs.tokenizer import Tokenizer
+from tokenizer_files import with_bos
 
-from .files import with_bos
 from .scripted import ScriptedEngine
 
 GREEDY = SamplingParams(temperature=0.0)
