@@ -31,9 +31,9 @@ QWEN3: dict[str, Any] = {
     "eos_token_id": 7,
     "dtype": "bfloat16",
 }
-LLAMA = QWEN3 | {"architectures": ["LlamaForCausalLM"], "sliding_window": None}
-MISTRAL = QWEN3 | {"architectures": ["MistralForCausalLM"], "sliding_window": None}
-QWEN2 = QWEN3 | {"architectures": ["Qwen2ForCausalLM"]}
+LLAMA = QWEN3 | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "sliding_window": None}
+MISTRAL = QWEN3 | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
+QWEN2 = QWEN3 | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 
 
 def without(raw: dict[str, Any], *fields: str) -> dict[str, Any]:
@@ -78,6 +78,15 @@ def test_layout_4_equals_layout_5(kind: str) -> None:
     assert parse_config(new).rope_theta == 500
 
 
+def test_both_layouts_at_once() -> None:
+    """Where they say the same; transformers would take the older one."""
+    scaling = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
+    both = {"rope_parameters": LLAMA3_ROPE, "rope_scaling": scaling, "rope_theta": 500}
+    assert parse_config(LLAMA | both) == parse_config(LLAMA | {"rope_parameters": LLAMA3_ROPE})
+    assert parse_config(QWEN3 | {"rope_scaling": {}}) == parse_config(QWEN3)
+    assert parse_config(QWEN3 | {"dtype": None, "torch_dtype": "float16"}).checkpoint_dtype == "float16"
+
+
 def test_rope_without_scaling_in_layout_4() -> None:
     old = without(LLAMA, "rope_parameters") | {"rope_theta": 1e6, "rope_scaling": None}
     assert parse_config(old) == parse_config(LLAMA)
@@ -111,6 +120,10 @@ def test_biases() -> None:
         {"layer_types": None},
         {"partial_rotary_factor": 1.0},
         {"quantization_config": None, "auto_map": {}},
+        {"model_type": None},
+        {"original_max_position_embeddings": 32},  # of a scaling, and there is none
+        {"is_causal": True, "per_layer_config": {}, "transformers_weights": "model.safetensors"},
+        {"unsloth_version": "2025.1", "logits_scaling": 8.0},  # nobody reads them
     ],
 )
 def test_fields_that_change_nothing(fields: dict[str, Any]) -> None:
@@ -155,6 +168,15 @@ UNSUPPORTED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (MISTRAL, {"sliding_window": 128}, "sliding_window=128"),
     (QWEN3, {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
     (QWEN3, {"layer_types": "full_attention"}, "layer_types"),
+    (QWEN3, {"layer_types": ["full_attention"]}, "every one of 2 layers"),
+    (QWEN3, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling.rope_type='linear'"),
+    (LLAMA, {"rope_scaling": LLAMA3_ROPE}, "rope_scaling={"),
+    (QWEN3, {"rope_scaling": {"rope_type": "default"}}, "what rope_parameters says"),  # a theta of 10,000
+    (QWEN3, {"rope_parameters": {"rope_theta": 1e4, "mrope_section": [1]}}, "rope_parameters.mrope_section"),
+    (LLAMA, {"rope_parameters": LLAMA3_ROPE, "original_max_position_embeddings": 32}, "embeddings=32"),
+    (LLAMA, {"model_type": "mistral"}, "model_type='mistral'"),
+    (QWEN3, {"is_causal": False}, "is_causal=False"),
+    (QWEN3, {"per_layer_config": {"0": {"num_key_value_heads": 1}}}, "per_layer_config"),
     (MISTRAL, {"attention_bias": True}, "attention_bias=True"),
     (QWEN2, {"attention_bias": True}, "attention_bias=True"),
     (QWEN3, {"mlp_bias": True}, "mlp_bias=True"),

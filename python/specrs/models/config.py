@@ -2,7 +2,9 @@
 
 transformers is not asked: it fills gaps with defaults and ignores fields that it does not know, and a decoder that
 ignores a field computes another model. Both of its layouts are read: `rope_theta`, `rope_scaling`, `torch_dtype`
-(version 4) and `rope_parameters`, `dtype` (version 5).
+(version 4) and `rope_parameters`, `dtype` (version 5); a file that has both must say the same in both. `fields.py` has
+the fields that are not read. Of generation_config.json the stop ids are read here, and sampling parameters by the
+server; the rest says how to sample, which is for the request to say.
 """
 
 import math
@@ -11,19 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from specrs.models.errors import malformed, unsupported
+from specrs.models.fields import NEUTRAL
 from specrs.models.registry import Family, family_of
-
-NEUTRAL: dict[str, tuple[object, ...]] = {
-    "quantization_config": (None,),
-    "compression_config": (None,),
-    "auto_map": (None, {}),
-    "num_experts": (None, 0),
-    "num_local_experts": (None, 0),
-    "partial_rotary_factor": (None, 1, 1.0),
-    "add_cross_attention": (None, False),
-    "is_encoder_decoder": (None, False),
-}
-"""Fields that would make another model of any family, with the values at which they do not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +75,13 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = 
     field, its value and what is allowed.
     """
     architecture, family = family_of(raw.get("architectures"))
-    for field, values in NEUTRAL.items():
+    for field, values in ({"model_type": (None, family.model_type)} | NEUTRAL).items():
         if raw.get(field) not in values:
             raise unsupported(field, raw[field], " or ".join(map(repr, values)))
     if raw.get("hidden_act", "silu") != "silu":
         raise unsupported("hidden_act", raw["hidden_act"], "'silu'")
-    _refuse_sliding_window(raw, family)
+    num_layers = _size(raw, "num_hidden_layers")
+    _refuse_sliding_window(raw, family, num_layers)
 
     hidden, heads = _size(raw, "hidden_size"), _size(raw, "num_attention_heads")
     kv_heads = heads if family.kv_heads_default and raw.get("num_key_value_heads") is None else None
@@ -105,7 +97,7 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = 
         vocab_size=vocab,
         hidden_size=hidden,
         intermediate_size=_size(raw, "intermediate_size"),
-        num_layers=_size(raw, "num_hidden_layers"),
+        num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=_head_dim(raw, family, hidden, heads),
@@ -123,16 +115,12 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = 
     )
 
 
-def _refuse_sliding_window(raw: Mapping[str, Any], family: Family) -> None:
+def _refuse_sliding_window(raw: Mapping[str, Any], family: Family, num_layers: int) -> None:
     layer_types = raw.get("layer_types")
-    if layer_types is not None and (
-        not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types)
-    ):
-        other = (
-            [kind for kind in layer_types if kind != "full_attention"] if isinstance(layer_types, list) else layer_types
-        )
-        raise unsupported("layer_types", other, "'full_attention' in every layer")
-    if family.window_switch and not raw.get("use_sliding_window", False):
+    if layer_types is not None and layer_types != ["full_attention"] * num_layers:
+        kinds = isinstance(layer_types, list) and [kind for kind in layer_types if kind != "full_attention"]
+        raise unsupported("layer_types", kinds or layer_types, f"'full_attention' in every one of {num_layers} layers")
+    if family.window_switch and not _flag(raw, "use_sliding_window"):
         return
     window = raw.get("sliding_window", family.sliding_window)
     # A window no shorter than the context hides nothing.
@@ -156,16 +144,45 @@ def _head_dim(raw: Mapping[str, Any], family: Family, hidden: int, heads: int) -
     return head_dim
 
 
+_ROPE_FIELDS = (
+    "rope_type",
+    "type",
+    "rope_theta",
+    "partial_rotary_factor",
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+)
+
+
 def _rope(raw: Mapping[str, Any], max_positions: int) -> tuple[float, Llama3Scaling | None]:
-    """(theta, scaling) from `rope_parameters`, or from `rope_theta` and `rope_scaling`."""
-    name = "rope_parameters" if raw.get("rope_parameters") is not None else "rope_scaling"
+    """(theta, scaling) from `rope_parameters` or `rope_scaling`, and `rope_theta` where they lack it.
+
+    transformers takes `rope_scaling` where a file has both, so one that is at odds with `rope_parameters` is refused.
+    """
+    names = [name for name in ("rope_parameters", "rope_scaling") if raw.get(name) not in (None, {})]
+    found = [_rope_object(raw, name, max_positions) for name in names or ["rope_parameters"]]
+    if found[0] != found[-1]:
+        raise unsupported("rope_scaling", raw["rope_scaling"], "what rope_parameters says")
+    scaling = found[0][1]
+    # Some versions of transformers take this one, others the one of the object.
+    length = raw.get("original_max_position_embeddings")
+    if scaling is not None and length not in (None, scaling.original_max_position_embeddings):
+        allowed = f"{scaling.original_max_position_embeddings}, as in {names[0]}"
+        raise unsupported("original_max_position_embeddings", length, allowed)
+    return found[0]
+
+
+def _rope_object(raw: Mapping[str, Any], name: str, max_positions: int) -> tuple[float, Llama3Scaling | None]:
     rope = raw.get(name)
     if rope is None:
         rope = {}
     if not isinstance(rope, Mapping):
         raise malformed(name, rope, "an object")
-    if any(isinstance(value, Mapping) for value in rope.values()):
-        raise unsupported(name, rope, "one object for all layers")
+    for field, value in rope.items():
+        if field not in _ROPE_FIELDS and value is not None:
+            raise unsupported(f"{name}.{field}", value, f"one object for all layers, of {', '.join(_ROPE_FIELDS)}")
     if rope.get("partial_rotary_factor") not in NEUTRAL["partial_rotary_factor"]:
         raise unsupported(f"{name}.partial_rotary_factor", rope["partial_rotary_factor"], "1")
     source = {"rope_theta": 10000.0} | {key: raw[key] for key in ("rope_theta",) if key in raw} | dict(rope)
@@ -202,7 +219,9 @@ def _eos_token_ids(raw: Mapping[str, Any], generation: Mapping[str, Any], vocab:
 
 
 def _checkpoint_dtype(raw: Mapping[str, Any]) -> str | None:
-    value = raw.get("dtype", raw.get("torch_dtype"))
+    value = raw.get("dtype")
+    if value is None:
+        value = raw.get("torch_dtype")
     if value is None:
         return None
     if not isinstance(value, str):

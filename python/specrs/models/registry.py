@@ -13,6 +13,8 @@ class Family:
     (or, for `head_dim`, that it is derived as hidden_size / num_attention_heads).
     """
 
+    model_type: str
+    """What config.json calls the family; transformers goes by it where `architectures` says something else."""
     qk_norm: bool = False
     """RMSNorm over each query and key head before RoPE."""
     qkv_bias: bool = False
@@ -30,11 +32,11 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family(has_attention_bias=True, has_mlp_bias=True, kv_heads_default=True),
-    "MistralForCausalLM": Family(sliding_window=4096),
-    "Qwen2ForCausalLM": Family(qkv_bias=True, window_switch=True, sliding_window=4096),
+    "LlamaForCausalLM": Family("llama", has_attention_bias=True, has_mlp_bias=True, kv_heads_default=True),
+    "MistralForCausalLM": Family("mistral", sliding_window=4096),
+    "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, window_switch=True, sliding_window=4096),
     "Qwen3ForCausalLM": Family(
-        qk_norm=True, has_attention_bias=True, head_dim=128, window_switch=True, sliding_window=4096
+        "qwen3", qk_norm=True, has_attention_bias=True, head_dim=128, window_switch=True, sliding_window=4096
     ),
 }
 

@@ -1,0 +1,52 @@
+"""The fields of config.json that are not read: which would make another model, and which have no effect and why.
+
+What transformers does with config.json decides, since text is compared with its text: its configuration of a family
+takes every field as an attribute, and the code of all families asks some attributes by name. Each such attribute is
+read by `models/config.py`, is in one of these tables, or a test fails. Other fields, which a trainer or uploader left,
+are read by nobody and ignored.
+"""
+
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    # The code of all families asks for these.
+    "is_causal": (None, True),
+    "attention_chunk_size": (None,),
+    "per_layer_config": (None, {}),
+    "kv_sharing_modes": (None,),
+    "quantization_config": (None,),
+    "compression_config": (None,),
+    "fusion_config": (None,),
+    "transformers_weights": (None, "model.safetensors"),
+    "auto_map": (None, {}),
+    "partial_rotary_factor": (None, 1, 1.0),
+    "is_encoder_decoder": (None, False),
+    # These belong to other families; a checkpoint that says them is not what its architecture says.
+    "add_cross_attention": (None, False),
+    "num_experts": (None, 0),
+    "num_local_experts": (None, 0),
+}
+"""Fields that would make another model of any family, with the values at which they do not."""
+
+_HEADS = "of classification heads"
+_OUTPUTS = "of what a call of the model returns beside logits"
+_TRAINING = "of training"
+_SPEED = "of how something is computed, not what"
+
+WITHOUT_EFFECT: dict[str, str] = {
+    "attention_dropout": _TRAINING,
+    "initializer_range": _TRAINING,
+    "id2label": _HEADS,
+    "label2id": _HEADS,
+    "problem_type": _HEADS,
+    "output_attentions": _OUTPUTS,
+    "output_hidden_states": _OUTPUTS,
+    "return_dict": _OUTPUTS,
+    "use_cache": _SPEED,
+    "attn_implementation": _SPEED,
+    "chunk_size_feed_forward": _SPEED,
+    "pretraining_tp": _SPEED,
+    "max_window_layers": "of a window, and an active one is refused",
+    "pad_token_id": "a row of the embedding that training leaves alone",
+    "bos_token_id": "of prompts without a token, which are refused",
+    "transformers_version": "of the file's history",
+}
+"""Fields that a configuration of transformers has and that change no logit, with the reason."""

@@ -1,0 +1,236 @@
+"""Every field of config.json that transformers reads is read, refused, or known to have no effect."""
+
+import dataclasses
+import itertools
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from checkpoints import LLAMA3_ROPE, make_checkpoint
+from hf_reference import load
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from specrs.errors import CheckpointError
+from specrs.models import config as config_module
+from specrs.models.dense import Dense
+from specrs.models.fields import NEUTRAL, WITHOUT_EFFECT
+from specrs.models.loader import load_model
+from specrs.models.registry import FAMILIES
+from transformers import PreTrainedConfig
+
+from models.harness import Feeder
+
+READ = set(re.findall(r'"([a-z]\w+)"', Path(config_module.__file__).read_text()))
+"""Every name that `models/config.py` mentions as a string."""
+EXAMPLES = int(os.environ.get("SPECRS_SWEEP", "60"))
+PACKAGE = Path(transformers.__file__).parent
+
+
+def configuration(family: str) -> PreTrainedConfig:
+    return transformers.CONFIG_MAPPING[FAMILIES[family].model_type]()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_attribute_of_a_configuration_is_known(family: str) -> None:
+    own = configuration(family)
+    names = {field.name for field in dataclasses.fields(own)} | set(own.to_dict()) | set(vars(own))
+    unknown = {name for name in names if not name.startswith("_")} - READ - set(NEUTRAL) - set(WITHOUT_EFFECT)
+    assert not unknown, f"transformers {transformers.__version__} has fields that nobody here knows"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_attribute_that_code_asks_for_is_known(family: str) -> None:
+    """In the family's own code, and in that of masks, caches and loading, which asks configurations of any family."""
+    own = configuration(family)
+    name = FAMILIES[family].model_type
+    asked = set()
+    for file in (f"models/{name}/modeling_{name}.py", "masking_utils.py", "cache_utils.py"):
+        text = (PACKAGE / file).read_text(encoding="utf-8")
+        asked |= set(re.findall(r"\bconfig\.([a-z]\w*)", text))
+        asked |= set(re.findall(r'getattr\(\w*\.?\w*config, "(\w+)"', text))
+    loading = (PACKAGE / "modeling_utils.py").read_text(encoding="utf-8")
+    asked |= set(re.findall(r'getattr\((?:self\.)?config, "(\w+)"', loading))
+    assert {"hidden_size", "is_causal", "tie_word_embeddings"} <= asked, "the patterns still match"
+    plumbing = {
+        "get_text_config",  # a method
+        "distributed_config",  # which rank holds what
+        "gradient_checkpointing",  # memory of training
+        "sep_token_id",  # a warning about padding
+        "number_of_conv_states",  # of layers that `layer_types` would have to name
+    }
+    unknown = asked - READ - set(NEUTRAL) - set(WITHOUT_EFFECT) - plumbing
+    unknown = {field for field in unknown if not callable(getattr(own, field, None))}
+    assert not unknown, f"transformers {transformers.__version__} asks for fields that nobody here knows"
+
+
+def test_the_tables_do_not_overlap() -> None:
+    assert not set(NEUTRAL) & set(WITHOUT_EFFECT)
+    assert not READ & set(WITHOUT_EFFECT)
+
+
+VALUES: dict[str, list[Any]] = {
+    "rope_parameters": [
+        None,
+        {},
+        {"rope_type": "default", "rope_theta": 1e4},
+        {"type": "default", "rope_theta": 500},
+        {"rope_theta": 500, "factor": 2.0},
+        {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+        {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+        {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4},
+        {"full_attention": {"rope_type": "default", "rope_theta": 500}},
+        LLAMA3_ROPE,
+        {key: value for key, value in LLAMA3_ROPE.items() if key != "original_max_position_embeddings"},
+        LLAMA3_ROPE | {"partial_rotary_factor": 0.5},
+    ],
+    "rope_theta": [500, 1e6],
+    "partial_rotary_factor": [0.5, 1.0],
+    "original_max_position_embeddings": [4, 64],
+    "is_causal": [True, False],
+    "attention_chunk_size": [3],
+    "sliding_window": [None, 3, 512],
+    "use_sliding_window": [True, False],
+    "max_window_layers": [0, 1],
+    "layer_types": [None, ["full_attention"], ["sliding_attention"], ["chunked_attention"]],
+    "per_layer_config": [{}, {"0": {"rms_norm_eps": 0.5}}],
+    "kv_sharing_modes": [["reuse"]],
+    "hidden_act": ["silu", "gelu", "relu"],
+    "rms_norm_eps": [1e-6, 0.3],
+    "attention_bias": [True, False],
+    "mlp_bias": [True, False],
+    "attention_dropout": [0.5],
+    "pretraining_tp": [2],
+    "use_cache": [False],
+    "chunk_size_feed_forward": [1],
+    "initializer_range": [0.5],
+    "output_attentions": [True],
+    "output_hidden_states": [True],
+    "return_dict": [False],
+    "attn_implementation": ["eager"],
+    "pad_token_id": [0, 3],
+    "bos_token_id": [5],
+    "problem_type": ["regression"],
+    "tie_word_embeddings": [True, False],
+    "model_type": ["llama", "mistral", "qwen2", "qwen3"],
+    "dtype": ["float32", "bfloat16"],
+    "torch_dtype": ["float16"],
+    "num_experts": [0, 2],
+    "num_local_experts": [2],
+    # Of other families: nobody reads them in these.
+    "logits_scaling": [8.0],
+    "embedding_multiplier": [3.0],
+    "attention_multiplier": [0.5],
+    "residual_multiplier": [0.3],
+    "final_logit_softcapping": [1.0],
+    "attn_logit_softcapping": [1.0],
+    "query_pre_attn_scalar": [2],
+    "use_qk_norm": [True, False],
+    "qkv_bias": [True, False],
+    "no_rope_layers": [[0]],
+    "num_kv_shared_layers": [1],
+    "use_bidirectional_attention": [True],
+    "clip_qkv": [0.01],
+    "scale_attn_weights": [False],
+    "temperature": [0.3],
+    "repetition_penalty": [3.0],
+    "suppress_tokens": [[1, 2, 3]],
+}
+VALUES["rope_scaling"] = VALUES["rope_parameters"]
+
+mutations = st.lists(
+    st.sampled_from(sorted(VALUES)).flatmap(lambda name: st.tuples(st.just(name), st.sampled_from(VALUES[name]))),
+    min_size=1,
+    max_size=3,
+    unique_by=lambda pair: pair[0],
+)
+IDS = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("fields")
+    shape = {"layers": 1, "hidden": 16, "intermediate": 16, "kv_heads": 1, "head_dim": 8, "vocab": 23}
+    return {
+        name: make_checkpoint(folder / name, family.model_type, tie=True, **shape) for name, family in FAMILIES.items()
+    }
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    """transformers warns of most mutations."""
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    transformers.logging.disable_progress_bar()
+    yield
+    transformers.logging.enable_progress_bar()
+    transformers.logging.set_verbosity(before)
+
+
+def ours(folder: Path) -> tuple[Dense | None, str]:
+    """The model, or None and the message of the refusal."""
+    try:
+        return load_model(folder, dtype="float64"), ""
+    except CheckpointError as fault:
+        return None, str(fault)
+
+
+def theirs(folder: Path) -> tuple[torch.Tensor, list[int]] | None:
+    """Logits and continuation by transformers; None where it does not take the checkpoint."""
+    try:
+        model = load(folder)
+        ids = torch.tensor([IDS])
+        with torch.inference_mode():
+            logits = model(ids, return_dict=True).logits[0]
+            text = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+    except Exception:
+        return None
+    return logits, text[0, len(IDS) :].tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(mutated=mutations)
+@pytest.mark.usefixtures("quiet")
+def test_the_logits_of_transformers_or_a_refusal_by_name(
+    family: str, mutated: list[tuple[str, Any]], checkpoints: dict[str, Path]
+) -> None:
+    check(checkpoints[family], dict(mutated))
+
+
+@pytest.mark.usefixtures("quiet")
+def test_every_pair_of_rope_layouts(checkpoints: dict[str, Path]) -> None:
+    served = 0
+    for parameters, scaling in itertools.product(VALUES["rope_parameters"], repeat=2):
+        served += check(checkpoints["LlamaForCausalLM"], {"rope_parameters": parameters, "rope_scaling": scaling})
+    assert served > 15
+
+
+def check(folder: Path, mutated: dict[str, Any]) -> bool:
+    """Compare the checkpoint with those fields in its config.json, or see the refusal; whether both serve it."""
+    file = folder / "config.json"
+    original = file.read_text()
+    try:
+        file.write_text(json.dumps(json.loads(original) | mutated))
+        model, refusal = ours(folder)
+        if model is None:
+            # By the field, or by a tensor that the field asks for.
+            assert any(name in refusal for name in (*mutated, ".bias", ".weight"))
+            return False
+        expected = theirs(folder)
+    finally:
+        file.write_text(original)
+    if expected is None:
+        return False
+    logits, text = expected
+    # The eager attention of transformers takes its softmax in fp32.
+    atol = 1e-5 if "attn_implementation" in mutated else 1e-11
+    torch.testing.assert_close(Feeder(model).feed_chunks(IDS, [len(IDS)]), logits, rtol=0, atol=atol)
+    whole = Feeder(model).feed_chunks([*IDS, *text], [len(IDS) + len(text)])
+    assert whole[len(IDS) - 1 : -1].argmax(dim=-1).tolist() == text
+    return True
