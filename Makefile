@@ -23,8 +23,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # Nothing here needs a hub. Models of a few megabytes gain little from a second thread, and lose tenfold by one
 # that waits for a busy core.
-test test-clients soak demo bench: export HF_HUB_OFFLINE := 1
-test test-clients soak: export OMP_NUM_THREADS ?= 1
+test test-isa test-clients soak demo bench: export HF_HUB_OFFLINE := 1
+test test-isa test-clients soak: export OMP_NUM_THREADS ?= 1
 
 .PHONY: help
 help: ## this list
@@ -56,6 +56,16 @@ demo: build ## the bundled pair: plain decoding against K = 1, 3, 5, 7
 test: build ## all tests: cargo and pytest
 	cargo test --workspace --locked
 	$(BIN)/python -m pytest $(ARGS)
+
+# Where sums are taken: nothing may hang on the order that one instruction set takes them in.
+ISA_TESTS := $(wildcard tests/kernels/test_*.py) tests/models tests/verify tests/integrations/test_transformers.py \
+	$(addprefix tests/kernels/cuda/test_,skinny_linear.py lm_head.py row_kernels.py tolerance.py) \
+	$(addprefix tests/runner/test_,samplers.py cuda_runner.py) $(addprefix tests/engine/test_,fp32.py equivalence.py)
+
+.PHONY: test-isa test-isa-default test-isa-avx2
+test-isa: test-isa-default test-isa-avx2 ## the numerical tests as on a CPU without AVX and on one with AVX2; -j2: both at once
+test-isa-default test-isa-avx2: test-isa-%: build
+	SPECRS_ISA=$* $(BIN)/python -m pytest $(ISA_TESTS) $(ARGS)
 
 # Each client has an environment of its own, because their requirements contradict each other; torch is $(VENV)'s.
 CLIENTS := openai lm-eval guidellm aiperf schemathesis

@@ -4,11 +4,16 @@ With SPECRS_GPU=1 (`make gpu-test`) the kernels' tests run on one, by `gpu_shutt
 
 With two threads passes of these small models wait for each other on busy cores: with another load beside, the same
 engine test takes 68 s with two and 3.5 s with one.
+
+SPECRS_ISA names another instruction set than the machine's own (`make test-isa`).
 """
 
 import os
 import signal
 
+import instruction_sets
+
+os.environ.update(instruction_sets.chosen())
 # Read where kernels are defined, so before anything imports one.
 os.environ.setdefault("TRITON_INTERPRET", "0" if os.environ.get("SPECRS_GPU") == "1" else "1")
 # Some virtual machines name AMX among their instructions and kill the process that uses it.
