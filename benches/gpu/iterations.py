@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from specrs.config import EngineConfig, SpeculativeConfig
+from specrs.core import RequestSampling
 from specrs.engine.build import Blueprint
 from specrs.engine.weights import Weights
 from specrs.runner.cuda import iteration
@@ -53,7 +54,7 @@ class Alone:
 
     def temperature(self, temperature: float, top_p: float = 1.0) -> None:
         """Sampling of the one request."""
-        self.sampling.params.write(0, temperature=temperature, top_p=top_p)
+        self.sampling.params.write(0, RequestSampling(temperature=temperature, top_p=top_p))
 
     def reset(self, k: int) -> Callable[[], None]:
         """Sets state and record to the start of an iteration with `k` drafts."""

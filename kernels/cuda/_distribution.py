@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from specrs.core import PARAM_COLUMNS
 from specrs.kernels.cuda.philox import log64
 
-PARAMS = tl.constexpr(8)
+PARAMS = tl.constexpr(len(PARAM_COLUMNS))
 """Columns of the rows' parameters, `specrs.verify.params.SamplingRows.values`."""
-GREEDY, TEMPERATURE, TOP_K, TOP_P, LOG_MIN_P = (tl.constexpr(i) for i in range(5))
+GREEDY, TEMPERATURE, TOP_K, TOP_P, LOG_MIN_P = (
+    tl.constexpr(PARAM_COLUMNS.index(name)) for name in ("greedy", "temperature", "top_k", "top_p", "log_min_p")
+)
 LAST_KEY = tl.constexpr(0x7F800000)
 """Key of -inf: everything is kept up to it."""
 NO_TOKEN = tl.constexpr(0x7FFFFFFF)

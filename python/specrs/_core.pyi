@@ -21,6 +21,12 @@ __all__ = [
     "FLAG_CAPACITY",
     "FLAG_DRAFT_NON_FINITE",
     "FLAG_TARGET_NON_FINITE",
+    "GREEDY_BELOW",
+    "HEADER_FIELDS",
+    "LOGPROBS_ALL",
+    "LOGPROBS_NONE",
+    "MAX_STOP_IDS",
+    "PARAM_COLUMNS",
     "PLAN_IDLE",
     "PLAN_LAUNCH",
     "PLAN_SETTLE_FIRST",
@@ -28,6 +34,7 @@ __all__ = [
     "PURPOSE_DRAFT",
     "PURPOSE_GUMBEL",
     "PURPOSE_RECOVER",
+    "STEPS",
     "AcceptanceTracker",
     "AllBlocksCleared",
     "BlockHasher",
@@ -47,6 +54,7 @@ __all__ = [
     "NgramProposer",
     "NotRunningError",
     "OutOfBlocksError",
+    "RequestSampling",
     "RequestView",
     "Sampler",
     "Scheduler",
@@ -59,6 +67,22 @@ __all__ = [
     "philox_uniform",
 ]
 
+HEADER_FIELDS: Final[tuple[str, ...]]
+"""Names of the elements of a record's header by index; those behind them are 0."""
+PARAM_COLUMNS: Final[tuple[str, ...]]
+"""Names of a row's parameter columns by index: greedy (0 or 1), temperature (1 in greedy rows), top_k and top_p
+(infinity is off), log_min_p (ln(min_p), minus infinity is off), repetition_penalty (1 is off), presence_penalty and
+frequency_penalty (0 is off)."""
+STEPS: Final[tuple[str, ...]]
+"""Names of the bits of `admit_steps`, the lowest first: which steps a row's request needs."""
+MAX_STOP_IDS: Final[int]
+"""Stop tokens of one request that a row of device state holds."""
+LOGPROBS_NONE: Final[int]
+"""`admit_logprobs` and `admit_prompt_logprobs` of a request that wants none."""
+LOGPROBS_ALL: Final[int]
+"""`admit_logprobs` and `admit_prompt_logprobs` of a request that wants those of the whole vocabulary."""
+GREEDY_BELOW: Final[float]
+"""Temperatures under this are greedy: logits divided by less could overflow."""
 PLAN_IDLE: Final[int]
 """`Scheduler.plan`: nothing to do and nothing in flight."""
 PLAN_LAUNCH: Final[int]
@@ -197,6 +221,56 @@ class NgramProposer:
         """
 
 @final
+class RequestSampling:
+    """What a request asks of sampling, under vLLM's names and with vLLM's defaults. Immutable.
+
+    Ranges are checked when a scheduler takes the request.
+    """
+
+    def __new__(
+        cls,
+        *,
+        seed: int = 0,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        allowed_token_ids: NDArray[np.int64] | None = None,
+        logit_bias: dict[int, float] | None = None,
+        bad_words_token_ids: Sequence[Sequence[int]] = ...,
+        has_extras: bool = False,
+    ) -> RequestSampling:
+        """Takes over the values.
+
+        Args:
+            seed: its random numbers depend on these 64 bits, the position and nothing else.
+            temperature: at least 0; below `GREEDY_BELOW` greedy, and top_k, top_p and min_p have no effect.
+            top_k: 0 is all. top_p: above 0, at most 1. min_p: 0 to 1.
+            repetition_penalty: above 0.
+            logprobs, prompt_logprobs: most likely tokens to report beside each token, -1 for all, None for none.
+            allowed_token_ids: `[n]` int64, the only tokens that may be written; copied.
+            logit_bias: what is added to the logits of some tokens.
+            bad_words_token_ids: token sequences that are not written, none of them empty.
+            has_extras: whether it needs what no record can hold; a step of its record says so.
+
+        Raises:
+            InvalidRequestError: top_k is negative.
+            InvalidBufferError: allowed_token_ids is not a contiguous int64 vector.
+        """
+
+    def columns(self, logits_dtype: str) -> tuple[list[float], int]:
+        """A row's `PARAM_COLUMNS`, rounded to "float32" or "float64", and the bits of `STEPS` that they need.
+
+        Raises:
+            InvalidConfigError: logits_dtype is neither.
+        """
+
+@final
 class Scheduler:
     """Which requests run, on which row and blocks, with how many drafts, in which launch.
 
@@ -219,6 +293,8 @@ class Scheduler:
         num_speculative_tokens: int = 0,
         drafter: CachedDrafter | NgramProposer | None = None,
         max_in_flight: int = 1,
+        max_constraint_len: int = 0,
+        logits_dtype: str = "float32",
         enable_prefix_caching: bool = True,
         enable_kv_cache_events: bool = False,
         hash_key: bytes = ...,
@@ -236,6 +312,9 @@ class Scheduler:
             drafter: what proposes drafts; with None nothing drafts. A proposer on the host is asked by `plan`, which
                 writes its drafts into the record, and needs `max_in_flight=1`.
             max_in_flight: launches that may be planned and not yet settled, 1 to 1024.
+            max_constraint_len: elements (W) that a request's allowed_token_ids, logit_bias and bad words may take in a
+                record, and those of all that a launch admits: an id one, a bias two, a bad word one and its tokens.
+            logits_dtype: "float32" or "float64", what sampling parameters are rounded to.
             enable_prefix_caching: whether requests share the KV of equal prefixes.
             enable_kv_cache_events: whether `take_kv_events` tells what came into the prefix cache and left it.
             hash_key: 16 bytes, default all zero. A secret key keeps clients from building prompts that collide.
@@ -261,9 +340,9 @@ class Scheduler:
 
         Of each section only the elements that the header counts are written.
 
-        header [16]: 0 launch_id, 1 num_decode, 2 num_prefill, 3 num_prefill_tokens, 4 num_draft_chunks, 5
-            num_draft_tokens, 6 num_admitted, 7 num_upload_tokens, 8 num_block_updates, 9 max_k, 10 num_preempted, the
-            rest 0.
+        header: `HEADER_FIELDS`, the rest 0. launch_id counts from 0; num_decode, num_prefill: entries;
+            num_prefill_tokens, num_draft_chunks, num_draft_tokens, num_admitted, num_upload_tokens, num_block_updates,
+            num_constraints, num_preempted: elements of the sections below; max_k: the largest K of an entry.
         entry_row [R], entry_k [R] (0 for chunks), entry_capacity [R] (positions that the row's block table covers),
             entry_n_upper [R] (upper bound of the row's tokens at the start of the launch).
         chunk_start [R], chunk_len [R], chunk_is_last [R]: prefill chunk j; the last one of a prompt emits a token.
@@ -272,8 +351,15 @@ class Scheduler:
             draft_slot: draft catch-up chunks; their tokens are in row state, and afterwards the row's draft_len is
             start + len, also where len is 0. Slot -1: do not write.
         draft_token [R, K]: drafts of a drafter on the host, those of entry i from element i * K on; empty without one.
-        admit_row [R], admit_request_id [R], admit_num_tokens [R], admit_draft_len [R], admit_limit [R],
-            admit_num_cached [R]: requests that get their row in this launch, before its chunks run.
+        admit_row [R], admit_request_id [R], admit_num_tokens [R], admit_prompt_len [R] (less than num_tokens after a
+            preemption), admit_draft_len [R], admit_limit [R], admit_num_cached [R]: requests that get their row in this
+            launch, before its chunks run.
+        admit_min_len [R] (stop tokens count from this position on), admit_stop_ids [R, MAX_STOP_IDS] (-1 behind them).
+        admit_seed [R], admit_steps [R] (`STEPS`), admit_params [R, len(PARAM_COLUMNS)] (bits of float64),
+            admit_logprobs [R], admit_prompt_logprobs [R]: what they ask of sampling.
+        admit_num_allowed [R] (-1: all are), admit_num_biases [R], admit_num_bad_words [R], admit_constraint_start
+            [R + 1]: parts of `constraint` [W], which has of one request after the other its allowed ids, ids with a
+            bias, the biases as bits of float64, the lengths of bad words, their tokens.
         upload_token: all tokens of the admitted requests, one request after the other.
         block_row, block_index, block_id: block table updates, `table[row, index] = id`.
         preempted_request_id [R]: requests that lost their row in this plan.
@@ -304,6 +390,7 @@ class Scheduler:
         num_speculative_tokens: int = 0,
         priority: int = 0,
         stop_token_ids: NDArray[np.int64] | None = None,
+        sampling: RequestSampling | None = None,
         cache_salt: bytes = ...,
         extra_keys: Sequence[tuple[int, bytes]] | None = None,
     ) -> None:
@@ -316,7 +403,8 @@ class Scheduler:
             min_tokens: output tokens before which stop ids do not count.
             num_speculative_tokens: draft tokens per launch, at most the engine's; 0 never drafts.
             priority: smaller values go first, ties by arrival.
-            stop_token_ids: `[s]` int64, tokens that end the output; copied.
+            stop_token_ids: `[s]` int64, tokens that end the output, at most `MAX_STOP_IDS`; copied.
+            sampling: how tokens are drawn; the defaults where None. The device is told, in the record.
             cache_salt: the request shares prefixes only with requests of the same salt.
             extra_keys: `(position, key)` by position, which does not decrease: what the prompt's KV depends on besides
                 its tokens, such as the hash of an image or an adapter's name. From the block of that position on the

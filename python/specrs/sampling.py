@@ -8,6 +8,7 @@ from dataclasses import InitVar, dataclass
 from numbers import Integral
 from typing import Any
 
+from specrs.core import GREEDY_BELOW, MAX_STOP_IDS
 from specrs.errors import (
     InvalidRequestError,
     UnsupportedRequestError,
@@ -21,7 +22,7 @@ from specrs.errors import (
 )
 
 MAX_SPECULATIVE_TOKENS = 16
-MAX_STOP_TOKEN_IDS = 64
+MAX_STOP_TOKEN_IDS = MAX_STOP_IDS
 """Stop ids of one request in all, the checkpoint's eos ids included: each row of device state holds this many."""
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_LENGTH = 1024
@@ -33,8 +34,6 @@ MAX_TEMPERATURE = 100.0
 MAX_LOGIT_BIAS = 100.0
 REPETITION_PENALTIES = (0.01, 100.0)
 """Beyond these, logits that a model gives leave the range of fp32, or all become equal."""
-GREEDY_BELOW = 1e-5
-"""Temperatures under this are greedy, as in vLLM: logits divided by less could overflow."""
 _INT32_MAX = 2**31 - 1
 _INT64_MAX = 2**63 - 1
 
@@ -387,6 +386,12 @@ class RequestLimits:
     num_speculative_tokens: int = 0
     eos_token_ids: tuple[int, ...] = ()
     max_logprobs: int = 20
+
+
+def max_constraint_len(vocab_size: int) -> int:
+    """Elements of a record that hold any one request's `allowed_token_ids`, `logit_bias` and `bad_words`."""
+    words = 2 * MAX_BAD_WORDS  # each as it is, and after a blank
+    return 3 * vocab_size + words * (1 + MAX_BAD_WORD_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import pytest
 from specrs import core
 
 V, B, K, N = 8, 2, 3, 8
-OFF = [0.0, 1.0, np.inf, np.inf, -np.inf]
+OFF = core.RequestSampling().columns("float32")[0]
 
 
 def verify_arguments() -> dict[str, Any]:
@@ -53,7 +53,7 @@ def read_only(array: Any) -> Any:
         ("logits", np.zeros((N, V)), "logits: dtype is float64, expected float32"),
         ("logits", np.zeros((N, V + 1), np.float32), "logits: has 72 elements, expected 64"),
         ("logits", np.zeros((V, N), np.float32).T[:, ::2], "logits: strides"),
-        ("params", np.zeros((4, 4), np.float32), r"params: shape is \[4, 4\], expected at least 5 columns"),
+        ("params", np.zeros((4, 4), np.float32), r"params: shape is \[4, 4\], expected at least 8 columns"),
         ("seeds", np.arange(5), "seeds: has 5 elements, expected 4"),
         ("rows", np.array([4, 0]), "rows: has 4, expected 0 to 3"),
         ("rows", np.array([-1, 0]), "rows: has -1, expected 0 to 3"),

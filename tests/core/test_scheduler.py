@@ -44,20 +44,21 @@ def test_one_request_from_prompt_to_length() -> None:
         assert scheduler.plan(record) == core.PLAN_LAUNCH
         assert scheduler.num_in_flight == 1
         assert scheduler.plan(record.copy()) == core.PLAN_SETTLE_FIRST
-        header = section(record, scheduler.record_layout(), "header")
+        header = dict(zip(core.HEADER_FIELDS, record.tolist(), strict=False))
         if not text:
-            assert header[[1, 2, 3, 6, 7]].tolist() == [0, 1, 5, 1, 5]
+            assert (header["num_decode"], header["num_prefill"], header["num_prefill_tokens"]) == (0, 1, 5)
+            assert (header["num_admitted"], header["num_upload_tokens"]) == (1, 5)
             assert section(record, scheduler.record_layout(), "upload_token")[:5].tolist() == PROMPT.tolist()
             assert section(record, scheduler.record_layout(), "prefill_slot")[:5].tolist() == [0, 1, 2, 3, 4]
         else:
-            assert header[1] == 1
+            assert header["num_decode"] == 1
         results[:] = 0
         layout = scheduler.results_layout()
         drafted = min(int(section(record, scheduler.record_layout(), "entry_k")[0]), 10 - 5 - len(text) - 1)
         section(results, layout, "num_drafted")[0] = drafted
         section(results, layout, "num_emitted")[0] = 1
         section(results, layout, "tokens")[0] = 100 + len(text)
-        scheduler.settle(int(header[0]), results, settled)
+        scheduler.settle(header["launch_id"], results, settled)
         scheduler.check_integrity()
         layout = scheduler.settled_layout()
         assert section(settled, layout, "request_id")[0] == 7

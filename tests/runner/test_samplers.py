@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from specrs.core import RequestSampling
 from specrs.runner.samplers import CoreSampler, TorchSampler
 from specrs.runner.sampling_state import SamplingState
 from specrs.verify.params import SamplingRows, Steps
@@ -30,7 +31,7 @@ def make(params: list[dict[str, Any]]) -> tuple[SamplingRows, Steps, Tensor]:
     """Parameters, steps and seeds of one row of state for each of `params`."""
     rows, steps = SamplingRows.allocate(len(params)), Steps()
     for i, p in enumerate(params):
-        steps = steps | rows.write(i, **p)
+        steps = steps | rows.write(i, RequestSampling(**p))
     return rows, steps, torch.arange(len(params)) * 0x9E3779B97F4A7C1 - 5
 
 

@@ -7,6 +7,7 @@ from functools import reduce
 from operator import or_
 
 import torch
+from specrs.core import RequestSampling
 from specrs.verify.history import TokenCounts, context_rows, count_tokens, pack_bad_words
 from specrs.verify.params import SamplingRows, Steps
 from specrs.verify.processing import Constraints
@@ -21,7 +22,9 @@ def sampling_rows(requests: Sequence[Request], dtype: torch.dtype = torch.float3
     """One row per request, and the steps each needs."""
     rows = SamplingRows.allocate(len(requests), dtype=dtype)
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-    steps = [rows.write(i, **{name: getattr(r, name) for name in names}) for i, r in enumerate(requests)]
+    steps = [
+        rows.write(i, RequestSampling(**{name: getattr(r, name) for name in names})) for i, r in enumerate(requests)
+    ]
     return rows, steps
 
 

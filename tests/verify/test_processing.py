@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from specrs.core import RequestSampling
 from specrs.verify.params import SamplingRows, Steps
 from specrs.verify.processing import Constraints, adjust_logits, constrain, filter_logits, process_logits
 from transformers import (
@@ -239,9 +240,9 @@ def test_penalties_without_counts_are_refused() -> None:
 
 def test_write_stores_off_as_values_that_change_nothing() -> None:
     rows = SamplingRows.allocate(3)
-    assert rows.write(0) == Steps(random=True)
-    assert rows.write(1, temperature=1e-6, top_k=5, top_p=0.5, min_p=0.5) == Steps(greedy=True)
-    assert rows.write(2, top_p=1.0 - 1e-12, top_k=10**6) == Steps(random=True, top_k=True)
+    assert rows.write(0, RequestSampling()) == Steps(random=True)
+    assert rows.write(1, RequestSampling(temperature=1e-6, top_k=5, top_p=0.5, min_p=0.5)) == Steps(greedy=True)
+    assert rows.write(2, RequestSampling(top_p=1.0 - 1e-12, top_k=10**6)) == Steps(random=True, top_k=True)
     off = SamplingRows.allocate(1)
     for name in ("temperature", "top_k", "top_p", "log_min_p"):
         assert getattr(rows, name)[0] == getattr(off, name) == getattr(rows, name)[1], name

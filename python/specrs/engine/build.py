@@ -19,7 +19,7 @@ from specrs.runner.eager import EagerRunner
 from specrs.runner.ring import Ring
 from specrs.runner.row_state import RowState
 from specrs.runner.sampling_state import SamplingState
-from specrs.sampling import RequestLimits
+from specrs.sampling import RequestLimits, max_constraint_len
 
 
 def build_engine(config: EngineConfig, weights: Weights | None = None) -> Engine:
@@ -95,6 +95,11 @@ class Blueprint:
         return given if given is not None else 2 if self.on_gpu else 1
 
     @property
+    def logits_dtype(self) -> torch.dtype:
+        """What logits, and so sampling parameters, are computed in."""
+        return torch.float64 if self.weights.target.dtype == torch.float64 else torch.float32
+
+    @property
     def models(self) -> list[Model]:
         """Target and, where there is one, draft."""
         return [model for model in (self.weights.target, self.weights.draft) if model is not None]
@@ -129,6 +134,8 @@ class Blueprint:
             num_speculative_tokens=self.num_speculative_tokens,
             drafter=drafter,
             max_in_flight=self.depth,
+            max_constraint_len=max_constraint_len(self.weights.target.config.vocab_size),
+            logits_dtype=str(self.logits_dtype).removeprefix("torch."),
             enable_prefix_caching=config.enable_prefix_caching,
             hash_key=secrets.token_bytes(16),
         )
@@ -168,14 +175,13 @@ class Blueprint:
 
             return make_runner(self, scheduler, blocks)
         config, target = self.config, self.weights.target
-        dtype = torch.float64 if target.dtype == torch.float64 else torch.float32  # of the logits
         speculative = config.speculative_config
         return EagerRunner(
             target,
             target.allocate_cache(blocks, config.block_size),
             self.drafter(blocks),
             RowState.allocate(config.max_num_seqs, self.max_model_len, config.block_size, self.device),
-            SamplingState(config.max_num_seqs, target.vocab_size, dtype, self.device),
+            SamplingState(config.max_num_seqs, target.vocab_size, self.logits_dtype, self.device),
             block_size=config.block_size,
             rule=config.rule,
             rates=None if speculative is None else speculative.synthetic_acceptance_rates,

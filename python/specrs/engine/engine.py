@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,6 +30,7 @@ from specrs.engine.weights import Weights
 from specrs.errors import EngineError, SpecrsError, UnknownRequestError
 from specrs.models.kv_cache import KVCache
 from specrs.outputs import EngineStats
+from specrs.runner.extras import ExtrasLookup, RequestExtras
 from specrs.runner.logprobs import token_entries
 from specrs.runner.ring import Header, Ring, RingSlot, section_arrays
 from specrs.sampling import RequestLimits, validate_request
@@ -59,7 +60,10 @@ class Runner(Protocol):
     def kv_cache(self) -> KVCache:
         """The target's."""
 
-    def launch(self, slot: RingSlot, header: Header, admitted: Sequence[Request]) -> None:
+    def use_extras(self, lookup: ExtrasLookup) -> None:
+        """Where to find what no record can say of a request."""
+
+    def launch(self, slot: RingSlot, header: Header) -> None:
         """Execute or enqueue the launch planned in `slot.record`."""
 
     def wait(self, slot: RingSlot) -> None:
@@ -102,6 +106,7 @@ class Engine:
         self._settled_at = 0.0
         self._checked_at = 0  # launches when the books were last checked
         self._check_after = 0.0  # by time.perf_counter
+        self.runner.use_extras(self._extras)
         self.reset_stats()
 
     @property
@@ -137,6 +142,7 @@ class Engine:
             num_speculative_tokens=bounds.num_speculative_tokens,
             priority=request.priority,
             stop_token_ids=np.asarray(bounds.stop_token_ids, dtype=np.int64),
+            sampling=request.sampling(),
             cache_salt=_cache_salt(request),
         )
         request.matcher = matcher
@@ -230,6 +236,10 @@ class Engine:
         if self.drafter is not None:
             self.drafter.num_passes = 0
 
+    def _extras(self, request_id: int) -> RequestExtras | None:
+        request = self.requests.get(request_id)
+        return None if request is None or request.matcher is None else RequestExtras(request.matcher)
+
     def _depth(self) -> int:
         """Launches in flight: one while a grammar needs the settled tokens before it can mask the next."""
         return 1 if any(request.matcher for request in self.requests.values()) else self.depth
@@ -249,13 +259,13 @@ class Engine:
     def _launch(self, slot: RingSlot, header: Header) -> None:
         ids = slot.views["admit_request_id"][: header.num_admitted].tolist()
         cached = slot.views["admit_num_cached"][: header.num_admitted].tolist()
-        admitted = [self.requests[i] for i in ids]
-        for request, num_cached in zip(admitted, cached, strict=True):
+        for request_id, num_cached in zip(ids, cached, strict=True):
+            request = self.requests[request_id]
             # A preempted request is admitted again, and finds what it computed itself.
             if request.num_cached_tokens is None:
                 request.num_cached_tokens = num_cached
                 self._cached_tokens += num_cached
-        self.runner.launch(slot, header, admitted)
+        self.runner.launch(slot, header)
         slot.executed = header.launch_id
 
     def _in_flight(self) -> range:
@@ -327,8 +337,9 @@ class Engine:
         """Hand what settled to its requests: `count` entries."""
         touched = []
         if fault is None:
-            for request, first, values in slot.prompt_logprobs:
-                _record_prompt(request, first, values)
+            for request_id, first, values in slot.prompt_logprobs:
+                if request_id in self.requests:
+                    _record_prompt(self.requests[request_id], first, values)
         settled, width = slot.settled_arrays, self.num_speculative_tokens + 1
         tokens = results["tokens"][: count * width].tolist()
         for entry, (request_id, num_new, reason, drafted, accepted) in enumerate(

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from specrs.core import AcceptanceTracker
+import numpy as np
+
+from specrs.core import AcceptanceTracker, RequestSampling
 from specrs.engine.detokenizer import IncrementalDetokenizer
 from specrs.errors import SpecrsError
 from specrs.outputs import TokenLogprob
@@ -94,10 +96,25 @@ class Request:
         """The part of `text` that no further token can change: what a stream may send."""
         return "" if self._detokenizer is None else self._detokenizer.stable_text
 
-    @property
-    def min_len(self) -> int:
-        """Position from which stop ids count (`min_tokens` behind the prompt)."""
-        return len(self.prompt_token_ids) + self.params.min_tokens
+    def sampling(self) -> RequestSampling:
+        """What it asks of sampling, for the scheduler to put into records."""
+        params, allowed = self.params, self.params.allowed_token_ids
+        return RequestSampling(
+            seed=self.seed,
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            logprobs=params.logprobs,
+            prompt_logprobs=params.prompt_logprobs,
+            allowed_token_ids=None if allowed is None else np.fromiter(allowed, dtype=np.int64, count=len(allowed)),
+            logit_bias={int(token): bias for token, bias in (params.logit_bias or {}).items()},
+            bad_words_token_ids=self.bad_words_token_ids,
+            has_extras=self.grammar is not None,
+        )
 
     def append(self, token_ids: list[int], *, ended_by_token: bool) -> bool:
         """Take newly settled tokens; true if a stop string ended the request among them (the rest is dropped).

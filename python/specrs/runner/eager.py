@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from specrs.drafters.draft_model import DraftModel
 from specrs.models.base import Model
 from specrs.models.kv_cache import KVCache
 from specrs.runner.accept import Results, accept, at_rates, update
+from specrs.runner.extras import ExtrasLookup
 from specrs.runner.iteration import Drafted, Iteration, Scored, draft, prepare, verify
 from specrs.runner.logprobs import entry_logprobs, prompt_logprobs
 from specrs.runner.noise import Noise
@@ -22,9 +22,6 @@ from specrs.runner.row_state import RowState
 from specrs.runner.sampling_state import EntrySampling, SamplingState
 from specrs.runner.uploads import apply_uploads
 from specrs.verify.synthetic import accept_at_rates
-
-if TYPE_CHECKING:
-    from specrs.engine.request import Request
 
 
 class EagerRunner:
@@ -58,14 +55,11 @@ class EagerRunner:
         self.num_target_passes = 0
 
     @torch.inference_mode()
-    def launch(self, slot: RingSlot, header: Header, admitted: Sequence[Request]) -> None:
-        """Execute the launch planned in `slot.record`; mutates row state, both KV caches and the slot's results.
-
-        `admitted` are the requests that the launch gives a row, in the record's order.
-        """
+    def launch(self, slot: RingSlot, header: Header) -> None:
+        """Execute the launch planned in `slot.record`; mutates row state, both KV caches and the slot's results."""
         slot.logprobs.clear()
         slot.prompt_logprobs.clear()
-        apply_uploads(self.state, self.sampling, slot.views, slot.views, header, admitted)
+        apply_uploads(self.state, self.sampling, slot.views, slot.views, header)
         if header.num_prefill:
             self._prefill(slot, header)
         if header.num_draft_chunks:
@@ -76,6 +70,10 @@ class EagerRunner:
             caught_up(self.state, slot.views, header)
         if header.num_decode:
             self._decode(slot, header)
+
+    def use_extras(self, lookup: ExtrasLookup) -> None:
+        """Where to find what no record can say of a request."""
+        self.sampling.extras = lookup
 
     def wait(self, slot: RingSlot) -> None:
         """A launch has ended when it returns."""
@@ -105,7 +103,7 @@ class EagerRunner:
         drafted = Drafted(torch.zeros_like(it.num_tokens), None)
         logits = self.target.compute_logits(hidden[last_rows(slot.views, header)[chunks]])
         scored = Scored(logits, it.num_tokens - 1, it.rows.new_empty(len(chunks), 0))
-        sampling = self.sampling.for_entries(self.state, it, it.rows.tolist())
+        sampling = self.sampling.for_entries(self.state, it, it.rows.tolist(), slot, header.num_decode)
         self._finish(slot, entries, it, scored, drafted, sampling, final)
         for mine, theirs in zip(results.tensors(), final.tensors(), strict=True):
             mine[chunks] = theirs
@@ -121,7 +119,7 @@ class EagerRunner:
             max_context=int((slot.views["entry_n_upper"][entries] + slot.views["entry_k"][entries]).max()),
             drafter=self.drafter,
         )
-        sampling = self.sampling.for_entries(self.state, it, it.rows.tolist())
+        sampling = self.sampling.for_entries(self.state, it, it.rows.tolist(), slot)
         if header.max_k and self.drafter is not None:
             drafted = draft(self.state, it, self.drafter, sampling, self.rule)
         else:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specrs.structured.matcher import ALL_ALLOWED, GrammarCursor, GrammarMatcher, unpack_mask
@@ -17,9 +18,16 @@ from specrs.structured.matcher import ALL_ALLOWED, GrammarCursor, GrammarMatcher
 class LaunchGrammar:
     """Masks for B entries and K + 1 rows each; row i is valid once `observe` has seen the entry's first i drafts."""
 
-    def __init__(self, matchers: Sequence[GrammarMatcher | None], max_k: int, vocab_size: int) -> None:
+    @staticmethod
+    def words(vocab_size: int) -> int:
+        """int32 elements of one mask."""
+        return -(-vocab_size // 32)
+
+    def __init__(self, matchers: Sequence[GrammarMatcher | None], masks: NDArray[np.int32], vocab_size: int) -> None:
+        """`masks` `[B, K+1, words(vocab_size)]` is written to, now and as drafts are observed."""
         self.vocab_size = vocab_size
-        self._words = np.full((len(matchers), max_k + 1, -(-vocab_size // 32)), ALL_ALLOWED, dtype=np.int32)
+        self._words = masks
+        masks.fill(ALL_ALLOWED)
         self._cursors = [
             None if matcher is None else GrammarCursor(matcher, rows)
             for matcher, rows in zip(matchers, self._words, strict=True)

@@ -8,6 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from specrs.core import LOGPROBS_ALL, LOGPROBS_NONE
 from specrs.outputs import TokenLogprob
 from specrs.runner.ring import Header, RingSlot
 from specrs.runner.row_state import RowState
@@ -56,19 +57,18 @@ def prompt_logprobs(
     chunks = slice(header.num_decode, header.num_decode + header.num_prefill)
     starts = slot.views["prefill_q_start"].tolist()
     for chunk, row in enumerate(slot.views["entry_row"][chunks].tolist()):
-        request = sampling.request(row)
-        num_top = request.params.prompt_logprobs
-        if num_top is None:
+        own = sampling.row(row)
+        if own.prompt_logprobs == LOGPROBS_NONE:
             continue
         first = int(slot.views["chunk_start"][chunk])
-        count = min(starts[chunk + 1] - starts[chunk], len(request.prompt_token_ids) - 1 - first)
+        count = min(starts[chunk + 1] - starts[chunk], own.prompt_len - 1 - first)
         for at in range(0, count, _ROWS_AT_ONCE):
             rows = min(_ROWS_AT_ONCE, count - at)
             logits = compute_logits(hidden[starts[chunk] + at : starts[chunk] + at + rows])
             tokens = state.tokens[row, first + at + 1 : first + at + 1 + rows]
-            width = sampling.vocab_size if num_top < 0 else num_top
+            width = sampling.vocab_size if own.prompt_logprobs == LOGPROBS_ALL else own.prompt_logprobs
             slot.prompt_logprobs.append(
-                (request, first + at + 1, _to_host(token_logprobs(torch.log_softmax(logits, -1), tokens, width)))
+                (own.request_id, first + at + 1, _to_host(token_logprobs(torch.log_softmax(logits, -1), tokens, width)))
             )
 
 

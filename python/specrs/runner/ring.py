@@ -4,26 +4,22 @@ has settled."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specrs.core import Scheduler
+from specrs.core import HEADER_FIELDS, Scheduler
 from specrs.runner.accept import Results
 from specrs.verify.logprobs import TokenLogprobs
-
-if TYPE_CHECKING:
-    from specrs.engine.request import Request
 
 Layout = dict[str, tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Counts of one launch, the first words of its record."""
+    """Counts of one launch, the first elements of its record; which is where, `HEADER_FIELDS` says."""
 
     launch_id: int
     num_decode: int
@@ -36,6 +32,12 @@ class Header:
     num_block_updates: int
     max_k: int
     num_preempted: int
+    num_constraints: int
+
+    @classmethod
+    def of(cls, record: NDArray[np.int64]) -> Header:
+        """The header of a planned record."""
+        return cls(**dict(zip(HEADER_FIELDS, record[: len(HEADER_FIELDS)].tolist(), strict=True)))
 
 
 class RingSlot:
@@ -66,12 +68,21 @@ class RingSlot:
         self.delivered = -1  # id of the last launch whose results all requests have
         self.done = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
         self.logprobs: dict[int, TokenLogprobs] = {}  # by entry, where its request wants any
-        self.prompt_logprobs: list[tuple[Request, int, TokenLogprobs]] = []  # request, first position, values
+        self.prompt_logprobs: list[tuple[int, int, TokenLogprobs]] = []  # request id, first position, values
+        self._grammar_masks: NDArray[np.int32] | None = None
         self.settled_arrays = section_arrays(self.settled, scheduler.settled_layout())
+
+    def grammar_masks(self, first: int, count: int, width: int, words: int) -> NDArray[np.int32]:
+        """Room for the masks of `count` entries from `first` on, `width` rows of `words` int32 each; kept between
+        launches, and made when a launch first asks for it."""
+        if self._grammar_masks is None:
+            entries, most = self.results_view.tokens.shape
+            self._grammar_masks = np.empty((entries, most, words), dtype=np.int32)
+        return self._grammar_masks[first : first + count, :width]
 
     def header(self) -> Header:
         """The planned launch's counts."""
-        return Header(*self.record[:11].tolist())
+        return Header.of(self.record)
 
 
 def section_views(flat: Tensor, layout: Layout) -> dict[str, Tensor]:

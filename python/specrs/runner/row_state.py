@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-MAX_STOP_IDS = 64
+from specrs.core import MAX_STOP_IDS
 
 
 @dataclass(frozen=True, slots=True)

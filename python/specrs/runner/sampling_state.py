@@ -1,18 +1,23 @@
 """What the rows of a launch ask of sampling: parameters, seeds, masks. Holds them per row; draws and accepts nothing.
 
-Parameters live in tensors for a row's whole life. Masks, biases and words are kept on the host and stacked for the
-launches that need them: few requests have any, and a dense mask is as wide as the vocabulary.
+All of it comes from records. Parameters live in tensors for a row's whole life. Masks, biases and words are kept on the
+host and stacked for the launches that need them: few requests have any, and a dense mask is as wide as the vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from specrs.core import LOGPROBS_ALL, LOGPROBS_NONE, PARAM_COLUMNS, RequestSampling
+from specrs.errors import EngineError
+from specrs.runner.extras import ExtrasLookup, no_extras
 from specrs.runner.grammar import LaunchGrammar
 from specrs.runner.samplers import CoreSampler, RowSampler, TorchSampler
 from specrs.transfer import to_device
@@ -21,9 +26,12 @@ from specrs.verify.params import SamplingRows, Steps
 from specrs.verify.processing import Constraints, adjust_logits
 
 if TYPE_CHECKING:
-    from specrs.engine.request import Request
     from specrs.runner.iteration import Iteration
+    from specrs.runner.ring import RingSlot
     from specrs.runner.row_state import RowState
+    from specrs.structured.matcher import GrammarMatcher
+
+Views = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +44,32 @@ class RowMasks:
     bad_words: Sequence[Sequence[int]]
 
     @classmethod
-    def of(cls, request: Request, vocab_size: int) -> RowMasks | None:
-        """The masks that the request's parameters ask for."""
-        params = request.params
+    def read(cls, host: Views, i: int, vocab_size: int) -> RowMasks:
+        """The constraints of a record's admitted request i."""
+        num_allowed, num_biases, num_words = (
+            int(host[name][i]) for name in ("admit_num_allowed", "admit_num_biases", "admit_num_bad_words")
+        )
+        start, end = host["admit_constraint_start"][i : i + 2].tolist()
+        sizes = [max(num_allowed, 0), num_biases, num_biases, num_words]
+        sizes.append(end - start - sum(sizes))
+        allowed, bias_ids, bias, lengths, tokens = host["constraint"][start:end].split_with_sizes(sizes)
         forbidden = None
-        if params.allowed_token_ids is not None:
-            forbidden = torch.ones(vocab_size, dtype=torch.bool)
-            forbidden[list(params.allowed_token_ids)] = False
-        bias = params.logit_bias or {}
-        if forbidden is None and not bias and not request.bad_words_token_ids:
-            return None
-        return cls(forbidden, [int(i) for i in bias], [float(b) for b in bias.values()], request.bad_words_token_ids)
+        if num_allowed >= 0:
+            forbidden = torch.ones(vocab_size, dtype=torch.bool).index_fill_(0, allowed, False)
+        words = [word.tolist() for word in tokens.split_with_sizes(lengths.tolist())] if num_words else []
+        return cls(forbidden, bias_ids.tolist(), bias.view(torch.float64).tolist(), words)
+
+
+@dataclass(frozen=True, slots=True)
+class RowSampling:
+    """What the host knows of the request that was last admitted into a row."""
+
+    request_id: int
+    prompt_len: int
+    steps: int  # bits of `specrs.core.STEPS`
+    logprobs: int  # top tokens, LOGPROBS_ALL or LOGPROBS_NONE
+    prompt_logprobs: int
+    masks: RowMasks | None = None
 
 
 class SamplingState:
@@ -61,61 +84,62 @@ class SamplingState:
         make: type[CoreSampler | TorchSampler] = CoreSampler if core else TorchSampler
         self.sampler: RowSampler = make(self.params, self.seeds, vocab_size)
         self.prompt_len = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
-        self._steps = [Steps(greedy=True)] * (max_num_seqs + 1)
-        self._masks: dict[int, RowMasks] = {}
-        self._requests: dict[int, Request] = {}
+        _, greedy = RequestSampling(temperature=0.0).columns("float32")
+        self._rows = [RowSampling(-1, 0, greedy, LOGPROBS_NONE, LOGPROBS_NONE)] * (max_num_seqs + 1)
+        self.extras: ExtrasLookup = no_extras
 
-    def admit(self, row: int, request: Request) -> None:
-        """Take over a request's parameters for the row it was admitted into; mutates the row's entries."""
-        p = request.params
-        self._requests[row] = request
-        self.seeds[row].fill_(request.seed)
-        self.prompt_len[row].fill_(len(request.prompt_token_ids))
-        self._steps[row] = self.params.write(
-            row,
-            temperature=p.temperature,
-            top_k=p.top_k,
-            top_p=p.top_p,
-            min_p=p.min_p,
-            repetition_penalty=p.repetition_penalty,
-            presence_penalty=p.presence_penalty,
-            frequency_penalty=p.frequency_penalty,
-        )
-        self._masks.pop(row, None)
-        masks = RowMasks.of(request, self.vocab_size)
-        if masks is not None:
-            self._masks[row] = masks
+    def admit(self, host: Views, device: Views, count: int) -> None:
+        """Take over the parameters of a record's `count` admitted requests; mutates their rows' entries.
 
-    def request(self, row: int) -> Request:
-        """The request that was last admitted into `row`."""
-        return self._requests[row]
+        Args:
+            host, device: sections of the record, where the host can read them and where the parameters are.
+        """
+        rows, params = device["admit_row"][:count], device["admit_params"].view(torch.float64)
+        self.seeds.index_copy_(0, rows, device["admit_seed"][:count])
+        self.prompt_len.index_copy_(0, rows, device["admit_prompt_len"][:count])
+        values = self.params.values
+        values.index_copy_(0, rows, params.view(-1, len(PARAM_COLUMNS))[:count].to(values.dtype))
+        told = ("admit_row", "admit_request_id", "admit_prompt_len", "admit_steps", "admit_logprobs")
+        columns = [host[name][:count].tolist() for name in (*told, "admit_prompt_logprobs")]
+        for i, (row, request_id, prompt_len, steps, logprobs, prompt_logprobs) in enumerate(zip(*columns, strict=True)):
+            masks = RowMasks.read(host, i, self.vocab_size) if Steps.of(steps).constraints else None
+            self._rows[row] = RowSampling(request_id, prompt_len, steps, logprobs, prompt_logprobs, masks)
+
+    def row(self, row: int) -> RowSampling:
+        """Of the request that was last admitted into `row`."""
+        return self._rows[row]
 
     def steps(self, rows: Sequence[int]) -> Steps:
         """The steps that some of these rows need."""
-        steps = self._steps[rows[0]]
-        for row in rows[1:]:
-            steps = steps | self._steps[row]
-        return steps
+        return Steps.of(functools.reduce(operator.or_, (self._rows[row].steps for row in rows)))
 
     def is_plain(self, rows: Sequence[int]) -> bool:
         """Whether these rows ask for nothing between logits and draw but temperature, top_k, top_p and min_p, and for
         no log probabilities."""
-        return not any(
-            self._steps[row].penalties
-            or row in self._masks
-            or self._requests[row].matcher is not None
-            or self._requests[row].params.min_tokens
-            or self._requests[row].params.logprobs is not None
-            for row in rows
-        )
-
-    def for_entries(self, state: RowState, it: Iteration, rows: Sequence[int]) -> EntrySampling:
-        """What the entries of an iteration ask for; mutates nothing. `rows` are `it.rows`, known to the host."""
         steps = self.steps(rows)
-        requests = [self._requests[row] for row in rows]
-        masks = [self._masks.get(row) for row in rows]
-        grammars = [request.matcher for request in requests]
-        tops = [request.params.logprobs for request in requests if request.params.logprobs is not None]
+        return not (steps.penalties or steps.constraints or steps.min_tokens or steps.logprobs or steps.extras)
+
+    def _matcher(self, row: RowSampling) -> GrammarMatcher | None:
+        """Raises EngineError where the record speaks of extras and there are none: a record alone cannot be replayed
+        then."""
+        if not Steps.of(row.steps).extras:
+            return None
+        extras = self.extras(row.request_id)
+        if extras is None:
+            raise EngineError(f"request {row.request_id}: the launch needs its extras, which are in no record")
+        return extras.matcher
+
+    def for_entries(
+        self, state: RowState, it: Iteration, rows: Sequence[int], slot: RingSlot, first: int = 0
+    ) -> EntrySampling:
+        """What the entries of an iteration ask for. `rows` are `it.rows`, known to the host; `first` is the launch's
+        entry of the first of them, and `slot` has room for their grammars' masks."""
+        steps, grammar = self.steps(rows), None
+        if steps.extras:
+            matchers = [self._matcher(self._rows[row]) for row in rows]
+            words = slot.grammar_masks(first, len(rows), it.max_k + 1, LaunchGrammar.words(self.vocab_size))
+            grammar = LaunchGrammar(matchers, words, self.vocab_size)
+        tops = [self._rows[row].logprobs for row in rows] if steps.logprobs else []
         return EntrySampling(
             state=state,
             it=it,
@@ -123,10 +147,9 @@ class SamplingState:
             params=self.params,
             sampler=self.sampler,
             prompt_len=self.prompt_len,
-            masks=self._stack(masks) if any(masks) else None,
-            mask_stops=any(request.params.min_tokens for request in requests),
-            grammar=LaunchGrammar(grammars, it.max_k, self.vocab_size) if any(grammars) else None,
-            num_logprobs=None if not tops else self.vocab_size if -1 in tops else max(tops),
+            masks=self._stack([self._rows[row].masks for row in rows]) if steps.constraints else None,
+            grammar=grammar,
+            num_logprobs=None if not tops else self.vocab_size if LOGPROBS_ALL in tops else max(tops),
             vocab_size=self.vocab_size,
         )
 
@@ -165,7 +188,6 @@ class EntrySampling:
     sampler: RowSampler
     prompt_len: Tensor  # of all rows, [R+1]
     masks: Constraints | None  # of B entries; forbidden, bad_words, bias
-    mask_stops: bool
     grammar: LaunchGrammar | None
     num_logprobs: int | None  # most top logprobs that an entry wants; None if none wants any
     vocab_size: int
@@ -202,7 +224,7 @@ class EntrySampling:
     @property
     def adjusts(self) -> bool:
         """Whether an entry has a mask, a bias or a penalty."""
-        return bool(self.steps.penalties or self.masks or self.mask_stops or self.grammar)
+        return bool(self.steps.penalties or self.steps.constraints or self.steps.min_tokens or self.grammar)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -213,7 +235,7 @@ class EntrySampling:
         self, entries: Tensor, rows: Tensor, positions: Tensor, forbidden: Tensor | None
     ) -> Constraints | None:
         masks = self.masks
-        if masks is None and not self.mask_stops and forbidden is None:
+        if masks is None and not self.steps.min_tokens and forbidden is None:
             return None
         bad_words = context = bias_ids = bias = stop_ids = stops_forbidden = None
         if masks is not None:
@@ -225,7 +247,7 @@ class EntrySampling:
                 context = context_rows(self.state.tokens, rows, positions, bad_words.shape[2] - 1)
             if masks.bias_ids is not None and masks.bias is not None:
                 bias_ids, bias = masks.bias_ids[entries], masks.bias[entries]
-        if self.mask_stops:
+        if self.steps.min_tokens:
             stop_ids = self.state.stop_ids[rows]
             stops_forbidden = positions < self.state.min_len[rows]
         return Constraints(forbidden, bad_words, context, stop_ids, stops_forbidden, bias_ids, bias)

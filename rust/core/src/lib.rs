@@ -24,5 +24,6 @@ pub use drafts::{Drafter, NgramProposer};
 pub use error::{Error, Result};
 pub use hash::{BlockHash, BlockHasher, ExtraKey};
 pub use planner::SpeculationPlanner;
+pub use sampling::RequestSampling;
 pub use scheduler::{KvEvent, PlanOutcome, RequestParams, RequestState, RequestView, Scheduler, SchedulerConfig};
 pub use slot_mapper::{NO_SLOT, SlotMapper};

@@ -4,7 +4,9 @@
 //! share it, on a free-threaded interpreter too.
 
 use pyo3::prelude::*;
+use pyo3::types::PyTuple;
 use specrs_core::philox::Purpose;
+use specrs_core::sampling as core_sampling;
 use specrs_core::scheduler::layout;
 
 mod acceptance;
@@ -16,6 +18,7 @@ mod error;
 mod kv_events;
 mod philox;
 mod planner;
+mod request_sampling;
 mod request_view;
 mod sampling;
 mod scheduler;
@@ -40,6 +43,8 @@ mod _core {
     #[pymodule_export]
     use super::planner::SpeculationPlanner;
     #[pymodule_export]
+    use super::request_sampling::RequestSampling;
+    #[pymodule_export]
     use super::request_view::RequestView;
     #[pymodule_export]
     use super::sampling::Sampler;
@@ -53,12 +58,19 @@ mod _core {
         for (name, value) in super::CONSTANTS {
             module.add(name, value)?;
         }
+        for (name, names) in super::NAMES {
+            module.add(name, super::PyTuple::new(module.py(), names)?)?;
+        }
+        module.add("GREEDY_BELOW", super::core_sampling::GREEDY_BELOW)?;
         super::error::register(module)
     }
 }
 
 /// Numbers that callers compare with, by name.
-const CONSTANTS: [(&str, i64); 15] = [
+const CONSTANTS: [(&str, i64); 18] = [
+    ("LOGPROBS_ALL", core_sampling::LOGPROBS_ALL),
+    ("LOGPROBS_NONE", core_sampling::LOGPROBS_NONE),
+    ("MAX_STOP_IDS", core_sampling::MAX_STOP_IDS as i64),
     ("PLAN_IDLE", scheduler::PLAN_IDLE),
     ("PLAN_LAUNCH", scheduler::PLAN_LAUNCH),
     ("PLAN_SETTLE_FIRST", scheduler::PLAN_SETTLE_FIRST),
@@ -74,4 +86,11 @@ const CONSTANTS: [(&str, i64); 15] = [
     ("PURPOSE_ACCEPT", Purpose::Accept as i64),
     ("PURPOSE_RECOVER", Purpose::Recover as i64),
     ("PURPOSE_GUMBEL", Purpose::Gumbel as i64),
+];
+
+/// Names by number: of header elements, of parameter columns, of steps.
+const NAMES: [(&str, &[&str]); 3] = [
+    ("HEADER_FIELDS", layout::HEADER_FIELDS),
+    ("PARAM_COLUMNS", core_sampling::PARAM_COLUMNS),
+    ("STEPS", core_sampling::STEPS),
 ];

@@ -5,11 +5,8 @@ use crate::error::{Class, OrRaise, size};
 use numpy::{Ix2, Ix3, PyReadonlyArray, PyReadwriteArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use specrs_core::philox::Purpose;
-use specrs_core::sampling::{SamplingParams, largest as largest_of};
+use specrs_core::sampling::{NUM_PARAMS, SamplingParams, largest as largest_of};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-
-/// Columns of `params` that sampling reads, in this order: greedy, temperature, `top_k`, `top_p`, `log_min_p`.
-const PARAM_COLUMNS: usize = 5;
 
 type Logits<'py> = PyReadonlyArray<'py, f32, Ix2>;
 
@@ -271,10 +268,10 @@ impl Launch<'_> {
 
 fn check_params(py: Python<'_>, params: &PyReadonlyArray<'_, f32, Ix2>) -> PyResult<usize> {
     let width = params.shape()[1];
-    if width >= PARAM_COLUMNS {
+    if width >= NUM_PARAMS {
         return Ok(width);
     }
-    let message = format!("params: shape is {:?}, expected at least {PARAM_COLUMNS} columns", params.shape());
+    let message = format!("params: shape is {:?}, expected at least {NUM_PARAMS} columns", params.shape());
     Err(Class::InvalidBuffer.error(py, message))
 }
 
@@ -288,8 +285,7 @@ fn check_rows(py: Python<'_>, rows: &[i64], count: usize) -> PyResult<()> {
 }
 
 fn params_of(params: &[f32], width: usize, row: i64) -> SamplingParams {
-    let row = &params[row as usize * width..][..PARAM_COLUMNS];
-    SamplingParams { greedy: row[0] != 0.0, temperature: row[1], top_k: row[2], top_p: row[3], log_min_p: row[4] }
+    SamplingParams::of_columns(&params[row as usize * width..][..width])
 }
 
 fn of_row(params: &[f32], width: usize, seeds: &[i64], row: i64) -> (SamplingParams, u64) {

@@ -7,6 +7,7 @@ use crate::drafts::DrafterArgument;
 use crate::error::{Class, OrRaise, size};
 use crate::kv_events;
 use crate::planner::SpeculationPlanner;
+use crate::request_sampling::{RequestSampling, parse_dtype};
 use crate::request_view::RequestView;
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
@@ -38,7 +39,8 @@ impl Scheduler {
     #[new]
     #[pyo3(signature = (
         *, max_num_seqs, max_model_len, num_blocks, block_size, max_num_batched_tokens, num_speculative_tokens = 0,
-        drafter = None, max_in_flight = 1, enable_prefix_caching = true, enable_kv_cache_events = false,
+        drafter = None, max_in_flight = 1, max_constraint_len = 0, logits_dtype = "float32",
+        enable_prefix_caching = true, enable_kv_cache_events = false,
         hash_key = DEFAULT_HASH_KEY,
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only settings")]
@@ -52,6 +54,8 @@ impl Scheduler {
         num_speculative_tokens: i64,
         drafter: Option<DrafterArgument<'_>>,
         max_in_flight: i64,
+        max_constraint_len: i64,
+        logits_dtype: &str,
         enable_prefix_caching: bool,
         enable_kv_cache_events: bool,
         hash_key: &[u8],
@@ -66,6 +70,8 @@ impl Scheduler {
             num_speculative_tokens: size("num_speculative_tokens", num_speculative_tokens)?,
             drafter: drafter.map_or(Drafter::None, DrafterArgument::into_core),
             max_in_flight: size("max_in_flight", max_in_flight)?,
+            max_constraint_len: size("max_constraint_len", max_constraint_len)?,
+            logits_dtype: parse_dtype(py, logits_dtype)?,
             enable_prefix_caching,
             enable_kv_cache_events,
             hash_key: hash_key_bytes(py, hash_key)?,
@@ -102,7 +108,7 @@ impl Scheduler {
 
     #[pyo3(signature = (
         request_id, token_ids, *, limit, min_tokens = 0, num_speculative_tokens = 0, priority = 0, stop_token_ids = None,
-        cache_salt = NO_SALT, extra_keys = None,
+        sampling = None, cache_salt = NO_SALT, extra_keys = None,
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only parameters")]
     #[expect(clippy::needless_pass_by_value, reason = "an argument from Python is owned")]
@@ -116,6 +122,7 @@ impl Scheduler {
         num_speculative_tokens: i64,
         priority: i64,
         stop_token_ids: Option<&Bound<'_, PyAny>>,
+        sampling: Option<&RequestSampling>,
         cache_salt: &[u8],
         extra_keys: Option<ExtraKeys>,
     ) -> PyResult<()> {
@@ -129,6 +136,7 @@ impl Scheduler {
             num_speculative_tokens: size("num_speculative_tokens", num_speculative_tokens)?,
             priority,
             stop_token_ids: stop_token_ids.as_ref().map_or(Ok(&[][..]), |array| array.as_slice())?,
+            sampling: sampling.map_or_else(specrs_core::RequestSampling::default, RequestSampling::core),
             cache_salt,
             extra_keys: &extra_keys,
         };

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from specrs.core import RequestSampling
 from specrs.kernels.cuda.philox import fill_noise_reference
 from specrs.kernels.cuda.sampling_scratch import SamplingScratch
 from specrs.verify.params import SamplingRows, Steps
@@ -29,7 +30,7 @@ def parameters(rows: list[dict[str, float]]) -> tuple[SamplingRows, Steps]:
     params = SamplingRows.allocate(len(rows) + 1)
     steps = Steps()
     for i, row in enumerate(rows):
-        steps = steps | params.write(i, **row)  # type: ignore[arg-type]
+        steps = steps | params.write(i, RequestSampling(**row))  # type: ignore[arg-type]
     return params, steps
 
 

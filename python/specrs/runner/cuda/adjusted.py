@@ -21,9 +21,16 @@ from specrs.transfer import to_device
 
 
 def entry_sampling(
-    ctx: Context, sampling: SamplingState, shape: Shape, planned: Sequence[int], rows: Sequence[int], max_context: int
+    ctx: Context,
+    sampling: SamplingState,
+    planned: Sequence[int],
+    rows: Sequence[int],
+    max_context: int,
+    slot: RingSlot,
+    first: int = 0,
 ) -> EntrySampling:
-    """What the prepared iteration's entries ask for; views of the buffers that `prepare` has filled."""
+    """What the prepared iteration's entries, from the launch's entry `first` on, ask for; views of the buffers that
+    `prepare` has filled."""
     b, count = ctx.buffers, len(planned)
     it = Iteration(
         rows=b.row[:count],
@@ -37,7 +44,7 @@ def entry_sampling(
         block_size=ctx.sizes.block_size,
         max_context=min(max_context, ctx.max_model_len),
     )
-    return sampling.for_entries(ctx.state, it, rows)
+    return sampling.for_entries(ctx.state, it, rows, slot, first)
 
 
 def draft_adjusted(ctx: Context, i: int, count: int, sampling: EntrySampling) -> None:

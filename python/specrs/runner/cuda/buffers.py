@@ -153,7 +153,10 @@ class DeviceRecord:
     """
 
     def __init__(self, scheduler: Scheduler, num_speculative_tokens: int, device: torch.device) -> None:
-        self.record = torch.zeros(scheduler.record_size, dtype=torch.int64, device=device)
+        # The last section stays behind: constraints are stacked on the host, for the few launches that have any.
+        sections = dict(scheduler.record_layout())
+        end, _ = sections.pop("constraint")
+        self.record = torch.zeros(end, dtype=torch.int64, device=device)
         self.results = torch.zeros(scheduler.results_size, dtype=torch.int64, device=device)
-        self.views = section_views(self.record, scheduler.record_layout())
+        self.views = section_views(self.record, sections)
         self.results_view = Results.of(section_views(self.results, scheduler.results_layout()), num_speculative_tokens)

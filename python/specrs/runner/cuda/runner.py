@@ -10,12 +10,11 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Sequence
-from dataclasses import fields
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from specrs.core import HEADER_FIELDS
 from specrs.drafters.draft_model import DraftModel
 from specrs.models.kv_cache import KVCache
 from specrs.runner.cuda.adjusted import accept_adjusted, draft_adjusted, entry_sampling
@@ -32,21 +31,17 @@ from specrs.runner.cuda.iteration import (
     verify_pass,
 )
 from specrs.runner.cuda.shapes import Buckets, Shape, Tail
+from specrs.runner.extras import ExtrasLookup
 from specrs.runner.logprobs import prompt_logprobs
 from specrs.runner.prefill import catch_up_inputs, caught_up, last_chunks, last_rows, prefill_inputs
 from specrs.runner.ring import Header, Layout, RingSlot
 from specrs.runner.sampling_state import SamplingState
 from specrs.runner.uploads import apply_uploads
 
-if TYPE_CHECKING:
-    from specrs.engine.request import Request
-
-_HEADER = {field.name: i for i, field in enumerate(fields(Header))}
-
 
 def entries_of(record: dict[str, Tensor], kind: str, first: int = 0, emits: Tensor | None = None) -> LaunchEntries:
     """The decode (`num_decode`) or prompt (`num_prefill`) entries of the device's record."""
-    at = _HEADER[kind]
+    at = HEADER_FIELDS.index(kind)
     return LaunchEntries(record["header"][at : at + 1], first, emits)
 
 
@@ -91,18 +86,15 @@ class CudaRunner:
         return self.ctx.kv_cache
 
     @torch.inference_mode()
-    def launch(self, slot: RingSlot, header: Header, admitted: Sequence[Request]) -> None:
-        """Enqueue the launch planned in `slot.record`; `slot.results` are there when `wait` returns.
-
-        `admitted` are the requests that the launch gives a row, in the record's order.
-        """
+    def launch(self, slot: RingSlot, header: Header) -> None:
+        """Enqueue the launch planned in `slot.record`; `slot.results` are there when `wait` returns."""
         ctx = self.ctx
         slot.logprobs.clear()
         slot.prompt_logprobs.clear()
         with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             used = self._used(header)
             ctx.record.record[:used].copy_(slot.pinned_record[:used], non_blocking=True)
-            apply_uploads(ctx.state, self.sampling, slot.views, ctx.record.views, header, admitted)
+            apply_uploads(ctx.state, self.sampling, slot.views, ctx.record.views, header)
             if header.num_prefill:
                 self._prefill(slot, header)
             if header.num_draft_chunks:
@@ -113,13 +105,17 @@ class CudaRunner:
             if slot.done is not None:
                 slot.done.record()
 
+    def use_extras(self, lookup: ExtrasLookup) -> None:
+        """Where to find what no record can say of a request."""
+        self.sampling.extras = lookup
+
     def wait(self, slot: RingSlot) -> None:
         """Block until the launch of `slot` has delivered its results."""
         if slot.done is not None:
             slot.done.synchronize()
 
     def _used(self, header: Header) -> int:
-        """Words of the record that the launch has written."""
+        """Elements of the record that the launch has written and the device reads."""
         for name, count in (
             ("upload_token", header.num_upload_tokens),
             ("draft_slot", header.num_draft_tokens),
@@ -147,8 +143,8 @@ class CudaRunner:
         last = hidden.index_select(0, last_rows(views, header))
         lm_head(ctx, last, greedy=shape.tail is Tail.GREEDY)
         if shape.tail is Tail.LOGITS:
-            planned = [0] * count
-            sampling = entry_sampling(ctx, self.sampling, shape, planned, rows, self._context(slot, first, count))
+            context = self._context(slot, first, count)
+            sampling = entry_sampling(ctx, self.sampling, [0] * count, rows, context, slot, first)
             accept_adjusted(ctx, shape, sampling, slot, first, self.logprobs_mode)
         else:
             accept_and_update(ctx, shape, first)
@@ -200,7 +196,7 @@ class CudaRunner:
         sampling = None
         if tail is Tail.LOGITS:
             context = self._context(slot, 0, len(planned))
-            sampling = entry_sampling(ctx, self.sampling, shape, planned, rows, context)
+            sampling = entry_sampling(ctx, self.sampling, planned, rows, context, slot)
         for i in range(1, shape.max_k + 1):
             count = sum(k >= i for k in planned)
             key = ("draft", self.buckets.batch(count), i, tail)

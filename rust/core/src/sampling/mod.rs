@@ -5,6 +5,7 @@
 //! draft. Masks, biases and penalties are not applied here: rows come with them.
 
 mod filter;
+mod request;
 #[cfg(test)]
 mod tests;
 
@@ -12,8 +13,9 @@ use crate::error::{Error, Result};
 use crate::math::ln;
 use crate::philox::{self, Purpose};
 use filter::Filter;
+pub use request::*;
 
-/// What one request asks of sampling.
+/// What sampling reads of a row's parameters.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SamplingParams {
     /// Takes the largest logit, the lowest id of equal ones; the other fields do not count then.

@@ -6,7 +6,7 @@ use super::request::RequestIndex;
 use crate::error::Result;
 
 impl Scheduler {
-    /// Admits waiting requests while there are rows, prefill budget, upload room and blocks for them.
+    /// Admits waiting requests while there are rows, prefill budget, upload and constraint room and blocks for them.
     ///
     /// Beside running requests a newcomer needs blocks for its whole prompt on top of what they will ask for next, or it would be
     /// preempted over and over. Alone it is admitted with whatever there is: the pool holds any request.
@@ -20,7 +20,10 @@ impl Scheduler {
             let Some(&row) = self.free_rows.last() else { break };
             let num_tokens = self.requests[index].tokens.len();
             let left = self.budget(plan).prefill_left;
-            if left == 0 || plan.upload_tokens + num_tokens > self.record_layout.upload_token.len {
+            let constraints = self.requests[index].sampling.constraints.len();
+            let fits = plan.upload_tokens + num_tokens <= self.record_layout.upload_token.len
+                && plan.constraints + constraints <= self.record_layout.constraint.len;
+            if left == 0 || !fits {
                 break;
             }
             self.find_prefix(index, &mut plan.hits);
@@ -58,6 +61,7 @@ impl Scheduler {
             self.running.insert(place, row);
             self.push_chunk(plan, PrefillChunk { row, start, len });
             plan.upload_tokens += num_tokens;
+            plan.constraints += constraints;
             plan.admitted.push(row);
         }
         Ok(())

@@ -3,6 +3,7 @@
 use crate::drafts::Drafter;
 use crate::error::{Error, Result};
 use crate::hash::ExtraKey;
+use crate::sampling::{LogitsDtype, RequestSampling};
 
 /// Largest number of tokens, positions or blocks in a [`SchedulerConfig`], so that products of two fit an `i64`.
 const MAX_SIZE: usize = 1 << 31;
@@ -27,6 +28,11 @@ pub struct SchedulerConfig {
     pub drafter: Drafter,
     /// Launches that may be planned and not yet settled. 1 to 1024.
     pub max_in_flight: usize,
+    /// W: elements that the constraints of a request (allowed ids, biases, bad words) may take in a record, and those of all that
+    /// a launch admits. 0 for none.
+    pub max_constraint_len: usize,
+    /// What logits are computed in.
+    pub logits_dtype: LogitsDtype,
     /// Whether requests share the KV of equal prefixes.
     pub enable_prefix_caching: bool,
     /// Whether [`super::Scheduler::take_kv_events`] tells which blocks came into the prefix cache and left it.
@@ -53,6 +59,8 @@ impl SchedulerConfig {
             num_speculative_tokens: 0,
             drafter: Drafter::None,
             max_in_flight: 1,
+            max_constraint_len: 0,
+            logits_dtype: LogitsDtype::Float32,
             enable_prefix_caching: true,
             enable_kv_cache_events: false,
             hash_key: [0; 16],
@@ -75,6 +83,7 @@ impl SchedulerConfig {
             ("max_num_batched_tokens", self.max_num_batched_tokens, 1, MAX_SIZE),
             ("num_speculative_tokens", self.num_speculative_tokens, 0, 1 << 10),
             ("max_in_flight", self.max_in_flight, 1, 1 << 10),
+            ("max_constraint_len", self.max_constraint_len, 0, MAX_SIZE),
         ];
         for (field, value, least, most) in sizes {
             if value < least || value > most {
@@ -90,7 +99,7 @@ impl SchedulerConfig {
 }
 
 /// What a request asks for besides its prompt.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct RequestParams<'a> {
     /// The most tokens it may reach, prompt and output: `min(prompt + max_tokens, max_model_len)`.
     pub limit: usize,
@@ -100,8 +109,10 @@ pub struct RequestParams<'a> {
     pub num_speculative_tokens: usize,
     /// Importance: smaller values go first, ties by arrival.
     pub priority: i64,
-    /// Tokens that end the output.
+    /// Tokens that end the output, at most [`crate::sampling::MAX_STOP_IDS`].
     pub stop_token_ids: &'a [i64],
+    /// How tokens are drawn. The scheduler passes it on to the device, in the record.
+    pub sampling: RequestSampling<'a>,
     /// Requests share prefixes only with requests of the same salt.
     pub cache_salt: &'a [u8],
     /// What the prompt's KV depends on besides its tokens, by position, which does not decrease; requests share the blocks from

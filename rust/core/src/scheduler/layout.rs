@@ -4,32 +4,9 @@
 use std::ops::Range;
 
 use super::config::SchedulerConfig;
+pub use super::header::*;
 use crate::drafts::Drafter;
-
-/// Elements of the header, the record's first section.
-pub const HEADER_LEN: usize = 16;
-/// Header: id of the launch, counted from 0.
-pub const HEADER_LAUNCH_ID: usize = 0;
-/// Header: decode entries; they come first.
-pub const HEADER_NUM_DECODE: usize = 1;
-/// Header: prefill entries, after the decode entries.
-pub const HEADER_NUM_PREFILL: usize = 2;
-/// Header: tokens of all prefill chunks.
-pub const HEADER_NUM_PREFILL_TOKENS: usize = 3;
-/// Header: draft catch-up chunks, those of length 0 included.
-pub const HEADER_NUM_DRAFT_CHUNKS: usize = 4;
-/// Header: tokens of all draft catch-up chunks.
-pub const HEADER_NUM_DRAFT_TOKENS: usize = 5;
-/// Header: requests that got their row in this launch.
-pub const HEADER_NUM_ADMITTED: usize = 6;
-/// Header: tokens to upload for them.
-pub const HEADER_NUM_UPLOAD_TOKENS: usize = 7;
-/// Header: block table entries to set.
-pub const HEADER_NUM_BLOCK_UPDATES: usize = 8;
-/// Header: largest K of a decode entry.
-pub const HEADER_MAX_K: usize = 9;
-/// Header: requests that lost their row in this plan.
-pub const HEADER_NUM_PREEMPTED: usize = 10;
+use crate::sampling::{MAX_STOP_IDS, NUM_PARAMS};
 
 /// Result flag: the target's logits were not finite.
 pub const FLAG_TARGET_NON_FINITE: i64 = 1;
@@ -99,8 +76,9 @@ macro_rules! layout {
 layout! {
     /// Sections of the record that `plan` writes. Of each section only the elements that the header counts are written.
     ///
-    /// R = `max_num_seqs`, C = `max_num_batched_tokens`; U = `max_model_len` + C bounds uploads, X block updates per launch.
-    RecordLayout(r, c, u, x, host_drafts) {
+    /// R = `max_num_seqs`, C = `max_num_batched_tokens`; U = `max_model_len` + C bounds uploads, X block updates per launch,
+    /// W = `max_constraint_len`. Sections that only a launch with admissions has come last.
+    RecordLayout(r, c, u, x, w, host_drafts) {
         /// Counts, `[HEADER_LEN]`; unused elements are 0.
         header: HEADER_LEN,
         /// Row of each entry, `[R]`: decode entries by K descending, then prefill chunks.
@@ -129,18 +107,6 @@ layout! {
         draft_q_start: r + 1,
         /// Drafts of entry i from element `i * K` on, `entry_k` of them, `[R, K]`; `[0]` unless a drafter on the host proposes.
         draft_token: host_drafts,
-        /// Row of each admitted request, `[R]`.
-        admit_row: r,
-        /// Its id, `[R]`.
-        admit_request_id: r,
-        /// Tokens it has, all of them uploaded, `[R]`.
-        admit_num_tokens: r,
-        /// Positions with valid draft KV, `[R]`.
-        admit_draft_len: r,
-        /// Its limit, `[R]`.
-        admit_limit: r,
-        /// Positions with valid target KV from the prefix cache, `[R]`.
-        admit_num_cached: r,
         /// Ids of the requests preempted by this plan, `[R]`.
         preempted_request_id: r,
         /// Row of each block table entry to set, `[X]`.
@@ -159,8 +125,47 @@ layout! {
         draft_position: c,
         /// Its KV slot, `[C]`; -1 where the block's draft KV is valid already.
         draft_slot: c,
+        /// Row of each admitted request, `[R]`.
+        admit_row: r,
+        /// Its id, `[R]`.
+        admit_request_id: r,
+        /// Tokens it has, all of them uploaded, `[R]`.
+        admit_num_tokens: r,
+        /// Those of them that are its prompt, `[R]`; more where it was preempted.
+        admit_prompt_len: r,
+        /// Positions with valid draft KV, `[R]`.
+        admit_draft_len: r,
+        /// Its limit, `[R]`.
+        admit_limit: r,
+        /// Position from which stop tokens count, `[R]`: prompt and `min_tokens`.
+        admit_min_len: r,
+        /// Positions with valid target KV from the prefix cache, `[R]`.
+        admit_num_cached: r,
+        /// Its seed, `[R]`.
+        admit_seed: r,
+        /// `STEP_*` bits that it needs, `[R]`.
+        admit_steps: r,
+        /// Most likely tokens to report beside each output token, `LOGPROBS_NONE` or `LOGPROBS_ALL`, `[R]`.
+        admit_logprobs: r,
+        /// The same of its prompt's tokens, `[R]`.
+        admit_prompt_logprobs: r,
+        /// Its parameter columns, `[R, NUM_PARAMS]`, as bits of float64.
+        admit_params: r * NUM_PARAMS,
+        /// Its stop tokens, `[R, MAX_STOP_IDS]`, -1 behind them.
+        admit_stop_ids: r * MAX_STOP_IDS,
+        /// Ids among its constraints that alone are allowed, `[R]`; -1: all are.
+        admit_num_allowed: r,
+        /// Biases among its constraints, `[R]`.
+        admit_num_biases: r,
+        /// Bad words among its constraints, `[R]`.
+        admit_num_bad_words: r,
+        /// Start of each admitted request's constraints, `[R + 1]`.
+        admit_constraint_start: r + 1,
         /// Tokens of the admitted requests one after the other, `[U]`.
         upload_token: u,
+        /// Constraints of the admitted requests one after the other, `[W]`: allowed ids; ids with a bias; the biases as bits of
+        /// float64; the lengths of bad words; their tokens.
+        constraint: w,
     }
 }
 
@@ -203,7 +208,7 @@ impl RecordLayout {
         let x = r * per_row + c / config.block_size + u / config.block_size;
         let host_drafts =
             if matches!(config.drafter, Drafter::Host(_)) { r * config.num_speculative_tokens } else { 0 };
-        Self::from_sizes(r, c, u, x, host_drafts)
+        Self::from_sizes(r, c, u, x, config.max_constraint_len, host_drafts)
     }
 }
 

@@ -5,6 +5,7 @@ use super::row::{RowIndex, RowState};
 use super::{RequestParams, Scheduler};
 use crate::error::{Error, Result};
 use crate::hash::check_extra_keys;
+use crate::sampling::MAX_STOP_IDS;
 
 /// Token ids are vocabulary indices; anything beyond 32 bits is a bug of the caller.
 const MAX_TOKEN: i64 = crate::hash::ESCAPE as i64 - 1;
@@ -23,7 +24,8 @@ impl Scheduler {
         self.validate(request_id, token_ids, params)?;
         let importance = (params.priority, self.next_arrival);
         let root = self.hasher.root(params.cache_salt);
-        let index = self.requests.insert(Request::new(request_id, importance, token_ids, params, root));
+        let request = Request::new(request_id, importance, token_ids, params, root, self.config.logits_dtype);
+        let index = self.requests.insert(request);
         self.next_arrival += 1;
         self.by_id.insert(request_id, index);
         self.waiting.insert(importance, index);
@@ -69,6 +71,16 @@ impl Scheduler {
         let (k, most) = (params.num_speculative_tokens, self.config.num_speculative_tokens);
         if k > most {
             return invalid("num_speculative_tokens", k.to_string(), format!("at most {most}, the engine's"));
+        }
+        let stops = params.stop_token_ids.len();
+        if stops > MAX_STOP_IDS {
+            return invalid("stop_token_ids", format!("{stops} ids"), format!("at most {MAX_STOP_IDS}"));
+        }
+        params.sampling.validate(request_id, is_token)?;
+        let (constraints, most) = (params.sampling.num_constraints(), self.config.max_constraint_len);
+        if constraints > most {
+            let value = format!("{constraints} elements of allowed_token_ids, logit_bias and bad_words");
+            return invalid("constraints", value, format!("at most {most}, max_constraint_len"));
         }
         Ok(())
     }

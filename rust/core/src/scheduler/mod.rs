@@ -7,7 +7,7 @@
 //! | file | decides |
 //! | --- | --- |
 //! | `config` | which settings and parameters are allowed |
-//! | `layout` | where things are in the buffers |
+//! | `layout`, `header` | where things are in the buffers |
 //! | `request`, `row` | what is remembered |
 //! | `lifecycle` | how requests come, go, and lose their row |
 //! | `plan`, `admission`, `catch_up` | what the next launch does |
@@ -21,6 +21,7 @@
 mod admission;
 mod catch_up;
 mod config;
+mod header;
 mod host_drafts;
 mod integrity;
 mod introspection;
@@ -46,39 +47,13 @@ use crate::error::{Error, Result};
 use crate::hash::BlockHasher;
 use crate::slot_mapper::SlotMapper;
 pub use config::{RequestParams, SchedulerConfig};
+pub use header::LaunchHeader;
 pub use introspection::{RequestState, RequestView};
 pub use kv_events::KvEvent;
 use kv_events::KvEventLog;
 use layout::{RecordLayout, ResultsLayout, SettledLayout};
 use request::{Importance, RequestIndex, Requests};
 use row::{Launch, Row, RowIndex};
-
-/// Counts of a planned launch, as in the record's header.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct LaunchHeader {
-    /// Its id; launches are numbered from 0.
-    pub launch_id: u64,
-    /// Decode entries.
-    pub num_decode: usize,
-    /// Prefill entries.
-    pub num_prefill: usize,
-    /// Tokens of all prefill chunks.
-    pub num_prefill_tokens: usize,
-    /// Draft catch-up chunks.
-    pub num_draft_chunks: usize,
-    /// Tokens of all draft catch-up chunks.
-    pub num_draft_tokens: usize,
-    /// Requests that got a row.
-    pub num_admitted: usize,
-    /// Tokens to upload for them.
-    pub num_upload_tokens: usize,
-    /// Block table entries to set.
-    pub num_block_updates: usize,
-    /// Largest K of an entry.
-    pub max_k: usize,
-    /// Requests preempted by this plan.
-    pub num_preempted: usize,
-}
 
 /// What `plan` came to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -59,6 +59,8 @@ pub(super) struct Plan {
     pub(super) decode_tokens: usize,
     pub(super) prefill_tokens: usize,
     pub(super) upload_tokens: usize,
+    /// Elements of the admitted requests' constraints.
+    pub(super) constraints: usize,
     pub(super) budget: Option<Budget>,
     /// Running rows that have their entries, the most important ones.
     pub(super) num_placed: usize,
@@ -79,7 +81,8 @@ impl Plan {
         self.draft_chunks.clear();
         self.admitted.clear();
         self.preempted.clear();
-        (self.decode_tokens, self.prefill_tokens, self.upload_tokens) = (0, 0, 0);
+        (self.decode_tokens, self.prefill_tokens) = (0, 0);
+        (self.upload_tokens, self.constraints) = (0, 0);
         self.budget = None;
         self.num_placed = 0;
     }

@@ -1,10 +1,11 @@
 //! How a decided launch is written down, and put in flight.
 
-use super::layout::{self, HEADER_LEN, RecordLayout, Section};
+use super::layout::{RecordLayout, Section};
 use super::plan::Plan;
 use super::row::{Entry, Row, RowIndex};
 use super::{LaunchHeader, Scheduler};
 use crate::drafts::Drafter;
+use crate::sampling::{MAX_STOP_IDS, NUM_PARAMS};
 
 impl Scheduler {
     /// Writes `plan` into `record` and puts it in flight.
@@ -147,18 +148,45 @@ impl Scheduler {
 
     fn write_admissions(&self, plan: &Plan, record: &mut [i64], header: &mut LaunchHeader) {
         let layout = self.record_layout;
+        record[layout.admit_constraint_start.offset] = 0;
         for (i, &row_index) in plan.admitted.iter().enumerate() {
             let row = &self.rows[row_index as usize];
             let request = &self.requests[row.request];
-            record[layout.admit_row.offset + i] = i64::from(row_index);
-            record[layout.admit_request_id.offset + i] = request.id;
-            record[layout.admit_num_tokens.offset + i] = request.tokens.len() as i64;
-            record[layout.admit_draft_len.offset + i] = row.draft_len as i64;
-            record[layout.admit_limit.offset + i] = request.limit as i64;
-            record[layout.admit_num_cached.offset + i] = row.num_computed as i64;
+            let sampling = &request.sampling;
+            for (section, value) in [
+                (layout.admit_row, i64::from(row_index)),
+                (layout.admit_request_id, request.id),
+                (layout.admit_num_tokens, request.tokens.len() as i64),
+                (layout.admit_prompt_len, request.prompt_len as i64),
+                (layout.admit_draft_len, row.draft_len as i64),
+                (layout.admit_limit, request.limit as i64),
+                (layout.admit_min_len, i64::try_from(request.min_len).unwrap_or(i64::MAX)),
+                (layout.admit_num_cached, row.num_computed as i64),
+                (layout.admit_seed, sampling.seed),
+                (layout.admit_steps, sampling.steps),
+                (layout.admit_logprobs, sampling.logprobs),
+                (layout.admit_prompt_logprobs, sampling.prompt_logprobs),
+                (layout.admit_num_allowed, sampling.num_allowed),
+                (layout.admit_num_biases, sampling.num_biases),
+                (layout.admit_num_bad_words, sampling.num_bad_words),
+            ] {
+                record[section.offset + i] = value;
+            }
+            let params = layout.admit_params.offset + i * NUM_PARAMS;
+            for (out, value) in record[params..][..NUM_PARAMS].iter_mut().zip(sampling.params) {
+                *out = value.to_bits() as i64;
+            }
+            let (ids, rest) = record[layout.admit_stop_ids.offset + i * MAX_STOP_IDS..][..MAX_STOP_IDS]
+                .split_at_mut(request.stop_token_ids.len());
+            ids.copy_from_slice(&request.stop_token_ids);
+            rest.fill(-1);
             let at = layout.upload_token.offset + header.num_upload_tokens;
             write_tokens(&mut record[at..], &request.tokens);
             header.num_upload_tokens += request.tokens.len();
+            let at = layout.constraint.offset + header.num_constraints;
+            record[at..at + sampling.constraints.len()].copy_from_slice(&sampling.constraints);
+            header.num_constraints += sampling.constraints.len();
+            record[layout.admit_constraint_start.offset + i + 1] = header.num_constraints as i64;
         }
     }
 }
@@ -214,27 +242,6 @@ fn split<'a>(layout: &RecordLayout, record: &'a mut [i64]) -> (Entries<'a>, Bloc
         unreachable!("sections are disjoint");
     };
     (Entries { row, k, capacity, n_upper }, BlockUpdates { row: block_row, index, block, len: 0 })
-}
-
-impl LaunchHeader {
-    fn write(&self, record: &mut [i64]) {
-        record[..HEADER_LEN].fill(0);
-        for (at, value) in [
-            (layout::HEADER_LAUNCH_ID, self.launch_id as usize),
-            (layout::HEADER_NUM_DECODE, self.num_decode),
-            (layout::HEADER_NUM_PREFILL, self.num_prefill),
-            (layout::HEADER_NUM_PREFILL_TOKENS, self.num_prefill_tokens),
-            (layout::HEADER_NUM_DRAFT_CHUNKS, self.num_draft_chunks),
-            (layout::HEADER_NUM_DRAFT_TOKENS, self.num_draft_tokens),
-            (layout::HEADER_NUM_ADMITTED, self.num_admitted),
-            (layout::HEADER_NUM_UPLOAD_TOKENS, self.num_upload_tokens),
-            (layout::HEADER_NUM_BLOCK_UPDATES, self.num_block_updates),
-            (layout::HEADER_MAX_K, self.max_k),
-            (layout::HEADER_NUM_PREEMPTED, self.num_preempted),
-        ] {
-            record[at] = value as i64;
-        }
-    }
 }
 
 fn write_tokens(out: &mut [i64], tokens: &[u32]) {

@@ -3,6 +3,7 @@
 use std::ops::{Index, IndexMut};
 
 use crate::hash::{BlockHash, BlockHasher};
+use crate::sampling::{LogitsDtype, NUM_PARAMS, STEP_MIN_TOKENS};
 
 /// A request's place in the slab.
 pub(super) type RequestIndex = u32;
@@ -34,6 +35,40 @@ pub(super) struct Request {
     extra_keys: Vec<(usize, Box<[u8]>)>,
     /// Hashes of its first full blocks, computed once as far as they were needed.
     hashes: Vec<BlockHash>,
+    pub(super) prompt_len: usize,
+    pub(super) sampling: Sampling,
+}
+
+/// What the record says of a request's sampling whenever it is admitted.
+#[derive(Clone, Debug)]
+pub(super) struct Sampling {
+    pub(super) seed: i64,
+    pub(super) steps: i64,
+    pub(super) logprobs: i64,
+    pub(super) prompt_logprobs: i64,
+    pub(super) num_allowed: i64,
+    pub(super) num_biases: i64,
+    pub(super) num_bad_words: i64,
+    pub(super) params: [f64; NUM_PARAMS],
+    pub(super) constraints: Box<[i64]>,
+}
+
+impl Sampling {
+    fn new(params: &super::RequestParams<'_>, dtype: LogitsDtype) -> Self {
+        let sampling = &params.sampling;
+        let (columns, steps) = sampling.columns(dtype);
+        Self {
+            seed: sampling.seed,
+            steps: steps | if params.min_tokens > 0 { STEP_MIN_TOKENS } else { 0 },
+            logprobs: sampling.logprobs,
+            prompt_logprobs: sampling.prompt_logprobs,
+            num_allowed: sampling.allowed_token_ids.map_or(-1, |ids| ids.len() as i64),
+            num_biases: sampling.logit_bias_ids.len() as i64,
+            num_bad_words: sampling.bad_words.len() as i64,
+            params: columns,
+            constraints: sampling.constraints(),
+        }
+    }
 }
 
 /// Why a token ended a request, if it did.
@@ -51,8 +86,11 @@ impl Request {
         prompt: &[i64],
         params: &super::RequestParams<'_>,
         root: BlockHash,
+        dtype: LogitsDtype,
     ) -> Self {
         Self {
+            prompt_len: prompt.len(),
+            sampling: Sampling::new(params, dtype),
             id,
             importance,
             tokens: prompt.iter().map(|&token| token as u32).collect(),

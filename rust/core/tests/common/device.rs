@@ -7,6 +7,7 @@ use std::collections::{HashMap, HashSet};
 
 use super::model::{EMPTY, draft_token, extend, lookup, target_token, with_key};
 use specrs_core::Drafter;
+use specrs_core::sampling::MAX_STOP_IDS;
 use specrs_core::scheduler::layout::{
     FLAG_DRAFT_NON_FINITE, FLAG_TARGET_NON_FINITE, HEADER_LAUNCH_ID, RecordLayout, Section,
 };
@@ -17,14 +18,12 @@ const POISON: u64 = u64::MAX;
 /// What is in KV that was never written.
 const NEVER: u64 = 0;
 
-/// What the device is told of a request outside the record, as sampling state.
+/// When stop tokens of a request count.
 #[derive(Clone, Debug, Default)]
-pub struct Sampling {
-    pub prompt_len: usize,
-    pub min_tokens: usize,
-    pub stop: Vec<i64>,
-    /// What KV depends on besides tokens, by position.
-    pub extra_keys: Vec<(usize, Vec<u8>)>,
+struct Stops {
+    /// Tokens, the prompt's included, before which they do not.
+    min_len: usize,
+    ids: Vec<i64>,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -39,7 +38,9 @@ struct Row {
     limit: usize,
     capacity: usize,
     table: Vec<i64>,
-    sampling: Sampling,
+    stops: Stops,
+    /// What its KV depends on besides tokens, by position.
+    extra_keys: Vec<(usize, Vec<u8>)>,
     /// Its draft KV is poisoned; only this row may see that.
     draft_fault: bool,
 }
@@ -47,7 +48,7 @@ struct Row {
 impl Row {
     fn push(&mut self, token: i64) {
         let mut last = self.prefix.last().copied().unwrap_or(EMPTY);
-        for (position, key) in &self.sampling.extra_keys {
+        for (position, key) in &self.extra_keys {
             if *position == self.tokens.len() {
                 last = with_key(last, key);
             }
@@ -57,16 +58,14 @@ impl Row {
     }
 
     fn masked(&self, ahead: usize) -> &[i64] {
-        let output = self.tokens.len() + ahead - self.sampling.prompt_len;
-        if output < self.sampling.min_tokens { &self.sampling.stop } else { &[] }
+        if self.tokens.len() + ahead < self.stops.min_len { &self.stops.ids } else { &[] }
     }
 
     /// Appends emitted tokens until one ends the row; how many it took.
     fn emit(&mut self, tokens: &[i64]) -> usize {
         for (i, &token) in tokens.iter().enumerate() {
-            let output = self.tokens.len() - self.sampling.prompt_len;
+            let stopped = self.tokens.len() >= self.stops.min_len && self.stops.ids.contains(&token);
             self.push(token);
-            let stopped = output >= self.sampling.min_tokens && self.sampling.stop.contains(&token);
             if stopped || self.tokens.len() == self.limit {
                 self.active = false;
                 return i + 1;
@@ -92,7 +91,7 @@ pub struct Device {
     rows: Vec<Row>,
     target_kv: Vec<u64>,
     draft_kv: Vec<u64>,
-    sampling: HashMap<i64, Sampling>,
+    extra_keys: HashMap<i64, Vec<(usize, Vec<u8>)>>,
     /// Flags to raise for a request at its next entry that can raise them.
     pub faults: HashMap<i64, i64>,
     /// Requests whose draft KV was asked to be built again: their chunks may begin before `draft_len`.
@@ -127,7 +126,7 @@ impl Device {
             rows: vec![Row::default(); config.max_num_seqs],
             target_kv: vec![NEVER; slots],
             draft_kv: vec![NEVER; slots],
-            sampling: HashMap::new(),
+            extra_keys: HashMap::new(),
             faults: HashMap::new(),
             rebuilding: HashSet::new(),
             cuts_at_stop: false,
@@ -153,8 +152,9 @@ impl Device {
         &self.target_kv[start..start + self.config.block_size]
     }
 
-    pub fn set_sampling(&mut self, request_id: i64, sampling: Sampling) {
-        self.sampling.insert(request_id, sampling);
+    /// What the KV of a request depends on besides tokens, by position: no part of a record.
+    pub fn set_extra_keys(&mut self, request_id: i64, extra_keys: Vec<(usize, Vec<u8>)>) {
+        self.extra_keys.insert(request_id, extra_keys);
     }
 
     /// Executes a launch that `scheduler` has just planned; a report per entry.
@@ -206,7 +206,14 @@ impl Device {
                 target_len: reader.at(layout.admit_num_cached, i),
                 draft_len: reader.at(layout.admit_draft_len, i),
                 limit: reader.at(layout.admit_limit, i),
-                sampling: self.sampling[&request_id].clone(),
+                extra_keys: self.extra_keys[&request_id].clone(),
+                stops: Stops {
+                    min_len: reader.at(layout.admit_min_len, i),
+                    ids: (i * MAX_STOP_IDS..(i + 1) * MAX_STOP_IDS)
+                        .map(|at| reader.signed(layout.admit_stop_ids, at))
+                        .take_while(|&id| id >= 0)
+                        .collect(),
+                },
                 ..Row::default()
             };
             for token in at..at + num_tokens {

@@ -3,11 +3,11 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use super::device::{Device, Report, Sampling};
+use super::device::{Device, Report};
 use super::model::generate;
 use specrs_core::scheduler::layout::{FINISH_LENGTH, FINISH_NONE, FINISH_STOP};
 use specrs_core::scheduler::{LaunchHeader, PlanOutcome, RequestParams, Scheduler, SchedulerConfig};
-use specrs_core::{Error, ExtraKey, Result};
+use specrs_core::{Error, ExtraKey, RequestSampling, Result};
 
 /// A request with its own copy of what [`RequestParams`] borrows.
 #[derive(Clone, Debug, Default)]
@@ -67,18 +67,13 @@ impl Driver {
             num_speculative_tokens: ask.k,
             priority: ask.priority,
             stop_token_ids: &ask.stop,
+            sampling: RequestSampling::default(),
             cache_salt: &ask.salt,
             extra_keys: &extra_keys,
         };
         self.scheduler.add_request(id, &ask.prompt, &params)?;
         self.check();
-        let sampling = Sampling {
-            prompt_len: ask.prompt.len(),
-            min_tokens: ask.min_tokens,
-            stop: ask.stop.clone(),
-            extra_keys: ask.extra_keys.clone(),
-        };
-        self.device.set_sampling(id, sampling);
+        self.device.set_extra_keys(id, ask.extra_keys.clone());
         let expected = generate(&ask.prompt, &ask.extra_keys, limit, ask.min_tokens, &ask.stop);
         self.outcomes.insert(id, Outcome { expected, ..Outcome::default() });
         Ok(())

@@ -3,6 +3,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod admissions;
 mod batching;
 mod blocks;
 mod drafting;

@@ -1,6 +1,7 @@
 //! What results do: stops, limits, faults, books, and leases that outlive their request.
 
 use specrs_core::SchedulerConfig;
+use specrs_core::sampling::MAX_STOP_IDS;
 use specrs_core::scheduler::PlanOutcome;
 use specrs_core::scheduler::layout::{
     FINISH_ERROR, FINISH_LENGTH, FINISH_STOP, FLAG_CAPACITY, FLAG_DRAFT_NON_FINITE, FLAG_TARGET_NON_FINITE,
@@ -67,7 +68,7 @@ fn a_stop_inside_accepted_drafts_cuts_the_text_and_not_the_books() {
 
 #[test]
 fn stop_tokens_do_not_count_before_min_tokens() {
-    let stop: Vec<i64> = (0..90).collect();
+    let stop: Vec<i64> = (0..MAX_STOP_IDS as i64).collect();
     for min_tokens in [0, 1, 7] {
         let mut driver = Driver::new(SchedulerConfig { max_in_flight: 2, ..speculative() });
         driver.add(0, &Ask { min_tokens, stop: stop.clone(), ..drafting(1, 9, 40) }).unwrap();

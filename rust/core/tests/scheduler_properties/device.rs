@@ -4,13 +4,15 @@
 //! with the other simulated device of these tests. Panics where a real device would compute something else than a lone
 //! sequence does.
 
+use specrs_core::sampling::MAX_STOP_IDS;
+use specrs_core::scheduler::layout::HEADER_FIELDS;
 use specrs_core::{Drafter, Scheduler};
 use std::collections::{BTreeMap, HashMap};
 
 pub(crate) const VOCAB: i64 = 11;
 
-/// What sampling knows of a request.
-#[derive(Clone, Debug)]
+/// What a request asks for.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Sampling {
     pub(crate) prompt_len: usize,
     pub(crate) min_tokens: usize,
@@ -129,12 +131,18 @@ impl<'a> Record<'a> {
         usize::try_from(value).unwrap_or_else(|_| panic!("{name}[{i}] = {value}"))
     }
 
+    /// An element of the header by name.
+    pub(crate) fn count(&self, name: &str) -> usize {
+        let at = HEADER_FIELDS.iter().position(|&field| field == name).expect("a field of the header");
+        self.size("header", at)
+    }
+
     pub(crate) fn num_decode(&self) -> usize {
-        self.size("header", 1)
+        self.count("num_decode")
     }
 
     pub(crate) fn num_entries(&self) -> usize {
-        self.num_decode() + self.size("header", 2)
+        self.num_decode() + self.count("num_prefill")
     }
 }
 
@@ -185,11 +193,11 @@ impl Device {
             assert!(row.tokens.len() <= n_upper, "n = {} above n_upper = {n_upper}", row.tokens.len());
         }
         let mut outcomes = vec![Outcome::default(); record.num_entries()];
-        for j in 0..record.size("header", 2) {
+        for j in 0..record.count("num_prefill") {
             outcomes[record.num_decode() + j] = self.prefill(scheduler, record, j);
         }
         let mut writers = HashMap::new();
-        for j in 0..record.size("header", 4) {
+        for j in 0..record.count("num_draft_chunks") {
             self.catch_up(scheduler, record, j, &mut writers);
         }
         for (entry, outcome) in outcomes.iter_mut().enumerate().take(record.num_decode()) {
@@ -204,8 +212,17 @@ impl Device {
 
     fn upload(&mut self, record: &Record<'_>) {
         let mut token = 0;
-        for i in 0..record.size("header", 6) {
+        for i in 0..record.count("num_admitted") {
             let len = record.size("admit_num_tokens", i);
+            let (id, prompt_len) = (record.get("admit_request_id", i), record.size("admit_prompt_len", i));
+            let stop = (i * MAX_STOP_IDS..).map(|at| record.get("admit_stop_ids", at));
+            let told = Sampling {
+                prompt_len,
+                min_tokens: record.size("admit_min_len", i) - prompt_len,
+                stop: stop.take(MAX_STOP_IDS).take_while(|&id| id >= 0).collect(),
+                salt: self.sampling[&id].salt,
+            };
+            assert_eq!(self.sampling[&id], told, "what the record says of request {id}");
             self.rows[record.size("admit_row", i)] = Row {
                 request_id: record.get("admit_request_id", i),
                 active: true,
@@ -216,8 +233,8 @@ impl Device {
             };
             token += len;
         }
-        assert_eq!(token, record.size("header", 7));
-        for i in 0..record.size("header", 8) {
+        assert_eq!(token, record.count("num_upload_tokens"));
+        for i in 0..record.count("num_block_updates") {
             let row = &mut self.rows[record.size("block_row", i)];
             row.table.insert(record.size("block_index", i), record.size("block_id", i));
         }

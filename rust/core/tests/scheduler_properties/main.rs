@@ -9,7 +9,9 @@ use device::{Device, Outcome, Record, Sampling, VOCAB, lone_text};
 use proptest::prelude::*;
 use proptest::test_runner::FileFailurePersistence;
 use specrs_core::scheduler::layout::{FINISH_ERROR, FINISH_LENGTH, FINISH_NONE, FINISH_STOP};
-use specrs_core::{Drafter, Error, NgramProposer, PlanOutcome, RequestParams, Scheduler, SchedulerConfig};
+use specrs_core::{
+    Drafter, Error, NgramProposer, PlanOutcome, RequestParams, RequestSampling, Scheduler, SchedulerConfig,
+};
 use std::collections::{BTreeMap, VecDeque};
 
 #[derive(Clone, Debug)]
@@ -198,6 +200,7 @@ impl Run {
             num_speculative_tokens: ask.k.min(config.num_speculative_tokens),
             priority: ask.priority,
             stop_token_ids: &ask.stop,
+            sampling: RequestSampling::default(),
             cache_salt: &[ask.salt],
             ..RequestParams::default()
         };
@@ -224,7 +227,7 @@ impl Run {
                 let record = Record::new(&self.scheduler, &self.record);
                 let outcomes = self.device.execute(&self.scheduler, &record);
                 let rows = (0..record.num_entries()).map(|entry| record.get("entry_row", entry)).collect();
-                self.in_flight.push_back((record.get("header", 0) as u64, rows, outcomes));
+                self.in_flight.push_back((record.count("launch_id") as u64, rows, outcomes));
             }
         }
         outcome
@@ -243,7 +246,7 @@ impl Run {
 
         let ks: Vec<_> = (0..num_decode).map(|entry| record.size("entry_k", entry)).collect();
         assert!(ks.is_sorted_by(|a, b| a >= b), "{ks:?}");
-        assert_eq!(record.size("header", 9), ks.first().copied().unwrap_or(0));
+        assert_eq!(record.count("max_k"), ks.first().copied().unwrap_or(0));
         for (entry, k) in ks.iter().enumerate() {
             let (n_upper, capacity) = (record.size("entry_n_upper", entry), record.size("entry_capacity", entry));
             let limit = self.device.limit_of(record.size("entry_row", entry));
@@ -255,16 +258,16 @@ impl Run {
         let decode_tokens: usize = ks.iter().map(|k| k + 1).sum();
         let budget = config.max_num_batched_tokens;
         let chunks = budget.saturating_sub(decode_tokens).max(budget.div_ceil(4));
-        let (prefill, draft) = (record.size("header", 3), record.size("header", 5));
+        let (prefill, draft) = (record.count("num_prefill_tokens"), record.count("num_draft_tokens"));
         let ratio = if let Drafter::Cached { cost_ratio, .. } = config.drafter { cost_ratio } else { 1.0 };
         let cost = |tokens: usize| (tokens as f64 * ratio).ceil() as usize;
         assert!(prefill <= chunks, "{prefill} prefill tokens of {chunks}");
-        let most = chunks + cost(1) + record.size("header", 4);
+        let most = chunks + cost(1) + record.count("num_draft_chunks");
         assert!(prefill + cost(draft) <= most, "{prefill} prefill and {draft} draft tokens of {chunks}");
 
         // Admitted requests are the most important of those that waited, and none is admitted while others are preempted.
-        let admitted: Vec<_> = (0..record.size("header", 6)).map(|i| record.get("admit_request_id", i)).collect();
-        let preempted = record.size("header", 10);
+        let admitted: Vec<_> = (0..record.count("num_admitted")).map(|i| record.get("admit_request_id", i)).collect();
+        let preempted = record.count("num_preempted");
         assert!(admitted.is_empty() || preempted == 0);
         assert!(alone || preempted == 0, "preempted while launches in flight could still free blocks");
         if let (Some(last), Some(first)) = (
@@ -289,11 +292,11 @@ impl Run {
 
     /// Beside others, a newcomer has blocks for its whole prompt, or it would soon be preempted again.
     fn check_admissions(&self, record: &Record<'_>) {
-        let admitted = record.size("header", 6);
+        let admitted = record.count("num_admitted");
         if self.scheduler.num_running() == admitted.min(1) {
             return;
         }
-        let sent = |row| (0..record.size("header", 8)).filter(|&i| record.get("block_row", i) == row).count();
+        let sent = |row| (0..record.count("num_block_updates")).filter(|&i| record.get("block_row", i) == row).count();
         let missing = |i: usize| {
             let tokens = record.size("admit_num_tokens", i);
             tokens.div_ceil(self.scheduler.config().block_size) - sent(record.get("admit_row", i))
@@ -305,7 +308,7 @@ impl Run {
     /// The request of an entry, as the device will know it.
     fn device_request(&self, record: &Record<'_>, entry: usize) -> i64 {
         let row = record.get("entry_row", entry);
-        (0..record.size("header", 6))
+        (0..record.count("num_admitted"))
             .find(|&i| record.get("admit_row", i) == row)
             .map_or_else(|| self.device.request_of(row as usize), |i| record.get("admit_request_id", i))
     }

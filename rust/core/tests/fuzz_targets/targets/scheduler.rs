@@ -5,7 +5,9 @@ use super::bytes::Bytes;
 use specrs_core::scheduler::layout::{
     FLAG_TARGET_NON_FINITE, HEADER_LAUNCH_ID, HEADER_NUM_ADMITTED, HEADER_NUM_DECODE, HEADER_NUM_PREFILL,
 };
-use specrs_core::{Drafter, ExtraKey, KvEvent, PlanOutcome, RequestParams, Scheduler, SchedulerConfig};
+use specrs_core::{
+    Drafter, ExtraKey, KvEvent, PlanOutcome, RequestParams, RequestSampling, Scheduler, SchedulerConfig,
+};
 use std::collections::{HashMap, VecDeque};
 
 /// Row, K, and whether it emits.
@@ -88,6 +90,7 @@ impl Run {
             num_speculative_tokens: bytes.below(7),
             priority: bytes.number(),
             stop_token_ids: &stop[..bytes.below(3)],
+            sampling: RequestSampling::default(),
             cache_salt: &[0, 1][..bytes.below(2)],
             extra_keys: &extra_keys[..bytes.below(3)],
         };

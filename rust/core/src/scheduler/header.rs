@@ -1,0 +1,68 @@
+//! The record's first section: counts of the launch, as a struct and by index.
+
+/// Elements of the header.
+pub const HEADER_LEN: usize = 16;
+
+macro_rules! header {
+    ($($(#[$doc:meta])* $field:ident: $type:ty = $index:ident,)*) => {
+        /// Counts of a planned launch, as in the record's header.
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+        pub struct LaunchHeader {
+            $($(#[$doc])* pub $field: $type,)*
+        }
+
+        /// Counts the elements.
+        #[allow(non_camel_case_types, clippy::upper_case_acronyms)]
+        #[repr(usize)]
+        enum Index { $($index,)* }
+
+        $($(#[$doc])* pub const $index: usize = Index::$index as usize;)*
+
+        /// Names of the header's elements by index; those behind them are 0.
+        pub const HEADER_FIELDS: &[&str] = &[$(stringify!($field)),*];
+
+        impl LaunchHeader {
+            /// The header of a planned record.
+            ///
+            /// # Panics
+            /// If `record` is shorter than a header.
+            pub fn read(record: &[i64]) -> Self {
+                Self { $($field: record[$index] as $type,)* }
+            }
+
+            pub(super) fn write(&self, record: &mut [i64]) {
+                record[..HEADER_LEN].fill(0);
+                $(record[$index] = self.$field as i64;)*
+            }
+        }
+    };
+}
+
+header! {
+    /// Id of the launch; launches are numbered from 0.
+    launch_id: u64 = HEADER_LAUNCH_ID,
+    /// Decode entries; they come first.
+    num_decode: usize = HEADER_NUM_DECODE,
+    /// Prefill entries, after the decode entries.
+    num_prefill: usize = HEADER_NUM_PREFILL,
+    /// Tokens of all prefill chunks.
+    num_prefill_tokens: usize = HEADER_NUM_PREFILL_TOKENS,
+    /// Draft catch-up chunks, those of length 0 included.
+    num_draft_chunks: usize = HEADER_NUM_DRAFT_CHUNKS,
+    /// Tokens of all draft catch-up chunks.
+    num_draft_tokens: usize = HEADER_NUM_DRAFT_TOKENS,
+    /// Requests that got their row in this launch.
+    num_admitted: usize = HEADER_NUM_ADMITTED,
+    /// Tokens to upload for them.
+    num_upload_tokens: usize = HEADER_NUM_UPLOAD_TOKENS,
+    /// Block table entries to set.
+    num_block_updates: usize = HEADER_NUM_BLOCK_UPDATES,
+    /// Largest K of a decode entry.
+    max_k: usize = HEADER_MAX_K,
+    /// Requests that lost their row in this plan.
+    num_preempted: usize = HEADER_NUM_PREEMPTED,
+    /// Elements of the admitted requests' constraints.
+    num_constraints: usize = HEADER_NUM_CONSTRAINTS,
+}
+
+const _: () = assert!(HEADER_FIELDS.len() <= HEADER_LEN, "the header is full");
