@@ -37,15 +37,9 @@ KERNELS_MAY_IMPORT = ("kernels", "core", "verify")
 # Shrinks: what is left of these goes with the work that is under way in engine/ and runner/.
 KNOWN_CIRCLES = {
     ("engine.build", "runner.cuda.build"),
-    ("runner.iteration", "runner.sampling_state"),
 }
 KNOWN_UPWARD = {
     ("runner.cuda.build", "engine.build"),
-    ("runner.cuda.runner", "engine.request"),
-    ("runner.eager", "engine.request"),
-    ("runner.ring", "engine.request"),
-    ("runner.sampling_state", "engine.request"),
-    ("runner.uploads", "engine.request"),
 }
 
 

@@ -11,8 +11,9 @@ import torch
 from specrs import core
 from specrs.core import CachedDrafter, Scheduler
 from specrs.kernels.cuda.update import Decided, update_rows
-from specrs.runner.accept import Results, Verdict, update
+from specrs.runner.accept import Verdict, update
 from specrs.runner.iteration import Drafted, prepare
+from specrs.runner.ring import Results
 from specrs.runner.row_state import RowState
 
 from kernels.cuda import row_states, test_prepare

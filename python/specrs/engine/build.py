@@ -134,7 +134,7 @@ class Blueprint:
             num_speculative_tokens=self.num_speculative_tokens,
             drafter=drafter,
             max_in_flight=self.depth,
-            max_constraint_len=max_constraint_len(self.weights.target.config.vocab_size),
+            max_constraint_len=max_constraint_len(self.weights.target.vocab_size),
             logits_dtype=str(self.logits_dtype).removeprefix("torch."),
             enable_prefix_caching=config.enable_prefix_caching,
             hash_key=secrets.token_bytes(16),

@@ -2,48 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from specrs.core import FLAG_CAPACITY, FLAG_TARGET_NON_FINITE
-from specrs.runner.iteration import Drafted, Iteration, Scored, is_finite
+from specrs.runner.entries import Iteration
+from specrs.runner.iteration import Drafted, Scored, is_finite
+from specrs.runner.ring import Results
 from specrs.runner.row_state import RowState
 from specrs.runner.sampling_state import EntrySampling
 from specrs.verify.greedy import verify_greedy
 from specrs.verify.rejection import append_token
-
-
-@dataclass(frozen=True, slots=True)
-class Results:
-    """Where an iteration reports, views of one ring slot; index i is the launch's entry i."""
-
-    num_emitted: Tensor  # [B] int64
-    num_accepted: Tensor  # [B] int64
-    num_drafted: Tensor  # [B] int64
-    flags: Tensor  # [B] int64, FLAG_* bits
-    tokens: Tensor  # [B, K+1] int64
-
-    @classmethod
-    def of(cls, sections: Mapping[str, Tensor], num_speculative_tokens: int) -> Results:
-        """The sections of a results buffer, for the engine's K."""
-        return cls(
-            num_emitted=sections["num_emitted"],
-            num_accepted=sections["num_accepted"],
-            num_drafted=sections["num_drafted"],
-            flags=sections["flags"],
-            tokens=sections["tokens"].view(-1, num_speculative_tokens + 1),
-        )
-
-    def narrow(self, start: int, length: int) -> Results:
-        """The same views for entries [start, start + length)."""
-        return Results(*(tensor.narrow(0, start, length) for tensor in self.tensors()))
-
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """All sections."""
-        return self.num_emitted, self.num_accepted, self.num_drafted, self.flags, self.tokens
 
 
 @dataclass(frozen=True, slots=True)

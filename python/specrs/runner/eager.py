@@ -11,13 +11,14 @@ from specrs.core import PURPOSE_ACCEPT
 from specrs.drafters.draft_model import DraftModel
 from specrs.models.base import Model
 from specrs.models.kv_cache import KVCache
-from specrs.runner.accept import Results, accept, at_rates, update
+from specrs.runner.accept import accept, at_rates, update
+from specrs.runner.entries import Iteration
 from specrs.runner.extras import ExtrasLookup
-from specrs.runner.iteration import Drafted, Iteration, Scored, draft, prepare, verify
+from specrs.runner.iteration import Drafted, Scored, draft, prepare, verify
 from specrs.runner.logprobs import entry_logprobs, prompt_logprobs
 from specrs.runner.noise import Noise
 from specrs.runner.prefill import catch_up_inputs, caught_up, last_chunks, last_rows, prefill_inputs
-from specrs.runner.ring import Header, RingSlot
+from specrs.runner.ring import Header, Results, RingSlot
 from specrs.runner.row_state import RowState
 from specrs.runner.sampling_state import EntrySampling, SamplingState
 from specrs.runner.uploads import apply_uploads

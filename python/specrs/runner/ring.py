@@ -3,6 +3,7 @@ has settled."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +12,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specrs.core import HEADER_FIELDS, Scheduler
-from specrs.runner.accept import Results
 from specrs.verify.logprobs import TokenLogprobs
 
 Layout = dict[str, tuple[int, int]]
@@ -38,6 +38,36 @@ class Header:
     def of(cls, record: NDArray[np.int64]) -> Header:
         """The header of a planned record."""
         return cls(**dict(zip(HEADER_FIELDS, record[: len(HEADER_FIELDS)].tolist(), strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """Where an iteration reports, views of one ring slot; index i is the launch's entry i."""
+
+    num_emitted: Tensor  # [B] int64
+    num_accepted: Tensor  # [B] int64
+    num_drafted: Tensor  # [B] int64
+    flags: Tensor  # [B] int64, FLAG_* bits
+    tokens: Tensor  # [B, K+1] int64
+
+    @classmethod
+    def of(cls, sections: Mapping[str, Tensor], num_speculative_tokens: int) -> Results:
+        """The sections of a results buffer, for the engine's K."""
+        return cls(
+            num_emitted=sections["num_emitted"],
+            num_accepted=sections["num_accepted"],
+            num_drafted=sections["num_drafted"],
+            flags=sections["flags"],
+            tokens=sections["tokens"].view(-1, num_speculative_tokens + 1),
+        )
+
+    def narrow(self, start: int, length: int) -> Results:
+        """The same views for entries [start, start + length)."""
+        return Results(*(tensor.narrow(0, start, length) for tensor in self.tensors()))
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """All sections."""
+        return self.num_emitted, self.num_accepted, self.num_drafted, self.flags, self.tokens
 
 
 class RingSlot:

@@ -10,26 +10,23 @@ import functools
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from specrs.core import LOGPROBS_ALL, LOGPROBS_NONE, PARAM_COLUMNS, RequestSampling
 from specrs.errors import EngineError
+from specrs.runner.entries import Iteration
 from specrs.runner.extras import ExtrasLookup, no_extras
 from specrs.runner.grammar import LaunchGrammar
+from specrs.runner.ring import RingSlot
+from specrs.runner.row_state import RowState
 from specrs.runner.samplers import CoreSampler, RowSampler, TorchSampler
+from specrs.structured.matcher import GrammarMatcher
 from specrs.transfer import to_device
 from specrs.verify.history import context_rows, count_tokens, pack_bad_words
 from specrs.verify.params import SamplingRows, Steps
 from specrs.verify.processing import Constraints, adjust_logits
-
-if TYPE_CHECKING:
-    from specrs.runner.iteration import Iteration
-    from specrs.runner.ring import RingSlot
-    from specrs.runner.row_state import RowState
-    from specrs.structured.matcher import GrammarMatcher
 
 Views = Mapping[str, Tensor]
 

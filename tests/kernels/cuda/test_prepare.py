@@ -12,7 +12,8 @@ from specrs.kernels.cuda.prepare import (
     prepare_iteration,
 )
 from specrs.kernels.cuda.row_state import Entries
-from specrs.runner.iteration import Iteration, prepare
+from specrs.runner.entries import Iteration
+from specrs.runner.iteration import prepare
 from torch import Tensor
 
 from kernels.cuda.row_states import BLOCK_SIZE, MAX_K, Case, Drafter, cases

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specrs.runner.cuda.iteration import Context, accept_and_update, sample_draft
 from specrs.runner.cuda.shapes import Shape
-from specrs.runner.iteration import Iteration, flat_rows
+from specrs.runner.entries import Iteration, flat_rows
 from specrs.runner.logprobs import entry_logprobs
 from specrs.runner.ring import RingSlot
 from specrs.runner.sampling_state import EntrySampling, SamplingState

@@ -17,9 +17,8 @@ from torch import Tensor
 from specrs.core import Scheduler
 from specrs.kernels.cuda.prepare import DraftRows, IterationInputs, VerifyRows
 from specrs.kernels.cuda.row_state import Entries
-from specrs.runner.accept import Results
 from specrs.runner.cuda.shapes import Shape
-from specrs.runner.ring import section_views
+from specrs.runner.ring import Results, section_views
 
 
 @dataclass(frozen=True, slots=True)
