@@ -108,7 +108,7 @@ def argmax(logits: Tensor, out_ids: Tensor, out_top: Tensor, scratch: SamplingSc
         out_top: `[N]` fp32, the largest logit: NaN if the row has a NaN, else what it is, infinities too. The id of a
             row with NaN is that of some other token.
 
-    Two launches: tiles, and their combination. At one row of 151,936 both are bound by their latency, about 3 us each.
+    Two launches: tiles, and their combination. At one row both are bound by their latency.
     """
     torch.ops.specrs.argmax(logits, out_ids, out_top, scratch.tile_value, scratch.tile_id)
 

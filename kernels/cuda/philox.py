@@ -6,8 +6,8 @@ the position, purpose), lane = token % 4. `fill_noise` writes noise out and is t
 the same numbers; the sampling kernels make theirs in registers.
 
 Gumbel values are computed in float64, because the 32 bits of a word do not fit float32 and a logarithm near 1 loses
-what is left. The logarithm is the one of the Rust core, operation by operation (about 30 of float64, one a division):
-151,936 values take under 1 us of a GPU with full float64, some 10 us of one that runs float64 at 1/64 of the speed.
+what is left. The logarithm is the one of the Rust core, operation by operation: about 30 of float64, one a division,
+for each value, which shows on GPUs that run float64 at 1/64 of the speed.
 """
 
 from __future__ import annotations

@@ -90,20 +90,24 @@ def tile_rejection_kernel(  # type: ignore[no-untyped-def]
     if HAS_DRAFTS:
         i = tl.arange(0, BLOCK_K)
         k = tl.minimum(tl.load(num_drafts + b), K).to(tl.int32)
-        at = tl.minimum(start + i, num_rows - 1)
+        flat_row = tl.minimum(start + i, num_rows - 1)
         draft = tl.load(drafts + b * drafts_stride + i, mask=i < k, other=0)
         live = (i < k) & (draft >= 0) & (draft < V)
         if greedy:
-            accepted = tl.load(ids + at, mask=live, other=-1) == draft
+            accepted = tl.load(ids + flat_row, mask=live, other=-1) == draft
         else:
-            x = scaled(logits + at * stride, draft, live, temperature)
-            p = probability(x, tl.load(cut + at, mask=live, other=0.0), tl.load(lse + at, mask=live, other=0.0))
-            of_pass = i.to(tl.int64) * cut_stride + b
+            x = scaled(logits + flat_row * stride, draft, live, temperature)
+            row_cut, row_lse = (
+                tl.load(cut + flat_row, mask=live, other=0.0),
+                tl.load(lse + flat_row, mask=live, other=0.0),
+            )
+            p = probability(x, row_cut, row_lse)
+            pass_entry = i.to(tl.int64) * cut_stride + b
             x = scaled(draft_logits + i.to(tl.int64) * draft_stride_k + b * draft_stride_b, draft, live, temperature)
             q = probability(
                 x,
-                tl.load(draft_cut + of_pass, mask=live, other=0.0),
-                tl.load(draft_lse + of_pass, mask=live, other=0.0),
+                tl.load(draft_cut + pass_entry, mask=live, other=0.0),
+                tl.load(draft_lse + pass_entry, mask=live, other=0.0),
             )
             accepted = uniform(seed, start_position + i, ACCEPT) * q < p
         m = first_rejected(accepted & live, i, BLOCK_K)
@@ -127,10 +131,10 @@ def tile_rejection_kernel(  # type: ignore[no-untyped-def]
                 score = tl.where(kept, x + noise, -float("inf"))
                 if HAS_DRAFTS:  # noqa: SIM102 (a constant: without drafts nothing of it is compiled)
                     if m < k:
-                        of_pass = m.to(tl.int64) * cut_stride + b
+                        pass_entry = m.to(tl.int64) * cut_stride + b
                         draft_row = draft_logits + m.to(tl.int64) * draft_stride_k + b * draft_stride_b
                         drawn_from = scaled(draft_row, token, token < V, temperature)
-                        q = probability(drawn_from, tl.load(draft_cut + of_pass), tl.load(draft_lse + of_pass))
+                        q = probability(drawn_from, tl.load(draft_cut + pass_entry), tl.load(draft_lse + pass_entry))
                         excess = tl.where(kept, probability(x, threshold, norm) - q, 0.0)
                         left = excess > 0.0
                         residual = tl.where(left, tl.log(tl.where(left, excess, 1.0)) + noise, -float("inf"))

@@ -7,18 +7,16 @@ differently, may cut one logit earlier or later.
 
 `coarse` is for drafting, as there: one step, the threshold on a grid of 1/32 nat below the largest logit.
 
-Launches, and what one costs with a row or six of 151,936 on an H200 as predicted (about 2.2 us of launch, and 1 to 2 us
-for a row that lies in L2; step 0 sends an atomic per token, 1 us a row):
+Launches:
 
-    exact     tiles             always                  3.5 us
-              count, 4 steps    with `top_k`            2.5 in rows without; else 3.5 to 8 us, 3.5, 3.5, 2.5
-              weigh, 4 steps    with `top_p`            3.5 to 8 us, 3.5, 3.5, 2.5
-              total             without `top_p`         3.5 us
-              finish            always                  3 us
-    coarse    tiles, step, finish, whatever the rows have: 3.5, 4, 3.5
+    exact     tiles, finish     always
+              count, 4 steps    with `top_k` in any row; rows without leave at once
+              weigh, 4 steps    with `top_p` in any row
+              total             without `top_p`
+    coarse    tiles, step, finish, whatever the rows have
 
-That is 10 launches and about 38 us with every filter, 32 where no row has a top_k; 6 and 22 with `top_p` alone; 3 and
-10 without filters; 3 and 11 for a drafting row.
+That is 10 launches with every filter, 6 with `top_p` alone, 3 without filters, 3 for drafting. Step 0 of a search sends
+an atomic per token, later ones only per token in the interval that is left.
 """
 
 from __future__ import annotations

@@ -113,9 +113,9 @@ PURPOSE_DRAFT: Final[int]
 PURPOSE_ACCEPT: Final[int]
 """Philox purpose: the uniform that accepts or rejects a draft token."""
 PURPOSE_RECOVER: Final[int]
-"""Philox purpose: draws the recovered or bonus token of the `rejection` rule."""
+"""Philox purpose, reserved: no rule draws with it; the token after the drafts has `PURPOSE_GUMBEL`'s noise."""
 PURPOSE_GUMBEL: Final[int]
-"""Philox purpose: the noise that draft and target share under the `coupled` rule."""
+"""Philox purpose: the noise of the target's own draw, which the draft shares under the `coupled` rule."""
 
 class SpecrsError(Exception):
     """Base of every error that specrs raises on purpose."""

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from specrs.cli import picture
+from specrs.cli import output as files
 from specrs.cli.demo import plot, report
 from specrs.cli.demo.measure import Result
 from specrs.outputs import AcceptanceFigures, CompletionOutput, RequestMetrics, RequestOutput
@@ -57,9 +57,9 @@ def test_text_is_shown_once_where_all_agree_and_twice_where_not() -> None:
     assert ": K = 2\nax" in shown
 
 
-@pytest.mark.parametrize("suffix", picture.FORMATS)
+@pytest.mark.parametrize("suffix", files.FORMATS)
 def test_picture(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"out{suffix}"
-    picture.check(path)
+    files.check_picture(path)
     plot.draw(results(), "caption", path)
     assert path.stat().st_size > 1000

@@ -80,3 +80,22 @@ def drafts_list(text: str) -> list[int]:
     if not numbers or len(set(numbers)) < len(numbers) or not all(1 <= number <= 16 for number in numbers):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of different numbers from 1 to 16, such as 1,3,5")
     return numbers
+
+
+def floats(text: str) -> list[float]:
+    """`1.8,2.4` as numbers."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers, such as 1.8,2.4") from None
+
+
+def pairs(text: str) -> dict[int, float]:
+    """`1=1.8,4=3.28` as numbers by K."""
+    try:
+        found = [(int(k), float(value)) for k, _, value in (part.partition("=") for part in text.split(","))]
+    except ValueError:
+        found = []
+    if not found or len(dict(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers by K, such as 1=1.8,4=3.28")
+    return dict(found)

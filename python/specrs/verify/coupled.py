@@ -3,8 +3,8 @@ agree.
 
 Every emitted token is the target's own draw argmax(log p_i + g) at its position, with g a function of (seed,
 position): the same token that decoding without drafts writes there. So the text does not depend on K, the draft
-model, the batch or a preemption, as far as the target's logits do not (they round differently in other batch shapes;
-not with `exact`). It is lossless, keeps no q, and accepts less than `rejection`: the coupling is not maximal (Daliri,
+model, the batch or a preemption, as far as the target's logits do not (they round differently in other batch
+shapes). It is lossless, keeps no q, and accepts less than `rejection`: the coupling is not maximal (Daliri,
 Musco and Suresh 2024, "Coupling without Communication and Drafter-Invariant Speculative Decoding": an acceptance of
 at least (1 - d) / (1 + d) where `rejection` has 1 - d, d the total variation). Makes no noise.
 """

@@ -142,6 +142,14 @@ impl Error {
     }
 }
 
+/// Refuses a buffer that does not have exactly `expected` elements.
+pub(crate) fn check_len(name: &'static str, len: usize, expected: usize) -> Result<()> {
+    if len == expected {
+        return Ok(());
+    }
+    Err(Error::invalid_buffer(name, format!("{len} elements"), format!("{expected} elements")))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

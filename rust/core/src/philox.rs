@@ -24,9 +24,9 @@ pub enum Purpose {
     Draft = 0,
     /// The uniform that accepts or rejects a draft token.
     Accept = 1,
-    /// Draws the recovered or bonus token of the `rejection` rule.
+    /// Reserved: no rule draws with it; the token after the drafts has the noise of `Gumbel` under every rule.
     Recover = 2,
-    /// The noise that draft and target share under the `coupled` rule.
+    /// The noise of the target's own draw, which the draft shares under the `coupled` rule.
     Gumbel = 3,
 }
 

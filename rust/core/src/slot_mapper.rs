@@ -3,7 +3,7 @@
 //! This is the definition for the whole project; device kernels that compute slots are tested against it. It reads block
 //! tables and never allocates blocks.
 
-use crate::error::Error;
+use crate::error::{Error, check_len};
 
 /// Slot of a position that has no place; writing to it writes nothing.
 pub const NO_SLOT: i64 = -1;
@@ -113,7 +113,7 @@ impl SlotMapper {
     /// # Errors
     /// [`Error::InvalidBuffer`] if `out` and `positions` differ in length; `out` is unchanged.
     pub fn map(&self, block_table: &[i64], positions: &[i64], out: &mut [i64]) -> Result<(), Error> {
-        check_length("out", out.len(), positions.len())?;
+        check_len("out", out.len(), positions.len())?;
         by_size!(self, fill(block_table, positions, out));
         Ok(())
     }
@@ -131,7 +131,7 @@ impl SlotMapper {
         positions: &[i64],
         out: &mut [i64],
     ) -> Result<(), Error> {
-        check_length("out", out.len(), positions.len())?;
+        check_len("out", out.len(), positions.len())?;
         let Some(requests) = q_start.len().checked_sub(1) else {
             return Err(Error::invalid_buffer("q_start", 0, "at least 1 element"));
         };
@@ -161,13 +161,6 @@ impl SlotMapper {
             table_start += width;
         }
     }
-}
-
-fn check_length(name: &'static str, length: usize, expected: usize) -> Result<(), Error> {
-    if length == expected {
-        return Ok(());
-    }
-    Err(Error::invalid_buffer(name, format!("{length} elements"), format!("{expected}, one per position")))
 }
 
 fn check_q_start(q_start: &[i64], rows: usize) -> Result<(), Error> {

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from specrs.cli.arguments import drafts_list
+from specrs.cli.arguments import drafts_list, floats
 from specrs.cli.bench import options
+from specrs.cli.output import write_json
 
 SUMMARY = "acceptance length over a data set, by K and temperature"
 DESCRIPTION = (
@@ -20,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_engine(parser)
     options.add_dataset(parser, "bundled", "50")
     parser.add_argument("--k", type=drafts_list, default=[1, 3, 5], metavar="LIST", help="default: 1,3,5")
-    parser.add_argument("--temperature", type=options.numbers, default=[0.0, 1.0], metavar="LIST", help="default: 0,1")
+    parser.add_argument("--temperature", type=floats, default=[0.0, 1.0], metavar="LIST", help="default: 0,1")
     parser.add_argument("--top-p", type=float, default=1.0, help="default: 1")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
     parser.add_argument("--skip-chat-template", action="store_true", help="send instructions as text to continue")
@@ -32,23 +33,13 @@ def run(arguments: argparse.Namespace) -> None:
     """Measure and print. Raises `SpecrsError` for what cannot be run."""
     from specrs.bench import datasets
     from specrs.bench.offline import acceptance
-    from specrs.sampling import SamplingParams
 
     config = options.dataset(arguments, "bundled", 50)
     speculative = {**(arguments.speculative_config or {}), "num_speculative_tokens": max(arguments.k)}
     llm = options.engine(arguments, speculative_config=speculative)
     assert llm.tokenizer is not None
     samples = datasets.load(config, llm.tokenizer)
-    params = [
-        SamplingParams(
-            top_p=arguments.top_p,
-            max_tokens=sample.output_len,
-            ignore_eos=arguments.ignore_eos,
-            seed=arguments.seed + i,
-            detokenize=False,
-        )
-        for i, sample in enumerate(samples)
-    ]
+    params = options.sampling_params(arguments, samples)
     prompts = options.prompts(samples, llm.tokenizer, not arguments.skip_chat_template)
     points = acceptance(llm, prompts, params, arguments.k, arguments.temperature, not arguments.disable_tqdm)
     target, draft = _name(llm.engine.config.target), _name(str(llm.engine.config.draft))
@@ -78,7 +69,7 @@ def run(arguments: argparse.Namespace) -> None:
             }
             for point in points
         ]
-        options.write_json("--output-json", arguments.output_json, {"dataset": config.label, "rows": rows})
+        write_json("--output-json", arguments.output_json, {"dataset": config.label, "rows": rows})
 
 
 def _name(model: str) -> str:

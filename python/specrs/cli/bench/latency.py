@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from specrs.cli.bench import options
+from specrs.cli.output import write_json
 from specrs.errors import InvalidConfigError, check_int
 
 SUMMARY = "an engine in this process: seconds of one batch"
@@ -74,4 +75,4 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"{percent}% percentile latency: {value} seconds")
     if arguments.output_json is not None:
         numbers = {"avg_latency": mean, "latencies": seconds, "percentiles": {str(p): v for p, v in found.items()}}
-        options.write_json("--output-json", arguments.output_json, numbers)
+        write_json("--output-json", arguments.output_json, numbers)

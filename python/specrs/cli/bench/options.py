@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from specrs.errors import InvalidConfigError, invalid_config
 if TYPE_CHECKING:
     from specrs.bench.datasets import DatasetConfig, Sample
     from specrs.llm import LLM
+    from specrs.sampling import SamplingParams
     from specrs.tokenizer import Tokenizer
 
 
@@ -155,14 +155,6 @@ def percentiles(text: str) -> list[float]:
     return values
 
 
-def numbers(text: str) -> list[float]:
-    """`0,0.7` as numbers."""
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers, such as 0,0.7") from None
-
-
 def counts(text: str) -> list[int]:
     """`1,4,8` as different integers, none negative."""
     try:
@@ -174,14 +166,6 @@ def counts(text: str) -> list[int]:
     return values
 
 
-def write_json(option: str, path: Path, result: Mapping[str, Any]) -> None:
-    """Raises `InvalidConfigError` where the file cannot be written."""
-    try:
-        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise invalid_config(option, str(path), f"cannot be written: {error.strerror}") from None
-
-
 def trace_folder(path: Path) -> Path:
     """The folder for profiler traces, made. Raises `InvalidConfigError` where that fails."""
     try:
@@ -189,3 +173,20 @@ def trace_folder(path: Path) -> Path:
     except OSError as error:
         raise InvalidConfigError(f"--profile-dir={path}: cannot be made: {error.strerror}") from None
     return path
+
+
+def sampling_params(arguments: argparse.Namespace, samples: Sequence[Sample], **more: Any) -> list[SamplingParams]:
+    """One for each sample, each with a seed of its own; `more` are fields beside those of the options."""
+    from specrs.sampling import SamplingParams
+
+    return [
+        SamplingParams(
+            top_p=arguments.top_p,
+            max_tokens=sample.output_len,
+            ignore_eos=arguments.ignore_eos,
+            seed=arguments.seed + i,
+            detokenize=False,
+            **more,
+        )
+        for i, sample in enumerate(samples)
+    ]

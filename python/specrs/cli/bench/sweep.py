@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specrs.cli.arguments import floats
 from specrs.cli.bench import options
 from specrs.errors import invalid_config
 
@@ -56,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     swept.add_argument(
         "--max-concurrency", type=options.counts, default=[1, 4, 8], metavar="LIST", help="default: 1,4,8"
     )
-    swept.add_argument("--temperature", type=options.numbers, default=[0.0], metavar="LIST", help="default: 0")
+    swept.add_argument("--temperature", type=floats, default=[0.0], metavar="LIST", help="default: 0")
     swept.add_argument(
         "--num-runs", type=int, default=1, help="times that everything is measured, in rounds; default: 1"
     )

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from specrs.cli.bench import options
+from specrs.cli.output import write_json
 
 SUMMARY = "an engine in this process: requests and tokens per second"
 DESCRIPTION = "Complete all prompts at once on an engine in this process and report requests and tokens per second."
@@ -29,7 +30,6 @@ def run(arguments: argparse.Namespace) -> None:
     """Measure and print. Raises `SpecrsError` for what cannot be run."""
     from specrs.bench import datasets
     from specrs.bench.offline import profiled, throughput
-    from specrs.sampling import SamplingParams
 
     bundled = arguments.model is None
     config = options.dataset(arguments, "bundled" if bundled else "random", 50 if bundled else 1000)
@@ -37,17 +37,7 @@ def run(arguments: argparse.Namespace) -> None:
     llm = options.engine(arguments)
     assert llm.tokenizer is not None
     samples = datasets.load(config, llm.tokenizer)
-    params = [
-        SamplingParams(
-            temperature=arguments.temperature,
-            top_p=arguments.top_p,
-            max_tokens=sample.output_len,
-            ignore_eos=arguments.ignore_eos,
-            seed=arguments.seed + i,
-            detokenize=False,
-        )
-        for i, sample in enumerate(samples)
-    ]
+    params = options.sampling_params(arguments, samples, temperature=arguments.temperature)
     prompts = options.prompts(samples, llm.tokenizer, not arguments.skip_chat_template)
     with profiled(folder) as trace:
         found = throughput(llm, prompts, params, not arguments.disable_tqdm)
@@ -74,4 +64,4 @@ def run(arguments: argparse.Namespace) -> None:
             "output_tokens_per_second": found.output_tokens_per_second,
             "acceptance_length": books.acceptance_length if books.drafts else None,
         }
-        options.write_json("--output-json", arguments.output_json, numbers)
+        write_json("--output-json", arguments.output_json, numbers)

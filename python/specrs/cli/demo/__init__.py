@@ -31,14 +31,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure, print the report, and draw it if asked. Raises `SpecrsError` for what cannot be run."""
-    from specrs.cli import picture
     from specrs.cli.demo import plot, report
     from specrs.cli.demo.measure import measure
+    from specrs.cli.output import check_picture
     from specrs.pair.prompts import PROMPTS
     from specrs.sampling import SamplingParams
 
     if arguments.plot is not None:
-        picture.check(arguments.plot)
+        check_picture(arguments.plot)
     # The end token is ignored, so that every setting generates as many tokens.
     params = SamplingParams(temperature=0.0, max_tokens=arguments.max_tokens, ignore_eos=True)
     print("loading torch and the bundled pair ...", file=sys.stderr)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from specrs.cli.arguments import MergeJSON, drafts_list
-from specrs.cli.forecast.numbers import floats, pairs
+from specrs.cli.arguments import MergeJSON, drafts_list, floats, pairs
 from specrs.errors import InvalidConfigError, check_int, invalid_config
 
 SUMMARY = "speed-ups of every K, forecast from pass times, a sweep, or a measurement"
@@ -82,9 +81,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Forecast and print. Raises `InvalidConfigError` naming what is missing or wrong."""
     if arguments.plot is not None:
-        from specrs.cli import picture
+        from specrs.cli.output import check_picture
 
-        picture.check(arguments.plot)
+        check_picture(arguments.plot)
     if arguments.max_k is not None:
         check_int(InvalidConfigError, "--max-k", arguments.max_k, 1, 64)
     sources = {

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from specrs.cli.forecast.numbers import floats, pairs, write_json
+from specrs.cli.arguments import floats, pairs
+from specrs.cli.output import write_json
 from specrs.errors import InvalidConfigError, check_int, invalid_config
 
 if TYPE_CHECKING:
@@ -141,4 +142,6 @@ def _finish(
         draw(forecasts, arguments.plot, title=title, regression=regression)
         print(f"\npicture: {arguments.plot}")
     if arguments.json is not None:
-        write_json(arguments.json, forecasts)
+        from specrs.forecast import report
+
+        write_json("--json", arguments.json, {"forecasts": [report.record(item) for item in forecasts]})

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 def run(arguments: argparse.Namespace) -> None:
     """Print, draw and write. Raises `InvalidConfigError` for a file or selection that does not work."""
     from specrs.bench.results import read
-    from specrs.cli.forecast.numbers import write_json
-    from specrs.forecast import series
+    from specrs.cli.output import write_json
+    from specrs.forecast import report, series
 
     found = series(read(arguments.sweep))
     if arguments.draft_model is not None:
@@ -37,7 +37,8 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.plot is not None and arguments.concurrency is None:
         raise invalid_config("--plot", str(arguments.plot), "needs --concurrency: the picture shows one")
     if arguments.json is not None:
-        write_json(arguments.json, forecasts, series=records)
+        content = {"forecasts": [report.record(item) for item in forecasts], "series": records}
+        write_json("--json", arguments.json, content)
 
 
 def _overview(arguments: argparse.Namespace, item: Series) -> dict[str, Any]:

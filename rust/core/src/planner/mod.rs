@@ -24,7 +24,7 @@ mod tests;
 mod times;
 
 use crate::cost_model::CostModel;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, check_len};
 use choice::{Candidate, Choice};
 use estimates::{Overall, Own};
 use explore::{Probe, Trial};
@@ -381,11 +381,4 @@ impl SpeculationPlanner {
 
 fn no_row(row: i64, rows: usize) -> Error {
     Error::invalid_buffer("rows", row, format!("0 to {}", rows - 1))
-}
-
-fn check_len(name: &'static str, len: usize, expected: usize) -> Result<()> {
-    if len == expected {
-        return Ok(());
-    }
-    Err(Error::invalid_buffer(name, format!("{len} elements"), format!("{expected}, as rows")))
 }

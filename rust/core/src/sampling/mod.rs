@@ -9,7 +9,7 @@ mod request;
 #[cfg(test)]
 mod tests;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, check_len};
 use crate::math::ln;
 use crate::philox::{self, Purpose};
 use filter::Filter;
@@ -247,11 +247,4 @@ fn best(tokens: &[u32], scores: impl Iterator<Item = f32>) -> u32 {
         }
     }
     token
-}
-
-fn check_len(name: &'static str, len: usize, expected: usize) -> Result<()> {
-    if len == expected {
-        return Ok(());
-    }
-    Err(Error::invalid_buffer(name, format!("{len} elements"), format!("{expected} elements")))
 }

@@ -43,7 +43,9 @@ use rustc_hash::FxBuildHasher;
 
 use crate::acceptance::AcceptanceTracker;
 use crate::block_pool::BlockPool;
-use crate::error::{Error, Result};
+#[cfg(doc)]
+use crate::error::Error;
+use crate::error::Result;
 use crate::hash::BlockHasher;
 use crate::slot_mapper::SlotMapper;
 pub use config::{RequestParams, SchedulerConfig};
@@ -249,13 +251,5 @@ impl Scheduler {
             events.cleared();
         }
         reset
-    }
-}
-
-fn check_len(name: &'static str, len: usize, expected: usize) -> Result<()> {
-    if len == expected {
-        Ok(())
-    } else {
-        Err(Error::invalid_buffer(name, format!("{len} elements"), format!("{expected} elements")))
     }
 }

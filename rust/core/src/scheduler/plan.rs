@@ -4,8 +4,8 @@
 //! `SettleFirst` leaves only reservations behind, which the next plan finds.
 
 use super::row::{Row, RowIndex};
-use super::{PlanOutcome, Scheduler, check_len};
-use crate::error::Result;
+use super::{PlanOutcome, Scheduler};
+use crate::error::{Result, check_len};
 
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Decode {

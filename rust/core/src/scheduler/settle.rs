@@ -1,11 +1,11 @@
 //! What results mean: tokens, ends, acceptance books, and which blocks others may use from now on.
 
+use super::Scheduler;
 use super::layout::{self, FINISH_ERROR, FINISH_LENGTH, FINISH_NONE, FINISH_STOP, ResultsLayout, Section};
 use super::lifecycle::is_token;
 use super::request::Ending;
 use super::row::{Entry, Launch, RowIndex, RowState};
-use super::{Scheduler, check_len};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, check_len};
 
 /// Flags after which a row's tokens mean nothing.
 const FATAL: i64 = layout::FLAG_TARGET_NON_FINITE | layout::FLAG_CAPACITY;
