@@ -136,8 +136,9 @@ package: ## the crate specrs-core as it would be handed out: packed, unpacked el
 	scripts/package
 
 .PHONY: wheel
-wheel: build ## dist/specrs-*.whl
+wheel: build ## dist/specrs-*.whl, and dist/specrs_core-*.whl, which needs numpy alone
 	$(BIN)/maturin build --release --locked --out dist
+	$(BIN)/maturin build --release --locked --manifest-path rust/py/Cargo.toml --out dist
 
 .PHONY: lock
 lock: ## resolve requirements.lock again (needs uv)

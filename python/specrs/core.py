@@ -4,7 +4,7 @@ Buffers are numpy arrays that the caller owns; nothing here imports torch or kno
 the life of a request; the docstrings are in `_core.pyi`.
 """
 
-from specrs._core import (
+from ._core import (
     FINISH_ABORT,
     FINISH_ERROR,
     FINISH_LENGTH,

@@ -7,6 +7,9 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "python/specrs"
 
 
+EXAMPLES = {"scripts/train_pair.py", "examples/host_loop.py", "examples/scheduler.py"}
+
+
 def modules() -> set[str]:
     """As the page writes them: modules of the package relative to it, all else relative to the repository."""
     python = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py*") if path.suffix in (".py", ".pyi")}
@@ -17,7 +20,7 @@ def modules() -> set[str]:
 
 def test_structure_is_complete() -> None:
     page = (ROOT / "docs/structure.md").read_text()
-    named = set(re.findall(r"`([\w/.]+\.(?:pyi?|rs))`", page)) - {"scripts/train_pair.py", "examples/host_loop.py"}
+    named = set(re.findall(r"`([\w/.]+\.(?:pyi?|rs))`", page)) - EXAMPLES
     known = modules()
     assert named - known == set(), "named, but not there"
     # What these hold is their folder's; the page names an __init__.py that holds more than that.

@@ -8,7 +8,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 /// As for a scheduler; the books allocate one count per token.
 const MAX_SPECULATIVE_TOKENS: usize = 1 << 10;
 
-#[pyclass(frozen, module = "specrs._core")]
+#[pyclass(frozen)]
 pub(crate) struct AcceptanceTracker(Mutex<specrs_core::AcceptanceTracker>);
 
 impl AcceptanceTracker {

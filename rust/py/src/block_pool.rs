@@ -11,7 +11,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 pub(crate) const DEFAULT_HASH_KEY: &[u8] = &[0; 16];
 pub(crate) const NO_SALT: &[u8] = b"";
 
-#[pyclass(frozen, module = "specrs._core")]
+#[pyclass(frozen)]
 pub(crate) struct BlockPool(Mutex<specrs_core::BlockPool>);
 
 impl BlockPool {
@@ -113,7 +113,7 @@ impl BlockPool {
     }
 }
 
-#[pyclass(frozen, module = "specrs._core")]
+#[pyclass(frozen)]
 pub(crate) struct BlockHasher(specrs_core::BlockHasher);
 
 #[pymethods]

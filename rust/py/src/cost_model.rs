@@ -6,7 +6,7 @@ use pyo3::sync::MutexExt;
 use specrs_core::CostLine;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-#[pyclass(frozen, module = "specrs._core")]
+#[pyclass(frozen)]
 pub(crate) struct CostModel(Mutex<specrs_core::CostModel>);
 
 impl CostModel {

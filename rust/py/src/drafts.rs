@@ -6,7 +6,7 @@ use numpy::PyArray1;
 use pyo3::prelude::*;
 use specrs_core::Drafter;
 
-#[pyclass(frozen, module = "specrs._core")]
+#[pyclass(frozen)]
 #[derive(Clone, Copy)]
 pub(crate) struct CachedDrafter {
     #[pyo3(get)]
@@ -39,7 +39,7 @@ impl CachedDrafter {
 /// The most drafts of one proposal, as of a scheduler's K.
 const MAX_DRAFTS: usize = 1024;
 
-#[pyclass(frozen, module = "specrs._core")]
+#[pyclass(frozen)]
 pub(crate) struct NgramProposer(specrs_core::NgramProposer);
 
 #[pymethods]

@@ -6,7 +6,7 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyTuple, PyType};
 use specrs_core::Error;
 
-/// A class of `specrs._core`; the discriminant indexes [`CLASSES`].
+/// A class of the module; the discriminant indexes [`CLASSES`].
 #[derive(Clone, Copy)]
 pub(crate) enum Class {
     #[expect(dead_code, reason = "the base is never raised itself; it keeps the numbering")]
@@ -51,7 +51,6 @@ fn types(py: Python<'_>) -> PyResult<&[Py<PyType>]> {
         let mut types: Vec<Py<PyType>> = Vec::with_capacity(CLASSES.len());
         for (name, doc, is_value_error) in CLASSES {
             let namespace = PyDict::new(py);
-            namespace.set_item("__module__", "specrs._core")?;
             namespace.set_item("__doc__", doc)?;
             let base = types.first().map_or_else(|| py.get_type::<PyException>(), |base| base.bind(py).clone());
             let mut bases = vec![base];

@@ -5,7 +5,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 use specrs_core::KvEvent;
 
-#[pyclass(frozen, module = "specrs._core")]
+#[pyclass(frozen)]
 pub(crate) struct BlockStored {
     blocks: Vec<i64>,
     block_hashes: Vec<u128>,
@@ -54,7 +54,7 @@ impl BlockStored {
     }
 }
 
-#[pyclass(frozen, module = "specrs._core")]
+#[pyclass(frozen)]
 pub(crate) struct BlockRemoved {
     blocks: Vec<i64>,
     block_hashes: Vec<u128>,
@@ -83,7 +83,7 @@ impl BlockRemoved {
     }
 }
 
-#[pyclass(frozen, module = "specrs._core")]
+#[pyclass(frozen)]
 pub(crate) struct AllBlocksCleared;
 
 #[pymethods]

@@ -1,6 +1,6 @@
 //! Python binding of `specrs-core`: conversions only, no decisions.
 //!
-//! Docstrings live in `python/specrs/_core.pyi`, once. Every class is frozen with its state behind a mutex, so that threads can
+//! Docstrings live in `python/specrs/_core.pyi`, once; two wheels hold the module, `specrs` and `specrs-core`. Every class is frozen with its state behind a mutex, so that threads can
 //! share it, on a free-threaded interpreter too.
 
 use pyo3::prelude::*;
@@ -26,7 +26,8 @@ mod slot_mapper;
 
 #[pymodule]
 mod _core {
-    use super::{Bound, PyModule, PyModuleMethods, PyResult};
+    use pyo3::prelude::*;
+    use pyo3::types::PyType;
 
     #[pymodule_export]
     use super::acceptance::AcceptanceTracker;
@@ -62,7 +63,15 @@ mod _core {
             module.add(name, super::PyTuple::new(module.py(), names)?)?;
         }
         module.add("GREEDY_BELOW", super::core_sampling::GREEDY_BELOW)?;
-        super::error::register(module)
+        super::error::register(module)?;
+        // The same extension is `specrs._core` in one wheel and `specrs_core._core` in another.
+        let name = module.name()?;
+        for item in module.dict().values() {
+            if let Ok(class) = item.cast::<PyType>() {
+                class.setattr("__module__", &name)?;
+            }
+        }
+        Ok(())
     }
 }
 

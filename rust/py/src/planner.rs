@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-#[pyclass(frozen, module = "specrs._core")]
+#[pyclass(frozen)]
 pub(crate) struct SpeculationPlanner(Mutex<specrs_core::SpeculationPlanner>);
 
 impl SpeculationPlanner {

@@ -4,7 +4,7 @@ use numpy::{PyArray1, ToPyArray};
 use pyo3::prelude::*;
 use specrs_core::RequestState;
 
-#[pyclass(frozen, module = "specrs._core")]
+#[pyclass(frozen)]
 pub(crate) struct RequestView {
     state: RequestState,
     #[pyo3(get)]

@@ -10,7 +10,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 type Logits<'py> = PyReadonlyArray<'py, f32, Ix2>;
 
-#[pyclass(frozen, module = "specrs._core")]
+#[pyclass(frozen)]
 pub(crate) struct Sampler(Mutex<specrs_core::sampling::Sampler>);
 
 impl Sampler {

@@ -23,7 +23,7 @@ pub(crate) const PLAN_LAUNCH: i64 = 1;
 /// `plan` needs a launch in flight to settle first.
 pub(crate) const PLAN_SETTLE_FIRST: i64 = 2;
 
-#[pyclass(frozen, module = "specrs._core")]
+#[pyclass(frozen)]
 pub(crate) struct Scheduler(Mutex<specrs_core::Scheduler>);
 
 impl Scheduler {

@@ -4,7 +4,7 @@ use crate::buffers::{In, In2, Out, readonly, readwrite};
 use crate::error::{Class, OrRaise, size};
 use pyo3::prelude::*;
 
-#[pyclass(frozen, module = "specrs._core")]
+#[pyclass(frozen)]
 pub(crate) struct SlotMapper(specrs_core::SlotMapper);
 
 #[pymethods]

@@ -1,0 +1,1 @@
+../../../../python/specrs/_core.pyi
