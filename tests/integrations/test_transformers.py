@@ -1,8 +1,12 @@
 """specrs as transformers' decoding loop: the text of transformers alone, every family, with and without drafts."""
 
+import copy
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import specrs.integrations.transformers as integration
 import torch
 from checkpoints import FAMILIES, make_checkpoint, perturb_checkpoint
 from hf_reference import load
@@ -48,20 +52,95 @@ def test_greedy_text_is_that_of_transformers(pair: tuple[Any, Any], k: int | Non
     assert model.generate(**common, custom_generate=generate, **extra).equal(expected)
 
 
-def test_the_weights_are_laid_out_again_when_they_change(pair: tuple[Any, Any]) -> None:
-    model, _ = pair
-    common = batch() | {"do_sample": False, "pad_token_id": PAD, "max_new_tokens": 12, "eos_token_id": None}
-    before = model.generate(**common, custom_generate=generate)
-    weight = model.model.layers[0].mlp.down_proj.weight
+def add_to_data(model: Any, name: str) -> None:
+    weight = model.get_parameter(name)
+    weight.data += 0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(5), dtype=weight.dtype)
+
+
+def swap_two_rows(model: Any) -> None:
+    weight = model.model.layers[0].self_attn.o_proj.weight.data
+    weight[[0, 1]] = weight[[1, 0]]
+
+
+def step_of_an_optimizer(model: Any) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=30.0)
+    model(torch.tensor([[1, 2, 3, 4]]), labels=torch.tensor([[1, 2, 3, 4]])).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def load_a_state_dict(model: Any) -> None:
+    model.load_state_dict(
+        {name: value + 0.05 * value.std() * value.sign() for name, value in model.state_dict().items()}
+    )
+
+
+def replace_a_parameter(model: Any) -> None:
+    mlp = model.model.layers[1].mlp.up_proj
+    mlp.weight = torch.nn.Parameter(mlp.weight.detach().flip(0))
+
+
+def write_in_place(model: Any) -> None:
     with torch.no_grad():
-        weight.neg_()
-    try:
-        changed = model.generate(**common, custom_generate=generate)
-        assert changed.equal(model.generate(**common))
-        assert not changed.equal(before)
-    finally:
-        with torch.no_grad():
-            weight.neg_()
+        model.model.layers[0].mlp.down_proj.weight.neg_()
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    **{
+        f"data of {name}": functools.partial(add_to_data, name=name)
+        for name in (
+            "model.embed_tokens.weight",
+            "model.layers.0.self_attn.q_proj.weight",
+            "model.layers.1.mlp.gate_proj.weight",
+            "model.layers.1.input_layernorm.weight",
+            "model.norm.weight",
+        )
+    },
+    "data, rows swapped": swap_two_rows,
+    "optimizer": step_of_an_optimizer,
+    "state dict": load_a_state_dict,
+    "parameter": replace_a_parameter,
+    "in place": write_in_place,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_text_is_that_of_the_weights_as_they_are(pair: tuple[Any, Any], change: Callable[[Any], None]) -> None:
+    """Laid out anew after each kind of change, prefixes cached before included; and not where nothing has changed."""
+    model, draft = (copy.deepcopy(one) for one in pair)
+    settings = {"do_sample": False, "pad_token_id": PAD, "max_new_tokens": 12, "eos_token_id": None}
+    # Full blocks, which the prefix cache keeps.
+    ids = torch.arange(40)[None] * 5 % 200
+    common = {"input_ids": ids, "attention_mask": torch.ones_like(ids)} | settings
+
+    def text() -> torch.Tensor:
+        return model.generate(**common, custom_generate=generate, draft_model=draft, num_speculative_tokens=3)
+
+    before = text()
+    kept = integration._decoders[model].decoder
+    assert text().equal(before)
+    assert integration._decoders[model].decoder is kept
+    change(draft)
+    assert text().equal(before)
+    change(model)
+    after = text()
+    assert after.equal(model.generate(**common))
+    assert not after.equal(before)
+
+
+def test_a_changed_draft_drafts_as_it_is(pair: tuple[Any, Any]) -> None:
+    target, draft = pair[0], copy.deepcopy(pair[1])
+    common = batch() | {"do_sample": False, "pad_token_id": PAD, "max_new_tokens": 25, "eos_token_id": None}
+
+    def acceptance() -> float:
+        target.generate(**common, custom_generate=generate, draft_model=draft, num_speculative_tokens=3)
+        (engine,) = integration._engines[target].values()
+        return engine.stats().acceptance_length
+
+    assert acceptance() < 4
+    for mine, its in zip(draft.parameters(), target.parameters(), strict=True):
+        mine.data.copy_(its)
+    assert acceptance() == 4
 
 
 def test_sampling_follows_torchs_seed(pair: tuple[Any, Any]) -> None:
