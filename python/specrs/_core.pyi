@@ -527,7 +527,7 @@ class Scheduler:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Tokens whose target KV came from the prefix cache, over all admissions."""
+        """Prompt tokens whose target KV came from the prefix cache, counted when their request was first admitted."""
 
     def has_unfinished(self) -> bool:
         """Whether a request waits or runs, or a launch is in flight."""

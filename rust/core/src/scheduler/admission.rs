@@ -54,7 +54,10 @@ impl Scheduler {
             lease.num_registered = plan.hits.len();
             lease.num_draft_marked = drafted;
             lease.draft_len = drafted * block_size;
-            self.num_cached_tokens += start as u64;
+            // Once a request: preempted, it finds blocks of its own, which nobody asked for.
+            if !std::mem::replace(&mut self.requests[index].admitted, true) {
+                self.num_cached_tokens += start as u64;
+            }
             self.grow(row, start + len)?;
             growth += missing + plan.hits.len() - self.rows[row as usize].blocks.len();
             let place = self.running_place(importance);

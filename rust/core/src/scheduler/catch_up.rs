@@ -10,24 +10,41 @@
 //! | `[target, n - 1)` | the first drafting pass writes it, if `end` reaches `target` |
 //!
 //! Blocks that others can find are written under a claim; a block claimed by another row ends the chunk, and the row goes on at
-//! K = 0 until the claim's holder has finished.
+//! K = 0 until the claim's holder has finished. A row takes its claims from the front of its table on and waits only for blocks
+//! behind them, so no two rows wait for each other. The claims of a row that drafts no more pass to the next that wants them.
+//!
+//! The shortest lag goes first, so that a long one keeps nobody waiting. Every fourth launch goes by importance instead, so that the
+//! long one gets there, too: a share of each launch would not do, since a lag grows by a token a launch while it is open.
 
 use super::Scheduler;
-use super::plan::{CatchUp, DraftChunk, Plan};
-use super::row::{Row, RowIndex};
+use super::plan::{DraftChunk, Lagging, Plan};
+use super::row::{Row, RowIndex, RowState};
 use crate::error::Result;
 
+/// One launch of so many goes by importance.
+const IMPORTANCE_LAUNCHES: u64 = 4;
+
+/// How far a row catches up in one launch: the positions of the table above.
+struct Gap {
+    start: usize,
+    end: usize,
+    /// `end` is the target, and the first drafting pass may write what is behind it.
+    drafts: bool,
+}
+
 impl Scheduler {
-    /// Gives catch-up chunks in order of importance, within the draft's budget and one record; a launch's first chunk has at
-    /// least one token.
+    /// Gives catch-up chunks within the draft's budget and one record; a launch's first chunk has at least one token.
     pub(super) fn catch_up(&mut self, plan: &mut Plan) -> Result<()> {
-        if plan.catch_ups.is_empty() {
+        if plan.lagging.is_empty() {
             return Ok(());
         }
         let chunks = plan.budget.map_or_else(|| self.chunk_budget(plan.decode_tokens), |budget| budget.chunks);
         let mut left = chunks.saturating_sub(plan.prefill_tokens);
         let mut room = self.config.max_num_batched_tokens;
-        for at in 0..plan.catch_ups.len() {
+        if !self.next_launch_id.is_multiple_of(IMPORTANCE_LAUNCHES) {
+            plan.lagging.sort_unstable_by_key(|row| (row.demand, row.decode));
+        }
+        for at in 0..plan.lagging.len() {
             let first = room == self.config.max_num_batched_tokens;
             let most = room.min(self.draft_tokens(left).max(usize::from(first)));
             let len = self.catch_up_row(plan, at, most)?;
@@ -39,7 +56,7 @@ impl Scheduler {
 
     /// Catches one row up by at most `most` tokens; how many it took.
     fn catch_up_row(&mut self, plan: &mut Plan, at: usize, most: usize) -> Result<usize> {
-        let CatchUp { decode, k } = plan.catch_ups[at];
+        let Lagging { decode, k, .. } = plan.lagging[at];
         let decode = &mut plan.decodes[decode];
         let block_size = self.config.block_size;
         let row = &self.rows[decode.row as usize];
@@ -47,31 +64,51 @@ impl Scheduler {
         if (row.blocks.len() + self.pool.num_free()) * block_size <= decode.n_upper {
             return Ok(0);
         }
-        let (draft_len, registered) = (row.draft_len, row.num_registered);
-        let n = row.lower_bound();
-        let start = self.skip_drafted(row, draft_len);
-        let target = self.after_drafted(row, n.saturating_sub(self.config.drafter.max_draft_lag()).max(start));
-        let free = self.first_claimed_by_other(decode.row, start, target.min(start + most));
-        let end = target.min(start + most).min(free);
-        let drafts = end == target && self.first_claimed_by_other(decode.row, target, n) == n;
-
-        let claimed = if drafts { registered } else { registered.min(end.div_ceil(block_size)) };
-        for index in start / block_size..claimed {
-            let block = self.rows[decode.row as usize].blocks[index];
-            if self.pool.is_registered(block) && !self.pool.has_draft(block) {
-                self.pool.claim(block, decode.row)?;
-            }
-        }
-        if end > draft_len {
+        let Gap { start, end, drafts } = self.gap(decode.row, most);
+        let (limit, registered, raised) = (row.limit, row.num_registered, end > row.draft_len);
+        self.claim_blocks(decode.row, start / block_size, if drafts { registered } else { end.div_ceil(block_size) })?;
+        if raised {
             self.rows[decode.row as usize].draft_len = end;
             plan.draft_chunks.push(DraftChunk { row: decode.row, start, len: end - start });
         }
         if drafts {
-            let limit = self.rows[decode.row as usize].limit;
             decode.k = self.reserve(decode.row, decode.n_upper, limit, k)?.unwrap_or(0);
             decode.need = (decode.n_upper + decode.k).min(limit);
         }
         Ok(end - start)
+    }
+
+    fn gap(&self, row_index: RowIndex, most: usize) -> Gap {
+        let row = &self.rows[row_index as usize];
+        let n = row.lower_bound();
+        let start = self.skip_drafted(row, row.draft_len);
+        let target = self.after_drafted(row, n.saturating_sub(self.config.drafter.max_draft_lag()).max(start));
+        let end = self.first_claimed_by_other(row_index, start, target.min(start + most));
+        let drafts = end == target && self.first_claimed_by_other(row_index, target, n) == n;
+        Gap { start, end, drafts }
+    }
+
+    /// Claims the blocks `[from, to)` of a row that others can find, so far as they have no mark D.
+    fn claim_blocks(&mut self, row_index: RowIndex, from: usize, to: usize) -> Result<()> {
+        for index in from..to.min(self.rows[row_index as usize].num_registered) {
+            let block = self.rows[row_index as usize].blocks[index];
+            if self.pool.is_registered(block) && !self.pool.has_draft(block) {
+                if let Some(other) = self.pool.claimant(block).filter(|&claimant| claimant != row_index) {
+                    self.give_back_claims(other, index);
+                }
+                self.pool.claim(block, row_index)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes a row's claims from block `first` on; should it draft again, it has to catch up from there, since another writes them.
+    fn give_back_claims(&mut self, row_index: RowIndex, first: usize) {
+        let row = &mut self.rows[row_index as usize];
+        row.draft_len = row.draft_len.min(first * self.config.block_size);
+        for &block in &row.blocks[first..row.num_registered] {
+            self.pool.release_claim(block, row_index);
+        }
     }
 
     /// The end of the run of blocks with mark D at `position`; `position` itself if its block has none.
@@ -97,8 +134,17 @@ impl Scheduler {
         let (block_size, row) = (self.config.block_size, &self.rows[row_index as usize]);
         let last = row.num_registered.min(end.div_ceil(block_size));
         (start / block_size..last)
-            .find(|&index| self.pool.claimant(row.blocks[index]).is_some_and(|claimant| claimant != row_index))
+            .find(|&index| {
+                let claimant = self.pool.claimant(row.blocks[index]);
+                claimant.is_some_and(|claimant| claimant != row_index && self.keeps_claims(claimant))
+            })
             .map_or(end, |index| (index * block_size).max(start))
+    }
+
+    /// Whether what a row has claimed is its own: it drafts, or may yet, or launches in flight name it after its end.
+    fn keeps_claims(&self, row_index: RowIndex) -> bool {
+        let row = &self.rows[row_index as usize];
+        row.state == RowState::Closed || row.drafting > 0 || self.most_drafts(row, row.k) > 0
     }
 
     /// Draft tokens that a row could use at once, for the budget: 0 while it waits for another row's claim.

@@ -224,7 +224,7 @@ impl Scheduler {
         self.num_preemptions
     }
 
-    /// Tokens whose target KV came from the prefix cache, over all admissions.
+    /// Prompt tokens whose target KV came from the prefix cache, counted when their request was first admitted.
     pub fn num_cached_tokens(&self) -> u64 {
         self.num_cached_tokens
     }

@@ -32,10 +32,12 @@ pub(super) struct DraftChunk {
 
 /// A decode entry that could draft if its draft KV were closer.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct CatchUp {
+pub(super) struct Lagging {
     /// Index in `Plan::decodes`; the K it wants.
     pub(super) decode: usize,
     pub(super) k: usize,
+    /// Draft tokens that it could use at once.
+    pub(super) demand: usize,
 }
 
 /// Tokens for chunks, known once there is prefill work.
@@ -50,12 +52,13 @@ pub(super) struct Budget {
 #[derive(Clone, Debug, Default)]
 pub(super) struct Plan {
     pub(super) decodes: Vec<Decode>,
-    pub(super) catch_ups: Vec<CatchUp>,
+    /// By importance, until `catch_up` sorts them.
+    pub(super) lagging: Vec<Lagging>,
     pub(super) chunks: Vec<PrefillChunk>,
     pub(super) draft_chunks: Vec<DraftChunk>,
     pub(super) admitted: Vec<RowIndex>,
     pub(super) preempted: Vec<i64>,
-    /// Verification rows of the decode entries, counting catch-ups at the K they want.
+    /// Verification rows of the decode entries, counting lagging ones at the K they want.
     pub(super) decode_tokens: usize,
     pub(super) prefill_tokens: usize,
     pub(super) upload_tokens: usize,
@@ -76,7 +79,7 @@ pub(super) struct Plan {
 impl Plan {
     fn clear(&mut self) {
         self.decodes.clear();
-        self.catch_ups.clear();
+        self.lagging.clear();
         self.chunks.clear();
         self.draft_chunks.clear();
         self.admitted.clear();
@@ -165,7 +168,7 @@ impl Scheduler {
     /// False if the row is short of blocks even at K = 0.
     fn place_decode(&mut self, plan: &mut Plan, row_index: RowIndex) -> Result<bool> {
         if self.rows[row_index as usize].rebuild {
-            self.forget_draft(row_index)?;
+            self.begin_rebuild(row_index);
         }
         let row = &self.rows[row_index as usize];
         let limit = row.limit;
@@ -179,7 +182,8 @@ impl Scheduler {
         plan.decode_tokens += 1 + k;
         if let Drafting::CatchUp(k) = drafting {
             plan.decode_tokens += k;
-            plan.catch_ups.push(CatchUp { decode: plan.decodes.len(), k });
+            let demand = self.catch_up_demand(row_index, self.rows[row_index as usize].lower_bound());
+            plan.lagging.push(Lagging { decode: plan.decodes.len(), k, demand });
         }
         plan.decodes.push(Decode { row: row_index, k, n_upper, need: (n_upper + k).min(limit) });
         Ok(true)
@@ -271,10 +275,8 @@ impl Scheduler {
     pub(super) fn budget<'a>(&self, plan: &'a mut Plan) -> &'a mut Budget {
         plan.budget.get_or_insert_with(|| {
             let (mut decode_tokens, mut draft_cost) = (plan.decode_tokens, 0);
-            for catch_up in &plan.catch_ups {
-                let row_index = plan.decodes[catch_up.decode].row;
-                draft_cost +=
-                    self.draft_cost(self.catch_up_demand(row_index, self.rows[row_index as usize].lower_bound()));
+            for row in &plan.lagging {
+                draft_cost += self.draft_cost(row.demand);
             }
             for &row_index in &self.running[plan.num_placed..] {
                 let row = &self.rows[row_index as usize];

@@ -22,6 +22,8 @@ pub(super) struct Request {
     /// The draft's logits were not finite once; it does not draft again.
     pub(super) draft_failed: bool,
     pub(super) has_stops: bool,
+    /// It has had a row before.
+    pub(super) admitted: bool,
 
     pub(super) stop_token_ids: Vec<i64>,
     /// Output tokens before which stop ids do not count, after the prompt.
@@ -101,6 +103,7 @@ impl Request {
             stop_token_ids: params.stop_token_ids.to_vec(),
             row: None,
             draft_failed: false,
+            admitted: false,
             root,
             extra_keys: params.extra_keys.iter().map(|extra| (extra.position, extra.key.into())).collect(),
             hashes: Vec::new(),

@@ -52,7 +52,7 @@ pub(super) struct Row {
     pub(super) state: RowState,
     /// No planner has been told of the request yet.
     pub(super) fresh: bool,
-    /// Its draft KV is to be built again, once no launch in flight drafts for it.
+    /// Its draft KV from block `num_draft_marked` on is to be built again, once no launch in flight drafts for it.
     pub(super) rebuild: bool,
 }
 

@@ -223,7 +223,7 @@ impl Scheduler {
             let index = row.num_registered;
             let hash = request.block_hash(index, block_size, &self.hasher);
             // A launch in flight may be writing draft KV into this block, so no other row may.
-            let drafting = row.drafting > 0 || index * block_size < row.draft_len;
+            let drafting = (row.drafting > 0 || index * block_size < row.draft_len) && !row.rebuild;
             if self.pool.register(row.blocks[index], hash)? {
                 if drafting && !request.draft_failed {
                     self.pool.claim(row.blocks[index], row_index)?;
@@ -234,12 +234,12 @@ impl Scheduler {
             }
             row.num_registered += 1;
         }
-        if drafted && !request.draft_failed {
+        if drafted && !request.draft_failed && !row.rebuild {
             while row.num_draft_marked < row.num_registered && (row.num_draft_marked + 1) * block_size <= row.draft_len
             {
                 let block = row.blocks[row.num_draft_marked];
-                // Duplicates of cached content stay private: their marks are never read.
-                if self.pool.is_registered(block) && !self.pool.has_draft(block) {
+                // What it wrote itself: another row's blocks are marked by that row, and marks of private duplicates are never read.
+                if self.pool.claimant(block) == Some(row_index) {
                     self.pool.mark_draft(block)?;
                 }
                 row.num_draft_marked += 1;

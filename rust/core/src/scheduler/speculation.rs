@@ -1,7 +1,7 @@
 //! K by a planner, launch by launch, and draft KV that is built again. Decides neither how deep to draft nor whose KV is broken.
 
 use super::Scheduler;
-use super::row::{RowIndex, RowState};
+use super::row::{Row, RowIndex, RowState};
 use crate::error::{Error, Result};
 use crate::planner::SpeculationPlanner;
 
@@ -59,36 +59,57 @@ impl Scheduler {
         for (&row, &k) in asked.rows.iter().zip(&asked.ks) {
             self.rows[row as usize].k = k as u32;
         }
-        for row in planner.take_collapsed() {
-            let row = &mut self.rows[row as usize];
-            row.rebuild |= row.state == RowState::Live && row.max_k > 0 && self.config.drafter.has_kv();
-        }
         self.speculation = asked;
+        for row in planner.take_collapsed() {
+            let Row { state, max_k, .. } = self.rows[row as usize];
+            if state == RowState::Live && max_k > 0 {
+                self.discard_draft(row as RowIndex)?;
+            }
+        }
         Ok(())
     }
 
-    /// Lets a running request's draft KV be written again from position 0, by catch-up chunks. Its blocks lose their marks D, so that
-    /// no other request goes on with what is broken. A request without a draft to rebuild is left as it is.
+    /// Lets a running request's draft KV be written again from position 0, by catch-up chunks. Its blocks lose their marks D, and
+    /// requests that went on from those blocks rebuild from there, too: draft KV computed from what is broken is broken.
     ///
     /// # Errors
     /// [`Error::UnknownRequest`] if the id is not live, [`Error::NotRunning`] if it waits.
     pub fn rebuild_draft(&mut self, request_id: i64) -> Result<()> {
         let row = self.running_row(request_id)?;
-        let row = &mut self.rows[row as usize];
-        row.rebuild = row.max_k > 0 && self.config.drafter.has_kv();
+        self.discard_draft(row)
+    }
+
+    /// Takes marks and claims from a row's registered blocks, and from those of rows that share a block so unmarked, behind it.
+    /// Launches in flight may still draft for them; they set no marks, and the rows begin again once they have settled.
+    fn discard_draft(&mut self, row: RowIndex) -> Result<()> {
+        if !self.config.drafter.has_kv() {
+            return Ok(());
+        }
+        let mut broken = vec![(row, 0)];
+        while let Some((row_index, first)) = broken.pop() {
+            let row = &mut self.rows[row_index as usize];
+            row.rebuild = true;
+            row.num_draft_marked = row.num_draft_marked.min(first);
+            for index in first..row.num_registered {
+                let block = self.rows[row_index as usize].blocks[index];
+                self.pool.release_claim(block, row_index);
+                if self.pool.unmark_draft(block)? {
+                    let shares = |other: &u32| self.rows[*other as usize].blocks.get(index) == Some(&block);
+                    let others = self.running.iter().copied().filter(|&other| other != row_index).filter(shares);
+                    broken.extend(others.map(|other| (other, index)));
+                }
+            }
+        }
         Ok(())
     }
 
     /// Begins the rebuilding that was asked for, unless a launch in flight still drafts for the row: the device would go on from it.
-    pub(super) fn forget_draft(&mut self, row_index: RowIndex) -> Result<()> {
+    pub(super) fn begin_rebuild(&mut self, row_index: RowIndex) {
+        let block_size = self.config.block_size;
         let row = &mut self.rows[row_index as usize];
-        if row.drafting > 0 {
-            return Ok(());
+        if row.drafting == 0 {
+            row.rebuild = false;
+            row.draft_len = row.draft_len.min(row.num_draft_marked * block_size);
         }
-        (row.draft_len, row.num_draft_marked, row.rebuild) = (0, 0, false);
-        for &block in &row.blocks[..row.num_registered] {
-            self.pool.unmark_draft(block)?;
-        }
-        Ok(())
     }
 }

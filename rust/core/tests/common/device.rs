@@ -3,7 +3,7 @@
 //!
 //! The KV of a position is the hash of all tokens up to it, one number per slot and model.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 
 use super::model::{EMPTY, draft_token, extend, lookup, target_token, with_key};
 use specrs_core::Drafter;
@@ -92,10 +92,10 @@ pub struct Device {
     target_kv: Vec<u64>,
     draft_kv: Vec<u64>,
     extra_keys: HashMap<i64, Vec<(usize, Vec<u8>)>>,
+    /// The row that each request was given last.
+    row_of: HashMap<i64, usize>,
     /// Flags to raise for a request at its next entry that can raise them.
     pub faults: HashMap<i64, i64>,
-    /// Requests whose draft KV was asked to be built again: their chunks may begin before `draft_len`.
-    pub rebuilding: HashSet<i64>,
     /// Whether results leave out tokens accepted behind a stop token.
     pub cuts_at_stop: bool,
     /// Target and draft tokens computed, chunks included.
@@ -127,17 +127,25 @@ impl Device {
             target_kv: vec![NEVER; slots],
             draft_kv: vec![NEVER; slots],
             extra_keys: HashMap::new(),
+            row_of: HashMap::new(),
             faults: HashMap::new(),
-            rebuilding: HashSet::new(),
             cuts_at_stop: false,
             target_tokens: 0,
             draft_tokens: 0,
         }
     }
 
-    /// Overwrites all draft KV with what belongs to no tokens.
-    pub fn corrupt_drafts(&mut self) {
-        self.draft_kv.fill(12345);
+    /// Overwrites the draft KV of a running request with what belongs to no tokens, in the blocks that it shares with others, too:
+    /// whoever reads it before it is written again panics. What another row has claimed is not this request's.
+    pub fn corrupt_draft(&mut self, scheduler: &Scheduler, request_id: i64) {
+        let pool = scheduler.block_pool();
+        let Some(&row) = self.row_of.get(&request_id) else { return };
+        for &block in &self.rows[row].table {
+            if pool.claimant(block).is_none_or(|claimant| claimant as usize == row) {
+                let slots = block as usize * self.config.block_size..;
+                self.draft_kv[slots][..self.config.block_size].fill(12345);
+            }
+        }
     }
 
     /// A row's valid target and draft KV, and its block table.
@@ -220,7 +228,9 @@ impl Device {
                 row.push(reader.signed(layout.upload_token, token));
             }
             at += num_tokens;
-            self.rows[reader.at(layout.admit_row, i)] = row;
+            let row_index = reader.at(layout.admit_row, i);
+            self.row_of.insert(request_id, row_index);
+            self.rows[row_index] = row;
         }
         assert_eq!(at, header.num_upload_tokens);
     }
@@ -286,8 +296,6 @@ impl Device {
         if !row.active {
             return;
         }
-        let rebuilding = self.rebuilding.contains(&row.request_id);
-        assert!(start + len > row.draft_len || rebuilding, "a chunk raises draft_len");
         assert!(start + len < row.tokens.len(), "the last token is not the draft's yet");
         let (context, _) = self.draft_model().expect("a draft model");
         assert!(start + len <= context, "beyond the draft's context");

@@ -189,10 +189,11 @@ impl Driver {
         Ok(())
     }
 
+    /// A request's draft KV breaks, which is noticed at once.
     pub fn rebuild_draft(&mut self, id: i64) -> Result<(), Error> {
         self.scheduler.rebuild_draft(id)?;
         self.check();
-        self.device.rebuilding.insert(id);
+        self.device.corrupt_draft(&self.scheduler, id);
         Ok(())
     }
 

@@ -1,7 +1,8 @@
 //! Who drafts: deferred drafting, catch-up chunks and their budget, claims, and requests whose K comes back from 0.
 
+use specrs_core::scheduler::LaunchHeader;
 use specrs_core::scheduler::layout::FLAG_DRAFT_NON_FINITE;
-use specrs_core::{Drafter, SchedulerConfig};
+use specrs_core::{CostLine, CostModel, Drafter, SchedulerConfig, SpeculationPlanner};
 
 use crate::common::driver::{Ask, Driver, prompt};
 use crate::{ask, drafting, speculative, with_lag};
@@ -225,6 +226,57 @@ fn a_claim_ends_with_its_lease() {
 }
 
 #[test]
+fn claims_of_a_row_that_drafts_no_more_pass_to_those_who_want_them() {
+    // 3 draft tokens a launch at most, and a context that request 1 outgrows long before it has caught up.
+    let config = SchedulerConfig { drafter: Drafter::draft_model(40, 8.0), ..speculative() };
+    let mut driver = Driver::new(config);
+    driver.add(0, &ask(1, 33, 1)).unwrap();
+    driver.run();
+    driver.add(1, &Ask { prompt: prompt(1, 39), k: 3, max_tokens: 25, ..Ask::default() }).unwrap();
+    for _ in 0..4 {
+        driver.step();
+    }
+    assert!(!claimants(&driver).is_empty());
+    driver.add(2, &drafting(1, 21, 19)).unwrap();
+    while driver.outcomes[&2].finish == 0 && driver.launches.last().is_none_or(|header| header.max_k == 0) {
+        driver.step();
+    }
+    assert!(driver.outcomes[&1].finish == 0 && driver.launches.last().is_some_and(|header| header.max_k == 3));
+    driver.run();
+}
+
+#[test]
+fn a_row_whose_claims_were_taken_catches_up_behind_them_when_it_drafts_again() {
+    let config = SchedulerConfig { drafter: Drafter::draft_model(64, 8.0), max_in_flight: 2, ..speculative() };
+    let mut driver = Driver::new(config);
+    driver.add(0, &ask(1, 33, 1)).unwrap();
+    driver.run();
+    let line = CostLine { draft_ms: 100.0, target_ms: 1.0, vanilla_ms: 1.0 };
+    let planner = |draft_ms| {
+        let line = CostLine { draft_ms, ..line };
+        SpeculationPlanner::new(4, 3, CostModel::lines(&[1, 4], &[line, line]).unwrap(), 0.0).unwrap()
+    };
+    driver.add(1, &drafting(1, 33, 30)).unwrap();
+    for _ in 0..3 {
+        driver.step();
+    }
+    assert_eq!(claimants(&driver).first(), Some(&0));
+    driver.scheduler.speculate(&mut planner(100.0)).unwrap();
+    // Request 2 has a row once the planner has chosen, so it keeps its own K.
+    driver.add(2, &drafting(1, 33, 30)).unwrap();
+    for _ in 0..4 {
+        driver.step();
+    }
+    assert_eq!(claimants(&driver).first(), Some(&1));
+    driver.scheduler.speculate(&mut planner(0.01)).unwrap();
+    driver.run();
+    assert_eq!(
+        driver.launches.iter().filter(|header| header.num_decode == 2).map(|header| header.max_k).max(),
+        Some(3)
+    );
+}
+
+#[test]
 fn non_finite_drafts_turn_drafting_off_for_good() {
     let mut driver = Driver::new(SchedulerConfig { max_in_flight: 2, ..speculative() });
     driver.add(0, &drafting(1, 21, 40)).unwrap();
@@ -329,6 +381,70 @@ fn catch_up_chunks_of_one_launch_share_its_budget() {
     assert_eq!(driver.section("draft_chunk_len", header.num_draft_chunks), [9, 7], "24 less 2 x 4 decode rows");
     assert_eq!(driver.section("entry_k", 2), [3, 0]);
     driver.run();
+}
+
+/// Prompts of a request with `long` tokens that comes first and of seven with 20, at C = 64; the launches until each drafts.
+fn launches_until_drafting(long: usize) -> Vec<usize> {
+    let config = SchedulerConfig {
+        num_speculative_tokens: 3,
+        drafter: Drafter::draft_model(8192, 1.0),
+        ..SchedulerConfig::new(8, 8192, 1024, 16, 64)
+    };
+    let mut driver = Driver::new(config);
+    driver.add(0, &drafting(1, long, 2000)).unwrap();
+    while driver.launch().num_decode == 0 {
+        driver.settle();
+    }
+    for id in 1..8 {
+        driver.add(id, &drafting(id as u64 + 1, 20, 2000)).unwrap();
+    }
+    let (mut waits, mut launched) = (vec![None; 8], 0);
+    while waits.contains(&None) {
+        driver.settle();
+        let header = driver.launch();
+        launched += usize::from(header.num_decode == 8);
+        for (&row, &k) in driver.section("entry_row", 8).iter().zip(driver.section("entry_k", header.num_decode)) {
+            if k > 0 {
+                waits[row as usize].get_or_insert(launched);
+            }
+        }
+        assert!(launched < 1900, "{waits:?}");
+    }
+    waits.into_iter().flatten().collect()
+}
+
+#[test]
+fn a_long_lag_keeps_nobody_from_drafting_and_is_closed_too() {
+    let waits = launches_until_drafting(4000);
+    // 7 lags of 20, and 32 tokens a launch beside 8 decode entries: 5 launches would do if nothing else were to be done.
+    assert!(waits[1..].iter().all(|&launches| launches <= 12), "{waits:?}");
+    // Alone it would take 125 launches of 32.
+    assert!(waits[0] <= 250, "{waits:?}");
+}
+
+#[test]
+fn a_long_lag_of_an_important_request_is_closed_under_a_stream_of_short_ones() {
+    let config = SchedulerConfig {
+        num_speculative_tokens: 3,
+        drafter: Drafter::draft_model(8192, 1.0),
+        ..SchedulerConfig::new(8, 8192, 1024, 16, 64)
+    };
+    let mut driver = Driver::new(config);
+    driver.add(0, &drafting(1, 1000, 2000)).unwrap();
+    let drafts = |driver: &Driver, header: LaunchHeader| {
+        let rows = driver.section("entry_row", header.num_decode).iter();
+        rows.zip(driver.section("entry_k", header.num_decode)).any(|(&row, &k)| row == 0 && k > 0)
+    };
+    for id in 1..1000 {
+        // Each newcomer lags behind by 28 when it starts, and ends soon.
+        driver.add(id, &drafting(id as u64 + 1, 28, 8)).unwrap();
+        let header = driver.launch();
+        if drafts(&driver, header) {
+            return;
+        }
+        driver.settle();
+    }
+    panic!("request 0 never drafts");
 }
 
 #[test]

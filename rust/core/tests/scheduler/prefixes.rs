@@ -114,6 +114,25 @@ fn equal_prompts_at_once_keep_private_copies() {
 }
 
 #[test]
+fn hits_count_once_a_request_however_often_it_is_preempted() {
+    let mut driver = Driver::new(small());
+    driver.add(0, &ask(1, 9, 20)).unwrap();
+    for _ in 0..3 {
+        for _ in 0..3 {
+            driver.step();
+        }
+        driver.preempt(0).unwrap();
+    }
+    driver.run();
+    assert_eq!(cached(&driver), 0, "it was alone with a cold cache");
+    driver.add(1, &ask(1, 9, 20)).unwrap();
+    driver.step();
+    driver.preempt(1).unwrap();
+    driver.run();
+    assert_eq!(cached(&driver), 8);
+}
+
+#[test]
 fn a_sequence_is_forgotten_from_its_tail() {
     // 16 blocks: request 0 leaves 8 cached ones, request 1 needs 10 and so takes 2 of them.
     let config = SchedulerConfig { num_blocks: 16, ..small() };
@@ -147,7 +166,7 @@ fn a_long_run_survives_evictions_of_everything() {
         SchedulerConfig { num_blocks: 20, block_size: 2, max_model_len: 40, max_in_flight: 2, ..speculative() };
     let mut driver = Driver::new(config);
     for id in 0..60 {
-        driver.add(id, &drafting(id as u64 % 7, 5 + id as usize % 20, 20)).unwrap();
+        driver.add(id, &drafting(id as u64 / 5, 5 + id as usize % 20, 20)).unwrap();
     }
     driver.run();
     assert!(cached(&driver) > 0);

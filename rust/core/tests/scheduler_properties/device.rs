@@ -99,6 +99,8 @@ pub(crate) struct Device {
     /// n-gram lengths of a drafter on the host, and K.
     ngrams: Option<(usize, usize, usize)>,
     rows: Vec<Row>,
+    /// The row that each request was given last.
+    row_of: HashMap<i64, usize>,
     target_kv: Kv,
     draft_kv: Kv,
     pub(crate) sampling: BTreeMap<i64, Sampling>,
@@ -167,6 +169,7 @@ impl Device {
             draft_context,
             ngrams,
             rows: vec![Row::default(); config.max_num_seqs],
+            row_of: HashMap::new(),
             target_kv: vec![None; slots],
             draft_kv: vec![None; slots],
             sampling: BTreeMap::new(),
@@ -177,6 +180,18 @@ impl Device {
 
     pub(crate) fn request_of(&self, row: usize) -> i64 {
         self.rows[row].request_id
+    }
+
+    /// The draft KV of a running request is lost, in the blocks that it shares with others, too: whoever reads it before it is
+    /// written again panics. What another row has claimed is not this request's.
+    pub(crate) fn lose_draft(&mut self, scheduler: &Scheduler, request_id: i64) {
+        let Some(&row) = self.row_of.get(&request_id) else { return };
+        for &block in self.rows[row].table.values() {
+            let claimant = scheduler.block_pool().claimant(block as i64);
+            if claimant.is_none_or(|claimant| claimant as usize == row) {
+                self.draft_kv[block * self.block_size..][..self.block_size].fill(None);
+            }
+        }
     }
 
     pub(crate) fn limit_of(&self, row: usize) -> usize {
@@ -223,8 +238,10 @@ impl Device {
                 salt: self.sampling[&id].salt,
             };
             assert_eq!(self.sampling[&id], told, "what the record says of request {id}");
-            self.rows[record.size("admit_row", i)] = Row {
-                request_id: record.get("admit_request_id", i),
+            let row = record.size("admit_row", i);
+            self.row_of.insert(id, row);
+            self.rows[row] = Row {
+                request_id: id,
                 active: true,
                 tokens: (token..token + len).map(|at| record.get("upload_token", at)).collect(),
                 draft_len: record.size("admit_draft_len", i),

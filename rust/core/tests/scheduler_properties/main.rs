@@ -37,6 +37,8 @@ enum Op {
     Abort(prop::sample::Index),
     Preempt(prop::sample::Index),
     Fault(prop::sample::Index, i64),
+    /// Its draft KV is lost, and is to be built again.
+    Rebuild(prop::sample::Index),
     ResetPrefixCache,
 }
 
@@ -70,6 +72,7 @@ fn op() -> impl Strategy<Value = Op> {
         1 => any().prop_map(Op::Abort),
         2 => any().prop_map(Op::Preempt),
         2 => (any(), prop::sample::select(vec![1, 2, 2, 2, 4])).prop_map(|(index, flags)| Op::Fault(index, flags)),
+        2 => any().prop_map(Op::Rebuild),
         1 => Just(Op::ResetPrefixCache),
     ]
 }
@@ -166,6 +169,15 @@ impl Run {
             Op::Fault(index, flags) => {
                 if let Some((id, _)) = self.pick(*index) {
                     self.device.faults.insert(id, *flags);
+                }
+            }
+            Op::Rebuild(index) => {
+                if let Some((id, ended)) = self.pick(*index) {
+                    match self.scheduler.rebuild_draft(id) {
+                        Ok(()) => self.device.lose_draft(&self.scheduler, id),
+                        Err(Error::NotRunning { .. }) => assert!(!ended),
+                        error => assert_eq!(error, live(id, ended)),
+                    }
                 }
             }
             Op::ResetPrefixCache => {
