@@ -1,90 +1,141 @@
-//! Which waiting requests get a row. Admits from the head only: a request that does not fit is not overtaken.
+//! Which waiting requests get a row. Admits in order: a request that does not fit is not overtaken, and what one needs that waits for
+//! another's prefix is kept for it.
+
+use std::ops::Bound;
 
 use super::Scheduler;
 use super::plan::{Plan, PrefillChunk};
 use super::request::RequestIndex;
+use super::row::RowIndex;
 use crate::error::Result;
 
 impl Scheduler {
     /// Admits waiting requests while there are rows, prefill budget, upload and constraint room and blocks for them.
     ///
-    /// Beside running requests a newcomer needs blocks for its whole prompt on top of what they will ask for next, or it would be
-    /// preempted over and over. Alone it is admitted with whatever there is: the pool holds any request.
+    /// Beside running requests a newcomer needs blocks for its whole prompt and the output reserved for it, on top of what they will
+    /// ask for next, or it would be preempted over and over. Alone it is admitted with whatever there is: the pool holds any request.
     pub(super) fn admit(&mut self, plan: &mut Plan) -> Result<()> {
         if self.waiting.is_empty() || self.free_rows.is_empty() {
             return Ok(());
         }
         let block_size = self.config.block_size;
         let mut growth = self.growth_of_running();
-        while let Some((&importance, &index)) = self.waiting.first_key_value() {
-            let Some(&row) = self.free_rows.last() else { break };
+        let mut num_held_back = 0;
+        let mut after = Bound::Unbounded;
+        while let Some((&order, &index)) = self.waiting.range((after, Bound::Unbounded)).next() {
+            after = Bound::Excluded(order);
             let num_tokens = self.requests[index].tokens.len();
             let left = self.budget(plan).prefill_left;
-            let constraints = self.requests[index].sampling.constraints.len();
-            let fits = plan.upload_tokens + num_tokens <= self.record_layout.upload_token.len
-                && plan.constraints + constraints <= self.record_layout.constraint.len;
-            if left == 0 || !fits {
+            let (uploads, constraints) = (
+                plan.upload_tokens + num_tokens,
+                plan.constraints + self.requests[index].sampling.constraints.len(),
+            );
+            let fits =
+                uploads <= self.record_layout.upload_token.len && constraints <= self.record_layout.constraint.len;
+            if self.free_rows.len() == num_held_back || left == 0 || !fits {
                 break;
             }
             self.find_prefix(index, &mut plan.hits);
             let unheld = plan.hits.iter().filter(|&&block| self.pool.ref_count(block) == Some(0)).count();
+            let missing = self.blocks_after_prompt(num_tokens, self.requests[index].limit) - plan.hits.len();
+            if self.waits_for_prefix(index, plan.hits.len()) {
+                num_held_back += 1;
+                growth += missing + unheld;
+                continue;
+            }
             let free = self.pool.num_free() - unheld;
-            let missing = self.config.blocks_for(num_tokens + 1) - plan.hits.len();
             if !self.running.is_empty() && free < missing + growth {
                 break;
             }
             let start = plan.hits.len() * block_size;
-            let len = (num_tokens - start).min(left).min(free * block_size);
+            let len = (num_tokens - start).min(self.chunk_share(left)).min(free * block_size);
             if len == 0 {
                 break;
             }
-
-            self.free_rows.pop();
-            self.waiting.pop_first();
-            self.requests[index].row = Some(row);
-            let lease = &mut self.rows[row as usize];
-            self.requests[index].reserve(block_size, self.config.num_speculative_tokens + 1);
-            lease.open(index, &self.requests[index], self.config.blocks_for(self.requests[index].limit));
-            for &block in &plan.hits {
-                self.pool.share(block)?;
-                lease.blocks.push(block);
-            }
-            let drafted = plan.hits.iter().take_while(|&&block| self.pool.has_draft(block)).count();
-            lease.num_computed = start;
-            lease.num_registered = plan.hits.len();
-            lease.num_draft_marked = drafted;
-            lease.draft_len = drafted * block_size;
-            // Once a request: preempted, it finds blocks of its own, which nobody asked for.
-            if !std::mem::replace(&mut self.requests[index].admitted, true) {
-                self.num_cached_tokens += start as u64;
-            }
+            let row = self.open_row(index, &plan.hits)?;
             self.grow(row, start + len)?;
             growth += missing + plan.hits.len() - self.rows[row as usize].blocks.len();
-            let place = self.running_place(importance);
-            self.running.insert(place, row);
             self.push_chunk(plan, PrefillChunk { row, start, len });
-            plan.upload_tokens += num_tokens;
-            plan.constraints += constraints;
+            (plan.upload_tokens, plan.constraints) = (uploads, constraints);
             plan.admitted.push(row);
         }
         Ok(())
     }
 
-    /// Blocks that the running rows will ask for: the rest of their prompts, and one iteration of those that decode.
+    /// Gives a waiting request a row that holds the cached blocks `hits`.
+    fn open_row(&mut self, index: RequestIndex, hits: &[i64]) -> Result<RowIndex> {
+        let row = self.free_rows.pop().expect("a free row");
+        let request = &mut self.requests[index];
+        request.row = Some(row);
+        request.reserve(self.config.block_size, self.config.num_speculative_tokens + 1);
+        let start = hits.len() * self.config.block_size;
+        // Once a request: preempted, it finds blocks of its own, which nobody asked for.
+        if !std::mem::replace(&mut request.admitted, true) {
+            self.num_cached_tokens += start as u64;
+        }
+        let order = request.order;
+        self.waiting.remove(&order);
+        let lease = &mut self.rows[row as usize];
+        lease.open(index, request, self.config.blocks_for(request.limit));
+        for &block in hits {
+            self.pool.share(block)?;
+            lease.blocks.push(block);
+        }
+        let drafted = hits.iter().take_while(|&&block| self.pool.has_draft(block)).count();
+        lease.num_computed = start;
+        lease.num_registered = hits.len();
+        lease.num_draft_marked = drafted;
+        lease.draft_len = drafted * self.config.block_size;
+        let place = self.running_place(order);
+        self.running.insert(place, row);
+        Ok(row)
+    }
+
+    /// Blocks of a request with its prompt, the token after it, and the output reserved for it.
+    fn blocks_after_prompt(&self, num_tokens: usize, limit: usize) -> usize {
+        self.config.blocks_for((num_tokens + 1 + self.config.num_reserved_decode_tokens).min(limit))
+    }
+
+    /// Blocks that the running rows will ask for: the rest of their prompts, one iteration of those that decode, and what is reserved.
     fn growth_of_running(&self) -> usize {
-        let iteration = self.config.blocks_for(self.config.num_speculative_tokens + 1);
+        let (config, block_size) = (&self.config, self.config.block_size);
+        let iteration = config.blocks_for(config.num_speculative_tokens + 1);
+        let decode = iteration + config.blocks_for(config.num_reserved_decode_tokens);
         let growth = |&row: &u32| {
             let row = &self.rows[row as usize];
             if row.is_prefilling() {
-                return self.config.blocks_for(row.prefill_end + 1).saturating_sub(row.blocks.len());
+                return self.blocks_after_prompt(row.prefill_end, row.limit).saturating_sub(row.blocks.len());
             }
             // Without a division for the many that are not about to end.
-            if row.limit >= (row.blocks.len() + iteration) * self.config.block_size {
-                return iteration;
+            if row.limit >= (row.blocks.len() + decode) * block_size {
+                return decode;
             }
-            iteration.min(self.config.blocks_for(row.limit) - row.blocks.len())
+            decode.min(config.blocks_for(row.limit) - row.blocks.len())
         };
         self.running.iter().map(growth).sum()
+    }
+
+    /// Whether the request had better wait for the blocks behind its `hits`: a running one that begins alike computes them, and they
+    /// are at least what is left to compute then. Running requests go on without those that wait, so the wait ends.
+    fn waits_for_prefix(&mut self, index: RequestIndex, hits: usize) -> bool {
+        let block_size = self.config.block_size;
+        let num_tokens = self.requests[index].tokens.len();
+        let most = (num_tokens - 1) / block_size;
+        let mut shared = hits;
+        for &row_index in &self.running {
+            let row = &self.rows[row_index as usize];
+            let end = most.min(row.prefill_end / block_size);
+            if !self.config.enable_prefix_caching || row.num_registered > hits || hits >= end {
+                continue;
+            }
+            let other = row.request;
+            let mut equal = |&block: &usize| {
+                let hash = self.requests[other].block_hash(block, block_size, &self.hasher);
+                hash == self.requests[index].block_hash(block, block_size, &self.hasher)
+            };
+            shared = shared.max(hits + (hits..end).take_while(|block| equal(block)).count());
+        }
+        (shared - hits) * block_size >= (num_tokens - shared * block_size).max(block_size)
     }
 
     /// Fills `hits` with the cached blocks of the longest known prefix, at most all tokens but the last, which must be fed to the

@@ -33,6 +33,15 @@ pub struct SchedulerConfig {
     pub max_constraint_len: usize,
     /// What logits are computed in.
     pub logits_dtype: LogitsDtype,
+    /// Positions of output that each running request has blocks for, or could get, when a newcomer is admitted. With 0 a full pool
+    /// admits requests that it preempts soon after; each reserved block a row costs that much concurrency while the pool is full.
+    pub num_reserved_decode_tokens: usize,
+    /// The most prompt tokens of a request in a launch while other prompts want some; 0 is three quarters of what is left when its turn
+    /// comes. What nobody else takes, it gets.
+    pub long_prefill_token_threshold: usize,
+    /// Launches by which a request must have arrived earlier to go before one of a priority better by 1; 0: priority always counts
+    /// more.
+    pub priority_aging_launches: usize,
     /// Whether requests share the KV of equal prefixes.
     pub enable_prefix_caching: bool,
     /// Whether [`super::Scheduler::take_kv_events`] tells which blocks came into the prefix cache and left it.
@@ -42,7 +51,7 @@ pub struct SchedulerConfig {
 }
 
 impl SchedulerConfig {
-    /// Settings with the given sizes, no speculation, prefix caching on, one launch in flight.
+    /// Settings with the given sizes, no speculation, prefix caching on, one launch in flight, 64 tokens reserved.
     pub fn new(
         max_num_seqs: usize,
         max_model_len: usize,
@@ -61,6 +70,9 @@ impl SchedulerConfig {
             max_in_flight: 1,
             max_constraint_len: 0,
             logits_dtype: LogitsDtype::Float32,
+            num_reserved_decode_tokens: 64,
+            long_prefill_token_threshold: 0,
+            priority_aging_launches: 0,
             enable_prefix_caching: true,
             enable_kv_cache_events: false,
             hash_key: [0; 16],
@@ -84,6 +96,9 @@ impl SchedulerConfig {
             ("num_speculative_tokens", self.num_speculative_tokens, 0, 1 << 10),
             ("max_in_flight", self.max_in_flight, 1, 1 << 10),
             ("max_constraint_len", self.max_constraint_len, 0, MAX_SIZE),
+            ("num_reserved_decode_tokens", self.num_reserved_decode_tokens, 0, MAX_SIZE),
+            ("long_prefill_token_threshold", self.long_prefill_token_threshold, 0, MAX_SIZE),
+            ("priority_aging_launches", self.priority_aging_launches, 0, MAX_SIZE),
         ];
         for (field, value, least, most) in sizes {
             if value < least || value > most {
@@ -107,7 +122,7 @@ pub struct RequestParams<'a> {
     pub min_tokens: usize,
     /// Draft tokens per launch, at most the engine's K; 0 never drafts.
     pub num_speculative_tokens: usize,
-    /// Importance: smaller values go first, ties by arrival.
+    /// Smaller values go first, ties by arrival.
     pub priority: i64,
     /// Tokens that end the output, at most [`crate::sampling::MAX_STOP_IDS`].
     pub stop_token_ids: &'a [i64],

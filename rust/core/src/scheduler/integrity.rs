@@ -37,7 +37,7 @@ impl Scheduler {
             let (n, limit) = (request.tokens.len(), request.limit);
             ensure!(n < limit, "request {id} lives on with {n} tokens at limit {limit}");
             match request.row {
-                None => ensure!(self.waiting.get(&request.importance) == Some(&index), "request {id} does not wait"),
+                None => ensure!(self.waiting.get(&request.order) == Some(&index), "request {id} does not wait"),
                 Some(row) => {
                     let lease = &self.rows[row as usize];
                     let runs = lease.state == RowState::Live && lease.request == index && self.running.contains(&row);
@@ -45,9 +45,9 @@ impl Scheduler {
                 }
             }
         }
-        let importance = |row: u32| self.requests[self.rows[row as usize].request].importance;
+        let order = |row: u32| self.requests[self.rows[row as usize].request].order;
         for pair in self.running.windows(2) {
-            ensure!(importance(pair[0]) < importance(pair[1]), "rows {pair:?} run in the wrong order");
+            ensure!(order(pair[0]) < order(pair[1]), "rows {pair:?} run in the wrong order");
         }
         Ok(())
     }

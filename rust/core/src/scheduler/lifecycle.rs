@@ -22,13 +22,18 @@ impl Scheduler {
     /// that needs more blocks than the pool has.
     pub fn add_request(&mut self, request_id: i64, token_ids: &[i64], params: &RequestParams<'_>) -> Result<()> {
         self.validate(request_id, token_ids, params)?;
-        let importance = (params.priority, self.next_arrival);
+        // All requests age alike, so their order never changes: it is as if those that come later had less priority.
+        let rank = match self.config.priority_aging_launches {
+            0 => i128::from(params.priority),
+            launches => i128::from(params.priority) * launches as i128 + i128::from(self.next_launch_id),
+        };
+        let order = (rank, self.next_arrival);
         let root = self.hasher.root(params.cache_salt);
-        let request = Request::new(request_id, importance, token_ids, params, root, self.config.logits_dtype);
+        let request = Request::new(request_id, order, token_ids, params, root, self.config.logits_dtype);
         let index = self.requests.insert(request);
         self.next_arrival += 1;
         self.by_id.insert(request_id, index);
-        self.waiting.insert(importance, index);
+        self.waiting.insert(order, index);
         Ok(())
     }
 
@@ -94,7 +99,7 @@ impl Scheduler {
         if let Some(row) = self.requests[index].row {
             return self.end(row);
         }
-        self.waiting.remove(&self.requests[index].importance);
+        self.waiting.remove(&self.requests[index].order);
         self.forget(index);
         Ok(())
     }
@@ -128,7 +133,7 @@ impl Scheduler {
         self.close(row)?;
         let request = &mut self.requests[index];
         request.row = None;
-        self.waiting.insert(request.importance, index);
+        self.waiting.insert(request.order, index);
         self.num_preemptions += 1;
         Ok(())
     }
@@ -142,16 +147,16 @@ impl Scheduler {
     }
 
     fn close(&mut self, row: RowIndex) -> Result<()> {
-        let place = self.running_place(self.requests[self.rows[row as usize].request].importance);
+        let place = self.running_place(self.requests[self.rows[row as usize].request].order);
         debug_assert_eq!(self.running.get(place), Some(&row));
         self.running.remove(place);
         self.rows[row as usize].state = RowState::Closed;
         if self.rows[row as usize].in_flight == 0 { self.release(row) } else { Ok(()) }
     }
 
-    /// Where a request of this importance is, or belongs, in the running order.
-    pub(super) fn running_place(&self, importance: super::Importance) -> usize {
-        self.running.partition_point(|&row| self.requests[self.rows[row as usize].request].importance < importance)
+    /// Where a request of this order is, or belongs, in the running order.
+    pub(super) fn running_place(&self, order: super::Order) -> usize {
+        self.running.partition_point(|&row| self.requests[self.rows[row as usize].request].order < order)
     }
 
     /// Takes a closed row that no launch in flight names back, with its blocks and claims.

@@ -54,7 +54,7 @@ pub use introspection::{RequestState, RequestView};
 pub use kv_events::KvEvent;
 use kv_events::KvEventLog;
 use layout::{RecordLayout, ResultsLayout, SettledLayout};
-use request::{Importance, RequestIndex, Requests};
+use request::{Order, RequestIndex, Requests};
 use row::{Launch, Row, RowIndex};
 
 /// What `plan` came to.
@@ -109,7 +109,7 @@ pub struct Scheduler {
     requests: Requests,
     by_id: HashMap<i64, RequestIndex, FxBuildHasher>,
     /// Requests without a row, most important first.
-    waiting: BTreeMap<Importance, RequestIndex>,
+    waiting: BTreeMap<Order, RequestIndex>,
     rows: Vec<Row>,
     free_rows: Vec<RowIndex>,
     /// Live rows, most important first.
@@ -122,8 +122,8 @@ pub struct Scheduler {
     num_preemptions: u64,
     num_cached_tokens: u64,
     plan: plan::Plan,
-    /// While a launch settles, `[.., num_unpublished)`: rows with blocks to publish, and whether they drafted. One more than R.
-    unpublished: Vec<(RowIndex, bool)>,
+    /// While a launch settles, `[.., num_unpublished)`: what is to be published. One more than R.
+    unpublished: Vec<settle::Publication>,
     num_unpublished: usize,
     speculation: speculation::Speculation,
     host_drafts: host_drafts::HostDrafts,
@@ -160,7 +160,7 @@ impl Scheduler {
             num_preemptions: 0,
             num_cached_tokens: 0,
             plan: plan::Plan::default(),
-            unpublished: vec![(0, false); rows + 1],
+            unpublished: vec![settle::Publication::default(); rows + 1],
             num_unpublished: 0,
             speculation: speculation::Speculation::default(),
             host_drafts: host_drafts::HostDrafts::new(&config),

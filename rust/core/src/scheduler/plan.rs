@@ -137,6 +137,7 @@ impl Scheduler {
         if plan.preempted.is_empty() {
             self.admit(plan)?;
         }
+        self.top_up_chunks(plan)?;
         self.catch_up(plan)?;
         Ok(true)
     }
@@ -198,7 +199,7 @@ impl Scheduler {
         let row = &self.rows[row_index as usize];
         let start = row.num_computed;
         let covered = (row.blocks.len() + self.pool.num_free()) * self.config.block_size;
-        let len = (row.prefill_end - start).min(left).min(covered - start);
+        let len = (row.prefill_end - start).min(self.chunk_share(left)).min(covered - start);
         if len == 0 {
             return Ok(false);
         }
@@ -211,6 +212,30 @@ impl Scheduler {
         self.budget(plan).prefill_left -= chunk.len;
         plan.prefill_tokens += chunk.len;
         plan.chunks.push(chunk);
+    }
+
+    /// The most that one prompt takes at first of the `left` tokens, so that a long one leaves some to those behind it.
+    pub(super) fn chunk_share(&self, left: usize) -> usize {
+        match self.config.long_prefill_token_threshold {
+            0 => left - left / 4,
+            most => most.min(left),
+        }
+    }
+
+    /// Gives what no other prompt took to those that were cut to their share.
+    fn top_up_chunks(&mut self, plan: &mut Plan) -> Result<()> {
+        let Some(budget) = &mut plan.budget else { return Ok(()) };
+        for chunk in &mut plan.chunks {
+            let row = &self.rows[chunk.row as usize];
+            let end = chunk.start + chunk.len;
+            let covered = (row.blocks.len() + self.pool.num_free()) * self.config.block_size;
+            let more = (row.prefill_end - end).min(budget.prefill_left).min(covered - end);
+            self.grow(chunk.row, end + more)?;
+            chunk.len += more;
+            plan.prefill_tokens += more;
+            budget.prefill_left -= more;
+        }
+        Ok(())
     }
 
     /// Whether a decoding row drafts, and how much. K is cut to what the device would draft at the row's shortest possible length.

@@ -63,7 +63,7 @@ impl Scheduler {
             plan.unsent[num_unsent] = i as u32;
             num_unsent += usize::from(row.num_sent * block_size < decode.need);
             out.set(i, decode.row, decode.k, row.num_sent * block_size, decode.n_upper);
-            entries.push(Entry { row: decode.row, emit_upper: decode.k as u32 + 1 });
+            entries.push(Entry { row: decode.row, emit_upper: decode.k as u32 + 1, chunk_end: 0 });
         }
         for &i in &plan.unsent[..num_unsent] {
             let decode = &plan.decodes[i as usize];
@@ -102,7 +102,7 @@ impl Scheduler {
             record[layout.chunk_start.offset + j] = chunk.start as i64;
             record[layout.chunk_len.offset + j] = chunk.len as i64;
             record[layout.chunk_is_last.offset + j] = i64::from(is_last);
-            entries.push(Entry { row: chunk.row, emit_upper: u32::from(is_last) });
+            entries.push(Entry { row: chunk.row, emit_upper: u32::from(is_last), chunk_end: end as u32 });
 
             let tokens = &self.requests[row.request].tokens[chunk.start..end];
             let at = header.num_prefill_tokens;

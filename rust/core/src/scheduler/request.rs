@@ -8,8 +8,8 @@ use crate::sampling::{LogitsDtype, NUM_PARAMS, STEP_MIN_TOKENS};
 /// A request's place in the slab.
 pub(super) type RequestIndex = u32;
 
-/// Importance, most important first: priority, then arrival.
-pub(super) type Importance = (i64, u64);
+/// Who goes first, the smaller one: priority, less what arriving earlier is worth, then arrival.
+pub(super) type Order = (i128, u64);
 
 /// What every launch looks at comes first, in one cache line.
 #[derive(Clone, Debug)]
@@ -28,7 +28,7 @@ pub(super) struct Request {
     pub(super) stop_token_ids: Vec<i64>,
     /// Output tokens before which stop ids do not count, after the prompt.
     pub(super) min_len: usize,
-    pub(super) importance: Importance,
+    pub(super) order: Order,
     pub(super) k: usize,
     /// Its row while running.
     pub(super) row: Option<u32>,
@@ -84,7 +84,7 @@ pub(super) enum Ending {
 impl Request {
     pub(super) fn new(
         id: i64,
-        importance: Importance,
+        order: Order,
         prompt: &[i64],
         params: &super::RequestParams<'_>,
         root: BlockHash,
@@ -94,7 +94,7 @@ impl Request {
             prompt_len: prompt.len(),
             sampling: Sampling::new(params, dtype),
             id,
-            importance,
+            order,
             tokens: prompt.iter().map(|&token| token as u32).collect(),
             limit: params.limit,
             min_len: prompt.len().saturating_add(params.min_tokens),

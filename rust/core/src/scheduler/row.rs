@@ -94,6 +94,8 @@ pub(super) struct Entry {
     pub(super) row: RowIndex,
     /// The most tokens it can emit: K + 1 of a decode entry, 1 of a prompt's last chunk, 0 of another chunk.
     pub(super) emit_upper: u32,
+    /// The end of a chunk that does not end its prompt.
+    pub(super) chunk_end: u32,
 }
 
 impl Entry {

@@ -57,6 +57,16 @@ struct Settled {
     finish_reason: i64,
 }
 
+/// Blocks of a row that may be complete by now.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Publication {
+    row: RowIndex,
+    /// Positions with target KV that has settled.
+    target_len: u32,
+    /// Whether the row drafted in this launch, so that its draft KV up to `draft_len` has proved finite.
+    drafted: bool,
+}
+
 const DROPPED: Settled = Settled { request_id: -1, num_new: 0, finish_reason: FINISH_NONE };
 
 impl Scheduler {
@@ -94,8 +104,7 @@ impl Scheduler {
             (*id, *count, *reason) = (entry.request_id, entry.num_new as i64, entry.finish_reason);
         }
         for at in 0..self.num_unpublished {
-            let (row, drafted) = self.unpublished[at];
-            self.publish(row, drafted)?;
+            self.publish(self.unpublished[at])?;
         }
         self.spare_launches.push(launch);
         Ok(())
@@ -188,38 +197,37 @@ impl Scheduler {
                 self.pool.release_claim(block, entry.row);
             }
         }
-        let block_size = self.config.block_size;
+        let target_len = if entry.emits() { row.n - 1 } else { entry.chunk_end as usize };
+        let publication = Publication { row: entry.row, target_len: target_len as u32, drafted: drafted > 0 };
         // Without a branch, which would be mispredicted: any row may complete a block.
-        let target_complete = u32::from((row.num_registered + 1) * block_size < row.n);
-        let draft_complete =
-            u32::from((row.num_draft_marked + 1) * block_size <= row.draft_len) * u32::from(drafted > 0);
-        let complete = target_complete + draft_complete > 0;
+        let block_size = self.config.block_size;
+        let complete = ((row.num_registered + 1) * block_size <= target_len)
+            | (publication.drafted & ((row.num_draft_marked + 1) * block_size <= row.draft_len));
+        let publishes = complete & self.config.enable_prefix_caching;
         let finish_reason = match ending {
-            Ending::None => FINISH_NONE,
+            Ending::None => {
+                self.unpublished[self.num_unpublished] = publication;
+                self.num_unpublished += usize::from(publishes);
+                return Ok(Settled { request_id, num_new, finish_reason: FINISH_NONE });
+            }
             Ending::Stop => FINISH_STOP,
             Ending::Length => FINISH_LENGTH,
         };
-        if ending == Ending::None {
-            self.unpublished[self.num_unpublished] = (entry.row, drafted > 0);
-            let publishes = self.config.enable_prefix_caching && num_new > 0;
-            self.num_unpublished += usize::from(publishes) * usize::from(complete);
-        } else {
-            if self.config.enable_prefix_caching && complete {
-                self.publish(entry.row, drafted > 0)?;
-            }
-            self.end(entry.row)?;
+        if publishes {
+            self.publish(publication)?;
         }
+        self.end(entry.row)?;
         Ok(Settled { request_id, num_new, finish_reason })
     }
 
-    /// Sets marks after an iteration with finite logits: T on blocks whose target KV is complete, D, if it `drafted`, on those
-    /// whose draft KV is. Looks at each block once.
-    fn publish(&mut self, row_index: RowIndex, drafted: bool) -> Result<()> {
+    /// Sets marks after an iteration or a chunk with finite results: T on blocks whose target KV is complete, D, if it drafted, on
+    /// those whose draft KV is. Looks at each block once.
+    fn publish(&mut self, publication: Publication) -> Result<()> {
+        let Publication { row: row_index, target_len, drafted } = publication;
         let block_size = self.config.block_size;
         let row = &mut self.rows[row_index as usize];
         let request = &mut self.requests[row.request];
-        let target_len = row.n - 1;
-        while (row.num_registered + 1) * block_size <= target_len {
+        while (row.num_registered + 1) * block_size <= target_len as usize {
             let index = row.num_registered;
             let hash = request.block_hash(index, block_size, &self.hasher);
             // A launch in flight may be writing draft KV into this block, so no other row may.

@@ -19,9 +19,9 @@ mod sweep;
 use common::driver::{Ask, prompt};
 use specrs_core::{Drafter, SchedulerConfig};
 
-/// 4 rows of at most 64 tokens, 64 blocks of 4, a budget of 32, no speculation.
+/// 4 rows of at most 64 tokens, 64 blocks of 4, a budget of 32, no speculation, nothing reserved.
 fn small() -> SchedulerConfig {
-    SchedulerConfig::new(4, 64, 64, 4, 32)
+    SchedulerConfig { num_reserved_decode_tokens: 0, ..SchedulerConfig::new(4, 64, 64, 4, 32) }
 }
 
 /// The same with K = 3 and a draft model.

@@ -1,8 +1,9 @@
 //! The prefix cache as requests see it.
 
-use specrs_core::SchedulerConfig;
+use specrs_core::scheduler::layout::FLAG_TARGET_NON_FINITE;
+use specrs_core::{Drafter, SchedulerConfig};
 
-use crate::common::driver::{Ask, Driver};
+use crate::common::driver::{Ask, Driver, prompt};
 use crate::{ask, drafting, small, speculative};
 
 fn cached(driver: &Driver) -> u64 {
@@ -87,30 +88,146 @@ fn nothing_is_cached_when_caching_is_off() {
 }
 
 #[test]
-fn blocks_can_be_found_only_once_their_prompt_has_finite_logits() {
-    let mut driver = Driver::new(SchedulerConfig { max_num_batched_tokens: 8, ..small() });
-    driver.add(0, &ask(1, 20, 5)).unwrap();
-    let mut registered = Vec::new();
-    for _ in 0..3 {
-        driver.launch();
-        driver.settle();
-        registered.push((0..64).filter(|&block| driver.scheduler.block_pool().is_registered(block)).count());
+fn blocks_can_be_found_as_soon_as_their_chunk_has_settled() {
+    for max_in_flight in 1..3 {
+        let mut driver = Driver::new(SchedulerConfig { max_num_batched_tokens: 9, max_in_flight, ..small() });
+        driver.add(0, &ask(1, 21, 5)).unwrap();
+        let mut registered = Vec::new();
+        for _ in 1..max_in_flight {
+            driver.launch();
+        }
+        for _ in 0..3 {
+            driver.launch();
+            driver.settle();
+            registered.push((0..64).filter(|&block| driver.scheduler.block_pool().is_registered(block)).count());
+        }
+        assert_eq!(registered, [2, 4, 5], "chunks end at 9, 18 and 21");
+        driver.run();
     }
-    assert_eq!(registered, [0, 0, 5]);
-    driver.run();
 }
 
 #[test]
-fn equal_prompts_at_once_keep_private_copies() {
+fn a_request_preempted_in_mid_prefill_keeps_what_has_settled() {
+    let mut driver = Driver::new(SchedulerConfig {
+        num_reserved_decode_tokens: 0,
+        max_in_flight: 2,
+        ..SchedulerConfig::new(2, 600, 64, 16, 50)
+    });
+    driver.add(0, &ask(1, 500, 5)).unwrap();
+    for _ in 0..9 {
+        driver.launch();
+        driver.settle();
+    }
+    driver.preempt(0).unwrap();
+    driver.launch();
+    assert_eq!(driver.section("admit_num_cached", 1), [448], "28 blocks of 450 positions");
+    driver.run();
+    assert_eq!(driver.output(0).len(), 5);
+}
+
+/// Prefill tokens until all of `asks` have ended, with room for all of them at once.
+fn prefill_tokens(asks: &[Ask], max_num_batched_tokens: usize, max_in_flight: usize) -> usize {
+    let config = SchedulerConfig {
+        max_in_flight,
+        num_speculative_tokens: 3,
+        drafter: Drafter::draft_model(600, 1.0),
+        ..SchedulerConfig::new(8, 600, 400, 16, max_num_batched_tokens)
+    };
+    let mut driver = Driver::new(config);
+    for (id, ask) in asks.iter().enumerate() {
+        driver.add(id as i64, ask).unwrap();
+    }
+    driver.run();
+    driver.launches.iter().map(|header| header.num_prefill_tokens).sum()
+}
+
+#[test]
+fn equal_prompts_at_once_are_computed_once() {
+    for max_in_flight in 1..4 {
+        for budget in [64, 300, 8192] {
+            let tokens = prefill_tokens(&vec![drafting(1, 500, 8); 8], budget, max_in_flight);
+            // The last 4 tokens, behind the last full block, are each request's own.
+            assert_eq!(tokens, 500 + 7 * 4, "C = {budget}, {max_in_flight} in flight");
+        }
+    }
+}
+
+#[test]
+fn prompts_that_begin_alike_wait_where_that_saves_more_than_is_left() {
+    let with_tail = |id: u64, len: usize| {
+        let own = prompt(id + 10, len);
+        Ask { prompt: [prompt(1, 320), own].concat(), max_tokens: 4, ..Ask::default() }
+    };
+    let asks: Vec<_> = (0..4).map(|id| with_tail(id, 100)).collect();
+    assert_eq!(prefill_tokens(&asks, 8192, 1), 420 + 3 * 100);
+    let asks: Vec<_> =
+        (0..4).map(|id| Ask { prompt: with_tail(id, 250).prompt.split_off(160), ..with_tail(id, 1) }).collect();
+    assert_eq!(prefill_tokens(&asks, 8192, 1), 4 * 410, "160 in common of 410");
+}
+
+#[test]
+fn who_waits_for_a_prefix_keeps_its_row_and_blocks_and_others_go_on() {
+    // 2 rows: one computes, one is kept for request 1, so request 2 waits although it has nothing in common.
+    for (rows, admitted) in [(2, 1), (3, 2)] {
+        let mut driver = Driver::new(SchedulerConfig { max_num_seqs: rows, ..small() });
+        driver.add(0, &ask(1, 25, 5)).unwrap();
+        driver.add(1, &ask(1, 25, 5)).unwrap();
+        driver.add(2, &ask(2, 5, 5)).unwrap();
+        assert_eq!(driver.launch().num_admitted, admitted);
+        driver.settle();
+        let header = driver.launch();
+        assert_eq!(driver.section("admit_request_id", header.num_admitted), [1]);
+        assert_eq!(driver.section("admit_num_cached", 1), [24]);
+        driver.run();
+    }
+    // 16 blocks: 7 for request 0 and as many for request 1, which leaves 2 of the 3 for request 2.
+    for (num_blocks, admitted) in [(16, 1), (17, 2)] {
+        let mut driver = Driver::new(SchedulerConfig { num_blocks, ..small() });
+        driver.add(0, &ask(1, 25, 3)).unwrap();
+        driver.add(1, &ask(1, 25, 3)).unwrap();
+        driver.add(2, &ask(2, 9, 3)).unwrap();
+        assert_eq!(driver.launch().num_admitted, admitted, "{num_blocks} blocks");
+        driver.run();
+    }
+}
+
+#[test]
+fn nobody_waits_for_a_request_that_is_gone() {
+    for max_in_flight in 1..3 {
+        for end in 0..3 {
+            let config = SchedulerConfig { max_num_batched_tokens: 8, max_in_flight, max_num_seqs: 3, ..small() };
+            let mut driver = Driver::new(config);
+            for id in 0..3 {
+                driver.add(id, &ask(1, 41, 5)).unwrap();
+            }
+            driver.launch();
+            driver.settle();
+            driver.launch();
+            assert_eq!((driver.scheduler.num_running(), driver.scheduler.num_waiting()), (1, 2));
+            match end {
+                0 => driver.abort(0).unwrap(),
+                1 => driver.preempt(0).unwrap(),
+                _ => _ = driver.device.faults.insert(0, FLAG_TARGET_NON_FINITE),
+            }
+            driver.run();
+            assert_eq!((driver.output(1).len(), driver.output(2).len()), (5, 5));
+            let tokens: usize = driver.launches.iter().map(|header| header.num_prefill_tokens).sum();
+            assert!(tokens < 2 * 41 + 8, "{tokens} prefill tokens");
+        }
+    }
+}
+
+#[test]
+fn equal_prompts_at_once_share_blocks() {
     let mut driver = Driver::new(SchedulerConfig { max_num_batched_tokens: 64, max_in_flight: 2, ..speculative() });
     for id in 0..3 {
         driver.add(id, &drafting(1, 20, 20)).unwrap();
     }
     driver.run();
-    assert_eq!(cached(&driver), 0, "all three were admitted before any had settled");
+    assert_eq!(cached(&driver), 32);
     driver.add(3, &drafting(1, 20, 20)).unwrap();
     driver.run();
-    assert_eq!(cached(&driver), 16);
+    assert_eq!(cached(&driver), 48);
 }
 
 #[test]

@@ -194,6 +194,12 @@ impl Device {
         }
     }
 
+    /// Whether a row that wants `k` drafts would draft any if its draft KV were complete.
+    pub(crate) fn could_draft(&self, row: usize, k: usize) -> bool {
+        let Row { ref tokens, limit, active, draft_poisoned, .. } = self.rows[row];
+        k > 0 && active && !draft_poisoned && tokens.len() + 1 < limit && self.draft_context >= Some(tokens.len())
+    }
+
     pub(crate) fn limit_of(&self, row: usize) -> usize {
         self.rows[row].limit
     }

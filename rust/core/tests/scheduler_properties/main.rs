@@ -83,8 +83,14 @@ fn settings() -> impl Strategy<Value = SchedulerConfig> {
     let draft = prop_oneof![1 => Just(None), 1 => (1..30_usize).prop_map(Some), 3 => Just(Some(64))];
     let rest = (0..5_usize, draft, prop::sample::select(vec![1_usize, 2, 2, 3]), 1..4_usize, prop::bool::weighted(0.8));
     let ratio = prop::sample::select(vec![0.05, 0.5, 1.0, 3.0]);
+    let policy = (
+        prop::sample::select(vec![0_usize, 0, 3, 64]),
+        prop::sample::select(vec![0_usize, 0, 1, 7]),
+        prop::sample::select(vec![0_usize, 0, 1, 4]),
+    );
     let ngrams = prop::option::weighted(0.25, (1..4_usize, 0..3_usize));
-    (sizes, budget, rest, ratio, ngrams).prop_map(|((rows, len, spare, block_size), budget, rest, ratio, ngrams)| {
+    let more = (ngrams, policy);
+    (sizes, budget, rest, ratio, more).prop_map(|((rows, len, spare, block_size), budget, rest, ratio, (ngrams, policy))| {
         let (k, context, max_draft_lag, max_in_flight, enable_prefix_caching) = rest;
         SchedulerConfig {
             num_speculative_tokens: k,
@@ -95,6 +101,9 @@ fn settings() -> impl Strategy<Value = SchedulerConfig> {
             },
             max_in_flight: if ngrams.is_some() { 1 } else { max_in_flight },
             enable_prefix_caching,
+            num_reserved_decode_tokens: policy.0,
+            long_prefill_token_threshold: policy.1,
+            priority_aging_launches: policy.2,
             ..SchedulerConfig::new(rows, len, len.div_ceil(block_size) + spare, block_size, budget)
         }
     })
@@ -102,7 +111,11 @@ fn settings() -> impl Strategy<Value = SchedulerConfig> {
 
 /// What the test knows of a request.
 struct Request {
-    importance: (i64, usize),
+    order: (i64, usize),
+    /// The most it drafts: what it asked for, or 0 after a fault of the draft.
+    k: usize,
+    prompt: Vec<i64>,
+    salt: u8,
     expected: Vec<i64>,
     delivered: Vec<i64>,
     ended: bool,
@@ -115,6 +128,8 @@ struct Run {
     in_flight: VecDeque<(u64, Vec<i64>, Vec<Outcome>)>,
     record: Vec<i64>,
     settled: Vec<i64>,
+    /// Launches so far.
+    launches: i64,
     /// Drafts, draft tokens and accepted tokens of entries that counted.
     books: (u64, u64, u64),
 }
@@ -131,6 +146,7 @@ impl Run {
             device,
             requests: BTreeMap::new(),
             in_flight: VecDeque::new(),
+            launches: 0,
             books: (0, 0, 0),
         }
     }
@@ -220,8 +236,23 @@ impl Run {
         let duplicate = self.scheduler.add_request(id, &prompt, &params);
         assert_eq!(duplicate, Err(Error::DuplicateRequest { request_id: id }));
         let expected = lone_text(&prompt, limit, &sampling);
-        let importance = (ask.priority, self.requests.len());
-        self.requests.insert(id, Request { importance, expected, delivered: Vec::new(), ended: false });
+        let rank = match self.scheduler.config().priority_aging_launches as i64 {
+            0 => ask.priority,
+            launches => ask.priority * launches + self.launches,
+        };
+        let order = (rank, self.requests.len());
+        self.requests.insert(
+            id,
+            Request {
+                order,
+                k: params.num_speculative_tokens,
+                prompt,
+                salt: ask.salt,
+                expected,
+                delivered: Vec::new(),
+                ended: false,
+            },
+        );
         self.device.sampling.insert(id, sampling);
     }
 
@@ -239,6 +270,7 @@ impl Run {
                 let record = Record::new(&self.scheduler, &self.record);
                 let outcomes = self.device.execute(&self.scheduler, &record);
                 let rows = (0..record.num_entries()).map(|entry| record.get("entry_row", entry)).collect();
+                self.launches += 1;
                 self.in_flight.push_back((record.count("launch_id") as u64, rows, outcomes));
             }
         }
@@ -277,29 +309,54 @@ impl Run {
         let most = chunks + cost(1) + record.count("num_draft_chunks");
         assert!(prefill + cost(draft) <= most, "{prefill} prefill and {draft} draft tokens of {chunks}");
 
-        // Admitted requests are the most important of those that waited, and none is admitted while others are preempted.
+        // Admitted requests are the most important of those that waited, but for those that wait for a prefix, and none is admitted
+        // while others are preempted.
         let admitted: Vec<_> = (0..record.count("num_admitted")).map(|i| record.get("admit_request_id", i)).collect();
         let preempted = record.count("num_preempted");
         assert!(admitted.is_empty() || preempted == 0);
         assert!(alone || preempted == 0, "preempted while launches in flight could still free blocks");
         if let (Some(last), Some(first)) = (
-            admitted.iter().map(|id| self.requests[id].importance).max(),
-            self.waiting().iter().map(|id| self.requests[id].importance).min(),
+            admitted.iter().map(|id| self.requests[id].order).max(),
+            self.waiting().iter().filter(|id| !self.may_wait_for_prefix(**id)).map(|id| self.requests[id].order).min(),
         ) {
             assert!(last < first, "admitted {last:?} before {first:?}");
         }
         for i in 0..preempted {
             let id = record.get("preempted_request_id", i);
-            let important = self.running().iter().map(|id| self.requests[id].importance).min();
-            assert!(important < Some(self.requests[&id].importance), "the most important request {id} was preempted");
+            let important = self.running().iter().map(|id| self.requests[id].order).min();
+            assert!(important < Some(self.requests[&id].order), "the most important request {id} was preempted");
         }
         self.check_admissions(&record);
         // With everything settled, the most important running request always advances.
         if alone {
-            let first = self.running().into_iter().min_by_key(|id| self.requests[id].importance).expect("an entry's");
+            let first = self.running().into_iter().min_by_key(|id| self.requests[id].order).expect("an entry's");
             let advances = (0..num_entries).any(|entry| self.device_request(&record, entry) == first);
             assert!(advances, "request {first} stands still");
+            // So does drafting: of those that could draft and have blocks for it, somebody does or comes closer to it.
+            let idle = |&entry: &usize| {
+                let row = record.size("entry_row", entry);
+                record.size("entry_k", entry) == 0
+                    && self.device.could_draft(row, self.requests[&self.device.request_of(row)].k)
+            };
+            if self.scheduler.num_free_blocks() > 0 && (0..num_decode).any(|entry| idle(&entry)) {
+                assert!(ks[0] > 0 || draft > 0, "nobody comes closer to drafting");
+            }
         }
+    }
+
+    /// Whether some running request's tokens begin with half of this one's, at least one block.
+    fn may_wait_for_prefix(&self, id: i64) -> bool {
+        let config = self.scheduler.config();
+        let tokens = |id: i64| {
+            let request = &self.requests[&id];
+            [&request.prompt[..], &request.delivered].concat()
+        };
+        let (own, salt) = (tokens(id), self.requests[&id].salt);
+        let alike = |other: &i64| {
+            let common = own.iter().zip(tokens(*other)).take_while(|(a, b)| *a == b).count() / config.block_size;
+            self.requests[other].salt == salt && common > 0 && 2 * common * config.block_size >= own.len()
+        };
+        config.enable_prefix_caching && self.running().iter().any(alike)
     }
 
     /// Beside others, a newcomer has blocks for its whole prompt, or it would soon be preempted again.
@@ -359,6 +416,9 @@ impl Run {
             request.delivered.extend(&outcome.tokens[..num_new]);
             assert!(request.expected.starts_with(&request.delivered), "request {id}: {:?}", request.delivered);
             request.ended = finish != FINISH_NONE;
+            if outcome.flags & 2 != 0 {
+                request.k = 0;
+            }
             if outcome.flags & 5 != 0 {
                 assert_eq!((num_new, finish), (0, FINISH_ERROR));
                 continue;
