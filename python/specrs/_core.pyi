@@ -295,6 +295,9 @@ class Scheduler:
         max_in_flight: int = 1,
         max_constraint_len: int = 0,
         logits_dtype: str = "float32",
+        num_reserved_decode_tokens: int = 64,
+        long_prefill_token_threshold: int = 0,
+        priority_aging_launches: int = 0,
         enable_prefix_caching: bool = True,
         enable_kv_cache_events: bool = False,
         hash_key: bytes = ...,
@@ -315,6 +318,12 @@ class Scheduler:
             max_constraint_len: elements (W) that a request's allowed_token_ids, logit_bias and bad words may take in a
                 record, and those of all that a launch admits: an id one, a bias two, a bad word one and its tokens.
             logits_dtype: "float32" or "float64", what sampling parameters are rounded to.
+            num_reserved_decode_tokens: positions of output that each running request has blocks for, or could get, when
+                a newcomer is admitted; at least 0, which preempts often in a full pool.
+            long_prefill_token_threshold: the most prompt tokens of a request in a launch while other prompts want some;
+                0 is three quarters of what is left when its turn comes. What the others leave, it gets.
+            priority_aging_launches: launches by which a request must have arrived earlier to go before one of a
+                priority better by 1; 0: priority always counts more.
             enable_prefix_caching: whether requests share the KV of equal prefixes.
             enable_kv_cache_events: whether `take_kv_events` tells what came into the prefix cache and left it.
             hash_key: 16 bytes, default all zero. A secret key keeps clients from building prompts that collide.

@@ -155,6 +155,12 @@ class EngineConfig:
     measured where its weights are not at hand.
     `max_model_len`: tokens of prompt and output together; None is the model's `max_position_embeddings`.
     `max_num_seqs`: requests that run at once. `max_num_batched_tokens`: tokens of one launch.
+    `long_prefill_token_threshold`: the most prompt tokens of a request in one launch while other prompts want some; 0
+    leaves a quarter to the others. What the others leave, it gets.
+    `num_reserved_decode_tokens`: positions of output kept for each running request when another is admitted. Fewer let
+    more requests run at once in a full KV cache, and be preempted more often.
+    `priority_aging_launches`: priorities age, so that no request waits for ever behind more important ones: one that
+    arrived so many launches earlier goes before one whose `priority` is better by 1. 0 is off.
     `block_size`: positions of one KV block, a power of two. `num_gpu_blocks_override`: blocks of the pool, whatever the
     device; otherwise as many as fit in `kv_cache_memory_bytes` (None: 4 GiB on a CPU, and on a GPU what
     `gpu_memory_utilization` of its memory leaves beside weights, buffers and graphs).
@@ -183,6 +189,9 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    long_prefill_token_threshold: int = 0
+    num_reserved_decode_tokens: int = 64
+    priority_aging_launches: int = 0
     block_size: int = 16
     num_gpu_blocks_override: int | None = None
     kv_cache_memory_bytes: int | None = None
@@ -206,6 +215,15 @@ class EngineConfig:
             "max_num_seqs": check_int(error, "max_num_seqs", self.max_num_seqs, 1, 65536),
             "max_num_batched_tokens": check_int(
                 error, "max_num_batched_tokens", self.max_num_batched_tokens, 1, 1 << 24
+            ),
+            "long_prefill_token_threshold": check_int(
+                error, "long_prefill_token_threshold", self.long_prefill_token_threshold, 0, 1 << 24
+            ),
+            "num_reserved_decode_tokens": check_int(
+                error, "num_reserved_decode_tokens", self.num_reserved_decode_tokens, 0, 1 << 24
+            ),
+            "priority_aging_launches": check_int(
+                error, "priority_aging_launches", self.priority_aging_launches, 0, 1 << 24
             ),
             "block_size": check_int(error, "block_size", self.block_size, 1, 1024),
             "seed": check_int(error, "seed", self.seed, -(2**63), 2**63 - 1),
@@ -346,7 +364,6 @@ _HONOURED: dict[str, tuple[object, ...]] = {
     "enable_chunked_prefill": (None, True),
     "max_num_partial_prefills": (1,),
     "max_long_partial_prefills": (1,),
-    "long_prefill_token_threshold": (0,),
     "scheduling_policy": ("fcfs", "priority"),
     "async_scheduling": (None, False),
     "logits_processors": (None, []),

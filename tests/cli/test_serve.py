@@ -56,7 +56,8 @@ def test_the_references_commands(served: list[tuple[EngineConfig, ServerSettings
 def test_every_flag_of_the_engine(served: list[tuple[EngineConfig, ServerSettings]]) -> None:
     flags = "--tokenizer t --revision r --dtype bfloat16 --seed 3 --max-model-len 4K --max-num-seqs 7 --block-size 32"
     more = "--max-num-batched-tokens 1k --num-gpu-blocks-override 9 --no-enable-prefix-caching --enforce-eager"
-    assert main(["serve", "m/m", *flags.split(), *more.split(), "--max-logprobs", "5"]) == 0
+    policy = "--long-prefill-token-threshold 1K --num-reserved-decode-tokens 128 --priority-aging-launches 50"
+    assert main(["serve", "m/m", *flags.split(), *more.split(), *policy.split(), "--max-logprobs", "5"]) == 0
     ((config, _),) = served
     assert config == EngineConfig(
         model="m/m",
@@ -68,6 +69,9 @@ def test_every_flag_of_the_engine(served: list[tuple[EngineConfig, ServerSetting
         max_num_seqs=7,
         block_size=32,
         max_num_batched_tokens=1000,
+        long_prefill_token_threshold=1024,
+        num_reserved_decode_tokens=128,
+        priority_aging_launches=50,
         num_gpu_blocks_override=9,
         enable_prefix_caching=False,
         enforce_eager=True,

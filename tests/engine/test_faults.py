@@ -63,6 +63,33 @@ def test_a_poisoned_prefix_is_never_shared(bank: Bank, monkeypatch: pytest.Monke
     assert good.output_token_ids == bank.continuations[5][:20]
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_poisoned_chunk_is_never_shared_before_its_prompt_ends(
+    bank: Bank, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Prompts 5 and 6 begin alike for 64 tokens, four blocks, in chunks of 20; of the first, the second chunk is broken.
+    engine = make_engine(bank.target, None, k=0, max_num_batched_tokens=20, launch_depth=depth)
+    jobs = [request(i, bank.prompts[i], k=None, max_tokens=20, engine_k=0, ignore_eos=True) for i in (6, 5)]
+    calls = 0
+    forward = Dense.forward
+
+    def faulty(self: Dense, inputs: PassInputs, kv_cache: KVCache) -> HiddenStates:
+        nonlocal calls
+        hidden = forward(self, inputs, kv_cache)
+        calls += 1
+        if calls == 2:
+            hidden.final[:] = torch.nan
+        return hidden
+
+    monkeypatch.setattr(Dense, "forward", faulty)
+    for job in jobs:
+        engine.add_request(job)
+    run(engine)
+    assert jobs[0].finish_reason == "error"
+    assert jobs[1].num_cached_tokens == 16, "the first chunk's whole block"
+    assert jobs[1].output_token_ids == bank.continuations[5][:20]
+
+
 def test_a_draft_that_answers_nan_costs_drafts_not_text(bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(bank.target, bank.drafts["close"], k=3)
     marker = bank.continuations[5][4]

@@ -33,8 +33,11 @@ class CoreMachine(RuleBasedStateMachine):
         k=st.integers(0, 4),
         depth=st.integers(1, 3),
         caching=st.booleans(),
+        policy=st.tuples(st.sampled_from([0, 4, 64]), st.sampled_from([0, 3]), st.sampled_from([0, 2])),
     )
-    def start(self, rows: int, block_size: int, spare: int, k: int, depth: int, caching: bool) -> None:
+    def start(
+        self, rows: int, block_size: int, spare: int, k: int, depth: int, caching: bool, policy: tuple[int, int, int]
+    ) -> None:
         self.k, self.depth, self.block_size = k, depth, block_size
         config = {
             "max_num_seqs": rows,
@@ -45,6 +48,9 @@ class CoreMachine(RuleBasedStateMachine):
             "num_speculative_tokens": k,
             "drafter": CachedDrafter(max_model_len=36),
             "max_in_flight": depth,
+            "num_reserved_decode_tokens": policy[0],
+            "long_prefill_token_threshold": policy[1],
+            "priority_aging_launches": policy[2],
             "enable_prefix_caching": caching,
         }
         self.both = [Scheduler(**config), Scheduler(**config)]

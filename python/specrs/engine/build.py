@@ -136,6 +136,9 @@ class Blueprint:
             max_in_flight=self.depth,
             max_constraint_len=max_constraint_len(self.weights.target.vocab_size),
             logits_dtype=str(self.logits_dtype).removeprefix("torch."),
+            num_reserved_decode_tokens=config.num_reserved_decode_tokens,
+            long_prefill_token_threshold=config.long_prefill_token_threshold,
+            priority_aging_launches=config.priority_aging_launches,
             enable_prefix_caching=config.enable_prefix_caching,
             hash_key=secrets.token_bytes(16),
         )

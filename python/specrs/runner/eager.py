@@ -17,7 +17,7 @@ from specrs.runner.extras import ExtrasLookup
 from specrs.runner.iteration import Drafted, Scored, draft, prepare, verify
 from specrs.runner.logprobs import entry_logprobs, prompt_logprobs
 from specrs.runner.noise import Noise
-from specrs.runner.prefill import catch_up_inputs, caught_up, last_chunks, last_rows, prefill_inputs
+from specrs.runner.prefill import catch_up_inputs, caught_up, flag_chunks, last_chunks, last_rows, prefill_inputs
 from specrs.runner.ring import Header, Results, RingSlot
 from specrs.runner.row_state import RowState
 from specrs.runner.sampling_state import EntrySampling, SamplingState
@@ -86,6 +86,8 @@ class EagerRunner:
         for tensor in results.tensors():
             tensor.zero_()
         prompt_logprobs(slot, header, hidden, self.target.compute_logits, self.state, self.sampling)
+        last = hidden[last_rows(slot.views, header)]
+        flag_chunks(last, results.flags)
         chunks = last_chunks(slot.views, header)
         if not chunks:
             return
@@ -102,7 +104,7 @@ class EagerRunner:
         )
         final = Results(*(torch.empty_like(tensor[: len(chunks)]) for tensor in results.tensors()))
         drafted = Drafted(torch.zeros_like(it.num_tokens), None)
-        logits = self.target.compute_logits(hidden[last_rows(slot.views, header)[chunks]])
+        logits = self.target.compute_logits(last[chunks])
         scored = Scored(logits, it.num_tokens - 1, it.rows.new_empty(len(chunks), 0))
         sampling = self.sampling.for_entries(self.state, it, it.rows.tolist(), slot, header.num_decode)
         self._finish(slot, entries, it, scored, drafted, sampling, final)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
+from specrs.core import FLAG_TARGET_NON_FINITE
 from specrs.models.inputs import PassInputs
 from specrs.runner.ring import Header
 from specrs.runner.row_state import RowState
@@ -72,3 +74,13 @@ def last_chunks(host: Views, header: Header) -> list[int]:
 def last_rows(device: Views, header: Header) -> Tensor:
     """The last flat row of each prompt chunk, `[num_prefill]` int64."""
     return device["prefill_q_start"][1 : header.num_prefill + 1] - 1
+
+
+def flag_chunks(last: Tensor, flags: Tensor) -> None:
+    """Report prompt chunks that are not finite; mutates `flags` `[num_prefill]` int64.
+
+    `last` `[num_prefill, hidden_size]` is each chunk's last hidden row. It has attended to all positions up to its own,
+    so what is not finite in the KV of any of them is in it, too. Others may find a chunk's blocks once it has settled,
+    before the end of its prompt has logits to tell.
+    """
+    flags |= torch.where(last.isfinite().all(dim=1), 0, FLAG_TARGET_NON_FINITE)

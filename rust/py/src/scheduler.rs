@@ -40,6 +40,7 @@ impl Scheduler {
     #[pyo3(signature = (
         *, max_num_seqs, max_model_len, num_blocks, block_size, max_num_batched_tokens, num_speculative_tokens = 0,
         drafter = None, max_in_flight = 1, max_constraint_len = 0, logits_dtype = "float32",
+        num_reserved_decode_tokens = 64, long_prefill_token_threshold = 0, priority_aging_launches = 0,
         enable_prefix_caching = true, enable_kv_cache_events = false,
         hash_key = DEFAULT_HASH_KEY,
     ))]
@@ -56,6 +57,9 @@ impl Scheduler {
         max_in_flight: i64,
         max_constraint_len: i64,
         logits_dtype: &str,
+        num_reserved_decode_tokens: i64,
+        long_prefill_token_threshold: i64,
+        priority_aging_launches: i64,
         enable_prefix_caching: bool,
         enable_kv_cache_events: bool,
         hash_key: &[u8],
@@ -72,6 +76,9 @@ impl Scheduler {
             max_in_flight: size("max_in_flight", max_in_flight)?,
             max_constraint_len: size("max_constraint_len", max_constraint_len)?,
             logits_dtype: parse_dtype(py, logits_dtype)?,
+            num_reserved_decode_tokens: size("num_reserved_decode_tokens", num_reserved_decode_tokens)?,
+            long_prefill_token_threshold: size("long_prefill_token_threshold", long_prefill_token_threshold)?,
+            priority_aging_launches: size("priority_aging_launches", priority_aging_launches)?,
             enable_prefix_caching,
             enable_kv_cache_events,
             hash_key: hash_key_bytes(py, hash_key)?,

@@ -33,7 +33,7 @@ from specrs.runner.cuda.iteration import (
 from specrs.runner.cuda.shapes import Buckets, Shape, Tail
 from specrs.runner.extras import ExtrasLookup
 from specrs.runner.logprobs import prompt_logprobs
-from specrs.runner.prefill import catch_up_inputs, caught_up, last_chunks, last_rows, prefill_inputs
+from specrs.runner.prefill import catch_up_inputs, caught_up, flag_chunks, last_chunks, last_rows, prefill_inputs
 from specrs.runner.ring import Header, Layout, RingSlot
 from specrs.runner.sampling_state import SamplingState
 from specrs.runner.uploads import apply_uploads
@@ -131,16 +131,24 @@ class CudaRunner:
         self.num_target_passes += 1
         prompt_logprobs(slot, header, hidden, ctx.target.compute_logits, ctx.state, self.sampling)
         count, first = header.num_prefill, header.num_decode
-        if not last_chunks(slot.views, header):
-            for tensor in ctx.record.results_view.narrow(first, count).tensors():
+        last = hidden.index_select(0, last_rows(views, header))
+        results = ctx.record.results_view.narrow(first, count)
+        if last_chunks(slot.views, header):
+            self._end_prompts(slot, header, last)
+        else:
+            for tensor in results.tensors():
                 tensor.zero_()
-            return
+        flag_chunks(last, results.flags)
+
+    def _end_prompts(self, slot: RingSlot, header: Header, last: Tensor) -> None:
+        """Draw the tokens behind prompts that end; other chunks report zeros. `last`: `[num_prefill, hidden_size]`."""
+        ctx, views = self.ctx, self.ctx.record.views
+        count, first = header.num_prefill, header.num_decode
         # The end of a prompt is an iteration without drafts: its last hidden row gives the distribution of position n.
         rows = slot.views["entry_row"][first : first + count].tolist()
         shape = Shape(count, 0, count, self._tail(rows))
         emits = views["chunk_is_last"]
         prepare(ctx, shape, entries_of(views, "num_prefill", first, emits))
-        last = hidden.index_select(0, last_rows(views, header))
         lm_head(ctx, last, greedy=shape.tail is Tail.GREEDY)
         if shape.tail is Tail.LOGITS:
             context = self._context(slot, first, count)

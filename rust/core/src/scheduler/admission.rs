@@ -69,7 +69,7 @@ impl Scheduler {
         request.row = Some(row);
         request.reserve(self.config.block_size, self.config.num_speculative_tokens + 1);
         let start = hits.len() * self.config.block_size;
-        // Once a request: preempted, it finds blocks of its own, which nobody asked for.
+        // Once a request: preempted, it finds blocks that it computed itself.
         if !std::mem::replace(&mut request.admitted, true) {
             self.num_cached_tokens += start as u64;
         }

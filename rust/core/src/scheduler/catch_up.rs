@@ -13,7 +13,7 @@
 //! K = 0 until the claim's holder has finished. A row takes its claims from the front of its table on and waits only for blocks
 //! behind them, so no two rows wait for each other. The claims of a row that drafts no more pass to the next that wants them.
 //!
-//! The shortest lag goes first, so that a long one keeps nobody waiting. Every fourth launch goes by importance instead, so that the
+//! The shortest lag goes first, so that a long one does not keep the others waiting. Every fourth launch goes by importance instead, so that the
 //! long one gets there, too: a share of each launch would not do, since a lag grows by a token a launch while it is open.
 
 use super::Scheduler;

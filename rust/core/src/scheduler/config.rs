@@ -37,7 +37,7 @@ pub struct SchedulerConfig {
     /// admits requests that it preempts soon after; each reserved block a row costs that much concurrency while the pool is full.
     pub num_reserved_decode_tokens: usize,
     /// The most prompt tokens of a request in a launch while other prompts want some; 0 is three quarters of what is left when its turn
-    /// comes. What nobody else takes, it gets.
+    /// comes. What the others leave, it gets.
     pub long_prefill_token_threshold: usize,
     /// Launches by which a request must have arrived earlier to go before one of a priority better by 1; 0: priority always counts
     /// more.

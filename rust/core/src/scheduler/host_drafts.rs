@@ -30,7 +30,7 @@ impl Scheduler {
             Drafter::Host(proposer) if most > 0 => {
                 let (row, width) = (&self.rows[row_index as usize], self.config.num_speculative_tokens);
                 let request = &self.requests[row.request];
-                let (arrival, at) = (request.importance.1, row_index as usize);
+                let (arrival, at) = (request.order.1, row_index as usize);
                 let found = match self.host_drafts.proposals[at] {
                     Some((whose, n, found)) if (whose, n) == (arrival, row.n) => found,
                     _ => {

@@ -136,7 +136,7 @@ impl Device {
     }
 
     /// Overwrites the draft KV of a running request with what belongs to no tokens, in the blocks that it shares with others, too:
-    /// whoever reads it before it is written again panics. What another row has claimed is not this request's.
+    /// reading it before it is written again panics. What another row has claimed is not this request's.
     pub fn corrupt_draft(&mut self, scheduler: &Scheduler, request_id: i64) {
         let pool = scheduler.block_pool();
         let Some(&row) = self.row_of.get(&request_id) else { return };

@@ -11,6 +11,7 @@ mod errors;
 mod host_drafts;
 mod introspection;
 mod kv_events;
+mod policies;
 mod prefixes;
 mod settling;
 mod speculation;

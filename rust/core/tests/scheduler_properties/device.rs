@@ -182,7 +182,7 @@ impl Device {
         self.rows[row].request_id
     }
 
-    /// The draft KV of a running request is lost, in the blocks that it shares with others, too: whoever reads it before it is
+    /// The draft KV of a running request is lost, in the blocks that it shares with others, too: reading it before it is
     /// written again panics. What another row has claimed is not this request's.
     pub(crate) fn lose_draft(&mut self, scheduler: &Scheduler, request_id: i64) {
         let Some(&row) = self.row_of.get(&request_id) else { return };

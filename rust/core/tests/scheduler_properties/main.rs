@@ -90,23 +90,25 @@ fn settings() -> impl Strategy<Value = SchedulerConfig> {
     );
     let ngrams = prop::option::weighted(0.25, (1..4_usize, 0..3_usize));
     let more = (ngrams, policy);
-    (sizes, budget, rest, ratio, more).prop_map(|((rows, len, spare, block_size), budget, rest, ratio, (ngrams, policy))| {
-        let (k, context, max_draft_lag, max_in_flight, enable_prefix_caching) = rest;
-        SchedulerConfig {
-            num_speculative_tokens: k,
-            drafter: match (ngrams, context) {
-                (Some((min, more)), _) => Drafter::Host(NgramProposer::new(min, min + more).expect("allowed")),
-                (None, None) => Drafter::None,
-                (None, Some(max_model_len)) => Drafter::Cached { max_model_len, max_draft_lag, cost_ratio: ratio },
-            },
-            max_in_flight: if ngrams.is_some() { 1 } else { max_in_flight },
-            enable_prefix_caching,
-            num_reserved_decode_tokens: policy.0,
-            long_prefill_token_threshold: policy.1,
-            priority_aging_launches: policy.2,
-            ..SchedulerConfig::new(rows, len, len.div_ceil(block_size) + spare, block_size, budget)
-        }
-    })
+    (sizes, budget, rest, ratio, more).prop_map(
+        |((rows, len, spare, block_size), budget, rest, ratio, (ngrams, policy))| {
+            let (k, context, max_draft_lag, max_in_flight, enable_prefix_caching) = rest;
+            SchedulerConfig {
+                num_speculative_tokens: k,
+                drafter: match (ngrams, context) {
+                    (Some((min, more)), _) => Drafter::Host(NgramProposer::new(min, min + more).expect("allowed")),
+                    (None, None) => Drafter::None,
+                    (None, Some(max_model_len)) => Drafter::Cached { max_model_len, max_draft_lag, cost_ratio: ratio },
+                },
+                max_in_flight: if ngrams.is_some() { 1 } else { max_in_flight },
+                enable_prefix_caching,
+                num_reserved_decode_tokens: policy.0,
+                long_prefill_token_threshold: policy.1,
+                priority_aging_launches: policy.2,
+                ..SchedulerConfig::new(rows, len, len.div_ceil(block_size) + spare, block_size, budget)
+            }
+        },
+    )
 }
 
 /// What the test knows of a request.
@@ -339,7 +341,7 @@ impl Run {
                     && self.device.could_draft(row, self.requests[&self.device.request_of(row)].k)
             };
             if self.scheduler.num_free_blocks() > 0 && (0..num_decode).any(|entry| idle(&entry)) {
-                assert!(ks[0] > 0 || draft > 0, "nobody comes closer to drafting");
+                assert!(ks[0] > 0 || draft > 0, "none comes closer to drafting");
             }
         }
     }
