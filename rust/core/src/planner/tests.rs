@@ -201,6 +201,32 @@ fn constant_inputs_settle_on_one_choice() {
 }
 
 #[test]
+fn a_choice_stays_until_another_promises_half_a_percent_more() {
+    let mut planner = SpeculationPlanner::new(1, 7, lines(0.01, 1.0), 0.0).unwrap();
+    let (mut changes, mut last, mut ks) = (0, None, [0]);
+    // Drafts become slower by 0.05 % a launch, so a change promises little more than it must.
+    for launch in 0..18_000 {
+        let costs = lines(0.01 * 1.0005_f64.powi(launch), 1.0);
+        planner.choice.set_costs(&costs);
+        planner.decide(&[0], &[7], &[0], &mut ks).unwrap();
+        let (odds, by_position) = ([planner.own[0].odds], planner.overall.odds().to_vec());
+        let rate = |k: usize| rate(&costs, &odds, &by_position, &[0.0], &[k]);
+        let chosen = planner.last[0];
+        let best = (0..=7).map(rate).fold(0.0, f64::max);
+        assert!(rate(chosen) * 1.0051 >= best, "K = {chosen} where another gives {}", best / rate(chosen));
+        if let Some(before) = last.replace(chosen).filter(|&before| before != chosen) {
+            assert!(
+                rate(chosen) > 1.004 * rate(before),
+                "K = {before} to {chosen} for {}",
+                rate(chosen) / rate(before)
+            );
+            changes += 1;
+        }
+    }
+    assert!(changes >= 3 && last == Some(0), "{changes} changes, to {last:?}");
+}
+
+#[test]
 fn a_useless_draft_costs_its_share_and_a_draft_that_becomes_good_is_found() {
     let (draft_ms, target_ms) = (0.5, 1.0);
     let mut engine = Loop::new(1, 5, lines(draft_ms, target_ms));

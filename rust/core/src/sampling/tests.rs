@@ -1,6 +1,7 @@
 //! Cuts against sorts, draws against noise made for the whole row, verification against its definition.
 
-use super::{Sampler, SamplingParams, Verdict};
+use super::{Sampler, SamplingParams, Verdict, best};
+use crate::math::exp_nonpositive;
 use crate::philox::{self, Purpose};
 use proptest::prelude::*;
 
@@ -210,4 +211,24 @@ fn wrong_sizes_are_named() {
         "q = 2 elements is not allowed: expected 3 elements"
     );
     assert_eq!(Sampler::new(0).unwrap_err().to_string(), "vocab_size = 0 is not allowed: expected 1 to 2147483648");
+}
+
+#[test]
+fn of_equal_scores_the_first_token_wins() {
+    assert_eq!(best(&[4, 7, 9], [1.0, 1.0, 0.5].into_iter()), 4);
+    assert_eq!(best(&[4, 7, 9], [0.5, 1.0, 1.0].into_iter()), 7);
+    assert_eq!(best(&[4, 7], [f32::NEG_INFINITY; 2].into_iter()), 4);
+}
+
+#[test]
+fn a_nucleus_that_is_reached_exactly_ends_there() {
+    // 127 tokens of weight 1 and 128 of weight 127/128: half of the sum is the first 127, and the next lie in the same cell.
+    let weight = 127.0_f32 / 128.0;
+    let near = weight.ln().to_bits();
+    let logit =
+        (near - 1000..near + 1000).map(f32::from_bits).find(|&x| exp_nonpositive(x).to_bits() == weight.to_bits());
+    let row = [[0.0; 127].as_slice(), [logit.expect("a logit of this weight"); 128].as_slice()].concat();
+    let mut out = vec![0.0; row.len()];
+    Sampler::new(row.len()).unwrap().filter(&row, &SamplingParams { top_p: 0.5, ..PLAIN }, &mut out).unwrap();
+    assert_eq!(out.iter().filter(|x| x.is_finite()).count(), 127);
 }

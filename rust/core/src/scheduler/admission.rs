@@ -26,10 +26,8 @@ impl Scheduler {
             after = Bound::Excluded(order);
             let num_tokens = self.requests[index].tokens.len();
             let left = self.budget(plan).prefill_left;
-            let (uploads, constraints) = (
-                plan.upload_tokens + num_tokens,
-                plan.constraints + self.requests[index].sampling.constraints.len(),
-            );
+            let (uploads, constraints) =
+                (plan.upload_tokens + num_tokens, plan.constraints + self.requests[index].sampling.constraints.len());
             let fits =
                 uploads <= self.record_layout.upload_token.len && constraints <= self.record_layout.constraint.len;
             if self.free_rows.len() == num_held_back || left == 0 || !fits {

@@ -70,6 +70,22 @@ fn prefill_gets_what_decode_leaves_and_at_least_a_quarter() {
     }
 }
 
+#[test]
+fn the_quarter_is_rounded_up() {
+    for (budget, prefill_tokens) in [(8, 2), (9, 3), (11, 3), (12, 3), (13, 4)] {
+        let mut driver = Driver::new(SchedulerConfig { max_num_batched_tokens: budget, ..speculative() });
+        for id in 0..3 {
+            driver.add(id, &drafting(id as u64, 3, 60)).unwrap();
+        }
+        while driver.launches.last().is_none_or(|header| driver.section("entry_k", header.num_decode) != [3; 3]) {
+            driver.launch();
+            driver.settle();
+        }
+        driver.add(9, &ask(9, 40, 5)).unwrap();
+        assert_eq!(driver.launch().num_prefill_tokens, prefill_tokens, "C = {budget}, 12 decode rows");
+    }
+}
+
 /// The same where the newcomer's prompt comes first in importance, and the decode entries after it.
 #[test]
 fn a_more_important_prompt_gets_no_more_than_decode_leaves() {

@@ -106,16 +106,18 @@ fn a_long_lag_is_closed_over_several_launches_at_k_0() {
 
 #[test]
 fn the_draft_has_a_quarter_of_the_chunk_budget_beside_prefill() {
-    let config = SchedulerConfig { max_num_batched_tokens: 20, ..speculative() };
-    let mut driver = Driver::new(config);
-    driver.add(0, &drafting(1, 20, 30)).unwrap();
-    driver.launch();
-    driver.settle();
-    driver.add(1, &ask(2, 50, 5)).unwrap();
-    let header = driver.launch();
-    // 20 less 4 decode rows.
-    assert_eq!((header.num_prefill_tokens, header.num_draft_tokens), (12, 4));
-    driver.run();
+    // Less 4 decode rows; a quarter is rounded up.
+    for (budget, tokens) in [(20, (12, 4)), (21, (12, 5)), (23, (14, 5))] {
+        let config = SchedulerConfig { max_num_batched_tokens: budget, ..speculative() };
+        let mut driver = Driver::new(config);
+        driver.add(0, &drafting(1, 20, 30)).unwrap();
+        driver.launch();
+        driver.settle();
+        driver.add(1, &ask(2, 50, 5)).unwrap();
+        let header = driver.launch();
+        assert_eq!((header.num_prefill_tokens, header.num_draft_tokens), tokens, "C = {budget}");
+        driver.run();
+    }
 }
 
 #[test]

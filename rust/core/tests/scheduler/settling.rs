@@ -1,11 +1,11 @@
 //! What results do: stops, limits, faults, books, and leases that outlive their request.
 
-use specrs_core::SchedulerConfig;
 use specrs_core::sampling::MAX_STOP_IDS;
 use specrs_core::scheduler::PlanOutcome;
 use specrs_core::scheduler::layout::{
     FINISH_ERROR, FINISH_LENGTH, FINISH_STOP, FLAG_CAPACITY, FLAG_DRAFT_NON_FINITE, FLAG_TARGET_NON_FINITE,
 };
+use specrs_core::{Error, SchedulerConfig};
 
 use crate::common::device::Report;
 use crate::common::driver::{Ask, Driver};
@@ -112,6 +112,26 @@ fn no_k_reaches_beyond_the_limit() {
             assert_eq!((driver.output(0).len(), driver.outcomes[&0].finish), (max_tokens, FINISH_LENGTH));
         }
     }
+}
+
+#[test]
+fn results_that_pass_the_limit_by_one_token_are_refused() {
+    let mut driver = Driver::new(SchedulerConfig { max_in_flight: 2, ..speculative() });
+    driver.add(0, &drafting(1, 9, 8)).unwrap();
+    driver.launch();
+    driver.settle();
+    assert_eq!((driver.launch().max_k, driver.launch().max_k), (3, 3));
+    // 10 tokens, then 14, which leaves 3 up to the limit of 17.
+    let report = |tokens: usize| Report { emitted: vec![5; tokens], accepted: tokens - 1, drafted: 3, flags: 0 };
+    let mut settle = |launch_id, tokens| {
+        let results = driver.results(&[report(tokens)]);
+        driver.scheduler.settle(launch_id, &results, &mut driver.settled)
+    };
+    settle(1, 4).unwrap();
+    let refused = settle(2, 4).unwrap_err();
+    assert!(matches!(refused, Error::InvalidResults { field: "num_emitted", value: 4, .. }), "{refused}");
+    settle(2, 3).unwrap();
+    assert!(!driver.scheduler.has_unfinished());
 }
 
 #[test]
