@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from specrs.kernels.cuda.attention_config import AttentionConfig
 from specrs.kernels.cuda.device import limits_of
-from specrs.kernels.cuda.paged_attention import paged_attention
+from specrs.kernels.cuda.paged_attention import AttentionRows, paged_attention
 from torch import Tensor
 
 from gpu.timing import graphed, milliseconds
@@ -51,14 +51,9 @@ def one(device: torch.device, context: int, copied: float) -> dict[str, float]:
         paged_attention(
             q,
             cache,
-            positions,
-            q_start,
-            table,
+            AttentionRows(positions, q_start, table, ROWS),
             out,
-            partials,
-            stats,
-            counters,
-            ROWS,
+            (partials, stats, counters),
             DIM**-0.5,
             fields,
             limits.capability >= 90,

@@ -3,12 +3,16 @@ only, as many as given rates say. Draws nothing."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from specrs.core import PURPOSE_ACCEPT
 from specrs.kernels.cuda.philox import uniform
 from specrs.kernels.cuda.sampling_scratch import expect
+from specrs.kernels.cuda.sampling_structs import Accepted, Drafted
 from specrs.kernels.cuda.variants import Variant
 from specrs.verify.greedy import verify_greedy as verify_greedy_torch
 from torch import Tensor
@@ -16,16 +20,15 @@ from torch import Tensor
 ACCEPT = tl.constexpr(PURPOSE_ACCEPT)
 
 
-def expect_entries(
-    q_start: Tensor, drafts: Tensor, num_drafts: Tensor, out_accepted: Tensor, out_tokens: Tensor
-) -> None:
-    """`expect` of what every rule gets of its B entries."""
+def expect_entries(drafted: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+    """`expect` of what every rule gets of its B entries: the fields of a `Drafted` and of an `Accepted`."""
+    (q_start, drafts, num_drafts), (accepted, emitted) = drafted, out
     batch, k = drafts.shape
     expect("drafts", drafts, (batch, k), torch.int64)
     expect("q_start", q_start, (batch + 1,), torch.int64)
     expect("num_drafts", num_drafts, (batch,), torch.int64)
-    expect("accepted", out_accepted, (batch,), torch.int64)
-    expect("emitted", out_tokens, (batch, k + 1), torch.int64)
+    expect("accepted", accepted, (batch,), torch.int64)
+    expect("emitted", emitted, (batch, k + 1), torch.int64)
 
 
 @triton.jit
@@ -77,56 +80,59 @@ def accept_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_tokens + b * tokens_stride + i, tl.where(i < m, draft, own), mask=i <= K)
 
 
-@torch.library.custom_op("specrs::accept_prefix", mutates_args=["out_accepted", "out_tokens"])
-def accept_prefix(
-    target_ids: Tensor,
-    q_start: Tensor,
-    drafts: Tensor,
-    num_drafts: Tensor,
-    out_accepted: Tensor,
-    out_tokens: Tensor,
-    rates: Tensor | None,
-    seeds: Tensor | None,
-    row: Tensor | None,
-    n: Tensor | None,
-) -> None:
-    """The op behind `rules.verify_greedy` and others, which say what the arguments are; rates, seeds, row and n go
-    together."""
+def accept_prefix(target_ids: Tensor, drafted: Drafted, out: Accepted, at_rates: AtRates | None = None) -> None:
+    """Accept the longest prefix of the drafts that equals `target_ids` `[N]` int64, or as many as rates say; see
+    `rules`."""
+    synthetic = [] if at_rates is None else [at_rates.rates, at_rates.seeds, at_rates.row, at_rates.n]
+    torch.ops.specrs.accept_prefix(
+        target_ids, [drafted.q_start, drafted.drafts, drafted.num_drafts], [out.accepted, out.emitted], synthetic
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class AtRates:
+    """Acceptance at given rates, for timing only."""
+
+    rates: Tensor
+    """[>= K] fp32 in [0, 1], not increasing: the unconditional rate at which draft i is to stand"""
+    seeds: Tensor
+    """[R + 1] int64"""
+    row: Tensor
+    """[B] int64, state row of each entry"""
+    n: Tensor
+    """[B] int64"""
+
+
+@torch.library.custom_op("specrs::accept_prefix", mutates_args=["out"])
+def _accept_prefix(target_ids: Tensor, drafted: list[Tensor], out: list[Tensor], at_rates: list[Tensor]) -> None:
+    (q_start, drafts, num_drafts), (out_accepted, out_tokens) = drafted, out
     batch, k = drafts.shape
-    synthetic = rates is not None
+    rates, seeds, row, n = at_rates or [target_ids] * 4
     accept_kernel[(batch,)](
         target_ids,
         q_start,
         drafts if k else target_ids,
         num_drafts,
-        rates if synthetic and k else target_ids,
-        seeds if synthetic else target_ids,
-        row if synthetic else target_ids,
-        n if synthetic else target_ids,
+        rates if k else target_ids,
+        seeds,
+        row,
+        n,
         out_accepted,
         out_tokens,
         target_ids.shape[0],
         k,
         drafts.stride(0),
         out_tokens.stride(0),
-        SYNTHETIC=synthetic and k > 0,
+        SYNTHETIC=bool(at_rates) and k > 0,
         BLOCK_K=triton.next_power_of_2(k + 1),
         num_warps=1,
         enable_fp_fusion=True,
     )
 
 
-@accept_prefix.register_fake
-def _(
-    target_ids: Tensor,
-    q_start: Tensor,
-    drafts: Tensor,
-    num_drafts: Tensor,
-    out_accepted: Tensor,
-    out_tokens: Tensor,
-    *rest: object,
-) -> None:
-    expect_entries(q_start, drafts, num_drafts, out_accepted, out_tokens)
+@_accept_prefix.register_fake
+def _(target_ids: Tensor, drafted: list[Tensor], out: list[Tensor], at_rates: list[Tensor]) -> None:
+    expect_entries(drafted, out)
     expect("target_ids", target_ids, target_ids.shape, torch.int64)
 
 

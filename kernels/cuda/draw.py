@@ -22,6 +22,7 @@ from specrs.kernels.cuda._distribution import (
 from specrs.kernels.cuda.argmax import combine_argmax
 from specrs.kernels.cuda.philox import gumbel
 from specrs.kernels.cuda.sampling_scratch import BLOCK, SamplingScratch, expect, tile_of
+from specrs.kernels.cuda.sampling_structs import RowParams
 from specrs.kernels.cuda.variants import Variant
 from torch import Tensor
 
@@ -68,25 +69,50 @@ def tile_draw_kernel(  # type: ignore[no-untyped-def]
     tl.store(tile_id + at, token)
 
 
-@torch.library.custom_op("specrs::draw", mutates_args=["out_ids", "tile_value", "tile_id"])
-def _draw(
+def draw(
     logits: Tensor,
     row_of: Tensor,
-    values: Tensor,
+    params: RowParams,
     cut: Tensor,
-    seeds: Tensor,
     positions: Tensor,
     purpose: int,
     out_ids: Tensor,
-    tile_value: Tensor,
-    tile_id: Tensor,
+    scratch: SamplingScratch,
+) -> None:
+    """Draw a token from each row's distribution: argmax(x + g) over x >= cut, the lowest id in a tie.
+
+    Args:
+        logits: `[N, V]` fp32, as given to `sampling_cut`.
+        row_of: state row of each flat row, `[N]` int64.
+        cut: `[N]` fp32 of `sampling_cut`; greedy rows take the argmax.
+        positions: the position that each row gives the distribution of, `[N]` int64; anything in padded rows.
+        purpose: `PURPOSE_DRAFT` or `PURPOSE_GUMBEL`.
+        out_ids: `[N]` int64; some token of the vocabulary in a row that keeps nothing.
+
+    Two launches: tiles, and their combination. Noise is made for kept tokens alone.
+    """
+    tiles = [scratch.tile_value, scratch.tile_id]
+    torch.ops.specrs.draw(logits, row_of, [params.values, params.seeds], cut, positions, purpose, out_ids, tiles)
+
+
+@torch.library.custom_op("specrs::draw", mutates_args=["out_ids", "tiles"])
+def _draw(
+    logits: Tensor,
+    row_of: Tensor,
+    params: list[Tensor],
+    cut: Tensor,
+    positions: Tensor,
+    purpose: int,
+    out_ids: Tensor,
+    tiles: list[Tensor],
 ) -> None:
     rows, vocab_size = logits.shape
     if not rows:
         return
+    (values, seeds), (tile_value, tile_id) = params, tiles
     tile = tile_of(rows, vocab_size)
-    tiles = triton.cdiv(vocab_size, tile)
-    tile_draw_kernel[(tiles, rows)](
+    num_tiles = triton.cdiv(vocab_size, tile)
+    tile_draw_kernel[(num_tiles, rows)](
         logits,
         row_of,
         values,
@@ -104,57 +130,26 @@ def _draw(
         num_warps=8,
         enable_fp_fusion=True,
     )
-    combine_argmax(tile_value, tile_id, out_ids, None, tiles)
+    combine_argmax(tile_value, tile_id, out_ids, None, num_tiles)
 
 
 @_draw.register_fake
 def _(
     logits: Tensor,
     row_of: Tensor,
-    values: Tensor,
+    params: list[Tensor],
     cut: Tensor,
-    seeds: Tensor,
     positions: Tensor,
     purpose: int,
     out_ids: Tensor,
-    tile_value: Tensor,
-    tile_id: Tensor,
+    tiles: list[Tensor],
 ) -> None:
-    rows = logits.shape[:1]
+    rows, (values, seeds) = logits.shape[:1], params
     expect("logits", logits, logits.shape, torch.float32)
     expect("values", values, (seeds.shape[0], PARAMS.value), torch.float32)
     expect("cut", cut, rows, torch.float32)
     for name, tensor in (("row_of", row_of), ("positions", positions), ("out_ids", out_ids)):
         expect(name, tensor, rows, torch.int64)
-
-
-def draw(
-    logits: Tensor,
-    row_of: Tensor,
-    values: Tensor,
-    cut: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    purpose: int,
-    out_ids: Tensor,
-    scratch: SamplingScratch,
-) -> None:
-    """Draw a token from each row's distribution: argmax(x + g) over x >= cut, the lowest id in a tie.
-
-    Args:
-        logits: `[N, V]` fp32, as given to `sampling_cut`.
-        row_of: state row of each flat row, `[N]` int64.
-        values, seeds: `[R + 1, 8]` fp32 and `[R + 1]` int64 of every state row.
-        cut: `[N]` fp32 of `sampling_cut`; greedy rows take the argmax.
-        positions: the position that each row gives the distribution of, `[N]` int64; anything in padded rows.
-        purpose: `PURPOSE_DRAFT` or `PURPOSE_GUMBEL`.
-        out_ids: `[N]` int64; some token of the vocabulary in a row that keeps nothing.
-
-    Two launches: tiles, and their combination. Noise is made for kept tokens alone.
-    """
-    torch.ops.specrs.draw(
-        logits, row_of, values, cut, seeds, positions, purpose, out_ids, scratch.tile_value, scratch.tile_id
-    )
 
 
 def draw_reference(x: Tensor, noise: Tensor) -> Tensor:

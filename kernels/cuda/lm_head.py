@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from specrs.kernels.cuda._dependent_launch import enter, options
 from specrs.kernels.cuda.configs import LinearConfig, LinearShape
-from specrs.kernels.cuda.skinny_linear import check_operands, launch, variant
+from specrs.kernels.cuda.skinny_linear import Product, check_operands, launch, variant
 from specrs.kernels.cuda.variants import SIZES, Variant
 from torch import Tensor
 
@@ -40,86 +43,70 @@ def combine_tiles_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_top + row, tl.where(tl.max(spoiled, 0) > 0, float("nan"), highest))
 
 
-@torch.library.custom_op(
-    "specrs::linear_argmax",
-    mutates_args=("out_ids", "out_top", "logits", "tile_top", "tile_id", "partials", "counters"),
-)
+@dataclass(frozen=True, slots=True)
+class ArgmaxScratch:
+    """What the kernels pass results through; counters are zero before and after."""
+
+    tile_top: Tensor
+    """At least L * ceil(V / block_n) elements, fp32"""
+    tile_id: Tensor
+    """As many, int32"""
+    partials: Tensor
+    """As of `skinny_linear`"""
+    counters: Tensor
+    """As of `skinny_linear`"""
+
+
 def linear_argmax(
-    x: Tensor,
-    weight: Tensor,
-    out_ids: Tensor,
-    out_top: Tensor,
-    logits: Tensor | None,
-    tile_top: Tensor,
-    tile_id: Tensor,
-    partials: Tensor,
-    counters: Tensor,
-    config: list[int],
-    dependent: bool,
+    x: Tensor, weight: Tensor, out: Sequence[Tensor], scratch: ArgmaxScratch, config: list[int], dependent: bool
 ) -> None:
     """Write the token of the largest element of every row of `x W^T`, and that element.
 
     Args:
         x: `[L, hidden]`, 1 <= L <= 64, contiguous rows of any stride.
         weight: `[V, hidden]` contiguous, of x's dtype.
-        out_ids: `[L]` int64; the lowest id in a tie, some id in a row with NaN.
-        out_top: `[L]` fp32: NaN if the row has a NaN, else the largest logit, infinities too.
-        logits: `[L, V]` fp32, contiguous rows of any stride, is written if given; they are never read back.
-        tile_top, tile_id: scratch of at least L * ceil(V / block_n) elements, fp32 and int32.
-        partials, counters: as of `skinny_linear`.
+        out: `(ids, top)` or `(ids, top, logits)`. ids `[L]` int64: the lowest id in a tie, some id in a row with NaN.
+            top `[L]` fp32: NaN if the row has a NaN, else the largest logit, infinities too. logits `[L, V]` fp32,
+            contiguous rows of any stride, are never read back.
         config: the fields of a LinearConfig in order.
         dependent: launch dependently (see `_dependent_launch`).
 
     Two launches. Logits are compared as fp32, as they come from the accumulator.
     """
-    _check(x, weight, out_ids, out_top, logits, tile_top, tile_id, partials, counters, config)
-    c = LinearConfig(*config)
-    tiles = (tile_top, tile_id)
-    launch(x, weight, None, None, logits, tiles, partials, counters, 0.0, False, False, c, dependent)
+    tensors = [scratch.tile_top, scratch.tile_id, scratch.partials, scratch.counters]
+    torch.ops.specrs.linear_argmax(x, weight, list(out), tensors, config, dependent)
+
+
+@torch.library.custom_op("specrs::linear_argmax", mutates_args=("out", "scratch"))
+def _linear_argmax(
+    x: Tensor, weight: Tensor, out: list[Tensor], scratch: list[Tensor], config: list[int], dependent: bool
+) -> None:
+    _check(x, weight, out, scratch, config)
+    c, (ids, top, *logits), (tile_top, tile_id, *partials) = LinearConfig(*config), out, scratch
+    launch(x, Product(weight), logits[0] if logits else None, (tile_top, tile_id), partials, c, dependent)
     combine_tiles_kernel[(x.shape[0],)](
         tile_top,
         tile_id,
-        out_ids,
-        out_top,
+        ids,
+        top,
         TILES=triton.cdiv(weight.shape[0], c.block_n),
         BLOCK=_BLOCK,
         **options(dependent),
     )
 
 
-@linear_argmax.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor,
-    out_ids: Tensor,
-    out_top: Tensor,
-    logits: Tensor | None,
-    tile_top: Tensor,
-    tile_id: Tensor,
-    partials: Tensor,
-    counters: Tensor,
-    config: list[int],
-    dependent: bool,
-) -> None:
-    _check(x, weight, out_ids, out_top, logits, tile_top, tile_id, partials, counters, config)
+@_linear_argmax.register_fake
+def _(x: Tensor, weight: Tensor, out: list[Tensor], scratch: list[Tensor], config: list[int], dependent: bool) -> None:
+    _check(x, weight, out, scratch, config)
 
 
-def _check(
-    x: Tensor,
-    weight: Tensor,
-    out_ids: Tensor,
-    out_top: Tensor,
-    logits: Tensor | None,
-    tile_top: Tensor,
-    tile_id: Tensor,
-    partials: Tensor,
-    counters: Tensor,
-    config: list[int],
-) -> None:
-    n = check_operands(x, weight, partials, counters, False, config)
-    rows, tiles = x.shape[0], -(-n // LinearConfig(*config).block_n)
-    assert out_ids.shape == out_top.shape == (rows,)
-    assert logits is None or (logits.shape == (rows, n) and logits.stride(1) == 1)
+def _check(x: Tensor, weight: Tensor, out: list[Tensor], scratch: list[Tensor], config: list[int]) -> None:
+    (ids, top, *logits), (tile_top, tile_id, *partials) = out, scratch
+    check_operands(x, Product(weight), partials, config)
+    rows, n = x.shape[0], weight.shape[0]
+    tiles = -(-n // LinearConfig(*config).block_n)
+    assert ids.shape == top.shape == (rows,)
+    assert all(kept.shape == (rows, n) and kept.stride(1) == 1 for kept in logits)
     assert min(tile_top.numel(), tile_id.numel()) >= rows * tiles, f"{rows * tiles} tiles do not fit"
 
 
@@ -138,8 +125,7 @@ VARIANTS = (
         variant(
             f"lm_head_argmax_rows{rows}_{size.name}",
             LinearShape(151936, 2048, torch.bfloat16),
-            size.limits,
-            size.capabilities,
+            size,
             rows=rows,
             argmax=True,
         )

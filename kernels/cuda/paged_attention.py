@@ -9,6 +9,9 @@ order, depends on its own position and on S alone, not on how long other rows' c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -205,18 +208,26 @@ def combine_kernel(  # type: ignore[no-untyped-def]
         tl.store(out + place[None, :], result.to(out.dtype.element_ty), mask=(d < D)[None, :])
 
 
-@torch.library.custom_op("specrs::paged_attention", mutates_args=("out", "partial_out", "partial_stat", "counters"))
+@dataclass(frozen=True, slots=True)
+class AttentionRows:
+    """Which positions of which requests the rows of q are."""
+
+    positions: Tensor
+    """[N] int64"""
+    q_start: Tensor
+    """[B + 1] int64, ascending, first 0"""
+    block_table: Tensor
+    """[B, max_blocks] int64, dense rows of any stride"""
+    max_q_len: int
+    """Host bound of rows per request; rows past it would get no output."""
+
+
 def paged_attention(
     q: Tensor,
     cache: Tensor,
-    positions: Tensor,
-    q_start: Tensor,
-    block_table: Tensor,
+    rows: AttentionRows,
     out: Tensor,
-    partial_out: Tensor,
-    partial_stat: Tensor,
-    counters: Tensor,
-    max_q_len: int,
+    scratch: Sequence[Tensor],
     scale: float,
     config: list[int],
     dependent: bool,
@@ -230,20 +241,33 @@ def paged_attention(
     Args:
         q: `[N, heads * D]`, contiguous rows of any stride.
         cache: one layer, `[num_blocks + 1, 2, kv_heads, block_size, D]` contiguous, of q's dtype.
-        positions: `[N]` int64.
-        q_start: `[B + 1]` int64, ascending, first 0.
-        block_table: `[B, max_blocks]` int64, dense rows of any stride.
         out: `[N, heads * D]`, contiguous rows of any stride.
-        partial_out, partial_stat, counters: scratch of at least `AttentionConfig.scratch_sizes`. Counters are zero
+        scratch: `(partial_out, partial_stat, counters)` of at least `AttentionConfig.scratch_sizes`. Counters are zero
             before and after.
-        max_q_len: host bound of rows per request; rows past it would get no output.
         scale: of the scores, usually D^-0.5.
         config: the fields of an AttentionConfig in order.
         dependent: launch dependently (see `_dependent_launch`).
 
     Sums are fp32; the weights are rounded to q's dtype before they meet V.
     """
-    _check(q, cache, positions, q_start, block_table, out, partial_out, partial_stat, counters, max_q_len, config)
+    where, sizes = [rows.positions, rows.q_start, rows.block_table], [rows.max_q_len, *config]
+    torch.ops.specrs.paged_attention(q, cache, where, out, list(scratch), scale, sizes, dependent)
+
+
+@torch.library.custom_op("specrs::paged_attention", mutates_args=("out", "scratch"))
+def _paged_attention(
+    q: Tensor,
+    cache: Tensor,
+    rows: list[Tensor],
+    out: Tensor,
+    scratch: list[Tensor],
+    scale: float,
+    sizes: list[int],
+    dependent: bool,
+) -> None:
+    _check(q, cache, rows, out, scratch, sizes)
+    (positions, q_start, block_table), (max_q_len, *config) = rows, sizes
+    partial_out, partial_stat, counters = scratch
     c = AttentionConfig(*config)
     batch = q_start.shape[0] - 1
     kv_heads, block_size, dim = cache.shape[2:]
@@ -289,38 +313,22 @@ def paged_attention(
         )
 
 
-@paged_attention.register_fake
+@_paged_attention.register_fake
 def _(
     q: Tensor,
     cache: Tensor,
-    positions: Tensor,
-    q_start: Tensor,
-    block_table: Tensor,
+    rows: list[Tensor],
     out: Tensor,
-    partial_out: Tensor,
-    partial_stat: Tensor,
-    counters: Tensor,
-    max_q_len: int,
+    scratch: list[Tensor],
     scale: float,
-    config: list[int],
+    sizes: list[int],
     dependent: bool,
 ) -> None:
-    _check(q, cache, positions, q_start, block_table, out, partial_out, partial_stat, counters, max_q_len, config)
+    _check(q, cache, rows, out, scratch, sizes)
 
 
-def _check(
-    q: Tensor,
-    cache: Tensor,
-    positions: Tensor,
-    q_start: Tensor,
-    block_table: Tensor,
-    out: Tensor,
-    partial_out: Tensor,
-    partial_stat: Tensor,
-    counters: Tensor,
-    max_q_len: int,
-    config: list[int],
-) -> None:
+def _check(q: Tensor, cache: Tensor, rows: list[Tensor], out: Tensor, scratch: list[Tensor], sizes: list[int]) -> None:
+    (positions, q_start, block_table), (max_q_len, *config) = rows, sizes
     batch = q_start.shape[0] - 1
     kv_heads, dim = cache.shape[2], cache.shape[4]
     assert cache.is_contiguous()
@@ -333,9 +341,7 @@ def _check(
     c = AttentionConfig(*config)
     assert c.rows * q.shape[1] // (kv_heads * dim) <= c.block_m
     needed = c.scratch_sizes(batch=batch, max_q_len=max_q_len, num_kv_heads=kv_heads, head_dim=dim)
-    for name, tensor, count in zip(
-        ("partial_out", "partial_stat", "counters"), (partial_out, partial_stat, counters), needed, strict=True
-    ):
+    for name, tensor, count in zip(("partial_out", "partial_stat", "counters"), scratch, needed, strict=True):
         assert tensor.numel() >= count, f"{name} has {tensor.numel()} elements and needs {count}"
 
 

@@ -66,8 +66,7 @@ def qk_norm_rope_kernel(  # type: ignore[no-untyped-def]
 def qk_norm_rope(
     qkv: Tensor,
     qk_norm: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
+    angles: list[Tensor],
     slots: Tensor,
     cache: Tensor,
     num_heads: int,
@@ -80,7 +79,7 @@ def qk_norm_rope(
         qkv: `[N, (heads + 2 * kv_heads) * D]`, contiguous rows of any stride: the q, k and v heads of each row. Its k
             and v are left as they were.
         qk_norm: `[heads + kv_heads, D]` weights of the RMSNorm of each head, or None.
-        cos, sin: `[N, D / 2]` fp32, of `embed`.
+        angles: cos and sin, `[N, D / 2]` fp32, of `embed`.
         slots: `[N]` int64; -1 writes nothing.
         cache: one layer, `[num_blocks + 1, 2, kv_heads, block_size, D]` contiguous, of qkv's dtype.
         num_heads: heads of q.
@@ -88,13 +87,12 @@ def qk_norm_rope(
 
     Everything is computed in fp32 and rounded once. No two rows may have the same slot.
     """
-    _check(qkv, qk_norm, cos, sin, slots, cache, num_heads)
+    _check(qkv, qk_norm, angles, slots, cache, num_heads)
     kv_heads, block_size, dim = cache.shape[2:]
     qk_norm_rope_kernel[(qkv.shape[0], triton.cdiv(num_heads + 2 * kv_heads, _BLOCK_HEADS))](
         qkv,
         qk_norm,
-        cos,
-        sin,
+        *angles,
         slots,
         cache,
         qkv.stride(0),
@@ -114,20 +112,20 @@ def qk_norm_rope(
 def _(
     qkv: Tensor,
     qk_norm: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
+    angles: list[Tensor],
     slots: Tensor,
     cache: Tensor,
     num_heads: int,
     eps: float,
     dependent: bool,
 ) -> None:
-    _check(qkv, qk_norm, cos, sin, slots, cache, num_heads)
+    _check(qkv, qk_norm, angles, slots, cache, num_heads)
 
 
 def _check(
-    qkv: Tensor, qk_norm: Tensor | None, cos: Tensor, sin: Tensor, slots: Tensor, cache: Tensor, num_heads: int
+    qkv: Tensor, qk_norm: Tensor | None, angles: list[Tensor], slots: Tensor, cache: Tensor, num_heads: int
 ) -> None:
+    cos, sin = angles
     rows, kv_heads, dim = qkv.shape[0], cache.shape[2], cache.shape[4]
     assert qkv.shape[1] == (num_heads + 2 * kv_heads) * dim
     assert qkv.stride(1) == 1

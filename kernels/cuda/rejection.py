@@ -25,7 +25,8 @@ from specrs.kernels.cuda._distribution import (
 )
 from specrs.kernels.cuda.accept import ACCEPT, expect_entries, first_rejected
 from specrs.kernels.cuda.philox import gumbel, uniform
-from specrs.kernels.cuda.sampling_scratch import BLOCK, expect, tile_of
+from specrs.kernels.cuda.sampling_scratch import BLOCK, SamplingScratch, expect, tile_of
+from specrs.kernels.cuda.sampling_structs import Accepted, Distribution, Drafted, RowParams
 from specrs.kernels.cuda.variants import Variant
 from specrs.verify.rejection import append_token, count_accepted, draw_after
 from torch import Tensor
@@ -191,28 +192,43 @@ def finish_rejection_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_tokens + b * tokens_stride + i, tl.where(i < m, draft, last), mask=i <= K)
 
 
-@torch.library.custom_op("specrs::rejection", mutates_args=["out_accepted", "out_tokens", "tile_value", "tile_id"])
 def rejection(
-    logits: Tensor,
-    cut: Tensor,
-    lse: Tensor,
-    ids: Tensor,
-    draft_logits: Tensor,
-    draft_cut: Tensor,
-    draft_lse: Tensor,
-    q_start: Tensor,
-    drafts: Tensor,
-    num_drafts: Tensor,
+    p: Distribution,
+    q: Distribution,
+    drafted: Drafted,
     row: Tensor,
     n: Tensor,
-    values: Tensor,
-    seeds: Tensor,
-    out_accepted: Tensor,
-    out_tokens: Tensor,
-    tile_value: Tensor,
-    tile_id: Tensor,
+    params: RowParams,
+    out: Accepted,
+    scratch: SamplingScratch,
 ) -> None:
-    """The op behind `rules.verify_rejection`, which says what the arguments are."""
+    """See `rules.verify_rejection`."""
+    torch.ops.specrs.rejection(
+        [p.logits, p.cut, p.lse],
+        [q.logits, q.cut, q.lse],
+        [drafted.q_start, drafted.drafts, drafted.num_drafts],
+        row,
+        n,
+        [params.values, params.seeds],
+        [out.accepted, out.emitted],
+        [scratch.ids, scratch.tile_value, scratch.tile_id],
+    )
+
+
+@torch.library.custom_op("specrs::rejection", mutates_args=["out", "scratch"])
+def _rejection(
+    p: list[Tensor],
+    q: list[Tensor],
+    drafted: list[Tensor],
+    row: Tensor,
+    n: Tensor,
+    params: list[Tensor],
+    out: list[Tensor],
+    scratch: list[Tensor],
+) -> None:
+    (logits, cut, lse), (draft_logits, draft_cut, draft_lse) = p, q
+    (q_start, drafts, num_drafts), (values, seeds) = drafted, params
+    (out_accepted, out_tokens), (ids, tile_value, tile_id) = out, scratch
     num_rows, vocab_size = logits.shape
     batch, k = drafts.shape
     tile = tile_of(batch, vocab_size)
@@ -276,27 +292,19 @@ def rejection(
     )
 
 
-@rejection.register_fake
+@_rejection.register_fake
 def _(
-    logits: Tensor,
-    cut: Tensor,
-    lse: Tensor,
-    ids: Tensor,
-    draft_logits: Tensor,
-    draft_cut: Tensor,
-    draft_lse: Tensor,
-    q_start: Tensor,
-    drafts: Tensor,
-    num_drafts: Tensor,
+    p: list[Tensor],
+    q: list[Tensor],
+    drafted: list[Tensor],
     row: Tensor,
     n: Tensor,
-    values: Tensor,
-    seeds: Tensor,
-    out_accepted: Tensor,
-    out_tokens: Tensor,
-    *rest: object,
+    params: list[Tensor],
+    out: list[Tensor],
+    scratch: list[Tensor],
 ) -> None:
-    expect_entries(q_start, drafts, num_drafts, out_accepted, out_tokens)
+    expect_entries(drafted, out)
+    (logits, cut, lse), (draft_logits, draft_cut, draft_lse), drafts = p, q, drafted[1]
     (batch, k), (rows, vocab_size) = drafts.shape, logits.shape
     expect("logits", logits, (rows, vocab_size), torch.float32)
     expect("cut", cut, (rows,), torch.float32)

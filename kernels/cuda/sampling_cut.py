@@ -53,6 +53,7 @@ from specrs.kernels.cuda._search import (
 )
 from specrs.kernels.cuda.argmax import tile_argmax
 from specrs.kernels.cuda.sampling_scratch import BLOCK, CELLS, STEP_WORDS, STEPS, SamplingScratch, expect, tile_of
+from specrs.kernels.cuda.sampling_structs import ALL_FILTERS, Cut, Filters
 from specrs.kernels.cuda.variants import Variant
 from specrs.verify.params import SamplingRows
 from specrs.verify.thresholds import apply_coarse_top_k_top_p, apply_min_p, apply_top_k_top_p
@@ -203,29 +204,23 @@ def finish_kernel(  # type: ignore[no-untyped-def]
 
 @torch.library.custom_op(
     "specrs::sampling_cut",
-    mutates_args=["out_cut", "out_lse", "out_top", "out_ids", "tile_value", "tile_id", "tile_sum", "cells", "steps"],
+    mutates_args=["out", "scratch"],
 )
 def _sampling_cut(
     logits: Tensor,
     row_of: Tensor,
     values: Tensor,
-    out_cut: Tensor,
-    out_lse: Tensor,
-    out_top: Tensor,
-    out_ids: Tensor,
-    tile_value: Tensor,
-    tile_id: Tensor,
-    tile_sum: Tensor,
-    cells: Tensor,
-    steps: Tensor,
+    out: list[Tensor],
+    scratch: list[Tensor],
     coarse: bool,
-    top_k: bool,
-    top_p: bool,
-    min_p: bool,
+    filters: list[bool],
 ) -> None:
+    """The op behind `sampling_cut`: the fields of a `Cut`, of a `SamplingScratch` and of `Filters`."""
     rows, vocab_size = logits.shape
     if not rows:
         return
+    (out_cut, out_lse, out_top), (top_k, top_p, min_p) = out, filters
+    tile_value, tile_id, tile_sum, cells, steps, out_ids = scratch
     num_tiles, tile = tile_argmax(logits, tile_value, tile_id, cells), tile_of(rows, vocab_size)
     tile_stride, scratch_rows = tile_value.shape[2], cells.shape[1]
     tiles = triton.next_power_of_2(tile_stride)
@@ -309,66 +304,47 @@ def _(
     logits: Tensor,
     row_of: Tensor,
     values: Tensor,
-    out_cut: Tensor,
-    out_lse: Tensor,
-    out_top: Tensor,
-    *rest: object,
+    out: list[Tensor],
+    scratch: list[Tensor],
+    coarse: bool,
+    filters: list[bool],
 ) -> None:
-    rows = logits.shape[:1]
+    rows, (cut, lse, top) = logits.shape[:1], out
     expect("logits", logits, logits.shape, torch.float32)
     expect("row_of", row_of, rows, torch.int64)
     expect("values", values, (values.shape[0], PARAMS.value), torch.float32)
-    expect("out_cut", out_cut, rows, torch.float32)
-    expect("out_lse", out_lse, rows, torch.float64)
-    expect("out_top", out_top, rows, torch.float32)
+    expect("cut", cut, rows, torch.float32)
+    expect("lse", lse, rows, torch.float64)
+    expect("top", top, rows, torch.float32)
 
 
 def sampling_cut(
     logits: Tensor,
     row_of: Tensor,
     values: Tensor,
-    out_cut: Tensor,
-    out_lse: Tensor,
-    out_top: Tensor,
+    out: Cut,
     scratch: SamplingScratch,
     *,
     coarse: bool,
-    top_k: bool = True,
-    top_p: bool = True,
-    min_p: bool = True,
+    filters: Filters = ALL_FILTERS,
 ) -> None:
-    """The distribution that each row samples, as a threshold: x = logit / temperature is kept where x >= cut, with
-    probability exp(x - lse).
+    """Write the distribution that each row samples, as a threshold.
 
     Args:
         logits: `[N, V]` fp32, raw or adjusted, any row stride, dense rows.
         row_of: state row of each flat row, `[N]` int64; padded rows name a greedy one.
         values: `[R + 1, 8]` fp32 of `SamplingRows`.
-        out_cut: `[N]` fp32. Greedy rows: -inf. Rows with NaN, +inf or nothing but -inf: +inf, so nothing is kept.
-        out_lse: `[N]` float64, of what is kept; 0 in greedy and faulty rows.
-        out_top: `[N]` fp32, the largest logit, NaN if the row has one.
         scratch: `scratch.ids` `[:N]` becomes the argmax of each row, lowest id first, which `rejection` reads.
-        coarse: for drafting; the flags that follow change nothing then.
-        top_k, top_p, min_p: whether any row may have that filter; False spares its launches, and ignores it in a row
-            that has it.
+        coarse: for drafting; `filters` change nothing then.
     """
     torch.ops.specrs.sampling_cut(
         logits,
         row_of,
         values,
-        out_cut,
-        out_lse,
-        out_top,
-        scratch.ids,
-        scratch.tile_value,
-        scratch.tile_id,
-        scratch.tile_sum,
-        scratch.cells,
-        scratch.steps,
+        [out.cut, out.lse, out.top],
+        [scratch.tile_value, scratch.tile_id, scratch.tile_sum, scratch.cells, scratch.steps, scratch.ids],
         coarse,
-        top_k,
-        top_p,
-        min_p,
+        [filters.top_k, filters.top_p, filters.min_p],
     )
 
 

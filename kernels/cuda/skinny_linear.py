@@ -9,6 +9,8 @@ changes the order of a sum.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,8 +19,7 @@ import triton.language as tl
 from specrs.kernels.cuda._dependent_launch import enter, options
 from specrs.kernels.cuda.activation import silu
 from specrs.kernels.cuda.configs import LinearConfig, LinearShape, linear_config
-from specrs.kernels.cuda.device import DeviceLimits
-from specrs.kernels.cuda.variants import DTYPES, SIZES, Variant
+from specrs.kernels.cuda.variants import DTYPES, SIZES, Size, Variant
 from torch import Tensor
 
 MAX_ROWS = 64
@@ -198,26 +199,41 @@ def scratch_sizes(config: LinearConfig, rows: int, *, n: int, gated: bool) -> tu
     return 2 * config.programs * ((2 if gated else 1) * config.block_n + 1) * width, -(-n // config.block_n)
 
 
+@dataclass(frozen=True, slots=True)
+class Product:
+    """`f(norm(x) W^T + b)`."""
+
+    weight: Tensor
+    """[N, K] contiguous, of x's dtype; with `gated` [2 N, K], the gates above the values"""
+    bias: Tensor | None = None
+    """[N] or [2 N]"""
+    norm_weight: Tensor | None = None
+    """[K]; the rows of x are RMS-normalised with it and `eps` first. None: they are taken as they are."""
+    eps: float = 0.0
+    gated: bool = False
+    """f(y) = silu(y[:N]) * y[N:], else f(y) = y."""
+    accumulate: bool = False
+    """Added to what is there, else written over it."""
+
+    @property
+    def n(self) -> int:
+        """Features of the output."""
+        return self.weight.shape[0] // (2 if self.gated else 1)
+
+
 def launch(
     x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm_weight: Tensor | None,
+    product: Product,
     out: Tensor | None,
     tiles: tuple[Tensor, Tensor] | None,
-    partials: Tensor,
-    counters: Tensor,
-    eps: float,
-    gated: bool,
-    accumulate: bool,
+    scratch: Sequence[Tensor],
     config: LinearConfig,
     dependent: bool,
 ) -> None:
     """Launch the kernel; arguments as in `skinny_linear` and `lm_head.linear_argmax`, which check them."""
-    rows = x.shape[0]
-    n = weight.shape[0] // (2 if gated else 1)
+    rows, weight, n = x.shape[0], product.weight, product.n
     norm = NO_NORM
-    if norm_weight is not None:
+    if product.norm_weight is not None:
         norm = _norm_mode(x.dtype)
     width = block_m(rows)
     # A configuration of the whole LM head may serve its first ids only, which have fewer steps.
@@ -225,16 +241,15 @@ def launch(
     skinny_linear_kernel[(programs,)](
         x,
         weight,
-        bias,
-        norm_weight,
+        product.bias,
+        product.norm_weight,
         out,
         *(tiles or (None, None)),
-        partials,
-        counters,
+        *scratch,
         rows,
         x.stride(0),
         0 if out is None else out.stride(0),
-        eps,
+        product.eps,
         N=n,
         K=weight.shape[1],
         PROGRAMS=programs,
@@ -242,94 +257,84 @@ def launch(
         BLOCK_K=config.block_k,
         BLOCK_M=width,
         NORM=norm,
-        GATED=gated,
-        ACCUMULATE=accumulate,
+        GATED=product.gated,
+        ACCUMULATE=product.accumulate,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **options(dependent),
     )
 
 
-@torch.library.custom_op("specrs::skinny_linear", mutates_args=("out", "partials", "counters"))
 def skinny_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm_weight: Tensor | None,
-    out: Tensor,
-    partials: Tensor,
-    counters: Tensor,
-    eps: float,
-    gated: bool,
-    accumulate: bool,
-    config: list[int],
-    dependent: bool,
+    x: Tensor, product: Product, out: Tensor, scratch: Sequence[Tensor], config: list[int], dependent: bool
 ) -> None:
-    """Write `f(norm(x) W^T + b)` into `out`, or add it there with `accumulate`.
+    """Write a product of few rows into `out`, or add it there.
 
     Args:
         x: `[M, K]`, 1 <= M <= 64, contiguous rows of any stride.
-        weight: `[N, K]` contiguous, of x's dtype; with `gated` `[2 N, K]`, the gates above the values.
-        bias: `[N]` or `[2 N]`, or None.
-        norm_weight: `[K]`; the rows of x are RMS-normalised with it and `eps` first. None: they are taken as they are.
         out: `[M, N]` of any floating dtype, contiguous rows of any stride. Sums are fp32 and rounded once.
-        partials, counters: scratch of at least `scratch_sizes`. Counters are zero before and after.
-        gated: f(y) = silu(y[:N]) * y[N:], else f(y) = y.
+        scratch: `(partials, counters)` of at least `scratch_sizes`. Counters are zero before and after.
         config: the fields of a LinearConfig in order.
         dependent: launch dependently (see `_dependent_launch`).
     """
-    _check(x, weight, bias, norm_weight, out, partials, counters, gated, config)
-    settings = LinearConfig(*config)
-    launch(x, weight, bias, norm_weight, out, None, partials, counters, eps, gated, accumulate, settings, dependent)
+    p = product
+    operands, flags = [p.weight, p.bias, p.norm_weight], [p.gated, p.accumulate]
+    torch.ops.specrs.skinny_linear(x, operands, out, list(scratch), p.eps, flags, config, dependent)
 
 
-@skinny_linear.register_fake
-def _(
+@torch.library.custom_op("specrs::skinny_linear", mutates_args=("out", "scratch"))
+def _skinny_linear(
     x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm_weight: Tensor | None,
+    operands: list[Tensor | None],
     out: Tensor,
-    partials: Tensor,
-    counters: Tensor,
+    scratch: list[Tensor],
     eps: float,
-    gated: bool,
-    accumulate: bool,
+    flags: list[bool],
     config: list[int],
     dependent: bool,
 ) -> None:
-    _check(x, weight, bias, norm_weight, out, partials, counters, gated, config)
+    product = _product(operands, eps, flags)
+    _check(x, product, out, scratch, config)
+    launch(x, product, out, None, scratch, LinearConfig(*config), dependent)
 
 
-def check_operands(
-    x: Tensor, weight: Tensor, partials: Tensor, counters: Tensor, gated: bool, config: list[int]
-) -> int:
-    """Raise AssertionError for operands that the kernel would read past; return N."""
-    n = weight.shape[0] // (2 if gated else 1)
+@_skinny_linear.register_fake
+def _(
+    x: Tensor,
+    operands: list[Tensor | None],
+    out: Tensor,
+    scratch: list[Tensor],
+    eps: float,
+    flags: list[bool],
+    config: list[int],
+    dependent: bool,
+) -> None:
+    _check(x, _product(operands, eps, flags), out, scratch, config)
+
+
+def _product(operands: Sequence[Tensor | None], eps: float, flags: Sequence[bool]) -> Product:
+    weight, bias, norm_weight = operands
+    assert weight is not None
+    return Product(weight, bias, norm_weight, eps, *flags)
+
+
+def check_operands(x: Tensor, product: Product, scratch: Sequence[Tensor], config: list[int]) -> None:
+    """Raise AssertionError for operands that the kernel would read past."""
+    weight, (partials, counters) = product.weight, scratch
     assert 1 <= x.shape[0] <= MAX_ROWS, f"rows={x.shape[0]}: must be from 1 to {MAX_ROWS}"
     assert x.shape[1] == weight.shape[1], f"x has {x.shape[1]} columns and the weight {weight.shape[1]}"
     assert weight.is_contiguous()
     assert x.stride(1) == 1
     assert x.dtype == weight.dtype
-    needed = scratch_sizes(LinearConfig(*config), x.shape[0], n=n, gated=gated)
+    needed = scratch_sizes(LinearConfig(*config), x.shape[0], n=product.n, gated=product.gated)
     assert partials.numel() >= needed[0], f"partials must have {needed[0]} elements"
     assert counters.numel() >= needed[1], f"counters must have {needed[1]} elements"
-    return n
 
 
-def _check(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm_weight: Tensor | None,
-    out: Tensor,
-    partials: Tensor,
-    counters: Tensor,
-    gated: bool,
-    config: list[int],
-) -> None:
-    n = check_operands(x, weight, partials, counters, gated, config)
-    assert out.shape == (x.shape[0], n)
+def _check(x: Tensor, product: Product, out: Tensor, scratch: Sequence[Tensor], config: list[int]) -> None:
+    check_operands(x, product, scratch, config)
+    weight, bias, norm_weight = product.weight, product.bias, product.norm_weight
+    assert out.shape == (x.shape[0], product.n)
     assert out.stride(1) == 1
     assert bias is None or bias.shape == weight.shape[:1]
     assert norm_weight is None or norm_weight.shape == weight.shape[1:]
@@ -362,22 +367,20 @@ def skinny_linear_reference(
 def variant(
     name: str,
     shape: LinearShape,
-    limits: DeviceLimits,
-    capabilities: tuple[int, ...],
+    size: Size,
     *,
     rows: int,
-    norm: bool = False,
-    bias: bool = False,
+    operands: tuple[str, ...] = (),
     accumulate: bool = False,
     argmax: bool = False,
     dependent: bool = False,
 ) -> Variant:
-    """The kernel as `launch` specialises it for `shape` on a device with `limits`; `argmax` as `lm_head` has it."""
+    """The kernel as `launch` specialises it for `shape` on devices of `size`; `operands` are `bias` and `norm_weight`,
+    `argmax` as `lm_head` has it."""
     dtype = next(key for key, value in DTYPES.items() if value == shape.dtype)
-    config = linear_config(shape, block_m(rows), limits)
+    config = linear_config(shape, block_m(rows), size.limits)
     present = {"x": f"*{dtype}", "weight": f"*{dtype}", "out": f"*{dtype}"}
-    present |= {"bias": f"*{dtype}"} if bias else {}
-    present |= {"norm_weight": f"*{dtype}"} if norm else {}
+    present |= dict.fromkeys(operands, f"*{dtype}")
     present |= {"out": "*fp32", "tile_top": "*fp32", "tile_id": "*i32"} if argmax else {}
     types = present | {"partials": "*fp32", "counters": "*i32", "eps": "fp32"}
     types |= dict.fromkeys(("rows", "x_stride", "out_stride"), "i32")
@@ -388,7 +391,7 @@ def variant(
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
         "BLOCK_M": block_m(rows),
-        "NORM": _norm_mode(shape.dtype) if norm else NO_NORM,
+        "NORM": _norm_mode(shape.dtype) if "norm_weight" in operands else NO_NORM,
         "GATED": shape.gated,
         "ACCUMULATE": accumulate,
         "DEPENDENT": dependent,
@@ -402,7 +405,7 @@ def variant(
         config.num_warps,
         config.num_stages,
         ("x_stride", "out_stride"),
-        capabilities,
+        size.capabilities,
     )
 
 
@@ -411,26 +414,25 @@ def _norm_mode(dtype: torch.dtype) -> int:
 
 
 def _variants() -> tuple[Variant, ...]:
-    variants = []
+    variants, norm = [], ("norm_weight",)
     for size in SIZES:
         for dtype, rows in (("bf16", 6), ("bf16", 64), ("fp16", 6), ("fp32", 6)):
             torch_dtype = DTYPES[dtype]
 
             def add(kind: str, shape: LinearShape, **flags: Any) -> None:
                 name = f"skinny_linear_{kind}_{dtype}_rows{rows}_{size.name}"  # noqa: B023
-                variants.append(variant(name, shape, size.limits, size.capabilities, rows=rows, **flags))  # noqa: B023
+                variants.append(variant(name, shape, size, rows=rows, **flags))  # noqa: B023
 
-            add("norm_gated", LinearShape(6144, 2048, torch_dtype, gated=True), norm=True)
+            add("norm_gated", LinearShape(6144, 2048, torch_dtype, gated=True), operands=norm)
             if dtype == "bf16":
                 add("residual", LinearShape(2048, 6144, torch_dtype), accumulate=True)
             if dtype == "bf16" and rows == 6:
-                add("norm", LinearShape(4096, 2048, torch_dtype), norm=True)
-                add("norm_bias", LinearShape(4608, 3584, torch_dtype), norm=True, bias=True)
+                add("norm", LinearShape(4096, 2048, torch_dtype), operands=norm)
+                add("norm_bias", LinearShape(4608, 3584, torch_dtype), operands=("bias", *norm))
     dependent = variant(
         "skinny_linear_residual_bf16_dependent",
         LinearShape(2048, 6144, torch.bfloat16),
-        SIZES[0].limits,
-        (90, 100),
+        SIZES[0],
         rows=6,
         accumulate=True,
         dependent=True,

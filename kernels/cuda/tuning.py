@@ -13,7 +13,7 @@ import torch
 import triton
 from specrs.kernels.cuda.configs import LinearConfig, LinearShape, default_config, fit
 from specrs.kernels.cuda.device import DeviceLimits
-from specrs.kernels.cuda.skinny_linear import block_m, scratch_sizes, skinny_linear
+from specrs.kernels.cuda.skinny_linear import Product, block_m, scratch_sizes, skinny_linear
 from triton.runtime.errors import OutOfResources
 
 Timer = Callable[[LinearShape, LinearConfig], float]
@@ -91,11 +91,8 @@ class DeviceTimer:
         counters = torch.zeros(sizes[1], dtype=torch.int32, device=self.device)
 
         def launch(i: int) -> None:
-            w = copies[i % len(copies)]
-            skinny_linear(
-                x, w, None, None, out, partials, counters, 0.0, shape.gated, False, config.as_list(),
-                self.limits.capability >= 90,
-            )  # fmt: skip
+            product = Product(copies[i % len(copies)], gated=shape.gated)
+            skinny_linear(x, product, out, (partials, counters), config.as_list(), self.limits.capability >= 90)
 
         try:
             launch(0)

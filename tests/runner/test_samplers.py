@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from specrs.core import RequestSampling
-from specrs.runner.samplers import CoreSampler, TorchSampler
+from specrs.runner.samplers import CoreSampler, TorchSampler, VerifyEntries
 from specrs.runner.sampling_state import SamplingState
 from specrs.verify.params import SamplingRows, Steps
 from torch import Tensor
@@ -72,10 +72,8 @@ def test_the_cut_and_the_draw_of_any_row(data: st.DataObject) -> None:
     assert any(torch.equal(kept, other) for other in allowed)
     if torch.equal(kept, allowed[1]):
         positions = torch.tensor([data.draw(st.integers(0, 2**40))])
-        tokens = [
-            s.verify(logits, row, row, torch.tensor([0, 1]), positions, row, row[:, None][:, :0], steps, None)[1]
-            for s in (core, reference)
-        ]
+        entries = VerifyEntries(row, row, torch.tensor([0, 1]), positions, row)
+        tokens = [s.verify(logits, entries, row[:, None][:, :0], steps, None)[1] for s in (core, reference)]
         # Without q: logits and noise are added element by element, and no sum has an order.
         assert torch.equal(*tokens)
 
@@ -121,7 +119,8 @@ def test_drafting_and_verification_of_a_mixed_batch(vocab_size: int, rule: str) 
         logits = torch.cat([base[b, : k + 1] for b, k in enumerate(planned.tolist())])
         logits += torch.randn(logits.shape, generator=g)
         num_drafts = torch.minimum(planned, torch.randint(0, 4, (7,), generator=g))
-        args = (logits, of, entry, q_start, n, num_drafts, drafts, steps, None if rule == "coupled" else q[0])
+        entries = VerifyEntries(of, entry, q_start, n, num_drafts)
+        args = (logits, entries, drafts, steps, None if rule == "coupled" else q[0])
         mine, theirs = core.verify(*args), reference.verify(*args)
         assert torch.equal(mine[0], theirs[0]), iteration
         emitted = torch.arange(4) <= mine[0][:, None]
@@ -140,14 +139,8 @@ def test_nobody_is_disturbed_by_rows_without_a_distribution() -> None:
     logits = torch.randn((6, 64), generator=torch.Generator().manual_seed(3))
     q = logits.softmax(-1).view(3, 2, 64)[:, :1].contiguous()
     of, q_start = torch.arange(3), torch.tensor([0, 2, 4, 6])
-    args = (
-        of,
-        of.repeat_interleave(2),
-        q_start,
-        of + 9,
-        torch.ones(3, dtype=torch.int64),
-        torch.ones((3, 1), dtype=torch.int64),
-    )
+    entries = VerifyEntries(of, of.repeat_interleave(2), q_start, of + 9, torch.ones(3, dtype=torch.int64))
+    args = (entries, torch.ones((3, 1), dtype=torch.int64))
     before = core.verify(logits, *args, steps, q)
     for bad in (math.nan, math.inf, -math.inf):
         broken, broken_q = logits.clone(), q.clone()

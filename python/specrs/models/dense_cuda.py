@@ -22,12 +22,12 @@ from specrs.kernels.cuda.attention_config import MAX_VERIFY_ROWS, AttentionConfi
 from specrs.kernels.cuda.configs import LinearShape, linear_config
 from specrs.kernels.cuda.device import DeviceLimits, limits_of
 from specrs.kernels.cuda.embedding import embed
-from specrs.kernels.cuda.lm_head import linear_argmax
-from specrs.kernels.cuda.paged_attention import paged_attention
+from specrs.kernels.cuda.lm_head import ArgmaxScratch, linear_argmax
+from specrs.kernels.cuda.paged_attention import AttentionRows, paged_attention
 from specrs.kernels.cuda.qk_norm_rope import qk_norm_rope
 from specrs.kernels.cuda.rms_norm import rms_norm
 from specrs.kernels.cuda.sampling_scratch import SamplingScratch
-from specrs.kernels.cuda.skinny_linear import MAX_ROWS, block_m, scratch_sizes, skinny_linear
+from specrs.kernels.cuda.skinny_linear import MAX_ROWS, Product, block_m, scratch_sizes, skinny_linear
 from specrs.kernels.linear import DenseWeight, Weight
 from specrs.models.base import HiddenStates, Model
 from specrs.models.config import ModelConfig
@@ -238,7 +238,7 @@ class CudaDense(DenseFacts):
             return out
         ws = self.workspace
         cut = ws.config("lm_head", hidden.shape[0])
-        skinny_linear(hidden, weight, None, None, out, ws.partials, ws.counters, 0.0, False, False, cut, ws.dependent)
+        skinny_linear(hidden, Product(weight), out, (ws.partials, ws.counters), cut, ws.dependent)
         return out
 
     def compute_argmax(
@@ -248,19 +248,9 @@ class CudaDense(DenseFacts):
         ws, weight = self.workspace, _stored(self.weights.lm_head)[:num_ids]
         rows = hidden.shape[0]
         if rows <= MAX_ROWS:
-            linear_argmax(
-                hidden,
-                weight,
-                ids,
-                top,
-                logits,
-                ws.tile_top,
-                ws.tile_id,
-                ws.partials,
-                ws.counters,
-                ws.config("lm_head", rows),
-                ws.dependent,
-            )
+            out = (ids, top) if logits is None else (ids, top, logits)
+            scratch = ArgmaxScratch(ws.tile_top, ws.tile_id, ws.partials, ws.counters)
+            linear_argmax(hidden, weight, out, scratch, ws.config("lm_head", rows), ws.dependent)
             return
         step = ws.logits.shape[0]
         assert step, f"rows={rows}: the workspace was allocated for argmaxes of at most {MAX_ROWS}"
@@ -287,25 +277,13 @@ def _attention(weights: DenseWeights, inputs: PassInputs, ws: Workspace) -> _Att
         weights.dtype,
         ws.limits,
     )
-    cos, sin = ws.cos[:rows], ws.sin[:rows]
+    angles = [ws.cos[:rows], ws.sin[:rows]]
+    where = AttentionRows(inputs.positions, inputs.q_start, inputs.block_table, inputs.max_q_len)
+    scratch = (ws.partials, ws.stats, ws.counters)
 
     def attend(layer: LayerWeights, qkv: Tensor, cache: Tensor, out: Tensor) -> None:
-        qk_norm_rope(qkv, layer.qk_norm, cos, sin, inputs.slots, cache, c.num_heads, c.rms_norm_eps, ws.dependent)
-        paged_attention(
-            qkv[:, :width],
-            cache,
-            inputs.positions,
-            inputs.q_start,
-            inputs.block_table,
-            out,
-            ws.partials,
-            ws.stats,
-            ws.counters,
-            inputs.max_q_len,
-            scale,
-            cut,
-            ws.dependent,
-        )
+        qk_norm_rope(qkv, layer.qk_norm, angles, inputs.slots, cache, c.num_heads, c.rms_norm_eps, ws.dependent)
+        paged_attention(qkv[:, :width], cache, where, out, scratch, scale, cut, ws.dependent)
 
     return attend
 
@@ -354,14 +332,15 @@ class _FewRows:
     eps: float
 
     def normed_product(self, name: str, norm: Tensor, w: Weight, out: Tensor) -> None:
-        self._product(name, self.hidden, w, out, norm=norm)
+        self._product(name, self.hidden, Product(_stored(w), w.bias, norm, self.eps), out)
 
     def add_product(self, name: str, x: Tensor, w: Weight) -> None:
-        self._product(name, x, w, self.hidden, accumulate=True)
+        self._product(name, x, Product(_stored(w), w.bias, accumulate=True), self.hidden)
 
     def add_mlp(self, w: LayerWeights) -> None:
         activated = self.ws.activated[: self.hidden.shape[0]]
-        self._product("gate_up", self.hidden, w.gate_up, activated, norm=w.post_attention_norm, gated=True)
+        gate_up = Product(_stored(w.gate_up), w.gate_up.bias, w.post_attention_norm, self.eps, gated=True)
+        self._product("gate_up", self.hidden, gate_up, activated)
         self.add_product("down", activated, w.down)
 
     def normed(self, norm: Tensor) -> Tensor:
@@ -369,32 +348,10 @@ class _FewRows:
         rms_norm(self.hidden, None, norm, out, self.eps, self.ws.dependent)
         return out
 
-    def _product(
-        self,
-        name: str,
-        x: Tensor,
-        w: Weight,
-        out: Tensor,
-        *,
-        norm: Tensor | None = None,
-        gated: bool = False,
-        accumulate: bool = False,
-    ) -> None:
+    def _product(self, name: str, x: Tensor, product: Product, out: Tensor) -> None:
         ws = self.ws
-        skinny_linear(
-            x,
-            _stored(w),
-            w.bias,
-            norm,
-            out,
-            ws.partials,
-            ws.counters,
-            self.eps,
-            gated,
-            accumulate,
-            ws.config(name, x.shape[0]),
-            ws.dependent,
-        )
+        cut = ws.config(name, x.shape[0])
+        skinny_linear(x, product, out, (ws.partials, ws.counters), cut, ws.dependent)
 
 
 @dataclass(slots=True)

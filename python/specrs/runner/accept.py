@@ -12,6 +12,7 @@ from specrs.runner.entries import Iteration
 from specrs.runner.iteration import Drafted, Scored, is_finite
 from specrs.runner.ring import Results
 from specrs.runner.row_state import RowState
+from specrs.runner.samplers import VerifyEntries
 from specrs.runner.sampling_state import EntrySampling
 from specrs.verify.greedy import verify_greedy
 from specrs.verify.rejection import append_token
@@ -44,9 +45,8 @@ def accept(it: Iteration, scored: Scored, drafted: Drafted, sampling: EntrySampl
         accepted, tokens = verify_greedy(it.flat.columns(best), scored.drafts, k)
         return Verdict(accepted, tokens, top, adjusted)
 
-    accepted, tokens, top = sampling.sampler.verify(
-        adjusted, it.rows, entries, it.flat.q_start, n, k, scored.drafts, sampling.steps, drafted.q
-    )
+    at = VerifyEntries(it.rows, entries, it.flat.q_start, n, k)
+    accepted, tokens, top = sampling.sampler.verify(adjusted, at, scored.drafts, sampling.steps, drafted.q)
     return Verdict(accepted, tokens, top, adjusted)
 
 

@@ -7,6 +7,7 @@ differ in the last bits. Its drafts are cut exactly, which costs it nothing. `Sa
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -19,6 +20,17 @@ from specrs.verify.params import SamplingRows, Steps
 from specrs.verify.processing import filter_logits, greedy_as_point_mass
 from specrs.verify.rejection import append_token, count_accepted, draw_after
 from specrs.verify.sample import draw, draw_draft
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyEntries:
+    """The B entries that N flat rows of verification belong to; int64."""
+
+    rows: Tensor  # [B], row of state
+    entry: Tensor  # [N], entry of each flat row
+    q_start: Tensor  # [B+1]
+    num_tokens: Tensor  # [B], n
+    num_drafts: Tensor  # [B], K_r
 
 
 class RowSampler(Protocol):
@@ -37,23 +49,12 @@ class RowSampler(Protocol):
         """
 
     def verify(
-        self,
-        adjusted: Tensor,
-        rows: Tensor,
-        entry: Tensor,
-        q_start: Tensor,
-        num_tokens: Tensor,
-        num_drafts: Tensor,
-        drafts: Tensor,
-        steps: Steps,
-        q: Tensor | None,
+        self, adjusted: Tensor, entries: VerifyEntries, drafts: Tensor, steps: Steps, q: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Verify drafts, by `rejection` with `q` and by `coupled` without.
 
         Args:
-            rows: `[B]` int64.
-            entry: entry of each flat row, `[N]` int64.
-            q_start, num_tokens, num_drafts, drafts, q: as in `Sampler.verify`.
+            drafts, q: as in `Sampler.verify`.
 
         Returns:
             `(num_accepted [B] int64, tokens [B, K+1] int64, largest adjusted logit of each row [N])`; columns of tokens
@@ -87,18 +88,11 @@ class TorchSampler:
         return adjusted.amax(dim=-1), tokens
 
     def verify(
-        self,
-        adjusted: Tensor,
-        rows: Tensor,
-        entry: Tensor,
-        q_start: Tensor,
-        num_tokens: Tensor,
-        num_drafts: Tensor,
-        drafts: Tensor,
-        steps: Steps,
-        q: Tensor | None,
+        self, adjusted: Tensor, entries: VerifyEntries, drafts: Tensor, steps: Steps, q: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `RowSampler`."""
+        rows, entry, q_start = entries.rows, entries.entry, entries.q_start
+        num_tokens, num_drafts = entries.num_tokens, entries.num_drafts
         logits = self._process(adjusted, rows[entry], steps)
         top = adjusted.amax(dim=-1)
         if q is None:
@@ -151,29 +145,20 @@ class CoreSampler:
         return top, tokens
 
     def verify(
-        self,
-        adjusted: Tensor,
-        rows: Tensor,
-        entry: Tensor,
-        q_start: Tensor,
-        num_tokens: Tensor,
-        num_drafts: Tensor,
-        drafts: Tensor,
-        steps: Steps,
-        q: Tensor | None,
+        self, adjusted: Tensor, entries: VerifyEntries, drafts: Tensor, steps: Steps, q: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `RowSampler`."""
-        accepted = torch.empty_like(num_tokens)
-        tokens = torch.empty((len(rows), drafts.shape[1] + 1), dtype=torch.int64)
+        accepted = torch.empty_like(entries.num_tokens)
+        tokens = torch.empty((len(entries.rows), drafts.shape[1] + 1), dtype=torch.int64)
         top = torch.empty(len(adjusted))
         self._core.verify(
             adjusted.contiguous().numpy(),
             self._params,
             self._seeds,
-            rows.numpy(),
-            q_start.numpy(),
-            num_tokens.numpy(),
-            num_drafts.numpy(),
+            entries.rows.numpy(),
+            entries.q_start.numpy(),
+            entries.num_tokens.numpy(),
+            entries.num_drafts.numpy(),
             drafts.contiguous().numpy(),
             None if q is None else q.numpy(),
             accepted.numpy(),

@@ -7,7 +7,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from specrs.core import PURPOSE_ACCEPT, PURPOSE_GUMBEL
 from specrs.kernels.cuda import rules
-from specrs.kernels.cuda.accept import accept_prefix_reference
+from specrs.kernels.cuda.accept import AtRates, accept_prefix_reference
+from specrs.kernels.cuda.sampling_structs import Accepted, Drafted, RowParams
 from specrs.verify.coupled import verify_coupled
 from specrs.verify.processing import greedy_as_point_mass
 from torch import Tensor
@@ -44,7 +45,7 @@ def test_the_longest_prefix(num_drafts: list[int], spare: int, seed: int) -> Non
     buffer = torch.full((len(num_drafts), k + 3), POISON)
     buffer[:, :k] = drafts
     accepted, tokens = torch.full((len(num_drafts),), POISON), torch.full((len(num_drafts), k + 1), POISON)
-    rules.verify_greedy(ids, q_start, buffer[:, :k], drafted, accepted, tokens)
+    rules.verify_greedy(ids, Drafted(q_start, buffer[:, :k], drafted), Accepted(accepted, tokens))
     check(accepted, tokens, *expected)
 
 
@@ -52,7 +53,8 @@ def test_padded_entries_own_no_rows() -> None:
     ids = torch.tensor([4, 5])
     accepted, tokens = torch.full((3,), POISON), torch.full((3, 2), POISON)
     drafts = torch.tensor([[4], [POISON], [POISON]])
-    rules.verify_greedy(ids, torch.tensor([0, 2, 2, 2]), drafts, torch.tensor([1, 0, 0]), accepted, tokens)
+    drafted = Drafted(torch.tensor([0, 2, 2, 2]), drafts, torch.tensor([1, 0, 0]))
+    rules.verify_greedy(ids, drafted, Accepted(accepted, tokens))
     assert accepted.tolist() == [1, 0, 0]
     assert tokens[0].tolist() == [4, 5]
     assert ((tokens >= 0) & (tokens < 6)).all()
@@ -67,15 +69,9 @@ def test_acceptance_at_rates() -> None:
     drafted = torch.where(n % 40 == 0, 1, 5)
     rules.verify_synthetic(
         torch.full((1200,), 9),
-        torch.arange(0, 1201, 6),
-        drafts,
-        drafted,
-        rates,
-        seeds,
-        row,
-        n,
-        accepted,
-        tokens,
+        Drafted(torch.arange(0, 1201, 6), drafts, drafted),
+        AtRates(rates, seeds, row, n),
+        Accepted(accepted, tokens),
     )
     u = noise_at(seeds[:1], n[:, None] + torch.arange(5), PURPOSE_ACCEPT, 1, gumbel=False)[:, :, 0].double()
     conditional = torch.tensor([0.8, 0.75, 1.0, 0.0, 0.0])
@@ -118,15 +114,11 @@ def test_coupled_is_the_reference(num_drafts: list[int], temperature: float, v: 
     rules.verify_coupled(
         wide(logits),
         row[entry],
-        params.values,
+        RowParams(params.values, seeds),
         torch.full((total,), -torch.inf),
-        seeds,
         positions,
-        q_start,
-        drafts,
-        drafted,
-        accepted,
-        tokens,
+        Drafted(q_start, drafts, drafted),
+        Accepted(accepted, tokens),
         poisoned_scratch(total, v),
     )
     check(accepted, tokens, *verify_coupled(processed, noise, q_start, drafts, drafted))

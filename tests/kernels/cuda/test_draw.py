@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from specrs.core import PURPOSE_DRAFT, PURPOSE_GUMBEL
 from specrs.kernels.cuda.draw import draw, draw_reference
 from specrs.kernels.cuda.philox import fill_noise
+from specrs.kernels.cuda.sampling_structs import RowParams
 from specrs.verify.params import SamplingRows
 from specrs.verify.processing import greedy_as_point_mass
 from torch import Tensor
@@ -20,7 +21,7 @@ def run(
 ) -> Tensor:
     ids = torch.full((len(logits),), -5)
     scratch = poisoned_scratch(len(logits), logits.shape[1])
-    draw(wide(logits), row_of, params.values, cut, seeds, positions, purpose, ids, scratch)
+    draw(wide(logits), row_of, RowParams(params.values, seeds), cut, positions, purpose, ids, scratch)
     return ids
 
 

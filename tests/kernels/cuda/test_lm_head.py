@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from specrs.kernels.cuda.configs import LinearConfig
-from specrs.kernels.cuda.lm_head import combine_tiles_kernel, linear_argmax, linear_argmax_reference
+from specrs.kernels.cuda.lm_head import ArgmaxScratch, combine_tiles_kernel, linear_argmax, linear_argmax_reference
 from specrs.kernels.cuda.skinny_linear import scratch_sizes
 from torch import Tensor
 
@@ -22,11 +22,14 @@ def run(x: Tensor, weight: Tensor, *, programs: int = 3, keep: bool = True) -> t
     ids, top = torch.full((rows,), -7), torch.full((rows,), torch.nan)
     logits = torch.full((rows, n + 2), torch.nan)[:, :n]
     tiles = rows * -(-n // 16)
-    linear_argmax(
-        x, weight, ids, top, logits if keep else None, torch.full((tiles,), torch.nan),
-        torch.full((tiles,), -3, dtype=torch.int32), torch.full((sizes[0],), torch.nan), counters, config.as_list(),
-        False,
-    )  # fmt: skip
+    scratch = ArgmaxScratch(
+        torch.full((tiles,), torch.nan),
+        torch.full((tiles,), -3, dtype=torch.int32),
+        torch.full((sizes[0],), torch.nan),
+        counters,
+    )
+    out = (ids, top, logits) if keep else (ids, top)
+    linear_argmax(x, weight, out, scratch, config.as_list(), False)
     assert not counters.any()
     return ids, top, logits
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from specrs.kernels.cuda.attention_config import AttentionConfig
 from specrs.kernels.cuda.device import ABSENT, INTERPRETER
-from specrs.kernels.cuda.paged_attention import paged_attention, paged_attention_reference
+from specrs.kernels.cuda.paged_attention import AttentionRows, paged_attention, paged_attention_reference
 from torch import Tensor
 
 from .tolerance import assert_near
@@ -63,10 +63,15 @@ class Pass:
         out = torch.full((len(self.positions), self.heads * self.dim + 5), NAN, dtype=self.dtype)
         counters = torch.zeros(sizes[2], dtype=torch.int32)
         paged_attention(
-            self.q, self.cache, self.positions, self.q_start, self.table, out[:, : self.heads * self.dim],
-            torch.full((sizes[0],), NAN), torch.full((sizes[1],), NAN), counters, self.max_q_len, self.dim**-0.5,
-            list(astuple(config)), False,
-        )  # fmt: skip
+            self.q,
+            self.cache,
+            AttentionRows(self.positions, self.q_start, self.table, self.max_q_len),
+            out[:, : self.heads * self.dim],
+            (torch.full((sizes[0],), NAN), torch.full((sizes[1],), NAN), counters),
+            self.dim**-0.5,
+            list(astuple(config)),
+            False,
+        )
         assert not counters.any()
         assert out[:, self.heads * self.dim :].isnan().all()
         return out[:, : self.heads * self.dim]

@@ -15,6 +15,7 @@ from specrs.kernels.cuda.rejection import rejection_reference
 from specrs.kernels.cuda.rules import verify_rejection
 from specrs.kernels.cuda.sampling_cut import sampling_cut, sampling_cut_reference
 from specrs.kernels.cuda.sampling_scratch import SamplingScratch
+from specrs.kernels.cuda.sampling_structs import Accepted, Cut, Distribution, Drafted, Filters, RowParams
 from specrs.verify.params import SamplingRows, Steps
 from torch import Tensor
 
@@ -56,8 +57,9 @@ class Batch:
         """`(cut, lse)` of the kernel."""
         n = len(logits)
         cut, lse = torch.full((n,), torch.nan), torch.full((n,), torch.nan, dtype=torch.float64)
-        flags = {"top_k": self.steps.top_k, "top_p": self.steps.top_p, "min_p": self.steps.min_p}
-        sampling_cut(logits, row_of, self.params.values, cut, lse, torch.empty(n), scratch, coarse=coarse, **flags)
+        filters = Filters(self.steps.top_k, self.steps.top_p, self.steps.min_p)
+        out = Cut(cut, lse, torch.empty(n))
+        sampling_cut(logits, row_of, self.params.values, out, scratch, coarse=coarse, filters=filters)
         return cut, lse
 
     def drafts(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -70,9 +72,8 @@ class Batch:
             draw(
                 self.draft_logits[i],
                 self.row,
-                self.params.values,
+                RowParams(self.params.values, self.seeds),
                 cuts[i, :batch],
-                self.seeds,
                 self.n + i,
                 PURPOSE_DRAFT,
                 drawn[i],
@@ -87,20 +88,13 @@ class Batch:
         draft_logits = self.draft_logits.masked_fill(ignored.T[:, :, None], torch.nan)
         scratch = self.scratch
         verify_rejection(
-            wide(self.logits),
-            *self.cut(self.logits, self.row[self.entry], scratch, coarse=False),
-            draft_logits,
-            cut,
-            lse,
-            self.q_start,
-            drafts.masked_fill(ignored, POISON),
-            self.num_drafts,
+            Distribution(wide(self.logits), *self.cut(self.logits, self.row[self.entry], scratch, coarse=False)),
+            Distribution(draft_logits, cut, lse),
+            Drafted(self.q_start, drafts.masked_fill(ignored, POISON), self.num_drafts),
             self.row,
             self.n,
-            self.params.values,
-            self.seeds,
-            accepted,
-            tokens,
+            RowParams(self.params.values, self.seeds),
+            Accepted(accepted, tokens),
             scratch,
         )
         return accepted, tokens
@@ -311,21 +305,21 @@ def test_emitted_tokens_are_the_targets(sign: float) -> None:
     )
     own_accepted, own_tokens = torch.full((sample,), POISON), torch.full((sample, 2), POISON)
     verify_rejection(
-        batch.logits,
-        torch.full((2 * sample,), -torch.inf),
-        target.double().logsumexp(0).expand(2 * sample).contiguous(),
-        batch.draft_logits,
-        torch.full((1, sample), -torch.inf),
-        draft.double().logsumexp(0).expand(1, sample).contiguous(),
-        batch.q_start,
-        drafts[:sample],
-        batch.num_drafts,
+        Distribution(
+            batch.logits,
+            torch.full((2 * sample,), -torch.inf),
+            target.double().logsumexp(0).expand(2 * sample).contiguous(),
+        ),
+        Distribution(
+            batch.draft_logits,
+            torch.full((1, sample), -torch.inf),
+            draft.double().logsumexp(0).expand(1, sample).contiguous(),
+        ),
+        Drafted(batch.q_start, drafts[:sample], batch.num_drafts),
         batch.row,
         batch.n,
-        params.values,
-        seeds,
-        own_accepted,
-        own_tokens,
+        RowParams(params.values, seeds),
+        Accepted(own_accepted, own_tokens),
         batch.scratch,
     )
     assert own_accepted.tolist() == accepted[:sample].tolist()

@@ -99,7 +99,7 @@ def test_qk_norm_rope(heads: tuple[int, int], dim: int, block_size: int, normed:
         qk.copy_(torch.nn.functional.rms_norm(qk, (dim,), None, EPS) * qk_norm)
     apply_rotary_(qk, *rotary_cos_sin(positions, signed, dtype))
     before = qkv.clone()
-    qk_norm_rope(qkv, qk_norm, cos, sin, slots, cache, num_heads, EPS, False)
+    qk_norm_rope(qkv, qk_norm, [cos, sin], slots, cache, num_heads, EPS, False)
 
     q = num_heads * dim
     assert_near(qkv[:, :q], exact_qkv[:, :q], own[:, :num_heads].reshape(rows, -1))

@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from specrs.kernels.cuda import sampling_scratch
 from specrs.kernels.cuda.sampling_cut import sampling_cut, sampling_cut_reference
+from specrs.kernels.cuda.sampling_structs import Cut as CutTensors
+from specrs.kernels.cuda.sampling_structs import Filters
 from specrs.verify.params import SamplingRows, Steps
 from torch import Tensor
 
@@ -45,14 +47,10 @@ def run(logits: Tensor, row_of: Tensor, params: SamplingRows, steps: Steps, *, c
         wide(logits),
         row_of,
         params.values,
-        out.cut,
-        out.lse,
-        out.top,
+        CutTensors(out.cut, out.lse, out.top),
         scratch,
         coarse=coarse,
-        top_k=steps.top_k,
-        top_p=steps.top_p,
-        min_p=steps.min_p,
+        filters=Filters(steps.top_k, steps.top_p, steps.min_p),
     )
     out.ids.copy_(scratch.ids)
     return out

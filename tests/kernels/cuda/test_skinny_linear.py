@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from specrs.kernels.cuda.configs import LinearConfig
-from specrs.kernels.cuda.skinny_linear import scratch_sizes, skinny_linear, skinny_linear_reference
+from specrs.kernels.cuda.skinny_linear import Product, scratch_sizes, skinny_linear, skinny_linear_reference
 from torch import Tensor
 from torch.nn.functional import silu
 
@@ -37,10 +37,8 @@ def run(ops: dict[str, Any], config: LinearConfig, *, gated: bool = False, accum
     out = ops["out"].clone(memory_format=torch.preserve_format)
     sizes = scratch_sizes(config, out.shape[0], n=out.shape[1], gated=gated)
     partials, counters = torch.full((sizes[0],), torch.nan), torch.zeros(sizes[1], dtype=torch.int32)
-    skinny_linear(
-        ops["x"], ops["weight"], ops["bias"], ops["norm_weight"], out, partials, counters, EPS, gated, accumulate,
-        config.as_list(), False,
-    )  # fmt: skip
+    product = Product(ops["weight"], ops["bias"], ops["norm_weight"], EPS, gated, accumulate)
+    skinny_linear(ops["x"], product, out, (partials, counters), config.as_list(), False)
     assert not counters.any()
     return out
 
@@ -128,8 +126,6 @@ def test_operands_that_would_be_read_past_are_refused() -> None:
     config = LinearConfig(16, 16, 2, 4, 1)
     with pytest.raises(AssertionError, match="rows=65: must be from 1 to 64"):
         run(ops | {"x": torch.zeros(65, 64), "out": torch.zeros(65, 20)}, config)
+    scratch = (torch.zeros(5), torch.zeros(2, dtype=torch.int32))
     with pytest.raises(AssertionError, match="partials must have"):
-        skinny_linear(
-            ops["x"], ops["weight"], None, None, ops["out"], torch.zeros(5), torch.zeros(2, dtype=torch.int32), EPS,
-            False, False, config.as_list(), False,
-        )  # fmt: skip
+        skinny_linear(ops["x"], Product(ops["weight"]), ops["out"], scratch, config.as_list(), False)

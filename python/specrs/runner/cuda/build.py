@@ -15,6 +15,7 @@ from specrs.drafters.draft_model import DraftModel
 from specrs.errors import InvalidConfigError, invalid
 from specrs.kernels.cuda.prepare import Sizes
 from specrs.kernels.cuda.sampling_scratch import SamplingScratch
+from specrs.kernels.cuda.sampling_structs import RowParams
 from specrs.models.inputs import PassInputs
 from specrs.runner.cuda.buffers import Buffers, DeviceRecord
 from specrs.runner.cuda.graphs import Graphs, capture_all, measure_bytes
@@ -57,8 +58,7 @@ def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingS
         drafter.model = drafter.model.with_buffers(rows, config.max_num_seqs)
     return Context(
         state=state,
-        params=sampling.params.values,
-        seeds=sampling.seeds,
+        params=RowParams(sampling.params.values, sampling.seeds),
         record=DeviceRecord(scheduler, k, device),
         buffers=Buffers.allocate(
             max_num_seqs=config.max_num_seqs,

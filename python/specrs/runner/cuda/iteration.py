@@ -14,11 +14,13 @@ from torch import Tensor
 
 from specrs.core import PURPOSE_DRAFT, PURPOSE_GUMBEL
 from specrs.drafters.draft_model import DraftModel
+from specrs.kernels.cuda.accept import AtRates
 from specrs.kernels.cuda.draw import draw
 from specrs.kernels.cuda.prepare import PlannedEntries, Sizes, assemble_drafts, prepare_iteration
 from specrs.kernels.cuda.rules import verify_coupled, verify_greedy, verify_rejection, verify_synthetic
 from specrs.kernels.cuda.sampling_cut import sampling_cut
 from specrs.kernels.cuda.sampling_scratch import SamplingScratch
+from specrs.kernels.cuda.sampling_structs import Accepted, Cut, Distribution, Drafted, RowParams
 from specrs.kernels.cuda.update import Decided, update_rows
 from specrs.models.base import Model
 from specrs.models.inputs import PassInputs
@@ -33,8 +35,7 @@ class Context:
     """All that an iteration reads and writes; fixed for the engine's life, so its addresses are too."""
 
     state: RowState
-    params: Tensor  # [R+1, 8] fp32, verify.params.SamplingRows.values
-    seeds: Tensor  # [R+1]
+    params: RowParams
     record: DeviceRecord
     buffers: Buffers
     scratch: SamplingScratch
@@ -111,10 +112,10 @@ def draft_pass(ctx: Context, i: int, batch: int, tail: Tail) -> None:
 def sample_draft(ctx: Context, i: int, batch: int) -> None:
     """Draw pass i's tokens from its logits; cut and normaliser stay beside the logits, which together are q."""
     b, at = ctx.buffers, (i - 1, slice(0, batch))
-    logits, rows, cut = b.draft_logits[at], b.row[:batch], b.draft_cut[at]
-    sampling_cut(logits, rows, ctx.params, cut, b.draft_lse[at], b.draft_top[at], ctx.scratch, coarse=True)
+    logits, rows, cut = b.draft_logits[at], b.row[:batch], Cut(b.draft_cut[at], b.draft_lse[at], b.draft_top[at])
+    sampling_cut(logits, rows, ctx.params.values, cut, ctx.scratch, coarse=True)
     purpose = PURPOSE_GUMBEL if ctx.rule == "coupled" else PURPOSE_DRAFT
-    draw(logits, rows, ctx.params, cut, ctx.seeds, b.draft_draws[at], purpose, b.drawn[at], ctx.scratch)
+    draw(logits, rows, ctx.params, cut.cut, b.draft_draws[at], purpose, b.drawn[at], ctx.scratch)
 
 
 def verify(ctx: Context, shape: Shape) -> None:
@@ -177,25 +178,23 @@ def accept(ctx: Context, shape: Shape, logits: Tensor) -> None:
     Filters that a row has not cost it nothing but launches, so one graph serves every mixture of rows.
     """
     b, batch, k, at = ctx.buffers, shape.batch, shape.max_k, slice(0, shape.rows)
-    entries = (b.q_start[: batch + 1], b.drafts[:batch, :k], b.k[:batch])
-    row, n, out = b.row[:batch], b.n[:batch], (b.accepted[:batch], b.emitted[:batch, : k + 1])
+    drafted = Drafted(b.q_start[: batch + 1], b.drafts[:batch, :k], b.k[:batch])
+    row, n, out = b.row[:batch], b.n[:batch], Accepted(b.accepted[:batch], b.emitted[:batch, : k + 1])
     own = b.target_ids[at]
     if shape.tail is Tail.GREEDY:
-        verify_greedy(own, *entries, *out)
+        verify_greedy(own, drafted, out)
     else:
-        rows, cut = b.verify_rows[at], b.target_cut[at]
-        sampling_cut(logits, rows, ctx.params, cut, b.target_lse[at], b.target_top[at], ctx.scratch, coarse=False)
+        rows, cut = b.verify_rows[at], Cut(b.target_cut[at], b.target_lse[at], b.target_top[at])
+        sampling_cut(logits, rows, ctx.params.values, cut, ctx.scratch, coarse=False)
         own = ctx.scratch.ids[at]
         if ctx.rule == "coupled":
-            draws = b.verify_draws[at]
-            verify_coupled(logits, rows, ctx.params, cut, ctx.seeds, draws, *entries, *out, ctx.scratch)
+            verify_coupled(logits, rows, ctx.params, cut.cut, b.verify_draws[at], drafted, out, ctx.scratch)
         else:
-            q = (b.draft_logits[:k, :batch], b.draft_cut[:k, :batch], b.draft_lse[:k, :batch])
-            verify_rejection(
-                logits, cut, b.target_lse[at], *q, *entries, row, n, ctx.params, ctx.seeds, *out, ctx.scratch
-            )
+            p = Distribution(logits, cut.cut, cut.lse)
+            q = Distribution(b.draft_logits[:k, :batch], b.draft_cut[:k, :batch], b.draft_lse[:k, :batch])
+            verify_rejection(p, q, drafted, row, n, ctx.params, out, ctx.scratch)
     if ctx.rates is not None:  # behind the rule, whose time is to be measured
-        verify_synthetic(own, *entries, ctx.rates, ctx.seeds, row, n, *out)
+        verify_synthetic(own, drafted, AtRates(ctx.rates, ctx.params.seeds, row, n), out)
 
 
 def run(ctx: Context, shape: Shape, entries: LaunchEntries) -> None:
