@@ -123,7 +123,7 @@ def test_biases() -> None:
         {"model_type": None},
         {"original_max_position_embeddings": 32},  # of a scaling, and there is none
         {"is_causal": True, "per_layer_config": {}, "transformers_weights": "model.safetensors"},
-        {"unsloth_version": "2025.1", "logits_scaling": 8.0},  # nobody reads them
+        {"unsloth_version": "2025.1", "logits_scaling": 8.0},  # read by neither transformers nor specrs
     ],
 )
 def test_fields_that_change_nothing(fields: dict[str, Any]) -> None:

@@ -41,7 +41,7 @@ def test_every_attribute_of_a_configuration_is_known(family: str) -> None:
     own = configuration(family)
     names = {field.name for field in dataclasses.fields(own)} | set(own.to_dict()) | set(vars(own))
     unknown = {name for name in names if not name.startswith("_")} - READ - set(NEUTRAL) - set(WITHOUT_EFFECT)
-    assert not unknown, f"transformers {transformers.__version__} has fields that nobody here knows"
+    assert not unknown, f"transformers {transformers.__version__} has fields that no table here names"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -66,7 +66,7 @@ def test_every_attribute_that_code_asks_for_is_known(family: str) -> None:
     }
     unknown = asked - READ - set(NEUTRAL) - set(WITHOUT_EFFECT) - plumbing
     unknown = {field for field in unknown if not callable(getattr(own, field, None))}
-    assert not unknown, f"transformers {transformers.__version__} asks for fields that nobody here knows"
+    assert not unknown, f"transformers {transformers.__version__} asks for fields that no table here names"
 
 
 def test_the_tables_do_not_overlap() -> None:
@@ -122,7 +122,7 @@ VALUES: dict[str, list[Any]] = {
     "torch_dtype": ["float16"],
     "num_experts": [0, 2],
     "num_local_experts": [2],
-    # Of other families: nobody reads them in these.
+    # Of other families: in these they are not read.
     "logits_scaling": [8.0],
     "embedding_multiplier": [3.0],
     "attention_multiplier": [0.5],

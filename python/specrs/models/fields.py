@@ -3,7 +3,7 @@
 What transformers does with config.json decides, since text is compared with its text: its configuration of a family
 takes every field as an attribute, and the code of all families asks some attributes by name. Each such attribute is
 read by `models/config.py`, is in one of these tables, or a test fails. Other fields, which a trainer or uploader left,
-are read by nobody and ignored.
+are read by neither and ignored.
 """
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
