@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
-    "FINISH_ABORT",
     "FINISH_ERROR",
     "FINISH_LENGTH",
     "FINISH_NONE",
@@ -103,8 +102,6 @@ FINISH_STOP: Final[int]
 """Finish reason: a stop token, which is the last token delivered."""
 FINISH_LENGTH: Final[int]
 """Finish reason: the request reached its limit."""
-FINISH_ABORT: Final[int]
-"""Finish reason for callers; `settle` never writes it, because `abort` ends a request at once."""
 FINISH_ERROR: Final[int]
 """Finish reason: a fault on the device."""
 

@@ -5,7 +5,6 @@ the life of a request; the docstrings are in `_core.pyi`.
 """
 
 from ._core import (
-    FINISH_ABORT,
     FINISH_ERROR,
     FINISH_LENGTH,
     FINISH_NONE,
@@ -60,7 +59,6 @@ from ._core import (
 )
 
 __all__ = [
-    "FINISH_ABORT",
     "FINISH_ERROR",
     "FINISH_LENGTH",
     "FINISH_NONE",

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from specrs.config import EngineConfig
 from specrs.core import (
-    FINISH_ABORT,
     FINISH_ERROR,
     FINISH_LENGTH,
     FINISH_STOP,
@@ -42,7 +41,6 @@ Watch = Callable[[RingSlot, Header, float], None]
 _REASONS = {
     FINISH_STOP: FinishReason.STOP,
     FINISH_LENGTH: FinishReason.LENGTH,
-    FINISH_ABORT: FinishReason.ABORT,
     FINISH_ERROR: FinishReason.ERROR,
 }
 

@@ -76,7 +76,7 @@ mod _core {
 }
 
 /// Numbers that callers compare with, by name.
-const CONSTANTS: [(&str, i64); 18] = [
+const CONSTANTS: [(&str, i64); 17] = [
     ("LOGPROBS_ALL", core_sampling::LOGPROBS_ALL),
     ("LOGPROBS_NONE", core_sampling::LOGPROBS_NONE),
     ("MAX_STOP_IDS", core_sampling::MAX_STOP_IDS as i64),
@@ -89,7 +89,6 @@ const CONSTANTS: [(&str, i64); 18] = [
     ("FINISH_NONE", layout::FINISH_NONE),
     ("FINISH_STOP", layout::FINISH_STOP),
     ("FINISH_LENGTH", layout::FINISH_LENGTH),
-    ("FINISH_ABORT", layout::FINISH_ABORT),
     ("FINISH_ERROR", layout::FINISH_ERROR),
     ("PURPOSE_DRAFT", Purpose::Draft as i64),
     ("PURPOSE_ACCEPT", Purpose::Accept as i64),

@@ -21,7 +21,7 @@ mod tests;
 use crate::error::{Error, Result};
 use crate::hash::BlockHash;
 use list::{Link, ListId, Lists, SENTINELS};
-use table::{Entry, Table};
+use table::{Table, TableEntry};
 
 const UNCLAIMED: u32 = u32::MAX;
 
@@ -34,7 +34,7 @@ struct Block {
     registered: bool,
     has_draft: bool,
     link: Link,
-    entry: Entry,
+    entry: TableEntry,
 }
 
 impl Block {
@@ -44,7 +44,7 @@ impl Block {
         registered: false,
         has_draft: false,
         link: Link::NONE,
-        entry: Entry::NONE,
+        entry: TableEntry::NONE,
     };
 }
 

@@ -10,13 +10,13 @@ const NONE: u32 = u32::MAX;
 
 /// A block's name, while it is in the table.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Entry {
+pub(super) struct TableEntry {
     /// Low and high half; as one `u128` it would be aligned to 16 bytes and padded to 32.
     hash: [u64; 2],
     next: u32,
 }
 
-impl Entry {
+impl TableEntry {
     /// Of a block that never was in the table.
     pub(super) const NONE: Self = Self { hash: [0; 2], next: NONE };
 
@@ -68,7 +68,7 @@ impl Table {
         }
         let hash = halves(hash);
         let head = self.head(hash);
-        blocks[block as usize].entry = Entry { hash, next: self.heads[head] };
+        blocks[block as usize].entry = TableEntry { hash, next: self.heads[head] };
         self.heads[head] = block;
         self.len += 1;
         true
@@ -76,7 +76,7 @@ impl Table {
 
     /// Takes `block`, which must be in the table, out.
     pub(super) fn remove(&mut self, blocks: &mut [Block], block: u32) {
-        let Entry { hash, next } = blocks[block as usize].entry;
+        let TableEntry { hash, next } = blocks[block as usize].entry;
         let head = self.head(hash);
         let mut at = self.heads[head];
         if at == block {

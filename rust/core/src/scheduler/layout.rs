@@ -21,9 +21,7 @@ pub const FINISH_NONE: i64 = 0;
 pub const FINISH_STOP: i64 = 1;
 /// Finish reason: the request's limit.
 pub const FINISH_LENGTH: i64 = 2;
-/// Finish reason: aborted. Never settled, since `abort` ends a request at once; part of the numbering for callers.
-pub const FINISH_ABORT: i64 = 3;
-/// Finish reason: a fault on the device.
+/// Finish reason: a fault on the device. 3 was that of aborted requests, which are never settled.
 pub const FINISH_ERROR: i64 = 4;
 
 /// A run of elements in a buffer.

@@ -68,7 +68,7 @@ impl Scheduler {
         for &i in &plan.unsent[..num_unsent] {
             let decode = &plan.decodes[i as usize];
             let row = &mut self.rows[decode.row as usize];
-            updates.send(decode.row, row, decode.need, block_size);
+            updates.extend(decode.row, row, decode.need, block_size);
             out.capacity[i as usize] = (row.num_sent * block_size) as i64;
         }
         header.num_block_updates = updates.len;
@@ -96,7 +96,7 @@ impl Scheduler {
 
             let (mut out, mut updates) = split(&layout, record);
             updates.len = header.num_block_updates;
-            updates.send(chunk.row, row, end, self.config.block_size);
+            updates.extend(chunk.row, row, end, self.config.block_size);
             header.num_block_updates = updates.len;
             out.set(entries.len(), chunk.row, 0, row.num_sent * self.config.block_size, row.prefill_end);
             record[layout.chunk_start.offset + j] = chunk.start as i64;
@@ -218,9 +218,9 @@ struct BlockUpdates<'a> {
 }
 
 impl BlockUpdates<'_> {
-    /// Tells the device of the row's blocks that cover `positions`, so far as it does not know them.
+    /// Adds the row's blocks that cover `positions`, without those of earlier records.
     #[inline]
-    fn send(&mut self, row_index: RowIndex, row: &mut Row, positions: usize, block_size: usize) {
+    fn extend(&mut self, row_index: RowIndex, row: &mut Row, positions: usize, block_size: usize) {
         while row.num_sent * block_size < positions {
             debug_assert!(self.len < self.row.len(), "block updates beyond what RecordLayout reckons with");
             self.row[self.len] = i64::from(row_index);
