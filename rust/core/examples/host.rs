@@ -1,153 +1,242 @@
-//! A host in plain Rust: `specrs-core` plans, a pretended device drafts and verifies, the results go back.
+//! A host in plain Rust: `specrs-core` plans, a pretended device computes prompt chunks, catch-up chunks and decode iterations with
+//! paged KV, two launches in flight.
 //!
-//! The "models" are functions of the last tokens, so the example needs no weights; everything else is what a real host does: row
-//! state on the device, uploads from the record, one decode iteration per launch, results by entry.
+//! The "models" are functions of what lies in their caches, so the example needs no weights, and a wrong slot changes the text. All
+//! else is what a real host does.
 //!
 //! ```text
 //! cargo run -p specrs-core --example host
 //! ```
 #![allow(clippy::print_stdout)] // an example shows what it does
 
-use specrs_core::scheduler::layout::{FINISH_NONE, RecordLayout};
-use specrs_core::{Drafter, Error, PlanOutcome, RequestParams, Scheduler, SchedulerConfig};
+use std::collections::VecDeque;
+
+use specrs_core::scheduler::layout::{FINISH_NONE, RecordLayout, ResultsLayout};
+use specrs_core::{Drafter, Error, NO_SLOT, PlanOutcome, RequestParams, Scheduler, SchedulerConfig, SlotMapper};
 
 const K: usize = 4;
 const ROWS: usize = 4;
+const BLOCK_SIZE: usize = 16;
+const NUM_BLOCKS: usize = 64;
+const MAX_LEN: usize = 256;
+/// Launches planned and not yet settled: while one runs, the next is planned.
+const DEPTH: usize = 2;
 
-/// The target: what it writes next.
-fn target(tokens: &[i64]) -> i64 {
-    let at = |back: usize| tokens.len().checked_sub(back).map_or(1, |i| tokens[i]);
-    (31 * at(1) + 17 * at(2) + tokens.len() as i64) % 50_000
+/// One model: its paged KV, which for a position is the token there, and what it makes of it.
+struct Model {
+    cache: Vec<i64>,
+    /// Whether it is right about two tokens of three only.
+    is_draft: bool,
 }
 
-/// The draft agrees with it two times in three.
-fn draft(tokens: &[i64]) -> i64 {
-    target(tokens) + i64::from(tokens.len().is_multiple_of(3))
+impl Model {
+    fn new(is_draft: bool) -> Self {
+        Self { cache: vec![i64::MIN; NUM_BLOCKS * BLOCK_SIZE], is_draft }
+    }
+
+    /// Feeds `tokens`, the last of the positions whose KV lies at `slots`; the next token after each. Their KV goes to `written`;
+    /// `NO_SLOT` is nowhere, because it is there already.
+    fn feed(&mut self, tokens: &[i64], slots: &[i64], written: &[i64]) -> Vec<i64> {
+        for (&token, &slot) in tokens.iter().zip(written) {
+            if slot != NO_SLOT {
+                self.cache[slot as usize] = token;
+            }
+        }
+        let ends = slots.len() - tokens.len() + 1..=slots.len();
+        ends.map(|end| self.next(slots[..end].iter().map(|&slot| self.cache[slot as usize]))).collect()
+    }
+
+    /// The token after positions with this KV.
+    fn next(&self, kv: impl Iterator<Item = i64>) -> i64 {
+        let token = kv.fold(1, |sum, value| (31 * sum + value) % 49_999);
+        token + i64::from(self.is_draft && token % 3 == 0)
+    }
 }
 
-/// Device state: the tokens of every row, and its limit.
-#[derive(Default)]
+/// What the device knows of a running request.
+#[derive(Clone, Default)]
 struct Row {
     tokens: Vec<i64>,
     limit: usize,
+    draft_len: usize,
+    /// Its block table.
+    blocks: Vec<i64>,
 }
 
-struct Host {
-    scheduler: Scheduler,
+struct Device {
+    target: Model,
+    draft: Model,
     rows: Vec<Row>,
-    record: Vec<i64>,
-    results: Vec<i64>,
-    settled: Vec<i64>,
+    mapper: SlotMapper,
 }
 
-impl Host {
-    fn new(config: SchedulerConfig) -> Result<Self, Error> {
-        let scheduler = Scheduler::new(config)?;
-        Ok(Self {
-            rows: (0..ROWS).map(|_| Row::default()).collect(),
-            // The host owns the buffers; on a GPU they would be pinned.
-            record: vec![0; scheduler.record_layout().size],
-            results: vec![0; scheduler.results_layout().size],
-            settled: vec![0; scheduler.settled_layout().size],
-            scheduler,
-        })
+impl Device {
+    fn new() -> Result<Self, Error> {
+        let (target, draft) = (Model::new(false), Model::new(true));
+        Ok(Self { target, draft, rows: vec![Row::default(); ROWS], mapper: SlotMapper::new(BLOCK_SIZE)? })
     }
 
-    /// Runs all requests to their end; new tokens go to `deliver` with the request's id.
-    fn run(&mut self, mut deliver: impl FnMut(i64, &[i64])) -> Result<(), Error> {
-        while let PlanOutcome::Launch(header) = self.scheduler.plan(&mut self.record)? {
-            let layout = *self.scheduler.record_layout();
-            self.upload(&layout, header.num_admitted);
-            // A real host would run the prefill chunks and draft chunks here: they write KV, and say nothing.
-            let entries = header.num_decode + header.num_prefill;
-            for entry in 0..entries {
-                let emits = entry < header.num_decode
-                    || self.record[layout.chunk_is_last.offset + entry - header.num_decode] == 1;
-                self.iterate(&layout, entry, emits);
+    /// Slots of the row's first `count` positions.
+    fn slots(&self, row: usize, count: usize) -> Vec<i64> {
+        let mut slots = vec![NO_SLOT; count];
+        self.mapper.map_range(&self.rows[row].blocks, 0, &mut slots);
+        slots
+    }
+
+    /// Executes a planned launch; what it reports goes into `results`, by entry.
+    fn launch(&mut self, layout: &RecordLayout, record: &[i64], report: &ResultsLayout, results: &mut [i64]) {
+        let at = layout.view(record);
+        let header = specrs_core::scheduler::LaunchHeader::read(record);
+        results.fill(0);
+
+        let mut uploads = at.upload_token;
+        for i in 0..header.num_admitted {
+            let (tokens, rest) = uploads.split_at(at.admit_num_tokens[i] as usize);
+            uploads = rest;
+            self.rows[at.admit_row[i] as usize] = Row {
+                tokens: tokens.to_vec(),
+                limit: at.admit_limit[i] as usize,
+                draft_len: at.admit_draft_len[i] as usize,
+                blocks: Vec::new(),
+            };
+        }
+        for i in 0..header.num_block_updates {
+            self.rows[at.block_row[i] as usize].blocks.push(at.block_id[i]); // index by index
+        }
+
+        // Prompt chunks run the target alone; the last one of a prompt gives a token.
+        for j in 0..header.num_prefill {
+            let entry = header.num_decode + j;
+            let (row, end) = (at.entry_row[entry] as usize, (at.chunk_start[j] + at.chunk_len[j]) as usize);
+            let fed = at.prefill_q_start[j] as usize..at.prefill_q_start[j + 1] as usize;
+            let slots = self.slots(row, end);
+            let next = self.target.feed(&at.prefill_token[fed.clone()], &slots, &at.prefill_slot[fed]);
+            if at.chunk_is_last[j] == 1 {
+                self.emit(row, &next[next.len() - 1..], entry, report, results);
             }
-            self.scheduler.settle(header.launch_id, &self.results, &mut self.settled)?;
-            let (settled, results) = (self.scheduler.settled_layout(), self.scheduler.results_layout());
-            for entry in 0..entries {
-                let id = self.settled[settled.request_id.offset + entry];
-                let new = self.settled[settled.num_new.offset + entry] as usize;
-                let tokens = &self.results[results.tokens.offset + entry * (K + 1)..][..new];
-                deliver(id, tokens);
-                if self.settled[settled.finish_reason.offset + entry] != FINISH_NONE {
-                    println!("request {id} ends");
-                }
+        }
+
+        // Catch-up chunks write the draft KV of tokens that are settled, and say nothing.
+        for j in 0..header.num_draft_chunks {
+            let (row, start) = (at.draft_chunk_row[j] as usize, at.draft_chunk_start[j] as usize);
+            let end = start + at.draft_chunk_len[j] as usize;
+            if self.rows[row].tokens.len() < self.rows[row].limit {
+                let fed = at.draft_q_start[j] as usize..at.draft_q_start[j + 1] as usize;
+                let slots = self.slots(row, end);
+                self.draft.feed(&self.rows[row].tokens[start..end], &slots, &at.draft_slot[fed]);
+                self.rows[row].draft_len = end;
             }
         }
-        Ok(())
+
+        // Decode entries draft, verify, accept. The host planned them with bounds; the device knows the lengths.
+        for entry in 0..header.num_decode {
+            let row = at.entry_row[entry] as usize;
+            let (n, limit) = (self.rows[row].tokens.len(), self.rows[row].limit);
+            if n == limit {
+                continue; // it ended in the launch before, which the host had not settled when it planned this one
+            }
+            let k = (at.entry_k[entry] as usize).min(limit - n - 1);
+            let slots = self.slots(row, n + k);
+            let mut tokens = self.rows[row].tokens.clone();
+            for _ in 0..k {
+                let (from, end) = (self.rows[row].draft_len, tokens.len());
+                let next = self.draft.feed(&tokens[from..], &slots[..end], &slots[from..end]);
+                tokens.extend(next.last());
+                self.rows[row].draft_len = end;
+            }
+            let next = self.target.feed(&tokens[n - 1..], &slots, &slots[n - 1..]);
+            let accepted = (0..k).take_while(|&i| tokens[n + i] == next[i]).count();
+            self.emit(row, &next[..=accepted], entry, report, results);
+            report.num_accepted.of_mut(results)[entry] = accepted as i64;
+            report.num_drafted.of_mut(results)[entry] = k as i64;
+            let row = &mut self.rows[row];
+            row.draft_len = row.draft_len.min(row.tokens.len() - 1);
+        }
     }
 
-    /// Gives admitted requests their row.
-    fn upload(&mut self, layout: &RecordLayout, num_admitted: usize) {
-        let mut tokens = &self.record[layout.upload_token.range()];
-        for i in 0..num_admitted {
-            let row = &mut self.rows[self.record[layout.admit_row.offset + i] as usize];
-            let (own, rest) = tokens.split_at(self.record[layout.admit_num_tokens.offset + i] as usize);
-            *row = Row { tokens: own.to_vec(), limit: self.record[layout.admit_limit.offset + i] as usize };
-            tokens = rest;
-        }
-    }
-
-    /// Drafts up to K tokens, accepts those that the target would have written, adds one of the target's own, reports.
-    fn iterate(&mut self, layout: &RecordLayout, entry: usize, emits: bool) {
-        let row = &mut self.rows[self.record[layout.entry_row.offset + entry] as usize];
-        let n = row.tokens.len();
-        let room = (row.limit - n).saturating_sub(1);
-        let drafted = room.min(self.record[layout.entry_k.offset + entry] as usize);
-        for _ in 0..drafted {
-            row.tokens.push(draft(&row.tokens));
-        }
-        let accepted = (n..n + drafted).take_while(|&i| row.tokens[i] == target(&row.tokens[..i])).count();
-        row.tokens.truncate(n + accepted);
-        if emits {
-            row.tokens.push(target(&row.tokens));
-        }
-        let results = self.scheduler.results_layout();
-        let emitted = row.tokens.len() - n;
-        self.results[results.num_emitted.offset + entry] = emitted as i64;
-        self.results[results.num_accepted.offset + entry] = accepted as i64;
-        self.results[results.num_drafted.offset + entry] = drafted as i64;
-        self.results[results.flags.offset + entry] = 0;
-        self.results[results.tokens.offset + entry * (K + 1)..][..emitted].copy_from_slice(&row.tokens[n..]);
+    fn emit(&mut self, row: usize, new: &[i64], entry: usize, report: &ResultsLayout, results: &mut [i64]) {
+        self.rows[row].tokens.extend(new);
+        report.num_emitted.of_mut(results)[entry] = new.len() as i64;
+        report.tokens.of_mut(results)[entry * (K + 1)..][..new.len()].copy_from_slice(new);
     }
 }
 
-fn generate(num_requests: i64, max_tokens: usize) -> Result<Vec<Vec<i64>>, Error> {
-    let mut config = SchedulerConfig::new(ROWS, 256, 64, 16, 128);
+/// Runs all requests to their end; new tokens go to `deliver` with the request's id.
+fn run(scheduler: &mut Scheduler, mut deliver: impl FnMut(i64, &[i64])) -> Result<(), Error> {
+    let mut device = Device::new()?;
+    let (record_layout, results_layout) = (*scheduler.record_layout(), *scheduler.results_layout());
+    // The host owns the buffers; on a GPU machine they would be pinned, and the record a ring as the results are.
+    let mut record = vec![0; record_layout.size];
+    let mut settled = vec![0; scheduler.settled_layout().size];
+    let mut spare = vec![vec![0; results_layout.size]; DEPTH];
+    let mut in_flight = VecDeque::new();
+    loop {
+        // A GPU would still run the launch before while this one is planned; here each is over when `launch` returns.
+        while let PlanOutcome::Launch(header) = scheduler.plan(&mut record)? {
+            let mut results = spare.pop().expect("a buffer for each launch that may be in flight");
+            device.launch(&record_layout, &record, &results_layout, &mut results);
+            in_flight.push_back((header, results));
+        }
+        let Some((header, results)) = in_flight.pop_front() else { return Ok(()) };
+        scheduler.settle(header.launch_id, &results, &mut settled)?;
+        let came = scheduler.settled_layout().view(&settled);
+        let tokens = results_layout.view(&results).tokens;
+        for entry in 0..header.num_decode + header.num_prefill {
+            let id = came.request_id[entry];
+            deliver(id, &tokens[entry * (K + 1)..][..came.num_new[entry] as usize]);
+            if came.finish_reason[entry] != FINISH_NONE {
+                println!("request {id} ends");
+            }
+        }
+        spare.push(results);
+    }
+}
+
+fn scheduler() -> Result<Scheduler, Error> {
+    let mut config = SchedulerConfig::new(ROWS, MAX_LEN, NUM_BLOCKS, BLOCK_SIZE, 32);
     config.num_speculative_tokens = K;
-    config.drafter = Drafter::draft_model(256, 1.0);
-    let mut host = Host::new(config)?;
-    let mut texts: Vec<Vec<i64>> = (0..num_requests).map(|id| (0..20 + id).collect()).collect();
+    config.drafter = Drafter::Cached { max_model_len: MAX_LEN, max_draft_lag: 2, cost_ratio: 0.25 };
+    config.max_in_flight = DEPTH;
+    Scheduler::new(config)
+}
+
+fn generate(scheduler: &mut Scheduler, num_requests: i64, max_tokens: usize) -> Result<Vec<Vec<i64>>, Error> {
+    let mut texts: Vec<Vec<i64>> = (0..num_requests).map(|id| (0..40 + id).collect()).collect();
     for (id, prompt) in (0..).zip(&texts) {
         let limit = prompt.len() + max_tokens;
         let params = RequestParams { limit, num_speculative_tokens: K, ..RequestParams::default() };
-        host.scheduler.add_request(id, prompt, &params)?;
+        scheduler.add_request(id, prompt, &params)?;
     }
-    host.run(|id, tokens| {
+    run(scheduler, |id, tokens| {
         if let Some(text) = texts.get_mut(id as usize) {
             text.extend(tokens);
         }
     })?;
-    let books = host.scheduler.acceptance();
-    println!("{} drafts, acceptance length {:.2}", books.drafts(), books.acceptance_length());
     Ok(texts)
 }
 
 fn main() -> Result<(), Error> {
-    for (id, text) in generate(8, 40)?.iter().enumerate() {
+    let mut scheduler = scheduler()?;
+    for (id, text) in generate(&mut scheduler, 8, 40)?.iter().enumerate() {
         println!("request {id}: .. {:?}", &text[text.len() - 8..]);
     }
+    let books = scheduler.acceptance();
+    println!("{} drafts, acceptance length {:.2}", books.drafts(), books.acceptance_length());
     Ok(())
 }
 
 #[test]
 fn the_text_is_the_targets_own() {
-    for (id, text) in generate(8, 40).expect("a run without errors").iter().enumerate() {
-        let prompt = 20 + id;
+    let mut scheduler = scheduler().expect("allowed settings");
+    let target = Model::new(false);
+    for (id, text) in generate(&mut scheduler, 8, 40).expect("a run without errors").iter().enumerate() {
+        let prompt = 40 + id;
         assert_eq!(text.len(), prompt + 40);
-        assert!((prompt..text.len()).all(|i| text[i] == target(&text[..i])), "request {id}");
+        let own = |i: usize| target.next(text[..i].iter().copied());
+        assert!((prompt..text.len()).all(|i| text[i] == own(i)), "request {id}");
     }
+    let books = scheduler.acceptance();
+    assert!(books.acceptance_length() > 2.0 && books.accepted_tokens() < books.draft_tokens());
+    assert!(scheduler.num_cached_tokens() > 0, "equal prompts share blocks");
+    assert_eq!(scheduler.num_free_blocks(), scheduler.num_blocks());
 }

@@ -7,6 +7,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Every failure of this crate. An operation that returns one has changed nothing.
 #[derive(Clone, Debug, PartialEq, Eq, ThisError)]
+#[non_exhaustive]
 pub enum Error {
     /// A setting is outside its range; found at construction.
     #[error("{field} = {value} is not allowed: expected {allowed}")]

@@ -9,7 +9,6 @@ use specrs_core::Error;
 /// A class of the module; the discriminant indexes [`CLASSES`].
 #[derive(Clone, Copy)]
 pub(crate) enum Class {
-    #[expect(dead_code, reason = "the base is never raised itself; it keeps the numbering")]
     Specrs,
     InvalidConfig,
     InvalidRequest,
@@ -99,6 +98,7 @@ pub(crate) fn to_py(py: Python<'_>, error: &Error) -> PyErr {
         Error::SettleOrder { .. } => Class::SettleOrder,
         Error::InvalidResults { .. } => Class::InvalidResults,
         Error::Integrity { .. } => Class::Integrity,
+        _ => Class::Specrs,
     };
     class.error(py, error.to_string())
 }

@@ -7,7 +7,7 @@ use pyo3::types::PyDict;
 use specrs_core::sampling::{LOGPROBS_NONE, LogitsDtype};
 
 /// Arguments are checked when a scheduler takes the request, whose id the message then names.
-#[pyclass(frozen, module = "specrs._core")]
+#[pyclass(frozen)]
 pub(crate) struct RequestSampling {
     /// Everything but the lists.
     numbers: specrs_core::RequestSampling<'static>,

@@ -8,7 +8,7 @@ use crate::sampling::{LogitsDtype, RequestSampling};
 /// Largest number of tokens, positions or blocks in a [`SchedulerConfig`], so that products of two fit an `i64`.
 const MAX_SIZE: usize = 1 << 31;
 
-/// Settings of a [`super::Scheduler`]. Numbers of tokens, positions and blocks are at most 2^31.
+/// Settings of a [`super::Scheduler`]: begin with [`Self::new`] and set what differs, because fields come in minor versions. Numbers of tokens, positions and blocks are at most 2^31.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SchedulerConfig {
     /// R: rows of device state, so the most requests that run at once. 1 to 65536.
@@ -113,7 +113,7 @@ impl SchedulerConfig {
     }
 }
 
-/// What a request asks for besides its prompt.
+/// What a request asks for besides its prompt. End with `..RequestParams::default()`, because fields come in minor versions.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct RequestParams<'a> {
     /// The most tokens it may reach, prompt and output: `min(prompt + max_tokens, max_model_len)`.

@@ -7,6 +7,7 @@ macro_rules! header {
     ($($(#[$doc:meta])* $field:ident: $type:ty = $index:ident,)*) => {
         /// Counts of a planned launch, as in the record's header.
         #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+        #[non_exhaustive]
         pub struct LaunchHeader {
             $($(#[$doc])* pub $field: $type,)*
         }

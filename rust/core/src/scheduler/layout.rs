@@ -1,5 +1,5 @@
 //! Where things are in the three flat int64 buffers that the caller owns: the record of a launch, its results, and what came
-//! of them. Only offsets; nothing here reads or writes a buffer.
+//! of them: offsets, and views of a buffer's sections by name. Nothing here writes a buffer.
 
 use std::ops::Range;
 
@@ -38,15 +38,24 @@ impl Section {
     pub fn range(self) -> Range<usize> {
         self.offset..self.offset + self.len
     }
+
+    /// The section of `buffer`.
+    ///
+    /// # Panics
+    /// If the buffer ends before it.
+    pub fn of_mut(self, buffer: &mut [i64]) -> &mut [i64] {
+        &mut buffer[self.range()]
+    }
 }
 
 macro_rules! layout {
     (
         $(#[$doc:meta])*
-        $name:ident($($size:ident),*) { $($(#[$field_doc:meta])* $field:ident: $len:expr,)* }
+        $name:ident => $view:ident($($size:ident),*) { $($(#[$field_doc:meta])* $field:ident: $len:expr,)* }
     ) => {
         $(#[$doc])*
         #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+        #[non_exhaustive]
         pub struct $name {
             $($(#[$field_doc])* pub $field: Section,)*
             /// Elements of the whole buffer.
@@ -67,6 +76,21 @@ macro_rules! layout {
             pub fn sections(&self) -> Vec<(&'static str, Section)> {
                 vec![$((stringify!($field), self.$field)),*]
             }
+
+            /// The sections of `buffer`, each a slice under its name.
+            ///
+            /// # Panics
+            /// If the buffer is shorter than the layout.
+            pub fn view<'a>(&self, buffer: &'a [i64]) -> $view<'a> {
+                $view { $($field: &buffer[self.$field.range()]),* }
+            }
+        }
+
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        #[non_exhaustive]
+        pub struct $view<'a> {
+            $($(#[$field_doc])* pub $field: &'a [i64],)*
         }
     };
 }
@@ -76,7 +100,7 @@ layout! {
     ///
     /// R = `max_num_seqs`, C = `max_num_batched_tokens`; U = `max_model_len` + C bounds uploads, X block updates per launch,
     /// W = `max_constraint_len`. Sections that only a launch with admissions has come last.
-    RecordLayout(r, c, u, x, w, host_drafts) {
+    RecordLayout => RecordView(r, c, u, x, w, host_drafts) {
         /// Counts, `[HEADER_LEN]`; unused elements are 0.
         header: HEADER_LEN,
         /// Row of each entry, `[R]`: decode entries by K descending, then prefill chunks.
@@ -169,7 +193,7 @@ layout! {
 
 layout! {
     /// Sections of the results that the device reports, by entry.
-    ResultsLayout(r, k1) {
+    ResultsLayout => ResultsView(r, k1) {
         /// Tokens emitted, `[R]`: accepted + 1, 1 for a prompt's last chunk, 0 for other chunks and ended rows.
         num_emitted: r,
         /// Draft tokens accepted, `[R]`.
@@ -185,7 +209,7 @@ layout! {
 
 layout! {
     /// Sections of what `settle` tells: by entry, what came of it.
-    SettledLayout(r) {
+    SettledLayout => SettledView(r) {
         /// The entry's request, `[R]`; -1 if its results were dropped.
         request_id: r,
         /// Tokens to deliver, the first so many of the entry's `tokens`, `[R]`.

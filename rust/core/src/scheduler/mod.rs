@@ -57,7 +57,7 @@ use layout::{RecordLayout, ResultsLayout, SettledLayout};
 use request::{Order, RequestIndex, Requests};
 use row::{Launch, Row, RowIndex};
 
-/// What `plan` came to.
+/// What `plan` came to. Exhaustive, because a host that does not know an outcome cannot go on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PlanOutcome {
     /// There is nothing to do and nothing in flight.

@@ -72,3 +72,27 @@ fn the_check_sees_each_contradiction() {
         assert!(matches!(scheduler.check_integrity(), Err(Error::Integrity { .. })), "{name}");
     }
 }
+
+/// A view's slices are the sections, in their order and without gaps.
+#[test]
+fn views_are_the_sections_by_name() {
+    let scheduler = busy();
+    let layout = *scheduler.record_layout();
+    let record: Vec<i64> = (0..layout.size as i64).collect();
+    let view = layout.view(&record);
+    assert_eq!(view.header, &record[..super::layout::HEADER_LEN]);
+    for (section, slice) in [
+        (layout.entry_row, view.entry_row),
+        (layout.admit_stop_ids, view.admit_stop_ids),
+        (layout.upload_token, view.upload_token),
+        (layout.constraint, view.constraint),
+    ] {
+        assert_eq!(slice, &record[section.range()]);
+    }
+    let (layout, mut results) = (*scheduler.results_layout(), vec![0; scheduler.results_layout().size]);
+    layout.num_emitted.of_mut(&mut results)[1] = 5;
+    layout.tokens.of_mut(&mut results)[4] = 6;
+    let view = layout.view(&results);
+    assert_eq!((view.num_emitted, view.tokens[4], view.num_accepted), (&[0, 5, 0][..], 6, &[0, 0, 0][..]));
+    assert_eq!(results.iter().filter(|&&value| value != 0).count(), 2);
+}
