@@ -159,12 +159,6 @@ def test_circles_are_found(line: str) -> None:
     assert circles(straight) == []
 
 
-def test_dots_are_resolved() -> None:
-    known = ["a", "a.b", "a.b.c", "a.d"]
-    assert imports("from .c import name\nfrom ..d import name", "a.b.e", known) == {"a.b.c", "a.d"}
-    assert imports("from . import c\nfrom .. import d", "a.b.e", known) == {"a.b.c", "a.d"}
-
-
 def test_upward_imports_are_found() -> None:
     planted = {
         "specrs.runner.ring": frozenset({"specrs.core", "specrs.runner.eager", "specrs.engine.request"}),
