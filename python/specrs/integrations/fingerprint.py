@@ -48,7 +48,7 @@ def _hash(words: Tensor) -> Tensor:
     while level == 0 or words.numel() > 1:
         random = _random(level, size, words.device)
         sums = words.new_zeros(max(1, -(-words.numel() // size)))
-        for i, piece in enumerate(words.split(size)):
+        for i, piece in enumerate(torch.split(words, size)):
             folded = torch.bitwise_right_shift(piece, 32, out=scratch[: piece.numel()]).bitwise_xor_(piece)
             torch.sum(folded.mul_(random[: piece.numel()]), 0, out=sums[i])
         words = sums
