@@ -12,6 +12,8 @@ use crate::{ask, drafting, small, speculative};
 struct Follower {
     cached: HashMap<u128, (i64, Vec<u64>)>,
     removed: usize,
+    /// Of those, blocks with valid draft KV.
+    drafted: usize,
 }
 
 impl Follower {
@@ -19,9 +21,18 @@ impl Follower {
         let block_size = driver.scheduler.config().block_size;
         for event in driver.scheduler.take_kv_events() {
             match event {
-                KvEvent::BlockStored { blocks, block_hashes, token_ids, extra_keys, .. } => {
-                    assert_eq!((blocks.len(), extra_keys.len()), (block_hashes.len(), block_hashes.len()));
-                    assert_eq!(token_ids.len(), blocks.len() * block_size);
+                KvEvent::BlockStored { blocks, block_hashes, parent_block_hash, token_ids, extra_keys, .. } => {
+                    assert_eq!(blocks.len(), block_hashes.len());
+                    let hasher = BlockHasher::new(&driver.scheduler.config().hash_key);
+                    let tokens: Vec<i64> = token_ids.into_iter().map(i64::from).collect();
+                    let starts = (0..).step_by(block_size);
+                    let keys: Vec<_> = starts
+                        .zip(&extra_keys)
+                        .flat_map(|(start, keys)| keys.iter().map(move |(at, key)| (start + at, key)))
+                        .map(|(position, key)| ExtraKey { position, key })
+                        .collect();
+                    let parent = parent_block_hash.unwrap_or(hasher.root(b""));
+                    assert_eq!(hasher.hash_blocks(parent, &tokens, block_size, &keys).unwrap(), block_hashes);
                     for (&block, hash) in blocks.iter().zip(block_hashes) {
                         let kv = driver.device.target_block(block).to_vec();
                         assert!(self.cached.insert(hash, (block, kv)).is_none(), "stored twice");
@@ -29,6 +40,7 @@ impl Follower {
                 }
                 KvEvent::BlockRemoved { blocks, block_hashes, has_draft, .. } => {
                     assert_eq!(has_draft.len(), blocks.len());
+                    self.drafted += has_draft.into_iter().filter(|&drafted| drafted).count();
                     for (block, hash) in blocks.iter().zip(block_hashes) {
                         let (stored, kv) = self.cached.remove(&hash).expect("it was stored");
                         assert_eq!(stored, *block);
@@ -79,6 +91,7 @@ fn a_follower_knows_what_is_cached() {
             }
         }
         assert!(follower.removed > 50, "{} evictions", follower.removed);
+        assert!((1..follower.removed).contains(&follower.drafted), "a text's last blocks have no draft KV");
         assert!(driver.scheduler.reset_prefix_cache());
         follower.follow(&mut driver);
         assert!(follower.cached.is_empty());
