@@ -93,10 +93,10 @@ impl Lists {
 /// The elements of `list` in order; stops after one more than exist if the links form a wrong cycle.
 pub(super) fn iter(blocks: &[Block], list: ListId) -> impl Iterator<Item = u32> + '_ {
     let sentinel = sentinel(blocks, list);
-    std::iter::successors(Some(blocks[sentinel as usize].link.next), |&at| {
-        blocks.get(at as usize).map(|block| block.link.next)
+    std::iter::successors(Some(blocks[sentinel as usize].link.next), |&current| {
+        blocks.get(current as usize).map(|block| block.link.next)
     })
-    .take_while(move |&at| at != sentinel)
+    .take_while(move |&current| current != sentinel)
     .take(blocks.len())
 }
 

@@ -50,13 +50,13 @@ impl Table {
     /// The block under `hash`.
     pub(super) fn find(&self, blocks: &[Block], hash: BlockHash) -> Option<u32> {
         let hash = halves(hash);
-        let mut at = self.heads[self.head(hash)];
-        while at != NONE {
-            let entry = &blocks[at as usize].entry;
+        let mut current = self.heads[self.head(hash)];
+        while current != NONE {
+            let entry = &blocks[current as usize].entry;
             if entry.hash == hash {
-                return Some(at);
+                return Some(current);
             }
-            at = entry.next;
+            current = entry.next;
         }
         None
     }
@@ -78,14 +78,14 @@ impl Table {
     pub(super) fn remove(&mut self, blocks: &mut [Block], block: u32) {
         let TableEntry { hash, next } = blocks[block as usize].entry;
         let head = self.head(hash);
-        let mut at = self.heads[head];
-        if at == block {
+        let mut current = self.heads[head];
+        if current == block {
             self.heads[head] = next;
         } else {
-            while at != NONE {
-                let entry = &mut blocks[at as usize].entry;
-                at = entry.next;
-                if at == block {
+            while current != NONE {
+                let entry = &mut blocks[current as usize].entry;
+                current = entry.next;
+                if current == block {
                     entry.next = next;
                 }
             }

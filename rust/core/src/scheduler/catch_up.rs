@@ -44,10 +44,10 @@ impl Scheduler {
         if !self.next_launch_id.is_multiple_of(IMPORTANCE_LAUNCHES) {
             plan.lagging.sort_unstable_by_key(|row| (row.demand, row.decode));
         }
-        for at in 0..plan.lagging.len() {
+        for index in 0..plan.lagging.len() {
             let first = room == self.config.max_num_batched_tokens;
             let most = room.min(self.draft_tokens(left).max(usize::from(first)));
-            let len = self.catch_up_row(plan, at, most)?;
+            let len = self.catch_up_row(plan, index, most)?;
             left = left.saturating_sub(self.draft_cost(len));
             room -= len;
         }
@@ -55,8 +55,8 @@ impl Scheduler {
     }
 
     /// Catches one row up by at most `most` tokens; how many it took.
-    fn catch_up_row(&mut self, plan: &mut Plan, at: usize, most: usize) -> Result<usize> {
-        let Lagging { decode, k, .. } = plan.lagging[at];
+    fn catch_up_row(&mut self, plan: &mut Plan, index: usize, most: usize) -> Result<usize> {
+        let Lagging { decode, k, .. } = plan.lagging[index];
         let decode = &mut plan.decodes[decode];
         let block_size = self.config.block_size;
         let row = &self.rows[decode.row as usize];
@@ -73,7 +73,7 @@ impl Scheduler {
         }
         if drafts {
             decode.k = self.reserve(decode.row, decode.n_upper, limit, k)?.unwrap_or(0);
-            decode.need = (decode.n_upper + decode.k).min(limit);
+            decode.covered = (decode.n_upper + decode.k).min(limit);
         }
         Ok(end - start)
     }

@@ -30,14 +30,14 @@ impl Scheduler {
             Drafter::Host(proposer) if most > 0 => {
                 let (row, width) = (&self.rows[row_index as usize], self.config.num_speculative_tokens);
                 let request = &self.requests[row.request];
-                let (arrival, at) = (request.order.1, row_index as usize);
-                let found = match self.host_drafts.proposals[at] {
+                let (arrival, index) = (request.order.1, row_index as usize);
+                let found = match self.host_drafts.proposals[index] {
                     Some((whose, n, found)) if (whose, n) == (arrival, row.n) => found,
                     _ => {
                         // As many as it may ever ask for: a smaller K takes the first of them.
-                        let out = &mut self.host_drafts.tokens[at * width..][..row.max_k as usize];
+                        let out = &mut self.host_drafts.tokens[index * width..][..row.max_k as usize];
                         let found = proposer.propose(&request.tokens, out);
-                        self.host_drafts.proposals[at] = Some((arrival, row.n, found));
+                        self.host_drafts.proposals[index] = Some((arrival, row.n, found));
                         found
                     }
                 };

@@ -100,15 +100,15 @@ impl Scheduler {
         ensure!(row.drafting > 0 || row.draft_len <= most, "row {index} has draft_len {} above {most}", row.draft_len);
 
         let mut hash = request.root;
-        for (at, tokens) in request.tokens.chunks_exact(block_size).take(row.num_registered).enumerate() {
-            hash = request.with_extra_keys(hash, at * block_size, block_size, &self.hasher);
+        for (place, tokens) in request.tokens.chunks_exact(block_size).take(row.num_registered).enumerate() {
+            hash = request.with_extra_keys(hash, place * block_size, block_size, &self.hasher);
             hash = self.hasher.chain_tokens(hash, tokens);
-            let block = row.blocks[at];
+            let block = row.blocks[place];
             let found = self.pool.lookup(hash);
             if self.pool.is_registered(block) {
                 ensure!(
                     found == Some(block),
-                    "block {at} of row {index} is {block}, but its content is found as {found:?}"
+                    "block {place} of row {index} is {block}, but its content is found as {found:?}"
                 );
             }
         }
@@ -119,8 +119,8 @@ impl Scheduler {
         let (in_flight, most) = (self.launches.len(), self.config.max_in_flight);
         ensure!(in_flight <= most, "{in_flight} launches in flight, at most {most} allowed");
         let mut seen = vec![Row::default(); self.rows.len()];
-        for (at, launch) in self.launches.iter().enumerate() {
-            let expected = self.next_launch_id - (in_flight - at) as u64;
+        for (place, launch) in self.launches.iter().enumerate() {
+            let expected = self.next_launch_id - (in_flight - place) as u64;
             ensure!(launch.id == expected, "launch {} in flight where {expected} belongs", launch.id);
             let mut named: Vec<_> = launch.entries.iter().map(|entry| entry.row).collect();
             named.sort_unstable();

@@ -50,8 +50,8 @@ impl Scheduler {
             return invalid("token_ids", "no tokens".into(), "at least 1 token".into());
         }
         for (field, tokens) in [("token_ids", token_ids), ("stop_token_ids", params.stop_token_ids)] {
-            if let Some(at) = tokens.iter().position(|&token| !is_token(token)) {
-                return invalid(field, format!("{} at index {at}", tokens[at]), format!("0 to {MAX_TOKEN}"));
+            if let Some(index) = tokens.iter().position(|&token| !is_token(token)) {
+                return invalid(field, format!("{} at index {index}", tokens[index]), format!("0 to {MAX_TOKEN}"));
             }
         }
         if let Err((value, allowed)) = check_extra_keys(params.extra_keys, token_ids.len()) {

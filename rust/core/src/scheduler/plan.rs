@@ -13,7 +13,7 @@ pub(super) struct Decode {
     pub(super) k: usize,
     /// Upper bound of the row's tokens, and the positions that its blocks must cover.
     pub(super) n_upper: usize,
-    pub(super) need: usize,
+    pub(super) covered: usize,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -186,7 +186,7 @@ impl Scheduler {
             let demand = self.catch_up_demand(row_index, self.rows[row_index as usize].lower_bound());
             plan.lagging.push(Lagging { decode: plan.decodes.len(), k, demand });
         }
-        plan.decodes.push(Decode { row: row_index, k, n_upper, need: (n_upper + k).min(limit) });
+        plan.decodes.push(Decode { row: row_index, k, n_upper, covered: (n_upper + k).min(limit) });
         Ok(true)
     }
 

@@ -61,23 +61,23 @@ impl Scheduler {
             }
             // Without a branch, which would be mispredicted: any row may need a block.
             plan.unsent[num_unsent] = i as u32;
-            num_unsent += usize::from(row.num_sent * block_size < decode.need);
+            num_unsent += usize::from(row.num_sent * block_size < decode.covered);
             out.set(i, decode.row, decode.k, row.num_sent * block_size, decode.n_upper);
             entries.push(Entry { row: decode.row, emit_upper: decode.k as u32 + 1, chunk_end: 0 });
         }
         for &i in &plan.unsent[..num_unsent] {
             let decode = &plan.decodes[i as usize];
             let row = &mut self.rows[decode.row as usize];
-            updates.extend(decode.row, row, decode.need, block_size);
+            updates.extend(decode.row, row, decode.covered, block_size);
             out.capacity[i as usize] = (row.num_sent * block_size) as i64;
         }
         header.num_block_updates = updates.len;
         header.max_k = plan.decodes.first().map_or(0, |decode| decode.k);
         if let Drafter::Host(_) = self.config.drafter {
-            let at = self.record_layout.draft_token.offset;
+            let offset = self.record_layout.draft_token.offset;
             for (i, decode) in plan.decodes.iter().enumerate() {
                 let drafts = self.host_drafts_of(decode.row, decode.k);
-                write_tokens(&mut record[at + i * self.config.num_speculative_tokens..], drafts);
+                write_tokens(&mut record[offset + i * self.config.num_speculative_tokens..], drafts);
             }
         }
     }
@@ -105,10 +105,10 @@ impl Scheduler {
             entries.push(Entry { row: chunk.row, emit_upper: u32::from(is_last), chunk_end: end as u32 });
 
             let tokens = &self.requests[row.request].tokens[chunk.start..end];
-            let at = header.num_prefill_tokens;
-            write_tokens(&mut record[layout.prefill_token.offset + at..], tokens);
-            write_positions(&mut record[layout.prefill_position.offset + at..][..chunk.len], chunk.start);
-            let slots = &mut record[layout.prefill_slot.offset + at..][..chunk.len];
+            let first = header.num_prefill_tokens;
+            write_tokens(&mut record[layout.prefill_token.offset + first..], tokens);
+            write_positions(&mut record[layout.prefill_position.offset + first..][..chunk.len], chunk.start);
+            let slots = &mut record[layout.prefill_slot.offset + first..][..chunk.len];
             self.slot_mapper.map_range(&row.blocks, chunk.start as i64, slots);
             header.num_prefill_tokens += chunk.len;
             record[layout.prefill_q_start.offset + j + 1] = header.num_prefill_tokens as i64;
@@ -122,9 +122,9 @@ impl Scheduler {
             record[layout.draft_chunk_row.offset + j] = i64::from(chunk.row);
             record[layout.draft_chunk_start.offset + j] = chunk.start as i64;
             record[layout.draft_chunk_len.offset + j] = chunk.len as i64;
-            let at = header.num_draft_tokens;
-            write_positions(&mut record[layout.draft_position.offset + at..][..chunk.len], chunk.start);
-            let slots = &mut record[layout.draft_slot.offset + at..][..chunk.len];
+            let first = header.num_draft_tokens;
+            write_positions(&mut record[layout.draft_position.offset + first..][..chunk.len], chunk.start);
+            let slots = &mut record[layout.draft_slot.offset + first..][..chunk.len];
             self.map_draft_slots(chunk.row, chunk.start, slots);
             header.num_draft_tokens += chunk.len;
             record[layout.draft_q_start.offset + j + 1] = header.num_draft_tokens as i64;
@@ -180,11 +180,11 @@ impl Scheduler {
                 .split_at_mut(request.stop_token_ids.len());
             ids.copy_from_slice(&request.stop_token_ids);
             rest.fill(-1);
-            let at = layout.upload_token.offset + header.num_upload_tokens;
-            write_tokens(&mut record[at..], &request.tokens);
+            let start = layout.upload_token.offset + header.num_upload_tokens;
+            write_tokens(&mut record[start..], &request.tokens);
             header.num_upload_tokens += request.tokens.len();
-            let at = layout.constraint.offset + header.num_constraints;
-            record[at..at + sampling.constraints.len()].copy_from_slice(&sampling.constraints);
+            let start = layout.constraint.offset + header.num_constraints;
+            record[start..start + sampling.constraints.len()].copy_from_slice(&sampling.constraints);
             header.num_constraints += sampling.constraints.len();
             record[layout.admit_constraint_start.offset + i + 1] = header.num_constraints as i64;
         }
@@ -201,11 +201,11 @@ struct Entries<'a> {
 
 impl Entries<'_> {
     #[inline]
-    fn set(&mut self, at: usize, row: RowIndex, k: usize, capacity: usize, n_upper: usize) {
-        self.row[at] = i64::from(row);
-        self.k[at] = k as i64;
-        self.capacity[at] = capacity as i64;
-        self.n_upper[at] = n_upper as i64;
+    fn set(&mut self, index: usize, row: RowIndex, k: usize, capacity: usize, n_upper: usize) {
+        self.row[index] = i64::from(row);
+        self.k[index] = k as i64;
+        self.capacity[index] = capacity as i64;
+        self.n_upper[index] = n_upper as i64;
     }
 }
 

@@ -143,7 +143,7 @@ impl Request {
     /// Length of the shortest head of `tokens` that ends in a stop token which counts.
     fn first_stop(&self, tokens: &[i64]) -> Option<usize> {
         let first = self.min_len.saturating_sub(self.tokens.len());
-        tokens.iter().skip(first).position(|token| self.stop_token_ids.contains(token)).map(|at| first + at + 1)
+        tokens.iter().skip(first).position(|token| self.stop_token_ids.contains(token)).map(|index| first + index + 1)
     }
 
     /// Makes room for all that it may become, so that nothing is allocated while it runs; `width` tokens come at a time.

@@ -103,8 +103,8 @@ impl Scheduler {
             let entry = self.settle_entry(entry, report, tokens)?;
             (*id, *count, *reason) = (entry.request_id, entry.num_new as i64, entry.finish_reason);
         }
-        for at in 0..self.num_unpublished {
-            self.publish(self.unpublished[at])?;
+        for index in 0..self.num_unpublished {
+            self.publish(self.unpublished[index])?;
         }
         self.spare_launches.push(launch);
         Ok(())
@@ -121,21 +121,21 @@ impl Scheduler {
         // All bits of all tokens together first: a loop over those that a row emits mispredicts its end.
         let all_tokens =
             is_token(reports.tokens[..launch.entries.len() * width].iter().fold(0, |bits, token| bits | token));
-        for (at, (&entry, (report, tokens))) in launch.entries.iter().zip(reports.iter(width)).enumerate() {
+        for (index, (&entry, (report, tokens))) in launch.entries.iter().zip(reports.iter(width)).enumerate() {
             let Report { emitted, accepted, drafted, flags } = report;
             let k = i64::from(entry.k());
             if flags & !ALL_FLAGS != 0 {
-                return Err(self.invalid(at, "flags", flags, format!("bits of {ALL_FLAGS}")));
+                return Err(self.invalid(index, "flags", flags, format!("bits of {ALL_FLAGS}")));
             }
             if !(0..=k).contains(&drafted) {
-                return Err(self.invalid(at, "num_drafted", drafted, format!("0 to the entry's K = {k}")));
+                return Err(self.invalid(index, "num_drafted", drafted, format!("0 to the entry's K = {k}")));
             }
             if !(0..=drafted).contains(&accepted) {
-                return Err(self.invalid(at, "num_accepted", accepted, format!("0 to num_drafted = {drafted}")));
+                return Err(self.invalid(index, "num_accepted", accepted, format!("0 to num_drafted = {drafted}")));
             }
             let most = if entry.emits() { accepted + 1 } else { 0 };
             if !(0..=most).contains(&emitted) {
-                return Err(self.invalid(at, "num_emitted", emitted, format!("0 to {most}")));
+                return Err(self.invalid(index, "num_emitted", emitted, format!("0 to {most}")));
             }
             let row = &self.rows[entry.row as usize];
             if row.state != RowState::Live || flags & FATAL != 0 {
@@ -143,19 +143,19 @@ impl Scheduler {
             }
             let tokens = &tokens[..emitted as usize];
             if !all_tokens && let Some(&token) = tokens.iter().find(|&&token| !is_token(token)) {
-                return Err(self.invalid(at, "tokens", token, "a token id".into()));
+                return Err(self.invalid(index, "tokens", token, "a token id".into()));
             }
             // A device that stops at a stop token may leave out what it accepted behind it.
             if emitted < most {
                 let stop_token_ids = &self.requests[row.request].stop_token_ids;
                 if !tokens.last().is_some_and(|token| stop_token_ids.contains(token)) {
                     let allowed = format!("{most}, or less up to a stop token");
-                    return Err(self.invalid(at, "num_emitted", emitted, allowed));
+                    return Err(self.invalid(index, "num_emitted", emitted, allowed));
                 }
             }
             let room = row.limit - row.n;
             if tokens.len() > room {
-                return Err(self.invalid(at, "num_emitted", emitted, format!("at most {room} up to the limit")));
+                return Err(self.invalid(index, "num_emitted", emitted, format!("at most {room} up to the limit")));
             }
         }
         Ok(())
