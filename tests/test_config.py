@@ -276,8 +276,13 @@ def test_dashes_equal_underscores() -> None:
         ),
         ({"model": ""}, r"^speculative_config.model='': "),
         ({"max_model_len": 1}, r"^speculative_config.max_model_len=1: must be an integer of at least 2"),
-        ({"method": "eagle3"}, r"^speculative_config.method='eagle3': not implemented; allowed: 'draft_model'"),
-        ({"method": "ngram"}, r"^speculative_config.method='ngram': "),
+        (
+            {"method": "eagle3"},
+            r"^speculative_config.method='eagle3': not implemented; allowed: 'draft_model' or 'ngram'$",
+        ),
+        ({"method": "ngram"}, r"^speculative_config.model='draft': not allowed with method='ngram'$"),
+        ({"prompt_lookup_min": 2}, r"^speculative_config.prompt_lookup_min=2: not allowed with method='draft_model'$"),
+        ({"prompt_lookup_max": 2}, r"^speculative_config.prompt_lookup_max=2: not allowed with method='draft_model'$"),
         ({"draft_tensor_parallel_size": 2}, r"^speculative_config.draft_tensor_parallel_size=2: .*allowed: 1"),
         (
             {"rejection_sample_method": "typical"},
@@ -297,6 +302,50 @@ def test_speculative_config_refuses(fields: dict[Any, Any], message: str) -> Non
             model="target",
             speculative_config={"model": "draft", "num_speculative_tokens": 5} | fields,  # type: ignore[arg-type]
         )
+
+
+@pytest.mark.parametrize(
+    ("fields", "sizes"),
+    [
+        ({}, (5, 5)),
+        ({"prompt_lookup_min": 2}, (2, 2)),
+        ({"prompt_lookup_max": 7}, (7, 7)),
+        ({"prompt_lookup_min": 2, "prompt_lookup_max": 4}, (2, 4)),
+    ],
+)
+def test_ngram_sizes_default_as_in_vllm(fields: dict[str, int], sizes: tuple[int, int]) -> None:
+    config = EngineConfig(
+        model="target",
+        speculative_config=SpeculativeConfig(method="ngram", num_speculative_tokens="auto", **fields),
+    )
+    assert config.speculative_config is not None
+    assert config.speculative_config.prompt_lookup == sizes
+    assert (config.draft, config.num_speculative_tokens, config.plans_speculation) == (None, 7, True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"revision": "main"}, r"^speculative_config.revision='main': not allowed with method='ngram'$"),
+        ({"max_model_len": 9}, r"^speculative_config.max_model_len=9: not allowed with method='ngram'$"),
+        ({"prompt_lookup_min": 0}, r"^speculative_config.prompt_lookup_min=0: must be an integer from 1 to 1024, or"),
+        ({"prompt_lookup_max": 1025}, r"^speculative_config.prompt_lookup_max=1025: must be an integer from 1 to 1024"),
+        (
+            {"prompt_lookup_min": 4, "prompt_lookup_max": 3},
+            r"^speculative_config.prompt_lookup_min=4: must be at most prompt_lookup_max=3$",
+        ),
+    ],
+)
+def test_ngram_refuses(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidConfigError, match=message):
+        SpeculativeConfig(method="ngram", num_speculative_tokens=3, **fields)
+
+
+def test_ngram_runs_one_launch_at_a_time() -> None:
+    speculative = {"method": "ngram", "num_speculative_tokens": 3}
+    assert EngineConfig(model="target", speculative_config=speculative, launch_depth=1).launch_depth == 1  # type: ignore[arg-type]
+    with pytest.raises(InvalidConfigError, match=r"^launch_depth=2: must be 1 or None with .*method='ngram'"):
+        EngineConfig(model="target", speculative_config=speculative, launch_depth=2)  # type: ignore[arg-type]
 
 
 def test_number_of_drafts_is_required() -> None:

@@ -93,7 +93,10 @@ def prepare_kernel(  # type: ignore[no-untyped-def]
         alive = alive & (tl.load(emits_ptr + b, mask=valid, other=0) != 0)
     draft_len = tl.load(draft_len_ptr + row)
     room = tl.minimum(tl.load(limit_ptr + row) - 1, draft_context + 1) - n
-    k = tl.where(alive & (draft_len >= n - W), tl.maximum(tl.minimum(planned, room), 0), 0)
+    ready = alive
+    if W > 0:
+        ready = ready & (draft_len >= n - W)
+    k = tl.where(ready, tl.maximum(tl.minimum(planned, room), 0), 0)
 
     others = tl.arange(0, BLOCK_B)
     rows_of = tl.load(entry_k_ptr + others, mask=others < count, other=0) + 1
@@ -129,20 +132,21 @@ def prepare_kernel(  # type: ignore[no-untyped-def]
         tl.store(verify_draw_ptr + tail, 0)
         tl.store(verify_row_ptr + tail, padding_row)
 
-    if K > 0:
-        # Pass 1 feeds the last W positions; slot -1 where the draft has their KV already.
-        c = tl.arange(0, BLOCK_K)
-        fed = tl.maximum(tl.where(c < tl.where(k >= 1, W, 0), n - W + c, -1), -1)
-        written = _slot(source, fed, draft_len, capacity, BLOCK_SIZE)
-        tl.store(first_id_ptr + b * W + c, tl.load(sequence + fed, mask=fed >= 0, other=0), mask=c < W)
-        tl.store(first_position_ptr + b * W + c, fed, mask=c < W)
-        tl.store(first_slot_ptr + b * W + c, written, mask=c < W)
-        # Pass i >= 2 feeds n + i - 2; pass i draws the token of position n + i - 1. Row i - 1 of [K, batch].
-        fed = tl.where(j + 1 <= k, n + j - 1, -1)
-        written = _slot(source, fed, draft_len, capacity, BLOCK_SIZE)
-        tl.store(draft_position_ptr + j * stride + b, fed, mask=j < K)
-        tl.store(draft_slot_ptr + j * stride + b, written, mask=j < K)
-        tl.store(draft_draw_ptr + j * stride + b, n + j, mask=j < K)
+    if W > 0:  # noqa: SIM102 (a constant: without draft KV nothing of it is compiled)
+        if K > 0:
+            # Pass 1 feeds the last W positions; slot -1 where the draft has their KV already.
+            c = tl.arange(0, BLOCK_K)
+            fed = tl.maximum(tl.where(c < tl.where(k >= 1, W, 0), n - W + c, -1), -1)
+            written = _slot(source, fed, draft_len, capacity, BLOCK_SIZE)
+            tl.store(first_id_ptr + b * W + c, tl.load(sequence + fed, mask=fed >= 0, other=0), mask=c < W)
+            tl.store(first_position_ptr + b * W + c, fed, mask=c < W)
+            tl.store(first_slot_ptr + b * W + c, written, mask=c < W)
+            # Pass i >= 2 feeds n + i - 2; pass i draws the token of position n + i - 1. Row i - 1 of [K, batch].
+            fed = tl.where(j + 1 <= k, n + j - 1, -1)
+            written = _slot(source, fed, draft_len, capacity, BLOCK_SIZE)
+            tl.store(draft_position_ptr + j * stride + b, fed, mask=j < K)
+            tl.store(draft_slot_ptr + j * stride + b, written, mask=j < K)
+            tl.store(draft_draw_ptr + j * stride + b, n + j, mask=j < K)
 
     blocks = tl.where(alive, (n + k + BLOCK_SIZE - 1) // BLOCK_SIZE, 0)
     blocks = tl.minimum(blocks, table_stride)
@@ -212,9 +216,9 @@ class Sizes:
     anew."""
 
     draft_context: int
-    """Positions that the draft may hold; 0 without one."""
+    """Positions that the draft may hold; as many as a row without one."""
     max_draft_lag: int
-    """Rows an entry of draft pass 1."""
+    """Rows an entry of draft pass 1; 0 for a drafter without KV, for which no draft rows are written."""
     block_size: int
     max_k: int
     """The engine's K."""
@@ -361,9 +365,14 @@ def _variants() -> tuple[Variant, ...]:
         make(
             f"prepare_{name}_b{rows}",
             prepare_kernel,
-            {"W": 2, "HAS_EMITS": emits, "BLOCK_SIZE": 16, "BLOCK_B": rows, "BLOCK_K": 8, "BLOCK_T": 256},
+            {"W": lag, "HAS_EMITS": emits, "BLOCK_SIZE": 16, "BLOCK_B": rows, "BLOCK_K": 8, "BLOCK_T": 256},
         )
-        for name, emits, rows in (("decode", False, 2), ("decode", False, 512), ("prefill", True, 512))
+        for name, lag, emits, rows in (
+            ("decode", 2, False, 2),
+            ("decode", 2, False, 512),
+            ("plain", 0, False, 512),
+            ("prefill", 2, True, 512),
+        )
     ]
     return (*made, make("assemble_drafts", assemble_kernel, {"BLOCK_K": 8}))
 

@@ -190,15 +190,16 @@ class NgramProposer:
     """Proposes what followed the longest n-gram that ends a sequence, where it stood last before (prompt lookup).
 
     Of several places of the longest n-gram the rightmost counts. Where the sequence ends before there are enough
-    drafts they go on with themselves, so that a loop of three tokens is drafted round and round. No state: every call
-    looks through the sequence, a few ns a token.
+    drafts they go on with themselves, so that a loop of three tokens is drafted round and round. With
+    `prompt_lookup_min=0` the last token is proposed where nothing is found, so that every sequence has drafts, for
+    measuring. No state: every call looks through the sequence, a few ns a token.
     """
 
     def __new__(cls, prompt_lookup_min: int = 5, prompt_lookup_max: int = 5) -> NgramProposer:
         """A proposer for n-grams of `prompt_lookup_min` to `prompt_lookup_max` tokens.
 
         Raises:
-            InvalidConfigError: unless 1 <= prompt_lookup_min <= prompt_lookup_max <= 1024.
+            InvalidConfigError: unless 0 <= prompt_lookup_min <= prompt_lookup_max and 1 <= prompt_lookup_max <= 1024.
         """
 
     @property

@@ -40,6 +40,10 @@ _REJECTION_NAMES = {
 AUTO = "auto"
 DEFAULT_MAX_SPECULATIVE_TOKENS = 7
 """The most drafts of `num_speculative_tokens="auto"` unless told otherwise: 8 rows of verification a request."""
+METHODS = ("draft_model", "ngram")
+DEFAULT_PROMPT_LOOKUP = 5
+"""Tokens of an n-gram, shortest and longest, unless told otherwise."""
+MAX_PROMPT_LOOKUP = 1024
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 
 
@@ -47,6 +51,10 @@ LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed
 class SpeculativeConfig:
     """How tokens are drafted. Immutable and checked at construction; `from_mapping` reads vLLM's dictionary.
 
+    `method`: `draft_model`, or `ngram`: drafts are what followed the longest n-gram that ends the text, where it stood
+    last before. It needs no model, and pays where texts repeat their prompts: summaries, edits, code.
+    `prompt_lookup_min`, `prompt_lookup_max`: tokens of an n-gram, 1 to 1024, for `ngram`: the longest is looked for
+    first. With neither both are 5, with one of them both are that.
     `model`: folder or hub id of the draft model; None is the bundled draft, for the bundled target only.
     `num_speculative_tokens`: drafts per iteration, 0 to 16; a request may ask for fewer. `"auto"` chooses for every
     request and launch what yields the most tokens per second, none included, from what launches cost (measured for a
@@ -70,6 +78,8 @@ class SpeculativeConfig:
     synthetic_acceptance_rates: tuple[float, ...] | None = None
     disable_padded_drafter_batch: bool = False
     max_num_speculative_tokens: int | None = None
+    prompt_lookup_min: int | None = None
+    prompt_lookup_max: int | None = None
 
     def __post_init__(self) -> None:
         error, at = InvalidConfigError, "speculative_config."
@@ -100,8 +110,10 @@ class SpeculativeConfig:
             checked["max_model_len"] = check_int(error, at + "max_model_len", self.max_model_len, 2, also=", or None")
         if self.revision is not None:
             check_text(error, at + "revision", self.revision, also=", or None")
-        if self.method != "draft_model":
-            raise invalid(UnsupportedConfigError, at + "method", self.method, "not implemented; allowed: 'draft_model'")
+        if self.method not in METHODS:
+            allowed = " or ".join(map(repr, METHODS))
+            raise invalid(UnsupportedConfigError, at + "method", self.method, f"not implemented; allowed: {allowed}")
+        self._check_method()
         if self.draft_tensor_parallel_size != 1:
             raise invalid(
                 UnsupportedConfigError,
@@ -116,6 +128,34 @@ class SpeculativeConfig:
         check_bool(error, at + "disable_padded_drafter_batch", self.disable_padded_drafter_batch)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+
+    def _check_method(self) -> None:
+        """What belongs to another method is refused; n-gram sizes are checked."""
+        error, at = InvalidConfigError, "speculative_config."
+        lookup = ("prompt_lookup_min", "prompt_lookup_max")
+        others = ("model", "revision", "max_model_len") if self.on_host else lookup
+        for name in others:
+            if getattr(self, name) is not None:
+                raise invalid(error, at + name, getattr(self, name), f"not allowed with method={self.method!r}")
+        for name in lookup:
+            if getattr(self, name) is not None:
+                check_int(error, at + name, getattr(self, name), 1, MAX_PROMPT_LOOKUP, also=", or None")
+        least, most = self.prompt_lookup
+        if least > most:
+            raise invalid(error, at + "prompt_lookup_min", least, f"must be at most prompt_lookup_max={most}")
+
+    @property
+    def on_host(self) -> bool:
+        """Whether drafts come from the text, without a model."""
+        return self.method == "ngram"
+
+    @property
+    def prompt_lookup(self) -> tuple[int, int]:
+        """The shortest and the longest n-gram that is looked for."""
+        least, most = self.prompt_lookup_min, self.prompt_lookup_max
+        given = least if most is None else most
+        default = DEFAULT_PROMPT_LOOKUP if given is None else given
+        return default if least is None else least, default if most is None else most
 
     @property
     def most_speculative_tokens(self) -> int:
@@ -258,7 +298,19 @@ class EngineConfig:
 
     def _check_draft(self) -> None:
         speculative = self.speculative_config
-        if speculative is not None and speculative.model is None and not self.uses_bundled_target:
+        if speculative is None:
+            return
+        if speculative.on_host:
+            if self.launch_depth not in (None, 1):
+                raise invalid(
+                    InvalidConfigError,
+                    "launch_depth",
+                    self.launch_depth,
+                    f"must be 1 or None with speculative_config.method={speculative.method!r}, which needs every token "
+                    "settled before it drafts",
+                )
+            return
+        if speculative.model is None and not self.uses_bundled_target:
             raise InvalidConfigError(
                 f"speculative_config.model is missing: a folder or hub id of a draft for model={short(self.model)}; "
                 "it may be left out only for the bundled target"
@@ -279,8 +331,8 @@ class EngineConfig:
 
     @property
     def draft(self) -> str | None:
-        """Folder or hub id of the draft, None without speculation."""
-        if self.speculative_config is None:
+        """Folder or hub id of the draft model, None without one."""
+        if self.speculative_config is None or self.speculative_config.on_host:
             return None
         return self.speculative_config.model or bundled_pair()[1]
 

@@ -133,7 +133,8 @@ def assert_idle(engine: Engine) -> None:
 
 def poison(engine: Engine) -> None:
     """Fill both KV caches with NaN: whatever is read without having been written shows."""
-    caches = [engine.runner.kv_cache] + ([] if engine.drafter is None else [engine.drafter.kv_cache])
+    has_draft_kv = engine.drafter is not None and not engine.drafter.on_host
+    caches = [engine.runner.kv_cache] + ([engine.drafter.kv_cache] if has_draft_kv else [])
     for cache in caches:
         for tensor in (*cache.k, *cache.v):
             with torch.inference_mode():

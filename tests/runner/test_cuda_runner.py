@@ -42,11 +42,21 @@ class Pair:
         monkeypatch: pytest.MonkeyPatch,
         rule: str = "rejection",
         nudged: bool = False,
+        method: str = "draft_model",
         **fields: Any,
     ) -> Engine:
         speculative = SpeculativeConfig(
             model=str(self.draft), num_speculative_tokens=K, rejection_sample_method=rule, max_model_len=30
         )
+        if method == "ngram":
+            speculative = SpeculativeConfig(
+                method=method,
+                num_speculative_tokens=K,
+                prompt_lookup_min=1,
+                prompt_lookup_max=2,
+                rejection_sample_method=rule,
+            )
+            fields["launch_depth"] = 1
         defaults: dict[str, Any] = {
             "max_model_len": 32,
             "max_num_seqs": 3,
@@ -154,6 +164,33 @@ def test_same_tokens(pair: Pair, rule: str, params: list[SamplingParams], monkey
     assert_same(mine, theirs)
     assert engines[0].stats() == engines[1].stats()
     assert sum(sum(request.acceptance.histogram) for request in mine) > 0
+
+
+NARROW = [7, 9, 12]  # tokens of the first prompts: what they allow is drafted, and often stands
+
+
+@pytest.mark.parametrize("rule", ["rejection", "coupled"])
+def test_drafts_that_the_record_brings(pair: Pair, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verification alone: no draft passes, no draft buffers, K as the texts propose, every kind of row."""
+    params = [
+        SamplingParams(temperature=0.8, allowed_token_ids=NARROW),
+        GREEDY.replace(num_speculative_tokens=2),
+        SamplingParams(temperature=1.1, top_k=3),
+    ]
+    settings: dict[str, Any] = {"rule": rule, "method": "ngram", "monkeypatch": monkeypatch}
+    engines = [pair.engine(gpu=gpu, **settings) for gpu in (True, False)]
+    runner = engines[0].runner
+    assert isinstance(runner, CudaRunner)
+    assert runner.ctx.buffers.draft_logits.numel() == 0
+    assert not list(runner.buckets.draft_passes())
+    mine, theirs = (generate(engine, params, 9) for engine in engines)
+    assert_no_ties(pair, theirs, params, **settings)
+    assert_same(mine, theirs)
+    assert engines[0].stats() == engines[1].stats()
+    assert sum(sum(request.acceptance.histogram[1:]) for request in mine) > 0
+    plain = [own.replace(num_speculative_tokens=0) for own in params]
+    for with_drafts, without in zip(mine, generate(pair.engine(gpu=False, **settings), plain, 9), strict=True):
+        assert with_drafts.output_token_ids == without.output_token_ids
 
 
 def test_drafts_are_penalised_by_drafts(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,7 @@ def test_captures_go_from_the_largest_down() -> None:
     assert [(s.batch, s.max_k) for s in every.whole_shapes() if s.tail is Tail.GREEDY] == [
         (4, 2), (4, 1), (4, 0), (1, 2), (1, 1), (1, 0)
     ]  # fmt: skip
+    assert not list(Buckets([1], 3, has_passes=False).draft_passes())
     assert {s.max_k for s in Buckets([1], 3).whole_shapes()} == {0, 3}
     assert {s.max_k for s in Buckets([1], 0).whole_shapes()} == {0}
 

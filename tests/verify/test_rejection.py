@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from specrs.verify.coupled import verify_coupled
 from specrs.verify.processing import greedy_as_point_mass
 from specrs.verify.rejection import append_token, count_accepted, draw_after, row_index, verify_rejection
 from specrs.verify.sample import draw_draft
@@ -22,6 +23,7 @@ from verify.enumeration import (
     STREAMS,
     VOCAB,
     Noise,
+    Verify,
     by_rejection,
     decode_pairs,
     make_noise,
@@ -68,6 +70,36 @@ REQUESTS = {
 @pytest.fixture(scope="module")
 def noise() -> tuple[Noise, Noise]:
     return make_noise(10), make_noise(11)
+
+
+def as_point_mass(
+    p: Tensor, q_start: Tensor, q: Tensor, drafts: Tensor, num_drafts: Tensor, _: Tensor, noise: Noise
+) -> tuple[Tensor, Tensor]:
+    """The rule's formula with 1 at each draft as q, whatever it was drawn from."""
+    mass = torch.nn.functional.one_hot(drafts, VOCAB).to(q.dtype)
+    return verify_rejection(p, q_start, mass, drafts, num_drafts, noise.accept[:, : drafts.shape[1]], noise.last)
+
+
+def by_own_draws(
+    p: Tensor, q_start: Tensor, _q: Tensor, drafts: Tensor, num_drafts: Tensor, _: Tensor, noise: Noise
+) -> tuple[Tensor, Tensor]:
+    """What runs where q is a point mass: the target's own draw in every row, with the noise of that row."""
+    words = torch.rand(p.shape, generator=torch.Generator().manual_seed(len(p)), dtype=torch.float64)
+    return verify_coupled(p.log(), words.log_().neg_().log_().neg_().float(), q_start, drafts, num_drafts)
+
+
+@pytest.mark.parametrize("verify", [as_point_mass, by_own_draws])
+@pytest.mark.parametrize("draft", ["unrelated", "negative"])
+@pytest.mark.parametrize("name", ["plain", "top_k", "frequency_penalty", "bad_words", "greedy", "together"])
+def test_a_point_mass_as_q(name: str, draft: str, verify: Verify, noise: tuple[Noise, Noise]) -> None:
+    """Both forms of the rule keep the distribution, and accept a draft with the probability p gives it."""
+    w = world(REQUESTS[name], draft)
+    counts, accepted = decode_pairs(w, noise, verify)
+    assert sigma(counts, w.pairs) < LIMIT
+    # First iterations at K = 1: over all first drafts of the draft's distribution.
+    stands = float((w.draft[0].softmax(-1).double() * w.target[0].softmax(-1).double()).sum())
+    first = accepted[1].astype(np.float64)
+    assert sigma(first[:2], np.array([1 - stands, stands])) < LIMIT
 
 
 @pytest.mark.parametrize("draft", ["unrelated", "equal", "negative"])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from specrs.drafters.base import Proposal
 from specrs.models.base import Model
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
@@ -23,8 +24,8 @@ class DraftModel:
     """
 
     max_draft_lag: ClassVar[int] = 2  # pass 1 feeds n-2 and n-1: KV of n-2 is missing after a full acceptance
-    needs_hidden: ClassVar[bool] = False
-    can_catch_up: ClassVar[bool] = True
+    hidden_layers: ClassVar[tuple[int, ...]] = ()
+    proposal: ClassVar[Proposal] = Proposal.FULL
     on_host: ClassVar[bool] = False
 
     model: Model

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from specrs.config import EngineConfig, resolve_draft_max_model_len, resolve_max_model_len, resolve_num_blocks
-from specrs.core import CachedDrafter, Scheduler, SpeculationPlanner
+from specrs.core import CachedDrafter, NgramProposer, Scheduler, SpeculationPlanner
+from specrs.drafters.base import Drafter
 from specrs.drafters.draft_model import DraftModel
+from specrs.drafters.ngram import NgramDrafter
 from specrs.engine.engine import Engine, EngineParts, Runner
 from specrs.engine.warm_up import measure_costs
 from specrs.engine.weights import Weights, load_weights
@@ -40,7 +42,11 @@ def build_engine(config: EngineConfig, weights: Weights | None = None) -> Engine
     scheduler = blueprint.scheduler(blocks)
     engine = Engine(blueprint.parts(scheduler, blueprint.runner(scheduler, blocks)))
     if config.plans_speculation and blueprint.num_speculative_tokens:
-        costs, catch_up_ms = measure_costs(engine)
+        measured = engine
+        if config.speculative_config is not None and config.speculative_config.on_host:
+            # Made-up prompts propose nothing, so another scheduler drafts for them; what is left of them, it keeps.
+            measured = Engine(blueprint.parts(blueprint.scheduler(blocks, measuring=True), engine.runner))
+        costs, catch_up_ms = measure_costs(measured)
         # What it measured with is forgotten: its prompts are in the prefix cache, its tokens in the books.
         scheduler.reset_prefix_cache()
         engine.reset_stats()
@@ -85,12 +91,16 @@ class Blueprint:
 
     @property
     def num_speculative_tokens(self) -> int:
-        """The engine's K; 0 without a draft."""
-        return 0 if self.weights.draft is None else self.config.num_speculative_tokens
+        """The engine's K; 0 without a drafter."""
+        speculative = self.config.speculative_config
+        on_host = speculative is not None and speculative.on_host
+        return self.config.num_speculative_tokens if on_host or self.weights.draft is not None else 0
 
     @property
     def depth(self) -> int:
-        """Launches planned and not yet settled."""
+        """Launches planned and not yet settled; 1 with a drafter on the host, which needs every token settled."""
+        if self.config.speculative_config is not None and self.config.speculative_config.on_host:
+            return 1
         given = self.config.launch_depth
         return given if given is not None else 2 if self.on_gpu else 1
 
@@ -117,14 +127,21 @@ class Blueprint:
             return measure_num_blocks(self)
         return resolve_num_blocks(self.config, self.bytes_per_block, self.max_model_len)
 
-    def scheduler(self, blocks: int) -> Scheduler:
-        """A scheduler over `blocks` blocks."""
-        config, draft, context = self.config, self.weights.draft, self.draft_max_model_len
-        drafter: CachedDrafter | None = None
-        if draft is not None and context is not None:
-            # A draft token's share of a target token, by parameters: what draft chunks take from the token budget.
-            ratio = draft.num_parameters / self.weights.target.num_parameters
-            drafter = CachedDrafter(max_model_len=context, max_draft_lag=DraftModel.max_draft_lag, cost_ratio=ratio)
+    def _declared(self, *, measuring: bool) -> CachedDrafter | NgramProposer | None:
+        """The drafter as the scheduler knows it."""
+        speculative, draft, context = self.config.speculative_config, self.weights.draft, self.draft_max_model_len
+        if speculative is not None and speculative.on_host:
+            least, most = speculative.prompt_lookup
+            return NgramProposer(0 if measuring else least, most)
+        if draft is None or context is None:
+            return None
+        # A draft token's share of a target token, by parameters: what draft chunks take from the token budget.
+        ratio = draft.num_parameters / self.weights.target.num_parameters
+        return CachedDrafter(max_model_len=context, max_draft_lag=DraftModel.max_draft_lag, cost_ratio=ratio)
+
+    def scheduler(self, blocks: int, *, measuring: bool = False) -> Scheduler:
+        """A scheduler over `blocks` blocks; `measuring`: one that drafts whatever the text is."""
+        config = self.config
         return Scheduler(
             max_num_seqs=config.max_num_seqs,
             max_model_len=self.max_model_len,
@@ -132,7 +149,7 @@ class Blueprint:
             block_size=config.block_size,
             max_num_batched_tokens=config.max_num_batched_tokens,
             num_speculative_tokens=self.num_speculative_tokens,
-            drafter=drafter,
+            drafter=self._declared(measuring=measuring),
             max_in_flight=self.depth,
             max_constraint_len=max_constraint_len(self.weights.target.vocab_size),
             logits_dtype=str(self.logits_dtype).removeprefix("torch."),
@@ -159,8 +176,10 @@ class Blueprint:
         ring = Ring(scheduler, self.num_speculative_tokens, self.depth, pinned=self.device.type == "cuda")
         return EngineParts(self.config, self.weights, self.limits, scheduler, ring, runner)
 
-    def drafter(self, blocks: int) -> DraftModel | None:
+    def drafter(self, blocks: int) -> Drafter | None:
         """The drafter over the shared pool; None where the engine does not speculate."""
+        if self.config.speculative_config is not None and self.config.speculative_config.on_host:
+            return NgramDrafter()
         draft, context = self.weights.draft, self.draft_max_model_len
         if draft is None or context is None:
             return None

@@ -23,7 +23,7 @@ from specrs.core import (
     Scheduler,
     SpeculationPlanner,
 )
-from specrs.drafters.draft_model import DraftModel
+from specrs.drafters.base import Drafter
 from specrs.engine.request import FinishReason, Request
 from specrs.engine.weights import Weights
 from specrs.errors import EngineError, SpecrsError, UnknownRequestError
@@ -51,8 +51,8 @@ class Runner(Protocol):
     num_target_passes: int
 
     @property
-    def drafter(self) -> DraftModel | None:
-        """The draft model, None without speculation."""
+    def drafter(self) -> Drafter | None:
+        """What drafts, None without speculation."""
 
     @property
     def kv_cache(self) -> KVCache:
@@ -151,8 +151,8 @@ class Engine:
         self._prompt_tokens += len(request.prompt_token_ids)
 
     @property
-    def drafter(self) -> DraftModel | None:
-        """The draft model, None without speculation."""
+    def drafter(self) -> Drafter | None:
+        """What drafts, None without speculation."""
         return self.runner.drafter
 
     def abort(self, request_id: int) -> None:

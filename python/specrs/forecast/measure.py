@@ -67,6 +67,9 @@ def measure(
     from specrs.config import EngineConfig
     from specrs.llm import LLM
 
+    if speculative_config.get("method", "draft_model") != "draft_model":
+        allowed = "must be 'draft_model': the passes of another are not measured alone"
+        raise invalid_config("speculative_config.method", speculative_config["method"], allowed)
     shared = {"max_num_seqs": 1, "enable_prefix_caching": False, **settings}
     pair = LLM(model=model, speculative_config={**speculative_config, "num_speculative_tokens": max(ks)}, **shared)
     config = pair.engine.config

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from specrs.core import PURPOSE_ACCEPT
-from specrs.drafters.draft_model import DraftModel
+from specrs.drafters.base import Drafter, device_drafter, host_drafts
 from specrs.models.base import Model
 from specrs.models.kv_cache import KVCache
 from specrs.runner.accept import accept, at_rates, update
 from specrs.runner.entries import Iteration
 from specrs.runner.extras import ExtrasLookup
-from specrs.runner.iteration import Drafted, Scored, draft, prepare, verify
+from specrs.runner.iteration import Drafted, Scored, draft, place, prepare, verify
 from specrs.runner.logprobs import entry_logprobs, prompt_logprobs
 from specrs.runner.noise import Noise
 from specrs.runner.prefill import catch_up_inputs, caught_up, flag_chunks, last_chunks, last_rows, prefill_inputs
@@ -32,7 +32,7 @@ class EagerRunner:
         self,
         target: Model,
         kv_cache: KVCache,
-        drafter: DraftModel | None,
+        drafter: Drafter | None,
         state: RowState,
         sampling: SamplingState,
         *,
@@ -64,10 +64,9 @@ class EagerRunner:
         if header.num_prefill:
             self._prefill(slot, header)
         if header.num_draft_chunks:
-            assert self.drafter is not None, "the scheduler plans draft chunks only with a draft model"
             inputs = catch_up_inputs(self.state, slot.views, slot.views, header)
             if inputs is not None:
-                self.drafter.feed(inputs)
+                device_drafter(self.drafter).feed(inputs)
             caught_up(self.state, slot.views, header)
         if header.num_decode:
             self._decode(slot, header)
@@ -123,10 +122,13 @@ class EagerRunner:
             drafter=self.drafter,
         )
         sampling = self.sampling.for_entries(self.state, it, it.rows.tolist(), slot)
-        if header.max_k and self.drafter is not None:
-            drafted = draft(self.state, it, self.drafter, sampling, self.rule)
-        else:
+        if not header.max_k or self.drafter is None:
             drafted = Drafted(torch.zeros_like(it.num_tokens), None)
+        elif self.drafter.on_host:
+            proposed = host_drafts(slot.views, self.state.limit.shape[0] - 1)[entries, : header.max_k]
+            drafted = place(self.state, it, proposed, sampling)
+        else:
+            drafted = draft(self.state, it, device_drafter(self.drafter), sampling, self.rule)
         scored = verify(self.state, it, self.target, self.kv_cache)
         self.num_target_passes += 1
         results = slot.results_view.narrow(0, header.num_decode)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from specrs.core import FLAG_DRAFT_NON_FINITE
-from specrs.drafters.draft_model import DraftModel
+from specrs.drafters.base import DeviceDrafter, Drafter
 from specrs.models.base import Model
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
@@ -36,7 +36,7 @@ class Drafted:
     """What drafting leaves for verification, besides the drafts in row state."""
 
     flags: Tensor  # [B] int64, FLAG_DRAFT_NON_FINITE where draft logits were not finite
-    q: Tensor | None  # [B, K, V], the distribution that each draft was drawn from; None where no rule needs it
+    q: Tensor | None  # [B, K, V], the distribution that each draft was drawn from; None for a point mass and `coupled`
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def prepare(
     *,
     block_size: int,
     max_context: int,
-    drafter: DraftModel | None,
+    drafter: Drafter | None,
 ) -> Iteration:
     """Read lengths from row state and apply the device's guards to the planned K_r; mutates nothing.
 
@@ -69,9 +69,13 @@ def prepare(
     flat = flat_rows(tuple(planned))
     k = flat.planned
     if drafter is not None and planned[0] > 0:
-        room = state.limit.index_select(0, rows).sub_(1).clamp_(max=drafter.max_model_len + 1).sub_(n)
-        ready = (state.draft_len.index_select(0, rows) >= n - drafter.max_draft_lag).logical_and_(alive)
-        k = torch.minimum(k, room).clamp_(min=0).mul_(ready)
+        end = state.limit.index_select(0, rows).sub_(1)
+        if drafter.max_model_len is not None:
+            end.clamp_(max=drafter.max_model_len + 1)
+        ready = alive
+        if drafter.max_draft_lag is not None:
+            ready = (state.draft_len.index_select(0, rows) >= n - drafter.max_draft_lag).logical_and_(alive)
+        k = torch.minimum(k, end.sub_(n)).clamp_(min=0).mul_(ready)
     blocks = min(-(-max_context // block_size), state.block_table.shape[1])
     return Iteration(
         rows=rows,
@@ -87,7 +91,19 @@ def prepare(
     )
 
 
-def draft(state: RowState, it: Iteration, drafter: DraftModel, sampling: EntrySampling, rule: str) -> Drafted:
+def place(state: RowState, it: Iteration, proposed: Tensor, sampling: EntrySampling) -> Drafted:
+    """Take the drafts of a drafter on the host, `proposed` `[B, K]` int64; columns from K_r on are ignored, and q is
+    a point mass. Mutates `state.tokens` in [n, n + K_r)."""
+    column = torch.arange(it.max_k)
+    live = column < it.num_drafts[:, None]
+    state.tokens[it.rows[:, None], torch.where(live, it.num_tokens[:, None] + column, state.scratch_column)] = proposed
+    if sampling.grammar is not None:
+        for tokens, is_draft in zip(proposed.unbind(1), live.unbind(1), strict=True):
+            sampling.grammar.observe(tokens, is_draft)
+    return Drafted(torch.zeros_like(it.num_tokens), None)
+
+
+def draft(state: RowState, it: Iteration, drafter: DeviceDrafter, sampling: EntrySampling, rule: str) -> Drafted:
     """Draw up to K_r drafts per entry; pass i feeds the entries planned at K >= i.
 
     Pass 1 feeds positions n - 2 and n - 1, so that the token that the draft has not seen after a full acceptance is
@@ -97,6 +113,7 @@ def draft(state: RowState, it: Iteration, drafter: DraftModel, sampling: EntrySa
 
     Mutates `state.tokens` in [n, n + K_r) and the draft's KV cache.
     """
+    assert drafter.max_draft_lag is not None
     batch, width, n = len(it.planned), drafter.max_draft_lag, it.num_tokens
     q = None
     if sampling.steps.random and rule == "rejection":

@@ -42,7 +42,8 @@ def run(arguments: argparse.Namespace) -> None:
     params = options.sampling_params(arguments, samples)
     prompts = options.prompts(samples, llm.tokenizer, not arguments.skip_chat_template)
     points = acceptance(llm, prompts, params, arguments.k, arguments.temperature, not arguments.disable_tqdm)
-    target, draft = _name(llm.engine.config.target), _name(str(llm.engine.config.draft))
+    engine = llm.engine.config
+    target, draft = _name(engine.target), _name(engine.draft or str(speculative["method"]))
     width = max(len(target), len(draft), 6) + 2
     print(f"{config.label}, {config.num_prompts} prompts")
     print(

@@ -47,7 +47,7 @@ class Buffers:
     draft_top: Tensor  # [K, B] fp32, largest raw logit
     draft_cut: Tensor  # [K, B] fp32
     draft_lse: Tensor  # [K, B] float64
-    draft_logits: Tensor  # [K, B, V] fp32
+    draft_logits: Tensor  # [K, B, V] fp32; [0, B, V] where q is a point mass
 
     # Verification.
     verify_ids: Tensor  # [N]
@@ -71,6 +71,7 @@ class Buffers:
         max_num_seqs: int,
         num_speculative_tokens: int,
         max_draft_lag: int,
+        keeps_q: bool,
         max_blocks: int,
         vocab_size: int,
         device: torch.device,
@@ -97,7 +98,7 @@ class Buffers:
             drawn=ints(k, b),
             **{f"draft_{name}": floats(k, b) for name in ("top", "cut")},
             draft_lse=floats(k, b).double(),
-            draft_logits=floats(k, b, vocab_size, fill=-torch.inf),
+            draft_logits=floats(k if keeps_q else 0, b, vocab_size, fill=-torch.inf),
             **{f"verify_{name}": ints(n) for name in ("ids", "positions", "slots", "draws", "rows")},
             drafts=ints(b, k),
             logits=floats(n, vocab_size),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specrs.config import AUTO
 from specrs.core import Scheduler
-from specrs.drafters.draft_model import DraftModel
+from specrs.drafters.base import Proposal, device_drafter
 from specrs.errors import InvalidConfigError, invalid
 from specrs.kernels.cuda.prepare import Sizes
 from specrs.kernels.cuda.sampling_scratch import SamplingScratch
@@ -38,8 +38,10 @@ def make_buckets(blueprint: Blueprint) -> Buckets:
     config = blueprint.config
     sizes = batch_buckets(config.max_num_seqs, config.cudagraph_capture_sizes)
     speculative = config.speculative_config
-    every_k = speculative is not None and speculative.num_speculative_tokens == AUTO
-    return Buckets(sizes, blueprint.num_speculative_tokens, every_k=every_k)
+    # Drafts on the host are as many as a text proposes, and their launches are verification alone.
+    on_host = speculative is not None and speculative.on_host
+    every_k = on_host or (speculative is not None and speculative.num_speculative_tokens == AUTO)
+    return Buckets(sizes, blueprint.num_speculative_tokens, every_k=every_k, has_passes=not on_host)
 
 
 def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingState, num_blocks: int) -> Context:
@@ -47,15 +49,18 @@ def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingS
     config, device, k = blueprint.config, blueprint.device, blueprint.num_speculative_tokens
     speculative = config.speculative_config
     state = RowState.allocate(config.max_num_seqs, blueprint.max_model_len, config.block_size, device)
-    max_draft_lag = DraftModel.max_draft_lag
+    drafter = blueprint.drafter(num_blocks)
+    max_draft_lag = 0 if drafter is None else drafter.max_draft_lag or 0
+    is_point_mass = drafter is not None and drafter.proposal is Proposal.POINT_MASS
+    context = blueprint.max_model_len if drafter is None else drafter.max_model_len or blueprint.max_model_len
     rows = max(config.max_num_batched_tokens, config.max_num_seqs * max(k + 1, max_draft_lag))
     vocab = blueprint.weights.target.vocab_size
     rates: Tensor | None = None
     if speculative is not None and speculative.synthetic_acceptance_rates is not None:
         rates = torch.tensor(speculative.synthetic_acceptance_rates, dtype=torch.float32, device=device)
-    drafter = blueprint.drafter(num_blocks)
-    if drafter is not None:
-        drafter.model = drafter.model.with_buffers(rows, config.max_num_seqs)
+    if drafter is not None and not drafter.on_host:
+        drafts = device_drafter(drafter)
+        drafts.model = drafts.model.with_buffers(rows, config.max_num_seqs)
     return Context(
         state=state,
         params=RowParams(sampling.params.values, sampling.seeds),
@@ -64,6 +69,7 @@ def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingS
             max_num_seqs=config.max_num_seqs,
             num_speculative_tokens=k,
             max_draft_lag=max_draft_lag,
+            keeps_q=not is_point_mass,
             max_blocks=state.block_table.shape[1],
             vocab_size=vocab,
             device=device,
@@ -72,9 +78,9 @@ def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingS
         target=blueprint.weights.target.with_buffers(rows, config.max_num_seqs),
         kv_cache=blueprint.weights.target.allocate_cache(num_blocks, config.block_size),
         drafter=drafter,
-        sizes=Sizes(0 if drafter is None else drafter.max_model_len, max_draft_lag, config.block_size, k),
+        sizes=Sizes(draft_context=context, max_draft_lag=max_draft_lag, block_size=config.block_size, max_k=k),
         max_model_len=blueprint.max_model_len,
-        rule=config.rule,
+        rule="coupled" if is_point_mass else config.rule,
         rates=rates,
     )
 
@@ -146,8 +152,9 @@ def _measure(blueprint: Blueprint) -> tuple[int, int]:
     ctx = make_context(blueprint, blueprint.scheduler(blueprint.max_model_len // config.block_size + 1), sampling, 1)
     inputs = _prefill_inputs(config.max_num_batched_tokens, blueprint, device)
     ctx.target.forward(inputs, ctx.kv_cache)
-    if ctx.drafter is not None:
-        ctx.drafter.model.forward(inputs, ctx.drafter.kv_cache)
+    if ctx.drafter is not None and not ctx.drafter.on_host:
+        drafter = device_drafter(ctx.drafter)
+        drafter.model.forward(inputs, drafter.kv_cache)
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
     # What torch has cached but freed is at hand for prefill's temporaries, so it stays counted.

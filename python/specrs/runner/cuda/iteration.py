@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specrs.core import PURPOSE_DRAFT, PURPOSE_GUMBEL
-from specrs.drafters.draft_model import DraftModel
+from specrs.drafters.base import Drafter, device_drafter, host_drafts
 from specrs.kernels.cuda.accept import AtRates
 from specrs.kernels.cuda.draw import draw
 from specrs.kernels.cuda.prepare import PlannedEntries, Sizes, assemble_drafts, prepare_iteration
@@ -41,10 +41,10 @@ class Context:
     scratch: SamplingScratch
     target: Model
     kv_cache: KVCache
-    drafter: DraftModel | None
+    drafter: Drafter | None
     sizes: Sizes
     max_model_len: int
-    rule: str  # rejection or coupled
+    rule: str  # rejection or coupled; the same with a point mass as q, and then coupled
     rates: Tensor | None  # [K] fp32, for timing only: drafts stand at these rates, whatever the models say
 
 
@@ -71,15 +71,25 @@ def prepare(ctx: Context, shape: Shape, entries: LaunchEntries) -> None:
 
 
 def draft(ctx: Context, shape: Shape) -> None:
-    """All drafting passes of a shape, each feeding the token that the one before drew."""
+    """The drafts of a shape into `drawn`: by passes, each feeding the token that the one before drew, or from the
+    record."""
+    if ctx.drafter is not None and ctx.drafter.on_host:
+        take_drafts(ctx, shape)
+        return
     for i in range(1, shape.max_k + 1):
         draft_pass(ctx, i, shape.batch, shape.tail)
 
 
+def take_drafts(ctx: Context, shape: Shape) -> None:
+    """The drafts that the record has, into `drawn`."""
+    b, batch, k = ctx.buffers, shape.batch, shape.max_k
+    b.drawn[:k, :batch].copy_(host_drafts(ctx.record.views, ctx.state.limit.shape[0] - 1)[:batch, :k].t())
+    b.draft_top[:k, :batch].zero_()  # without logits there is no fault
+
+
 def draft_pass(ctx: Context, i: int, batch: int, tail: Tail) -> None:
     """Pass i >= 1 for the first `batch` entries; writes row i - 1 of `drawn`, or only of `draft_logits` for LOGITS."""
-    b, drafter = ctx.buffers, ctx.drafter
-    assert drafter is not None
+    b, drafter = ctx.buffers, device_drafter(ctx.drafter)
     rows = ctx.sizes.max_draft_lag if i == 1 else 1
     ids, positions, slots = (
         (b.first_ids[: batch * rows], b.first_positions[: batch * rows], b.first_slots[: batch * rows])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specrs.core import HEADER_FIELDS
-from specrs.drafters.draft_model import DraftModel
+from specrs.drafters.base import Drafter, device_drafter, host_drafts
 from specrs.models.kv_cache import KVCache
 from specrs.runner.cuda.adjusted import accept_adjusted, draft_adjusted, entry_sampling
 from specrs.runner.cuda.graphs import Graphs
@@ -28,6 +28,7 @@ from specrs.runner.cuda.iteration import (
     lm_head,
     prepare,
     run,
+    take_drafts,
     verify_pass,
 )
 from specrs.runner.cuda.shapes import Buckets, Shape, Tail
@@ -35,7 +36,7 @@ from specrs.runner.extras import ExtrasLookup
 from specrs.runner.logprobs import prompt_logprobs
 from specrs.runner.prefill import catch_up_inputs, caught_up, flag_chunks, last_chunks, last_rows, prefill_inputs
 from specrs.runner.ring import Header, Layout, RingSlot
-from specrs.runner.sampling_state import SamplingState
+from specrs.runner.sampling_state import EntrySampling, SamplingState
 from specrs.runner.uploads import apply_uploads
 
 
@@ -76,8 +77,8 @@ class CudaRunner:
         self._warned = False
 
     @property
-    def drafter(self) -> DraftModel | None:
-        """The draft model, None without speculation."""
+    def drafter(self) -> Drafter | None:
+        """What drafts, None without speculation."""
         return self.ctx.drafter
 
     @property
@@ -159,10 +160,9 @@ class CudaRunner:
 
     def _catch_up(self, slot: RingSlot, header: Header) -> None:
         ctx, views = self.ctx, self.ctx.record.views
-        assert ctx.drafter is not None, "the scheduler plans draft chunks only with a draft model"
         inputs = catch_up_inputs(ctx.state, slot.views, views, header)
         if inputs is not None:
-            ctx.drafter.feed(inputs)
+            device_drafter(ctx.drafter).feed(inputs)
         caught_up(ctx.state, views, header)
 
     def _tail(self, rows: Sequence[int]) -> Tail:
@@ -181,7 +181,7 @@ class CudaRunner:
         rows = slot.views["entry_row"][entries].tolist()
         tail = self._tail(rows)
         self.num_target_passes += 1
-        if self.ctx.drafter is not None:
+        if self.ctx.drafter is not None and not self.ctx.drafter.on_host:
             self.ctx.drafter.num_passes += planned[0]
         if self.graphs is not None and tail is not Tail.LOGITS:
             whole = self.buckets.whole(planned, tail)
@@ -205,7 +205,9 @@ class CudaRunner:
         if tail is Tail.LOGITS:
             context = self._context(slot, 0, len(planned))
             sampling = entry_sampling(ctx, self.sampling, planned, rows, context, slot)
-        for i in range(1, shape.max_k + 1):
+        if shape.max_k and ctx.drafter is not None and ctx.drafter.on_host:
+            self._take(slot, shape, planned, sampling)
+        for i in range(1, shape.max_k + 1 if self.buckets.has_passes else 1):
             count = sum(k >= i for k in planned)
             key = ("draft", self.buckets.batch(count), i, tail)
             if self.graphs is not None and key in self.graphs:
@@ -225,6 +227,15 @@ class CudaRunner:
             accept_adjusted(ctx, shape, sampling, slot, 0, self.logprobs_mode)
         else:
             accept_and_update(ctx, shape)
+
+    def _take(self, slot: RingSlot, shape: Shape, planned: list[int], sampling: EntrySampling | None) -> None:
+        """The drafts of the record; a grammar goes along them on the host, without reading anything back."""
+        take_drafts(self.ctx, shape)
+        if sampling is not None and sampling.grammar is not None:
+            proposed = host_drafts(slot.views, self.ctx.state.limit.shape[0] - 1)
+            for i in range(shape.max_k):
+                count = sum(k > i for k in planned)
+                sampling.grammar.observe(proposed[:count, i], torch.ones(count, dtype=torch.bool))
 
     def _warn(self, batch: int) -> None:
         if self.graphs is not None and not self._warned:

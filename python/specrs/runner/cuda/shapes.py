@@ -41,8 +41,17 @@ def batch_buckets(max_num_seqs: int, sizes: Sequence[int] | None = None) -> list
 class Buckets:
     """Which shapes there are, and which one a launch takes."""
 
-    def __init__(self, batches: Sequence[int], num_speculative_tokens: int, *, every_k: bool = False) -> None:
-        """`every_k`: launches of any uniform K are to be expected, not just of 0 and the engine's."""
+    def __init__(
+        self,
+        batches: Sequence[int],
+        num_speculative_tokens: int,
+        *,
+        every_k: bool = False,
+        has_passes: bool = True,
+    ) -> None:
+        """`every_k`: launches of any uniform K are to be expected, not just of 0 and the engine's. `has_passes`: drafts
+        are made by passes on the device."""
+        self.has_passes = has_passes
         self.batches = list(batches)
         self.max_k = num_speculative_tokens
         self.whole_ks = list(range(self.max_k, -1, -1)) if every_k else list(dict.fromkeys((self.max_k, 0)))
@@ -90,7 +99,7 @@ class Buckets:
 
     def draft_passes(self) -> Iterator[tuple[int, int, Tail]]:
         """`(batch, pass, tail)` of every chained draft pass, largest first."""
-        for batch in reversed(self.batches):
+        for batch in reversed(self.batches if self.has_passes else []):
             for i in range(1, self.max_k + 1):
                 for tail in Tail:
                     yield batch, i, tail

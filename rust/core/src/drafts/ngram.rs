@@ -13,6 +13,7 @@ const CHUNK: usize = 32;
 ///
 /// An n-gram has `prompt_lookup_min` to `prompt_lookup_max` tokens. Of several places of the longest one the rightmost counts. Where
 /// the sequence ends before there are enough drafts, they go on with themselves: a loop of three tokens is drafted round and round.
+/// With `prompt_lookup_min` = 0 the last token is proposed where nothing is found, so that every sequence has drafts, for measuring.
 ///
 /// ```
 /// use specrs_core::NgramProposer;
@@ -41,13 +42,13 @@ impl NgramProposer {
     /// A proposer for n-grams of `prompt_lookup_min` to `prompt_lookup_max` tokens.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`] unless `1 <= prompt_lookup_min <= prompt_lookup_max <= 1024`.
+    /// [`Error::InvalidConfig`] unless `prompt_lookup_min <= prompt_lookup_max` and `1 <= prompt_lookup_max <= 1024`.
     pub fn new(prompt_lookup_min: usize, prompt_lookup_max: usize) -> Result<Self> {
         if !(1..=1024).contains(&prompt_lookup_max) {
             return Err(Error::invalid_config("prompt_lookup_max", prompt_lookup_max, "1 to 1024"));
         }
-        if !(1..=prompt_lookup_max).contains(&prompt_lookup_min) {
-            let allowed = format!("1 to prompt_lookup_max = {prompt_lookup_max}");
+        if prompt_lookup_min > prompt_lookup_max {
+            let allowed = format!("0 to prompt_lookup_max = {prompt_lookup_max}");
             return Err(Error::invalid_config("prompt_lookup_min", prompt_lookup_min, allowed));
         }
         Ok(Self { prompt_lookup_min, prompt_lookup_max })
@@ -69,7 +70,9 @@ impl NgramProposer {
         if drafts.is_empty() {
             return 0;
         }
-        let Some(start) = self.find(tokens) else { return 0 };
+        // The n-gram of no tokens stands last before the last token.
+        let anything = if self.prompt_lookup_min == 0 { tokens.len().checked_sub(1) } else { None };
+        let Some(start) = self.find(tokens).or(anything) else { return 0 };
         for i in 0..drafts.len() {
             drafts[i] = tokens.get(start + i).copied().unwrap_or_else(|| drafts[start + i - tokens.len()]);
         }
@@ -80,7 +83,7 @@ impl NgramProposer {
     fn find<T: Copy + Eq>(&self, tokens: &[T]) -> Option<usize> {
         let (&last, before) = tokens.split_last()?;
         // A place that is worth finding agrees in the last `need` tokens.
-        let (mut found, mut need) = (None, self.prompt_lookup_min);
+        let (mut found, mut need) = (None, self.prompt_lookup_min.max(1));
         let mut end = before.len();
         while end >= need {
             let (start, skipped) = (end.saturating_sub(CHUNK).max(need - 1), need - 1);
@@ -123,7 +126,7 @@ mod tests {
     /// Every n-gram length from the longest down, every place from the right: as the definition says it.
     fn naive(tokens: &[u32], min: usize, max: usize, k: usize) -> Vec<u32> {
         for n in (min..=max).rev() {
-            if tokens.len() <= n {
+            if tokens.len() < n + 1 {
                 continue;
             }
             let ngram = &tokens[tokens.len() - n..];
@@ -162,7 +165,7 @@ mod tests {
 
     #[test]
     fn settings_are_checked() {
-        for (min, max) in [(0, 3), (4, 3), (1, 0), (1, 1025)] {
+        for (min, max) in [(4, 3), (0, 0), (1, 0), (1, 1025)] {
             assert!(NgramProposer::new(min, max).is_err(), "{min} to {max}");
         }
     }
@@ -174,8 +177,9 @@ mod tests {
         fn it_finds_what_the_definition_says(
             vocab in 1..5_u32,
             tokens in prop::collection::vec(0..1000_u32, 0..150),
-            (min, more, k) in (1..6_usize, 0..6_usize, 0..9_usize),
+            (min, more, k) in (0..6_usize, 0..6_usize, 0..9_usize),
         ) {
+            prop_assume!(min + more > 0);
             let tokens: Vec<u32> = tokens.iter().map(|token| token % vocab).collect();
             prop_assert_eq!(propose(&tokens, min, min + more, k), naive(&tokens, min, min + more, k));
         }

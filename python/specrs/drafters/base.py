@@ -1,0 +1,98 @@
+"""What a drafter declares, and what the runner calls of it. Implements none.
+
+The scheduler is built from the same declaration (`specrs.core.CachedDrafter`, `NgramProposer`), and the runner calls
+the protocol and names no class. What an iteration leaves for verification is the same for all: drafts behind the
+committed tokens of row state, and q where it is no point mass.
+
+| | `DraftModel` | `NgramDrafter` |
+| --- | --- | --- |
+| `max_draft_lag` | 2 | None: it has no KV |
+| `hidden_layers` | () | () |
+| `proposal` | full | a point mass |
+| drafts appear | on the device, a pass each | in the record, written by `plan` |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any, Protocol, cast
+
+from torch import Tensor
+
+from specrs.models.base import Model
+from specrs.models.inputs import PassInputs
+from specrs.models.kv_cache import KVCache
+
+
+class Proposal(StrEnum):
+    """What q is, the distribution that a draft was drawn from."""
+
+    FULL = "full"
+    """A row `[V]` for each draft: kept for `rejection`."""
+    POINT_MASS = "point_mass"
+    """1 at the draft and 0 elsewhere: nothing to keep. `rejection` then accepts d with probability p(d), and draws from
+    norm(max(0, p - q)) = p without d otherwise. That is what drawing x from p and accepting while x = d does, so both
+    rules draw the target's token in every row, with the noise of its position: the text is that of K = 0."""
+
+
+class Drafter(Protocol):
+    """What every drafter declares."""
+
+    num_passes: int
+    """Forward passes so far; the engine sets it to 0."""
+
+    @property
+    def max_draft_lag(self) -> int | None:
+        """Positions that its KV may lag behind n and still draft; None without KV. Its first pass feeds so many."""
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Positions that it can take; None where it needs none."""
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """Target layers at whose entry it reads hidden states."""
+
+    @property
+    def proposal(self) -> Proposal:
+        """What q is."""
+
+    @property
+    def on_host(self) -> bool:
+        """Whether `plan` writes its drafts into the record: no passes, no KV, one launch in flight."""
+
+
+class DeviceDrafter(Drafter, Protocol):
+    """A drafter with KV of its own that drafts by passes of `model`, one token a pass, and catches up from tokens."""
+
+    model: Model
+    kv_cache: KVCache
+    vocab_size: int
+
+    def propose(self, inputs: PassInputs, *, last_of: int) -> Tensor:
+        """Pass 1; logits of every `last_of`-th row over the target's ids, `[B, V]`. Mutates its KV."""
+
+    def plan_steps(self, positions: Tensor, slots: Tensor, block_table: Tensor) -> list[Any]:
+        """Plans for `step` of S passes of one row an entry; positions and slots `[S, B]`."""
+
+    def step(self, input_ids: Tensor, plan: Any) -> Tensor:
+        """A pass of one row an entry; logits as from `propose`. Mutates its KV."""
+
+    def feed(self, inputs: PassInputs) -> Tensor:
+        """A catch-up pass; hidden states `[N, hidden]`. Mutates its KV."""
+
+    def known_ids(self, inputs: PassInputs) -> PassInputs:
+        """The same pass with ids held to its own vocabulary."""
+
+
+def device_drafter(drafter: Drafter | None) -> DeviceDrafter:
+    """The drafter as one that drafts by passes; a launch asks no other for any."""
+    assert drafter is not None
+    assert not drafter.on_host
+    return cast("DeviceDrafter", drafter)
+
+
+def host_drafts(sections: Mapping[str, Tensor], max_num_seqs: int) -> Tensor:
+    """`draft_token` of a record's sections as `[R, K]` int64: row i for entry i, `entry_k` of its columns."""
+    return sections["draft_token"].view(max_num_seqs, -1)

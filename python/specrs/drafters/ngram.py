@@ -1,0 +1,24 @@
+"""Prompt lookup as drafter: a declaration, for the core proposes. Runs no model and sees no tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from specrs.drafters.base import Proposal
+
+
+@dataclass(slots=True)
+class NgramDrafter:
+    """Drafts what followed the longest n-gram that ends a request's text, where it stood last before.
+
+    `Scheduler.plan` looks it up (`specrs.core.NgramProposer`) and writes the drafts into the record.
+    """
+
+    max_draft_lag: ClassVar[None] = None
+    max_model_len: ClassVar[None] = None
+    hidden_layers: ClassVar[tuple[int, ...]] = ()
+    proposal: ClassVar[Proposal] = Proposal.POINT_MASS
+    on_host: ClassVar[bool] = True
+
+    num_passes: int = 0
