@@ -12,6 +12,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "attention_chunk_size": (None,),
     "per_layer_config": (None, {}),
     "kv_sharing_modes": (None,),
+    "num_kv_shared_layers": (None, 0),
     "quantization_config": (None,),
     "compression_config": (None,),
     "fusion_config": (None,),
