@@ -5,7 +5,7 @@
     model.generate(**inputs, custom_generate=specrs_transformers.generate, draft_model=draft, max_new_tokens=100)
 
 The weights of `model` and `draft_model` are laid out for specrs' own forward pass and kept as long as the model lives.
-Every call reads all of them once (some 0.5 s per GB on one core, as long as a decode pass or two), and a model whose
+Every call reads all of them once (some 0.7 s per GB on one core, as long as a decode pass or two), and a model whose
 parameters have changed, in whatever way, is laid out anew, with an empty prefix cache. Greedy text is transformers'
 own, up to rounding.
 """
