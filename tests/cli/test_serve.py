@@ -53,6 +53,15 @@ def test_the_references_commands(served: list[tuple[EngineConfig, ServerSettings
     assert (settings.host, settings.port) == ("127.0.0.1", 8000)
 
 
+def test_prompt_lookup(served: list[tuple[EngineConfig, ServerSettings]]) -> None:
+    speculative = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}'
+    assert main(["serve", "Qwen/Qwen3-4B", "--speculative-config", speculative]) == 0
+    ((config, _),) = served
+    assert config.speculative_config is not None
+    assert (config.draft, config.num_speculative_tokens) == (None, 5)
+    assert config.speculative_config.prompt_lookup == (2, 4)
+
+
 def test_every_flag_of_the_engine(served: list[tuple[EngineConfig, ServerSettings]]) -> None:
     flags = "--tokenizer t --revision r --dtype bfloat16 --seed 3 --max-model-len 4K --max-num-seqs 7 --block-size 32"
     more = "--max-num-batched-tokens 1k --num-gpu-blocks-override 9 --no-enable-prefix-caching --enforce-eager"

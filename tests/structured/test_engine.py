@@ -100,6 +100,26 @@ def test_rejection_validates_too() -> None:
         check(output, i)
 
 
+@pytest.mark.parametrize("rule", ["rejection", "coupled"])
+def test_drafts_from_the_text_know_no_grammar(rule: str) -> None:
+    """Most of what is looked up is not allowed where it is proposed; texts are those of K = 0 all the same."""
+    count = 24
+    lookup = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    llm, vanilla = (
+        LLM(
+            speculative_config={"num_speculative_tokens": k, "rejection_sample_method": rule, **lookup},
+            dtype="float64",
+            max_model_len=1200,
+        )
+        for k in (5, 0)
+    )
+    params = [NEIGHBOUR.replace(seed=i) if i % 4 == 0 else structured(i, max_tokens=120) for i in range(count)]
+    for output, expected in zip(run(llm, params), run(vanilla, params), strict=True):
+        assert text(output) == text(expected)
+    stats = llm.stats()
+    assert 0 < stats.accepted_tokens < stats.draft_tokens
+
+
 def test_greedy_is_the_same_at_any_k() -> None:
     params = [structured(i, temperature=0.0) for i in range(40)]
     texts = [[text(output) for output in run(make_llm(k), params)] for k in (0, 3)]
