@@ -10,7 +10,8 @@ use proptest::prelude::*;
 use proptest::test_runner::FileFailurePersistence;
 use specrs_core::scheduler::layout::{FINISH_ERROR, FINISH_LENGTH, FINISH_NONE, FINISH_STOP};
 use specrs_core::{
-    Drafter, Error, NgramProposer, PlanOutcome, RequestParams, RequestSampling, Scheduler, SchedulerConfig,
+    CostLine, CostModel, Drafter, Error, NgramProposer, PlanOutcome, RequestParams, RequestSampling, Scheduler,
+    SchedulerConfig, SpeculationPlanner,
 };
 use std::collections::{BTreeMap, VecDeque};
 
@@ -127,7 +128,10 @@ struct Run {
     scheduler: Scheduler,
     device: Device,
     requests: BTreeMap<i64, Request>,
-    in_flight: VecDeque<(u64, Vec<i64>, Vec<Outcome>)>,
+    /// Chooses K before each plan, if there is one.
+    planner: Option<SpeculationPlanner>,
+    /// Launch, rows, K of the decode entries, and what became of them.
+    in_flight: VecDeque<(u64, Vec<i64>, Vec<i64>, Vec<Outcome>)>,
     record: Vec<i64>,
     settled: Vec<i64>,
     /// Launches so far.
@@ -137,7 +141,12 @@ struct Run {
 }
 
 impl Run {
-    fn new(config: SchedulerConfig, reports_past_stop: bool) -> Self {
+    fn new(config: SchedulerConfig, reports_past_stop: bool, planned_draft_ms: Option<f64>) -> Self {
+        let planner = planned_draft_ms.filter(|_| config.num_speculative_tokens > 0).map(|draft_ms| {
+            let line = CostLine { draft_ms, target_ms: 1.0, vanilla_ms: 1.0 };
+            let costs = CostModel::lines(&[1, 64], &[line, line]).expect("allowed costs");
+            SpeculationPlanner::new(config.max_num_seqs, config.num_speculative_tokens, costs, 0.01).expect("a planner")
+        });
         let scheduler = Scheduler::new(config).expect("allowed settings");
         let mut device = Device::new(&scheduler);
         device.reports_past_stop = reports_past_stop;
@@ -147,6 +156,7 @@ impl Run {
             scheduler,
             device,
             requests: BTreeMap::new(),
+            planner,
             in_flight: VecDeque::new(),
             launches: 0,
             books: (0, 0, 0),
@@ -260,6 +270,10 @@ impl Run {
 
     fn plan(&mut self) -> PlanOutcome {
         let in_flight = self.in_flight.len();
+        if let Some(planner) = &mut self.planner {
+            self.scheduler.speculate(planner).expect("a planner of its size");
+            self.check();
+        }
         let outcome = self.scheduler.plan(&mut self.record).expect("a matching buffer");
         match outcome {
             PlanOutcome::Idle => {
@@ -272,8 +286,9 @@ impl Run {
                 let record = Record::new(&self.scheduler, &self.record);
                 let outcomes = self.device.execute(&self.scheduler, &record);
                 let rows = (0..record.num_entries()).map(|entry| record.get("entry_row", entry)).collect();
+                let ks = (0..record.num_decode()).map(|entry| record.get("entry_k", entry)).collect();
                 self.launches += 1;
-                self.in_flight.push_back((record.count("launch_id") as u64, rows, outcomes));
+                self.in_flight.push_back((record.count("launch_id") as u64, rows, ks, outcomes));
             }
         }
         outcome
@@ -296,6 +311,8 @@ impl Run {
         for (entry, k) in ks.iter().enumerate() {
             let (n_upper, capacity) = (record.size("entry_n_upper", entry), record.size("entry_capacity", entry));
             let limit = self.device.limit_of(record.size("entry_row", entry));
+            let most = self.requests[&self.device_request(&record, entry)].k;
+            assert!(*k <= most, "K = {k} of a request that drafts {most} at most");
             assert!(capacity >= limit.min(n_upper + k), "capacity {capacity} for {n_upper} + {k} of {limit}");
         }
 
@@ -340,7 +357,10 @@ impl Run {
                 record.size("entry_k", entry) == 0
                     && self.device.could_draft(row, self.requests[&self.device.request_of(row)].k)
             };
-            if self.scheduler.num_free_blocks() > 0 && (0..num_decode).any(|entry| idle(&entry)) {
+            if self.planner.is_none()
+                && self.scheduler.num_free_blocks() > 0
+                && (0..num_decode).any(|entry| idle(&entry))
+            {
                 assert!(ks[0] > 0 || draft > 0, "none comes closer to drafting");
             }
         }
@@ -398,11 +418,19 @@ impl Run {
     }
 
     fn settle(&mut self) {
-        let (launch_id, rows, outcomes) = self.in_flight.pop_front().expect("a launch in flight");
+        let (launch_id, rows, ks, outcomes) = self.in_flight.pop_front().expect("a launch in flight");
         let results = self.results(&outcomes);
         let late = self.scheduler.settle(launch_id + 1, &results, &mut self.settled);
         assert_eq!(late, Err(Error::SettleOrder { launch_id: launch_id + 1, expected: Some(launch_id) }));
         self.scheduler.settle(launch_id, &results, &mut self.settled).expect("what the device reported");
+
+        if let Some(planner) = &mut self.planner {
+            let decodes = &outcomes[..ks.len()];
+            let (drafted, accepted): (Vec<_>, Vec<_>) =
+                decodes.iter().map(|outcome| (outcome.drafted as i64, outcome.accepted as i64)).unzip();
+            let ms = (ks.len() == outcomes.len()).then_some(1.0 + launch_id as f64 % 7.0);
+            planner.settle(&rows[..ks.len()], &ks, &drafted, &accepted, ms).expect("what was drafted and accepted");
+        }
 
         let layout = *self.scheduler.settled_layout();
         for (entry, outcome) in outcomes.iter().enumerate() {
@@ -492,8 +520,9 @@ proptest! {
         settings in settings(),
         ops in prop::collection::vec(op(), 1..120),
         reports_past_stop: bool,
+        planned_draft_ms in prop::option::weighted(0.4, prop::sample::select(vec![0.01, 0.3, 100.0])),
     ) {
-        let mut run = Run::new(settings, reports_past_stop);
+        let mut run = Run::new(settings, reports_past_stop, planned_draft_ms);
         for op in &ops {
             run.apply(op);
         }
