@@ -80,6 +80,17 @@ def test_figures_of_requests_add_up(llm: LLM) -> None:
         assert 0 < one.time_to_first_token <= one.latency
 
 
+def test_eight_samples_of_a_prompt_compute_it_once(llm: LLM) -> None:
+    llm.reset_stats()
+    prompt = {"prompt_token_ids": [3 + i % 1000 for i in range(0, 1400, 7)]}
+    params = SamplingParams(n=8, max_tokens=4, ignore_eos=True, seed=1)
+    (output,) = llm.generate([prompt], params, use_tqdm=False)
+    stats = llm.stats()
+    assert len(output.outputs) == 8
+    # 200 tokens: 12 blocks of 16 and 8 tokens that each sample computes.
+    assert stats.prompt_tokens - stats.num_cached_tokens == 200 + 7 * 8
+
+
 def test_a_request_can_ask_for_no_drafts(llm: LLM) -> None:
     llm.reset_stats()
     llm.generate(list(PROMPTS[:2]), GREEDY.replace(num_speculative_tokens=0), use_tqdm=False)
