@@ -112,10 +112,22 @@ impl BlockPool {
     /// [`Error::OutOfBlocks`] if every block is held.
     #[inline]
     pub fn allocate(&mut self) -> Result<i64> {
-        let id = match self.lists.pop_front(&mut self.blocks, ListId::Free) {
-            Some(id) => id,
-            None => self.evict().ok_or(Error::OutOfBlocks { num_blocks: self.num_blocks() })?,
-        };
+        match self.allocate_free() {
+            Some(block) => Ok(block),
+            None => self.allocate_cached(),
+        }
+    }
+
+    /// [`Self::allocate`] where that evicts nothing.
+    #[inline]
+    pub(crate) fn allocate_free(&mut self) -> Option<i64> {
+        let id = self.lists.pop_front(&mut self.blocks, ListId::Free)?;
+        self.blocks[id as usize].ref_count = 1;
+        Some(i64::from(id))
+    }
+
+    fn allocate_cached(&mut self) -> Result<i64> {
+        let id = self.evict().ok_or(Error::OutOfBlocks { num_blocks: self.num_blocks() })?;
         self.blocks[id as usize].ref_count = 1;
         Ok(i64::from(id))
     }

@@ -7,6 +7,7 @@
 use super::request::Request;
 use super::{Scheduler, SchedulerConfig};
 use crate::block_pool::BlockPool;
+use crate::error::Result;
 use crate::hash::BlockHash;
 
 /// A change of what can be found by hash. Names are those of vLLM's KV events.
@@ -59,7 +60,7 @@ impl KvEventLog {
 
     /// Notes what `allocate` is about to evict.
     #[cold]
-    pub(super) fn before_allocate(&mut self, pool: &BlockPool) {
+    fn before_allocate(&mut self, pool: &BlockPool) {
         let Some(block) = pool.next_eviction() else { return };
         let Some(hash) = pool.block_hash(block) else { return };
         self.make_room();
@@ -116,6 +117,14 @@ impl KvEventLog {
         }
         self.num_blocks += 1;
     }
+}
+
+/// Allocates where no block is free, and notes what that evicts.
+pub(super) fn allocate(pool: &mut BlockPool, events: Option<&mut KvEventLog>) -> Result<i64> {
+    if let Some(events) = events {
+        events.before_allocate(pool);
+    }
+    pool.allocate()
 }
 
 impl Scheduler {

@@ -4,7 +4,7 @@
 //! `SettleFirst` leaves only reservations behind, which the next plan finds.
 
 use super::row::{Row, RowIndex};
-use super::{PlanOutcome, Scheduler};
+use super::{PlanOutcome, Scheduler, kv_events};
 use crate::error::{Result, check_len};
 
 #[derive(Clone, Copy, Debug)]
@@ -288,10 +288,11 @@ impl Scheduler {
     pub(super) fn grow(&mut self, row: RowIndex, positions: usize) -> Result<()> {
         let blocks = &mut self.rows[row as usize].blocks;
         while blocks.len() * self.config.block_size < positions {
-            if let Some(events) = &mut self.kv_events {
-                events.before_allocate(&self.pool);
-            }
-            blocks.push(self.pool.allocate()?);
+            let block = match self.pool.allocate_free() {
+                Some(block) => block,
+                None => kv_events::allocate(&mut self.pool, self.kv_events.as_mut())?,
+            };
+            blocks.push(block);
         }
         Ok(())
     }
