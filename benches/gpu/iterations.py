@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from specrs.config import EngineConfig, SpeculativeConfig
 from specrs.core import RequestSampling
-from specrs.engine.build import Blueprint
+from specrs.engine.blueprint import Blueprint
+from specrs.engine.build_cuda import make_context
 from specrs.engine.weights import Weights
 from specrs.runner.cuda import iteration
-from specrs.runner.cuda.build import make_context
 from specrs.runner.cuda.iteration import Context
 from specrs.runner.cuda.runner import entries_of
 from specrs.runner.cuda.shapes import Shape, Tail

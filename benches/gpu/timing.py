@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import specrs.models.loader as loader
 import torch
-from specrs.engine.build import Blueprint
+from specrs.engine.blueprint import Blueprint
 from specrs.kernels.linear import DenseWeight
 
 ON_GPU = torch.cuda.is_available()

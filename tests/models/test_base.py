@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 from specrs.config import EngineConfig, SpeculativeConfig
-from specrs.engine.build import Blueprint, build_engine
+from specrs.engine.blueprint import Blueprint
+from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
 from specrs.engine.weights import Weights

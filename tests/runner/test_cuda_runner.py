@@ -13,7 +13,8 @@ import specrs.models.loader as loader
 import torch
 from checkpoints import make_checkpoint, perturb_checkpoint
 from specrs.config import EngineConfig, SpeculativeConfig
-from specrs.engine.build import Blueprint, build_engine
+from specrs.engine.blueprint import Blueprint
+from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
 from specrs.engine.weights import Weights, load_weights

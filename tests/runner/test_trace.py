@@ -12,14 +12,14 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 from specrs.config import EngineConfig, SpeculativeConfig
-from specrs.engine.build import Blueprint
+from specrs.engine.blueprint import Blueprint
+from specrs.engine.build_cuda import make_context
 from specrs.engine.weights import Weights
 from specrs.kernels.linear import DenseWeight
 from specrs.models.dense import Dense
 from specrs.models.dense_weights import DenseWeights, LayerWeights
 from specrs.models.loader import load_config
 from specrs.runner.cuda import iteration
-from specrs.runner.cuda.build import make_context
 from specrs.runner.cuda.iteration import Context
 from specrs.runner.cuda.runner import entries_of
 from specrs.runner.cuda.shapes import Shape, Tail

@@ -1,27 +1,19 @@
-"""From an EngineConfig to an engine: weights, limits, a scheduler, a runner, and what launches cost. Serves nothing."""
+"""From an EngineConfig to an engine: weights, a scheduler, a runner, and what launches cost. Serves nothing."""
 
 from __future__ import annotations
 
-import secrets
 import warnings
-from dataclasses import dataclass
 
-import torch
-
-from specrs.config import EngineConfig, resolve_draft_max_model_len, resolve_max_model_len, resolve_num_blocks
-from specrs.core import CachedDrafter, NgramProposer, Scheduler, SpeculationPlanner
-from specrs.drafters.base import Drafter
-from specrs.drafters.draft_model import DraftModel
-from specrs.drafters.ngram import NgramDrafter
+from specrs.config import EngineConfig, resolve_num_blocks
+from specrs.core import Scheduler, SpeculationPlanner
+from specrs.engine.blueprint import Blueprint
 from specrs.engine.engine import Engine, EngineParts, Runner
 from specrs.engine.warm_up import measure_costs
 from specrs.engine.weights import Weights, load_weights
-from specrs.models.base import Model
 from specrs.runner.eager import EagerRunner
 from specrs.runner.ring import Ring
 from specrs.runner.row_state import RowState
 from specrs.runner.sampling_state import SamplingState
-from specrs.sampling import RequestLimits, max_constraint_len
 
 
 def build_engine(config: EngineConfig, weights: Weights | None = None) -> Engine:
@@ -38,14 +30,14 @@ def build_engine(config: EngineConfig, weights: Weights | None = None) -> Engine
             stacklevel=2,
         )
     blueprint = Blueprint(config, load_weights(config) if weights is None else weights)
-    blocks = blueprint.num_blocks()
+    blocks = num_blocks(blueprint)
     scheduler = blueprint.scheduler(blocks)
-    engine = Engine(blueprint.parts(scheduler, blueprint.runner(scheduler, blocks)))
+    engine = Engine(make_parts(blueprint, scheduler, make_runner(blueprint, scheduler, blocks)))
     if config.plans_speculation and blueprint.num_speculative_tokens:
         measured = engine
         if config.speculative_config is not None and config.speculative_config.on_host:
             # Made-up prompts propose nothing, so another scheduler drafts for them; what is left of them, it keeps.
-            measured = Engine(blueprint.parts(blueprint.scheduler(blocks, measuring=True), engine.runner))
+            measured = Engine(make_parts(blueprint, blueprint.scheduler(blocks, measuring=True), engine.runner))
         costs, catch_up_ms = measure_costs(measured)
         # What it measured with is forgotten: its prompts are in the prefix cache, its tokens in the books.
         scheduler.reset_prefix_cache()
@@ -59,153 +51,37 @@ def build_engine(config: EngineConfig, weights: Weights | None = None) -> Engine
     return engine
 
 
-@dataclass(frozen=True, slots=True)
-class Blueprint:
-    """What an engine is made of, in numbers; makes its scheduler and runner."""
+def num_blocks(blueprint: Blueprint) -> int:
+    """Size of the block pool, which serves both models' caches."""
+    if blueprint.on_gpu:
+        from specrs.engine.build_cuda import measure_num_blocks
 
-    config: EngineConfig
-    weights: Weights
+        return measure_num_blocks(blueprint)
+    return resolve_num_blocks(blueprint.config, blueprint.bytes_per_block, blueprint.max_model_len)
 
-    @property
-    def device(self) -> torch.device:
-        """Where the models are."""
-        return self.weights.target.device
 
-    @property
-    def on_gpu(self) -> bool:
-        """Whether the CUDA runner serves; it does so on a CPU only in tests, under Triton's interpreter."""
-        return self.device.type == "cuda"
+def make_parts(blueprint: Blueprint, scheduler: Scheduler, runner: Runner) -> EngineParts:
+    """All that an engine runs on, with a ring of its own."""
+    ring = Ring(scheduler, blueprint.num_speculative_tokens, blueprint.depth, pinned=blueprint.device.type == "cuda")
+    return EngineParts(blueprint.config, blueprint.weights, blueprint.limits, scheduler, ring, runner)
 
-    @property
-    def max_model_len(self) -> int:
-        """The engine's context. Raises InvalidConfigError if the configuration asks for more than the model's."""
-        return resolve_max_model_len(self.config, self.weights.target.max_position_embeddings)
 
-    @property
-    def draft_max_model_len(self) -> int | None:
-        """Positions that the draft may hold; None without a draft."""
-        draft = self.weights.draft
-        if draft is None:
-            return None
-        return min(resolve_draft_max_model_len(self.config, draft.max_position_embeddings), self.max_model_len)
+def make_runner(blueprint: Blueprint, scheduler: Scheduler, blocks: int) -> Runner:
+    """The runner over `blocks` blocks, with row state and caches of its own."""
+    if blueprint.on_gpu:
+        from specrs.engine.build_cuda import make_cuda_runner
 
-    @property
-    def num_speculative_tokens(self) -> int:
-        """The engine's K; 0 without a drafter."""
-        speculative = self.config.speculative_config
-        on_host = speculative is not None and speculative.on_host
-        return self.config.num_speculative_tokens if on_host or self.weights.draft is not None else 0
-
-    @property
-    def depth(self) -> int:
-        """Launches planned and not yet settled; 1 with a drafter on the host, which needs every token settled."""
-        if self.config.speculative_config is not None and self.config.speculative_config.on_host:
-            return 1
-        given = self.config.launch_depth
-        return given if given is not None else 2 if self.on_gpu else 1
-
-    @property
-    def logits_dtype(self) -> torch.dtype:
-        """What logits, and so sampling parameters, are computed in."""
-        return torch.float64 if self.weights.target.dtype == torch.float64 else torch.float32
-
-    @property
-    def models(self) -> list[Model]:
-        """Target and, where there is one, draft."""
-        return [model for model in (self.weights.target, self.weights.draft) if model is not None]
-
-    @property
-    def bytes_per_block(self) -> int:
-        """KV bytes of one block in all models."""
-        return sum(model.bytes_per_block(self.config.block_size) for model in self.models)
-
-    def num_blocks(self) -> int:
-        """Size of the block pool, which serves both models' caches."""
-        if self.on_gpu:
-            from specrs.runner.cuda.build import measure_num_blocks
-
-            return measure_num_blocks(self)
-        return resolve_num_blocks(self.config, self.bytes_per_block, self.max_model_len)
-
-    def _declared(self, *, measuring: bool) -> CachedDrafter | NgramProposer | None:
-        """The drafter as the scheduler knows it."""
-        speculative, draft, context = self.config.speculative_config, self.weights.draft, self.draft_max_model_len
-        if speculative is not None and speculative.on_host:
-            least, most = speculative.prompt_lookup
-            return NgramProposer(0 if measuring else least, most)
-        if draft is None or context is None:
-            return None
-        # A draft token's share of a target token, by parameters: what draft chunks take from the token budget.
-        ratio = draft.num_parameters / self.weights.target.num_parameters
-        return CachedDrafter(max_model_len=context, max_draft_lag=DraftModel.max_draft_lag, cost_ratio=ratio)
-
-    def scheduler(self, blocks: int, *, measuring: bool = False) -> Scheduler:
-        """A scheduler over `blocks` blocks; `measuring`: one that drafts whatever the text is."""
-        config = self.config
-        return Scheduler(
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=self.max_model_len,
-            num_blocks=blocks,
-            block_size=config.block_size,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            num_speculative_tokens=self.num_speculative_tokens,
-            drafter=self._declared(measuring=measuring),
-            max_in_flight=self.depth,
-            max_constraint_len=max_constraint_len(self.weights.target.vocab_size),
-            logits_dtype=str(self.logits_dtype).removeprefix("torch."),
-            num_reserved_decode_tokens=config.num_reserved_decode_tokens,
-            long_prefill_token_threshold=config.long_prefill_token_threshold,
-            priority_aging_launches=config.priority_aging_launches,
-            enable_prefix_caching=config.enable_prefix_caching,
-            hash_key=secrets.token_bytes(16),
-        )
-
-    @property
-    def limits(self) -> RequestLimits:
-        """What a request may ask for."""
-        return RequestLimits(
-            max_model_len=self.max_model_len,
-            vocab_size=self.weights.target.vocab_size,
-            num_speculative_tokens=self.num_speculative_tokens,
-            eos_token_ids=self.weights.target.eos_token_ids,
-            max_logprobs=self.config.max_logprobs,
-        )
-
-    def parts(self, scheduler: Scheduler, runner: Runner) -> EngineParts:
-        """All that an engine runs on, with a ring of its own."""
-        ring = Ring(scheduler, self.num_speculative_tokens, self.depth, pinned=self.device.type == "cuda")
-        return EngineParts(self.config, self.weights, self.limits, scheduler, ring, runner)
-
-    def drafter(self, blocks: int) -> Drafter | None:
-        """The drafter over the shared pool; None where the engine does not speculate."""
-        if self.config.speculative_config is not None and self.config.speculative_config.on_host:
-            return NgramDrafter()
-        draft, context = self.weights.draft, self.draft_max_model_len
-        if draft is None or context is None:
-            return None
-        return DraftModel(
-            model=draft,
-            kv_cache=draft.allocate_cache(blocks, self.config.block_size),
-            max_model_len=context,
-            vocab_size=self.weights.target.vocab_size,
-        )
-
-    def runner(self, scheduler: Scheduler, blocks: int) -> Runner:
-        """The runner over `blocks` blocks, with row state and caches of its own."""
-        if self.on_gpu:
-            from specrs.runner.cuda.build import make_runner
-
-            return make_runner(self, scheduler, blocks)
-        config, target = self.config, self.weights.target
-        speculative = config.speculative_config
-        return EagerRunner(
-            target,
-            target.allocate_cache(blocks, config.block_size),
-            self.drafter(blocks),
-            RowState.allocate(config.max_num_seqs, self.max_model_len, config.block_size, self.device),
-            SamplingState(config.max_num_seqs, target.vocab_size, self.logits_dtype, self.device),
-            block_size=config.block_size,
-            rule=config.rule,
-            rates=None if speculative is None else speculative.synthetic_acceptance_rates,
-            logprobs_mode=config.logprobs_mode,
-        )
+        return make_cuda_runner(blueprint, scheduler, blocks)
+    config, target = blueprint.config, blueprint.weights.target
+    speculative = config.speculative_config
+    return EagerRunner(
+        target,
+        target.allocate_cache(blocks, config.block_size),
+        blueprint.drafter(blocks),
+        RowState.allocate(config.max_num_seqs, blueprint.max_model_len, config.block_size, blueprint.device),
+        SamplingState(config.max_num_seqs, target.vocab_size, blueprint.logits_dtype, blueprint.device),
+        block_size=config.block_size,
+        rule=config.rule,
+        rates=None if speculative is None else speculative.synthetic_acceptance_rates,
+        logprobs_mode=config.logprobs_mode,
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch import Tensor
 from specrs.config import AUTO
 from specrs.core import Scheduler
 from specrs.drafters.base import Proposal, device_drafter
+from specrs.engine.blueprint import Blueprint
 from specrs.errors import InvalidConfigError, invalid
 from specrs.kernels.cuda.prepare import Sizes
 from specrs.kernels.cuda.sampling_scratch import SamplingScratch
@@ -24,9 +24,6 @@ from specrs.runner.cuda.runner import CudaRunner, entries_of
 from specrs.runner.cuda.shapes import Buckets, batch_buckets
 from specrs.runner.row_state import RowState
 from specrs.runner.sampling_state import SamplingState
-
-if TYPE_CHECKING:
-    from specrs.engine.build import Blueprint
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +82,7 @@ def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingS
     )
 
 
-def make_runner(blueprint: Blueprint, scheduler: Scheduler, num_blocks: int) -> CudaRunner:
+def make_cuda_runner(blueprint: Blueprint, scheduler: Scheduler, num_blocks: int) -> CudaRunner:
     """The runner over `num_blocks` blocks, its graphs captured."""
     config, device = blueprint.config, blueprint.device
     sampling = SamplingState(config.max_num_seqs, blueprint.weights.target.vocab_size, torch.float32, device)
