@@ -163,7 +163,7 @@ def pack(weight: Tensor, bias: Tensor | None = None) -> Weight:
 
 
 def linear(x: Tensor, w: Weight) -> Tensor:
-    """Return `x W^T + b` for `x` `[N, in]`: `[N, out]` of x's dtype, accumulated in fp32 (float64 for float64)."""
+    """Return `x W^T + b` for `x` `[N, in]`: what the kind makes of it, see `Weight.product`."""
     return w.product(x)
 
 

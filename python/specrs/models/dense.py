@@ -1,7 +1,8 @@
 """The forward pass of a dense decoder on a CPU, as torch ops over weight tensors. Samples nothing and keeps no state.
 
 A pass is a function of its arguments: weights, one PassInputs, one KVCache. There are no modules and no hooks, because
-their call overhead is a third of a small model's pass on a CPU.
+their call overhead is a third of a small model's pass on a CPU. For the same reason products are asked of the weights
+themselves, without a function between.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import torch
 from torch import Tensor
 
 from specrs.kernels.activation import silu_and_mul
-from specrs.kernels.linear import linear
 from specrs.kernels.paged_attention import (
     AttentionPlan,
     AttentionShape,
@@ -54,7 +54,8 @@ class Dense(DenseFacts):
 
     def forward(self, inputs: PassInputs, kv_cache: KVCache, hidden_layers: Sequence[int] = ()) -> HiddenStates:
         """See `Model`."""
-        cos, sin = rotary_cos_sin(inputs.positions, self.weights.rotary, self.dtype)
+        weights = self.weights
+        cos, sin = rotary_cos_sin(inputs.positions, weights.rotary, weights.dtype)
         attention = plan_attention(
             inputs.positions, inputs.slots, inputs.q_start, inputs.block_table, self._shape(kv_cache)
         )
@@ -73,7 +74,8 @@ class Dense(DenseFacts):
         return self._run(input_ids, plan, kv_cache, ()).final
 
     def _run(self, input_ids: Tensor, plan: PassPlan, kv_cache: KVCache, hidden_layers: Sequence[int]) -> HiddenStates:
-        c, weights = self.config, self.weights
+        weights = self.weights
+        c = weights.config
         heads, kv_heads = c.num_heads, c.num_kv_heads
         cos, sin, attention = plan.cos, plan.sin, plan.attention
         eps, scale = c.rms_norm_eps, c.head_dim**-0.5
@@ -82,20 +84,21 @@ class Dense(DenseFacts):
         for i, (w, cache) in enumerate(zip(weights.layers, kv_cache.layers, strict=True)):
             if i in hidden_layers:
                 entries[i] = h
-            qkv = linear(rms_norm(h, w.input_norm, eps), w.qkv).view(-1, heads + 2 * kv_heads, c.head_dim)
+            qkv = w.qkv.product(rms_norm(h, w.input_norm, eps)).view(-1, heads + 2 * kv_heads, c.head_dim)
             qk = qkv.narrow(1, 0, heads + kv_heads)  # indexing takes twice as long
             if w.qk_norm is not None:
                 rms_norm(qk, w.qk_norm, eps, inplace=True)
             apply_rotary_(qk, cos, sin)
             write_kv(qkv.narrow(1, heads, 2 * kv_heads), cache, attention)
-            h = linear(paged_attention(qkv.narrow(1, 0, heads), cache, attention, scale), w.o).add_(h)
-            h = linear(silu_and_mul(linear(rms_norm(h, w.post_attention_norm, eps), w.gate_up)), w.down).add_(h)
+            h = w.o.product(paged_attention(qkv.narrow(1, 0, heads), cache, attention, scale)).add_(h)
+            gate_up = w.gate_up.product(rms_norm(h, w.post_attention_norm, eps))
+            h = w.down.product(silu_and_mul(gate_up)).add_(h)
         kept = torch.stack([entries[i] for i in hidden_layers], dim=1) if hidden_layers else None
         return HiddenStates(rms_norm(h, weights.final_norm, eps), kept)
 
     def _shape(self, kv_cache: KVCache) -> AttentionShape:
-        c = self.config
-        return AttentionShape(c.num_heads, c.num_kv_heads, c.head_dim, kv_cache.block_size, self.dtype)
+        c = self.weights.config
+        return AttentionShape(c.num_heads, c.num_kv_heads, c.head_dim, kv_cache.block_size, self.weights.dtype)
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """See `Model`.
@@ -104,7 +107,7 @@ class Dense(DenseFacts):
         their fp32 sums. So a bf16 model holds its LM head in fp32: 4 bytes for each of vocab * hidden more, and a
         product at fp32 speed.
         """
-        if self.dtype == torch.bfloat16:
+        if self.weights.dtype == torch.bfloat16:
             hidden = hidden.float()
-        logits = linear(hidden, self.weights.lm_head)
+        logits = self.weights.lm_head.product(hidden)
         return logits if out is None else out.copy_(logits[:, : out.shape[1]])
