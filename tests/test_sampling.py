@@ -19,7 +19,6 @@ from specrs.sampling import (
     tokenize_bad_words,
     validate_request,
 )
-from specrs.verify.params import GREEDY_BELOW
 
 LIMITS = RequestLimits(max_model_len=32, vocab_size=100, num_speculative_tokens=5, eos_token_ids=(7, 3))
 GREEDY = SamplingParams(temperature=0.0)
@@ -201,7 +200,6 @@ def test_the_caller_may_change_what_was_passed() -> None:
 @pytest.mark.parametrize(("temperature", "greedy"), [(0, True), (9.9e-6, True), (1e-5, False), (1.0, False)])
 def test_what_is_greedy(temperature: float, greedy: bool) -> None:
     assert SamplingParams(temperature=temperature).greedy == greedy
-    assert sampling.GREEDY_BELOW == GREEDY_BELOW
 
 
 def test_immutable_and_replaced_with_checks() -> None:
