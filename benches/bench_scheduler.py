@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 import numpy as np
 from python_scheduler import PythonScheduler
-from specrs.core import PLAN_LAUNCH, CachedDrafter, Scheduler
+from specrs.core import FINISH_LENGTH, FINISH_NONE, PLAN_LAUNCH, CachedDrafter, Scheduler
 
 BLOCK_SIZE, PROMPT, OUTPUT = 16, 64, 960
 
@@ -77,6 +77,7 @@ def rust(batch: int, k: int) -> Iterator[float]:
         sections["num_drafted"][:count] = drafted
         sections["num_accepted"][:count] = accepted
         sections["num_emitted"][:count] = emitted
+        sections["finish_reason"][:count] = np.where((emitted > 0) & (left[rows] == 0), FINISH_LENGTH, FINISH_NONE)
         start = time.perf_counter()
         scheduler.settle(launch_id, results, settled)
         seconds = planned + time.perf_counter() - start

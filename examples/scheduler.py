@@ -72,19 +72,22 @@ class Device:
         """Execute a planned launch; what it reports goes into `results`, by entry."""
         at = {name: record[offset : offset + length] for name, (offset, length) in self.record_layout.items()}
         report = {name: results[offset : offset + length] for name, (offset, length) in self.results_layout.items()}
-        _, num_decode, num_prefill, _, num_draft_chunks, _, num_admitted, _, num_block_updates, *_ = at["header"]
+        header = dict(zip(core.HEADER_FIELDS, at["header"].tolist(), strict=False))
+        num_decode, num_prefill = header["num_decode"], header["num_prefill"]
         results[:] = 0
 
         uploads = deque(at["upload_token"].tolist())
-        for i, row in enumerate(at["admit_row"][:num_admitted]):
+        for i, row in enumerate(at["admit_row"][: header["num_admitted"]]):
             tokens = [uploads.popleft() for _ in range(at["admit_num_tokens"][i])]
             self.rows[row] = Row(tokens, int(at["admit_limit"][i]), int(at["admit_draft_len"][i]))
-        updates = slice(num_block_updates)
+        updates = slice(header["num_block_updates"])
         self.tables[at["block_row"][updates], at["block_index"][updates]] = at["block_id"][updates]
 
         def emit(entry: int, row: Row, new: list[int]) -> None:
             row.tokens += new
             report["num_emitted"][entry] = len(new)
+            # The device judges ends; these requests have no stop tokens.
+            report["finish_reason"][entry] = core.FINISH_LENGTH if len(row.tokens) == row.limit else core.FINISH_NONE
             report["tokens"].reshape(ROWS, K + 1)[entry, : len(new)] = new
 
         # Prompt chunks run the target alone; the last one of a prompt gives a token.
@@ -96,7 +99,7 @@ class Device:
                 emit(num_decode + j, self.rows[row], best[-1:])
 
         # Catch-up chunks write the draft KV of tokens that are settled, and say nothing.
-        for j, row in enumerate(at["draft_chunk_row"][:num_draft_chunks]):
+        for j, row in enumerate(at["draft_chunk_row"][: header["num_draft_chunks"]]):
             start, length = int(at["draft_chunk_start"][j]), int(at["draft_chunk_len"][j])
             fed, state = slice(*at["draft_q_start"][j : j + 2]), self.rows[row]
             if len(state.tokens) < state.limit:
@@ -157,7 +160,7 @@ def generate(
         while scheduler.plan(record) == core.PLAN_LAUNCH:
             results = spare.pop()
             device.launch(record, results)
-            in_flight.append((int(record[0]), results))
+            in_flight.append((int(record[core.HEADER_FIELDS.index("launch_id")]), results))
         if not in_flight:
             return texts, scheduler
         launch_id, results = in_flight.popleft()

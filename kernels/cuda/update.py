@@ -8,7 +8,14 @@ from typing import Protocol
 import torch
 import triton
 import triton.language as tl
-from specrs.core import FLAG_CAPACITY, FLAG_DRAFT_NON_FINITE, FLAG_TARGET_NON_FINITE
+from specrs.core import (
+    FINISH_LENGTH,
+    FINISH_STOP,
+    FLAG_CAPACITY,
+    FLAG_DRAFT_NON_FINITE,
+    FLAG_TARGET_NON_FINITE,
+    MAX_STOP_IDS,
+)
 from specrs.kernels.cuda.row_state import Entries, RowTensors
 from specrs.kernels.cuda.variants import Variant
 from torch import Tensor
@@ -16,6 +23,8 @@ from torch import Tensor
 _TARGET_NON_FINITE = tl.constexpr(FLAG_TARGET_NON_FINITE)
 _DRAFT_NON_FINITE = tl.constexpr(FLAG_DRAFT_NON_FINITE)
 _CAPACITY = tl.constexpr(FLAG_CAPACITY)
+_STOP = tl.constexpr(FINISH_STOP)
+_LENGTH = tl.constexpr(FINISH_LENGTH)
 
 
 @triton.jit
@@ -46,6 +55,7 @@ def update_kernel(  # type: ignore[no-untyped-def]
     out_accepted_ptr,
     out_drafted_ptr,
     out_flags_ptr,
+    out_finish_ptr,
     out_tokens_ptr,
     padding_row,
     tokens_stride,
@@ -80,9 +90,9 @@ def update_kernel(  # type: ignore[no-untyped-def]
     grown = n + emitted
 
     tl.store(tokens_ptr + row * tokens_stride + n + j, tokens, mask=j < emitted)
+    goes_on = good & (first_stop == K + 1) & (grown < tl.load(limit_ptr + row))
     if alive:
         tl.store(num_tokens_ptr + row, grown)
-        goes_on = good & (first_stop == K + 1) & (grown < tl.load(limit_ptr + row))
         tl.store(active_ptr + row, goes_on.to(tl.int1))
         if good & (k > 0):
             tl.store(draft_len_ptr + row, tl.minimum(grown, n + k) - 1)
@@ -93,6 +103,8 @@ def update_kernel(  # type: ignore[no-untyped-def]
         tl.store(out_accepted_ptr + b, tl.where(good, accepted, 0))
         tl.store(out_drafted_ptr + b, tl.where(good, k, 0))
         tl.store(out_flags_ptr + b, tl.where(alive, flags, 0).to(tl.int64))
+        ended = tl.where(first_stop == K + 1, _LENGTH, _STOP)
+        tl.store(out_finish_ptr + b, tl.where(good & ~goes_on, ended, 0).to(tl.int64))
         tl.store(out_tokens_ptr + b * results_stride + j, tokens, mask=j <= K)
 
 
@@ -130,6 +142,10 @@ class Reported(Protocol):
         """[B], FLAG_* bits"""
 
     @property
+    def finish_reason(self) -> Tensor:
+        """[B], FINISH_NONE, FINISH_STOP or FINISH_LENGTH"""
+
+    @property
     def tokens(self) -> Tensor:
         """[B, engine's K + 1]"""
 
@@ -144,7 +160,7 @@ def update_rows(rows: RowTensors, entries: Entries, decided: Decided, out: Repor
     """
     said = [decided.accepted, decided.emitted, decided.target_top, decided.draft_top]
     state = [rows.num_tokens, rows.draft_len, rows.limit, rows.min_len, rows.active, rows.tokens]
-    results = [out.num_emitted, out.num_accepted, out.num_drafted, out.flags, out.tokens]
+    results = [out.num_emitted, out.num_accepted, out.num_drafted, out.flags, out.finish_reason, out.tokens]
     torch.ops.specrs.update_rows([*entries.tensors(), *said], state, rows.stop_ids, results)
 
 
@@ -152,7 +168,7 @@ def update_rows(rows: RowTensors, entries: Entries, decided: Decided, out: Repor
 def _update_rows(read: list[Tensor], state: list[Tensor], stop_ids: Tensor, results: list[Tensor]) -> None:
     """The op behind `update_rows`: tensors in the order of the kernel's pointers."""
     emitted, draft_top = read[7], read[9]
-    num_tokens, tokens, out_tokens = state[0], state[5], results[4]
+    num_tokens, tokens, out_tokens = state[0], state[5], results[5]
     batch, width = emitted.shape
     update_kernel[(batch,)](
         *read,
@@ -192,7 +208,7 @@ def _variants() -> tuple[Variant, ...]:
     }
     signature = {name: types.get(name, "*i64") for name in update_kernel.arg_names if name not in constants}
     return tuple(
-        Variant(f"update_k{block - 1}", update_kernel, signature, {"S": 64, "BLOCK_K": block}, num_warps=1)
+        Variant(f"update_k{block - 1}", update_kernel, signature, {"S": MAX_STOP_IDS, "BLOCK_K": block}, num_warps=1)
         for block in (1, 8)
     )
 

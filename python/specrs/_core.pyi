@@ -376,8 +376,10 @@ class Scheduler:
         """Sections of the results as `name: (offset, length)` in int64 elements; all by entry.
 
         num_emitted [R], num_accepted [R], num_drafted [R] (K after the device's own limits), flags [R] (`FLAG_*` bits),
-        tokens [R * (K + 1)], row-major by entry. A prompt's last chunk emits 1 token; other chunks and rows that had
-        ended report 0 everywhere.
+        finish_reason [R] (`FINISH_STOP` where the last token emitted is a stop token at a position of at least
+        admit_min_len, else `FINISH_LENGTH` where the row is at its limit, else `FINISH_NONE`: the device judges, and
+        `settle` only refuses what cannot be), tokens [R * (K + 1)], row-major by entry. A prompt's
+        last chunk emits 1 token; other chunks and rows that had ended report 0 everywhere.
         """
 
     def settled_layout(self) -> dict[str, tuple[int, int]]:

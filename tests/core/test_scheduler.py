@@ -58,6 +58,7 @@ def test_one_request_from_prompt_to_length() -> None:
         section(results, layout, "num_drafted")[0] = drafted
         section(results, layout, "num_emitted")[0] = 1
         section(results, layout, "tokens")[0] = 100 + len(text)
+        section(results, layout, "finish_reason")[0] = core.FINISH_LENGTH if len(text) == 4 else core.FINISH_NONE
         scheduler.settle(header["launch_id"], results, settled)
         scheduler.check_integrity()
         layout = scheduler.settled_layout()
@@ -282,11 +283,12 @@ def run_alone(scheduler: Scheduler, request_id: int, prompt: NDArray[np.int64], 
     """Runs a request for one token; the KV events of its launches."""
     record, results, settled = buffers(scheduler)
     section(results, scheduler.results_layout(), "num_emitted")[0] = 1
+    section(results, scheduler.results_layout(), "finish_reason")[0] = core.FINISH_LENGTH
     scheduler.add_request(request_id, prompt, limit=len(prompt) + 1, **parameters)
     events = []
     while scheduler.plan(record) == core.PLAN_LAUNCH:
         events += scheduler.take_kv_events()
-        scheduler.settle(int(record[0]), results, settled)
+        scheduler.settle(int(record[core.HEADER_FIELDS.index("launch_id")]), results, settled)
         events += scheduler.take_kv_events()
     return events
 

@@ -54,8 +54,10 @@ def seen_by_a_host() -> tuple[core.RequestView, dict[type, object]]:
     for request_id in range(3):
         scheduler.add_request(request_id, np.arange(request_id, request_id + 5), limit=7)
         view = scheduler.request(request_id)
-        while scheduler.plan(record) == core.PLAN_LAUNCH:
-            scheduler.settle(int(record[0]), results, settled)
+        for reason in (core.FINISH_NONE, core.FINISH_LENGTH):
+            assert scheduler.plan(record) == core.PLAN_LAUNCH
+            results[scheduler.results_layout()["finish_reason"][0]] = reason
+            scheduler.settle(int(record[core.HEADER_FIELDS.index("launch_id")]), results, settled)
             events |= {type(event): event for event in scheduler.take_kv_events()}
     scheduler.reset_prefix_cache()
     events |= {type(event): event for event in scheduler.take_kv_events()}

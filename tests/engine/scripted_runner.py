@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 import numpy as np
 from specrs.config import EngineConfig, SpeculativeConfig
-from specrs.core import CachedDrafter, Scheduler
+from specrs.core import FINISH_LENGTH, FINISH_NONE, CachedDrafter, Scheduler
 from specrs.engine.engine import Engine, EngineParts
 from specrs.engine.request import Request
+from specrs.runner.extras import ExtrasLookup
 from specrs.runner.ring import Header, Ring, RingSlot
 from specrs.sampling import RequestLimits
 
@@ -37,7 +38,10 @@ class ScriptedRunner:
         self.tokens: dict[int, list[int]] = {}
         self.limit: dict[int, int] = {}
 
-    def launch(self, slot: RingSlot, header: Header, *_: object) -> None:
+    def use_extras(self, lookup: ExtrasLookup) -> None:
+        pass
+
+    def launch(self, slot: RingSlot, header: Header) -> None:
         record, results = slot.record_arrays, slot.results_arrays
         slot.logprobs.clear()
         slot.prompt_logprobs.clear()
@@ -69,6 +73,7 @@ class ScriptedRunner:
         tokens += new
         results["num_drafted"][entry], results["num_accepted"][entry] = drafted, accepted
         results["num_emitted"][entry] = len(new)
+        results["finish_reason"][entry] = FINISH_LENGTH if len(tokens) == limit else FINISH_NONE
         width = K + 1
         results["tokens"][entry * width : entry * width + len(new)] = new
 

@@ -85,8 +85,9 @@ class CoreMachine(RuleBasedStateMachine):
             return
         np.testing.assert_array_equal(*self.record)
         at = {name: self.record[0][o : o + n] for name, (o, n) in self.both[0].record_layout().items()}
-        launch_id, decode, prefill = self.record[0][:3].tolist()
-        for i in range(int(self.record[0][6])):
+        header = dict(zip(core.HEADER_FIELDS, at["header"].tolist(), strict=False))
+        launch_id, decode, prefill = header["launch_id"], header["num_decode"], header["num_prefill"]
+        for i in range(header["num_admitted"]):
             self.left[at["admit_row"][i]] = int(at["admit_limit"][i] - at["admit_num_tokens"][i])
         last = [True] * decode + (at["chunk_is_last"][:prefill] == 1).tolist()
         count = decode + prefill
@@ -162,6 +163,8 @@ class CoreMachine(RuleBasedStateMachine):
             emitted = m + 1 if emits and self.left[row] > 0 else 0
             self.left[row] -= emitted
             at["num_drafted"][i], at["num_accepted"][i], at["num_emitted"][i] = drafted, m, emitted
+            ends = emitted > 0 and self.left[row] == 0
+            at["finish_reason"][i] = core.FINISH_LENGTH if ends else core.FINISH_NONE
         return results
 
     def _wrong_calls(self) -> list[tuple[type[Exception], Callable[[Scheduler], Any]]]:
@@ -200,7 +203,13 @@ class CoreMachine(RuleBasedStateMachine):
             (core.SettleOrderError, lambda s, i=i: s.settle(i, results, settled))  # type: ignore[misc]
             for i in {launch_id - 1, launch_id + 1, launch_id + len(self.in_flight)} - {-1}
         ]
-        changes = [("num_drafted", entries[0][1] + 1), ("num_accepted", 1), ("num_emitted", 2), ("flags", 64)]
+        changes = [
+            ("num_drafted", entries[0][1] + 1),
+            ("num_accepted", 1),
+            ("num_emitted", 2),
+            ("finish_reason", 9),
+            ("flags", 64),
+        ]
         calls += [(core.InvalidResultsError, changed(name, value)) for name, value in changes]
         return calls
 

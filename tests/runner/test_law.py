@@ -122,7 +122,7 @@ def row_state(case: Case) -> RowState:
 
 
 def results() -> Results:
-    return Results(*(torch.full((1,), -5) for _ in range(4)), torch.full((1, MAX_K + 1), -5))
+    return Results(*(torch.full((1,), -5) for _ in range(5)), torch.full((1, MAX_K + 1), -5))
 
 
 def verdict(case: Case, k_r: int) -> Verdict:
@@ -143,6 +143,7 @@ def check(case: Case, k_r: int, state: RowState, reported: Results) -> None:
     counted = case.active and case.reason != ERROR
     assert int(reported.num_drafted) == (case.k_r if counted else 0)
     assert int(reported.num_accepted) == (case.m if counted else 0)
+    assert int(reported.finish_reason) == (case.reason if counted else NONE)
 
 
 def run_torch(case: Case) -> tuple[int, RowState, Results]:
@@ -214,7 +215,7 @@ def test_rust(case: Case) -> None:
         """`reported` of entry 0, to the scheduler; how many tokens are new, and the finish reason."""
         for name, values in zip(Results.__slots__, reported.tensors(), strict=True):
             reports[name][: values.numel()] = values.flatten().numpy()
-        scheduler.settle(int(record["header"][0]), buffers[1], settled)
+        scheduler.settle(int(record["header"][core.HEADER_FIELDS.index("launch_id")]), buffers[1], settled)
         layout = scheduler.settled_layout()
         return int(settled[layout["num_new"][0]]), int(settled[layout["finish_reason"][0]])
 
@@ -226,7 +227,7 @@ def test_rust(case: Case) -> None:
     # The prompt, whose last chunk emits the n-th token.
     assert plan() == 0
     one, nothing = torch.tensor([1]), torch.tensor([0])
-    assert settle(Results(one, nothing, nothing, nothing, torch.full((1, MAX_K + 1), OTHER))) == (1, NONE)
+    assert settle(Results(one, nothing, nothing, nothing, nothing, torch.full((1, MAX_K + 1), OTHER))) == (1, NONE)
 
     assert plan() == case.k_r, "what the device would draft, so that no verification row is idle"
     assert record["entry_n_upper"][0] == case.n
@@ -246,7 +247,7 @@ def test_rust(case: Case) -> None:
     assert record["entry_n_upper"][0] == case.n_after
     lag = case.n_after - 1 - case.draft_len_after
     if case.k_r and left > 0:
-        chunks = int(record["header"][4])
+        chunks = int(record["header"][core.HEADER_FIELDS.index("num_draft_chunks")])
         assert chunks == (lag > 0)
         if lag:
             chunk = [int(record[f"draft_chunk_{name}"][0]) for name in ("row", "start", "len")]

@@ -4,7 +4,9 @@
 //! A request that reaches its limit is followed by a new one, so the admissions, prefill chunks, catch-ups and releases of steady
 //! serving are in the numbers. What stands in for the device is not: only the two calls are timed.
 
-use specrs_core::scheduler::layout::{HEADER_LAUNCH_ID, HEADER_NUM_ADMITTED, HEADER_NUM_DECODE, HEADER_NUM_PREFILL};
+use specrs_core::scheduler::layout::{
+    FINISH_LENGTH, FINISH_NONE, HEADER_LAUNCH_ID, HEADER_NUM_ADMITTED, HEADER_NUM_DECODE, HEADER_NUM_PREFILL,
+};
 use specrs_core::{Drafter, PlanOutcome, RequestParams, Scheduler, SchedulerConfig};
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -132,6 +134,8 @@ impl Engine {
             self.results[layout.num_accepted.offset + i] = accepted as i64;
             self.results[layout.num_drafted.offset + i] = drafted as i64;
             self.results[layout.flags.offset + i] = 0;
+            let ends = emitted > 0 && self.left[row] == 0;
+            self.results[layout.finish_reason.offset + i] = if ends { FINISH_LENGTH } else { FINISH_NONE };
             for t in 0..emitted {
                 self.results[layout.tokens.offset + i * (K + 1) + t] = (row * 31 + t) as i64;
             }

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from specrs.core import FLAG_CAPACITY, FLAG_TARGET_NON_FINITE
+from specrs.core import FINISH_LENGTH, FINISH_STOP, FLAG_CAPACITY, FLAG_TARGET_NON_FINITE
 from specrs.runner.entries import Iteration
 from specrs.runner.iteration import Drafted, Scored, is_finite
 from specrs.runner.ring import Results
@@ -61,6 +61,8 @@ def at_rates(state: RowState, it: Iteration, verdict: Verdict, num_accepted: Ten
 def update(state: RowState, it: Iteration, verdict: Verdict, drafted: Drafted, results: Results) -> None:
     """Commit the emitted tokens, apply stops and the limit, report; mutates row state and results.
 
+    Nothing behind this judges stops and limits again: `finish_reason` is what the scheduler ends a request by.
+
     draft_len' = min(n', n + K_r) - 1 where K_r > 0, unchanged where K_r = 0. An entry that ended before reports zeros.
     """
     rows, n, k = it.rows, it.num_tokens, it.num_drafts
@@ -82,7 +84,9 @@ def update(state: RowState, it: Iteration, verdict: Verdict, drafted: Drafted, r
     target_column = torch.where(column < emitted[:, None], positions, state.scratch_column)
     state.tokens[rows[:, None], target_column] = tokens
     state.num_tokens.index_copy_(0, rows, grown)
-    state.active.index_copy_(0, rows, good & (first_stop == width) & (grown < state.limit.index_select(0, rows)))
+    unstopped = first_stop == width
+    goes_on = good & unstopped & (grown < state.limit.index_select(0, rows))
+    state.active.index_copy_(0, rows, goes_on)
     if it.max_k:
         kept = state.draft_len.index_select(0, rows)
         state.draft_len.index_copy_(0, rows, torch.where(good & (k > 0), torch.minimum(grown, n + k) - 1, kept))
@@ -91,4 +95,5 @@ def update(state: RowState, it: Iteration, verdict: Verdict, drafted: Drafted, r
     results.num_accepted.copy_(torch.where(good, accepted, 0))
     results.num_drafted.copy_(torch.where(good, k, 0))
     results.flags.copy_(torch.where(it.alive, flags, 0))
+    results.finish_reason.copy_(torch.where(unstopped, FINISH_LENGTH, FINISH_STOP) * (good ^ goes_on))
     results.tokens[:, :width] = tokens

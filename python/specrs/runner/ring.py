@@ -48,6 +48,7 @@ class Results:
     num_accepted: Tensor  # [B] int64
     num_drafted: Tensor  # [B] int64
     flags: Tensor  # [B] int64, FLAG_* bits
+    finish_reason: Tensor  # [B] int64, FINISH_NONE, FINISH_STOP or FINISH_LENGTH
     tokens: Tensor  # [B, K+1] int64
 
     @classmethod
@@ -58,6 +59,7 @@ class Results:
             num_accepted=sections["num_accepted"],
             num_drafted=sections["num_drafted"],
             flags=sections["flags"],
+            finish_reason=sections["finish_reason"],
             tokens=sections["tokens"].view(-1, num_speculative_tokens + 1),
         )
 
@@ -65,9 +67,9 @@ class Results:
         """The same views for entries [start, start + length)."""
         return Results(*(tensor.narrow(0, start, length) for tensor in self.tensors()))
 
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def tensors(self) -> tuple[Tensor, ...]:
         """All sections."""
-        return self.num_emitted, self.num_accepted, self.num_drafted, self.flags, self.tokens
+        return self.num_emitted, self.num_accepted, self.num_drafted, self.flags, self.finish_reason, self.tokens
 
 
 class RingSlot:

@@ -11,7 +11,7 @@
 
 use std::collections::VecDeque;
 
-use specrs_core::scheduler::layout::{FINISH_NONE, RecordLayout, ResultsLayout};
+use specrs_core::scheduler::layout::{FINISH_LENGTH, FINISH_NONE, RecordLayout, ResultsLayout};
 use specrs_core::{Drafter, Error, NO_SLOT, PlanOutcome, RequestParams, Scheduler, SchedulerConfig, SlotMapper};
 
 const K: usize = 4;
@@ -154,9 +154,13 @@ impl Device {
         }
     }
 
+    /// The device judges ends; these requests have no stop tokens.
     fn emit(&mut self, row: usize, new: &[i64], entry: usize, report: &ResultsLayout, results: &mut [i64]) {
-        self.rows[row].tokens.extend(new);
+        let row = &mut self.rows[row];
+        row.tokens.extend(new);
+        let ends = row.tokens.len() == row.limit;
         report.num_emitted.of_mut(results)[entry] = new.len() as i64;
+        report.finish_reason.of_mut(results)[entry] = if ends { FINISH_LENGTH } else { FINISH_NONE };
         report.tokens.of_mut(results)[entry * (K + 1)..][..new.len()].copy_from_slice(new);
     }
 }

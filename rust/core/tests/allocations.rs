@@ -3,7 +3,9 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
-use specrs_core::scheduler::layout::{HEADER_LAUNCH_ID, HEADER_NUM_DECODE, HEADER_NUM_PREFILL};
+use specrs_core::scheduler::layout::{
+    FINISH_LENGTH, FINISH_NONE, HEADER_LAUNCH_ID, HEADER_NUM_ADMITTED, HEADER_NUM_DECODE, HEADER_NUM_PREFILL,
+};
 use specrs_core::{CostModel, Drafter, PlanOutcome, RequestParams, Scheduler, SchedulerConfig, SpeculationPlanner};
 
 thread_local! {
@@ -46,6 +48,8 @@ struct Host {
     results: Vec<i64>,
     settled: Vec<i64>,
     launches: u64,
+    /// Of the requests on each row.
+    limits: [i64; BATCH],
 }
 
 impl Host {
@@ -61,6 +65,7 @@ impl Host {
             settled: vec![0; scheduler.settled_layout().size],
             scheduler,
             launches: 0,
+            limits: [0; BATCH],
         }
     }
 
@@ -77,6 +82,10 @@ impl Host {
         let planned = ALLOCATIONS.get() - before;
         assert!(matches!(outcome, PlanOutcome::Launch(_)));
         let (record, results) = (*self.scheduler.record_layout(), *self.scheduler.results_layout());
+        for i in 0..self.record[HEADER_NUM_ADMITTED] as usize {
+            let row = self.record[record.admit_row.offset + i] as usize;
+            self.limits[row] = self.record[record.admit_limit.offset + i];
+        }
         let decode = self.record[HEADER_NUM_DECODE] as usize;
         for i in 0..decode + self.record[HEADER_NUM_PREFILL] as usize {
             let k = self.record[record.entry_k.offset + i] as usize;
@@ -85,6 +94,9 @@ impl Host {
             self.results[results.num_emitted.offset + i] = if emits { m as i64 + 1 } else { 0 };
             self.results[results.num_accepted.offset + i] = m as i64;
             self.results[results.num_drafted.offset + i] = k as i64;
+            let n = self.record[record.entry_n_upper.offset + i] + if emits { m as i64 + 1 } else { 0 };
+            let limit = self.limits[self.record[record.entry_row.offset + i] as usize];
+            self.results[results.finish_reason.offset + i] = if n == limit { FINISH_LENGTH } else { FINISH_NONE };
             let tokens = results.tokens.offset + i * (K + 1);
             self.results[tokens..=tokens + m].fill((i * 7 + m) as i64);
         }

@@ -20,7 +20,7 @@ def copy(state: RowState) -> RowState:
 
 
 def results(batch: int) -> Results:
-    values = [torch.full((batch,), -5) for _ in range(4)]
+    values = [torch.full((batch,), -5) for _ in range(5)]
     return Results(*values, torch.full((batch, MAX_K + 1), -5))
 
 

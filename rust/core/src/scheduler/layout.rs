@@ -202,6 +202,9 @@ layout! {
         num_drafted: r,
         /// `FLAG_*` bits, `[R]`.
         flags: r,
+        /// Whether these tokens end the row, as the device judges it, `[R]`: `FINISH_STOP` where the last one emitted is a stop token
+        /// at a position of at least `admit_min_len`, else `FINISH_LENGTH` where the row is at its limit, else `FINISH_NONE`.
+        finish_reason: r,
         /// Emitted tokens, `[R, K + 1]`.
         tokens: r * k1,
     }

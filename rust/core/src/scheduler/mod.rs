@@ -73,6 +73,7 @@ pub enum PlanOutcome {
 /// A loop around it plans, executes and settles; `examples/host.rs` is a whole host.
 ///
 /// ```
+/// use specrs_core::scheduler::layout::{FINISH_LENGTH, FINISH_NONE};
 /// use specrs_core::{PlanOutcome, RequestParams, Scheduler, SchedulerConfig};
 ///
 /// let mut scheduler = Scheduler::new(SchedulerConfig::new(4, 64, 32, 16, 128))?;
@@ -84,11 +85,13 @@ pub enum PlanOutcome {
 /// let mut results = vec![0; scheduler.results_layout().size];
 /// let mut settled = vec![0; scheduler.settled_layout().size];
 /// while let PlanOutcome::Launch(header) = scheduler.plan(&mut record)? {
-///     let layout = *scheduler.results_layout();
+///     let (layout, from) = (*scheduler.results_layout(), *scheduler.record_layout());
 ///     for entry in 0..header.num_decode + header.num_prefill {
-///         // Here a device would run the entry's row of `record`; it emits one token, 42.
+///         // Here a device would run the entry's row of `record`; it emits one token, 42, and says whether the row ends with it.
+///         let n = record[from.entry_n_upper.offset + entry] + 1;
 ///         results[layout.num_emitted.offset + entry] = 1;
 ///         results[layout.tokens.offset + entry] = 42;
+///         results[layout.finish_reason.offset + entry] = if n == 5 { FINISH_LENGTH } else { FINISH_NONE };
 ///     }
 ///     scheduler.settle(header.launch_id, &results, &mut settled)?;
 ///     assert_eq!(settled[scheduler.settled_layout().request_id.offset], 7);

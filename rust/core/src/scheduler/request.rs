@@ -21,7 +21,6 @@ pub(super) struct Request {
     pub(super) limit: usize,
     /// The draft's logits were not finite once; it does not draft again.
     pub(super) draft_failed: bool,
-    pub(super) has_stops: bool,
     /// It has had a row before.
     pub(super) admitted: bool,
 
@@ -73,14 +72,6 @@ impl Sampling {
     }
 }
 
-/// Why a token ended a request, if it did.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Ending {
-    None,
-    Stop,
-    Length,
-}
-
 impl Request {
     pub(super) fn new(
         id: i64,
@@ -98,7 +89,6 @@ impl Request {
             tokens: prompt.iter().map(|&token| token as u32).collect(),
             limit: params.limit,
             min_len: prompt.len().saturating_add(params.min_tokens),
-            has_stops: !params.stop_token_ids.is_empty(),
             k: params.num_speculative_tokens,
             stop_token_ids: params.stop_token_ids.to_vec(),
             row: None,
@@ -110,40 +100,14 @@ impl Request {
         }
     }
 
-    /// Appends the first `emitted` of `tokens` up to the first that ends the request; they must not pass its limit. A stop token counts
-    /// from output index `min_tokens` on and wins over the limit.
+    /// Appends the first `emitted` of `tokens`.
     ///
-    /// Looks at all of `tokens`, and copies them before it cuts: a loop over the emitted ones mispredicts its end, which
-    /// costs more than the K tokens.
+    /// Copies all of them before it cuts: a loop over the emitted ones mispredicts its end, which costs more than the K tokens.
     #[inline]
-    pub(super) fn append(&mut self, tokens: &[i64], emitted: usize) -> Ending {
+    pub(super) fn append(&mut self, tokens: &[i64], emitted: usize) {
         let n = self.tokens.len();
-        let stop = if self.may_stop(tokens) { self.first_stop(&tokens[..emitted]) } else { None };
         self.tokens.extend(tokens.iter().map(|&token| token as u32));
-        self.tokens.truncate(n + stop.unwrap_or(emitted));
-        if stop.is_some() {
-            Ending::Stop
-        } else if self.tokens.len() >= self.limit {
-            Ending::Length
-        } else {
-            Ending::None
-        }
-    }
-
-    /// Whether any of `tokens`, which need not all be emitted, is a stop token.
-    #[inline]
-    fn may_stop(&self, tokens: &[i64]) -> bool {
-        self.has_stops
-            && self
-                .stop_token_ids
-                .iter()
-                .any(|stop| tokens.iter().map(|token| u32::from(token == stop)).sum::<u32>() > 0)
-    }
-
-    /// Length of the shortest head of `tokens` that ends in a stop token which counts.
-    fn first_stop(&self, tokens: &[i64]) -> Option<usize> {
-        let first = self.min_len.saturating_sub(self.tokens.len());
-        tokens.iter().skip(first).position(|token| self.stop_token_ids.contains(token)).map(|index| first + index + 1)
+        self.tokens.truncate(n + emitted);
     }
 
     /// Makes room for all that it may become, so that nothing is allocated while it runs; `width` tokens come at a time.

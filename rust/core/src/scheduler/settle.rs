@@ -3,7 +3,6 @@
 use super::Scheduler;
 use super::layout::{self, FINISH_ERROR, FINISH_LENGTH, FINISH_NONE, FINISH_STOP, ResultsLayout, Section};
 use super::lifecycle::is_token;
-use super::request::Ending;
 use super::row::{Entry, Launch, RowIndex, RowState};
 use crate::error::{Error, Result, check_len};
 
@@ -18,6 +17,7 @@ struct Report {
     accepted: i64,
     drafted: i64,
     flags: i64,
+    finish_reason: i64,
 }
 
 /// The sections of a results buffer.
@@ -27,6 +27,7 @@ struct Reports<'a> {
     accepted: &'a [i64],
     drafted: &'a [i64],
     flags: &'a [i64],
+    finish_reason: &'a [i64],
     tokens: &'a [i64],
 }
 
@@ -37,16 +38,19 @@ impl<'a> Reports<'a> {
             accepted: &results[layout.num_accepted.range()],
             drafted: &results[layout.num_drafted.range()],
             flags: &results[layout.flags.range()],
+            finish_reason: &results[layout.finish_reason.range()],
             tokens: &results[layout.tokens.range()],
         }
     }
 
     /// Each entry's counts, and the `width` tokens that the buffer has room for.
     fn iter(self, width: usize) -> impl Iterator<Item = (Report, &'a [i64])> {
-        let counts = self.emitted.iter().zip(self.accepted).zip(self.drafted).zip(self.flags);
-        counts.zip(self.tokens.chunks_exact(width)).map(|((((&emitted, &accepted), &drafted), &flags), tokens)| {
-            (Report { emitted, accepted, drafted, flags }, tokens)
-        })
+        let counts = self.emitted.iter().zip(self.accepted).zip(self.drafted).zip(self.flags).zip(self.finish_reason);
+        counts.zip(self.tokens.chunks_exact(width)).map(
+            |(((((&emitted, &accepted), &drafted), &flags), &finish_reason), tokens)| {
+                (Report { emitted, accepted, drafted, flags, finish_reason }, tokens)
+            },
+        )
     }
 }
 
@@ -122,7 +126,7 @@ impl Scheduler {
         let all_tokens =
             is_token(reports.tokens[..launch.entries.len() * width].iter().fold(0, |bits, token| bits | token));
         for (index, (&entry, (report, tokens))) in launch.entries.iter().zip(reports.iter(width)).enumerate() {
-            let Report { emitted, accepted, drafted, flags } = report;
+            let Report { emitted, accepted, drafted, flags, finish_reason } = report;
             let k = i64::from(entry.k());
             if flags & !ALL_FLAGS != 0 {
                 return Err(self.invalid(index, "flags", flags, format!("bits of {ALL_FLAGS}")));
@@ -145,24 +149,45 @@ impl Scheduler {
             if !all_tokens && let Some(&token) = tokens.iter().find(|&&token| !is_token(token)) {
                 return Err(self.invalid(index, "tokens", token, "a token id".into()));
             }
-            // A device that stops at a stop token may leave out what it accepted behind it.
-            if emitted < most {
-                let stop_token_ids = &self.requests[row.request].stop_token_ids;
-                if !tokens.last().is_some_and(|token| stop_token_ids.contains(token)) {
-                    let allowed = format!("{most}, or less up to a stop token");
-                    return Err(self.invalid(index, "num_emitted", emitted, allowed));
-                }
+            let room = (row.limit - row.n) as i64;
+            if emitted == most && emitted < room && finish_reason == FINISH_NONE {
+                continue;
             }
-            let room = row.limit - row.n;
-            if tokens.len() > room {
-                return Err(self.invalid(index, "num_emitted", emitted, format!("at most {room} up to the limit")));
-            }
+            self.validate_end(index, entry.row, most, &report, tokens)?;
         }
         Ok(())
     }
 
+    /// What a device reports of a row that ends, or should have: it judges stop tokens and the limit, and this only whether that can
+    /// be. A row ends at its limit, or earlier behind a stop token that counts; then what it accepted behind that is left out.
+    #[cold]
+    fn validate_end(&self, index: usize, row: RowIndex, most: i64, report: &Report, tokens: &[i64]) -> Result<()> {
+        let &Report { emitted, finish_reason, .. } = report;
+        let row = &self.rows[row as usize];
+        let room = (row.limit - row.n) as i64;
+        if emitted < most && finish_reason != FINISH_STOP {
+            return Err(self.invalid(index, "num_emitted", emitted, format!("{most}, or less up to a stop token")));
+        }
+        if emitted > room {
+            return Err(self.invalid(index, "num_emitted", emitted, format!("at most {room} up to the limit")));
+        }
+        let request = &self.requests[row.request];
+        let stops = tokens.last().is_some_and(|token| request.stop_token_ids.contains(token))
+            && row.n + tokens.len() > request.min_len;
+        let allowed = match finish_reason {
+            FINISH_NONE if emitted < room => return Ok(()),
+            FINISH_LENGTH if emitted == room => return Ok(()),
+            FINISH_STOP if stops => return Ok(()),
+            FINISH_STOP => format!("{FINISH_STOP} behind a stop token at a position from {} on", request.min_len),
+            _ if emitted == room => format!("{FINISH_LENGTH} at the limit, or {FINISH_STOP}"),
+            _ => format!("{FINISH_NONE} before the limit, or {FINISH_STOP}"),
+        };
+        Err(self.invalid(index, "finish_reason", finish_reason, allowed))
+    }
+
+    #[allow(clippy::needless_bitwise_bool)] // without a branch
     fn settle_entry(&mut self, entry: Entry, report: Report, tokens: &[i64]) -> Result<Settled> {
-        let Report { emitted, accepted, drafted, flags } = report;
+        let Report { emitted, accepted, drafted, flags, finish_reason } = report;
         let (accepted, drafted) = (accepted as usize, drafted as usize);
         let row = &mut self.rows[entry.row as usize];
         row.in_flight -= 1;
@@ -183,9 +208,9 @@ impl Scheduler {
         }
 
         let n = row.n;
-        let ending = request.append(tokens, emitted as usize);
-        row.n = request.tokens.len();
-        let num_new = row.n - n;
+        let num_new = emitted as usize;
+        request.append(tokens, num_new);
+        row.n = n + num_new;
         if drafted > 0 {
             self.acceptance.record(drafted, accepted)?;
             row.draft_len = self.config.drafter.draft_len_after(n, drafted, row.n);
@@ -201,18 +226,15 @@ impl Scheduler {
         let publication = Publication { row: entry.row, target_len: target_len as u32, drafted: drafted > 0 };
         // Without a branch, which would be mispredicted: any row may complete a block.
         let block_size = self.config.block_size;
-        let complete = ((row.num_registered + 1) * block_size <= target_len)
-            | (publication.drafted & ((row.num_draft_marked + 1) * block_size <= row.draft_len));
-        let publishes = complete & self.config.enable_prefix_caching;
-        let finish_reason = match ending {
-            Ending::None => {
-                self.unpublished[self.num_unpublished] = publication;
-                self.num_unpublished += usize::from(publishes);
-                return Ok(Settled { request_id, num_new, finish_reason: FINISH_NONE });
-            }
-            Ending::Stop => FINISH_STOP,
-            Ending::Length => FINISH_LENGTH,
-        };
+        let target_complete = u32::from((row.num_registered + 1) * block_size <= target_len);
+        let draft_complete =
+            u32::from((row.num_draft_marked + 1) * block_size <= row.draft_len) * u32::from(publication.drafted);
+        let publishes = (target_complete + draft_complete) * u32::from(self.config.enable_prefix_caching) > 0;
+        if finish_reason == FINISH_NONE {
+            self.unpublished[self.num_unpublished] = publication;
+            self.num_unpublished += usize::from(publishes);
+            return Ok(Settled { request_id, num_new, finish_reason });
+        }
         if publishes {
             self.publish(publication)?;
         }

@@ -9,7 +9,8 @@ use super::model::{EMPTY, draft_token, extend, lookup, target_token, with_key};
 use specrs_core::Drafter;
 use specrs_core::sampling::MAX_STOP_IDS;
 use specrs_core::scheduler::layout::{
-    FLAG_DRAFT_NON_FINITE, FLAG_TARGET_NON_FINITE, HEADER_LAUNCH_ID, RecordLayout, Section,
+    FINISH_LENGTH, FINISH_NONE, FINISH_STOP, FLAG_DRAFT_NON_FINITE, FLAG_TARGET_NON_FINITE, HEADER_LAUNCH_ID,
+    RecordLayout, Section,
 };
 use specrs_core::scheduler::{LaunchHeader, Scheduler, SchedulerConfig};
 
@@ -61,17 +62,17 @@ impl Row {
         if self.tokens.len() + ahead < self.stops.min_len { &self.stops.ids } else { &[] }
     }
 
-    /// Appends emitted tokens until one ends the row; how many it took.
-    fn emit(&mut self, tokens: &[i64]) -> usize {
+    /// Appends emitted tokens until one ends the row; how many it took, and why it ended.
+    fn emit(&mut self, tokens: &[i64]) -> (usize, i64) {
         for (i, &token) in tokens.iter().enumerate() {
             let stopped = self.tokens.len() >= self.stops.min_len && self.stops.ids.contains(&token);
             self.push(token);
             if stopped || self.tokens.len() == self.limit {
                 self.active = false;
-                return i + 1;
+                return (i + 1, if stopped { FINISH_STOP } else { FINISH_LENGTH });
             }
         }
-        tokens.len()
+        (tokens.len(), FINISH_NONE)
     }
 }
 
@@ -82,6 +83,7 @@ pub struct Report {
     pub accepted: usize,
     pub drafted: usize,
     pub flags: i64,
+    pub finish_reason: i64,
 }
 
 /// Row state and KV of both models.
@@ -96,8 +98,6 @@ pub struct Device {
     row_of: HashMap<i64, usize>,
     /// Flags to raise for a request at its next entry that can raise them.
     pub faults: HashMap<i64, i64>,
-    /// Whether results leave out tokens accepted behind a stop token.
-    pub cuts_at_stop: bool,
     /// Target and draft tokens computed, chunks included.
     pub target_tokens: usize,
     pub draft_tokens: usize,
@@ -129,7 +129,6 @@ impl Device {
             extra_keys: HashMap::new(),
             row_of: HashMap::new(),
             faults: HashMap::new(),
-            cuts_at_stop: false,
             target_tokens: 0,
             draft_tokens: 0,
         }
@@ -283,8 +282,8 @@ impl Device {
         }
         let row = &mut self.rows[row_index];
         let token = target_token(*row.prefix.last().expect("a prompt"), row.masked(0));
-        row.emit(&[token]);
-        Report { emitted: vec![token], ..Report::default() }
+        let (_, finish_reason) = row.emit(&[token]);
+        Report { emitted: vec![token], finish_reason, ..Report::default() }
     }
 
     fn catch_up(&mut self, scheduler: &Scheduler, reader: &Reader<'_>, layout: &RecordLayout, j: usize) {
@@ -366,15 +365,13 @@ impl Device {
         let accepted = emitted.len() - 1;
         let flags = self.draft_fault(row_index, k, n);
         let row = &mut self.rows[row_index];
-        let taken = row.emit(&emitted);
-        if self.cuts_at_stop {
-            emitted.truncate(taken);
-        }
+        let (taken, finish_reason) = row.emit(&emitted);
+        emitted.truncate(taken);
         row.target_len = row.tokens.len() - 1;
         if k > 0 && matches!(self.config.drafter, Drafter::Cached { .. }) {
             row.draft_len = (n + accepted).min(n + k - 1);
         }
-        Report { emitted, accepted, drafted: k, flags }
+        Report { emitted, accepted, drafted: k, flags, finish_reason }
     }
 
     /// Its context and the largest lag of its KV with which it drafts.

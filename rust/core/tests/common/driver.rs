@@ -113,6 +113,7 @@ impl Driver {
             results[layout.num_accepted.offset + i] = report.accepted as i64;
             results[layout.num_drafted.offset + i] = report.drafted as i64;
             results[layout.flags.offset + i] = report.flags;
+            results[layout.finish_reason.offset + i] = report.finish_reason;
             for (j, &token) in report.emitted.iter().enumerate() {
                 results[layout.tokens.offset + i * width + j] = token;
             }

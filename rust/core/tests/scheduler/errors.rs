@@ -1,5 +1,6 @@
 //! What is refused, with which error, and that nothing has changed then.
 
+use specrs_core::scheduler::layout::{FINISH_LENGTH, FINISH_STOP};
 use specrs_core::scheduler::{RequestParams, Scheduler};
 use specrs_core::{Drafter, Error, ExtraKey, NgramProposer, SchedulerConfig};
 
@@ -152,6 +153,10 @@ fn results_that_no_launch_can_have() {
     refused("num_emitted", 0, |report| (report.emitted, report.accepted, report.drafted) = (vec![1; 2], 2, 3));
     refused("num_emitted", 0, |report| *report = Report::default());
     refused("num_emitted", 1, |report| report.emitted = vec![1]);
+    refused("finish_reason", 0, |report| report.finish_reason = FINISH_LENGTH);
+    refused("finish_reason", 0, |report| report.finish_reason = FINISH_STOP);
+    refused("finish_reason", 0, |report| report.finish_reason = -1);
+    refused("finish_reason", 1, |report| report.finish_reason = FINISH_LENGTH);
     refused("tokens", 0, |report| (report.emitted, report.accepted) = (vec![-1], 0));
     refused("tokens", 0, |report| (report.emitted, report.accepted) = (vec![1, 1 << 32], 1));
 }
@@ -165,7 +170,7 @@ fn more_tokens_than_the_limit_allows() {
     }
     driver.settle();
     // Both launches were planned when the request could be short enough for K = 3; a device cuts K when it is not.
-    let results = driver.results(&[Report { emitted: vec![1; 4], accepted: 3, drafted: 3, flags: 0 }]);
+    let results = driver.results(&[Report { emitted: vec![1; 4], accepted: 3, drafted: 3, ..Report::default() }]);
     driver.scheduler.settle(1, &results, &mut driver.settled).expect("5 tokens of 7");
     let error = driver.scheduler.settle(2, &results, &mut driver.settled).unwrap_err();
     assert_eq!(field_of(&error), "num_emitted", "{error}");

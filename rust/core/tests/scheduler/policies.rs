@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use specrs_core::scheduler::layout::HEADER_LEN;
+use specrs_core::scheduler::layout::{FINISH_LENGTH, FINISH_NONE, HEADER_LEN, Section};
 use specrs_core::{PlanOutcome, RequestParams, Scheduler, SchedulerConfig};
 
 /// What one run came to.
@@ -29,6 +29,8 @@ fn serve(config: SchedulerConfig, arrivals: &[Arrival]) -> Run {
     let mut results = vec![0; layout.size];
     let mut settled = vec![0; settled_layout.size];
     let mut in_flight = VecDeque::new();
+    // Tokens that each row may still emit.
+    let mut left = vec![0; scheduler.config().max_num_seqs];
     let (mut run, mut waiting) = (Run::default(), arrivals.iter().peekable());
     loop {
         while let Some(&(id, len, max_tokens, priority, _)) = waiting.next_if(|arrival| arrival.4 <= run.launches) {
@@ -42,15 +44,27 @@ fn serve(config: SchedulerConfig, arrivals: &[Arrival]) -> Run {
             let last = |chunk: usize| record[record_layout.chunk_is_last.offset + chunk];
             let emitted =
                 (0..header.num_decode).map(|_| 1).chain((0..header.num_prefill).map(last)).collect::<Vec<_>>();
-            in_flight.push_back((header.launch_id, emitted));
+            for i in 0..header.num_admitted {
+                let at = |section: Section| record[section.offset + i];
+                left[at(record_layout.admit_row) as usize] =
+                    at(record_layout.admit_limit) - at(record_layout.admit_num_tokens);
+            }
+            let mut ends = |(entry, &emitted): (usize, &i64)| {
+                let left = &mut left[record[record_layout.entry_row.offset + entry] as usize];
+                *left -= emitted;
+                if emitted > 0 && *left == 0 { FINISH_LENGTH } else { FINISH_NONE }
+            };
+            let reasons: Vec<_> = emitted.iter().enumerate().map(&mut ends).collect();
+            in_flight.push_back((header.launch_id, emitted, reasons));
             assert!(record[..HEADER_LEN].iter().all(|&count| count >= 0));
             run.launches += 1;
             run.prefill_tokens += header.num_prefill_tokens;
             continue;
         }
-        let Some((launch_id, emitted)) = in_flight.pop_front() else { break };
+        let Some((launch_id, emitted, reasons)) = in_flight.pop_front() else { break };
         results.fill(0);
         results[layout.num_emitted.offset..][..emitted.len()].copy_from_slice(&emitted);
+        results[layout.finish_reason.offset..][..reasons.len()].copy_from_slice(&reasons);
         scheduler.settle(launch_id, &results, &mut settled).unwrap();
         for entry in 0..emitted.len() {
             if settled[settled_layout.num_new.offset + entry] > 0 {

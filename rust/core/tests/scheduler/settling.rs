@@ -3,7 +3,7 @@
 use specrs_core::sampling::MAX_STOP_IDS;
 use specrs_core::scheduler::PlanOutcome;
 use specrs_core::scheduler::layout::{
-    FINISH_ERROR, FINISH_LENGTH, FINISH_STOP, FLAG_CAPACITY, FLAG_DRAFT_NON_FINITE, FLAG_TARGET_NON_FINITE,
+    FINISH_ERROR, FINISH_LENGTH, FINISH_NONE, FINISH_STOP, FLAG_CAPACITY, FLAG_DRAFT_NON_FINITE, FLAG_TARGET_NON_FINITE,
 };
 use specrs_core::{Error, SchedulerConfig};
 
@@ -41,29 +41,26 @@ fn a_stop_at_the_first_token_drops_what_follows_in_flight() {
 
 #[test]
 fn a_stop_inside_accepted_drafts_cuts_the_text_and_not_the_books() {
-    for cuts_at_stop in [false, true] {
-        let text = generate(&ask(1, 9, 1).prompt, &[], 60, 0, &[]);
-        let mut seen_cut = false;
-        for stop in 1..text.len() {
-            let mut driver = Driver::new(speculative());
-            driver.device.cuts_at_stop = cuts_at_stop;
-            driver.add(0, &Ask { stop: vec![text[stop]], ..drafting(1, 9, 51) }).unwrap();
-            let (mut drafts, mut accepted) = (0, 0);
-            while let PlanOutcome::Launch(_) = driver.plan() {
-                let report = driver.in_flight[0].1[0].clone();
-                drafts += u64::from(report.drafted > 0);
-                accepted += report.accepted as u64;
-                let before = driver.output(0).len();
-                driver.settle();
-                seen_cut |= driver.output(0).len() - before < report.accepted + 1;
-            }
-            let end = text.iter().position(|&token| token == text[stop]).unwrap();
-            assert_eq!((driver.output(0), driver.outcomes[&0].finish), (&text[..=end], FINISH_STOP));
-            let books = driver.scheduler.acceptance();
-            assert_eq!((books.drafts(), books.accepted_tokens()), (drafts, accepted));
+    let text = generate(&ask(1, 9, 1).prompt, &[], 60, 0, &[]);
+    let mut seen_cut = false;
+    for stop in 1..text.len() {
+        let mut driver = Driver::new(speculative());
+        driver.add(0, &Ask { stop: vec![text[stop]], ..drafting(1, 9, 51) }).unwrap();
+        let (mut drafts, mut accepted) = (0, 0);
+        while let PlanOutcome::Launch(_) = driver.plan() {
+            let report = driver.in_flight[0].1[0].clone();
+            drafts += u64::from(report.drafted > 0);
+            accepted += report.accepted as u64;
+            let before = driver.output(0).len();
+            driver.settle();
+            seen_cut |= driver.output(0).len() - before < report.accepted + 1;
         }
-        assert!(seen_cut);
+        let end = text.iter().position(|&token| token == text[stop]).unwrap();
+        assert_eq!((driver.output(0), driver.outcomes[&0].finish), (&text[..=end], FINISH_STOP));
+        let books = driver.scheduler.acceptance();
+        assert_eq!((books.drafts(), books.accepted_tokens()), (drafts, accepted));
     }
+    assert!(seen_cut);
 }
 
 #[test]
@@ -79,16 +76,40 @@ fn stop_tokens_do_not_count_before_min_tokens() {
 }
 
 #[test]
-fn a_stop_token_before_min_tokens_is_a_token_even_if_the_device_lets_it_through() {
-    for (min_tokens, finish) in [(0, FINISH_STOP), (1, 0)] {
+fn the_device_judges_the_end_and_what_cannot_be_is_refused() {
+    // 9 tokens of a prompt, its next token at position 9, of at most `max_tokens`; 5 is its stop token.
+    let cases = [
+        ((0, 20, 5), FINISH_STOP, true),
+        ((0, 20, 6), FINISH_STOP, false),
+        ((1, 20, 5), FINISH_STOP, false),
+        ((1, 20, 5), FINISH_NONE, true),
+        // It judges stop tokens, and this asks only whether it can be.
+        ((0, 20, 5), FINISH_NONE, true),
+        ((0, 20, 6), FINISH_LENGTH, false),
+        ((0, 1, 6), FINISH_LENGTH, true),
+        ((0, 1, 6), FINISH_NONE, false),
+        ((0, 1, 5), FINISH_STOP, true),
+        ((0, 20, 6), FINISH_ERROR, false),
+        ((0, 20, 6), -1, false),
+    ];
+    for ((min_tokens, max_tokens, token), finish_reason, allowed) in cases {
         let mut driver = Driver::new(small());
-        driver.add(0, &Ask { min_tokens, stop: vec![5], ..ask(1, 9, 20) }).unwrap();
+        driver.add(0, &Ask { min_tokens, stop: vec![5], ..ask(1, 9, max_tokens) }).unwrap();
         driver.launch();
-        let results = driver.results(&[Report { emitted: vec![5], ..Report::default() }]);
-        driver.scheduler.settle(0, &results, &mut driver.settled).unwrap();
+        let results = driver.results(&[Report { emitted: vec![token], finish_reason, ..Report::default() }]);
+        let settled = driver.scheduler.settle(0, &results, &mut driver.settled);
+        if !allowed {
+            let Err(Error::InvalidResults { field: "finish_reason", value, .. }) = settled else {
+                panic!("{finish_reason} of {token}: {settled:?}");
+            };
+            assert_eq!(value, finish_reason);
+            continue;
+        }
+        settled.unwrap();
         let layout = driver.scheduler.settled_layout();
-        let settled = |offset: usize| driver.settled[offset];
-        assert_eq!((settled(layout.num_new.offset), settled(layout.finish_reason.offset)), (1, finish));
+        let told = |offset: usize| driver.settled[offset];
+        assert_eq!((told(layout.num_new.offset), told(layout.finish_reason.offset)), (1, finish_reason));
+        assert_eq!(driver.scheduler.num_running(), usize::from(finish_reason == FINISH_NONE));
     }
 }
 
@@ -122,7 +143,13 @@ fn results_that_pass_the_limit_by_one_token_are_refused() {
     driver.settle();
     assert_eq!((driver.launch().max_k, driver.launch().max_k), (3, 3));
     // 10 tokens, then 14, which leaves 3 up to the limit of 17.
-    let report = |tokens: usize| Report { emitted: vec![5; tokens], accepted: tokens - 1, drafted: 3, flags: 0 };
+    let report = |tokens: usize| Report {
+        emitted: vec![5; tokens],
+        accepted: tokens - 1,
+        drafted: 3,
+        finish_reason: if tokens == 3 { FINISH_LENGTH } else { FINISH_NONE },
+        ..Report::default()
+    };
     let mut settle = |launch_id, tokens| {
         let results = driver.results(&[report(tokens)]);
         driver.scheduler.settle(launch_id, &results, &mut driver.settled)

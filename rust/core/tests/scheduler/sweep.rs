@@ -71,7 +71,6 @@ fn disturbed_run(seed: u64) {
     let mut rng = Rng(mix(seed));
     let config = random_config(&mut rng);
     let mut driver = Driver::new(config.clone());
-    driver.device.cuts_at_stop = rng.below(2) == 0;
     let mut next_id = 0;
     for _ in 0..60 + rng.below(100) {
         match rng.below(17) {

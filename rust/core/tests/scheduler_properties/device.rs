@@ -5,7 +5,7 @@
 //! sequence does.
 
 use specrs_core::sampling::MAX_STOP_IDS;
-use specrs_core::scheduler::layout::HEADER_FIELDS;
+use specrs_core::scheduler::layout::{FINISH_LENGTH, FINISH_NONE, FINISH_STOP, HEADER_FIELDS};
 use specrs_core::{Drafter, Scheduler};
 use std::collections::{BTreeMap, HashMap};
 
@@ -87,6 +87,7 @@ pub(crate) struct Outcome {
     pub(crate) accepted: usize,
     pub(crate) drafted: usize,
     pub(crate) flags: i64,
+    pub(crate) finish_reason: i64,
 }
 
 /// KV by slot: salt and tokens up to the position written there; `None` is never written or NaN. Tenants never share.
@@ -106,8 +107,6 @@ pub(crate) struct Device {
     pub(crate) sampling: BTreeMap<i64, Sampling>,
     /// Flags to raise at the next entry of a request.
     pub(crate) faults: BTreeMap<i64, i64>,
-    /// Whether tokens accepted behind a stop token are reported.
-    pub(crate) reports_past_stop: bool,
 }
 
 /// A record's sections by name.
@@ -174,7 +173,6 @@ impl Device {
             draft_kv: vec![None; slots],
             sampling: BTreeMap::new(),
             faults: BTreeMap::new(),
-            reports_past_stop: true,
         }
     }
 
@@ -323,8 +321,8 @@ impl Device {
         }
         assert_eq!(start + len, tokens.len(), "the last chunk ends the prompt");
         let first = target_next(&tokens, &self.sampling[&self.rows[row].request_id]);
-        self.emit(row, &[first]);
-        Outcome { tokens: vec![first], ..Outcome::default() }
+        let (_, finish_reason) = self.emit(row, &[first]);
+        Outcome { tokens: vec![first], finish_reason, ..Outcome::default() }
     }
 
     fn catch_up(&mut self, scheduler: &Scheduler, record: &Record<'_>, j: usize, writers: &mut HashMap<usize, usize>) {
@@ -412,30 +410,29 @@ impl Device {
         let accepted = (0..k).take_while(agrees).count();
         let mut emitted = tokens[n..n + accepted].to_vec();
         emitted.push(target_next(&tokens[..n + accepted], &sampling));
-        let kept = self.emit(row, &emitted);
-        if !self.reports_past_stop {
-            emitted.truncate(kept);
-        }
+        let (kept, finish_reason) = self.emit(row, &emitted);
+        emitted.truncate(kept);
         if k > 0 && self.ngrams.is_none() {
             // min(n' - 1, n + K - 1), n' being the new number of tokens, stop tokens considered.
             self.rows[row].draft_len = (self.rows[row].tokens.len() - 1).min(n + k - 1);
         }
-        Outcome { tokens: emitted, accepted, drafted: k, flags: drafted_flags }
+        Outcome { tokens: emitted, accepted, drafted: k, flags: drafted_flags, finish_reason }
     }
 
-    /// Appends until a stop token or the limit; how many tokens were taken.
-    fn emit(&mut self, row: usize, emitted: &[i64]) -> usize {
+    /// Appends until a stop token or the limit; how many tokens were taken, and why it ended.
+    fn emit(&mut self, row: usize, emitted: &[i64]) -> (usize, i64) {
         let row = &mut self.rows[row];
         let sampling = &self.sampling[&row.request_id];
         for (i, &token) in emitted.iter().enumerate() {
             row.tokens.push(token);
             let outputs = row.tokens.len() - sampling.prompt_len;
-            if outputs > sampling.min_tokens && sampling.stop.contains(&token) || row.tokens.len() == row.limit {
+            let stops = outputs > sampling.min_tokens && sampling.stop.contains(&token);
+            if stops || row.tokens.len() == row.limit {
                 row.active = false;
-                return i + 1;
+                return (i + 1, if stops { FINISH_STOP } else { FINISH_LENGTH });
             }
         }
-        emitted.len()
+        (emitted.len(), FINISH_NONE)
     }
 
     /// The request's target or capacity fault, if one is due: the row ends, and what it just wrote is NaN.

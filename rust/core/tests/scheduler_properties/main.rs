@@ -141,15 +141,14 @@ struct Run {
 }
 
 impl Run {
-    fn new(config: SchedulerConfig, reports_past_stop: bool, planned_draft_ms: Option<f64>) -> Self {
+    fn new(config: SchedulerConfig, planned_draft_ms: Option<f64>) -> Self {
         let planner = planned_draft_ms.filter(|_| config.num_speculative_tokens > 0).map(|draft_ms| {
             let line = CostLine { draft_ms, target_ms: 1.0, vanilla_ms: 1.0 };
             let costs = CostModel::lines(&[1, 64], &[line, line]).expect("allowed costs");
             SpeculationPlanner::new(config.max_num_seqs, config.num_speculative_tokens, costs, 0.01).expect("a planner")
         });
         let scheduler = Scheduler::new(config).expect("allowed settings");
-        let mut device = Device::new(&scheduler);
-        device.reports_past_stop = reports_past_stop;
+        let device = Device::new(&scheduler);
         Self {
             record: vec![-5; scheduler.record_layout().size],
             settled: vec![-5; scheduler.settled_layout().size],
@@ -472,6 +471,7 @@ impl Run {
             results[layout.num_accepted.offset + i] = outcome.accepted as i64;
             results[layout.num_drafted.offset + i] = outcome.drafted as i64;
             results[layout.flags.offset + i] = outcome.flags;
+            results[layout.finish_reason.offset + i] = outcome.finish_reason;
             let at = layout.tokens.offset + i * width;
             results[at..at + outcome.tokens.len()].copy_from_slice(&outcome.tokens);
         }
@@ -519,10 +519,9 @@ proptest! {
     fn everyone_gets_the_text_they_would_get_alone(
         settings in settings(),
         ops in prop::collection::vec(op(), 1..120),
-        reports_past_stop: bool,
         planned_draft_ms in prop::option::weighted(0.4, prop::sample::select(vec![0.01, 0.3, 100.0])),
     ) {
-        let mut run = Run::new(settings, reports_past_stop, planned_draft_ms);
+        let mut run = Run::new(settings, planned_draft_ms);
         for op in &ops {
             run.apply(op);
         }

@@ -2,8 +2,10 @@
 //! after every call, refused calls change nothing, and in the end everything is free.
 
 use super::bytes::Bytes;
+use specrs_core::sampling::MAX_STOP_IDS;
 use specrs_core::scheduler::layout::{
-    FLAG_TARGET_NON_FINITE, HEADER_LAUNCH_ID, HEADER_NUM_ADMITTED, HEADER_NUM_DECODE, HEADER_NUM_PREFILL,
+    FINISH_LENGTH, FINISH_NONE, FINISH_STOP, FLAG_TARGET_NON_FINITE, HEADER_LAUNCH_ID, HEADER_NUM_ADMITTED,
+    HEADER_NUM_DECODE, HEADER_NUM_PREFILL,
 };
 use specrs_core::{
     Drafter, ExtraKey, KvEvent, PlanOutcome, RequestParams, RequestSampling, Scheduler, SchedulerConfig,
@@ -13,14 +15,24 @@ use std::collections::{HashMap, VecDeque};
 /// Row, K, and whether it emits.
 type Entry = (usize, usize, bool);
 
+/// A row of the device.
+#[derive(Clone, Default)]
+struct Row {
+    /// Tokens it has and may still emit.
+    n: usize,
+    left: usize,
+    /// Stop tokens, and the position from which they count.
+    stops: Vec<i64>,
+    min_len: i64,
+}
+
 struct Run {
     scheduler: Scheduler,
     record: Vec<i64>,
     results: Vec<i64>,
     settled: Vec<i64>,
     in_flight: VecDeque<(u64, Vec<Entry>)>,
-    /// Tokens that each row of the device may still emit.
-    left: Vec<usize>,
+    rows: Vec<Row>,
     /// What KV events say is cached: the block under each hash.
     cached: HashMap<u128, i64>,
 }
@@ -53,7 +65,7 @@ pub fn scheduler(data: &[u8]) {
         results: vec![0; scheduler.results_layout().size],
         settled: vec![0; scheduler.settled_layout().size],
         in_flight: VecDeque::new(),
-        left: vec![0; scheduler.config().max_num_seqs],
+        rows: vec![Row::default(); scheduler.config().max_num_seqs],
         cached: HashMap::new(),
         scheduler,
     };
@@ -136,8 +148,15 @@ impl Run {
         let layout = *self.scheduler.record_layout();
         let decode = self.record[HEADER_NUM_DECODE] as usize;
         for i in 0..self.record[HEADER_NUM_ADMITTED] as usize {
-            let at = |offset: usize| self.record[offset + i] as usize;
-            self.left[at(layout.admit_row.offset)] = at(layout.admit_limit.offset) - at(layout.admit_num_tokens.offset);
+            let at = |offset: usize| self.record[offset + i];
+            let n = at(layout.admit_num_tokens.offset) as usize;
+            let stops = &self.record[layout.admit_stop_ids.offset + i * MAX_STOP_IDS..][..MAX_STOP_IDS];
+            self.rows[at(layout.admit_row.offset) as usize] = Row {
+                n,
+                left: at(layout.admit_limit.offset) as usize - n,
+                stops: stops.iter().copied().filter(|&id| id >= 0).collect(),
+                min_len: at(layout.admit_min_len.offset),
+            };
         }
         let entries = (0..decode + self.record[HEADER_NUM_PREFILL] as usize).map(|i| {
             let last = i < decode || self.record[layout.chunk_is_last.offset + i - decode] == 1;
@@ -157,17 +176,25 @@ impl Run {
         let layout = *self.scheduler.results_layout();
         let width = self.scheduler.config().num_speculative_tokens + 1;
         for (i, &(row, k, emits)) in entries.iter().enumerate() {
-            let drafted = k.min(self.left[row].saturating_sub(1));
+            let row = &mut self.rows[row];
+            let drafted = k.min(row.left.saturating_sub(1));
             let accepted = bytes.below(drafted + 1);
-            let emitted = if emits && self.left[row] > 0 { accepted + 1 } else { 0 };
-            self.left[row] -= emitted;
+            let most = if emits && row.left > 0 { accepted + 1 } else { 0 };
+            let (mut emitted, mut finish_reason) = (0, FINISH_NONE);
+            while emitted < most && finish_reason == FINISH_NONE {
+                let token = i64::from(bytes.byte() % 40);
+                self.results[layout.tokens.offset + i * width + emitted] = token;
+                let stops = row.n as i64 >= row.min_len && row.stops.contains(&token);
+                (row.n, row.left, emitted) = (row.n + 1, row.left - 1, emitted + 1);
+                if stops || row.left == 0 {
+                    (row.left, finish_reason) = (0, if stops { FINISH_STOP } else { FINISH_LENGTH });
+                }
+            }
+            self.results[layout.finish_reason.offset + i] = finish_reason;
             self.results[layout.num_emitted.offset + i] = emitted as i64;
             self.results[layout.num_accepted.offset + i] = accepted as i64;
             self.results[layout.num_drafted.offset + i] = drafted as i64;
             self.results[layout.flags.offset + i] = if bytes.byte() == 0 { bytes.number() & 7 } else { 0 };
-            for t in 0..emitted {
-                self.results[layout.tokens.offset + i * width + t] = i64::from(bytes.byte() % 40);
-            }
         }
         if bytes.byte().is_multiple_of(4) {
             let wrong = bytes.below(self.results.len());
