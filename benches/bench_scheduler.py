@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 import numpy as np
 from python_scheduler import PythonScheduler
-from specrs.core import FINISH_LENGTH, FINISH_NONE, PLAN_LAUNCH, CachedDrafter, Scheduler
+from specrs.core import FINISH_LENGTH, FINISH_NONE, HEADER_FIELDS, PLAN_LAUNCH, CachedDrafter, Scheduler
 
 BLOCK_SIZE, PROMPT, OUTPUT = 16, 64, 960
 
@@ -65,8 +65,9 @@ def rust(batch: int, k: int) -> Iterator[float]:
         status = scheduler.plan(record)
         planned = time.perf_counter() - start
         assert status == PLAN_LAUNCH
-        launch_id, decode, prefill = (int(x) for x in record[:3])
-        count, admitted = decode + prefill, int(record[6])
+        header = dict(zip(HEADER_FIELDS, record[: len(HEADER_FIELDS)].tolist(), strict=True))
+        decode, prefill, admitted = header["num_decode"], header["num_prefill"], header["num_admitted"]
+        count = decode + prefill
         left[views["admit_row"][:admitted]] = views["admit_limit"][:admitted] - views["admit_num_tokens"][:admitted]
         rows = views["entry_row"][:count]
         drafted = np.minimum(views["entry_k"][:count], np.maximum(left[rows] - 1, 0))
@@ -79,7 +80,7 @@ def rust(batch: int, k: int) -> Iterator[float]:
         sections["num_emitted"][:count] = emitted
         sections["finish_reason"][:count] = np.where((emitted > 0) & (left[rows] == 0), FINISH_LENGTH, FINISH_NONE)
         start = time.perf_counter()
-        scheduler.settle(launch_id, results, settled)
+        scheduler.settle(header["launch_id"], results, settled)
         seconds = planned + time.perf_counter() - start
         missing = int(np.count_nonzero(reasons))
         yield seconds
