@@ -124,14 +124,16 @@ struct Request {
     ended: bool,
 }
 
+/// A launch, its rows, K of its decode entries, and what became of them.
+type InFlight = (u64, Vec<i64>, Vec<i64>, Vec<Outcome>);
+
 struct Run {
     scheduler: Scheduler,
     device: Device,
     requests: BTreeMap<i64, Request>,
     /// Chooses K before each plan, if there is one.
     planner: Option<SpeculationPlanner>,
-    /// Launch, rows, K of the decode entries, and what became of them.
-    in_flight: VecDeque<(u64, Vec<i64>, Vec<i64>, Vec<Outcome>)>,
+    in_flight: VecDeque<InFlight>,
     record: Vec<i64>,
     settled: Vec<i64>,
     /// Launches so far.
