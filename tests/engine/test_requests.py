@@ -6,6 +6,7 @@ import pytest
 from checkpoints import make_checkpoint
 from hf_reference import generate, load
 from specrs.engine.engine import Engine
+from specrs.runner.ring import Header, RingSlot
 
 from engine.harness import VOCAB, Bank, make_engine, request, run
 
@@ -140,12 +141,18 @@ def test_cached_tokens_are_those_of_the_first_admission(bank: Bank, depth: int) 
     engine = make_engine(bank.target, bank.drafts["close"], k=3, launch_depth=depth)
     prompt = bank.prompts[5][:42]
     job = request(0, prompt, k=3, max_tokens=20, engine_k=3, ignore_eos=True)
+    found: list[int] = []
+
+    def watch(slot: RingSlot, header: Header, ms: float) -> None:
+        found.extend(slot.record_arrays["admit_num_cached"][: header.num_admitted].tolist())
+
+    engine.watch = watch
     engine.add_request(job)
     while len(job.output_token_ids) < 8:
         engine.step()
     engine.scheduler.preempt(0)
     run(engine)
-    assert engine.scheduler.num_cached_tokens > 0, "it did find its own blocks"
+    assert found[0] == 0 < found[1], "it did find its own blocks"
     assert job.num_cached_tokens == engine.stats().num_cached_tokens == 0
     again = request(1, prompt, k=3, max_tokens=4, engine_k=3)
     serve(engine, again)

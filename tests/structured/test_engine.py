@@ -88,7 +88,8 @@ def test_neighbours_keep_their_text(depth: int) -> None:
 
 
 def test_preemption_keeps_the_text() -> None:
-    llm = make_llm(5, block_size=4, max_model_len=280, num_gpu_blocks_override=71)
+    # Nothing is kept for output when another is admitted, so that blocks do run out.
+    llm = make_llm(5, block_size=4, max_model_len=280, num_gpu_blocks_override=71, num_reserved_decode_tokens=0)
     for i, output in enumerate(run(llm, [structured(i, max_tokens=200) for i in range(40)])):
         check(output, i)
         assert text(output) == text(plain()[0][i])
