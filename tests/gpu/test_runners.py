@@ -5,9 +5,11 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from specrs.drafters.draft_model import DraftModel
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
 from specrs.errors import EngineError
+from specrs.models.dense_cuda import CudaDense
 from specrs.runner.cuda.runner import CudaRunner
 from specrs.runner.cuda.shapes import Buckets
 from specrs.sampling import SamplingParams
@@ -139,10 +141,11 @@ def poison(runner: CudaRunner) -> None:
     tensors = [t for name, t in ctx.buffers.tensors().items() if name != "uniform_start"] + [ctx.record.results]
     scratch = ctx.scratch
     tensors += [getattr(scratch, name) for name in scratch.__slots__]
-    for workspace in (ctx.target_workspace, ctx.draft_workspace):
-        assert workspace is not None
+    assert isinstance(ctx.drafter, DraftModel)
+    for model in (ctx.target, ctx.drafter.model):
+        assert isinstance(model, CudaDense)
         for name in ("hidden", "normed", "delta", "qkv", "attended", "gate_up", "activated", "partials", "stats"):
-            tensors.append(getattr(workspace, name))
+            tensors.append(getattr(model.workspace, name))
     for tensor in tensors:
         tensor.fill_(torch.nan if tensor.is_floating_point() else -(2**30))
 

@@ -13,12 +13,14 @@ import specrs.models.loader as loader
 import torch
 from checkpoints import make_checkpoint, perturb_checkpoint
 from specrs.config import EngineConfig, SpeculativeConfig
+from specrs.drafters.draft_model import DraftModel
 from specrs.engine.blueprint import Blueprint
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
 from specrs.engine.weights import Weights, load_weights
 from specrs.kernels.linear import DenseWeight
+from specrs.models.dense_cuda import CudaDense
 from specrs.runner.cuda.runner import CudaRunner
 from specrs.sampling import SamplingParams
 
@@ -230,8 +232,10 @@ def poison(runner: CudaRunner) -> None:
     constant = {"uniform_start", "draft_logits"}
     tensors = [tensor for name, tensor in ctx.buffers.tensors().items() if name not in constant]
     tensors += [ctx.record.results, ctx.buffers.draft_logits]
-    for workspace in (ctx.target_workspace, ctx.draft_workspace):
-        assert workspace is not None
+    assert isinstance(ctx.drafter, DraftModel)
+    for model in (ctx.target, ctx.drafter.model):
+        assert isinstance(model, CudaDense)
+        workspace = model.workspace
         kept = {"counters", "configs", "limits", "dependent", "scratch"}
         names = [field.name for field in dataclasses.fields(workspace) if field.name not in kept]
         tensors += [getattr(workspace, name) for name in names]
