@@ -1,4 +1,4 @@
-"""Plan + settle without a model: the Rust core through Python beside a scheduler in plain Python. Times the host alone.
+"""The host's part of a launch, without a model: plan + settle beside a scheduler in plain Python; plan to delivered.
 
     python benches/bench_scheduler.py [--batch 1 32 256] [--k 5] [--launches 1000] [--turn 50]
 
@@ -7,6 +7,10 @@ followed by a new one. Both see the same requests and draws, in turn, some launc
 its own data in the caches and short enough to share what the machine is busy with. `--turn 1` has each launch find the
 other's, as behind a model that runs on the same cores. Only the calls to plan and settle are timed, not what stands in
 for the device.
+
+Plan to delivered is all of `Engine.step` but the device: plan, settle, tokens, text and stop strings in the requests'
+hands. Its tokens are of a made-up byte-level vocabulary of 151,936 words; the four stop strings of each request never
+come, but their first letters do.
 """
 
 import argparse
@@ -18,9 +22,17 @@ from collections.abc import Iterator
 
 import numpy as np
 from python_scheduler import PythonScheduler
-from specrs.core import FINISH_LENGTH, FINISH_NONE, HEADER_FIELDS, PLAN_LAUNCH, CachedDrafter, Scheduler
+from specrs import SamplingParams
+from specrs.config import EngineConfig
+from specrs.core import FINISH_LENGTH, FINISH_NONE, HEADER_FIELDS, PLAN_LAUNCH, CachedDrafter, Scheduler, TokenDecoder
+from specrs.engine.engine import Engine, EngineParts
+from specrs.engine.request import Request
+from specrs.runner.ring import Header, Ring, RingSlot
+from specrs.sampling import RequestLimits
 
 BLOCK_SIZE, PROMPT, OUTPUT = 16, 64, 960
+WORDS = 151_936
+STOPS = ("\n\nQuestion:", "</answer>", "aZ", "theend.")
 
 
 def prompt(request_id: int) -> list[int]:
@@ -86,6 +98,91 @@ def rust(batch: int, k: int) -> Iterator[float]:
         yield seconds
 
 
+class Device:
+    """Stands in for a runner: accepts 0 to K drafts, emits words, and keeps the time that it takes itself."""
+
+    drafter = kv_cache = None
+
+    def __init__(self, batch: int, k: int) -> None:
+        self.num_target_passes = 0
+        self.seconds = 0.0
+        self._left = np.zeros(batch, dtype=np.int64)
+        self._k = k
+        self._rng = np.random.default_rng(0)
+
+    def use_extras(self, lookup: object) -> None:
+        """Has no use for any."""
+
+    def launch(self, slot: RingSlot, header: Header) -> None:
+        start = time.perf_counter()
+        record, results = slot.record_arrays, slot.results_arrays
+        decode, prefill, admitted = header.num_decode, header.num_prefill, header.num_admitted
+        count = decode + prefill
+        limits, tokens = record["admit_limit"][:admitted], record["admit_num_tokens"][:admitted]
+        self._left[record["admit_row"][:admitted]] = limits - tokens
+        rows = record["entry_row"][:count]
+        drafted = np.minimum(record["entry_k"][:count], np.maximum(self._left[rows] - 1, 0))
+        accepted = np.minimum(self._rng.integers(0, self._k + 1, count), drafted)
+        emitted = accepted + 1
+        emitted[decode:] = record["chunk_is_last"][:prefill]
+        self._left[rows] -= emitted
+        results["num_drafted"][:count] = drafted
+        results["num_accepted"][:count] = accepted
+        results["num_emitted"][:count] = emitted
+        ended = (emitted > 0) & (self._left[rows] == 0)
+        results["finish_reason"][:count] = np.where(ended, FINISH_LENGTH, FINISH_NONE)
+        results["tokens"][:] = self._rng.integers(0, WORDS, len(results["tokens"]))
+        self.seconds += time.perf_counter() - start
+
+    def wait(self, slot: RingSlot) -> None:
+        """Nothing to wait for."""
+
+
+def decoder() -> TokenDecoder:
+    """Of a byte-level vocabulary of `WORDS` words of two to seven letters, half of them behind a space."""
+    rng = np.random.default_rng(1)
+    words: dict[str, int] = {}
+    while len(words) < WORDS:
+        letters = rng.integers(97, 123, int(rng.integers(2, 8))).astype(np.uint8).tobytes().decode()
+        words.setdefault(("\u0120" if rng.random() < 0.5 else "") + letters, len(words))
+    model = {"type": "WordLevel", "vocab": words, "unk_token": "aa"}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+    return TokenDecoder(json.dumps({"version": "1.0", "added_tokens": [], "model": model, "decoder": byte_level}))
+
+
+def delivered(batch: int, k: int, text: TokenDecoder | None, stops: tuple[str, ...]) -> Iterator[float]:
+    """Seconds of each launch of an engine, the device's not counted, without end."""
+    config = EngineConfig(max_num_seqs=batch, max_num_batched_tokens=max(2048, batch * (k + 1)))
+    scheduler = Scheduler(
+        max_num_seqs=batch,
+        max_model_len=PROMPT + OUTPUT,
+        num_blocks=batch * ((PROMPT + OUTPUT) // BLOCK_SIZE + 2),
+        block_size=BLOCK_SIZE,
+        max_num_batched_tokens=max(2048, batch * (k + 1)),
+        num_speculative_tokens=k,
+        drafter=CachedDrafter(max_model_len=PROMPT + OUTPUT, cost_ratio=0.05),
+    )
+    limits = RequestLimits(max_model_len=PROMPT + OUTPUT, vocab_size=WORDS, num_speculative_tokens=k, eos_token_ids=())
+    device = Device(batch, k)
+    parts = EngineParts(config, None, limits, scheduler, Ring(scheduler, k, 1, pinned=False), device)  # type: ignore
+    engine = Engine(parts)
+    next_id, missing = 0, batch
+    while True:
+        for _ in range(missing):
+            length = limit(next_id) - PROMPT
+            params = SamplingParams(
+                temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=text is not None, stop=stops or None
+            )
+            engine.add_request(Request(next_id, prompt(next_id), params, decoder=text, num_speculative_tokens=k))
+            next_id += 1
+        device.seconds = 0.0
+        start = time.perf_counter()
+        touched = engine.step()
+        seconds = time.perf_counter() - start - device.seconds
+        missing = sum(request.finished for request in touched)
+        yield seconds
+
+
 def plain_python(batch: int, k: int) -> Iterator[float]:
     """Seconds of each launch of the scheduler in plain Python, without end."""
     scheduler = PythonScheduler(
@@ -124,9 +221,15 @@ def main() -> None:
     parser.add_argument("--launches", type=int, default=1000)
     parser.add_argument("--turn", type=int, default=50, help="launches of one before the other's turn")
     args = parser.parse_args()
-    rows = []
+    rows, words = [], decoder()
     for batch in args.batch:
-        contestants = {"rust": rust(batch, args.k), "python": plain_python(batch, args.k)}
+        contestants = {
+            "rust": rust(batch, args.k),
+            "python": plain_python(batch, args.k),
+            "delivered": delivered(batch, args.k, None, ()),
+            "delivered_text": delivered(batch, args.k, words, ()),
+            "delivered_4_stops": delivered(batch, args.k, words, STOPS),
+        }
         times: dict[str, list[float]] = {name: [] for name in contestants}
         for contestant in contestants.values():
             for _ in range(200):  # past the prompts, rows at different lengths
@@ -140,7 +243,10 @@ def main() -> None:
             row[f"{name}_us"] = {"p10": round(cut[0], 1), "median": round(cut[4], 1), "p90": round(cut[8], 1)}
         row["ratio"] = round(cuts["python"][4] / cuts["rust"][4], 1)
         rows.append(row)
-    what = f"plan + settle through Python, K = {args.k}, microseconds a launch"
+    what = (
+        f"plan + settle through Python (rust, python), and plan to delivered (delivered*), K = {args.k}, "
+        "microseconds a launch"
+    )
     print(json.dumps({"what": what, "python": platform.python_version(), "results": rows}, indent=2))
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
+    "FINISH_ABORT",
     "FINISH_ERROR",
     "FINISH_LENGTH",
     "FINISH_NONE",
@@ -50,9 +51,12 @@ __all__ = [
     "InvalidConfigError",
     "InvalidRequestError",
     "InvalidResultsError",
+    "InvalidTokenizerError",
     "NgramProposer",
     "NotRunningError",
     "OutOfBlocksError",
+    "Output",
+    "Outputs",
     "RequestSampling",
     "RequestView",
     "Sampler",
@@ -61,6 +65,7 @@ __all__ = [
     "SlotMapper",
     "SpecrsError",
     "SpeculationPlanner",
+    "TokenDecoder",
     "UnknownRequestError",
     "philox_gumbel",
     "philox_uniform",
@@ -102,6 +107,8 @@ FINISH_STOP: Final[int]
 """Finish reason: a stop token, which is the last token delivered."""
 FINISH_LENGTH: Final[int]
 """Finish reason: the request reached its limit."""
+FINISH_ABORT: Final[int]
+"""Finish reason of an `Output`: ended by the caller. `settle` never writes it."""
 FINISH_ERROR: Final[int]
 """Finish reason: a fault on the device."""
 
@@ -152,6 +159,9 @@ class InvalidResultsError(SpecrsError):
 
 class IntegrityError(SpecrsError):
     """The books of the core contradict each other: a bug in specrs."""
+
+class InvalidTokenizerError(SpecrsError):
+    """A tokenizer cannot be read, or fails on tokens."""
 
 @final
 class CachedDrafter:
@@ -648,6 +658,174 @@ class AllBlocksCleared:
 
     What follows is true again; blocks stored before may still be cached then, but no event will say so.
     """
+
+@final
+class TokenDecoder:
+    """Token ids to text, by a tokenizer's own decoder. One serves all requests, in any thread."""
+
+    def __new__(cls, json: str) -> TokenDecoder:
+        """From `tokenizers.Tokenizer.to_str()`, the content of tokenizer.json; its normalizer, pre-tokenizer and merges
+        do not matter.
+
+        Raises:
+            InvalidTokenizerError: it cannot be read.
+        """
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`, all at once. Raises InvalidTokenizerError if the decoder fails on them."""
+
+@final
+class Output:
+    """What one request has produced: tokens, text as it comes, acceptance books, times, its end.
+
+    Text is what decoding all ids at once gives, except that a stop string ends it, and that the end of a stream of
+    bytes which are no text may differ in its number of replacement characters. Bytes of an unfinished character are
+    held back until it is complete, or until `finish`.
+
+    A stop string counts if the token that completes it is at 0-based output index `min_tokens` or later. Where one
+    token completes several, the one that ends first counts; among those, the longest.
+    """
+
+    def __new__(
+        cls,
+        request_id: int,
+        prompt_token_ids: Sequence[int],
+        *,
+        num_speculative_tokens: int = 0,
+        decoder: TokenDecoder | None = None,
+        skip_special_tokens: bool = True,
+        stop: Sequence[str] = [],
+        include_stop_str_in_output: bool = False,
+        min_tokens: int = 0,
+    ) -> Output:
+        """An output that has nothing yet.
+
+        Args:
+            request_id: its request's, in the scheduler.
+            prompt_token_ids: the last few are context for the decoder; their text is not part of the output.
+            num_speculative_tokens: K of the acceptance books, 0 to 1024.
+            decoder: None for tokens without text.
+            skip_special_tokens: whether special tokens have no text.
+            stop: stop strings, none empty.
+            include_stop_str_in_output: whether the stop string or stop token that ends the text is part of it.
+            min_tokens: output tokens before which stop strings do not count.
+
+        Raises:
+            InvalidConfigError, InvalidRequestError: a setting outside its range.
+            InvalidTokenizerError: the prompt cannot be decoded.
+        """
+
+    @property
+    def request_id(self) -> int:
+        """The request's id."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens so far."""
+
+    def token_ids(self, start: int = 0) -> list[int]:
+        """Output tokens from index `start` on."""
+
+    @property
+    def text(self) -> str:
+        """All text so far; ends before a stop string, or behind it with `include_stop_str_in_output`."""
+
+    @property
+    def stable_text(self) -> str:
+        """The part of `text` that no further token can take back: a possible beginning of a stop string is left out."""
+
+    @property
+    def finish_reason(self) -> int | None:
+        """`FINISH_*`; None while it has not ended."""
+
+    @property
+    def finish_time(self) -> float | None:
+        """`now` of its end."""
+
+    @property
+    def error(self) -> str | None:
+        """Why, where a launch or the decoder ended it with `FINISH_ERROR`."""
+
+    @property
+    def stop(self) -> int | None:
+        """Index of the stop string that ended it."""
+
+    @property
+    def first_token_time(self) -> float | None:
+        """`now` of its first token."""
+
+    def acceptance(self) -> AcceptanceTracker:
+        """A copy of its acceptance books."""
+
+    def record(self, drafted: int, accepted: int) -> None:
+        """Count one draft in its acceptance books. Mutates.
+
+        Raises:
+            InvalidAcceptanceError: impossible counts.
+        """
+
+    def append(self, token_ids: Sequence[int], *, ended_by_token: bool = False, now: float = 0.0) -> tuple[int, bool]:
+        """Take new tokens; how many were taken, and whether a stop string ended the text among them. Mutates.
+
+        Tokens behind the one that completes a stop string are not taken. With `ended_by_token` the last one is a stop
+        token: an output token, but no text unless `include_stop_str_in_output`.
+
+        Raises:
+            InvalidTokenizerError: their text cannot be decoded; none is taken.
+        """
+
+    def finish(self, reason: int, *, now: float = 0.0) -> None:
+        """End it: bytes held back become replacement characters, but not after an error. Mutates.
+
+        The first end counts, and `FINISH_ERROR` over any other.
+
+        Raises:
+            InvalidRequestError: `reason` is no end.
+        """
+
+@final
+class Outputs:
+    """The outputs of all requests that run: one call settles a launch and hands it to its requests."""
+
+    def __new__(cls) -> Outputs:
+        """No outputs."""
+
+    def add(self, output: Output) -> None:
+        """Take in a request's output, by its id. Mutates."""
+
+    def remove(self, request_id: int) -> bool:
+        """Give up a request that ended otherwise; whether it was there. Mutates."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens handed to requests since the start."""
+
+    def __len__(self) -> int:
+        """Requests that have not ended."""
+
+    def settle(
+        self,
+        scheduler: Scheduler,
+        launch_id: int,
+        results: NDArray[np.int64],
+        settled: NDArray[np.int64],
+        *,
+        now: float = 0.0,
+        fault: str | None = None,
+    ) -> None:
+        """`Scheduler.settle`, and all that follows for the outputs of its requests: tokens, text, stop strings, books,
+        ends. Releases the interpreter for the latter. Mutates.
+
+        In `settled`, `num_new` is then what each request kept, and `finish_reason` also tells of stop strings and of
+        text that cannot be decoded (`FINISH_ERROR`); requests that ended by those have left the scheduler, too.
+
+        Args:
+            now: the time, for `first_token_time` and `finish_time`.
+            fault: why the launch failed as a whole, for entries with flags.
+
+        Raises:
+            SettleOrderError, InvalidBufferError, InvalidResultsError: as `Scheduler.settle`; nothing has changed.
+        """
 
 @final
 class SpeculationPlanner:

@@ -5,6 +5,7 @@ the life of a request; the docstrings are in `_core.pyi`.
 """
 
 from ._core import (
+    FINISH_ABORT,
     FINISH_ERROR,
     FINISH_LENGTH,
     FINISH_NONE,
@@ -42,9 +43,12 @@ from ._core import (
     InvalidConfigError,
     InvalidRequestError,
     InvalidResultsError,
+    InvalidTokenizerError,
     NgramProposer,
     NotRunningError,
     OutOfBlocksError,
+    Output,
+    Outputs,
     RequestSampling,
     RequestView,
     Sampler,
@@ -53,12 +57,14 @@ from ._core import (
     SlotMapper,
     SpecrsError,
     SpeculationPlanner,
+    TokenDecoder,
     UnknownRequestError,
     philox_gumbel,
     philox_uniform,
 )
 
 __all__ = [
+    "FINISH_ABORT",
     "FINISH_ERROR",
     "FINISH_LENGTH",
     "FINISH_NONE",
@@ -96,9 +102,12 @@ __all__ = [
     "InvalidConfigError",
     "InvalidRequestError",
     "InvalidResultsError",
+    "InvalidTokenizerError",
     "NgramProposer",
     "NotRunningError",
     "OutOfBlocksError",
+    "Output",
+    "Outputs",
     "RequestSampling",
     "RequestView",
     "Sampler",
@@ -107,6 +116,7 @@ __all__ = [
     "SlotMapper",
     "SpecrsError",
     "SpeculationPlanner",
+    "TokenDecoder",
     "UnknownRequestError",
     "philox_gumbel",
     "philox_uniform",

@@ -336,7 +336,7 @@ def _priorities(priority: object, count: int) -> list[int]:
 
 def _counts(requests: Sequence[Request]) -> tuple[int, int]:
     """Output tokens so far, and requests that have ended."""
-    return sum(len(request.output_token_ids) for request in requests), sum(request.finished for request in requests)
+    return sum(request.num_output_tokens for request in requests), sum(request.finished for request in requests)
 
 
 def _progress_bar(use_tqdm: bool | Callable[..., Any], total: int) -> Any:
@@ -350,10 +350,11 @@ def _progress_bar(use_tqdm: bool | Callable[..., Any], total: int) -> Any:
 
 
 def _progress(requests: Sequence[Request], seconds: float) -> str:
-    tokens = sum(len(request.output_token_ids) for request in requests)
+    tokens = sum(request.num_output_tokens for request in requests)
     text = f"{tokens / max(seconds, 1e-9):.1f} tok/s"
-    drafts = sum(request.acceptance.drafts for request in requests)
+    books = [request.acceptance for request in requests]
+    drafts = sum(book.drafts for book in books)
     if drafts:
-        accepted = sum(request.acceptance.accepted_tokens for request in requests)
+        accepted = sum(book.accepted_tokens for book in books)
         text += f", acceptance length {1 + accepted / drafts:.2f}"
     return text

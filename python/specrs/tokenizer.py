@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specrs.chat_template import RENDER_ARGUMENTS, render
+from specrs.core import TokenDecoder
 from specrs.errors import (
     CheckpointError,
     InvalidRequestError,
@@ -57,6 +59,19 @@ class Tokenizer:
         # tokenizer.json may carry both; a prompt is refused when it is too long, never cut in silence
         self.backend.no_truncation()
         self.backend.no_padding()
+
+    @cached_property
+    def decoder(self) -> TokenDecoder:
+        """The decoding half, which the core's texts share; made when it is first asked for.
+
+        Raises `CheckpointError` for a decoder that is Python code, which has no JSON.
+        """
+        try:
+            return TokenDecoder(self.backend.to_str())
+        except Exception as fault:
+            raise CheckpointError(
+                f"tokenizer={short(self.source)}: its decoder could not be taken over: {_first_line(fault)}"
+            ) from fault
 
     @property
     def vocab_size(self) -> int:

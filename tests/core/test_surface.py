@@ -75,15 +75,19 @@ def test_the_classes_are_known() -> None:
         "CachedDrafter",
         "CostModel",
         "NgramProposer",
+        "Output",
+        "Outputs",
         "RequestSampling",
         "RequestView",
         "Sampler",
         "Scheduler",
         "SlotMapper",
         "SpeculationPlanner",
+        "TokenDecoder",
     ]
 
 
+TOKENIZER = '{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}'
 SEEN, EVENTS = seen_by_a_host()
 INSTANCES = [
     core.AcceptanceTracker(3),
@@ -95,12 +99,15 @@ INSTANCES = [
     core.CachedDrafter(max_model_len=8),
     core.CostModel([1], [0, 1], [[2.0, 3.0]]),
     core.NgramProposer(),
+    core.Output(0, [1]),
+    core.Outputs(),
     core.RequestSampling(),
     SEEN,
     core.Sampler(8),
     core.Scheduler(max_num_seqs=1, max_model_len=8, num_blocks=2, block_size=4, max_num_batched_tokens=4),
     core.SlotMapper(4),
     core.SpeculationPlanner(max_num_seqs=1, num_speculative_tokens=1, costs=core.CostModel([1], [0, 1], [[2.0, 3.0]])),
+    core.TokenDecoder(TOKENIZER),
 ]
 
 
@@ -138,8 +145,8 @@ def test_errors_form_one_tree(name: str) -> None:
 def test_constants() -> None:
     assert (core.PLAN_IDLE, core.PLAN_LAUNCH, core.PLAN_SETTLE_FIRST) == (0, 1, 2)
     assert (core.FLAG_TARGET_NON_FINITE, core.FLAG_DRAFT_NON_FINITE, core.FLAG_CAPACITY) == (1, 2, 4)
-    reasons = (core.FINISH_NONE, core.FINISH_STOP, core.FINISH_LENGTH, core.FINISH_ERROR)
-    assert reasons == (0, 1, 2, 4)
+    reasons = (core.FINISH_NONE, core.FINISH_STOP, core.FINISH_LENGTH, core.FINISH_ABORT, core.FINISH_ERROR)
+    assert reasons == (0, 1, 2, 3, 4)
     purposes = (core.PURPOSE_DRAFT, core.PURPOSE_ACCEPT, core.PURPOSE_RECOVER, core.PURPOSE_GUMBEL)
     assert purposes == (0, 1, 2, 3)
 
@@ -182,6 +189,7 @@ def bounds() -> list[tuple[str, str, int, int]]:
 
 
 VALID = {
+    "Output": {"request_id": 0, "prompt_token_ids": [1]},
     "Scheduler": {
         "max_num_seqs": 1, "max_model_len": 8, "num_blocks": 2, "block_size": 4, "max_num_batched_tokens": 4,
     },

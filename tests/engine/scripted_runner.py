@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-import numpy as np
+import torch
 from specrs.config import EngineConfig, SpeculativeConfig
 from specrs.core import FINISH_LENGTH, FINISH_NONE, CachedDrafter, Scheduler
 from specrs.engine.engine import Engine, EngineParts
@@ -10,6 +10,7 @@ from specrs.engine.request import Request
 from specrs.runner.extras import ExtrasLookup
 from specrs.runner.ring import Header, Ring, RingSlot
 from specrs.sampling import RequestLimits
+from specrs.verify.logprobs import TokenLogprobs
 
 VOCAB, K, MAX_MODEL_LEN, BLOCK_SIZE, EOS = 2048, 3, 64, 4, 0
 
@@ -29,7 +30,7 @@ def continuation(prompt: Sequence[int], count: int) -> list[int]:
 
 class ScriptedRunner:
     """Keeps every row's tokens and limit as a device would, from the record alone; accepts as many drafts as a row's
-    length says."""
+    length says, and reports -t as the log probability of token t."""
 
     drafter = kv_cache = None
 
@@ -37,9 +38,10 @@ class ScriptedRunner:
         self.num_target_passes = 0
         self.tokens: dict[int, list[int]] = {}
         self.limit: dict[int, int] = {}
+        self.admitted: dict[int, tuple[int, int]] = {}  # by row: request id, tokens
 
     def use_extras(self, lookup: ExtrasLookup) -> None:
-        pass
+        self.lookup = lookup
 
     def launch(self, slot: RingSlot, header: Header) -> None:
         record, results = slot.record_arrays, slot.results_arrays
@@ -52,21 +54,27 @@ class ScriptedRunner:
             row, length = int(record["admit_row"][i]), int(record["admit_num_tokens"][i])
             self.tokens[row] = record["upload_token"][at : at + length].tolist()
             self.limit[row] = int(record["admit_limit"][i])
+            self.admitted[row] = int(record["admit_request_id"][i]), length
             at += length
         for entry in range(header.num_decode + header.num_prefill):
             row, k = int(record["entry_row"][entry]), int(record["entry_k"][entry])
             prefill = entry - header.num_decode
             if prefill < 0 or record["chunk_is_last"][prefill]:
-                self._iterate(entry, row, k, results)
+                self._iterate(entry, row, k, slot)
         self.num_target_passes += 1
 
     def wait(self, slot: RingSlot) -> None:
         pass
 
-    def _iterate(self, entry: int, row: int, k: int, results: dict[str, np.ndarray]) -> None:
+    def _iterate(self, entry: int, row: int, k: int, slot: RingSlot) -> None:
+        results = slot.results_arrays
         tokens, limit = self.tokens[row], self.limit[row]
         if len(tokens) >= limit:
             return
+        request_id, before = self.admitted[row]
+        extras = self.lookup(request_id)
+        if extras is not None:
+            assert extras.matcher.num_accepted == len(tokens) - before, "a mask would be another text's"
         drafted = min(k, limit - len(tokens) - 1)
         accepted = min(drafted, len(tokens) % (K + 1))
         new = continuation(tokens, accepted + 1)
@@ -76,6 +84,9 @@ class ScriptedRunner:
         results["finish_reason"][entry] = FINISH_LENGTH if len(tokens) == limit else FINISH_NONE
         width = K + 1
         results["tokens"][entry * width : entry * width + len(new)] = new
+        values = -torch.tensor(new, dtype=torch.float32)
+        none = torch.empty(len(new), 0)
+        slot.logprobs[entry] = TokenLogprobs(values, torch.ones(len(new), dtype=torch.int64), none.long(), none)
 
 
 def make_engine(depth: int, *, num_blocks: int = 64, max_num_seqs: int = 3) -> Engine:

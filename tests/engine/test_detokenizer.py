@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from specrs.engine.detokenizer import IncrementalDetokenizer
+from specrs.core import FINISH_STOP, InvalidTokenizerError, Output, TokenDecoder
 from specrs.sampling import SamplingParams
 from specrs.tokenizer import Tokenizer
 from tokenizers import Tokenizer as Backend
@@ -15,6 +15,37 @@ from tokenizers import decoders, models
 from tokenizers.decoders import DecodeStream
 
 EMOJI = "🎉"
+
+
+class IncrementalDetokenizer:
+    """The text of an output, by itself."""
+
+    def __init__(self, tokenizer: Any, params: SamplingParams, prompt: list[int] | None = None) -> None:
+        self.stops = params.stop_strings
+        self.output = Output(
+            0,
+            prompt or [],
+            decoder=tokenizer.decoder,
+            skip_special_tokens=params.skip_special_tokens,
+            stop=list(self.stops),
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
+
+    @property
+    def text(self) -> str:
+        return self.output.text
+
+    @property
+    def stable_text(self) -> str:
+        return self.output.stable_text
+
+    def update(self, ids: list[int]) -> tuple[int, str | None]:
+        taken, _ = self.output.append(ids)
+        return taken, None if self.output.stop is None else self.stops[self.output.stop]
+
+    def finish(self) -> None:
+        self.output.finish(FINISH_STOP)
 
 
 def feed(detokenizer: IncrementalDetokenizer, ids: list[int], chunk: int) -> tuple[int, str | None]:
@@ -189,7 +220,7 @@ def test_held_back_text_is_given_out_at_the_end(tokenizer: Tokenizer) -> None:
 
 
 def fake(backend: Backend) -> Any:
-    return SimpleNamespace(backend=backend)
+    return SimpleNamespace(backend=backend, decoder=TokenDecoder(backend.to_str()))
 
 
 def test_decoder_that_takes_text_back() -> None:
@@ -222,3 +253,55 @@ def test_words_keep_their_space_behind_flushed_text() -> None:
     )
     assert whole_text(fake(backend), [3, 0, 1, 2, 3]) == "wA\ufffdx w"
     assert whole_text(fake(backend), [3, 4]) == "w \ufffd" == backend.decode([3, 4])
+
+
+def test_a_decoder_that_panics_is_an_error() -> None:
+    """The library's, on a token that is nothing but what it strips from both ends."""
+    backend = Backend(models.WordLevel({"▁": 0, "x": 1}, unk_token="x"))
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Strip(" ", 1, 1)])
+    detokenizer = IncrementalDetokenizer(fake(backend), SamplingParams())
+    assert detokenizer.update([1]) == (1, None)
+    with pytest.raises(InvalidTokenizerError, match="panicked"):
+        detokenizer.update([0])
+    assert detokenizer.output.token_ids() == [1]
+
+
+def test_what_is_no_tokenizer() -> None:
+    for json in ("", "{}", '{"model": {"type": "BPE"}}'):
+        with pytest.raises(InvalidTokenizerError, match="cannot be read"):
+            TokenDecoder(json)
+
+
+FAMILIES = {
+    "byte level": (["a", "Ġb", "Ġ", "Ã©", "Ã", "©", "ðŁĺ", "Ģ", "<e>"], decoders.ByteLevel()),
+    "metaspace": (["▁a", "b", "▁", "▁c", "é", "<e>"], decoders.Metaspace()),
+    "llama 2": (
+        ["▁a", "b", "▁", "<0xC3>", "<0xA9>", "<0x41>", "▁\ufffd", "<e>"],
+        decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        ),
+    ),
+    "word pieces": (["a", "##b", "c", ".", "<e>"], decoders.WordPiece()),
+    "suffixes": (["a</w>", "b", "c</w>", "<e>"], decoders.BPEDecoder()),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@given(data=st.data())
+def test_text_is_that_of_the_librarys_own_stream(family: str, data: st.DataObject) -> None:
+    """Each token's own text, kept, against a stream of Python's package that sees all tokens one by one."""
+    words, decoder = FAMILIES[family]
+    backend = Backend(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<e>"))
+    backend.decoder = decoder
+    backend.add_special_tokens(["<e>"])
+    skip = data.draw(st.booleans())
+    ids = data.draw(st.lists(st.integers(0, len(words) - 1), max_size=24))
+    stream, text = DecodeStream(skip_special_tokens=skip), ""
+    for token_id in ids:
+        try:
+            text += stream.step(backend, token_id) or ""
+        except Exception:  # it takes text back: the other tests'
+            return
+    detokenizer = IncrementalDetokenizer(fake(backend), SamplingParams(skip_special_tokens=skip))
+    detokenizer.update(ids)
+    assert detokenizer.text == text

@@ -2,15 +2,19 @@
 
 import pytest
 import torch
-from specrs.core import DuplicateRequestError, InvalidRequestError, UnknownRequestError
+from specrs.core import DuplicateRequestError, InvalidRequestError, TokenDecoder, UnknownRequestError
 from specrs.engine.engine import Engine
+from specrs.engine.request import Request
 from specrs.errors import EngineError
 from specrs.models.base import HiddenStates, Model
 from specrs.models.dense import Dense
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
+from specrs.sampling import SamplingParams
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
 
-from engine.harness import Bank, assert_idle, make_engine, request, run
+from engine.harness import VOCAB, Bank, assert_idle, make_engine, request, run
 
 
 def poison_request(engine: Engine, monkeypatch: pytest.MonkeyPatch, marker: int, model: Model | None) -> None:
@@ -158,32 +162,24 @@ def test_a_refused_request_leaves_nothing_behind(bank: Bank) -> None:
     assert_idle(engine)
 
 
-class Unreadable:
-    """A detokenizer that fails at the third token."""
-
-    text = stable_text = ""
-
-    def __init__(self) -> None:
-        self.taken = 0
-
-    def update(self, token_ids: list[int]) -> tuple[int, None]:
-        self.taken += len(token_ids)
-        if self.taken > 2:
-            raise ValueError("no such character")
-        return len(token_ids), None
-
-    def finish(self) -> None:
-        raise ValueError("no such character")
-
-
 @pytest.mark.parametrize("depth", [1, 2])
 def test_an_output_that_cannot_be_read_ends_its_request_alone(bank: Bank, depth: int) -> None:
+    """The library's decoder panics on a token that is nothing but what it strips from both ends."""
+    bad = bank.continuations[1][2]
+    words = {(" " if i == bad else f"w{i}"): i for i in range(VOCAB)}
+    backend = Backend(models.WordLevel(words, unk_token="w0"))
+    backend.decoder = decoders.Sequence([decoders.Strip(" ", 1, 1)])
+    decoder = TokenDecoder(backend.to_str())
     engine = make_engine(bank.target, bank.drafts["close"], k=3, launch_depth=depth)
-    jobs = [request(i, bank.prompts[i], k=3, max_tokens=20, engine_k=3, ignore_eos=True) for i in range(3)]
-    jobs[1]._detokenizer = Unreadable()  # type: ignore[assignment]
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    jobs = [
+        Request(i, bank.prompts[i], params, decoder=decoder if i == 1 else None, num_speculative_tokens=3)
+        for i in range(3)
+    ]
     for job in jobs:
         engine.add_request(job)
     run(engine)
+    assert jobs[1].finish_reason == "error"
     assert isinstance(jobs[1].error, EngineError)
     assert "request 1: its output could not be read" in str(jobs[1].error)
     for i in (0, 2):

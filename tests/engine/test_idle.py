@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from specrs import LLM, AsyncLLM, SamplingParams
-from specrs.core import IntegrityError, Scheduler
+from specrs.core import IntegrityError, Outputs, Scheduler
 from specrs.engine.engine import Engine
 from specrs.errors import EngineDeadError
 
@@ -34,10 +34,24 @@ class Checked:
             raise IntegrityError("block 3 is in no list")
 
 
+class Unwrapping:
+    """Outputs that settle with the scheduler behind a `Checked`."""
+
+    def __init__(self, outputs: Outputs) -> None:
+        self.outputs = outputs
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.outputs, name)
+
+    def settle(self, scheduler: Any, *arguments: Any, **more: Any) -> None:
+        self.outputs.settle(scheduler.scheduler, *arguments, **more)
+
+
 @pytest.fixture(params=[1, 2])
 def engine(request: pytest.FixtureRequest) -> Engine:
     made = make_engine(request.param)
     made.scheduler = Checked(made.scheduler)  # type: ignore[assignment]
+    made.outputs = Unwrapping(made.outputs)  # type: ignore[assignment]
     return made
 
 

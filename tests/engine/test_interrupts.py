@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from specrs import LLM
-from specrs.engine.detokenizer import IncrementalDetokenizer
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
 from specrs.errors import UnknownRequestError
@@ -57,10 +56,27 @@ def interrupt_at(*counts: int) -> Iterator[None]:
         sys.settrace(before)
 
 
+class Anything:
+    """A grammar that allows every text, and its matcher: counts what it has accepted."""
+
+    error = None
+
+    def __init__(self) -> None:
+        self.num_accepted = 0
+
+    def matcher(self, stop_ids: object) -> Any:
+        return self
+
+    def accept(self, token: int) -> bool:
+        self.num_accepted += 1
+        return True
+
+
 class Session:
     """Some requests on an engine that has served others: added, stepped, one aborted, the rest run to their end."""
 
-    def __init__(self, depth: int, tokenizer: Tokenizer) -> None:
+    def __init__(self, depth: int, tokenizer: Tokenizer, structured: bool = False) -> None:
+        self.structured = structured
         self.engine: Engine = make_engine(depth)
         self.tokenizer = tokenizer
         self.next_id = 0
@@ -70,8 +86,7 @@ class Session:
         self.next_id += 1
         # every other prompt is known already: prefix hits
         prompt = [1 + (self.next_id // 2 * 37 + i) % 250 for i in range(length)]
-        text = IncrementalDetokenizer(self.tokenizer, params, prompt)
-        return Request(self.next_id, prompt, params, detokenizer=text, num_speculative_tokens=3)
+        return Request(self.next_id, prompt, params, decoder=self.tokenizer.decoder, num_speculative_tokens=3)
 
     def run(self, requests: list[Request]) -> None:
         for request in requests:
@@ -82,7 +97,10 @@ class Session:
             self.engine.step()
 
     def requests(self) -> list[Request]:
-        return [self.request(9, 6), self.request(5, 4, stop=["never"]), self.request(3, 3)]
+        made = [self.request(9, 6), self.request(5, 4, stop=["never"]), self.request(3, 3, logprobs=0)]
+        if self.structured:
+            made[1].grammar = Anything()  # type: ignore[assignment]
+        return made
 
     def end(self, requests: list[Request]) -> None:
         """What a caller does after an interrupt."""
@@ -98,15 +116,17 @@ class Session:
         assert not self.engine.requests
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("again", [False, True])
-def test_an_interrupt_at_any_instruction(depth: int, again: bool, tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize(
+    ("depth", "structured", "again"),
+    [(1, False, False), (2, False, False), (2, True, False), (1, False, True), (2, True, True)],
+)
+def test_an_interrupt_at_any_instruction(depth: int, structured: bool, again: bool, tokenizer: Tokenizer) -> None:
     """With `again`, a second one comes while the engine tidies up after the first, or soon after."""
-    session = Session(depth, tokenizer)
+    session = Session(depth, tokenizer, structured)
     interrupts, at = 0, 0
     while True:
         requests = session.requests()
-        at += 5 if again else 1
+        at += 3 if again else 1
         interrupted = False
         try:
             with interrupt_at(at, at + 1 + at % 97 if again else at):
@@ -122,8 +142,9 @@ def test_an_interrupt_at_any_instruction(depth: int, again: bool, tokenizer: Tok
         session.check()
         for request in requests:
             expected = told(request)
-            if request.finish_reason != "error":  # those of the launch that was cut short
-                assert request.output_token_ids == expected[: len(request.output_token_ids)], at
+            assert request.output_token_ids == expected[: len(request.output_token_ids)], at
+            if request.logprobs is not None:
+                assert [one.logprob for one in request.logprobs] == [-token for token in request.output_token_ids], at
             if request.finish_reason == "length":
                 assert request.output_token_ids == expected, at
                 assert request.text == session.tokenizer.decode(expected)

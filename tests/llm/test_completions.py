@@ -124,7 +124,7 @@ def test_no_parameters_are_the_defaults(llm: LLM, engine: ScriptedEngine) -> Non
 def test_metrics_are_sums_over_completions(llm: LLM, engine: ScriptedEngine) -> None:
     def record(running: ScriptedEngine) -> None:
         for request in running.live.values():
-            request.acceptance.record(4, request.request_id % 2)
+            request.output.record(4, request.request_id % 2)
 
     engine.before_step = record
     engine.script = by_seed

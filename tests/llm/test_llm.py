@@ -377,7 +377,7 @@ def test_progress(llm: LLM, engine: ScriptedEngine) -> None:
 
     def record(running: ScriptedEngine) -> None:
         for request in running.live.values():
-            request.acceptance.record(4, 3)
+            request.output.record(4, 3)
 
     engine.before_step = record
     llm.generate(["a", "", "b"], GREEDY, use_tqdm=make)
@@ -400,7 +400,7 @@ def test_real_progress_bar(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None
 def test_metrics_of_a_request(llm: LLM, engine: ScriptedEngine) -> None:
     def record(running: ScriptedEngine) -> None:
         for request in running.live.values():
-            request.acceptance.record(4, running.num_steps % 2 * 4)
+            request.output.record(4, running.num_steps % 2 * 4)
 
     engine.before_step = record
     (output,) = llm.generate("a", GREEDY, use_tqdm=False)

@@ -5,21 +5,18 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from specrs.config import EngineConfig
 from specrs.core import (
-    FINISH_ERROR,
-    FINISH_LENGTH,
-    FINISH_STOP,
-    FLAG_CAPACITY,
+    FINISH_NONE,
     FLAG_TARGET_NON_FINITE,
     PLAN_LAUNCH,
+    Outputs,
     Scheduler,
     SpeculationPlanner,
 )
@@ -37,12 +34,6 @@ from specrs.verify.logprobs import TokenLogprobs
 
 Watch = Callable[[RingSlot, Header, float], None]
 """Told of every launch that settled: its slot, its header, and the milliseconds that it took."""
-
-_REASONS = {
-    FINISH_STOP: FinishReason.STOP,
-    FINISH_LENGTH: FinishReason.LENGTH,
-    FINISH_ERROR: FinishReason.ERROR,
-}
 
 
 class Runner(Protocol):
@@ -100,7 +91,9 @@ class Engine:
         self.runner = parts.runner
         self.planner: SpeculationPlanner | None = None
         self.watch: Watch | None = None
+        self.outputs = Outputs()
         self.requests: dict[int, Request] = {}
+        self._reporting: dict[int, Request] = {}  # those of them with a grammar, or with log probabilities to report
         self._settled_at = 0.0
         self._checked_at = 0  # launches when the books were last checked
         self._check_after = 0.0  # by time.perf_counter
@@ -147,6 +140,9 @@ class Engine:
         request.synthetic = self.config.synthetic
         request.stop_token_ids = bounds.stop_token_ids
         request.eos_token_ids = frozenset() if params.ignore_eos else frozenset(self.limits.eos_token_ids)
+        self.outputs.add(request.output)
+        if matcher is not None or request.logprobs is not None or request.prompt_logprobs is not None:
+            self._reporting[request.request_id] = request
         self.requests[request.request_id] = request
         self._prompt_tokens += len(request.prompt_token_ids)
 
@@ -163,8 +159,7 @@ class Engine:
         """
         self._mend()
         self.scheduler.abort(request_id)
-        self.requests[request_id].finish(FinishReason.ABORT)
-        del self.requests[request_id]
+        self._end(request_id, FinishReason.ABORT)
 
     def has_unfinished(self) -> bool:
         """Whether a request waits or runs, or a launch is in flight."""
@@ -216,8 +211,8 @@ class Engine:
             draft_passes=0 if self.drafter is None else self.drafter.num_passes,
             target_passes=self.runner.num_target_passes,
             prompt_tokens=self._prompt_tokens,
-            generation_tokens=self._generation_tokens,
-            num_cached_tokens=self._cached_tokens,
+            generation_tokens=self.outputs.num_tokens - self._generation_tokens_before,
+            num_cached_tokens=self.scheduler.num_cached_tokens - self._cached_tokens_before,
             num_preemptions=self.scheduler.num_preemptions - self._preemptions_before,
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_waiting,
@@ -229,7 +224,9 @@ class Engine:
         """Start counting anew; requests that run keep their own figures."""
         self._books_before = self.scheduler.acceptance()
         self._preemptions_before = self.scheduler.num_preemptions
-        self._prompt_tokens = self._generation_tokens = self._cached_tokens = 0
+        self._prompt_tokens = 0
+        self._cached_tokens_before = self.scheduler.num_cached_tokens
+        self._generation_tokens_before = self.outputs.num_tokens
         self.runner.num_target_passes = 0
         if self.drafter is not None:
             self.drafter.num_passes = 0
@@ -240,7 +237,7 @@ class Engine:
 
     def _depth(self) -> int:
         """Launches in flight: one while a grammar needs the settled tokens before it can mask the next."""
-        return 1 if any(request.matcher for request in self.requests.values()) else self.depth
+        return 1 if any(request.matcher for request in self._reporting.values()) else self.depth
 
     def _advance(self) -> list[Request]:
         scheduler = self.scheduler
@@ -262,7 +259,6 @@ class Engine:
             # A preempted request is admitted again, and finds what it computed itself.
             if request.num_cached_tokens is None:
                 request.num_cached_tokens = num_cached
-                self._cached_tokens += num_cached
         self.runner.launch(slot, header)
         slot.executed = header.launch_id
 
@@ -284,97 +280,109 @@ class Engine:
             return
         error = EngineError("the launch was interrupted" if fault is None else f"the launch failed: {fault!r}")
         live = set(scheduler.request_ids())
-        for request_id in live - self.requests.keys():
-            scheduler.abort(request_id)
         if not delivered:
-            for request_id in last.settled_arrays["request_id"].tolist():
-                self._end(request_id, FinishReason.ERROR, error)
+            # Tokens and text have been delivered. Log probabilities are told again, a grammar cannot be.
+            for request in self._report(last, whole=last.executed == in_flight.start - 1, accept=False):
+                if request.matcher is not None:
+                    self._end(request.request_id, FinishReason.ERROR, error)
             last.delivered = in_flight.start - 1
-        for request_id in self.requests.keys() - live:
+        for request_id in (self.requests.keys() ^ live) | (self._reporting.keys() - live):
             self._end(request_id, FinishReason.ABORT)
         while scheduler.num_in_flight:
             self._settle(error)
 
     def _end(self, request_id: int, reason: FinishReason, error: SpecrsError | None = None) -> None:
         """End a request that may live only here or only in the scheduler, or not at all."""
+        self.outputs.remove(request_id)
+        self._reporting.pop(request_id, None)
+        request = self.requests.get(request_id)
+        if request is not None:
+            request.finish(reason, error)
+        # These two the last: `_mend` compares them.
         with contextlib.suppress(UnknownRequestError):
             self.scheduler.abort(request_id)
-        if request_id in self.requests:
-            self.requests[request_id].finish(reason, error)
-            del self.requests[request_id]
+        self.requests.pop(request_id, None)
 
     def _settle(self, fault: SpecrsError | None = None) -> list[Request]:
         """Settle the oldest launch in flight; the requests that got tokens or ended.
 
-        One that was not executed as a whole ends its requests with `fault`.
+        One that was not executed as a whole ends its requests because of `fault`.
         """
         launch_id = self._in_flight().start
         slot = self.ring.slot(launch_id)
-        header = slot.header()
-        count = header.num_decode + header.num_prefill
-        if slot.executed == launch_id:
-            self.runner.wait(slot)
-            flat, results, fault = slot.results, slot.results_arrays, None
+        whole = slot.executed == launch_id
+        if whole:
+            try:
+                self.runner.wait(slot)
+            except Exception:
+                slot.executed = -1  # nothing of it can be used
+                raise
+            results, told = slot.results, None
         else:
             # In a buffer of its own: a device may still be writing to the slot's.
-            flat = np.zeros_like(slot.results)
-            results = section_arrays(flat, self.scheduler.results_layout())
-            results["flags"].fill(FLAG_TARGET_NON_FINITE)
-        self.scheduler.settle(launch_id, flat, slot.settled)
+            results, told = np.zeros_like(slot.results), str(fault)
+            section_arrays(results, self.scheduler.results_layout())["flags"].fill(FLAG_TARGET_NON_FINITE)
+        # One call, so that an interrupt finds the launch delivered or not settled.
+        self.outputs.settle(self.scheduler, launch_id, results, slot.settled, now=time.monotonic(), fault=told)
         # Beside another launch in flight this one began when the one before it ended.
         begun, self._settled_at = max(slot.started, self._settled_at), time.perf_counter()
-        touched = self._deliver_all(slot, count, results, fault)
+        header = slot.header()
+        touched = self._touched(slot, header.num_decode + header.num_prefill)
+        if self._reporting or slot.prompt_logprobs:
+            self._report(slot, whole=whole)
+        for request in touched:
+            if request.request_id in self._reporting and request.finished:
+                del self._reporting[request.request_id]
         slot.delivered = launch_id
-        if self.watch is not None and slot.executed == launch_id:
+        if self.watch is not None and whole:
             self.watch(slot, header, 1e3 * (self._settled_at - begun))
         return touched
 
-    def _deliver_all(
-        self, slot: RingSlot, count: int, results: Mapping[str, NDArray[np.int64]], fault: SpecrsError | None
-    ) -> list[Request]:
-        """Hand what settled to its requests: `count` entries."""
-        touched = []
-        if fault is None:
-            for request_id, first, values in slot.prompt_logprobs:
-                if request_id in self.requests:
-                    _record_prompt(self.requests[request_id], first, values)
-        settled, width = slot.settled_arrays, self.num_speculative_tokens + 1
-        tokens = results["tokens"][: count * width].tolist()
-        for entry, (request_id, num_new, reason, drafted, accepted) in enumerate(
-            zip(
-                settled["request_id"][:count].tolist(),
-                settled["num_new"][:count].tolist(),
-                settled["finish_reason"][:count].tolist(),
-                results["num_drafted"][:count].tolist(),
-                results["num_accepted"][:count].tolist(),
-                strict=True,
-            )
+    def _touched(self, slot: RingSlot, count: int) -> list[Request]:
+        """The requests that got tokens or ended in a launch of `count` entries; forgets those that ended."""
+        settled, requests, touched = slot.settled_arrays, self.requests, []
+        for request_id, num_new, reason in zip(
+            settled["request_id"][:count].tolist(),
+            settled["num_new"][:count].tolist(),
+            settled["finish_reason"][:count].tolist(),
+            strict=True,
         ):
-            if request_id < 0:
-                continue
-            request = self.requests[request_id]
-            if drafted:
-                request.acceptance.record(drafted, accepted)
-            new = tokens[entry * width : entry * width + num_new]
-            stopped, error = False, None
-            try:
-                stopped = self._deliver(request, new, slot.logprobs.get(entry), ended_by_token=reason == FINISH_STOP)
-            except Exception as broken:  # whatever a tokenizer makes of these ids: the engine is not at fault
-                error = EngineError(f"request {request_id}: its output could not be read: {broken!r}")
-            if error is None and request.matcher is not None and request.matcher.error:
-                error = EngineError(f"request {request_id}: its grammar gave up: {request.matcher.error}")
-            if (stopped or error) and not reason:
-                self.scheduler.abort(request_id)
-            if error is not None:
-                request.finish(FinishReason.ERROR, error)
-                del self.requests[request_id]
-            elif stopped or reason:
-                cause = fault or (_error(int(results["flags"][entry]), request) if reason == FINISH_ERROR else None)
-                request.finish(FinishReason.STOP if stopped else _REASONS[reason], cause)
-                del self.requests[request_id]
-            if num_new or request.finished:
-                touched.append(request)
+            if request_id >= 0 and (num_new or reason != FINISH_NONE):
+                touched.append(requests[request_id])
+                if reason != FINISH_NONE:
+                    del requests[request_id]
         return touched
+
+    def _report(self, slot: RingSlot, *, whole: bool, accept: bool = True) -> list[Request]:
+        """Give log probabilities to the requests of a settled launch that want them, and tokens to their grammars.
+
+        A grammar that gives up ends its request. May be repeated for a launch, with `accept` once. Returns them.
+        """
+        reported = []
+        if whole:
+            for request_id, first, values in slot.prompt_logprobs:
+                if request_id in self._reporting:
+                    _record_prompt(self._reporting[request_id], first, values)
+        settled = slot.settled_arrays
+        for entry, request_id in enumerate(settled["request_id"].tolist()):
+            if request_id not in self._reporting:
+                continue
+            request = self._reporting[request_id]
+            reported.append(request)
+            tokens = request.output_token_ids
+            before = len(tokens) - int(settled["num_new"][entry])
+            if whole and request.logprobs is not None and entry in slot.logprobs:
+                found = token_entries(slot.logprobs[entry], tokens[before:], request.params.logprobs)
+                request.logprobs[before:] = found
+            matcher = request.matcher
+            if matcher is not None and accept:
+                for token in tokens[before:]:
+                    matcher.accept(token)
+                if matcher.error:
+                    error = EngineError(f"request {request_id}: its grammar gave up: {matcher.error}")
+                    request.finish(FinishReason.ERROR, error)
+                    self._end(request_id, FinishReason.ERROR, error)
+        return reported
 
     def _learn(self, slot: RingSlot, header: Header, ms: float) -> None:
         """Tell the planner what became of a launch."""
@@ -388,21 +396,6 @@ class Engine:
             results["num_accepted"][:count],
             None if header.num_prefill or header.num_draft_chunks else ms,
         )
-
-    def _deliver(
-        self, request: Request, tokens: list[int], logprobs: TokenLogprobs | None, *, ended_by_token: bool
-    ) -> bool:
-        """Hand settled tokens to their request; whether a stop string ended it."""
-        before = len(request.output_token_ids)
-        stopped = request.append(tokens, ended_by_token=ended_by_token)
-        kept = request.output_token_ids[before:]
-        self._generation_tokens += len(kept)
-        if request.matcher is not None:
-            for token in kept:
-                request.matcher.accept(token)
-        if request.logprobs is not None and logprobs is not None:
-            request.logprobs += token_entries(logprobs, kept, request.params.logprobs)
-        return stopped
 
 
 def _cache_salt(request: Request) -> bytes:
@@ -419,15 +412,3 @@ def _record_prompt(request: Request, first: int, values: TokenLogprobs) -> None:
         return
     tokens = request.prompt_token_ids[first : first + len(values.value)]
     known += token_entries(values, tokens, request.params.prompt_logprobs)[len(known) - first :]
-
-
-def _error(flags: int, request: Request) -> SpecrsError:
-    if flags & FLAG_CAPACITY:
-        return EngineError(
-            f"request {request.request_id}: a position lay beyond its KV blocks; its launch wrote nothing there"
-        )
-    position = len(request.prompt_token_ids) + len(request.output_token_ids)
-    return EngineError(
-        f"request {request.request_id}: the target's logits at position {position} are not finite "
-        "(NaN or infinity), or no token is allowed there"
-    )

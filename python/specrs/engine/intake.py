@@ -11,7 +11,6 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING
 
-from specrs.engine.detokenizer import IncrementalDetokenizer
 from specrs.engine.output_builder import TokenTexts
 from specrs.engine.request import Request
 from specrs.errors import invalid_request
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Intake:
-    """Numbers prompts and requests, and gives each request its seed, its detokenizer and its bad words."""
+    """Numbers prompts and requests, and gives each request its seed, its decoder and its bad words."""
 
     def __init__(self, tokenizer: Tokenizer | None, limits: RequestLimits, seed: int) -> None:
         """`seed` is the engine's. Without a tokenizer, prompts are ids and texts are empty."""
@@ -66,15 +65,12 @@ class Intake:
             bad_words = tokenize_bad_words(params.bad_words, encode, limits.vocab_size)
         requests = []
         for i in range(params.n):
-            detokenizer = None
-            if tokenizer is not None and params.detokenize:
-                detokenizer = IncrementalDetokenizer(tokenizer, params, prompt.token_ids)
             request = Request(
                 self.next_request_id(),
                 prompt.token_ids,
                 params,
                 prompt=prompt.text,
-                detokenizer=detokenizer,
+                decoder=tokenizer.decoder if tokenizer is not None and params.detokenize else None,
                 num_speculative_tokens=limits.num_speculative_tokens,
                 priority=priority,
                 cache_salt=prompt.cache_salt,

@@ -40,7 +40,7 @@ def metrics(requests: Sequence[Request]) -> RequestMetrics:
         acceptance_histogram=[sum(counts) for counts in zip(*(book.histogram for book in books), strict=True)],
         synthetic_acceptance=requests[0].synthetic,
         num_cached_tokens=sum(request.num_cached_tokens or 0 for request in requests),
-        num_generated_tokens=sum(len(request.output_token_ids) for request in requests),
+        num_generated_tokens=sum(request.num_output_tokens for request in requests),
         arrival_time=requests[0].arrival_time,
         first_token_time=min(started, default=None),
         finish_time=max(ended) if len(ended) == len(requests) else None,

@@ -1,4 +1,4 @@
-"""One request: its prompt, its parameters, what it has produced. Schedules nothing and holds no tensors."""
+"""One request: prompt, parameters, and its output, which the core keeps. Schedules nothing and holds no tensors."""
 
 from __future__ import annotations
 
@@ -9,9 +9,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specrs.core import AcceptanceTracker, RequestSampling
-from specrs.engine.detokenizer import IncrementalDetokenizer
-from specrs.errors import SpecrsError
+from specrs.core import (
+    FINISH_ABORT,
+    FINISH_ERROR,
+    FINISH_LENGTH,
+    FINISH_STOP,
+    AcceptanceTracker,
+    Output,
+    RequestSampling,
+    TokenDecoder,
+)
+from specrs.errors import EngineError, SpecrsError
 from specrs.outputs import TokenLogprob
 from specrs.sampling import SamplingParams
 
@@ -29,8 +37,18 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+_REASONS = {
+    FINISH_STOP: FinishReason.STOP,
+    FINISH_LENGTH: FinishReason.LENGTH,
+    FINISH_ABORT: FinishReason.ABORT,
+    FINISH_ERROR: FinishReason.ERROR,
+}
+_CODES = {reason: code for code, reason in _REASONS.items()}
+
+
 class Request:
-    """A request from admission to its end. `output_token_ids` and `text` grow at every settled launch that names it."""
+    """A request from admission to its end. Its `output` grows at every settled launch that names it; what is read of it
+    here is read when asked for."""
 
     def __init__(
         self,
@@ -39,7 +57,7 @@ class Request:
         params: SamplingParams,
         *,
         prompt: str | None = None,
-        detokenizer: IncrementalDetokenizer | None = None,
+        decoder: TokenDecoder | None = None,
         num_speculative_tokens: int = 0,
         priority: int = 0,
         cache_salt: str = "",
@@ -50,6 +68,7 @@ class Request:
         """A request that no engine has seen yet.
 
         Args:
+            decoder: the tokenizer's; None for no text.
             num_speculative_tokens: the engine's K, the size of the acceptance histogram.
             seed: 64 bits that its random numbers depend on, with the position and nothing else.
             bad_words_token_ids: `params.bad_words` as token sequences.
@@ -67,34 +86,89 @@ class Request:
         self.matcher: GrammarMatcher | None = None  # made on admission, when the stop ids are known
         self.logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
         self.prompt_logprobs: list[TokenLogprob | None] | None = None if params.prompt_logprobs is None else [None]
-        self.output_token_ids: list[int] = []
-        self.finish_reason: FinishReason | None = None
-        self.stop_reason: int | str | None = None
-        self.error: SpecrsError | None = None
-        self.acceptance = AcceptanceTracker(num_speculative_tokens)
         self.num_cached_tokens: int | None = None  # not yet admitted
         self.synthetic = False  # acceptance is made up: set by the engine that takes the request
         self.stop_token_ids: tuple[int, ...] = ()
         self.eos_token_ids: frozenset[int] = frozenset()
         self.arrival_time = time.monotonic()
-        self.first_token_time: float | None = None
-        self.finish_time: float | None = None
-        self._detokenizer = detokenizer
+        self.output = Output(
+            request_id,
+            self.prompt_token_ids,
+            num_speculative_tokens=num_speculative_tokens,
+            decoder=decoder,
+            skip_special_tokens=params.skip_special_tokens,
+            stop=list(params.stop_strings),
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
+        self._token_ids: list[int] = []  # of the output, as far as they were asked for
+        self._error: SpecrsError | None = None
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the request ended, None while it has not."""
+        code = self.output.finish_reason
+        return None if code is None else _REASONS[code]
 
     @property
     def finished(self) -> bool:
         """Whether the request has ended, for whatever reason."""
-        return self.finish_reason is not None
+        return self.output.finish_reason is not None
+
+    @property
+    def finish_time(self) -> float | None:
+        """When it ended, by time.monotonic."""
+        return self.output.finish_time
+
+    @property
+    def first_token_time(self) -> float | None:
+        """When its first token came, by time.monotonic."""
+        return self.output.first_token_time
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        """The stop string or stop token id that ended it; None for an eos token, and where no stop did."""
+        stop = self.output.stop
+        if stop is not None:
+            return self.params.stop_strings[stop]
+        if self.output.finish_reason != FINISH_STOP:
+            return None
+        last = self.output_token_ids[-1]
+        return None if last in self.eos_token_ids else last
+
+    @property
+    def error(self) -> SpecrsError | None:
+        """Why, where the `finish_reason` is `error`."""
+        if self._error is None and (told := self.output.error) is not None:
+            self._error = EngineError(told)
+        return self._error
+
+    @property
+    def num_output_tokens(self) -> int:
+        """The length of `output_token_ids`, without making it."""
+        return self.output.num_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """Tokens of the output so far; the same list every time, longer."""
+        known = self._token_ids
+        known += self.output.token_ids(len(known))
+        return known
 
     @property
     def text(self) -> str:
-        """Text of the output so far, without a stop string that ended it; empty without a detokenizer."""
-        return "" if self._detokenizer is None else self._detokenizer.text
+        """Text of the output so far, without a stop string that ended it; empty without a decoder."""
+        return self.output.text
 
     @property
     def stable_text(self) -> str:
         """The part of `text` that no further token can change: what a stream may send."""
-        return "" if self._detokenizer is None else self._detokenizer.stable_text
+        return self.output.stable_text
+
+    @property
+    def acceptance(self) -> AcceptanceTracker:
+        """A copy of the request's acceptance books."""
+        return self.output.acceptance()
 
     def sampling(self) -> RequestSampling:
         """What it asks of sampling, for the scheduler to put into records."""
@@ -117,34 +191,15 @@ class Request:
         )
 
     def append(self, token_ids: list[int], *, ended_by_token: bool) -> bool:
-        """Take newly settled tokens; true if a stop string ended the request among them (the rest is dropped).
+        """Take new tokens; true if a stop string ended the text among them (the rest is dropped).
 
         With `ended_by_token` the last one is a stop token: an output token, but no text unless
-        `include_stop_str_in_output`.
+        `include_stop_str_in_output`. Launches deliver through `specrs.core.Outputs` instead.
         """
-        if self.first_token_time is None and token_ids:
-            self.first_token_time = time.monotonic()
-        if self._detokenizer is None:
-            self.output_token_ids += token_ids
-            return False
-        silent = 1 if ended_by_token and not self.params.include_stop_str_in_output else 0
-        consumed, stop_string = self._detokenizer.update(token_ids[: len(token_ids) - silent])
-        if stop_string is None:
-            self.output_token_ids += token_ids
-            return False
-        self.output_token_ids += token_ids[:consumed]
-        self.stop_reason = stop_string
-        return True
+        return self.output.append(token_ids, ended_by_token=ended_by_token, now=time.monotonic())[1]
 
     def finish(self, reason: FinishReason, error: SpecrsError | None = None) -> None:
-        """End the request once; flushes the detokenizer, but not after an error. A later call changes nothing."""
-        if self.finished:
-            return
-        if reason is FinishReason.STOP and self.stop_reason is None:
-            last = self.output_token_ids[-1]
-            self.stop_reason = None if last in self.eos_token_ids else last
-        if self._detokenizer is not None and reason is not FinishReason.ERROR:
-            self._detokenizer.finish()
-        self.error = error
-        self.finish_time = time.monotonic()
-        self.finish_reason = reason  # the last, so that an end is whole or none
+        """End the request, and its text unless because of an error. The first end counts; an error, over any other."""
+        if not self.finished or (reason is FinishReason.ERROR and self.finish_reason is not FinishReason.ERROR):
+            self._error = error
+            self.output.finish(_CODES[reason], now=time.monotonic())

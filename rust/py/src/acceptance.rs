@@ -16,6 +16,17 @@ impl AcceptanceTracker {
         Self(Mutex::new(books))
     }
 
+    /// K of some books, refused where it is too large to be one.
+    pub(crate) fn checked(py: Python<'_>, num_speculative_tokens: i64) -> PyResult<usize> {
+        let k = size(py, Class::InvalidConfig, "num_speculative_tokens", num_speculative_tokens)?;
+        if k > MAX_SPECULATIVE_TOKENS {
+            let message =
+                format!("num_speculative_tokens = {k} is not allowed: expected 0 to {MAX_SPECULATIVE_TOKENS}");
+            return Err(Class::InvalidConfig.error(py, message));
+        }
+        Ok(k)
+    }
+
     fn books(&self, py: Python<'_>) -> MutexGuard<'_, specrs_core::AcceptanceTracker> {
         self.0.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner)
     }
@@ -25,12 +36,7 @@ impl AcceptanceTracker {
 impl AcceptanceTracker {
     #[new]
     fn new(py: Python<'_>, num_speculative_tokens: i64) -> PyResult<Self> {
-        let k = size(py, Class::InvalidConfig, "num_speculative_tokens", num_speculative_tokens)?;
-        if k > MAX_SPECULATIVE_TOKENS {
-            let message =
-                format!("num_speculative_tokens = {k} is not allowed: expected 0 to {MAX_SPECULATIVE_TOKENS}");
-            return Err(Class::InvalidConfig.error(py, message));
-        }
+        let k = Self::checked(py, num_speculative_tokens)?;
         Ok(Self::from_core(specrs_core::AcceptanceTracker::new(k)))
     }
 

@@ -22,10 +22,11 @@ pub(crate) enum Class {
     SettleOrder,
     InvalidResults,
     Integrity,
+    InvalidTokenizer,
 }
 
 /// Name, docstring, and whether the class is also a `ValueError`.
-const CLASSES: [(&str, &str, bool); 13] = [
+const CLASSES: [(&str, &str, bool); 14] = [
     ("SpecrsError", "Base of every error that specrs raises on purpose.", false),
     ("InvalidConfigError", "A setting is outside its range.", true),
     ("InvalidRequestError", "A request can never be served as given.", true),
@@ -39,6 +40,7 @@ const CLASSES: [(&str, &str, bool); 13] = [
     ("SettleOrderError", "Launches settle in the order in which they were planned.", false),
     ("InvalidResultsError", "The device reported something that its launch cannot have produced.", false),
     ("IntegrityError", "The books of the core contradict each other: a bug in specrs.", false),
+    ("InvalidTokenizerError", "A tokenizer cannot be read, or fails on tokens.", false),
 ];
 
 /// Made at import. `create_exception!` has a single base, and two of these are also `ValueError`.

@@ -16,6 +16,7 @@ mod cost_model;
 mod drafts;
 mod error;
 mod kv_events;
+mod outputs;
 mod philox;
 mod planner;
 mod request_sampling;
@@ -39,6 +40,8 @@ mod _core {
     use super::drafts::{CachedDrafter, NgramProposer};
     #[pymodule_export]
     use super::kv_events::{AllBlocksCleared, BlockRemoved, BlockStored};
+    #[pymodule_export]
+    use super::outputs::{Output, Outputs, TokenDecoder};
     #[pymodule_export]
     use super::philox::{philox_gumbel, philox_uniform};
     #[pymodule_export]
@@ -76,7 +79,7 @@ mod _core {
 }
 
 /// Numbers that callers compare with, by name.
-const CONSTANTS: [(&str, i64); 17] = [
+const CONSTANTS: [(&str, i64); 18] = [
     ("LOGPROBS_ALL", core_sampling::LOGPROBS_ALL),
     ("LOGPROBS_NONE", core_sampling::LOGPROBS_NONE),
     ("MAX_STOP_IDS", core_sampling::MAX_STOP_IDS as i64),
@@ -89,6 +92,7 @@ const CONSTANTS: [(&str, i64); 17] = [
     ("FINISH_NONE", layout::FINISH_NONE),
     ("FINISH_STOP", layout::FINISH_STOP),
     ("FINISH_LENGTH", layout::FINISH_LENGTH),
+    ("FINISH_ABORT", specrs_text::FINISH_ABORT),
     ("FINISH_ERROR", layout::FINISH_ERROR),
     ("PURPOSE_DRAFT", Purpose::Draft as i64),
     ("PURPOSE_ACCEPT", Purpose::Accept as i64),

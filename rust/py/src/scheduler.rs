@@ -29,7 +29,7 @@ pub(crate) struct Scheduler(Mutex<specrs_core::Scheduler>);
 impl Scheduler {
     /// Calls stay attached to the interpreter: they take microseconds, and a thread that gives up the interpreter lock may
     /// wait a whole switch interval (5 ms) to get it back, in the middle of the decode loop.
-    fn core(&self, py: Python<'_>) -> MutexGuard<'_, specrs_core::Scheduler> {
+    pub(crate) fn core(&self, py: Python<'_>) -> MutexGuard<'_, specrs_core::Scheduler> {
         self.0.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -185,7 +185,6 @@ impl Scheduler {
         Err(self.invalid(index, "finish_reason", finish_reason, allowed))
     }
 
-    #[allow(clippy::needless_bitwise_bool)] // without a branch
     fn settle_entry(&mut self, entry: Entry, report: Report, tokens: &[i64]) -> Result<Settled> {
         let Report { emitted, accepted, drafted, flags, finish_reason } = report;
         let (accepted, drafted) = (accepted as usize, drafted as usize);

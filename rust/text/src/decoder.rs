@@ -1,0 +1,197 @@
+//! Token ids to text, by a tokenizer's own decoder. Encodes nothing; knows no request.
+
+use crate::error::{Error, Result};
+use serde_json::Value;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::OnceLock;
+use tokenizers::Tokenizer;
+use tokenizers::tokenizer::{DecodeStreamError, step_decode_stream};
+
+/// What stands in a text for bytes that are none.
+pub(crate) const REPLACEMENT: char = '\u{fffd}';
+
+/// Where a token's text depends on nothing but the token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Local {
+    /// Nowhere that is known.
+    Nowhere,
+    /// Behind any other text: the first token of a text may lose a space. The token is one to decode others behind.
+    Behind(u32),
+    /// Everywhere.
+    Everywhere,
+}
+
+/// A token's own text.
+#[derive(Debug)]
+pub(crate) struct Piece {
+    pub(crate) text: Box<str>,
+    pub(crate) special: bool,
+}
+
+/// The decoding half of a tokenizer, to be shared by all its requests.
+#[derive(Debug)]
+pub struct TokenDecoder {
+    tokenizer: Tokenizer,
+    local: Local,
+    /// By token id, made when first asked for. `None`: bytes of a character, or a token whose text depends on others.
+    pieces: Vec<OnceLock<Option<Piece>>>,
+}
+
+/// The library's decoding of a stream of tokens, held between its steps.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Stream {
+    ids: Vec<u32>,
+    prefix: String,
+    prefix_index: usize,
+}
+
+impl Stream {
+    /// A stream that goes on behind `ids`, whose text it does not give out.
+    pub(crate) fn behind(ids: &[u32]) -> Self {
+        Self { ids: ids.to_vec(), ..Self::default() }
+    }
+}
+
+/// What came of a step of a stream.
+pub(crate) enum Step {
+    /// Text.
+    Text(String),
+    /// No text yet: a character is not complete.
+    Wait,
+    /// The decoder has changed text that it gave out before.
+    Changed,
+}
+
+impl TokenDecoder {
+    /// From the JSON of `tokenizer.json`, of which the model's vocabulary, the added tokens and the decoder count.
+    ///
+    /// # Errors
+    /// [`Error::InvalidTokenizer`] if it cannot be read.
+    pub fn from_json(json: &str) -> Result<Self> {
+        let invalid = |error: &dyn std::fmt::Display| Error::InvalidTokenizer(error.to_string());
+        let mut value: Value = serde_json::from_str(json).map_err(|error| invalid(&error))?;
+        if !value.is_object() {
+            return Err(invalid(&"no JSON object"));
+        }
+        for section in ["normalizer", "pre_tokenizer", "post_processor", "truncation", "padding"] {
+            value[section] = Value::Null;
+        }
+        // Merges are most of a tokenizer's JSON, and say how to encode.
+        if let Some(merges) = value.get_mut("model").and_then(|model| model.get_mut("merges")) {
+            *merges = Value::Array(Vec::new());
+        }
+        let (local, num_ids) = (locality(&value["decoder"]), num_ids(&value));
+        let tokenizer: Tokenizer = value.to_string().parse().map_err(|error| invalid(&error))?;
+        let mut decoder = Self { tokenizer, local, pieces: Vec::new() };
+        if matches!(decoder.local, Local::Behind(_)) {
+            decoder.local = (0..num_ids as u32).find(|&id| decoder.is_word(id)).map_or(Local::Nowhere, Local::Behind);
+        }
+        if decoder.local != Local::Nowhere {
+            decoder.pieces.resize_with(num_ids, OnceLock::new);
+        }
+        Ok(decoder)
+    }
+
+    /// Text of `ids`, all at once.
+    ///
+    /// # Errors
+    /// [`Error::Decode`] if the decoder fails.
+    pub fn decode(&self, ids: &[u32], skip_special_tokens: bool) -> Result<String> {
+        if ids.is_empty() {
+            return Ok(String::new());
+        }
+        unless_panic(|| self.tokenizer.decode(ids, skip_special_tokens))?
+            .map_err(|error| Error::Decode(error.to_string()))
+    }
+
+    /// A token's own text, behind other text or, where `first`, at the beginning; `None` where it depends on more than that.
+    #[inline]
+    pub(crate) fn piece(&self, id: u32, first: bool) -> Option<&Piece> {
+        if first && self.local != Local::Everywhere {
+            return None;
+        }
+        self.pieces.get(id as usize)?.get_or_init(|| self.make_piece(id)).as_ref()
+    }
+
+    /// Feeds one token to a stream.
+    pub(crate) fn step(&self, stream: &mut Stream, id: u32, skip_special_tokens: bool) -> Result<Step> {
+        let Stream { ids, prefix, prefix_index } = stream;
+        match unless_panic(|| {
+            step_decode_stream(&self.tokenizer, vec![id], skip_special_tokens, ids, prefix, prefix_index)
+        })? {
+            Ok(Some(text)) => Ok(Step::Text(text)),
+            Ok(None) => Ok(Step::Wait),
+            Err(error) => match error.downcast_ref::<DecodeStreamError>() {
+                Some(DecodeStreamError::InvalidPrefix { .. }) => Ok(Step::Changed),
+                _ => Err(Error::Decode(error.to_string())),
+            },
+        }
+    }
+
+    #[cold]
+    fn make_piece(&self, id: u32) -> Option<Piece> {
+        let token = self.tokenizer.id_to_token(id)?;
+        if is_byte(&token) {
+            return None;
+        }
+        let text = match self.local {
+            Local::Nowhere => return None,
+            Local::Everywhere => self.decode(&[id], false).ok()?,
+            Local::Behind(word) => {
+                let both = self.decode(&[word, id], false).ok()?;
+                both.strip_prefix(&self.decode(&[word], false).ok()?)?.to_string()
+            }
+        };
+        let special = self.tokenizer.get_added_vocabulary().is_special_token(&token);
+        (!text.contains(REPLACEMENT)).then(|| Piece { text: text.into(), special })
+    }
+
+    /// Whether a token's text is letters, so that nothing is stripped of it.
+    fn is_word(&self, id: u32) -> bool {
+        let is_byte = self.tokenizer.id_to_token(id).is_none_or(|token| is_byte(&token));
+        let text = self.decode(&[id], true).unwrap_or_default();
+        !is_byte && !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_alphabetic())
+    }
+}
+
+/// Some decoders panic on some tokens (one that strips both ends of a token which is all of what it strips): an error like others.
+fn unless_panic<T>(decode: impl FnOnce() -> T) -> Result<T> {
+    catch_unwind(AssertUnwindSafe(decode)).map_err(|_| Error::Decode("the decoder panicked".into()))
+}
+
+/// Whether a token is a byte, `<0x41>`, where the decoder has a fallback to bytes.
+fn is_byte(token: &str) -> bool {
+    token.len() == 6 && token.starts_with("<0x") && token.ends_with('>')
+}
+
+/// What the decoder's JSON says about it. Each kind that is named here decodes token by token; others may not.
+fn locality(decoder: &Value) -> Local {
+    let kind = |decoder: &Value| decoder["type"].as_str().map(str::to_owned);
+    let is_plain = |step: &Value| match kind(step).as_deref() {
+        Some("Replace") => step["pattern"].get("String").is_some(),
+        Some("Strip") => step["stop"] == 0,
+        Some("ByteFallback" | "Fuse") => true,
+        _ => false,
+    };
+    match kind(decoder).as_deref() {
+        Some("ByteLevel") => Local::Everywhere,
+        Some("Metaspace") => Local::Behind(0),
+        Some("Sequence") => match decoder["decoders"].as_array() {
+            Some(steps) if steps.iter().all(is_plain) => Local::Behind(0),
+            _ => Local::Nowhere,
+        },
+        _ => Local::Nowhere,
+    }
+}
+
+/// One more than the largest id.
+fn num_ids(tokenizer: &Value) -> usize {
+    let vocab = &tokenizer["model"]["vocab"];
+    let of_model = match vocab {
+        Value::Object(map) => map.values().filter_map(Value::as_u64).max().map_or(0, |id| id as usize + 1),
+        Value::Array(list) => list.len(),
+        _ => 0,
+    };
+    let added = tokenizer["added_tokens"].as_array().map(Vec::as_slice).unwrap_or_default();
+    added.iter().filter_map(|token| token["id"].as_u64()).map(|id| id as usize + 1).fold(of_model, usize::max)
+}

@@ -1,0 +1,127 @@
+//! The outputs of all requests that run, and what a launch does to them. Settles nothing itself.
+
+use crate::output::Output;
+use rustc_hash::FxHashMap;
+use specrs_core::scheduler::layout::{
+    FINISH_ERROR, FINISH_NONE, FINISH_STOP, FLAG_CAPACITY, ResultsLayout, Section, SettledLayout,
+};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Why a launch failed as a whole, where it did.
+pub type Fault<'a> = Option<&'a str>;
+
+/// Outputs by request id, of requests that have not ended. An output may be read elsewhere at the same time.
+#[derive(Debug, Default)]
+pub struct Outputs {
+    by_id: FxHashMap<i64, Arc<Mutex<Output>>>,
+    num_tokens: u64,
+    /// Of the last launch: requests that ended here and not in the scheduler.
+    stopped: Vec<i64>,
+}
+
+impl Outputs {
+    /// None.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Takes in the output of a request.
+    pub fn insert(&mut self, request_id: i64, output: Arc<Mutex<Output>>) {
+        self.by_id.insert(request_id, output);
+    }
+
+    /// Gives up a request that ended otherwise; whether it was there.
+    pub fn remove(&mut self, request_id: i64) -> bool {
+        self.by_id.remove(&request_id).is_some()
+    }
+
+    /// Requests that have not ended.
+    pub fn len(&self) -> usize {
+        self.by_id.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.by_id.is_empty()
+    }
+
+    /// Tokens handed to requests since the start.
+    pub fn num_tokens(&self) -> u64 {
+        self.num_tokens
+    }
+
+    /// Hands what `Scheduler::settle` wrote into `settled` to its requests, and corrects it: `num_new` is what a request kept,
+    /// `finish_reason` also tells of stop strings and of output that cannot be read. The ids of requests that ended by those, which
+    /// the scheduler still has.
+    ///
+    /// `results` are those that were settled; `fault` says why all of the launch's requests end, where they do.
+    pub fn deliver(
+        &mut self,
+        (results_layout, results): (&ResultsLayout, &[i64]),
+        (settled_layout, settled): (&SettledLayout, &mut [i64]),
+        now: f64,
+        fault: Fault<'_>,
+    ) -> &[i64] {
+        self.stopped.clear();
+        let section = |section: Section| &results[section.range()];
+        let (accepted, drafted) = (section(results_layout.num_accepted), section(results_layout.num_drafted));
+        let (flags, tokens) = (section(results_layout.flags), section(results_layout.tokens));
+        let sections = [settled_layout.request_id, settled_layout.num_new, settled_layout.finish_reason];
+        let Ok([ids, counts, reasons]) = settled.get_disjoint_mut(sections.map(Section::range)) else {
+            unreachable!("sections are disjoint")
+        };
+        let width = tokens.len() / ids.len().max(1);
+        for entry in 0..ids.len() {
+            let id = ids[entry];
+            let Some(output) = self.by_id.get(&id) else {
+                ids[entry] = -1;
+                continue;
+            };
+            let mut output = output.lock().unwrap_or_else(PoisonError::into_inner);
+            if drafted[entry] > 0 {
+                // Counts that the scheduler has checked.
+                let _ = output.acceptance_mut().record(drafted[entry] as usize, accepted[entry] as usize);
+            }
+            let (reason, new) = (reasons[entry], &tokens[entry * width..][..counts[entry] as usize]);
+            let mut error = (reason == FINISH_ERROR).then(|| describe(&output, flags[entry], fault));
+            match output.append(new, reason == FINISH_STOP, now) {
+                Ok((kept, stopped)) => {
+                    counts[entry] = kept as i64;
+                    if stopped {
+                        reasons[entry] = FINISH_STOP;
+                    }
+                }
+                Err(broken) => {
+                    (counts[entry], reasons[entry]) = (0, FINISH_ERROR);
+                    error = Some(format!("request {id}: its output could not be read: {broken}"));
+                }
+            }
+            self.num_tokens += counts[entry] as u64;
+            if reasons[entry] != FINISH_NONE {
+                output.finish(reasons[entry], error, now);
+                drop(output);
+                self.by_id.remove(&id);
+                if reason == FINISH_NONE {
+                    self.stopped.push(id);
+                }
+            }
+        }
+        &self.stopped
+    }
+}
+
+/// What the device's flags mean.
+#[cold]
+fn describe(output: &Output, flags: i64, fault: Fault<'_>) -> String {
+    let id = output.request_id();
+    if let Some(fault) = fault {
+        return fault.to_string();
+    }
+    if flags & FLAG_CAPACITY != 0 {
+        return format!("request {id}: a position lay beyond its KV blocks; its launch wrote nothing there");
+    }
+    let position = output.num_prompt_tokens() + output.tokens().len();
+    format!(
+        "request {id}: the target's logits at position {position} are not finite (NaN or infinity), or no token is allowed there"
+    )
+}
