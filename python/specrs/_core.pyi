@@ -694,7 +694,7 @@ class Output:
         num_speculative_tokens: int = 0,
         decoder: TokenDecoder | None = None,
         skip_special_tokens: bool = True,
-        stop: Sequence[str] = [],
+        stop: Sequence[str] = ...,
         include_stop_str_in_output: bool = False,
         min_tokens: int = 0,
     ) -> Output:
