@@ -55,7 +55,10 @@ demo: build ## the bundled pair: plain decoding against K = 1, 3, 5, 7
 .PHONY: test
 test: build ## all tests: cargo and pytest
 	cargo test --workspace --locked
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
+
+# A worker for each core: half the time on two. Idle workers take tests from busy ones, so that no long file is last.
+WORKERS := -n auto --maxprocesses 8 --dist worksteal
 
 # Where sums are taken: nothing may hang on the order that one instruction set takes them in.
 ISA_TESTS := $(wildcard tests/kernels/test_*.py) tests/models tests/verify tests/integrations/test_transformers.py \
