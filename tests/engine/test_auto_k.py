@@ -14,6 +14,7 @@ from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
 from specrs.pair.prompts import PROMPTS
+from specrs.runner.ring import Header, RingSlot
 
 from engine.harness import Bank, assert_idle, config, request, run, weights
 
@@ -37,28 +38,18 @@ def auto_engine(bank: Bank, draft: str = "close", **fields: object) -> Engine:
 
 def restless(engine: Engine, seed: int) -> None:
     """Replace the planner by one whose costs are drawn anew every few launches, so that K jumps, 0 included."""
-    chance, turn = random.Random(seed), 0
-    speculate = engine.scheduler.speculate
+    chance, settled = random.Random(seed), 0
 
-    class Jumping:
-        """Stands in the scheduler's place and forwards everything."""
+    def jump(slot: RingSlot, header: Header, ms: float) -> None:
+        nonlocal settled
+        settled += 1
+        if settled % 3 == 0:
+            costs = CostModel([1, 8], [0, 1, K], [[1.0, 1 + chance.random(), 1 + 4 * chance.random()]] * 2)
+            engine.planner = SpeculationPlanner(
+                max_num_seqs=engine.config.max_num_seqs, num_speculative_tokens=K, costs=costs
+            )
 
-        def __getattr__(self, name: str) -> object:
-            return getattr(scheduler, name)
-
-        def speculate(self, planner: SpeculationPlanner) -> None:
-            nonlocal turn
-            turn += 1
-            if turn % 3 == 0:
-                costs = CostModel([1, 8], [0, 1, K], [[1.0, 1 + chance.random(), 1 + 4 * chance.random()]] * 2)
-                engine.planner = SpeculationPlanner(
-                    max_num_seqs=planner.max_num_seqs, num_speculative_tokens=K, costs=costs
-                )
-                planner = engine.planner
-            speculate(planner)
-
-    scheduler = engine.scheduler
-    engine.scheduler = Jumping()  # type: ignore[assignment]
+    engine.watch = jump
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -118,6 +109,19 @@ def test_a_context_too_short_to_draft_in_still_serves(qwen_bank: Bank) -> None:
     assert engine.stats().drafts == 0
 
 
+@pytest.mark.parametrize(("draft", "better"), [("equal", True), ("small", False)])
+def test_the_planner_is_told_what_became_of_every_launch(qwen_bank: Bank, draft: str, better: bool) -> None:
+    engine = auto_engine(qwen_bank, draft)
+    assert engine.planner is not None
+    flat_costs(engine, 0.05)
+    before = engine.planner.conditional_acceptance()[0]
+    engine.add_request(request(0, qwen_bank.prompts[4], k=None, max_tokens=40, engine_k=K, ignore_eos=True))
+    run(engine)
+    assert engine.stats().drafts > 5
+    after = engine.planner.conditional_acceptance()[0]
+    assert after > before if better else after < before
+
+
 def flat_costs(engine: Engine, draft_ms: float) -> None:
     """A planner with given costs, so that nothing depends on this machine's times."""
     rows = engine.config.max_num_seqs
@@ -125,7 +129,8 @@ def flat_costs(engine: Engine, draft_ms: float) -> None:
     engine.planner = SpeculationPlanner(
         max_num_seqs=rows, num_speculative_tokens=engine.num_speculative_tokens, costs=CostModel([1], [0, 1, 2], line)
     )
-    engine.watch = lambda slot, header, ms: engine._learn(slot, replace(header, num_draft_chunks=1), ms)
+    learn = engine._learn
+    engine._learn = lambda slot, header, ms: learn(slot, replace(header, num_draft_chunks=1), ms)  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("depth", [1, 2])

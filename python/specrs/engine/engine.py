@@ -334,8 +334,11 @@ class Engine:
             if request.request_id in self._reporting and request.finished:
                 del self._reporting[request.request_id]
         slot.delivered = launch_id
-        if self.watch is not None and whole:
-            self.watch(slot, header, 1e3 * (self._settled_at - begun))
+        if whole:
+            ms = 1e3 * (self._settled_at - begun)
+            self._learn(slot, header, ms)
+            if self.watch is not None:
+                self.watch(slot, header, ms)
         return touched
 
     def _touched(self, slot: RingSlot, count: int) -> list[Request]:
