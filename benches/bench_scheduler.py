@@ -9,7 +9,7 @@ other's, as behind a model that runs on the same cores. Only the calls to plan a
 for the device.
 
 Plan to delivered is all of `Engine.step` but the device: plan, settle, tokens, text and stop strings in the requests'
-hands. Its tokens are of a made-up byte-level vocabulary of 151,936 words; the four stop strings of each request never
+hands. Its tokens are of a made-up byte-level vocabulary of 151,936 words, drawn by Zipf's law; the four stop strings of each request never
 come, but their first letters do.
 """
 
@@ -131,7 +131,8 @@ class Device:
         results["num_emitted"][:count] = emitted
         ended = (emitted > 0) & (self._left[rows] == 0)
         results["finish_reason"][:count] = np.where(ended, FINISH_LENGTH, FINISH_NONE)
-        results["tokens"][:] = self._rng.integers(0, WORDS, len(results["tokens"]))
+        # As often as words of a text: the chance of the i-th is about 1 / i (Zipf's law).
+        results["tokens"][:] = WORDS ** self._rng.random(len(results["tokens"])) - 1
         self.seconds += time.perf_counter() - start
 
     def wait(self, slot: RingSlot) -> None:

@@ -330,9 +330,9 @@ class Engine:
         touched = self._touched(slot, header.num_decode + header.num_prefill)
         if self._reporting or slot.prompt_logprobs:
             self._report(slot, whole=whole)
-        for request in touched:
-            if request.request_id in self._reporting and request.finished:
-                del self._reporting[request.request_id]
+            for request in touched:
+                if request.finished:
+                    self._reporting.pop(request.request_id, None)
         slot.delivered = launch_id
         if whole:
             ms = 1e3 * (self._settled_at - begun)
@@ -343,17 +343,13 @@ class Engine:
 
     def _touched(self, slot: RingSlot, count: int) -> list[Request]:
         """The requests that got tokens or ended in a launch of `count` entries; forgets those that ended."""
-        settled, requests, touched = slot.settled_arrays, self.requests, []
-        for request_id, num_new, reason in zip(
-            settled["request_id"][:count].tolist(),
-            settled["num_new"][:count].tolist(),
-            settled["finish_reason"][:count].tolist(),
-            strict=True,
-        ):
-            if request_id >= 0 and (num_new or reason != FINISH_NONE):
-                touched.append(requests[request_id])
-                if reason != FINISH_NONE:
-                    del requests[request_id]
+        settled, requests = slot.settled_arrays, self.requests
+        ids = settled["request_id"][:count]
+        ended = (ids >= 0) & (settled["finish_reason"][:count] != FINISH_NONE)
+        told = ended | ((ids >= 0) & (settled["num_new"][:count] > 0))
+        touched = [requests[request_id] for request_id in ids[told].tolist()]
+        for request_id in ids[ended].tolist():
+            del requests[request_id]
         return touched
 
     def _report(self, slot: RingSlot, *, whole: bool, accept: bool = True) -> list[Request]:
