@@ -9,8 +9,8 @@ other's, as behind a model that runs on the same cores. Only the calls to plan a
 for the device.
 
 Plan to delivered is all of `Engine.step` but the device: plan, settle, tokens, text and stop strings in the requests'
-hands. Its tokens are of a made-up byte-level vocabulary of 151,936 words, drawn by Zipf's law; the four stop strings of each request never
-come, but their first letters do.
+hands. Its tokens are of a made-up byte-level vocabulary of 151,936 words, drawn by Zipf's law; the four stop strings of
+each request never come, but their first letters do.
 """
 
 import argparse
