@@ -30,45 +30,53 @@ pub enum Drafter {
     },
 }
 
+/// What follows from a drafter for every row: read for each, so not asked of the variants each time.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct DraftBounds {
+    /// Whether it has KV to keep.
+    pub(crate) has_kv: bool,
+    /// Whether drafts are proposed when a launch is planned.
+    pub(crate) on_host: bool,
+    /// The position before which every draft lies, for want of positions in the drafter.
+    pub(crate) end_of_drafts: usize,
+    /// Positions that draft KV may lag behind n and still draft; without KV it may be any number.
+    pub(crate) max_draft_lag: usize,
+    /// The furthest that draft KV lags behind n after an iteration that drafted, the largest `grown - draft_len_after(..)`.
+    pub(crate) lag_after_drafting: usize,
+}
+
+impl DraftBounds {
+    fn without_kv() -> Self {
+        Self {
+            has_kv: false,
+            on_host: false,
+            end_of_drafts: usize::MAX,
+            max_draft_lag: usize::MAX,
+            lag_after_drafting: 0,
+        }
+    }
+}
+
 impl Drafter {
     /// A draft model: [`Drafter::Cached`] whose first pass feeds the two positions that lack KV after all drafts were accepted.
     pub fn draft_model(max_model_len: usize, cost_ratio: f64) -> Self {
         Self::Cached { max_model_len, max_draft_lag: 2, cost_ratio }
     }
 
-    /// Whether it has KV to keep.
-    #[inline]
-    pub(crate) fn has_kv(&self) -> bool {
-        matches!(self, Self::Cached { .. })
-    }
-
-    /// The position before which every draft lies, for want of positions in the drafter.
-    #[inline]
-    pub(crate) fn end_of_drafts(&self) -> usize {
+    /// What the planner asks of it for every row.
+    pub(crate) fn bounds(&self) -> DraftBounds {
         match *self {
-            Self::None => 0,
-            Self::Host(_) => usize::MAX,
-            // The last draft is drawn from the last position that it can take, and never fed.
-            Self::Cached { max_model_len, .. } => max_model_len + 1,
-        }
-    }
-
-    /// Positions that draft KV may lag behind n and still draft; without KV it may be any number.
-    #[inline]
-    pub(crate) fn max_draft_lag(&self) -> usize {
-        match *self {
-            Self::None | Self::Host(_) => usize::MAX,
-            Self::Cached { max_draft_lag, .. } => max_draft_lag,
-        }
-    }
-
-    /// The furthest that draft KV lags behind n after an iteration that drafted, the largest `grown - draft_len_after(..)`.
-    #[inline]
-    pub(crate) fn lag_after_drafting(&self) -> usize {
-        match self {
-            Self::None | Self::Host(_) => 0,
-            // All drafts accepted: neither the last of them nor the token after it was fed.
-            Self::Cached { .. } => 2,
+            Self::None => DraftBounds { end_of_drafts: 0, ..DraftBounds::without_kv() },
+            Self::Host(_) => DraftBounds { on_host: true, ..DraftBounds::without_kv() },
+            Self::Cached { max_model_len, max_draft_lag, .. } => DraftBounds {
+                has_kv: true,
+                on_host: false,
+                // The last draft is drawn from the last position that it can take, and never fed.
+                end_of_drafts: max_model_len + 1,
+                max_draft_lag,
+                // All drafts accepted: neither the last of them nor the token after it was fed.
+                lag_after_drafting: 2,
+            },
         }
     }
 

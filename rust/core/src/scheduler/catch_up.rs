@@ -82,7 +82,7 @@ impl Scheduler {
         let row = &self.rows[row_index as usize];
         let n = row.lower_bound();
         let start = self.skip_drafted(row, row.draft_len);
-        let target = self.after_drafted(row, n.saturating_sub(self.config.drafter.max_draft_lag()).max(start));
+        let target = self.after_drafted(row, n.saturating_sub(self.drafts.max_draft_lag).max(start));
         let end = self.first_claimed_by_other(row_index, start, target.min(start + most));
         let drafts = end == target && self.first_claimed_by_other(row_index, target, n) == n;
         Gap { start, end, drafts }
@@ -151,7 +151,7 @@ impl Scheduler {
     pub(super) fn catch_up_demand(&self, row_index: RowIndex, n: usize) -> usize {
         let row = &self.rows[row_index as usize];
         let start = self.skip_drafted(row, row.draft_len);
-        let end = n.saturating_sub(self.config.drafter.max_draft_lag()).min(start + self.config.max_num_batched_tokens);
+        let end = n.saturating_sub(self.drafts.max_draft_lag).min(start + self.config.max_num_batched_tokens);
         if start >= end || self.first_claimed_by_other(row_index, start, start + 1) == start {
             return 0;
         }

@@ -26,24 +26,24 @@ impl Scheduler {
     /// What there is of `most` drafts for a live row; `most` itself unless they come from the host.
     #[inline]
     pub(super) fn proposed(&mut self, row_index: RowIndex, most: usize) -> usize {
-        match self.config.drafter {
-            Drafter::Host(proposer) if most > 0 => {
-                let (row, width) = (&self.rows[row_index as usize], self.config.num_speculative_tokens);
-                let request = &self.requests[row.request];
-                let (arrival, index) = (request.order.1, row_index as usize);
-                let found = match self.host_drafts.proposals[index] {
-                    Some((whose, n, found)) if (whose, n) == (arrival, row.n) => found,
-                    _ => {
-                        // As many as it may ever ask for: a smaller K takes the first of them.
-                        let out = &mut self.host_drafts.tokens[index * width..][..row.max_k as usize];
-                        let found = proposer.propose(&request.tokens, out);
-                        self.host_drafts.proposals[index] = Some((arrival, row.n, found));
-                        found
-                    }
-                };
-                most.min(found)
+        if self.drafts.on_host && most > 0 { self.found(row_index).min(most) } else { most }
+    }
+
+    /// Drafts found for a live row, looked for where its length is new.
+    fn found(&mut self, row_index: RowIndex) -> usize {
+        let Drafter::Host(proposer) = self.config.drafter else { return 0 };
+        let (row, width) = (&self.rows[row_index as usize], self.config.num_speculative_tokens);
+        let request = &self.requests[row.request];
+        let (arrival, index) = (request.order.1, row_index as usize);
+        match self.host_drafts.proposals[index] {
+            Some((whose, n, found)) if (whose, n) == (arrival, row.n) => found,
+            _ => {
+                // As many as it may ever ask for: a smaller K takes the first of them.
+                let out = &mut self.host_drafts.tokens[index * width..][..row.max_k as usize];
+                let found = proposer.propose(&request.tokens, out);
+                self.host_drafts.proposals[index] = Some((arrival, row.n, found));
+                found
             }
-            _ => most,
         }
     }
 

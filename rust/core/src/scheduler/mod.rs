@@ -43,6 +43,7 @@ use rustc_hash::FxBuildHasher;
 
 use crate::acceptance::AcceptanceTracker;
 use crate::block_pool::BlockPool;
+use crate::drafts::DraftBounds;
 #[cfg(doc)]
 use crate::error::Error;
 use crate::error::Result;
@@ -102,6 +103,8 @@ pub enum PlanOutcome {
 #[derive(Clone, Debug)]
 pub struct Scheduler {
     config: SchedulerConfig,
+    /// Of `config.drafter`.
+    drafts: DraftBounds,
     record_layout: RecordLayout,
     results_layout: ResultsLayout,
     settled_layout: SettledLayout,
@@ -143,6 +146,7 @@ impl Scheduler {
         config.validate()?;
         let rows = config.max_num_seqs;
         Ok(Self {
+            drafts: config.drafter.bounds(),
             record_layout: RecordLayout::new(&config),
             results_layout: ResultsLayout::new(&config),
             settled_layout: SettledLayout::new(&config),

@@ -246,9 +246,9 @@ impl Scheduler {
             Drafting::Off
         } else if row.drafting > 0 {
             // What was just drafted hides both n and draft_len, but their distance is bounded.
-            let lag = self.config.drafter.lag_after_drafting() + row.idle_drafts as usize;
-            if lag <= self.config.drafter.max_draft_lag() { Drafting::Ready(k) } else { Drafting::Off }
-        } else if n - row.draft_len <= self.config.drafter.max_draft_lag() && !self.drafts_into_registered(row) {
+            let lag = self.drafts.lag_after_drafting + row.idle_drafts as usize;
+            if lag <= self.drafts.max_draft_lag { Drafting::Ready(k) } else { Drafting::Off }
+        } else if n - row.draft_len <= self.drafts.max_draft_lag && !self.drafts_into_registered(row) {
             Drafting::Ready(k)
         } else {
             Drafting::CatchUp(k)
@@ -258,13 +258,13 @@ impl Scheduler {
     /// What the device would draft of `k` at the row's shortest possible length, by the law of `docs/start.md`; 0 without a
     /// drafter.
     pub(super) fn most_drafts(&self, row: &Row, k: u32) -> usize {
-        let end = (row.limit - 1).min(self.config.drafter.end_of_drafts());
+        let end = (row.limit - 1).min(self.drafts.end_of_drafts);
         (k as usize).min(end.saturating_sub(row.lower_bound()))
     }
 
     /// Whether drafting would write into blocks that others can find, which takes a claim.
     fn drafts_into_registered(&self, row: &Row) -> bool {
-        self.config.drafter.has_kv() && row.draft_len < row.num_registered * self.config.block_size
+        self.drafts.has_kv && row.draft_len < row.num_registered * self.config.block_size
     }
 
     /// Covers `min(n_upper + k, limit)` positions with blocks, or with a smaller K what can be had. `None`: not even K = 0.

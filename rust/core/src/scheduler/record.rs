@@ -4,7 +4,6 @@ use super::layout::{RecordLayout, Section};
 use super::plan::Plan;
 use super::row::{Entry, Row, RowIndex};
 use super::{LaunchHeader, Scheduler};
-use crate::drafts::Drafter;
 use crate::sampling::{MAX_STOP_IDS, NUM_PARAMS};
 
 impl Scheduler {
@@ -73,7 +72,7 @@ impl Scheduler {
         }
         header.num_block_updates = updates.len;
         header.max_k = plan.decodes.first().map_or(0, |decode| decode.k);
-        if let Drafter::Host(_) = self.config.drafter {
+        if self.drafts.on_host {
             let offset = self.record_layout.draft_token.offset;
             for (i, decode) in plan.decodes.iter().enumerate() {
                 let drafts = self.host_drafts_of(decode.row, decode.k);

@@ -49,7 +49,7 @@ impl Scheduler {
             }
             let lag = if row.drafting > 0 { 0 } else { n - row.draft_len };
             asked.rows.push(i64::from(row_index));
-            asked.lags.push(if lag > self.config.drafter.max_draft_lag() { lag as i64 } else { 0 });
+            asked.lags.push(if lag > self.drafts.max_draft_lag { lag as i64 } else { 0 });
             let most = self.most_drafts(row, row.max_k);
             asked.caps.push(self.proposed(row_index, most) as i64);
         }
@@ -82,7 +82,7 @@ impl Scheduler {
     /// Takes marks and claims from a row's registered blocks, and from those of rows that share a block so unmarked, behind it.
     /// Launches in flight may still draft for them; they set no marks, and the rows begin again once they have settled.
     fn discard_draft(&mut self, row: RowIndex) -> Result<()> {
-        if !self.config.drafter.has_kv() {
+        if !self.drafts.has_kv {
             return Ok(());
         }
         let mut broken = vec![(row, 0)];
