@@ -32,7 +32,9 @@ def _is_finite(x):  # type: ignore[no-untyped-def]
     return (x == x) & (tl.abs(x) != float("inf"))
 
 
-@triton.jit(do_not_specialize=["padding_row", "tokens_stride", "results_stride", "K", "stride", "emitted_stride"])
+@triton.jit(
+    do_not_specialize=["padding_row", "tokens_stride", "results_stride", "K", "stride", "emitted_stride", "num_unfed"]
+)
 def update_kernel(  # type: ignore[no-untyped-def]
     row_ptr,
     n_ptr,
@@ -63,6 +65,7 @@ def update_kernel(  # type: ignore[no-untyped-def]
     K,
     stride,
     emitted_stride,
+    num_unfed,
     S: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -94,8 +97,8 @@ def update_kernel(  # type: ignore[no-untyped-def]
     if alive:
         tl.store(num_tokens_ptr + row, grown)
         tl.store(active_ptr + row, goes_on.to(tl.int1))
-        if good & (k > 0):
-            tl.store(draft_len_ptr + row, tl.minimum(grown, n + k) - 1)
+        if good & (k > 0) & (num_unfed >= 0):
+            tl.store(draft_len_ptr + row, tl.minimum(grown - 1, n + k - num_unfed))
 
     # Results behind the launch's entries are those of its prompt chunks.
     if row != padding_row:
@@ -120,6 +123,8 @@ class Decided:
     """[N] fp32, largest logit of each flat row, not finite where the row is faulty."""
     draft_top: Tensor
     """[K, B] fp32, any row stride: the same of each draft pass."""
+    num_unfed: int | None
+    """`Drafter.num_unfed_drafts`: what the drafts leave of draft KV; None: as it was."""
 
 
 class Reported(Protocol):
@@ -161,11 +166,14 @@ def update_rows(rows: RowTensors, entries: Entries, decided: Decided, out: Repor
     said = [decided.accepted, decided.emitted, decided.target_top, decided.draft_top]
     state = [rows.num_tokens, rows.draft_len, rows.limit, rows.min_len, rows.active, rows.tokens]
     results = [out.num_emitted, out.num_accepted, out.num_drafted, out.flags, out.finish_reason, out.tokens]
-    torch.ops.specrs.update_rows([*entries.tensors(), *said], state, rows.stop_ids, results)
+    num_unfed = -1 if decided.num_unfed is None else decided.num_unfed
+    torch.ops.specrs.update_rows([*entries.tensors(), *said], state, rows.stop_ids, results, num_unfed)
 
 
 @torch.library.custom_op("specrs::update_rows", mutates_args=["state", "results"])
-def _update_rows(read: list[Tensor], state: list[Tensor], stop_ids: Tensor, results: list[Tensor]) -> None:
+def _update_rows(
+    read: list[Tensor], state: list[Tensor], stop_ids: Tensor, results: list[Tensor], num_unfed: int
+) -> None:
     """The op behind `update_rows`: tensors in the order of the kernel's pointers."""
     emitted, draft_top = read[7], read[9]
     num_tokens, tokens, out_tokens = state[0], state[5], results[5]
@@ -181,6 +189,7 @@ def _update_rows(read: list[Tensor], state: list[Tensor], stop_ids: Tensor, resu
         width - 1,
         draft_top.stride(0),
         emitted.stride(0),
+        num_unfed,
         S=stop_ids.shape[1],
         BLOCK_K=triton.next_power_of_2(out_tokens.shape[1]),
         num_warps=1,
@@ -189,7 +198,7 @@ def _update_rows(read: list[Tensor], state: list[Tensor], stop_ids: Tensor, resu
 
 
 @_update_rows.register_fake
-def _(read: list[Tensor], state: list[Tensor], stop_ids: Tensor, results: list[Tensor]) -> None:
+def _(read: list[Tensor], state: list[Tensor], stop_ids: Tensor, results: list[Tensor], num_unfed: int) -> None:
     return None
 
 
@@ -205,6 +214,7 @@ def _variants() -> tuple[Variant, ...]:
         "K": "i32",
         "stride": "i32",
         "emitted_stride": "i32",
+        "num_unfed": "i32",
     }
     signature = {name: types.get(name, "*i64") for name in update_kernel.arg_names if name not in constants}
     return tuple(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from specrs import core
 from specrs.core import CachedDrafter, Scheduler
+from specrs.drafters.draft_model import DraftModel
 from specrs.kernels.cuda.update import Decided, update_rows
 from specrs.runner.accept import Verdict, update
 from specrs.runner.iteration import Drafted, prepare
@@ -158,7 +159,13 @@ def run_torch(case: Case) -> tuple[int, RowState, Results]:
         drafter=row_states.Drafter(case.context),
     )
     k_r = int(it.num_drafts[0])
-    update(state, it, verdict(case, k_r), Drafted(torch.zeros(1, dtype=torch.int64), None), reported)
+    update(
+        state,
+        it,
+        verdict(case, k_r),
+        Drafted(torch.zeros(1, dtype=torch.int64), None, DraftModel.num_unfed_drafts),
+        reported,
+    )
     return k_r, state, reported
 
 
@@ -173,7 +180,9 @@ def test_triton(case: Case) -> None:
     out = test_prepare.run(row_states.Case(state, [0], [case.k], [case.capacity], case.context, 1, case.k + 1))
     k_r = int(out["k"][0])
     said = verdict(case, k_r)
-    decided = Decided(said.num_accepted, said.tokens, said.top, torch.ones(MAX_K, 1)[: case.k])
+    decided = Decided(
+        said.num_accepted, said.tokens, said.top, torch.ones(MAX_K, 1)[: case.k], DraftModel.num_unfed_drafts
+    )
     update_rows(state, test_prepare.entries_of(out), decided, reported)
     check(case, k_r, state, reported)
 

@@ -7,6 +7,7 @@ committed tokens of row state, and q where it is no point mass.
 | | `DraftModel` | `NgramDrafter` |
 | --- | --- | --- |
 | `max_draft_lag` | 2 | None: it has no KV |
+| `num_unfed_drafts` | 1 | None: it has no KV |
 | `hidden_layers` | () | () |
 | `proposal` | full | a point mass |
 | drafts appear | on the device, a pass each | in the record, written by `plan` |
@@ -45,6 +46,14 @@ class Drafter(Protocol):
     @property
     def max_draft_lag(self) -> int | None:
         """Positions that its KV may lag behind n and still draft; None without KV. Its first pass feeds so many."""
+
+    @property
+    def num_unfed_drafts(self) -> int | None:
+        """Of a row's K drafts, how many at the end no pass feeds; None without KV.
+
+        An iteration from n to n' tokens leaves its KV valid on [0, min(n' - 1, n + K - this)): neither the last token
+        nor those drafts were fed.
+        """
 
     @property
     def max_model_len(self) -> int | None:

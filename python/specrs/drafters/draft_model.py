@@ -24,6 +24,7 @@ class DraftModel:
     """
 
     max_draft_lag: ClassVar[int] = 2  # pass 1 feeds n-2 and n-1: KV of n-2 is missing after a full acceptance
+    num_unfed_drafts: ClassVar[int] = 1  # pass i feeds draft i - 1
     hidden_layers: ClassVar[tuple[int, ...]] = ()
     proposal: ClassVar[Proposal] = Proposal.FULL
     on_host: ClassVar[bool] = False

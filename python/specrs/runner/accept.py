@@ -63,7 +63,8 @@ def update(state: RowState, it: Iteration, verdict: Verdict, drafted: Drafted, r
 
     Nothing behind this judges stops and limits again: `finish_reason` is what the scheduler ends a request by.
 
-    draft_len' = min(n', n + K_r) - 1 where K_r > 0, unchanged where K_r = 0. An entry that ended before reports zeros.
+    Draft KV is valid as far as the drafter says (`Drafter.num_unfed_drafts`) where K_r > 0, as before where K_r = 0. An
+    entry that ended before reports zeros.
     """
     rows, n, k = it.rows, it.num_tokens, it.num_drafts
     accepted, tokens = verdict.num_accepted, verdict.tokens
@@ -87,9 +88,9 @@ def update(state: RowState, it: Iteration, verdict: Verdict, drafted: Drafted, r
     unstopped = first_stop == width
     goes_on = good & unstopped & (grown < state.limit.index_select(0, rows))
     state.active.index_copy_(0, rows, goes_on)
-    if it.max_k:
-        kept = state.draft_len.index_select(0, rows)
-        state.draft_len.index_copy_(0, rows, torch.where(good & (k > 0), torch.minimum(grown, n + k) - 1, kept))
+    if it.max_k and drafted.num_unfed is not None:
+        before, after = state.draft_len.index_select(0, rows), torch.minimum(grown - 1, n + k - drafted.num_unfed)
+        state.draft_len.index_copy_(0, rows, torch.where(good & (k > 0), after, before))
 
     results.num_emitted.copy_(emitted)
     results.num_accepted.copy_(torch.where(good, accepted, 0))

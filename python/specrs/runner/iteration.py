@@ -37,6 +37,7 @@ class Drafted:
 
     flags: Tensor  # [B] int64, FLAG_DRAFT_NON_FINITE where draft logits were not finite
     q: Tensor | None  # [B, K, V], the distribution that each draft was drawn from; None for a point mass and `coupled`
+    num_unfed: int | None = None  # `Drafter.num_unfed_drafts`: what the drafts leave of draft KV; None: as it was
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +150,7 @@ def draft(state: RowState, it: Iteration, drafter: DeviceDrafter, sampling: Entr
             sampling.grammar.observe(tokens, live[:count, width + i - 2])
     state.tokens[it.rows[:, None], written] = drawn.t()
     faulty = (~is_finite(tops) & live[:, width - 1 :].t()).any(dim=0)
-    return Drafted(faulty * FLAG_DRAFT_NON_FINITE, q)
+    return Drafted(faulty * FLAG_DRAFT_NON_FINITE, q, drafter.num_unfed_drafts)
 
 
 def _first_inputs(state: RowState, it: Iteration, fed: Tensor, slots: Tensor, width: int, count: int) -> PassInputs:

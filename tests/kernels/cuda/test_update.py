@@ -25,8 +25,8 @@ def results(batch: int) -> Results:
 
 
 @settings(max_examples=150)
-@given(cases(), st.integers(0, 2**31), st.sampled_from((0.0, 0.1, 0.4)))
-def test_update(case: Case, seed: int, faults: float) -> None:
+@given(cases(), st.integers(0, 2**31), st.sampled_from((0.0, 0.1, 0.4)), st.sampled_from((None, 0, 1, MAX_K)))
+def test_update(case: Case, seed: int, faults: float, num_unfed: int | None) -> None:
     generator = torch.Generator().manual_seed(seed)
 
     def chance(*shape: int) -> Tensor:
@@ -52,7 +52,7 @@ def test_update(case: Case, seed: int, faults: float) -> None:
     broken = (~draft_top[:, : case.count].T.isfinite() & (column < it.num_drafts[:, None])).any(dim=1)
 
     expected = results(case.count)
-    drafted = Drafted(broken * FLAG_DRAFT_NON_FINITE, None)
+    drafted = Drafted(broken * FLAG_DRAFT_NON_FINITE, None, num_unfed)
     update(theirs, it, Verdict(accepted, tokens, top, top[:, None]), drafted, expected)
 
     def padded(values: Tensor, fill: int) -> Tensor:
@@ -69,7 +69,7 @@ def test_update(case: Case, seed: int, faults: float) -> None:
         capacity=padded(it.capacity, 0),
         q_start=torch.cat((it.flat.q_start, torch.full((case.batch - case.count,), int(it.flat.q_start[-1])))),
     )
-    decided = Decided(padded(accepted, 3), emitted, torch.cat((top, torch.full((4,), torch.nan))), draft_top)
+    decided = Decided(padded(accepted, 3), emitted, torch.cat((top, torch.full((4,), torch.nan))), draft_top, num_unfed)
     update_rows(mine, entries, decided, reported)
     for name in RowState.__slots__:
         ours, reference = getattr(mine, name), getattr(theirs, name)

@@ -178,6 +178,7 @@ def accept_and_update(ctx: Context, shape: Shape, first: int = 0, logits: Tensor
         emitted=b.emitted[:batch, : k + 1],
         target_top=b.target_top[: shape.rows],
         draft_top=b.draft_top[:k, :batch],
+        num_unfed=None if ctx.drafter is None else ctx.drafter.num_unfed_drafts,
     )
     update_rows(ctx.state, b.entries(batch), decided, ctx.record.results_view.narrow(first, batch))
 
