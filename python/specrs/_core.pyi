@@ -812,7 +812,7 @@ class Outputs:
         *,
         now: float = 0.0,
         fault: str | None = None,
-    ) -> None:
+    ) -> tuple[list[int], list[int]]:
         """`Scheduler.settle`, and all that follows for the outputs of its requests: tokens, text, stop strings, books,
         ends. Releases the interpreter for the latter. Mutates.
 
@@ -822,6 +822,9 @@ class Outputs:
         Args:
             now: the time, for `first_token_time` and `finish_time`.
             fault: why the launch failed as a whole, for entries with flags.
+
+        Returns:
+            Ids of the requests that got tokens or ended, in the order of their entries, and of those that ended.
 
         Raises:
             SettleOrderError, InvalidBufferError, InvalidResultsError: as `Scheduler.settle`; nothing has changed.

@@ -43,8 +43,8 @@ class Unwrapping:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.outputs, name)
 
-    def settle(self, scheduler: Any, *arguments: Any, **more: Any) -> None:
-        self.outputs.settle(scheduler.scheduler, *arguments, **more)
+    def settle(self, scheduler: Any, *arguments: Any, **more: Any) -> Any:
+        return self.outputs.settle(scheduler.scheduler, *arguments, **more)
 
 
 @pytest.fixture(params=[1, 2])

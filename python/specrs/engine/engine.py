@@ -13,7 +13,6 @@ import numpy as np
 
 from specrs.config import EngineConfig
 from specrs.core import (
-    FINISH_NONE,
     FLAG_TARGET_NON_FINITE,
     PLAN_LAUNCH,
     Outputs,
@@ -252,13 +251,16 @@ class Engine:
         return self._settle() if scheduler.num_in_flight else []
 
     def _launch(self, slot: RingSlot, header: Header) -> None:
-        ids = slot.views["admit_request_id"][: header.num_admitted].tolist()
-        cached = slot.views["admit_num_cached"][: header.num_admitted].tolist()
-        for request_id, num_cached in zip(ids, cached, strict=True):
-            request = self.requests[request_id]
-            # A preempted request is admitted again, and finds what it computed itself.
-            if request.num_cached_tokens is None:
-                request.num_cached_tokens = num_cached
+        if header.num_admitted:
+            ids, cached = (
+                slot.record_arrays[name][: header.num_admitted].tolist()
+                for name in ("admit_request_id", "admit_num_cached")
+            )
+            for request_id, num_cached in zip(ids, cached, strict=True):
+                request = self.requests[request_id]
+                # A preempted request is admitted again, and finds what it computed itself.
+                if request.num_cached_tokens is None:
+                    request.num_cached_tokens = num_cached
         self.runner.launch(slot, header)
         slot.executed = header.launch_id
 
@@ -323,11 +325,15 @@ class Engine:
             results, told = np.zeros_like(slot.results), str(fault)
             section_arrays(results, self.scheduler.results_layout())["flags"].fill(FLAG_TARGET_NON_FINITE)
         # One call, so that an interrupt finds the launch delivered or not settled.
-        self.outputs.settle(self.scheduler, launch_id, results, slot.settled, now=time.monotonic(), fault=told)
+        touched_ids, ended_ids = self.outputs.settle(
+            self.scheduler, launch_id, results, slot.settled, now=time.monotonic(), fault=told
+        )
         # Beside another launch in flight this one began when the one before it ended.
         begun, self._settled_at = max(slot.started, self._settled_at), time.perf_counter()
         header = slot.header()
-        touched = self._touched(slot, header.num_decode + header.num_prefill)
+        touched = [self.requests[request_id] for request_id in touched_ids]
+        for request_id in ended_ids:
+            del self.requests[request_id]
         if self._reporting or slot.prompt_logprobs:
             self._report(slot, whole=whole)
             for request in touched:
@@ -339,17 +345,6 @@ class Engine:
             self._learn(slot, header, ms)
             if self.watch is not None:
                 self.watch(slot, header, ms)
-        return touched
-
-    def _touched(self, slot: RingSlot, count: int) -> list[Request]:
-        """The requests that got tokens or ended in a launch of `count` entries; forgets those that ended."""
-        settled, requests = slot.settled_arrays, self.requests
-        ids = settled["request_id"][:count]
-        ended = (ids >= 0) & (settled["finish_reason"][:count] != FINISH_NONE)
-        told = ended | ((ids >= 0) & (settled["num_new"][:count] > 0))
-        touched = [requests[request_id] for request_id in ids[told].tolist()]
-        for request_id in ids[ended].tolist():
-            del requests[request_id]
         return touched
 
     def _report(self, slot: RingSlot, *, whole: bool, accept: bool = True) -> list[Request]:

@@ -214,7 +214,7 @@ impl Outputs {
         settled: &Bound<'_, PyAny>,
         now: f64,
         fault: Option<&str>,
-    ) -> PyResult<()> {
+    ) -> PyResult<(Vec<i64>, Vec<i64>)> {
         let launch_id = size(py, Class::SettleOrder, "launch_id", launch_id)? as u64;
         let results: In = readonly("results", results)?;
         let mut settled: Out = readwrite("settled", settled)?;
@@ -225,14 +225,14 @@ impl Outputs {
             (*core.results_layout(), *core.settled_layout())
         };
         // Other threads may run meanwhile; a signal waits for this call to return, so that a launch is delivered as a whole.
-        let stopped = py.detach(|| {
+        let specrs_text::Delivered { touched, ended, stopped } = py.detach(|| {
             let mut outputs = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-            outputs.deliver((&layouts.0, results), (&layouts.1, settled), now, fault).to_vec()
+            outputs.deliver((&layouts.0, results), (&layouts.1, settled), now, fault).clone()
         });
         for request_id in stopped {
             scheduler.core(py).abort(request_id).or_raise(py)?;
         }
-        Ok(())
+        Ok((touched, ended))
     }
 
     fn __repr__(&self, py: Python<'_>) -> String {

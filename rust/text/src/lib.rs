@@ -16,4 +16,4 @@ pub use decoder::TokenDecoder;
 pub use detokenizer::{Detokenizer, TextParams, Update};
 pub use error::{Error, Result};
 pub use output::{End, FINISH_ABORT, Output};
-pub use outputs::{Fault, Outputs};
+pub use outputs::{Delivered, Fault, Outputs};

@@ -10,13 +10,23 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// Why a launch failed as a whole, where it did.
 pub type Fault<'a> = Option<&'a str>;
 
+/// What became of the requests of a launch, by id, in the order of its entries.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Delivered {
+    /// Those that got tokens or ended.
+    pub touched: Vec<i64>,
+    /// Those of them that ended.
+    pub ended: Vec<i64>,
+    /// Those of them that ended here, by a stop string or because of output that cannot be read: the scheduler still has them.
+    pub stopped: Vec<i64>,
+}
+
 /// Outputs by request id, of requests that have not ended. An output may be read elsewhere at the same time.
 #[derive(Debug, Default)]
 pub struct Outputs {
     by_id: FxHashMap<i64, Arc<Mutex<Output>>>,
     num_tokens: u64,
-    /// Of the last launch: requests that ended here and not in the scheduler.
-    stopped: Vec<i64>,
+    delivered: Delivered,
 }
 
 impl Outputs {
@@ -51,8 +61,7 @@ impl Outputs {
     }
 
     /// Hands what `Scheduler::settle` wrote into `settled` to its requests, and corrects it: `num_new` is what a request kept,
-    /// `finish_reason` also tells of stop strings and of output that cannot be read. The ids of requests that ended by those, which
-    /// the scheduler still has.
+    /// `finish_reason` also tells of stop strings and of output that cannot be read.
     ///
     /// `results` are those that were settled; `fault` says why all of the launch's requests end, where they do.
     pub fn deliver(
@@ -61,8 +70,11 @@ impl Outputs {
         (settled_layout, settled): (&SettledLayout, &mut [i64]),
         now: f64,
         fault: Fault<'_>,
-    ) -> &[i64] {
-        self.stopped.clear();
+    ) -> &Delivered {
+        let Delivered { touched, ended, stopped } = &mut self.delivered;
+        touched.clear();
+        ended.clear();
+        stopped.clear();
         let section = |section: Section| &results[section.range()];
         let (accepted, drafted) = (section(results_layout.num_accepted), section(results_layout.num_drafted));
         let (flags, tokens) = (section(results_layout.flags), section(results_layout.tokens));
@@ -97,16 +109,20 @@ impl Outputs {
                 }
             }
             self.num_tokens += counts[entry] as u64;
+            if counts[entry] > 0 || reasons[entry] != FINISH_NONE {
+                touched.push(id);
+            }
             if reasons[entry] != FINISH_NONE {
+                ended.push(id);
                 output.finish(reasons[entry], error, now);
                 drop(output);
                 self.by_id.remove(&id);
                 if reason == FINISH_NONE {
-                    self.stopped.push(id);
+                    stopped.push(id);
                 }
             }
         }
-        &self.stopped
+        &self.delivered
     }
 }
 

@@ -6,7 +6,7 @@ use specrs_core::scheduler::layout::{
     FINISH_ERROR, FINISH_LENGTH, FINISH_NONE, FINISH_STOP, FLAG_CAPACITY, FLAG_TARGET_NON_FINITE, ResultsLayout,
     SettledLayout,
 };
-use specrs_text::{Detokenizer, FINISH_ABORT, Output, Outputs, TextParams, TokenDecoder};
+use specrs_text::{Delivered, Detokenizer, FINISH_ABORT, Output, Outputs, TextParams, TokenDecoder};
 use std::sync::{Arc, Mutex};
 
 const K: usize = 2;
@@ -42,9 +42,9 @@ impl Launch {
         Self { results_layout, settled_layout, results, settled }
     }
 
-    fn deliver(&mut self, outputs: &mut Outputs, now: f64, fault: Option<&str>) -> Vec<i64> {
+    fn deliver(&mut self, outputs: &mut Outputs, now: f64, fault: Option<&str>) -> Delivered {
         let results = (&self.results_layout, &self.results[..]);
-        outputs.deliver(results, (&self.settled_layout, &mut self.settled), now, fault).to_vec()
+        outputs.deliver(results, (&self.settled_layout, &mut self.settled), now, fault).clone()
     }
 
     /// Request id, tokens kept and finish reason of entry `i`.
@@ -80,7 +80,9 @@ fn each_request_gets_its_own() {
         (1, &[1, 3, 2], FINISH_NONE, 2, 2, 0),
         (7, &[1], FINISH_NONE, 0, 0, 0),
     ]);
-    assert_eq!(launch.deliver(&mut outputs, 1.5, None), [1], "the scheduler does not know of its end");
+    // The scheduler does not know of the end of 1.
+    let expected = Delivered { touched: vec![2, 0, 1], ended: vec![0, 1], stopped: vec![1] };
+    assert_eq!(launch.deliver(&mut outputs, 1.5, None), expected);
     let [zero, one, two] = [0, 1, 2].map(|i: usize| made[i].lock().unwrap());
     assert_eq!((two.tokens(), two.text(), two.first_token_time()), (&[0, 1][..], "ab", Some(1.5)));
     assert_eq!((two.acceptance().draft_tokens(), two.acceptance().accepted_tokens(), two.end()), (2, 1, None));
@@ -97,7 +99,7 @@ fn what_follows_a_stop_string_is_dropped_and_a_stop_token_has_no_text() {
     let mut outputs = Outputs::new();
     let (one, two) = (add(&mut outputs, 1, Some("b")), add(&mut outputs, 2, None));
     let mut launch = Launch::new(&[(1, &[0, 1, 2], FINISH_LENGTH, 0, 0, 0), (2, &[0, 4], FINISH_STOP, 0, 0, 0)]);
-    assert!(launch.deliver(&mut outputs, 0.0, None).is_empty(), "the scheduler knows of both ends");
+    assert!(launch.deliver(&mut outputs, 0.0, None).stopped.is_empty(), "the scheduler knows of both ends");
     assert_eq!((launch.settled(0), launch.settled(1)), ((1, 2, FINISH_STOP), (2, 2, FINISH_STOP)));
     let (one, two) = (one.lock().unwrap(), two.lock().unwrap());
     assert_eq!((one.text(), one.tokens()), ("a", &[0, 1][..]));
