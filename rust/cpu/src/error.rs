@@ -1,0 +1,38 @@
+//! What can go wrong, as one enum. Messages name the field, the value and what is allowed.
+
+use thiserror::Error as ThisError;
+
+/// Shorthand for results of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Every failure of this crate. An operation that returns one has written nothing.
+#[derive(Clone, Debug, PartialEq, Eq, ThisError)]
+#[non_exhaustive]
+pub enum Error {
+    /// An argument is outside its range, or does not fit the others.
+    #[error("{field} = {value} is not allowed: expected {allowed}")]
+    Invalid {
+        /// Name of the argument, with the layer or row where there are several.
+        field: String,
+        /// The value given.
+        value: String,
+        /// What is allowed.
+        allowed: String,
+    },
+}
+
+// Values are numbers or short names, made into text here and nowhere else.
+#[allow(clippy::needless_pass_by_value)]
+impl Error {
+    pub(crate) fn invalid(field: impl Into<String>, value: impl ToString, allowed: impl Into<String>) -> Self {
+        Self::Invalid { field: field.into(), value: value.to_string(), allowed: allowed.into() }
+    }
+}
+
+/// Refuses a length other than `expected`.
+pub(crate) fn check_len(field: &str, len: usize, expected: usize) -> Result<()> {
+    if len == expected {
+        return Ok(());
+    }
+    Err(Error::invalid(field, format!("{len} elements"), format!("{expected} elements")))
+}

@@ -1,0 +1,23 @@
+//! Passes of dense decoders on a CPU: a forward pass over flat rows as one call, on memory that others own.
+//!
+//! Weights are `[out, in]` as checkpoints have them, KV is paged. No Python, no scheduling, no clock. A row's sums have one
+//! order, whatever the other rows of a pass, the threads and the instruction set: its logits are the same bits.
+
+#![deny(missing_docs)]
+#![deny(unsafe_code)]
+
+mod decoder;
+mod error;
+mod kv_cache;
+mod memory;
+mod pass;
+mod pool;
+mod weights;
+
+pub use decoder::Decoder;
+pub use error::{Error, Result};
+pub use kv_cache::{KvCache, KvShape};
+pub use memory::{Bf16, Memory, MemoryMut, Owner};
+pub use pass::{MAX_TILE_ROWS, Output, Pass};
+pub use pool::Pool;
+pub use weights::{LayerWeights, Linear, ModelShape, Part, Values, ValuesMut, Weights};

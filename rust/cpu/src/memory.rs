@@ -1,0 +1,128 @@
+//! Memory that others own: tensors by address, kept alive by an owner. Knows no shapes.
+
+#![allow(unsafe_code)]
+
+use crate::error::{Error, Result};
+use std::any::Any;
+use std::ptr::NonNull;
+
+/// A bf16 number: the upper half of an f32.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(transparent)]
+pub struct Bf16(pub u16);
+
+impl Bf16 {
+    /// The nearest bf16, ties to even. NaN stays NaN.
+    #[inline]
+    pub fn from_f32(x: f32) -> Self {
+        let bits = x.to_bits();
+        if x.is_nan() {
+            return Self((bits >> 16) as u16 | 0x40);
+        }
+        Self((bits.wrapping_add(0x7FFF + ((bits >> 16) & 1)) >> 16) as u16)
+    }
+
+    /// The same number as f32.
+    #[inline]
+    pub fn to_f32(self) -> f32 {
+        f32::from_bits(u32::from(self.0) << 16)
+    }
+}
+
+/// What keeps borrowed memory valid: dropped with the memory's handle.
+pub type Owner = Box<dyn Any + Send + Sync>;
+
+/// Read-only elements that `owner` keeps alive. `T` is `f32`, [`Bf16`] or another plain number.
+pub struct Memory<T> {
+    address: NonNull<T>,
+    len: usize,
+    _owner: Owner,
+}
+
+/// Like [`Memory`], written by passes that hold it by `&mut`.
+pub struct MemoryMut<T> {
+    address: NonNull<T>,
+    len: usize,
+    _owner: Owner,
+}
+
+// SAFETY: the owner may move and be shared between threads, and elements are reached through &self only to be read.
+unsafe impl<T: Send + Sync> Send for Memory<T> {}
+// SAFETY: as above.
+unsafe impl<T: Send + Sync> Sync for Memory<T> {}
+// SAFETY: the owner may move and be shared between threads, and elements are written through &mut self only.
+unsafe impl<T: Send + Sync> Send for MemoryMut<T> {}
+// SAFETY: as above.
+unsafe impl<T: Send + Sync> Sync for MemoryMut<T> {}
+
+/// Refuses null and addresses that are no multiple of the element's alignment; `name` is the error's field.
+fn check_address<T>(name: &str, address: *mut T) -> Result<NonNull<T>> {
+    let alignment = align_of::<T>();
+    NonNull::new(address).filter(|address| address.as_ptr().is_aligned()).ok_or_else(|| {
+        Error::invalid(
+            format!("{name}'s address"),
+            format!("{address:p}"),
+            format!("a multiple of {alignment} other than 0"),
+        )
+    })
+}
+
+impl<T: Copy + Send + Sync + 'static> Memory<T> {
+    /// The `len` elements from `address` on, kept alive by `owner`. `name` is what an error calls them.
+    ///
+    /// # Errors
+    /// Where the address is null or misaligned.
+    ///
+    /// # Safety
+    /// While the result lives: all elements are initialised, stay where they are, and nobody writes them.
+    pub unsafe fn borrow(name: &str, address: *const T, len: usize, owner: Owner) -> Result<Self> {
+        Ok(Self { address: check_address(name, address.cast_mut())?, len, _owner: owner })
+    }
+
+    /// Memory of its own.
+    pub fn from_vec(elements: Vec<T>) -> Self {
+        let (address, len) = (NonNull::from(elements.as_slice()).cast(), elements.len());
+        Self { address, len, _owner: Box::new(elements) }
+    }
+
+    /// All elements.
+    #[inline]
+    pub fn as_slice(&self) -> &[T] {
+        // SAFETY: `borrow`'s contract, or the vector that the owner is, whose heap memory does not move with it.
+        unsafe { std::slice::from_raw_parts(self.address.as_ptr(), self.len) }
+    }
+}
+
+impl<T: Copy + Send + Sync + 'static> MemoryMut<T> {
+    /// The `len` elements from `address` on, kept alive by `owner`. `name` is what an error calls them.
+    ///
+    /// # Errors
+    /// Where the address is null or misaligned.
+    ///
+    /// # Safety
+    /// While the result lives: all elements are initialised and stay where they are. While a call holds the result by
+    /// `&` or `&mut`: nobody else writes them; by `&mut`: nobody else reads them.
+    pub unsafe fn borrow(name: &str, address: *mut T, len: usize, owner: Owner) -> Result<Self> {
+        Ok(Self { address: check_address(name, address)?, len, _owner: owner })
+    }
+
+    /// Memory of its own.
+    pub fn from_vec(mut elements: Vec<T>) -> Self {
+        let (address, len) = (NonNull::from(elements.as_mut_slice()).cast(), elements.len());
+        Self { address, len, _owner: Box::new(elements) }
+    }
+
+    /// All elements.
+    #[inline]
+    pub fn as_slice(&self) -> &[T] {
+        // SAFETY: `borrow`'s contract, or the vector that the owner is.
+        unsafe { std::slice::from_raw_parts(self.address.as_ptr(), self.len) }
+    }
+
+    /// All elements, to be written.
+    #[inline]
+    pub fn as_mut_slice(&mut self) -> &mut [T] {
+        // SAFETY: as above, and &mut self is the only way to write.
+        unsafe { std::slice::from_raw_parts_mut(self.address.as_ptr(), self.len) }
+    }
+}

@@ -1,0 +1,288 @@
+//! Random small models, their forward pass in float64 by plain loops, and passes over paged KV. Shares no code with the crate.
+
+#![allow(
+    dead_code,
+    unreachable_pub,
+    clippy::match_bool,
+    clippy::single_match_else,
+    clippy::struct_excessive_bools,
+    clippy::missing_panics_doc
+)]
+
+use specrs_cpu::{Bf16, KvCache, KvShape, LayerWeights, Linear, Memory, ModelShape, Part, Values, Weights};
+use std::sync::Arc;
+
+/// Uniform numbers from a seed (splitmix64).
+pub struct Numbers(pub u64);
+
+impl Numbers {
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    }
+
+    /// In [-1, 1).
+    pub fn unit(&mut self) -> f32 {
+        (self.next() >> 40) as f32 / (1 << 23) as f32 - 1.0
+    }
+
+    pub fn below(&mut self, n: usize) -> usize {
+        (self.next() % n as u64) as usize
+    }
+}
+
+/// What a family switches on.
+#[derive(Clone, Copy, Debug)]
+pub struct Kind {
+    pub qk_norm: bool,
+    pub qkv_bias: bool,
+    pub other_bias: bool,
+    pub tied: bool,
+    /// Projections that share an input as several parts.
+    pub split: bool,
+    pub bf16: bool,
+    /// Llama 3.1's scaling of frequencies.
+    pub scaled: bool,
+}
+
+pub const QWEN3: Kind =
+    Kind { qk_norm: true, qkv_bias: false, other_bias: false, tied: true, split: false, bf16: false, scaled: false };
+pub const LLAMA3: Kind =
+    Kind { qk_norm: false, qkv_bias: false, other_bias: false, tied: true, split: true, bf16: false, scaled: true };
+pub const LLAMA_BIAS: Kind =
+    Kind { qk_norm: false, qkv_bias: true, other_bias: true, tied: false, split: true, bf16: false, scaled: false };
+pub const QWEN2: Kind =
+    Kind { qk_norm: false, qkv_bias: true, other_bias: false, tied: true, split: false, bf16: false, scaled: false };
+pub const MISTRAL: Kind =
+    Kind { qk_norm: false, qkv_bias: false, other_bias: false, tied: false, split: true, bf16: false, scaled: false };
+
+/// A weight `[outputs, inputs]` with a bias, as numbers that its type holds exactly.
+#[derive(Clone)]
+pub struct Dense {
+    pub weight: Vec<f32>,
+    pub bias: Option<Vec<f32>>,
+    pub inputs: usize,
+}
+
+pub struct LayerNumbers {
+    pub input_norm: Vec<f32>,
+    pub q: Dense,
+    pub k: Dense,
+    pub v: Dense,
+    pub q_norm: Vec<f32>,
+    pub k_norm: Vec<f32>,
+    pub o: Dense,
+    pub post_norm: Vec<f32>,
+    pub gate: Dense,
+    pub up: Dense,
+    pub down: Dense,
+}
+
+pub struct Model {
+    pub shape: ModelShape,
+    pub kind: Kind,
+    pub embedding: Vec<f32>,
+    pub layers: Vec<LayerNumbers>,
+    pub final_norm: Vec<f32>,
+    pub lm_head: Dense,
+    pub frequencies: Vec<f32>,
+}
+
+fn draw(n: &mut Numbers, len: usize, scale: f32, offset: f32, bf16: bool) -> Vec<f32> {
+    let number = |n: &mut Numbers| {
+        let x = n.unit() * scale + offset;
+        if bf16 { Bf16::from_f32(x).to_f32() } else { x }
+    };
+    (0..len).map(|_| number(n)).collect()
+}
+
+impl Model {
+    pub fn random(shape: ModelShape, num_layers: usize, kind: Kind, seed: u64) -> Self {
+        let n = &mut Numbers(seed);
+        let (hidden, dim, bf16) = (shape.hidden_size, shape.head_dim, kind.bf16);
+        let dense = |n: &mut Numbers, outputs: usize, inputs: usize, bias: bool| Dense {
+            weight: draw(n, outputs * inputs, 1.7 / (inputs as f32).sqrt(), 0.0, bf16),
+            bias: bias.then(|| draw(n, outputs, 0.5, 0.0, bf16)),
+            inputs,
+        };
+        let layer = |n: &mut Numbers| LayerNumbers {
+            input_norm: draw(n, hidden, 0.3, 1.0, bf16),
+            q: dense(n, shape.num_heads * dim, hidden, kind.qkv_bias),
+            k: dense(n, shape.num_kv_heads * dim, hidden, kind.qkv_bias),
+            v: dense(n, shape.num_kv_heads * dim, hidden, kind.qkv_bias),
+            q_norm: draw(n, dim, 0.5, 1.0, bf16),
+            k_norm: draw(n, dim, 0.5, 1.0, bf16),
+            o: dense(n, hidden, shape.num_heads * dim, kind.other_bias),
+            post_norm: draw(n, hidden, 0.3, 1.0, bf16),
+            gate: dense(n, shape.intermediate_size, hidden, kind.other_bias),
+            up: dense(n, shape.intermediate_size, hidden, kind.other_bias),
+            down: dense(n, hidden, shape.intermediate_size, kind.other_bias),
+        };
+        let layers = (0..num_layers).map(|_| layer(n)).collect();
+        let embedding = draw(n, shape.vocab_size * hidden, 1.0, 0.0, bf16);
+        let lm_head = match kind.tied {
+            true => Dense { weight: embedding.clone(), bias: None, inputs: hidden },
+            false => dense(n, shape.vocab_size, hidden, false),
+        };
+        let final_norm = draw(n, hidden, 0.3, 1.0, bf16);
+        Self { shape, kind, embedding, layers, final_norm, lm_head, frequencies: frequencies(dim, kind.scaled) }
+    }
+
+    /// The crate's weights of this model.
+    pub fn weights(&self) -> Arc<Weights> {
+        let values = |x: &[f32]| -> Values {
+            match self.kind.bf16 {
+                true => Values::Bf16(Memory::from_vec(x.iter().map(|&x| Bf16::from_f32(x)).collect())),
+                false => Values::F32(Memory::from_vec(x.to_vec())),
+            }
+        };
+        let linear = |parts: &[&Dense]| {
+            let inputs = parts[0].inputs;
+            let part = |weight: &[f32], bias: Option<&[f32]>| {
+                Part::new(values(weight), bias.map(values).as_ref(), weight.len() / inputs)
+            };
+            let parts = match self.kind.split {
+                true => parts.iter().map(|p| part(&p.weight, p.bias.as_deref())).collect(),
+                false => {
+                    let weight: Vec<f32> = parts.iter().flat_map(|p| p.weight.clone()).collect();
+                    let bias: Vec<f32> = parts.iter().filter_map(|p| p.bias.clone()).flatten().collect();
+                    vec![part(&weight, (!bias.is_empty()).then_some(&bias))]
+                }
+            };
+            Linear::new("test", inputs, parts).unwrap()
+        };
+        let layer = |l: &LayerNumbers| LayerWeights {
+            input_norm: values(&l.input_norm),
+            qkv: linear(&[&l.q, &l.k, &l.v]),
+            qk_norm: self.kind.qk_norm.then(|| (values(&l.q_norm), values(&l.k_norm))),
+            o: linear(&[&l.o]),
+            post_attention_norm: values(&l.post_norm),
+            gate_up: linear(&[&l.gate, &l.up]),
+            down: linear(&[&l.down]),
+        };
+        let layers = self.layers.iter().map(layer).collect();
+        let head = linear(&[&self.lm_head]);
+        let frequencies = self.frequencies.clone();
+        let embedding = values(&self.embedding);
+        Arc::new(Weights::new(self.shape, embedding, layers, &values(&self.final_norm), head, frequencies).unwrap())
+    }
+
+    pub fn kv_cache(&self, num_blocks: usize, block_size: usize) -> KvCache {
+        let shape =
+            KvShape { num_blocks, block_size, num_kv_heads: self.shape.num_kv_heads, head_dim: self.shape.head_dim };
+        KvCache::allocate(shape, self.layers.len(), self.kind.bf16).unwrap()
+    }
+
+    /// Logits `[tokens, vocab]` of a whole sequence in float64, whose first token is at position `start`: no cache.
+    /// K and V of a bf16 model are rounded as its cache rounds them.
+    pub fn reference(&self, tokens: &[usize], start: usize) -> Vec<Vec<f64>> {
+        let s = &self.shape;
+        let (hidden, dim, eps) = (s.hidden_size, s.head_dim, f64::from(s.rms_norm_eps));
+        let mut h: Vec<Vec<f64>> = tokens.iter().map(|t| wide(&self.embedding[t * hidden..][..hidden])).collect();
+        for layer in &self.layers {
+            let (mut keys, mut values) = (Vec::new(), Vec::new());
+            for (i, h) in h.iter_mut().enumerate() {
+                let x = rms_norm(h, &layer.input_norm, eps);
+                let heads = |dense: &Dense, norm: Option<&Vec<f32>>, rotated: bool| -> Vec<Vec<f64>> {
+                    let y = product(dense, &x);
+                    y.chunks(dim)
+                        .map(|head| {
+                            let head = norm.map_or(head.to_vec(), |w| rms_norm(head, w, eps));
+                            if rotated { rotate(&head, start + i, &self.frequencies) } else { head }
+                        })
+                        .collect()
+                };
+                let qk_norm = self.kind.qk_norm;
+                let q = heads(&layer.q, qk_norm.then_some(&layer.q_norm), true);
+                keys.push(self.stored(heads(&layer.k, qk_norm.then_some(&layer.k_norm), true)));
+                values.push(self.stored(heads(&layer.v, None, false)));
+                let mut attended = Vec::new();
+                for (j, q) in q.iter().enumerate() {
+                    attended.extend(attend(q, &keys, &values, j / (s.num_heads / s.num_kv_heads)));
+                }
+                add(h, &product(&layer.o, &attended));
+                let x = rms_norm(h, &layer.post_norm, eps);
+                let (gate, up) = (product(&layer.gate, &x), product(&layer.up, &x));
+                let act: Vec<f64> = gate.iter().zip(&up).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect();
+                add(h, &product(&layer.down, &act));
+            }
+        }
+        h.iter().map(|h| product(&self.lm_head, &rms_norm(h, &self.final_norm, eps))).collect()
+    }
+
+    fn stored(&self, heads: Vec<Vec<f64>>) -> Vec<Vec<f64>> {
+        let store = |x: f64| if self.kind.bf16 { f64::from(Bf16::from_f32(x as f32).to_f32()) } else { x };
+        heads.into_iter().map(|head| head.into_iter().map(store).collect()).collect()
+    }
+}
+
+/// theta = 10,000; with Llama 3.1's scaling of factor 8 for an original length of 64.
+pub fn frequencies(dim: usize, scaled: bool) -> Vec<f32> {
+    let scale = |f: f64| {
+        let (length, low, high, factor) = (64.0, 1.0, 4.0, 8.0);
+        let wavelength = 2.0 * std::f64::consts::PI / f;
+        if !scaled || wavelength < length / high {
+            return f;
+        }
+        if wavelength > length / low {
+            return f / factor;
+        }
+        let s = (length / wavelength - low) / (high - low);
+        (1.0 - s) * f / factor + s * f
+    };
+    (0..dim / 2).map(|i| scale(10_000_f64.powf(-2.0 * i as f64 / dim as f64)) as f32).collect()
+}
+
+fn wide(x: &[f32]) -> Vec<f64> {
+    x.iter().map(|&x| f64::from(x)).collect()
+}
+
+fn rms_norm(x: &[f64], weight: &[f32], eps: f64) -> Vec<f64> {
+    let mean = x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64;
+    x.iter().zip(weight).map(|(x, &w)| x / (mean + eps).sqrt() * f64::from(w)).collect()
+}
+
+fn product(dense: &Dense, x: &[f64]) -> Vec<f64> {
+    let row = |(o, row): (usize, &[f32])| {
+        let sum: f64 = row.iter().zip(x).map(|(&w, x)| f64::from(w) * x).sum();
+        sum + dense.bias.as_ref().map_or(0.0, |bias| f64::from(bias[o]))
+    };
+    dense.weight.chunks_exact(dense.inputs).enumerate().map(row).collect()
+}
+
+/// The angle is an fp32 product, as everywhere.
+fn rotate(x: &[f64], position: usize, frequencies: &[f32]) -> Vec<f64> {
+    let half = frequencies.len();
+    let angle = |i: usize| f64::from(position as f32 * frequencies[i % half]);
+    (0..2 * half)
+        .map(|i| {
+            let other = if i < half { -x[i + half] } else { x[i - half] };
+            x[i] * angle(i).cos() + other * angle(i).sin()
+        })
+        .collect()
+}
+
+fn attend(q: &[f64], keys: &[Vec<Vec<f64>>], values: &[Vec<Vec<f64>>], head: usize) -> Vec<f64> {
+    let score =
+        |k: &Vec<Vec<f64>>| -> f64 { k[head].iter().zip(q).map(|(k, q)| k * q).sum::<f64>() / (q.len() as f64).sqrt() };
+    let scores: Vec<f64> = keys.iter().map(score).collect();
+    let largest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let weights: Vec<f64> = scores.iter().map(|s| (s - largest).exp()).collect();
+    let total: f64 = weights.iter().sum();
+    let mut out = vec![0.0; q.len()];
+    for (weight, v) in weights.iter().zip(values) {
+        for (out, v) in out.iter_mut().zip(&v[head]) {
+            *out += weight / total * v;
+        }
+    }
+    out
+}
+
+fn add(h: &mut [f64], x: &[f64]) {
+    for (h, x) in h.iter_mut().zip(x) {
+        *h += x;
+    }
+}
