@@ -1,6 +1,6 @@
 //! The forward pass of a dense decoder.
 
-use crate::error::Result;
+use crate::error::{Error, Result, check_len};
 use crate::kv_cache::KvCache;
 use crate::memory::Bf16;
 use crate::pass::{Output, Pass};
@@ -81,6 +81,11 @@ impl Decoder {
         let logits_of = |row: usize| linear(&weights.lm_head, &norm(&h[row], &weights.final_norm, shape.rms_norm_eps));
         match &mut output {
             Output::Nothing => {}
+            Output::Hidden { rows, hidden: out } => {
+                for (&row, out) in rows.iter().zip(out.chunks_exact_mut(hidden)) {
+                    out.copy_from_slice(&norm(&h[row], &weights.final_norm, shape.rms_norm_eps));
+                }
+            }
             Output::Logits { rows, num_ids, logits } => {
                 for (&row, logits) in rows.iter().zip(logits.chunks_exact_mut(*num_ids)) {
                     logits.copy_from_slice(&logits_of(row)[..*num_ids]);
@@ -89,18 +94,66 @@ impl Decoder {
             Output::Argmax { rows, num_ids, ids, top } => {
                 for (i, &row) in rows.iter().enumerate() {
                     let logits = logits_of(row);
-                    let mut best = 0;
-                    for (id, &logit) in logits[..*num_ids].iter().enumerate() {
-                        if !logits[best].is_nan() && (logit > logits[best] || logit.is_nan()) {
-                            best = id;
-                        }
-                    }
-                    (ids[i], top[i]) = (best as i64, logits[best]);
+                    (ids[i], top[i]) = best_of(&logits[..*num_ids]);
                 }
             }
         }
         Ok(())
     }
+
+    /// Logits of the first `num_ids` ids of final hidden states `[L, hidden_size]`, into `logits` `[L, num_ids]`: the bits
+    /// that a pass gives for them.
+    ///
+    /// # Errors
+    /// Where a slice has another length, or `num_ids` is none of the vocabulary.
+    pub fn logits(&mut self, hidden: &[f32], num_ids: usize, logits: &mut [f32]) -> Result<()> {
+        let rows = self.check_head(hidden, num_ids)?;
+        check_len("logits", logits.len(), rows * num_ids)?;
+        let size = self.weights.shape.hidden_size;
+        for (hidden, logits) in hidden.chunks_exact(size).zip(logits.chunks_exact_mut(num_ids)) {
+            logits.copy_from_slice(&linear(&self.weights.lm_head, hidden)[..num_ids]);
+        }
+        Ok(())
+    }
+
+    /// The most probable of the first `num_ids` ids of final hidden states `[L, hidden_size]`, and its logit, as
+    /// [`Output::Argmax`] has them.
+    ///
+    /// # Errors
+    /// As [`logits`](Self::logits).
+    pub fn argmax(&mut self, hidden: &[f32], num_ids: usize, ids: &mut [i64], top: &mut [f32]) -> Result<()> {
+        let rows = self.check_head(hidden, num_ids)?;
+        check_len("ids", ids.len(), rows)?;
+        check_len("top", top.len(), rows)?;
+        let size = self.weights.shape.hidden_size;
+        for (i, hidden) in hidden.chunks_exact(size).enumerate() {
+            (ids[i], top[i]) = best_of(&linear(&self.weights.lm_head, hidden)[..num_ids]);
+        }
+        Ok(())
+    }
+
+    /// Rows of final hidden states.
+    fn check_head(&self, hidden: &[f32], num_ids: usize) -> Result<usize> {
+        let shape = &self.weights.shape;
+        if !hidden.len().is_multiple_of(shape.hidden_size) {
+            let allowed = format!("a multiple of hidden_size = {}", shape.hidden_size);
+            return Err(Error::invalid("hidden", format!("{} elements", hidden.len()), allowed));
+        }
+        if num_ids == 0 || num_ids > shape.vocab_size {
+            return Err(Error::invalid("num_ids", num_ids, format!("1 to vocab_size = {}", shape.vocab_size)));
+        }
+        Ok(hidden.len() / shape.hidden_size)
+    }
+}
+
+fn best_of(logits: &[f32]) -> (i64, f32) {
+    let mut best = 0;
+    for (id, &logit) in logits.iter().enumerate() {
+        if !logits[best].is_nan() && (logit > logits[best] || logit.is_nan()) {
+            best = id;
+        }
+    }
+    (best as i64, logits[best])
 }
 
 fn norm(x: &[f32], weight: &[f32], eps: f32) -> Vec<f32> {

@@ -33,6 +33,13 @@ pub struct Pass<'a> {
 pub enum Output<'a> {
     /// Nothing.
     Nothing,
+    /// The final hidden states of `rows`, behind the final norm: what [`Decoder::logits`](crate::Decoder::logits) takes.
+    Hidden {
+        /// Rows asked for.
+        rows: &'a [usize],
+        /// `[rows, hidden_size]`
+        hidden: &'a mut [f32],
+    },
     /// Logits of `rows`.
     Logits {
         /// Rows asked for.
@@ -56,9 +63,14 @@ pub enum Output<'a> {
 }
 
 impl Output<'_> {
-    fn check(&self, num_rows: usize, vocab_size: usize) -> Result<()> {
+    fn check(&self, num_rows: usize, shape: &ModelShape) -> Result<()> {
+        let vocab_size = shape.vocab_size;
         let (rows, ids) = match self {
             Output::Nothing => return Ok(()),
+            Output::Hidden { rows, hidden } => {
+                check_len("hidden", hidden.len(), rows.len() * shape.hidden_size)?;
+                (rows, vocab_size)
+            }
             Output::Logits { rows, num_ids, logits } => {
                 check_len("logits", logits.len(), rows.len() * num_ids)?;
                 (rows, *num_ids)
@@ -103,7 +115,7 @@ impl Pass<'_> {
                 self.check_row(row, shape, kv)?;
             }
         }
-        output.check(rows, shape.vocab_size)
+        output.check(rows, shape)
     }
 
     fn check_slot(&self, row: usize, kv: &KvShape) -> Result<()> {

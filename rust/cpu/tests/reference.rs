@@ -68,3 +68,44 @@ fn every_family_is_the_reference_within_rounding() {
         check(Kind { bf16: true, ..kind });
     }
 }
+
+/// What a caller gets in two steps, hidden states and then their logits, is what a pass gives in one.
+#[test]
+fn logits_and_argmax_of_hidden_states_are_the_pass_s() {
+    let model = Model::random(SHAPE, 2, MISTRAL, 11);
+    let mut decoder = Decoder::new(model.weights(), Arc::new(Pool::new(1).unwrap())).unwrap();
+    let mut kv = model.kv_cache(4, 5);
+    let (positions, entries): (Vec<i64>, Vec<usize>) = ((0..12).collect(), vec![0; 12]);
+    let tokens: Vec<i64> = (0..12).map(|i| i * 7 % 97).collect();
+    let pass = Pass {
+        tokens: &tokens,
+        positions: &positions,
+        slots: &positions,
+        entries: &entries,
+        block_table: &[0, 1, 2, 3],
+        max_blocks: 4,
+    };
+    let (rows, num_ids) = ([2, 7, 11], 90);
+    let mut hidden = vec![f32::NAN; rows.len() * SHAPE.hidden_size];
+    let (mut expected, mut logits) = (vec![f32::NAN; rows.len() * num_ids], vec![f32::NAN; rows.len() * num_ids]);
+    let ((mut ids, mut top), (mut own_ids, mut own_top)) = (([0; 3], [0.0; 3]), ([0; 3], [0.0; 3]));
+    decoder.forward(&pass, &mut kv, Output::Hidden { rows: &rows, hidden: &mut hidden }).unwrap();
+    decoder.forward(&pass, &mut kv, Output::Logits { rows: &rows, num_ids, logits: &mut expected }).unwrap();
+    let argmax = Output::Argmax { rows: &rows, num_ids, ids: &mut ids, top: &mut top };
+    decoder.forward(&pass, &mut kv, argmax).unwrap();
+    decoder.logits(&hidden, num_ids, &mut logits).unwrap();
+    decoder.argmax(&hidden, num_ids, &mut own_ids, &mut own_top).unwrap();
+    let bits = |values: &[f32]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+    assert_eq!(bits(&logits), bits(&expected));
+    assert_eq!((own_ids, bits(&own_top)), (ids, bits(&top)));
+    for (i, row) in expected.chunks(num_ids).enumerate() {
+        assert_eq!(row[ids[i] as usize].to_bits(), top[i].to_bits());
+        assert!(row.iter().all(|&x| x <= top[i]));
+    }
+    for bad in [0, 98] {
+        let message = decoder.argmax(&hidden, bad, &mut own_ids, &mut own_top).unwrap_err().to_string();
+        assert_eq!(message, format!("num_ids = {bad} is not allowed: expected 1 to vocab_size = 97"));
+    }
+    let message = decoder.logits(&hidden[1..], num_ids, &mut logits).unwrap_err().to_string();
+    assert_eq!(message, "hidden = 119 elements is not allowed: expected a multiple of hidden_size = 40");
+}
