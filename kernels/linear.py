@@ -1,7 +1,8 @@
 """Matrix products with weights laid out once at load. The bias is the only thing fused.
 
 A **kind** is what a projection is stored as. It knows its product, its bytes, its shards and its reference, so a new
-kind is a class here and a line in `pack`, and no caller changes. Kinds today: dense, and packed for a CPU.
+kind is a class here and a line where it is made, and no caller changes. Kinds today: dense, packed for a CPU (`pack`
+makes these two), and stacked, which the native pass reads as the checkpoint has it.
 
 On a CPU, fp32 and bf16 weights are packed into oneDNN's blocked layout: with few rows MKL repacks the weight at every
 call, and six rows of a [1024, 6144] product take 0.56 ms packed and 3.2 ms through torch.mm (two cores, AVX-512). The
@@ -152,6 +153,50 @@ class PackedWeight:
     def _unpacked(self) -> Tensor:
         dense: Tensor = self.packed.to_dense()
         return dense
+
+
+@dataclass(frozen=True, slots=True)
+class StackedWeight:
+    """Projections that share an input, each as the checkpoint stores it: nothing is copied, so mapped files stay so.
+
+    For the native pass, which reads fp32 and bf16 and sums products in fp32. Here the products are those of torch, in
+    x's dtype: slow where the parts are bf16 and x is not.
+    """
+
+    parts: tuple[Tensor, ...]
+    """Each `[out_i, in]` contiguous; above each other they are `[out, in]`."""
+    biases: tuple[Tensor, ...] | None = None
+    """Each `[out_i]` fp32."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """See `Weight`; like what follows."""
+        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """See `Weight`."""
+        return None if self.biases is None else torch.cat(self.biases)
+
+    @property
+    def num_bytes(self) -> int:
+        """See `Weight`."""
+        return sum(part.nbytes for part in self.parts) + sum(bias.nbytes for bias in self.biases or ())
+
+    def product(self, x: Tensor) -> Tensor:
+        """See `Weight`."""
+        y = torch.cat([x @ part.to(x.dtype).t() for part in self.parts], dim=1)
+        return y if self.biases is None else y + torch.cat(self.biases).to(x.dtype)
+
+    def dequantized(self) -> Tensor:
+        """See `Weight`."""
+        return torch.cat(self.parts).double()
+
+    def shard(self, dim: int, rank: int, world: int, parts: Sequence[int] | None = None) -> StackedWeight:
+        """See `Weight`."""
+        sizes = [part.shape[0] for part in self.parts] if parts is None and dim == OUT else parts
+        weight, bias = _cut(torch.cat(self.parts), self.bias, dim, rank, world, sizes)
+        return StackedWeight((weight,), None if bias is None else (bias,))
 
 
 def pack(weight: Tensor, bias: Tensor | None = None) -> Weight:

@@ -6,7 +6,7 @@ Buffers are numpy arrays that the caller owns: C-contiguous, aligned, of exactly
     the object's lock.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, Literal, final
 
 import numpy as np
@@ -43,6 +43,11 @@ __all__ = [
     "BlockStored",
     "CachedDrafter",
     "CostModel",
+    "CpuDecoder",
+    "CpuIteration",
+    "CpuKVCache",
+    "CpuPool",
+    "CpuWeights",
     "DuplicateRequestError",
     "IntegrityError",
     "InvalidAcceptanceError",
@@ -1124,6 +1129,175 @@ class BlockHasher:
         Raises:
             InvalidConfigError: `block_size` is below 1, or both `parent` and `cache_salt` are given.
             InvalidBufferError: `token_ids` is not a contiguous int64 vector, or `extra_keys` is not allowed.
+        """
+
+@final
+class CpuPool:
+    """Threads that passes on a CPU are shared among, the caller's among them. Its own end when nothing uses it."""
+
+    def __new__(cls, threads: int) -> CpuPool:
+        """A pool of `threads` participants: the caller and `threads - 1` threads.
+
+        Raises:
+            InvalidConfigError: `threads` is less than 1, or more than the system gives.
+        """
+
+    @property
+    def threads(self) -> int:
+        """Participants, the caller among them."""
+
+@final
+class CpuWeights:
+    """Weights of a dense decoder, read where they are: arrays are kept alive and must not be written.
+
+    Numbers are float32, or uint16 with the bits of bfloat16. Norms and biases are copied.
+    """
+
+    def __new__(
+        cls,
+        *,
+        vocab_size: int,
+        hidden_size: int,
+        intermediate_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        rms_norm_eps: float,
+        embedding: NDArray[np.generic],
+        layers: Sequence[Mapping[str, object]],
+        final_norm: NDArray[np.generic],
+        lm_head: Sequence[tuple[NDArray[np.generic], NDArray[np.generic] | None]],
+        frequencies: NDArray[np.float32],
+    ) -> CpuWeights:
+        """A decoder's weights; sizes by the names of config.json.
+
+        A projection is a list of `(weight, bias or None)`, `[out_i, in]` and `[out_i]`: features above each other.
+
+        Args:
+            embedding: `[vocab_size, hidden_size]`.
+            layers: a mapping each: `input_norm` and `post_attention_norm` `[hidden_size]`; `q_norm` and `k_norm`
+                `[head_dim]` or None; the projections `qkv` (all heads of q, then k, then v), `o`, `gate_up`, `down`.
+            final_norm: `[hidden_size]`.
+            lm_head: a projection from hidden_size to vocab_size.
+            frequencies: `[head_dim / 2]`, the angle of each rotated pair at position 1.
+
+        Raises:
+            InvalidConfigError: a size is negative.
+            InvalidBufferError: an array's dtype, layout, alignment or shape, by name.
+        """
+
+@final
+class CpuKVCache:
+    """A KV cache that passes write, in arrays of the caller, which are kept alive."""
+
+    def __new__(cls, layers: Sequence[NDArray[np.generic]]) -> CpuKVCache:
+        """Per layer `[num_blocks + 1, 2, num_kv_heads, block_size, head_dim]`, float32 or uint16 with the bits of
+        bfloat16; dimension 1 is K, V. Slot s is block `s // block_size`, offset `s % block_size`; the last block is
+        never read.
+
+        Raises:
+            InvalidBufferError: an array's dtype, layout, alignment or shape, by name.
+        """
+
+@final
+class CpuDecoder:
+    """The forward pass of a dense decoder over flat rows, with work space of its own: one pass at a time.
+
+    A row's sums have one order, whatever the other rows and the threads: its numbers are the same bits.
+    """
+
+    def __new__(cls, weights: CpuWeights, pool: CpuPool) -> CpuDecoder:
+        """A decoder of these weights on these threads, both of which others may share."""
+
+    def forward(
+        self,
+        tokens: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        slots: NDArray[np.int64],
+        q_start: NDArray[np.int64],
+        block_table: NDArray[np.int64],
+        kv_cache: CpuKVCache,
+        hidden: NDArray[np.float32],
+    ) -> None:
+        """Feeds N rows of B requests: writes their K and V, and their final states, behind the final norm.
+
+        Args:
+            tokens: `[N]`.
+            positions: `[N]`, ascending within a request; -1 masks a row, whose state is finite and means nothing.
+            slots: `[N]`; -1 keeps no K and V.
+            q_start: `[B + 1]`, first row of each request; rows from the last on are masked.
+            block_table: `[B, max_blocks]`.
+            hidden: `[N, hidden_size]`, written.
+
+        Raises:
+            InvalidBufferError: an array has the wrong dtype, layout or size, or names a token, position, slot or block
+                that does not exist; nothing is written.
+        """
+
+    def logits(self, hidden: NDArray[np.float32], logits: NDArray[np.float32]) -> None:
+        """Logits of final states `[L, hidden_size]` into `logits` `[L, ids]`, of the first ids.
+
+        Raises:
+            InvalidBufferError: an array has the wrong dtype, layout or size; nothing is written.
+        """
+
+    def argmax(
+        self, hidden: NDArray[np.float32], num_ids: int, ids: NDArray[np.int64], top: NDArray[np.float32]
+    ) -> None:
+        """The most probable of the first `num_ids` ids of final states `[L, hidden_size]`: the lowest in a tie, the
+        first NaN where there is one.
+
+        Args:
+            ids, top: `[L]`, written: id and logit.
+
+        Raises:
+            InvalidBufferError: an array has the wrong dtype, layout or size; nothing is written.
+        """
+
+@final
+class CpuIteration:
+    """Runs planned launches of a scheduler on a CPU, each in one call: uploads, prompt chunks, draft catch-up chunks,
+    one decode iteration, in this order.
+
+    Requests with masks, biases, penalties, `min_tokens`, grammars or log probabilities are not for it: what it draws
+    has none of them. The row state that it leaves is what any other runner goes on from.
+    """
+
+    def __new__(
+        cls,
+        scheduler: Scheduler,
+        state: dict[str, NDArray[np.generic]],
+        target: tuple[CpuDecoder, CpuKVCache],
+        draft: tuple[CpuDecoder, CpuKVCache] | None = None,
+        *,
+        rule: str = "rejection",
+        rates: Sequence[float] | None = None,
+    ) -> CpuIteration:
+        """For launches of `scheduler`, whose settings are read now.
+
+        Args:
+            state: R = max_num_seqs. `num_tokens`, `draft_len`, `limit`, `min_len`, `prompt_len`, `seeds` `[R + 1]`
+                int64; `active` `[R + 1]` bool; `tokens` `[R + 1, max_model_len + 1]`, `block_table`
+                `[R + 1, max_blocks]`, `stop_ids` `[R + 1, MAX_STOP_IDS]` int64; `params`
+                `[R + 1, len(PARAM_COLUMNS)]` float32. They are kept alive, and written by `run`.
+            draft: of a scheduler with a `CachedDrafter`.
+            rule: `rejection` or `coupled`, for requests that sample.
+            rates: `[K]`; drafts stand at these unconditional rates by position, whatever the models say: for timing.
+
+        Raises:
+            InvalidConfigError: a rule, rates or draft that cannot be.
+            InvalidBufferError: an array of `state` has the wrong dtype, layout or shape, or is missing.
+        """
+
+    def run(self, record: NDArray[np.int64], results: NDArray[np.int64]) -> tuple[int, int]:
+        """Executes the launch planned in `record`; writes row state, both KV caches, and what it reports to `results`.
+
+        Returns:
+            Passes of the target and of the draft.
+
+        Raises:
+            InvalidBufferError: a buffer has the wrong dtype or size, or a record names what does not exist; row state
+                may have been written.
         """
 
 @final

@@ -210,8 +210,10 @@ class EngineConfig:
     `logprobs_mode`: what they report. `raw_logprobs` is the log-softmax of what the model gave, `processed_logprobs`
     that of the logits after masks, bias, penalties, temperature and filters; `raw_logits` and `processed_logits` are
     the logits themselves.
-    `enforce_eager`: no CUDA graphs; the CPU always runs eagerly. `cudagraph_capture_sizes`: batch sizes that graphs are
-    captured for; larger launches run eagerly.
+    `enforce_eager`: no CUDA graphs, and on a CPU torch op by op in place of the native pass. `cudagraph_capture_sizes`:
+    batch sizes that graphs are captured for; larger launches run eagerly.
+    `threads`: of the native pass on a CPU; None is SPECRS_NUM_THREADS, else the physical cores that the process may
+    use, and one for models that live in a cache.
 
     Raises `InvalidConfigError` naming field, value and what is allowed; `UnsupportedConfigError` for a value that means
     something elsewhere and is not implemented here.
@@ -240,6 +242,7 @@ class EngineConfig:
     launch_depth: int | None = None
     enforce_eager: bool = False
     cudagraph_capture_sizes: tuple[int, ...] | None = None
+    threads: int | None = None
     seed: int = 0
     max_logprobs: int = 20
     logprobs_mode: str = "raw_logprobs"
@@ -274,6 +277,7 @@ class EngineConfig:
             ("num_gpu_blocks_override", 1, None),
             ("kv_cache_memory_bytes", 1, None),
             ("launch_depth", 1, 2),
+            ("threads", 1, None),
         ):
             value = getattr(self, name)
             if value is not None:

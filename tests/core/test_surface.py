@@ -11,6 +11,8 @@ import pytest
 import specrs
 from specrs import _core, core
 
+from core import cpu_parts
+
 STUB = Path(specrs.__file__).with_name("_core.pyi")
 ROOT = Path(__file__).parents[2]
 EXPORTED = {name for name in dir(_core) if not name.startswith("_")}
@@ -74,6 +76,11 @@ def test_the_classes_are_known() -> None:
         "BlockStored",
         "CachedDrafter",
         "CostModel",
+        "CpuDecoder",
+        "CpuIteration",
+        "CpuKVCache",
+        "CpuPool",
+        "CpuWeights",
         "NgramProposer",
         "Output",
         "Outputs",
@@ -98,6 +105,11 @@ INSTANCES = [
     EVENTS[core.BlockStored],
     core.CachedDrafter(max_model_len=8),
     core.CostModel([1], [0, 1], [[2.0, 3.0]]),
+    cpu_parts.model()[0],
+    core.CpuIteration(cpu_parts.scheduler(), cpu_parts.state(), cpu_parts.model()),
+    core.CpuKVCache(cpu_parts.kv_layers()),
+    core.CpuPool(1),
+    cpu_parts.weights(),
     core.NgramProposer(),
     core.Output(0, [1]),
     core.Outputs(),

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 from specrs.config import EngineConfig, resolve_num_blocks
-from specrs.core import Scheduler, SpeculationPlanner
+from specrs.core import CpuPool, Scheduler, SpeculationPlanner
 from specrs.engine.blueprint import Blueprint
 from specrs.engine.engine import Engine, EngineParts, Runner
+from specrs.engine.threads import resolve_threads
 from specrs.engine.warm_up import measure_costs
 from specrs.engine.weights import Weights, load_weights
+from specrs.models.dense_native import NativeDense
 from specrs.runner.eager import EagerRunner
+from specrs.runner.native import NativeRunner
 from specrs.runner.ring import Ring
 from specrs.runner.row_state import RowState
 from specrs.runner.sampling_state import SamplingState
@@ -66,15 +72,28 @@ def make_parts(blueprint: Blueprint, scheduler: Scheduler, runner: Runner) -> En
     return EngineParts(blueprint.config, blueprint.weights, blueprint.limits, scheduler, ring, runner)
 
 
+def native_weights(blueprint: Blueprint) -> Weights | None:
+    """The models on threads of this engine's own, which end with it; None where they are not all native."""
+    models = [model for model in blueprint.models if isinstance(model, NativeDense)]
+    if len(models) < len(blueprint.models):
+        return None
+    pool = CpuPool(resolve_threads(blueprint.config, sum(model.num_bytes for model in models)))
+    target, draft = models[0].on_pool(pool), models[1].on_pool(pool) if len(models) > 1 else None
+    return Weights(target, draft)
+
+
 def make_runner(blueprint: Blueprint, scheduler: Scheduler, blocks: int) -> Runner:
     """The runner over `blocks` blocks, with row state and caches of its own."""
     if blueprint.on_gpu:
         from specrs.engine.build_cuda import make_cuda_runner
 
         return make_cuda_runner(blueprint, scheduler, blocks)
-    config, target = blueprint.config, blueprint.weights.target
-    speculative = config.speculative_config
-    return EagerRunner(
+    config, native = blueprint.config, native_weights(blueprint)
+    if native is not None:
+        blueprint = replace(blueprint, weights=native)
+    target, speculative = blueprint.weights.target, config.speculative_config
+    make: Callable[..., EagerRunner] = EagerRunner if native is None else partial(NativeRunner, scheduler)
+    return make(
         target,
         target.allocate_cache(blocks, config.block_size),
         blueprint.drafter(blocks),

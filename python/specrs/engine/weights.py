@@ -11,6 +11,10 @@ from specrs.engine.device import resolve_device
 from specrs.errors import InvalidConfigError, invalid
 from specrs.models.base import Model
 from specrs.models.loader import load_config, load_model, resolve_dtype
+from specrs.models.native_loader import load_native
+
+NATIVE_DTYPES = (torch.float32, torch.bfloat16)
+"""What the native pass of a CPU computes; float64 goes through torch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +34,19 @@ def load_weights(config: EngineConfig) -> Weights:
     device = resolve_device(config.device)
     if device.type == "cuda":
         check_weights_fit(config, device)
-    target = load_model(
-        config.target, dtype=config.dtype, device=device, revision=config.revision, load_format=config.load_format
-    )
+    target = _load(config, config.target, config.revision, config.dtype, device)
     draft = _draft_source(config)
     if draft is None:
         return Weights(target, None)
-    source, revision = draft
-    dtype = str(target.dtype).removeprefix("torch.")
-    return Weights(
-        target, load_model(source, dtype=dtype, device=device, revision=revision, load_format=config.load_format)
-    )
+    return Weights(target, _load(config, *draft, str(target.dtype).removeprefix("torch."), device))
+
+
+def _load(config: EngineConfig, source: str, revision: str | None, dtype: str, device: torch.device) -> Model:
+    if device.type == "cpu" and not config.enforce_eager:
+        resolved = resolve_dtype(dtype, load_config(source, revision=revision), device)
+        if resolved in NATIVE_DTYPES:
+            return load_native(source, dtype=resolved, revision=revision, load_format=config.load_format)
+    return load_model(source, dtype=dtype, device=device, revision=revision, load_format=config.load_format)
 
 
 def _draft_source(config: EngineConfig) -> tuple[str, str | None] | None:

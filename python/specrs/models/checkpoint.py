@@ -107,11 +107,18 @@ class Checkpoint:
 
     def read(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Read one tensor as `dtype` on `device`. Raises CheckpointError if the file cannot be read."""
+        return self.mapped(name).to(device=device, dtype=dtype)
+
+    def mapped(self, name: str) -> Tensor:
+        """One tensor in the dtype of the file, whose pages it maps: a private copy only of those that are written.
+
+        Raises CheckpointError if the file cannot be read.
+        """
         try:
             tensor: Tensor = self._files[name].get_tensor(name)
         except (SafetensorError, OSError) as fault:
             raise CheckpointError(f"{self.folder}: {name} could not be read: {fault}") from fault
-        return tensor.to(device=device, dtype=dtype)
+        return tensor
 
 
 def _weight_files(folder: Path) -> list[Path]:

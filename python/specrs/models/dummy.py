@@ -34,3 +34,7 @@ class DummyCheckpoint:
             return torch.ones(shape, dtype=dtype, device=device)
         generator = self._generators.setdefault(device, torch.Generator(device).manual_seed(0))
         return torch.empty(shape, dtype=dtype, device=device).normal_(0.0, _STD, generator=generator)
+
+    def mapped(self, name: str) -> Tensor:
+        """A tensor in fp32, in the same order of calls the same as from `read`."""
+        return self.read(name, torch.float32, torch.device("cpu"))

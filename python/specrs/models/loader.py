@@ -55,10 +55,17 @@ def load_model(
     Raises CheckpointError, or UnsupportedModelError for what is not implemented.
     """
     device = torch.device(device)
+    config, checkpoint = open_checkpoint(source, revision, load_format)
+    return Dense(Loader(config, checkpoint, resolve_dtype(dtype, config, device), device).load())
+
+
+def open_checkpoint(
+    source: str | Path, revision: str | None, load_format: str
+) -> tuple[ModelConfig, Checkpoint | DummyCheckpoint]:
+    """The configuration of a folder or hub id, and where its tensors come from. Raises as `load_model`."""
     folder = resolve_folder(source, revision, weights=load_format != "dummy")
     config = _read_config(folder)
-    checkpoint: Tensors = DummyCheckpoint(config) if load_format == "dummy" else Checkpoint(folder)
-    return _Loader(config, checkpoint, resolve_dtype(dtype, config, device), device).load()
+    return config, DummyCheckpoint(config) if load_format == "dummy" else Checkpoint(folder)
 
 
 class Tensors(Protocol):
@@ -79,7 +86,7 @@ class Tensors(Protocol):
 
 def load_tensors(config: ModelConfig, tensors: Tensors, dtype: torch.dtype, device: torch.device) -> Dense:
     """A model of `config` from wherever its tensors are, under the names of a checkpoint."""
-    return _Loader(config, tensors, resolve_dtype(dtype, config, device), device).load()
+    return Dense(Loader(config, tensors, resolve_dtype(dtype, config, device), device).load())
 
 
 def resolve_dtype(dtype: str | torch.dtype, config: ModelConfig, device: torch.device) -> torch.dtype:
@@ -106,7 +113,7 @@ def _read_config(folder: Path) -> ModelConfig:
     return parse_config(raw, read_json(generation) if generation.exists() else None)
 
 
-class _Loader:
+class Loader:
     """Reads, fuses and lays out the tensors of one model."""
 
     def __init__(self, config: ModelConfig, checkpoint: Tensors, dtype: torch.dtype, device: torch.device) -> None:
@@ -115,30 +122,35 @@ class _Loader:
         self.dtype = dtype
         self.device = device
 
-    def load(self) -> Dense:
+    def load(self) -> DenseWeights:
         c = self.config
-        self.checkpoint.check(tensor_shapes(c), {LM_HEAD: (c.vocab_size, c.hidden_size)})
-        embedding = self.read(EMBEDDING)
+        self.check()
+        embedding = self.matrix(EMBEDDING)
         head = embedding
         if LM_HEAD in self.checkpoint:
-            head = self.read(LM_HEAD)
+            head = self.matrix(LM_HEAD)
             if c.tie_word_embeddings and not torch.equal(head, embedding):
                 raise CheckpointError(
                     f"{self.checkpoint.folder}: tie_word_embeddings is true, but {LM_HEAD} differs from {EMBEDDING}"
                 )
+            if c.tie_word_embeddings:
+                head = embedding
         layers = tqdm(range(c.num_layers), desc="Loading layers", delay=2.0, disable=None)
         scaling = {} if c.rope_scaling is None else asdict(c.rope_scaling)
-        weights = DenseWeights(
+        return DenseWeights(
             config=c,
             dtype=self.dtype,
             device=self.device,
             embedding=embedding,
             layers=tuple(self.layer(f"model.layers.{i}.") for i in layers),
             final_norm=self.read(FINAL_NORM),
-            lm_head=pack(head.float() if self.dtype == torch.bfloat16 and self.device.type == "cpu" else head),
+            lm_head=self.lm_head(head),
             rotary=signed_frequencies(inverse_frequencies(c.head_dim, c.rope_theta, **scaling)).to(self.device),
         )
-        return Dense(weights)
+
+    def check(self) -> None:
+        c = self.config
+        self.checkpoint.check(tensor_shapes(c), {LM_HEAD: (c.vocab_size, c.hidden_size)})
 
     def layer(self, prefix: str) -> LayerWeights:
         c = self.config
@@ -161,6 +173,12 @@ class _Loader:
         """The projections `names`, which share an input, as one."""
         weight = torch.cat([self.read(f"{name}.weight") for name in names])
         return pack(weight, torch.cat([self.read(f"{name}.bias") for name in names]) if bias else None)
+
+    def lm_head(self, weight: Tensor) -> Weight:
+        return pack(weight.float() if self.dtype == torch.bfloat16 and self.device.type == "cpu" else weight)
+
+    def matrix(self, name: str) -> Tensor:
+        return self.read(name)
 
     def read(self, name: str) -> Tensor:
         return self.checkpoint.read(name, self.dtype, self.device)

@@ -11,7 +11,9 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specrs.core import LOGPROBS_ALL, LOGPROBS_NONE, PARAM_COLUMNS, RequestSampling
@@ -69,6 +71,10 @@ class RowSampling:
     masks: RowMasks | None = None
 
 
+def _is_plain(steps: Steps) -> bool:
+    return not (steps.penalties or steps.constraints or steps.min_tokens or steps.logprobs or steps.extras)
+
+
 class SamplingState:
     """Sampling parameters of every row, R = max_num_seqs rows and the padding row."""
 
@@ -83,6 +89,7 @@ class SamplingState:
         self.prompt_len = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
         _, greedy = RequestSampling(temperature=0.0).columns("float32")
         self._rows = [RowSampling(-1, 0, greedy, LOGPROBS_NONE, LOGPROBS_NONE)] * (max_num_seqs + 1)
+        self._dressed: set[int] = set()  # rows that `is_bare` is not said of
         self.extras: ExtrasLookup = no_extras
 
     def admit(self, host: Views, device: Views, count: int) -> None:
@@ -96,11 +103,17 @@ class SamplingState:
         self.prompt_len.index_copy_(0, rows, device["admit_prompt_len"][:count])
         values = self.params.values
         values.index_copy_(0, rows, params.view(-1, len(PARAM_COLUMNS))[:count].to(values.dtype))
+        self.remember(host, count)
+
+    def remember(self, host: Views, count: int) -> None:
+        """What the host keeps of a record's `count` admitted requests: all that is not in tensors."""
         told = ("admit_row", "admit_request_id", "admit_prompt_len", "admit_steps", "admit_logprobs")
         columns = [host[name][:count].tolist() for name in (*told, "admit_prompt_logprobs")]
         for i, (row, request_id, prompt_len, steps, logprobs, prompt_logprobs) in enumerate(zip(*columns, strict=True)):
             masks = RowMasks.read(host, i, self.vocab_size) if Steps.of(steps).constraints else None
             self._rows[row] = RowSampling(request_id, prompt_len, steps, logprobs, prompt_logprobs, masks)
+            bare = _is_plain(Steps.of(steps)) and prompt_logprobs == LOGPROBS_NONE
+            (self._dressed.discard if bare else self._dressed.add)(row)
 
     def row(self, row: int) -> RowSampling:
         """Of the request that was last admitted into `row`."""
@@ -113,8 +126,12 @@ class SamplingState:
     def is_plain(self, rows: Sequence[int]) -> bool:
         """Whether these rows ask for nothing between logits and draw but temperature, top_k, top_p and min_p, and for
         no log probabilities."""
-        steps = self.steps(rows)
-        return not (steps.penalties or steps.constraints or steps.min_tokens or steps.logprobs or steps.extras)
+        return _is_plain(self.steps(rows))
+
+    def is_bare(self, rows: NDArray[np.int64]) -> bool:
+        """Whether these rows are plain, and no prompt's log probabilities are asked for either. Looks at no row where
+        none asks for more: this is asked at every launch."""
+        return not self._dressed or self._dressed.isdisjoint(rows.tolist())
 
     def _matcher(self, row: RowSampling) -> GrammarMatcher | None:
         """Raises EngineError where the record speaks of extras and there are none: a record alone cannot be replayed

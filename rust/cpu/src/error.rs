@@ -19,6 +19,9 @@ pub enum Error {
         /// What is allowed.
         allowed: String,
     },
+    /// What the core says of sampling.
+    #[error(transparent)]
+    Core(#[from] specrs_core::Error),
 }
 
 // Values are numbers or short names, made into text here and nowhere else.

@@ -8,6 +8,7 @@
 
 mod decoder;
 mod error;
+pub mod iteration;
 mod kv_cache;
 mod memory;
 mod pass;

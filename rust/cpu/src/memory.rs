@@ -74,7 +74,7 @@ impl<T: Copy + Send + Sync + 'static> Memory<T> {
     /// Where the address is null or misaligned.
     ///
     /// # Safety
-    /// While the result lives: all elements are initialised, stay where they are, and nobody writes them.
+    /// While the result lives: all elements are initialised, stay where they are, and are not written.
     pub unsafe fn borrow(name: &str, address: *const T, len: usize, owner: Owner) -> Result<Self> {
         Ok(Self { address: check_address(name, address.cast_mut())?, len, _owner: owner })
     }
@@ -101,7 +101,7 @@ impl<T: Copy + Send + Sync + 'static> MemoryMut<T> {
     ///
     /// # Safety
     /// While the result lives: all elements are initialised and stay where they are. While a call holds the result by
-    /// `&` or `&mut`: nobody else writes them; by `&mut`: nobody else reads them.
+    /// `&` or `&mut`: no other thread writes them; by `&mut`: none reads them.
     pub unsafe fn borrow(name: &str, address: *mut T, len: usize, owner: Owner) -> Result<Self> {
         Ok(Self { address: check_address(name, address)?, len, _owner: owner })
     }

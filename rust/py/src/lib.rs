@@ -13,8 +13,10 @@ mod acceptance;
 mod block_pool;
 mod buffers;
 mod cost_model;
+mod cpu;
 mod drafts;
 mod error;
+mod iteration;
 mod kv_events;
 mod outputs;
 mod philox;
@@ -24,6 +26,7 @@ mod request_view;
 mod sampling;
 mod scheduler;
 mod slot_mapper;
+mod tensors;
 
 #[pymodule]
 mod _core {
@@ -37,7 +40,11 @@ mod _core {
     #[pymodule_export]
     use super::cost_model::CostModel;
     #[pymodule_export]
+    use super::cpu::{CpuDecoder, CpuKVCache, CpuPool, CpuWeights};
+    #[pymodule_export]
     use super::drafts::{CachedDrafter, NgramProposer};
+    #[pymodule_export]
+    use super::iteration::CpuIteration;
     #[pymodule_export]
     use super::kv_events::{AllBlocksCleared, BlockRemoved, BlockStored};
     #[pymodule_export]

@@ -1,0 +1,157 @@
+"""The forward pass of a dense decoder on a CPU as one call of `specrs-cpu`. Samples nothing and keeps no state.
+
+Every row's sums have one order, whatever the other rows, the threads and the instruction set: its logits are the same
+bits. Weights are read where they are, fp32 or bf16, and products are summed in fp32; hidden states are fp32 for bf16
+models too, which is better than the rounding of `dense`, and so not the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specrs.core import CpuDecoder, CpuKVCache, CpuPool, CpuWeights
+from specrs.errors import EngineError
+from specrs.kernels.linear import StackedWeight, Weight
+from specrs.models.base import HiddenStates
+from specrs.models.dense_weights import DenseFacts, DenseWeights
+from specrs.models.inputs import PassInputs
+from specrs.models.kv_cache import KVCache
+
+
+@dataclass(frozen=True, slots=True)
+class NativeKVCache(KVCache):
+    """A cache that native passes know."""
+
+    native: CpuKVCache
+
+
+class NativeDense(DenseFacts):
+    """A dense decoder on a CPU, without torch in its passes; `dense.Dense` is its reference."""
+
+    def __init__(self, weights: DenseWeights, native: CpuWeights | None = None, pool: CpuPool | None = None) -> None:
+        """`weights` as `loader.load_native` lays them out; they must not be written while this lives. Without a pool
+        passes run on the caller's thread.
+
+        Raises:
+            InvalidBufferError: a tensor that cannot be read where it is, by name.
+        """
+        self.weights = weights
+        self._native = _borrow(weights) if native is None else native
+        self.decoder = CpuDecoder(self._native, CpuPool(1) if pool is None else pool)
+
+    def on_pool(self, pool: CpuPool) -> NativeDense:
+        """The same weights on the threads of `pool`, with work space of its own."""
+        return NativeDense(self.weights, self._native, pool)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the matrices that a pass reads."""
+        layers = self.weights.layers
+        matrices = [weight for w in layers for weight in (w.qkv, w.o, w.gate_up, w.down)]
+        return sum(weight.num_bytes for weight in (*matrices, self.weights.lm_head))
+
+    def with_buffers(self, max_rows: int, max_seqs: int, num_hidden_layers: int = 0) -> NativeDense:
+        """See `Model`."""
+        return self
+
+    def allocate_cache(self, num_blocks: int, block_size: int) -> NativeKVCache:
+        """See `Model`."""
+        cache = super().allocate_cache(num_blocks, block_size)
+        return NativeKVCache(cache.layers, block_size, native_cache(cache))
+
+    def forward(self, inputs: PassInputs, kv_cache: KVCache, hidden_layers: Sequence[int] = ()) -> HiddenStates:
+        """See `Model`; states are fp32 whatever the dtype.
+
+        Raises:
+            EngineError: `hidden_layers` are asked for; the native pass leaves none.
+            InvalidBufferError: a token, position, slot or block that is none; nothing is written then.
+        """
+        if hidden_layers:
+            raise EngineError(f"hidden_layers={list(hidden_layers)}: the native pass of a CPU leaves none")
+        hidden = torch.empty((len(inputs.input_ids), self.config.hidden_size), dtype=torch.float32)
+        native = kv_cache.native if isinstance(kv_cache, NativeKVCache) else native_cache(kv_cache)
+        self.decoder.forward(
+            inputs.input_ids.contiguous().numpy(),
+            inputs.positions.contiguous().numpy(),
+            inputs.slots.contiguous().numpy(),
+            inputs.q_start.contiguous().numpy(),
+            inputs.block_table.contiguous().numpy(),
+            native,
+            hidden.numpy(),
+        )
+        return HiddenStates(hidden, None)
+
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """See `Model`."""
+        if out is None or not out.is_contiguous():
+            columns = self.vocab_size if out is None else out.shape[1]
+            made = torch.empty((len(hidden), columns), dtype=torch.float32)
+            self.decoder.logits(hidden.contiguous().numpy(), made.numpy())
+            return made if out is None else out.copy_(made)
+        self.decoder.logits(hidden.contiguous().numpy(), out.numpy())
+        return out
+
+    def compute_argmax(self, hidden: Tensor, ids: Tensor, top: Tensor, num_ids: int | None = None) -> None:
+        """See `Model`."""
+        known = self.vocab_size if num_ids is None else min(num_ids, self.vocab_size)
+        self.decoder.argmax(hidden.contiguous().numpy(), known, ids.numpy(), top.numpy())
+
+
+def native_cache(cache: KVCache) -> CpuKVCache:
+    """The cache's memory, as native passes know it."""
+    return CpuKVCache([_array(layer) for layer in cache.layers])
+
+
+def _borrow(weights: DenseWeights) -> CpuWeights:
+    c = weights.config
+    layers = []
+    for layer in weights.layers:
+        q_norm = k_norm = None
+        if layer.qk_norm is not None:
+            q_norm, k_norm = _array(layer.qk_norm[0]), _array(layer.qk_norm[-1])
+        layers.append(
+            {
+                "input_norm": _array(layer.input_norm),
+                "qkv": _parts(layer.qkv),
+                "q_norm": q_norm,
+                "k_norm": k_norm,
+                "o": _parts(layer.o),
+                "post_attention_norm": _array(layer.post_attention_norm),
+                "gate_up": _parts(layer.gate_up),
+                "down": _parts(layer.down),
+            }
+        )
+    return CpuWeights(
+        vocab_size=c.vocab_size,
+        hidden_size=c.hidden_size,
+        intermediate_size=c.intermediate_size,
+        num_heads=c.num_heads,
+        num_kv_heads=c.num_kv_heads,
+        head_dim=c.head_dim,
+        rms_norm_eps=c.rms_norm_eps,
+        embedding=_array(weights.embedding),
+        layers=layers,
+        final_norm=_array(weights.final_norm),
+        lm_head=_parts(weights.lm_head),
+        frequencies=weights.rotary[c.head_dim // 2 :].numpy(),
+    )
+
+
+def _parts(weight: Weight) -> list[tuple[NDArray[np.generic], NDArray[np.generic] | None]]:
+    assert isinstance(weight, StackedWeight)
+    biases = weight.biases or (None,) * len(weight.parts)
+    return [
+        (_array(part), None if bias is None else _array(bias)) for part, bias in zip(weight.parts, biases, strict=True)
+    ]
+
+
+def _array(tensor: Tensor) -> NDArray[np.generic]:
+    """The tensor's memory; of bf16, which numpy does not know, the bits."""
+    array: NDArray[np.generic] = (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    return array

@@ -1,0 +1,168 @@
+//! The end of an iteration: verify the drafts by the rule, commit, apply stops and limits, report. Runs no model.
+
+use crate::error::Result;
+use specrs_core::philox::{Purpose, uniform_from_word, word};
+use specrs_core::scheduler::layout::{
+    FINISH_LENGTH, FINISH_NONE, FINISH_STOP, FLAG_CAPACITY, FLAG_DRAFT_NON_FINITE, FLAG_TARGET_NON_FINITE,
+    ResultsLayout,
+};
+
+use super::{Entry, Iteration, RowState};
+
+/// What verification decides of an entry: its first `num_accepted` drafts stand, and `token` comes behind them.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Judged {
+    num_accepted: usize,
+    token: i64,
+    /// Whether all of its rows were.
+    finite: bool,
+}
+
+impl Iteration {
+    /// Verifies all entries, commits what they emit and reports it.
+    pub(super) fn accept(&mut self, results: &mut [i64], state: &mut RowState<'_>) -> Result<()> {
+        let entries = std::mem::take(&mut self.entries);
+        let (mut first, keeps_q) = (0, self.q_width > 0);
+        for (b, entry) in entries.iter().enumerate() {
+            let mut judged = Judged { num_accepted: 0, token: 0, finite: true };
+            if entry.runs() {
+                judged = self.judge(entry, first, keeps_q.then_some(b), state)?;
+                first += entry.k + 1;
+            }
+            self.update(entry, &judged, results, state);
+        }
+        self.entries = entries;
+        self.q_width = 0;
+        Ok(())
+    }
+
+    /// The verdict on an entry whose rows start at `first` of the outputs; `q` is its place in q, where its drafts have one.
+    ///
+    /// Entries that sample are verified by `rejection` where the drafts have a q, by `coupled` where they have none.
+    pub(super) fn judge(
+        &mut self,
+        entry: &Entry,
+        first: usize,
+        q: Option<usize>,
+        state: &RowState<'_>,
+    ) -> Result<Judged> {
+        let (k, n) = (entry.k, entry.n as u64);
+        let finite = self.tops[first..=first + k].iter().all(|top| top.is_finite());
+        let start = entry.row * state.token_width() + entry.n;
+        let drafts = &state.tokens[start..start + k];
+        let best = &self.best[first..=first + k];
+        let (mut num_accepted, mut token);
+        if entry.params.greedy {
+            num_accepted = drafts.iter().zip(best).take_while(|(draft, best)| draft == best).count();
+            token = best[num_accepted];
+        } else {
+            let vocab_size = self.sampler.vocab_size();
+            let rows = &self.logits[first * vocab_size..][..(k + 1) * vocab_size];
+            let verdict = match q {
+                Some(b) => {
+                    let q = &self.q[b * self.q_width * vocab_size..][..k * vocab_size];
+                    self.sampler.verify_rejection(rows, &entry.params, entry.seed, n, drafts, q)?
+                }
+                None => self.sampler.verify_coupled(rows, &entry.params, entry.seed, n, drafts)?,
+            };
+            (num_accepted, token) = (verdict.num_accepted, i64::from(verdict.token));
+        }
+        if let Some(rates) = &self.rates
+            && k > 0
+        {
+            num_accepted = at_rates(&rates[..k], entry.seed, n);
+            token = best[num_accepted];
+        }
+        Ok(Judged { num_accepted, token, finite })
+    }
+
+    /// Commits the emitted tokens, applies stops and the limit, reports; nothing behind this judges them again.
+    ///
+    /// `draft_len' = min(n', n + K_r) - 1` where `K_r > 0`, unchanged where `K_r = 0`. An entry that ended before reports zeros.
+    pub(super) fn update(&self, entry: &Entry, judged: &Judged, results: &mut [i64], state: &mut RowState<'_>) {
+        let mut report = Report::of(results, &self.results, entry.index);
+        report.clear();
+        if !entry.alive {
+            return;
+        }
+        let mut flags = if entry.draft_fault { FLAG_DRAFT_NON_FINITE } else { 0 };
+        flags |= if judged.finite { 0 } else { FLAG_TARGET_NON_FINITE };
+        flags |= if entry.fits { 0 } else { FLAG_CAPACITY };
+        report.set_flags(flags);
+        let (row, n) = (entry.row, entry.n);
+        if !entry.fits || !judged.finite {
+            state.active[row] = false;
+            return;
+        }
+        state.write_tokens(row, n + judged.num_accepted, &[judged.token]);
+        let min_len = state.min_len[row];
+        let stop = (n..=n + judged.num_accepted)
+            .find(|&position| position as i64 >= min_len && state.is_stop(row, state.token(row, position)));
+        let grown = stop.unwrap_or(n + judged.num_accepted) + 1;
+        let at_limit = grown as i64 >= state.limit[row];
+        state.num_tokens[row] = grown as i64;
+        state.active[row] = stop.is_none() && !at_limit;
+        if entry.k > 0 {
+            state.draft_len[row] = (grown.min(n + entry.k) - 1) as i64;
+        }
+        let reason = if stop.is_some() {
+            FINISH_STOP
+        } else if at_limit {
+            FINISH_LENGTH
+        } else {
+            FINISH_NONE
+        };
+        let start = row * state.token_width();
+        report.finish(judged.num_accepted, entry.k, reason, &state.tokens[start + n..start + grown]);
+    }
+}
+
+/// m where the i-th draft stands with probability `rates[i]` over all drafts: given those before it, with the ratio of two.
+fn at_rates(rates: &[f32], seed: u64, n: u64) -> usize {
+    let mut before = 1.0;
+    rates
+        .iter()
+        .enumerate()
+        .take_while(|&(i, &rate)| {
+            let stands = uniform_from_word(word(seed, n + i as u64, Purpose::Accept, 0)) * before < rate;
+            before = rate;
+            stands
+        })
+        .count()
+}
+
+/// One entry's place in the results.
+pub(super) struct Report<'a> {
+    results: &'a mut [i64],
+    layout: &'a ResultsLayout,
+    index: usize,
+}
+
+impl<'a> Report<'a> {
+    pub(super) fn of(results: &'a mut [i64], layout: &'a ResultsLayout, index: usize) -> Self {
+        Self { results, layout, index }
+    }
+
+    /// All numbers 0; tokens behind `num_emitted` mean nothing and stay.
+    pub(super) fn clear(&mut self) {
+        let layout = self.layout;
+        for section in [layout.num_emitted, layout.num_accepted, layout.num_drafted, layout.flags, layout.finish_reason]
+        {
+            self.results[section.offset + self.index] = 0;
+        }
+    }
+
+    pub(super) fn set_flags(&mut self, flags: i64) {
+        self.results[self.layout.flags.offset + self.index] = flags;
+    }
+
+    fn finish(&mut self, num_accepted: usize, num_drafted: usize, reason: i64, tokens: &[i64]) {
+        let (layout, index) = (self.layout, self.index);
+        self.results[layout.num_emitted.offset + index] = tokens.len() as i64;
+        self.results[layout.num_accepted.offset + index] = num_accepted as i64;
+        self.results[layout.num_drafted.offset + index] = num_drafted as i64;
+        self.results[layout.finish_reason.offset + index] = reason;
+        let width = layout.tokens.len / layout.flags.len;
+        self.results[layout.tokens.offset + index * width..][..tokens.len()].copy_from_slice(tokens);
+    }
+}

@@ -1,0 +1,53 @@
+//! The flat rows of one pass, gathered from row state. Runs nothing.
+
+use super::state::RowState;
+
+/// Rows of one pass. Kept between passes, so that gathering allocates nothing after the first.
+#[derive(Debug, Default)]
+pub(super) struct Batch {
+    /// Token of each row.
+    pub(super) tokens: Vec<i64>,
+    /// Its position.
+    pub(super) positions: Vec<i64>,
+    /// Its KV slot; -1 writes none.
+    pub(super) slots: Vec<i64>,
+    /// Its row of state, whose block table it reads.
+    pub(super) rows: Vec<usize>,
+    /// Rows whose outputs are asked for, ascending.
+    pub(super) wanted: Vec<usize>,
+}
+
+impl Batch {
+    pub(super) fn clear(&mut self) {
+        self.tokens.clear();
+        self.positions.clear();
+        self.slots.clear();
+        self.rows.clear();
+        self.wanted.clear();
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.tokens.len()
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.tokens.is_empty()
+    }
+
+    pub(super) fn push(&mut self, row: usize, token: i64, position: usize, slot: i64) {
+        self.tokens.push(token);
+        self.positions.push(position as i64);
+        self.slots.push(slot);
+        self.rows.push(row);
+    }
+
+    /// A row that feeds the token of `row` at `position` and writes its KV.
+    pub(super) fn feed(&mut self, state: &RowState<'_>, row: usize, position: usize, block_size: usize) {
+        self.push(row, state.token(row, position), position, state.slot(row, position, block_size));
+    }
+
+    /// Asks for the output of the row pushed last.
+    pub(super) fn want_last(&mut self) {
+        self.wanted.push(self.len() - 1);
+    }
+}

@@ -1,0 +1,210 @@
+//! A whole launch on a CPU as one call: uploads, prompt chunks, draft catch-up chunks, one decode iteration, in this order.
+//!
+//! The law is that of docs/start.md and of the eager runner (`python/specrs/runner`), under the same names. What differs is what
+//! is computed for nothing: rows that are masked there are left out here, since no row's sums depend on another row.
+//!
+//! It plans nothing and settles nothing. Requests with masks, biases, penalties, grammars or log probabilities are not for it;
+//! the caller runs their launches otherwise, on the same row state and KV.
+
+mod accept;
+mod batch;
+mod draft;
+mod passes;
+mod prefill;
+mod state;
+mod verify;
+
+use crate::error::{Error, Result, check_len};
+use specrs_core::Drafter;
+use specrs_core::sampling::{Sampler, SamplingParams};
+use specrs_core::scheduler::layout::{RecordLayout, RecordView, ResultsLayout};
+use specrs_core::scheduler::{LaunchHeader, SchedulerConfig};
+
+use batch::Batch;
+pub use passes::Cached;
+pub use state::RowState;
+
+/// What verifies the drafts of requests that sample.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Rule {
+    /// Leviathan et al. 2023, algorithm 1.
+    Rejection,
+    /// Draft and target draw with the same noise.
+    Coupled,
+}
+
+/// Passes that a launch ran.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Of the target.
+    pub target_passes: usize,
+    /// Of the draft model.
+    pub draft_passes: usize,
+}
+
+/// One entry of a decode iteration, or the end of a prompt, which is an iteration without drafts.
+#[derive(Clone, Copy, Debug)]
+struct Entry {
+    /// Index in the launch's results.
+    index: usize,
+    row: usize,
+    /// n at the start of the iteration.
+    n: usize,
+    /// `K_r` after the device's own guards.
+    k: usize,
+    /// False for rows that ended before this launch.
+    alive: bool,
+    /// Whether the block table covers all drafts. Where it does not, nothing is fed.
+    fits: bool,
+    seed: u64,
+    params: SamplingParams,
+    /// Draft logits were not finite.
+    draft_fault: bool,
+}
+
+impl Entry {
+    fn runs(&self) -> bool {
+        self.alive && self.fits
+    }
+}
+
+/// Runs launches over two models; keeps work space, and no state that a result depends on.
+pub struct Iteration {
+    config: SchedulerConfig,
+    rule: Rule,
+    rates: Option<Vec<f32>>,
+    record: RecordLayout,
+    results: ResultsLayout,
+    sampler: Sampler,
+    batch: Batch,
+    entries: Vec<Entry>,
+    /// Logits of wanted rows, `[N, V]`.
+    logits: Vec<f32>,
+    /// Argmax of wanted rows, and its logit: not finite where the row is not.
+    best: Vec<i64>,
+    tops: Vec<f32>,
+    /// `[B, K, V]`, what each draft was drawn from.
+    q: Vec<f32>,
+    /// K of q; 0 where this iteration has none.
+    q_width: usize,
+    counts: Counts,
+}
+
+impl Iteration {
+    /// For launches of a scheduler with these settings, over a target of `vocab_size` ids. With `rates` drafts stand at these
+    /// unconditional rates by position, whatever the models say: for timing only.
+    ///
+    /// # Errors
+    /// For a vocabulary that cannot be sampled, or rates that are not one for each draft.
+    pub fn new(config: SchedulerConfig, rule: Rule, rates: Option<Vec<f32>>, vocab_size: usize) -> Result<Self> {
+        if let Some(rates) = &rates
+            && rates.len() != config.num_speculative_tokens
+        {
+            let allowed = format!("one for each of {} drafts", config.num_speculative_tokens);
+            return Err(Error::invalid("rates", format!("{} of them", rates.len()), allowed));
+        }
+        Ok(Self {
+            record: RecordLayout::new(&config),
+            results: ResultsLayout::new(&config),
+            config,
+            rule,
+            rates,
+            sampler: Sampler::new(vocab_size)?,
+            batch: Batch::default(),
+            entries: Vec::new(),
+            logits: Vec::new(),
+            best: Vec::new(),
+            tops: Vec::new(),
+            q: Vec::new(),
+            q_width: 0,
+            counts: Counts::default(),
+        })
+    }
+
+    /// Executes the launch planned in `record`: mutates row state and both KV caches, reports into `results`.
+    ///
+    /// # Errors
+    /// For buffers of other sizes than the scheduler's, and what the models say.
+    pub fn run(
+        &mut self,
+        record: &[i64],
+        results: &mut [i64],
+        state: &mut RowState<'_>,
+        target: &mut Cached<'_>,
+        mut draft: Option<&mut Cached<'_>>,
+    ) -> Result<Counts> {
+        check_len("record", record.len(), self.record.size)?;
+        check_len("results", results.len(), self.results.size)?;
+        state.check(self.config.max_num_seqs, self.config.max_model_len, self.config.block_size)?;
+        self.counts = Counts::default();
+        let header = LaunchHeader::read(record);
+        let view = self.record.view(record);
+        state.upload(&view, header);
+        if header.num_prefill > 0 {
+            self.prefill(&view, header, results, state, target)?;
+        }
+        if header.num_draft_chunks > 0 {
+            self.catch_up(&view, header, state, draft.as_deref_mut())?;
+        }
+        if header.num_decode > 0 {
+            self.decode(&view, header, results, state, target, draft)?;
+        }
+        Ok(self.counts)
+    }
+
+    fn decode(
+        &mut self,
+        record: &RecordView<'_>,
+        header: LaunchHeader,
+        results: &mut [i64],
+        state: &mut RowState<'_>,
+        target: &mut Cached<'_>,
+        draft: Option<&mut Cached<'_>>,
+    ) -> Result<()> {
+        self.prepare(record, header, state);
+        match (&self.config.drafter, draft) {
+            (&Drafter::Cached { max_draft_lag, .. }, Some(draft)) => self.draft(state, draft, max_draft_lag)?,
+            (Drafter::Host(_), _) => self.place(record, state),
+            _ => {}
+        }
+        self.verify(state, target)?;
+        self.accept(results, state)
+    }
+
+    /// Reads lengths from row state and applies the device's guards to the planned `K_r`:
+    /// `max(min(planned, min(limit - 1, draft context + 1) - n), 0)`, and 0 where the row has ended or the draft's KV lags by
+    /// more than `max_draft_lag`.
+    fn prepare(&mut self, record: &RecordView<'_>, header: LaunchHeader, state: &RowState<'_>) {
+        self.entries.clear();
+        for index in 0..header.num_decode {
+            let (row, planned) = (record.entry_row[index] as usize, record.entry_k[index]);
+            let mut entry = entry_of(index, row, record.entry_capacity[index], state);
+            let n = entry.n as i64;
+            let mut end = state.limit[row] - 1;
+            let mut ready = entry.alive;
+            if let Drafter::Cached { max_model_len, max_draft_lag, .. } = self.config.drafter {
+                end = end.min(max_model_len as i64 + 1);
+                ready &= state.draft_len[row] >= n - max_draft_lag as i64;
+            }
+            entry.k = if ready { planned.min(end - n).max(0) as usize } else { 0 };
+            entry.fits &= n + entry.k as i64 <= record.entry_capacity[index];
+            self.entries.push(entry);
+        }
+    }
+}
+
+/// An entry without drafts.
+fn entry_of(index: usize, row: usize, capacity: i64, state: &RowState<'_>) -> Entry {
+    let n = state.num_tokens[row] as usize;
+    Entry {
+        index,
+        row,
+        n,
+        k: 0,
+        alive: state.active[row],
+        fits: n as i64 <= capacity,
+        seed: state.seeds[row] as u64,
+        params: state.sampling(row),
+        draft_fault: false,
+    }
+}

@@ -1,0 +1,88 @@
+//! Prompt chunks through the target and catch-up chunks through the draft model.
+
+use crate::error::Result;
+use specrs_core::scheduler::LaunchHeader;
+use specrs_core::scheduler::layout::{FLAG_TARGET_NON_FINITE, RecordView};
+
+use super::accept::Report;
+use super::passes::Want;
+use super::{Cached, Iteration, RowState, entry_of};
+
+impl Iteration {
+    /// The launch's prompt chunks in one pass. A chunk that ends its prompt emits the first token, by the law of an iteration
+    /// without drafts; the others report only whether they are finite.
+    pub(super) fn prefill(
+        &mut self,
+        record: &RecordView<'_>,
+        header: LaunchHeader,
+        results: &mut [i64],
+        state: &mut RowState<'_>,
+        target: &mut Cached<'_>,
+    ) -> Result<()> {
+        self.batch.clear();
+        self.entries.clear();
+        let chunks = header.num_decode..header.num_decode + header.num_prefill;
+        for (chunk, index) in chunks.clone().enumerate() {
+            let row = record.entry_row[index] as usize;
+            for at in record.prefill_q_start[chunk] as usize..record.prefill_q_start[chunk + 1] as usize {
+                let position = record.prefill_position[at] as usize;
+                self.batch.push(row, record.prefill_token[at], position, record.prefill_slot[at]);
+            }
+            self.batch.want_last();
+            self.entries.push(entry_of(index, row, record.entry_capacity[index], state));
+        }
+        let sampled =
+            self.entries.iter().zip(record.chunk_is_last).any(|(entry, &last)| last != 0 && !entry.params.greedy);
+        self.pass(state, target, if sampled { Want::Logits } else { Want::Best })?;
+        self.counts.target_passes += 1;
+        let mut entries = std::mem::take(&mut self.entries);
+        for (chunk, (entry, index)) in entries.iter().zip(chunks).enumerate() {
+            let mut report = Report::of(results, &self.results, index);
+            report.clear();
+            if record.chunk_is_last[chunk] == 0 {
+                // It has attended to all positions up to its own, so what is not finite in the KV of any of them is in it, too.
+                let flag = if self.tops[chunk].is_finite() { 0 } else { FLAG_TARGET_NON_FINITE };
+                report.set_flags(flag);
+                continue;
+            }
+            let verdict = self.judge(entry, chunk, None, state)?;
+            self.update(entry, &verdict, results, state);
+        }
+        entries.clear();
+        self.entries = entries;
+        Ok(())
+    }
+
+    /// The draft's pass over committed tokens that it has not seen (deferred drafting); afterwards their KV is valid.
+    ///
+    /// Positions whose KV another request has written already, slot -1, are not fed: only they would have read what comes of it.
+    pub(super) fn catch_up(
+        &mut self,
+        record: &RecordView<'_>,
+        header: LaunchHeader,
+        state: &mut RowState<'_>,
+        draft: Option<&mut Cached<'_>>,
+    ) -> Result<()> {
+        self.batch.clear();
+        for chunk in 0..header.num_draft_chunks {
+            let row = record.draft_chunk_row[chunk] as usize;
+            for at in record.draft_q_start[chunk] as usize..record.draft_q_start[chunk + 1] as usize {
+                let (position, slot) = (record.draft_position[at] as usize, record.draft_slot[at]);
+                if slot >= 0 {
+                    self.batch.push(row, state.token(row, position), position, slot);
+                }
+            }
+        }
+        if let Some(draft) = draft
+            && !self.batch.is_empty()
+        {
+            self.pass(state, draft, Want::Nothing)?;
+            self.counts.draft_passes += 1;
+        }
+        for chunk in 0..header.num_draft_chunks {
+            let end = record.draft_chunk_start[chunk] + record.draft_chunk_len[chunk];
+            state.draft_len[record.draft_chunk_row[chunk] as usize] = end;
+        }
+        Ok(())
+    }
+}

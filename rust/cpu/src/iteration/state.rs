@@ -1,0 +1,132 @@
+//! Row state: the truth about every running request, in memory of the caller. Decides nothing.
+
+use crate::error::{Result, check_len};
+use specrs_core::sampling::{MAX_STOP_IDS, NUM_PARAMS, PARAM_GREEDY, SamplingParams};
+use specrs_core::scheduler::LaunchHeader;
+use specrs_core::scheduler::layout::RecordView;
+
+/// Row state of R = `max_num_seqs` rows and one reserved row of length 0 behind them, borrowed for one launch.
+///
+/// Positions `[0, num_tokens)` of `tokens` are committed; `[num_tokens, num_tokens + K_r)` hold the drafts of the running
+/// iteration. The last column of `tokens` is scratch for runners that mask writes; nothing here uses it.
+#[derive(Debug)]
+pub struct RowState<'a> {
+    /// n, `[R + 1]`.
+    pub num_tokens: &'a mut [i64],
+    /// Draft KV is valid on `[0, draft_len)`, `[R + 1]`.
+    pub draft_len: &'a mut [i64],
+    /// The largest n that the row may reach, `[R + 1]`.
+    pub limit: &'a mut [i64],
+    /// Stop ids count only at positions from here on, `[R + 1]`.
+    pub min_len: &'a mut [i64],
+    /// Tokens of the prompt, `[R + 1]`; kept for penalties, which are not applied here.
+    pub prompt_len: &'a mut [i64],
+    /// `[R + 1]`
+    pub seeds: &'a mut [i64],
+    /// `[R + 1]`
+    pub active: &'a mut [bool],
+    /// `[R + 1, max_model_len + 1]`
+    pub tokens: &'a mut [i64],
+    /// `[R + 1, max_blocks]`
+    pub block_table: &'a mut [i64],
+    /// `[R + 1, MAX_STOP_IDS]`, -1 is padding.
+    pub stop_ids: &'a mut [i64],
+    /// Parameter columns, `[R + 1, NUM_PARAMS]`.
+    pub params: &'a mut [f32],
+}
+
+impl RowState<'_> {
+    /// Refuses tensors whose sizes do not belong together.
+    ///
+    /// # Errors
+    /// Naming the tensor.
+    pub fn check(&self, max_num_seqs: usize, max_model_len: usize, block_size: usize) -> Result<()> {
+        let rows = max_num_seqs + 1;
+        for (name, len, width) in [
+            ("num_tokens", self.num_tokens.len(), 1),
+            ("draft_len", self.draft_len.len(), 1),
+            ("limit", self.limit.len(), 1),
+            ("min_len", self.min_len.len(), 1),
+            ("prompt_len", self.prompt_len.len(), 1),
+            ("seeds", self.seeds.len(), 1),
+            ("active", self.active.len(), 1),
+            ("tokens", self.tokens.len(), max_model_len + 1),
+            ("block_table", self.block_table.len(), max_model_len.div_ceil(block_size)),
+            ("stop_ids", self.stop_ids.len(), MAX_STOP_IDS),
+            ("params", self.params.len(), NUM_PARAMS),
+        ] {
+            check_len(name, len, rows * width)?;
+        }
+        Ok(())
+    }
+
+    /// Tokens of a row, scratch included.
+    pub fn token_width(&self) -> usize {
+        self.tokens.len() / self.num_tokens.len()
+    }
+
+    /// Blocks of a row.
+    pub fn table_width(&self) -> usize {
+        self.block_table.len() / self.num_tokens.len()
+    }
+
+    /// The token of a row at a position.
+    pub fn token(&self, row: usize, position: usize) -> i64 {
+        self.tokens[row * self.token_width() + position]
+    }
+
+    /// Sets tokens of a row from `position` on.
+    pub fn write_tokens(&mut self, row: usize, position: usize, tokens: &[i64]) {
+        let start = row * self.token_width() + position;
+        self.tokens[start..start + tokens.len()].copy_from_slice(tokens);
+    }
+
+    /// The KV slot of a row's position.
+    pub fn slot(&self, row: usize, position: usize, block_size: usize) -> i64 {
+        let block = self.block_table[row * self.table_width() + position / block_size];
+        block * block_size as i64 + (position % block_size) as i64
+    }
+
+    /// What sampling reads of a row.
+    pub fn sampling(&self, row: usize) -> SamplingParams {
+        SamplingParams::of_columns(&self.params[row * NUM_PARAMS..][..NUM_PARAMS])
+    }
+
+    /// Whether a row takes the largest logit.
+    pub fn is_greedy(&self, row: usize) -> bool {
+        self.params[row * NUM_PARAMS + PARAM_GREEDY] != 0.0
+    }
+
+    /// Whether a token is one of the row's stop ids.
+    pub fn is_stop(&self, row: usize, token: i64) -> bool {
+        self.stop_ids[row * MAX_STOP_IDS..][..MAX_STOP_IDS].contains(&token)
+    }
+
+    /// Initialises the rows that the launch admits and writes its block table updates.
+    pub(super) fn upload(&mut self, record: &RecordView<'_>, header: LaunchHeader) {
+        let mut offset = 0;
+        for i in 0..header.num_admitted {
+            let row = record.admit_row[i] as usize;
+            self.num_tokens[row] = record.admit_num_tokens[i];
+            self.draft_len[row] = record.admit_draft_len[i];
+            self.limit[row] = record.admit_limit[i];
+            self.min_len[row] = record.admit_min_len[i];
+            self.prompt_len[row] = record.admit_prompt_len[i];
+            self.seeds[row] = record.admit_seed[i];
+            self.active[row] = true;
+            let stops = &record.admit_stop_ids[i * MAX_STOP_IDS..][..MAX_STOP_IDS];
+            self.stop_ids[row * MAX_STOP_IDS..][..MAX_STOP_IDS].copy_from_slice(stops);
+            let params = &record.admit_params[i * NUM_PARAMS..][..NUM_PARAMS];
+            for (own, &bits) in self.params[row * NUM_PARAMS..][..NUM_PARAMS].iter_mut().zip(params) {
+                *own = f64::from_bits(bits as u64) as f32;
+            }
+            let length = record.admit_num_tokens[i] as usize;
+            self.write_tokens(row, 0, &record.upload_token[offset..offset + length]);
+            offset += length;
+        }
+        for i in 0..header.num_block_updates {
+            let at = record.block_row[i] as usize * self.table_width() + record.block_index[i] as usize;
+            self.block_table[at] = record.block_id[i];
+        }
+    }
+}

@@ -1,0 +1,279 @@
+//! Passes of dense decoders on a CPU, on arrays of the caller.
+
+use crate::buffers::{In, In2, Out, check_len, readonly, readwrite};
+use crate::error::{Class, size, to_py as core_to_py};
+use crate::tensors::{values, values_mut};
+use numpy::{Ix1, Ix2, Ix5, PyReadonlyArray, PyReadwriteArray, PyUntypedArrayMethods};
+use pyo3::prelude::*;
+use specrs_cpu::{
+    Decoder, KvCache, KvShape, LayerWeights, Linear, ModelShape, Output, Part, Pass, Pool, Values, Weights,
+};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// The exception for an error of `specrs-cpu`.
+pub(crate) fn to_py(py: Python<'_>, error: &specrs_cpu::Error) -> PyErr {
+    match error {
+        specrs_cpu::Error::Core(error) => core_to_py(py, error),
+        _ => Class::InvalidBuffer.error(py, error.to_string()),
+    }
+}
+
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Threads that passes are shared among.
+#[pyclass(frozen)]
+pub(crate) struct CpuPool(Arc<Pool>);
+
+#[pymethods]
+impl CpuPool {
+    #[new]
+    fn new(py: Python<'_>, threads: i64) -> PyResult<Self> {
+        let threads = size(py, Class::InvalidConfig, "threads", threads)?;
+        let made = Pool::new(threads).map_err(|error| Class::InvalidConfig.error(py, error.to_string()))?;
+        Ok(Self(Arc::new(made)))
+    }
+
+    #[getter]
+    fn threads(&self) -> usize {
+        self.0.threads()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("CpuPool(threads={})", self.threads())
+    }
+}
+
+/// Weights of a dense decoder, borrowed.
+#[pyclass(frozen)]
+pub(crate) struct CpuWeights(Arc<Weights>);
+
+/// A projection: its parts above each other, each a weight and a bias or none.
+type Projection<'py> = Vec<(Bound<'py, PyAny>, Option<Bound<'py, PyAny>>)>;
+
+/// One layer as Python hands it over.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+struct LayerArrays<'py> {
+    input_norm: Bound<'py, PyAny>,
+    qkv: Projection<'py>,
+    q_norm: Option<Bound<'py, PyAny>>,
+    k_norm: Option<Bound<'py, PyAny>>,
+    o: Projection<'py>,
+    post_attention_norm: Bound<'py, PyAny>,
+    gate_up: Projection<'py>,
+    down: Projection<'py>,
+}
+
+fn vector(name: &str, array: &Bound<'_, PyAny>) -> PyResult<Values> {
+    Ok(values::<Ix1>(name, array)?.0)
+}
+
+fn linear(name: &str, inputs: usize, parts: &Projection<'_>) -> PyResult<Linear> {
+    let mut made = Vec::with_capacity(parts.len());
+    for (i, (weight, bias)) in parts.iter().enumerate() {
+        let (weight, shape) = values::<Ix2>(&format!("{name}.parts[{i}].weight"), weight)?;
+        let bias = bias.as_ref().map(|bias| vector(&format!("{name}.parts[{i}].bias"), bias)).transpose()?;
+        made.push(Part::new(weight, bias.as_ref(), shape[0]));
+    }
+    Python::attach(|py| Linear::new(name, inputs, made).map_err(|error| to_py(py, &error)))
+}
+
+fn layer(i: usize, arrays: &LayerArrays<'_>, shape: &ModelShape) -> PyResult<LayerWeights> {
+    let name = |field: &str| format!("layers[{i}].{field}");
+    let hidden = shape.hidden_size;
+    let norm = |field: &str, array: &Option<Bound<'_, PyAny>>| {
+        array.as_ref().map(|array| vector(&name(field), array)).transpose()
+    };
+    Ok(LayerWeights {
+        input_norm: vector(&name("input_norm"), &arrays.input_norm)?,
+        qkv: linear(&name("qkv"), hidden, &arrays.qkv)?,
+        qk_norm: norm("q_norm", &arrays.q_norm)?.zip(norm("k_norm", &arrays.k_norm)?),
+        o: linear(&name("o"), shape.num_heads * shape.head_dim, &arrays.o)?,
+        post_attention_norm: vector(&name("post_attention_norm"), &arrays.post_attention_norm)?,
+        gate_up: linear(&name("gate_up"), hidden, &arrays.gate_up)?,
+        down: linear(&name("down"), shape.intermediate_size, &arrays.down)?,
+    })
+}
+
+#[pymethods]
+impl CpuWeights {
+    #[new]
+    #[pyo3(signature = (
+        *, vocab_size, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, rms_norm_eps, embedding, layers,
+        final_norm, lm_head, frequencies,
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "keyword-only sizes and tensors")]
+    #[expect(clippy::needless_pass_by_value, reason = "extracted from Python objects")]
+    fn new(
+        py: Python<'_>,
+        vocab_size: i64,
+        hidden_size: i64,
+        intermediate_size: i64,
+        num_heads: i64,
+        num_kv_heads: i64,
+        head_dim: i64,
+        rms_norm_eps: f32,
+        embedding: &Bound<'_, PyAny>,
+        layers: Vec<LayerArrays<'_>>,
+        final_norm: &Bound<'_, PyAny>,
+        lm_head: Projection<'_>,
+        frequencies: &Bound<'_, PyAny>,
+    ) -> PyResult<Self> {
+        let size = |field, value| size(py, Class::InvalidConfig, field, value);
+        let shape = ModelShape {
+            vocab_size: size("vocab_size", vocab_size)?,
+            hidden_size: size("hidden_size", hidden_size)?,
+            intermediate_size: size("intermediate_size", intermediate_size)?,
+            num_heads: size("num_heads", num_heads)?,
+            num_kv_heads: size("num_kv_heads", num_kv_heads)?,
+            head_dim: size("head_dim", head_dim)?,
+            rms_norm_eps,
+        };
+        let frequencies: PyReadonlyArray<'_, f32, Ix1> = readonly("frequencies", frequencies)?;
+        let weights = Weights::new(
+            shape,
+            values::<Ix2>("embedding", embedding)?.0,
+            layers.iter().enumerate().map(|(i, arrays)| layer(i, arrays, &shape)).collect::<PyResult<_>>()?,
+            &vector("final_norm", final_norm)?,
+            linear("lm_head", shape.hidden_size, &lm_head)?,
+            frequencies.as_slice()?.to_vec(),
+        );
+        weights.map(|weights| Self(Arc::new(weights))).map_err(|error| to_py(py, &error))
+    }
+
+    fn __repr__(&self) -> String {
+        format!("CpuWeights(layers={}, vocab_size={})", self.0.num_layers(), self.0.shape().vocab_size)
+    }
+}
+
+/// A KV cache, borrowed.
+#[pyclass(frozen)]
+pub(crate) struct CpuKVCache(pub(crate) Mutex<KvCache>);
+
+#[pymethods]
+impl CpuKVCache {
+    #[new]
+    #[expect(clippy::needless_pass_by_value, reason = "extracted from Python objects")]
+    fn new(py: Python<'_>, layers: Vec<Bound<'_, PyAny>>) -> PyResult<Self> {
+        let (mut made, mut first) = (Vec::with_capacity(layers.len()), None);
+        for (i, array) in layers.iter().enumerate() {
+            let name = format!("layers[{i}]");
+            let (layer, shape) = values_mut::<Ix5>(&name, array)?;
+            let expected = first.get_or_insert_with(|| shape.clone());
+            if shape != *expected || shape[0] == 0 || shape[1] != 2 {
+                let allowed = "[num_blocks + 1, 2, num_kv_heads, block_size, head_dim], the same for all layers";
+                return Err(Class::InvalidBuffer.error(py, format!("{name}: shape is {shape:?}, expected {allowed}")));
+            }
+            made.push(layer);
+        }
+        let Some(shape) = first else {
+            return Err(Class::InvalidBuffer.error(py, "layers: there are 0, expected at least 1"));
+        };
+        let shape =
+            KvShape { num_blocks: shape[0] - 1, num_kv_heads: shape[2], block_size: shape[3], head_dim: shape[4] };
+        KvCache::new(shape, made).map(|cache| Self(Mutex::new(cache))).map_err(|error| to_py(py, &error))
+    }
+
+    fn __repr__(&self) -> String {
+        let cache = lock(&self.0);
+        format!("CpuKVCache(num_blocks={}, block_size={})", cache.shape().num_blocks, cache.shape().block_size)
+    }
+}
+
+/// A model's passes.
+#[pyclass(frozen)]
+pub(crate) struct CpuDecoder(pub(crate) Mutex<Decoder>);
+
+#[pymethods]
+impl CpuDecoder {
+    #[new]
+    fn new(py: Python<'_>, weights: &CpuWeights, pool: &CpuPool) -> PyResult<Self> {
+        let made = Decoder::new(Arc::clone(&weights.0), Arc::clone(&pool.0));
+        made.map(|decoder| Self(Mutex::new(decoder))).map_err(|error| to_py(py, &error))
+    }
+
+    #[allow(clippy::too_many_arguments)] // buffers, each with a name of its own
+    fn forward(
+        &self,
+        py: Python<'_>,
+        tokens: &Bound<'_, PyAny>,
+        positions: &Bound<'_, PyAny>,
+        slots: &Bound<'_, PyAny>,
+        q_start: &Bound<'_, PyAny>,
+        block_table: &Bound<'_, PyAny>,
+        kv_cache: &CpuKVCache,
+        hidden: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let (tokens, positions): (In<'_>, In<'_>) = (readonly("tokens", tokens)?, readonly("positions", positions)?);
+        let (slots, q_start): (In<'_>, In<'_>) = (readonly("slots", slots)?, readonly("q_start", q_start)?);
+        let block_table: In2<'_> = readonly("block_table", block_table)?;
+        let mut hidden: PyReadwriteArray<'_, f32, Ix2> = readwrite("hidden", hidden)?;
+        let count = tokens.len();
+        check_len(py, "q_start", q_start.len(), block_table.shape()[0] + 1)?;
+        let (entries, positions) = entries_of(py, q_start.as_slice()?, positions.as_slice()?, count)?;
+        let rows: Vec<usize> = (0..count).collect();
+        let pass = Pass {
+            tokens: tokens.as_slice()?,
+            positions: &positions,
+            slots: slots.as_slice()?,
+            entries: &entries,
+            block_table: block_table.as_slice()?,
+            max_blocks: block_table.shape()[1],
+        };
+        let hidden = hidden.as_slice_mut()?;
+        py.detach(|| {
+            let output = Output::Hidden { rows: &rows, hidden };
+            lock(&self.0).forward(&pass, &mut lock(&kv_cache.0), output)
+        })
+        .map_err(|error| to_py(py, &error))
+    }
+
+    fn logits(&self, py: Python<'_>, hidden: &Bound<'_, PyAny>, logits: &Bound<'_, PyAny>) -> PyResult<()> {
+        let hidden: PyReadonlyArray<'_, f32, Ix2> = readonly("hidden", hidden)?;
+        let mut logits: PyReadwriteArray<'_, f32, Ix2> = readwrite("logits", logits)?;
+        let num_ids = logits.shape()[1];
+        let (hidden, logits) = (hidden.as_slice()?, logits.as_slice_mut()?);
+        py.detach(|| lock(&self.0).logits(hidden, num_ids, logits)).map_err(|error| to_py(py, &error))
+    }
+
+    fn argmax(
+        &self,
+        py: Python<'_>,
+        hidden: &Bound<'_, PyAny>,
+        num_ids: i64,
+        ids: &Bound<'_, PyAny>,
+        top: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let hidden: PyReadonlyArray<'_, f32, Ix2> = readonly("hidden", hidden)?;
+        let mut ids: Out<'_> = readwrite("ids", ids)?;
+        let mut top: PyReadwriteArray<'_, f32, Ix1> = readwrite("top", top)?;
+        let num_ids = size(py, Class::InvalidBuffer, "num_ids", num_ids)?;
+        let (hidden, ids, top) = (hidden.as_slice()?, ids.as_slice_mut()?, top.as_slice_mut()?);
+        py.detach(|| lock(&self.0).argmax(hidden, num_ids, ids, top)).map_err(|error| to_py(py, &error))
+    }
+
+    fn __repr__(&self) -> String {
+        let decoder = lock(&self.0);
+        format!("CpuDecoder(layers={}, threads={})", decoder.weights().num_layers(), decoder.pool().threads())
+    }
+}
+
+/// The entry of each row, and its position, -1 for rows that belong to no entry.
+fn entries_of(py: Python<'_>, q_start: &[i64], positions: &[i64], count: usize) -> PyResult<(Vec<usize>, Vec<i64>)> {
+    check_len(py, "positions", positions.len(), count)?;
+    let ascending = q_start.windows(2).all(|pair| pair[0] <= pair[1]);
+    if q_start[0] != 0 || !ascending || q_start[q_start.len() - 1] > count as i64 {
+        let message = format!("q_start = {q_start:?} is not allowed: expected ascending numbers from 0 to {count}");
+        return Err(Class::InvalidBuffer.error(py, message));
+    }
+    let mut entries = Vec::with_capacity(count);
+    for (entry, pair) in q_start.windows(2).enumerate() {
+        entries.resize(pair[1] as usize, entry);
+    }
+    let mut positions = positions.to_vec();
+    positions[entries.len()..].fill(-1);
+    entries.resize(count, 0);
+    Ok((entries, positions))
+}

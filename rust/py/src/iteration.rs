@@ -1,0 +1,175 @@
+//! A whole launch on a CPU in one call, on row state and record in arrays of the caller.
+
+use crate::buffers::{In, Out, readonly, readwrite};
+use crate::cpu::{CpuDecoder, CpuKVCache, lock, to_py};
+use crate::error::Class;
+use crate::scheduler::Scheduler;
+use crate::tensors::numbers_mut;
+use numpy::{Element, Ix1, Ix2};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use specrs_core::Drafter;
+use specrs_core::sampling::{MAX_STOP_IDS, NUM_PARAMS};
+use specrs_cpu::MemoryMut;
+use specrs_cpu::iteration::{Cached, Counts, Iteration, RowState, Rule};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+/// Launches that take longer let other threads of the interpreter run meanwhile. One that gives the interpreter lock up may wait
+/// a whole switch interval (5 ms) to get it back, many times what a launch of a small model takes.
+const LONG: Duration = Duration::from_millis(2);
+
+/// Row state in memory of the caller.
+struct Rows {
+    num_tokens: MemoryMut<i64>,
+    draft_len: MemoryMut<i64>,
+    limit: MemoryMut<i64>,
+    min_len: MemoryMut<i64>,
+    prompt_len: MemoryMut<i64>,
+    seeds: MemoryMut<i64>,
+    active: MemoryMut<bool>,
+    tokens: MemoryMut<i64>,
+    block_table: MemoryMut<i64>,
+    stop_ids: MemoryMut<i64>,
+    params: MemoryMut<f32>,
+}
+
+impl Rows {
+    /// # Errors
+    /// For what is missing, or has another dtype or shape than the rows of a scheduler with these settings.
+    fn borrow(arrays: &Bound<'_, PyDict>, config: &specrs_core::SchedulerConfig) -> PyResult<Self> {
+        let rows = config.max_num_seqs + 1;
+        let (width, blocks) = (config.max_model_len + 1, config.max_model_len.div_ceil(config.block_size));
+        let one = |name| numbers::<i64>(arrays, name, &[rows]);
+        let wide = |name, width| numbers::<i64>(arrays, name, &[rows, width]);
+        Ok(Self {
+            num_tokens: one("num_tokens")?,
+            draft_len: one("draft_len")?,
+            limit: one("limit")?,
+            min_len: one("min_len")?,
+            prompt_len: one("prompt_len")?,
+            seeds: one("seeds")?,
+            active: numbers(arrays, "active", &[rows])?,
+            tokens: wide("tokens", width)?,
+            block_table: wide("block_table", blocks)?,
+            stop_ids: wide("stop_ids", MAX_STOP_IDS)?,
+            params: numbers(arrays, "params", &[rows, NUM_PARAMS])?,
+        })
+    }
+
+    fn state(&mut self) -> RowState<'_> {
+        RowState {
+            num_tokens: self.num_tokens.as_mut_slice(),
+            draft_len: self.draft_len.as_mut_slice(),
+            limit: self.limit.as_mut_slice(),
+            min_len: self.min_len.as_mut_slice(),
+            prompt_len: self.prompt_len.as_mut_slice(),
+            seeds: self.seeds.as_mut_slice(),
+            active: self.active.as_mut_slice(),
+            tokens: self.tokens.as_mut_slice(),
+            block_table: self.block_table.as_mut_slice(),
+            stop_ids: self.stop_ids.as_mut_slice(),
+            params: self.params.as_mut_slice(),
+        }
+    }
+}
+
+fn numbers<T>(arrays: &Bound<'_, PyDict>, name: &str, expected: &[usize]) -> PyResult<MemoryMut<T>>
+where
+    T: Element + Copy + Send + Sync + 'static,
+{
+    let py = arrays.py();
+    let Some(array) = arrays.get_item(name)? else {
+        return Err(Class::InvalidBuffer.error(py, format!("state: has no {name:?}, expected an array")));
+    };
+    let (memory, shape) =
+        if expected.len() == 1 { numbers_mut::<T, Ix1>(name, &array)? } else { numbers_mut::<T, Ix2>(name, &array)? };
+    if shape == expected {
+        return Ok(memory);
+    }
+    Err(Class::InvalidBuffer.error(py, format!("{name}: shape is {shape:?}, expected {expected:?}")))
+}
+
+/// A model's decoder and its KV cache.
+type Model = (Py<CpuDecoder>, Py<CpuKVCache>);
+
+#[pyclass(frozen)]
+pub(crate) struct CpuIteration {
+    inner: Mutex<(Iteration, Rows)>,
+    target: Model,
+    draft: Option<Model>,
+    /// Whether the last launch was.
+    long: AtomicBool,
+}
+
+#[pymethods]
+impl CpuIteration {
+    #[new]
+    #[pyo3(signature = (scheduler, state, target, draft = None, *, rule = "rejection", rates = None))]
+    fn new(
+        py: Python<'_>,
+        scheduler: &Scheduler,
+        state: &Bound<'_, PyDict>,
+        target: Model,
+        draft: Option<Model>,
+        rule: &str,
+        rates: Option<Vec<f32>>,
+    ) -> PyResult<Self> {
+        let rule = match rule {
+            "rejection" => Rule::Rejection,
+            "coupled" => Rule::Coupled,
+            _ => {
+                let message = format!("rule = {rule:?} is not allowed: expected 'rejection' or 'coupled'");
+                return Err(Class::InvalidConfig.error(py, message));
+            }
+        };
+        let config = scheduler.core(py).config().clone();
+        if let Some((decoder, cache)) = &draft
+            && (decoder.is(&target.0) || cache.is(&target.1))
+        {
+            return Err(Class::InvalidConfig
+                .error(py, "draft = the target's decoder or KV cache is not allowed: expected its own"));
+        }
+        if draft.is_some() != matches!(config.drafter, Drafter::Cached { .. }) {
+            let (given, allowed) = if draft.is_some() { ("a model", "None") } else { ("None", "a model") };
+            let message =
+                format!("draft = {given} is not allowed: expected {allowed}, as the scheduler's drafter says");
+            return Err(Class::InvalidConfig.error(py, message));
+        }
+        let rows = Rows::borrow(state, &config)?;
+        let vocab_size = lock(&target.0.get().0).weights().shape().vocab_size;
+        let iteration = Iteration::new(config, rule, rates, vocab_size).map_err(|error| to_py(py, &error))?;
+        Ok(Self { inner: Mutex::new((iteration, rows)), target, draft, long: AtomicBool::new(false) })
+    }
+
+    fn run(&self, py: Python<'_>, record: &Bound<'_, PyAny>, results: &Bound<'_, PyAny>) -> PyResult<(usize, usize)> {
+        let record: In<'_> = readonly("record", record)?;
+        let mut results: Out<'_> = readwrite("results", results)?;
+        let (record, results) = (record.as_slice()?, results.as_slice_mut()?);
+        let mut run = || self.launch(record, results);
+        let done = if self.long.load(Ordering::Relaxed) { py.detach(run) } else { run() };
+        let counts = done.map_err(|error| to_py(py, &error))?;
+        Ok((counts.target_passes, counts.draft_passes))
+    }
+
+    fn __repr__(&self) -> String {
+        format!("CpuIteration(draft={})", if self.draft.is_some() { "True" } else { "False" })
+    }
+}
+
+impl CpuIteration {
+    fn launch(&self, record: &[i64], results: &mut [i64]) -> specrs_cpu::Result<Counts> {
+        let begun = Instant::now();
+        let mut inner = lock(&self.inner);
+        let (iteration, rows) = &mut *inner;
+        let mut decoder = lock(&self.target.0.get().0);
+        let mut kv_cache = lock(&self.target.1.get().0);
+        let mut target = Cached { decoder: &mut decoder, kv_cache: &mut kv_cache };
+        let mut held = self.draft.as_ref().map(|(decoder, cache)| (lock(&decoder.get().0), lock(&cache.get().0)));
+        let mut draft = held.as_mut().map(|(decoder, kv_cache)| Cached { decoder, kv_cache });
+        let done = iteration.run(record, results, &mut rows.state(), &mut target, draft.as_mut());
+        self.long.store(begun.elapsed() > LONG, Ordering::Relaxed);
+        done
+    }
+}
