@@ -22,6 +22,14 @@ pub enum Error {
     /// What the core says of sampling.
     #[error(transparent)]
     Core(#[from] specrs_core::Error),
+    /// A pool of threads is used in a process forked off the one that made it: its threads stayed there.
+    #[error("the pool's threads are in process {process}, not in its fork {this}: make the engine after the fork")]
+    Forked {
+        /// The process that made the pool.
+        process: u32,
+        /// The one that uses it.
+        this: u32,
+    },
 }
 
 // Values are numbers or short names, made into text here and nowhere else.

@@ -5,10 +5,14 @@
 
 #![deny(missing_docs)]
 #![deny(unsafe_code)]
+// A kernel that is not inlined into the function that has an instruction set's features is compiled without them.
+#![allow(clippy::inline_always)]
 
 mod decoder;
 mod error;
+mod isa;
 pub mod iteration;
+mod kernels;
 mod kv_cache;
 mod memory;
 mod pass;
@@ -17,6 +21,7 @@ mod weights;
 
 pub use decoder::Decoder;
 pub use error::{Error, Result};
+pub use isa::Isa;
 pub use kv_cache::{KvCache, KvShape};
 pub use memory::{Bf16, Memory, MemoryMut, Owner};
 pub use pass::{MAX_TILE_ROWS, Output, Pass};

@@ -9,7 +9,10 @@
     clippy::missing_panics_doc
 )]
 
-use specrs_cpu::{Bf16, KvCache, KvShape, LayerWeights, Linear, Memory, ModelShape, Part, Values, Weights};
+use specrs_cpu::{
+    Bf16, Decoder, KvCache, KvShape, LayerWeights, Linear, Memory, ModelShape, Output, Part, Pass, Values, ValuesMut,
+    Weights,
+};
 use std::sync::Arc;
 
 /// Uniform numbers from a seed (splitmix64).
@@ -284,5 +287,68 @@ fn attend(q: &[f64], keys: &[Vec<Vec<f64>>], values: &[Vec<Vec<f64>>], head: usi
 fn add(h: &mut [f64], x: &[f64]) {
     for (h, x) in h.iter_mut().zip(x) {
         *h += x;
+    }
+}
+
+/// A KV cache with a block table in no order, and what sequences are in it. Every slot holds NaN until it is written.
+pub struct Host {
+    pub kv: KvCache,
+    pub table: Vec<i64>,
+    pub max_blocks: usize,
+    pub block_size: usize,
+}
+
+impl Host {
+    /// Room for `entries` sequences of `len` tokens.
+    pub fn new(model: &Model, entries: usize, len: usize, block_size: usize, seed: u64) -> Self {
+        let max_blocks = len.div_ceil(block_size);
+        let num_blocks = entries * max_blocks;
+        let mut table: Vec<i64> = (0..num_blocks as i64).collect();
+        let n = &mut Numbers(seed);
+        for i in (1..num_blocks).rev() {
+            table.swap(i, n.below(i + 1));
+        }
+        let mut kv = model.kv_cache(num_blocks, block_size);
+        for layer in kv.layers_mut() {
+            match layer {
+                ValuesMut::F32(memory) => memory.as_mut_slice().fill(f32::NAN),
+                ValuesMut::Bf16(memory) => memory.as_mut_slice().fill(Bf16::from_f32(f32::NAN)),
+            }
+        }
+        Self { kv, table, max_blocks, block_size }
+    }
+
+    /// One pass over (entry, position, token); masked where the position is None.
+    pub fn pass(&mut self, decoder: &mut Decoder, rows: &[(usize, Option<usize>, usize)], output: Output<'_>) {
+        let slot = |&(entry, position, _): &(usize, Option<usize>, usize)| {
+            position.map_or(-1, |p| {
+                let block = self.table[entry * self.max_blocks + p / self.block_size];
+                block * self.block_size as i64 + (p % self.block_size) as i64
+            })
+        };
+        let pass = Pass {
+            tokens: &rows.iter().map(|row| row.2 as i64).collect::<Vec<_>>(),
+            positions: &rows.iter().map(|row| row.1.map_or(-1, |p| p as i64)).collect::<Vec<_>>(),
+            slots: &rows.iter().map(slot).collect::<Vec<_>>(),
+            entries: &rows.iter().map(|row| row.0).collect::<Vec<_>>(),
+            block_table: &self.table,
+            max_blocks: self.max_blocks,
+        };
+        decoder.forward(&pass, &mut self.kv, output).unwrap();
+    }
+
+    /// The same, and the logits of all rows.
+    pub fn logits(&mut self, decoder: &mut Decoder, rows: &[(usize, Option<usize>, usize)]) -> Vec<Vec<f32>> {
+        let vocab = decoder.weights().shape().vocab_size;
+        let asked: Vec<usize> = (0..rows.len()).collect();
+        let mut logits = vec![f32::NAN; rows.len() * vocab];
+        self.pass(decoder, rows, Output::Logits { rows: &asked, num_ids: vocab, logits: &mut logits });
+        logits.chunks(vocab).map(<[f32]>::to_vec).collect()
+    }
+}
+
+impl std::fmt::Debug for Model {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{:?} {:?} {} layers", self.shape, self.kind, self.layers.len())
     }
 }

@@ -2,6 +2,10 @@
 
 #![allow(unsafe_code)]
 
+mod split;
+
+pub(crate) use split::{Columns, ColumnsMut, MAX_PARTS, Planes, PlanesMut};
+
 use crate::error::{Error, Result};
 use std::any::Any;
 use std::ptr::NonNull;

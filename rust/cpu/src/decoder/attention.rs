@@ -1,0 +1,233 @@
+//! A layer's attention: queries, keys and values, their norm and rotation, the KV write, attention, output projection.
+//! Two phases where KV heads split evenly among the participants, else three.
+
+use super::Context;
+use super::scratch::{Buffers, Private, RUN};
+use crate::isa::LANES;
+use crate::kernels::{Attend, Element, KvRead, QkHead, Vector};
+use crate::kv_cache::KvShape;
+use crate::memory::{Columns, Planes, PlanesMut};
+use crate::pass::Pass;
+use crate::weights::Layer;
+use std::marker::PhantomData;
+
+/// A KV head whose memory a participant has for itself.
+struct OwnHead<'a, T> {
+    planes: &'a PlanesMut<'a, T>,
+    key: usize,
+    value: usize,
+}
+
+impl<T> KvRead<T> for OwnHead<'_, T> {
+    #[inline(always)]
+    fn keys(&self, block: usize) -> &[T] {
+        self.planes.plane(block, self.key)
+    }
+
+    #[inline(always)]
+    fn values(&self, block: usize) -> &[T] {
+        self.planes.plane(block, self.value)
+    }
+}
+
+/// A KV head in memory that all read.
+struct SharedHead<'a, T> {
+    layer: &'a [T],
+    sizes: [usize; 3],
+    key: usize,
+    value: usize,
+}
+
+impl<T> SharedHead<'_, T> {
+    #[inline(always)]
+    fn plane(&self, block: usize, middle: usize) -> &[T] {
+        &self.layer[(block * self.sizes[1] + middle) * self.sizes[2]..][..self.sizes[2]]
+    }
+}
+
+impl<T> KvRead<T> for SharedHead<'_, T> {
+    #[inline(always)]
+    fn keys(&self, block: usize) -> &[T] {
+        self.plane(block, self.key)
+    }
+
+    #[inline(always)]
+    fn values(&self, block: usize) -> &[T] {
+        self.plane(block, self.value)
+    }
+}
+
+/// One participant's share of attention: units are (KV head, row).
+struct Share<'a> {
+    units: std::ops::Range<usize>,
+    /// Queries from the share's first head on.
+    q: &'a [Vector],
+    first_head: usize,
+    /// `[units, group * head_dim]`
+    out: &'a mut [f32],
+}
+
+impl Context<'_> {
+    pub(super) fn attention<T: Element>(
+        &self,
+        layer: &Layer,
+        kv: &mut [T],
+        kv_shape: &KvShape,
+        buffers: &mut Buffers,
+        private: &mut [Private],
+    ) {
+        let shape = &self.weights.shape;
+        let (rows, shares, kv_heads) = (self.rows(), self.shares, shape.num_kv_heads);
+        let sizes = [kv_shape.num_blocks + 1, 2 * kv_heads, kv_shape.block_size * shape.head_dim];
+        let block_size = kv_shape.block_size;
+        let Buffers { h, q, attended, cos, sin, .. } = buffers;
+        {
+            let len = q.len();
+            let qs = Columns::new(q, 1, len, &shares.q_vectors);
+            let planes = Planes::new(kv, sizes, &shares.k, &shares.v);
+            let len = attended.len();
+            let outs = Columns::new(attended, 1, len, &shares.attended);
+            let own = Columns::new(private, 1, shares.threads, &shares.each);
+            self.session.run(&|t| {
+                let (mut qs, mut planes, mut own) = (qs.take(t), planes.take(t), own.take(t));
+                let (q, own) = (qs.row_mut(0), &mut own.row_mut(0)[0]);
+                self.norm(0..rows, h, &layer.input_norm, &mut own.x);
+                self.heads(layer, t, q, &mut planes, block_size, (cos, sin), own);
+                if shares.fused {
+                    let (units, first_head) = (shares.units[t]..shares.units[t + 1], shares.q[t]);
+                    let mut outs = outs.take(t);
+                    let share = Share { units, q, first_head, out: outs.row_mut(0) };
+                    let planes = &planes;
+                    let head = |head| OwnHead { planes, key: head, value: kv_heads + head };
+                    self.attend(share, head, block_size, own);
+                }
+            });
+        }
+        if !shares.fused {
+            let (kv, q) = (&*kv, &**q);
+            let len = attended.len();
+            let outs = Columns::new(attended, 1, len, &shares.attended);
+            let own = Columns::new(private, 1, shares.threads, &shares.each);
+            self.session.run(&|t| {
+                let (mut outs, mut own) = (outs.take(t), own.take(t));
+                let units = shares.units[t]..shares.units[t + 1];
+                let share = Share { units, q, first_head: 0, out: outs.row_mut(0) };
+                let head = |head| SharedHead { layer: kv, sizes, key: head, value: kv_heads + head };
+                self.attend(share, head, block_size, &mut own.row_mut(0)[0]);
+            });
+        }
+        let attended = &*attended;
+        let hs = Columns::new(h, rows, shape.hidden_size, &shares.hidden);
+        let own = Columns::new(private, 1, shares.threads, &shares.each);
+        self.session.run(&|t| {
+            let (mut hs, mut own) = (hs.take(t), own.take(t));
+            let Private { x, y, .. } = &mut own.row_mut(0)[0];
+            self.collect(attended, x);
+            self.add_product(&layer.o, x, y, &mut hs);
+        });
+    }
+
+    /// One participant's heads of q, k and v: k and v go into the cache, where the row has a slot.
+    #[allow(clippy::too_many_arguments)]
+    fn heads<T: Element>(
+        &self,
+        layer: &Layer,
+        t: usize,
+        q: &mut [Vector],
+        planes: &mut PlanesMut<'_, T>,
+        block_size: usize,
+        (cos, sin): (&[f32], &[f32]),
+        own: &mut Private,
+    ) {
+        let shape = &self.weights.shape;
+        let (dim, heads, kv_heads, rows) = (shape.head_dim, shape.num_heads, shape.num_kv_heads, self.rows());
+        let (half, vectors, shares) = (dim / 2, dim.div_ceil(LANES), self.shares);
+        let Private { x, y, .. } = own;
+        let rotate = |row: usize, x: &mut [f32], norm| {
+            let (cos, sin) = (&cos[row * half..][..half], &sin[row * half..][..half]);
+            self.isa.run(QkHead { x, norm, eps: shape.rms_norm_eps, cos, sin });
+        };
+        for head in shares.q[t]..shares.q[t + 1] {
+            self.product(&layer.qkv, head * dim..(head + 1) * dim, x, rows, y, dim);
+            let q = &mut q[(head - shares.q[t]) * rows * vectors..][..rows * vectors];
+            for (row, (q, y)) in q.chunks_exact_mut(vectors).zip(y.chunks_exact_mut(dim)).enumerate() {
+                rotate(row, y, layer.qk_norm.as_ref().map(|norms| &*norms.0));
+                let (values, padding) = q.as_flattened_mut().split_at_mut(dim);
+                values.copy_from_slice(y);
+                padding.fill(0.0);
+            }
+        }
+        // Key heads, then value heads, as in the projection and in a block.
+        for head in (shares.k[t]..shares.k[t + 1]).chain(shares.v[t]..shares.v[t + 1]) {
+            self.product(&layer.qkv, (heads + head) * dim..(heads + head + 1) * dim, x, rows, y, dim);
+            for (row, y) in y.chunks_exact_mut(dim).take(rows).enumerate() {
+                if head < kv_heads {
+                    rotate(row, y, layer.qk_norm.as_ref().map(|norms| &*norms.1));
+                }
+                if self.tile.slots[row] >= 0 && self.tile.positions[row] >= 0 {
+                    let slot = self.tile.slots[row] as usize;
+                    let plane = planes.plane_mut(slot / block_size, head);
+                    for (out, y) in plane[slot % block_size * dim..].iter_mut().zip(y) {
+                        *out = T::round(*y);
+                    }
+                }
+            }
+        }
+    }
+
+    /// One participant's units of attention: rows of one request after each other go together.
+    fn attend<T: Element, K: KvRead<T>>(
+        &self,
+        Share { units, q, first_head, out }: Share<'_>,
+        head_of: impl Fn(usize) -> K,
+        block_size: usize,
+        own: &mut Private,
+    ) {
+        let shape = &self.weights.shape;
+        let (rows, group, dim) = (self.rows(), shape.group(), shape.head_dim);
+        let vectors = dim.div_ceil(LANES);
+        let Pass { positions, entries, block_table, max_blocks, .. } = self.tile;
+        let mut unit = units.start;
+        while unit < units.end {
+            let (head, row) = (unit / rows, unit % rows);
+            let most = (units.end - unit).min(rows - row).min(RUN);
+            let same = |&next: &usize| (positions[next] < 0) == (positions[row] < 0) && entries[next] == entries[row];
+            let len = (row..row + most).take_while(same).count();
+            let width = group * dim;
+            let out = &mut out[(unit - units.start) * width..][..len * width];
+            unit += len;
+            if positions[row] < 0 {
+                out.fill(0.0);
+                continue;
+            }
+            self.isa.run(Attend {
+                kv: &head_of(head),
+                blocks: &block_table[entries[row] * max_blocks..][..max_blocks],
+                block_size,
+                head_dim: dim,
+                positions: &positions[row..row + len],
+                heads: group,
+                q: &q[((head * group - first_head) * rows + row) * vectors..],
+                head_stride: rows * vectors,
+                scale: 1.0 / (dim as f32).sqrt(),
+                scratch: &mut own.attend,
+                out,
+                element: PhantomData,
+            });
+        }
+    }
+
+    /// What attention gave, `[kv_heads, rows, group * head_dim]`, as rows of a projection's input.
+    fn collect(&self, attended: &[f32], x: &mut [Vector]) {
+        let shape = &self.weights.shape;
+        let (rows, width) = (self.rows(), shape.group() * shape.head_dim);
+        let inputs = shape.num_heads * shape.head_dim;
+        for (row, x) in x.chunks_exact_mut(inputs.div_ceil(LANES)).take(rows).enumerate() {
+            let (values, padding) = x.as_flattened_mut().split_at_mut(inputs);
+            for (head, out) in values.chunks_exact_mut(width).enumerate() {
+                out.copy_from_slice(&attended[(head * rows + row) * width..][..width]);
+            }
+            padding.fill(0.0);
+        }
+    }
+}

@@ -1,0 +1,203 @@
+//! The forward pass of a dense decoder: checks, tiles, and the order of phases.
+//!
+//! A pass is a sequence of phases; in each the participants write parts of a buffer that no other has, and read what the
+//! phases before have left. Hidden states are fp32 between all products, also where weights are bf16.
+
+mod attention;
+mod head;
+mod mlp;
+mod scratch;
+mod shares;
+
+use crate::error::Result;
+use crate::isa::{Isa, LANES};
+use crate::kernels::{Angles, Element, Matmul, RmsNorm, Vector};
+use crate::kv_cache::KvCache;
+use crate::pass::{MAX_TILE_ROWS, Output, Pass};
+use crate::pool::{Pool, Session};
+use crate::weights::{Linear, Values, ValuesMut, Weights};
+use scratch::{Buffers, Private};
+use shares::Shares;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// A model ready for passes: its weights, its threads, and the memory that a pass needs.
+pub struct Decoder {
+    weights: Arc<Weights>,
+    pool: Arc<Pool>,
+    isa: Isa,
+    shares: Shares,
+    buffers: Buffers,
+    private: Vec<Private>,
+}
+
+/// What all phases of a tile know.
+struct Context<'a> {
+    isa: Isa,
+    weights: &'a Weights,
+    shares: &'a Shares,
+    session: &'a Session<'a>,
+    /// The tile's rows.
+    tile: Pass<'a>,
+}
+
+impl Decoder {
+    /// A decoder of these weights on these threads, with the fastest instructions of this machine.
+    ///
+    /// # Errors
+    /// None yet.
+    pub fn new(weights: Arc<Weights>, pool: Arc<Pool>) -> Result<Self> {
+        Ok(Self::with_isa(weights, pool, Isa::detect()))
+    }
+
+    /// The same with instructions of choice. They change nothing but the time.
+    pub fn with_isa(weights: Arc<Weights>, pool: Arc<Pool>, isa: Isa) -> Self {
+        let shape = weights.shape;
+        Self {
+            shares: Shares::new(shape, pool.threads()),
+            buffers: Buffers::new(&shape),
+            private: (0..pool.threads()).map(|_| Private::new(&shape)).collect(),
+            weights,
+            pool,
+            isa,
+        }
+    }
+
+    /// Its weights.
+    pub fn weights(&self) -> &Arc<Weights> {
+        &self.weights
+    }
+
+    /// Its threads.
+    pub fn pool(&self) -> &Arc<Pool> {
+        &self.pool
+    }
+
+    /// Its instructions.
+    pub fn isa(&self) -> Isa {
+        self.isa
+    }
+
+    /// Fills the memory that passes need with NaN, for tests: nothing of it may reach what a pass gives.
+    pub fn poison(&mut self) {
+        self.buffers.poison();
+        self.private.iter_mut().for_each(Private::poison);
+    }
+
+    /// Feeds the rows of `pass`: writes their K and V into `kv`, and what `output` asks for. Allocates nothing.
+    ///
+    /// # Errors
+    /// Where the pass names a token, slot, block or row that does not exist, or the process is a fork of the pool's;
+    /// nothing is written then.
+    pub fn forward(&mut self, pass: &Pass<'_>, kv: &mut KvCache, mut output: Output<'_>) -> Result<()> {
+        kv.check(&self.weights.shape, self.weights.layers.len())?;
+        pass.check(&self.weights.shape, &kv.shape, &output)?;
+        let session = self.pool.enter()?;
+        if let Output::Logits { num_ids, .. } | Output::Argmax { num_ids, .. } = &output {
+            self.shares.set_ids(*num_ids);
+        }
+        for first in (0..pass.len()).step_by(MAX_TILE_ROWS) {
+            let rows = first..(first + MAX_TILE_ROWS).min(pass.len());
+            let tile = Pass {
+                tokens: &pass.tokens[rows.clone()],
+                positions: &pass.positions[rows.clone()],
+                slots: &pass.slots[rows.clone()],
+                entries: &pass.entries[rows.clone()],
+                ..*pass
+            };
+            self.shares.set_tile(&tile);
+            let (isa, weights, shares) = (self.isa, &*self.weights, &self.shares);
+            let cx = Context { isa, weights, shares, session: &session, tile };
+            cx.layers(kv, &mut self.buffers, &mut self.private);
+            cx.output(&mut output, &rows, &self.buffers.h, &mut self.private);
+        }
+        Ok(())
+    }
+}
+
+impl Context<'_> {
+    fn rows(&self) -> usize {
+        self.tile.len()
+    }
+
+    fn layers(&self, kv: &mut KvCache, buffers: &mut Buffers, private: &mut [Private]) {
+        self.embed(buffers);
+        let kv_shape = kv.shape;
+        for (layer, kv) in self.weights.layers.iter().zip(&mut kv.layers) {
+            match kv {
+                ValuesMut::F32(kv) => self.attention(layer, kv.as_mut_slice(), &kv_shape, buffers, private),
+                ValuesMut::Bf16(kv) => self.attention(layer, kv.as_mut_slice(), &kv_shape, buffers, private),
+            }
+            self.mlp(layer, buffers, private);
+        }
+    }
+
+    /// The rows' embeddings, zeros where masked, and their angles.
+    fn embed(&self, buffers: &mut Buffers) {
+        let (hidden, half) = (self.weights.shape.hidden_size, self.weights.shape.head_dim / 2);
+        for row in 0..self.rows() {
+            let (token, position) = (self.tile.tokens[row], self.tile.positions[row]);
+            let h = &mut buffers.h[row * hidden..][..hidden];
+            if position < 0 {
+                h.fill(0.0);
+            } else {
+                self.weights.embedding.expand(token as usize * hidden, h);
+            }
+            self.isa.run(Angles {
+                position: position.max(0),
+                frequencies: &self.weights.frequencies,
+                cos: &mut buffers.cos[row * half..][..half],
+                sin: &mut buffers.sin[row * half..][..half],
+            });
+        }
+    }
+
+    /// The norms of rows of the residual stream `[.., hidden]`, into `x`.
+    fn norm(&self, rows: impl Iterator<Item = usize>, h: &[f32], weight: &[f32], x: &mut [Vector]) {
+        let hidden = self.weights.shape.hidden_size;
+        let eps = self.weights.shape.rms_norm_eps;
+        for (row, out) in rows.zip(x.chunks_exact_mut(hidden.div_ceil(LANES))) {
+            self.isa.run(RmsNorm { x: &h[row * hidden..][..hidden], weight, eps, out });
+        }
+    }
+
+    /// Outputs `outputs` of a projection, bias included, of `rows` rows of `x`: `y[row, i]` is that of output
+    /// `outputs.start + i`, rows of y are `stride` long.
+    fn product(&self, linear: &Linear, outputs: Range<usize>, x: &[Vector], rows: usize, y: &mut [f32], stride: usize) {
+        let mut first = 0;
+        for part in &linear.parts {
+            let (start, end) = (outputs.start.max(first), outputs.end.min(first + part.outputs));
+            if start < end {
+                let inside = start - first..end - first;
+                let y = &mut y[start - outputs.start..];
+                match &part.weight {
+                    Values::F32(w) => self.matmul(w.as_slice(), inside.clone(), linear.inputs, x, rows, y, stride),
+                    Values::Bf16(w) => self.matmul(w.as_slice(), inside.clone(), linear.inputs, x, rows, y, stride),
+                }
+                if let Some(bias) = &part.bias {
+                    for row in y.chunks_mut(stride).take(rows) {
+                        for (y, bias) in row.iter_mut().zip(&bias[inside.clone()]) {
+                            *y += bias;
+                        }
+                    }
+                }
+            }
+            first += part.outputs;
+        }
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn matmul<W: Element>(
+        &self,
+        w: &[W],
+        outputs: Range<usize>,
+        inputs: usize,
+        x: &[Vector],
+        rows: usize,
+        y: &mut [f32],
+        y_stride: usize,
+    ) {
+        let w = &w[outputs.start * inputs..outputs.end * inputs];
+        self.isa.run(Matmul { w, inputs, x, rows, y, y_stride });
+    }
+}

@@ -1,0 +1,85 @@
+//! The memory that passes need, made once for tiles of 64 rows. Pages that no pass touches take no memory.
+
+use crate::isa::LANES;
+use crate::kernels::{AttendScratch, Vector};
+use crate::pass::MAX_TILE_ROWS;
+use crate::weights::ModelShape;
+
+/// Outputs that are computed together before anything is done with them.
+pub(super) const CHUNK: usize = 64;
+/// Rows of one request that are attended together.
+pub(super) const RUN: usize = 16;
+
+/// What all participants read and write.
+pub(super) struct Buffers {
+    /// `[rows, hidden]` residual stream.
+    pub(super) h: Vec<f32>,
+    /// `[heads, rows, ceil(head_dim / 16)]` queries.
+    pub(super) q: Vec<Vector>,
+    /// `[kv_heads, rows, group * head_dim]` what attention gives.
+    pub(super) attended: Vec<f32>,
+    /// `[rows, ceil(intermediate / 16)]` what down is fed.
+    pub(super) act: Vec<Vector>,
+    /// `[rows, head_dim / 2]`
+    pub(super) cos: Vec<f32>,
+    /// `[rows, head_dim / 2]`
+    pub(super) sin: Vec<f32>,
+}
+
+/// What one participant has for itself.
+pub(super) struct Private {
+    /// `[rows, ceil(inputs / 16)]` what a projection is fed.
+    pub(super) x: Vec<Vector>,
+    /// `[rows, chunk]` what it gives.
+    pub(super) y: Vec<f32>,
+    /// `[rows, chunk]` what a second one gives.
+    pub(super) z: Vec<f32>,
+    pub(super) attend: AttendScratch,
+    /// `[rows]` the most probable id of its share and its logit.
+    pub(super) best: Vec<(usize, f32)>,
+}
+
+impl Buffers {
+    pub(super) fn new(shape: &ModelShape) -> Self {
+        let (rows, dim) = (MAX_TILE_ROWS, shape.head_dim);
+        Self {
+            h: vec![0.0; rows * shape.hidden_size],
+            q: vec![[0.0; LANES]; rows * shape.num_heads * dim.div_ceil(LANES)],
+            attended: vec![0.0; rows * shape.num_heads * dim],
+            act: vec![[0.0; LANES]; rows * shape.intermediate_size.div_ceil(LANES)],
+            cos: vec![0.0; rows * dim / 2],
+            sin: vec![0.0; rows * dim / 2],
+        }
+    }
+
+    pub(super) fn poison(&mut self) {
+        for buffer in [&mut self.h, &mut self.attended, &mut self.cos, &mut self.sin] {
+            buffer.fill(f32::NAN);
+        }
+        for buffer in [&mut self.q, &mut self.act] {
+            buffer.fill([f32::NAN; LANES]);
+        }
+    }
+}
+
+impl Private {
+    pub(super) fn new(shape: &ModelShape) -> Self {
+        let (rows, dim) = (MAX_TILE_ROWS, shape.head_dim);
+        let inputs = shape.hidden_size.max(shape.num_heads * dim).div_ceil(LANES);
+        Self {
+            x: vec![[0.0; LANES]; rows * inputs],
+            y: vec![0.0; rows * CHUNK.max(dim)],
+            z: vec![0.0; rows * CHUNK.max(dim)],
+            attend: AttendScratch::new(RUN, shape.group(), dim),
+            best: vec![(0, 0.0); rows],
+        }
+    }
+
+    pub(super) fn poison(&mut self) {
+        self.x.fill([f32::NAN; LANES]);
+        self.y.fill(f32::NAN);
+        self.z.fill(f32::NAN);
+        self.attend.poison();
+        self.best.fill((usize::MAX, f32::NAN));
+    }
+}

@@ -1,0 +1,166 @@
+//! Sixteen lanes as two AVX registers, lanes 0 to 7 and 8 to 15.
+
+#![allow(unsafe_code, clippy::wildcard_imports)]
+
+use super::{Kernel, LANES, Simd};
+use crate::memory::Bf16;
+use std::arch::x86_64::*;
+
+/// Made by [`Avx2::detect`] alone: whoever holds one may use AVX2 and FMA.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Avx2(());
+
+/// Both halves.
+type V = [__m256; 2];
+
+/// Calls intrinsics of AVX2 and FMA.
+macro_rules! avx2 {
+    ($e:expr) => {
+        // SAFETY: the method's receiver exists only where the machine has AVX2 and FMA, and what is loaded or stored is
+        // within a reference to sixteen elements; these loads and stores need no alignment.
+        unsafe { $e }
+    };
+}
+
+impl Avx2 {
+    pub(super) fn detect() -> Option<Self> {
+        (is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma")).then_some(Self(()))
+    }
+
+    #[inline]
+    pub(super) fn run<K: Kernel>(self, kernel: K) -> K::Output {
+        avx2!(run(self, kernel))
+    }
+}
+
+#[target_feature(enable = "avx2,fma")]
+fn run<K: Kernel>(s: Avx2, kernel: K) -> K::Output {
+    kernel.run(s)
+}
+
+impl Simd for Avx2 {
+    type V = V;
+    const WIDE: bool = false;
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> V {
+        avx2!([_mm256_set1_ps(x); 2])
+    }
+
+    #[inline(always)]
+    fn load(self, x: &[f32; LANES]) -> V {
+        avx2!([_mm256_loadu_ps(x.as_ptr()), _mm256_loadu_ps(x.as_ptr().add(8))])
+    }
+
+    #[inline(always)]
+    fn load_bf16(self, x: &[Bf16; LANES]) -> V {
+        avx2!({
+            let (low, high) = (_mm_loadu_si128(x.as_ptr().cast()), _mm_loadu_si128(x.as_ptr().add(8).cast()));
+            [
+                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(low))),
+                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(high))),
+            ]
+        })
+    }
+
+    #[inline(always)]
+    fn store(self, v: V, out: &mut [f32; LANES]) {
+        avx2!({
+            _mm256_storeu_ps(out.as_mut_ptr(), v[0]);
+            _mm256_storeu_ps(out.as_mut_ptr().add(8), v[1]);
+        });
+    }
+
+    #[inline(always)]
+    fn add(self, a: V, b: V) -> V {
+        avx2!([_mm256_add_ps(a[0], b[0]), _mm256_add_ps(a[1], b[1])])
+    }
+
+    #[inline(always)]
+    fn sub(self, a: V, b: V) -> V {
+        avx2!([_mm256_sub_ps(a[0], b[0]), _mm256_sub_ps(a[1], b[1])])
+    }
+
+    #[inline(always)]
+    fn mul(self, a: V, b: V) -> V {
+        avx2!([_mm256_mul_ps(a[0], b[0]), _mm256_mul_ps(a[1], b[1])])
+    }
+
+    #[inline(always)]
+    fn div(self, a: V, b: V) -> V {
+        avx2!([_mm256_div_ps(a[0], b[0]), _mm256_div_ps(a[1], b[1])])
+    }
+
+    #[inline(always)]
+    fn fma(self, a: V, b: V, c: V) -> V {
+        avx2!([_mm256_fmadd_ps(a[0], b[0], c[0]), _mm256_fmadd_ps(a[1], b[1], c[1])])
+    }
+
+    #[inline(always)]
+    fn max(self, a: V, b: V) -> V {
+        avx2!([_mm256_max_ps(a[0], b[0]), _mm256_max_ps(a[1], b[1])])
+    }
+
+    #[inline(always)]
+    fn min(self, a: V, b: V) -> V {
+        avx2!([_mm256_min_ps(a[0], b[0]), _mm256_min_ps(a[1], b[1])])
+    }
+
+    #[inline(always)]
+    fn select_less(self, a: V, b: V, x: V, y: V) -> V {
+        avx2!([
+            _mm256_blendv_ps(y[0], x[0], _mm256_cmp_ps::<_CMP_LT_OQ>(a[0], b[0])),
+            _mm256_blendv_ps(y[1], x[1], _mm256_cmp_ps::<_CMP_LT_OQ>(a[1], b[1])),
+        ])
+    }
+
+    #[inline(always)]
+    fn pow2(self, shifted: V) -> V {
+        avx2!({
+            let bias = _mm256_set1_epi32(127);
+            [
+                _mm256_castsi256_ps(_mm256_slli_epi32::<23>(_mm256_add_epi32(_mm256_castps_si256(shifted[0]), bias))),
+                _mm256_castsi256_ps(_mm256_slli_epi32::<23>(_mm256_add_epi32(_mm256_castps_si256(shifted[1]), bias))),
+            ]
+        })
+    }
+
+    #[inline(always)]
+    fn sum(self, v: V) -> f32 {
+        avx2!({
+            let eight = _mm256_add_ps(v[0], v[1]);
+            let four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps::<1>(eight));
+            let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+            _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)))
+        })
+    }
+
+    #[inline(always)]
+    fn sums4(self, v: [V; 4]) -> [f32; 4] {
+        avx2!({
+            let (ab, cd) = (quads(v[0], v[1]), quads(v[2], v[3]));
+            // Halves: vectors a and c, b and d. Of each lanes 0 + 2 and 1 + 3.
+            let two =
+                _mm256_add_ps(_mm256_shuffle_ps::<0b01_00_01_00>(ab, cd), _mm256_shuffle_ps::<0b11_10_11_10>(ab, cd));
+            let one = _mm256_add_ps(two, _mm256_permute_ps::<0b10_11_00_01>(two));
+            let (ac, bd) = (_mm256_castps256_ps128(one), _mm256_extractf128_ps::<1>(one));
+            let mut out = [0.0; 4];
+            _mm_storeu_ps(out.as_mut_ptr(), _mm_blend_ps::<0b1010>(ac, bd));
+            out
+        })
+    }
+
+    #[inline(always)]
+    fn sums8(self, v: [V; 8]) -> [f32; 8] {
+        let (low, high) = (self.sums4([v[0], v[1], v[2], v[3]]), self.sums4([v[4], v[5], v[6], v[7]]));
+        [low[0], low[1], low[2], low[3], high[0], high[1], high[2], high[3]]
+    }
+}
+
+/// One half a vector: its lanes i with i + 8, then with i + 4.
+#[inline]
+#[target_feature(enable = "avx2,fma")]
+fn quads(a: V, b: V) -> __m256 {
+    let (a, b) = (_mm256_add_ps(a[0], a[1]), _mm256_add_ps(b[0], b[1]));
+    _mm256_add_ps(_mm256_permute2f128_ps::<0x20>(a, b), _mm256_permute2f128_ps::<0x31>(a, b))
+}

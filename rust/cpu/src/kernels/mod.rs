@@ -1,0 +1,21 @@
+//! What passes are made of, written once over the lanes of [`Simd`](crate::isa::Simd). No memory, no threads.
+
+// Single letters are those of the formulas.
+#![allow(clippy::many_single_char_names)]
+
+mod argmax;
+mod attention;
+mod element;
+mod exp;
+mod matmul;
+mod norm;
+mod rope;
+mod silu;
+
+pub(crate) use argmax::{Argmax, better};
+pub(crate) use attention::{Attend, AttendScratch, KvRead};
+pub(crate) use element::{Element, Vector};
+pub(crate) use matmul::Matmul;
+pub(crate) use norm::RmsNorm;
+pub(crate) use rope::{Angles, QkHead};
+pub(crate) use silu::SiluMul;

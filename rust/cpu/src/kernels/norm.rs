@@ -1,0 +1,52 @@
+//! Root mean square normalisation (Zhang and Sennrich 2019, eq. 4). No mean is subtracted, no bias added.
+
+use super::element::{Element, Vector};
+use crate::isa::{Kernel, LANES, Simd};
+
+/// `out = x / sqrt(mean(x^2) + eps) * weight`
+pub(crate) struct RmsNorm<'a> {
+    pub(crate) x: &'a [f32],
+    pub(crate) weight: &'a [f32],
+    pub(crate) eps: f32,
+    /// Zeros behind the last element.
+    pub(crate) out: &'a mut [Vector],
+}
+
+impl Kernel for RmsNorm<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let scale = scale(s, self.x, self.eps);
+        let out = self.out.as_flattened_mut();
+        let (values, padding) = out.split_at_mut(self.x.len());
+        for ((out, x), weight) in values.iter_mut().zip(self.x).zip(self.weight) {
+            *out = x * scale * weight;
+        }
+        padding.fill(0.0);
+    }
+}
+
+/// `1 / sqrt(mean(x^2) + eps)`. Vectors are summed by their number modulo 4, so that sums do not wait for each other.
+#[inline(always)]
+pub(super) fn scale<S: Simd>(s: S, x: &[f32], eps: f32) -> f32 {
+    let (vectors, tail) = x.as_chunks::<LANES>();
+    let (fours, rest) = vectors.as_chunks::<4>();
+    let mut sums = [s.splat(0.0); 4];
+    for four in fours {
+        for j in 0..4 {
+            let x = s.load(&four[j]);
+            sums[j] = s.fma(x, x, sums[j]);
+        }
+    }
+    for (j, x) in rest.iter().enumerate() {
+        let x = s.load(x);
+        sums[j] = s.fma(x, x, sums[j]);
+    }
+    if !tail.is_empty() {
+        let x = f32::load_tail(s, tail);
+        sums[3] = s.fma(x, x, sums[3]);
+    }
+    let sum = s.sum(s.add(s.add(sums[0], sums[1]), s.add(sums[2], sums[3])));
+    1.0 / (sum / x.len() as f32 + eps).sqrt()
+}

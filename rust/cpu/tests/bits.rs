@@ -1,0 +1,134 @@
+//! Logits are the same bits on every instruction set, by any number of threads, and whatever else is in a pass.
+
+mod support;
+
+use proptest::prelude::*;
+use specrs_cpu::{Decoder, Isa, ModelShape, Output, Pool};
+use std::sync::Arc;
+use support::{Host, Kind, LLAMA_BIAS, LLAMA3, MISTRAL, Model, Numbers, QWEN2, QWEN3};
+
+fn bits(rows: &[Vec<f32>]) -> Vec<Vec<u32>> {
+    rows.iter().map(|row| row.iter().map(|x| x.to_bits()).collect()).collect()
+}
+
+fn decoder(model: &Model, isa: Isa, threads: usize) -> Decoder {
+    Decoder::with_isa(model.weights(), Arc::new(Pool::new(threads).unwrap()), isa)
+}
+
+/// Each token of each sequence in a pass of its own, by the portable path on one thread.
+fn alone(model: &Model, sequences: &[Vec<usize>]) -> Vec<Vec<Vec<u32>>> {
+    let portable = Isa::by_name("portable").unwrap();
+    let mut decoder = decoder(model, portable, 1);
+    let of = |sequence: &Vec<usize>| {
+        let mut host = Host::new(model, 1, sequence.len(), 16, 1);
+        let rows = sequence.iter().enumerate();
+        rows.map(|(p, &token)| bits(&host.logits(&mut decoder, &[(0, Some(p), token)])).remove(0)).collect()
+    };
+    sequences.iter().map(of).collect()
+}
+
+/// All sequences in passes of random rows, order and masks; compared with `alone`.
+#[allow(clippy::too_many_arguments)]
+fn check(
+    model: &Model,
+    sequences: &[Vec<usize>],
+    exact: &[Vec<Vec<u32>>],
+    isa: Isa,
+    threads: usize,
+    block_size: usize,
+    most: usize,
+    seed: u64,
+) {
+    let n = &mut Numbers(seed);
+    let mut decoder = decoder(model, isa, threads);
+    let longest = sequences.iter().map(Vec::len).max().unwrap();
+    let mut host = Host::new(model, sequences.len(), longest, block_size, seed);
+    let mut done = vec![0; sequences.len()];
+    while (0..sequences.len()).any(|entry| done[entry] < sequences[entry].len()) {
+        let mut rows = Vec::new();
+        let offset = n.below(sequences.len());
+        for i in 0..sequences.len() {
+            let entry = (i + offset) % sequences.len();
+            let count = n.below(most + 1).min(sequences[entry].len() - done[entry]);
+            rows.extend((done[entry]..done[entry] + count).map(|p| (entry, Some(p), sequences[entry][p])));
+            rows.extend((0..n.below(3)).map(|_| (entry, None, n.below(model.shape.vocab_size))));
+            done[entry] += count;
+        }
+        if rows.is_empty() {
+            continue;
+        }
+        decoder.poison();
+        let logits = host.logits(&mut decoder, &rows);
+        for (row, found) in rows.iter().zip(bits(&logits)) {
+            match row.1 {
+                Some(p) => assert!(
+                    found == exact[row.0][p],
+                    "{} on {threads} threads: entry {}, position {p}",
+                    isa.name(),
+                    row.0
+                ),
+                None => assert!(found.iter().all(|&x| f32::from_bits(x).is_finite()), "masked rows are finite"),
+            }
+        }
+        // The same pass again, asked for the most probable ids of some rows among some ids.
+        let asked: Vec<usize> = (0..rows.len()).filter(|_| n.below(2) == 0).collect();
+        let num_ids = 1 + n.below(model.shape.vocab_size);
+        let (mut ids, mut top) = (vec![-1; asked.len()], vec![f32::NAN; asked.len()]);
+        host.pass(&mut decoder, &rows, Output::Argmax { rows: &asked, num_ids, ids: &mut ids, top: &mut top });
+        for (i, &row) in asked.iter().enumerate() {
+            let logits = &logits[row][..num_ids];
+            let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            assert_eq!(top[i].to_bits(), largest.to_bits());
+            assert_eq!(ids[i] as usize, logits.iter().position(|&x| x >= largest).unwrap());
+        }
+    }
+}
+
+prop_compose! {
+    fn model()(
+        kind in prop::sample::select(vec![QWEN3, LLAMA3, LLAMA_BIAS, QWEN2, MISTRAL]),
+        bf16 in any::<bool>(),
+        kv_heads in 1..4_usize,
+        group in 1..4_usize,
+        half_dim in 1..25_usize,
+        hidden in 1..90_usize,
+        intermediate in 1..150_usize,
+        vocab_size in 2..200_usize,
+        layers in 1..3_usize,
+        seed in any::<u64>(),
+    ) -> Model {
+        let shape = ModelShape {
+            vocab_size,
+            hidden_size: hidden,
+            intermediate_size: intermediate,
+            num_heads: kv_heads * group,
+            num_kv_heads: kv_heads,
+            head_dim: 2 * half_dim,
+            rms_norm_eps: 1e-6,
+        };
+        Model::random(shape, layers, Kind { bf16, ..kind }, seed)
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn logits_are_the_same_bits_everywhere(
+        model in model(),
+        lens in prop::collection::vec(1..60_usize, 1..5),
+        block_size in 1..40_usize,
+        most in prop::sample::select(vec![1, 3, 9, 40]),
+        seed in any::<u64>(),
+    ) {
+        let n = &mut Numbers(seed);
+        let vocab = model.shape.vocab_size;
+        let sequences: Vec<Vec<usize>> = lens.iter().map(|&len| (0..len).map(|_| n.below(vocab)).collect()).collect();
+        let exact = alone(&model, &sequences);
+        for isa in Isa::available() {
+            for threads in [1, 2, 5] {
+                check(&model, &sequences, &exact, isa, threads, block_size, most, n.next());
+            }
+        }
+    }
+}
