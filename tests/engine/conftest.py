@@ -1,10 +1,8 @@
 """Checkpoints shared by the engine's tests, made once per run."""
 
-from pathlib import Path
-
 import pytest
 
-from engine.harness import Bank, make_bank
+from engine.harness import Bank, make_bank, native_bank
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +19,36 @@ def llama_bank(tmp_path_factory: pytest.TempPathFactory) -> Bank:
     return make_bank(tmp_path_factory.mktemp("llama"), "llama", tie=False, rope_parameters=LLAMA3_ROPE)
 
 
-@pytest.fixture(params=["qwen_bank", "llama_bank"])
-def bank(request: pytest.FixtureRequest) -> Path:
-    """Each family in turn."""
-    return request.getfixturevalue(request.param)
+@pytest.fixture(scope="session")
+def native_qwen_bank(qwen_bank: Bank) -> Bank:
+    """For the native runner, in fp32."""
+    return native_bank(qwen_bank, "float32")
+
+
+@pytest.fixture(scope="session")
+def native_llama_bank(llama_bank: Bank) -> Bank:
+    """For the native runner, in bf16."""
+    return native_bank(llama_bank, "bfloat16")
+
+
+FAMILIES = ["qwen_bank", "llama_bank", "native_qwen_bank", "native_llama_bank"]
+
+
+@pytest.fixture(params=FAMILIES)
+def bank(request: pytest.FixtureRequest) -> Bank:
+    """Each family in turn, by the eager and by the native runner."""
+    found: Bank = request.getfixturevalue(request.param)
+    return found
+
+
+@pytest.fixture(params=["qwen_bank", "native_qwen_bank"])
+def either(request: pytest.FixtureRequest) -> Bank:
+    """Qwen3, by either runner."""
+    found: Bank = request.getfixturevalue(request.param)
+    return found
+
+
+@pytest.fixture(scope="session")
+def request_bank(request: pytest.FixtureRequest) -> dict[str, Bank]:
+    """All families by name; hypothesis tests take no function-scoped fixtures."""
+    return {name: request.getfixturevalue(name) for name in FAMILIES}

@@ -2,7 +2,7 @@
 
 import functools
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
 from specrs.engine.weights import Weights, load_weights
+from specrs.runner.native import NativeRunner
 from specrs.sampling import SamplingParams
 
 VOCAB = 211
@@ -28,6 +29,7 @@ class Bank:
     prompts: list[list[int]]
     continuations: list[list[int]]
     eos: list[int]  # of the target's generation_config
+    dtype: str = "float64"  # of engines on it; float64 goes through the eager runner, others through the native one
 
     def expected(self, index: int, max_tokens: int, *, ignore_eos: bool = False) -> list[int]:
         """The reference's tokens for prompt `index`."""
@@ -77,10 +79,23 @@ def make_bank(folder: Path, family: str = "qwen3", *, tie: bool = True, **fields
     return Bank(target, drafts, prompts, continuations, eos)
 
 
+def native_bank(bank: Bank, dtype: str) -> Bank:
+    """The same prompts for the native runner, whose text must be that of K = 0 to the bit: each prompt alone, in one
+    chunk, without a draft. How it compares to transformers' is another test's to say."""
+    continuations = []
+    for i, prompt in enumerate(bank.prompts):
+        engine = make_engine(bank.target, None, k=0, dtype=dtype, max_num_batched_tokens=512)
+        assert isinstance(engine.runner, NativeRunner)
+        continuations.append(request(i, prompt, k=0, max_tokens=LONGEST, engine_k=0, ignore_eos=True))
+        engine.add_request(continuations[-1])
+        run(engine)
+    return replace(bank, continuations=[job.output_token_ids for job in continuations], dtype=dtype)
+
+
 @functools.cache
-def weights(target: Path, draft: Path | None, dtype: str) -> Weights:
-    """Loaded once per pair and dtype: weights are never written to."""
-    return load_weights(config(target, draft, k=0 if draft is None else 1, dtype=dtype))
+def weights(target: Path, draft: Path | None, dtype: str, enforce_eager: bool = False) -> Weights:
+    """Loaded once per pair and kind: weights are never written to."""
+    return load_weights(config(target, draft, k=0 if draft is None else 1, dtype=dtype, enforce_eager=enforce_eager))
 
 
 def config(
@@ -100,7 +115,8 @@ def config(
 
 def make_engine(target: Path, draft: Path | None, *, k: int, dtype: str = "float64", **fields: object) -> Engine:
     """An engine on cached weights."""
-    return build_engine(config(target, draft, k=k, dtype=dtype, **fields), weights(target, draft, dtype))
+    made = config(target, draft, k=k, dtype=dtype, **fields)
+    return build_engine(made, weights(target, draft, dtype, made.enforce_eager))
 
 
 def request(

@@ -1,4 +1,7 @@
-"""Greedy text equals transformers `generate`, whatever K, batch, blocks, chunks, prefixes, preemption and depth."""
+"""Greedy text equals transformers `generate`, whatever K, batch, blocks, chunks, prefixes, preemption and depth.
+
+So for the eager runner, in float64. For the native one, in fp32 and bf16, it equals its own text without drafts.
+"""
 
 import os
 
@@ -10,6 +13,7 @@ from specrs.models.dense import PassPlan
 from specrs.models.inputs import PassInputs
 from torch import Tensor
 
+from engine.conftest import FAMILIES
 from engine.harness import LONGEST, Bank, make_engine, poison, request, run
 
 EXAMPLES = int(os.environ.get("SPECRS_SWEEP", "60"))
@@ -33,15 +37,15 @@ def engine_settings(draw: st.DrawFn) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("family", ["qwen_bank", "llama_bank"])
+@pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=EXAMPLES, deadline=None, derandomize=EXAMPLES == 60, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_greedy_text_equals_transformers(family: str, data: st.DataObject, request_bank: dict[str, Bank]) -> None:
+def test_greedy_text(family: str, data: st.DataObject, request_bank: dict[str, Bank]) -> None:
     bank = request_bank[family]
     fields = data.draw(engine_settings(), label="engine")
     engine_k = data.draw(st.integers(0, 8), label="engine K")
     draft = data.draw(st.sampled_from(["close", "small", "equal"]), label="draft")
-    engine = make_engine(bank.target, bank.drafts[draft], k=engine_k, **fields)
+    engine = make_engine(bank.target, bank.drafts[draft], k=engine_k, dtype=bank.dtype, **fields)
     poison(engine)
     jobs = data.draw(
         st.lists(
@@ -75,15 +79,9 @@ def test_greedy_text_equals_transformers(family: str, data: st.DataObject, reque
     assert stats.accepted_tokens == sum(job.acceptance.accepted_tokens for job, _ in requests)
 
 
-@pytest.fixture(scope="session")
-def request_bank(qwen_bank: Bank, llama_bank: Bank) -> dict[str, Bank]:
-    """Both families by name; hypothesis tests take no function-scoped fixtures."""
-    return {"qwen_bank": qwen_bank, "llama_bank": llama_bank}
-
-
 @pytest.mark.parametrize("k", range(1, 17))
 def test_a_draft_equal_to_the_target_is_always_accepted(bank: Bank, k: int) -> None:
-    engine = make_engine(bank.target, bank.target, k=k)
+    engine = make_engine(bank.target, bank.target, k=k, dtype=bank.dtype)
     # 1 + 2 (K + 1) new tokens: one from the prefill, then whole iterations, so that the limit cuts no draft.
     job = request(0, bank.prompts[4], k=None, max_tokens=1 + 2 * (k + 1), engine_k=k, ignore_eos=True)
     engine.add_request(job)
@@ -94,7 +92,7 @@ def test_a_draft_equal_to_the_target_is_always_accepted(bank: Bank, k: int) -> N
 
 
 def test_a_batch_at_k_0_does_no_draft_work(bank: Bank) -> None:
-    engine = make_engine(bank.target, bank.drafts["close"], k=5)
+    engine = make_engine(bank.target, bank.drafts["close"], k=5, dtype=bank.dtype)
     for i in range(6):
         engine.add_request(request(i, bank.prompts[i], k=0, max_tokens=20, engine_k=5))
     run(engine)
@@ -102,7 +100,8 @@ def test_a_batch_at_k_0_does_no_draft_work(bank: Bank) -> None:
     assert engine.stats().drafts == 0
 
 
-def test_requests_at_k_0_cost_no_draft_rows_in_a_mixed_batch(bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_at_k_0_cost_no_draft_rows_in_a_mixed_batch(qwen_bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
+    bank = qwen_bank
     engine = make_engine(bank.target, bank.drafts["close"], k=4, max_num_batched_tokens=512)
     rows, feed, step = [], DraftModel.feed, DraftModel.step
 

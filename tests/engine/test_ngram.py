@@ -16,6 +16,7 @@ from specrs.engine.weights import Weights
 from specrs.sampling import SamplingParams
 
 from engine import harness
+from engine.conftest import FAMILIES
 from engine.harness import LONGEST, Bank, poison, run, weights
 
 EXAMPLES = int(os.environ.get("SPECRS_SWEEP", "40"))
@@ -23,8 +24,8 @@ MAX_MODEL_LEN = 128
 
 
 def make_engine(target: Path, *, k: int | str, sizes: tuple[int, int] = (1, 3), **fields: object) -> Engine:
-    """An engine that looks drafts up, on cached weights, in float64."""
-    rule = fields.pop("rule", "rejection")
+    """An engine that looks drafts up, on cached weights, by the eager runner unless `dtype` is another than float64."""
+    rule, dtype = fields.pop("rule", "rejection"), str(fields.pop("dtype", "float64"))
     speculative = {
         "method": "ngram",
         "num_speculative_tokens": k,
@@ -33,8 +34,8 @@ def make_engine(target: Path, *, k: int | str, sizes: tuple[int, int] = (1, 3), 
         "rejection_sample_method": rule,
     }
     defaults: dict[str, object] = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 8, "max_num_batched_tokens": 64}
-    config = EngineConfig(model=str(target), speculative_config=speculative, dtype="float64", **(defaults | fields))
-    return build_engine(config, Weights(weights(target, None, "float64").target, None))
+    config = EngineConfig(model=str(target), speculative_config=speculative, dtype=dtype, **(defaults | fields))
+    return build_engine(config, Weights(weights(target, None, dtype).target, None))
 
 
 def lookup(tokens: list[int], sizes: tuple[int, int], k: int) -> list[int]:
@@ -64,7 +65,7 @@ def script(prompt: list[int], text: list[int], sizes: tuple[int, int], k: int) -
     return counts
 
 
-@pytest.mark.parametrize("family", ["qwen_bank", "llama_bank"])
+@pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=EXAMPLES, deadline=None, derandomize=EXAMPLES == 40, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_greedy_text_and_drafts(family: str, data: st.DataObject, request: pytest.FixtureRequest) -> None:
@@ -78,6 +79,7 @@ def test_greedy_text_and_drafts(family: str, data: st.DataObject, request: pytes
         bank.target,
         k=engine_k,
         sizes=sizes,
+        dtype=bank.dtype,
         max_num_batched_tokens=data.draw(st.sampled_from([7, 64, 512])),
         enable_prefix_caching=data.draw(st.booleans()),
         max_num_seqs=data.draw(st.sampled_from([1, 3, 8])),
@@ -142,9 +144,11 @@ SAMPLED = [
 
 
 @functools.cache
-def texts(target: Path, prompts: tuple[tuple[int, ...], ...], k: int, rule: str) -> tuple[list[list[int]], int]:
+def texts(
+    target: Path, prompts: tuple[tuple[int, ...], ...], k: int, rule: str, dtype: str
+) -> tuple[list[list[int]], int]:
     """Every prompt with every way of sampling, and how many drafts were accepted."""
-    engine = make_engine(target, k=k, sizes=(1, 2), rule=rule)
+    engine = make_engine(target, k=k, sizes=(1, 2), rule=rule, dtype=dtype)
     jobs = []
     for i, prompt in enumerate(prompts):
         params = SamplingParams(max_tokens=30, detokenize=False, ignore_eos=True, **SAMPLED[i % len(SAMPLED)])  # type: ignore[arg-type]
@@ -155,11 +159,11 @@ def texts(target: Path, prompts: tuple[tuple[int, ...], ...], k: int, rule: str)
 
 
 @pytest.mark.parametrize("rule", ["rejection", "coupled"])
-def test_sampled_text_is_that_of_k_0_under_both_rules(rule: str, qwen_bank: Bank) -> None:
+def test_sampled_text_is_that_of_k_0_under_both_rules(rule: str, either: Bank) -> None:
     """With a point mass as q both rules draw the target's token in every row, so not even `rejection` depends on K."""
-    prompts = tuple(tuple(prompt) for prompt in qwen_bank.prompts[:12])
-    vanilla, none = texts(qwen_bank.target, prompts, 0, "coupled")
-    drafted, accepted = texts(qwen_bank.target, prompts, 4, rule)
+    prompts = tuple(tuple(prompt) for prompt in either.prompts[:12])
+    vanilla, none = texts(either.target, prompts, 0, "coupled", either.dtype)
+    drafted, accepted = texts(either.target, prompts, 4, rule, either.dtype)
     assert drafted == vanilla
     assert (none, accepted > 0) == (0, True)
 
@@ -198,10 +202,10 @@ def test_auto_measures_and_plans(qwen_bank: Bank) -> None:
     assert [job.output_token_ids for job in jobs] == [text[:40] for text in qwen_bank.continuations[:8]]
 
 
-def test_a_target_that_is_not_finite_ends_the_request_and_no_other(qwen_bank: Bank) -> None:
-    engine = make_engine(qwen_bank.target, k=4, enable_prefix_caching=False)
+def test_a_target_that_is_not_finite_ends_the_request_and_no_other(either: Bank) -> None:
+    engine = make_engine(either.target, k=4, dtype=either.dtype, enable_prefix_caching=False)
     first, second = (
-        harness.request(i, qwen_bank.prompts[i], k=None, max_tokens=30, engine_k=4, ignore_eos=True) for i in (4, 5)
+        harness.request(i, either.prompts[i], k=None, max_tokens=30, engine_k=4, ignore_eos=True) for i in (4, 5)
     )
     engine.add_request(first)
     for _ in range(6):
@@ -213,4 +217,4 @@ def test_a_target_that_is_not_finite_ends_the_request_and_no_other(qwen_bank: Ba
     engine.add_request(second)
     run(engine)
     assert first.finish_reason == FinishReason.ERROR
-    assert second.output_token_ids == qwen_bank.continuations[5][:30]
+    assert second.output_token_ids == either.continuations[5][:30]

@@ -50,20 +50,23 @@ def with_rule(engine: Engine, rule: str) -> Engine:
 
 @functools.cache
 def vanilla_text(
-    target: Path, prompt: tuple[int, ...], which: int, seed: int, bad_words: bool, dtype: str
+    target: Path, prompt: tuple[int, ...], which: int, seed: int, bad_words: bool, dtype: str, **fields: object
 ) -> list[int]:
     """What the request writes alone, without a draft model."""
-    engine = with_rule(make_engine(target, None, k=0, dtype=dtype, max_num_batched_tokens=512), "coupled")
+    engine = with_rule(make_engine(target, None, k=0, dtype=dtype, max_num_batched_tokens=512, **fields), "coupled")
     job = sampled(0 if bad_words else 1, list(prompt), seed, None, 0, **SAMPLED[which])
     engine.add_request(job)
     run(engine)
     return job.output_token_ids
 
 
+@pytest.mark.parametrize("family", ["qwen_bank", "native_qwen_bank", "native_llama_bank"])
 @settings(max_examples=EXAMPLES, deadline=None, derandomize=EXAMPLES == 30, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_coupled_text_is_a_function_of_the_seed(data: st.DataObject, qwen_bank: Bank) -> None:
-    bank = qwen_bank
+def test_coupled_text_is_a_function_of_the_seed(
+    family: str, data: st.DataObject, request_bank: dict[str, Bank]
+) -> None:
+    bank = request_bank[family]
     engine_k = data.draw(st.integers(1, 16), label="engine K")
     draft = data.draw(st.sampled_from(["close", "small", "equal"]), label="draft")
     block_size = data.draw(st.sampled_from([8, 16, 32]), label="block size")
@@ -72,6 +75,7 @@ def test_coupled_text_is_a_function_of_the_seed(data: st.DataObject, qwen_bank: 
         bank.target,
         bank.drafts[draft],
         k=engine_k,
+        dtype=bank.dtype,
         block_size=block_size,
         max_num_batched_tokens=data.draw(st.sampled_from([7, 64, 512]), label="budget"),
         enable_prefix_caching=data.draw(st.booleans(), label="prefix caching"),
@@ -91,16 +95,16 @@ def test_coupled_text_is_a_function_of_the_seed(data: st.DataObject, qwen_bank: 
     for i, (prompt, which, seed, k) in enumerate(data.draw(st.lists(choice, min_size=1, max_size=8), label="requests")):
         job = sampled(i, bank.prompts[prompt], seed, k, engine_k, **SAMPLED[which])
         engine.add_request(job)
-        jobs.append((job, vanilla_text(bank.target, tuple(bank.prompts[prompt]), which, seed, i % 3 == 0, "float64")))
+        jobs.append((job, vanilla_text(bank.target, tuple(bank.prompts[prompt]), which, seed, i % 3 == 0, bank.dtype)))
     run(engine)
     for job, expected in jobs:
         assert job.output_token_ids == expected
 
 
-def test_coupled_text_in_fp32(qwen_bank: Bank) -> None:
-    differing = 0
+def test_coupled_text_in_fp32_by_torch(qwen_bank: Bank) -> None:
+    differing, eager = 0, {"dtype": "float32", "enforce_eager": True}
     for draft in ("close", "small"):
-        engine = with_rule(make_engine(qwen_bank.target, qwen_bank.drafts[draft], k=5, dtype="float32"), "coupled")
+        engine = with_rule(make_engine(qwen_bank.target, qwen_bank.drafts[draft], k=5, **eager), "coupled")
         jobs = []
         for i, prompt in enumerate(qwen_bank.prompts):
             job = sampled(i, prompt, i, 5, 5, **SAMPLED[i % len(SAMPLED)])
@@ -108,9 +112,8 @@ def test_coupled_text_in_fp32(qwen_bank: Bank) -> None:
             jobs.append(job)
         run(engine)
         for i, job in enumerate(jobs):
-            text = vanilla_text(
-                qwen_bank.target, tuple(job.prompt_token_ids), i % len(SAMPLED), i, i % 3 == 0, "float32"
-            )
+            which = i % len(SAMPLED)
+            text = vanilla_text(qwen_bank.target, tuple(job.prompt_token_ids), which, i, i % 3 == 0, **eager)
             differing += job.output_token_ids != text
     assert differing <= 1, "near-ties flip in fp32, but about once in a hundred texts"
 
@@ -198,11 +201,14 @@ def z_score(counts: np.ndarray, expected: np.ndarray) -> float:
 
 @pytest.mark.parametrize("rule", ["rejection", "coupled"])
 @pytest.mark.parametrize("k", [1, 3])
-def test_two_token_draws_are_the_targets_own(small_vocabulary: tuple[Path, Path], rule: str, k: int) -> None:
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_two_token_draws_are_the_targets_own(
+    small_vocabulary: tuple[Path, Path], rule: str, k: int, dtype: str
+) -> None:
     target, draft = small_vocabulary
     prompt, draws, temperature = [3, 1, 4, 1, 5], 20_000, 0.9
     fields = {"max_num_seqs": 1000, "max_num_batched_tokens": 8192, "max_model_len": 16, "block_size": 8}
-    engine = with_rule(build_engine(config(target, draft, k=k, **fields)), rule)
+    engine = with_rule(build_engine(config(target, draft, k=k, dtype=dtype, **fields)), rule)
     jobs = [
         sampled(3 * i + 1, prompt, i, k, k, temperature=temperature, max_tokens=5, ignore_eos=True)
         for i in range(draws)
@@ -248,26 +254,26 @@ def test_logprobs_are_those_of_vanilla_decoding(qwen_bank: Bank) -> None:
             assert entry.top_ids == row.topk(count).indices.tolist()
 
 
-def test_a_request_without_an_allowed_token_fails_alone(qwen_bank: Bank) -> None:
-    engine = make_engine(qwen_bank.target, qwen_bank.drafts["close"], k=3)
-    bad = sampled(3, qwen_bank.prompts[4], 0, None, 3, temperature=0.8, allowed_token_ids=[40])  # and 40 is a bad word
-    good = sampled(1, qwen_bank.prompts[5], 0, None, 3, temperature=0.0, ignore_eos=True)
+def test_a_request_without_an_allowed_token_fails_alone(either: Bank) -> None:
+    engine = make_engine(either.target, either.drafts["close"], k=3, dtype=either.dtype)
+    bad = sampled(3, either.prompts[4], 0, None, 3, temperature=0.8, allowed_token_ids=[40])  # and 40 is a bad word
+    good = sampled(1, either.prompts[5], 0, None, 3, temperature=0.0, ignore_eos=True)
     engine.add_request(bad)
     engine.add_request(good)
     run(engine)
     assert bad.finish_reason == "error"
     assert "no token is allowed" in str(bad.error)
-    assert good.output_token_ids == qwen_bank.continuations[5]
+    assert good.output_token_ids == either.continuations[5]
 
 
-def test_rejection_text_depends_on_no_neighbour(qwen_bank: Bank) -> None:
+def test_rejection_text_depends_on_no_neighbour(either: Bank) -> None:
     base = {"temperature": 0.8, "max_tokens": 20}
     texts = []
     # A budget for every chunk at once and no shared prefixes: where a chunk waits, K and with it the draws differ.
     fields = {"max_num_batched_tokens": 512, "enable_prefix_caching": False}
     for together in (False, True):
-        engine = make_engine(qwen_bank.target, qwen_bank.drafts["close"], k=4, **fields)
-        jobs = [sampled(i, qwen_bank.prompts[i], i, 4, 4, **(SAMPLED[i % len(SAMPLED)] | base)) for i in range(6)]
+        engine = make_engine(either.target, either.drafts["close"], k=4, dtype=either.dtype, **fields)
+        jobs = [sampled(i, either.prompts[i], i, 4, 4, **(SAMPLED[i % len(SAMPLED)] | base)) for i in range(6)]
         for job in jobs:
             engine.add_request(job)
             if not together:
@@ -277,11 +283,19 @@ def test_rejection_text_depends_on_no_neighbour(qwen_bank: Bank) -> None:
     assert texts[0] == texts[1]
 
 
-def test_without_drafts_every_rule_writes_the_same_text(qwen_bank: Bank) -> None:
+def test_without_drafts_every_rule_writes_the_same_text(either: Bank) -> None:
     texts = []
     for draft, rule in ((None, "rejection"), ("close", "rejection"), ("close", "coupled")):
-        engine = with_rule(make_engine(qwen_bank.target, draft and qwen_bank.drafts[draft], k=4 if draft else 0), rule)
-        jobs = [sampled(i, qwen_bank.prompts[i], i, 0, 4, temperature=0.9) for i in range(6)]
+        engine = with_rule(
+            make_engine(
+                either.target,
+                draft and either.drafts[draft],
+                k=4 if draft else 0,
+                dtype=either.dtype,
+            ),
+            rule,
+        )
+        jobs = [sampled(i, either.prompts[i], i, 0, 4, temperature=0.9) for i in range(6)]
         for job in jobs:
             engine.add_request(job)
         run(engine)

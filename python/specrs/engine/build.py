@@ -92,7 +92,8 @@ def make_runner(blueprint: Blueprint, scheduler: Scheduler, blocks: int) -> Runn
     if native is not None:
         blueprint = replace(blueprint, weights=native)
     target, speculative = blueprint.weights.target, config.speculative_config
-    make: Callable[..., EagerRunner] = EagerRunner if native is None else partial(NativeRunner, scheduler)
+    one_call = native is not None and not config.enforce_eager
+    make: Callable[..., EagerRunner] = partial(NativeRunner, scheduler) if one_call else EagerRunner
     return make(
         target,
         target.allocate_cache(blocks, config.block_size),
