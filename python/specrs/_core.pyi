@@ -1133,7 +1133,10 @@ class BlockHasher:
 
 @final
 class CpuPool:
-    """Threads that passes on a CPU are shared among, the caller's among them. Its own end when nothing uses it."""
+    """Threads that passes on a CPU are shared among, the caller's among them. They end when nothing shares it.
+
+    In a process that is forked off the one that made it there are none: what shares it raises `SpecrsError`.
+    """
 
     def __new__(cls, threads: int) -> CpuPool:
         """A pool of `threads` participants: the caller and `threads - 1` threads.
@@ -1145,6 +1148,10 @@ class CpuPool:
     @property
     def threads(self) -> int:
         """Participants, the caller among them."""
+
+    def close(self) -> None:
+        """Ends its threads, once no call uses it. What shares it raises `SpecrsError` from then on; a pool of one
+        participant goes on."""
 
 @final
 class CpuWeights:

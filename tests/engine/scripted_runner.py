@@ -63,6 +63,9 @@ class ScriptedRunner:
                 self._iterate(entry, row, k, slot)
         self.num_target_passes += 1
 
+    def close(self) -> None:
+        """It has nothing to end."""
+
     def wait(self, slot: RingSlot) -> None:
         pass
 

@@ -1,26 +1,31 @@
 """The law of docs/start.md as one table: what an iteration drafts, emits and leaves behind, by hand.
 
-PyTorch, the Triton kernels and the Rust scheduler, which plans and settles the same iteration, are all held to it.
+PyTorch, the Triton kernels, the native launch and the Rust scheduler, which plans and settles the same iteration, are
+all held to it.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
+from models.native_models import table_model
 from specrs import core
 from specrs.core import CachedDrafter, Scheduler
 from specrs.drafters.draft_model import DraftModel
 from specrs.kernels.cuda.update import Decided, update_rows
 from specrs.runner.accept import Verdict, update
 from specrs.runner.iteration import Drafted, prepare
-from specrs.runner.ring import Results
+from specrs.runner.native import NativeRunner
+from specrs.runner.ring import Results, RingSlot
 from specrs.runner.row_state import RowState
+from specrs.runner.sampling_state import SamplingState
 
 from kernels.cuda import row_states, test_prepare
 
 MAX_LEN, MAX_K, BLOCK_SIZE = 40, row_states.MAX_K, row_states.BLOCK_SIZE
-STOP, OTHER = 7, 50
+STOP, OTHER, START, VOCAB = 7, 50, 1, 64
 NONE, ENDS_BY_STOP, LENGTH, ERROR = core.FINISH_NONE, core.FINISH_STOP, core.FINISH_LENGTH, core.FINISH_ERROR
 
 
@@ -185,6 +190,49 @@ def test_triton(case: Case) -> None:
     )
     update_rows(state, test_prepare.entries_of(out), decided, reported)
     check(case, k_r, state, reported)
+
+
+@ANY
+def test_native(case: Case) -> None:
+    """A whole launch. The target writes the case's tokens one after the other, the draft the first m of them."""
+    chain = dict(itertools.pairwise([START, *case.tokens]))
+    drafted = dict(itertools.pairwise([START, *case.tokens[: case.m]]))
+    broken = None if case.finite else case.tokens[case.k_r - 1]
+    blocks = -(-MAX_LEN // BLOCK_SIZE)
+    scheduler = Scheduler(
+        max_num_seqs=1,
+        max_model_len=MAX_LEN,
+        num_blocks=blocks,
+        block_size=BLOCK_SIZE,
+        max_num_batched_tokens=2 * MAX_LEN,
+        num_speculative_tokens=MAX_K,
+        drafter=CachedDrafter(max_model_len=case.context, max_draft_lag=2),
+    )
+    target, draft = table_model(chain, VOCAB, not_finite=broken), table_model(drafted, VOCAB)
+    caches = [model.allocate_cache(blocks, BLOCK_SIZE) for model in (target, draft)]
+    state, slot = row_state(case), RingSlot(scheduler, MAX_K, pinned=False)
+    state.block_table[0] = torch.arange(blocks)
+    state.tokens[0, case.n - 1] = START
+    runner = NativeRunner(
+        scheduler,
+        core.CpuPool(1),
+        target,
+        caches[0],
+        DraftModel(draft, caches[1], case.context, VOCAB),
+        state,
+        SamplingState(1, VOCAB, torch.float32, torch.device("cpu")),
+        block_size=BLOCK_SIZE,
+        rule="rejection",
+        logprobs_mode="raw_logprobs",
+    )
+    slot.results[:] = -5
+    for name, value in {"k": case.k, "capacity": case.capacity, "n_upper": case.n}.items():
+        slot.record_arrays[f"entry_{name}"][0] = value
+    slot.record[[core.HEADER_FIELDS.index(name) for name in ("num_decode", "max_k")]] = 1, case.k
+    runner.launch(slot, slot.header())
+    reported = slot.results_view.narrow(0, 1)
+    counted = case.active and case.reason != ERROR
+    check(case, int(reported.num_drafted) if counted else case.k_r, state, reported)
 
 
 @pytest.mark.parametrize(

@@ -72,28 +72,22 @@ def make_parts(blueprint: Blueprint, scheduler: Scheduler, runner: Runner) -> En
     return EngineParts(blueprint.config, blueprint.weights, blueprint.limits, scheduler, ring, runner)
 
 
-def native_weights(blueprint: Blueprint) -> Weights | None:
-    """The models on threads of this engine's own, which end with it; None where they are not all native."""
-    models = [model for model in blueprint.models if isinstance(model, NativeDense)]
-    if len(models) < len(blueprint.models):
-        return None
-    pool = CpuPool(resolve_threads(blueprint.config, sum(model.num_bytes for model in models)))
-    target, draft = models[0].on_pool(pool), models[1].on_pool(pool) if len(models) > 1 else None
-    return Weights(target, draft)
-
-
 def make_runner(blueprint: Blueprint, scheduler: Scheduler, blocks: int) -> Runner:
     """The runner over `blocks` blocks, with row state and caches of its own."""
     if blueprint.on_gpu:
         from specrs.engine.build_cuda import make_cuda_runner
 
         return make_cuda_runner(blueprint, scheduler, blocks)
-    config, native = blueprint.config, native_weights(blueprint)
-    if native is not None:
-        blueprint = replace(blueprint, weights=native)
+    config = blueprint.config
+    make: Callable[..., EagerRunner] = EagerRunner
+    models = [model for model in blueprint.models if isinstance(model, NativeDense)]
+    if len(models) == len(blueprint.models) and not config.enforce_eager:
+        # the weights are shared, threads and work space are this engine's own
+        pool = CpuPool(resolve_threads(config, sum(model.num_bytes for model in models)))
+        pooled = [model.on_pool(pool) for model in models]
+        blueprint = replace(blueprint, weights=Weights(pooled[0], pooled[1] if pooled[1:] else None))
+        make = partial(NativeRunner, scheduler, pool)
     target, speculative = blueprint.weights.target, config.speculative_config
-    one_call = native is not None and not config.enforce_eager
-    make: Callable[..., EagerRunner] = partial(NativeRunner, scheduler) if one_call else EagerRunner
     return make(
         target,
         target.allocate_cache(blocks, config.block_size),

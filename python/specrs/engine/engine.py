@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -57,6 +58,9 @@ class Runner(Protocol):
     def wait(self, slot: RingSlot) -> None:
         """Return when `slot.results` hold what the launch reported."""
 
+    def close(self) -> None:
+        """End what it has started."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
@@ -96,7 +100,7 @@ class Engine:
         self._settled_at = 0.0
         self._checked_at = 0  # launches when the books were last checked
         self._check_after = 0.0  # by time.perf_counter
-        self.runner.use_extras(self._extras)
+        self.runner.use_extras(partial(_extras, self.requests))  # holds no engine, so that one ends with its last use
         self.reset_stats()
 
     @property
@@ -200,6 +204,10 @@ class Engine:
             self._checked_at, ended = launched, time.perf_counter()
             self._check_after = ended + 99.0 * (ended - begun)
 
+    def close(self) -> None:
+        """End the threads of its runner. Nothing can be launched any more."""
+        self.runner.close()
+
     def stats(self) -> EngineStats:
         """The acceptance books and counters since the start or the last `reset_stats`; a snapshot."""
         books, before = self.scheduler.acceptance(), self._books_before
@@ -229,10 +237,6 @@ class Engine:
         self.runner.num_target_passes = 0
         if self.drafter is not None:
             self.drafter.num_passes = 0
-
-    def _extras(self, request_id: int) -> RequestExtras | None:
-        request = self.requests.get(request_id)
-        return None if request is None or request.matcher is None else RequestExtras(request.matcher)
 
     def _depth(self) -> int:
         """Launches in flight: one while a grammar needs the settled tokens before it can mask the next."""
@@ -390,6 +394,11 @@ class Engine:
             results["num_accepted"][:count],
             None if header.num_prefill or header.num_draft_chunks else ms,
         )
+
+
+def _extras(requests: Mapping[int, Request], request_id: int) -> RequestExtras | None:
+    request = requests.get(request_id)
+    return None if request is None or request.matcher is None else RequestExtras(request.matcher)
 
 
 def _cache_salt(request: Request) -> bytes:

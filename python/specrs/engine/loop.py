@@ -206,6 +206,7 @@ class EngineLoop(threading.Thread):
             updates.append((group, i, output))
         if updates:
             self._deliver(updates)
+        self._engine.close()
         with self._ending:
             self._ended = True
         with contextlib.suppress(queue.Empty):

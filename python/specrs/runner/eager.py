@@ -78,6 +78,9 @@ class EagerRunner:
     def wait(self, slot: RingSlot) -> None:
         """A launch has ended when it returns."""
 
+    def close(self) -> None:
+        """It has nothing to end."""
+
     def _prefill(self, slot: RingSlot, header: Header) -> None:
         hidden = self.target.forward(prefill_inputs(self.state, slot.views, slot.views, header), self.kv_cache).final
         self.num_target_passes += 1

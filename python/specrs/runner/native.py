@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from specrs.core import CpuDecoder, CpuIteration, CpuKVCache, Scheduler
+from specrs.core import CpuDecoder, CpuIteration, CpuKVCache, CpuPool, Scheduler
 from specrs.drafters.draft_model import DraftModel
 from specrs.models.base import Model
 from specrs.models.dense_native import NativeDense, NativeKVCache
@@ -22,10 +22,10 @@ from specrs.runner.ring import Header, RingSlot
 class NativeRunner(EagerRunner):
     """Runs launches as `EagerRunner` does, without the interpreter where nothing asks for it."""
 
-    def __init__(self, scheduler: Scheduler, *args: Any, **settings: Any) -> None:
-        """`args` and `settings` are those of `EagerRunner`; target and draft are `NativeDense`, their caches of their
-        own making. `scheduler` has the settings of the launches to come."""
-        self._scheduler = scheduler
+    def __init__(self, scheduler: Scheduler, pool: CpuPool, *args: Any, **settings: Any) -> None:
+        """`args` and `settings` are those of `EagerRunner`; target and draft are `NativeDense` on `pool`, their caches
+        of their own making. `scheduler` has the settings of the launches to come."""
+        self._scheduler, self._pool = scheduler, pool
         self._iteration: CpuIteration | None = None
         super().__init__(*args, **settings)
 
@@ -55,6 +55,10 @@ class NativeRunner(EagerRunner):
         self.num_target_passes += target_passes
         if draft_passes and self.drafter is not None:
             self.drafter.num_passes += draft_passes
+
+    def close(self) -> None:
+        """End the threads; launches fail from then on."""
+        self._pool.close()
 
     def _make(self) -> CpuIteration:
         state, sampling, drafter = self.state, self.sampling, self.drafter

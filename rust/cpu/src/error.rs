@@ -30,6 +30,9 @@ pub enum Error {
         /// The one that uses it.
         this: u32,
     },
+    /// A pool of threads is used after its end.
+    #[error("the pool's threads have ended: the engine was shut down")]
+    Closed,
 }
 
 // Values are numbers or short names, made into text here and nowhere else.

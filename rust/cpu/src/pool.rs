@@ -58,15 +58,28 @@ impl Pool {
         self.threads
     }
 
+    /// Ends its threads, once no call uses it; passes of decoders that share it fail from then on. A pool without threads of
+    /// its own goes on.
+    pub fn close(&self) {
+        if std::process::id() == self.process {
+            let mut team = self.team.lock().unwrap_or_else(PoisonError::into_inner);
+            *team = Team { shared: Arc::new(Shared::new()), handles: Vec::new(), abandoned: false };
+        }
+    }
+
     /// Waits until no other call uses the pool.
     ///
     /// # Errors
-    /// In a process that was forked off the pool's: its threads are not here.
+    /// In a process that was forked off the pool's: its threads are not here. Where it is closed.
     pub(crate) fn enter(&self) -> Result<Session<'_>> {
         if self.threads > 1 && std::process::id() != self.process {
             return Err(Error::Forked { process: self.process, this: std::process::id() });
         }
-        Ok(Session { threads: self.threads, team: self.team.lock().unwrap_or_else(PoisonError::into_inner) })
+        let team = self.team.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.threads > 1 && team.handles.is_empty() {
+            return Err(Error::Closed);
+        }
+        Ok(Session { threads: self.threads, team })
     }
 }
 

@@ -109,3 +109,32 @@ fn logits_and_argmax_of_hidden_states_are_the_pass_s() {
     let message = decoder.logits(&hidden[1..], num_ids, &mut logits).unwrap_err().to_string();
     assert_eq!(message, "hidden = 119 elements is not allowed: expected a multiple of hidden_size = 40");
 }
+
+/// A closed pool's decoders say so and write nothing; one without threads of its own goes on.
+#[test]
+fn a_closed_pool_runs_no_pass() {
+    let model = Model::random(SHAPE, 1, MISTRAL, 11);
+    for threads in [1, 2] {
+        let pool = Arc::new(Pool::new(threads).unwrap());
+        let mut decoder = Decoder::new(model.weights(), Arc::clone(&pool)).unwrap();
+        let mut kv = model.kv_cache(4, 5);
+        let (row, slots) = ([1], [0]);
+        let pass = Pass {
+            tokens: &row,
+            positions: &slots,
+            slots: &slots,
+            entries: &[0],
+            block_table: &[0, 1, 2, 3],
+            max_blocks: 4,
+        };
+        decoder.forward(&pass, &mut kv, Output::Nothing).unwrap();
+        pool.close();
+        pool.close();
+        let after = decoder.forward(&pass, &mut kv, Output::Nothing);
+        if threads == 1 {
+            after.unwrap();
+        } else {
+            assert_eq!(after.unwrap_err().to_string(), "the pool's threads have ended: the engine was shut down");
+        }
+    }
+}

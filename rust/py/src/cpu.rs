@@ -14,7 +14,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 pub(crate) fn to_py(py: Python<'_>, error: &specrs_cpu::Error) -> PyErr {
     match error {
         specrs_cpu::Error::Core(error) => core_to_py(py, error),
-        _ => Class::InvalidBuffer.error(py, error.to_string()),
+        specrs_cpu::Error::Invalid { .. } => Class::InvalidBuffer.error(py, error.to_string()),
+        _ => Class::Specrs.error(py, error.to_string()),
     }
 }
 
@@ -38,6 +39,10 @@ impl CpuPool {
     #[getter]
     fn threads(&self) -> usize {
         self.0.threads()
+    }
+
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| self.0.close());
     }
 
     fn __repr__(&self) -> String {

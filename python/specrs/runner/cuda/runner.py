@@ -110,6 +110,9 @@ class CudaRunner:
         """Where to find what no record can say of a request."""
         self.sampling.extras = lookup
 
+    def close(self) -> None:
+        """It has nothing to end."""
+
     def wait(self, slot: RingSlot) -> None:
         """Block until the launch of `slot` has delivered its results."""
         if slot.done is not None:

@@ -67,9 +67,7 @@ impl Iteration {
             };
             (num_accepted, token) = (verdict.num_accepted, i64::from(verdict.token));
         }
-        if let Some(rates) = &self.rates
-            && k > 0
-        {
+        if let Some(rates) = self.rates.as_ref().filter(|_| self.drafting) {
             num_accepted = at_rates(&rates[..k], entry.seed, n);
             token = best[num_accepted];
         }

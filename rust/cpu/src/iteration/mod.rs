@@ -87,6 +87,8 @@ pub struct Iteration {
     q: Vec<f32>,
     /// K of q; 0 where this iteration has none.
     q_width: usize,
+    /// Some entry of the iteration was planned with drafts.
+    drafting: bool,
     counts: Counts,
 }
 
@@ -117,6 +119,7 @@ impl Iteration {
             tops: Vec::new(),
             q: Vec::new(),
             q_width: 0,
+            drafting: false,
             counts: Counts::default(),
         })
     }
@@ -136,7 +139,7 @@ impl Iteration {
         check_len("record", record.len(), self.record.size)?;
         check_len("results", results.len(), self.results.size)?;
         state.check(self.config.max_num_seqs, self.config.max_model_len, self.config.block_size)?;
-        self.counts = Counts::default();
+        (self.counts, self.drafting) = (Counts::default(), false);
         let header = LaunchHeader::read(record);
         let view = self.record.view(record);
         state.upload(&view, header);
@@ -176,6 +179,7 @@ impl Iteration {
     /// more than `max_draft_lag`.
     fn prepare(&mut self, record: &RecordView<'_>, header: LaunchHeader, state: &RowState<'_>) {
         self.entries.clear();
+        self.drafting = header.max_k > 0;
         for index in 0..header.num_decode {
             let (row, planned) = (record.entry_row[index] as usize, record.entry_k[index]);
             let mut entry = entry_of(index, row, record.entry_capacity[index], state);

@@ -1,0 +1,344 @@
+"""The native runner through the engine: the bits of logits, requests of every kind side by side, threads and their end.
+
+The lossless sweeps (`test_equivalence`, `test_sampling`, `test_ngram`) run on it as they do on the eager one; `runner/
+test_native` holds its launches to those of the eager one.
+"""
+
+import functools
+import gc
+import logging
+import os
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import edit_json, make_checkpoint
+from hf_reference import load
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from specrs import AsyncLLM
+from specrs.config import EngineConfig
+from specrs.engine import threads as engine_threads
+from specrs.engine.build import build_engine
+from specrs.engine.engine import Engine
+from specrs.engine.request import Request
+from specrs.engine.threads import physical_cores, resolve_threads, usable_processors
+from specrs.engine.weights import load_weights
+from specrs.errors import InvalidConfigError, SpecrsError
+from specrs.models.dense import Dense
+from specrs.models.dense_native import NativeDense
+from specrs.models.native_loader import load_native
+from specrs.runner.native import NativeRunner
+from specrs.sampling import SamplingParams
+
+from engine.harness import Bank, config, make_engine, poison, request, run
+
+EXAMPLES = int(os.environ.get("SPECRS_SWEEP", "15"))
+PROCESSORS = len(usable_processors())
+
+
+def with_logits(request_id: int, prompt: list[int], k: int | None, engine_k: int, tokens: int) -> Request:
+    """A greedy request that reports the logits of every position, prompt included."""
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=tokens,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=-1,
+        num_speculative_tokens=k,
+    )
+    return Request(request_id, prompt, params, num_speculative_tokens=engine_k)
+
+
+def logits_of(job: Request) -> np.ndarray:
+    """`[tokens, V]` fp32, by id."""
+    assert job.logprobs is not None
+    rows = np.empty((len(job.logprobs), len(job.logprobs[0].top_ids)), np.float32)
+    for row, entry in zip(rows, job.logprobs, strict=True):
+        row[entry.top_ids] = entry.top_logprobs
+    return rows
+
+
+LOGITS = {"logprobs_mode": "raw_logits", "max_logprobs": -1}
+
+
+@functools.cache
+def alone(target: Path, prompt: tuple[int, ...], dtype: str) -> np.ndarray:
+    """The logits of the prompt's text without drafts, in one chunk on one thread."""
+    engine = make_engine(target, None, k=0, dtype=dtype, max_num_batched_tokens=512, threads=1, **LOGITS)
+    job = with_logits(0, list(prompt), 0, 0, 24)
+    engine.add_request(job)
+    run(engine)
+    return logits_of(job)
+
+
+@pytest.mark.parametrize("family", ["native_qwen_bank", "native_llama_bank"])
+@settings(max_examples=EXAMPLES, deadline=None, derandomize=EXAMPLES == 15, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_logits_are_the_same_bits(family: str, data: st.DataObject, request_bank: dict[str, Bank]) -> None:
+    """Whatever K, batch, threads, blocks, chunks, preemptions and prefix hits."""
+    bank = request_bank[family]
+    engine_k = data.draw(st.integers(0, 6), label="engine K")
+    block_size = data.draw(st.sampled_from([1, 8, 16, 32]), label="block size")
+    blocks = -(-128 // block_size)
+    engine = make_engine(
+        bank.target,
+        bank.drafts[data.draw(st.sampled_from(["close", "small", "equal"]), label="draft")],
+        k=engine_k,
+        dtype=bank.dtype,
+        block_size=block_size,
+        threads=data.draw(st.integers(1, PROCESSORS), label="threads"),
+        max_num_batched_tokens=data.draw(st.sampled_from([7, 33, 64, 512]), label="budget"),
+        max_num_seqs=data.draw(st.sampled_from([1, 3, 8]), label="rows"),
+        num_gpu_blocks_override=data.draw(st.sampled_from([blocks, blocks + 2, 8 * blocks]), label="blocks"),
+        **LOGITS,
+    )
+    poison(engine)
+    jobs = []
+    choice = st.tuples(st.integers(0, len(bank.prompts) - 1), st.one_of(st.none(), st.integers(0, engine_k)))
+    for i, (which, k) in enumerate(data.draw(st.lists(choice, min_size=1, max_size=5), label="requests")):
+        jobs.append((with_logits(i, bank.prompts[which], k, engine_k, 24), tuple(bank.prompts[which])))
+        engine.add_request(jobs[-1][0])
+        if data.draw(st.booleans(), label="wait"):
+            run(engine)
+    run(engine)
+    for job, prompt in jobs:
+        expected = alone(bank.target, prompt, bank.dtype)
+        assert np.array_equal(logits_of(job).view(np.int32), expected.view(np.int32))
+
+
+def test_logits_are_transformers_own_within_rounding(native_qwen_bank: Bank, native_llama_bank: Bank) -> None:
+    """float64 of the same weights; bf16 weights are rounded, and nothing but KV is after that."""
+    for bank, bound in ((native_qwen_bank, 2e-5), (native_llama_bank, 0.2)):
+        model = load(bank.target)
+        if bank.dtype == "bfloat16":
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight.copy_(weight.bfloat16() if weight.dim() == 2 else weight)
+        for prompt in bank.prompts[2:5]:
+            found = alone(bank.target, tuple(prompt), bank.dtype)[0]
+            with torch.inference_mode():
+                expected = model(torch.tensor([prompt])).logits[0, -1].numpy()
+            assert np.abs(found - expected).max() < bound * max(1.0, np.abs(expected).max())
+
+
+KINDS: list[dict[str, object]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.9},
+    {"temperature": 0.0, "repetition_penalty": 1.2},
+    {"temperature": 0.8, "top_p": 0.9, "logprobs": 2},
+    {"temperature": 0.7, "allowed_token_ids": list(range(3, 180))},
+    {"temperature": 0.0, "prompt_logprobs": 1},
+    {"temperature": 0.6, "min_tokens": 12},
+]
+
+
+def test_requests_of_every_kind_do_not_change_each_other(
+    native_qwen_bank: Bank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launches go one way or the other as requests come and go; every text is that of the request alone."""
+    bank, ways = native_qwen_bank, []
+    for name, owner in (("one call", NativeRunner), ("op by op", NativeRunner.__mro__[1])):
+        monkeypatch.setattr(owner, "launch", _noting(ways, name, owner.launch))
+    texts = []
+    for together in (False, True):
+        engine = make_engine(bank.target, bank.drafts["close"], k=4, dtype=bank.dtype, max_num_batched_tokens=512)
+        engine.runner.rule = "coupled"
+        jobs = []
+        for i in range(14):
+            params = SamplingParams(max_tokens=8 + 2 * i, detokenize=False, ignore_eos=True, **KINDS[i % len(KINDS)])  # type: ignore[arg-type]
+            jobs.append(Request(i, bank.prompts[i], params, num_speculative_tokens=4, seed=i))
+            engine.add_request(jobs[-1])
+            if not together:
+                run(engine)
+        run(engine)
+        texts.append([job.output_token_ids for job in jobs])
+    assert texts[0] == texts[1]
+    assert ways.count("op by op") > 10
+    assert ways.count("one call") - ways.count("op by op") > 10
+
+
+def _noting(ways: list[str], name: str, launch):  # type: ignore[no-untyped-def]
+    def noting(self, slot, header):  # type: ignore[no-untyped-def]
+        ways.append(name)
+        launch(self, slot, header)
+
+    return noting
+
+
+def test_which_runner_serves(native_qwen_bank: Bank) -> None:
+    bank = native_qwen_bank
+    for fields, native in (
+        ({"dtype": "float32"}, True),
+        ({"dtype": "bfloat16"}, True),
+        ({"dtype": "float64"}, False),
+        ({"dtype": "float32", "enforce_eager": True}, False),
+    ):
+        engine = make_engine(bank.target, bank.drafts["close"], k=2, **fields)
+        assert isinstance(engine.runner, NativeRunner) is native
+        models = [engine.weights.target, engine.weights.draft]
+        assert all(isinstance(model, NativeDense if native else Dense) for model in models)
+
+
+def num_threads() -> int:
+    """Of native passes, in this process."""
+    names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    return sum(name.startswith("specrs-cpu") for name in names)
+
+
+def test_a_thousand_engines_leave_no_thread_and_no_memory(native_qwen_bank: Bank) -> None:
+    bank, before, sizes = native_qwen_bank, num_threads(), []
+    for i in range(1000):
+        engine = make_engine(
+            bank.target, bank.drafts["small"], k=2, dtype="float32", threads=PROCESSORS, num_gpu_blocks_override=16
+        )
+        if i % 50 == 0:
+            engine.add_request(request(0, bank.prompts[3], k=2, max_tokens=4, engine_k=2))
+            run(engine)
+        gone = weakref.ref(engine)
+        del engine
+        assert gone() is None, "an engine must not wait for the collector of cycles"
+        if i in (300, 999):
+            gc.collect()
+            sizes.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+    assert num_threads() == before
+    assert sizes[1] - sizes[0] < 16 << 20
+
+
+@pytest.mark.skipif(PROCESSORS < 2, reason="threads=2 needs two processors")
+def test_threads_end_with_an_async_engine(native_qwen_bank: Bank) -> None:
+    before = num_threads()
+    engine = make_engine(native_qwen_bank.target, None, k=0, dtype="float32", threads=2)
+    assert num_threads() == before + 1
+    llm = AsyncLLM.from_engine(engine)
+    assert llm.shutdown()
+    assert num_threads() == before
+    engine.add_request(request(0, [1, 2], k=0, max_tokens=2, engine_k=0))
+    with pytest.raises(SpecrsError, match="the pool's threads have ended"):
+        engine.step()
+
+
+@pytest.mark.skipif(PROCESSORS < 2, reason="threads=2 needs two processors")
+def test_a_fork_says_that_it_has_no_threads(native_qwen_bank: Bank) -> None:
+    engine = make_engine(native_qwen_bank.target, None, k=0, dtype="float32", threads=2)
+    engine.add_request(request(0, [1, 2], k=0, max_tokens=2, engine_k=0))
+    child = os.fork()
+    if child == 0:
+        try:
+            engine.step()
+        except SpecrsError as error:
+            os._exit(0 if "make the engine after the fork" in str(error) else 1)
+        os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    run(engine)
+
+
+@pytest.mark.parametrize("given", [0, -1, True, "2", 1.5])
+def test_threads_that_are_none(given: object) -> None:
+    with pytest.raises(InvalidConfigError, match=r"^threads=.*must be an integer of at least 1, or None$"):
+        EngineConfig(threads=given)  # type: ignore[arg-type]
+
+
+def test_more_threads_than_the_process_may_use(native_qwen_bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed = rf"must be an integer from 1 to {PROCESSORS}: this process may use {PROCESSORS} processor"
+    with pytest.raises(InvalidConfigError, match=rf"^threads={PROCESSORS + 1}: {allowed}"):
+        make_engine(native_qwen_bank.target, None, k=0, dtype="float32", threads=PROCESSORS + 1)
+    for value in (str(PROCESSORS + 1), "0", "two", "-1", ""):
+        monkeypatch.setenv("SPECRS_NUM_THREADS", value)
+        with pytest.raises(InvalidConfigError, match=rf"^SPECRS_NUM_THREADS=.*{allowed}"):
+            make_engine(native_qwen_bank.target, None, k=0, dtype="float32")
+
+
+def test_how_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SPECRS_NUM_THREADS", raising=False)
+    few, many = 1 << 20, 1 << 30
+    assert resolve_threads(EngineConfig(), few) == 1
+    assert resolve_threads(EngineConfig(), many) == physical_cores() <= PROCESSORS
+    monkeypatch.setenv("SPECRS_NUM_THREADS", str(PROCESSORS))
+    assert resolve_threads(EngineConfig(), few) == PROCESSORS
+    assert resolve_threads(EngineConfig(threads=1), many) == 1
+    monkeypatch.setattr(engine_threads, "_QUOTA", Path("/no/such/file"))
+    assert physical_cores() >= 1
+
+
+def test_physical_cores_and_quotas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_threads, "_TOPOLOGY", tmp_path)
+    monkeypatch.setattr(engine_threads, "_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(engine_threads, "usable_processors", lambda: {0, 1, 2, 3, 5})
+    for processor, siblings in ((0, "0,4"), (1, "1,5"), (2, "2,6"), (3, "3,7"), (5, "1,5")):
+        folder = tmp_path / f"cpu{processor}/topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(siblings + "\n")
+    for quota, cores in ((None, 4), ("max 100000", 4), ("250000 100000", 2), ("50000 100000", 1)):
+        if quota is not None:
+            (tmp_path / "cpu.max").write_text(quota)
+        assert physical_cores() == cores
+
+
+def checkpoint(folder: Path, dtype: torch.dtype, change: float = 0.0) -> Path:
+    """bf16 numbers in a file of `dtype`; `change` is added to one of them."""
+    made = make_checkpoint(folder, layers=1, dtype=torch.bfloat16)
+    tensors = {name: tensor.to(dtype) for name, tensor in load_file(made / "model.safetensors").items()}
+    tensors["model.layers.0.mlp.up_proj.weight"][3, 5] += change
+    save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
+    edit_json(made / "config.json", dtype=str(dtype).removeprefix("torch."))
+    return made
+
+
+def test_what_bf16_holds_exactly_is_kept_in_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The same logits as from fp32, to the bit, and a line that says so; one number that is none changes that."""
+    caplog.set_level(logging.INFO, "specrs")
+    folders = {
+        name: checkpoint(tmp_path / name, dtype, change)
+        for name, dtype, change in (
+            ("halved", torch.float32, 0.0),
+            ("mapped", torch.bfloat16, 0.0),
+            ("not", torch.float32, 1e-6),
+        )
+    }
+    said, found = [], {}
+    for name, folder in folders.items():
+        caplog.clear()
+        model = load_native(folder, dtype="float32")
+        said.append([record.getMessage() for record in caplog.records])
+        assert model.dtype == torch.float32, "of the arithmetic and the KV cache"
+        assert model.weights.embedding.dtype == (torch.float32 if name == "not" else torch.bfloat16)
+        assert model.weights.final_norm.dtype == torch.float32
+        found[name] = alone(folder, (3, 1, 4, 1, 5), "float32")
+    assert said == [[f"{folders['halved']}: all weights are kept as bfloat16, which holds them exactly"], [], []]
+    assert np.array_equal(found["halved"], found["mapped"])
+    assert not np.array_equal(found["halved"], found["not"])
+    assert np.abs(found["halved"][0] - found["not"][0]).max() < 1e-4
+
+
+def test_matrices_stay_where_the_file_is_mapped(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "mapped", torch.bfloat16)
+    weights = load_native(folder, dtype="float32").weights
+    regions = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if str(folder / "model.safetensors") in line:
+            start, end = (int(address, 16) for address in line.split()[0].split("-"))
+            regions.append(range(start, end))
+    layer = weights.layers[0]
+    matrices = [weights.embedding, *(part for w in (layer.qkv, layer.o, layer.gate_up, layer.down) for part in w.parts)]  # type: ignore[attr-defined]
+    assert len(matrices) == 8
+    assert all(any(matrix.data_ptr() in region for region in regions) for matrix in matrices)
+
+
+def test_weights_serve_many_engines_at_once(native_qwen_bank: Bank) -> None:
+    """Nothing is written to them, and each engine has work space and threads of its own."""
+    bank = native_qwen_bank
+    made = config(bank.target, bank.drafts["close"], k=3, dtype="float32")
+    weights = load_weights(made)
+    engines: list[Engine] = [build_engine(made, weights) for _ in range(3)]
+    jobs = []
+    for engine in engines:
+        jobs.append(request(0, bank.prompts[4], k=3, max_tokens=30, engine_k=3, ignore_eos=True))
+        engine.add_request(jobs[-1])
+    while any(engine.has_unfinished() for engine in engines):
+        for engine in engines:
+            engine.step()
+    assert [job.output_token_ids for job in jobs] == [bank.continuations[4][:30]] * 3

@@ -1,0 +1,86 @@
+"""Small models of the native pass without files: random ones, and one whose next token is a table. Holds no tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from specrs.kernels.linear import StackedWeight
+from specrs.kernels.rotary import inverse_frequencies, signed_frequencies
+from specrs.models.config import ModelConfig
+from specrs.models.dense_native import NativeDense
+from specrs.models.dense_weights import DenseWeights, LayerWeights
+from torch import Tensor
+
+
+def config(vocab_size: int, hidden_size: int = 16) -> ModelConfig:
+    """One layer of two query heads and one KV head."""
+    return ModelConfig(
+        architecture="Qwen3ForCausalLM",
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=24,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        rms_norm_eps=1e-6,
+        rope_theta=10_000.0,
+        rope_scaling=None,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        qk_norm=True,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        checkpoint_dtype="float32",
+        eos_token_ids=(),
+    )
+
+
+def weights(c: ModelConfig, embedding: Tensor, lm_head: Tensor, scale: float, seed: int) -> DenseWeights:
+    """These at both ends, and a layer of random numbers of this scale."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> StackedWeight:
+        return StackedWeight((scale * torch.randn(shape, generator=generator),))
+
+    heads = c.num_heads + 2 * c.num_kv_heads
+    layer = LayerWeights(
+        input_norm=torch.ones(c.hidden_size),
+        qkv=random(heads * c.head_dim, c.hidden_size),
+        qk_norm=torch.ones(c.num_heads + c.num_kv_heads, c.head_dim),
+        o=random(c.hidden_size, c.num_heads * c.head_dim),
+        post_attention_norm=torch.ones(c.hidden_size),
+        gate_up=random(2 * c.intermediate_size, c.hidden_size),
+        down=random(c.hidden_size, c.intermediate_size),
+    )
+    return DenseWeights(
+        config=c,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        embedding=embedding,
+        layers=(layer,),
+        final_norm=torch.ones(c.hidden_size),
+        lm_head=StackedWeight((lm_head,)),
+        rotary=signed_frequencies(inverse_frequencies(c.head_dim, c.rope_theta)),
+    )
+
+
+def random_model(vocab_size: int, seed: int) -> NativeDense:
+    """Logits of a few units, so that drafts of another such model are sometimes right."""
+    generator = torch.Generator().manual_seed(seed)
+    c = config(vocab_size)
+    ends = [torch.randn(vocab_size, c.hidden_size, generator=generator) for _ in range(2)]
+    return NativeDense(weights(c, *ends, 0.3, seed))
+
+
+def table_model(following: Mapping[int, int], vocab_size: int, *, not_finite: int | None = None) -> NativeDense:
+    """After token t comes `following[t]`, else 0, whatever stood before; after `not_finite` nothing is finite."""
+    c = config(vocab_size, hidden_size=vocab_size)
+    embedding, lm_head = torch.eye(vocab_size), torch.zeros(vocab_size, vocab_size)
+    for token in range(vocab_size):
+        lm_head[following.get(token, 0), token] = 1.0
+    if not_finite is not None:
+        embedding[not_finite] = torch.nan
+    return NativeDense(weights(c, embedding, lm_head, 0.0, 0))

@@ -1,0 +1,350 @@
+"""The native runner against the eager one on the same passes: row state, KV and results of random launches, bit by bit.
+
+Records are made up, not planned: rows that ended, are short of blocks, lag, meet stops and limits, in any mixture.
+SPECRS_LAUNCHES is how many launches each case runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import numpy as np
+import pytest
+import torch
+from models.native_models import random_model
+from specrs import core
+from specrs.core import CachedDrafter, NgramProposer, RequestSampling, Scheduler
+from specrs.drafters.base import Drafter
+from specrs.drafters.draft_model import DraftModel
+from specrs.drafters.ngram import NgramDrafter
+from specrs.models.dense_native import NativeDense
+from specrs.models.kv_cache import KVCache
+from specrs.runner.eager import EagerRunner
+from specrs.runner.native import NativeRunner
+from specrs.runner.ring import RingSlot
+from specrs.runner.row_state import RowState
+from specrs.runner.sampling_state import SamplingState
+
+LAUNCHES = int(os.environ.get("SPECRS_LAUNCHES", "300"))
+ROWS, MAX_LEN, BLOCK_SIZE, MAX_K, VOCAB, BUDGET = 6, 30, 4, 3, 19, 64
+TABLE = -(-MAX_LEN // BLOCK_SIZE)
+SECTIONS = ("num_emitted", "num_accepted", "num_drafted", "flags", "finish_reason")
+
+
+@dataclass
+class Side:
+    """One runner with all that it writes."""
+
+    runner: EagerRunner
+    slot: RingSlot
+
+    @property
+    def caches(self) -> list[KVCache]:
+        drafter = self.runner.drafter
+        return [self.runner.kv_cache, *([drafter.kv_cache] if isinstance(drafter, DraftModel) else [])]
+
+
+class Pair:
+    """An eager and a native runner of the same models on states and caches of their own."""
+
+    def __init__(self, drafter: str, rule: str, rates: list[float] | None, draft_vocab: int) -> None:
+        declared = {
+            "model": CachedDrafter(max_model_len=MAX_LEN - 6, max_draft_lag=2),
+            "ngram": NgramProposer(1, 2),
+            "none": None,
+        }[drafter]
+        self.scheduler = Scheduler(
+            max_num_seqs=ROWS,
+            max_model_len=MAX_LEN,
+            num_blocks=ROWS * TABLE,
+            block_size=BLOCK_SIZE,
+            max_num_batched_tokens=BUDGET,
+            num_speculative_tokens=MAX_K if declared else 0,
+            drafter=declared,
+            max_constraint_len=64,
+        )
+        target, draft = random_model(VOCAB, 1), random_model(draft_vocab, 2)
+        settings = {"block_size": BLOCK_SIZE, "rule": rule, "rates": rates, "logprobs_mode": "raw_logprobs"}
+        native = functools.partial(NativeRunner, self.scheduler, core.CpuPool(1))
+        makes: list[Callable[..., EagerRunner]] = [EagerRunner, native]
+        self.eager, self.native = (self._side(make, target, draft, drafter, settings) for make in makes)
+
+    def _side(
+        self,
+        make: Callable[..., EagerRunner],
+        target: NativeDense,
+        draft: NativeDense,
+        drafter: str,
+        settings: dict[str, object],
+    ) -> Side:
+        made: Drafter | None = None
+        if drafter == "model":
+            made = DraftModel(draft, draft.allocate_cache(ROWS * TABLE, BLOCK_SIZE), MAX_LEN - 6, VOCAB)
+        elif drafter == "ngram":
+            made = NgramDrafter()
+        cpu = torch.device("cpu")
+        runner = make(
+            target,
+            target.allocate_cache(ROWS * TABLE, BLOCK_SIZE),
+            made,
+            RowState.allocate(ROWS, MAX_LEN, BLOCK_SIZE, cpu),
+            SamplingState(ROWS, VOCAB, torch.float32, cpu),
+            **settings,
+        )
+        return Side(runner, RingSlot(self.scheduler, MAX_K if drafter != "none" else 0, pinned=False))
+
+    def launch(self, rng: np.random.Generator, drafter: str) -> Made:
+        """Make up a launch and run it on both."""
+        made = Made(rng, self.native.runner.state, self.native.slot, drafter)
+        self.eager.slot.record[:] = self.native.slot.record
+        for side in (self.eager, self.native):
+            side.slot.results[:] = -9
+            side.runner.launch(side.slot, side.slot.header())
+        return made
+
+
+class Made:
+    """A launch made up from row state, which it first changes: what a scheduler would never do."""
+
+    def __init__(self, rng: np.random.Generator, state: RowState, slot: RingSlot, drafter: str) -> None:
+        self.rng, self.state, self.record, self.drafter = rng, state, slot.record_arrays, drafter
+        self.header = dict.fromkeys(core.HEADER_FIELDS, 0)
+        slot.record[:] = -7  # what a launch does not count, it must not read
+        rows = rng.permutation(ROWS).tolist()
+        num_decode = int(rng.integers(0, ROWS + 1))
+        self.decode, others = rows[:num_decode], rows[num_decode:]
+        self.prefill = others[: int(rng.integers(0, len(others) + 1))]
+        if not self.decode and not self.prefill:
+            self.prefill = others[:1]
+        self.admitted = [row for row in self.prefill if rng.random() < 0.5][:3]  # uploads have room for so many
+        self.lengths = {row: self._length(row) for row in range(ROWS)}
+        self._admit()
+        self._blocks()
+        self._decode()
+        self._prefill()
+        if drafter == "model":
+            self._catch_up()
+        self.record["header"][: len(core.HEADER_FIELDS)] = [self.header[name] for name in core.HEADER_FIELDS]
+
+    def _length(self, row: int) -> int:
+        return int(self.rng.integers(1, MAX_LEN)) if row in self.admitted else int(self.state.num_tokens[row])
+
+    def _admit(self) -> None:
+        rng, record, tokens = self.rng, self.record, []
+        for i, row in enumerate(self.admitted):
+            n = self.lengths[row]
+            params = {
+                "temperature": float(rng.choice([0.0, 0.5, 1.2])),
+                "top_k": int(rng.choice([0, 3])),
+                "top_p": float(rng.choice([1.0, 0.8])),
+                "min_p": float(rng.choice([0.0, 0.1])),
+            }
+            values, steps = RequestSampling(seed=i, **params).columns("float32")
+            told = {
+                "row": row,
+                "request_id": i,
+                "num_tokens": n,
+                "prompt_len": n,
+                "draft_len": 0,
+                "limit": int(rng.integers(n + 1, MAX_LEN + 1)),
+                "min_len": int(rng.integers(0, MAX_LEN)),
+                "num_cached": 0,
+                "seed": int(rng.integers(-(2**63), 2**63)),
+                "steps": steps,
+                "logprobs": core.LOGPROBS_NONE,
+                "prompt_logprobs": core.LOGPROBS_NONE,
+            }
+            for name, value in told.items():
+                record[f"admit_{name}"][i] = value
+            width = len(core.PARAM_COLUMNS)
+            record["admit_params"][i * width : (i + 1) * width] = np.array(values).view(np.int64)
+            stops = [*rng.integers(0, VOCAB, 2), *[-1] * (core.MAX_STOP_IDS - 2)]
+            record["admit_stop_ids"][i * core.MAX_STOP_IDS : (i + 1) * core.MAX_STOP_IDS] = stops
+            tokens += rng.integers(0, VOCAB, n).tolist()
+        record["upload_token"][: len(tokens)] = tokens
+        self.header["num_admitted"], self.header["num_upload_tokens"] = len(self.admitted), len(tokens)
+        self.uploaded = tokens
+
+    def _blocks(self) -> None:
+        """Now and then a row's blocks in another order; each row has its own."""
+        self.table = self.state.block_table.clone()
+        count = 0
+        for row in range(ROWS):
+            if self.rng.random() < 0.1 or row in self.admitted:
+                for index, block in enumerate(self.rng.permutation(TABLE) + row * TABLE):
+                    for name, value in (("row", row), ("index", index), ("id", block)):
+                        self.record[f"block_{name}"][count] = value
+                    self.table[row, index] = int(block)
+                    count += 1
+        self.header["num_block_updates"] = count
+
+    def _entry(self, i: int, row: int, k: int, *, whole: bool = False) -> None:
+        n = self.lengths[row]
+        short = not whole and self.rng.random() < 0.1
+        told = {
+            "row": row,
+            "k": k,
+            "capacity": int(self.rng.integers(max(n - 2, 0), n + k + 1)) if short else MAX_LEN,
+            "n_upper": n + int(self.rng.integers(0, 3)),
+        }
+        for name, value in told.items():
+            self.record[f"entry_{name}"][i] = value
+
+    def _decode(self) -> None:
+        rng = self.rng
+        most = 0 if self.drafter == "none" else MAX_K
+        ks = sorted((int(k) for k in rng.integers(0, most + 1, len(self.decode))), reverse=True)
+        for i, (row, k) in enumerate(zip(self.decode, ks, strict=True)):
+            self._entry(i, row, k)
+            if self.drafter == "ngram":
+                # what the target would write next, now and then
+                self.record["draft_token"][i * MAX_K : i * MAX_K + k] = rng.integers(0, VOCAB, k)
+        self.header["num_decode"], self.header["max_k"] = len(ks), max(ks, default=0)
+        self.ks = ks
+
+    def _slots(self, row: int, positions: np.ndarray) -> np.ndarray:
+        return self.table[row].numpy()[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+
+    def _prefill(self) -> None:
+        record, at, offset = self.record, 0, 0
+        starts = {}
+        for row in self.admitted:
+            starts[row] = offset
+            offset += self.lengths[row]
+        record["prefill_q_start"][0] = 0
+        for j, row in enumerate(self.prefill):
+            n = self.lengths[row]
+            self._entry(len(self.decode) + j, row, 0)
+            start = int(self.rng.integers(0, n))
+            length = int(min(self.rng.integers(1, n - start + 1), (BUDGET - at) // (len(self.prefill) - j)))
+            positions = np.arange(start, start + length)
+            tokens = (
+                np.array(self.uploaded)[starts[row] + positions]
+                if row in starts
+                else self.state.tokens[row].numpy()[positions]
+            )
+            record["chunk_start"][j], record["chunk_len"][j] = start, length
+            record["chunk_is_last"][j] = start + length == n
+            record["prefill_token"][at : at + length] = tokens
+            record["prefill_position"][at : at + length] = positions
+            record["prefill_slot"][at : at + length] = self._slots(row, positions)
+            at += length
+            record["prefill_q_start"][j + 1] = at
+        self.header["num_prefill"], self.header["num_prefill_tokens"] = len(self.prefill), at
+
+    def _catch_up(self) -> None:
+        record, at, j = self.record, 0, 0
+        record["draft_q_start"][0] = 0
+        for row in self.decode:
+            n = self.lengths[row]
+            start = int(self.state.draft_len[row])
+            if self.rng.random() < 0.6 or start >= n - 1 or row in self.prefill:
+                continue
+            length = min(int(self.rng.integers(0, n - start)), 8)
+            positions = np.arange(start, start + length)
+            slots = np.where(self.rng.random(length) < 0.2, -1, self._slots(row, positions))
+            told = {"draft_chunk_row": row, "draft_chunk_start": start, "draft_chunk_len": length}
+            for name, value in told.items():
+                record[name][j] = value
+            record["draft_position"][at : at + length], record["draft_slot"][at : at + length] = positions, slots
+            at, j = at + length, j + 1
+            record["draft_q_start"][j] = at
+        self.header["num_draft_chunks"], self.header["num_draft_tokens"] = j, at
+
+
+def shake(pair: Pair, rng: np.random.Generator) -> None:
+    """Rows as they may be before a launch, the same on both sides; now and then some blocks of KV are NaN."""
+    state, sampling = pair.native.runner.state, pair.native.runner.sampling
+    for row in range(ROWS):
+        ended = not state.active[row] or state.num_tokens[row] >= state.limit[row]
+        if ended or rng.random() < 0.05:
+            n = int(rng.integers(1, MAX_LEN))
+            state.num_tokens[row], state.active[row] = n, rng.random() < 0.9
+            state.draft_len[row] = max(0, n - int(rng.integers(1, 5)))
+            state.limit[row], state.min_len[row] = rng.integers(n + 1, MAX_LEN + 1), rng.integers(0, MAX_LEN)
+            state.tokens[row] = torch.from_numpy(rng.integers(0, VOCAB, MAX_LEN + 1))
+            state.block_table[row] = torch.from_numpy(rng.permutation(TABLE) + row * TABLE)
+    other = pair.eager.runner
+    for field in fields(RowState):
+        getattr(other.state, field.name).copy_(getattr(state, field.name))
+    assert torch.equal(other.sampling.params.values, sampling.params.values)
+    sound = rng.random() < 0.9
+    for mine, theirs in zip(pair.native.caches, pair.eager.caches, strict=True):
+        for layer, copied in zip(mine.layers, theirs.layers, strict=True):
+            layer.nan_to_num_(nan=0.5)
+            if not sound:
+                layer[rng.integers(0, ROWS * TABLE, 6)] = torch.nan
+            copied.copy_(layer)
+
+
+def compare(pair: Pair, made: Made) -> dict[str, int]:
+    """What a launch leaves, on both sides; what of it was seen."""
+    eager, native = pair.eager, pair.native
+    count = made.header["num_decode"] + made.header["num_prefill"]
+    for name in SECTIONS:
+        mine, theirs = (side.slot.results_arrays[name][:count].tolist() for side in (native, eager))
+        if name == "flags":  # of what is short of blocks, which the native runner does not feed, only that
+            mine, theirs = ([flags & core.FLAG_CAPACITY or flags for flags in both] for both in (mine, theirs))
+        assert mine == theirs, name
+    emitted = native.slot.results_arrays["num_emitted"][:count].tolist()
+    for entry, many in enumerate(emitted):
+        mine, theirs = (side.slot.results_view.tokens[entry, :many].tolist() for side in (native, eager))
+        assert mine == theirs
+    mine, theirs = native.runner.state, eager.runner.state
+    for name in ("num_tokens", "draft_len", "limit", "min_len", "active", "block_table", "stop_ids"):
+        assert torch.equal(getattr(mine, name), getattr(theirs, name)), name
+    for row, n in enumerate(mine.num_tokens.tolist()):
+        assert torch.equal(mine.tokens[row, :n], theirs.tokens[row, :n])
+    for name in ("seeds", "prompt_len"):
+        assert torch.equal(getattr(native.runner.sampling, name), getattr(eager.runner.sampling, name)), name
+    assert torch.equal(native.runner.sampling.params.values, eager.runner.sampling.params.values)
+    # Where blocks are short the native runner feeds nothing; the scratch block is anything.
+    flags = native.slot.results_arrays["flags"][:count]
+    rows = native.slot.record_arrays["entry_row"][:count][flags & core.FLAG_CAPACITY != 0].tolist()
+    ended = [row for row in range(ROWS) if not mine.active[row]]
+    skipped = {int(block) for row in (*rows, *ended) for block in mine.block_table[row].tolist()}
+    kept = [block for block in range(ROWS * TABLE) if block not in skipped]
+    for ours, their in zip(native.caches, eager.caches, strict=True):
+        for layer, other in zip(ours.layers, their.layers, strict=True):
+            assert torch.equal(layer[kept].view(torch.int32), other[kept].view(torch.int32))
+    reported = {name: native.slot.results_arrays[name][:count] for name in SECTIONS}
+    return {
+        "accepted": int(reported["num_accepted"].sum()),
+        "rejected": int((reported["num_accepted"] < reported["num_drafted"]).sum()),
+        "stops": int((reported["finish_reason"] == core.FINISH_STOP).sum()),
+        "limits": int((reported["finish_reason"] == core.FINISH_LENGTH).sum()),
+        "target faults": int((reported["flags"] & core.FLAG_TARGET_NON_FINITE > 0).sum()),
+        "draft faults": int((reported["flags"] & core.FLAG_DRAFT_NON_FINITE > 0).sum()),
+        "short": int((reported["flags"] & core.FLAG_CAPACITY > 0).sum()),
+        "last chunks": int(native.slot.record_arrays["chunk_is_last"][: made.header["num_prefill"]].sum()),
+        "catch-up tokens": made.header["num_draft_tokens"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("drafter", "rule", "rates", "draft_vocab"),
+    [
+        ("model", "rejection", None, VOCAB),
+        ("model", "coupled", None, VOCAB - 4),
+        ("model", "rejection", None, VOCAB + 5),
+        ("model", "rejection", [0.9, 0.5, 0.1], VOCAB),
+        ("ngram", "rejection", None, VOCAB),
+        ("none", "coupled", None, VOCAB),
+    ],
+)
+def test_random_launches(drafter: str, rule: str, rates: list[float] | None, draft_vocab: int) -> None:
+    rng, pair = np.random.default_rng(draft_vocab + len(drafter + rule)), Pair(drafter, rule, rates, draft_vocab)
+    seen: dict[str, int] = {}
+    for _ in range(LAUNCHES):
+        shake(pair, rng)
+        made = pair.launch(rng, drafter)
+        for what, times in compare(pair, made).items():
+            seen[what] = seen.get(what, 0) + times
+    assert pair.native.runner.num_target_passes > 0
+    never = {what for what, times in seen.items() if not times}
+    drafts = set() if drafter != "none" else {"accepted", "rejected"}
+    drafts |= set() if drafter == "model" else {"draft faults", "catch-up tokens"}
+    assert never == drafts, "every kind of launch must come up"
