@@ -270,3 +270,57 @@ impl Signal {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_participant_works_once_and_its_writes_are_seen() {
+        for threads in [1, 2, 3, 8] {
+            let pool = Pool::new(threads).unwrap();
+            let session = pool.enter().unwrap();
+            let counts: Vec<AtomicUsize> = (0..threads).map(|_| AtomicUsize::new(0)).collect();
+            for i in 0..2000 {
+                session.run(&|t| {
+                    counts[t].fetch_add(1, Ordering::Relaxed);
+                    // Some are late, so that others wait in every way there is.
+                    if i % 500 == 250 && t == i % threads {
+                        std::thread::sleep(std::time::Duration::from_millis(3));
+                    }
+                });
+                assert!(counts.iter().all(|count| count.load(Ordering::Relaxed) == i + 1), "{i}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_panic_reaches_the_caller_and_the_pool_goes_on() {
+        let pool = Pool::new(3).unwrap();
+        for bad in 0..3 {
+            let panicked = catch_unwind(AssertUnwindSafe(|| {
+                pool.enter().unwrap().run(&|t| assert!(t != bad, "as it should"));
+            }));
+            assert!(panicked.is_err());
+            pool.enter().unwrap().run(&|_| {});
+        }
+    }
+
+    #[test]
+    fn callers_wait_for_each_other() {
+        let pool = Pool::new(2).unwrap();
+        let inside = AtomicUsize::new(0);
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for _ in 0..200 {
+                        let session = pool.enter().unwrap();
+                        assert_eq!(inside.fetch_add(1, Ordering::SeqCst), 0);
+                        session.run(&|_| {});
+                        inside.fetch_sub(1, Ordering::SeqCst);
+                    }
+                });
+            }
+        });
+    }
+}

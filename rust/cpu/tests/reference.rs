@@ -25,7 +25,7 @@ fn check(kind: Kind) {
     let table: Vec<i64> = (0..2 * max_blocks as i64).map(|i| (i * 7 + 3) % (2 * max_blocks as i64)).collect();
     let n = &mut Numbers(3);
     let sequences: Vec<Vec<usize>> = (0..2).map(|_| (0..40).map(|_| n.below(97)).collect()).collect();
-    let expected: Vec<Vec<Vec<f64>>> = sequences.iter().map(|s| model.reference(s, 0)).collect();
+    let expected: Vec<Vec<Vec<f64>>> = sequences.iter().map(|s| model.reference(s)).collect();
     let (mut done, mut worst) = ([0, 0], 0.0_f64);
     for counts in [[17, 1], [1, 30], [3, 0], [6, 9], [13, 0]] {
         let (mut tokens, mut positions, mut slots, mut entries) = (vec![5], vec![-1], vec![-1], vec![9]);

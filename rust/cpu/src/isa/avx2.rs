@@ -72,6 +72,11 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    fn prefetch<T>(self, address: *const T) {
+        avx2!(_mm_prefetch::<_MM_HINT_T0>(address.cast()));
+    }
+
+    #[inline(always)]
     fn add(self, a: V, b: V) -> V {
         avx2!([_mm256_add_ps(a[0], b[0]), _mm256_add_ps(a[1], b[1])])
     }

@@ -6,14 +6,15 @@ use super::{Kernel, LANES, Simd};
 use crate::memory::Bf16;
 use std::arch::x86_64::*;
 
-/// Made by [`Avx512::detect`] alone: whoever holds one may use AVX-512F.
+/// Made by [`Avx512::detect`] alone: whoever holds one may use AVX-512F, BW, DQ and VL. Without VL the compiler keeps
+/// whatever is ever seen as 128 or 256 bits in the lower 16 registers, accumulators among them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Avx512(());
 
-/// Calls intrinsics of AVX-512F.
+/// Calls intrinsics of AVX-512F, BW, DQ and VL.
 macro_rules! avx512 {
     ($e:expr) => {
-        // SAFETY: the method's receiver exists only where the machine has AVX-512F, and what is loaded or stored is a
+        // SAFETY: the method's receiver exists only where the machine has them, and what is loaded or stored is a
         // reference to sixteen elements; these loads and stores need no alignment.
         unsafe { $e }
     };
@@ -21,7 +22,11 @@ macro_rules! avx512 {
 
 impl Avx512 {
     pub(super) fn detect() -> Option<Self> {
-        is_x86_feature_detected!("avx512f").then_some(Self(()))
+        let found = is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512dq")
+            && is_x86_feature_detected!("avx512vl");
+        found.then_some(Self(()))
     }
 
     #[inline]
@@ -30,7 +35,7 @@ impl Avx512 {
     }
 }
 
-#[target_feature(enable = "avx512f")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 fn run<K: Kernel>(s: Avx512, kernel: K) -> K::Output {
     kernel.run(s)
 }
@@ -60,6 +65,11 @@ impl Simd for Avx512 {
     #[inline(always)]
     fn store(self, v: __m512, out: &mut [f32; LANES]) {
         avx512!(_mm512_storeu_ps(out.as_mut_ptr(), v));
+    }
+
+    #[inline(always)]
+    fn prefetch<T>(self, address: *const T) {
+        avx512!(_mm_prefetch::<_MM_HINT_T0>(address.cast()));
     }
 
     #[inline(always)]
@@ -156,7 +166,7 @@ impl Simd for Avx512 {
 
 /// Quad i: lanes of vector i, j with j + 8, then with j + 4.
 #[inline]
-#[target_feature(enable = "avx512f")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 fn quads(a: __m512, b: __m512, c: __m512, d: __m512) -> __m512 {
     let halves =
         |x, y| _mm512_add_ps(_mm512_shuffle_f32x4::<0b01_00_01_00>(x, y), _mm512_shuffle_f32x4::<0b11_10_11_10>(x, y));

@@ -33,6 +33,11 @@ pub(crate) trait Simd: Copy + Send + Sync {
     fn load_bf16(self, x: &[Bf16; LANES]) -> Self::V;
     /// Writes the lanes.
     fn store(self, v: Self::V, out: &mut [f32; LANES]);
+    /// Starts to load the cache line at `address`, which may be anywhere.
+    #[inline(always)]
+    fn prefetch<T>(self, address: *const T) {
+        let _ = address;
+    }
     /// a + b
     fn add(self, a: Self::V, b: Self::V) -> Self::V;
     /// a - b

@@ -76,6 +76,14 @@ impl<T: Element, K: KvRead<T>> Kernel for Attend<'_, T, K> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
+        if self.head_dim.is_multiple_of(LANES) { self.attend::<S, false>(s) } else { self.attend::<S, true>(s) }
+    }
+}
+
+impl<T: Element, K: KvRead<T>> Attend<'_, T, K> {
+    /// TAIL: heads end within a vector. Apart, because a call that pads it would take sums out of their registers.
+    #[inline(always)]
+    fn attend<S: Simd, const TAIL: bool>(self, s: S) {
         let (dim, heads, rows) = (self.head_dim, self.heads, self.positions.len());
         let vectors = dim.div_ceil(LANES);
         let scratch = self.scratch;
@@ -113,9 +121,9 @@ impl<T: Element, K: KvRead<T>> Kernel for Attend<'_, T, K> {
                         let (from, len) = (offset * dim, n * dim);
                         let keys = &self.kv.keys(block(first))[from..][..len];
                         let values = &self.kv.values(block(first))[from..][..len];
-                        state.group(s, q, self.scale, keys, values, dim);
+                        state.group::<S, _, TAIL>(s, q, self.scale, keys, values, dim);
                     } else {
-                        state.group(s, q, self.scale, &keys[..n * dim], &values[..n * dim], dim);
+                        state.group::<S, _, TAIL>(s, q, self.scale, &keys[..n * dim], &values[..n * dim], dim);
                     }
                 }
             }
@@ -145,24 +153,32 @@ struct State<'a> {
 impl State<'_> {
     /// Takes in the next group: `keys` and `values` are `[n, dim]`, n <= 16.
     #[inline(always)]
-    fn group<S: Simd, T: Element>(self, s: S, q: &[Vector], scale: f32, keys: &[T], values: &[T], dim: usize) {
+    fn group<S: Simd, T: Element, const TAIL: bool>(
+        self,
+        s: S,
+        q: &[Vector],
+        scale: f32,
+        keys: &[T],
+        values: &[T],
+        dim: usize,
+    ) {
         let n = keys.len() / dim;
         let mut scores = [f32::NEG_INFINITY; LANES];
         let mut j = 0;
         if S::WIDE {
             while j + 8 <= n {
-                let sums = dots::<S, T, 8>(s, q, &keys[j * dim..][..8 * dim], dim);
+                let sums = dots::<S, T, 8, TAIL>(s, q, &keys[j * dim..][..8 * dim], dim);
                 scores[j..j + 8].copy_from_slice(&s.sums8(sums));
                 j += 8;
             }
         }
         while j + 4 <= n {
-            let sums = dots::<S, T, 4>(s, q, &keys[j * dim..][..4 * dim], dim);
+            let sums = dots::<S, T, 4, TAIL>(s, q, &keys[j * dim..][..4 * dim], dim);
             scores[j..j + 4].copy_from_slice(&s.sums4(sums));
             j += 4;
         }
         while j < n {
-            scores[j] = s.sum(dots::<S, T, 1>(s, q, &keys[j * dim..][..dim], dim)[0]);
+            scores[j] = s.sum(dots::<S, T, 1, TAIL>(s, q, &keys[j * dim..][..dim], dim)[0]);
             j += 1;
         }
         // Lanes past n stay -inf: their weights are exact zeros.
@@ -189,16 +205,16 @@ impl State<'_> {
         let mut v = 0;
         if S::WIDE {
             while v + 4 <= self.sums.len() {
-                weigh::<S, T, 4>(s, &weights[..n], values, dim, v, self.sums);
+                weigh::<S, T, 4, TAIL>(s, &weights[..n], values, dim, v, self.sums);
                 v += 4;
             }
         }
         while v + 2 <= self.sums.len() {
-            weigh::<S, T, 2>(s, &weights[..n], values, dim, v, self.sums);
+            weigh::<S, T, 2, TAIL>(s, &weights[..n], values, dim, v, self.sums);
             v += 2;
         }
         if v < self.sums.len() {
-            weigh::<S, T, 1>(s, &weights[..n], values, dim, v, self.sums);
+            weigh::<S, T, 1, TAIL>(s, &weights[..n], values, dim, v, self.sums);
         }
     }
 }
@@ -219,7 +235,12 @@ fn largest(x: &Vector) -> f32 {
 
 /// Lanes of the products of q with P keys; features are summed in order, by their number modulo 16.
 #[inline(always)]
-fn dots<S: Simd, T: Element, const P: usize>(s: S, q: &[Vector], keys: &[T], dim: usize) -> [S::V; P] {
+fn dots<S: Simd, T: Element, const P: usize, const TAIL: bool>(
+    s: S,
+    q: &[Vector],
+    keys: &[T],
+    dim: usize,
+) -> [S::V; P] {
     let whole = dim / LANES;
     let mut k: [&[[T; LANES]]; P] = [&[]; P];
     let mut tails: [&[T]; P] = [&[]; P];
@@ -235,7 +256,7 @@ fn dots<S: Simd, T: Element, const P: usize>(s: S, q: &[Vector], keys: &[T], dim
             sums[j] = s.fma(T::load(s, &k[j][i]), q, sums[j]);
         }
     }
-    if whole < q.len() {
+    if TAIL {
         let q = s.load(&q[whole]);
         for j in 0..P {
             sums[j] = s.fma(T::load_tail(s, tails[j]), q, sums[j]);
@@ -246,7 +267,7 @@ fn dots<S: Simd, T: Element, const P: usize>(s: S, q: &[Vector], keys: &[T], dim
 
 /// Adds the weighted values of features 16 v to 16 (v + C): the even positions' sum and the odd ones', then both.
 #[inline(always)]
-fn weigh<S: Simd, T: Element, const C: usize>(
+fn weigh<S: Simd, T: Element, const C: usize, const TAIL: bool>(
     s: S,
     weights: &[f32],
     values: &[T],
@@ -259,11 +280,11 @@ fn weigh<S: Simd, T: Element, const C: usize>(
     let mut rows = values.chunks_exact(2 * dim);
     for (pair, rows) in pairs.iter().zip(rows.by_ref()) {
         let (first, second) = rows.split_at(dim);
-        add_row(s, pair[0], &first[v * LANES..], &mut even);
-        add_row(s, pair[1], &second[v * LANES..], &mut odd);
+        add_row::<S, T, C, TAIL>(s, pair[0], &first[v * LANES..], &mut even);
+        add_row::<S, T, C, TAIL>(s, pair[1], &second[v * LANES..], &mut odd);
     }
     if let [weight] = last {
-        add_row(s, *weight, &rows.remainder()[v * LANES..], &mut even);
+        add_row::<S, T, C, TAIL>(s, *weight, &rows.remainder()[v * LANES..], &mut even);
     }
     for (c, sum) in sums[v..v + C].iter_mut().enumerate() {
         s.store(s.add(s.load(sum), s.add(even[c], odd[c])), sum);
@@ -271,17 +292,17 @@ fn weigh<S: Simd, T: Element, const C: usize>(
 }
 
 #[inline(always)]
-fn add_row<S: Simd, T: Element, const C: usize>(s: S, weight: f32, row: &[T], sums: &mut [S::V; C]) {
+fn add_row<S: Simd, T: Element, const C: usize, const TAIL: bool>(s: S, weight: f32, row: &[T], sums: &mut [S::V; C]) {
     let weight = s.splat(weight);
-    if let Some(row) = row.get(..C * LANES) {
-        let (vectors, _) = row.as_chunks::<LANES>();
-        for c in 0..C {
-            sums[c] = s.fma(weight, T::load(s, &vectors[c]), sums[c]);
-        }
-    } else {
+    if TAIL {
         for c in 0..C {
             let row = &row[c * LANES..];
             sums[c] = s.fma(weight, T::load_tail(s, &row[..row.len().min(LANES)]), sums[c]);
+        }
+    } else {
+        let (vectors, _) = row[..C * LANES].as_chunks::<LANES>();
+        for c in 0..C {
+            sums[c] = s.fma(weight, T::load(s, &vectors[c]), sums[c]);
         }
     }
 }

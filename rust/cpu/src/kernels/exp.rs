@@ -25,3 +25,49 @@ pub(super) fn exp<S: Simd>(s: S, x: S::V) -> S::V {
     let value = s.mul(series, s.pow2(shifted));
     s.select_less(x, s.splat(-87.0), s.splat(0.0), value)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::exp;
+    use crate::isa::{Isa, Kernel, LANES, Simd};
+
+    struct Exp([f32; LANES]);
+
+    impl Kernel for Exp {
+        type Output = [f32; LANES];
+
+        #[inline(always)]
+        fn run<S: Simd>(self, s: S) -> Self::Output {
+            let mut out = [0.0; LANES];
+            s.store(exp(s, s.load(&self.0)), &mut out);
+            out
+        }
+    }
+
+    #[test]
+    fn exponentials_are_accurate_and_the_same_everywhere() {
+        for i in (-86_990..87_980_i32).step_by(LANES) {
+            let x = std::array::from_fn(|j| (i + j as i32) as f32 * 1e-3);
+            let sets = Isa::available();
+            let found = sets[0].run(Exp(x));
+            assert!(sets.iter().all(|isa| isa.run(Exp(x)).map(f32::to_bits) == found.map(f32::to_bits)), "{x:?}");
+            for (x, found) in x.iter().zip(found) {
+                let exact = f64::from(*x).exp();
+                let error = (f64::from(found) - exact).abs() / exact;
+                assert!(error < 2_f64.powi(-23), "e^{x} is off by {error:e} of itself");
+            }
+        }
+    }
+
+    #[test]
+    fn ends_are_as_documented() {
+        for isa in Isa::available() {
+            let mut x = [0.0; LANES];
+            x[..8].copy_from_slice(&[0.0, -0.0, f32::NEG_INFINITY, -87.1, f32::NAN, 1e30, f32::INFINITY, -1e-30]);
+            let y = isa.run(Exp(x));
+            assert_eq!(y[..4], [1.0, 1.0, 0.0, 0.0], "{}", isa.name());
+            assert!(y[4].is_nan() && y[5] > 1e38 && y[5].is_finite() && y[6].is_finite(), "{}", isa.name());
+            assert_eq!(y[7].to_bits(), 1.0_f32.to_bits());
+        }
+    }
+}

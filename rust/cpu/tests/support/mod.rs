@@ -37,6 +37,20 @@ impl Numbers {
     }
 }
 
+/// Sizes that no vector divides.
+pub const SMALL: ModelShape = ModelShape {
+    vocab_size: 50,
+    hidden_size: 40,
+    intermediate_size: 70,
+    num_heads: 6,
+    num_kv_heads: 2,
+    head_dim: 10,
+    rms_norm_eps: 1e-6,
+};
+
+/// `[position][head][feature]` keys and values of one layer.
+pub type KeysValues = (Vec<Vec<Vec<f64>>>, Vec<Vec<Vec<f64>>>);
+
 /// What a family switches on.
 #[derive(Clone, Copy, Debug)]
 pub struct Kind {
@@ -179,14 +193,21 @@ impl Model {
         KvCache::allocate(shape, self.layers.len(), self.kind.bf16).unwrap()
     }
 
-    /// Logits `[tokens, vocab]` of a whole sequence in float64, whose first token is at position `start`: no cache.
-    /// K and V of a bf16 model are rounded as its cache rounds them.
-    pub fn reference(&self, tokens: &[usize], start: usize) -> Vec<Vec<f64>> {
+    /// Logits `[tokens, vocab]` of a whole sequence in float64. K and V of a bf16 model are rounded as its cache rounds
+    /// them.
+    pub fn reference(&self, tokens: &[usize]) -> Vec<Vec<f64>> {
+        let none: Vec<KeysValues> = self.layers.iter().map(|_| Default::default()).collect();
+        self.reference_behind(tokens, &none)
+    }
+
+    /// The same of tokens behind those whose keys and values are given by layer.
+    pub fn reference_behind(&self, tokens: &[usize], prefix: &[KeysValues]) -> Vec<Vec<f64>> {
+        let start = prefix.first().map_or(0, |layer| layer.0.len());
         let s = &self.shape;
         let (hidden, dim, eps) = (s.hidden_size, s.head_dim, f64::from(s.rms_norm_eps));
         let mut h: Vec<Vec<f64>> = tokens.iter().map(|t| wide(&self.embedding[t * hidden..][..hidden])).collect();
-        for layer in &self.layers {
-            let (mut keys, mut values) = (Vec::new(), Vec::new());
+        for (layer, prefix) in self.layers.iter().zip(prefix) {
+            let (mut keys, mut values) = prefix.clone();
             for (i, h) in h.iter_mut().enumerate() {
                 let x = rms_norm(h, &layer.input_norm, eps);
                 let heads = |dense: &Dense, norm: Option<&Vec<f32>>, rotated: bool| -> Vec<Vec<f64>> {
@@ -316,6 +337,39 @@ impl Host {
             }
         }
         Self { kv, table, max_blocks, block_size }
+    }
+
+    /// Writes random keys and values of the first `len` positions of entry 0.
+    pub fn fill(&mut self, model: &Model, len: usize, seed: u64) -> Vec<KeysValues> {
+        let n = &mut Numbers(seed);
+        let (heads, dim, block_size) = (model.shape.num_kv_heads, model.shape.head_dim, self.block_size);
+        let table = &self.table;
+        let mut fill = |layer: &mut ValuesMut| {
+            let mut halves = [Vec::new(), Vec::new()];
+            for p in 0..len {
+                for (half, rows) in halves.iter_mut().enumerate() {
+                    let mut row = Vec::new();
+                    for head in 0..heads {
+                        let plane = (table[p / block_size] as usize * 2 + half) * heads + head;
+                        let start = (plane * block_size + p % block_size) * dim;
+                        let x: Vec<Bf16> = (0..dim).map(|_| Bf16::from_f32(3.0 * n.unit())).collect();
+                        row.push(x.iter().map(|x| f64::from(x.to_f32())).collect());
+                        match layer {
+                            ValuesMut::F32(memory) => {
+                                for (out, x) in memory.as_mut_slice()[start..].iter_mut().zip(&x) {
+                                    *out = x.to_f32();
+                                }
+                            }
+                            ValuesMut::Bf16(memory) => memory.as_mut_slice()[start..][..dim].copy_from_slice(&x),
+                        }
+                    }
+                    rows.push(row);
+                }
+            }
+            let [keys, values] = halves;
+            (keys, values)
+        };
+        self.kv.layers_mut().iter_mut().map(&mut fill).collect()
     }
 
     /// One pass over (entry, position, token); masked where the position is None.
