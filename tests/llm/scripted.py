@@ -51,6 +51,9 @@ class ScriptedEngine:
                 del self.live[request.request_id]
         return touched
 
+    def close(self) -> None:
+        """It has no threads."""
+
     def settle_idle(self) -> None:
         self.num_idle += not self.live
 

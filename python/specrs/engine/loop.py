@@ -206,7 +206,6 @@ class EngineLoop(threading.Thread):
             updates.append((group, i, output))
         if updates:
             self._deliver(updates)
-        self._engine.close()
         with self._ending:
             self._ended = True
         with contextlib.suppress(queue.Empty):
@@ -214,5 +213,6 @@ class EngineLoop(threading.Thread):
                 command = self._commands.get_nowait()
                 if command.outcome is not None and command.outcome.set_running_or_notify_cancel():
                     command.outcome.set_exception(error or EngineDeadError("the engine was shut down"))
+        self._engine.close()
         if error is not None:
             self._on_end()

@@ -1,0 +1,266 @@
+"""What the parts of the native pass refuse: arrays that cannot be read where they are, and calls that do not fit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from specrs import core
+from specrs.core import InvalidBufferError, InvalidConfigError
+
+from core.cpu_parts import HIDDEN, VOCAB, arrays, kv_layers, model, scheduler, state, weights
+
+
+def misaligned(shape: tuple[int, ...], dtype: type = np.float32) -> np.ndarray:
+    """An array whose first element lies one byte behind where it may."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    return np.zeros(size + 1, np.uint8)[1:].view(dtype).reshape(shape)
+
+
+def layer_with(field: str, value: object) -> list[dict[str, object]]:
+    (layer,) = arrays()["layers"]  # type: ignore[misc]
+    return [{**layer, field: value}]
+
+
+FLOATS = "expected float32, or uint16 with the bits of bfloat16"
+BAD_WEIGHTS: dict[str, tuple[dict[str, object], str]] = {
+    "misaligned": (
+        {"embedding": misaligned((VOCAB, HIDDEN))},
+        r"^embedding: strides are \[32, 4\] bytes for shape \[11, 8\], expected a C-contiguous, aligned array$",
+    ),
+    "transposed": (
+        {"embedding": np.zeros((HIDDEN, VOCAB), np.float32).T},
+        r"^embedding: strides are \[4, 44\] bytes for shape \[11, 8\], expected a C-contiguous, aligned array$",
+    ),
+    "every second row": (
+        {"lm_head": [(np.zeros((2 * VOCAB, HIDDEN), np.float32)[::2], None)]},
+        r"^lm_head.parts\[0\].weight: strides are \[64, 4\]",
+    ),
+    "float64": ({"final_norm": np.ones(HIDDEN)}, rf"^final_norm: dtype is float64, {FLOATS}$"),
+    "int16": ({"embedding": np.zeros((VOCAB, HIDDEN), np.int16)}, rf"^embedding: dtype is int16, {FLOATS}$"),
+    "no array": ({"embedding": [[1.0]]}, r"^embedding: is a list, expected a numpy array$"),
+    "rank": ({"embedding": np.zeros(VOCAB * HIDDEN, np.float32)}, r"^embedding: shape is \[88\], expected 2 dim"),
+    "rows": (
+        {"embedding": np.zeros((VOCAB - 1, HIDDEN), np.float32)},
+        r"^embedding = 80 elements is not allowed: expected 88 elements$",
+    ),
+    "a layer's norm": (
+        {"layers": layer_with("input_norm", np.ones(HIDDEN + 1, np.float32))},
+        r"^layers\[0\].input_norm = 9 elements is not allowed: expected 8 elements$",
+    ),
+    "a layer's bias": (
+        {"layers": layer_with("o", [(np.zeros((HIDDEN, 8), np.float32), np.zeros(3, np.float32))])},
+        r"^layers\[0\].o.parts\[0\].bias = 3 elements is not allowed: expected 8 elements$",
+    ),
+    "too few features": (
+        {"layers": layer_with("gate_up", [(np.zeros((12, HIDDEN), np.float32), None)])},
+        r"^layers\[0\].gate_up's shape = \[12, 8\] is not allowed: expected \[24, 8\]$",
+    ),
+    "frequencies": ({"frequencies": np.zeros(4, np.float32)}, r"^frequencies = 4 elements is not allowed"),
+    "heads": ({"num_kv_heads": 3}, r"^num_kv_heads = 3 is not allowed: expected a divisor of num_heads = 2$"),
+    "no heads": ({"num_heads": 3}, r"^layers\[0\].o.parts\[0\].weight = 64 elements is not allowed: expected 96"),
+}
+
+
+@pytest.mark.parametrize(("others", "message"), BAD_WEIGHTS.values(), ids=BAD_WEIGHTS)
+def test_weights_that_cannot_be_read(others: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidBufferError, match=message):
+        weights(**others)
+
+
+def test_negative_sizes_and_missing_tensors() -> None:
+    with pytest.raises(InvalidConfigError, match=r"^vocab_size = -1 is not allowed"):
+        weights(vocab_size=-1)
+    (layer,) = arrays()["layers"]  # type: ignore[misc]
+    with pytest.raises((KeyError, TypeError), match="down"):
+        weights(layers=[{name: value for name, value in layer.items() if name != "down"}])
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ([], r"^layers: there are 0, expected at least 1$"),
+        ([np.zeros((5, 3, 1, 4, 4), np.float32)], r"^layers\[0\]: shape is \[5, 3, 1, 4, 4\], expected \[num_blocks"),
+        ([*kv_layers(4), *kv_layers(5)], r"^layers\[1\]: shape is \[6, 2, 1, 4, 4\], expected .*the same for all"),
+        ([kv_layers()[0].astype(np.float64)], rf"^layers\[0\]: dtype is float64, {FLOATS}$"),
+        ([misaligned((5, 2, 1, 4, 4))], r"^layers\[0\]: strides are"),
+        ([np.zeros((5, 2, 1, 4, 8), np.float32)[..., ::2]], r"^layers\[0\]: strides are"),
+        ([kv_layers()[0], kv_layers()[0].astype(np.uint16)], r"^kv_cache.layers\[1\] = another type"),
+    ],
+)
+def test_kv_caches_that_cannot_be_written(layers: list[np.ndarray], message: str) -> None:
+    with pytest.raises(InvalidBufferError, match=message):
+        core.CpuKVCache(layers)
+
+
+def test_a_read_only_kv_cache() -> None:
+    (layer,) = kv_layers()
+    layer.flags.writeable = False
+    with pytest.raises(InvalidBufferError, match=r"^layers\[0\]: is read-only, expected a writable array$"):
+        core.CpuKVCache([layer])
+
+
+def feed(**others: object) -> np.ndarray:
+    """A pass of three rows of two requests, with some arguments replaced."""
+    decoder, cache = model()
+    arguments: dict[str, object] = {
+        "tokens": np.array([1, 2, 3]),
+        "positions": np.array([0, 1, 0]),
+        "slots": np.array([4, 5, 8]),
+        "q_start": np.array([0, 2, 3]),
+        "block_table": np.array([[1, 0], [2, 0]]),
+        "kv_cache": cache,
+        "hidden": np.full((3, HIDDEN), np.nan, np.float32),
+    } | others
+    decoder.forward(*arguments.values())  # type: ignore[arg-type]
+    return arguments["hidden"]  # type: ignore[return-value]
+
+
+def test_a_pass() -> None:
+    assert np.isfinite(feed()).all()
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        ({"tokens": np.array([1, VOCAB, 3])}, r"^tokens\[1\] = 11 is not allowed: expected 0 to vocab_size - 1 = 10$"),
+        ({"tokens": np.array([1, 2, 3], np.int32)}, r"^tokens: dtype is int32, expected int64$"),
+        ({"positions": np.array([0, 1])}, r"^positions: has 2 elements, expected 3$"),
+        ({"positions": np.array([1, 1, 0])}, r"^positions\[1\] = 1 is not allowed: expected above 1"),
+        ({"positions": np.array([0, 8, 0])}, r"^positions\[1\] = 8 is not allowed: expected -1 to max_blocks"),
+        ({"slots": np.array([4, 16, 8])}, r"^slots\[1\] = 16 is not allowed: expected -1 to 15$"),
+        ({"block_table": np.array([[1, 0], [4, 0]])}, r"^block_table\[1, 0\] = 4 is not allowed: expected 0 to num_bl"),
+        ({"q_start": np.array([0, 2])}, r"^q_start: has 2 elements, expected 3$"),
+        ({"q_start": np.array([0, 3, 2])}, r"^q_start = \[0, 3, 2\] is not allowed: expected ascending"),
+        (
+            {"q_start": np.array([0, 2, 4])},
+            r"^q_start = \[0, 2, 4\] is not allowed: expected ascending numbers .* to 3$",
+        ),
+        ({"hidden": np.zeros((3, HIDDEN + 1), np.float32)}, r"^hidden = 27 elements is not allowed: expected 24"),
+        ({"kv_cache": core.CpuKVCache(kv_layers(count=2))}, r"^kv_cache's \[layers, .* = \[2, 1, 4\] is not allowed"),
+    ],
+)
+def test_passes_that_do_not_fit(others: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidBufferError, match=message):
+        feed(**others)
+
+
+def test_rows_behind_the_last_request_are_masked() -> None:
+    """What their token or slot would be does not matter but for its range."""
+    kept = feed()
+    masked = feed(q_start=np.array([0, 2, 2]), slots=np.array([4, 5, -1]))
+    assert np.array_equal(kept[:2], masked[:2])
+    assert np.isfinite(masked).all()
+
+
+def test_logits_and_argmax_check_their_arrays() -> None:
+    decoder, hidden = model()[0], feed()
+    logits = np.full((3, 7), np.nan, np.float32)
+    decoder.logits(hidden, logits)
+    ids, top = np.empty(3, np.int64), np.empty(3, np.float32)
+    decoder.argmax(hidden, 7, ids, top)
+    assert ids.tolist() == logits.argmax(axis=1).tolist()
+    assert top.tolist() == logits.max(axis=1).tolist()
+    for call, message in (
+        (lambda: decoder.logits(hidden, np.empty((2, 7), np.float32)), "logits = 14 elements is not allowed"),
+        (lambda: decoder.logits(hidden, np.empty((3, 12), np.float32)), "num_ids = 12 is not allowed"),
+        (lambda: decoder.logits(hidden[:, :7].copy(), logits), "hidden = 21 elements is not allowed"),
+        (lambda: decoder.argmax(hidden, 0, ids, top), "num_ids = 0 is not allowed: expected 1 to"),
+        (lambda: decoder.argmax(hidden, 7, ids[:2], top), "ids = 2 elements is not allowed"),
+        (lambda: decoder.argmax(hidden, -1, ids, top), "num_ids = -1 is not allowed"),
+    ):
+        with pytest.raises(InvalidBufferError, match=message):
+            call()
+
+
+@pytest.mark.parametrize("threads", [0, -1, 1000])
+def test_pools_that_cannot_be(threads: int) -> None:
+    with pytest.raises(InvalidConfigError, match=rf"^threads = {threads} is not allowed: expected "):
+        core.CpuPool(threads)
+
+
+BAD_STATES: dict[str, tuple[Callable[[dict[str, np.ndarray]], object], str]] = {
+    "missing": (lambda s: s.pop("limit"), 'state: has no "limit", expected an array'),
+    "dtype": (lambda s: s.update(seeds=np.zeros(2, np.int32)), "seeds: dtype is int32, expected int64"),
+    "bytes for bools": (lambda s: s.update(active=np.zeros(2, np.uint8)), "active: dtype is uint8, expected bool"),
+    "rows": (lambda s: s.update(num_tokens=np.zeros(3, np.int64)), "num_tokens: shape is [3], expected [2]"),
+    "context": (lambda s: s.update(tokens=np.zeros((2, 8), np.int64)), "tokens: shape is [2, 8], expected [2, 9]"),
+    "columns": (lambda s: s.update(params=np.zeros((2, 5), np.float32)), "params: shape is [2, 5], expected [2, 8]"),
+    "a view": (lambda s: s.update(tokens=np.zeros((2, 18), np.int64)[:, ::2]), "tokens: strides are"),
+    "misaligned": (lambda s: s.update(limit=misaligned((2,), np.int64)), "limit: strides are"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_STATES.values(), ids=BAD_STATES)
+def test_row_state_that_cannot_be(change: Callable[[dict[str, np.ndarray]], object], message: str) -> None:
+    arrays = state()
+    change(arrays)
+    with pytest.raises(InvalidBufferError, match=re.escape(message)):
+        core.CpuIteration(scheduler(), arrays, model())
+
+
+def test_iterations_that_cannot_be() -> None:
+    drafting = {"num_speculative_tokens": 2, "drafter": core.CachedDrafter(max_model_len=8)}
+    target, other = model(), model()
+    for fields, draft, settings, message in (
+        ({}, None, {"rule": "greedy"}, "rule = \"greedy\" is not allowed: expected 'rejection' or 'coupled'"),
+        ({}, other, {}, "draft = a model is not allowed: expected None, as the scheduler's drafter says"),
+        (drafting, None, {}, "draft = None is not allowed: expected a model, as the scheduler's drafter says"),
+        (drafting, target, {}, "draft = the target's decoder or KV cache is not allowed: expected its own"),
+        (drafting, (other[0], target[1]), {}, "draft = the target's decoder or KV cache is not allowed"),
+    ):
+        with pytest.raises(InvalidConfigError, match=re.escape(message)):
+            core.CpuIteration(scheduler(**fields), state(), target, draft, **settings)  # type: ignore[arg-type]
+    with pytest.raises(InvalidBufferError, match=r"^rates = 1 of them is not allowed: expected one for each of 2 dr"):
+        core.CpuIteration(scheduler(**drafting), state(), target, other, rates=[0.5])
+
+
+def test_launches_check_their_buffers() -> None:
+    made = scheduler()
+    iteration = core.CpuIteration(made, state(), model())
+    record, results = np.zeros(made.record_size, np.int64), np.zeros(made.results_size, np.int64)
+    assert iteration.run(record, results) == (0, 0)
+    for bad, message in (
+        (
+            (record[1:], results),
+            f"record = {made.record_size - 1} elements is not allowed: expected {made.record_size}",
+        ),
+        ((record, results[1:]), f"results = {made.results_size - 1} elements is not allowed"),
+        ((record.astype(np.int32), results), "record: dtype is int32, expected int64"),
+        ((results, results), "shares memory with another argument"),
+    ):
+        with pytest.raises(InvalidBufferError, match=message):
+            iteration.run(*bad)
+
+
+def test_an_iteration_keeps_its_arrays() -> None:
+    """Nothing else holds them; a launch writes them still."""
+    made, prompt = scheduler(), np.array([3, 1, 4])
+    iteration = core.CpuIteration(made, state(), model(), rule="coupled")
+    record, results = np.zeros(made.record_size, np.int64), np.zeros(made.results_size, np.int64)
+    settled = np.zeros(made.settled_size, np.int64)
+    made.add_request(7, prompt, limit=8, sampling=core.RequestSampling(temperature=0.0))
+    tokens = []
+    while made.has_unfinished():
+        assert made.plan(record) == core.PLAN_LAUNCH
+        assert iteration.run(record, results) == (1, 0)
+        made.settle(int(record[core.HEADER_FIELDS.index("launch_id")]), results, settled)
+        tokens.append(int(results[made.results_layout()["tokens"][0]]))
+    assert len(tokens) == 5
+    assert tokens == greedy(prompt.tolist(), 5)
+
+
+def greedy(tokens: list[int], count: int) -> list[int]:
+    """The same text by one whole pass a token."""
+    for _ in range(count):
+        decoder, cache = model()
+        n = len(tokens)
+        hidden = np.empty((n, HIDDEN), np.float32)
+        rows = np.arange(n)
+        decoder.forward(np.array(tokens), rows, rows, np.array([0, n]), np.array([[0, 1]]), cache, hidden)
+        logits = np.empty((1, VOCAB), np.float32)
+        decoder.logits(hidden[-1:].copy(), logits)
+        tokens = [*tokens, int(logits.argmax())]
+    return tokens[-count:]
