@@ -39,14 +39,15 @@ fn pools_leave_no_thread_and_forks_get_an_error() {
     for i in 0..1000 {
         let pool = Arc::new(Pool::new(1 + i % 4).unwrap());
         let mut decoder = Decoder::new(Arc::clone(&weights), Arc::clone(&pool)).unwrap();
-        assert_eq!(threads(), before + i % 4);
+        assert!(threads() >= before + i % 4);
         // Dropped at work, and without ever having worked.
         if i % 3 > 0 {
             let mut host = Host::new(&model, 1, 4, 4, 1);
             host.pass(&mut decoder, &[(0, Some(0), 3)], Output::Nothing);
         }
     }
-    assert_eq!(threads(), before);
+    // A joined thread is listed until the system has taken it down.
+    assert!((0..100_000).any(|_| threads() == before), "{} threads, {before} before", threads());
 
     for count in [1, 3] {
         let mut decoder = Decoder::new(Arc::clone(&weights), Arc::new(Pool::new(count).unwrap())).unwrap();

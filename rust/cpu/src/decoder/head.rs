@@ -66,10 +66,11 @@ impl Decoder {
 
     fn head(&mut self, num_ids: usize, work: impl FnOnce(&Context<'_>, &mut [Private])) -> Result<()> {
         let session = self.pool.enter()?;
-        self.shares.set_ids(num_ids);
+        let shares = &mut self.shares[session.participants() - 1];
+        shares.set_ids(num_ids);
         let tile = Pass { tokens: &[], positions: &[], slots: &[], entries: &[], block_table: &[], max_blocks: 0 };
-        let (isa, weights, shares) = (self.isa, &*self.weights, &self.shares);
-        work(&Context { isa, weights, shares, session: &session, tile }, &mut self.private);
+        let cx = Context { isa: self.isa, weights: &self.weights, shares, session: &session, tile };
+        work(&cx, &mut self.private);
         Ok(())
     }
 }
@@ -157,7 +158,7 @@ impl Context<'_> {
         // Shares are ascending, so a later one has to be better.
         for (i, (id, top)) in ids.iter_mut().zip(top).enumerate() {
             let mut best = private[0].best[i];
-            for own in &private[1..] {
+            for own in &private[1..self.shares.threads] {
                 if better(own.best[i].1, best.1) {
                     best = own.best[i];
                 }

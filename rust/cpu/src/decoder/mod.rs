@@ -26,7 +26,8 @@ pub struct Decoder {
     weights: Arc<Weights>,
     pool: Arc<Pool>,
     isa: Isa,
-    shares: Shares,
+    /// By participants less one.
+    shares: Vec<Shares>,
     buffers: Buffers,
     private: Vec<Private>,
 }
@@ -54,7 +55,7 @@ impl Decoder {
     pub fn with_isa(weights: Arc<Weights>, pool: Arc<Pool>, isa: Isa) -> Self {
         let shape = weights.shape;
         Self {
-            shares: Shares::new(shape, pool.threads()),
+            shares: (1..=pool.threads()).map(|participants| Shares::new(shape, participants)).collect(),
             buffers: Buffers::new(&shape),
             private: (0..pool.threads()).map(|_| Private::new(&shape)).collect(),
             weights,
@@ -93,8 +94,9 @@ impl Decoder {
         kv.check(&self.weights.shape, self.weights.layers.len())?;
         pass.check(&self.weights.shape, &kv.shape, &output)?;
         let session = self.pool.enter()?;
+        let shares = &mut self.shares[session.participants() - 1];
         if let Output::Logits { num_ids, .. } | Output::Argmax { num_ids, .. } = &output {
-            self.shares.set_ids(*num_ids);
+            shares.set_ids(*num_ids);
         }
         for first in (0..pass.len()).step_by(MAX_TILE_ROWS) {
             let rows = first..(first + MAX_TILE_ROWS).min(pass.len());
@@ -105,9 +107,8 @@ impl Decoder {
                 entries: &pass.entries[rows.clone()],
                 ..*pass
             };
-            self.shares.set_tile(&tile);
-            let (isa, weights, shares) = (self.isa, &*self.weights, &self.shares);
-            let cx = Context { isa, weights, shares, session: &session, tile };
+            shares.set_tile(&tile);
+            let cx = Context { isa: self.isa, weights: &self.weights, shares, session: &session, tile };
             cx.layers(kv, &mut self.buffers, &mut self.private);
             cx.output(&mut output, &rows, &self.buffers.h, &mut self.private);
         }
