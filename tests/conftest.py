@@ -1,4 +1,5 @@
-"""One thread for torch in every test, and Triton kernels interpreted: no test outside tests/gpu needs a GPU.
+"""One thread for torch and native passes in every test, Triton kernels interpreted: no test outside tests/gpu needs a
+GPU.
 
 With SPECRS_GPU=1 (`make gpu-test`) the kernels' tests run on one, by `gpu_shuttle`.
 
@@ -18,6 +19,7 @@ os.environ.update(instruction_sets.chosen())
 os.environ.setdefault("TRITON_INTERPRET", "0" if os.environ.get("SPECRS_GPU") == "1" else "1")
 # Some virtual machines name AMX among their instructions and kill the process that uses it.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+os.environ.setdefault("SPECRS_NUM_THREADS", "1")  # of native passes; tests that want more say so
 
 import pytest
 import torch

@@ -213,7 +213,7 @@ class EngineConfig:
     `enforce_eager`: no CUDA graphs, and on a CPU torch op by op in place of the native pass. `cudagraph_capture_sizes`:
     batch sizes that graphs are captured for; larger launches run eagerly.
     `threads`: of the native pass on a CPU; None is SPECRS_NUM_THREADS, else the physical cores that the process may
-    use, and one for models that live in a cache.
+    use, or one where a measurement at start shows that a model which lives in a cache gains little by more.
 
     Raises `InvalidConfigError` naming field, value and what is allowed; `UnsupportedConfigError` for a value that means
     something elsewhere and is not implemented here.

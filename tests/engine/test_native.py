@@ -25,7 +25,7 @@ from specrs.engine import threads as engine_threads
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
-from specrs.engine.threads import physical_cores, resolve_threads, usable_processors
+from specrs.engine.threads import choose_threads, physical_cores, usable_processors
 from specrs.engine.weights import load_weights
 from specrs.errors import InvalidConfigError, SpecrsError
 from specrs.models.dense import Dense
@@ -34,7 +34,7 @@ from specrs.models.native_loader import load_native
 from specrs.runner.native import NativeRunner
 from specrs.sampling import SamplingParams
 
-from engine.harness import Bank, config, make_engine, poison, request, run
+from engine.harness import Bank, config, make_engine, poison, request, run, weights
 
 EXAMPLES = int(os.environ.get("SPECRS_SWEEP", "15"))
 PROCESSORS = len(usable_processors())
@@ -252,16 +252,23 @@ def test_more_threads_than_the_process_may_use(native_qwen_bank: Bank, monkeypat
             make_engine(native_qwen_bank.target, None, k=0, dtype="float32")
 
 
-def test_how_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SPECRS_NUM_THREADS", raising=False)
-    few, many = 1 << 20, 1 << 30
-    assert resolve_threads(EngineConfig(), few) == 1
-    assert resolve_threads(EngineConfig(), many) == physical_cores() <= PROCESSORS
+def test_how_many_threads(native_qwen_bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_threads, "physical_cores", lambda: PROCESSORS)
+    model = weights(native_qwen_bank.target, None, "float32").target
+    assert isinstance(model, NativeDense)
     monkeypatch.setenv("SPECRS_NUM_THREADS", str(PROCESSORS))
-    assert resolve_threads(EngineConfig(), few) == PROCESSORS
-    assert resolve_threads(EngineConfig(threads=1), many) == 1
-    monkeypatch.setattr(engine_threads, "_QUOTA", Path("/no/such/file"))
-    assert physical_cores() >= 1
+    assert choose_threads(EngineConfig(), [model]) == PROCESSORS
+    assert choose_threads(EngineConfig(threads=1), [model]) == 1
+    monkeypatch.delenv("SPECRS_NUM_THREADS")
+    before = num_threads()
+    assert 0 < engine_threads.pass_seconds(model, PROCESSORS) < 1
+    assert num_threads() == before
+    for many, chosen in ((0.9, 1), (0.7, PROCESSORS)):
+        monkeypatch.setattr(engine_threads, "pass_seconds", lambda _, threads, many=many: 1.0 if threads == 1 else many)
+        assert choose_threads(EngineConfig(), [model]) == (chosen if PROCESSORS > 1 else 1)
+    monkeypatch.setattr(engine_threads, "CACHE_BYTES", 1000)
+    monkeypatch.delattr(engine_threads, "pass_seconds")
+    assert choose_threads(EngineConfig(), [model]) == PROCESSORS, "not measured"
 
 
 def test_physical_cores_and_quotas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,14 +323,14 @@ def test_what_bf16_holds_exactly_is_kept_in_it(tmp_path: Path, caplog: pytest.Lo
 
 def test_matrices_stay_where_the_file_is_mapped(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "mapped", torch.bfloat16)
-    weights = load_native(folder, dtype="float32").weights
+    loaded = load_native(folder, dtype="float32").weights
     regions = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         if str(folder / "model.safetensors") in line:
             start, end = (int(address, 16) for address in line.split()[0].split("-"))
             regions.append(range(start, end))
-    layer = weights.layers[0]
-    matrices = [weights.embedding, *(part for w in (layer.qkv, layer.o, layer.gate_up, layer.down) for part in w.parts)]  # type: ignore[attr-defined]
+    layer = loaded.layers[0]
+    matrices = [loaded.embedding, *(part for w in (layer.qkv, layer.o, layer.gate_up, layer.down) for part in w.parts)]  # type: ignore[attr-defined]
     assert len(matrices) == 8
     assert all(any(matrix.data_ptr() in region for region in regions) for matrix in matrices)
 
@@ -332,8 +339,8 @@ def test_weights_serve_many_engines_at_once(native_qwen_bank: Bank) -> None:
     """Nothing is written to them, and each engine has work space and threads of its own."""
     bank = native_qwen_bank
     made = config(bank.target, bank.drafts["close"], k=3, dtype="float32")
-    weights = load_weights(made)
-    engines: list[Engine] = [build_engine(made, weights) for _ in range(3)]
+    shared = load_weights(made)
+    engines: list[Engine] = [build_engine(made, shared) for _ in range(3)]
     jobs = []
     for engine in engines:
         jobs.append(request(0, bank.prompts[4], k=3, max_tokens=30, engine_k=3, ignore_eos=True))

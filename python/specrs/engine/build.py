@@ -11,7 +11,7 @@ from specrs.config import EngineConfig, resolve_num_blocks
 from specrs.core import CpuPool, Scheduler, SpeculationPlanner
 from specrs.engine.blueprint import Blueprint
 from specrs.engine.engine import Engine, EngineParts, Runner
-from specrs.engine.threads import resolve_threads
+from specrs.engine.threads import choose_threads
 from specrs.engine.warm_up import measure_costs
 from specrs.engine.weights import Weights, load_weights
 from specrs.models.dense_native import NativeDense
@@ -83,7 +83,7 @@ def make_runner(blueprint: Blueprint, scheduler: Scheduler, blocks: int) -> Runn
     models = [model for model in blueprint.models if isinstance(model, NativeDense)]
     if len(models) == len(blueprint.models) and not config.enforce_eager:
         # the weights are shared, threads and work space are this engine's own
-        pool = CpuPool(resolve_threads(config, sum(model.num_bytes for model in models)))
+        pool = CpuPool(choose_threads(config, models))
         pooled = [model.on_pool(pool) for model in models]
         blueprint = replace(blueprint, weights=Weights(pooled[0], pooled[1] if pooled[1:] else None))
         make = partial(NativeRunner, scheduler, pool)

@@ -2,7 +2,6 @@
 
 use crate::error::Result;
 use specrs_core::philox::Purpose;
-use specrs_core::sampling::largest;
 use specrs_core::scheduler::layout::RecordView;
 
 use super::passes::Want;
@@ -28,7 +27,7 @@ impl Iteration {
         self.q.resize(self.q.len().max(self.entries.len() * self.q_width * vocab_size), 0.0);
         for i in 1..=most {
             self.batch.clear();
-            let mut sampled = false;
+            let (mut greedy, mut sampled) = (false, false);
             for entry in self.entries.iter().filter(|entry| entry.runs() && entry.k >= i) {
                 let last = entry.n + i - 2;
                 if i == 1 {
@@ -39,27 +38,27 @@ impl Iteration {
                 }
                 self.batch.feed(state, entry.row, last, self.config.block_size);
                 self.batch.want_last();
+                greedy |= entry.params.greedy;
                 sampled |= !entry.params.greedy;
             }
-            self.pass(state, draft, if sampled { Want::Logits } else { Want::Best })?;
+            self.pass(state, draft, Want::of(greedy, sampled, false))?;
             self.counts.draft_passes += 1;
             let mut at = 0;
             for (b, entry) in self.entries.iter_mut().enumerate() {
                 if !entry.runs() || entry.k < i {
                     continue;
                 }
-                let (mut token, mut top) = (self.best[at], self.tops[at]);
+                let mut token = self.best[at];
                 if !entry.params.greedy {
                     let row = &self.logits[at * vocab_size..][..vocab_size];
                     let position = (entry.n + i - 1) as u64;
                     token = i64::from(self.sampler.draw(row, &entry.params, entry.seed, position, purpose)?);
-                    top = largest(row);
                     if self.q_width > 0 {
                         let q = &mut self.q[(b * most + i - 1) * vocab_size..][..vocab_size];
                         self.sampler.probabilities(q)?;
                     }
                 }
-                entry.draft_fault |= !top.is_finite();
+                entry.draft_fault |= !self.tops[at].is_finite();
                 state.write_tokens(entry.row, entry.n + i - 1, &[token]);
                 at += 1;
             }

@@ -21,12 +21,25 @@ pub(super) enum Want {
     Nothing,
     /// The largest logit and its id.
     Best,
-    /// That, and all logits.
+    /// All logits, and the largest of them.
     Logits,
+    /// The same with its id: where some entry is greedy, or drafts stand at given rates.
+    Both,
+}
+
+impl Want {
+    /// What entries need of which some are greedy, some sample, or `best` all need the largest logit's id.
+    pub(super) fn of(greedy: bool, sampled: bool, best: bool) -> Self {
+        match (sampled, greedy || best) {
+            (false, _) => Self::Best,
+            (true, false) => Self::Logits,
+            (true, true) => Self::Both,
+        }
+    }
 }
 
 impl Iteration {
-    /// Runs the gathered rows; fills `best`, `tops` and, where asked for, `logits`, which are over the target's ids: minus
+    /// Runs the gathered rows; fills `tops` and, where asked for, `best` and `logits`, which are over the target's ids: minus
     /// infinity for those that a draft model does not know. Ids are held to the model's own vocabulary.
     pub(super) fn pass(&mut self, state: &RowState<'_>, model: &mut Cached<'_>, want: Want) -> Result<()> {
         let vocab_size = self.sampler.vocab_size();
@@ -63,7 +76,9 @@ impl Iteration {
             let top = largest(row);
             let is_top = |x: &f32| if top.is_nan() { x.is_nan() } else { *x >= top };
             self.tops[i] = top;
-            self.best[i] = row.iter().position(is_top).unwrap_or(0) as i64;
+            if want == Want::Both {
+                self.best[i] = row.iter().position(is_top).unwrap_or(0) as i64;
+            }
         }
         Ok(())
     }

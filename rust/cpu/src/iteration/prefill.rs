@@ -6,7 +6,7 @@ use specrs_core::scheduler::layout::{FLAG_TARGET_NON_FINITE, RecordView};
 
 use super::accept::Report;
 use super::passes::Want;
-use super::{Cached, Iteration, RowState, entry_of};
+use super::{Cached, Entry, Iteration, RowState, entry_of};
 
 impl Iteration {
     /// The launch's prompt chunks in one pass. A chunk that ends its prompt emits the first token, by the law of an iteration
@@ -31,9 +31,13 @@ impl Iteration {
             self.batch.want_last();
             self.entries.push(entry_of(index, row, record.entry_capacity[index], state));
         }
-        let sampled =
-            self.entries.iter().zip(record.chunk_is_last).any(|(entry, &last)| last != 0 && !entry.params.greedy);
-        self.pass(state, target, if sampled { Want::Logits } else { Want::Best })?;
+        // Of a chunk that does not end its prompt only whether its largest logit is finite counts.
+        let ends = |sampled| {
+            let last = |(entry, &last): (&Entry, &i64)| last != 0 && entry.params.greedy != sampled;
+            self.entries.iter().zip(record.chunk_is_last).any(last)
+        };
+        let want = Want::of(ends(false), ends(true), false);
+        self.pass(state, target, want)?;
         self.counts.target_passes += 1;
         let mut entries = std::mem::take(&mut self.entries);
         for (chunk, (entry, index)) in entries.iter().zip(chunks).enumerate() {
