@@ -1,0 +1,106 @@
+"""The ratios that specrs is to reach, from what was measured. Ratios are of medians."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from peers.figures import FIRST, ITERATION, SPEED, Measured, best_peer, find, ratio
+from peers.settings import SETS, Line
+
+
+@dataclass(frozen=True)
+class Goal:
+    """`what` is to be at least or at most (`sign`) `bar`; `value` is None where a line of it has not run."""
+
+    what: str
+    value: float | None
+    sign: str
+    bar: float
+
+    @property
+    def met(self) -> bool | None:
+        """None where there is no value."""
+        if self.value is None:
+            return None
+        return self.value >= self.bar if self.sign == ">=" else self.value <= self.bar
+
+
+@dataclass(frozen=True)
+class Results:
+    """A set's lines, asked for by what they are. `passes_per_s`: the limit that reading weights sets, by dtype."""
+
+    lines: Sequence[Measured]
+    dtype: str
+    passes_per_s: dict[str, float]
+
+    def specrs(
+        self, k: int | str = 0, key: str = SPEED, *, fp32_weights: bool = False, sampled: bool = False
+    ) -> float | None:
+        """specrs's median."""
+        each = find(self.lines, Line("specrs", k, self.dtype, fp32_weights, sampled))
+        return None if each is None else each.median(key)
+
+    def best_k(self) -> float | None:
+        """specrs's speed at the best of the K that are fixed."""
+        speeds = [speed for k in (1, 2, 3, 5) if (speed := self.specrs(k)) is not None]
+        return max(speeds, default=None)
+
+    def peer(
+        self, k: int | None = 0, dtype: str | None = None, key: str = SPEED, names: Sequence[str] = ()
+    ) -> float | None:
+        """The best peer's median, of all or of those named; K None is any."""
+        lines = [each for each in self.lines if not names or each.line.engine in names]
+        return best_peer(lines, dtype or self.dtype, k, key)
+
+    def first_token(self) -> float | None:
+        """specrs's time of it over the best peer's."""
+        return ratio(self.specrs(key=FIRST), self.peer(key=FIRST))
+
+
+def pair1(of: Results) -> Iterator[Goal]:
+    """One request, one thread."""
+    for dtype, bar in (("float32", 2.5), ("bfloat16", 1.5)):
+        better = of.peer(dtype=dtype, names=("llama.cpp", "openvino"))
+        what = f"K = 0, of the better of llama.cpp and OpenVINO in {dtype}"
+        yield Goal(what, ratio(of.specrs(), better), ">=", bar)
+    yield Goal("best K, of its own K = 0", ratio(of.best_k(), of.specrs()), ">=", 1.15)
+    yield Goal("best K, of the best peer in float32 at any K", ratio(of.best_k(), of.peer(None)), ">=", 3.5)
+    fp32 = ratio(of.specrs(3, fp32_weights=True), of.specrs(0, fp32_weights=True))
+    yield Goal("K = 3 with weights as fp32, of the same at K = 0", fp32, ">=", 1.5)
+    for k in (0, 3):
+        sampled = ratio(of.specrs(k, ITERATION, sampled=True), of.specrs(k, ITERATION))
+        yield Goal(f"a sampled iteration, of a greedy one, K = {k}", sampled, "<=", 1.10)
+    yield Goal("first token, of the best peer's", of.first_token(), "<=", 1)
+
+
+def pair8(of: Results) -> Iterator[Goal]:
+    """Eight requests, two threads."""
+    yield Goal("K = 0, of OpenVINO's", ratio(of.specrs(), of.peer(names=("openvino",))), ">=", 1.8)
+    yield Goal("auto, of its own K = 0", ratio(of.specrs("auto"), of.specrs()), ">=", 1)
+
+
+def smollm2(of: Results) -> Iterator[Goal]:
+    """A model that no cache holds."""
+    yield Goal("K = 0, of the best peer", ratio(of.specrs(), of.peer()), ">=", 1.15)
+    yield Goal("first token, of the best peer's", of.first_token(), "<=", 1)
+
+
+def qwen3(of: Results) -> Iterator[Goal]:
+    """A larger one, whose passes do little but read it."""
+    yield Goal("K = 0, of the best peer", ratio(of.specrs(), of.peer()), ">=", 1.02)
+    share = ratio(of.specrs(), of.passes_per_s[of.dtype])
+    yield Goal("K = 0, of the measured read bandwidth", share, ">=", 0.85)
+
+
+GOALS: dict[str, Callable[[Results], Iterator[Goal]]] = {
+    "pair1": pair1,
+    "pair8": pair8,
+    "smollm2": smollm2,
+    "qwen3": qwen3,
+}
+
+
+def goals(name: str, lines: Sequence[Measured], passes_per_s: dict[str, float]) -> list[Goal]:
+    """Those of the set `name`."""
+    return list(GOALS[name](Results(lines, SETS[name].lines[0].dtype, passes_per_s)))

@@ -1,0 +1,79 @@
+"""What one process measures, and what it gives back. Standard library only: every engine's environment has it.
+
+A process is `python -m peers.run_ENGINE JOB RESULT`, both JSON files.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+Ids = list[list[int]]
+"""Token ids of some requests."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One engine at one setting.
+
+    `model`, `draft`: what the engine loads, a folder or a file; `draft` is None with `k` 0. `k`: drafts an iteration,
+    or "auto". `dtype`: float32 or bfloat16, of the arithmetic and of the KV cache. `groups`: prompts of requests that
+    run at once, at most `batch` of them; `warm` is the same, run before and not measured. `peers`: the folder of what
+    was installed.
+    """
+
+    model: str
+    draft: str | None
+    k: int | str
+    dtype: str
+    threads: int
+    batch: int
+    new_tokens: int
+    sampled: bool
+    peers: str
+    warm: list[Ids]
+    groups: list[Ids]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the longest prompt."""
+        return max(len(prompt) for group in self.groups for prompt in group)
+
+    @property
+    def context(self) -> int:
+        """Positions that a request may come to, with room for drafts."""
+        return max(512, self.prompt_tokens + self.new_tokens + 32)
+
+
+@dataclass(frozen=True)
+class Group:
+    """What requests that ran at once gave.
+
+    `first_s`: seconds to the first token, the mean over the requests. `total_s`: seconds until all had ended.
+    `first_tokens`: tokens there were at that first moment; more than one a request where drafts are verified in the
+    prompt's pass. `passes`: passes of the target after it, counted for each request; None without drafts, where every
+    token takes one.
+    """
+
+    ids: Ids
+    first_s: float
+    total_s: float
+    first_tokens: int
+    passes: float | None = None
+
+
+def read_job() -> Job:
+    """The job that the command line names."""
+    return Job(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+
+
+def measure(job: Job, run: Callable[[Ids], Group], versions: dict[str, str], load_s: float) -> None:
+    """Run every group once, after those that warm up, and write the result where the command line says."""
+    for prompts in job.warm:
+        run(prompts)
+    groups = [asdict(run(prompts)) for prompts in job.groups]
+    result = {"versions": versions, "load_s": load_s, "groups": groups}
+    Path(sys.argv[2]).write_text(json.dumps(result), encoding="utf-8")

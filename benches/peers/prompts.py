@@ -1,0 +1,28 @@
+"""Prompts of one length for any model: windows of the bundled ones. Reads the model's tokenizer, loads no model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from specrs.pair.prompts import PROMPTS
+from tokenizers import Tokenizer
+
+from peers.job import Ids
+from peers.settings import Setting
+
+
+def windows(ids: list[int], number: int, length: int) -> Ids:
+    """`number` windows of `ids`, repeated as often as it takes, that begin evenly spread over them."""
+    step = max(1, len(ids) // number)
+    longer = ids * (1 + -(-(number * step + length) // len(ids)))
+    return [longer[i * step : i * step + length] for i in range(number)]
+
+
+def make_prompts(setting: Setting, folder: Path) -> dict[str, Any]:
+    """`groups` of the setting, and `warm`, one group more of other prompts, with the tokenizer in `folder`."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ids = tokenizer.encode("\n\n\n".join(PROMPTS), add_special_tokens=False).ids
+    prompts = windows(ids, setting.num_prompts + setting.batch, setting.prompt_tokens)
+    groups = [prompts[i : i + setting.batch] for i in range(0, len(prompts), setting.batch)]
+    return {"warm": groups[-1:], "groups": groups[:-1]}

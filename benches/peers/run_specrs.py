@@ -1,0 +1,53 @@
+"""specrs's offline `LLM` on a job. Threads are the native pass's; torch has as many."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import specrs
+import torch
+import transformers
+from specrs import LLM, SamplingParams
+
+from peers.job import Group, Ids, Job, measure, read_job
+
+
+def main(job: Job) -> None:
+    """Times of first tokens and counts of drafts are the requests' own metrics."""
+    torch.set_num_threads(job.threads)
+    speculative = None if job.draft is None else {"model": job.draft, "num_speculative_tokens": job.k}
+    began = time.perf_counter()
+    llm = LLM(
+        model=job.model,
+        speculative_config=speculative,
+        dtype=job.dtype,
+        max_model_len=job.context,
+        max_num_seqs=job.batch,
+        enable_prefix_caching=False,
+        threads=job.threads,
+    )
+    load_s = time.perf_counter() - began
+    sampling: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9} if job.sampled else {"temperature": 0.0}
+    params = SamplingParams(max_tokens=job.new_tokens, ignore_eos=True, detokenize=False, seed=0, **sampling)
+
+    def run(prompts: Ids) -> Group:
+        start = time.perf_counter()
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        total_s = time.perf_counter() - start
+        metrics = [output.metrics for output in outputs]
+        ids = [list(output.outputs[0].token_ids) for output in outputs]
+        passes = None
+        if job.draft is not None:
+            # An iteration without drafts gives one token; those with drafts one more than were accepted.
+            accepted = sum(metric.accepted_tokens for metric in metrics)
+            passes = sum(map(len, ids)) - len(prompts) - accepted
+        first_s = sum(metric.time_to_first_token for metric in metrics) / len(metrics)
+        return Group(ids, first_s, total_s, len(ids), passes)
+
+    versions = {"specrs": specrs.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    measure(job, run, versions, load_s)
+
+
+if __name__ == "__main__":
+    main(read_job())

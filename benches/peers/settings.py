@@ -1,0 +1,85 @@
+"""What is measured: sets of lines, each line an engine at one K, dtype and form of weights. Runs nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ENGINES = ("specrs", "llama.cpp", "openvino", "vllm", "transformers")
+
+
+@dataclass(frozen=True)
+class Line:
+    """`k`: drafts an iteration, 0 for none, or auto. `fp32_weights`: of a model whose weights bf16 does not hold, where
+    specrs would else keep half the bytes. `sampled`: temperature 0.8, top-p 0.9 in place of greedy."""
+
+    engine: str
+    k: int | str
+    dtype: str
+    fp32_weights: bool = False
+    sampled: bool = False
+
+    @property
+    def name(self) -> str:
+        """As tables have it."""
+        return self.engine + ", weights as fp32" * self.fp32_weights + ", sampled" * self.sampled
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A set. Prompts have `prompt_tokens`, `num_prompts` of them run `batch` at a time for `new_tokens` each."""
+
+    title: str
+    target: str
+    draft: str | None
+    batch: int
+    threads: int
+    new_tokens: int
+    num_prompts: int
+    lines: tuple[Line, ...]
+    prompt_tokens: int = 128
+
+
+def everywhere(k: int, dtype: str) -> list[Line]:
+    """The same of every engine."""
+    return [Line(engine, k, dtype) for engine in ENGINES]
+
+
+def pair1() -> list[Line]:
+    """Neighbours in time are compared: all engines at one K, and behind them what only specrs has there."""
+    lines = []
+    for k in (0, 1, 2, 3, 5):
+        lines += everywhere(k, "float32")
+        if k == 0:
+            lines += [line for line in everywhere(0, "bfloat16") if line.engine != "specrs"]
+        if k in (0, 3):
+            lines.append(Line("specrs", k, "float32", sampled=True))
+            lines.append(Line("specrs", k, "float32", fp32_weights=True))
+    return lines
+
+
+SETS = {
+    "pair1": Setting("bundled pair, batch 1, 1 thread", "pair-target", "pair-draft", 1, 1, 128, 24, tuple(pair1())),
+    "pair8": Setting(
+        "bundled pair, batch 8, 2 threads",
+        "pair-target",
+        "pair-draft",
+        8,
+        2,
+        128,
+        24,
+        (*everywhere(0, "float32"), *everywhere(3, "float32"), Line("specrs", "auto", "float32")),
+    ),
+    "smollm2": Setting(
+        "SmolLM2-135M, batch 1, 2 threads", "smollm2-135m", None, 1, 2, 64, 6, tuple(everywhere(0, "bfloat16"))
+    ),
+    "qwen3": Setting(
+        "Qwen3-0.6B shape, random weights, batch 1, 2 threads",
+        "qwen3-0.6b-shape",
+        None,
+        1,
+        2,
+        32,
+        3,
+        tuple(everywhere(0, "bfloat16")),
+    ),
+}

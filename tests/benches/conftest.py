@@ -1,0 +1,6 @@
+"""benches/ as the scripts in it see it: what they import lies beside them."""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[2] / "benches"))
