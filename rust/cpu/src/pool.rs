@@ -378,7 +378,7 @@ impl Signal {
         false
     }
 
-    /// Returns once `ready`, which whoever makes it true follows by `wake`; both by sequentially consistent atomics.
+    /// Returns once `ready`, which the thread that makes it true follows by `wake`; both by sequentially consistent atomics.
     fn sleep(&self, ready: impl Fn() -> bool) {
         // Either `wake` sees this count, or `ready` sees what came before `wake`.
         self.sleepers.fetch_add(1, Ordering::SeqCst);
@@ -390,7 +390,7 @@ impl Signal {
         self.sleepers.fetch_sub(1, Ordering::SeqCst);
     }
 
-    /// Wakes whoever sleeps.
+    /// Wakes the threads that sleep.
     fn wake(&self) {
         if self.sleepers.load(Ordering::SeqCst) > 0 {
             drop(self.lock.lock().unwrap_or_else(PoisonError::into_inner));
@@ -434,7 +434,7 @@ mod tests {
         };
         let (mut rested, mut back) = (0, 0);
         for i in 0..40 {
-            // Whoever is to rest is chosen, because lateness hangs on the machine.
+            // Threads to rest are chosen, because lateness hangs on the machine.
             let late = i % 8;
             for (index, thread) in pool.enter().unwrap().team.shared.threads.iter().enumerate() {
                 thread.late.store(late >> index & 1 == 1, Ordering::Relaxed);

@@ -27,18 +27,19 @@ fn alone(model: &Model, sequences: &[Vec<usize>]) -> Vec<Vec<Vec<u32>>> {
     sequences.iter().map(of).collect()
 }
 
-/// All sequences in passes of random rows, order and masks; compared with `alone`.
-#[allow(clippy::too_many_arguments)]
-fn check(
-    model: &Model,
-    sequences: &[Vec<usize>],
-    exact: &[Vec<Vec<u32>>],
+/// Who computes, and how a text is cut.
+struct Case {
     isa: Isa,
     threads: usize,
     block_size: usize,
+    /// Rows of a sequence in a pass.
     most: usize,
     seed: u64,
-) {
+}
+
+/// All sequences in passes of random rows, order and masks; compared with `alone`.
+fn check(model: &Model, sequences: &[Vec<usize>], exact: &[Vec<Vec<u32>>], case: &Case) {
+    let &Case { isa, threads, block_size, most, seed } = case;
     let n = &mut Numbers(seed);
     let mut decoder = decoder(model, isa, threads);
     let longest = sequences.iter().map(Vec::len).max().unwrap();
@@ -127,7 +128,8 @@ proptest! {
         let exact = alone(&model, &sequences);
         for isa in Isa::available() {
             for threads in [1, 2, 5] {
-                check(&model, &sequences, &exact, isa, threads, block_size, most, n.next());
+                let case = Case { isa, threads, block_size, most, seed: n.next() };
+                check(&model, &sequences, &exact, &case);
             }
         }
     }

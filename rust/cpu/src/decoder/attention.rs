@@ -92,7 +92,7 @@ impl Context<'_> {
                 let (mut qs, mut planes, mut own) = (qs.take(t), planes.take(t), own.take(t));
                 let (q, own) = (qs.row_mut(0), &mut own.row_mut(0)[0]);
                 self.norm(0..rows, h, &layer.input_norm, &mut own.x);
-                self.heads(layer, t, q, &mut planes, block_size, (cos, sin), own);
+                self.heads(layer, t, q, &mut planes, (cos, sin), own);
                 if shares.fused {
                     let (units, first_head) = (shares.units[t]..shares.units[t + 1], shares.q[t]);
                     let mut outs = outs.take(t);
@@ -128,20 +128,19 @@ impl Context<'_> {
     }
 
     /// One participant's heads of q, k and v: k and v go into the cache, where the row has a slot.
-    #[allow(clippy::too_many_arguments)]
     fn heads<T: Element>(
         &self,
         layer: &Layer,
         t: usize,
         q: &mut [Vector],
         planes: &mut PlanesMut<'_, T>,
-        block_size: usize,
         (cos, sin): (&[f32], &[f32]),
         own: &mut Private,
     ) {
         let shape = &self.weights.shape;
         let (dim, heads, kv_heads, rows) = (shape.head_dim, shape.num_heads, shape.num_kv_heads, self.rows());
         let (half, vectors, shares) = (dim / 2, dim.div_ceil(LANES), self.shares);
+        let block_size = planes.inner() / dim;
         let Private { x, y, .. } = own;
         let rotate = |row: usize, x: &mut [f32], norm| {
             let (cos, sin) = (&cos[row * half..][..half], &sin[row * half..][..half]);

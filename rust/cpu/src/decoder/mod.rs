@@ -11,7 +11,7 @@ mod shares;
 
 use crate::error::Result;
 use crate::isa::{Isa, LANES};
-use crate::kernels::{Angles, Element, Matmul, RmsNorm, Vector};
+use crate::kernels::{Angles, Matmul, RmsNorm, Vector};
 use crate::kv_cache::KvCache;
 use crate::pass::{MAX_TILE_ROWS, Output, Pass};
 use crate::pool::{Pool, Session};
@@ -171,9 +171,14 @@ impl Context<'_> {
             if start < end {
                 let inside = start - first..end - first;
                 let y = &mut y[start - outputs.start..];
+                let (inputs, w) = (linear.inputs, inside.start * linear.inputs..inside.end * linear.inputs);
                 match &part.weight {
-                    Values::F32(w) => self.matmul(w.as_slice(), inside.clone(), linear.inputs, x, rows, y, stride),
-                    Values::Bf16(w) => self.matmul(w.as_slice(), inside.clone(), linear.inputs, x, rows, y, stride),
+                    Values::F32(all) => {
+                        self.isa.run(Matmul { w: &all.as_slice()[w], inputs, x, rows, y, y_stride: stride });
+                    }
+                    Values::Bf16(all) => {
+                        self.isa.run(Matmul { w: &all.as_slice()[w], inputs, x, rows, y, y_stride: stride });
+                    }
                 }
                 if let Some(bias) = &part.bias {
                     for row in y.chunks_mut(stride).take(rows) {
@@ -185,20 +190,5 @@ impl Context<'_> {
             }
             first += part.outputs;
         }
-    }
-
-    #[allow(clippy::too_many_arguments)]
-    fn matmul<W: Element>(
-        &self,
-        w: &[W],
-        outputs: Range<usize>,
-        inputs: usize,
-        x: &[Vector],
-        rows: usize,
-        y: &mut [f32],
-        y_stride: usize,
-    ) {
-        let w = &w[outputs.start * inputs..outputs.end * inputs];
-        self.isa.run(Matmul { w, inputs, x, rows, y, y_stride });
     }
 }

@@ -19,7 +19,7 @@ pub(super) struct Shares {
     pub(super) k: Vec<usize>,
     /// Of value heads, behind the key heads.
     pub(super) v: Vec<usize>,
-    /// Whether those who compute a KV head and its queries attend them, too: then nobody waits in between.
+    /// Whether those who compute a KV head and its queries attend them, too: then no thread waits in between.
     pub(super) fused: bool,
     /// Of vectors of q, for a tile's rows.
     pub(super) q_vectors: Vec<usize>,

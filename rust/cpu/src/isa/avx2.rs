@@ -6,7 +6,7 @@ use super::{Kernel, LANES, Simd};
 use crate::memory::Bf16;
 use std::arch::x86_64::*;
 
-/// Made by [`Avx2::detect`] alone: whoever holds one may use AVX2 and FMA.
+/// Made by [`Avx2::detect`] alone: code that holds one may use AVX2 and FMA.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Avx2(());
 

@@ -6,7 +6,7 @@ use super::{Kernel, LANES, Simd};
 use crate::memory::Bf16;
 use std::arch::x86_64::*;
 
-/// Made by [`Avx512::detect`] alone: whoever holds one may use AVX-512F, BW, DQ and VL. Without VL the compiler keeps
+/// Made by [`Avx512::detect`] alone: code that holds one may use AVX-512F, BW, DQ and VL. Without VL the compiler keeps
 /// whatever is ever seen as 128 or 256 bits in the lower 16 registers, accumulators among them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Avx512(());

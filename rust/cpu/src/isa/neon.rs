@@ -6,7 +6,7 @@ use super::{Kernel, LANES, Simd};
 use crate::memory::Bf16;
 use std::arch::aarch64::*;
 
-/// Made by [`Neon::detect`] alone: whoever holds one may use NEON.
+/// Made by [`Neon::detect`] alone: code that holds one may use NEON.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Neon(());
 

@@ -130,6 +130,11 @@ pub(crate) struct PlanesMut<'a, T> {
 }
 
 impl<T> PlanesMut<'_, T> {
+    /// Elements of a plane.
+    pub(crate) fn inner(&self) -> usize {
+        self.sizes[2]
+    }
+
     #[inline]
     fn start(&self, outer: usize, middle: usize) -> NonNull<T> {
         assert!(
