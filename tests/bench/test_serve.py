@@ -212,7 +212,7 @@ def test_the_trace_of_specrs_own_server(tmp_path: Path, capsys: pytest.CaptureFi
     folder, port = tmp_path / "traces", free_port()
     code = "import sys; from specrs.cli import main; sys.exit(main())"
     config = json.dumps({"profiler": "torch", "torch_profiler_dir": str(folder)})
-    command = [sys.executable, "-c", code, "serve", "--port", str(port), "--profiler-config", config]
+    command = [sys.executable, "-c", code, "serve", "--enforce-eager", "--port", str(port), "--profiler-config", config]
     with serving(command, port, tmp_path / "log", {"OMP_NUM_THREADS": "1"}, 120.0) as server:
         argv = [*COMMON, "--base-url", server.base_url, *RANDOM, "--num-prompts", "2", "--profile"]
         assert main(argv) == 0

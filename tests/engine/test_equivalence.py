@@ -80,10 +80,10 @@ def test_greedy_text(family: str, data: st.DataObject, request_bank: dict[str, B
 
 
 @pytest.mark.parametrize("k", range(1, 17))
-def test_a_draft_equal_to_the_target_is_always_accepted(bank: Bank, k: int) -> None:
-    engine = make_engine(bank.target, bank.target, k=k, dtype=bank.dtype)
+def test_a_draft_equal_to_the_target_is_always_accepted(any_bank: Bank, k: int) -> None:
+    engine = make_engine(any_bank.target, any_bank.target, k=k, dtype=any_bank.dtype)
     # 1 + 2 (K + 1) new tokens: one from the prefill, then whole iterations, so that the limit cuts no draft.
-    job = request(0, bank.prompts[4], k=None, max_tokens=1 + 2 * (k + 1), engine_k=k, ignore_eos=True)
+    job = request(0, any_bank.prompts[4], k=None, max_tokens=1 + 2 * (k + 1), engine_k=k, ignore_eos=True)
     engine.add_request(job)
     run(engine)
     assert engine.stats().acceptance_length == k + 1
@@ -91,10 +91,10 @@ def test_a_draft_equal_to_the_target_is_always_accepted(bank: Bank, k: int) -> N
     assert engine.stats().draft_passes == 2 * k + 1  # one catch-up chunk for the prompt
 
 
-def test_a_batch_at_k_0_does_no_draft_work(bank: Bank) -> None:
-    engine = make_engine(bank.target, bank.drafts["close"], k=5, dtype=bank.dtype)
+def test_a_batch_at_k_0_does_no_draft_work(any_bank: Bank) -> None:
+    engine = make_engine(any_bank.target, any_bank.drafts["close"], k=5, dtype=any_bank.dtype)
     for i in range(6):
-        engine.add_request(request(i, bank.prompts[i], k=0, max_tokens=20, engine_k=5))
+        engine.add_request(request(i, any_bank.prompts[i], k=0, max_tokens=20, engine_k=5))
     run(engine)
     assert engine.stats().draft_passes == 0
     assert engine.stats().drafts == 0

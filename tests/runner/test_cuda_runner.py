@@ -68,8 +68,13 @@ class Pair:
             "num_gpu_blocks_override": 20,
             "launch_depth": 2,
         }
+        # On a CPU the reference is torch, op by op.
         config = EngineConfig(
-            model=str(self.target), dtype="float32", speculative_config=speculative, **(defaults | fields)
+            model=str(self.target),
+            dtype="float32",
+            speculative_config=speculative,
+            enforce_eager=not gpu,
+            **(defaults | fields),
         )
         with monkeypatch.context() as patch:
             patch.setattr(Blueprint, "on_gpu", property(lambda _self: gpu))
@@ -85,6 +90,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     config = EngineConfig(
         model=str(target),
         dtype="float32",
+        enforce_eager=True,
         speculative_config=SpeculativeConfig(model=str(draft), num_speculative_tokens=K),
     )
     cpu = load_weights(config)
@@ -93,7 +99,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
         gpu = load_weights(config)
     off = [perturb_checkpoint(p, folder / f"nudged_{p.name}", noise=1e-5, seed=3) for p in (target, draft)]
     speculative = SpeculativeConfig(model=str(off[1]), num_speculative_tokens=K)
-    nudged = load_weights(EngineConfig(model=str(off[0]), dtype="float32", speculative_config=speculative))
+    nudged = load_weights(
+        EngineConfig(model=str(off[0]), dtype="float32", enforce_eager=True, speculative_config=speculative)
+    )
     return Pair(target, draft, cpu, gpu, nudged)
 
 

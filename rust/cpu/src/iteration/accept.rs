@@ -1,6 +1,7 @@
 //! The end of an iteration: verify the drafts by the rule, commit, apply stops and limits, report. Runs no model.
 
 use crate::error::Result;
+use specrs_core::Drafter;
 use specrs_core::philox::{Purpose, uniform_from_word, word};
 use specrs_core::scheduler::layout::{
     FINISH_LENGTH, FINISH_NONE, FINISH_STOP, FLAG_CAPACITY, FLAG_DRAFT_NON_FINITE, FLAG_TARGET_NON_FINITE,
@@ -76,7 +77,7 @@ impl Iteration {
 
     /// Commits the emitted tokens, applies stops and the limit, reports; nothing behind this judges them again.
     ///
-    /// `draft_len' = min(n', n + K_r) - 1` where `K_r > 0`, unchanged where `K_r = 0`. An entry that ended before reports zeros.
+    /// With a draft model `draft_len' = min(n', n + K_r) - 1` where `K_r > 0`; else it is unchanged. An entry that ended before reports zeros.
     pub(super) fn update(&self, entry: &Entry, judged: &Judged, results: &mut [i64], state: &mut RowState<'_>) {
         let mut report = Report::of(results, &self.results, entry.index);
         report.clear();
@@ -100,7 +101,7 @@ impl Iteration {
         let at_limit = grown as i64 >= state.limit[row];
         state.num_tokens[row] = grown as i64;
         state.active[row] = stop.is_none() && !at_limit;
-        if entry.k > 0 {
+        if entry.k > 0 && matches!(self.config.drafter, Drafter::Cached { .. }) {
             state.draft_len[row] = (grown.min(n + entry.k) - 1) as i64;
         }
         let reason = if stop.is_some() {
