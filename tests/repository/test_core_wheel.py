@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.timeout(900)  # whatever Rust has not been built yet is built here
+
 ROOT = Path(__file__).parents[2]
 PROJECT = ROOT / "rust/py"
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.timeout(900)  # whatever Rust has not been built yet is built here
+
 ROOT = Path(__file__).parents[2]
 SOURCES = {path.relative_to(ROOT / "python").as_posix() for path in (ROOT / "python/specrs").rglob("*.py")}
 KERNELS = {
