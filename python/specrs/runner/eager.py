@@ -55,9 +55,14 @@ class EagerRunner:
         self.logprobs_mode = logprobs_mode
         self.num_target_passes = 0
 
-    @torch.inference_mode()
     def launch(self, slot: RingSlot, header: Header) -> None:
         """Execute the launch planned in `slot.record`; mutates row state, both KV caches and the slot's results."""
+        if header.num_admitted:
+            self.sampling.remember(slot.views, header.num_admitted)
+        self._execute(slot, header)
+
+    @torch.inference_mode()
+    def _execute(self, slot: RingSlot, header: Header) -> None:
         slot.logprobs.clear()
         slot.prompt_logprobs.clear()
         apply_uploads(self.state, self.sampling, slot.views, slot.views, header)

@@ -45,7 +45,7 @@ class NativeRunner(EagerRunner):
             self.sampling.remember(slot.views, header.num_admitted)
         entries = slot.record_arrays["entry_row"][: header.num_decode + header.num_prefill]
         if not self.sampling.is_bare(entries):
-            super().launch(slot, header)
+            self._execute(slot, header)
             return
         slot.logprobs.clear()
         slot.prompt_logprobs.clear()

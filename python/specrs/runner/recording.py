@@ -20,8 +20,6 @@ from specrs.core import Scheduler
 from specrs.errors import EngineError
 from specrs.runner.ring import Header, Layout, RingSlot, section_arrays
 
-COUNTS = ("num_emitted", "num_accepted", "num_drafted", "flags", "finish_reason")
-
 
 class Launches(Protocol):
     """The part of a runner that a replay asks for."""
@@ -40,7 +38,7 @@ class EntryResult:
     launch_id: int
     entry: int
     counts: dict[str, int]
-    """By the names of `COUNTS`."""
+    """By the names of the results' sections, but `tokens`."""
     tokens: list[int]
     """Those emitted."""
 
@@ -125,7 +123,7 @@ class Recording:
         header, sections = Header.of(record), section_arrays(results, self.layouts["results"])
         tokens = sections["tokens"].reshape(-1, self.num_speculative_tokens + 1)
         for entry in range(header.num_decode + header.num_prefill):
-            counts = {name: int(sections[name][entry]) for name in COUNTS}
+            counts = {name: int(sections[name][entry]) for name in sections if name != "tokens"}
             yield EntryResult(header.launch_id, entry, counts, tokens[entry, : counts["num_emitted"]].tolist())
 
 

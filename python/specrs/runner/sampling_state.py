@@ -92,18 +92,14 @@ class SamplingState:
         self._dressed: set[int] = set()  # rows that `is_bare` is not said of
         self.extras: ExtrasLookup = no_extras
 
-    def admit(self, host: Views, device: Views, count: int) -> None:
-        """Take over the parameters of a record's `count` admitted requests; mutates their rows' entries.
-
-        Args:
-            host, device: sections of the record, where the host can read them and where the parameters are.
-        """
+    def admit(self, device: Views, count: int) -> None:
+        """Take over the parameters of a record's `count` admitted requests, from its sections where the parameters are;
+        mutates their rows' entries. `remember` keeps what is in no tensor."""
         rows, params = device["admit_row"][:count], device["admit_params"].view(torch.float64)
         self.seeds.index_copy_(0, rows, device["admit_seed"][:count])
         self.prompt_len.index_copy_(0, rows, device["admit_prompt_len"][:count])
         values = self.params.values
         values.index_copy_(0, rows, params.view(-1, len(PARAM_COLUMNS))[:count].to(values.dtype))
-        self.remember(host, count)
 
     def remember(self, host: Views, count: int) -> None:
         """What the host keeps of a record's `count` admitted requests: all that is not in tensors."""

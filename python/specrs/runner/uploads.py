@@ -38,7 +38,7 @@ def apply_uploads(state: RowState, sampling: SamplingState, host: Views, device:
         for row, length in zip(host["admit_row"][fresh].tolist(), lengths, strict=True):
             state.tokens[row, :length] = device["upload_token"][offset : offset + length]
             offset += length
-        sampling.admit(host, device, header.num_admitted)
+        sampling.admit(device, header.num_admitted)
     if header.num_block_updates:
         updates = slice(0, header.num_block_updates)
         index = (device["block_row"][updates], device["block_index"][updates])

@@ -95,6 +95,8 @@ class CudaRunner:
         with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             used = self._used(header)
             ctx.record.record[:used].copy_(slot.pinned_record[:used], non_blocking=True)
+            if header.num_admitted:
+                self.sampling.remember(slot.views, header.num_admitted)
             apply_uploads(ctx.state, self.sampling, slot.views, ctx.record.views, header)
             if header.num_prefill:
                 self._prefill(slot, header)

@@ -82,7 +82,7 @@ impl Drafter {
 
     /// Positions with valid draft KV after an iteration that drafted `k` > 0 tokens at `n` and left `grown`.
     #[inline]
-    pub(crate) fn draft_len_after(&self, n: usize, k: usize, grown: usize) -> usize {
+    pub fn draft_len_after(&self, n: usize, k: usize, grown: usize) -> usize {
         match self {
             Self::None | Self::Host(_) => 0,
             Self::Cached { .. } => grown.min(n + k) - 1,

@@ -102,7 +102,7 @@ impl Iteration {
         state.num_tokens[row] = grown as i64;
         state.active[row] = stop.is_none() && !at_limit;
         if entry.k > 0 && matches!(self.config.drafter, Drafter::Cached { .. }) {
-            state.draft_len[row] = (grown.min(n + entry.k) - 1) as i64;
+            state.draft_len[row] = self.config.drafter.draft_len_after(n, entry.k, grown) as i64;
         }
         let reason = if stop.is_some() {
             FINISH_STOP
