@@ -31,6 +31,7 @@ from specrs.errors import InvalidConfigError, SpecrsError
 from specrs.models.dense import Dense
 from specrs.models.dense_native import NativeDense
 from specrs.models.native_loader import load_native
+from specrs.runner.eager import EagerRunner
 from specrs.runner.native import NativeRunner
 from specrs.sampling import SamplingParams
 
@@ -141,8 +142,8 @@ def test_requests_of_every_kind_do_not_change_each_other(
 ) -> None:
     """Launches go one way or the other as requests come and go; every text is that of the request alone."""
     bank, ways = native_qwen_bank, []
-    for name, owner in (("one call", NativeRunner), ("op by op", NativeRunner.__mro__[1])):
-        monkeypatch.setattr(owner, "launch", _noting(ways, name, owner.launch))
+    for name, owner, method in (("one call", NativeRunner, "launch"), ("op by op", EagerRunner, "_execute")):
+        monkeypatch.setattr(owner, method, _noting(ways, name, getattr(owner, method)))
     texts = []
     for together in (False, True):
         engine = make_engine(bank.target, bank.drafts["close"], k=4, dtype=bank.dtype, max_num_batched_tokens=512)
