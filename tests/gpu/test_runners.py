@@ -1,6 +1,7 @@
 """Whole, chained and eager launches on a GPU: the same tokens, no synchronisation, no allocation, no stale reads."""
 
 import random
+import warnings
 from collections.abc import Sequence
 
 import pytest
@@ -97,7 +98,7 @@ def test_the_steady_state_neither_waits_nor_allocates(make_engine: MakeEngine, p
     submit(engine, [params] * 4, 350)
     for _ in range(20):
         engine.step()
-    torch.cuda.set_sync_debug_mode("error")
+    refuse_synchronisation()
     try:
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
         launches = engine.runner.num_target_passes
@@ -106,6 +107,13 @@ def test_the_steady_state_neither_waits_nor_allocates(make_engine: MakeEngine, p
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def refuse_synchronisation() -> None:
+    """Every call that waits for the device raises. PyTorch warns once that the mode is a beta feature."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode", category=UserWarning)
+        torch.cuda.set_sync_debug_mode("error")
 
 
 def test_two_hundred_iterations_allocate_nothing(make_engine: MakeEngine) -> None:

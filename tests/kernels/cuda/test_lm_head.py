@@ -9,6 +9,7 @@ from specrs.kernels.cuda.lm_head import ArgmaxScratch, combine_tiles_kernel, lin
 from specrs.kernels.cuda.skinny_linear import scratch_sizes
 from torch import Tensor
 
+from .launch import directly
 from .tolerance import assert_near
 
 
@@ -74,7 +75,13 @@ def test_ties_between_rounds_of_the_combination() -> None:
     top[1, [1030, 8, 2373]] = 1
     top[2, 2048] = torch.nan
     out_ids, out_top = torch.zeros(3, dtype=torch.int64), torch.zeros(3)
-    combine_tiles_kernel[(3,)](top, ids, out_ids, out_top, TILES=count, BLOCK=1024, DEPENDENT=False)
+    directly(
+        lambda *on: combine_tiles_kernel[(3,)](*on, TILES=count, BLOCK=1024, DEPENDENT=False),
+        top,
+        ids,
+        out_ids,
+        out_top,
+    )
     assert out_ids.tolist() == [700, 8, 2048]
     assert out_top[:2].tolist() == [1, 1]
     assert out_top[2].isnan()
