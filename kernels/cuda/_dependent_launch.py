@@ -16,9 +16,35 @@ import triton.language as tl
 @triton.jit
 def enter(DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Does nothing unless DEPENDENT, which needs compute capability 9.0 and a launch with `options(True)`."""
+    start_next(DEPENDENT)
+    wait_for_previous(DEPENDENT)
+
+
+@triton.jit
+def start_next(DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The first half of `enter`: blocks of the next kernel may start."""
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_previous(DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The second half of `enter`. What a kernel does between the two may touch only what no kernel writes: weights."""
+    if DEPENDENT:
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def prefetch(pointers):  # type: ignore[no-untyped-def]
+    """Bring the 128-byte lines at `pointers` into the L2 cache, without waiting for them."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.int64, bitcast=True)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 def options(dependent: bool) -> dict[str, Any]:

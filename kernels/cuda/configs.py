@@ -21,7 +21,7 @@ TABLE = Path(__file__).with_name("configs.json")
 
 @dataclass(frozen=True, slots=True)
 class LinearConfig:
-    """How one skinny product is cut up. All fields but `num_stages` and `num_warps` decide the order of its sums."""
+    """How one skinny product is cut up. `block_n`, `block_k` and `programs` decide the order of its sums."""
 
     block_n: int
     """Output features of a tile (of each half where gated)."""
@@ -31,6 +31,8 @@ class LinearConfig:
     """Programs that share the work, at most one per step."""
     num_warps: int
     num_stages: int
+    prefetch: int = 0
+    """Steps of a program's weights, a power of two, brought into the L2 cache while the kernel before ends."""
 
     def as_list(self) -> list[int]:
         """The fields in order, as custom ops take them."""

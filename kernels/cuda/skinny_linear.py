@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from specrs.kernels.cuda._dependent_launch import enter, options
+from specrs.kernels.cuda._dependent_launch import options, prefetch, start_next, wait_for_previous
 from specrs.kernels.cuda.activation import silu
 from specrs.kernels.cuda.configs import LinearConfig, LinearShape, linear_config
 from specrs.kernels.cuda.variants import DTYPES, SIZES, Size, Variant
@@ -66,9 +66,10 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
     NORM: tl.constexpr,
     GATED: tl.constexpr,
     ACCUMULATE: tl.constexpr,
+    PREFETCH: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    enter(DEPENDENT)
+    start_next(DEPENDENT)
     TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     TOTAL: tl.constexpr = TILES * STEPS
@@ -81,6 +82,19 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
     feature = tl.arange(0, BLOCK_N)
     column = tl.arange(0, BLOCK_K)
     local = feature[:, None] * BLOCK_M + token[None, :]
+    begin = _segment(pid, TOTAL, PROGRAMS)
+    end = _segment(pid + 1, TOTAL, PROGRAMS)
+    first_tile = begin // STEPS
+    if DEPENDENT and PREFETCH > 0:
+        # Weights are no kernel's output, so the first of them come while the kernel before this one ends.
+        LINES: tl.constexpr = PREFETCH * BLOCK_K * weight.dtype.element_ty.primitive_bitwidth // 1024
+        ahead_n = tl.minimum(first_tile * BLOCK_N + feature, N - 1).to(tl.int64)
+        ahead_k = (begin - first_tile * STEPS) * BLOCK_K + tl.arange(0, LINES) * (BLOCK_K * PREFETCH // LINES)
+        ahead_w = weight + ahead_n[:, None] * K + tl.minimum(ahead_k, K - 1)[None, :]
+        prefetch(ahead_w)
+        if GATED:
+            prefetch(ahead_w + N * K)
+    wait_for_previous(DEPENDENT)
     # Rows and features past the end repeat the last one and are not stored: no mask in the loop.
     x_rows = x + tl.minimum(token, rows - 1).to(tl.int64) * x_stride
 
@@ -92,9 +106,6 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
             ahead += v * v
         scale = tl.rsqrt(tl.sum(ahead, 0) / K + eps)
 
-    begin = _segment(pid, TOTAL, PROGRAMS)
-    end = _segment(pid + 1, TOTAL, PROGRAMS)
-    first_tile = begin // STEPS
     for tile in range(first_tile, (end - 1) // STEPS + 1):
         k_begin = tl.maximum(begin - tile * STEPS, 0)
         k_end = tl.minimum(end - tile * STEPS, STEPS)
@@ -259,6 +270,7 @@ def launch(
         NORM=norm,
         GATED=product.gated,
         ACCUMULATE=product.accumulate,
+        PREFETCH=config.prefetch,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **options(dependent),
@@ -394,6 +406,7 @@ def variant(
         "NORM": _norm_mode(shape.dtype) if "norm_weight" in operands else NO_NORM,
         "GATED": shape.gated,
         "ACCUMULATE": accumulate,
+        "PREFETCH": config.prefetch,
         "DEPENDENT": dependent,
     }
     absent = {arg: None for arg in ("bias", "norm_weight", "tile_top", "tile_id") if arg not in present}
