@@ -37,6 +37,8 @@ def shuttle(function: Callable[..., None], device: torch.device) -> Callable[...
         storages: dict[int, tuple[Tensor, Tensor]] = {}
 
         def move(value: Any) -> Any:
+            if isinstance(value, list | tuple):
+                return [move(part) for part in value]
             if not isinstance(value, Tensor):
                 return value
             storage = value.untyped_storage()

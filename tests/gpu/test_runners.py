@@ -9,7 +9,7 @@ import torch
 from specrs.drafters.draft_model import DraftModel
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
-from specrs.errors import EngineError
+from specrs.errors import EngineError, InvalidResultsError
 from specrs.models.dense_cuda import CudaDense
 from specrs.runner.cuda.runner import CudaRunner
 from specrs.runner.cuda.shapes import Buckets
@@ -159,7 +159,8 @@ def poison(runner: CudaRunner) -> None:
 
 
 def test_a_row_driven_past_its_limit_stays_in_its_blocks(make_engine: MakeEngine) -> None:
-    """The host believes that the row may go on; the device knows better, and its neighbour's KV keeps its bits."""
+    """The host believes that the row may go on and has launched it again when it learns better, which it reports; the
+    device stops at its own limit, and the neighbour's KV keeps its bits."""
     engine = make_engine()
     requests = submit(engine, [GREEDY] * 2, 200)
     while any(not request.output_token_ids for request in requests):
@@ -172,8 +173,9 @@ def test_a_row_driven_past_its_limit_stays_in_its_blocks(make_engine: MakeEngine
         neighbour = ctx.state.block_table[1 - row, : int(ctx.state.num_tokens[1 - row]) // engine.config.block_size]
         before = [layer[neighbour].clone() for layer in ctx.kv_cache.layers]
         length = int(ctx.state.limit[row])
-    for _ in range(6):
-        engine.step()
+    with pytest.raises(InvalidResultsError, match="finish_reason"):
+        for _ in range(6):
+            engine.step()
     torch.cuda.synchronize()
     assert int(ctx.state.num_tokens[row]) == length
     assert not bool(ctx.state.active[row])

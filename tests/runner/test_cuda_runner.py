@@ -67,6 +67,7 @@ class Pair:
             "block_size": 4,
             "num_gpu_blocks_override": 20,
             "launch_depth": 2,
+            "device": "cpu",  # also where there is a GPU, which then runs kernel by kernel (see `gpu_shuttle`)
         }
         # On a CPU the reference is torch, op by op.
         config = EngineConfig(
@@ -89,6 +90,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     draft = perturb_checkpoint(target, folder / "draft", noise=0.3, seed=2)
     config = EngineConfig(
         model=str(target),
+        device="cpu",
         dtype="float32",
         enforce_eager=True,
         speculative_config=SpeculativeConfig(model=str(draft), num_speculative_tokens=K),
@@ -100,7 +102,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     off = [perturb_checkpoint(p, folder / f"nudged_{p.name}", noise=1e-5, seed=3) for p in (target, draft)]
     speculative = SpeculativeConfig(model=str(off[1]), num_speculative_tokens=K)
     nudged = load_weights(
-        EngineConfig(model=str(off[0]), dtype="float32", enforce_eager=True, speculative_config=speculative)
+        EngineConfig(
+            model=str(off[0]), device="cpu", dtype="float32", enforce_eager=True, speculative_config=speculative
+        )
     )
     return Pair(target, draft, cpu, gpu, nudged)
 
