@@ -29,7 +29,8 @@ def start_next(DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def wait_for_previous(DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The second half of `enter`. What a kernel does between the two may touch only what no kernel writes: weights."""
+    """The second half of `enter`. What a kernel does between the two may touch only what no kernel writes, weights, and
+    behind a kernel that waits before it calls `start_next` also what was written ahead of that one."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
 

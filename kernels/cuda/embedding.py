@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +21,9 @@ def embed_kernel(  # type: ignore[no-untyped-def]
     hidden,
     cos,
     sin,
+    next_norm,
+    next_x,
+    next_squares,
     VOCAB: tl.constexpr,
     WIDTH: tl.constexpr,
     HALF: tl.constexpr,
@@ -30,10 +35,19 @@ def embed_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(input_ids + row)
     token = tl.minimum(tl.maximum(token, 0), VOCAB - 1)
+    squares = tl.zeros([BLOCK], tl.float32)
     for first in range(0, WIDTH, BLOCK):
         column = first + tl.arange(0, BLOCK)
         inside = column < WIDTH
-        tl.store(hidden + row * WIDTH + column, tl.load(embedding + token * WIDTH + column, mask=inside), mask=inside)
+        h = tl.load(embedding + token * WIDTH + column, mask=inside, other=0)
+        tl.store(hidden + row * WIDTH + column, h, mask=inside)
+        if next_norm is not None:
+            f = h.to(tl.float32)
+            squares += f * f
+            g = tl.load(next_norm + column, mask=inside, other=0).to(tl.float32)
+            tl.store(next_x + row * WIDTH + column, (f * g).to(h.dtype), mask=inside)
+    if next_norm is not None:
+        tl.store(next_squares + row, tl.sum(squares, 0))
     i = tl.arange(0, BLOCK_HALF)
     frequency = tl.load(rotary + HALF + i, mask=i < HALF, other=0)
     angle = tl.load(positions + row).to(tl.float32) * frequency
@@ -41,7 +55,7 @@ def embed_kernel(  # type: ignore[no-untyped-def]
     tl.store(sin + row * HALF + i, tl.sin(angle), mask=i < HALF)
 
 
-@torch.library.custom_op("specrs::embed", mutates_args=("hidden", "cos", "sin"))
+@torch.library.custom_op("specrs::embed", mutates_args=("hidden", "cos", "sin", "following"))
 def embed(
     input_ids: Tensor,
     positions: Tensor,
@@ -50,6 +64,8 @@ def embed(
     hidden: Tensor,
     cos: Tensor,
     sin: Tensor,
+    next_norm: Tensor | None,
+    following: list[Tensor],
     dependent: bool,
 ) -> None:
     """Write the embedding of every row, and cos and sin of `position * f_i`, products in fp32 (see `kernels.rotary`).
@@ -61,9 +77,11 @@ def embed(
         rotary: `[D]` fp32, signed frequencies.
         hidden: `[N, hidden]` contiguous, of the embedding's dtype.
         cos, sin: `[N, D / 2]` fp32 contiguous; the sine is that of the second half of a head.
+        next_norm: `[hidden]`, the weight of the norm that follows, or None.
+        following: with `next_norm` the `x` and `squares` of a `skinny_linear.Next`, at most 64 rows then; else none.
         dependent: launch dependently (see `_dependent_launch`).
     """
-    _check(input_ids, positions, embedding, rotary, hidden, cos, sin)
+    _check(input_ids, positions, embedding, rotary, hidden, cos, sin, next_norm, following)
     width, half = embedding.shape[1], rotary.shape[0] // 2
     embed_kernel[(input_ids.shape[0],)](
         input_ids,
@@ -73,6 +91,8 @@ def embed(
         hidden,
         cos,
         sin,
+        next_norm,
+        *(following or (None, None)),
         VOCAB=embedding.shape[0],
         WIDTH=width,
         HALF=half,
@@ -91,19 +111,36 @@ def _(
     hidden: Tensor,
     cos: Tensor,
     sin: Tensor,
+    next_norm: Tensor | None,
+    following: list[Tensor],
     dependent: bool,
 ) -> None:
-    _check(input_ids, positions, embedding, rotary, hidden, cos, sin)
+    _check(input_ids, positions, embedding, rotary, hidden, cos, sin, next_norm, following)
 
 
 def _check(
-    input_ids: Tensor, positions: Tensor, embedding: Tensor, rotary: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor
+    input_ids: Tensor,
+    positions: Tensor,
+    embedding: Tensor,
+    rotary: Tensor,
+    hidden: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    next_norm: Tensor | None,
+    following: list[Tensor],
 ) -> None:
     rows, half = input_ids.shape[0], rotary.shape[0] // 2
     assert positions.shape == (rows,)
     assert hidden.shape == (rows, embedding.shape[1])
     assert cos.shape == sin.shape == (rows, half)
-    assert all(tensor.is_contiguous() for tensor in (embedding, hidden, cos, sin))
+    assert all(tensor.is_contiguous() for tensor in (embedding, hidden, cos, sin, *following))
+    assert (next_norm is None) == (not following)
+    if next_norm is not None:
+        next_x, squares = following
+        assert next_norm.shape == hidden.shape[1:]
+        assert next_x.shape == hidden.shape
+        assert squares.shape[0] >= 1
+        assert rows <= squares.shape[1]
 
 
 def embed_reference(
@@ -114,9 +151,15 @@ def embed_reference(
     hidden: Tensor,
     cos: Tensor,
     sin: Tensor,
+    next_norm: Tensor | None = None,
+    following: Sequence[Tensor] = (),
 ) -> None:
     """`embed` in plain torch."""
     hidden.copy_(embedding[input_ids.clamp(0, embedding.shape[0] - 1)])
+    if next_norm is not None:
+        next_x, squares = following
+        next_x.copy_(hidden.double() * next_norm.double())
+        squares[0, : len(hidden)] = hidden.double().square().sum(1)
     angles = (positions.float()[:, None] * rotary[rotary.shape[0] // 2 :]).double()
     cos.copy_(angles.cos())
     sin.copy_(angles.sin())
@@ -134,6 +177,9 @@ VARIANTS = (
             "hidden": "*bf16",
             "cos": "*fp32",
             "sin": "*fp32",
+            "next_norm": "*bf16",
+            "next_x": "*bf16",
+            "next_squares": "*fp32",
         },
         {
             "VOCAB": 151936,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from specrs.kernels.cuda._dependent_launch import enter, options
+from specrs.kernels.cuda._dependent_launch import enter, options, start_next, wait_for_previous
 from specrs.kernels.cuda.attention_config import AttentionConfig, block_d
 from specrs.kernels.cuda.variants import DTYPES, SIZES, Variant
 from torch import Tensor
@@ -52,7 +52,7 @@ def _context(positions, row, valid, capacity):  # type: ignore[no-untyped-def]
     return position, tl.minimum(tl.max(position, 0) + 1, capacity)
 
 
-@triton.jit(do_not_specialize=["num_rows", "batch", "table_width"])
+@triton.jit(do_not_specialize=["table_width"])
 def paged_attention_kernel(  # type: ignore[no-untyped-def]
     q,
     cache,
@@ -63,8 +63,6 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     partial_out,
     partial_stat,
     counters,
-    num_rows,
-    batch,
     q_stride,
     out_stride,
     table_stride,
@@ -83,7 +81,7 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     FUSED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    enter(DEPENDENT)
+    start_next(DEPENDENT)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     request = tl.program_id(0)
     kv_head = tl.program_id(1) % KV_HEADS
@@ -98,17 +96,12 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     valid = (m < ROWS * GROUP) & (row < end)
     place = row[:, None] * out_stride + head[:, None] * D + d[None, :]
 
-    if (request == batch - 1) & (row_block == 0) & (split == 0):
-        # Rows behind the last request belong to none.
-        lane = kv_head * GROUP * D + tl.arange(0, BLOCK_D)
-        for orphan in range(end, num_rows):
-            for g in range(GROUP):
-                nothing = tl.zeros([BLOCK_D], out.dtype.element_ty)
-                tl.store(out + orphan * out_stride + g * D + lane, nothing, mask=d < D)
-
     position, context = _context(positions, row, valid, table_width * BLOCK_SIZE)
     blocks = (context + BLOCK_N - 1) // BLOCK_N
     live = tl.maximum(tl.minimum(blocks, SPLITS), 1)
+    # Which rows and positions there are was written before the kernel ahead of this one, which lets this one start
+    # when that is finished (see `qk_norm_rope`). What it writes itself, q, K and V, is read behind this line.
+    wait_for_previous(DEPENDENT)
     if (start < end) & (split < live):
         inside_d = d < D
         loaded = valid[:, None] & inside_d[None, :]
@@ -235,8 +228,8 @@ def paged_attention(
     """Write `softmax(scale q K^T + M) V` for every row and head into `out` (Vaswani et al. 2017, eq. 1).
 
     Row i attends positions 0..positions[i] of its request; query head h uses KV head `h // (heads / kv_heads)`
-    (Ainslie et al. 2023). Rows at position -1 and rows behind `q_start[B]` give zeros. Nothing behind a tile's
-    context is loaded, so that NaN left there by earlier owners stays there.
+    (Ainslie et al. 2023). Rows at position -1 give zeros, rows behind `q_start[B]` are left as they were. Nothing
+    behind a tile's context is loaded, so that NaN left there by earlier owners stays there.
 
     Args:
         q: `[N, heads * D]`, contiguous rows of any stride.
@@ -246,7 +239,7 @@ def paged_attention(
             before and after.
         scale: of the scores, usually D^-0.5.
         config: the fields of an AttentionConfig in order.
-        dependent: launch dependently (see `_dependent_launch`).
+        dependent: launch dependently (see `_dependent_launch`), behind `qk_norm_rope` or an ordinary launch.
 
     Sums are fp32; the weights are rounded to q's dtype before they meet V.
     """
@@ -285,8 +278,6 @@ def _paged_attention(
         partial_out,
         partial_stat,
         counters,
-        q.shape[0],
-        batch,
         q.stride(0),
         out.stride(0),
         block_table.stride(0),
@@ -357,8 +348,8 @@ def paged_attention_reference(
     """`paged_attention` row by row in float64."""
     kv_heads, block_size, dim = cache.shape[2:]
     heads = q.shape[1] // dim
-    out.zero_()
     starts = q_start.tolist()
+    out[: starts[-1]] = 0
     for b in range(len(starts) - 1):
         for row in range(starts[b], starts[b + 1]):
             context = min(int(positions[row]) + 1, block_table.shape[1] * block_size)
@@ -415,7 +406,7 @@ def _variants() -> tuple[Variant, ...]:
                 **dict.fromkeys(("q", "cache", "out"), f"*{dtype}"),
                 **dict.fromkeys(("positions", "q_start", "block_table"), "*i64"),
                 **dict.fromkeys(("partial_out", "partial_stat"), "*fp32"),
-                **dict.fromkeys(("num_rows", "batch", "q_stride", "out_stride", "table_stride", "table_width"), "i32"),
+                **dict.fromkeys(("q_stride", "out_stride", "table_stride", "table_width"), "i32"),
                 "counters": "*i32",
                 "scale_log2": "fp32",
             }

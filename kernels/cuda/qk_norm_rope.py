@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from specrs.kernels.cuda._dependent_launch import enter, options
+from specrs.kernels.cuda._dependent_launch import options, start_next, wait_for_previous
 from specrs.kernels.cuda.variants import Variant
 from torch import Tensor
 
@@ -30,7 +30,10 @@ def qk_norm_rope_kernel(  # type: ignore[no-untyped-def]
     BLOCK_HALF: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    enter(DEPENDENT)
+    # In this order the kernel behind this one starts when all those ahead of it are finished, and may read what they
+    # wrote before it waits itself.
+    wait_for_previous(DEPENDENT)
+    start_next(DEPENDENT)
     D: tl.constexpr = 2 * HALF
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)

@@ -1,5 +1,9 @@
 """Products of few rows (at most 64) with a weight, what comes before and after them fused. Packs no weights.
 
+RMSNorm is shared by two products. One that adds to the residual stream h also writes `round(g h)`, g the weight of the
+next norm, and sums of squares of h by tile; the one that reads it divides its sums by the root of their mean,
+`W (g h) / rms(h)`. So no product's loop loads anything but weights and rows.
+
 A decode pass reads every weight once, so the kernel is there to keep the memory busy. Weights are on the tensor core's
 M side and the rows, padded to 16, on its N side. The work, tiles of the output times steps along the input, is dealt
 out evenly to a fixed number of programs, whatever the number of tiles: the programs that share a tile write partial
@@ -25,10 +29,6 @@ from torch import Tensor
 MAX_ROWS = 64
 """Rows above which cuBLAS serves: a product of that many is no longer bound by the weight's bytes alone."""
 
-NO_NORM, NORM_BEHIND, NORM_AHEAD = 0, 1, 2
-"""RMSNorm of x. Behind: the weight of the norm is applied to x and 1 / rms to the sums, so that one loop does both.
-Ahead: a loop of its own finds the rms first, because x times the norm's weight may exceed what fp16 can hold."""
-
 
 @triton.jit
 def _segment(p, TOTAL: tl.constexpr, PROGRAMS: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -47,8 +47,11 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
     x,
     weight,
     bias,
-    norm_weight,
+    squares,
     out,
+    next_norm,
+    next_x,
+    next_squares,
     tile_top,
     tile_id,
     partials,
@@ -63,7 +66,9 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    NORM: tl.constexpr,
+    SQUARES: tl.constexpr,
+    SQUARES_BLOCK: tl.constexpr,
+    MAX_ROWS: tl.constexpr,
     GATED: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     PREFETCH: tl.constexpr,
@@ -74,7 +79,7 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     TOTAL: tl.constexpr = TILES * STEPS
     SUMS: tl.constexpr = BLOCK_N * BLOCK_M
-    SLOT: tl.constexpr = (2 if GATED else 1) * SUMS + BLOCK_M
+    SLOT: tl.constexpr = (2 if GATED else 1) * SUMS
     EVEN: tl.constexpr = K % BLOCK_K == 0
 
     pid = tl.program_id(0)
@@ -95,41 +100,39 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
         if GATED:
             prefetch(ahead_w + N * K)
     wait_for_previous(DEPENDENT)
-    # Rows and features past the end repeat the last one and are not stored: no mask in the loop.
+    # Features past the end repeat the last one and are not stored: no mask on weights.
+    there = token < rows
     x_rows = x + tl.minimum(token, rows - 1).to(tl.int64) * x_stride
 
-    scale = tl.zeros([BLOCK_M], tl.float32)
-    if NORM == 2:
-        ahead = tl.zeros([BLOCK_K, BLOCK_M], tl.float32)
-        for k in range(0, K, BLOCK_K):
-            v = tl.load(x_rows[None, :] + k + column[:, None], mask=(k + column < K)[:, None], other=0).to(tl.float32)
-            ahead += v * v
-        scale = tl.rsqrt(tl.sum(ahead, 0) / K + eps)
-
+    if SQUARES > 0:
+        # On their way while the loop runs; added up where they are needed.
+        part = tl.arange(0, SQUARES_BLOCK)
+        square = tl.load(
+            squares + part[:, None] * MAX_ROWS + token[None, :],
+            mask=(part < SQUARES)[:, None] & there[None, :],
+            other=0,
+        )
     for tile in range(first_tile, (end - 1) // STEPS + 1):
         k_begin = tl.maximum(begin - tile * STEPS, 0)
         k_end = tl.minimum(end - tile * STEPS, STEPS)
         n = tile * BLOCK_N + feature
         w_rows = weight + tl.minimum(n, N - 1).to(tl.int64) * K
+        stored = (n < N)[:, None] & there[None, :]
+        place = token.to(tl.int64)[None, :] * out_stride + n[:, None]
+        if ACCUMULATE:
+            before = tl.load(out + place, mask=stored, other=0).to(tl.float32)
+        if next_norm is not None:
+            g = tl.load(next_norm + n, mask=n < N, other=0).to(tl.float32)
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        squares = tl.zeros([BLOCK_K, BLOCK_M], tl.float32)
         for k in range(k_begin, k_end):
             at = k * BLOCK_K + column
             if EVEN:
                 w = tl.load(w_rows[:, None] + at[None, :])
-                v = tl.load(x_rows[None, :] + at[:, None])
+                v = tl.load(x_rows[None, :] + at[:, None], mask=there[None, :], other=0)
             else:
                 w = tl.load(w_rows[:, None] + at[None, :], mask=(at < K)[None, :], other=0)
-                v = tl.load(x_rows[None, :] + at[:, None], mask=(at < K)[:, None], other=0)
-            if NORM > 0:
-                g = tl.load(norm_weight + at, mask=at < K, other=0).to(tl.float32)
-                f = v.to(tl.float32)
-                if NORM == 1:
-                    squares += f * f
-                    v = (f * g[:, None]).to(v.dtype)
-                else:
-                    v = (f * scale[None, :] * g[:, None]).to(v.dtype)
+                v = tl.load(x_rows[None, :] + at[:, None], mask=(at < K)[:, None] & there[None, :], other=0)
             acc = tl.dot(w, v, acc, input_precision="ieee")
             if GATED:
                 second = w_rows + N * K
@@ -138,7 +141,6 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
                 else:
                     w = tl.load(second[:, None] + at[None, :], mask=(at < K)[None, :], other=0)
                 up = tl.dot(w, v, up, input_precision="ieee")
-        total = tl.sum(squares, 0)
 
         complete = k_end - k_begin == STEPS
         if not complete:
@@ -146,8 +148,6 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
             tl.store(slot + local, acc)
             if GATED:
                 tl.store(slot + SUMS + local, up)
-            if NORM == 1:
-                tl.store(slot + SLOT - BLOCK_M + token, total)
             low = _owner(tile * STEPS, TOTAL, PROGRAMS)
             high = _owner(tile * STEPS + STEPS - 1, TOTAL, PROGRAMS)
             # All threads' sums before the one thread's count, which releases them to those that count after.
@@ -156,20 +156,17 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
             if complete:
                 acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
                 up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-                total = tl.zeros([BLOCK_M], tl.float32)
                 # Unrolled, so that several loads are on their way: one after the other costs half a microsecond each.
                 for p in tl.range(low, high + 1, loop_unroll_factor=4):
                     slot = partials + (2 * p + tl.minimum(tile - _segment(p, TOTAL, PROGRAMS) // STEPS, 1)) * SLOT
                     acc += tl.load(slot + local, cache_modifier=".cg")
                     if GATED:
                         up += tl.load(slot + SUMS + local, cache_modifier=".cg")
-                    if NORM == 1:
-                        total += tl.load(slot + SLOT - BLOCK_M + token, cache_modifier=".cg")
                 tl.store(counters + tile, 0)
 
         if complete:
-            if NORM == 1:
-                scale = tl.rsqrt(total / K + eps)
+            if SQUARES > 0:
+                scale = tl.rsqrt(tl.sum(square, 0) / K + eps)
                 acc = acc * scale[None, :]
                 up = up * scale[None, :]
             if bias is not None:
@@ -178,7 +175,6 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
                     up += tl.load(bias + N + n, mask=n < N, other=0).to(tl.float32)[:, None]
             if GATED:
                 acc = silu(acc) * up
-            stored = (n < N)[:, None] & (token < rows)[None, :]
             if tile_top is not None:
                 invalid = acc != acc
                 score = tl.where(invalid, float("inf"), acc)
@@ -190,10 +186,14 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
                 tl.store(tile_top + at, tl.where(spoiled, float("nan"), top), mask=token < rows)
                 tl.store(tile_id + at, best, mask=token < rows)
             if out is not None:
-                place = out + token.to(tl.int64)[None, :] * out_stride + n[:, None]
                 if ACCUMULATE:
-                    acc += tl.load(place, mask=stored, other=0).to(tl.float32)
-                tl.store(place, acc.to(out.dtype.element_ty), mask=stored)
+                    acc += before
+                rounded = acc.to(out.dtype.element_ty)
+                tl.store(out + place, rounded, mask=stored)
+                if next_norm is not None:
+                    f = tl.where(stored, rounded.to(tl.float32), 0)
+                    tl.store(next_x + place, (f * g[:, None]).to(next_x.dtype.element_ty), mask=stored)
+                    tl.store(next_squares + tile * MAX_ROWS + token, tl.sum(f * f, 0), mask=there)
 
 
 def block_m(rows: int) -> int:
@@ -207,24 +207,38 @@ def scratch_sizes(config: LinearConfig, rows: int, *, n: int, gated: bool) -> tu
     `n` counts the features of the output: of a gated product half the rows of its weight.
     """
     width = block_m(rows)
-    return 2 * config.programs * ((2 if gated else 1) * config.block_n + 1) * width, -(-n // config.block_n)
+    return 2 * config.programs * (2 if gated else 1) * config.block_n * width, -(-n // config.block_n)
+
+
+@dataclass(frozen=True, slots=True)
+class Next:
+    """What the next norm needs of the output y `[M, N]`, as it was rounded."""
+
+    norm_weight: Tensor
+    """[N], g"""
+    x: Tensor
+    """[M, N], y's dtype and strides: gets `g y`"""
+    squares: Tensor
+    """[S, 64] fp32, S at least the tiles of the output: row t gets the sums of squares of y's columns of tile t"""
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """`f(norm(x) W^T + b)`."""
+    """`f(x W^T / r + b)`, r the root mean square of rows whose squares are given, else 1."""
 
     weight: Tensor
     """[N, K] contiguous, of x's dtype; with `gated` [2 N, K], the gates above the values"""
     bias: Tensor | None = None
     """[N] or [2 N]"""
-    norm_weight: Tensor | None = None
-    """[K]; the rows of x are RMS-normalised with it and `eps` first. None: they are taken as they are."""
+    squares: Tensor | None = None
+    """[S, 64] fp32: column i adds up to the sum of squares of the row that x[i] was before the norm's weight."""
     eps: float = 0.0
     gated: bool = False
     """f(y) = silu(y[:N]) * y[N:], else f(y) = y."""
     accumulate: bool = False
     """Added to what is there, else written over it."""
+    next: Next | None = None
+    """What is written beside the output for the product that reads it normed."""
 
     @property
     def n(self) -> int:
@@ -242,10 +256,11 @@ def launch(
     dependent: bool,
 ) -> None:
     """Launch the kernel; arguments as in `skinny_linear` and `lm_head.linear_argmax`, which check them."""
-    rows, weight, n = x.shape[0], product.weight, product.n
-    norm = NO_NORM
-    if product.norm_weight is not None:
-        norm = _norm_mode(x.dtype)
+    rows, weight, n, squares = x.shape[0], product.weight, product.n, product.squares
+    following = (None, None, None)
+    if product.next is not None:
+        following = (product.next.norm_weight, product.next.x, product.next.squares)
+    sums = 0 if squares is None else squares.shape[0]
     width = block_m(rows)
     # A configuration of the whole LM head may serve its first ids only, which have fewer steps.
     programs = min(config.programs, -(-n // config.block_n) * -(-weight.shape[1] // config.block_k))
@@ -253,8 +268,9 @@ def launch(
         x,
         weight,
         product.bias,
-        product.norm_weight,
+        squares,
         out,
+        *following,
         *(tiles or (None, None)),
         *scratch,
         rows,
@@ -267,7 +283,9 @@ def launch(
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         BLOCK_M=width,
-        NORM=norm,
+        SQUARES=sums,
+        SQUARES_BLOCK=triton.next_power_of_2(sums),
+        MAX_ROWS=MAX_ROWS,
         GATED=product.gated,
         ACCUMULATE=product.accumulate,
         PREFETCH=config.prefetch,
@@ -284,28 +302,33 @@ def skinny_linear(
 
     Args:
         x: `[M, K]`, 1 <= M <= 64, contiguous rows of any stride.
-        out: `[M, N]` of any floating dtype, contiguous rows of any stride. Sums are fp32 and rounded once.
+        out: `[M, N]` of any floating dtype, contiguous rows of any stride. Sums are fp32 and rounded once. What
+            `product.next` names is written with it.
         scratch: `(partials, counters)` of at least `scratch_sizes`. Counters are zero before and after.
         config: the fields of a LinearConfig in order.
         dependent: launch dependently (see `_dependent_launch`).
     """
     p = product
-    operands, flags = [p.weight, p.bias, p.norm_weight], [p.gated, p.accumulate]
-    torch.ops.specrs.skinny_linear(x, operands, out, list(scratch), p.eps, flags, config, dependent)
+    operands, flags = [p.weight, p.bias, p.squares], [p.gated, p.accumulate]
+    following = [] if p.next is None else [p.next.x, p.next.squares]
+    if p.next is not None:
+        operands.append(p.next.norm_weight)
+    torch.ops.specrs.skinny_linear(x, operands, out, following, list(scratch), p.eps, flags, config, dependent)
 
 
-@torch.library.custom_op("specrs::skinny_linear", mutates_args=("out", "scratch"))
+@torch.library.custom_op("specrs::skinny_linear", mutates_args=("out", "following", "scratch"))
 def _skinny_linear(
     x: Tensor,
     operands: list[Tensor | None],
     out: Tensor,
+    following: list[Tensor],
     scratch: list[Tensor],
     eps: float,
     flags: list[bool],
     config: list[int],
     dependent: bool,
 ) -> None:
-    product = _product(operands, eps, flags)
+    product = _product(operands, following, eps, flags)
     _check(x, product, out, scratch, config)
     launch(x, product, out, None, scratch, LinearConfig(*config), dependent)
 
@@ -315,19 +338,22 @@ def _(
     x: Tensor,
     operands: list[Tensor | None],
     out: Tensor,
+    following: list[Tensor],
     scratch: list[Tensor],
     eps: float,
     flags: list[bool],
     config: list[int],
     dependent: bool,
 ) -> None:
-    _check(x, _product(operands, eps, flags), out, scratch, config)
+    _check(x, _product(operands, following, eps, flags), out, scratch, config)
 
 
-def _product(operands: Sequence[Tensor | None], eps: float, flags: Sequence[bool]) -> Product:
-    weight, bias, norm_weight = operands
+def _product(
+    operands: Sequence[Tensor | None], following: Sequence[Tensor], eps: float, flags: Sequence[bool]
+) -> Product:
+    weight, bias, squares, *norm = operands
     assert weight is not None
-    return Product(weight, bias, norm_weight, eps, *flags)
+    return Product(weight, bias, squares, eps, *flags, next=Next(norm[0], *following) if following else None)  # type: ignore[arg-type]
 
 
 def check_operands(x: Tensor, product: Product, scratch: Sequence[Tensor], config: list[int]) -> None:
@@ -345,35 +371,38 @@ def check_operands(x: Tensor, product: Product, scratch: Sequence[Tensor], confi
 
 def _check(x: Tensor, product: Product, out: Tensor, scratch: Sequence[Tensor], config: list[int]) -> None:
     check_operands(x, product, scratch, config)
-    weight, bias, norm_weight = product.weight, product.bias, product.norm_weight
+    weight, bias, squares, following = product.weight, product.bias, product.squares, product.next
     assert out.shape == (x.shape[0], product.n)
     assert out.stride(1) == 1
     assert bias is None or bias.shape == weight.shape[:1]
-    assert norm_weight is None or norm_weight.shape == weight.shape[1:]
+    assert squares is None or (squares.shape[1:] == (MAX_ROWS,) and squares.is_contiguous())
+    if following is not None:
+        assert following.norm_weight.shape == out.shape[1:]
+        assert following.x.shape == out.shape
+        assert following.x.stride() == out.stride()
+        tiles = -(-product.n // LinearConfig(*config).block_n)
+        assert following.squares.shape[1:] == (MAX_ROWS,)
+        assert following.squares.shape[0] >= tiles, f"squares must have {tiles} rows"
+        assert following.squares.is_contiguous()
 
 
-def skinny_linear_reference(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm_weight: Tensor | None,
-    out: Tensor,
-    eps: float,
-    *,
-    gated: bool = False,
-    accumulate: bool = False,
-) -> None:
-    """`skinny_linear` in plain torch, in float64 throughout and rounded once."""
-    v = x.double()
-    if norm_weight is not None:
-        v = v * (v.square().mean(1, keepdim=True) + eps).rsqrt() * norm_weight.double()
-    y = v @ weight.double().t()
-    if bias is not None:
-        y = y + bias.double()
-    if gated:
+def skinny_linear_reference(x: Tensor, product: Product, out: Tensor) -> None:
+    """`skinny_linear` in plain torch, in float64 throughout and rounded once; all squares of a row in `squares[0]`."""
+    y = x.double() @ product.weight.double().t()
+    if product.squares is not None:
+        sums = product.squares[:, : x.shape[0]].double().sum(0)
+        y = y * (sums / x.shape[1] + product.eps).rsqrt()[:, None]
+    if product.bias is not None:
+        y = y + product.bias.double()
+    if product.gated:
         gate, up = y.chunk(2, dim=1)
         y = torch.nn.functional.silu(gate) * up
-    out.copy_(out.double() + y if accumulate else y)
+    out.copy_(out.double() + y if product.accumulate else y)
+    if product.next is not None:
+        rounded = out.double()
+        product.next.x.copy_(rounded * product.next.norm_weight.double())
+        product.next.squares.zero_()
+        product.next.squares[0, : x.shape[0]] = rounded.square().sum(1)
 
 
 def variant(
@@ -383,16 +412,22 @@ def variant(
     *,
     rows: int,
     operands: tuple[str, ...] = (),
+    normed: bool = False,
     accumulate: bool = False,
     argmax: bool = False,
     dependent: bool = False,
 ) -> Variant:
-    """The kernel as `launch` specialises it for `shape` on devices of `size`; `operands` are `bias` and `norm_weight`,
-    `argmax` as `lm_head` has it."""
+    """The kernel as `launch` specialises it for `shape` on devices of `size`.
+
+    `operands` are `bias`, and `next_norm` with what is written for it; `normed` rows come with sums of squares;
+    `argmax` as `lm_head` has it.
+    """
     dtype = next(key for key, value in DTYPES.items() if value == shape.dtype)
     config = linear_config(shape, block_m(rows), size.limits)
     present = {"x": f"*{dtype}", "weight": f"*{dtype}", "out": f"*{dtype}"}
     present |= dict.fromkeys(operands, f"*{dtype}")
+    present |= {"next_x": f"*{dtype}", "next_squares": "*fp32"} if "next_norm" in operands else {}
+    present |= {"squares": "*fp32"} if normed else {}
     present |= {"out": "*fp32", "tile_top": "*fp32", "tile_id": "*i32"} if argmax else {}
     types = present | {"partials": "*fp32", "counters": "*i32", "eps": "fp32"}
     types |= dict.fromkeys(("rows", "x_stride", "out_stride"), "i32")
@@ -403,13 +438,16 @@ def variant(
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
         "BLOCK_M": block_m(rows),
-        "NORM": _norm_mode(shape.dtype) if "norm_weight" in operands else NO_NORM,
+        "SQUARES": triton.cdiv(shape.k, config.block_n) if normed else 0,
+        "SQUARES_BLOCK": triton.next_power_of_2(triton.cdiv(shape.k, config.block_n)) if normed else 0,
+        "MAX_ROWS": MAX_ROWS,
         "GATED": shape.gated,
         "ACCUMULATE": accumulate,
         "PREFETCH": config.prefetch,
         "DEPENDENT": dependent,
     }
-    absent = {arg: None for arg in ("bias", "norm_weight", "tile_top", "tile_id") if arg not in present}
+    optional = ("bias", "squares", "next_norm", "next_x", "next_squares", "tile_top", "tile_id")
+    absent = {arg: None for arg in optional if arg not in present}
     return Variant(
         name,
         skinny_linear_kernel,
@@ -422,12 +460,8 @@ def variant(
     )
 
 
-def _norm_mode(dtype: torch.dtype) -> int:
-    return NORM_AHEAD if dtype == torch.float16 else NORM_BEHIND
-
-
 def _variants() -> tuple[Variant, ...]:
-    variants, norm = [], ("norm_weight",)
+    variants, following = [], ("next_norm",)
     for size in SIZES:
         for dtype, rows in (("bf16", 6), ("bf16", 64), ("fp16", 6), ("fp32", 6)):
             torch_dtype = DTYPES[dtype]
@@ -436,17 +470,19 @@ def _variants() -> tuple[Variant, ...]:
                 name = f"skinny_linear_{kind}_{dtype}_rows{rows}_{size.name}"  # noqa: B023
                 variants.append(variant(name, shape, size, rows=rows, **flags))  # noqa: B023
 
-            add("norm_gated", LinearShape(6144, 2048, torch_dtype, gated=True), operands=norm)
+            normed = dtype != "fp16"
+            add("gated", LinearShape(6144, 2048, torch_dtype, gated=True), normed=normed)
             if dtype == "bf16":
-                add("residual", LinearShape(2048, 6144, torch_dtype), accumulate=True)
+                add("residual", LinearShape(2048, 6144, torch_dtype), accumulate=True, operands=following)
             if dtype == "bf16" and rows == 6:
-                add("norm", LinearShape(4096, 2048, torch_dtype), operands=norm)
-                add("norm_bias", LinearShape(4608, 3584, torch_dtype), operands=("bias", *norm))
+                add("normed", LinearShape(4096, 2048, torch_dtype), normed=True)
+                add("normed_bias", LinearShape(4608, 3584, torch_dtype), normed=True, operands=("bias",))
     dependent = variant(
         "skinny_linear_residual_bf16_dependent",
         LinearShape(2048, 6144, torch.bfloat16),
         SIZES[0],
         rows=6,
+        operands=following,
         accumulate=True,
         dependent=True,
     )

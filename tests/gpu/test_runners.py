@@ -39,11 +39,15 @@ def submit(engine: Engine, params: Sequence[SamplingParams], num_tokens: int, se
 
 def generate(engine: Engine, params: Sequence[SamplingParams], num_tokens: int = 60) -> list[list[int]]:
     requests = submit(engine, params, num_tokens)
-    while engine.has_unfinished():
-        engine.step()
+    exhaust(engine)
     engine.scheduler.check_integrity()
     assert all(request.error is None for request in requests)
     return [request.output_token_ids for request in requests]
+
+
+def exhaust(engine: Engine) -> None:
+    while engine.has_unfinished():
+        engine.step()
 
 
 def runner_of(engine: Engine) -> CudaRunner:
@@ -174,8 +178,7 @@ def test_a_row_driven_past_its_limit_stays_in_its_blocks(make_engine: MakeEngine
         before = [layer[neighbour].clone() for layer in ctx.kv_cache.layers]
         length = int(ctx.state.limit[row])
     with pytest.raises(InvalidResultsError, match="finish_reason"):
-        for _ in range(6):
-            engine.step()
+        exhaust(engine)
     torch.cuda.synchronize()
     assert int(ctx.state.num_tokens[row]) == length
     assert not bool(ctx.state.active[row])

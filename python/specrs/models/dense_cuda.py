@@ -19,7 +19,7 @@ from specrs.errors import UnsupportedModelError, invalid
 from specrs.kernels.cuda.activation import silu_and_mul
 from specrs.kernels.cuda.argmax import argmax
 from specrs.kernels.cuda.attention_config import MAX_VERIFY_ROWS, AttentionConfig, block_d
-from specrs.kernels.cuda.configs import LinearShape, linear_config
+from specrs.kernels.cuda.configs import LinearConfig, LinearShape, linear_config
 from specrs.kernels.cuda.device import DeviceLimits, limits_of
 from specrs.kernels.cuda.embedding import embed
 from specrs.kernels.cuda.lm_head import ArgmaxScratch, linear_argmax
@@ -27,7 +27,7 @@ from specrs.kernels.cuda.paged_attention import AttentionRows, paged_attention
 from specrs.kernels.cuda.qk_norm_rope import qk_norm_rope
 from specrs.kernels.cuda.rms_norm import rms_norm
 from specrs.kernels.cuda.sampling_scratch import SamplingScratch
-from specrs.kernels.cuda.skinny_linear import MAX_ROWS, Product, block_m, scratch_sizes, skinny_linear
+from specrs.kernels.cuda.skinny_linear import MAX_ROWS, Next, Product, block_m, scratch_sizes, skinny_linear
 from specrs.kernels.linear import DenseWeight, Weight
 from specrs.models.base import HiddenStates, Model
 from specrs.models.config import ModelConfig
@@ -64,6 +64,10 @@ class Workspace:
 
     hidden: Tensor
     """[max_rows, hidden], the residual stream."""
+    weighted: Tensor
+    """[min(max_rows, 64), hidden], the stream times the weight of the next norm."""
+    squares: Tensor
+    """[tiles, 64] fp32, sums of squares of the stream by tile of the product that added to it last."""
     normed: Tensor
     """[max_rows, hidden], what a pass returns a view of."""
     delta: Tensor
@@ -132,6 +136,7 @@ class Workspace:
             sizes = scratch_sizes(c, m, n=shapes[name].n, gated=shapes[name].gated)
             partials, counters = max(partials, sizes[0]), max(counters, sizes[1])
         tiles = max(-(-config.vocab_size // configs["lm_head", m].block_n) for m in widths)
+        stream_tiles = max(-(-config.hidden_size // configs[name, m].block_n) for name in ("o", "down") for m in widths)
         many = min(_LOGITS_ROWS, max_seqs * MAX_VERIFY_ROWS)
         many = many if many > MAX_ROWS else 0
 
@@ -142,6 +147,8 @@ class Workspace:
         mlp_rows = min(max_rows, _MLP_ROWS)
         return cls(
             hidden=buffer(max_rows, config.hidden_size),
+            weighted=buffer(min(max_rows, MAX_ROWS), config.hidden_size),
+            squares=buffer(stream_tiles, MAX_ROWS, dtype=f32),
             normed=buffer(max_rows, config.hidden_size),
             delta=buffer(max_rows, config.hidden_size),
             qkv=buffer(max_rows, shapes["qkv"].n),
@@ -212,9 +219,22 @@ class CudaDense(DenseFacts):
         room = ws.entries.shape[1]
         assert len(hidden_layers) <= room, f"hidden_layers={hidden_layers}: the workspace has room for {room}"
         hidden, cos, sin = ws.hidden[:rows], ws.cos[:rows], ws.sin[:rows]
-        embed(inputs.input_ids, inputs.positions, weights.embedding, weights.rotary, hidden, cos, sin, ws.dependent)
-        attend = _attention(weights, inputs, ws)
         stream: _Stream = (_FewRows if rows <= MAX_ROWS else _ManyRows)(hidden, ws, self.config.rms_norm_eps)
+        norms = [w.input_norm for w in weights.layers]
+        following = stream.following(norms[0])
+        embed(
+            inputs.input_ids,
+            inputs.positions,
+            weights.embedding,
+            weights.rotary,
+            hidden,
+            cos,
+            sin,
+            None if following is None else following.norm_weight,
+            [] if following is None else [following.x, following.squares],
+            ws.dependent,
+        )
+        attend = _attention(weights, inputs, ws)
         qkv, attended = ws.qkv[:rows], ws.attended[:rows]
         for i, (w, cache) in enumerate(zip(weights.layers, kv_cache.layers, strict=True)):
             stream.normed_product("qkv", w.input_norm, w.qkv, qkv)
@@ -222,8 +242,8 @@ class CudaDense(DenseFacts):
                 if layer == i:
                     ws.entries[:rows, at].copy_(hidden)
             attend(w, qkv, cache, attended)
-            stream.add_product("o", attended, w.o)
-            stream.add_mlp(w)
+            stream.add_product("o", attended, w.o, w.post_attention_norm)
+            stream.add_mlp(w, norms[i + 1] if i + 1 < len(norms) else None)
         kept = ws.entries[:rows, : len(hidden_layers)] if hidden_layers else None
         return HiddenStates(stream.normed(weights.final_norm), kept)
 
@@ -313,11 +333,15 @@ class _Stream(Protocol):
     def normed_product(self, name: str, norm: Tensor, w: Weight, out: Tensor) -> None:
         """Write the product `name` of the normed stream into `out`."""
 
-    def add_product(self, name: str, x: Tensor, w: Weight) -> None:
-        """Add the product `name` of x to the stream."""
+    def add_product(self, name: str, x: Tensor, w: Weight, norm: Tensor | None) -> None:
+        """Add the product `name` of x to the stream; `norm` is the weight of the norm that a product reads it through
+        next."""
 
-    def add_mlp(self, w: LayerWeights) -> None:
-        """Add what the layer's MLP makes of the normed stream."""
+    def add_mlp(self, w: LayerWeights, norm: Tensor | None) -> None:
+        """Add what the layer's MLP makes of the normed stream; `norm` as in `add_product`."""
+
+    def following(self, norm: Tensor | None) -> Next | None:
+        """What is to be written beside the stream for the product behind `norm`."""
 
     def normed(self, norm: Tensor) -> Tensor:
         """The normed stream `[N, hidden]`, in the workspace."""
@@ -325,28 +349,47 @@ class _Stream(Protocol):
 
 @dataclass(slots=True)
 class _FewRows:
-    """The stream is normed on the way into products and added to on the way out: one kernel each."""
+    """The stream is prepared for its next norm as it is added to, and normed by the product that reads it: no kernels
+    for norms. What a norm's weight may make of fp16 is beyond its range, so there norms are kernels of their own."""
 
     hidden: Tensor
     ws: Workspace
     eps: float
+    _squares: Tensor | None = field(default=None, init=False)
 
     def normed_product(self, name: str, norm: Tensor, w: Weight, out: Tensor) -> None:
-        self._product(name, self.hidden, Product(_stored(w), w.bias, norm, self.eps), out)
+        self._normed_product(name, norm, Product(_stored(w), w.bias), out)
 
-    def add_product(self, name: str, x: Tensor, w: Weight) -> None:
-        self._product(name, x, Product(_stored(w), w.bias, accumulate=True), self.hidden)
+    def add_product(self, name: str, x: Tensor, w: Weight, norm: Tensor | None) -> None:
+        following = self.following(norm)
+        self._product(name, x, Product(_stored(w), w.bias, accumulate=True, next=following), self.hidden)
+        tiles = -(-self.hidden.shape[1] // LinearConfig(*self.ws.config(name, x.shape[0])).block_n)
+        self._squares = None if following is None else following.squares[:tiles]
 
-    def add_mlp(self, w: LayerWeights) -> None:
+    def add_mlp(self, w: LayerWeights, norm: Tensor | None) -> None:
         activated = self.ws.activated[: self.hidden.shape[0]]
-        gate_up = Product(_stored(w.gate_up), w.gate_up.bias, w.post_attention_norm, self.eps, gated=True)
-        self._product("gate_up", self.hidden, gate_up, activated)
-        self.add_product("down", activated, w.down)
+        gate_up = Product(_stored(w.gate_up), w.gate_up.bias, gated=True)
+        self._normed_product("gate_up", w.post_attention_norm, gate_up, activated)
+        self.add_product("down", activated, w.down, norm)
+
+    def following(self, norm: Tensor | None) -> Next | None:
+        if norm is None or norm.dtype == torch.float16:
+            return None
+        # As `embed` leaves it; products say how many tiles they have written.
+        self._squares = self.ws.squares[:1]
+        return Next(norm, self.ws.weighted[: self.hidden.shape[0]], self.ws.squares)
 
     def normed(self, norm: Tensor) -> Tensor:
         out = self.ws.normed[: self.hidden.shape[0]]
         rms_norm(self.hidden, None, norm, out, self.eps, self.ws.dependent)
         return out
+
+    def _normed_product(self, name: str, norm: Tensor, product: Product, out: Tensor) -> None:
+        if self._squares is None:
+            self._product(name, self.normed(norm), product, out)
+            return
+        normed = dataclasses.replace(product, squares=self._squares, eps=self.eps)
+        self._product(name, self.ws.weighted[: self.hidden.shape[0]], normed, out)
 
     def _product(self, name: str, x: Tensor, product: Product, out: Tensor) -> None:
         ws = self.ws
@@ -366,11 +409,11 @@ class _ManyRows:
     def normed_product(self, name: str, norm: Tensor, w: Weight, out: Tensor) -> None:
         _wide_product(self.normed(norm), w, out)
 
-    def add_product(self, name: str, x: Tensor, w: Weight) -> None:
+    def add_product(self, name: str, x: Tensor, w: Weight, norm: Tensor | None) -> None:
         self._delta = self.ws.delta[: x.shape[0]]
         _wide_product(x, w, self._delta)
 
-    def add_mlp(self, w: LayerWeights) -> None:
+    def add_mlp(self, w: LayerWeights, norm: Tensor | None) -> None:
         ws, rows = self.ws, self.hidden.shape[0]
         normed, delta = self.normed(w.post_attention_norm), ws.delta[:rows]
         for first in range(0, rows, _MLP_ROWS):
@@ -380,6 +423,9 @@ class _ManyRows:
             silu_and_mul(ws.gate_up[:count], ws.activated[:count], ws.dependent)
             _wide_product(ws.activated[:count], w.down, delta[part])
         self._delta = delta
+
+    def following(self, norm: Tensor | None) -> Next | None:
+        return None
 
     def normed(self, norm: Tensor) -> Tensor:
         out = self.ws.normed[: self.hidden.shape[0]]
