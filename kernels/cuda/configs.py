@@ -16,6 +16,10 @@ from pathlib import Path
 import torch
 from specrs.kernels.cuda.device import DeviceLimits
 
+_SMALL = 2**26
+"""Bytes of a weight that half of the multiprocessors read in about the time of all: 15 us at 4 TB/s."""
+_IN_FLIGHT = 144 * 1024
+"""Bytes of all stages of a program: more than a memory needs, so that a tile's end and the next one's start overlap."""
 TABLE = Path(__file__).with_name("configs.json")
 
 
@@ -74,8 +78,9 @@ def default_config(shape: LinearShape, limits: DeviceLimits) -> LinearConfig:
 
     About 32 KiB in flight on each multiprocessor cover the latency of a GPU's memory at 4 TB/s. Rows of 256 bytes are
     what the memory reads best; where fewer than three stages of them fit, half as many. One program on each
-    multiprocessor shares a tile with the fewest others; where each would read more than 256 KiB, two hide the gap
-    between a tile and the next.
+    multiprocessor shares a tile with the fewest others. Partial sums cost 2 us, so where the weight is small and tiles
+    of 64 or of 16 features occupy half of the multiprocessors, each program has a whole one. Measured on an H200,
+    where two programs on a multiprocessor were never faster than one.
     """
     if not limits.capability:  # the interpreter: small tiles, so that small shapes have several
         return LinearConfig(16, 32, min(limits.num_sms, shape.bound(16, 32)), 4, 1)
@@ -84,11 +89,15 @@ def default_config(shape: LinearShape, limits: DeviceLimits) -> LinearConfig:
         block_n, block_k = 32, 32
     elif limits.shared_memory // 2 < 3 * shape.stage_bytes(block_n, block_k, 16):
         block_k //= 2
-    weight = (1 + shape.gated) * shape.n * shape.k * shape.dtype.itemsize
-    room = limits.shared_memory // 2 - _extra_bytes(shape, block_k, 16)
-    per_sm = 2 if weight > 2**18 * limits.num_sms and room >= 3 * shape.stage_bytes(block_n, block_k, 16) else 1
-    programs = min(per_sm * limits.num_sms, shape.bound(block_n, block_k))
-    return LinearConfig(block_n, block_k, programs, 4, 6)
+    programs = min(limits.num_sms, shape.bound(block_n, block_k))
+    is_small = (1 + shape.gated) * shape.n * shape.k * shape.dtype.itemsize <= _SMALL and shape.dtype != torch.float32
+    for width, depth in ((block_n, block_k), (16, 2 * block_k)):
+        tiles = -(-shape.n // width)
+        if is_small and 0.45 * limits.num_sms <= tiles <= limits.num_sms:
+            block_n, block_k, programs = width, depth, tiles
+            break
+    stages = round(_IN_FLIGHT / shape.stage_bytes(block_n, block_k, 16))
+    return LinearConfig(block_n, block_k, programs, 4, max(3, min(9, stages)), prefetch=2)
 
 
 def fit(config: LinearConfig, shape: LinearShape, block_m: int, limits: DeviceLimits) -> LinearConfig:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from specrs.kernels.cuda._dependent_launch import enter, options, start_next, wait_for_previous
+from specrs.kernels.cuda._dependent_launch import options, start_next, wait_for_previous
 from specrs.kernels.cuda.attention_config import AttentionConfig, block_d
 from specrs.kernels.cuda.variants import DTYPES, SIZES, Variant
 from torch import Tensor
@@ -182,7 +182,7 @@ def combine_kernel(  # type: ignore[no-untyped-def]
     DEPENDENT: tl.constexpr,
 ):
     """One row and head of a tile."""
-    enter(DEPENDENT)
+    start_next(DEPENDENT)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     request, tile_of_request, m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_head = tile_of_request % KV_HEADS
@@ -195,10 +195,13 @@ def combine_kernel(  # type: ignore[no-untyped-def]
         _, context = _context(positions, start + others, valid, table_width * BLOCK_SIZE)
         live = tl.maximum(tl.minimum((context + BLOCK_N - 1) // BLOCK_N, SPLITS), 1)
         tile = request * tl.num_programs(1) + tile_of_request
+        wait_for_previous(DEPENDENT)
         result = _combine(partial_out, partial_stat, tile, m, live, SPLITS, BLOCK_M, BLOCK_D, SPLIT_BLOCK, 1)
         d = tl.arange(0, BLOCK_D)
         place = row * out_stride + (kv_head * GROUP + m % GROUP) * D + d
         tl.store(out + place[None, :], result.to(out.dtype.element_ty), mask=(d < D)[None, :])
+    else:
+        wait_for_previous(DEPENDENT)
 
 
 @dataclass(frozen=True, slots=True)
