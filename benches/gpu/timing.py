@@ -42,9 +42,18 @@ def graphed(function: Callable[[], None]) -> Callable[[], None]:
 def milliseconds(
     function: Callable[[], None], *, repeats: int = 5, calls: int = 20, before: Callable[[], None] | None = None
 ) -> float:
-    """Median over `repeats` of the time of one call, `calls` of them back to back; `before` runs ahead of a repeat."""
+    """Median over `repeats` of the time of one call, at most `calls` of them and 100 ms back to back; `before` runs ahead
+    of a repeat."""
     if not ON_GPU:
         repeats = calls = 1
+    else:
+        if before is not None:
+            before()
+        synchronize()
+        began = time.perf_counter()
+        function()
+        synchronize()
+        calls = max(1, min(calls, round(0.1 / (time.perf_counter() - began))))
     times = []
     for _ in range(repeats):
         if before is not None:

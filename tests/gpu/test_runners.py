@@ -9,7 +9,8 @@ import torch
 from specrs.drafters.draft_model import DraftModel
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
-from specrs.errors import EngineError, InvalidResultsError
+from specrs.core import InvalidResultsError
+from specrs.errors import EngineError
 from specrs.models.dense_cuda import CudaDense
 from specrs.runner.cuda.runner import CudaRunner
 from specrs.runner.cuda.shapes import Buckets

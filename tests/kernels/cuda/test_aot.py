@@ -84,7 +84,7 @@ def test_variants_of_every_module_are_complete(aot: ModuleType) -> None:
 def test_one_kernel_against_the_baseline() -> None:
     """In a process of its own: this one interprets kernels."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, SCRIPT, "--only", "skinny_linear_norm_bf16_rows6_large", "--jobs", "1"]
+    command = [sys.executable, SCRIPT, "--only", "skinny_linear_normed_bf16_rows6_large", "--jobs", "1"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == f"Triton {triton.__version__}: 2 kernels compiled, 0 problems"
