@@ -42,7 +42,7 @@ def graphed(function: Callable[[], None]) -> Callable[[], None]:
 def milliseconds(
     function: Callable[[], None], *, repeats: int = 5, calls: int = 20, before: Callable[[], None] | None = None
 ) -> float:
-    """Median over `repeats` of the time of one call, at most `calls` of them and 100 ms back to back; `before` runs ahead
+    """Median over `repeats` of the time of one call, at most `calls` and 100 ms back to back; `before` runs ahead
     of a repeat."""
     if not ON_GPU:
         repeats = calls = 1

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from specrs.core import InvalidResultsError
 from specrs.drafters.draft_model import DraftModel
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
-from specrs.core import InvalidResultsError
 from specrs.errors import EngineError
 from specrs.models.dense_cuda import CudaDense
 from specrs.runner.cuda.runner import CudaRunner
