@@ -83,7 +83,7 @@ class Bench:
         self.path = out / f"{gpu.replace(' ', '_')}_{commit}_bench_gpu.json"
         self.found: dict[str, Any] = {
             "gpu": gpu,
-            "commit": commit + ("-dirty" if git("status", "--porcelain") not in ("", "unknown") else ""),
+            "commit": commit + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") not in ("", "unknown") else ""),
             "versions": {
                 "torch": torch.__version__,
                 "triton": triton.__version__,
