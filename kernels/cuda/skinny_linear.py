@@ -257,7 +257,7 @@ def launch(
 ) -> None:
     """Launch the kernel; arguments as in `skinny_linear` and `lm_head.linear_argmax`, which check them."""
     rows, weight, n, squares = x.shape[0], product.weight, product.n, product.squares
-    following = (None, None, None)
+    following: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
     if product.next is not None:
         following = (product.next.norm_weight, product.next.x, product.next.squares)
     sums = 0 if squares is None else squares.shape[0]
@@ -351,9 +351,12 @@ def _(
 def _product(
     operands: Sequence[Tensor | None], following: Sequence[Tensor], eps: float, flags: Sequence[bool]
 ) -> Product:
-    weight, bias, squares, *norm = operands
+    (weight, bias, squares, *norm), (gated, accumulate) = operands, flags
     assert weight is not None
-    return Product(weight, bias, squares, eps, *flags, next=Next(norm[0], *following) if following else None)  # type: ignore[arg-type]
+    if not norm:
+        return Product(weight, bias, squares, eps, gated, accumulate)
+    assert norm[0] is not None
+    return Product(weight, bias, squares, eps, gated, accumulate, Next(norm[0], *following))
 
 
 def check_operands(x: Tensor, product: Product, scratch: Sequence[Tensor], config: list[int]) -> None:

@@ -14,10 +14,11 @@ def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert main(argv) == 0
     captured = capsys.readouterr()
     assert PROMPTS[0] in captured.out
-    assert "its continuation: vanilla, K = 1, K = 3\n" in captured.out
+    assert "its continuation: vanilla, K = 1, K = 3, auto\n" in captured.out
+    assert [line.split()[:1] for line in captured.out.splitlines() if line.startswith("auto")] == [["auto"], ["auto:"]]
     table = [line.split() for line in captured.out.splitlines() if line.startswith(("vanilla", "K = "))]
     assert [row[:3] for row in table[1:]] == [["K", "=", "1"], ["K", "=", "3"]]
     assert [len(row) for row in table] == [3, 3 + 4 + 1, 3 + 4 + 3]
-    assert "All 4 texts with drafts equal vanilla's, token for token." in captured.out
+    assert "All 6 texts with drafts equal vanilla's, token for token." in captured.out
     assert "tokens" in captured.err  # the progress bar
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -41,6 +41,15 @@ def test_table() -> None:
     assert rows[-1] == ["K", "=", "2", "4.0", "2.00x", "2.00", "50.0", "80.0", "20.0"]
 
 
+def test_the_row_of_auto_says_what_was_chosen() -> None:
+    chosen = Result("auto")
+    chosen.add(output("ab", [1, 2], 5, [0, 1, 1]), 1.0)
+    lines = report.table([*results(), chosen]).splitlines()
+    assert lines[-2].split() == ["auto", "2.0", "1.00x", "2.50", "60.0", "100.0", "50.0"]
+    assert "2.5 drafts an iteration on average" in lines[-1]
+    assert "no drafts on average" in report.table([*results(), Result("auto", seconds=1.0)])
+
+
 def test_equality_counts_texts_that_differ() -> None:
     plain, drafted = results()
     assert "1 of 2 texts" in report.equality([plain, drafted])
@@ -61,5 +70,7 @@ def test_text_is_shown_once_where_all_agree_and_twice_where_not() -> None:
 def test_picture(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"out{suffix}"
     files.check_picture(path)
-    plot.draw(results(), "caption", path)
+    chosen = Result("auto")
+    chosen.add(output("ab", [1, 2], 5, [0, 1, 1]), 1.0)
+    plot.draw([*results(), chosen], "caption", path)
     assert path.stat().st_size > 1000

@@ -13,8 +13,8 @@ from specrs.cli.arguments import drafts_list
 
 SUMMARY = "the bundled pair: plain decoding against K drafts"
 DESCRIPTION = (
-    "Run the bundled target over the bundled prompts, alone and with the bundled draft at several K, and compare text, "
-    "acceptance and tokens per second."
+    "Run the bundled target over the bundled prompts, alone, with the bundled draft at several K, and with K as the "
+    "engine chooses it, and compare text, acceptance and tokens per second."
 )
 CONTEXT = 1024
 
@@ -46,19 +46,24 @@ def run(arguments: argparse.Namespace) -> None:
     from tqdm import tqdm
 
     from specrs.cli.threads import few_threads
+    from specrs.config import AUTO
     from specrs.llm import LLM
 
     few_threads()
-    llm = LLM(
-        speculative_config={"num_speculative_tokens": max(arguments.k)},
-        dtype=arguments.dtype,
-        max_model_len=CONTEXT,
-        max_num_seqs=1,
-        enable_prefix_caching=False,
-    )
+
+    def engine(k: int | str) -> LLM:
+        return LLM(
+            speculative_config={"num_speculative_tokens": k},
+            dtype=arguments.dtype,
+            max_model_len=CONTEXT,
+            max_num_seqs=1,
+            enable_prefix_caching=False,
+        )
+
+    fixed = engine(max(arguments.k))
+    engines = {**dict.fromkeys((0, *arguments.k), fixed), AUTO: engine(AUTO)}
     print(report.heading(len(PROMPTS), arguments.max_tokens, arguments.dtype))
-    settings = [0, *arguments.k]
-    total = len(PROMPTS) * len(settings) * arguments.max_tokens
+    total = len(PROMPTS) * len(engines) * arguments.max_tokens
     interval = 0.1 if sys.stderr.isatty() else 5.0  # a log gets a line now and then
     with tqdm(total=total, unit=" tokens", leave=False, dynamic_ncols=True, mininterval=interval) as bar:
 
@@ -66,7 +71,7 @@ def run(arguments: argparse.Namespace) -> None:
             bar.set_description(name, refresh=False)
             bar.update(tokens)
 
-        results = measure(llm, PROMPTS, settings, params, advance)
+        results = measure(engines, PROMPTS, params, advance)
     print(report.text(PROMPTS[0], results))
     print(report.table(results))
     print(report.equality(results))

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
+from specrs.config import AUTO
 from specrs.outputs import AcceptanceFigures
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from specrs.llm import LLM
     from specrs.outputs import RequestOutput
@@ -22,9 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class Result:
-    """What one setting did over all prompts: `k` drafts per iteration, 0 for plain decoding. Times are seconds."""
+    """What one setting did over all prompts. Times are seconds."""
 
-    k: int
+    k: int | str
+    """Drafts per iteration, 0 for plain decoding; `auto`: as many as the engine chose for each launch."""
     seconds: float = 0.0
     acceptance: AcceptanceFigures = field(default_factory=AcceptanceFigures)
     texts: list[str] = field(default_factory=list)
@@ -37,7 +39,8 @@ class Result:
         self.seconds += seconds
         old, new = self.acceptance, output.metrics
         # A request's histogram may be as long as the engine's K; nothing beyond its own K is counted there.
-        pairs = zip_longest(old.acceptance_histogram, new.acceptance_histogram[: self.k + 1], fillvalue=0)
+        own = new.acceptance_histogram if isinstance(self.k, str) else new.acceptance_histogram[: self.k + 1]
+        pairs = zip_longest(old.acceptance_histogram, own, fillvalue=0)
         self.acceptance = AcceptanceFigures(
             draft_tokens=old.draft_tokens + new.draft_tokens, acceptance_histogram=[a + b for a, b in pairs]
         )
@@ -45,7 +48,14 @@ class Result:
     @property
     def name(self) -> str:
         """How tables and pictures call this setting."""
+        if self.k == AUTO:
+            return AUTO
         return f"K = {self.k}" if self.k else "vanilla"
+
+    @property
+    def mean_k(self) -> float:
+        """Drafts of an iteration that drafted, on average; 0 if none did."""
+        return self.acceptance.draft_tokens / self.acceptance.drafts if self.acceptance.drafts else 0.0
 
     @property
     def tokens_per_second(self) -> float:
@@ -58,22 +68,26 @@ class Result:
 
 
 def measure(
-    llm: LLM,
+    engines: Mapping[int | str, LLM],
     prompts: Sequence[str],
-    settings: Sequence[int],
     params: SamplingParams,
     advance: Callable[[str, int], None],
 ) -> list[Result]:
-    """Run every prompt at every K of `settings`, in turns, and return a result for each K in that order.
+    """Run every prompt at every K of `engines`, each on its engine, in turns, and return a result for each in that
+    order.
 
     `advance(name, tokens)` is called after each request. Raises the error of a request that was refused.
     """
-    results = [Result(k) for k in settings]
-    for k in settings:  # first calls allocate and pick kernels
-        _one(llm, prompts[0], params.replace(num_speculative_tokens=k, max_tokens=min(8, params.max_tokens or 8)))
+    results = [Result(k) for k in engines]
+
+    def run(prompt: str, k: int | str, params: SamplingParams) -> tuple[RequestOutput, float]:
+        return _one(engines[k], prompt, params if isinstance(k, str) else params.replace(num_speculative_tokens=k))
+
+    for k in engines:  # first calls allocate and pick kernels
+        run(prompts[0], k, params.replace(max_tokens=min(8, params.max_tokens or 8)))
     for prompt in prompts:
         for result in results:
-            output, seconds = _one(llm, prompt, params.replace(num_speculative_tokens=result.k))
+            output, seconds = run(prompt, result.k, params)
             result.add(output, seconds)
             advance(result.name, len(output.outputs[0].token_ids))
     return results

@@ -20,18 +20,22 @@ def draw(results: Sequence[Result], caption: str, path: Path) -> None:
     speed, acceptance = figure.subplots(1, 2)
     # K is ordered, so its colours are: light to dark, and grey for none.
     shades = colormaps["viridis"]
-    colors: list[Any] = ["0.7", *(shades(0.85 - 0.7 * i / len(results)) for i in range(len(results) - 1))]
+    drafted = [result for result in results if isinstance(result.k, int) and result.k]
+    color_of: dict[int | str, Any] = {r.k: shades(0.85 - 0.7 * i / len(drafted)) for i, r in enumerate(drafted)}
+    colors = [color_of.get(result.k, "tab:red" if result.k else "0.7") for result in results]
     plain = results[0].tokens_per_second
     bars = speed.bar([r.name for r in results], [r.tokens_per_second for r in results], color=colors)
     speed.bar_label(bars, [f"{r.tokens_per_second:.0f}\n{r.tokens_per_second / plain:.2f}x" for r in results])
     speed.margins(y=0.2)
     speed.set(title="Speed", ylabel="tokens per second")
-    for result, color in zip(results[1:], colors[1:], strict=True):
+    for result in drafted:
         label = f"{result.name}, acceptance length {result.acceptance.acceptance_length:.2f}"
-        positions = range(1, result.k + 1)
         # The curves nearly coincide: shorter ones lie on top, so that the longer ones show beyond their ends.
         shares = result.acceptance.per_position
-        acceptance.plot(positions, shares, marker="o", color=color, label=label, zorder=20 - result.k)
+        order = 20 - len(shares)
+        acceptance.plot(
+            range(1, len(shares) + 1), shares, marker="o", color=color_of[result.k], label=label, zorder=order
+        )
     acceptance.xaxis.set_major_locator(MaxNLocator(integer=True))
     acceptance.yaxis.set_major_formatter(PercentFormatter(1.0))
     acceptance.set_ylim(0, 1)

@@ -58,7 +58,7 @@ def text(prompt: str, results: Sequence[Result]) -> str:
 def table(results: Sequence[Result]) -> str:
     """A row per setting. Speed-up is against the first, which is plain decoding."""
     plain = results[0]
-    deepest = max(result.k for result in results)
+    deepest = max(result.k for result in results if isinstance(result.k, int))
     positions = "".join(f"{i:>6}" for i in range(1, deepest + 1))
     lines = [
         f"{'':<9}{'tokens/s':>9}{'speed-up':>10}{'acceptance':>12}{'acceptance':>12}   accepted at position (%)",
@@ -70,9 +70,12 @@ def table(results: Sequence[Result]) -> str:
         line = f"{result.name:<9}{speed:>9}{gain:>10}"
         if result.k:
             books = result.acceptance
-            shares = "".join(f"{100 * share:6.1f}" for share in books.per_position)
+            shares = "".join(f"{100 * share:6.1f}" for share in books.per_position[:deepest])
             line += f"{books.acceptance_length:>12.2f}{100 * books.acceptance_rate:>12.1f} {shares}"
         lines.append(line)
+        if isinstance(result.k, str):
+            drafted = f"{result.mean_k:.1f} drafts an iteration" if result.mean_k else "no drafts"
+            lines.append(f"{result.name}: the engine chose K for each launch, {drafted} on average")
     return "\n".join(lines)
 
 
