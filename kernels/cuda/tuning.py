@@ -36,7 +36,7 @@ def candidates(shape: LinearShape, limits: DeviceLimits) -> list[LinearConfig]:
                 programs = min(per_sm * limits.num_sms, shape.bound(block_n, block_k))
                 for warps in (4, 8) if block_n >= 64 else (4,):
                     for stages in (3, 4, 6, 8):
-                        config = LinearConfig(block_n, block_k, programs, warps, stages)
+                        config = LinearConfig(block_n, block_k, programs, warps, stages, default.prefetch)
                         fitted = fit(config, shape, 16, limits)
                         if fitted.num_stages == stages:
                             found[fitted] = None
