@@ -2,7 +2,7 @@
 
 A **kind** is what a projection is stored as. It knows its product, its bytes, its shards and its reference, so a new
 kind is a class here and a line where it is made, and no caller changes. Kinds today: dense, packed for a CPU (`pack`
-makes these two), and stacked, which the native pass reads as the checkpoint has it.
+makes these two), stacked, which the native pass reads as the checkpoint has it, and quantized, which it reads, too.
 
 On a CPU, fp32 and bf16 weights are packed into oneDNN's blocked layout: with few rows MKL repacks the weight at every
 call, and six rows of a [1024, 6144] product take 0.56 ms packed and 3.2 ms through torch.mm (two cores, AVX-512). The
@@ -197,6 +197,103 @@ class StackedWeight:
         sizes = [part.shape[0] for part in self.parts] if parts is None and dim == OUT else parts
         weight, bias = _cut(torch.cat(self.parts), self.bias, dim, rank, world, sizes)
         return StackedWeight((weight,), None if bias is None else (bias,))
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """A matrix `[out, in]` as codes times scales, symmetric. float32 holds each product of the two exactly."""
+
+    codes: Tensor
+    """INT8: int8 `[out, in]`, -127 to 127. INT4: uint8 `[out, in / 2]`; of 32 inputs 16 bytes, byte i with code + 8 of
+    input i in its lower half and that of input 16 + i in its upper half, codes -7 to 7."""
+    scales: Tensor
+    """bf16: `[out, 1]` for INT8, `[out, groups]` for INT4, groups of the same multiple of 32 inputs."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)"""
+        return self.codes.shape[0], self.codes.shape[1] * (1 if self.codes.dtype == torch.int8 else 2)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of codes and scales."""
+        return self.codes.nbytes + self.scales.nbytes
+
+    def numbers(self) -> Tensor:
+        """`[out, in]` float32, exact."""
+        (out, size), groups = self.shape, self.scales.shape[1]
+        codes = self.codes
+        if codes.dtype == torch.uint8:
+            halves = codes.view(out, size // 32, 1, 16)
+            codes = torch.cat((halves & 15, halves >> 4), dim=2).to(torch.int8) - 8
+        scaled = codes.reshape(out, groups, size // groups).float() * self.scales.float().unsqueeze(2)
+        return scaled.view(out, size)
+
+    def cut(self, dim: int, rank: int, world: int, parts: Sequence[int] | None) -> Codes:
+        """See `Weight.shard`."""
+        if dim == OUT:
+            codes, scales = (_cut(t, None, OUT, rank, world, parts)[0] for t in (self.codes, self.scales))
+            return Codes(codes, scales)
+        size, groups = self.shape[1], self.scales.shape[1]
+        sizes = [size] if parts is None else list(parts)
+        if self.codes.dtype == torch.int8:
+            return Codes(_cut(self.codes, None, IN, rank, world, sizes)[0], self.scales.clone())
+        for part in sizes:
+            if part % (size // groups):
+                raise ValueError(f"parts={sizes}: {part} features are not whole groups of {size // groups}")
+        codes, scales = (
+            _cut(t, None, IN, rank, world, [part * t.shape[1] // size for part in sizes])[0]
+            for t in (self.codes, self.scales)
+        )
+        return Codes(codes, scales)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """Projections that share an input as INT8 or INT4, for the native pass: its products are those of the numbers.
+
+    Here they are torch's, of the same numbers in x's dtype: slow, because the numbers are made each time.
+    """
+
+    parts: tuple[Codes, ...]
+    """Each `[out_i, in]`; above each other they are `[out, in]`."""
+    biases: tuple[Tensor, ...] | None = None
+    """Each `[out_i]` fp32."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """See `Weight`; like what follows."""
+        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """See `Weight`."""
+        return None if self.biases is None else torch.cat(self.biases)
+
+    @property
+    def num_bytes(self) -> int:
+        """See `Weight`."""
+        return sum(part.num_bytes for part in self.parts) + sum(bias.nbytes for bias in self.biases or ())
+
+    def product(self, x: Tensor) -> Tensor:
+        """See `Weight`."""
+        y = torch.cat([x @ part.numbers().to(x.dtype).t() for part in self.parts], dim=1)
+        return y if self.biases is None else y + torch.cat(self.biases).to(x.dtype)
+
+    def dequantized(self) -> Tensor:
+        """See `Weight`."""
+        return torch.cat([part.numbers() for part in self.parts]).double()
+
+    def shard(self, dim: int, rank: int, world: int, parts: Sequence[int] | None = None) -> QuantizedWeight:
+        """See `Weight`. Along `IN` INT4 is cut between groups."""
+        sizes = [part.shape[0] for part in self.parts] if parts is None and dim == OUT else parts
+        whole = Codes(torch.cat([part.codes for part in self.parts]), torch.cat([part.scales for part in self.parts]))
+        bias = self.bias
+        if bias is not None and dim == OUT:
+            bias = _cut(bias, None, OUT, rank, world, sizes)[0]
+        elif rank:
+            bias = None
+        return QuantizedWeight((whole.cut(dim, rank, world, sizes),), None if bias is None else (bias,))
 
 
 def pack(weight: Tensor, bias: Tensor | None = None) -> Weight:

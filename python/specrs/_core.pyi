@@ -74,6 +74,7 @@ __all__ = [
     "UnknownRequestError",
     "philox_gumbel",
     "philox_uniform",
+    "quantize_weight",
 ]
 
 HEADER_FIELDS: Final[tuple[str, ...]]
@@ -1173,12 +1174,15 @@ class CpuWeights:
         embedding: NDArray[np.generic],
         layers: Sequence[Mapping[str, object]],
         final_norm: NDArray[np.generic],
-        lm_head: Sequence[tuple[NDArray[np.generic], NDArray[np.generic] | None]],
+        lm_head: Sequence[
+            tuple[NDArray[np.generic] | tuple[NDArray[np.generic], NDArray[np.generic]], NDArray[np.generic] | None]
+        ],
         frequencies: NDArray[np.float32],
     ) -> CpuWeights:
         """A decoder's weights; sizes by the names of config.json.
 
-        A projection is a list of `(weight, bias or None)`, `[out_i, in]` and `[out_i]`: features above each other.
+        A projection is a list of `(weight, bias or None)`, `[out_i, in]` and `[out_i]`: features above each other. A
+        weight is an array, or `(codes, scales)` as `quantize_weight` writes them.
 
         Args:
             embedding: `[vocab_size, hidden_size]`.
@@ -1588,4 +1592,22 @@ def philox_gumbel(
     Raises:
         InvalidConfigError: `purpose` is not one of `PURPOSE_*`.
         InvalidBufferError: an array has the wrong dtype, layout or size.
+    """
+
+def quantize_weight(
+    name: str, weight: NDArray[np.generic], codes: NDArray[np.generic], scales: NDArray[np.uint16]
+) -> None:
+    """Writes `weight` `[out, in]` (float32, or uint16 with the bits of bfloat16) as codes times scales, each number to
+    the nearest, by as many threads as the process may run.
+
+    Args:
+        name: what an error calls the weight.
+        codes: int8 `[out, in]`, -127 to 127, is INT8; uint8 `[out, in / 2]` is INT4, -7 to 7: of 32 inputs 16 bytes,
+            byte i with code + 8 of input i in its lower half and of input 16 + i in its upper half.
+        scales: bits of bfloat16. `[out, 1]` for INT8; `[out, groups]` for INT4, groups of a multiple of 32 inputs. A
+            scale is the least at which the largest number of its group has a code, so numbers are off by at most half
+            of it. Code times scale is exact in float32.
+
+    Raises:
+        InvalidBufferError: an array has the wrong dtype, layout or size, or a number is not finite or 2^127 and above.
     """

@@ -44,6 +44,7 @@ METHODS = ("draft_model", "ngram")
 DEFAULT_PROMPT_LOOKUP = 5
 """Tokens of an n-gram, shortest and longest, unless told otherwise."""
 MAX_PROMPT_LOOKUP = 1024
+QUANTIZATIONS = ("int8", "int4")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 
 
@@ -66,6 +67,7 @@ class SpeculativeConfig:
     `synthetic` is for timing only: it accepts draft i with the unconditional rate `synthetic_acceptance_rates[i - 1]`,
     whatever the models say, so the text is no model's. Every output is marked so.
     `disable_padded_drafter_batch`: accepted for vLLM's sake; rows are never padded here.
+    `quantization`: as the engine's, of the draft; None: the draft is not quantized, whatever the target is.
     """
 
     num_speculative_tokens: int | str
@@ -80,6 +82,7 @@ class SpeculativeConfig:
     max_num_speculative_tokens: int | None = None
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
+    quantization: str | None = None
 
     def __post_init__(self) -> None:
         error, at = InvalidConfigError, "speculative_config."
@@ -113,6 +116,7 @@ class SpeculativeConfig:
         if self.method not in METHODS:
             allowed = " or ".join(map(repr, METHODS))
             raise invalid(UnsupportedConfigError, at + "method", self.method, f"not implemented; allowed: {allowed}")
+        _check_quantization(at + "quantization", self.quantization)
         self._check_method()
         if self.draft_tensor_parallel_size != 1:
             raise invalid(
@@ -133,7 +137,7 @@ class SpeculativeConfig:
         """What belongs to another method is refused; n-gram sizes are checked."""
         error, at = InvalidConfigError, "speculative_config."
         lookup = ("prompt_lookup_min", "prompt_lookup_max")
-        others = ("model", "revision", "max_model_len") if self.on_host else lookup
+        others = ("model", "revision", "max_model_len", "quantization") if self.on_host else lookup
         for name in others:
             if getattr(self, name) is not None:
                 raise invalid(error, at + name, getattr(self, name), f"not allowed with method={self.method!r}")
@@ -193,6 +197,9 @@ class EngineConfig:
     `device`: `auto` (a GPU if there is one that serves), `cpu`, `cuda` or `cuda:N`. `dtype`: of weights and KV cache;
     `auto` is the checkpoint's. `load_format`: `dummy` fills weights with random numbers, so that a model's speed can be
     measured where its weights are not at hand.
+    `quantization`: `int8` or `int4` quantizes the projections of the target's layers as they are loaded, for the native
+    pass of a CPU: INT8 with a scale for each output, INT4 with one for 128 inputs (64 or 32 where 128 does not divide
+    them). The text is that of the quantized model. Embedding and LM head are kept as they are.
     `max_model_len`: tokens of prompt and output together; None is the model's `max_position_embeddings`.
     `max_num_seqs`: requests that run at once. `max_num_batched_tokens`: tokens of one launch.
     `long_prefill_token_threshold`: the most prompt tokens of a request in one launch while other prompts want some; 0
@@ -228,6 +235,7 @@ class EngineConfig:
     device: str = "auto"
     dtype: str = "auto"
     load_format: str = "auto"
+    quantization: str | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
@@ -299,6 +307,28 @@ class EngineConfig:
         if self.block_size & (self.block_size - 1):
             raise invalid(error, "block_size", self.block_size, "must be a power of two from 1 to 1024")
         self._check_draft()
+        _check_quantization("quantization", self.quantization)
+        self.check_quantization_serves(self.device, self.dtype)
+
+    def check_quantization_serves(self, device: str, dtype: str) -> None:
+        """Raises `UnsupportedConfigError` where weights are to be quantized, but no native pass of a CPU reads them.
+
+        `device` and `dtype` are the configuration's, or what they were resolved to.
+        """
+        given = {"quantization": self.quantization}
+        if self.speculative_config is not None:
+            given["speculative_config.quantization"] = self.speculative_config.quantization
+        for field, value in given.items():
+            if value is None:
+                continue
+            for other, found, serves, allowed in (
+                ("device", device, not device.startswith("cuda"), "'cpu'"),
+                ("dtype", dtype, dtype != "float64", "'float32' or 'bfloat16'"),
+                ("enforce_eager", self.enforce_eager, not self.enforce_eager, "False"),
+            ):
+                if not serves:
+                    reason = f"not implemented with {other}={found!r}; allowed: None, or {other}={allowed}"
+                    raise invalid(UnsupportedConfigError, field, value, reason)
 
     def _check_draft(self) -> None:
         speculative = self.speculative_config
@@ -392,7 +422,6 @@ _HONOURED: dict[str, tuple[object, ...]] = {
     "distributed_executor_backend": (None, "uni"),
     "swap_space": (4, 4.0, 0, 0.0),
     "cpu_offload_gb": (0, 0.0),
-    "quantization": (None,),
     "kv_cache_dtype": ("auto",),
     "calculate_kv_scales": (False,),
     "tokenizer_mode": ("auto", "hf", "fast"),
@@ -501,6 +530,12 @@ def _model_path(field: str, value: object) -> str | None:
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     return check_text(InvalidConfigError, field, value, also=": a folder or a hub id, or None")
+
+
+def _check_quantization(field: str, value: object) -> None:
+    if value is not None and value not in QUANTIZATIONS:
+        allowed = ", ".join(map(repr, (None, *QUANTIZATIONS)))
+        raise invalid(UnsupportedConfigError, field, value, f"not implemented; allowed: {allowed}")
 
 
 def _speculative(value: object) -> SpeculativeConfig | None:

@@ -66,6 +66,7 @@ from ._core import (
     UnknownRequestError,
     philox_gumbel,
     philox_uniform,
+    quantize_weight,
 )
 
 __all__ = [
@@ -130,4 +131,5 @@ __all__ = [
     "UnknownRequestError",
     "philox_gumbel",
     "philox_uniform",
+    "quantize_weight",
 ]

@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         help="auto (the checkpoint's), float32, bfloat16 or float64; default: float32 for the bundled pair, else auto",
     )
+    parser.add_argument("--quantization", "-q", help="int8 or int4, on a CPU; default: none")
     parser.add_argument("--max-model-len", type=int, help="tokens of prompt and output together; default: the model's")
 
 
@@ -79,6 +80,7 @@ def run(arguments: argparse.Namespace) -> None:
         speculative_config=speculative,
         device=arguments.device,
         dtype=arguments.dtype or ("float32" if arguments.model is None else "auto"),
+        quantization=arguments.quantization,
         max_model_len=arguments.max_model_len,
         max_num_seqs=1,
     )

@@ -78,6 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--device", help="auto or cpu")
     add("--dtype", help="auto (the checkpoint's), float32, bfloat16 or float64")
+    add("--quantization", "-q", help="int8 or int4: of the projections, as they are loaded, on a CPU; default: none")
     add("--seed", type=int, help="what requests without a seed derive theirs from; default: 0")
     add("--max-model-len", type=human_int, help="tokens of prompt and output together; default: the model's")
     add("--max-num-seqs", type=int, help="requests that run at once; default: 256")

@@ -8,10 +8,11 @@ import torch
 
 from specrs.config import EngineConfig
 from specrs.engine.device import resolve_device
-from specrs.errors import InvalidConfigError, invalid
+from specrs.errors import InvalidConfigError, UnsupportedConfigError, invalid
 from specrs.models.base import Model
+from specrs.models.config import ModelConfig
 from specrs.models.loader import load_config, load_model, resolve_dtype
-from specrs.models.native_loader import load_native
+from specrs.models.native_loader import INT4_GROUPS, load_native
 
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 """What the native pass of a CPU computes; float64 goes through torch."""
@@ -32,21 +33,52 @@ def load_weights(config: EngineConfig) -> Weights:
         InvalidConfigError and its subclasses: what is missing, broken or not supported, by name.
     """
     device = resolve_device(config.device)
+    config.check_quantization_serves(device.type, config.dtype)
     if device.type == "cuda":
         check_weights_fit(config, device)
-    target = _load(config, config.target, config.revision, config.dtype, device)
-    draft = _draft_source(config)
-    if draft is None:
+    target = _load(config, config.target, config.revision, config.dtype, device, config.quantization)
+    speculative, draft = config.speculative_config, _draft_source(config)
+    if speculative is None or draft is None:
         return Weights(target, None)
-    return Weights(target, _load(config, *draft, str(target.dtype).removeprefix("torch."), device))
+    dtype = str(target.dtype).removeprefix("torch.")
+    field = "speculative_config.quantization"
+    return Weights(target, _load(config, *draft, dtype, device, speculative.quantization, field))
 
 
-def _load(config: EngineConfig, source: str, revision: str | None, dtype: str, device: torch.device) -> Model:
+def _load(
+    config: EngineConfig,
+    source: str,
+    revision: str | None,
+    dtype: str,
+    device: torch.device,
+    quantization: str | None,
+    field: str = "quantization",
+) -> Model:
+    """`field` is that of `quantization`."""
     if device.type == "cpu" and not config.enforce_eager:
-        resolved = resolve_dtype(dtype, load_config(source, revision=revision), device)
+        model = load_config(source, revision=revision)
+        resolved = resolve_dtype(dtype, model, device)
+        config.check_quantization_serves(device.type, str(resolved).removeprefix("torch."))
         if resolved in NATIVE_DTYPES:
-            return load_native(source, dtype=resolved, revision=revision, load_format=config.load_format)
+            if quantization == "int4":
+                _check_int4(field, source, model)
+            return load_native(
+                source, dtype=resolved, revision=revision, load_format=config.load_format, quantization=quantization
+            )
     return load_model(source, dtype=dtype, device=device, revision=revision, load_format=config.load_format)
+
+
+def _check_int4(field: str, source: str, model: ModelConfig) -> None:
+    """Raises UnsupportedConfigError for a model whose inputs make no groups."""
+    smallest = INT4_GROUPS[-1]
+    for name, size in (
+        ("hidden_size", model.hidden_size),
+        ("intermediate_size", model.intermediate_size),
+        ("num_attention_heads * head_dim", model.num_heads * model.head_dim),
+    ):
+        if size % smallest:
+            reason = f"{source} has {name} = {size}, groups need a multiple of {smallest}; allowed: None or 'int8'"
+            raise invalid(UnsupportedConfigError, field, "int4", reason)
 
 
 def _draft_source(config: EngineConfig) -> tuple[str, str | None] | None:

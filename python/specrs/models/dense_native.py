@@ -1,8 +1,8 @@
 """The forward pass of a dense decoder on a CPU as one call of `specrs-cpu`. Samples nothing and keeps no state.
 
 Every row's sums have one order, whatever the other rows, the threads and the instruction set: its logits are the same
-bits. Weights are read where they are, fp32 or bf16, and products are summed in fp32; hidden states are fp32 for bf16
-models too, which is better than the rounding of `dense`, and so not the same numbers.
+bits. Weights are read where they are, fp32, bf16, INT8 or INT4, and products are summed in fp32; hidden states are fp32
+for bf16 models too, which is better than the rounding of `dense`, and so not the same numbers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specrs.core import CpuDecoder, CpuKVCache, CpuPool, CpuWeights
 from specrs.errors import EngineError
-from specrs.kernels.linear import StackedWeight, Weight
+from specrs.kernels.linear import Codes, QuantizedWeight, StackedWeight, Weight
 from specrs.models.base import HiddenStates
 from specrs.models.dense_weights import DenseFacts, DenseWeights
 from specrs.models.inputs import PassInputs
@@ -105,7 +105,7 @@ class NativeDense(DenseFacts):
 
 def native_cache(cache: KVCache) -> CpuKVCache:
     """The cache's memory, as native passes know it."""
-    return CpuKVCache([_array(layer) for layer in cache.layers])
+    return CpuKVCache([array(layer) for layer in cache.layers])
 
 
 def _borrow(weights: DenseWeights) -> CpuWeights:
@@ -114,15 +114,15 @@ def _borrow(weights: DenseWeights) -> CpuWeights:
     for layer in weights.layers:
         q_norm = k_norm = None
         if layer.qk_norm is not None:
-            q_norm, k_norm = _array(layer.qk_norm[0]), _array(layer.qk_norm[-1])
+            q_norm, k_norm = array(layer.qk_norm[0]), array(layer.qk_norm[-1])
         layers.append(
             {
-                "input_norm": _array(layer.input_norm),
+                "input_norm": array(layer.input_norm),
                 "qkv": _parts(layer.qkv),
                 "q_norm": q_norm,
                 "k_norm": k_norm,
                 "o": _parts(layer.o),
-                "post_attention_norm": _array(layer.post_attention_norm),
+                "post_attention_norm": array(layer.post_attention_norm),
                 "gate_up": _parts(layer.gate_up),
                 "down": _parts(layer.down),
             }
@@ -135,23 +135,30 @@ def _borrow(weights: DenseWeights) -> CpuWeights:
         num_kv_heads=c.num_kv_heads,
         head_dim=c.head_dim,
         rms_norm_eps=c.rms_norm_eps,
-        embedding=_array(weights.embedding),
+        embedding=array(weights.embedding),
         layers=layers,
-        final_norm=_array(weights.final_norm),
+        final_norm=array(weights.final_norm),
         lm_head=_parts(weights.lm_head),
         frequencies=weights.rotary[c.head_dim // 2 :].numpy(),
     )
 
 
-def _parts(weight: Weight) -> list[tuple[NDArray[np.generic], NDArray[np.generic] | None]]:
-    assert isinstance(weight, StackedWeight)
-    biases = weight.biases or (None,) * len(weight.parts)
-    return [
-        (_array(part), None if bias is None else _array(bias)) for part, bias in zip(weight.parts, biases, strict=True)
-    ]
+Stored = NDArray[np.generic] | tuple[NDArray[np.generic], NDArray[np.generic]]
+"""A matrix as `CpuWeights` takes it: an array, or codes and scales."""
 
 
-def _array(tensor: Tensor) -> NDArray[np.generic]:
+def _parts(weight: Weight) -> list[tuple[Stored, NDArray[np.generic] | None]]:
+    assert isinstance(weight, StackedWeight | QuantizedWeight)
+    parts: tuple[Tensor | Codes, ...] = weight.parts
+    biases = weight.biases or (None,) * len(parts)
+    return [(_stored(part), None if bias is None else array(bias)) for part, bias in zip(parts, biases, strict=True)]
+
+
+def _stored(part: Tensor | Codes) -> Stored:
+    return (array(part.codes), array(part.scales)) if isinstance(part, Codes) else array(part)
+
+
+def array(tensor: Tensor) -> NDArray[np.generic]:
     """The tensor's memory; of bf16, which numpy does not know, the bits."""
     array: NDArray[np.generic] = (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
     return array

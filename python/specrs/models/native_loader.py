@@ -1,45 +1,64 @@
-"""From a folder or hub id to a model of the native pass on a CPU. Copies no matrix that the file has as it is read."""
+"""From a folder or hub id to a model of the native pass on a CPU. Copies no matrix that the file has as it is read;
+quantizes those of projections where that is asked for."""
 
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from specrs.kernels.linear import StackedWeight, Weight
+from specrs.core import InvalidBufferError, quantize_weight
+from specrs.errors import CheckpointError
+from specrs.kernels.linear import Codes, QuantizedWeight, StackedWeight, Weight
 from specrs.models.checkpoint import Checkpoint
 from specrs.models.config import ModelConfig
-from specrs.models.dense_native import NativeDense
+from specrs.models.dense_native import NativeDense, array
 from specrs.models.dense_weights import DenseWeights
 from specrs.models.dummy import DummyCheckpoint
 from specrs.models.loader import Loader, open_checkpoint, resolve_dtype
-from specrs.models.tensors import LM_HEAD, tensor_shapes
+from specrs.models.tensors import EMBEDDING, LM_HEAD, tensor_shapes
 
 logger = logging.getLogger("specrs")
 _AT_ONCE = 1 << 20
 """Numbers that are compared at a time."""
+INT4_GROUPS = (128, 64, 32)
+"""Inputs that share a scale: the first that divides them."""
 
 
 def load_native(
-    source: str | Path, *, dtype: str | torch.dtype = "auto", revision: str | None = None, load_format: str = "auto"
+    source: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    revision: str | None = None,
+    load_format: str = "auto",
+    quantization: str | None = None,
 ) -> NativeDense:
     """The same for the native pass of a CPU: `dtype` float32 or bfloat16, or auto where that is float32.
 
     Matrices that the file has in the type that passes read stay where it is mapped. float32 names the arithmetic and
     the KV cache: where bf16 holds all matrices exactly, passes read it, the same numbers in half the bytes.
 
-    Raises as `load_model`.
+    `quantization` `int8` or `int4` quantizes the layers' projections from the file's numbers, one matrix at a time, to
+    INT8 by output or INT4 by group. Embedding and LM head are kept as they are, in memory of their own, so that the
+    file is mapped no longer.
+
+    Raises as `load_model`; CheckpointError for a weight that cannot be quantized.
     """
     config, checkpoint = open_checkpoint(source, revision, load_format)
-    return NativeDense(_NativeLoader(config, checkpoint, resolve_dtype(dtype, config, torch.device("cpu"))).load())
+    resolved = resolve_dtype(dtype, config, torch.device("cpu"))
+    make = _NativeLoader if quantization is None else partial(_Quantizer, quantization)
+    return NativeDense(make(config, checkpoint, resolved).load())
 
 
 class _NativeLoader(Loader):
     """Leaves matrices as the file has them where it can; norms and biases are fp32."""
 
     checkpoint: Checkpoint | DummyCheckpoint
+    kept = "all weights"
+    """What `matrices` are."""
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint | DummyCheckpoint, dtype: torch.dtype) -> None:
         super().__init__(config, checkpoint, dtype, torch.device("cpu"))
@@ -53,13 +72,15 @@ class _NativeLoader(Loader):
                 self.storage = torch.bfloat16
                 if any(matrix.dtype != torch.bfloat16 for matrix in matrices):
                     logger.info(
-                        "%s: all weights are kept as bfloat16, which holds them exactly", self.checkpoint.folder
+                        "%s: %s are kept as bfloat16, which holds them exactly", self.checkpoint.folder, self.kept
                     )
         return super().load()
 
     def linear(self, names: list[str], *, bias: bool) -> Weight:
-        biases = tuple(self.read(f"{name}.bias") for name in names) if bias else None
-        return StackedWeight(tuple(self.matrix(f"{name}.weight") for name in names), biases)
+        return StackedWeight(tuple(self.matrix(f"{name}.weight") for name in names), self.biases(names, bias))
+
+    def biases(self, names: list[str], bias: bool) -> tuple[Tensor, ...] | None:
+        return tuple(self.read(f"{name}.bias") for name in names) if bias else None
 
     def lm_head(self, weight: Tensor) -> Weight:
         return StackedWeight((weight,))
@@ -70,12 +91,55 @@ class _NativeLoader(Loader):
         return names if LM_HEAD in shapes or LM_HEAD not in self.checkpoint else [*names, LM_HEAD]
 
     def matrix(self, name: str) -> Tensor:
-        matrix = self.checkpoint.mapped(name).to(self.storage).contiguous()
-        # a file may begin its tensors anywhere
-        return matrix.clone() if matrix.data_ptr() % matrix.element_size() else matrix
+        return aligned(self.checkpoint.mapped(name).to(self.storage))
 
     def read(self, name: str) -> Tensor:
         return self.checkpoint.read(name, torch.float32, self.device)
+
+
+class _Quantizer(_NativeLoader):
+    """Quantizes projections; what it keeps has memory of its own."""
+
+    kept = "embedding and LM head"
+
+    def __init__(
+        self, quantization: str, config: ModelConfig, checkpoint: Checkpoint | DummyCheckpoint, dtype: torch.dtype
+    ) -> None:
+        super().__init__(config, checkpoint, dtype)
+        self.int4 = quantization == "int4"
+
+    def linear(self, names: list[str], *, bias: bool) -> Weight:
+        return QuantizedWeight(tuple(self.codes(f"{name}.weight") for name in names), self.biases(names, bias))
+
+    def codes(self, name: str) -> Codes:
+        matrix = self.checkpoint.mapped(name)
+        if matrix.dtype not in (torch.float32, torch.bfloat16):
+            matrix = matrix.float()
+        matrix = aligned(matrix)
+        out, size = matrix.shape
+        if self.int4:
+            group = next((group for group in INT4_GROUPS if size % group == 0), INT4_GROUPS[-1])
+            codes, groups = torch.empty((out, size // 2), dtype=torch.uint8), size // group
+        else:
+            codes, groups = torch.empty((out, size), dtype=torch.int8), 1
+        scales = torch.empty((out, groups), dtype=torch.bfloat16)
+        try:
+            quantize_weight(name, array(matrix), array(codes), scales.view(torch.uint16).numpy())
+        except InvalidBufferError as fault:
+            raise CheckpointError(f"{self.checkpoint.folder}: {name} cannot be quantized: {fault}") from fault
+        return Codes(codes, scales)
+
+    def matrices(self) -> list[str]:
+        return [EMBEDDING, LM_HEAD] if LM_HEAD in self.checkpoint else [EMBEDDING]
+
+    def matrix(self, name: str) -> Tensor:
+        return self.checkpoint.mapped(name).to(self.storage, copy=True)
+
+
+def aligned(matrix: Tensor) -> Tensor:
+    """The same numbers side by side where they may begin: a file may begin its tensors anywhere."""
+    matrix = matrix.contiguous()
+    return matrix.clone() if matrix.data_ptr() % matrix.element_size() else matrix
 
 
 def fits_bfloat16(tensor: Tensor) -> bool:

@@ -1,6 +1,7 @@
 //! The weights of a dense decoder, and what their shapes must be. Computes nothing.
 
 use crate::error::{Error, Result, check_len};
+use crate::linear::Linear;
 use crate::memory::{Bf16, Memory, MemoryMut};
 
 /// Read-only numbers of one of the types that weights have.
@@ -38,7 +39,7 @@ impl Values {
     }
 
     /// All elements as f32: a copy, for the short ones (norms, biases).
-    fn to_f32(&self) -> Vec<f32> {
+    pub(crate) fn to_f32(&self) -> Vec<f32> {
         let mut out = vec![0.0; self.len()];
         self.expand(0, &mut out);
         out
@@ -65,58 +66,6 @@ impl ValuesMut {
     /// Whether there are none.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
-    }
-}
-
-/// Some output features of a projection: `weight` `[outputs, in]` row by row, `bias` `[outputs]`.
-pub struct Part {
-    pub(crate) weight: Values,
-    pub(crate) bias: Option<Vec<f32>>,
-    pub(crate) outputs: usize,
-}
-
-impl Part {
-    /// The bias is copied, the weight is not.
-    pub fn new(weight: Values, bias: Option<&Values>, outputs: usize) -> Self {
-        Self { weight, bias: bias.map(Values::to_f32), outputs }
-    }
-}
-
-/// A projection of `inputs` features: its parts above each other, so that q, k and v may be one tensor or three.
-pub struct Linear {
-    pub(crate) parts: Vec<Part>,
-    pub(crate) inputs: usize,
-}
-
-impl Linear {
-    /// A projection of these parts, in this order.
-    ///
-    /// # Errors
-    /// Where a part's length is not `outputs * inputs`, or its bias's not `outputs`. `name` is the error's field.
-    pub fn new(name: &str, inputs: usize, parts: Vec<Part>) -> Result<Self> {
-        for (i, part) in parts.iter().enumerate() {
-            check_len(&format!("{name}.parts[{i}].weight"), part.weight.len(), part.outputs * inputs)?;
-            if let Some(bias) = &part.bias {
-                check_len(&format!("{name}.parts[{i}].bias"), bias.len(), part.outputs)?;
-            }
-        }
-        Ok(Self { parts, inputs })
-    }
-
-    /// Output features of all parts.
-    pub fn outputs(&self) -> usize {
-        self.parts.iter().map(|part| part.outputs).sum()
-    }
-
-    fn check(&self, name: &str, outputs: usize, inputs: usize) -> Result<()> {
-        if (self.outputs(), self.inputs) == (outputs, inputs) {
-            return Ok(());
-        }
-        Err(Error::invalid(
-            format!("{name}'s shape"),
-            format!("[{}, {}]", self.outputs(), self.inputs),
-            format!("[{outputs}, {inputs}]"),
-        ))
     }
 }
 

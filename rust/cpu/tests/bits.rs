@@ -89,6 +89,7 @@ prop_compose! {
     fn model()(
         kind in prop::sample::select(vec![QWEN3, LLAMA3, LLAMA_BIAS, QWEN2, MISTRAL]),
         bf16 in any::<bool>(),
+        code_bits in prop::sample::select(vec![0, 8, 4]),
         kv_heads in 1..4_usize,
         group in 1..4_usize,
         half_dim in 1..25_usize,
@@ -98,16 +99,18 @@ prop_compose! {
         layers in 1..3_usize,
         seed in any::<u64>(),
     ) -> Model {
+        // INT4 lies by 32 inputs.
+        let unit = if code_bits == 4 { 32 } else { 1 };
         let shape = ModelShape {
             vocab_size,
-            hidden_size: hidden,
-            intermediate_size: intermediate,
+            hidden_size: hidden.next_multiple_of(unit),
+            intermediate_size: intermediate.next_multiple_of(unit),
             num_heads: kv_heads * group,
             num_kv_heads: kv_heads,
-            head_dim: 2 * half_dim,
+            head_dim: (2 * half_dim).next_multiple_of(unit),
             rms_norm_eps: 1e-6,
         };
-        Model::random(shape, layers, Kind { bf16, ..kind }, seed)
+        Model::random(shape, layers, Kind { bf16, code_bits, ..kind }, seed)
     }
 }
 

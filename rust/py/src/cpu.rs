@@ -2,7 +2,7 @@
 
 use crate::buffers::{In, In2, Out, check_len, readonly, readwrite};
 use crate::error::{Class, size, to_py as core_to_py};
-use crate::tensors::{values, values_mut};
+use crate::tensors::{values, values_mut, weight as weight_of};
 use numpy::{Ix1, Ix2, Ix5, PyReadonlyArray, PyReadwriteArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use specrs_cpu::{
@@ -54,7 +54,7 @@ impl CpuPool {
 #[pyclass(frozen)]
 pub(crate) struct CpuWeights(Arc<Weights>);
 
-/// A projection: its parts above each other, each a weight and a bias or none.
+/// A projection: its parts above each other, each a weight (an array, or codes and scales) and a bias or none.
 type Projection<'py> = Vec<(Bound<'py, PyAny>, Option<Bound<'py, PyAny>>)>;
 
 /// One layer as Python hands it over.
@@ -78,9 +78,9 @@ fn vector(name: &str, array: &Bound<'_, PyAny>) -> PyResult<Values> {
 fn linear(name: &str, inputs: usize, parts: &Projection<'_>) -> PyResult<Linear> {
     let mut made = Vec::with_capacity(parts.len());
     for (i, (weight, bias)) in parts.iter().enumerate() {
-        let (weight, shape) = values::<Ix2>(&format!("{name}.parts[{i}].weight"), weight)?;
+        let (weight, outputs) = weight_of(&format!("{name}.parts[{i}].weight"), weight)?;
         let bias = bias.as_ref().map(|bias| vector(&format!("{name}.parts[{i}].bias"), bias)).transpose()?;
-        made.push(Part::new(weight, bias.as_ref(), shape[0]));
+        made.push(Part::new(weight, bias.as_ref(), outputs));
     }
     Python::attach(|py| Linear::new(name, inputs, made).map_err(|error| to_py(py, &error)))
 }

@@ -21,6 +21,7 @@ mod kv_events;
 mod outputs;
 mod philox;
 mod planner;
+mod quantize;
 mod request_sampling;
 mod request_view;
 mod sampling;
@@ -53,6 +54,8 @@ mod _core {
     use super::philox::{philox_gumbel, philox_uniform};
     #[pymodule_export]
     use super::planner::SpeculationPlanner;
+    #[pymodule_export]
+    use super::quantize::quantize_weight;
     #[pymodule_export]
     use super::request_sampling::RequestSampling;
     #[pymodule_export]

@@ -7,43 +7,79 @@
 use crate::buffers::{readonly, readwrite};
 use crate::cpu::to_py;
 use crate::error::Class;
-use numpy::{Element, PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods, ndarray::Dimension};
+use numpy::{Element, Ix2, PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods, ndarray::Dimension};
 use pyo3::prelude::*;
-use specrs_cpu::{Bf16, Memory, MemoryMut, Values, ValuesMut};
+use pyo3::types::PyTuple;
+use specrs_cpu::{Bf16, Memory, MemoryMut, Values, ValuesMut, Weight};
 
-/// fp32, or bf16 as the uint16 of its bits: whether an array is the latter.
-fn is_bf16(name: &str, array: &Bound<'_, PyAny>) -> PyResult<bool> {
+/// Which of two types an array's elements are: whether they are of the first. `expected` names both.
+fn is_first<A: Element, B: Element>(name: &str, array: &Bound<'_, PyAny>, expected: &str) -> PyResult<bool> {
     let py = array.py();
     let Ok(untyped) = array.cast::<PyUntypedArray>() else {
         let message = format!("{name}: is a {}, expected a numpy array", array.get_type().name()?);
         return Err(Class::InvalidBuffer.error(py, message));
     };
     let dtype = untyped.dtype();
-    if dtype.is_equiv_to(&numpy::dtype::<u16>(py)) {
+    if dtype.is_equiv_to(&numpy::dtype::<A>(py)) {
         return Ok(true);
     }
-    if dtype.is_equiv_to(&numpy::dtype::<f32>(py)) {
+    if dtype.is_equiv_to(&numpy::dtype::<B>(py)) {
         return Ok(false);
     }
-    let message = format!("{name}: dtype is {dtype}, expected float32, or uint16 with the bits of bfloat16");
-    Err(Class::InvalidBuffer.error(py, message))
+    Err(Class::InvalidBuffer.error(py, format!("{name}: dtype is {dtype}, expected {expected}")))
+}
+
+/// bf16 as the uint16 of its bits, or fp32: whether an array is the former.
+fn is_bf16(name: &str, array: &Bound<'_, PyAny>) -> PyResult<bool> {
+    is_first::<u16, f32>(name, array, "float32, or uint16 with the bits of bfloat16")
+}
+
+/// Whether an array holds INT4 codes, or those of INT8.
+pub(crate) fn is_int4(name: &str, array: &Bound<'_, PyAny>) -> PyResult<bool> {
+    is_first::<u8, i8>(name, array, "int8 (INT8), or uint8 with two codes each (INT4)")
 }
 
 /// Read-only numbers of rank `D`, and their shape.
 pub(crate) fn values<D: Dimension>(name: &str, array: &Bound<'_, PyAny>) -> PyResult<(Values, Vec<usize>)> {
-    let (py, owner) = (array.py(), Box::new(array.clone().unbind()));
     if is_bf16(name, array)? {
-        let view = readonly::<u16, D>(name, array)?;
-        let (address, len) = (view.as_slice()?.as_ptr().cast::<Bf16>(), view.len());
-        // SAFETY: the owner keeps the array, numpy moves no array's memory, and callers promise not to write weights.
-        let memory = unsafe { Memory::borrow(name, address, len, owner) }.map_err(|error| to_py(py, &error))?;
-        return Ok((Values::Bf16(memory), view.shape().to_vec()));
+        let (memory, shape) = numbers::<u16, Bf16, D>(name, array)?;
+        return Ok((Values::Bf16(memory), shape));
     }
-    let view = readonly::<f32, D>(name, array)?;
-    let (address, len) = (view.as_slice()?.as_ptr(), view.len());
-    // SAFETY: as above.
+    let (memory, shape) = numbers::<f32, f32, D>(name, array)?;
+    Ok((Values::F32(memory), shape))
+}
+
+/// What a projection is stored as, and its outputs: an array, or a tuple of codes and scales.
+pub(crate) fn weight(name: &str, given: &Bound<'_, PyAny>) -> PyResult<(Weight, usize)> {
+    let Ok(pair) = given.cast::<PyTuple>() else {
+        let (values, shape) = values::<Ix2>(name, given)?;
+        return Ok((values.into(), shape[0]));
+    };
+    let (codes, scales): (Bound<'_, PyAny>, Bound<'_, PyAny>) = pair.extract()?;
+    let (name, of_scales) = (format!("{name}'s codes"), format!("{name}'s scales"));
+    let scales = numbers::<u16, Bf16, Ix2>(&of_scales, &scales)?.0;
+    if is_int4(&name, &codes)? {
+        let (codes, shape) = numbers::<u8, u8, Ix2>(&name, &codes)?;
+        return Ok((Weight::Int4 { codes, scales }, shape[0]));
+    }
+    let (codes, shape) = numbers::<i8, i8, Ix2>(&name, &codes)?;
+    Ok((Weight::Int8 { codes, scales }, shape[0]))
+}
+
+/// Elements `T` of rank `D` as `U`, which callers choose to be of the same layout, and their shape.
+fn numbers<T, U, D>(name: &str, array: &Bound<'_, PyAny>) -> PyResult<(Memory<U>, Vec<usize>)>
+where
+    T: Element,
+    U: Copy + Send + Sync + 'static,
+    D: Dimension,
+{
+    let (py, owner) = (array.py(), Box::new(array.clone().unbind()));
+    let view = readonly::<T, D>(name, array)?;
+    let (address, len) = (view.as_slice()?.as_ptr().cast::<U>(), view.len());
+    // SAFETY: the owner keeps the array, numpy moves no array's memory, and callers promise not to write weights. U is T,
+    // or the bf16 of its bits.
     let memory = unsafe { Memory::borrow(name, address, len, owner) }.map_err(|error| to_py(py, &error))?;
-    Ok((Values::F32(memory), view.shape().to_vec()))
+    Ok((memory, view.shape().to_vec()))
 }
 
 /// Numbers of rank `D` that passes write, and their shape.

@@ -4,8 +4,9 @@ use super::scratch::{Buffers, CHUNK, Private};
 use super::{Context, Range};
 use crate::isa::LANES;
 use crate::kernels::{SiluMul, Vector};
+use crate::linear::Linear;
 use crate::memory::{Columns, ColumnsMut};
-use crate::weights::{Layer, Linear};
+use crate::weights::Layer;
 
 impl Context<'_> {
     pub(super) fn mlp(&self, layer: &Layer, buffers: &mut Buffers, private: &mut [Private]) {

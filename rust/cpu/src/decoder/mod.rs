@@ -11,11 +11,12 @@ mod shares;
 
 use crate::error::Result;
 use crate::isa::{Isa, LANES};
-use crate::kernels::{Angles, Matmul, RmsNorm, Vector};
+use crate::kernels::{Angles, Product, RmsNorm, Vector};
 use crate::kv_cache::KvCache;
+use crate::linear::{Linear, Weight};
 use crate::pass::{MAX_TILE_ROWS, Output, Pass};
 use crate::pool::{Pool, Session};
-use crate::weights::{Linear, Values, ValuesMut, Weights};
+use crate::weights::{ValuesMut, Weights};
 use scratch::{Buffers, Private};
 use shares::Shares;
 use std::ops::Range;
@@ -172,12 +173,18 @@ impl Context<'_> {
                 let inside = start - first..end - first;
                 let y = &mut y[start - outputs.start..];
                 let (inputs, w) = (linear.inputs, inside.start * linear.inputs..inside.end * linear.inputs);
+                let product = Product { inputs, x, rows, y, y_stride: stride };
                 match &part.weight {
-                    Values::F32(all) => {
-                        self.isa.run(Matmul { w: &all.as_slice()[w], inputs, x, rows, y, y_stride: stride });
+                    Weight::F32(all) => self.isa.run(product.with(&all.as_slice()[w], &[], inputs)),
+                    Weight::Bf16(all) => self.isa.run(product.with(&all.as_slice()[w], &[], inputs)),
+                    Weight::Int8 { codes, scales } => {
+                        let scales = &scales.as_slice()[inside.clone()];
+                        self.isa.run(product.with(&codes.as_slice()[w], scales, inputs));
                     }
-                    Values::Bf16(all) => {
-                        self.isa.run(Matmul { w: &all.as_slice()[w], inputs, x, rows, y, y_stride: stride });
+                    Weight::Int4 { codes, scales } => {
+                        let groups = scales.as_slice().len() / part.outputs;
+                        let scales = &scales.as_slice()[inside.start * groups..inside.end * groups];
+                        self.isa.run(product.with(&codes.as_slice()[w.start / 2..w.end / 2], scales, inputs / groups));
                     }
                 }
                 if let Some(bias) = &part.bias {

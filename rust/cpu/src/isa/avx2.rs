@@ -64,6 +64,21 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    fn load_i8(self, x: &[i8; LANES]) -> V {
+        avx2!(from_i8(_mm_loadu_si128(x.as_ptr().cast())))
+    }
+
+    #[inline(always)]
+    fn load_i4<const UPPER: bool>(self, x: &[u8; LANES], scale: V) -> V {
+        avx2!({
+            let both = _mm_loadu_si128(x.as_ptr().cast());
+            let half = if UPPER { _mm_srli_epi16::<4>(both) } else { both };
+            let codes = from_i8(_mm_sub_epi8(_mm_and_si128(half, _mm_set1_epi8(15)), _mm_set1_epi8(8)));
+            self.mul(codes, scale)
+        })
+    }
+
+    #[inline(always)]
     fn store(self, v: V, out: &mut [f32; LANES]) {
         avx2!({
             _mm256_storeu_ps(out.as_mut_ptr(), v[0]);
@@ -168,4 +183,10 @@ impl Simd for Avx2 {
 fn quads(a: V, b: V) -> __m256 {
     let (a, b) = (_mm256_add_ps(a[0], a[1]), _mm256_add_ps(b[0], b[1]));
     _mm256_add_ps(_mm256_permute2f128_ps::<0x20>(a, b), _mm256_permute2f128_ps::<0x31>(a, b))
+}
+
+#[inline]
+#[target_feature(enable = "avx2,fma")]
+fn from_i8(x: __m128i) -> V {
+    [_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(x)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_unpackhi_epi64(x, x)))]
 }

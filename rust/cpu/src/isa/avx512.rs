@@ -63,6 +63,24 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
+    fn load_i8(self, x: &[i8; LANES]) -> __m512 {
+        avx512!(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(x.as_ptr().cast()))))
+    }
+
+    #[inline(always)]
+    fn load_i4<const UPPER: bool>(self, x: &[u8; LANES], scale: __m512) -> __m512 {
+        avx512!({
+            let wide = _mm512_cvtepu8_epi32(_mm_loadu_si128(x.as_ptr().cast()));
+            // The lowest 4 bits of an index count.
+            let index = if UPPER { _mm512_srli_epi32::<4>(wide) } else { wide };
+            let numbers =
+                _mm512_setr_ps(-8.0, -7.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0);
+            // Made once for as long as the scale is the same.
+            _mm512_permutexvar_ps(index, _mm512_mul_ps(numbers, scale))
+        })
+    }
+
+    #[inline(always)]
     fn store(self, v: __m512, out: &mut [f32; LANES]) {
         avx512!(_mm512_storeu_ps(out.as_mut_ptr(), v));
     }

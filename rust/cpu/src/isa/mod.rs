@@ -31,6 +31,10 @@ pub(crate) trait Simd: Copy + Send + Sync {
     fn load(self, x: &[f32; LANES]) -> Self::V;
     /// The lanes of `x`, exactly.
     fn load_bf16(self, x: &[Bf16; LANES]) -> Self::V;
+    /// The lanes of `x`, exactly.
+    fn load_i8(self, x: &[i8; LANES]) -> Self::V;
+    /// The upper or lower halves of `x`, each less 8, times `scale`, which has at most 21 significant bits: exactly.
+    fn load_i4<const UPPER: bool>(self, x: &[u8; LANES], scale: Self::V) -> Self::V;
     /// Writes the lanes.
     fn store(self, v: Self::V, out: &mut [f32; LANES]);
     /// Starts to load the cache line at `address`, which may be anywhere.

@@ -82,6 +82,20 @@ impl Simd for Neon {
     }
 
     #[inline(always)]
+    fn load_i8(self, x: &[i8; LANES]) -> V {
+        neon!(from_i8(vld1q_s8(x.as_ptr())))
+    }
+
+    #[inline(always)]
+    fn load_i4<const UPPER: bool>(self, x: &[u8; LANES], scale: V) -> V {
+        neon!({
+            let both = vld1q_u8(x.as_ptr());
+            let half = if UPPER { vshrq_n_u8::<4>(both) } else { vandq_u8(both, vdupq_n_u8(15)) };
+            self.mul(from_i8(vsubq_s8(vreinterpretq_s8_u8(half), vdupq_n_s8(8))), scale)
+        })
+    }
+
+    #[inline(always)]
     fn store(self, v: V, out: &mut [f32; LANES]) {
         each!(i => vst1q_f32(out.as_mut_ptr().add(4 * i), v[i]));
     }
@@ -172,4 +186,16 @@ impl Simd for Neon {
 #[target_feature(enable = "neon")]
 fn quad(v: V) -> float32x4_t {
     vaddq_f32(vaddq_f32(v[0], v[2]), vaddq_f32(v[1], v[3]))
+}
+
+#[inline]
+#[target_feature(enable = "neon")]
+fn from_i8(x: int8x16_t) -> V {
+    let (low, high) = (vmovl_s8(vget_low_s8(x)), vmovl_s8(vget_high_s8(x)));
+    [
+        vcvtq_f32_s32(vmovl_s16(vget_low_s16(low))),
+        vcvtq_f32_s32(vmovl_s16(vget_high_s16(low))),
+        vcvtq_f32_s32(vmovl_s16(vget_low_s16(high))),
+        vcvtq_f32_s32(vmovl_s16(vget_high_s16(high))),
+    ]
 }

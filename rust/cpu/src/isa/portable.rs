@@ -34,6 +34,16 @@ impl Simd for Portable {
     }
 
     #[inline(always)]
+    fn load_i8(self, x: &[i8; LANES]) -> V {
+        lanes(|i| f32::from(x[i]))
+    }
+
+    #[inline(always)]
+    fn load_i4<const UPPER: bool>(self, x: &[u8; LANES], scale: V) -> V {
+        lanes(|i| (f32::from(if UPPER { x[i] >> 4 } else { x[i] & 15 }) - 8.0) * scale[i])
+    }
+
+    #[inline(always)]
     fn store(self, v: V, out: &mut [f32; LANES]) {
         *out = v;
     }

@@ -1,16 +1,17 @@
 //! Products of rows with weights `[out, in]`. One accumulator vector for each (output, row): the order of a sum hangs
-//! on the number of inputs alone.
+//! on the number of inputs alone. Quantized weights become the fp32 numbers that they stand for in registers, exactly, so
+//! their products are those of these numbers to the bit.
 
 // Loops over registers, which unroll.
 #![allow(clippy::needless_range_loop)]
 
-use super::element::{Element, Vector};
+use super::code::Code;
+use super::element::Vector;
 use crate::isa::{Kernel, LANES, Simd};
+use crate::memory::Bf16;
 
-/// `y[row, o] = sum over i of w[o, i] x[row, i]`
-pub(crate) struct Matmul<'a, W> {
-    /// `[outputs, inputs]`
-    pub(crate) w: &'a [W],
+/// What a product is of besides its weights, and where it goes.
+pub(crate) struct Product<'a> {
     pub(crate) inputs: usize,
     /// `[rows, ceil(inputs / 16)]`, zeros behind the inputs.
     pub(crate) x: &'a [Vector],
@@ -20,21 +21,53 @@ pub(crate) struct Matmul<'a, W> {
     pub(crate) y_stride: usize,
 }
 
-impl<W: Element> Kernel for Matmul<'_, W> {
+/// `y[row, o] = sum over i of w[o, i] x[row, i]`
+pub(crate) struct Matmul<'a, W, const N: usize> {
+    /// `[outputs, inputs / N]`
+    w: &'a [W],
+    /// `[outputs, inputs / group]` where codes are scaled.
+    scales: &'a [Bf16],
+    /// Inputs that share a scale: all, or a multiple of 16 N.
+    group: usize,
+    of: Product<'a>,
+}
+
+impl<'a> Product<'a> {
+    /// The kernel with these weights; see [`Matmul`].
+    pub(crate) fn with<W: Code<N>, const N: usize>(
+        self,
+        w: &'a [W],
+        scales: &'a [Bf16],
+        group: usize,
+    ) -> Matmul<'a, W, N> {
+        Matmul { w, scales, group, of: self }
+    }
+}
+
+impl<W: Code<N>, const N: usize> Kernel for Matmul<'_, W, N> {
     type Output = ();
 
     /// Rows in tiles of as many as registers hold accumulators for, as even as they go.
     #[inline(always)]
     fn run<S: Simd>(mut self, s: S) {
-        if !self.inputs.is_multiple_of(LANES) {
+        if !self.of.inputs.is_multiple_of(LANES) {
             // Rare: a call that pads the last vector would take the accumulators out of their registers.
-            return (0..self.rows).for_each(|row| self.strip::<S, 4, 1, true>(s, row));
+            return (0..self.of.rows).for_each(|row| self.strip::<S, 4, 1, true>(s, row));
         }
-        let tiles = self.rows.div_ceil(if S::WIDE { 6 } else { 3 });
+        // Codes of two vectors and their scales take registers, too.
+        let most = if !S::WIDE {
+            3
+        } else if N == 1 {
+            6
+        } else {
+            4
+        };
+        let tiles = self.of.rows.div_ceil(most);
         for tile in 0..tiles {
-            let (first, end) = (tile * self.rows / tiles, (tile + 1) * self.rows / tiles);
+            let (first, end) = (tile * self.of.rows / tiles, (tile + 1) * self.of.rows / tiles);
             match (S::WIDE, end - first) {
                 (true, 1) => self.strip::<S, 8, 1, false>(s, first),
+                (true, 2) if W::SCALED => self.strip::<S, 4, 2, false>(s, first),
                 (true, 2) => self.strip::<S, 8, 2, false>(s, first),
                 (true, 3) => self.strip::<S, 4, 3, false>(s, first),
                 (true, 4) => self.strip::<S, 4, 4, false>(s, first),
@@ -48,16 +81,16 @@ impl<W: Element> Kernel for Matmul<'_, W> {
     }
 }
 
-impl<W: Element> Matmul<'_, W> {
+impl<W: Code<N>, const N: usize> Matmul<'_, W, N> {
     /// All outputs of R rows, O at a time.
     #[inline(always)]
     fn strip<S: Simd, const O: usize, const R: usize, const TAIL: bool>(&mut self, s: S, first: usize) {
-        let vectors = self.inputs.div_ceil(LANES);
+        let vectors = self.of.inputs.div_ceil(LANES);
         let mut x: [&[Vector]; R] = [&[]; R];
         for (r, x) in x.iter_mut().enumerate() {
-            *x = &self.x[(first + r) * vectors..][..vectors];
+            *x = &self.of.x[(first + r) * vectors..][..vectors];
         }
-        let outputs = self.w.len() / self.inputs;
+        let outputs = self.w.len() / (self.of.inputs / N);
         let whole = outputs / O * O;
         for o in (0..whole).step_by(O) {
             self.block::<S, O, R, TAIL>(s, first, o, x);
@@ -76,47 +109,64 @@ impl<W: Element> Matmul<'_, W> {
         o: usize,
         x: [&[Vector]; R],
     ) {
-        let whole = self.inputs / LANES;
+        let (stride, groups) = (self.of.inputs / N, self.of.inputs / self.group);
+        let (whole, together) = (stride / LANES, self.group / N / LANES);
         let mut w: [&[[W; LANES]]; O] = [&[]; O];
         let mut tails: [&[W]; O] = [&[]; O];
+        let mut of_groups: [&[Bf16]; O] = [&[]; O];
         for j in 0..O {
-            let (vectors, tail) = self.w[(o + j) * self.inputs..][..self.inputs].as_chunks();
+            let (vectors, tail) = self.w[(o + j) * stride..][..stride].as_chunks();
             (w[j], tails[j]) = (&vectors[..whole], tail);
+            if W::SCALED {
+                of_groups[j] = &self.scales[(o + j) * groups..][..groups];
+            }
         }
-        let mut body: [&[Vector]; R] = [&[]; R];
+        let mut body: [&[[Vector; N]]; R] = [&[]; R];
         for r in 0..R {
-            body[r] = &x[r][..whole];
+            body[r] = &x[r].as_chunks().0[..whole];
         }
         // The first rows bring in the weights: those of the block behind this one while this one is computed.
-        let (ahead, bring) = (O * self.inputs, first == 0);
+        let (ahead, bring) = (O * stride, first == 0);
         let mut sums = [[s.splat(0.0); O]; R];
-        for i in 0..whole {
-            let mut wide = [s.splat(0.0); O];
-            for j in 0..O {
-                wide[j] = W::load(s, &w[j][i]);
-            }
-            if bring {
+        let mut scales = [s.splat(1.0); O];
+        for group in 0..groups {
+            if W::SCALED {
                 for j in 0..O {
-                    s.prefetch(w[j][i].as_ptr().wrapping_add(ahead));
+                    scales[j] = s.splat(of_groups[j][group].to_f32());
                 }
             }
-            for r in 0..R {
-                let x = s.load(&body[r][i]);
-                for j in 0..O {
-                    sums[r][j] = s.fma(wide[j], x, sums[r][j]);
+            for i in group * together..(group + 1) * together {
+                if bring {
+                    for j in 0..O {
+                        s.prefetch(w[j][i].as_ptr().wrapping_add(ahead));
+                    }
+                }
+                for n in 0..N {
+                    let mut wide = [s.splat(0.0); O];
+                    for j in 0..O {
+                        wide[j] = W::expand(s, &w[j][i], n, scales[j]);
+                    }
+                    for r in 0..R {
+                        let x = s.load(&body[r][i][n]);
+                        for j in 0..O {
+                            sums[r][j] = s.fma(wide[j], x, sums[r][j]);
+                        }
+                    }
                 }
             }
         }
         if TAIL {
             for j in 0..O {
-                let wide = W::load_tail(s, tails[j]);
+                let mut padded = [W::default(); LANES];
+                padded[..tails[j].len()].copy_from_slice(tails[j]);
+                let wide = W::expand(s, &padded, 0, scales[j]);
                 for r in 0..R {
                     sums[r][j] = s.fma(wide, s.load(&x[r][whole]), sums[r][j]);
                 }
             }
         }
         for r in 0..R {
-            reduce(s, &sums[r], &mut self.y[(first + r) * self.y_stride + o..][..O]);
+            reduce(s, &sums[r], &mut self.of.y[(first + r) * self.of.y_stride + o..][..O]);
         }
     }
 }

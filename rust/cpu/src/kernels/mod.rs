@@ -5,6 +5,7 @@
 
 mod argmax;
 mod attention;
+mod code;
 mod element;
 mod exp;
 mod matmul;
@@ -15,7 +16,7 @@ mod silu;
 pub(crate) use argmax::{Argmax, better};
 pub(crate) use attention::{Attend, AttendScratch, KvRead};
 pub(crate) use element::{Element, Vector};
-pub(crate) use matmul::Matmul;
+pub(crate) use matmul::Product;
 pub(crate) use norm::RmsNorm;
 pub(crate) use rope::{Angles, QkHead};
 pub(crate) use silu::SiluMul;

@@ -11,7 +11,7 @@
 
 use specrs_cpu::{
     Bf16, Decoder, KvCache, KvShape, LayerWeights, Linear, Memory, ModelShape, Output, Part, Pass, Values, ValuesMut,
-    Weights,
+    Weight, Weights, quantize_int4, quantize_int8,
 };
 use std::sync::Arc;
 
@@ -61,20 +61,62 @@ pub struct Kind {
     /// Projections that share an input as several parts.
     pub split: bool,
     pub bf16: bool,
+    /// Bits of the codes of the layers' projections; 0: not quantized.
+    pub code_bits: u32,
     /// Llama 3.1's scaling of frequencies.
     pub scaled: bool,
 }
 
-pub const QWEN3: Kind =
-    Kind { qk_norm: true, qkv_bias: false, other_bias: false, tied: true, split: false, bf16: false, scaled: false };
-pub const LLAMA3: Kind =
-    Kind { qk_norm: false, qkv_bias: false, other_bias: false, tied: true, split: true, bf16: false, scaled: true };
-pub const LLAMA_BIAS: Kind =
-    Kind { qk_norm: false, qkv_bias: true, other_bias: true, tied: false, split: true, bf16: false, scaled: false };
-pub const QWEN2: Kind =
-    Kind { qk_norm: false, qkv_bias: true, other_bias: false, tied: true, split: false, bf16: false, scaled: false };
-pub const MISTRAL: Kind =
-    Kind { qk_norm: false, qkv_bias: false, other_bias: false, tied: false, split: true, bf16: false, scaled: false };
+pub const QWEN3: Kind = Kind {
+    qk_norm: true,
+    qkv_bias: false,
+    other_bias: false,
+    tied: true,
+    split: false,
+    bf16: false,
+    code_bits: 0,
+    scaled: false,
+};
+pub const LLAMA3: Kind = Kind {
+    qk_norm: false,
+    qkv_bias: false,
+    other_bias: false,
+    tied: true,
+    split: true,
+    bf16: false,
+    code_bits: 0,
+    scaled: true,
+};
+pub const LLAMA_BIAS: Kind = Kind {
+    qk_norm: false,
+    qkv_bias: true,
+    other_bias: true,
+    tied: false,
+    split: true,
+    bf16: false,
+    code_bits: 0,
+    scaled: false,
+};
+pub const QWEN2: Kind = Kind {
+    qk_norm: false,
+    qkv_bias: true,
+    other_bias: false,
+    tied: true,
+    split: false,
+    bf16: false,
+    code_bits: 0,
+    scaled: false,
+};
+pub const MISTRAL: Kind = Kind {
+    qk_norm: false,
+    qkv_bias: false,
+    other_bias: false,
+    tied: false,
+    split: true,
+    bf16: false,
+    code_bits: 0,
+    scaled: false,
+};
 
 /// A weight `[outputs, inputs]` with a bias, as numbers that its type holds exactly.
 #[derive(Clone)]
@@ -82,6 +124,75 @@ pub struct Dense {
     pub weight: Vec<f32>,
     pub bias: Option<Vec<f32>>,
     pub inputs: usize,
+    pub stored: Option<Stored>,
+}
+
+/// Codes and scales as the crate stores them.
+#[derive(Clone, Debug)]
+pub enum Stored {
+    Int8(Vec<i8>, Vec<Bf16>),
+    Int4(Vec<u8>, Vec<Bf16>),
+}
+
+impl Stored {
+    /// Quantizes `[outputs, inputs]`; INT4 by groups of `group`.
+    pub fn new(weight: &Values, inputs: usize, code_bits: u32, group: usize, threads: usize) -> Self {
+        let len = weight.len();
+        if code_bits == 8 {
+            let (mut codes, mut scales) = (vec![99; len], vec![Bf16(0x7FFF); len / inputs]);
+            quantize_int8("test", weight, inputs, &mut codes, &mut scales, threads).unwrap();
+            return Self::Int8(codes, scales);
+        }
+        let (mut codes, mut scales) = (vec![99; len / 2], vec![Bf16(0x7FFF); len / group]);
+        quantize_int4("test", weight, inputs, &mut codes, &mut scales, threads).unwrap();
+        Self::Int4(codes, scales)
+    }
+
+    /// By output of `inputs`: each weight's code and its scale.
+    pub fn codes(&self, inputs: usize) -> Vec<(i32, f32)> {
+        match self {
+            Self::Int8(codes, scales) => {
+                codes.iter().enumerate().map(|(i, &q)| (i32::from(q), scales[i / inputs].to_f32())).collect()
+            }
+            Self::Int4(codes, scales) => {
+                let group = 2 * codes.len() / scales.len();
+                let code = |i: usize| {
+                    let byte = i32::from(codes[i / 32 * 16 + i % 16]);
+                    if i % 32 < 16 { byte % 16 - 8 } else { byte / 16 - 8 }
+                };
+                (0..2 * codes.len()).map(|i| (code(i), scales[i / group].to_f32())).collect()
+            }
+        }
+    }
+
+    /// The same for the crate.
+    pub fn weight(&self) -> Weight {
+        match self {
+            Self::Int8(codes, scales) => {
+                Weight::Int8 { codes: Memory::from_vec(codes.clone()), scales: Memory::from_vec(scales.clone()) }
+            }
+            Self::Int4(codes, scales) => {
+                Weight::Int4 { codes: Memory::from_vec(codes.clone()), scales: Memory::from_vec(scales.clone()) }
+            }
+        }
+    }
+
+    /// Several above each other.
+    pub fn join(parts: Vec<Self>) -> Self {
+        parts
+            .into_iter()
+            .reduce(|a, b| match (a, b) {
+                (Self::Int8(a, s), Self::Int8(b, t)) => Self::Int8([a, b].concat(), [s, t].concat()),
+                (Self::Int4(a, s), Self::Int4(b, t)) => Self::Int4([a, b].concat(), [s, t].concat()),
+                _ => panic!("of one kind"),
+            })
+            .unwrap()
+    }
+}
+
+/// The largest group of INT4 weights that divides the inputs.
+pub fn group_of(inputs: usize) -> usize {
+    [128, 64, 32].into_iter().find(|&group| inputs.is_multiple_of(group)).expect("a multiple of 32 inputs")
 }
 
 pub struct LayerNumbers {
@@ -120,10 +231,17 @@ impl Model {
     pub fn random(shape: ModelShape, num_layers: usize, kind: Kind, seed: u64) -> Self {
         let n = &mut Numbers(seed);
         let (hidden, dim, bf16) = (shape.hidden_size, shape.head_dim, kind.bf16);
-        let dense = |n: &mut Numbers, outputs: usize, inputs: usize, bias: bool| Dense {
-            weight: draw(n, outputs * inputs, 1.7 / (inputs as f32).sqrt(), 0.0, bf16),
-            bias: bias.then(|| draw(n, outputs, 0.5, 0.0, bf16)),
-            inputs,
+        let dense = |n: &mut Numbers, outputs: usize, inputs: usize, bias: bool| {
+            let mut weight = draw(n, outputs * inputs, 1.7 / (inputs as f32).sqrt(), 0.0, bf16);
+            let stored = (kind.code_bits != 0).then(|| {
+                let group = if kind.code_bits == 4 { group_of(inputs) } else { inputs };
+                let values = Values::F32(Memory::from_vec(weight.clone()));
+                Stored::new(&values, inputs, kind.code_bits, group, 2)
+            });
+            if let Some(stored) = &stored {
+                weight = stored.codes(inputs).into_iter().map(|(q, s)| q as f32 * s).collect();
+            }
+            Dense { weight, bias: bias.then(|| draw(n, outputs, 0.5, 0.0, bf16)), inputs, stored }
         };
         let layer = |n: &mut Numbers| LayerNumbers {
             input_norm: draw(n, hidden, 0.3, 1.0, bf16),
@@ -141,8 +259,13 @@ impl Model {
         let layers = (0..num_layers).map(|_| layer(n)).collect();
         let embedding = draw(n, shape.vocab_size * hidden, 1.0, 0.0, bf16);
         let lm_head = match kind.tied {
-            true => Dense { weight: embedding.clone(), bias: None, inputs: hidden },
-            false => dense(n, shape.vocab_size, hidden, false),
+            true => Dense { weight: embedding.clone(), bias: None, inputs: hidden, stored: None },
+            false => Dense {
+                weight: draw(n, shape.vocab_size * hidden, 1.7 / (hidden as f32).sqrt(), 0.0, bf16),
+                bias: None,
+                inputs: hidden,
+                stored: None,
+            },
         };
         let final_norm = draw(n, hidden, 0.3, 1.0, bf16);
         Self { shape, kind, embedding, layers, final_norm, lm_head, frequencies: frequencies(dim, kind.scaled) }
@@ -158,15 +281,20 @@ impl Model {
         };
         let linear = |parts: &[&Dense]| {
             let inputs = parts[0].inputs;
-            let part = |weight: &[f32], bias: Option<&[f32]>| {
-                Part::new(values(weight), bias.map(values).as_ref(), weight.len() / inputs)
+            let part = |weight: &[f32], stored: Option<Stored>, bias: Option<&[f32]>| {
+                let bias = bias.map(values);
+                match stored {
+                    Some(stored) => Part::new(stored.weight(), bias.as_ref(), weight.len() / inputs),
+                    None => Part::new(values(weight), bias.as_ref(), weight.len() / inputs),
+                }
             };
             let parts = match self.kind.split {
-                true => parts.iter().map(|p| part(&p.weight, p.bias.as_deref())).collect(),
+                true => parts.iter().map(|p| part(&p.weight, p.stored.clone(), p.bias.as_deref())).collect(),
                 false => {
                     let weight: Vec<f32> = parts.iter().flat_map(|p| p.weight.clone()).collect();
                     let bias: Vec<f32> = parts.iter().filter_map(|p| p.bias.clone()).flatten().collect();
-                    vec![part(&weight, (!bias.is_empty()).then_some(&bias))]
+                    let stored: Option<Vec<Stored>> = parts.iter().map(|p| p.stored.clone()).collect();
+                    vec![part(&weight, stored.map(Stored::join), (!bias.is_empty()).then_some(&bias))]
                 }
             };
             Linear::new("test", inputs, parts).unwrap()
