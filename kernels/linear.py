@@ -238,9 +238,12 @@ class Codes:
         sizes = [size] if parts is None else list(parts)
         if self.codes.dtype == torch.int8:
             return Codes(_cut(self.codes, None, IN, rank, world, sizes)[0], self.scales.clone())
-        for part in sizes:
-            if part % (size // groups):
-                raise ValueError(f"parts={sizes}: {part} features are not whole groups of {size // groups}")
+        group = size // groups
+        uneven = [part for part in sizes if part % (group * world)]
+        if uneven:
+            raise ValueError(
+                f"parts={sizes}: {uneven[0]} features are not world={world} shards of whole groups of {group}"
+            )
         codes, scales = (
             _cut(t, None, IN, rank, world, [part * t.shape[1] // size for part in sizes])[0]
             for t in (self.codes, self.scales)

@@ -180,6 +180,37 @@ def test_arguments_of_vllm_that_would_change_something(name: str, value: object)
         EngineConfig.from_kwargs(**{name: value})
 
 
+def test_quantization() -> None:
+    """Of the target and of the draft apart; refused by name where no native pass of a CPU reads the weights."""
+    for kind in (None, "int8", "int4"):
+        assert EngineConfig.from_kwargs(quantization=kind).quantization == kind
+        made = EngineConfig(speculative_config={"num_speculative_tokens": 2, "quantization": kind})  # type: ignore[arg-type]
+        assert made.quantization is None
+        assert made.speculative_config is not None
+        assert made.speculative_config.quantization == kind
+    allowed = "not implemented; allowed: None, 'int8', 'int4'"
+    for bad in ("awq", "INT8", 8, ["int8"], ""):
+        with pytest.raises(UnsupportedConfigError, match=rf"^quantization=.*: {allowed}$"):
+            EngineConfig(quantization=bad)  # type: ignore[arg-type]
+        with pytest.raises(UnsupportedConfigError, match=rf"^speculative_config.quantization=.*: {allowed}$"):
+            speculative(quantization=bad)
+    for fields, why in (
+        ({"device": "cuda"}, "device='cuda'; allowed: None, or device='cpu'"),
+        ({"device": "cuda:1"}, "device='cuda:1'; allowed: None, or device='cpu'"),
+        ({"dtype": "double"}, "dtype='float64'; allowed: None, or dtype='float32' or 'bfloat16'"),
+        ({"enforce_eager": True}, "enforce_eager=True; allowed: None, or enforce_eager=False"),
+    ):
+        with pytest.raises(UnsupportedConfigError, match=f"^quantization='int4': not implemented with {why}$"):
+            EngineConfig(quantization="int4", **fields)  # type: ignore[arg-type]
+        draft = speculative(quantization="int8")
+        with pytest.raises(
+            UnsupportedConfigError, match=f"^speculative_config.quantization='int8': not .* with {why}$"
+        ):
+            EngineConfig(model="t", speculative_config=draft, **fields)  # type: ignore[arg-type]
+    with pytest.raises(InvalidConfigError, match=r"^speculative_config.quantization='int8': not allowed with method="):
+        SpeculativeConfig(num_speculative_tokens=2, method="ngram", quantization="int8")
+
+
 def test_arguments_of_vllm_at_their_defaults_are_served() -> None:
     config = EngineConfig.from_kwargs(
         trust_remote_code=False,

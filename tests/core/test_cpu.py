@@ -58,6 +58,26 @@ BAD_WEIGHTS: dict[str, tuple[dict[str, object], str]] = {
         {"layers": layer_with("gate_up", [(np.zeros((12, HIDDEN), np.float32), None)])},
         r"^layers\[0\].gate_up's shape = \[12, 8\] is not allowed: expected \[24, 8\]$",
     ),
+    "codes of another length": (
+        {"lm_head": [((np.zeros((VOCAB, HIDDEN - 1), np.int8), np.zeros((VOCAB, 1), np.uint16)), None)]},
+        r"^lm_head.parts\[0\].weight's codes = 77 elements is not allowed: expected 88 elements$",
+    ),
+    "too many scales": (
+        {"lm_head": [((np.zeros((VOCAB, HIDDEN), np.int8), np.zeros((VOCAB, 2), np.uint16)), None)]},
+        r"^lm_head.parts\[0\].weight's scales = 22 elements is not allowed: expected 11 elements$",
+    ),
+    "INT4 of 8 inputs": (
+        {"lm_head": [((np.zeros((VOCAB, HIDDEN // 2), np.uint8), np.zeros((VOCAB, 1), np.uint16)), None)]},
+        r"^lm_head.parts\[0\].weight's scales = 11 elements .*: expected 11 x groups of a multiple of 32 among 8",
+    ),
+    "codes of floats": (
+        {"lm_head": [((np.zeros((VOCAB, HIDDEN), np.float32), np.zeros((VOCAB, 1), np.uint16)), None)]},
+        r"^lm_head.parts\[0\].weight's codes: dtype is float32, expected int8 \(INT8\), or uint8 with two codes each",
+    ),
+    "scales of floats": (
+        {"lm_head": [((np.zeros((VOCAB, HIDDEN), np.int8), np.zeros((VOCAB, 1), np.float32)), None)]},
+        r"^lm_head.parts\[0\].weight's scales: dtype is float32, expected uint16$",
+    ),
     "frequencies": ({"frequencies": np.zeros(4, np.float32)}, r"^frequencies = 4 elements is not allowed"),
     "heads": ({"num_kv_heads": 3}, r"^num_kv_heads = 3 is not allowed: expected a divisor of num_heads = 2$"),
     "no heads": ({"num_heads": 3}, r"^layers\[0\].o.parts\[0\].weight = 64 elements is not allowed: expected 96"),

@@ -1,0 +1,247 @@
+"""Engines with INT8 and INT4 weights: their text is that of the numbers that the codes stand for, at any K."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from specrs.config import EngineConfig
+from specrs.engine import weights as engine_weights
+from specrs.engine.build import build_engine
+from specrs.engine.engine import Engine
+from specrs.engine.weights import Weights, load_weights
+from specrs.errors import CheckpointError, InvalidConfigError, UnsupportedConfigError
+from specrs.kernels.linear import QuantizedWeight, StackedWeight
+from specrs.models.dense_native import NativeDense
+from specrs.models.native_loader import load_native
+
+from engine.harness import Bank, config, request, run
+from engine.test_native import LOGITS, logits_of, with_logits
+
+KINDS = ("int8", "int4")
+
+
+@functools.cache
+def weights(target: Path, draft: Path | None, dtype: str, kind: str | None, draft_kind: str | None) -> Weights:
+    """Loaded once."""
+    return load_weights(quantizing(config(target, draft, k=1, dtype=dtype), kind, draft_kind))
+
+
+def quantizing(made: EngineConfig, kind: str | None, draft_kind: str | None = None) -> EngineConfig:
+    speculative = made.speculative_config
+    if speculative is not None:
+        speculative = replace(speculative, quantization=draft_kind)
+    return replace(made, quantization=kind, speculative_config=speculative)
+
+
+def engine(
+    target: Path, draft: Path | None, kind: str | None, draft_kind: str | None = None, **fields: object
+) -> Engine:
+    dtype = str(fields.pop("dtype", "float32"))
+    made = quantizing(config(target, draft, dtype=dtype, **fields), kind, draft_kind)  # type: ignore[arg-type]
+    return build_engine(made, weights(target, draft, dtype, kind, draft_kind))
+
+
+@functools.cache
+def alone(target: Path, prompt: tuple[int, ...], dtype: str, kind: str | None) -> tuple[np.ndarray, list[int]]:
+    """Logits and text of a prompt without drafts, in one chunk."""
+    made = engine(target, None, kind, k=0, dtype=dtype, max_num_batched_tokens=512, **LOGITS)
+    job = with_logits(0, list(prompt), 0, 0, 24)
+    made.add_request(job)
+    run(made)
+    return logits_of(job), job.output_token_ids
+
+
+@pytest.mark.parametrize("family", ["native_qwen_bank", "native_llama_bank"])
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_drafts_change_no_bit(family: str, data: st.DataObject, request_bank: dict[str, Bank]) -> None:
+    """Text and logits at any K, by launches of one call and op by op, are those of K = 0, whatever the draft is."""
+    bank = request_bank[family]
+    kind, draft_kind = data.draw(st.sampled_from(KINDS)), data.draw(st.sampled_from([None, *KINDS]))
+    draft = bank.drafts[data.draw(st.sampled_from(["close", "small", "equal"]))]
+    k = data.draw(st.integers(1, 5))
+    made = engine(
+        bank.target,
+        draft,
+        kind,
+        draft_kind,
+        k=k,
+        dtype=bank.dtype,
+        max_num_batched_tokens=data.draw(st.sampled_from([17, 64, 512])),
+        **LOGITS,
+    )
+    prompts = data.draw(st.lists(st.sampled_from([tuple(prompt) for prompt in bank.prompts]), min_size=1, max_size=4))
+    jobs = [
+        (
+            with_logits(2 * i, list(prompt), k, k, 24),
+            request(2 * i + 1, list(prompt), k=k, max_tokens=24, engine_k=k, ignore_eos=True),
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+    # First launches that report nothing, which are one call; then those that report logits, which are not.
+    for which in (1, 0):
+        for pair in jobs:
+            made.add_request(pair[which])
+        run(made)
+    for prompt, (reporting, plain) in zip(prompts, jobs, strict=True):
+        logits, text = alone(bank.target, prompt, bank.dtype, kind)
+        assert plain.output_token_ids == reporting.output_token_ids == text
+        assert np.array_equal(logits_of(reporting).view(np.int32), logits.view(np.int32))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_quantized_model_is_the_model_of_its_numbers(kind: str, native_qwen_bank: Bank, tmp_path: Path) -> None:
+    """Written to a checkpoint, they give the same logits to the bit; the weights that they were made from do not."""
+    target, prompt = native_qwen_bank.target, tuple(native_qwen_bank.prompts[4])
+    made = weights(target, None, "float32", kind, None).target
+    assert isinstance(made, NativeDense)
+    folder = tmp_path / "numbers"
+    shutil.copytree(target, folder)
+    tensors = load_file(folder / "model.safetensors")
+    for i, layer in enumerate(made.weights.layers):
+        for weight, names in (
+            (layer.qkv, [f"self_attn.{x}_proj" for x in "qkv"]),
+            (layer.o, ["self_attn.o_proj"]),
+            (layer.gate_up, ["mlp.gate_proj", "mlp.up_proj"]),
+            (layer.down, ["mlp.down_proj"]),
+        ):
+            assert isinstance(weight, QuantizedWeight)
+            for name, part in zip(names, weight.parts, strict=True):
+                full = f"model.layers.{i}.{name}.weight"
+                spread = (tensors[full] - part.numbers()).abs().max() / tensors[full].abs().max()
+                assert 0 < spread <= (0.5 / 127 if kind == "int8" else 0.5 / 7) * (1 + 1 / 128)
+                tensors[full] = part.numbers()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    logits = alone(target, prompt, "float32", kind)[0]
+    assert np.array_equal(logits, alone(folder, prompt, "float32", None)[0])
+    assert not np.array_equal(logits[:1], alone(target, prompt, "float32", None)[0][:1])
+
+
+def test_what_is_quantized(native_qwen_bank: Bank) -> None:
+    """The projections of the target's layers, and of the draft's where that is asked for; not embedding and head."""
+    bank = native_qwen_bank
+    for kind, draft_kind in (("int8", None), ("int4", "int8"), (None, "int4")):
+        made = weights(bank.target, bank.drafts["small"], "float32", kind, draft_kind)
+        for model, its in ((made.target, kind), (made.draft, draft_kind)):
+            assert isinstance(model, NativeDense)
+            assert model.dtype == torch.float32, "of the KV cache"
+            w = model.weights
+            assert isinstance(w.lm_head, StackedWeight)
+            assert w.embedding.dtype == torch.float32
+            for layer in w.layers:
+                for weight in (layer.qkv, layer.o, layer.gate_up, layer.down):
+                    assert isinstance(weight, StackedWeight if its is None else QuantizedWeight)
+                    if isinstance(weight, QuantizedWeight):
+                        dtypes = {part.codes.dtype for part in weight.parts}
+                        assert dtypes == {torch.int8 if its == "int8" else torch.uint8}
+
+
+def test_groups_are_the_largest_that_divide(tmp_path: Path) -> None:
+    folder = make_checkpoint(
+        tmp_path / "wide", hidden=128, intermediate=192, head_dim=16, layers=1, with_tokenizer=False
+    )
+    (layer,) = load_native(folder, quantization="int4").weights.layers
+    for weight, size, group in ((layer.qkv, 128, 128), (layer.o, 96, 32), (layer.down, 192, 64)):
+        assert isinstance(weight, QuantizedWeight)
+        assert weight.shape[1] == size
+        assert {part.scales.shape[1] for part in weight.parts} == {size // group}
+
+
+def status(field: str) -> int:
+    """Bytes by /proc/self/status."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field + ":")]
+    return 1024 * int(line.split()[1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory(kind: str, tmp_path: Path) -> None:
+    """No copy of the model but its codes while it loads; the file is mapped no longer when it is loaded."""
+    folder = make_checkpoint(
+        tmp_path / "large", hidden=512, intermediate=3072, layers=6, dtype=torch.bfloat16, with_tokenizer=False
+    )
+    file = (folder / "model.safetensors").stat().st_size
+    matrices = 6 * (512 * 288 * 2 + 2 * 512 * 144 + 3 * 512 * 3072)
+    load_native(folder, quantization=kind, load_format="dummy")  # what libraries take the first time
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before, anonymous = status("VmRSS"), status("RssAnon")
+    model = load_native(folder, dtype="float32", quantization=kind)
+    codes = matrices if kind == "int8" else matrices // 2
+    scales = sum(2 * weight.parts[0].scales.numel() for weight in ())
+    kept = model.weights.embedding.nbytes
+    num_bytes = model.num_bytes - model.weights.lm_head.num_bytes
+    assert codes < num_bytes <= codes * (1.01 if kind == "int8" else 1.13) + scales
+    slack = 12 << 20
+    assert 2 * matrices > codes + slack, "a copy in bf16 would show"
+    assert status("VmHWM") - before < file + codes + kept + slack
+    assert status("RssAnon") - anonymous < codes + kept + slack
+    assert str(folder) not in Path("/proc/self/maps").read_text()
+
+
+def test_a_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "broken", layers=1, with_tokenizer=False)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = torch.nan
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    name = r"model\.layers\.0\.mlp\.up_proj\.weight"
+    with pytest.raises(
+        CheckpointError, match=rf"broken: {name} cannot be quantized: {name}\[3, 5\] = NaN is not allowed"
+    ):
+        load_native(folder, quantization="int8")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_checkpoints_of_other_types(dtype: torch.dtype, tmp_path: Path) -> None:
+    """float16 and float64 are made float32 first, a matrix at a time."""
+    made = []
+    folder = make_checkpoint(tmp_path / "model", layers=1, with_tokenizer=False, dtype=dtype)
+    for of in (dtype, torch.float32):
+        tensors = {name: tensor.to(of) for name, tensor in load_file(folder / "model.safetensors").items()}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        made.append(load_native(folder, dtype="float32", quantization="int4").weights.layers[0].gate_up.dequantized())
+    assert torch.equal(*made)
+
+
+def test_log_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "specrs")
+    folder = make_checkpoint(tmp_path / "halved", layers=1, dtype=torch.bfloat16, with_tokenizer=False)
+    tensors = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    load_native(folder, dtype="float32", quantization="int8")
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [f"{folder}: embedding and LM head are kept as bfloat16, which holds them exactly"]
+
+
+def test_models_that_make_no_groups(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "odd", hidden=96, intermediate=168, layers=1, with_tokenizer=False)
+    even = make_checkpoint(tmp_path / "even", layers=1, with_tokenizer=False)
+    reason = r"odd has intermediate_size = 168, groups need a multiple of 32; allowed: None or 'int8'"
+    with pytest.raises(UnsupportedConfigError, match=rf"^quantization='int4': .*{reason}"):
+        load_weights(EngineConfig(model=str(folder), device="cpu", quantization="int4"))
+    load_weights(EngineConfig(model=str(folder), device="cpu", quantization="int8"))
+    speculative = {"model": str(folder), "num_speculative_tokens": 2, "quantization": "int4"}
+    with pytest.raises(UnsupportedConfigError, match=rf"^speculative_config.quantization='int4': .*{reason}"):
+        load_weights(EngineConfig(model=str(even), device="cpu", speculative_config=speculative))  # type: ignore[arg-type]
+
+
+def test_what_is_known_only_when_it_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto`: a float64 checkpoint, and a GPU."""
+    folder = make_checkpoint(tmp_path / "double", layers=1, dtype=torch.float64, with_tokenizer=False)
+    made = EngineConfig(model=str(folder), quantization="int8")
+    with pytest.raises(UnsupportedConfigError, match=r"^quantization='int8': not implemented with dtype='float64'"):
+        load_weights(replace(made, device="cpu"))
+    monkeypatch.setattr(engine_weights, "resolve_device", lambda _: torch.device("cuda:0"))
+    with pytest.raises(
+        InvalidConfigError, match=r"^quantization='int8': not implemented with device='cuda'; allowed: "
+    ):
+        load_weights(made)

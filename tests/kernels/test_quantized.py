@@ -1,0 +1,146 @@
+"""INT8 and INT4 weights: what quantizing costs at most, the numbers of codes, products, bytes, shards, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from specrs.core import InvalidBufferError, quantize_weight
+from specrs.kernels.linear import IN, OUT, Codes, QuantizedWeight, linear, linear_reference
+from torch import Tensor
+
+
+def quantized(weight: Tensor, group: int | None = None) -> Codes:
+    """INT4 by groups, INT8 where `group` is None."""
+    out, size = weight.shape
+    if group is None:
+        codes = torch.full((out, size), 99, dtype=torch.int8)
+    else:
+        codes = torch.full((out, size // 2), 99, dtype=torch.uint8)
+    scales = torch.full((out, 1 if group is None else size // group), torch.nan, dtype=torch.bfloat16)
+    array = weight.view(torch.uint16) if weight.dtype == torch.bfloat16 else weight
+    quantize_weight("w", array.numpy(), codes.numpy(), scales.view(torch.uint16).numpy())
+    return Codes(codes, scales)
+
+
+def numbers(w: Codes) -> np.ndarray:
+    """What codes and scales stand for, element by element as the layout is described, float64."""
+    codes, scales = w.codes.numpy(), w.scales.double().numpy()
+    out, size = w.shape
+    made = np.empty((out, size))
+    for row in range(out):
+        for i in range(size):
+            if codes.dtype == np.int8:
+                code = int(codes[row, i])
+            else:
+                byte = int(codes[row, i // 32 * 16 + i % 16])
+                code = (byte % 16 if i % 32 < 16 else byte // 16) - 8
+            made[row, i] = code * scales[row, i * scales.shape[1] // size]
+    return made
+
+
+@given(st.data())
+def test_numbers_are_within_half_a_scale(data: st.DataObject) -> None:
+    group = data.draw(st.sampled_from([None, 32, 64, 128]), label="group")
+    size = data.draw(st.integers(1, 70) if group is None else st.integers(1, 3).map(lambda n: n * (group or 0)))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32), label="seed"))
+    weight = torch.randn((3, size), generator=generator) * 10.0 ** data.draw(st.integers(-20, 20), label="size")
+    weight[1] *= torch.rand(size, generator=generator) ** 4
+    weight[2] = 0
+    if data.draw(st.booleans(), label="bf16"):
+        weight = weight.bfloat16()
+    w = quantized(weight, group)
+    exact = numbers(w)
+    assert np.array_equal(w.numbers().double().numpy(), exact), "exact in float32"
+    assert np.array_equal(QuantizedWeight((w,)).dequantized().numpy(), exact)
+    scales = w.scales.double().repeat_interleave(size // w.scales.shape[1], dim=1).numpy()
+    assert (np.abs(weight.double().numpy() - exact) <= scales / 2).all()
+    assert not exact[2].any()
+
+
+@pytest.mark.parametrize("group", [None, 32])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_products(group: int | None, with_bias: bool) -> None:
+    """Of parts above each other, of the numbers; off from the weights' by at most sum |x| scale / 2."""
+    weights, x = [torch.randn(5, 64), torch.randn(3, 64)], torch.randn(4, 64)
+    biases = (torch.randn(5), torch.randn(3)) if with_bias else None
+    w = QuantizedWeight(tuple(quantized(weight, group) for weight in weights), biases)
+    exact = x.double() @ torch.from_numpy(np.concatenate([numbers(part) for part in w.parts])).t()
+    before = x.double() @ torch.cat(weights).double().t()
+    if biases is not None:
+        exact, before = exact + torch.cat(biases).double(), before + torch.cat(biases).double()
+    assert torch.equal(linear_reference(x, w), exact)
+    assert torch.allclose(linear(x, w).double(), exact, rtol=0, atol=1e-5)
+    scales = torch.cat([part.scales for part in w.parts]).double()
+    each = scales.repeat_interleave(64 // scales.shape[1], dim=1)
+    assert ((exact - before).abs() <= x.double().abs() @ (each / 2).t() + 1e-12).all()
+    assert w.shape == (8, 64)
+    scale_bytes, bias_bytes = 2 * 8 * (1 if group is None else 2), 4 * 8 if with_bias else 0
+    assert w.num_bytes == 8 * 64 // (1 if group is None else 2) + scale_bytes + bias_bytes
+
+
+@pytest.mark.parametrize("group", [None, 32])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_shards_make_up_the_whole(group: int | None, world: int) -> None:
+    parts, x, bias = (24, 8, 8), torch.randn(5, 128), torch.randn(40)
+    whole = QuantizedWeight((quantized(torch.randn(40, 128), group),), (bias,))
+    expected = linear_reference(x, whole)
+    by_out = [whole.shard(OUT, rank, world, parts) for rank in range(world)]
+    outputs = [linear_reference(x, shard).split([part // world for part in parts], dim=1) for shard in by_out]
+    joined = torch.cat([torch.cat([output[i] for output in outputs], dim=1) for i in range(3)], dim=1)
+    assert torch.allclose(joined, expected, rtol=0, atol=1e-12)
+    assert sum(shard.num_bytes for shard in by_out) == whole.num_bytes
+    by_in = [whole.shard(IN, rank, world) for rank in range(world)]
+    assert [shard.bias is not None for shard in by_in] == [rank == 0 for rank in range(world)]
+    products = [linear_reference(part, shard) for part, shard in zip(x.chunk(world, dim=1), by_in, strict=True)]
+    assert torch.allclose(sum(products), expected, rtol=0, atol=1e-12)  # type: ignore[arg-type]
+
+
+def test_groups_are_not_cut() -> None:
+    whole = QuantizedWeight((quantized(torch.randn(4, 128), 64),))
+    with pytest.raises(ValueError, match=r"parts=\[128\]: 128 features are not world=4 shards of whole groups of 64"):
+        whole.shard(IN, 0, 4)
+    with pytest.raises(ValueError, match=r"parts=\[96, 32\]: 96 features are not world=1 shards of whole groups"):
+        whole.shard(IN, 0, 1, (96, 32))
+    with pytest.raises(ValueError, match=r"parts=\[4\]: 4 features cannot be split into world=3 equal shards"):
+        whole.shard(OUT, 0, 3)
+
+
+INT8, INT4, U16, F32 = np.int8, np.uint8, np.uint16, np.float32
+
+
+@pytest.mark.parametrize(
+    ("codes", "scales", "message"),
+    [
+        (
+            ((2, 32), np.int16),
+            ((2, 1), U16),
+            r"^codes: dtype is int16, expected int8 \(INT8\), or uint8 with two",
+        ),
+        (((2, 31), INT8), ((2, 1), U16), r"^codes: shape is \[2, 31\], expected \[2, 32\]$"),
+        (((2, 32), INT4), ((2, 1), U16), r"^codes: shape is \[2, 32\], expected \[2, 16\]$"),
+        (((2, 32), INT8), ((2, 1), F32), r"^scales: dtype is float32, expected uint16 with the bits of bfloat16$"),
+        (((2, 32), INT8), ((3, 1), U16), r"^scales: shape is \[3, 1\], expected \[2, groups\]$"),
+        (((2, 32), INT8), ((2, 2), U16), r"^w = 64 elements is not allowed: expected 128 elements$"),
+        (
+            ((2, 16), INT4),
+            ((2, 2), U16),
+            r"^scales = 4 elements is not allowed: expected 2 x groups of a multiple",
+        ),
+    ],
+)
+def test_arrays_that_do_not_fit(codes: tuple[Any, ...], scales: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(InvalidBufferError, match=message):
+        quantize_weight("w", np.ones((2, 32), np.float32), np.zeros(*codes), np.zeros(*scales))
+
+
+def test_weights_that_have_no_codes() -> None:
+    for bad in (np.nan, np.inf, -(2.0**127)):
+        weight = np.ones((2, 32), np.float32)
+        weight[1, 7] = bad
+        with pytest.raises(InvalidBufferError, match=r"^up_proj\[1, 7\] = .* expected a number of less than 2\^127$"):
+            quantize_weight("up_proj", weight, np.zeros((2, 32), np.int8), np.zeros((2, 1), np.uint16))
