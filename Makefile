@@ -134,6 +134,21 @@ aot: build .venv-triton3.6.0/.installed ## every Triton kernel compiled for ever
 fuzz: ## the core's operation streams under libFuzzer, a minute each (ARGS="600 scheduler": that one for ten)
 	scripts/fuzz $(ARGS)
 
+.PHONY: test-neon
+test-neon: ## rust/cpu on NEON under qemu's emulator, four minutes (apt: gcc-aarch64-linux-gnu qemu-user)
+	scripts/neon $(ARGS)
+
+.PHONY: miri sanitize
+miri: ## rust/cpu's borrowed memory and threads under Miri, five minutes; fetches the nightly toolchain that it names
+	scripts/sanitize miri
+sanitize: ## rust/cpu's tests under AddressSanitizer and ThreadSanitizer, ten minutes; the same toolchain
+	scripts/sanitize address
+	scripts/sanitize thread
+
+.PHONY: bench-memory
+bench-memory: build ## peak memory of an engine on a checkpoint of 1.19 GB, which is written to a temporary folder
+	$(BIN)/python benches/bench_cpu_memory.py $(ARGS)
+
 .PHONY: package
 package: ## the crate specrs-core as it would be handed out: packed, unpacked elsewhere, its tests run there
 	scripts/package

@@ -98,7 +98,7 @@ impl Isa {
         #[cfg(target_arch = "x86_64")]
         sets.extend([avx512::Avx512::detect().map(Set::Avx512), avx2::Avx2::detect().map(Set::Avx2)]);
         #[cfg(target_arch = "aarch64")]
-        sets.push(neon::Neon::detect().map(Set::Neon));
+        sets.extend([neon::Neon::detect().map(Set::Neon)]);
         sets.push(Some(Set::Portable(portable::Portable)));
         sets.into_iter().flatten().map(Self).collect()
     }

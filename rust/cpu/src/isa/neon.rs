@@ -161,7 +161,7 @@ impl Simd for Neon {
     #[inline(always)]
     fn sums4(self, v: [V; 4]) -> [f32; 4] {
         neon!({
-            let (a, b, c, d) = (quad(v[0]), quad(v[1]), quad(v[2]), quad(v[3]));
+            let quads = [quad(v[0]), quad(v[1]), quad(v[2]), quad(v[3])];
             let halves = |x, y| {
                 vaddq_f32(
                     vcombine_f32(vget_low_f32(x), vget_low_f32(y)),
@@ -169,7 +169,7 @@ impl Simd for Neon {
                 )
             };
             let mut out = [0.0; 4];
-            vst1q_f32(out.as_mut_ptr(), vpaddq_f32(halves(a, b), halves(c, d)));
+            vst1q_f32(out.as_mut_ptr(), vpaddq_f32(halves(quads[0], quads[1]), halves(quads[2], quads[3])));
             out
         })
     }
