@@ -403,17 +403,20 @@ impl Signal {
 mod tests {
     use super::*;
 
+    /// Of repetitions: Miri is a thousand times slower, and sees a race without them.
+    const FEWER: usize = if cfg!(miri) { 100 } else { 1 };
+
     #[test]
     fn every_participant_works_once_and_its_writes_are_seen() {
         for threads in [1, 2, 3, 8] {
             let pool = Pool::new(threads).unwrap();
             let session = pool.enter().unwrap();
             let counts: Vec<AtomicUsize> = (0..threads).map(|_| AtomicUsize::new(0)).collect();
-            for i in 0..2000 {
+            for i in 0..2000 / FEWER {
                 session.run(&|t| {
                     counts[t].fetch_add(1, Ordering::Relaxed);
                     // Some are late, so that others wait in every way there is.
-                    if i % 500 == 250 && t == i % threads {
+                    if i % (500 / FEWER) == 250 / FEWER && t == i % threads {
                         std::thread::sleep(std::time::Duration::from_millis(3));
                     }
                 });
@@ -433,7 +436,7 @@ mod tests {
             assert_eq!(seen.into_inner(), [1, 0x0101, 0x01_0101, 0x0101_0101][session.participants() - 1]);
         };
         let (mut rested, mut back) = (0, 0);
-        for i in 0..40 {
+        for i in 0..if cfg!(miri) { 8 } else { 40 } {
             // Threads to rest are chosen, because lateness hangs on the machine.
             let late = i % 8;
             for (index, thread) in pool.enter().unwrap().team.shared.threads.iter().enumerate() {
@@ -441,7 +444,7 @@ mod tests {
             }
             let now = Instant::now();
             pool.team.lock().unwrap().rest_the_late(now, true);
-            for _ in 0..300 {
+            for _ in 0..300 / FEWER {
                 let session = pool.enter().unwrap();
                 rested += usize::from(session.participants() < 4);
                 back += usize::from(session.participants() == 4);
@@ -497,7 +500,7 @@ mod tests {
         std::thread::scope(|scope| {
             for _ in 0..4 {
                 scope.spawn(|| {
-                    for _ in 0..200 {
+                    for _ in 0..200 / FEWER {
                         let session = pool.enter().unwrap();
                         assert_eq!(inside.fetch_add(1, Ordering::SeqCst), 0);
                         session.run(&|_| {});
