@@ -85,6 +85,12 @@ fn check(model: &Model, sequences: &[Vec<usize>], exact: &[Vec<Vec<u32>>], case:
     }
 }
 
+/// `PROPTEST_CASES` takes fewer: for emulators and sanitizers.
+fn config() -> ProptestConfig {
+    let default = ProptestConfig::default();
+    ProptestConfig { cases: default.cases.min(24), failure_persistence: None, ..default }
+}
+
 prop_compose! {
     fn model()(
         kind in prop::sample::select(vec![QWEN3, LLAMA3, LLAMA_BIAS, QWEN2, MISTRAL]),
@@ -115,7 +121,7 @@ prop_compose! {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(config())]
 
     #[test]
     fn logits_are_the_same_bits_everywhere(

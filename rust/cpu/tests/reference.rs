@@ -4,7 +4,7 @@ mod support;
 
 use specrs_cpu::{Decoder, ModelShape, Output, Pass, Pool};
 use std::sync::Arc;
-use support::{Kind, LLAMA_BIAS, LLAMA3, MISTRAL, Model, Numbers, QWEN2, QWEN3};
+use support::{Kind, LLAMA_BIAS, LLAMA3, MISTRAL, Model, Near, Numbers, QWEN2, QWEN3};
 
 const SHAPE: ModelShape = ModelShape {
     vocab_size: 97,
@@ -25,7 +25,7 @@ fn check(kind: Kind) {
     let table: Vec<i64> = (0..2 * max_blocks as i64).map(|i| (i * 7 + 3) % (2 * max_blocks as i64)).collect();
     let n = &mut Numbers(3);
     let sequences: Vec<Vec<usize>> = (0..2).map(|_| (0..40).map(|_| n.below(97)).collect()).collect();
-    let expected: Vec<Vec<Vec<f64>>> = sequences.iter().map(|s| model.reference(s)).collect();
+    let expected: Vec<Vec<Vec<Near>>> = sequences.iter().map(|s| model.reference(s)).collect();
     let (mut done, mut worst) = ([0, 0], 0.0_f64);
     for counts in [[17, 1], [1, 30], [3, 0], [6, 9], [13, 0]] {
         let (mut tokens, mut positions, mut slots, mut entries) = (vec![5], vec![-1], vec![-1], vec![9]);
@@ -52,13 +52,14 @@ fn check(kind: Kind) {
         for (row, logits) in rows.iter().zip(logits.chunks(SHAPE.vocab_size)) {
             let exact = &expected[entries[*row]][positions[*row] as usize];
             for (x, exact) in logits.iter().zip(exact) {
-                worst = worst.max((f64::from(*x) - exact).abs());
+                worst = worst.max(exact.off(*x));
                 assert!(x.is_finite());
             }
         }
         done = [done[0] + counts[0], done[1] + counts[1]];
     }
-    assert!(worst < if kind.bf16 { 0.05 } else { 2e-5 }, "{kind:?}: off by {worst:e}");
+    // Nor are they far above what is found.
+    assert!(worst < 1.0 && worst > 0.1, "{kind:?}: {worst} of what rounding explains");
 }
 
 #[test]

@@ -6,9 +6,13 @@
     clippy::match_bool,
     clippy::single_match_else,
     clippy::struct_excessive_bools,
+    unused_imports,
     clippy::missing_panics_doc
 )]
 
+mod reference;
+
+pub use reference::Near;
 use specrs_cpu::{
     Bf16, Decoder, KvCache, KvShape, LayerWeights, Linear, Memory, ModelShape, Output, Part, Pass, Values, ValuesMut,
     Weight, Weights, quantize_int4, quantize_int8,
@@ -320,55 +324,6 @@ impl Model {
             KvShape { num_blocks, block_size, num_kv_heads: self.shape.num_kv_heads, head_dim: self.shape.head_dim };
         KvCache::allocate(shape, self.layers.len(), self.kind.bf16).unwrap()
     }
-
-    /// Logits `[tokens, vocab]` of a whole sequence in float64. K and V of a bf16 model are rounded as its cache rounds
-    /// them.
-    pub fn reference(&self, tokens: &[usize]) -> Vec<Vec<f64>> {
-        let none: Vec<KeysValues> = self.layers.iter().map(|_| Default::default()).collect();
-        self.reference_behind(tokens, &none)
-    }
-
-    /// The same of tokens behind those whose keys and values are given by layer.
-    pub fn reference_behind(&self, tokens: &[usize], prefix: &[KeysValues]) -> Vec<Vec<f64>> {
-        let start = prefix.first().map_or(0, |layer| layer.0.len());
-        let s = &self.shape;
-        let (hidden, dim, eps) = (s.hidden_size, s.head_dim, f64::from(s.rms_norm_eps));
-        let mut h: Vec<Vec<f64>> = tokens.iter().map(|t| wide(&self.embedding[t * hidden..][..hidden])).collect();
-        for (layer, prefix) in self.layers.iter().zip(prefix) {
-            let (mut keys, mut values) = prefix.clone();
-            for (i, h) in h.iter_mut().enumerate() {
-                let x = rms_norm(h, &layer.input_norm, eps);
-                let heads = |dense: &Dense, norm: Option<&Vec<f32>>, rotated: bool| -> Vec<Vec<f64>> {
-                    let y = product(dense, &x);
-                    y.chunks(dim)
-                        .map(|head| {
-                            let head = norm.map_or(head.to_vec(), |w| rms_norm(head, w, eps));
-                            if rotated { rotate(&head, start + i, &self.frequencies) } else { head }
-                        })
-                        .collect()
-                };
-                let qk_norm = self.kind.qk_norm;
-                let q = heads(&layer.q, qk_norm.then_some(&layer.q_norm), true);
-                keys.push(self.stored(heads(&layer.k, qk_norm.then_some(&layer.k_norm), true)));
-                values.push(self.stored(heads(&layer.v, None, false)));
-                let mut attended = Vec::new();
-                for (j, q) in q.iter().enumerate() {
-                    attended.extend(attend(q, &keys, &values, j / (s.num_heads / s.num_kv_heads)));
-                }
-                add(h, &product(&layer.o, &attended));
-                let x = rms_norm(h, &layer.post_norm, eps);
-                let (gate, up) = (product(&layer.gate, &x), product(&layer.up, &x));
-                let act: Vec<f64> = gate.iter().zip(&up).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect();
-                add(h, &product(&layer.down, &act));
-            }
-        }
-        h.iter().map(|h| product(&self.lm_head, &rms_norm(h, &self.final_norm, eps))).collect()
-    }
-
-    fn stored(&self, heads: Vec<Vec<f64>>) -> Vec<Vec<f64>> {
-        let store = |x: f64| if self.kind.bf16 { f64::from(Bf16::from_f32(x as f32).to_f32()) } else { x };
-        heads.into_iter().map(|head| head.into_iter().map(store).collect()).collect()
-    }
 }
 
 /// theta = 10,000; with Llama 3.1's scaling of factor 8 for an original length of 64.
@@ -386,57 +341,6 @@ pub fn frequencies(dim: usize, scaled: bool) -> Vec<f32> {
         (1.0 - s) * f / factor + s * f
     };
     (0..dim / 2).map(|i| scale(10_000_f64.powf(-2.0 * i as f64 / dim as f64)) as f32).collect()
-}
-
-fn wide(x: &[f32]) -> Vec<f64> {
-    x.iter().map(|&x| f64::from(x)).collect()
-}
-
-fn rms_norm(x: &[f64], weight: &[f32], eps: f64) -> Vec<f64> {
-    let mean = x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64;
-    x.iter().zip(weight).map(|(x, &w)| x / (mean + eps).sqrt() * f64::from(w)).collect()
-}
-
-fn product(dense: &Dense, x: &[f64]) -> Vec<f64> {
-    let row = |(o, row): (usize, &[f32])| {
-        let sum: f64 = row.iter().zip(x).map(|(&w, x)| f64::from(w) * x).sum();
-        sum + dense.bias.as_ref().map_or(0.0, |bias| f64::from(bias[o]))
-    };
-    dense.weight.chunks_exact(dense.inputs).enumerate().map(row).collect()
-}
-
-/// The angle is an fp32 product, as everywhere.
-fn rotate(x: &[f64], position: usize, frequencies: &[f32]) -> Vec<f64> {
-    let half = frequencies.len();
-    let angle = |i: usize| f64::from(position as f32 * frequencies[i % half]);
-    (0..2 * half)
-        .map(|i| {
-            let other = if i < half { -x[i + half] } else { x[i - half] };
-            x[i] * angle(i).cos() + other * angle(i).sin()
-        })
-        .collect()
-}
-
-fn attend(q: &[f64], keys: &[Vec<Vec<f64>>], values: &[Vec<Vec<f64>>], head: usize) -> Vec<f64> {
-    let score =
-        |k: &Vec<Vec<f64>>| -> f64 { k[head].iter().zip(q).map(|(k, q)| k * q).sum::<f64>() / (q.len() as f64).sqrt() };
-    let scores: Vec<f64> = keys.iter().map(score).collect();
-    let largest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-    let weights: Vec<f64> = scores.iter().map(|s| (s - largest).exp()).collect();
-    let total: f64 = weights.iter().sum();
-    let mut out = vec![0.0; q.len()];
-    for (weight, v) in weights.iter().zip(values) {
-        for (out, v) in out.iter_mut().zip(&v[head]) {
-            *out += weight / total * v;
-        }
-    }
-    out
-}
-
-fn add(h: &mut [f64], x: &[f64]) {
-    for (h, x) in h.iter_mut().zip(x) {
-        *h += x;
-    }
 }
 
 /// A KV cache with a block table in no order, and what sequences are in it. Every slot holds NaN until it is written.

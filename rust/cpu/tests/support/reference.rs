@@ -1,0 +1,207 @@
+//! A model's forward pass in float64 by plain loops, and how far fp32 may be off it: what every rounding adds, by the length
+//! of its sum.
+//!
+//! A number that is rounded to fp32 is off by up to 2^-24 of itself, at random: a variance of a third of that squared. Where
+//! `n` numbers are summed in 16 lanes, n / 16 roundings of partial sums come in a row, then 4 of the tree. Variances add up,
+//! and go through a product by the squares of its weights.
+
+use super::{Dense, KeysValues, Model};
+use specrs_cpu::Bf16;
+
+/// Variance of rounding 1 to fp32.
+const ROUNDING: f64 = (1.0 / (1 << 24) as f64) * (1.0 / (1 << 24) as f64) / 3.0;
+/// Standard deviations that a result may be off.
+const DEVIATIONS: f64 = 8.0;
+
+/// An exact number, and the variance of what fp32 makes of it.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Near {
+    pub exact: f64,
+    variance: f64,
+}
+
+impl Near {
+    fn new(exact: f64) -> Self {
+        Self { exact, variance: 0.0 }
+    }
+
+    /// Rounded so many times.
+    fn rounded(self, times: f64) -> Self {
+        Self { variance: self.variance + times * ROUNDING * self.exact * self.exact, ..self }
+    }
+
+    /// How far `x` is off, where 1 is as far as it may be.
+    pub fn off(&self, x: f32) -> f64 {
+        (f64::from(x) - self.exact).abs() / (DEVIATIONS * self.variance.sqrt())
+    }
+}
+
+impl std::ops::Add for Near {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self { exact: self.exact + other.exact, variance: self.variance + other.variance }.rounded(1.0)
+    }
+}
+
+impl std::ops::Mul for Near {
+    type Output = Self;
+
+    fn mul(self, other: Self) -> Self {
+        let variance = self.variance * other.exact * other.exact + other.variance * self.exact * self.exact;
+        Self { exact: self.exact * other.exact, variance }
+    }
+}
+
+/// The sum of `n` products, in 16 lanes.
+fn sum(products: impl Iterator<Item = Near>, n: usize) -> Near {
+    let (mut sum, mut squares) = (Near::default(), 0.0);
+    for product in products {
+        sum.exact += product.exact;
+        sum.variance += product.variance;
+        squares += product.exact * product.exact;
+    }
+    sum.variance += ROUNDING * (n.div_ceil(16) + 4) as f64 * squares;
+    sum.rounded(1.0)
+}
+
+impl Model {
+    /// Logits `[tokens, vocab]` of a whole sequence. K and V of a bf16 model are rounded as its cache rounds them.
+    pub fn reference(&self, tokens: &[usize]) -> Vec<Vec<Near>> {
+        let none: Vec<KeysValues> = self.layers.iter().map(|_| Default::default()).collect();
+        self.reference_behind(tokens, &none)
+    }
+
+    /// The same of tokens behind those whose keys and values are given by layer.
+    pub fn reference_behind(&self, tokens: &[usize], prefix: &[KeysValues]) -> Vec<Vec<Near>> {
+        let start = prefix.first().map_or(0, |layer| layer.0.len());
+        let s = &self.shape;
+        let (hidden, dim, eps) = (s.hidden_size, s.head_dim, f64::from(s.rms_norm_eps));
+        let mut h: Vec<Vec<Near>> = tokens.iter().map(|t| wide(&self.embedding[t * hidden..][..hidden])).collect();
+        for (layer, (keys, values)) in self.layers.iter().zip(prefix) {
+            let exact =
+                |heads: &Vec<Vec<f64>>| heads.iter().map(|x| x.iter().map(|&x| Near::new(x)).collect()).collect();
+            let mut keys: Vec<Vec<Vec<Near>>> = keys.iter().map(exact).collect();
+            let mut values: Vec<Vec<Vec<Near>>> = values.iter().map(exact).collect();
+            for (i, h) in h.iter_mut().enumerate() {
+                let x = rms_norm(h, &layer.input_norm, eps);
+                let heads = |dense: &Dense, norm: Option<&Vec<f32>>, rotated: bool| -> Vec<Vec<Near>> {
+                    let y = product(dense, &x);
+                    y.chunks(dim)
+                        .map(|head| {
+                            let head = norm.map_or(head.to_vec(), |w| rms_norm(head, w, eps));
+                            if rotated { rotate(&head, start + i, &self.frequencies) } else { head }
+                        })
+                        .collect()
+                };
+                let qk_norm = self.kind.qk_norm;
+                let q = heads(&layer.q, qk_norm.then_some(&layer.q_norm), true);
+                keys.push(self.stored(heads(&layer.k, qk_norm.then_some(&layer.k_norm), true)));
+                values.push(self.stored(heads(&layer.v, None, false)));
+                let mut attended = Vec::new();
+                for (j, q) in q.iter().enumerate() {
+                    attended.extend(attend(q, &keys, &values, j / (s.num_heads / s.num_kv_heads)));
+                }
+                add(h, &product(&layer.o, &attended));
+                let x = rms_norm(h, &layer.post_norm, eps);
+                let (gate, up) = (product(&layer.gate, &x), product(&layer.up, &x));
+                let act: Vec<Near> = gate.iter().zip(&up).map(|(&g, &u)| (silu(g) * u).rounded(1.0)).collect();
+                add(h, &product(&layer.down, &act));
+            }
+        }
+        h.iter().map(|h| product(&self.lm_head, &rms_norm(h, &self.final_norm, eps))).collect()
+    }
+
+    /// bf16 where the cache is: exactly what it has there, but for a number so close to the middle of two that either may be.
+    /// That is one large error, whose effects on all that follows are not independent, so its variance is its whole square.
+    fn stored(&self, heads: Vec<Vec<Near>>) -> Vec<Vec<Near>> {
+        let store = |x: Near| {
+            if !self.kind.bf16 {
+                return x;
+            }
+            let exact = f64::from(Bf16::from_f32(x.exact as f32).to_f32());
+            let apart = (x.exact.abs().log2().floor() - 7.0).exp2();
+            let from_middle = apart / 2.0 - (x.exact - exact).abs();
+            let either = from_middle < DEVIATIONS * x.variance.sqrt();
+            Near { exact, variance: if either { apart * apart } else { 0.0 } }
+        };
+        heads.into_iter().map(|head| head.into_iter().map(store).collect()).collect()
+    }
+}
+
+fn wide(x: &[f32]) -> Vec<Near> {
+    x.iter().map(|&x| Near::new(f64::from(x))).collect()
+}
+
+fn rms_norm(x: &[Near], weight: &[f32], eps: f64) -> Vec<Near> {
+    let total = sum(x.iter().map(|&x| x * x), x.len());
+    let mean = total.exact / x.len() as f64 + eps;
+    // Each square is of one number, so its error is twice that of a product of two; that of a root is half.
+    let own: f64 = x.iter().map(|x| 2.0 * x.exact * x.exact * x.variance).sum();
+    let relative = (total.variance + own) / (total.exact * total.exact).max(f64::MIN_POSITIVE) / 4.0;
+    let scale = Near { exact: 1.0 / mean.sqrt(), variance: relative / mean }.rounded(4.0);
+    x.iter().zip(weight).map(|(&x, &w)| (x * scale * Near::new(f64::from(w))).rounded(2.0)).collect()
+}
+
+fn product(dense: &Dense, x: &[Near]) -> Vec<Near> {
+    let row = |(o, row): (usize, &[f32])| {
+        let y = sum(row.iter().zip(x).map(|(&w, &x)| Near::new(f64::from(w)) * x), dense.inputs);
+        dense.bias.as_ref().map_or(y, |bias| y + Near::new(f64::from(bias[o])))
+    };
+    dense.weight.chunks_exact(dense.inputs).enumerate().map(row).collect()
+}
+
+/// The angle is an fp32 product, as everywhere.
+fn rotate(x: &[Near], position: usize, frequencies: &[f32]) -> Vec<Near> {
+    let half = frequencies.len();
+    let angle = |i: usize| f64::from(position as f32 * frequencies[i % half]);
+    let part = |x: Near, by: f64| (x * Near::new(by).rounded(1.0)).rounded(1.0);
+    (0..2 * half)
+        .map(|i| {
+            let (other, sign) = if i < half { (x[i + half], -1.0) } else { (x[i - half], 1.0) };
+            part(x[i], angle(i).cos()) + part(other, sign * angle(i).sin())
+        })
+        .collect()
+}
+
+/// A softmax by groups of 16 positions, whose sums are rounded once a group.
+fn attend(q: &[Near], keys: &[Vec<Vec<Near>>], values: &[Vec<Vec<Near>>], head: usize) -> Vec<Near> {
+    let scale = Near::new(1.0 / (q.len() as f64).sqrt()).rounded(3.0);
+    let score = |k: &Vec<Vec<Near>>| {
+        let products = k[head].iter().zip(q).map(|(&k, &q)| k * q);
+        (sum(products, q.len()) * scale).rounded(1.0)
+    };
+    let scores: Vec<Near> = keys.iter().map(score).collect();
+    let largest = scores.iter().map(|s| s.exact).fold(f64::NEG_INFINITY, f64::max);
+    let weights: Vec<f64> = scores.iter().map(|s| (s.exact - largest).exp()).collect();
+    let total: f64 = weights.iter().sum();
+    let groups = keys.len().div_ceil(16) as f64;
+    let mut out = vec![Near::default(); q.len()];
+    for (d, out) in out.iter_mut().enumerate() {
+        let shares = || weights.iter().zip(values).map(|(weight, v)| (weight / total, v[head][d]));
+        out.exact = shares().map(|(share, v)| share * v.exact).sum();
+        for ((share, v), s) in shares().zip(&scores) {
+            // A weight is off by its score's error, and e^x by 2 units in the last place, 6 roundings' worth with the difference.
+            let weight = s.variance + ROUNDING * (6.0 + (s.exact - largest).powi(2));
+            let away = v.exact - out.exact;
+            let term = share * v.exact;
+            out.variance +=
+                share * share * (weight * away * away + v.variance) + ROUNDING * (groups + 16.0) * term * term;
+        }
+        *out = out.rounded(groups + 4.0);
+    }
+    out
+}
+
+/// `g / (1 + e^-g)`
+fn silu(g: Near) -> Near {
+    let sigmoid = 1.0 / (1.0 + (-g.exact).exp());
+    let slope = sigmoid * (1.0 + g.exact * (1.0 - sigmoid));
+    Near { exact: g.exact * sigmoid, variance: slope * slope * g.variance }.rounded(8.0)
+}
+
+fn add(h: &mut [Near], x: &[Near]) {
+    for (h, x) in h.iter_mut().zip(x) {
+        *h = *h + *x;
+    }
+}
