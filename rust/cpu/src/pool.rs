@@ -460,6 +460,20 @@ mod tests {
     }
 
     #[test]
+    fn a_thread_that_the_caller_sleeps_for_is_late() {
+        let pool = Pool::new(2).unwrap();
+        let session = pool.enter().unwrap();
+        let shared = &*session.team.shared;
+        session.run(&|t| {
+            while t == 1 && shared.done.sleepers.load(Ordering::SeqCst) == 0 {
+                std::thread::yield_now();
+            }
+        });
+        assert!(shared.threads[0].late.load(Ordering::Relaxed));
+        assert!(session.slept.load(Ordering::Relaxed) > 0);
+    }
+
+    #[test]
     fn rests_grow_while_a_thread_stays_late_and_need_a_cause() {
         let pool = Pool::new(2).unwrap();
         let mut team = pool.team.lock().unwrap();
@@ -485,6 +499,8 @@ mod tests {
     fn a_panic_reaches_the_caller_and_the_pool_goes_on() {
         let pool = Pool::new(3).unwrap();
         for bad in 0..3 {
+            // A thread that the machine made late before would not take part.
+            pool.team.lock().unwrap_or_else(PoisonError::into_inner).rests.fill(Rest::default());
             let panicked = catch_unwind(AssertUnwindSafe(|| {
                 pool.enter().unwrap().run(&|t| assert!(t != bad, "as it should"));
             }));

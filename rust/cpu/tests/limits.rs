@@ -87,6 +87,28 @@ fn bits_are_frozen() {
     }
 }
 
+/// Of equal logits the lowest id is the most probable, wherever the others lie: in its vector, in another thread's share.
+#[test]
+fn ties_go_to_the_lowest_id() {
+    let shape = specrs_cpu::ModelShape { vocab_size: 211, ..SMALL };
+    for same in [[7, 8, 210], [0, 64, 100], [31, 150, 151], [208, 209, 210]] {
+        let mut model = Model::random(shape, 1, Kind { tied: false, ..QWEN3 }, 3);
+        let weight = &mut model.lm_head.weight;
+        for (id, row) in weight.chunks_exact_mut(SMALL.hidden_size).enumerate() {
+            row.fill(if same.contains(&id) { 0.0 } else { -1.0 });
+        }
+        for isa in Isa::available() {
+            for threads in [1, 2, 5] {
+                // All features are positive, so all other logits are negative.
+                let hidden = [0.5; SMALL.hidden_size];
+                let (mut ids, mut top) = ([-1], [f32::NAN]);
+                decoder(&model, isa, threads).argmax(&hidden, 211, &mut ids, &mut top).unwrap();
+                assert_eq!((ids[0], top[0].to_bits()), (same[0] as i64, 0), "{} {threads} threads", isa.name());
+            }
+        }
+    }
+}
+
 /// NaN in a weight reaches the logits, and the argmax names it.
 #[test]
 fn nan_is_not_lost() {
