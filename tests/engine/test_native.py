@@ -184,6 +184,19 @@ def test_which_runner_serves(native_qwen_bank: Bank) -> None:
         assert all(isinstance(model, NativeDense if native else Dense) for model in models)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_what_the_native_pass_does_not_compute_is_said_once(
+    dtype: str, native_qwen_bank: Bank, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "specrs")
+    bank = native_qwen_bank
+    load_weights(config(bank.target, bank.drafts["close"], k=2, dtype=dtype))
+    said = [record.getMessage() for record in caplog.records if "op by op" in record.getMessage()]
+    folders = (bank.target, bank.drafts["close"]) if dtype == "float64" else ()
+    why = "torch.float64 is served op by op, the native pass computes float32 and bfloat16"
+    assert said == [f"{folder}: {why}" for folder in folders]
+
+
 def num_threads() -> int:
     """Of native passes, in this process."""
     names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]

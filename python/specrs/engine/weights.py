@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from specrs.models.config import ModelConfig
 from specrs.models.loader import load_config, load_model, resolve_dtype
 from specrs.models.native_loader import INT4_GROUPS, load_native
 
+logger = logging.getLogger("specrs")
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 """What the native pass of a CPU computes; float64 goes through torch."""
 
@@ -65,6 +67,7 @@ def _load(
             return load_native(
                 source, dtype=resolved, revision=revision, load_format=config.load_format, quantization=quantization
             )
+        logger.info("%s: %s is served op by op, the native pass computes float32 and bfloat16", source, resolved)
     return load_model(source, dtype=dtype, device=device, revision=revision, load_format=config.load_format)
 
 
