@@ -141,7 +141,7 @@ test-neon: ## rust/cpu on NEON under qemu's emulator, four minutes (apt: gcc-aar
 .PHONY: miri sanitize
 miri: ## rust/cpu's borrowed memory and threads under Miri, five minutes; fetches the nightly toolchain that it names
 	scripts/sanitize miri
-sanitize: ## rust/cpu's tests under AddressSanitizer and ThreadSanitizer, ten minutes; the same toolchain
+sanitize: ## rust/cpu's tests under AddressSanitizer and ThreadSanitizer, a quarter of an hour; the same toolchain
 	scripts/sanitize address
 	scripts/sanitize thread
 
