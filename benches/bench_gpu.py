@@ -79,11 +79,12 @@ class Bench:
         self.device = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
         self._weights: Weights | None = None
         gpu = torch.cuda.get_device_name() if ON_GPU else platform.machine()
+        changed = git("status", "--porcelain", "--untracked-files=no")
         out.mkdir(parents=True, exist_ok=True)
         self.path = out / f"{gpu.replace(' ', '_')}_{commit}_bench_gpu.json"
         self.found: dict[str, Any] = {
             "gpu": gpu,
-            "commit": commit + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") not in ("", "unknown") else ""),
+            "commit": commit + "-dirty" * (changed not in ("", "unknown")),
             "versions": {
                 "torch": torch.__version__,
                 "triton": triton.__version__,

@@ -55,16 +55,13 @@ def embed_kernel(  # type: ignore[no-untyped-def]
     tl.store(sin + row * HALF + i, tl.sin(angle), mask=i < HALF)
 
 
-@torch.library.custom_op("specrs::embed", mutates_args=("hidden", "cos", "sin", "following"))
+@torch.library.custom_op("specrs::embed", mutates_args=("hidden", "angles", "following"))
 def embed(
     input_ids: Tensor,
     positions: Tensor,
-    embedding: Tensor,
-    rotary: Tensor,
+    tables: list[Tensor | None],
     hidden: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    next_norm: Tensor | None,
+    angles: list[Tensor],
     following: list[Tensor],
     dependent: bool,
 ) -> None:
@@ -73,15 +70,17 @@ def embed(
     Args:
         input_ids: `[N]` int64; ids outside the vocabulary are cut to it, as a draft with fewer tokens needs it.
         positions: `[N]` int64.
-        embedding: `[vocab, hidden]` contiguous.
-        rotary: `[D]` fp32, signed frequencies.
+        tables: the embedding `[vocab, hidden]` contiguous; signed frequencies `[D]` fp32; the weight `[hidden]` of the
+            norm that follows, or None.
         hidden: `[N, hidden]` contiguous, of the embedding's dtype.
-        cos, sin: `[N, D / 2]` fp32 contiguous; the sine is that of the second half of a head.
-        next_norm: `[hidden]`, the weight of the norm that follows, or None.
-        following: with `next_norm` the `x` and `squares` of a `skinny_linear.Next`, at most 64 rows then; else none.
+        angles: cos and sin, `[N, D / 2]` fp32 contiguous; the sine is that of the second half of a head.
+        following: with a norm's weight `x` and `squares` of a `skinny_linear.Next`, at most 64 rows then; else none.
         dependent: launch dependently (see `_dependent_launch`).
     """
-    _check(input_ids, positions, embedding, rotary, hidden, cos, sin, next_norm, following)
+    _check(input_ids, positions, tables, hidden, angles, following)
+    embedding, rotary, next_norm = tables
+    assert embedding is not None
+    assert rotary is not None
     width, half = embedding.shape[1], rotary.shape[0] // 2
     embed_kernel[(input_ids.shape[0],)](
         input_ids,
@@ -89,8 +88,7 @@ def embed(
         embedding,
         rotary,
         hidden,
-        cos,
-        sin,
+        *angles,
         next_norm,
         *(following or (None, None)),
         VOCAB=embedding.shape[0],
@@ -106,30 +104,28 @@ def embed(
 def _(
     input_ids: Tensor,
     positions: Tensor,
-    embedding: Tensor,
-    rotary: Tensor,
+    tables: list[Tensor | None],
     hidden: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    next_norm: Tensor | None,
+    angles: list[Tensor],
     following: list[Tensor],
     dependent: bool,
 ) -> None:
-    _check(input_ids, positions, embedding, rotary, hidden, cos, sin, next_norm, following)
+    _check(input_ids, positions, tables, hidden, angles, following)
 
 
 def _check(
     input_ids: Tensor,
     positions: Tensor,
-    embedding: Tensor,
-    rotary: Tensor,
+    tables: Sequence[Tensor | None],
     hidden: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    next_norm: Tensor | None,
-    following: list[Tensor],
+    angles: Sequence[Tensor],
+    following: Sequence[Tensor],
 ) -> None:
+    embedding, rotary, next_norm = tables
+    assert embedding is not None
+    assert rotary is not None
     rows, half = input_ids.shape[0], rotary.shape[0] // 2
+    cos, sin = angles
     assert positions.shape == (rows,)
     assert hidden.shape == (rows, embedding.shape[1])
     assert cos.shape == sin.shape == (rows, half)
@@ -146,23 +142,23 @@ def _check(
 def embed_reference(
     input_ids: Tensor,
     positions: Tensor,
-    embedding: Tensor,
-    rotary: Tensor,
+    tables: Sequence[Tensor | None],
     hidden: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    next_norm: Tensor | None = None,
+    angles: Sequence[Tensor],
     following: Sequence[Tensor] = (),
 ) -> None:
     """`embed` in plain torch."""
+    embedding, rotary, next_norm = tables
+    assert embedding is not None
+    assert rotary is not None
     hidden.copy_(embedding[input_ids.clamp(0, embedding.shape[0] - 1)])
     if next_norm is not None:
         next_x, squares = following
         next_x.copy_(hidden.double() * next_norm.double())
         squares[0, : len(hidden)] = hidden.double().square().sum(1)
-    angles = (positions.float()[:, None] * rotary[rotary.shape[0] // 2 :]).double()
-    cos.copy_(angles.cos())
-    sin.copy_(angles.sin())
+    exact = (positions.float()[:, None] * rotary[rotary.shape[0] // 2 :]).double()
+    for out, values in zip(angles, (exact.cos(), exact.sin()), strict=True):
+        out.copy_(values)
 
 
 VARIANTS = (

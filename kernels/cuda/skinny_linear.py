@@ -310,42 +310,41 @@ def skinny_linear(
     """
     p = product
     operands, flags = [p.weight, p.bias, p.squares], [p.gated, p.accumulate]
-    following = [] if p.next is None else [p.next.x, p.next.squares]
+    outs = [out]
     if p.next is not None:
         operands.append(p.next.norm_weight)
-    torch.ops.specrs.skinny_linear(x, operands, out, following, list(scratch), p.eps, flags, config, dependent)
+        outs += [p.next.x, p.next.squares]
+    torch.ops.specrs.skinny_linear(x, operands, outs, list(scratch), p.eps, flags, config, dependent)
 
 
-@torch.library.custom_op("specrs::skinny_linear", mutates_args=("out", "following", "scratch"))
+@torch.library.custom_op("specrs::skinny_linear", mutates_args=("outs", "scratch"))
 def _skinny_linear(
     x: Tensor,
     operands: list[Tensor | None],
-    out: Tensor,
-    following: list[Tensor],
+    outs: list[Tensor],
     scratch: list[Tensor],
     eps: float,
     flags: list[bool],
     config: list[int],
     dependent: bool,
 ) -> None:
-    product = _product(operands, following, eps, flags)
-    _check(x, product, out, scratch, config)
-    launch(x, product, out, None, scratch, LinearConfig(*config), dependent)
+    product = _product(operands, outs[1:], eps, flags)
+    _check(x, product, outs[0], scratch, config)
+    launch(x, product, outs[0], None, scratch, LinearConfig(*config), dependent)
 
 
 @_skinny_linear.register_fake
 def _(
     x: Tensor,
     operands: list[Tensor | None],
-    out: Tensor,
-    following: list[Tensor],
+    outs: list[Tensor],
     scratch: list[Tensor],
     eps: float,
     flags: list[bool],
     config: list[int],
     dependent: bool,
 ) -> None:
-    _check(x, _product(operands, following, eps, flags), out, scratch, config)
+    _check(x, _product(operands, outs[1:], eps, flags), outs[0], scratch, config)
 
 
 def _product(
@@ -415,19 +414,18 @@ def variant(
     *,
     rows: int,
     operands: tuple[str, ...] = (),
-    normed: bool = False,
     accumulate: bool = False,
     argmax: bool = False,
     dependent: bool = False,
 ) -> Variant:
     """The kernel as `launch` specialises it for `shape` on devices of `size`.
 
-    `operands` are `bias`, and `next_norm` with what is written for it; `normed` rows come with sums of squares;
-    `argmax` as `lm_head` has it.
+    `operands` are `bias`, `squares`, and `next_norm` with what is written for it; `argmax` as `lm_head` has it.
     """
     dtype = next(key for key, value in DTYPES.items() if value == shape.dtype)
     config = linear_config(shape, block_m(rows), size.limits)
     present = {"x": f"*{dtype}", "weight": f"*{dtype}", "out": f"*{dtype}"}
+    normed = "squares" in operands
     present |= dict.fromkeys(operands, f"*{dtype}")
     present |= {"next_x": f"*{dtype}", "next_squares": "*fp32"} if "next_norm" in operands else {}
     present |= {"squares": "*fp32"} if normed else {}
@@ -464,7 +462,7 @@ def variant(
 
 
 def _variants() -> tuple[Variant, ...]:
-    variants, following = [], ("next_norm",)
+    variants, normed, following = [], ("squares",), ("next_norm",)
     for size in SIZES:
         for dtype, rows in (("bf16", 6), ("bf16", 64), ("fp16", 6), ("fp32", 6)):
             torch_dtype = DTYPES[dtype]
@@ -473,13 +471,12 @@ def _variants() -> tuple[Variant, ...]:
                 name = f"skinny_linear_{kind}_{dtype}_rows{rows}_{size.name}"  # noqa: B023
                 variants.append(variant(name, shape, size, rows=rows, **flags))  # noqa: B023
 
-            normed = dtype != "fp16"
-            add("gated", LinearShape(6144, 2048, torch_dtype, gated=True), normed=normed)
+            add("gated", LinearShape(6144, 2048, torch_dtype, gated=True), operands=() if dtype == "fp16" else normed)
             if dtype == "bf16":
                 add("residual", LinearShape(2048, 6144, torch_dtype), accumulate=True, operands=following)
             if dtype == "bf16" and rows == 6:
-                add("normed", LinearShape(4096, 2048, torch_dtype), normed=True)
-                add("normed_bias", LinearShape(4608, 3584, torch_dtype), normed=True, operands=("bias",))
+                add("normed", LinearShape(4096, 2048, torch_dtype), operands=normed)
+                add("normed_bias", LinearShape(4608, 3584, torch_dtype), operands=("bias", *normed))
     dependent = variant(
         "skinny_linear_residual_bf16_dependent",
         LinearShape(2048, 6144, torch.bfloat16),

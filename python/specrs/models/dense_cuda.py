@@ -225,12 +225,9 @@ class CudaDense(DenseFacts):
         embed(
             inputs.input_ids,
             inputs.positions,
-            weights.embedding,
-            weights.rotary,
+            [weights.embedding, weights.rotary, None if following is None else following.norm_weight],
             hidden,
-            cos,
-            sin,
-            None if following is None else following.norm_weight,
+            [cos, sin],
             [] if following is None else [following.x, following.squares],
             ws.dependent,
         )

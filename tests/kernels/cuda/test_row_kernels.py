@@ -29,8 +29,8 @@ def test_embed(width: int, dim: int) -> None:
     ids, positions = torch.tensor([3, 10, 0, 12, -4]), torch.tensor([0, 131071, -1, 77, 4095])
     outputs = [torch.full((5, width), torch.nan), *(torch.full((5, dim // 2), torch.nan) for _ in range(2))]
     expected = [torch.empty_like(out) for out in outputs]
-    embed(ids, positions, table, rotary, *outputs, None, [], False)
-    embed_reference(ids, positions, table, rotary, *expected)
+    embed(ids, positions, [table, rotary, None], outputs[0], outputs[1:], [], False)
+    embed_reference(ids, positions, [table, rotary, None], expected[0], expected[1:])
     assert torch.equal(outputs[0], expected[0])
     assert torch.equal(outputs[0][3], table[10])  # cut to the vocabulary
     torch.testing.assert_close(outputs[1:], expected[1:], rtol=0, atol=2e-7)
@@ -39,9 +39,9 @@ def test_embed(width: int, dim: int) -> None:
 def test_embed_for_the_next_norm() -> None:
     table, rotary, norm = random(7, 2300), signed_frequencies(inverse_frequencies(8, 1e4)), random(2300)
     ids, positions = torch.tensor([3, 6, 0]), torch.arange(3)
-    hidden, cos, sin = torch.empty(3, 2300), torch.empty(3, 4), torch.empty(3, 4)
+    hidden, angles = torch.empty(3, 2300), [torch.empty(3, 4), torch.empty(3, 4)]
     following = [torch.full((3, 2300), torch.nan), torch.full((2, 64), torch.nan)]
-    embed(ids, positions, table, rotary, hidden, cos, sin, norm, following, False)
+    embed(ids, positions, [table, rotary, norm], hidden, angles, following, False)
     assert torch.equal(hidden, table[ids])
     assert torch.equal(following[0], hidden * norm)
     torch.testing.assert_close(following[1][0, :3].double(), hidden.double().square().sum(1), rtol=1e-6, atol=0)
