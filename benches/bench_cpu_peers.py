@@ -160,7 +160,7 @@ def main() -> None:
         print(f"load average {before[0]:.2f}: this machine is not idle", flush=True)
     report: dict[str, Any] = {
         "what": __doc__.splitlines()[0],
-        "command": "python " + " ".join(sys.argv).replace(str(args.peers), "FOLDER"),
+        "command": "python " + " ".join(sys.argv).replace(str(args.peers), "FOLDER").replace(str(args.out), "FILE"),
         "commit": commit(),
         "python": platform.python_version(),
         "machine": machine.describe(),

@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens to generate per prompt; default: 128")
     parser.add_argument("--dtype", default="float32", help="float32 (default), float64 or bfloat16")
+    parser.add_argument("--threads", type=int, default=1, help="of every engine; default: 1")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="also draw the results into this file")
 
 
@@ -58,11 +59,12 @@ def run(arguments: argparse.Namespace) -> None:
             max_model_len=CONTEXT,
             max_num_seqs=1,
             enable_prefix_caching=False,
+            threads=arguments.threads,
         )
 
     fixed = engine(max(arguments.k))
     engines = {**dict.fromkeys((0, *arguments.k), fixed), AUTO: engine(AUTO)}
-    print(report.heading(len(PROMPTS), arguments.max_tokens, arguments.dtype))
+    print(report.heading(len(PROMPTS), arguments.max_tokens, arguments.threads, arguments.dtype))
     total = len(PROMPTS) * len(engines) * arguments.max_tokens
     interval = 0.1 if sys.stderr.isatty() else 5.0  # a log gets a line now and then
     with tqdm(total=total, unit=" tokens", leave=False, dynamic_ncols=True, mininterval=interval) as bar:
@@ -76,6 +78,7 @@ def run(arguments: argparse.Namespace) -> None:
     print(report.table(results))
     print(report.equality(results))
     if arguments.plot is not None:
-        caption = f"{len(PROMPTS)} prompts, {arguments.max_tokens} tokens each; {report.machine(arguments.dtype)}"
+        machine = report.machine(arguments.threads, arguments.dtype)
+        caption = f"{len(PROMPTS)} prompts, {arguments.max_tokens} tokens each; {machine}"
         plot.draw(results, caption, arguments.plot)
         print(f"\npicture: {arguments.plot}")

@@ -12,11 +12,8 @@ if TYPE_CHECKING:
     from specrs.cli.demo.measure import Result
 
 
-def machine(dtype: str) -> str:
+def machine(threads: int, dtype: str) -> str:
     """What ran: versions, processor, threads, dtype."""
-    import torch
-
-    threads = torch.get_num_threads()
     return (
         f"specrs {version('specrs')}, torch {version('torch')}, {_processor()}, "
         f"{threads} thread{'s' if threads > 1 else ''}, {dtype}"
@@ -34,10 +31,10 @@ def _processor() -> str:
     return os.uname().machine
 
 
-def heading(num_prompts: int, max_tokens: int, dtype: str) -> str:
+def heading(num_prompts: int, max_tokens: int, threads: int, dtype: str) -> str:
     """What is about to run, on what."""
     return (
-        f"{machine(dtype)}\n"
+        f"{machine(threads, dtype)}\n"
         "bundled pair: target 5.2 M parameters, draft 0.46 M; "
         f"{num_prompts} prompts, {max_tokens} tokens each, greedy, one at a time\n"
     )
