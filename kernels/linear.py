@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -155,16 +155,15 @@ class PackedWeight:
         return dense
 
 
+_Part = TypeVar("_Part", Tensor, "Codes")
+
+
 @dataclass(frozen=True, slots=True)
-class StackedWeight:
-    """Projections that share an input, each as the checkpoint stores it: nothing is copied, so mapped files stay so.
+class _Parts(Generic[_Part]):
+    """What projections that share an input have in common, whatever each is stored as."""
 
-    For the native pass, which reads fp32 and bf16 and sums products in fp32. Here the products are those of torch, in
-    x's dtype: slow where the parts are bf16 and x is not.
-    """
-
-    parts: tuple[Tensor, ...]
-    """Each `[out_i, in]` contiguous; above each other they are `[out, in]`."""
+    parts: tuple[_Part, ...]
+    """Each `[out_i, in]`; above each other they are `[out, in]`."""
     biases: tuple[Tensor, ...] | None = None
     """Each `[out_i]` fp32."""
 
@@ -183,18 +182,38 @@ class StackedWeight:
         """See `Weight`."""
         return sum(part.nbytes for part in self.parts) + sum(bias.nbytes for bias in self.biases or ())
 
+    def matrices(self) -> list[Tensor]:
+        """The parts as numbers, `[out_i, in]` each."""
+        raise NotImplementedError
+
     def product(self, x: Tensor) -> Tensor:
         """See `Weight`."""
-        y = torch.cat([x @ part.to(x.dtype).t() for part in self.parts], dim=1)
+        y = torch.cat([x @ matrix.to(x.dtype).t() for matrix in self.matrices()], dim=1)
         return y if self.biases is None else y + torch.cat(self.biases).to(x.dtype)
 
     def dequantized(self) -> Tensor:
         """See `Weight`."""
-        return torch.cat(self.parts).double()
+        return torch.cat(self.matrices()).double()
+
+    def _sizes(self, dim: int, parts: Sequence[int] | None) -> Sequence[int] | None:
+        return [part.shape[0] for part in self.parts] if parts is None and dim == OUT else parts
+
+
+@dataclass(frozen=True, slots=True)
+class StackedWeight(_Parts[Tensor]):
+    """Projections that share an input, each as the checkpoint stores it: nothing is copied, so mapped files stay so.
+
+    For the native pass, which reads fp32 and bf16 and sums products in fp32. Here the products are those of torch, in
+    x's dtype: slow where the parts are bf16 and x is not.
+    """
+
+    def matrices(self) -> list[Tensor]:
+        """The parts themselves, each contiguous."""
+        return list(self.parts)
 
     def shard(self, dim: int, rank: int, world: int, parts: Sequence[int] | None = None) -> StackedWeight:
         """See `Weight`."""
-        sizes = [part.shape[0] for part in self.parts] if parts is None and dim == OUT else parts
+        sizes = self._sizes(dim, parts)
         weight, bias = _cut(torch.cat(self.parts), self.bias, dim, rank, world, sizes)
         return StackedWeight((weight,), None if bias is None else (bias,))
 
@@ -215,8 +234,8 @@ class Codes:
         return self.codes.shape[0], self.codes.shape[1] * (1 if self.codes.dtype == torch.int8 else 2)
 
     @property
-    def num_bytes(self) -> int:
-        """Of codes and scales."""
+    def nbytes(self) -> int:
+        """Bytes of codes and scales, as of a tensor."""
         return self.codes.nbytes + self.scales.nbytes
 
     def numbers(self) -> Tensor:
@@ -252,44 +271,19 @@ class Codes:
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizedWeight:
+class QuantizedWeight(_Parts["Codes"]):
     """Projections that share an input as INT8 or INT4, for the native pass: its products are those of the numbers.
 
     Here they are torch's, of the same numbers in x's dtype: slow, because the numbers are made each time.
     """
 
-    parts: tuple[Codes, ...]
-    """Each `[out_i, in]`; above each other they are `[out, in]`."""
-    biases: tuple[Tensor, ...] | None = None
-    """Each `[out_i]` fp32."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """See `Weight`; like what follows."""
-        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
-
-    @property
-    def bias(self) -> Tensor | None:
-        """See `Weight`."""
-        return None if self.biases is None else torch.cat(self.biases)
-
-    @property
-    def num_bytes(self) -> int:
-        """See `Weight`."""
-        return sum(part.num_bytes for part in self.parts) + sum(bias.nbytes for bias in self.biases or ())
-
-    def product(self, x: Tensor) -> Tensor:
-        """See `Weight`."""
-        y = torch.cat([x @ part.numbers().to(x.dtype).t() for part in self.parts], dim=1)
-        return y if self.biases is None else y + torch.cat(self.biases).to(x.dtype)
-
-    def dequantized(self) -> Tensor:
-        """See `Weight`."""
-        return torch.cat([part.numbers() for part in self.parts]).double()
+    def matrices(self) -> list[Tensor]:
+        """Made each time."""
+        return [part.numbers() for part in self.parts]
 
     def shard(self, dim: int, rank: int, world: int, parts: Sequence[int] | None = None) -> QuantizedWeight:
         """See `Weight`. Along `IN` INT4 is cut between groups."""
-        sizes = [part.shape[0] for part in self.parts] if parts is None and dim == OUT else parts
+        sizes = self._sizes(dim, parts)
         whole = Codes(torch.cat([part.codes for part in self.parts]), torch.cat([part.scales for part in self.parts]))
         bias = self.bias
         if bias is not None and dim == OUT:

@@ -81,46 +81,11 @@ pub const QWEN3: Kind = Kind {
     code_bits: 0,
     scaled: false,
 };
-pub const LLAMA3: Kind = Kind {
-    qk_norm: false,
-    qkv_bias: false,
-    other_bias: false,
-    tied: true,
-    split: true,
-    bf16: false,
-    code_bits: 0,
-    scaled: true,
-};
-pub const LLAMA_BIAS: Kind = Kind {
-    qk_norm: false,
-    qkv_bias: true,
-    other_bias: true,
-    tied: false,
-    split: true,
-    bf16: false,
-    code_bits: 0,
-    scaled: false,
-};
-pub const QWEN2: Kind = Kind {
-    qk_norm: false,
-    qkv_bias: true,
-    other_bias: false,
-    tied: true,
-    split: false,
-    bf16: false,
-    code_bits: 0,
-    scaled: false,
-};
-pub const MISTRAL: Kind = Kind {
-    qk_norm: false,
-    qkv_bias: false,
-    other_bias: false,
-    tied: false,
-    split: true,
-    bf16: false,
-    code_bits: 0,
-    scaled: false,
-};
+const LLAMA: Kind = Kind { qk_norm: false, ..QWEN3 };
+pub const LLAMA3: Kind = Kind { split: true, scaled: true, ..LLAMA };
+pub const LLAMA_BIAS: Kind = Kind { qkv_bias: true, other_bias: true, tied: false, split: true, ..LLAMA };
+pub const QWEN2: Kind = Kind { qkv_bias: true, ..LLAMA };
+pub const MISTRAL: Kind = Kind { tied: false, split: true, ..LLAMA };
 
 /// A weight `[outputs, inputs]` with a bias, as numbers that its type holds exactly.
 #[derive(Clone)]
