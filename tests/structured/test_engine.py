@@ -90,7 +90,9 @@ def test_neighbours_keep_their_text(depth: int) -> None:
 def test_preemption_keeps_the_text() -> None:
     # Nothing is kept for output when another is admitted, so that blocks do run out.
     llm = make_llm(5, block_size=4, max_model_len=280, num_gpu_blocks_override=71, num_reserved_decode_tokens=0)
-    for i, output in enumerate(run(llm, [structured(i, max_tokens=200) for i in range(40)])):
+    params = [structured(i, max_tokens=200) for i in range(40)]
+    run(llm, params)  # compiles the grammars: requests that wait for theirs run one by one, and no blocks run out
+    for i, output in enumerate(run(llm, params)):
         check(output, i)
         assert text(output) == text(plain()[0][i])
     assert llm.stats().num_preemptions > 0
