@@ -9,12 +9,12 @@ from specrs import pair
 from specrs.config import (
     LOGPROBS_MODES,
     EngineConfig,
-    SpeculativeConfig,
     resolve_draft_max_model_len,
     resolve_max_model_len,
     resolve_num_blocks,
 )
 from specrs.errors import InvalidConfigError, UnsupportedConfigError
+from specrs.speculative_config import SpeculativeConfig
 from specrs.verify.logprobs import LogprobsMode
 
 

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 from checkpoints import edit_json, write_tokenizer
 from specrs import pair
-from specrs.config import EngineConfig, SpeculativeConfig
+from specrs.config import EngineConfig
 from specrs.errors import CheckpointError, InvalidRequestError, TokenizerMismatchError, UnsupportedRequestError
+from specrs.speculative_config import SpeculativeConfig
 from specrs.tokenizer import Tokenizer, check_same_tokenizer, load_tokenizer
 from tokenizer_files import copy_of_pair, edit_tokenizer, with_bos
 from transformers import AutoTokenizer

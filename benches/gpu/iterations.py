@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from specrs.config import EngineConfig, SpeculativeConfig
+from specrs.config import EngineConfig
 from specrs.core import RequestSampling
 from specrs.engine.blueprint import Blueprint
 from specrs.engine.build_cuda import make_context
@@ -16,6 +16,7 @@ from specrs.runner.cuda.iteration import Context
 from specrs.runner.cuda.runner import entries_of
 from specrs.runner.cuda.shapes import Shape, Tail
 from specrs.runner.sampling_state import SamplingState
+from specrs.speculative_config import SpeculativeConfig
 
 from gpu.piecewise import Piecewise
 from gpu.timing import ON_GPU, graphed, milliseconds

@@ -10,13 +10,14 @@ import warnings
 from typing import Any
 
 import torch
-from specrs.config import EngineConfig, SpeculativeConfig
+from specrs.config import EngineConfig
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
 from specrs.engine.weights import Weights
 from specrs.runner.cuda.runner import CudaRunner
 from specrs.sampling import SamplingParams
+from specrs.speculative_config import SpeculativeConfig
 
 from gpu.iterations import RATES
 from gpu.timing import ON_GPU, synchronize

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specrs.async_llm import AsyncLLM
-    from specrs.config import EngineConfig, SpeculativeConfig
+    from specrs.config import EngineConfig
     from specrs.errors import (
         CheckpointError,
         EngineDeadError,
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from specrs.llm import LLM
     from specrs.outputs import CompletionOutput, EngineStats, Logprob, RequestMetrics, RequestOutput
     from specrs.sampling import SamplingParams
+    from specrs.speculative_config import SpeculativeConfig
     from specrs.structured.params import StructuredOutputsParams
 
     __version__: str
@@ -33,7 +34,7 @@ _HOME = {
     "SamplingParams": "sampling",
     "StructuredOutputsParams": "structured.params",
     "EngineConfig": "config",
-    "SpeculativeConfig": "config",
+    "SpeculativeConfig": "speculative_config",
     "CompletionOutput": "outputs",
     "EngineStats": "outputs",
     "Logprob": "outputs",

@@ -1,4 +1,4 @@
-"""What a user can set on an engine, under vLLM's names and defaults. Every value is checked here, once.
+"""What a user can set on an engine, under vLLM's names, checked once. How it drafts has a file of its own.
 
 Knows no torch and reads no checkpoint: what depends on the model's numbers is checked by the `resolve_*` functions,
 which the engine calls with those numbers.
@@ -7,7 +7,6 @@ which the engine calls with those numbers.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,168 +24,13 @@ from specrs.errors import (
     short,
     unknown_key,
 )
-from specrs.sampling import MAX_SPECULATIVE_TOKENS
+from specrs.speculative_config import AUTO, SpeculativeConfig, check_model_path, check_quantization
 
 DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
 _DTYPE_ALIASES = {"float": "float32", "double": "float64", "half": "float16", "fp32": "float32", "bf16": "bfloat16"}
 DEFAULT_CPU_KV_CACHE_BYTES = 4 << 30
 """Bytes of KV cache on a CPU unless told otherwise. The pool is mapped lazily, so unused blocks cost no memory."""
-_REJECTION_NAMES = {
-    "rejection": "rejection",
-    "standard": "rejection",
-    "coupled": "coupled",
-    "synthetic": "synthetic",
-}
-AUTO = "auto"
-DEFAULT_MAX_SPECULATIVE_TOKENS = 7
-"""The most drafts of `num_speculative_tokens="auto"` unless told otherwise: 8 rows of verification a request."""
-METHODS = ("draft_model", "ngram")
-DEFAULT_PROMPT_LOOKUP = 5
-"""Tokens of an n-gram, shortest and longest, unless told otherwise."""
-MAX_PROMPT_LOOKUP = 1024
-QUANTIZATIONS = ("int8", "int4")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpeculativeConfig:
-    """How tokens are drafted. Immutable and checked at construction; `from_mapping` reads vLLM's dictionary.
-
-    `method`: `draft_model`, or `ngram`: drafts are what followed the longest n-gram that ends the text, where it stood
-    last before. It needs no model, and pays where texts repeat their prompts: summaries, edits, code.
-    `prompt_lookup_min`, `prompt_lookup_max`: tokens of an n-gram, 1 to 1024, for `ngram`: the longest is looked for
-    first. With neither both are 5, with one of them both are that.
-    `model`: folder or hub id of the draft model; None is the bundled draft, for the bundled target only.
-    `num_speculative_tokens`: drafts per iteration, 0 to 16; a request may ask for fewer. `"auto"` chooses for every
-    request and launch what yields the most tokens per second, none included, from what launches cost (measured for a
-    second or two at start, refined as they run) and how drafts fare; `max_num_speculative_tokens` is then the most,
-    7 by default.
-    `max_model_len`: the draft's context; a request that outgrows it goes on without drafts. None is the checkpoint's.
-    `rejection_sample_method`: `rejection` (`standard` is its other name) accepts most; `coupled` gives the text
-    that the same seed gives without speculation. Both sample the target's distribution; greedy text is the same.
-    `synthetic` is for timing only: it accepts draft i with the unconditional rate `synthetic_acceptance_rates[i - 1]`,
-    whatever the models say, so the text is no model's. Every output is marked so.
-    `disable_padded_drafter_batch`: accepted for vLLM's sake; rows are never padded here.
-    `quantization`: as the engine's, of the draft; None: the draft is not quantized, whatever the target is.
-    """
-
-    num_speculative_tokens: int | str
-    model: str | None = None
-    method: str = "draft_model"
-    max_model_len: int | None = None
-    revision: str | None = None
-    draft_tensor_parallel_size: int = 1
-    rejection_sample_method: str = "rejection"
-    synthetic_acceptance_rates: tuple[float, ...] | None = None
-    disable_padded_drafter_batch: bool = False
-    max_num_speculative_tokens: int | None = None
-    prompt_lookup_min: int | None = None
-    prompt_lookup_max: int | None = None
-    quantization: str | None = None
-
-    def __post_init__(self) -> None:
-        error, at = InvalidConfigError, "speculative_config."
-        checked: dict[str, object] = {"model": _model_path(at + "model", self.model)}
-        if self.num_speculative_tokens != AUTO:
-            checked["num_speculative_tokens"] = check_int(
-                error,
-                at + "num_speculative_tokens",
-                self.num_speculative_tokens,
-                0,
-                MAX_SPECULATIVE_TOKENS,
-                also=", or 'auto'",
-            )
-        if self.max_num_speculative_tokens is not None:
-            most = check_int(
-                error,
-                at + "max_num_speculative_tokens",
-                self.max_num_speculative_tokens,
-                1,
-                MAX_SPECULATIVE_TOKENS,
-                also=", or None",
-            )
-            if self.num_speculative_tokens != AUTO:
-                raise invalid(
-                    error, at + "max_num_speculative_tokens", most, "allowed only with num_speculative_tokens='auto'"
-                )
-        if self.max_model_len is not None:
-            checked["max_model_len"] = check_int(error, at + "max_model_len", self.max_model_len, 2, also=", or None")
-        if self.revision is not None:
-            check_text(error, at + "revision", self.revision, also=", or None")
-        if self.method not in METHODS:
-            allowed = " or ".join(map(repr, METHODS))
-            raise invalid(UnsupportedConfigError, at + "method", self.method, f"not implemented; allowed: {allowed}")
-        _check_quantization(at + "quantization", self.quantization)
-        self._check_method()
-        if self.draft_tensor_parallel_size != 1:
-            raise invalid(
-                UnsupportedConfigError,
-                at + "draft_tensor_parallel_size",
-                self.draft_tensor_parallel_size,
-                "not implemented; allowed: 1",
-            )
-        rule = check_choice(error, at + "rejection_sample_method", self.rejection_sample_method, _REJECTION_NAMES)
-        checked["rejection_sample_method"] = _REJECTION_NAMES[rule]
-        rates = _synthetic_rates(self.synthetic_acceptance_rates, rule, self.most_speculative_tokens)
-        checked["synthetic_acceptance_rates"] = rates
-        check_bool(error, at + "disable_padded_drafter_batch", self.disable_padded_drafter_batch)
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
-
-    def _check_method(self) -> None:
-        """What belongs to another method is refused; n-gram sizes are checked."""
-        error, at = InvalidConfigError, "speculative_config."
-        lookup = ("prompt_lookup_min", "prompt_lookup_max")
-        others = ("model", "revision", "max_model_len", "quantization") if self.on_host else lookup
-        for name in others:
-            if getattr(self, name) is not None:
-                raise invalid(error, at + name, getattr(self, name), f"not allowed with method={self.method!r}")
-        for name in lookup:
-            if getattr(self, name) is not None:
-                check_int(error, at + name, getattr(self, name), 1, MAX_PROMPT_LOOKUP, also=", or None")
-        least, most = self.prompt_lookup
-        if least > most:
-            raise invalid(error, at + "prompt_lookup_min", least, f"must be at most prompt_lookup_max={most}")
-
-    @property
-    def on_host(self) -> bool:
-        """Whether drafts come from the text, without a model."""
-        return self.method == "ngram"
-
-    @property
-    def prompt_lookup(self) -> tuple[int, int]:
-        """The shortest and the longest n-gram that is looked for."""
-        least, most = self.prompt_lookup_min, self.prompt_lookup_max
-        given = least if most is None else most
-        default = DEFAULT_PROMPT_LOOKUP if given is None else given
-        return default if least is None else least, default if most is None else most
-
-    @property
-    def most_speculative_tokens(self) -> int:
-        """The most drafts of an iteration."""
-        if isinstance(self.num_speculative_tokens, int):
-            return self.num_speculative_tokens
-        given = self.max_num_speculative_tokens
-        return DEFAULT_MAX_SPECULATIVE_TOKENS if given is None else given
-
-    @classmethod
-    def from_mapping(cls, mapping: Mapping[str, Any]) -> SpeculativeConfig:
-        """Read a dictionary; dashes in keys equal underscores. Raises `InvalidConfigError` for an unknown key."""
-        known = {field.name for field in dataclasses.fields(cls)}
-        values: dict[str, Any] = {}
-        for key, value in mapping.items():
-            name = key.replace("-", "_") if isinstance(key, str) else key
-            if name not in known:
-                raise unknown_key(InvalidConfigError, "speculative_config", key, known)
-            if name in values:
-                raise InvalidConfigError(f"speculative_config: {name} is given twice, with dashes and with underscores")
-            values[name] = value
-        if "num_speculative_tokens" not in values:
-            raise InvalidConfigError(
-                "speculative_config: num_speculative_tokens is missing; an integer from 0 to "
-                f"{MAX_SPECULATIVE_TOKENS}, or 'auto'"
-            )
-        return cls(**values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,8 +102,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         error = InvalidConfigError
         checked: dict[str, object] = {
-            "model": _model_path("model", self.model),
-            "tokenizer": _model_path("tokenizer", self.tokenizer),
+            "model": check_model_path("model", self.model),
+            "tokenizer": check_model_path("tokenizer", self.tokenizer),
             "speculative_config": _speculative(self.speculative_config),
             "device": _device(self.device),
             "dtype": _dtype(self.dtype),
@@ -307,7 +151,7 @@ class EngineConfig:
         if self.block_size & (self.block_size - 1):
             raise invalid(error, "block_size", self.block_size, "must be a power of two from 1 to 1024")
         self._check_draft()
-        _check_quantization("quantization", self.quantization)
+        check_quantization("quantization", self.quantization)
         self.check_quantization_serves(self.device, self.dtype)
 
     def check_quantization_serves(self, device: str, dtype: str) -> None:
@@ -524,20 +368,6 @@ def resolve_num_blocks(config: EngineConfig, bytes_per_block: int, max_model_len
     return blocks if given is not None else min(blocks, per_request * config.max_num_seqs)
 
 
-def _model_path(field: str, value: object) -> str | None:
-    if value is None:
-        return None
-    if isinstance(value, os.PathLike):
-        value = os.fspath(value)
-    return check_text(InvalidConfigError, field, value, also=": a folder or a hub id, or None")
-
-
-def _check_quantization(field: str, value: object) -> None:
-    if value is not None and value not in QUANTIZATIONS:
-        allowed = ", ".join(map(repr, (None, *QUANTIZATIONS)))
-        raise invalid(UnsupportedConfigError, field, value, f"not implemented; allowed: {allowed}")
-
-
 def _speculative(value: object) -> SpeculativeConfig | None:
     if value is None or isinstance(value, SpeculativeConfig):
         return value
@@ -552,20 +382,6 @@ def _device(value: object) -> str:
     if name not in ("auto", "cpu", "cuda") and not (kind == "cuda" and index.isascii() and index.isdigit()):
         raise invalid(InvalidConfigError, "device", name, "must be 'auto', 'cpu', 'cuda' or 'cuda:N'")
     return name
-
-
-def _synthetic_rates(value: object, rule: str, num_speculative_tokens: int) -> tuple[float, ...] | None:
-    field, error = "speculative_config.synthetic_acceptance_rates", InvalidConfigError
-    if rule != "synthetic":
-        if value is not None:
-            raise invalid(error, field, value, "allowed only with rejection_sample_method='synthetic'")
-        return None
-    if not isinstance(value, list | tuple) or len(value) != num_speculative_tokens:
-        raise invalid(error, field, value, f"must be a list of num_speculative_tokens={num_speculative_tokens} rates")
-    rates = tuple(check_number(error, f"{field}[{i}]", rate, 0.0, 1.0) for i, rate in enumerate(value))
-    if any(later > earlier for earlier, later in itertools.pairwise(rates)):
-        raise invalid(error, field, value, "must not rise: each is the share of drafts accepted up to that position")
-    return rates
 
 
 def _capture_sizes(value: object) -> tuple[int, ...] | None:

@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 
 import torch
-from specrs.config import EngineConfig, SpeculativeConfig
+from specrs.config import EngineConfig
 from specrs.core import FINISH_LENGTH, FINISH_NONE, CachedDrafter, Scheduler
 from specrs.engine.engine import Engine, EngineParts
 from specrs.engine.request import Request
 from specrs.runner.extras import ExtrasLookup
 from specrs.runner.ring import Header, Ring, RingSlot
 from specrs.sampling import RequestLimits
+from specrs.speculative_config import SpeculativeConfig
 from specrs.verify.logprobs import TokenLogprobs
 
 VOCAB, K, MAX_MODEL_LEN, BLOCK_SIZE, EOS = 2048, 3, 64, 4, 0

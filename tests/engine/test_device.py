@@ -5,12 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import make_checkpoint
-from specrs.config import EngineConfig, SpeculativeConfig
+from specrs.config import EngineConfig
 from specrs.engine.device import resolve_device
 from specrs.engine.weights import check_weights_fit
 from specrs.errors import InvalidConfigError, UnsupportedConfigError
 from specrs.models.dense import Dense
 from specrs.models.loader import load_model
+from specrs.speculative_config import SpeculativeConfig
 
 
 def pretend(

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint, perturb_checkpoint
-from specrs.config import EngineConfig, SpeculativeConfig
+from specrs.config import EngineConfig
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.weights import load_weights
+from specrs.speculative_config import SpeculativeConfig
 
 MakeEngine = Callable[..., Engine]
 K = 4

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from specrs.config import EngineConfig, SpeculativeConfig
+from specrs.config import EngineConfig
 from specrs.engine.blueprint import Blueprint
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
@@ -13,6 +13,7 @@ from specrs.engine.weights import Weights
 from specrs.models.inputs import PassInputs
 from specrs.runner.cuda.runner import CudaRunner
 from specrs.sampling import SamplingParams
+from specrs.speculative_config import SpeculativeConfig
 
 from models.table_model import TableModel
 

@@ -18,7 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("kernels",),
     ("models", "chat_template", "structured.params"),
     ("drafters", "sampling"),
-    ("config",),
+    ("config", "speculative_config"),
     ("tokenizer",),
     ("structured", "inputs", "outputs"),
     ("runner",),

@@ -12,7 +12,7 @@ import pytest
 import specrs.models.loader as loader
 import torch
 from checkpoints import make_checkpoint, perturb_checkpoint
-from specrs.config import EngineConfig, SpeculativeConfig
+from specrs.config import EngineConfig
 from specrs.drafters.draft_model import DraftModel
 from specrs.engine.blueprint import Blueprint
 from specrs.engine.build import build_engine
@@ -23,6 +23,7 @@ from specrs.kernels.linear import DenseWeight
 from specrs.models.dense_cuda import CudaDense
 from specrs.runner.cuda.runner import CudaRunner
 from specrs.sampling import SamplingParams
+from specrs.speculative_config import SpeculativeConfig
 
 VOCAB, K = 61, 3
 PROMPTS = [[5, 9, 2, 33, 7, 7, 1, 12, 40, 3, 22], [5, 9, 2, 33, 7, 7, 1, 12], [60]]

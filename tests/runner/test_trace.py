@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
-from specrs.config import EngineConfig, SpeculativeConfig
+from specrs.config import EngineConfig
 from specrs.engine.blueprint import Blueprint
 from specrs.engine.build_cuda import make_context
 from specrs.engine.weights import Weights
@@ -24,6 +24,7 @@ from specrs.runner.cuda.iteration import Context
 from specrs.runner.cuda.runner import entries_of
 from specrs.runner.cuda.shapes import Shape, Tail
 from specrs.runner.sampling_state import SamplingState
+from specrs.speculative_config import SpeculativeConfig
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode

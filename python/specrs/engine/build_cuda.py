@@ -8,7 +8,6 @@ import logging
 import torch
 from torch import Tensor
 
-from specrs.config import AUTO
 from specrs.core import Scheduler
 from specrs.drafters.base import Proposal, device_drafter
 from specrs.engine.blueprint import Blueprint
@@ -24,6 +23,7 @@ from specrs.runner.cuda.runner import CudaRunner, entries_of
 from specrs.runner.cuda.shapes import Buckets, batch_buckets
 from specrs.runner.row_state import RowState
 from specrs.runner.sampling_state import SamplingState
+from specrs.speculative_config import AUTO
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from specrs.config import EngineConfig, SpeculativeConfig
+from specrs.config import EngineConfig
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
@@ -32,6 +32,7 @@ from specrs.models.config import parse_config
 from specrs.models.dense import Dense
 from specrs.models.loader import load_tensors
 from specrs.sampling import MAX_SPECULATIVE_TOKENS, SamplingParams
+from specrs.speculative_config import SpeculativeConfig
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList

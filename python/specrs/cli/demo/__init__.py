@@ -47,8 +47,8 @@ def run(arguments: argparse.Namespace) -> None:
     from tqdm import tqdm
 
     from specrs.cli.threads import few_threads
-    from specrs.config import AUTO
     from specrs.llm import LLM
+    from specrs.speculative_config import AUTO
 
     few_threads()
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from specrs.config import AUTO
 from specrs.outputs import AcceptanceFigures
+from specrs.speculative_config import AUTO
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
