@@ -36,7 +36,7 @@ class Group:
     v: Tensor
     """Like `k`."""
     stale: Tensor | None
-    """Indices into `gathered` seen as `[positions, D]`: the positions past their request's context."""
+    """Indices into `gathered` seen as `[positions, D]`: the positions outside of their request's context."""
     mask: Tensor | None
     """Additive, broadcasts to `[G, heads or kv_heads, rows, C]`; None: every row sees every column, or is_causal."""
     is_causal: bool
@@ -77,17 +77,26 @@ class _Request:
     start: int
     num_rows: int
     context: int
+    first: int = 0
+    """The first position that it may attend."""
 
 
 def plan_attention(
-    positions: Tensor, slots: Tensor, q_start: Tensor, block_table: Tensor, shape: AttentionShape
+    positions: Tensor,
+    slots: Tensor,
+    q_start: Tensor,
+    block_table: Tensor,
+    shape: AttentionShape,
+    k_start: Tensor | None = None,
 ) -> AttentionPlan:
     """Work out the index tensors of one pass. Arguments as in PassInputs; reads their values on the host.
+
+    `k_start` `[B]`: the first position that a request's rows attend, none of which is before it; None: 0 for all.
 
     Requests are grouped by what padding them to a common shape would cost; those without a row at position >= 0 are
     left out.
     """
-    requests = _live_requests(positions, q_start, block_table.shape[1] * shape.block_size)
+    requests = _live_requests(positions, q_start, block_table.shape[1] * shape.block_size, k_start)
     packs = _group(requests, shape.row_bytes)
     make = _GroupMaker(positions, block_table, shape)
     num_rows = positions.shape[0]
@@ -131,7 +140,8 @@ def write_kv(kv: Tensor, cache: Tensor, plan: AttentionPlan) -> None:
 def paged_attention(q: Tensor, cache: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
     """Return `softmax(scale q K^T + M) V` for every row and head of `q`, `[N, heads * D]` of q's dtype.
 
-    Row i of a request attends its positions 0..positions[i], M is 0 there and -inf elsewhere; query head h uses KV head
+    Row i of a request attends its positions k_start..positions[i] (see `plan_attention`; 0 where there is none), M is 0
+    there and -inf elsewhere; query head h uses KV head
     `h // (heads / kv_heads)` (Vaswani et al. 2017, eq. 1; Ainslie et al. 2023). `q` is `[N, heads, D]`, `cache` as in
     `write_kv` and not mutated. Sums are accumulated in fp32 (float64 for float64). Rows at position -1 give zeros.
 
@@ -175,15 +185,17 @@ def _attend(q: Tensor, cache: Tensor, group: Group, scale: float) -> Tensor:
     return x.view(g, kv_heads, r, -1, dim).transpose(1, 2).reshape(g * r, heads * dim)
 
 
-def _live_requests(positions: Tensor, q_start: Tensor, capacity: int) -> list[_Request]:
+def _live_requests(positions: Tensor, q_start: Tensor, capacity: int, k_start: Tensor | None = None) -> list[_Request]:
     """Requests with a row at position >= 0. A position that the table does not reach is cut to it."""
     values, starts = positions.tolist(), q_start.tolist()
+    firsts = [0] * len(starts) if k_start is None else k_start.tolist()
     requests = []
     for index in range(len(starts) - 1):
         start, end = starts[index], starts[index + 1]
         last = max(values[start:end], default=-1)
         if last >= 0:
-            requests.append(_Request(index, start, end - start, min(last + 1, capacity)))
+            context = min(last + 1, capacity)
+            requests.append(_Request(index, start, end - start, context, min(firsts[index], context - 1)))
     return requests
 
 
@@ -258,15 +270,21 @@ class _GroupMaker:
         context = max(request.context for request in requests)
         num_blocks = -(-context // self.shape.block_size)
         alone = len(requests) == 1
-        columns = context if alone else num_blocks * self.shape.block_size
+        first = requests[0].first if alone else 0
+        columns = context - first if alone else num_blocks * self.shape.block_size
         rows = None if all_rows else self._rows(requests, width)
         positions = self.positions if rows is None else self.positions.index_select(0, rows)
         keep_heads = width > _LONG
-        is_causal = keep_heads and context == width and positions.tolist() == list(range(width))
+        is_causal = keep_heads and columns == width and positions.tolist() == list(range(first, context))
         needs_mask = not is_causal and (not alone or width > 1)
         blocks, stale = self._blocks(requests, num_blocks)
         gathered, kv = self._gathered(blocks, len(requests))
-        kv = kv.narrow(3, 0, columns)
+        kv = kv.narrow(3, first, columns)
+        starts = None
+        if alone:
+            positions = positions - first if first else positions
+        elif any(request.first for request in requests):
+            starts = torch.tensor([request.first for request in requests], device=positions.device)
         return Group(
             rows=rows,
             num_requests=len(requests),
@@ -276,7 +294,7 @@ class _GroupMaker:
             k=kv.select(1, 0),
             v=kv.select(1, 1),
             stale=stale,
-            mask=self._mask(positions.view(-1, width), columns, keep_heads) if needs_mask else None,
+            mask=self._mask(positions.view(-1, width), columns, keep_heads, starts) if needs_mask else None,
             is_causal=is_causal,
             keep_heads=keep_heads,
         )
@@ -337,6 +355,7 @@ class _GroupMaker:
             return torch.add(offsets, row, alpha=heads).view(-1), None
         device = self.block_table.device
         contexts = torch.tensor([request.context for request in requests], device=device).view(-1, 1)
+        starts = torch.tensor([request.first for request in requests], device=device).view(-1, 1)
         table = self.block_table[:, :num_blocks]
         if len(requests) != table.shape[0]:
             table = table[[request.index for request in requests]]
@@ -344,10 +363,11 @@ class _GroupMaker:
         # Entries past the context may be anything; block 0 always exists, and what it brings is zeroed as stale.
         table = torch.where(columns[:: self.shape.block_size] < contexts, table, 0)
         blocks = torch.add(offsets, table.unsqueeze(1), alpha=heads).view(-1)
-        stale = (columns >= contexts).unsqueeze(1).expand(-1, heads, -1).reshape(-1).nonzero().view(-1)
+        unseen = (columns >= contexts) | (columns < starts)
+        stale = unseen.unsqueeze(1).expand(-1, heads, -1).reshape(-1).nonzero().view(-1)
         return blocks, stale if stale.shape[0] else None
 
-    def _mask(self, positions: Tensor, columns: int, keep_heads: bool) -> Tensor:
+    def _mask(self, positions: Tensor, columns: int, keep_heads: bool, starts: Tensor | None) -> Tensor:
         """0 where a row may look, -inf elsewhere: `[G, 1, R, C]`, or `[G, 1, R * heads / kv_heads, C]`."""
         device = positions.device
         last = positions.unsqueeze(-1)
@@ -355,7 +375,11 @@ class _GroupMaker:
             last = last.expand(-1, -1, self.shape.num_heads // self.shape.num_kv_heads).reshape(
                 positions.shape[0], -1, 1
             )
-        return self._additive((torch.arange(columns, device=device) > last).unsqueeze(1))
+        column = torch.arange(columns, device=device)
+        hidden = column > last
+        if starts is not None:
+            hidden = hidden | (column < starts.view(-1, 1, 1))
+        return self._additive(hidden.unsqueeze(1))
 
     def _additive(self, hidden: Tensor) -> Tensor:
         device = hidden.device

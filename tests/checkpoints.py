@@ -102,6 +102,97 @@ def make_checkpoint(
     return path
 
 
+def make_eagle3(
+    path: Path,
+    target: Path,
+    layout: str = "llama",
+    *,
+    seed: int = 0,
+    layer: str = "llama",
+    vocab: int | None = None,
+    hidden: int | None = None,
+    intermediate: int = 72,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 20,
+    layer_ids: list[int] | None = None,
+    own_embedding: bool = False,
+    initializer_range: float = 0.2,
+    dtype: torch.dtype = torch.float32,
+    **flags: Any,
+) -> Path:
+    """Write a random EAGLE-3 head for the checkpoint at `target` under `path` (created) and return `path`.
+
+    `layout` is `llama` (`LlamaForCausalLMEagle3`, `midlayer.*`) or `speculators` (`layers.0.*`, with `layer` `llama` or
+    `qwen3`). `vocab` ids are drafted, a random choice of the target's with a table `d2t`; None: all, without a table
+    and with the target's LM head. `layer_ids` None leaves them out, so that the default holds. `flags` are
+    `norm_before_residual`, `norm_before_fc`, `fc_norm`, `norm_output`, or other fields of config.json.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    size, n, full = config["hidden_size"], config["num_hidden_layers"], config["vocab_size"]
+    width = size if hidden is None else hidden
+    ids = sorted({2, n // 2, n - 3}) if layer_ids is None else sorted(layer_ids)
+    fields: dict[str, Any] = {
+        "hidden_size": width,
+        "intermediate_size": intermediate,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "vocab_size": full,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5,
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "rope_theta": 500.0,
+        "tie_word_embeddings": False,
+    }
+    own = {"draft_vocab_size": full if vocab is None else vocab, "target_hidden_size": size} | flags
+    if layer_ids is not None:
+        own["eagle_aux_hidden_state_layer_ids"] = layer_ids
+    if layout == "llama":
+        raw = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"} | fields | own
+    else:
+        raw = {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"]} | own
+        raw = {"norm_before_residual": False} | raw | {"transformer_layer_config": {"model_type": layer} | fields}
+    prefix = "midlayer." if layout == "llama" else "layers.0."
+    shapes = {
+        "fc.weight": (width, len(ids) * size),
+        "norm.weight": (width,),
+        f"{prefix}self_attn.q_proj.weight": (heads * head_dim, 2 * width),
+        f"{prefix}self_attn.k_proj.weight": (kv_heads * head_dim, 2 * width),
+        f"{prefix}self_attn.v_proj.weight": (kv_heads * head_dim, 2 * width),
+        f"{prefix}self_attn.o_proj.weight": (width, heads * head_dim),
+        f"{prefix}mlp.gate_proj.weight": (intermediate, width),
+        f"{prefix}mlp.up_proj.weight": (intermediate, width),
+        f"{prefix}mlp.down_proj.weight": (width, intermediate),
+    }
+    shapes |= {f"{prefix}{name}.weight": (width,) for name in ("hidden_norm", "input_layernorm")}
+    shapes[f"{prefix}post_attention_layernorm.weight"] = (width,)
+    if layer == "qwen3":
+        shapes |= {f"{prefix}self_attn.{x}_norm.weight": (head_dim,) for x in "qk"}
+    if flags.get("norm_before_fc"):
+        shapes["input_norm.weight"] = (len(ids) * size,)
+    if flags.get("fc_norm"):
+        shapes |= {f"fc_norm.{i}.weight": (size,) for i in range(len(ids))}
+    if own_embedding or width != size:
+        shapes["embed_tokens.weight"] = (full, width)
+    if vocab is not None or width != size:
+        shapes["lm_head.weight"] = (own["draft_vocab_size"], width)
+    tensors = {}
+    for name, shape in shapes.items():
+        noise = torch.randn(shape, generator=generator) * initializer_range
+        tensors[name] = (1 + noise if "norm" in name else noise).to(dtype)
+    if vocab is not None:
+        kept = torch.randperm(full, generator=generator)[:vocab].sort().values
+        tensors["d2t"] = kept - torch.arange(vocab)
+        tensors["t2d"] = torch.zeros(full, dtype=torch.bool).index_fill_(0, kept, True)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
 def perturb_checkpoint(source: Path, path: Path, *, noise: float, seed: int = 0) -> Path:
     """Copy the checkpoint at `source` to `path` with normal(0, `noise` * std of the tensor) added to each matrix.
 

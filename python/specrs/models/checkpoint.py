@@ -1,7 +1,7 @@
 """The files of a checkpoint: where they are, which tensors they hold. Builds no model. Reads no pickle."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,16 +82,23 @@ class Checkpoint:
                 raise CheckpointError(f"{path}: damaged or truncated: {fault}") from fault
             self._files |= dict.fromkeys(handle.keys(), handle)
 
-    def check(self, expected: Mapping[str, tuple[int, ...]], optional: Mapping[str, tuple[int, ...]]) -> None:
+    def check(
+        self,
+        expected: Mapping[str, tuple[int, ...]],
+        optional: Mapping[str, tuple[int, ...]],
+        not_checked: Sequence[str] = (),
+    ) -> None:
         """Check that exactly the `expected` tensors are there, each with its shape, and perhaps `optional` ones.
 
-        Buffers of RoPE frequencies are ignored: they are computed. Raises CheckpointError that names the tensors.
+        Those `not_checked` may be there in any shape and type. Buffers of RoPE frequencies are ignored: they are
+        computed. Raises CheckpointError that names the tensors.
         """
         missing = [name for name in expected if name not in self._files]
         if missing:
             raise CheckpointError(f"{self.folder}: {_some(missing)} missing")
         known = {**expected, **optional}
-        extra = [name for name in self._files if name not in known and not name.endswith("rotary_emb.inv_freq")]
+        ignored = {name for name in self._files if name in not_checked or name.endswith("rotary_emb.inv_freq")}
+        extra = [name for name in self._files if name not in known and name not in ignored]
         if extra:
             raise CheckpointError(f"{self.folder}: {_some(extra)} not part of this architecture: it would be ignored")
         for name in filter(self._files.__contains__, known):

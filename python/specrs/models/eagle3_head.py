@@ -1,0 +1,155 @@
+"""The forward pass of an EAGLE-3 head (Li et al. 2025) by torch. Chooses no tokens and keeps no state.
+
+One decoder layer reads, for position i, the embedding of the token at i + 1 beside the target's fused hidden state of i
+(or, while drafting, what its own pass before has left), and gives logits for position i + 2 over its own ids.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specrs.kernels.activation import silu_and_mul
+from specrs.kernels.linear import Weight
+from specrs.kernels.paged_attention import AttentionShape, paged_attention, plan_attention, write_kv
+from specrs.kernels.rms_norm import rms_norm
+from specrs.kernels.rotary import apply_rotary_, rotary_cos_sin
+from specrs.models.dense_weights import LayerWeights
+from specrs.models.eagle3_config import Eagle3Config
+from specrs.models.inputs import PassInputs
+from specrs.models.kv_cache import KVCache
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Weights:
+    """Weights of a head on one device."""
+
+    config: Eagle3Config
+    dtype: torch.dtype
+    device: torch.device
+    embedding: Tensor
+    """[target's vocab, hidden], perhaps the target's own memory and dtype."""
+    fc: Weight
+    """L * target's hidden -> hidden"""
+    fc_norm: Tensor | None
+    """[L, target's hidden], a norm for each entry, or [L * target's hidden], one for all."""
+    hidden_norm: Tensor
+    """[hidden]"""
+    layer: LayerWeights
+    """`qkv`: 2 * hidden -> (heads + 2 * kv_heads) * head_dim"""
+    final_norm: Tensor
+    """[hidden]"""
+    lm_head: Weight
+    """hidden -> draft vocab; fp32 on a CPU also for bf16 heads, see `Dense.compute_logits`."""
+    rotary: Tensor
+    """[head_dim] fp32, signed frequencies."""
+    target_ids: Tensor
+    """[draft vocab] int64"""
+    max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class Eagle3Head:
+    """A head on a CPU, by torch. Read-only, so it may serve several caches at once."""
+
+    weights: Eagle3Weights
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations and KV cache."""
+        return self.weights.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        return self.weights.device
+
+    @property
+    def aux_layer_ids(self) -> tuple[int, ...]:
+        """Target layers at whose entry it reads hidden states, ascending."""
+        return self.weights.config.aux_layer_ids
+
+    @property
+    def hidden_size(self) -> int:
+        """Of its own states, H."""
+        return self.weights.config.layer.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that it drafts, Vd: logits of a row."""
+        return self.weights.config.draft_vocab_size
+
+    @property
+    def target_ids(self) -> Tensor:
+        """The target's id of each of its own, `[Vd]` int64, ascending."""
+        return self.weights.target_ids
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """Positions that it takes: the target's, for its angles are computed and no table of them ends."""
+        return self.weights.max_position_embeddings
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights that a pass reads."""
+        w = self.weights
+        matrices = (w.fc, w.layer.qkv, w.layer.o, w.layer.gate_up, w.layer.down, w.lm_head)
+        return sum(m.shape[0] * m.shape[1] for m in matrices) + 4 * self.hidden_size
+
+    def bytes_per_block(self, block_size: int) -> int:
+        """Bytes of KV of one block."""
+        return KVCache.bytes_per_block(self.weights.config.layer, block_size, self.dtype)
+
+    def allocate_cache(self, num_blocks: int, block_size: int) -> KVCache:
+        """A zeroed cache of its own layout: one layer."""
+        return KVCache.allocate(self.weights.config.layer, num_blocks, block_size, self.dtype, self.device)
+
+    def fuse(self, entries: Tensor) -> Tensor:
+        """The target's hidden states `[N, L, target's hidden]` as one of its own, `[N, H]`."""
+        w = self.weights
+        entries = entries.to(w.dtype)
+        eps = w.config.layer.rms_norm_eps
+        if w.fc_norm is not None:
+            entries = rms_norm(entries if w.config.fc_norm else entries.flatten(1), w.fc_norm, eps)
+        return w.fc.product(entries.flatten(1))
+
+    def forward(
+        self, inputs: PassInputs, hidden: Tensor, kv_cache: KVCache, k_start: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Feed N rows: (recurrent, final), each `[N, H]`. Writes K and V of every row with a slot, nothing else.
+
+        `inputs.input_ids` are the tokens behind the rows' positions, t_{i+1} at position i; `hidden` `[N, H]` is
+        `fuse` of the target's states there, or `recurrent` of the pass before, which need not be copied. `final` is
+        what `compute_logits` takes. Rows attend from `k_start` `[B]` on, None: from 0.
+        """
+        w = self.weights
+        config, layer = w.config, w.layer
+        c = config.layer
+        heads, kv_heads, eps = c.num_heads, c.num_kv_heads, c.rms_norm_eps
+        cos, sin = rotary_cos_sin(inputs.positions, w.rotary, w.dtype)
+        shape = AttentionShape(heads, kv_heads, c.head_dim, kv_cache.block_size, w.dtype)
+        attention = plan_attention(inputs.positions, inputs.slots, inputs.q_start, inputs.block_table, shape, k_start)
+        cache = kv_cache.layers[0]
+        normed = rms_norm(hidden, w.hidden_norm, eps)
+        residual = normed if config.norm_before_residual else hidden
+        token = w.embedding.index_select(0, inputs.input_ids).to(w.dtype)
+        x = torch.cat((rms_norm(token, layer.input_norm, eps), normed), dim=1)
+        qkv = layer.qkv.product(x).view(-1, heads + 2 * kv_heads, c.head_dim)
+        qk = qkv.narrow(1, 0, heads + kv_heads)
+        if layer.qk_norm is not None:
+            rms_norm(qk, layer.qk_norm, eps, inplace=True)
+        apply_rotary_(qk, cos, sin)
+        write_kv(qkv.narrow(1, heads, 2 * kv_heads), cache, attention)
+        attended = paged_attention(qkv.narrow(1, 0, heads), cache, attention, c.head_dim**-0.5)
+        h = layer.o.product(attended).add_(residual)
+        gate_up = layer.gate_up.product(rms_norm(h, layer.post_attention_norm, eps))
+        h = layer.down.product(silu_and_mul(gate_up)).add_(h)
+        final = rms_norm(h, w.final_norm, eps)
+        return (final if config.norm_output else h), final
+
+    def compute_logits(self, final: Tensor) -> Tensor:
+        """Logits over its own ids, `[N, Vd]`: fp32, float64 for float64 heads. Sums nothing in bf16."""
+        w = self.weights
+        return w.lm_head.product(final.float() if w.dtype == torch.bfloat16 else final)

@@ -1,0 +1,150 @@
+"""The forward pass of EAGLE-3 heads against a plain script, in both formats, however rows are fed."""
+
+import functools
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint, make_eagle3
+from eagle3_reference import Head, read
+from hf_reference import load
+from specrs.models.eagle3 import load_eagle3
+from specrs.models.eagle3_head import Eagle3Head
+from specrs.models.inputs import PassInputs
+from specrs.models.kv_cache import KVCache
+from specrs.models.loader import load_model
+from torch import Tensor
+
+LENGTH, DRAFTS = 45, 5
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-3, torch.bfloat16: 1.0}
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "speculators": {"layout": "speculators"},
+    "speculators qwen3": {"layout": "speculators", "layer": "qwen3", "norm_before_residual": True},
+    "reduced vocabulary": {"vocab": 50},
+    "reduced vocabulary, speculators": {"layout": "speculators", "vocab": 1},
+    "explicit layers": {"layer_ids": [0, 5]},
+    "other width": {"hidden": 40, "vocab": 30},
+    "own embedding": {"own_embedding": True, "layout": "speculators"},
+    "norm_before_residual": {"norm_before_residual": True},
+    "norm_before_fc": {"norm_before_fc": True, "layout": "speculators"},
+    "fc_norm": {"fc_norm": True},
+    "EAGLE-3.1": {"fc_norm": True, "norm_output": True},
+    "one KV head": {"heads": 3, "kv_heads": 1, "head_dim": 6},
+    "bf16 file": {"dtype": torch.bfloat16},
+}
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("heads")
+    make_checkpoint(path / "target", layers=7, hidden=64, head_dim=16)
+    return path
+
+
+@functools.cache
+def make(folder: Path, name: str) -> Path:
+    return make_eagle3(folder / name.replace(" ", "_"), folder / "target", seed=3, **VARIANTS[name])
+
+
+@functools.cache
+def head(folder: Path, name: str, dtype: torch.dtype) -> Eagle3Head:
+    target = load_model(folder / "target", dtype=dtype)
+    return load_eagle3(make(folder, name), target, dtype=dtype)
+
+
+@functools.cache
+def expected(folder: Path, name: str) -> tuple[list[int], Tensor, list[int], Tensor]:
+    """Tokens, entries `[LENGTH, L, Ht]`, greedy drafts behind them and their logits `[DRAFTS, Vd]`, of the script."""
+    rng = random.Random(5)
+    target = load(folder / "target")
+    reference = Head(make(folder, name), target)
+    ids = [rng.randrange(200) for _ in range(LENGTH)]
+    with torch.inference_mode():
+        _, entries = read(target, ids, reference.layer_ids)
+        drafts, logits = reference.draft(entries, ids, DRAFTS)
+        _, first = reference.run(
+            reference.fuse([x[:-1] for x in entries]), torch.tensor(ids[1:]), torch.arange(LENGTH - 1)
+        )
+    assert torch.equal(first[-1], logits[0])
+    return ids, torch.stack(entries, dim=1), drafts, torch.cat([first[:-1], logits])
+
+
+class HeadFeeder:
+    """One request on one cache of scattered blocks, NaN where nothing was written."""
+
+    def __init__(self, head: Eagle3Head, block_size: int, first: int = 0) -> None:
+        self.head, self.block_size = head, block_size
+        blocks = -(-(LENGTH + DRAFTS) // block_size)
+        self.cache: KVCache = head.allocate_cache(blocks + 3, block_size)
+        self.cache.layers[0].fill_(torch.nan)
+        self.table = torch.randperm(blocks + 3, generator=torch.Generator().manual_seed(1))[:blocks].view(1, -1)
+        self.k_start = torch.tensor([first]) if first else None
+
+    @torch.inference_mode()
+    def feed(self, ids: list[int], positions: list[int], hidden: Tensor) -> tuple[Tensor, Tensor]:
+        at = torch.tensor(positions)
+        slots = self.table[0, at // self.block_size] * self.block_size + at % self.block_size
+        starts = torch.tensor([0, len(ids)])
+        inputs = PassInputs(torch.tensor(ids), at, slots, starts, self.table, len(ids), max(positions) + 1)
+        recurrent, final = self.head.forward(inputs, hidden, self.cache, self.k_start)
+        return recurrent, self.head.compute_logits(final)
+
+
+def run(head: Eagle3Head, ids: list[int], entries: Tensor, chunks: list[int], block_size: int, first: int = 0) -> Any:
+    """True rows in chunks, then drafts one by one: drafts, and the logits of all rows."""
+    feeder = HeadFeeder(head, block_size, first)
+    outputs, start = [], first
+    recurrent = torch.empty(0)
+    for length in chunks:
+        span = list(range(start, start + length))
+        fused = head.fuse(entries[span])
+        recurrent, logits = feeder.feed([ids[i + 1] for i in span], span, fused)
+        outputs.append(logits)
+        start += length
+    assert start == LENGTH - 1
+    drafts: list[int] = []
+    for i in range(DRAFTS):
+        drafts.append(int(head.target_ids[outputs[-1][-1].argmax()]))
+        if i < DRAFTS - 1:
+            recurrent, logits = feeder.feed([drafts[-1]], [LENGTH - 1 + i], recurrent[-1:])
+            outputs.append(logits)
+    return drafts, torch.cat(outputs)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("chunks", [[LENGTH - 1], [20, 1, 3, 20]], ids=["at once", "pieces"])
+def test_equals_the_script(folder: Path, name: str, chunks: list[int]) -> None:
+    ids, entries, drafts, logits = expected(folder, name)
+    found = run(head(folder, name, torch.float64), ids, entries, chunks, 4)
+    assert found[0] == drafts
+    assert found[1].dtype == torch.float64
+    torch.testing.assert_close(found[1], logits, rtol=0, atol=TOLERANCE[torch.float64])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "EAGLE-3.1", "other width"])
+def test_other_dtypes(folder: Path, name: str, dtype: torch.dtype) -> None:
+    ids, entries, _, logits = expected(folder, name)
+    _, found = run(head(folder, name, dtype), ids, entries, [LENGTH - 1], 16)
+    assert found.dtype == torch.float32
+    true = LENGTH - 1  # drafts may be others
+    torch.testing.assert_close(found[:true].double(), logits[:true], rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("first", [1, 17, LENGTH - 2])
+@pytest.mark.parametrize("chunks", [[], [5]], ids=["at once", "pieces"])
+def test_starts_anew(folder: Path, first: int, chunks: list[int]) -> None:
+    """Rows before `first` do not exist: nothing is there, not even finite numbers."""
+    ids, entries, _, _ = expected(folder, "llama")
+    reference = Head(make(folder, "llama"), load(folder / "target"))
+    with torch.inference_mode():
+        drafts, logits = reference.draft(list(entries.unbind(1)), ids, DRAFTS, first)
+    rest = LENGTH - 1 - first
+    pieces = [*chunks, rest - sum(chunks)] if rest > sum(chunks) else [rest]
+    found = run(head(folder, "llama", torch.float64), ids, entries, pieces, 4, first)
+    assert found[0] == drafts
+    torch.testing.assert_close(found[1][-DRAFTS:], logits, rtol=0, atol=TOLERANCE[torch.float64])
