@@ -90,3 +90,34 @@ def _forget(cache: Any, length: int) -> None:
     surplus = cache.get_seq_length() - length
     if surplus > 0:
         cache.crop(-surplus)
+
+
+@torch.inference_mode()
+def count_parallel_acceptance(
+    target: Any, draft: Any, mask: int, prompt: list[int], max_new_tokens: int, k: int, eos: list[int], books: Books
+) -> tuple[list[int], list[list[int]]]:
+    """`count_acceptance` with all drafts of an iteration from one pass of the draft, which reads the text and K_r - 1
+    mask tokens behind it. Nothing is cached. Returns the text and the drafts of every iteration."""
+    tokens, limit, proposed = list(prompt), len(prompt) + max_new_tokens, []
+    books.per_position += [0] * (k - len(books.per_position))
+    tokens.append(int(target(torch.tensor([tokens])).logits[0, -1].argmax()))
+    while tokens[-1] not in eos and len(tokens) < limit:
+        k_r = min(k, limit - len(tokens) - 1)
+        drafts = []
+        if k_r:
+            logits = draft(torch.tensor([tokens + [mask] * (k_r - 1)])).logits[0]
+            drafts = logits[-k_r:].argmax(dim=-1).tolist()
+            proposed.append(drafts)
+        best = target(torch.tensor([tokens + drafts])).logits[0, -k_r - 1 :].argmax(dim=-1).tolist()
+        accepted = next((i for i in range(k_r) if drafts[i] != best[i]), k_r)
+        if k_r:
+            books.drafts += 1
+            books.draft_tokens += k_r
+            books.accepted_tokens += accepted
+            for i in range(accepted):
+                books.per_position[i] += 1
+        for token in best[: accepted + 1]:
+            tokens.append(token)
+            if token in eos:
+                break
+    return tokens[len(prompt) :], proposed

@@ -171,18 +171,27 @@ class InvalidTokenizerError(SpecrsError):
 
 @final
 class CachedDrafter:
-    """A drafter with KV of its own in the target's blocks, fed token by token on the device: a draft model.
+    """A drafter with KV of its own in the target's blocks, on the device: a draft model. It catches up from tokens.
 
     Pass 1 of an iteration feeds the last `max_draft_lag` positions of a row's n tokens, pass i draft i - 1; after
-    K > 0 drafts that left n' tokens its KV is valid on [0, min(n' - 1, n + K - 1)). It catches up from tokens.
+    K > 0 drafts that left n' tokens its KV is valid on [0, min(n' - 1, n + K - 1)). With a `mask_token_id` (parallel
+    drafting) pass 1 feeds that id in place of drafts 1 to K - 1 and there is no other; its KV is then valid on [0, n).
     """
 
-    def __new__(cls, *, max_model_len: int, max_draft_lag: int = 2, cost_ratio: float = 1.0) -> CachedDrafter:
+    def __new__(
+        cls,
+        *,
+        max_model_len: int,
+        max_draft_lag: int = 2,
+        mask_token_id: int | None = None,
+        cost_ratio: float = 1.0,
+    ) -> CachedDrafter:
         """What a `Scheduler` must know of it.
 
         Args:
             max_model_len: positions that it can take; a request that outgrows them goes on without drafts. At least 1.
             max_draft_lag: positions that its KV may lag behind n for it still to draft; at least 1.
+            mask_token_id: what one pass for all drafts feeds in their place, 0 or above; None: a pass for each draft.
             cost_ratio: cost of a catch-up token in tokens of the budget, above 0: its share of the target's parameters.
 
         Raises:
@@ -196,6 +205,10 @@ class CachedDrafter:
     @property
     def max_draft_lag(self) -> int:
         """Positions that its KV may lag behind n for it still to draft."""
+
+    @property
+    def mask_token_id(self) -> int | None:
+        """What one pass for all drafts feeds in their place; None: a pass for each draft."""
 
     @property
     def cost_ratio(self) -> float:

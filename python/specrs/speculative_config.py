@@ -31,7 +31,7 @@ _REJECTION_NAMES = {
 AUTO = "auto"
 DEFAULT_MAX_SPECULATIVE_TOKENS = 7
 """The most drafts of `num_speculative_tokens="auto"` unless told otherwise: 8 rows of verification a request."""
-_MODEL = frozenset({"model", "revision", "max_model_len", "quantization"})
+_MODEL = frozenset({"model", "revision", "max_model_len", "quantization", "parallel_drafting"})
 METHODS = {
     "draft_model": _MODEL,
     "ngram": frozenset({"prompt_lookup_min", "prompt_lookup_max"}),
@@ -65,6 +65,8 @@ class SpeculativeConfig:
     whatever the models say, so the text is no model's. Every output is marked so.
     `disable_padded_drafter_batch`: accepted for vLLM's sake; rows are never padded here.
     `quantization`: as the engine's, of the draft; None: the draft is not quantized, whatever the target is.
+    `parallel_drafting`: the draft model is one that was fine-tuned with mask tokens to give all drafts in one pass
+    (PARD); its config.json names its mask token, `mask_token_id` or `pard_token`.
     """
 
     num_speculative_tokens: int | str
@@ -80,6 +82,7 @@ class SpeculativeConfig:
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
     quantization: str | None = None
+    parallel_drafting: bool = False
 
     def __post_init__(self) -> None:
         error, at = InvalidConfigError, "speculative_config."
@@ -127,6 +130,7 @@ class SpeculativeConfig:
         rates = _synthetic_rates(self.synthetic_acceptance_rates, rule, self.most_speculative_tokens)
         checked["synthetic_acceptance_rates"] = rates
         check_bool(error, at + "disable_padded_drafter_batch", self.disable_padded_drafter_batch)
+        check_bool(error, at + "parallel_drafting", self.parallel_drafting)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
 
@@ -134,7 +138,7 @@ class SpeculativeConfig:
         """What belongs to another method is refused; n-gram sizes are checked."""
         error, at = InvalidConfigError, "speculative_config."
         for name in sorted(frozenset().union(*METHODS.values()) - METHODS[self.method]):
-            if getattr(self, name) is not None:
+            if getattr(self, name) not in (None, False):
                 raise invalid(error, at + name, getattr(self, name), f"not allowed with method={self.method!r}")
         for name in ("prompt_lookup_min", "prompt_lookup_max"):
             if getattr(self, name) is not None:

@@ -35,6 +35,7 @@ def config(vocab_size: int, hidden_size: int = 16) -> ModelConfig:
         mlp_bias=False,
         checkpoint_dtype="float32",
         eos_token_ids=(),
+        mask_token_id=None,
     )
 
 

@@ -60,6 +60,7 @@ def test_every_field() -> None:
         o_bias=False,
         mlp_bias=False,
         checkpoint_dtype="bfloat16",
+        mask_token_id=None,
         eos_token_ids=(7,),
     )
 

@@ -18,7 +18,7 @@ from models.native_models import random_model
 from specrs import core
 from specrs.core import CachedDrafter, NgramProposer, RequestSampling, Scheduler
 from specrs.drafters.base import Drafter
-from specrs.drafters.draft_model import DraftModel
+from specrs.drafters.draft_model import DraftModel, ModelPasses, ParallelDraftModel
 from specrs.drafters.ngram import NgramDrafter
 from specrs.models.dense_native import NativeDense
 from specrs.models.kv_cache import KVCache
@@ -30,6 +30,8 @@ from specrs.runner.sampling_state import SamplingState
 
 LAUNCHES = int(os.environ.get("SPECRS_LAUNCHES", "300"))
 ROWS, MAX_LEN, BLOCK_SIZE, MAX_K, VOCAB, BUDGET = 6, 30, 4, 3, 19, 64
+MASK = 2
+DEVICE_DRAFTERS = ("model", "parallel")
 TABLE = -(-MAX_LEN // BLOCK_SIZE)
 SECTIONS = ("num_emitted", "num_accepted", "num_drafted", "flags", "finish_reason")
 
@@ -44,7 +46,7 @@ class Side:
     @property
     def caches(self) -> list[KVCache]:
         drafter = self.runner.drafter
-        return [self.runner.kv_cache, *([drafter.kv_cache] if isinstance(drafter, DraftModel) else [])]
+        return [self.runner.kv_cache, *([drafter.kv_cache] if isinstance(drafter, ModelPasses) else [])]
 
 
 class Pair:
@@ -53,6 +55,7 @@ class Pair:
     def __init__(self, drafter: str, rule: str, rates: list[float] | None, draft_vocab: int) -> None:
         declared = {
             "model": CachedDrafter(max_model_len=MAX_LEN - 6, max_draft_lag=2),
+            "parallel": CachedDrafter(max_model_len=MAX_LEN - 6, max_draft_lag=MAX_K + 1, mask_token_id=MASK),
             "ngram": NgramProposer(1, 2),
             "none": None,
         }[drafter]
@@ -83,6 +86,9 @@ class Pair:
         made: Drafter | None = None
         if drafter == "model":
             made = DraftModel(draft, draft.allocate_cache(ROWS * TABLE, BLOCK_SIZE), MAX_LEN - 6, VOCAB)
+        elif drafter == "parallel":
+            cache = draft.allocate_cache(ROWS * TABLE, BLOCK_SIZE)
+            made = ParallelDraftModel(draft, cache, MAX_LEN - 6, VOCAB, max_draft_lag=MAX_K + 1, mask_token_id=MASK)
         elif drafter == "ngram":
             made = NgramDrafter()
         cpu = torch.device("cpu")
@@ -125,7 +131,7 @@ class Made:
         self._blocks()
         self._decode()
         self._prefill()
-        if drafter == "model":
+        if drafter in DEVICE_DRAFTERS:
             self._catch_up()
         self.record["header"][: len(core.HEADER_FIELDS)] = [self.header[name] for name in core.HEADER_FIELDS]
 
@@ -331,6 +337,8 @@ def compare(pair: Pair, made: Made) -> dict[str, int]:
         ("model", "coupled", None, VOCAB - 4),
         ("model", "rejection", None, VOCAB + 5),
         ("model", "rejection", [0.9, 0.5, 0.1], VOCAB),
+        ("parallel", "rejection", None, VOCAB),
+        ("parallel", "coupled", None, VOCAB + 5),
         ("ngram", "rejection", None, VOCAB),
         ("none", "coupled", None, VOCAB),
     ],
@@ -346,5 +354,5 @@ def test_random_launches(drafter: str, rule: str, rates: list[float] | None, dra
     assert pair.native.runner.num_target_passes > 0
     never = {what for what, times in seen.items() if not times}
     drafts = set() if drafter != "none" else {"accepted", "rejected"}
-    drafts |= set() if drafter == "model" else {"draft faults", "catch-up tokens"}
+    drafts |= set() if drafter in DEVICE_DRAFTERS else {"draft faults", "catch-up tokens"}
     assert never == drafts, "every kind of launch must come up"

@@ -57,7 +57,8 @@ fn generate(prompt: &str, options: &Options<'_>, mut deliver: impl FnMut(&str)) 
     let mut config = SchedulerConfig::new(1, MAX_LEN, MAX_LEN / BLOCK_SIZE, BLOCK_SIZE, 512);
     if draft.is_some() {
         config.num_speculative_tokens = options.k;
-        config.drafter = Drafter::Cached { max_model_len: MAX_LEN, max_draft_lag: 2, cost_ratio: 0.25 };
+        config.drafter =
+            Drafter::Cached { max_model_len: MAX_LEN, max_draft_lag: 2, mask_token_id: None, cost_ratio: 0.25 };
     }
     let mut scheduler = Scheduler::new(config.clone())?;
     let encoding = tokenizer.encode(prompt, true).map_err(|error| error.to_string())?;

@@ -4,13 +4,14 @@ The scheduler is built from the same declaration (`specrs.core.CachedDrafter`, `
 the protocol and names no class. What an iteration leaves for verification is the same for all: drafts behind the
 committed tokens of row state, and q where it is no point mass.
 
-| | `DraftModel` | `NgramDrafter` |
-| --- | --- | --- |
-| `max_draft_lag` | 2 | None: it has no KV |
-| `num_unfed_drafts` | 1 | None: it has no KV |
-| `hidden_layers` | () | () |
-| `proposal` | full | a point mass |
-| drafts appear | on the device, a pass each | in the record, written by `plan` |
+| | `DraftModel` | `ParallelDraftModel` | `NgramDrafter` |
+| --- | --- | --- | --- |
+| `max_draft_lag` | 2 | K + 1 | None: it has no KV |
+| `num_unfed_drafts` | 1 | 0 | None: it has no KV |
+| `keeps_draft_kv` | yes | no | no |
+| `hidden_layers` | () | () | () |
+| `proposal` | full | full, a row for each position | a point mass |
+| drafts appear | on the device, a pass each | on the device, one pass for all | in the record, written by `plan` |
 """
 
 from __future__ import annotations
@@ -52,8 +53,12 @@ class Drafter(Protocol):
         """Of a row's K drafts, how many at the end no pass feeds; None without KV.
 
         An iteration from n to n' tokens leaves its KV valid on [0, min(n' - 1, n + K - this)): neither the last token
-        nor those drafts were fed.
+        nor those drafts were fed. Where it does not keep drafts' KV, on [0, n - this).
         """
+
+    @property
+    def keeps_draft_kv(self) -> bool:
+        """Whether what it writes for a draft is its KV if the draft stands."""
 
     @property
     def max_model_len(self) -> int | None:
@@ -79,8 +84,16 @@ class DeviceDrafter(Drafter, Protocol):
     kv_cache: KVCache
     vocab_size: int
 
+    @property
+    def mask_token_id(self) -> int | None:
+        """What one pass for all drafts feeds in their place; None: it drafts by a pass for each."""
+
     def propose(self, inputs: PassInputs, *, last_of: int) -> Tensor:
         """Pass 1; logits of every `last_of`-th row over the target's ids, `[B, V]`. Mutates its KV."""
+
+    def propose_all(self, inputs: PassInputs, num_drafts: int) -> Tensor:
+        """The one pass of a drafter with a mask token: B requests of as many rows each, which end with the last
+        committed token and `num_drafts` - 1 mask tokens; logits of these rows `[B, num_drafts, V]`. Mutates its KV."""
 
     def plan_steps(self, positions: Tensor, slots: Tensor, block_table: Tensor) -> list[Any]:
         """Plans for `step` of S passes of one row an entry; positions and slots `[S, B]`."""

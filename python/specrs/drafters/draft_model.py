@@ -1,4 +1,4 @@
-"""A draft model as drafter: its passes and its KV cache. Chooses no tokens and knows no requests."""
+"""A draft model as drafter, token by token or in parallel: its passes and its KV cache. Knows no requests."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ from specrs.models.kv_cache import KVCache
 
 
 @dataclass(slots=True)
-class DraftModel:
-    """Proposes tokens with a small model that shares the target's tokenizer and block table.
+class ModelPasses:
+    """The passes of a small model that shares the target's tokenizer and block table.
 
     Vocabularies may be padded to different sizes: they agree on the tokenizer's ids, and a padding id of the larger
     one must neither be proposed nor looked up in the smaller one's embedding.
     """
 
-    max_draft_lag: ClassVar[int] = 2  # pass 1 feeds n-2 and n-1: KV of n-2 is missing after a full acceptance
-    num_unfed_drafts: ClassVar[int] = 1  # pass i feeds draft i - 1
     hidden_layers: ClassVar[tuple[int, ...]] = ()
     proposal: ClassVar[Proposal] = Proposal.FULL
     on_host: ClassVar[bool] = False
@@ -39,6 +37,13 @@ class DraftModel:
         """One draft pass; logits of every `last_of`-th row over the target's ids, `[B, vocab_size]`: -inf for those
         that the draft does not know. Mutates the draft's KV cache."""
         return self._logits(self.feed(inputs)[last_of - 1 :: last_of])
+
+    def propose_all(self, inputs: PassInputs, num_drafts: int) -> Tensor:
+        """One draft pass over as many rows of each of B requests; logits of the last `num_drafts` rows of each,
+        `[B, num_drafts, vocab_size]`, as from `propose`. Mutates the draft's KV cache."""
+        hidden = self.feed(inputs)
+        last = hidden.view(len(inputs.block_table), -1, hidden.shape[1])[:, -num_drafts:]
+        return self._logits(last.reshape(-1, hidden.shape[1])).view(len(last), num_drafts, -1)
 
     def plan_steps(self, positions: Tensor, slots: Tensor, block_table: Tensor) -> list[Any]:
         """Plans for `step` of S passes of one row per request, see `Model.plan_steps`."""
@@ -67,3 +72,30 @@ class DraftModel:
         logits = self.model.compute_logits(hidden)
         missing = self.vocab_size - logits.shape[1]
         return pad(logits, (0, missing), value=-torch.inf) if missing else logits
+
+
+@dataclass(slots=True)
+class DraftModel(ModelPasses):
+    """Proposes tokens with a small model, a pass for each."""
+
+    max_draft_lag: ClassVar[int] = 2  # pass 1 feeds n-2 and n-1: KV of n-2 is missing after a full acceptance
+    num_unfed_drafts: ClassVar[int] = 1  # pass i feeds draft i - 1
+    keeps_draft_kv: ClassVar[bool] = True
+    mask_token_id: ClassVar[None] = None
+
+
+@dataclass(slots=True, kw_only=True)
+class ParallelDraftModel(ModelPasses):
+    """Proposes K tokens in one pass of a small model that was fine-tuned for it (PARD: An et al. 2025).
+
+    The pass feeds the committed tokens that it has not seen and K - 1 mask tokens at the positions of drafts 1 to
+    K - 1; the row of token n - 1 and those of the masks give one draft each. A draft is drawn from what its row says,
+    without the drafts before it: q is a product, and `rejection` has a row of it for each position. The KV of masks is
+    written over when true tokens are fed there, before anything else reads it.
+    """
+
+    num_unfed_drafts: ClassVar[int] = 0
+    keeps_draft_kv: ClassVar[bool] = False
+
+    max_draft_lag: int  # K + 1: after a full acceptance it lacks the last token fed, K drafts and the one behind them
+    mask_token_id: int

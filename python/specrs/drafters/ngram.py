@@ -17,6 +17,7 @@ class NgramDrafter:
 
     max_draft_lag: ClassVar[None] = None
     num_unfed_drafts: ClassVar[None] = None
+    keeps_draft_kv: ClassVar[bool] = False
     max_model_len: ClassVar[None] = None
     hidden_layers: ClassVar[tuple[int, ...]] = ()
     proposal: ClassVar[Proposal] = Proposal.POINT_MASS

@@ -10,7 +10,7 @@ import torch
 from specrs.config import EngineConfig, resolve_draft_max_model_len, resolve_max_model_len
 from specrs.core import CachedDrafter, NgramProposer, Scheduler
 from specrs.drafters.base import Drafter
-from specrs.drafters.draft_model import DraftModel
+from specrs.drafters.draft_model import DraftModel, ParallelDraftModel
 from specrs.drafters.ngram import NgramDrafter
 from specrs.engine.weights import Weights
 from specrs.models.base import Model
@@ -87,7 +87,18 @@ class Blueprint:
             return None
         # A draft token's share of a target token, by parameters: what draft chunks take from the token budget.
         ratio = draft.num_parameters / self.weights.target.num_parameters
-        return CachedDrafter(max_model_len=context, max_draft_lag=DraftModel.max_draft_lag, cost_ratio=ratio)
+        mask = self.weights.mask_token_id
+        return CachedDrafter(
+            max_model_len=context,
+            max_draft_lag=DraftModel.max_draft_lag if mask is None else self._parallel_draft_lag,
+            mask_token_id=mask,
+            cost_ratio=ratio,
+        )
+
+    @property
+    def _parallel_draft_lag(self) -> int:
+        """Of a drafter that is fed no drafts: after a full acceptance none of them, nor the token behind them."""
+        return self.num_speculative_tokens + 1
 
     def scheduler(self, blocks: int, *, measuring: bool = False) -> Scheduler:
         """A scheduler over `blocks` blocks; `measuring`: one that drafts whatever the text is."""
@@ -128,9 +139,14 @@ class Blueprint:
         draft, context = self.weights.draft, self.draft_max_model_len
         if draft is None or context is None:
             return None
-        return DraftModel(
-            model=draft,
-            kv_cache=draft.allocate_cache(blocks, self.config.block_size),
-            max_model_len=context,
-            vocab_size=self.weights.target.vocab_size,
+        cache, vocab_size = draft.allocate_cache(blocks, self.config.block_size), self.weights.target.vocab_size
+        if self.weights.mask_token_id is None:
+            return DraftModel(draft, cache, context, vocab_size)
+        return ParallelDraftModel(
+            draft,
+            cache,
+            context,
+            vocab_size,
+            max_draft_lag=self._parallel_draft_lag,
+            mask_token_id=self.weights.mask_token_id,
         )

@@ -85,7 +85,9 @@ def make_runner(blueprint: Blueprint, scheduler: Scheduler, blocks: int) -> Runn
         # the weights are shared, threads and work space are this engine's own
         pool = CpuPool(choose_threads(config, models))
         pooled = [model.on_pool(pool) for model in models]
-        blueprint = replace(blueprint, weights=Weights(pooled[0], pooled[1] if pooled[1:] else None))
+        blueprint = replace(
+            blueprint, weights=replace(blueprint.weights, target=pooled[0], draft=pooled[1] if pooled[1:] else None)
+        )
         make = partial(NativeRunner, scheduler, pool)
     target, speculative = blueprint.weights.target, config.speculative_config
     return make(

@@ -11,7 +11,7 @@ from specrs.config import EngineConfig
 from specrs.engine.device import resolve_device
 from specrs.errors import InvalidConfigError, UnsupportedConfigError, invalid
 from specrs.models.base import Model
-from specrs.models.config import ModelConfig
+from specrs.models.config import MASK_TOKEN_FIELDS, ModelConfig
 from specrs.models.loader import load_config, load_model, resolve_dtype
 from specrs.models.native_loader import INT4_GROUPS, load_native
 
@@ -26,6 +26,8 @@ class Weights:
 
     target: Model
     draft: Model | None
+    mask_token_id: int | None = None
+    """What the draft is fed in place of drafts; None: it drafts token by token."""
 
 
 def load_weights(config: EngineConfig) -> Weights:
@@ -44,7 +46,20 @@ def load_weights(config: EngineConfig) -> Weights:
         return Weights(target, None)
     dtype = str(target.dtype).removeprefix("torch.")
     field = "speculative_config.quantization"
-    return Weights(target, _load(config, *draft, dtype, device, speculative.quantization, field))
+    mask = _mask_token_id(*draft, device) if speculative.parallel_drafting else None
+    return Weights(target, _load(config, *draft, dtype, device, speculative.quantization, field), mask)
+
+
+def _mask_token_id(draft: str, revision: str | None, device: torch.device) -> int:
+    """Raises InvalidConfigError for a draft that has none, UnsupportedConfigError for a device that cannot."""
+    if device.type == "cuda":
+        field, reason = "speculative_config.parallel_drafting", "not implemented on device='cuda'; allowed: False"
+        raise invalid(UnsupportedConfigError, field, True, reason)
+    mask = load_config(draft, revision=revision).mask_token_id
+    if mask is None:
+        reason = f"has no mask token in config.json, which parallel_drafting needs ({', '.join(MASK_TOKEN_FIELDS)})"
+        raise invalid(InvalidConfigError, "speculative_config.model", draft, reason)
+    return mask
 
 
 def _load(

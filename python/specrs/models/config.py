@@ -52,6 +52,8 @@ class ModelConfig:
     """`dtype` of config.json, without the prefix `torch.`; None where it says nothing."""
     eos_token_ids: tuple[int, ...]
     """Ids that end a text; those of generation_config.json where it names any, as in transformers' `generate`."""
+    mask_token_id: int | None
+    """What a draft model for parallel drafting is fed in place of drafts; None where it is none."""
 
     @property
     def num_parameters(self) -> int:
@@ -112,6 +114,7 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = 
         mlp_bias=_flag(raw, "mlp_bias", allowed=family.has_mlp_bias),
         checkpoint_dtype=_checkpoint_dtype(raw),
         eos_token_ids=_eos_token_ids(raw, generation or {}, vocab),
+        mask_token_id=_mask_token_id(raw, vocab),
     )
 
 
@@ -216,6 +219,20 @@ def _eos_token_ids(raw: Mapping[str, Any], generation: Mapping[str, Any], vocab:
             raise malformed("eos_token_id", value, allowed, file=file)
         return tuple(dict.fromkeys(ids))
     return ()
+
+
+MASK_TOKEN_FIELDS = ("mask_token_id", "pard_token", "ptd_token_id")
+"""Names of the mask token of parallel drafting; the first that is there counts, as in vLLM."""
+
+
+def _mask_token_id(raw: Mapping[str, Any], vocab: int) -> int | None:
+    for field in MASK_TOKEN_FIELDS:
+        value = raw.get(field)
+        if value is not None:
+            if type(value) is not int or not 0 <= value < vocab:
+                raise malformed(field, value, f"an id from 0 to vocab_size - 1 = {vocab - 1}")
+            return value
+    return None
 
 
 def _checkpoint_dtype(raw: Mapping[str, Any]) -> str | None:

@@ -9,6 +9,8 @@ Positions of one row during an iteration, n = num_tokens before it (the law is d
     [0, n - 1)      target KV valid        row i of verification is fed position n - 1 + i
     [0, draft_len)  draft KV valid         draft pass 1 is fed n - 2 and n - 1, pass i >= 2 is fed n + i - 2
     [n, n + K_r)    drafts, kept in `tokens` behind the committed ones
+
+A drafter with a mask token has one pass, which is fed [draft_len, n) and masks at n .. n + K_r - 2.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ class Drafted:
 
     flags: Tensor  # [B] int64, FLAG_DRAFT_NON_FINITE where draft logits were not finite
     q: Tensor | None  # [B, K, V], the distribution that each draft was drawn from; None for a point mass and `coupled`
-    num_unfed: int | None = None  # `Drafter.num_unfed_drafts`: what the drafts leave of draft KV; None: as it was
+    num_unfed: int | Tensor | None = None
+    """Of K_r drafts how many leave no draft KV, for all entries or `[B]`; None: draft KV is as it was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +112,8 @@ def draft(state: RowState, it: Iteration, drafter: DeviceDrafter, sampling: Entr
 
     Pass 1 feeds positions n - 2 and n - 1, so that the token that the draft has not seen after a full acceptance is
     caught up without a pass of its own; its slot is -1 where that KV is already there. Where it is in every entry, pass
-    1 feeds n - 1 alone, in half the time. Greedy rows draft by argmax, sampled ones from the draft's own processed
-    distribution, which `rejection` keeps as q.
+    1 feeds n - 1 alone, in half the time. A drafter with a mask token has no other pass: see `_all_inputs`. Greedy rows
+    draft by argmax, sampled ones from the draft's own processed distribution, which `rejection` keeps as q.
 
     Mutates `state.tokens` in [n, n + K_r) and the draft's KV cache.
     """
@@ -122,7 +125,7 @@ def draft(state: RowState, it: Iteration, drafter: DeviceDrafter, sampling: Entr
     # Columns 0..width-1 are fed in pass 1, column width + i - 2 in pass i >= 2: positions n - width .. n + K - 2.
     column = torch.arange(width - 1 + it.max_k)
     live = it.num_drafts[:, None] >= (column - (width - 2)).clamp_(min=1)
-    fed = torch.where(live, n[:, None] + (column - width), -1)
+    fed = torch.where(live, n[:, None] + (column - width), -1).clamp_(min=-1)
     slots = it.slots(fed).masked_fill_(fed < state.draft_len.index_select(0, it.rows)[:, None], -1)
     lagging = bool((slots[:, : width - 1] >= 0).any())
     written = torch.where(live[:, width - 1 :], fed[:, width - 1 :] + 1, state.scratch_column)
@@ -131,8 +134,15 @@ def draft(state: RowState, it: Iteration, drafter: DeviceDrafter, sampling: Entr
     drawn = torch.zeros((it.max_k, batch), dtype=torch.int64)
     before = state.tokens[it.rows, fed[:, width - 1].clamp(min=0)]
     plans: list[Any] = []
+    proposed: Tensor | None = None  # [B, K, V]
+    if drafter.mask_token_id is not None:
+        proposed = drafter.propose_all(
+            _all_inputs(state, it, fed, slots, width, counts[0], drafter.mask_token_id), it.max_k
+        )
     for i, (count, top, tokens) in enumerate(zip(counts, tops.unbind(0), drawn.unbind(0), strict=True), 1):
-        if i == 1 and lagging:
+        if proposed is not None:
+            logits = proposed[:count, i - 1]
+        elif i == 1 and lagging:
             logits = drafter.propose(_first_inputs(state, it, fed, slots, width, count), last_of=width)
         else:
             if not plans:  # for all passes of as many entries at once
@@ -150,7 +160,10 @@ def draft(state: RowState, it: Iteration, drafter: DeviceDrafter, sampling: Entr
             sampling.grammar.observe(tokens, live[:count, width + i - 2])
     state.tokens[it.rows[:, None], written] = drawn.t()
     faulty = (~is_finite(tops) & live[:, width - 1 :].t()).any(dim=0)
-    return Drafted(faulty * FLAG_DRAFT_NON_FINITE, q, drafter.num_unfed_drafts)
+    unfed = drafter.num_unfed_drafts
+    if unfed is not None and not drafter.keeps_draft_kv:
+        return Drafted(faulty * FLAG_DRAFT_NON_FINITE, q, it.num_drafts + unfed)
+    return Drafted(faulty * FLAG_DRAFT_NON_FINITE, q, unfed)
 
 
 def _first_inputs(state: RowState, it: Iteration, fed: Tensor, slots: Tensor, width: int, count: int) -> PassInputs:
@@ -163,6 +176,28 @@ def _first_inputs(state: RowState, it: Iteration, fed: Tensor, slots: Tensor, wi
         q_start=torch.arange(0, count * width + 1, width),
         block_table=it.block_table[:count],
         max_q_len=width,
+        max_context=it.max_context,
+    )
+
+
+def _all_inputs(
+    state: RowState, it: Iteration, fed: Tensor, slots: Tensor, width: int, count: int, mask: int
+) -> PassInputs:
+    """The one pass of a drafter with a mask token: all columns of `fed` and `slots`, `[B, width - 1 + K]`, but the
+    first ones that no entry lacks; `mask` at the positions of drafts."""
+    needed = (slots[:count, : width - 1] >= 0).any(dim=0)
+    first = int(torch.cat((needed, needed.new_ones(1))).to(torch.int8).argmax())
+    positions, into = fed[:count, first:], slots[:count, first:]
+    ids = state.tokens[it.rows[:count, None], positions.clamp(min=0)]
+    ids[:, width - first :] = mask
+    columns = positions.shape[1]
+    return PassInputs(
+        input_ids=ids.view(-1),
+        positions=positions.reshape(-1),
+        slots=into.reshape(-1),
+        q_start=torch.arange(0, count * columns + 1, columns),
+        block_table=it.block_table[:count],
+        max_q_len=columns,
         max_context=it.max_context,
     )
 

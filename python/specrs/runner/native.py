@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from specrs.core import CpuDecoder, CpuIteration, CpuKVCache, CpuPool, Scheduler
-from specrs.drafters.draft_model import DraftModel
+from specrs.drafters.draft_model import ModelPasses
 from specrs.models.base import Model
 from specrs.models.dense_native import NativeDense, NativeKVCache
 from specrs.models.kv_cache import KVCache
@@ -68,7 +68,7 @@ class NativeRunner(EagerRunner):
             self._scheduler,
             {name: tensor.numpy() for name, tensor in tensors.items()},
             _native(self.target, self.kv_cache),
-            _native(drafter.model, drafter.kv_cache) if isinstance(drafter, DraftModel) else None,
+            _native(drafter.model, drafter.kv_cache) if isinstance(drafter, ModelPasses) else None,
             rule=self._rule,
             rates=None if self.rates is None else self.rates.tolist(),
         )

@@ -199,7 +199,8 @@ fn run(scheduler: &mut Scheduler, mut deliver: impl FnMut(i64, &[i64])) -> Resul
 fn scheduler() -> Result<Scheduler, Error> {
     let mut config = SchedulerConfig::new(ROWS, MAX_LEN, NUM_BLOCKS, BLOCK_SIZE, 32);
     config.num_speculative_tokens = K;
-    config.drafter = Drafter::Cached { max_model_len: MAX_LEN, max_draft_lag: 2, cost_ratio: 0.25 };
+    config.drafter =
+        Drafter::Cached { max_model_len: MAX_LEN, max_draft_lag: 2, mask_token_id: None, cost_ratio: 0.25 };
     config.max_in_flight = DEPTH;
     Scheduler::new(config)
 }

@@ -14,25 +14,38 @@ pub(crate) struct CachedDrafter {
     #[pyo3(get)]
     max_draft_lag: usize,
     #[pyo3(get)]
+    mask_token_id: Option<i64>,
+    #[pyo3(get)]
     cost_ratio: f64,
 }
 
 #[pymethods]
 impl CachedDrafter {
     #[new]
-    #[pyo3(signature = (*, max_model_len, max_draft_lag = 2, cost_ratio = 1.0))]
-    fn new(py: Python<'_>, max_model_len: i64, max_draft_lag: i64, cost_ratio: f64) -> PyResult<Self> {
+    #[pyo3(signature = (*, max_model_len, max_draft_lag = 2, mask_token_id = None, cost_ratio = 1.0))]
+    fn new(
+        py: Python<'_>,
+        max_model_len: i64,
+        max_draft_lag: i64,
+        mask_token_id: Option<i64>,
+        cost_ratio: f64,
+    ) -> PyResult<Self> {
         let size = |field, value| size(py, Class::InvalidConfig, field, value);
         Ok(Self {
             max_model_len: size("drafter.max_model_len", max_model_len)?,
             max_draft_lag: size("drafter.max_draft_lag", max_draft_lag)?,
+            mask_token_id,
             cost_ratio,
         })
     }
 
     fn __repr__(&self) -> String {
-        let Self { max_model_len, max_draft_lag, cost_ratio } = self;
-        format!("CachedDrafter(max_model_len={max_model_len}, max_draft_lag={max_draft_lag}, cost_ratio={cost_ratio})")
+        let Self { max_model_len, max_draft_lag, mask_token_id, cost_ratio } = self;
+        let mask = mask_token_id.map_or("None".to_owned(), |id| id.to_string());
+        format!(
+            "CachedDrafter(max_model_len={max_model_len}, max_draft_lag={max_draft_lag}, mask_token_id={mask}, \
+             cost_ratio={cost_ratio})"
+        )
     }
 }
 
@@ -100,8 +113,8 @@ impl DrafterArgument<'_> {
         match self {
             Self::Ngram(proposer) => Drafter::Host(proposer.0),
             Self::Cached(drafter) => {
-                let CachedDrafter { max_model_len, max_draft_lag, cost_ratio } = *drafter;
-                Drafter::Cached { max_model_len, max_draft_lag, cost_ratio }
+                let CachedDrafter { max_model_len, max_draft_lag, mask_token_id, cost_ratio } = *drafter;
+                Drafter::Cached { max_model_len, max_draft_lag, mask_token_id, cost_ratio }
             }
         }
     }

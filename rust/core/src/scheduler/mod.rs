@@ -146,7 +146,7 @@ impl Scheduler {
         config.validate()?;
         let rows = config.max_num_seqs;
         Ok(Self {
-            drafts: config.drafter.bounds(),
+            drafts: config.drafter.bounds(config.num_speculative_tokens),
             record_layout: RecordLayout::new(&config),
             results_layout: ResultsLayout::new(&config),
             settled_layout: SettledLayout::new(&config),

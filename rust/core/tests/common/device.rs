@@ -364,12 +364,13 @@ impl Device {
         }
         let accepted = emitted.len() - 1;
         let flags = self.draft_fault(row_index, k, n);
+        let masked = self.mask().is_some();
         let row = &mut self.rows[row_index];
         let (taken, finish_reason) = row.emit(&emitted);
         emitted.truncate(taken);
         row.target_len = row.tokens.len() - 1;
         if k > 0 && matches!(self.config.drafter, Drafter::Cached { .. }) {
-            row.draft_len = (n + accepted).min(n + k - 1);
+            row.draft_len = if masked { n } else { (n + accepted).min(n + k - 1) };
         }
         Report { emitted, accepted, drafted: k, flags, finish_reason }
     }
@@ -378,6 +379,14 @@ impl Device {
     fn draft_model(&self) -> Option<(usize, usize)> {
         match self.config.drafter {
             Drafter::Cached { max_model_len, max_draft_lag, .. } => Some((max_model_len, max_draft_lag)),
+            _ => None,
+        }
+    }
+
+    /// What one pass for all drafts feeds in their place.
+    fn mask(&self) -> Option<i64> {
+        match self.config.drafter {
+            Drafter::Cached { mask_token_id, .. } => mask_token_id,
             _ => None,
         }
     }
@@ -391,15 +400,16 @@ impl Device {
         let n = row.tokens.len();
         let (context, max_lag) = self.draft_model().expect("a draft model");
         assert!(row.draft_len + max_lag >= n, "drafting with draft KV to {} of {n}", row.draft_len);
-        let mut prefix = row.prefix[n - 1];
+        let (mut prefix, mut fed, mask) = (row.prefix[n - 1], row.prefix[n - 1], self.mask());
         let mut writes: Vec<_> = (row.draft_len..n).map(|position| (position, row.prefix[position])).collect();
         let mut drafts = Vec::new();
         for i in 0..k {
             let token = draft_token(prefix, self.rows[row_index].masked(i));
             drafts.push(token);
             prefix = extend(prefix, token);
+            fed = extend(fed, mask.unwrap_or(token));
             if i + 1 < k {
-                writes.push((n + i, prefix));
+                writes.push((n + i, fed));
             }
         }
         for &(position, content) in &writes {

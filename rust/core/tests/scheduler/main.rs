@@ -32,7 +32,7 @@ fn speculative() -> SchedulerConfig {
 
 /// A draft model of 64 positions whose first pass feeds so many.
 fn with_lag(max_draft_lag: usize) -> Drafter {
-    Drafter::Cached { max_model_len: 64, max_draft_lag, cost_ratio: 1.0 }
+    Drafter::Cached { max_model_len: 64, max_draft_lag, mask_token_id: None, cost_ratio: 1.0 }
 }
 
 /// A request of `len` prompt tokens that differ from those of other seeds.

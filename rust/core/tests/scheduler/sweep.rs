@@ -29,6 +29,7 @@ fn random_config(rng: &mut Rng) -> SchedulerConfig {
             Some(max_model_len) => Drafter::Cached {
                 max_model_len,
                 max_draft_lag: rng.pick(&[2, 2, 2, 1, 3]),
+                mask_token_id: rng.pick(&[None, None, Some(0)]),
                 cost_ratio: rng.pick(&[0.05, 0.3, 1.0, 2.5]),
             },
         },

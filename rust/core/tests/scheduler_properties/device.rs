@@ -96,6 +96,8 @@ type Kv = Vec<Option<(u8, Vec<i64>)>>;
 pub(crate) struct Device {
     block_size: usize,
     max_draft_lag: usize,
+    /// What one pass for all drafts feeds in their place.
+    mask: Option<i64>,
     draft_context: Option<usize>,
     /// n-gram lengths of a drafter on the host, and K.
     ngrams: Option<(usize, usize, usize)>,
@@ -158,13 +160,16 @@ impl Device {
             }
             _ => None,
         };
-        let (max_draft_lag, draft_context) = match config.drafter {
-            Drafter::Cached { max_model_len, max_draft_lag, .. } => (max_draft_lag, Some(max_model_len)),
-            _ => (0, None),
+        let (max_draft_lag, mask, draft_context) = match config.drafter {
+            Drafter::Cached { max_model_len, max_draft_lag, mask_token_id, .. } => {
+                (max_draft_lag, mask_token_id, Some(max_model_len))
+            }
+            _ => (0, None, None),
         };
         Self {
             block_size: config.block_size,
             max_draft_lag,
+            mask,
             draft_context,
             ngrams,
             rows: vec![Row::default(); config.max_num_seqs],
@@ -388,14 +393,16 @@ impl Device {
             for position in draft_len..n {
                 self.write_draft(scheduler, row, &tokens[..=position], writers);
             }
+            let mut fed = tokens.clone();
             for i in 0..k {
                 if i > 0 {
-                    self.write_draft(scheduler, row, &tokens, writers);
+                    self.write_draft(scheduler, row, &fed, writers);
                 }
                 if !self.rows[row].draft_poisoned {
-                    self.read(&self.draft_kv, "draft", row, &tokens);
+                    self.read(&self.draft_kv, "draft", row, &fed);
                 }
                 tokens.push(draft_next(&tokens, &sampling));
+                fed.push(self.mask.unwrap_or(tokens[n + i]));
             }
         }
         let drafted_flags = self.draft_fault(row, k, n);
@@ -413,8 +420,9 @@ impl Device {
         let (kept, finish_reason) = self.emit(row, &emitted);
         emitted.truncate(kept);
         if k > 0 && self.ngrams.is_none() {
-            // min(n' - 1, n + K - 1), n' being the new number of tokens, stop tokens considered.
-            self.rows[row].draft_len = (self.rows[row].tokens.len() - 1).min(n + k - 1);
+            // min(n' - 1, n + K - 1), n' being the new number of tokens, stop tokens considered; n where no draft was fed.
+            let fed = if self.mask.is_some() { n } else { n + k - 1 };
+            self.rows[row].draft_len = (self.rows[row].tokens.len() - 1).min(fed);
         }
         Outcome { tokens: emitted, accepted, drafted: k, flags: drafted_flags, finish_reason }
     }

@@ -78,11 +78,17 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
+/// Feeds the positions of drafts in one pass for all: no token of a text.
+const MASK: i64 = VOCAB;
+
 fn settings() -> impl Strategy<Value = SchedulerConfig> {
     let sizes = (1..5_usize, prop::sample::select(vec![2, 9, 24, 48]), 0..24_usize, 1..6_usize);
     let budget = prop_oneof![2 => 1..6_usize, 3 => 6..40_usize];
     let draft = prop_oneof![1 => Just(None), 1 => (1..30_usize).prop_map(Some), 3 => Just(Some(64))];
-    let rest = (0..5_usize, draft, prop::sample::select(vec![1_usize, 2, 2, 3]), 1..4_usize, prop::bool::weighted(0.8));
+    let serial = (prop::sample::select(vec![1_usize, 2, 2, 3]), Just(None));
+    let parallel = (1..7_usize, Just(Some(MASK)));
+    let first_pass = prop_oneof![3 => serial, 1 => parallel];
+    let rest = (0..5_usize, draft, first_pass, 1..4_usize, prop::bool::weighted(0.8));
     let ratio = prop::sample::select(vec![0.05, 0.5, 1.0, 3.0]);
     let policy = (
         prop::sample::select(vec![0_usize, 0, 3, 64]),
@@ -93,13 +99,15 @@ fn settings() -> impl Strategy<Value = SchedulerConfig> {
     let more = (ngrams, policy);
     (sizes, budget, rest, ratio, more).prop_map(
         |((rows, len, spare, block_size), budget, rest, ratio, (ngrams, policy))| {
-            let (k, context, max_draft_lag, max_in_flight, enable_prefix_caching) = rest;
+            let (k, context, (max_draft_lag, mask_token_id), max_in_flight, enable_prefix_caching) = rest;
             SchedulerConfig {
                 num_speculative_tokens: k,
                 drafter: match (ngrams, context) {
                     (Some((min, more)), _) => Drafter::Host(NgramProposer::new(min, min + more).expect("allowed")),
                     (None, None) => Drafter::None,
-                    (None, Some(max_model_len)) => Drafter::Cached { max_model_len, max_draft_lag, cost_ratio: ratio },
+                    (None, Some(max_model_len)) => {
+                        Drafter::Cached { max_model_len, max_draft_lag, mask_token_id, cost_ratio: ratio }
+                    }
                 },
                 max_in_flight: if ngrams.is_some() { 1 } else { max_in_flight },
                 enable_prefix_caching,

@@ -77,7 +77,7 @@ impl Iteration {
 
     /// Commits the emitted tokens, applies stops and the limit, reports; nothing behind this judges them again.
     ///
-    /// With a draft model `draft_len' = min(n', n + K_r) - 1` where `K_r > 0`; else it is unchanged. An entry that ended before reports zeros.
+    /// With a draft model `draft_len` is what `Drafter::draft_len_after` says where `K_r > 0`; else it is unchanged. An entry that ended before reports zeros.
     pub(super) fn update(&self, entry: &Entry, judged: &Judged, results: &mut [i64], state: &mut RowState<'_>) {
         let mut report = Report::of(results, &self.results, entry.index);
         report.clear();

@@ -5,64 +5,82 @@ use specrs_core::philox::Purpose;
 use specrs_core::scheduler::layout::RecordView;
 
 use super::passes::Want;
-use super::{Cached, Iteration, RowState, Rule};
+use super::{Cached, Entry, Iteration, RowState, Rule};
 
 impl Iteration {
-    /// Draws up to `K_r` drafts per entry; pass i feeds the entries with `K_r >= i`.
+    /// Draws up to `K_r` drafts per entry. Pass 1 feeds n - 1, and those of the `max_draft_lag` positions up to it whose KV is
+    /// missing, so that what the draft has not seen is caught up without a pass of its own.
     ///
-    /// Pass 1 feeds n - 1, and those of the `max_draft_lag` positions up to it whose KV is missing, so that the token that the draft has not seen after a
-    /// full acceptance is caught up without a pass of its own. Greedy entries draft by argmax, others from the draft's own
-    /// processed distribution, which `rejection` keeps as q.
+    /// Without a mask token pass i feeds draft i - 1 of the entries with `K_r >= i`. With one there is no other pass: the first feeds
+    /// it in place of drafts 1 to `K_r - 1` as well. Its KV there is written over when the true tokens are fed.
     pub(super) fn draft(
         &mut self,
         state: &mut RowState<'_>,
         draft: &mut Cached<'_>,
         max_draft_lag: usize,
+        mask_token_id: Option<i64>,
     ) -> Result<()> {
         let most = self.entries.iter().filter(|entry| entry.runs()).map(|entry| entry.k).max().unwrap_or(0);
-        let vocab_size = self.sampler.vocab_size();
         let samples = self.entries.iter().any(|entry| entry.runs() && entry.k > 0 && !entry.params.greedy);
-        let purpose = if self.rule == Rule::Rejection { Purpose::Draft } else { Purpose::Gumbel };
         self.q_width = if samples && self.rule == Rule::Rejection { most } else { 0 };
-        self.q.resize(self.q.len().max(self.entries.len() * self.q_width * vocab_size), 0.0);
-        for i in 1..=most {
+        self.q.resize(self.q.len().max(self.entries.len() * self.q_width * self.sampler.vocab_size()), 0.0);
+        let passes = if mask_token_id.is_some() { most.min(1) } else { most };
+        for i in 1..=passes {
             self.batch.clear();
             let (mut greedy, mut sampled) = (false, false);
+            let block_size = self.config.block_size;
             for entry in self.entries.iter().filter(|entry| entry.runs() && entry.k >= i) {
                 let last = entry.n + i - 2;
                 if i == 1 {
                     let first = (state.draft_len[entry.row] as usize).max(entry.n.saturating_sub(max_draft_lag));
                     for position in first..last {
-                        self.batch.feed(state, entry.row, position, self.config.block_size);
+                        self.batch.feed(state, entry.row, position, block_size);
                     }
                 }
-                self.batch.feed(state, entry.row, last, self.config.block_size);
+                self.batch.feed(state, entry.row, last, block_size);
                 self.batch.want_last();
+                if let Some(mask) = mask_token_id {
+                    for position in entry.n..entry.n + entry.k - 1 {
+                        self.batch.push(entry.row, mask, position, state.slot(entry.row, position, block_size));
+                        self.batch.want_last();
+                    }
+                }
                 greedy |= entry.params.greedy;
                 sampled |= !entry.params.greedy;
             }
             self.pass(state, draft, Want::of(greedy, sampled, false))?;
             self.counts.draft_passes += 1;
+            let mut entries = std::mem::take(&mut self.entries);
             let mut at = 0;
-            for (b, entry) in self.entries.iter_mut().enumerate() {
-                if !entry.runs() || entry.k < i {
-                    continue;
+            for (b, entry) in entries.iter_mut().enumerate().filter(|(_, entry)| entry.runs() && entry.k >= i) {
+                let end = if mask_token_id.is_some() { entry.k } else { i };
+                for draft in i..=end {
+                    self.draw(b, entry, draft, at, state)?;
+                    at += 1;
                 }
-                let mut token = self.best[at];
-                if !entry.params.greedy {
-                    let row = &self.logits[at * vocab_size..][..vocab_size];
-                    let position = (entry.n + i - 1) as u64;
-                    token = i64::from(self.sampler.draw(row, &entry.params, entry.seed, position, purpose)?);
-                    if self.q_width > 0 {
-                        let q = &mut self.q[(b * most + i - 1) * vocab_size..][..vocab_size];
-                        self.sampler.probabilities(q)?;
-                    }
-                }
-                entry.draft_fault |= !self.tops[at].is_finite();
-                state.write_tokens(entry.row, entry.n + i - 1, &[token]);
-                at += 1;
+            }
+            self.entries = entries;
+        }
+        Ok(())
+    }
+
+    /// Draws draft `i` of entry `b` from row `at` of the pass: greedy entries by argmax, others from the draft's own processed
+    /// distribution, which `rejection` keeps as q.
+    fn draw(&mut self, b: usize, entry: &mut Entry, i: usize, at: usize, state: &mut RowState<'_>) -> Result<()> {
+        let vocab_size = self.sampler.vocab_size();
+        let mut token = self.best[at];
+        if !entry.params.greedy {
+            let purpose = if self.rule == Rule::Rejection { Purpose::Draft } else { Purpose::Gumbel };
+            let row = &self.logits[at * vocab_size..][..vocab_size];
+            let position = (entry.n + i - 1) as u64;
+            token = i64::from(self.sampler.draw(row, &entry.params, entry.seed, position, purpose)?);
+            if self.q_width > 0 {
+                let q = &mut self.q[(b * self.q_width + i - 1) * vocab_size..][..vocab_size];
+                self.sampler.probabilities(q)?;
             }
         }
+        entry.draft_fault |= !self.tops[at].is_finite();
+        state.write_tokens(entry.row, entry.n + i - 1, &[token]);
         Ok(())
     }
 

@@ -166,7 +166,9 @@ impl Iteration {
     ) -> Result<()> {
         self.prepare(record, header, state);
         match (&self.config.drafter, draft) {
-            (&Drafter::Cached { max_draft_lag, .. }, Some(draft)) => self.draft(state, draft, max_draft_lag)?,
+            (&Drafter::Cached { max_draft_lag, mask_token_id, .. }, Some(draft)) => {
+                self.draft(state, draft, max_draft_lag, mask_token_id)?;
+            }
             (Drafter::Host(_), _) => self.place(record, state),
             _ => {}
         }

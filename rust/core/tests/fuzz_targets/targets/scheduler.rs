@@ -53,6 +53,7 @@ pub fn scheduler(data: &[u8]) {
         config.drafter = Drafter::Cached {
             max_model_len: 1 + bytes.below(80),
             max_draft_lag: 1 + bytes.below(3),
+            mask_token_id: if bytes.below(4) == 0 { Some(0) } else { None },
             cost_ratio: f64::from(bytes.byte()) / 64.0,
         };
     }

@@ -1,0 +1,60 @@
+"""A draft for parallel drafting, trained on given texts for a few seconds, and its bank. Holds no tests."""
+
+from __future__ import annotations
+
+import functools
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from checkpoints import edit_json, make_checkpoint
+from hf_reference import load
+from torch.nn.functional import cross_entropy
+
+from engine.harness import VOCAB, Bank
+
+MASK = VOCAB - 1
+"""An id that no tokenizer has: one of the padding."""
+DEPTH = 6
+"""Drafts that it was trained for."""
+
+
+def train_parallel_draft(path: Path, texts: list[list[int]], *, steps: int = 80, mask: int = MASK) -> Path:
+    """Write a draft that has learned `texts` by heart, so that it is right several tokens ahead, but not always.
+
+    As PARD is trained: of a text cut anywhere, the last token and the masks behind it say what follows.
+    """
+    make_checkpoint(path, "qwen3", seed=4, tie=False, vocab=VOCAB, hidden=64, layers=2, kv_heads=2, head_dim=32)
+    edit_json(path / "config.json", mask_token_id=mask)
+    model = load(path, torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, weight_decay=0.0)
+    rng = random.Random(0)
+    for _ in range(steps):
+        ids = torch.zeros((len(texts), max(map(len, texts))), dtype=torch.int64)
+        labels = torch.full_like(ids, -100)
+        for row, text in enumerate(texts):
+            cut = rng.randrange(1, len(text) - DEPTH)
+            fed = [*text[:cut], *[mask] * (DEPTH - 1)]
+            ids[row, : len(fed)] = torch.tensor(fed)
+            labels[row, cut - 1 : len(fed)] = torch.tensor(text[cut : cut + DEPTH])
+        loss = cross_entropy(model(ids).logits.flatten(0, 1), labels.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(path)
+    edit_json(path / "config.json", mask_token_id=mask)
+    return path
+
+
+def with_parallel_draft(bank: Bank, path: Path) -> Bank:
+    """The bank with such a draft, `parallel`, of the texts of every other prompt."""
+    texts = [prompt + text for prompt, text in zip(bank.prompts, bank.continuations, strict=True)]
+    return replace(bank, drafts=bank.drafts | {"parallel": train_parallel_draft(path, texts)})
+
+
+@functools.cache
+def loaded(path: Path) -> Any:
+    """The checkpoint in float64, by transformers."""
+    return load(path)

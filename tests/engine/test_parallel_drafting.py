@@ -1,0 +1,185 @@
+"""Parallel drafting (PARD): drafts and counts equal a plain script's, text equals that without drafts; wrong input."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import edit_json, make_checkpoint
+from hf_reference import Books, count_parallel_acceptance
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from specrs.config import EngineConfig
+from specrs.drafters.draft_model import ParallelDraftModel
+from specrs.engine.build import build_engine
+from specrs.engine.engine import Engine
+from specrs.engine.weights import Weights, load_weights
+from specrs.errors import InvalidConfigError
+from specrs.runner.native import NativeRunner
+from specrs.runner.ring import Header, RingSlot
+
+from engine.harness import LONGEST, Bank, config, native_bank, poison, request, run
+from engine.parallel_draft import MASK, loaded, with_parallel_draft
+from engine.test_equivalence import EXAMPLES, engine_settings
+from engine.test_sampling import SAMPLED, joint_distribution, sampled, vanilla_text, with_rule, z_score
+
+DTYPES = ["float64", "float32"]
+"""Of the eager and of the native runner."""
+WEIGHTS: dict[tuple[str, str], Weights] = {}
+
+
+@pytest.fixture(scope="session")
+def banks(qwen_bank: Bank, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bank]:
+    """By dtype."""
+    bank = with_parallel_draft(qwen_bank, tmp_path_factory.mktemp("parallel"))
+    return {"float64": bank, "float32": native_bank(bank, "float32")}
+
+
+def parallel(target: Path, draft: Path, k: int, dtype: str, **fields: object) -> EngineConfig:
+    """An engine that drafts in parallel."""
+    speculative = {"model": str(draft), "num_speculative_tokens": k, "parallel_drafting": True}
+    return replace(config(target, draft, k=k, dtype=dtype, **fields), speculative_config=speculative)
+
+
+def make_engine(bank: Bank, k: int, **fields: object) -> Engine:
+    """The same with the bank's draft, on weights loaded once."""
+    made = parallel(bank.target, bank.drafts["parallel"], k, bank.dtype, **fields)
+    key = (str(bank.target), bank.dtype)
+    if key not in WEIGHTS:
+        WEIGHTS[key] = load_weights(made)
+    engine = build_engine(made, WEIGHTS[key])
+    assert isinstance(engine.drafter, ParallelDraftModel)
+    assert isinstance(engine.runner, NativeRunner) == (bank.dtype == "float32")
+    return engine
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=EXAMPLES, deadline=None, derandomize=EXAMPLES == 60, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_greedy_text(dtype: str, data: st.DataObject, banks: dict[str, Bank]) -> None:
+    bank = banks[dtype]
+    fields = data.draw(engine_settings(), label="engine")
+    engine_k = data.draw(st.integers(1, 8), label="engine K")
+    engine = make_engine(bank, engine_k, **fields)
+    poison(engine)
+    jobs = data.draw(
+        st.lists(
+            st.tuples(
+                st.integers(0, len(bank.prompts) - 1),
+                st.one_of(st.none(), st.integers(0, engine_k)),  # K of the request
+                st.integers(1, LONGEST),
+                st.integers(0, 5),  # steps before the next arrives
+            ),
+            min_size=1,
+            max_size=8,
+        ),
+        label="requests",
+    )
+    requests = []
+    for i, (prompt, k, max_tokens, wait) in enumerate(jobs):
+        job = request(i, bank.prompts[prompt], k=k, max_tokens=max_tokens, engine_k=engine_k)
+        engine.add_request(job)
+        requests.append((job, bank.expected(prompt, max_tokens)))
+        for _ in range(wait):
+            engine.step()
+    run(engine)
+    for job, expected in requests:
+        assert job.output_token_ids == expected
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [1, 2, 5, 8])
+def test_drafts_and_counts_are_those_of_a_plain_script(dtype: str, k: int, banks: dict[str, Bank]) -> None:
+    bank = banks[dtype]
+    target, draft = loaded(bank.target), loaded(bank.drafts["parallel"])
+    engine, books, short = make_engine(bank, k), Books(), 0
+    seen: list[tuple[int, list[int]]] = []
+
+    def watch(slot: RingSlot, header: Header, ms: float) -> None:
+        """The drafts of a launch: what it did not write over with the token behind the accepted ones."""
+        drafted, accepted, emitted = (
+            int(slot.results_arrays[name][0]) for name in ("num_drafted", "num_accepted", "num_emitted")
+        )
+        if drafted:
+            row = int(slot.record_arrays["entry_row"][0])
+            n = int(engine.runner.state.num_tokens[row]) - emitted
+            tokens = engine.runner.state.tokens[row, n : n + drafted].tolist()
+            seen.append((accepted if emitted > accepted else drafted, tokens))
+
+    for i, prompt in enumerate(bank.prompts[:8]):
+        text, expected = count_parallel_acceptance(target, draft, MASK, prompt, LONGEST, k, bank.eos, books)
+        short += len(prompt) + 1 > k + 1
+        seen.clear()
+        engine.watch = watch
+        job = request(i, prompt, k=None, max_tokens=LONGEST, engine_k=k)
+        engine.add_request(job)
+        run(engine)
+        assert job.output_token_ids == text
+        assert len(seen) == len(expected)
+        for (rejected, drafts), theirs in zip(seen, expected, strict=True):
+            assert drafts[:rejected] + drafts[rejected + 1 :] == theirs[:rejected] + theirs[rejected + 1 :]
+    stats = engine.stats()
+    assert stats.drafts == books.drafts
+    assert stats.draft_tokens == books.draft_tokens
+    assert stats.accepted_tokens == books.accepted_tokens
+    assert stats.accepted_per_position == books.per_position
+    # One pass an iteration that drafts, and at most one for a prompt that the first pass does not cover.
+    assert 0 <= stats.draft_passes - stats.drafts <= short
+    assert books.per_position[min(k, 5) - 1] > 0, "drafts from masks must stand now and then"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_coupled_text_is_that_without_drafts(dtype: str, depth: int, banks: dict[str, Bank]) -> None:
+    bank = banks[dtype]
+    engine = with_rule(make_engine(bank, 4, launch_depth=depth, num_gpu_blocks_override=10), "coupled")
+    poison(engine)
+    jobs = [sampled(i, bank.prompts[i], i, 1 + i % 4, 4, **SAMPLED[i % len(SAMPLED)]) for i in range(12)]
+    for job in jobs:
+        engine.add_request(job)
+    run(engine)
+    for i, job in enumerate(jobs):
+        prompt = tuple(bank.prompts[i])
+        assert job.output_token_ids == vanilla_text(bank.target, prompt, i % len(SAMPLED), i, i % 3 == 0, dtype)
+    assert engine.stats().accepted_tokens > 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rejection_draws_are_the_targets_own(dtype: str, tmp_path: Path) -> None:
+    target = make_checkpoint(tmp_path / "target", seed=1, vocab=16, initializer_range=0.1, with_tokenizer=False)
+    draft = shutil.copytree(
+        make_checkpoint(tmp_path / "plain", seed=2, vocab=16, initializer_range=0.1, with_tokenizer=False),
+        tmp_path / "draft",
+    )
+    edit_json(draft / "config.json", mask_token_id=15)
+    prompt, draws, temperature, k = [3, 1, 4, 1, 5], 6_000, 0.9, 3
+    fields = {"max_num_seqs": 1000, "max_num_batched_tokens": 8192, "max_model_len": 16, "block_size": 8}
+    engine = with_rule(build_engine(parallel(target, draft, k, dtype, **fields)), "rejection")
+    settings_of = {"temperature": temperature, "max_tokens": 5, "ignore_eos": True}
+    jobs = [sampled(3 * i + 1, prompt, i, k, k, **settings_of) for i in range(draws)]
+    for job in jobs:
+        engine.add_request(job)
+    run(engine)
+    assert 0.1 < engine.stats().acceptance_rate < 0.9, "both acceptance and rejection must be exercised"
+    texts, p = np.array([job.output_token_ids for job in jobs]), joint_distribution(target, prompt, temperature)
+    for cells, expected in ((texts[:, :2], p.sum(axis=2)), (texts[:, 1:3], p.sum(axis=0))):
+        counts = np.zeros((16, 16))
+        np.add.at(counts, tuple(cells.T), 1)
+        assert abs(z_score(counts, draws * expected)) < 4.5
+
+
+def test_wrong_input(banks: dict[str, Bank], tmp_path: Path) -> None:
+    bank = banks["float64"]
+    with pytest.raises(InvalidConfigError, match=r"speculative_config\.model=.*no mask token.*mask_token_id"):
+        load_weights(parallel(bank.target, bank.drafts["small"], 2, "float64"))
+    broken = make_checkpoint(tmp_path / "broken", vocab=211)
+    edit_json(broken / "config.json", pard_token=211)
+    with pytest.raises(InvalidConfigError, match=r"pard_token=211: must be an id from 0 to vocab_size - 1 = 210"):
+        load_weights(parallel(bank.target, broken, 2, "float64"))
+    speculative = {"method": "ngram", "num_speculative_tokens": 2, "parallel_drafting": True}
+    with pytest.raises(InvalidConfigError, match=r"parallel_drafting=True: not allowed with method='ngram'"):
+        replace(config(bank.target, None, k=0), speculative_config=speculative)
+    speculative |= {"method": "draft_model", "parallel_drafting": 1}
+    with pytest.raises(InvalidConfigError, match=r"speculative_config\.parallel_drafting=1"):
+        replace(config(bank.target, None, k=0), speculative_config=speculative)
