@@ -1242,6 +1242,8 @@ class CpuDecoder:
         block_table: NDArray[np.int64],
         kv_cache: CpuKVCache,
         hidden: NDArray[np.float32],
+        hidden_layers: list[int] = ...,
+        entries: NDArray[np.float32] | None = None,
     ) -> None:
         """Feeds N rows of B requests: writes their K and V, and their final states, behind the final norm.
 
@@ -1252,10 +1254,12 @@ class CpuDecoder:
             q_start: `[B + 1]`, first row of each request; rows from the last on are masked.
             block_table: `[B, max_blocks]`.
             hidden: `[N, hidden_size]`, written.
+            hidden_layers: L layers; their number itself is behind the last, before the final norm.
+            entries: `[N, L, hidden_size]`, written: the residual stream where it enters those layers.
 
         Raises:
-            InvalidBufferError: an array has the wrong dtype, layout or size, or names a token, position, slot or block
-                that does not exist; nothing is written.
+            InvalidBufferError: an array has the wrong dtype, layout or size, or names a token, position, slot, block or
+                layer that does not exist; nothing is written.
         """
 
     def logits(self, hidden: NDArray[np.float32], logits: NDArray[np.float32]) -> None:

@@ -9,8 +9,11 @@ import pytest
 import torch
 from checkpoints import FAMILIES, LLAMA3_ROPE, edit_json, make_checkpoint
 from hf_reference import load
+from specrs.core import InvalidBufferError
+from specrs.kernels.rms_norm import rms_norm
 from specrs.models.dense import Dense
 from specrs.models.loader import load_model
+from specrs.models.native_loader import load_native
 from torch import Tensor
 
 from models.harness import Feeder
@@ -201,3 +204,30 @@ def test_entries_of_layers(folder: Path, name: str, hidden_layers: tuple[int, ..
     assert feeder.entries is not None
     expected = torch.stack([reference[layer][0, 20:] for layer in hidden_layers], dim=1)
     torch.testing.assert_close(feeder.entries, expected, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("rows", [10, 75], ids=["a tile", "two tiles"])
+@pytest.mark.parametrize("hidden_layers", [(0, 1), (1, 0, 1), (1,), (2,)])
+def test_entries_of_native_passes(folder: Path, hidden_layers: tuple[int, ...], rows: int) -> None:
+    """The same of the native pass; behind the last layer transformers has the normed states, so that one is normed."""
+    ids = tokens(rows)
+    with torch.inference_mode():
+        reference = load(make(folder, "qwen3"), torch.float32)(torch.tensor([ids]), output_hidden_states=True)
+    native = load_native(make(folder, "qwen3"), dtype="float32")
+    feeder = Feeder(native, hidden_layers=hidden_layers)
+    without = Feeder(native)
+    fed: dict[int, list[tuple[int, int]]] = {0: list(zip(ids, range(rows), strict=True))}
+    assert torch.equal(feeder.feed(fed), without.feed(fed))
+    assert without.entries is None
+    assert feeder.entries is not None
+    found = feeder.entries
+    if hidden_layers == (2,):
+        found = rms_norm(found, native.weights.final_norm, native.config.rms_norm_eps)
+    expected = torch.stack([reference.hidden_states[layer][0] for layer in hidden_layers], dim=1)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+def test_a_layer_that_is_none(folder: Path) -> None:
+    native = load_native(make(folder, "qwen3"), dtype="float32")
+    with pytest.raises(InvalidBufferError, match=r"hidden_layers = 3 is not allowed: expected 0 to 2"):
+        Feeder(native, hidden_layers=(1, 3)).feed({0: [(1, 0)]})

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specrs.core import CpuDecoder, CpuKVCache, CpuPool, CpuWeights
-from specrs.errors import EngineError
 from specrs.kernels.linear import Codes, QuantizedWeight, StackedWeight, Weight
 from specrs.models.base import HiddenStates
 from specrs.models.dense_weights import DenseFacts, DenseWeights
@@ -69,12 +68,11 @@ class NativeDense(DenseFacts):
         """See `Model`; states are fp32 whatever the dtype.
 
         Raises:
-            EngineError: `hidden_layers` are asked for; the native pass leaves none.
-            InvalidBufferError: a token, position, slot or block that is none; nothing is written then.
+            InvalidBufferError: a token, position, slot, block or layer that is none; nothing is written then.
         """
-        if hidden_layers:
-            raise EngineError(f"hidden_layers={list(hidden_layers)}: the native pass of a CPU leaves none")
-        hidden = torch.empty((len(inputs.input_ids), self.config.hidden_size), dtype=torch.float32)
+        rows, size = len(inputs.input_ids), self.config.hidden_size
+        hidden = torch.empty((rows, size), dtype=torch.float32)
+        entries = torch.empty((rows, len(hidden_layers), size), dtype=torch.float32) if hidden_layers else None
         native = kv_cache.native if isinstance(kv_cache, NativeKVCache) else native_cache(kv_cache)
         self.decoder.forward(
             inputs.input_ids.contiguous().numpy(),
@@ -84,8 +82,10 @@ class NativeDense(DenseFacts):
             inputs.block_table.contiguous().numpy(),
             native,
             hidden.numpy(),
+            list(hidden_layers),
+            None if entries is None else entries.numpy(),
         )
-        return HiddenStates(hidden, None)
+        return HiddenStates(hidden, entries)
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """See `Model`."""

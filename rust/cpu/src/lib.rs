@@ -27,7 +27,7 @@ pub use isa::Isa;
 pub use kv_cache::{KvCache, KvShape};
 pub use linear::{INT4_UNIT, Linear, Part, Weight};
 pub use memory::{Bf16, Memory, MemoryMut, Owner};
-pub use pass::{MAX_TILE_ROWS, Output, Pass};
+pub use pass::{Entries, MAX_TILE_ROWS, Output, Pass};
 pub use pool::Pool;
 pub use quantize::{quantize_int4, quantize_int8};
 pub use weights::{LayerWeights, ModelShape, Values, ValuesMut, Weights};

@@ -62,6 +62,25 @@ pub enum Output<'a> {
     },
 }
 
+/// Hidden states that a pass keeps on its way: the residual stream of all rows where it enters layers.
+#[derive(Debug)]
+pub struct Entries<'a> {
+    /// Layers in any order; their number itself is where the last one has left the stream, before the final norm.
+    pub layers: &'a [usize],
+    /// `[N, layers, hidden_size]`
+    pub states: &'a mut [f32],
+}
+
+impl Entries<'_> {
+    pub(crate) fn check(&self, num_rows: usize, num_layers: usize, shape: &ModelShape) -> Result<()> {
+        check_len("states", self.states.len(), num_rows * self.layers.len() * shape.hidden_size)?;
+        match self.layers.iter().find(|&&layer| layer > num_layers) {
+            Some(&layer) => Err(Error::invalid("hidden_layers", layer, format!("0 to {num_layers}"))),
+            None => Ok(()),
+        }
+    }
+}
+
 impl Output<'_> {
     fn check(&self, num_rows: usize, shape: &ModelShape) -> Result<()> {
         let vocab_size = shape.vocab_size;

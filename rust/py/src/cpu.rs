@@ -3,10 +3,10 @@
 use crate::buffers::{In, In2, Out, check_len, readonly, readwrite};
 use crate::error::{Class, size, to_py as core_to_py};
 use crate::tensors::{values, values_mut, weight as weight_of};
-use numpy::{Ix1, Ix2, Ix5, PyReadonlyArray, PyReadwriteArray, PyUntypedArrayMethods};
+use numpy::{Ix1, Ix2, Ix3, Ix5, PyReadonlyArray, PyReadwriteArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use specrs_cpu::{
-    Decoder, KvCache, KvShape, LayerWeights, Linear, ModelShape, Output, Part, Pass, Pool, Values, Weights,
+    Decoder, Entries, KvCache, KvShape, LayerWeights, Linear, ModelShape, Output, Part, Pass, Pool, Values, Weights,
 };
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -200,6 +200,10 @@ impl CpuDecoder {
     }
 
     #[allow(clippy::too_many_arguments)] // buffers, each with a name of its own
+    #[allow(clippy::needless_pass_by_value)] // extracted from Python objects
+    #[pyo3(signature = (
+        tokens, positions, slots, q_start, block_table, kv_cache, hidden, hidden_layers = vec![], entries = None
+    ))]
     fn forward(
         &self,
         py: Python<'_>,
@@ -210,27 +214,40 @@ impl CpuDecoder {
         block_table: &Bound<'_, PyAny>,
         kv_cache: &CpuKVCache,
         hidden: &Bound<'_, PyAny>,
+        hidden_layers: Vec<i64>,
+        entries: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
+        let layers: Vec<usize> = hidden_layers
+            .iter()
+            .map(|&layer| size(py, Class::InvalidBuffer, "hidden_layers", layer))
+            .collect::<PyResult<_>>()?;
+        let mut states: Option<PyReadwriteArray<'_, f32, Ix3>> =
+            entries.map(|entries| readwrite("entries", entries)).transpose()?;
         let (tokens, positions): (In<'_>, In<'_>) = (readonly("tokens", tokens)?, readonly("positions", positions)?);
         let (slots, q_start): (In<'_>, In<'_>) = (readonly("slots", slots)?, readonly("q_start", q_start)?);
         let block_table: In2<'_> = readonly("block_table", block_table)?;
         let mut hidden: PyReadwriteArray<'_, f32, Ix2> = readwrite("hidden", hidden)?;
         let count = tokens.len();
         check_len(py, "q_start", q_start.len(), block_table.shape()[0] + 1)?;
-        let (entries, positions) = entries_of(py, q_start.as_slice()?, positions.as_slice()?, count)?;
+        let (requests, positions) = entries_of(py, q_start.as_slice()?, positions.as_slice()?, count)?;
         let rows: Vec<usize> = (0..count).collect();
         let pass = Pass {
             tokens: tokens.as_slice()?,
             positions: &positions,
             slots: slots.as_slice()?,
-            entries: &entries,
+            entries: &requests,
             block_table: block_table.as_slice()?,
             max_blocks: block_table.shape()[1],
         };
         let hidden = hidden.as_slice_mut()?;
+        let states = match &mut states {
+            Some(states) => states.as_slice_mut()?,
+            None => &mut [],
+        };
         py.detach(|| {
             let output = Output::Hidden { rows: &rows, hidden };
-            lock(&self.0).forward(&pass, &mut lock(&kv_cache.0), output)
+            let entries = Entries { layers: &layers, states };
+            lock(&self.0).forward_keeping(&pass, &mut lock(&kv_cache.0), output, entries)
         })
         .map_err(|error| to_py(py, &error))
     }

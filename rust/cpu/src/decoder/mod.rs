@@ -14,7 +14,7 @@ use crate::isa::{Isa, LANES};
 use crate::kernels::{Angles, Product, RmsNorm, Vector};
 use crate::kv_cache::KvCache;
 use crate::linear::{Linear, Weight};
-use crate::pass::{MAX_TILE_ROWS, Output, Pass};
+use crate::pass::{Entries, MAX_TILE_ROWS, Output, Pass};
 use crate::pool::{Pool, Session};
 use crate::weights::{ValuesMut, Weights};
 use scratch::{Buffers, Private};
@@ -91,9 +91,25 @@ impl Decoder {
     /// # Errors
     /// Where the pass names a token, slot, block or row that does not exist, or the process is a fork of the pool's;
     /// nothing is written then.
-    pub fn forward(&mut self, pass: &Pass<'_>, kv: &mut KvCache, mut output: Output<'_>) -> Result<()> {
+    pub fn forward(&mut self, pass: &Pass<'_>, kv: &mut KvCache, output: Output<'_>) -> Result<()> {
+        self.forward_keeping(pass, kv, output, Entries { layers: &[], states: &mut [] })
+    }
+
+    /// The same, and keeps hidden states on the way.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward), and for a layer that does not exist.
+    pub fn forward_keeping(
+        &mut self,
+        pass: &Pass<'_>,
+        kv: &mut KvCache,
+        mut output: Output<'_>,
+        mut entries: Entries<'_>,
+    ) -> Result<()> {
+        let hidden = self.weights.shape.hidden_size;
         kv.check(&self.weights.shape, self.weights.layers.len())?;
         pass.check(&self.weights.shape, &kv.shape, &output)?;
+        entries.check(pass.len(), self.weights.layers.len(), &self.weights.shape)?;
         let session = self.pool.enter()?;
         let shares = &mut self.shares[session.participants() - 1];
         if let Output::Logits { num_ids, .. } | Output::Argmax { num_ids, .. } = &output {
@@ -110,7 +126,10 @@ impl Decoder {
             };
             shares.set_tile(&tile);
             let cx = Context { isa: self.isa, weights: &self.weights, shares, session: &session, tile };
-            cx.layers(kv, &mut self.buffers, &mut self.private);
+            let width = entries.layers.len() * hidden;
+            let (states, behind) = std::mem::take(&mut entries.states).split_at_mut(rows.len() * width);
+            entries.states = behind;
+            cx.layers(kv, &mut self.buffers, &mut self.private, Entries { layers: entries.layers, states });
             cx.output(&mut output, &rows, &self.buffers.h, &mut self.private);
         }
         Ok(())
@@ -122,15 +141,28 @@ impl Context<'_> {
         self.tile.len()
     }
 
-    fn layers(&self, kv: &mut KvCache, buffers: &mut Buffers, private: &mut [Private]) {
+    fn layers(&self, kv: &mut KvCache, buffers: &mut Buffers, private: &mut [Private], mut entries: Entries<'_>) {
         self.embed(buffers);
         let kv_shape = kv.shape;
-        for (layer, kv) in self.weights.layers.iter().zip(&mut kv.layers) {
+        for (i, (layer, kv)) in self.weights.layers.iter().zip(&mut kv.layers).enumerate() {
+            self.keep(i, &buffers.h, &mut entries);
             match kv {
                 ValuesMut::F32(kv) => self.attention(layer, kv.as_mut_slice(), &kv_shape, buffers, private),
                 ValuesMut::Bf16(kv) => self.attention(layer, kv.as_mut_slice(), &kv_shape, buffers, private),
             }
             self.mlp(layer, buffers, private);
+        }
+        self.keep(self.weights.layers.len(), &buffers.h, &mut entries);
+    }
+
+    /// Copies the residual stream `h` in front of layer `i` to where it is asked for.
+    fn keep(&self, i: usize, h: &[f32], entries: &mut Entries<'_>) {
+        let hidden = self.weights.shape.hidden_size;
+        for (at, _) in entries.layers.iter().enumerate().filter(|&(_, &layer)| layer == i) {
+            let rows = entries.states.chunks_exact_mut(entries.layers.len() * hidden);
+            for (states, h) in rows.zip(h.chunks_exact(hidden)) {
+                states[at * hidden..][..hidden].copy_from_slice(h);
+            }
         }
     }
 

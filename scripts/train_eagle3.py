@@ -1,0 +1,438 @@
+"""Train an EAGLE-3 head for a target by self-distillation; what it writes, specrs, vLLM and SGLang read.
+
+    python scripts/train_eagle3.py --out build/eagle3                          # for the bundled target
+    python scripts/train_eagle3.py --target FOLDER --prompts prompts.jsonl --out build/eagle3 --device cuda
+
+Three steps, each resumed where it was left when the same command is given again:
+
+1. The target continues prompts (`--prompts`: one JSON object a line with `prompt`, or plain lines; the default is
+   pieces of the Python standard library, of which the last 2 % are never used, as in `train_pair.py`), some greedily,
+   some at random. What it wrote is in `OUT/text`. Longer pieces of the same text are learned from as they are.
+2. The head learns the target's own distribution over the ids that it drafts, at every position of prompt and
+   continuation. As in drafting, only its first pass sees the target's hidden states: each of the passes behind it reads
+   what the pass before has left, and attends what a draft of that depth would find in the KV cache (Li et al. 2025,
+   section 3.2, "training-time test"). Losses are weighted with 0.8 for each pass. `OUT/state.pt` holds it on the way.
+3. `OUT/head` is the head, in the layout of `LlamaForCausalLMEagle3`; embeddings are the target's.
+
+It prints how often the draft of each pass is the target's choice on text that it has not seen, given that those before
+were right. For the bundled head: see python/specrs/pair/__init__.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import sysconfig
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn.functional import log_softmax, silu
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+BUNDLED = Path(__file__).parents[1] / "python" / "specrs" / "pair" / "target"
+HELD_OUT = 0.02
+PART = 256
+"""Prompts that are continued together, and kept in a file each."""
+DECAY = 0.8
+"""Weight of a pass's loss by that of the pass before."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What `config.json` of the head says, and the layers of the target that it reads."""
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    theta: float
+    layer_ids: list[int]
+
+
+class Head(nn.Module):
+    """The head in fp32, under the names of its checkpoint. Embedding rows are the target's and not trained."""
+
+    def __init__(self, shape: Shape, norm: Tensor, lm_head: Tensor) -> None:
+        super().__init__()
+        h, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        self.shape = shape
+        self.fc = nn.Linear(len(shape.layer_ids) * h, h, bias=False)
+        self.midlayer = nn.ModuleDict(
+            {
+                "self_attn": nn.ModuleDict(
+                    {
+                        "q_proj": nn.Linear(2 * h, q, bias=False),
+                        "k_proj": nn.Linear(2 * h, kv, bias=False),
+                        "v_proj": nn.Linear(2 * h, kv, bias=False),
+                        "o_proj": nn.Linear(q, h, bias=False),
+                    }
+                ),
+                "mlp": nn.ModuleDict(
+                    {
+                        "gate_proj": nn.Linear(h, shape.intermediate, bias=False),
+                        "up_proj": nn.Linear(h, shape.intermediate, bias=False),
+                        "down_proj": nn.Linear(shape.intermediate, h, bias=False),
+                    }
+                ),
+                "hidden_norm": nn.RMSNorm(h, shape.eps),
+                "input_layernorm": nn.RMSNorm(h, shape.eps),
+                "post_attention_layernorm": nn.RMSNorm(h, shape.eps),
+            }
+        )
+        self.norm = nn.RMSNorm(h, shape.eps)
+        self.lm_head = nn.Linear(h, lm_head.shape[0], bias=False)
+        with torch.no_grad():
+            self.norm.weight.copy_(norm)
+            self.lm_head.weight.copy_(lm_head)
+            self.fc.weight.mul_(0.1)
+            self.fc.weight[:, -h:] += torch.eye(h)  # begins as the deepest of the hidden states
+
+    def forward(self, entries: Tensor, embedded: Tensor, passes: int) -> Iterator[Tensor]:
+        """Logits `[B, N, Vd]` of each pass. `entries` `[B, N, L * H]` are the target's hidden states of N positions,
+        `embedded` `[B, N, H]` the tokens behind them. Row i of pass j means something for i >= j."""
+        n = entries.shape[1]
+        cos, sin = self._angles(n, entries.device)
+        layer: Any = self.midlayer
+        attn, mlp = layer["self_attn"], layer["mlp"]
+        tokens = layer["input_layernorm"](embedded)
+        hidden = self.fc(entries)
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        for j in range(passes):
+            if j:  # what the pass before left at the position before
+                hidden = hidden.roll(1, dims=1)
+            x = torch.cat((tokens, layer["hidden_norm"](hidden)), dim=-1)
+            q, k, v = (self._split(attn[f"{name}_proj"](x)) for name in "qkv")
+            q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+            repeats = self.shape.heads // self.shape.kv_heads
+            keys.append(k.repeat_interleave(repeats, dim=1))
+            values.append(v.repeat_interleave(repeats, dim=1))
+            attended = _attend(q, keys, values)
+            hidden = hidden + attn["o_proj"](attended.transpose(1, 2).flatten(2))
+            y = layer["post_attention_layernorm"](hidden)
+            hidden = hidden + mlp["down_proj"](silu(mlp["gate_proj"](y)) * mlp["up_proj"](y))
+            yield self.lm_head(self.norm(hidden))
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)
+
+    def _angles(self, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        exponents = torch.arange(0, self.shape.head_dim, 2, device=device) / self.shape.head_dim
+        angles = torch.arange(n, device=device).view(-1, 1) / self.shape.theta**exponents
+        return angles.cos(), angles.sin()
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def _attend(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+    """Row i of pass j attends what a draft at depth j finds: rows 0..i-j of the first pass, row i - j + s of pass s."""
+    j, scale = len(keys) - 1, q.shape[-1] ** -0.5
+    n = q.shape[2]
+    behind = torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1 - j)
+    behind[:j, 0] = False  # rows that mean nothing attend something
+    scores = [(q @ keys[0].float().transpose(-1, -2) * scale).masked_fill(behind, -torch.inf)]
+    pairs = zip(keys, values, strict=True)
+    later = [(k.roll(j - s, dims=2), v.roll(j - s, dims=2)) for s, (k, v) in enumerate(pairs) if s]
+    scores += [(q * k).sum(-1, keepdim=True) * scale for k, _ in later]
+    weights = torch.cat(scores, dim=-1).softmax(dim=-1)
+    out = weights[..., :n] @ values[0].float()
+    for at, (_, v) in enumerate(later):
+        out = out + weights[..., n + at : n + at + 1] * v
+    return out
+
+
+@dataclass(frozen=True)
+class Text:
+    """Sequences of ids, padded at the end."""
+
+    ids: Tensor
+    """[S, T] int32"""
+    lengths: Tensor
+    """[S] int32"""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def read_prompts(args: argparse.Namespace, tokenizer: Any, count: int, size: int) -> list[list[int]]:
+    """Prompts as ids, at most `size` of each, `count` of them: the same for the same size, whatever the count."""
+    rng = random.Random(0)
+    if args.prompts is not None:
+        lines = [line for line in args.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
+        texts = [json.loads(line)["prompt"] if line.startswith("{") else line for line in lines]
+        prompts = [ids[-size:] for ids in tokenizer(texts, add_special_tokens=True)["input_ids"] if ids]
+        return [prompts[i % len(prompts)] for i in range(count)]
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skip = {"site-packages", "test", "tests", "idlelib"}
+    files = sorted(p for p in root.rglob("*.py") if not skip & set(p.relative_to(root).parts))
+    rng.shuffle(files)
+    texts = [p.read_text(encoding="utf8", errors="ignore") for p in files]
+    stream = [i for ids in tokenizer(texts, verbose=False)["input_ids"] for i in [tokenizer.eos_token_id, *ids]]
+    end = int(len(stream) * (1 - HELD_OUT)) - size
+    return [stream[at : at + size] for at in (rng.randrange(end) for _ in range(count))]
+
+
+def write_text(args: argparse.Namespace, folder: Path) -> Text:
+    """Let the target continue the prompts, `PART` at a time, and keep each part in a file."""
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    prompts = read_prompts(args, tokenizer, args.num_prompts, args.prompt_tokens)
+    length = args.prompt_tokens + args.new_tokens
+    folder.mkdir(parents=True, exist_ok=True)
+    starts = range(0, len(prompts), PART)
+    missing = [at for at in starts if not (folder / f"{at}.safetensors").exists()]
+    if missing:
+        from specrs import LLM, SamplingParams
+
+        llm = LLM(str(args.target), max_model_len=length, max_num_seqs=args.concurrency, device=args.device)
+        with tqdm(
+            total=len(prompts), initial=max(0, len(prompts) - len(missing) * PART), desc="Text", unit="prompt"
+        ) as bar:
+            for at in missing:
+                part = prompts[at : at + PART]
+                params = [
+                    SamplingParams(temperature=args.temperature[i % len(args.temperature)], max_tokens=args.new_tokens)
+                    for i in range(len(part))
+                ]
+                outputs = llm.generate([{"prompt_token_ids": ids} for ids in part], params, use_tqdm=False)
+                rows = [[*ids, *out.outputs[0].token_ids] for ids, out in zip(part, outputs, strict=True)]
+                ids, lengths = pad(rows, length)
+                save(
+                    folder / f"{at}.safetensors",
+                    lambda path, a=ids, b=lengths: save_file({"ids": a, "lengths": b}, path),
+                )
+                bar.update(len(part))
+    parts = [load_file(folder / f"{at}.safetensors") for at in starts]
+    plain = pad(read_prompts(args, tokenizer, args.num_plain, length), length)
+    written = [(part["ids"], part["lengths"]) for part in parts]
+    return Text(*map(torch.cat, zip(plain, *written, strict=True)))
+
+
+def pad(rows: list[list[int]], length: int) -> tuple[Tensor, Tensor]:
+    """`[S, T]` ids, zeros behind them, and `[S]` lengths."""
+    ids = torch.zeros(len(rows), length, dtype=torch.int32)
+    for row, found in zip(ids, rows, strict=True):
+        row[: len(found)] = torch.tensor(found, dtype=torch.int32)
+    return ids, torch.tensor([len(found) for found in rows], dtype=torch.int32)
+
+
+def save(path: Path, write: Any) -> None:
+    """A file is there whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    write(partial)
+    partial.rename(path)
+
+
+class Trainer:
+    """A head, its optimizer, and the target that it learns from."""
+
+    def __init__(self, args: argparse.Namespace, text: Text) -> None:
+        torch.manual_seed(0)
+        self.args, self.device = args, torch.device(args.device)
+        self.target: Any = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
+        self.target.to(self.device).requires_grad_(False)
+        c = self.target.config
+        n = c.num_hidden_layers
+        self.shape = Shape(
+            hidden=c.hidden_size,
+            intermediate=args.intermediate_size or c.intermediate_size,
+            heads=args.num_heads or c.num_attention_heads,
+            kv_heads=args.num_kv_heads or c.num_key_value_heads,
+            head_dim=args.head_dim or getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
+            eps=c.rms_norm_eps,
+            theta=args.rope_theta,
+            layer_ids=sorted(set(args.layers or (2, n // 2, n - 3))),
+        )
+        held_out = max(1, int(len(text) * HELD_OUT))
+        self.text = Text(text.ids[:-held_out], text.lengths[:-held_out])
+        self.unseen = Text(text.ids[-held_out:], text.lengths[-held_out:])
+        self.kept = self.frequent_ids(args.draft_vocab_size or c.vocab_size, c.vocab_size)
+        self.is_kept = torch.zeros(c.vocab_size, dtype=torch.bool).index_fill_(0, self.kept, True).to(self.device)
+        self.kept_here = self.kept.to(self.device)
+        self.head = Head(self.shape, self.target.model.norm.weight, self.target.lm_head.weight[self.kept_here]).to(
+            self.device
+        )
+        self.optimizer = torch.optim.AdamW(self.head.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.01)
+        self.step = 0
+
+    def frequent_ids(self, size: int, vocab: int) -> Tensor:
+        """The ids that the text has most often, ascending."""
+        real = torch.arange(self.text.ids.shape[1]) < self.text.lengths.unsqueeze(1)
+        counts = torch.bincount(self.text.ids[real].long(), minlength=vocab)
+        kept = counts.sort(descending=True, stable=True).indices[:size].sort().values
+        print(f"{size} ids cover {counts[kept].sum() / counts.sum():.2%} of the text")
+        return kept
+
+    def losses(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
+        """The loss of a batch, and for each pass (right, rows): of the rows where those before were right."""
+        ids = ids.to(self.device).long()
+        with torch.no_grad(), self.autocast():
+            out = self.target(ids, output_hidden_states=True, use_cache=False)
+            entries = torch.cat([out.hidden_states[i][:, :-1] for i in self.shape.layer_ids], dim=-1).float()
+            logits = out.logits[:, 1:].float()  # row i of the head is about position i + 2, as row i + 1 of the target
+            best = logits.argmax(dim=-1)
+            wanted = logits[..., self.kept_here].softmax(dim=-1)
+            embedded = self.target.get_input_embeddings()(ids[:, 1:]).float()
+        row = torch.arange(ids.shape[1] - 1, device=self.device)
+        real = row + 1 < lengths.to(self.device).unsqueeze(1)
+        known = self.is_kept[best]
+        loss, right_before, counts = torch.zeros((), device=self.device), real, []
+        with self.autocast():
+            for j, found in enumerate(self.head(entries, embedded, self.args.passes)):
+                rows = real & known & (row >= j)
+                terms = -(wanted * log_softmax(found.float(), dim=-1)).sum(-1)
+                loss = loss + DECAY**j * terms[rows].mean()
+                right = self.kept_here[found.argmax(dim=-1)] == best
+                if j:  # row i drafts behind row i - 1 of the pass before
+                    right_before = right_before.roll(1, dims=1) & real & (row >= j)
+                counts.append((int((right & right_before).sum()), int(right_before.sum())))
+                right_before = right_before & right
+        return loss, counts
+
+    def autocast(self) -> Any:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.args.bf16)
+
+    def train(self, state: Path) -> None:
+        """Take the steps that are left; writes `state` every minute."""
+        args, size = self.args, len(self.text)
+        if state.exists():
+            kept = torch.load(state, weights_only=True, map_location=self.device)
+            self.head.load_state_dict(kept["head"])
+            self.optimizer.load_state_dict(kept["optimizer"])
+            self.step = kept["step"]
+        total, saved = args.steps, time.monotonic()
+        shown = 0.0
+        with tqdm(total=total, initial=self.step, desc="Training", unit="step", mininterval=5) as bar:
+            while self.step < total:
+                rng = torch.Generator().manual_seed(self.step)
+                at = torch.randint(0, size, (args.batch_size,), generator=rng)
+                for group in self.optimizer.param_groups:
+                    warm, done = min(1.0, (self.step + 1) / 100), self.step / total
+                    group["lr"] = args.lr * warm * (0.95 * 0.5 * (1 + math.cos(math.pi * done)) + 0.05)
+                loss, _ = self.losses(self.text.ids[at], self.text.lengths[at])
+                self.optimizer.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
+                self.optimizer.step()
+                self.step += 1
+                shown = loss.item() if shown == 0 else 0.98 * shown + 0.02 * loss.item()
+                bar.update()
+                bar.set_postfix(loss=f"{shown:.3f}", refresh=False)
+                if time.monotonic() - saved > 60 or self.step == total:
+                    kept = {
+                        "head": self.head.state_dict(),
+                        "optimizer": self.optimizer.state_dict(),
+                        "step": self.step,
+                    }
+                    save(state, lambda path, kept=kept: torch.save(kept, path))
+                    saved = time.monotonic()
+
+    @torch.no_grad()
+    def evaluate(self) -> list[float]:
+        """By pass, how often its draft is the target's choice on unseen text where those before were."""
+        sums = [[0, 0] for _ in range(self.args.passes)]
+        for at in range(0, len(self.unseen), self.args.batch_size):
+            part = slice(at, at + self.args.batch_size)
+            _, counts = self.losses(self.unseen.ids[part], self.unseen.lengths[part])
+            for total, (right, rows) in zip(sums, counts, strict=True):
+                total[0] += right
+                total[1] += rows
+        return [right / max(1, rows) for right, rows in sums]
+
+    def write(self, folder: Path) -> None:
+        """The head as a checkpoint that this package's loader has read."""
+        s, vocab = self.shape, self.target.config.vocab_size
+        config = {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "attention_bias": False,
+            "draft_vocab_size": len(self.kept),
+            "dtype": "bfloat16",
+            "eagle_aux_hidden_state_layer_ids": s.layer_ids,
+            "head_dim": s.head_dim,
+            "hidden_act": "silu",
+            "hidden_size": s.hidden,
+            "intermediate_size": s.intermediate,
+            "max_position_embeddings": self.target.config.max_position_embeddings,
+            "mlp_bias": False,
+            "num_attention_heads": s.heads,
+            "num_hidden_layers": 1,
+            "num_key_value_heads": s.kv_heads,
+            "rms_norm_eps": s.eps,
+            "rope_theta": s.theta,
+            "tie_word_embeddings": False,
+            "vocab_size": vocab,
+        }
+        n = self.target.config.num_hidden_layers
+        if s.layer_ids == sorted({2, n // 2, n - 3}):
+            del config[
+                "eagle_aux_hidden_state_layer_ids"
+            ]  # what it means differs between engines; the default's does not
+        tensors = {k: v.to(torch.bfloat16).contiguous().cpu() for k, v in self.head.state_dict().items()}
+        tensors["d2t"] = self.kept - torch.arange(len(self.kept))
+        tensors["t2d"] = self.is_kept.cpu()
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+        from specrs.models.eagle3 import load_eagle3
+        from specrs.models.loader import load_model
+
+        load_eagle3(folder, load_model(self.args.target, dtype="float32"), dtype=torch.float32)
+
+
+def main() -> None:
+    """Take the steps that are left."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--target", type=Path, default=BUNDLED, help="checkpoint folder; default: the bundled target")
+    add("--out", type=Path, required=True, help="folder for text, state and head")
+    add("--prompts", type=Path, help="file of prompts; default: the Python standard library")
+    add("--num-prompts", type=int, default=4096, help="default: 4096")
+    add("--num-plain", type=int, default=4096, help="pieces of the prompts' text, not continued; default: 4096")
+    add("--prompt-tokens", type=int, default=64, help="the most of a prompt; default: 64")
+    add("--new-tokens", type=int, default=192, help="the most of a continuation; default: 192")
+    add("--temperature", type=float, nargs="+", default=[0.0, 1.0], help="of continuations, in turn; default: 0 1")
+    add("--concurrency", type=int, default=64, help="continuations at a time; default: 64")
+    add("--layers", type=int, nargs="+", help="target layers whose entry is read; default: 2, n / 2 and n - 3")
+    add("--draft-vocab-size", type=int, help="ids that are drafted, the most frequent; default: all")
+    add("--intermediate-size", type=int, help="default, as of the next three: the target's")
+    add("--num-heads", type=int)
+    add("--num-kv-heads", type=int)
+    add("--head-dim", type=int)
+    add("--rope-theta", type=float, default=10000.0, help="default: 10000")
+    add("--passes", type=int, default=5, help="passes that a step unrolls; default: 5")
+    add("--steps", type=int, default=3000, help="default: 3000")
+    add("--batch-size", type=int, default=8, help="sequences of a step; default: 8")
+    add("--lr", type=float, default=1e-3, help="the highest learning rate; default: 1e-3")
+    add("--bf16", action="store_true", help="products in bf16")
+    add("--device", default="cpu", help="cpu or cuda; default: cpu")
+    args = parser.parse_args()
+    text = write_text(args, args.out / "text")
+    trainer = Trainer(args, text)
+    trainer.train(args.out / "state.pt")
+    rates = trainer.evaluate()
+    print("right where those before were, by pass:", " ".join(f"{rate:.3f}" for rate in rates))
+    length = 1 + sum(math.prod(rates[: i + 1]) for i in range(len(rates)))
+    print(f"expected acceptance length at K = {len(rates)}: {length:.2f}")
+    trainer.write(args.out / "head")
+    print(f"written to {args.out / 'head'}")
+
+
+if __name__ == "__main__":
+    main()
