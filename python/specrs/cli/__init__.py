@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from specrs.cli import bench, demo, forecast, generate, serve, tune
+from specrs.cli import bench, convert_head, demo, forecast, generate, serve, tune
 from specrs.cli.arguments import Parser, spell
 from specrs.errors import SpecrsError
 
@@ -18,8 +18,8 @@ def parser() -> Parser:
     top = Parser(prog="specrs", description="Speculative decoding: a small model guesses ahead for a large one.")
     top.add_argument("--version", action="store_true", help="print the version and exit")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
-    for module in (generate, serve, bench, forecast, tune, demo):
-        name = module.__name__.rpartition(".")[2]
+    for module in (generate, serve, bench, forecast, tune, convert_head, demo):
+        name = module.__name__.rpartition(".")[2].replace("_", "-")
         command = commands.add_parser(name, help=module.SUMMARY, description=module.DESCRIPTION)
         module.add_arguments(command)
         command.set_defaults(run=module.run, parser=command)
