@@ -11,7 +11,7 @@ from hf_reference import generate, load
 from torch import nn
 from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP
 
 WIDTH, HEADS, KV_HEADS, DIM, INTERMEDIATE = 64, 4, 2, 20, 72
 
@@ -41,7 +41,7 @@ def test_its_rows_are_those_of_layers_of_transformers(
         head_dim=DIM,
         rms_norm_eps=1e-5,
         rope_parameters={"rope_type": "default", "rope_theta": 500.0},
-        attn_implementation="eager",
+        attn_implementation="sdpa",
     )
     t = head.tensors
 
@@ -58,7 +58,10 @@ def test_its_rows_are_those_of_layers_of_transformers(
         name: filled(LlamaRMSNorm(WIDTH, 1e-5), f"layers.0.{name}.")
         for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")
     }
-    mlp, last = filled(LlamaMLP(config), "layers.0.mlp."), filled(LlamaRMSNorm(WIDTH, 1e-5), "norm.")
+    mlp, last = (
+        filled((LlamaMLP if layer == "llama" else Qwen3MLP)(config), "layers.0.mlp."),
+        filled(LlamaRMSNorm(WIDTH, 1e-5), "norm."),
+    )
     n = 23
     generator = torch.Generator().manual_seed(2)
     hidden = torch.randn(n, WIDTH, generator=generator, dtype=torch.float64)
