@@ -31,7 +31,9 @@ _REJECTION_NAMES = {
 AUTO = "auto"
 DEFAULT_MAX_SPECULATIVE_TOKENS = 7
 """The most drafts of `num_speculative_tokens="auto"` unless told otherwise: 8 rows of verification a request."""
-_MODEL = frozenset({"model", "revision", "max_model_len", "quantization", "parallel_drafting"})
+_MODEL = frozenset(
+    {"model", "revision", "max_model_len", "quantization", "parallel_drafting", "use_heterogeneous_vocab"}
+)
 METHODS = {
     "draft_model": _MODEL,
     "ngram": frozenset({"prompt_lookup_min", "prompt_lookup_max"}),
@@ -67,6 +69,8 @@ class SpeculativeConfig:
     `quantization`: as the engine's, of the draft; None: the draft is not quantized, whatever the target is.
     `parallel_drafting`: the draft model is one that was fine-tuned with mask tokens to give all drafts in one pass
     (PARD); its config.json names its mask token, `mask_token_id` or `pard_token`.
+    `use_heterogeneous_vocab`: the draft may have another tokenizer than the target. It proposes the tokens that both
+    vocabularies have (token-level intersection), and is fed its unknown token, or its EOS, for others.
     """
 
     num_speculative_tokens: int | str
@@ -83,6 +87,7 @@ class SpeculativeConfig:
     prompt_lookup_max: int | None = None
     quantization: str | None = None
     parallel_drafting: bool = False
+    use_heterogeneous_vocab: bool = False
 
     def __post_init__(self) -> None:
         error, at = InvalidConfigError, "speculative_config."
@@ -131,6 +136,10 @@ class SpeculativeConfig:
         checked["synthetic_acceptance_rates"] = rates
         check_bool(error, at + "disable_padded_drafter_batch", self.disable_padded_drafter_batch)
         check_bool(error, at + "parallel_drafting", self.parallel_drafting)
+        check_bool(error, at + "use_heterogeneous_vocab", self.use_heterogeneous_vocab)
+        if self.use_heterogeneous_vocab and self.parallel_drafting:
+            reason = "not implemented with parallel_drafting=True; allowed: False"
+            raise invalid(UnsupportedConfigError, at + "use_heterogeneous_vocab", True, reason)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
 

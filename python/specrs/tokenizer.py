@@ -188,7 +188,9 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
         # files are looked for in the name of the model; here it is another argument that named them
         raise CheckpointError(str(fault).replace("model=", "tokenizer=", 1) if own else str(fault)) from fault
     speculative, draft = config.speculative_config, config.draft
-    if speculative is not None and speculative.most_speculative_tokens > 0 and draft not in (None, config.target):
+    if speculative is None or speculative.most_speculative_tokens == 0 or speculative.use_heterogeneous_vocab:
+        return tokenizer
+    if draft not in (None, config.target):
         check_same_tokenizer(tokenizer, Tokenizer(str(draft), speculative.revision))
     return tokenizer
 
@@ -210,8 +212,65 @@ def check_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:
     if reason is not None:
         raise TokenizerMismatchError(
             f"speculative_config.model={short(draft.source)}: its tokenizer differs from that of {target.source}: "
-            f"{reason}; allowed is a draft with the target's tokenizer"
+            f"{reason}; allowed is a draft with the target's tokenizer, or "
+            "use_heterogeneous_vocab=True"
         )
+
+
+def shared_ids(target: Tokenizer, draft: Tokenizer) -> list[tuple[int, int]]:
+    """Pairs (target's id, draft's id) of the tokens that both have: special ones of the same name, and BOS and EOS by
+    their role, others by the bytes that they stand for. Ascending, each id at most once; empty where there are none."""
+    ours, theirs = _meanings(target), _meanings(draft)
+    shared = {token_id: theirs[meaning] for meaning, token_id in ours.items() if meaning in theirs}
+    for role in ("bos_token_id", "eos_token_id"):
+        mine, other = getattr(target.hf, role), getattr(draft.hf, role)
+        if None not in (mine, other) and mine not in shared and other not in shared.values():
+            shared[mine] = other
+    return sorted(shared.items())
+
+
+def unknown_id(draft: Tokenizer) -> int:
+    """What a draft is fed for a token that its tokenizer does not have: its unknown token, or else its EOS.
+
+    Raises `TokenizerMismatchError` if it has neither.
+    """
+    for name in ("unk_token_id", "eos_token_id"):
+        token_id = getattr(draft.hf, name)
+        if token_id is not None:
+            return int(token_id)
+    raise TokenizerMismatchError(
+        f"speculative_config.model={short(draft.source)}: its tokenizer has no unk_token and no eos_token, and "
+        "use_heterogeneous_vocab=True feeds one of them for tokens that it does not know"
+    )
+
+
+def _meanings(tokenizer: Tokenizer) -> dict[tuple[bool, bytes], int]:
+    """Ids by whether the token is an added one and the bytes that it stands for; the lowest id of several."""
+    backend = tokenizer.backend
+    added = {token.content for token in backend.get_added_tokens_decoder().values()}
+    byte_of = _BYTE_OF_SYMBOL if '"ByteLevel"' in json.dumps(json.loads(backend.to_str())["decoder"]) else None
+    found: dict[tuple[bool, bytes], int] = {}
+    for token, token_id in sorted(backend.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1]):
+        if token in added:
+            meaning = token.encode()
+        elif byte_of is not None and all(symbol in byte_of for symbol in token):
+            meaning = bytes(byte_of[symbol] for symbol in token)
+        elif len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            meaning = bytes([int(token[3:5], 16)])
+        else:
+            meaning = token.replace("\u2581", " ").encode()
+        found.setdefault((token in added, meaning), token_id)
+    return found
+
+
+def _byte_symbols() -> dict[str, int]:
+    """What byte-level tokenizers write for a byte: itself where it is printable Latin-1, else U+0100 and on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF_SYMBOL = _byte_symbols()
 
 
 def _vocabulary_difference(target: dict[str, int], draft: dict[str, int]) -> str:

@@ -12,6 +12,7 @@ from specrs.core import CachedDrafter, NgramProposer, Scheduler
 from specrs.drafters.base import Drafter
 from specrs.drafters.draft_model import DraftModel, ParallelDraftModel
 from specrs.drafters.ngram import NgramDrafter
+from specrs.drafters.vocabulary import TranslatedDraftModel
 from specrs.engine.weights import Weights
 from specrs.models.base import Model
 from specrs.sampling import RequestLimits, max_constraint_len
@@ -140,6 +141,8 @@ class Blueprint:
         if draft is None or context is None:
             return None
         cache, vocab_size = draft.allocate_cache(blocks, self.config.block_size), self.weights.target.vocab_size
+        if self.weights.shared is not None:
+            return TranslatedDraftModel(draft, cache, context, vocab_size, shared=self.weights.shared)
         if self.weights.mask_token_id is None:
             return DraftModel(draft, cache, context, vocab_size)
         return ParallelDraftModel(

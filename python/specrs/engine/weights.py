@@ -8,12 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from specrs.config import EngineConfig
+from specrs.drafters.vocabulary import SharedVocabulary
 from specrs.engine.device import resolve_device
-from specrs.errors import InvalidConfigError, UnsupportedConfigError, invalid
+from specrs.errors import InvalidConfigError, TokenizerMismatchError, UnsupportedConfigError, invalid
 from specrs.models.base import Model
 from specrs.models.config import MASK_TOKEN_FIELDS, ModelConfig
 from specrs.models.loader import load_config, load_model, resolve_dtype
 from specrs.models.native_loader import INT4_GROUPS, load_native
+from specrs.tokenizer import Tokenizer, shared_ids, unknown_id
 
 logger = logging.getLogger("specrs")
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
@@ -28,6 +30,8 @@ class Weights:
     draft: Model | None
     mask_token_id: int | None = None
     """What the draft is fed in place of drafts; None: it drafts token by token."""
+    shared: SharedVocabulary | None = None
+    """What the draft, of another tokenizer, shares with the target; None: they have the same ids."""
 
 
 def load_weights(config: EngineConfig) -> Weights:
@@ -47,7 +51,32 @@ def load_weights(config: EngineConfig) -> Weights:
     dtype = str(target.dtype).removeprefix("torch.")
     field = "speculative_config.quantization"
     mask = _mask_token_id(*draft, device) if speculative.parallel_drafting else None
-    return Weights(target, _load(config, *draft, dtype, device, speculative.quantization, field), mask)
+    model = _load(config, *draft, dtype, device, speculative.quantization, field)
+    shared = _shared(config, *draft, target, model) if speculative.use_heterogeneous_vocab else None
+    return Weights(target, model, mask, shared)
+
+
+def _shared(config: EngineConfig, draft: str, revision: str | None, target: Model, model: Model) -> SharedVocabulary:
+    """Raises TokenizerMismatchError if nothing is shared, UnsupportedConfigError for a device that cannot."""
+    if target.device.type == "cuda":
+        field, reason = "speculative_config.use_heterogeneous_vocab", "not implemented on device='cuda'; allowed: False"
+        raise invalid(UnsupportedConfigError, field, True, reason)
+    own = config.tokenizer_revision or (None if config.tokenizer else config.revision)
+    ours, theirs = Tokenizer(config.tokenizer or config.target, own), Tokenizer(draft, revision)
+    sizes, unknown = (target.vocab_size, model.vocab_size), unknown_id(theirs)
+    pairs = [pair for pair in shared_ids(ours, theirs) if pair[0] < sizes[0] and pair[1] < sizes[1]]
+    if not pairs:
+        reason = f"its tokenizer shares no token with that of {ours.source}, so it can propose none"
+        raise invalid(TokenizerMismatchError, "speculative_config.model", draft, reason)
+    logger.info(
+        "%s shares %d of its %d tokens with the target's %d, and is fed id %d for others",
+        draft,
+        len(pairs),
+        theirs.vocab_size,
+        ours.vocab_size,
+        unknown,
+    )
+    return SharedVocabulary.of(pairs, unknown, sizes[0], target.device)
 
 
 def _mask_token_id(draft: str, revision: str | None, device: torch.device) -> int:

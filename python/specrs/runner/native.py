@@ -1,9 +1,9 @@
 """The runner of the native pass on a CPU: a launch is one call of `specrs-cpu`. Plans nothing and settles nothing.
 
 A launch in which some request asks for masks, penalties, a grammar or log probabilities goes through the eager runner,
-op by op, on the same row state and KV and with the same passes: its logits are the same bits, and drawing and
-verification are the core's either way. So a request may go from one to the other at any launch, and what its neighbours
-ask for does not change its text.
+as do all launches with a draft of another tokenizer: op by op, on the same row state and KV and with the same passes.
+Its logits are the same bits, and drawing and verification are the core's either way. So a request may go from one to
+the other at any launch, and what its neighbours ask for does not change its text.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 from specrs.core import CpuDecoder, CpuIteration, CpuKVCache, CpuPool, Scheduler
 from specrs.drafters.draft_model import ModelPasses
+from specrs.drafters.vocabulary import TranslatedDraftModel
 from specrs.models.base import Model
 from specrs.models.dense_native import NativeDense, NativeKVCache
 from specrs.models.kv_cache import KVCache
@@ -44,7 +45,7 @@ class NativeRunner(EagerRunner):
         if header.num_admitted:
             self.sampling.remember(slot.views, header.num_admitted)
         entries = slot.record_arrays["entry_row"][: header.num_decode + header.num_prefill]
-        if not self.sampling.is_bare(entries):
+        if not self.sampling.is_bare(entries) or isinstance(self.drafter, TranslatedDraftModel):
             self._execute(slot, header)
             return
         slot.logprobs.clear()
