@@ -1191,6 +1191,8 @@ class CpuWeights:
             tuple[NDArray[np.generic] | tuple[NDArray[np.generic], NDArray[np.generic]], NDArray[np.generic] | None]
         ],
         frequencies: NDArray[np.float32],
+        hidden_norm: NDArray[np.generic] | None = None,
+        norm_before_residual: bool = False,
     ) -> CpuWeights:
         """A decoder's weights; sizes by the names of config.json.
 
@@ -1203,6 +1205,10 @@ class CpuWeights:
                 `[head_dim]` or None; the projections `qkv` (all heads of q, then k, then v), `o`, `gate_up`, `down`.
             final_norm: `[hidden_size]`.
             lm_head: a projection from hidden_size to vocab_size.
+            hidden_norm: `[hidden_size]`, makes it an EAGLE-3 head: one layer, whose `qkv` has 2 * hidden_size inputs,
+                the normed embedding and the hidden state that passes are fed, normed with this; `lm_head` may have any
+                number of ids.
+            norm_before_residual: of such a head: its residual is the normed hidden state.
             frequencies: `[head_dim / 2]`, the angle of each rotated pair at position 1.
 
         Raises:
@@ -1244,6 +1250,8 @@ class CpuDecoder:
         hidden: NDArray[np.float32],
         hidden_layers: list[int] = ...,
         entries: NDArray[np.float32] | None = None,
+        beside: NDArray[np.float32] | None = None,
+        k_start: NDArray[np.int64] | None = None,
     ) -> None:
         """Feeds N rows of B requests: writes their K and V, and their final states, behind the final norm.
 
@@ -1256,6 +1264,9 @@ class CpuDecoder:
             hidden: `[N, hidden_size]`, written.
             hidden_layers: L layers; their number itself is behind the last, before the final norm.
             entries: `[N, L, hidden_size]`, written: the residual stream where it enters those layers.
+            beside: `[N, hidden_size]`, for weights with a `hidden_norm` and only for them: each row's hidden state.
+            k_start: `[B]`, with `beside`: the first position that a request's rows attend, none of which is before it;
+                None: 0.
 
         Raises:
             InvalidBufferError: an array has the wrong dtype, layout or size, or names a token, position, slot, block or

@@ -5,16 +5,24 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import make_checkpoint, make_eagle3
-from eagle3_reference import Head, read
-from hf_reference import load
+from eagle3_reference import Head, read, speculate
+from hf_reference import Books, load
+from specrs.core import InvalidBufferError
+from specrs.models.dense_native import native_cache
 from specrs.models.eagle3 import load_eagle3
 from specrs.models.eagle3_head import Eagle3Head
+from specrs.models.eagle3_native import NativeEagle3Head
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
 from specrs.models.loader import load_model
+from specrs.models.native_loader import load_native
+from specrs.pair import EAGLE3, TARGET
+from specrs.pair.prompts import PROMPTS
+from tokenizers import Tokenizer
 from torch import Tensor
 
 LENGTH, DRAFTS = 45, 5
@@ -73,12 +81,37 @@ def expected(folder: Path, name: str) -> tuple[list[int], Tensor, list[int], Ten
     return ids, torch.stack(entries, dim=1), drafts, torch.cat([first[:-1], logits])
 
 
+@pytest.mark.parametrize("native", [False, True])
+def test_the_bundled_head_drafts_what_the_script_does(native: bool) -> None:
+    """A prompt in two chunks; and it is a head of this target: some of its first drafts are the target's choice."""
+    prompt: list[int] = Tokenizer.from_file(str(TARGET / "tokenizer.json")).encode(PROMPTS[0]).ids
+    target, books = load(TARGET), Books()
+    reference = Head(EAGLE3, target)
+    speculation = speculate(target, reference, prompt, 40, 3, [], books)
+    assert books.per_position[0] > 0.25 * books.drafts
+    model = load_native(TARGET, dtype="float32") if native else load_model(TARGET, dtype="float64")
+    made = load_eagle3(EAGLE3, model, dtype=model.dtype)
+    for r in speculation.rounds[:: 1 + len(speculation.rounds) // 4]:
+        text = (prompt + speculation.tokens)[: r.n]
+        with torch.inference_mode():
+            _, entries = read(target, text, reference.layer_ids)
+        feeder, last = HeadFeeder(made, 16, length=r.n + 3), r.n - 1
+        fused = made.fuse(torch.stack(entries, dim=1)[:last].to(model.dtype))
+        feeder.feed(text[1:30], list(range(29)), fused[:29])
+        recurrent, logits = feeder.feed(text[30:], list(range(29, last)), fused[29:])
+        drafts = [int(made.target_ids[logits[-1].argmax()])]
+        while len(drafts) < len(r.drafts):
+            recurrent, logits = feeder.feed(drafts[-1:], [last + len(drafts) - 1], recurrent[-1:])
+            drafts.append(int(made.target_ids[logits[-1].argmax()]))
+        assert drafts == r.drafts
+
+
 class HeadFeeder:
     """One request on one cache of scattered blocks, NaN where nothing was written."""
 
-    def __init__(self, head: Eagle3Head, block_size: int, first: int = 0) -> None:
+    def __init__(self, head: Eagle3Head, block_size: int, first: int = 0, length: int = LENGTH + DRAFTS) -> None:
         self.head, self.block_size = head, block_size
-        blocks = -(-(LENGTH + DRAFTS) // block_size)
+        blocks = -(-length // block_size)
         self.cache: KVCache = head.allocate_cache(blocks + 3, block_size)
         self.cache.layers[0].fill_(torch.nan)
         self.table = torch.randperm(blocks + 3, generator=torch.Generator().manual_seed(1))[:blocks].view(1, -1)
@@ -133,6 +166,54 @@ def test_other_dtypes(folder: Path, name: str, dtype: torch.dtype) -> None:
     assert found.dtype == torch.float32
     true = LENGTH - 1  # drafts may be others
     torch.testing.assert_close(found[:true].double(), logits[:true], rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("chunks", [[LENGTH - 1], [20, 1, 3, 20]], ids=["at once", "pieces"])
+def test_native_passes(folder: Path, name: str, dtype: torch.dtype, chunks: list[int]) -> None:
+    ids, entries, drafts, logits = expected(folder, name)
+    native = load_eagle3(make(folder, name), load_native(folder / "target", dtype=dtype), dtype=dtype)
+    assert isinstance(native, NativeEagle3Head)
+    found = run(native, ids, entries, chunks, 4)
+    true = LENGTH - 1
+    torch.testing.assert_close(found[1][:true].double(), logits[:true], rtol=0, atol=TOLERANCE[dtype])
+    if dtype == torch.float32:
+        assert found[0] == drafts
+        torch.testing.assert_close(found[1].double(), logits, rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("first", [1, 16, 17, LENGTH - 2])
+@pytest.mark.parametrize("block_size", [4, 16, 32])
+def test_native_passes_start_anew(folder: Path, first: int, block_size: int) -> None:
+    ids, entries, _, _ = expected(folder, "llama")
+    reference = Head(make(folder, "llama"), load(folder / "target"))
+    with torch.inference_mode():
+        drafts, logits = reference.draft(list(entries.unbind(1)), ids, DRAFTS, first)
+    native = load_eagle3(make(folder, "llama"), load_native(folder / "target", dtype="float32"), dtype=torch.float32)
+    found = run(native, ids, entries, [LENGTH - 1 - first], block_size, first)
+    assert found[0] == drafts
+    torch.testing.assert_close(found[1][-DRAFTS:].double(), logits, rtol=0, atol=TOLERANCE[torch.float32])
+
+
+def test_native_passes_refuse_what_does_not_fit(folder: Path) -> None:
+    target = load_native(folder / "target", dtype="float32")
+    native = load_eagle3(make(folder, "llama"), target, dtype=torch.float32)
+    feeder = HeadFeeder(native, 4, 9)
+    with pytest.raises(
+        InvalidBufferError, match=r"k_start\[0\] = 9 is not allowed: expected 0 to 8, the position of row 0"
+    ):
+        feeder.feed([1], [8], torch.zeros(1, 64))
+    with pytest.raises(InvalidBufferError, match=r"^beside = 32 elements is not allowed: expected 64 elements"):
+        feeder.feed([1], [9], torch.zeros(1, 32))
+    one = np.zeros(1, np.int64)
+    call = [one, one, one, np.array([0, 1]), np.zeros((1, 1), np.int64), native_cache(feeder.cache)]
+    final = np.zeros((1, 64), np.float32)
+    with pytest.raises(InvalidBufferError, match=r"^beside = missing is not allowed: expected some"):
+        native.decoder.forward(*call, final)
+    call[-1] = target.allocate_cache(1, 4).native
+    with pytest.raises(InvalidBufferError, match=r"^beside = given is not allowed: expected none: it is no head"):
+        target.decoder.forward(*call, final, beside=final.copy())
 
 
 @pytest.mark.parametrize("first", [1, 17, LENGTH - 2])

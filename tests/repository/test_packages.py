@@ -26,7 +26,7 @@ PAIR = {
         "tokenizer.json",
         "tokenizer_config.json",
     )
-}
+} | {f"specrs/pair/eagle3/{file}" for file in ("config.json", "model.safetensors")}
 
 
 def maturin(*arguments: str) -> None:

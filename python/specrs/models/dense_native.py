@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from specrs.core import CpuDecoder, CpuKVCache, CpuPool, CpuWeights
 from specrs.kernels.linear import Codes, QuantizedWeight, StackedWeight, Weight
 from specrs.models.base import HiddenStates
-from specrs.models.dense_weights import DenseFacts, DenseWeights
+from specrs.models.dense_weights import DenseFacts, DenseWeights, LayerWeights
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
 
@@ -110,23 +111,6 @@ def native_cache(cache: KVCache) -> CpuKVCache:
 
 def _borrow(weights: DenseWeights) -> CpuWeights:
     c = weights.config
-    layers = []
-    for layer in weights.layers:
-        q_norm = k_norm = None
-        if layer.qk_norm is not None:
-            q_norm, k_norm = array(layer.qk_norm[0]), array(layer.qk_norm[-1])
-        layers.append(
-            {
-                "input_norm": array(layer.input_norm),
-                "qkv": _parts(layer.qkv),
-                "q_norm": q_norm,
-                "k_norm": k_norm,
-                "o": _parts(layer.o),
-                "post_attention_norm": array(layer.post_attention_norm),
-                "gate_up": _parts(layer.gate_up),
-                "down": _parts(layer.down),
-            }
-        )
     return CpuWeights(
         vocab_size=c.vocab_size,
         hidden_size=c.hidden_size,
@@ -136,9 +120,9 @@ def _borrow(weights: DenseWeights) -> CpuWeights:
         head_dim=c.head_dim,
         rms_norm_eps=c.rms_norm_eps,
         embedding=array(weights.embedding),
-        layers=layers,
+        layers=[layer_arrays(layer) for layer in weights.layers],
         final_norm=array(weights.final_norm),
-        lm_head=_parts(weights.lm_head),
+        lm_head=stored_parts(weights.lm_head),
         frequencies=weights.rotary[c.head_dim // 2 :].numpy(),
     )
 
@@ -147,7 +131,25 @@ Stored = NDArray[np.generic] | tuple[NDArray[np.generic], NDArray[np.generic]]
 """A matrix as `CpuWeights` takes it: an array, or codes and scales."""
 
 
-def _parts(weight: Weight) -> list[tuple[Stored, NDArray[np.generic] | None]]:
+def layer_arrays(layer: LayerWeights) -> dict[str, Any]:
+    """A layer as `CpuWeights` takes it."""
+    q_norm = k_norm = None
+    if layer.qk_norm is not None:
+        q_norm, k_norm = array(layer.qk_norm[0]), array(layer.qk_norm[-1])
+    return {
+        "input_norm": array(layer.input_norm),
+        "qkv": stored_parts(layer.qkv),
+        "q_norm": q_norm,
+        "k_norm": k_norm,
+        "o": stored_parts(layer.o),
+        "post_attention_norm": array(layer.post_attention_norm),
+        "gate_up": stored_parts(layer.gate_up),
+        "down": stored_parts(layer.down),
+    }
+
+
+def stored_parts(weight: Weight) -> list[tuple[Stored, NDArray[np.generic] | None]]:
+    """A projection as `CpuWeights` takes it."""
     assert isinstance(weight, StackedWeight | QuantizedWeight)
     parts: tuple[Tensor | Codes, ...] = weight.parts
     biases = weight.biases or (None,) * len(parts)

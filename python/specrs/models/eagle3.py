@@ -12,14 +12,17 @@ import torch
 from torch import Tensor
 
 from specrs.errors import CheckpointError
-from specrs.kernels.linear import DenseWeight, PackedWeight, Weight, pack
+from specrs.kernels.linear import DenseWeight, PackedWeight, StackedWeight, Weight, pack
 from specrs.kernels.rotary import inverse_frequencies, signed_frequencies
 from specrs.models.base import Model
 from specrs.models.checkpoint import Checkpoint, read_json, resolve_folder
+from specrs.models.dense_native import NativeDense
 from specrs.models.dense_weights import DenseFacts, LayerWeights
 from specrs.models.eagle3_config import Eagle3Config, TargetFacts, parse_eagle3_config
 from specrs.models.eagle3_head import Eagle3Head, Eagle3Weights
+from specrs.models.eagle3_native import NativeEagle3Head
 from specrs.models.errors import malformed
+from specrs.models.native_loader import aligned
 
 EMBEDDING, LM_HEAD, D2T = "embed_tokens.weight", "lm_head.weight", "d2t"
 NOT_READ = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
@@ -37,6 +40,7 @@ def load_eagle3(
     revision: str | None = None,
 ) -> Eagle3Head:
     """Load the head in a folder or hub id for `target`, on the target's device; all is checked before any is read.
+    The head of a native target is native, too.
 
     Embedding and LM head are the target's where the checkpoint leaves them out or has the same numbers.
 
@@ -57,6 +61,8 @@ def load_eagle3(
         if any(folder.glob("*.safetensors*")):
             raise
         raise CheckpointError(f"{error}; for a head `specrs convert-head {path} FOLDER` does it") from error
+    if isinstance(target, NativeDense):
+        return NativeEagle3Head(_NativeLoader(config, checkpoint, facts, dtype).load())
     return Eagle3Head(_Loader(config, checkpoint, facts, dtype).load())
 
 
@@ -215,3 +221,29 @@ class _Loader:
 
     def read(self, name: str) -> Tensor:
         return self.checkpoint.read(name, self.dtype, self.device)
+
+
+class _NativeLoader(_Loader):
+    """Leaves matrices of the layer and the LM head as the file has them where passes read that; the rest is fp32."""
+
+    def embedding(self) -> Tensor:
+        own = super().embedding()
+        return own if own is self.target.weights.embedding else self.kept(EMBEDDING)
+
+    def lm_head(self, embedding: Tensor) -> Weight:
+        if LM_HEAD in self.checkpoint:
+            return StackedWeight((self.kept(LM_HEAD),))
+        if self.config.layer.tie_word_embeddings and EMBEDDING in self.checkpoint:
+            return StackedWeight((embedding,))
+        return self.target.weights.lm_head
+
+    def linear(self, names: list[str], *, bias: bool) -> Weight:
+        biases = tuple(self.read(f"{name}.bias") for name in names) if bias else None
+        return StackedWeight(tuple(self.kept(f"{name}.weight") for name in names), biases)
+
+    def kept(self, name: str) -> Tensor:
+        matrix = self.checkpoint.mapped(name)
+        return aligned(matrix if matrix.dtype == torch.bfloat16 else matrix.to(self.dtype))
+
+    def read(self, name: str) -> Tensor:
+        return self.checkpoint.read(name, torch.float32, self.device)

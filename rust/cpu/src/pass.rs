@@ -71,6 +71,35 @@ pub struct Entries<'a> {
     pub states: &'a mut [f32],
 }
 
+/// What a pass of an EAGLE-3 head is fed beside its tokens, which are those behind its positions.
+#[derive(Clone, Copy, Debug)]
+pub struct Beside<'a> {
+    /// `[N, hidden_size]`: the target's states, fused, or what the pass before has left; of a masked row anything.
+    pub hidden: &'a [f32],
+    /// By row of the block table the first position that is attended; empty: 0 for all.
+    pub k_start: &'a [i64],
+}
+
+impl Beside<'_> {
+    /// The first position that rows of an entry attend.
+    pub(crate) fn first(&self, entry: usize) -> usize {
+        self.k_start.get(entry).map_or(0, |&first| first as usize)
+    }
+
+    pub(crate) fn check(&self, pass: &Pass<'_>, shape: &ModelShape) -> Result<()> {
+        check_len("beside", self.hidden.len(), pass.len() * shape.hidden_size)?;
+        for row in (0..pass.len()).filter(|&row| pass.positions[row] >= 0 && !self.k_start.is_empty()) {
+            let (entry, position) = (pass.entries[row], pass.positions[row]);
+            let first = self.k_start.get(entry).copied().unwrap_or(-1);
+            if first < 0 || first > position {
+                let allowed = format!("0 to {position}, the position of row {row}");
+                return Err(Error::invalid(format!("k_start[{entry}]"), first, allowed));
+            }
+        }
+        Ok(())
+    }
+}
+
 impl Entries<'_> {
     pub(crate) fn check(&self, num_rows: usize, num_layers: usize, shape: &ModelShape) -> Result<()> {
         check_len("states", self.states.len(), num_rows * self.layers.len() * shape.hidden_size)?;
@@ -82,8 +111,7 @@ impl Entries<'_> {
 }
 
 impl Output<'_> {
-    fn check(&self, num_rows: usize, shape: &ModelShape) -> Result<()> {
-        let vocab_size = shape.vocab_size;
+    fn check(&self, num_rows: usize, shape: &ModelShape, vocab_size: usize) -> Result<()> {
         let (rows, ids) = match self {
             Output::Nothing => return Ok(()),
             Output::Hidden { rows, hidden } => {
@@ -123,7 +151,7 @@ impl Pass<'_> {
     }
 
     /// Refuses whatever would read or write outside the weights, the cache and the output.
-    pub(crate) fn check(&self, shape: &ModelShape, kv: &KvShape, output: &Output<'_>) -> Result<()> {
+    pub(crate) fn check(&self, shape: &ModelShape, num_ids: usize, kv: &KvShape, output: &Output<'_>) -> Result<()> {
         let rows = self.len();
         check_len("positions", self.positions.len(), rows)?;
         check_len("slots", self.slots.len(), rows)?;
@@ -134,7 +162,7 @@ impl Pass<'_> {
                 self.check_row(row, shape, kv)?;
             }
         }
-        output.check(rows, shape)
+        output.check(rows, shape, num_ids)
     }
 
     fn check_slot(&self, row: usize, kv: &KvShape) -> Result<()> {

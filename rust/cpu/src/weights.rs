@@ -151,9 +151,24 @@ pub(crate) struct Layer {
     pub(crate) down: Linear,
 }
 
+/// What a layer has that reads a hidden state beside the token: the layer of an EAGLE-3 head (Li et al. 2025).
+pub struct BesideWeights {
+    /// `[hidden]`, of the hidden state, as `input_norm` is of the embedding.
+    pub hidden_norm: Values,
+    /// The residual is the normed hidden state.
+    pub norm_before_residual: bool,
+}
+
+/// The same as passes read it.
+pub(crate) struct Normed {
+    pub(crate) hidden_norm: Vec<f32>,
+    pub(crate) before_residual: bool,
+}
+
 /// All weights of a dense decoder, checked against its shape. Read-only: several decoders may share them.
 pub struct Weights {
     pub(crate) shape: ModelShape,
+    pub(crate) beside: Option<Normed>,
     pub(crate) embedding: Values,
     pub(crate) layers: Vec<Layer>,
     pub(crate) final_norm: Vec<f32>,
@@ -175,15 +190,58 @@ impl Weights {
         lm_head: Linear,
         frequencies: Vec<f32>,
     ) -> Result<Self> {
+        let vocab_size = shape.vocab_size;
+        let made = Self::build(shape, embedding, layers, final_norm, lm_head, frequencies, None)?;
+        made.lm_head.check("lm_head", vocab_size, shape.hidden_size)?;
+        Ok(made)
+    }
+
+    /// The weights of an EAGLE-3 head: one layer, whose `qkv` has `2 hidden` inputs, the normed embedding and the normed
+    /// hidden state; `lm_head` gives as many ids as it has outputs.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn head(
+        shape: ModelShape,
+        embedding: Values,
+        layer: LayerWeights,
+        final_norm: &Values,
+        lm_head: Linear,
+        frequencies: Vec<f32>,
+        beside: &BesideWeights,
+    ) -> Result<Self> {
+        check_len("hidden_norm", beside.hidden_norm.len(), shape.hidden_size)?;
+        lm_head.check("lm_head", lm_head.outputs().max(1), shape.hidden_size)?;
+        let normed = Normed { hidden_norm: beside.hidden_norm.to_f32(), before_residual: beside.norm_before_residual };
+        Self::build(shape, embedding, vec![layer], final_norm, lm_head, frequencies, Some(normed))
+    }
+
+    fn build(
+        shape: ModelShape,
+        embedding: Values,
+        layers: Vec<LayerWeights>,
+        final_norm: &Values,
+        lm_head: Linear,
+        frequencies: Vec<f32>,
+        beside: Option<Normed>,
+    ) -> Result<Self> {
         shape.check()?;
         let hidden = shape.hidden_size;
         check_len("embedding", embedding.len(), shape.vocab_size * hidden)?;
         check_len("final_norm", final_norm.len(), hidden)?;
         check_len("frequencies", frequencies.len(), shape.head_dim / 2)?;
-        lm_head.check("lm_head", shape.vocab_size, hidden)?;
-        let layers =
-            layers.into_iter().enumerate().map(|(i, layer)| check_layer(&shape, i, layer)).collect::<Result<_>>()?;
-        Ok(Self { shape, embedding, layers, final_norm: final_norm.to_f32(), lm_head, frequencies })
+        let inputs = if beside.is_some() { 2 * hidden } else { hidden };
+        let layers = layers
+            .into_iter()
+            .enumerate()
+            .map(|(i, layer)| check_layer(&shape, i, inputs, layer))
+            .collect::<Result<_>>()?;
+        Ok(Self { shape, beside, embedding, layers, final_norm: final_norm.to_f32(), lm_head, frequencies })
+    }
+
+    /// Logits of a row: the vocabulary, or the ids of an EAGLE-3 head.
+    pub fn num_ids(&self) -> usize {
+        self.lm_head.outputs()
     }
 
     /// Its sizes.
@@ -197,12 +255,12 @@ impl Weights {
     }
 }
 
-fn check_layer(shape: &ModelShape, i: usize, layer: LayerWeights) -> Result<Layer> {
+fn check_layer(shape: &ModelShape, i: usize, inputs: usize, layer: LayerWeights) -> Result<Layer> {
     let (hidden, intermediate, dim) = (shape.hidden_size, shape.intermediate_size, shape.head_dim);
     let name = |field: &str| format!("layers[{i}].{field}");
     check_len(&name("input_norm"), layer.input_norm.len(), hidden)?;
     check_len(&name("post_attention_norm"), layer.post_attention_norm.len(), hidden)?;
-    layer.qkv.check(&name("qkv"), (shape.num_heads + 2 * shape.num_kv_heads) * dim, hidden)?;
+    layer.qkv.check(&name("qkv"), (shape.num_heads + 2 * shape.num_kv_heads) * dim, inputs)?;
     layer.o.check(&name("o"), hidden, shape.num_heads * dim)?;
     layer.gate_up.check(&name("gate_up"), 2 * intermediate, hidden)?;
     layer.down.check(&name("down"), hidden, intermediate)?;

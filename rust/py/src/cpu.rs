@@ -6,7 +6,8 @@ use crate::tensors::{values, values_mut, weight as weight_of};
 use numpy::{Ix1, Ix2, Ix3, Ix5, PyReadonlyArray, PyReadwriteArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use specrs_cpu::{
-    Decoder, Entries, KvCache, KvShape, LayerWeights, Linear, ModelShape, Output, Part, Pass, Pool, Values, Weights,
+    Beside, BesideWeights, Decoder, Entries, KvCache, KvShape, LayerWeights, Linear, ModelShape, Output, Part, Pass,
+    Pool, Values, Weights,
 };
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -85,7 +86,7 @@ fn linear(name: &str, inputs: usize, parts: &Projection<'_>) -> PyResult<Linear>
     Python::attach(|py| Linear::new(name, inputs, made).map_err(|error| to_py(py, &error)))
 }
 
-fn layer(i: usize, arrays: &LayerArrays<'_>, shape: &ModelShape) -> PyResult<LayerWeights> {
+fn layer(i: usize, arrays: &LayerArrays<'_>, shape: &ModelShape, inputs: usize) -> PyResult<LayerWeights> {
     let name = |field: &str| format!("layers[{i}].{field}");
     let hidden = shape.hidden_size;
     let norm = |field: &str, array: &Option<Bound<'_, PyAny>>| {
@@ -93,7 +94,7 @@ fn layer(i: usize, arrays: &LayerArrays<'_>, shape: &ModelShape) -> PyResult<Lay
     };
     Ok(LayerWeights {
         input_norm: vector(&name("input_norm"), &arrays.input_norm)?,
-        qkv: linear(&name("qkv"), hidden, &arrays.qkv)?,
+        qkv: linear(&name("qkv"), inputs, &arrays.qkv)?,
         qk_norm: norm("q_norm", &arrays.q_norm)?.zip(norm("k_norm", &arrays.k_norm)?),
         o: linear(&name("o"), shape.num_heads * shape.head_dim, &arrays.o)?,
         post_attention_norm: vector(&name("post_attention_norm"), &arrays.post_attention_norm)?,
@@ -107,7 +108,7 @@ impl CpuWeights {
     #[new]
     #[pyo3(signature = (
         *, vocab_size, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, rms_norm_eps, embedding, layers,
-        final_norm, lm_head, frequencies,
+        final_norm, lm_head, frequencies, hidden_norm = None, norm_before_residual = false,
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only sizes and tensors")]
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python objects")]
@@ -125,6 +126,8 @@ impl CpuWeights {
         final_norm: &Bound<'_, PyAny>,
         lm_head: Projection<'_>,
         frequencies: &Bound<'_, PyAny>,
+        hidden_norm: Option<&Bound<'_, PyAny>>,
+        norm_before_residual: bool,
     ) -> PyResult<Self> {
         let size = |field, value| size(py, Class::InvalidConfig, field, value);
         let shape = ModelShape {
@@ -137,14 +140,27 @@ impl CpuWeights {
             rms_norm_eps,
         };
         let frequencies: PyReadonlyArray<'_, f32, Ix1> = readonly("frequencies", frequencies)?;
-        let weights = Weights::new(
-            shape,
-            values::<Ix2>("embedding", embedding)?.0,
-            layers.iter().enumerate().map(|(i, arrays)| layer(i, arrays, &shape)).collect::<PyResult<_>>()?,
-            &vector("final_norm", final_norm)?,
-            linear("lm_head", shape.hidden_size, &lm_head)?,
-            frequencies.as_slice()?.to_vec(),
-        );
+        let embedding = values::<Ix2>("embedding", embedding)?.0;
+        let inputs = shape.hidden_size * if hidden_norm.is_some() { 2 } else { 1 };
+        let mut layers = layers
+            .iter()
+            .enumerate()
+            .map(|(i, arrays)| layer(i, arrays, &shape, inputs))
+            .collect::<PyResult<Vec<_>>>()?;
+        let final_norm = vector("final_norm", final_norm)?;
+        let lm_head = linear("lm_head", shape.hidden_size, &lm_head)?;
+        let frequencies = frequencies.as_slice()?.to_vec();
+        let weights = match (hidden_norm, layers.len()) {
+            (None, _) => Weights::new(shape, embedding, layers, &final_norm, lm_head, frequencies),
+            (Some(hidden_norm), 1) => {
+                let beside = BesideWeights { hidden_norm: vector("hidden_norm", hidden_norm)?, norm_before_residual };
+                Weights::head(shape, embedding, layers.remove(0), &final_norm, lm_head, frequencies, &beside)
+            }
+            (Some(_), count) => {
+                let message = format!("layers: there are {count}, expected 1 with hidden_norm");
+                return Err(Class::InvalidBuffer.error(py, message));
+            }
+        };
         weights.map(|weights| Self(Arc::new(weights))).map_err(|error| to_py(py, &error))
     }
 
@@ -202,7 +218,8 @@ impl CpuDecoder {
     #[allow(clippy::too_many_arguments)] // buffers, each with a name of its own
     #[allow(clippy::needless_pass_by_value)] // extracted from Python objects
     #[pyo3(signature = (
-        tokens, positions, slots, q_start, block_table, kv_cache, hidden, hidden_layers = vec![], entries = None
+        tokens, positions, slots, q_start, block_table, kv_cache, hidden, hidden_layers = vec![], entries = None,
+        beside = None, k_start = None
     ))]
     fn forward(
         &self,
@@ -216,7 +233,12 @@ impl CpuDecoder {
         hidden: &Bound<'_, PyAny>,
         hidden_layers: Vec<i64>,
         entries: Option<&Bound<'_, PyAny>>,
+        beside: Option<&Bound<'_, PyAny>>,
+        k_start: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
+        let beside: Option<PyReadonlyArray<'_, f32, Ix2>> =
+            beside.map(|array| readonly("beside", array)).transpose()?;
+        let k_start: Option<In<'_>> = k_start.map(|array| readonly("k_start", array)).transpose()?;
         let layers: Vec<usize> = hidden_layers
             .iter()
             .map(|&layer| size(py, Class::InvalidBuffer, "hidden_layers", layer))
@@ -244,10 +266,19 @@ impl CpuDecoder {
             Some(states) => states.as_slice_mut()?,
             None => &mut [],
         };
+        let k_start = k_start.as_ref().map_or(Ok(&[][..]), |array| array.as_slice())?;
+        let beside = match &beside {
+            Some(array) => Some(Beside { hidden: array.as_slice()?, k_start }),
+            None => None,
+        };
         py.detach(|| {
             let output = Output::Hidden { rows: &rows, hidden };
             let entries = Entries { layers: &layers, states };
-            lock(&self.0).forward_keeping(&pass, &mut lock(&kv_cache.0), output, entries)
+            let (mut decoder, mut cache) = (lock(&self.0), lock(&kv_cache.0));
+            match beside {
+                Some(beside) => decoder.forward_beside(&pass, beside, &mut cache, output, entries),
+                None => decoder.forward_keeping(&pass, &mut cache, output, entries),
+            }
         })
         .map_err(|error| to_py(py, &error))
     }

@@ -80,7 +80,7 @@ impl Context<'_> {
         let (rows, shares, kv_heads) = (self.rows(), self.shares, shape.num_kv_heads);
         let sizes = [kv_shape.num_blocks + 1, 2 * kv_heads, kv_shape.block_size * shape.head_dim];
         let block_size = kv_shape.block_size;
-        let Buffers { h, q, attended, cos, sin, .. } = buffers;
+        let Buffers { h, e, q, attended, cos, sin, .. } = buffers;
         {
             let len = q.len();
             let qs = Columns::new(q, 1, len, &shares.q_vectors);
@@ -91,7 +91,7 @@ impl Context<'_> {
             self.session.run(&|t| {
                 let (mut qs, mut planes, mut own) = (qs.take(t), planes.take(t), own.take(t));
                 let (q, own) = (qs.row_mut(0), &mut own.row_mut(0)[0]);
-                self.norm(0..rows, h, &layer.input_norm, &mut own.x);
+                self.attention_input(h, e, &layer.input_norm, own);
                 self.heads(layer, t, q, &mut planes, (cos, sin), own);
                 if shares.fused {
                     let (units, first_head) = (shares.units[t]..shares.units[t + 1], shares.q[t]);
@@ -204,6 +204,7 @@ impl Context<'_> {
                 blocks: &block_table[entries[row] * max_blocks..][..max_blocks],
                 block_size,
                 head_dim: dim,
+                first: self.beside.map_or(0, |beside| beside.first(entries[row])),
                 positions: &positions[row..row + len],
                 heads: group,
                 q: &q[((head * group - first_head) * rows + row) * vectors..],

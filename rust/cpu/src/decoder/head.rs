@@ -58,8 +58,9 @@ impl Decoder {
             let allowed = format!("a multiple of hidden_size = {}", shape.hidden_size);
             return Err(Error::invalid("hidden", format!("{} elements", hidden.len()), allowed));
         }
-        if num_ids == 0 || num_ids > shape.vocab_size {
-            return Err(Error::invalid("num_ids", num_ids, format!("1 to vocab_size = {}", shape.vocab_size)));
+        let known = self.weights.num_ids();
+        if num_ids == 0 || num_ids > known {
+            return Err(Error::invalid("num_ids", num_ids, format!("1 to vocab_size = {known}")));
         }
         Ok(hidden.len() / shape.hidden_size)
     }
@@ -69,7 +70,7 @@ impl Decoder {
         let shares = &mut self.shares[session.participants() - 1];
         shares.set_ids(num_ids);
         let tile = Pass { tokens: &[], positions: &[], slots: &[], entries: &[], block_table: &[], max_blocks: 0 };
-        let cx = Context { isa: self.isa, weights: &self.weights, shares, session: &session, tile };
+        let cx = Context { isa: self.isa, weights: &self.weights, shares, session: &session, tile, beside: None };
         work(&cx, &mut self.private);
         Ok(())
     }

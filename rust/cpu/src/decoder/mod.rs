@@ -9,12 +9,12 @@ mod mlp;
 mod scratch;
 mod shares;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::isa::{Isa, LANES};
 use crate::kernels::{Angles, Product, RmsNorm, Vector};
 use crate::kv_cache::KvCache;
 use crate::linear::{Linear, Weight};
-use crate::pass::{Entries, MAX_TILE_ROWS, Output, Pass};
+use crate::pass::{Beside, Entries, MAX_TILE_ROWS, Output, Pass};
 use crate::pool::{Pool, Session};
 use crate::weights::{ValuesMut, Weights};
 use scratch::{Buffers, Private};
@@ -41,6 +41,8 @@ struct Context<'a> {
     session: &'a Session<'a>,
     /// The tile's rows.
     tile: Pass<'a>,
+    /// What they are fed beside their tokens.
+    beside: Option<Beside<'a>>,
 }
 
 impl Decoder {
@@ -57,8 +59,8 @@ impl Decoder {
         let shape = weights.shape;
         Self {
             shares: (1..=pool.threads()).map(|participants| Shares::new(shape, participants)).collect(),
-            buffers: Buffers::new(&shape),
-            private: (0..pool.threads()).map(|_| Private::new(&shape)).collect(),
+            buffers: Buffers::new(&shape, weights.beside.is_some()),
+            private: (0..pool.threads()).map(|_| Private::new(&shape, weights.beside.is_some())).collect(),
             weights,
             pool,
             isa,
@@ -103,12 +105,48 @@ impl Decoder {
         &mut self,
         pass: &Pass<'_>,
         kv: &mut KvCache,
+        output: Output<'_>,
+        entries: Entries<'_>,
+    ) -> Result<()> {
+        self.run(pass, None, kv, output, entries)
+    }
+
+    /// The pass of an EAGLE-3 head, with hidden states beside the tokens. What a row leaves for the next, before the final
+    /// norm, is in `entries` at layer 1.
+    ///
+    /// # Errors
+    /// As [`forward_keeping`](Self::forward_keeping), and for states of another size or a start behind a row.
+    pub fn forward_beside(
+        &mut self,
+        pass: &Pass<'_>,
+        beside: Beside<'_>,
+        kv: &mut KvCache,
+        output: Output<'_>,
+        entries: Entries<'_>,
+    ) -> Result<()> {
+        self.run(pass, Some(beside), kv, output, entries)
+    }
+
+    fn run(
+        &mut self,
+        pass: &Pass<'_>,
+        beside: Option<Beside<'_>>,
+        kv: &mut KvCache,
         mut output: Output<'_>,
         mut entries: Entries<'_>,
     ) -> Result<()> {
         let hidden = self.weights.shape.hidden_size;
         kv.check(&self.weights.shape, self.weights.layers.len())?;
-        pass.check(&self.weights.shape, &kv.shape, &output)?;
+        pass.check(&self.weights.shape, self.weights.num_ids(), &kv.shape, &output)?;
+        match (&beside, &self.weights.beside) {
+            (Some(beside), Some(_)) => beside.check(pass, &self.weights.shape)?,
+            (None, None) => {}
+            (given, _) => {
+                let (given, allowed) =
+                    if given.is_some() { ("given", "none: it is no head") } else { ("missing", "some") };
+                return Err(Error::invalid("beside", given, allowed));
+            }
+        }
         entries.check(pass.len(), self.weights.layers.len(), &self.weights.shape)?;
         let session = self.pool.enter()?;
         let shares = &mut self.shares[session.participants() - 1];
@@ -125,7 +163,8 @@ impl Decoder {
                 ..*pass
             };
             shares.set_tile(&tile);
-            let cx = Context { isa: self.isa, weights: &self.weights, shares, session: &session, tile };
+            let beside = beside.map(|all| Beside { hidden: &all.hidden[rows.start * hidden..], k_start: all.k_start });
+            let cx = Context { isa: self.isa, weights: &self.weights, shares, session: &session, tile, beside };
             let width = entries.layers.len() * hidden;
             let (states, behind) = std::mem::take(&mut entries.states).split_at_mut(rows.len() * width);
             entries.states = behind;
@@ -172,10 +211,23 @@ impl Context<'_> {
         for row in 0..self.rows() {
             let (token, position) = (self.tile.tokens[row], self.tile.positions[row]);
             let h = &mut buffers.h[row * hidden..][..hidden];
-            if position < 0 {
-                h.fill(0.0);
-            } else {
-                self.weights.embedding.expand(token as usize * hidden, h);
+            let token = if position < 0 { None } else { Some(token as usize) };
+            match (self.beside, &self.weights.beside) {
+                (Some(beside), Some(normed)) => {
+                    let e = &mut buffers.e[row * hidden..][..hidden];
+                    self.expand(token, e);
+                    match token {
+                        Some(_) => h.copy_from_slice(&beside.hidden[row * hidden..][..hidden]),
+                        None => h.fill(0.0),
+                    }
+                    if normed.before_residual {
+                        let eps = self.weights.shape.rms_norm_eps;
+                        let out = &mut buffers.t[..hidden.div_ceil(LANES)];
+                        self.isa.run(RmsNorm { x: h, weight: &normed.hidden_norm, eps, out });
+                        h.copy_from_slice(&out.as_flattened()[..hidden]);
+                    }
+                }
+                _ => self.expand(token, h),
             }
             self.isa.run(Angles {
                 position: position.max(0),
@@ -183,6 +235,38 @@ impl Context<'_> {
                 cos: &mut buffers.cos[row * half..][..half],
                 sin: &mut buffers.sin[row * half..][..half],
             });
+        }
+    }
+
+    /// A token's embedding, zeros for none.
+    fn expand(&self, token: Option<usize>, out: &mut [f32]) {
+        match token {
+            Some(token) => self.weights.embedding.expand(token * out.len(), out),
+            None => out.fill(0.0),
+        }
+    }
+
+    /// What a layer's q, k and v are made of, into `x`: the normed stream; in a head the normed embeddings `e` beside it.
+    fn attention_input(&self, h: &[f32], e: &[f32], input_norm: &[f32], own: &mut Private) {
+        let Some(normed) = &self.weights.beside else {
+            return self.norm(0..self.rows(), h, input_norm, &mut own.x);
+        };
+        let hidden = self.weights.shape.hidden_size;
+        let eps = self.weights.shape.rms_norm_eps;
+        let rows = own.x.chunks_exact_mut((2 * hidden).div_ceil(LANES)).take(self.rows());
+        for (row, x) in rows.enumerate() {
+            let (h, e) = (&h[row * hidden..][..hidden], &e[row * hidden..][..hidden]);
+            let (first, rest) = x.as_flattened_mut().split_at_mut(hidden);
+            let (second, padding) = rest.split_at_mut(hidden);
+            self.isa.run(RmsNorm { x: e, weight: input_norm, eps, out: &mut own.t });
+            first.copy_from_slice(&own.t.as_flattened()[..hidden]);
+            if normed.before_residual {
+                second.copy_from_slice(h);
+            } else {
+                self.isa.run(RmsNorm { x: h, weight: &normed.hidden_norm, eps, out: &mut own.t });
+                second.copy_from_slice(&own.t.as_flattened()[..hidden]);
+            }
+            padding.fill(0.0);
         }
     }
 

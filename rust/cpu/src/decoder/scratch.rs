@@ -14,6 +14,10 @@ pub(super) const RUN: usize = 16;
 pub(super) struct Buffers {
     /// `[rows, hidden]` residual stream.
     pub(super) h: Vec<f32>,
+    /// `[rows, hidden]` embeddings, where a hidden state is fed beside them.
+    pub(super) e: Vec<f32>,
+    /// `[ceil(hidden / 16)]` one normed row, there.
+    pub(super) t: Vec<Vector>,
     /// `[heads, rows, ceil(head_dim / 16)]` queries.
     pub(super) q: Vec<Vector>,
     /// `[kv_heads, rows, group * head_dim]` what attention gives.
@@ -30,6 +34,8 @@ pub(super) struct Buffers {
 pub(super) struct Private {
     /// `[rows, ceil(inputs / 16)]` what a projection is fed.
     pub(super) x: Vec<Vector>,
+    /// `[ceil(hidden / 16)]` one normed row, where a hidden state is fed beside tokens.
+    pub(super) t: Vec<Vector>,
     /// `[rows, chunk]` what it gives.
     pub(super) y: Vec<f32>,
     /// `[rows, chunk]` what a second one gives.
@@ -40,10 +46,14 @@ pub(super) struct Private {
 }
 
 impl Buffers {
-    pub(super) fn new(shape: &ModelShape) -> Self {
+    /// `beside`: hidden states are fed beside tokens.
+    pub(super) fn new(shape: &ModelShape, beside: bool) -> Self {
         let (rows, dim) = (MAX_TILE_ROWS, shape.head_dim);
+        let hidden = if beside { shape.hidden_size } else { 0 };
         Self {
             h: vec![0.0; rows * shape.hidden_size],
+            e: vec![0.0; rows * hidden],
+            t: vec![[0.0; LANES]; hidden.div_ceil(LANES)],
             q: vec![[0.0; LANES]; rows * shape.num_heads * dim.div_ceil(LANES)],
             attended: vec![0.0; rows * shape.num_heads * dim],
             act: vec![[0.0; LANES]; rows * shape.intermediate_size.div_ceil(LANES)],
@@ -53,21 +63,24 @@ impl Buffers {
     }
 
     pub(super) fn poison(&mut self) {
-        for buffer in [&mut self.h, &mut self.attended, &mut self.cos, &mut self.sin] {
+        for buffer in [&mut self.h, &mut self.e, &mut self.attended, &mut self.cos, &mut self.sin] {
             buffer.fill(f32::NAN);
         }
-        for buffer in [&mut self.q, &mut self.act] {
+        for buffer in [&mut self.q, &mut self.act, &mut self.t] {
             buffer.fill([f32::NAN; LANES]);
         }
     }
 }
 
 impl Private {
-    pub(super) fn new(shape: &ModelShape) -> Self {
+    /// `beside`: hidden states are fed beside tokens.
+    pub(super) fn new(shape: &ModelShape, beside: bool) -> Self {
         let (rows, dim) = (MAX_TILE_ROWS, shape.head_dim);
-        let inputs = shape.hidden_size.max(shape.num_heads * dim).div_ceil(LANES);
+        let (fed, kept) = if beside { (2 * shape.hidden_size, shape.hidden_size) } else { (shape.hidden_size, 0) };
+        let inputs = fed.max(shape.num_heads * dim).div_ceil(LANES);
         Self {
             x: vec![[0.0; LANES]; rows * inputs],
+            t: vec![[0.0; LANES]; kept.div_ceil(LANES)],
             y: vec![0.0; rows * CHUNK.max(dim)],
             z: vec![0.0; rows * CHUNK.max(dim)],
             attend: AttendScratch::new(RUN, shape.group(), dim),
@@ -77,6 +90,7 @@ impl Private {
 
     pub(super) fn poison(&mut self) {
         self.x.fill([f32::NAN; LANES]);
+        self.t.fill([f32::NAN; LANES]);
         self.y.fill(f32::NAN);
         self.z.fill(f32::NAN);
         self.attend.poison();

@@ -43,7 +43,7 @@ impl Iteration {
     /// infinity for those that a draft model does not know. Ids are held to the model's own vocabulary.
     pub(super) fn pass(&mut self, state: &RowState<'_>, model: &mut Cached<'_>, want: Want) -> Result<()> {
         let vocab_size = self.sampler.vocab_size();
-        let known = model.decoder.weights().shape().vocab_size;
+        let known = model.decoder.weights().num_ids();
         if known < vocab_size {
             self.batch.tokens.iter_mut().for_each(|token| *token = (*token).min(known as i64 - 1));
         }

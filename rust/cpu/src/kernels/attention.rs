@@ -50,14 +50,16 @@ impl AttendScratch {
     }
 }
 
-/// `softmax(scale q K^T) V` over the positions 0 to `positions[row]` of one request.
+/// `softmax(scale q K^T) V` over the positions `first` to `positions[row]` of one request.
 pub(crate) struct Attend<'a, T, K> {
     pub(crate) kv: &'a K,
     /// Blocks of the request.
     pub(crate) blocks: &'a [i64],
     pub(crate) block_size: usize,
     pub(crate) head_dim: usize,
-    /// `[rows]`, at least 0.
+    /// The first position that is attended; groups begin where they would without it, but the first one here.
+    pub(crate) first: usize,
+    /// `[rows]`, at least `first`.
     pub(crate) positions: &'a [i64],
     /// Query heads.
     pub(crate) heads: usize,
@@ -91,8 +93,8 @@ impl<T: Element, K: KvRead<T>> Attend<'_, T, K> {
         scratch.largest[..rows * heads].fill(f32::NEG_INFINITY);
         scratch.total[..rows * heads].fill(0.0);
         let last = self.positions.iter().copied().max().unwrap_or(-1);
-        for start in (0..(last + 1) as usize).step_by(GROUP) {
-            let end = (start + GROUP).min(last as usize + 1);
+        for group in (self.first / GROUP * GROUP..(last + 1) as usize).step_by(GROUP) {
+            let (start, end) = (group.max(self.first), (group + GROUP).min(last as usize + 1));
             let (first, offset) = (start / self.block_size, start % self.block_size);
             let block = |i: usize| self.blocks[i] as usize;
             let (keys, values) = scratch.gathered.split_at_mut(GROUP * dim);
@@ -108,7 +110,7 @@ impl<T: Element, K: KvRead<T>> Attend<'_, T, K> {
                 if (position as usize) < start {
                     continue;
                 }
-                let n = (position as usize + 1 - start).min(GROUP);
+                let n = (position as usize + 1 - start).min(end - start);
                 for head in 0..heads {
                     let i = row * heads + head;
                     let q = &self.q[head * self.head_stride + row * vectors..][..vectors];

@@ -1,0 +1,97 @@
+"""The forward pass of an EAGLE-3 head on a CPU as one call of `specrs-cpu`. Its states are fp32 whatever the dtype.
+
+As in `dense_native`, a row's sums have one order, whatever the other rows and the threads. The target's states are
+fused by torch, one product for all rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specrs.core import CpuDecoder, CpuPool, CpuWeights
+from specrs.models.dense_native import NativeKVCache, array, layer_arrays, native_cache, stored_parts
+from specrs.models.eagle3_head import Eagle3Head, Eagle3Weights
+from specrs.models.inputs import PassInputs
+from specrs.models.kv_cache import KVCache
+
+
+class NativeEagle3Head(Eagle3Head):
+    """A head without torch in its passes; `Eagle3Head` is its reference."""
+
+    def __init__(self, weights: Eagle3Weights, native: CpuWeights | None = None, pool: CpuPool | None = None) -> None:
+        """`weights` as `eagle3.load_eagle3` lays them out for a native target; they must not be written while this
+        lives. Without a pool passes run on the caller's thread.
+
+        Raises:
+            InvalidBufferError: a tensor that cannot be read where it is, by name.
+        """
+        super().__init__(weights)
+        self._native = _borrow(weights) if native is None else native
+        self.decoder = CpuDecoder(self._native, CpuPool(1) if pool is None else pool)
+
+    def on_pool(self, pool: CpuPool) -> NativeEagle3Head:
+        """The same weights on the threads of `pool`, with work space of its own."""
+        return NativeEagle3Head(self.weights, self._native, pool)
+
+    def allocate_cache(self, num_blocks: int, block_size: int) -> NativeKVCache:
+        """See `Eagle3Head`."""
+        cache = super().allocate_cache(num_blocks, block_size)
+        return NativeKVCache(cache.layers, block_size, native_cache(cache))
+
+    def fuse(self, entries: Tensor) -> Tensor:
+        """See `Eagle3Head`; fp32."""
+        return self.fused(entries.float())
+
+    def forward(
+        self, inputs: PassInputs, hidden: Tensor, kv_cache: KVCache, k_start: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """See `Eagle3Head`; states are fp32.
+
+        Raises:
+            InvalidBufferError: a token, position, slot, block or start that is none; nothing is written then.
+        """
+        rows, size = len(inputs.input_ids), self.hidden_size
+        final = torch.empty((rows, size), dtype=torch.float32)
+        recurrent = torch.empty((rows, 1, size), dtype=torch.float32)
+        native = kv_cache.native if isinstance(kv_cache, NativeKVCache) else native_cache(kv_cache)
+        self.decoder.forward(
+            inputs.input_ids.contiguous().numpy(),
+            inputs.positions.contiguous().numpy(),
+            inputs.slots.contiguous().numpy(),
+            inputs.q_start.contiguous().numpy(),
+            inputs.block_table.contiguous().numpy(),
+            native,
+            final.numpy(),
+            [1],
+            recurrent.numpy(),
+            hidden.float().contiguous().numpy(),
+            None if k_start is None else k_start.contiguous().numpy(),
+        )
+        return (final if self.weights.config.norm_output else recurrent[:, 0]), final
+
+    def compute_logits(self, final: Tensor) -> Tensor:
+        """See `Eagle3Head`; fp32."""
+        logits = torch.empty((len(final), self.vocab_size), dtype=torch.float32)
+        self.decoder.logits(final.contiguous().numpy(), logits.numpy())
+        return logits
+
+
+def _borrow(weights: Eagle3Weights) -> CpuWeights:
+    c = weights.config.layer
+    return CpuWeights(
+        vocab_size=c.vocab_size,
+        hidden_size=c.hidden_size,
+        intermediate_size=c.intermediate_size,
+        num_heads=c.num_heads,
+        num_kv_heads=c.num_kv_heads,
+        head_dim=c.head_dim,
+        rms_norm_eps=c.rms_norm_eps,
+        embedding=array(weights.embedding),
+        layers=[layer_arrays(weights.layer)],
+        final_norm=array(weights.final_norm),
+        lm_head=stored_parts(weights.lm_head),
+        frequencies=weights.rotary[c.head_dim // 2 :].numpy(),
+        hidden_norm=array(weights.hidden_norm),
+        norm_before_residual=weights.config.norm_before_residual,
+    )
