@@ -206,6 +206,57 @@ def test_ngram_proposer_finds_what_the_definition_says() -> None:
         assert (found.dtype, found.tolist()) == (np.int64, lookup(tokens.tolist(), least, most, k))
 
 
+def test_suffix_cache_drafts_from_the_text_and_from_other_outputs() -> None:
+    def ids(*tokens: int) -> np.ndarray:
+        return np.array(tokens, np.int64)
+
+    cache = core.SuffixCache(max_tree_depth=8)
+    cache.start_request(1, ids(5, 6, 7, 8, 9, 5, 6))
+    drafts, score, match_len = cache.propose(1, 4)
+    # [5, 6] is there twice, once with something behind it
+    assert (drafts.dtype, drafts.tolist(), score, match_len) == (np.int64, [7, 8], 1.0, 2)
+    cache.append(1, ids(7, 1, 2, 3))
+    cache.stop_request(1)
+    assert 1 not in cache
+    cache.start_request(2, ids(4))
+    assert cache.propose(2, 4)[0].tolist() == []
+    cache.append(2, ids(1, 2))
+    assert 2 in cache
+    assert cache.propose(2, 4)[0].tolist() == [3]
+    stats = cache.stats()
+    assert (stats["num_requests"], stats["num_cached_requests"]) == (1, 1)
+    assert (stats["num_output_tokens"], stats["num_request_tokens"]) == (6, 3)
+    assert cache.evict(1)
+    assert not cache.evict(1)
+    assert cache.stats()["memory_bytes"] < stats["memory_bytes"]
+    assert cache.propose(2, 4)[0].tolist() == []
+    assert repr(cache) == "SuffixCache(max_tree_depth=8, num_requests=1, num_cached_requests=0)"
+
+
+def test_suffix_cache_names_what_is_wrong() -> None:
+    for settings, message in (
+        ({"max_tree_depth": 0}, "max_tree_depth = 0 is not allowed: expected 2 to 256"),
+        ({"max_cached_requests": -1}, "max_cached_requests = -1 "),
+        ({"max_spec_factor": 0.0}, "max_spec_factor = 0 is not allowed: expected finite and above 0"),
+        ({"min_token_prob": 1.5}, "min_token_prob = 1.5 is not allowed: expected 0 to 1"),
+        ({"max_memory_bytes": -1}, "max_memory_bytes = -1 "),
+    ):
+        with pytest.raises(core.InvalidConfigError, match=message):
+            core.SuffixCache(**settings)
+    cache = core.SuffixCache()
+    cache.start_request(3, np.zeros(2, np.int64))
+    with pytest.raises(core.DuplicateRequestError, match="request_id = 3 "):
+        cache.start_request(3, np.zeros(2, np.int64))
+    with pytest.raises(core.UnknownRequestError, match="request_id = 4 "):
+        cache.append(4, np.zeros(2, np.int64))
+    with pytest.raises(core.InvalidBufferError, match="token_ids = -1 "):
+        cache.append(3, np.full(1, -1))
+    with pytest.raises(core.InvalidBufferError, match="prompt_token_ids: dtype"):
+        cache.start_request(5, np.zeros(2, np.int32))
+    with pytest.raises(core.InvalidConfigError, match="num_speculative_tokens = 1025 "):
+        cache.propose(3, 1025)
+
+
 def test_ngram_proposer_names_what_is_wrong() -> None:
     assert repr(core.NgramProposer()) == "NgramProposer(prompt_lookup_min=5, prompt_lookup_max=5)"
     with pytest.raises(core.InvalidConfigError, match=r"prompt_lookup_min = 4 .* prompt_lookup_max = 3"):

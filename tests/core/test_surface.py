@@ -90,6 +90,7 @@ def test_the_classes_are_known() -> None:
         "Scheduler",
         "SlotMapper",
         "SpeculationPlanner",
+        "SuffixCache",
         "TokenDecoder",
     ]
 
@@ -119,6 +120,7 @@ INSTANCES = [
     core.Scheduler(max_num_seqs=1, max_model_len=8, num_blocks=2, block_size=4, max_num_batched_tokens=4),
     core.SlotMapper(4),
     core.SpeculationPlanner(max_num_seqs=1, num_speculative_tokens=1, costs=core.CostModel([1], [0, 1], [[2.0, 3.0]])),
+    core.SuffixCache(),
     core.TokenDecoder(TOKENIZER),
 ]
 

@@ -50,7 +50,7 @@ impl CachedDrafter {
 }
 
 /// The most drafts of one proposal, as of a scheduler's K.
-const MAX_DRAFTS: usize = 1024;
+pub(crate) const MAX_DRAFTS: usize = 1024;
 
 #[pyclass(frozen)]
 pub(crate) struct NgramProposer(specrs_core::NgramProposer);

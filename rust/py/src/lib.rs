@@ -27,6 +27,7 @@ mod request_view;
 mod sampling;
 mod scheduler;
 mod slot_mapper;
+mod suffix;
 mod tensors;
 
 #[pymodule]
@@ -66,6 +67,8 @@ mod _core {
     use super::scheduler::Scheduler;
     #[pymodule_export]
     use super::slot_mapper::SlotMapper;
+    #[pymodule_export]
+    use super::suffix::SuffixCache;
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

@@ -2,9 +2,11 @@
 //! drafter on a device.
 
 mod ngram;
+mod suffix;
 
 use crate::error::{Error, Result};
 pub use ngram::NgramProposer;
+pub use suffix::{SuffixCache, SuffixDraft, SuffixSettings, SuffixStats};
 
 /// What proposes the drafts of a scheduler's requests. The scheduler's books of draft KV follow from it.
 ///
