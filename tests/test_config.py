@@ -309,7 +309,27 @@ def test_dashes_equal_underscores() -> None:
         ({"max_model_len": 1}, r"^speculative_config.max_model_len=1: must be an integer of at least 2"),
         (
             {"method": "eagle3"},
-            r"^speculative_config.method='eagle3': not implemented; allowed: 'draft_model' or 'ngram'$",
+            r"^speculative_config.method='eagle3': not implemented; allowed: 'draft_model' or 'ngram' or 'suffix', or ",
+        ),
+        ({"method": "ngram,ngram"}, r"^speculative_config.method='ngram,ngram': names a method twice; allowed: "),
+        ({"method": "suffix,"}, r"^speculative_config.method='suffix,': not implemented; allowed: "),
+        ({"method": 3}, r"^speculative_config.method=3: not implemented; allowed: "),
+        ({"suffix_decoding_max_tree_depth": 9}, r"max_tree_depth=9: not allowed with method='draft_model'$"),
+        (
+            {"method": "suffix,draft_model", "suffix_decoding_max_tree_depth": 0},
+            r"^speculative_config.suffix_decoding_max_tree_depth=0: must be an integer from 2 to 256, or None$",
+        ),
+        (
+            {"method": "suffix,draft_model", "suffix_decoding_max_cached_requests": -1},
+            r"suffix_decoding_max_cached_requests=-1: must be an integer of at least 0, or None$",
+        ),
+        (
+            {"method": "suffix,draft_model", "suffix_decoding_max_spec_factor": 0},
+            r"suffix_decoding_max_spec_factor=0: must be a finite number greater than 0$",
+        ),
+        (
+            {"method": "suffix,draft_model", "suffix_decoding_min_token_prob": 1.5},
+            r"suffix_decoding_min_token_prob=1.5: must be a finite number from 0 to 1$",
         ),
         ({"method": "ngram"}, r"^speculative_config.model='draft': not allowed with method='ngram'$"),
         ({"prompt_lookup_min": 2}, r"^speculative_config.prompt_lookup_min=2: not allowed with method='draft_model'$"),

@@ -13,6 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
+    "DRAFTER_DEVICE",
+    "DRAFTER_NGRAM",
+    "DRAFTER_SUFFIX",
     "FINISH_ABORT",
     "FINISH_ERROR",
     "FINISH_LENGTH",
@@ -70,6 +73,8 @@ __all__ = [
     "SlotMapper",
     "SpecrsError",
     "SpeculationPlanner",
+    "SuffixCache",
+    "SuffixDrafter",
     "TokenDecoder",
     "UnknownRequestError",
     "philox_gumbel",
@@ -117,6 +122,13 @@ FINISH_ABORT: Final[int]
 """Finish reason of an `Output`: ended by the caller. `settle` never writes it."""
 FINISH_ERROR: Final[int]
 """Finish reason: a fault on the device."""
+
+DRAFTER_DEVICE: Final[int]
+"""Whose drafts an entry has: the drafter's on the device; of entries without drafts, too."""
+DRAFTER_NGRAM: Final[int]
+"""Whose drafts an entry has: `NgramProposer`'s."""
+DRAFTER_SUFFIX: Final[int]
+"""Whose drafts an entry has: `SuffixDrafter`'s."""
 
 PURPOSE_DRAFT: Final[int]
 """Philox purpose: draws the draft token from q."""
@@ -320,8 +332,23 @@ class SuffixCache:
         `num_request_tokens` of running requests' own trees, `num_nodes`, and `memory_bytes` in use. Allocations are up
         to twice that."""
 
-    def __contains__(self, request_id: int) -> bool:
-        """Whether a request is running."""
+    def __contains__(self, key: int, /) -> bool:
+        """Whether the request of this id is running."""
+
+@final
+class SuffixDrafter:
+    """Suffix decoding as a drafter of `Scheduler`, which keeps a `SuffixCache` for it."""
+
+    def __new__(
+        cls,
+        *,
+        max_tree_depth: int = 24,
+        max_cached_requests: int = 10000,
+        max_spec_factor: float = 1.0,
+        min_token_prob: float = 0.1,
+        max_memory_bytes: int = 1073741824,
+    ) -> SuffixDrafter:
+        """Arguments and errors as of `SuffixCache`."""
 
 @final
 class RequestSampling:
@@ -394,7 +421,11 @@ class Scheduler:
         block_size: int,
         max_num_batched_tokens: int,
         num_speculative_tokens: int = 0,
-        drafter: CachedDrafter | NgramProposer | None = None,
+        drafter: CachedDrafter
+        | NgramProposer
+        | SuffixDrafter
+        | Sequence[CachedDrafter | NgramProposer | SuffixDrafter]
+        | None = None,
         max_in_flight: int = 1,
         max_constraint_len: int = 0,
         logits_dtype: str = "float32",
@@ -415,8 +446,9 @@ class Scheduler:
             max_num_batched_tokens: tokens per launch (C) that decode, prefill and draft chunks share; at least 1.
                 Decode never waits for it; chunks always have a quarter of it.
             num_speculative_tokens: the most draft tokens per request and launch (K), 0 to 1024.
-            drafter: what proposes drafts; with None nothing drafts. A proposer on the host is asked by `plan`, which
-                writes its drafts into the record, and needs `max_in_flight=1`.
+            drafter: what proposes drafts; with None nothing drafts. One on the host (`NgramProposer`, `SuffixDrafter`)
+                is asked by `plan`, which writes its drafts into the record, and needs `max_in_flight=1`. Of several, at
+                most one of each kind, each request has in each launch the one that promises the most.
             max_in_flight: launches that may be planned and not yet settled, 1 to 1024.
             max_constraint_len: elements (W) that a request's allowed_token_ids, logit_bias and bad words may take in a
                 record, and those of all that a launch admits: an id one, a bias two, a bad word one and its tokens.
@@ -462,7 +494,8 @@ class Scheduler:
         draft_chunk_row [R], draft_chunk_start [R], draft_chunk_len [R], draft_q_start [R + 1], draft_position,
             draft_slot: draft catch-up chunks; their tokens are in row state, and afterwards the row's draft_len is
             start + len, also where len is 0. Slot -1: do not write.
-        draft_token [R, K]: drafts of a drafter on the host, those of entry i from element i * K on; empty without one.
+        entry_drafter [R]: whose drafts an entry has, `DRAFTER_*`.
+        draft_token [R, K]: drafts of drafters on the host, those of entry i from element i * K on; empty without one.
         admit_row [R], admit_request_id [R], admit_num_tokens [R], admit_prompt_len [R] (less than num_tokens after a
             preemption), admit_draft_len [R], admit_limit [R], admit_num_cached [R]: requests that get their row in this
             launch, before its chunks run.
@@ -648,6 +681,21 @@ class Scheduler:
 
     def acceptance(self) -> AcceptanceTracker:
         """A copy of the acceptance books of all settled launches."""
+
+    def acceptance_of(self, drafter: int) -> AcceptanceTracker:
+        """A copy of the part of one drafter, `DRAFTER_*`, in them.
+
+        Raises:
+            InvalidConfigError: there is no such drafter.
+        """
+
+    def set_draft_costs(self, pass_cost: float, row_cost: float) -> None:
+        """What drafts cost, as shares of a launch without any: a drafting pass on the device, and a verification row.
+        Where there are several drafters each request's is chosen by them. Mutates.
+
+        Raises:
+            InvalidConfigError: a cost is not finite and at least 0.
+        """
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes. Returns False, and changes nothing, while any block is held."""

@@ -178,15 +178,15 @@ class EngineConfig:
         speculative = self.speculative_config
         if speculative is None:
             return
+        if speculative.drafts_on_host and self.launch_depth not in (None, 1):
+            raise invalid(
+                InvalidConfigError,
+                "launch_depth",
+                self.launch_depth,
+                f"must be 1 or None with speculative_config.method={speculative.method!r}, which needs every token "
+                "settled before it drafts",
+            )
         if speculative.on_host:
-            if self.launch_depth not in (None, 1):
-                raise invalid(
-                    InvalidConfigError,
-                    "launch_depth",
-                    self.launch_depth,
-                    f"must be 1 or None with speculative_config.method={speculative.method!r}, which needs every token "
-                    "settled before it drafts",
-                )
             return
         if speculative.model is None and not self.uses_bundled_target:
             raise InvalidConfigError(

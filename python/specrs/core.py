@@ -5,6 +5,9 @@ the life of a request; the docstrings are in `_core.pyi`.
 """
 
 from ._core import (
+    DRAFTER_DEVICE,
+    DRAFTER_NGRAM,
+    DRAFTER_SUFFIX,
     FINISH_ABORT,
     FINISH_ERROR,
     FINISH_LENGTH,
@@ -63,6 +66,7 @@ from ._core import (
     SpecrsError,
     SpeculationPlanner,
     SuffixCache,
+    SuffixDrafter,
     TokenDecoder,
     UnknownRequestError,
     philox_gumbel,
@@ -71,6 +75,9 @@ from ._core import (
 )
 
 __all__ = [
+    "DRAFTER_DEVICE",
+    "DRAFTER_NGRAM",
+    "DRAFTER_SUFFIX",
     "FINISH_ABORT",
     "FINISH_ERROR",
     "FINISH_LENGTH",
@@ -129,6 +136,7 @@ __all__ = [
     "SpecrsError",
     "SpeculationPlanner",
     "SuffixCache",
+    "SuffixDrafter",
     "TokenDecoder",
     "UnknownRequestError",
     "philox_gumbel",

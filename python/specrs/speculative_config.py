@@ -37,9 +37,18 @@ _MODEL = frozenset(
 METHODS = {
     "draft_model": _MODEL,
     "ngram": frozenset({"prompt_lookup_min", "prompt_lookup_max"}),
+    "suffix": frozenset(
+        {
+            "suffix_decoding_max_tree_depth",
+            "suffix_decoding_max_cached_requests",
+            "suffix_decoding_max_spec_factor",
+            "suffix_decoding_min_token_prob",
+            "suffix_decoding_max_memory_bytes",
+        }
+    ),
 }
 """The ways of drafting, each with the keys that it has and others may not have."""
-HOST_METHODS = frozenset({"ngram"})
+HOST_METHODS = frozenset({"ngram", "suffix"})
 """Those that draft from the text, without a model."""
 DEFAULT_PROMPT_LOOKUP = 5
 """Tokens of an n-gram, shortest and longest, unless told otherwise."""
@@ -53,6 +62,14 @@ class SpeculativeConfig:
 
     `method`: `draft_model`, or `ngram`: drafts are what followed the longest n-gram that ends the text, where it stood
     last before. It needs no model, and pays where texts repeat their prompts: summaries, edits, code.
+    `suffix`: drafts are what followed the end of the text most often, in it and in earlier outputs (suffix decoding).
+    It needs no model either, and drafts more the more it has seen. A list, as `suffix,draft_model`: each request has in
+    each launch the drafter that promises the most tokens for its time; at most one of them has a model.
+    `suffix_decoding_max_tree_depth` (24, 2 to 256): tokens of a pattern and its draft together.
+    `suffix_decoding_max_cached_requests` (10000): outputs that are kept, 0 for none but a request's own.
+    `suffix_decoding_max_spec_factor` (1.0): draft tokens for each token of the pattern.
+    `suffix_decoding_min_token_prob` (0.1): the least that a draft token's count may be of its pattern's.
+    `suffix_decoding_max_memory_bytes` (1 GiB): the oldest outputs go where more bytes are in use.
     `prompt_lookup_min`, `prompt_lookup_max`: tokens of an n-gram, 1 to 1024, for `ngram`: the longest is looked for
     first. With neither both are 5, with one of them both are that.
     `model`: folder or hub id of the draft model; None is the bundled draft, for the bundled target only.
@@ -85,6 +102,11 @@ class SpeculativeConfig:
     max_num_speculative_tokens: int | None = None
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
+    suffix_decoding_max_tree_depth: int | None = None
+    suffix_decoding_max_cached_requests: int | None = None
+    suffix_decoding_max_spec_factor: float | None = None
+    suffix_decoding_min_token_prob: float | None = None
+    suffix_decoding_max_memory_bytes: int | None = None
     quantization: str | None = None
     parallel_drafting: bool = False
     use_heterogeneous_vocab: bool = False
@@ -118,9 +140,8 @@ class SpeculativeConfig:
             checked["max_model_len"] = check_int(error, at + "max_model_len", self.max_model_len, 2, also=", or None")
         if self.revision is not None:
             check_text(error, at + "revision", self.revision, also=", or None")
-        if self.method not in METHODS:
-            allowed = " or ".join(map(repr, METHODS))
-            raise invalid(UnsupportedConfigError, at + "method", self.method, f"not implemented; allowed: {allowed}")
+        checked["method"] = _check_methods(at + "method", self.method)
+        object.__setattr__(self, "method", checked["method"])
         check_quantization(at + "quantization", self.quantization)
         self._check_method()
         if self.draft_tensor_parallel_size != 1:
@@ -146,20 +167,50 @@ class SpeculativeConfig:
     def _check_method(self) -> None:
         """What belongs to another method is refused; n-gram sizes are checked."""
         error, at = InvalidConfigError, "speculative_config."
-        for name in sorted(frozenset().union(*METHODS.values()) - METHODS[self.method]):
+        own = frozenset().union(*(METHODS[method] for method in self.methods))
+        for name in sorted(frozenset().union(*METHODS.values()) - own):
             if getattr(self, name) not in (None, False):
                 raise invalid(error, at + name, getattr(self, name), f"not allowed with method={self.method!r}")
         for name in ("prompt_lookup_min", "prompt_lookup_max"):
             if getattr(self, name) is not None:
                 check_int(error, at + name, getattr(self, name), 1, MAX_PROMPT_LOOKUP, also=", or None")
+        for name, least, most in (
+            ("suffix_decoding_max_tree_depth", 2, 256),
+            ("suffix_decoding_max_cached_requests", 0, None),
+            ("suffix_decoding_max_memory_bytes", 0, None),
+        ):
+            if getattr(self, name) is not None:
+                check_int(error, at + name, getattr(self, name), least, most, also=", or None")
+        factor, prob = self.suffix_decoding_max_spec_factor, self.suffix_decoding_min_token_prob
+        if factor is not None:
+            check_number(error, at + "suffix_decoding_max_spec_factor", factor, 0.0, open_low=True)
+        if prob is not None:
+            check_number(error, at + "suffix_decoding_min_token_prob", prob, 0.0, 1.0)
         least, most = self.prompt_lookup
         if least > most:
             raise invalid(error, at + "prompt_lookup_min", least, f"must be at most prompt_lookup_max={most}")
 
     @property
+    def methods(self) -> tuple[str, ...]:
+        """The drafters of the list, in its order."""
+        return tuple(self.method.split(","))
+
+    @property
     def on_host(self) -> bool:
-        """Whether drafts come from the text, without a model."""
-        return self.method in HOST_METHODS
+        """Whether all drafts come from the text, without a model."""
+        return HOST_METHODS.issuperset(self.methods)
+
+    @property
+    def drafts_on_host(self) -> bool:
+        """Whether some drafts come from the text."""
+        return not HOST_METHODS.isdisjoint(self.methods)
+
+    @property
+    def suffix_decoding(self) -> dict[str, Any]:
+        """The settings of suffix decoding that are given, as `specrs.core.SuffixDrafter` names them."""
+        start = "suffix_decoding_"
+        given = {name.removeprefix(start): getattr(self, name) for name in METHODS["suffix"]}
+        return {name: value for name, value in given.items() if value is not None}
 
     @property
     def prompt_lookup(self) -> tuple[int, int]:
@@ -195,6 +246,21 @@ class SpeculativeConfig:
                 f"{MAX_SPECULATIVE_TOKENS}, or 'auto'"
             )
         return cls(**values)
+
+
+def _check_methods(field: str, value: object) -> str:
+    """The list without spaces. Raises for what is no method, for one given twice, and for two that have a model."""
+    methods = [part.strip() for part in value.split(",")] if isinstance(value, str) else [value]
+    with_model = [method for method in methods if method not in HOST_METHODS]
+    allowed = " or ".join(map(repr, METHODS))
+    listed = f"allowed: {allowed}, or a list of them with commas between, each once, at most one with a model"
+    if any(method not in METHODS for method in methods):
+        raise invalid(UnsupportedConfigError, field, value, f"not implemented; {listed}")
+    if len(set(methods)) < len(methods):
+        raise invalid(InvalidConfigError, field, value, f"names a method twice; {listed}")
+    if len(with_model) > 1:
+        raise invalid(InvalidConfigError, field, value, f"names two drafters with a model of their own; {listed}")
+    return ",".join(map(str, methods))
 
 
 def check_model_path(field: str, value: object) -> str | None:

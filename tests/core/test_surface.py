@@ -91,6 +91,7 @@ def test_the_classes_are_known() -> None:
         "SlotMapper",
         "SpeculationPlanner",
         "SuffixCache",
+        "SuffixDrafter",
         "TokenDecoder",
     ]
 
@@ -121,6 +122,7 @@ INSTANCES = [
     core.SlotMapper(4),
     core.SpeculationPlanner(max_num_seqs=1, num_speculative_tokens=1, costs=core.CostModel([1], [0, 1], [[2.0, 3.0]])),
     core.SuffixCache(),
+    core.SuffixDrafter(),
     core.TokenDecoder(TOKENIZER),
 ]
 
@@ -161,6 +163,7 @@ def test_constants() -> None:
     assert (core.FLAG_TARGET_NON_FINITE, core.FLAG_DRAFT_NON_FINITE, core.FLAG_CAPACITY) == (1, 2, 4)
     reasons = (core.FINISH_NONE, core.FINISH_STOP, core.FINISH_LENGTH, core.FINISH_ABORT, core.FINISH_ERROR)
     assert reasons == (0, 1, 2, 3, 4)
+    assert (core.DRAFTER_DEVICE, core.DRAFTER_NGRAM, core.DRAFTER_SUFFIX) == (0, 1, 2)
     purposes = (core.PURPOSE_DRAFT, core.PURPOSE_ACCEPT, core.PURPOSE_RECOVER, core.PURPOSE_GUMBEL)
     assert purposes == (0, 1, 2, 3)
 

@@ -19,7 +19,7 @@ from specrs import core
 from specrs.core import CachedDrafter, NgramProposer, RequestSampling, Scheduler
 from specrs.drafters.base import Drafter
 from specrs.drafters.draft_model import DraftModel, ModelPasses, ParallelDraftModel
-from specrs.drafters.ngram import NgramDrafter
+from specrs.drafters.host import HostDrafter
 from specrs.models.dense_native import NativeDense
 from specrs.models.kv_cache import KVCache
 from specrs.runner.eager import EagerRunner
@@ -31,7 +31,8 @@ from specrs.runner.sampling_state import SamplingState
 LAUNCHES = int(os.environ.get("SPECRS_LAUNCHES", "300"))
 ROWS, MAX_LEN, BLOCK_SIZE, MAX_K, VOCAB, BUDGET = 6, 30, 4, 3, 19, 64
 MASK = 2
-DEVICE_DRAFTERS = ("model", "parallel")
+DEVICE_DRAFTERS = ("model", "parallel", "mixed", "mixed parallel")
+HOST_DRAFTERS = ("ngram", "mixed", "mixed parallel")
 TABLE = -(-MAX_LEN // BLOCK_SIZE)
 SECTIONS = ("num_emitted", "num_accepted", "num_drafted", "flags", "finish_reason")
 
@@ -53,11 +54,15 @@ class Pair:
     """An eager and a native runner of the same models on states and caches of their own."""
 
     def __init__(self, drafter: str, rule: str, rates: list[float] | None, draft_vocab: int) -> None:
+        model = CachedDrafter(max_model_len=MAX_LEN - 6, max_draft_lag=2)
+        parallel = CachedDrafter(max_model_len=MAX_LEN - 6, max_draft_lag=MAX_K + 1, mask_token_id=MASK)
         declared = {
-            "model": CachedDrafter(max_model_len=MAX_LEN - 6, max_draft_lag=2),
-            "parallel": CachedDrafter(max_model_len=MAX_LEN - 6, max_draft_lag=MAX_K + 1, mask_token_id=MASK),
-            "ngram": NgramProposer(1, 2),
-            "none": None,
+            "model": [model],
+            "parallel": [parallel],
+            "ngram": [NgramProposer(1, 2)],
+            "mixed": [NgramProposer(1, 2), model],
+            "mixed parallel": [NgramProposer(1, 2), parallel],
+            "none": [],
         }[drafter]
         self.scheduler = Scheduler(
             max_num_seqs=ROWS,
@@ -84,13 +89,13 @@ class Pair:
         settings: dict[str, object],
     ) -> Side:
         made: Drafter | None = None
-        if drafter == "model":
+        if drafter in ("model", "mixed"):
             made = DraftModel(draft, draft.allocate_cache(ROWS * TABLE, BLOCK_SIZE), MAX_LEN - 6, VOCAB)
-        elif drafter == "parallel":
+        elif drafter in ("parallel", "mixed parallel"):
             cache = draft.allocate_cache(ROWS * TABLE, BLOCK_SIZE)
             made = ParallelDraftModel(draft, cache, MAX_LEN - 6, VOCAB, max_draft_lag=MAX_K + 1, mask_token_id=MASK)
         elif drafter == "ngram":
-            made = NgramDrafter()
+            made = HostDrafter()
         cpu = torch.device("cpu")
         runner = make(
             target,
@@ -193,11 +198,17 @@ class Made:
         told = {
             "row": row,
             "k": k,
+            "drafter": self._whose(),
             "capacity": int(self.rng.integers(max(n - 2, 0), n + k + 1)) if short else MAX_LEN,
             "n_upper": n + int(self.rng.integers(0, 3)),
         }
         for name, value in told.items():
             self.record[f"entry_{name}"][i] = value
+
+    def _whose(self) -> int:
+        kinds = [core.DRAFTER_DEVICE] if self.drafter in DEVICE_DRAFTERS else []
+        kinds += [core.DRAFTER_NGRAM] if self.drafter in HOST_DRAFTERS else []
+        return int(self.rng.choice(kinds)) if kinds else core.DRAFTER_DEVICE
 
     def _decode(self) -> None:
         rng = self.rng
@@ -205,7 +216,7 @@ class Made:
         ks = sorted((int(k) for k in rng.integers(0, most + 1, len(self.decode))), reverse=True)
         for i, (row, k) in enumerate(zip(self.decode, ks, strict=True)):
             self._entry(i, row, k)
-            if self.drafter == "ngram":
+            if self.drafter in HOST_DRAFTERS:
                 # what the target would write next, now and then
                 self.record["draft_token"][i * MAX_K : i * MAX_K + k] = rng.integers(0, VOCAB, k)
         self.header["num_decode"], self.header["max_k"] = len(ks), max(ks, default=0)
@@ -340,6 +351,10 @@ def compare(pair: Pair, made: Made) -> dict[str, int]:
         ("parallel", "rejection", None, VOCAB),
         ("parallel", "coupled", None, VOCAB + 5),
         ("ngram", "rejection", None, VOCAB),
+        ("mixed", "rejection", None, VOCAB),
+        ("mixed", "coupled", None, VOCAB),
+        ("mixed parallel", "rejection", None, VOCAB),
+        ("mixed", "rejection", [0.9, 0.5, 0.1], VOCAB),
         ("none", "coupled", None, VOCAB),
     ],
 )

@@ -1,10 +1,11 @@
 """What a drafter declares, and what the runner calls of it. Implements none.
 
-The scheduler is built from the same declaration (`specrs.core.CachedDrafter`, `NgramProposer`), and the runner calls
+The scheduler is built from the same declaration (`specrs.core.CachedDrafter`, `NgramProposer`,
+`SuffixDrafter`), and the runner calls
 the protocol and names no class. What an iteration leaves for verification is the same for all: drafts behind the
 committed tokens of row state, and q where it is no point mass.
 
-| | `DraftModel` | `ParallelDraftModel` | `NgramDrafter` |
+| | `DraftModel` | `ParallelDraftModel` | `HostDrafter` |
 | --- | --- | --- | --- |
 | `max_draft_lag` | 2 | K + 1 | None: it has no KV |
 | `num_unfed_drafts` | 1 | 0 | None: it has no KV |
@@ -22,6 +23,7 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor
 
+from specrs.core import DRAFTER_DEVICE
 from specrs.models.base import Model
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
@@ -118,3 +120,8 @@ def device_drafter(drafter: Drafter | None) -> DeviceDrafter:
 def host_drafts(sections: Mapping[str, Tensor], max_num_seqs: int) -> Tensor:
     """`draft_token` of a record's sections as `[R, K]` int64: row i for entry i, `entry_k` of its columns."""
     return sections["draft_token"].view(max_num_seqs, -1)
+
+
+def drafted_on_host(sections: Mapping[str, Tensor], num_decode: int) -> Tensor:
+    """Which decode entries have their drafts in the record, `[num_decode]` bool."""
+    return sections["entry_drafter"][:num_decode] != DRAFTER_DEVICE

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from specrs.config import EngineConfig, resolve_draft_max_model_len, resolve_max_model_len
-from specrs.core import CachedDrafter, NgramProposer, Scheduler
+from specrs.core import CachedDrafter, NgramProposer, Scheduler, SuffixDrafter
 from specrs.drafters.base import Drafter
 from specrs.drafters.draft_model import DraftModel, ParallelDraftModel
-from specrs.drafters.ngram import NgramDrafter
+from specrs.drafters.host import HostDrafter
 from specrs.drafters.vocabulary import TranslatedDraftModel
 from specrs.engine.weights import Weights
 from specrs.models.base import Model
@@ -52,13 +52,13 @@ class Blueprint:
     def num_speculative_tokens(self) -> int:
         """The engine's K; 0 without a drafter."""
         speculative = self.config.speculative_config
-        on_host = speculative is not None and speculative.on_host
+        on_host = speculative is not None and speculative.drafts_on_host
         return self.config.num_speculative_tokens if on_host or self.weights.draft is not None else 0
 
     @property
     def depth(self) -> int:
         """Launches planned and not yet settled; 1 with a drafter on the host, which needs every token settled."""
-        if self.config.speculative_config is not None and self.config.speculative_config.on_host:
+        if self.config.speculative_config is not None and self.config.speculative_config.drafts_on_host:
             return 1
         given = self.config.launch_depth
         return given if given is not None else 2 if self.on_gpu else 1
@@ -78,31 +78,39 @@ class Blueprint:
         """KV bytes of one block in all models."""
         return sum(model.bytes_per_block(self.config.block_size) for model in self.models)
 
-    def _declared(self, *, measuring: bool) -> CachedDrafter | NgramProposer | None:
-        """The drafter as the scheduler knows it."""
+    def _declared(self, measuring: str | None) -> list[CachedDrafter | NgramProposer | SuffixDrafter]:
+        """The drafters as the scheduler knows them; `measuring` as for `scheduler`."""
         speculative, draft, context = self.config.speculative_config, self.weights.draft, self.draft_max_model_len
-        if speculative is not None and speculative.on_host:
-            least, most = speculative.prompt_lookup
-            return NgramProposer(0 if measuring else least, most)
-        if draft is None or context is None:
-            return None
-        # A draft token's share of a target token, by parameters: what draft chunks take from the token budget.
-        ratio = draft.num_parameters / self.weights.target.num_parameters
-        mask = self.weights.mask_token_id
-        return CachedDrafter(
-            max_model_len=context,
-            max_draft_lag=DraftModel.max_draft_lag if mask is None else self._parallel_draft_lag,
-            mask_token_id=mask,
-            cost_ratio=ratio,
-        )
+        drafters: list[CachedDrafter | NgramProposer | SuffixDrafter] = []
+        if speculative is not None and speculative.drafts_on_host and measuring is not None:
+            # The record has room for drafts of the host either way, as the runner expects it.
+            drafters.append(NgramProposer(0) if measuring == "host" else NgramProposer(1024, 1024))
+        elif speculative is not None:
+            if "ngram" in speculative.methods:
+                drafters.append(NgramProposer(*speculative.prompt_lookup))
+            if "suffix" in speculative.methods:
+                drafters.append(SuffixDrafter(**speculative.suffix_decoding))
+        if draft is not None and context is not None and measuring != "host":
+            # A draft token's share of a target token, by parameters: what draft chunks take from the token budget.
+            ratio = draft.num_parameters / self.weights.target.num_parameters
+            mask = self.weights.mask_token_id
+            cached = CachedDrafter(
+                max_model_len=context,
+                max_draft_lag=DraftModel.max_draft_lag if mask is None else self._parallel_draft_lag,
+                mask_token_id=mask,
+                cost_ratio=ratio,
+            )
+            drafters.append(cached)
+        return drafters
 
     @property
     def _parallel_draft_lag(self) -> int:
         """Of a drafter that is fed no drafts: after a full acceptance none of them, nor the token behind them."""
         return self.num_speculative_tokens + 1
 
-    def scheduler(self, blocks: int, *, measuring: bool = False) -> Scheduler:
-        """A scheduler over `blocks` blocks; `measuring`: one that drafts whatever the text is."""
+    def scheduler(self, blocks: int, *, measuring: str | None = None) -> Scheduler:
+        """A scheduler over `blocks` blocks; `measuring`: one that drafts on the `host`, or on the `device`, whatever
+        the text is."""
         config = self.config
         return Scheduler(
             max_num_seqs=config.max_num_seqs,
@@ -111,7 +119,7 @@ class Blueprint:
             block_size=config.block_size,
             max_num_batched_tokens=config.max_num_batched_tokens,
             num_speculative_tokens=self.num_speculative_tokens,
-            drafter=self._declared(measuring=measuring),
+            drafter=self._declared(measuring),
             max_in_flight=self.depth,
             max_constraint_len=max_constraint_len(self.weights.target.vocab_size),
             logits_dtype=str(self.logits_dtype).removeprefix("torch."),
@@ -136,7 +144,7 @@ class Blueprint:
     def drafter(self, blocks: int) -> Drafter | None:
         """The drafter over the shared pool; None where the engine does not speculate."""
         if self.config.speculative_config is not None and self.config.speculative_config.on_host:
-            return NgramDrafter()
+            return HostDrafter()
         draft, context = self.weights.draft, self.draft_max_model_len
         if draft is None or context is None:
             return None

@@ -8,12 +8,13 @@ from dataclasses import replace
 from functools import partial
 
 from specrs.config import EngineConfig, resolve_num_blocks
-from specrs.core import CpuPool, Scheduler, SpeculationPlanner
+from specrs.core import CostModel, CpuPool, Scheduler, SpeculationPlanner
 from specrs.engine.blueprint import Blueprint
 from specrs.engine.engine import Engine, EngineParts, Runner
 from specrs.engine.threads import choose_threads
 from specrs.engine.warm_up import measure_costs
 from specrs.engine.weights import Weights, load_weights
+from specrs.errors import UnsupportedConfigError, invalid
 from specrs.models.dense_native import NativeDense
 from specrs.runner.eager import EagerRunner
 from specrs.runner.native import NativeRunner
@@ -36,15 +37,15 @@ def build_engine(config: EngineConfig, weights: Weights | None = None) -> Engine
             stacklevel=2,
         )
     blueprint = Blueprint(config, load_weights(config) if weights is None else weights)
+    speculative = config.speculative_config
+    if blueprint.on_gpu and speculative is not None and speculative.drafts_on_host and not speculative.on_host:
+        reason = "not implemented with device='cuda'; allowed: one drafter, or a list of 'ngram' and 'suffix'"
+        raise invalid(UnsupportedConfigError, "speculative_config.method", speculative.method, reason)
     blocks = num_blocks(blueprint)
     scheduler = blueprint.scheduler(blocks)
     engine = Engine(make_parts(blueprint, scheduler, make_runner(blueprint, scheduler, blocks)))
     if config.plans_speculation and blueprint.num_speculative_tokens:
-        measured = engine
-        if config.speculative_config is not None and config.speculative_config.on_host:
-            # Made-up prompts propose nothing, so another scheduler drafts for them; what is left of them, it keeps.
-            measured = Engine(make_parts(blueprint, blueprint.scheduler(blocks, measuring=True), engine.runner))
-        costs, catch_up_ms = measure_costs(measured)
+        costs, catch_up_ms = _measure(blueprint, engine, blocks)
         # What it measured with is forgotten: its prompts are in the prefix cache, its tokens in the books.
         scheduler.reset_prefix_cache()
         engine.reset_stats()
@@ -55,6 +56,28 @@ def build_engine(config: EngineConfig, weights: Weights | None = None) -> Engine
             catch_up_ms=catch_up_ms,
         )
     return engine
+
+
+def _measure(blueprint: Blueprint, engine: Engine, blocks: int) -> tuple[CostModel, float]:
+    """What launches cost, and a position of catch-up: those with a draft model's passes where there is one."""
+    speculative = blueprint.config.speculative_config
+    if speculative is None or not speculative.drafts_on_host:
+        return measure_costs(engine)
+
+    def measured(drafter: str) -> tuple[CostModel, float]:
+        # Made-up prompts propose nothing, so another scheduler drafts for them; what is left of them, it keeps.
+        scheduler = blueprint.scheduler(blocks, measuring=drafter)
+        return measure_costs(Engine(make_parts(blueprint, scheduler, engine.runner)))
+
+    on_host = measured("host")
+    if speculative.on_host:
+        return on_host
+    costs, catch_up_ms = measured("device")
+    k = blueprint.num_speculative_tokens
+    base, row = costs.ms(1, 0), (on_host[0].ms(1, k) - on_host[0].ms(1, 0)) / k
+    drafting = (costs.ms(1, k) - base) / k
+    engine.scheduler.set_draft_costs(max(0.0, drafting - row) / base, max(0.0, row) / base)
+    return costs, catch_up_ms
 
 
 def num_blocks(blueprint: Blueprint) -> int:

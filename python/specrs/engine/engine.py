@@ -14,6 +14,7 @@ import numpy as np
 
 from specrs.config import EngineConfig
 from specrs.core import (
+    DRAFTER_DEVICE,
     FLAG_TARGET_NON_FINITE,
     PLAN_LAUNCH,
     Outputs,
@@ -93,6 +94,8 @@ class Engine:
         self.ring = parts.ring
         self.runner = parts.runner
         self.planner: SpeculationPlanner | None = None
+        speculative = self.config.speculative_config
+        self._mixes = speculative is not None and speculative.drafts_on_host and not speculative.on_host
         self.watch: Watch | None = None
         self.outputs = Outputs()
         self.requests: dict[int, Request] = {}
@@ -387,13 +390,15 @@ class Engine:
         count, record, results = header.num_decode, slot.record_arrays, slot.results_arrays
         if self.planner is None or not count:
             return
-        self.planner.settle(
-            record["entry_row"][:count],
-            record["entry_k"][:count],
-            results["num_drafted"][:count],
-            results["num_accepted"][:count],
-            None if header.num_prefill or header.num_draft_chunks else ms,
-        )
+        rows, ks = record["entry_row"][:count], record["entry_k"][:count]
+        drafted, accepted = results["num_drafted"][:count], results["num_accepted"][:count]
+        timed = not (header.num_prefill or header.num_draft_chunks)
+        if self._mixes:
+            # The planner is of what the draft model drafts; the scheduler learns of the others.
+            on_device = record["entry_drafter"][:count] == DRAFTER_DEVICE
+            timed = timed and bool(on_device.all())
+            rows, ks, drafted, accepted = rows[on_device], ks[on_device], drafted[on_device], accepted[on_device]
+        self.planner.settle(rows, ks, drafted, accepted, ms if timed else None)
 
 
 def _extras(requests: Mapping[int, Request], request_id: int) -> RequestExtras | None:

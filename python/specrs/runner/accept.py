@@ -47,6 +47,11 @@ def accept(it: Iteration, scored: Scored, drafted: Drafted, sampling: EntrySampl
 
     at = VerifyEntries(it.rows, entries, it.flat.q_start, n, k)
     accepted, tokens, top = sampling.sampler.verify(adjusted, at, scored.drafts, sampling.steps, drafted.q)
+    if drafted.q is not None and drafted.on_host is not None:
+        # Of a point mass nothing is kept, and `coupled` is its rule.
+        other, others, _ = sampling.sampler.verify(adjusted, at, scored.drafts, sampling.steps, None)
+        accepted = torch.where(drafted.on_host, other, accepted)
+        tokens = torch.where(drafted.on_host[:, None], others, tokens)
     return Verdict(accepted, tokens, top, adjusted)
 
 
@@ -90,7 +95,10 @@ def update(state: RowState, it: Iteration, verdict: Verdict, drafted: Drafted, r
     state.active.index_copy_(0, rows, goes_on)
     if it.max_k and drafted.num_unfed is not None:
         before, after = state.draft_len.index_select(0, rows), torch.minimum(grown - 1, n + k - drafted.num_unfed)
-        state.draft_len.index_copy_(0, rows, torch.where(good & (k > 0), after, before))
+        drew = good & (k > 0)
+        if drafted.on_host is not None:
+            drew &= ~drafted.on_host
+        state.draft_len.index_copy_(0, rows, torch.where(drew, after, before))
 
     results.num_emitted.copy_(emitted)
     results.num_accepted.copy_(torch.where(good, accepted, 0))

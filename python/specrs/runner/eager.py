@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specrs.core import PURPOSE_ACCEPT
-from specrs.drafters.base import Drafter, device_drafter, host_drafts
+from specrs.drafters.base import Drafter, device_drafter, drafted_on_host, host_drafts
 from specrs.models.base import Model
 from specrs.models.kv_cache import KVCache
 from specrs.runner.accept import accept, at_rates, update
@@ -120,6 +120,8 @@ class EagerRunner:
 
     def _decode(self, slot: RingSlot, header: Header) -> None:
         entries = slice(0, header.num_decode)
+        mixes = self.drafter is not None and not self.drafter.on_host and len(slot.views["draft_token"]) > 0
+        on_host = drafted_on_host(slot.views, header.num_decode) if mixes else None
         it = prepare(
             self.state,
             slot.views["entry_row"][entries],
@@ -128,6 +130,7 @@ class EagerRunner:
             block_size=self.block_size,
             max_context=int((slot.views["entry_n_upper"][entries] + slot.views["entry_k"][entries]).max()),
             drafter=self.drafter,
+            on_host=on_host,
         )
         sampling = self.sampling.for_entries(self.state, it, it.rows.tolist(), slot)
         if not header.max_k or self.drafter is None:
@@ -136,7 +139,10 @@ class EagerRunner:
             proposed = host_drafts(slot.views, self.state.limit.shape[0] - 1)[entries, : header.max_k]
             drafted = place(self.state, it, proposed, sampling)
         else:
-            drafted = draft(self.state, it, device_drafter(self.drafter), sampling, self.rule)
+            if on_host is not None:
+                proposed = host_drafts(slot.views, self.state.limit.shape[0] - 1)[entries, : header.max_k]
+                place(self.state, it, proposed, sampling, on_host)
+            drafted = draft(self.state, it, device_drafter(self.drafter), sampling, self.rule, on_host)
         scored = verify(self.state, it, self.target, self.kv_cache)
         self.num_target_passes += 1
         results = slot.results_view.narrow(0, header.num_decode)

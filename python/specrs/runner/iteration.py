@@ -41,6 +41,8 @@ class Drafted:
     q: Tensor | None  # [B, K, V], the distribution that each draft was drawn from; None for a point mass and `coupled`
     num_unfed: int | Tensor | None = None
     """Of K_r drafts how many leave no draft KV, for all entries or `[B]`; None: draft KV is as it was."""
+    on_host: Tensor | None = None
+    """`[B]` bool, entries whose drafts a drafter on the host made; None: none where `q` or `num_unfed` is not None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +63,13 @@ def prepare(
     block_size: int,
     max_context: int,
     drafter: Drafter | None,
+    on_host: Tensor | None = None,
 ) -> Iteration:
     """Read lengths from row state and apply the device's guards to the planned K_r; mutates nothing.
 
     K_r = max(min(planned, min(limit - 1, draft_context + 1) - n), 0), and 0 where the row has ended or the draft's KV
     lags by more than `max_draft_lag`: whatever the host believes, no row drafts past its limit or over a gap in its
-    draft KV.
+    draft KV. `on_host` `[B]` bool: entries that the drafter's own bounds are not for; None: no such.
     """
     n = state.num_tokens.index_select(0, rows)
     alive = state.active.index_select(0, rows)
@@ -75,10 +78,12 @@ def prepare(
     if drafter is not None and planned[0] > 0:
         end = state.limit.index_select(0, rows).sub_(1)
         if drafter.max_model_len is not None:
-            end.clamp_(max=drafter.max_model_len + 1)
+            within = end.clamp(max=drafter.max_model_len + 1)
+            end = within if on_host is None else torch.where(on_host, end, within)
         ready = alive
         if drafter.max_draft_lag is not None:
-            ready = (state.draft_len.index_select(0, rows) >= n - drafter.max_draft_lag).logical_and_(alive)
+            close = state.draft_len.index_select(0, rows) >= n - drafter.max_draft_lag
+            ready = (close if on_host is None else close.logical_or_(on_host)).logical_and_(alive)
         k = torch.minimum(k, end.sub_(n)).clamp_(min=0).mul_(ready)
     blocks = min(-(-max_context // block_size), state.block_table.shape[1])
     return Iteration(
@@ -95,11 +100,15 @@ def prepare(
     )
 
 
-def place(state: RowState, it: Iteration, proposed: Tensor, sampling: EntrySampling) -> Drafted:
-    """Take the drafts of a drafter on the host, `proposed` `[B, K]` int64; columns from K_r on are ignored, and q is
-    a point mass. Mutates `state.tokens` in [n, n + K_r)."""
+def place(
+    state: RowState, it: Iteration, proposed: Tensor, sampling: EntrySampling, on_host: Tensor | None = None
+) -> Drafted:
+    """Take the drafts of drafters on the host, `proposed` `[B, K]` int64; columns from K_r on are ignored, and q is
+    a point mass. `on_host` `[B]` bool: whose they are; None: all entries'. Mutates `state.tokens` in [n, n + K_r)."""
     column = torch.arange(it.max_k)
     live = column < it.num_drafts[:, None]
+    if on_host is not None:
+        live &= on_host[:, None]
     state.tokens[it.rows[:, None], torch.where(live, it.num_tokens[:, None] + column, state.scratch_column)] = proposed
     if sampling.grammar is not None:
         for tokens, is_draft in zip(proposed.unbind(1), live.unbind(1), strict=True):
@@ -107,8 +116,18 @@ def place(state: RowState, it: Iteration, proposed: Tensor, sampling: EntrySampl
     return Drafted(torch.zeros_like(it.num_tokens), None)
 
 
-def draft(state: RowState, it: Iteration, drafter: DeviceDrafter, sampling: EntrySampling, rule: str) -> Drafted:
+def draft(
+    state: RowState,
+    it: Iteration,
+    drafter: DeviceDrafter,
+    sampling: EntrySampling,
+    rule: str,
+    on_host: Tensor | None = None,
+) -> Drafted:
     """Draw up to K_r drafts per entry; pass i feeds the entries planned at K >= i.
+
+    `on_host` `[B]` bool: entries that have their drafts already, masked in every pass; None: no such. There are passes
+    up to the largest K planned of the others.
 
     Pass 1 feeds positions n - 2 and n - 1, so that the token that the draft has not seen after a full acceptance is
     caught up without a pass of its own; its slot is -1 where that KV is already there. Where it is in every entry, pass
@@ -119,17 +138,24 @@ def draft(state: RowState, it: Iteration, drafter: DeviceDrafter, sampling: Entr
     """
     assert drafter.max_draft_lag is not None
     batch, width, n = len(it.planned), drafter.max_draft_lag, it.num_tokens
+    depth = it.max_k
+    if on_host is not None:
+        depth = max((k for k, placed in zip(it.planned, on_host.tolist(), strict=True) if not placed), default=0)
+        if not depth:
+            return Drafted(torch.zeros_like(n), None)
     q = None
     if sampling.steps.random and rule == "rejection":
         q = torch.empty((batch, it.max_k, sampling.vocab_size), dtype=sampling.dtype)
     # Columns 0..width-1 are fed in pass 1, column width + i - 2 in pass i >= 2: positions n - width .. n + K - 2.
     column = torch.arange(width - 1 + it.max_k)
     live = it.num_drafts[:, None] >= (column - (width - 2)).clamp_(min=1)
+    if on_host is not None:
+        live &= ~on_host[:, None]
     fed = torch.where(live, n[:, None] + (column - width), -1).clamp_(min=-1)
     slots = it.slots(fed).masked_fill_(fed < state.draft_len.index_select(0, it.rows)[:, None], -1)
     lagging = bool((slots[:, : width - 1] >= 0).any())
     written = torch.where(live[:, width - 1 :], fed[:, width - 1 :] + 1, state.scratch_column)
-    counts = [sum(k >= i for k in it.planned) for i in range(1, it.max_k + 1)]
+    counts = [sum(k >= i for k in it.planned) for i in range(1, depth + 1)]
     tops = torch.zeros((it.max_k, batch), dtype=sampling.dtype)
     drawn = torch.zeros((it.max_k, batch), dtype=torch.int64)
     before = state.tokens[it.rows, fed[:, width - 1].clamp(min=0)]
@@ -139,7 +165,7 @@ def draft(state: RowState, it: Iteration, drafter: DeviceDrafter, sampling: Entr
         proposed = drafter.propose_all(
             _all_inputs(state, it, fed, slots, width, counts[0], drafter.mask_token_id), it.max_k
         )
-    for i, (count, top, tokens) in enumerate(zip(counts, tops.unbind(0), drawn.unbind(0), strict=True), 1):
+    for i, (count, top, tokens) in enumerate(zip(counts, tops[:depth], drawn[:depth], strict=True), 1):
         if proposed is not None:
             logits = proposed[:count, i - 1]
         elif i == 1 and lagging:
@@ -162,8 +188,8 @@ def draft(state: RowState, it: Iteration, drafter: DeviceDrafter, sampling: Entr
     faulty = (~is_finite(tops) & live[:, width - 1 :].t()).any(dim=0)
     unfed = drafter.num_unfed_drafts
     if unfed is not None and not drafter.keeps_draft_kv:
-        return Drafted(faulty * FLAG_DRAFT_NON_FINITE, q, it.num_drafts + unfed)
-    return Drafted(faulty * FLAG_DRAFT_NON_FINITE, q, unfed)
+        return Drafted(faulty * FLAG_DRAFT_NON_FINITE, q, it.num_drafts + unfed, on_host)
+    return Drafted(faulty * FLAG_DRAFT_NON_FINITE, q, unfed, on_host)
 
 
 def _first_inputs(state: RowState, it: Iteration, fed: Tensor, slots: Tensor, width: int, count: int) -> PassInputs:

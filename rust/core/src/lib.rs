@@ -20,7 +20,9 @@ mod slot_mapper;
 pub use acceptance::AcceptanceTracker;
 pub use block_pool::BlockPool;
 pub use cost_model::{CostLine, CostModel};
-pub use drafts::{Drafter, NgramProposer, SuffixCache, SuffixDraft, SuffixSettings, SuffixStats};
+pub use drafts::{
+    Drafter, DrafterKind, HostDrafters, NgramProposer, SuffixCache, SuffixDraft, SuffixSettings, SuffixStats,
+};
 pub use error::{Error, Result};
 pub use hash::{BlockHash, BlockHasher, ExtraKey};
 pub use planner::SpeculationPlanner;

@@ -2,9 +2,10 @@
 
 use crate::buffers::{In, readonly};
 use crate::error::{Class, OrRaise, size};
+use crate::suffix::settings;
 use numpy::PyArray1;
 use pyo3::prelude::*;
-use specrs_core::Drafter;
+use specrs_core::{Drafter, HostDrafters, SuffixSettings};
 
 #[pyclass(frozen)]
 #[derive(Clone, Copy)]
@@ -99,23 +100,78 @@ impl NgramProposer {
     }
 }
 
-/// What `Scheduler(drafter=...)` takes, besides None.
+#[pyclass(frozen)]
+#[derive(Clone, Copy)]
+pub(crate) struct SuffixDrafter(SuffixSettings);
+
+#[pymethods]
+impl SuffixDrafter {
+    #[new]
+    #[pyo3(signature = (
+        *, max_tree_depth = 24, max_cached_requests = 10_000, max_spec_factor = 1.0, min_token_prob = 0.1,
+        max_memory_bytes = 1_073_741_824,
+    ))]
+    fn new(
+        py: Python<'_>,
+        max_tree_depth: i64,
+        max_cached_requests: i64,
+        max_spec_factor: f64,
+        min_token_prob: f64,
+        max_memory_bytes: i64,
+    ) -> PyResult<Self> {
+        settings(py, max_tree_depth, max_cached_requests, max_spec_factor, min_token_prob, max_memory_bytes).map(Self)
+    }
+
+    fn __repr__(&self) -> String {
+        let SuffixSettings { max_tree_depth, max_cached_requests, .. } = self.0;
+        format!("SuffixDrafter(max_tree_depth={max_tree_depth}, max_cached_requests={max_cached_requests})")
+    }
+}
+
+/// One of what `Scheduler(drafter=...)` takes.
 #[derive(FromPyObject)]
-pub(crate) enum DrafterArgument<'py> {
+pub(crate) enum OneDrafter<'py> {
     #[pyo3(transparent)]
     Cached(PyRef<'py, CachedDrafter>),
     #[pyo3(transparent)]
     Ngram(PyRef<'py, NgramProposer>),
+    #[pyo3(transparent)]
+    Suffix(PyRef<'py, SuffixDrafter>),
+}
+
+/// What it takes, besides None.
+#[derive(FromPyObject)]
+pub(crate) enum DrafterArgument<'py> {
+    #[pyo3(transparent)]
+    One(OneDrafter<'py>),
+    #[pyo3(transparent)]
+    Several(Vec<OneDrafter<'py>>),
 }
 
 impl DrafterArgument<'_> {
-    pub(crate) fn into_core(self) -> Drafter {
-        match self {
-            Self::Ngram(proposer) => Drafter::Host(proposer.0),
-            Self::Cached(drafter) => {
-                let CachedDrafter { max_model_len, max_draft_lag, mask_token_id, cost_ratio } = *drafter;
-                Drafter::Cached { max_model_len, max_draft_lag, mask_token_id, cost_ratio }
+    /// # Errors
+    /// For two of a kind.
+    pub(crate) fn into_core(self, py: Python<'_>) -> PyResult<(Drafter, HostDrafters)> {
+        let given = match self {
+            Self::One(drafter) => vec![drafter],
+            Self::Several(drafters) => drafters,
+        };
+        let (mut device, mut host) = (Drafter::None, HostDrafters::default());
+        for drafter in given {
+            let taken = match drafter {
+                OneDrafter::Ngram(proposer) => host.ngram.replace(proposer.0).is_some(),
+                OneDrafter::Suffix(drafter) => host.suffix.replace(drafter.0).is_some(),
+                OneDrafter::Cached(drafter) => {
+                    let CachedDrafter { max_model_len, max_draft_lag, mask_token_id, cost_ratio } = *drafter;
+                    let drafter = Drafter::Cached { max_model_len, max_draft_lag, mask_token_id, cost_ratio };
+                    std::mem::replace(&mut device, drafter) != Drafter::None
+                }
+            };
+            if taken {
+                let message = "drafter = two of a kind is not allowed: expected at most one CachedDrafter, NgramProposer, SuffixDrafter each";
+                return Err(Class::InvalidConfig.error(py, message));
             }
         }
+        Ok((device, host))
     }
 }

@@ -5,6 +5,7 @@
 
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
+use specrs_core::DrafterKind;
 use specrs_core::philox::Purpose;
 use specrs_core::sampling as core_sampling;
 use specrs_core::scheduler::layout;
@@ -44,7 +45,7 @@ mod _core {
     #[pymodule_export]
     use super::cpu::{CpuDecoder, CpuKVCache, CpuPool, CpuWeights};
     #[pymodule_export]
-    use super::drafts::{CachedDrafter, NgramProposer};
+    use super::drafts::{CachedDrafter, NgramProposer, SuffixDrafter};
     #[pymodule_export]
     use super::iteration::CpuIteration;
     #[pymodule_export]
@@ -92,7 +93,7 @@ mod _core {
 }
 
 /// Numbers that callers compare with, by name.
-const CONSTANTS: [(&str, i64); 18] = [
+const CONSTANTS: [(&str, i64); 21] = [
     ("LOGPROBS_ALL", core_sampling::LOGPROBS_ALL),
     ("LOGPROBS_NONE", core_sampling::LOGPROBS_NONE),
     ("MAX_STOP_IDS", core_sampling::MAX_STOP_IDS as i64),
@@ -104,6 +105,9 @@ const CONSTANTS: [(&str, i64); 18] = [
     ("FLAG_CAPACITY", layout::FLAG_CAPACITY),
     ("FINISH_NONE", layout::FINISH_NONE),
     ("FINISH_STOP", layout::FINISH_STOP),
+    ("DRAFTER_DEVICE", DrafterKind::Device as i64),
+    ("DRAFTER_NGRAM", DrafterKind::Ngram as i64),
+    ("DRAFTER_SUFFIX", DrafterKind::Suffix as i64),
     ("FINISH_LENGTH", layout::FINISH_LENGTH),
     ("FINISH_ABORT", specrs_text::FINISH_ABORT),
     ("FINISH_ERROR", layout::FINISH_ERROR),

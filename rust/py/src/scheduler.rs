@@ -13,7 +13,7 @@ use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 use pyo3::types::{PyDict, PyList};
 use specrs_core::scheduler::layout::Section;
-use specrs_core::{Drafter, PlanOutcome, RequestParams, SchedulerConfig};
+use specrs_core::{Drafter, DrafterKind, HostDrafters, PlanOutcome, RequestParams, SchedulerConfig};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// `plan` found nothing to do and nothing is in flight.
@@ -65,6 +65,8 @@ impl Scheduler {
         hash_key: &[u8],
     ) -> PyResult<Self> {
         let size = |field, value| size(py, Class::InvalidConfig, field, value);
+        let given = drafter.map(|drafter| drafter.into_core(py)).transpose()?;
+        let (drafter, host_drafters) = given.unwrap_or((Drafter::None, HostDrafters::default()));
         let config = SchedulerConfig {
             max_num_seqs: size("max_num_seqs", max_num_seqs)?,
             max_model_len: size("max_model_len", max_model_len)?,
@@ -72,7 +74,8 @@ impl Scheduler {
             block_size: size("block_size", block_size)?,
             max_num_batched_tokens: size("max_num_batched_tokens", max_num_batched_tokens)?,
             num_speculative_tokens: size("num_speculative_tokens", num_speculative_tokens)?,
-            drafter: drafter.map_or(Drafter::None, DrafterArgument::into_core),
+            drafter,
+            host_drafters,
             max_in_flight: size("max_in_flight", max_in_flight)?,
             max_constraint_len: size("max_constraint_len", max_constraint_len)?,
             logits_dtype: parse_dtype(py, logits_dtype)?,
@@ -248,6 +251,19 @@ impl Scheduler {
 
     fn acceptance(&self, py: Python<'_>) -> AcceptanceTracker {
         AcceptanceTracker::from_core(self.core(py).acceptance().clone())
+    }
+
+    fn acceptance_of(&self, py: Python<'_>, drafter: i64) -> PyResult<AcceptanceTracker> {
+        let Some(&kind) = usize::try_from(drafter).ok().and_then(|index| DrafterKind::ALL.get(index)) else {
+            let message =
+                format!("drafter = {drafter} is not allowed: expected DRAFTER_DEVICE, DRAFTER_NGRAM or DRAFTER_SUFFIX");
+            return Err(Class::InvalidConfig.error(py, message));
+        };
+        Ok(AcceptanceTracker::from_core(self.core(py).acceptance_of(kind).clone()))
+    }
+
+    fn set_draft_costs(&self, py: Python<'_>, pass_cost: f64, row_cost: f64) -> PyResult<()> {
+        self.core(py).set_draft_costs(pass_cost, row_cost).or_raise(py)
     }
 
     fn reset_prefix_cache(&self, py: Python<'_>) -> bool {

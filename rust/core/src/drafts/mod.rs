@@ -8,18 +8,15 @@ use crate::error::{Error, Result};
 pub use ngram::NgramProposer;
 pub use suffix::{SuffixCache, SuffixDraft, SuffixSettings, SuffixStats};
 
-/// What proposes the drafts of a scheduler's requests. The scheduler's books of draft KV follow from it.
+/// What proposes the drafts of a scheduler's requests on the device. The scheduler's books of draft KV follow from it.
 ///
 /// Drafters that read the target's hidden states, and catch up only where those are, will be a variant of their own.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub enum Drafter {
-    /// Nothing: every request decodes at K = 0.
+    /// Nothing: requests have the drafts of [`HostDrafters`], or none.
     #[default]
     None,
-    /// Looks for drafts in a request's own tokens when a launch is planned, and has no KV: [`crate::Scheduler::plan`] writes them into
-    /// the record. Needs the last launch settled, so one launch in flight at most.
-    Host(NgramProposer),
     /// A model on the device with KV of its own, in the target's blocks, that catches up from tokens, in chunks. Pass 1 ends with
     /// the last committed token; pass i feeds draft i - 1, or there is no other, see `mask_token_id`.
     Cached {
@@ -35,13 +32,75 @@ pub enum Drafter {
     },
 }
 
+/// What proposes drafts on the host, when a launch is planned, and has no KV: [`crate::Scheduler::plan`] writes them into the record. Needs
+/// the last launch settled, so one launch in flight at most.
+///
+/// Where a scheduler has several drafters, one on the device among them, each request has in each launch the one that promises the most.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct HostDrafters {
+    /// Looks for drafts in a request's own tokens.
+    pub ngram: Option<NgramProposer>,
+    /// Counts what followed in a request's own tokens and in the outputs of others. An output is one that drafted this way, or might have.
+    pub suffix: Option<SuffixSettings>,
+}
+
+impl HostDrafters {
+    /// Prompt lookup alone.
+    pub fn ngram(proposer: NgramProposer) -> Self {
+        Self { ngram: Some(proposer), suffix: None }
+    }
+
+    /// Suffix decoding alone.
+    pub fn suffix(settings: SuffixSettings) -> Self {
+        Self { ngram: None, suffix: Some(settings) }
+    }
+
+    /// Whether there is any.
+    pub fn is_some(&self) -> bool {
+        self.ngram.is_some() || self.suffix.is_some()
+    }
+
+    /// The one that a request has while it is alone; [`DrafterKind::Device`] without any.
+    pub(crate) fn first(&self) -> DrafterKind {
+        DrafterKind::ON_HOST.into_iter().find(|&kind| self.has(kind)).unwrap_or_default()
+    }
+
+    /// By [`DrafterKind`]: whether there is this one.
+    pub(crate) fn has(&self, kind: DrafterKind) -> bool {
+        match kind {
+            DrafterKind::Device => false,
+            DrafterKind::Ngram => self.ngram.is_some(),
+            DrafterKind::Suffix => self.suffix.is_some(),
+        }
+    }
+}
+
+/// Which drafter: how the record and the books number them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(i64)]
+#[non_exhaustive]
+pub enum DrafterKind {
+    /// [`Drafter`]; of entries without drafts, too.
+    #[default]
+    Device = 0,
+    /// [`HostDrafters::ngram`].
+    Ngram = 1,
+    /// [`HostDrafters::suffix`].
+    Suffix = 2,
+}
+
+impl DrafterKind {
+    /// All of them, by number.
+    pub const ALL: [Self; 3] = [Self::Device, Self::Ngram, Self::Suffix];
+    /// Those on the host.
+    pub(crate) const ON_HOST: [Self; 2] = [Self::Ngram, Self::Suffix];
+}
+
 /// What follows from a drafter for every row: read for each, so not asked of the variants each time.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct DraftBounds {
     /// Whether it has KV to keep.
     pub(crate) has_kv: bool,
-    /// Whether drafts are proposed when a launch is planned.
-    pub(crate) on_host: bool,
     /// The position before which every draft lies, for want of positions in the drafter.
     pub(crate) end_of_drafts: usize,
     /// Positions that draft KV may lag behind n and still draft; without KV it may be any number.
@@ -52,13 +111,7 @@ pub(crate) struct DraftBounds {
 
 impl DraftBounds {
     fn without_kv() -> Self {
-        Self {
-            has_kv: false,
-            on_host: false,
-            end_of_drafts: usize::MAX,
-            max_draft_lag: usize::MAX,
-            lag_after_drafting: 0,
-        }
+        Self { has_kv: false, end_of_drafts: 0, max_draft_lag: usize::MAX, lag_after_drafting: 0 }
     }
 }
 
@@ -71,11 +124,9 @@ impl Drafter {
     /// What the planner asks of it for every row, at up to `num_speculative_tokens` drafts.
     pub(crate) fn bounds(&self, num_speculative_tokens: usize) -> DraftBounds {
         match *self {
-            Self::None => DraftBounds { end_of_drafts: 0, ..DraftBounds::without_kv() },
-            Self::Host(_) => DraftBounds { on_host: true, ..DraftBounds::without_kv() },
+            Self::None => DraftBounds::without_kv(),
             Self::Cached { max_model_len, max_draft_lag, mask_token_id, .. } => DraftBounds {
                 has_kv: true,
-                on_host: false,
                 // The last draft is drawn from the last position that it can take, and never fed.
                 end_of_drafts: max_model_len + 1,
                 max_draft_lag,
@@ -89,7 +140,7 @@ impl Drafter {
     #[inline]
     pub fn draft_len_after(&self, n: usize, k: usize, grown: usize) -> usize {
         match self {
-            Self::None | Self::Host(_) => 0,
+            Self::None => 0,
             Self::Cached { mask_token_id: None, .. } => grown.min(n + k) - 1,
             Self::Cached { .. } => grown.min(n + 1) - 1,
         }
@@ -99,7 +150,7 @@ impl Drafter {
     #[inline]
     pub(crate) fn cost_ratio(&self) -> f64 {
         match *self {
-            Self::None | Self::Host(_) => 1.0,
+            Self::None => 1.0,
             Self::Cached { cost_ratio, .. } => cost_ratio,
         }
     }

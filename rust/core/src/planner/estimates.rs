@@ -41,7 +41,7 @@ struct Counts {
 
 /// Acceptance by position, over all requests.
 #[derive(Clone, Debug)]
-pub(super) struct Overall {
+pub(crate) struct Overall {
     positions: Vec<Counts>,
     /// What the launch being recorded adds.
     fresh: Vec<Counts>,
@@ -50,7 +50,7 @@ pub(super) struct Overall {
 }
 
 impl Overall {
-    pub(super) fn new(k: usize) -> Self {
+    pub(crate) fn new(k: usize) -> Self {
         let mut positions = vec![Counts::default(); k];
         if let Some(first) = positions.first_mut() {
             *first = Counts { trials: PRIOR_TRIALS, accepted: FIRST_GUESS * PRIOR_TRIALS };
@@ -62,17 +62,17 @@ impl Overall {
     }
 
     /// Conditional acceptance by position.
-    pub(super) fn chances(&self) -> &[f64] {
+    pub(crate) fn chances(&self) -> &[f64] {
         &self.chances
     }
 
     /// The same as odds.
-    pub(super) fn odds(&self) -> &[f64] {
+    pub(crate) fn odds(&self) -> &[f64] {
         &self.odds
     }
 
     /// Counts one draft towards the launch; `finish` brings it in.
-    pub(super) fn record(&mut self, drafted: usize, accepted: usize) {
+    pub(crate) fn record(&mut self, drafted: usize, accepted: usize) {
         for (position, fresh) in self.fresh[..drafted.min(accepted + 1)].iter_mut().enumerate() {
             fresh.trials += 1.0;
             fresh.accepted += f64::from(u8::from(position < accepted));
@@ -80,7 +80,7 @@ impl Overall {
     }
 
     /// Forgets as much as is new, position by position, and takes in what is.
-    pub(super) fn finish(&mut self) {
+    pub(crate) fn finish(&mut self) {
         for (counts, fresh) in self.positions.iter_mut().zip(&mut self.fresh) {
             let window = OVERALL_TRIALS.max(OVERALL_LAUNCHES * fresh.trials);
             let kept = window / (window + fresh.trials);
@@ -92,7 +92,7 @@ impl Overall {
     }
 
     /// Lets what is known of positions from `first` on count at most `trials` from here on.
-    pub(super) fn doubt(&mut self, first: usize, trials: f64) {
+    pub(crate) fn doubt(&mut self, first: usize, trials: f64) {
         for counts in &mut self.positions[first..] {
             let share = (trials / counts.trials.max(trials)).min(1.0);
             counts.trials *= share;
@@ -116,12 +116,12 @@ impl Overall {
 
 /// What is known of one row's request.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Own {
+pub(crate) struct Own {
     counts: Counts,
     /// Acceptances that the overall figures expected in its trials.
     expected: f64,
     /// Factor on the overall odds.
-    pub(super) odds: f64,
+    pub(crate) odds: f64,
     /// Evidence of a collapse, a CUSUM statistic (Page, Biometrika 41, 1954).
     suspicion: f64,
     cooldown: u32,
@@ -129,7 +129,7 @@ pub(super) struct Own {
 }
 
 impl Own {
-    pub(super) const NEW: Self = Self {
+    pub(crate) const NEW: Self = Self {
         counts: Counts { trials: 0.0, accepted: 0.0 },
         expected: 0.0,
         odds: 1.0,
@@ -139,7 +139,7 @@ impl Own {
     };
 
     /// Takes in one draft of at least one token; true if its acceptance has collapsed. What was known is forgotten then.
-    pub(super) fn record(&mut self, drafted: usize, accepted: usize, chances: &[f64]) -> bool {
+    pub(crate) fn record(&mut self, drafted: usize, accepted: usize, chances: &[f64]) -> bool {
         let trials = drafted.min(accepted + 1);
         let first = self.odds * chances[0] / (1.0 - chances[0]);
         let collapsed = self.suspect(first / (1.0 + first), accepted > 0);

@@ -17,7 +17,7 @@
 //! *Change*: a choice stays until another promises [`MARGIN`] more.
 
 mod choice;
-mod estimates;
+pub(crate) mod estimates;
 mod explore;
 #[cfg(test)]
 mod tests;

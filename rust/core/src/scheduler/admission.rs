@@ -7,6 +7,7 @@ use super::Scheduler;
 use super::plan::{Plan, PrefillChunk};
 use super::request::RequestIndex;
 use super::row::RowIndex;
+use crate::drafts::DrafterKind;
 use crate::error::Result;
 
 impl Scheduler {
@@ -75,6 +76,7 @@ impl Scheduler {
         self.waiting.remove(&order);
         let lease = &mut self.rows[row as usize];
         lease.open(index, request, self.config.blocks_for(request.limit));
+        lease.drafter = if self.drafts.has_kv { DrafterKind::Device } else { self.config.host_drafters.first() };
         for &block in hits {
             self.pool.share(block)?;
             lease.blocks.push(block);

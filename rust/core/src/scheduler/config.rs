@@ -1,6 +1,6 @@
 //! Settings of a scheduler and the parameters of a request, and what is allowed for each.
 
-use crate::drafts::Drafter;
+use crate::drafts::{Drafter, HostDrafters};
 use crate::error::{Error, Result};
 use crate::hash::ExtraKey;
 use crate::sampling::{LogitsDtype, RequestSampling};
@@ -24,8 +24,10 @@ pub struct SchedulerConfig {
     pub max_num_batched_tokens: usize,
     /// K: the most draft tokens of a request per launch, at most 1024; 0 for no speculation.
     pub num_speculative_tokens: usize,
-    /// What proposes drafts; without it nothing drafts, whatever K is.
+    /// What proposes drafts on the device; without it and [`Self::host_drafters`] nothing drafts, whatever K is.
     pub drafter: Drafter,
+    /// What proposes drafts on the host.
+    pub host_drafters: HostDrafters,
     /// Launches that may be planned and not yet settled. 1 to 1024.
     pub max_in_flight: usize,
     /// W: elements that the constraints of a request (allowed ids, biases, bad words) may take in a record, and those of all that
@@ -67,6 +69,7 @@ impl SchedulerConfig {
             max_num_batched_tokens,
             num_speculative_tokens: 0,
             drafter: Drafter::None,
+            host_drafters: HostDrafters::default(),
             max_in_flight: 1,
             max_constraint_len: 0,
             logits_dtype: LogitsDtype::Float32,
@@ -105,7 +108,10 @@ impl SchedulerConfig {
                 return Err(Error::invalid_config(field, value, format!("{least} to {most}")));
             }
         }
-        if matches!(self.drafter, Drafter::Host(_)) && self.max_in_flight > 1 {
+        if let Some(suffix) = &self.host_drafters.suffix {
+            suffix.validate()?;
+        }
+        if self.host_drafters.is_some() && self.max_in_flight > 1 {
             let allowed = "1 with a drafter on the host, which needs every token settled";
             return Err(Error::invalid_config("max_in_flight", self.max_in_flight, allowed));
         }

@@ -130,7 +130,7 @@ impl Scheduler {
                 let row = &mut seen[entry.row as usize];
                 row.in_flight += 1;
                 row.emitting += u32::from(entry.emits());
-                row.drafting += u32::from(entry.k() > 0);
+                row.drafting += u32::from(entry.drafts_on_device());
                 row.emit_upper += entry.emit_upper;
             }
         }

@@ -5,7 +5,6 @@ use std::ops::Range;
 
 use super::config::SchedulerConfig;
 pub use super::header::*;
-use crate::drafts::Drafter;
 use crate::sampling::{MAX_STOP_IDS, NUM_PARAMS};
 
 /// Result flag: the target's logits were not finite.
@@ -107,6 +106,8 @@ layout! {
         entry_row: r,
         /// K of each entry, `[R]`; 0 for prefill chunks.
         entry_k: r,
+        /// Whose drafts the entry has, `[R]`: a `DrafterKind`; 0 where K is 0.
+        entry_drafter: r,
         /// Positions that the row's block table covers in this launch, `[R]`.
         entry_capacity: r,
         /// Upper bound of the row's tokens at the start of this launch, `[R]`.
@@ -127,7 +128,8 @@ layout! {
         draft_chunk_len: r,
         /// Start of each draft chunk among the draft tokens, `[R + 1]`.
         draft_q_start: r + 1,
-        /// Drafts of entry i from element `i * K` on, `entry_k` of them, `[R, K]`; `[0]` unless a drafter on the host proposes.
+        /// Drafts of entry i from element `i * K` on, `entry_k` of them, `[R, K]`; `[0]` unless a drafter on the host proposes. Of entries that draft on the device
+        /// they mean nothing.
         draft_token: host_drafts,
         /// Ids of the requests preempted by this plan, `[R]`.
         preempted_request_id: r,
@@ -231,8 +233,7 @@ impl RecordLayout {
         // K); a chunk adds its own blocks and one; hits of admitted requests are full blocks of uploaded tokens.
         let per_row = config.blocks_for(config.num_speculative_tokens + 1) + 1;
         let x = r * per_row + c / config.block_size + u / config.block_size;
-        let host_drafts =
-            if matches!(config.drafter, Drafter::Host(_)) { r * config.num_speculative_tokens } else { 0 };
+        let host_drafts = if config.host_drafters.is_some() { r * config.num_speculative_tokens } else { 0 };
         Self::from_sizes(r, c, u, x, config.max_constraint_len, host_drafts)
     }
 }

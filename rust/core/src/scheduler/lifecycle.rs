@@ -126,6 +126,7 @@ impl Scheduler {
     fn forget(&mut self, index: RequestIndex) {
         let request = self.requests.remove(index);
         self.by_id.remove(&request.id);
+        self.host_drafts.forget(&request);
     }
 
     pub(super) fn preempt_row(&mut self, row: RowIndex) -> Result<()> {

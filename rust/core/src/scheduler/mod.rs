@@ -43,7 +43,7 @@ use rustc_hash::FxBuildHasher;
 
 use crate::acceptance::AcceptanceTracker;
 use crate::block_pool::BlockPool;
-use crate::drafts::DraftBounds;
+use crate::drafts::{DraftBounds, DrafterKind};
 #[cfg(doc)]
 use crate::error::Error;
 use crate::error::Result;
@@ -112,6 +112,8 @@ pub struct Scheduler {
     slot_mapper: SlotMapper,
     hasher: BlockHasher,
     acceptance: AcceptanceTracker,
+    /// By [`DrafterKind`].
+    acceptance_by_drafter: [AcceptanceTracker; DrafterKind::ALL.len()],
     requests: Requests,
     by_id: HashMap<i64, RequestIndex, FxBuildHasher>,
     /// Requests without a row, most important first.
@@ -154,6 +156,7 @@ impl Scheduler {
             slot_mapper: SlotMapper::new(config.block_size)?,
             hasher: BlockHasher::new(&config.hash_key),
             acceptance: AcceptanceTracker::new(config.num_speculative_tokens),
+            acceptance_by_drafter: DrafterKind::ALL.map(|_| AcceptanceTracker::new(config.num_speculative_tokens)),
             requests: Requests::default(),
             by_id: HashMap::default(),
             waiting: BTreeMap::new(),
@@ -170,7 +173,7 @@ impl Scheduler {
             unpublished: vec![settle::Publication::default(); rows + 1],
             num_unpublished: 0,
             speculation: speculation::Speculation::default(),
-            host_drafts: host_drafts::HostDrafts::new(&config),
+            host_drafts: host_drafts::HostDrafts::new(&config)?,
             kv_events: config.enable_kv_cache_events.then(|| KvEventLog::new(&config)),
             config,
         })
@@ -244,6 +247,11 @@ impl Scheduler {
     /// The acceptance books of all settled launches.
     pub fn acceptance(&self) -> &AcceptanceTracker {
         &self.acceptance
+    }
+
+    /// The part of one drafter in them.
+    pub fn acceptance_of(&self, drafter: DrafterKind) -> &AcceptanceTracker {
+        &self.acceptance_by_drafter[drafter as usize]
     }
 
     /// The block pool, to look at.

@@ -5,12 +5,14 @@
 
 use super::row::{Row, RowIndex};
 use super::{PlanOutcome, Scheduler, kv_events};
+use crate::drafts::DrafterKind;
 use crate::error::{Result, check_len};
 
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Decode {
     pub(super) row: RowIndex,
     pub(super) k: usize,
+    pub(super) drafter: DrafterKind,
     /// Upper bound of the row's tokens, and the positions that its blocks must cover.
     pub(super) n_upper: usize,
     pub(super) covered: usize,
@@ -177,6 +179,9 @@ impl Scheduler {
             return Ok(true);
         }
         let n_upper = (row.n + row.emit_upper as usize).min(limit);
+        self.choose_drafter(row_index);
+        let row = &self.rows[row_index as usize];
+        let drafter = row.drafter;
         let drafting = self.drafting(row);
         let k = if let Drafting::Ready(k) = drafting { self.proposed(row_index, k) } else { 0 };
         let Some(k) = self.reserve(row_index, n_upper, limit, k)? else { return Ok(false) };
@@ -186,7 +191,7 @@ impl Scheduler {
             let demand = self.catch_up_demand(row_index, self.rows[row_index as usize].lower_bound());
             plan.lagging.push(Lagging { decode: plan.decodes.len(), k, demand });
         }
-        plan.decodes.push(Decode { row: row_index, k, n_upper, covered: (n_upper + k).min(limit) });
+        plan.decodes.push(Decode { row: row_index, k, drafter, n_upper, covered: (n_upper + k).min(limit) });
         Ok(true)
     }
 
@@ -242,7 +247,9 @@ impl Scheduler {
     fn drafting(&self, row: &Row) -> Drafting {
         let n = row.lower_bound();
         let k = self.most_drafts(row, row.k);
-        if k == 0 || row.rebuild {
+        if row.drafter != DrafterKind::Device {
+            Drafting::Ready(k)
+        } else if k == 0 || row.rebuild {
             Drafting::Off
         } else if row.drafting > 0 {
             // What was just drafted hides both n and draft_len, but their distance is bounded.
@@ -258,7 +265,8 @@ impl Scheduler {
     /// What the device would draft of `k` at the row's shortest possible length, by the law of `docs/start.md`; 0 without a
     /// drafter.
     pub(super) fn most_drafts(&self, row: &Row, k: u32) -> usize {
-        let end = (row.limit - 1).min(self.drafts.end_of_drafts);
+        let on_device = row.drafter == DrafterKind::Device;
+        let end = if on_device { (row.limit - 1).min(self.drafts.end_of_drafts) } else { row.limit - 1 };
         (k as usize).min(end.saturating_sub(row.lower_bound()))
     }
 
@@ -310,14 +318,17 @@ impl Scheduler {
                 if row.is_prefilling() || n >= row.limit {
                     continue;
                 }
-                decode_tokens += match self.drafting(row) {
-                    Drafting::Off => 1,
-                    Drafting::Ready(k) => 1 + k,
+                let k = match self.drafting(row) {
+                    Drafting::Off => 0,
+                    Drafting::Ready(k) => k,
                     Drafting::CatchUp(k) => {
                         draft_cost += self.draft_cost(self.catch_up_demand(row_index, n));
-                        1 + k
+                        k
                     }
                 };
+                // Whose drafts it has is chosen when it is its turn; the host's have no bounds but the request's.
+                let on_host = if self.config.host_drafters.is_some() { row.limit - 1 - n } else { 0 };
+                decode_tokens += 1 + k.max(on_host.min(row.max_k as usize));
             }
             let chunks = self.chunk_budget(decode_tokens);
             let prefill_left = (chunks - draft_cost.min(chunks.div_ceil(4))).max(1);

@@ -4,6 +4,7 @@ use super::layout::{RecordLayout, Section};
 use super::plan::Plan;
 use super::row::{Entry, Row, RowIndex};
 use super::{LaunchHeader, Scheduler};
+use crate::drafts::DrafterKind;
 use crate::sampling::{MAX_STOP_IDS, NUM_PARAMS};
 
 impl Scheduler {
@@ -52,7 +53,13 @@ impl Scheduler {
             row.in_flight += 1;
             row.emitting += 1;
             row.emit_upper += decode.k as u32 + 1;
-            if decode.k > 0 {
+            let entry = Entry {
+                row: decode.row,
+                emit_upper: decode.k as u32 + 1,
+                chunk_end: 0,
+                drafter: if decode.k > 0 { decode.drafter } else { DrafterKind::Device },
+            };
+            if entry.drafts_on_device() {
                 row.drafting += 1;
                 row.idle_drafts = 0;
             } else {
@@ -61,8 +68,8 @@ impl Scheduler {
             // Without a branch, which would be mispredicted: any row may need a block.
             plan.unsent[num_unsent] = i as u32;
             num_unsent += usize::from(row.num_sent * block_size < decode.covered);
-            out.set(i, decode.row, decode.k, row.num_sent * block_size, decode.n_upper);
-            entries.push(Entry { row: decode.row, emit_upper: decode.k as u32 + 1, chunk_end: 0 });
+            out.set(i, decode.row, (decode.k, entry.drafter), row.num_sent * block_size, decode.n_upper);
+            entries.push(entry);
         }
         for &i in &plan.unsent[..num_unsent] {
             let decode = &plan.decodes[i as usize];
@@ -72,10 +79,13 @@ impl Scheduler {
         }
         header.num_block_updates = updates.len;
         header.max_k = plan.decodes.first().map_or(0, |decode| decode.k);
-        if self.drafts.on_host {
+        if self.config.host_drafters.is_some() {
             let offset = self.record_layout.draft_token.offset;
             for (i, decode) in plan.decodes.iter().enumerate() {
-                let drafts = self.host_drafts_of(decode.row, decode.k);
+                if decode.k == 0 || decode.drafter == DrafterKind::Device {
+                    continue;
+                }
+                let drafts = self.host_drafts_of(decode.row, decode.drafter, decode.k);
                 write_tokens(&mut record[offset + i * self.config.num_speculative_tokens..], drafts);
             }
         }
@@ -97,11 +107,18 @@ impl Scheduler {
             updates.len = header.num_block_updates;
             updates.extend(chunk.row, row, end, self.config.block_size);
             header.num_block_updates = updates.len;
-            out.set(entries.len(), chunk.row, 0, row.num_sent * self.config.block_size, row.prefill_end);
+            out.set(
+                entries.len(),
+                chunk.row,
+                (0, DrafterKind::Device),
+                row.num_sent * self.config.block_size,
+                row.prefill_end,
+            );
             record[layout.chunk_start.offset + j] = chunk.start as i64;
             record[layout.chunk_len.offset + j] = chunk.len as i64;
             record[layout.chunk_is_last.offset + j] = i64::from(is_last);
-            entries.push(Entry { row: chunk.row, emit_upper: u32::from(is_last), chunk_end: end as u32 });
+            let drafter = DrafterKind::Device;
+            entries.push(Entry { row: chunk.row, emit_upper: u32::from(is_last), chunk_end: end as u32, drafter });
 
             let tokens = &self.requests[row.request].tokens[chunk.start..end];
             let first = header.num_prefill_tokens;
@@ -194,15 +211,24 @@ impl Scheduler {
 struct Entries<'a> {
     row: &'a mut [i64],
     k: &'a mut [i64],
+    drafter: &'a mut [i64],
     capacity: &'a mut [i64],
     n_upper: &'a mut [i64],
 }
 
 impl Entries<'_> {
     #[inline]
-    fn set(&mut self, index: usize, row: RowIndex, k: usize, capacity: usize, n_upper: usize) {
+    fn set(
+        &mut self,
+        index: usize,
+        row: RowIndex,
+        (k, drafter): (usize, DrafterKind),
+        capacity: usize,
+        n_upper: usize,
+    ) {
         self.row[index] = i64::from(row);
         self.k[index] = k as i64;
+        self.drafter[index] = drafter as i64;
         self.capacity[index] = capacity as i64;
         self.n_upper[index] = n_upper as i64;
     }
@@ -233,14 +259,14 @@ impl BlockUpdates<'_> {
 
 /// The sections that each entry writes to.
 fn split<'a>(layout: &RecordLayout, record: &'a mut [i64]) -> (Entries<'a>, BlockUpdates<'a>) {
-    let RecordLayout { entry_row, entry_k, entry_capacity, entry_n_upper, block_row, block_index, block_id, .. } =
-        *layout;
-    let sections =
-        [entry_row, entry_k, entry_capacity, entry_n_upper, block_row, block_index, block_id].map(Section::range);
-    let Ok([row, k, capacity, n_upper, block_row, index, block]) = record.get_disjoint_mut(sections) else {
+    let RecordLayout { entry_row, entry_k, entry_drafter, entry_capacity, entry_n_upper, .. } = *layout;
+    let RecordLayout { block_row, block_index, block_id, .. } = *layout;
+    let sections = [entry_row, entry_k, entry_drafter, entry_capacity, entry_n_upper, block_row, block_index, block_id];
+    let sections = sections.map(Section::range);
+    let Ok([row, k, drafter, capacity, n_upper, block_row, index, block]) = record.get_disjoint_mut(sections) else {
         unreachable!("sections are disjoint");
     };
-    (Entries { row, k, capacity, n_upper }, BlockUpdates { row: block_row, index, block, len: 0 })
+    (Entries { row, k, drafter, capacity, n_upper }, BlockUpdates { row: block_row, index, block, len: 0 })
 }
 
 fn write_tokens(out: &mut [i64], tokens: &[u32]) {

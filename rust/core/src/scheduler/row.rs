@@ -4,6 +4,7 @@
 //! is in flight for it will be dropped, and it keeps its blocks and claims until the last such launch has settled.
 
 use super::request::{Request, RequestIndex};
+use crate::drafts::DrafterKind;
 
 pub(super) type RowIndex = u32;
 
@@ -31,7 +32,7 @@ pub(super) struct Row {
     pub(super) draft_len: usize,
     /// Its block table's entries that the device knows of; later ones are reserved.
     pub(super) num_sent: usize,
-    /// Entries in flight; those that emit tokens; those with K > 0.
+    /// Entries in flight; those that emit tokens; those that draft on the device.
     pub(super) in_flight: u32,
     pub(super) emitting: u32,
     pub(super) drafting: u32,
@@ -52,6 +53,9 @@ pub(super) struct Row {
     pub(super) state: RowState,
     /// No planner has been told of the request yet.
     pub(super) fresh: bool,
+    /// Whose drafts it has next, and whether [`super::Scheduler::speculate`] has said so for the next launch.
+    pub(super) drafter: DrafterKind,
+    pub(super) decided: bool,
     /// Its draft KV from block `num_draft_marked` on is to be built again, once no launch in flight drafts for it.
     pub(super) rebuild: bool,
 }
@@ -96,12 +100,19 @@ pub(super) struct Entry {
     pub(super) emit_upper: u32,
     /// The end of a chunk that does not end its prompt.
     pub(super) chunk_end: u32,
+    /// Whose its drafts are.
+    pub(super) drafter: DrafterKind,
 }
 
 impl Entry {
     /// Draft tokens; 0 of a chunk.
     pub(super) fn k(self) -> u32 {
         self.emit_upper.saturating_sub(1)
+    }
+
+    /// Whether drafts of its own making are in flight: their KV is written.
+    pub(super) fn drafts_on_device(self) -> bool {
+        self.emit_upper > 1 && self.drafter == DrafterKind::Device
     }
 
     /// Whether it emits; if not, it is a chunk that does not end its prompt.

@@ -4,6 +4,7 @@ use super::Scheduler;
 use super::layout::{self, FINISH_ERROR, FINISH_LENGTH, FINISH_NONE, FINISH_STOP, ResultsLayout, Section};
 use super::lifecycle::is_token;
 use super::row::{Entry, Launch, RowIndex, RowState};
+use crate::drafts::DrafterKind;
 use crate::error::{Error, Result, check_len};
 
 /// Flags after which a row's tokens mean nothing.
@@ -107,6 +108,7 @@ impl Scheduler {
             let entry = self.settle_entry(entry, report, tokens)?;
             (*id, *count, *reason) = (entry.request_id, entry.num_new as i64, entry.finish_reason);
         }
+        self.host_drafts.learned();
         for index in 0..self.num_unpublished {
             self.publish(self.unpublished[index])?;
         }
@@ -197,7 +199,7 @@ impl Scheduler {
             return Ok(DROPPED);
         }
         row.emitting -= u32::from(entry.emits());
-        row.drafting -= u32::from(entry.k() > 0);
+        row.drafting -= u32::from(entry.drafts_on_device());
         row.emit_upper -= entry.emit_upper;
         let request = &mut self.requests[row.request];
         let request_id = request.id;
@@ -208,10 +210,18 @@ impl Scheduler {
 
         let n = row.n;
         let num_new = emitted as usize;
+        if self.host_drafts.learns() && entry.chunk_end == 0 {
+            let whose = (request.order.1, n);
+            self.host_drafts.learn(entry.row, whose, (drafted, accepted, entry.drafter), &tokens[..num_new]);
+        }
         request.append(tokens, num_new);
         row.n = n + num_new;
+        let drafted_on_device = drafted > 0 && entry.drafter == DrafterKind::Device;
         if drafted > 0 {
             self.acceptance.record(drafted, accepted)?;
+            self.acceptance_by_drafter[entry.drafter as usize].record(drafted, accepted)?;
+        }
+        if drafted_on_device {
             row.draft_len = self.config.drafter.draft_len_after(n, drafted, row.n);
         }
         if flags & layout::FLAG_DRAFT_NON_FINITE != 0 {
@@ -222,7 +232,7 @@ impl Scheduler {
             }
         }
         let target_len = if entry.emits() { row.n - 1 } else { entry.chunk_end as usize };
-        let publication = Publication { row: entry.row, target_len: target_len as u32, drafted: drafted > 0 };
+        let publication = Publication { row: entry.row, target_len: target_len as u32, drafted: drafted_on_device };
         // Without a branch, which would be mispredicted: any row may complete a block.
         let block_size = self.config.block_size;
         let target_complete = u32::from((row.num_registered + 1) * block_size <= target_len);

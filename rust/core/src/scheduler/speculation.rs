@@ -2,6 +2,7 @@
 
 use super::Scheduler;
 use super::row::{Row, RowIndex, RowState};
+use crate::drafts::DrafterKind;
 use crate::error::{Error, Result};
 use crate::planner::SpeculationPlanner;
 
@@ -48,6 +49,17 @@ impl Scheduler {
                 continue;
             }
             let lag = if row.drafting > 0 { 0 } else { n - row.draft_len };
+            if self.drafts.has_kv && self.config.host_drafters.is_some() {
+                // What drafts on the host costs nothing but its verification, which the planner's costs do not know of.
+                self.choose_drafter_and_k(row_index);
+                if self.rows[row_index as usize].drafter != DrafterKind::Device {
+                    continue;
+                }
+            } else {
+                self.choose_drafter(row_index);
+                self.rows[row_index as usize].decided = self.config.host_drafters.is_some();
+            }
+            let row = &self.rows[row_index as usize];
             asked.rows.push(i64::from(row_index));
             asked.lags.push(if lag > self.drafts.max_draft_lag { lag as i64 } else { 0 });
             let most = self.most_drafts(row, row.max_k);

@@ -6,13 +6,13 @@
 use std::collections::HashMap;
 
 use super::model::{EMPTY, draft_token, extend, lookup, target_token, with_key};
-use specrs_core::Drafter;
 use specrs_core::sampling::MAX_STOP_IDS;
 use specrs_core::scheduler::layout::{
     FINISH_LENGTH, FINISH_NONE, FINISH_STOP, FLAG_DRAFT_NON_FINITE, FLAG_TARGET_NON_FINITE, HEADER_LAUNCH_ID,
     RecordLayout, Section,
 };
 use specrs_core::scheduler::{LaunchHeader, Scheduler, SchedulerConfig};
+use specrs_core::{Drafter, DrafterKind, HostDrafters};
 
 /// What a fault leaves in KV.
 const POISON: u64 = u64::MAX;
@@ -193,7 +193,8 @@ impl Device {
             let k = reader.at(layout.entry_k, entry);
             assert!(k <= last_k, "decode entries are sorted by K");
             last_k = k;
-            let proposed = matches!(self.config.drafter, Drafter::Host(_)).then(|| {
+            let on_device = reader.at(layout.entry_drafter, entry) == DrafterKind::Device as usize;
+            let proposed = (!on_device).then(|| {
                 let at = entry * self.config.num_speculative_tokens;
                 (at..at + k).map(|at| reader.signed(layout.draft_token, at)).collect::<Vec<_>>()
             });
@@ -326,7 +327,7 @@ impl Device {
         assert_eq!(row.target_len, n - 1, "prefill is complete");
         let drafts = if let Some(proposed) = proposed {
             assert!(k < row.limit - n, "{k} drafts at {n} of {}", row.limit);
-            if let Drafter::Host(proposer) = self.config.drafter {
+            if let HostDrafters { ngram: Some(proposer), suffix: None } = self.config.host_drafters {
                 let (min, max) = (proposer.prompt_lookup_min(), proposer.prompt_lookup_max());
                 assert_eq!(proposed, lookup(&row.tokens, min, max, k), "what the text itself proposes");
             }

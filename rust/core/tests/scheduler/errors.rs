@@ -2,7 +2,7 @@
 
 use specrs_core::scheduler::layout::{FINISH_LENGTH, FINISH_STOP};
 use specrs_core::scheduler::{RequestParams, Scheduler};
-use specrs_core::{Drafter, Error, ExtraKey, NgramProposer, SchedulerConfig};
+use specrs_core::{Drafter, Error, ExtraKey, HostDrafters, NgramProposer, SchedulerConfig};
 
 use crate::common::device::Report;
 use crate::common::driver::{Ask, Driver};
@@ -31,7 +31,11 @@ fn settings_outside_their_range() {
         ("drafter.max_model_len", SchedulerConfig { drafter: Drafter::draft_model(0, 1.0), ..small() }),
         (
             "max_in_flight",
-            SchedulerConfig { drafter: Drafter::Host(NgramProposer::default()), max_in_flight: 2, ..small() },
+            SchedulerConfig {
+                host_drafters: HostDrafters::ngram(NgramProposer::default()),
+                max_in_flight: 2,
+                ..small()
+            },
         ),
         ("drafter.max_draft_lag", SchedulerConfig { drafter: with_lag(0), ..small() }),
         ("drafter.cost_ratio", SchedulerConfig { drafter: Drafter::draft_model(64, 0.0), ..small() }),

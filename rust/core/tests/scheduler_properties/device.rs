@@ -6,7 +6,7 @@
 
 use specrs_core::sampling::MAX_STOP_IDS;
 use specrs_core::scheduler::layout::{FINISH_LENGTH, FINISH_NONE, FINISH_STOP, HEADER_FIELDS};
-use specrs_core::{Drafter, Scheduler};
+use specrs_core::{Drafter, DrafterKind, NgramProposer, Scheduler};
 use std::collections::{BTreeMap, HashMap};
 
 pub(crate) const VOCAB: i64 = 11;
@@ -100,7 +100,8 @@ pub(crate) struct Device {
     mask: Option<i64>,
     draft_context: Option<usize>,
     /// n-gram lengths of a drafter on the host, and K.
-    ngrams: Option<(usize, usize, usize)>,
+    ngrams: Option<(usize, usize)>,
+    width: usize,
     rows: Vec<Row>,
     /// The row that each request was given last.
     row_of: HashMap<i64, usize>,
@@ -153,13 +154,8 @@ impl Device {
     pub(crate) fn new(scheduler: &Scheduler) -> Self {
         let config = scheduler.config();
         let slots = config.num_blocks * config.block_size;
-        let ngrams = match config.drafter {
-            Drafter::Host(proposer) => {
-                let (min, max) = (proposer.prompt_lookup_min(), proposer.prompt_lookup_max());
-                Some((min, max, config.num_speculative_tokens))
-            }
-            _ => None,
-        };
+        let sizes = |proposer: NgramProposer| (proposer.prompt_lookup_min(), proposer.prompt_lookup_max());
+        let ngrams = config.host_drafters.ngram.map(sizes);
         let (max_draft_lag, mask, draft_context) = match config.drafter {
             Drafter::Cached { max_model_len, max_draft_lag, mask_token_id, .. } => {
                 (max_draft_lag, mask_token_id, Some(max_model_len))
@@ -172,6 +168,7 @@ impl Device {
             mask,
             draft_context,
             ngrams,
+            width: config.num_speculative_tokens,
             rows: vec![Row::default(); config.max_num_seqs],
             row_of: HashMap::new(),
             target_kv: vec![None; slots],
@@ -226,9 +223,15 @@ impl Device {
         }
         for (entry, outcome) in outcomes.iter_mut().enumerate().take(record.num_decode()) {
             let (row, k) = (record.size("entry_row", entry), record.size("entry_k", entry));
-            let proposed = self
-                .ngrams
-                .map(|(_, _, width)| (0..k).map(|i| record.get("draft_token", entry * width + i)).collect::<Vec<_>>());
+            let drafter = record.size("entry_drafter", entry);
+            let drafts = || (0..k).map(|i| record.get("draft_token", entry * self.width + i)).collect::<Vec<_>>();
+            let proposed = (drafter != DrafterKind::Device as usize).then(drafts);
+            if let (Some(proposed), Some((min, max)), true) =
+                (&proposed, self.ngrams, drafter == DrafterKind::Ngram as usize)
+            {
+                let tokens = &self.rows[row].tokens;
+                assert!(!self.rows[row].active || *proposed == lookup(tokens, min, max, k), "what the text proposes");
+            }
             *outcome = self.decode(scheduler, row, k, proposed, &mut writers);
         }
         outcomes
@@ -374,10 +377,8 @@ impl Device {
         let mut tokens = self.rows[row].tokens.clone();
         let (n, limit) = (tokens.len(), self.rows[row].limit);
         let sampling = self.sampling[&self.rows[row].request_id].clone();
-        if let (Some(proposed), Some((min, max, _))) = (&proposed, self.ngrams) {
-            assert!(k < limit - n, "{k} drafts at {n} of {limit}");
-            assert_eq!(*proposed, lookup(&tokens, min, max, k), "what the text itself proposes");
-        }
+        let on_device = proposed.is_none();
+        assert!(on_device || k < limit - n, "{k} drafts at {n} of {limit}");
         let context = match proposed {
             Some(_) => usize::MAX,
             None => self.draft_context.map_or(0, |context| (context + 1).saturating_sub(n)),
@@ -405,7 +406,7 @@ impl Device {
                 fed.push(self.mask.unwrap_or(tokens[n + i]));
             }
         }
-        let drafted_flags = self.draft_fault(row, k, n);
+        let drafted_flags = self.draft_fault(row, if on_device { k } else { 0 }, n);
         for end in n..=tokens.len() {
             self.write_target(scheduler, row, &tokens[..end]);
         }
@@ -419,7 +420,7 @@ impl Device {
         emitted.push(target_next(&tokens[..n + accepted], &sampling));
         let (kept, finish_reason) = self.emit(row, &emitted);
         emitted.truncate(kept);
-        if k > 0 && self.ngrams.is_none() {
+        if k > 0 && on_device {
             // min(n' - 1, n + K - 1), n' being the new number of tokens, stop tokens considered; n where no draft was fed.
             let fed = if self.mask.is_some() { n } else { n + k - 1 };
             self.rows[row].draft_len = (self.rows[row].tokens.len() - 1).min(fed);

@@ -10,8 +10,8 @@ use proptest::prelude::*;
 use proptest::test_runner::FileFailurePersistence;
 use specrs_core::scheduler::layout::{FINISH_ERROR, FINISH_LENGTH, FINISH_NONE, FINISH_STOP};
 use specrs_core::{
-    CostLine, CostModel, Drafter, Error, NgramProposer, PlanOutcome, RequestParams, RequestSampling, Scheduler,
-    SchedulerConfig, SpeculationPlanner,
+    CostLine, CostModel, Drafter, Error, HostDrafters, NgramProposer, PlanOutcome, RequestParams, RequestSampling,
+    Scheduler, SchedulerConfig, SpeculationPlanner, SuffixSettings,
 };
 use std::collections::{BTreeMap, VecDeque};
 
@@ -102,14 +102,20 @@ fn settings() -> impl Strategy<Value = SchedulerConfig> {
             let (k, context, (max_draft_lag, mask_token_id), max_in_flight, enable_prefix_caching) = rest;
             SchedulerConfig {
                 num_speculative_tokens: k,
-                drafter: match (ngrams, context) {
-                    (Some((min, more)), _) => Drafter::Host(NgramProposer::new(min, min + more).expect("allowed")),
-                    (None, None) => Drafter::None,
-                    (None, Some(max_model_len)) => {
+                drafter: match context {
+                    // Of schedulers with a drafter on the host some have one on the device, too.
+                    Some(_) if ngrams.is_some() && rows % 2 == 0 => Drafter::None,
+                    None => Drafter::None,
+                    Some(max_model_len) => {
                         Drafter::Cached { max_model_len, max_draft_lag, mask_token_id, cost_ratio: ratio }
                     }
                 },
-                max_in_flight: if ngrams.is_some() { 1 } else { max_in_flight },
+                host_drafters: HostDrafters {
+                    ngram: ngrams.map(|(min, more)| NgramProposer::new(min, min + more).expect("allowed")),
+                    suffix: (ngrams.is_some_and(|(min, _)| min == 1) || ratio > 2.0)
+                        .then(|| SuffixSettings { max_tree_depth: 2 + k, ..SuffixSettings::default() }),
+                },
+                max_in_flight: if ngrams.is_some() || ratio > 2.0 { 1 } else { max_in_flight },
                 enable_prefix_caching,
                 num_reserved_decode_tokens: policy.0,
                 long_prefill_token_threshold: policy.1,

@@ -27,7 +27,7 @@ impl Iteration {
         for (b, entry) in entries.iter().enumerate() {
             let mut judged = Judged { num_accepted: 0, token: 0, finite: true };
             if entry.runs() {
-                judged = self.judge(entry, first, keeps_q.then_some(b), state)?;
+                judged = self.judge(entry, first, (keeps_q && entry.on_device()).then_some(b), state)?;
                 first += entry.k + 1;
             }
             self.update(entry, &judged, results, state);
@@ -101,7 +101,7 @@ impl Iteration {
         let at_limit = grown as i64 >= state.limit[row];
         state.num_tokens[row] = grown as i64;
         state.active[row] = stop.is_none() && !at_limit;
-        if entry.k > 0 && matches!(self.config.drafter, Drafter::Cached { .. }) {
+        if entry.k > 0 && entry.on_device() && matches!(self.config.drafter, Drafter::Cached { .. }) {
             state.draft_len[row] = self.config.drafter.draft_len_after(n, entry.k, grown) as i64;
         }
         let reason = if stop.is_some() {

@@ -20,8 +20,8 @@ impl Iteration {
         max_draft_lag: usize,
         mask_token_id: Option<i64>,
     ) -> Result<()> {
-        let most = self.entries.iter().filter(|entry| entry.runs()).map(|entry| entry.k).max().unwrap_or(0);
-        let samples = self.entries.iter().any(|entry| entry.runs() && entry.k > 0 && !entry.params.greedy);
+        let most = self.entries.iter().map(Entry::passes).max().unwrap_or(0);
+        let samples = self.entries.iter().any(|entry| entry.passes() > 0 && !entry.params.greedy);
         self.q_width = if samples && self.rule == Rule::Rejection { most } else { 0 };
         self.q.resize(self.q.len().max(self.entries.len() * self.q_width * self.sampler.vocab_size()), 0.0);
         let passes = if mask_token_id.is_some() { most.min(1) } else { most };
@@ -29,7 +29,7 @@ impl Iteration {
             self.batch.clear();
             let (mut greedy, mut sampled) = (false, false);
             let block_size = self.config.block_size;
-            for entry in self.entries.iter().filter(|entry| entry.runs() && entry.k >= i) {
+            for entry in self.entries.iter().filter(|entry| entry.passes() >= i) {
                 let last = entry.n + i - 2;
                 if i == 1 {
                     let first = (state.draft_len[entry.row] as usize).max(entry.n.saturating_sub(max_draft_lag));
@@ -52,7 +52,7 @@ impl Iteration {
             self.counts.draft_passes += 1;
             let mut entries = std::mem::take(&mut self.entries);
             let mut at = 0;
-            for (b, entry) in entries.iter_mut().enumerate().filter(|(_, entry)| entry.runs() && entry.k >= i) {
+            for (b, entry) in entries.iter_mut().enumerate().filter(|(_, entry)| entry.passes() >= i) {
                 let end = if mask_token_id.is_some() { entry.k } else { i };
                 for draft in i..=end {
                     self.draw(b, entry, draft, at, state)?;
@@ -86,7 +86,7 @@ impl Iteration {
 
     /// Takes the drafts that the record brings; q is a point mass.
     pub(super) fn place(&mut self, record: &RecordView<'_>, state: &mut RowState<'_>) {
-        for entry in self.entries.iter().filter(|entry| entry.runs()) {
+        for entry in self.entries.iter().filter(|entry| entry.runs() && !entry.on_device()) {
             let start = entry.index * self.config.num_speculative_tokens;
             state.write_tokens(entry.row, entry.n, &record.draft_token[start..start + entry.k]);
         }

@@ -15,10 +15,10 @@ mod state;
 mod verify;
 
 use crate::error::{Error, Result, check_len};
-use specrs_core::Drafter;
 use specrs_core::sampling::{Sampler, SamplingParams};
 use specrs_core::scheduler::layout::{RecordLayout, RecordView, ResultsLayout};
 use specrs_core::scheduler::{LaunchHeader, SchedulerConfig};
+use specrs_core::{Drafter, DrafterKind};
 
 use batch::Batch;
 pub use passes::Cached;
@@ -52,6 +52,8 @@ struct Entry {
     n: usize,
     /// `K_r` after the device's own guards.
     k: usize,
+    /// Whose its drafts are, a `DrafterKind`.
+    drafter: i64,
     /// False for rows that ended before this launch.
     alive: bool,
     /// Whether the block table covers all drafts. Where it does not, nothing is fed.
@@ -65,6 +67,16 @@ struct Entry {
 impl Entry {
     fn runs(&self) -> bool {
         self.alive && self.fits
+    }
+
+    /// Whether passes draw its drafts; else they are in the record.
+    fn on_device(&self) -> bool {
+        self.drafter == DrafterKind::Device as i64
+    }
+
+    /// Passes that draw its drafts.
+    fn passes(&self) -> usize {
+        if self.runs() && self.on_device() { self.k } else { 0 }
     }
 }
 
@@ -165,12 +177,11 @@ impl Iteration {
         draft: Option<&mut Cached<'_>>,
     ) -> Result<()> {
         self.prepare(record, header, state);
-        match (&self.config.drafter, draft) {
-            (&Drafter::Cached { max_draft_lag, mask_token_id, .. }, Some(draft)) => {
-                self.draft(state, draft, max_draft_lag, mask_token_id)?;
-            }
-            (Drafter::Host(_), _) => self.place(record, state),
-            _ => {}
+        if self.config.host_drafters.is_some() {
+            self.place(record, state);
+        }
+        if let (&Drafter::Cached { max_draft_lag, mask_token_id, .. }, Some(draft)) = (&self.config.drafter, draft) {
+            self.draft(state, draft, max_draft_lag, mask_token_id)?;
         }
         self.verify(state, target)?;
         self.accept(results, state)
@@ -188,7 +199,10 @@ impl Iteration {
             let n = entry.n as i64;
             let mut end = state.limit[row] - 1;
             let mut ready = entry.alive;
-            if let Drafter::Cached { max_model_len, max_draft_lag, .. } = self.config.drafter {
+            entry.drafter = record.entry_drafter[index];
+            if let (Drafter::Cached { max_model_len, max_draft_lag, .. }, true) =
+                (self.config.drafter, entry.on_device())
+            {
                 end = end.min(max_model_len as i64 + 1);
                 ready &= state.draft_len[row] >= n - max_draft_lag as i64;
             }
@@ -207,6 +221,7 @@ fn entry_of(index: usize, row: usize, capacity: i64, state: &RowState<'_>) -> En
         row,
         n,
         k: 0,
+        drafter: DrafterKind::Device as i64,
         alive: state.active[row],
         fits: n as i64 <= capacity,
         seed: state.seeds[row] as u64,

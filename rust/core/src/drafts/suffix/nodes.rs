@@ -1,8 +1,8 @@
 //! The nodes of a suffix tree and the order of their children. Knows no sequences.
 //!
 //! A node with one child keeps it; one with more has a *family*: a binary heap with the most frequent child on top, of equally
-//! frequent ones the lowest id, and its children are found by a hash table. The root's children are in the table alone, because nobody
-//! asks for the most frequent token of all.
+//! frequent ones the lowest id, and its children are found by a hash table. The root's children are in the table alone, because no
+//! draft begins with the most frequent token of all.
 
 use std::collections::HashMap;
 

@@ -1,4 +1,4 @@
-"""Prompt lookup as drafter: a declaration, for the core proposes. Runs no model and sees no tokens."""
+"""Drafters on the host: a declaration, for the core proposes. Runs no model and sees no tokens."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from specrs.drafters.base import Proposal
 
 
 @dataclass(slots=True)
-class NgramDrafter:
-    """Drafts what followed the longest n-gram that ends a request's text, where it stood last before.
+class HostDrafter:
+    """Prompt lookup and suffix decoding: drafts what followed before, in the text itself or in others' outputs.
 
-    `Scheduler.plan` looks it up (`specrs.core.NgramProposer`) and writes the drafts into the record.
+    `Scheduler.plan` looks it up (`specrs.core.NgramProposer`, `SuffixDrafter`) and writes the drafts into the record.
     """
 
     max_draft_lag: ClassVar[None] = None

@@ -1,0 +1,181 @@
+"""Suffix decoding and lists of drafters through the engine: the text of K = 0 under every rule, whichever drafts."""
+
+import itertools
+import os
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from specrs.config import EngineConfig
+from specrs.core import DRAFTER_DEVICE, DRAFTER_NGRAM, DRAFTER_SUFFIX
+from specrs.engine.build import build_engine
+from specrs.engine.engine import Engine
+from specrs.engine.request import Request
+from specrs.engine.weights import Weights
+from specrs.runner.ring import Header, RingSlot
+from specrs.sampling import SamplingParams
+
+from engine import harness
+from engine.conftest import FAMILIES
+from engine.harness import LONGEST, Bank, poison, run, weights
+
+EXAMPLES = int(os.environ.get("SPECRS_SWEEP", "40")) // 4
+MAX_MODEL_LEN = 128
+DRAFT = "close"
+METHODS = ("suffix", "ngram,suffix", "suffix,draft_model", "ngram,draft_model", "ngram,suffix,draft_model")
+
+
+def make_engine(bank: Bank, method: str, *, k: int | str, **fields: object) -> Engine:
+    """An engine on cached weights, by the eager runner where the bank's dtype is float64."""
+    speculative: dict[str, object] = {"method": method, "num_speculative_tokens": k}
+    speculative["rejection_sample_method"] = fields.pop("rule", "rejection")
+    with_model, depth = "draft_model" in method, fields.pop("depth", 24)
+    if "ngram" in method:
+        speculative |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    if "suffix" in method:
+        speculative["suffix_decoding_max_tree_depth"] = depth
+    draft = bank.drafts[DRAFT] if with_model else None
+    loaded = weights(bank.target, draft, bank.dtype)
+    if with_model:
+        speculative["model"] = str(draft)
+    defaults: dict[str, object] = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    config = EngineConfig(
+        model=str(bank.target), speculative_config=speculative, dtype=bank.dtype, **(defaults | fields)
+    )
+    return build_engine(config, Weights(loaded.target, loaded.draft if with_model else None))
+
+
+def count_drafters(engine: Engine) -> list[set[int]]:
+    """Fills, launch by launch, with the drafters of its entries."""
+    seen: list[set[int]] = []
+
+    def watch(slot: RingSlot, header: Header, ms: float) -> None:
+        record, count = slot.record_arrays, header.num_decode
+        pairs = zip(record["entry_drafter"][:count], record["entry_k"][:count], strict=True)
+        seen.append({int(drafter) for drafter, k in pairs if k})
+
+    engine.watch = watch
+    return seen
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(
+    max_examples=EXAMPLES // 4, deadline=None, derandomize=EXAMPLES == 40, suppress_health_check=list(HealthCheck)
+)
+@given(data=st.data())
+def test_greedy_text(method: str, family: str, data: st.DataObject, request: pytest.FixtureRequest) -> None:
+    """Texts are those of transformers, whatever else is in the batch, preempted or found in the prefix cache."""
+    bank: Bank = request.getfixturevalue(family)
+    engine_k = data.draw(st.integers(0, 8), label="engine K")
+    blocks_of_one = MAX_MODEL_LEN // 16
+    engine = make_engine(
+        bank,
+        method,
+        k=engine_k,
+        depth=data.draw(st.sampled_from([2, 5, 24]), label="max_tree_depth"),
+        max_num_batched_tokens=data.draw(st.sampled_from([7, 64, 512])),
+        enable_prefix_caching=data.draw(st.booleans()),
+        max_num_seqs=data.draw(st.sampled_from([1, 3, 8])),
+        num_gpu_blocks_override=data.draw(st.sampled_from([blocks_of_one, 2 * blocks_of_one, 8 * blocks_of_one])),
+    )
+    poison(engine)
+    jobs = data.draw(
+        st.lists(
+            st.tuples(
+                st.integers(0, len(bank.prompts) - 1),
+                st.one_of(st.none(), st.integers(0, engine_k)),
+                st.integers(1, LONGEST),
+                st.integers(0, 5),
+            ),
+            min_size=1,
+            max_size=8,
+        ),
+        label="requests",
+    )
+    requests = []
+    for i, (which, k, max_tokens, steps) in enumerate(jobs):
+        requests.append(
+            harness.request(i, bank.prompts[which], k=k, max_tokens=max_tokens, engine_k=engine_k, ignore_eos=True)
+        )
+        engine.add_request(requests[-1])
+        for _ in range(steps):
+            engine.step()
+    run(engine)
+    for (which, _, max_tokens, _), job in zip(jobs, requests, strict=True):
+        assert job.output_token_ids == bank.continuations[which][:max_tokens]
+    engine.scheduler.check_integrity()
+
+
+SAMPLED = [
+    {"temperature": 1.0},
+    {"temperature": 0.3, "top_p": 0.9, "min_p": 0.02},
+    {"temperature": 0.8, "top_k": 3, "repetition_penalty": 1.3},
+    {"temperature": 0.8, "presence_penalty": 0.7, "logit_bias": {3: 6.0, 17: 6.0, 40: 6.0}},
+    {"temperature": 0.9, "allowed_token_ids": [5, 9, 14], "min_tokens": 9},
+    {"temperature": 0.0, "repetition_penalty": 1.2},
+]
+
+
+def sampled(bank: Bank, method: str, k: int, rule: str) -> tuple[list[list[int]], set[int]]:
+    """Every prompt with every way of sampling, and the drafters that shared a launch with another."""
+    engine = make_engine(bank, method, k=k, rule=rule)
+    seen, jobs = count_drafters(engine), []
+    for i, prompt in enumerate(bank.prompts[:12]):
+        params = SamplingParams(max_tokens=30, detokenize=False, ignore_eos=True, **SAMPLED[i % len(SAMPLED)])  # type: ignore[arg-type]
+        jobs.append(Request(i, list(prompt), params, num_speculative_tokens=k, seed=900 + i))
+        engine.add_request(jobs[-1])
+    run(engine)
+    mixed = set(itertools.chain.from_iterable(drafters for drafters in seen if len(drafters) > 1))
+    return [job.output_token_ids for job in jobs], mixed
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_coupled_text_is_that_of_k_0(family: str, method: str, request: pytest.FixtureRequest) -> None:
+    bank: Bank = request.getfixturevalue(family)
+    vanilla, _ = sampled(bank, method, 0, "coupled")
+    drafted, mixed = sampled(bank, method, 4, "coupled")
+    assert drafted == vanilla
+    if "draft_model" in method:
+        assert DRAFTER_DEVICE in mixed
+        assert mixed & {DRAFTER_NGRAM, DRAFTER_SUFFIX}
+
+
+@pytest.mark.parametrize("method", ["suffix", "ngram,suffix"])
+def test_point_masses_draw_the_text_of_k_0_under_rejection(method: str, request: pytest.FixtureRequest) -> None:
+    for family in FAMILIES:
+        bank: Bank = request.getfixturevalue(family)
+        assert sampled(bank, method, 4, "rejection")[0] == sampled(bank, method, 0, "coupled")[0]
+
+
+def test_auto_chooses_drafter_and_k(qwen_bank: Bank) -> None:
+    """Costs are measured with and without passes; afterwards texts are those of K = 0."""
+    engine = make_engine(qwen_bank, "ngram,suffix,draft_model", k="auto", max_num_seqs=4)
+    assert engine.planner is not None
+    assert engine.stats().drafts == 0
+    k = engine.num_speculative_tokens
+    jobs = [
+        harness.request(i, qwen_bank.prompts[i], k=None, max_tokens=40, engine_k=k, ignore_eos=True) for i in range(8)
+    ]
+    for job in jobs:
+        engine.add_request(job)
+    run(engine)
+    assert [job.output_token_ids for job in jobs] == [text[:40] for text in qwen_bank.continuations[:8]]
+    books, scheduler = engine.stats(), engine.scheduler
+    parts = [scheduler.acceptance_of(drafter) for drafter in (DRAFTER_DEVICE, DRAFTER_NGRAM, DRAFTER_SUFFIX)]
+    assert sum(part.drafts for part in parts) == books.drafts
+    assert sum(part.accepted_tokens for part in parts) == books.accepted_tokens
+
+
+def test_outputs_of_others_are_drafted_from(qwen_bank: Bank) -> None:
+    """The same request again: its output is known by then, so that nearly all of it is drafted."""
+    engine = make_engine(qwen_bank, "suffix", k=8)
+    counts = []
+    for i in range(2):
+        job = harness.request(i, qwen_bank.prompts[4], k=None, max_tokens=40, engine_k=8, ignore_eos=True)
+        engine.add_request(job)
+        run(engine)
+        assert job.output_token_ids == qwen_bank.continuations[4][:40]
+        counts.append(job.acceptance.accepted_tokens)
+    assert counts[1] > max(counts[0], 20)
