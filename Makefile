@@ -23,7 +23,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # Nothing here needs a hub. Models of a few megabytes gain little from a second thread, and lose tenfold by one
 # that waits for a busy core.
-test test-isa test-clients soak demo bench: export HF_HUB_OFFLINE := 1
+test test-isa test-clients test-vllm soak demo bench: export HF_HUB_OFFLINE := 1
 test test-isa test-clients soak: export OMP_NUM_THREADS ?= 1
 
 .PHONY: help
@@ -86,6 +86,26 @@ $(CLIENT_VENVS)/%/.installed: tests/server/clients/%.lock $(VENV)/.installed
 .PHONY: test-clients
 test-clients: build $(CLIENTS:%=$(CLIENT_VENVS)/%/.installed) ## real clients against a real server: openai, lm-eval, guidellm, aiperf, schemathesis
 	$(BIN)/python -m pytest tests/server/clients $(ARGS)
+
+# vLLM has an environment of its own, with its own torch: some 3 GB. VLLM_PYTHON=... takes another that has it.
+VLLM_VENV := .venv-hosts/vllm
+VLLM_PYTHON ?=
+
+$(VLLM_VENV)/.installed: tests/integrations/hosts/vllm.lock $(VENV)/.installed
+	rm -rf $(@D)
+	$(BIN)/uv venv --quiet --python 3.11 $(@D)
+	$(BIN)/uv pip install --quiet --python $(@D)/bin/python --require-hashes --no-deps -r $<
+	@touch $@
+
+.PHONY: test-vllm
+test-vllm: build $(if $(VLLM_PYTHON),,$(VLLM_VENV)/.installed) ## drafts from the text inside a real vLLM, whose environment takes 3 GB
+	SPECRS_VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/python -m pytest tests/integrations/hosts $(ARGS)
+
+.PHONY: lock-vllm
+lock-vllm: build ## resolve tests/integrations/hosts/vllm.lock again
+	$(BIN)/uv pip compile tests/integrations/hosts/vllm.in --override tests/integrations/hosts/vllm-override.txt \
+		--python-version 3.11 --python-platform x86_64-unknown-linux-gnu --generate-hashes --no-emit-index-url --no-annotate --custom-compile-command "make lock-vllm" --upgrade --quiet \
+		--output-file tests/integrations/hosts/vllm.lock
 
 .PHONY: soak
 soak: build ## five minutes of 64 streams, a tenth of them cut off: nothing fails, nothing leaks
