@@ -61,7 +61,7 @@ def vanilla_text(
 
 
 @pytest.mark.parametrize("family", ["qwen_bank", "native_qwen_bank", "native_llama_bank"])
-@settings(max_examples=EXAMPLES, deadline=None, derandomize=EXAMPLES == 30, suppress_health_check=list(HealthCheck))
+@settings(max_examples=EXAMPLES, deadline=None, derandomize=EXAMPLES <= 30, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_coupled_text_is_a_function_of_the_seed(
     family: str, data: st.DataObject, request_bank: dict[str, Bank]

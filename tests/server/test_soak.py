@@ -13,7 +13,7 @@ from typing import Any
 
 from .harness import Server, serving
 
-SECONDS = float(os.environ.get("SPECRS_SOAK_SECONDS", "30"))
+SECONDS = float(os.environ.get("SPECRS_SOAK_SECONDS", "15"))
 STREAMS = 64
 WARM_UP = 0.4
 """Share of the time after which memory must stay where it is: until then pools and caches fill."""
