@@ -1,0 +1,202 @@
+"""Every drafter on the bundled target: acceptance length and tokens per second on code continuation, on editing prompts
+and on a mix of both, as JSON, table and picture.
+
+    python benches/bench_drafters.py [--rounds 5] [--prompts 4] [--tokens 96] [--drafters a b ...] [--out FILE.json]
+
+In each round every engine runs the same prompts, in turns, one request at a time; no prompt comes twice, so a suffix
+tree knows only what it has seen in other texts. Code: the first halves of the answers of InstructCoder's even tasks.
+Editing: the inputs of its odd tasks, followed by their own first quarter, where an answer would repeat them.
+SPECRS_DATA names their folder; without it the bundled prompts serve, for one round. Figures are medians over rounds,
+speed-ups medians of the ratios within a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import specrs
+import torch
+from specrs import LLM, SamplingParams
+from specrs.pair.prompts import PROMPTS
+
+VANILLA = "vanilla"
+DRAFTERS = (
+    "draft_model",
+    "eagle3",
+    "ngram",
+    "suffix",
+    "ngram,draft_model",
+    "suffix,draft_model",
+    "suffix,eagle3",
+    "ngram,suffix",
+)
+KEYS: dict[str, dict[str, Any]] = {"ngram": {"prompt_lookup_min": 2, "prompt_lookup_max": 4}}
+WORKLOADS = ("code", "editing", "mix")
+
+
+@dataclass
+class Contestant:
+    """One engine and what was measured of it, a value for each round."""
+
+    name: str
+    llm: LLM
+    speeds: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in WORKLOADS})
+    lengths: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in WORKLOADS})
+
+
+def engine(method: str, k: int | str) -> LLM:
+    """The bundled target, drafted for by `method`."""
+    speculative: dict[str, Any] | None = None
+    if method != VANILLA:
+        speculative = {"method": method, "num_speculative_tokens": k}
+        for one in method.split(","):
+            speculative |= KEYS.get(one, {})
+    return LLM(
+        speculative_config=speculative, max_model_len=512, max_num_seqs=1, threads=1, enable_prefix_caching=False
+    )
+
+
+def texts() -> tuple[list[str], list[str]]:
+    """Texts to be continued, and texts to be edited."""
+    folder = os.environ.get("SPECRS_DATA")
+    if folder is None:
+        return list(PROMPTS), list(PROMPTS)
+    lines = (Path(folder) / "instructcoder_edit_eval.jsonl").read_text(encoding="utf-8").splitlines()
+    tasks = [json.loads(line) for line in lines]
+    return [task["output"] for task in tasks[::2]], [task["input"] for task in tasks[1::2]]
+
+
+def workloads(llm: LLM, rounds: int, count: int) -> list[dict[str, list[list[int]]]]:
+    """Of each round, `count` prompts of each workload as token ids."""
+    tokenizer = llm.get_tokenizer()
+    code, edits = ([ids for ids in map(tokenizer.encode, kind) if 40 <= len(ids) <= 200] for kind in texts())
+    gap = tokenizer.encode("\n\n\n")
+    half = count // 2
+    # A prompt of each kind for its own workload, half of one for the mix.
+    needed = (rounds * (count + half), rounds * (count + count - half))
+    for name, have, need in zip(("code", "editing"), (code, edits), needed, strict=True):
+        if len(have) < need:
+            raise SystemExit(f"--rounds {rounds - 1} --prompts {count}: needs {need} {name} prompts, has {len(have)}")
+    edited = iter([ids + gap + ids[: len(ids) // 4] for ids in edits])
+    continued = iter([ids[: len(ids) // 2] for ids in code])
+    drawn = []
+    for _ in range(rounds):
+        own = {"code": _take(continued, count), "editing": _take(edited, count)}
+        drawn.append(own | {"mix": _take(continued, half) + _take(edited, count - half)})
+    return drawn
+
+
+def _take(prompts: Iterator[list[int]], count: int) -> list[list[int]]:
+    return list(itertools.islice(prompts, count))
+
+
+def measure(contestant: Contestant, workload: str, prompts: list[list[int]], tokens: int) -> None:
+    """One run of one workload, appended to what was measured."""
+    llm = contestant.llm
+    llm.reset_stats()
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    start = time.perf_counter()
+    for ids in prompts:
+        llm.generate({"prompt_token_ids": ids}, params, use_tqdm=False)
+    contestant.speeds[workload].append(len(prompts) * tokens / (time.perf_counter() - start))
+    stats = llm.stats()
+    # Of all iterations, those without a draft included: what a request gains.
+    iterations = stats.generation_tokens - stats.accepted_tokens
+    contestant.lengths[workload].append(stats.generation_tokens / max(1, iterations))
+
+
+def table(contestants: list[Contestant]) -> tuple[dict[str, Any], str]:
+    """Medians, and as Markdown."""
+    plain = contestants[0]
+    found: dict[str, Any] = {}
+    lines = ["| drafter | " + " | ".join(WORKLOADS) + " |", "| --- |" + " --- |" * len(WORKLOADS)]
+    for one in contestants:
+        found[one.name] = {}
+        cells = []
+        for workload in WORKLOADS:
+            ratios = [a / b for a, b in zip(one.speeds[workload], plain.speeds[workload], strict=True)]
+            row = {
+                "tokens_per_second": statistics.median(one.speeds[workload]),
+                "tokens_per_iteration": statistics.median(one.lengths[workload]),
+                "speedup": statistics.median(ratios),
+                "speedups": ratios,
+            }
+            found[one.name][workload] = row
+            cells.append(f"{row['tokens_per_iteration']:.2f} tokens, {row['speedup']:.2f}x")
+        lines.append(f"| `{one.name}` | " + " | ".join(cells) + " |")
+    return found, "\n".join(lines)
+
+
+def draw(found: dict[str, Any], caption: str, path: Path) -> None:
+    """Bars of speed-up by workload, a group for each drafter."""
+    from matplotlib.figure import Figure
+
+    names = [name for name in found if name != VANILLA]
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    axes = figure.subplots()
+    width = 0.8 / len(WORKLOADS)
+    for i, workload in enumerate(WORKLOADS):
+        at = [n + (i - (len(WORKLOADS) - 1) / 2) * width for n in range(len(names))]
+        bars = axes.bar(at, [found[name][workload]["speedup"] for name in names], width, label=workload)
+        axes.bar_label(bars, [f"{found[name][workload]['tokens_per_iteration']:.2f}" for name in names], fontsize=7)
+    axes.axhline(1.0, color="0.4", linewidth=1)
+    axes.set_xticks(range(len(names)), names, rotation=20)
+    axes.set(
+        ylabel="speed over no speculation", title="Drafters on the bundled target (on the bars: tokens an iteration)"
+    )
+    axes.legend()
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.supxlabel(caption, fontsize=8, color="0.4")
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--prompts", type=int, default=4, help="of each workload in a round")
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--k", default="auto", help="num_speculative_tokens; default: auto")
+    parser.add_argument("--drafters", nargs="+", default=list(DRAFTERS))
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    k = args.k if args.k == "auto" else int(args.k)
+    contestants = [Contestant(name, engine(name, k)) for name in (VANILLA, *args.drafters)]
+    # The first round warms up and is not counted.
+    for i, drawn in enumerate(workloads(contestants[0].llm, args.rounds + 1, args.prompts)):
+        for workload, prompts in drawn.items():
+            for one in contestants:
+                measure(one, workload, prompts, args.tokens)
+                if i == 0:
+                    one.speeds[workload].clear()
+                    one.lengths[workload].clear()
+        print(f"round {i} of {args.rounds}", flush=True)
+    found, markdown = table(contestants)
+    print(markdown)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    version = commit.stdout.strip()
+    report = {
+        "results": found,
+        "settings": {key: value for key, value in vars(args).items() if key != "out"},
+        "machine": {"processor": platform.machine(), "threads": 1},
+        "versions": {"specrs": specrs.__version__, "torch": torch.__version__, "commit": version},
+    }
+    out = args.out or Path(__file__).parent / "results" / f"cpu_{platform.machine()}_{version}_drafters.json"
+    out.write_text(json.dumps(report, indent=2) + "\n")
+    caption = f"K = {args.k}, greedy, one request at a time, one thread, {args.rounds} rounds, specrs {version}"
+    draw(found, caption, out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
