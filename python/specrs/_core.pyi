@@ -52,6 +52,7 @@ __all__ = [
     "CpuPool",
     "CpuWeights",
     "DuplicateRequestError",
+    "HiddenDrafter",
     "IntegrityError",
     "InvalidAcceptanceError",
     "InvalidBlockError",
@@ -225,6 +226,37 @@ class CachedDrafter:
     @property
     def cost_ratio(self) -> float:
         """Cost of a catch-up token in tokens of the budget."""
+
+@final
+class HiddenDrafter:
+    """A head that drafts from the target's hidden states on the device, with KV of its own in the target's blocks.
+
+    KV of position p is made of the hidden state there and of the token at p + 1. Pass 1 of an iteration feeds the
+    positions before n - 1 whose hidden states are kept and whose KV is missing, pass i its own output and draft i - 1;
+    after drafting at n tokens its KV is valid up to n - 1. It catches up only in launches that compute hidden states: a
+    record's draft chunks are parts of its prompt chunks, or of length 0 at position 0, to start anew. Where it lags
+    further behind it starts anew with those that are kept.
+    """
+
+    def __new__(cls, *, max_model_len: int, max_draft_lag: int) -> HiddenDrafter:
+        """What a `Scheduler` must know of it.
+
+        Args:
+            max_model_len: positions that it can take; a request that outgrows them goes on without drafts. At least 1.
+            max_draft_lag: positions that its KV may lag behind n for it to go on from there: hidden states of one
+                position less are kept for each row. At least K + 2.
+
+        Raises:
+            InvalidConfigError: a negative size; other values are checked by `Scheduler`.
+        """
+
+    @property
+    def max_model_len(self) -> int:
+        """Positions that it can take."""
+
+    @property
+    def max_draft_lag(self) -> int:
+        """Positions that its KV may lag behind n for it to go on from there."""
 
 @final
 class NgramProposer:
@@ -422,9 +454,10 @@ class Scheduler:
         max_num_batched_tokens: int,
         num_speculative_tokens: int = 0,
         drafter: CachedDrafter
+        | HiddenDrafter
         | NgramProposer
         | SuffixDrafter
-        | Sequence[CachedDrafter | NgramProposer | SuffixDrafter]
+        | Sequence[CachedDrafter | HiddenDrafter | NgramProposer | SuffixDrafter]
         | None = None,
         max_in_flight: int = 1,
         max_constraint_len: int = 0,

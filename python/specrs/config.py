@@ -188,10 +188,29 @@ class EngineConfig:
             )
         if speculative.on_host:
             return
+        if speculative.reads_hidden:
+            self._check_head()
+            return
         if speculative.model is None and not self.uses_bundled_target:
             raise InvalidConfigError(
                 f"speculative_config.model is missing: a folder or hub id of a draft for model={short(self.model)}; "
                 "it may be left out only for the bundled target"
+            )
+
+    def _check_head(self) -> None:
+        speculative = self.speculative_config
+        assert speculative is not None
+        if speculative.model is None:
+            raise InvalidConfigError(
+                "speculative_config.model is missing: a folder or hub id of an EAGLE-3 head for model="
+                f"{short(self.model)}"
+            )
+        if self.quantization is not None:
+            raise invalid(
+                UnsupportedConfigError,
+                "quantization",
+                self.quantization,
+                "not implemented with speculative_config.method='eagle3'; allowed: None",
             )
 
     @property
@@ -209,7 +228,7 @@ class EngineConfig:
 
     @property
     def draft(self) -> str | None:
-        """Folder or hub id of the draft model, None without one."""
+        """Folder or hub id of the draft model or head, None without one."""
         if self.speculative_config is None or self.speculative_config.on_host:
             return None
         return self.speculative_config.model or bundled_pair()[1]

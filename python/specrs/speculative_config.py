@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ _MODEL = frozenset(
 )
 METHODS = {
     "draft_model": _MODEL,
+    "eagle3": frozenset({"model", "revision", "max_model_len", "aux_hidden_state_layer_ids", "rope_theta"}),
     "ngram": frozenset({"prompt_lookup_min", "prompt_lookup_max"}),
     "suffix": frozenset(
         {
@@ -70,9 +72,13 @@ class SpeculativeConfig:
     `suffix_decoding_max_spec_factor` (1.0): draft tokens for each token of the pattern.
     `suffix_decoding_min_token_prob` (0.1): the least that a draft token's count may be of its pattern's.
     `suffix_decoding_max_memory_bytes` (1 GiB): the oldest outputs go where more bytes are in use.
+    `eagle3`: a head over the target's hidden states (EAGLE-3), in either published format.
     `prompt_lookup_min`, `prompt_lookup_max`: tokens of an n-gram, 1 to 1024, for `ngram`: the longest is looked for
     first. With neither both are 5, with one of them both are that.
-    `model`: folder or hub id of the draft model; None is the bundled draft, for the bundled target only.
+    `model`: folder or hub id of the draft model or head; None is the bundled draft, for the bundled target only.
+    `aux_hidden_state_layer_ids`: for `eagle3`: target layers at whose entry the head reads hidden states, ascending (id
+    2: what two layers have computed); None is what its checkpoint says, read so, or 2, n // 2 and n - 3 of n layers.
+    `rope_theta`: for `eagle3`: the base of its rotary embedding, above 0; None is its checkpoint's.
     `num_speculative_tokens`: drafts per iteration, 0 to 16; a request may ask for fewer. `"auto"` chooses for every
     request and launch what yields the most tokens per second, none included, from what launches cost (measured for a
     second or two at start, refined as they run) and how drafts fare; `max_num_speculative_tokens` is then the most,
@@ -110,6 +116,8 @@ class SpeculativeConfig:
     quantization: str | None = None
     parallel_drafting: bool = False
     use_heterogeneous_vocab: bool = False
+    aux_hidden_state_layer_ids: tuple[int, ...] | None = None
+    rope_theta: float | None = None
 
     def __post_init__(self) -> None:
         error, at = InvalidConfigError, "speculative_config."
@@ -143,6 +151,11 @@ class SpeculativeConfig:
         checked["method"] = _check_methods(at + "method", self.method)
         object.__setattr__(self, "method", checked["method"])
         check_quantization(at + "quantization", self.quantization)
+        checked["aux_hidden_state_layer_ids"] = _layer_ids(self.aux_hidden_state_layer_ids)
+        if self.rope_theta is not None:
+            checked["rope_theta"] = check_number(
+                error, at + "rope_theta", self.rope_theta, 0.0, math.inf, open_low=True
+            )
         self._check_method()
         if self.draft_tensor_parallel_size != 1:
             raise invalid(
@@ -213,6 +226,11 @@ class SpeculativeConfig:
         return {name: value for name, value in given.items() if value is not None}
 
     @property
+    def reads_hidden(self) -> bool:
+        """Whether drafts come from the target's hidden states."""
+        return "eagle3" in self.methods
+
+    @property
     def prompt_lookup(self) -> tuple[int, int]:
         """The shortest and the longest n-gram that is looked for."""
         least, most = self.prompt_lookup_min, self.prompt_lookup_max
@@ -275,6 +293,19 @@ def check_quantization(field: str, value: object) -> None:
     if value is not None and value not in QUANTIZATIONS:
         allowed = ", ".join(map(repr, (None, *QUANTIZATIONS)))
         raise invalid(UnsupportedConfigError, field, value, f"not implemented; allowed: {allowed}")
+
+
+def _layer_ids(value: object) -> tuple[int, ...] | None:
+    """How many layers there are, the head's loader knows."""
+    field, error = "speculative_config.aux_hidden_state_layer_ids", InvalidConfigError
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple) or not value:
+        raise invalid(error, field, value, "must be a list of layer ids, or None")
+    ids = tuple(check_int(error, f"{field}[{i}]", layer, 0) for i, layer in enumerate(value))
+    if any(later <= earlier for earlier, later in itertools.pairwise(ids)):
+        raise invalid(error, field, value, "must rise: hidden states are read in the order of the layers")
+    return ids
 
 
 def _synthetic_rates(value: object, rule: str, num_speculative_tokens: int) -> tuple[float, ...] | None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from specrs import core
-from specrs.core import CachedDrafter, Scheduler
+from specrs.core import CachedDrafter, HiddenDrafter, Scheduler
 
 CONFIG: dict[str, Any] = {
     "max_num_seqs": 4,
@@ -106,6 +106,8 @@ def test_layouts_tile_their_buffers() -> None:
         ({"drafter": CachedDrafter(max_model_len=9, max_draft_lag=0)}, "drafter.max_draft_lag = 0 "),
         ({"drafter": CachedDrafter(max_model_len=9, cost_ratio=float("nan"))}, "drafter.cost_ratio = NaN "),
         ({"drafter": CachedDrafter(max_model_len=9, cost_ratio=0.0)}, "drafter.cost_ratio = 0 "),
+        ({"drafter": HiddenDrafter(max_model_len=0, max_draft_lag=9)}, "drafter.max_model_len = 0 "),
+        ({"drafter": HiddenDrafter(max_model_len=9, max_draft_lag=2)}, "drafter.max_draft_lag = 2 "),
         ({"max_in_flight": 0}, "max_in_flight = 0 "),
         ({"hash_key": b"short"}, "hash_key has 5 bytes"),
     ],

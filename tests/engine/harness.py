@@ -93,9 +93,12 @@ def native_bank(bank: Bank, dtype: str) -> Bank:
 
 
 @functools.cache
-def weights(target: Path, draft: Path | None, dtype: str, enforce_eager: bool = False) -> Weights:
+def weights(
+    target: Path, draft: Path | None, dtype: str, enforce_eager: bool = False, method: str = "draft_model"
+) -> Weights:
     """Loaded once per pair and kind: weights are never written to."""
-    return load_weights(config(target, draft, k=0 if draft is None else 1, dtype=dtype, enforce_eager=enforce_eager))
+    k = 0 if draft is None else 1
+    return load_weights(config(target, draft, k=k, dtype=dtype, enforce_eager=enforce_eager, method=method))
 
 
 def config(
@@ -105,10 +108,18 @@ def config(
     k: int,
     dtype: str = "float64",
     draft_max_model_len: int | None = None,
+    method: str = "draft_model",
+    rule: str = "rejection",
     **fields: object,
 ) -> EngineConfig:
     """A small engine over `target`, speculating with `draft` if given."""
-    speculative = {"model": str(draft), "num_speculative_tokens": k, "max_model_len": draft_max_model_len}
+    speculative = {
+        "method": method,
+        "model": str(draft),
+        "num_speculative_tokens": k,
+        "max_model_len": draft_max_model_len,
+        "rejection_sample_method": rule,
+    }
     defaults: dict[str, object] = {"max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 64}
     return EngineConfig(model=str(target), speculative_config=draft and speculative, dtype=dtype, **(defaults | fields))
 
@@ -116,7 +127,8 @@ def config(
 def make_engine(target: Path, draft: Path | None, *, k: int, dtype: str = "float64", **fields: object) -> Engine:
     """An engine on cached weights."""
     made = config(target, draft, k=k, dtype=dtype, **fields)
-    return build_engine(made, weights(target, draft, dtype, made.enforce_eager))
+    method = "draft_model" if made.speculative_config is None else made.speculative_config.method
+    return build_engine(made, weights(target, draft, dtype, made.enforce_eager, method))
 
 
 def request(

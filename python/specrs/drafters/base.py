@@ -1,25 +1,25 @@
 """What a drafter declares, and what the runner calls of it. Implements none.
 
-The scheduler is built from the same declaration (`specrs.core.CachedDrafter`, `NgramProposer`,
-`SuffixDrafter`), and the runner calls
-the protocol and names no class. What an iteration leaves for verification is the same for all: drafts behind the
-committed tokens of row state, and q where it is no point mass.
+The scheduler is built from the same declaration (`specrs.core.CachedDrafter`, `HiddenDrafter`, `NgramProposer`,
+`SuffixDrafter`), and the runner calls the protocol and names no class. What an iteration leaves for verification is the
+same for all: drafts behind the committed tokens of row state, and q where it is no point mass.
 
-| | `DraftModel` | `ParallelDraftModel` | `HostDrafter` |
-| --- | --- | --- | --- |
-| `max_draft_lag` | 2 | K + 1 | None: it has no KV |
-| `num_unfed_drafts` | 1 | 0 | None: it has no KV |
-| `keeps_draft_kv` | yes | no | no |
-| `hidden_layers` | () | () | () |
-| `proposal` | full | full, a row for each position | a point mass |
-| drafts appear | on the device, a pass each | on the device, one pass for all | in the record, written by `plan` |
+| | `DraftModel` | `ParallelDraftModel` | `HeadDrafter` | `HostDrafter` |
+| --- | --- | --- | --- | --- |
+| `max_draft_lag` | 2 | K + 1 | K + 2 or more; behind it, it starts anew | None: it has no KV |
+| `num_unfed_drafts` | 1 | 0 | 1 | None: it has no KV |
+| `keeps_draft_kv` | yes | no | no | no |
+| `token_offset` | 0 | 0 | 1 | |
+| `hidden_layers` | () | () | (2, n/2, n - 3) or its config's | () |
+| `proposal` | full | full, a row for each position | full, written out from its own ids | a point mass |
+| drafts appear | a pass each | one pass for all | a pass each | in the record, written by `plan` |
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from torch import Tensor
 
@@ -40,6 +40,24 @@ class Proposal(StrEnum):
     rules draw the target's token in every row, with the noise of its position: the text is that of K = 0."""
 
 
+class HiddenInputs(NamedTuple):
+    """What a pass over the target's hidden states reads beside its `PassInputs` of N rows of B requests."""
+
+    states: Tensor
+    """[N, L, the target's hidden size], its entries of each row's position."""
+    k_start: Tensor
+    """[B] int64, the first position that a request's rows attend."""
+
+
+class Proposed(NamedTuple):
+    """What a drafting pass leaves of B entries."""
+
+    logits: Tensor
+    """[B, V] over the target's ids."""
+    left: Tensor | None = None
+    """[B, hidden], what the next pass reads besides the token; None where that is nothing."""
+
+
 class Drafter(Protocol):
     """What every drafter declares."""
 
@@ -48,11 +66,12 @@ class Drafter(Protocol):
 
     @property
     def max_draft_lag(self) -> int | None:
-        """Positions that its KV may lag behind n and still draft; None without KV. Its first pass feeds so many."""
+        """Positions that its KV may lag behind n and still draft; None without KV. Its first pass feeds so many, less
+        `token_offset`. One that reads hidden states drafts behind any lag: it starts anew."""
 
     @property
     def num_unfed_drafts(self) -> int | None:
-        """Of a row's K drafts, how many at the end no pass feeds; None without KV.
+        """Of a row's K drafts, how many at the end no pass feeds; None without KV or where that of drafts never counts.
 
         An iteration from n to n' tokens leaves its KV valid on [0, min(n' - 1, n + K - this)): neither the last token
         nor those drafts were fed. Where it does not keep drafts' KV, on [0, n - this).
@@ -80,9 +99,8 @@ class Drafter(Protocol):
 
 
 class DeviceDrafter(Drafter, Protocol):
-    """A drafter with KV of its own that drafts by passes of `model`, one token a pass, and catches up from tokens."""
+    """A drafter with KV of its own that drafts by passes, one token a pass."""
 
-    model: Model
     kv_cache: KVCache
     vocab_size: int
 
@@ -90,21 +108,35 @@ class DeviceDrafter(Drafter, Protocol):
     def mask_token_id(self) -> int | None:
         """What one pass for all drafts feeds in their place; None: it drafts by a pass for each."""
 
-    def propose(self, inputs: PassInputs, *, last_of: int) -> Tensor:
-        """Pass 1; logits of every `last_of`-th row over the target's ids, `[B, V]`. Mutates its KV."""
-
     def propose_all(self, inputs: PassInputs, num_drafts: int) -> Tensor:
         """The one pass of a drafter with a mask token: B requests of as many rows each, which end with the last
         committed token and `num_drafts` - 1 mask tokens; logits of these rows `[B, num_drafts, V]`. Mutates its KV."""
 
-    def plan_steps(self, positions: Tensor, slots: Tensor, block_table: Tensor) -> list[Any]:
-        """Plans for `step` of S passes of one row an entry; positions and slots `[S, B]`."""
+    @property
+    def hidden_size(self) -> int:
+        """Of the target's hidden states that it reads; 0 where it reads none."""
 
-    def step(self, input_ids: Tensor, plan: Any) -> Tensor:
-        """A pass of one row an entry; logits as from `propose`. Mutates its KV."""
+    @property
+    def token_offset(self) -> int:
+        """Position p is fed the token at p + this: 0, or 1 where the target's hidden state of p is fed beside it."""
 
-    def feed(self, inputs: PassInputs) -> Tensor:
+    def propose(self, inputs: PassInputs, hidden: HiddenInputs | None, *, last_of: int) -> Proposed:
+        """Pass 1; what every `last_of`-th row leaves. Mutates its KV. `hidden`: None unless it has `hidden_layers`."""
+
+    def plan_steps(self, positions: Tensor, slots: Tensor, block_table: Tensor, k_start: Tensor | None) -> list[Any]:
+        """Plans for `step` of S passes of one row an entry; positions and slots `[S, B]`, `k_start` as of `propose`."""
+
+    def step(self, input_ids: Tensor, left: Tensor | None, plan: Any) -> Proposed:
+        """A pass of one row an entry behind one that `left` this. Mutates its KV."""
+
+    def feed(self, inputs: PassInputs, hidden: HiddenInputs | None = None) -> Tensor:
         """A catch-up pass; hidden states `[N, hidden]`. Mutates its KV."""
+
+
+class ModelDrafter(DeviceDrafter, Protocol):
+    """One whose passes are those of a whole model."""
+
+    model: Model
 
     def known_ids(self, inputs: PassInputs) -> PassInputs:
         """The same pass with ids held to its own vocabulary."""
@@ -115,6 +147,11 @@ def device_drafter(drafter: Drafter | None) -> DeviceDrafter:
     assert drafter is not None
     assert not drafter.on_host
     return cast("DeviceDrafter", drafter)
+
+
+def model_drafter(drafter: Drafter | None) -> ModelDrafter:
+    """The drafter as one by a whole model; the CUDA runner serves no other on the device."""
+    return cast("ModelDrafter", device_drafter(drafter))
 
 
 def host_drafts(sections: Mapping[str, Tensor], max_num_seqs: int) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from specrs.drafters.base import Proposal
+from specrs.drafters.base import HiddenInputs, Proposal, Proposed
 from specrs.models.base import Model
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
@@ -23,7 +23,9 @@ class ModelPasses:
     one must neither be proposed nor looked up in the smaller one's embedding.
     """
 
+    token_offset: ClassVar[int] = 0
     hidden_layers: ClassVar[tuple[int, ...]] = ()
+    hidden_size: ClassVar[int] = 0
     proposal: ClassVar[Proposal] = Proposal.FULL
     on_host: ClassVar[bool] = False
 
@@ -33,10 +35,10 @@ class ModelPasses:
     vocab_size: int  # the target's
     num_passes: int = 0
 
-    def propose(self, inputs: PassInputs, *, last_of: int) -> Tensor:
+    def propose(self, inputs: PassInputs, hidden: HiddenInputs | None, *, last_of: int) -> Proposed:
         """One draft pass; logits of every `last_of`-th row over the target's ids, `[B, vocab_size]`: -inf for those
         that the draft does not know. Mutates the draft's KV cache."""
-        return self._logits(self.feed(inputs)[last_of - 1 :: last_of])
+        return Proposed(self._logits(self.feed(inputs, hidden)[last_of - 1 :: last_of]))
 
     def propose_all(self, inputs: PassInputs, num_drafts: int) -> Tensor:
         """One draft pass over as many rows of each of B requests; logits of the last `num_drafts` rows of each,
@@ -45,17 +47,20 @@ class ModelPasses:
         last = hidden.view(len(inputs.block_table), -1, hidden.shape[1])[:, -num_drafts:]
         return self._logits(last.reshape(-1, hidden.shape[1])).view(len(last), num_drafts, -1)
 
-    def plan_steps(self, positions: Tensor, slots: Tensor, block_table: Tensor) -> list[Any]:
+    def plan_steps(self, positions: Tensor, slots: Tensor, block_table: Tensor, k_start: Tensor | None) -> list[Any]:
         """Plans for `step` of S passes of one row per request, see `Model.plan_steps`."""
+        assert k_start is None
         return self.model.plan_steps(positions, slots, block_table, self.kv_cache)
 
-    def step(self, input_ids: Tensor, plan: Any) -> Tensor:
+    def step(self, input_ids: Tensor, left: Tensor | None, plan: Any) -> Proposed:
         """One draft pass over a row per request; logits as from `propose`. Mutates the draft's KV cache."""
         self.num_passes += 1
-        return self._logits(self.model.forward_planned(self._known(input_ids), plan, self.kv_cache))
+        assert left is None
+        return Proposed(self._logits(self.model.forward_planned(self._known(input_ids), plan, self.kv_cache)))
 
-    def feed(self, inputs: PassInputs) -> Tensor:
+    def feed(self, inputs: PassInputs, hidden: HiddenInputs | None = None) -> Tensor:
         """One draft pass without the LM head (catch-up chunks); hidden states `[N, hidden]`. Mutates the KV cache."""
+        assert hidden is None
         self.num_passes += 1
         return self.model.forward(self.known_ids(inputs), self.kv_cache).final
 

@@ -8,14 +8,18 @@ from dataclasses import dataclass
 import torch
 
 from specrs.config import EngineConfig, resolve_draft_max_model_len, resolve_max_model_len
-from specrs.core import CachedDrafter, NgramProposer, Scheduler, SuffixDrafter
+from specrs.core import CachedDrafter, HiddenDrafter, NgramProposer, Scheduler, SuffixDrafter
 from specrs.drafters.base import Drafter
 from specrs.drafters.draft_model import DraftModel, ParallelDraftModel
+from specrs.drafters.hidden import HeadDrafter
 from specrs.drafters.host import HostDrafter
 from specrs.drafters.vocabulary import TranslatedDraftModel
 from specrs.engine.weights import Weights
 from specrs.models.base import Model
 from specrs.sampling import RequestLimits, max_constraint_len
+
+IDLE_LAUNCHES = 8
+"""Launches in a row without drafts behind which a head still knows what it has missed; behind more it starts anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +47,7 @@ class Blueprint:
     @property
     def draft_max_model_len(self) -> int | None:
         """Positions that the draft may hold; None without a draft."""
-        draft = self.weights.draft
+        draft = self.weights.draft or self.weights.head
         if draft is None:
             return None
         return min(resolve_draft_max_model_len(self.config, draft.max_position_embeddings), self.max_model_len)
@@ -53,7 +57,8 @@ class Blueprint:
         """The engine's K; 0 without a drafter."""
         speculative = self.config.speculative_config
         on_host = speculative is not None and speculative.drafts_on_host
-        return self.config.num_speculative_tokens if on_host or self.weights.draft is not None else 0
+        has_draft = on_host or self.weights.draft is not None or self.weights.head is not None
+        return self.config.num_speculative_tokens if has_draft else 0
 
     @property
     def depth(self) -> int:
@@ -76,12 +81,18 @@ class Blueprint:
     @property
     def bytes_per_block(self) -> int:
         """KV bytes of one block in all models."""
-        return sum(model.bytes_per_block(self.config.block_size) for model in self.models)
+        head, size = self.weights.head, self.config.block_size
+        return sum(model.bytes_per_block(size) for model in self.models) + (head.bytes_per_block(size) if head else 0)
 
-    def _declared(self, measuring: str | None) -> list[CachedDrafter | NgramProposer | SuffixDrafter]:
+    @property
+    def head_lag(self) -> int:
+        """`max_draft_lag` of a head: what a verification leaves, and launches without drafts of its own."""
+        return self.num_speculative_tokens + 2 + IDLE_LAUNCHES
+
+    def _declared(self, measuring: str | None) -> list[CachedDrafter | HiddenDrafter | NgramProposer | SuffixDrafter]:
         """The drafters as the scheduler knows them; `measuring` as for `scheduler`."""
         speculative, draft, context = self.config.speculative_config, self.weights.draft, self.draft_max_model_len
-        drafters: list[CachedDrafter | NgramProposer | SuffixDrafter] = []
+        drafters: list[CachedDrafter | HiddenDrafter | NgramProposer | SuffixDrafter] = []
         if speculative is not None and speculative.drafts_on_host and measuring is not None:
             # The record has room for drafts of the host either way, as the runner expects it.
             drafters.append(NgramProposer(0) if measuring == "host" else NgramProposer(1024, 1024))
@@ -90,6 +101,8 @@ class Blueprint:
                 drafters.append(NgramProposer(*speculative.prompt_lookup))
             if "suffix" in speculative.methods:
                 drafters.append(SuffixDrafter(**speculative.suffix_decoding))
+        if self.weights.head is not None and context is not None and measuring != "host":
+            drafters.append(HiddenDrafter(max_model_len=context, max_draft_lag=self.head_lag))
         if draft is not None and context is not None and measuring != "host":
             # A draft token's share of a target token, by parameters: what draft chunks take from the token budget.
             ratio = draft.num_parameters / self.weights.target.num_parameters
@@ -145,7 +158,15 @@ class Blueprint:
         """The drafter over the shared pool; None where the engine does not speculate."""
         if self.config.speculative_config is not None and self.config.speculative_config.on_host:
             return HostDrafter()
-        draft, context = self.weights.draft, self.draft_max_model_len
+        draft, head, context = self.weights.draft, self.weights.head, self.draft_max_model_len
+        if head is not None and context is not None:
+            return HeadDrafter(
+                head=head,
+                kv_cache=head.allocate_cache(blocks, self.config.block_size),
+                max_model_len=context,
+                vocab_size=self.weights.target.vocab_size,
+                max_draft_lag=self.head_lag,
+            )
         if draft is None or context is None:
             return None
         cache, vocab_size = draft.allocate_cache(blocks, self.config.block_size), self.weights.target.vocab_size

@@ -11,6 +11,7 @@ from specrs.config import EngineConfig, resolve_num_blocks
 from specrs.core import CostModel, CpuPool, Scheduler, SpeculationPlanner
 from specrs.engine.blueprint import Blueprint
 from specrs.engine.engine import Engine, EngineParts, Runner
+from specrs.engine.head_check import HeadCheck
 from specrs.engine.threads import choose_threads
 from specrs.engine.warm_up import measure_costs
 from specrs.engine.weights import Weights, load_weights
@@ -55,6 +56,9 @@ def build_engine(config: EngineConfig, weights: Weights | None = None) -> Engine
             costs=costs,
             catch_up_ms=catch_up_ms,
         )
+    head = blueprint.weights.head
+    if head is not None:
+        engine.head_check = HeadCheck(str(config.draft), head.aux_layer_ids)
     return engine
 
 

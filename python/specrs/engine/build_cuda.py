@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specrs.core import Scheduler
-from specrs.drafters.base import Proposal, device_drafter
+from specrs.drafters.base import Proposal, model_drafter
 from specrs.engine.blueprint import Blueprint
 from specrs.errors import InvalidConfigError, invalid
 from specrs.kernels.cuda.prepare import Sizes
@@ -56,7 +56,7 @@ def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingS
     if speculative is not None and speculative.synthetic_acceptance_rates is not None:
         rates = torch.tensor(speculative.synthetic_acceptance_rates, dtype=torch.float32, device=device)
     if drafter is not None and not drafter.on_host:
-        drafts = device_drafter(drafter)
+        drafts = model_drafter(drafter)
         drafts.model = drafts.model.with_buffers(rows, config.max_num_seqs)
     return Context(
         state=state,
@@ -150,7 +150,7 @@ def _measure(blueprint: Blueprint) -> tuple[int, int]:
     inputs = _prefill_inputs(config.max_num_batched_tokens, blueprint, device)
     ctx.target.forward(inputs, ctx.kv_cache)
     if ctx.drafter is not None and not ctx.drafter.on_host:
-        drafter = device_drafter(ctx.drafter)
+        drafter = model_drafter(ctx.drafter)
         drafter.model.forward(inputs, drafter.kv_cache)
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)

@@ -22,6 +22,7 @@ from specrs.core import (
     SpeculationPlanner,
 )
 from specrs.drafters.base import Drafter
+from specrs.engine.head_check import HeadCheck
 from specrs.engine.request import FinishReason, Request
 from specrs.engine.weights import Weights
 from specrs.errors import EngineError, SpecrsError, UnknownRequestError
@@ -97,6 +98,7 @@ class Engine:
         speculative = self.config.speculative_config
         self._mixes = speculative is not None and speculative.drafts_on_host and not speculative.on_host
         self.watch: Watch | None = None
+        self.head_check: HeadCheck | None = None
         self.outputs = Outputs()
         self.requests: dict[int, Request] = {}
         self._reporting: dict[int, Request] = {}  # those of them with a grammar, or with log probabilities to report
@@ -350,6 +352,8 @@ class Engine:
         if whole:
             ms = 1e3 * (self._settled_at - begun)
             self._learn(slot, header, ms)
+            if self.head_check is not None and self.head_check.settled(slot, header):
+                self.head_check = None
             if self.watch is not None:
                 self.watch(slot, header, ms)
         return touched

@@ -13,8 +13,11 @@ from specrs.engine.device import resolve_device
 from specrs.errors import InvalidConfigError, TokenizerMismatchError, UnsupportedConfigError, invalid
 from specrs.models.base import Model
 from specrs.models.config import MASK_TOKEN_FIELDS, ModelConfig
+from specrs.models.eagle3 import load_eagle3
+from specrs.models.eagle3_head import Eagle3Head
 from specrs.models.loader import load_config, load_model, resolve_dtype
 from specrs.models.native_loader import INT4_GROUPS, load_native
+from specrs.speculative_config import SpeculativeConfig
 from specrs.tokenizer import Tokenizer, shared_ids, unknown_id
 
 logger = logging.getLogger("specrs")
@@ -32,6 +35,7 @@ class Weights:
     """What the draft is fed in place of drafts; None: it drafts token by token."""
     shared: SharedVocabulary | None = None
     """What the draft, of another tokenizer, shares with the target; None: they have the same ids."""
+    head: Eagle3Head | None = None
 
 
 def load_weights(config: EngineConfig) -> Weights:
@@ -41,13 +45,19 @@ def load_weights(config: EngineConfig) -> Weights:
         InvalidConfigError and its subclasses: what is missing, broken or not supported, by name.
     """
     device = resolve_device(config.device)
+    speculative = config.speculative_config
+    if device.type == "cuda" and speculative is not None and speculative.reads_hidden:
+        reason = f"not implemented on device={str(device)!r}; allowed: a method of another kind, or device='cpu'"
+        raise invalid(UnsupportedConfigError, "speculative_config.method", speculative.method, reason)
     config.check_quantization_serves(device.type, config.dtype)
     if device.type == "cuda":
         check_weights_fit(config, device)
     target = _load(config, config.target, config.revision, config.dtype, device, config.quantization)
-    speculative, draft = config.speculative_config, _draft_source(config)
+    draft = _draft_source(config)
     if speculative is None or draft is None:
         return Weights(target, None)
+    if speculative.reads_hidden:
+        return Weights(target, None, head=_load_head(speculative, draft, target))
     dtype = str(target.dtype).removeprefix("torch.")
     field = "speculative_config.quantization"
     mask = _mask_token_id(*draft, device) if speculative.parallel_drafting else None
@@ -101,7 +111,9 @@ def _load(
     field: str = "quantization",
 ) -> Model:
     """`field` is that of `quantization`."""
-    if device.type == "cpu" and not config.enforce_eager:
+    reads_hidden = config.speculative_config is not None and config.speculative_config.reads_hidden
+    # The native pass leaves no hidden states.
+    if device.type == "cpu" and not config.enforce_eager and not reads_hidden:
         model = load_config(source, revision=revision)
         resolved = resolve_dtype(dtype, model, device)
         config.check_quantization_serves(device.type, str(resolved).removeprefix("torch."))
@@ -113,6 +125,21 @@ def _load(
             )
         logger.info("%s: %s is served op by op, the native pass computes float32 and bfloat16", source, resolved)
     return load_model(source, dtype=dtype, device=device, revision=revision, load_format=config.load_format)
+
+
+def _load_head(speculative: SpeculativeConfig, source: tuple[str, str | None], target: Model) -> Eagle3Head:
+    path, revision = source
+    head = load_eagle3(
+        path,
+        target,
+        dtype=target.dtype,
+        aux_hidden_state_layer_ids=speculative.aux_hidden_state_layer_ids,
+        rope_theta=speculative.rope_theta,
+        revision=revision,
+    )
+    ids = list(head.aux_layer_ids)
+    logger.info("%s reads hidden states where they enter layers %s of the target, counted from 0", path, ids)
+    return head
 
 
 def _check_int4(field: str, source: str, model: ModelConfig) -> None:

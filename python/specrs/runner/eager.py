@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from specrs.core import PURPOSE_ACCEPT
-from specrs.drafters.base import Drafter, device_drafter, drafted_on_host, host_drafts
+from specrs.drafters.base import Drafter, HiddenInputs, device_drafter, drafted_on_host, host_drafts
 from specrs.models.base import Model
+from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
 from specrs.runner.accept import accept, at_rates, update
 from specrs.runner.entries import Iteration
 from specrs.runner.extras import ExtrasLookup
+from specrs.runner.hidden_rows import HiddenRows
 from specrs.runner.iteration import Drafted, Scored, draft, place, prepare, verify
 from specrs.runner.logprobs import entry_logprobs, prompt_logprobs
 from specrs.runner.noise import Noise
@@ -54,6 +56,17 @@ class EagerRunner:
         self._noise = Noise(sampling.seeds, sampling.vocab_size, sampling.params.values.dtype)
         self.logprobs_mode = logprobs_mode
         self.num_target_passes = 0
+        self.hidden: HiddenRows | None = None
+        self._behind: tuple[PassInputs, HiddenInputs] | None = None  # what a launch left to its drafter
+        if drafter is not None and drafter.hidden_layers:
+            self.hidden = HiddenRows.allocate(
+                state.limit.shape[0] - 1,
+                (drafter.max_draft_lag or 0) - device_drafter(drafter).token_offset,
+                len(drafter.hidden_layers),
+                device_drafter(drafter).hidden_size,
+                target.dtype,
+                target.device,
+            )
 
     def launch(self, slot: RingSlot, header: Header) -> None:
         """Execute the launch planned in `slot.record`; mutates row state, both KV caches and the slot's results."""
@@ -65,13 +78,18 @@ class EagerRunner:
     def _execute(self, slot: RingSlot, header: Header) -> None:
         slot.logprobs.clear()
         slot.prompt_logprobs.clear()
+        self._feed_behind()
         apply_uploads(self.state, self.sampling, slot.views, slot.views, header)
-        if header.num_prefill:
-            self._prefill(slot, header)
+        if self.hidden is not None and header.num_admitted:
+            self.hidden.admit(slot.views, header.num_admitted)
+        entries = self._prefill(slot, header) if header.num_prefill else None
         if header.num_draft_chunks:
-            inputs = catch_up_inputs(self.state, slot.views, slot.views, header)
-            if inputs is not None:
-                device_drafter(self.drafter).feed(inputs)
+            if self.hidden is not None:
+                self._behind = self.hidden.chunks(self.state, slot.views, slot.views, header, entries)
+            else:
+                inputs = catch_up_inputs(self.state, slot.views, slot.views, header)
+                if inputs is not None:
+                    device_drafter(self.drafter).feed(inputs)
             caught_up(self.state, slot.views, header)
         if header.num_decode:
             self._decode(slot, header)
@@ -86,18 +104,34 @@ class EagerRunner:
     def close(self) -> None:
         """It has nothing to end."""
 
-    def _prefill(self, slot: RingSlot, header: Header) -> None:
-        hidden = self.target.forward(prefill_inputs(self.state, slot.views, slot.views, header), self.kv_cache).final
+    def _feed_behind(self) -> None:
+        """The end of the launch before: what its prompt chunks left to a drafter that reads hidden states.
+
+        It runs here, before all of the next launch, so that no first token waits for it: results are read in between.
+        """
+        behind, self._behind = self._behind, None
+        if behind is not None:
+            device_drafter(self.drafter).feed(*behind)
+
+    @property
+    def _hidden_layers(self) -> tuple[int, ...]:
+        return () if self.drafter is None else self.drafter.hidden_layers
+
+    def _prefill(self, slot: RingSlot, header: Header) -> Tensor | None:
+        """The prompt chunks; their hidden states for the drafter, `[num_prefill_tokens, L, hidden]`."""
+        inputs = prefill_inputs(self.state, slot.views, slot.views, header)
+        hidden, states = self.target.forward(inputs, self.kv_cache, self._hidden_layers)
         self.num_target_passes += 1
         results = slot.results_view.narrow(header.num_decode, header.num_prefill)
         for tensor in results.tensors():
             tensor.zero_()
         prompt_logprobs(slot, header, hidden, self.target.compute_logits, self.state, self.sampling)
-        last = hidden[last_rows(slot.views, header)]
+        at = last_rows(slot.views, header)
+        last = hidden[at]
         flag_chunks(last, results.flags)
         chunks = last_chunks(slot.views, header)
         if not chunks:
-            return
+            return states
         # The end of a prompt is an iteration without drafts: its last hidden row gives the distribution of position n.
         entries = torch.tensor(chunks, dtype=torch.int64) + header.num_decode
         it = prepare(
@@ -117,6 +151,9 @@ class EagerRunner:
         self._finish(slot, entries, it, scored, drafted, sampling, final)
         for mine, theirs in zip(results.tensors(), final.tensors(), strict=True):
             mine[chunks] = theirs
+        if self.hidden is not None and states is not None:
+            self.hidden.keep_last(it.rows, it.num_tokens - 1, states[at[chunks]])
+        return states
 
     def _decode(self, slot: RingSlot, header: Header) -> None:
         entries = slice(0, header.num_decode)
@@ -142,12 +179,14 @@ class EagerRunner:
             if on_host is not None:
                 proposed = host_drafts(slot.views, self.state.limit.shape[0] - 1)[entries, : header.max_k]
                 place(self.state, it, proposed, sampling, on_host)
-            drafted = draft(self.state, it, device_drafter(self.drafter), sampling, self.rule, on_host)
-        scored = verify(self.state, it, self.target, self.kv_cache)
+            drafted = draft(self.state, it, device_drafter(self.drafter), sampling, self.rule, on_host, self.hidden)
+        scored = verify(self.state, it, self.target, self.kv_cache, self._hidden_layers)
         self.num_target_passes += 1
         results = slot.results_view.narrow(0, header.num_decode)
         index = torch.arange(header.num_decode)
         self._finish(slot, index, it, scored, drafted, sampling, results)
+        if self.hidden is not None and scored.entries is not None:
+            self.hidden.keep_verified(self.state, it, scored.entries, on_host)
 
     def _finish(
         self,

@@ -11,6 +11,10 @@ Positions of one row during an iteration, n = num_tokens before it (the law is d
     [n, n + K_r)    drafts, kept in `tokens` behind the committed ones
 
 A drafter with a mask token has one pass, which is fed [draft_len, n) and masks at n .. n + K_r - 2.
+A drafter that reads the target's hidden states is one position behind: the state of position p goes with the token at
+p + 1 (`Drafter.token_offset`). The last state that is known is that of n - 2, so pass 1 is fed the positions up to
+there whose states are kept and whose KV is missing (`runner.hidden_rows`), and pass i >= 2 is fed n + i - 3 with what
+the pass before left. Its KV then counts up to n - 1; behind that it is of no true states, and written again.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from specrs.models.base import Model
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
 from specrs.runner.entries import Iteration, flat_rows
+from specrs.runner.hidden_rows import HiddenRows
 from specrs.runner.row_state import RowState
 from specrs.runner.sampling_state import EntrySampling
 
@@ -52,6 +57,7 @@ class Scored:
     logits: Tensor  # [N, V]
     positions: Tensor  # [N] int64, those fed, -1 in masked rows
     drafts: Tensor  # [B, K] int64, the drafts among the tokens fed; from K_r on they mean nothing
+    entries: Tensor | None = None  # [N, L, hidden], the hidden states that the drafter will read
 
 
 def prepare(
@@ -68,8 +74,9 @@ def prepare(
     """Read lengths from row state and apply the device's guards to the planned K_r; mutates nothing.
 
     K_r = max(min(planned, min(limit - 1, draft_context + 1) - n), 0), and 0 where the row has ended or the draft's KV
-    lags by more than `max_draft_lag`: whatever the host believes, no row drafts past its limit or over a gap in its
-    draft KV. `on_host` `[B]` bool: entries that the drafter's own bounds are not for; None: no such.
+    lags by more than `max_draft_lag`, if it does not start anew there: whatever the host believes, no row drafts past
+    its limit or over a gap in its draft KV. `on_host` `[B]` bool: entries that the drafter's own bounds are not for;
+    None: no such.
     """
     n = state.num_tokens.index_select(0, rows)
     alive = state.active.index_select(0, rows)
@@ -81,7 +88,7 @@ def prepare(
             within = end.clamp(max=drafter.max_model_len + 1)
             end = within if on_host is None else torch.where(on_host, end, within)
         ready = alive
-        if drafter.max_draft_lag is not None:
+        if drafter.max_draft_lag is not None and not drafter.hidden_layers:
             close = state.draft_len.index_select(0, rows) >= n - drafter.max_draft_lag
             ready = (close if on_host is None else close.logical_or_(on_host)).logical_and_(alive)
         k = torch.minimum(k, end.sub_(n)).clamp_(min=0).mul_(ready)
@@ -123,6 +130,7 @@ def draft(
     sampling: EntrySampling,
     rule: str,
     on_host: Tensor | None = None,
+    hidden: HiddenRows | None = None,
 ) -> Drafted:
     """Draw up to K_r drafts per entry; pass i feeds the entries planned at K >= i.
 
@@ -131,13 +139,17 @@ def draft(
 
     Pass 1 feeds positions n - 2 and n - 1, so that the token that the draft has not seen after a full acceptance is
     caught up without a pass of its own; its slot is -1 where that KV is already there. Where it is in every entry, pass
-    1 feeds n - 1 alone, in half the time. A drafter with a mask token has no other pass: see `_all_inputs`. Greedy rows
-    draft by argmax, sampled ones from the draft's own processed distribution, which `rejection` keeps as q.
+    1 feeds n - 1 alone, in half the time. A drafter with a mask token has no other pass: it is fed all columns, the
+    mask at drafts' positions. Greedy rows draft by argmax, sampled ones from the draft's own processed distribution,
+    which `rejection` keeps as q.
 
-    Mutates `state.tokens` in [n, n + K_r) and the draft's KV cache.
+    `hidden`: what is kept for a drafter that reads hidden states. Its pass 1 feeds only positions whose KV is missing.
+
+    Mutates `state.tokens` in [n, n + K_r), the draft's KV cache, and with `hidden` where its KV begins and ends.
     """
     assert drafter.max_draft_lag is not None
-    batch, width, n = len(it.planned), drafter.max_draft_lag, it.num_tokens
+    batch, offset, n = len(it.planned), drafter.token_offset, it.num_tokens
+    width = drafter.max_draft_lag - offset
     depth = it.max_k
     if on_host is not None:
         depth = max((k for k, placed in zip(it.planned, on_host.tolist(), strict=True) if not placed), default=0)
@@ -146,36 +158,47 @@ def draft(
     q = None
     if sampling.steps.random and rule == "rejection":
         q = torch.empty((batch, it.max_k, sampling.vocab_size), dtype=sampling.dtype)
-    # Columns 0..width-1 are fed in pass 1, column width + i - 2 in pass i >= 2: positions n - width .. n + K - 2.
+    # Columns 0..width-1 are fed in pass 1, column width + i - 2 in pass i >= 2: with no offset n - width .. n + K - 2.
     column = torch.arange(width - 1 + it.max_k)
     live = it.num_drafts[:, None] >= (column - (width - 2)).clamp_(min=1)
     if on_host is not None:
         live &= ~on_host[:, None]
-    fed = torch.where(live, n[:, None] + (column - width), -1).clamp_(min=-1)
-    slots = it.slots(fed).masked_fill_(fed < state.draft_len.index_select(0, it.rows)[:, None], -1)
-    lagging = bool((slots[:, : width - 1] >= 0).any())
-    written = torch.where(live[:, width - 1 :], fed[:, width - 1 :] + 1, state.scratch_column)
+    fed = torch.where(live, n[:, None] + (column - width - offset), -1).clamp_(min=-1)
+    k_start, missing = None, state.draft_len.index_select(0, it.rows)
+    if hidden is not None:
+        missing = hidden.begin(state, it, live[:, 0])
+        k_start = hidden.draft_start.index_select(0, it.rows)
+        fed.masked_fill_(fed < missing[:, None], -1)
+    slots = it.slots(fed).masked_fill_(fed < missing[:, None], -1)
+    # Of the first columns those that no entry needs are left out.
+    behind = (slots[:, : width - 1] >= 0).any(dim=0).tolist()
+    first = behind.index(True) if True in behind else width - 1
+    written = torch.where(live[:, width - 1 :], fed[:, width - 1 :] + 1 + offset, state.scratch_column)
     counts = [sum(k >= i for k in it.planned) for i in range(1, depth + 1)]
     tops = torch.zeros((it.max_k, batch), dtype=sampling.dtype)
     drawn = torch.zeros((it.max_k, batch), dtype=torch.int64)
-    before = state.tokens[it.rows, fed[:, width - 1].clamp(min=0)]
+    before, left = state.tokens[it.rows, fed[:, width - 1].clamp(min=0)], None
     plans: list[Any] = []
     proposed: Tensor | None = None  # [B, K, V]
     if drafter.mask_token_id is not None:
-        proposed = drafter.propose_all(
-            _all_inputs(state, it, fed, slots, width, counts[0], drafter.mask_token_id), it.max_k
-        )
+        inputs = _first_inputs(state, it, fed[: counts[0], first:], slots[: counts[0], first:], offset)
+        inputs.input_ids.view(counts[0], -1)[:, width - first :] = drafter.mask_token_id
+        proposed = drafter.propose_all(inputs, it.max_k)
     for i, (count, top, tokens) in enumerate(zip(counts, tops[:depth], drawn[:depth], strict=True), 1):
         if proposed is not None:
             logits = proposed[:count, i - 1]
-        elif i == 1 and lagging:
-            logits = drafter.propose(_first_inputs(state, it, fed, slots, width, count), last_of=width)
+        elif i == 1 and (first < width - 1 or hidden is not None):
+            columns = slice(first, width)
+            inputs = _first_inputs(state, it, fed[:count, columns], slots[:count, columns], offset)
+            read = None if hidden is None else hidden.read(it.rows[:count], fed[:count, columns])
+            logits, left = drafter.propose(inputs, read, last_of=width - first)
         else:
             if not plans:  # for all passes of as many entries at once
                 columns = slice(width + i - 2, width - 1 + counts.index(count) + counts.count(count))
                 positions, into = (matrix[:count, columns].t().contiguous() for matrix in (fed, slots))
-                plans = drafter.plan_steps(positions, into, it.block_table[:count])[::-1]
-            logits = drafter.step(before[:count], plans.pop())
+                starts = None if k_start is None else k_start[:count]
+                plans = drafter.plan_steps(positions, into, it.block_table[:count], starts)[::-1]
+            logits, left = drafter.step(before[:count], None if left is None else left[:count], plans.pop())
         if count < batch:
             top, tokens = top[:count], tokens[:count]
         _draw(logits, n[:count], i - 1, sampling, q, top, tokens)
@@ -192,38 +215,16 @@ def draft(
     return Drafted(faulty * FLAG_DRAFT_NON_FINITE, q, unfed, on_host)
 
 
-def _first_inputs(state: RowState, it: Iteration, fed: Tensor, slots: Tensor, width: int, count: int) -> PassInputs:
-    """Pass 1: the first `width` columns of `fed` and `slots`, `[B, width - 1 + K]`, for `count` entries."""
-    positions = fed[:count, :width]
+def _first_inputs(state: RowState, it: Iteration, positions: Tensor, slots: Tensor, offset: int) -> PassInputs:
+    """Pass 1 of entries: `positions` and `slots` `[count, width]`; position p is fed the token at p + offset."""
+    count, width = positions.shape
     return PassInputs(
-        input_ids=state.tokens[it.rows[:count, None], positions.clamp(min=0)].view(-1),
+        input_ids=state.tokens[it.rows[:count, None], positions.clamp(min=0) + offset].view(-1),
         positions=positions.reshape(-1),
-        slots=slots[:count, :width].reshape(-1),
+        slots=slots.reshape(-1),
         q_start=torch.arange(0, count * width + 1, width),
         block_table=it.block_table[:count],
         max_q_len=width,
-        max_context=it.max_context,
-    )
-
-
-def _all_inputs(
-    state: RowState, it: Iteration, fed: Tensor, slots: Tensor, width: int, count: int, mask: int
-) -> PassInputs:
-    """The one pass of a drafter with a mask token: all columns of `fed` and `slots`, `[B, width - 1 + K]`, but the
-    first ones that no entry lacks; `mask` at the positions of drafts."""
-    needed = (slots[:count, : width - 1] >= 0).any(dim=0)
-    first = int(torch.cat((needed, needed.new_ones(1))).to(torch.int8).argmax())
-    positions, into = fed[:count, first:], slots[:count, first:]
-    ids = state.tokens[it.rows[:count, None], positions.clamp(min=0)]
-    ids[:, width - first :] = mask
-    columns = positions.shape[1]
-    return PassInputs(
-        input_ids=ids.view(-1),
-        positions=positions.reshape(-1),
-        slots=into.reshape(-1),
-        q_start=torch.arange(0, count * columns + 1, columns),
-        block_table=it.block_table[:count],
-        max_q_len=columns,
         max_context=it.max_context,
     )
 
@@ -255,7 +256,9 @@ def is_finite(x: Tensor) -> Tensor:
     return x.abs() < math.inf
 
 
-def verify(state: RowState, it: Iteration, target: Model, kv_cache: KVCache) -> Scored:
+def verify(
+    state: RowState, it: Iteration, target: Model, kv_cache: KVCache, hidden_layers: Sequence[int] = ()
+) -> Scored:
     """Feed t_{n-1}, d_1..d_K of every entry to the target in one pass of N = sum(planned + 1) flat rows; mutates the
     target's KV cache only."""
     column = torch.arange(it.max_k + 1)
@@ -272,4 +275,5 @@ def verify(state: RowState, it: Iteration, target: Model, kv_cache: KVCache) -> 
         max_q_len=it.max_k + 1,
         max_context=it.max_context,
     )
-    return Scored(target.compute_logits(target.forward(inputs, kv_cache).final), positions, tokens[:, 1:])
+    hidden = target.forward(inputs, kv_cache, hidden_layers)
+    return Scored(target.compute_logits(hidden.final), positions, tokens[:, 1:], hidden.entries)

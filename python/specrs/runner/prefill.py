@@ -34,10 +34,11 @@ def prefill_inputs(state: RowState, host: Views, device: Views, header: Header) 
     )
 
 
-def catch_up_inputs(state: RowState, host: Views, device: Views, header: Header) -> PassInputs | None:
+def catch_up_inputs(state: RowState, host: Views, device: Views, header: Header, offset: int = 0) -> PassInputs | None:
     """The draft's pass over committed tokens that it has not seen (deferred drafting); None where there are none.
 
-    Token ids come from row state: with launches in flight the host does not know them all.
+    Token ids come from row state, position p's from p + `offset`: with launches in flight the host does not know them
+    all.
     """
     if not header.num_draft_tokens:
         return None
@@ -46,7 +47,7 @@ def catch_up_inputs(state: RowState, host: Views, device: Views, header: Header)
     positions = device["draft_position"][tokens]
     of_row = rows.repeat_interleave(device["draft_chunk_len"][chunks], output_size=header.num_draft_tokens)
     return PassInputs(
-        input_ids=state.tokens[of_row, positions],
+        input_ids=state.tokens[of_row, positions + offset],
         positions=positions,
         slots=device["draft_slot"][tokens],
         q_start=device["draft_q_start"][: header.num_draft_chunks + 1],

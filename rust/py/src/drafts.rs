@@ -50,6 +50,33 @@ impl CachedDrafter {
     }
 }
 
+#[pyclass(frozen)]
+#[derive(Clone, Copy)]
+pub(crate) struct HiddenDrafter {
+    #[pyo3(get)]
+    max_model_len: usize,
+    #[pyo3(get)]
+    max_draft_lag: usize,
+}
+
+#[pymethods]
+impl HiddenDrafter {
+    #[new]
+    #[pyo3(signature = (*, max_model_len, max_draft_lag))]
+    fn new(py: Python<'_>, max_model_len: i64, max_draft_lag: i64) -> PyResult<Self> {
+        let size = |field, value| size(py, Class::InvalidConfig, field, value);
+        Ok(Self {
+            max_model_len: size("drafter.max_model_len", max_model_len)?,
+            max_draft_lag: size("drafter.max_draft_lag", max_draft_lag)?,
+        })
+    }
+
+    fn __repr__(&self) -> String {
+        let Self { max_model_len, max_draft_lag } = self;
+        format!("HiddenDrafter(max_model_len={max_model_len}, max_draft_lag={max_draft_lag})")
+    }
+}
+
 /// The most drafts of one proposal, as of a scheduler's K.
 pub(crate) const MAX_DRAFTS: usize = 1024;
 
@@ -134,6 +161,8 @@ pub(crate) enum OneDrafter<'py> {
     #[pyo3(transparent)]
     Cached(PyRef<'py, CachedDrafter>),
     #[pyo3(transparent)]
+    Hidden(PyRef<'py, HiddenDrafter>),
+    #[pyo3(transparent)]
     Ngram(PyRef<'py, NgramProposer>),
     #[pyo3(transparent)]
     Suffix(PyRef<'py, SuffixDrafter>),
@@ -161,6 +190,11 @@ impl DrafterArgument<'_> {
             let taken = match drafter {
                 OneDrafter::Ngram(proposer) => host.ngram.replace(proposer.0).is_some(),
                 OneDrafter::Suffix(drafter) => host.suffix.replace(drafter.0).is_some(),
+                OneDrafter::Hidden(drafter) => {
+                    let HiddenDrafter { max_model_len, max_draft_lag } = *drafter;
+                    let drafter = Drafter::Hidden { max_model_len, max_draft_lag };
+                    std::mem::replace(&mut device, drafter) != Drafter::None
+                }
                 OneDrafter::Cached(drafter) => {
                     let CachedDrafter { max_model_len, max_draft_lag, mask_token_id, cost_ratio } = *drafter;
                     let drafter = Drafter::Cached { max_model_len, max_draft_lag, mask_token_id, cost_ratio };
@@ -168,7 +202,7 @@ impl DrafterArgument<'_> {
                 }
             };
             if taken {
-                let message = "drafter = two of a kind is not allowed: expected at most one CachedDrafter, NgramProposer, SuffixDrafter each";
+                let message = "drafter = two of a kind is not allowed: expected at most one CachedDrafter or HiddenDrafter, NgramProposer, SuffixDrafter each";
                 return Err(Class::InvalidConfig.error(py, message));
             }
         }

@@ -131,6 +131,11 @@ impl CpuIteration {
             return Err(Class::InvalidConfig
                 .error(py, "draft = the target's decoder or KV cache is not allowed: expected its own"));
         }
+        if matches!(config.drafter, Drafter::Hidden { .. }) {
+            let message = "drafter = HiddenDrafter is not allowed: expected CachedDrafter, NgramProposer or None, the native pass leaves \
+                           no hidden states";
+            return Err(Class::InvalidConfig.error(py, message));
+        }
         if draft.is_some() != matches!(config.drafter, Drafter::Cached { .. }) {
             let (given, allowed) = if draft.is_some() { ("a model", "None") } else { ("None", "a model") };
             let message =

@@ -45,7 +45,7 @@ mod _core {
     #[pymodule_export]
     use super::cpu::{CpuDecoder, CpuKVCache, CpuPool, CpuWeights};
     #[pymodule_export]
-    use super::drafts::{CachedDrafter, NgramProposer, SuffixDrafter};
+    use super::drafts::{CachedDrafter, HiddenDrafter, NgramProposer, SuffixDrafter};
     #[pymodule_export]
     use super::iteration::CpuIteration;
     #[pymodule_export]

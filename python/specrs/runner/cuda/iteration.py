@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specrs.core import PURPOSE_DRAFT, PURPOSE_GUMBEL
-from specrs.drafters.base import Drafter, device_drafter, host_drafts
+from specrs.drafters.base import Drafter, host_drafts, model_drafter
 from specrs.kernels.cuda.accept import AtRates
 from specrs.kernels.cuda.draw import draw
 from specrs.kernels.cuda.prepare import PlannedEntries, Sizes, assemble_drafts, prepare_iteration
@@ -89,7 +89,7 @@ def take_drafts(ctx: Context, shape: Shape) -> None:
 
 def draft_pass(ctx: Context, i: int, batch: int, tail: Tail) -> None:
     """Pass i >= 1 for the first `batch` entries; writes row i - 1 of `drawn`, or only of `draft_logits` for LOGITS."""
-    b, drafter = ctx.buffers, device_drafter(ctx.drafter)
+    b, drafter = ctx.buffers, model_drafter(ctx.drafter)
     rows = ctx.sizes.max_draft_lag if i == 1 else 1
     ids, positions, slots = (
         (b.first_ids[: batch * rows], b.first_positions[: batch * rows], b.first_slots[: batch * rows])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specrs.core import HEADER_FIELDS
-from specrs.drafters.base import Drafter, device_drafter, host_drafts
+from specrs.drafters.base import Drafter, host_drafts, model_drafter
 from specrs.models.kv_cache import KVCache
 from specrs.runner.cuda.adjusted import accept_adjusted, draft_adjusted, entry_sampling
 from specrs.runner.cuda.graphs import Graphs
@@ -167,7 +167,7 @@ class CudaRunner:
         ctx, views = self.ctx, self.ctx.record.views
         inputs = catch_up_inputs(ctx.state, slot.views, views, header)
         if inputs is not None:
-            device_drafter(ctx.drafter).feed(inputs)
+            model_drafter(ctx.drafter).feed(inputs)
         caught_up(ctx.state, views, header)
 
     def _tail(self, rows: Sequence[int]) -> Tail:

@@ -9,7 +9,7 @@
 //! | cached | 0 | yes | `share`, or eviction by `allocate` |
 //!
 //! `allocate` takes free blocks before it evicts the least recently freed cached one. Marks: a registered block has mark T (its
-//! target KV is valid); mark D says that its draft KV is valid too. A registered block without D is written by one holder at
+//! target KV is valid); mark D says that its draft KV is valid too, for all or for one token behind the block. A registered block without D is written by one holder at
 //! a time, who has its *claim*. All operations are O(1) and, apart from construction, allocate nothing.
 
 mod integrity;
@@ -24,6 +24,8 @@ use list::{Link, ListId, Lists, SENTINELS};
 use table::{Table, TableEntry};
 
 const UNCLAIMED: u32 = u32::MAX;
+/// No token: the draft KV of a block depends on none behind it.
+const ANY: u32 = u32::MAX;
 
 /// One cache line: in a large pool every line that an operation looks at is a miss.
 #[derive(Clone, Debug)]
@@ -33,6 +35,8 @@ struct Block {
     claimant: u32,
     registered: bool,
     has_draft: bool,
+    /// The token behind the block that its draft KV depends on, with mark D.
+    successor: u32,
     link: Link,
     entry: TableEntry,
 }
@@ -43,6 +47,7 @@ impl Block {
         claimant: UNCLAIMED,
         registered: false,
         has_draft: false,
+        successor: ANY,
         link: Link::NONE,
         entry: TableEntry::NONE,
     };
@@ -229,8 +234,26 @@ impl BlockPool {
     pub fn mark_draft(&mut self, block: i64) -> Result<()> {
         let id = self.checked(block, "a held block with mark T", |b| b.ref_count > 0 && b.registered)?;
         self.blocks[id].has_draft = true;
+        self.blocks[id].successor = ANY;
         self.blocks[id].claimant = UNCLAIMED;
         Ok(())
+    }
+
+    /// [`Self::mark_draft`] where the draft KV of the block's last position is made with the token behind the block, too: mark D then holds
+    /// for readers that go on with the token `successor`. `u32::MAX` stands for any.
+    ///
+    /// # Errors
+    /// [`Error::InvalidBlock`] as there.
+    #[inline]
+    pub fn mark_draft_before(&mut self, block: i64, successor: u32) -> Result<()> {
+        self.mark_draft(block)?;
+        self.blocks[block as usize].successor = successor;
+        Ok(())
+    }
+
+    /// Whether the draft KV of `block` is valid for a reader that goes on with the token `successor`.
+    pub fn has_draft_before(&self, block: i64, successor: u32) -> bool {
+        self.get(block).is_some_and(|b| b.has_draft && (b.successor == ANY || b.successor == successor))
     }
 
     /// Takes mark D away; false if there is none.

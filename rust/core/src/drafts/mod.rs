@@ -9,8 +9,6 @@ pub use ngram::NgramProposer;
 pub use suffix::{SuffixCache, SuffixDraft, SuffixSettings, SuffixStats};
 
 /// What proposes the drafts of a scheduler's requests on the device. The scheduler's books of draft KV follow from it.
-///
-/// Drafters that read the target's hidden states, and catch up only where those are, will be a variant of their own.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub enum Drafter {
@@ -29,6 +27,17 @@ pub enum Drafter {
         mask_token_id: Option<i64>,
         /// Cost of a catch-up token in tokens of the budget: its share of the target's parameters. Finite, above 0.
         cost_ratio: f64,
+    },
+    /// A head on the device that reads the target's hidden states (EAGLE-3), with KV of its own in the target's blocks. KV of position p
+    /// is made of the target's hidden state there and of the token behind it. The hidden states that passes leave are kept for a
+    /// row's last `max_draft_lag - 1` positions before n - 1; where its KV lags further behind, those between are gone for good, and the
+    /// head starts anew: it attends from the first position whose hidden state it has. So it never catches up in chunks of its own: a
+    /// draft chunk is what a prompt chunk of the same launch leaves to the head, or of length 0 at position 0, to start anew.
+    Hidden {
+        /// Positions that it can take, as for [`Drafter::Cached`].
+        max_model_len: usize,
+        /// Positions that its KV may lag behind n for it to go on from there. At least K + 2, which a verification leaves, to 2^31.
+        max_draft_lag: usize,
     },
 }
 
@@ -96,11 +105,16 @@ impl DrafterKind {
     pub(crate) const ON_HOST: [Self; 2] = [Self::Ngram, Self::Suffix];
 }
 
+/// Cost of a token of a head in tokens of the target, where it stands beside drafters on the host: one layer of many.
+const HEAD_COST: f64 = 0.1;
+
 /// What follows from a drafter for every row: read for each, so not asked of the variants each time.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct DraftBounds {
     /// Whether it has KV to keep.
     pub(crate) has_kv: bool,
+    /// Whether that KV is made of the target's hidden states, so that only launches that compute them write it.
+    pub(crate) from_hidden: bool,
     /// The position before which every draft lies, for want of positions in the drafter.
     pub(crate) end_of_drafts: usize,
     /// Positions that draft KV may lag behind n and still draft; without KV it may be any number.
@@ -111,7 +125,7 @@ pub(crate) struct DraftBounds {
 
 impl DraftBounds {
     fn without_kv() -> Self {
-        Self { has_kv: false, end_of_drafts: 0, max_draft_lag: usize::MAX, lag_after_drafting: 0 }
+        Self { has_kv: false, from_hidden: false, end_of_drafts: 0, max_draft_lag: usize::MAX, lag_after_drafting: 0 }
     }
 }
 
@@ -127,11 +141,19 @@ impl Drafter {
             Self::None => DraftBounds::without_kv(),
             Self::Cached { max_model_len, max_draft_lag, mask_token_id, .. } => DraftBounds {
                 has_kv: true,
+                from_hidden: false,
                 // The last draft is drawn from the last position that it can take, and never fed.
                 end_of_drafts: max_model_len + 1,
                 max_draft_lag,
                 // All drafts accepted: neither the last of them nor the token after it was fed, or none of them.
                 lag_after_drafting: if mask_token_id.is_none() { 2 } else { num_speculative_tokens + 1 },
+            },
+            // Whatever the lag is, it drafts.
+            Self::Hidden { max_model_len, .. } => DraftBounds {
+                has_kv: true,
+                from_hidden: true,
+                end_of_drafts: max_model_len + 1,
+                ..DraftBounds::without_kv()
             },
         }
     }
@@ -143,6 +165,20 @@ impl Drafter {
             Self::None => 0,
             Self::Cached { mask_token_id: None, .. } => grown.min(n + k) - 1,
             Self::Cached { .. } => grown.min(n + 1) - 1,
+            // Pass 1 feeds up to position n - 2; what the others write is of no true hidden states.
+            Self::Hidden { .. } => n - 1,
+        }
+    }
+
+    /// The first position whose hidden state is kept after an iteration that drafted `k` tokens at `n` and left `grown`, those from
+    /// `hidden_start` on being kept before; 0 where none are read.
+    #[inline]
+    pub fn hidden_start_after(&self, hidden_start: usize, n: usize, k: usize, grown: usize) -> usize {
+        match *self {
+            // What was fed is needed no more, and what no longer fits is given up for what is new.
+            Self::Hidden { max_draft_lag, .. } if k > 0 || grown > hidden_start + max_draft_lag => n - 1,
+            Self::Hidden { .. } => hidden_start,
+            Self::None | Self::Cached { .. } => 0,
         }
     }
 
@@ -151,19 +187,27 @@ impl Drafter {
     pub(crate) fn cost_ratio(&self) -> f64 {
         match *self {
             Self::None => 1.0,
+            Self::Hidden { .. } => HEAD_COST,
             Self::Cached { cost_ratio, .. } => cost_ratio,
         }
     }
 
     /// # Errors
-    /// [`Error::InvalidConfig`] naming the first setting outside its range; sizes are at most `max_size`.
-    pub(crate) fn validate(&self, max_size: usize) -> Result<()> {
-        let Self::Cached { max_model_len, max_draft_lag, mask_token_id, cost_ratio } = *self else { return Ok(()) };
-        for (field, value) in [("drafter.max_model_len", max_model_len), ("drafter.max_draft_lag", max_draft_lag)] {
-            if !(1..=max_size).contains(&value) {
-                return Err(Error::invalid_config(field, value, format!("1 to {max_size}")));
+    /// [`Error::InvalidConfig`] naming the first setting outside its range, at `k` drafts a launch; sizes are at most `max_size`.
+    pub(crate) fn validate(&self, k: usize, max_size: usize) -> Result<()> {
+        let (max_model_len, max_draft_lag, least_lag) = match *self {
+            Self::None => return Ok(()),
+            Self::Cached { max_model_len, max_draft_lag, .. } => (max_model_len, max_draft_lag, 1),
+            Self::Hidden { max_model_len, max_draft_lag } => (max_model_len, max_draft_lag, k + 2),
+        };
+        for (field, value, least) in
+            [("drafter.max_model_len", max_model_len, 1), ("drafter.max_draft_lag", max_draft_lag, least_lag)]
+        {
+            if !(least..=max_size).contains(&value) {
+                return Err(Error::invalid_config(field, value, format!("{least} to {max_size}")));
             }
         }
+        let Self::Cached { mask_token_id, cost_ratio, .. } = *self else { return Ok(()) };
         if let Some(id) = mask_token_id.filter(|&id| id < 0) {
             return Err(Error::invalid_config("drafter.mask_token_id", id, "None, or 0 and above"));
         }

@@ -4,6 +4,7 @@
 use std::ops::Bound;
 
 use super::Scheduler;
+use super::hidden::HiddenRow;
 use super::plan::{Plan, PrefillChunk};
 use super::request::RequestIndex;
 use super::row::RowIndex;
@@ -73,6 +74,13 @@ impl Scheduler {
             self.num_cached_tokens += start as u64;
         }
         let order = request.order;
+        let drafted = if self.drafts.from_hidden {
+            self.hidden[row as usize] = HiddenRow::default();
+            self.drafted_hits(index, hits)
+        } else {
+            hits.iter().take_while(|&&block| self.pool.has_draft(block)).count()
+        };
+        let request = &self.requests[index];
         self.waiting.remove(&order);
         let lease = &mut self.rows[row as usize];
         lease.open(index, request, self.config.blocks_for(request.limit));
@@ -81,7 +89,7 @@ impl Scheduler {
             self.pool.share(block)?;
             lease.blocks.push(block);
         }
-        let drafted = hits.iter().take_while(|&&block| self.pool.has_draft(block)).count();
+        let lease = &mut self.rows[row as usize];
         lease.num_computed = start;
         lease.num_registered = hits.len();
         lease.num_draft_marked = drafted;
@@ -151,6 +159,9 @@ impl Scheduler {
                 Some(hit) => hits.push(hit),
                 None => break,
             }
+        }
+        if self.drafts.from_hidden {
+            self.trim_hits(index, hits);
         }
     }
 }

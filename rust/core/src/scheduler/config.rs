@@ -115,7 +115,7 @@ impl SchedulerConfig {
             let allowed = "1 with a drafter on the host, which needs every token settled";
             return Err(Error::invalid_config("max_in_flight", self.max_in_flight, allowed));
         }
-        self.drafter.validate(MAX_SIZE)
+        self.drafter.validate(self.num_speculative_tokens, MAX_SIZE)
     }
 }
 

@@ -99,6 +99,15 @@ impl Scheduler {
         let most = row.lower_bound() - 1;
         ensure!(row.drafting > 0 || row.draft_len <= most, "row {index} has draft_len {} above {most}", row.draft_len);
 
+        if let Some(hidden) = self.hidden.get(index) {
+            ensure!(hidden.hidden_start < n, "row {index} keeps hidden states from {} of {n}", hidden.hidden_start);
+            let (from, to) = (hidden.draft_start, row.draft_len);
+            ensure!(row.drafting > 0 || from <= to, "row {index} has draft KV on [{from}, {to})");
+            let own = if from == 0 { row.blocks.len() } else { from / block_size };
+            let marked = row.blocks[own..].iter().find(|&&block| self.pool.has_draft(block));
+            ensure!(marked.is_none(), "block {marked:?} of row {index} has mark D, its draft KV begins at {from}");
+        }
+
         let mut hash = request.root;
         for (place, tokens) in request.tokens.chunks_exact(block_size).take(row.num_registered).enumerate() {
             hash = request.with_extra_keys(hash, place * block_size, block_size, &self.hasher);

@@ -12,6 +12,7 @@
 //! | `lifecycle` | how requests come, go, and lose their row |
 //! | `plan`, `admission`, `catch_up` | what the next launch does |
 //! | `host_drafts` | what a drafter on the host proposes |
+//! | `hidden` | where the KV of a drafter begins that reads hidden states, and who may go on from it |
 //! | `speculation` | K by a planner; draft KV built again |
 //! | `record` | how that is written down |
 //! | `settle` | what results mean |
@@ -22,6 +23,7 @@ mod admission;
 mod catch_up;
 mod config;
 mod header;
+mod hidden;
 mod host_drafts;
 mod integrity;
 mod introspection;
@@ -135,6 +137,8 @@ pub struct Scheduler {
     num_unpublished: usize,
     speculation: speculation::Speculation,
     host_drafts: host_drafts::HostDrafts,
+    /// By row; empty unless the drafter reads hidden states.
+    hidden: Vec<hidden::HiddenRow>,
     /// `None` unless they are enabled.
     kv_events: Option<KvEventLog>,
 }
@@ -174,6 +178,10 @@ impl Scheduler {
             num_unpublished: 0,
             speculation: speculation::Speculation::default(),
             host_drafts: host_drafts::HostDrafts::new(&config)?,
+            hidden: vec![
+                hidden::HiddenRow::default();
+                if config.drafter.bounds(config.num_speculative_tokens).from_hidden { rows } else { 0 }
+            ],
             kv_events: config.enable_kv_cache_events.then(|| KvEventLog::new(&config)),
             config,
         })

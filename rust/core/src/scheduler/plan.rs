@@ -140,7 +140,11 @@ impl Scheduler {
             self.admit(plan)?;
         }
         self.top_up_chunks(plan)?;
-        self.catch_up(plan)?;
+        if self.drafts.from_hidden {
+            self.feed_chunks(plan);
+        } else {
+            self.catch_up(plan)?;
+        }
         Ok(true)
     }
 
@@ -249,13 +253,16 @@ impl Scheduler {
         let k = self.most_drafts(row, row.k);
         if row.drafter != DrafterKind::Device {
             Drafting::Ready(k)
-        } else if k == 0 || row.rebuild {
+        } else if k == 0 || row.rebuild && row.drafting > 0 {
+            // What is to be built again is, from this launch on, unless one in flight drafts.
             Drafting::Off
         } else if row.drafting > 0 {
             // What was just drafted hides both n and draft_len, but their distance is bounded.
             let lag = self.drafts.lag_after_drafting + row.idle_drafts as usize;
             if lag <= self.drafts.max_draft_lag { Drafting::Ready(k) } else { Drafting::Off }
-        } else if n - row.draft_len <= self.drafts.max_draft_lag && !self.drafts_into_registered(row) {
+        } else if self.drafts.from_hidden
+            || !row.rebuild && n - row.draft_len <= self.drafts.max_draft_lag && !self.drafts_into_registered(row)
+        {
             Drafting::Ready(k)
         } else {
             Drafting::CatchUp(k)

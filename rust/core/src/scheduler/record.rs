@@ -131,7 +131,7 @@ impl Scheduler {
         }
     }
 
-    fn write_draft_chunks(&self, plan: &Plan, record: &mut [i64], header: &mut LaunchHeader) {
+    fn write_draft_chunks(&mut self, plan: &Plan, record: &mut [i64], header: &mut LaunchHeader) {
         let layout = self.record_layout;
         record[layout.draft_q_start.offset] = 0;
         for (j, chunk) in plan.draft_chunks.iter().enumerate() {
@@ -143,6 +143,9 @@ impl Scheduler {
             let slots = &mut record[layout.draft_slot.offset + first..][..chunk.len];
             self.map_draft_slots(chunk.row, chunk.start, slots);
             header.num_draft_tokens += chunk.len;
+            if self.drafts.from_hidden {
+                self.enter_chunk(*chunk);
+            }
             record[layout.draft_q_start.offset + j + 1] = header.num_draft_tokens as i64;
         }
     }

@@ -68,7 +68,8 @@ pub(super) struct Publication {
     row: RowIndex,
     /// Positions with target KV that has settled.
     target_len: u32,
-    /// Whether the row drafted in this launch, so that its draft KV up to `draft_len` has proved finite.
+    /// Whether the row drafted in this launch, so that its draft KV up to `draft_len` has proved finite, or that KV is made of the
+    /// target's hidden states, which have.
     drafted: bool,
 }
 
@@ -221,18 +222,28 @@ impl Scheduler {
             self.acceptance.record(drafted, accepted)?;
             self.acceptance_by_drafter[entry.drafter as usize].record(drafted, accepted)?;
         }
-        if drafted_on_device {
+        let from_hidden = self.drafts.from_hidden;
+        if from_hidden {
+            self.settle_hidden(entry, n, if drafted_on_device { drafted } else { 0 });
+        } else if drafted_on_device {
             row.draft_len = self.config.drafter.draft_len_after(n, drafted, row.n);
         }
+        let row = &mut self.rows[entry.row as usize];
+        let request = &mut self.requests[row.request];
         if flags & layout::FLAG_DRAFT_NON_FINITE != 0 {
             request.draft_failed = true;
             (row.k, row.max_k) = (0, 0);
             for &block in &row.blocks[..row.num_registered] {
                 self.pool.release_claim(block, entry.row);
             }
+            if from_hidden {
+                self.unmark_broken(entry.row)?;
+            }
         }
+        let row = &self.rows[entry.row as usize];
         let target_len = if entry.emits() { row.n - 1 } else { entry.chunk_end as usize };
-        let publication = Publication { row: entry.row, target_len: target_len as u32, drafted: drafted_on_device };
+        let publication =
+            Publication { row: entry.row, target_len: target_len as u32, drafted: drafted_on_device || from_hidden };
         // Without a branch, which would be mispredicted: any row may complete a block.
         let block_size = self.config.block_size;
         let target_complete = u32::from((row.num_registered + 1) * block_size <= target_len);
@@ -262,7 +273,8 @@ impl Scheduler {
             let index = row.num_registered;
             let hash = request.block_hash(index, block_size, &self.hasher);
             // A launch in flight may be writing draft KV into this block, so no other row may.
-            let drafting = (row.drafting > 0 || index * block_size < row.draft_len) && !row.rebuild;
+            let drafting =
+                (row.drafting > 0 || index * block_size < row.draft_len || self.drafts.from_hidden) && !row.rebuild;
             if self.pool.register(row.blocks[index], hash)? {
                 if drafting && !request.draft_failed {
                     self.pool.claim(row.blocks[index], row_index)?;
@@ -273,13 +285,20 @@ impl Scheduler {
             }
             row.num_registered += 1;
         }
-        if drafted && !request.draft_failed && !row.rebuild {
+        // KV behind a start anew is of this row's history alone.
+        let shares = !self.drafts.from_hidden || self.hidden[row_index as usize].draft_start == 0;
+        if drafted && shares && !request.draft_failed && !row.rebuild {
             while row.num_draft_marked < row.num_registered && (row.num_draft_marked + 1) * block_size <= row.draft_len
             {
                 let block = row.blocks[row.num_draft_marked];
                 // What it wrote itself: another row's blocks are marked by that row, and marks of private duplicates are never read.
                 if self.pool.claimant(block) == Some(row_index) {
-                    self.pool.mark_draft(block)?;
+                    if self.drafts.from_hidden {
+                        let next = request.tokens[(row.num_draft_marked + 1) * block_size];
+                        self.pool.mark_draft_before(block, next)?;
+                    } else {
+                        self.pool.mark_draft(block)?;
+                    }
                 }
                 row.num_draft_marked += 1;
             }

@@ -81,7 +81,8 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Lets a running request's draft KV be written again from position 0, by catch-up chunks. Its blocks lose their marks D, and
+    /// Lets a running request's draft KV be written again from position 0, by catch-up chunks; a head that reads the target's hidden
+    /// states starts anew with those that it has. Its blocks lose their marks D, and
     /// requests that went on from those blocks rebuild from there, too: draft KV computed from what is broken is broken.
     ///
     /// # Errors
@@ -121,6 +122,10 @@ impl Scheduler {
         let row = &mut self.rows[row_index as usize];
         if row.drafting == 0 {
             row.rebuild = false;
+            if self.drafts.from_hidden {
+                self.hidden[row_index as usize].restart = true;
+                return;
+            }
             row.draft_len = row.draft_len.min(row.num_draft_marked * block_size);
         }
     }

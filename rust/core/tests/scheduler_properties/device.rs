@@ -73,9 +73,14 @@ struct Row {
     active: bool,
     tokens: Vec<i64>,
     draft_len: usize,
+    /// Of a drafter that reads hidden states: where its KV begins, and the first hidden state that is kept.
+    draft_start: usize,
+    hidden_start: usize,
     limit: usize,
     capacity: usize,
     table: HashMap<usize, usize>,
+    /// A fault ended it.
+    broken: bool,
     /// Its draft KV holds NaN somewhere; it alone may read that.
     draft_poisoned: bool,
 }
@@ -98,6 +103,8 @@ pub(crate) struct Device {
     max_draft_lag: usize,
     /// What one pass for all drafts feeds in their place.
     mask: Option<i64>,
+    /// Whether the drafter reads hidden states.
+    from_hidden: bool,
     draft_context: Option<usize>,
     /// n-gram lengths of a drafter on the host, and K.
     ngrams: Option<(usize, usize)>,
@@ -160,12 +167,14 @@ impl Device {
             Drafter::Cached { max_model_len, max_draft_lag, mask_token_id, .. } => {
                 (max_draft_lag, mask_token_id, Some(max_model_len))
             }
+            Drafter::Hidden { max_model_len, max_draft_lag } => (max_draft_lag, None, Some(max_model_len)),
             _ => (0, None, None),
         };
         Self {
             block_size: config.block_size,
             max_draft_lag,
             mask,
+            from_hidden: matches!(config.drafter, Drafter::Hidden { .. }),
             draft_context,
             ngrams,
             width: config.num_speculative_tokens,
@@ -194,6 +203,15 @@ impl Device {
         }
     }
 
+    /// Draft KV that others may read has been written, from the start of the text on; not in Rust's books, but in the device's.
+    pub(crate) fn check_marks(&self, scheduler: &Scheduler) {
+        let marked = |slot: &usize| scheduler.block_pool().has_draft((slot / self.block_size) as i64);
+        for slot in (0..self.draft_kv.len()).filter(marked).filter(|_| self.from_hidden) {
+            let (_, content) = self.draft_kv[slot].as_ref().expect("draft KV of a block with mark D");
+            assert_eq!(content.last(), Some(&-1), "draft KV of slot {slot}: {content:?}");
+        }
+    }
+
     /// Whether a row that wants `k` drafts would draft any if its draft KV were complete.
     pub(crate) fn could_draft(&self, row: usize, k: usize) -> bool {
         let Row { ref tokens, limit, active, draft_poisoned, .. } = self.rows[row];
@@ -219,7 +237,11 @@ impl Device {
         }
         let mut writers = HashMap::new();
         for j in 0..record.count("num_draft_chunks") {
-            self.catch_up(scheduler, record, j, &mut writers);
+            if self.from_hidden {
+                self.feed_chunk(scheduler, record, j, &mut writers);
+            } else {
+                self.catch_up(scheduler, record, j, &mut writers);
+            }
         }
         for (entry, outcome) in outcomes.iter_mut().enumerate().take(record.num_decode()) {
             let (row, k) = (record.size("entry_row", entry), record.size("entry_k", entry));
@@ -328,6 +350,7 @@ impl Device {
             return Outcome::default();
         }
         assert_eq!(start + len, tokens.len(), "the last chunk ends the prompt");
+        self.rows[row].hidden_start = tokens.len() - 1;
         let first = target_next(&tokens, &self.sampling[&self.rows[row].request_id]);
         let (_, finish_reason) = self.emit(row, &[first]);
         Outcome { tokens: vec![first], finish_reason, ..Outcome::default() }
@@ -363,6 +386,118 @@ impl Device {
         self.rows[row].draft_len = start + len;
     }
 
+    /// What a head's KV of `position` is made of: the tokens up to the next one, where its context begins, and what hidden states.
+    fn hidden_kv(&self, row: usize, tokens: &[i64], position: usize, recurrent: bool) -> (u8, Vec<i64>) {
+        let Row { draft_start, request_id, .. } = self.rows[row];
+        let mut content = tokens[..=position + 1].to_vec();
+        content.push(-(draft_start as i64) - 1);
+        if recurrent {
+            content.push(i64::MIN);
+        }
+        (self.sampling[&request_id].salt, content)
+    }
+
+    fn write_hidden(
+        &mut self,
+        scheduler: &Scheduler,
+        row: usize,
+        tokens: &[i64],
+        (position, recurrent): (usize, bool),
+        writers: &mut HashMap<usize, usize>,
+    ) {
+        let content = self.hidden_kv(row, tokens, position, recurrent);
+        let claimant = scheduler.block_pool().claimant((self.slot(row, position) / self.block_size) as i64);
+        assert!(claimant.is_none_or(|claimant| claimant as usize == row), "row {claimant:?} writes there, not {row}");
+        self.write_draft(scheduler, row, &tokens[..=position], writers);
+        let slot = self.slot(row, position);
+        self.draft_kv[slot] = Some(content);
+    }
+
+    /// A query at `end - 1` reads KV of true hidden states from the row's start on, and recurrent KV from `first_recurrent` on.
+    fn read_hidden(&self, row: usize, tokens: &[i64], first_recurrent: usize, end: usize) {
+        if self.rows[row].draft_poisoned {
+            return;
+        }
+        for position in self.rows[row].draft_start..end {
+            let right = self.hidden_kv(row, tokens, position, position >= first_recurrent);
+            let found = &self.draft_kv[self.slot(row, position)];
+            assert_eq!(found.as_ref(), Some(&right), "KV of request {} at {position}", self.rows[row].request_id);
+        }
+    }
+
+    /// The hidden states of a prompt chunk, or the order to start anew.
+    fn feed_chunk(
+        &mut self,
+        scheduler: &Scheduler,
+        record: &Record<'_>,
+        j: usize,
+        writers: &mut HashMap<usize, usize>,
+    ) {
+        let row = record.size("draft_chunk_row", j);
+        let (start, len) = (record.size("draft_chunk_start", j), record.size("draft_chunk_len", j));
+        let (from, to) = (record.size("draft_q_start", j), record.size("draft_q_start", j + 1));
+        assert_eq!(to - from, len);
+        if len == 0 {
+            assert_eq!(start, 0);
+            (self.rows[row].draft_start, self.rows[row].draft_len) = (0, 0);
+            return;
+        }
+        let num_decode = record.num_decode();
+        let chunk = (0..record.count("num_prefill"))
+            .find(|&chunk| record.size("entry_row", num_decode + chunk) == row)
+            .expect("hidden states of this launch");
+        assert_eq!(record.size("chunk_start", chunk), start);
+        assert!(len <= record.size("chunk_len", chunk));
+        assert!(self.draft_context >= Some(start + len));
+        // A row may have ended with its first token, and its KV is right for others.
+        let (tokens, sound) = (self.rows[row].tokens.clone(), !self.rows[row].broken);
+        if self.rows[row].draft_len < start {
+            self.rows[row].draft_start = start;
+        }
+        for (i, position) in (start..start + len).enumerate() {
+            assert_eq!(record.size("draft_position", from + i), position);
+            assert_eq!(record.size("draft_slot", from + i), self.slot(row, position));
+            if sound {
+                self.write_hidden(scheduler, row, &tokens, (position, false), writers);
+            } else {
+                let slot = self.slot(row, position);
+                self.draft_kv[slot] = None;
+            }
+        }
+        if sound {
+            self.read_hidden(row, &tokens, usize::MAX, start + len);
+        }
+        self.rows[row].draft_len = start + len;
+    }
+
+    /// Appends `k` drafts of a head to `tokens`.
+    fn draft_from_hidden(
+        &mut self,
+        scheduler: &Scheduler,
+        row: usize,
+        tokens: &mut Vec<i64>,
+        k: usize,
+        writers: &mut HashMap<usize, usize>,
+    ) {
+        let (n, sampling) = (tokens.len(), self.sampling[&self.rows[row].request_id].clone());
+        let Row { draft_len, hidden_start, .. } = self.rows[row];
+        assert!(n - hidden_start <= self.max_draft_lag, "hidden states from {hidden_start} at {n}");
+        if draft_len < hidden_start {
+            self.rows[row].draft_start = hidden_start;
+        }
+        assert!(draft_len.max(hidden_start) < n - 1, "the first pass has a row");
+        for position in draft_len.max(hidden_start)..n - 1 {
+            self.write_hidden(scheduler, row, tokens, (position, false), writers);
+        }
+        for i in 0..k {
+            if i > 0 {
+                self.write_hidden(scheduler, row, tokens, (n - 2 + i, true), writers);
+            }
+            self.read_hidden(row, tokens, n - 1, n - 1 + i);
+            tokens.push(draft_next(tokens, &sampling));
+        }
+    }
+
     fn decode(
         &mut self,
         scheduler: &Scheduler,
@@ -387,6 +522,8 @@ impl Device {
 
         if let Some(proposed) = proposed {
             tokens.extend(proposed);
+        } else if k > 0 && self.from_hidden {
+            self.draft_from_hidden(scheduler, row, &mut tokens, k, writers);
         } else if k > 0 {
             let draft_len = self.rows[row].draft_len;
             assert!(draft_len + self.max_draft_lag >= n, "draft_len {draft_len} at n = {n}");
@@ -420,7 +557,17 @@ impl Device {
         emitted.push(target_next(&tokens[..n + accepted], &sampling));
         let (kept, finish_reason) = self.emit(row, &emitted);
         emitted.truncate(kept);
-        if k > 0 && on_device {
+        if self.from_hidden {
+            let grown = self.rows[row].tokens.len();
+            let drafted = k > 0 && on_device;
+            if drafted {
+                self.rows[row].draft_len = n - 1;
+            }
+            // Those that were fed are needed no more; they give way, too, to new ones that do not fit behind them.
+            if drafted || grown - self.rows[row].hidden_start > self.max_draft_lag {
+                self.rows[row].hidden_start = n - 1;
+            }
+        } else if k > 0 && on_device {
             // min(n' - 1, n + K - 1), n' being the new number of tokens, stop tokens considered; n where no draft was fed.
             let fed = if self.mask.is_some() { n } else { n + k - 1 };
             self.rows[row].draft_len = (self.rows[row].tokens.len() - 1).min(fed);
@@ -450,6 +597,7 @@ impl Device {
         let flags = *self.faults.get(&request_id).filter(|&&flags| flags & 5 != 0)?;
         self.faults.remove(&request_id);
         self.rows[row].active = false;
+        self.rows[row].broken = true;
         for position in start..end {
             let slot = self.slot(row, position);
             self.target_kv[slot] = None;
@@ -465,7 +613,7 @@ impl Device {
         }
         self.faults.remove(&request_id);
         self.rows[row].draft_poisoned = true;
-        for position in self.rows[row].draft_len..n + k - 1 {
+        for position in self.rows[row].draft_len.max(self.rows[row].hidden_start)..n + k - 1 {
             let slot = self.slot(row, position);
             self.draft_kv[slot] = None;
         }

@@ -95,18 +95,20 @@ fn settings() -> impl Strategy<Value = SchedulerConfig> {
         prop::sample::select(vec![0_usize, 0, 1, 7]),
         prop::sample::select(vec![0_usize, 0, 1, 4]),
     );
-    let ngrams = prop::option::weighted(0.25, (1..4_usize, 0..3_usize));
-    let more = (ngrams, policy);
+    let ngrams = prop::option::weighted(0.2, (1..4_usize, 0..3_usize));
+    let hidden = prop::option::weighted(0.4, 0..4_usize);
+    let more = (ngrams, hidden, policy);
     (sizes, budget, rest, ratio, more).prop_map(
-        |((rows, len, spare, block_size), budget, rest, ratio, (ngrams, policy))| {
+        |((rows, len, spare, block_size), budget, rest, ratio, (ngrams, hidden, policy))| {
             let (k, context, (max_draft_lag, mask_token_id), max_in_flight, enable_prefix_caching) = rest;
             SchedulerConfig {
                 num_speculative_tokens: k,
-                drafter: match context {
+                drafter: match (context, hidden) {
                     // Of schedulers with a drafter on the host some have one on the device, too.
-                    Some(_) if ngrams.is_some() && rows % 2 == 0 => Drafter::None,
-                    None => Drafter::None,
-                    Some(max_model_len) => {
+                    (Some(_), _) if ngrams.is_some() && rows % 2 == 0 => Drafter::None,
+                    (None, _) => Drafter::None,
+                    (Some(max_model_len), Some(more)) => Drafter::Hidden { max_model_len, max_draft_lag: k + 2 + more },
+                    (Some(max_model_len), None) => {
                         Drafter::Cached { max_model_len, max_draft_lag, mask_token_id, cost_ratio: ratio }
                     }
                 },
@@ -180,6 +182,7 @@ impl Run {
 
     fn check(&self) {
         self.scheduler.check_integrity().expect("books that agree");
+        self.device.check_marks(&self.scheduler);
         let (drafts, draft_tokens, accepted) = self.books;
         let books = self.scheduler.acceptance();
         assert_eq!((books.drafts(), books.draft_tokens(), books.accepted_tokens()), (drafts, draft_tokens, accepted));
@@ -337,7 +340,11 @@ impl Run {
         let budget = config.max_num_batched_tokens;
         let chunks = budget.saturating_sub(decode_tokens).max(budget.div_ceil(4));
         let (prefill, draft) = (record.count("num_prefill_tokens"), record.count("num_draft_tokens"));
-        let ratio = if let Drafter::Cached { cost_ratio, .. } = config.drafter { cost_ratio } else { 1.0 };
+        let ratio = match config.drafter {
+            Drafter::Cached { cost_ratio, .. } => cost_ratio,
+            Drafter::Hidden { .. } => 0.0, // its chunks are those of the prompts
+            _ => 1.0,
+        };
         let cost = |tokens: usize| (tokens as f64 * ratio).ceil() as usize;
         assert!(prefill <= chunks, "{prefill} prefill tokens of {chunks}");
         let most = chunks + cost(1) + record.count("num_draft_chunks");
@@ -366,13 +373,15 @@ impl Run {
             let first = self.running().into_iter().min_by_key(|id| self.requests[id].order).expect("an entry's");
             let advances = (0..num_entries).any(|entry| self.device_request(&record, entry) == first);
             assert!(advances, "request {first} stands still");
-            // So does drafting: of those that could draft and have blocks for it, somebody does or comes closer to it.
+            // So does drafting: of those that could draft and have blocks for it, somebody does or comes closer to it. What a
+            // preemption freed in this plan comes too late for those placed before it.
             let idle = |&entry: &usize| {
                 let row = record.size("entry_row", entry);
                 record.size("entry_k", entry) == 0
                     && self.device.could_draft(row, self.requests[&self.device.request_of(row)].k)
             };
             if self.planner.is_none()
+                && preempted == 0
                 && self.scheduler.num_free_blocks() > 0
                 && (0..num_decode).any(|entry| idle(&entry))
             {

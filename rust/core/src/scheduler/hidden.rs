@@ -1,0 +1,109 @@
+//! What the scheduler knows of a drafter that reads the target's hidden states ([`crate::Drafter::Hidden`]): where its KV begins, what prompt
+//! chunks leave to it, and whose KV others may go on from. Plans no drafts.
+//!
+//! | range of positions | of a row with n tokens |
+//! | --- | --- |
+//! | `[draft_start, draft_len)` | draft KV valid: made of the target's hidden states, and of KV from `draft_start` on |
+//! | `[hidden_start, n - 1)` | the target's hidden states are kept |
+//!
+//! KV is written where hidden states are at hand: behind a prompt chunk, in the launch that computes it, and by the first drafting pass,
+//! at `[hidden_start, n - 1)`. Where it would leave a gap behind `draft_len`, the head starts anew: `draft_start` is the first
+//! position written. So a row writes only into blocks that it computed itself, and needs no other's leave. Its claim on a
+//! block that it registered says that it is the one to set mark D, which it does while `draft_start` is 0; position p depends on token p + 1, so
+//! the mark holds for readers that go on behind the block with the same token.
+
+use super::Scheduler;
+use super::plan::{DraftChunk, Plan};
+use super::request::RequestIndex;
+use super::row::{Entry, RowIndex};
+use crate::error::Result;
+
+/// A row's books beside [`super::row::Row`]; there are none without such a drafter.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct HiddenRow {
+    pub(super) draft_start: usize,
+    /// Settled.
+    pub(super) hidden_start: usize,
+    /// The next launch tells the device to start anew.
+    pub(super) restart: bool,
+}
+
+impl Scheduler {
+    /// Gives the head the hidden states of the plan's prompt chunks. The last position of a prompt is left to the first drafting
+    /// pass, because the token behind it is not known yet.
+    pub(super) fn feed_chunks(&mut self, plan: &mut Plan) {
+        for decode in &plan.decodes {
+            if std::mem::take(&mut self.hidden[decode.row as usize].restart) {
+                plan.draft_chunks.push(DraftChunk { row: decode.row, start: 0, len: 0 });
+            }
+        }
+        for chunk in &plan.chunks {
+            let row = &self.rows[chunk.row as usize];
+            // Its first drafts are at position prefill_end + 1; no head works for a row that never has any.
+            let end_of_drafts = (row.limit - 1).min(self.drafts.end_of_drafts);
+            let len = (chunk.start + chunk.len).min(row.prefill_end - 1).saturating_sub(chunk.start);
+            if row.rebuild || row.max_k == 0 || row.prefill_end + 1 >= end_of_drafts || len == 0 {
+                continue;
+            }
+            plan.draft_chunks.push(DraftChunk { row: chunk.row, start: chunk.start, len });
+        }
+    }
+
+    /// What a draft chunk leaves.
+    pub(super) fn enter_chunk(&mut self, chunk: DraftChunk) {
+        let row = &mut self.rows[chunk.row as usize];
+        if row.draft_len < chunk.start || chunk.len == 0 {
+            self.hidden[chunk.row as usize].draft_start = chunk.start;
+        }
+        row.draft_len = chunk.start + chunk.len;
+    }
+
+    /// What an entry leaves, as the device reckons: it drafted `drafted` tokens at `n`.
+    pub(super) fn settle_hidden(&mut self, entry: Entry, n: usize, drafted: usize) {
+        let row = &mut self.rows[entry.row as usize];
+        let hidden = &mut self.hidden[entry.row as usize];
+        if drafted > 0 {
+            if row.draft_len < hidden.hidden_start {
+                hidden.draft_start = hidden.hidden_start;
+            }
+            row.draft_len = self.config.drafter.draft_len_after(n, drafted, row.n);
+        }
+        if entry.emits() {
+            let of_prompt = entry.chunk_end > 0;
+            hidden.hidden_start = if of_prompt {
+                n - 1
+            } else {
+                self.config.drafter.hidden_start_after(hidden.hidden_start, n, drafted, row.n)
+            };
+        }
+    }
+
+    /// Takes the marks D of a row whose drafts were not finite: no other row is to go on from its KV.
+    pub(super) fn unmark_broken(&mut self, row_index: RowIndex) -> Result<()> {
+        let row = &self.rows[row_index as usize];
+        for &block in &row.blocks[..row.num_registered] {
+            self.pool.unmark_draft(block)?;
+        }
+        Ok(())
+    }
+
+    /// Blocks of a prefix hit whose draft KV a request can go on from.
+    pub(super) fn drafted_hits(&self, index: RequestIndex, hits: &[i64]) -> usize {
+        let (block_size, request) = (self.config.block_size, &self.requests[index]);
+        let next = |place: usize| request.tokens.get((place + 1) * block_size).copied();
+        let is_drafted = |&(place, &block): &(usize, &i64)| match next(place) {
+            Some(token) => self.pool.has_draft_before(block, token),
+            None => self.pool.has_draft(block),
+        };
+        hits.iter().enumerate().take_while(is_drafted).count()
+    }
+
+    /// Gives up the last block of a prefix hit where that alone lacks mark D: to compute one block again costs less than a head that
+    /// knows nothing of what is before it.
+    pub(super) fn trim_hits(&self, index: RequestIndex, hits: &mut Vec<i64>) {
+        let request = &self.requests[index];
+        if request.k > 0 && !request.draft_failed && self.drafted_hits(index, hits) + 1 == hits.len() {
+            hits.pop();
+        }
+    }
+}

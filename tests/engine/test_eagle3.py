@@ -1,0 +1,389 @@
+"""EAGLE-3 heads in engines: the text is that of no drafts, drafts and counts are those of a plain script."""
+
+import contextlib
+import functools
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import make_checkpoint, make_eagle3
+from eagle3_reference import Head, read, speculate
+from hf_reference import Books, load
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from specrs.config import EngineConfig
+from specrs.core import NotRunningError, UnknownRequestError
+from specrs.drafters.hidden import HeadDrafter
+from specrs.engine.build import build_engine
+from specrs.engine.engine import Engine
+from specrs.engine.request import Request
+from specrs.engine.weights import load_weights
+from specrs.errors import InvalidConfigError, UnsupportedConfigError
+from specrs.runner import eager
+from specrs.runner.entries import Iteration
+from specrs.runner.iteration import Drafted, draft
+from specrs.runner.ring import Header, RingSlot
+from specrs.runner.row_state import RowState
+from torch.nn.functional import cross_entropy
+
+from engine.harness import LONGEST, VOCAB, Bank, make_bank, make_engine, poison, request, run
+from engine.test_equivalence import engine_settings
+from engine.test_sampling import SAMPLED, joint_distribution, sampled, vanilla_text, z_score
+
+EXAMPLES = int(os.environ.get("SPECRS_SWEEP", "24"))
+LAYERS = 6
+
+
+def fit(folder: Path, target: Any, texts: list[list[int]]) -> None:
+    """Teach the head in `folder` what follows in `texts`, so that it is right now and then; rewrites its file."""
+    head = Head(folder, target, torch.float32)
+    row_of = torch.full((VOCAB,), -1).index_copy_(0, head.target_ids, torch.arange(len(head.target_ids)))
+    learned = [tensor.requires_grad_() for tensor in head.tensors.values() if tensor.is_floating_point()]
+    with torch.no_grad():
+        states = [[x.float() for x in read(target, text, head.layer_ids)[1]] for text in texts]
+    optimizer = torch.optim.Adam(learned, lr=4e-3)
+    for _ in range(24):
+        optimizer.zero_grad()
+        for text, entries in zip(texts, states, strict=True):
+            hidden = head.fuse([x[:-2] for x in entries])
+            _, logits = head.run(hidden, torch.tensor(text[1:-1]), torch.arange(len(text) - 2))
+            cross_entropy(logits, row_of[text[2:]], ignore_index=-1).backward()
+        optimizer.step()
+    save_file({name: tensor.detach() for name, tensor in head.tensors.items()}, folder / "model.safetensors")
+
+
+@pytest.fixture(scope="session")
+def head_bank(tmp_path_factory: pytest.TempPathFactory) -> Bank:
+    """Qwen3 of six layers, heads of both formats with all ids or some, at random or fitted to the target's texts."""
+    folder = tmp_path_factory.mktemp("heads")
+    bank = make_bank(folder, layers=LAYERS, hidden=64, head_dim=16)
+    target = load(bank.target)
+    texts = [prompt + text for prompt, text in zip(bank.prompts[3:11], bank.continuations[3:11], strict=True)]
+    made = {
+        "random": make_eagle3(folder / "random", bank.target, seed=1, vocab=60),
+        "fitted": make_eagle3(folder / "fitted", bank.target, "speculators", seed=2, layer="qwen3", vocab=150),
+        "all ids": make_eagle3(folder / "all", bank.target, seed=4, fc_norm=True, norm_output=True, layer_ids=[1, 4]),
+    }
+    fit(made["fitted"], target, texts)
+    bank.drafts.clear()
+    bank.drafts.update(made)
+    return bank
+
+
+def head_engine(bank: Bank, head: str, *, k: int, **fields: Any) -> Engine:
+    return make_engine(bank.target, bank.drafts[head], k=k, dtype=bank.dtype, method="eagle3", **fields)
+
+
+@dataclass
+class Drafts:
+    """What an engine drafted: of each launch and row that did, where its head's context began, and the drafts."""
+
+    engine: Engine
+    rounds: dict[int, list[tuple[int, int, list[int]]]] = field(default_factory=dict)
+
+    def watch(self, patch: pytest.MonkeyPatch) -> "Drafts":
+        """From now on."""
+        request_of: dict[int, int] = {}
+        launch = self.engine.runner.launch
+
+        def launched(slot: RingSlot, header: Header) -> None:
+            record = slot.record_arrays
+            admitted = (record[name][: header.num_admitted].tolist() for name in ("admit_row", "admit_request_id"))
+            request_of.update(zip(*admitted, strict=True))
+            launch(slot, header)
+
+        def drafted(state: RowState, it: Iteration, *args: Any) -> Drafted:
+            found = draft(state, it, *args)
+            hidden = self.engine.runner.hidden  # type: ignore[attr-defined]
+            for row, n, k in zip(it.rows.tolist(), it.num_tokens.tolist(), it.num_drafts.tolist(), strict=True):
+                if k:
+                    said = (int(hidden.draft_start[row]), n, state.tokens[row, n : n + k].tolist())
+                    self.rounds.setdefault(request_of[row], []).append(said)
+            return found
+
+        patch.setattr(self.engine.runner, "launch", launched)
+        patch.setattr(eager, "draft", drafted)
+        return self
+
+    def check(self, target: Any, head: Head, jobs: list[Request]) -> None:
+        """Each draft is what the script drafts from the same context on; greedy requests only."""
+        for job in jobs:
+            tokens = job.prompt_token_ids + job.output_token_ids
+            with torch.inference_mode():
+                _, entries = read(target, tokens, head.layer_ids)
+                for start, n, drafts in self.rounds.get(job.request_id, []):
+                    before = [x[: n - 1] for x in entries]
+                    assert head.draft(before, tokens[:n], len(drafts), start)[0] == drafts, (job.request_id, start, n)
+
+    def starts(self, request_id: int) -> set[int]:
+        return {start for start, _, _ in self.rounds[request_id]}
+
+
+@functools.cache
+def script(folder: Path, target: Path) -> tuple[Any, Head]:
+    model = load(target)
+    return model, Head(folder, model)
+
+
+@pytest.mark.parametrize("head", ["random", "fitted", "all ids"])
+@pytest.mark.parametrize("k", [1, 5])
+def test_drafts_and_counts_are_the_scripts(head_bank: Bank, head: str, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts in several chunks, several requests at a time; every head starts at position 0."""
+    target, reference = script(head_bank.drafts[head], head_bank.target)
+    engine = head_engine(head_bank, head, k=k, max_num_batched_tokens=24, block_size=8, enable_prefix_caching=False)
+    poison(engine)
+    drafts, books, jobs, per_position = Drafts(engine).watch(monkeypatch), Books(), [], [0] * k
+    for i in range(7):
+        jobs.append(request(i, head_bank.prompts[i], k=None, max_tokens=24, engine_k=k, ignore_eos=True))
+        engine.add_request(jobs[-1])
+    run(engine)
+    for job in jobs:
+        said = speculate(target, reference, job.prompt_token_ids, 24, k, [], books)
+        assert job.output_token_ids == said.tokens
+        assert drafts.rounds[job.request_id] == [(0, entry.n, entry.drafts) for entry in said.rounds if entry.drafts]
+        for position in range(k):
+            per_position[position] += job.acceptance.accepted_per_position[position]
+    stats = engine.stats()
+    assert (stats.drafts, stats.draft_tokens) == (books.drafts, books.draft_tokens)
+    assert (stats.accepted_tokens, per_position) == (books.accepted_tokens, books.per_position[:k])
+    if head == "fitted":
+        assert stats.accepted_tokens > stats.drafts / 10
+
+
+@settings(max_examples=EXAMPLES, deadline=None, derandomize=EXAMPLES == 24, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_greedy_text_and_drafts(head_bank: Bank, data: st.DataObject) -> None:
+    """Text is that of K = 0, and drafts those of the script, whatever the context that a head is left with."""
+    fields = data.draw(engine_settings(), label="engine")
+    engine_k = data.draw(st.integers(0, 8), label="engine K")
+    head = data.draw(st.sampled_from(sorted(head_bank.drafts)), label="head")
+    context = data.draw(st.sampled_from([None, None, 40]), label="head's context")
+    engine = head_engine(head_bank, head, k=engine_k, draft_max_model_len=context, **fields)
+    if engine_k:
+        poison(engine)
+    jobs = data.draw(
+        st.lists(
+            st.tuples(
+                st.integers(0, len(head_bank.prompts) - 1),
+                st.one_of(st.none(), st.integers(0, engine_k)),
+                st.integers(1, LONGEST),
+                st.integers(0, 5),  # steps before the next arrives
+                st.booleans(),  # whether its head is told to start anew
+            ),
+            min_size=1,
+            max_size=8,
+        ),
+        label="requests",
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        drafts, requests = Drafts(engine), []
+        if engine_k:
+            drafts.watch(patch)
+        for i, (prompt, k, max_tokens, wait, anew) in enumerate(jobs):
+            job = request(i, head_bank.prompts[prompt], k=k, max_tokens=max_tokens, engine_k=engine_k, ignore_eos=True)
+            engine.add_request(job)
+            requests.append((job, head_bank.expected(prompt, max_tokens, ignore_eos=True)))
+            for _ in range(wait):
+                engine.step()
+            if anew:
+                with contextlib.suppress(NotRunningError, UnknownRequestError):
+                    engine.scheduler.rebuild_draft(i)
+        run(engine)
+        for job, expected in requests:
+            assert job.output_token_ids == expected
+        drafts.check(*script(head_bank.drafts[head], head_bank.target), [job for job, _ in requests])
+    assert engine.stats().drafts == sum(job.acceptance.drafts for job, _ in requests)
+
+
+def test_a_prefix_hit_brings_the_heads_context(head_bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the prompts part: inside a block, at its end (with another token behind it), behind the whole prompt."""
+    base = head_bank.prompts[5]
+    asked = [[*base[:40], 1, 2, 3], [*base[:32], 7, 8, 9], [*base[:32], 9, 8, 7], [*base[:44], 5], base, base]
+    target, reference = script(head_bank.drafts["fitted"], head_bank.target)
+    engine = head_engine(head_bank, "fitted", k=4, block_size=8, max_num_batched_tokens=512)
+    poison(engine)
+    drafts, jobs = Drafts(engine).watch(monkeypatch), []
+    for i, prompt in enumerate([base, *asked]):
+        jobs.append(request(i, prompt, k=None, max_tokens=12, engine_k=4, ignore_eos=True))
+        engine.add_request(jobs[-1])
+        run(engine)
+    drafts.check(target, reference, jobs)
+    assert [drafts.starts(job.request_id) for job in jobs] == [{0}] * len(jobs)
+    # Those that part at the end of a block compute it again, with their own token behind it.
+    assert [job.num_cached_tokens for job in jobs] == [0, 32, 24, 24, 40, 56, 56]
+
+
+def test_a_head_that_has_missed_too_much_starts_anew(head_bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a request without drafts has computed has no KV of the head: the head begins behind it."""
+    base = head_bank.prompts[5]
+    target, reference = script(head_bank.drafts["fitted"], head_bank.target)
+    engine = head_engine(head_bank, "fitted", k=3, block_size=8)
+    poison(engine)
+    drafts = Drafts(engine).watch(monkeypatch)
+    jobs = [
+        request(i, [*base[:50], i], k=k, max_tokens=30, engine_k=3, ignore_eos=True) for i, k in enumerate((0, 3, 3))
+    ]
+    for job in jobs:
+        engine.add_request(job)
+        run(engine)
+    assert drafts.starts(1) == drafts.starts(2) == {48}
+    drafts.check(target, reference, jobs)
+    assert engine.stats().draft_passes > 0
+
+
+def test_a_batch_at_k_0_does_no_draft_work(head_bank: Bank) -> None:
+    engine = head_engine(head_bank, "fitted", k=4)
+    for i in range(4):
+        engine.add_request(request(i, head_bank.prompts[i], k=0, max_tokens=9, engine_k=4))
+    run(engine)
+    assert (engine.stats().draft_passes, engine.stats().drafts) == (0, 0)
+
+
+def test_no_first_token_waits_for_the_head(head_bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = head_engine(head_bank, "fitted", k=4, max_num_batched_tokens=512)
+    passes: list[str] = []
+    feed, forward = HeadDrafter.feed, type(engine.runner.target).forward
+    monkeypatch.setattr(HeadDrafter, "feed", lambda *args: (passes.append("head"), feed(*args))[1])
+    monkeypatch.setattr(type(engine.runner.target), "forward", lambda *a: (passes.append("target"), forward(*a))[1])
+    job = request(0, head_bank.prompts[5], k=4, max_tokens=9, engine_k=4, ignore_eos=True)
+    engine.add_request(job)
+    engine.step()
+    assert len(job.output_token_ids) == 1
+    assert passes == ["target"]
+    engine.step()
+    assert passes == ["target", "head", "target"]
+
+
+@settings(
+    max_examples=EXAMPLES // 2, deadline=None, derandomize=EXAMPLES == 24, suppress_health_check=list(HealthCheck)
+)
+@given(data=st.data())
+def test_coupled_text_is_a_function_of_the_seed(head_bank: Bank, data: st.DataObject) -> None:
+    fields = data.draw(engine_settings(), label="engine")
+    engine_k = data.draw(st.integers(1, 8), label="engine K")
+    head = data.draw(st.sampled_from(sorted(head_bank.drafts)), label="head")
+    engine = head_engine(head_bank, head, k=engine_k, rule="coupled", **fields)
+    poison(engine)
+    choice = st.tuples(
+        st.integers(0, len(head_bank.prompts) - 1),
+        st.integers(0, len(SAMPLED) - 1),
+        st.integers(0, 3),  # seed
+        st.one_of(st.none(), st.integers(0, engine_k)),
+    )
+    jobs = []
+    for i, (prompt, which, seed, k) in enumerate(data.draw(st.lists(choice, min_size=1, max_size=6), label="requests")):
+        job = sampled(i, head_bank.prompts[prompt], seed, k, engine_k, **SAMPLED[which])
+        engine.add_request(job)
+        ids = tuple(head_bank.prompts[prompt])
+        jobs.append((job, vanilla_text(head_bank.target, ids, which, seed, i % 3 == 0, head_bank.dtype)))
+    run(engine)
+    for job, expected in jobs:
+        assert job.output_token_ids == expected
+
+
+@pytest.fixture(scope="module")
+def sixteen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target over 16 tokens, and a head that knows 9 of them."""
+    folder = tmp_path_factory.mktemp("sixteen_ids")
+    shape = {"vocab": 16, "hidden": 32, "layers": 6, "kv_heads": 1, "head_dim": 16, "initializer_range": 0.4}
+    target = make_checkpoint(folder / "target", seed=5, **shape)
+    return target, make_eagle3(folder / "head", target, seed=3, vocab=9)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "coupled"])
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_two_token_draws_are_the_targets_own(sixteen: tuple[Path, Path], rule: str, k: int, dtype: str) -> None:
+    """With q over a reduced vocabulary."""
+    prompt, draws, temperature = [3, 1, 4, 1, 5], 8_000, 0.9
+    fields = {"max_num_seqs": 1000, "max_num_batched_tokens": 8192, "max_model_len": 16, "block_size": 8}
+    engine = make_engine(*sixteen, k=k, dtype=dtype, method="eagle3", rule=rule, **fields)
+    jobs = [
+        sampled(3 * i + 1, prompt, i, k, k, temperature=temperature, max_tokens=5, ignore_eos=True)
+        for i in range(draws)
+    ]
+    for job in jobs:
+        engine.add_request(job)
+    run(engine)
+    texts = np.array([job.output_token_ids for job in jobs])
+    p = joint_distribution(sixteen[0], prompt, temperature)
+    assert 0.02 < engine.stats().acceptance_rate < 0.9, "both acceptance and rejection must be exercised"
+    for cells, expected in ((texts[:, :2], p.sum(axis=2)), (texts[:, 1:3], p.sum(axis=0))):
+        counts = np.zeros((16, 16))
+        np.add.at(counts, tuple(cells.T), 1)
+        z = z_score(counts, draws * expected)
+        assert abs(z) < 4.5, f"{rule} K={k}: z = {z:.1f}"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_request_that_allows_no_id_of_the_head(head_bank: Bank, temperature: float) -> None:
+    """It drafts what it allows, and goes on."""
+    reduced = script(head_bank.drafts["random"], head_bank.target)[1]
+    others = sorted(set(range(VOCAB)) - set(reduced.target_ids.tolist()))[:5]
+    engine = head_engine(head_bank, "random", k=3)
+    job = sampled(1, head_bank.prompts[4], 1, 3, 3, temperature=temperature, allowed_token_ids=others, max_tokens=15)
+    engine.add_request(job)
+    run(engine)
+    assert len(job.output_token_ids) == 15
+    assert set(job.output_token_ids) <= set(others)
+
+
+def test_a_head_that_is_not_finite_drafts_no_more(head_bank: Bank) -> None:
+    """Nor does anybody go on from its KV; texts stay as they are."""
+    engine = head_engine(head_bank, "fitted", k=4, block_size=8, max_num_batched_tokens=512)
+    jobs = [request(i, head_bank.prompts[5], k=None, max_tokens=20, engine_k=4, ignore_eos=True) for i in range(2)]
+    engine.add_request(jobs[0])
+    for _ in range(3):
+        engine.step()
+    with torch.inference_mode():
+        for tensor in engine.drafter.kv_cache.v:  # type: ignore[union-attr]
+            tensor.fill_(torch.nan)
+    run(engine)
+    drafts = jobs[0].acceptance.drafts
+    engine.add_request(jobs[1])
+    run(engine)
+    assert [job.output_token_ids for job in jobs] == [head_bank.continuations[5][:20]] * 2
+    assert 0 < drafts < 6 < jobs[1].acceptance.drafts
+
+
+def test_what_is_refused(head_bank: Bank) -> None:
+    target, head = str(head_bank.target), str(head_bank.drafts["fitted"])
+
+    def made(extra: dict[str, Any], **fields: Any) -> EngineConfig:
+        speculative = {"method": "eagle3", "model": head, "num_speculative_tokens": 2} | extra
+        return EngineConfig(model=target, speculative_config=speculative, **fields)
+
+    for extra, message in (
+        ({"model": None}, r"speculative_config\.model is missing: a folder or hub id of an EAGLE-3 head"),
+        ({"prompt_lookup_min": 2}, r"prompt_lookup_min=2.*method='eagle3'"),
+        ({"aux_hidden_state_layer_ids": [3, 1]}, r"aux_hidden_state_layer_ids=\[3, 1\].*must rise"),
+        ({"aux_hidden_state_layer_ids": []}, r"aux_hidden_state_layer_ids=\[\].*list of layer ids"),
+        ({"rope_theta": 0.0}, r"rope_theta=0\.0"),
+        ({"method": "draft_model", "rope_theta": 1e4}, r"rope_theta=10000\.0.*method='draft_model'"),
+    ):
+        with pytest.raises(InvalidConfigError, match=message):
+            made(extra)
+    with pytest.raises(UnsupportedConfigError, match=r"quantization='int8'.*eagle3"):
+        made({}, quantization="int8")
+    with pytest.raises(InvalidConfigError, match="aux_hidden_state_layer_ids"):
+        load_weights(made({"aux_hidden_state_layer_ids": [1, 2, 99]}))
+    with pytest.raises(InvalidConfigError, match=r"speculative_config\.max_model_len"):
+        build_engine(made({"max_model_len": 100_000}))
+
+
+def test_a_head_that_is_mostly_wrong_is_told_once(head_bank: Bank, caplog: pytest.LogCaptureFixture) -> None:
+    engine = head_engine(head_bank, "random", k=1, max_model_len=400)
+    for round_ in range(2):
+        for i in range(5):
+            job = request(10 * round_ + i, head_bank.prompts[i], k=1, max_tokens=250, engine_k=1, ignore_eos=True)
+            engine.add_request(job)
+        run(engine)
+    told = [record.getMessage() for record in caplog.records if "aux_hidden_state_layer_ids" in record.getMessage()]
+    assert len(told) == 1
+    assert "[2, 3]" in told[0]
+    assert "of the first 10" in told[0]
