@@ -308,8 +308,12 @@ def test_dashes_equal_underscores() -> None:
         ({"model": ""}, r"^speculative_config.model='': "),
         ({"max_model_len": 1}, r"^speculative_config.max_model_len=1: must be an integer of at least 2"),
         (
-            {"method": "eagle3"},
-            r"^speculative_config.method='eagle3': not implemented; allowed: 'draft_model' or 'ngram' or 'suffix', or ",
+            {"method": "eagle"},
+            r"^speculative_config.method='eagle': not implemented; allowed: 'draft_model' or 'eagle3' or 'ngram' or ",
+        ),
+        (
+            {"method": "eagle3,draft_model"},
+            r"^speculative_config.method='eagle3,draft_model': names two drafters with a model of their own; allowed: ",
         ),
         ({"method": "ngram,ngram"}, r"^speculative_config.method='ngram,ngram': names a method twice; allowed: "),
         ({"method": "suffix,"}, r"^speculative_config.method='suffix,': not implemented; allowed: "),
@@ -343,7 +347,7 @@ def test_dashes_equal_underscores() -> None:
         ({"disable_padded_drafter_batch": 1}, r"disable_padded_drafter_batch=1: must be True or False"),
         ({"revision": 3}, r"^speculative_config.revision=3: "),
         ({"tensor_parallel_size": 1}, r"unknown key 'tensor_parallel_size'.*did you mean draft_tensor_parallel_size"),
-        ({"nonsense": 1}, r"unknown key 'nonsense'; known: disable_padded_drafter_batch, .*, synthetic_acc.*$"),
+        ({"nonsense": 1}, r"unknown key 'nonsense'; known: aux_hidden_state_layer_ids, disable_.*, synthetic_acc.*$"),
         ({3: 1}, r"unknown key 3; known: "),
     ],
 )

@@ -200,10 +200,10 @@ class EngineConfig:
     def _check_head(self) -> None:
         speculative = self.speculative_config
         assert speculative is not None
-        if speculative.model is None:
+        if speculative.model is None and not self.uses_bundled_target:
             raise InvalidConfigError(
                 "speculative_config.model is missing: a folder or hub id of an EAGLE-3 head for model="
-                f"{short(self.model)}"
+                f"{short(self.model)}; it may be left out only for the bundled target"
             )
         if self.quantization is not None:
             raise invalid(
@@ -231,7 +231,8 @@ class EngineConfig:
         """Folder or hub id of the draft model or head, None without one."""
         if self.speculative_config is None or self.speculative_config.on_host:
             return None
-        return self.speculative_config.model or bundled_pair()[1]
+        bundled = bundled_head() if self.speculative_config.reads_hidden else bundled_pair()[1]
+        return self.speculative_config.model or bundled
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -333,6 +334,13 @@ def bundled_pair() -> tuple[str, str]:
     from specrs.pair import DRAFT, TARGET
 
     return str(TARGET), str(DRAFT)
+
+
+def bundled_head() -> str:
+    """Folder of the EAGLE-3 head that comes with the package, for the bundled target."""
+    from specrs.pair import EAGLE3
+
+    return str(EAGLE3)
 
 
 def resolve_max_model_len(config: EngineConfig, max_position_embeddings: int) -> int:

@@ -118,7 +118,8 @@ class EngineStats(AcceptanceFigures):
 
     `target_passes`, `draft_passes`: forward passes of each model, prefill chunks included. `num_cached_tokens`: prompt
     tokens taken from the prefix cache. `num_preemptions`: requests that lost their blocks and were recomputed.
-    `num_running`, `num_waiting`: requests now. `num_blocks`, `num_free_blocks`: of the KV pool, now.
+    `num_running`, `num_waiting`: requests now. `num_blocks`, `num_free_blocks`: of the KV pool, now. `drafters`: the
+    acceptance books by drafter, under the names of `speculative_config.method`; they add up to the engine's.
     """
 
     draft_passes: int = 0
@@ -131,6 +132,7 @@ class EngineStats(AcceptanceFigures):
     num_waiting: int = 0
     num_blocks: int = 0
     num_free_blocks: int = 0
+    drafters: dict[str, AcceptanceFigures] = field(default_factory=dict)
 
     @property
     def kv_cache_usage(self) -> float:

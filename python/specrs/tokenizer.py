@@ -190,6 +190,8 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
     speculative, draft = config.speculative_config, config.draft
     if speculative is None or speculative.most_speculative_tokens == 0 or speculative.use_heterogeneous_vocab:
         return tokenizer
+    if speculative.reads_hidden:  # a head comes without a tokenizer; its ids are checked against the target's
+        return tokenizer
     if draft not in (None, config.target):
         check_same_tokenizer(tokenizer, Tokenizer(str(draft), speculative.revision))
     return tokenizer

@@ -17,6 +17,7 @@ from specrs.engine.warm_up import measure_costs
 from specrs.engine.weights import Weights, load_weights
 from specrs.errors import UnsupportedConfigError, invalid
 from specrs.models.dense_native import NativeDense
+from specrs.models.eagle3_native import NativeEagle3Head
 from specrs.runner.eager import EagerRunner
 from specrs.runner.native import NativeRunner
 from specrs.runner.ring import Ring
@@ -111,18 +112,20 @@ def make_runner(blueprint: Blueprint, scheduler: Scheduler, blocks: int) -> Runn
     if len(models) == len(blueprint.models) and not config.enforce_eager:
         # the weights are shared, threads and work space are this engine's own
         pool = CpuPool(choose_threads(config, models))
-        pooled = [model.on_pool(pool) for model in models]
-        blueprint = replace(
-            blueprint, weights=replace(blueprint.weights, target=pooled[0], draft=pooled[1] if pooled[1:] else None)
-        )
+        target, *drafts = [model.on_pool(pool) for model in models]
+        head = blueprint.weights.head
+        if isinstance(head, NativeEagle3Head):
+            head = head.on_pool(pool)
+        shared = replace(blueprint.weights, target=target, draft=drafts[0] if drafts else None, head=head)
+        blueprint = replace(blueprint, weights=shared)
         make = partial(NativeRunner, scheduler, pool)
-    target, speculative = blueprint.weights.target, config.speculative_config
+    model, speculative = blueprint.weights.target, config.speculative_config
     return make(
-        target,
-        target.allocate_cache(blocks, config.block_size),
+        model,
+        model.allocate_cache(blocks, config.block_size),
         blueprint.drafter(blocks),
         RowState.allocate(config.max_num_seqs, blueprint.max_model_len, config.block_size, blueprint.device),
-        SamplingState(config.max_num_seqs, target.vocab_size, blueprint.logits_dtype, blueprint.device),
+        SamplingState(config.max_num_seqs, model.vocab_size, blueprint.logits_dtype, blueprint.device),
         block_size=config.block_size,
         rule=config.rule,
         rates=None if speculative is None else speculative.synthetic_acceptance_rates,

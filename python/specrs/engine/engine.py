@@ -15,8 +15,11 @@ import numpy as np
 from specrs.config import EngineConfig
 from specrs.core import (
     DRAFTER_DEVICE,
+    DRAFTER_NGRAM,
+    DRAFTER_SUFFIX,
     FLAG_TARGET_NON_FINITE,
     PLAN_LAUNCH,
+    AcceptanceTracker,
     Outputs,
     Scheduler,
     SpeculationPlanner,
@@ -27,13 +30,15 @@ from specrs.engine.request import FinishReason, Request
 from specrs.engine.weights import Weights
 from specrs.errors import EngineError, SpecrsError, UnknownRequestError
 from specrs.models.kv_cache import KVCache
-from specrs.outputs import EngineStats
+from specrs.outputs import AcceptanceFigures, EngineStats
 from specrs.runner.extras import ExtrasLookup, RequestExtras
 from specrs.runner.logprobs import token_entries
 from specrs.runner.ring import Header, Ring, RingSlot, section_arrays
 from specrs.sampling import RequestLimits, validate_request
 from specrs.verify.logprobs import TokenLogprobs
 
+HOST_KINDS = {"ngram": DRAFTER_NGRAM, "suffix": DRAFTER_SUFFIX}
+"""Methods that draft on the host, as the core numbers them; the others draft on the device."""
 Watch = Callable[[RingSlot, Header, float], None]
 """Told of every launch that settled: its slot, its header, and the milliseconds that it took."""
 
@@ -215,11 +220,19 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """The acceptance books and counters since the start or the last `reset_stats`; a snapshot."""
-        books, before = self.scheduler.acceptance(), self._books_before
+        total, *drafters = (
+            AcceptanceFigures(
+                draft_tokens=now.draft_tokens - before.draft_tokens,
+                acceptance_histogram=[a - b for a, b in zip(now.histogram, before.histogram, strict=True)],
+                synthetic_acceptance=self.config.synthetic,
+            )
+            for now, before in zip(self._books(), self._books_before, strict=True)
+        )
         return EngineStats(
-            draft_tokens=books.draft_tokens - before.draft_tokens,
-            acceptance_histogram=[now - then for now, then in zip(books.histogram, before.histogram, strict=True)],
-            synthetic_acceptance=self.config.synthetic,
+            draft_tokens=total.draft_tokens,
+            acceptance_histogram=total.acceptance_histogram,
+            synthetic_acceptance=total.synthetic_acceptance,
+            drafters=dict(zip(self._drafter_names, drafters, strict=True)),
             draft_passes=0 if self.drafter is None else self.drafter.num_passes,
             target_passes=self.runner.num_target_passes,
             prompt_tokens=self._prompt_tokens,
@@ -232,9 +245,19 @@ class Engine:
             num_free_blocks=self.scheduler.num_free_blocks,
         )
 
+    @property
+    def _drafter_names(self) -> tuple[str, ...]:
+        speculative = self.config.speculative_config
+        return () if speculative is None else speculative.methods
+
+    def _books(self) -> list[AcceptanceTracker]:
+        """Of the engine, and of each of its drafters."""
+        kinds = [HOST_KINDS.get(name, DRAFTER_DEVICE) for name in self._drafter_names]
+        return [self.scheduler.acceptance(), *map(self.scheduler.acceptance_of, kinds)]
+
     def reset_stats(self) -> None:
         """Start counting anew; requests that run keep their own figures."""
-        self._books_before = self.scheduler.acceptance()
+        self._books_before = self._books()
         self._preemptions_before = self.scheduler.num_preemptions
         self._prompt_tokens = 0
         self._cached_tokens_before = self.scheduler.num_cached_tokens

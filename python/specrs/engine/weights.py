@@ -111,9 +111,7 @@ def _load(
     field: str = "quantization",
 ) -> Model:
     """`field` is that of `quantization`."""
-    reads_hidden = config.speculative_config is not None and config.speculative_config.reads_hidden
-    # The native pass leaves no hidden states.
-    if device.type == "cpu" and not config.enforce_eager and not reads_hidden:
+    if device.type == "cpu" and not config.enforce_eager:
         model = load_config(source, revision=revision)
         resolved = resolve_dtype(dtype, model, device)
         config.check_quantization_serves(device.type, str(resolved).removeprefix("torch."))

@@ -34,6 +34,11 @@ class Model(Protocol):
         """Of activations and KV cache."""
 
     @property
+    def states_dtype(self) -> torch.dtype:
+        """Of `HiddenStates`."""
+        return self.dtype
+
+    @property
     def device(self) -> torch.device:
         """Where its weights are."""
 

@@ -50,6 +50,11 @@ class NativeDense(DenseFacts):
         return NativeDense(self.weights, self._native, pool)
 
     @property
+    def states_dtype(self) -> torch.dtype:
+        """See `Model`."""
+        return torch.float32
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the matrices that a pass reads."""
         layers = self.weights.layers

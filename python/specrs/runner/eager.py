@@ -64,7 +64,7 @@ class EagerRunner:
                 (drafter.max_draft_lag or 0) - device_drafter(drafter).token_offset,
                 len(drafter.hidden_layers),
                 device_drafter(drafter).hidden_size,
-                target.dtype,
+                target.states_dtype,
                 target.device,
             )
 

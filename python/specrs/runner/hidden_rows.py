@@ -31,7 +31,7 @@ Views = Mapping[str, Tensor]
 class HiddenRows:
     """Persistent per-row tensors, as in `RowState`; the last column of `states` is scratch."""
 
-    states: Tensor  # [R+1, W+1, L, hidden] of the target's dtype
+    states: Tensor  # [R+1, W+1, L, hidden] of the target's `states_dtype`
     start: Tensor  # [R+1] int64
     draft_start: Tensor  # [R+1] int64
 

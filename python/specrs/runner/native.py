@@ -1,9 +1,9 @@
 """The runner of the native pass on a CPU: a launch is one call of `specrs-cpu`. Plans nothing and settles nothing.
 
 A launch in which some request asks for masks, penalties, a grammar or log probabilities goes through the eager runner,
-as do all launches with a draft of another tokenizer: op by op, on the same row state and KV and with the same passes.
-Its logits are the same bits, and drawing and verification are the core's either way. So a request may go from one to
-the other at any launch, and what its neighbours ask for does not change its text.
+as do all launches with a draft of another tokenizer or a head that reads hidden states: op by op, on the same row state
+and KV and with the same passes. Its logits are the same bits, and drawing and verification are the core's either way.
+So a request may go from one to the other at any launch, and what its neighbours ask for does not change its text.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ class NativeRunner(EagerRunner):
         self._scheduler, self._pool = scheduler, pool
         self._iteration: CpuIteration | None = None
         super().__init__(*args, **settings)
+        # Drafters that the iteration does not know.
+        self._op_by_op = self.hidden is not None or isinstance(self.drafter, TranslatedDraftModel)
 
     @property
     def rule(self) -> str:
@@ -45,7 +47,7 @@ class NativeRunner(EagerRunner):
         if header.num_admitted:
             self.sampling.remember(slot.views, header.num_admitted)
         entries = slot.record_arrays["entry_row"][: header.num_decode + header.num_prefill]
-        if not self.sampling.is_bare(entries) or isinstance(self.drafter, TranslatedDraftModel):
+        if self._op_by_op or not self.sampling.is_bare(entries):
             self._execute(slot, header)
             return
         slot.logprobs.clear()

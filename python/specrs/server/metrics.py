@@ -144,12 +144,21 @@ class _EngineCollector(Collector):
             for position, count in enumerate(counts):
                 per_position.add_metric((*values, str(position)), count)
             yield per_position
+            for name, text in (
+                ("drafts", "Iterations that drafted, by drafter."),
+                ("draft_tokens", "Tokens drafted, by drafter."),
+                ("accepted_tokens", "Draft tokens accepted, by drafter."),
+            ):
+                family = CounterMetricFamily(f"specrs:spec_decode_num_{name}", text, labels=(*names, "drafter"))
+                for drafter, figures in stats.drafters.items():
+                    family.add_metric((*values, drafter), getattr(figures, name))
+                yield family
         info = {
             "block_size": str(config.block_size),
             "num_gpu_blocks": str(stats.num_blocks),
             "enable_prefix_caching": str(config.enable_prefix_caching),
             "cache_dtype": "auto",
         }
-        family = GaugeMetricFamily("vllm:cache_config_info", "How the KV cache is set up.", labels=(*names, *info))
-        family.add_metric((*values, *info.values()), 1)
-        yield family
+        config_info = GaugeMetricFamily("vllm:cache_config_info", "How the KV cache is set up.", labels=(*names, *info))
+        config_info.add_metric((*values, *info.values()), 1)
+        yield config_info
