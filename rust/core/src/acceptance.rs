@@ -53,6 +53,13 @@ impl AcceptanceTracker {
         Ok(())
     }
 
+    /// These books less a part of them.
+    pub(crate) fn without(mut self, part: &Self) -> Self {
+        self.draft_tokens -= part.draft_tokens;
+        self.histogram.iter_mut().zip(&part.histogram).for_each(|(all, part)| *all -= part);
+        self
+    }
+
     /// Forgets everything recorded.
     pub fn reset(&mut self) {
         self.histogram.fill(0);

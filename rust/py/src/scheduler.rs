@@ -259,7 +259,7 @@ impl Scheduler {
                 format!("drafter = {drafter} is not allowed: expected DRAFTER_DEVICE, DRAFTER_NGRAM or DRAFTER_SUFFIX");
             return Err(Class::InvalidConfig.error(py, message));
         };
-        Ok(AcceptanceTracker::from_core(self.core(py).acceptance_of(kind).clone()))
+        Ok(AcceptanceTracker::from_core(self.core(py).acceptance_of(kind)))
     }
 
     fn set_draft_costs(&self, py: Python<'_>, pass_cost: f64, row_cost: f64) -> PyResult<()> {

@@ -86,7 +86,7 @@ impl HostDrafters {
 
 /// Which drafter: how the record and the books number them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[repr(i64)]
+#[repr(u8)]
 #[non_exhaustive]
 pub enum DrafterKind {
     /// [`Drafter`]; of entries without drafts, too.
@@ -111,6 +111,8 @@ const HEAD_COST: f64 = 0.1;
 /// What follows from a drafter for every row: read for each, so not asked of the variants each time.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct DraftBounds {
+    /// Whether there are drafters on the host besides.
+    pub(crate) on_host: bool,
     /// Whether it has KV to keep.
     pub(crate) has_kv: bool,
     /// Whether that KV is made of the target's hidden states, so that only launches that compute them write it.
@@ -125,7 +127,14 @@ pub(crate) struct DraftBounds {
 
 impl DraftBounds {
     fn without_kv() -> Self {
-        Self { has_kv: false, from_hidden: false, end_of_drafts: 0, max_draft_lag: usize::MAX, lag_after_drafting: 0 }
+        Self {
+            on_host: false,
+            has_kv: false,
+            from_hidden: false,
+            end_of_drafts: 0,
+            max_draft_lag: usize::MAX,
+            lag_after_drafting: 0,
+        }
     }
 }
 
@@ -140,6 +149,7 @@ impl Drafter {
         match *self {
             Self::None => DraftBounds::without_kv(),
             Self::Cached { max_model_len, max_draft_lag, mask_token_id, .. } => DraftBounds {
+                on_host: false,
                 has_kv: true,
                 from_hidden: false,
                 // The last draft is drawn from the last position that it can take, and never fed.

@@ -216,14 +216,13 @@ impl Scheduler {
 
     /// Chooses whose drafts a live row has in the next launch, unless [`Self::choose_drafter_and_k`] has.
     pub(super) fn choose_drafter(&mut self, row_index: RowIndex) {
-        let drafters = self.config.host_drafters;
-        if !drafters.is_some() || std::mem::take(&mut self.rows[row_index as usize].decided) {
+        if std::mem::take(&mut self.rows[row_index as usize].decided) {
             return;
         }
         if self.host_drafts.learns() {
             self.choose(row_index, false);
         } else {
-            self.rows[row_index as usize].drafter = drafters.first();
+            self.rows[row_index as usize].drafter = self.config.host_drafters.first();
         }
     }
 

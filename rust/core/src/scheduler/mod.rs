@@ -114,8 +114,8 @@ pub struct Scheduler {
     slot_mapper: SlotMapper,
     hasher: BlockHasher,
     acceptance: AcceptanceTracker,
-    /// By [`DrafterKind`].
-    acceptance_by_drafter: [AcceptanceTracker; DrafterKind::ALL.len()],
+    /// The part of each drafter on the host in them.
+    acceptance_on_host: [AcceptanceTracker; DrafterKind::ON_HOST.len()],
     requests: Requests,
     by_id: HashMap<i64, RequestIndex, FxBuildHasher>,
     /// Requests without a row, most important first.
@@ -152,7 +152,10 @@ impl Scheduler {
         config.validate()?;
         let rows = config.max_num_seqs;
         Ok(Self {
-            drafts: config.drafter.bounds(config.num_speculative_tokens),
+            drafts: DraftBounds {
+                on_host: config.host_drafters.is_some(),
+                ..config.drafter.bounds(config.num_speculative_tokens)
+            },
             record_layout: RecordLayout::new(&config),
             results_layout: ResultsLayout::new(&config),
             settled_layout: SettledLayout::new(&config),
@@ -160,7 +163,7 @@ impl Scheduler {
             slot_mapper: SlotMapper::new(config.block_size)?,
             hasher: BlockHasher::new(&config.hash_key),
             acceptance: AcceptanceTracker::new(config.num_speculative_tokens),
-            acceptance_by_drafter: DrafterKind::ALL.map(|_| AcceptanceTracker::new(config.num_speculative_tokens)),
+            acceptance_on_host: DrafterKind::ON_HOST.map(|_| AcceptanceTracker::new(config.num_speculative_tokens)),
             requests: Requests::default(),
             by_id: HashMap::default(),
             waiting: BTreeMap::new(),
@@ -258,8 +261,13 @@ impl Scheduler {
     }
 
     /// The part of one drafter in them.
-    pub fn acceptance_of(&self, drafter: DrafterKind) -> &AcceptanceTracker {
-        &self.acceptance_by_drafter[drafter as usize]
+    pub fn acceptance_of(&self, drafter: DrafterKind) -> AcceptanceTracker {
+        match drafter {
+            DrafterKind::Device => {
+                self.acceptance_on_host.iter().fold(self.acceptance.clone(), AcceptanceTracker::without)
+            }
+            on_host => self.acceptance_on_host[on_host as usize - 1].clone(),
+        }
     }
 
     /// The block pool, to look at.

@@ -183,7 +183,9 @@ impl Scheduler {
             return Ok(true);
         }
         let n_upper = (row.n + row.emit_upper as usize).min(limit);
-        self.choose_drafter(row_index);
+        if self.drafts.on_host {
+            self.choose_drafter(row_index);
+        }
         let row = &self.rows[row_index as usize];
         let drafter = row.drafter;
         let drafting = self.drafting(row);
@@ -334,7 +336,7 @@ impl Scheduler {
                     }
                 };
                 // Whose drafts it has is chosen when it is its turn; the host's have no bounds but the request's.
-                let on_host = if self.config.host_drafters.is_some() { row.limit - 1 - n } else { 0 };
+                let on_host = if self.drafts.on_host { row.limit - 1 - n } else { 0 };
                 decode_tokens += 1 + k.max(on_host.min(row.max_k as usize));
             }
             let chunks = self.chunk_budget(decode_tokens);

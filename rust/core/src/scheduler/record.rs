@@ -79,7 +79,7 @@ impl Scheduler {
         }
         header.num_block_updates = updates.len;
         header.max_k = plan.decodes.first().map_or(0, |decode| decode.k);
-        if self.config.host_drafters.is_some() {
+        if self.drafts.on_host {
             let offset = self.record_layout.draft_token.offset;
             for (i, decode) in plan.decodes.iter().enumerate() {
                 if decode.k == 0 || decode.drafter == DrafterKind::Device {

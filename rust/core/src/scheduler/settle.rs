@@ -220,7 +220,9 @@ impl Scheduler {
         let drafted_on_device = drafted > 0 && entry.drafter == DrafterKind::Device;
         if drafted > 0 {
             self.acceptance.record(drafted, accepted)?;
-            self.acceptance_by_drafter[entry.drafter as usize].record(drafted, accepted)?;
+            if entry.drafter != DrafterKind::Device {
+                self.acceptance_on_host[entry.drafter as usize - 1].record(drafted, accepted)?;
+            }
         }
         let from_hidden = self.drafts.from_hidden;
         if from_hidden {

@@ -49,7 +49,7 @@ impl Scheduler {
                 continue;
             }
             let lag = if row.drafting > 0 { 0 } else { n - row.draft_len };
-            if self.drafts.has_kv && self.config.host_drafters.is_some() {
+            if self.drafts.has_kv && self.drafts.on_host {
                 // What drafts on the host costs nothing but its verification, which the planner's costs do not know of.
                 self.choose_drafter_and_k(row_index);
                 if self.rows[row_index as usize].drafter != DrafterKind::Device {
@@ -57,7 +57,7 @@ impl Scheduler {
                 }
             } else {
                 self.choose_drafter(row_index);
-                self.rows[row_index as usize].decided = self.config.host_drafters.is_some();
+                self.rows[row_index as usize].decided = self.drafts.on_host;
             }
             let row = &self.rows[row_index as usize];
             asked.rows.push(i64::from(row_index));
