@@ -46,9 +46,9 @@ class Blueprint:
 
     @property
     def draft_max_model_len(self) -> int | None:
-        """Positions that the draft may hold; None without a draft."""
-        draft = self.weights.draft or self.weights.head
-        if draft is None:
+        """Positions that the draft may hold; None without a draft, or where none of the engine's drafts are its."""
+        draft, speculative = self.weights.draft or self.weights.head, self.config.speculative_config
+        if draft is None or (speculative is not None and speculative.on_host):
             return None
         return min(resolve_draft_max_model_len(self.config, draft.max_position_embeddings), self.max_model_len)
 
