@@ -8,6 +8,7 @@ import os
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from specrs.drafters.base import HiddenInputs, Proposed
 from specrs.drafters.draft_model import DraftModel
 from specrs.models.dense import PassPlan
 from specrs.models.inputs import PassInputs
@@ -105,13 +106,13 @@ def test_requests_at_k_0_cost_no_draft_rows_in_a_mixed_batch(qwen_bank: Bank, mo
     engine = make_engine(bank.target, bank.drafts["close"], k=4, max_num_batched_tokens=512)
     rows, feed, step = [], DraftModel.feed, DraftModel.step
 
-    def count_rows(self: DraftModel, inputs: PassInputs) -> Tensor:
+    def count_rows(self: DraftModel, inputs: PassInputs, hidden: HiddenInputs | None = None) -> Tensor:
         rows.append(len(inputs.positions))
-        return feed(self, inputs)
+        return feed(self, inputs, hidden)
 
-    def count_one_each(self: DraftModel, input_ids: Tensor, plan: PassPlan) -> Tensor:
+    def count_one_each(self: DraftModel, input_ids: Tensor, left: Tensor | None, plan: PassPlan) -> Proposed:
         rows.append(len(input_ids))
-        return step(self, input_ids, plan)
+        return step(self, input_ids, left, plan)
 
     monkeypatch.setattr(DraftModel, "feed", count_rows)
     monkeypatch.setattr(DraftModel, "step", count_one_each)

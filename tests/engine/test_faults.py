@@ -1,5 +1,7 @@
 """A fault in a request or a launch ends what it concerns; neighbours, prefix cache and engine go on."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from specrs.core import DuplicateRequestError, InvalidRequestError, TokenDecoder, UnknownRequestError
@@ -21,8 +23,8 @@ def poison_request(engine: Engine, monkeypatch: pytest.MonkeyPatch, marker: int,
     """Let `model` answer NaN in every row of a request whose fed tokens contain `marker`, and write NaN to its KV."""
     forward = Dense.forward
 
-    def faulty(self: Dense, inputs: PassInputs, kv_cache: KVCache) -> HiddenStates:
-        hidden = forward(self, inputs, kv_cache)
+    def faulty(self: Dense, inputs: PassInputs, kv_cache: KVCache, hidden_layers: Sequence[int] = ()) -> HiddenStates:
+        hidden = forward(self, inputs, kv_cache, hidden_layers)
         if self is model:
             for start, end in zip(inputs.q_start.tolist(), inputs.q_start[1:].tolist(), strict=False):
                 if marker in inputs.input_ids[start:end].tolist():
@@ -77,9 +79,9 @@ def test_a_poisoned_chunk_is_never_shared_before_its_prompt_ends(
     calls = 0
     forward = Dense.forward
 
-    def faulty(self: Dense, inputs: PassInputs, kv_cache: KVCache) -> HiddenStates:
+    def faulty(self: Dense, inputs: PassInputs, kv_cache: KVCache, hidden_layers: Sequence[int] = ()) -> HiddenStates:
         nonlocal calls
-        hidden = forward(self, inputs, kv_cache)
+        hidden = forward(self, inputs, kv_cache, hidden_layers)
         calls += 1
         if calls == 2:
             hidden.final[:] = torch.nan
