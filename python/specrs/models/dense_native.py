@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from specrs.models.base import HiddenStates
 from specrs.models.dense_weights import DenseFacts, DenseWeights, LayerWeights
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
+
+_Ints: TypeAlias = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +81,9 @@ class NativeDense(DenseFacts):
         rows, size = len(inputs.input_ids), self.config.hidden_size
         hidden = torch.empty((rows, size), dtype=torch.float32)
         entries = torch.empty((rows, len(hidden_layers), size), dtype=torch.float32) if hidden_layers else None
-        native = kv_cache.native if isinstance(kv_cache, NativeKVCache) else native_cache(kv_cache)
         self.decoder.forward(
-            inputs.input_ids.contiguous().numpy(),
-            inputs.positions.contiguous().numpy(),
-            inputs.slots.contiguous().numpy(),
-            inputs.q_start.contiguous().numpy(),
-            inputs.block_table.contiguous().numpy(),
-            native,
+            *pass_arrays(inputs),
+            native_of(kv_cache),
             hidden.numpy(),
             list(hidden_layers),
             None if entries is None else entries.numpy(),
@@ -107,6 +104,22 @@ class NativeDense(DenseFacts):
         """See `Model`."""
         known = self.vocab_size if num_ids is None else min(num_ids, self.vocab_size)
         self.decoder.argmax(hidden.contiguous().numpy(), known, ids.numpy(), top.numpy())
+
+
+def pass_arrays(inputs: PassInputs) -> tuple[_Ints, _Ints, _Ints, _Ints, _Ints]:
+    """What a pass is fed, in the order of `CpuDecoder.forward`: ids, positions, slots, starts of requests, blocks."""
+    return (
+        inputs.input_ids.contiguous().numpy(),
+        inputs.positions.contiguous().numpy(),
+        inputs.slots.contiguous().numpy(),
+        inputs.q_start.contiguous().numpy(),
+        inputs.block_table.contiguous().numpy(),
+    )
+
+
+def native_of(cache: KVCache) -> CpuKVCache:
+    """The cache as native passes know it: its own where it has one."""
+    return cache.native if isinstance(cache, NativeKVCache) else native_cache(cache)
 
 
 def native_cache(cache: KVCache) -> CpuKVCache:

@@ -17,12 +17,13 @@ from specrs.kernels.rotary import inverse_frequencies, signed_frequencies
 from specrs.models.base import Model
 from specrs.models.checkpoint import Checkpoint, read_json, resolve_folder
 from specrs.models.dense_native import NativeDense
-from specrs.models.dense_weights import DenseFacts, LayerWeights
+from specrs.models.dense_weights import DenseFacts
 from specrs.models.eagle3_config import Eagle3Config, TargetFacts, parse_eagle3_config
 from specrs.models.eagle3_head import Eagle3Head, Eagle3Weights
 from specrs.models.eagle3_native import NativeEagle3Head
 from specrs.models.errors import malformed
-from specrs.models.native_loader import aligned
+from specrs.models.loader import LayerReader
+from specrs.models.native_loader import NativeReader, aligned
 
 EMBEDDING, LM_HEAD, D2T = "embed_tokens.weight", "lm_head.weight", "d2t"
 NOT_READ = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
@@ -93,15 +94,15 @@ def tensor_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-class _Loader:
+class _Loader(LayerReader):
     """Reads, fuses and lays out the tensors of one head."""
 
+    checkpoint: Checkpoint
+
     def __init__(self, config: Eagle3Config, checkpoint: Checkpoint, target: DenseFacts, dtype: torch.dtype) -> None:
+        super().__init__(checkpoint, dtype, target.device)
         self.config = config
-        self.checkpoint = checkpoint
         self.target = target
-        self.dtype = dtype
-        self.device = target.device
 
     def load(self) -> Eagle3Weights:
         config, c = self.config, self.config.layer
@@ -122,7 +123,7 @@ class _Loader:
             fc=pack(self.read("fc.weight")),
             fc_norm=fc_norm,
             hidden_norm=self.read(config.layer_prefix + "hidden_norm.weight"),
-            layer=self.layer(),
+            layer=self.layer(config.layer_prefix, c),
             final_norm=self.read("norm.weight"),
             lm_head=self.lm_head(embedding),
             rotary=signed_frequencies(inverse_frequencies(c.head_dim, c.rope_theta, **scaling)).to(self.device),
@@ -198,52 +199,21 @@ class _Loader:
         same = isinstance(shared, DenseWeight | PackedWeight) and self.target.dtype == self.dtype
         return shared if same else pack(shared.dequantized().to(kept))
 
-    def layer(self) -> LayerWeights:
-        c, prefix = self.config.layer, self.config.layer_prefix
-        attention, mlp = prefix + "self_attn.", prefix + "mlp."
-        qk_norm = None
-        if c.qk_norm:
-            q, k = self.read(attention + "q_norm.weight"), self.read(attention + "k_norm.weight")
-            qk_norm = torch.cat((q.expand(c.num_heads, -1), k.expand(c.num_kv_heads, -1)))
-        return LayerWeights(
-            input_norm=self.read(prefix + "input_layernorm.weight"),
-            qkv=self.linear([attention + f"{x}_proj" for x in "qkv"], bias=c.qkv_bias),
-            qk_norm=qk_norm,
-            o=self.linear([attention + "o_proj"], bias=c.o_bias),
-            post_attention_norm=self.read(prefix + "post_attention_layernorm.weight"),
-            gate_up=self.linear([mlp + "gate_proj", mlp + "up_proj"], bias=c.mlp_bias),
-            down=self.linear([mlp + "down_proj"], bias=c.mlp_bias),
-        )
 
-    def linear(self, names: list[str], *, bias: bool) -> Weight:
-        weight = torch.cat([self.read(f"{name}.weight") for name in names])
-        return pack(weight, torch.cat([self.read(f"{name}.bias") for name in names]) if bias else None)
-
-    def read(self, name: str) -> Tensor:
-        return self.checkpoint.read(name, self.dtype, self.device)
-
-
-class _NativeLoader(_Loader):
+class _NativeLoader(NativeReader, _Loader):
     """Leaves matrices of the layer and the LM head as the file has them where passes read that; the rest is fp32."""
 
     def embedding(self) -> Tensor:
         own = super().embedding()
-        return own if own is self.target.weights.embedding else self.kept(EMBEDDING)
+        return own if own is self.target.weights.embedding else self.matrix(EMBEDDING)
 
     def lm_head(self, embedding: Tensor) -> Weight:
         if LM_HEAD in self.checkpoint:
-            return StackedWeight((self.kept(LM_HEAD),))
+            return StackedWeight((self.matrix(LM_HEAD),))
         if self.config.layer.tie_word_embeddings and EMBEDDING in self.checkpoint:
             return StackedWeight((embedding,))
         return self.target.weights.lm_head
 
-    def linear(self, names: list[str], *, bias: bool) -> Weight:
-        biases = tuple(self.read(f"{name}.bias") for name in names) if bias else None
-        return StackedWeight(tuple(self.kept(f"{name}.weight") for name in names), biases)
-
-    def kept(self, name: str) -> Tensor:
+    def matrix(self, name: str) -> Tensor:
         matrix = self.checkpoint.mapped(name)
         return aligned(matrix if matrix.dtype == torch.bfloat16 else matrix.to(self.dtype))
-
-    def read(self, name: str) -> Tensor:
-        return self.checkpoint.read(name, torch.float32, self.device)

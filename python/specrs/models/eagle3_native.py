@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from specrs.core import CpuDecoder, CpuPool, CpuWeights
-from specrs.models.dense_native import NativeKVCache, array, layer_arrays, native_cache, stored_parts
+from specrs.models.dense_native import (
+    NativeKVCache,
+    array,
+    layer_arrays,
+    native_cache,
+    native_of,
+    pass_arrays,
+    stored_parts,
+)
 from specrs.models.eagle3_head import Eagle3Head, Eagle3Weights
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
@@ -54,14 +62,9 @@ class NativeEagle3Head(Eagle3Head):
         rows, size = len(inputs.input_ids), self.hidden_size
         final = torch.empty((rows, size), dtype=torch.float32)
         recurrent = torch.empty((rows, 1, size), dtype=torch.float32)
-        native = kv_cache.native if isinstance(kv_cache, NativeKVCache) else native_cache(kv_cache)
         self.decoder.forward(
-            inputs.input_ids.contiguous().numpy(),
-            inputs.positions.contiguous().numpy(),
-            inputs.slots.contiguous().numpy(),
-            inputs.q_start.contiguous().numpy(),
-            inputs.block_table.contiguous().numpy(),
-            native,
+            *pass_arrays(inputs),
+            native_of(kv_cache),
             final.numpy(),
             [1],
             recurrent.numpy(),

@@ -113,14 +113,49 @@ def _read_config(folder: Path) -> ModelConfig:
     return parse_config(raw, read_json(generation) if generation.exists() else None)
 
 
-class Loader:
-    """Reads, fuses and lays out the tensors of one model."""
+class LayerReader:
+    """Reads, fuses and lays out the tensors of decoder layers."""
 
-    def __init__(self, config: ModelConfig, checkpoint: Tensors, dtype: torch.dtype, device: torch.device) -> None:
-        self.config = config
+    def __init__(self, checkpoint: Tensors, dtype: torch.dtype, device: torch.device) -> None:
         self.checkpoint = checkpoint
         self.dtype = dtype
         self.device = device
+
+    def layer(self, prefix: str, c: ModelConfig) -> LayerWeights:
+        """The decoder layer whose names begin with `prefix`."""
+        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        qk_norm = None
+        if c.qk_norm:
+            q, k = self.read(attention + "q_norm.weight"), self.read(attention + "k_norm.weight")
+            qk_norm = torch.cat((q.expand(c.num_heads, -1), k.expand(c.num_kv_heads, -1)))
+        return LayerWeights(
+            input_norm=self.read(prefix + "input_layernorm.weight"),
+            qkv=self.linear([attention + f"{x}_proj" for x in "qkv"], bias=c.qkv_bias),
+            qk_norm=qk_norm,
+            o=self.linear([attention + "o_proj"], bias=c.o_bias),
+            post_attention_norm=self.read(prefix + "post_attention_layernorm.weight"),
+            gate_up=self.linear([mlp + "gate_proj", mlp + "up_proj"], bias=c.mlp_bias),
+            down=self.linear([mlp + "down_proj"], bias=c.mlp_bias),
+        )
+
+    def linear(self, names: list[str], *, bias: bool) -> Weight:
+        """The projections `names`, which share an input, as one."""
+        weight = torch.cat([self.read(f"{name}.weight") for name in names])
+        return pack(weight, torch.cat([self.read(f"{name}.bias") for name in names]) if bias else None)
+
+    def matrix(self, name: str) -> Tensor:
+        return self.read(name)
+
+    def read(self, name: str) -> Tensor:
+        return self.checkpoint.read(name, self.dtype, self.device)
+
+
+class Loader(LayerReader):
+    """The same for all tensors of one model."""
+
+    def __init__(self, config: ModelConfig, checkpoint: Tensors, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(checkpoint, dtype, device)
+        self.config = config
 
     def load(self) -> DenseWeights:
         c = self.config
@@ -142,7 +177,7 @@ class Loader:
             dtype=self.dtype,
             device=self.device,
             embedding=embedding,
-            layers=tuple(self.layer(f"model.layers.{i}.") for i in layers),
+            layers=tuple(self.layer(f"model.layers.{i}.", c) for i in layers),
             final_norm=self.read(FINAL_NORM),
             lm_head=self.lm_head(head),
             rotary=signed_frequencies(inverse_frequencies(c.head_dim, c.rope_theta, **scaling)).to(self.device),
@@ -152,33 +187,5 @@ class Loader:
         c = self.config
         self.checkpoint.check(tensor_shapes(c), {LM_HEAD: (c.vocab_size, c.hidden_size)})
 
-    def layer(self, prefix: str) -> LayerWeights:
-        c = self.config
-        attention, mlp = prefix + "self_attn.", prefix + "mlp."
-        qk_norm = None
-        if c.qk_norm:
-            q, k = self.read(attention + "q_norm.weight"), self.read(attention + "k_norm.weight")
-            qk_norm = torch.cat((q.expand(c.num_heads, -1), k.expand(c.num_kv_heads, -1)))
-        return LayerWeights(
-            input_norm=self.read(prefix + "input_layernorm.weight"),
-            qkv=self.linear([attention + f"{x}_proj" for x in "qkv"], bias=c.qkv_bias),
-            qk_norm=qk_norm,
-            o=self.linear([attention + "o_proj"], bias=c.o_bias),
-            post_attention_norm=self.read(prefix + "post_attention_layernorm.weight"),
-            gate_up=self.linear([mlp + "gate_proj", mlp + "up_proj"], bias=c.mlp_bias),
-            down=self.linear([mlp + "down_proj"], bias=c.mlp_bias),
-        )
-
-    def linear(self, names: list[str], *, bias: bool) -> Weight:
-        """The projections `names`, which share an input, as one."""
-        weight = torch.cat([self.read(f"{name}.weight") for name in names])
-        return pack(weight, torch.cat([self.read(f"{name}.bias") for name in names]) if bias else None)
-
     def lm_head(self, weight: Tensor) -> Weight:
         return pack(weight.float() if self.dtype == torch.bfloat16 and self.device.type == "cpu" else weight)
-
-    def matrix(self, name: str) -> Tensor:
-        return self.read(name)
-
-    def read(self, name: str) -> Tensor:
-        return self.checkpoint.read(name, self.dtype, self.device)

@@ -18,7 +18,7 @@ from specrs.models.config import ModelConfig
 from specrs.models.dense_native import NativeDense, array
 from specrs.models.dense_weights import DenseWeights
 from specrs.models.dummy import DummyCheckpoint
-from specrs.models.loader import Loader, open_checkpoint, resolve_dtype
+from specrs.models.loader import LayerReader, Loader, open_checkpoint, resolve_dtype
 from specrs.models.tensors import EMBEDDING, LM_HEAD, tensor_shapes
 
 logger = logging.getLogger("specrs")
@@ -53,8 +53,21 @@ def load_native(
     return NativeDense(make(config, checkpoint, resolved).load())
 
 
-class _NativeLoader(Loader):
+class NativeReader(LayerReader):
     """Leaves matrices as the file has them where it can; norms and biases are fp32."""
+
+    def linear(self, names: list[str], *, bias: bool) -> Weight:
+        return StackedWeight(tuple(self.matrix(f"{name}.weight") for name in names), self.biases(names, bias))
+
+    def biases(self, names: list[str], bias: bool) -> tuple[Tensor, ...] | None:
+        return tuple(self.read(f"{name}.bias") for name in names) if bias else None
+
+    def read(self, name: str) -> Tensor:
+        return self.checkpoint.read(name, torch.float32, self.device)
+
+
+class _NativeLoader(NativeReader, Loader):
+    """The same for all tensors of one model."""
 
     checkpoint: Checkpoint | DummyCheckpoint
     kept = "all weights"
@@ -76,12 +89,6 @@ class _NativeLoader(Loader):
                     )
         return super().load()
 
-    def linear(self, names: list[str], *, bias: bool) -> Weight:
-        return StackedWeight(tuple(self.matrix(f"{name}.weight") for name in names), self.biases(names, bias))
-
-    def biases(self, names: list[str], bias: bool) -> tuple[Tensor, ...] | None:
-        return tuple(self.read(f"{name}.bias") for name in names) if bias else None
-
     def lm_head(self, weight: Tensor) -> Weight:
         return StackedWeight((weight,))
 
@@ -92,9 +99,6 @@ class _NativeLoader(Loader):
 
     def matrix(self, name: str) -> Tensor:
         return aligned(self.checkpoint.mapped(name).to(self.storage))
-
-    def read(self, name: str) -> Tensor:
-        return self.checkpoint.read(name, torch.float32, self.device)
 
 
 class _Quantizer(_NativeLoader):
