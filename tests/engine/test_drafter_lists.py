@@ -1,10 +1,9 @@
 """Suffix decoding and lists of drafters through the engine: the text of K = 0 under every rule, whichever drafts."""
 
 import itertools
-import os
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from specrs.config import EngineConfig
 from specrs.core import DRAFTER_DEVICE, DRAFTER_NGRAM, DRAFTER_SUFFIX
@@ -14,12 +13,12 @@ from specrs.engine.request import Request
 from specrs.engine.weights import Weights
 from specrs.runner.ring import Header, RingSlot
 from specrs.sampling import SamplingParams
+from sweep import sweep
 
 from engine import harness
 from engine.conftest import FAMILIES
 from engine.harness import LONGEST, Bank, poison, run, weights
 
-EXAMPLES = int(os.environ.get("SPECRS_SWEEP", "40")) // 4
 MAX_MODEL_LEN = 128
 DRAFT = "close"
 METHODS = ("suffix", "ngram,suffix", "suffix,draft_model", "ngram,draft_model", "ngram,suffix,draft_model")
@@ -60,9 +59,7 @@ def count_drafters(engine: Engine) -> list[set[int]]:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(
-    max_examples=EXAMPLES // 4, deadline=None, derandomize=EXAMPLES == 40, suppress_health_check=list(HealthCheck)
-)
+@sweep(10)
 @given(data=st.data())
 def test_greedy_text(method: str, family: str, data: st.DataObject, request: pytest.FixtureRequest) -> None:
     """Texts are those of transformers, whatever else is in the batch, preempted or found in the prefix cache."""

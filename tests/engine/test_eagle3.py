@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from checkpoints import make_checkpoint, make_eagle3
 from eagle3_reference import Head, read, speculate
 from hf_reference import Books, load
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from specrs.config import EngineConfig
@@ -29,13 +28,13 @@ from specrs.runner.entries import Iteration
 from specrs.runner.iteration import Drafted, draft
 from specrs.runner.ring import Header, RingSlot
 from specrs.runner.row_state import RowState
+from sweep import sweep
 from torch.nn.functional import cross_entropy
 
 from engine.harness import LONGEST, VOCAB, Bank, make_bank, make_engine, poison, request, run
 from engine.test_equivalence import engine_settings
 from engine.test_sampling import SAMPLED, joint_distribution, sampled, vanilla_text, z_score
 
-EXAMPLES = int(os.environ.get("SPECRS_SWEEP", "24"))
 LAYERS = 6
 
 
@@ -155,7 +154,7 @@ def test_drafts_and_counts_are_the_scripts(head_bank: Bank, head: str, k: int, m
         assert stats.accepted_tokens > stats.drafts / 10
 
 
-@settings(max_examples=EXAMPLES, deadline=None, derandomize=EXAMPLES == 24, suppress_health_check=list(HealthCheck))
+@sweep(24)
 @given(data=st.data())
 def test_greedy_text_and_drafts(head_bank: Bank, data: st.DataObject) -> None:
     """Text is that of K = 0, and drafts those of the script, whatever the context that a head is left with."""
@@ -259,9 +258,7 @@ def test_no_first_token_waits_for_the_head(head_bank: Bank, monkeypatch: pytest.
     assert passes == ["target", "head", "target"]
 
 
-@settings(
-    max_examples=EXAMPLES // 2, deadline=None, derandomize=EXAMPLES == 24, suppress_health_check=list(HealthCheck)
-)
+@sweep(12)
 @given(data=st.data())
 def test_coupled_text_is_a_function_of_the_seed(head_bank: Bank, data: st.DataObject) -> None:
     fields = data.draw(engine_settings(), label="engine")

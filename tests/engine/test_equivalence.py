@@ -3,21 +3,18 @@
 So for the eager runner, in float64. For the native one, in fp32 and bf16, it equals its own text without drafts.
 """
 
-import os
-
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from specrs.drafters.base import HiddenInputs, Proposed
 from specrs.drafters.draft_model import DraftModel
 from specrs.models.dense import PassPlan
 from specrs.models.inputs import PassInputs
+from sweep import sweep
 from torch import Tensor
 
 from engine.conftest import FAMILIES
 from engine.harness import LONGEST, Bank, make_engine, poison, request, run
-
-EXAMPLES = int(os.environ.get("SPECRS_SWEEP", "40"))
 
 
 @st.composite
@@ -39,7 +36,7 @@ def engine_settings(draw: st.DrawFn) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=EXAMPLES, deadline=None, derandomize=EXAMPLES <= 40, suppress_health_check=list(HealthCheck))
+@sweep(40)
 @given(data=st.data())
 def test_greedy_text(family: str, data: st.DataObject, request_bank: dict[str, Bank]) -> None:
     bank = request_bank[family]

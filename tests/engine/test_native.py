@@ -16,7 +16,7 @@ import pytest
 import torch
 from checkpoints import edit_json, make_checkpoint
 from hf_reference import load
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from specrs import AsyncLLM
@@ -34,10 +34,10 @@ from specrs.models.native_loader import load_native
 from specrs.runner.eager import EagerRunner
 from specrs.runner.native import NativeRunner
 from specrs.sampling import SamplingParams
+from sweep import sweep
 
 from engine.harness import Bank, config, make_engine, poison, request, run, weights
 
-EXAMPLES = int(os.environ.get("SPECRS_SWEEP", "15"))
 PROCESSORS = len(usable_processors())
 
 
@@ -77,7 +77,7 @@ def alone(target: Path, prompt: tuple[int, ...], dtype: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("family", ["native_qwen_bank", "native_llama_bank"])
-@settings(max_examples=EXAMPLES, deadline=None, derandomize=EXAMPLES <= 15, suppress_health_check=list(HealthCheck))
+@sweep(15)
 @given(data=st.data())
 def test_logits_are_the_same_bits(family: str, data: st.DataObject, request_bank: dict[str, Bank]) -> None:
     """Whatever K, batch, threads, blocks, chunks, preemptions and prefix hits."""

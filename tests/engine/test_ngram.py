@@ -1,12 +1,11 @@
 """Prompt lookup through the engine: the text of K = 0 under every rule, and the drafts of a script of ten lines."""
 
 import functools
-import os
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from specrs.config import EngineConfig
 from specrs.engine.build import build_engine
@@ -14,12 +13,12 @@ from specrs.engine.engine import Engine
 from specrs.engine.request import FinishReason, Request
 from specrs.engine.weights import Weights
 from specrs.sampling import SamplingParams
+from sweep import sweep
 
 from engine import harness
 from engine.conftest import FAMILIES
 from engine.harness import LONGEST, Bank, poison, run, weights
 
-EXAMPLES = int(os.environ.get("SPECRS_SWEEP", "40"))
 MAX_MODEL_LEN = 128
 
 
@@ -66,7 +65,7 @@ def script(prompt: list[int], text: list[int], sizes: tuple[int, int], k: int) -
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=EXAMPLES, deadline=None, derandomize=EXAMPLES <= 40, suppress_health_check=list(HealthCheck))
+@sweep(40)
 @given(data=st.data())
 def test_greedy_text_and_drafts(family: str, data: st.DataObject, request: pytest.FixtureRequest) -> None:
     """Texts are those of transformers, drafts and acceptance those of the script, whatever else is in the batch."""

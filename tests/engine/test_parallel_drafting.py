@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from checkpoints import edit_json, make_checkpoint
 from hf_reference import Books, count_parallel_acceptance
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from specrs.config import EngineConfig
 from specrs.drafters.draft_model import ParallelDraftModel
@@ -18,10 +18,11 @@ from specrs.engine.weights import Weights, load_weights
 from specrs.errors import InvalidConfigError
 from specrs.runner.native import NativeRunner
 from specrs.runner.ring import Header, RingSlot
+from sweep import sweep
 
 from engine.harness import LONGEST, Bank, config, native_bank, poison, request, run
 from engine.parallel_draft import MASK, loaded, with_parallel_draft
-from engine.test_equivalence import EXAMPLES, engine_settings
+from engine.test_equivalence import engine_settings
 from engine.test_sampling import SAMPLED, joint_distribution, sampled, vanilla_text, with_rule, z_score
 
 DTYPES = ["float64", "float32"]
@@ -55,7 +56,7 @@ def make_engine(bank: Bank, k: int, **fields: object) -> Engine:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(max_examples=EXAMPLES, deadline=None, derandomize=EXAMPLES == 60, suppress_health_check=list(HealthCheck))
+@sweep(40)
 @given(data=st.data())
 def test_greedy_text(dtype: str, data: st.DataObject, banks: dict[str, Bank]) -> None:
     bank = banks[dtype]

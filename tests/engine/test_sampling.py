@@ -1,7 +1,6 @@
 """Sampling through the engine: `coupled` text is a function of the seed alone, `rejection` keeps the distribution."""
 
 import functools
-import os
 from pathlib import Path
 
 import numpy as np
@@ -9,16 +8,16 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 from hf_reference import generate, load
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
 from specrs.sampling import SamplingParams
+from sweep import sweep
 
 from engine.harness import LONGEST, VOCAB, Bank, config, make_engine, poison, run
 
-EXAMPLES = int(os.environ.get("SPECRS_SWEEP", "30"))
 SAMPLED = [
     {"temperature": 1.0},
     {"temperature": 0.8, "top_p": 0.9, "min_p": 0.02},
@@ -61,7 +60,7 @@ def vanilla_text(
 
 
 @pytest.mark.parametrize("family", ["qwen_bank", "native_qwen_bank", "native_llama_bank"])
-@settings(max_examples=EXAMPLES, deadline=None, derandomize=EXAMPLES <= 30, suppress_health_check=list(HealthCheck))
+@sweep(30)
 @given(data=st.data())
 def test_coupled_text_is_a_function_of_the_seed(
     family: str, data: st.DataObject, request_bank: dict[str, Bank]

@@ -1,13 +1,11 @@
 """A state machine drives the engine at depth 2: whatever the order of events, text and invariants hold."""
 
 import contextlib
-import os
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 from engine.harness import LONGEST, Bank, assert_idle, make_bank, make_engine, poison, request
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -22,9 +20,9 @@ from hypothesis.stateful import (
 from specrs.core import NotRunningError
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
+from sweep import sweep
 
 K = 4
-EXAMPLES = int(os.environ.get("SPECRS_SWEEP", "25"))
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -119,11 +117,5 @@ def test_engine_machine(machine_bank: Bank) -> None:
     EngineMachine.bank = machine_bank
     run_state_machine_as_test(
         EngineMachine,
-        settings=settings(
-            max_examples=EXAMPLES,
-            stateful_step_count=40,
-            deadline=None,
-            derandomize=EXAMPLES <= 25,
-            suppress_health_check=list(HealthCheck),
-        ),
+        settings=sweep(25, stateful_step_count=40),
     )
