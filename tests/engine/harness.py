@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from checkpoints import edit_json, make_checkpoint, perturb_checkpoint
 from hf_reference import generate, load
+from hypothesis import strategies as st
 from specrs.config import EngineConfig
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
@@ -139,6 +140,32 @@ def request(
         temperature=0.0, max_tokens=max_tokens, num_speculative_tokens=k, detokenize=False, **fields
     )
     return Request(request_id, prompt, params, num_speculative_tokens=engine_k)
+
+
+Job = tuple[int, int | None, int, int]
+"""Which prompt of a bank, the request's K, its tokens, and steps before the next request arrives."""
+
+
+def greedy_jobs(bank: Bank, engine_k: int) -> st.SearchStrategy[list[Job]]:
+    """One to eight requests."""
+    job = st.tuples(
+        st.integers(0, len(bank.prompts) - 1),
+        st.one_of(st.none(), st.integers(0, engine_k)),
+        st.integers(1, LONGEST),
+        st.integers(0, 5),
+    )
+    return st.lists(job, min_size=1, max_size=8)
+
+
+def submit(engine: Engine, bank: Bank, jobs: list[Job], engine_k: int, **fields: object) -> list[Request]:
+    """Add greedy requests, with steps in between."""
+    requests = []
+    for i, (which, k, max_tokens, steps) in enumerate(jobs):
+        requests.append(request(i, bank.prompts[which], k=k, max_tokens=max_tokens, engine_k=engine_k, **fields))
+        engine.add_request(requests[-1])
+        for _ in range(steps):
+            engine.step()
+    return requests
 
 
 def run(engine: Engine) -> None:

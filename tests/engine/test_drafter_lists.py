@@ -17,7 +17,7 @@ from sweep import sweep
 
 from engine import harness
 from engine.conftest import FAMILIES
-from engine.harness import LONGEST, Bank, poison, run, weights
+from engine.harness import Bank, greedy_jobs, poison, run, submit, weights
 
 MAX_MODEL_LEN = 128
 DRAFT = "close"
@@ -77,27 +77,8 @@ def test_greedy_text(method: str, family: str, data: st.DataObject, request: pyt
         num_gpu_blocks_override=data.draw(st.sampled_from([blocks_of_one, 2 * blocks_of_one, 8 * blocks_of_one])),
     )
     poison(engine)
-    jobs = data.draw(
-        st.lists(
-            st.tuples(
-                st.integers(0, len(bank.prompts) - 1),
-                st.one_of(st.none(), st.integers(0, engine_k)),
-                st.integers(1, LONGEST),
-                st.integers(0, 5),
-            ),
-            min_size=1,
-            max_size=8,
-        ),
-        label="requests",
-    )
-    requests = []
-    for i, (which, k, max_tokens, steps) in enumerate(jobs):
-        requests.append(
-            harness.request(i, bank.prompts[which], k=k, max_tokens=max_tokens, engine_k=engine_k, ignore_eos=True)
-        )
-        engine.add_request(requests[-1])
-        for _ in range(steps):
-            engine.step()
+    jobs = data.draw(greedy_jobs(bank, engine_k), label="requests")
+    requests = submit(engine, bank, jobs, engine_k, ignore_eos=True)
     run(engine)
     for (which, _, max_tokens, _), job in zip(jobs, requests, strict=True):
         assert job.output_token_ids == bank.continuations[which][:max_tokens]

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from checkpoints import make_checkpoint, make_eagle3
@@ -33,7 +32,7 @@ from torch.nn.functional import cross_entropy
 
 from engine.harness import LONGEST, VOCAB, Bank, make_bank, make_engine, poison, request, run
 from engine.test_equivalence import engine_settings
-from engine.test_sampling import SAMPLED, joint_distribution, sampled, vanilla_text, z_score
+from engine.test_sampling import SAMPLED, TWO_TOKENS, check_two_token_draws, sampled, vanilla_text
 
 LAYERS = 6
 
@@ -297,24 +296,8 @@ def sixteen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_two_token_draws_are_the_targets_own(sixteen: tuple[Path, Path], rule: str, k: int, dtype: str) -> None:
     """With q over a reduced vocabulary."""
-    prompt, draws, temperature = [3, 1, 4, 1, 5], 8_000, 0.9
-    fields = {"max_num_seqs": 1000, "max_num_batched_tokens": 8192, "max_model_len": 16, "block_size": 8}
-    engine = make_engine(*sixteen, k=k, dtype=dtype, method="eagle3", rule=rule, **fields)
-    jobs = [
-        sampled(3 * i + 1, prompt, i, k, k, temperature=temperature, max_tokens=5, ignore_eos=True)
-        for i in range(draws)
-    ]
-    for job in jobs:
-        engine.add_request(job)
-    run(engine)
-    texts = np.array([job.output_token_ids for job in jobs])
-    p = joint_distribution(sixteen[0], prompt, temperature)
-    assert 0.02 < engine.stats().acceptance_rate < 0.9, "both acceptance and rejection must be exercised"
-    for cells, expected in ((texts[:, :2], p.sum(axis=2)), (texts[:, 1:3], p.sum(axis=0))):
-        counts = np.zeros((16, 16))
-        np.add.at(counts, tuple(cells.T), 1)
-        z = z_score(counts, draws * expected)
-        assert abs(z) < 4.5, f"{rule} K={k}: z = {z:.1f}"
+    engine = make_engine(*sixteen, k=k, dtype=dtype, method="eagle3", rule=rule, **TWO_TOKENS)
+    check_two_token_draws(engine, sixteen[0], k, 8_000, least_acceptance=0.02)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from checkpoints import edit_json, make_checkpoint, write_tokenizer
@@ -19,7 +18,7 @@ from specrs.tokenizer import Tokenizer, shared_ids
 
 from engine.harness import LONGEST, Bank, config, poison, request, run
 from engine.other_vocabulary import rename
-from engine.test_sampling import SAMPLED, joint_distribution, sampled, vanilla_text, with_rule, z_score
+from engine.test_sampling import SAMPLED, TWO_TOKENS, check_two_token_draws, sampled, vanilla_text, with_rule
 
 
 def translated(target: Path, draft: Path, k: int, dtype: str, **fields: object) -> EngineConfig:
@@ -103,20 +102,8 @@ def test_rejection_draws_are_the_targets_own(dtype: str, tmp_path: Path) -> None
     shape = {"vocab": 16, "hidden": 32, "layers": 1, "kv_heads": 1, "head_dim": 16, "initializer_range": 0.4}
     target = make_checkpoint(tmp_path / "target", seed=5, **shape)
     draft = rename(make_checkpoint(tmp_path / "plain", seed=6, **shape), tmp_path / "draft", dropped=4)
-    prompt, draws, temperature, k = [3, 1, 4, 1, 5], 8_000, 0.9, 3
-    fields = {"max_num_seqs": 1000, "max_num_batched_tokens": 8192, "max_model_len": 16, "block_size": 8}
-    engine = with_rule(build_engine(translated(target, draft.path, k, dtype, **fields)), "rejection")
-    asked = {"temperature": temperature, "max_tokens": 5, "ignore_eos": True}
-    jobs = [sampled(3 * i + 1, prompt, i, k, k, **asked) for i in range(draws)]
-    for job in jobs:
-        engine.add_request(job)
-    run(engine)
-    assert 0.1 < engine.stats().acceptance_rate < 0.9, "both acceptance and rejection must be exercised"
-    texts, p = np.array([job.output_token_ids for job in jobs]), joint_distribution(target, prompt, temperature)
-    for cells, expected in ((texts[:, :2], p.sum(axis=2)), (texts[:, 1:3], p.sum(axis=0))):
-        counts = np.zeros((16, 16))
-        np.add.at(counts, tuple(cells.T), 1)
-        assert abs(z_score(counts, draws * expected)) < 4.5
+    engine = with_rule(build_engine(translated(target, draft.path, 3, dtype, **TWO_TOKENS)), "rejection")
+    check_two_token_draws(engine, target, 3, 8_000)
 
 
 def test_shared_tokens_stand_for_the_same_bytes(tmp_path: Path) -> None:

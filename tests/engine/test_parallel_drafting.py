@@ -4,7 +4,6 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from checkpoints import edit_json, make_checkpoint
 from hf_reference import Books, count_parallel_acceptance
@@ -20,10 +19,10 @@ from specrs.runner.native import NativeRunner
 from specrs.runner.ring import Header, RingSlot
 from sweep import sweep
 
-from engine.harness import LONGEST, Bank, config, native_bank, poison, request, run
+from engine.harness import LONGEST, Bank, config, greedy_jobs, native_bank, poison, request, run, submit
 from engine.parallel_draft import MASK, loaded, with_parallel_draft
 from engine.test_equivalence import engine_settings
-from engine.test_sampling import SAMPLED, joint_distribution, sampled, vanilla_text, with_rule, z_score
+from engine.test_sampling import SAMPLED, TWO_TOKENS, check_two_token_draws, sampled, vanilla_text, with_rule
 
 DTYPES = ["float64", "float32"]
 """Of the eager and of the native runner."""
@@ -64,29 +63,11 @@ def test_greedy_text(dtype: str, data: st.DataObject, banks: dict[str, Bank]) ->
     engine_k = data.draw(st.integers(1, 8), label="engine K")
     engine = make_engine(bank, engine_k, **fields)
     poison(engine)
-    jobs = data.draw(
-        st.lists(
-            st.tuples(
-                st.integers(0, len(bank.prompts) - 1),
-                st.one_of(st.none(), st.integers(0, engine_k)),  # K of the request
-                st.integers(1, LONGEST),
-                st.integers(0, 5),  # steps before the next arrives
-            ),
-            min_size=1,
-            max_size=8,
-        ),
-        label="requests",
-    )
-    requests = []
-    for i, (prompt, k, max_tokens, wait) in enumerate(jobs):
-        job = request(i, bank.prompts[prompt], k=k, max_tokens=max_tokens, engine_k=engine_k)
-        engine.add_request(job)
-        requests.append((job, bank.expected(prompt, max_tokens)))
-        for _ in range(wait):
-            engine.step()
+    jobs = data.draw(greedy_jobs(bank, engine_k), label="requests")
+    requests = submit(engine, bank, jobs, engine_k)
     run(engine)
-    for job, expected in requests:
-        assert job.output_token_ids == expected
+    for job, (prompt, _, max_tokens, _) in zip(requests, jobs, strict=True):
+        assert job.output_token_ids == bank.expected(prompt, max_tokens)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -154,20 +135,8 @@ def test_rejection_draws_are_the_targets_own(dtype: str, tmp_path: Path) -> None
         tmp_path / "draft",
     )
     edit_json(draft / "config.json", mask_token_id=15)
-    prompt, draws, temperature, k = [3, 1, 4, 1, 5], 6_000, 0.9, 3
-    fields = {"max_num_seqs": 1000, "max_num_batched_tokens": 8192, "max_model_len": 16, "block_size": 8}
-    engine = with_rule(build_engine(parallel(target, draft, k, dtype, **fields)), "rejection")
-    settings_of = {"temperature": temperature, "max_tokens": 5, "ignore_eos": True}
-    jobs = [sampled(3 * i + 1, prompt, i, k, k, **settings_of) for i in range(draws)]
-    for job in jobs:
-        engine.add_request(job)
-    run(engine)
-    assert 0.1 < engine.stats().acceptance_rate < 0.9, "both acceptance and rejection must be exercised"
-    texts, p = np.array([job.output_token_ids for job in jobs]), joint_distribution(target, prompt, temperature)
-    for cells, expected in ((texts[:, :2], p.sum(axis=2)), (texts[:, 1:3], p.sum(axis=0))):
-        counts = np.zeros((16, 16))
-        np.add.at(counts, tuple(cells.T), 1)
-        assert abs(z_score(counts, draws * expected)) < 4.5
+    engine = with_rule(build_engine(parallel(target, draft, 3, dtype, **TWO_TOKENS)), "rejection")
+    check_two_token_draws(engine, target, 3, 6_000)
 
 
 def test_wrong_input(banks: dict[str, Bank], tmp_path: Path) -> None:
