@@ -265,6 +265,20 @@ impl BlockPool {
         Ok(std::mem::take(&mut self.blocks[id].has_draft))
     }
 
+    /// Takes mark D away from blocks, whether they are held, only cached or free.
+    ///
+    /// # Errors
+    /// [`Error::InvalidBlock`] if one is not in the pool; nothing has changed then.
+    pub(crate) fn forget_drafts(&mut self, blocks: &[i64]) -> Result<()> {
+        for &block in blocks {
+            self.checked(block, "a block of the pool", |_| true)?;
+        }
+        for &block in blocks {
+            self.blocks[block as usize].has_draft = false;
+        }
+        Ok(())
+    }
+
     /// Takes the claim on writing the draft KV of a registered held block without mark D, for the holder `claimant`.
     /// Returns whether the claim is now `claimant`'s; false if it is another's. `u32::MAX` stands for no claimant and never gets one.
     ///

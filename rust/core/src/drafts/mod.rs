@@ -39,6 +39,9 @@ pub enum Drafter {
         /// Positions that its KV may lag behind n for it to go on from there. At least K + 2, which a verification leaves, to 2^31.
         max_draft_lag: usize,
     },
+    /// A model on the device with a tokenizer of its own, that reads and writes text. Its KV is its own affair, outside the target's blocks, so
+    /// there is none to catch up; how many drafts its text comes to is known when it is written: `num_drafted` may be less than K.
+    Text,
 }
 
 /// What proposes drafts on the host, when a launch is planned, and has no KV: [`crate::Scheduler::plan`] writes them into the record. Needs
@@ -158,6 +161,7 @@ impl Drafter {
                 // All drafts accepted: neither the last of them nor the token after it was fed, or none of them.
                 lag_after_drafting: if mask_token_id.is_none() { 2 } else { num_speculative_tokens + 1 },
             },
+            Self::Text => DraftBounds { end_of_drafts: usize::MAX, ..DraftBounds::without_kv() },
             // Whatever the lag is, it drafts.
             Self::Hidden { max_model_len, .. } => DraftBounds {
                 has_kv: true,
@@ -172,7 +176,7 @@ impl Drafter {
     #[inline]
     pub fn draft_len_after(&self, n: usize, k: usize, grown: usize) -> usize {
         match self {
-            Self::None => 0,
+            Self::None | Self::Text => 0,
             Self::Cached { mask_token_id: None, .. } => grown.min(n + k) - 1,
             Self::Cached { .. } => grown.min(n + 1) - 1,
             // Pass 1 feeds up to position n - 2; what the others write is of no true hidden states.
@@ -188,7 +192,7 @@ impl Drafter {
             // What was fed is needed no more, and what no longer fits is given up for what is new.
             Self::Hidden { max_draft_lag, .. } if k > 0 || grown > hidden_start + max_draft_lag => n - 1,
             Self::Hidden { .. } => hidden_start,
-            Self::None | Self::Cached { .. } => 0,
+            Self::None | Self::Text | Self::Cached { .. } => 0,
         }
     }
 
@@ -196,7 +200,7 @@ impl Drafter {
     #[inline]
     pub(crate) fn cost_ratio(&self) -> f64 {
         match *self {
-            Self::None => 1.0,
+            Self::None | Self::Text => 1.0,
             Self::Hidden { .. } => HEAD_COST,
             Self::Cached { cost_ratio, .. } => cost_ratio,
         }
@@ -206,7 +210,7 @@ impl Drafter {
     /// [`Error::InvalidConfig`] naming the first setting outside its range, at `k` drafts a launch; sizes are at most `max_size`.
     pub(crate) fn validate(&self, k: usize, max_size: usize) -> Result<()> {
         let (max_model_len, max_draft_lag, least_lag) = match *self {
-            Self::None => return Ok(()),
+            Self::None | Self::Text => return Ok(()),
             Self::Cached { max_model_len, max_draft_lag, .. } => (max_model_len, max_draft_lag, 1),
             Self::Hidden { max_model_len, max_draft_lag } => (max_model_len, max_draft_lag, k + 2),
         };

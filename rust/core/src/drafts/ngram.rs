@@ -67,20 +67,25 @@ impl NgramProposer {
     /// Fills `drafts` with what may follow `tokens`; how many there are: all of `drafts`, or 0 where no n-gram was found, and then
     /// it is unchanged.
     pub fn propose<T: Copy + Eq>(&self, tokens: &[T], drafts: &mut [T]) -> usize {
+        self.propose_matched(tokens, drafts).0
+    }
+
+    /// The same, and the length of the n-gram that was found, 0 for none.
+    pub(crate) fn propose_matched<T: Copy + Eq>(&self, tokens: &[T], drafts: &mut [T]) -> (usize, usize) {
         if drafts.is_empty() {
-            return 0;
+            return (0, 0);
         }
         // The n-gram of no tokens stands last before the last token.
         let anything = if self.prompt_lookup_min == 0 { tokens.len().checked_sub(1) } else { None };
-        let Some(start) = self.find(tokens).or(anything) else { return 0 };
+        let Some((start, match_len)) = self.find(tokens).or(anything.map(|start| (start, 0))) else { return (0, 0) };
         for i in 0..drafts.len() {
             drafts[i] = tokens.get(start + i).copied().unwrap_or_else(|| drafts[start + i - tokens.len()]);
         }
-        drafts.len()
+        (drafts.len(), match_len)
     }
 
-    /// Where the rightmost place of the longest n-gram ends; below the length of `tokens`.
-    fn find<T: Copy + Eq>(&self, tokens: &[T]) -> Option<usize> {
+    /// Where the rightmost place of the longest n-gram ends, below the length of `tokens`, and the n-gram's length.
+    fn find<T: Copy + Eq>(&self, tokens: &[T]) -> Option<(usize, usize)> {
         let (&last, before) = tokens.split_last()?;
         // A place that is worth finding agrees in the last `need` tokens.
         let (mut found, mut need) = (None, self.prompt_lookup_min.max(1));
@@ -99,7 +104,7 @@ impl NgramProposer {
                     }
                     let len = self.agreement(&before[..=at], tokens);
                     if len >= need {
-                        (found, need) = (Some(at + 1), len + 1);
+                        (found, need) = (Some((at + 1, len)), len + 1);
                         if len == self.prompt_lookup_max {
                             return found;
                         }

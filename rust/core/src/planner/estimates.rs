@@ -81,6 +81,9 @@ impl Overall {
 
     /// Forgets as much as is new, position by position, and takes in what is.
     pub(crate) fn finish(&mut self) {
+        if self.fresh.first().is_none_or(|first| first.trials == 0.0) {
+            return; // whatever is recorded tried the first position
+        }
         for (counts, fresh) in self.positions.iter_mut().zip(&mut self.fresh) {
             let window = OVERALL_TRIALS.max(OVERALL_LAUNCHES * fresh.trials);
             let kept = window / (window + fresh.trials);

@@ -15,6 +15,11 @@ use crate::philox::{self, Purpose};
 use filter::Filter;
 pub use request::*;
 
+/// How far below a row's least logit the ids are put that a drafter with ids of its own does not know. In fp32 that is probability 0 at
+/// temperatures up to 96; above it such a draft is merely one with its true q. It is finite, so that a request that allows none of the
+/// drafter's ids still has a distribution to draw from.
+pub const UNKNOWN_BELOW: f32 = 1e4;
+
 /// What sampling reads of a row's parameters.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SamplingParams {

@@ -7,7 +7,7 @@ use super::Scheduler;
 use super::hidden::HiddenRow;
 use super::plan::{Plan, PrefillChunk};
 use super::request::RequestIndex;
-use super::row::RowIndex;
+use super::row::{NO_BLOCK, Row, RowIndex};
 use crate::drafts::DrafterKind;
 use crate::error::Result;
 
@@ -37,7 +37,9 @@ impl Scheduler {
             }
             self.find_prefix(index, &mut plan.hits);
             let unheld = plan.hits.iter().filter(|&&block| self.pool.ref_count(block) == Some(0)).count();
-            let missing = self.blocks_after_prompt(num_tokens, self.requests[index].limit) - plan.hits.len();
+            let num_held = plan.hits.iter().filter(|&&block| block != NO_BLOCK).count();
+            let all = self.blocks_after_prompt(num_tokens, self.requests[index].limit);
+            let missing = self.blocks_to_come(all - plan.hits.len(), num_held);
             if self.waits_for_prefix(index, plan.hits.len()) {
                 num_held_back += 1;
                 growth += missing + unheld;
@@ -54,7 +56,7 @@ impl Scheduler {
             }
             let row = self.open_row(index, &plan.hits)?;
             self.grow(row, start + len)?;
-            growth += missing + plan.hits.len() - self.rows[row as usize].blocks.len();
+            growth += (missing + plan.hits.len()).saturating_sub(self.rows[row as usize].blocks.len());
             self.push_chunk(plan, PrefillChunk { row, start, len });
             (plan.upload_tokens, plan.constraints) = (uploads, constraints);
             plan.admitted.push(row);
@@ -86,11 +88,16 @@ impl Scheduler {
         lease.open(index, request, self.config.blocks_for(request.limit));
         lease.drafter = if self.drafts.has_kv { DrafterKind::Device } else { self.config.host_drafters.first() };
         for &block in hits {
-            self.pool.share(block)?;
+            if block == NO_BLOCK {
+                lease.first_block += 1;
+            } else {
+                self.pool.share(block)?;
+            }
             lease.blocks.push(block);
         }
         let lease = &mut self.rows[row as usize];
         lease.num_computed = start;
+        lease.num_sent = lease.first_block;
         lease.num_registered = hits.len();
         lease.num_draft_marked = drafted;
         lease.draft_len = drafted * self.config.block_size;
@@ -104,13 +111,17 @@ impl Scheduler {
         self.config.blocks_for((num_tokens + 1 + self.config.num_reserved_decode_tokens).min(limit))
     }
 
+    /// Of `missing` blocks those that a row takes which holds `num_held`: with a window it gives some back for others.
+    fn blocks_to_come(&self, missing: usize, num_held: usize) -> usize {
+        self.config.most_blocks_held().map_or(missing, |most| missing.min(most.saturating_sub(num_held)))
+    }
+
     /// Blocks that the running rows will ask for: the rest of their prompts, one iteration of those that decode, and what is reserved.
     fn growth_of_running(&self) -> usize {
         let (config, block_size) = (&self.config, self.config.block_size);
         let iteration = config.blocks_for(config.num_speculative_tokens + 1);
         let decode = iteration + config.blocks_for(config.num_reserved_decode_tokens);
-        let growth = |&row: &u32| {
-            let row = &self.rows[row as usize];
+        let growth = |row: &Row| {
             if row.is_prefilling() {
                 return self.blocks_after_prompt(row.prefill_end, row.limit).saturating_sub(row.blocks.len());
             }
@@ -120,7 +131,11 @@ impl Scheduler {
             }
             decode.min(config.blocks_for(row.limit) - row.blocks.len())
         };
-        self.running.iter().map(growth).sum()
+        let rows = self.running.iter().map(|&row| &self.rows[row as usize]);
+        if config.sliding_window.is_none() {
+            return rows.map(growth).sum();
+        }
+        rows.map(|row| self.blocks_to_come(growth(row), row.blocks.len() - row.first_block)).sum()
     }
 
     /// Whether the request had better wait for the blocks behind its `hits`: a running one that begins alike computes them, and they
@@ -147,21 +162,44 @@ impl Scheduler {
     }
 
     /// Fills `hits` with the cached blocks of the longest known prefix, at most all tokens but the last, which must be fed to the
-    /// target to get the next one.
+    /// target to get the next one. With a window [`NO_BLOCK`] stands for those that no query behind the prefix will read.
     fn find_prefix(&mut self, index: RequestIndex, hits: &mut Vec<i64>) {
         hits.clear();
         if !self.config.enable_prefix_caching {
             return;
         }
         let (block_size, request) = (self.config.block_size, &mut self.requests[index]);
-        for block in 0..(request.tokens.len() - 1) / block_size {
-            match self.pool.lookup(request.block_hash(block, block_size, &self.hasher)) {
-                Some(hit) => hits.push(hit),
-                None => break,
+        let most = (request.tokens.len() - 1) / block_size;
+        if self.config.sliding_window.is_some() {
+            self.find_window(index, most, hits);
+        } else {
+            for block in 0..most {
+                match self.pool.lookup(request.block_hash(block, block_size, &self.hasher)) {
+                    Some(hit) => hits.push(hit),
+                    None => break,
+                }
             }
         }
         if self.drafts.from_hidden {
             self.trim_hits(index, hits);
         }
+    }
+
+    /// The same of `most` blocks with a window: the longest prefix whose last window is cached, whatever became of the blocks before that.
+    fn find_window(&mut self, index: RequestIndex, most: usize, hits: &mut Vec<i64>) {
+        let (config, request) = (&self.config, &mut self.requests[index]);
+        // Blocks [place, end) are cached.
+        let (mut place, mut end) = (most, most);
+        while place > config.first_block_read(end * config.block_size + 1) {
+            place -= 1;
+            if let Some(hit) = self.pool.lookup(request.block_hash(place, config.block_size, &self.hasher)) {
+                hits.push(hit);
+            } else {
+                hits.clear();
+                end = place;
+            }
+        }
+        hits.resize(end, NO_BLOCK);
+        hits.reverse();
     }
 }

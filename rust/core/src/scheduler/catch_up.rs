@@ -64,11 +64,14 @@ impl Scheduler {
         if (row.blocks.len() + self.pool.num_free()) * block_size <= decode.n_upper {
             return Ok(0);
         }
+        self.begin_at_window(decode.row);
         let Gap { start, end, drafts } = self.gap(decode.row, most);
-        let (limit, registered, raised) = (row.limit, row.num_registered, end > row.draft_len);
+        let row = &self.rows[decode.row as usize];
+        let (limit, registered, moved) = (row.limit, row.num_registered, end > row.draft_len || row.draft_len_moved);
         self.claim_blocks(decode.row, start / block_size, if drafts { registered } else { end.div_ceil(block_size) })?;
-        if raised {
-            self.rows[decode.row as usize].draft_len = end;
+        if moved {
+            let row = &mut self.rows[decode.row as usize];
+            (row.draft_len, row.draft_len_moved, row.last_catch_up) = (end, false, self.next_launch_id);
             plan.draft_chunks.push(DraftChunk { row: decode.row, start, len: end - start });
         }
         if drafts {
@@ -105,7 +108,7 @@ impl Scheduler {
     /// Takes a row's claims from block `first` on; should it draft again, it has to catch up from there, since another writes them.
     fn give_back_claims(&mut self, row_index: RowIndex, first: usize) {
         let row = &mut self.rows[row_index as usize];
-        row.draft_len = row.draft_len.min(first * self.config.block_size);
+        row.lower_draft_len(first * self.config.block_size);
         for &block in &row.blocks[first..row.num_registered] {
             self.pool.release_claim(block, row_index);
         }
@@ -150,7 +153,7 @@ impl Scheduler {
     /// Draft tokens that a row could use at once, for the budget: 0 while it waits for another row's claim.
     pub(super) fn catch_up_demand(&self, row_index: RowIndex, n: usize) -> usize {
         let row = &self.rows[row_index as usize];
-        let start = self.skip_drafted(row, row.draft_len);
+        let start = self.skip_drafted(row, row.draft_len.max(self.held_from(row_index)));
         let end = n.saturating_sub(self.drafts.max_draft_lag).min(start + self.config.max_num_batched_tokens);
         if start >= end || self.first_claimed_by_other(row_index, start, start + 1) == start {
             return 0;

@@ -28,6 +28,10 @@ pub struct SchedulerConfig {
     pub drafter: Drafter,
     /// What proposes drafts on the host.
     pub host_drafters: HostDrafters,
+    /// The last positions that a query attends to, its own among them, where all layers of the target and of what drafts in its blocks
+    /// have a window: the largest of these. At least 2; blocks behind it come back while their request goes on. `None`: some layer
+    /// attends to all positions.
+    pub sliding_window: Option<usize>,
     /// Launches that may be planned and not yet settled. 1 to 1024.
     pub max_in_flight: usize,
     /// W: elements that the constraints of a request (allowed ids, biases, bad words) may take in a record, and those of all that
@@ -70,6 +74,7 @@ impl SchedulerConfig {
             num_speculative_tokens: 0,
             drafter: Drafter::None,
             host_drafters: HostDrafters::default(),
+            sliding_window: None,
             max_in_flight: 1,
             max_constraint_len: 0,
             logits_dtype: LogitsDtype::Float32,
@@ -97,6 +102,7 @@ impl SchedulerConfig {
             ("block_size", self.block_size, 1, MAX_SIZE),
             ("max_num_batched_tokens", self.max_num_batched_tokens, 1, MAX_SIZE),
             ("num_speculative_tokens", self.num_speculative_tokens, 0, 1 << 10),
+            ("sliding_window", self.sliding_window.unwrap_or(MAX_SIZE), 2, MAX_SIZE),
             ("max_in_flight", self.max_in_flight, 1, 1 << 10),
             ("max_constraint_len", self.max_constraint_len, 0, MAX_SIZE),
             ("num_reserved_decode_tokens", self.num_reserved_decode_tokens, 0, MAX_SIZE),

@@ -15,7 +15,7 @@
 use super::Scheduler;
 use super::plan::{DraftChunk, Plan};
 use super::request::RequestIndex;
-use super::row::{Entry, RowIndex};
+use super::row::{Entry, NO_BLOCK, RowIndex};
 use crate::error::Result;
 
 /// A row's books beside [`super::row::Row`]; there are none without such a drafter.
@@ -42,7 +42,12 @@ impl Scheduler {
             // Its first drafts are at position prefill_end + 1; no head works for a row that never has any.
             let end_of_drafts = (row.limit - 1).min(self.drafts.end_of_drafts);
             let len = (chunk.start + chunk.len).min(row.prefill_end - 1).saturating_sub(chunk.start);
-            if row.rebuild || row.max_k == 0 || row.prefill_end + 1 >= end_of_drafts || len == 0 {
+            if row.rebuild
+                || self.drafting_is_paused()
+                || row.max_k == 0
+                || row.prefill_end + 1 >= end_of_drafts
+                || len == 0
+            {
                 continue;
             }
             plan.draft_chunks.push(DraftChunk { row: chunk.row, start: chunk.start, len });
@@ -81,7 +86,7 @@ impl Scheduler {
     /// Takes the marks D of a row whose drafts were not finite: no other row is to go on from its KV.
     pub(super) fn unmark_broken(&mut self, row_index: RowIndex) -> Result<()> {
         let row = &self.rows[row_index as usize];
-        for &block in &row.blocks[..row.num_registered] {
+        for &block in row.registered_blocks() {
             self.pool.unmark_draft(block)?;
         }
         Ok(())
@@ -102,7 +107,9 @@ impl Scheduler {
     /// knows nothing of what is before it.
     pub(super) fn trim_hits(&self, index: RequestIndex, hits: &mut Vec<i64>) {
         let request = &self.requests[index];
-        if request.k > 0 && !request.draft_failed && self.drafted_hits(index, hits) + 1 == hits.len() {
+        // Behind a window the block before it would be missing then.
+        let is_whole = hits.first() != Some(&NO_BLOCK);
+        if is_whole && request.k > 0 && !request.draft_failed && self.drafted_hits(index, hits) + 1 == hits.len() {
             hits.pop();
         }
     }

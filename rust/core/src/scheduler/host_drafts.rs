@@ -2,9 +2,10 @@
 //! there are several.
 //!
 //! *The choice.* A drafter promises `(1 + E) / (1 + k * cost)` tokens for the time of a launch without drafts: E are the drafts expected to
-//! stand of the k that it has, by position over all requests and by one factor for this one, as the planner reckons. A draft token costs its
-//! verification row, on the device a drafting pass besides. What a drafter on the host proposed is judged by what came of the launch, whether it
-//! was drafted or not; the one on the device is tried now and then.
+//! stand of the k that it has, by position over all requests and by one factor for this one, as the planner reckons; proposals of the host's
+//! by the length of their match too, because a long one says more than a drafter's name. A draft token costs its
+//! verification row, on the device a drafting pass besides, and the chunk that closes its lag. What a drafter on the host proposed is judged by
+//! what came of the launch, whether it was drafted or not; the one on the device is tried within a share of the time.
 
 use super::request::Request;
 use super::row::{Row, RowIndex};
@@ -15,27 +16,49 @@ use crate::planner::estimates::{Overall, Own};
 
 /// What a verification row costs of a launch without drafts, until a host says otherwise.
 const ROW_COST: f64 = 1.0 / 32.0;
-/// A row whose drafts come from the host has those of the device in one launch of so many, so that their chances stay known.
-const TRIAL_LAUNCHES: u64 = 64;
+/// What trials of the drafter on the device may take of the time of launches that it does not draft in, so that its chances stay known;
+/// and the launches' worth that they begin with.
+const DEVICE_TRIAL_SHARE: f64 = 0.01;
+const FIRST_TRIALS: f64 = 4.0;
 const KINDS: usize = DrafterKind::ALL.len();
+/// Matches of 1, 2 or 3, 4 to 7, 8 to 15, and more tokens are judged apart.
+const MATCHES: usize = 5;
 
 /// What is known of the proposals for a row.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Looked {
     /// The request's arrival and length that they are for.
     whose: Option<(u64, usize)>,
-    /// Drafts by drafter.
-    found: [usize; KINDS],
+    /// By drafter, its drafts and the class of their match.
+    found: [Found; KINDS],
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Found {
+    len: usize,
+    class: usize,
+}
+
+impl Found {
+    fn new(len: usize, match_len: usize) -> Self {
+        Self { len, class: (match_len.max(1).ilog2() as usize).min(MATCHES - 1) }
+    }
 }
 
 /// How drafts fared, by drafter.
 #[derive(Clone, Debug)]
 struct Books {
-    overall: [Overall; KINDS],
+    /// And by the class of their match; what the device drafts has none and is of the first.
+    overall: [[Overall; MATCHES]; KINDS],
     /// By row: the arrival of the request that it is of.
     own: Vec<(u64, [Own; KINDS])>,
-    /// What a draft token costs of a launch without drafts.
-    costs: [f64; KINDS],
+    /// What verifying 1, 2, .. drafts costs of a launch without drafts, `[K]`, and a drafting pass on the device.
+    rows: Vec<f64>,
+    pass: f64,
+    /// The same of each position of a chunk that closes a lag; all of it at least a pass.
+    catch_up: f64,
+    /// Launches' worth of time that trials may still take.
+    trial_credit: f64,
 }
 
 /// The proposals; nothing without a drafter on the host.
@@ -44,9 +67,11 @@ pub(super) struct HostDrafts {
     /// `[R, drafters, K]`.
     tokens: Vec<u32>,
     rows: Vec<Looked>,
-    suffix: Option<SuffixCache>,
+    pub(super) suffix: Option<SuffixCache>,
     /// Where there are several drafters.
     books: Option<Books>,
+    /// By drafter, how often it failed, and how it did last.
+    pub(super) errors: [(u64, Option<Error>); KINDS],
 }
 
 impl HostDrafts {
@@ -60,15 +85,19 @@ impl HostDrafts {
             usize::from(on_device) + DrafterKind::ON_HOST.iter().filter(|&&kind| drafters.has(kind)).count() > 1;
         let pass = config.drafter.cost_ratio();
         let books = || Books {
-            overall: DrafterKind::ALL.map(|_| Overall::new(k)),
+            overall: DrafterKind::ALL.map(|_| std::array::from_fn(|_| Overall::new(k))),
             own: vec![(u64::MAX, [Own::NEW; KINDS]); rows],
-            costs: DrafterKind::ALL.map(|kind| ROW_COST + if kind == DrafterKind::Device { pass } else { 0.0 }),
+            rows: (1..=k).map(|drafts| drafts as f64 * ROW_COST).collect(),
+            pass,
+            catch_up: 0.0,
+            trial_credit: FIRST_TRIALS,
         };
         Ok(Self {
             tokens: vec![0; rows * KINDS * k],
             rows: vec![Looked::default(); rows],
             suffix: drafters.suffix.map(SuffixCache::new).transpose()?,
             books: several.then(books),
+            errors: Default::default(),
         })
     }
 
@@ -92,17 +121,18 @@ impl HostDrafts {
             (*of, *own) = (whose.0, [Own::NEW; KINDS]);
         }
         for kind in DrafterKind::ALL {
-            let (mut drafted, mut accepted) = if kind == drafter { (drafted, accepted) } else { (0, 0) };
+            let (mut drafted, mut accepted, mut class) =
+                if kind == drafter { (drafted, accepted, 0) } else { (0, 0, 0) };
             if kind != DrafterKind::Device {
                 // Drafted or not: what was emitted says how far the proposal would have stood.
-                let found = if looked.whose == Some(whose) { looked.found[kind as usize] } else { 0 };
-                let tokens = &self.tokens[(row as usize * KINDS + kind as usize) * width..][..found];
-                drafted = found.min(emitted.len());
+                let found = if looked.whose == Some(whose) { looked.found[kind as usize] } else { Found::default() };
+                let tokens = &self.tokens[(row as usize * KINDS + kind as usize) * width..][..found.len];
+                (drafted, class) = (found.len.min(emitted.len()), found.class);
                 accepted =
                     tokens.iter().zip(emitted).take_while(|(draft, token)| i64::from(**draft) == **token).count();
             }
             if drafted > 0 {
-                let overall = &mut books.overall[kind as usize];
+                let overall = &mut books.overall[kind as usize][class];
                 overall.record(drafted, accepted);
                 own[kind as usize].record(drafted, accepted, overall.chances());
             }
@@ -112,7 +142,7 @@ impl HostDrafts {
     /// A launch has settled.
     pub(super) fn learned(&mut self) {
         if let Some(books) = &mut self.books {
-            books.overall.iter_mut().for_each(Overall::finish);
+            books.overall.as_flattened_mut().iter_mut().for_each(Overall::finish);
         }
     }
 
@@ -122,28 +152,71 @@ impl HostDrafts {
             let id = request.order.1 as i64;
             if suffix.is_running(id) {
                 // What fails here costs drafts of others, never a request.
-                let _ = bring_up(suffix, request).and_then(|()| suffix.stop_request(id));
+                let told = bring_up(suffix, request);
+                if let Err(error) = told.and(suffix.stop_request(id)) {
+                    count(&mut self.errors, DrafterKind::Suffix, error);
+                }
             }
         }
     }
 
-    /// What `kind` promises for a row with `k` drafts, or, with `fewer`, with the best number up to that: the number and the promise.
-    fn promise(&self, row: RowIndex, arrival: u64, kind: DrafterKind, most: usize, fewer: bool) -> (usize, f64) {
+    /// What `kind` promises for a row with `most` drafts, or, with `fewer`, with the best number up to that, behind a chunk over `lag`
+    /// positions: the number and the promise.
+    fn promise(
+        &self,
+        row: RowIndex,
+        arrival: u64,
+        kind: DrafterKind,
+        most: usize,
+        lag: usize,
+        fewer: bool,
+    ) -> (usize, f64) {
         let Some(books) = &self.books else { return (most, 1.0 + most as f64) };
+        let time = 1.0 + books.catch_up_cost(lag);
         let (of, own) = &books.own[row as usize];
         let odds = if *of == arrival { own[kind as usize].odds } else { 1.0 };
+        let class = if kind == DrafterKind::Device { 0 } else { self.rows[row as usize].found[kind as usize].class };
         let (mut tokens, mut reach, mut best) = (1.0, 1.0, (0, 1.0));
-        for (i, overall) in books.overall[kind as usize].odds().iter().enumerate().take(most) {
+        for (i, overall) in books.overall[kind as usize][class].odds().iter().enumerate().take(most) {
             let scaled = odds * overall;
             reach *= scaled / (1.0 + scaled);
             tokens += reach;
-            let promise = tokens / (1.0 + (i + 1) as f64 * books.costs[kind as usize]);
+            let promise = tokens / (time + books.cost(kind, i + 1));
             if promise > best.1 || !fewer {
                 best = (i + 1, promise);
             }
         }
         best
     }
+}
+
+impl Books {
+    /// Of drafting and verifying so many, at least one.
+    fn cost(&self, kind: DrafterKind, drafts: usize) -> f64 {
+        self.rows[drafts - 1] + if kind == DrafterKind::Device { drafts as f64 * self.pass } else { 0.0 }
+    }
+
+    fn catch_up_cost(&self, lag: usize) -> f64 {
+        if lag == 0 { 0.0 } else { self.pass.max(lag as f64 * self.catch_up) }
+    }
+
+    /// Whether a row that would have other drafts has `drafts` of the device behind a chunk over `lag` positions all the same.
+    fn tries(&mut self, drafts: usize, lag: usize) -> bool {
+        self.trial_credit += DEVICE_TRIAL_SHARE;
+        let cost = self.cost(DrafterKind::Device, drafts) + self.catch_up_cost(lag);
+        let tries = cost <= self.trial_credit;
+        if tries {
+            self.trial_credit -= cost;
+        }
+        tries
+    }
+}
+
+/// A drafter that fails costs the drafts of a launch.
+#[cold]
+fn count(errors: &mut [(u64, Option<Error>); KINDS], kind: DrafterKind, error: Error) {
+    let (failures, last) = &mut errors[kind as usize];
+    (*failures, *last) = (*failures + 1, Some(error));
 }
 
 /// Tells the cache of a request's tokens that it has not seen.
@@ -153,23 +226,34 @@ fn bring_up(suffix: &mut SuffixCache, request: &Request) -> Result<()> {
         suffix.start_request(id, &tokens[..request.prompt_len])?;
     }
     let known = suffix.num_tokens(id)?;
-    suffix.append(id, &tokens[known..])
+    match tokens.get(known..) {
+        Some(new) => suffix.append(id, new),
+        None => {
+            Err(Error::integrity(format!("the suffix tree of request {id} has {known} tokens of {}", tokens.len())))
+        }
+    }
 }
 
 impl Scheduler {
-    /// What drafts cost, as shares of a launch without any: a drafting pass on the device, and a verification row. By these a request's
-    /// drafter is chosen where there are several; until they are given, a pass costs what [`crate::Drafter`] says, a row 1/32.
+    /// What drafts cost, as shares of a launch without any: a drafting pass on the device, verifying 1, 2, .. K drafts, and a position of a
+    /// chunk that closes a lag (at least a pass for all of them). By these a request's drafter is chosen where there are several; until
+    /// they are given, a pass costs what [`crate::Drafter`] says, a row 1/32, and a chunk a pass.
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`] unless both are finite and at least 0.
-    pub fn set_draft_costs(&mut self, pass: f64, row: f64) -> Result<()> {
-        for (field, value) in [("pass_cost", pass), ("row_cost", row)] {
+    /// [`Error::InvalidConfig`] unless all are finite and at least 0, and there are K of `rows`; nothing has changed then.
+    pub fn set_draft_costs(&mut self, pass: f64, rows: Vec<f64>, catch_up: f64) -> Result<()> {
+        let each = rows.iter().map(|&row| ("row_costs", row));
+        for (field, value) in [("pass_cost", pass), ("catch_up_cost", catch_up)].into_iter().chain(each) {
             if !(value.is_finite() && value >= 0.0) {
                 return Err(Error::invalid_config(field, value, "finite and at least 0"));
             }
         }
+        let k = self.config.num_speculative_tokens;
+        if rows.len() != k {
+            return Err(Error::invalid_config("row_costs", format!("{} values", rows.len()), format!("{k} values")));
+        }
         if let Some(books) = &mut self.host_drafts.books {
-            books.costs = DrafterKind::ALL.map(|kind| row + if kind == DrafterKind::Device { pass } else { 0.0 });
+            (books.rows, books.pass, books.catch_up) = (rows, pass, catch_up);
         }
         Ok(())
     }
@@ -182,7 +266,7 @@ impl Scheduler {
             return most;
         }
         self.look(row_index);
-        self.host_drafts.rows[row_index as usize].found[drafter as usize].min(most)
+        self.host_drafts.rows[row_index as usize].found[drafter as usize].len.min(most)
     }
 
     /// Looks for a live row's drafts where its length is new.
@@ -191,24 +275,30 @@ impl Scheduler {
             (&self.rows[row_index as usize], self.config.num_speculative_tokens, row_index as usize);
         let request = &self.requests[row.request];
         let whose = Some((request.order.1, row.n));
-        let HostDrafts { tokens, rows, suffix, .. } = &mut self.host_drafts;
+        let HostDrafts { tokens, rows, suffix, errors, .. } = &mut self.host_drafts;
         if rows[index].whose == whose {
             return;
         }
-        let mut found = [0; KINDS];
+        let mut found = [Found::default(); KINDS];
         // As many as it may ever ask for: a smaller K takes the first of them.
-        let mut out = |kind: DrafterKind, propose: &mut dyn FnMut(&mut [u32]) -> usize| {
-            found[kind as usize] =
-                propose(&mut tokens[(index * KINDS + kind as usize) * width..][..row.max_k as usize]);
+        let mut out = |kind: DrafterKind, propose: &mut dyn FnMut(&mut [u32]) -> Result<Found>| match propose(
+            &mut tokens[(index * KINDS + kind as usize) * width..][..row.max_k as usize],
+        ) {
+            Ok(drafts) => found[kind as usize] = drafts,
+            Err(error) => count(errors, kind, error),
         };
         if let Some(ngram) = self.config.host_drafters.ngram {
-            out(DrafterKind::Ngram, &mut |drafts| ngram.propose(&request.tokens, drafts));
+            out(DrafterKind::Ngram, &mut |drafts| {
+                let (len, match_len) = ngram.propose_matched(&request.tokens, drafts);
+                Ok(Found::new(len, match_len))
+            });
         }
         if let Some(suffix) = suffix {
             let id = request.order.1 as i64;
-            // One that fails costs the drafts of a launch.
             out(DrafterKind::Suffix, &mut |drafts| {
-                bring_up(suffix, request).and_then(|()| suffix.propose(id, drafts)).map_or(0, |draft| draft.len)
+                bring_up(suffix, request)?;
+                let draft = suffix.propose(id, drafts)?;
+                Ok(Found::new(draft.len, draft.match_len))
             });
         }
         rows[index] = Looked { whose, found };
@@ -241,23 +331,33 @@ impl Scheduler {
         let Row { limit, max_k, request, rebuild, .. } = self.rows[row_index as usize];
         let (n, arrival) = (self.rows[row_index as usize].lower_bound(), self.requests[request].order.1);
         let room = |end: usize| (max_k as usize).min(end.saturating_sub(n));
-        let on_device = if rebuild { 0 } else { room((limit - 1).min(self.drafts.end_of_drafts)) };
+        let on_device =
+            if rebuild || self.drafting_is_paused() { 0 } else { room((limit - 1).min(self.drafts.end_of_drafts)) };
+        let Row { draft_len, drafting, .. } = self.rows[row_index as usize];
+        let behind = if drafting > 0 || self.drafts.from_hidden {
+            0
+        } else {
+            n - draft_len.max(self.held_from(row_index)).min(n)
+        };
+        let lag = if behind > self.drafts.max_draft_lag { behind } else { 0 };
         let (mut best, mut best_k) = (DrafterKind::Device, 0);
         let mut most = 0.0;
         for kind in DrafterKind::ALL {
             let drafts = match kind {
                 DrafterKind::Device => on_device,
-                _ => self.host_drafts.rows[row_index as usize].found[kind as usize].min(room(limit - 1)),
+                _ => self.host_drafts.rows[row_index as usize].found[kind as usize].len.min(room(limit - 1)),
             };
-            let (k, promise) = self.host_drafts.promise(row_index, arrival, kind, drafts, fewer);
+            let lag = if kind == DrafterKind::Device { lag } else { 0 };
+            let (k, promise) = self.host_drafts.promise(row_index, arrival, kind, drafts, lag, fewer);
             // Without drafts nothing is promised: a drafter that has some goes before.
             let promise = if k == 0 { 0.0 } else { promise };
             if promise > most {
                 (best, best_k, most) = (kind, k, promise);
             }
         }
-        if on_device > 0 && self.next_launch_id % TRIAL_LAUNCHES == u64::from(row_index) % TRIAL_LAUNCHES {
-            best = DrafterKind::Device;
+        if on_device > 0 && best != DrafterKind::Device {
+            let tried = self.host_drafts.books.as_mut().is_some_and(|books| books.tries(on_device, lag));
+            best = if tried { DrafterKind::Device } else { best };
         }
         self.rows[row_index as usize].drafter = best;
         best_k
@@ -267,5 +367,37 @@ impl Scheduler {
     pub(super) fn host_drafts_of(&self, row_index: RowIndex, drafter: DrafterKind, k: usize) -> &[u32] {
         let place = row_index as usize * KINDS + drafter as usize;
         &self.host_drafts.tokens[place * self.config.num_speculative_tokens..][..k]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::drafts::{HostDrafters, NgramProposer, SuffixSettings};
+
+    #[test]
+    fn proposals_are_judged_by_the_length_of_their_match() {
+        let host_drafters =
+            HostDrafters { ngram: Some(NgramProposer::default()), suffix: Some(SuffixSettings::default()) };
+        let config =
+            SchedulerConfig { num_speculative_tokens: 2, host_drafters, ..SchedulerConfig::new(1, 32, 64, 2, 64) };
+        let mut drafts = HostDrafts::new(&config).unwrap();
+        let promised = |drafts: &mut HostDrafts, match_len: usize| {
+            drafts.rows[0].found[DrafterKind::Ngram as usize] = Found::new(2, match_len);
+            drafts.promise(0, 0, DrafterKind::Ngram, 2, 0, false).1.to_bits()
+        };
+        assert_eq!(promised(&mut drafts, 1), promised(&mut drafts, 12), "nothing is known yet");
+        for _ in 0..100 {
+            // The proposal is 0, 0: it stands behind 12 tokens, and never behind one.
+            for (match_len, emitted) in [(1, [7, 7, 7]), (12, [0, 0, 7])] {
+                drafts.rows[0] = Looked { whose: Some((0, 4)), found: [Found::default(); KINDS] };
+                drafts.rows[0].found[DrafterKind::Ngram as usize] = Found::new(2, match_len);
+                drafts.learn(0, (0, 4), (0, 0, DrafterKind::Device), &emitted);
+                drafts.learned();
+            }
+        }
+        let (short, long) = (promised(&mut drafts, 1), promised(&mut drafts, 12));
+        assert!(f64::from_bits(short) < 1.2 && f64::from_bits(long) > 2.5, "{short} {long}");
+        assert_eq!(promised(&mut drafts, 8), long, "8 to 15 tokens are one class");
     }
 }

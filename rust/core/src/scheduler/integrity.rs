@@ -1,7 +1,7 @@
 //! The check that a scheduler's books agree with each other and with its pool.
 
 use super::Scheduler;
-use super::row::{Row, RowState};
+use super::row::{NO_BLOCK, Row, RowState};
 use crate::error::{Error, Result};
 
 macro_rules! ensure {
@@ -88,6 +88,13 @@ impl Scheduler {
         );
         let most = self.config.blocks_for(request.limit);
         ensure!(row.blocks.len() <= most, "row {index} holds {} blocks, its limit takes {most}", row.blocks.len());
+        let (gone, computed) = (row.first_block, if row.is_prefilling() { row.num_computed + 1 } else { n });
+        ensure!(
+            gone <= self.config.first_block_read(computed) && gone <= row.num_sent,
+            "row {index} of {computed} positions lacks its first {gone} blocks"
+        );
+        let missing = row.blocks.iter().take_while(|&&block| block == NO_BLOCK).count();
+        ensure!(gone == missing, "row {index} counts {gone} of {missing} blocks that came back");
         ensure!(row.num_sent <= row.blocks.len(), "row {index} sent {} of {} blocks", row.num_sent, row.blocks.len());
         ensure!(
             row.num_registered * block_size < n,
@@ -166,7 +173,7 @@ impl Scheduler {
         let mut holders = vec![0; self.pool.num_blocks()];
         let mut claims = 0;
         for (index, row) in self.rows.iter().enumerate() {
-            for &block in &row.blocks {
+            for &block in row.blocks.iter().filter(|&&block| block != NO_BLOCK) {
                 holders[block as usize] += 1;
                 claims += usize::from(self.pool.claimant(block) == Some(index as u32));
             }

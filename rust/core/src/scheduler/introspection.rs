@@ -36,7 +36,8 @@ pub struct RequestView<'a> {
     pub num_speculative_tokens: usize,
     /// Launches in flight that name its row.
     pub num_in_flight: usize,
-    /// Its blocks, position by position; those beyond what the device was told of are reserved. Empty while it waits.
+    /// Its blocks, position by position; those beyond what the device was told of are reserved, and -1 stands for those
+    /// that came back behind its window. Empty while it waits.
     pub block_table: &'a [i64],
 }
 

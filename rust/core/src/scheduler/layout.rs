@@ -13,6 +13,8 @@ pub const FLAG_TARGET_NON_FINITE: i64 = 1;
 pub const FLAG_DRAFT_NON_FINITE: i64 = 2;
 /// Result flag: a position lay beyond the row's capacity.
 pub const FLAG_CAPACITY: i64 = 4;
+/// Result flag: the drafter did its work and had nothing to propose.
+pub const FLAG_NOTHING_DRAFTED: i64 = 8;
 
 /// Finish reason: the request goes on.
 pub const FINISH_NONE: i64 = 0;
@@ -126,6 +128,9 @@ layout! {
         draft_chunk_start: r,
         /// Positions of the chunk, `[R]`; afterwards the row's `draft_len` is start + len, also for length 0.
         draft_chunk_len: r,
+        /// First position whose draft KV the row's queries read from this chunk on, `[R]`: a window may have left what was before it. 0 without
+        /// windows, and of no meaning to a drafter that reads hidden states.
+        draft_chunk_k_start: r,
         /// Start of each draft chunk among the draft tokens, `[R + 1]`.
         draft_q_start: r + 1,
         /// Drafts of entry i from element `i * K` on, `entry_k` of them, `[R, K]`; `[0]` unless a drafter on the host proposes. Of entries that draft on the device
@@ -133,7 +138,7 @@ layout! {
         draft_token: host_drafts,
         /// Ids of the requests preempted by this plan, `[R]`.
         preempted_request_id: r,
-        /// Row of each block table entry to set, `[X]`.
+        /// Row of each block table entry to set, `[X]`. Entries behind a row's window stay as they are, and are read no more.
         block_row: x,
         /// Its index in the row's table, `[X]`.
         block_index: x,
@@ -165,6 +170,8 @@ layout! {
         admit_min_len: r,
         /// Positions with valid target KV from the prefix cache, `[R]`.
         admit_num_cached: r,
+        /// Equal for requests of the same cache salt, `[R]`.
+        admit_salt: r,
         /// Its seed, `[R]`.
         admit_seed: r,
         /// `STEP_*` bits that it needs, `[R]`.

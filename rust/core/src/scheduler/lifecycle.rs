@@ -64,7 +64,7 @@ impl Scheduler {
         if limit > most {
             return invalid("limit", limit.to_string(), format!("at most {most}, max_model_len"));
         }
-        let (blocks, pool) = (self.config.blocks_for(limit), self.config.num_blocks);
+        let (blocks, pool) = (self.config.least_blocks(limit), self.config.num_blocks);
         if blocks > pool {
             let value = format!("{limit}, which needs {blocks} blocks");
             return invalid(
@@ -164,7 +164,7 @@ impl Scheduler {
     pub(super) fn release(&mut self, row: RowIndex) -> Result<()> {
         let lease = &mut self.rows[row as usize];
         // Last to first, so that the tail is evicted before the head.
-        for block in lease.blocks.drain(..).rev() {
+        for block in lease.blocks.drain(..).skip(lease.first_block).rev() {
             self.pool.release_claim(block, row);
             self.pool.free(block)?;
         }

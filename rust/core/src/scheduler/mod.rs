@@ -11,9 +11,11 @@
 //! | `request`, `row` | what is remembered |
 //! | `lifecycle` | how requests come, go, and lose their row |
 //! | `plan`, `admission`, `catch_up` | what the next launch does |
+//! | `windows` | which blocks come back while their request goes on |
 //! | `host_drafts` | what a drafter on the host proposes |
 //! | `hidden` | where the KV of a drafter begins that reads hidden states, and who may go on from it |
 //! | `speculation` | K by a planner; draft KV built again |
+//! | `faults` | what a drafter that fails costs |
 //! | `record` | how that is written down |
 //! | `settle` | what results mean |
 //! | `introspection`, `kv_events` | what a host may ask about a request, and about the prefix cache |
@@ -22,6 +24,7 @@
 mod admission;
 mod catch_up;
 mod config;
+mod faults;
 mod header;
 mod hidden;
 mod host_drafts;
@@ -38,6 +41,7 @@ mod settle;
 mod speculation;
 #[cfg(test)]
 mod tests;
+mod windows;
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
@@ -131,6 +135,8 @@ pub struct Scheduler {
     next_arrival: u64,
     num_preemptions: u64,
     num_cached_tokens: u64,
+    /// The first launch that may draft on the device.
+    drafting_from: u64,
     plan: plan::Plan,
     /// While a launch settles, `[.., num_unpublished)`: what is to be published. One more than R.
     unpublished: Vec<settle::Publication>,
@@ -176,6 +182,7 @@ impl Scheduler {
             next_arrival: 0,
             num_preemptions: 0,
             num_cached_tokens: 0,
+            drafting_from: 0,
             plan: plan::Plan::default(),
             unpublished: vec![settle::Publication::default(); rows + 1],
             num_unpublished: 0,

@@ -263,7 +263,9 @@ impl Scheduler {
             let lag = self.drafts.lag_after_drafting + row.idle_drafts as usize;
             if lag <= self.drafts.max_draft_lag { Drafting::Ready(k) } else { Drafting::Off }
         } else if self.drafts.from_hidden
-            || !row.rebuild && n - row.draft_len <= self.drafts.max_draft_lag && !self.drafts_into_registered(row)
+            || !row.draft_len_moved
+                && n - row.draft_len <= self.drafts.max_draft_lag
+                && !self.drafts_into_registered(row)
         {
             Drafting::Ready(k)
         } else {
@@ -275,6 +277,9 @@ impl Scheduler {
     /// drafter.
     pub(super) fn most_drafts(&self, row: &Row, k: u32) -> usize {
         let on_device = row.drafter == DrafterKind::Device;
+        if on_device && self.drafting_is_paused() {
+            return 0;
+        }
         let end = if on_device { (row.limit - 1).min(self.drafts.end_of_drafts) } else { row.limit - 1 };
         (k as usize).min(end.saturating_sub(row.lower_bound()))
     }

@@ -138,6 +138,7 @@ impl Scheduler {
             record[layout.draft_chunk_row.offset + j] = i64::from(chunk.row);
             record[layout.draft_chunk_start.offset + j] = chunk.start as i64;
             record[layout.draft_chunk_len.offset + j] = chunk.len as i64;
+            record[layout.draft_chunk_k_start.offset + j] = self.held_from(chunk.row) as i64;
             let first = header.num_draft_tokens;
             write_positions(&mut record[layout.draft_position.offset + first..][..chunk.len], chunk.start);
             let slots = &mut record[layout.draft_slot.offset + first..][..chunk.len];
@@ -181,6 +182,7 @@ impl Scheduler {
                 (layout.admit_limit, request.limit as i64),
                 (layout.admit_min_len, i64::try_from(request.min_len).unwrap_or(i64::MAX)),
                 (layout.admit_num_cached, row.num_computed as i64),
+                (layout.admit_salt, request.root as i64),
                 (layout.admit_seed, sampling.seed),
                 (layout.admit_steps, sampling.steps),
                 (layout.admit_logprobs, sampling.logprobs),

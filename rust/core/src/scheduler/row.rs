@@ -8,6 +8,9 @@ use crate::drafts::DrafterKind;
 
 pub(super) type RowIndex = u32;
 
+/// In place of a block that has come back to the pool.
+pub(super) const NO_BLOCK: i64 = -1;
+
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum RowState {
     #[default]
@@ -39,7 +42,7 @@ pub(super) struct Row {
     /// The running request; meaningful while live.
     pub(super) request: RequestIndex,
 
-    /// Its block table.
+    /// Its block table, [`NO_BLOCK`] before `first_block`.
     pub(super) blocks: Vec<i64>,
     /// Tokens at admission: target prefill covers `[.., prefill_end)`, and `[.., num_computed)` of it is planned.
     pub(super) prefill_end: usize,
@@ -58,6 +61,12 @@ pub(super) struct Row {
     pub(super) decided: bool,
     /// Its draft KV from block `num_draft_marked` on is to be built again, once no launch in flight drafts for it.
     pub(super) rebuild: bool,
+    /// `draft_len` moved and the device has not been told: its next chunk tells it, if need be a chunk without a position.
+    pub(super) draft_len_moved: bool,
+    /// Blocks that lie behind every window to come, and are no longer its own.
+    pub(super) first_block: usize,
+    /// The last launch with a catch-up chunk of its own.
+    pub(super) last_catch_up: u64,
 }
 
 impl Row {
@@ -65,9 +74,22 @@ impl Row {
         self.num_computed < self.prefill_end
     }
 
+    /// Those of its blocks that have been registered or come from the prefix cache.
+    pub(super) fn registered_blocks(&self) -> &[i64] {
+        &self.blocks[self.first_block.min(self.num_registered)..self.num_registered]
+    }
+
     /// Fewest tokens the row has once everything in flight has happened.
     pub(super) fn lower_bound(&self) -> usize {
         self.n + self.emitting as usize
+    }
+
+    /// Takes it that draft KV is valid up to `end` at most.
+    pub(super) fn lower_draft_len(&mut self, end: usize) {
+        if end < self.draft_len {
+            self.draft_len = end;
+            self.draft_len_moved = true;
+        }
     }
 
     /// Makes a free row live, with room for `max_blocks` blocks, so that it allocates nothing while it runs.
@@ -91,6 +113,9 @@ impl Row {
         };
     }
 }
+
+/// `Row::idle_drafts` where an entry in flight or before it was to draft and did not.
+pub(super) const UNKNOWN_LAG: u32 = 1 << 30;
 
 /// One row's part in a launch.
 #[derive(Clone, Copy, Debug)]

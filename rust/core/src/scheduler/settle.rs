@@ -3,13 +3,13 @@
 use super::Scheduler;
 use super::layout::{self, FINISH_ERROR, FINISH_LENGTH, FINISH_NONE, FINISH_STOP, ResultsLayout, Section};
 use super::lifecycle::is_token;
-use super::row::{Entry, Launch, RowIndex, RowState};
+use super::row::{Entry, Launch, RowIndex, RowState, UNKNOWN_LAG};
 use crate::drafts::DrafterKind;
 use crate::error::{Error, Result, check_len};
 
 /// Flags after which a row's tokens mean nothing.
 const FATAL: i64 = layout::FLAG_TARGET_NON_FINITE | layout::FLAG_CAPACITY;
-const ALL_FLAGS: i64 = FATAL | layout::FLAG_DRAFT_NON_FINITE;
+const ALL_FLAGS: i64 = FATAL | layout::FLAG_DRAFT_NON_FINITE | layout::FLAG_NOTHING_DRAFTED;
 
 /// What the device reports of one entry, besides its tokens.
 #[derive(Clone, Copy, Debug)]
@@ -113,6 +113,9 @@ impl Scheduler {
         for index in 0..self.num_unpublished {
             self.publish(self.unpublished[index])?;
         }
+        if self.config.sliding_window.is_some() {
+            self.return_behind_windows(&launch)?;
+        }
         self.spare_launches.push(launch);
         Ok(())
     }
@@ -213,11 +216,22 @@ impl Scheduler {
         let num_new = emitted as usize;
         if self.host_drafts.learns() && entry.chunk_end == 0 {
             let whose = (request.order.1, n);
-            self.host_drafts.learn(entry.row, whose, (drafted, accepted, entry.drafter), &tokens[..num_new]);
+            // Asked in vain is a first draft that did not stand: it took as long, and promises as little.
+            let in_vain = usize::from(flags & layout::FLAG_NOTHING_DRAFTED != 0 && entry.drafts_on_device());
+            self.host_drafts.learn(
+                entry.row,
+                whose,
+                (drafted.max(in_vain), accepted, entry.drafter),
+                &tokens[..num_new],
+            );
         }
         request.append(tokens, num_new);
         row.n = n + num_new;
         let drafted_on_device = drafted > 0 && entry.drafter == DrafterKind::Device;
+        if entry.drafts_on_device() && drafted == 0 {
+            // It did not draft after all, so how far its draft KV lags is known only once nothing in flight drafts.
+            row.idle_drafts = UNKNOWN_LAG;
+        }
         if drafted > 0 {
             self.acceptance.record(drafted, accepted)?;
             if entry.drafter != DrafterKind::Device {
@@ -235,7 +249,7 @@ impl Scheduler {
         if flags & layout::FLAG_DRAFT_NON_FINITE != 0 {
             request.draft_failed = true;
             (row.k, row.max_k) = (0, 0);
-            for &block in &row.blocks[..row.num_registered] {
+            for &block in row.registered_blocks() {
                 self.pool.release_claim(block, entry.row);
             }
             if from_hidden {

@@ -48,7 +48,7 @@ impl Scheduler {
             if row.is_prefilling() || n >= row.limit {
                 continue;
             }
-            let lag = if row.drafting > 0 { 0 } else { n - row.draft_len };
+            let lag = if row.drafting > 0 { 0 } else { n - row.draft_len.max(self.held_from(row_index)) };
             if self.drafts.has_kv && self.drafts.on_host {
                 // What drafts on the host costs nothing but its verification, which the planner's costs do not know of.
                 self.choose_drafter_and_k(row_index);
@@ -93,23 +93,35 @@ impl Scheduler {
     }
 
     /// Takes marks and claims from a row's registered blocks, and from those of rows that share a block so unmarked, behind it.
-    /// Launches in flight may still draft for them; they set no marks, and the rows begin again once they have settled.
+    /// Where a head reads hidden states, rows that share a block begin again whether it was marked or not: a row whose drafts were
+    /// not finite has lost its marks, and others had gone on from them before. Launches in flight may still draft for them; they set
+    /// no marks, and the rows begin again once they have settled.
     fn discard_draft(&mut self, row: RowIndex) -> Result<()> {
+        self.discard_from(vec![(row, 0)])
+    }
+
+    /// The same of several rows, each from a block on.
+    pub(super) fn discard_from(&mut self, mut broken: Vec<(RowIndex, usize)>) -> Result<()> {
         if !self.drafts.has_kv {
             return Ok(());
         }
-        let mut broken = vec![(row, 0)];
         while let Some((row_index, first)) = broken.pop() {
             let row = &mut self.rows[row_index as usize];
             row.rebuild = true;
             row.num_draft_marked = row.num_draft_marked.min(first);
-            for index in first..row.num_registered {
+            for index in first.max(row.first_block)..row.num_registered {
                 let block = self.rows[row_index as usize].blocks[index];
                 self.pool.release_claim(block, row_index);
-                if self.pool.unmark_draft(block)? {
-                    let shares = |other: &u32| self.rows[*other as usize].blocks.get(index) == Some(&block);
-                    let others = self.running.iter().copied().filter(|&other| other != row_index).filter(shares);
-                    broken.extend(others.map(|other| (other, index)));
+                let from_hidden = self.drafts.from_hidden;
+                if self.pool.unmark_draft(block)? || from_hidden {
+                    for &other in self.running.iter().filter(|&&other| other != row_index) {
+                        let row = &mut self.rows[other as usize];
+                        if row.blocks.get(index) == Some(&block) && !(from_hidden && row.rebuild) {
+                            // Of the first block that it shares: behind it each is in its own turn.
+                            row.rebuild = true;
+                            broken.push((other, index));
+                        }
+                    }
                 }
             }
         }
@@ -123,10 +135,13 @@ impl Scheduler {
         if row.drafting == 0 {
             row.rebuild = false;
             if self.drafts.from_hidden {
-                self.hidden[row_index as usize].restart = true;
+                // Nothing of it counts from here on, be this plan carried out or not.
+                row.draft_len = 0;
+                let hidden = &mut self.hidden[row_index as usize];
+                (hidden.restart, hidden.draft_start) = (true, 0);
                 return;
             }
-            row.draft_len = row.draft_len.min(row.num_draft_marked * block_size);
+            row.lower_draft_len(row.num_draft_marked * block_size);
         }
     }
 }

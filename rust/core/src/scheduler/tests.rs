@@ -1,8 +1,9 @@
 //! That `check_integrity` sees contradictions; what the scheduler does is tested in `tests/scheduler`.
 
+use super::layout::{FINISH_LENGTH, FINISH_NONE};
 use super::row::RowState;
 use super::{PlanOutcome, RequestParams, Scheduler, SchedulerConfig};
-use crate::drafts::Drafter;
+use crate::drafts::{Drafter, DrafterKind, HostDrafters, SuffixSettings};
 use crate::error::Error;
 
 /// A contradiction, and how to bring it about.
@@ -95,4 +96,47 @@ fn views_are_the_sections_by_name() {
     let view = layout.view(&results);
     assert_eq!((view.num_emitted, view.tokens[4], view.num_accepted), (&[0, 5, 0][..], 6, &[0, 0, 0][..]));
     assert_eq!(results.iter().filter(|&&value| value != 0).count(), 2);
+}
+
+/// One request of 10 tokens, in turn: the drafts that its launches were planned with, and how often its drafter failed.
+fn run_alone(damage: fn(&mut Scheduler)) -> (Vec<usize>, u64) {
+    let config = SchedulerConfig {
+        num_speculative_tokens: 2,
+        host_drafters: HostDrafters::suffix(SuffixSettings::default()),
+        ..SchedulerConfig::new(1, 32, 64, 2, 64)
+    };
+    let mut scheduler = Scheduler::new(config).unwrap();
+    let params = RequestParams { limit: 16, num_speculative_tokens: 2, ..RequestParams::default() };
+    scheduler.add_request(0, &[1, 2, 1, 2, 1, 2], &params).unwrap();
+    let (mut record, mut settled) = (vec![0; scheduler.record_layout.size], vec![0; scheduler.settled_layout.size]);
+    let (layout, mut n, mut planned) = (scheduler.results_layout, 6, Vec::new());
+    while let PlanOutcome::Launch(header) = scheduler.plan(&mut record).unwrap() {
+        planned.push(header.max_k);
+        if n == 8 {
+            damage(&mut scheduler);
+        }
+        // No draft stands, and the text goes on as it began.
+        n += 1;
+        let mut results = vec![0; layout.size];
+        results[layout.num_emitted.offset] = 1;
+        results[layout.num_drafted.offset] = header.max_k as i64;
+        results[layout.finish_reason.offset] = if n == 16 { FINISH_LENGTH } else { FINISH_NONE };
+        results[layout.tokens.offset] = 1 + (n + 1) % 2;
+        scheduler.settle(header.launch_id, &results, &mut settled).unwrap();
+        scheduler.check_integrity().unwrap();
+    }
+    assert_eq!(n, 16, "it ran to its end");
+    (planned, scheduler.draft_errors_of(DrafterKind::Suffix).0)
+}
+
+#[test]
+fn a_drafter_on_the_host_that_fails_costs_drafts_and_is_counted() {
+    let (planned, failures) = run_alone(|_| ());
+    assert!(planned[1..9].iter().all(|&k| k > 0), "{planned:?}");
+    assert_eq!(failures, 0);
+    // Its tree has tokens that the request never had.
+    let (broken, failures) = run_alone(|s| s.host_drafts.suffix.as_mut().unwrap().append(0, &[7; 99]).unwrap());
+    assert_eq!(broken[..3], planned[..3]);
+    assert!(broken[3..].iter().all(|&k| k == 0), "{broken:?}");
+    assert!(failures as usize >= broken.len() - 4, "{failures} of {broken:?}");
 }

@@ -39,6 +39,9 @@ struct Row {
     limit: usize,
     capacity: usize,
     table: Vec<i64>,
+    /// What the scheduler says that it holds, and the first position whose draft KV is read.
+    held: Vec<i64>,
+    k_start: usize,
     stops: Stops,
     /// What its KV depends on besides tokens, by position.
     extra_keys: Vec<(usize, Vec<u8>)>,
@@ -139,7 +142,8 @@ impl Device {
     pub fn corrupt_draft(&mut self, scheduler: &Scheduler, request_id: i64) {
         let pool = scheduler.block_pool();
         let Some(&row) = self.row_of.get(&request_id) else { return };
-        for &block in &self.rows[row].table {
+        let held = scheduler.request(request_id).map_or(&[][..], |request| request.block_table);
+        for &block in held.iter().filter(|&&block| block >= 0) {
             if pool.claimant(block).is_none_or(|claimant| claimant as usize == row) {
                 let slots = block as usize * self.config.block_size..;
                 self.draft_kv[slots][..self.config.block_size].fill(12345);
@@ -171,6 +175,10 @@ impl Device {
         assert_eq!(record[HEADER_LAUNCH_ID], header.launch_id as i64);
         self.admit(&reader, &layout, header);
         self.update_blocks(&reader, &layout, header);
+        for row in self.rows.iter_mut().filter(|row| row.active) {
+            let table = scheduler.request(row.request_id).map_or(&[][..], |request| request.block_table);
+            row.held = table.to_vec();
+        }
         let num_entries = header.num_decode + header.num_prefill;
         assert!(num_entries > 0 && num_entries <= self.config.max_num_seqs);
         for entry in 0..num_entries {
@@ -238,7 +246,11 @@ impl Device {
     fn update_blocks(&mut self, reader: &Reader<'_>, layout: &RecordLayout, header: LaunchHeader) {
         for i in 0..header.num_block_updates {
             let table = &mut self.rows[reader.at(layout.block_row, i)].table;
-            assert_eq!(table.len(), reader.at(layout.block_index, i), "block tables grow by one block at a time");
+            let index = reader.at(layout.block_index, i);
+            if table.is_empty() && self.config.sliding_window.is_some() {
+                table.resize(index, -1); // a window's blocks alone were found
+            }
+            assert_eq!(table.len(), index, "block tables grow by one block at a time");
             table.push(reader.at(layout.block_id, i) as i64);
         }
     }
@@ -277,7 +289,7 @@ impl Device {
         if let Some(report) = self.target_fault(row_index, start, start + len) {
             return report;
         }
-        self.check_target(row_index, start + len);
+        self.check_target(row_index, start, start + len);
         if !is_last {
             return Report::default();
         }
@@ -299,7 +311,8 @@ impl Device {
         assert!(start + len < row.tokens.len(), "the last token is not the draft's yet");
         let (context, _) = self.draft_model().expect("a draft model");
         assert!(start + len <= context, "beyond the draft's context");
-        self.check_draft(row_index, start);
+        self.rows[row_index].k_start = reader.at(layout.draft_chunk_k_start, j);
+        self.check_draft(row_index, start, start);
         for i in 0..len {
             let row = &self.rows[row_index];
             assert_eq!(reader.at(layout.draft_position, at + i), start + i);
@@ -313,7 +326,7 @@ impl Device {
             }
         }
         self.draft_tokens += len;
-        self.check_draft(row_index, start + len);
+        self.check_draft(row_index, start, start + len);
         self.rows[row_index].draft_len = start + len;
     }
 
@@ -354,7 +367,7 @@ impl Device {
         if let Some(report) = self.target_fault(row_index, n - 1, n + k) {
             return report;
         }
-        self.check_target(row_index, n);
+        self.check_target(row_index, n - 1, n);
         let row = &self.rows[row_index];
         for (i, &(_, prefix)) in writes.iter().enumerate() {
             let token = target_token(prefix, row.masked(i));
@@ -419,7 +432,7 @@ impl Device {
             self.write_draft(scheduler, row_index, slot, content);
         }
         self.draft_tokens += writes.len();
-        self.check_draft(row_index, n);
+        self.check_draft(row_index, self.rows[row_index].draft_len, n);
         drafts
     }
 
@@ -456,7 +469,10 @@ impl Device {
 
     fn slot(&self, row: &Row, position: usize) -> usize {
         assert!(position < row.capacity, "position {position} beyond capacity {}", row.capacity);
-        let block = row.table[position / self.config.block_size] as usize;
+        let block = row.table[position / self.config.block_size];
+        let held = row.held.get(position / self.config.block_size);
+        assert!(block >= 0 && held == Some(&block), "position {position} of request {}: {block}", row.request_id);
+        let block = block as usize;
         block * self.config.block_size + position % self.config.block_size
     }
 
@@ -483,18 +499,23 @@ impl Device {
         self.draft_kv[slot] = content;
     }
 
-    /// Positions `0..end` hold the target KV of exactly this row's tokens.
-    fn check_target(&self, row_index: usize, end: usize) {
+    /// What queries at positions `first` and above read before `end` is the target KV of exactly this row's tokens.
+    fn check_target(&self, row_index: usize, first: usize, end: usize) {
         let row = &self.rows[row_index];
-        for position in 0..end {
+        for position in self.read_from(first)..end {
             let found = self.target_kv[self.slot(row, position)];
             assert_eq!(found, row.prefix[position], "target KV of position {position}, request {}", row.request_id);
         }
     }
 
-    fn check_draft(&self, row_index: usize, end: usize) {
+    /// The first position that a query at `position` reads.
+    fn read_from(&self, position: usize) -> usize {
+        self.config.sliding_window.map_or(0, |window| (position + 1).saturating_sub(window))
+    }
+
+    fn check_draft(&self, row_index: usize, first: usize, end: usize) {
         let row = &self.rows[row_index];
-        for position in 0..if row.draft_fault { 0 } else { end } {
+        for position in self.read_from(first).max(row.k_start)..if row.draft_fault { 0 } else { end } {
             let found = self.draft_kv[self.slot(row, position)];
             assert_eq!(found, row.prefix[position], "draft KV of position {position}, request {}", row.request_id);
         }

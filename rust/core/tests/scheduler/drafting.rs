@@ -2,7 +2,7 @@
 
 use specrs_core::scheduler::LaunchHeader;
 use specrs_core::scheduler::layout::FLAG_DRAFT_NON_FINITE;
-use specrs_core::{CostLine, CostModel, Drafter, SchedulerConfig, SpeculationPlanner};
+use specrs_core::{CostLine, CostModel, Drafter, Error, SchedulerConfig, SpeculationPlanner};
 
 use crate::common::driver::{Ask, Driver, prompt};
 use crate::{ask, drafting, speculative, with_lag};
@@ -590,4 +590,31 @@ fn drafting_waits_for_a_claim_on_what_its_first_pass_would_write() {
         "lags of 3 are no lags for 3 first rows"
     );
     driver.run();
+}
+
+#[test]
+fn a_pause_plans_launches_without_drafts_or_draft_kv() {
+    let mut driver = Driver::new(speculative());
+    driver.add(0, &drafting(1, 12, 30)).unwrap();
+    driver.scheduler.pause_drafting(5);
+    driver.run();
+    let drafts: Vec<_> = driver.launches.iter().map(|header| (header.max_k, header.num_draft_tokens)).collect();
+    assert!(drafts[..5].iter().all(|&drafts| drafts == (0, 0)), "{drafts:?}");
+    assert!(drafts[5].1 > 0 && drafts[5..].iter().any(|&(k, _)| k > 0), "{drafts:?}");
+}
+
+#[test]
+fn draft_kv_that_was_not_written_is_written_again() {
+    let mut driver = Driver::new(speculative());
+    driver.add(0, &drafting(1, 12, 30)).unwrap();
+    driver.step();
+    let header = driver.launch();
+    assert_eq!((header.num_draft_tokens, header.max_k), (11, 3));
+    let refused = driver.scheduler.draft_kv_not_written(&[0, 99]);
+    assert!(matches!(refused, Err(Error::InvalidBlock { block: 99, .. })), "{refused:?}");
+    let blocks = driver.scheduler.request(0).unwrap().block_table.to_vec();
+    assert_eq!(driver.scheduler.request(0).unwrap().num_draft_computed_tokens, 11);
+    driver.scheduler.draft_kv_not_written(&blocks[1..]).unwrap();
+    assert_eq!(driver.scheduler.request(0).unwrap().num_draft_computed_tokens, 4, "what lies in the first block stays");
+    driver.check();
 }

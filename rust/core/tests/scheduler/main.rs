@@ -16,6 +16,7 @@ mod prefixes;
 mod settling;
 mod speculation;
 mod sweep;
+mod windows;
 
 use common::driver::{Ask, prompt};
 use specrs_core::{Drafter, SchedulerConfig};

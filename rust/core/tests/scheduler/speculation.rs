@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use specrs_core::{CostLine, CostModel, Drafter, Error, PlanOutcome, SchedulerConfig, SpeculationPlanner};
 
 use crate::common::driver::{Ask, Driver};
-use crate::{ask, drafting, speculative};
+use crate::{ask, drafting, speculative, with_lag};
 
 /// A planner for `speculative()` with drafts that cost `draft_ms` where the target costs 1.
 fn planner(draft_ms: f64) -> SpeculationPlanner {
@@ -116,6 +116,25 @@ fn a_rebuild_waits_for_launches_in_flight_that_draft() {
     driver.settle();
     let header = driver.launch();
     assert_eq!((header.num_draft_chunks, header.max_k), (1, 3));
+    driver.run();
+}
+
+#[test]
+fn a_rebuild_of_few_positions_tells_the_device_that_it_has_none() {
+    let mut driver = Driver::new(SchedulerConfig { drafter: with_lag(8), ..speculative() });
+    driver.add(0, &drafting(1, 3, 20)).unwrap();
+    driver.step();
+    driver.step();
+    assert!(driver.scheduler.request(0).unwrap().num_draft_computed_tokens > 0);
+    driver.rebuild_draft(0).unwrap();
+    let n = driver.scheduler.request(0).unwrap().num_tokens;
+    assert!(n <= 8, "the first drafting pass feeds all of {n}");
+    let header = driver.launch();
+    assert_eq!((header.num_draft_chunks, header.max_k), (1, 3));
+    assert_eq!((driver.section("draft_chunk_start", 1), driver.section("draft_chunk_len", 1)), (&[0][..], &[0][..]));
+    driver.settle();
+    driver.launch();
+    assert_eq!(driver.launches.last().unwrap().num_draft_chunks, 0, "once is enough");
     driver.run();
 }
 

@@ -7,7 +7,8 @@
 use specrs_core::sampling::MAX_STOP_IDS;
 use specrs_core::scheduler::layout::{FINISH_LENGTH, FINISH_NONE, FINISH_STOP, HEADER_FIELDS};
 use specrs_core::{Drafter, DrafterKind, NgramProposer, Scheduler};
-use std::collections::{BTreeMap, HashMap};
+use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 pub(crate) const VOCAB: i64 = 11;
 
@@ -76,9 +77,13 @@ struct Row {
     /// Of a drafter that reads hidden states: where its KV begins, and the first hidden state that is kept.
     draft_start: usize,
     hidden_start: usize,
+    /// Of another drafter: the first position whose KV it reads.
+    k_start: usize,
     limit: usize,
     capacity: usize,
     table: HashMap<usize, usize>,
+    /// What the scheduler says that it holds: other entries of the table are of blocks that belong to others.
+    held: Vec<i64>,
     /// A fault ended it.
     broken: bool,
     /// Its draft KV holds NaN somewhere; it alone may read that.
@@ -101,6 +106,10 @@ type Kv = Vec<Option<(u8, Vec<i64>)>>;
 pub(crate) struct Device {
     block_size: usize,
     max_draft_lag: usize,
+    /// The last positions that a query reads.
+    window: usize,
+    /// Blocks that the launch read or wrote.
+    touched: RefCell<BTreeSet<i64>>,
     /// What one pass for all drafts feeds in their place.
     mask: Option<i64>,
     /// Whether the drafter reads hidden states.
@@ -173,6 +182,8 @@ impl Device {
         Self {
             block_size: config.block_size,
             max_draft_lag,
+            window: config.sliding_window.unwrap_or(usize::MAX),
+            touched: RefCell::default(),
             mask,
             from_hidden: matches!(config.drafter, Drafter::Hidden { .. }),
             draft_context,
@@ -195,10 +206,11 @@ impl Device {
     /// written again panics. What another row has claimed is not this request's.
     pub(crate) fn lose_draft(&mut self, scheduler: &Scheduler, request_id: i64) {
         let Some(&row) = self.row_of.get(&request_id) else { return };
-        for &block in self.rows[row].table.values() {
-            let claimant = scheduler.block_pool().claimant(block as i64);
+        let table = scheduler.request(request_id).map_or(&[][..], |request| request.block_table);
+        for &block in table.iter().filter(|&&block| block >= 0) {
+            let claimant = scheduler.block_pool().claimant(block);
             if claimant.is_none_or(|claimant| claimant as usize == row) {
-                self.draft_kv[block * self.block_size..][..self.block_size].fill(None);
+                self.draft_kv[block as usize * self.block_size..][..self.block_size].fill(None);
             }
         }
     }
@@ -225,6 +237,8 @@ impl Device {
     /// Executes one launch: uploads, prefill chunks, draft chunks, the decode iteration.
     pub(crate) fn execute(&mut self, scheduler: &Scheduler, record: &Record<'_>) -> Vec<Outcome> {
         self.upload(record);
+        self.touched.take();
+        self.forget(scheduler);
         for entry in 0..record.num_entries() {
             let row = &mut self.rows[record.size("entry_row", entry)];
             row.capacity = record.size("entry_capacity", entry);
@@ -291,16 +305,44 @@ impl Device {
         }
     }
 
+    /// Blocks that the launch read or wrote.
+    pub(crate) fn touched(&self) -> BTreeSet<i64> {
+        self.touched.borrow().clone()
+    }
+
+    /// What no row holds and no request can find is overwritten, and each row may touch what it holds.
+    fn forget(&mut self, scheduler: &Scheduler) {
+        let pool = scheduler.block_pool();
+        for block in (0..pool.num_blocks()).filter(|&block| pool.ref_count(block as i64) == Some(0)) {
+            let slots = block * self.block_size..(block + 1) * self.block_size;
+            if !pool.is_registered(block as i64) {
+                self.target_kv[slots.clone()].fill(None);
+            }
+            if !pool.has_draft(block as i64) {
+                self.draft_kv[slots].fill(None);
+            }
+        }
+        for (index, row) in self.rows.iter_mut().enumerate() {
+            // One that ended on the device has its part in launches until the scheduler knows.
+            if let Some(request) = scheduler.request(row.request_id).ok().filter(|request| request.row == Some(index)) {
+                row.held = request.block_table.to_vec();
+            }
+        }
+    }
+
     fn slot(&self, row: usize, position: usize) -> usize {
         let row = &self.rows[row];
         assert!(position < row.capacity, "position {position} of request {}: {}", row.request_id, row.capacity);
-        let block = row.table.get(&(position / self.block_size)).expect("a block that the device was told of");
+        let block = *row.table.get(&(position / self.block_size)).expect("a block that the device was told of");
+        let held = row.held.get(position / self.block_size);
+        assert_eq!(held, Some(&(block as i64)), "position {position} of request {} is another's", row.request_id);
+        self.touched.borrow_mut().insert(block as i64);
         block * self.block_size + position % self.block_size
     }
 
-    /// A query at the last of `tokens` reads the KV of all positions before it and its own.
-    fn read(&self, kv: &Kv, model: &str, row: usize, tokens: &[i64]) {
-        for position in 0..tokens.len() {
+    /// Queries at the positions of `tokens` from `first` on read the KV of their windows, from position `start` on.
+    fn read(&self, kv: &Kv, model: &str, row: usize, tokens: &[i64], (first, start): (usize, usize)) {
+        for position in (first + 1).saturating_sub(self.window).max(start)..tokens.len() {
             let found = kv[self.slot(row, position)].as_ref().map(|(salt, tokens)| (*salt, tokens.as_slice()));
             let id = self.rows[row].request_id;
             let right = (self.sampling[&id].salt, &tokens[..=position]);
@@ -341,7 +383,7 @@ impl Device {
             assert_eq!(record.size("prefill_slot", from + i), self.slot(row, position));
             self.write_target(scheduler, row, &tokens[..=position]);
         }
-        self.read(&self.target_kv, "target", row, &tokens[..start + len]);
+        self.read(&self.target_kv, "target", row, &tokens[..start + len], (start, 0));
         if let Some(fatal) = self.fatal(row, start, start + len) {
             return fatal;
         }
@@ -378,10 +420,13 @@ impl Device {
                 }
             }
         }
+        let k_start = record.size("draft_chunk_k_start", j);
+        assert!(k_start >= self.rows[row].k_start && k_start <= start, "queries from {k_start} on, chunk at {start}");
+        self.rows[row].k_start = k_start;
         // The fault shows only in logits: those of the row's next drafting.
         self.rows[row].draft_poisoned |= faulty;
         if active && !self.rows[row].draft_poisoned {
-            self.read(&self.draft_kv, "draft", row, &tokens[..start + len]);
+            self.read(&self.draft_kv, "draft", row, &tokens[..start + len], (start, k_start));
         }
         self.rows[row].draft_len = start + len;
     }
@@ -413,12 +458,12 @@ impl Device {
         self.draft_kv[slot] = Some(content);
     }
 
-    /// A query at `end - 1` reads KV of true hidden states from the row's start on, and recurrent KV from `first_recurrent` on.
-    fn read_hidden(&self, row: usize, tokens: &[i64], first_recurrent: usize, end: usize) {
+    /// Queries at positions `first` to `end - 1` read KV of true hidden states from the row's start on, and recurrent KV from `first_recurrent` on.
+    fn read_hidden(&self, row: usize, tokens: &[i64], first_recurrent: usize, (first, end): (usize, usize)) {
         if self.rows[row].draft_poisoned {
             return;
         }
-        for position in self.rows[row].draft_start..end {
+        for position in (first + 1).saturating_sub(self.window).max(self.rows[row].draft_start)..end {
             let right = self.hidden_kv(row, tokens, position, position >= first_recurrent);
             let found = &self.draft_kv[self.slot(row, position)];
             assert_eq!(found.as_ref(), Some(&right), "KV of request {} at {position}", self.rows[row].request_id);
@@ -465,7 +510,7 @@ impl Device {
             }
         }
         if sound {
-            self.read_hidden(row, &tokens, usize::MAX, start + len);
+            self.read_hidden(row, &tokens, usize::MAX, (start, start + len));
         }
         self.rows[row].draft_len = start + len;
     }
@@ -493,7 +538,8 @@ impl Device {
             if i > 0 {
                 self.write_hidden(scheduler, row, tokens, (n - 2 + i, true), writers);
             }
-            self.read_hidden(row, tokens, n - 1, n - 1 + i);
+            let first = if i == 0 { draft_len.max(hidden_start) } else { n - 2 + i };
+            self.read_hidden(row, tokens, n - 1, (first, n - 1 + i));
             tokens.push(draft_next(tokens, &sampling));
         }
     }
@@ -527,6 +573,9 @@ impl Device {
         } else if k > 0 {
             let draft_len = self.rows[row].draft_len;
             assert!(draft_len + self.max_draft_lag >= n, "draft_len {draft_len} at n = {n}");
+            let k_start = self.rows[row].k_start;
+            let whole = n.saturating_sub(self.max_draft_lag) + 1;
+            assert!(k_start <= whole.saturating_sub(self.window), "drafts at {n} see KV from {k_start} on only");
             // The first pass feeds the last max_draft_lag positions and writes those that the draft does not have yet.
             for position in draft_len..n {
                 self.write_draft(scheduler, row, &tokens[..=position], writers);
@@ -537,7 +586,8 @@ impl Device {
                     self.write_draft(scheduler, row, &fed, writers);
                 }
                 if !self.rows[row].draft_poisoned {
-                    self.read(&self.draft_kv, "draft", row, &fed);
+                    let first = if i == 0 { draft_len } else { n - 1 + i };
+                    self.read(&self.draft_kv, "draft", row, &fed, (first, k_start));
                 }
                 tokens.push(draft_next(&tokens, &sampling));
                 fed.push(self.mask.unwrap_or(tokens[n + i]));
@@ -547,7 +597,7 @@ impl Device {
         for end in n..=tokens.len() {
             self.write_target(scheduler, row, &tokens[..end]);
         }
-        self.read(&self.target_kv, "target", row, &tokens);
+        self.read(&self.target_kv, "target", row, &tokens, (n - 1, 0));
         if let Some(fatal) = self.fatal(row, n - 1, tokens.len()) {
             return fatal;
         }

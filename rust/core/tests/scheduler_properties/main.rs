@@ -13,7 +13,7 @@ use specrs_core::{
     CostLine, CostModel, Drafter, Error, HostDrafters, NgramProposer, PlanOutcome, RequestParams, RequestSampling,
     Scheduler, SchedulerConfig, SpeculationPlanner, SuffixSettings,
 };
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 #[derive(Clone, Debug)]
 struct Ask {
@@ -82,7 +82,7 @@ fn op() -> impl Strategy<Value = Op> {
 const MASK: i64 = VOCAB;
 
 fn settings() -> impl Strategy<Value = SchedulerConfig> {
-    let sizes = (1..5_usize, prop::sample::select(vec![2, 9, 24, 48]), 0..24_usize, 1..6_usize);
+    let sizes = (1..5_usize, prop::sample::select(vec![2_usize, 9, 24, 48]), 0..24_usize, 1..6_usize);
     let budget = prop_oneof![2 => 1..6_usize, 3 => 6..40_usize];
     let draft = prop_oneof![1 => Just(None), 1 => (1..30_usize).prop_map(Some), 3 => Just(Some(64))];
     let serial = (prop::sample::select(vec![1_usize, 2, 2, 3]), Just(None));
@@ -97,21 +97,29 @@ fn settings() -> impl Strategy<Value = SchedulerConfig> {
     );
     let ngrams = prop::option::weighted(0.2, (1..4_usize, 0..3_usize));
     let hidden = prop::option::weighted(0.4, 0..4_usize);
-    let more = (ngrams, hidden, policy);
+    let window = prop::option::weighted(0.4, 2..14_usize);
+    let more = (ngrams, hidden, window, policy);
     (sizes, budget, rest, ratio, more).prop_map(
-        |((rows, len, spare, block_size), budget, rest, ratio, (ngrams, hidden, policy))| {
+        |((rows, len, spare, block_size), budget, rest, ratio, (ngrams, hidden, sliding_window, policy))| {
             let (k, context, (max_draft_lag, mask_token_id), max_in_flight, enable_prefix_caching) = rest;
+            let (drafter, lag) = match (context, hidden) {
+                // Of schedulers with a drafter on the host some have one on the device, too.
+                (Some(_), _) if ngrams.is_some() && rows % 2 == 0 => (Drafter::None, 1),
+                (None, _) => (Drafter::None, 1),
+                (Some(max_model_len), Some(more)) => {
+                    (Drafter::Hidden { max_model_len, max_draft_lag: k + 2 + more }, k + 2 + more)
+                }
+                (Some(max_model_len), None) => {
+                    (Drafter::Cached { max_model_len, max_draft_lag, mask_token_id, cost_ratio: ratio }, max_draft_lag)
+                }
+            };
+            // The positions that a row needs at least, wherever a block may begin.
+            let all = len.div_ceil(block_size);
+            let least = sliding_window.map_or(all, |window| all.min((window + lag - 1).div_ceil(block_size) + 1));
             SchedulerConfig {
                 num_speculative_tokens: k,
-                drafter: match (context, hidden) {
-                    // Of schedulers with a drafter on the host some have one on the device, too.
-                    (Some(_), _) if ngrams.is_some() && rows % 2 == 0 => Drafter::None,
-                    (None, _) => Drafter::None,
-                    (Some(max_model_len), Some(more)) => Drafter::Hidden { max_model_len, max_draft_lag: k + 2 + more },
-                    (Some(max_model_len), None) => {
-                        Drafter::Cached { max_model_len, max_draft_lag, mask_token_id, cost_ratio: ratio }
-                    }
-                },
+                drafter,
+                sliding_window,
                 host_drafters: HostDrafters {
                     ngram: ngrams.map(|(min, more)| NgramProposer::new(min, min + more).expect("allowed")),
                     suffix: (ngrams.is_some_and(|(min, _)| min == 1) || ratio > 2.0)
@@ -122,7 +130,7 @@ fn settings() -> impl Strategy<Value = SchedulerConfig> {
                 num_reserved_decode_tokens: policy.0,
                 long_prefill_token_threshold: policy.1,
                 priority_aging_launches: policy.2,
-                ..SchedulerConfig::new(rows, len, len.div_ceil(block_size) + spare, block_size, budget)
+                ..SchedulerConfig::new(rows, len, least + spare, block_size, budget)
             }
         },
     )
@@ -140,8 +148,8 @@ struct Request {
     ended: bool,
 }
 
-/// A launch, its rows, K of its decode entries, and what became of them.
-type InFlight = (u64, Vec<i64>, Vec<i64>, Vec<Outcome>);
+/// A launch, its rows, K of its decode entries, what became of them, and the blocks that it reads or writes.
+type InFlight = (u64, Vec<i64>, Vec<i64>, Vec<Outcome>, BTreeSet<i64>);
 
 struct Run {
     scheduler: Scheduler,
@@ -183,6 +191,11 @@ impl Run {
     fn check(&self) {
         self.scheduler.check_integrity().expect("books that agree");
         self.device.check_marks(&self.scheduler);
+        let held = |block: &i64| self.scheduler.block_pool().ref_count(*block) > Some(0);
+        assert!(
+            self.in_flight.iter().all(|(.., touched)| touched.iter().all(held)),
+            "a launch in flight names free blocks"
+        );
         let (drafts, draft_tokens, accepted) = self.books;
         let books = self.scheduler.acceptance();
         assert_eq!((books.drafts(), books.draft_tokens(), books.accepted_tokens()), (drafts, draft_tokens, accepted));
@@ -306,7 +319,7 @@ impl Run {
                 let rows = (0..record.num_entries()).map(|entry| record.get("entry_row", entry)).collect();
                 let ks = (0..record.num_decode()).map(|entry| record.get("entry_k", entry)).collect();
                 self.launches += 1;
-                self.in_flight.push_back((record.count("launch_id") as u64, rows, ks, outcomes));
+                self.in_flight.push_back((record.count("launch_id") as u64, rows, ks, outcomes, self.device.touched()));
             }
         }
         outcome
@@ -411,10 +424,16 @@ impl Run {
         if self.scheduler.num_running() == admitted.min(1) {
             return;
         }
-        let sent = |row| (0..record.count("num_block_updates")).filter(|&i| record.get("block_row", i) == row).count();
+        let config = self.scheduler.config();
+        // With a window, for the window and a whole launch's tokens.
+        let most = config.sliding_window.map_or(usize::MAX, |window| {
+            (window + config.max_num_batched_tokens + config.num_speculative_tokens + 1).div_ceil(config.block_size)
+        });
         let missing = |i: usize| {
-            let tokens = record.size("admit_num_tokens", i);
-            tokens.div_ceil(self.scheduler.config().block_size) - sent(record.get("admit_row", i))
+            let request = self.scheduler.request(record.get("admit_request_id", i)).expect("a running request");
+            let held = request.block_table.iter().filter(|&&block| block >= 0).count();
+            let missing = record.size("admit_num_tokens", i).div_ceil(config.block_size) - request.block_table.len();
+            missing.min(most.saturating_sub(held))
         };
         let (missing, free) = ((0..admitted).map(missing).sum::<usize>(), self.scheduler.num_free_blocks());
         assert!(missing <= free, "admitted with {free} free blocks of the {missing} that prompts need");
@@ -442,7 +461,7 @@ impl Run {
     }
 
     fn settle(&mut self) {
-        let (launch_id, rows, ks, outcomes) = self.in_flight.pop_front().expect("a launch in flight");
+        let (launch_id, rows, ks, outcomes, _) = self.in_flight.pop_front().expect("a launch in flight");
         let results = self.results(&outcomes);
         let late = self.scheduler.settle(launch_id + 1, &results, &mut self.settled);
         assert_eq!(late, Err(Error::SettleOrder { launch_id: launch_id + 1, expected: Some(launch_id) }));

@@ -60,6 +60,7 @@ pub fn scheduler(data: &[u8]) {
     config.max_in_flight = 1 + bytes.below(3);
     config.enable_prefix_caching = bytes.byte() % 4 > 0;
     config.enable_kv_cache_events = bytes.byte() % 2 > 0;
+    config.sliding_window = (bytes.byte() % 3 == 0).then(|| 2 + bytes.below(12));
     let Ok(scheduler) = Scheduler::new(config) else { return };
     let mut run = Run {
         record: vec![0; scheduler.record_layout().size],
@@ -118,7 +119,8 @@ impl Run {
         for id in self.scheduler.request_ids().collect::<Vec<_>>() {
             let view = self.scheduler.request(id).expect("a live request");
             assert!(view.num_computed_tokens < view.limit && view.num_draft_computed_tokens < view.limit);
-            assert!(view.block_table.iter().all(|&block| self.scheduler.block_pool().ref_count(block) > Some(0)));
+            let held = |&block: &i64| block < 0 || self.scheduler.block_pool().ref_count(block) > Some(0);
+            assert!(view.block_table.iter().all(held));
         }
         if bytes.byte().is_multiple_of(8) {
             return;
@@ -195,7 +197,7 @@ impl Run {
             self.results[layout.num_emitted.offset + i] = emitted as i64;
             self.results[layout.num_accepted.offset + i] = accepted as i64;
             self.results[layout.num_drafted.offset + i] = drafted as i64;
-            self.results[layout.flags.offset + i] = if bytes.byte() == 0 { bytes.number() & 7 } else { 0 };
+            self.results[layout.flags.offset + i] = if bytes.byte() == 0 { bytes.number() & 15 } else { 0 };
         }
         if bytes.byte().is_multiple_of(4) {
             let wrong = bytes.below(self.results.len());
