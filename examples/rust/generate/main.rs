@@ -13,9 +13,9 @@ mod checkpoint;
 use std::{io::Write, path::Path, sync::Arc, time::Instant};
 
 use checkpoint::Checkpoint;
-use specrs_core::sampling::{MAX_STOP_IDS, NUM_PARAMS, RequestSampling};
+use specrs_core::sampling::RequestSampling;
 use specrs_core::{Drafter, PlanOutcome, RequestParams, Scheduler, SchedulerConfig};
-use specrs_cpu::iteration::{Cached, Iteration, RowState, Rule};
+use specrs_cpu::iteration::{Cached, Iteration, OwnedRowState, Rule};
 use specrs_cpu::{Decoder, KvCache, KvShape, ModelShape, Pool, Weights};
 use tokenizers::Tokenizer;
 
@@ -72,26 +72,7 @@ fn generate(prompt: &str, options: &Options<'_>, mut deliver: impl FnMut(&str)) 
     };
     scheduler.add_request(0, &ids, &params)?;
 
-    // Row state: one row and a reserved one.
-    let numbers = |width: usize| vec![0_i64; 2 * width];
-    let [mut num_tokens, mut draft_len, mut limit, mut min_len, mut prompt_len, mut seeds] =
-        [(); 6].map(|()| numbers(1));
-    let (mut tokens, mut block_table, mut stop_ids) =
-        (numbers(MAX_LEN + 1), numbers(MAX_LEN / BLOCK_SIZE), numbers(MAX_STOP_IDS));
-    let (mut active, mut columns) = ([false; 2], [0.0; 2 * NUM_PARAMS]);
-    let mut state = RowState {
-        num_tokens: &mut num_tokens,
-        draft_len: &mut draft_len,
-        limit: &mut limit,
-        min_len: &mut min_len,
-        prompt_len: &mut prompt_len,
-        seeds: &mut seeds,
-        active: &mut active,
-        tokens: &mut tokens,
-        block_table: &mut block_table,
-        stop_ids: &mut stop_ids,
-        params: &mut columns,
-    };
+    let mut state = OwnedRowState::new(&config);
 
     let mut iteration = Iteration::new(config, Rule::Rejection, None, decoder.weights().shape().vocab_size)?;
     let mut record = vec![0; scheduler.record_layout().size];
@@ -101,7 +82,7 @@ fn generate(prompt: &str, options: &Options<'_>, mut deliver: impl FnMut(&str)) 
     while let PlanOutcome::Launch(header) = scheduler.plan(&mut record)? {
         let mut target = Cached { decoder: &mut decoder, kv_cache: &mut kv_cache };
         let mut draft = draft.as_mut().map(|(decoder, kv_cache)| Cached { decoder, kv_cache });
-        iteration.run(&record, &mut results, &mut state, &mut target, draft.as_mut())?;
+        iteration.run(&record, &mut results, &mut state.borrow(), &mut target, draft.as_mut())?;
         scheduler.settle(header.launch_id, &results, &mut settled)?;
         let new = scheduler.settled_layout().view(&settled).num_new[0] as usize;
         for &id in &scheduler.results_layout().view(&results).tokens[..new] {

@@ -1,6 +1,6 @@
 //! Passes of dense decoders on a CPU: a forward pass over flat rows as one call, on memory that others own.
 //!
-//! Weights are `[out, in]` as checkpoints have them, KV is paged. No Python, no scheduling, no clock. A row's sums have one
+//! Weights are `[out, in]` as checkpoints have them, KV is paged. No Python, no scheduling, and no clock but that of a benchmark. A row's sums have one
 //! order, whatever the other rows of a pass, the threads and the instruction set: its logits are the same bits.
 
 #![deny(missing_docs)]
@@ -22,12 +22,12 @@ mod quantize;
 mod weights;
 
 pub use decoder::Decoder;
-pub use error::{Error, Result};
+pub use error::{Error, Result, guarded};
 pub use isa::Isa;
 pub use kv_cache::{KvCache, KvShape};
-pub use linear::{INT4_UNIT, Linear, Part, Weight};
+pub use linear::{INT4_UNIT, INT8_UNIT, Linear, Part, Weight};
 pub use memory::{Bf16, Memory, MemoryMut, Owner};
 pub use pass::{Beside, Entries, MAX_TILE_ROWS, Output, Pass};
 pub use pool::Pool;
 pub use quantize::{quantize_int4, quantize_int8};
-pub use weights::{BesideWeights, LayerWeights, ModelShape, Values, ValuesMut, Weights};
+pub use weights::{BesideWeights, LayerWeights, ModelShape, Multipliers, Rotation, Values, ValuesMut, Weights};

@@ -58,7 +58,7 @@ pub fn quantize_int4(
 ) -> Result<()> {
     let outputs = weight.len() / inputs.max(1);
     check_len(name, weight.len(), outputs * inputs)?;
-    check_groups("scales", scales.len(), outputs, inputs)?;
+    check_groups("scales", scales.len(), outputs, inputs, INT4_UNIT)?;
     check_len("codes", codes.len(), weight.len() / 2)?;
     let group = weight.len() / scales.len().max(1);
     let source = Source { name, weight, inputs, group, largest: 7.0, threads };

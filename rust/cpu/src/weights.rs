@@ -1,7 +1,8 @@
 //! The weights of a dense decoder, and what their shapes must be. Computes nothing.
 
 use crate::error::{Error, Result, check_len};
-use crate::linear::Linear;
+use crate::kernels::{LEAST_WEIGHT, PAIRS};
+use crate::linear::{Linear, Weight};
 use crate::memory::{Bf16, Memory, MemoryMut};
 
 /// Read-only numbers of one of the types that weights have.
@@ -122,6 +123,27 @@ impl ModelShape {
     }
 }
 
+/// How some layers rotate queries and keys.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Rotation {
+    /// `[P]`, at most half of `head_dim`: the angle of each pair at position 1, scaling included. Features behind the first
+    /// 2 P of a head are not rotated.
+    pub frequencies: Vec<f32>,
+    /// What cosines and sines are multiplied by.
+    pub magnitude: f32,
+}
+
+/// What a pass multiplies by, beside weights.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Multipliers {
+    /// Of embeddings.
+    pub embedding: f32,
+    /// Of what attention and MLP add to the residual stream.
+    pub residual: f32,
+    /// Of attention scores.
+    pub scores: f32,
+}
+
 /// One layer as it is handed over; norms are copied, projections are not.
 pub struct LayerWeights {
     /// `[hidden]`
@@ -149,20 +171,81 @@ pub(crate) struct Layer {
     pub(crate) post_attention_norm: Vec<f32>,
     pub(crate) gate_up: Linear,
     pub(crate) down: Linear,
+    /// Which rotation; none: queries and keys stay as they are.
+    pub(crate) rotation: Option<usize>,
 }
 
-/// What a layer has that reads a hidden state beside the token: the layer of an EAGLE-3 head (Li et al. 2025).
+impl Layer {
+    fn projections(&self, i: usize) -> [(String, &Linear); 4] {
+        let named = [("qkv", &self.qkv), ("o", &self.o), ("gate_up", &self.gate_up), ("down", &self.down)];
+        named.map(|(name, linear)| (format!("layers[{i}].{name}"), linear))
+    }
+}
+
+/// What an EAGLE-3 head has beside a layer (Li et al. 2025): how it reads the target's hidden states.
 pub struct BesideWeights {
+    /// The target's layers at whose entry it reads hidden states, L of them.
+    pub hidden_layers: Vec<usize>,
+    /// `L target's hidden -> hidden`
+    pub fc: Linear,
+    /// `[L target's hidden]`, of what `fc` is fed: a norm for all of it or, where `fc_norm_each`, for each layer's state.
+    pub fc_norm: Option<Values>,
+    /// See `fc_norm`.
+    pub fc_norm_each: bool,
     /// `[hidden]`, of the hidden state, as `input_norm` is of the embedding.
     pub hidden_norm: Values,
     /// The residual is the normed hidden state.
     pub norm_before_residual: bool,
+    /// A pass is fed what the pass before has left behind the final norm, not before it.
+    pub norm_output: bool,
+    /// The target's id of each of its own, ascending.
+    pub target_ids: Vec<i64>,
 }
 
 /// The same as passes read it.
 pub(crate) struct Normed {
+    pub(crate) hidden_layers: Vec<usize>,
+    pub(crate) fc: Linear,
+    pub(crate) fc_norm: Option<Vec<f32>>,
+    /// Inputs of `fc` that are normed together.
+    pub(crate) together: usize,
     pub(crate) hidden_norm: Vec<f32>,
     pub(crate) before_residual: bool,
+    pub(crate) norm_output: bool,
+    pub(crate) target_ids: Vec<i64>,
+}
+
+impl BesideWeights {
+    fn check(self, shape: &ModelShape, num_ids: usize) -> Result<Normed> {
+        let (layers, inputs) = (self.hidden_layers.len(), self.fc.inputs);
+        check_len("hidden_norm", self.hidden_norm.len(), shape.hidden_size)?;
+        self.fc.check("fc", shape.hidden_size, inputs)?;
+        if layers == 0 || inputs == 0 || !inputs.is_multiple_of(layers) {
+            let allowed = format!("a divisor of the {inputs} inputs of fc");
+            return Err(Error::invalid("hidden_layers", format!("{layers} of them"), allowed));
+        }
+        if let Some(norm) = &self.fc_norm {
+            check_len("fc_norm", norm.len(), inputs)?;
+        }
+        check_len("target_ids", self.target_ids.len(), num_ids)?;
+        let outside = |&&id: &&i64| usize::try_from(id).map_or(true, |id| id >= shape.vocab_size);
+        if let Some(id) = self.target_ids.iter().find(outside) {
+            return Err(Error::invalid("target_ids", id, format!("0 to vocab_size - 1 = {}", shape.vocab_size - 1)));
+        }
+        if !self.target_ids.is_sorted_by(|a, b| a < b) {
+            return Err(Error::invalid("target_ids", "ids that do not ascend", "ascending ids"));
+        }
+        Ok(Normed {
+            fc_norm: self.fc_norm.as_ref().map(Values::to_f32),
+            together: if self.fc_norm_each { inputs / layers } else { inputs },
+            hidden_layers: self.hidden_layers,
+            fc: self.fc,
+            hidden_norm: self.hidden_norm.to_f32(),
+            before_residual: self.norm_before_residual,
+            norm_output: self.norm_output,
+            target_ids: self.target_ids,
+        })
+    }
 }
 
 /// All weights of a dense decoder, checked against its shape. Read-only: several decoders may share them.
@@ -173,7 +256,8 @@ pub struct Weights {
     pub(crate) layers: Vec<Layer>,
     pub(crate) final_norm: Vec<f32>,
     pub(crate) lm_head: Linear,
-    pub(crate) frequencies: Vec<f32>,
+    pub(crate) rotations: Vec<Rotation>,
+    pub(crate) multipliers: Multipliers,
 }
 
 impl Weights {
@@ -208,11 +292,10 @@ impl Weights {
         final_norm: &Values,
         lm_head: Linear,
         frequencies: Vec<f32>,
-        beside: &BesideWeights,
+        beside: BesideWeights,
     ) -> Result<Self> {
-        check_len("hidden_norm", beside.hidden_norm.len(), shape.hidden_size)?;
         lm_head.check("lm_head", lm_head.outputs().max(1), shape.hidden_size)?;
-        let normed = Normed { hidden_norm: beside.hidden_norm.to_f32(), before_residual: beside.norm_before_residual };
+        let normed = beside.check(&shape, lm_head.outputs())?;
         Self::build(shape, embedding, vec![layer], final_norm, lm_head, frequencies, Some(normed))
     }
 
@@ -236,12 +319,99 @@ impl Weights {
             .enumerate()
             .map(|(i, layer)| check_layer(&shape, i, inputs, layer))
             .collect::<Result<_>>()?;
-        Ok(Self { shape, beside, embedding, layers, final_norm: final_norm.to_f32(), lm_head, frequencies })
+        let scores = 1.0 / (shape.head_dim as f32).sqrt();
+        Ok(Self {
+            shape,
+            beside,
+            embedding,
+            layers,
+            final_norm: final_norm.to_f32(),
+            lm_head,
+            rotations: vec![Rotation { frequencies, magnitude: 1.0 }],
+            multipliers: Multipliers { embedding: 1.0, residual: 1.0, scores },
+        })
+    }
+
+    /// The same where layers rotate in several ways: `layers` has the index of each one's rotation, or none.
+    ///
+    /// # Errors
+    /// Where there are not as many as layers, an index is none, or a rotation has no or too many pairs.
+    pub fn with_rotations(mut self, rotations: Vec<Rotation>, layers: &[Option<usize>]) -> Result<Self> {
+        check_len("rotations of layers", layers.len(), self.layers.len())?;
+        let most = self.shape.head_dim / 2;
+        for (i, rotation) in rotations.iter().enumerate() {
+            if !(1..=most).contains(&rotation.frequencies.len()) {
+                let field = format!("rotations[{i}].frequencies");
+                let given = format!("{} elements", rotation.frequencies.len());
+                return Err(Error::invalid(field, given, format!("1 to head_dim / 2 = {most} elements")));
+            }
+            check_multiplier(&format!("rotations[{i}].magnitude"), rotation.magnitude)?;
+        }
+        for (layer, &rotation) in self.layers.iter_mut().zip(layers) {
+            if let Some(given) = rotation.filter(|&index| index >= rotations.len()) {
+                return Err(Error::invalid("rotation", given, format!("less than {}", rotations.len())));
+            }
+            layer.rotation = rotation;
+        }
+        self.rotations = rotations;
+        Ok(self)
+    }
+
+    /// The same with these multipliers; without, scores are divided by the root of `head_dim`.
+    ///
+    /// # Errors
+    /// Where one is not finite and above 0.
+    pub fn with_multipliers(self, multipliers: Multipliers) -> Result<Self> {
+        check_multiplier("embedding multiplier", multipliers.embedding)?;
+        check_multiplier("residual multiplier", multipliers.residual)?;
+        check_multiplier("scores multiplier", multipliers.scores)?;
+        Ok(Self { multipliers, ..self })
+    }
+
+    /// Of an EAGLE-3 head the target's layers at whose entry it reads hidden states, and their size; else none.
+    pub fn hidden_layers(&self) -> (&[usize], usize) {
+        self.beside.as_ref().map_or((&[], 0), |head| (&head.hidden_layers, head.fc.inputs / head.hidden_layers.len()))
+    }
+
+    /// Of an EAGLE-3 head the target's id of each of its own, ascending.
+    pub fn target_ids(&self) -> Option<&[i64]> {
+        self.beside.as_ref().map(|head| &*head.target_ids)
     }
 
     /// Logits of a row: the vocabulary, or the ids of an EAGLE-3 head.
     pub fn num_ids(&self) -> usize {
         self.lm_head.outputs()
+    }
+
+    /// All projections by name.
+    fn projections(&self) -> impl Iterator<Item = (String, &Linear)> {
+        let fc = self.beside.iter().map(|beside| ("fc".to_owned(), &beside.fc));
+        let layers = self.layers.iter().enumerate().flat_map(|(i, layer)| layer.projections(i));
+        layers.chain(fc).chain([("lm_head".to_owned(), &self.lm_head)])
+    }
+
+    /// Refuses what cannot be multiplied as pairs of bf16 numbers.
+    pub(crate) fn check_pairs(&self) -> Result<()> {
+        for (name, linear) in self.projections() {
+            if !linear.inputs.is_multiple_of(PAIRS) {
+                let allowed = format!("a multiple of {PAIRS} with bf16 rows");
+                return Err(Error::invalid(format!("{name}'s inputs"), linear.inputs, allowed));
+            }
+            let other = linear.parts.iter().map(|part| part.weight.kind()).find(|&kind| kind != "bf16");
+            if let Some(kind) = other {
+                return Err(Error::invalid(format!("{name}'s weight"), kind, "bf16 with bf16 rows"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether some bf16 weight is nearer to zero than instructions for pairs may have it.
+    pub(crate) fn has_tiny(&self) -> bool {
+        let tiny = |x: &Bf16| x.to_f32().abs() < LEAST_WEIGHT && x.to_f32() != 0.0;
+        self.projections().flat_map(|(_, linear)| &linear.parts).any(|part| match &part.weight {
+            Weight::Bf16(all) => all.as_slice().iter().any(tiny),
+            _ => false,
+        })
     }
 
     /// Its sizes.
@@ -253,6 +423,13 @@ impl Weights {
     pub fn num_layers(&self) -> usize {
         self.layers.len()
     }
+}
+
+fn check_multiplier(field: &str, given: f32) -> Result<()> {
+    if given > 0.0 && given.is_finite() {
+        return Ok(());
+    }
+    Err(Error::invalid(field, given, "a finite number above 0"))
 }
 
 fn check_layer(shape: &ModelShape, i: usize, inputs: usize, layer: LayerWeights) -> Result<Layer> {
@@ -276,5 +453,6 @@ fn check_layer(shape: &ModelShape, i: usize, inputs: usize, layer: LayerWeights)
         post_attention_norm: layer.post_attention_norm.to_f32(),
         gate_up: layer.gate_up,
         down: layer.down,
+        rotation: Some(0),
     })
 }

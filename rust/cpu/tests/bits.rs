@@ -3,22 +3,17 @@
 mod support;
 
 use proptest::prelude::*;
-use specrs_cpu::{Decoder, Isa, ModelShape, Output, Pool};
-use std::sync::Arc;
+use specrs_cpu::{Isa, ModelShape, Output};
 use support::{Host, Kind, LLAMA_BIAS, LLAMA3, MISTRAL, Model, Numbers, QWEN2, QWEN3};
 
 fn bits(rows: &[Vec<f32>]) -> Vec<Vec<u32>> {
     rows.iter().map(|row| row.iter().map(|x| x.to_bits()).collect()).collect()
 }
 
-fn decoder(model: &Model, isa: Isa, threads: usize) -> Decoder {
-    Decoder::with_isa(model.weights(), Arc::new(Pool::new(threads).unwrap()), isa)
-}
-
 /// Each token of each sequence in a pass of its own, by the portable path on one thread.
 fn alone(model: &Model, sequences: &[Vec<usize>]) -> Vec<Vec<Vec<u32>>> {
     let portable = Isa::by_name("portable").unwrap();
-    let mut decoder = decoder(model, portable, 1);
+    let mut decoder = model.decoder(portable, 1);
     let of = |sequence: &Vec<usize>| {
         let mut host = Host::new(model, 1, sequence.len(), 16, 1);
         let rows = sequence.iter().enumerate();
@@ -41,7 +36,7 @@ struct Case {
 fn check(model: &Model, sequences: &[Vec<usize>], exact: &[Vec<Vec<u32>>], case: &Case) {
     let &Case { isa, threads, block_size, most, seed } = case;
     let n = &mut Numbers(seed);
-    let mut decoder = decoder(model, isa, threads);
+    let mut decoder = model.decoder(isa, threads);
     let longest = sequences.iter().map(Vec::len).max().unwrap();
     let mut host = Host::new(model, sequences.len(), longest, block_size, seed);
     let mut done = vec![0; sequences.len()];
@@ -96,6 +91,7 @@ prop_compose! {
         kind in prop::sample::select(vec![QWEN3, LLAMA3, LLAMA_BIAS, QWEN2, MISTRAL]),
         bf16 in any::<bool>(),
         code_bits in prop::sample::select(vec![0, 8, 4]),
+        bf16_rows in any::<bool>(),
         kv_heads in 1..4_usize,
         group in 1..4_usize,
         half_dim in 1..25_usize,
@@ -105,8 +101,9 @@ prop_compose! {
         layers in 1..3_usize,
         seed in any::<u64>(),
     ) -> Model {
-        // INT4 lies by 32 inputs.
-        let unit = if code_bits == 4 { 32 } else { 1 };
+        // INT4 and pairs of bf16 numbers lie by 32 inputs.
+        let unit = if code_bits == 4 || bf16_rows { 32 } else { 1 };
+        let (bf16, code_bits) = if bf16_rows { (true, 0) } else { (bf16, code_bits) };
         let shape = ModelShape {
             vocab_size,
             hidden_size: hidden.next_multiple_of(unit),
@@ -116,7 +113,7 @@ prop_compose! {
             head_dim: (2 * half_dim).next_multiple_of(unit),
             rms_norm_eps: 1e-6,
         };
-        Model::random(shape, layers, Kind { bf16, code_bits, ..kind }, seed)
+        Model::random(shape, layers, Kind { bf16, bf16_rows, code_bits, ..kind }, seed)
     }
 }
 

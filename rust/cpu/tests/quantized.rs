@@ -48,6 +48,13 @@ fn kinds() -> impl Strategy<Value = (u32, usize, usize)> {
     prop_oneof![int8, int4]
 }
 
+/// The same, INT8 by groups too.
+fn groups() -> impl Strategy<Value = (u32, usize, usize)> {
+    let int8 = (prop::sample::select(vec![16, 32, 48, 128]), 1..5_usize)
+        .prop_map(|(group, groups)| (8, group * groups, group));
+    prop_oneof![kinds(), int8]
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 200, failure_persistence: None, ..ProptestConfig::default() })]
 
@@ -124,6 +131,37 @@ proptest! {
     }
 }
 
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 200, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Codes and scales of others, all codes that there are, INT8 by groups too: to the bit the products of the numbers.
+    #[test]
+    fn products_of_any_groups(
+        (code_bits, inputs, group) in groups(),
+        outputs in 1..40_usize,
+        rows in 1..20_usize,
+        threads in 1..4_usize,
+        bf16 in any::<bool>(),
+        seed in any::<u64>(),
+    ) {
+        let n = &mut Numbers(seed);
+        let stored = Stored::draw(n, outputs, inputs, code_bits, group, bf16);
+        let numbers: Vec<f32> = stored.codes(inputs).iter().map(|&(q, s)| q as f32 * s).collect();
+        let x: Vec<f32> = (0..rows * inputs).map(|_| n.unit()).collect();
+        let mut expected = vec![f32::NAN; rows * outputs];
+        head(Isa::by_name("portable").unwrap(), 1, inputs, outputs, values(&numbers, false))
+            .logits(&x, outputs, &mut expected)
+            .unwrap();
+        for isa in Isa::available() {
+            let mut y = vec![f32::NAN; rows * outputs];
+            head(isa, threads, inputs, outputs, stored.weight()).logits(&x, outputs, &mut y).unwrap();
+            for (y, expected) in y.iter().zip(&expected) {
+                prop_assert_eq!(y.to_bits(), expected.to_bits(), "{} for {} on {}", y, expected, isa.name());
+            }
+        }
+    }
+}
+
 /// A model of codes gives the logits of the model of the numbers, and both are the float64 reference within rounding.
 #[test]
 fn logits_are_those_of_the_numbers() {
@@ -195,11 +233,15 @@ fn what_cannot_be_quantized_is_named() {
 #[test]
 fn codes_that_do_not_fit_are_refused() {
     let part = |weight: Weight| Linear::new("o", 64, vec![Part::new(weight, None, 2)]).err().unwrap().to_string();
-    let scales = |len| Memory::from_vec(vec![Bf16(0); len]);
+    let scales = |len| Values::Bf16(Memory::from_vec(vec![Bf16(0); len]));
     let int8 = |len, scale| Weight::Int8 { codes: Memory::from_vec(vec![0; len]), scales: scales(scale) };
     let int4 = |len, scale| Weight::Int4 { codes: Memory::from_vec(vec![0; len]), scales: scales(scale) };
     assert_eq!(part(int8(127, 2)), "o.parts[0].weight's codes = 127 elements is not allowed: expected 128 elements");
-    assert_eq!(part(int8(128, 4)), "o.parts[0].weight's scales = 4 elements is not allowed: expected 2 elements");
+    for wrong in [0, 1, 3, 6, 16] {
+        let allowed = "2 x groups of a multiple of 16 among 64 inputs";
+        let expected = format!("o.parts[0].weight's scales = {wrong} elements is not allowed: expected {allowed}");
+        assert_eq!(part(int8(128, wrong)), expected);
+    }
     assert_eq!(part(int4(128, 2)), "o.parts[0].weight's codes = 128 elements is not allowed: expected 64 elements");
     for wrong in [0, 1, 3, 8] {
         let allowed = "2 x groups of a multiple of 32 among 64 inputs";
@@ -208,6 +250,7 @@ fn codes_that_do_not_fit_are_refused() {
     }
     for right in [2, 4] {
         Linear::new("o", 64, vec![Part::new(int4(64, right), None, 2)]).unwrap();
+        Linear::new("o", 64, vec![Part::new(int8(128, 2 * right), None, 2)]).unwrap();
     }
 }
 

@@ -92,6 +92,7 @@ impl Context<'_> {
                 let (mut qs, mut planes, mut own) = (qs.take(t), planes.take(t), own.take(t));
                 let (q, own) = (qs.row_mut(0), &mut own.row_mut(0)[0]);
                 self.attention_input(h, e, &layer.input_norm, own);
+                self.round(&mut own.x, rows, layer.qkv.inputs);
                 self.heads(layer, t, q, &mut planes, (cos, sin), own);
                 if shares.fused {
                     let (units, first_head) = (shares.units[t]..shares.units[t + 1], shares.q[t]);
@@ -123,6 +124,7 @@ impl Context<'_> {
             let (mut hs, mut own) = (hs.take(t), own.take(t));
             let Private { x, y, .. } = &mut own.row_mut(0)[0];
             self.collect(attended, x);
+            self.round(x, rows, layer.o.inputs);
             self.add_product(&layer.o, x, y, &mut hs);
         });
     }
@@ -139,11 +141,12 @@ impl Context<'_> {
     ) {
         let shape = &self.weights.shape;
         let (dim, heads, kv_heads, rows) = (shape.head_dim, shape.num_heads, shape.num_kv_heads, self.rows());
-        let (half, vectors, shares) = (dim / 2, dim.div_ceil(LANES), self.shares);
+        let (vectors, shares) = (dim.div_ceil(LANES), self.shares);
         let block_size = planes.inner() / dim;
         let Private { x, y, .. } = own;
         let rotate = |row: usize, x: &mut [f32], norm| {
-            let (cos, sin) = (&cos[row * half..][..half], &sin[row * half..][..half]);
+            let angles = layer.rotation.map_or(0..0, |rotation| self.angles(rotation, row));
+            let (cos, sin) = (&cos[angles.clone()], &sin[angles]);
             self.isa.run(QkHead { x, norm, eps: shape.rms_norm_eps, cos, sin });
         };
         for head in shares.q[t]..shares.q[t + 1] {
@@ -209,7 +212,7 @@ impl Context<'_> {
                 heads: group,
                 q: &q[((head * group - first_head) * rows + row) * vectors..],
                 head_stride: rows * vectors,
-                scale: 1.0 / (dim as f32).sqrt(),
+                scale: self.weights.multipliers.scores,
                 scratch: &mut own.attend,
                 out,
                 element: PhantomData,

@@ -70,7 +70,8 @@ impl Decoder {
         let shares = &mut self.shares[session.participants() - 1];
         shares.set_ids(num_ids);
         let tile = Pass { tokens: &[], positions: &[], slots: &[], entries: &[], block_table: &[], max_blocks: 0 };
-        let cx = Context { isa: self.isa, weights: &self.weights, shares, session: &session, tile, beside: None };
+        let (isa, bf16_rows, weights) = (self.isa, self.bf16_rows, &*self.weights);
+        let cx = Context { isa, bf16_rows, weights, shares, session: &session, tile, beside: None };
         work(&cx, &mut self.private);
         Ok(())
     }
@@ -182,6 +183,7 @@ impl Context<'_> {
         }
         let Private { x, y, best, .. } = own;
         self.feed(source, x);
+        self.round(x, rows, self.weights.lm_head.inputs);
         for start in ids.clone().step_by(CHUNK) {
             let chunk = start..(start + CHUNK).min(ids.end);
             self.product(&self.weights.lm_head, chunk.clone(), x, rows, y, CHUNK);

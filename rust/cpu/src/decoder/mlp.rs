@@ -21,6 +21,7 @@ impl Context<'_> {
                 let (mut acts, mut own) = (acts.take(t), own.take(t));
                 let own = &mut own.row_mut(0)[0];
                 self.norm(0..rows, h, &layer.post_attention_norm, &mut own.x);
+                self.round(&mut own.x, rows, layer.gate_up.inputs);
                 self.gate_up(layer, own, &mut acts);
             });
         }
@@ -49,17 +50,21 @@ impl Context<'_> {
                 self.isa.run(SiluMul { gate: &gate[..chunk.len()], up: &up[..chunk.len()], out });
             }
         }
+        for row in 0..rows {
+            self.round(acts.row_mut(row), 1, end - first);
+        }
     }
 
     /// Adds one participant's features of a projection of `x` to the residual stream.
     pub(super) fn add_product(&self, linear: &Linear, x: &[Vector], y: &mut [f32], hs: &mut ColumnsMut<'_, f32>) {
         let Range { start: first, end } = hs.columns();
+        let multiplier = self.weights.multipliers.residual;
         for start in (first..end).step_by(CHUNK) {
             let chunk = start..(start + CHUNK).min(end);
             self.product(linear, chunk.clone(), x, self.rows(), y, CHUNK);
             for (row, y) in y.chunks_exact(CHUNK).take(self.rows()).enumerate() {
                 for (h, y) in hs.row_mut(row)[start - first..][..chunk.len()].iter_mut().zip(y) {
-                    *h += y;
+                    *h += y * multiplier;
                 }
             }
         }

@@ -4,6 +4,7 @@
 //! phases before have left. Hidden states are fp32 between all products, also where weights are bf16.
 
 mod attention;
+mod fuse;
 mod head;
 mod mlp;
 mod scratch;
@@ -11,12 +12,12 @@ mod shares;
 
 use crate::error::{Error, Result};
 use crate::isa::{Isa, LANES};
-use crate::kernels::{Angles, Product, RmsNorm, Vector};
+use crate::kernels::{Angles, Product, RmsNorm, RoundPairs, Vector};
 use crate::kv_cache::KvCache;
 use crate::linear::{Linear, Weight};
 use crate::pass::{Beside, Entries, MAX_TILE_ROWS, Output, Pass};
 use crate::pool::{Pool, Session};
-use crate::weights::{ValuesMut, Weights};
+use crate::weights::{Values, ValuesMut, Weights};
 use scratch::{Buffers, Private};
 use shares::Shares;
 use std::ops::Range;
@@ -27,6 +28,8 @@ pub struct Decoder {
     weights: Arc<Weights>,
     pool: Arc<Pool>,
     isa: Isa,
+    /// Rows are rounded to bf16 before products.
+    bf16_rows: bool,
     /// By participants less one.
     shares: Vec<Shares>,
     buffers: Buffers,
@@ -36,6 +39,7 @@ pub struct Decoder {
 /// What all phases of a tile know.
 struct Context<'a> {
     isa: Isa,
+    bf16_rows: bool,
     weights: &'a Weights,
     shares: &'a Shares,
     session: &'a Session<'a>,
@@ -57,14 +61,27 @@ impl Decoder {
     /// The same with instructions of choice. They change nothing but the time.
     pub fn with_isa(weights: Arc<Weights>, pool: Arc<Pool>, isa: Isa) -> Self {
         let shape = weights.shape;
+        let fused = weights.beside.as_ref().map_or(0, |head| head.fc.inputs);
         Self {
             shares: (1..=pool.threads()).map(|participants| Shares::new(shape, participants)).collect(),
-            buffers: Buffers::new(&shape, weights.beside.is_some()),
-            private: (0..pool.threads()).map(|_| Private::new(&shape, weights.beside.is_some())).collect(),
+            buffers: Buffers::new(&shape, weights.rotations.len(), weights.beside.is_some()),
+            private: (0..pool.threads()).map(|_| Private::new(&shape, fused)).collect(),
             weights,
             pool,
             isa,
+            bf16_rows: false,
         }
+    }
+
+    /// The same, but rows are rounded to bf16 before every product, so that it is one of bf16 pairs with fp32 sums. A sum has
+    /// one order still, of its own: bits are the same for any other rows, threads and instructions.
+    ///
+    /// # Errors
+    /// Where a matrix is not bf16, or has inputs that are no multiple of 32.
+    pub fn with_bf16_rows(self) -> Result<Self> {
+        self.weights.check_pairs()?;
+        let tiny = self.isa.has_dots() && self.weights.has_tiny();
+        Ok(Self { bf16_rows: true, isa: if tiny { self.isa.without_dots() } else { self.isa }, ..self })
     }
 
     /// Its weights.
@@ -80,6 +97,11 @@ impl Decoder {
     /// Its instructions.
     pub fn isa(&self) -> Isa {
         self.isa
+    }
+
+    /// Whether rows are rounded to bf16 before products.
+    pub fn has_bf16_rows(&self) -> bool {
+        self.bf16_rows
     }
 
     /// Fills the memory that passes need with NaN, for tests: nothing of it may reach what a pass gives.
@@ -111,8 +133,8 @@ impl Decoder {
         self.run(pass, None, kv, output, entries)
     }
 
-    /// The pass of an EAGLE-3 head, with hidden states beside the tokens. What a row leaves for the next, before the final
-    /// norm, is in `entries` at layer 1.
+    /// The pass of an EAGLE-3 head, with hidden states beside the tokens. What a row leaves for the next is in `entries` at
+    /// layer 1.
     ///
     /// # Errors
     /// As [`forward_keeping`](Self::forward_keeping), and for states of another size or a start behind a row.
@@ -164,7 +186,8 @@ impl Decoder {
             };
             shares.set_tile(&tile);
             let beside = beside.map(|all| Beside { hidden: &all.hidden[rows.start * hidden..], k_start: all.k_start });
-            let cx = Context { isa: self.isa, weights: &self.weights, shares, session: &session, tile, beside };
+            let (isa, bf16_rows) = (self.isa, self.bf16_rows);
+            let cx = Context { isa, bf16_rows, weights: &self.weights, shares, session: &session, tile, beside };
             let width = entries.layers.len() * hidden;
             let (states, behind) = std::mem::take(&mut entries.states).split_at_mut(rows.len() * width);
             entries.states = behind;
@@ -192,6 +215,9 @@ impl Context<'_> {
             self.mlp(layer, buffers, private);
         }
         self.keep(self.weights.layers.len(), &buffers.h, &mut entries);
+        if self.weights.beside.as_ref().is_some_and(|head| head.norm_output) {
+            self.norm_kept(self.weights.layers.len(), &mut buffers.t, &mut entries);
+        }
     }
 
     /// Copies the residual stream `h` in front of layer `i` to where it is asked for.
@@ -205,9 +231,22 @@ impl Context<'_> {
         }
     }
 
+    /// The final norm of what is kept behind the last layer, number `i`.
+    fn norm_kept(&self, i: usize, t: &mut [Vector], entries: &mut Entries<'_>) {
+        let (hidden, eps) = (self.weights.shape.hidden_size, self.weights.shape.rms_norm_eps);
+        for (at, _) in entries.layers.iter().enumerate().filter(|&(_, &layer)| layer == i) {
+            for states in entries.states.chunks_exact_mut(entries.layers.len() * hidden) {
+                let state = &mut states[at * hidden..][..hidden];
+                let out = &mut t[..hidden.div_ceil(LANES)];
+                self.isa.run(RmsNorm { x: state, weight: &self.weights.final_norm, eps, out });
+                state.copy_from_slice(&out.as_flattened()[..hidden]);
+            }
+        }
+    }
+
     /// The rows' embeddings, zeros where masked, and their angles.
     fn embed(&self, buffers: &mut Buffers) {
-        let (hidden, half) = (self.weights.shape.hidden_size, self.weights.shape.head_dim / 2);
+        let hidden = self.weights.shape.hidden_size;
         for row in 0..self.rows() {
             let (token, position) = (self.tile.tokens[row], self.tile.positions[row]);
             let h = &mut buffers.h[row * hidden..][..hidden];
@@ -229,19 +268,34 @@ impl Context<'_> {
                 }
                 _ => self.expand(token, h),
             }
-            self.isa.run(Angles {
-                position: position.max(0),
-                frequencies: &self.weights.frequencies,
-                cos: &mut buffers.cos[row * half..][..half],
-                sin: &mut buffers.sin[row * half..][..half],
-            });
+            for (i, rotation) in self.weights.rotations.iter().enumerate() {
+                let angles = self.angles(i, row);
+                self.isa.run(Angles {
+                    position: position.max(0),
+                    frequencies: &rotation.frequencies,
+                    magnitude: rotation.magnitude,
+                    cos: &mut buffers.cos[angles.clone()],
+                    sin: &mut buffers.sin[angles],
+                });
+            }
         }
+    }
+
+    /// Where a row's cosines and sines of a rotation are.
+    fn angles(&self, rotation: usize, row: usize) -> Range<usize> {
+        let start = (rotation * MAX_TILE_ROWS + row) * (self.weights.shape.head_dim / 2);
+        start..start + self.weights.rotations[rotation].frequencies.len()
     }
 
     /// A token's embedding, zeros for none.
     fn expand(&self, token: Option<usize>, out: &mut [f32]) {
         match token {
-            Some(token) => self.weights.embedding.expand(token * out.len(), out),
+            Some(token) => {
+                self.weights.embedding.expand(token * out.len(), out);
+                for x in out {
+                    *x *= self.weights.multipliers.embedding;
+                }
+            }
             None => out.fill(0.0),
         }
     }
@@ -258,13 +312,14 @@ impl Context<'_> {
             let (h, e) = (&h[row * hidden..][..hidden], &e[row * hidden..][..hidden]);
             let (first, rest) = x.as_flattened_mut().split_at_mut(hidden);
             let (second, padding) = rest.split_at_mut(hidden);
-            self.isa.run(RmsNorm { x: e, weight: input_norm, eps, out: &mut own.t });
-            first.copy_from_slice(&own.t.as_flattened()[..hidden]);
+            let t = &mut own.t[..hidden.div_ceil(LANES)];
+            self.isa.run(RmsNorm { x: e, weight: input_norm, eps, out: t });
+            first.copy_from_slice(&t.as_flattened()[..hidden]);
             if normed.before_residual {
                 second.copy_from_slice(h);
             } else {
-                self.isa.run(RmsNorm { x: h, weight: &normed.hidden_norm, eps, out: &mut own.t });
-                second.copy_from_slice(&own.t.as_flattened()[..hidden]);
+                self.isa.run(RmsNorm { x: h, weight: &normed.hidden_norm, eps, out: t });
+                second.copy_from_slice(&t.as_flattened()[..hidden]);
             }
             padding.fill(0.0);
         }
@@ -279,8 +334,15 @@ impl Context<'_> {
         }
     }
 
+    /// Rounds `rows` rows of `inputs` numbers, which a product will be fed, where that is asked for.
+    fn round(&self, x: &mut [Vector], rows: usize, inputs: usize) {
+        if self.bf16_rows {
+            self.isa.run_pairs(RoundPairs { x: &mut x[..rows * (inputs / LANES)] });
+        }
+    }
+
     /// Outputs `outputs` of a projection, bias included, of `rows` rows of `x`: `y[row, i]` is that of output
-    /// `outputs.start + i`, rows of y are `stride` long.
+    /// `outputs.start + i`, rows of y are `stride` long. `x` went through [`round`](Self::round).
     fn product(&self, linear: &Linear, outputs: Range<usize>, x: &[Vector], rows: usize, y: &mut [f32], stride: usize) {
         let mut first = 0;
         for part in &linear.parts {
@@ -291,16 +353,28 @@ impl Context<'_> {
                 let (inputs, w) = (linear.inputs, inside.start * linear.inputs..inside.end * linear.inputs);
                 let product = Product { inputs, x, rows, y, y_stride: stride };
                 match &part.weight {
-                    Weight::F32(all) => self.isa.run(product.with(&all.as_slice()[w], &[], inputs)),
-                    Weight::Bf16(all) => self.isa.run(product.with(&all.as_slice()[w], &[], inputs)),
+                    Weight::F32(all) => self.isa.run(product.with::<_, f32, 1>(&all.as_slice()[w], &[], inputs)),
+                    Weight::Bf16(all) if self.bf16_rows => {
+                        let pairs = all.as_slice()[w].as_chunks::<2>().0;
+                        self.isa.run_pairs(product.with::<_, f32, 2>(pairs, &[], inputs));
+                    }
+                    Weight::Bf16(all) => self.isa.run(product.with::<_, f32, 1>(&all.as_slice()[w], &[], inputs)),
                     Weight::Int8 { codes, scales } => {
-                        let scales = &scales.as_slice()[inside.clone()];
-                        self.isa.run(product.with(&codes.as_slice()[w], scales, inputs));
+                        let (codes, groups) = (&codes.as_slice()[w], scales.len() / part.outputs);
+                        let (of, group) = (inside.start * groups..inside.end * groups, inputs / groups);
+                        match scales {
+                            Values::F32(all) => self.isa.run(product.with(codes, &all.as_slice()[of], group)),
+                            Values::Bf16(all) => self.isa.run(product.with(codes, &all.as_slice()[of], group)),
+                        }
                     }
                     Weight::Int4 { codes, scales } => {
-                        let groups = scales.as_slice().len() / part.outputs;
-                        let scales = &scales.as_slice()[inside.start * groups..inside.end * groups];
-                        self.isa.run(product.with(&codes.as_slice()[w.start / 2..w.end / 2], scales, inputs / groups));
+                        let codes = &codes.as_slice()[w.start / 2..w.end / 2];
+                        let groups = scales.len() / part.outputs;
+                        let (of, group) = (inside.start * groups..inside.end * groups, inputs / groups);
+                        match scales {
+                            Values::F32(all) => self.isa.run(product.with(codes, &all.as_slice()[of], group)),
+                            Values::Bf16(all) => self.isa.run(product.with(codes, &all.as_slice()[of], group)),
+                        }
                     }
                 }
                 if let Some(bias) = &part.bias {

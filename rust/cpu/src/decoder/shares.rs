@@ -67,7 +67,8 @@ impl Shares {
             each: bounds(threads, 1),
             // A cache line is written by one of them only.
             hidden: bounds(shape.hidden_size, 16),
-            intermediate: bounds(shape.intermediate_size.div_ceil(16), 1),
+            // Pairs of bf16 numbers lie by 32.
+            intermediate: bounds(shape.intermediate_size.div_ceil(16), 2),
             q,
             k,
             v,

@@ -64,6 +64,16 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    fn load_pairs<const SECOND: bool>(self, x: &[[Bf16; 2]; LANES]) -> V {
+        avx2!({
+            let (low, high) = (_mm256_loadu_si256(x.as_ptr().cast()), _mm256_loadu_si256(x.as_ptr().add(8).cast()));
+            let upper = _mm256_set1_epi32(0xFFFF_0000_u32.cast_signed());
+            let half = |x| if SECOND { _mm256_and_si256(x, upper) } else { _mm256_slli_epi32::<16>(x) };
+            [_mm256_castsi256_ps(half(low)), _mm256_castsi256_ps(half(high))]
+        })
+    }
+
+    #[inline(always)]
     fn load_i8(self, x: &[i8; LANES]) -> V {
         avx2!(from_i8(_mm_loadu_si128(x.as_ptr().cast())))
     }

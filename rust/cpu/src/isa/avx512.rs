@@ -2,14 +2,17 @@
 
 #![allow(unsafe_code, clippy::wildcard_imports)]
 
+use super::portable::Portable;
 use super::{Kernel, LANES, Simd};
 use crate::memory::Bf16;
 use std::arch::x86_64::*;
+use std::sync::OnceLock;
 
-/// Made by [`Avx512::detect`] alone: code that holds one may use AVX-512F, BW, DQ and VL. Without VL the compiler keeps
-/// whatever is ever seen as 128 or 256 bits in the lower 16 registers, accumulators among them.
+/// Made by [`detect`](Self::detect) alone: code that holds one may use AVX-512F, BW, DQ and VL, with `DOTS` also
+/// AVX512-BF16. Without VL the compiler keeps whatever is ever seen as 128 or 256 bits in the lower 16 registers,
+/// accumulators among them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Avx512(());
+pub(crate) struct Avx512<const DOTS: bool>(());
 
 /// Calls intrinsics of AVX-512F, BW, DQ and VL.
 macro_rules! avx512 {
@@ -20,7 +23,7 @@ macro_rules! avx512 {
     };
 }
 
-impl Avx512 {
+impl Avx512<false> {
     pub(super) fn detect() -> Option<Self> {
         let found = is_x86_feature_detected!("avx512f")
             && is_x86_feature_detected!("avx512bw")
@@ -35,14 +38,71 @@ impl Avx512 {
     }
 }
 
+impl Avx512<true> {
+    /// None, too, where `vdpbf16ps` gives other bits than [`Simd::dot`] says.
+    pub(super) fn detect() -> Option<Self> {
+        static SAME: OnceLock<bool> = OnceLock::new();
+        let found = Avx512::<false>::detect().is_some() && is_x86_feature_detected!("avx512bf16");
+        (found && *SAME.get_or_init(|| Self(()).run(Probe))).then_some(Self(()))
+    }
+
+    #[inline]
+    pub(super) fn run<K: Kernel>(self, kernel: K) -> K::Output {
+        // SAFETY: the receiver exists only where the machine has these instructions.
+        unsafe { run_dots(self, kernel) }
+    }
+}
+
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-fn run<K: Kernel>(s: Avx512, kernel: K) -> K::Output {
+fn run<K: Kernel>(s: Avx512<false>, kernel: K) -> K::Output {
     kernel.run(s)
 }
 
-impl Simd for Avx512 {
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+fn run_dots<K: Kernel>(s: Avx512<true>, kernel: K) -> K::Output {
+    kernel.run(s)
+}
+
+/// Whether `dot` gives the portable one's bits, for made-up numbers in the range in which it has to.
+struct Probe;
+
+impl Kernel for Probe {
+    type Output = bool;
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) -> bool {
+        let mut state = 1_u64;
+        // A number with random bits of the upper `bits`, from 2^-(spread / 2) to 2^(spread / 2).
+        let mut number = |bits: u32, spread: u64| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            let random = (state >> 32) as u32;
+            let exponent = 127 - spread as u32 / 2 + ((state >> 24 & 0xFF) % (spread + 1)) as u32;
+            f32::from_bits((random & 1) << 31 | exponent << 23 | random >> 9 & !(u32::MAX >> bits))
+        };
+        (0..4096).all(|round| {
+            let mut make = |bits, spread| -> [f32; LANES] { std::array::from_fn(|_| number(bits, spread)) };
+            let (first, second, third, fourth) = (make(16, 4), make(16, 4), make(16, 4), make(16, 4));
+            // Accumulators from far below to far above the products, and ones that a product takes away.
+            let mut acc = make(32, if round % 2 == 0 { 8 } else { 60 });
+            for i in (0..LANES).step_by(3) {
+                acc[i] = -first[i] * third[i];
+            }
+            let pairs = |x: &[f32; LANES], y: &[f32; LANES]| -> [[Bf16; 2]; LANES] {
+                std::array::from_fn(|i| [Bf16::from_f32(x[i]), Bf16::from_f32(y[i])])
+            };
+            let (a, b) = (pairs(&first, &second), pairs(&third, &fourth));
+            let mut found = [0.0; LANES];
+            s.store(s.dot(s.load_bits(&a), s.load_bits(&b), s.load(&acc)), &mut found);
+            let expected = Portable.dot(Portable.load_bits(&a), Portable.load_bits(&b), acc);
+            found.iter().zip(&expected).all(|(found, expected)| found.to_bits() == expected.to_bits())
+        })
+    }
+}
+
+impl<const HAS_DOTS: bool> Simd for Avx512<HAS_DOTS> {
     type V = __m512;
     const WIDE: bool = true;
+    const DOTS: bool = HAS_DOTS;
 
     #[inline(always)]
     fn splat(self, x: f32) -> __m512 {
@@ -60,6 +120,31 @@ impl Simd for Avx512 {
             let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(x.as_ptr().cast()));
             _mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide))
         })
+    }
+
+    #[inline(always)]
+    fn load_pairs<const SECOND: bool>(self, x: &[[Bf16; 2]; LANES]) -> __m512 {
+        avx512!({
+            let both = _mm512_loadu_si512(x.as_ptr().cast());
+            let upper = _mm512_set1_epi32(0xFFFF_0000_u32.cast_signed());
+            let half = if SECOND { _mm512_and_si512(both, upper) } else { _mm512_slli_epi32::<16>(both) };
+            _mm512_castsi512_ps(half)
+        })
+    }
+
+    #[inline(always)]
+    fn load_bits(self, x: &[[Bf16; 2]; LANES]) -> __m512 {
+        avx512!(_mm512_loadu_ps(x.as_ptr().cast()))
+    }
+
+    #[inline(always)]
+    fn dot(self, a: __m512, b: __m512, acc: __m512) -> __m512 {
+        debug_assert!(HAS_DOTS, "nothing asks a set without DOTS");
+        // SAFETY: only sets with DOTS are asked, which exist where the machine has AVX512-BF16; a and b are bits.
+        unsafe {
+            let [a, b] = [a, b].map(|pairs| std::mem::transmute::<__m512, __m512bh>(pairs));
+            _mm512_dpbf16_ps(acc, a, b)
+        }
     }
 
     #[inline(always)]

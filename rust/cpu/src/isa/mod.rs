@@ -24,6 +24,8 @@ pub(crate) trait Simd: Copy + Send + Sync {
     type V: Copy;
     /// Whether there are registers for 24 accumulators, else for 6.
     const WIDE: bool;
+    /// Whether rows lie as bf16 pairs for [`dot`](Self::dot); else as fp32 numbers, second and first of each pair apart.
+    const DOTS: bool = false;
 
     /// Every lane `x`.
     fn splat(self, x: f32) -> Self::V;
@@ -31,6 +33,21 @@ pub(crate) trait Simd: Copy + Send + Sync {
     fn load(self, x: &[f32; LANES]) -> Self::V;
     /// The lanes of `x`, exactly.
     fn load_bf16(self, x: &[Bf16; LANES]) -> Self::V;
+    /// The first or second numbers of the pairs, exactly.
+    fn load_pairs<const SECOND: bool>(self, x: &[[Bf16; 2]; LANES]) -> Self::V;
+    /// The pairs as they are, for [`dot`](Self::dot).
+    #[inline(always)]
+    fn load_bits(self, x: &[[Bf16; 2]; LANES]) -> Self::V {
+        let _ = x;
+        unreachable!("DOTS is false")
+    }
+    /// acc + the product of the second numbers of pairs `a` and `b`, rounded once, + that of the first, rounded once.
+    /// Where one of these is subnormal, it may be zero instead.
+    #[inline(always)]
+    fn dot(self, a: Self::V, b: Self::V, acc: Self::V) -> Self::V {
+        let _ = (a, b);
+        acc
+    }
     /// The lanes of `x`, exactly.
     fn load_i8(self, x: &[i8; LANES]) -> Self::V;
     /// The upper or lower halves of `x`, each less 8, times `scale`, which has at most 21 significant bits: exactly.
@@ -86,7 +103,9 @@ enum Set {
     #[cfg(target_arch = "x86_64")]
     Avx2(avx2::Avx2),
     #[cfg(target_arch = "x86_64")]
-    Avx512(avx512::Avx512),
+    Avx512(avx512::Avx512<false>),
+    #[cfg(target_arch = "x86_64")]
+    Avx512Bf16(avx512::Avx512<false>, avx512::Avx512<true>),
     #[cfg(target_arch = "aarch64")]
     Neon(neon::Neon),
 }
@@ -96,7 +115,13 @@ impl Isa {
     pub fn available() -> Vec<Self> {
         let mut sets = Vec::new();
         #[cfg(target_arch = "x86_64")]
-        sets.extend([avx512::Avx512::detect().map(Set::Avx512), avx2::Avx2::detect().map(Set::Avx2)]);
+        sets.extend([
+            avx512::Avx512::<false>::detect()
+                .zip(avx512::Avx512::<true>::detect())
+                .map(|(s, dots)| Set::Avx512Bf16(s, dots)),
+            avx512::Avx512::<false>::detect().map(Set::Avx512),
+            avx2::Avx2::detect().map(Set::Avx2),
+        ]);
         #[cfg(target_arch = "aarch64")]
         sets.extend([neon::Neon::detect().map(Set::Neon)]);
         sets.push(Some(Set::Portable(portable::Portable)));
@@ -120,7 +145,7 @@ impl Isa {
         })
     }
 
-    /// `avx512`, `avx2`, `neon` or `portable`.
+    /// `avx512_bf16`, `avx512`, `avx2`, `neon` or `portable`.
     pub fn name(self) -> &'static str {
         match self.0 {
             Set::Portable(_) => "portable",
@@ -128,6 +153,8 @@ impl Isa {
             Set::Avx2(_) => "avx2",
             #[cfg(target_arch = "x86_64")]
             Set::Avx512(_) => "avx512",
+            #[cfg(target_arch = "x86_64")]
+            Set::Avx512Bf16(..) => "avx512_bf16",
             #[cfg(target_arch = "aarch64")]
             Set::Neon(_) => "neon",
         }
@@ -141,9 +168,34 @@ impl Isa {
             #[cfg(target_arch = "x86_64")]
             Set::Avx2(s) => s.run(kernel),
             #[cfg(target_arch = "x86_64")]
-            Set::Avx512(s) => s.run(kernel),
+            Set::Avx512(s) | Set::Avx512Bf16(s, _) => s.run(kernel),
             #[cfg(target_arch = "aarch64")]
             Set::Neon(s) => s.run(kernel),
         }
+    }
+
+    /// Does work on pairs of bf16 numbers, with their own instructions where there are some.
+    #[inline]
+    pub(crate) fn run_pairs<K: Kernel>(self, kernel: K) -> K::Output {
+        match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            Set::Avx512Bf16(_, s) => s.run(kernel),
+            _ => self.run(kernel),
+        }
+    }
+
+    /// The same instructions without those for pairs, whose bits are the same only for numbers that are not tiny.
+    #[must_use]
+    pub(crate) fn without_dots(self) -> Self {
+        match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            Set::Avx512Bf16(s, _) => Self(Set::Avx512(s)),
+            _ => self,
+        }
+    }
+
+    /// Whether it has instructions for pairs.
+    pub(crate) fn has_dots(self) -> bool {
+        self != self.without_dots()
     }
 }

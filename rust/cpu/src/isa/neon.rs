@@ -82,6 +82,15 @@ impl Simd for Neon {
     }
 
     #[inline(always)]
+    fn load_pairs<const SECOND: bool>(self, x: &[[Bf16; 2]; LANES]) -> V {
+        each!(i => {
+            let both = vreinterpretq_u32_u16(vld1q_u16(x.as_ptr().add(4 * i).cast()));
+            let half = if SECOND { vandq_u32(both, vdupq_n_u32(0xFFFF_0000)) } else { vshlq_n_u32::<16>(both) };
+            vreinterpretq_f32_u32(half)
+        })
+    }
+
+    #[inline(always)]
     fn load_i8(self, x: &[i8; LANES]) -> V {
         neon!(from_i8(vld1q_s8(x.as_ptr())))
     }

@@ -17,6 +17,8 @@ fn lanes(f: impl Fn(usize) -> f32) -> V {
 impl Simd for Portable {
     type V = V;
     const WIDE: bool = false;
+    /// So that tests meet this way of laying out rows on every machine.
+    const DOTS: bool = true;
 
     #[inline(always)]
     fn splat(self, x: f32) -> V {
@@ -31,6 +33,23 @@ impl Simd for Portable {
     #[inline(always)]
     fn load_bf16(self, x: &[Bf16; LANES]) -> V {
         lanes(|i| x[i].to_f32())
+    }
+
+    #[inline(always)]
+    fn load_pairs<const SECOND: bool>(self, x: &[[Bf16; 2]; LANES]) -> V {
+        lanes(|i| x[i][usize::from(SECOND)].to_f32())
+    }
+
+    #[inline(always)]
+    fn load_bits(self, x: &[[Bf16; 2]; LANES]) -> V {
+        lanes(|i| f32::from_bits(u32::from(x[i][0].0) | u32::from(x[i][1].0) << 16))
+    }
+
+    #[inline(always)]
+    fn dot(self, a: V, b: V, acc: V) -> V {
+        let second = |x: f32| f32::from_bits(x.to_bits() & 0xFFFF_0000);
+        let first = |x: f32| f32::from_bits(x.to_bits() << 16);
+        lanes(|i| first(a[i]).mul_add(first(b[i]), second(a[i]).mul_add(second(b[i]), acc[i])))
     }
 
     #[inline(always)]

@@ -25,12 +25,17 @@ impl Iteration {
         let entries = std::mem::take(&mut self.entries);
         let (mut first, keeps_q) = (0, self.q_width > 0);
         for (b, entry) in entries.iter().enumerate() {
-            let mut judged = Judged { num_accepted: 0, token: 0, finite: true };
-            if entry.runs() {
-                judged = self.judge(entry, first, (keeps_q && entry.on_device()).then_some(b), state)?;
-                first += entry.k + 1;
+            if !entry.runs() {
+                self.update(entry, &Judged { num_accepted: 0, token: 0, finite: true }, results, state);
+                continue;
             }
+            let judged = self.judge(entry, first, (keeps_q && entry.on_device()).then_some(b), state)?;
             self.update(entry, &judged, results, state);
+            let grown = state.num_tokens[entry.row] as usize;
+            if let Some(rows) = &mut state.hidden {
+                self.hidden.keep_verified(rows, entry, first, grown);
+            }
+            first += entry.k + 1;
         }
         self.entries = entries;
         self.q_width = 0;
@@ -77,7 +82,7 @@ impl Iteration {
 
     /// Commits the emitted tokens, applies stops and the limit, reports; nothing behind this judges them again.
     ///
-    /// With a draft model `draft_len` is what `Drafter::draft_len_after` says where `K_r > 0`; else it is unchanged. An entry that ended before reports zeros.
+    /// With KV of a drafter `draft_len` is what `Drafter::draft_len_after` says where `K_r > 0`; else it is unchanged. An entry that ended before reports zeros.
     pub(super) fn update(&self, entry: &Entry, judged: &Judged, results: &mut [i64], state: &mut RowState<'_>) {
         let mut report = Report::of(results, &self.results, entry.index);
         report.clear();
@@ -101,7 +106,7 @@ impl Iteration {
         let at_limit = grown as i64 >= state.limit[row];
         state.num_tokens[row] = grown as i64;
         state.active[row] = stop.is_none() && !at_limit;
-        if entry.k > 0 && entry.on_device() && matches!(self.config.drafter, Drafter::Cached { .. }) {
+        if entry.k > 0 && entry.on_device() && !matches!(self.config.drafter, Drafter::None) {
             state.draft_len[row] = self.config.drafter.draft_len_after(n, entry.k, grown) as i64;
         }
         let reason = if stop.is_some() {

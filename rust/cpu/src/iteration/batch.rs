@@ -41,6 +41,14 @@ impl Batch {
         self.rows.push(row);
     }
 
+    /// A row that attends nothing and writes nothing, whose outputs mean nothing.
+    pub(super) fn push_masked(&mut self, row: usize) {
+        self.tokens.push(0);
+        self.positions.push(-1);
+        self.slots.push(-1);
+        self.rows.push(row);
+    }
+
     /// A row that feeds the token of `row` at `position` and writes its KV.
     pub(super) fn feed(&mut self, state: &RowState<'_>, row: usize, position: usize, block_size: usize) {
         self.push(row, state.token(row, position), position, state.slot(row, position, block_size));

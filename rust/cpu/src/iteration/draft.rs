@@ -1,59 +1,40 @@
 //! Drafts of an iteration: by passes of the draft model, or from the record.
 
 use crate::error::Result;
+use specrs_core::Drafter;
 use specrs_core::philox::Purpose;
 use specrs_core::scheduler::layout::RecordView;
 
-use super::passes::Want;
+use super::passes::{Want, Whose};
 use super::{Cached, Entry, Iteration, RowState, Rule};
 
 impl Iteration {
-    /// Draws up to `K_r` drafts per entry. Pass 1 feeds n - 1, and those of the `max_draft_lag` positions up to it whose KV is
-    /// missing, so that what the draft has not seen is caught up without a pass of its own.
-    ///
-    /// Without a mask token pass i feeds draft i - 1 of the entries with `K_r >= i`. With one there is no other pass: the first feeds
-    /// it in place of drafts 1 to `K_r - 1` as well. Its KV there is written over when the true tokens are fed.
-    pub(super) fn draft(
-        &mut self,
-        state: &mut RowState<'_>,
-        draft: &mut Cached<'_>,
-        max_draft_lag: usize,
-        mask_token_id: Option<i64>,
-    ) -> Result<()> {
+    /// Draws up to `K_r` drafts per entry. Pass i feeds what draft i needs of the entries with `K_r >= i`; with a mask token
+    /// there is one pass for all drafts.
+    pub(super) fn draft(&mut self, state: &mut RowState<'_>, draft: &mut Cached<'_>) -> Result<()> {
         let most = self.entries.iter().map(Entry::passes).max().unwrap_or(0);
         let samples = self.entries.iter().any(|entry| entry.passes() > 0 && !entry.params.greedy);
         self.q_width = if samples && self.rule == Rule::Rejection { most } else { 0 };
         self.q.resize(self.q.len().max(self.entries.len() * self.q_width * self.sampler.vocab_size()), 0.0);
-        let passes = if mask_token_id.is_some() { most.min(1) } else { most };
-        for i in 1..=passes {
-            self.batch.clear();
-            let (mut greedy, mut sampled) = (false, false);
-            let block_size = self.config.block_size;
-            for entry in self.entries.iter().filter(|entry| entry.passes() >= i) {
-                let last = entry.n + i - 2;
-                if i == 1 {
-                    let first = (state.draft_len[entry.row] as usize).max(entry.n.saturating_sub(max_draft_lag));
-                    for position in first..last {
-                        self.batch.feed(state, entry.row, position, block_size);
-                    }
-                }
-                self.batch.feed(state, entry.row, last, block_size);
-                self.batch.want_last();
-                if let Some(mask) = mask_token_id {
-                    for position in entry.n..entry.n + entry.k - 1 {
-                        self.batch.push(entry.row, mask, position, state.slot(entry.row, position, block_size));
-                        self.batch.want_last();
-                    }
-                }
-                greedy |= entry.params.greedy;
-                sampled |= !entry.params.greedy;
+        let drafter = self.config.drafter;
+        self.begin(state);
+        let masked = matches!(drafter, Drafter::Cached { mask_token_id: Some(_), .. });
+        for i in 1..=if masked { most.min(1) } else { most } {
+            let of_pass = || self.entries.iter().filter(|entry| entry.passes() >= i);
+            let (greedy, sampled) =
+                (of_pass().any(|entry| entry.params.greedy), of_pass().any(|entry| !entry.params.greedy));
+            let want = Want::of(greedy, sampled, false);
+            if let Drafter::Cached { max_draft_lag, mask_token_id, .. } = drafter {
+                self.gather(i, state, max_draft_lag, mask_token_id);
+                self.pass(state, draft, want, Whose::Draft)?;
+            } else {
+                self.head_pass(i, state, draft, want)?;
             }
-            self.pass(state, draft, Want::of(greedy, sampled, false))?;
             self.counts.draft_passes += 1;
             let mut entries = std::mem::take(&mut self.entries);
             let mut at = 0;
             for (b, entry) in entries.iter_mut().enumerate().filter(|(_, entry)| entry.passes() >= i) {
-                let end = if mask_token_id.is_some() { entry.k } else { i };
+                let end = if masked { entry.k } else { i };
                 for draft in i..=end {
                     self.draw(b, entry, draft, at, state)?;
                     at += 1;
@@ -62,6 +43,33 @@ impl Iteration {
             self.entries = entries;
         }
         Ok(())
+    }
+
+    /// Rows of a draft model's pass. Pass 1 feeds n - 1, and those of the `max_draft_lag` positions up to it whose KV is
+    /// missing, so that what the draft has not seen is caught up without a pass of its own.
+    ///
+    /// Without a mask token pass i feeds draft i - 1. With one the first feeds it in place of drafts 1 to `K_r - 1` as well.
+    /// Its KV there is written over when the true tokens are fed.
+    fn gather(&mut self, i: usize, state: &RowState<'_>, max_draft_lag: usize, mask_token_id: Option<i64>) {
+        self.batch.clear();
+        let block_size = self.config.block_size;
+        for entry in self.entries.iter().filter(|entry| entry.passes() >= i) {
+            let last = entry.n + i - 2;
+            if i == 1 {
+                let first = (state.draft_len[entry.row] as usize).max(entry.n.saturating_sub(max_draft_lag));
+                for position in first..last {
+                    self.batch.feed(state, entry.row, position, block_size);
+                }
+            }
+            self.batch.feed(state, entry.row, last, block_size);
+            self.batch.want_last();
+            if let Some(mask) = mask_token_id {
+                for position in entry.n..entry.n + entry.k - 1 {
+                    self.batch.push(entry.row, mask, position, state.slot(entry.row, position, block_size));
+                    self.batch.want_last();
+                }
+            }
+        }
     }
 
     /// Draws draft `i` of entry `b` from row `at` of the pass: greedy entries by argmax, others from the draft's own processed

@@ -9,6 +9,8 @@
 mod accept;
 mod batch;
 mod draft;
+mod faults;
+mod hidden;
 mod passes;
 mod prefill;
 mod state;
@@ -19,10 +21,13 @@ use specrs_core::sampling::{Sampler, SamplingParams};
 use specrs_core::scheduler::layout::{RecordLayout, RecordView, ResultsLayout};
 use specrs_core::scheduler::{LaunchHeader, SchedulerConfig};
 use specrs_core::{Drafter, DrafterKind};
+use std::time::Duration;
 
 use batch::Batch;
+pub use faults::DraftFault;
+use hidden::HiddenStates;
 pub use passes::Cached;
-pub use state::RowState;
+pub use state::{HiddenRows, OwnedRowState, RowState};
 
 /// What verifies the drafts of requests that sample.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,7 +43,7 @@ pub enum Rule {
 pub struct Counts {
     /// Of the target.
     pub target_passes: usize,
-    /// Of the draft model.
+    /// Of the draft model, or of the head.
     pub draft_passes: usize,
 }
 
@@ -90,6 +95,9 @@ pub struct Iteration {
     sampler: Sampler,
     batch: Batch,
     entries: Vec<Entry>,
+    /// `entries` as they were before drafting.
+    planned: Vec<Entry>,
+    hidden: HiddenStates,
     /// Logits of wanted rows, `[N, V]`.
     logits: Vec<f32>,
     /// Argmax of wanted rows, and its logit: not finite where the row is not.
@@ -102,6 +110,9 @@ pub struct Iteration {
     /// Some entry of the iteration was planned with drafts.
     drafting: bool,
     counts: Counts,
+    fault: Option<DraftFault>,
+    /// What passes took since it was last asked for; None: they are not timed.
+    pass_time: Option<Duration>,
 }
 
 impl Iteration {
@@ -117,6 +128,9 @@ impl Iteration {
             let allowed = format!("one for each of {} drafts", config.num_speculative_tokens);
             return Err(Error::invalid("rates", format!("{} of them", rates.len()), allowed));
         }
+        if config.drafter == Drafter::Text {
+            return Err(Error::invalid("drafter", "Text", "one whose passes are run here, or None"));
+        }
         Ok(Self {
             record: RecordLayout::new(&config),
             results: ResultsLayout::new(&config),
@@ -126,6 +140,8 @@ impl Iteration {
             sampler: Sampler::new(vocab_size)?,
             batch: Batch::default(),
             entries: Vec::new(),
+            planned: Vec::new(),
+            hidden: HiddenStates::default(),
             logits: Vec::new(),
             best: Vec::new(),
             tops: Vec::new(),
@@ -133,13 +149,27 @@ impl Iteration {
             q_width: 0,
             drafting: false,
             counts: Counts::default(),
+            fault: None,
+            pass_time: None,
         })
+    }
+
+    /// What passes took since this was last called, and from its first call on: for benchmarks, as it is not measured
+    /// before.
+    pub fn take_pass_time(&mut self) -> Duration {
+        self.pass_time.replace(Duration::ZERO).unwrap_or_default()
     }
 
     /// Executes the launch planned in `record`: mutates row state and both KV caches, reports into `results`.
     ///
+    /// The KV of a head behind the launch's prompt chunks is left to the next call, of this or of
+    /// [`feed_behind`](Self::feed_behind), so that no first token waits for it.
+    ///
+    /// Where the drafter fails the launch goes on without the drafts of its passes, reports that none were made, and
+    /// [`take_draft_fault`](Self::take_draft_fault) says why.
+    ///
     /// # Errors
-    /// For buffers of other sizes than the scheduler's, and what the models say.
+    /// For buffers of other sizes than the scheduler's, and what the target says.
     pub fn run(
         &mut self,
         record: &[i64],
@@ -151,7 +181,11 @@ impl Iteration {
         check_len("record", record.len(), self.record.size)?;
         check_len("results", results.len(), self.results.size)?;
         state.check(self.config.max_num_seqs, self.config.max_model_len, self.config.block_size)?;
+        self.hidden.check(&self.config, state, target, draft.as_deref())?;
         (self.counts, self.drafting) = (Counts::default(), false);
+        if let Some(draft) = draft.as_deref_mut() {
+            self.counts.draft_passes += self.feed_behind(state, draft);
+        }
         let header = LaunchHeader::read(record);
         let view = self.record.view(record);
         state.upload(&view, header);
@@ -159,7 +193,11 @@ impl Iteration {
             self.prefill(&view, header, results, state, target)?;
         }
         if header.num_draft_chunks > 0 {
-            self.catch_up(&view, header, state, draft.as_deref_mut())?;
+            if matches!(self.config.drafter, Drafter::Hidden { .. }) {
+                self.leave_behind(&view, header, state);
+            } else {
+                self.catch_up(&view, header, state, draft.as_deref_mut());
+            }
         }
         if header.num_decode > 0 {
             self.decode(&view, header, results, state, target, draft)?;
@@ -180,8 +218,8 @@ impl Iteration {
         if self.config.host_drafters.is_some() {
             self.place(record, state);
         }
-        if let (&Drafter::Cached { max_draft_lag, mask_token_id, .. }, Some(draft)) = (&self.config.drafter, draft) {
-            self.draft(state, draft, max_draft_lag, mask_token_id)?;
+        if let (Drafter::Cached { .. } | Drafter::Hidden { .. }, Some(draft)) = (&self.config.drafter, draft) {
+            self.draft_or_not(state, draft);
         }
         self.verify(state, target)?;
         self.accept(results, state)
@@ -189,7 +227,7 @@ impl Iteration {
 
     /// Reads lengths from row state and applies the device's guards to the planned `K_r`:
     /// `max(min(planned, min(limit - 1, draft context + 1) - n), 0)`, and 0 where the row has ended or the draft's KV lags by
-    /// more than `max_draft_lag`.
+    /// more than `max_draft_lag`; a head starts anew behind any lag.
     fn prepare(&mut self, record: &RecordView<'_>, header: LaunchHeader, state: &RowState<'_>) {
         self.entries.clear();
         self.drafting = header.max_k > 0;
@@ -200,11 +238,13 @@ impl Iteration {
             let mut end = state.limit[row] - 1;
             let mut ready = entry.alive;
             entry.drafter = record.entry_drafter[index];
-            if let (Drafter::Cached { max_model_len, max_draft_lag, .. }, true) =
-                (self.config.drafter, entry.on_device())
-            {
-                end = end.min(max_model_len as i64 + 1);
-                ready &= state.draft_len[row] >= n - max_draft_lag as i64;
+            match self.config.drafter {
+                Drafter::Cached { max_model_len, max_draft_lag, .. } if entry.on_device() => {
+                    end = end.min(max_model_len as i64 + 1);
+                    ready &= state.draft_len[row] >= n - max_draft_lag as i64;
+                }
+                Drafter::Hidden { max_model_len, .. } if entry.on_device() => end = end.min(max_model_len as i64 + 1),
+                _ => {}
             }
             entry.k = if ready { planned.min(end - n).max(0) as usize } else { 0 };
             entry.fits &= n + entry.k as i64 <= record.entry_capacity[index];

@@ -1,10 +1,11 @@
 //! One pass of a model over gathered rows, and what it leaves: tokens drawn by argmax, or logits. Gathers nothing.
 
-use specrs_core::sampling::largest;
+use specrs_core::sampling::{UNKNOWN_BELOW, largest};
 
 use super::{Iteration, RowState};
 use crate::error::Result;
-use crate::{Decoder, KvCache, Output, Pass};
+use crate::{Beside, Decoder, Entries, KvCache, Output, Pass};
+use std::time::Instant;
 
 /// A model and its KV cache.
 pub struct Cached<'a> {
@@ -12,6 +13,17 @@ pub struct Cached<'a> {
     pub decoder: &'a mut Decoder,
     /// What they write.
     pub kv_cache: &'a mut KvCache,
+}
+
+/// Whose pass it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Whose {
+    /// The target's, which keeps the hidden states that a head will read.
+    Target,
+    /// A draft model's.
+    Draft,
+    /// A head's, over what its states are.
+    Head,
 }
 
 /// What is asked of the rows that a pass wants.
@@ -40,14 +52,21 @@ impl Want {
 
 impl Iteration {
     /// Runs the gathered rows; fills `tops` and, where asked for, `best` and `logits`, which are over the target's ids: minus
-    /// infinity for those that a draft model does not know. Ids are held to the model's own vocabulary.
-    pub(super) fn pass(&mut self, state: &RowState<'_>, model: &mut Cached<'_>, want: Want) -> Result<()> {
+    /// infinity for those that a draft model does not know, far below the others for those that a head does not. Ids are held
+    /// to a draft model's own vocabulary.
+    pub(super) fn pass(
+        &mut self,
+        state: &RowState<'_>,
+        model: &mut Cached<'_>,
+        want: Want,
+        whose: Whose,
+    ) -> Result<()> {
         let vocab_size = self.sampler.vocab_size();
         let known = model.decoder.weights().num_ids();
-        if known < vocab_size {
+        if whose == Whose::Draft && known < vocab_size {
             self.batch.tokens.iter_mut().for_each(|token| *token = (*token).min(known as i64 - 1));
         }
-        let batch = &self.batch;
+        let Self { batch, hidden, best, tops, logits, pass_time, .. } = self;
         let (count, num_ids) = (batch.wanted.len(), known.min(vocab_size));
         let pass = Pass {
             tokens: &batch.tokens,
@@ -57,31 +76,68 @@ impl Iteration {
             block_table: state.block_table,
             max_blocks: state.table_width(),
         };
+        let mut forward = |model: &mut Cached<'_>, output: Output<'_>| {
+            let begun = pass_time.is_some().then(Instant::now);
+            let done = match whose {
+                Whose::Target => {
+                    let states = room(&mut hidden.captured, pass.len() * hidden.size);
+                    let entries = Entries { layers: &hidden.layers, states };
+                    model.decoder.forward_keeping(&pass, model.kv_cache, output, entries)
+                }
+                Whose::Draft => model.decoder.forward(&pass, model.kv_cache, output),
+                Whose::Head => {
+                    let k_start = state.hidden.as_ref().map_or(&[][..], |rows| rows.draft_start);
+                    let beside = Beside { hidden: &hidden.beside, k_start };
+                    let entries = Entries { layers: &[1], states: room(&mut hidden.left, hidden.beside.len()) };
+                    model.decoder.forward_beside(&pass, beside, model.kv_cache, output, entries)
+                }
+            };
+            if let (Some(total), Some(begun)) = (pass_time.as_mut(), begun) {
+                *total += begun.elapsed();
+            }
+            done
+        };
         if want == Want::Nothing {
-            return model.decoder.forward(&pass, model.kv_cache, Output::Nothing);
+            return forward(model, Output::Nothing);
         }
-        self.best.resize(count, 0);
-        self.tops.resize(count, 0.0);
+        best.resize(count, 0);
+        tops.resize(count, 0.0);
+        let spreads = num_ids < vocab_size;
         if want == Want::Best {
-            let output = Output::Argmax { rows: &batch.wanted, num_ids, ids: &mut self.best, top: &mut self.tops };
-            return model.decoder.forward(&pass, model.kv_cache, output);
+            forward(model, Output::Argmax { rows: &batch.wanted, num_ids, ids: best, top: tops })?;
+            if spreads && let Some(ids) = model.decoder.weights().target_ids() {
+                for (best, top) in best.iter_mut().zip(tops) {
+                    *best = if top.is_nan() { 0 } else { ids[*best as usize] };
+                }
+            }
+            return Ok(());
         }
-        self.logits.resize(self.logits.len().max(count * vocab_size), 0.0);
-        let logits = &mut self.logits[..count * num_ids];
-        model.decoder.forward(&pass, model.kv_cache, Output::Logits { rows: &batch.wanted, num_ids, logits })?;
-        if num_ids < vocab_size {
-            spread(&mut self.logits[..count * vocab_size], num_ids, vocab_size);
+        logits.resize(logits.len().max(count * vocab_size), 0.0);
+        forward(model, Output::Logits { rows: &batch.wanted, num_ids, logits: &mut logits[..count * num_ids] })?;
+        let logits = &mut logits[..count * vocab_size];
+        match model.decoder.weights().target_ids() {
+            _ if !spreads => {}
+            Some(ids) => spread_head(logits, ids, vocab_size),
+            None => spread(logits, num_ids, vocab_size),
         }
-        for (i, row) in self.logits[..count * vocab_size].chunks_exact(vocab_size).enumerate() {
+        for (i, row) in logits.chunks_exact(vocab_size).enumerate() {
             let top = largest(row);
             let is_top = |x: &f32| if top.is_nan() { x.is_nan() } else { *x >= top };
-            self.tops[i] = top;
+            tops[i] = top;
             if want == Want::Both {
-                self.best[i] = row.iter().position(is_top).unwrap_or(0) as i64;
+                best[i] = row.iter().position(is_top).unwrap_or(0) as i64;
             }
         }
         Ok(())
     }
+}
+
+/// The first `len` numbers of a buffer that only grows: what is written over anyway is not filled with zeros for each pass.
+fn room(buffer: &mut Vec<f32>, len: usize) -> &mut [f32] {
+    if buffer.len() < len {
+        buffer.resize(len, 0.0);
+    }
+    &mut buffer[..len]
 }
 
 /// Makes rows of `from` numbers, which lie at the start, rows of `to`, filled up with minus infinity.
@@ -92,9 +148,41 @@ fn spread(rows: &mut [f32], from: usize, to: usize) {
     }
 }
 
+/// Makes rows over a head's ids, which lie at the start, rows of `to`: each at the target's id, which ascend, the others far
+/// below all of them.
+fn spread_head(rows: &mut [f32], ids: &[i64], to: usize) {
+    let from = ids.len();
+    for i in (0..rows.len() / to).rev() {
+        let least = |least: f32, x: &f32| if least.is_nan() || *x >= least { least } else { *x };
+        let below = rows[i * from..][..from].iter().fold(f32::INFINITY, least) - UNKNOWN_BELOW;
+        // No id is before its place, so from the last on nothing is written over before it is read.
+        let mut end = (i + 1) * to;
+        for (j, &id) in ids.iter().enumerate().rev() {
+            let (x, at) = (rows[i * from + j], i * to + id as usize);
+            rows[at + 1..end].fill(below);
+            rows[at] = x;
+            end = at;
+        }
+        rows[i * to..end].fill(below);
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use super::spread;
+    use super::{spread, spread_head};
+
+    #[test]
+    fn rows_of_a_head_are_spread_in_place() {
+        let mut rows = [1.0, 2.0, -3.0, 4.0, 5.0, 6.0, 0.0, 0.0, 0.0, 0.0];
+        spread_head(&mut rows, &[1, 2, 4], 5);
+        let (a, b) = (-3.0 - 1e4, 4.0 - 1e4);
+        let expected = [a, 1.0, 2.0, a, -3.0, b, 4.0, 5.0, b, 6.0];
+        assert_eq!(rows.map(f32::to_bits), expected.map(f32::to_bits));
+        let mut broken = [1.0, f32::NAN, 3.0, 0.0];
+        spread_head(&mut broken, &[0, 3], 4);
+        assert!(broken[1..].iter().all(|x| x.is_nan()));
+        assert_eq!(broken[0].to_bits(), 1.0_f32.to_bits());
+    }
 
     #[test]
     fn rows_are_spread_in_place() {

@@ -1,11 +1,11 @@
 //! Prompt chunks through the target and catch-up chunks through the draft model.
 
-use crate::error::Result;
+use crate::error::{Result, guarded};
 use specrs_core::scheduler::LaunchHeader;
 use specrs_core::scheduler::layout::{FLAG_TARGET_NON_FINITE, RecordView};
 
 use super::accept::Report;
-use super::passes::Want;
+use super::passes::{Want, Whose};
 use super::{Cached, Entry, Iteration, RowState, entry_of};
 
 impl Iteration {
@@ -37,7 +37,7 @@ impl Iteration {
             self.entries.iter().zip(record.chunk_is_last).any(last)
         };
         let want = Want::of(ends(false), ends(true), false);
-        self.pass(state, target, want)?;
+        self.pass(state, target, want, Whose::Target)?;
         self.counts.target_passes += 1;
         let mut entries = std::mem::take(&mut self.entries);
         for (chunk, (entry, index)) in entries.iter().zip(chunks).enumerate() {
@@ -51,6 +51,9 @@ impl Iteration {
             }
             let verdict = self.judge(entry, chunk, None, state)?;
             self.update(entry, &verdict, results, state);
+            if let Some(rows) = &mut state.hidden {
+                self.hidden.keep_last(rows, entry, self.batch.wanted[chunk]);
+            }
         }
         entries.clear();
         self.entries = entries;
@@ -66,7 +69,7 @@ impl Iteration {
         header: LaunchHeader,
         state: &mut RowState<'_>,
         draft: Option<&mut Cached<'_>>,
-    ) -> Result<()> {
+    ) {
         self.batch.clear();
         for chunk in 0..header.num_draft_chunks {
             let row = record.draft_chunk_row[chunk] as usize;
@@ -77,16 +80,27 @@ impl Iteration {
                 }
             }
         }
+        let mut written = true;
         if let Some(draft) = draft
             && !self.batch.is_empty()
         {
-            self.pass(state, draft, Want::Nothing)?;
-            self.counts.draft_passes += 1;
+            match guarded(|| self.pass(state, draft, Want::Nothing, Whose::Draft)) {
+                Ok(()) => self.counts.draft_passes += 1,
+                Err(error) => {
+                    self.note_fault(error, self.batch.blocks(self.config.block_size));
+                    written = false;
+                }
+            }
         }
-        for chunk in 0..header.num_draft_chunks {
-            let end = record.draft_chunk_start[chunk] + record.draft_chunk_len[chunk];
-            state.draft_len[record.draft_chunk_row[chunk] as usize] = end;
-        }
-        Ok(())
+        caught_up(record, header, state, written);
+    }
+}
+
+/// The chunks' draft KV is valid now, or will be before anything reads it. Chunks of length 0 do no more than this, others
+/// nothing unless they were `written`.
+pub(super) fn caught_up(record: &RecordView<'_>, header: LaunchHeader, state: &mut RowState<'_>, written: bool) {
+    for chunk in (0..header.num_draft_chunks).filter(|&chunk| written || record.draft_chunk_len[chunk] == 0) {
+        let end = record.draft_chunk_start[chunk] + record.draft_chunk_len[chunk];
+        state.draft_len[record.draft_chunk_row[chunk] as usize] = end;
     }
 }

@@ -2,8 +2,8 @@
 
 use crate::error::{Result, check_len};
 use specrs_core::sampling::{MAX_STOP_IDS, NUM_PARAMS, PARAM_GREEDY, SamplingParams};
-use specrs_core::scheduler::LaunchHeader;
 use specrs_core::scheduler::layout::RecordView;
+use specrs_core::scheduler::{LaunchHeader, SchedulerConfig};
 
 /// Row state of R = `max_num_seqs` rows and one reserved row of length 0 behind them, borrowed for one launch.
 ///
@@ -33,6 +33,70 @@ pub struct RowState<'a> {
     pub stop_ids: &'a mut [i64],
     /// Parameter columns, `[R + 1, NUM_PARAMS]`.
     pub params: &'a mut [f32],
+    /// What is kept for a drafter that reads the target's hidden states; None with any other.
+    pub hidden: Option<HiddenRows<'a>>,
+}
+
+/// Hidden states of the target that a drafter will read, of every row, and where the drafter's KV begins.
+///
+/// Of a row with n tokens `[draft_start, draft_len)` has draft KV with a context from `draft_start` on, and of positions
+/// `[start, n - 1)`, at most W, hidden states are kept, the first in column 0.
+#[derive(Debug)]
+pub struct HiddenRows<'a> {
+    /// `[R + 1, W + 1, L, the target's hidden size]`; the last column is scratch for runners that mask writes.
+    pub states: &'a mut [f32],
+    /// `[R + 1]`
+    pub start: &'a mut [i64],
+    /// `[R + 1]`
+    pub draft_start: &'a mut [i64],
+}
+
+/// Row state with memory of its own, for hosts that keep it nowhere else. For drafters that read no hidden states.
+#[derive(Clone, Debug)]
+pub struct OwnedRowState {
+    /// `num_tokens`, `draft_len`, `limit`, `min_len`, `prompt_len`, `seeds`: each `[R + 1]`
+    numbers: [Vec<i64>; 6],
+    active: Vec<bool>,
+    tokens: Vec<i64>,
+    block_table: Vec<i64>,
+    stop_ids: Vec<i64>,
+    params: Vec<f32>,
+}
+
+impl OwnedRowState {
+    /// That of an engine without requests.
+    #[must_use]
+    pub fn new(config: &SchedulerConfig) -> Self {
+        let rows = config.max_num_seqs + 1;
+        let max_blocks = config.max_model_len.div_ceil(config.block_size);
+        OwnedRowState {
+            numbers: std::array::from_fn(|_| vec![0; rows]),
+            active: vec![false; rows],
+            tokens: vec![0; rows * (config.max_model_len + 1)],
+            block_table: vec![0; rows * max_blocks],
+            stop_ids: vec![0; rows * MAX_STOP_IDS],
+            params: vec![0.0; rows * NUM_PARAMS],
+        }
+    }
+
+    /// Borrowed for a launch.
+    pub fn borrow(&mut self) -> RowState<'_> {
+        let [num_tokens, draft_len, limit, min_len, prompt_len, seeds] = &mut self.numbers;
+        RowState {
+            num_tokens,
+            draft_len,
+            limit,
+            min_len,
+            prompt_len,
+            seeds,
+            active: &mut self.active,
+            tokens: &mut self.tokens,
+            block_table: &mut self.block_table,
+            stop_ids: &mut self.stop_ids,
+            params: &mut self.params,
+            hidden: None,
+        }
+    }
 }
 
 impl RowState<'_> {
@@ -56,6 +120,10 @@ impl RowState<'_> {
             ("params", self.params.len(), NUM_PARAMS),
         ] {
             check_len(name, len, rows * width)?;
+        }
+        if let Some(hidden) = &self.hidden {
+            check_len("hidden_start", hidden.start.len(), rows)?;
+            check_len("draft_start", hidden.draft_start.len(), rows)?;
         }
         Ok(())
     }
@@ -114,6 +182,9 @@ impl RowState<'_> {
             self.prompt_len[row] = record.admit_prompt_len[i];
             self.seeds[row] = record.admit_seed[i];
             self.active[row] = true;
+            if let Some(hidden) = &mut self.hidden {
+                (hidden.start[row], hidden.draft_start[row]) = (0, 0);
+            }
             let stops = &record.admit_stop_ids[i * MAX_STOP_IDS..][..MAX_STOP_IDS];
             self.stop_ids[row * MAX_STOP_IDS..][..MAX_STOP_IDS].copy_from_slice(stops);
             let params = &record.admit_params[i * NUM_PARAMS..][..NUM_PARAMS];

@@ -2,7 +2,7 @@
 
 use crate::error::Result;
 
-use super::passes::Want;
+use super::passes::{Want, Whose};
 use super::{Cached, Iteration, RowState};
 
 impl Iteration {
@@ -21,7 +21,7 @@ impl Iteration {
         if self.batch.is_empty() {
             return Ok(());
         }
-        self.pass(state, target, Want::of(greedy, sampled, self.rates.is_some()))?;
+        self.pass(state, target, Want::of(greedy, sampled, self.rates.is_some()), Whose::Target)?;
         self.counts.target_passes += 1;
         Ok(())
     }

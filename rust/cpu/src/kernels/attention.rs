@@ -6,6 +6,7 @@
 use super::element::{Element, Vector};
 use super::exp::exp;
 use crate::isa::{Kernel, LANES, Simd};
+use crate::memory::Vectors;
 use std::marker::PhantomData;
 
 /// Positions that are attended together.
@@ -22,7 +23,7 @@ pub(crate) trait KvRead<T> {
 /// Memory that an attention needs, for up to `rows` rows and `heads` query heads.
 pub(crate) struct AttendScratch {
     /// `[rows, heads, ceil(head_dim / 16)]` weighted sums of values.
-    sums: Vec<Vector>,
+    sums: Vectors,
     /// `[rows, heads]` largest score.
     largest: Vec<f32>,
     /// `[rows, heads]` sum of weights.
@@ -34,7 +35,7 @@ pub(crate) struct AttendScratch {
 impl AttendScratch {
     pub(crate) fn new(rows: usize, heads: usize, head_dim: usize) -> Self {
         Self {
-            sums: vec![[0.0; LANES]; rows * heads * head_dim.div_ceil(LANES)],
+            sums: Vectors::new(rows * heads * head_dim.div_ceil(LANES)),
             largest: vec![0.0; rows * heads],
             total: vec![0.0; rows * heads],
             gathered: vec![0.0; 2 * GROUP * head_dim],

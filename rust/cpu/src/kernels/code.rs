@@ -8,8 +8,17 @@ use crate::memory::Bf16;
 pub(crate) trait Code<const N: usize>: Copy + Default + Send + Sync + 'static {
     /// Whether codes are multiples of a scale.
     const SCALED: bool;
-    /// Vector `n` of sixteen codes, times the scale where they have one, exactly.
+    /// Whether codes are pairs that may be multiplied as they are.
+    const PAIRED: bool = false;
+    /// Vector `n` of sixteen codes, times the scale where they have one, rounded once.
     fn expand<S: Simd>(s: S, codes: &[Self; LANES], n: usize, scale: S::V) -> S::V;
+
+    /// Sixteen pairs, for `Simd::dot`.
+    #[inline(always)]
+    fn bits<S: Simd>(s: S, codes: &[Self; LANES]) -> S::V {
+        let _ = codes;
+        s.splat(0.0)
+    }
 }
 
 impl Code<1> for f32 {
@@ -27,6 +36,22 @@ impl Code<1> for Bf16 {
     #[inline(always)]
     fn expand<S: Simd>(s: S, codes: &[Self; LANES], _: usize, _: S::V) -> S::V {
         Element::load(s, codes)
+    }
+}
+
+/// Two bf16 numbers; their rows are [`Pairs`](super::pairs), the second numbers before the first.
+impl Code<2> for [Bf16; 2] {
+    const SCALED: bool = false;
+    const PAIRED: bool = true;
+
+    #[inline(always)]
+    fn expand<S: Simd>(s: S, codes: &[Self; LANES], n: usize, _: S::V) -> S::V {
+        if n == 0 { s.load_pairs::<true>(codes) } else { s.load_pairs::<false>(codes) }
+    }
+
+    #[inline(always)]
+    fn bits<S: Simd>(s: S, codes: &[Self; LANES]) -> S::V {
+        s.load_bits(codes)
     }
 }
 

@@ -1,14 +1,13 @@
 //! Products of rows with weights `[out, in]`. One accumulator vector for each (output, row): the order of a sum hangs
-//! on the number of inputs alone. Quantized weights become the fp32 numbers that they stand for in registers, exactly, so
-//! their products are those of these numbers to the bit.
+//! on the number of inputs alone. Quantized weights become the fp32 numbers that they stand for in registers, so their
+//! products are those of these numbers to the bit.
 
 // Loops over registers, which unroll.
 #![allow(clippy::needless_range_loop)]
 
 use super::code::Code;
-use super::element::Vector;
+use super::element::{Element, Vector};
 use crate::isa::{Kernel, LANES, Simd};
-use crate::memory::Bf16;
 
 /// What a product is of besides its weights, and where it goes.
 pub(crate) struct Product<'a> {
@@ -22,11 +21,11 @@ pub(crate) struct Product<'a> {
 }
 
 /// `y[row, o] = sum over i of w[o, i] x[row, i]`
-pub(crate) struct Matmul<'a, W, const N: usize> {
+pub(crate) struct Matmul<'a, W, C, const N: usize> {
     /// `[outputs, inputs / N]`
     w: &'a [W],
     /// `[outputs, inputs / group]` where codes are scaled.
-    scales: &'a [Bf16],
+    scales: &'a [C],
     /// Inputs that share a scale: all, or a multiple of 16 N.
     group: usize,
     of: Product<'a>,
@@ -34,17 +33,17 @@ pub(crate) struct Matmul<'a, W, const N: usize> {
 
 impl<'a> Product<'a> {
     /// The kernel with these weights; see [`Matmul`].
-    pub(crate) fn with<W: Code<N>, const N: usize>(
+    pub(crate) fn with<W: Code<N>, C: Element, const N: usize>(
         self,
         w: &'a [W],
-        scales: &'a [Bf16],
+        scales: &'a [C],
         group: usize,
-    ) -> Matmul<'a, W, N> {
+    ) -> Matmul<'a, W, C, N> {
         Matmul { w, scales, group, of: self }
     }
 }
 
-impl<W: Code<N>, const N: usize> Kernel for Matmul<'_, W, N> {
+impl<W: Code<N>, C: Element, const N: usize> Kernel for Matmul<'_, W, C, N> {
     type Output = ();
 
     /// Rows in tiles of as many as registers hold accumulators for, as even as they go.
@@ -57,7 +56,7 @@ impl<W: Code<N>, const N: usize> Kernel for Matmul<'_, W, N> {
         // Codes of two vectors and their scales take registers, too.
         let most = if !S::WIDE {
             3
-        } else if N == 1 {
+        } else if N == 1 || W::PAIRED {
             6
         } else {
             4
@@ -81,7 +80,7 @@ impl<W: Code<N>, const N: usize> Kernel for Matmul<'_, W, N> {
     }
 }
 
-impl<W: Code<N>, const N: usize> Matmul<'_, W, N> {
+impl<W: Code<N>, C: Element, const N: usize> Matmul<'_, W, C, N> {
     /// All outputs of R rows, O at a time.
     #[inline(always)]
     fn strip<S: Simd, const O: usize, const R: usize, const TAIL: bool>(&mut self, s: S, first: usize) {
@@ -113,7 +112,7 @@ impl<W: Code<N>, const N: usize> Matmul<'_, W, N> {
         let (whole, together) = (stride / LANES, self.group / N / LANES);
         let mut w: [&[[W; LANES]]; O] = [&[]; O];
         let mut tails: [&[W]; O] = [&[]; O];
-        let mut of_groups: [&[Bf16]; O] = [&[]; O];
+        let mut of_groups: [&[C]; O] = [&[]; O];
         for j in 0..O {
             let (vectors, tail) = self.w[(o + j) * stride..][..stride].as_chunks();
             (w[j], tails[j]) = (&vectors[..whole], tail);
@@ -132,7 +131,7 @@ impl<W: Code<N>, const N: usize> Matmul<'_, W, N> {
         for group in 0..groups {
             if W::SCALED {
                 for j in 0..O {
-                    scales[j] = s.splat(of_groups[j][group].to_f32());
+                    scales[j] = s.splat(of_groups[j][group].expand());
                 }
             }
             for i in group * together..(group + 1) * together {
@@ -140,6 +139,19 @@ impl<W: Code<N>, const N: usize> Matmul<'_, W, N> {
                     for j in 0..O {
                         s.prefetch(w[j][i].as_ptr().wrapping_add(ahead));
                     }
+                }
+                if W::PAIRED && S::DOTS {
+                    let mut pairs = [s.splat(0.0); O];
+                    for j in 0..O {
+                        pairs[j] = W::bits(s, &w[j][i]);
+                    }
+                    for r in 0..R {
+                        let x = s.load(&body[r][i][0]);
+                        for j in 0..O {
+                            sums[r][j] = s.dot(pairs[j], x, sums[r][j]);
+                        }
+                    }
+                    continue;
                 }
                 for n in 0..N {
                     let mut wide = [s.splat(0.0); O];

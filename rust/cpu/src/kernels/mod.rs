@@ -10,6 +10,7 @@ mod element;
 mod exp;
 mod matmul;
 mod norm;
+mod pairs;
 mod rope;
 mod silu;
 
@@ -18,5 +19,6 @@ pub(crate) use attention::{Attend, AttendScratch, KvRead};
 pub(crate) use element::{Element, Vector};
 pub(crate) use matmul::Product;
 pub(crate) use norm::RmsNorm;
+pub(crate) use pairs::{LEAST_WEIGHT, PAIRS, RoundPairs};
 pub(crate) use rope::{Angles, QkHead};
 pub(crate) use silu::SiluMul;

@@ -7,8 +7,10 @@ use crate::isa::{Kernel, Simd};
 pub(crate) struct Angles<'a> {
     /// At least 0.
     pub(crate) position: i64,
-    /// `[head_dim / 2]`
+    /// `[P]`
     pub(crate) frequencies: &'a [f32],
+    /// What cosines and sines are multiplied by.
+    pub(crate) magnitude: f32,
     /// As many.
     pub(crate) cos: &'a mut [f32],
     /// As many.
@@ -22,7 +24,8 @@ impl Kernel for Angles<'_> {
     fn run<S: Simd>(self, _: S) {
         let position = self.position as f32;
         for ((frequency, cos), sin) in self.frequencies.iter().zip(self.cos).zip(self.sin) {
-            (*sin, *cos) = sin_cos(position * frequency);
+            let (s, c) = sin_cos(position * frequency);
+            (*sin, *cos) = (s * self.magnitude, c * self.magnitude);
         }
     }
 }
@@ -67,9 +70,9 @@ pub(crate) struct QkHead<'a> {
     /// `[head_dim]`
     pub(crate) norm: Option<&'a [f32]>,
     pub(crate) eps: f32,
-    /// `[head_dim / 2]`
+    /// `[P]`: the first P features turn against the P behind them; none: no rotation.
     pub(crate) cos: &'a [f32],
-    /// `[head_dim / 2]`
+    /// `[P]`
     pub(crate) sin: &'a [f32],
 }
 

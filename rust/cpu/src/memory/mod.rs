@@ -3,8 +3,10 @@
 #![allow(unsafe_code)]
 
 mod split;
+mod vectors;
 
 pub(crate) use split::{Columns, ColumnsMut, MAX_PARTS, Planes, PlanesMut};
+pub(crate) use vectors::Vectors;
 
 use crate::error::{Error, Result};
 use std::any::Any;

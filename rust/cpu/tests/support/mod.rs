@@ -14,8 +14,8 @@ mod reference;
 
 pub use reference::Near;
 use specrs_cpu::{
-    Bf16, Decoder, KvCache, KvShape, LayerWeights, Linear, Memory, ModelShape, Output, Part, Pass, Values, ValuesMut,
-    Weight, Weights, quantize_int4, quantize_int8,
+    Bf16, Decoder, Isa, KvCache, KvShape, LayerWeights, Linear, Memory, ModelShape, Output, Part, Pass, Pool, Values,
+    ValuesMut, Weight, Weights, quantize_int4, quantize_int8,
 };
 use std::sync::Arc;
 
@@ -65,6 +65,8 @@ pub struct Kind {
     /// Projections that share an input as several parts.
     pub split: bool,
     pub bf16: bool,
+    /// Rows are rounded to bf16 before products.
+    pub bf16_rows: bool,
     /// Bits of the codes of the layers' projections; 0: not quantized.
     pub code_bits: u32,
     /// Llama 3.1's scaling of frequencies.
@@ -78,6 +80,7 @@ pub const QWEN3: Kind = Kind {
     tied: true,
     split: false,
     bf16: false,
+    bf16_rows: false,
     code_bits: 0,
     scaled: false,
 };
@@ -96,11 +99,49 @@ pub struct Dense {
     pub stored: Option<Stored>,
 }
 
+/// Scales as the crate stores them.
+#[derive(Clone, Debug)]
+pub enum Scales {
+    F32(Vec<f32>),
+    Bf16(Vec<Bf16>),
+}
+
+impl Scales {
+    fn len(&self) -> usize {
+        match self {
+            Self::F32(all) => all.len(),
+            Self::Bf16(all) => all.len(),
+        }
+    }
+
+    fn get(&self, i: usize) -> f32 {
+        match self {
+            Self::F32(all) => all[i],
+            Self::Bf16(all) => all[i].to_f32(),
+        }
+    }
+
+    fn values(&self) -> Values {
+        match self {
+            Self::F32(all) => Values::F32(Memory::from_vec(all.clone())),
+            Self::Bf16(all) => Values::Bf16(Memory::from_vec(all.clone())),
+        }
+    }
+
+    fn join(self, other: Self) -> Self {
+        match (self, other) {
+            (Self::F32(a), Self::F32(b)) => Self::F32([a, b].concat()),
+            (Self::Bf16(a), Self::Bf16(b)) => Self::Bf16([a, b].concat()),
+            _ => panic!("of one kind"),
+        }
+    }
+}
+
 /// Codes and scales as the crate stores them.
 #[derive(Clone, Debug)]
 pub enum Stored {
-    Int8(Vec<i8>, Vec<Bf16>),
-    Int4(Vec<u8>, Vec<Bf16>),
+    Int8(Vec<i8>, Scales),
+    Int4(Vec<u8>, Scales),
 }
 
 impl Stored {
@@ -110,18 +151,32 @@ impl Stored {
         if code_bits == 8 {
             let (mut codes, mut scales) = (vec![99; len], vec![Bf16(0x7FFF); len / inputs]);
             quantize_int8("test", weight, inputs, &mut codes, &mut scales, threads).unwrap();
-            return Self::Int8(codes, scales);
+            return Self::Int8(codes, Scales::Bf16(scales));
         }
         let (mut codes, mut scales) = (vec![99; len / 2], vec![Bf16(0x7FFF); len / group]);
         quantize_int4("test", weight, inputs, &mut codes, &mut scales, threads).unwrap();
-        Self::Int4(codes, scales)
+        Self::Int4(codes, Scales::Bf16(scales))
+    }
+
+    /// Any codes, with scales of fp32 or bf16, some of them negative, for groups of `group`.
+    pub fn draw(n: &mut Numbers, outputs: usize, inputs: usize, code_bits: u32, group: usize, bf16: bool) -> Self {
+        let scales: Vec<f32> = (0..outputs * inputs / group).map(|_| n.unit() * 0.1).collect();
+        let scales =
+            if bf16 { Scales::Bf16(scales.iter().map(|&x| Bf16::from_f32(x)).collect()) } else { Scales::F32(scales) };
+        let mut byte = || n.below(256) as u8;
+        match code_bits {
+            8 => Self::Int8((0..outputs * inputs).map(|_| byte() as i8).collect(), scales),
+            _ => Self::Int4((0..outputs * inputs / 2).map(|_| byte()).collect(), scales),
+        }
     }
 
     /// By output of `inputs`: each weight's code and its scale.
     pub fn codes(&self, inputs: usize) -> Vec<(i32, f32)> {
         match self {
             Self::Int8(codes, scales) => {
-                codes.iter().enumerate().map(|(i, &q)| (i32::from(q), scales[i / inputs].to_f32())).collect()
+                let group = codes.len() / scales.len();
+                debug_assert!(inputs.is_multiple_of(group));
+                codes.iter().enumerate().map(|(i, &q)| (i32::from(q), scales.get(i / group))).collect()
             }
             Self::Int4(codes, scales) => {
                 let group = 2 * codes.len() / scales.len();
@@ -129,7 +184,7 @@ impl Stored {
                     let byte = i32::from(codes[i / 32 * 16 + i % 16]);
                     if i % 32 < 16 { byte % 16 - 8 } else { byte / 16 - 8 }
                 };
-                (0..2 * codes.len()).map(|i| (code(i), scales[i / group].to_f32())).collect()
+                (0..2 * codes.len()).map(|i| (code(i), scales.get(i / group))).collect()
             }
         }
     }
@@ -138,10 +193,10 @@ impl Stored {
     pub fn weight(&self) -> Weight {
         match self {
             Self::Int8(codes, scales) => {
-                Weight::Int8 { codes: Memory::from_vec(codes.clone()), scales: Memory::from_vec(scales.clone()) }
+                Weight::Int8 { codes: Memory::from_vec(codes.clone()), scales: scales.values() }
             }
             Self::Int4(codes, scales) => {
-                Weight::Int4 { codes: Memory::from_vec(codes.clone()), scales: Memory::from_vec(scales.clone()) }
+                Weight::Int4 { codes: Memory::from_vec(codes.clone()), scales: scales.values() }
             }
         }
     }
@@ -151,8 +206,8 @@ impl Stored {
         parts
             .into_iter()
             .reduce(|a, b| match (a, b) {
-                (Self::Int8(a, s), Self::Int8(b, t)) => Self::Int8([a, b].concat(), [s, t].concat()),
-                (Self::Int4(a, s), Self::Int4(b, t)) => Self::Int4([a, b].concat(), [s, t].concat()),
+                (Self::Int8(a, s), Self::Int8(b, t)) => Self::Int8([a, b].concat(), s.join(t)),
+                (Self::Int4(a, s), Self::Int4(b, t)) => Self::Int4([a, b].concat(), s.join(t)),
                 _ => panic!("of one kind"),
             })
             .unwrap()
@@ -282,6 +337,12 @@ impl Model {
         let frequencies = self.frequencies.clone();
         let embedding = values(&self.embedding);
         Arc::new(Weights::new(self.shape, embedding, layers, &values(&self.final_norm), head, frequencies).unwrap())
+    }
+
+    /// A decoder of them as the kind asks for it.
+    pub fn decoder(&self, isa: Isa, threads: usize) -> Decoder {
+        let decoder = Decoder::with_isa(self.weights(), Arc::new(Pool::new(threads).unwrap()), isa);
+        if self.kind.bf16_rows { decoder.with_bf16_rows().unwrap() } else { decoder }
     }
 
     pub fn kv_cache(&self, num_blocks: usize, block_size: usize) -> KvCache {

@@ -10,6 +10,8 @@ use specrs_cpu::Bf16;
 
 /// Variance of rounding 1 to fp32.
 const ROUNDING: f64 = (1.0 / (1 << 24) as f64) * (1.0 / (1 << 24) as f64) / 3.0;
+/// The same to bf16, which has 16 significant bits less.
+const ROUNDING_BF16: f64 = ROUNDING * (1_u64 << 32) as f64;
 /// Standard deviations that a result may be off.
 const DEVIATIONS: f64 = 8.0;
 
@@ -86,7 +88,7 @@ impl Model {
             for (i, h) in h.iter_mut().enumerate() {
                 let x = rms_norm(h, &layer.input_norm, eps);
                 let heads = |dense: &Dense, norm: Option<&Vec<f32>>, rotated: bool| -> Vec<Vec<Near>> {
-                    let y = product(dense, &x);
+                    let y = self.product(dense, &x);
                     y.chunks(dim)
                         .map(|head| {
                             let head = norm.map_or(head.to_vec(), |w| rms_norm(head, w, eps));
@@ -102,14 +104,25 @@ impl Model {
                 for (j, q) in q.iter().enumerate() {
                     attended.extend(attend(q, &keys, &values, j / (s.num_heads / s.num_kv_heads)));
                 }
-                add(h, &product(&layer.o, &attended));
+                add(h, &self.product(&layer.o, &attended));
                 let x = rms_norm(h, &layer.post_norm, eps);
-                let (gate, up) = (product(&layer.gate, &x), product(&layer.up, &x));
+                let (gate, up) = (self.product(&layer.gate, &x), self.product(&layer.up, &x));
                 let act: Vec<Near> = gate.iter().zip(&up).map(|(&g, &u)| (silu(g) * u).rounded(1.0)).collect();
-                add(h, &product(&layer.down, &act));
+                add(h, &self.product(&layer.down, &act));
             }
         }
-        h.iter().map(|h| product(&self.lm_head, &rms_norm(h, &self.final_norm, eps))).collect()
+        h.iter().map(|h| self.product(&self.lm_head, &rms_norm(h, &self.final_norm, eps))).collect()
+    }
+
+    fn product(&self, dense: &Dense, x: &[Near]) -> Vec<Near> {
+        let rounding = if self.kind.bf16_rows { ROUNDING_BF16 } else { 0.0 };
+        let x: Vec<Near> =
+            x.iter().map(|x| Near { variance: x.variance + rounding * x.exact * x.exact, ..*x }).collect();
+        let row = |(o, row): (usize, &[f32])| {
+            let y = sum(row.iter().zip(&x).map(|(&w, &x)| Near::new(f64::from(w)) * x), dense.inputs);
+            dense.bias.as_ref().map_or(y, |bias| y + Near::new(f64::from(bias[o])))
+        };
+        dense.weight.chunks_exact(dense.inputs).enumerate().map(row).collect()
     }
 
     /// bf16 where the cache is: exactly what it has there, but for a number so close to the middle of two that either may be.
@@ -141,14 +154,6 @@ fn rms_norm(x: &[Near], weight: &[f32], eps: f64) -> Vec<Near> {
     let relative = (total.variance + own) / (total.exact * total.exact).max(f64::MIN_POSITIVE) / 4.0;
     let scale = Near { exact: 1.0 / mean.sqrt(), variance: relative / mean }.rounded(4.0);
     x.iter().zip(weight).map(|(&x, &w)| (x * scale * Near::new(f64::from(w))).rounded(2.0)).collect()
-}
-
-fn product(dense: &Dense, x: &[Near]) -> Vec<Near> {
-    let row = |(o, row): (usize, &[f32])| {
-        let y = sum(row.iter().zip(x).map(|(&w, &x)| Near::new(f64::from(w)) * x), dense.inputs);
-        dense.bias.as_ref().map_or(y, |bias| y + Near::new(f64::from(bias[o])))
-    };
-    dense.weight.chunks_exact(dense.inputs).enumerate().map(row).collect()
 }
 
 /// The angle is an fp32 product, as everywhere.

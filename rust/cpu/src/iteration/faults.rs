@@ -1,0 +1,53 @@
+//! A drafter that fails in a launch: it costs the launch its drafts, never a request. Runs no pass.
+
+use super::{Batch, Cached, Iteration, RowState};
+use crate::error::{Error, guarded};
+
+/// A drafter that failed in a launch, which went on without the drafts that its passes make.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DraftFault {
+    /// What it failed with, first.
+    pub error: Error,
+    /// Blocks whose draft KV was to be written before any draft, and was not; ascending. For the scheduler's
+    /// `draft_kv_not_written`.
+    pub blocks: Vec<i64>,
+}
+
+impl Iteration {
+    /// How the drafter failed since this was asked last; until then nothing drafts by passes.
+    pub fn take_draft_fault(&mut self) -> Option<DraftFault> {
+        self.fault.take()
+    }
+
+    /// The drafts of entries by passes, and none of them where the drafter fails, or has failed before in this launch. What it
+    /// wrote until then lies behind `draft_len`, which stays, and is written again before it is read.
+    pub(super) fn draft_or_not(&mut self, state: &mut RowState<'_>, draft: &mut Cached<'_>) {
+        if self.fault.is_none() {
+            // The passes may end anywhere, also where they have the entries in hand.
+            self.planned.clone_from(&self.entries);
+            let Err(error) = guarded(|| self.draft(state, draft)) else { return };
+            std::mem::swap(&mut self.entries, &mut self.planned);
+            self.note_fault(error, Vec::new());
+        }
+        self.q_width = 0;
+        self.entries.iter_mut().filter(|entry| entry.on_device()).for_each(|entry| entry.k = 0);
+    }
+
+    /// Takes note that the drafter failed before it had written draft KV into these blocks, ascending.
+    pub(super) fn note_fault(&mut self, error: Error, blocks: Vec<i64>) {
+        let fault = self.fault.get_or_insert(DraftFault { error, blocks: Vec::new() });
+        fault.blocks.extend(blocks);
+        fault.blocks.sort_unstable();
+        fault.blocks.dedup();
+    }
+}
+
+impl Batch {
+    /// The blocks that its rows write KV into.
+    pub(super) fn blocks(&self, block_size: usize) -> Vec<i64> {
+        let written = self.slots.iter().filter(|&&slot| slot >= 0);
+        let mut blocks: Vec<i64> = written.map(|slot| slot / block_size as i64).collect();
+        blocks.dedup();
+        blocks
+    }
+}

@@ -1,0 +1,274 @@
+//! A drafter that reads the target's hidden states: which of them are kept, and what its passes are fed. Draws nothing.
+//!
+//! The state of position p goes with the token at p + 1. The last that is known is that of n - 2, so pass 1 is fed the
+//! positions up to there whose states are kept and whose KV is missing, and pass i >= 2 is fed n + i - 3 with what the pass
+//! before left. Where KV is missing before the states that are kept, the head starts anew behind the gap.
+
+use specrs_core::Drafter;
+use specrs_core::scheduler::layout::RecordView;
+use specrs_core::scheduler::{LaunchHeader, SchedulerConfig};
+
+use super::batch::Batch;
+use super::passes::{Want, Whose};
+use super::prefill::caught_up;
+use super::{Cached, Entry, HiddenRows, Iteration, RowState};
+use crate::error::{Error, Result, check_len, guarded};
+use crate::{Beside, Entries, Output, Pass};
+
+/// Hidden states between passes, and from a launch to the next.
+#[derive(Debug, Default)]
+pub(super) struct HiddenStates {
+    /// The target's layers at whose entry they are read; none without such a drafter.
+    pub(super) layers: Vec<usize>,
+    /// Numbers of a position: of all those layers.
+    pub(super) size: usize,
+    /// W, positions of a row that have room.
+    width: usize,
+    /// `[N, size]` of the target's last pass.
+    pub(super) captured: Vec<f32>,
+    /// `[N, size]` of a head's first pass.
+    fed: Vec<f32>,
+    /// `[N, hidden]` what a head's pass is fed.
+    pub(super) beside: Vec<f32>,
+    /// `[N, hidden]` what it leaves.
+    pub(super) left: Vec<f32>,
+    behind: Behind,
+}
+
+/// The head's pass that a launch has left to the next: all that it needs, since the launch's record is gone by then.
+#[derive(Debug, Default)]
+struct Behind {
+    /// `rows` are chunks.
+    batch: Batch,
+    /// `[chunks]` rows of state that they belong to.
+    rows: Vec<usize>,
+    /// `[N, size]`
+    states: Vec<f32>,
+    /// `[chunks, max_blocks]`
+    block_table: Vec<i64>,
+    /// `[chunks]`
+    k_start: Vec<i64>,
+    max_blocks: usize,
+}
+
+impl HiddenStates {
+    /// Refuses models and row state that are not of such a drafter, or not of another.
+    pub(super) fn check(
+        &mut self,
+        config: &SchedulerConfig,
+        state: &RowState<'_>,
+        target: &Cached<'_>,
+        draft: Option<&Cached<'_>>,
+    ) -> Result<()> {
+        let (layers, size) = draft.map_or((&[][..], 0), |draft| draft.decoder.weights().hidden_layers());
+        self.layers.clear();
+        let Drafter::Hidden { max_draft_lag, .. } = config.drafter else {
+            if layers.is_empty() {
+                return Ok(());
+            }
+            return Err(Error::invalid("draft", "an EAGLE-3 head", "none with this drafter"));
+        };
+        let Some(rows) = state.hidden.as_ref().filter(|_| !layers.is_empty()) else {
+            return Err(Error::invalid("draft or hidden", "missing", "an EAGLE-3 head, and row state for it"));
+        };
+        let weights = target.decoder.weights();
+        if size != weights.shape().hidden_size {
+            let allowed = format!("the target's hidden_size = {}", weights.shape().hidden_size);
+            return Err(Error::invalid("fc's inputs for each layer", size, allowed));
+        }
+        let own = draft.map_or(0, |draft| draft.decoder.weights().shape().vocab_size);
+        if own != weights.shape().vocab_size {
+            let allowed = format!("the target's = {}", weights.shape().vocab_size);
+            return Err(Error::invalid("the head's vocab_size", own, allowed));
+        }
+        if let Some(layer) = layers.iter().find(|&&layer| layer > weights.num_layers()) {
+            return Err(Error::invalid("hidden_layers", layer, format!("0 to {}", weights.num_layers())));
+        }
+        self.layers.extend_from_slice(layers);
+        (self.size, self.width) = (layers.len() * size, max_draft_lag - 1);
+        check_len("hidden_states", rows.states.len(), rows.start.len() * (self.width + 1) * self.size)
+    }
+
+    /// Where the state of a row's column lies.
+    fn column(&self, row: usize, column: usize) -> std::ops::Range<usize> {
+        let at = (row * (self.width + 1) + column) * self.size;
+        at..at + self.size
+    }
+
+    /// Keeps the state of a prompt's last position, row `at` of the target's pass.
+    pub(super) fn keep_last(&self, rows: &mut HiddenRows<'_>, entry: &Entry, at: usize) {
+        rows.states[self.column(entry.row, 0)].copy_from_slice(&self.captured[at * self.size..][..self.size]);
+        rows.start[entry.row] = entry.n as i64 - 1;
+    }
+
+    /// Keeps the states of the tokens that an iteration has committed, whose rows start at `first` of the target's pass. What
+    /// its drafts were made of is given up, and what no longer fits before the new.
+    pub(super) fn keep_verified(&self, rows: &mut HiddenRows<'_>, entry: &Entry, first: usize, grown: usize) {
+        let (row, n) = (entry.row, entry.n);
+        if grown == n {
+            return;
+        }
+        let kept = rows.start[row] as usize;
+        let drafted = entry.k > 0 && entry.on_device();
+        let start = if drafted || grown - 1 - kept > self.width { n - 1 } else { kept };
+        rows.start[row] = start as i64;
+        let columns = self.column(row, n - 1 - start).start..self.column(row, grown - 1 - start).start;
+        rows.states[columns].copy_from_slice(&self.captured[first * self.size..][..(grown - n) * self.size]);
+    }
+
+    /// The head's pass over `behind`.
+    fn feed_behind(&mut self, head: &mut Cached<'_>) -> Result<()> {
+        let Self { behind, beside, .. } = self;
+        let Behind { batch, states, block_table, k_start, max_blocks, .. } = behind;
+        beside.resize(batch.len() * head.decoder.weights().shape().hidden_size, 0.0);
+        head.decoder.fuse(states, beside)?;
+        let pass = Pass {
+            tokens: &batch.tokens,
+            positions: &batch.positions,
+            slots: &batch.slots,
+            entries: &batch.rows,
+            block_table,
+            max_blocks: *max_blocks,
+        };
+        let (none, beside) = (Entries { layers: &[], states: &mut [] }, Beside { hidden: beside, k_start });
+        head.decoder.forward_beside(&pass, beside, head.kv_cache, Output::Nothing, none)
+    }
+}
+
+impl HiddenRows<'_> {
+    /// The head starts anew at `first` where its KV ends before.
+    fn restart(&mut self, row: usize, draft_len: i64, first: i64) {
+        if draft_len < first {
+            self.draft_start[row] = first;
+        }
+    }
+}
+
+impl Iteration {
+    /// Runs the pass that the launch before has left to the head; how many that were. A head that fails starts anew in the rows
+    /// that it was for.
+    pub fn feed_behind(&mut self, state: &mut RowState<'_>, head: &mut Cached<'_>) -> usize {
+        if self.hidden.behind.batch.is_empty() {
+            return 0;
+        }
+        let fed = guarded(|| self.hidden.feed_behind(head));
+        let behind = &mut self.hidden.behind;
+        let lost = if fed.is_ok() { Vec::new() } else { behind.batch.blocks(self.config.block_size) };
+        // What failed is not tried again: every launch behind would fail, too.
+        behind.batch.clear();
+        let Err(error) = fed else { return 1 };
+        behind.rows.iter().for_each(|&row| state.draft_len[row] = 0);
+        self.note_fault(error, lost);
+        0
+    }
+
+    /// Leaves the states of the launch's prompt chunks to the head. A chunk of length 0 orders a start anew.
+    ///
+    /// Positions whose KV another request has written already, slot -1, are not fed.
+    pub(super) fn leave_behind(&mut self, record: &RecordView<'_>, header: LaunchHeader, state: &mut RowState<'_>) {
+        let prefilled = &record.entry_row[header.num_decode..header.num_decode + header.num_prefill];
+        let max_blocks = state.table_width();
+        let HiddenStates { behind, captured, size, .. } = &mut self.hidden;
+        behind.batch.clear();
+        behind.rows.clear();
+        behind.states.clear();
+        behind.block_table.clear();
+        behind.k_start.clear();
+        behind.max_blocks = max_blocks;
+        for chunk in 0..header.num_draft_chunks {
+            let row = record.draft_chunk_row[chunk] as usize;
+            let (start, len) = (record.draft_chunk_start[chunk], record.draft_chunk_len[chunk]);
+            let Some(rows) = &mut state.hidden else { continue };
+            if len == 0 {
+                rows.draft_start[row] = 0;
+            } else {
+                rows.restart(row, state.draft_len[row], start);
+            }
+            behind.rows.push(row);
+            behind.k_start.push(rows.draft_start[row]);
+            behind.block_table.extend_from_slice(&state.block_table[row * max_blocks..][..max_blocks]);
+            let Some(place) = prefilled.iter().position(|&of| of as usize == row) else { continue };
+            let first = record.prefill_q_start[place] as usize;
+            let at = record.draft_q_start[chunk] as usize..record.draft_q_start[chunk + 1] as usize;
+            for (i, at) in at.enumerate() {
+                let (position, slot) = (record.draft_position[at] as usize, record.draft_slot[at]);
+                if slot >= 0 {
+                    behind.batch.push(chunk, state.token(row, position + 1), position, slot);
+                    behind.states.extend_from_slice(&captured[(first + i) * *size..][..*size]);
+                }
+            }
+        }
+        caught_up(record, header, state, true);
+    }
+
+    /// Pass `i` of a head.
+    pub(super) fn head_pass(
+        &mut self,
+        i: usize,
+        state: &RowState<'_>,
+        head: &mut Cached<'_>,
+        want: Want,
+    ) -> Result<()> {
+        let hidden_size = head.decoder.weights().shape().hidden_size;
+        if i == 1 {
+            self.gather_first(state);
+            self.hidden.beside.resize(self.batch.len() * hidden_size, 0.0);
+            head.decoder.fuse(&self.hidden.fed, &mut self.hidden.beside)?;
+        } else {
+            self.gather_next(i, state, hidden_size);
+        }
+        self.pass(state, head, want, Whose::Head)?;
+        // What the rows of entries have left, side by side: it is all that the next pass needs.
+        for (at, &row) in self.batch.wanted.iter().enumerate() {
+            self.hidden.left.copy_within(row * hidden_size..(row + 1) * hidden_size, at * hidden_size);
+        }
+        Ok(())
+    }
+
+    /// Where the KV of entries that draft ends before the states that are kept, their head starts anew there.
+    pub(super) fn begin(&self, state: &mut RowState<'_>) {
+        let Some(rows) = &mut state.hidden else { return };
+        for entry in self.entries.iter().filter(|entry| entry.k > 0 && entry.on_device()) {
+            rows.restart(entry.row, state.draft_len[entry.row], rows.start[entry.row]);
+        }
+    }
+
+    /// Rows of pass 1: the positions up to n - 2 whose states are kept and whose KV is missing.
+    fn gather_first(&mut self, state: &RowState<'_>) {
+        self.batch.clear();
+        self.hidden.fed.clear();
+        let Some(rows) = &state.hidden else { return };
+        let (block_size, width) = (self.config.block_size, self.hidden.width);
+        for entry in self.entries.iter().filter(|entry| entry.passes() > 0) {
+            let (row, end) = (entry.row, entry.n - 1);
+            let start = rows.start[row] as usize;
+            let missing = start.max(state.draft_len[row] as usize);
+            for position in missing.max(end.saturating_sub(width))..end {
+                let slot = state.slot(row, position, block_size);
+                self.batch.push(row, state.token(row, position + 1), position, slot);
+                let column = self.hidden.column(row, (position - start).min(width));
+                self.hidden.fed.extend_from_slice(&rows.states[column]);
+            }
+            if missing >= end {
+                // Never of a plan: the state of n - 2 is not known, so what it drafts means nothing.
+                self.batch.push_masked(row);
+                self.hidden.fed.resize(self.hidden.fed.len() + self.hidden.size, 0.0);
+            }
+            self.batch.want_last();
+        }
+    }
+
+    /// Rows of pass `i` >= 2: draft i - 1, beside what its row has left in the pass before.
+    fn gather_next(&mut self, i: usize, state: &RowState<'_>, hidden_size: usize) {
+        self.batch.clear();
+        self.hidden.beside.clear();
+        let before = self.entries.iter().filter(|entry| entry.passes() >= i - 1);
+        for (at, entry) in before.enumerate().filter(|(_, entry)| entry.passes() >= i) {
+            let (row, token) = (entry.row, entry.n + i - 2);
+            let slot = state.slot(row, token - 1, self.config.block_size);
+            self.batch.push(row, state.token(row, token), token - 1, slot);
+            self.batch.want_last();
+            self.hidden.beside.extend_from_slice(&self.hidden.left[at * hidden_size..][..hidden_size]);
+        }
+    }
+}

@@ -1,0 +1,39 @@
+//! Owned memory of vectors that begins at a cache line: a load across two lines costs as much as two. Computes nothing.
+
+use crate::isa::LANES;
+use std::ops::{Deref, DerefMut};
+
+const LINE_BYTES: usize = 64;
+
+/// Vectors of sixteen numbers, none of which lies across two cache lines.
+pub(crate) struct Vectors {
+    /// The vectors, and a line less an element of room to shift them.
+    numbers: Vec<f32>,
+    first: usize,
+    len: usize,
+}
+
+impl Vectors {
+    /// `len` vectors of zeros.
+    pub(crate) fn new(len: usize) -> Self {
+        let room = LINE_BYTES / size_of::<f32>() - 1;
+        let numbers = vec![0.0; len * LANES + room];
+        // An interpreter may say that it does not know.
+        let first = numbers.as_ptr().align_offset(LINE_BYTES).min(room);
+        Self { numbers, first, len }
+    }
+}
+
+impl Deref for Vectors {
+    type Target = [[f32; LANES]];
+
+    fn deref(&self) -> &Self::Target {
+        self.numbers[self.first..][..self.len * LANES].as_chunks().0
+    }
+}
+
+impl DerefMut for Vectors {
+    fn deref_mut(&mut self) -> &mut Self::Target {
+        self.numbers[self.first..][..self.len * LANES].as_chunks_mut().0
+    }
+}
