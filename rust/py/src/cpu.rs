@@ -3,11 +3,11 @@
 use crate::buffers::{In, In2, Out, check_len, readonly, readwrite};
 use crate::error::{Class, size, to_py as core_to_py};
 use crate::tensors::{values, values_mut, weight as weight_of};
-use numpy::{Ix1, Ix2, Ix3, Ix5, PyReadonlyArray, PyReadwriteArray, PyUntypedArrayMethods};
+use numpy::{Ix1, Ix2, Ix3, Ix5, PyReadonlyArray, PyReadwriteArray, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use specrs_cpu::{
-    Beside, BesideWeights, Decoder, Entries, KvCache, KvShape, LayerWeights, Linear, ModelShape, Output, Part, Pass,
-    Pool, Values, Weights,
+    Beside, BesideWeights, Decoder, Entries, KvCache, KvShape, LayerWeights, Linear, ModelShape, Multipliers, Output,
+    Part, Pass, Pool, Rotation, Values, Weights, guarded,
 };
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -58,6 +58,9 @@ pub(crate) struct CpuWeights(Arc<Weights>);
 /// A projection: its parts above each other, each a weight (an array, or codes and scales) and a bias or none.
 type Projection<'py> = Vec<(Bound<'py, PyAny>, Option<Bound<'py, PyAny>>)>;
 
+/// Frequencies and magnitudes, and which of them each layer has.
+type Rotations = (Vec<(Vec<f32>, f32)>, Vec<Option<usize>>);
+
 /// One layer as Python hands it over.
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
@@ -70,6 +73,46 @@ struct LayerArrays<'py> {
     post_attention_norm: Bound<'py, PyAny>,
     gate_up: Projection<'py>,
     down: Projection<'py>,
+}
+
+/// What an EAGLE-3 head has beside a layer, as Python hands it over.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+struct HeadArrays<'py> {
+    hidden_layers: Vec<i64>,
+    fc: Projection<'py>,
+    fc_norm: Option<Bound<'py, PyAny>>,
+    fc_norm_each: bool,
+    hidden_norm: Bound<'py, PyAny>,
+    norm_before_residual: bool,
+    norm_output: bool,
+    target_ids: Vec<i64>,
+}
+
+impl HeadArrays<'_> {
+    /// `inputs` of `fc` are what its weight has in a row.
+    fn weights(self) -> PyResult<BesideWeights> {
+        let mut inputs = 0;
+        if let Some((weight, _)) = self.fc.first() {
+            let Ok(&[_, width]) = weight.cast::<PyUntypedArray>().map(PyUntypedArrayMethods::shape) else {
+                let message = "fc.parts[0].weight: expected an array of 2 dimensions";
+                return Err(Class::InvalidBuffer.error(weight.py(), message));
+            };
+            inputs = width;
+        }
+        let py = self.hidden_norm.py();
+        let layer = |&layer: &i64| size(py, Class::InvalidBuffer, "hidden_layers", layer);
+        Ok(BesideWeights {
+            hidden_layers: self.hidden_layers.iter().map(layer).collect::<PyResult<_>>()?,
+            fc: linear("fc", inputs, &self.fc)?,
+            fc_norm: self.fc_norm.map(|norm| vector("fc_norm", &norm)).transpose()?,
+            fc_norm_each: self.fc_norm_each,
+            hidden_norm: vector("hidden_norm", &self.hidden_norm)?,
+            norm_before_residual: self.norm_before_residual,
+            norm_output: self.norm_output,
+            target_ids: self.target_ids,
+        })
+    }
 }
 
 fn vector(name: &str, array: &Bound<'_, PyAny>) -> PyResult<Values> {
@@ -108,7 +151,7 @@ impl CpuWeights {
     #[new]
     #[pyo3(signature = (
         *, vocab_size, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, rms_norm_eps, embedding, layers,
-        final_norm, lm_head, frequencies, hidden_norm = None, norm_before_residual = false,
+        final_norm, lm_head, frequencies, head = None, rotations = None, multipliers = None,
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only sizes and tensors")]
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python objects")]
@@ -126,8 +169,9 @@ impl CpuWeights {
         final_norm: &Bound<'_, PyAny>,
         lm_head: Projection<'_>,
         frequencies: &Bound<'_, PyAny>,
-        hidden_norm: Option<&Bound<'_, PyAny>>,
-        norm_before_residual: bool,
+        head: Option<HeadArrays<'_>>,
+        rotations: Option<Rotations>,
+        multipliers: Option<(f32, f32, f32)>,
     ) -> PyResult<Self> {
         let size = |field, value| size(py, Class::InvalidConfig, field, value);
         let shape = ModelShape {
@@ -141,7 +185,7 @@ impl CpuWeights {
         };
         let frequencies: PyReadonlyArray<'_, f32, Ix1> = readonly("frequencies", frequencies)?;
         let embedding = values::<Ix2>("embedding", embedding)?.0;
-        let inputs = shape.hidden_size * if hidden_norm.is_some() { 2 } else { 1 };
+        let inputs = shape.hidden_size * if head.is_some() { 2 } else { 1 };
         let mut layers = layers
             .iter()
             .enumerate()
@@ -150,18 +194,33 @@ impl CpuWeights {
         let final_norm = vector("final_norm", final_norm)?;
         let lm_head = linear("lm_head", shape.hidden_size, &lm_head)?;
         let frequencies = frequencies.as_slice()?.to_vec();
-        let weights = match (hidden_norm, layers.len()) {
+        let weights = match (head, layers.len()) {
             (None, _) => Weights::new(shape, embedding, layers, &final_norm, lm_head, frequencies),
-            (Some(hidden_norm), 1) => {
-                let beside = BesideWeights { hidden_norm: vector("hidden_norm", hidden_norm)?, norm_before_residual };
-                Weights::head(shape, embedding, layers.remove(0), &final_norm, lm_head, frequencies, &beside)
+            (Some(head), 1) => {
+                let head = head.weights()?;
+                Weights::head(shape, embedding, layers.remove(0), &final_norm, lm_head, frequencies, head)
             }
             (Some(_), count) => {
-                let message = format!("layers: there are {count}, expected 1 with hidden_norm");
+                let message = format!("layers: there are {count}, expected 1 of a head");
                 return Err(Class::InvalidBuffer.error(py, message));
             }
         };
-        weights.map(|weights| Self(Arc::new(weights))).map_err(|error| to_py(py, &error))
+        weights
+            .and_then(|weights| match rotations {
+                Some((given, layers)) => {
+                    let made = |(frequencies, magnitude)| Rotation { frequencies, magnitude };
+                    weights.with_rotations(given.into_iter().map(made).collect(), &layers)
+                }
+                None => Ok(weights),
+            })
+            .and_then(|weights| match multipliers {
+                Some((embedding, residual, scores)) => {
+                    weights.with_multipliers(Multipliers { embedding, residual, scores })
+                }
+                None => Ok(weights),
+            })
+            .map(|weights| Self(Arc::new(weights)))
+            .map_err(|error| to_py(py, &error))
     }
 
     fn __repr__(&self) -> String {
@@ -210,8 +269,10 @@ pub(crate) struct CpuDecoder(pub(crate) Mutex<Decoder>);
 #[pymethods]
 impl CpuDecoder {
     #[new]
-    fn new(py: Python<'_>, weights: &CpuWeights, pool: &CpuPool) -> PyResult<Self> {
+    #[pyo3(signature = (weights, pool, *, bf16_rows = false))]
+    fn new(py: Python<'_>, weights: &CpuWeights, pool: &CpuPool, bf16_rows: bool) -> PyResult<Self> {
         let made = Decoder::new(Arc::clone(&weights.0), Arc::clone(&pool.0));
+        let made = if bf16_rows { made.and_then(Decoder::with_bf16_rows) } else { made };
         made.map(|decoder| Self(Mutex::new(decoder))).map_err(|error| to_py(py, &error))
     }
 
@@ -275,12 +336,19 @@ impl CpuDecoder {
             let output = Output::Hidden { rows: &rows, hidden };
             let entries = Entries { layers: &layers, states };
             let (mut decoder, mut cache) = (lock(&self.0), lock(&kv_cache.0));
-            match beside {
+            guarded(|| match beside {
                 Some(beside) => decoder.forward_beside(&pass, beside, &mut cache, output, entries),
                 None => decoder.forward_keeping(&pass, &mut cache, output, entries),
-            }
+            })
         })
         .map_err(|error| to_py(py, &error))
+    }
+
+    fn fuse(&self, py: Python<'_>, states: &Bound<'_, PyAny>, out: &Bound<'_, PyAny>) -> PyResult<()> {
+        let states: PyReadonlyArray<'_, f32, Ix3> = readonly("states", states)?;
+        let mut out: PyReadwriteArray<'_, f32, Ix2> = readwrite("out", out)?;
+        let (states, out) = (states.as_slice()?, out.as_slice_mut()?);
+        py.detach(|| guarded(|| lock(&self.0).fuse(states, out))).map_err(|error| to_py(py, &error))
     }
 
     fn logits(&self, py: Python<'_>, hidden: &Bound<'_, PyAny>, logits: &Bound<'_, PyAny>) -> PyResult<()> {
@@ -288,7 +356,7 @@ impl CpuDecoder {
         let mut logits: PyReadwriteArray<'_, f32, Ix2> = readwrite("logits", logits)?;
         let num_ids = logits.shape()[1];
         let (hidden, logits) = (hidden.as_slice()?, logits.as_slice_mut()?);
-        py.detach(|| lock(&self.0).logits(hidden, num_ids, logits)).map_err(|error| to_py(py, &error))
+        py.detach(|| guarded(|| lock(&self.0).logits(hidden, num_ids, logits))).map_err(|error| to_py(py, &error))
     }
 
     fn argmax(
@@ -304,12 +372,14 @@ impl CpuDecoder {
         let mut top: PyReadwriteArray<'_, f32, Ix1> = readwrite("top", top)?;
         let num_ids = size(py, Class::InvalidBuffer, "num_ids", num_ids)?;
         let (hidden, ids, top) = (hidden.as_slice()?, ids.as_slice_mut()?, top.as_slice_mut()?);
-        py.detach(|| lock(&self.0).argmax(hidden, num_ids, ids, top)).map_err(|error| to_py(py, &error))
+        py.detach(|| guarded(|| lock(&self.0).argmax(hidden, num_ids, ids, top))).map_err(|error| to_py(py, &error))
     }
 
     fn __repr__(&self) -> String {
         let decoder = lock(&self.0);
-        format!("CpuDecoder(layers={}, threads={})", decoder.weights().num_layers(), decoder.pool().threads())
+        let (layers, threads) = (decoder.weights().num_layers(), decoder.pool().threads());
+        let rows = if decoder.has_bf16_rows() { ", bf16_rows=True" } else { "" };
+        format!("CpuDecoder(layers={layers}, threads={threads}{rows})")
     }
 }
 

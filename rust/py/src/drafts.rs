@@ -77,6 +77,22 @@ impl HiddenDrafter {
     }
 }
 
+#[pyclass(frozen)]
+#[derive(Clone, Copy)]
+pub(crate) struct TextDrafter(Drafter);
+
+#[pymethods]
+impl TextDrafter {
+    #[new]
+    fn new() -> Self {
+        Self(Drafter::Text)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("{:?}Drafter()", self.0)
+    }
+}
+
 /// The most drafts of one proposal, as of a scheduler's K.
 pub(crate) const MAX_DRAFTS: usize = 1024;
 
@@ -163,6 +179,8 @@ pub(crate) enum OneDrafter<'py> {
     #[pyo3(transparent)]
     Hidden(PyRef<'py, HiddenDrafter>),
     #[pyo3(transparent)]
+    Text(PyRef<'py, TextDrafter>),
+    #[pyo3(transparent)]
     Ngram(PyRef<'py, NgramProposer>),
     #[pyo3(transparent)]
     Suffix(PyRef<'py, SuffixDrafter>),
@@ -190,6 +208,7 @@ impl DrafterArgument<'_> {
             let taken = match drafter {
                 OneDrafter::Ngram(proposer) => host.ngram.replace(proposer.0).is_some(),
                 OneDrafter::Suffix(drafter) => host.suffix.replace(drafter.0).is_some(),
+                OneDrafter::Text(drafter) => std::mem::replace(&mut device, drafter.0) != Drafter::None,
                 OneDrafter::Hidden(drafter) => {
                     let HiddenDrafter { max_model_len, max_draft_lag } = *drafter;
                     let drafter = Drafter::Hidden { max_model_len, max_draft_lag };
@@ -202,7 +221,7 @@ impl DrafterArgument<'_> {
                 }
             };
             if taken {
-                let message = "drafter = two of a kind is not allowed: expected at most one CachedDrafter or HiddenDrafter, NgramProposer, SuffixDrafter each";
+                let message = "drafter = two of a kind is not allowed: expected at most one CachedDrafter, HiddenDrafter or TextDrafter, NgramProposer, SuffixDrafter each";
                 return Err(Class::InvalidConfig.error(py, message));
             }
         }

@@ -5,13 +5,13 @@ use crate::cpu::{CpuDecoder, CpuKVCache, lock, to_py};
 use crate::error::Class;
 use crate::scheduler::Scheduler;
 use crate::tensors::numbers_mut;
-use numpy::{Element, Ix1, Ix2};
+use numpy::{Element, IntoPyArray, Ix1, Ix2, PyArray1};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use specrs_core::Drafter;
 use specrs_core::sampling::{MAX_STOP_IDS, NUM_PARAMS};
 use specrs_cpu::MemoryMut;
-use specrs_cpu::iteration::{Cached, Counts, Iteration, RowState, Rule};
+use specrs_cpu::iteration::{Cached, Counts, DraftFault, HiddenRows, Iteration, RowState, Rule};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -33,17 +33,34 @@ struct Rows {
     block_table: MemoryMut<i64>,
     stop_ids: MemoryMut<i64>,
     params: MemoryMut<f32>,
+    hidden: Option<Hidden>,
+}
+
+/// What is kept for a drafter that reads hidden states.
+struct Hidden {
+    states: MemoryMut<f32>,
+    start: MemoryMut<i64>,
+    draft_start: MemoryMut<i64>,
 }
 
 impl Rows {
     /// # Errors
     /// For what is missing, or has another dtype or shape than the rows of a scheduler with these settings.
-    fn borrow(arrays: &Bound<'_, PyDict>, config: &specrs_core::SchedulerConfig) -> PyResult<Self> {
+    fn borrow(arrays: &Bound<'_, PyDict>, config: &specrs_core::SchedulerConfig, hidden_size: usize) -> PyResult<Self> {
         let rows = config.max_num_seqs + 1;
         let (width, blocks) = (config.max_model_len + 1, config.max_model_len.div_ceil(config.block_size));
         let one = |name| numbers::<i64>(arrays, name, &[rows]);
         let wide = |name, width| numbers::<i64>(arrays, name, &[rows, width]);
+        let hidden = match config.drafter {
+            Drafter::Hidden { max_draft_lag, .. } => Some(Hidden {
+                states: numbers(arrays, "hidden_states", &[rows, max_draft_lag * hidden_size])?,
+                start: one("hidden_start")?,
+                draft_start: one("draft_start")?,
+            }),
+            _ => None,
+        };
         Ok(Self {
+            hidden,
             num_tokens: one("num_tokens")?,
             draft_len: one("draft_len")?,
             limit: one("limit")?,
@@ -71,6 +88,11 @@ impl Rows {
             block_table: self.block_table.as_mut_slice(),
             stop_ids: self.stop_ids.as_mut_slice(),
             params: self.params.as_mut_slice(),
+            hidden: self.hidden.as_mut().map(|hidden| HiddenRows {
+                states: hidden.states.as_mut_slice(),
+                start: hidden.start.as_mut_slice(),
+                draft_start: hidden.draft_start.as_mut_slice(),
+            }),
         }
     }
 }
@@ -89,6 +111,13 @@ where
         return Ok(memory);
     }
     Err(Class::InvalidBuffer.error(py, format!("{name}: shape is {shape:?}, expected {expected:?}")))
+}
+
+/// How a drafter failed: the exception, and the blocks whose draft KV it has not written.
+type Fault<'py> = (PyErr, Bound<'py, PyArray1<i64>>);
+
+fn fault_of(py: Python<'_>, fault: DraftFault) -> Fault<'_> {
+    (to_py(py, &fault.error), fault.blocks.into_pyarray(py))
 }
 
 /// A model's decoder and its KV cache.
@@ -131,31 +160,60 @@ impl CpuIteration {
             return Err(Class::InvalidConfig
                 .error(py, "draft = the target's decoder or KV cache is not allowed: expected its own"));
         }
-        if matches!(config.drafter, Drafter::Hidden { .. }) {
-            let message = "drafter = HiddenDrafter is not allowed: expected CachedDrafter, NgramProposer or None, the native pass leaves \
-                           no hidden states";
+        if matches!(config.drafter, Drafter::Text) {
+            let message = "drafter = TextDrafter is not allowed: expected CachedDrafter, HiddenDrafter, a drafter on the host \
+                           or None, the native pass knows no text";
             return Err(Class::InvalidConfig.error(py, message));
         }
-        if draft.is_some() != matches!(config.drafter, Drafter::Cached { .. }) {
-            let (given, allowed) = if draft.is_some() { ("a model", "None") } else { ("None", "a model") };
+        let hidden_size = draft.as_ref().map_or(0, |(decoder, _)| {
+            let decoder = lock(&decoder.get().0);
+            let (layers, size) = decoder.weights().hidden_layers();
+            layers.len() * size
+        });
+        let expected = match config.drafter {
+            Drafter::Cached { .. } => Some(false),
+            Drafter::Hidden { .. } => Some(true),
+            _ => None,
+        };
+        if draft.as_ref().map(|_| hidden_size > 0) != expected {
+            let given = draft.as_ref().map_or("None", |_| if hidden_size > 0 { "an EAGLE-3 head" } else { "a model" });
+            let allowed = expected.map_or("None", |head| if head { "an EAGLE-3 head" } else { "a model" });
             let message =
                 format!("draft = {given} is not allowed: expected {allowed}, as the scheduler's drafter says");
             return Err(Class::InvalidConfig.error(py, message));
         }
-        let rows = Rows::borrow(state, &config)?;
+        let rows = Rows::borrow(state, &config, hidden_size)?;
         let vocab_size = lock(&target.0.get().0).weights().shape().vocab_size;
         let iteration = Iteration::new(config, rule, rates, vocab_size).map_err(|error| to_py(py, &error))?;
         Ok(Self { inner: Mutex::new((iteration, rows)), target, draft, long: AtomicBool::new(false) })
     }
 
-    fn run(&self, py: Python<'_>, record: &Bound<'_, PyAny>, results: &Bound<'_, PyAny>) -> PyResult<(usize, usize)> {
+    fn run<'py>(
+        &self,
+        py: Python<'py>,
+        record: &Bound<'py, PyAny>,
+        results: &Bound<'py, PyAny>,
+    ) -> PyResult<(usize, usize, Option<Fault<'py>>)> {
         let record: In<'_> = readonly("record", record)?;
         let mut results: Out<'_> = readwrite("results", results)?;
         let (record, results) = (record.as_slice()?, results.as_slice_mut()?);
         let mut run = || self.launch(record, results);
         let done = if self.long.load(Ordering::Relaxed) { py.detach(run) } else { run() };
-        let counts = done.map_err(|error| to_py(py, &error))?;
-        Ok((counts.target_passes, counts.draft_passes))
+        let (counts, fault) = done.map_err(|error| to_py(py, &error))?;
+        Ok((counts.target_passes, counts.draft_passes, fault.map(|fault| fault_of(py, fault))))
+    }
+
+    fn feed_behind<'py>(&self, py: Python<'py>) -> (usize, Option<Fault<'py>>) {
+        let (passes, fault) = py.detach(|| {
+            let Some((decoder, cache)) = &self.draft else { return (0, None) };
+            // In the order of `launch`: two threads would else wait for each other.
+            let mut inner = lock(&self.inner);
+            let (iteration, rows) = &mut *inner;
+            let (mut decoder, mut kv_cache) = (lock(&decoder.get().0), lock(&cache.get().0));
+            let mut draft = Cached { decoder: &mut decoder, kv_cache: &mut kv_cache };
+            (iteration.feed_behind(&mut rows.state(), &mut draft), iteration.take_draft_fault())
+        });
+        (passes, fault.map(|fault| fault_of(py, fault)))
     }
 
     fn __repr__(&self) -> String {
@@ -164,7 +222,7 @@ impl CpuIteration {
 }
 
 impl CpuIteration {
-    fn launch(&self, record: &[i64], results: &mut [i64]) -> specrs_cpu::Result<Counts> {
+    fn launch(&self, record: &[i64], results: &mut [i64]) -> specrs_cpu::Result<(Counts, Option<DraftFault>)> {
         let begun = Instant::now();
         let mut inner = lock(&self.inner);
         let (iteration, rows) = &mut *inner;
@@ -175,6 +233,7 @@ impl CpuIteration {
         let mut draft = held.as_mut().map(|(decoder, kv_cache)| Cached { decoder, kv_cache });
         let done = iteration.run(record, results, &mut rows.state(), &mut target, draft.as_mut());
         self.long.store(begun.elapsed() > LONG, Ordering::Relaxed);
-        done
+        let fault = iteration.take_draft_fault();
+        done.map(|counts| (counts, fault))
     }
 }

@@ -45,7 +45,7 @@ mod _core {
     #[pymodule_export]
     use super::cpu::{CpuDecoder, CpuKVCache, CpuPool, CpuWeights};
     #[pymodule_export]
-    use super::drafts::{CachedDrafter, HiddenDrafter, NgramProposer, SuffixDrafter};
+    use super::drafts::{CachedDrafter, HiddenDrafter, NgramProposer, SuffixDrafter, TextDrafter};
     #[pymodule_export]
     use super::iteration::CpuIteration;
     #[pymodule_export]
@@ -80,6 +80,7 @@ mod _core {
             module.add(name, super::PyTuple::new(module.py(), names)?)?;
         }
         module.add("GREEDY_BELOW", super::core_sampling::GREEDY_BELOW)?;
+        module.add("UNKNOWN_BELOW", super::core_sampling::UNKNOWN_BELOW)?;
         super::error::register(module)?;
         // The same extension is `specrs._core` in one wheel and `specrs_core._core` in another.
         let name = module.name()?;
@@ -93,7 +94,7 @@ mod _core {
 }
 
 /// Numbers that callers compare with, by name.
-const CONSTANTS: [(&str, i64); 21] = [
+const CONSTANTS: [(&str, i64); 22] = [
     ("LOGPROBS_ALL", core_sampling::LOGPROBS_ALL),
     ("LOGPROBS_NONE", core_sampling::LOGPROBS_NONE),
     ("MAX_STOP_IDS", core_sampling::MAX_STOP_IDS as i64),
@@ -102,6 +103,7 @@ const CONSTANTS: [(&str, i64); 21] = [
     ("PLAN_SETTLE_FIRST", scheduler::PLAN_SETTLE_FIRST),
     ("FLAG_TARGET_NON_FINITE", layout::FLAG_TARGET_NON_FINITE),
     ("FLAG_DRAFT_NON_FINITE", layout::FLAG_DRAFT_NON_FINITE),
+    ("FLAG_NOTHING_DRAFTED", layout::FLAG_NOTHING_DRAFTED),
     ("FLAG_CAPACITY", layout::FLAG_CAPACITY),
     ("FINISH_NONE", layout::FINISH_NONE),
     ("FINISH_STOP", layout::FINISH_STOP),

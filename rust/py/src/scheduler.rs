@@ -39,7 +39,7 @@ impl Scheduler {
     #[new]
     #[pyo3(signature = (
         *, max_num_seqs, max_model_len, num_blocks, block_size, max_num_batched_tokens, num_speculative_tokens = 0,
-        drafter = None, max_in_flight = 1, max_constraint_len = 0, logits_dtype = "float32",
+        drafter = None, sliding_window = None, max_in_flight = 1, max_constraint_len = 0, logits_dtype = "float32",
         num_reserved_decode_tokens = 64, long_prefill_token_threshold = 0, priority_aging_launches = 0,
         enable_prefix_caching = true, enable_kv_cache_events = false,
         hash_key = DEFAULT_HASH_KEY,
@@ -54,6 +54,7 @@ impl Scheduler {
         max_num_batched_tokens: i64,
         num_speculative_tokens: i64,
         drafter: Option<DrafterArgument<'_>>,
+        sliding_window: Option<i64>,
         max_in_flight: i64,
         max_constraint_len: i64,
         logits_dtype: &str,
@@ -76,6 +77,7 @@ impl Scheduler {
             num_speculative_tokens: size("num_speculative_tokens", num_speculative_tokens)?,
             drafter,
             host_drafters,
+            sliding_window: sliding_window.map(|window| size("sliding_window", window)).transpose()?,
             max_in_flight: size("max_in_flight", max_in_flight)?,
             max_constraint_len: size("max_constraint_len", max_constraint_len)?,
             logits_dtype: parse_dtype(py, logits_dtype)?,
@@ -235,6 +237,10 @@ impl Scheduler {
         self.core(py).num_blocks()
     }
 
+    fn least_blocks(&self, py: Python<'_>, limit: i64) -> PyResult<usize> {
+        Ok(self.core(py).least_blocks(size(py, Class::InvalidConfig, "limit", limit)?))
+    }
+
     #[getter]
     fn num_preemptions(&self, py: Python<'_>) -> u64 {
         self.core(py).num_preemptions()
@@ -254,16 +260,29 @@ impl Scheduler {
     }
 
     fn acceptance_of(&self, py: Python<'_>, drafter: i64) -> PyResult<AcceptanceTracker> {
-        let Some(&kind) = usize::try_from(drafter).ok().and_then(|index| DrafterKind::ALL.get(index)) else {
-            let message =
-                format!("drafter = {drafter} is not allowed: expected DRAFTER_DEVICE, DRAFTER_NGRAM or DRAFTER_SUFFIX");
-            return Err(Class::InvalidConfig.error(py, message));
-        };
-        Ok(AcceptanceTracker::from_core(self.core(py).acceptance_of(kind)))
+        Ok(AcceptanceTracker::from_core(self.core(py).acceptance_of(drafter_kind(py, drafter)?)))
     }
 
-    fn set_draft_costs(&self, py: Python<'_>, pass_cost: f64, row_cost: f64) -> PyResult<()> {
-        self.core(py).set_draft_costs(pass_cost, row_cost).or_raise(py)
+    fn draft_errors_of(&self, py: Python<'_>, drafter: i64) -> PyResult<(u64, Option<String>)> {
+        let kind = drafter_kind(py, drafter)?;
+        let core = self.core(py);
+        let (failures, last) = core.draft_errors_of(kind);
+        Ok((failures, last.map(ToString::to_string)))
+    }
+
+    fn draft_kv_not_written(&self, py: Python<'_>, blocks: &Bound<'_, PyAny>) -> PyResult<()> {
+        let blocks: In = readonly("blocks", blocks)?;
+        self.core(py).draft_kv_not_written(blocks.as_slice()?).or_raise(py)
+    }
+
+    fn pause_drafting(&self, py: Python<'_>, launches: i64) -> PyResult<()> {
+        let launches = size(py, Class::InvalidConfig, "launches", launches)?;
+        self.core(py).pause_drafting(launches as u64);
+        Ok(())
+    }
+
+    fn set_draft_costs(&self, py: Python<'_>, pass_cost: f64, row_costs: Vec<f64>, catch_up_cost: f64) -> PyResult<()> {
+        self.core(py).set_draft_costs(pass_cost, row_costs, catch_up_cost).or_raise(py)
     }
 
     fn reset_prefix_cache(&self, py: Python<'_>) -> bool {
@@ -293,4 +312,12 @@ fn layout_dict<'py>(py: Python<'py>, sections: &[(&'static str, Section)]) -> Py
         layout.set_item(name, (section.offset, section.len))?;
     }
     Ok(layout)
+}
+
+fn drafter_kind(py: Python<'_>, drafter: i64) -> PyResult<DrafterKind> {
+    usize::try_from(drafter).ok().and_then(|index| DrafterKind::ALL.get(index)).copied().ok_or_else(|| {
+        let message =
+            format!("drafter = {drafter} is not allowed: expected DRAFTER_DEVICE, DRAFTER_NGRAM or DRAFTER_SUFFIX");
+        Class::InvalidConfig.error(py, message)
+    })
 }

@@ -57,12 +57,22 @@ pub(crate) fn weight(name: &str, given: &Bound<'_, PyAny>) -> PyResult<(Weight, 
     };
     let (codes, scales): (Bound<'_, PyAny>, Bound<'_, PyAny>) = pair.extract()?;
     let (name, of_scales) = (format!("{name}'s codes"), format!("{name}'s scales"));
-    let scales = numbers::<u16, Bf16, Ix2>(&of_scales, &scales)?.0;
+    let (scales, of_groups) = values::<Ix2>(&of_scales, &scales)?;
+    // Formats that keep them by group, then output, have as many.
+    let check = |outputs: usize| {
+        if of_groups[0] == outputs {
+            return Ok(());
+        }
+        let message = format!("{of_scales}: shape is {of_groups:?}, expected [{outputs}, groups]");
+        Err(Class::InvalidBuffer.error(given.py(), message))
+    };
     if is_int4(&name, &codes)? {
         let (codes, shape) = numbers::<u8, u8, Ix2>(&name, &codes)?;
+        check(shape[0])?;
         return Ok((Weight::Int4 { codes, scales }, shape[0]));
     }
     let (codes, shape) = numbers::<i8, i8, Ix2>(&name, &codes)?;
+    check(shape[0])?;
     Ok((Weight::Int8 { codes, scales }, shape[0]))
 }
 
