@@ -8,3 +8,9 @@ def silu_and_mul(x: Tensor) -> Tensor:
     """Return `silu(g) * u`, `[..., I]`, of the halves g and u of `x` = `[..., 2 I]` (Shazeer 2020, eq. 6)."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+def gelu_and_mul(x: Tensor) -> Tensor:
+    """The same with GELU, by its approximation with tanh (Hendrycks and Gimpel 2016, section 2)."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)

@@ -1,8 +1,9 @@
 """Matrix products with weights laid out once at load. The bias is the only thing fused.
 
 A **kind** is what a projection is stored as. It knows its product, its bytes, its shards and its reference, so a new
-kind is a class here and a line where it is made, and no caller changes. Kinds today: dense, packed for a CPU (`pack`
-makes these two), stacked, which the native pass reads as the checkpoint has it, and quantized, which it reads, too.
+kind is a class and a line where it is made, and no caller changes. Kinds today: dense, packed for a CPU (`pack` makes
+these two), stacked, which the native pass reads as the checkpoint has it, quantized, which it reads, too, and in
+`coded_weight` coded, which the kernels of a GPU read.
 
 On a CPU, fp32 and bf16 weights are packed into oneDNN's blocked layout: with few rows MKL repacks the weight at every
 call, and six rows of a [1024, 6144] product take 0.56 ms packed and 3.2 ms through torch.mm (two cores, AVX-512). The
@@ -107,7 +108,7 @@ class DenseWeight:
 
     def shard(self, dim: int, rank: int, world: int, parts: Sequence[int] | None = None) -> DenseWeight:
         """See `Weight`."""
-        return DenseWeight(*_cut(self.weight, self.bias, dim, rank, world, parts))
+        return DenseWeight(*cut(self.weight, self.bias, dim, rank, world, parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +149,7 @@ class PackedWeight:
 
     def shard(self, dim: int, rank: int, world: int, parts: Sequence[int] | None = None) -> PackedWeight:
         """See `Weight`."""
-        return _packed(*_cut(self._unpacked(), self.bias, dim, rank, world, parts))
+        return _packed(*cut(self._unpacked(), self.bias, dim, rank, world, parts))
 
     def _unpacked(self) -> Tensor:
         dense: Tensor = self.packed.to_dense()
@@ -188,8 +189,11 @@ class _Parts(Generic[_Part]):
 
     def product(self, x: Tensor) -> Tensor:
         """See `Weight`."""
-        y = torch.cat([x @ matrix.to(x.dtype).t() for matrix in self.matrices()], dim=1)
-        return y if self.biases is None else y + torch.cat(self.biases).to(x.dtype)
+        y, first = x.new_empty(len(x), self.shape[0]), 0
+        for matrix in self.matrices():
+            torch.mm(x, matrix.to(x.dtype).t(), out=y.narrow(1, first, len(matrix)))
+            first += len(matrix)
+        return y if self.biases is None else y.add_(torch.cat(self.biases))
 
     def dequantized(self) -> Tensor:
         """See `Weight`."""
@@ -214,19 +218,21 @@ class StackedWeight(_Parts[Tensor]):
     def shard(self, dim: int, rank: int, world: int, parts: Sequence[int] | None = None) -> StackedWeight:
         """See `Weight`."""
         sizes = self._sizes(dim, parts)
-        weight, bias = _cut(torch.cat(self.parts), self.bias, dim, rank, world, sizes)
+        weight, bias = cut(torch.cat(self.parts), self.bias, dim, rank, world, sizes)
         return StackedWeight((weight,), None if bias is None else (bias,))
 
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """A matrix `[out, in]` as codes times scales, symmetric. float32 holds each product of the two exactly."""
+    """A matrix `[out, in]` as codes times scales, symmetric. The products are float32, exact where scales are bf16 or
+    come from fp16."""
 
     codes: Tensor
-    """INT8: int8 `[out, in]`, -127 to 127. INT4: uint8 `[out, in / 2]`; of 32 inputs 16 bytes, byte i with code + 8 of
-    input i in its lower half and that of input 16 + i in its upper half, codes -7 to 7."""
+    """INT8: int8 `[out, in]`. INT4: uint8 `[out, in / 2]`; of 32 inputs 16 bytes, byte i with code + 8 of input i in
+    its lower half and that of input 16 + i in its upper half."""
     scales: Tensor
-    """bf16: `[out, 1]` for INT8, `[out, groups]` for INT4, groups of the same multiple of 32 inputs."""
+    """bf16 or fp32 `[out, groups]`, groups of the same number of inputs: a multiple of 32 for INT4, all or a multiple
+    of 16 for INT8."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -239,7 +245,7 @@ class Codes:
         return self.codes.nbytes + self.scales.nbytes
 
     def numbers(self) -> Tensor:
-        """`[out, in]` float32, exact."""
+        """`[out, in]` float32."""
         (out, size), groups = self.shape, self.scales.shape[1]
         codes = self.codes
         if codes.dtype == torch.uint8:
@@ -251,12 +257,12 @@ class Codes:
     def cut(self, dim: int, rank: int, world: int, parts: Sequence[int] | None) -> Codes:
         """See `Weight.shard`."""
         if dim == OUT:
-            codes, scales = (_cut(t, None, OUT, rank, world, parts)[0] for t in (self.codes, self.scales))
+            codes, scales = (cut(t, None, OUT, rank, world, parts)[0] for t in (self.codes, self.scales))
             return Codes(codes, scales)
         size, groups = self.shape[1], self.scales.shape[1]
         sizes = [size] if parts is None else list(parts)
-        if self.codes.dtype == torch.int8:
-            return Codes(_cut(self.codes, None, IN, rank, world, sizes)[0], self.scales.clone())
+        if groups == 1 and self.codes.dtype == torch.int8:
+            return Codes(cut(self.codes, None, IN, rank, world, sizes)[0], self.scales.clone())
         group = size // groups
         uneven = [part for part in sizes if part % (group * world)]
         if uneven:
@@ -264,7 +270,7 @@ class Codes:
                 f"parts={sizes}: {uneven[0]} features are not world={world} shards of whole groups of {group}"
             )
         codes, scales = (
-            _cut(t, None, IN, rank, world, [part * t.shape[1] // size for part in sizes])[0]
+            cut(t, None, IN, rank, world, [part * t.shape[1] // size for part in sizes])[0]
             for t in (self.codes, self.scales)
         )
         return Codes(codes, scales)
@@ -282,12 +288,12 @@ class QuantizedWeight(_Parts["Codes"]):
         return [part.numbers() for part in self.parts]
 
     def shard(self, dim: int, rank: int, world: int, parts: Sequence[int] | None = None) -> QuantizedWeight:
-        """See `Weight`. Along `IN` INT4 is cut between groups."""
+        """See `Weight`. Along `IN` it is cut between groups."""
         sizes = self._sizes(dim, parts)
         whole = Codes(torch.cat([part.codes for part in self.parts]), torch.cat([part.scales for part in self.parts]))
         bias = self.bias
         if bias is not None and dim == OUT:
-            bias = _cut(bias, None, OUT, rank, world, sizes)[0]
+            bias = cut(bias, None, OUT, rank, world, sizes)[0]
         elif rank:
             bias = None
         return QuantizedWeight((whole.cut(dim, rank, world, sizes),), None if bias is None else (bias,))
@@ -318,10 +324,10 @@ def _packed(weight: Tensor, bias: Tensor | None) -> PackedWeight:
     return PackedWeight(packed, weight.t().contiguous() if small else None, bias)
 
 
-def _cut(
+def cut(
     weight: Tensor, bias: Tensor | None, dim: int, rank: int, world: int, parts: Sequence[int] | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Rank `rank`'s part of weight and bias, copies."""
+    """Rank `rank`'s part of weight and bias, copies; arguments as of `Weight.shard`. Raises as it."""
     sizes = [weight.shape[dim]] if parts is None else list(parts)
     if sum(sizes) != weight.shape[dim]:
         raise ValueError(f"parts={sizes}: must add up to {weight.shape[dim]}, dimension {dim} of the weight")
@@ -329,12 +335,12 @@ def _cut(
     if uneven:
         raise ValueError(f"parts={sizes}: {uneven[0]} features cannot be split into world={world} equal shards")
 
-    def cut(tensor: Tensor, along: int) -> Tensor:
+    def part_of(tensor: Tensor, along: int) -> Tensor:
         return torch.cat([part.chunk(world, along)[rank] for part in torch.split(tensor, sizes, along)], along)
 
     if dim == IN:
-        return cut(weight, IN), bias if rank == 0 else None
-    return cut(weight, OUT), None if bias is None else cut(bias, 0)
+        return part_of(weight, IN), bias if rank == 0 else None
+    return part_of(weight, OUT), None if bias is None else part_of(bias, 0)
 
 
 def _bias_bytes(bias: Tensor | None) -> int:

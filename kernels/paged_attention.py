@@ -4,9 +4,9 @@ Builds no block tables and no slots. What depends only on lengths is worked out 
 the same in every layer. A layer then costs one write, and one gather and one attention per group of requests.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,21 @@ _LONG = 32
 """Rows above which a request is attended alone: a prefill chunk would pad the decode rows beside it to its size."""
 _WASTE = 2**18
 """Bytes of K and V a layer that a group may gather in vain; more costs what another group does, about 30 us."""
+
+
+@dataclass(frozen=True, slots=True)
+class Visibility:
+    """What rows of a layer see of the positions up to their own; without one they see all."""
+
+    reach: int
+    """No row sees a position that is this many or more before its own."""
+    sees: Callable[[Tensor, Tensor], Tensor]
+    """Whether rows at positions see columns at positions: both int64, broadcast against each other, to bool."""
+
+
+def window(size: int) -> Visibility:
+    """The last `size` positions, a row's own among them (Beltagy et al. 2020, section 3.1)."""
+    return Visibility(size, lambda row, column: column > row - size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +79,14 @@ class AttentionShape:
     head_dim: int
     block_size: int
     dtype: torch.dtype
+    """Of queries."""
+    cache_dtype: torch.dtype | None = None
+    """Of K and V in the cache, which become `dtype` as they are read; None: it is theirs, too."""
 
     @property
     def row_bytes(self) -> int:
         """Bytes of K and V of one position."""
-        return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return 2 * self.num_kv_heads * self.head_dim * (self.cache_dtype or self.dtype).itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,17 +106,19 @@ def plan_attention(
     block_table: Tensor,
     shape: AttentionShape,
     k_start: Tensor | None = None,
+    visibility: Visibility | None = None,
 ) -> AttentionPlan:
     """Work out the index tensors of one pass. Arguments as in PassInputs; reads their values on the host.
 
     `k_start` `[B]`: the first position that a request's rows attend, none of which is before it; None: 0 for all.
+    `visibility`: what rows see of the positions up to their own; None: all.
 
     Requests are grouped by what padding them to a common shape would cost; those without a row at position >= 0 are
     left out.
     """
-    requests = _live_requests(positions, q_start, block_table.shape[1] * shape.block_size, k_start)
+    requests = _live_requests(positions, q_start, block_table.shape[1] * shape.block_size, k_start, visibility)
     packs = _group(requests, shape.row_bytes)
-    make = _GroupMaker(positions, block_table, shape)
+    make = _GroupMaker(positions, block_table, shape, visibility)
     num_rows = positions.shape[0]
     in_order = len(packs) == 1 and _covers(packs[0], num_rows)
     return AttentionPlan(
@@ -131,13 +151,24 @@ def plan_steps(positions: Tensor, slots: Tensor, block_table: Tensor, shape: Att
 def write_kv(kv: Tensor, cache: Tensor, plan: AttentionPlan) -> None:
     """Write the K and V of a pass into a cache layer, which is mutated.
 
-    `kv` `[N, 2 * kv_heads, D]`: the K heads of each row, then its V heads. `cache` `[num_blocks + 1, 2, kv_heads,
-    block_size, D]` contiguous. Rows with slot -1 write the last block, in no particular order.
+    `kv` `[N, 2 * kv_heads, D]`: the K heads of each row, then its V heads, rounded to the cache's dtype. `cache`
+    `[num_blocks + 1, 2, kv_heads, block_size, D]` contiguous. Rows with slot -1 write the last block, in no particular
+    order.
     """
+    if kv.dtype != cache.dtype:
+        kv = kv.to(cache.dtype)
     cache.view(-1, cache.shape[-1]).index_put_((plan.write,), kv)
 
 
-def paged_attention(q: Tensor, cache: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
+def paged_attention(
+    q: Tensor,
+    cache: Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    *,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
     """Return `softmax(scale q K^T + M) V` for every row and head of `q`, `[N, heads * D]` of q's dtype.
 
     Row i of a request attends its positions k_start..positions[i] (see `plan_attention`; 0 where there is none), M is 0
@@ -145,10 +176,14 @@ def paged_attention(q: Tensor, cache: Tensor, plan: AttentionPlan, scale: float)
     `h // (heads / kv_heads)` (Vaswani et al. 2017, eq. 1; Ainslie et al. 2023). `q` is `[N, heads, D]`, `cache` as in
     `write_kv` and not mutated. Sums are accumulated in fp32 (float64 for float64). Rows at position -1 give zeros.
 
+    `softcap` c: scores s are c tanh(s / c) before M is added. `sinks` `[heads]`: a score more for every row, of no
+    position and with a value of zero (OpenAI 2025, gpt-oss). Either takes scores in memory, `[heads, rows, C]`.
+
     No position outside a request's own context is multiplied with anything, so that NaN left there by earlier owners
     stays there: K and V past the context are cut off or replaced by zeros before the products.
     """
-    outputs = [_attend(q, cache, group, scale) for group in plan.groups]
+    attend = _attend if sinks is None and softcap is None else partial(_attend_scores, sinks=sinks, softcap=softcap)
+    outputs = [attend(q, cache, group, scale) for group in plan.groups]
     if plan.restore is None:
         return outputs[0]
     width = q.shape[1] * q.shape[2]
@@ -158,13 +193,9 @@ def paged_attention(q: Tensor, cache: Tensor, plan: AttentionPlan, scale: float)
 def _attend(q: Tensor, cache: Tensor, group: Group, scale: float) -> Tensor:
     """Attention of one group, `[G * R, heads * D]`."""
     heads, dim = q.shape[1], q.shape[2]
-    g, r, k, v = group.num_requests, group.num_rows, group.k, group.v
+    g, r = group.num_requests, group.num_rows
+    q, k, v = _gather(q, cache, group)
     kv_heads = k.shape[1]
-    torch.index_select(cache.view(-1, group.gathered.shape[1]), 0, group.blocks, out=group.gathered)
-    if group.stale is not None:
-        group.gathered.view(-1, dim).index_fill_(0, group.stale, 0)
-    if group.rows is not None:
-        q = q.index_select(0, group.rows)
     if group.keep_heads:
         x = F.scaled_dot_product_attention(
             q.view(g, r, heads, dim).transpose(1, 2),
@@ -185,7 +216,52 @@ def _attend(q: Tensor, cache: Tensor, group: Group, scale: float) -> Tensor:
     return x.view(g, kv_heads, r, -1, dim).transpose(1, 2).reshape(g * r, heads * dim)
 
 
-def _live_requests(positions: Tensor, q_start: Tensor, capacity: int, k_start: Tensor | None = None) -> list[_Request]:
+def _attend_scores(
+    q: Tensor, cache: Tensor, group: Group, scale: float, *, sinks: Tensor | None, softcap: float | None
+) -> Tensor:
+    """The same with what `scaled_dot_product_attention` does not compute."""
+    heads, dim = q.shape[1], q.shape[2]
+    g, r = group.num_requests, group.num_rows
+    rows, k, v = _gather(q, cache, group)
+    kv_heads, columns = k.shape[1], k.shape[2]
+    share = heads // kv_heads
+    rows = rows.view(g, r, kv_heads, share, dim).permute(0, 2, 1, 3, 4)
+    scores = torch.matmul(rows.reshape(g, kv_heads, r * share, dim), k.transpose(2, 3)).mul_(scale)
+    if softcap is not None:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
+    scores = scores.view(g, kv_heads, r, share, columns)
+    if group.is_causal:
+        ahead = torch.ones(r, columns, dtype=torch.bool, device=q.device).triu_(1)
+        scores.masked_fill_(ahead.unsqueeze(1), -torch.inf)
+    elif group.mask is not None:
+        scores.add_(group.mask.view(g, 1, r, -1, columns))
+    if sinks is not None:
+        extra = sinks.to(scores.dtype).view(1, kv_heads, 1, share, 1).expand(g, -1, r, -1, -1)
+        scores = torch.cat((scores, extra), dim=-1)
+    # Masked rows see nothing, which is to give zeros.
+    shares = torch._safe_softmax(scores, -1, torch.promote_types(scores.dtype, torch.float32)).to(q.dtype)
+    x = torch.matmul(shares[..., :columns].reshape(g, kv_heads, r * share, columns), v)
+    return x.view(g, kv_heads, r, share, dim).transpose(1, 2).reshape(g * r, heads * dim)
+
+
+def _gather(q: Tensor, cache: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
+    """Fill the group's buffer from the cache; its rows of q, and its K and V in q's dtype."""
+    torch.index_select(cache.view(-1, group.gathered.shape[1]), 0, group.blocks, out=group.gathered)
+    if group.stale is not None:
+        group.gathered.view(-1, q.shape[2]).index_fill_(0, group.stale, 0)
+    k, v = group.k, group.v
+    if k.dtype != q.dtype:
+        k, v = k.to(q.dtype), v.to(q.dtype)
+    return q if group.rows is None else q.index_select(0, group.rows), k, v
+
+
+def _live_requests(
+    positions: Tensor,
+    q_start: Tensor,
+    capacity: int,
+    k_start: Tensor | None = None,
+    visibility: Visibility | None = None,
+) -> list[_Request]:
     """Requests with a row at position >= 0. A position that the table does not reach is cut to it."""
     values, starts = positions.tolist(), q_start.tolist()
     firsts = [0] * len(starts) if k_start is None else k_start.tolist()
@@ -194,8 +270,11 @@ def _live_requests(positions: Tensor, q_start: Tensor, capacity: int, k_start: T
         start, end = starts[index], starts[index + 1]
         last = max(values[start:end], default=-1)
         if last >= 0:
-            context = min(last + 1, capacity)
-            requests.append(_Request(index, start, end - start, context, min(firsts[index], context - 1)))
+            context, first = min(last + 1, capacity), firsts[index]
+            if visibility is not None:
+                lowest = min(value for value in values[start:end] if value >= 0)
+                first = max(first, lowest + 1 - visibility.reach)
+            requests.append(_Request(index, start, end - start, context, min(first, context - 1)))
     return requests
 
 
@@ -264,6 +343,7 @@ class _GroupMaker:
     positions: Tensor
     block_table: Tensor
     shape: AttentionShape
+    visibility: Visibility | None = None
 
     def __call__(self, requests: Sequence[_Request], *, all_rows: bool) -> Group:
         width = max(request.num_rows for request in requests)
@@ -276,14 +356,14 @@ class _GroupMaker:
         positions = self.positions if rows is None else self.positions.index_select(0, rows)
         keep_heads = width > _LONG
         is_causal = keep_heads and columns == width and positions.tolist() == list(range(first, context))
-        needs_mask = not is_causal and (not alone or width > 1)
-        blocks, stale = self._blocks(requests, num_blocks)
+        is_causal = is_causal and (self.visibility is None or self.visibility.reach >= width)
+        needs_mask = not is_causal and (not alone or width > 1 or self.visibility is not None)
+        skipped = first // self.shape.block_size
+        blocks, stale = self._blocks(requests, num_blocks, skipped)
         gathered, kv = self._gathered(blocks, len(requests))
-        kv = kv.narrow(3, first, columns)
+        kv = kv.narrow(3, first - skipped * self.shape.block_size, columns)
         starts = None
-        if alone:
-            positions = positions - first if first else positions
-        elif any(request.first for request in requests):
+        if not alone and any(request.first for request in requests):
             starts = torch.tensor([request.first for request in requests], device=positions.device)
         return Group(
             rows=rows,
@@ -294,7 +374,7 @@ class _GroupMaker:
             k=kv.select(1, 0),
             v=kv.select(1, 1),
             stale=stale,
-            mask=self._mask(positions.view(-1, width), columns, keep_heads, starts) if needs_mask else None,
+            mask=self._mask(positions.view(-1, width), (first, columns), keep_heads, starts) if needs_mask else None,
             is_causal=is_causal,
             keep_heads=keep_heads,
         )
@@ -337,7 +417,8 @@ class _GroupMaker:
     def _gathered(self, blocks: Tensor, num_requests: int) -> tuple[Tensor, Tensor]:
         """A buffer for what `blocks` name, and `[G, 2, kv_heads, columns, D]` of it."""
         tile = self.shape.block_size * self.shape.head_dim
-        gathered = torch.empty(blocks.shape[0], tile, dtype=self.shape.dtype, device=blocks.device)
+        dtype = self.shape.cache_dtype or self.shape.dtype
+        gathered = torch.empty(blocks.shape[0], tile, dtype=dtype, device=blocks.device)
         return gathered, gathered.view(num_requests, 2, self.shape.num_kv_heads, -1, self.shape.head_dim)
 
     def _rows(self, requests: Sequence[_Request], width: int) -> Tensor:
@@ -347,11 +428,13 @@ class _GroupMaker:
             rows += [request.start] * (width - request.num_rows)
         return torch.tensor(rows, dtype=torch.int64, device=self.positions.device)
 
-    def _blocks(self, requests: Sequence[_Request], num_blocks: int) -> tuple[Tensor, Tensor | None]:
+    def _blocks(self, requests: Sequence[_Request], num_blocks: int, skipped: int = 0) -> tuple[Tensor, Tensor | None]:
+        """Indices of the blocks, without the first `skipped` of a request that is alone; positions of others' that are
+        outside of their context."""
         heads = 2 * self.shape.num_kv_heads
         offsets = _multiples(heads, 1, self.block_table.device).view(-1, 1)
         if len(requests) == 1:
-            row = self.block_table.narrow(0, requests[0].index, 1).narrow(1, 0, num_blocks)
+            row = self.block_table.narrow(0, requests[0].index, 1).narrow(1, skipped, num_blocks - skipped)
             return torch.add(offsets, row, alpha=heads).view(-1), None
         device = self.block_table.device
         contexts = torch.tensor([request.context for request in requests], device=device).view(-1, 1)
@@ -367,16 +450,19 @@ class _GroupMaker:
         stale = unseen.unsqueeze(1).expand(-1, heads, -1).reshape(-1).nonzero().view(-1)
         return blocks, stale if stale.shape[0] else None
 
-    def _mask(self, positions: Tensor, columns: int, keep_heads: bool, starts: Tensor | None) -> Tensor:
-        """0 where a row may look, -inf elsewhere: `[G, 1, R, C]`, or `[G, 1, R * heads / kv_heads, C]`."""
+    def _mask(self, positions: Tensor, columns: tuple[int, int], keep_heads: bool, starts: Tensor | None) -> Tensor:
+        """0 where a row may look, -inf elsewhere: `[G, 1, R, C]`, or `[G, 1, R * heads / kv_heads, C]`. `columns` are
+        the position of the first, and how many there are."""
         device = positions.device
         last = positions.unsqueeze(-1)
         if not keep_heads:
             last = last.expand(-1, -1, self.shape.num_heads // self.shape.num_kv_heads).reshape(
                 positions.shape[0], -1, 1
             )
-        column = torch.arange(columns, device=device)
+        column = torch.arange(columns[0], sum(columns), device=device)
         hidden = column > last
+        if self.visibility is not None:
+            hidden = hidden | ~self.visibility.sees(last, column)
         if starts is not None:
             hidden = hidden | (column < starts.view(-1, 1, 1))
         return self._additive(hidden.unsqueeze(1))

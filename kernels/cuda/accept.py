@@ -55,6 +55,7 @@ def accept_kernel(  # type: ignore[no-untyped-def]
     seeds,
     row,
     n,
+    only,
     out_accepted,
     out_tokens,
     num_rows,
@@ -62,6 +63,7 @@ def accept_kernel(  # type: ignore[no-untyped-def]
     drafts_stride,
     tokens_stride,
     SYNTHETIC: tl.constexpr,
+    SOME: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     b = tl.program_id(0).to(tl.int64)
@@ -76,8 +78,11 @@ def accept_kernel(  # type: ignore[no-untyped-def]
     else:
         accepted = draft == own
     m = first_rejected(accepted & live, i, BLOCK_K)
-    tl.store(out_accepted + b, m.to(tl.int64))
-    tl.store(out_tokens + b * tokens_stride + i, tl.where(i < m, draft, own), mask=i <= K)
+    last = K
+    if SOME:
+        last = tl.where(tl.load(only + b) != 0, K, -1)
+    tl.store(out_accepted + b, m.to(tl.int64), mask=last >= 0)
+    tl.store(out_tokens + b * tokens_stride + i, tl.where(i < m, draft, own), mask=i <= last)
 
 
 def accept_prefix(target_ids: Tensor, drafted: Drafted, out: Accepted, at_rates: AtRates | None = None) -> None:
@@ -85,7 +90,11 @@ def accept_prefix(target_ids: Tensor, drafted: Drafted, out: Accepted, at_rates:
     `rules`."""
     synthetic = [] if at_rates is None else [at_rates.rates, at_rates.seeds, at_rates.row, at_rates.n]
     torch.ops.specrs.accept_prefix(
-        target_ids, [drafted.q_start, drafted.drafts, drafted.num_drafts], [out.accepted, out.emitted], synthetic
+        target_ids,
+        [drafted.q_start, drafted.drafts, drafted.num_drafts],
+        [out.accepted, out.emitted],
+        synthetic,
+        [] if out.only is None else [out.only],
     )
 
 
@@ -104,7 +113,9 @@ class AtRates:
 
 
 @torch.library.custom_op("specrs::accept_prefix", mutates_args=["out"])
-def _accept_prefix(target_ids: Tensor, drafted: list[Tensor], out: list[Tensor], at_rates: list[Tensor]) -> None:
+def _accept_prefix(
+    target_ids: Tensor, drafted: list[Tensor], out: list[Tensor], at_rates: list[Tensor], only: list[Tensor]
+) -> None:
     (q_start, drafts, num_drafts), (out_accepted, out_tokens) = drafted, out
     batch, k = drafts.shape
     rates, seeds, row, n = at_rates or [target_ids] * 4
@@ -117,6 +128,7 @@ def _accept_prefix(target_ids: Tensor, drafted: list[Tensor], out: list[Tensor],
         seeds,
         row,
         n,
+        only[0] if only else num_drafts,
         out_accepted,
         out_tokens,
         target_ids.shape[0],
@@ -124,6 +136,7 @@ def _accept_prefix(target_ids: Tensor, drafted: list[Tensor], out: list[Tensor],
         drafts.stride(0),
         out_tokens.stride(0),
         SYNTHETIC=bool(at_rates) and k > 0,
+        SOME=bool(only),
         BLOCK_K=triton.next_power_of_2(k + 1),
         num_warps=1,
         enable_fp_fusion=True,
@@ -131,7 +144,7 @@ def _accept_prefix(target_ids: Tensor, drafted: list[Tensor], out: list[Tensor],
 
 
 @_accept_prefix.register_fake
-def _(target_ids: Tensor, drafted: list[Tensor], out: list[Tensor], at_rates: list[Tensor]) -> None:
+def _(target_ids: Tensor, drafted: list[Tensor], out: list[Tensor], at_rates: list[Tensor], only: list[Tensor]) -> None:
     expect_entries(drafted, out)
     expect("target_ids", target_ids, target_ids.shape, torch.int64)
 
@@ -150,11 +163,11 @@ VARIANTS = tuple(
         accept_kernel,
         {
             arg: "i32" if arg in ("num_rows", "K", "drafts_stride", "tokens_stride") else "*i64"
-            for arg in accept_kernel.arg_names[:-2]
+            for arg in accept_kernel.arg_names[:-3]
         }
         | {"rates": "*fp32" if synthetic else "*i64"},
-        {"SYNTHETIC": synthetic, "BLOCK_K": 8},
+        {"SYNTHETIC": synthetic, "SOME": some, "BLOCK_K": 8},
         num_warps=1,
     )
-    for name, synthetic in (("prefix", False), ("synthetic", True))
+    for name, synthetic, some in (("prefix", False, False), ("synthetic", True, False), ("some", False, True))
 )

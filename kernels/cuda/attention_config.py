@@ -42,10 +42,13 @@ class AttentionConfig:
         head_dim: int,
         dtype: torch.dtype,
         limits: DeviceLimits,
+        window: int | None = None,
     ) -> AttentionConfig:
-        """The configuration for a batch of requests with at most `max_q_len` rows each.
+        """The configuration for a batch of requests with at most `max_q_len` rows each, which attend all positions or
+        the last `window` of them.
 
-        Splits are as many as multiprocessors are free, whatever the contexts: a captured graph serves all of them.
+        Splits are as many as multiprocessors are free, whatever the contexts: a captured graph serves all of them. Of
+        windows they are no more than have blocks.
         """
         group = num_heads // num_kv_heads
         long = max_q_len > MAX_VERIFY_ROWS
@@ -60,6 +63,8 @@ class AttentionConfig:
             block_n = 128
         tiles = batch * num_kv_heads * -(-max_q_len // rows)
         splits = 1 if long else max(1, min(_MAX_SPLITS, limits.num_sms // tiles))
+        if window is not None:
+            splits = min(splits, -(-(window + rows - 1) // block_n) + 1)
         wide = block_m * block_d(head_dim) >= 128 * 128 or (head_dim > 128 and block_m > 16)
         # Blocks of K and V on their way. The compiler takes two stages for each, because their addresses are loaded
         # too, and where warp groups multiply it keeps one more. Wider tiles have no registers for many, and each stage

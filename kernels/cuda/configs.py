@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from specrs.kernels.coded_weight import Coding
 from specrs.kernels.cuda.device import DeviceLimits
 
 _SMALL = 2**26
@@ -51,16 +52,30 @@ class LinearShape:
     """Output features; of a gated product half the rows of its weight."""
     k: int
     dtype: torch.dtype
+    """Of the rows, and of the weight where that is dense."""
     gated: bool = False
+    coding: Coding | None = None
+    """Of the weight; None: it is dense."""
 
     @property
     def key(self) -> str:
-        """As it stands in the table: `n4096-k2048-bfloat16`, with `-gated` behind it where gated."""
-        return f"n{self.n}-k{self.k}-{str(self.dtype).removeprefix('torch.')}{'-gated' * self.gated}"
+        """As it stands in the table: `n4096-k2048-bfloat16`, behind it `-gated` where gated and `-fp8-128` of codes."""
+        coded = "" if self.coding is None else f"-{self.coding.kind}-{self.coding.group}"
+        return f"n{self.n}-k{self.k}-{str(self.dtype).removeprefix('torch.')}{'-gated' * self.gated}{coded}"
+
+    @property
+    def bits(self) -> int:
+        """Of a weight."""
+        return 8 * self.dtype.itemsize if self.coding is None else self.coding.bits
+
+    @property
+    def least_k(self) -> int:
+        """Inputs that a step has at least: those whose codes lie together."""
+        return 16 if self.coding is None else self.coding.unit(self.k) or 16
 
     def stage_bytes(self, block_n: int, block_k: int, block_m: int) -> int:
         """Shared memory of one stage of the pipeline: the tiles of weight and rows that it loads."""
-        return ((1 + self.gated) * block_n + block_m) * block_k * self.dtype.itemsize
+        return (1 + self.gated) * block_n * block_k * self.bits // 8 + block_m * block_k * self.dtype.itemsize
 
     def bound(self, block_n: int, block_k: int) -> int:
         """Steps of the whole product, which bounds the number of programs."""
@@ -83,14 +98,15 @@ def default_config(shape: LinearShape, limits: DeviceLimits) -> LinearConfig:
     where two programs on a multiprocessor were never faster than one.
     """
     if not limits.capability:  # the interpreter: small tiles, so that small shapes have several
-        return LinearConfig(16, 32, min(limits.num_sms, shape.bound(16, 32)), 4, 1)
+        block_k = max(32, shape.least_k)
+        return LinearConfig(16, block_k, min(limits.num_sms, shape.bound(16, block_k)), 4, 1)
     block_n, block_k = 64, 256 // shape.dtype.itemsize
     if shape.dtype == torch.float32:  # no tensor cores: operands live in registers
-        block_n, block_k = 32, 32
+        block_n, block_k = 32, max(32, shape.least_k)
     elif limits.shared_memory // 2 < 3 * shape.stage_bytes(block_n, block_k, 16):
-        block_k //= 2
+        block_k = max(block_k // 2, shape.least_k)
     programs = min(limits.num_sms, shape.bound(block_n, block_k))
-    is_small = (1 + shape.gated) * shape.n * shape.k * shape.dtype.itemsize <= _SMALL and shape.dtype != torch.float32
+    is_small = (1 + shape.gated) * shape.n * shape.k * shape.bits // 8 <= _SMALL and shape.dtype != torch.float32
     for width, depth in ((block_n, block_k), (16, 2 * block_k)):
         tiles = -(-shape.n // width)
         if is_small and 0.45 * limits.num_sms <= tiles <= limits.num_sms:

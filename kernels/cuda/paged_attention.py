@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from specrs.kernels.cuda._dependent_launch import options, start_next, wait_for_previous
-from specrs.kernels.cuda.attention_config import AttentionConfig, block_d
+from specrs.kernels.cuda.attention_config import MAX_VERIFY_ROWS, AttentionConfig, block_d
 from specrs.kernels.cuda.variants import DTYPES, SIZES, Variant
 from torch import Tensor
 
@@ -47,7 +48,7 @@ def _combine(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _context(positions, row, valid, capacity):  # type: ignore[no-untyped-def]
-    """Positions of a tile's rows, -1 for rows that are none, and how many positions the tile looks at."""
+    """Positions of a tile's rows, -1 for rows that are none, and how many there are up to the last of them."""
     position = tl.load(positions + row, mask=valid, other=-1)
     return position, tl.minimum(tl.max(position, 0) + 1, capacity)
 
@@ -59,6 +60,8 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     positions,
     q_start,
     block_table,
+    k_start,
+    sinks,
     out,
     partial_out,
     partial_stat,
@@ -78,6 +81,7 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
     FUSED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -99,6 +103,16 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     position, context = _context(positions, row, valid, table_width * BLOCK_SIZE)
     blocks = (context + BLOCK_N - 1) // BLOCK_N
     live = tl.maximum(tl.minimum(blocks, SPLITS), 1)
+    begin, lowest = split, 0
+    if k_start is not None:
+        lowest = tl.load(k_start + request)
+    if WINDOW > 0:
+        # Of the window of the tile's first row; rows behind it see less of that.
+        first = tl.min(tl.where(position < 0, context, position), 0)
+        lowest = tl.maximum(lowest, first - (WINDOW - 1))
+    if (k_start is not None) | (WINDOW > 0):
+        # Blocks keep their splits: what lies wholly below is passed over.
+        begin = split + tl.cdiv(tl.maximum(lowest // BLOCK_N - split, 0), SPLITS) * SPLITS
     # Which rows and positions there are was written before the kernel ahead of this one, which lets this one start
     # when that is finished (see `qk_norm_rope`). What it writes itself, q, K and V, is read behind this line.
     wait_for_previous(DEPENDENT)
@@ -108,18 +122,27 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
         query = tl.load(q + row[:, None] * q_stride + head[:, None] * D + d[None, :], mask=loaded, other=0)
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
+        if sinks is not None:
+            # As if one score more had been seen, of no value: by the first split, which always is.
+            sink = tl.load(sinks + head, mask=valid, other=float("-inf")).to(tl.float32)
+            top = tl.where(split + 0 * m == 0, sink * 1.4426950408889634, float("-inf"))
+            total = tl.where(top == float("-inf"), 0.0, 1.0)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         table = block_table + request.to(tl.int64) * table_stride
         column = tl.arange(0, BLOCK_N)
-        for t in range(split, blocks, SPLITS):
+        for t in range(begin, blocks, SPLITS):
             n = t * BLOCK_N + column
             inside = n < context
-            # K and V behind the context may be NaN, and table entries anything: neither is loaded.
+            if (k_start is not None) | (WINDOW > 0):
+                inside = inside & (n >= lowest)
+            # K and V outside of them may be NaN, and table entries anything: neither is loaded.
             block = tl.load(table + n // BLOCK_SIZE, mask=inside, other=0)
             base = ((block * (2 * KV_HEADS) + kv_head) * BLOCK_SIZE + n % BLOCK_SIZE) * D
             k = tl.load(cache + base[None, :] + d[:, None], mask=inside[None, :] & inside_d[:, None], other=0)
             scores = tl.dot(query, k, input_precision="ieee") * scale_log2
             seen = (n[None, :] <= position[:, None]) & inside[None, :]
+            if WINDOW > 0:
+                seen = seen & (n[None, :] > position[:, None] - WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
             higher = tl.maximum(top, tl.max(scores, 1))
             # A row that has seen nothing yet stays at -inf, and -inf - -inf is NaN.
@@ -216,6 +239,21 @@ class AttentionRows:
     """[B, max_blocks] int64, dense rows of any stride"""
     max_q_len: int
     """Host bound of rows per request; rows past it would get no output."""
+    k_start: Tensor | None = None
+    """[B] int64, the first position that a request's rows attend; None: 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What the heads of a layer see of the positions before a row."""
+
+    scale: float
+    """Of the scores, usually D^-0.5."""
+    window: int | None = None
+    """The last positions that a row attends, its own among them; None: all."""
+    sinks: Tensor | None = None
+    """[heads], a score of each head that takes its share of the softmax and adds nothing (Xiao et al. 2024, as in
+    gpt-oss); None: there are none."""
 
 
 def paged_attention(
@@ -224,15 +262,16 @@ def paged_attention(
     rows: AttentionRows,
     out: Tensor,
     scratch: Sequence[Tensor],
-    scale: float,
+    sight: Sight,
     config: list[int],
     dependent: bool,
 ) -> None:
     """Write `softmax(scale q K^T + M) V` for every row and head into `out` (Vaswani et al. 2017, eq. 1).
 
-    Row i attends positions 0..positions[i] of its request; query head h uses KV head `h // (heads / kv_heads)`
-    (Ainslie et al. 2023). Rows at position -1 give zeros, rows behind `q_start[B]` are left as they were. Nothing
-    behind a tile's context is loaded, so that NaN left there by earlier owners stays there.
+    Row i attends positions 0..positions[i] of its request, or from its `k_start` on, the last `sight.window` of them;
+    query head h uses KV head `h // (heads / kv_heads)` (Ainslie et al. 2023). Rows at position -1 give zeros, rows
+    behind `q_start[B]` are left as they were. Nothing behind a tile's context, before `k_start` or before all windows
+    of a tile is loaded, no table entry either, so NaN left there by earlier owners stays there.
 
     Args:
         q: `[N, heads * D]`, contiguous rows of any stride.
@@ -240,21 +279,22 @@ def paged_attention(
         out: `[N, heads * D]`, contiguous rows of any stride.
         scratch: `(partial_out, partial_stat, counters)` of at least `AttentionConfig.scratch_sizes`. Counters are zero
             before and after.
-        scale: of the scores, usually D^-0.5.
+        sight: what the layer's heads see.
         config: the fields of an AttentionConfig in order.
         dependent: launch dependently (see `_dependent_launch`), behind `qk_norm_rope` or an ordinary launch.
 
     Sums are fp32; the weights are rounded to q's dtype before they meet V.
     """
-    where, sizes = [rows.positions, rows.q_start, rows.block_table], [rows.max_q_len, *config]
-    torch.ops.specrs.paged_attention(q, cache, where, out, list(scratch), scale, sizes, dependent)
+    where = [rows.positions, rows.q_start, rows.block_table, rows.k_start, sight.sinks]
+    sizes = [rows.max_q_len, sight.window or 0, *config]
+    torch.ops.specrs.paged_attention(q, cache, where, out, list(scratch), sight.scale, sizes, dependent)
 
 
 @torch.library.custom_op("specrs::paged_attention", mutates_args=("out", "scratch"))
 def _paged_attention(
     q: Tensor,
     cache: Tensor,
-    rows: list[Tensor],
+    rows: list[Tensor | None],
     out: Tensor,
     scratch: list[Tensor],
     scale: float,
@@ -262,7 +302,8 @@ def _paged_attention(
     dependent: bool,
 ) -> None:
     _check(q, cache, rows, out, scratch, sizes)
-    (positions, q_start, block_table), (max_q_len, *config) = rows, sizes
+    (where, k_start, sinks), (max_q_len, window, *config) = _named(rows), sizes
+    positions, q_start, block_table = where
     partial_out, partial_stat, counters = scratch
     c = AttentionConfig(*config)
     batch = q_start.shape[0] - 1
@@ -277,6 +318,8 @@ def _paged_attention(
         positions,
         q_start,
         block_table,
+        k_start,
+        sinks,
         out,
         partial_out,
         partial_stat,
@@ -287,6 +330,7 @@ def _paged_attention(
         block_table.shape[1],
         scale * _LOG2E,
         **shape,
+        WINDOW=window,
         FUSED=fused,
         num_warps=c.num_warps,
         num_stages=c.num_stages,
@@ -311,7 +355,7 @@ def _paged_attention(
 def _(
     q: Tensor,
     cache: Tensor,
-    rows: list[Tensor],
+    rows: list[Tensor | None],
     out: Tensor,
     scratch: list[Tensor],
     scale: float,
@@ -321,9 +365,23 @@ def _(
     _check(q, cache, rows, out, scratch, sizes)
 
 
-def _check(q: Tensor, cache: Tensor, rows: list[Tensor], out: Tensor, scratch: list[Tensor], sizes: list[int]) -> None:
-    (positions, q_start, block_table), (max_q_len, *config) = rows, sizes
+def _named(rows: Sequence[Tensor | None]) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None, Tensor | None]:
+    """Positions, q_start and table; k_start; sinks."""
+    positions, q_start, block_table, k_start, sinks = rows
+    assert positions is not None
+    assert q_start is not None
+    assert block_table is not None
+    return (positions, q_start, block_table), k_start, sinks
+
+
+def _check(
+    q: Tensor, cache: Tensor, rows: list[Tensor | None], out: Tensor, scratch: list[Tensor], sizes: list[int]
+) -> None:
+    ((positions, q_start, block_table), k_start, sinks), (max_q_len, window, *config) = _named(rows), sizes
     batch = q_start.shape[0] - 1
+    assert window >= 0
+    assert k_start is None or k_start.shape == (batch,)
+    assert sinks is None or (sinks.shape == (q.shape[1] // cache.shape[4],) and sinks.is_contiguous())
     kv_heads, dim = cache.shape[2], cache.shape[4]
     assert cache.is_contiguous()
     assert q.dtype == cache.dtype
@@ -346,7 +404,8 @@ def paged_attention_reference(
     q_start: Tensor,
     block_table: Tensor,
     out: Tensor,
-    scale: float,
+    sight: Sight,
+    k_start: Tensor | None = None,
 ) -> None:
     """`paged_attention` row by row in float64."""
     kv_heads, block_size, dim = cache.shape[2:]
@@ -356,13 +415,19 @@ def paged_attention_reference(
     for b in range(len(starts) - 1):
         for row in range(starts[b], starts[b + 1]):
             context = min(int(positions[row]) + 1, block_table.shape[1] * block_size)
-            if context <= 0:
+            first = 0 if k_start is None else int(k_start[b])
+            if sight.window is not None:
+                first = max(first, int(positions[row]) + 1 - sight.window)
+            if context <= first:
                 continue
-            at = torch.arange(context, device=q.device)
+            at = torch.arange(first, context, device=q.device)
             kv = cache[block_table[b, at // block_size], :, :, at % block_size].double()  # [context, 2, kv_heads, D]
             k, v = kv.repeat_interleave(heads // kv_heads, dim=2).unbind(1)
-            scores = torch.einsum("hd,chd->hc", q[row].double().view(heads, dim), k) * scale
-            out[row] = torch.einsum("hc,chd->hd", scores.softmax(-1), v).reshape(-1).to(out.dtype)
+            scores = torch.einsum("hd,chd->hc", q[row].double().view(heads, dim), k) * sight.scale
+            if sight.sinks is not None:
+                scores = torch.cat((scores, sight.sinks.double()[:, None]), dim=1)
+            weights = scores.softmax(-1)[:, : len(at)]
+            out[row] = torch.einsum("hc,chd->hd", weights, v).reshape(-1).to(out.dtype)
 
 
 _CASES = (
@@ -413,7 +478,7 @@ def _variants() -> tuple[Variant, ...]:
                 "counters": "*i32",
                 "scale_log2": "fp32",
             }
-            constants = _shape(config, heads, kv_heads, dim) | {"BLOCK_SIZE": 16}
+            constants = _shape(config, heads, kv_heads, dim) | {"BLOCK_SIZE": 16, "WINDOW": 0}
             name = f"{dtype}_d{dim}_rows{rows}_{size.name}"
             fused = config.fused_lines(heads // kv_heads)
             variants.append(
@@ -421,20 +486,40 @@ def _variants() -> tuple[Variant, ...]:
                     f"paged_attention_{name}",
                     paged_attention_kernel,
                     types,
-                    constants | {"FUSED": fused, "DEPENDENT": False},
+                    constants | {"FUSED": fused, "DEPENDENT": False, "k_start": None, "sinks": None},
                     config.num_warps,
                     config.num_stages,
                     ("q_stride", "out_stride"),
                     size.capabilities,
                 )
             )
+            kinds: dict[str, tuple[dict[str, str], dict[str, Any]]] = {}
+            if dtype == "bf16" and dim == 128 and rows <= MAX_VERIFY_ROWS:
+                kinds["k_start"] = {"k_start": "*i64"}, {"sinks": None}
+            if (dtype, dim, heads, rows) == ("bf16", 128, 64, 6):
+                kinds["window"] = {}, {"k_start": None, "sinks": None, "WINDOW": 1024}
+                kinds["window_sinks"] = {"sinks": "*bf16"}, {"k_start": None, "WINDOW": 128}
+            for kind, (more, own) in kinds.items():
+                variants.append(
+                    Variant(
+                        f"paged_attention_{kind}_{name}",
+                        paged_attention_kernel,
+                        types | more,
+                        constants | {"FUSED": fused, "DEPENDENT": False} | own,
+                        config.num_warps,
+                        config.num_stages,
+                        ("q_stride", "out_stride"),
+                        size.capabilities,
+                    )
+                )
             if config.splits > 1 and not fused and dtype == "bf16" and dim == 128:
                 variants.append(
                     Variant(
                         f"combine_{name}",
                         combine_kernel,
                         {key: types[key] for key in combine_kernel.arg_names if key in types},
-                        constants | {"BLOCK_ROWS": triton.next_power_of_2(config.rows), "DEPENDENT": False},
+                        {key: value for key, value in constants.items() if key in combine_kernel.arg_names}
+                        | {"BLOCK_ROWS": triton.next_power_of_2(config.rows), "DEPENDENT": False},
                         aligned=("out_stride",),
                         capabilities=size.capabilities,
                     )

@@ -12,9 +12,12 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from specrs.kernels.cuda.row_state import Entries, RowTensors
+from specrs.core import DRAFTER_DEVICE
+from specrs.kernels.cuda.row_state import Entries, HiddenTensors, RowTensors
 from specrs.kernels.cuda.variants import Variant
 from torch import Tensor
+
+_DEVICE = tl.constexpr(DRAFTER_DEVICE)
 
 
 @triton.jit
@@ -34,6 +37,7 @@ def _slot(table, position, first, capacity, block_size: tl.constexpr):  # type: 
         "batch",
         "K",
         "stride",
+        "mask_id",
     ]
 )
 def prepare_kernel(  # type: ignore[no-untyped-def]
@@ -42,12 +46,15 @@ def prepare_kernel(  # type: ignore[no-untyped-def]
     entry_k_ptr,
     entry_capacity_ptr,
     emits_ptr,
+    drafter_ptr,
     num_tokens_ptr,
     draft_len_ptr,
     limit_ptr,
     active_ptr,
     tokens_ptr,
     block_table_ptr,
+    hidden_start_ptr,
+    draft_start_ptr,
     row_ptr,
     n_ptr,
     k_ptr,
@@ -66,6 +73,8 @@ def prepare_kernel(  # type: ignore[no-untyped-def]
     verify_draw_ptr,
     verify_row_ptr,
     table_ptr,
+    on_host_ptr,
+    k_start_ptr,
     draft_context,
     padding_row,
     num_rows,
@@ -74,11 +83,16 @@ def prepare_kernel(  # type: ignore[no-untyped-def]
     batch,
     K,
     stride,
+    mask_id,
     W: tl.constexpr,
+    ROWS: tl.constexpr,
+    READS_HIDDEN: tl.constexpr,
     HAS_EMITS: tl.constexpr,
+    HAS_HOST: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BLOCK_C: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     b = tl.program_id(0)
@@ -92,10 +106,20 @@ def prepare_kernel(  # type: ignore[no-untyped-def]
     if HAS_EMITS:
         alive = alive & (tl.load(emits_ptr + b, mask=valid, other=0) != 0)
     draft_len = tl.load(draft_len_ptr + row)
-    room = tl.minimum(tl.load(limit_ptr + row) - 1, draft_context + 1) - n
+    end = tl.load(limit_ptr + row) - 1
+    within = tl.minimum(end, draft_context + 1)
+    close = draft_len >= n - W
+    if HAS_HOST:
+        # What bounds passes on the device does not bound drafts that are there.
+        on_host = tl.load(drafter_ptr + b, mask=valid, other=_DEVICE) != _DEVICE
+        within = tl.where(on_host, end, within)
+        close = close | on_host
+        tl.store(on_host_ptr + b, on_host.to(tl.int64))
+    room = within - n
     ready = alive
-    if W > 0:
-        ready = ready & (draft_len >= n - W)
+    if W > 0:  # noqa: SIM102 (constants)
+        if READS_HIDDEN == 0:
+            ready = ready & close
     k = tl.where(ready, tl.maximum(tl.minimum(planned, room), 0), 0)
 
     others = tl.arange(0, BLOCK_B)
@@ -134,16 +158,34 @@ def prepare_kernel(  # type: ignore[no-untyped-def]
 
     if W > 0:  # noqa: SIM102 (a constant: without draft KV nothing of it is compiled)
         if K > 0:
-            # Pass 1 feeds the last W positions; slot -1 where the draft has their KV already.
-            c = tl.arange(0, BLOCK_K)
-            fed = tl.maximum(tl.where(c < tl.where(k >= 1, W, 0), n - W + c, -1), -1)
-            written = _slot(source, fed, draft_len, capacity, BLOCK_SIZE)
-            tl.store(first_id_ptr + b * W + c, tl.load(sequence + fed, mask=fed >= 0, other=0), mask=c < W)
-            tl.store(first_position_ptr + b * W + c, fed, mask=c < W)
-            tl.store(first_slot_ptr + b * W + c, written, mask=c < W)
+            drafts, missing, least, offset = k, draft_len, 0, 0
+            if HAS_HOST:
+                drafts = tl.where(on_host, 0, k)
+            if READS_HIDDEN:
+                # The state of a position goes with the token behind it; where states leave a gap, the KV begins anew.
+                offset = 1
+                first_state, begin = tl.load(hidden_start_ptr + row), tl.load(draft_start_ptr + row)
+                begin = tl.where((drafts > 0) & (draft_len < first_state), first_state, begin)
+                tl.store(draft_start_ptr + row, begin)
+                tl.store(k_start_ptr + b, begin)
+                missing = tl.maximum(draft_len, first_state)
+                least = missing
+            # Pass 1 feeds the last W positions, and masks behind them where it drafts all; slot -1 where the draft has
+            # their KV already.
+            c = tl.arange(0, BLOCK_C)
+            fed = tl.where(drafts >= tl.maximum(c - (W - 2), 1), n - W - offset + c, -1)
+            fed = tl.where((c < ROWS) & (fed >= least), fed, -1)
+            written = _slot(source, fed, missing, capacity, BLOCK_SIZE)
+            known = (fed >= 0) & (c < W)
+            ids = tl.load(sequence + fed + offset, mask=known, other=0)
+            if ROWS > W:
+                ids = tl.where((fed >= 0) & (c >= W), mask_id, ids)
+            tl.store(first_id_ptr + b * ROWS + c, ids, mask=c < ROWS)
+            tl.store(first_position_ptr + b * ROWS + c, fed, mask=c < ROWS)
+            tl.store(first_slot_ptr + b * ROWS + c, written, mask=c < ROWS)
             # Pass i >= 2 feeds n + i - 2; pass i draws the token of position n + i - 1. Row i - 1 of [K, batch].
-            fed = tl.where(j + 1 <= k, n + j - 1, -1)
-            written = _slot(source, fed, draft_len, capacity, BLOCK_SIZE)
+            fed = tl.where(j + 1 <= drafts, n - offset + j - 1, -1)
+            written = _slot(source, fed, missing, capacity, BLOCK_SIZE)
             tl.store(draft_position_ptr + j * stride + b, fed, mask=j < K)
             tl.store(draft_slot_ptr + j * stride + b, written, mask=j < K)
             tl.store(draft_draw_ptr + j * stride + b, n + j, mask=j < K)
@@ -167,6 +209,8 @@ class PlannedEntries:
     capacity: Tensor
     emits: Tensor | None = None
     """0 for a prompt chunk that is not its prompt's last; None: all entries emit."""
+    drafter: Tensor | None = None
+    """Whose drafts each entry has, `DRAFTER_*`; None: no drafter is on the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +218,7 @@ class DraftRows:
     """What the draft passes of an iteration of B entries are fed, int64; written by `prepare_iteration`."""
 
     first_ids: Tensor
-    """[B * max_draft_lag], of pass 1; like the next two."""
+    """[B * `Sizes.first_pass_rows`], of pass 1; like the next two."""
     first_positions: Tensor
     first_slots: Tensor
     positions: Tensor
@@ -208,6 +252,11 @@ class IterationInputs:
     """[B, max_blocks] int64, the entries' block tables as far as they are read."""
     draft: DraftRows
     verify: VerifyRows
+    on_host: Tensor | None = None
+    """[B] int64, 1 where the record has the entry's drafts; written with `PlannedEntries.drafter`."""
+    k_start: Tensor | None = None
+    """[B] int64, the first position that draft passes of the entry attend; written for a drafter that reads hidden
+    states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,41 +266,75 @@ class Sizes:
 
     draft_context: int
     """Positions that the draft may hold; as many as a row without one."""
-    max_draft_lag: int
-    """Rows an entry of draft pass 1; 0 for a drafter without KV, for which no draft rows are written."""
+    width: int
+    """Committed tokens that an entry feeds in draft pass 1; 0 for a drafter without KV, for which no draft rows are
+    written."""
     block_size: int
     max_k: int
     """The engine's K."""
+    mask_token_id: int | None = None
+    """What pass 1 feeds in place of drafts 1 to K - 1; None: there is a pass for each draft."""
+
+    @property
+    def first_pass_rows(self) -> int:
+        """Rows an entry of draft pass 1."""
+        return self.width + (0 if self.mask_token_id is None else self.max_k - 1)
 
 
-def prepare_iteration(rows: RowTensors, planned: PlannedEntries, out: IterationInputs, sizes: Sizes) -> None:
-    """Guard the planned K and write the inputs of every pass of an iteration of B entries; mutates `out` only.
+def prepare_iteration(
+    rows: RowTensors,
+    planned: PlannedEntries,
+    out: IterationInputs,
+    sizes: Sizes,
+    hidden: HiddenTensors | None = None,
+) -> None:
+    """Guard the planned K and write the inputs of every pass of an iteration of B entries; mutates `out`, and of
+    `hidden` where draft KV begins.
 
     K_r = max(min(planned, min(limit - 1, draft_context + 1) - n), 0), and 0 where the row has ended or the draft's KV
-    lags by more than `max_draft_lag`: `runner.iteration.prepare` is the reference. Padding owns no row and names the
-    padding row, the last one of row state.
+    lags by more than `width`; with the drafts in the record only the limit counts, and a drafter that reads hidden
+    states (`hidden`: what is kept for it) begins anew behind any lag. `runner.iteration.prepare` and `draft` are the
+    reference. Padding owns no row and names the padding row, the last one of row state.
     """
     read = [planned.count, planned.row, planned.k, planned.capacity]
     read += [planned.k if planned.emits is None else planned.emits]
+    read += [planned.k if planned.drafter is None else planned.drafter]
     read += [rows.num_tokens, rows.draft_len, rows.limit, rows.active, rows.tokens, rows.block_table]
+    read += [planned.k if hidden is None else hidden.start]
     draft, verify = out.draft, out.verify
     written = out.entries.tensors()
     written += [draft.first_ids, draft.first_positions, draft.first_slots, draft.positions, draft.slots, draft.draws]
     written += [verify.ids, verify.positions, verify.slots, verify.draws, verify.rows, out.table]
-    fixed = [sizes.draft_context, sizes.max_draft_lag, sizes.block_size, sizes.max_k]
-    torch.ops.specrs.prepare_iteration(read, written, fixed, planned.emits is not None)
+    if planned.drafter is not None:
+        assert out.on_host is not None
+        written.append(out.on_host)
+    if hidden is not None:
+        assert out.k_start is not None
+        written += [out.k_start, hidden.draft_start]
+    mask = -1 if sizes.mask_token_id is None else sizes.mask_token_id
+    fixed = [sizes.draft_context, sizes.width, sizes.block_size, sizes.max_k, sizes.first_pass_rows, mask]
+    flags = [planned.emits is not None, planned.drafter is not None, hidden is not None]
+    torch.ops.specrs.prepare_iteration(read, written, fixed, flags)
 
 
 @torch.library.custom_op("specrs::prepare_iteration", mutates_args=["written"])
-def _prepare_iteration(read: list[Tensor], written: list[Tensor], sizes: list[int], has_emits: bool) -> None:
-    """The op behind `prepare_iteration`: tensors in the order of the kernel's pointers, the fields of a Sizes."""
-    num_tokens, tokens, block_table = read[5], read[9], read[10]
+def _prepare_iteration(read: list[Tensor], written: list[Tensor], sizes: list[int], flags: list[bool]) -> None:
+    """The op behind `prepare_iteration`: tensors in the order of the kernel's pointers, those that only some have
+    last, the fields of a Sizes, and what there is: `emits`, `drafter`, `hidden`."""
+    num_tokens, tokens, block_table = read[6], read[10], read[11]
     row, draft_positions, verify_ids = written[0], written[9], written[12]
-    draft_context, max_draft_lag, block_size, max_k = sizes
+    draft_context, width, block_size, max_k, first_pass_rows, mask_id = sizes
+    has_emits, has_host, reads_hidden = flags
+    always, some = written[:18], written[18:]
+    on_host = some[0] if has_host else row
+    k_start, draft_start = some[-2:] if reads_hidden else (row, row)
     batch = row.shape[0]
     prepare_kernel[(batch,)](
         *read,
-        *written,
+        draft_start,
+        *always,
+        on_host,
+        k_start,
         draft_context,
         num_tokens.shape[0] - 1,
         verify_ids.shape[0],
@@ -260,11 +343,16 @@ def _prepare_iteration(read: list[Tensor], written: list[Tensor], sizes: list[in
         batch,
         draft_positions.shape[0],
         draft_positions.stride(0),
-        W=max_draft_lag,
+        mask_id,
+        W=width,
+        ROWS=first_pass_rows,
+        READS_HIDDEN=reads_hidden,
         HAS_EMITS=has_emits,
+        HAS_HOST=has_host,
         BLOCK_SIZE=block_size,
         BLOCK_B=triton.next_power_of_2(num_tokens.shape[0]),
-        BLOCK_K=triton.next_power_of_2(max(max_k + 1, max_draft_lag)),
+        BLOCK_K=triton.next_power_of_2(max_k + 1),
+        BLOCK_C=triton.next_power_of_2(max(first_pass_rows, 1)),
         BLOCK_T=256,
         num_warps=1,
         enable_fp_fusion=True,
@@ -272,11 +360,11 @@ def _prepare_iteration(read: list[Tensor], written: list[Tensor], sizes: list[in
 
 
 @_prepare_iteration.register_fake
-def _(read: list[Tensor], written: list[Tensor], sizes: list[int], has_emits: bool) -> None:
+def _(read: list[Tensor], written: list[Tensor], sizes: list[int], flags: list[bool]) -> None:
     return None
 
 
-@triton.jit(do_not_specialize=["tokens_stride", "K", "stride", "drafts_stride"])
+@triton.jit(do_not_specialize=["tokens_stride", "K", "stride", "drafts_stride", "proposed_stride"])
 def assemble_kernel(  # type: ignore[no-untyped-def]
     drawn_ptr,
     row_ptr,
@@ -286,10 +374,14 @@ def assemble_kernel(  # type: ignore[no-untyped-def]
     tokens_ptr,
     verify_id_ptr,
     draft_ptr,
+    on_host_ptr,
+    proposed_ptr,
     tokens_stride,
     K,
     stride,
     drafts_stride,
+    proposed_stride,
+    HAS_HOST: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     b = tl.program_id(0)
@@ -297,14 +389,33 @@ def assemble_kernel(  # type: ignore[no-untyped-def]
     k = tl.load(k_ptr + b)
     drafted = j < k
     drawn = tl.load(drawn_ptr + j * stride + b, mask=drafted, other=0)
+    if HAS_HOST:
+        there = j < tl.where(tl.load(on_host_ptr + b) != 0, k, 0)
+        drawn = tl.where(there, tl.load(proposed_ptr + b * proposed_stride + j, mask=there, other=0), drawn)
     tl.store(draft_ptr + b * drafts_stride + j, drawn, mask=j < K)
     tl.store(verify_id_ptr + tl.load(q_start_ptr + b) + 1 + j, drawn, mask=drafted)
     sequence = tokens_ptr + tl.load(row_ptr + b) * tokens_stride
     tl.store(sequence + tl.load(n_ptr + b) + j, drawn, mask=drafted)
 
 
+@dataclass(frozen=True, slots=True)
+class Proposed:
+    """Drafts that the record has, int64."""
+
+    on_host: Tensor
+    """[B], of `prepare_iteration`: 1 for the entries that have theirs there."""
+    tokens: Tensor
+    """[>= B, the engine's K], any row stride; row i for entry i."""
+
+
 def assemble_drafts(
-    drawn: Tensor, entries: Entries, tokens: Tensor, verify_ids: Tensor, drafts: Tensor, max_k: int
+    drawn: Tensor,
+    entries: Entries,
+    tokens: Tensor,
+    verify_ids: Tensor,
+    drafts: Tensor,
+    max_k: int,
+    proposed: Proposed | None = None,
 ) -> None:
     """Put the drafts into the inputs of verification and behind the committed tokens of their rows.
 
@@ -315,16 +426,25 @@ def assemble_drafts(
         verify_ids: `[N]` int64; rows 1..K_r of each entry are written.
         drafts: `[B, K]` int64, written; 0 in columns from K_r on.
         max_k: the engine's K.
+        proposed: what takes the place of `drawn` in some entries; None: no drafter is on the host.
     """
-    torch.ops.specrs.assemble_drafts(drawn, entries.tensors(), tokens, verify_ids, drafts, max_k)
+    host = [] if proposed is None else [proposed.on_host, proposed.tokens]
+    torch.ops.specrs.assemble_drafts(drawn, entries.tensors(), tokens, verify_ids, drafts, max_k, host)
 
 
 @torch.library.custom_op("specrs::assemble_drafts", mutates_args=["tokens", "verify_ids", "drafts"])
 def _assemble_drafts(
-    drawn: Tensor, entries: list[Tensor], tokens: Tensor, verify_ids: Tensor, drafts: Tensor, max_k: int
+    drawn: Tensor,
+    entries: list[Tensor],
+    tokens: Tensor,
+    verify_ids: Tensor,
+    drafts: Tensor,
+    max_k: int,
+    host: list[Tensor],
 ) -> None:
     row, n, k, _, _, q_start = entries
     num_drafts, batch = drawn.shape
+    on_host, proposed = host or [drawn, drawn]
     assemble_kernel[(batch,)](
         drawn,
         row,
@@ -334,10 +454,14 @@ def _assemble_drafts(
         tokens,
         verify_ids,
         drafts,
+        on_host,
+        proposed,
         tokens.stride(0),
         num_drafts,
         drawn.stride(0),
         drafts.stride(0),
+        proposed.stride(0),
+        HAS_HOST=bool(host),
         BLOCK_K=triton.next_power_of_2(max_k),
         num_warps=1,
         enable_fp_fusion=True,
@@ -351,7 +475,7 @@ def _(drawn: Tensor, *rest: object) -> None:
 
 def _variants() -> tuple[Variant, ...]:
     ints = {"draft_context", "padding_row", "num_rows", "tokens_stride", "table_stride", "batch", "K", "stride"}
-    ints |= {"drafts_stride"}
+    ints |= {"drafts_stride", "proposed_stride", "mask_id"}
 
     def make(name: str, fn: Any, constants: dict[str, Any]) -> Variant:
         signature = {
@@ -361,20 +485,23 @@ def _variants() -> tuple[Variant, ...]:
         }
         return Variant(name, fn, signature, constants, num_warps=1)
 
-    made = [
-        make(
-            f"prepare_{name}_b{rows}",
-            prepare_kernel,
-            {"W": lag, "HAS_EMITS": emits, "BLOCK_SIZE": 16, "BLOCK_B": rows, "BLOCK_K": 8, "BLOCK_T": 256},
-        )
-        for name, lag, emits, rows in (
-            ("decode", 2, False, 2),
-            ("decode", 2, False, 512),
-            ("plain", 0, False, 512),
-            ("prefill", 2, True, 512),
-        )
-    ]
-    return (*made, make("assemble_drafts", assemble_kernel, {"BLOCK_K": 8}))
+    def prepare(name: str, width: int, first_pass_rows: int, rows: int, **flags: bool) -> Variant:
+        constants = {"READS_HIDDEN": False, "HAS_EMITS": False, "HAS_HOST": False} | flags
+        sizes = {"BLOCK_SIZE": 16, "BLOCK_B": rows, "BLOCK_K": 8, "BLOCK_T": 256}
+        sizes |= {"W": width, "ROWS": first_pass_rows, "BLOCK_C": triton.next_power_of_2(max(first_pass_rows, 1))}
+        return make(f"prepare_{name}_b{rows}", prepare_kernel, constants | sizes)
+
+    return (
+        prepare("decode", 2, 2, 2),
+        prepare("decode", 2, 2, 512),
+        prepare("plain", 0, 0, 512),
+        prepare("prefill", 2, 2, 512, HAS_EMITS=True),
+        prepare("list", 2, 2, 512, HAS_HOST=True),
+        prepare("parallel", 6, 10, 512),
+        prepare("hidden", 14, 14, 512, READS_HIDDEN=True),
+        make("assemble_drafts", assemble_kernel, {"HAS_HOST": False, "BLOCK_K": 8}),
+        make("assemble_list", assemble_kernel, {"HAS_HOST": True, "BLOCK_K": 8}),
+    )
 
 
 VARIANTS = _variants()

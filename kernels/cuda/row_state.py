@@ -47,6 +47,22 @@ class RowTensors(Protocol):
         """[R + 1, S], -1 is padding"""
 
 
+class HiddenTensors(Protocol):
+    """What is kept for a drafter that reads hidden states; `specrs.runner.hidden_rows.HiddenRows` is it."""
+
+    @property
+    def states(self) -> Tensor:
+        """[R + 1, W + 1, L, hidden], contiguous; the last column is scratch"""
+
+    @property
+    def start(self) -> Tensor:
+        """[R + 1] int64, the position in column 0"""
+
+    @property
+    def draft_start(self) -> Tensor:
+        """[R + 1] int64, the first position with draft KV"""
+
+
 @dataclass(frozen=True, slots=True)
 class Entries:
     """The B entries of an iteration, int64, as `prepare_iteration` writes them; `[B]` unless said otherwise."""

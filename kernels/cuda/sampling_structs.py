@@ -74,3 +74,5 @@ class Accepted:
     """[B] int64: m"""
     emitted: Tensor
     """[B, K + 1] int64, any row stride: d_1 .. d_m and the token after them; some ids past m"""
+    only: Tensor | None = None
+    """[B] int64, 1 for the entries that are written, others stay as they are; None: all"""

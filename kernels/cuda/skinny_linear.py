@@ -20,6 +20,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from specrs.kernels.coded_weight import CodedWeight, Coding
+from specrs.kernels.cuda._codes import CODES, DENSE, INT4, add_step, check_codes, coding_as_list, coding_of, scale_of
 from specrs.kernels.cuda._dependent_launch import options, prefetch, start_next, wait_for_previous
 from specrs.kernels.cuda.activation import silu
 from specrs.kernels.cuda.configs import LinearConfig, LinearShape, linear_config
@@ -46,6 +48,7 @@ def _owner(step, TOTAL: tl.constexpr, PROGRAMS: tl.constexpr):  # type: ignore[n
 def skinny_linear_kernel(  # type: ignore[no-untyped-def]
     x,
     weight,
+    scales,
     bias,
     squares,
     out,
@@ -72,9 +75,16 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
     GATED: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     PREFETCH: tl.constexpr,
+    CODE: tl.constexpr,
+    GROUP: tl.constexpr,
+    UNIT: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    ZEROS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     start_next(DEPENDENT)
+    EACH: tl.constexpr = 1 if CODE == DENSE else 4 if CODE == INT4 else 2
+    ROW: tl.constexpr = K // EACH
     TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     TOTAL: tl.constexpr = TILES * STEPS
@@ -92,13 +102,15 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
     first_tile = begin // STEPS
     if DEPENDENT and PREFETCH > 0:
         # Weights are no kernel's output, so the first of them come while the kernel before this one ends.
-        LINES: tl.constexpr = PREFETCH * BLOCK_K * weight.dtype.element_ty.primitive_bitwidth // 1024
+        STEP: tl.constexpr = BLOCK_K // EACH
+        BITS: tl.constexpr = PREFETCH * STEP * weight.dtype.element_ty.primitive_bitwidth
+        LINES: tl.constexpr = BITS // 1024 if BITS > 1024 else 1
         ahead_n = tl.minimum(first_tile * BLOCK_N + feature, N - 1).to(tl.int64)
-        ahead_k = (begin - first_tile * STEPS) * BLOCK_K + tl.arange(0, LINES) * (BLOCK_K * PREFETCH // LINES)
-        ahead_w = weight + ahead_n[:, None] * K + tl.minimum(ahead_k, K - 1)[None, :]
+        ahead_k = (begin - first_tile * STEPS) * STEP + tl.arange(0, LINES) * (STEP * PREFETCH // LINES)
+        ahead_w = weight + ahead_n[:, None] * ROW + tl.minimum(ahead_k, ROW - 1)[None, :]
         prefetch(ahead_w)
         if GATED:
-            prefetch(ahead_w + N * K)
+            prefetch(ahead_w + N * ROW)
     wait_for_previous(DEPENDENT)
     # Features past the end repeat the last one and are not stored: no mask on weights.
     there = token < rows
@@ -126,21 +138,28 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         for k in range(k_begin, k_end):
-            at = k * BLOCK_K + column
-            if EVEN:
-                w = tl.load(w_rows[:, None] + at[None, :])
-                v = tl.load(x_rows[None, :] + at[:, None], mask=there[None, :], other=0)
+            if CODE != DENSE:
+                rows_n = tl.minimum(n, N - 1)
+                acc, up = add_step(
+                    acc, up, weight, scales, x_rows, rows_n, N, k, there, K, BLOCK_K, CODE, GROUP, UNIT, OUTPUTS, ZEROS,
+                    GATED,
+                )  # fmt: skip
             else:
-                w = tl.load(w_rows[:, None] + at[None, :], mask=(at < K)[None, :], other=0)
-                v = tl.load(x_rows[None, :] + at[:, None], mask=(at < K)[:, None] & there[None, :], other=0)
-            acc = tl.dot(w, v, acc, input_precision="ieee")
-            if GATED:
-                second = w_rows + N * K
+                at = k * BLOCK_K + column
                 if EVEN:
-                    w = tl.load(second[:, None] + at[None, :])
+                    w = tl.load(w_rows[:, None] + at[None, :])
+                    v = tl.load(x_rows[None, :] + at[:, None], mask=there[None, :], other=0)
                 else:
-                    w = tl.load(second[:, None] + at[None, :], mask=(at < K)[None, :], other=0)
-                up = tl.dot(w, v, up, input_precision="ieee")
+                    w = tl.load(w_rows[:, None] + at[None, :], mask=(at < K)[None, :], other=0)
+                    v = tl.load(x_rows[None, :] + at[:, None], mask=(at < K)[:, None] & there[None, :], other=0)
+                acc = tl.dot(w, v, acc, input_precision="ieee")
+                if GATED:
+                    second = w_rows + N * K
+                    if EVEN:
+                        w = tl.load(second[:, None] + at[None, :])
+                    else:
+                        w = tl.load(second[:, None] + at[None, :], mask=(at < K)[None, :], other=0)
+                    up = tl.dot(w, v, up, input_precision="ieee")
 
         complete = k_end - k_begin == STEPS
         if not complete:
@@ -169,6 +188,10 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
                 scale = tl.rsqrt(tl.sum(square, 0) / K + eps)
                 acc = acc * scale[None, :]
                 up = up * scale[None, :]
+            if CODE != DENSE and GROUP >= K:
+                acc *= scale_of(tl.load(scales + tl.minimum(n, N - 1) // OUTPUTS), ZEROS)[:, None]
+                if GATED:
+                    up *= scale_of(tl.load(scales + (N + tl.minimum(n, N - 1)) // OUTPUTS), ZEROS)[:, None]
             if bias is not None:
                 acc += tl.load(bias + n, mask=n < N, other=0).to(tl.float32)[:, None]
                 if GATED:
@@ -227,7 +250,8 @@ class Product:
     """`f(x W^T / r + b)`, r the root mean square of rows whose squares are given, else 1."""
 
     weight: Tensor
-    """[N, K] contiguous, of x's dtype; with `gated` [2 N, K], the gates above the values"""
+    """[N, K] contiguous, of x's dtype; with `gated` [2 N, K], the gates above the values. Of a `coding` the codes, see
+    `CodedWeight`."""
     bias: Tensor | None = None
     """[N] or [2 N]"""
     squares: Tensor | None = None
@@ -239,11 +263,29 @@ class Product:
     """Added to what is there, else written over it."""
     next: Next | None = None
     """What is written beside the output for the product that reads it normed."""
+    coding: Coding | None = None
+    scales: Tensor | None = None
+    """As of `CodedWeight`, where the weight is codes."""
 
     @property
     def n(self) -> int:
         """Features of the output."""
         return self.weight.shape[0] // (2 if self.gated else 1)
+
+
+def coding_constants(coding: Coding | None, k: int) -> dict[str, int]:
+    """The kernel's constants for a weight of K inputs."""
+    if coding is None:
+        return {"CODE": DENSE.value, "GROUP": k, "UNIT": 0, "OUTPUTS": 1, "ZEROS": False}
+    unit = coding.unit(k)
+    assert unit is not None
+    return {
+        "CODE": CODES[coding.kind],
+        "GROUP": coding.group,
+        "UNIT": unit,
+        "OUTPUTS": coding.outputs,
+        "ZEROS": coding.zeros,
+    }
 
 
 def launch(
@@ -256,17 +298,19 @@ def launch(
     dependent: bool,
 ) -> None:
     """Launch the kernel; arguments as in `skinny_linear` and `lm_head.linear_argmax`, which check them."""
-    rows, weight, n, squares = x.shape[0], product.weight, product.n, product.squares
+    (rows, k), n, squares = x.shape, product.n, product.squares
+    coding = product.coding
     following: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
     if product.next is not None:
         following = (product.next.norm_weight, product.next.x, product.next.squares)
     sums = 0 if squares is None else squares.shape[0]
     width = block_m(rows)
     # A configuration of the whole LM head may serve its first ids only, which have fewer steps.
-    programs = min(config.programs, -(-n // config.block_n) * -(-weight.shape[1] // config.block_k))
+    programs = min(config.programs, -(-n // config.block_n) * -(-k // config.block_k))
     skinny_linear_kernel[(programs,)](
         x,
-        weight,
+        product.weight,
+        product.scales,
         product.bias,
         squares,
         out,
@@ -278,7 +322,7 @@ def launch(
         0 if out is None else out.stride(0),
         product.eps,
         N=n,
-        K=weight.shape[1],
+        K=k,
         PROGRAMS=programs,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
@@ -289,6 +333,7 @@ def launch(
         GATED=product.gated,
         ACCUMULATE=product.accumulate,
         PREFETCH=config.prefetch,
+        **coding_constants(coding, k),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **options(dependent),
@@ -309,7 +354,9 @@ def skinny_linear(
         dependent: launch dependently (see `_dependent_launch`).
     """
     p = product
-    operands, flags = [p.weight, p.bias, p.squares], [p.gated, p.accumulate]
+    operands, flags = [p.weight, p.bias, p.squares, p.scales], [int(p.gated), int(p.accumulate)]
+    if p.coding is not None:
+        flags += coding_as_list(p.coding)
     outs = [out]
     if p.next is not None:
         operands.append(p.next.norm_weight)
@@ -324,7 +371,7 @@ def _skinny_linear(
     outs: list[Tensor],
     scratch: list[Tensor],
     eps: float,
-    flags: list[bool],
+    flags: list[int],
     config: list[int],
     dependent: bool,
 ) -> None:
@@ -340,7 +387,7 @@ def _(
     outs: list[Tensor],
     scratch: list[Tensor],
     eps: float,
-    flags: list[bool],
+    flags: list[int],
     config: list[int],
     dependent: bool,
 ) -> None:
@@ -348,24 +395,36 @@ def _(
 
 
 def _product(
-    operands: Sequence[Tensor | None], following: Sequence[Tensor], eps: float, flags: Sequence[bool]
+    operands: Sequence[Tensor | None], following: Sequence[Tensor], eps: float, flags: Sequence[int]
 ) -> Product:
-    (weight, bias, squares, *norm), (gated, accumulate) = operands, flags
+    (weight, bias, squares, scales, *norm), (gated, accumulate, *coding) = operands, flags
     assert weight is not None
-    if not norm:
-        return Product(weight, bias, squares, eps, gated, accumulate)
-    assert norm[0] is not None
-    return Product(weight, bias, squares, eps, gated, accumulate, Next(norm[0], *following))
+    return Product(
+        weight,
+        bias,
+        squares,
+        eps,
+        bool(gated),
+        bool(accumulate),
+        Next(norm[0], *following) if norm and norm[0] is not None else None,
+        coding_of(coding) if coding else None,
+        scales,
+    )
 
 
 def check_operands(x: Tensor, product: Product, scratch: Sequence[Tensor], config: list[int]) -> None:
     """Raise AssertionError for operands that the kernel would read past."""
-    weight, (partials, counters) = product.weight, scratch
+    weight, coding, (partials, counters) = product.weight, product.coding, scratch
     assert 1 <= x.shape[0] <= MAX_ROWS, f"rows={x.shape[0]}: must be from 1 to {MAX_ROWS}"
-    assert x.shape[1] == weight.shape[1], f"x has {x.shape[1]} columns and the weight {weight.shape[1]}"
+    size = weight.shape[1] if coding is None else weight.shape[1] * 16 // coding.bits
+    assert x.shape[1] == size, f"x has {x.shape[1]} columns and the weight {size}"
     assert weight.is_contiguous()
     assert x.stride(1) == 1
-    assert x.dtype == weight.dtype
+    if coding is None:
+        assert x.dtype == weight.dtype
+    else:
+        check_codes(weight, product.scales, coding, size)
+        assert LinearConfig(*config).block_k % (coding.unit(size) or 1) == 0, "a step must have whole units"
     needed = scratch_sizes(LinearConfig(*config), x.shape[0], n=product.n, gated=product.gated)
     assert partials.numel() >= needed[0], f"partials must have {needed[0]} elements"
     assert counters.numel() >= needed[1], f"counters must have {needed[1]} elements"
@@ -390,7 +449,11 @@ def _check(x: Tensor, product: Product, out: Tensor, scratch: Sequence[Tensor], 
 
 def skinny_linear_reference(x: Tensor, product: Product, out: Tensor) -> None:
     """`skinny_linear` in plain torch, in float64 throughout and rounded once; all squares of a row in `squares[0]`."""
-    y = x.double() @ product.weight.double().t()
+    weight = product.weight.double()
+    if product.coding is not None:
+        assert product.scales is not None
+        weight = CodedWeight(product.weight, product.scales, product.coding).dequantized()
+    y = x.double() @ weight.t()
     if product.squares is not None:
         sums = product.squares[:, : x.shape[0]].double().sum(0)
         y = y * (sums / x.shape[1] + product.eps).rsqrt()[:, None]
@@ -425,6 +488,8 @@ def variant(
     dtype = next(key for key, value in DTYPES.items() if value == shape.dtype)
     config = linear_config(shape, block_m(rows), size.limits)
     present = {"x": f"*{dtype}", "weight": f"*{dtype}", "out": f"*{dtype}"}
+    if shape.coding is not None:
+        present |= {"weight": "*i16", "scales": "*fp32"}
     normed = "squares" in operands
     present |= dict.fromkeys(operands, f"*{dtype}")
     present |= {"next_x": f"*{dtype}", "next_squares": "*fp32"} if "next_norm" in operands else {}
@@ -445,9 +510,10 @@ def variant(
         "GATED": shape.gated,
         "ACCUMULATE": accumulate,
         "PREFETCH": config.prefetch,
+        **coding_constants(shape.coding, shape.k),
         "DEPENDENT": dependent,
     }
-    optional = ("bias", "squares", "next_norm", "next_x", "next_squares", "tile_top", "tile_id")
+    optional = ("scales", "bias", "squares", "next_norm", "next_x", "next_squares", "tile_top", "tile_id")
     absent = {arg: None for arg in optional if arg not in present}
     return Variant(
         name,
@@ -459,6 +525,15 @@ def variant(
         ("x_stride", "out_stride"),
         size.capabilities,
     )
+
+
+CODINGS = {
+    "fp8_block": Coding("fp8", 128, outputs=128),
+    "fp8_channel": Coding("fp8", 0),
+    "int8": Coding("int8", 0),
+    "int4": Coding("int4", 128, zeros=True),
+}
+"""What is compiled ahead of time; group 0 stands for all inputs."""
 
 
 def _variants() -> tuple[Variant, ...]:
@@ -477,6 +552,15 @@ def _variants() -> tuple[Variant, ...]:
             if dtype == "bf16" and rows == 6:
                 add("normed", LinearShape(4096, 2048, torch_dtype), operands=normed)
                 add("normed_bias", LinearShape(4608, 3584, torch_dtype), operands=("bias", *normed))
+    for size in SIZES:
+        for name, coding in CODINGS.items():
+            for dtype, rows in (("bf16", 6), ("bf16", 64), ("fp16", 6)):
+                if name != "fp8_block" and (dtype, rows) != ("bf16", 6):
+                    continue
+                own = coding._replace(group=5120) if coding.group == 0 else coding
+                shape = LinearShape(25600, 5120, DTYPES[dtype], gated=True, coding=own)
+                label = f"skinny_linear_coded_{name}_{dtype}_rows{rows}_{size.name}"
+                variants.append(variant(label, shape, size, rows=rows, operands=normed))
     dependent = variant(
         "skinny_linear_residual_bf16_dependent",
         LinearShape(2048, 6144, torch.bfloat16),

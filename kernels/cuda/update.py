@@ -16,7 +16,8 @@ from specrs.core import (
     FLAG_TARGET_NON_FINITE,
     MAX_STOP_IDS,
 )
-from specrs.kernels.cuda.row_state import Entries, RowTensors
+from specrs.kernels.cuda.hidden_states import Kept
+from specrs.kernels.cuda.row_state import Entries, HiddenTensors, RowTensors
 from specrs.kernels.cuda.variants import Variant
 from torch import Tensor
 
@@ -33,7 +34,18 @@ def _is_finite(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit(
-    do_not_specialize=["padding_row", "tokens_stride", "results_stride", "K", "stride", "emitted_stride", "num_unfed"]
+    do_not_specialize=[
+        "padding_row",
+        "tokens_stride",
+        "results_stride",
+        "K",
+        "stride",
+        "emitted_stride",
+        "num_unfed",
+        "keeps_drafts",
+        "hidden_width",
+        "is_prompt",
+    ]
 )
 def update_kernel(  # type: ignore[no-untyped-def]
     row_ptr,
@@ -53,6 +65,10 @@ def update_kernel(  # type: ignore[no-untyped-def]
     active_ptr,
     tokens_ptr,
     stop_ids_ptr,
+    on_host_ptr,
+    hidden_start_ptr,
+    keep_first_ptr,
+    keep_count_ptr,
     out_emitted_ptr,
     out_accepted_ptr,
     out_drafted_ptr,
@@ -66,7 +82,12 @@ def update_kernel(  # type: ignore[no-untyped-def]
     stride,
     emitted_stride,
     num_unfed,
+    keeps_drafts,
+    hidden_width,
+    is_prompt,
     S: tl.constexpr,
+    HAS_HOST: tl.constexpr,
+    READS_HIDDEN: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     b = tl.program_id(0)
@@ -80,8 +101,11 @@ def update_kernel(  # type: ignore[no-untyped-def]
     finite = tl.sum(tl.where(_is_finite(top), 0, 1)) == 0
     fits = n + k <= tl.load(capacity_ptr + b)
     flags = tl.where(finite, 0, _TARGET_NON_FINITE) | tl.where(fits, 0, _CAPACITY)
+    passes = k  # whose drafts and KV are those of passes
+    if HAS_HOST:
+        passes = tl.where(tl.load(on_host_ptr + b) != 0, 0, k)
     if K > 0:
-        top = tl.load(draft_top_ptr + j * stride + b, mask=j < k, other=0.0)
+        top = tl.load(draft_top_ptr + j * stride + b, mask=j < passes, other=0.0)
         flags |= tl.where(tl.sum(tl.where(_is_finite(top), 0, 1)) == 0, 0, _DRAFT_NON_FINITE)
     good = alive & finite & fits
 
@@ -97,8 +121,17 @@ def update_kernel(  # type: ignore[no-untyped-def]
     if alive:
         tl.store(num_tokens_ptr + row, grown)
         tl.store(active_ptr + row, goes_on.to(tl.int1))
-        if good & (k > 0) & (num_unfed >= 0):
-            tl.store(draft_len_ptr + row, tl.minimum(grown - 1, n + k - num_unfed))
+        if good & (passes > 0) & (num_unfed >= 0):
+            tl.store(draft_len_ptr + row, tl.minimum(grown - 1, n + k * keeps_drafts - num_unfed))
+
+    if READS_HIDDEN:
+        # What drafts were made of is given up, and what no longer fits before the new; a prompt leaves its last alone.
+        start = tl.load(hidden_start_ptr + row)
+        start = tl.where((passes > 0) | (grown - 1 - start > hidden_width) | (is_prompt != 0), n - 1, start)
+        tl.store(keep_first_ptr + b, n - 1 - start)
+        tl.store(keep_count_ptr + b, emitted.to(tl.int64))
+        if emitted > 0:
+            tl.store(hidden_start_ptr + row, start)
 
     # Results behind the launch's entries are those of its prompt chunks.
     if row != padding_row:
@@ -125,6 +158,10 @@ class Decided:
     """[K, B] fp32, any row stride: the same of each draft pass."""
     num_unfed: int | None
     """`Drafter.num_unfed_drafts`: what the drafts leave of draft KV; None: as it was."""
+    keeps_drafts: bool = True
+    """`Drafter.keeps_draft_kv`"""
+    on_host: Tensor | None = None
+    """[B] int64, 1 for entries whose drafts are of no pass; None: no such."""
 
 
 class Reported(Protocol):
@@ -155,26 +192,48 @@ class Reported(Protocol):
         """[B, engine's K + 1]"""
 
 
-def update_rows(rows: RowTensors, entries: Entries, decided: Decided, out: Reported) -> None:
+def update_rows(
+    rows: RowTensors,
+    entries: Entries,
+    decided: Decided,
+    out: Reported,
+    hidden: tuple[HiddenTensors, Kept, bool] | None = None,
+) -> None:
     """Commit the emitted tokens of B entries, apply stops and limits, report; `runner.accept.update` is the reference.
 
     An entry that is not alive reports zeros and leaves its row as it is; padding reports nothing. A row whose target
     logits are not finite, or that would pass its capacity, emits nothing and goes inactive.
 
-    Mutates num_tokens, draft_len, active and tokens of `rows`, and `out`.
+    `hidden`: what is kept for a drafter that reads hidden states, where `keep_states` is to put those of the committed
+    tokens, and whether these are ends of prompts, whose last state alone is kept.
+
+    Mutates num_tokens, draft_len, active and tokens of `rows`, and `out`; `start` of what is kept.
     """
     said = [decided.accepted, decided.emitted, decided.target_top, decided.draft_top]
     state = [rows.num_tokens, rows.draft_len, rows.limit, rows.min_len, rows.active, rows.tokens]
     results = [out.num_emitted, out.num_accepted, out.num_drafted, out.flags, out.finish_reason, out.tokens]
     num_unfed = -1 if decided.num_unfed is None else decided.num_unfed
-    torch.ops.specrs.update_rows([*entries.tensors(), *said], state, rows.stop_ids, results, num_unfed)
+    on_host = [] if decided.on_host is None else [decided.on_host]
+    left = [num_unfed, int(decided.keeps_drafts)]
+    keeps: list[Tensor] = []
+    if hidden is not None:
+        kept, into, is_prompt = hidden
+        keeps = [kept.start, into.first, into.count]
+        left += [kept.states.shape[1] - 1, int(is_prompt)]
+    torch.ops.specrs.update_rows([*entries.tensors(), *said], state, rows.stop_ids, on_host, results, left, keeps)
 
 
-@torch.library.custom_op("specrs::update_rows", mutates_args=["state", "results"])
+@torch.library.custom_op("specrs::update_rows", mutates_args=["state", "results", "keeps"])
 def _update_rows(
-    read: list[Tensor], state: list[Tensor], stop_ids: Tensor, results: list[Tensor], num_unfed: int
+    read: list[Tensor],
+    state: list[Tensor],
+    stop_ids: Tensor,
+    on_host: list[Tensor],
+    results: list[Tensor],
+    left: list[int],
+    keeps: list[Tensor],
 ) -> None:
-    """The op behind `update_rows`: tensors in the order of the kernel's pointers."""
+    """The op behind `update_rows`: tensors in the order of the kernel's pointers, what drafts leave of draft KV."""
     emitted, draft_top = read[7], read[9]
     num_tokens, tokens, out_tokens = state[0], state[5], results[5]
     batch, width = emitted.shape
@@ -182,6 +241,8 @@ def _update_rows(
         *read,
         *state,
         stop_ids,
+        on_host[0] if on_host else num_tokens,
+        *(keeps or [num_tokens] * 3),
         *results,
         num_tokens.shape[0] - 1,
         tokens.stride(0),
@@ -189,8 +250,10 @@ def _update_rows(
         width - 1,
         draft_top.stride(0),
         emitted.stride(0),
-        num_unfed,
+        *(left if keeps else [*left, 0, 0]),
         S=stop_ids.shape[1],
+        HAS_HOST=bool(on_host),
+        READS_HIDDEN=bool(keeps),
         BLOCK_K=triton.next_power_of_2(out_tokens.shape[1]),
         num_warps=1,
         enable_fp_fusion=True,
@@ -198,12 +261,20 @@ def _update_rows(
 
 
 @_update_rows.register_fake
-def _(read: list[Tensor], state: list[Tensor], stop_ids: Tensor, results: list[Tensor], num_unfed: int) -> None:
+def _(
+    read: list[Tensor],
+    state: list[Tensor],
+    stop_ids: Tensor,
+    on_host: list[Tensor],
+    results: list[Tensor],
+    left: list[int],
+    keeps: list[Tensor],
+) -> None:
     return None
 
 
 def _variants() -> tuple[Variant, ...]:
-    constants = ("S", "BLOCK_K")
+    constants = ("S", "HAS_HOST", "READS_HIDDEN", "BLOCK_K")
     types = {
         "target_top_ptr": "*fp32",
         "draft_top_ptr": "*fp32",
@@ -215,11 +286,25 @@ def _variants() -> tuple[Variant, ...]:
         "stride": "i32",
         "emitted_stride": "i32",
         "num_unfed": "i32",
+        "keeps_drafts": "i32",
+        "hidden_width": "i32",
+        "is_prompt": "i32",
     }
     signature = {name: types.get(name, "*i64") for name in update_kernel.arg_names if name not in constants}
     return tuple(
-        Variant(f"update_k{block - 1}", update_kernel, signature, {"S": MAX_STOP_IDS, "BLOCK_K": block}, num_warps=1)
-        for block in (1, 8)
+        Variant(
+            f"update_{name}",
+            update_kernel,
+            signature,
+            {"S": MAX_STOP_IDS, "HAS_HOST": has_host, "READS_HIDDEN": reads_hidden, "BLOCK_K": block},
+            num_warps=1,
+        )
+        for name, has_host, reads_hidden, block in (
+            ("k0", False, False, 1),
+            ("k7", False, False, 8),
+            ("list", True, False, 8),
+            ("hidden", True, True, 8),
+        )
     )
 
 

@@ -1,0 +1,170 @@
+"""Weights as codes of 8 or 4 bits and their scales, as the kernels of a GPU read them. Needs no Triton; its own
+products are slow, because the numbers are made each time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from specrs.kernels.linear import IN, OUT, cut
+from torch import Tensor
+
+LEAST_GROUP = 16
+"""Groups are multiples of so many inputs, or all of an output."""
+
+
+class Coding(NamedTuple):
+    """How a matrix `[out, in]` lies in codes and scales."""
+
+    kind: str
+    """fp8 (e4m3), int8 or int4."""
+    group: int
+    """Inputs that share a scale: a multiple of 16, or all of an output."""
+    outputs: int = 1
+    """Outputs that share a scale, counted from the first."""
+    zeros: bool = False
+    """INT4: whether scales have zero points; without, they are 8."""
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return 4 if self.kind == "int4" else 8
+
+    def unit(self, size: int) -> int | None:
+        """Inputs whose codes lie together, of `size` inputs; None: no kernel reads such a matrix.
+
+        A code's place in words is that of at least 16 inputs, which a product takes at a time, all of one group.
+        """
+        each, group = 16 // self.bits, self.group
+        fits = (u for u in (128, 64, 32) if size % u == 0 and (group % u == 0 or u % group == 0))
+        return next((u for u in fits if u >= 16 * each and group % (u // each) == 0), None)
+
+
+@dataclass(frozen=True, slots=True)
+class CodedWeight:
+    """A matrix `[out, in]` of codes times scales. Every code without its scale is exact in 16 bits."""
+
+    codes: Tensor
+    """int16 `[out, in * bits / 16]`, words of C = 16 / bits codes: of a unit of U inputs U / C words, word i with those
+    of inputs i, U / C + i, .. from its lowest bits on. e4m3 and INT8 are as they are, INT4 is from 0 to 15."""
+    scales: Tensor
+    """fp32 `[ceil(out / outputs), ceil(in / group)]`; zero points are its four lowest bits, which scales that come from
+    16 bits do not need."""
+    coding: Coding
+    bias: Tensor | None = None
+
+    @classmethod
+    def of(cls, values: Tensor, scales: Tensor, coding: Coding, bias: Tensor | None = None) -> CodedWeight:
+        """Of `values` `[out, in]` uint8, a code each; the coding must have a unit for them."""
+        (out, size), bits = values.shape, coding.bits
+        unit = coding.unit(size)
+        assert unit is not None, f"{size} inputs in groups of {coding.group}"
+        parts = values.reshape(out, size // unit, 16 // bits, -1).to(torch.int16).unbind(2)
+        words = parts[0]
+        for j, part in enumerate(parts[1:], 1):
+            words = words | part << bits * j
+        return cls(words.reshape(out, -1), scales.float().contiguous(), coding, bias)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """See `Weight`; like what follows."""
+        return self.codes.shape[0], self.codes.shape[1] * 16 // self.coding.bits
+
+    @property
+    def num_bytes(self) -> int:
+        """See `Weight`."""
+        return self.codes.nbytes + self.scales.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def product(self, x: Tensor) -> Tensor:
+        """See `Weight`."""
+        y = x @ self.dequantized().to(x.dtype).t()
+        return y if self.bias is None else y + self.bias
+
+    def dequantized(self) -> Tensor:
+        """See `Weight`. Codes times scales, which float64 holds exactly."""
+        words, values = self.scales, self._values()
+        if self.coding.kind == "fp8":
+            numbers = values.view(torch.float8_e4m3fn).double()
+        elif self.coding.kind == "int8":
+            numbers = values.view(torch.int8).double()
+        else:
+            zero = torch.full_like(words, 8, dtype=torch.int32)
+            if self.coding.zeros:
+                bits = words.view(torch.int32)
+                words, zero = (bits & -16).view(torch.float32), bits & 15
+            numbers = values.double() - self._spread(zero)
+        return numbers * self._spread(words)
+
+    def shard(self, dim: int, rank: int, world: int, parts: Sequence[int] | None = None) -> CodedWeight:
+        """See `Weight`. Along `IN` it is cut between groups, and scales of several outputs are repeated along `OUT`."""
+        size, coding = self.shape[1], self.coding
+        if dim == OUT:
+            codes, bias = cut(self.codes, self.bias, OUT, rank, world, parts)
+            scales = cut(self._by_output(self.scales), None, OUT, rank, world, parts)[0]
+            return CodedWeight(codes, scales, coding._replace(outputs=1), bias)
+        sizes = [size] if parts is None else list(parts)
+        whole = coding.group >= size
+        least = LEAST_GROUP if whole else coding.group
+        uneven = [part for part in sizes if part % (least * world)]
+        if uneven:
+            raise ValueError(f"parts={sizes}: {uneven[0]} features are not world={world} shards of whole {least}")
+        values, bias = cut(self._values(), self.bias, IN, rank, world, sizes)
+        if whole:
+            return CodedWeight.of(values, self.scales.clone(), coding._replace(group=values.shape[1]), bias)
+        scales = cut(self.scales, None, IN, rank, world, [part // coding.group for part in sizes])[0]
+        return CodedWeight.of(values, scales, coding, bias)
+
+    def to(self, device: torch.device) -> CodedWeight:
+        """The same on `device`."""
+        bias = None if self.bias is None else self.bias.to(device)
+        return CodedWeight(self.codes.to(device), self.scales.to(device), self.coding, bias)
+
+    def with_zeros(self) -> CodedWeight | None:
+        """INT4: the same with zero points in its scales; None where these need all their bits."""
+        if self.coding.zeros:
+            return self
+        bits = self.scales.view(torch.int32)
+        if bool((bits & 15).any()):
+            return None
+        return replace(self, scales=(bits | 8).view(torch.float32), coding=self.coding._replace(zeros=True))
+
+    def by_output(self) -> CodedWeight:
+        """The same with scales for each output."""
+        return replace(self, scales=self._by_output(self.scales), coding=self.coding._replace(outputs=1))
+
+    def _values(self) -> Tensor:
+        """The codes, `[out, in]` uint8."""
+        (out, size), bits = self.shape, self.coding.bits
+        unit = self.coding.unit(size)
+        assert unit is not None
+        words = self.codes.view(out, size // unit, -1)
+        parts = [words >> bits * j & (1 << bits) - 1 for j in range(16 // bits)]
+        return torch.stack(parts, dim=2).view(out, size).to(torch.uint8)
+
+    def _by_output(self, words: Tensor) -> Tensor:
+        return words.repeat_interleave(self.coding.outputs, 0)[: self.shape[0]]
+
+    def _spread(self, words: Tensor) -> Tensor:
+        return self._by_output(words).repeat_interleave(self.coding.group, 1)[:, : self.shape[1]]
+
+
+def fuse(parts: Sequence[CodedWeight], bias: Tensor | None = None) -> CodedWeight | None:
+    """Projections that share an input above each other; None where their codes or groups differ."""
+    if any(part.coding.zeros for part in parts):
+        converted = [part.with_zeros() for part in parts]
+        parts = [part for part in converted if part is not None]
+        if len(parts) < len(converted):
+            return None
+    first = parts[0].coding
+    if any(part.coding.outputs != first.outputs or part.shape[0] % first.outputs for part in parts[:-1]) or (
+        parts[-1].coding.outputs != first.outputs
+    ):
+        parts = [part.by_output() for part in parts]
+        first = parts[0].coding
+    if any(part.coding != first for part in parts):
+        return None
+    return CodedWeight(
+        torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts]), first, bias
+    )

@@ -1,0 +1,262 @@
+"""Codes of 8 and 4 bits as the numbers that they stand for, made in registers between a load and a product.
+
+Numbers are made without their scale, so every one is exact in 16 bits: e4m3 has 4 significant bits, INT8 8, INT4 less
+its zero point 5. Two neighbouring words are one register, a code of each of them a register of two numbers: a compiler
+would take every code apart by itself. 2.25 instructions a number from e4m3, 1.75 from INT8, 1.4 from INT4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from specrs.kernels.coded_weight import Coding
+from torch import Tensor
+
+DENSE, FP8, INT8, INT4 = (tl.constexpr(code) for code in range(4))
+CODES = {"fp8": 1, "int8": 2, "int4": 3}
+"""The same by the kinds of a `Coding`."""
+
+# e4m3 is bf16 with four of its exponent's bits, lowest, and three of its fraction's, highest: moved there it is 2^-120
+# of the number, subnormal ones too.
+FP8_BF16 = tl.constexpr(
+    """
+    {
+    .reg .b32 r, s, t, big, none;
+    mov.b32 big, 0x7b807b80;
+    mov.b32 none, 0x80008000;
+    shl.b32 s, $2, 4;
+    shl.b32 r, $2, 8;
+    shr.u32 t, $2, 4;
+    and.b32 s, s, 0x07f007f0;
+    and.b32 t, t, 0x07f007f0;
+    lop3.b32 s, r, 0x80008000, s, 0xea;
+    lop3.b32 t, $2, 0x80008000, t, 0xea;
+    fma.rn.bf16x2 $0, s, big, none;
+    fma.rn.bf16x2 $1, t, big, none;
+    }
+    """
+)
+# The bits of n < 128 in the fraction of 128 make 128 + n; a code below 0 has 256 taken from it, another 128.
+INT8_BF16 = tl.constexpr(
+    """
+    {
+    .reg .b32 r, s, t, low, high, one;
+    mov.b32 one, 0x3f803f80;
+    mov.b32 r, 0xc300c300;
+    shr.u32 high, $2, 8;
+    lop3.b32 s, $2, 0x00800080, r, 0xea;
+    lop3.b32 t, high, 0x00800080, r, 0xea;
+    mov.b32 r, 0x43004300;
+    lop3.b32 low, $2, 0x007f007f, r, 0xea;
+    lop3.b32 high, high, 0x007f007f, r, 0xea;
+    fma.rn.bf16x2 $0, low, one, s;
+    fma.rn.bf16x2 $1, high, one, t;
+    }
+    """
+)
+# In the same way; $5 is -(128 + zero point) of the words' outputs.
+INT4_BF16 = tl.constexpr(
+    """
+    {
+    .reg .b32 r, s, t, u, v, one;
+    mov.b32 one, 0x3f803f80;
+    mov.b32 r, 0x43004300;
+    shr.u32 s, $4, 4;
+    shr.u32 t, $4, 8;
+    shr.u32 u, $4, 12;
+    lop3.b32 v, $4, 0x000f000f, r, 0xea;
+    lop3.b32 s, s, 0x000f000f, r, 0xea;
+    lop3.b32 t, t, 0x000f000f, r, 0xea;
+    lop3.b32 u, u, 0x000f000f, r, 0xea;
+    fma.rn.bf16x2 $0, v, one, $5;
+    fma.rn.bf16x2 $1, s, one, $5;
+    fma.rn.bf16x2 $2, t, one, $5;
+    fma.rn.bf16x2 $3, u, one, $5;
+    }
+    """
+)
+
+
+@triton.jit
+def byte_number(bits, CODE: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of int16 codes of 8 bits numbers of DTYPE."""
+    if CODE == INT8:
+        return ((bits << 8).to(tl.int16) >> 8).to(DTYPE)
+    if tl.float16 == DTYPE:
+        return ((bits & 0x80) << 8 | (bits & 0x7F) << 7).to(tl.int16).to(tl.float16, bitcast=True) * 256.0
+    wide = bits.to(tl.int32)
+    number = ((wide & 0x80) << 24 | (wide & 0x7F) << 20).to(tl.float32, bitcast=True)
+    return (number * 1.329227995784916e36).to(DTYPE)  # 2^120
+
+
+@triton.jit
+def two_numbers(words, CODE: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A tile of words of two codes, e4m3 or INT8, as two of numbers of DTYPE."""
+    if tl.bfloat16 == DTYPE:
+        low, high = tl.inline_asm_elementwise(
+            FP8_BF16 if CODE == FP8 else INT8_BF16,
+            "=r,=r,r",
+            [words],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        low = byte_number(words & 0xFF, CODE, DTYPE)
+        high = byte_number(words >> 8 & 0xFF, CODE, DTYPE)
+    return low, high
+
+
+@triton.jit
+def four_numbers(words, zero, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A tile of words of four INT4 codes, less the zero points of its rows, as four of numbers of DTYPE."""
+    if tl.bfloat16 == DTYPE:
+        less = tl.broadcast_to((-128.0 - zero.to(tl.float32)).to(tl.bfloat16)[:, None], words.shape)
+        a, b, c, d = tl.inline_asm_elementwise(
+            INT4_BF16,
+            "=r,=r,=r,=r,r,r",
+            [words, less],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        a = ((words & 15).to(tl.int32) - zero[:, None]).to(DTYPE)
+        b = ((words >> 4 & 15).to(tl.int32) - zero[:, None]).to(DTYPE)
+        c = ((words >> 8 & 15).to(tl.int32) - zero[:, None]).to(DTYPE)
+        d = ((words >> 12 & 15).to(tl.int32) - zero[:, None]).to(DTYPE)
+    return a, b, c, d
+
+
+@triton.jit
+def scale_of(word, ZEROS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The scales of words that may have zero points in their four lowest bits."""
+    if ZEROS:
+        return (word.to(tl.int32, bitcast=True) & -16).to(tl.float32, bitcast=True)
+    return word
+
+
+@triton.jit
+def _add_unit(  # type: ignore[no-untyped-def]
+    acc,
+    weight,
+    scales,
+    n,
+    word,
+    first,
+    v,
+    K: tl.constexpr,
+    CODE: tl.constexpr,
+    GROUP: tl.constexpr,
+    UNIT: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    ZEROS: tl.constexpr,
+):
+    """`acc` with the sums of the unit of inputs from `first` on, the rows v of x of each of a word's codes."""
+    EACH: tl.constexpr = 4 if CODE == INT4 else 2
+    ROW: tl.constexpr = K // EACH
+    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
+    words = tl.load(weight + n.to(tl.int64)[:, None] * ROW + word[None, :])
+    # Where a scale is that of all inputs it is left to the end.
+    at = scales + n // OUTPUTS * GROUPS + (first // GROUP if GROUPS > 1 else 0)
+    zero = tl.full(n.shape, 8, tl.int32)
+    SCALES: tl.constexpr = (UNIT + GROUP - 1) // GROUP if GROUPS > 1 else 1
+    for g in tl.static_range(SCALES):
+        # Of a unit of several groups those parts that are in this one: their codes less its zero points.
+        if (GROUPS > 1) | ZEROS:
+            scale = tl.load(at + g)
+        if ZEROS:
+            zero = scale.to(tl.int32, bitcast=True) & 15
+        if CODE == INT4:  # noqa: SIM108
+            numbers = four_numbers(words, zero, v[0].dtype)
+        else:
+            numbers = two_numbers(words, CODE, v[0].dtype)
+        sums = acc
+        if GROUPS > 1:
+            sums = tl.zeros_like(acc)
+        for j in tl.static_range(EACH // SCALES):
+            sums = tl.dot(numbers[g * (EACH // SCALES) + j], v[g * (EACH // SCALES) + j], sums, input_precision="ieee")
+        if GROUPS > 1:
+            acc += sums * scale_of(scale, ZEROS)[:, None]
+        else:
+            acc = sums
+    return acc
+
+
+@triton.jit
+def _rows(x_rows, first, there, K: tl.constexpr, BLOCK_K: tl.constexpr, PART: tl.constexpr):  # type: ignore[no-untyped-def]
+    """PART inputs of x's rows."""
+    at = first + tl.arange(0, PART)
+    if K % BLOCK_K == 0:
+        return tl.load(x_rows[None, :] + at[:, None], mask=there[None, :], other=0)
+    return tl.load(x_rows[None, :] + at[:, None], mask=(at < K)[:, None] & there[None, :], other=0)
+
+
+@triton.jit
+def add_step(  # type: ignore[no-untyped-def]
+    acc,
+    up,
+    weight,
+    scales,
+    x_rows,
+    n,
+    second,
+    k,
+    there,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CODE: tl.constexpr,
+    GROUP: tl.constexpr,
+    UNIT: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    ZEROS: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """Sums of a tile with those of step k, of which the units behind the last input repeat the last, times 0.
+
+    `n` are the tile's rows of the weight; where gated those of the values are `second` rows behind them.
+    """
+    EACH: tl.constexpr = 4 if CODE == INT4 else 2
+    PART: tl.constexpr = UNIT // EACH
+    for i in tl.static_range(BLOCK_K // UNIT):
+        first = k * BLOCK_K + i * UNIT
+        a = _rows(x_rows, first, there, K, BLOCK_K, PART)
+        b = _rows(x_rows, first + PART, there, K, BLOCK_K, PART)
+        if CODE == INT4:
+            c = _rows(x_rows, first + 2 * PART, there, K, BLOCK_K, PART)
+            d = _rows(x_rows, first + 3 * PART, there, K, BLOCK_K, PART)
+            v = (a, b, c, d)
+        else:
+            v = (a, b)  # type: ignore[assignment]
+        if K % BLOCK_K != 0:
+            first = tl.minimum(first, K - UNIT)
+        word = first // EACH + tl.arange(0, PART)
+        acc = _add_unit(acc, weight, scales, n, word, first, v, K, CODE, GROUP, UNIT, OUTPUTS, ZEROS)
+        if GATED:
+            up = _add_unit(up, weight, scales, n + second, word, first, v, K, CODE, GROUP, UNIT, OUTPUTS, ZEROS)
+    return acc, up
+
+
+def coding_as_list(coding: Coding) -> list[int]:
+    """The fields in order, as custom ops take them."""
+    return [CODES[coding.kind], coding.group, coding.outputs, int(coding.zeros)]
+
+
+def coding_of(fields: Sequence[int]) -> Coding:
+    """The `Coding` of such a list."""
+    code, group, outputs, zeros = fields
+    return Coding(next(kind for kind, number in CODES.items() if number == code), group, outputs, bool(zeros))
+
+
+def check_codes(codes: Tensor, scales: Tensor | None, coding: Coding, size: int) -> None:
+    """Raise AssertionError for codes of `size` inputs that a kernel would read past."""
+    assert scales is not None
+    assert codes.dtype == torch.int16
+    assert scales.dtype == torch.float32
+    assert scales.is_contiguous()
+    assert scales.shape == (-(-codes.shape[0] // coding.outputs), -(-size // coding.group))
+    assert codes.shape[1] == size * coding.bits // 16
+    assert coding.unit(size) is not None, f"no words of {size} inputs in groups of {coding.group}"
