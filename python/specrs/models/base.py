@@ -62,6 +62,11 @@ class Model(Protocol):
     def num_parameters(self) -> int:
         """Weights that a pass reads: what its cost is compared by."""
 
+    @property
+    def sliding_window(self) -> int | None:
+        """The last positions that its layers attend, where each has a window: the largest; None: some attend all."""
+        return None
+
     def bytes_per_block(self, block_size: int) -> int:
         """Bytes of KV of one block, all layers."""
 
@@ -95,7 +100,14 @@ class Model(Protocol):
         """
         torch.max(self.compute_logits(hidden)[:, :num_ids], dim=1, out=(top, ids))
 
-    def plan_steps(self, positions: Tensor, slots: Tensor, block_table: Tensor, kv_cache: KVCache) -> list[Any]:
+    def plan_steps(
+        self,
+        positions: Tensor,
+        slots: Tensor,
+        block_table: Tensor,
+        kv_cache: KVCache,
+        k_start: Tensor | None = None,
+    ) -> list[Any]:
         """Plans for `forward_planned` of S passes of one row per request, `positions` and `slots` `[S, B]`.
 
         What pass s writes, the passes behind it attend. Positions of a request ascend from pass to pass, and from some
@@ -105,7 +117,10 @@ class Model(Protocol):
         q_start = torch.arange(batch + 1, device=positions.device)
         context = block_table.shape[1] * kv_cache.block_size
         unknown = q_start[:0]  # ids are those that the pass before draws
-        return [PassInputs(unknown, positions[i], slots[i], q_start, block_table, 1, context) for i in range(num_steps)]
+        return [
+            PassInputs(unknown, positions[i], slots[i], q_start, block_table, 1, context, k_start)
+            for i in range(num_steps)
+        ]
 
     def forward_planned(self, input_ids: Tensor, plan: Any, kv_cache: KVCache) -> Tensor:
         """The final hidden states of the pass of `plan` over `input_ids` `[B]`; see `forward`."""

@@ -14,7 +14,8 @@ from specrs.errors import CheckpointError, invalid, short
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_DTYPES = ("F64", "F32", "BF16", "F16")
+DTYPES = ("F64", "F32", "BF16", "F16")
+"""Of weights that are numbers, in safetensors' words."""
 _SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt", "*.tiktoken"]
 _OTHER_COPIES = ["consolidated*", "original/*", "*/*"]
 """The same weights in the layout of the model's author, and folders of exports: gigabytes that are never read."""
@@ -93,21 +94,16 @@ class Checkpoint:
         Those `not_checked` may be there in any shape and type. Buffers of RoPE frequencies are ignored: they are
         computed. Raises CheckpointError that names the tensors.
         """
-        missing = [name for name in expected if name not in self._files]
-        if missing:
-            raise CheckpointError(f"{self.folder}: {_some(missing)} missing")
-        known = {**expected, **optional}
-        ignored = {name for name in self._files if name in not_checked or name.endswith("rotary_emb.inv_freq")}
-        extra = [name for name in self._files if name not in known and name not in ignored]
-        if extra:
-            raise CheckpointError(f"{self.folder}: {_some(extra)} not part of this architecture: it would be ignored")
-        for name in filter(self._files.__contains__, known):
-            view = self._files[name].get_slice(name)
-            shape, dtype = tuple(view.get_shape()), view.get_dtype()
-            if shape != known[name]:
-                raise CheckpointError(f"{self.folder}: {name} has shape {shape}, config.json makes it {known[name]}")
-            if dtype not in _DTYPES:
-                raise CheckpointError(f"{self.folder}: {name} is {dtype}, allowed are {', '.join(_DTYPES)}")
+        found = self.entries()
+        check_tensors(self.folder, {name: shape for name, (shape, _) in found.items()}, expected, optional, not_checked)
+        for name in filter(self._files.__contains__, {**expected, **optional}):
+            if found[name][1] not in DTYPES:
+                raise CheckpointError(f"{self.folder}: {name} is {found[name][1]}, allowed are {', '.join(DTYPES)}")
+
+    def entries(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and type, in safetensors' words, of every tensor."""
+        slices = {name: handle.get_slice(name) for name, handle in self._files.items()}
+        return {name: (tuple(view.get_shape()), view.get_dtype()) for name, view in slices.items()}
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -126,6 +122,27 @@ class Checkpoint:
         except (SafetensorError, OSError) as fault:
             raise CheckpointError(f"{self.folder}: {name} could not be read: {fault}") from fault
         return tensor
+
+
+def check_tensors(
+    folder: Path,
+    found: Mapping[str, tuple[int, ...]],
+    expected: Mapping[str, tuple[int, ...]],
+    optional: Mapping[str, tuple[int, ...]],
+    not_checked: Sequence[str] = (),
+) -> None:
+    """Check names and shapes that were `found`; see `Checkpoint.check`."""
+    missing = [name for name in expected if name not in found]
+    if missing:
+        raise CheckpointError(f"{folder}: {_some(missing)} missing")
+    known = {**expected, **optional}
+    ignored = {name for name in found if name in not_checked or name.endswith("rotary_emb.inv_freq")}
+    extra = [name for name in found if name not in known and name not in ignored]
+    if extra:
+        raise CheckpointError(f"{folder}: {_some(extra)} not part of this architecture: it would be ignored")
+    for name in filter(found.__contains__, known):
+        if found[name] != known[name]:
+            raise CheckpointError(f"{folder}: {name} has shape {found[name]}, config.json makes it {known[name]}")
 
 
 def _weight_files(folder: Path) -> list[Path]:

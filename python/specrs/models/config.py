@@ -7,24 +7,17 @@ the fields that are not read. Of generation_config.json the stop ids are read he
 server; the rest says how to sample, which is for the request to say.
 """
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specrs.models.errors import malformed, unsupported
+from specrs.models.experts import EXPERT_COUNTS, Experts, parse_experts
 from specrs.models.fields import NEUTRAL
-from specrs.models.registry import Family, family_of
-
-
-@dataclass(frozen=True, slots=True)
-class Llama3Scaling:
-    """Scaling of RoPE frequencies of Llama 3.1 and later; see `kernels.rotary.inverse_frequencies`."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
+from specrs.models.layers import parse_layers
+from specrs.models.registry import Family, Norms, family_of
+from specrs.models.rope import KINDS, LongRopeScaling, Rope, RopeFacts, Scaling, rope_magnitude
+from specrs.models.values import flag, number, optional_number, size
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +34,7 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float
     rope_theta: float
-    rope_scaling: Llama3Scaling | None
+    rope_scaling: Scaling | None
     max_position_embeddings: int
     tie_word_embeddings: bool
     qk_norm: bool
@@ -54,10 +47,39 @@ class ModelConfig:
     """Ids that end a text; those of generation_config.json where it names any, as in transformers' `generate`."""
     mask_token_id: int | None
     """What a draft model for parallel drafting is fed in place of drafts; None where it is none."""
+    windows: tuple[int | None, ...] = ()
+    """Of each layer, the last positions that a row sees, its own among them; None: all. (): all layers see all."""
+    ropes: tuple[Rope | None, ...] = ()
+    """Of each layer; None: none. (): all have that of `rope_theta` and `rope_scaling`."""
+    partial_rotary_dim: int | None = None
+    """Features of a head that are rotated, its first; None: all."""
+    qk_norm_whole: bool = False
+    """What `qk_norm` norms is all query heads as one and all key heads as one, not each."""
+    norms: Norms = "before"
+    norm_offset: float = 0.0
+    """What is added to the weights of norms as they are read."""
+    activation: str = "silu"
+    """Of the MLP: `silu` or `gelu_pytorch_tanh`."""
+    fused_projections: bool = False
+    """The checkpoint has q, k and v as one tensor, and so gate and up."""
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    """Of what attention and MLP add to the residual stream."""
+    attention_multiplier: float | None = None
+    """Of scores; None: one over the root of `head_dim`."""
+    logits_scaling: float = 1.0
+    """Logits are divided by it."""
+    experts: Experts | None = None
+    """Layers with experts in place of the MLP; None: there are none."""
 
     @property
     def num_parameters(self) -> int:
-        """Weights that a forward pass reads: all of them, but of an untied input embedding only single rows."""
+        """Weights that a forward pass of one row reads: of experts those that it is sent to, of an untied input
+        embedding nothing, else all."""
+        return round(self.num_parameters_read(1))
+
+    def num_parameters_read(self, rows: int) -> float:
+        """The same of `rows` rows, expected: see `Experts.expected`."""
         q, kv, h, i = (
             self.num_heads * self.head_dim,
             self.num_kv_heads * self.head_dim,
@@ -65,77 +87,162 @@ class ModelConfig:
             self.intermediate_size,
         )
         attention = h * (q + 2 * kv) + q * h + (q + 2 * kv) * self.qkv_bias + h * self.o_bias
-        attention += 2 * self.head_dim * self.qk_norm
+        if self.qk_norm:
+            attention += q + kv if self.qk_norm_whole else 2 * self.head_dim
         mlp = 3 * h * i + (2 * i + h) * self.mlp_bias
-        return self.num_layers * (attention + mlp + 2 * h) + h + self.vocab_size * h
+        norms = (4 if self.norms == "around" else 2) * h
+        total = self.num_layers * (attention + norms) + h + self.vocab_size * h
+        if self.experts is None:
+            return total + self.num_layers * mlp
+        router, expert = self.experts.count * h, 3 * h * self.experts.intermediate_size
+        sparse = sum(self.experts.layers)
+        read = router + self.experts.expected(rows) * expert
+        return total + sparse * read + (self.num_layers - sparse) * mlp
+
+    @property
+    def rotary_dim(self) -> int:
+        """Features of a head that are rotated, its first."""
+        return self.head_dim if self.partial_rotary_dim is None else self.partial_rotary_dim
+
+    @property
+    def attention_scale(self) -> float:
+        """What scores are multiplied by."""
+        return self.head_dim**-0.5 if self.attention_multiplier is None else self.attention_multiplier
+
+    def rope_of(self, layer: int) -> Rope | None:
+        """The rotation of a layer; None: none."""
+        return self.ropes[layer] if self.ropes else (self.rope_theta, self.rope_scaling)
+
+    @property
+    def rope_magnitude(self) -> float:
+        """What cos and sin of its angles are multiplied by."""
+        return rope_magnitude(self.rope_scaling)
+
+    def for_length(self, max_model_len: int | None) -> "ModelConfig":
+        """The same for texts of up to so many tokens, which LongRoPE depends on; None: of any length it allows."""
+        if max_model_len is None or not isinstance(self.rope_scaling, LongRopeScaling):
+            return self
+        assert not self.ropes
+        return replace(self, rope_scaling=replace(self.rope_scaling, max_length=max_model_len))
 
 
-def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
+def parse_config(
+    raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None, rope_kinds: tuple[str, ...] = KINDS
+) -> ModelConfig:
     """Build a ModelConfig from the objects in config.json and generation_config.json (None: there is no such file).
+
+    `rope_kinds` are the kinds of RoPE that its passes know.
 
     Raises UnsupportedModelError for what is not implemented and CheckpointError for what is no model; each names the
     field, its value and what is allowed.
     """
     architecture, family = family_of(raw.get("architectures"))
-    for field, values in ({"model_type": (None, family.model_type)} | NEUTRAL).items():
+    neutral = {"model_type": (None, family.model_type)} | NEUTRAL | dict(family.neutral)
+    for field, values in neutral.items():
+        read = family.experts is not None and field in EXPERT_COUNTS
+        if read or (field == "partial_rotary_factor" and family.partial_rotary):
+            continue
         if raw.get(field) not in values:
             raise unsupported(field, raw[field], " or ".join(map(repr, values)))
-    if raw.get("hidden_act", "silu") != "silu":
-        raise unsupported("hidden_act", raw["hidden_act"], "'silu'")
-    num_layers = _size(raw, "num_hidden_layers")
-    _refuse_sliding_window(raw, family, num_layers)
+    if raw.get(family.act_field, family.activation) != family.activation:
+        raise unsupported(family.act_field, raw[family.act_field], repr(family.activation))
+    num_layers = size(raw, "num_hidden_layers")
 
-    hidden, heads = _size(raw, "hidden_size"), _size(raw, "num_attention_heads")
-    kv_heads = heads if family.kv_heads_default and raw.get("num_key_value_heads") is None else None
-    kv_heads = kv_heads or _size(raw, "num_key_value_heads")
+    hidden, heads = size(raw, "hidden_size"), size(raw, "num_attention_heads")
+    default = heads if family.kv_heads_default else family.num_key_value_heads
+    if default is not None and "num_key_value_heads" in raw:
+        default = heads  # null is one for each head
+    kv_heads = size(raw, "num_key_value_heads", default)
     if heads % kv_heads:
         raise malformed("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads={heads}")
-    attention_bias = _flag(raw, "attention_bias", allowed=family.has_attention_bias)
-    vocab = _size(raw, "vocab_size")
-    max_positions = _size(raw, "max_position_embeddings")
-    theta, scaling = _rope(raw, max_positions)
+    attention_bias = flag(raw, "attention_bias", allowed=family.has_attention_bias)
+    vocab = size(raw, "vocab_size")
+    max_positions = size(raw, "max_position_embeddings")
+    head_dim = _head_dim(raw, family, hidden, heads)
+    factor = _rotary_factor(raw) if family.partial_rotary else 1.0
+    kinds = tuple(kind for kind in family.rope_kinds if kind in rope_kinds)
+    original = _original(raw)
+    if original is None and family.original_positions is not None:
+        original = family.original_positions
+        raw = {**raw, "original_max_position_embeddings": original}
+    facts = RopeFacts(max_positions, family.rope_theta, _rotary_dim(head_dim, factor), original, kinds)
+    (theta, scaling), ropes, windows = parse_layers(raw, family, num_layers, facts, factor)
     return ModelConfig(
         architecture=architecture,
         vocab_size=vocab,
         hidden_size=hidden,
-        intermediate_size=_size(raw, "intermediate_size"),
+        intermediate_size=size(raw, "intermediate_size"),
         num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=_head_dim(raw, family, hidden, heads),
-        rms_norm_eps=_number(raw, "rms_norm_eps", default=1e-6),
+        head_dim=head_dim,
+        rms_norm_eps=number(raw, "rms_norm_eps", default=family.rms_norm_eps),
         rope_theta=theta,
         rope_scaling=scaling,
         max_position_embeddings=max_positions,
-        tie_word_embeddings=_flag(raw, "tie_word_embeddings"),
-        qk_norm=family.qk_norm,
+        tie_word_embeddings=flag(raw, "tie_word_embeddings", default=family.tied),
+        qk_norm=family.qk_norm is not None,
         qkv_bias=family.qkv_bias or attention_bias,
         o_bias=attention_bias,
-        mlp_bias=_flag(raw, "mlp_bias", allowed=family.has_mlp_bias),
+        mlp_bias=flag(raw, "mlp_bias", allowed=family.has_mlp_bias),
         checkpoint_dtype=_checkpoint_dtype(raw),
-        eos_token_ids=_eos_token_ids(raw, generation or {}, vocab),
-        mask_token_id=_mask_token_id(raw, vocab),
+        eos_token_ids=stop_ids(raw, generation or {}, vocab),
+        mask_token_id=mask_token_id(raw),
+        windows=windows,
+        ropes=ropes,
+        partial_rotary_dim=None if facts.rotary_dim == head_dim else facts.rotary_dim,
+        qk_norm_whole=family.qk_norm == "whole",
+        norms=family.norms,
+        norm_offset=family.norm_offset,
+        activation=family.activation,
+        fused_projections=family.fused_projections,
+        experts=None if family.experts is None else parse_experts(raw, family.experts, num_layers),
+        **_multipliers(raw, family, hidden),
     )
 
 
-def _refuse_sliding_window(raw: Mapping[str, Any], family: Family, num_layers: int) -> None:
-    layer_types = raw.get("layer_types")
-    if layer_types is not None and layer_types != ["full_attention"] * num_layers:
-        kinds = isinstance(layer_types, list) and [kind for kind in layer_types if kind != "full_attention"]
-        raise unsupported("layer_types", kinds or layer_types, f"'full_attention' in every one of {num_layers} layers")
-    if family.window_switch and not _flag(raw, "use_sliding_window"):
-        return
-    window = raw.get("sliding_window", family.sliding_window)
-    # A window no shorter than the context hides nothing.
-    if window is not None and not (isinstance(window, int) and window >= raw.get("max_position_embeddings", math.inf)):
-        missing = "" if "sliding_window" in raw else f" (missing: {window} is this family's default)"
-        switch = " or use_sliding_window=False" if family.window_switch else ""
-        raise unsupported("sliding_window", window, f"null, max_position_embeddings or more{switch}{missing}")
+def _multipliers(raw: Mapping[str, Any], family: Family, hidden: int) -> dict[str, float]:
+    """Of embeddings, residuals, scores and logits."""
+    made: dict[str, float] = {}
+    if family.multipliers:
+        fields = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+        made |= {field: number(raw, field, default=1.0) for field in fields}
+    if family.scaled_embedding:
+        made["embedding_multiplier"] = hidden**0.5
+    if family.query_pre_attn_scalar is not None:
+        made["attention_multiplier"] = size(raw, "query_pre_attn_scalar", family.query_pre_attn_scalar) ** -0.5
+    return made
+
+
+def _rotary_factor(raw: Mapping[str, Any]) -> float:
+    """The share of a head's features that are rotated: the RoPE object's where it says one."""
+    factor = None
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = raw.get(name)
+        if factor is None and isinstance(rope, Mapping):
+            factor = optional_number(rope, "partial_rotary_factor")
+    if factor is None:
+        factor = number(raw, "partial_rotary_factor", default=1.0)
+    if factor > 1:
+        raise malformed("partial_rotary_factor", factor, "at most 1")
+    return factor
+
+
+def _rotary_dim(head_dim: int, factor: float) -> int:
+    dim = int(head_dim * factor)
+    if dim < 2 or dim % 2:
+        raise malformed("partial_rotary_factor", factor, f"so that an even number of head_dim={head_dim} is rotated")
+    return dim
+
+
+def _original(raw: Mapping[str, Any]) -> int | None:
+    length = raw.get("original_max_position_embeddings")
+    return None if length is None else size(raw, "original_max_position_embeddings")
 
 
 def _head_dim(raw: Mapping[str, Any], family: Family, hidden: int, heads: int) -> int:
     if raw.get("head_dim") is not None:
-        head_dim = _size(raw, "head_dim")
+        head_dim = size(raw, "head_dim")
     elif family.head_dim is not None:
         head_dim = family.head_dim
     elif hidden % heads == 0:
@@ -147,68 +254,9 @@ def _head_dim(raw: Mapping[str, Any], family: Family, hidden: int, heads: int) -
     return head_dim
 
 
-_ROPE_FIELDS = (
-    "rope_type",
-    "type",
-    "rope_theta",
-    "partial_rotary_factor",
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "original_max_position_embeddings",
-)
-
-
-def _rope(raw: Mapping[str, Any], max_positions: int) -> tuple[float, Llama3Scaling | None]:
-    """(theta, scaling) from `rope_parameters` or `rope_scaling`, and `rope_theta` where they lack it.
-
-    transformers takes `rope_scaling` where a file has both, so one that is at odds with `rope_parameters` is refused.
-    """
-    names = [name for name in ("rope_parameters", "rope_scaling") if raw.get(name) not in (None, {})]
-    found = [_rope_object(raw, name, max_positions) for name in names or ["rope_parameters"]]
-    if found[0] != found[-1]:
-        raise unsupported("rope_scaling", raw["rope_scaling"], "what rope_parameters says")
-    scaling = found[0][1]
-    # Some versions of transformers take this one, others the one of the object.
-    length = raw.get("original_max_position_embeddings")
-    if scaling is not None and length not in (None, scaling.original_max_position_embeddings):
-        allowed = f"{scaling.original_max_position_embeddings}, as in {names[0]}"
-        raise unsupported("original_max_position_embeddings", length, allowed)
-    return found[0]
-
-
-def _rope_object(raw: Mapping[str, Any], name: str, max_positions: int) -> tuple[float, Llama3Scaling | None]:
-    rope = raw.get(name)
-    if rope is None:
-        rope = {}
-    if not isinstance(rope, Mapping):
-        raise malformed(name, rope, "an object")
-    for field, value in rope.items():
-        if field not in _ROPE_FIELDS and value is not None:
-            raise unsupported(f"{name}.{field}", value, f"one object for all layers, of {', '.join(_ROPE_FIELDS)}")
-    if rope.get("partial_rotary_factor") not in NEUTRAL["partial_rotary_factor"]:
-        raise unsupported(f"{name}.partial_rotary_factor", rope["partial_rotary_factor"], "1")
-    source = {"rope_theta": 10000.0} | {key: raw[key] for key in ("rope_theta",) if key in raw} | dict(rope)
-    theta = _number(source, "rope_theta")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return theta, None
-    if kind != "llama3":
-        raise unsupported(f"{name}.rope_type", kind, "'default' or 'llama3'")
-    source.setdefault("original_max_position_embeddings", max_positions)
-    scaling = Llama3Scaling(
-        factor=_number(source, "factor"),
-        low_freq_factor=_number(source, "low_freq_factor"),
-        high_freq_factor=_number(source, "high_freq_factor"),
-        original_max_position_embeddings=_size(source, "original_max_position_embeddings"),
-    )
-    if scaling.high_freq_factor <= scaling.low_freq_factor:
-        allowed = f"greater than low_freq_factor={scaling.low_freq_factor}"
-        raise malformed(f"{name}.high_freq_factor", scaling.high_freq_factor, allowed)
-    return theta, scaling
-
-
-def _eos_token_ids(raw: Mapping[str, Any], generation: Mapping[str, Any], vocab: int) -> tuple[int, ...]:
+def stop_ids(raw: Mapping[str, Any], generation: Mapping[str, Any], vocab: int) -> tuple[int, ...]:
+    """Ids that end a text: those of generation_config.json where it names any, else those of config.json. Raises
+    CheckpointError."""
     for source, file in ((generation, "generation_config.json"), (raw, "config.json")):
         value = source.get("eos_token_id")
         if value is None:
@@ -225,7 +273,9 @@ MASK_TOKEN_FIELDS = ("mask_token_id", "pard_token", "ptd_token_id")
 """Names of the mask token of parallel drafting; the first that is there counts, as in vLLM."""
 
 
-def _mask_token_id(raw: Mapping[str, Any], vocab: int) -> int | None:
+def mask_token_id(raw: Mapping[str, Any]) -> int | None:
+    """The mask token of a draft model for parallel drafting, None where there is none. Raises CheckpointError."""
+    vocab = size(raw, "vocab_size")
     for field in MASK_TOKEN_FIELDS:
         value = raw.get(field)
         if value is not None:
@@ -244,26 +294,3 @@ def _checkpoint_dtype(raw: Mapping[str, Any]) -> str | None:
     if not isinstance(value, str):
         raise malformed("dtype", value, "a string")
     return value.removeprefix("torch.")
-
-
-def _size(raw: Mapping[str, Any], field: str) -> int:
-    value = raw.get(field)
-    if type(value) is not int or value < 1:
-        raise malformed(field, value, "an integer of at least 1")
-    return value
-
-
-def _number(raw: Mapping[str, Any], field: str, default: float | None = None) -> float:
-    value = raw.get(field, default)
-    if type(value) not in (int, float) or not 0 < value < math.inf:
-        raise malformed(field, value, "a finite number greater than 0")
-    return float(value)
-
-
-def _flag(raw: Mapping[str, Any], field: str, *, allowed: bool = True) -> bool:
-    value = raw.get(field)
-    if value is not None and type(value) is not bool:
-        raise malformed(field, value, "true or false")
-    if value and not allowed:
-        raise unsupported(field, value, "false for this architecture")
-    return bool(value)

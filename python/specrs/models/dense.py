@@ -9,35 +9,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from specrs.kernels.activation import silu_and_mul
+from specrs.kernels.activation import gelu_and_mul, silu_and_mul
 from specrs.kernels.paged_attention import (
     AttentionPlan,
     AttentionShape,
     paged_attention,
     plan_attention,
     plan_steps,
+    window,
     write_kv,
 )
 from specrs.kernels.rms_norm import rms_norm
 from specrs.kernels.rotary import apply_rotary_, rotary_cos_sin
 from specrs.models.base import HiddenStates, Model
-from specrs.models.dense_weights import DenseFacts, DenseWeights
+from specrs.models.dense_weights import DenseFacts, DenseWeights, ExpertWeights
+from specrs.models.experts import Experts
+from specrs.models.features import CUDA, check_known
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
+from specrs.models.rope import Rope, rope_magnitude
 
 
 @dataclass(frozen=True, slots=True)
 class PassPlan:
     """What a pass over N rows needs besides their ids: the same in every layer."""
 
-    cos: Tensor
-    """[N, 1, head_dim], as `rotary_cos_sin` gives it; like sin."""
-    sin: Tensor
-    attention: AttentionPlan
+    rotations: tuple[tuple[Tensor, Tensor] | None, ...]
+    """Of each layer cos and sin, `[N, 1, rotary_dim]` as `rotary_cos_sin` gives them; None: it rotates nothing."""
+    attention: tuple[AttentionPlan, ...]
+    """Of each layer."""
 
 
 @dataclass(frozen=True)
@@ -50,55 +55,113 @@ class Dense(DenseFacts):
         """See `Model`: the CUDA pass over the same weights."""
         from specrs.models.dense_cuda import CudaDense  # Triton, which a CPU does without
 
+        check_known(self.config, CUDA, "on a GPU")
         return CudaDense.allocate(self.weights, max_rows, max_seqs, num_hidden_layers)
 
     def forward(self, inputs: PassInputs, kv_cache: KVCache, hidden_layers: Sequence[int] = ()) -> HiddenStates:
         """See `Model`."""
-        weights = self.weights
-        cos, sin = rotary_cos_sin(inputs.positions, weights.rotary, weights.dtype)
-        attention = plan_attention(
-            inputs.positions, inputs.slots, inputs.q_start, inputs.block_table, self._shape(kv_cache)
-        )
-        return self._run(inputs.input_ids, PassPlan(cos, sin, attention), kv_cache, hidden_layers)
+        shape, windows = self._shape(kv_cache), self.config.windows or (None,) * self.num_layers
+        plans = {
+            size: plan_attention(
+                inputs.positions,
+                inputs.slots,
+                inputs.q_start,
+                inputs.block_table,
+                shape,
+                inputs.k_start,
+                visibility=None if size is None else window(size),
+            )
+            for size in set(windows)
+        }
+        attention = tuple(plans[size] for size in windows)
+        plan = PassPlan(self._rotations(inputs.positions), attention)
+        return self._run(inputs.input_ids, plan, kv_cache, hidden_layers)
 
-    def plan_steps(self, positions: Tensor, slots: Tensor, block_table: Tensor, kv_cache: KVCache) -> list[PassPlan]:
-        """See `Model`: the attention of all passes is planned at once."""
+    def _rotations(self, positions: Tensor) -> tuple[tuple[Tensor, Tensor] | None, ...]:
+        """Of each layer."""
+        weights, c = self.weights, self.config
+        if not weights.rotaries:
+            return (rotary_cos_sin(positions, weights.rotary, weights.dtype, c.rope_magnitude),) * self.num_layers
+        made: dict[Rope | None, tuple[Tensor, Tensor] | None] = {}
+        for rope, rotary in zip(c.ropes, weights.rotaries, strict=True):
+            if rope not in made:
+                magnitude = rope_magnitude(None if rope is None else rope[1])
+                made[rope] = None if rotary is None else rotary_cos_sin(positions, rotary, weights.dtype, magnitude)
+        return tuple(made[rope] for rope in c.ropes)
+
+    def plan_steps(
+        self,
+        positions: Tensor,
+        slots: Tensor,
+        block_table: Tensor,
+        kv_cache: KVCache,
+        k_start: Tensor | None = None,
+    ) -> list[Any]:
+        """See `Model`: the attention of all passes is planned at once where all layers have the same."""
+        if self.config.windows or self.config.ropes:
+            return super().plan_steps(positions, slots, block_table, kv_cache, k_start)
+        assert k_start is None
         num_steps, batch = positions.shape
-        angles = rotary_cos_sin(positions.view(-1), self.weights.rotary, self.dtype)
+        angles = rotary_cos_sin(positions.view(-1), self.weights.rotary, self.dtype, self.rope_magnitude)
         cos, sin = (values.view(num_steps, batch, 1, -1).unbind(0) for values in angles)
         plans = plan_steps(positions, slots, block_table, self._shape(kv_cache))
-        return [PassPlan(*parts) for parts in zip(cos, sin, plans, strict=True)]
+        layers = self.num_layers
+        rotations = zip(cos, sin, strict=True)
+        return [PassPlan((angles,) * layers, (plan,) * layers) for angles, plan in zip(rotations, plans, strict=True)]
 
-    def forward_planned(self, input_ids: Tensor, plan: PassPlan, kv_cache: KVCache) -> Tensor:
+    def forward_planned(self, input_ids: Tensor, plan: Any, kv_cache: KVCache) -> Tensor:
         """See `Model`."""
+        if not isinstance(plan, PassPlan):
+            return super().forward_planned(input_ids, plan, kv_cache)
         return self._run(input_ids, plan, kv_cache, ()).final
 
     def _run(self, input_ids: Tensor, plan: PassPlan, kv_cache: KVCache, hidden_layers: Sequence[int]) -> HiddenStates:
         weights = self.weights
         c = weights.config
-        heads, kv_heads = c.num_heads, c.num_kv_heads
-        cos, sin, attention = plan.cos, plan.sin, plan.attention
-        eps, scale = c.rms_norm_eps, c.head_dim**-0.5
+        heads, kv_heads, rotary_dim = c.num_heads, c.num_kv_heads, c.partial_rotary_dim
+        eps, scale, residual = c.rms_norm_eps, c.attention_scale, c.residual_multiplier
+        normed = c.norms != "behind"
+        activate = silu_and_mul if c.activation == "silu" else gelu_and_mul
         entries: dict[int, Tensor] = {}
-        h = weights.embedding.index_select(0, input_ids)
-        for i, (w, cache) in enumerate(zip(weights.layers, kv_cache.layers, strict=True)):
+        h = weights.embedding.index_select(0, input_ids).to(weights.dtype)
+        if c.embedding_multiplier != 1:
+            h = h * c.embedding_multiplier
+        layers = zip(weights.layers, kv_cache.layers, plan.attention, plan.rotations, strict=True)
+        for i, (w, cache, attention, rotation) in enumerate(layers):
             if i in hidden_layers:
                 entries[i] = h
-            qkv = w.qkv.product(rms_norm(h, w.input_norm, eps)).view(-1, heads + 2 * kv_heads, c.head_dim)
+            x = rms_norm(h, w.input_norm, eps) if normed else h
+            qkv = w.qkv.product(x).view(-1, heads + 2 * kv_heads, c.head_dim)
             qk = qkv.narrow(1, 0, heads + kv_heads)  # indexing takes twice as long
-            if w.qk_norm is not None:
+            if w.qk_norm is not None and c.qk_norm_whole:
+                for part, weight in ((qk[:, :heads], w.qk_norm[:heads]), (qk[:, heads:], w.qk_norm[heads:])):
+                    rms_norm(part.flatten(1), weight.flatten(), eps, inplace=True)
+            elif w.qk_norm is not None:
                 rms_norm(qk, w.qk_norm, eps, inplace=True)
-            apply_rotary_(qk, cos, sin)
+            if rotation is not None:
+                apply_rotary_(qk if rotary_dim is None else qk.narrow(2, 0, rotary_dim), *rotation)
             write_kv(qkv.narrow(1, heads, 2 * kv_heads), cache, attention)
-            h = w.o.product(paged_attention(qkv.narrow(1, 0, heads), cache, attention, scale)).add_(h)
-            gate_up = w.gate_up.product(rms_norm(h, w.post_attention_norm, eps))
-            h = w.down.product(silu_and_mul(gate_up)).add_(h)
+            x = w.o.product(paged_attention(qkv.narrow(1, 0, heads), cache, attention, scale))
+            if w.attention_output_norm is not None:
+                rms_norm(x, w.attention_output_norm, eps, inplace=True)
+            h = x.add_(h) if residual == 1 else x.mul_(residual).add_(h)
+            x = rms_norm(h, w.post_attention_norm, eps) if normed else h
+            if w.experts is None or c.experts is None:
+                x = w.down.product(activate(w.gate_up.product(x)))
+            else:
+                x = mixture(x, w.experts, c.experts)
+            if w.mlp_output_norm is not None:
+                rms_norm(x, w.mlp_output_norm, eps, inplace=True)
+            h = x.add_(h) if residual == 1 else x.mul_(residual).add_(h)
+        if self.num_layers in hidden_layers:
+            entries[self.num_layers] = h
         kept = torch.stack([entries[i] for i in hidden_layers], dim=1) if hidden_layers else None
         return HiddenStates(rms_norm(h, weights.final_norm, eps), kept)
 
     def _shape(self, kv_cache: KVCache) -> AttentionShape:
         c = self.weights.config
-        return AttentionShape(c.num_heads, c.num_kv_heads, c.head_dim, kv_cache.block_size, self.weights.dtype)
+        dtypes = self.weights.dtype, kv_cache.layers[0].dtype
+        return AttentionShape(c.num_heads, c.num_kv_heads, c.head_dim, kv_cache.block_size, *dtypes)
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """See `Model`.
@@ -111,3 +174,26 @@ class Dense(DenseFacts):
             hidden = hidden.float()
         logits = self.weights.lm_head.product(hidden)
         return logits if out is None else out.copy_(logits[:, : out.shape[1]])
+
+
+def mixture(x: Tensor, weights: ExpertWeights, experts: Experts) -> Tensor:
+    """What a layer's experts make of `x` `[N, hidden]`; see `Experts`.
+
+    Rows are sorted by expert, so that each expert that some row chose has one product of its rows. A row's experts are
+    added in their order, whatever the other rows are.
+    """
+    logits = weights.router.product(x)
+    shares, ids = logits.softmax(-1, dtype=torch.float32).topk(experts.per_token, dim=-1)
+    if experts.norm_topk_prob:
+        shares = shares / shares.sum(-1, keepdim=True)
+    order = ids.view(-1).argsort(stable=True)
+    rows = order.div(experts.per_token, rounding_mode="floor")
+    sent, first = x.index_select(0, rows), 0
+    out = torch.empty_like(sent)
+    for i, count in enumerate(ids.view(-1).bincount(minlength=experts.count).tolist()):
+        if count:
+            hidden = silu_and_mul(weights.gate_up[i].product(sent.narrow(0, first, count)))
+            out.narrow(0, first, count).copy_(weights.down[i].product(hidden))
+            first += count
+    out.mul_(shares.to(x.dtype).view(-1, 1).index_select(0, order))
+    return torch.zeros_like(x).index_add_(0, rows, out)

@@ -8,7 +8,7 @@ for bf16 models too, which is better than the rounding of `dense`, and so not th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,11 +19,15 @@ from torch import Tensor
 from specrs.core import CpuDecoder, CpuKVCache, CpuPool, CpuWeights
 from specrs.kernels.linear import Codes, QuantizedWeight, StackedWeight, Weight
 from specrs.models.base import HiddenStates
+from specrs.models.dense import Dense
 from specrs.models.dense_weights import DenseFacts, DenseWeights, LayerWeights
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
+from specrs.models.rope import Rope, rope_magnitude
 
 _Ints: TypeAlias = NDArray[np.int64]
+TORCH_TOKENS = 256
+"""Rows of a request from which torch's passes, in which products are faster and all else is slower, may be worth it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,20 +40,33 @@ class NativeKVCache(KVCache):
 class NativeDense(DenseFacts):
     """A dense decoder on a CPU, without torch in its passes; `dense.Dense` is its reference."""
 
-    def __init__(self, weights: DenseWeights, native: CpuWeights | None = None, pool: CpuPool | None = None) -> None:
+    def __init__(
+        self,
+        weights: DenseWeights,
+        native: CpuWeights | None = None,
+        pool: CpuPool | None = None,
+        torch_rows: int | None = None,
+        bf16_rows: bool = False,
+    ) -> None:
         """`weights` as `loader.load_native` lays them out; they must not be written while this lives. Without a pool
         passes run on the caller's thread.
 
+        Passes that feed a request `torch_rows` rows or more are torch's, in fp32, on the same weights and cache; None:
+        none are. With `bf16_rows` the native ones round rows to bf16 before every product.
+
         Raises:
-            InvalidBufferError: a tensor that cannot be read where it is, by name.
+            InvalidBufferError: a tensor that cannot be read where it is, by name; a matrix that is not bf16 with
+                `bf16_rows`.
         """
         self.weights = weights
+        self.torch_rows = torch_rows
         self._native = _borrow(weights) if native is None else native
-        self.decoder = CpuDecoder(self._native, CpuPool(1) if pool is None else pool)
+        self._torch = Dense(replace(weights, dtype=torch.float32))
+        self.decoder = CpuDecoder(self._native, CpuPool(1) if pool is None else pool, bf16_rows=bf16_rows)
 
-    def on_pool(self, pool: CpuPool) -> NativeDense:
+    def on_pool(self, pool: CpuPool, *, torch_rows: int | None = None, bf16_rows: bool = False) -> NativeDense:
         """The same weights on the threads of `pool`, with work space of its own."""
-        return NativeDense(self.weights, self._native, pool)
+        return NativeDense(self.weights, self._native, pool, torch_rows, bf16_rows)
 
     @property
     def states_dtype(self) -> torch.dtype:
@@ -78,6 +95,8 @@ class NativeDense(DenseFacts):
         Raises:
             InvalidBufferError: a token, position, slot, block or layer that is none; nothing is written then.
         """
+        if self.torch_rows is not None and inputs.max_q_len >= self.torch_rows:
+            return self._torch.forward(inputs, kv_cache, hidden_layers)
         rows, size = len(inputs.input_ids), self.config.hidden_size
         hidden = torch.empty((rows, size), dtype=torch.float32)
         entries = torch.empty((rows, len(hidden_layers), size), dtype=torch.float32) if hidden_layers else None
@@ -141,8 +160,29 @@ def _borrow(weights: DenseWeights) -> CpuWeights:
         layers=[layer_arrays(layer) for layer in weights.layers],
         final_norm=array(weights.final_norm),
         lm_head=stored_parts(weights.lm_head),
-        frequencies=weights.rotary[c.head_dim // 2 :].numpy(),
+        frequencies=np.zeros(c.head_dim // 2, dtype=np.float32),
+        rotations=_rotations(weights),
+        multipliers=(c.embedding_multiplier, c.residual_multiplier, c.attention_scale),
     )
+
+
+def _rotations(weights: DenseWeights) -> tuple[list[tuple[list[float], float]], list[int | None]]:
+    """As `CpuWeights` takes them: those that there are, and which of them each layer has."""
+    c = weights.config
+    rotaries = weights.rotaries or (weights.rotary,) * c.num_layers
+    known: dict[Rope, int] = {}
+    made: list[tuple[list[float], float]] = []
+    layers: list[int | None] = []
+    for i, rotary in enumerate(rotaries):
+        rope = c.rope_of(i)
+        if rope is None or rotary is None:
+            layers.append(None)
+            continue
+        if rope not in known:
+            known[rope] = len(made)
+            made.append((rotary[c.rotary_dim // 2 :].tolist(), rope_magnitude(rope[1])))
+        layers.append(known[rope])
+    return made, layers
 
 
 Stored = NDArray[np.generic] | tuple[NDArray[np.generic], NDArray[np.generic]]

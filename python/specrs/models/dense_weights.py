@@ -14,23 +14,39 @@ from specrs.models.kv_cache import KVCache
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """The experts of a layer."""
+
+    router: Weight
+    """hidden -> experts"""
+    gate_up: tuple[Weight, ...]
+    """Of each expert, as of an MLP; like `down`."""
+    down: tuple[Weight, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
     """One layer. Projections that share an input are one matrix: q, k, v above each other, and gate, up."""
 
     input_norm: Tensor
-    """[hidden]"""
+    """[hidden], before attention, like `post_attention_norm` before the MLP; [0] where norms are behind alone."""
     qkv: Weight
     """hidden -> (heads + 2 * kv_heads) * head_dim"""
     qk_norm: Tensor | None
-    """[heads + kv_heads, head_dim]: the query norm for each query head, then the key norm for each KV head."""
+    """[heads + kv_heads, head_dim]: the query norm for each query head, then the key norm for each KV head. With
+    `qk_norm_whole` the same shape, weights of one norm over all query heads and one over all KV heads."""
     o: Weight
     """heads * head_dim -> hidden"""
     post_attention_norm: Tensor
     """[hidden]"""
     gate_up: Weight
-    """hidden -> 2 * intermediate"""
+    """hidden -> 2 * intermediate; of a layer with experts nothing, like `down`."""
     down: Weight
     """intermediate -> hidden"""
+    attention_output_norm: Tensor | None = None
+    """[hidden], of what attention adds to the residual stream, like `mlp_output_norm` of what the MLP adds."""
+    mlp_output_norm: Tensor | None = None
+    experts: ExpertWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +60,13 @@ class DenseWeights:
     """[vocab, hidden]"""
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
-    """[hidden]"""
+    """[hidden], divided by `logits_scaling`: so are final states, and with them logits."""
     lm_head: Weight
     """hidden -> vocab; fp32 on a CPU also for bf16 models, see `Dense.compute_logits`."""
     rotary: Tensor
-    """[head_dim] fp32, signed frequencies."""
+    """[rotary_dim] fp32, signed frequencies."""
+    rotaries: tuple[Tensor | None, ...] = ()
+    """Of each layer; None: none, (): `rotary` of all."""
 
 
 class DenseFacts(Model):
@@ -95,6 +113,17 @@ class DenseFacts(Model):
     def num_parameters(self) -> int:
         """See ModelConfig.num_parameters."""
         return self.config.num_parameters
+
+    @property
+    def rope_magnitude(self) -> float:
+        """What cos and sin of its angles are multiplied by."""
+        return self.config.rope_magnitude
+
+    @property
+    def sliding_window(self) -> int | None:
+        """See `Model`."""
+        windows = [size for size in self.config.windows if size is not None]
+        return max(windows) if len(windows) == self.num_layers else None
 
     def bytes_per_block(self, block_size: int) -> int:
         """See `Model`."""

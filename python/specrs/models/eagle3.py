@@ -4,7 +4,6 @@ are there: names that fit nothing would leave weights at random, which no result
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import cast
 
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from specrs.errors import CheckpointError
 from specrs.kernels.linear import DenseWeight, PackedWeight, StackedWeight, Weight, pack
-from specrs.kernels.rotary import inverse_frequencies, signed_frequencies
+from specrs.kernels.rotary import signed_frequencies
 from specrs.models.base import Model
 from specrs.models.checkpoint import Checkpoint, read_json, resolve_folder
 from specrs.models.dense_native import NativeDense
@@ -21,9 +20,10 @@ from specrs.models.dense_weights import DenseFacts
 from specrs.models.eagle3_config import Eagle3Config, TargetFacts, parse_eagle3_config
 from specrs.models.eagle3_head import Eagle3Head, Eagle3Weights
 from specrs.models.eagle3_native import NativeEagle3Head
-from specrs.models.errors import malformed
+from specrs.models.errors import malformed, of_folder
 from specrs.models.loader import LayerReader
 from specrs.models.native_loader import NativeReader, aligned
+from specrs.models.rope import frequencies
 
 EMBEDDING, LM_HEAD, D2T = "embed_tokens.weight", "lm_head.weight", "d2t"
 NOT_READ = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
@@ -50,12 +50,13 @@ def load_eagle3(
     """
     facts = cast("DenseFacts", target)
     folder = resolve_folder(path, revision)
-    config = parse_eagle3_config(
-        read_json(folder / "config.json"),
-        TargetFacts(facts.config.hidden_size, facts.vocab_size, facts.num_layers, facts.max_position_embeddings),
-        aux_hidden_state_layer_ids=aux_hidden_state_layer_ids,
-        rope_theta=rope_theta,
-    )
+    with of_folder(folder):
+        config = parse_eagle3_config(
+            read_json(folder / "config.json"),
+            TargetFacts(facts.config.hidden_size, facts.vocab_size, facts.num_layers, facts.max_position_embeddings),
+            aux_hidden_state_layer_ids=aux_hidden_state_layer_ids,
+            rope_theta=rope_theta,
+        )
     try:
         checkpoint = Checkpoint(folder)
     except CheckpointError as error:
@@ -109,7 +110,6 @@ class _Loader(LayerReader):
         fc_norms = self.check()
         target_ids = self.target_ids()
         embedding = self.embedding()
-        scaling = {} if c.rope_scaling is None else asdict(c.rope_scaling)
         fc_norm = None
         if config.norm_before_fc:
             fc_norm = self.read("input_norm.weight")
@@ -120,13 +120,13 @@ class _Loader(LayerReader):
             dtype=self.dtype,
             device=self.device,
             embedding=embedding,
-            fc=pack(self.read("fc.weight")),
+            fc=self.fc("fc.weight"),
             fc_norm=fc_norm,
             hidden_norm=self.read(config.layer_prefix + "hidden_norm.weight"),
             layer=self.layer(config.layer_prefix, c),
             final_norm=self.read("norm.weight"),
             lm_head=self.lm_head(embedding),
-            rotary=signed_frequencies(inverse_frequencies(c.head_dim, c.rope_theta, **scaling)).to(self.device),
+            rotary=signed_frequencies(frequencies((c.rope_theta, c.rope_scaling), c.head_dim)).to(self.device),
             target_ids=target_ids.to(self.device),
             max_position_embeddings=max(c.max_position_embeddings, self.target.max_position_embeddings),
         )
@@ -188,6 +188,9 @@ class _Loader(LayerReader):
             return shared
         return own.to(device=self.device, dtype=self.dtype)
 
+    def fc(self, name: str) -> Weight:
+        return pack(self.read(name))
+
     def lm_head(self, embedding: Tensor) -> Weight:
         config = self.config
         kept = torch.float32 if self.dtype == torch.bfloat16 and self.device.type == "cpu" else self.dtype
@@ -201,11 +204,14 @@ class _Loader(LayerReader):
 
 
 class _NativeLoader(NativeReader, _Loader):
-    """Leaves matrices of the layer and the LM head as the file has them where passes read that; the rest is fp32."""
+    """Leaves matrices as the file has them where passes read that; norms and biases are fp32."""
 
     def embedding(self) -> Tensor:
         own = super().embedding()
         return own if own is self.target.weights.embedding else self.matrix(EMBEDDING)
+
+    def fc(self, name: str) -> Weight:
+        return StackedWeight((self.matrix(name),))
 
     def lm_head(self, embedding: Tensor) -> Weight:
         if LM_HEAD in self.checkpoint:

@@ -148,9 +148,11 @@ def _shape(layer: dict[str, Any], where: str, rope_theta: float | None) -> Model
             where,
         )
     try:
-        config = parse_config(layer)
+        config = parse_config(layer, rope_kinds=("default", "llama3"))
     except CheckpointError as error:
         raise type(error)(str(error).replace("config.json: ", f"config.json: {where}", 1)) from error
+    if config.windows:
+        raise unsupported(where + "sliding_window", layer.get("sliding_window"), "null")
     if rope_theta is None:
         return config
     theta = check_number(InvalidConfigError, "speculative_config.rope_theta", rope_theta, 0, open_low=True)

@@ -108,11 +108,8 @@ class Eagle3Head:
 
     def fuse(self, entries: Tensor) -> Tensor:
         """The target's hidden states `[N, L, target's hidden]` as one of its own, `[N, H]`."""
-        return self.fused(entries.to(self.weights.dtype))
-
-    def fused(self, entries: Tensor) -> Tensor:
-        """`fuse` of states in the dtype that the product has."""
         w = self.weights
+        entries = entries.to(w.dtype)
         eps = w.config.layer.rms_norm_eps
         if w.fc_norm is not None:
             entries = rms_norm(entries if w.config.fc_norm else entries.flatten(1), w.fc_norm, eps)

@@ -1,7 +1,6 @@
 """The forward pass of an EAGLE-3 head on a CPU as one call of `specrs-cpu`. Its states are fp32 whatever the dtype.
 
-As in `dense_native`, a row's sums have one order, whatever the other rows and the threads. The target's states are
-fused by torch, one product for all rows.
+As in `dense_native`, a row's sums have one order, whatever the other rows and the threads.
 """
 
 from __future__ import annotations
@@ -27,20 +26,28 @@ from specrs.models.kv_cache import KVCache
 class NativeEagle3Head(Eagle3Head):
     """A head without torch in its passes; `Eagle3Head` is its reference."""
 
-    def __init__(self, weights: Eagle3Weights, native: CpuWeights | None = None, pool: CpuPool | None = None) -> None:
+    def __init__(
+        self,
+        weights: Eagle3Weights,
+        native: CpuWeights | None = None,
+        pool: CpuPool | None = None,
+        bf16_rows: bool = False,
+    ) -> None:
         """`weights` as `eagle3.load_eagle3` lays them out for a native target; they must not be written while this
-        lives. Without a pool passes run on the caller's thread.
+        lives. Without a pool passes run on the caller's thread. With `bf16_rows` they round rows to bf16 before every
+        product.
 
         Raises:
-            InvalidBufferError: a tensor that cannot be read where it is, by name.
+            InvalidBufferError: a tensor that cannot be read where it is, by name; a matrix that is not bf16 with
+                `bf16_rows`.
         """
         super().__init__(weights)
         self._native = _borrow(weights) if native is None else native
-        self.decoder = CpuDecoder(self._native, CpuPool(1) if pool is None else pool)
+        self.decoder = CpuDecoder(self._native, CpuPool(1) if pool is None else pool, bf16_rows=bf16_rows)
 
-    def on_pool(self, pool: CpuPool) -> NativeEagle3Head:
+    def on_pool(self, pool: CpuPool, *, bf16_rows: bool = False) -> NativeEagle3Head:
         """The same weights on the threads of `pool`, with work space of its own."""
-        return NativeEagle3Head(self.weights, self._native, pool)
+        return NativeEagle3Head(self.weights, self._native, pool, bf16_rows)
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> NativeKVCache:
         """See `Eagle3Head`."""
@@ -49,7 +56,9 @@ class NativeEagle3Head(Eagle3Head):
 
     def fuse(self, entries: Tensor) -> Tensor:
         """See `Eagle3Head`; fp32."""
-        return self.fused(entries.float())
+        out = torch.empty((len(entries), self.hidden_size), dtype=torch.float32)
+        self.decoder.fuse(entries.float().contiguous().numpy(), out.numpy())
+        return out
 
     def forward(
         self, inputs: PassInputs, hidden: Tensor, kv_cache: KVCache, k_start: Tensor | None = None
@@ -71,7 +80,7 @@ class NativeEagle3Head(Eagle3Head):
             hidden.float().contiguous().numpy(),
             None if k_start is None else k_start.contiguous().numpy(),
         )
-        return (final if self.weights.config.norm_output else recurrent[:, 0]), final
+        return recurrent[:, 0], final
 
     def compute_logits(self, final: Tensor) -> Tensor:
         """See `Eagle3Head`; fp32."""
@@ -95,6 +104,14 @@ def _borrow(weights: Eagle3Weights) -> CpuWeights:
         final_norm=array(weights.final_norm),
         lm_head=stored_parts(weights.lm_head),
         frequencies=weights.rotary[c.head_dim // 2 :].numpy(),
-        hidden_norm=array(weights.hidden_norm),
-        norm_before_residual=weights.config.norm_before_residual,
+        head={
+            "hidden_layers": list(weights.config.aux_layer_ids),
+            "fc": stored_parts(weights.fc),
+            "fc_norm": None if weights.fc_norm is None else array(weights.fc_norm.flatten()),
+            "fc_norm_each": weights.config.fc_norm,
+            "hidden_norm": array(weights.hidden_norm),
+            "norm_before_residual": weights.config.norm_before_residual,
+            "norm_output": weights.config.norm_output,
+            "target_ids": weights.target_ids.tolist(),
+        },
     )

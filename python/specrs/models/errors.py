@@ -1,5 +1,9 @@
 """How a model that cannot be served says so. Defines no exception: those are `specrs.errors`."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 from specrs.errors import CheckpointError, UnsupportedModelError, short
 
 
@@ -11,3 +15,14 @@ def unsupported(field: str, value: object, allowed: str) -> UnsupportedModelErro
 def malformed(field: str, value: object, allowed: str, *, file: str = "config.json") -> CheckpointError:
     """The exception for a value that no model can have. Returned, not raised."""
     return CheckpointError(f"{file}: {field}={short(value)}: must be {allowed}")
+
+
+@contextmanager
+def of_folder(folder: Path) -> Iterator[None]:
+    """What is wrong with a config.json inside is raised with its folder: an engine reads several."""
+    try:
+        yield
+    except CheckpointError as fault:
+        if not str(fault).startswith(("config.json: ", "generation_config.json: ")):
+            raise
+        raise type(fault)(f"{folder}/{fault}") from fault

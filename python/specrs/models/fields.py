@@ -30,22 +30,27 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 _HEADS = "of classification heads"
 _OUTPUTS = "of what a call of the model returns beside logits"
 _TRAINING = "of training"
+_ROUTER = "of a loss that trains routers"
 _SPEED = "of how something is computed, not what"
 
 WITHOUT_EFFECT: dict[str, str] = {
     "attention_dropout": _TRAINING,
+    "embd_pdrop": _TRAINING,
+    "resid_pdrop": _TRAINING,
     "initializer_range": _TRAINING,
     "id2label": _HEADS,
     "label2id": _HEADS,
     "problem_type": _HEADS,
     "output_attentions": _OUTPUTS,
+    "output_router_logits": _OUTPUTS,
+    "router_aux_loss_coef": _ROUTER,
+    "router_jitter_noise": _TRAINING,
     "output_hidden_states": _OUTPUTS,
     "return_dict": _OUTPUTS,
     "use_cache": _SPEED,
     "attn_implementation": _SPEED,
     "chunk_size_feed_forward": _SPEED,
     "pretraining_tp": _SPEED,
-    "max_window_layers": "of a window, and an active one is refused",
     "pad_token_id": "a row of the embedding that training leaves alone",
     "bos_token_id": "of prompts without a token, which are refused",
     "transformers_version": "of the file's history",

@@ -1,4 +1,4 @@
-"""The inputs of one forward pass. Data only: no defaults, no derived fields, no device."""
+"""The inputs of one forward pass. Data only: no derived fields, no device."""
 
 from dataclasses import dataclass
 
@@ -28,3 +28,6 @@ class PassInputs:
     """Host upper bound of rows per request."""
     max_context: int
     """Host upper bound of position + 1."""
+    k_start: Tensor | None = None
+    """[B] the first key that a request's rows attend; None: 0. Models with a window in every layer alone are given it:
+    what lies before it has left the windows of all passes to come."""

@@ -1,6 +1,7 @@
 """The KV cache of one model: its memory. Knows no request; blocks are handed out by the scheduler's BlockPool."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,12 +33,20 @@ class KVCache:
         writes them, 2 s and 1 GiB for each GiB.
         """
         shape = (config.num_layers, num_blocks + 1, 2, config.num_kv_heads, block_size, config.head_dim)
-        if torch.device(device).type == "cpu":
-            pages = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
-            pool = torch.from_numpy(pages).view(dtype).view(shape)
-        else:
-            pool = torch.zeros(shape, dtype=dtype, device=device)
-        return cls(list(pool.unbind(0)), block_size)
+        return cls(list(_zeros(shape, dtype, device).unbind(0)), block_size)
+
+    @classmethod
+    def of_layers(
+        cls,
+        layers: Sequence[tuple[int, int]],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> "KVCache":
+        """The same for layers of different shapes: `(kv_heads, head_dim)` of each."""
+        shapes = [(num_blocks + 1, 2, kv_heads, block_size, head_dim) for kv_heads, head_dim in layers]
+        return cls([_zeros(shape, dtype, device) for shape in shapes], block_size)
 
     @staticmethod
     def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
@@ -58,3 +67,10 @@ class KVCache:
     def v(self) -> list[Tensor]:
         """Per layer `[num_blocks + 1, kv_heads, block_size, head_dim]`, a strided view."""
         return [layer[:, 1] for layer in self.layers]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    if torch.device(device).type == "cpu":
+        pages = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+        return torch.from_numpy(pages).view(dtype).view(shape)
+    return torch.zeros(shape, dtype=dtype, device=device)

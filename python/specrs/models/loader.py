@@ -1,7 +1,7 @@
 """From a folder or hub id to a model. Knows the names of tensors; reads files through `checkpoint`."""
 
+import logging
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Protocol
 
@@ -10,15 +10,26 @@ from torch import Tensor
 from tqdm import tqdm
 
 from specrs.errors import CheckpointError, UnsupportedModelError, invalid
-from specrs.kernels.linear import Weight, pack
-from specrs.kernels.rotary import inverse_frequencies, signed_frequencies
+from specrs.kernels.coded_weight import fuse
+from specrs.kernels.linear import DenseWeight, Weight, pack
+from specrs.kernels.rotary import signed_frequencies
 from specrs.models.checkpoint import Checkpoint, read_json, resolve_folder
-from specrs.models.config import ModelConfig, parse_config
+from specrs.models.config import ModelConfig, mask_token_id, parse_config
 from specrs.models.dense import Dense
-from specrs.models.dense_weights import DenseWeights, LayerWeights
+from specrs.models.dense_weights import DenseWeights, ExpertWeights, LayerWeights
 from specrs.models.dummy import DummyCheckpoint
-from specrs.models.tensors import EMBEDDING, FINAL_NORM, LM_HEAD, tensor_shapes
+from specrs.models.errors import of_folder
+from specrs.models.experts import Experts
+from specrs.models.gguf.checkpoint import GGUFCheckpoint, gguf_config, gguf_path
+from specrs.models.quantization.at_load import Float8AtLoad
+from specrs.models.quantization.base import QuantizedTensors
+from specrs.models.quantization.checkpoint import QuantizedCheckpoint
+from specrs.models.quantization.table import FIELDS, scheme_of
+from specrs.models.registry import is_known
+from specrs.models.rope import Rope, frequencies
+from specrs.models.tensors import EMBEDDING, FINAL_NORM, LM_HEAD, norm_names, tensor_shapes
 
+logger = logging.getLogger("specrs")
 DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
@@ -30,11 +41,31 @@ _ELSEWHERE = {"cpu": "float16", "cuda": "float64"}
 
 
 def load_config(source: str | Path, *, revision: str | None = None) -> ModelConfig:
-    """Read and check the configuration of a folder or hub id; of a hub id no weights are downloaded.
+    """Read and check the configuration of a folder, hub id or GGUF file; of a hub id no weights are downloaded, but for
+    GGUF files, which hold it.
 
     Raises CheckpointError, or UnsupportedModelError for what is not implemented.
     """
-    return _read_config(resolve_folder(source, revision, weights=False))
+    file = gguf_path(source, revision)
+    return _read_config(resolve_folder(source, revision, weights=False)) if file is None else gguf_config(file)
+
+
+def is_known_family(source: str | Path, *, revision: str | None = None) -> bool:
+    """Whether a folder or hub id says an architecture of `registry.FAMILIES`; a GGUF file is for our readers. Raises
+    CheckpointError."""
+    if gguf_path(source, revision) is not None:
+        return True
+    raw = read_json(resolve_folder(source, revision, weights=False) / "config.json")
+    return is_known(raw.get("architectures"))
+
+
+def load_mask_token_id(source: str | Path, *, revision: str | None = None) -> int | None:
+    """What a draft model of any family is fed in place of drafts; None where it is none for parallel drafting. Raises
+    CheckpointError."""
+    if gguf_path(source, revision) is not None:
+        return None
+    raw = read_json(resolve_folder(source, revision, weights=False) / "config.json")
+    return mask_token_id(raw)
 
 
 def load_model(
@@ -44,28 +75,46 @@ def load_model(
     device: torch.device | str = "cpu",
     revision: str | None = None,
     load_format: str = "auto",
+    max_model_len: int | None = None,
+    quantization: str | None = None,
 ) -> Dense:
-    """Load the model of a folder or hub id; every tensor is checked before the first is read.
+    """Load the model of a folder, hub id or GGUF file; every tensor is checked before the first is read.
 
+    `max_model_len` is that of the engine, which LongRoPE depends on; None: the model's.
     With `load_format` `dummy` only its config.json is read, and weights are random numbers, the same each time.
 
     `dtype` is float32, float64, bfloat16 or auto: the checkpoint's dtype on a GPU; on a CPU float32 (float64 for a
     float64 checkpoint), because many CPUs have no bf16 products and those that do gain less than the text may change.
 
+    On a GPU codes of a quantized checkpoint stay codes where kernels read them; elsewhere they become numbers, exact in
+    float32. `quantization` `fp8` rounds those of another's projections to FP8.
+
     Raises CheckpointError, or UnsupportedModelError for what is not implemented.
     """
     device = torch.device(device)
     config, checkpoint = open_checkpoint(source, revision, load_format)
-    return Dense(Loader(config, checkpoint, resolve_dtype(dtype, config, device), device).load())
+    config = config.for_length(max_model_len)
+    if quantization == "fp8":
+        checkpoint = Float8AtLoad(checkpoint)
+    resolved = resolve_dtype(dtype, config, device)
+    if device.type == "cuda" and isinstance(checkpoint, QuantizedTensors):
+        return Dense(CodedLoader(config, checkpoint, resolved, device).load())
+    return Dense(Loader(config, checkpoint, resolved, device).load())
 
 
 def open_checkpoint(
     source: str | Path, revision: str | None, load_format: str
-) -> tuple[ModelConfig, Checkpoint | DummyCheckpoint]:
-    """The configuration of a folder or hub id, and where its tensors come from. Raises as `load_model`."""
+) -> tuple[ModelConfig, Checkpoint | QuantizedTensors | DummyCheckpoint]:
+    """The configuration of a folder, hub id or GGUF file, and where its tensors come from. Raises as `load_model`."""
+    file = gguf_path(source, revision)
+    if file is not None:
+        config = gguf_config(file)
+        return config, DummyCheckpoint(config) if load_format == "dummy" else GGUFCheckpoint(file)
     folder = resolve_folder(source, revision, weights=load_format != "dummy")
-    config = _read_config(folder)
-    return config, DummyCheckpoint(config) if load_format == "dummy" else Checkpoint(folder)
+    config, scheme = _read_config(folder), scheme_of(read_json(folder / "config.json"))
+    if load_format == "dummy":
+        return config, DummyCheckpoint(config)
+    return config, Checkpoint(folder) if scheme is None else QuantizedCheckpoint(folder, scheme)
 
 
 class Tensors(Protocol):
@@ -91,13 +140,18 @@ def load_tensors(config: ModelConfig, tensors: Tensors, dtype: torch.dtype, devi
 
 def resolve_dtype(dtype: str | torch.dtype, config: ModelConfig, device: torch.device) -> torch.dtype:
     """Return the dtype to compute in (see `load_model`). Raises UnsupportedModelError for any other."""
+    return named_dtype(dtype, config.checkpoint_dtype, device)
+
+
+def named_dtype(dtype: str | torch.dtype, checkpoint_dtype: str | None, device: torch.device) -> torch.dtype:
+    """The same where config.json says `checkpoint_dtype`."""
     name = str(dtype).removeprefix("torch.")
     if name == "auto":
-        name = config.checkpoint_dtype or "float32"
+        name = checkpoint_dtype or "float32"
         if device.type == "cpu" and name != "float64":
             name = "float32"
     if name not in DTYPES:
-        given = "" if str(dtype) != "auto" else f" (dtype='auto' and config.json says {config.checkpoint_dtype})"
+        given = "" if str(dtype) != "auto" else f" (dtype='auto' and config.json says {checkpoint_dtype})"
         raise invalid(UnsupportedModelError, "dtype", name, f"must be one of auto, {', '.join(DTYPES)}{given}")
     if name == _ELSEWHERE.get(device.type):
         allowed = ", ".join(other for other in DTYPES if other != name)
@@ -109,8 +163,11 @@ def resolve_dtype(dtype: str | torch.dtype, config: ModelConfig, device: torch.d
 
 def _read_config(folder: Path) -> ModelConfig:
     raw = read_json(folder / "config.json")
-    generation = folder / "generation_config.json"
-    return parse_config(raw, read_json(generation) if generation.exists() else None)
+    with of_folder(folder):
+        if scheme_of(raw) is not None:
+            raw = {field: value for field, value in raw.items() if field not in FIELDS}
+        generation = folder / "generation_config.json"
+        return parse_config(raw, read_json(generation) if generation.exists() else None)
 
 
 class LayerReader:
@@ -126,17 +183,48 @@ class LayerReader:
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
         qk_norm = None
         if c.qk_norm:
-            q, k = self.read(attention + "q_norm.weight"), self.read(attention + "k_norm.weight")
-            qk_norm = torch.cat((q.expand(c.num_heads, -1), k.expand(c.num_kv_heads, -1)))
+            q, k = self.norm(attention + "q_norm", c), self.norm(attention + "k_norm", c)
+            if c.qk_norm_whole:
+                qk_norm = torch.cat((q, k)).view(-1, c.head_dim)
+            else:
+                qk_norm = torch.cat((q.expand(c.num_heads, -1), k.expand(c.num_kv_heads, -1)))
+        before, behind, before_mlp, behind_mlp = (
+            None if name is None else self.norm(prefix + name, c) for name in norm_names(c)
+        )
+        sparse = c.experts is not None and f"{prefix}{c.experts.block}.gate.weight" in self.checkpoint
+        none = torch.empty(0, dtype=self.dtype, device=self.device)
+        qkv, gate_up = (("qkv",), ("gate_up",)) if c.fused_projections else ("qkv", ("gate", "up"))
         return LayerWeights(
-            input_norm=self.read(prefix + "input_layernorm.weight"),
-            qkv=self.linear([attention + f"{x}_proj" for x in "qkv"], bias=c.qkv_bias),
+            input_norm=none if before is None else before,
+            attention_output_norm=behind,
+            post_attention_norm=none if before_mlp is None else before_mlp,
+            mlp_output_norm=behind_mlp,
+            qkv=self.linear([attention + f"{x}_proj" for x in qkv], bias=c.qkv_bias),
             qk_norm=qk_norm,
             o=self.linear([attention + "o_proj"], bias=c.o_bias),
-            post_attention_norm=self.read(prefix + "post_attention_layernorm.weight"),
-            gate_up=self.linear([mlp + "gate_proj", mlp + "up_proj"], bias=c.mlp_bias),
-            down=self.linear([mlp + "down_proj"], bias=c.mlp_bias),
+            gate_up=self.nothing() if sparse else self.linear([mlp + f"{x}_proj" for x in gate_up], bias=c.mlp_bias),
+            down=self.nothing() if sparse else self.linear([mlp + "down_proj"], bias=c.mlp_bias),
+            experts=self.experts(prefix, c.experts) if c.experts is not None and sparse else None,
         )
+
+    def experts(self, prefix: str, experts: Experts) -> ExpertWeights:
+        """The experts of a layer."""
+        block, (gate, up, down) = prefix + experts.block, experts.projections
+        names = [f"{block}.experts.{i}." for i in range(experts.count)]
+        return ExpertWeights(
+            router=self.linear([f"{block}.gate"], bias=False),
+            gate_up=tuple(self.linear([name + gate, name + up], bias=False) for name in names),
+            down=tuple(self.linear([name + down], bias=False) for name in names),
+        )
+
+    def nothing(self) -> Weight:
+        """In place of a projection that a layer does not have."""
+        return DenseWeight(torch.empty((0, 0), dtype=self.dtype, device=self.device))
+
+    def norm(self, name: str, c: ModelConfig) -> Tensor:
+        """The weights of the norm `name`."""
+        weight = self.read(f"{name}.weight")
+        return weight + c.norm_offset if c.norm_offset else weight
 
     def linear(self, names: list[str], *, bias: bool) -> Weight:
         """The projections `names`, which share an input, as one."""
@@ -170,18 +258,22 @@ class Loader(LayerReader):
                 )
             if c.tie_word_embeddings:
                 head = embedding
+        rotaries = {rope: None if rope is None else self.rotary(rope) for rope in c.ropes}
         layers = tqdm(range(c.num_layers), desc="Loading layers", delay=2.0, disable=None)
-        scaling = {} if c.rope_scaling is None else asdict(c.rope_scaling)
         return DenseWeights(
             config=c,
             dtype=self.dtype,
             device=self.device,
             embedding=embedding,
             layers=tuple(self.layer(f"model.layers.{i}.", c) for i in layers),
-            final_norm=self.read(FINAL_NORM),
+            final_norm=self.norm(FINAL_NORM.removesuffix(".weight"), c) / c.logits_scaling,
             lm_head=self.lm_head(head),
-            rotary=signed_frequencies(inverse_frequencies(c.head_dim, c.rope_theta, **scaling)).to(self.device),
+            rotary=self.rotary((c.rope_theta, c.rope_scaling)),
+            rotaries=tuple(rotaries[rope] for rope in c.ropes),
         )
+
+    def rotary(self, rope: Rope) -> Tensor:
+        return signed_frequencies(frequencies(rope, self.config.rotary_dim)).to(self.device)
 
     def check(self) -> None:
         c = self.config
@@ -189,3 +281,38 @@ class Loader(LayerReader):
 
     def lm_head(self, weight: Tensor) -> Weight:
         return pack(weight.float() if self.dtype == torch.bfloat16 and self.device.type == "cpu" else weight)
+
+
+class CodedLoader(Loader):
+    """Leaves codes as they are where the kernels of a GPU read them, and makes numbers of others."""
+
+    checkpoint: QuantizedTensors
+
+    def __init__(
+        self, config: ModelConfig, checkpoint: QuantizedTensors, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(config, checkpoint, dtype, device)
+        self.num_codes, self.code_bytes = 0, 0
+
+    def load(self) -> DenseWeights:
+        weights = super().load()
+        logger.info(
+            "%s: %d matrices of %d layers stay codes, %.2f GiB; others are %s",
+            self.checkpoint.folder,
+            self.num_codes,
+            self.config.num_layers,
+            self.code_bytes / 2**30,
+            str(self.dtype).removeprefix("torch."),
+        )
+        return weights
+
+    def linear(self, names: list[str], *, bias: bool) -> Weight:
+        weights = [f"{name}.weight" for name in names]
+        coded = [self.checkpoint.coded(name) for name in weights if self.checkpoint.is_quantized(name)]
+        parts = [part.to(self.device) for part in coded if part is not None]
+        biases = torch.cat([self.read(f"{name}.bias") for name in names]) if bias else None
+        fused = fuse(parts, biases) if len(parts) == len(names) else None
+        if fused is None:
+            return super().linear(names, bias=bias)
+        self.num_codes, self.code_bytes = self.num_codes + 1, self.code_bytes + fused.num_bytes
+        return fused

@@ -18,7 +18,10 @@ from specrs.models.config import ModelConfig
 from specrs.models.dense_native import NativeDense, array
 from specrs.models.dense_weights import DenseWeights
 from specrs.models.dummy import DummyCheckpoint
+from specrs.models.features import NATIVE, check_known
 from specrs.models.loader import LayerReader, Loader, open_checkpoint, resolve_dtype
+from specrs.models.quantization.at_load import Float8AtLoad
+from specrs.models.quantization.base import QuantizedTensors
 from specrs.models.tensors import EMBEDDING, LM_HEAD, tensor_shapes
 
 logger = logging.getLogger("specrs")
@@ -35,20 +38,31 @@ def load_native(
     revision: str | None = None,
     load_format: str = "auto",
     quantization: str | None = None,
+    max_model_len: int | None = None,
+    exact: bool = True,
 ) -> NativeDense:
     """The same for the native pass of a CPU: `dtype` float32 or bfloat16, or auto where that is float32.
 
     Matrices that the file has in the type that passes read stay where it is mapped. float32 names the arithmetic and
     the KV cache: where bf16 holds all matrices exactly, passes read it, the same numbers in half the bytes.
 
-    `quantization` `int8` or `int4` quantizes the layers' projections from the file's numbers, one matrix at a time, to
-    INT8 by output or INT4 by group. Embedding and LM head are kept as they are, in memory of their own, so that the
-    file is mapped no longer.
+    `quantization` `fp8` rounds the layers' projections to FP8, which are held as numbers; `int8` or `int4` quantizes
+    them from the file's numbers, one matrix at a time, to INT8 by output or INT4 by group. Embedding and LM head are
+    kept as they are, in memory of their own, so that the file is mapped no longer.
+
+    Of a quantized checkpoint codes stay codes where passes can read them; other matrices become numbers, one pass over
+    the file, `dtype` if they are to be `exact`, else bf16.
 
     Raises as `load_model`; CheckpointError for a weight that cannot be quantized.
     """
     config, checkpoint = open_checkpoint(source, revision, load_format)
+    config = config.for_length(max_model_len)
+    check_known(config, NATIVE, "in the native pass")
     resolved = resolve_dtype(dtype, config, torch.device("cpu"))
+    if quantization == "fp8":
+        checkpoint, quantization = Float8AtLoad(checkpoint), None
+    if isinstance(checkpoint, QuantizedTensors) and quantization is None:
+        return NativeDense(_CodesLoader(config, checkpoint, resolved, exact).load())
     make = _NativeLoader if quantization is None else partial(_Quantizer, quantization)
     return NativeDense(make(config, checkpoint, resolved).load())
 
@@ -69,11 +83,13 @@ class NativeReader(LayerReader):
 class _NativeLoader(NativeReader, Loader):
     """The same for all tensors of one model."""
 
-    checkpoint: Checkpoint | DummyCheckpoint
+    checkpoint: Checkpoint | QuantizedTensors | DummyCheckpoint
     kept = "all weights"
     """What `matrices` are."""
 
-    def __init__(self, config: ModelConfig, checkpoint: Checkpoint | DummyCheckpoint, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, checkpoint: Checkpoint | QuantizedTensors | DummyCheckpoint, dtype: torch.dtype
+    ) -> None:
         super().__init__(config, checkpoint, dtype, torch.device("cpu"))
         self.storage = dtype
 
@@ -81,7 +97,7 @@ class _NativeLoader(NativeReader, Loader):
         self.check()
         if self.dtype == torch.float32 and not isinstance(self.checkpoint, DummyCheckpoint):
             matrices = [self.checkpoint.mapped(name) for name in self.matrices()]
-            if all(fits_bfloat16(matrix) for matrix in matrices):
+            if matrices and all(fits_bfloat16(matrix) for matrix in matrices):
                 self.storage = torch.bfloat16
                 if any(matrix.dtype != torch.bfloat16 for matrix in matrices):
                     logger.info(
@@ -107,7 +123,11 @@ class _Quantizer(_NativeLoader):
     kept = "embedding and LM head"
 
     def __init__(
-        self, quantization: str, config: ModelConfig, checkpoint: Checkpoint | DummyCheckpoint, dtype: torch.dtype
+        self,
+        quantization: str,
+        config: ModelConfig,
+        checkpoint: Checkpoint | QuantizedTensors | DummyCheckpoint,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__(config, checkpoint, dtype)
         self.int4 = quantization == "int4"
@@ -138,6 +158,49 @@ class _Quantizer(_NativeLoader):
 
     def matrix(self, name: str) -> Tensor:
         return self.checkpoint.mapped(name).to(self.storage, copy=True)
+
+
+class _CodesLoader(_NativeLoader):
+    """Leaves codes as they are where passes read them, and makes numbers of others."""
+
+    checkpoint: QuantizedTensors
+    kept = "weights that are not quantized"
+
+    def __init__(self, config: ModelConfig, checkpoint: QuantizedTensors, dtype: torch.dtype, exact: bool) -> None:
+        super().__init__(config, checkpoint, dtype)
+        self.made = dtype if exact else torch.bfloat16
+        self.num_codes, self.num_made, self.made_bytes = 0, 0, 0
+
+    def load(self) -> DenseWeights:
+        weights = super().load()
+        logger.info(
+            "%s: %d matrices stay codes, %d become %s when they are loaded: %.2f GiB",
+            self.checkpoint.folder,
+            self.num_codes,
+            self.num_made,
+            str(self.made).removeprefix("torch."),
+            self.made_bytes / 2**30,
+        )
+        return weights
+
+    def linear(self, names: list[str], *, bias: bool) -> Weight:
+        weights = [f"{name}.weight" for name in names]
+        codes = [self.checkpoint.codes(name) for name in weights if self.checkpoint.is_quantized(name)]
+        packed = tuple(part for part in codes if part is not None)
+        if len(packed) < len(names) or len({(part.codes.dtype, part.scales.shape[1]) for part in packed}) > 1:
+            return super().linear(names, bias=bias)
+        self.num_codes += len(packed)
+        return QuantizedWeight(packed, self.biases(names, bias))
+
+    def matrices(self) -> list[str]:
+        return [name for name in super().matrices() if not self.checkpoint.is_quantized(name)]
+
+    def matrix(self, name: str) -> Tensor:
+        if not self.checkpoint.is_quantized(name):
+            return super().matrix(name)
+        made = self.checkpoint.mapped(name).to(self.made)
+        self.num_made, self.made_bytes = self.num_made + 1, self.made_bytes + made.nbytes
+        return made.contiguous()
 
 
 def aligned(matrix: Tensor) -> Tensor:

@@ -11,22 +11,41 @@ def tensor_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (c.vocab_size, h), FINAL_NORM: (h,)}
     if not c.tie_word_embeddings:
         shapes[LM_HEAD] = (c.vocab_size, h)
+    qkv, gate_up = [("q", q), ("k", kv), ("v", kv)], [("gate", i), ("up", i)]
+    if c.fused_projections:
+        qkv, gate_up = [("qkv", q + 2 * kv)], [("gate_up", 2 * i)]
     projections = {
-        "self_attn.q_proj": (q, h, c.qkv_bias),
-        "self_attn.k_proj": (kv, h, c.qkv_bias),
-        "self_attn.v_proj": (kv, h, c.qkv_bias),
+        **{f"self_attn.{name}_proj": (rows, h, c.qkv_bias) for name, rows in qkv},
         "self_attn.o_proj": (h, q, c.o_bias),
-        "mlp.gate_proj": (i, h, c.mlp_bias),
-        "mlp.up_proj": (i, h, c.mlp_bias),
+        **{f"mlp.{name}_proj": (rows, h, c.mlp_bias) for name, rows in gate_up},
         "mlp.down_proj": (h, i, c.mlp_bias),
     }
     for layer in range(c.num_layers):
         prefix = f"model.layers.{layer}."
+        sparse = c.experts is not None and c.experts.layers[layer]
+        if c.experts is not None and sparse:
+            block, e = prefix + c.experts.block, c.experts.intermediate_size
+            shapes[f"{block}.gate.weight"] = (c.experts.count, h)
+            for expert in range(c.experts.count):
+                for name, shape in zip(c.experts.projections, ((e, h), (e, h), (h, e)), strict=True):
+                    shapes[f"{block}.experts.{expert}.{name}.weight"] = shape
         for name, (rows, columns, bias) in projections.items():
+            if sparse and name.startswith("mlp."):
+                continue
             shapes[f"{prefix}{name}.weight"] = (rows, columns)
             if bias:
                 shapes[f"{prefix}{name}.bias"] = (rows,)
-        shapes |= {f"{prefix}{name}_layernorm.weight": (h,) for name in ("input", "post_attention")}
+        shapes |= {f"{prefix}{name}.weight": (h,) for name in norm_names(c) if name is not None}
         if c.qk_norm:
-            shapes |= {f"{prefix}self_attn.{x}_norm.weight": (c.head_dim,) for x in "qk"}
+            sizes = (q, kv) if c.qk_norm_whole else (c.head_dim, c.head_dim)
+            shapes |= {f"{prefix}self_attn.{x}_norm.weight": (n,) for x, n in zip("qk", sizes, strict=True)}
     return shapes
+
+
+def norm_names(c: ModelConfig) -> tuple[str | None, str | None, str | None, str | None]:
+    """A layer's norms before and behind attention, before and behind the MLP; None where there is none."""
+    if c.norms == "before":
+        return "input_layernorm", None, "post_attention_layernorm", None
+    behind = "post_attention_layernorm", "post_feedforward_layernorm"
+    before = ("input_layernorm", "pre_feedforward_layernorm") if c.norms == "around" else (None, None)
+    return before[0], behind[0], before[1], behind[1]

@@ -1,0 +1,145 @@
+"""The forward pass of an EAGLE-3 head on a CUDA device, by the kernels and buffers of `dense_cuda`.
+
+As there, a pass allocates nothing, waits for nothing and has no shape that depends on data. `eagle3_head.Eagle3Head` is
+the same by torch, and the reference. Kernels are not launched dependently: copies come between them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from specrs.kernels.cuda.configs import LinearShape
+from specrs.kernels.cuda.embedding import embed
+from specrs.kernels.cuda.rms_norm import rms_norm
+from specrs.models.dense_cuda import (
+    Workspace,
+    attention,
+    check_head_dim,
+    linear_shapes,
+    product,
+    stored,
+    stream_of,
+    write_argmax,
+    write_logits,
+)
+from specrs.models.eagle3_head import Eagle3Head, Eagle3Weights
+from specrs.models.inputs import PassInputs
+from specrs.models.kv_cache import KVCache
+
+
+@dataclass(frozen=True, slots=True)
+class HeadBuffers:
+    """Persistent buffers of a head's passes beside its workspace."""
+
+    fused: Tensor
+    """[max_rows, H], of `fuse`."""
+    token: Tensor
+    """[max_rows, H], embeddings."""
+    both: Tensor
+    """[max_rows, 2 * H], what the layer's projections read: the token's part, then the state's."""
+    entry: Tensor
+    """[max_rows, target's hidden], one entry; no rows without a norm for each."""
+    entry_normed: Tensor
+    """Like `entry`."""
+    entries: Tensor
+    """[max_rows, L * target's hidden], normed; no rows without a norm."""
+
+
+class CudaEagle3Head(Eagle3Head):
+    """A head with its buffers. Triton's interpreter runs the same on a CPU."""
+
+    def __init__(self, weights: Eagle3Weights, *, max_rows: int, max_seqs: int) -> None:
+        """Passes have at most `max_rows` rows, argmaxes at most 17 of each of `max_seqs` requests.
+
+        Raises:
+            UnsupportedModelError: a head that the kernels do not serve.
+        """
+        super().__init__(weights)
+        config, dtype, device = weights.config, weights.dtype, weights.device
+        c = replace(config.layer, vocab_size=config.draft_vocab_size)
+        check_head_dim(c.head_dim, device)
+        h, states = c.hidden_size, len(config.aux_layer_ids) * config.target_hidden_size
+        shapes = linear_shapes(c, dtype)
+        shapes["qkv"] = LinearShape(shapes["qkv"].n, 2 * h, dtype)
+        shapes["fc"] = LinearShape(h, states, dtype)
+        self.workspace = Workspace.allocate(
+            c,
+            max_rows=max_rows,
+            max_seqs=max_seqs,
+            dtype=dtype,
+            device=device,
+            dependent=False,
+            shapes={name: [shape] for name, shape in shapes.items()},
+        )
+
+        def buffer(rows: int, width: int) -> Tensor:
+            return torch.zeros((rows, width), dtype=dtype, device=device)
+
+        each = max_rows if config.fc_norm and not config.norm_before_fc else 0
+        self.buffers = HeadBuffers(
+            fused=buffer(max_rows, h),
+            token=buffer(max_rows, h),
+            both=buffer(max_rows, 2 * h),
+            entry=buffer(each, config.target_hidden_size),
+            entry_normed=buffer(each, config.target_hidden_size),
+            entries=buffer(max_rows if weights.fc_norm is not None else 0, states),
+        )
+
+    def fuse(self, entries: Tensor) -> Tensor:
+        """See `Eagle3Head`; `[N, L, target's hidden]` or `[N, L * target's hidden]` contiguous, of the head's dtype. A
+        view into the buffers."""
+        w, b, rows = self.weights, self.buffers, entries.shape[0]
+        eps, size = w.config.layer.rms_norm_eps, w.config.target_hidden_size
+        states = entries.view(rows, -1)
+        if w.fc_norm is not None:
+            normed = b.entries[:rows]
+            if w.fc_norm.dim() == 1:
+                rms_norm(states, None, w.fc_norm, normed, eps, False)
+            else:
+                for at, weight in enumerate(w.fc_norm.unbind(0)):
+                    columns = slice(at * size, (at + 1) * size)
+                    b.entry[:rows].copy_(states[:, columns])
+                    rms_norm(b.entry[:rows], None, weight, b.entry_normed[:rows], eps, False)
+                    normed[:, columns].copy_(b.entry_normed[:rows])
+            states = normed
+        fused = b.fused[:rows]
+        product(self.workspace, "fc", states, w.fc, fused)
+        return fused
+
+    def forward(
+        self, inputs: PassInputs, hidden: Tensor, kv_cache: KVCache, k_start: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """See `Eagle3Head`; views into the workspace, which `hidden` `[N, H]` must not be."""
+        w, ws, b, rows = self.weights, self.workspace, self.buffers, inputs.input_ids.shape[0]
+        layer, config = w.layer, w.config
+        eps, h = config.layer.rms_norm_eps, config.layer.hidden_size
+        token, both, residual, normed = b.token[:rows], b.both[:rows], ws.hidden[:rows], ws.normed[:rows]
+        angles = [ws.cos[:rows], ws.sin[:rows]]
+        embed(inputs.input_ids, inputs.positions, [w.embedding, w.rotary, None], token, angles, [], False)
+        rms_norm(hidden, None, w.hidden_norm, normed, eps, False)
+        both[:, h:].copy_(normed)
+        residual.copy_(normed if config.norm_before_residual else hidden)
+        rms_norm(token, None, layer.input_norm, normed, eps, False)
+        both[:, :h].copy_(normed)
+        qkv, attended = ws.qkv[:rows], ws.attended[:rows]
+        product(ws, "qkv", both, layer.qkv, qkv)
+        attention(config.layer, w.dtype, inputs, ws, k_start)(layer, qkv, kv_cache.layers[0], attended)
+        stream = stream_of(residual, ws, eps)
+        stream.add_product("o", attended, layer.o, layer.post_attention_norm)
+        stream.add_mlp(layer, None)
+        final = stream.normed(w.final_norm)
+        return (final if config.norm_output else residual), final
+
+    def compute_logits(self, final: Tensor, out: Tensor | None = None) -> Tensor:
+        """See `Eagle3Head`; fp32, written into `out` `[N, Vd]` where given."""
+        if out is None:
+            out = torch.empty((final.shape[0], self.vocab_size), dtype=torch.float32, device=final.device)
+        write_logits(final, stored(self.weights.lm_head), out, self.workspace)
+        return out
+
+    def compute_argmax(self, final: Tensor, ids: Tensor, top: Tensor) -> None:
+        """Write the most probable of its own ids of each row and its logit, see `Model.compute_argmax`."""
+        write_argmax(final, stored(self.weights.lm_head), (ids, top), self.workspace)

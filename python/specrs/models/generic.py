@@ -1,0 +1,359 @@
+"""Any causal model of transformers: its own modules, with their attention replaced by ours over the paged KV cache.
+
+The rows of a pass are a batch of N texts of one token each, so that modules see the shapes that they see when they
+decode. Attention is replaced through transformers' public interface for it, and so are masks: what a model says of who
+sees what arrives as a function of two positions. Knows no family; what does not fit is refused by `generic_loader`.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.utils.generic import ModelOutput
+
+from specrs.errors import UnsupportedModelError
+from specrs.kernels.paged_attention import (
+    AttentionPlan,
+    AttentionShape,
+    Visibility,
+    paged_attention,
+    plan_attention,
+    write_kv,
+)
+from specrs.models.base import HiddenStates, Model
+from specrs.models.inputs import PassInputs
+from specrs.models.kv_cache import KVCache
+
+ATTENTION = "specrs_paged"
+"""Under this name transformers knows our attention and our masks."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one call of attention in a pass is given."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    """Of queries and keys."""
+    value_dim: int
+
+    @property
+    def cached_dim(self) -> int:
+        """Numbers of a position and head in the cache, for K and for V; the shorter of them ends in zeros."""
+        return max(self.head_dim, self.value_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """What modules hand from where masks are made to where they are used."""
+
+    visibility: Visibility
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of attention: q `[N, heads, D]`, k `[N, kv_heads, D]`, v `[N, kv_heads, Dv]`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: float
+    mask: Mask | None
+    sinks: Tensor | None = None
+    softcap: float | None = None
+
+
+class _Attends(Protocol):
+    def attend(self, call: Call) -> Tensor:
+        """`[N, heads, Dv]`"""
+
+
+_PASS: ContextVar[_Attends] = ContextVar("pass")
+_FINAL: ContextVar[Tensor] = ContextVar("final")
+"""What attends in the pass under way in this thread."""
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Mask | None,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in every layer; q, k, v `[N, heads, 1, D]`, the output `[N, 1, heads, Dv]`."""
+    name, is_causal = type(module).__name__, options.get("is_causal")
+    if options.get("position_bias") is not None:
+        raise UnsupportedModelError(f"{name} adds a bias for each distance to its attention scores")
+    if attention_mask is not None and not isinstance(attention_mask, Mask):
+        raise UnsupportedModelError(f"{name} makes attention masks of its own")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise UnsupportedModelError(f"{name} attends tokens that are still to come")
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    call = Call(query[:, :, 0], key[:, :, 0], value[:, :, 0], scale, attention_mask)
+    call = replace(call, sinks=options.get("s_aux"), softcap=options.get("softcap"))
+    return _PASS.get().attend(call).unsqueeze(1), None
+
+
+def _mask(*, mask_function: Callable[..., Tensor], local_size: int | None = None, **_: Any) -> Mask | None:
+    """What transformers calls for each kind of mask of a pass. `local_size` is the window's or the chunk's size."""
+    if local_size is None:
+        return None
+    first = torch.tensor(0)
+
+    def sees(row: Tensor, column: Tensor) -> Tensor:
+        return mask_function(first, first, row, column)
+
+    return Mask(Visibility(local_size, sees))
+
+
+AttentionInterface.register(ATTENTION, _attention)
+AttentionMaskInterface.register(ATTENTION, _mask)
+
+
+@contextmanager
+def attending(by: _Attends) -> Iterator[None]:
+    """Passes of models with our attention are attended by `by`."""
+    token = _PASS.set(by)
+    try:
+        yield
+    finally:
+        _PASS.reset(token)
+
+
+@dataclass(slots=True)
+class Probe:
+    """Attends nothing; keeps what the layers' calls look like."""
+
+    shapes: list[LayerShape] = field(default_factory=list)
+
+    def attend(self, call: Call) -> Tensor:
+        """See `_Attends`."""
+        heads, kv_heads, value_dim = call.query.shape[1], call.key.shape[1], call.value.shape[2]
+        self.shapes.append(LayerShape(heads, kv_heads, call.query.shape[2], value_dim))
+        return call.value.repeat_interleave(heads // kv_heads, dim=1)
+
+
+@dataclass(slots=True)
+class _PagedPass:
+    """The attention of one pass over a cache, layer by layer."""
+
+    inputs: PassInputs
+    kv_cache: KVCache
+    shapes: Sequence[LayerShape]
+    layer: int = 0
+    plans: dict[tuple[AttentionShape, int | None], AttentionPlan] = field(default_factory=dict)
+
+    def attend(self, call: Call) -> Tensor:
+        """See `_Attends`."""
+        shape, cache = self.shapes[self.layer], self.kv_cache.layers[self.layer]
+        self.layer += 1
+        dim = shape.cached_dim
+        q, k, v = (F.pad(x, (0, dim - x.shape[2])) for x in (call.query, call.key, call.value))
+        plan = self._plan(shape, call.mask, q.dtype)
+        write_kv(torch.cat((k, v), dim=1), cache, plan)
+        # Zeros behind q and k change no score.
+        out = paged_attention(q, cache, plan, call.scale, sinks=call.sinks, softcap=call.softcap)
+        return out.view(-1, shape.num_heads, dim)[:, :, : shape.value_dim]
+
+    def _plan(self, layer: LayerShape, mask: Mask | None, dtype: torch.dtype) -> AttentionPlan:
+        shape = AttentionShape(layer.num_heads, layer.num_kv_heads, layer.cached_dim, self.kv_cache.block_size, dtype)
+        # Masks live as long as the pass, so their identity is theirs alone.
+        key = (shape, None if mask is None else id(mask))
+        if key not in self.plans:
+            p = self.inputs
+            visibility = None if mask is None else mask.visibility
+            self.plans[key] = plan_attention(
+                p.positions, p.slots, p.q_start, p.block_table, shape, visibility=visibility
+            )
+        return self.plans[key]
+
+
+def _output_embeddings(model: Any) -> Any:
+    return model.get_output_embeddings()
+
+
+def decoder_name(model: PreTrainedModel) -> str:
+    """What a causal model calls the part that gives final states."""
+    name = next((name for name in (model.base_model_prefix, "model") if name in model._modules), None)
+    if name is None:
+        raise UnsupportedModelError("its decoder cannot be told from its LM head")
+    return name
+
+
+@dataclass
+class _Output(ModelOutput):
+    """What causal models read of their decoder's output."""
+
+    last_hidden_state: Tensor | None = None
+    past_key_values: None = None
+    hidden_states: None = None
+    attentions: None = None
+    cross_attentions: None = None
+    router_logits: None = None
+
+
+class _States(nn.Module):
+    """Stands where a causal model has its decoder, and gives states that are there already."""
+
+    @property
+    def decoder(self) -> _States:
+        """Some models call this part of theirs."""
+        return self
+
+    def forward(self, *_: Any, **__: Any) -> _Output:
+        """Whatever it is fed."""
+        return _Output(last_hidden_state=_FINAL.get())
+
+
+class Head:
+    """From final states to logits by the model's own code, which may scale or cap them."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Shares the weights of `model`, but for a LM head in bf16, of which it has one in fp32: see
+        `Dense.compute_logits`."""
+        self._model = copy.copy(model)
+        modules = dict(model._modules)
+        modules[decoder_name(model)] = _States()
+        output = _output_embeddings(model)
+        name = next((name for name, module in modules.items() if module is output), None)
+        self.dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
+        if model.dtype == torch.bfloat16 and name is not None:
+            # Its weight is that of the embedding where they are tied: a copy.
+            modules[name] = copy.deepcopy(output).float()
+        else:
+            self.dtype = model.dtype
+        self._model.__dict__["_modules"] = modules
+
+    def logits(self, states: Tensor) -> Tensor:
+        """`[L, vocab]` of `[L, hidden]`, fp32 or float64."""
+        ids = torch.zeros((len(states), 1), dtype=torch.int64, device=states.device)
+        # Engines in several threads may share a model.
+        token = _FINAL.set(states.to(self.dtype).unsqueeze(1))
+        try:
+            logits: Tensor = self._model(input_ids=ids, use_cache=False, return_dict=True).logits[:, 0]
+        finally:
+            _FINAL.reset(token)
+        return logits.float() if logits.dtype == torch.bfloat16 else logits
+
+
+@dataclass(frozen=True, slots=True)
+class GenericFacts:
+    """What a model is beside its weights."""
+
+    shapes: tuple[LayerShape, ...]
+    """Of the calls of attention of a pass, in their order."""
+    max_position_embeddings: int
+    eos_token_ids: tuple[int, ...]
+    vocab_size: int
+
+
+class GenericModel(Model):
+    """A causal model of transformers on a CPU, with our attention set."""
+
+    def __init__(self, module: PreTrainedModel, facts: GenericFacts) -> None:
+        """`module` has our attention and must not be written while this lives."""
+        self.module = module
+        self._decoder: Any = getattr(module, decoder_name(module))
+        self._facts = facts
+        self._head = Head(module)
+        self._num_parameters = active_parameters(module)
+
+    @property
+    def vocab_size(self) -> int:
+        """See `Model`; like what follows."""
+        return self._facts.vocab_size
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """See `Model`."""
+        return self._facts.max_position_embeddings
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """See `Model`."""
+        return self._facts.eos_token_ids
+
+    @property
+    def num_parameters(self) -> int:
+        """See `active_parameters`."""
+        return self._num_parameters
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `Model`."""
+        return self.module.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """See `Model`."""
+        return self.module.device
+
+    @property
+    def num_layers(self) -> int:
+        """See `Model`."""
+        layers: int = self.module.config.get_text_config(decoder=True).num_hidden_layers
+        return layers
+
+    def bytes_per_block(self, block_size: int) -> int:
+        """See `Model`."""
+        numbers = sum(2 * shape.num_kv_heads * shape.cached_dim for shape in self._facts.shapes)
+        return numbers * block_size * self.dtype.itemsize
+
+    def allocate_cache(self, num_blocks: int, block_size: int) -> KVCache:
+        """See `Model`. Layers may be of different shapes."""
+        layers = [(shape.num_kv_heads, shape.cached_dim) for shape in self._facts.shapes]
+        return KVCache.of_layers(layers, num_blocks, block_size, self.dtype, self.device)
+
+    def with_buffers(self, max_rows: int, max_seqs: int, num_hidden_layers: int = 0) -> Model:
+        """See `Model`."""
+        return self
+
+    def forward(self, inputs: PassInputs, kv_cache: KVCache, hidden_layers: Sequence[int] = ()) -> HiddenStates:
+        """See `Model`."""
+        with attending(_PagedPass(inputs, kv_cache, self._facts.shapes)):
+            output = self._decoder(
+                input_ids=inputs.input_ids.unsqueeze(1),
+                # A masked row is fed at a position that every model has.
+                position_ids=inputs.positions.clamp(min=0).unsqueeze(1),
+                use_cache=False,
+                output_hidden_states=bool(hidden_layers),
+                return_dict=True,
+            )
+        entries = None
+        if hidden_layers:
+            entries = torch.stack([output.hidden_states[i][:, 0] for i in hidden_layers], dim=1)
+        return HiddenStates(output.last_hidden_state[:, 0], entries)
+
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """See `Model`."""
+        logits = self._head.logits(hidden)
+        return logits if out is None else out.copy_(logits[:, : out.shape[1]])
+
+
+def active_parameters(model: PreTrainedModel) -> int:
+    """Weights that a pass reads for one token: no input embedding that the LM head does not share, and of experts those
+    that a token is sent to."""
+    config = model.config.get_text_config(decoder=True)
+    experts = [getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts")]
+    total = next((count for count in experts if count), None)
+    chosen = getattr(config, "num_experts_per_tok", None)
+    share = chosen / total if total and chosen else 1.0
+    count = sum(p.numel() * (share if ".experts." in name else 1.0) for name, p in model.named_parameters())
+    embedding: Any = model.get_input_embeddings()
+    output = _output_embeddings(model)
+    if output is not None and output.weight is not embedding.weight:
+        count -= embedding.weight.numel()
+    return math.ceil(count)

@@ -1,0 +1,1 @@
+"""Models as one GGUF file: weights, configuration and tokenizer."""

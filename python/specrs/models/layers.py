@@ -1,0 +1,106 @@
+"""What config.json says of single layers: which have a window, and which RoPE each has. Knows no weights."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+from specrs.models.errors import malformed, unsupported
+from specrs.models.registry import Family
+from specrs.models.rope import Rope, RopeFacts, parse_object, parse_rope
+from specrs.models.values import flag, size
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+Windows: TypeAlias = tuple[int | None, ...]
+Ropes: TypeAlias = tuple[Rope | None, ...]
+
+
+def parse_layers(
+    raw: Mapping[str, Any], family: Family, num_layers: int, facts: RopeFacts, rotary_factor: float
+) -> tuple[Rope, Ropes, Windows]:
+    """The model's RoPE, and RoPE and window of each layer, as `ModelConfig` has them.
+
+    Raises UnsupportedModelError and CheckpointError, by field and value.
+    """
+    rotated = _rotated(raw, num_layers) if family.unrotated_layers else (True,) * num_layers
+    kinds, window = _kinds(raw, family, num_layers, facts.max_positions, rotated)
+    windows = tuple(window if kind == SLIDING else None for kind in kinds)
+    if all(size is None for size in windows):
+        windows = ()
+    if family.local_rope_theta is not None:
+        rope, local = _two_ropes(raw, facts, family.local_rope_theta)
+        return rope, tuple(local if kind == SLIDING else rope for kind in kinds), windows
+    rope = parse_rope(raw, facts, rotary_factor)
+    return rope, () if all(rotated) else tuple(rope if has else None for has in rotated), windows
+
+
+def _kinds(
+    raw: Mapping[str, Any], family: Family, num_layers: int, max_positions: int, rotated: tuple[bool, ...]
+) -> tuple[list[str], int | None]:
+    """The kind of each layer, and the window of those that slide; None where it hides nothing."""
+    switched = family.windows in ("switched", "chosen", "unrotated")
+    off = switched and not flag(raw, "use_sliding_window")
+    value = raw.get("sliding_window", family.sliding_window)
+    window = None if off or value is None else size({"sliding_window": value}, "sliding_window")
+    # A window no shorter than the context hides nothing.
+    hides = window is not None and window < max_positions
+    if hides and family.windows is None:
+        raise unsupported("sliding_window", window, "null, or max_position_embeddings or more, for this architecture")
+    if family.windows == "pattern":
+        sliding = _pattern(raw, num_layers)
+        known: tuple[str, ...] = (FULL, SLIDING)
+    else:
+        first = 0
+        if family.windows == "chosen" and raw.get("max_window_layers") != 0:
+            first = size(raw, "max_window_layers", family.max_window_layers)
+        sliding = [hides and i >= first for i in range(num_layers)]
+        if family.windows == "unrotated":
+            sliding = [hides and not has for has in rotated]
+        mixed = family.windows in ("chosen", "unrotated") and window is not None
+        known = (FULL, SLIDING) if mixed else (SLIDING,) if hides else (FULL,)
+    kinds = [SLIDING if slides else FULL for slides in sliding]
+    given = raw.get("layer_types")
+    if given is not None:
+        if not isinstance(given, list) or len(given) != num_layers or any(kind not in known for kind in given):
+            wrong = isinstance(given, list) and [kind for kind in given if kind not in known]
+            names = " or ".join(map(repr, known))
+            raise unsupported("layer_types", wrong or given, f"{names} in every one of {num_layers} layers")
+        kinds = given
+    if window is None and SLIDING in kinds:
+        raise unsupported("sliding_window", value, "a number, because some layers have a window")
+    return kinds, window if hides else None
+
+
+def _pattern(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
+    every = size(raw, "sliding_window_pattern", 6)
+    return [(i + 1) % every != 0 for i in range(num_layers)]
+
+
+def _rotated(raw: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
+    """Whether each layer is rotated."""
+    given = raw.get("no_rope_layers")
+    if given is None:
+        every = size(raw, "no_rope_layer_interval", 4)
+        return tuple((i + 1) % every != 0 for i in range(num_layers))
+    if not isinstance(given, list) or len(given) < num_layers or any(has not in (0, 1) for has in given):
+        raise malformed("no_rope_layers", given, f"a list of 0 and 1, one for each of {num_layers} layers")
+    return tuple(bool(has) for has in given[:num_layers])
+
+
+def _two_ropes(raw: Mapping[str, Any], facts: RopeFacts, local_theta: float) -> tuple[Rope, Rope]:
+    """That of full layers and that of sliding ones: in `rope_parameters` by kind, or in fields of their own."""
+    ropes = raw.get("rope_parameters")
+    if ropes is None:
+        ropes = {FULL: raw.get("rope_scaling")}
+    elif raw.get("rope_scaling") is not None:
+        raise unsupported("rope_scaling", raw["rope_scaling"], "null where rope_parameters is there")
+    if not isinstance(ropes, Mapping) or any(kind not in (FULL, SLIDING) for kind in ropes):
+        raise unsupported("rope_parameters", ropes, f"an object of {FULL} and {SLIDING}")
+    for kind, rope in ropes.items():
+        factor = rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None
+        if factor not in (None, 1):
+            raise unsupported(f"rope_parameters.{kind}.partial_rotary_factor", factor, "1")
+    local = {"rope_theta": raw["rope_local_base_freq"]} if raw.get("rope_local_base_freq") is not None else {}
+    return (
+        parse_object(raw, f"rope_parameters.{FULL}", ropes.get(FULL), facts),
+        parse_object(local, f"rope_parameters.{SLIDING}", ropes.get(SLIDING), replace(facts, theta=local_theta)),
+    )

@@ -1,0 +1,1 @@
+"""Checkpoints of quantized weights: which formats there are, and how each is read."""

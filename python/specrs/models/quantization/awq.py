@@ -1,0 +1,86 @@
+"""AWQ: INT4 by group with zero points, packed along the outputs in an order of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specrs.models.errors import malformed, unsupported
+from specrs.models.quantization.base import (
+    Expected,
+    GroupedFormat,
+    Layer,
+    LinearFormat,
+    Scheme,
+    bits_of,
+    check_zero_scales,
+    groups_of,
+)
+from specrs.models.quantization.gptq import check_group
+from specrs.models.quantization.grouped import Grouped, unpack
+from specrs.models.quantization.modules import is_in, patterns
+from specrs.models.tensors import LM_HEAD
+
+_AT = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where in a word, counted from its lowest bits, the codes of outputs 0 to 7 are."""
+
+
+@dataclass(frozen=True, slots=True)
+class AWQ(GroupedFormat):
+    """`qweight` int32 `[in, out / 8]`, `qzeros` int32 `[groups, out / 8]`, `scales` `[groups, out]`."""
+
+    group: int
+    """Inputs of a group; -1: all."""
+
+    def tensors(self, name: str, out: int, size: int) -> dict[str, Expected]:
+        """See `LinearFormat`; like what follows."""
+        groups = groups_of(name, "group_size", self.group if self.group > 0 else size, size)
+        if out % 8:
+            raise malformed("quantization_config.bits", 4, f"such that a multiple of 8 outputs of {name}")
+        return {
+            "qweight": Expected(((size, out // 8),), ("I32",)),
+            "qzeros": Expected(((groups, out // 8),), ("I32",)),
+            "scales": Expected(((groups, out),)),
+        }
+
+    def grouped(self, layer: Layer) -> Grouped:
+        """See `GroupedFormat`."""
+        codes, zeros = _columns(layer.read("qweight")), _columns(layer.read("qzeros"))
+        values = codes - zeros.repeat_interleave(codes.shape[0] // zeros.shape[0], 0)
+        grouped = Grouped(values.t().contiguous(), layer.scales("scales").t().contiguous())
+        return check_zero_scales(layer, "scales", grouped, by_group=True)
+
+    def coded_bits(self, size: int) -> int | None:
+        """See `LinearFormat`."""
+        return bits_of(("int4", "int8"), self.group, size)
+
+
+def _columns(packed: Tensor) -> Tensor:
+    """`[rows, out / 8]` words as `[rows, out]` codes, int8."""
+    words = unpack(packed, 4, 1).view(*packed.shape, 8)
+    return words[..., list(_AT)].flatten(1).to(torch.int8)
+
+
+def scheme(raw: Mapping[str, Any]) -> Scheme:
+    """The `quantization_config` of `quant_method` awq. Raises UnsupportedModelError or CheckpointError by field."""
+    at = "quantization_config."
+    bits, version = raw.get("bits", 4), str(raw.get("version") or raw.get("format") or "gemm").lower()
+    if bits != 4:
+        raise unsupported(at + "bits", bits, "4")
+    if version != "gemm":
+        raise unsupported(at + "version", version, "'gemm'")
+    if raw.get("zero_point", True) is not True:
+        raise unsupported(at + "zero_point", raw["zero_point"], "true")
+    group = raw.get("group_size", 128)
+    check_group(group)
+    form = AWQ(group)
+    ignored = patterns("modules_to_not_convert", raw.get("modules_to_not_convert"))
+
+    def format_of(name: str) -> LinearFormat | None:
+        return None if f"{name}.weight" == LM_HEAD or is_in(name, ignored) else form
+
+    return Scheme("awq", format_of)

@@ -1,0 +1,223 @@
+"""compressed-tensors: FP8, INT8, packed INT4 and INT8, and FP4 of NVIDIA, by groups of layers. Activations of such
+checkpoints are to be quantized as they arise; here they are not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specrs.errors import CheckpointError
+from specrs.models.errors import malformed, unsupported
+from specrs.models.quantization.base import (
+    Expected,
+    GroupedFormat,
+    Layer,
+    LinearFormat,
+    Scheme,
+    bits_of,
+    check_zero_scales,
+    groups_of,
+)
+from specrs.models.quantization.fp8 import E4M3, Float8, block_of
+from specrs.models.quantization.grouped import Grouped, unpack
+from specrs.models.quantization.modules import is_in, patterns
+
+_FIELD = "quantization_config."
+FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized", "dense")
+
+
+@dataclass(frozen=True, slots=True)
+class Int8(GroupedFormat):
+    """`weight` int8 times `weight_scale`, of all, for each output, or for each group of its inputs."""
+
+    group: int | None
+    """Inputs of a group; 0: all of an output; None: one scale for the matrix."""
+    symmetric: bool
+
+    def tensors(self, name: str, out: int, size: int) -> dict[str, Expected]:
+        """See `LinearFormat`; like what follows."""
+        shapes: tuple[tuple[int, ...], ...] = ((1,), ())
+        if self.group is not None:
+            groups = groups_of(name, "group_size", self.group or size, size)
+            shapes = ((out, groups), (out,)) if groups == 1 else ((out, groups),)
+        made = {"weight": Expected(((out, size),), ("I8",)), "weight_scale": Expected(shapes)}
+        return made if self.symmetric else made | {"weight_zero_point": Expected(shapes, ("I8", "I32", "I64"))}
+
+    def grouped(self, layer: Layer) -> Grouped:
+        """See `GroupedFormat`."""
+        values, scales = layer.read("weight"), _by_output(layer.scales("weight_scale"), layer.shape[0])
+        if not self.symmetric:
+            zeros = _by_output(layer.read("weight_zero_point"), layer.shape[0]).to(torch.int16)
+            values = values - zeros.repeat_interleave(layer.shape[1] // zeros.shape[1], 1)
+        return check_zero_scales(layer, "weight_scale", Grouped(values, scales))
+
+    def coded_bits(self, size: int) -> int | None:
+        """See `LinearFormat`."""
+        return bits_of(("int8",), self.group or 0, size) if self.symmetric else None
+
+
+def _by_output(tensor: Tensor, out: int) -> Tensor:
+    """`[out, groups]` of whatever shape says it."""
+    return (tensor.expand(out) if tensor.numel() == 1 else tensor).reshape(out, -1).contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class PackedInt(GroupedFormat):
+    """`weight_packed` int32 `[out, in * bits / 32]`, lowest bits first, codes plus half their number."""
+
+    bits: int
+    group: int
+    """Inputs of a group; 0: all."""
+    symmetric: bool
+    ordered: bool
+    """Whether `weight_g_idx` says which group an input is of."""
+
+    def tensors(self, name: str, out: int, size: int) -> dict[str, Expected]:
+        """See `LinearFormat`; like what follows."""
+        words = -(-size * self.bits // 32)
+        groups = groups_of(name, "group_size", self.group or size, size)
+        made = {
+            "weight_packed": Expected(((out, words),), ("I32",)),
+            "weight_scale": Expected(((out, groups), (out,)) if groups == 1 else ((out, groups),)),
+            "weight_shape": Expected(((2,),), ("I64", "I32")),
+        }
+        if not self.symmetric:
+            made["weight_zero_point"] = Expected(((-(-out * self.bits // 32), groups),), ("I32",))
+        if self.ordered:
+            made["weight_g_idx"] = Expected(((size,),), ("I32", "I64"), required=False)
+        return made
+
+    def grouped(self, layer: Layer) -> Grouped:
+        """See `GroupedFormat`."""
+        (out, size), half = layer.shape, 1 << self.bits - 1
+        shape = layer.read("weight_shape")
+        if shape.tolist() != [out, size]:
+            raise CheckpointError(f"{layer.folder}: {layer.name}.weight_shape={shape.tolist()}: must be {[out, size]}")
+        codes = unpack(layer.read("weight_packed"), self.bits, 1)[:, :size].to(torch.int16) - half
+        scales = _by_output(layer.scales("weight_scale"), out)
+        groups = scales.shape[1]
+        group_of = torch.arange(size) // (size // groups)
+        ordered = False
+        if self.ordered and layer.has("weight_g_idx"):
+            found = layer.read("weight_g_idx").long()
+            wrong = (found < 0) | (found >= groups)
+            if bool(wrong.any()):
+                raise layer.refused("weight_g_idx", found, wrong, f"must be a group from 0 to {groups - 1}")
+            ordered = not torch.equal(found, group_of)
+            group_of = found
+        if not self.symmetric:
+            zeros = unpack(layer.read("weight_zero_point"), self.bits, 0)[:out].to(torch.int16) - half
+            codes = codes - zeros[:, group_of]
+        return check_zero_scales(layer, "weight_scale", Grouped(codes, scales, group_of if ordered else None))
+
+    def coded_bits(self, size: int) -> int | None:
+        """See `LinearFormat`."""
+        held = (self.symmetric or self.bits == 4) and not self.ordered
+        return bits_of(("int4", "int8")[self.bits == 8 :], self.group, size) if held else None
+
+
+_FP4 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
+"""Twice the numbers of e2m1, by their codes."""
+
+
+@dataclass(frozen=True, slots=True)
+class NVFP4(GroupedFormat):
+    """`weight_packed` uint8 `[out, in / 2]` of e2m1, lower half first; `weight_scale` e4m3 by 16 inputs, divided by
+    `weight_global_scale`."""
+
+    def tensors(self, name: str, out: int, size: int) -> dict[str, Expected]:
+        """See `LinearFormat`; like what follows."""
+        return {
+            "weight_packed": Expected(((out, size // 2),), ("U8",)),
+            "weight_scale": Expected(((out, groups_of(name, "group_size", 16, size)),), (E4M3,)),
+            "weight_global_scale": Expected(((1,), ()), ("F32",)),
+        }
+
+    def grouped(self, layer: Layer) -> Grouped:
+        """See `GroupedFormat`."""
+        packed = layer.read("weight_packed")
+        codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
+        scales = layer.scales("weight_scale") / layer.scales("weight_global_scale", zero=False).view(1) / 2
+        # zeros are allowed: a group of small numbers has a scale that e4m3 rounds to 0
+        return Grouped(_FP4[codes.long()], scales)
+
+    def coded_bits(self, size: int) -> int | None:
+        """See `LinearFormat`."""
+        return bits_of(("int8",), 16, size)
+
+
+def scheme(raw: Mapping[str, Any]) -> Scheme:
+    """The `quantization_config` of `quant_method` compressed-tensors. Raises UnsupportedModelError or CheckpointError
+    by field."""
+    status = raw.get("quantization_status", "compressed")
+    if status not in ("compressed", "frozen"):
+        raise unsupported(_FIELD + "quantization_status", status, "'compressed'")
+    for field in ("transform_config", "sparsity_config"):
+        value = raw.get(field)
+        if value and not (isinstance(value, Mapping) and value.get("format") == "dense"):
+            raise unsupported(_FIELD + field, value, "null")
+    groups = raw.get("config_groups")
+    if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
+        raise malformed(_FIELD + "config_groups", groups, "an object of objects with targets and weights")
+    ignored = patterns("ignore", raw.get("ignore"))
+    made: list[tuple[tuple[str, ...], LinearFormat | None]] = []
+    for key, group in groups.items():
+        targets = patterns(f"config_groups.{key}.targets", group.get("targets"))
+        made.append((targets, _format(f"{_FIELD}config_groups.{key}.", group, raw.get("format"))))
+
+    def format_of(name: str) -> LinearFormat | None:
+        if is_in(name, ignored) or "Linear" in ignored:
+            return None
+        named = [form for targets, form in made if is_in(name, targets)]
+        return next(iter(named or [form for targets, form in made if "Linear" in targets]), None)
+
+    unused = (".input_scale", ".input_zero_point", ".input_global_scale", ".output_scale", ".k_scale", ".v_scale")
+    return Scheme("compressed-tensors", format_of, unused)
+
+
+def _format(at: str, group: Mapping[str, Any], overall: object) -> LinearFormat | None:
+    weights, form = group.get("weights"), group.get("format") or overall or "dense"
+    if form not in FORMATS:
+        raise unsupported(at + "format" if group.get("format") else _FIELD + "format", form, ", ".join(FORMATS))
+    if group.get("output_activations") is not None:
+        raise unsupported(at + "output_activations", group["output_activations"], "null")
+    if weights is None or form == "dense":
+        return None
+    if not isinstance(weights, Mapping):
+        raise malformed(at + "weights", weights, "an object, or null")
+    at += "weights."
+    bits, kind, strategy = weights.get("num_bits"), weights.get("type", "int"), weights.get("strategy")
+    size = weights.get("group_size")
+    if strategy is None:  # as the format's own reader has it
+        strategy = "tensor" if size is None else "channel" if size == -1 else "group"
+    if weights.get("dynamic"):
+        raise unsupported(at + "dynamic", weights["dynamic"], "false")
+    symmetric = weights.get("symmetric", True)
+    if strategy in ("group", "tensor_group") and (type(size) is not int or size < 1):
+        raise malformed(at + "group_size", size, "an integer of at least 1")
+    if (kind, bits) == ("float", 8) and form in ("float-quantized", "naive-quantized"):
+        if not symmetric or strategy not in ("tensor", "channel", "block"):
+            raise unsupported(at + "strategy", strategy, "'tensor', 'channel' or 'block', symmetric")
+        block = block_of(at + "block_structure", weights.get("block_structure")) if strategy == "block" else None
+        if strategy == "block" and block is None:
+            raise malformed(at + "block_structure", None, "two integers of at least 1: outputs and inputs of a block")
+        return Float8(block=block, channel=strategy == "channel")
+    if (kind, bits) == ("float", 4) and form == "nvfp4-pack-quantized":
+        if size != 16:
+            raise unsupported(at + "group_size", size, "16")
+        return NVFP4()
+    groups = {"channel": 0, "group": size}
+    if (kind, bits) == ("int", 8) and form in ("int-quantized", "naive-quantized"):
+        if strategy != "tensor" and strategy not in groups:
+            raise unsupported(at + "strategy", strategy, "'tensor', 'channel' or 'group'")
+        return Int8(groups.get(strategy), symmetric)
+    if kind == "int" and bits in (4, 8) and form == "pack-quantized":
+        if strategy not in groups:
+            raise unsupported(at + "strategy", strategy, "'channel' or 'group'")
+        return PackedInt(bits, groups[strategy] or 0, symmetric, bool(weights.get("actorder")))
+    allowed = "float of 8, int of 8, packed int of 4 or 8 bits, or FP4 of NVIDIA, each in a format of its own"
+    raise unsupported(at + "num_bits", f"{bits} of type {kind!r} in format {form!r}", allowed)

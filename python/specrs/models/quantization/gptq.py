@@ -1,0 +1,105 @@
+"""GPTQ: INT4 or INT8 by group, packed along the inputs; groups perhaps in the order in which inputs were quantized."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from specrs.models.errors import malformed, unsupported
+from specrs.models.quantization.base import (
+    Expected,
+    GroupedFormat,
+    Layer,
+    LinearFormat,
+    Scheme,
+    bits_of,
+    check_zero_scales,
+    groups_of,
+)
+from specrs.models.quantization.grouped import Grouped, unpack
+from specrs.models.quantization.modules import is_in, patterns
+from specrs.models.tensors import LM_HEAD
+
+
+@dataclass(frozen=True, slots=True)
+class GPTQ(GroupedFormat):
+    """`qweight` int32 `[in * bits / 32, out]`, `qzeros` `[groups, out * bits / 32]`, `scales` `[groups, out]`,
+    `g_idx` `[in]`."""
+
+    bits: int
+    group: int
+    """Inputs of a group; -1: all."""
+    desc_act: bool
+    offset: int
+    """What is added to stored zero points: 1 in the first version of the format."""
+
+    def tensors(self, name: str, out: int, size: int) -> dict[str, Expected]:
+        """See `LinearFormat`; like what follows."""
+        each = 32 // self.bits
+        groups = groups_of(name, "group_size", self.group if self.group > 0 else size, size)
+        for wrong, field in ((size % each, "inputs"), (out % each, "outputs")):
+            if wrong:
+                raise malformed(
+                    "quantization_config.bits", self.bits, f"such that a multiple of {each} {field} of {name}"
+                )
+        return {
+            "qweight": Expected(((size // each, out),), ("I32",)),
+            "qzeros": Expected(((groups, out // each),), ("I32",)),
+            "scales": Expected(((groups, out),)),
+            "g_idx": Expected(((size,),), ("I32",), required=self.desc_act),
+        }
+
+    def grouped(self, layer: Layer) -> Grouped:
+        """See `GroupedFormat`."""
+        scales = layer.scales("scales").t().contiguous()
+        groups, size = scales.shape[1], layer.shape[1]
+        group_of = None
+        each = torch.arange(size) // (size // groups)
+        if layer.has("g_idx"):
+            group_of = layer.read("g_idx").long()
+            wrong = (group_of < 0) | (group_of >= groups)
+            if bool(wrong.any()):
+                raise layer.refused("g_idx", group_of, wrong, f"must be a group from 0 to {groups - 1}")
+            if torch.equal(group_of, each):
+                group_of = None
+        codes = unpack(layer.read("qweight"), self.bits, 0).t().to(torch.int16)
+        zeros = unpack(layer.read("qzeros"), self.bits, 1).t().to(torch.int16) + self.offset
+        values = codes - zeros[:, each if group_of is None else group_of]
+        return check_zero_scales(layer, "scales", Grouped(values, scales, group_of), by_group=True)
+
+    def coded_bits(self, size: int) -> int | None:
+        """See `LinearFormat`."""
+        return None if self.desc_act else bits_of(("int4", "int8")[self.bits == 8 :], self.group, size)
+
+
+def scheme(raw: Mapping[str, Any]) -> Scheme:
+    """The `quantization_config` of `quant_method` gptq. Raises UnsupportedModelError or CheckpointError by field."""
+    at = "quantization_config."
+    bits, group, layout = raw.get("bits"), raw.get("group_size", 128), raw.get("checkpoint_format", "gptq")
+    if bits not in (4, 8):
+        raise unsupported(at + "bits", bits, "4 or 8")
+    check_group(group)
+    if layout not in ("gptq", "gptq_v2", None):
+        raise unsupported(at + "checkpoint_format", layout, "'gptq' or 'gptq_v2'")
+    if raw.get("dynamic"):
+        raise unsupported(at + "dynamic", raw["dynamic"], "null: the same for all layers")
+    if raw.get("pack_dtype", "int32") != "int32":
+        raise unsupported(at + "pack_dtype", raw["pack_dtype"], "'int32'")
+    form = GPTQ(bits, group, bool(raw.get("desc_act")), 0 if layout == "gptq_v2" else 1)
+    ignored = patterns("modules_to_not_convert", raw.get("modules_to_not_convert"))
+
+    def format_of(name: str) -> LinearFormat | None:
+        if f"{name}.weight" == LM_HEAD and not raw.get("lm_head"):
+            return None
+        return None if is_in(name, ignored) else form
+
+    return Scheme("gptq", format_of)
+
+
+def check_group(group: object) -> None:
+    """Raises CheckpointError for a `group_size` that is none."""
+    if type(group) is not int or not (group == -1 or group > 0):
+        raise malformed("quantization_config.group_size", group, "an integer of at least 1, or -1 for all inputs")

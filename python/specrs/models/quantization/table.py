@@ -1,0 +1,128 @@
+"""The table of quantized formats: which there are, how each is read, and what each becomes on which device.
+
+What `quantization=` may say follows from it: None reads what the checkpoint says, a method must be the checkpoint's
+own, and fp8, int8 and int4 of weights that are not quantized quantize them as they are loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specrs.errors import UnsupportedConfigError, invalid
+from specrs.models.checkpoint import read_json, resolve_folder
+from specrs.models.errors import malformed, unsupported
+from specrs.models.gguf.checkpoint import gguf_path
+from specrs.models.gguf.file import PLAIN, open_gguf
+from specrs.models.quantization import awq, compressed_tensors, fp8, gptq
+from specrs.models.quantization.base import Scheme
+
+METHODS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
+    "fp8": fp8.scheme,
+    "compressed-tensors": compressed_tensors.scheme,
+    "gptq": gptq.scheme,
+    "awq": awq.scheme,
+}
+"""What reads a `quantization_config`, by its `quant_method`."""
+GGUF = "gguf"
+AT_LOAD = ("fp8", "int8", "int4")
+"""What weights that are not quantized can be made as they are loaded."""
+FIELDS = ("quantization_config", "compression_config")
+"""Where config.json has it; older checkpoints of compressed-tensors use the second name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A row of the table in docs/supported.md."""
+
+    method: str
+    weights: str
+    cpu: str
+    """What the native pass of a CPU reads. `enforce_eager` and float64 read numbers, always."""
+    cuda: str
+    """What the kernels of a GPU read; numbers are of the model's dtype."""
+
+
+_BF16 = "bf16, made at load"
+_NUMBERS = "numbers, made at load"
+_FP8 = "FP8 codes"
+_CODES_4, _CODES_8 = "INT4 codes", "INT8 codes"
+TABLE = (
+    Format("fp8", "e4m3, a scale for each block (Qwen3-FP8) or for the matrix", _BF16, _FP8),
+    Format("compressed-tensors", "FP8: a scale for the matrix, each output or each block", _BF16, _FP8),
+    Format("compressed-tensors", "INT8 (W8A8, W8A16), symmetric", _CODES_8, _CODES_8),
+    Format("compressed-tensors", "INT8, not symmetric", _BF16, _NUMBERS),
+    Format("compressed-tensors", "packed INT4 by group or output, symmetric", _CODES_4, _CODES_4),
+    Format("compressed-tensors", "packed INT4, not symmetric", _CODES_8, _CODES_4),
+    Format("compressed-tensors", "packed INT8, symmetric", _CODES_8, _CODES_8),
+    Format("compressed-tensors", "packed, act-order (`weight_g_idx`)", _BF16, _NUMBERS),
+    Format("compressed-tensors", "NVFP4", _CODES_8, _CODES_8),
+    Format("gptq", "4 bit, symmetric", _CODES_4, _CODES_4),
+    Format("gptq", "4 bit, not symmetric", _CODES_8, _CODES_4),
+    Format("gptq", "8 bit, symmetric", _CODES_8, _CODES_8),
+    Format("gptq", "`desc_act` with groups out of order", _BF16, _NUMBERS),
+    Format("awq", "4 bit, gemm order", _CODES_8, _CODES_4),
+    Format("gguf", "F32, F16, BF16", "as the file has them", _NUMBERS),
+    Format("gguf", "Q4_0", _CODES_4, _CODES_4),
+    Format("gguf", "Q8_0, Q6_K", _CODES_8, _CODES_8),
+    Format("gguf", "Q4_1, Q5_0, Q5_1, Q2_K to Q5_K, IQ and other types that the package `gguf` reads", _BF16, _NUMBERS),
+    Format("int4, int8", "any of 16 or 32 bit, quantized at load", "INT4 or INT8 codes", "refused"),
+    Format("fp8", "any of 16 or 32 bit, quantized at load", _BF16, _FP8),
+)
+
+
+def scheme_of(raw: Mapping[str, Any]) -> Scheme | None:
+    """What config.json says of quantized weights; None: there are none. Raises UnsupportedModelError for an unknown
+    `quant_method`, else as its reader."""
+    field = next((name for name in FIELDS if raw.get(name) is not None), None)
+    if field is None:
+        return None
+    given = raw[field]
+    if not isinstance(given, Mapping):
+        raise malformed(field, given, "an object")
+    method = given.get("quant_method", "compressed-tensors" if field == FIELDS[1] else None)
+    if not isinstance(method, str) or method not in METHODS:
+        raise unsupported(f"{field}.quant_method", method, ", ".join(METHODS))
+    return METHODS[method](given)
+
+
+def method_of(source: str | Path, revision: str | None) -> str | None:
+    """The method of the checkpoint's quantized weights; None where it has none. Raises as `scheme_of`."""
+    file = gguf_path(source, revision)
+    if file is not None:
+        plain = all(info.kind in PLAIN for info in open_gguf(file).tensors.values())
+        return None if plain else GGUF
+    scheme = scheme_of(read_json(resolve_folder(source, revision, weights=False) / "config.json"))
+    return None if scheme is None else scheme.method
+
+
+def resolve_quantization(
+    field: str, given: str | None, source: str, revision: str | None, device: str, *, load_format: str = "auto"
+) -> str | None:
+    """What weights are quantized to as they are loaded: `given` of `field`, or None where the checkpoint's own hold.
+
+    Random weights (`dummy`) are numbers, whatever the checkpoint holds; its own method is no contradiction.
+
+    Raises UnsupportedConfigError where the two contradict each other, and for a device that serves neither.
+    """
+    method = None if load_format == "dummy" and given in (None, *AT_LOAD) else method_of(source, revision)
+    if given is None or given == method:
+        return None
+    if method is not None:
+        reason = f"contradicts {source}, whose weights are quantized by {method!r}; allowed: None or {method!r}"
+        raise invalid(UnsupportedConfigError, field, given, reason)
+    if given not in AT_LOAD:
+        reason = (
+            f"contradicts {source}, whose weights are not quantized; allowed: None, {', '.join(map(repr, AT_LOAD))}"
+        )
+        raise invalid(UnsupportedConfigError, field, given, reason)
+    return given
+
+
+def table() -> str:
+    """The table in Markdown, as docs/supported.md has it."""
+    lines = ["| `quantization` | weights | on a CPU they stay, or become | on a GPU |", "| --- | --- | --- | --- |"]
+    lines += [f"| `{row.method.replace(', ', '`, `')}` | {row.weights} | {row.cpu} | {row.cuda} |" for row in TABLE]
+    return "\n".join(lines)
