@@ -23,6 +23,7 @@ __all__ = [
     "FINISH_STOP",
     "FLAG_CAPACITY",
     "FLAG_DRAFT_NON_FINITE",
+    "FLAG_NOTHING_DRAFTED",
     "FLAG_TARGET_NON_FINITE",
     "GREEDY_BELOW",
     "HEADER_FIELDS",
@@ -38,6 +39,7 @@ __all__ = [
     "PURPOSE_GUMBEL",
     "PURPOSE_RECOVER",
     "STEPS",
+    "UNKNOWN_BELOW",
     "AcceptanceTracker",
     "AllBlocksCleared",
     "BlockHasher",
@@ -76,6 +78,7 @@ __all__ = [
     "SpeculationPlanner",
     "SuffixCache",
     "SuffixDrafter",
+    "TextDrafter",
     "TokenDecoder",
     "UnknownRequestError",
     "philox_gumbel",
@@ -99,6 +102,9 @@ LOGPROBS_ALL: Final[int]
 """`admit_logprobs` and `admit_prompt_logprobs` of a request that wants those of the whole vocabulary."""
 GREEDY_BELOW: Final[float]
 """Temperatures under this are greedy: logits divided by less could overflow."""
+UNKNOWN_BELOW: Final[float]
+"""How far below a row's least logit the ids are put that a drafter with ids of its own does not know: probability 0 in
+float32 at temperatures up to 96, and finite."""
 PLAN_IDLE: Final[int]
 """`Scheduler.plan`: nothing to do and nothing in flight."""
 PLAN_LAUNCH: Final[int]
@@ -112,6 +118,8 @@ FLAG_DRAFT_NON_FINITE: Final[int]
 """Result flag (bit 1): the draft's logits were not finite; the request goes on without drafts."""
 FLAG_CAPACITY: Final[int]
 """Result flag (bit 2): a position lay beyond the row's capacity; the request ends with `FINISH_ERROR`."""
+FLAG_NOTHING_DRAFTED: Final[int]
+"""Result flag (bit 3): the drafter on the device was asked, and had nothing to propose; counts as a draft in vain."""
 
 FINISH_NONE: Final[int]
 """Finish reason: the request goes on."""
@@ -257,6 +265,17 @@ class HiddenDrafter:
     @property
     def max_draft_lag(self) -> int:
         """Positions that its KV may lag behind n for it to go on from there."""
+
+@final
+class TextDrafter:
+    """A model on the device with a tokenizer of its own, that reads and writes text (SLEM).
+
+    Its KV is its own affair, outside the target's blocks: there is nothing to catch up. How many drafts its text comes
+    to is known when it is written, so `num_drafted` may be less than the entry's K.
+    """
+
+    def __new__(cls) -> TextDrafter:
+        """What a `Scheduler` must know of it: nothing."""
 
 @final
 class NgramProposer:
@@ -455,10 +474,12 @@ class Scheduler:
         num_speculative_tokens: int = 0,
         drafter: CachedDrafter
         | HiddenDrafter
+        | TextDrafter
         | NgramProposer
         | SuffixDrafter
-        | Sequence[CachedDrafter | HiddenDrafter | NgramProposer | SuffixDrafter]
+        | Sequence[CachedDrafter | HiddenDrafter | TextDrafter | NgramProposer | SuffixDrafter]
         | None = None,
+        sliding_window: int | None = None,
         max_in_flight: int = 1,
         max_constraint_len: int = 0,
         logits_dtype: str = "float32",
@@ -482,6 +503,9 @@ class Scheduler:
             drafter: what proposes drafts; with None nothing drafts. One on the host (`NgramProposer`, `SuffixDrafter`)
                 is asked by `plan`, which writes its drafts into the record, and needs `max_in_flight=1`. Of several, at
                 most one of each kind, each request has in each launch the one that promises the most.
+            sliding_window: the last positions that a query attends to, its own among them, where all layers of the
+                target and of what drafts in its blocks have a window: the largest of these, at least 2. Blocks behind
+                it come back while their request goes on. None: some layer attends to all positions.
             max_in_flight: launches that may be planned and not yet settled, 1 to 1024.
             max_constraint_len: elements (W) that a request's allowed_token_ids, logit_bias and bad words may take in a
                 record, and those of all that a launch admits: an id one, a bias two, a bad word one and its tokens.
@@ -526,20 +550,23 @@ class Scheduler:
         prefill_token [C], prefill_position [C], prefill_slot [C], prefill_q_start [R + 1]: the chunks' rows, flat.
         draft_chunk_row [R], draft_chunk_start [R], draft_chunk_len [R], draft_q_start [R + 1], draft_position,
             draft_slot: draft catch-up chunks; their tokens are in row state, and afterwards the row's draft_len is
-            start + len, also where len is 0. Slot -1: do not write.
+            start + len, also where len is 0. Slot -1: do not write. draft_chunk_k_start [R]: from this chunk on the
+            row's drafter reads KV from this position on; 0 without a window.
         entry_drafter [R]: whose drafts an entry has, `DRAFTER_*`.
         draft_token [R, K]: drafts of drafters on the host, those of entry i from element i * K on; empty without one.
         admit_row [R], admit_request_id [R], admit_num_tokens [R], admit_prompt_len [R] (less than num_tokens after a
             preemption), admit_draft_len [R], admit_limit [R], admit_num_cached [R]: requests that get their row in this
             launch, before its chunks run.
         admit_min_len [R] (stop tokens count from this position on), admit_stop_ids [R, MAX_STOP_IDS] (-1 behind them).
+        admit_salt [R]: equal for requests of the same `cache_salt`, and for no others; different in each scheduler.
         admit_seed [R], admit_steps [R] (`STEPS`), admit_params [R, len(PARAM_COLUMNS)] (bits of float64),
             admit_logprobs [R], admit_prompt_logprobs [R]: what they ask of sampling.
         admit_num_allowed [R] (-1: all are), admit_num_biases [R], admit_num_bad_words [R], admit_constraint_start
             [R + 1]: parts of `constraint` [W], which has of one request after the other its allowed ids, ids with a
             bias, the biases as bits of float64, the lengths of bad words, their tokens.
         upload_token: all tokens of the admitted requests, one request after the other.
-        block_row, block_index, block_id: block table updates, `table[row, index] = id`.
+        block_row, block_index, block_id: block table updates, `table[row, index] = id`. Entries behind a row's window
+            stay as they are, and are read no more.
         preempted_request_id [R]: requests that lost their row in this plan.
         """
 
@@ -701,6 +728,10 @@ class Scheduler:
     def num_blocks(self) -> int:
         """Blocks of the pool."""
 
+    def least_blocks(self, limit: int) -> int:
+        """Blocks without which a request of `limit` tokens does not get there, alone in the pool: fewer than its
+        positions take where `sliding_window` lets blocks come back. Raises InvalidConfigError for a negative limit."""
+
     @property
     def num_preemptions(self) -> int:
         """Times a running request went back to waiting."""
@@ -722,12 +753,41 @@ class Scheduler:
             InvalidConfigError: there is no such drafter.
         """
 
-    def set_draft_costs(self, pass_cost: float, row_cost: float) -> None:
-        """What drafts cost, as shares of a launch without any: a drafting pass on the device, and a verification row.
-        Where there are several drafters each request's is chosen by them. Mutates.
+    def draft_errors_of(self, drafter: int) -> tuple[int, str | None]:
+        """How often a drafter on the host, `DRAFTER_NGRAM` or `DRAFTER_SUFFIX`, has failed, and how it did last. Each
+        time cost the drafts of one request in one launch. Of `DRAFTER_DEVICE` its host knows: (0, None).
 
         Raises:
-            InvalidConfigError: a cost is not finite and at least 0.
+            InvalidConfigError: there is no such drafter.
+        """
+
+    def draft_kv_not_written(self, blocks: NDArray[np.int64]) -> None:
+        """Takes it that the device has not written the draft KV that a launch was to write into `blocks` `[N]`: the
+        launch planned last, or, behind prompt chunks for a head that reads hidden states, the one before it. To be
+        told before the next `plan`.
+
+        A draft model catches up from there; a head starts anew, with every request that shares one of the blocks. No
+        block among them keeps its draft mark. Mutates.
+
+        Raises:
+            InvalidBlockError: one is not in the pool; nothing has changed then.
+        """
+
+    def pause_drafting(self, launches: int) -> None:
+        """Lets the next `launches` launches draft nothing on the device, nor write draft KV; drafters on the host go
+        on. 0 ends a pause. Mutates.
+
+        Raises:
+            InvalidConfigError: it is below 0.
+        """
+
+    def set_draft_costs(self, pass_cost: float, row_costs: Sequence[float], catch_up_cost: float) -> None:
+        """What drafts cost, as shares of a launch without any: a drafting pass on the device, verifying 1, 2, .. K
+        drafts, and a position of a chunk that closes the lag of draft KV, at least a pass for all of them. Where there
+        are several drafters each request's is chosen by them. Mutates.
+
+        Raises:
+            InvalidConfigError: a cost is not finite and at least 0, or `row_costs` are not K.
         """
 
     def reset_prefix_cache(self) -> bool:
@@ -782,7 +842,8 @@ class RequestView:
 
     @property
     def block_table(self) -> NDArray[np.int64]:
-        """`[blocks]` int64, a copy: its blocks, position by position; empty while it waits."""
+        """`[blocks]` int64, a copy: its blocks, position by position, -1 where they came back behind its
+        window; empty while it waits."""
 
 @final
 class BlockStored:
@@ -1348,13 +1409,15 @@ class CpuWeights:
             tuple[NDArray[np.generic] | tuple[NDArray[np.generic], NDArray[np.generic]], NDArray[np.generic] | None]
         ],
         frequencies: NDArray[np.float32],
-        hidden_norm: NDArray[np.generic] | None = None,
-        norm_before_residual: bool = False,
+        head: Mapping[str, object] | None = None,
+        rotations: tuple[list[tuple[list[float], float]], list[int | None]] | None = None,
+        multipliers: tuple[float, float, float] | None = None,
     ) -> CpuWeights:
         """A decoder's weights; sizes by the names of config.json.
 
         A projection is a list of `(weight, bias or None)`, `[out_i, in]` and `[out_i]`: features above each other. A
-        weight is an array, or `(codes, scales)` as `quantize_weight` writes them.
+        weight is an array, or `(codes, scales)` as `quantize_weight` writes them; codes may also be -128 and -8, scales
+        float32, and INT8 have a scale for each group `[out, groups]` of a multiple of 16 inputs.
 
         Args:
             embedding: `[vocab_size, hidden_size]`.
@@ -1362,11 +1425,19 @@ class CpuWeights:
                 `[head_dim]` or None; the projections `qkv` (all heads of q, then k, then v), `o`, `gate_up`, `down`.
             final_norm: `[hidden_size]`.
             lm_head: a projection from hidden_size to vocab_size.
-            hidden_norm: `[hidden_size]`, makes it an EAGLE-3 head: one layer, whose `qkv` has 2 * hidden_size inputs,
-                the normed embedding and the hidden state that passes are fed, normed with this; `lm_head` may have any
-                number of ids.
-            norm_before_residual: of such a head: its residual is the normed hidden state.
             frequencies: `[head_dim / 2]`, the angle of each rotated pair at position 1.
+            head: makes it an EAGLE-3 head: one layer, whose `qkv` has 2 * hidden_size inputs, the normed embedding and
+                the hidden state that passes are fed, normed; `lm_head` may have any number of ids. `hidden_layers`: L
+                layers of the target at whose entry it reads hidden states; `fc`: a projection of all of them to
+                hidden_size; `fc_norm`: `[L * the target's hidden_size]` or None, a norm of what `fc` is fed, with
+                `fc_norm_each` of each layer's state by itself; `hidden_norm`: `[hidden_size]`; `norm_before_residual`:
+                its residual is the normed hidden state; `norm_output`: it leaves its states behind the final norm to
+                the next pass; `target_ids`: the target's id of each of its own, ascending.
+            rotations: in place of `frequencies`, where layers rotate in several ways, or a part of a head: pairs of
+                frequencies `[P]`, of the first 2 P features, and what their cosines and sines are multiplied by; then
+                for each layer which of them it has, or None. None: `frequencies` in all layers.
+            multipliers: of embeddings, of what attention and MLP add to the residual stream, and of attention scores.
+                None: 1, 1 and 1 / sqrt(head_dim).
 
         Raises:
             InvalidConfigError: a size is negative.
@@ -1393,8 +1464,14 @@ class CpuDecoder:
     A row's sums have one order, whatever the other rows and the threads: its numbers are the same bits.
     """
 
-    def __new__(cls, weights: CpuWeights, pool: CpuPool) -> CpuDecoder:
-        """A decoder of these weights on these threads, both of which others may share."""
+    def __new__(cls, weights: CpuWeights, pool: CpuPool, *, bf16_rows: bool = False) -> CpuDecoder:
+        """A decoder of these weights on these threads, both of which others may share.
+
+        With `bf16_rows` rows are rounded to bf16 before every product, whose sums then have one order of their own.
+
+        Raises:
+            InvalidBufferError: a matrix that is not bf16, or has inputs that are no multiple of 32, with `bf16_rows`.
+        """
 
     def forward(
         self,
@@ -1420,14 +1497,22 @@ class CpuDecoder:
             block_table: `[B, max_blocks]`.
             hidden: `[N, hidden_size]`, written.
             hidden_layers: L layers; their number itself is behind the last, before the final norm.
-            entries: `[N, L, hidden_size]`, written: the residual stream where it enters those layers.
-            beside: `[N, hidden_size]`, for weights with a `hidden_norm` and only for them: each row's hidden state.
+            entries: `[N, L, hidden_size]`, written: the residual stream where it enters those layers; at layer 1 of a
+                head what its next pass is fed.
+            beside: `[N, hidden_size]`, for a head and only for it: each row's hidden state.
             k_start: `[B]`, with `beside`: the first position that a request's rows attend, none of which is before it;
                 None: 0.
 
         Raises:
             InvalidBufferError: an array has the wrong dtype, layout or size, or names a token, position, slot, block or
                 layer that does not exist; nothing is written.
+        """
+
+    def fuse(self, states: NDArray[np.float32], out: NDArray[np.float32]) -> None:
+        """Of a head: the target's hidden states `[N, L, its hidden_size]` as its own, into `out` `[N, hidden_size]`.
+
+        Raises:
+            InvalidBufferError: an array has the wrong dtype, layout or size, or this is no head; nothing is written.
         """
 
     def logits(self, hidden: NDArray[np.float32], logits: NDArray[np.float32]) -> None:
@@ -1475,8 +1560,10 @@ class CpuIteration:
             state: R = max_num_seqs. `num_tokens`, `draft_len`, `limit`, `min_len`, `prompt_len`, `seeds` `[R + 1]`
                 int64; `active` `[R + 1]` bool; `tokens` `[R + 1, max_model_len + 1]`, `block_table`
                 `[R + 1, max_blocks]`, `stop_ids` `[R + 1, MAX_STOP_IDS]` int64; `params`
-                `[R + 1, len(PARAM_COLUMNS)]` float32. They are kept alive, and written by `run`.
-            draft: of a scheduler with a `CachedDrafter`.
+                `[R + 1, len(PARAM_COLUMNS)]` float32. With a `HiddenDrafter` `hidden_states`
+                `[R + 1, max_draft_lag * numbers of a position]` float32, `hidden_start` and `draft_start` `[R + 1]`
+                int64. They are kept alive, and written by `run`.
+            draft: of a scheduler with a `CachedDrafter`, or an EAGLE-3 head of one with a `HiddenDrafter`.
             rule: `rejection` or `coupled`, for requests that sample.
             rates: `[K]`; drafts stand at these unconditional rates by position, whatever the models say: for timing.
 
@@ -1485,16 +1572,25 @@ class CpuIteration:
             InvalidBufferError: an array of `state` has the wrong dtype, layout or shape, or is missing.
         """
 
-    def run(self, record: NDArray[np.int64], results: NDArray[np.int64]) -> tuple[int, int]:
+    def run(
+        self, record: NDArray[np.int64], results: NDArray[np.int64]
+    ) -> tuple[int, int, tuple[SpecrsError, NDArray[np.int64]] | None]:
         """Executes the launch planned in `record`; writes row state, both KV caches, and what it reports to `results`.
 
+        What prompt chunks leave to a head is fed to it by the next call, so that no first token waits for it.
+
         Returns:
-            Passes of the target and of the draft.
+            Passes of the target and of the draft; and where the draft's failed, so that the launch has gone on without
+            their drafts, why, and the blocks for `Scheduler.draft_kv_not_written`, ascending.
 
         Raises:
             InvalidBufferError: a buffer has the wrong dtype or size, or a record names what does not exist; row state
                 may have been written.
         """
+
+    def feed_behind(self) -> tuple[int, tuple[SpecrsError, NDArray[np.int64]] | None]:
+        """Feeds to a head what the last launch has left to it; how many passes that took, and what failed, as of
+        `run`."""
 
 @final
 class CostModel:

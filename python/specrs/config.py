@@ -30,6 +30,8 @@ DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
 _DTYPE_ALIASES = {"float": "float32", "double": "float64", "half": "float16", "fp32": "float32", "bf16": "bfloat16"}
 DEFAULT_CPU_KV_CACHE_BYTES = 4 << 30
 """Bytes of KV cache on a CPU unless told otherwise. The pool is mapped lazily, so unused blocks cost no memory."""
+CPU_PREFILLS = ("exact", "torch")
+MODEL_IMPLS = ("auto", "specrs", "transformers")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 
 
@@ -37,13 +39,18 @@ LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed
 class EngineConfig:
     """Everything an engine is told at its start. Immutable and checked at construction; `from_kwargs` reads `LLM(...)`.
 
-    `model`: folder or hub id; None is the bundled target. `tokenizer`, `tokenizer_revision`: None is the model's.
+    `model`: folder, hub id or GGUF file; None is the bundled target. `tokenizer`, `tokenizer_revision`: None is the
+    model's.
     `device`: `auto` (a GPU if there is one that serves), `cpu`, `cuda` or `cuda:N`. `dtype`: of weights and KV cache;
     `auto` is the checkpoint's. `load_format`: `dummy` fills weights with random numbers, so that a model's speed can be
     measured where its weights are not at hand.
-    `quantization`: `int8` or `int4` quantizes the projections of the target's layers as they are loaded, for the native
-    pass of a CPU: INT8 with a scale for each output, INT4 with one for 128 inputs (64 or 32 where 128 does not divide
-    them). The text is that of the quantized model. Embedding and LM head are kept as they are.
+    `model_impl`: `specrs` computes models by our own decoders, `transformers` by transformers' modules over our KV
+    cache, on a CPU; `auto` takes the first for the families that it knows (docs/supported.md) and the second for all
+    others. It holds for target and draft alike.
+    `quantization`: None is what the checkpoint says; its own method (`fp8`, `compressed-tensors`, `gptq`, `awq`,
+    `gguf`) may be named, too. Where its weights are not quantized, `fp8`, `int8` and `int4` quantize the projections of
+    the target's layers as they are loaded: FP8 and INT8 with a scale for each output, INT4 with one for 128 inputs (64
+    or 32 where 128 does not divide them). The text is that of the quantized model. Embedding and LM head are kept.
     `max_model_len`: tokens of prompt and output together; None is the model's `max_position_embeddings`.
     `max_num_seqs`: requests that run at once. `max_num_batched_tokens`: tokens of one launch.
     `long_prefill_token_threshold`: the most prompt tokens of a request in one launch while other prompts want some; 0
@@ -55,7 +62,8 @@ class EngineConfig:
     `block_size`: positions of one KV block, a power of two. `num_gpu_blocks_override`: blocks of the pool, whatever the
     device; otherwise as many as fit in `kv_cache_memory_bytes` (None: 4 GiB on a CPU, and on a GPU what
     `gpu_memory_utilization` of its memory leaves beside weights, buffers and graphs).
-    `launch_depth`: launches planned and not yet settled, 1 or 2; None is 1 on a CPU and 2 on a GPU.
+    `launch_depth`: launches planned and not yet settled, 1 or 2; None is 1 on a CPU and 2 on a GPU. vLLM's
+    `async_scheduling` is read as 2, where it is False as 1.
     `seed`: what the seeds of requests without one are derived from (`specrs.sampling.derive_seed`).
     `max_logprobs`: the most that `logprobs` and `prompt_logprobs` of a request may ask for; -1 is the vocabulary.
     `logprobs_mode`: what they report. `raw_logprobs` is the log-softmax of what the model gave, `processed_logprobs`
@@ -65,6 +73,12 @@ class EngineConfig:
     batch sizes that graphs are captured for; larger launches run eagerly.
     `threads`: of the native pass on a CPU; None is SPECRS_NUM_THREADS, else the physical cores that the process may
     use, or one where a measurement at start shows that a model which lives in a cache gains little by more.
+    `cpu_bf16_rows`: products there are of bf16 pairs: rows are rounded to bf16 before they meet bf16 weights, an error
+    of up to 2^-8 of each number, and sums stay fp32. The text is that of the model computed so, at any K. Draft models
+    and heads do the same.
+    `cpu_prefill`: what computes the target's prompts there. `exact` is the native pass, whose bits are the same however
+    a prompt is cut; `torch` hands chunks of 256 tokens or more to torch's passes, on torch's own threads: faster where
+    prompts are long, and not the same bits where they are cut otherwise.
 
     Raises `InvalidConfigError` naming field, value and what is allowed; `UnsupportedConfigError` for a value that means
     something elsewhere and is not implemented here.
@@ -79,6 +93,7 @@ class EngineConfig:
     device: str = "auto"
     dtype: str = "auto"
     load_format: str = "auto"
+    model_impl: str = "auto"
     quantization: str | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 256
@@ -95,6 +110,8 @@ class EngineConfig:
     enforce_eager: bool = False
     cudagraph_capture_sizes: tuple[int, ...] | None = None
     threads: int | None = None
+    cpu_bf16_rows: bool = False
+    cpu_prefill: str = "exact"
     seed: int = 0
     max_logprobs: int = 20
     logprobs_mode: str = "raw_logprobs"
@@ -138,9 +155,11 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None:
                 check_text(error, name, value, also=", or None")
-        for name in ("skip_tokenizer_init", "enable_prefix_caching", "enforce_eager"):
+        for name in ("skip_tokenizer_init", "enable_prefix_caching", "enforce_eager", "cpu_bf16_rows"):
             check_bool(error, name, getattr(self, name))
         check_choice(error, "load_format", self.load_format, ("auto", "safetensors", "dummy"))
+        check_choice(error, "model_impl", self.model_impl, MODEL_IMPLS)
+        check_choice(error, "cpu_prefill", self.cpu_prefill, CPU_PREFILLS)
         checked["gpu_memory_utilization"] = check_number(
             error, "gpu_memory_utilization", self.gpu_memory_utilization, 0.0, 1.0, open_low=True
         )
@@ -152,26 +171,34 @@ class EngineConfig:
             raise invalid(error, "block_size", self.block_size, "must be a power of two from 1 to 1024")
         self._check_draft()
         check_quantization("quantization", self.quantization)
-        self.check_quantization_serves(self.device, self.dtype)
+        self.check_native_serves(self.device, self.dtype)
 
-    def check_quantization_serves(self, device: str, dtype: str) -> None:
-        """Raises `UnsupportedConfigError` where weights are to be quantized, but no native pass of a CPU reads them.
+    def check_native_serves(self, device: str, dtype: str) -> None:
+        """Raises `UnsupportedConfigError` for what only the native pass of a CPU computes, where there is none: weights
+        to be quantized, rows in bf16.
 
         `device` and `dtype` are the configuration's, or what they were resolved to.
         """
-        given = {"quantization": self.quantization}
+        given: dict[str, tuple[object, object]] = {
+            "quantization": (self.quantization, None),
+            "cpu_bf16_rows": (self.cpu_bf16_rows, False),
+        }
         if self.speculative_config is not None:
-            given["speculative_config.quantization"] = self.speculative_config.quantization
-        for field, value in given.items():
-            if value is None:
+            given["speculative_config.quantization"] = (self.speculative_config.quantization, None)
+        others = {field: value for field, (value, _) in given.items() if field != "cpu_bf16_rows"}
+        for field, (value, off) in given.items():
+            if value == off:
                 continue
+            rows = field == "cpu_bf16_rows"
+            native = rows or value in ("int8", "int4")
             for other, found, serves, allowed in (
-                ("device", device, not device.startswith("cuda"), "'cpu'"),
-                ("dtype", dtype, dtype != "float64", "'float32' or 'bfloat16'"),
-                ("enforce_eager", self.enforce_eager, not self.enforce_eager, "False"),
+                ("device", device, not (device.startswith("cuda") and native), "'cpu'"),
+                ("dtype", dtype, dtype != "float64" or not native, "'float32' or 'bfloat16'"),
+                ("enforce_eager", self.enforce_eager, not (self.enforce_eager and native), "False"),
+                *((name, method, not rows or method is None, "None") for name, method in others.items()),
             ):
                 if not serves:
-                    reason = f"not implemented with {other}={found!r}; allowed: None, or {other}={allowed}"
+                    reason = f"not implemented with {other}={found!r}; allowed: {off}, or {other}={allowed}"
                     raise invalid(UnsupportedConfigError, field, value, reason)
 
     def _check_draft(self) -> None:
@@ -267,6 +294,11 @@ class EngineConfig:
         for name, value in kwargs.items():
             if name in known:
                 values[name] = value
+            elif name == "async_scheduling" and isinstance(value, bool):
+                depth = 2 if value else 1
+                if kwargs.get("launch_depth") not in (None, depth):
+                    raise invalid(InvalidConfigError, name, value, f"contradicts launch_depth={kwargs['launch_depth']}")
+                values["launch_depth"] = depth
             elif name in _HONOURED:
                 if not any(type(value) is type(same) and value == same for same in _HONOURED[name]):
                     allowed = " or ".join(repr(same) for same in _HONOURED[name])
@@ -314,7 +346,7 @@ _HONOURED: dict[str, tuple[object, ...]] = {
     "max_num_partial_prefills": (1,),
     "max_long_partial_prefills": (1,),
     "scheduling_policy": ("fcfs", "priority"),
-    "async_scheduling": (None, False),
+    "async_scheduling": (None,),
     "logits_processors": (None, []),
     "structured_outputs_config": (None, {}),
     "enable_lora": (False,),
@@ -372,8 +404,9 @@ def resolve_draft_max_model_len(config: EngineConfig, draft_max_position_embeddi
     return draft_max_position_embeddings if asked is None else asked
 
 
-def resolve_num_blocks(config: EngineConfig, bytes_per_block: int, max_model_len: int) -> int:
-    """Blocks of the KV pool. `bytes_per_block` counts target and draft.
+def resolve_num_blocks(config: EngineConfig, bytes_per_block: int, max_model_len: int, least_blocks: int) -> int:
+    """Blocks of the KV pool. `bytes_per_block` counts target and draft; `least_blocks` are what one request of full
+    length needs: with a sliding window fewer than its positions take.
 
     `num_gpu_blocks_override` as it is; else what fits in `kv_cache_memory_bytes`, and without either what fits in
     4 GiB, but no more than `max_num_seqs` requests of full length can use. Raises `InvalidConfigError` if not even one
@@ -384,13 +417,13 @@ def resolve_num_blocks(config: EngineConfig, bytes_per_block: int, max_model_len
     per_request = -(-max_model_len // config.block_size)
     given = config.kv_cache_memory_bytes
     blocks = (DEFAULT_CPU_KV_CACHE_BYTES if given is None else given) // bytes_per_block
-    if blocks < per_request:
+    if blocks < least_blocks:
         raise invalid(
             InvalidConfigError,
             "kv_cache_memory_bytes",
             given,
-            f"{blocks} KV blocks fit, one request of max_model_len={max_model_len} needs {per_request}: allowed are at "
-            f"least {per_request * bytes_per_block} bytes, or a smaller max_model_len",
+            f"{blocks} KV blocks fit, one request of max_model_len={max_model_len} needs {least_blocks}: allowed are "
+            f"at least {least_blocks * bytes_per_block} bytes, or a smaller max_model_len",
         )
     return blocks if given is not None else min(blocks, per_request * config.max_num_seqs)
 

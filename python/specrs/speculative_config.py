@@ -55,7 +55,7 @@ HOST_METHODS = frozenset({"ngram", "suffix"})
 DEFAULT_PROMPT_LOOKUP = 5
 """Tokens of an n-gram, shortest and longest, unless told otherwise."""
 MAX_PROMPT_LOOKUP = 1024
-QUANTIZATIONS = ("int8", "int4")
+QUANTIZATIONS = ("fp8", "int8", "int4", "compressed-tensors", "gptq", "awq", "gguf")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,11 +89,12 @@ class SpeculativeConfig:
     `synthetic` is for timing only: it accepts draft i with the unconditional rate `synthetic_acceptance_rates[i - 1]`,
     whatever the models say, so the text is no model's. Every output is marked so.
     `disable_padded_drafter_batch`: accepted for vLLM's sake; rows are never padded here.
-    `quantization`: as the engine's, of the draft; None: the draft is not quantized, whatever the target is.
+    `quantization`: as the engine's, of the draft; None: what its checkpoint says, whatever the target is.
     `parallel_drafting`: the draft model is one that was fine-tuned with mask tokens to give all drafts in one pass
     (PARD); its config.json names its mask token, `mask_token_id` or `pard_token`.
-    `use_heterogeneous_vocab`: the draft may have another tokenizer than the target. It proposes the tokens that both
-    vocabularies have (token-level intersection), and is fed its unknown token, or its EOS, for others.
+    `use_heterogeneous_vocab`: the draft may have another tokenizer than the target. Under `coupled` it reads and writes
+    text (string-level exact match); under `rejection` it proposes the tokens that both vocabularies have (token-level
+    intersection), and is fed its unknown token, or its EOS, for others.
     """
 
     num_speculative_tokens: int | str
@@ -183,7 +184,9 @@ class SpeculativeConfig:
         own = frozenset().union(*(METHODS[method] for method in self.methods))
         for name in sorted(frozenset().union(*METHODS.values()) - own):
             if getattr(self, name) not in (None, False):
-                raise invalid(error, at + name, getattr(self, name), f"not allowed with method={self.method!r}")
+                owners = " or ".join(repr(method) for method, keys in METHODS.items() if name in keys)
+                reason = f"not allowed with method={self.method!r}; allowed with {owners}"
+                raise invalid(error, at + name, getattr(self, name), reason)
         for name in ("prompt_lookup_min", "prompt_lookup_max"):
             if getattr(self, name) is not None:
                 check_int(error, at + name, getattr(self, name), 1, MAX_PROMPT_LOOKUP, also=", or None")
@@ -266,13 +269,22 @@ class SpeculativeConfig:
         return cls(**values)
 
 
+def for_repeats(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A drafter's dictionary for measurements in which prompts come again: suffix decoding keeps no output of a request
+    for others, unless the dictionary says how many. Otherwise it would draft what it has written before."""
+    key = "suffix_decoding_max_cached_requests"
+    given = {name.replace("-", "_") for name in config if isinstance(name, str)}
+    listed = "suffix" in [part.strip() for part in str(config.get("method", "")).split(",")]
+    return {**config, key: 0} if listed and key not in given else dict(config)
+
+
 def _check_methods(field: str, value: object) -> str:
     """The list without spaces. Raises for what is no method, for one given twice, and for two that have a model."""
-    methods = [part.strip() for part in value.split(",")] if isinstance(value, str) else [value]
+    methods = [part.strip() for part in value.split(",")] if isinstance(value, str) else []
     with_model = [method for method in methods if method not in HOST_METHODS]
     allowed = " or ".join(map(repr, METHODS))
     listed = f"allowed: {allowed}, or a list of them with commas between, each once, at most one with a model"
-    if any(method not in METHODS for method in methods):
+    if not methods or any(method not in METHODS for method in methods):
         raise invalid(UnsupportedConfigError, field, value, f"not implemented; {listed}")
     if len(set(methods)) < len(methods):
         raise invalid(InvalidConfigError, field, value, f"names a method twice; {listed}")

@@ -13,6 +13,9 @@ same for all: drafts behind the committed tokens of row state, and q where it is
 | `hidden_layers` | () | () | (2, n/2, n - 3) or its config's | () |
 | `proposal` | full | full, a row for each position | full, written out from its own ids | a point mass |
 | drafts appear | a pass each | one pass for all | a pass each | in the record, written by `plan` |
+
+`TextDraftModel` declares what `HostDrafter` does, but that it drafts on the device: its KV is outside the target's
+blocks, and what its text comes to are point masses.
 """
 
 from __future__ import annotations
@@ -150,7 +153,7 @@ def device_drafter(drafter: Drafter | None) -> DeviceDrafter:
 
 
 def model_drafter(drafter: Drafter | None) -> ModelDrafter:
-    """The drafter as one by a whole model; the CUDA runner serves no other on the device."""
+    """The drafter as one by a whole model, where the caller knows that it is no head."""
     return cast("ModelDrafter", device_drafter(drafter))
 
 

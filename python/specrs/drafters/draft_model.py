@@ -49,8 +49,7 @@ class ModelPasses:
 
     def plan_steps(self, positions: Tensor, slots: Tensor, block_table: Tensor, k_start: Tensor | None) -> list[Any]:
         """Plans for `step` of S passes of one row per request, see `Model.plan_steps`."""
-        assert k_start is None
-        return self.model.plan_steps(positions, slots, block_table, self.kv_cache)
+        return self.model.plan_steps(positions, slots, block_table, self.kv_cache, k_start)
 
     def step(self, input_ids: Tensor, left: Tensor | None, plan: Any) -> Proposed:
         """One draft pass over a row per request; logits as from `propose`. Mutates the draft's KV cache."""

@@ -9,14 +9,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from specrs.core import UNKNOWN_BELOW
 from specrs.drafters.base import HiddenInputs, Proposal, Proposed
 from specrs.models.eagle3_head import Eagle3Head
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
-
-_BELOW = 1e4
-"""How far below a row's least logit the ids lie that the head does not know: 0 in any softmax, and finite, so that a
-request that allows none of the head's ids still has a distribution to draw from."""
 
 
 @dataclass(slots=True)
@@ -88,5 +85,5 @@ class HeadDrafter:
         logits = self.head.compute_logits(final)
         if logits.shape[1] == self.vocab_size:
             return logits
-        below = logits.amin(dim=1, keepdim=True) - _BELOW
+        below = logits.amin(dim=1, keepdim=True) - UNKNOWN_BELOW
         return below.expand(-1, self.vocab_size).index_copy(1, self.head.target_ids, logits)

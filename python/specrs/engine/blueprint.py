@@ -7,17 +7,20 @@ from dataclasses import dataclass
 
 import torch
 
-from specrs.config import EngineConfig, resolve_draft_max_model_len, resolve_max_model_len
-from specrs.core import CachedDrafter, HiddenDrafter, NgramProposer, Scheduler, SuffixDrafter
+from specrs.config import DEFAULT_CPU_KV_CACHE_BYTES, EngineConfig, resolve_draft_max_model_len, resolve_max_model_len
+from specrs.core import CachedDrafter, HiddenDrafter, NgramProposer, Scheduler, SuffixDrafter, TextDrafter
 from specrs.drafters.base import Drafter
 from specrs.drafters.draft_model import DraftModel, ParallelDraftModel
 from specrs.drafters.hidden import HeadDrafter
 from specrs.drafters.host import HostDrafter
+from specrs.drafters.text import TextDraftModel
 from specrs.drafters.vocabulary import TranslatedDraftModel
 from specrs.engine.weights import Weights
+from specrs.errors import InvalidConfigError, invalid
 from specrs.models.base import Model
 from specrs.sampling import RequestLimits, max_constraint_len
 
+Declared = CachedDrafter | HiddenDrafter | TextDrafter | NgramProposer | SuffixDrafter
 IDLE_LAUNCHES = 8
 """Launches in a row without drafts behind which a head still knows what it has missed; behind more it starts anew."""
 
@@ -82,17 +85,34 @@ class Blueprint:
     def bytes_per_block(self) -> int:
         """KV bytes of one block in all models."""
         head, size = self.weights.head, self.config.block_size
-        return sum(model.bytes_per_block(size) for model in self.models) + (head.bytes_per_block(size) if head else 0)
+        # A draft of another tokenizer that goes by text has KV of its own.
+        models = self.models if self.weights.bridge is None else [self.weights.target]
+        return sum(model.bytes_per_block(size) for model in models) + (head.bytes_per_block(size) if head else 0)
+
+    @property
+    def sliding_window(self) -> int | None:
+        """The last positions that are attended, where all layers with KV in the target's blocks have windows."""
+        if self.weights.head is not None:
+            return None
+        sharing = self.models if self.weights.bridge is None else [self.weights.target]
+        windows = [model.sliding_window for model in sharing]
+        known = [size for size in windows if size is not None and size > 1]
+        return max(known) if len(known) == len(windows) else None
+
+    @property
+    def least_blocks(self) -> int:
+        """KV blocks without which no request of full length gets to its end."""
+        return self.scheduler(1).least_blocks(self.max_model_len)
 
     @property
     def head_lag(self) -> int:
         """`max_draft_lag` of a head: what a verification leaves, and launches without drafts of its own."""
         return self.num_speculative_tokens + 2 + IDLE_LAUNCHES
 
-    def _declared(self, measuring: str | None) -> list[CachedDrafter | HiddenDrafter | NgramProposer | SuffixDrafter]:
+    def _declared(self, measuring: str | None) -> list[Declared]:
         """The drafters as the scheduler knows them; `measuring` as for `scheduler`."""
         speculative, draft, context = self.config.speculative_config, self.weights.draft, self.draft_max_model_len
-        drafters: list[CachedDrafter | HiddenDrafter | NgramProposer | SuffixDrafter] = []
+        drafters: list[Declared] = []
         if speculative is not None and speculative.drafts_on_host and measuring is not None:
             # The record has room for drafts of the host either way, as the runner expects it.
             drafters.append(NgramProposer(0) if measuring == "host" else NgramProposer(1024, 1024))
@@ -103,7 +123,9 @@ class Blueprint:
                 drafters.append(SuffixDrafter(**speculative.suffix_decoding))
         if self.weights.head is not None and context is not None and measuring != "host":
             drafters.append(HiddenDrafter(max_model_len=context, max_draft_lag=self.head_lag))
-        if draft is not None and context is not None and measuring != "host":
+        if self.weights.bridge is not None and measuring != "host":
+            drafters.append(TextDrafter())
+        elif draft is not None and context is not None and measuring != "host":
             # A draft token's share of a target token, by parameters: what draft chunks take from the token budget.
             ratio = draft.num_parameters / self.weights.target.num_parameters
             mask = self.weights.mask_token_id
@@ -133,6 +155,7 @@ class Blueprint:
             max_num_batched_tokens=config.max_num_batched_tokens,
             num_speculative_tokens=self.num_speculative_tokens,
             drafter=self._declared(measuring),
+            sliding_window=self.sliding_window,
             max_in_flight=self.depth,
             max_constraint_len=max_constraint_len(self.weights.target.vocab_size),
             logits_dtype=str(self.logits_dtype).removeprefix("torch."),
@@ -169,6 +192,21 @@ class Blueprint:
             )
         if draft is None or context is None:
             return None
+        if self.weights.bridge is not None:
+            # Its text may be longer in its own tokens than in the target's.
+            longest = resolve_draft_max_model_len(self.config, draft.max_position_embeddings)
+            size, longest = self.config.block_size, min(longest, 2 * self.max_model_len)
+            blocks = self.config.max_num_seqs * -(-longest // size)
+            needed, most = blocks * draft.bytes_per_block(size), DEFAULT_CPU_KV_CACHE_BYTES
+            if needed > most:
+                reason = (
+                    f"its KV of {longest} positions for each request takes {needed / 2**30:.1f} GiB, allowed: "
+                    f"{most / 2**30:.0f}; fewer max_num_seqs, or a shorter speculative_config.max_model_len"
+                )
+                raise invalid(InvalidConfigError, "max_num_seqs", self.config.max_num_seqs, reason)
+            own = draft.allocate_cache(blocks, size)
+            target, most = self.weights.target, self.config.max_num_batched_tokens
+            return TextDraftModel(draft, own, longest, target.vocab_size, self.weights.bridge, max_fed=most)
         cache, vocab_size = draft.allocate_cache(blocks, self.config.block_size), self.weights.target.vocab_size
         if self.weights.shared is not None:
             return TranslatedDraftModel(draft, cache, context, vocab_size, shared=self.weights.shared)

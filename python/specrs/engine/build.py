@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from specrs.config import EngineConfig, resolve_num_blocks
-from specrs.core import CostModel, CpuPool, Scheduler, SpeculationPlanner
+from specrs.core import CostModel, CpuPool, InvalidBufferError, Scheduler, SpeculationPlanner
 from specrs.engine.blueprint import Blueprint
 from specrs.engine.engine import Engine, EngineParts, Runner
 from specrs.engine.head_check import HeadCheck
@@ -16,7 +16,7 @@ from specrs.engine.threads import choose_threads
 from specrs.engine.warm_up import measure_costs
 from specrs.engine.weights import Weights, load_weights
 from specrs.errors import UnsupportedConfigError, invalid
-from specrs.models.dense_native import NativeDense
+from specrs.models.dense_native import TORCH_TOKENS, NativeDense
 from specrs.models.eagle3_native import NativeEagle3Head
 from specrs.runner.eager import EagerRunner
 from specrs.runner.native import NativeRunner
@@ -39,10 +39,6 @@ def build_engine(config: EngineConfig, weights: Weights | None = None) -> Engine
             stacklevel=2,
         )
     blueprint = Blueprint(config, load_weights(config) if weights is None else weights)
-    speculative = config.speculative_config
-    if blueprint.on_gpu and speculative is not None and speculative.drafts_on_host and not speculative.on_host:
-        reason = "not implemented with device='cuda'; allowed: one drafter, or a list of 'ngram' and 'suffix'"
-        raise invalid(UnsupportedConfigError, "speculative_config.method", speculative.method, reason)
     blocks = num_blocks(blueprint)
     scheduler = blueprint.scheduler(blocks)
     engine = Engine(make_parts(blueprint, scheduler, make_runner(blueprint, scheduler, blocks)))
@@ -74,14 +70,15 @@ def _measure(blueprint: Blueprint, engine: Engine, blocks: int) -> tuple[CostMod
         scheduler = blueprint.scheduler(blocks, measuring=drafter)
         return measure_costs(Engine(make_parts(blueprint, scheduler, engine.runner)))
 
-    on_host = measured("host")
+    on_host, _ = measured("host")
+    k, base = blueprint.num_speculative_tokens, on_host.ms(1, 0)
+    rows = [max(0.0, on_host.ms(1, drafts) / base - 1.0) for drafts in range(1, k + 1)]
     if speculative.on_host:
-        return on_host
+        engine.scheduler.set_draft_costs(0.0, rows, 0.0)
+        return on_host, 0.0
     costs, catch_up_ms = measured("device")
-    k = blueprint.num_speculative_tokens
-    base, row = costs.ms(1, 0), (on_host[0].ms(1, k) - on_host[0].ms(1, 0)) / k
-    drafting = (costs.ms(1, k) - base) / k
-    engine.scheduler.set_draft_costs(max(0.0, drafting - row) / base, max(0.0, row) / base)
+    drafting = (costs.ms(1, k) / costs.ms(1, 0) - 1.0 - rows[-1]) / k
+    engine.scheduler.set_draft_costs(max(0.0, drafting), rows, catch_up_ms / base)
     return costs, catch_up_ms
 
 
@@ -91,7 +88,9 @@ def num_blocks(blueprint: Blueprint) -> int:
         from specrs.engine.build_cuda import measure_num_blocks
 
         return measure_num_blocks(blueprint)
-    return resolve_num_blocks(blueprint.config, blueprint.bytes_per_block, blueprint.max_model_len)
+    return resolve_num_blocks(
+        blueprint.config, blueprint.bytes_per_block, blueprint.max_model_len, blueprint.least_blocks
+    )
 
 
 def make_parts(blueprint: Blueprint, scheduler: Scheduler, runner: Runner) -> EngineParts:
@@ -109,16 +108,16 @@ def make_runner(blueprint: Blueprint, scheduler: Scheduler, blocks: int) -> Runn
     config = blueprint.config
     make: Callable[..., EagerRunner] = EagerRunner
     models = [model for model in blueprint.models if isinstance(model, NativeDense)]
-    if len(models) == len(blueprint.models) and not config.enforce_eager:
+    native = len(models) == len(blueprint.models)
+    if config.cpu_bf16_rows and not native:
+        reason = "not implemented for a model that is served op by op; allowed: False"
+        raise invalid(UnsupportedConfigError, "cpu_bf16_rows", True, reason)
+    if models and not config.enforce_eager:
         # the weights are shared, threads and work space are this engine's own
         pool = CpuPool(choose_threads(config, models))
-        target, *drafts = [model.on_pool(pool) for model in models]
-        head = blueprint.weights.head
-        if isinstance(head, NativeEagle3Head):
-            head = head.on_pool(pool)
-        shared = replace(blueprint.weights, target=target, draft=drafts[0] if drafts else None, head=head)
-        blueprint = replace(blueprint, weights=shared)
-        make = partial(NativeRunner, scheduler, pool)
+        blueprint = replace(blueprint, weights=_on_pool(blueprint.weights, pool, config))
+        if native:
+            make = partial(NativeRunner, scheduler, pool)
     model, speculative = blueprint.weights.target, config.speculative_config
     return make(
         model,
@@ -131,3 +130,21 @@ def make_runner(blueprint: Blueprint, scheduler: Scheduler, blocks: int) -> Runn
         rates=None if speculative is None else speculative.synthetic_acceptance_rates,
         logprobs_mode=config.logprobs_mode,
     )
+
+
+def _on_pool(weights: Weights, pool: CpuPool, config: EngineConfig) -> Weights:
+    """The models on the threads of `pool`, with passes as `config` wants them."""
+    target, draft, head = weights.target, weights.draft, weights.head
+    torch_rows, bf16_rows = TORCH_TOKENS if config.cpu_prefill == "torch" else None, config.cpu_bf16_rows
+    try:
+        if isinstance(target, NativeDense):
+            target = target.on_pool(pool, torch_rows=torch_rows, bf16_rows=bf16_rows)
+        if isinstance(draft, NativeDense):
+            draft = draft.on_pool(pool, bf16_rows=bf16_rows)
+        if isinstance(head, NativeEagle3Head):
+            head = head.on_pool(pool, bf16_rows=bf16_rows)
+    except InvalidBufferError as fault:
+        # All else was checked when the weights were loaded.
+        reason = f"not implemented for these weights: {fault}; allowed: False"
+        raise invalid(UnsupportedConfigError, "cpu_bf16_rows", bf16_rows, reason) from fault
+    return replace(weights, target=target, draft=draft, head=head)

@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import gc
 import logging
+from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from specrs.core import Scheduler
-from specrs.drafters.base import Proposal, model_drafter
+from specrs.drafters.base import Drafter, HiddenInputs, Proposal, device_drafter, host_drafts, model_drafter
+from specrs.drafters.draft_model import ModelPasses
+from specrs.drafters.hidden import HeadDrafter
+from specrs.drafters.vocabulary import TranslatedDraftModel
 from specrs.engine.blueprint import Blueprint
 from specrs.errors import InvalidConfigError, invalid
 from specrs.kernels.cuda.prepare import Sizes
 from specrs.kernels.cuda.sampling_scratch import SamplingScratch
 from specrs.kernels.cuda.sampling_structs import RowParams
+from specrs.kernels.linear import DenseWeight
+from specrs.models.dense import Dense
+from specrs.models.dense_cuda import CudaDense, stored
+from specrs.models.eagle3_cuda import CudaEagle3Head
 from specrs.models.inputs import PassInputs
-from specrs.runner.cuda.buffers import Buffers, DeviceRecord
+from specrs.runner.cuda.buffers import Buffers, DeviceRecord, DraftSizes
+from specrs.runner.cuda.context import Context, Head, Reduced
 from specrs.runner.cuda.graphs import Graphs, capture_all, measure_bytes
-from specrs.runner.cuda.iteration import Context
 from specrs.runner.cuda.runner import CudaRunner, entries_of
 from specrs.runner.cuda.shapes import Buckets, batch_buckets
+from specrs.runner.hidden_rows import HiddenRows
 from specrs.runner.row_state import RowState
 from specrs.runner.sampling_state import SamplingState
 from specrs.speculative_config import AUTO
@@ -37,8 +47,16 @@ def make_buckets(blueprint: Blueprint) -> Buckets:
     speculative = config.speculative_config
     # Drafts on the host are as many as a text proposes, and their launches are verification alone.
     on_host = speculative is not None and speculative.on_host
+    mixes = speculative is not None and speculative.drafts_on_host and not on_host
     every_k = on_host or (speculative is not None and speculative.num_speculative_tokens == AUTO)
-    return Buckets(sizes, blueprint.num_speculative_tokens, every_k=every_k, has_passes=not on_host)
+    return Buckets(
+        sizes,
+        blueprint.num_speculative_tokens,
+        every_k=every_k,
+        has_passes=not on_host,
+        mixes=mixes,
+        in_parallel=speculative is not None and speculative.parallel_drafting,
+    )
 
 
 def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingState, num_blocks: int) -> Context:
@@ -48,38 +66,102 @@ def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingS
     state = RowState.allocate(config.max_num_seqs, blueprint.max_model_len, config.block_size, device)
     drafter = blueprint.drafter(num_blocks)
     max_draft_lag = 0 if drafter is None else drafter.max_draft_lag or 0
+    sizes = Sizes(
+        draft_context=blueprint.max_model_len if drafter is None else drafter.max_model_len or blueprint.max_model_len,
+        width=max_draft_lag - (0 if drafter is None or drafter.on_host else device_drafter(drafter).token_offset),
+        block_size=config.block_size,
+        max_k=k,
+        mask_token_id=None if drafter is None or drafter.on_host else device_drafter(drafter).mask_token_id,
+    )
+    head: Head | None = None
+    reduced: Reduced | None = None
+    fed_ids: Tensor | None = None
+    target_rows = max(config.max_num_batched_tokens, config.max_num_seqs * (k + 1))
     is_point_mass = drafter is not None and drafter.proposal is Proposal.POINT_MASS
-    context = blueprint.max_model_len if drafter is None else drafter.max_model_len or blueprint.max_model_len
-    rows = max(config.max_num_batched_tokens, config.max_num_seqs * max(k + 1, max_draft_lag))
+    rows = max(config.max_num_batched_tokens, config.max_num_seqs * max(k + 1, sizes.first_pass_rows))
     vocab = blueprint.weights.target.vocab_size
     rates: Tensor | None = None
     if speculative is not None and speculative.synthetic_acceptance_rates is not None:
         rates = torch.tensor(speculative.synthetic_acceptance_rates, dtype=torch.float32, device=device)
-    if drafter is not None and not drafter.on_host:
+    drafting = DraftSizes(blueprint.weights.target.dtype, sizes.first_pass_rows)
+    target = blueprint.weights.target
+    if isinstance(drafter, HeadDrafter):
+        layers, own = drafter.hidden_layers, drafter.head
+        target = target.with_buffers(target_rows, config.max_num_seqs, len(layers))
+        model = CudaEagle3Head(own.weights, max_rows=rows, max_seqs=config.max_num_seqs)
+        drafter.head = model
+        kept = HiddenRows.allocate(
+            config.max_num_seqs, sizes.width, len(layers), drafter.hidden_size, target.states_dtype, device
+        )
+        head = Head(model, kept, layers, cast("CudaDense", target).workspace.entries)
+        if own.vocab_size < vocab:
+            reduced = _reduced(own.target_ids, vocab)
+        states = len(layers) * drafter.hidden_size
+        num_ids = 0 if reduced is None else own.vocab_size
+        drafting = replace(drafting, hidden_size=own.hidden_size, states_size=states, num_ids=num_ids)
+    else:
+        target = target.with_buffers(target_rows, config.max_num_seqs)
+    if head is None and drafter is not None and not drafter.on_host:
         drafts = model_drafter(drafter)
+        if isinstance(drafter, TranslatedDraftModel):
+            drafts.model, reduced = _translated(drafter)
+            fed_ids = drafter.shared.fed_ids
+            drafting = replace(drafting, num_ids=len(reduced.target_ids))
         drafts.model = drafts.model.with_buffers(rows, config.max_num_seqs)
+        if sizes.mask_token_id is not None:
+            width = cast("CudaDense", drafts.model).config.hidden_size
+            drafting = replace(drafting, dtype=drafts.model.dtype, in_parallel=True, hidden_size=width)
+    record = DeviceRecord(scheduler, k, device)
+    on_host = speculative is not None and speculative.drafts_on_host
     return Context(
         state=state,
         params=RowParams(sampling.params.values, sampling.seeds),
-        record=DeviceRecord(scheduler, k, device),
+        record=record,
         buffers=Buffers.allocate(
             max_num_seqs=config.max_num_seqs,
             num_speculative_tokens=k,
-            max_draft_lag=max_draft_lag,
+            drafting=drafting,
             keeps_q=not is_point_mass,
             max_blocks=state.block_table.shape[1],
             vocab_size=vocab,
             device=device,
         ),
         scratch=SamplingScratch.allocate(config.max_num_seqs * (k + 1), config.max_num_seqs, vocab, device),
-        target=blueprint.weights.target.with_buffers(rows, config.max_num_seqs),
+        target=target,
         kv_cache=blueprint.weights.target.allocate_cache(num_blocks, config.block_size),
         drafter=drafter,
-        sizes=Sizes(draft_context=context, max_draft_lag=max_draft_lag, block_size=config.block_size, max_k=k),
+        head=head,
+        reduced=reduced,
+        fed_ids=fed_ids,
+        proposed=host_drafts(record.views, config.max_num_seqs) if on_host and k else None,
+        draft_start=_draft_start(drafter, state),
+        sizes=sizes,
         max_model_len=blueprint.max_model_len,
         rule="coupled" if is_point_mass else config.rule,
         rates=rates,
     )
+
+
+def _draft_start(drafter: Drafter | None, state: RowState) -> Tensor | None:
+    if not isinstance(drafter, ModelPasses) or drafter.model.sliding_window is None:
+        return None
+    return torch.zeros_like(state.limit)
+
+
+def _reduced(target_ids: Tensor, vocab_size: int) -> Reduced:
+    """`target_ids` ascend."""
+    source = torch.full((vocab_size,), -1, dtype=torch.int64, device=target_ids.device)
+    source[target_ids] = torch.arange(len(target_ids), device=target_ids.device)
+    return Reduced(target_ids, source)
+
+
+def _translated(drafter: TranslatedDraftModel) -> tuple[Dense, Reduced]:
+    """A draft of another tokenizer with the rows of its LM head that the target has tokens of, in the target's order:
+    they are copied, and logits of others never computed."""
+    target_ids, order = drafter.shared.target_ids.sort()
+    weights = cast("Dense", drafter.model).weights
+    rows = stored(weights.lm_head).index_select(0, drafter.shared.draft_ids[order])
+    return Dense(replace(weights, lm_head=DenseWeight(rows))), _reduced(target_ids, drafter.vocab_size)
 
 
 def make_cuda_runner(blueprint: Blueprint, scheduler: Scheduler, num_blocks: int) -> CudaRunner:
@@ -108,11 +190,12 @@ def measure_num_blocks(blueprint: Blueprint) -> int:
     """
     config, device = blueprint.config, blueprint.device
     per_block, per_request = blueprint.bytes_per_block, -(-blueprint.max_model_len // config.block_size)
+    needed = blueprint.least_blocks * per_block
     if config.num_gpu_blocks_override is not None:
         return config.num_gpu_blocks_override
     if config.kv_cache_memory_bytes is not None:
         given = config.kv_cache_memory_bytes
-        _check_fits(blueprint, given, "kv_cache_memory_bytes", given, per_request * per_block)
+        _check_fits(blueprint, given, "kv_cache_memory_bytes", given, needed)
         return given // per_block
     free, total = torch.cuda.mem_get_info(device)
     try:
@@ -127,7 +210,7 @@ def measure_num_blocks(blueprint: Blueprint) -> int:
             f"max_num_batched_tokens={config.max_num_batched_tokens} or num_speculative_tokens",
         ) from None
     left = int(total * config.gpu_memory_utilization) - used - graphs
-    _check_fits(blueprint, left, "gpu_memory_utilization", config.gpu_memory_utilization, per_request * per_block)
+    _check_fits(blueprint, left, "gpu_memory_utilization", config.gpu_memory_utilization, needed)
     blocks = min(left // per_block, per_request * config.max_num_seqs)
     logger.info(
         "GPU memory: %.2f of %.2f GiB used by weights, buffers and a full prefill, %.2f GiB reserved for graphs, "
@@ -148,10 +231,11 @@ def _measure(blueprint: Blueprint) -> tuple[int, int]:
     sampling = SamplingState(config.max_num_seqs, blueprint.weights.target.vocab_size, torch.float32, device)
     ctx = make_context(blueprint, blueprint.scheduler(blueprint.max_model_len // config.block_size + 1), sampling, 1)
     inputs = _prefill_inputs(config.max_num_batched_tokens, blueprint, device)
-    ctx.target.forward(inputs, ctx.kv_cache)
+    entries = ctx.target.forward(inputs, ctx.kv_cache, ctx.hidden_layers).entries
     if ctx.drafter is not None and not ctx.drafter.on_host:
-        drafter = model_drafter(ctx.drafter)
-        drafter.model.forward(inputs, drafter.kv_cache)
+        start = inputs.q_start[:1]
+        hidden = None if entries is None else HiddenInputs(entries.clone(), start)
+        device_drafter(ctx.drafter).feed(inputs, hidden)
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
     # What torch has cached but freed is at hand for prefill's temporaries, so it stays counted.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -15,8 +16,7 @@ import numpy as np
 from specrs.config import EngineConfig
 from specrs.core import (
     DRAFTER_DEVICE,
-    DRAFTER_NGRAM,
-    DRAFTER_SUFFIX,
+    FLAG_NOTHING_DRAFTED,
     FLAG_TARGET_NON_FINITE,
     PLAN_LAUNCH,
     AcceptanceTracker,
@@ -25,6 +25,7 @@ from specrs.core import (
     SpeculationPlanner,
 )
 from specrs.drafters.base import Drafter
+from specrs.engine.faults import HOST_KINDS, DraftFaults
 from specrs.engine.head_check import HeadCheck
 from specrs.engine.request import FinishReason, Request
 from specrs.engine.weights import Weights
@@ -37,8 +38,7 @@ from specrs.runner.ring import Header, Ring, RingSlot, section_arrays
 from specrs.sampling import RequestLimits, validate_request
 from specrs.verify.logprobs import TokenLogprobs
 
-HOST_KINDS = {"ngram": DRAFTER_NGRAM, "suffix": DRAFTER_SUFFIX}
-"""Methods that draft on the host, as the core numbers them; the others draft on the device."""
+logger = logging.getLogger("specrs")
 Watch = Callable[[RingSlot, Header, float], None]
 """Told of every launch that settled: its slot, its header, and the milliseconds that it took."""
 
@@ -102,6 +102,7 @@ class Engine:
         self.planner: SpeculationPlanner | None = None
         speculative = self.config.speculative_config
         self._mixes = speculative is not None and speculative.drafts_on_host and not speculative.on_host
+        self._faults = DraftFaults(self.scheduler, self._drafter_names)
         self.watch: Watch | None = None
         self.head_check: HeadCheck | None = None
         self.outputs = Outputs()
@@ -233,6 +234,12 @@ class Engine:
             acceptance_histogram=total.acceptance_histogram,
             synthetic_acceptance=total.synthetic_acceptance,
             drafters=dict(zip(self._drafter_names, drafters, strict=True)),
+            draft_errors={
+                name: now - before
+                for name, now, before in zip(
+                    self._drafter_names, self._faults.counts(), self._faults_before, strict=True
+                )
+            },
             draft_passes=0 if self.drafter is None else self.drafter.num_passes,
             target_passes=self.runner.num_target_passes,
             prompt_tokens=self._prompt_tokens,
@@ -258,6 +265,7 @@ class Engine:
     def reset_stats(self) -> None:
         """Start counting anew; requests that run keep their own figures."""
         self._books_before = self._books()
+        self._faults_before = self._faults.counts()
         self._preemptions_before = self.scheduler.num_preemptions
         self._prompt_tokens = 0
         self._cached_tokens_before = self.scheduler.num_cached_tokens
@@ -279,6 +287,7 @@ class Engine:
                 scheduler.speculate(self.planner)
             if scheduler.plan(slot.record) != PLAN_LAUNCH:
                 break
+            self._faults.planned()
             self._launch(slot, slot.header())
         return self._settle() if scheduler.num_in_flight else []
 
@@ -294,6 +303,7 @@ class Engine:
                 if request.num_cached_tokens is None:
                     request.num_cached_tokens = num_cached
         self.runner.launch(slot, header)
+        self._faults.launched(slot, header)
         slot.executed = header.launch_id
 
     def _in_flight(self) -> range:
@@ -418,7 +428,9 @@ class Engine:
         if self.planner is None or not count:
             return
         rows, ks = record["entry_row"][:count], record["entry_k"][:count]
-        drafted, accepted = results["num_drafted"][:count], results["num_accepted"][:count]
+        # Asked in vain is a first draft that did not stand.
+        in_vain = (results["flags"][:count] & FLAG_NOTHING_DRAFTED) // FLAG_NOTHING_DRAFTED
+        drafted, accepted = np.maximum(results["num_drafted"][:count], in_vain), results["num_accepted"][:count]
         timed = not (header.num_prefill or header.num_draft_chunks)
         if self._mixes:
             # The planner is of what the draft model drafts; the scheduler learns of the others.

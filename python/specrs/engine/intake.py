@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from specrs.engine.output_builder import TokenTexts
 from specrs.engine.request import Request
 from specrs.errors import invalid_request
-from specrs.inputs import Prompt
+from specrs.inputs import Prompt, PromptType, read_prompt
 from specrs.sampling import RequestLimits, SamplingParams, derive_seed, tokenize_bad_words, validate_request
 from specrs.tokenizer import Tokenizer
 
@@ -41,6 +41,10 @@ class Intake:
     def next_prompt(self) -> int:
         """The number of a prompt, which its seeds are derived from where it has none."""
         return next(self._prompts)
+
+    def read(self, prompt: PromptType) -> Prompt:
+        """The ids of one prompt. Raises `InvalidRequestError` as `read_prompt` does."""
+        return read_prompt(prompt, self.tokenizer, self._limits.max_model_len)
 
     def requests(self, number: int, prompt: Prompt, params: SamplingParams, priority: int = 0) -> list[Request]:
         """The n completions of prompt `number`, checked, without a grammar.

@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 
 import torch
 
 from specrs.config import EngineConfig
+from specrs.drafters.text import Bridge, Vocabulary
 from specrs.drafters.vocabulary import SharedVocabulary
 from specrs.engine.device import resolve_device
 from specrs.errors import InvalidConfigError, TokenizerMismatchError, UnsupportedConfigError, invalid
 from specrs.models.base import Model
+from specrs.models.checkpoint import resolve_folder
 from specrs.models.config import MASK_TOKEN_FIELDS, ModelConfig
+from specrs.models.dense_weights import DenseFacts
 from specrs.models.eagle3 import load_eagle3
 from specrs.models.eagle3_head import Eagle3Head
-from specrs.models.loader import load_config, load_model, resolve_dtype
+from specrs.models.features import CUDA, NATIVE, check_known, unknown_feature
+from specrs.models.loader import (
+    is_known_family,
+    load_config,
+    load_mask_token_id,
+    load_model,
+    open_checkpoint,
+    resolve_dtype,
+)
 from specrs.models.native_loader import INT4_GROUPS, load_native
+from specrs.models.quantization.base import QuantizedTensors
+from specrs.models.quantization.table import method_of, resolve_quantization
+from specrs.models.tensors import LM_HEAD, tensor_shapes
 from specrs.speculative_config import SpeculativeConfig
 from specrs.tokenizer import Tokenizer, shared_ids, unknown_id
 
@@ -36,6 +51,8 @@ class Weights:
     shared: SharedVocabulary | None = None
     """What the draft, of another tokenizer, shares with the target; None: they have the same ids."""
     head: Eagle3Head | None = None
+    bridge: Bridge | None = None
+    """How the draft, of another tokenizer, reads and writes the target's texts; None: it drafts by tokens."""
 
 
 def load_weights(config: EngineConfig) -> Weights:
@@ -46,33 +63,40 @@ def load_weights(config: EngineConfig) -> Weights:
     """
     device = resolve_device(config.device)
     speculative = config.speculative_config
-    if device.type == "cuda" and speculative is not None and speculative.reads_hidden:
-        reason = f"not implemented on device={str(device)!r}; allowed: a method of another kind, or device='cpu'"
-        raise invalid(UnsupportedConfigError, "speculative_config.method", speculative.method, reason)
-    config.check_quantization_serves(device.type, config.dtype)
+    config.check_native_serves(device.type, config.dtype)
     if device.type == "cuda":
+        check_formats(config, device)
         check_weights_fit(config, device)
     target = _load(config, config.target, config.revision, config.dtype, device, config.quantization)
     draft = _draft_source(config)
     if speculative is None or draft is None:
         return Weights(target, None)
     if speculative.reads_hidden:
+        if not isinstance(target, DenseFacts):
+            reason = "not implemented for a target of model_impl='transformers'; allowed: a method of another kind"
+            raise invalid(UnsupportedConfigError, "speculative_config.method", speculative.method, reason)
         return Weights(target, None, head=_load_head(speculative, draft, target))
     dtype = str(target.dtype).removeprefix("torch.")
     field = "speculative_config.quantization"
-    mask = _mask_token_id(*draft, device) if speculative.parallel_drafting else None
+    mask = _mask_token_id(*draft) if speculative.parallel_drafting else None
     model = _load(config, *draft, dtype, device, speculative.quantization, field)
-    shared = _shared(config, *draft, target, model) if speculative.use_heterogeneous_vocab else None
-    return Weights(target, model, mask, shared)
-
-
-def _shared(config: EngineConfig, draft: str, revision: str | None, target: Model, model: Model) -> SharedVocabulary:
-    """Raises TokenizerMismatchError if nothing is shared, UnsupportedConfigError for a device that cannot."""
-    if target.device.type == "cuda":
-        field, reason = "speculative_config.use_heterogeneous_vocab", "not implemented on device='cuda'; allowed: False"
-        raise invalid(UnsupportedConfigError, field, True, reason)
+    if not speculative.use_heterogeneous_vocab:
+        return Weights(target, model, mask)
     own = config.tokenizer_revision or (None if config.tokenizer else config.revision)
-    ours, theirs = Tokenizer(config.tokenizer or config.target, own), Tokenizer(draft, revision)
+    ours, theirs = Tokenizer(config.tokenizer or config.target, own), Tokenizer(*draft)
+    if config.rule == "coupled" and target.device.type == "cpu":
+        return Weights(target, model, bridge=Bridge(_vocabulary(ours, target), _vocabulary(theirs, model)))
+    return Weights(target, model, shared=_shared(draft[0], ours, theirs, target, model))
+
+
+def _vocabulary(tokenizer: Tokenizer, model: Model) -> Vocabulary:
+    bos = tokenizer.hf.bos_token_id
+    begins = bos is not None and tokenizer.encode("a")[:1] == [bos]
+    return Vocabulary(tokenizer.backend, bos if begins else None, tuple(model.eos_token_ids))
+
+
+def _shared(draft: str, ours: Tokenizer, theirs: Tokenizer, target: Model, model: Model) -> SharedVocabulary:
+    """Raises TokenizerMismatchError if nothing is shared."""
     sizes, unknown = (target.vocab_size, model.vocab_size), unknown_id(theirs)
     pairs = [pair for pair in shared_ids(ours, theirs) if pair[0] < sizes[0] and pair[1] < sizes[1]]
     if not pairs:
@@ -89,12 +113,9 @@ def _shared(config: EngineConfig, draft: str, revision: str | None, target: Mode
     return SharedVocabulary.of(pairs, unknown, sizes[0], target.device)
 
 
-def _mask_token_id(draft: str, revision: str | None, device: torch.device) -> int:
-    """Raises InvalidConfigError for a draft that has none, UnsupportedConfigError for a device that cannot."""
-    if device.type == "cuda":
-        field, reason = "speculative_config.parallel_drafting", "not implemented on device='cuda'; allowed: False"
-        raise invalid(UnsupportedConfigError, field, True, reason)
-    mask = load_config(draft, revision=revision).mask_token_id
+def _mask_token_id(draft: str, revision: str | None) -> int:
+    """Raises InvalidConfigError for a draft that has none."""
+    mask = load_mask_token_id(draft, revision=revision)
     if mask is None:
         reason = f"has no mask token in config.json, which parallel_drafting needs ({', '.join(MASK_TOKEN_FIELDS)})"
         raise invalid(InvalidConfigError, "speculative_config.model", draft, reason)
@@ -111,18 +132,79 @@ def _load(
     field: str = "quantization",
 ) -> Model:
     """`field` is that of `quantization`."""
+    if _is_generic(config, source, revision, device):
+        return _load_generic(config, source, revision, dtype, quantization, field)
+    quantization = resolve_quantization(
+        field, quantization, source, revision, device.type, load_format=config.load_format
+    )
     if device.type == "cpu" and not config.enforce_eager:
         model = load_config(source, revision=revision)
         resolved = resolve_dtype(dtype, model, device)
-        config.check_quantization_serves(device.type, str(resolved).removeprefix("torch."))
-        if resolved in NATIVE_DTYPES:
+        config.check_native_serves(device.type, str(resolved).removeprefix("torch."))
+        if resolved in NATIVE_DTYPES and _is_native(config, source, model, quantization, field):
             if quantization == "int4":
                 _check_int4(field, source, model)
             return load_native(
-                source, dtype=resolved, revision=revision, load_format=config.load_format, quantization=quantization
+                source,
+                dtype=resolved,
+                revision=revision,
+                load_format=config.load_format,
+                quantization=quantization,
+                max_model_len=config.max_model_len,
+                exact=config.dtype != "auto",
             )
-        logger.info("%s: %s is served op by op, the native pass computes float32 and bfloat16", source, resolved)
-    return load_model(source, dtype=dtype, device=device, revision=revision, load_format=config.load_format)
+        if resolved not in NATIVE_DTYPES:
+            logger.info("%s: %s is served op by op, the native pass computes float32 and bfloat16", source, resolved)
+    return load_model(
+        source,
+        dtype=dtype,
+        device=device,
+        revision=revision,
+        load_format=config.load_format,
+        max_model_len=config.max_model_len,
+        quantization=quantization,
+    )
+
+
+def _is_native(config: EngineConfig, source: str, model: ModelConfig, quantization: str | None, field: str) -> bool:
+    """Whether the native pass computes the model; else says so. Raises UnsupportedConfigError for a `quantization` that
+    asks for it."""
+    feature = unknown_feature(model, NATIVE)
+    if feature is None:
+        return True
+    kind = feature.field if feature.field != "architectures" else feature.name
+    if quantization in ("int8", "int4"):
+        reason = f"not implemented for {source}, whose {kind} the native pass does not know; allowed: None or 'fp8'"
+        raise invalid(UnsupportedConfigError, field, quantization, reason)
+    logger.info("%s is served op by op: the native pass does not know its %s", source, kind)
+    return False
+
+
+def _is_generic(config: EngineConfig, source: str, revision: str | None, device: torch.device) -> bool:
+    """Whether transformers' modules compute the model. Raises UnsupportedConfigError where they would, on a GPU."""
+    if config.model_impl == "specrs" or (config.model_impl == "auto" and is_known_family(source, revision=revision)):
+        return False
+    if device.type == "cuda":
+        if config.model_impl == "auto":
+            return False  # whose reader refuses it with the families that there are
+        reason = f"not implemented on device={str(device)!r}; allowed: 'auto' or 'specrs', or device='cpu'"
+        raise invalid(UnsupportedConfigError, "model_impl", config.model_impl, reason)
+    return True
+
+
+def _load_generic(
+    config: EngineConfig, source: str, revision: str | None, dtype: str, quantization: str | None, field: str
+) -> Model:
+    from specrs.models.generic_loader import load_generic  # and transformers' models, which others do without
+
+    if quantization is not None:
+        reason = f"not implemented with model_impl='transformers', which {source} needs; allowed: None"
+        raise invalid(UnsupportedConfigError, field, quantization, reason)
+    model = load_generic(source, dtype=dtype, revision=revision, load_format=config.load_format)
+    if config.model_impl == "auto":
+        name = type(model.module).__name__
+        logger.info("%s: specrs knows no %s: transformers' modules compute it, with our attention", source, name)
+    return model
 
 
 def _load_head(speculative: SpeculativeConfig, source: tuple[str, str | None], target: Model) -> Eagle3Head:
@@ -161,18 +243,37 @@ def _draft_source(config: EngineConfig) -> tuple[str, str | None] | None:
     return draft, speculative.revision
 
 
+def check_formats(config: EngineConfig, device: torch.device) -> None:
+    """Raises UnsupportedConfigError for a checkpoint of weights that the device does not read."""
+    draft, speculative = _draft_source(config), config.speculative_config
+    args = {"load_format": config.load_format}
+    resolve_quantization("quantization", config.quantization, config.target, config.revision, device.type, **args)
+    if draft is not None and speculative is not None and not speculative.reads_hidden:
+        resolve_quantization("speculative_config.quantization", speculative.quantization, *draft, device.type, **args)
+
+
 def check_weights_fit(config: EngineConfig, device: torch.device) -> None:
-    """Raises InvalidConfigError if the GPU's free memory does not hold the weights; reads configurations only."""
-    sizes, draft = {}, _draft_source(config)
-    sources = [("model", config.target, config.revision)]
-    if draft is not None:
-        sources.append(("speculative_config.model", *draft))
+    """Raises InvalidConfigError if the GPU's free memory does not hold the weights, or its passes do not know a model.
+
+    Reads configurations only.
+    """
+    sizes, draft, speculative = {}, _draft_source(config), config.speculative_config
+    sources = [("model", config.target, config.revision, config.quantization)]
+    if draft is not None and speculative is not None and speculative.reads_hidden:
+        files = resolve_folder(*draft).glob("*.safetensors")
+        sizes["speculative_config.model"] = sum(file.stat().st_size for file in files)
+    elif draft is not None:
+        assert speculative is not None
+        sources.append(("speculative_config.model", *draft, speculative.quantization))
     dtype: torch.dtype | None = None
-    for field, source, revision in sources:
+    for field, source, revision, quantization in sources:
         model = load_config(source, revision=revision)
+        check_known(model, CUDA, "on a GPU")
         dtype = resolve_dtype(config.dtype, model, device) if dtype is None else dtype
         untied = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
         sizes[field] = (model.num_parameters + untied) * dtype.itemsize
+        for name, bits in _coded_bits(source, revision, model, quantization, config.load_format).items():
+            sizes[field] -= math.prod(tensor_shapes(model)[name]) * (8 * dtype.itemsize - bits) // 8
     free, needed = torch.cuda.mem_get_info(device)[0], sum(sizes.values())
     if needed > free:
         parts = " and ".join(f"{size / 2**30:.2f} GiB for {field}" for field, size in sizes.items())
@@ -183,3 +284,23 @@ def check_weights_fit(config: EngineConfig, device: torch.device) -> None:
             f"weights need {parts}, {free / 2**30:.2f} GiB of the GPU are free, {(needed - free) / 2**30:.2f} GiB too "
             "little; allowed are smaller models, a dtype of fewer bytes, or device='cpu'",
         )
+
+
+def _coded_bits(
+    source: str, revision: str | None, model: ModelConfig, quantization: str | None, load_format: str
+) -> dict[str, int]:
+    """Bits of the weights that stay codes on a GPU, by name. Reads no tensor; raises as the loader for a checkpoint
+    whose tensors are not what its config.json makes them."""
+    if load_format == "dummy":
+        return {}
+    made = method_of(source, revision) is None
+    if made and quantization != "fp8":
+        return {}
+    shapes = {name: shape for name, shape in tensor_shapes(model).items() if name.endswith("_proj.weight")}
+    if made:
+        return dict.fromkeys(shapes, 8)
+    checkpoint = open_checkpoint(source, revision, load_format)[1]
+    assert isinstance(checkpoint, QuantizedTensors)
+    checkpoint.check(tensor_shapes(model), {LM_HEAD: (model.vocab_size, model.hidden_size)})
+    found = {name: checkpoint.coded_bits(name) for name in shapes if checkpoint.is_quantized(name)}
+    return {name: bits for name, bits in found.items() if bits is not None}

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from specrs.core import PURPOSE_ACCEPT
+from specrs.core import FLAG_NOTHING_DRAFTED, PURPOSE_ACCEPT
 from specrs.drafters.base import Drafter, HiddenInputs, device_drafter, drafted_on_host, host_drafts
+from specrs.drafters.draft_model import ModelPasses
+from specrs.drafters.text import TextDraftModel
 from specrs.models.base import Model
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
@@ -19,8 +22,16 @@ from specrs.runner.hidden_rows import HiddenRows
 from specrs.runner.iteration import Drafted, Scored, draft, place, prepare, verify
 from specrs.runner.logprobs import entry_logprobs, prompt_logprobs
 from specrs.runner.noise import Noise
-from specrs.runner.prefill import catch_up_inputs, caught_up, flag_chunks, last_chunks, last_rows, prefill_inputs
-from specrs.runner.ring import Header, Results, RingSlot
+from specrs.runner.prefill import (
+    catch_up_inputs,
+    caught_up,
+    chunk_faults,
+    flag_chunks,
+    last_chunks,
+    last_rows,
+    prefill_inputs,
+)
+from specrs.runner.ring import Header, Results, RingSlot, blocks_of
 from specrs.runner.row_state import RowState
 from specrs.runner.sampling_state import EntrySampling, SamplingState
 from specrs.runner.uploads import apply_uploads
@@ -56,8 +67,11 @@ class EagerRunner:
         self._noise = Noise(sampling.seeds, sampling.vocab_size, sampling.params.values.dtype)
         self.logprobs_mode = logprobs_mode
         self.num_target_passes = 0
+        self.k_start: Tensor | None = None  # [R + 1] int64, from where on a row's drafter reads KV; None: from 0
         self.hidden: HiddenRows | None = None
-        self._behind: tuple[PassInputs, HiddenInputs] | None = None  # what a launch left to its drafter
+        if isinstance(drafter, ModelPasses) and drafter.model.sliding_window is not None:
+            self.k_start = torch.zeros(state.limit.shape[0], dtype=torch.int64)
+        self._behind: tuple[Tensor, PassInputs, HiddenInputs] | None = None  # rows and pass that a launch left over
         if drafter is not None and drafter.hidden_layers:
             self.hidden = HiddenRows.allocate(
                 state.limit.shape[0] - 1,
@@ -78,19 +92,19 @@ class EagerRunner:
     def _execute(self, slot: RingSlot, header: Header) -> None:
         slot.logprobs.clear()
         slot.prompt_logprobs.clear()
-        self._feed_behind()
+        slot.draft_fault = None
+        self._feed_behind(slot)
         apply_uploads(self.state, self.sampling, slot.views, slot.views, header)
         if self.hidden is not None and header.num_admitted:
             self.hidden.admit(slot.views, header.num_admitted)
+        if isinstance(self.drafter, TextDraftModel) and header.num_admitted:
+            rows, salts = (slot.views[name][: header.num_admitted].tolist() for name in ("admit_row", "admit_salt"))
+            self.drafter.admit(rows, salts)
+        if self.k_start is not None and header.num_admitted:
+            self.k_start.index_fill_(0, slot.views["admit_row"][: header.num_admitted], 0)
         entries = self._prefill(slot, header) if header.num_prefill else None
         if header.num_draft_chunks:
-            if self.hidden is not None:
-                self._behind = self.hidden.chunks(self.state, slot.views, slot.views, header, entries)
-            else:
-                inputs = catch_up_inputs(self.state, slot.views, slot.views, header)
-                if inputs is not None:
-                    device_drafter(self.drafter).feed(inputs)
-            caught_up(self.state, slot.views, header)
+            self._catch_up(slot, header, entries)
         if header.num_decode:
             self._decode(slot, header)
 
@@ -104,14 +118,42 @@ class EagerRunner:
     def close(self) -> None:
         """It has nothing to end."""
 
-    def _feed_behind(self) -> None:
+    def _feed_behind(self, slot: RingSlot) -> None:
         """The end of the launch before: what its prompt chunks left to a drafter that reads hidden states.
 
         It runs here, before all of the next launch, so that no first token waits for it: results are read in between.
+        A drafter that fails starts anew in these rows, in the launch that `slot` is of.
         """
         behind, self._behind = self._behind, None
-        if behind is not None:
-            device_drafter(self.drafter).feed(*behind)
+        if behind is None:
+            return
+        rows, inputs, hidden = behind
+        try:
+            device_drafter(self.drafter).feed(inputs, hidden)
+        except Exception as error:
+            self.state.draft_len.index_fill_(0, rows, 0)
+            slot.drafter_failed(error, blocks_of(inputs.slots, self.block_size))
+
+    def _catch_up(self, slot: RingSlot, header: Header, entries: Tensor | None) -> None:
+        """The launch's draft chunks, for a drafter that reads hidden states those of its prompt chunks' `entries`."""
+        written = True
+        if self.hidden is not None:
+            behind = self.hidden.chunks(self.state, slot.views, slot.views, header, entries)
+            if behind is not None:
+                self._behind = (slot.views["draft_chunk_row"][: header.num_draft_chunks].clone(), *behind)
+        else:
+            views, windowed = slot.views, self.k_start is not None
+            inputs = catch_up_inputs(self.state, views, views, header, windowed=windowed)
+            if self.k_start is not None:
+                chunks = slice(0, header.num_draft_chunks)
+                self.k_start.index_copy_(0, views["draft_chunk_row"][chunks], views["draft_chunk_k_start"][chunks])
+            if inputs is not None:
+                try:
+                    device_drafter(self.drafter).feed(inputs)
+                except Exception as error:
+                    slot.drafter_failed(error, blocks_of(inputs.slots, self.block_size))
+                    written = False
+        caught_up(self.state, slot.views, header, written=written)
 
     @property
     def _hidden_layers(self) -> tuple[int, ...]:
@@ -128,7 +170,8 @@ class EagerRunner:
         prompt_logprobs(slot, header, hidden, self.target.compute_logits, self.state, self.sampling)
         at = last_rows(slot.views, header)
         last = hidden[at]
-        flag_chunks(last, results.flags)
+        windowed = self.target.sliding_window is not None
+        flag_chunks(last + chunk_faults(hidden, slot.views, header) if windowed else last, results.flags)
         chunks = last_chunks(slot.views, header)
         if not chunks:
             return states
@@ -179,7 +222,7 @@ class EagerRunner:
             if on_host is not None:
                 proposed = host_drafts(slot.views, self.state.limit.shape[0] - 1)[entries, : header.max_k]
                 place(self.state, it, proposed, sampling, on_host)
-            drafted = draft(self.state, it, device_drafter(self.drafter), sampling, self.rule, on_host, self.hidden)
+            drafted = self._draft(slot, it, sampling, on_host)
         scored = verify(self.state, it, self.target, self.kv_cache, self._hidden_layers)
         self.num_target_passes += 1
         results = slot.results_view.narrow(0, header.num_decode)
@@ -187,6 +230,38 @@ class EagerRunner:
         self._finish(slot, index, it, scored, drafted, sampling, results)
         if self.hidden is not None and scored.entries is not None:
             self.hidden.keep_verified(self.state, it, scored.entries, on_host)
+
+    def _draft(self, slot: RingSlot, it: Iteration, sampling: EntrySampling, on_host: Tensor | None) -> Drafted:
+        """Drafts by passes; none of them in a launch in which the drafter fails, or has failed before. What it wrote
+        until then lies behind `draft_len`, which stays, and is written again before it is read."""
+        if slot.draft_fault is None:
+            try:
+                if isinstance(self.drafter, TextDraftModel):
+                    return self._write(it, self.drafter, sampling, on_host)
+                drafter, k_start = device_drafter(self.drafter), self.k_start
+                return draft(self.state, it, drafter, sampling, self.rule, on_host, self.hidden, k_start)
+            except Exception as error:
+                slot.drafter_failed(error)
+        it.num_drafts.mul_(0 if on_host is None else on_host)
+        return Drafted(torch.zeros_like(it.num_tokens), None)
+
+    def _write(
+        self, it: Iteration, drafter: TextDraftModel, sampling: EntrySampling, on_host: Tensor | None
+    ) -> Drafted:
+        """Drafts of a model that writes text: K_r is what its text comes to, and a flag says where that is nothing."""
+        ks = it.num_drafts if on_host is None else it.num_drafts * ~on_host
+        texts = [
+            (row, self.state.tokens[row, :n].tolist() if k else [], k)
+            for row, n, k in zip(it.rows.tolist(), it.num_tokens.tolist(), ks.tolist(), strict=True)
+        ]
+        written = drafter.write(texts)
+        drafts = [ids or [] for ids in written]
+        proposed = torch.tensor([ids + [0] * (it.max_k - len(ids)) for ids in drafts])
+        counts = torch.tensor([len(ids) for ids in drafts])
+        nothing = torch.tensor([ids == [] for ids in written]) * FLAG_NOTHING_DRAFTED
+        it.num_drafts.copy_(counts if on_host is None else torch.where(on_host, it.num_drafts, counts))
+        placed = place(self.state, it, proposed, sampling, None if on_host is None else ~on_host)
+        return replace(placed, flags=nothing)
 
     def _finish(
         self,

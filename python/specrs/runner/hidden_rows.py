@@ -23,6 +23,7 @@ from specrs.runner.entries import Iteration
 from specrs.runner.prefill import catch_up_inputs
 from specrs.runner.ring import Header
 from specrs.runner.row_state import RowState
+from specrs.transfer import to_device
 
 Views = Mapping[str, Tensor]
 
@@ -122,7 +123,8 @@ class HiddenRows:
             max_q_len=inputs.max_q_len,
             max_context=inputs.max_context,
         )
-        return own, HiddenInputs(entries.index_select(0, index), self.draft_start.index_select(0, rows))
+        states = entries.index_select(0, to_device(index, entries.device))
+        return own, HiddenInputs(states, self.draft_start.index_select(0, rows))
 
     def _restart(self, rows: Tensor, draft_len: Tensor, first: Tensor, writes: Tensor) -> None:
         before = self.draft_start.index_select(0, rows)

@@ -131,6 +131,7 @@ def draft(
     rule: str,
     on_host: Tensor | None = None,
     hidden: HiddenRows | None = None,
+    read_from: Tensor | None = None,
 ) -> Drafted:
     """Draw up to K_r drafts per entry; pass i feeds the entries planned at K >= i.
 
@@ -144,6 +145,7 @@ def draft(
     which `rejection` keeps as q.
 
     `hidden`: what is kept for a drafter that reads hidden states. Its pass 1 feeds only positions whose KV is missing.
+    `read_from` `[R + 1]`: from where on another drafter's rows read KV, None: from 0.
 
     Mutates `state.tokens` in [n, n + K_r), the draft's KV cache, and with `hidden` where its KV begins and ends.
     """
@@ -164,7 +166,8 @@ def draft(
     if on_host is not None:
         live &= ~on_host[:, None]
     fed = torch.where(live, n[:, None] + (column - width - offset), -1).clamp_(min=-1)
-    k_start, missing = None, state.draft_len.index_select(0, it.rows)
+    k_start = begins = None if read_from is None else read_from.index_select(0, it.rows)
+    missing = state.draft_len.index_select(0, it.rows)
     if hidden is not None:
         missing = hidden.begin(state, it, live[:, 0])
         k_start = hidden.draft_start.index_select(0, it.rows)
@@ -181,7 +184,7 @@ def draft(
     plans: list[Any] = []
     proposed: Tensor | None = None  # [B, K, V]
     if drafter.mask_token_id is not None:
-        inputs = _first_inputs(state, it, fed[: counts[0], first:], slots[: counts[0], first:], offset)
+        inputs = _first_inputs(state, it, fed[: counts[0], first:], slots[: counts[0], first:], offset, begins)
         inputs.input_ids.view(counts[0], -1)[:, width - first :] = drafter.mask_token_id
         proposed = drafter.propose_all(inputs, it.max_k)
     for i, (count, top, tokens) in enumerate(zip(counts, tops[:depth], drawn[:depth], strict=True), 1):
@@ -189,7 +192,7 @@ def draft(
             logits = proposed[:count, i - 1]
         elif i == 1 and (first < width - 1 or hidden is not None):
             columns = slice(first, width)
-            inputs = _first_inputs(state, it, fed[:count, columns], slots[:count, columns], offset)
+            inputs = _first_inputs(state, it, fed[:count, columns], slots[:count, columns], offset, begins)
             read = None if hidden is None else hidden.read(it.rows[:count], fed[:count, columns])
             logits, left = drafter.propose(inputs, read, last_of=width - first)
         else:
@@ -215,7 +218,9 @@ def draft(
     return Drafted(faulty * FLAG_DRAFT_NON_FINITE, q, unfed, on_host)
 
 
-def _first_inputs(state: RowState, it: Iteration, positions: Tensor, slots: Tensor, offset: int) -> PassInputs:
+def _first_inputs(
+    state: RowState, it: Iteration, positions: Tensor, slots: Tensor, offset: int, k_start: Tensor | None
+) -> PassInputs:
     """Pass 1 of entries: `positions` and `slots` `[count, width]`; position p is fed the token at p + offset."""
     count, width = positions.shape
     return PassInputs(
@@ -226,6 +231,7 @@ def _first_inputs(state: RowState, it: Iteration, positions: Tensor, slots: Tens
         block_table=it.block_table[:count],
         max_q_len=width,
         max_context=it.max_context,
+        k_start=None if k_start is None else k_start[:count],
     )
 
 

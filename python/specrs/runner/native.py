@@ -1,20 +1,28 @@
 """The runner of the native pass on a CPU: a launch is one call of `specrs-cpu`. Plans nothing and settles nothing.
 
 A launch in which some request asks for masks, penalties, a grammar or log probabilities goes through the eager runner,
-as do all launches with a draft of another tokenizer or a head that reads hidden states: op by op, on the same row state
-and KV and with the same passes. Its logits are the same bits, and drawing and verification are the core's either way.
-So a request may go from one to the other at any launch, and what its neighbours ask for does not change its text.
+as do all launches with a draft of another tokenizer, and those with a prompt chunk that torch's passes compute: op by
+op, on the same row state and KV and otherwise with the same passes.
+Its logits are the same bits, and drawing and verification are the core's either way. So a request may go from one to
+the other at any launch, and what its neighbours ask for does not change its text.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
 from specrs.core import CpuDecoder, CpuIteration, CpuKVCache, CpuPool, Scheduler
+from specrs.drafters.base import Drafter
 from specrs.drafters.draft_model import ModelPasses
+from specrs.drafters.hidden import HeadDrafter
+from specrs.drafters.text import TextDraftModel
 from specrs.drafters.vocabulary import TranslatedDraftModel
-from specrs.models.base import Model
 from specrs.models.dense_native import NativeDense, NativeKVCache
+from specrs.models.eagle3_native import NativeEagle3Head
 from specrs.models.kv_cache import KVCache
 from specrs.runner.eager import EagerRunner
 from specrs.runner.ring import Header, RingSlot
@@ -28,9 +36,15 @@ class NativeRunner(EagerRunner):
         of their own making. `scheduler` has the settings of the launches to come."""
         self._scheduler, self._pool = scheduler, pool
         self._iteration: CpuIteration | None = None
+        self._is_stale = False  # it is of another rule
         super().__init__(*args, **settings)
         # Drafters that the iteration does not know.
-        self._op_by_op = self.hidden is not None or isinstance(self.drafter, TranslatedDraftModel)
+        self._op_by_op = isinstance(self.drafter, TextDraftModel | TranslatedDraftModel)
+
+    @property
+    def _torch_rows(self) -> int | None:
+        assert isinstance(self.target, NativeDense)
+        return self.target.torch_rows
 
     @property
     def rule(self) -> str:
@@ -40,44 +54,80 @@ class NativeRunner(EagerRunner):
     @rule.setter
     def rule(self, rule: str) -> None:
         self._rule = rule
-        self._iteration = None
+        self._is_stale = True
 
     def launch(self, slot: RingSlot, header: Header) -> None:
         """See `EagerRunner`."""
         if header.num_admitted:
             self.sampling.remember(slot.views, header.num_admitted)
         entries = slot.record_arrays["entry_row"][: header.num_decode + header.num_prefill]
-        if self._op_by_op or not self.sampling.is_bare(entries):
+        if self._op_by_op or self._has_long_chunk(slot, header) or not self.sampling.is_bare(entries):
             self._execute(slot, header)
             return
+        slot.draft_fault = None
         slot.logprobs.clear()
         slot.prompt_logprobs.clear()
+        if self._behind is not None:
+            with torch.inference_mode():
+                super()._feed_behind(slot)
+        if self._is_stale:
+            self._feed_behind_call(slot)
+            self._iteration, self._is_stale = None, False
         if self._iteration is None:
             self._iteration = self._make()
-        target_passes, draft_passes = self._iteration.run(slot.record, slot.results)
+        target_passes, draft_passes, fault = self._iteration.run(slot.record, slot.results)
         self.num_target_passes += target_passes
-        if draft_passes and self.drafter is not None:
-            self.drafter.num_passes += draft_passes
+        self._drafted(slot, draft_passes, fault)
+
+    def _has_long_chunk(self, slot: RingSlot, header: Header) -> bool:
+        """Whether torch's passes are due for a prompt chunk."""
+        if self._torch_rows is None or not header.num_prefill:
+            return False
+        return bool(slot.record_arrays["chunk_len"][: header.num_prefill].max() >= self._torch_rows)
 
     def close(self) -> None:
         """End the threads; launches fail from then on."""
         self._pool.close()
 
+    def _feed_behind(self, slot: RingSlot) -> None:
+        """See `EagerRunner`; also what a launch in one call has left."""
+        super()._feed_behind(slot)
+        self._feed_behind_call(slot)
+
+    def _feed_behind_call(self, slot: RingSlot) -> None:
+        if self._iteration is not None:
+            self._drafted(slot, *self._iteration.feed_behind())
+
+    def _drafted(self, slot: RingSlot, passes: int, fault: tuple[Exception, NDArray[np.int64]] | None) -> None:
+        if passes and self.drafter is not None:
+            self.drafter.num_passes += passes
+        if fault is not None:
+            slot.drafter_failed(*fault)
+
     def _make(self) -> CpuIteration:
-        state, sampling, drafter = self.state, self.sampling, self.drafter
+        state, sampling = self.state, self.sampling
         tensors = {name: getattr(state, name) for name in state.__slots__}
         tensors |= {"seeds": sampling.seeds, "prompt_len": sampling.prompt_len, "params": sampling.params.values}
+        if self.hidden is not None:
+            tensors |= {"hidden_states": self.hidden.states.flatten(1), "hidden_start": self.hidden.start}
+            tensors |= {"draft_start": self.hidden.draft_start}
         return CpuIteration(
             self._scheduler,
             {name: tensor.numpy() for name, tensor in tensors.items()},
             _native(self.target, self.kv_cache),
-            _native(drafter.model, drafter.kv_cache) if isinstance(drafter, ModelPasses) else None,
+            _passes(self.drafter),
             rule=self._rule,
             rates=None if self.rates is None else self.rates.tolist(),
         )
 
 
-def _native(model: Model, cache: KVCache) -> tuple[CpuDecoder, CpuKVCache]:
-    assert isinstance(model, NativeDense)
+def _passes(drafter: Drafter | None) -> tuple[CpuDecoder, CpuKVCache] | None:
+    if isinstance(drafter, HeadDrafter):
+        return _native(drafter.head, drafter.kv_cache)
+    return _native(drafter.model, drafter.kv_cache) if isinstance(drafter, ModelPasses) else None
+
+
+def _native(model: object, cache: KVCache) -> tuple[CpuDecoder, CpuKVCache]:
+    assert isinstance(model, NativeDense | NativeEagle3Head)
     assert isinstance(cache, NativeKVCache)
     return model.decoder, cache.native

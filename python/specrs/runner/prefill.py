@@ -34,11 +34,13 @@ def prefill_inputs(state: RowState, host: Views, device: Views, header: Header) 
     )
 
 
-def catch_up_inputs(state: RowState, host: Views, device: Views, header: Header, offset: int = 0) -> PassInputs | None:
+def catch_up_inputs(
+    state: RowState, host: Views, device: Views, header: Header, offset: int = 0, *, windowed: bool = False
+) -> PassInputs | None:
     """The draft's pass over committed tokens that it has not seen (deferred drafting); None where there are none.
 
     Token ids come from row state, position p's from p + `offset`: with launches in flight the host does not know them
-    all.
+    all. `windowed`: blocks come back behind a window, so the pass has a `k_start`.
     """
     if not header.num_draft_tokens:
         return None
@@ -54,17 +56,22 @@ def catch_up_inputs(state: RowState, host: Views, device: Views, header: Header,
         block_table=state.block_table[rows],
         max_q_len=int(lengths.max()),
         max_context=int((host["draft_chunk_start"][chunks] + lengths).max()),
+        k_start=device["draft_chunk_k_start"][chunks] if windowed else None,
     )
 
 
-def caught_up(state: RowState, device: Views, header: Header) -> None:
+def caught_up(state: RowState, device: Views, header: Header, *, written: bool = True) -> None:
     """The chunks' draft KV is valid now; mutates `draft_len`.
 
-    A chunk of length 0 does no more than this, where another request has written the KV of a shared prefix.
+    A chunk of length 0 does no more than this, where another request has written the KV of a shared prefix. Others do
+    nothing unless they were `written`.
     """
     chunks = slice(0, header.num_draft_chunks)
-    ends = device["draft_chunk_start"][chunks] + device["draft_chunk_len"][chunks]
-    state.draft_len.index_copy_(0, device["draft_chunk_row"][chunks], ends)
+    rows, lengths = device["draft_chunk_row"][chunks], device["draft_chunk_len"][chunks]
+    ends = device["draft_chunk_start"][chunks] + lengths
+    if not written:
+        ends = torch.where(lengths > 0, state.draft_len.index_select(0, rows), ends)
+    state.draft_len.index_copy_(0, rows, ends)
 
 
 def last_chunks(host: Views, header: Header) -> list[int]:
@@ -77,11 +84,18 @@ def last_rows(device: Views, header: Header) -> Tensor:
     return device["prefill_q_start"][1 : header.num_prefill + 1] - 1
 
 
+def chunk_faults(hidden: Tensor, device: Views, header: Header) -> Tensor:
+    """Zeros `[num_prefill, hidden_size]`, but NaN where a row of the prompt chunk is not finite in `hidden`
+    `[N, hidden_size]`."""
+    rows = torch.repeat_interleave(device["chunk_len"][: header.num_prefill], output_size=hidden.shape[0])
+    return hidden.new_zeros(header.num_prefill, hidden.shape[1]).index_add_(0, rows, hidden * 0)
+
+
 def flag_chunks(last: Tensor, flags: Tensor) -> None:
     """Report prompt chunks that are not finite; mutates `flags` `[num_prefill]` int64.
 
     `last` `[num_prefill, hidden_size]` is each chunk's last hidden row. It has attended to all positions up to its own,
-    so what is not finite in the KV of any of them is in it, too. Others may find a chunk's blocks once it has settled,
-    before the end of its prompt has logits to tell.
+    so what is not finite in the KV of any of them is in it, too; with windows it has not (`chunk_faults`). Others may
+    find a chunk's blocks once it has settled, before the end of its prompt has logits to tell.
     """
     flags |= torch.where(last.isfinite().all(dim=1), 0, FLAG_TARGET_NON_FINITE)

@@ -72,6 +72,15 @@ class Results:
         return self.num_emitted, self.num_accepted, self.num_drafted, self.flags, self.finish_reason, self.tokens
 
 
+@dataclass(frozen=True, slots=True)
+class DraftFault:
+    """A drafter on the device that failed in a launch, which went on without its drafts."""
+
+    error: Exception
+    blocks: NDArray[np.int64]
+    """Whose draft KV it was to write before any draft, and has not."""
+
+
 class RingSlot:
     """One launch's buffers: the record that Rust plans into, the results that the device reports into.
 
@@ -101,6 +110,7 @@ class RingSlot:
         self.done = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
         self.logprobs: dict[int, TokenLogprobs] = {}  # by entry, where its request wants any
         self.prompt_logprobs: list[tuple[int, int, TokenLogprobs]] = []  # request id, first position, values
+        self.draft_fault: DraftFault | None = None  # of the launch that ran last
         self._grammar_masks: NDArray[np.int32] | None = None
         self.settled_arrays = section_arrays(self.settled, scheduler.settled_layout())
 
@@ -112,9 +122,21 @@ class RingSlot:
             self._grammar_masks = np.empty((entries, most, words), dtype=np.int32)
         return self._grammar_masks[first : first + count, :width]
 
+    def drafter_failed(self, error: Exception, lost: NDArray[np.int64] | None = None) -> None:
+        """Note what the drafter raised, the first of it, and the blocks whose KV it has `lost`, all of it."""
+        blocks = np.zeros(0, np.int64) if lost is None else lost
+        if self.draft_fault is not None:
+            error, blocks = self.draft_fault.error, np.concatenate([self.draft_fault.blocks, blocks])
+        self.draft_fault = DraftFault(error, blocks)
+
     def header(self) -> Header:
         """The planned launch's counts."""
         return Header.of(self.record)
+
+
+def blocks_of(slots: Tensor, block_size: int) -> NDArray[np.int64]:
+    """The blocks of KV slots `[N]` on the host, -1 for none, ascending."""
+    return np.unique(slots[slots >= 0].numpy() // block_size)
 
 
 def section_views(flat: Tensor, layout: Layout) -> dict[str, Tensor]:

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specrs.runner.cuda.iteration import Context, accept_and_update, sample_draft
+from specrs.runner.cuda.context import Context
+from specrs.runner.cuda.drafting import sample_draft
+from specrs.runner.cuda.iteration import accept_and_update
 from specrs.runner.cuda.shapes import Shape
 from specrs.runner.entries import Iteration, flat_rows
 from specrs.runner.logprobs import entry_logprobs
@@ -47,8 +49,9 @@ def entry_sampling(
     return sampling.for_entries(ctx.state, it, rows, slot, first)
 
 
-def draft_adjusted(ctx: Context, i: int, count: int, sampling: EntrySampling) -> None:
-    """Adjust the logits of pass i in place and draw its tokens; q is what was drawn from."""
+def draft_adjusted(ctx: Context, i: int, count: int, sampling: EntrySampling, on_host: Sequence[bool]) -> None:
+    """Adjust the logits of pass i in place and draw its tokens; q is what was drawn from. Drafts that are `on_host`
+    stay."""
     b, it = ctx.buffers, sampling.it
     logits = b.draft_logits[i - 1, :count]
     top = logits.amax(dim=-1)  # the fault flag is of raw logits: a mask may well forbid everything else
@@ -61,17 +64,27 @@ def draft_adjusted(ctx: Context, i: int, count: int, sampling: EntrySampling) ->
         logits.copy_(adjusted)
     sample_draft(ctx, i, count)
     b.draft_top[i - 1, :count].copy_(top)
+    live = it.num_drafts[:count] >= i
+    if any(on_host):
+        live &= to_device(~torch.tensor(on_host[:count]), live.device)
     # Seen by the penalties of the next pass; `assemble` writes the same again.
-    positions = torch.where(it.num_drafts[:count] >= i, b.draft_draws[i - 1, :count], ctx.state.scratch_column)
+    positions = torch.where(live, b.draft_draws[i - 1, :count], ctx.state.scratch_column)
     ctx.state.tokens[it.rows[:count], positions] = b.drawn[i - 1, :count]
     if sampling.grammar is not None:
-        sampling.grammar.observe(b.drawn[i - 1, :count], it.num_drafts[:count] >= i)
+        sampling.grammar.observe(b.drawn[i - 1, :count], live)
 
 
 def accept_adjusted(
-    ctx: Context, shape: Shape, sampling: EntrySampling, slot: RingSlot, first: int, logprobs_mode: str
+    ctx: Context,
+    shape: Shape,
+    sampling: EntrySampling,
+    slot: RingSlot,
+    first: int,
+    logprobs_mode: str,
+    prompts: Tensor | None = None,
 ) -> None:
-    """Adjust the target's logits, verify, update, and report log probabilities for the entries from `first` on."""
+    """Adjust the target's logits, verify, update, and report log probabilities for the entries from `first` on;
+    `prompts` as of `accept_and_update`."""
     b, it = ctx.buffers, sampling.it
     flat = it.flat
     total = len(flat.entry)
@@ -83,7 +96,7 @@ def accept_adjusted(
         sampling.grammar.finish()
     adjusted = sampling.adjust(raw, flat.entry, b.verify_draws[:total], _on(raw, forbidden))
     exact = Shape(shape.batch, shape.max_k, total, shape.tail)
-    accept_and_update(ctx, exact, first, adjusted)
+    accept_and_update(ctx, exact, first, adjusted, prompts)
     if sampling.num_logprobs is not None:
         tokens = b.emitted[: len(it.planned), : shape.max_k + 1].clone()
         entries = range(first, first + len(it.planned))

@@ -22,6 +22,18 @@ from specrs.runner.ring import Results, section_views
 
 
 @dataclass(frozen=True, slots=True)
+class DraftSizes:
+    """What a drafter needs of buffers."""
+
+    dtype: torch.dtype
+    first_pass_rows: int  # rows an entry of pass 1
+    in_parallel: bool = False  # one pass makes all drafts
+    hidden_size: int = 0  # of states that passes leave, 0: none do
+    states_size: int = 0  # of the target's hidden states of a position, L * hidden
+    num_ids: int = 0  # ids of a reduced vocabulary, 0: the target's
+
+
+@dataclass(frozen=True, slots=True)
 class Buffers:
     """Inputs, tokens and logits of one iteration. int64 unless said otherwise."""
 
@@ -33,11 +45,12 @@ class Buffers:
     capacity: Tensor  # [B]
     q_start: Tensor  # [B + 1]
     table: Tensor  # [B, max_blocks]
-    uniform_start: Tensor  # [max_draft_lag + 1, B + 1], row r: 0, r, 2 r .., the q_start of passes with r rows an entry
+    on_host: Tensor  # [B] 0 or 1, whether the record has the entry's drafts
+    uniform_start: Tensor  # [first_pass_rows + 1, B + 1], row r: 0, r, 2 r .., q_start of passes of r rows an entry
 
     # Draft pass 1, and what passes 2..K feed and draw.
-    draft_ids: Tensor  # [B * max_draft_lag], ids held to the draft's vocabulary, where it is the smaller one
-    first_ids: Tensor  # [B * max_draft_lag]
+    draft_ids: Tensor  # [B * first_pass_rows], what is fed for the target's ids where the draft has others, or none
+    first_ids: Tensor  # [B * first_pass_rows]
     first_positions: Tensor
     first_slots: Tensor
     draft_positions: Tensor  # [K, B]
@@ -47,7 +60,17 @@ class Buffers:
     draft_top: Tensor  # [K, B] fp32, largest raw logit
     draft_cut: Tensor  # [K, B] fp32
     draft_lse: Tensor  # [K, B] float64
-    draft_logits: Tensor  # [K, B, V] fp32; [0, B, V] where q is a point mass
+    draft_logits: Tensor  # [K, B, V] fp32; [0, B, V] where q is a point mass; in parallel a view of [B, K, V]
+    own_ids: Tensor  # [B], ids of a reduced vocabulary; in parallel [B * K], drafts entry by entry
+    own_top: Tensor  # [B * K] fp32, of these; empty unless in parallel
+    own_logits: Tensor  # [B, S] fp32, over a reduced vocabulary
+
+    # Of a head over hidden states, of the model's dtype unless said otherwise.
+    first_states: Tensor  # [B * first_pass_rows, L * hidden], what pass 1 reads
+    left: Tensor  # [B, H], what a pass leaves to the next; in parallel [B * K, H], the rows that drafts are drawn from
+    k_start: Tensor  # [B] int64, where its KV begins; of a draft model with windows, too
+    keep_first: Tensor  # [B] int64, see `kernels.cuda.hidden_states.Kept`
+    keep_count: Tensor  # [B] int64
 
     # Verification.
     verify_ids: Tensor  # [N]
@@ -70,15 +93,15 @@ class Buffers:
         *,
         max_num_seqs: int,
         num_speculative_tokens: int,
-        max_draft_lag: int,
+        drafting: DraftSizes,
         keeps_q: bool,
         max_blocks: int,
         vocab_size: int,
         device: torch.device,
     ) -> Buffers:
         """Zeroed buffers; draft logits are -inf, which stays where the draft's vocabulary ends before the target's."""
-        b, k = max_num_seqs, num_speculative_tokens
-        n = b * (k + 1)
+        b, k, first_pass_rows = max_num_seqs, num_speculative_tokens, drafting.first_pass_rows
+        n, own = b * (k + 1), b * (k if drafting.in_parallel else 1)
 
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
@@ -86,19 +109,30 @@ class Buffers:
         def floats(*shape: int, fill: float = 0.0) -> Tensor:
             return torch.full(shape, fill, dtype=torch.float32, device=device)
 
-        steps = torch.arange(max_draft_lag + 1, device=device)[:, None] * torch.arange(b + 1, device=device)
+        def states(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=drafting.dtype, device=device)
+
+        kept = k if keeps_q else 0
+        draft_logits = floats(*((b, kept) if drafting.in_parallel else (kept, b)), vocab_size, fill=-torch.inf)
+        steps = torch.arange(first_pass_rows + 1, device=device)[:, None] * torch.arange(b + 1, device=device)
         return cls(
-            **{name: ints(b) for name in ("row", "n", "k", "alive", "capacity", "accepted")},
+            **{name: ints(b) for name in ("row", "n", "k", "alive", "capacity", "on_host", "accepted")},
             q_start=ints(b + 1),
             table=ints(b, max_blocks),
             uniform_start=steps,
-            draft_ids=ints(b * max_draft_lag),
-            **{f"first_{name}": ints(b * max_draft_lag) for name in ("ids", "positions", "slots")},
+            draft_ids=ints(b * first_pass_rows),
+            **{f"first_{name}": ints(b * first_pass_rows) for name in ("ids", "positions", "slots")},
             **{f"draft_{name}": ints(k, b) for name in ("positions", "slots", "draws")},
             drawn=ints(k, b),
             **{f"draft_{name}": floats(k, b) for name in ("top", "cut")},
             draft_lse=floats(k, b).double(),
-            draft_logits=floats(k if keeps_q else 0, b, vocab_size, fill=-torch.inf),
+            draft_logits=draft_logits.transpose(0, 1) if drafting.in_parallel else draft_logits,
+            own_ids=ints(own),
+            own_top=floats(own if drafting.in_parallel else 0),
+            own_logits=floats(b if drafting.num_ids else 0, drafting.num_ids),
+            first_states=states(b * first_pass_rows if drafting.states_size else 0, drafting.states_size),
+            left=states(own if drafting.hidden_size else 0, drafting.hidden_size),
+            **{name: ints(b) for name in ("k_start", "keep_first", "keep_count")},
             **{f"verify_{name}": ints(n) for name in ("ids", "positions", "slots", "draws", "rows")},
             drafts=ints(b, k),
             logits=floats(n, vocab_size),
@@ -119,6 +153,8 @@ class Buffers:
         return IterationInputs(
             entries=self.entries(shape.batch),
             table=self.table[: shape.batch],
+            on_host=self.on_host[: shape.batch],
+            k_start=self.k_start[: shape.batch],
             draft=DraftRows(
                 first_ids=self.first_ids,
                 first_positions=self.first_positions,

@@ -11,7 +11,9 @@ from collections.abc import Callable, Hashable, Iterable
 import torch
 from tqdm import tqdm
 
-from specrs.runner.cuda.iteration import Context, LaunchEntries, draft_pass, run, verify_pass
+from specrs.runner.cuda.context import Context, LaunchEntries
+from specrs.runner.cuda.drafting import draft_pass
+from specrs.runner.cuda.iteration import run, verify_pass
 from specrs.runner.cuda.shapes import Buckets
 
 WARM_UPS = 2

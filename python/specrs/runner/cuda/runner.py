@@ -9,35 +9,38 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from specrs.core import HEADER_FIELDS
-from specrs.drafters.base import Drafter, host_drafts, model_drafter
+from specrs.drafters.base import Drafter, HiddenInputs, device_drafter, drafted_on_host, host_drafts
+from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
 from specrs.runner.cuda.adjusted import accept_adjusted, draft_adjusted, entry_sampling
+from specrs.runner.cuda.context import Context, LaunchEntries
+from specrs.runner.cuda.drafting import draft, draft_pass
 from specrs.runner.cuda.graphs import Graphs
-from specrs.runner.cuda.iteration import (
-    Context,
-    LaunchEntries,
-    accept_and_update,
-    assemble,
-    draft_pass,
-    lm_head,
-    prepare,
-    run,
-    take_drafts,
-    verify_pass,
-)
+from specrs.runner.cuda.iteration import accept_and_update, assemble, lm_head, prepare, verify, verify_pass
 from specrs.runner.cuda.shapes import Buckets, Shape, Tail
 from specrs.runner.extras import ExtrasLookup
+from specrs.runner.grammar import LaunchGrammar
 from specrs.runner.logprobs import prompt_logprobs
-from specrs.runner.prefill import catch_up_inputs, caught_up, flag_chunks, last_chunks, last_rows, prefill_inputs
-from specrs.runner.ring import Header, Layout, RingSlot
+from specrs.runner.prefill import (
+    catch_up_inputs,
+    caught_up,
+    chunk_faults,
+    flag_chunks,
+    last_chunks,
+    last_rows,
+    prefill_inputs,
+)
+from specrs.runner.ring import Header, Layout, RingSlot, blocks_of
 from specrs.runner.sampling_state import EntrySampling, SamplingState
 from specrs.runner.uploads import apply_uploads
+from specrs.transfer import to_device
 
 
 def entries_of(record: dict[str, Tensor], kind: str, first: int = 0, emits: Tensor | None = None) -> LaunchEntries:
@@ -92,21 +95,28 @@ class CudaRunner:
         ctx = self.ctx
         slot.logprobs.clear()
         slot.prompt_logprobs.clear()
+        slot.draft_fault = None
         with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             used = self._used(header)
             ctx.record.record[:used].copy_(slot.pinned_record[:used], non_blocking=True)
             if header.num_admitted:
                 self.sampling.remember(slot.views, header.num_admitted)
             apply_uploads(ctx.state, self.sampling, slot.views, ctx.record.views, header)
-            if header.num_prefill:
-                self._prefill(slot, header)
-            if header.num_draft_chunks:
-                self._catch_up(slot, header)
+            if ctx.head is not None and header.num_admitted:
+                ctx.head.rows.admit(ctx.record.views, header.num_admitted)
+            if ctx.draft_start is not None and header.num_admitted:
+                ctx.draft_start.index_fill_(0, ctx.record.views["admit_row"][: header.num_admitted], 0)
+            entries = self._prefill(slot, header) if header.num_prefill else None
+            behind = self._catch_up(slot, header, entries) if header.num_draft_chunks else None
             if header.num_decode:
                 self._decode(slot, header)
             slot.pinned_results.copy_(ctx.record.results, non_blocking=True)
             if slot.done is not None:
                 slot.done.record()
+            # A head's pass over prompt chunks, for which no first token waits. One that fails starts anew there.
+            if behind is not None and not self._feed(slot, header, *behind):
+                rows = ctx.record.views["draft_chunk_row"][: header.num_draft_chunks]
+                ctx.state.draft_len.index_fill_(0, rows, 0)
 
     def use_extras(self, lookup: ExtrasLookup) -> None:
         """Where to find what no record can say of a request."""
@@ -131,23 +141,30 @@ class CudaRunner:
                 return self._layout[name][0] + count
         return self._layout["prefill_token"][0]
 
-    def _prefill(self, slot: RingSlot, header: Header) -> None:
+    def _prefill(self, slot: RingSlot, header: Header) -> Tensor | None:
+        """The prompt chunks; their hidden states for the drafter, `[num_prefill_tokens, L, hidden]`, a view."""
         ctx, views = self.ctx, self.ctx.record.views
-        hidden = ctx.target.forward(prefill_inputs(ctx.state, slot.views, views, header), ctx.kv_cache).final
+        inputs = prefill_inputs(ctx.state, slot.views, views, header)
+        hidden, states = ctx.target.forward(inputs, ctx.kv_cache, ctx.hidden_layers)
         self.num_target_passes += 1
+        windowed = ctx.target.sliding_window is not None
+        faults = chunk_faults(hidden, views, header) if windowed else None
         prompt_logprobs(slot, header, hidden, ctx.target.compute_logits, ctx.state, self.sampling)
         count, first = header.num_prefill, header.num_decode
-        last = hidden.index_select(0, last_rows(views, header))
+        at = last_rows(views, header)
+        last = hidden.index_select(0, at)
         results = ctx.record.results_view.narrow(first, count)
         if last_chunks(slot.views, header):
-            self._end_prompts(slot, header, last)
+            self._end_prompts(slot, header, last, None if states is None else states.index_select(0, at))
         else:
             for tensor in results.tensors():
                 tensor.zero_()
-        flag_chunks(last, results.flags)
+        flag_chunks(last if faults is None else last + faults, results.flags)
+        return states
 
-    def _end_prompts(self, slot: RingSlot, header: Header, last: Tensor) -> None:
-        """Draw the tokens behind prompts that end; other chunks report zeros. `last`: `[num_prefill, hidden_size]`."""
+    def _end_prompts(self, slot: RingSlot, header: Header, last: Tensor, states: Tensor | None) -> None:
+        """Draw the tokens behind prompts that end; other chunks report zeros. `last`: `[num_prefill, hidden_size]`;
+        `states`: hidden states of the same rows for the drafter."""
         ctx, views = self.ctx, self.ctx.record.views
         count, first = header.num_prefill, header.num_decode
         # The end of a prompt is an iteration without drafts: its last hidden row gives the distribution of position n.
@@ -159,16 +176,36 @@ class CudaRunner:
         if shape.tail is Tail.LOGITS:
             context = self._context(slot, first, count)
             sampling = entry_sampling(ctx, self.sampling, [0] * count, rows, context, slot, first)
-            accept_adjusted(ctx, shape, sampling, slot, first, self.logprobs_mode)
+            accept_adjusted(ctx, shape, sampling, slot, first, self.logprobs_mode, states)
         else:
-            accept_and_update(ctx, shape, first)
+            accept_and_update(ctx, shape, first, prompts=states)
 
-    def _catch_up(self, slot: RingSlot, header: Header) -> None:
-        ctx, views = self.ctx, self.ctx.record.views
-        inputs = catch_up_inputs(ctx.state, slot.views, views, header)
-        if inputs is not None:
-            model_drafter(ctx.drafter).feed(inputs)
-        caught_up(ctx.state, views, header)
+    def _catch_up(
+        self, slot: RingSlot, header: Header, entries: Tensor | None
+    ) -> tuple[PassInputs, HiddenInputs] | None:
+        """The draft's catch-up chunks; what is left to a head, to which the `entries` of prompt chunks belong."""
+        ctx, views, behind, written = self.ctx, self.ctx.record.views, None, True
+        if ctx.head is not None:
+            behind = ctx.head.rows.chunks(ctx.state, slot.views, views, header, entries)
+        else:
+            inputs = catch_up_inputs(ctx.state, slot.views, views, header, windowed=ctx.draft_start is not None)
+            if ctx.draft_start is not None:
+                chunks = slice(0, header.num_draft_chunks)
+                ctx.draft_start.index_copy_(0, views["draft_chunk_row"][chunks], views["draft_chunk_k_start"][chunks])
+            if inputs is not None:
+                written = self._feed(slot, header, inputs)
+        caught_up(ctx.state, views, header, written=written)
+        return behind
+
+    def _feed(self, slot: RingSlot, header: Header, inputs: PassInputs, hidden: HiddenInputs | None = None) -> bool:
+        """The drafter's pass over the launch's draft chunks; whether it was enqueued."""
+        try:
+            device_drafter(self.ctx.drafter).feed(inputs, hidden)
+        except Exception as error:
+            slots = slot.views["draft_slot"][: header.num_draft_tokens]
+            slot.drafter_failed(error, blocks_of(slots, self.ctx.sizes.block_size))
+            return False
+        return True
 
     def _tail(self, rows: Sequence[int]) -> Tail:
         if not self.sampling.is_plain(rows):
@@ -184,43 +221,54 @@ class CudaRunner:
         entries = slice(0, header.num_decode)
         planned = slot.views["entry_k"][entries].tolist()
         rows = slot.views["entry_row"][entries].tolist()
+        on_host = self._on_host(slot, len(planned))
+        depth = max((k for k, placed in zip(planned, on_host, strict=True) if not placed), default=0)
         tail = self._tail(rows)
         self.num_target_passes += 1
-        if self.ctx.drafter is not None and not self.ctx.drafter.on_host:
-            self.ctx.drafter.num_passes += planned[0]
-        if self.graphs is not None and tail is not Tail.LOGITS:
-            whole = self.buckets.whole(planned, tail)
+        if self.ctx.drafter is not None:
+            self.ctx.drafter.num_passes += min(depth, 1) if self.ctx.in_parallel else depth
+        if self.graphs is not None and tail is not Tail.LOGITS and slot.draft_fault is None:
+            whole = self.buckets.whole(planned, tail, depth)
             if whole is not None:
                 self.graphs.replay(whole)
                 return
-        self._chained(slot, planned, rows, tail)
+        self._chained(slot, planned, rows, tail, on_host, depth)
 
-    def _chained(self, slot: RingSlot, planned: list[int], rows: list[int], tail: Tail) -> None:
+    def _on_host(self, slot: RingSlot, count: int) -> list[bool]:
+        """Whether the record has the drafts of each decode entry."""
+        if self.ctx.proposed is None:
+            return [False] * count
+        placed: list[bool] = drafted_on_host(slot.views, count).tolist()
+        return placed
+
+    def _chained(
+        self,
+        slot: RingSlot,
+        planned: list[int],
+        rows: list[int],
+        tail: Tail,
+        on_host: list[bool],
+        depth: int,
+    ) -> None:
         """Pass by pass; each pass is a graph where there is one."""
         ctx = self.ctx
-        shape = None if self.graphs is None else self.buckets.chained(planned, tail)
+        shape = None if self.graphs is None else self.buckets.chained(planned, tail, depth)
         if shape is None:
-            shape = self.buckets.exact(planned, tail)
+            shape = self.buckets.exact(planned, tail, depth)
             self._warn(len(planned))
-        if tail is not Tail.LOGITS and self.graphs is None:
-            run(ctx, shape, self._decode_entries)
-            return
         prepare(ctx, shape, self._decode_entries)
+        if tail is not Tail.LOGITS and self.graphs is None:
+            self._draft(slot, on_host, partial(draft, ctx, shape))
+            verify(ctx, shape)
+            accept_and_update(ctx, shape)
+            return
         sampling = None
         if tail is Tail.LOGITS:
             context = self._context(slot, 0, len(planned))
             sampling = entry_sampling(ctx, self.sampling, planned, rows, context, slot)
-        if shape.max_k and ctx.drafter is not None and ctx.drafter.on_host:
-            self._take(slot, shape, planned, sampling)
-        for i in range(1, shape.max_k + 1 if self.buckets.has_passes else 1):
-            count = sum(k >= i for k in planned)
-            key = ("draft", self.buckets.batch(count), i, tail)
-            if self.graphs is not None and key in self.graphs:
-                self.graphs.replay(key)
-            else:
-                draft_pass(ctx, i, count, tail)
-            if sampling is not None:
-                draft_adjusted(ctx, i, count, sampling)
+            if sampling.grammar is not None:
+                self._follow(slot, planned, on_host, sampling.grammar)
+        self._draft(slot, on_host, partial(self._draft_passes, planned, tail, on_host, depth, sampling))
         if shape.max_k:
             assemble(ctx, shape)
         verification = ("verify", shape.batch, shape.rows, tail is Tail.GREEDY)
@@ -233,14 +281,40 @@ class CudaRunner:
         else:
             accept_and_update(ctx, shape)
 
-    def _take(self, slot: RingSlot, shape: Shape, planned: list[int], sampling: EntrySampling | None) -> None:
-        """The drafts of the record; a grammar goes along them on the host, without reading anything back."""
-        take_drafts(self.ctx, shape)
-        if sampling is not None and sampling.grammar is not None:
-            proposed = host_drafts(slot.views, self.ctx.state.limit.shape[0] - 1)
-            for i in range(shape.max_k):
-                count = sum(k > i for k in planned)
-                sampling.grammar.observe(proposed[:count, i], torch.ones(count, dtype=torch.bool))
+    def _draft_passes(
+        self, planned: list[int], tail: Tail, on_host: list[bool], depth: int, sampling: EntrySampling | None
+    ) -> None:
+        ctx = self.ctx
+        for i in range(1, depth + 1):
+            count = sum(k >= i for k in planned)
+            key = ("draft", self.buckets.batch(count), i, tail)
+            if self.graphs is not None and key in self.graphs:
+                self.graphs.replay(key)
+            elif i == 1 or not ctx.in_parallel:
+                draft_pass(ctx, i, count, tail)
+            if sampling is not None:
+                draft_adjusted(ctx, i, count, sampling, on_host)
+
+    def _draft(self, slot: RingSlot, on_host: list[bool], passes: Callable[[], None]) -> None:
+        """The draft passes of the prepared iteration; its K_r are 0 where one raises, or the drafter has failed before
+        in this launch. What was enqueued until then writes behind `draft_len`, which stays."""
+        if slot.draft_fault is None:
+            try:
+                passes()
+                return
+            except Exception as error:
+                slot.drafter_failed(error)
+        k = self.ctx.buffers.k[: len(on_host)]
+        k.mul_(to_device(torch.tensor(on_host), k.device))
+
+    def _follow(self, slot: RingSlot, planned: list[int], on_host: list[bool], grammar: LaunchGrammar) -> None:
+        """Go along the drafts of the record with the grammars, without reading anything back."""
+        if not any(on_host):
+            return
+        proposed, placed = host_drafts(slot.views, self.ctx.state.limit.shape[0] - 1), torch.tensor(on_host)
+        for i in range(planned[0]):
+            count = sum(k > i for k in planned)
+            grammar.observe(proposed[:count, i], placed[:count])
 
     def _warn(self, batch: int) -> None:
         if self.graphs is not None and not self._warned:

@@ -24,6 +24,13 @@ class Shape:
     max_k: int
     rows: int
     tail: Tail
+    passes: int | None = None
+    """Draft passes; None: one for each draft."""
+
+    @property
+    def depth(self) -> int:
+        """Draft passes; fewer than `max_k` where the record has the drafts of some entries."""
+        return self.max_k if self.passes is None else self.passes
 
 
 def batch_buckets(max_num_seqs: int, sizes: Sequence[int] | None = None) -> list[int]:
@@ -48,13 +55,19 @@ class Buckets:
         *,
         every_k: bool = False,
         has_passes: bool = True,
+        mixes: bool = False,
+        in_parallel: bool = False,
     ) -> None:
         """`every_k`: launches of any uniform K are to be expected, not just of 0 and the engine's. `has_passes`: drafts
-        are made by passes on the device."""
+        are made by passes on the device. `mixes`: of some entries they are, of others the record has them.
+        `in_parallel`: one pass makes all."""
         self.has_passes = has_passes
+        self.in_parallel = in_parallel
         self.batches = list(batches)
         self.max_k = num_speculative_tokens
         self.whole_ks = list(range(self.max_k, -1, -1)) if every_k else list(dict.fromkeys((self.max_k, 0)))
+        # Launches whose drafts are all in the record, as many as texts propose.
+        self.host_ks = list(range(self.max_k, 0, -1)) if mixes else []
         # Rows an entry on average: mixed launches, where some draft nothing, take the next larger number.
         width = num_speculative_tokens + 1
         self.widths = sorted({1 << i for i in range(width.bit_length()) if 1 << i < width} | {width})
@@ -63,44 +76,55 @@ class Buckets:
         """The smallest bucket of at least `count` entries; None: beyond all of them."""
         return _at_least(self.batches, count)
 
-    def whole(self, planned: Sequence[int], tail: Tail) -> Shape | None:
+    def whole(self, planned: Sequence[int], tail: Tail, depth: int | None = None) -> Shape | None:
         """The whole-iteration graph for entries with these K, descending; None where chained passes are due.
 
-        Whole graphs exist for `whole_ks`. A launch that would leave more than half of its verification rows masked runs
-        chained, where rows and passes are cut to what is needed.
+        Whole graphs exist for `whole_ks`, and without passes for `host_ks`. A launch that would leave more than half of
+        its verification rows masked runs chained, where rows and passes are cut to what is needed. `depth`: passes that
+        it needs; None: one for each draft, where drafts are made by passes.
         """
         batch, k = self.batch(len(planned)), planned[0]
-        if batch is None or tail is Tail.LOGITS or k not in self.whole_ks:
+        passes = self._passes(k, depth)
+        captured = self.host_ks if self.has_passes and passes == 0 else self.whole_ks
+        if batch is None or tail is Tail.LOGITS or k not in captured or passes:
             return None
         rows = batch * (k + 1)
         if k and 2 * (sum(planned) + len(planned)) < len(planned) * (k + 1):
             return None
-        return Shape(batch, k, rows, tail)
+        return Shape(batch, k, rows, tail, passes)
 
-    def chained(self, planned: Sequence[int], tail: Tail) -> Shape | None:
+    def _passes(self, k: int, depth: int | None) -> int | None:
+        """`Shape.passes` of a launch that needs `depth` passes."""
+        if not self.has_passes:
+            return 0
+        return None if depth == k else depth
+
+    def chained(self, planned: Sequence[int], tail: Tail, depth: int | None = None) -> Shape | None:
         """The padded shape of a launch that runs pass by pass; None: beyond the buckets."""
         batch = self.batch(len(planned))
         if batch is None:
             return None
         width = _at_least([w * batch for w in self.widths], sum(planned) + len(planned))
         assert width is not None, "no entry has more rows than the widest"
-        return Shape(batch, planned[0], width, tail)
+        return Shape(batch, planned[0], width, tail, self._passes(planned[0], depth))
 
-    def exact(self, planned: Sequence[int], tail: Tail) -> Shape:
+    def exact(self, planned: Sequence[int], tail: Tail, depth: int | None = None) -> Shape:
         """The shape of a launch without padding, for eager execution."""
-        return Shape(len(planned), planned[0], sum(planned) + len(planned), tail)
+        rows = sum(planned) + len(planned)
+        return Shape(len(planned), planned[0], rows, tail, self._passes(planned[0], depth))
 
     def whole_shapes(self) -> Iterator[Shape]:
         """Every whole graph, largest first."""
         for batch in reversed(self.batches):
-            for k in self.whole_ks:
+            of_passes = [(k, self._passes(k, None)) for k in self.whole_ks]
+            for k, passes in sorted(of_passes + [(k, 0) for k in self.host_ks], key=lambda kind: -kind[0]):
                 for tail in (Tail.SAMPLED, Tail.GREEDY):
-                    yield Shape(batch, k, batch * (k + 1), tail)
+                    yield Shape(batch, k, batch * (k + 1), tail, passes)
 
     def draft_passes(self) -> Iterator[tuple[int, int, Tail]]:
         """`(batch, pass, tail)` of every chained draft pass, largest first."""
         for batch in reversed(self.batches if self.has_passes else []):
-            for i in range(1, self.max_k + 1):
+            for i in range(1, (min(1, self.max_k) if self.in_parallel else self.max_k) + 1):
                 for tail in Tail:
                     yield batch, i, tail
 
