@@ -13,7 +13,7 @@ from specrs.config import EngineConfig
 from specrs.engine.intake import Intake, take_grammar
 from specrs.engine.loop import EngineLoop, Group, Updates
 from specrs.errors import EngineDeadError, InvalidRequestError, QueueFullError, check_int, invalid_request
-from specrs.inputs import Prompt, PromptType, read_prompt
+from specrs.inputs import Prompt, PromptType
 from specrs.outputs import EngineStats, RequestOutput
 from specrs.sampling import SamplingParams
 from specrs.tokenizer import Tokenizer, load_tokenizer
@@ -240,7 +240,7 @@ class AsyncLLM:
         return not self._loop.is_alive()
 
     def _read(self, prompt: PromptType | Prompt) -> Prompt:
-        return prompt if isinstance(prompt, Prompt) else read_prompt(prompt, self.tokenizer)
+        return prompt if isinstance(prompt, Prompt) else self._intake.read(prompt)
 
     def _count(self, more: int) -> None:
         """Take in `more` completions, or raise `QueueFullError`."""

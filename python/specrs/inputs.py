@@ -45,10 +45,11 @@ def is_one_prompt(prompts: object) -> bool:
     return len(prompts) > 0 and all(isinstance(item, numbers.Integral) for item in prompts)
 
 
-def read_prompt(prompt: PromptType, tokenizer: Tokenizer | None) -> Prompt:
-    """The ids of one prompt. Raises `InvalidRequestError` for what is no prompt."""
+def read_prompt(prompt: PromptType, tokenizer: Tokenizer | None, max_tokens: int | None = None) -> Prompt:
+    """The ids of one prompt. Raises `InvalidRequestError` for what is no prompt, and for text that is far longer than
+    `max_tokens`."""
     if isinstance(prompt, str):
-        return Prompt(_encode(prompt, tokenizer), prompt)
+        return Prompt(_encode(prompt, tokenizer, max_tokens), prompt)
     if isinstance(prompt, Mapping):
         for key in prompt:
             if key not in _KEYS:
@@ -60,7 +61,7 @@ def read_prompt(prompt: PromptType, tokenizer: Tokenizer | None) -> Prompt:
         if ids is None and text is None:
             raise invalid_request("prompt", dict(prompt), _ALLOWED)
         if ids is None:
-            return Prompt(_encode(text, tokenizer), text, salt)
+            return Prompt(_encode(text, tokenizer, max_tokens), text, salt)
         if text is not None and not isinstance(text, str):
             raise invalid_request("prompt['prompt']", text, "must be a string")
         return Prompt(_token_ids(ids), text, salt)
@@ -75,14 +76,14 @@ def prompt_text(prompt: object) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _encode(text: object, tokenizer: Tokenizer | None) -> list[int]:
+def _encode(text: object, tokenizer: Tokenizer | None, max_tokens: int | None) -> list[int]:
     if not isinstance(text, str):
         raise invalid_request("prompt", text, _ALLOWED)
     if tokenizer is None:
         raise UnsupportedRequestError(
             f"prompt={short(text)}: text needs a tokenizer; with skip_tokenizer_init=True allowed are token ids"
         )
-    return tokenizer.encode(text)
+    return tokenizer.encode(text, max_tokens=max_tokens)
 
 
 def _token_ids(ids: object) -> list[int]:

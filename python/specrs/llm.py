@@ -21,7 +21,7 @@ from specrs.errors import (
     check_int,
     invalid_request,
 )
-from specrs.inputs import Prompt, PromptType, is_one_prompt, prompt_text, read_prompt
+from specrs.inputs import Prompt, PromptType, is_one_prompt, prompt_text
 from specrs.outputs import EngineStats, RequestOutput
 from specrs.sampling import SamplingParams
 from specrs.tokenizer import Tokenizer, load_tokenizer
@@ -97,9 +97,7 @@ class LLM:
         """
         lone = is_one_prompt(prompts)
         items: Sequence[Any] = [prompts] if lone else list(prompts)
-        return self._complete(
-            items, lambda item: read_prompt(item, self.tokenizer), sampling_params, priority, use_tqdm, lone
-        )
+        return self._complete(items, self._intake.read, sampling_params, priority, use_tqdm, lone)
 
     def chat(
         self,
@@ -137,7 +135,9 @@ class LLM:
                 chat_template_kwargs=chat_template_kwargs,
             )
             # the template writes the special tokens itself
-            return Prompt(tokenizer.encode(text, add_special_tokens=False), text)
+            return Prompt(
+                tokenizer.encode(text, add_special_tokens=False, max_tokens=self.engine.limits.max_model_len), text
+            )
 
         items: Sequence[Any] = [messages] if lone else messages
         return self._complete(items, read, sampling_params, None, use_tqdm, lone)
@@ -153,7 +153,7 @@ class LLM:
         if not isinstance(params, SamplingParams):
             raise invalid_request("sampling_params", params, "must be a SamplingParams or None")
         number = self._intake.next_prompt()
-        requests = self._intake.requests(number, read_prompt(prompt, self.tokenizer), params)
+        requests = self._intake.requests(number, self._intake.read(prompt), params)
         compiled = self._intake.submit_grammar(params)
         if compiled is not None:
             while not compiled.done() and self.engine.has_unfinished():

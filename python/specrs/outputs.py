@@ -120,6 +120,7 @@ class EngineStats(AcceptanceFigures):
     tokens taken from the prefix cache. `num_preemptions`: requests that lost their blocks and were recomputed.
     `num_running`, `num_waiting`: requests now. `num_blocks`, `num_free_blocks`: of the KV pool, now. `drafters`: the
     acceptance books by drafter, under the names of `speculative_config.method`; they add up to the engine's.
+    `draft_errors`: how often each drafter has failed; a launch, or a request in it, then went on without its drafts.
     """
 
     draft_passes: int = 0
@@ -133,6 +134,7 @@ class EngineStats(AcceptanceFigures):
     num_blocks: int = 0
     num_free_blocks: int = 0
     drafters: dict[str, AcceptanceFigures] = field(default_factory=dict)
+    draft_errors: dict[str, int] = field(default_factory=dict)
 
     @property
     def kv_cache_usage(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from typing import Any, Never
 
@@ -17,6 +18,33 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Never:
         """Print `message` and where to look, and exit."""
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse's, but an on-off option may carry its value: `--enforce-eager true`, `--enforce-eager=False`."""
+        return super().parse_known_args(self._read_switches(sys.argv[1:] if args is None else args), namespace)
+
+    def _read_switches(self, argv: Sequence[str]) -> list[str]:
+        read: list[str] = []
+        rest = list(argv)
+        while rest:
+            argument = rest.pop(0)
+            if argument == "--":
+                return [*read, argument, *rest]
+            option, equals, value = argument.partition("=")
+            action = self._option_string_actions.get(option)
+            if isinstance(action, argparse.BooleanOptionalAction):
+                if not equals and rest and rest[0].lower() in _SWITCH:
+                    equals, value = "=", rest.pop(0)
+                if equals:
+                    if value.lower() not in _SWITCH:
+                        self.error(f"argument {option}: {value!r} is not true or false")
+                    on = _SWITCH[value.lower()] != option.startswith("--no-")
+                    argument = next(name for name in action.option_strings if name.startswith("--no-") != on)
+            read.append(argument)
+        return read
+
+
+_SWITCH = {"true": True, "false": False}
 
 
 class MergeJSON(argparse.Action):

@@ -47,7 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         help="auto (the checkpoint's), float32, bfloat16 or float64; default: float32 for the bundled pair, else auto",
     )
-    parser.add_argument("--quantization", "-q", help="int8 or int4, on a CPU; default: none")
+    parser.add_argument("--model-impl", default="auto", help="auto, specrs or transformers; default: auto")
+    parser.add_argument("--quantization", "-q", help="fp8; int8 or int4 on a CPU; default: what the checkpoint says")
     parser.add_argument("--max-model-len", type=int, help="tokens of prompt and output together; default: the model's")
 
 
@@ -80,6 +81,7 @@ def run(arguments: argparse.Namespace) -> None:
         speculative_config=speculative,
         device=arguments.device,
         dtype=arguments.dtype or ("float32" if arguments.model is None else "auto"),
+        model_impl=arguments.model_impl,
         quantization=arguments.quantization,
         max_model_len=arguments.max_model_len,
         max_num_seqs=1,
@@ -128,5 +130,8 @@ def figures(metrics: RequestMetrics, finish_reason: str | None, seconds: float) 
             ("Drafts:", metrics.drafts),
             ("Draft tokens:", metrics.draft_tokens),
             ("Accepted tokens:", metrics.accepted_tokens),
+            # Beside the acceptance length, which leaves out passes that nothing was drafted for. Drafts behind a stop
+            # count as accepted.
+            ("Tokens per pass of the target:", f"{count / max(count - metrics.accepted_tokens, metrics.drafts):.2f}"),
         ]
     return "\n".join(f"{name:<40} {value}" for name, value in rows)

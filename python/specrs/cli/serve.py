@@ -18,7 +18,16 @@ DESCRIPTION = (
     "served, in float32 and with 5 draft tokens."
 )
 BUNDLED_DRAFTS = 5
-API_KEY_VARIABLE = "SPECRS_API_KEY"
+API_KEY_VARIABLES = ("SPECRS_API_KEY", "VLLM_API_KEY")
+
+UVICORN_LOG_LEVELS = {
+    "critical": logging.CRITICAL,
+    "error": logging.ERROR,
+    "warning": logging.WARNING,
+    "info": logging.INFO,
+    "debug": logging.DEBUG,
+    "trace": 5,
+}
 
 _HONOURED: dict[str, tuple[object, ...]] = {
     "uds": (None,),
@@ -41,7 +50,6 @@ _HONOURED: dict[str, tuple[object, ...]] = {
     "max_num_queued_tokens": (None,),
     "enable_log_requests": (False,),
     "disable_log_requests": (False, True),
-    "uvicorn_log_level": ("info",),
     "log_config_file": (None,),
 }
 """vLLM's flags of a server that have no meaning here, with the values that change nothing."""
@@ -66,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", help="the same as MODEL")
     add("--tokenizer", help="folder or hub id; default: the model's")
     add("--tokenizer-revision", help="branch, tag or commit of the tokenizer's hub id")
-    add("--skip-tokenizer-init", action="store_true", default=None, help="serve token ids alone")
+    add("--skip-tokenizer-init", action=argparse.BooleanOptionalAction, help="serve token ids alone")
     add("--revision", help="branch, tag or commit of the model's hub id")
     add(
         "--speculative-config",
@@ -78,7 +86,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--device", help="auto or cpu")
     add("--dtype", help="auto (the checkpoint's), float32, bfloat16 or float64")
-    add("--quantization", "-q", help="int8 or int4: of the projections, as they are loaded, on a CPU; default: none")
+    add("--model-impl", help="auto, specrs, or transformers, whose modules run on specrs' KV cache; default: auto")
+    add(
+        "--quantization",
+        "-q",
+        help="of the projections: fp8, or int8 and int4 on a CPU; default: what the checkpoint says",
+    )
     add("--seed", type=int, help="what requests without a seed derive theirs from; default: 0")
     add("--max-model-len", type=human_int, help="tokens of prompt and output together; default: the model's")
     add("--max-num-seqs", type=int, help="requests that run at once; default: 256")
@@ -92,7 +105,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-gpu-blocks-override", type=int, help="KV blocks, whatever the device")
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, help="default: on")
     add("--enforce-eager", action=argparse.BooleanOptionalAction, help="no CUDA graphs")
+    add("--cpu-bf16-rows", action=argparse.BooleanOptionalAction, help="on a CPU: products of bf16 pairs; default: off")
+    add("--cpu-prefill", help="exact or torch: what computes long prompts on a CPU; default: exact")
     add("--launch-depth", type=int, help="launches planned and not yet settled, 1 or 2")
+    add("--async-scheduling", action=argparse.BooleanOptionalAction, help="vLLM's name for a launch depth of 2")
     add("--load-format", help="auto or safetensors")
     add("--max-logprobs", type=int, help="the most that a request may ask for; default: 20")
     add("--logprobs-mode", help="raw_logprobs, processed_logprobs, raw_logits or processed_logits")
@@ -101,12 +117,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", help="address to listen on; default: 127.0.0.1")
     add("--port", type=int, default=8000, help="port to listen on, 0 for a free one; default: 8000")
     add("--served-model-name", nargs="+", default=[], help="names that requests may use; default: MODEL")
-    add("--api-key", nargs="+", default=[], help=f"keys that requests must carry; or {API_KEY_VARIABLE}")
+    add("--api-key", nargs="+", default=[], help=f"keys that requests must carry; or {' or '.join(API_KEY_VARIABLES)}")
     add("--chat-template", help="a file with a Jinja template, or the template itself, for the checkpoint's")
     add("--generation-config", default="auto", help="auto: the checkpoint's sampling parameters; vllm: none")
     add("--max-num-queued-reqs", type=int, help="requests that may wait and run; more get 503; default: no bound")
     add("--shutdown-timeout", type=float, default=0.0, help="seconds to drain after SIGTERM; default: 0")
-    add("--disable-uvicorn-access-log", action="store_true", help="no line per request")
+    add(
+        "--disable-uvicorn-access-log",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="no line per request",
+    )
+    add("--uvicorn-log-level", choices=UVICORN_LOG_LEVELS, default="info", help="of uvicorn's lines; default: info")
     add(
         "--per-request-spec-decode-metrics",
         choices=("none", "summary"),
@@ -150,8 +172,8 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.generation_config not in ("auto", "vllm"):
         raise invalid_config("--generation-config", arguments.generation_config, "must be auto or vllm")
     logging.basicConfig(format="%(levelname)s: %(message)s", stream=sys.stderr, level=logging.WARNING)
-    for name in ("specrs", "uvicorn"):
-        logging.getLogger(name).setLevel(logging.INFO)
+    logging.getLogger("specrs").setLevel(logging.INFO)
+    logging.getLogger("uvicorn").setLevel(UVICORN_LOG_LEVELS[arguments.uvicorn_log_level])
     if any("padded_drafter" in key.replace("-", "_") for key in engine.get("speculative_config", {})):
         logging.getLogger("specrs").info("disable_padded_drafter_batch has no effect: rows are never padded here")
     settings = _settings(arguments)
@@ -180,7 +202,7 @@ def _settings(arguments: argparse.Namespace) -> Any:
     def count(field: str, low: int, high: int | None = None) -> int:
         return check_int(error, f"--{field.replace('_', '-')}", getattr(arguments, field), low, high)
 
-    keys = [key for key in [*arguments.api_key, os.environ.get(API_KEY_VARIABLE, "")] if key]
+    keys = [key for key in [*arguments.api_key, *(os.environ.get(name, "") for name in API_KEY_VARIABLES)] if key]
     return ServerSettings(
         host=arguments.host,
         port=count("port", 0, 65535),
@@ -249,7 +271,7 @@ def _add_honoured(parser: argparse.ArgumentParser) -> None:
         if name in taken:
             continue
         flag = "--" + name.replace("_", "-")
-        if all(isinstance(value, bool) for value in served):
+        if any(isinstance(value, bool) for value in served):
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, help=argparse.SUPPRESS)
         else:
             parser.add_argument(flag, *short.get(name, []), type=_value, help=argparse.SUPPRESS)

@@ -2,7 +2,7 @@
 
 from specrs.core import CostModel
 from specrs.forecast.acceptance import GeometricAcceptance, lengths_beyond, lengths_from_shares, lengths_up_to
-from specrs.forecast.compare import PassTimes, Reduction, pass_reductions, tpot_reductions
+from specrs.forecast.compare import PassTimes, Reduction, pass_reductions, tpot_reductions, verification_growth
 from specrs.forecast.forecast import Forecast, KForecast, forecast
 from specrs.forecast.regression import LineFit
 from specrs.forecast.sweeps import Departure, Prediction, Series, series
@@ -25,4 +25,5 @@ __all__ = [
     "pass_reductions",
     "series",
     "tpot_reductions",
+    "verification_growth",
 ]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from specrs.core import CostModel
 from specrs.errors import InvalidConfigError, check_number
 from specrs.forecast.forecast import Forecast
+
+if TYPE_CHECKING:
+    from specrs.models.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +22,27 @@ class PassTimes:
     target_ms: float
     vanilla_ms: float
 
-    def model(self) -> CostModel:
-        """The line `ITL = K * T_d + T_t`. Raises `InvalidConfigError` for times that are not positive."""
-        return CostModel.lines([1], [self.draft_ms], [self.target_ms], [self.vanilla_ms])
+    def model(self, growth: Sequence[float] = ()) -> CostModel:
+        """The line `ITL = K * T_d + T_t`. Raises `InvalidConfigError` for times that are not positive.
+
+        `growth` is how much longer than T_t the target's pass takes at K = 1, 2, ...: `ITL = K * T_d + g_K * T_t`. A
+        mixture of experts reads more of them for more rows, see `verification_growth`.
+        """
+        line = CostModel.lines([1], [self.draft_ms], [self.target_ms], [self.vanilla_ms])
+        if not growth:
+            return line
+        times = [k * self.draft_ms + g * self.target_ms for k, g in enumerate(growth, start=1)]
+        return CostModel([1], list(range(len(growth) + 1)), [[self.vanilla_ms, *times]])
+
+
+def verification_growth(config: ModelConfig, max_k: int) -> list[float]:
+    """How much more a target reads to verify K = 1, 2, ... `max_k` drafts than for a row: the expected weights of a
+    pass of K + 1 rows over those of one, 1 for a dense model; see `Experts.expected`.
+
+    The share of time that reading weights takes at batch 1, as on a GPU, is taken to be all of it.
+    """
+    one = config.num_parameters_read(1)
+    return [config.num_parameters_read(k + 1) / one for k in range(1, max_k + 1)]
 
 
 @dataclass(frozen=True, slots=True)

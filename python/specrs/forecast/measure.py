@@ -20,9 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Measured:
-    """Median milliseconds between the outputs of a request: the draft alone, the target alone, and both at each K."""
+    """Milliseconds between the outputs of a request: the draft alone, the target alone, and the target at each K.
 
-    draft_ms: float
+    Medians; means where drafts come from the host, which has none for some iterations. `draft_ms` is None for a
+    drafter that cannot run alone. Acceptance lengths count all iterations, those without drafts too.
+    """
+
+    draft_ms: float | None
     target_ms: float
     itl_ms: Mapping[int, float]
     acceptance_lengths: Mapping[int, float]
@@ -33,13 +37,20 @@ class Measured:
         object.__setattr__(self, "fit", fit)
 
     @property
-    def alone(self) -> PassTimes:
-        """Each model by itself; an iteration without drafts is a pass of the target."""
+    def alone(self) -> PassTimes | None:
+        """Each model by itself; an iteration without drafts is a pass of the target. None if the draft cannot run."""
+        if self.draft_ms is None:
+            return None
         return PassTimes(self.draft_ms, self.target_ms, self.target_ms)
 
     @property
     def inside(self) -> PassTimes:
-        """Slope and intercept of ITL against K; an iteration without drafts stays what the target takes alone."""
+        """Slope and intercept of ITL against K; an iteration without drafts stays what the target takes alone.
+
+        Where drafts cost so little that noise makes the slope negative, it is 0 and the intercept the mean.
+        """
+        if self.fit.slope < 0.0:
+            return PassTimes(0.0, statistics.fmean(self.itl_ms.values()), self.target_ms)
         return PassTimes(self.fit.slope, self.fit.intercept, self.target_ms)
 
 
@@ -66,15 +77,18 @@ def measure(
         raise invalid_config("prompts", list(prompts), "must have at least one prompt")
     from specrs.config import EngineConfig
     from specrs.llm import LLM
+    from specrs.speculative_config import for_repeats
 
-    if speculative_config.get("method", "draft_model") != "draft_model":
-        allowed = "must be 'draft_model': the passes of another are not measured alone"
-        raise invalid_config("speculative_config.method", speculative_config["method"], allowed)
     shared = {"max_num_seqs": 1, "enable_prefix_caching": False, **settings}
-    pair = LLM(model=model, speculative_config={**speculative_config, "num_speculative_tokens": max(ks)}, **shared)
+    drafter = for_repeats(speculative_config)
+    pair = LLM(model=model, speculative_config={**drafter, "num_speculative_tokens": max(ks)}, **shared)
     config = pair.engine.config
     assert isinstance(config, EngineConfig)
-    alone = {"draft alone": LLM(model=str(config.draft), **shared), "target alone": LLM(model=config.target, **shared)}
+    speculative = config.speculative_config
+    assert speculative is not None
+    alone = {"target alone": LLM(model=config.target, **shared)}
+    if speculative.method == "draft_model":
+        alone |= {"draft alone": LLM(model=str(config.draft), **shared)}
     runs: dict[str, tuple[LLM, SamplingParams]] = {name: (llm, params) for name, llm in alone.items()}
     runs |= {f"K = {k}": (pair, params.replace(num_speculative_tokens=k)) for k in ks}
     gaps: dict[str, list[float]] = {name: [] for name in runs}
@@ -90,16 +104,17 @@ def measure(
     for name, values in gaps.items():
         if not values:
             raise invalid_config("max_tokens", params.max_tokens, f"too few: {name} never gave two outputs to time")
-    medians = {name: 1e3 * statistics.median(values) for name, values in gaps.items()}
+    middle = statistics.fmean if speculative.drafts_on_host else statistics.median
+    ms = {name: 1e3 * middle(values) for name, values in gaps.items()}
 
     def length(k: int) -> float:
-        drafts, accepted = map(sum, zip(*lengths[f"K = {k}"], strict=True))
-        return 1.0 + accepted / drafts if drafts else 1.0
+        tokens, accepted = map(sum, zip(*lengths[f"K = {k}"], strict=True))
+        return tokens / (tokens - accepted)
 
     return Measured(
-        medians["draft alone"],
-        medians["target alone"],
-        {k: medians[f"K = {k}"] for k in ks},
+        ms.get("draft alone"),
+        ms["target alone"],
+        {k: ms[f"K = {k}"] for k in ks},
         {k: length(k) for k in ks},
     )
 
@@ -107,7 +122,7 @@ def measure(
 def _stream(llm: LLM, prompt: Any, params: SamplingParams, gaps: list[float]) -> tuple[int, int]:
     """Seconds between the outputs of one request into `gaps`, all but the last: `max_tokens` may have cut it.
 
-    Returns drafts and accepted tokens.
+    Returns the tokens of its iterations, and how many of them were drafts.
     """
     times = []
     for output in llm.stream(prompt, params):
@@ -115,4 +130,5 @@ def _stream(llm: LLM, prompt: Any, params: SamplingParams, gaps: list[float]) ->
         metrics = output.metrics
     between = [after - before for before, after in pairwise(times)]
     gaps += between[:-1]
-    return metrics.drafts, metrics.accepted_tokens
+    # The first token is the prompt's.
+    return len(output.outputs[0].token_ids) - 1, metrics.accepted_tokens

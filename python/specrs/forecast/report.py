@@ -71,7 +71,7 @@ def passes(reductions: Sequence[Reduction]) -> str:
     for item in reductions:
         name = item.name if len(item.name) < 28 else "..." + item.name[-24:]
         first, second = f"{item.first:.2f} ms", f"{item.second:.2f} ms"
-        lines.append(f"{name:<28}{first:>13}{second:>21}{item.share:>20.1%}")
+        lines.append(f"{name:<28}{first:>13}{second:>21}{item.share:>z20.1%}")
     return "\n".join(lines)
 
 

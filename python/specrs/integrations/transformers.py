@@ -30,6 +30,7 @@ from specrs.errors import EngineError, UnsupportedRequestError, invalid
 from specrs.integrations.fingerprint import fingerprint
 from specrs.models.config import parse_config
 from specrs.models.dense import Dense
+from specrs.models.errors import unsupported
 from specrs.models.loader import load_tensors
 from specrs.sampling import MAX_SPECULATIVE_TOKENS, SamplingParams
 from specrs.speculative_config import SpeculativeConfig
@@ -201,6 +202,8 @@ def _decoder(model: PreTrainedModel) -> Dense:
     kept = _decoders.get(model)
     if kept is None or kept.contents != contents:
         config = parse_config(model.config.to_dict() | {"architectures": [type(model).__name__]})
+        if config.experts is not None:
+            raise unsupported("architectures", [config.architecture], "a model without experts")
         kept = _Kept(contents, load_tensors(config, _StateDict(model), model.dtype, model.device))
         _decoders[model] = kept
     return kept.decoder

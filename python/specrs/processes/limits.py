@@ -1,4 +1,4 @@
-"""What a child process sets on itself: memory, priority, time. Starts nothing."""
+"""What a process sets on itself: memory, priority, time, open files. Starts nothing."""
 
 from __future__ import annotations
 
@@ -19,6 +19,28 @@ def restrain(memory: int, niceness: int = NICENESS) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(AttributeError, OSError):
         os.nice(niceness)
+
+
+def allow_open_files(number: int) -> int | None:
+    """Let this process have `number` files and sockets open, as far as the system allows: the limit that now holds.
+
+    None where the system has no such limit.
+    """
+    try:
+        import resource
+    except ImportError:  # not every system has it
+        return None
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return None
+    if soft >= number:
+        return soft
+    raised = number if hard == resource.RLIM_INFINITY else min(number, hard)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+    except (OSError, ValueError):  # a system may allow less than it says
+        return soft
+    return raised
 
 
 @contextlib.contextmanager

@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import inspect
 import json
 import logging
+import re
+import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -16,21 +20,23 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specrs.errors import SpecrsError
-from specrs.server import endpoints, protocol
+from specrs.server import endpoints, info, protocol
 from specrs.server.body import Gone, parse, read_body
 from specrs.server.context import Context
 from specrs.server.endpoints import Result
 from specrs.server.errors import APIError, api_error
 from specrs.server.generation import Generation
+from specrs.server.limits import MAX_REQUEST_ID_LENGTH
 from specrs.server.metrics import CONTENT_TYPE
 from specrs.server.openapi import openapi
 
 logger = logging.getLogger("specrs")
 
 ResultT = TypeVar("ResultT")
+_REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID_LENGTH}}}")
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -38,9 +44,12 @@ _STREAM_HEADERS = [
 ]
 
 
-def build_app(context: Context, version: str) -> Starlette:
+def build_app(context: Context) -> Starlette:
     """The application of one server."""
-    document = json.dumps(openapi(version, context.model_names)).encode()
+    document = json.dumps(openapi(context.version, context.model_names)).encode()
+
+    async def described(_: Request) -> Response:
+        return Response(document, media_type="application/json")
 
     async def health(_: Request) -> Response:
         return Response() if context.llm.error is None and not context.draining else _unhealthy(context)
@@ -58,9 +67,16 @@ def build_app(context: Context, version: str) -> Starlette:
 
         return Route(path, endpoint, methods=["POST"])
 
-    def get(path: str, answer: Callable[[], bytes]) -> Route:
-        async def endpoint(_: Request) -> Response:
-            return Response(answer(), media_type="application/json")
+    def get(path: str, answer: Callable[..., Any]) -> Route:
+        """`answer` takes what the path names, and gives what is sent as JSON, or an awaitable of it."""
+
+        async def endpoint(request: Request) -> Response:
+            try:
+                found = answer(**request.path_params)
+                content = await found if inspect.isawaitable(found) else found
+            except (APIError, SpecrsError) as fault:
+                return api_error(fault).response()
+            return Response(json.dumps(content).encode(), media_type="application/json")
 
         return Route(path, endpoint, methods=["GET"])
 
@@ -75,10 +91,16 @@ def build_app(context: Context, version: str) -> Starlette:
         routes=[
             *extra,
             Route("/health", health, methods=["GET"]),
+            Route("/ping", health, methods=["GET", "POST"]),
             Route("/metrics", metrics, methods=["GET"]),
-            get("/version", lambda: json.dumps({"version": version}).encode()),
-            get("/openapi.json", lambda: document),
-            get("/v1/models", lambda: json.dumps(endpoints.models(context)).encode()),
+            get("/version", lambda: {"version": context.version}),
+            Route("/openapi.json", described, methods=["GET"]),
+            get("/v1/models", partial(info.models, context)),
+            get("/v1/models/{name:path}", partial(info.model, context)),
+            get("/load", partial(info.load, context)),
+            get("/v1/loads", partial(info.loads, context)),
+            *(get(path, partial(info.model_info, context)) for path in ("/model_info", "/get_model_info")),
+            *(get(path, partial(info.server_info, context)) for path in ("/server_info", "/get_server_info")),
             post("/v1/completions", protocol.CompletionRequest, endpoints.completions),
             post("/v1/chat/completions", protocol.ChatCompletionRequest, endpoints.chat_completions),
             post("/tokenize", protocol.TokenizeRequest, endpoints.tokenize),
@@ -90,7 +112,7 @@ def build_app(context: Context, version: str) -> Starlette:
 
 
 class KeyCheck:
-    """Lets requests in that carry a key, and all where there is none to carry. `/health` is open."""
+    """Lets requests in that carry a key, and all where there is none to carry. `/health` and `/ping` are open."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
@@ -98,7 +120,8 @@ class KeyCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 401."""
-        if scope["type"] == "http" and self._digests and scope["path"] != "/health" and not self._knows(scope):
+        closed = scope["type"] == "http" and self._digests and scope["path"] not in ("/health", "/ping")
+        if closed and not self._knows(scope):
             error = APIError(401, "The API key is missing or wrong.", headers={"WWW-Authenticate": "Bearer"})
             await error.response()(scope, receive, send)
             return
@@ -122,17 +145,26 @@ class PostEndpoint:
         self._handle = handle
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Answer one request. `X-Request-Id` comes back as it was given, or made here; the answer's id has it, too."""
         context = self._context
+        name = _request_id(scope)
+
+        async def tell(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-request-id", name.encode())]
+            await send(message)
+
         try:
             context.check_open()
             body = await parse(self._model, await read_body(scope, receive, context.limits), context.llm.in_thread)
         except Gone:
             return
         except (APIError, SpecrsError) as fault:
-            await api_error(fault).response()(scope, receive, send)
+            await api_error(fault).response()(scope, receive, tell)
             return
-        await _while_connected(receive, self._answer(body, scope, receive, send))
+        if isinstance(body, protocol.SamplingBody):
+            name = body.request_id = body.request_id or name
+        await _while_connected(receive, self._answer(body, scope, receive, tell))
 
     async def _answer(self, body: protocol.Body, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -187,6 +219,13 @@ async def _http_exception(_: Request, fault: Exception) -> Response:
 
 async def _exception(_: Request, fault: Exception) -> Response:
     return api_error(fault).response()
+
+
+def _request_id(scope: Scope) -> str:
+    """What the client calls its request, where it says so in words that an id may have; else a new name."""
+    values = [value for header, value in scope["headers"] if header == b"x-request-id"]
+    given = values[0].decode("latin-1") if len(values) == 1 else ""
+    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
 
 def _digest(key: bytes) -> bytes:

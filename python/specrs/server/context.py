@@ -30,6 +30,7 @@ class Context:
     api_keys: Sequence[str] = ()
     report_speculation: bool = False
     profiler: Profiler | None = None
+    version: str = ""
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 

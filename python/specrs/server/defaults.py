@@ -18,7 +18,10 @@ def checkpoint_defaults(config: EngineConfig) -> dict[str, Any]:
     Raises `CheckpointError` for a file that cannot be read, or with values that no request may have.
     """
     from specrs.models.checkpoint import resolve_folder
+    from specrs.models.gguf.checkpoint import gguf_path
 
+    if gguf_path(config.target, config.revision) is not None:
+        return {}
     path = resolve_folder(config.target, config.revision, weights=False) / "generation_config.json"
     if not path.is_file():
         return {}

@@ -31,11 +31,11 @@ async def completions(context: Context, body: CompletionRequest) -> Result:
     asked = completion_params(body, context.defaults)
     given = split_prompts(body.prompt, asked.params.n)
     salt, special = body.cache_salt or "", body.add_special_tokens is not False
-    tokenizer = context.llm.tokenizer
+    tokenizer, longest = context.llm.tokenizer, context.llm.limits.max_model_len
 
     def read_one(item: str | list[int]) -> Prompt:
         if isinstance(item, str):
-            return read_text(tokenizer, item, special=special, salt=salt)
+            return read_text(tokenizer, item, special=special, salt=salt, max_tokens=longest)
         return Prompt(item, None, salt)
 
     def read() -> tuple[list[Prompt], list[str]]:
@@ -80,7 +80,10 @@ async def tokenize(context: Context, body: TokenizeRequest) -> Result:
         raise InvalidRequestError("prompt: exactly one of prompt and messages is allowed")
     if body.prompt is not None:
         text, special = body.prompt, body.add_special_tokens is not False
-        ids = await context.llm.in_thread(lambda: tokenizer.encode(text, add_special_tokens=special))
+        longest = context.llm.limits.max_model_len
+        ids = await context.llm.in_thread(
+            lambda: tokenizer.encode(text, add_special_tokens=special, max_tokens=longest)
+        )
     else:
         ids = (await chat_prompt(context, body)).token_ids
     texts = [tokenizer.backend.id_to_token(i) for i in ids] if body.return_token_strs else None
@@ -103,25 +106,6 @@ async def detokenize(context: Context, body: DetokenizeRequest) -> Result:
     return {"prompt": text}
 
 
-def models(context: Context) -> dict[str, Any]:
-    """`GET /v1/models`."""
-    return {
-        "object": "list",
-        "data": [
-            {
-                "id": name,
-                "object": "model",
-                "created": context.created,
-                "owned_by": "specrs",
-                "root": context.model_names[0],
-                "parent": None,
-                "max_model_len": context.llm.limits.max_model_len,
-            }
-            for name in context.model_names
-        ],
-    }
-
-
 async def chat_prompt(context: Context, body: ChatCompletionRequest | TokenizeRequest) -> Prompt:
     """The prompt that the chat template makes of `messages`. Raises `InvalidRequestError` for what it refuses."""
     tokenizer = _tokenizer(context)
@@ -138,7 +122,10 @@ async def chat_prompt(context: Context, body: ChatCompletionRequest | TokenizeRe
     # the template writes the special tokens itself, unless told otherwise
     special = bool(body.add_special_tokens)
     salt = (body.cache_salt or "") if isinstance(body, ChatCompletionRequest) else ""
-    prompt: Prompt = await context.llm.in_thread(lambda: read_text(tokenizer, text, special=special, salt=salt))
+    longest = context.llm.limits.max_model_len
+    prompt: Prompt = await context.llm.in_thread(
+        lambda: read_text(tokenizer, text, special=special, salt=salt, max_tokens=longest)
+    )
     return prompt
 
 

@@ -61,6 +61,10 @@ class DeadlineProtocol(H11Protocol):
             return
         if self._read_deadline is None and self.conn.their_state is h11.IDLE:
             self._expect(h11.IDLE)  # the first bytes of another request
+        if self.conn.their_state is h11.IDLE and data.startswith(b"PRI * HTTP/2"):
+            # h11 would take it for a request; routers that look for gRPC wait for what says that there is none
+            self._refuse(APIError(400, "HTTP/2 is not spoken here."))
+            return
         super().data_received(data)
         self._follow()
 

@@ -153,6 +153,12 @@ class _EngineCollector(Collector):
                 for drafter, figures in stats.drafters.items():
                     family.add_metric((*values, drafter), getattr(figures, name))
                 yield family
+            errors = CounterMetricFamily(
+                "specrs:spec_decode_num_draft_errors", "Failures of a drafter, by drafter.", labels=(*names, "drafter")
+            )
+            for drafter, count in stats.draft_errors.items():
+                errors.add_metric((*values, drafter), count)
+            yield errors
         info = {
             "block_size": str(config.block_size),
             "num_gpu_blocks": str(stats.num_blocks),

@@ -109,21 +109,26 @@ _SCHEMAS: dict[str, dict[str, Any]] = {
         }
     ),
     "Text": _object({"prompt": _STRING}),
-    "Models": _object(
+    "Model": _object(
         {
-            "object": _STRING,
-            "data": _array(
-                _object(
-                    {
-                        **dict.fromkeys(("id", "object", "owned_by", "root"), _STRING),
-                        "created": _INTEGER,
-                        "parent": {"type": "null"},
-                        "max_model_len": _INTEGER,
-                    }
-                )
-            ),
+            **dict.fromkeys(("id", "object", "owned_by", "root"), _STRING),
+            "created": _INTEGER,
+            "parent": {"type": "null"},
+            "max_model_len": _INTEGER,
         }
     ),
+    "Models": _object({"object": _STRING, "data": _array(_ref("Model"))}),
+    "Load": _object({"server_load": _INTEGER}),
+    "Loads": _object(
+        {
+            "timestamp": _NUMBER,
+            "version": _STRING,
+            "dp_rank_count": _INTEGER,
+            "loads": _array({"type": "object"}),
+            "aggregate": {"type": "object"},
+        }
+    ),
+    "Information": {"type": "object"},
     "Version": _object({"version": _STRING}),
 }
 
@@ -141,7 +146,19 @@ def openapi(version: str, model_names: Sequence[str]) -> dict[str, Any]:
         "/metrics": {"get": _operation("Prometheus metrics.", {"text/plain": {"schema": _STRING}}, ("401",))},
         "/version": {"get": _operation("The version.", {_JSON: {"schema": _ref("Version")}}, ("401",))},
         "/v1/models": {"get": _operation("The model's names.", {_JSON: {"schema": _ref("Models")}}, ("401",))},
+        "/v1/models/{name}": {
+            "get": _operation("One of the names.", {_JSON: {"schema": _ref("Model")}}, ("401", "404"))
+            | {"parameters": [{"name": "name", "in": "path", "required": True, "schema": _STRING}]}
+        },
     }
+    for path, answer, summary in (
+        ("/load", "Load", "Requests that run or wait."),
+        ("/v1/loads", "Loads", "What runs, waits and fills the KV pool."),
+        ("/model_info", "Information", "Where the model is from."),
+        ("/server_info", "Information", "What the server was started with."),
+    ):
+        paths[path] = {"get": _operation(summary, {_JSON: {"schema": _ref(answer)}}, ("401", "503"))}
+    paths["/ping"] = paths["/health"]
     for path, model, answer, streams, summary in bodies:
         content: dict[str, Any] = {_JSON: {"schema": _ref(answer)}}
         if streams:

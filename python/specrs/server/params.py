@@ -122,11 +122,11 @@ def _no_prompt(given: object) -> InvalidRequestError:
     )
 
 
-def read_text(tokenizer: Tokenizer | None, text: str, *, special: bool, salt: str) -> Prompt:
+def read_text(tokenizer: Tokenizer | None, text: str, *, special: bool, salt: str, max_tokens: int) -> Prompt:
     """Text as a prompt; `special`: with what the checkpoint puts around a sequence. Takes time; not for an event loop.
 
-    Raises `InvalidRequestError` without a tokenizer.
+    Raises `InvalidRequestError` without a tokenizer, and for text that is far longer than `max_tokens`.
     """
     if tokenizer is None:
         raise invalid_request("prompt", text, "text needs a tokenizer; with skip_tokenizer_init allowed are token ids")
-    return Prompt(tokenizer.encode(text, add_special_tokens=special), text, salt)
+    return Prompt(tokenizer.encode(text, add_special_tokens=special, max_tokens=max_tokens), text, salt)

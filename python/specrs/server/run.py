@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import uvicorn
 from specrs.async_llm import AsyncLLM
 from specrs.config import EngineConfig
 from specrs.errors import InvalidConfigError, invalid_config
+from specrs.processes.limits import allow_open_files
 from specrs.server.app import build_app
 from specrs.server.context import Context
 from specrs.server.defaults import checkpoint_defaults
@@ -35,6 +36,8 @@ FAILURE_GRACE = 3.0
 """Seconds that a server without an engine goes on to answer 503, so that a health check sees why."""
 ABORT_TIMEOUT = 10.0
 """Seconds that a launch in flight may take to settle at the end; then the process ends without it."""
+OTHER_FILES = 128
+"""Open files that are no connections: weights, pipes of children, the event loop's own."""
 LINGER = 2.0
 """Seconds that clients have to take the end of their answers, once the engine has ended."""
 
@@ -66,6 +69,7 @@ def run_server(engine_settings: Mapping[str, Any], settings: ServerSettings) -> 
     Raises `InvalidConfigError` and its subclasses, before anything is served.
     """
     config = EngineConfig.from_kwargs(**engine_settings)
+    settings = replace(settings, limits=_fit_connections(settings.limits))
     listener = _bind(settings.host, settings.port)  # first, because weights may take minutes
     with contextlib.closing(listener):
         defaults = checkpoint_defaults(config) if settings.use_generation_config else {}
@@ -86,6 +90,7 @@ def run_server(engine_settings: Mapping[str, Any], settings: ServerSettings) -> 
             defaults=defaults,
             api_keys=settings.api_keys,
             report_speculation=settings.report_speculation,
+            version=version("specrs"),
             profiler=None if settings.profiler_folder is None else Profiler(llm, settings.profiler_folder),
         )
         try:
@@ -119,7 +124,7 @@ class _Process:
         protocol = type("Protocol", (DeadlineProtocol,), {"limits": limits})
         self._server = _Server(
             uvicorn.Config(
-                build_app(context, version("specrs")),
+                build_app(context),
                 http=protocol,
                 ws="none",
                 loop="asyncio",
@@ -193,6 +198,19 @@ async def _first(*waits: Any) -> None:
 def _tell(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
     with contextlib.suppress(RuntimeError):  # the loop may have ended first
         loop.call_soon_threadsafe(event.set)
+
+
+def _fit_connections(limits: HTTPLimits) -> HTTPLimits:
+    """No more connections than this process may open: one beyond cannot even be told so, and accepting spins."""
+    wanted = limits.max_connections
+    files = allow_open_files(wanted + OTHER_FILES)
+    if files is None or files - OTHER_FILES >= wanted:
+        return limits
+    fitting = max(1, files - OTHER_FILES)
+    logger.warning(
+        "max_connections=%d: this process may open %d files; %d connections are taken", wanted, files, fitting
+    )
+    return replace(limits, max_connections=fitting)
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -42,7 +42,9 @@ def build_grammar(specification: dict[str, Any]) -> str:
     if "regex" in specification:
         return LLMatcher.grammar_from_regex(specification["regex"])
     if "choice" in specification:
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, specification["choice"])))
+        # a terminal, one automaton of the lexer's: as a rule, each choice is an item of the parser's first row
+        choices = " | ".join(map(json.dumps, specification["choice"]))
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
     return grammar_from("grammar", specification["grammar"])
 
 

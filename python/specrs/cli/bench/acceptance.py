@@ -33,9 +33,11 @@ def run(arguments: argparse.Namespace) -> None:
     """Measure and print. Raises `SpecrsError` for what cannot be run."""
     from specrs.bench import datasets
     from specrs.bench.offline import acceptance
+    from specrs.speculative_config import for_repeats
 
     config = options.dataset(arguments, "bundled", 50)
-    speculative = {**(arguments.speculative_config or {}), "num_speculative_tokens": max(arguments.k)}
+    drafter = for_repeats(arguments.speculative_config or {})  # of the same prompts at every K and temperature
+    speculative = {**drafter, "num_speculative_tokens": max(arguments.k)}
     llm = options.engine(arguments, speculative_config=speculative)
     assert llm.tokenizer is not None
     samples = datasets.load(config, llm.tokenizer)
@@ -43,7 +45,10 @@ def run(arguments: argparse.Namespace) -> None:
     prompts = options.prompts(samples, llm.tokenizer, not arguments.skip_chat_template)
     points = acceptance(llm, prompts, params, arguments.k, arguments.temperature, not arguments.disable_tqdm)
     engine = llm.engine.config
-    target, draft = _name(engine.target), _name(engine.draft or str(speculative["method"]))
+    assert engine.speculative_config is not None
+    method = engine.speculative_config.method
+    # Of a list the drafters: each row counts the drafts of all of them.
+    target, draft = _name(engine.target), _name(engine.draft or method) if "," not in method else method
     width = max(len(target), len(draft), 6) + 2
     print(f"{config.label}, {config.num_prompts} prompts")
     print(
@@ -74,8 +79,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _name(model: str) -> str:
-    from specrs.pair import DRAFT, TARGET
+    from specrs.pair import DRAFT, EAGLE3, TARGET
 
-    if Path(model) in (TARGET, DRAFT):
+    if Path(model) in (TARGET, DRAFT, EAGLE3):
         return f"bundled {Path(model).name}"
     return model.rstrip("/").rpartition("/")[2]

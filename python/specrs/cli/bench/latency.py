@@ -38,6 +38,7 @@ def run(arguments: argparse.Namespace) -> None:
     from specrs.bench import datasets
     from specrs.bench.offline import latencies, profiled
     from specrs.sampling import SamplingParams
+    from specrs.speculative_config import for_repeats
 
     check_int(InvalidConfigError, "--num-iters", arguments.num_iters, 1)
     check_int(InvalidConfigError, "--batch-size", arguments.batch_size, 1)
@@ -50,7 +51,8 @@ def run(arguments: argparse.Namespace) -> None:
         seed=arguments.seed,
     )
     folder = options.trace_folder(arguments.profile_dir) if arguments.profile else None
-    llm = options.engine(arguments)
+    drafter = arguments.speculative_config
+    llm = options.engine(arguments, speculative_config=drafter and for_repeats(drafter))
     assert llm.tokenizer is not None
     prompts = options.prompts(datasets.load(config, llm.tokenizer), llm.tokenizer)
     params = SamplingParams(temperature=0.0, max_tokens=arguments.output_len, ignore_eos=True, detokenize=False)

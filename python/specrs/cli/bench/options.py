@@ -92,7 +92,10 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--block-size", type=int, help="positions of a KV block")
     group.add_argument("--num-gpu-blocks-override", type=int, help="KV blocks, whatever the device")
     group.add_argument("--launch-depth", type=int, help="launches planned and not yet settled, 1 or 2")
+    group.add_argument("--model-impl", help="auto, specrs or transformers")
     group.add_argument("--quantization", "-q", help="int8 or int4, on a CPU; default: none")
+    group.add_argument("--cpu-bf16-rows", action="store_true", help="on a CPU: products of bf16 pairs")
+    group.add_argument("--cpu-prefill", help="exact or torch: what computes long prompts on a CPU; default: exact")
     group.add_argument("--load-format", help="auto, safetensors, or dummy for random weights")
     group.add_argument("--tensor-parallel-size", "-tp", type=int, help="1 is what there is")
     group.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=False)
@@ -122,7 +125,10 @@ def engine(arguments: argparse.Namespace, **settings: Any) -> LLM:
         "num_gpu_blocks_override",
         "launch_depth",
         "load_format",
+        "model_impl",
         "quantization",
+        "cpu_bf16_rows",
+        "cpu_prefill",
         "tensor_parallel_size",
         "enable_prefix_caching",
         "enforce_eager",

@@ -228,6 +228,9 @@ def _drafters(texts: Sequence[str], bundled: bool) -> list[Drafter]:
             raise invalid_config("--drafter", text, f"must be JSON: {error}") from None
         if not isinstance(config, dict) or "num_speculative_tokens" in config:
             raise invalid_config("--drafter", text, "must be a JSON object without num_speculative_tokens (see --k)")
-        method = str(config.get("method", "draft_model"))
-        drafters.append(Drafter(method, str(config.get("model", method)), config))
+        method = "".join(str(config.get("method", "draft_model")).split())
+        # Two settings of one method are two rows: what differs is part of the name.
+        rest = {key: value for key, value in config.items() if key not in ("method", "model")}
+        others = [key if value is True else f"{key}={value}" for key, value in rest.items()]
+        drafters.append(Drafter(method, " ".join([str(config.get("model", method)), *others]), config))
     return drafters

@@ -1,4 +1,5 @@
-"""`specrs demo`: the bundled pair over the bundled prompts, plain decoding against K drafts. `measure` measures.
+"""`specrs demo`: the bundled pair over the bundled prompts, plain decoding against K drafts; or another model, against
+drafts from its text. `measure` measures.
 
 One request at a time, greedy; prefix caching is off, so that no setting reads what another computed.
 """
@@ -8,24 +9,51 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from specrs.cli.arguments import drafts_list
+from specrs.cli.arguments import MergeJSON, drafts_list
+from specrs.errors import invalid_config
+
+if TYPE_CHECKING:
+    from specrs.cli.demo.measure import Prompt, Setting
+    from specrs.tokenizer import Tokenizer
 
 SUMMARY = "the bundled pair: plain decoding against K drafts"
 DESCRIPTION = (
-    "Run the bundled target over the bundled prompts, alone, with the bundled draft at several K, and with K as the "
-    "engine chooses it, and compare text, acceptance and tokens per second."
+    "Run the bundled target over the bundled prompts, alone, with drafts at several K, and with K as the engine "
+    "chooses it, and compare text, acceptance and tokens per second. The bundled draft drafts, or what "
+    "--speculative-config names. With --model that model answers instead, each drafter that needs no model of its own "
+    "beside it."
 )
 CONTEXT = 1024
+FROM_TEXT = ("ngram", "suffix")
+"""What drafts for a model that nothing else is named for."""
+PAIR_DRAFTS, TEXT_DRAFTS = [1, 3, 5, 7], [5]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options."""
     parser.add_argument(
-        "--k", type=drafts_list, default=[1, 3, 5, 7], metavar="LIST", help="numbers of drafts; default: 1,3,5,7"
+        "--model",
+        help="folder, GGUF file or hub id of another target; n-grams and suffix decoding draft for it, unless "
+        "--speculative-config names another drafter",
+    )
+    parser.add_argument(
+        "--k",
+        type=drafts_list,
+        metavar="LIST",
+        help="numbers of drafts; default: 1,3,5,7, with --model alone 5",
+    )
+    parser.add_argument(
+        "--speculative-config",
+        action=MergeJSON,
+        metavar="JSON",
+        help='another drafter, as in \'{"method": "suffix,draft_model"}\'; K comes from --k',
     )
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens to generate per prompt; default: 128")
-    parser.add_argument("--dtype", default="float32", help="float32 (default), float64 or bfloat16")
+    parser.add_argument(
+        "--dtype", help="auto, float32, float64 or bfloat16; default: float32, with --model auto (the checkpoint's)"
+    )
     parser.add_argument("--threads", type=int, default=1, help="of every engine; default: 1")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="also draw the results into this file")
 
@@ -35,37 +63,30 @@ def run(arguments: argparse.Namespace) -> None:
     from specrs.cli.demo import plot, report
     from specrs.cli.demo.measure import measure
     from specrs.cli.output import check_picture
-    from specrs.pair.prompts import PROMPTS
     from specrs.sampling import SamplingParams
 
+    drafter, model = arguments.speculative_config or {}, arguments.model
+    if "num_speculative_tokens" in drafter:
+        field = "--speculative-config num_speculative_tokens"
+        raise invalid_config(field, drafter["num_speculative_tokens"], "must come from --k")
     if arguments.plot is not None:
         check_picture(arguments.plot)
-    # The end token is ignored, so that every setting generates as many tokens.
-    params = SamplingParams(temperature=0.0, max_tokens=arguments.max_tokens, ignore_eos=True)
-    print("loading torch and the bundled pair ...", file=sys.stderr)
+    # The pair's end token is ignored, so that prompts generate as many tokens each; what chats have answers that end.
+    params = SamplingParams(temperature=0.0, max_tokens=arguments.max_tokens, ignore_eos=model is None)
+    dtype = arguments.dtype or ("float32" if model is None else "auto")
+    print(f"loading torch and {'the bundled pair' if model is None else model} ...", file=sys.stderr)
 
     from tqdm import tqdm
 
     from specrs.cli.threads import few_threads
-    from specrs.llm import LLM
-    from specrs.speculative_config import AUTO
 
-    few_threads()
-
-    def engine(k: int | str) -> LLM:
-        return LLM(
-            speculative_config={"num_speculative_tokens": k},
-            dtype=arguments.dtype,
-            max_model_len=CONTEXT,
-            max_num_seqs=1,
-            enable_prefix_caching=False,
-            threads=arguments.threads,
-        )
-
-    fixed = engine(max(arguments.k))
-    engines = {**dict.fromkeys((0, *arguments.k), fixed), AUTO: engine(AUTO)}
-    print(report.heading(len(PROMPTS), arguments.max_tokens, arguments.threads, arguments.dtype))
-    total = len(PROMPTS) * len(engines) * arguments.max_tokens
+    if model is None:
+        few_threads()
+    settings = _settings(arguments, drafter, dtype)
+    prompts = _prompts(model, settings[0].llm.tokenizer)
+    name = None if model is None else Path(model).name
+    print(report.heading(len(prompts), arguments.max_tokens, arguments.threads, dtype, drafter, name))
+    total = len(prompts) * len(settings) * arguments.max_tokens
     interval = 0.1 if sys.stderr.isatty() else 5.0  # a log gets a line now and then
     with tqdm(total=total, unit=" tokens", leave=False, dynamic_ncols=True, mininterval=interval) as bar:
 
@@ -73,12 +94,55 @@ def run(arguments: argparse.Namespace) -> None:
             bar.set_description(name, refresh=False)
             bar.update(tokens)
 
-        results = measure(engines, PROMPTS, params, advance)
-    print(report.text(PROMPTS[0], results))
+        results = measure(settings, [prompt for _, prompt in prompts], params, advance)
+    print(report.text(prompts[0][0], results))
     print(report.table(results))
     print(report.equality(results))
     if arguments.plot is not None:
-        machine = report.machine(arguments.threads, arguments.dtype)
-        caption = f"{len(PROMPTS)} prompts, {arguments.max_tokens} tokens each; {machine}"
-        plot.draw(results, caption, arguments.plot)
+        machine = report.machine(arguments.threads, dtype)
+        caption = f"{len(prompts)} prompts, {arguments.max_tokens} tokens each; {machine}"
+        plot.draw(results, caption, arguments.plot, name or "Bundled pair")
         print(f"\npicture: {arguments.plot}")
+
+
+def _settings(arguments: argparse.Namespace, drafter: dict[str, Any], dtype: str) -> list[Setting]:
+    """Plain decoding, K drafts of one drafter or of each that reads the text, and as many as the engine chooses."""
+    from specrs.cli.demo.measure import Setting
+    from specrs.llm import LLM
+    from specrs.speculative_config import AUTO, for_repeats
+
+    each = arguments.model is not None and not drafter
+    ks = arguments.k or (TEXT_DRAFTS if each else PAIR_DRAFTS)
+
+    def engine(config: dict[str, Any], k: int | str) -> LLM:
+        return LLM(
+            model=arguments.model,
+            speculative_config={**for_repeats(config), "num_speculative_tokens": k},
+            dtype=dtype,
+            max_model_len=CONTEXT,
+            max_num_seqs=1,
+            enable_prefix_caching=False,
+            threads=arguments.threads,
+        )
+
+    fixed = [(method, engine({"method": method}, max(ks))) for method in FROM_TEXT] if each else []
+    fixed = fixed or [("", engine(drafter, max(ks)))]
+    chosen = engine({"method": ",".join(FROM_TEXT)} if each else drafter, AUTO)
+    drafted = [Setting(k, llm, name) for name, llm in fixed for k in ks]
+    return [Setting(0, fixed[0][1]), *drafted, Setting(AUTO, chosen)]
+
+
+def _prompts(model: str | None, tokenizer: Tokenizer | None) -> list[tuple[str, Prompt]]:
+    """What is shown of each prompt, and the prompt: chats for a model that has a template for them."""
+    assert tokenizer is not None
+    if model is None or not tokenizer.hf.chat_template:
+        from specrs.pair.prompts import PROMPTS
+
+        return [(prompt, prompt) for prompt in PROMPTS]
+    from specrs.cli.demo.chats import CHATS
+
+    made: list[tuple[str, Prompt]] = []
+    for chat in CHATS:
+        text = tokenizer.render_chat([{"role": "user", "content": chat}])
+        made.append((chat, tokenizer.encode(text, add_special_tokens=False)))
+    return made

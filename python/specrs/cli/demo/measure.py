@@ -1,4 +1,4 @@
-"""Runs every prompt at every K, one request at a time, and times them. Prints nothing.
+"""Runs every prompt at every setting, one request at a time, and times them. Prints nothing.
 
 The settings take turns prompt by prompt, so that a machine that slows down slows all of them.
 """
@@ -8,17 +8,31 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from specrs.outputs import AcceptanceFigures
 from specrs.speculative_config import AUTO
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from specrs.llm import LLM
     from specrs.outputs import RequestOutput
     from specrs.sampling import SamplingParams
+
+Prompt: TypeAlias = str | list[int]
+"""Text, or token ids."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What one row of the demo runs on."""
+
+    k: int | str
+    """As `Result.k`."""
+    llm: LLM
+    drafter: str = ""
+    """As `Result.drafter`."""
 
 
 @dataclass
@@ -27,6 +41,8 @@ class Result:
 
     k: int | str
     """Drafts per iteration, 0 for plain decoding; `auto`: as many as the engine chose for each launch."""
+    drafter: str = ""
+    """Its method, where rows differ by it."""
     seconds: float = 0.0
     acceptance: AcceptanceFigures = field(default_factory=AcceptanceFigures)
     texts: list[str] = field(default_factory=list)
@@ -48,9 +64,9 @@ class Result:
     @property
     def name(self) -> str:
         """How tables and pictures call this setting."""
-        if self.k == AUTO:
-            return AUTO
-        return f"K = {self.k}" if self.k else "vanilla"
+        if self.k == 0:
+            return "vanilla"
+        return " ".join(filter(None, (self.drafter, AUTO if self.k == AUTO else f"K = {self.k}")))
 
     @property
     def mean_k(self) -> float:
@@ -68,32 +84,28 @@ class Result:
 
 
 def measure(
-    engines: Mapping[int | str, LLM],
-    prompts: Sequence[str],
+    settings: Sequence[Setting],
+    prompts: Sequence[Prompt],
     params: SamplingParams,
     advance: Callable[[str, int], None],
 ) -> list[Result]:
-    """Run every prompt at every K of `engines`, each on its engine, in turns, and return a result for each in that
-    order.
+    """Run every prompt at every setting, in turns, and return a result for each in that order.
 
     `advance(name, tokens)` is called after each request. Raises the error of a request that was refused.
     """
-    results = [Result(k) for k in engines]
-
-    def run(prompt: str, k: int | str, params: SamplingParams) -> tuple[RequestOutput, float]:
-        return _one(engines[k], prompt, params if isinstance(k, str) else params.replace(num_speculative_tokens=k))
-
-    for k in engines:  # first calls allocate and pick kernels
-        run(prompts[0], k, params.replace(max_tokens=min(8, params.max_tokens or 8)))
+    results = [Result(setting.k, setting.drafter) for setting in settings]
+    for setting in settings:  # first calls allocate and pick kernels
+        _one(setting, prompts[0], params.replace(max_tokens=min(8, params.max_tokens or 8)))
     for prompt in prompts:
-        for result in results:
-            output, seconds = run(prompt, result.k, params)
+        for setting, result in zip(settings, results, strict=True):
+            output, seconds = _one(setting, prompt, params)
             result.add(output, seconds)
             advance(result.name, len(output.outputs[0].token_ids))
     return results
 
 
-def _one(llm: LLM, prompt: str, params: SamplingParams) -> tuple[RequestOutput, float]:
+def _one(setting: Setting, prompt: Prompt, params: SamplingParams) -> tuple[RequestOutput, float]:
+    own = params if isinstance(setting.k, str) else params.replace(num_speculative_tokens=setting.k)
     start = time.perf_counter()
-    (output,) = llm.generate(prompt, params, use_tqdm=False)
+    (output,) = setting.llm.generate(prompt, own, use_tqdm=False)
     return output, time.perf_counter() - start

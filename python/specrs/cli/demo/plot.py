@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from specrs.cli.demo.measure import Result
 
 
-def draw(results: Sequence[Result], caption: str, path: Path) -> None:
+def draw(results: Sequence[Result], caption: str, path: Path, model: str) -> None:
     """Write the picture: left, tokens per second of each setting; right, acceptance by position at each K."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
@@ -21,8 +21,8 @@ def draw(results: Sequence[Result], caption: str, path: Path) -> None:
     # K is ordered, so its colours are: light to dark, and grey for none.
     shades = colormaps["viridis"]
     drafted = [result for result in results if isinstance(result.k, int) and result.k]
-    color_of: dict[int | str, Any] = {r.k: shades(0.85 - 0.7 * i / len(drafted)) for i, r in enumerate(drafted)}
-    colors = [color_of.get(result.k, "tab:red" if result.k else "0.7") for result in results]
+    color_of: dict[str, Any] = {r.name: shades(0.85 - 0.7 * i / len(drafted)) for i, r in enumerate(drafted)}
+    colors = [color_of.get(result.name, "tab:red" if result.k else "0.7") for result in results]
     plain = results[0].tokens_per_second
     bars = speed.bar([r.name for r in results], [r.tokens_per_second for r in results], color=colors)
     speed.bar_label(bars, [f"{r.tokens_per_second:.0f}\n{r.tokens_per_second / plain:.2f}x" for r in results])
@@ -34,7 +34,7 @@ def draw(results: Sequence[Result], caption: str, path: Path) -> None:
         shares = result.acceptance.per_position
         order = 20 - len(shares)
         acceptance.plot(
-            range(1, len(shares) + 1), shares, marker="o", color=color_of[result.k], label=label, zorder=order
+            range(1, len(shares) + 1), shares, marker="o", color=color_of[result.name], label=label, zorder=order
         )
     acceptance.xaxis.set_major_locator(MaxNLocator(integer=True))
     acceptance.yaxis.set_major_formatter(PercentFormatter(1.0))
@@ -45,6 +45,6 @@ def draw(results: Sequence[Result], caption: str, path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", alpha=0.3)
         axes.set_axisbelow(True)
-    figure.suptitle("Bundled pair: plain decoding against K drafts, one request at a time")
+    figure.suptitle(f"{model}: plain decoding against K drafts, one request at a time")
     figure.supxlabel(caption, fontsize=8, color="0.4")
     figure.savefig(path, dpi=150)

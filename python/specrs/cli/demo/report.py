@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specrs.cli.demo.measure import Result
@@ -31,12 +31,21 @@ def _processor() -> str:
     return os.uname().machine
 
 
-def heading(num_prompts: int, max_tokens: int, threads: int, dtype: str) -> str:
-    """What is about to run, on what."""
+BUNDLED = "bundled pair: target 5.2 M parameters"
+
+
+def heading(
+    num_prompts: int, max_tokens: int, threads: int, dtype: str, drafter: Mapping[str, Any], model: str | None = None
+) -> str:
+    """What is about to run, on what. `drafter` is the speculative config where it is not the bundled draft; `model` the
+    target where it is not the bundled one."""
+    default = "draft 0.46 M" if model is None else "drafts from the text"
+    named = drafter.get("method", drafter.get("model"))
+    drafts = default if named is None else f"drafts by {named}"
     return (
         f"{machine(threads, dtype)}\n"
-        "bundled pair: target 5.2 M parameters, draft 0.46 M; "
-        f"{num_prompts} prompts, {max_tokens} tokens each, greedy, one at a time\n"
+        f"{BUNDLED if model is None else model}, {drafts}; "
+        f"{num_prompts} prompts, {'' if model is None else 'up to '}{max_tokens} tokens each, greedy, one at a time\n"
     )
 
 
@@ -57,14 +66,15 @@ def table(results: Sequence[Result]) -> str:
     plain = results[0]
     deepest = max(result.k for result in results if isinstance(result.k, int))
     positions = "".join(f"{i:>6}" for i in range(1, deepest + 1))
+    width = max(9, *(len(result.name) + 2 for result in results))
     lines = [
-        f"{'':<9}{'tokens/s':>9}{'speed-up':>10}{'acceptance':>12}{'acceptance':>12}   accepted at position (%)",
-        f"{'':<9}{'':>9}{'':>10}{'length':>12}{'rate (%)':>12} {positions}",
+        f"{'':<{width}}{'tokens/s':>9}{'speed-up':>10}{'acceptance':>12}{'acceptance':>12}   accepted at position (%)",
+        f"{'':<{width}}{'':>9}{'':>10}{'length':>12}{'rate (%)':>12} {positions}",
     ]
     for result in results:
         speed = f"{result.tokens_per_second:.1f}"
         gain = f"{result.tokens_per_second / plain.tokens_per_second:.2f}x"
-        line = f"{result.name:<9}{speed:>9}{gain:>10}"
+        line = f"{result.name:<{width}}{speed:>9}{gain:>10}"
         if result.k:
             books = result.acceptance
             shares = "".join(f"{100 * share:6.1f}" for share in books.per_position[:deepest])

@@ -22,7 +22,7 @@ _USES = {
         "device", "compare", "names",
     },
     "--itl": {"itl", *_GIVEN},
-    "--target-ms": {"target_ms", "draft_ms", "observed_tpot", *_GIVEN},
+    "--target-ms": {"target_ms", "draft_ms", "observed_tpot", "model", *_GIVEN},
 }  # fmt: skip
 """Where times come from -> the options that mean something then, beside those that always do."""
 
@@ -65,7 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sweep.add_argument("--concurrency", type=int, help="only this one, with a table of every K; default: each")
     measured = parser.add_argument_group("measured here")
     measured.add_argument("--measure", action="store_true", help="each model alone and inside speculation, batch 1")
-    measured.add_argument("--model", help="the target; default: the bundled pair")
+    measured.add_argument(
+        "--model",
+        help="the target; default: the bundled pair. With --target-ms: T_t is that of one row, and a verification "
+        "takes longer by the experts that more rows read",
+    )
     measured.add_argument("--speculative-config", action=MergeJSON, metavar="JSON", help="as for specrs generate")
     measured.add_argument("--k", type=drafts_list, default=[1, 3, 5], metavar="LIST", help="K to run; default: 1,3,5")
     measured.add_argument("--max-tokens", type=int, default=128, help="tokens per prompt; default: 128")

@@ -37,13 +37,29 @@ def run(arguments: argparse.Namespace) -> None:
     if len(names) != 2:
         raise invalid_config("--names", arguments.names, "must be two names with a comma between")
     name = names[0] if second else "forecast"
-    forecasts = [forecast(first.model(), lengths, name=name, beyond=beyond)]
+    growth = _growth(arguments, len(lengths), len(lengths) + len(beyond))
+    forecasts = [forecast(first.model(growth), lengths, name=name, beyond=beyond)]
     print(report.table(forecasts[0]))
     if second is not None:
-        forecasts.append(forecast(second.model(), lengths, name=names[1], beyond=beyond))
+        forecasts.append(forecast(second.model(growth), lengths, name=names[1], beyond=beyond))
         print("\n" + report.passes(pass_reductions(first, second)))
         print("\n" + report.side_by_side(*forecasts))
     _finish(arguments, forecasts, regression, "Forecast of speculative decoding: TPOT = (T_d K + T_t) / AL")
+
+
+def _growth(arguments: argparse.Namespace, shown: int, max_k: int) -> list[float]:
+    """How much longer than T_t a verification takes, where T_t is a pass over one row of `--model`."""
+    if arguments.target_ms is None or arguments.model is None:
+        return []
+    from specrs.forecast import verification_growth
+    from specrs.models.loader import load_config
+
+    config = load_config(arguments.model)
+    growth = verification_growth(config, max_k)
+    if config.experts is not None:
+        rows = [f"{growth[k - 1]:.2f} at K = {k}" for k in sorted({1, shown})]
+        print(f"{arguments.model}: a verification reads more experts than a row: T_t times {', '.join(rows)}\n")
+    return growth
 
 
 def _given(arguments: argparse.Namespace, lengths: dict[int, float]) -> tuple[PassTimes, Regression | None]:
@@ -89,7 +105,7 @@ def acceptance(arguments: argparse.Namespace) -> dict[int, float]:
         raise invalid_config("--acceptance-lengths", text, str(error)) from None
 
 
-def _measured(arguments: argparse.Namespace) -> tuple[PassTimes, PassTimes, dict[int, float], Regression]:
+def _measured(arguments: argparse.Namespace) -> tuple[PassTimes, PassTimes | None, dict[int, float], Regression]:
     from tqdm import tqdm
 
     from specrs.cli.threads import few_threads
