@@ -1,13 +1,18 @@
-"""Every drafter on the bundled target: acceptance length and tokens per second on code continuation, on editing prompts
-and on a mix of both, as JSON, table and picture.
+"""Every drafter on the bundled target: acceptance length and tokens per second, as JSON, table and picture.
 
     python benches/bench_drafters.py [--rounds 5] [--prompts 4] [--tokens 96] [--drafters a b ...] [--out FILE.json]
 
-In each round every engine runs the same prompts, in turns, one request at a time; no prompt comes twice, so a suffix
-tree knows only what it has seen in other texts. Code: the first halves of the answers of InstructCoder's even tasks.
-Editing: the inputs of its odd tasks, followed by their own first quarter, where an answer would repeat them.
-SPECRS_DATA names their folder; without it the bundled prompts serve, for one round. Figures are medians over rounds,
-speed-ups medians of the ratios within a round.
+Every engine runs the same prompts, one request at a time, and the engines take turns at each prompt, so that a machine
+that grows slower or faster does so for all; no prompt comes twice, so a suffix tree knows only what it has seen in
+other texts. SPECRS_DATA names the folder of InstructCoder's tasks; without it the bundled prompts serve, for one round.
+
+- code: the first halves of the answers of even tasks
+- editing: the inputs of odd tasks, followed by their own first quarter, where an answer would repeat them
+- mix: half of each
+- noise: the code of the mix sampled at temperature 5, each prompt with a seed of its own, and drafted for by a model
+  and a head of random weights: no draft pays
+
+Figures are medians over rounds, speed-ups medians of the ratios within a round.
 """
 
 from __future__ import annotations
@@ -17,8 +22,10 @@ import itertools
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -27,7 +34,9 @@ from typing import Any
 
 import specrs
 import torch
+from safetensors.torch import load_file, save_file
 from specrs import LLM, SamplingParams
+from specrs.pair import DRAFT, EAGLE3
 from specrs.pair.prompts import PROMPTS
 
 VANILLA = "vanilla"
@@ -42,7 +51,7 @@ DRAFTERS = (
     "ngram,suffix",
 )
 KEYS: dict[str, dict[str, Any]] = {"ngram": {"prompt_lookup_min": 2, "prompt_lookup_max": 4}}
-WORKLOADS = ("code", "editing", "mix")
+WORKLOADS = ("code", "editing", "mix", "noise")
 
 
 @dataclass
@@ -51,20 +60,45 @@ class Contestant:
 
     name: str
     llm: LLM
+    useless: LLM
+    """The same with weights that draft nothing of use, for noise."""
     speeds: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in WORKLOADS})
     lengths: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in WORKLOADS})
 
 
-def engine(method: str, k: int | str) -> LLM:
-    """The bundled target, drafted for by `method`."""
+def random_weights(source: Path, folder: Path) -> Path:
+    """A checkpoint like `source` whose matrices are shuffled, in `folder`."""
+    shutil.copytree(source, folder)
+    generator = torch.Generator().manual_seed(0)
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name, tensor in tensors.items():
+            if tensor.dim() == 2:
+                shuffled = torch.randperm(tensor.numel(), generator=generator)
+                tensors[name] = tensor.flatten()[shuffled].view_as(tensor)
+        save_file(tensors, file)
+    return folder
+
+
+def engine(method: str, k: int | str, draft: Path | None = None) -> LLM:
+    """The bundled target, drafted for by `method`; by the model or head in `draft` if that is given."""
     speculative: dict[str, Any] | None = None
     if method != VANILLA:
         speculative = {"method": method, "num_speculative_tokens": k}
         for one in method.split(","):
             speculative |= KEYS.get(one, {})
+        if draft is not None:
+            speculative["model"] = str(draft)
     return LLM(
         speculative_config=speculative, max_model_len=512, max_num_seqs=1, threads=1, enable_prefix_caching=False
     )
+
+
+def contestant(name: str, k: int | str, useless: dict[str, Path]) -> Contestant:
+    """An engine and its twin for noise, which is the same where no drafter has weights."""
+    llm = engine(name, k)
+    weights = [useless[one] for one in name.split(",") if one in useless]
+    return Contestant(name, llm, engine(name, k, *weights) if weights else llm)
 
 
 def texts() -> tuple[list[str], list[str]]:
@@ -93,7 +127,8 @@ def workloads(llm: LLM, rounds: int, count: int) -> list[dict[str, list[list[int
     drawn = []
     for _ in range(rounds):
         own = {"code": _take(continued, count), "editing": _take(edited, count)}
-        drawn.append(own | {"mix": _take(continued, half) + _take(edited, count - half)})
+        mix = _take(continued, half) + _take(edited, count - half)
+        drawn.append(own | {"mix": mix, "noise": mix[:half]})
     return drawn
 
 
@@ -101,19 +136,30 @@ def _take(prompts: Iterator[list[int]], count: int) -> list[list[int]]:
     return list(itertools.islice(prompts, count))
 
 
-def measure(contestant: Contestant, workload: str, prompts: list[list[int]], tokens: int) -> None:
-    """One run of one workload, appended to what was measured."""
-    llm = contestant.llm
-    llm.reset_stats()
-    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-    start = time.perf_counter()
-    for ids in prompts:
-        llm.generate({"prompt_token_ids": ids}, params, use_tqdm=False)
-    contestant.speeds[workload].append(len(prompts) * tokens / (time.perf_counter() - start))
-    stats = llm.stats()
-    # Of all iterations, those without a draft included: what a request gains.
-    iterations = stats.generation_tokens - stats.accepted_tokens
-    contestant.lengths[workload].append(stats.generation_tokens / max(1, iterations))
+def measure(contestants: list[Contestant], workload: str, prompts: list[list[int]], tokens: int) -> None:
+    """One run of one workload on every engine, appended to what was measured."""
+    temperature = 5.0 if workload == "noise" else 0.0
+    seconds = dict.fromkeys((one.name for one in contestants), 0.0)
+    engines = {one.name: one.useless if workload == "noise" else one.llm for one in contestants}
+    for llm in engines.values():
+        llm.reset_stats()
+    for i, ids in enumerate(prompts):
+        # Noise is by seed and position: with one seed a text of noise would be the one before.
+        seed = len(contestants[0].speeds[workload]) * len(prompts) + i
+        params = SamplingParams(
+            temperature=temperature, seed=seed, max_tokens=tokens, ignore_eos=True, detokenize=False
+        )
+        # Another one begins at each prompt: the first finds the caches cold.
+        for one in contestants[i % len(contestants) :] + contestants[: i % len(contestants)]:
+            start = time.perf_counter()
+            engines[one.name].generate({"prompt_token_ids": ids}, params, use_tqdm=False)
+            seconds[one.name] += time.perf_counter() - start
+    for one in contestants:
+        one.speeds[workload].append(len(prompts) * tokens / seconds[one.name])
+        stats = engines[one.name].stats()
+        # Of all iterations, those without a draft included: what a request gains.
+        iterations = stats.generation_tokens - stats.accepted_tokens
+        one.lengths[workload].append(stats.generation_tokens / max(1, iterations))
 
 
 def table(contestants: list[Contestant]) -> tuple[dict[str, Any], str]:
@@ -172,15 +218,17 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     k = args.k if args.k == "auto" else int(args.k)
-    contestants = [Contestant(name, engine(name, k)) for name in (VANILLA, *args.drafters)]
+    with tempfile.TemporaryDirectory() as folder:
+        useless = {"draft_model": random_weights(DRAFT, Path(folder) / "draft")}
+        useless["eagle3"] = random_weights(EAGLE3, Path(folder) / "eagle3")
+        contestants = [contestant(name, k, useless) for name in (VANILLA, *args.drafters)]
     # The first round warms up and is not counted.
     for i, drawn in enumerate(workloads(contestants[0].llm, args.rounds + 1, args.prompts)):
         for workload, prompts in drawn.items():
-            for one in contestants:
-                measure(one, workload, prompts, args.tokens)
-                if i == 0:
-                    one.speeds[workload].clear()
-                    one.lengths[workload].clear()
+            measure(contestants, workload, prompts, args.tokens)
+            for one in contestants if i == 0 else []:
+                one.speeds[workload].clear()
+                one.lengths[workload].clear()
         print(f"round {i} of {args.rounds}", flush=True)
     found, markdown = table(contestants)
     print(markdown)

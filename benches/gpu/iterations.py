@@ -11,8 +11,8 @@ from specrs.core import RequestSampling
 from specrs.engine.blueprint import Blueprint
 from specrs.engine.build_cuda import make_context
 from specrs.engine.weights import Weights
-from specrs.runner.cuda import iteration
-from specrs.runner.cuda.iteration import Context
+from specrs.runner.cuda import drafting, iteration
+from specrs.runner.cuda.context import Context
 from specrs.runner.cuda.runner import entries_of
 from specrs.runner.cuda.shapes import Shape, Tail
 from specrs.runner.sampling_state import SamplingState
@@ -86,7 +86,7 @@ class Alone:
     def draft_pass(self) -> float:
         """A pass of the draft over one row with its LM head, in milliseconds."""
         self._prepare(2)
-        return self._time(lambda: iteration.draft_pass(self.ctx, 2, 1, Tail.GREEDY), 2)
+        return self._time(lambda: drafting.draft_pass(self.ctx, 2, 1, Tail.GREEDY), 2)
 
     @torch.inference_mode()
     def whole(self, k: int, tail: Tail = Tail.GREEDY) -> float:
@@ -99,7 +99,7 @@ class Alone:
         """One graph a pass, single ops between them."""
         ctx, shape = self.ctx, Shape(1, k, k + 1, Tail.GREEDY)
         self._prepare(k)
-        drafts = [graphed(lambda i=i: iteration.draft_pass(ctx, i, 1, Tail.GREEDY)) for i in range(1, k + 1)]
+        drafts = [graphed(lambda i=i: drafting.draft_pass(ctx, i, 1, Tail.GREEDY)) for i in range(1, k + 1)]
         verify = graphed(lambda: iteration.verify_pass(ctx, 1, k + 1, k + 1, greedy=True))
         return milliseconds(lambda: self._in_turn(shape, drafts, verify), before=self.reset(k))
 
@@ -108,7 +108,7 @@ class Alone:
         """Attention outside of the graphs, everything else of a pass in pieces between them."""
         ctx, shape = self.ctx, Shape(1, k, k + 1, Tail.GREEDY)
         self._prepare(k)
-        drafts = [Piecewise(lambda i=i: iteration.draft_pass(ctx, i, 1, Tail.GREEDY)) for i in range(1, k + 1)]
+        drafts = [Piecewise(lambda i=i: drafting.draft_pass(ctx, i, 1, Tail.GREEDY)) for i in range(1, k + 1)]
         verify = Piecewise(lambda: iteration.verify_pass(ctx, 1, k + 1, k + 1, greedy=True))
         return milliseconds(lambda: self._in_turn(shape, drafts, verify), before=self.reset(k))
 

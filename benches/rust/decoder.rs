@@ -10,10 +10,10 @@ use support::{DRAFT, TARGET, Text};
 fn bench(c: &mut Criterion) {
     let isa = Isa::detect();
     for (name, model) in [("target", TARGET), ("draft", DRAFT)] {
-        for (kind, bf16) in [("fp32", false), ("bf16", true)] {
+        for (kind, bf16, rows_too) in [("fp32", false, false), ("bf16", true, false), ("bf16 rows", true, true)] {
             for threads in [1, 2] {
                 let mut group = c.benchmark_group(format!("{name} {kind} {} {threads} threads", isa.name()));
-                let mut text = Text::new(model, bf16, threads, isa);
+                let mut text = Text::new(model, bf16, rows_too, threads, isa);
                 for rows in [1, 2, 4, 6, 8, 16, 48, 64] {
                     group.throughput(Throughput::Elements(rows as u64));
                     group.bench_function(format!("{rows} rows"), |b| b.iter(|| text.decode(rows)));

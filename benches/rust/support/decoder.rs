@@ -70,13 +70,14 @@ pub(crate) struct Text {
 }
 
 impl Text {
-    pub(crate) fn new(model: (ModelShape, usize), bf16: bool, threads: usize, isa: Isa) -> Self {
+    pub(crate) fn new(model: (ModelShape, usize), bf16: bool, bf16_rows: bool, threads: usize, isa: Isa) -> Self {
         let (shape, layers) = model;
         let num_blocks = (CONTEXT + 64).div_ceil(BLOCK_SIZE);
         let kv =
             KvShape { num_blocks, block_size: BLOCK_SIZE, num_kv_heads: shape.num_kv_heads, head_dim: shape.head_dim };
         let kv = KvCache::allocate(kv, layers, bf16).unwrap();
         let decoder = Decoder::with_isa(weights(model, bf16), Arc::new(Pool::new(threads).unwrap()), isa);
+        let decoder = if bf16_rows { decoder.with_bf16_rows().unwrap() } else { decoder };
         let mut text = Self { decoder, kv, table: (0..num_blocks as i64).collect() };
         for start in (0..CONTEXT).step_by(64) {
             text.pass(start, 64, false);

@@ -1,0 +1,84 @@
+"""First token of prompts by the native pass and by torch's, on the same weights. Runs no drafts.
+
+    python benches/bench_cpu_prefill.py [--model FOLDER] [--dtype float32] [--threads N] [--lengths 128,512]
+
+The bundled target, or FOLDER, whose config.json is enough: without weights they are random numbers. Medians of the time
+from a request to its first token, both ways in turns on one machine, and how much longer the native pass takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from specrs.config import EngineConfig
+from specrs.engine.build import build_engine
+from specrs.engine.engine import Engine
+from specrs.engine.request import Request
+from specrs.engine.weights import load_weights
+from specrs.models.dense_native import NativeDense
+from specrs.sampling import SamplingParams
+
+WAYS = ("exact", "torch")
+
+
+def first_token_ms(engine: Engine, request_id: int, length: int) -> float:
+    """Of a prompt that no other has begun."""
+    vocab = engine.limits.vocab_size
+    prompt = torch.randint(3, vocab, (length,), generator=torch.Generator().manual_seed(request_id)).tolist()
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+    begun = time.perf_counter()
+    engine.add_request(Request(request_id, prompt, params, num_speculative_tokens=0))
+    while engine.has_unfinished():
+        engine.step()
+    return (time.perf_counter() - begun) * 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--lengths", default="64,128,256,512,1024,2047")
+    parser.add_argument("--rows", type=int, default=2, help="rows of a request from which torch computes; default: 2")
+    arguments = parser.parse_args()
+    dummy = arguments.model is not None and not any(arguments.model.glob("*.safetensors"))
+    engines = {}
+    weights = None
+    for way in WAYS:
+        config = EngineConfig(
+            model=None if arguments.model is None else str(arguments.model),
+            dtype=arguments.dtype,
+            threads=arguments.threads,
+            load_format="dummy" if dummy else "auto",
+            max_num_seqs=1,
+            max_num_batched_tokens=4096,
+            enable_prefix_caching=False,
+            cpu_prefill=way,
+        )
+        weights = load_weights(config) if weights is None else weights
+        engines[way] = build_engine(config, weights)
+        model = engines[way].runner.target
+        assert isinstance(model, NativeDense)
+        if way == "torch":
+            model.torch_rows = arguments.rows
+    name, native = arguments.model or "bundled target", engines["exact"].runner.target.decoder
+    print(f"{name}, {arguments.dtype}, {native!r}, torch {torch.get_num_threads()} threads")
+    print(f"{'tokens':>8} {'exact ms':>10} {'torch ms':>10} {'exact/torch':>12}")
+    request_id = 0
+    for length in [int(part) for part in arguments.lengths.split(",")]:
+        times: dict[str, list[float]] = {way: [] for way in WAYS}
+        for _ in range(1 + arguments.rounds):
+            for way, engine in engines.items():
+                request_id += 1
+                times[way].append(first_token_ms(engine, request_id, length))
+        exact, by_torch = (statistics.median(times[way][1:]) for way in WAYS)
+        print(f"{length:8} {exact:10.1f} {by_torch:10.1f} {exact / by_torch:12.2f}")
+
+
+if __name__ == "__main__":
+    main()
