@@ -13,24 +13,29 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-FAMILIES = {
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "mistral": (MistralConfig, MistralForCausalLM),
+_GRANITE = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.7,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 0.6,
 }
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "llama": {},
+    "qwen2": {},
+    "mistral": {"sliding_window": None},
+    "olmo2": {},
+    "phi3": {"sliding_window": None, "original_max_position_embeddings": 64},
+    "granite": _GRANITE,
+    "smollm3": {"no_rope_layer_interval": 2},
+    "qwen3_moe": {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "norm_topk_prob": True},
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None},
+    "gemma3_text": {"sliding_window": 9, "sliding_window_pattern": 2, "query_pre_attn_scalar": 24},
+}
+"""transformers' `model_type` of each family, and the fields that a small one of it has: multipliers that are not 1,
+layers of each kind."""
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -41,6 +46,23 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 """A scaling whose three regimes (kept, interpolated, divided) all occur for a head of 48 dimensions."""
+
+
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0 + i / 40 for i in range(24)],
+    "long_factor": [1.0 + i / 3 for i in range(24)],
+}
+"""For a head of 48 dimensions, too."""
 
 
 def make_checkpoint(
@@ -71,8 +93,10 @@ def make_checkpoint(
     are random too: at their usual 1 and 0 a loader that drops or swaps them would pass. `config_fields` go to the
     transformers config as they are. `eos_token_id` is written to config.json and generation_config.json.
     """
-    config_class, model_class = FAMILIES[family]
-    config = config_class(
+    rope = rope_parameters or {"rope_type": "default", "rope_theta": 1e4}
+    if family == "gemma3_text" and "rope_type" in rope:
+        rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}
+    config = CONFIG_MAPPING[family](
         vocab_size=vocab,
         hidden_size=hidden,
         intermediate_size=intermediate,
@@ -83,14 +107,14 @@ def make_checkpoint(
         max_position_embeddings=max_position_embeddings,
         initializer_range=initializer_range,
         tie_word_embeddings=tie,
-        rope_parameters=rope_parameters or {"rope_type": "default", "rope_theta": 1e4},
+        rope_parameters=rope,
         bos_token_id=None,
         eos_token_id=eos_token_id,
         pad_token_id=0,
-        **({"sliding_window": None} | config_fields if family == "mistral" else config_fields),
+        **(FAMILIES[family] | config_fields),
     )
     generator = torch.Generator().manual_seed(seed)
-    model = model_class(config)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator) * initializer_range

@@ -11,7 +11,10 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 def load(path: Path, dtype: torch.dtype = torch.float64) -> Any:
     """The checkpoint at `path` as a transformers model for evaluation."""
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True).eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True).eval()
+    if dtype == torch.float64 and model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # torch's grouped product has no float64
+    return model
 
 
 def generate(

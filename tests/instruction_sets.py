@@ -47,10 +47,10 @@ torch.ops.mkldnn._linear_pointwise(x, torch.ops.mkldnn._reorder_linear_weight(x,
 
 
 def chosen() -> dict[str, str]:
-    """The variables of the set named in `SPECRS_ISA`, none where it is not set. They must be set before torch is
-    imported: raises where it has been, and for an unknown name."""
+    """The variables of the set named in `SPECRS_ISA`, none where it is not set or empty. They must be set before torch
+    is imported: raises where it has been, and for an unknown name."""
     name = os.environ.get(VARIABLE)
-    if name is None:
+    if not name:
         return {}
     if name not in SETS:
         raise ValueError(f"{VARIABLE}={name!r}: must be one of {', '.join(SETS)}")

@@ -14,7 +14,7 @@ from specrs.config import (
     resolve_num_blocks,
 )
 from specrs.errors import InvalidConfigError, UnsupportedConfigError
-from specrs.speculative_config import SpeculativeConfig
+from specrs.speculative_config import SpeculativeConfig, for_repeats
 from specrs.verify.logprobs import LogprobsMode
 
 
@@ -27,7 +27,7 @@ def test_defaults() -> None:
         None,
         0,
     )
-    assert (config.target, config.draft) == (str(pair.TARGET), None)
+    assert (config.target, config.draft, config.cpu_prefill) == (str(pair.TARGET), None, "exact")
 
 
 @pytest.mark.parametrize(
@@ -57,6 +57,9 @@ def test_defaults() -> None:
         ("enable_prefix_caching", 1, "True or False"),
         ("enforce_eager", "yes", "True or False"),
         ("load_format", "pt", "one of auto, safetensors"),
+        ("cpu_bf16_rows", 1, "True or False"),
+        ("cpu_prefill", "fast", "must be one of exact, torch"),
+        ("cpu_prefill", None, "must be one of exact, torch"),
         ("dtype", "int8", "one of auto, float32, float64, bfloat16"),
         ("device", "tpu", "'auto', 'cpu', 'cuda' or 'cuda:N'"),
         ("max_logprobs", -2, "an integer from -1 to"),
@@ -162,7 +165,7 @@ def test_block_sizes_are_powers_of_two() -> None:
         ("trust_remote_code", True),
         ("tensor_parallel_size", 2),
         ("pipeline_parallel_size", 2),
-        ("quantization", "awq"),
+        ("quantization", "bitsandbytes"),
         ("kv_cache_dtype", "fp8"),
         ("tokenizer_mode", "slow"),
         ("enable_lora", True),
@@ -182,14 +185,14 @@ def test_arguments_of_vllm_that_would_change_something(name: str, value: object)
 
 def test_quantization() -> None:
     """Of the target and of the draft apart; refused by name where no native pass of a CPU reads the weights."""
-    for kind in (None, "int8", "int4"):
+    for kind in (None, "fp8", "int8", "int4", "compressed-tensors", "gptq", "awq", "gguf"):
         assert EngineConfig.from_kwargs(quantization=kind).quantization == kind
         made = EngineConfig(speculative_config={"num_speculative_tokens": 2, "quantization": kind})  # type: ignore[arg-type]
         assert made.quantization is None
         assert made.speculative_config is not None
         assert made.speculative_config.quantization == kind
-    allowed = "not implemented; allowed: None, 'int8', 'int4'"
-    for bad in ("awq", "INT8", 8, ["int8"], ""):
+    allowed = "not implemented; allowed: None, 'fp8', 'int8', 'int4', 'compressed-tensors', 'gptq', 'awq', 'gguf'"
+    for bad in ("marlin", "INT8", 8, ["int8"], ""):
         with pytest.raises(UnsupportedConfigError, match=rf"^quantization=.*: {allowed}$"):
             EngineConfig(quantization=bad)  # type: ignore[arg-type]
         with pytest.raises(UnsupportedConfigError, match=rf"^speculative_config.quantization=.*: {allowed}$"):
@@ -209,6 +212,25 @@ def test_quantization() -> None:
             EngineConfig(model="t", speculative_config=draft, **fields)  # type: ignore[arg-type]
     with pytest.raises(InvalidConfigError, match=r"^speculative_config.quantization='int8': not allowed with method="):
         SpeculativeConfig(num_speculative_tokens=2, method="ngram", quantization="int8")
+
+
+def test_bf16_rows() -> None:
+    """Refused by name wherever the native pass of a CPU does not compute bf16 weights."""
+    assert not EngineConfig().cpu_bf16_rows
+    assert EngineConfig.from_kwargs(cpu_bf16_rows=True, dtype="bfloat16").cpu_bf16_rows
+    for fields, why in (
+        ({"device": "cuda"}, "device='cuda'; allowed: False, or device='cpu'"),
+        ({"dtype": "float64"}, "dtype='float64'; allowed: False, or dtype='float32' or 'bfloat16'"),
+        ({"enforce_eager": True}, "enforce_eager=True; allowed: False, or enforce_eager=False"),
+        ({"quantization": "int8"}, "quantization='int8'; allowed: False, or quantization=None"),
+        ({"quantization": "fp8"}, "quantization='fp8'; allowed: False, or quantization=None"),
+        (
+            {"model": "t", "speculative_config": speculative(quantization="int4")},
+            "speculative_config.quantization='int4'; allowed: False, or speculative_config.quantization=None",
+        ),
+    ):
+        with pytest.raises(UnsupportedConfigError, match=f"^cpu_bf16_rows=True: not implemented with {why}$"):
+            EngineConfig(cpu_bf16_rows=True, **fields)  # type: ignore[arg-type]
 
 
 def test_arguments_of_vllm_at_their_defaults_are_served() -> None:
@@ -318,7 +340,14 @@ def test_dashes_equal_underscores() -> None:
         ({"method": "ngram,ngram"}, r"^speculative_config.method='ngram,ngram': names a method twice; allowed: "),
         ({"method": "suffix,"}, r"^speculative_config.method='suffix,': not implemented; allowed: "),
         ({"method": 3}, r"^speculative_config.method=3: not implemented; allowed: "),
-        ({"suffix_decoding_max_tree_depth": 9}, r"max_tree_depth=9: not allowed with method='draft_model'$"),
+        (
+            {"method": ["ngram", "suffix"]},
+            r"^speculative_config.method=\['ngram', 'suffix'\]: not implemented; allowed: '",
+        ),
+        (
+            {"suffix_decoding_max_tree_depth": 9},
+            r"max_tree_depth=9: not allowed with method='draft_model'; allowed with '",
+        ),
         (
             {"method": "suffix,draft_model", "suffix_decoding_max_tree_depth": 0},
             r"^speculative_config.suffix_decoding_max_tree_depth=0: must be an integer from 2 to 256, or None$",
@@ -335,9 +364,18 @@ def test_dashes_equal_underscores() -> None:
             {"method": "suffix,draft_model", "suffix_decoding_min_token_prob": 1.5},
             r"suffix_decoding_min_token_prob=1.5: must be a finite number from 0 to 1$",
         ),
-        ({"method": "ngram"}, r"^speculative_config.model='draft': not allowed with method='ngram'$"),
-        ({"prompt_lookup_min": 2}, r"^speculative_config.prompt_lookup_min=2: not allowed with method='draft_model'$"),
-        ({"prompt_lookup_max": 2}, r"^speculative_config.prompt_lookup_max=2: not allowed with method='draft_model'$"),
+        (
+            {"method": "ngram"},
+            r"^speculative_config.model='draft': not allowed with method='ngram'; allowed with",
+        ),
+        (
+            {"prompt_lookup_min": 2},
+            r"^speculative_config.prompt_lookup_min=2: not allowed with method='draft_model'; allowed with '",
+        ),
+        (
+            {"prompt_lookup_max": 2},
+            r"^speculative_config.prompt_lookup_max=2: not allowed with method='draft_model'; allowed with '",
+        ),
         ({"draft_tensor_parallel_size": 2}, r"^speculative_config.draft_tensor_parallel_size=2: .*allowed: 1"),
         (
             {"rejection_sample_method": "typical"},
@@ -381,8 +419,14 @@ def test_ngram_sizes_default_as_in_vllm(fields: dict[str, int], sizes: tuple[int
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"revision": "main"}, r"^speculative_config.revision='main': not allowed with method='ngram'$"),
-        ({"max_model_len": 9}, r"^speculative_config.max_model_len=9: not allowed with method='ngram'$"),
+        (
+            {"revision": "main"},
+            r"^speculative_config.revision='main': not allowed with method='ngram'; allowed with",
+        ),
+        (
+            {"max_model_len": 9},
+            r"^speculative_config.max_model_len=9: not allowed with method='ngram'; allowed with",
+        ),
         ({"prompt_lookup_min": 0}, r"^speculative_config.prompt_lookup_min=0: must be an integer from 1 to 1024, or"),
         ({"prompt_lookup_max": 1025}, r"^speculative_config.prompt_lookup_max=1025: must be an integer from 1 to 1024"),
         (
@@ -438,16 +482,28 @@ def test_max_model_len_of_the_draft() -> None:
         resolve_draft_max_model_len(config, 32)
 
 
+def test_drafters_for_prompts_that_come_again() -> None:
+    """Suffix decoding then keeps nothing for others, unless it is told how much."""
+    key = "suffix_decoding_max_cached_requests"
+    for method in ("suffix", "ngram, suffix", "suffix,draft_model"):
+        assert for_repeats({"method": method, "model": "m"}) == {"method": method, "model": "m", key: 0}
+    dashes = key.replace("_", "-")
+    for config in ({}, {"method": "ngram"}, {"method": "suffix", key: 5}, {"method": "suffix", dashes: 5}):
+        assert for_repeats(config) == config
+
+
 def test_blocks_of_the_pool() -> None:
-    assert resolve_num_blocks(EngineConfig(num_gpu_blocks_override=3), 1 << 40, 2048) == 3
+    assert resolve_num_blocks(EngineConfig(num_gpu_blocks_override=3), 1 << 40, 2048, 128) == 3
     # what fits in 4 GiB, but no more than all requests can use
-    assert resolve_num_blocks(EngineConfig(), 1 << 20, 2048) == 4096
-    assert resolve_num_blocks(EngineConfig(max_num_seqs=2, block_size=16), 1 << 10, 100) == 14
-    assert resolve_num_blocks(EngineConfig(kv_cache_memory_bytes=1000), 10, 16 * 100) == 100
+    assert resolve_num_blocks(EngineConfig(), 1 << 20, 2048, 128) == 4096
+    assert resolve_num_blocks(EngineConfig(max_num_seqs=2, block_size=16), 1 << 10, 100, 7) == 14
+    assert resolve_num_blocks(EngineConfig(kv_cache_memory_bytes=1000), 10, 16 * 100, 100) == 100
     with pytest.raises(
         InvalidConfigError, match=r"^kv_cache_memory_bytes=1000: 100 KV blocks fit, .* needs 101: .* 1010 "
     ):
-        resolve_num_blocks(EngineConfig(kv_cache_memory_bytes=1000), 10, 16 * 100 + 1)
+        resolve_num_blocks(EngineConfig(kv_cache_memory_bytes=1000), 10, 16 * 100 + 1, 101)
+    # a window needs fewer than its positions take
+    assert resolve_num_blocks(EngineConfig(kv_cache_memory_bytes=1000), 10, 16 * 1000, 100) == 100
 
 
 def test_a_torch_dtype_counts_by_its_name() -> None:

@@ -57,6 +57,34 @@ def test_text_that_is_no_text(tokenizer: Tokenizer) -> None:
         tokenizer.encode(b"ab")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("text", ["a" * 300_000, "a cat, " * 60_000, "def f(x):\n    return x\n" * 20_000])
+def test_texts_that_are_far_too_long(tokenizer: Tokenizer, text: str) -> None:
+    """Refused only where the whole text has more tokens; a text that is a little longer is the caller's to refuse."""
+    count = len(tokenizer.encode(text))
+    assert tokenizer.max_chars_per_token is not None
+    assert count * tokenizer.max_chars_per_token >= len(text)
+    for most in (count - 1, count, count + 1):
+        assert len(tokenizer.encode(text, max_tokens=most)) == count
+    with pytest.raises(
+        InvalidRequestError, match=rf"^prompt: its {len(text)} characters are more than the 1000 tokens"
+    ):
+        tokenizer.encode(text, max_tokens=1000)
+
+
+def test_words_of_any_length_may_be_one_token(tmp_path: Path) -> None:
+    """A model that knows whole words alone: length says nothing about how many tokens a text has."""
+
+    def whole_words(content: dict[str, Any]) -> None:
+        content["model"] = {"type": "WordLevel", "vocab": {"<unk>": 0, "a": 1}, "unk_token": "<unk>"}
+        content["added_tokens"] = []
+
+    folder = copy_of_pair(tmp_path / "words")
+    edit_tokenizer(folder, whole_words)
+    tokenizer = Tokenizer(str(folder))
+    assert tokenizer.max_chars_per_token is None
+    assert len(tokenizer.encode("b" * 300_000, max_tokens=8)) == 1
+
+
 def test_chat_template_of_the_checkpoint(tokenizer: Tokenizer) -> None:
     assert tokenizer.render_chat(MESSAGES) == "one\ntwo"
 

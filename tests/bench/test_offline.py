@@ -107,6 +107,28 @@ def test_acceptance_is_that_of_an_engine_at_that_k(tmp_path: Path, capsys: pytes
     assert [line[4:7] for line in table] == expected
 
 
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_acceptance_does_not_depend_on_what_ran_before(method: str, tmp_path: Path) -> None:
+    """The same prompts come again at every K and temperature: suffix decoding must not draft what it wrote before."""
+    argv = ["bench", "acceptance", "--num-prompts", "3", "--input-len", "32", "--output-len", "24", "--ignore-eos"]
+    argv += ["--dtype", "float64", "--disable-tqdm", "--speculative-config", json.dumps({"method": method})]
+    found = []
+    for k, temperature in (("1,3", "0,1"), ("3", "1")):
+        path = tmp_path / f"{k}.json"
+        assert main([*argv, "--k", k, "--temperature", temperature, "--output-json", str(path)]) == 0
+        found.append(saved(path)["rows"])
+    assert found[0][-1] == found[1][0]
+    assert found[0][1]["drafts"] > 0
+
+
+def test_a_list_is_named_as_the_engine_reads_it(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["bench", "acceptance", "--num-prompts", "1", "--input-len", "8", "--output-len", "4", "--disable-tqdm"]
+    assert main([*argv, "--k", "2", "--temperature", "0", "--speculative-config", '{"method": " ngram, eagle3"}']) == 0
+    assert capsys.readouterr().out.splitlines()[2].split()[:3] == ["bundled", "target", "ngram,eagle3"]
+    assert main([*argv, "--k", "2", "--temperature", "0", "--speculative-config", '{"method": "eagle3"}']) == 0
+    assert capsys.readouterr().out.splitlines()[2].split()[:4] == ["bundled", "target", "bundled", "eagle3"]
+
+
 def test_instructions_go_through_the_template(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text('{"turns": ["import os"]}\n')

@@ -140,6 +140,32 @@ def test_a_server_that_does_not_start(tmp_path: Path, capsys: pytest.CaptureFixt
     assert not path.exists()
 
 
+def test_drafters_as_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each drafter is a row, and so are two settings of one method."""
+    configs = [
+        {"method": "ngram", "prompt_lookup_max": 2},
+        {"method": "ngram", "prompt_lookup_max": 4},
+        {"model": "org/draft", "use_heterogeneous_vocab": True, "rejection_sample_method": "coupled"},
+    ]
+    drafters = [part for config in configs for part in ("--drafter", json.dumps(config))]
+    path = tmp_path / "sweep.parquet"
+    argv = [*arguments(path, k="0,2", concurrency="1"), *drafters]
+    assert main(argv) == 0
+    assert [(row.sd_method, row.draft_model, row.num_spec_toks) for row in read(path)] == [
+        (VANILLA, VANILLA, 0),
+        ("eagle3", "org/drafter", 2),
+        ("ngram", "ngram prompt_lookup_max=2", 2),
+        ("ngram", "ngram prompt_lookup_max=4", 2),
+        ("draft_model", "org/draft use_heterogeneous_vocab rejection_sample_method=coupled", 2),
+    ]
+    capsys.readouterr()
+    assert main([*argv, "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("to measure: nothing") == 5
+    for config in configs:
+        assert json.dumps(config | {"num_speculative_tokens": 2}) in printed
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

@@ -49,6 +49,7 @@ def test_speculative_config_merges_and_the_later_value_holds() -> None:
         (["demo", "--k", "17"], "'17' is not a list of different numbers from 1 to 16"),
         (["demo", "--k", "3,3"], "'3,3' is not a list of different numbers from 1 to 16"),
         (["sever"], "invalid choice: 'sever'"),
+        (["serve", "--enforce-eager=maybe"], "argument --enforce-eager: 'maybe' is not true or false"),
     ],
 )
 def test_syntax_errors_are_one_line(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,6 +73,10 @@ def test_syntax_errors_are_one_line(argv: list[str], says: str, capsys: pytest.C
         (["generate", "x", "--dtype", "int8"], "dtype='int8': "),
         (["generate", "x", "--model", "/nowhere/at all"], "/nowhere/at all"),
         (["generate", ""], "prompt"),
+        (
+            ["demo", "--speculative-config", '{"num_speculative_tokens": 3}'],
+            "--speculative-config num_speculative_tokens=3: must come from --k",
+        ),
         (["demo", "--max-tokens", "-1"], "specrs demo: error: max_tokens=-1: "),
         (["demo", "--plot", "out.bmp"], "--plot='out.bmp': must end in .png, .svg, .pdf"),
         (

@@ -1,9 +1,11 @@
-"""`specrs demo` on two of the bundled prompts: what it prints is complete, and the picture exists."""
+"""`specrs demo` on bundled prompts: what it prints is complete, with any drafter, and the picture exists."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 from specrs.cli import main
+from specrs.pair import TARGET
 from specrs.pair.prompts import PROMPTS
 
 
@@ -22,3 +24,41 @@ def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert "All 6 texts with drafts equal vanilla's, token for token." in captured.out
     assert "tokens" in captured.err  # the progress bar
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("method", ["eagle3", "ngram", "suffix", "suffix,draft_model"])
+def test_demo_of_another_drafter(
+    method: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("specrs.pair.prompts.PROMPTS", PROMPTS[:1])
+    config = f'{{"method": "{method}"}}'
+    assert main(["demo", "--k", "3", "--max-tokens", "40", "--dtype", "float64", "--speculative-config", config]) == 0
+    printed = capsys.readouterr().out
+    assert f"drafts by {method};" in printed
+    row = next(line.split() for line in printed.splitlines() if line.startswith("K = 3"))
+    assert float(row[5]) > 1.0, "it drafted"
+    assert "All 2 texts with drafts equal vanilla's, token for token." in printed
+
+
+def test_demo_of_another_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each drafter without weights beside plain decoding, chats by the model's template."""
+    monkeypatch.setattr("specrs.cli.demo.chats.CHATS", ("one two one two one two", "def f(x): return x"))
+    folder = tmp_path / "a-model"
+    shutil.copytree(TARGET, folder)
+    picture = tmp_path / "out.png"
+    argv = ["demo", "--model", str(folder), "--k", "2,4", "--max-tokens", "24", "--dtype", "float64"]
+    assert main([*argv, "--plot", str(picture)]) == 0
+    printed = capsys.readouterr().out
+    assert "a-model, drafts from the text; 2 prompts" in printed
+    assert "--- a prompt\none two one two one two" in printed
+    names = ["vanilla", "ngram K = 2", "ngram K = 4", "suffix K = 2", "suffix K = 4", "auto"]
+    assert f"its continuation: {', '.join(names)}\n" in printed
+    rows = [line for line in printed.splitlines() if line.startswith(tuple(name + "  " for name in names))]
+    assert [row[:12].strip() for row in rows] == names
+    assert "All 10 texts with drafts equal vanilla's, token for token." in printed
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    # nothing drafts for another model but what is named
+    assert main([*argv, "--speculative-config", '{"method": "draft_model"}']) == 2
+    assert "speculative_config.model" in capsys.readouterr().err

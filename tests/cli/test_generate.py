@@ -60,6 +60,8 @@ def test_text_figures_and_streaming(
         length = 1 + int(shown["Accepted tokens"]) / int(shown["Drafts"])
         assert shown["Acceptance length"] == f"{length:.2f}"
         assert len(shown["Per-position acceptance (%)"].split()) == drafts
+        passes = TOKENS - int(shown["Accepted tokens"])
+        assert shown["Tokens per pass of the target"] == f"{TOKENS / passes:.2f}"
     else:
         assert "Drafts" not in shown
 

@@ -72,5 +72,5 @@ def test_picture(suffix: str, tmp_path: Path) -> None:
     files.check_picture(path)
     chosen = Result("auto")
     chosen.add(output("ab", [1, 2], 5, [0, 1, 1]), 1.0)
-    plot.draw([*results(), chosen], "caption", path)
+    plot.draw([*results(), chosen], "caption", path, "a model")
     assert path.stat().st_size > 1000

@@ -19,7 +19,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineConfig, ServerSe
         return 0
 
     monkeypatch.setattr(run, "run_server", serve)
-    monkeypatch.delenv("SPECRS_API_KEY", raising=False)
+    for name in ("SPECRS_API_KEY", "VLLM_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
     return seen
 
 
@@ -66,7 +67,9 @@ def test_every_flag_of_the_engine(served: list[tuple[EngineConfig, ServerSetting
     flags = "--tokenizer t --revision r --dtype bfloat16 --seed 3 --max-model-len 4K --max-num-seqs 7 --block-size 32"
     more = "--max-num-batched-tokens 1k --num-gpu-blocks-override 9 --no-enable-prefix-caching --enforce-eager"
     policy = "--long-prefill-token-threshold 1K --num-reserved-decode-tokens 128 --priority-aging-launches 50"
-    assert main(["serve", "m/m", *flags.split(), *more.split(), *policy.split(), "--max-logprobs", "5"]) == 0
+    cpu = "--cpu-prefill torch --no-cpu-bf16-rows"
+    given = [*flags.split(), *more.split(), *policy.split(), *cpu.split()]
+    assert main(["serve", "m/m", *given, "--max-logprobs", "5"]) == 0
     ((config, _),) = served
     assert config == EngineConfig(
         model="m/m",
@@ -84,6 +87,7 @@ def test_every_flag_of_the_engine(served: list[tuple[EngineConfig, ServerSetting
         num_gpu_blocks_override=9,
         enable_prefix_caching=False,
         enforce_eager=True,
+        cpu_prefill="torch",
         max_logprobs=5,
     )
 
@@ -92,6 +96,7 @@ def test_every_flag_of_the_server(
     served: list[tuple[EngineConfig, ServerSettings]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPECRS_API_KEY", "c")
+    monkeypatch.setenv("VLLM_API_KEY", "d")
     flags = "--host ::1 --port 0 --api-key a b --served-model-name x y --max-num-queued-reqs 9 --shutdown-timeout 2.5"
     more = "--disable-uvicorn-access-log --per-request-spec-decode-metrics summary --generation-config vllm"
     assert main(["serve", *flags.split(), *more.split(), "--chat-template", "{{ messages }}"]) == 0
@@ -102,7 +107,7 @@ def test_every_flag_of_the_server(
     assert settings == ServerSettings(
         host="::1",
         port=0,
-        api_keys=["a", "b", "c"],
+        api_keys=["a", "b", "c", "d"],
         served_model_names=["x", "y"],
         max_num_queued_reqs=9,
         shutdown_timeout=2.5,
@@ -111,6 +116,31 @@ def test_every_flag_of_the_server(
         use_generation_config=False,
         chat_template="{{ messages }}",
     )
+
+
+@pytest.mark.parametrize("flag", ["--enforce-eager", "--enforce_eager"])
+@pytest.mark.parametrize(
+    ("given", "on"),
+    [((), True), (("true",), True), (("True",), True), (("false",), False), ("=True", True), ("=false", False)],
+)
+def test_switches_carry_values_or_none(
+    served: list[tuple[EngineConfig, ServerSettings]], flag: str, given: str | tuple[str, ...], on: bool
+) -> None:
+    argv = [flag + given] if isinstance(given, str) else [flag, *given]
+    assert main(["serve", *argv, "m/m"]) == 0
+    assert main(["serve", "m/m", "--no-enforce-eager"]) == 0
+    assert [config.enforce_eager for config, _ in served] == [on, False]
+    assert {config.model for config, _ in served} == {"m/m"}
+
+
+def test_everyday_switches_of_vllm(served: list[tuple[EngineConfig, ServerSettings]]) -> None:
+    for flags in ("--enable-chunked-prefill", "--enable-chunked-prefill True", "--uvicorn-log-level warning"):
+        assert main(["serve", "m/m", *flags.split(), "--enable-prefix-caching=False"]) == 0
+    for flags in ("--async-scheduling", "--async-scheduling --launch-depth 2", "--no-async-scheduling"):
+        assert main(["serve", "m/m", *flags.split()]) == 0
+    depths = [config.launch_depth for config, _ in served]
+    assert depths == [None, None, None, 2, 2, 1]
+    assert [config.enable_prefix_caching for config, _ in served] == [False] * 3 + [True] * 3
 
 
 def test_flags_without_meaning_are_served_at_their_defaults(served: list[tuple[EngineConfig, ServerSettings]]) -> None:
@@ -139,6 +169,8 @@ def test_flags_without_meaning_are_served_at_their_defaults(served: list[tuple[E
         (["m/m", "--model", "n/n"], "--model='n/n': must equal MODEL=m/m"),
         (["--speculative-config.num_speculative_tokens=17"], "num_speculative_tokens=17: "),
         (["--device", "tpu"], "device='tpu'"),
+        (["--no-enable-chunked-prefill"], "enable_chunked_prefill=False: not implemented; allowed: None or True"),
+        (["--async-scheduling", "--launch-depth", "1"], "async_scheduling=True: contradicts launch_depth=1"),
     ],
 )
 def test_refused_values_are_one_line(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

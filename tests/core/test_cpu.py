@@ -46,6 +46,23 @@ BAD_WEIGHTS: dict[str, tuple[dict[str, object], str]] = {
         {"embedding": np.zeros((VOCAB - 1, HIDDEN), np.float32)},
         r"^embedding = 80 elements is not allowed: expected 88 elements$",
     ),
+    "a rotation too few": (
+        {"rotations": ([([1.0], 1.0)], [])},
+        "^rotations of layers = 0 elements is not allowed: expected 1 elements$",
+    ),
+    "a rotation of too many features": (
+        {"rotations": ([([1.0, 2.0, 3.0], 1.0)], [0])},
+        r"^rotations\[0\].frequencies = 3 elements is not allowed: expected 1 to head_dim / 2 = 2 elements$",
+    ),
+    "a magnitude of 0": (
+        {"rotations": ([([1.0], 0.0)], [0])},
+        r"^rotations\[0\].magnitude = 0 is not allowed: expected a finite number above 0$",
+    ),
+    "no such rotation": ({"rotations": ([([1.0], 1.0)], [1])}, "^rotation = 1 is not allowed: expected less than 1$"),
+    "a multiplier of NaN": (
+        {"multipliers": (1.0, float("nan"), 1.0)},
+        "^residual multiplier = NaN is not allowed: expected a finite number above 0$",
+    ),
     "a layer's norm": (
         {"layers": layer_with("input_norm", np.ones(HIDDEN + 1, np.float32))},
         r"^layers\[0\].input_norm = 9 elements is not allowed: expected 8 elements$",
@@ -64,7 +81,7 @@ BAD_WEIGHTS: dict[str, tuple[dict[str, object], str]] = {
     ),
     "too many scales": (
         {"lm_head": [((np.zeros((VOCAB, HIDDEN), np.int8), np.zeros((VOCAB, 2), np.uint16)), None)]},
-        r"^lm_head.parts\[0\].weight's scales = 22 elements is not allowed: expected 11 elements$",
+        r"^lm_head.parts\[0\].weight's scales = 22 elements .*: expected 11 x groups of a multiple of 16 among 8",
     ),
     "INT4 of 8 inputs": (
         {"lm_head": [((np.zeros((VOCAB, HIDDEN // 2), np.uint8), np.zeros((VOCAB, 1), np.uint16)), None)]},
@@ -74,9 +91,13 @@ BAD_WEIGHTS: dict[str, tuple[dict[str, object], str]] = {
         {"lm_head": [((np.zeros((VOCAB, HIDDEN), np.float32), np.zeros((VOCAB, 1), np.uint16)), None)]},
         r"^lm_head.parts\[0\].weight's codes: dtype is float32, expected int8 \(INT8\), or uint8 with two codes each",
     ),
-    "scales of floats": (
-        {"lm_head": [((np.zeros((VOCAB, HIDDEN), np.int8), np.zeros((VOCAB, 1), np.float32)), None)]},
-        r"^lm_head.parts\[0\].weight's scales: dtype is float32, expected uint16$",
+    "scales by group, then output": (
+        {"lm_head": [((np.zeros((VOCAB, HIDDEN), np.int8), np.zeros((1, VOCAB), np.float32)), None)]},
+        r"^lm_head.parts\[0\].weight's scales: shape is \[1, 11\], expected \[11, groups\]$",
+    ),
+    "scales of doubles": (
+        {"lm_head": [((np.zeros((VOCAB, HIDDEN), np.int8), np.zeros((VOCAB, 1), np.float64)), None)]},
+        r"^lm_head.parts\[0\].weight's scales: dtype is float64, expected float32",
     ),
     "frequencies": ({"frequencies": np.zeros(4, np.float32)}, r"^frequencies = 4 elements is not allowed"),
     "heads": ({"num_kv_heads": 3}, r"^num_kv_heads = 3 is not allowed: expected a divisor of num_heads = 2$"),
@@ -88,6 +109,33 @@ BAD_WEIGHTS: dict[str, tuple[dict[str, object], str]] = {
 def test_weights_that_cannot_be_read(others: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidBufferError, match=message):
         weights(**others)
+
+
+def head(**fields: object) -> dict[str, object]:
+    """What a head has beside a layer, some of it replaced."""
+    made = {"hidden_layers": [0, 1], "fc_norm": None, "fc_norm_each": False, "target_ids": list(range(VOCAB))}
+    made |= {"fc": [(np.zeros((HIDDEN, 2 * HIDDEN), np.float32), None)], "hidden_norm": np.ones(HIDDEN, np.float32)}
+    return made | {"norm_before_residual": False, "norm_output": False} | fields
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hidden_layers": [0, -1]}, r"^hidden_layers = -1 is not allowed: expected at least 0$"),
+        ({"fc": [([[1.0]], None)]}, r"^fc.parts\[0\].weight: expected an array of 2 dimensions$"),
+        ({"fc": [(np.zeros(HIDDEN, np.float32), None)]}, r"^fc.parts\[0\].weight: expected an array of 2 dimensions$"),
+        (
+            {"fc": [((np.zeros((HIDDEN, 2 * HIDDEN), np.int8), np.ones((HIDDEN, 1), np.float32)), None)]},
+            r"^fc.parts\[0\].weight: expected an array of 2 dimensions$",
+        ),
+        ({"target_ids": [0]}, r"^target_ids = 1 elements is not allowed: expected 11 elements$"),
+    ],
+)
+def test_heads_that_cannot_be_read(fields: dict[str, object], message: str) -> None:
+    wide = np.zeros((16, 2 * HIDDEN), np.float32)
+    weights(layers=layer_with("qkv", [(wide, None)]), head=head())
+    with pytest.raises(InvalidBufferError, match=message):
+        weights(layers=layer_with("qkv", [(wide, None)]), head=head(**fields))
 
 
 def test_negative_sizes_and_missing_tensors() -> None:
@@ -241,7 +289,7 @@ def test_launches_check_their_buffers() -> None:
     made = scheduler()
     iteration = core.CpuIteration(made, state(), model())
     record, results = np.zeros(made.record_size, np.int64), np.zeros(made.results_size, np.int64)
-    assert iteration.run(record, results) == (0, 0)
+    assert iteration.run(record, results) == (0, 0, None)
     for bad, message in (
         (
             (record[1:], results),
@@ -265,7 +313,7 @@ def test_an_iteration_keeps_its_arrays() -> None:
     tokens = []
     while made.has_unfinished():
         assert made.plan(record) == core.PLAN_LAUNCH
-        assert iteration.run(record, results) == (1, 0)
+        assert iteration.run(record, results) == (1, 0, None)
         made.settle(int(record[core.HEADER_FIELDS.index("launch_id")]), results, settled)
         tokens.append(int(results[made.results_layout()["tokens"][0]]))
     assert len(tokens) == 5

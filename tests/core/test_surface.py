@@ -93,6 +93,7 @@ def test_the_classes_are_known() -> None:
         "SpeculationPlanner",
         "SuffixCache",
         "SuffixDrafter",
+        "TextDrafter",
         "TokenDecoder",
     ]
 
@@ -125,6 +126,7 @@ INSTANCES = [
     core.SpeculationPlanner(max_num_seqs=1, num_speculative_tokens=1, costs=core.CostModel([1], [0, 1], [[2.0, 3.0]])),
     core.SuffixCache(),
     core.SuffixDrafter(),
+    core.TextDrafter(),
     core.TokenDecoder(TOKENIZER),
 ]
 
@@ -163,6 +165,7 @@ def test_errors_form_one_tree(name: str) -> None:
 def test_constants() -> None:
     assert (core.PLAN_IDLE, core.PLAN_LAUNCH, core.PLAN_SETTLE_FIRST) == (0, 1, 2)
     assert (core.FLAG_TARGET_NON_FINITE, core.FLAG_DRAFT_NON_FINITE, core.FLAG_CAPACITY) == (1, 2, 4)
+    assert core.FLAG_NOTHING_DRAFTED == 8
     reasons = (core.FINISH_NONE, core.FINISH_STOP, core.FINISH_LENGTH, core.FINISH_ABORT, core.FINISH_ERROR)
     assert reasons == (0, 1, 2, 3, 4)
     assert (core.DRAFTER_DEVICE, core.DRAFTER_NGRAM, core.DRAFTER_SUFFIX) == (0, 1, 2)

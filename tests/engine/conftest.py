@@ -3,6 +3,7 @@
 import pytest
 
 from engine.harness import Bank, make_bank, native_bank
+from engine.heads import make_head_bank
 
 
 @pytest.fixture(scope="session")
@@ -29,6 +30,12 @@ def native_qwen_bank(qwen_bank: Bank) -> Bank:
 def native_llama_bank(llama_bank: Bank) -> Bank:
     """For the native runner, in bf16."""
     return native_bank(llama_bank, "bfloat16")
+
+
+@pytest.fixture(scope="session")
+def head_bank(tmp_path_factory: pytest.TempPathFactory) -> Bank:
+    """A target with EAGLE-3 heads."""
+    return make_head_bank(tmp_path_factory.mktemp("heads"))
 
 
 FAMILIES = ["qwen_bank", "llama_bank", "native_qwen_bank", "native_llama_bank"]

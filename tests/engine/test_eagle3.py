@@ -1,11 +1,14 @@
 """EAGLE-3 heads in engines: the text is that of no drafts, drafts and counts are those of a plain script."""
 
 import contextlib
+import dataclasses
 import functools
+import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import make_checkpoint, make_eagle3
@@ -13,7 +16,6 @@ from eagle3_reference import Head, read, speculate
 from hf_reference import Books, load
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 from specrs.config import EngineConfig
 from specrs.core import NotRunningError, UnknownRequestError
 from specrs.drafters.hidden import HeadDrafter
@@ -25,56 +27,21 @@ from specrs.errors import InvalidConfigError, UnsupportedConfigError
 from specrs.runner import eager
 from specrs.runner.entries import Iteration
 from specrs.runner.iteration import Drafted, draft
+from specrs.runner.native import NativeRunner
 from specrs.runner.ring import Header, RingSlot
 from specrs.runner.row_state import RowState
 from sweep import sweep
-from torch.nn.functional import cross_entropy
 
-from engine.harness import LONGEST, VOCAB, Bank, make_bank, make_engine, poison, request, run
+from engine import harness
+from engine.harness import LONGEST, VOCAB, Bank, make_engine, poison, request, run
 from engine.test_equivalence import engine_settings
+from engine.test_native import LOGITS, alone, logits_of, with_logits
 from engine.test_sampling import SAMPLED, TWO_TOKENS, check_two_token_draws, sampled, vanilla_text
-
-LAYERS = 6
-
-
-def fit(folder: Path, target: Any, texts: list[list[int]]) -> None:
-    """Teach the head in `folder` what follows in `texts`, so that it is right now and then; rewrites its file."""
-    head = Head(folder, target, torch.float32)
-    row_of = torch.full((VOCAB,), -1).index_copy_(0, head.target_ids, torch.arange(len(head.target_ids)))
-    learned = [tensor.requires_grad_() for tensor in head.tensors.values() if tensor.is_floating_point()]
-    with torch.no_grad():
-        states = [[x.float() for x in read(target, text, head.layer_ids)[1]] for text in texts]
-    optimizer = torch.optim.Adam(learned, lr=4e-3)
-    for _ in range(24):
-        optimizer.zero_grad()
-        for text, entries in zip(texts, states, strict=True):
-            hidden = head.fuse([x[:-2] for x in entries])
-            _, logits = head.run(hidden, torch.tensor(text[1:-1]), torch.arange(len(text) - 2))
-            cross_entropy(logits, row_of[text[2:]], ignore_index=-1).backward()
-        optimizer.step()
-    save_file({name: tensor.detach() for name, tensor in head.tensors.items()}, folder / "model.safetensors")
-
-
-@pytest.fixture(scope="session")
-def head_bank(tmp_path_factory: pytest.TempPathFactory) -> Bank:
-    """Qwen3 of six layers, heads of both formats with all ids or some, at random or fitted to the target's texts."""
-    folder = tmp_path_factory.mktemp("heads")
-    bank = make_bank(folder, layers=LAYERS, hidden=64, head_dim=16)
-    target = load(bank.target)
-    texts = [prompt + text for prompt, text in zip(bank.prompts[3:11], bank.continuations[3:11], strict=True)]
-    made = {
-        "random": make_eagle3(folder / "random", bank.target, seed=1, vocab=60),
-        "fitted": make_eagle3(folder / "fitted", bank.target, "speculators", seed=2, layer="qwen3", vocab=150),
-        "all ids": make_eagle3(folder / "all", bank.target, seed=4, fc_norm=True, norm_output=True, layer_ids=[1, 4]),
-    }
-    fit(made["fitted"], target, texts)
-    bank.drafts.clear()
-    bank.drafts.update(made)
-    return bank
 
 
 def head_engine(bank: Bank, head: str, *, k: int, **fields: Any) -> Engine:
-    return make_engine(bank.target, bank.drafts[head], k=k, dtype=bank.dtype, method="eagle3", **fields)
+    settings = {"dtype": bank.dtype, "method": "eagle3"} | fields
+    return make_engine(bank.target, bank.drafts[head], k=k, **settings)
 
 
 @dataclass
@@ -257,6 +224,55 @@ def test_no_first_token_waits_for_the_head(head_bank: Bank, monkeypatch: pytest.
     assert passes == ["target", "head", "target"]
 
 
+def test_no_first_token_waits_for_the_head_of_one_call(head_bank: Bank) -> None:
+    engine = head_engine(head_bank, "fitted", k=4, dtype="float32", max_num_batched_tokens=512)
+    job = request(0, head_bank.prompts[5], k=4, max_tokens=9, engine_k=4, ignore_eos=True)
+    engine.add_request(job)
+    engine.step()
+    assert (len(job.output_token_ids), engine.stats().draft_passes) == (1, 0)
+    engine.step()
+    assert engine.stats().draft_passes == 1 + 4, "behind the prompt, and its own"
+
+
+@pytest.mark.parametrize("method", ["eagle3", "ngram,eagle3"])
+@sweep(15)
+@given(data=st.data())
+def test_one_call_is_what_it_is_op_by_op(method: str, head_bank: Bank, data: st.DataObject) -> None:
+    """Text is that of K = 0 and logits are its bits; what a head drafts, accepts and passes is the same number either
+    way, whether launches go one way, the other, or in turns."""
+    fields = data.draw(engine_settings(), label="engine")
+    if method != "eagle3":  # drafters on the host want the last launch settled
+        fields["launch_depth"] = 1
+    engine_k = data.draw(st.integers(1, 8), label="engine K")
+    head = data.draw(st.sampled_from(sorted(head_bank.drafts)), label="head")
+    choice = st.tuples(st.integers(0, len(head_bank.prompts) - 1), st.integers(0, engine_k), st.booleans())
+    asked = data.draw(st.lists(choice, min_size=1, max_size=6), label="requests")
+    turns = data.draw(st.lists(st.booleans(), min_size=4, max_size=4), label="op by op")
+    found = []
+    for pattern in ([False], [True], turns):
+        engine = head_engine(head_bank, head, k=engine_k, dtype="float32", method=method, **(fields | LOGITS))
+        runner = engine.runner
+        assert isinstance(runner, NativeRunner)
+        poison(engine)
+        jobs = []
+        for i, (prompt, k, logits) in enumerate(asked):
+            ids = head_bank.prompts[prompt]
+            plain = request(i, ids, k=k, max_tokens=24, engine_k=engine_k, ignore_eos=True)
+            jobs.append(with_logits(i, ids, k, engine_k, 24) if logits else plain)
+            engine.add_request(jobs[-1])
+        ways = itertools.cycle(pattern)
+        while engine.has_unfinished():
+            runner._op_by_op = next(ways)
+            engine.step()
+        for job, (prompt, _, logits) in zip(jobs, asked, strict=True):
+            expected = alone(head_bank.target, tuple(head_bank.prompts[prompt]), "float32")
+            assert job.output_token_ids == expected.argmax(axis=1).tolist()
+            assert not logits or np.array_equal(logits_of(job).view(np.int32), expected.view(np.int32))
+        stats = engine.stats()
+        found.append((stats.drafts, stats.draft_tokens, stats.accepted_tokens))
+    assert found[0] == found[1] == found[2]
+
+
 @sweep(12)
 @given(data=st.data())
 def test_coupled_text_is_a_function_of_the_seed(head_bank: Bank, data: st.DataObject) -> None:
@@ -367,3 +383,51 @@ def test_a_head_that_is_mostly_wrong_is_told_once(head_bank: Bank, caplog: pytes
     assert len(told) == 1
     assert "[2, 3]" in told[0]
     assert "of the first 10" in told[0]
+
+
+def list_engine(bank: Bank, method: str, head: str, k: int, rule: str, **fields: Any) -> Engine:
+    """An engine with a drafter on the host beside a head."""
+    made = harness.config(bank.target, bank.drafts[head], k=k, method="eagle3", rule=rule, **fields)
+    lookup = {"prompt_lookup_min": 1, "prompt_lookup_max": 3} if "ngram" in method else {}
+    assert made.speculative_config is not None
+    speculative = dataclasses.replace(made.speculative_config, method=method, **lookup)
+    loaded = harness.weights(bank.target, bank.drafts[head], bank.dtype, method="eagle3")
+    return build_engine(dataclasses.replace(made, speculative_config=speculative), loaded)
+
+
+@pytest.mark.parametrize("method", ["suffix,eagle3", "ngram,eagle3"])
+@sweep(12)
+@given(data=st.data())
+def test_lists_with_a_head_write_the_text_of_k_0(method: str, head_bank: Bank, data: st.DataObject) -> None:
+    """Greedy under `rejection`, greedy and sampled under `coupled`."""
+    fields = data.draw(engine_settings(), label="engine") | {"launch_depth": 1}
+    engine_k = data.draw(st.integers(1, 8), label="engine K")
+    rule = data.draw(st.sampled_from(["rejection", "coupled"]), label="rule")
+    head = data.draw(st.sampled_from(sorted(head_bank.drafts)), label="head")
+    engine = list_engine(head_bank, method, head, engine_k, rule, **fields)
+    poison(engine)
+    choice = st.tuples(
+        st.integers(0, len(head_bank.prompts) - 1),
+        st.integers(0, len(SAMPLED) - 1) if rule == "coupled" else st.none(),
+        st.integers(0, 3),  # seed
+        st.one_of(st.none(), st.integers(0, engine_k)),
+        st.integers(0, 5),  # steps before the next arrives
+    )
+    jobs = []
+    for i, (prompt, which, seed, k, wait) in enumerate(
+        data.draw(st.lists(choice, min_size=1, max_size=6), label="requests")
+    ):
+        ids = head_bank.prompts[prompt]
+        if which is None:
+            job = request(i, ids, k=k, max_tokens=LONGEST, engine_k=engine_k)
+            expected = head_bank.expected(prompt, LONGEST)
+        else:
+            job = sampled(i, ids, seed, k, engine_k, **SAMPLED[which])
+            expected = vanilla_text(head_bank.target, tuple(ids), which, seed, i % 3 == 0, head_bank.dtype)
+        engine.add_request(job)
+        jobs.append((job, expected))
+        for _ in range(wait):
+            engine.step()
+    run(engine)
+    for job, expected in jobs:
+        assert job.output_token_ids == expected

@@ -19,18 +19,20 @@ from hf_reference import load
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from specrs import AsyncLLM
+from specrs import LLM, AsyncLLM
 from specrs.config import EngineConfig
+from specrs.engine import build as engine_build
 from specrs.engine import threads as engine_threads
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
 from specrs.engine.threads import choose_threads, physical_cores, usable_processors
 from specrs.engine.weights import load_weights
-from specrs.errors import InvalidConfigError, SpecrsError
+from specrs.errors import InvalidConfigError, SpecrsError, UnsupportedConfigError
 from specrs.models.dense import Dense
 from specrs.models.dense_native import NativeDense
 from specrs.models.native_loader import load_native
+from specrs.pair.prompts import PROMPTS
 from specrs.runner.eager import EagerRunner
 from specrs.runner.native import NativeRunner
 from specrs.sampling import SamplingParams
@@ -67,19 +69,24 @@ LOGITS = {"logprobs_mode": "raw_logits", "max_logprobs": -1}
 
 
 @functools.cache
-def alone(target: Path, prompt: tuple[int, ...], dtype: str) -> np.ndarray:
+def alone(target: Path, prompt: tuple[int, ...], dtype: str, bf16_rows: bool = False) -> np.ndarray:
     """The logits of the prompt's text without drafts, in one chunk on one thread."""
-    engine = make_engine(target, None, k=0, dtype=dtype, max_num_batched_tokens=512, threads=1, **LOGITS)
+    fields = LOGITS | {"max_num_batched_tokens": 512, "threads": 1, "cpu_bf16_rows": bf16_rows}
+    engine = make_engine(target, None, k=0, dtype=dtype, **fields)
     job = with_logits(0, list(prompt), 0, 0, 24)
     engine.add_request(job)
     run(engine)
     return logits_of(job)
 
 
-@pytest.mark.parametrize("family", ["native_qwen_bank", "native_llama_bank"])
+@pytest.mark.parametrize(
+    ("family", "bf16_rows"), [("native_qwen_bank", False), ("native_llama_bank", False), ("native_llama_bank", True)]
+)
 @sweep(15)
 @given(data=st.data())
-def test_logits_are_the_same_bits(family: str, data: st.DataObject, request_bank: dict[str, Bank]) -> None:
+def test_logits_are_the_same_bits(
+    family: str, bf16_rows: bool, data: st.DataObject, request_bank: dict[str, Bank]
+) -> None:
     """Whatever K, batch, threads, blocks, chunks, preemptions and prefix hits."""
     bank = request_bank[family]
     engine_k = data.draw(st.integers(0, 6), label="engine K")
@@ -95,6 +102,7 @@ def test_logits_are_the_same_bits(family: str, data: st.DataObject, request_bank
         max_num_batched_tokens=data.draw(st.sampled_from([7, 33, 64, 512]), label="budget"),
         max_num_seqs=data.draw(st.sampled_from([1, 3, 8]), label="rows"),
         num_gpu_blocks_override=data.draw(st.sampled_from([blocks, blocks + 2, 8 * blocks]), label="blocks"),
+        cpu_bf16_rows=bf16_rows,
         **LOGITS,
     )
     poison(engine)
@@ -107,7 +115,7 @@ def test_logits_are_the_same_bits(family: str, data: st.DataObject, request_bank
             run(engine)
     run(engine)
     for job, prompt in jobs:
-        expected = alone(bank.target, prompt, bank.dtype)
+        expected = alone(bank.target, prompt, bank.dtype, bf16_rows)
         assert np.array_equal(logits_of(job).view(np.int32), expected.view(np.int32))
 
 
@@ -124,6 +132,98 @@ def test_logits_are_transformers_own_within_rounding(native_qwen_bank: Bank, nat
             with torch.inference_mode():
                 expected = model(torch.tensor([prompt])).logits[0, -1].numpy()
             assert np.abs(found - expected).max() < bound * max(1.0, np.abs(expected).max())
+            if bank.dtype == "bfloat16":
+                rounded = alone(bank.target, tuple(prompt), bank.dtype, True)[0]
+                assert np.abs(rounded - expected).max() < bound * max(1.0, np.abs(expected).max())
+                # Of 96 inputs each number is off by up to 2^-8, which shows in every logit.
+                assert np.abs(rounded - found).min() > 0
+
+
+def test_bf16_rows_need_bf16_weights(native_qwen_bank: Bank, native_llama_bank: Bank, tmp_path: Path) -> None:
+    """Draft models are no exception; float32 models whose matrices bf16 holds are served."""
+    bank = native_qwen_bank
+    words = r"^cpu_bf16_rows=True: not implemented for these weights: .* = fp32 .*; allowed: False$"
+    for target, draft, dtype in ((bank.target, None, "float32"), (native_llama_bank.target, bank.target, "auto")):
+        weights = load_weights(config(target, draft, k=1, dtype=dtype))
+        with pytest.raises(UnsupportedConfigError, match=words):
+            build_engine(config(target, draft, k=1, dtype=dtype, cpu_bf16_rows=True), weights)
+    # As float64 by its own word, and op by op.
+    folder = make_checkpoint(tmp_path / "float64", dtype=torch.float64, vocab=211)
+    with pytest.raises(UnsupportedConfigError, match=r"^cpu_bf16_rows=True: not implemented with dtype='float64'"):
+        build_engine(config(folder, None, k=0, dtype="auto", cpu_bf16_rows=True))
+    folder = make_checkpoint(tmp_path / "windows", "mistral", sliding_window=9, vocab=211)
+    with pytest.raises(UnsupportedConfigError, match="a model that is served op by op; allowed: False"):
+        build_engine(config(folder, None, k=0, dtype="bfloat16", cpu_bf16_rows=True))
+    engine = build_engine(
+        config(checkpoint(tmp_path / "kept", torch.float32), None, k=0, dtype="float32", cpu_bf16_rows=True)
+    )
+    assert "bf16_rows=True" in repr(engine.runner.target.decoder)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("family", ["native_qwen_bank", "native_llama_bank"])
+@pytest.mark.parametrize("budget", [64, 512], ids=["chunks", "at once"])
+def test_long_prompts_by_torch(
+    family: str, budget: int, request_bank: dict[str, Bank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of 24 tokens or more beside requests that decode: drafts change no text, and torch sees nothing else."""
+    bank, by_torch, ways = request_bank[family], [], []
+    monkeypatch.setattr(engine_build, "TORCH_TOKENS", 24)
+    monkeypatch.setattr(Dense, "forward", _noting_rows(by_torch, Dense.forward))
+    for name, owner, method in (("one call", NativeRunner, "launch"), ("op by op", EagerRunner, "_execute")):
+        monkeypatch.setattr(owner, method, _noting(ways, name, getattr(owner, method)))
+    texts, prompts = [], [prompt for prompt in bank.prompts if len(prompt) > 3]
+    for k in (0, 4):
+        engine = make_engine(
+            bank.target,
+            bank.drafts["close"] if k else None,
+            k=k,
+            dtype=bank.dtype,
+            cpu_prefill="torch",
+            max_num_batched_tokens=budget,
+            enable_prefix_caching=False,
+        )
+        poison(engine)
+        jobs = []
+        for i, prompt in enumerate(prompts):
+            jobs.append(request(i, prompt, k=k, max_tokens=20, engine_k=k, ignore_eos=True))
+            engine.add_request(jobs[-1])
+            run(engine) if budget == 512 else engine.step()
+        run(engine)
+        texts.append([job.output_token_ids for job in jobs])
+    assert min(by_torch) >= 24
+    assert len(by_torch) >= 2 * sum(len(prompt) >= 64 for prompt in prompts)
+    assert ways.count("one call") > 2 * ways.count("op by op") > 0
+    if budget == 512:  # a prompt was one chunk, alone in its pass
+        assert texts[0] == texts[1]
+    expected = [bank.continuations[bank.prompts.index(prompt)][:20] for prompt in prompts]
+    same = sum(ours == theirs for text in texts for ours, theirs in zip(text, expected, strict=True))
+    assert same >= 2 * len(prompts) * (0.99 if bank.dtype == "float32" else 0.5)
+
+
+def _noting_rows(rows: list[int], forward):  # type: ignore[no-untyped-def]
+    def noting(self, inputs, *arguments):  # type: ignore[no-untyped-def]
+        rows.append(inputs.max_q_len)
+        return forward(self, inputs, *arguments)
+
+    return noting
+
+
+def test_bf16_rows_of_the_bundled_models() -> None:
+    """Target, draft and EAGLE-3 head round their rows: drafts change no text, and are accepted as often."""
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    texts, lengths = [], []
+    for method in (None, "draft_model", "eagle3"):
+        speculative = method and {"method": method, "num_speculative_tokens": 3}
+        for rows in (False, True):
+            llm = LLM(dtype="float32", cpu_bf16_rows=rows, speculative_config=speculative)
+            outputs = llm.generate(list(PROMPTS[:3]), params, use_tqdm=False)
+            if rows:
+                texts.append([output.outputs[0].token_ids for output in outputs])
+            if method is not None:
+                lengths.append(llm.stats().acceptance_length)
+    assert texts[0] == texts[1] == texts[2]
+    for exact, rounded in zip(lengths[::2], lengths[1::2], strict=True):
+        assert rounded > 0.85 * exact > 1.2
 
 
 KINDS: list[dict[str, object]] = [

@@ -1,16 +1,17 @@
 """Forecasts against arithmetic written out here, the command's wrong input, and a measurement of the bundled pair."""
 
+import json
 from pathlib import Path
 
 import pytest
 from specrs.bench.results import SweepRow, write
 from specrs.cli import main
 from specrs.core import CostModel
-from specrs.engine.engine import Engine
-from specrs.engine.request import Request
 from specrs.errors import InvalidConfigError
-from specrs.forecast import forecast, series
-from specrs.pair import DRAFT
+from specrs.forecast import PassTimes, forecast, series, verification_growth
+from specrs.models.loader import load_config
+
+from forecast.clock import count_passes
 
 
 def row(k: int, concurrency: int = 1, **changes: object) -> SweepRow:
@@ -99,6 +100,35 @@ def test_a_noisy_concurrency_is_left_out_with_its_reason(tmp_path: Path, capsys:
     assert "concurrency 8 left out: T_d of unit, draft_model, draft at concurrency 8" in capsys.readouterr().out
 
 
+def test_verifications_read_more_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two of four experts for each row: of 2 rows an expert is read with 1 - 1 / 4, of 3 with 1 - 1 / 8."""
+    raw = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "vocab_size": 7,
+        "hidden_size": 2,
+        "intermediate_size": 5,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 64,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 100,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    config = load_config(tmp_path)
+    # Norms, q, k, v and o, the LM head, the router; and experts of 3 x 2 x 100.
+    others = 2 + 2 + 2 + (2 + 2) + 4 * 4 + 7 * 2 + 4 * 2
+    assert config.num_parameters == others + 2 * 600
+    growth = verification_growth(config, 2)
+    assert growth == pytest.approx([(others + share * 2400) / (others + 1200) for share in (3 / 4, 7 / 8)])
+    costs = PassTimes(1.0, 9.0, 8.0).model(growth)
+    assert costs.table == [pytest.approx([8.0, 1 + 9 * growth[0], 2 + 9 * growth[1]])]
+    argv = ["forecast", "--target-ms", "9", "--draft-ms", "1", "--acceptance-lengths", "1.5,1.7"]
+    assert main([*argv, "--model", str(tmp_path)]) == 0
+    assert f"T_t times {growth[0]:.2f} at K = 1, {growth[1]:.2f} at K = 2" in capsys.readouterr().out
+
+
 LENGTHS = ["--acceptance-lengths", "1.5,1.7"]
 
 
@@ -154,21 +184,7 @@ def test_itl_by_k_and_rates(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_measured_here(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock that only passes of the models move: a millisecond for the draft, ten for the target."""
-    now = 0.0
-    step = Engine.step
-
-    def timed(engine: Engine) -> list[Request]:
-        nonlocal now
-        before = engine.stats()
-        touched = step(engine)
-        after = engine.stats()
-        target = 1e-3 if engine.config.target == str(DRAFT) else 10e-3
-        now += (after.target_passes - before.target_passes) * target
-        now += (after.draft_passes - before.draft_passes) * 1e-3
-        return touched
-
-    monkeypatch.setattr(Engine, "step", timed)
-    monkeypatch.setattr("specrs.forecast.measure.time.perf_counter", lambda: now)
+    count_passes(monkeypatch)
     picture = tmp_path / "out.png"
     argv = ["forecast", "--measure", "--k", "1,3,5", "--max-tokens", "32", "--num-prompts", "2", "--rounds", "1"]
     assert main([*argv, "--plot", str(picture)]) == 0

@@ -57,7 +57,7 @@ def runner_of(engine: Engine) -> CudaRunner:
 
 
 def only_chained(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
-    monkeypatch.setattr(runner_of(engine).buckets, "whole", lambda planned, tail: None)
+    monkeypatch.setattr(runner_of(engine).buckets, "whole", lambda *_: None)
     return engine
 
 

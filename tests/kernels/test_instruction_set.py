@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from instruction_sets import SAYS, SETS, VARIABLE, ask_libraries
+from instruction_sets import SAYS, SETS, VARIABLE, ask_libraries, chosen
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the variables are those of x86-64")
 
@@ -30,7 +30,7 @@ def test_every_library_takes_it(name: str) -> None:
     assert_says(ask_libraries(others(dict(os.environ)) | SETS[name]), name)
 
 
-@pytest.mark.skipif(VARIABLE not in os.environ, reason=f"{VARIABLE} is not set: the machine's own instruction set")
+@pytest.mark.skipif(not os.environ.get(VARIABLE), reason=f"{VARIABLE} is not set: the machine's own instruction set")
 def test_these_tests_run_under_it(capsys: pytest.CaptureFixture[str]) -> None:
     name = os.environ[VARIABLE]
     assert {key: os.environ.get(key) for key in SETS[name]} == SETS[name]
@@ -39,3 +39,12 @@ def test_these_tests_run_under_it(capsys: pytest.CaptureFixture[str]) -> None:
     with capsys.disabled():
         print(f"\n{VARIABLE}={name}: " + ", ".join(f"{library} {what}" for library, what in said.items()))
     assert_says(said, name)
+
+
+def test_an_empty_name_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As make and CI hand variables on that are not set."""
+    monkeypatch.setenv(VARIABLE, "")
+    assert chosen() == {}
+    monkeypatch.setenv(VARIABLE, "sse9")
+    with pytest.raises(ValueError, match=rf"{VARIABLE}='sse9': must be one of default, avx2"):
+        chosen()

@@ -43,7 +43,8 @@ class Batch:
 
     @property
     def shape(self) -> kernel.AttentionShape:
-        return kernel.AttentionShape(self.heads, self.kv_heads, self.dim, self.block_size, self.dtype)
+        dtypes = self.dtype, self.cache.dtype
+        return kernel.AttentionShape(self.heads, self.kv_heads, self.dim, self.block_size, *dtypes)
 
     def run(self) -> Tensor:
         plan = self.plan()
@@ -192,6 +193,19 @@ def test_matches_loop(rows: list[list[int]], block_size: int) -> None:
 @pytest.mark.parametrize("name", ["one row", "verify", "mixed K", "chunks beside decode"])
 def test_dtypes(name: str, dtype: torch.dtype) -> None:
     check(make_batch(CASES[name], dtype=dtype, dim=16))
+
+
+@pytest.mark.parametrize("name", ["one row", "verify", "chunk", "chunks beside decode", "whole prompt"])
+def test_a_cache_of_fewer_bits(name: str) -> None:
+    """fp32 rows over K and V in bf16: these are rounded as they are written, and nothing else is."""
+    batch = make_batch(CASES[name], dtype=torch.float32, dim=16)
+    batch.cache = batch.cache.bfloat16()
+    rounded = batch.kv.bfloat16()
+    assert not torch.equal(rounded.float(), batch.kv)
+    batch.kv, unrounded = rounded.float(), batch.kv
+    expected = check(batch)
+    batch.kv = unrounded
+    assert torch.equal(batch.run(), expected)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(1, 1, 2), (4, 4, 6), (8, 1, 12), (9, 3, 48)])

@@ -248,7 +248,9 @@ def test_bad_words_bring_no_special_tokens(
 ) -> None:
     encode = Tokenizer.encode
 
-    def with_bos(self: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def with_bos(
+        self: Tokenizer, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
         return [0] * add_special_tokens + encode(self, text)
 
     monkeypatch.setattr(Tokenizer, "encode", with_bos)

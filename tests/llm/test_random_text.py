@@ -190,10 +190,11 @@ def test_logprobs_of_the_vocabulary() -> None:
         assert sum(math.exp(one.logprob) for one in entry.values()) == pytest.approx(1, abs=1e-4)
 
 
-def test_neighbours_have_the_logprobs_they_ask_for(llm: LLM) -> None:
+def test_neighbours_have_the_logprobs_they_ask_for(llm: LLM, rule: str) -> None:
     wanted = [RANDOM.replace(logprobs=count) for count in (None, 0, 5)]
     outputs = generate(llm, [PROMPTS[0]] * 3, wanted)
-    assert len({tuple(ids(output)[0]) for output in outputs}) == 1
+    if rule == "coupled":  # under the other a text hangs on how many drafts each has
+        assert len({tuple(ids(output)[0]) for output in outputs}) == 1
     assert outputs[0].outputs[0].logprobs is None
     assert {len(entry) for entry in logprobs(outputs[1])} == {1}
     assert {len(entry) for entry in logprobs(outputs[2])} <= {5, 6}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from specrs.kernels.linear import StackedWeight
@@ -10,6 +11,9 @@ from specrs.kernels.rotary import inverse_frequencies, signed_frequencies
 from specrs.models.config import ModelConfig
 from specrs.models.dense_native import NativeDense
 from specrs.models.dense_weights import DenseWeights, LayerWeights
+from specrs.models.eagle3_config import Eagle3Config
+from specrs.models.eagle3_head import Eagle3Weights
+from specrs.models.eagle3_native import NativeEagle3Head
 from torch import Tensor
 
 
@@ -74,6 +78,48 @@ def random_model(vocab_size: int, seed: int) -> NativeDense:
     c = config(vocab_size)
     ends = [torch.randn(vocab_size, c.hidden_size, generator=generator) for _ in range(2)]
     return NativeDense(weights(c, *ends, 0.3, seed))
+
+
+def random_head(
+    target: NativeDense, vocab_size: int, seed: int, *, fc_norm: bool, norm_output: bool
+) -> NativeEagle3Head:
+    """A head of `target` over a random choice of its ids; it reads what enters its layers and what leaves them."""
+    generator = torch.Generator().manual_seed(seed)
+    layer_ids = tuple(range(target.num_layers + 1))
+    c = target.config
+    drawn = weights(c, target.weights.embedding, torch.zeros(vocab_size, c.hidden_size), 0.3, seed).layers[0]
+
+    def random(*shape: int) -> StackedWeight:
+        return StackedWeight((0.3 * torch.randn(shape, generator=generator),))
+
+    heads = c.num_heads + 2 * c.num_kv_heads
+    return NativeEagle3Head(
+        Eagle3Weights(
+            config=Eagle3Config(
+                layer=c,
+                layer_prefix="midlayer.",
+                target_hidden_size=c.hidden_size,
+                draft_vocab_size=vocab_size,
+                aux_layer_ids=layer_ids,
+                norm_before_residual=not norm_output,
+                norm_before_fc=False,
+                fc_norm=fc_norm,
+                norm_output=norm_output,
+            ),
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            embedding=target.weights.embedding,
+            fc=random(c.hidden_size, len(layer_ids) * c.hidden_size),
+            fc_norm=1 + 0.1 * torch.randn(len(layer_ids), c.hidden_size, generator=generator) if fc_norm else None,
+            hidden_norm=torch.ones(c.hidden_size),
+            layer=replace(drawn, qkv=random(heads * c.head_dim, 2 * c.hidden_size)),
+            final_norm=torch.ones(c.hidden_size),
+            lm_head=StackedWeight((torch.randn(vocab_size, c.hidden_size, generator=generator),)),
+            rotary=target.weights.rotary,
+            target_ids=torch.randperm(c.vocab_size, generator=generator)[:vocab_size].sort().values,
+            max_position_embeddings=c.max_position_embeddings,
+        )
+    )
 
 
 def table_model(following: Mapping[int, int], vocab_size: int, *, not_finite: int | None = None) -> NativeDense:

@@ -1,13 +1,17 @@
 """What config.json may say: both layouts, defaults, and every field that is refused, by name."""
 
+import itertools
+import math
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import LLAMA3_ROPE
+from checkpoints import LLAMA3_ROPE, LONG_ROPE, YARN_ROPE
 from specrs.errors import CheckpointError, UnsupportedModelError
-from specrs.models.config import Llama3Scaling, ModelConfig, parse_config
+from specrs.models.config import ModelConfig, parse_config
+from specrs.models.features import CUDA, check_known
 from specrs.models.loader import resolve_dtype
+from specrs.models.rope import LinearScaling, Llama3Scaling, frequencies
 
 QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -33,6 +37,16 @@ QWEN3: dict[str, Any] = {
 }
 LLAMA = QWEN3 | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "sliding_window": None}
 MISTRAL = QWEN3 | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
+OLMO2 = QWEN3 | {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "sliding_window": None}
+PHI3 = QWEN3 | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "sliding_window": None, "layer_types": None}
+GRANITE = QWEN3 | {"architectures": ["GraniteForCausalLM"], "model_type": "granite", "sliding_window": None}
+SMOLLM3 = QWEN3 | {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}
+GEMMA3 = {key: value for key, value in QWEN3.items() if key not in ("hidden_act", "layer_types", "rope_parameters")} | {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "sliding_window": 32,
+    "num_hidden_layers": 7,
+}
 QWEN2 = QWEN3 | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 
 
@@ -148,7 +162,7 @@ def test_eos_token_ids(generation: dict[str, Any] | None, config: object, expect
 
 
 UNSUPPORTED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    (QWEN3, {"architectures": ["Qwen3MoeForCausalLM"]}, "Qwen3MoeForCausalLM"),
+    (QWEN3, {"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
     (QWEN3, {"architectures": ["LlamaForCausalLM", "Qwen3ForCausalLM"]}, "architectures"),
     (QWEN3, {"architectures": None}, "architectures=None"),
     (QWEN3, {"architectures": "Qwen3ForCausalLM"}, "architectures"),
@@ -160,17 +174,16 @@ UNSUPPORTED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {"num_local_experts": 8}, "num_local_experts=8"),
     (QWEN3, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
     (QWEN3, {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
-    (QWEN3, {"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn"}}, "rope_parameters.rope_type='yarn'"),
-    (QWEN3, {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling.rope_type"),
+    (QWEN3, {"rope_parameters": {"rope_theta": 1e4, "rope_type": "proportional"}}, "rope_type='proportional'"),
+    (QWEN3, {"rope_parameters": None, "rope_scaling": {"type": "mrope", "factor": 2}}, "rope_scaling.rope_type"),
     (QWEN3, {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters"),
-    (QWEN3, {"use_sliding_window": True, "max_position_embeddings": 4097}, "sliding_window=4096"),
-    (QWEN3, {"use_sliding_window": True, "sliding_window": 511}, "sliding_window=511"),
     (LLAMA, {"sliding_window": 128}, "sliding_window=128"),
-    (MISTRAL, {"sliding_window": 128}, "sliding_window=128"),
+    (MISTRAL, {"sliding_window": 128, "layer_types": ["full_attention"] * 2}, "layer_types="),
+    (QWEN3, {"use_sliding_window": True, "layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
     (QWEN3, {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
     (QWEN3, {"layer_types": "full_attention"}, "layer_types"),
     (QWEN3, {"layer_types": ["full_attention"]}, "every one of 2 layers"),
-    (QWEN3, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling.rope_type='linear'"),
+    (QWEN3, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "what rope_parameters says"),
     (LLAMA, {"rope_scaling": LLAMA3_ROPE}, "rope_scaling={"),
     (QWEN3, {"rope_scaling": {"rope_type": "default"}}, "what rope_parameters says"),  # a theta of 10,000
     (QWEN3, {"rope_parameters": {"rope_theta": 1e4, "mrope_section": [1]}}, "rope_parameters.mrope_section"),
@@ -182,6 +195,30 @@ UNSUPPORTED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (QWEN2, {"attention_bias": True}, "attention_bias=True"),
     (QWEN3, {"mlp_bias": True}, "mlp_bias=True"),
     (QWEN3, {"is_encoder_decoder": True}, "is_encoder_decoder"),
+    (OLMO2, {"mlp_bias": True}, "mlp_bias=True"),
+    (OLMO2, {"sliding_window": 32}, "sliding_window=32"),
+    (OLMO2, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+    (PHI3, {"attention_bias": True}, "attention_bias=True"),
+    (PHI3, {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type='yarn'"),
+    (PHI3, {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    (PHI3, {"rope_parameters": LONG_ROPE | {"factor": 2.0}}, "original_max_position_embeddings=4096"),
+    (GRANITE, {"sliding_window": 32}, "sliding_window=32"),
+    (SMOLLM3, {"num_experts": 4}, "num_experts=4"),
+    (GEMMA3, {"hidden_activation": "gelu"}, "hidden_activation='gelu'"),
+    (GEMMA3, {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+    (GEMMA3, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+    (GEMMA3, {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+    (GEMMA3, {"sliding_window": None}, "sliding_window=None"),
+    (GEMMA3, {"sliding_window": None, "layer_types": ["sliding_attention"] * 7}, "sliding_window=None"),
+    (GEMMA3, {"layer_types": ["chunked_attention"] * 7}, "chunked_attention"),
+    (GEMMA3, {"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters="),
+    (GEMMA3, {"rope_parameters": {"full_attention": LLAMA3_ROPE}}, "rope_type='llama3'"),
+    (GEMMA3, {"rope_parameters": {"full_attention": {"partial_rotary_factor": 0.5}}}, "partial_rotary_factor=0.5"),
+    (
+        GEMMA3,
+        {"rope_parameters": {"full_attention": {}}, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        "null where rope_parameters is there",
+    ),
 ]
 
 
@@ -196,8 +233,94 @@ def test_missing_window_of_mistral_is_its_default() -> None:
     """transformers reads a Mistral config without the field as a window of 4,096 positions."""
     raw = without(MISTRAL, "sliding_window")
     assert parse_config(raw).max_position_embeddings == 512
-    with pytest.raises(UnsupportedModelError, match=r"sliding_window=4096.*missing"):
-        parse_config(raw | {"max_position_embeddings": 32768})
+    longer = raw | {"max_position_embeddings": 32768, "layer_types": None}
+    assert parse_config(longer).windows == (4096, 4096)
+    assert parse_config(longer | {"sliding_window": None}).windows == ()
+
+
+def test_windows_of_qwen() -> None:
+    """Where they are switched on: from `max_window_layers` on, 28 unless it says another, or as `layer_types` says."""
+    raw = without(QWEN3, "layer_types") | {"sliding_window": 100}
+    assert parse_config(raw).windows == ()
+    switched = raw | {"use_sliding_window": True}
+    assert parse_config(switched).windows == ()
+    assert parse_config(switched | {"max_window_layers": 1}).windows == (None, 100)
+    assert parse_config(switched | {"max_window_layers": 0}).windows == (100, 100)
+    named = switched | {"layer_types": ["sliding_attention", "full_attention"]}
+    assert parse_config(named).windows == (100, None)
+    assert parse_config(named | {"sliding_window": 512}).windows == ()
+
+
+def test_fields_of_phi3() -> None:
+    part = parse_config(PHI3 | {"partial_rotary_factor": 0.5})
+    assert (part.rotary_dim, part.fused_projections, part.windows) == (24, True, ())
+    assert parse_config(PHI3 | {"rope_parameters": {"partial_rotary_factor": 0.25}}).rotary_dim == 12
+    assert parse_config(PHI3 | {"sliding_window": 100}).windows == (100, 100)
+    long = parse_config(PHI3 | {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 64})
+    assert long.for_length(64).rope_scaling != long.for_length(65).rope_scaling
+    for factor in (0.01, 1.5, 0):
+        with pytest.raises(CheckpointError, match=f"partial_rotary_factor={factor}: must be"):
+            parse_config(PHI3 | {"partial_rotary_factor": factor})
+
+
+def test_fields_of_granite() -> None:
+    fields = {"embedding_multiplier": 12, "residual_multiplier": 0.22, "attention_multiplier": 0.015625}
+    config = parse_config(GRANITE | fields | {"logits_scaling": 8})
+    assert (config.embedding_multiplier, config.residual_multiplier) == (12, 0.22)
+    assert (config.attention_scale, config.logits_scaling) == (0.015625, 8)
+    # transformers' own default, where others have one over the root of head_dim.
+    assert parse_config(GRANITE).attention_scale == 1
+    for field in (*fields, "logits_scaling"):
+        with pytest.raises(CheckpointError, match=f"{field}=0: must be a finite number greater than 0"):
+            parse_config(GRANITE | {field: 0})
+
+
+def test_fields_of_smollm3() -> None:
+    """Every fourth layer without RoPE; a window, where there is one, in those."""
+    raw = without(SMOLLM3, "layer_types", "rope_parameters", "tie_word_embeddings") | {"num_hidden_layers": 5}
+    config = parse_config(raw)
+    assert [rope is None for rope in config.ropes] == [False, False, False, True, False]
+    assert (config.rope_theta, config.windows, config.tie_word_embeddings) == (2e6, (), True)
+    switched = raw | {"use_sliding_window": True, "sliding_window": 64, "no_rope_layers": [0, 1, 1, 0, 1, 1]}
+    assert parse_config(switched).windows == (64, None, None, 64, None)
+    assert parse_config(raw | {"no_rope_layers": [1] * 5}).ropes == ()
+    for given in ([1, 0], [1, 1, 1, 1, 2], 4):
+        with pytest.raises(CheckpointError, match=r"no_rope_layers=.*: must be a list of 0 and 1, one for each of 5"):
+            parse_config(raw | {"no_rope_layers": given})
+
+
+def test_fields_of_gemma3() -> None:
+    """Five layers with a window and a RoPE of their own, then one without; in layout 4 and 5."""
+    config = parse_config(GEMMA3)
+    assert config.windows == (32, 32, 32, 32, 32, None, 32)
+    assert config.ropes == ((1e4, None),) * 5 + ((1e6, None), (1e4, None))
+    assert (config.activation, config.norms, config.norm_offset) == ("gelu_pytorch_tanh", "around", 1.0)
+    assert (config.embedding_multiplier, config.attention_scale) == (96**0.5, 1 / 16)
+    assert parse_config(GEMMA3 | {"query_pre_attn_scalar": 4}).attention_scale == 0.5
+    linear = {"rope_type": "linear", "factor": 8.0}
+    old = {"rope_theta": 5e5, "rope_local_base_freq": 5e3, "rope_scaling": linear}
+    new = {"full_attention": linear | {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 5e3}}
+    assert parse_config(GEMMA3 | old) == parse_config(GEMMA3 | {"rope_parameters": new})
+    assert parse_config(GEMMA3 | old).ropes[4:6] == ((5e3, None), (5e5, LinearScaling(8.0)))
+    # A window that hides nothing leaves its layers their RoPE.
+    assert parse_config(GEMMA3 | {"sliding_window": 512}).windows == ()
+    assert parse_config(GEMMA3 | {"sliding_window": 512}).ropes == config.ropes
+    assert parse_config(GEMMA3 | {"sliding_window_pattern": 2}).windows == (32, None, 32, None, 32, None, 32)
+
+
+@pytest.mark.parametrize(
+    ("raw", "fields", "named"),
+    [
+        (OLMO2, {}, r"architectures=\['Olmo2ForCausalLM'\]"),
+        (PHI3, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        (GRANITE, {"residual_multiplier": 0.22, "attention_multiplier": 0.1}, "residual_multiplier=0.22"),
+        (SMOLLM3, {"no_rope_layers": [1, 0]}, r"no_rope_layers='layers \[1\]'"),
+        (GEMMA3, {"sliding_window": 512}, r"architectures=\['Gemma3ForCausalLM'\]"),
+    ],
+)
+def test_what_a_gpu_does_not_know_is_named(raw: dict[str, Any], fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"{named}.*on a GPU"):
+        check_known(parse_config(raw | fields), CUDA, "on a GPU")
 
 
 MALFORMED: list[tuple[dict[str, Any], str]] = [
@@ -217,6 +340,13 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"rope_parameters": [1]}, "rope_parameters=[1]"),
     ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "factor=None"),
     ({"rope_parameters": LLAMA3_ROPE | {"high_freq_factor": 1.0}}, "high_freq_factor=1.0"),
+    ({"rope_parameters": LONG_ROPE | {"original_max_position_embeddings": 1}}, "original_max_position_embeddings=1"),
+    ({"rope_parameters": LONG_ROPE | {"short_factor": [10**400] * 24}}, "short_factor=[1000"),
+    ({"rope_parameters": LONG_ROPE | {"long_factor": [1.0] * 23}}, "long_factor=[1.0"),
+    ({"rope_parameters": LONG_ROPE | {"factor": 10**400}}, "factor=1000"),
+    ({"rope_parameters": YARN_ROPE | {"rope_theta": 1.0}}, "rope_theta=1.0"),
+    ({"rope_parameters": YARN_ROPE | {"beta_fast": 1e308}}, "beta_fast=1e+308"),
+    ({"max_position_embeddings": 10**400}, "max_position_embeddings=1000"),
     ({"tie_word_embeddings": 1}, "tie_word_embeddings=1"),
     ({"eos_token_id": 211}, "eos_token_id=211"),
     ({"eos_token_id": [1, -1]}, "eos_token_id=[1, -1]"),
@@ -232,6 +362,22 @@ def test_malformed_is_refused_by_name(fields: dict[str, Any], named: str) -> Non
     assert str(fault.value).startswith("config.json: ")
     assert named in str(fault.value)
     assert not isinstance(fault.value, UnsupportedModelError)
+
+
+@pytest.mark.parametrize("rope", [LLAMA3_ROPE, LONG_ROPE, YARN_ROPE, {"rope_type": "linear", "factor": 2.0}])
+def test_any_value_of_any_rope_field_is_refused_or_computes(rope: dict[str, Any]) -> None:
+    wrong = [None, "x", True, [], {}, -1, 0, 1, 2**31, 10**400, 1e-300, 1e308, math.nan, [1.0] * 24, ["x"] * 24]
+    refused = 0
+    others = {"rope_theta", "attention_factor", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
+    for field, value in itertools.product(sorted(others | rope.keys()), wrong):
+        for beside in ({}, {"max_position_embeddings": value}, {"original_max_position_embeddings": value}):
+            try:
+                config = parse_config(QWEN3 | {"rope_parameters": rope | {field: value}} | beside)
+            except CheckpointError:
+                refused += 1
+            else:
+                assert len(frequencies((config.rope_theta, config.rope_scaling), config.head_dim)) == 24
+    assert refused > len(wrong)
 
 
 def test_malformed_generation_config() -> None:

@@ -10,14 +10,18 @@ import pytest
 import torch
 from checkpoints import LLAMA3_ROPE, make_checkpoint
 from kernels.cuda.tolerance import assert_argmax, assert_near, assert_same_product
+from quantized_files import awq, fp8_block
+from specrs.kernels.coded_weight import CodedWeight, Coding
 from specrs.kernels.linear import DenseWeight, Weight
+from specrs.models import dense_cuda, loader
 from specrs.models.base import HiddenStates
 from specrs.models.dense import Dense
 from specrs.models.dense_cuda import CudaDense, Workspace
 from specrs.models.dense_weights import DenseWeights, LayerWeights
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
-from specrs.models.loader import load_model
+from specrs.models.loader import CodedLoader, load_model, open_checkpoint
+from specrs.models.quantization.base import QuantizedTensors
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -27,6 +31,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen2": ("qwen2", {"tie": False}),
     "llama": ("llama", {"rope_parameters": LLAMA3_ROPE, "attention_bias": True, "mlp_bias": True}),
+    "windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
     "one KV head": ("qwen3", {"kv_heads": 1, "group": 5, "head_dim": 20}),
 }
 LENGTH = 90
@@ -50,16 +55,17 @@ def load(folder: Path, name: str, dtype: torch.dtype) -> Dense:
 def as_on_a_gpu(model: Dense) -> DenseWeights:
     """The same weights as `pack` leaves them on a GPU."""
 
-    def stored(w: Weight) -> Weight:
-        return DenseWeight(w.dequantized().to(model.dtype), w.bias)
-
     def layer(w: LayerWeights) -> LayerWeights:
-        linears = {name: stored(getattr(w, name)) for name in ("qkv", "o", "gate_up", "down")}
+        linears = {name: dense(getattr(w, name), model.dtype) for name in ("qkv", "o", "gate_up", "down")}
         return dataclasses.replace(w, **linears)
 
     weights = model.weights
     layers = tuple(map(layer, weights.layers))
-    return dataclasses.replace(weights, layers=layers, lm_head=stored(weights.lm_head))
+    return dataclasses.replace(weights, layers=layers, lm_head=dense(weights.lm_head, model.dtype))
+
+
+def dense(w: Weight, dtype: torch.dtype) -> DenseWeight:
+    return DenseWeight(w.dequantized().to(dtype), w.bias)
 
 
 class Poisoned(CudaDense):
@@ -120,7 +126,7 @@ def test_decode_and_verification_rows(folder: Path, name: str) -> None:
     compare(folder, name, run)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama"])
+@pytest.mark.parametrize("name", ["qwen3", "llama", "windows"])
 def test_prefill_chunks(folder: Path, name: str) -> None:
     """More than 64 rows at once, beside another request's chunk; then rows that attend all of it."""
 
@@ -129,6 +135,44 @@ def test_prefill_chunks(folder: Path, name: str) -> None:
         return [first, feeder.feed({0: span(71, LENGTH), 1: span(12, 13)}), feeder.feed({0: span(LENGTH, LENGTH + 2)})]
 
     compare(folder, name, run)
+
+
+@pytest.mark.parametrize("name", ["fp8", "int4"])
+def test_weights_of_codes(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loaded as on a GPU, with a projection that is not quantized: few rows, those that are read twice, and more than
+    read codes, against the numbers in float64."""
+    path = folder / name
+    if not path.exists():
+        source = make_checkpoint(
+            folder / f"{name}-source", "qwen2", tie=False, hidden=64, intermediate=64, kv_heads=1, group=2, head_dim=32,
+            layers=1 + (name == "fp8"), vocab=83, dtype=torch.bfloat16,
+        )  # fmt: skip
+        if name == "fp8":
+            fp8_block(source, path, block=(32, 32))
+        else:
+            awq(source, path)
+    config, checkpoint = open_checkpoint(path, None, "auto")
+    assert isinstance(checkpoint, QuantizedTensors)
+    with monkeypatch.context() as patch:
+        patch.setattr(loader, "pack", DenseWeight)
+        weights = CodedLoader(config, checkpoint, torch.float32, torch.device("cpu")).load()
+    last = weights.layers[-1]
+    assert all(isinstance(w, CodedWeight) for w in (last.qkv, last.o, last.gate_up, last.down))
+    assert isinstance(last.gate_up, CodedWeight)
+    assert last.gate_up.coding == (Coding("fp8", 32, 32) if name == "fp8" else Coding("int4", 32, zeros=True))
+    assert isinstance(weights.layers[0].down, CodedWeight) == (name != "fp8"), "listed among those not to convert"
+    monkeypatch.setattr(dense_cuda, "_CODED_ROWS", 6)
+    monkeypatch.setattr(dense_cuda, "_NUMBERS_BYTES", 4 * 64 * 24)
+    made = CudaDense.allocate(weights, max_rows=16, max_seqs=4)
+    monkeypatch.setattr(dense_cuda, "MAX_ROWS", 4)
+    assert 0 < made.workspace.numbers.numel() < 64 * 64, "several pieces"
+
+    def run(feeder: Feeder) -> list[Tensor]:
+        return [feeder.feed({0: span(0, rows), 1: span(0, 1)}) for rows in (2, 5, 8)]
+
+    exact = outputs(load_model(path.with_name(path.name + ".numbers"), dtype="float64"), run)
+    plain = outputs(load_model(path, dtype="float32"), run)
+    assert_near(outputs(Poisoned(made.weights, made.workspace), run), exact, plain, ulps=16)
 
 
 def test_argmax_agrees_with_logits(folder: Path) -> None:

@@ -165,7 +165,7 @@ def test_older_names_of_norms(folder: Path, target: Dense, tmp_path: Path) -> No
 )
 def test_fields_of_the_layer(copy: Path, target: Dense, fields: dict[str, Any], message: str) -> None:
     where = layer_field(copy, **fields)
-    with pytest.raises(SpecrsError, match="^" + re.escape(f"config.json: {where}{message}")):
+    with pytest.raises(SpecrsError, match="^" + re.escape(f"{copy}/config.json: {where}{message}")):
         load(copy, target)
 
 
@@ -191,7 +191,7 @@ def test_fields_of_the_layer(copy: Path, target: Dense, fields: dict[str, Any], 
 )
 def test_fields_of_the_head(copy: Path, target: Dense, fields: dict[str, Any], message: str) -> None:
     edit_json(copy / "config.json", **fields)
-    with pytest.raises(SpecrsError, match="^" + re.escape(f"config.json: {message}")):
+    with pytest.raises(SpecrsError, match="^" + re.escape(f"{copy}/config.json: {message}")):
         load(copy, target)
 
 

@@ -13,6 +13,7 @@ import specrs.models.loader as loader
 import torch
 from checkpoints import make_checkpoint, perturb_checkpoint
 from specrs.config import EngineConfig
+from specrs.core import DRAFTER_DEVICE, DRAFTER_NGRAM
 from specrs.drafters.draft_model import DraftModel
 from specrs.engine.blueprint import Blueprint
 from specrs.engine.build import build_engine
@@ -22,11 +23,13 @@ from specrs.engine.weights import Weights, load_weights
 from specrs.kernels.linear import DenseWeight
 from specrs.models.dense_cuda import CudaDense
 from specrs.runner.cuda.runner import CudaRunner
+from specrs.runner.ring import Header, RingSlot
 from specrs.sampling import SamplingParams
 from specrs.speculative_config import SpeculativeConfig
 
-VOCAB, K = 61, 3
-PROMPTS = [[5, 9, 2, 33, 7, 7, 1, 12, 40, 3, 22], [5, 9, 2, 33, 7, 7, 1, 12], [60]]
+from runner.cuda_engines import PROMPTS, K, generate
+
+VOCAB = 61
 
 
 @dataclasses.dataclass
@@ -52,9 +55,10 @@ class Pair:
         speculative = SpeculativeConfig(
             model=str(self.draft), num_speculative_tokens=K, rejection_sample_method=rule, max_model_len=30
         )
-        if method == "ngram":
+        if "ngram" in method:
             speculative = SpeculativeConfig(
                 method=method,
+                model=str(self.draft) if "draft_model" in method else None,
                 num_speculative_tokens=K,
                 prompt_lookup_min=1,
                 prompt_lookup_max=2,
@@ -83,11 +87,16 @@ class Pair:
             return build_engine(config, self.nudged if nudged else self.gpu if gpu else self.cpu)
 
 
+SHAPE = {"layers": 1, "hidden": 32, "intermediate": 32, "kv_heads": 1, "head_dim": 16, "vocab": VOCAB}
+
+
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    folder = tmp_path_factory.mktemp("pair")
-    shape = {"layers": 1, "hidden": 32, "intermediate": 32, "kv_heads": 1, "head_dim": 16, "vocab": VOCAB}
-    target = make_checkpoint(folder / "target", seed=1, **shape)
+    return make_pair(tmp_path_factory.mktemp("pair"))
+
+
+def make_pair(folder: Path, family: str = "qwen3", **fields: Any) -> Pair:
+    target = make_checkpoint(folder / "target", family, seed=1, **SHAPE, **fields)
     draft = perturb_checkpoint(target, folder / "draft", noise=0.3, seed=2)
     config = EngineConfig(
         model=str(target),
@@ -108,21 +117,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
         )
     )
     return Pair(target, draft, cpu, gpu, nudged)
-
-
-def generate(engine: Engine, params: list[SamplingParams], num_tokens: int = 5) -> list[Request]:
-    """Every prompt to its end; ids, log probabilities and books are in the requests."""
-    requests = [
-        Request(i, prompt, own.replace(max_tokens=num_tokens, ignore_eos=True), num_speculative_tokens=K, seed=100 + i)
-        for i, (prompt, own) in enumerate(zip(PROMPTS, params, strict=True))
-    ]
-    for request in requests:
-        engine.add_request(request)
-    while engine.has_unfinished():
-        engine.step()
-    engine.scheduler.check_integrity()
-    assert engine.scheduler.num_free_blocks == engine.scheduler.num_blocks
-    return requests
 
 
 def assert_no_ties(pair: Pair, theirs: list[Request], params: list[SamplingParams], **settings: Any) -> None:
@@ -182,6 +176,21 @@ def test_same_tokens(pair: Pair, rule: str, params: list[SamplingParams], monkey
     assert sum(sum(request.acceptance.histogram) for request in mine) > 0
 
 
+def test_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every layer sees 6 positions, and blocks behind them are others' while their request goes on: the pool has not
+    room for three texts."""
+    pair = make_pair(tmp_path, "mistral", sliding_window=6)
+    engines = [pair.engine(gpu=gpu, monkeypatch=monkeypatch, num_gpu_blocks_override=13) for gpu in (True, False)]
+    runner = engines[0].runner
+    assert isinstance(runner, CudaRunner)
+    assert runner.ctx.draft_start is not None
+    prompts = [PROMPTS[0] + [8, 8, 19, 30, 2], PROMPTS[1], PROMPTS[2]]
+    mine, theirs = (generate(engine, [GREEDY] * 3, 8, prompts) for engine in engines)
+    assert_same(mine, theirs)
+    assert runner.ctx.draft_start.any(), "the draft was fed the window of a prompt alone"
+    assert sum(sum(request.acceptance.histogram) for request in mine) > 0
+
+
 NARROW = [7, 9, 12]  # tokens of the first prompts: what they allow is drafted, and often stands
 
 
@@ -209,6 +218,39 @@ def test_drafts_that_the_record_brings(pair: Pair, rule: str, monkeypatch: pytes
         assert with_drafts.output_token_ids == without.output_token_ids
 
 
+# The other two pairs would take the interpreter a minute more.
+@pytest.mark.parametrize(("rule", "adjusted"), [("rejection", False), ("coupled", True)])
+def test_drafts_of_the_host_beside_drafts_of_passes(
+    pair: Pair, rule: str, adjusted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launches that mix entries of both, of one alone, and rows that draft nothing; every kind of row."""
+    params = [
+        SamplingParams(temperature=0.8, allowed_token_ids=NARROW if adjusted else None),
+        GREEDY,
+        SamplingParams(temperature=1.2, presence_penalty=0.5 if adjusted else 0.0),
+    ]
+    settings: dict[str, Any] = {"rule": rule, "method": "ngram,draft_model", "monkeypatch": monkeypatch}
+    engines = [pair.engine(gpu=gpu, **settings) for gpu in (True, False)]
+    seen: list[frozenset[int]] = []
+
+    def watch(slot: RingSlot, header: Header, ms: float) -> None:
+        record, count = slot.record_arrays, header.num_decode
+        pairs = zip(record["entry_drafter"][:count], record["entry_k"][:count], strict=True)
+        seen.append(frozenset(int(drafter) for drafter, k in pairs if k))
+
+    engines[0].watch = watch
+    mine, theirs = (generate(engine, params, 16) for engine in engines)
+    assert_no_ties(pair, theirs, params, **settings)
+    assert_same(mine, theirs)
+    assert engines[0].stats() == engines[1].stats()
+    assert frozenset((DRAFTER_DEVICE, DRAFTER_NGRAM)) in seen
+    assert frozenset((DRAFTER_NGRAM,)) in seen
+    if rule == "coupled":
+        plain = [own.replace(num_speculative_tokens=0) for own in params]
+        for with_drafts, without in zip(mine, generate(pair.engine(gpu=False, **settings), plain, 16), strict=True):
+            assert with_drafts.output_token_ids == without.output_token_ids
+
+
 def test_drafts_are_penalised_by_drafts(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     mine, theirs = (
         generate(pair.engine(gpu=gpu, monkeypatch=monkeypatch), [PENALISED] * 3, 8) for gpu in (True, False)
@@ -216,6 +258,36 @@ def test_drafts_are_penalised_by_drafts(pair: Pair, monkeypatch: pytest.MonkeyPa
     assert_no_ties(pair, theirs, [PENALISED] * 3, monkeypatch=monkeypatch)
     assert_same(mine, theirs)
     assert any(sum(request.acceptance.histogram[2:]) for request in mine), "two drafts in a row were accepted"
+
+
+def test_a_drafter_that_raises_costs_drafts_alone(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its first pass over committed tokens, and in two launches between drafts; requests of every path."""
+    engine = pair.engine(gpu=True, rule="coupled", monkeypatch=monkeypatch, launch_depth=1)
+    calls = dict.fromkeys(("feed", "forward"), 0)
+    assert isinstance(engine.drafter, DraftModel)
+    drafter, model = engine.drafter, engine.drafter.model
+
+    def raising(name: str, method: Any, broken: set[int]) -> Any:
+        def call(own: Any, *args: Any, **fields: Any) -> Any:
+            found = method(own, *args, **fields)
+            if own is not drafter and own is not model:  # the target's passes are of the same class
+                return found
+            calls[name] += 1
+            if calls[name] in broken:
+                raise RuntimeError(name)
+            return found
+
+        return call
+
+    monkeypatch.setattr(type(drafter), "feed", raising("feed", type(drafter).feed, {1}))
+    monkeypatch.setattr(type(model), "forward", raising("forward", type(model).forward, {6, 11}))
+    params = [GREEDY, GREEDY.replace(presence_penalty=0.3), SamplingParams(temperature=0.9)]
+    mine = generate(engine, params, 9)
+    plain = [own.replace(num_speculative_tokens=0) for own in params]
+    theirs = generate(pair.engine(gpu=False, rule="coupled", monkeypatch=monkeypatch), plain, 9)
+    assert [request.output_token_ids for request in mine] == [request.output_token_ids for request in theirs]
+    assert engine.stats().draft_errors == {"draft_model": 3}
+    assert engine.stats().drafts > 2
 
 
 def test_nothing_depends_on_stale_memory(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,38 +1,41 @@
 """The native runner against the eager one on the same passes: row state, KV and results of random launches, bit by bit.
 
 Records are made up, not planned: rows that ended, are short of blocks, lag, meet stops and limits, in any mixture.
-SPECRS_LAUNCHES is how many launches each case runs.
+SPECRS_LAUNCHES is how many launches all cases run together; `make launches` runs a million.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 
 import numpy as np
 import pytest
 import torch
-from models.native_models import random_model
+from models.native_models import random_head, random_model
 from specrs import core
-from specrs.core import CachedDrafter, NgramProposer, RequestSampling, Scheduler
+from specrs.core import CachedDrafter, HiddenDrafter, NgramProposer, RequestSampling, Scheduler
 from specrs.drafters.base import Drafter
 from specrs.drafters.draft_model import DraftModel, ModelPasses, ParallelDraftModel
+from specrs.drafters.hidden import HeadDrafter
 from specrs.drafters.host import HostDrafter
 from specrs.models.dense_native import NativeDense
+from specrs.models.eagle3_native import NativeEagle3Head
 from specrs.models.kv_cache import KVCache
 from specrs.runner.eager import EagerRunner
+from specrs.runner.hidden_rows import HiddenRows
 from specrs.runner.native import NativeRunner
 from specrs.runner.ring import RingSlot
 from specrs.runner.row_state import RowState
 from specrs.runner.sampling_state import SamplingState
 
-LAUNCHES = int(os.environ.get("SPECRS_LAUNCHES", "300"))
 ROWS, MAX_LEN, BLOCK_SIZE, MAX_K, VOCAB, BUDGET = 6, 30, 4, 3, 19, 64
 MASK = 2
-DEVICE_DRAFTERS = ("model", "parallel", "mixed", "mixed parallel")
-HOST_DRAFTERS = ("ngram", "mixed", "mixed parallel")
+HEADS = ("head", "mixed head")
+DEVICE_DRAFTERS = ("model", "parallel", "mixed", "mixed parallel", *HEADS)
+HOST_DRAFTERS = ("ngram", "mixed", "mixed parallel", "mixed head")
 TABLE = -(-MAX_LEN // BLOCK_SIZE)
 SECTIONS = ("num_emitted", "num_accepted", "num_drafted", "flags", "finish_reason")
 
@@ -47,7 +50,7 @@ class Side:
     @property
     def caches(self) -> list[KVCache]:
         drafter = self.runner.drafter
-        return [self.runner.kv_cache, *([drafter.kv_cache] if isinstance(drafter, ModelPasses) else [])]
+        return [self.runner.kv_cache, *([drafter.kv_cache] if isinstance(drafter, ModelPasses | HeadDrafter) else [])]
 
 
 class Pair:
@@ -56,7 +59,10 @@ class Pair:
     def __init__(self, drafter: str, rule: str, rates: list[float] | None, draft_vocab: int) -> None:
         model = CachedDrafter(max_model_len=MAX_LEN - 6, max_draft_lag=2)
         parallel = CachedDrafter(max_model_len=MAX_LEN - 6, max_draft_lag=MAX_K + 1, mask_token_id=MASK)
+        head = HiddenDrafter(max_model_len=MAX_LEN - 6, max_draft_lag=MAX_K + 3)
         declared = {
+            "head": [head],
+            "mixed head": [NgramProposer(1, 2), head],
             "model": [model],
             "parallel": [parallel],
             "ngram": [NgramProposer(1, 2)],
@@ -74,7 +80,11 @@ class Pair:
             drafter=declared,
             max_constraint_len=64,
         )
-        target, draft = random_model(VOCAB, 1), random_model(draft_vocab, 2)
+        target = random_model(VOCAB, 1)
+        draft: NativeDense | NativeEagle3Head = random_model(draft_vocab, 2)
+        if drafter in HEADS:
+            few = draft_vocab < VOCAB
+            draft = random_head(target, draft_vocab, 2, fc_norm=few, norm_output=rule == "coupled")
         settings = {"block_size": BLOCK_SIZE, "rule": rule, "rates": rates, "logprobs_mode": "raw_logprobs"}
         native = functools.partial(NativeRunner, self.scheduler, core.CpuPool(1))
         makes: list[Callable[..., EagerRunner]] = [EagerRunner, native]
@@ -84,12 +94,15 @@ class Pair:
         self,
         make: Callable[..., EagerRunner],
         target: NativeDense,
-        draft: NativeDense,
+        draft: NativeDense | NativeEagle3Head,
         drafter: str,
         settings: dict[str, object],
     ) -> Side:
         made: Drafter | None = None
-        if drafter in ("model", "mixed"):
+        if isinstance(draft, NativeEagle3Head):
+            cache = draft.allocate_cache(ROWS * TABLE, BLOCK_SIZE)
+            made = HeadDrafter(draft, cache, MAX_LEN - 6, VOCAB, max_draft_lag=MAX_K + 3)
+        elif drafter in ("model", "mixed"):
             made = DraftModel(draft, draft.allocate_cache(ROWS * TABLE, BLOCK_SIZE), MAX_LEN - 6, VOCAB)
         elif drafter in ("parallel", "mixed parallel"):
             cache = draft.allocate_cache(ROWS * TABLE, BLOCK_SIZE)
@@ -109,7 +122,7 @@ class Pair:
 
     def launch(self, rng: np.random.Generator, drafter: str) -> Made:
         """Make up a launch and run it on both."""
-        made = Made(rng, self.native.runner.state, self.native.slot, drafter)
+        made = Made(rng, self.native.runner, self.native.slot, drafter)
         self.eager.slot.record[:] = self.native.slot.record
         for side in (self.eager, self.native):
             side.slot.results[:] = -9
@@ -120,8 +133,9 @@ class Pair:
 class Made:
     """A launch made up from row state, which it first changes: what a scheduler would never do."""
 
-    def __init__(self, rng: np.random.Generator, state: RowState, slot: RingSlot, drafter: str) -> None:
-        self.rng, self.state, self.record, self.drafter = rng, state, slot.record_arrays, drafter
+    def __init__(self, rng: np.random.Generator, runner: EagerRunner, slot: RingSlot, drafter: str) -> None:
+        self.rng, self.state, self.record, self.drafter = rng, runner.state, slot.record_arrays, drafter
+        self.hidden = runner.hidden
         self.header = dict.fromkeys(core.HEADER_FIELDS, 0)
         slot.record[:] = -7  # what a launch does not count, it must not read
         rows = rng.permutation(ROWS).tolist()
@@ -136,8 +150,10 @@ class Made:
         self._blocks()
         self._decode()
         self._prefill()
-        if drafter in DEVICE_DRAFTERS:
-            self._catch_up()
+        if drafter in HEADS:
+            self._draft_chunks(self._of_prompts())
+        elif drafter in DEVICE_DRAFTERS:
+            self._draft_chunks(self._lags())
         self.record["header"][: len(core.HEADER_FIELDS)] = [self.header[name] for name in core.HEADER_FIELDS]
 
     def _length(self, row: int) -> int:
@@ -235,7 +251,9 @@ class Made:
         for j, row in enumerate(self.prefill):
             n = self.lengths[row]
             self._entry(len(self.decode) + j, row, 0)
-            start = int(self.rng.integers(0, n))
+            # A head that has begun somewhere is fed nothing before.
+            least = 0 if self.hidden is None or row in self.admitted else int(self.hidden.draft_start[row])
+            start = int(self.rng.integers(least, n))
             length = int(min(self.rng.integers(1, n - start + 1), (BUDGET - at) // (len(self.prefill) - j)))
             positions = np.arange(start, start + length)
             tokens = (
@@ -252,15 +270,29 @@ class Made:
             record["prefill_q_start"][j + 1] = at
         self.header["num_prefill"], self.header["num_prefill_tokens"] = len(self.prefill), at
 
-    def _catch_up(self) -> None:
-        record, at, j = self.record, 0, 0
-        record["draft_q_start"][0] = 0
+    def _lags(self) -> Iterator[tuple[int, int, int]]:
+        """Row, start and length of what a draft model catches up with."""
         for row in self.decode:
             n = self.lengths[row]
             start = int(self.state.draft_len[row])
-            if self.rng.random() < 0.6 or start >= n - 1 or row in self.prefill:
-                continue
-            length = min(int(self.rng.integers(0, n - start)), 8)
+            if self.rng.random() >= 0.6 and start < n - 1:
+                yield row, start, min(int(self.rng.integers(0, n - start)), 8)
+
+    def _of_prompts(self) -> Iterator[tuple[int, int, int]]:
+        """The same of what prompt chunks leave to a head, and of heads that are told to start anew."""
+        for row in self.decode:
+            if self.rng.random() < 0.1:
+                yield row, 0, 0
+        for j, row in enumerate(self.prefill):
+            start, length = (int(self.record[f"chunk_{name}"][j]) for name in ("start", "len"))
+            length = min(length, self.lengths[row] - 1 - start)
+            if length > 0 and self.rng.random() < 0.8:
+                yield row, start, length
+
+    def _draft_chunks(self, chunks: Iterator[tuple[int, int, int]]) -> None:
+        record, at, j = self.record, 0, 0
+        record["draft_q_start"][0] = 0
+        for row, start, length in chunks:
             positions = np.arange(start, start + length)
             slots = np.where(self.rng.random(length) < 0.2, -1, self._slots(row, positions))
             told = {"draft_chunk_row": row, "draft_chunk_start": start, "draft_chunk_len": length}
@@ -270,6 +302,23 @@ class Made:
             at, j = at + length, j + 1
             record["draft_q_start"][j] = at
         self.header["num_draft_chunks"], self.header["num_draft_tokens"] = j, at
+
+
+def shake_hidden(hidden: HiddenRows, state: RowState, rng: np.random.Generator) -> None:
+    """Where the states that are kept cannot be those of a row as it is, others; heads begin anywhere before their KV.
+
+    A row that drafts has a token beside its last, whose state is kept and not yet fed.
+    """
+    for row in range(ROWS):
+        n = max(int(state.num_tokens[row]), 2)
+        draft_len = min(int(state.draft_len[row]), n - 2)
+        state.num_tokens[row], state.draft_len[row] = n, draft_len
+        state.limit[row].clamp_(min=n + 1)
+        if not max(0, n - 1 - hidden.width) <= hidden.start[row] <= n - 2 or rng.random() < 0.05:
+            hidden.start[row] = max(0, n - 1 - int(rng.integers(1, hidden.width + 1)))
+            hidden.states[row] = torch.from_numpy(rng.standard_normal(hidden.states[row].shape, np.float32))
+            hidden.draft_start[row] = rng.integers(0, draft_len + 1)
+        hidden.draft_start[row].clamp_(max=draft_len)
 
 
 def shake(pair: Pair, rng: np.random.Generator) -> None:
@@ -284,16 +333,21 @@ def shake(pair: Pair, rng: np.random.Generator) -> None:
             state.limit[row], state.min_len[row] = rng.integers(n + 1, MAX_LEN + 1), rng.integers(0, MAX_LEN)
             state.tokens[row] = torch.from_numpy(rng.integers(0, VOCAB, MAX_LEN + 1))
             state.block_table[row] = torch.from_numpy(rng.permutation(TABLE) + row * TABLE)
-    other = pair.eager.runner
+    other, hidden = pair.eager.runner, pair.native.runner.hidden
+    if hidden is not None:
+        shake_hidden(hidden, state, rng)
     for field in fields(RowState):
         getattr(other.state, field.name).copy_(getattr(state, field.name))
+    if hidden is not None:
+        for field in fields(HiddenRows):
+            getattr(other.hidden, field.name).copy_(getattr(hidden, field.name))
     assert torch.equal(other.sampling.params.values, sampling.params.values)
     sound = rng.random() < 0.9
     for mine, theirs in zip(pair.native.caches, pair.eager.caches, strict=True):
         for layer, copied in zip(mine.layers, theirs.layers, strict=True):
             layer.nan_to_num_(nan=0.5)
             if not sound:
-                layer[rng.integers(0, ROWS * TABLE, 6)] = torch.nan
+                layer[rng.integers(0, ROWS * TABLE, 12)] = torch.nan
             copied.copy_(layer)
 
 
@@ -318,6 +372,12 @@ def compare(pair: Pair, made: Made) -> dict[str, int]:
     for name in ("seeds", "prompt_len"):
         assert torch.equal(getattr(native.runner.sampling, name), getattr(eager.runner.sampling, name)), name
     assert torch.equal(native.runner.sampling.params.values, eager.runner.sampling.params.values)
+    if native.runner.hidden is not None:
+        assert eager.runner.hidden is not None
+        for name in ("start", "draft_start"):
+            assert torch.equal(getattr(native.runner.hidden, name), getattr(eager.runner.hidden, name)), name
+        kept_states = (side.runner.hidden.states[:ROWS, :-1].view(torch.int32) for side in (native, eager))  # type: ignore[union-attr]
+        assert torch.equal(*kept_states)
     # Where blocks are short the native runner feeds nothing; the scratch block is anything.
     flags = native.slot.results_arrays["flags"][:count]
     rows = native.slot.record_arrays["entry_row"][:count][flags & core.FLAG_CAPACITY != 0].tolist()
@@ -341,23 +401,30 @@ def compare(pair: Pair, made: Made) -> dict[str, int]:
     }
 
 
-@pytest.mark.parametrize(
-    ("drafter", "rule", "rates", "draft_vocab"),
-    [
-        ("model", "rejection", None, VOCAB),
-        ("model", "coupled", None, VOCAB - 4),
-        ("model", "rejection", None, VOCAB + 5),
-        ("model", "rejection", [0.9, 0.5, 0.1], VOCAB),
-        ("parallel", "rejection", None, VOCAB),
-        ("parallel", "coupled", None, VOCAB + 5),
-        ("ngram", "rejection", None, VOCAB),
-        ("mixed", "rejection", None, VOCAB),
-        ("mixed", "coupled", None, VOCAB),
-        ("mixed parallel", "rejection", None, VOCAB),
-        ("mixed", "rejection", [0.9, 0.5, 0.1], VOCAB),
-        ("none", "coupled", None, VOCAB),
-    ],
-)
+CASES: list[tuple[str, str, list[float] | None, int]] = [
+    ("model", "rejection", None, VOCAB),
+    ("model", "coupled", None, VOCAB - 4),
+    ("model", "rejection", None, VOCAB + 5),
+    ("model", "rejection", [0.9, 0.5, 0.1], VOCAB),
+    ("parallel", "rejection", None, VOCAB),
+    ("parallel", "coupled", None, VOCAB + 5),
+    ("ngram", "rejection", None, VOCAB),
+    ("mixed", "rejection", None, VOCAB),
+    ("mixed", "coupled", None, VOCAB),
+    ("mixed parallel", "rejection", None, VOCAB),
+    ("mixed", "rejection", [0.9, 0.5, 0.1], VOCAB),
+    ("head", "rejection", None, VOCAB - 7),
+    ("head", "coupled", None, VOCAB),
+    ("head", "rejection", [0.9, 0.5, 0.1], VOCAB - 7),
+    ("mixed head", "rejection", None, VOCAB),
+    ("mixed head", "coupled", None, VOCAB - 7),
+    ("none", "coupled", None, VOCAB),
+]
+LAUNCHES = -(-int(os.environ.get("SPECRS_LAUNCHES", 300 * len(CASES))) // len(CASES))
+"""Of a case."""
+
+
+@pytest.mark.parametrize(("drafter", "rule", "rates", "draft_vocab"), CASES)
 def test_random_launches(drafter: str, rule: str, rates: list[float] | None, draft_vocab: int) -> None:
     rng, pair = np.random.default_rng(draft_vocab + len(drafter + rule)), Pair(drafter, rule, rates, draft_vocab)
     seen: dict[str, int] = {}

@@ -5,22 +5,27 @@ from the host and allocations pass, so a dispatch mode watches every op; what ke
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from checkpoints import make_checkpoint, make_eagle3
 from specrs.config import EngineConfig
+from specrs.drafters.vocabulary import SharedVocabulary
 from specrs.engine.blueprint import Blueprint
 from specrs.engine.build_cuda import make_context
 from specrs.engine.weights import Weights
 from specrs.kernels.linear import DenseWeight
+from specrs.models.checkpoint import read_json
 from specrs.models.dense import Dense
 from specrs.models.dense_weights import DenseWeights, LayerWeights
+from specrs.models.eagle3_config import TargetFacts, parse_eagle3_config
+from specrs.models.eagle3_head import Eagle3Head, Eagle3Weights
 from specrs.models.loader import load_config
-from specrs.runner.cuda import iteration
-from specrs.runner.cuda.iteration import Context
+from specrs.runner.cuda import drafting, iteration
+from specrs.runner.cuda.context import Context
 from specrs.runner.cuda.runner import entries_of
 from specrs.runner.cuda.shapes import Shape, Tail
 from specrs.runner.sampling_state import SamplingState
@@ -45,11 +50,13 @@ VIEWS = {
     "alias",
     "detach",
     "transpose",
+    "unbind",
 }
 """Ops of torch that touch no memory; everything else must be one of ours or write where it is told."""
-WRITES = {"mm.out", "addmm.out", "clamp.out", "copy_"}
+WRITES = {"mm.out", "addmm.out", "clamp.out", "index_select.out", "copy_"}
 DRAFT_IDS, IDS = 90, 97
 LAYERS = 2
+HEAD_IDS = 50
 
 
 class Watch(TorchDispatchMode):
@@ -109,6 +116,45 @@ def fake_decoder(folder: Path, dtype: torch.dtype) -> Dense:
     return Dense(weights)
 
 
+def fake_head(folder: Path, target: Dense) -> Eagle3Head:
+    """A head of empty tensors, over a part of the target's ids."""
+    t = target.config
+    config = parse_eagle3_config(
+        read_json(folder / "config.json"), TargetFacts(t.hidden_size, t.vocab_size, t.num_layers, 64)
+    )
+    c, h = config.layer, config.layer.hidden_size
+    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device=CUDA)
+
+    layer = LayerWeights(
+        input_norm=empty(h),
+        qkv=DenseWeight(empty(q + 2 * kv, 2 * h), None),
+        qk_norm=empty(c.num_heads + c.num_kv_heads, c.head_dim) if c.qk_norm else None,
+        o=DenseWeight(empty(h, q), None),
+        post_attention_norm=empty(h),
+        gate_up=DenseWeight(empty(2 * c.intermediate_size, h), None),
+        down=DenseWeight(empty(h, c.intermediate_size), None),
+    )
+    weights = Eagle3Weights(
+        config=config,
+        dtype=torch.bfloat16,
+        device=CUDA,
+        embedding=target.weights.embedding,
+        fc=DenseWeight(empty(h, len(config.aux_layer_ids) * t.hidden_size), None),
+        fc_norm=empty(len(config.aux_layer_ids), t.hidden_size),
+        hidden_norm=empty(h),
+        layer=layer,
+        final_norm=empty(h),
+        lm_head=DenseWeight(empty(HEAD_IDS, h), None),
+        rotary=torch.empty(c.head_dim, device=CUDA),
+        target_ids=torch.empty(HEAD_IDS, dtype=torch.int64, device=CUDA),
+        max_position_embeddings=64,
+    )
+    return Eagle3Head(weights)
+
+
 @pytest.fixture(scope="module", params=["qwen3", "qwen2"])
 def context(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -118,12 +164,25 @@ def context(
     shape = {"layers": 2, "hidden": 64, "kv_heads": 2, "head_dim": 64}
     target = make_checkpoint(folder / "target", request.param, vocab=97, **shape)  # type: ignore[arg-type]
     draft = make_checkpoint(folder / "draft", request.param, vocab=90, **shape)  # type: ignore[arg-type]
+    layer_ids = {"layer_ids": [0, 1], "fc_norm": True, "head_dim": 64}
+    head = make_eagle3(folder / "head", target, vocab=HEAD_IDS, **layer_ids)  # type: ignore[arg-type]
     with FakeTensorMode():
-        yield lambda rule: make(target, draft, rule)
+        yield lambda rule, kind="draft": make(target, head if "head" in kind else draft, rule, kind)
 
 
-def make(target: Path, draft: Path, rule: str) -> Context:
-    speculative = SpeculativeConfig(model=str(draft), num_speculative_tokens=K, rejection_sample_method=rule)
+METHODS = {"list": "ngram,draft_model", "head": "eagle3", "list with a head": "ngram,eagle3"}
+KINDS = ("draft", "list", "parallel", "other vocabulary", "head", "list with a head")
+
+
+def make(target: Path, draft: Path, rule: str, kind: str) -> Context:
+    speculative = SpeculativeConfig(
+        method=METHODS.get(kind, "draft_model"),
+        model=str(draft),
+        num_speculative_tokens=K,
+        rejection_sample_method=rule,
+        parallel_drafting=kind == "parallel",
+        use_heterogeneous_vocab=kind == "other vocabulary",
+    )
     config = EngineConfig(
         model=str(target),
         speculative_config=speculative,
@@ -131,7 +190,16 @@ def make(target: Path, draft: Path, rule: str) -> Context:
         max_num_batched_tokens=32,
         max_model_len=64,
     )
-    weights = Weights(fake_decoder(target, torch.bfloat16), fake_decoder(draft, torch.bfloat16))
+    model = fake_decoder(target, torch.bfloat16)
+    if "head" in kind:
+        weights = Weights(model, None, head=fake_head(draft, model))
+    else:
+        weights = Weights(model, fake_decoder(draft, torch.bfloat16))
+    if kind == "parallel":
+        weights = replace(weights, mask_token_id=7)
+    if kind == "other vocabulary":
+        ids = [torch.empty(size, dtype=torch.int64, device=CUDA) for size in (40, 40, IDS)]
+        weights = replace(weights, shared=SharedVocabulary(*ids))
     blueprint = Blueprint(config, weights)
     sampling = SamplingState(BATCH, IDS, torch.float32, CUDA)
     return make_context(blueprint, blueprint.scheduler(20), sampling, 20)
@@ -146,15 +214,39 @@ def test_an_iteration_stays_on_its_device(context: Callable[..., Context], rule:
     entries = entries_of(ctx.record.views, "num_decode")
     with torch.inference_mode(), Watch() as watch:
         iteration.prepare(ctx, shape, entries)
-        iteration.draft(ctx, shape)
+        drafting.draft(ctx, shape)
         iteration.verify(ctx, shape)
         iteration.accept_and_update(ctx, shape)
-    ours = [op for op in watch.ops if op.startswith("specrs::")]
+    ours = count_ours(watch)
     # A pass: the embedding, six kernels a layer, the final norm, the LM head.
     passes = (k + 1) * (6 * LAYERS + 3)
     drawn = k * 2 if tail is Tail.SAMPLED else 0  # cut and draw
     accepted = {Tail.GREEDY: 1, Tail.SAMPLED: 2 if rule == "rejection" else 3}[tail]
-    assert len(ours) == 1 + passes + drawn + (k > 0) + accepted + 1
+    assert ours == 1 + passes + drawn + (k > 0) + accepted + 1
+
+
+def count_ours(watch: Watch) -> int:
+    return sum(op.startswith("specrs::") for op in watch.ops)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "coupled"])
+@pytest.mark.parametrize("tail", [Tail.GREEDY, Tail.SAMPLED])
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_other_drafters_stay_on_the_device(context: Callable[..., Context], kind: str, tail: Tail, rule: str) -> None:
+    """Whole iterations, and single passes as chained launches have them; without passes where all drafts are there."""
+    ctx, counts = context(rule, kind), []
+    entries = entries_of(ctx.record.views, "num_decode")
+    for passes in (None, 0):
+        with torch.inference_mode(), Watch() as watch:
+            iteration.run(ctx, Shape(BATCH, K, BATCH * (K + 1), tail, passes), entries)
+        counts.append(count_ours(watch))
+    with torch.inference_mode(), Watch() as watch:
+        for i in range(1, 2 if ctx.in_parallel else K + 1):
+            drafting.draft_pass(ctx, i, 2, Tail.LOGITS)
+    assert counts[0] > counts[1]
+    if kind == "parallel":
+        sampled = 2 * K if tail is Tail.SAMPLED else 0
+        assert counts[0] - counts[1] == 6 * LAYERS + 3 + sampled, "one pass"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Every error has one shape, names the field, and says nothing of the machine; nothing is left running."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -127,9 +128,65 @@ def test_what_is_told_of_the_server(server: Server) -> None:
     assert server.get("/v1/models", Authorization="Bearer ").status == 200
 
 
+def test_what_routers_ask(server: Server) -> None:
+    from importlib.metadata import version
+
+    assert server.get("/ping").status == server.post("/ping", {}).status == 200
+    assert server.get("/v1/models/bundled").json == server.get("/v1/models").json["data"][0]
+    unknown = server.get("/v1/models/other")
+    assert (unknown.status, unknown.error["param"]) == (404, "model")
+    assert server.get("/load").json == {"server_load": 0}
+    information = server.get("/server_info").json
+    assert information == server.get("/get_server_info").json
+    assert information["version"] == version("specrs")
+    assert (information["max_model_len"], information["max_num_seqs"], information["block_size"]) == (512, 16, 16)
+    assert information["speculative_config"]["method"] == "draft_model"
+    assert information.items() >= server.get("/model_info").json.items()
+    loads = server.get("/v1/loads?include=core,queues").json
+    (idle,) = loads["loads"]
+    assert (idle["num_running_reqs"], idle["num_waiting_reqs"], idle["num_used_tokens"]) == (0, 0, 0)
+    assert idle["max_total_num_tokens"] == information["max_total_num_tokens"] == information["num_gpu_blocks"] * 16
+    with server.streaming(prompt="x", n=2, max_tokens=400, ignore_eos=True) as events:
+        next(events)
+        server.wait_until("vllm:num_requests_running", 2)
+        assert server.get("/load").json == {"server_load": 2}
+        loads = server.get("/v1/loads").json
+        assert (loads["loads"][0]["num_running_reqs"], loads["aggregate"]["total_running_reqs"]) == (2, 2)
+        assert 0 < loads["loads"][0]["num_used_tokens"] < idle["max_total_num_tokens"]
+        assert 0 < loads["loads"][0]["token_usage"] < 1
+
+
+def test_http_2_is_refused_at_once(server: Server) -> None:
+    """A router's probe for gRPC on the same port."""
+    with server.connect() as connection:
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 400 ")
+
+
 def test_request_ids(server: Server) -> None:
     assert server.complete(prompt="x", max_tokens=1, request_id="mine-1")["id"] == "cmpl-mine-1"
     assert server.post(COMPLETIONS, X | {"request_id": "a\nb"}).status == 400
+    one = {"prompt": "x", "max_tokens": 1}
+    headers = {"X-Request-Id": "mine-2"}
+    named = server.request("POST", COMPLETIONS, one, headers)
+    assert (named.json["id"], named.headers["x-request-id"]) == ("cmpl-mine-2", "mine-2")
+    both = server.request("POST", COMPLETIONS, one | {"request_id": "mine-1"}, headers)
+    assert (both.json["id"], both.headers["x-request-id"]) == ("cmpl-mine-1", "mine-1")
+    for headers in ({}, {"X-Request-Id": "a b"}, {"X-Request-Id": "a" * 129}):
+        fresh = server.request("POST", COMPLETIONS, one, headers)
+        assert fresh.json["id"] == f"cmpl-{fresh.headers['x-request-id']}"
+        assert re.fullmatch("[0-9a-f]{32}", fresh.headers["x-request-id"])
+    wrong = server.request("POST", COMPLETIONS, one | {"n": 0}, {"X-Request-Id": "mine-3"})
+    assert (wrong.status, wrong.headers["x-request-id"]) == (400, "mine-3")
+
+
+def test_texts_far_beyond_the_context_cost_little(server: Server) -> None:
+    """Sixteen million characters are refused for what their beginning is."""
+    for path in (COMPLETIONS, "/tokenize"):
+        for text in ("a" * 16_000_000, "a cat, " * 2_000_000):
+            answer = server.post(path, {"prompt": text})
+            assert (answer.status, answer.error["param"]) == (400, "prompt")
+            assert "characters are more than the 512 tokens that are allowed" in answer.error["message"]
 
 
 def test_metrics_have_vllms_names(server: Server) -> None:
@@ -168,4 +225,10 @@ def test_the_document_names_every_endpoint(server: Server) -> None:
         "/version",
         "/tokenize",
         "/detokenize",
+        "/ping",
+        "/load",
+        "/v1/loads",
+        "/v1/models/{name}",
+        "/model_info",
+        "/server_info",
     }

@@ -10,7 +10,7 @@ from contextlib import closing
 
 import pytest
 
-from .harness import Answer, Server, serving
+from .harness import MAIN, Answer, Server, serving
 
 KEYS = ("first-key", "zweiter-Schlüssel")
 HEADER, BODY, WRITE, KEEP_ALIVE = 1.0, 1.0, 2.0, 1.0
@@ -268,3 +268,19 @@ def test_a_reader_that_takes_nothing_is_cut_off(server: Server) -> None:
     assert taken.startswith(b"HTTP/1.1 200 ")
     assert b"[DONE]" not in taken
     assert any("took nothing for" in line for line in server.lines)
+
+
+def test_connections_fit_the_files_that_a_process_may_open() -> None:
+    """More would be errors of accept, thousands of lines a second, and clients without an answer."""
+    code = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 160)); {MAIN}"
+    with serving("--http-header-timeout", "600", code=code) as server:
+        assert any("max_connections=1024: this process may open 160 files; 32 connections" in x for x in server.lines)
+        silent = [server.connect() for _ in range(200)]
+        # a connection beyond is told so at once, though it has sent nothing
+        refused = read_answer(silent[-1])
+        assert (refused.status, refused.error["message"]) == (503, "More than 32 connections.")
+        for connection in silent:
+            connection.close()
+        while server.get("/health").status != 200:
+            continue
+        assert not [line for line in server.lines if "accept" in line or "Too many open files" in line]

@@ -130,14 +130,14 @@ def test_masks_of_a_regex_by_hand(tokenizer: Tokenizer, compiled: Callable[..., 
 
 
 def test_choices_are_written_whole_and_nothing_else_is(tokenizer: Tokenizer, compiled: Callable[..., Grammar]) -> None:
-    choices = ["red", "reddish", 'a"b\\n\n', "é😀", "日本", "/x/"]
+    choices = ["red", "reddish", 'a"b\\n\n', "é😀", "日本", "/x/", *(f"label {i}" for i in range(5000))]
     grammar = compiled(choice=choices)
 
     def takes(text: str) -> bool:
         matcher = grammar.matcher([EOS])
         return all(matcher.accept(i) for i in [*tokenizer.encode(text), EOS])
 
-    assert all(takes(choice) for choice in choices)
+    assert all(takes(choice) for choice in (*choices[:7], choices[-1]))
     assert not any(takes(text) for text in ("re", "redd", "", "red ", "reddishred", "é", "x"))
 
 

@@ -7,7 +7,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from specrs.core import PURPOSE_ACCEPT, PURPOSE_GUMBEL
 from specrs.kernels.cuda import rules
-from specrs.kernels.cuda.accept import AtRates, accept_prefix_reference
+from specrs.kernels.cuda.accept import AtRates, accept_prefix, accept_prefix_reference
 from specrs.kernels.cuda.sampling_structs import Accepted, Drafted, RowParams
 from specrs.verify.coupled import verify_coupled
 from specrs.verify.processing import greedy_as_point_mass
@@ -47,6 +47,15 @@ def test_the_longest_prefix(num_drafts: list[int], spare: int, seed: int) -> Non
     accepted, tokens = torch.full((len(num_drafts),), POISON), torch.full((len(num_drafts), k + 1), POISON)
     rules.verify_greedy(ids, Drafted(q_start, buffer[:, :k], drafted), Accepted(accepted, tokens))
     check(accepted, tokens, *expected)
+
+
+def test_entries_that_are_not_asked_for_stay() -> None:
+    ids, drafts = torch.tensor([4, 5, 4, 5]), torch.tensor([[4], [4]])
+    accepted, tokens = torch.full((2,), POISON), torch.full((2, 2), POISON)
+    drafted = Drafted(torch.tensor([0, 2, 4]), drafts, torch.tensor([1, 1]))
+    accept_prefix(ids, drafted, Accepted(accepted, tokens, only=torch.tensor([0, 1])))
+    assert accepted.tolist() == [POISON, 1]
+    assert tokens.tolist() == [[POISON, POISON], [4, 5]]
 
 
 def test_padded_entries_own_no_rows() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from specrs.kernels.cuda.attention_config import AttentionConfig
 from specrs.kernels.cuda.device import ABSENT, INTERPRETER
-from specrs.kernels.cuda.paged_attention import AttentionRows, paged_attention, paged_attention_reference
+from specrs.kernels.cuda.paged_attention import AttentionRows, Sight, paged_attention, paged_attention_reference
 from torch import Tensor
 
 from .tolerance import assert_near
@@ -27,6 +27,9 @@ class Pass:
     block_size: int = 4
     dtype: torch.dtype = torch.float32
     orphans: int = 0
+    starts: list[int] | None = None  # the first position that each request's rows attend
+    window: int | None = None
+    has_sinks: bool = False
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(sum(map(sum, self.rows)))
@@ -47,13 +50,27 @@ class Pass:
             blocks = order[used : used + needed[b]]
             used += needed[b]
             self.table[b, : needed[b]] = blocks
-            for p in range(context):
+            first = max(0 if self.starts is None else self.starts[b], self.lowest(b))
+            self.table[b, : first // self.block_size] = 10**12
+            for p in range(first, context):
                 values = torch.randn(2, self.kv_heads, self.dim, generator=generator)
                 self.cache[blocks[p // self.block_size], :, :, p % self.block_size] = values.to(self.dtype)
+
+        sinks = torch.randn(self.heads, generator=generator).to(self.dtype) if self.has_sinks else None
+        self.sight = Sight(self.dim**-0.5, self.window, sinks)
+
+    def lowest(self, b: int) -> int:
+        """The first position that any of a request's rows attends by its window."""
+        there = [p for p in self.rows[b] if p >= 0]
+        return 0 if self.window is None or not there else max(min(there) + 1 - self.window, 0)
 
     @property
     def max_q_len(self) -> int:
         return max(map(len, self.rows))
+
+    @property
+    def k_start(self) -> Tensor | None:
+        return None if self.starts is None else torch.tensor(self.starts)
 
     def run(self, config: AttentionConfig) -> Tensor:
         """The kernel's output; scratch is NaN before, counters are checked to be zero after."""
@@ -65,10 +82,10 @@ class Pass:
         paged_attention(
             self.q,
             self.cache,
-            AttentionRows(self.positions, self.q_start, self.table, self.max_q_len),
+            AttentionRows(self.positions, self.q_start, self.table, self.max_q_len, self.k_start),
             out[:, : self.heads * self.dim],
             (torch.full((sizes[0],), NAN), torch.full((sizes[1],), NAN), counters),
-            self.dim**-0.5,
+            self.sight,
             list(astuple(config)),
             False,
         )
@@ -78,9 +95,8 @@ class Pass:
 
     def reference(self, dtype: torch.dtype) -> Tensor:
         out = torch.empty(self.q.shape, dtype=dtype)
-        paged_attention_reference(
-            self.q.to(dtype), self.cache, self.positions, self.q_start, self.table, out, self.dim**-0.5
-        )
+        where = self.positions, self.q_start, self.table
+        paged_attention_reference(self.q.to(dtype), self.cache, *where, out, self.sight, self.k_start)
         return out
 
     def check(self, config: AttentionConfig) -> Tensor:
@@ -99,13 +115,18 @@ class Pass:
         starts = self.q_start.tolist()
         for b in range(len(self.rows)):
             for row in range(starts[b], starts[b + 1]):
-                at = torch.arange(int(self.positions[row]) + 1)
+                first = 0 if self.starts is None else self.starts[b]
+                if self.window is not None:
+                    first = max(first, int(self.positions[row]) + 1 - self.window)
+                at = torch.arange(int(self.positions[row]) + 1)[first:]
                 if len(at):
                     kv = self.cache[self.table[b, at // self.block_size], :, :, at % self.block_size]
                     k, v = kv.repeat_interleave(self.heads // self.kv_heads, dim=2).unbind(1)
                     query = self.q[row].view(self.heads, 1, self.dim)
                     scores = (query @ k.permute(1, 2, 0)) * self.dim**-0.5
-                    out[row] = (scores.softmax(-1) @ v.transpose(0, 1)).reshape(-1)
+                    if self.sight.sinks is not None:
+                        scores = torch.cat((scores, self.sight.sinks.view(-1, 1, 1)), dim=-1)
+                    out[row] = (scores.softmax(-1)[..., : len(at)] @ v.transpose(0, 1)).reshape(-1)
         return out
 
 
@@ -137,6 +158,9 @@ def span(start: int, end: int) -> list[int]:
     dtype=st.sampled_from([torch.float32, torch.float16]),
     cuts=st.tuples(st.integers(1, 4), st.sampled_from([1, 2, 3, 8])),
     orphans=st.integers(0, 2),
+    starts=st.none() | st.lists(st.integers(0, 50), min_size=3, max_size=3),
+    window=st.none() | st.integers(1, 40),
+    has_sinks=st.booleans(),
 )
 def test_any_batch_and_cut(
     rows: list[list[int]],
@@ -146,8 +170,13 @@ def test_any_batch_and_cut(
     dtype: torch.dtype,
     cuts: tuple[int, int],
     orphans: int,
+    starts: list[int] | None,
+    window: int | None,
+    has_sinks: bool,
 ) -> None:
-    p = Pass(rows, *heads, dim, block_size, dtype, orphans)
+    if starts is not None:  # rows attend themselves, at least
+        starts = [min(start, *(p for p in own if p >= 0), 60) for start, own in zip(starts, rows, strict=False)]
+    p = Pass(rows, *heads, dim, block_size, dtype, orphans, starts, window, has_sinks)
     p.check(cut(p, *cuts))
 
 
@@ -184,6 +213,34 @@ def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
     alone.q = together.q[:1]
     alone.cache, alone.table = together.cache, together.table
     assert torch.equal(alone.run(cut(alone, 6, 3))[0], together.run(cut(together, 6, 3))[0])
+
+
+@pytest.mark.parametrize("window", [1, 16, 17, 33])
+def test_windows_of_verification_and_prefill(window: int) -> None:
+    """Whole blocks of a request before its window are no blocks, and hold NaN; rows of one tile have windows of their
+    own; a row alone gives the same bits."""
+    p = Pass([span(60, 66), span(0, 3)], window=window, has_sinks=window == 16)
+    together = p.check(cut(p, 6, 3))
+    alone = Pass([[65]], window=window)
+    alone.q, alone.cache, alone.table, alone.sight = p.q[5:6], p.cache, p.table[:1], p.sight
+    assert torch.equal(alone.run(cut(alone, 6, 3))[0], together[5])
+    chunk = Pass([span(40, 71), [-1], [50]], window=window)
+    chunk.check(cut(chunk, 4, 1))
+
+
+def test_splits_of_windows_are_no_more_than_have_blocks() -> None:
+    for window, splits in ((1, 2), (64, 2), (65, 3), (10**6, 16)):
+        config = AttentionConfig.choose(
+            batch=1,
+            max_q_len=1,
+            num_heads=64,
+            num_kv_heads=8,
+            head_dim=128,
+            dtype=torch.bfloat16,
+            limits=ABSENT,
+            window=window,
+        )
+        assert (config.block_n, config.splits) == (64, splits)
 
 
 def test_positions_beyond_the_table_are_cut_to_it() -> None:

@@ -25,8 +25,15 @@ def results(batch: int) -> Results:
 
 
 @settings(max_examples=150)
-@given(cases(), st.integers(0, 2**31), st.sampled_from((0.0, 0.1, 0.4)), st.sampled_from((None, 0, 1, MAX_K)))
-def test_update(case: Case, seed: int, faults: float, num_unfed: int | None) -> None:
+@given(
+    cases(),
+    st.integers(0, 2**31),
+    st.sampled_from((0.0, 0.1, 0.4)),
+    st.sampled_from((None, 0, 1, MAX_K)),
+    st.booleans(),
+    st.booleans(),
+)
+def test_update(case: Case, seed: int, faults: float, num_unfed: int | None, keeps: bool, mixes: bool) -> None:
     generator = torch.Generator().manual_seed(seed)
 
     def chance(*shape: int) -> Tensor:
@@ -50,9 +57,15 @@ def test_update(case: Case, seed: int, faults: float, num_unfed: int | None) -> 
     draft_top = torch.where(chance(MAX_K, case.batch) < faults, torch.inf, 1.0)[: width - 1]
     column = torch.arange(width - 1)
     broken = (~draft_top[:, : case.count].T.isfinite() & (column < it.num_drafts[:, None])).any(dim=1)
+    on_host = chance(case.count) < 0.5 if mixes else None
+    if on_host is not None:
+        broken &= ~on_host
 
     expected = results(case.count)
-    drafted = Drafted(broken * FLAG_DRAFT_NON_FINITE, None, num_unfed)
+    unfed: int | Tensor | None = num_unfed
+    if num_unfed is not None and not keeps:
+        unfed = it.num_drafts + num_unfed
+    drafted = Drafted(broken * FLAG_DRAFT_NON_FINITE, None, unfed, on_host)
     update(theirs, it, Verdict(accepted, tokens, top, top[:, None]), drafted, expected)
 
     def padded(values: Tensor, fill: int) -> Tensor:
@@ -69,7 +82,15 @@ def test_update(case: Case, seed: int, faults: float, num_unfed: int | None) -> 
         capacity=padded(it.capacity, 0),
         q_start=torch.cat((it.flat.q_start, torch.full((case.batch - case.count,), int(it.flat.q_start[-1])))),
     )
-    decided = Decided(padded(accepted, 3), emitted, torch.cat((top, torch.full((4,), torch.nan))), draft_top, num_unfed)
+    decided = Decided(
+        padded(accepted, 3),
+        emitted,
+        torch.cat((top, torch.full((4,), torch.nan))),
+        draft_top,
+        num_unfed,
+        keeps,
+        None if on_host is None else padded(on_host, 1),
+    )
     update_rows(mine, entries, decided, reported)
     for name in RowState.__slots__:
         ours, reference = getattr(mine, name), getattr(theirs, name)

@@ -1,0 +1,57 @@
+"""`rejection` in launches that mix drafters: point masses, q over all ids and over some, side by side.
+
+Each text is drawn from the target's exact distribution, enumerated by transformers over 16 ids.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import make_checkpoint, make_eagle3
+from specrs.config import EngineConfig
+from specrs.core import DRAFTER_DEVICE, DRAFTER_NGRAM
+from specrs.engine.build import build_engine
+
+from engine.other_vocabulary import rename
+from engine.test_drafter_lists import count_drafters
+from engine.test_sampling import TWO_TOKENS, check_two_token_draws
+
+
+@pytest.fixture(scope="module")
+def sixteen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A target over 16 ids and what drafts for it: over all of them, over 12 that another tokenizer shares, over 9."""
+    folder = tmp_path_factory.mktemp("sixteen_mixed")
+    shape: dict[str, Any] = {"vocab": 16, "hidden": 32, "layers": 6, "kv_heads": 1, "head_dim": 16}
+    shape["initializer_range"] = 0.4
+    target = make_checkpoint(folder / "target", seed=5, **shape)
+    plain = make_checkpoint(folder / "draft", seed=6, **(shape | {"layers": 1}))
+    return {
+        "target": target,
+        "full": plain,
+        "shared": rename(plain, folder / "renamed", dropped=4).path,
+        "reduced": make_eagle3(folder / "head", target, seed=3, vocab=9),
+    }
+
+
+@pytest.mark.parametrize("q", ["full", "shared", "reduced"])
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_two_token_draws_are_the_targets_own(sixteen: dict[str, Path], q: str, dtype: str) -> None:
+    """Prompt lookup beside a drafter with a q; in most launches some requests have drafts of either."""
+    speculative = {
+        "method": "ngram,eagle3" if q == "reduced" else "ngram,draft_model",
+        "model": str(sixteen[q]),
+        "num_speculative_tokens": 3,
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 2,
+    }
+    if q == "shared":
+        speculative["use_heterogeneous_vocab"] = True
+    engine = build_engine(
+        EngineConfig(model=str(sixteen["target"]), speculative_config=speculative, dtype=dtype, **TWO_TOKENS)
+    )
+    # By costs of passes and rows alone a small target's drafts would all come from one of them.
+    engine.scheduler.set_draft_costs(0.05, [0.03, 0.06, 0.09], 0.0)
+    seen = count_drafters(engine)
+    check_two_token_draws(engine, sixteen["target"], 3, 8_000, least_acceptance=0.02)
+    mixed = sum(drafters == {DRAFTER_DEVICE, DRAFTER_NGRAM} for drafters in seen)
+    assert mixed > len(seen) / 4

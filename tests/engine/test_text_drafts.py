@@ -1,0 +1,281 @@
+"""Drafts of another tokenizer by text (`use_heterogeneous_vocab` under `coupled`).
+
+The text is that of K = 0, and drafts are those of a plain script.
+"""
+
+import random
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import edit_json, make_checkpoint
+from hf_reference import generate, load
+from hypothesis import given
+from hypothesis import strategies as st
+from specrs.core import DRAFTER_DEVICE, CostModel, SpeculationPlanner
+from specrs.drafters.text import TextDraftModel
+from specrs.engine.build import build_engine
+from specrs.engine.engine import Engine
+from specrs.engine.weights import Weights, load_weights
+from specrs.runner.ring import Header, RingSlot
+from sweep import sweep
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from engine.harness import LONGEST, Bank, config, greedy_jobs, poison, request, run, submit
+from engine.test_equivalence import engine_settings
+from engine.test_sampling import SAMPLED, sampled, vanilla_text
+
+WORDS = ["def", "return", "value", "for", "in", "range", "é", "数", "print", "the", "cat", "sat", "\n", "  "]
+LOADED: dict[Path, Weights] = {}
+
+
+def write_tokenizer(folder: Path, size: int, seed: int) -> Backend:
+    """A byte-level BPE learned from a text of its own; every byte is among its tokens."""
+    rng = random.Random(seed)
+    lines = [" ".join(rng.choices(WORDS[seed % 3 :], k=12)) for _ in range(60)]
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=["<end>"], initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(lines, trainer)
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>").save_pretrained(folder)
+    return backend
+
+
+def teach(folder: Path, texts: list[list[int]], steps: int = 60) -> None:
+    """Let the checkpoint learn texts, so that what it writes is text."""
+    model = load(folder, torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, weight_decay=0.0)
+    length = max(map(len, texts))
+    ids = torch.tensor([text + [0] * (length - len(text)) for text in texts])
+    labels = ids.masked_fill(torch.arange(length) >= torch.tensor([[len(text)] for text in texts]), -100)
+    for _ in range(steps):
+        loss = model(ids, labels=labels).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def text_bank(tmp_path_factory: pytest.TempPathFactory) -> Bank:
+    """A target and a draft of two tokenizers, which have learned the same sentences."""
+    folder = tmp_path_factory.mktemp("text")
+    rng = random.Random(5)
+    sentences = [" ".join(rng.choices(WORDS, k=18)) for _ in range(10)]
+    backends = {}
+    for name, size, seed in (("target", 300, 1), ("draft", 280, 2)):
+        shape = {"vocab": 304, "hidden": 64, "layers": 2, "kv_heads": 2, "head_dim": 32}
+        make_checkpoint(folder / name, "qwen3", seed=seed, tie=False, **shape)
+        backends[name] = write_tokenizer(folder / name, size, seed)
+        edit_json(folder / name / "generation_config.json", eos_token_id=0)
+        edit_json(folder / name / "config.json", eos_token_id=0)
+        teach(folder / name, [backends[name].encode(sentence).ids for sentence in sentences])
+        edit_json(folder / name / "generation_config.json", eos_token_id=0)
+    model = load(folder / "target")
+    prompts = [backends["target"].encode(sentence).ids[: rng.randint(1, 20)] for sentence in sentences]
+    prompts += [prompts[0], [*prompts[1], *prompts[2]], backends["target"].encode("数").ids[:2], [299, 303, 5]]
+    return Bank(
+        folder / "target", {"draft": folder / "draft"}, prompts, [generate(model, p, LONGEST) for p in prompts], [0]
+    )
+
+
+def make_engine(bank: Bank, k: int, method: str = "draft_model", **fields: Any) -> Engine:
+    draft = bank.drafts["draft"]
+    if method != "draft_model":
+        fields["launch_depth"] = 1
+    speculative = {
+        "method": method,
+        "model": str(draft),
+        "num_speculative_tokens": k,
+        "use_heterogeneous_vocab": True,
+        "rejection_sample_method": "coupled",
+    }
+    made = replace(config(bank.target, draft, k=k, **fields), speculative_config=speculative)
+    if bank.target not in LOADED:
+        LOADED[bank.target] = load_weights(made)
+    engine = build_engine(made, LOADED[bank.target])
+    assert isinstance(engine.drafter, TextDraftModel)
+    return engine
+
+
+@sweep(12)
+@given(data=st.data())
+def test_greedy_text(text_bank: Bank, data: st.DataObject) -> None:
+    fields = data.draw(engine_settings(), label="engine")
+    k = data.draw(st.integers(1, 8), label="engine K")
+    engine = make_engine(text_bank, k, **fields)
+    poison(engine)
+    jobs = data.draw(greedy_jobs(text_bank, k), label="requests")
+    requests = submit(engine, text_bank, jobs, k, ignore_eos=True)
+    run(engine)
+    for (which, _, max_tokens, _), job in zip(jobs, requests, strict=True):
+        assert job.output_token_ids == text_bank.continuations[which][:max_tokens]
+
+
+@sweep(12)
+@given(data=st.data())
+def test_coupled_text_is_a_function_of_the_seed(text_bank: Bank, data: st.DataObject) -> None:
+    fields = data.draw(engine_settings(), label="engine")
+    k = data.draw(st.integers(1, 8), label="engine K")
+    method = data.draw(st.sampled_from(["draft_model", "suffix,draft_model"]), label="method")
+    engine = make_engine(text_bank, k, method, **fields)
+    poison(engine)
+    choice = st.tuples(st.integers(0, len(text_bank.prompts) - 1), st.integers(0, len(SAMPLED) - 1), st.integers(0, 3))
+    jobs = []
+    for i, (prompt, which, seed) in enumerate(data.draw(st.lists(choice, min_size=1, max_size=6), label="requests")):
+        job = sampled(i, text_bank.prompts[prompt], seed, None, k, **SAMPLED[which])
+        engine.add_request(job)
+        ids = tuple(text_bank.prompts[prompt])
+        jobs.append((job, vanilla_text(text_bank.target, ids, which, seed, i % 3 == 0, text_bank.dtype)))
+    run(engine)
+    for job, expected in jobs:
+        assert job.output_token_ids == expected
+
+
+def test_counts_are_those_of_a_plain_script(text_bank: Bank) -> None:
+    """By transformers and the two tokenizers alone: read, write K tokens, read what they say, compare."""
+    k, draft = 4, load(text_bank.drafts["draft"])
+    ours, theirs = (
+        Backend.from_file(str(folder / "tokenizer.json")) for folder in (text_bank.target, text_bank.drafts["draft"])
+    )
+    engine, drafts, accepted = make_engine(text_bank, k), 0, 0
+    for i in range(10):
+        prompt, text = text_bank.prompts[i], text_bank.continuations[i]
+        engine.add_request(request(i, prompt, k=None, max_tokens=LONGEST, engine_k=k, ignore_eos=True))
+        run(engine)
+        done = 1
+        while done < LONGEST:
+            most, said = min(k, LONGEST - done - 1), ours.decode(prompt + text[:done], skip_special_tokens=False)
+            fed = theirs.encode(said, add_special_tokens=False).ids
+            proposed: list[int] = []
+            if most and fed and not said.endswith("\ufffd"):
+                new: list[int] = []
+                for _ in range(most):
+                    with torch.inference_mode():
+                        new.append(int(draft(torch.tensor([fed + new])).logits[0, -1].argmax()))
+                written = new[: new.index(0)] if 0 in new else new
+                more = theirs.decode(fed + written, skip_special_tokens=False)
+                before = theirs.decode(fed, skip_special_tokens=False)
+                assert more.startswith(before)
+                tail = (prompt + text[:done])[-16:]
+                again = ours.encode(ours.decode(tail, skip_special_tokens=False) + more[len(before) :].rstrip("\ufffd"))
+                alone = ours.encode(more[len(before) :].rstrip("\ufffd")).ids
+                proposed = again.ids[len(tail) :] if again.ids[: len(tail)] == tail else alone
+                proposed = (proposed + [0] * (0 in new))[:most]
+            truth = text[done:]
+            m = next((j for j, token in enumerate(proposed) if token != truth[j]), len(proposed))
+            drafts, accepted, done = drafts + bool(proposed), accepted + m, done + m + 1
+    assert (engine.stats().drafts, engine.stats().accepted_tokens) == (drafts, accepted)
+    assert accepted > drafts / 4 > 10
+
+
+def watch_feeding(engine: Engine, patch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens of its own each launch feeds the drafter; 0 where it is asked for nothing."""
+    fed: list[int] = []
+    drafter = engine.drafter
+    assert isinstance(drafter, TextDraftModel)
+    write, feed = TextDraftModel.write, TextDraftModel._feed
+
+    def wrote(own: TextDraftModel, texts: Any) -> Any:
+        fed.append(0)
+        return write(own, texts)
+
+    def counted(own: TextDraftModel, chunks: Any) -> Any:
+        fed[-1] += sum(len(ids) for _, _, ids in chunks)
+        return feed(own, chunks)
+
+    patch.setattr(TextDraftModel, "write", wrote)
+    patch.setattr(TextDraftModel, "_feed", counted)
+    return fed
+
+
+def test_a_long_text_is_fed_piece_by_piece(text_bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No launch feeds more than a launch may have of prompts, and what is near besides; others draft meanwhile."""
+    k, budget = 3, 16
+    engine = make_engine(text_bank, k, max_num_batched_tokens=budget, launch_depth=1)
+    poison(engine)
+    fed, meanwhile = watch_feeding(engine, monkeypatch), 0
+    prompts = text_bank.prompts[10][:9], list(chain(*text_bank.prompts[:8]))[:75]
+    short, long = (
+        request(i, prompt, k=None, max_tokens=LONGEST, engine_k=k, ignore_eos=True) for i, prompt in enumerate(prompts)
+    )
+    engine.add_request(short)
+    for _ in range(4):
+        engine.step()
+    engine.add_request(long)
+    while not long.acceptance.drafts and engine.has_unfinished():
+        before = short.acceptance.drafts
+        engine.step()
+        meanwhile += bool(long.output_token_ids) * (short.acceptance.drafts - before)
+    run(engine)
+    plain = make_engine(text_bank, k)
+    alone = [
+        request(i, prompt, k=0, max_tokens=LONGEST, engine_k=k, ignore_eos=True) for i, prompt in enumerate(prompts)
+    ]
+    for job in alone:
+        plain.add_request(job)
+    run(plain)
+    assert [job.output_token_ids for job in (short, long)] == [job.output_token_ids for job in alone]
+    backends = (
+        Backend.from_file(str(path / "tokenizer.json")) for path in (text_bank.target, text_bank.drafts["draft"])
+    )
+    said = next(backends).decode(prompts[1], skip_special_tokens=False)
+    assert max(fed) <= budget + 16 + 2 * (k - 1) < len(next(backends).encode(said).ids)
+    assert long.acceptance.drafts > 0
+    assert meanwhile > 0
+
+
+def test_kv_of_another_salt_is_not_gone_on_from(text_bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(text_bank, 3, max_num_seqs=1)
+    poison(engine)
+    fed, first = watch_feeding(engine, monkeypatch), []
+    for i, salt in enumerate(("one", "one", "two", "two", "one")):
+        job = request(i, text_bank.prompts[0], k=None, max_tokens=6, engine_k=3, ignore_eos=True)
+        job.cache_salt = salt
+        engine.add_request(job)
+        fed.clear()
+        run(engine)
+        assert job.output_token_ids == text_bank.continuations[0][:6]
+        first.append(fed[0])
+    assert first[0] == first[2] == first[4] > 10
+    assert max(first[1], first[3]) < 8
+
+
+@pytest.mark.parametrize("method", ["draft_model", "suffix,draft_model"])
+def test_one_that_writes_nothing_is_asked_no_more(
+    text_bank: Bank, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where K is planned: a launch in which it was asked in vain is one whose first draft did not stand."""
+    k, asked = 3, []
+    costs = CostModel.lines([1, 8], [0.3, 0.3], [1.1, 1.5], [1.0, 1.4])
+    monkeypatch.setattr(TextDraftModel, "write", lambda own, texts: [[] if k else None for _, _, k in texts])
+    engine = make_engine(text_bank, k, method, launch_depth=1)
+    engine.planner = SpeculationPlanner(
+        max_num_seqs=engine.config.max_num_seqs, num_speculative_tokens=k, costs=costs, catch_up_ms=0.0
+    )
+    learn = engine._learn
+
+    def learned(slot: RingSlot, header: Header, ms: float) -> None:
+        count = header.num_decode
+        if count:
+            ks, kinds = (slot.record_arrays[name][:count] for name in ("entry_k", "entry_drafter"))
+            asked.extend(((ks > 0) & (kinds == DRAFTER_DEVICE)).tolist())
+            ms = costs.ms(count, int(ks.max()))
+        learn(slot, header, ms)
+
+    monkeypatch.setattr(engine, "_learn", learned)
+    for i in range(16):
+        engine.add_request(request(i, text_bank.prompts[i % 10], k=None, max_tokens=40, engine_k=k, ignore_eos=True))
+    run(engine)
+    assert engine.scheduler.acceptance_of(DRAFTER_DEVICE).drafts == 0
+    assert any(asked[:20])
+    assert sum(asked[len(asked) // 2 :]) < len(asked) / 20

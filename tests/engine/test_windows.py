@@ -1,0 +1,125 @@
+"""Models whose layers see the last positions only: their text is that of transformers, whatever is drafted."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from specrs.engine.blueprint import Blueprint
+from specrs.engine.weights import load_weights
+from specrs.errors import InvalidConfigError, UnsupportedConfigError
+from specrs.models.dense import Dense
+from sweep import sweep
+
+from engine.harness import (
+    LONGEST,
+    Bank,
+    config,
+    greedy_jobs,
+    make_bank,
+    make_engine,
+    poison,
+    request,
+    run,
+    submit,
+    weights,
+)
+from engine.test_equivalence import engine_settings
+
+
+@pytest.fixture(scope="module")
+def window_bank(tmp_path_factory: pytest.TempPathFactory) -> Bank:
+    """Every layer of the target sees 9 positions; one of its drafts sees all."""
+    return make_bank(tmp_path_factory.mktemp("windows"), "mistral", tie=False, sliding_window=9)
+
+
+@sweep(10)
+@given(data=st.data())
+def test_greedy_text(data: st.DataObject, window_bank: Bank) -> None:
+    bank, fields = window_bank, data.draw(engine_settings(), label="engine")
+    k = data.draw(st.integers(0, 8), label="K")
+    draft = data.draw(st.sampled_from(sorted(bank.drafts)), label="draft")
+    if draft != "small":  # blocks come back behind the window, so no request needs more than three of 8 positions
+        fields["num_gpu_blocks_override"] = data.draw(st.sampled_from([3, 5, 9, 64]), label="blocks")
+    engine = make_engine(bank.target, bank.drafts[draft], k=k, **fields)
+    poison(engine)
+    jobs = data.draw(greedy_jobs(bank, k), label="requests")
+    requests = submit(engine, bank, jobs, k, ignore_eos=True)
+    run(engine)
+    for (which, _, max_tokens, _), made in zip(jobs, requests, strict=True):
+        assert made.output_token_ids == bank.continuations[which][:max_tokens]
+
+
+def test_they_are_served_op_by_op(window_bank: Bank, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "specrs"):
+        weights = load_weights(config(window_bank.target, None, k=0, dtype="float32"))
+    assert type(weights.target) is Dense
+    expected = f"{window_bank.target} is served op by op: the native pass does not know its sliding_window"
+    assert [record.message for record in caplog.records] == [expected]
+    with pytest.raises(UnsupportedConfigError, match=r"quantization='int8': not implemented for .* sliding_window"):
+        load_weights(config(window_bank.target, None, k=0, dtype="float32", quantization="int8"))
+
+
+@pytest.mark.parametrize(("draft", "windowed"), [(None, True), ("equal", True), ("close", True), ("small", False)])
+def test_blocks_behind_the_window_come_back(window_bank: Bank, draft: str | None, windowed: bool) -> None:
+    bank, k = window_bank, 0 if draft is None else 3
+    folder = None if draft is None else bank.drafts[draft]
+    engine = make_engine(bank.target, folder, k=k, block_size=8, num_gpu_blocks_override=32)
+    poison(engine)
+    longest = max(range(len(bank.prompts)), key=lambda i: len(bank.prompts[i]))
+    (made,) = submit(engine, bank, [(longest, k, LONGEST, 0)], k, ignore_eos=True)
+    scheduler, held = engine.scheduler, []
+    while engine.has_unfinished():
+        engine.step()
+        held.append(scheduler.num_blocks - scheduler.num_free_blocks)
+    assert made.output_token_ids == bank.continuations[longest][:LONGEST]
+    # Behind the prompt 9 positions, 2 for the draft's first pass and 4 ahead, in blocks of 8 cut at both ends.
+    assert (max(held[1:-1]) <= 4) == windowed, held
+
+
+@pytest.mark.parametrize("draft", [None, "equal", "small"])
+def test_memory_for_a_window_is_enough(window_bank: Bank, draft: str | None) -> None:
+    """A pool of bytes is asked for what a request holds, not for all of its positions, unless a draft sees all."""
+    bank, k, size = window_bank, 0 if draft is None else 3, 8
+    folder = None if draft is None else bank.drafts[draft]
+    one = make_engine(bank.target, folder, k=k, block_size=size, num_gpu_blocks_override=64)
+    whole, least = 128 // size, one.scheduler.least_blocks(128)
+    assert (least <= 4) == (draft != "small")
+    assert least <= whole
+    blueprint = Blueprint(one.config, weights(bank.target, folder, "float64"))
+    given = least * blueprint.bytes_per_block
+    engine = make_engine(bank.target, folder, k=k, block_size=size, kv_cache_memory_bytes=given)
+    assert engine.scheduler.num_blocks == least
+    longest = max(range(len(bank.prompts)), key=lambda i: len(bank.prompts[i]))
+    (made,) = submit(engine, bank, [(longest, k, LONGEST, 0)], k, ignore_eos=True)
+    run(engine)
+    assert made.output_token_ids == bank.continuations[longest][:LONGEST]
+    with pytest.raises(InvalidConfigError, match=rf"{least - 1} KV blocks fit, .* needs {least}: .* least {given} "):
+        make_engine(bank.target, folder, k=k, block_size=size, kv_cache_memory_bytes=given - 1)
+
+
+@pytest.mark.parametrize("place", [0, 30, 59])
+def test_a_fault_anywhere_in_a_chunk_is_seen(window_bank: Bank, place: int) -> None:
+    """Two layers of 9 positions: the last row of a chunk of 60 has seen 17, and others would find its blocks."""
+    engine = make_engine(window_bank.target, None, k=0)
+    target = engine.runner.target
+    assert isinstance(target, Dense)
+    embedding = target.weights.embedding.clone()
+    embedding[7] = torch.nan
+    engine.runner.target = replace(target, weights=replace(target.weights, embedding=embedding))
+    prompt = [20 + i for i in range(60)]
+    prompt[place] = 7
+    made = request(0, prompt, k=0, max_tokens=5, engine_k=0)
+    engine.add_request(made)
+    run(engine)
+    assert made.finish_reason == "error"
+    assert not made.output_token_ids
+
+
+def test_the_folder_of_another_window_is_another_model(window_bank: Bank, tmp_path: Path) -> None:
+    """So the tests above see a window at all."""
+    other = make_bank(tmp_path, "mistral", tie=False)
+    assert other.continuations != window_bank.continuations

@@ -1,0 +1,311 @@
+"""GGUF files: numbers, names, configuration, tokenizer, logits, packed codes; what is damaged or not known."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import huggingface_hub
+import numpy as np
+import pytest
+import torch
+from checkpoints import LLAMA3_ROPE, make_checkpoint
+from gguf_files import WRITTEN, dequantized, gguf_name, write_gguf
+from safetensors.torch import load_file, save_file
+from specrs.errors import CheckpointError, UnsupportedModelError
+from specrs.kernels.linear import QuantizedWeight, StackedWeight
+from specrs.models.gguf.checkpoint import GGUFCheckpoint, gguf_config, gguf_path
+from specrs.models.gguf.file import open_gguf
+from specrs.models.gguf.tokenizer import gguf_tokenizer
+from specrs.models.loader import load_config, load_model
+from specrs.models.native_loader import load_native
+from specrs.tokenizer import Tokenizer, check_same_tokenizer
+
+from models.harness import Feeder
+
+K_QUANTS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+PACKED = {"Q8_0": torch.int8, "Q6_K": torch.int8, "Q4_0": torch.uint8}
+SIZES = {"hidden": 256, "intermediate": 512, "head_dim": 64, "kv_heads": 2, "layers": 1}
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows of whole blocks of 256."""
+    return make_checkpoint(tmp_path_factory.mktemp("wide"), "llama", initializer_range=0.05, **SIZES)
+
+
+def numbers_of(path: Path, source: Path) -> Path:
+    """A checkpoint of float64 beside `path` with the numbers that the package finds in it."""
+    folder = path.with_suffix(".numbers")
+    shutil.copytree(source, folder)
+    checkpoint, tensors = GGUFCheckpoint(path), {}
+    for name in load_file(source / "model.safetensors"):
+        tensors[name] = dequantized(path, gguf_name(name))
+        order = checkpoint._order(name)
+        if order is not None:
+            tensors[name] = tensors[name][order]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def logits(source: Path) -> torch.Tensor:
+    return Feeder(load_model(source, dtype="float64")).feed_chunks([3, 1, 4, 1, 5, 9, 2, 6], [8])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_plain_numbers_are_the_checkpoint(family: str, tmp_path: Path) -> None:
+    """Config, names and the order of q's and k's rows: F32 gives the checkpoint's logits to the bit."""
+    fields = {"attention_bias": True} if family == "llama" else {}
+    source = make_checkpoint(tmp_path / "source", family, tie=family == "llama", **fields)
+    path = write_gguf(source, tmp_path / "model.gguf")
+    theirs, ours = load_config(source), load_config(path)
+    for name in ("architecture", "vocab_size", "rms_norm_eps", "rope_theta", "eos_token_ids", "o_bias", "head_dim"):
+        assert getattr(theirs, name) == getattr(ours, name), name
+    assert torch.equal(logits(path), logits(source))
+
+
+def test_llama3_scaling_is_found_in_its_factors(tmp_path: Path) -> None:
+    rope = LLAMA3_ROPE | {"original_max_position_embeddings": 8192, "rope_theta": 500000.0, "factor": 8.0}
+    source = make_checkpoint(tmp_path / "source", "llama", rope_parameters=rope, max_position_embeddings=16384)
+    path = write_gguf(source, tmp_path / "model.gguf")
+    assert load_config(path).rope_scaling == load_config(source).rope_scaling
+    other = make_checkpoint(tmp_path / "other", "llama", rope_parameters=LLAMA3_ROPE)
+    with pytest.raises(UnsupportedModelError, match=r"rope_freqs\.weight: not implemented; allowed: the factors of"):
+        load_config(write_gguf(other, tmp_path / "other.gguf"))
+
+
+@pytest.mark.parametrize("kind", [*WRITTEN, *K_QUANTS, "IQ4_NL", "IQ4_XS"])
+def test_logits_are_those_of_the_package_s_numbers(kind: str, wide: Path, tmp_path: Path) -> None:
+    """To the bit in float64; the native pass within rounding of fp32, and of bf16 where that is what it holds."""
+    path = write_gguf(wide, tmp_path / "model.gguf", kind)
+    expected = logits(numbers_of(path, wide))
+    assert torch.equal(logits(path), expected)
+    size = expected.abs().max()
+    for exact, bound in ((True, 2e-5), (False, 2e-2)):
+        model = load_native(path, dtype="float32", exact=exact)
+        found = Feeder(model).feed_chunks([3, 1, 4, 1, 5, 9, 2, 6], [8])
+        assert (found - expected).abs().max() < bound * size
+        weight = model.weights.layers[0].qkv
+        if kind in PACKED:
+            assert isinstance(weight, QuantizedWeight)
+            assert {part.codes.dtype for part in weight.parts} == {PACKED[kind]}
+        else:
+            assert isinstance(weight, StackedWeight)
+            halved = kind == "BF16" or not (exact or kind in ("F32", "F16"))
+            assert {part.dtype for part in weight.parts} == {torch.bfloat16 if halved else torch.float32}
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_packed_codes_are_the_package_s_numbers(kind: str, wide: Path, tmp_path: Path) -> None:
+    path = write_gguf(wide, tmp_path / "model.gguf", kind)
+    checkpoint = GGUFCheckpoint(path)
+    for name in load_file(wide / "model.safetensors"):
+        if name.endswith("norm.weight"):
+            continue
+        codes = checkpoint.codes(name)
+        assert codes is not None
+        assert torch.equal(codes.numbers(), checkpoint.mapped(name))
+
+
+def test_tokenizer_is_the_checkpoint_s(tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "source", vocab=400, layers=1)
+    path = write_gguf(source, tmp_path / "model.gguf", tokenizer__chat_template="{{ messages[0]['content'] }}!")
+    ours, theirs = Tokenizer(str(path)), Tokenizer(str(source))
+    check_same_tokenizer(ours, theirs)
+    text = "Don't 123 naïve<|endoftext|>  \n日本"
+    assert ours.encode(text) == theirs.encode(text)
+    assert ours.decoder.decode(ours.encode(text)) == theirs.decoder.decode(theirs.encode(text))
+    assert ours.hf.eos_token == "<|endoftext|>"
+    assert ours.render_chat([{"role": "user", "content": "hi"}]) == "hi!"
+    bos = write_gguf(
+        source, tmp_path / "bos.gguf", tokenizer__ggml__add_bos_token=True, tokenizer__ggml__bos_token_id=0
+    )
+    assert Tokenizer(str(bos)).encode("a") == [0, *theirs.encode("a")]
+
+
+@pytest.mark.parametrize("pre", ["smollm", "llama-bpe", "qwen2", "tekken"])
+def test_text_is_split_as_the_file_says(pre: str, tmp_path: Path) -> None:
+    """Digits, contractions and line breaks split differently; expressions are those of the models' tokenizer.json."""
+    from specrs.models.gguf.tokenizer import SPLITS
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    source = make_checkpoint(tmp_path / "source", vocab=400, layers=1)
+    path = write_gguf(source, tmp_path / "model.gguf", tokenizer__ggml__pre=pre)
+    made = Tokenizer(str(path)).backend.pre_tokenizer
+    pieces = [piece for piece, _ in made.pre_tokenize_str("it's 1234\n\n  Go")]
+    if pre == "smollm":
+        assert {"1", "2", "3", "4"} <= set(pieces)
+    else:
+        assert SPLITS[pre] == GGUF_PRE_TOKENIZER_SPLITS[pre]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("tokenizer__ggml__pre", "marsian", r"tokenizer\.ggml\.pre='marsian': not implemented; allowed: llama3"),
+        ("tokenizer__ggml__pre", None, r"tokenizer\.ggml\.pre=None: not implemented"),
+        ("tokenizer__ggml__model", "rwkv", r"tokenizer\.ggml\.model='rwkv': not implemented; allowed: 'gpt2'"),
+        ("tokenizer__ggml__bos_token_id", 9999, r"tokenizer\.ggml\.bos_token_id=9999: not implemented; .* id below"),
+        ("tokenizer__ggml__merges", ["q zz"], r"tokenizer\.ggml\.merges\[0\]='q zz': no tokens of the vocabulary"),
+    ],
+)
+def test_tokenizers_that_are_refused(field: str, value: object, message: str, tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "source", layers=1)
+    path = write_gguf(source, tmp_path / "model.gguf", **{field: value})
+    with pytest.raises(CheckpointError, match=message):
+        Tokenizer(str(path))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("general__architecture", "rwkv7", r"general\.architecture='rwkv7': not implemented; allowed: llama, qwen2"),
+        ("qwen3__rope__scaling__type", "yarn", r"qwen3\.rope\.scaling\.type='yarn': not implemented; allowed: 'none'"),
+        ("qwen3__expert_count", 8, r"qwen3\.expert_count=8: not implemented; allowed: 0"),
+        ("qwen3__attention__sliding_window", 64, r"sliding_window=64: not implemented"),
+        ("qwen3__attention__value_length", 16, r"value_length=16: not implemented; allowed: 48"),
+        ("qwen3__attention__head_count_kv", [3, 1], r"head_count_kv=\[3, 1\]: not implemented; allowed: the same"),
+        ("qwen3__block_count", None, r"qwen3\.block_count is missing"),
+        ("qwen3__block_count", 3, r"model\.layers\.2\..* are missing"),
+        ("qwen3__block_count", 1, r"model\.layers\.1\..* are not part of this architecture"),
+        ("qwen3__feed_forward_length", 96, r"mlp\.\w+\.weight has shape"),
+        ("split__count", 2, r"split\.count=2: not implemented"),
+        ("split__count", "two", r"split\.count='two': not implemented"),
+        ("general__alignment", "x", r"general\.alignment='x': must be a power of two"),
+        ("qwen3__embedding_length", "wide", r"model\.gguf: qwen3\.embedding_length='wide': must be an integer of at"),
+        ("qwen3__attention__head_count", 0, r"qwen3\.attention\.head_count=0: must be an integer of at least 1"),
+        ("qwen3__rope__freq_base", "base", r"qwen3\.rope\.freq_base='base': must be a finite number greater than 0"),
+        ("tokenizer__ggml__eos_token_id", "end", r"tokenizer\.ggml\.eos_token_id='end': must be an id"),
+    ],
+)
+def test_models_that_are_refused(field: str, value: object, message: str, tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "source", with_tokenizer=False)
+    path = write_gguf(source, tmp_path / "model.gguf", **{field: value})
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=message):
+        load_model(path)
+
+
+def test_damage(wide: Path, tmp_path: Path) -> None:
+    path = write_gguf(wide, tmp_path / "model.gguf", "Q4_0")
+    whole = path.read_bytes()
+    info = open_gguf(path).tensors["blk.0.ffn_down.weight"]
+    for keep, message in (
+        (0, "starts with b''"),
+        (3, "starts with b'GGU'"),
+        (10, "truncated"),
+        (100, "truncated"),
+        (5000, "truncated"),
+        (len(whole) - 40, r"truncated: .* ends \d+ bytes behind the end"),
+    ):
+        path.write_bytes(whole[:keep])
+        with pytest.raises(CheckpointError, match=message):
+            load_config(path)
+    for scale in (np.nan, np.inf):
+        bad = bytearray(whole)
+        at = info.start + 2 * 18  # the third block of row 0
+        bad[at : at + 2] = np.float16(scale).tobytes()
+        path.write_bytes(bad)
+        with pytest.raises(
+            CheckpointError, match=r"blk\.0\.ffn_down\.weight\[0, 64\]=-?(nan|inf): weights must be finite"
+        ):
+            load_native(path)
+    bad = bytearray(whole)
+    bad[4] = 9
+    path.write_bytes(bad)
+    with pytest.raises(CheckpointError, match=r"version=9: allowed are GGUF versions"):
+        load_config(path)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_damaged_header_is_refused_or_read(seed: int, tmp_path: Path) -> None:
+    """Bytes of the header that are something else raise what specrs raises, and end."""
+    source = make_checkpoint(tmp_path / "source", layers=1)
+    path = write_gguf(source, tmp_path / "model.gguf")
+    whole, rng = bytearray(path.read_bytes()), np.random.default_rng(seed)
+    for at in rng.integers(4, 9000, 3):
+        whole[at] = rng.integers(256)
+    path.write_bytes(whole)
+    for read in (load_model, lambda file: Tokenizer(str(file))):
+        with contextlib.suppress(CheckpointError):
+            read(path)
+
+
+def refusal(read: Callable[[Path], object], path: Path) -> str | None:
+    """What a file is refused by, None where it is read."""
+    try:
+        read(path)
+    except CheckpointError as fault:
+        return str(fault)
+    return None
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_any_value_of_any_field_is_refused_or_read(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A field of another type, or of a value that is none, raises what specrs raises, under the field's name."""
+    source = make_checkpoint(tmp_path / "source", family, layers=1)
+    path = write_gguf(source, tmp_path / "model.gguf", tokenizer__ggml__add_bos_token=False)
+    whole, refused, others = open_gguf(path), 0, []
+    names = [*whole.metadata, f"{family}.rope.scaling.factor", f"{family}.rope.dimension_count"]
+    names += ["tokenizer.chat_template", "tokenizer.ggml.bos_token_id"]
+    wrong = ["x", -1, 0, 2**63, 1.5, float("nan"), float("inf"), True, [], [1, 2], ["x"]]
+    for name, value in itertools.product(names, wrong):
+        damaged = dataclasses.replace(whole, metadata={**whole.metadata, name: value})
+        for module in ("checkpoint", "tokenizer"):
+            monkeypatch.setattr(f"specrs.models.gguf.{module}.open_gguf", lambda _, file=damaged: file)
+        reads = [gguf_tokenizer] if name.startswith("tokenizer.") and name.count("eo") == 0 else [gguf_config]
+        for read in [*reads, *([gguf_tokenizer] if "eo" in name else [])]:
+            said = refusal(read, path)
+            refused += said is not None
+            if said is not None and name.rpartition(".")[2] not in said:
+                others.append((name, value, said))
+    assert not others
+    assert refused > len(names) * 3
+
+
+def test_a_file_of_no_hub() -> None:
+    with pytest.raises(CheckpointError, match=r"^model='a/b:Q4_K_M': no hub repository that could be read"):
+        load_config("a/b:Q4_K_M")
+
+
+def test_a_file_of_the_hub_is_counted_before_it_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = ["README.md", "m-Q4_K_M.gguf", "m-Q8_0.gguf", "more/m-Q8_0.gguf", "m-F16.gguf.part"]
+    downloaded: list[tuple[str, str, str | None]] = []
+
+    def download(repository: str, name: str, *, revision: str | None) -> str:
+        downloaded.append((repository, name, revision))
+        return str(tmp_path / name)
+
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda repository, *, revision: files)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    for kind, names in (("Q8_0", "m-Q8_0.gguf, more/m-Q8_0.gguf"), ("F16", "none"), ("Q4", "none")):
+        with pytest.raises(CheckpointError, match=rf"model='a/b:{kind}': must name one file .*, found: {names}$"):
+            gguf_path(f"a/b:{kind}")
+    assert not downloaded
+    assert gguf_path("a/b:Q4_K_M", "v1") == tmp_path / "m-Q4_K_M.gguf"
+    assert downloaded == [("a/b", "m-Q4_K_M.gguf", "v1")]
+
+    # Without the hub, what it has left here; where that is nothing, why the hub could not be asked.
+    def offline(repository: str, *, revision: str | None) -> list[str]:
+        raise ConnectionError("no route")
+
+    def cached(repository: str, *, revision: str | None, local_files_only: bool) -> str:
+        assert local_files_only
+        if repository == "a/b":
+            return str(tmp_path)
+        raise FileNotFoundError("no cache")
+
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", offline)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", cached)
+    (tmp_path / "x-Q5_0.gguf").touch()
+    assert gguf_path("a/b:Q5_0") == tmp_path / "x-Q5_0.gguf"
+    with pytest.raises(CheckpointError, match=r"could not be asked \(ConnectionError\), found: none"):
+        gguf_path("a/b:Q8_0")
+    with pytest.raises(CheckpointError, match=r"no hub repository that could be read \(ConnectionError: no route\)"):
+        gguf_path("c/d:Q5_0")
+    assert len(downloaded) == 1

@@ -1,0 +1,82 @@
+"""The table of families, formats and devices: the document's, and true of small models of every family."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import FAMILIES as MADE
+from checkpoints import make_checkpoint
+from quantized_files import compressed
+from specrs.errors import UnsupportedModelError
+from specrs.models.features import CUDA, NATIVE, features_of, features_of_family
+from specrs.models.loader import load_config, load_model
+from specrs.models.native_loader import load_native
+from specrs.models.registry import FAMILIES
+from specrs.models.support import NO, passes, table
+
+from models.harness import Feeder
+
+NAMES = {family.model_type: name for name, family in FAMILIES.items()}
+SHAPE = {"hidden": 64, "intermediate": 96, "head_dim": 32, "kv_heads": 1, "vocab": 83}
+"""What INT4 by groups of 32 can be made of."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("support")
+
+
+def make(folder: Path, family: str) -> Path:
+    path = folder / family
+    return path if path.exists() else make_checkpoint(path, family, **SHAPE)
+
+
+def test_the_table_is_the_document_s() -> None:
+    assert table() in (Path(__file__).parents[2] / "docs" / "supported.md").read_text(encoding="utf-8")
+    assert set(NAMES) == set(MADE)
+
+
+@pytest.mark.parametrize("family", MADE)
+def test_what_models_have_is_what_their_family_may_have(family: str, folder: Path) -> None:
+    may = features_of_family(FAMILIES[NAMES[family]])
+    found = {feature.name for feature in features_of(load_config(make(folder, family)))}
+    assert {name for name, always in may.items() if always} <= found <= set(may)
+
+
+@pytest.mark.parametrize("family", MADE)
+def test_passes_that_the_table_names(family: str, folder: Path) -> None:
+    path = make(folder, family)
+    op_by_op = load_model(path, dtype="float32")
+    expected = Feeder(op_by_op).feed_chunks(list(range(9)), [4, 5])
+    if passes(FAMILIES[NAMES[family]], NATIVE).startswith(NO):
+        with pytest.raises(UnsupportedModelError, match="in the native pass"):
+            load_native(path)
+        return
+    assert (
+        Feeder(load_native(path, dtype="float32")).feed_chunks(list(range(9)), [4, 5]) - expected
+    ).abs().max() < 1e-4
+    for quantization in ("int8", "int4"):
+        quantized = Feeder(load_native(path, dtype="float32", quantization=quantization)).feed_chunks([1, 2, 3], [3])
+        assert quantized.isfinite().all()
+
+
+@pytest.mark.parametrize("family", [family for family in MADE if passes(FAMILIES[NAMES[family]], CUDA).startswith(NO)])
+def test_a_gpu_refuses_what_the_table_says(family: str, folder: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="on a GPU"):
+        load_model(make(folder, family)).with_buffers(1, 1)
+
+
+@pytest.mark.parametrize("family", MADE)
+def test_quantized_checkpoints(family: str, folder: Path, tmp_path: Path) -> None:
+    """FP8 by output, as numbers: the logits of the same numbers in a plain checkpoint."""
+    args = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
+    path = compressed(make(folder, family), tmp_path / "fp8", "float-quantized", **args)
+    model = load_model(path, dtype="float32")
+    numbers = load_model(path.with_name("fp8.numbers"), dtype="float32")
+    found, expected = (Feeder(made).feed_chunks(list(range(9)), [9]) for made in (model, numbers))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    # Rounded as they are loaded, weights have the same scales.
+    at_load = load_model(make(folder, family), dtype="float32", quantization="fp8")
+    torch.testing.assert_close(Feeder(at_load).feed_chunks(list(range(9)), [9]), expected, rtol=0, atol=1e-4)
+    plain = Feeder(load_model(make(folder, family), dtype="float32")).feed_chunks(list(range(9)), [9])
+    assert (plain - expected).abs().max() > 1e-2
