@@ -77,7 +77,7 @@ impl Kernel for Probe {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             let random = (state >> 32) as u32;
             let exponent = 127 - spread as u32 / 2 + ((state >> 24 & 0xFF) % (spread + 1)) as u32;
-            f32::from_bits((random & 1) << 31 | exponent << 23 | random >> 9 & !(u32::MAX >> bits))
+            f32::from_bits((random & 1) << 31 | exponent << 23 | random >> 9 & !u32::MAX.checked_shr(bits).unwrap_or(0))
         };
         (0..4096).all(|round| {
             let mut make = |bits, spread| -> [f32; LANES] { std::array::from_fn(|_| number(bits, spread)) };
