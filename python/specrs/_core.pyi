@@ -656,10 +656,28 @@ class Scheduler:
 
         A request gets no more than its own `num_speculative_tokens`. Without this call it keeps the K chosen last, its
         own at first. Requests whose acceptance the planner found collapsed get their draft KV built again. After the
-        launch, hand its results to `planner.settle`, the rows being those of the decode entries. Holds both locks.
+        launch, `tell` the planner of it. Holds both locks.
 
         Raises:
             InvalidConfigError: the planner's `max_num_seqs` or `num_speculative_tokens` is not the scheduler's.
+        """
+
+    def tell(
+        self,
+        planner: SpeculationPlanner,
+        record: NDArray[np.int64],
+        results: NDArray[np.int64],
+        ms: float | None = None,
+    ) -> None:
+        """Tells `planner` what became of a launch, by its record and its results, settled or not.
+
+        `ms`, how long it took, counts where it did nothing but decode. An entry whose drafter had nothing to propose
+        had a first draft that did not stand. Where drafters on the host and on the device draft, the planner hears
+        only of the device's. Mutates the planner alone. Holds both locks.
+
+        Raises:
+            InvalidBufferError: a buffer is not a contiguous int64 array of its layout's size, or as
+                `SpeculationPlanner.settle`.
         """
 
     def rebuild_draft(self, request_id: int) -> None:

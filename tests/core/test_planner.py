@@ -156,3 +156,71 @@ def test_any_stream_of_launches_stays_within_bounds(
         assert ((ks >= 0) & (ks <= np.minimum(caps, K))).all()
         own.settle(np.arange(len(caps)), ks, ks, np.minimum(ks, wanted), 1.0 + float(ks.max()))
         assert all(0.0 < chance < 1.0 for chance in own.conditional_acceptance())
+
+
+Launch = tuple[list[tuple[int, ...]], int, int]
+"""By entry its row, K, drafter, drafts verified, accepted, flags; and chunks of prompts and of drafts."""
+
+
+@st.composite
+def launches(draw: st.DrawFn) -> Launch:
+    entries: list[tuple[int, ...]] = []
+    for row in draw(st.lists(st.integers(0, 3), unique=True)):
+        k = draw(st.integers(0, K))
+        drafted = draw(st.integers(0, k))
+        flags = core.FLAG_NOTHING_DRAFTED if k and not drafted and draw(st.booleans()) else 0
+        kind = draw(st.sampled_from([core.DRAFTER_DEVICE, core.DRAFTER_NGRAM])) if k else core.DRAFTER_DEVICE
+        entries.append((row, k, kind, drafted, draw(st.integers(0, drafted)), flags))
+    chunks = st.just(0) | st.integers(1, 2)
+    return entries, draw(chunks), draw(chunks)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(launches(), max_size=4), st.booleans(), st.booleans(), st.floats(0.5, 9.0))
+def test_a_scheduler_tells_what_settle_would(told: list[Launch], on_device: bool, on_host: bool, ms: float) -> None:
+    scheduler = core.Scheduler(
+        max_num_seqs=4,
+        max_model_len=32,
+        num_blocks=16,
+        block_size=4,
+        max_num_batched_tokens=16,
+        num_speculative_tokens=K,
+        drafter=[core.CachedDrafter(max_model_len=32)] * on_device + [core.NgramProposer()] * on_host or None,
+    )
+    by_scheduler, by_hand = planner(), planner()
+    for entries, num_prefill, num_draft_chunks in told:
+        # What is not written holds anything.
+        record, results = np.full(scheduler.record_size, 77), np.full(scheduler.results_size, 77)
+        for field, value in (
+            ("num_decode", len(entries)),
+            ("num_prefill", num_prefill),
+            ("num_draft_chunks", num_draft_chunks),
+        ):
+            record[core.HEADER_FIELDS.index(field)] = value
+        columns = ("entry_row", "entry_k", "entry_drafter"), ("num_drafted", "num_accepted", "flags")
+        layouts = scheduler.record_layout(), scheduler.results_layout()
+        for i, entry in enumerate(entries):
+            for buffer, layout, names, values in zip(
+                (record, results), layouts, columns, (entry[:3], entry[3:]), strict=True
+            ):
+                for name, value in zip(names, values, strict=True):
+                    buffer[layout[name][0] + i] = value
+        scheduler.tell(by_scheduler, record, results, ms)
+        heard = [entry for entry in entries if not (on_device and on_host) or entry[2] == core.DRAFTER_DEVICE]
+        if entries:
+            rows, ks, _, drafted, accepted, flags = zip(*heard, strict=True) if heard else ((),) * 6
+            counts = [
+                1 if flag == core.FLAG_NOTHING_DRAFTED else count for count, flag in zip(drafted, flags, strict=True)
+            ]
+            timed = num_prefill == num_draft_chunks == 0 and len(heard) == len(entries)
+            by_hand.settle(ints(*rows), ints(*ks), ints(*counts), ints(*accepted), ms if timed else None)
+        assert by_scheduler.conditional_acceptance() == by_hand.conditional_acceptance()
+        assert by_scheduler.costs().table == by_hand.costs().table
+        assert by_scheduler.take_collapsed() == by_hand.take_collapsed()
+    for record_size, results_size in ((1, 0), (0, 1)):
+        with pytest.raises(core.InvalidBufferError, match="elements"):
+            scheduler.tell(
+                by_scheduler,
+                np.zeros(scheduler.record_size - record_size, dtype=np.int64),
+                np.zeros(scheduler.results_size - results_size, dtype=np.int64),
+            )

@@ -16,7 +16,6 @@ import numpy as np
 from specrs.config import EngineConfig
 from specrs.core import (
     DRAFTER_DEVICE,
-    FLAG_NOTHING_DRAFTED,
     FLAG_TARGET_NON_FINITE,
     PLAN_LAUNCH,
     AcceptanceTracker,
@@ -100,8 +99,6 @@ class Engine:
         self.ring = parts.ring
         self.runner = parts.runner
         self.planner: SpeculationPlanner | None = None
-        speculative = self.config.speculative_config
-        self._mixes = speculative is not None and speculative.drafts_on_host and not speculative.on_host
         self._faults = DraftFaults(self.scheduler, self._drafter_names)
         self.watch: Watch | None = None
         self.head_check: HeadCheck | None = None
@@ -384,7 +381,7 @@ class Engine:
         slot.delivered = launch_id
         if whole:
             ms = 1e3 * (self._settled_at - begun)
-            self._learn(slot, header, ms)
+            self._learn(slot, ms)
             if self.head_check is not None and self.head_check.settled(slot, header):
                 self.head_check = None
             if self.watch is not None:
@@ -422,22 +419,10 @@ class Engine:
                     self._end(request_id, FinishReason.ERROR, error)
         return reported
 
-    def _learn(self, slot: RingSlot, header: Header, ms: float) -> None:
-        """Tell the planner what became of a launch."""
-        count, record, results = header.num_decode, slot.record_arrays, slot.results_arrays
-        if self.planner is None or not count:
-            return
-        rows, ks = record["entry_row"][:count], record["entry_k"][:count]
-        # Asked in vain is a first draft that did not stand.
-        in_vain = (results["flags"][:count] & FLAG_NOTHING_DRAFTED) // FLAG_NOTHING_DRAFTED
-        drafted, accepted = np.maximum(results["num_drafted"][:count], in_vain), results["num_accepted"][:count]
-        timed = not (header.num_prefill or header.num_draft_chunks)
-        if self._mixes:
-            # The planner is of what the draft model drafts; the scheduler learns of the others.
-            on_device = record["entry_drafter"][:count] == DRAFTER_DEVICE
-            timed = timed and bool(on_device.all())
-            rows, ks, drafted, accepted = rows[on_device], ks[on_device], drafted[on_device], accepted[on_device]
-        self.planner.settle(rows, ks, drafted, accepted, ms if timed else None)
+    def _learn(self, slot: RingSlot, ms: float | None) -> None:
+        """Tell the planner what became of a launch, and how long it took."""
+        if self.planner is not None:
+            self.scheduler.tell(self.planner, slot.record, slot.results, ms)
 
 
 def _extras(requests: Mapping[int, Request], request_id: int) -> RequestExtras | None:

@@ -190,6 +190,20 @@ impl Scheduler {
         self.core(py).speculate(&mut planner.planner(py)).or_raise(py)
     }
 
+    #[pyo3(signature = (planner, record, results, ms = None))]
+    fn tell(
+        &self,
+        py: Python<'_>,
+        planner: &SpeculationPlanner,
+        record: &Bound<'_, PyAny>,
+        results: &Bound<'_, PyAny>,
+        ms: Option<f64>,
+    ) -> PyResult<()> {
+        let (record, results): (In, In) = (readonly("record", record)?, readonly("results", results)?);
+        let (record, results) = (record.as_slice()?, results.as_slice()?);
+        self.core(py).tell(&mut planner.planner(py), record, results, ms).or_raise(py)
+    }
+
     fn rebuild_draft(&self, py: Python<'_>, request_id: i64) -> PyResult<()> {
         self.core(py).rebuild_draft(request_id).or_raise(py)
     }

@@ -1,9 +1,10 @@
 //! K by a planner, launch by launch, and draft KV that is built again. Decides neither how deep to draft nor whose KV is broken.
 
 use super::Scheduler;
+use super::layout::{FLAG_NOTHING_DRAFTED, LaunchHeader};
 use super::row::{Row, RowIndex, RowState};
 use crate::drafts::DrafterKind;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, check_len};
 use crate::planner::SpeculationPlanner;
 
 /// What a planner is asked and what it answers, by decoding row; kept between launches for its allocations.
@@ -13,13 +14,15 @@ pub(super) struct Speculation {
     caps: Vec<i64>,
     lags: Vec<i64>,
     ks: Vec<i64>,
+    /// And what it is told: by decode entry the drafts verified, and those accepted.
+    drafted: Vec<i64>,
+    accepted: Vec<i64>,
 }
 
 impl Scheduler {
     /// Lets `planner` choose the K of each request for the next [`Self::plan`], within the request's own
     /// `num_speculative_tokens`, and rebuilds the draft KV of those whose acceptance it found collapsed. Without this call a request
-    /// keeps the K chosen last, its own at first. After the launch the planner needs its results:
-    /// [`SpeculationPlanner::settle`] by the rows of the decode entries.
+    /// keeps the K chosen last, its own at first. After the launch the planner needs its results: [`Self::tell`].
     ///
     /// # Errors
     /// [`Error::InvalidConfig`] if the planner's K or its number of rows is not this scheduler's; nothing has changed then.
@@ -79,6 +82,49 @@ impl Scheduler {
             }
         }
         Ok(())
+    }
+
+    /// Tells `planner` what became of a launch, by its record and its results, and that it took `ms`, which counts where it did nothing but
+    /// decode. An entry whose drafter had nothing to propose had a first draft that did not stand. Where drafters of both kinds draft, the
+    /// planner is of the device's: what the host's propose the scheduler judges itself.
+    ///
+    /// # Errors
+    /// [`Error::InvalidBuffer`] if a buffer does not have its layout's size, or as [`SpeculationPlanner::settle`]. Nothing has changed then.
+    pub fn tell(
+        &mut self,
+        planner: &mut SpeculationPlanner,
+        record: &[i64],
+        results: &[i64],
+        ms: Option<f64>,
+    ) -> Result<()> {
+        check_len("record", record.len(), self.record_layout.size)?;
+        check_len("results", results.len(), self.results_layout.size)?;
+        let header = LaunchHeader::read(record);
+        let (record, results) = (self.record_layout.view(record), self.results_layout.view(results));
+        let mixes = self.drafts.has_kv && self.drafts.on_host;
+        let mut told = std::mem::take(&mut self.speculation);
+        for list in [&mut told.rows, &mut told.ks, &mut told.drafted, &mut told.accepted] {
+            list.clear();
+        }
+        let mut timed = header.num_prefill + header.num_draft_chunks == 0;
+        for entry in 0..header.num_decode.min(record.entry_row.len()) {
+            if mixes && record.entry_drafter[entry] != DrafterKind::Device as i64 {
+                timed = false;
+                continue;
+            }
+            let in_vain = i64::from(results.flags[entry] & FLAG_NOTHING_DRAFTED != 0);
+            told.rows.push(record.entry_row[entry]);
+            told.ks.push(record.entry_k[entry]);
+            told.drafted.push(results.num_drafted[entry].max(in_vain));
+            told.accepted.push(results.num_accepted[entry]);
+        }
+        let done = if header.num_decode == 0 {
+            Ok(())
+        } else {
+            planner.settle(&told.rows, &told.ks, &told.drafted, &told.accepted, ms.filter(|_| timed))
+        };
+        self.speculation = told;
+        done
     }
 
     /// Lets a running request's draft KV be written again from position 0, by catch-up chunks; a head that reads the target's hidden
