@@ -480,6 +480,7 @@ class Scheduler:
         | Sequence[CachedDrafter | HiddenDrafter | TextDrafter | NgramProposer | SuffixDrafter]
         | None = None,
         sliding_window: int | None = None,
+        window_groups: Sequence[int] | None = None,
         max_in_flight: int = 1,
         max_constraint_len: int = 0,
         logits_dtype: str = "float32",
@@ -505,7 +506,12 @@ class Scheduler:
                 most one of each kind, each request has in each launch the one that promises the most.
             sliding_window: the last positions that a query attends to, its own among them, where all layers of the
                 target and of what drafts in its blocks have a window: the largest of these, at least 2. Blocks behind
-                it come back while their request goes on. None: some layer attends to all positions.
+                it come back while their request goes on. None: some layer attends to all positions. With
+                `window_groups` only the layers of the first group count.
+            window_groups: windows of further KV groups: layers of the target with block tables of their own in the one
+                pool, whose blocks come back behind the group's window. Each at least 2 and no longer than the first
+                group's, at most 1024 of them; the draft's layers are in the first group. None: all layers are in one.
+                Not with `enable_kv_cache_events`.
             max_in_flight: launches that may be planned and not yet settled, 1 to 1024.
             max_constraint_len: elements (W) that a request's allowed_token_ids, logit_bias and bad words may take in a
                 record, and those of all that a launch admits: an id one, a bias two, a bad word one and its tokens.
@@ -547,11 +553,12 @@ class Scheduler:
         entry_row [R], entry_k [R] (0 for chunks), entry_capacity [R] (positions that the row's block table covers),
             entry_n_upper [R] (upper bound of the row's tokens at the start of the launch).
         chunk_start [R], chunk_len [R], chunk_is_last [R]: prefill chunk j; the last one of a prompt emits a token.
-        prefill_token [C], prefill_position [C], prefill_slot [C], prefill_q_start [R + 1]: the chunks' rows, flat.
+        prefill_token [C], prefill_position [C], prefill_q_start [R + 1]: the chunks' rows, flat. prefill_slot [G, C]:
+            their KV slots, in each of G = 1 + len(window_groups) groups.
         draft_chunk_row [R], draft_chunk_start [R], draft_chunk_len [R], draft_q_start [R + 1], draft_position,
-            draft_slot: draft catch-up chunks; their tokens are in row state, and afterwards the row's draft_len is
-            start + len, also where len is 0. Slot -1: do not write. draft_chunk_k_start [R]: from this chunk on the
-            row's drafter reads KV from this position on; 0 without a window.
+            draft_slot (of the first group): draft catch-up chunks; their tokens are in row state, and afterwards the
+            row's draft_len is start + len, also where len is 0. Slot -1: do not write. draft_chunk_k_start [R]: from
+            this chunk on the row's drafter reads KV from this position on; 0 without a window.
         entry_drafter [R]: whose drafts an entry has, `DRAFTER_*`.
         draft_token [R, K]: drafts of drafters on the host, those of entry i from element i * K on; empty without one.
         admit_row [R], admit_request_id [R], admit_num_tokens [R], admit_prompt_len [R] (less than num_tokens after a
@@ -566,7 +573,7 @@ class Scheduler:
             bias, the biases as bits of float64, the lengths of bad words, their tokens.
         upload_token: all tokens of the admitted requests, one request after the other.
         block_row, block_index, block_id: block table updates, `table[row, index] = id`. Entries behind a row's window
-            stay as they are, and are read no more.
+            stay as they are, and are read no more. block_group: the group of each; empty where there is one.
         preempted_request_id [R]: requests that lost their row in this plan.
         """
 
@@ -741,6 +748,10 @@ class Scheduler:
     @property
     def num_free_blocks(self) -> int:
         """Blocks that no request holds, cached ones included."""
+
+    @property
+    def num_groups(self) -> int:
+        """G: KV groups."""
 
     @property
     def num_blocks(self) -> int:

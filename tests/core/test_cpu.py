@@ -283,6 +283,10 @@ def test_iterations_that_cannot_be() -> None:
             core.CpuIteration(scheduler(**fields), state(), target, draft, **settings)  # type: ignore[arg-type]
     with pytest.raises(InvalidBufferError, match=r"^rates = 1 of them is not allowed: expected one for each of 2 dr"):
         core.CpuIteration(scheduler(**drafting), state(), target, other, rates=[0.5])
+    with pytest.raises(
+        InvalidBufferError, match=r"^window_groups = \[4\] is not allowed: expected \[\]: all layers in"
+    ):
+        core.CpuIteration(scheduler(window_groups=[4]), state(), target)
 
 
 def test_launches_check_their_buffers() -> None:

@@ -99,6 +99,8 @@ def test_layouts_tile_their_buffers() -> None:
         ({"max_num_seqs": -1}, "max_num_seqs = -1 "),
         ({"max_model_len": 1}, "max_model_len = 1 "),
         ({"num_blocks": 0}, "num_blocks = 0 "),
+        ({"window_groups": [4, 1]}, "window_groups = 1 "),
+        ({"window_groups": [-1]}, "window_groups = -1 "),
         ({"block_size": 0}, "block_size = 0 "),
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens = 0 "),
         ({"num_speculative_tokens": -5}, "num_speculative_tokens = -5 "),

@@ -94,6 +94,11 @@ impl BlockHasher {
         hasher.finish128().as_u128()
     }
 
+    /// What tells the hashes of a KV group's blocks from those of the first group's, by exclusive or.
+    pub(crate) fn group_tag(&self, group: usize) -> BlockHash {
+        self.with_extra_key(0, group, b"KV group")
+    }
+
     /// Hashes of the full blocks of `tokens`, which follow on from `parent`: a [`root`](Self::root), or the last hash of what came
     /// before. Positions of extra keys count from `tokens[0]`.
     ///

@@ -39,8 +39,8 @@ impl Scheduler {
     #[new]
     #[pyo3(signature = (
         *, max_num_seqs, max_model_len, num_blocks, block_size, max_num_batched_tokens, num_speculative_tokens = 0,
-        drafter = None, sliding_window = None, max_in_flight = 1, max_constraint_len = 0, logits_dtype = "float32",
-        num_reserved_decode_tokens = 64, long_prefill_token_threshold = 0, priority_aging_launches = 0,
+        drafter = None, sliding_window = None, window_groups = None, max_in_flight = 1, max_constraint_len = 0,
+        logits_dtype = "float32", num_reserved_decode_tokens = 64, long_prefill_token_threshold = 0, priority_aging_launches = 0,
         enable_prefix_caching = true, enable_kv_cache_events = false,
         hash_key = DEFAULT_HASH_KEY,
     ))]
@@ -55,6 +55,7 @@ impl Scheduler {
         num_speculative_tokens: i64,
         drafter: Option<DrafterArgument<'_>>,
         sliding_window: Option<i64>,
+        window_groups: Option<Vec<i64>>,
         max_in_flight: i64,
         max_constraint_len: i64,
         logits_dtype: &str,
@@ -78,6 +79,9 @@ impl Scheduler {
             drafter,
             host_drafters,
             sliding_window: sliding_window.map(|window| size("sliding_window", window)).transpose()?,
+            window_groups: (window_groups.unwrap_or_default().into_iter())
+                .map(|window| size("window_groups", window))
+                .collect::<PyResult<_>>()?,
             max_in_flight: size("max_in_flight", max_in_flight)?,
             max_constraint_len: size("max_constraint_len", max_constraint_len)?,
             logits_dtype: parse_dtype(py, logits_dtype)?,
@@ -89,6 +93,11 @@ impl Scheduler {
             hash_key: hash_key_bytes(py, hash_key)?,
         };
         specrs_core::Scheduler::new(config).map(|core| Self(Mutex::new(core))).or_raise(py)
+    }
+
+    #[getter]
+    fn num_groups(&self, py: Python<'_>) -> usize {
+        self.core(py).config().num_groups()
     }
 
     #[getter]

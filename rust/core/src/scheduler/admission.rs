@@ -21,7 +21,8 @@ impl Scheduler {
             return Ok(());
         }
         let block_size = self.config.block_size;
-        let mut growth = self.growth_of_running();
+        let prefill_left = self.budget(plan).prefill_left;
+        let mut growth = self.growth_of_running(prefill_left);
         let mut num_held_back = 0;
         let mut after = Bound::Unbounded;
         while let Some((&order, &index)) = self.waiting.range((after, Bound::Unbounded)).next() {
@@ -35,11 +36,13 @@ impl Scheduler {
             if self.free_rows.len() == num_held_back || left == 0 || !fits {
                 break;
             }
-            self.find_prefix(index, &mut plan.hits);
-            let unheld = plan.hits.iter().filter(|&&block| self.pool.ref_count(block) == Some(0)).count();
-            let num_held = plan.hits.iter().filter(|&&block| block != NO_BLOCK).count();
+            self.find_prefix(index, plan);
+            let hits = plan.hits.iter().chain(plan.group_hits.iter().flatten());
+            let unheld = hits.filter(|&&block| self.pool.ref_count(block) == Some(0)).count();
             let all = self.blocks_after_prompt(num_tokens, self.requests[index].limit);
-            let missing = self.blocks_to_come(all - plan.hits.len(), num_held);
+            let num_held = |hits: &Vec<i64>| hits.iter().filter(|&&block| block != NO_BLOCK).count();
+            let held = std::iter::once(&plan.hits).chain(&plan.group_hits).map(num_held);
+            let missing = self.blocks_to_come(all - plan.hits.len(), 0, held);
             if self.waits_for_prefix(index, plan.hits.len()) {
                 num_held_back += 1;
                 growth += missing + unheld;
@@ -50,13 +53,14 @@ impl Scheduler {
                 break;
             }
             let start = plan.hits.len() * block_size;
-            let len = (num_tokens - start).min(self.chunk_share(left)).min(free * block_size);
+            let len = (num_tokens - start).min(self.chunk_share(left)).min(self.groups.columns(free) * block_size);
             if len == 0 {
                 break;
             }
-            let row = self.open_row(index, &plan.hits)?;
+            let row = self.open_row(index, &plan.hits, &plan.group_hits)?;
             self.grow(row, start + len)?;
-            growth += (missing + plan.hits.len()).saturating_sub(self.rows[row as usize].blocks.len());
+            let taken = self.rows[row as usize].blocks.len() - plan.hits.len();
+            growth += missing.saturating_sub(taken * self.config.num_groups());
             self.push_chunk(plan, PrefillChunk { row, start, len });
             (plan.upload_tokens, plan.constraints) = (uploads, constraints);
             plan.admitted.push(row);
@@ -64,8 +68,8 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Gives a waiting request a row that holds the cached blocks `hits`.
-    fn open_row(&mut self, index: RequestIndex, hits: &[i64]) -> Result<RowIndex> {
+    /// Gives a waiting request a row that holds the cached blocks `hits` of the first group and `group_hits` of the others.
+    fn open_row(&mut self, index: RequestIndex, hits: &[i64], group_hits: &[Vec<i64>]) -> Result<RowIndex> {
         let row = self.free_rows.pop().expect("a free row");
         let request = &mut self.requests[index];
         request.row = Some(row);
@@ -98,6 +102,9 @@ impl Scheduler {
         let lease = &mut self.rows[row as usize];
         lease.num_computed = start;
         lease.num_sent = lease.first_block;
+        if !self.groups.is_empty() {
+            self.groups.open(row, group_hits, self.config.blocks_for(lease.limit), &mut self.pool)?;
+        }
         lease.num_registered = hits.len();
         lease.num_draft_marked = drafted;
         lease.draft_len = drafted * self.config.block_size;
@@ -111,13 +118,19 @@ impl Scheduler {
         self.config.blocks_for((num_tokens + 1 + self.config.num_reserved_decode_tokens).min(limit))
     }
 
-    /// Of `missing` blocks those that a row takes which holds `num_held`: with a window it gives some back for others.
-    fn blocks_to_come(&self, missing: usize, num_held: usize) -> usize {
-        self.config.most_blocks_held().map_or(missing, |most| missing.min(most.saturating_sub(num_held)))
+    /// Of `missing` blocks of each group those that a row takes which holds so many, by group: with a window it gives some back for others, but
+    /// not before it has taken what may come of this plan, `next` at most.
+    fn blocks_to_come(&self, missing: usize, next: usize, num_held: impl Iterator<Item = usize>) -> usize {
+        let of_group = |(group, held)| match self.config.most_blocks_held(group) {
+            Some(most) => missing.min(most.saturating_sub(held).max(next)),
+            None => missing,
+        };
+        num_held.enumerate().map(of_group).sum()
     }
 
-    /// Blocks that the running rows will ask for: the rest of their prompts, one iteration of those that decode, and what is reserved.
-    fn growth_of_running(&self) -> usize {
+    /// Blocks that the running rows will ask for: the rest of their prompts, one iteration of those that decode, and what is reserved. This plan
+    /// gives prompts `prefill_left` tokens at most.
+    fn growth_of_running(&self, prefill_left: usize) -> usize {
         let (config, block_size) = (&self.config, self.config.block_size);
         let iteration = config.blocks_for(config.num_speculative_tokens + 1);
         let decode = iteration + config.blocks_for(config.num_reserved_decode_tokens);
@@ -132,10 +145,14 @@ impl Scheduler {
             decode.min(config.blocks_for(row.limit) - row.blocks.len())
         };
         let rows = self.running.iter().map(|&row| &self.rows[row as usize]);
-        if config.sliding_window.is_none() {
+        if !config.has_windows() {
             return rows.map(growth).sum();
         }
-        rows.map(|row| self.blocks_to_come(growth(row), row.blocks.len() - row.first_block)).sum()
+        let chunk = config.blocks_for(prefill_left);
+        let next = |row: &Row| if row.is_prefilling() { chunk } else { iteration };
+        rows.zip(&self.running)
+            .map(|(row, &index)| self.blocks_to_come(growth(row), next(row), self.num_held(index)))
+            .sum()
     }
 
     /// Whether the request had better wait for the blocks behind its `hits`: a running one that begins alike computes them, and they
@@ -161,45 +178,62 @@ impl Scheduler {
         (shared - hits) * block_size >= (num_tokens - shared * block_size).max(block_size)
     }
 
-    /// Fills `hits` with the cached blocks of the longest known prefix, at most all tokens but the last, which must be fed to the
-    /// target to get the next one. With a window [`NO_BLOCK`] stands for those that no query behind the prefix will read.
-    fn find_prefix(&mut self, index: RequestIndex, hits: &mut Vec<i64>) {
-        hits.clear();
+    /// Fills the plan's hits with the cached blocks of the longest known prefix, at most all tokens but the last, which must be fed to
+    /// the target to get the next one. With a window [`NO_BLOCK`] stands for those that no query behind the prefix will read.
+    fn find_prefix(&mut self, index: RequestIndex, plan: &mut Plan) {
+        plan.hits.clear();
+        plan.group_hits.resize(self.config.window_groups.len(), Vec::new());
+        plan.group_hits.iter_mut().for_each(Vec::clear);
         if !self.config.enable_prefix_caching {
             return;
         }
         let (block_size, request) = (self.config.block_size, &mut self.requests[index]);
-        let most = (request.tokens.len() - 1) / block_size;
-        if self.config.sliding_window.is_some() {
-            self.find_window(index, most, hits);
-        } else {
+        let mut most = (request.tokens.len() - 1) / block_size;
+        if self.config.sliding_window.is_none() {
             for block in 0..most {
                 match self.pool.lookup(request.block_hash(block, block_size, &self.hasher)) {
-                    Some(hit) => hits.push(hit),
+                    Some(hit) => plan.hits.push(hit),
                     None => break,
                 }
             }
+            most = plan.hits.len();
+        }
+        if self.config.has_windows() {
+            plan.hits.clear();
+            self.find_windows(index, most, plan);
         }
         if self.drafts.from_hidden {
-            self.trim_hits(index, hits);
+            self.trim_hits(index, &mut plan.hits);
         }
     }
 
-    /// The same of `most` blocks with a window: the longest prefix whose last window is cached, whatever became of the blocks before that.
-    fn find_window(&mut self, index: RequestIndex, most: usize, hits: &mut Vec<i64>) {
+    /// The same of `most` blocks with windows: the longest prefix of which each group has what a query behind it reads, whatever became of the
+    /// blocks before that.
+    fn find_windows(&mut self, index: RequestIndex, most: usize, plan: &mut Plan) {
         let (config, request) = (&self.config, &mut self.requests[index]);
-        // Blocks [place, end) are cached.
+        let first_read = |group, end| config.first_block_read(group, end * config.block_size + 1);
+        let first_of_all = |end| (0..config.num_groups()).map(|group| first_read(group, end)).min().unwrap_or(0);
+        // Blocks [place, end) are cached in every group that reads them.
         let (mut place, mut end) = (most, most);
-        while place > config.first_block_read(end * config.block_size + 1) {
+        while place > first_of_all(end) {
             place -= 1;
-            if let Some(hit) = self.pool.lookup(request.block_hash(place, config.block_size, &self.hasher)) {
-                hits.push(hit);
-            } else {
-                hits.clear();
+            let hash = request.block_hash(place, config.block_size, &self.hasher);
+            let mut cached = true;
+            for (group, hits) in plan.all_hits().enumerate() {
+                if place >= first_read(group, end) {
+                    let hit = self.pool.lookup(self.groups.hash_in(group, hash));
+                    cached &= hit.is_some();
+                    hits.extend(hit);
+                }
+            }
+            if !cached {
                 end = place;
+                plan.all_hits().for_each(Vec::clear);
             }
         }
-        hits.resize(end, NO_BLOCK);
-        hits.reverse();
+        for hits in plan.all_hits() {
+            hits.resize(end, NO_BLOCK);
+            hits.reverse();
+        }
     }
 }

@@ -61,7 +61,7 @@ impl Scheduler {
         let block_size = self.config.block_size;
         let row = &self.rows[decode.row as usize];
         // Draft KV is no use to a row that has no blocks for drafts.
-        if (row.blocks.len() + self.pool.num_free()) * block_size <= decode.n_upper {
+        if self.coverable(row.blocks.len()) <= decode.n_upper {
             return Ok(0);
         }
         self.begin_at_window(decode.row);

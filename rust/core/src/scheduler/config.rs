@@ -7,6 +7,7 @@ use crate::sampling::{LogitsDtype, RequestSampling};
 
 /// Largest number of tokens, positions or blocks in a [`SchedulerConfig`], so that products of two fit an `i64`.
 const MAX_SIZE: usize = 1 << 31;
+const MAX_FURTHER_GROUPS: usize = 1 << 10;
 
 /// Settings of a [`super::Scheduler`]: begin with [`Self::new`] and set what differs, because fields come in minor versions. Numbers of tokens, positions and blocks are at most 2^31.
 #[derive(Clone, Debug, PartialEq)]
@@ -30,8 +31,12 @@ pub struct SchedulerConfig {
     pub host_drafters: HostDrafters,
     /// The last positions that a query attends to, its own among them, where all layers of the target and of what drafts in its blocks
     /// have a window: the largest of these. At least 2; blocks behind it come back while their request goes on. `None`: some layer
-    /// attends to all positions.
+    /// attends to all positions. With [`Self::window_groups`] only the layers of the first group count.
     pub sliding_window: Option<usize>,
+    /// Windows of further KV groups: layers of the target with block tables of their own, whose blocks come back behind the group's own window.
+    /// Each at least 2 and no longer than the first group's, at most 1024 of them; empty: all layers are in one group. A block of the pool is one of any group. The draft's layers are in
+    /// the first group, whose window is [`Self::sliding_window`].
+    pub window_groups: Vec<usize>,
     /// Launches that may be planned and not yet settled. 1 to 1024.
     pub max_in_flight: usize,
     /// W: elements that the constraints of a request (allowed ids, biases, bad words) may take in a record, and those of all that
@@ -75,6 +80,7 @@ impl SchedulerConfig {
             drafter: Drafter::None,
             host_drafters: HostDrafters::default(),
             sliding_window: None,
+            window_groups: Vec::new(),
             max_in_flight: 1,
             max_constraint_len: 0,
             logits_dtype: LogitsDtype::Float32,
@@ -114,6 +120,7 @@ impl SchedulerConfig {
                 return Err(Error::invalid_config(field, value, format!("{least} to {most}")));
             }
         }
+        self.validate_groups()?;
         if let Some(suffix) = &self.host_drafters.suffix {
             suffix.validate()?;
         }
@@ -122,6 +129,24 @@ impl SchedulerConfig {
             return Err(Error::invalid_config("max_in_flight", self.max_in_flight, allowed));
         }
         self.drafter.validate(self.num_speculative_tokens, MAX_SIZE)
+    }
+
+    fn validate_groups(&self) -> Result<()> {
+        let further = self.window_groups.len();
+        if further > MAX_FURTHER_GROUPS {
+            let allowed = format!("at most {MAX_FURTHER_GROUPS} windows");
+            return Err(Error::invalid_config("window_groups", format!("{further} windows"), allowed));
+        }
+        let most = self.sliding_window.unwrap_or(MAX_SIZE);
+        if let Some(&window) = self.window_groups.iter().find(|&window| !(2..=most).contains(window)) {
+            let allowed = format!("windows of 2 to {most}, none longer than the first group's");
+            return Err(Error::invalid_config("window_groups", window, allowed));
+        }
+        if self.enable_kv_cache_events && further > 0 {
+            let allowed = "false with window_groups, whose blocks have no events";
+            return Err(Error::invalid_config("enable_kv_cache_events", true, allowed));
+        }
+        Ok(())
     }
 }
 

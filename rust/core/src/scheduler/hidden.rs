@@ -107,8 +107,8 @@ impl Scheduler {
     /// knows nothing of what is before it.
     pub(super) fn trim_hits(&self, index: RequestIndex, hits: &mut Vec<i64>) {
         let request = &self.requests[index];
-        // Behind a window the block before it would be missing then.
-        let is_whole = hits.first() != Some(&NO_BLOCK);
+        // Behind a window, in any group, the block before it would be missing then.
+        let is_whole = hits.first() != Some(&NO_BLOCK) && self.groups.is_empty();
         if is_whole && request.k > 0 && !request.draft_failed && self.drafted_hits(index, hits) + 1 == hits.len() {
             hits.pop();
         }

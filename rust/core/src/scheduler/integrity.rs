@@ -67,7 +67,9 @@ impl Scheduler {
         for (index, row) in self.rows.iter().enumerate() {
             match row.state {
                 RowState::Free => {
-                    ensure!(row.blocks.is_empty() && row.in_flight == 0, "free row {index} holds something: {row:?}");
+                    let groups = self.groups.of(index as u32);
+                    let holds = !row.blocks.is_empty() || groups.iter().any(|table| !table.blocks.is_empty());
+                    ensure!(!holds && row.in_flight == 0, "free row {index} holds something: {row:?}, {groups:?}");
                 }
                 RowState::Closed => ensure!(row.in_flight > 0, "closed row {index} waits for no launch"),
                 RowState::Live => self.check_live_row(index, row)?,
@@ -90,11 +92,25 @@ impl Scheduler {
         ensure!(row.blocks.len() <= most, "row {index} holds {} blocks, its limit takes {most}", row.blocks.len());
         let (gone, computed) = (row.first_block, if row.is_prefilling() { row.num_computed + 1 } else { n });
         ensure!(
-            gone <= self.config.first_block_read(computed) && gone <= row.num_sent,
+            gone <= self.config.first_block_read(0, computed) && gone <= row.num_sent,
             "row {index} of {computed} positions lacks its first {gone} blocks"
         );
         let missing = row.blocks.iter().take_while(|&&block| block == NO_BLOCK).count();
         ensure!(gone == missing, "row {index} counts {gone} of {missing} blocks that came back");
+        for (table, group) in self.groups.of(index as u32).iter().zip(1..) {
+            let (gone, held) = (table.first_block, table.blocks.len());
+            ensure!(
+                held == row.blocks.len(),
+                "row {index} has {held} blocks in group {group}, {} in 0",
+                row.blocks.len()
+            );
+            let missing = table.blocks.iter().take_while(|&&block| block == NO_BLOCK).count();
+            ensure!(gone == missing, "row {index} counts {gone} of {missing} blocks that came back in group {group}");
+            ensure!(
+                gone <= self.config.first_block_read(group, computed) && gone <= row.num_sent,
+                "row {index} of {computed} positions lacks its first {gone} blocks in group {group}"
+            );
+        }
         ensure!(row.num_sent <= row.blocks.len(), "row {index} sent {} of {} blocks", row.num_sent, row.blocks.len());
         ensure!(
             row.num_registered * block_size < n,
@@ -119,12 +135,12 @@ impl Scheduler {
         for (place, tokens) in request.tokens.chunks_exact(block_size).take(row.num_registered).enumerate() {
             hash = request.with_extra_keys(hash, place * block_size, block_size, &self.hasher);
             hash = self.hasher.chain_tokens(hash, tokens);
-            let block = row.blocks[place];
-            let found = self.pool.lookup(hash);
-            if self.pool.is_registered(block) {
+            let further = self.groups.of(index as u32).iter().map(|table| table.blocks[place]);
+            for (group, block) in std::iter::once(row.blocks[place]).chain(further).enumerate() {
+                let found = self.pool.lookup(self.groups.hash_in(group, hash));
                 ensure!(
-                    found == Some(block),
-                    "block {place} of row {index} is {block}, but its content is found as {found:?}"
+                    !self.pool.is_registered(block) || found == Some(block),
+                    "block {place} of row {index} in group {group} is {block}, but its content is found as {found:?}"
                 );
             }
         }
@@ -176,6 +192,11 @@ impl Scheduler {
             for &block in row.blocks.iter().filter(|&&block| block != NO_BLOCK) {
                 holders[block as usize] += 1;
                 claims += usize::from(self.pool.claimant(block) == Some(index as u32));
+            }
+            let further = self.groups.of(index as u32).iter().flat_map(|table| &table.blocks);
+            for &block in further.filter(|&&block| block != NO_BLOCK) {
+                holders[block as usize] += 1;
+                ensure!(!self.pool.has_draft(block), "block {block} behind the first group has mark D");
             }
         }
         for (block, &holders) in holders.iter().enumerate() {

@@ -99,9 +99,9 @@ macro_rules! layout {
 layout! {
     /// Sections of the record that `plan` writes. Of each section only the elements that the header counts are written.
     ///
-    /// R = `max_num_seqs`, C = `max_num_batched_tokens`; U = `max_model_len` + C bounds uploads, X block updates per launch,
-    /// W = `max_constraint_len`. Sections that only a launch with admissions has come last.
-    RecordLayout => RecordView(r, c, u, x, w, host_drafts) {
+    /// R = `max_num_seqs`, C = `max_num_batched_tokens`, G = 1 + `window_groups`; U = `max_model_len` + C bounds uploads, X block updates
+    /// per launch, W = `max_constraint_len`. Sections that only a launch with admissions has come last.
+    RecordLayout => RecordView(r, c, g, u, x, w, host_drafts) {
         /// Counts, `[HEADER_LEN]`; unused elements are 0.
         header: HEADER_LEN,
         /// Row of each entry, `[R]`: decode entries by K descending, then prefill chunks.
@@ -140,6 +140,8 @@ layout! {
         preempted_request_id: r,
         /// Row of each block table entry to set, `[X]`. Entries behind a row's window stay as they are, and are read no more.
         block_row: x,
+        /// The KV group whose table it is in, `[X]`; `[0]` with one group.
+        block_group: if g > 1 { x } else { 0 },
         /// Its index in the row's table, `[X]`.
         block_index: x,
         /// The block, `[X]`.
@@ -148,11 +150,11 @@ layout! {
         prefill_token: c,
         /// Its position, `[C]`.
         prefill_position: c,
-        /// Its KV slot, `[C]`.
-        prefill_slot: c,
+        /// Its KV slot in each group, `[G, C]`.
+        prefill_slot: g * c,
         /// Position of each draft chunk token, `[C]`; the token itself is in the row's state.
         draft_position: c,
-        /// Its KV slot, `[C]`; -1 where the block's draft KV is valid already.
+        /// Its KV slot in the first group, `[C]`; -1 where the block's draft KV is valid already.
         draft_slot: c,
         /// Row of each admitted request, `[R]`.
         admit_row: r,
@@ -239,9 +241,10 @@ impl RecordLayout {
         // A decode row's reservation grows by at most K + 1 positions per launch (by one token more than the last K, plus this
         // K); a chunk adds its own blocks and one; hits of admitted requests are full blocks of uploaded tokens.
         let per_row = config.blocks_for(config.num_speculative_tokens + 1) + 1;
-        let x = r * per_row + c / config.block_size + u / config.block_size;
+        let groups = config.num_groups();
+        let x = groups * (r * per_row + c / config.block_size + u / config.block_size);
         let host_drafts = if config.host_drafters.is_some() { r * config.num_speculative_tokens } else { 0 };
-        Self::from_sizes(r, c, u, x, config.max_constraint_len, host_drafts)
+        Self::from_sizes(r, c, groups, u, x, config.max_constraint_len, host_drafts)
     }
 }
 

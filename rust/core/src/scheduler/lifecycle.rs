@@ -169,6 +169,9 @@ impl Scheduler {
             self.pool.free(block)?;
         }
         lease.state = RowState::Free;
+        if !self.groups.is_empty() {
+            self.groups.release(row, &mut self.pool)?;
+        }
         self.free_rows.push(row);
         Ok(())
     }

@@ -12,6 +12,7 @@
 //! | `lifecycle` | how requests come, go, and lose their row |
 //! | `plan`, `admission`, `catch_up` | what the next launch does |
 //! | `windows` | which blocks come back while their request goes on |
+//! | `groups` | block tables of layers that remember otherwise |
 //! | `host_drafts` | what a drafter on the host proposes |
 //! | `hidden` | where the KV of a drafter begins that reads hidden states, and who may go on from it |
 //! | `speculation` | K by a planner; draft KV built again |
@@ -25,6 +26,7 @@ mod admission;
 mod catch_up;
 mod config;
 mod faults;
+mod groups;
 mod header;
 mod hidden;
 mod host_drafts;
@@ -143,6 +145,7 @@ pub struct Scheduler {
     num_unpublished: usize,
     speculation: speculation::Speculation,
     host_drafts: host_drafts::HostDrafts,
+    groups: groups::Groups,
     /// By row; empty unless the drafter reads hidden states.
     hidden: Vec<hidden::HiddenRow>,
     /// `None` unless they are enabled.
@@ -157,6 +160,7 @@ impl Scheduler {
     pub fn new(config: SchedulerConfig) -> Result<Self> {
         config.validate()?;
         let rows = config.max_num_seqs;
+        let hasher = BlockHasher::new(&config.hash_key);
         Ok(Self {
             drafts: DraftBounds {
                 on_host: config.host_drafters.is_some(),
@@ -167,7 +171,8 @@ impl Scheduler {
             settled_layout: SettledLayout::new(&config),
             pool: BlockPool::new(config.num_blocks)?,
             slot_mapper: SlotMapper::new(config.block_size)?,
-            hasher: BlockHasher::new(&config.hash_key),
+            groups: groups::Groups::new(&config, &hasher),
+            hasher,
             acceptance: AcceptanceTracker::new(config.num_speculative_tokens),
             acceptance_on_host: DrafterKind::ON_HOST.map(|_| AcceptanceTracker::new(config.num_speculative_tokens)),
             requests: Requests::default(),

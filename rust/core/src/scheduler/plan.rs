@@ -69,8 +69,9 @@ pub(super) struct Plan {
     pub(super) budget: Option<Budget>,
     /// Running rows that have their entries, the most important ones.
     pub(super) num_placed: usize,
-    /// Blocks of the prefix hit being looked at.
+    /// Blocks of the prefix hit being looked at: of the first group, and `[G - 1]` of the others.
     pub(super) hits: Vec<i64>,
+    pub(super) group_hits: Vec<Vec<i64>>,
     /// Of the counting sort of the decode entries: how many have each K, and the entries before it.
     pub(super) counts: Vec<usize>,
     pub(super) unsorted: Vec<Decode>,
@@ -90,6 +91,11 @@ impl Plan {
         (self.upload_tokens, self.constraints) = (0, 0);
         self.budget = None;
         self.num_placed = 0;
+    }
+
+    /// Blocks of the prefix hit being looked at, by group.
+    pub(super) fn all_hits(&mut self) -> impl Iterator<Item = &mut Vec<i64>> {
+        std::iter::once(&mut self.hits).chain(&mut self.group_hits)
     }
 }
 
@@ -209,7 +215,7 @@ impl Scheduler {
         }
         let row = &self.rows[row_index as usize];
         let start = row.num_computed;
-        let covered = (row.blocks.len() + self.pool.num_free()) * self.config.block_size;
+        let covered = self.coverable(row.blocks.len());
         let len = (row.prefill_end - start).min(self.chunk_share(left)).min(covered - start);
         if len == 0 {
             return Ok(false);
@@ -239,7 +245,7 @@ impl Scheduler {
         for chunk in &mut plan.chunks {
             let row = &self.rows[chunk.row as usize];
             let end = chunk.start + chunk.len;
-            let covered = (row.blocks.len() + self.pool.num_free()) * self.config.block_size;
+            let covered = self.coverable(row.blocks.len());
             let more = (row.prefill_end - end).min(budget.prefill_left).min(covered - end);
             self.grow(chunk.row, end + more)?;
             chunk.len += more;
@@ -297,7 +303,7 @@ impl Scheduler {
         if need <= held * block_size {
             return Ok(Some(k));
         }
-        let most = (held + self.pool.num_free()) * block_size;
+        let most = self.coverable(held);
         if most < n_upper {
             return Ok(None);
         }
@@ -315,6 +321,9 @@ impl Scheduler {
                 None => kv_events::allocate(&mut self.pool, self.kv_events.as_mut())?,
             };
             blocks.push(block);
+        }
+        if !self.groups.is_empty() {
+            self.groups.grow(row, blocks.len(), &mut self.pool)?;
         }
         Ok(())
     }

@@ -28,6 +28,9 @@ impl Scheduler {
         self.write_draft_chunks(plan, record, &mut header);
         self.write_decodes(plan, record, &mut header, &mut launch.entries);
         self.write_chunks(plan, record, &mut header, &mut launch.entries);
+        if !self.groups.is_empty() {
+            self.write_groups(plan, record, &mut header);
+        }
         let preempted = self.record_layout.preempted_request_id.offset;
         record[preempted..preempted + plan.preempted.len()].copy_from_slice(&plan.preempted);
         header.write(record);

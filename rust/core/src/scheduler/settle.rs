@@ -113,7 +113,7 @@ impl Scheduler {
         for index in 0..self.num_unpublished {
             self.publish(self.unpublished[index])?;
         }
-        if self.config.sliding_window.is_some() {
+        if self.config.has_windows() {
             self.return_behind_windows(&launch)?;
         }
         self.spare_launches.push(launch);
@@ -298,6 +298,9 @@ impl Scheduler {
                 if let Some(events) = &mut self.kv_events {
                     events.stored(row.blocks[index], request, index, hash);
                 }
+            }
+            if !self.groups.is_empty() {
+                self.groups.register(row_index, index, hash, &mut self.pool)?;
             }
             row.num_registered += 1;
         }

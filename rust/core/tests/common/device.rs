@@ -1,7 +1,7 @@
 //! A device that executes records on row state as the design's section 2 says, and panics where a real one would compute
 //! nonsense: KV read that was not written for exactly these tokens, writes beyond the block table or into blocks that others may read.
 //!
-//! The KV of a position is the hash of all tokens up to it, one number per slot and model.
+//! The KV of a position is the hash of all tokens up to it, and its group, one number per slot and model.
 
 use std::collections::HashMap;
 
@@ -38,9 +38,10 @@ struct Row {
     draft_len: usize,
     limit: usize,
     capacity: usize,
-    table: Vec<i64>,
-    /// What the scheduler says that it holds, and the first position whose draft KV is read.
-    held: Vec<i64>,
+    /// By group.
+    tables: Vec<Vec<i64>>,
+    /// What the scheduler says that it holds, by group, and the first position whose draft KV is read.
+    held: Vec<Vec<i64>>,
     k_start: usize,
     stops: Stops,
     /// What its KV depends on besides tokens, by position.
@@ -106,6 +107,11 @@ pub struct Device {
     pub draft_tokens: usize,
 }
 
+/// What a group's layers keep of a position.
+fn in_group(group: usize, content: u64) -> u64 {
+    content.wrapping_add(group as u64)
+}
+
 struct Reader<'a> {
     record: &'a [i64],
 }
@@ -151,10 +157,10 @@ impl Device {
         }
     }
 
-    /// A row's valid target and draft KV, and its block table.
+    /// A row's valid target and draft KV, and its block table in the first group.
     pub fn row(&self, row: usize) -> (usize, usize, &[i64]) {
         let row = &self.rows[row];
-        (row.target_len, row.draft_len, &row.table)
+        (row.target_len, row.draft_len, &row.tables[0])
     }
 
     /// Target KV of a block.
@@ -176,15 +182,16 @@ impl Device {
         self.admit(&reader, &layout, header);
         self.update_blocks(&reader, &layout, header);
         for row in self.rows.iter_mut().filter(|row| row.active) {
-            let table = scheduler.request(row.request_id).map_or(&[][..], |request| request.block_table);
-            row.held = table.to_vec();
+            let held = |group| scheduler.group_block_table(row.request_id, group).map_or(vec![], <[i64]>::to_vec);
+            row.held = (0..self.config.num_groups()).map(held).collect();
         }
         let num_entries = header.num_decode + header.num_prefill;
         assert!(num_entries > 0 && num_entries <= self.config.max_num_seqs);
         for entry in 0..num_entries {
             let row = &mut self.rows[reader.at(layout.entry_row, entry)];
             row.capacity = reader.at(layout.entry_capacity, entry);
-            assert!(row.capacity <= row.table.len() * self.config.block_size, "capacity beyond the table");
+            let covered = row.tables.iter().map(|table| table.len() * self.config.block_size).min();
+            assert!(Some(row.capacity) <= covered, "capacity beyond the tables");
             assert!(row.tokens.len() <= reader.at(layout.entry_n_upper, entry), "n above its upper bound");
         }
         let mut reports = vec![Report::default(); num_entries];
@@ -223,6 +230,7 @@ impl Device {
                 draft_len: reader.at(layout.admit_draft_len, i),
                 limit: reader.at(layout.admit_limit, i),
                 extra_keys: self.extra_keys[&request_id].clone(),
+                tables: vec![vec![]; self.config.num_groups()],
                 stops: Stops {
                     min_len: reader.at(layout.admit_min_len, i),
                     ids: (i * MAX_STOP_IDS..(i + 1) * MAX_STOP_IDS)
@@ -245,9 +253,11 @@ impl Device {
 
     fn update_blocks(&mut self, reader: &Reader<'_>, layout: &RecordLayout, header: LaunchHeader) {
         for i in 0..header.num_block_updates {
-            let table = &mut self.rows[reader.at(layout.block_row, i)].table;
+            let group = if self.config.num_groups() > 1 { reader.at(layout.block_group, i) } else { 0 };
+            let has_window = self.window(group).is_some();
+            let table = &mut self.rows[reader.at(layout.block_row, i)].tables[group];
             let index = reader.at(layout.block_index, i);
-            if table.is_empty() && self.config.sliding_window.is_some() {
+            if table.is_empty() && has_window {
                 table.resize(index, -1); // a window's blocks alone were found
             }
             assert_eq!(table.len(), index, "block tables grow by one block at a time");
@@ -279,9 +289,11 @@ impl Device {
             let row = &self.rows[row_index];
             assert_eq!(reader.at(layout.prefill_position, at + i), start + i);
             assert_eq!(reader.signed(layout.prefill_token, at + i), row.tokens[start + i]);
-            let slot = self.slot(row, start + i);
-            assert_eq!(reader.at(layout.prefill_slot, at + i), slot);
-            self.write_target(scheduler, slot, row.prefix[start + i]);
+            for group in 0..self.config.num_groups() {
+                let slot = reader.at(layout.prefill_slot, group * self.config.max_num_batched_tokens + at + i);
+                assert_eq!(slot, self.slot_in(group, row, start + i), "group {group}");
+            }
+            self.write_target(scheduler, row_index, start + i, row.prefix[start + i]);
         }
         self.target_tokens += len;
         let row = &mut self.rows[row_index];
@@ -360,8 +372,7 @@ impl Device {
             writes.push((n + i, prefix));
         }
         for &(position, content) in &writes {
-            let slot = self.slot(&self.rows[row_index], position);
-            self.write_target(scheduler, slot, content);
+            self.write_target(scheduler, row_index, position, content);
         }
         self.target_tokens += writes.len();
         if let Some(report) = self.target_fault(row_index, n - 1, n + k) {
@@ -445,8 +456,10 @@ impl Device {
         self.faults.remove(&row.request_id);
         if flags & FLAG_TARGET_NON_FINITE != 0 {
             for position in start..end {
-                let slot = self.slot(&self.rows[row_index], position);
-                self.target_kv[slot] = POISON;
+                for group in 0..self.config.num_groups() {
+                    let slot = self.slot_in(group, &self.rows[row_index], position);
+                    self.target_kv[slot] = POISON;
+                }
             }
         }
         self.rows[row_index].active = false;
@@ -467,24 +480,29 @@ impl Device {
         FLAG_DRAFT_NON_FINITE
     }
 
+    /// In the first group, where the draft's KV is.
     fn slot(&self, row: &Row, position: usize) -> usize {
+        self.slot_in(0, row, position)
+    }
+
+    fn slot_in(&self, group: usize, row: &Row, position: usize) -> usize {
         assert!(position < row.capacity, "position {position} beyond capacity {}", row.capacity);
-        let block = row.table[position / self.config.block_size];
-        let held = row.held.get(position / self.config.block_size);
+        let block = row.tables[group][position / self.config.block_size];
+        let held = row.held[group].get(position / self.config.block_size);
         assert!(block >= 0 && held == Some(&block), "position {position} of request {}: {block}", row.request_id);
         let block = block as usize;
         block * self.config.block_size + position % self.config.block_size
     }
 
-    fn write_target(&mut self, scheduler: &Scheduler, slot: usize, content: u64) {
-        let block = (slot / self.config.block_size) as i64;
-        assert_eq!(
-            scheduler.block_pool().ref_count(block),
-            Some(1),
-            "target KV written to block {block} that others hold"
-        );
-        assert!(!scheduler.block_pool().is_registered(block), "target KV written to cached block {block}");
-        self.target_kv[slot] = content;
+    fn write_target(&mut self, scheduler: &Scheduler, row_index: usize, position: usize, content: u64) {
+        for group in 0..self.config.num_groups() {
+            let slot = self.slot_in(group, &self.rows[row_index], position);
+            let block = (slot / self.config.block_size) as i64;
+            let holders = scheduler.block_pool().ref_count(block);
+            assert_eq!(holders, Some(1), "target KV written to block {block} that others hold");
+            assert!(!scheduler.block_pool().is_registered(block), "target KV written to cached block {block}");
+            self.target_kv[slot] = in_group(group, content);
+        }
     }
 
     fn write_draft(&mut self, scheduler: &Scheduler, row_index: usize, slot: usize, content: u64) {
@@ -502,20 +520,27 @@ impl Device {
     /// What queries at positions `first` and above read before `end` is the target KV of exactly this row's tokens.
     fn check_target(&self, row_index: usize, first: usize, end: usize) {
         let row = &self.rows[row_index];
-        for position in self.read_from(first)..end {
-            let found = self.target_kv[self.slot(row, position)];
-            assert_eq!(found, row.prefix[position], "target KV of position {position}, request {}", row.request_id);
+        for group in 0..self.config.num_groups() {
+            for position in self.read_from(group, first)..end {
+                let found = self.target_kv[self.slot_in(group, row, position)];
+                let right = in_group(group, row.prefix[position]);
+                assert_eq!(found, right, "target KV of position {position}, group {group}, request {}", row.request_id);
+            }
         }
     }
 
+    fn window(&self, group: usize) -> Option<usize> {
+        if group == 0 { self.config.sliding_window } else { Some(self.config.window_groups[group - 1]) }
+    }
+
     /// The first position that a query at `position` reads.
-    fn read_from(&self, position: usize) -> usize {
-        self.config.sliding_window.map_or(0, |window| (position + 1).saturating_sub(window))
+    fn read_from(&self, group: usize, position: usize) -> usize {
+        self.window(group).map_or(0, |window| (position + 1).saturating_sub(window))
     }
 
     fn check_draft(&self, row_index: usize, first: usize, end: usize) {
         let row = &self.rows[row_index];
-        for position in self.read_from(first).max(row.k_start)..if row.draft_fault { 0 } else { end } {
+        for position in self.read_from(0, first).max(row.k_start)..if row.draft_fault { 0 } else { end } {
             let found = self.draft_kv[self.slot(row, position)];
             assert_eq!(found, row.prefix[position], "draft KV of position {position}, request {}", row.request_id);
         }

@@ -8,6 +8,7 @@ mod batching;
 mod blocks;
 mod drafting;
 mod errors;
+mod groups;
 mod host_drafts;
 mod introspection;
 mod kv_events;

@@ -1,6 +1,6 @@
 //! Blocks behind a window come back while their request goes on, and nothing misses them.
 
-use specrs_core::{Drafter, Error, SchedulerConfig};
+use specrs_core::{Drafter, Error, PlanOutcome, SchedulerConfig};
 
 use crate::common::driver::{Ask, Driver};
 use crate::{ask, drafting, small, speculative};
@@ -190,4 +190,45 @@ fn what_a_catch_up_chunk_in_flight_reads_stays() {
             }
         }
     }
+}
+
+#[test]
+fn a_newcomer_gets_what_was_reckoned_for_its_prompt() {
+    // Three launches in flight, so a row holds more than a window and a launch's tokens, and asks for more in the plan that admits.
+    let config = SchedulerConfig {
+        max_model_len: 24,
+        num_blocks: 21,
+        block_size: 1,
+        max_num_batched_tokens: 5,
+        sliding_window: Some(2),
+        max_in_flight: 3,
+        long_prefill_token_threshold: 1,
+        enable_prefix_caching: false,
+        ..windowed()
+    };
+    let mut driver = Driver::new(config);
+    for (id, (len, priority)) in [(1, 0), (21, 0), (8, 0), (16, -1)].into_iter().enumerate() {
+        driver.add(id as i64, &Ask { priority, ..ask(id as u64, len, 2) }).unwrap();
+    }
+    let mut admitted_beside_others = 0;
+    loop {
+        while driver.in_flight.len() < 3 && matches!(driver.plan(), PlanOutcome::Launch(_)) {
+            let admitted = driver.launches.last().expect("a launch").num_admitted;
+            if admitted == 0 || driver.scheduler.num_running() == 1 {
+                continue;
+            }
+            admitted_beside_others += admitted;
+            for &id in driver.section("admit_request_id", admitted) {
+                let request = driver.scheduler.request(id).unwrap();
+                let held = request.block_table.iter().filter(|&&block| block >= 0).count();
+                let missing = (request.num_tokens - request.block_table.len()).min(2 + 5 + 1 - held);
+                assert!(missing <= driver.scheduler.num_free_blocks(), "request {id} lacks {missing} blocks");
+            }
+        }
+        if !driver.scheduler.has_unfinished() {
+            break;
+        }
+        driver.settle();
+    }
+    assert!(admitted_beside_others > 0);
 }

@@ -81,9 +81,10 @@ struct Row {
     k_start: usize,
     limit: usize,
     capacity: usize,
-    table: HashMap<usize, usize>,
-    /// What the scheduler says that it holds: other entries of the table are of blocks that belong to others.
-    held: Vec<i64>,
+    /// By group and index.
+    table: HashMap<(usize, usize), usize>,
+    /// What the scheduler says that it holds, by group: other entries of the table are of blocks that belong to others.
+    held: Vec<Vec<i64>>,
     /// A fault ended it.
     broken: bool,
     /// Its draft KV holds NaN somewhere; it alone may read that.
@@ -100,14 +101,15 @@ pub(crate) struct Outcome {
     pub(crate) finish_reason: i64,
 }
 
-/// KV by slot: salt and tokens up to the position written there; `None` is never written or NaN. Tenants never share.
-type Kv = Vec<Option<(u8, Vec<i64>)>>;
+/// KV by slot: the group whose layers' it is, salt, and tokens up to the position written there; `None` is never written or NaN. Neither tenants nor groups
+/// ever share.
+type Kv = Vec<Option<(usize, u8, Vec<i64>)>>;
 
 pub(crate) struct Device {
     block_size: usize,
     max_draft_lag: usize,
-    /// The last positions that a query reads.
-    window: usize,
+    /// The last positions that a query reads, by group.
+    windows: Vec<usize>,
     /// Blocks that the launch read or wrote.
     touched: RefCell<BTreeSet<i64>>,
     /// What one pass for all drafts feeds in their place.
@@ -182,7 +184,7 @@ impl Device {
         Self {
             block_size: config.block_size,
             max_draft_lag,
-            window: config.sliding_window.unwrap_or(usize::MAX),
+            windows: [&[config.sliding_window.unwrap_or(usize::MAX)], &config.window_groups[..]].concat(),
             touched: RefCell::default(),
             mask,
             from_hidden: matches!(config.drafter, Drafter::Hidden { .. }),
@@ -219,7 +221,7 @@ impl Device {
     pub(crate) fn check_marks(&self, scheduler: &Scheduler) {
         let marked = |slot: &usize| scheduler.block_pool().has_draft((slot / self.block_size) as i64);
         for slot in (0..self.draft_kv.len()).filter(marked).filter(|_| self.from_hidden) {
-            let (_, content) = self.draft_kv[slot].as_ref().expect("draft KV of a block with mark D");
+            let (_, _, content) = self.draft_kv[slot].as_ref().expect("draft KV of a block with mark D");
             assert_eq!(content.last(), Some(&-1), "draft KV of slot {slot}: {content:?}");
         }
     }
@@ -301,7 +303,8 @@ impl Device {
         assert_eq!(token, record.count("num_upload_tokens"));
         for i in 0..record.count("num_block_updates") {
             let row = &mut self.rows[record.size("block_row", i)];
-            row.table.insert(record.size("block_index", i), record.size("block_id", i));
+            let group = if self.windows.len() > 1 { record.size("block_group", i) } else { 0 };
+            row.table.insert((group, record.size("block_index", i)), record.size("block_id", i));
         }
     }
 
@@ -325,37 +328,58 @@ impl Device {
         for (index, row) in self.rows.iter_mut().enumerate() {
             // One that ended on the device has its part in launches until the scheduler knows.
             if let Some(request) = scheduler.request(row.request_id).ok().filter(|request| request.row == Some(index)) {
-                row.held = request.block_table.to_vec();
+                assert_eq!(request.block_table, scheduler.group_block_table(row.request_id, 0).expect("live"));
+                let held = |group| scheduler.group_block_table(row.request_id, group).expect("live").to_vec();
+                row.held = (0..self.windows.len()).map(held).collect();
             }
         }
     }
 
+    /// In the first group, where the draft's KV is.
     fn slot(&self, row: usize, position: usize) -> usize {
+        self.slot_in(0, row, position)
+    }
+
+    fn slot_in(&self, group: usize, row: usize, position: usize) -> usize {
         let row = &self.rows[row];
         assert!(position < row.capacity, "position {position} of request {}: {}", row.request_id, row.capacity);
-        let block = *row.table.get(&(position / self.block_size)).expect("a block that the device was told of");
-        let held = row.held.get(position / self.block_size);
+        let index = position / self.block_size;
+        let block = *row.table.get(&(group, index)).expect("a block that the device was told of");
+        let held = row.held[group].get(index);
         assert_eq!(held, Some(&(block as i64)), "position {position} of request {} is another's", row.request_id);
         self.touched.borrow_mut().insert(block as i64);
         block * self.block_size + position % self.block_size
     }
 
-    /// Queries at the positions of `tokens` from `first` on read the KV of their windows, from position `start` on.
-    fn read(&self, kv: &Kv, model: &str, row: usize, tokens: &[i64], (first, start): (usize, usize)) {
-        for position in (first + 1).saturating_sub(self.window).max(start)..tokens.len() {
-            let found = kv[self.slot(row, position)].as_ref().map(|(salt, tokens)| (*salt, tokens.as_slice()));
+    /// Queries at the positions of `tokens` from `first` on read the KV of their windows in a group, from position `start` on.
+    fn read(&self, kv: &Kv, group: usize, row: usize, tokens: &[i64], (first, start): (usize, usize)) {
+        for position in (first + 1).saturating_sub(self.windows[group]).max(start)..tokens.len() {
+            let found = &kv[self.slot_in(group, row, position)];
+            let found = found.as_ref().map(|(group, salt, tokens)| (*group, *salt, tokens.as_slice()));
             let id = self.rows[row].request_id;
-            let right = (self.sampling[&id].salt, &tokens[..=position]);
-            assert_eq!(found, Some(right), "{model} KV of request {id} at {position}");
+            let right = (group, self.sampling[&id].salt, &tokens[..=position]);
+            assert_eq!(found, Some(right), "KV of request {id} at {position} in group {group}");
+        }
+    }
+
+    fn read_draft(&self, row: usize, tokens: &[i64], range: (usize, usize)) {
+        self.read(&self.draft_kv, 0, row, tokens, range);
+    }
+
+    fn read_target(&self, row: usize, tokens: &[i64], first: usize) {
+        for group in 0..self.windows.len() {
+            self.read(&self.target_kv, group, row, tokens, (first, 0));
         }
     }
 
     fn write_target(&mut self, scheduler: &Scheduler, row: usize, tokens: &[i64]) {
-        let slot = self.slot(row, tokens.len() - 1);
-        let block = (slot / self.block_size) as i64;
-        let holders = scheduler.block_pool().ref_count(block);
-        assert!(holders <= Some(1), "target KV written to block {block} of {holders:?} holders");
-        self.target_kv[slot] = Some((self.sampling[&self.rows[row].request_id].salt, tokens.to_vec()));
+        for group in 0..self.windows.len() {
+            let slot = self.slot_in(group, row, tokens.len() - 1);
+            let block = (slot / self.block_size) as i64;
+            let holders = scheduler.block_pool().ref_count(block);
+            assert!(holders <= Some(1), "target KV written to block {block} of {holders:?} holders");
+            self.target_kv[slot] = Some((group, self.sampling[&self.rows[row].request_id].salt, tokens.to_vec()));
+        }
     }
 
     /// Two requests must not write one block's draft KV in one launch, and none a block that others read: on a GPU they race.
@@ -365,7 +389,7 @@ impl Device {
         let writer = *writers.entry(block).or_insert(row);
         assert_eq!(writer, row, "rows {writer} and {row} both write draft KV of block {block}");
         assert!(!scheduler.block_pool().has_draft(block as i64), "draft KV of block {block} is written again");
-        self.draft_kv[slot] = Some((self.sampling[&self.rows[row].request_id].salt, tokens.to_vec()));
+        self.draft_kv[slot] = Some((0, self.sampling[&self.rows[row].request_id].salt, tokens.to_vec()));
     }
 
     fn prefill(&mut self, scheduler: &Scheduler, record: &Record<'_>, j: usize) -> Outcome {
@@ -380,10 +404,13 @@ impl Device {
         for (i, position) in (start..start + len).enumerate() {
             assert_eq!(record.size("prefill_position", from + i), position);
             assert_eq!(record.get("prefill_token", from + i), tokens[position]);
-            assert_eq!(record.size("prefill_slot", from + i), self.slot(row, position));
+            for group in 0..self.windows.len() {
+                let at = group * scheduler.config().max_num_batched_tokens + from + i;
+                assert_eq!(record.size("prefill_slot", at), self.slot_in(group, row, position), "group {group}");
+            }
             self.write_target(scheduler, row, &tokens[..=position]);
         }
-        self.read(&self.target_kv, "target", row, &tokens[..start + len], (start, 0));
+        self.read_target(row, &tokens[..start + len], start);
         if let Some(fatal) = self.fatal(row, start, start + len) {
             return fatal;
         }
@@ -426,20 +453,20 @@ impl Device {
         // The fault shows only in logits: those of the row's next drafting.
         self.rows[row].draft_poisoned |= faulty;
         if active && !self.rows[row].draft_poisoned {
-            self.read(&self.draft_kv, "draft", row, &tokens[..start + len], (start, k_start));
+            self.read_draft(row, &tokens[..start + len], (start, k_start));
         }
         self.rows[row].draft_len = start + len;
     }
 
     /// What a head's KV of `position` is made of: the tokens up to the next one, where its context begins, and what hidden states.
-    fn hidden_kv(&self, row: usize, tokens: &[i64], position: usize, recurrent: bool) -> (u8, Vec<i64>) {
+    fn hidden_kv(&self, row: usize, tokens: &[i64], position: usize, recurrent: bool) -> (usize, u8, Vec<i64>) {
         let Row { draft_start, request_id, .. } = self.rows[row];
         let mut content = tokens[..=position + 1].to_vec();
         content.push(-(draft_start as i64) - 1);
         if recurrent {
             content.push(i64::MIN);
         }
-        (self.sampling[&request_id].salt, content)
+        (0, self.sampling[&request_id].salt, content)
     }
 
     fn write_hidden(
@@ -463,7 +490,7 @@ impl Device {
         if self.rows[row].draft_poisoned {
             return;
         }
-        for position in (first + 1).saturating_sub(self.window).max(self.rows[row].draft_start)..end {
+        for position in (first + 1).saturating_sub(self.windows[0]).max(self.rows[row].draft_start)..end {
             let right = self.hidden_kv(row, tokens, position, position >= first_recurrent);
             let found = &self.draft_kv[self.slot(row, position)];
             assert_eq!(found.as_ref(), Some(&right), "KV of request {} at {position}", self.rows[row].request_id);
@@ -575,7 +602,7 @@ impl Device {
             assert!(draft_len + self.max_draft_lag >= n, "draft_len {draft_len} at n = {n}");
             let k_start = self.rows[row].k_start;
             let whole = n.saturating_sub(self.max_draft_lag) + 1;
-            assert!(k_start <= whole.saturating_sub(self.window), "drafts at {n} see KV from {k_start} on only");
+            assert!(k_start <= whole.saturating_sub(self.windows[0]), "drafts at {n} see KV from {k_start} on only");
             // The first pass feeds the last max_draft_lag positions and writes those that the draft does not have yet.
             for position in draft_len..n {
                 self.write_draft(scheduler, row, &tokens[..=position], writers);
@@ -587,7 +614,7 @@ impl Device {
                 }
                 if !self.rows[row].draft_poisoned {
                     let first = if i == 0 { draft_len } else { n - 1 + i };
-                    self.read(&self.draft_kv, "draft", row, &fed, (first, k_start));
+                    self.read_draft(row, &fed, (first, k_start));
                 }
                 tokens.push(draft_next(&tokens, &sampling));
                 fed.push(self.mask.unwrap_or(tokens[n + i]));
@@ -597,7 +624,7 @@ impl Device {
         for end in n..=tokens.len() {
             self.write_target(scheduler, row, &tokens[..end]);
         }
-        self.read(&self.target_kv, "target", row, &tokens, (n - 1, 0));
+        self.read_target(row, &tokens, n - 1);
         if let Some(fatal) = self.fatal(row, n - 1, tokens.len()) {
             return fatal;
         }
@@ -649,8 +676,10 @@ impl Device {
         self.rows[row].active = false;
         self.rows[row].broken = true;
         for position in start..end {
-            let slot = self.slot(row, position);
-            self.target_kv[slot] = None;
+            for group in 0..self.windows.len() {
+                let slot = self.slot_in(group, row, position);
+                self.target_kv[slot] = None;
+            }
         }
         Some(Outcome { flags, ..Outcome::default() })
     }

@@ -98,9 +98,16 @@ fn settings() -> impl Strategy<Value = SchedulerConfig> {
     let ngrams = prop::option::weighted(0.2, (1..4_usize, 0..3_usize));
     let hidden = prop::option::weighted(0.4, 0..4_usize);
     let window = prop::option::weighted(0.4, 2..14_usize);
-    let more = (ngrams, hidden, window, policy);
+    let groups = prop_oneof![2 => Just(vec![]), 1 => prop::collection::vec(2..14_usize, 1..4)];
+    let more = (ngrams, hidden, (window, groups), policy);
     (sizes, budget, rest, ratio, more).prop_map(
-        |((rows, len, spare, block_size), budget, rest, ratio, (ngrams, hidden, sliding_window, policy))| {
+        |(
+            (rows, len, spare, block_size),
+            budget,
+            rest,
+            ratio,
+            (ngrams, hidden, (sliding_window, window_groups), policy),
+        )| {
             let (k, context, (max_draft_lag, mask_token_id), max_in_flight, enable_prefix_caching) = rest;
             let (drafter, lag) = match (context, hidden) {
                 // Of schedulers with a drafter on the host some have one on the device, too.
@@ -115,11 +122,17 @@ fn settings() -> impl Strategy<Value = SchedulerConfig> {
             };
             // The positions that a row needs at least, wherever a block may begin.
             let all = len.div_ceil(block_size);
-            let least = sliding_window.map_or(all, |window| all.min((window + lag - 1).div_ceil(block_size) + 1));
+            let window_groups: Vec<_> =
+                window_groups.into_iter().map(|window| window.min(sliding_window.unwrap_or(window))).collect();
+            let of_window = |window: usize, lag: usize| all.min((window + lag - 1).div_ceil(block_size) + 1);
+            let further: usize = window_groups.iter().map(|&window| of_window(window, 1)).sum();
+            let least = sliding_window.map_or(all, |window| of_window(window, lag)) + further;
+            let spare = spare * (1 + window_groups.len());
             SchedulerConfig {
                 num_speculative_tokens: k,
                 drafter,
                 sliding_window,
+                window_groups,
                 host_drafters: HostDrafters {
                     ngram: ngrams.map(|(min, more)| NgramProposer::new(min, min + more).expect("allowed")),
                     suffix: (ngrams.is_some_and(|(min, _)| min == 1) || ratio > 2.0)
@@ -395,7 +408,7 @@ impl Run {
             };
             if self.planner.is_none()
                 && preempted == 0
-                && self.scheduler.num_free_blocks() > 0
+                && self.scheduler.num_free_blocks() >= config.num_groups()
                 && (0..num_decode).any(|entry| idle(&entry))
             {
                 assert!(ks[0] > 0 || draft > 0, "none comes closer to drafting");
@@ -425,17 +438,22 @@ impl Run {
             return;
         }
         let config = self.scheduler.config();
-        // With a window, for the window and a whole launch's tokens.
-        let most = config.sliding_window.map_or(usize::MAX, |window| {
+        // With a window, for the window and a whole launch's tokens; in every group.
+        let most = |window: usize| {
             (window + config.max_num_batched_tokens + config.num_speculative_tokens + 1).div_ceil(config.block_size)
-        });
-        let missing = |i: usize| {
-            let request = self.scheduler.request(record.get("admit_request_id", i)).expect("a running request");
-            let held = request.block_table.iter().filter(|&&block| block >= 0).count();
-            let missing = record.size("admit_num_tokens", i).div_ceil(config.block_size) - request.block_table.len();
+        };
+        let first = config.sliding_window.map_or(usize::MAX, most);
+        let further = config.window_groups.iter().map(|&window| most(window));
+        let missing = |(i, (group, most)): (usize, (usize, usize))| {
+            let id = record.get("admit_request_id", i);
+            let table = self.scheduler.group_block_table(id, group).expect("a running request");
+            let held = table.iter().filter(|&&block| block >= 0).count();
+            let missing = record.size("admit_num_tokens", i).div_ceil(config.block_size) - table.len();
             missing.min(most.saturating_sub(held))
         };
-        let (missing, free) = ((0..admitted).map(missing).sum::<usize>(), self.scheduler.num_free_blocks());
+        let by_group: Vec<_> = std::iter::once(first).chain(further).enumerate().collect();
+        let wanted = (0..admitted).flat_map(|i| by_group.iter().map(move |&group| (i, group)));
+        let (missing, free) = (wanted.map(missing).sum::<usize>(), self.scheduler.num_free_blocks());
         assert!(missing <= free, "admitted with {free} free blocks of the {missing} that prompts need");
     }
 

@@ -120,7 +120,7 @@ impl Iteration {
     /// unconditional rates by position, whatever the models say: for timing only.
     ///
     /// # Errors
-    /// For a vocabulary that cannot be sampled, or rates that are not one for each draft.
+    /// For a vocabulary that cannot be sampled, rates that are not one for each draft, or several KV groups.
     pub fn new(config: SchedulerConfig, rule: Rule, rates: Option<Vec<f32>>, vocab_size: usize) -> Result<Self> {
         if let Some(rates) = &rates
             && rates.len() != config.num_speculative_tokens
@@ -130,6 +130,10 @@ impl Iteration {
         }
         if config.drafter == Drafter::Text {
             return Err(Error::invalid("drafter", "Text", "one whose passes are run here, or None"));
+        }
+        if !config.window_groups.is_empty() {
+            let given = format!("{:?}", config.window_groups);
+            return Err(Error::invalid("window_groups", given, "[]: all layers in one KV group"));
         }
         Ok(Self {
             record: RecordLayout::new(&config),

@@ -61,6 +61,11 @@ pub fn scheduler(data: &[u8]) {
     config.enable_prefix_caching = bytes.byte() % 4 > 0;
     config.enable_kv_cache_events = bytes.byte() % 2 > 0;
     config.sliding_window = (bytes.byte() % 3 == 0).then(|| 2 + bytes.below(12));
+    if bytes.byte() % 3 == 0 {
+        config.window_groups = (0..bytes.below(3)).map(|_| 1 + bytes.below(12)).collect();
+        config.enable_kv_cache_events &= bytes.byte() % 8 == 0;
+        config.num_blocks *= config.num_groups();
+    }
     let Ok(scheduler) = Scheduler::new(config) else { return };
     let mut run = Run {
         record: vec![0; scheduler.record_layout().size],
@@ -120,7 +125,9 @@ impl Run {
             let view = self.scheduler.request(id).expect("a live request");
             assert!(view.num_computed_tokens < view.limit && view.num_draft_computed_tokens < view.limit);
             let held = |&block: &i64| block < 0 || self.scheduler.block_pool().ref_count(block) > Some(0);
-            assert!(view.block_table.iter().all(held));
+            for group in 0..self.scheduler.config().num_groups() {
+                assert!(self.scheduler.group_block_table(id, group).expect("a live request").iter().all(held));
+            }
         }
         if bytes.byte().is_multiple_of(8) {
             return;
