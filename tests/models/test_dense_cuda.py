@@ -13,10 +13,12 @@ from kernels.cuda.tolerance import assert_argmax, assert_near, assert_same_produ
 from quantized_files import awq, fp8_block
 from specrs.kernels.coded_weight import CodedWeight, Coding
 from specrs.kernels.linear import DenseWeight, Weight
-from specrs.models import dense_cuda, loader
+from specrs.models import loader
 from specrs.models.base import HiddenStates
+from specrs.models.cuda import products, stream, workspace
+from specrs.models.cuda.workspace import Workspace
 from specrs.models.dense import Dense
-from specrs.models.dense_cuda import CudaDense, Workspace
+from specrs.models.dense_cuda import CudaDense
 from specrs.models.dense_weights import DenseWeights, LayerWeights
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
@@ -161,10 +163,12 @@ def test_weights_of_codes(folder: Path, name: str, monkeypatch: pytest.MonkeyPat
     assert isinstance(last.gate_up, CodedWeight)
     assert last.gate_up.coding == (Coding("fp8", 32, 32) if name == "fp8" else Coding("int4", 32, zeros=True))
     assert isinstance(weights.layers[0].down, CodedWeight) == (name != "fp8"), "listed among those not to convert"
-    monkeypatch.setattr(dense_cuda, "_CODED_ROWS", 6)
-    monkeypatch.setattr(dense_cuda, "_NUMBERS_BYTES", 4 * 64 * 24)
+    for module in (products, workspace):
+        monkeypatch.setattr(module, "CODED_ROWS", 6)
+    monkeypatch.setattr(workspace, "_NUMBERS_BYTES", 4 * 64 * 24)
     made = CudaDense.allocate(weights, max_rows=16, max_seqs=4)
-    monkeypatch.setattr(dense_cuda, "MAX_ROWS", 4)
+    for module in (products, stream):
+        monkeypatch.setattr(module, "MAX_ROWS", 4)
     assert 0 < made.workspace.numbers.numel() < 64 * 64, "several pieces"
 
     def run(feeder: Feeder) -> list[Tensor]:
@@ -271,19 +275,17 @@ def test_traces_with_fake_cuda_tensors(folder: Path, rows: int) -> None:
             lm_head=linear(config.vocab_size, h),
             rotary=tensor(d, dtype=torch.float32),
         )
-        workspace = Workspace.allocate(
-            config, max_rows=96, max_seqs=16, dtype=dtype, device="cuda", num_hidden_layers=2
-        )
+        made = Workspace.allocate(config, max_rows=96, max_seqs=16, dtype=dtype, device="cuda", num_hidden_layers=2)
         cache = KVCache.allocate(config, 4, 16, dtype, "cuda")
         i64 = functools.partial(tensor, dtype=torch.int64)
         inputs = PassInputs(i64(rows), i64(rows), i64(rows), i64(3), i64(2, 4), rows, 64)
-        model = CudaDense(weights, workspace)
+        model = CudaDense(weights, made)
         hidden, entries = model.forward(inputs, cache, (1, 0))
         assert entries is not None
         assert entries.shape == (rows, 2, h)
         assert hidden.shape == (rows, h)
-        assert hidden.untyped_storage()._cdata == workspace.normed.untyped_storage()._cdata
+        assert hidden.untyped_storage()._cdata == made.normed.untyped_storage()._cdata
         logits = tensor(rows, config.vocab_size, dtype=torch.float32)
         model.compute_logits(hidden, logits)
         model.compute_argmax(hidden, i64(rows), tensor(rows, dtype=torch.float32))
-        assert workspace.num_bytes > 0
+        assert made.num_bytes > 0

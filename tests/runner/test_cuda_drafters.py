@@ -23,7 +23,8 @@ from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.weights import Weights, load_weights
 from specrs.kernels.linear import DenseWeight
-from specrs.models.dense_cuda import CudaDense, Workspace
+from specrs.models.cuda.workspace import Workspace
+from specrs.models.dense_cuda import CudaDense
 from specrs.runner.cuda.runner import CudaRunner
 from specrs.runner.ring import Header, RingSlot
 from specrs.sampling import SamplingParams

@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> None:
     from specrs.kernels.cuda.configs import TABLE, LinearConfig, LinearShape
     from specrs.kernels.cuda.device import limits_of
     from specrs.kernels.cuda.tuning import DeviceTimer, candidates, select, write_table
-    from specrs.models.dense_cuda import linear_shapes
+    from specrs.models.cuda.workspace import linear_shapes
     from specrs.models.loader import load_config, resolve_dtype
 
     device = torch.device("cuda")

@@ -21,8 +21,9 @@ from specrs.kernels.cuda.prepare import Sizes
 from specrs.kernels.cuda.sampling_scratch import SamplingScratch
 from specrs.kernels.cuda.sampling_structs import RowParams
 from specrs.kernels.linear import DenseWeight
+from specrs.models.cuda.products import stored
 from specrs.models.dense import Dense
-from specrs.models.dense_cuda import CudaDense, stored
+from specrs.models.dense_cuda import CudaDense
 from specrs.models.eagle3_cuda import CudaEagle3Head
 from specrs.models.inputs import PassInputs
 from specrs.runner.cuda.buffers import Buffers, DeviceRecord, DraftSizes

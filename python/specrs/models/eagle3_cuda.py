@@ -14,17 +14,10 @@ from torch import Tensor
 from specrs.kernels.cuda.configs import LinearShape
 from specrs.kernels.cuda.embedding import embed
 from specrs.kernels.cuda.rms_norm import rms_norm
-from specrs.models.dense_cuda import (
-    Workspace,
-    attention,
-    check_head_dim,
-    linear_shapes,
-    product,
-    stored,
-    stream_of,
-    write_argmax,
-    write_logits,
-)
+from specrs.models.cuda.products import product, stored, write_argmax, write_logits
+from specrs.models.cuda.stream import stream_of
+from specrs.models.cuda.workspace import Workspace, linear_shapes
+from specrs.models.dense_cuda import attention, check_head_dim
 from specrs.models.eagle3_head import Eagle3Head, Eagle3Weights
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache

@@ -1,0 +1,102 @@
+"""Products with the weights of a model, dense or coded, of any number of rows. Norms nothing."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specrs.kernels.coded_weight import CodedWeight
+from specrs.kernels.cuda.argmax import argmax
+from specrs.kernels.cuda.dequantize import dequantize
+from specrs.kernels.cuda.lm_head import ArgmaxScratch, linear_argmax
+from specrs.kernels.cuda.skinny_linear import MAX_ROWS, Product, skinny_linear
+from specrs.kernels.linear import DenseWeight, Weight
+from specrs.models.cuda.workspace import CODED_ROWS, Workspace
+
+
+def write_logits(hidden: Tensor, weight: Tensor, out: Tensor, ws: Workspace) -> None:
+    """The product `lm_head` of a workspace's model, `out` `[L, ids]` fp32."""
+    if hidden.shape[0] > MAX_ROWS:
+        _wide_logits(hidden, weight, out)
+        return
+    cut = ws.config("lm_head", hidden.shape[0])
+    skinny_linear(hidden, Product(weight), out, (ws.partials, ws.counters), cut, ws.dependent)
+
+
+def write_argmax(
+    hidden: Tensor, weight: Tensor, best: tuple[Tensor, Tensor], ws: Workspace, logits: Tensor | None = None
+) -> None:
+    """The same with an argmax behind it: ids `[L]` int64 and their logits `[L]` fp32; all logits where `logits` is
+    given."""
+    rows, (ids, top) = hidden.shape[0], best
+    if rows <= MAX_ROWS:
+        out = (ids, top) if logits is None else (ids, top, logits)
+        scratch = ArgmaxScratch(ws.tile_top, ws.tile_id, ws.partials, ws.counters)
+        linear_argmax(hidden, weight, out, scratch, ws.config("lm_head", rows), ws.dependent)
+        return
+    step = ws.logits.shape[0]
+    assert step, f"rows={rows}: the workspace was allocated for argmaxes of at most {MAX_ROWS}"
+    for first in range(0, rows, step):
+        part = slice(first, min(first + step, rows))
+        kept = ws.logits[: part.stop - first, : weight.shape[0]] if logits is None else logits[part]
+        _wide_logits(hidden[part], weight, kept)
+        argmax(kept, ids[part], top[part], ws.scratch)
+
+
+def product(ws: Workspace, name: str, x: Tensor, w: Weight, out: Tensor) -> None:
+    """The product `name` of a workspace's model, of any number of rows."""
+    if x.shape[0] > MAX_ROWS:
+        wide_product(ws, name, x, w, out)
+        return
+    few_product(ws, name, x, operand(w), out)
+
+
+def few_product(ws: Workspace, name: str, x: Tensor, product: Product, out: Tensor) -> None:
+    cut = ws.config(name, x.shape[0], product.coding)
+    skinny_linear(x, product, out, (ws.partials, ws.counters), cut, ws.dependent)
+
+
+def wide_product(ws: Workspace, name: str, x: Tensor, w: Weight, out: Tensor) -> None:
+    """By cuBLAS. Codes of up to 256 rows are read where they are, 64 rows at a time; for more, pieces of them become
+    numbers, one after the other in the same memory."""
+    if isinstance(w, CodedWeight):
+        if x.shape[0] <= CODED_ROWS:
+            for first in range(0, x.shape[0], MAX_ROWS):
+                few_product(ws, name, x[first : first + MAX_ROWS], operand(w), out[first : first + MAX_ROWS])
+            return
+        features, size = w.shape
+        step = ws.numbers.numel() // size
+        for first in range(0, features, step):
+            part = slice(first, min(first + step, features))
+            numbers = ws.numbers[: (part.stop - first) * size].view(-1, size)
+            dequantize(w, first, numbers, ws.dependent)
+            _mm(x, numbers, None if w.bias is None else w.bias[part], out[:, part])
+        return
+    _mm(x, stored(w), w.bias, out)
+
+
+def _mm(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    if bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
+
+
+def _wide_logits(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
+    if hidden.dtype == out.dtype:
+        torch.mm(hidden, weight.t(), out=out)
+    else:
+        torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
+
+
+def operand(w: Weight) -> Product:
+    """A product with a weight that the kernels read: dense or coded."""
+    if isinstance(w, CodedWeight):
+        return Product(w.codes, w.bias, coding=w.coding, scales=w.scales)
+    return Product(stored(w), w.bias)
+
+
+def stored(w: Weight) -> Tensor:
+    """A dense weight as checkpoints have it, `[out, in]` contiguous; LM heads are always dense."""
+    assert isinstance(w, DenseWeight), "a weight packed for a CPU"
+    return w.weight

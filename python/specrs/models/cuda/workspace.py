@@ -1,0 +1,176 @@
+"""The buffers of a model's passes on a CUDA device, and how its products are cut up. Launches nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specrs.kernels.coded_weight import Coding
+from specrs.kernels.cuda.attention_config import MAX_VERIFY_ROWS, block_d
+from specrs.kernels.cuda.configs import LinearShape, linear_config
+from specrs.kernels.cuda.device import DeviceLimits, limits_of
+from specrs.kernels.cuda.sampling_scratch import SamplingScratch
+from specrs.kernels.cuda.skinny_linear import MAX_ROWS, block_m, scratch_sizes
+from specrs.models.config import ModelConfig
+
+MLP_ROWS = 2048
+"""Rows that go through a wide MLP at once: its activations are ten times as wide as the residual stream."""
+CODED_ROWS = 256
+"""Rows up to which codes are read once for every 64: expanded to numbers they move ten times their bytes or more."""
+_NUMBERS_BYTES = 64 * 2**20
+"""Memory for a piece of a coded weight as numbers, for products of more rows."""
+_LOGITS_ROWS = 256
+"""Rows whose logits are kept at once where an argmax follows the LM head of more than `MAX_ROWS` rows."""
+
+
+def linear_shapes(config: ModelConfig, dtype: torch.dtype) -> dict[str, LinearShape]:
+    """The products of a pass, by name."""
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return {
+        "qkv": LinearShape(q + 2 * kv, config.hidden_size, dtype),
+        "o": LinearShape(config.hidden_size, q, dtype),
+        "gate_up": LinearShape(config.intermediate_size, config.hidden_size, dtype, gated=True),
+        "down": LinearShape(config.hidden_size, config.intermediate_size, dtype),
+        "lm_head": LinearShape(config.vocab_size, config.hidden_size, dtype),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Persistent buffers of one model's passes, and how its products are cut up. One pass at a time may use it.
+
+    Between passes the buffers hold nothing that the next one needs, but `counters` stay zero.
+    """
+
+    hidden: Tensor
+    """[max_rows, hidden], the residual stream."""
+    weighted: Tensor
+    """[min(max_rows, 64), hidden], the stream times the weight of the next norm."""
+    squares: Tensor
+    """[tiles, 64] fp32, sums of squares of the stream by tile of the product that added to it last."""
+    normed: Tensor
+    """[max_rows, hidden], what a pass returns a view of."""
+    delta: Tensor
+    """[max_rows, hidden], what a block adds to the residual stream; few rows add it in their product."""
+    qkv: Tensor
+    """[max_rows, (heads + 2 * kv_heads) * head_dim]"""
+    attended: Tensor
+    """[max_rows, heads * head_dim]"""
+    gate_up: Tensor
+    """[min(max_rows, 2048), 2 * intermediate], of many rows."""
+    activated: Tensor
+    """[min(max_rows, 2048), intermediate]"""
+    entries: Tensor
+    """[max_rows, L, hidden], the residual stream where it enters the hidden layers asked for."""
+    cos: Tensor
+    """[max_rows, head_dim / 2] fp32"""
+    sin: Tensor
+    """Like `cos`."""
+    partials: Tensor
+    """fp32 scratch of products and of attention."""
+    stats: Tensor
+    """fp32 scratch of attention."""
+    counters: Tensor
+    """int32; zero between kernels."""
+    tile_top: Tensor
+    """fp32 scratch of the LM head with an argmax behind it."""
+    tile_id: Tensor
+    """int32, like `tile_top`."""
+    logits: Tensor
+    """[0 or 256, vocab] fp32, for an argmax over more than 64 rows."""
+    scratch: SamplingScratch
+    """Of that argmax."""
+    numbers: Tensor
+    """[0 or 64 MiB], a piece of a coded weight, for more than 256 rows."""
+    configs: Mapping[tuple[str, Coding | None, int], list[int]]
+    """Fields of the LinearConfig of (product, coding of its weight, columns of its tiles)."""
+    limits: DeviceLimits
+    dependent: bool
+    """Kernels are launched dependently: each starts while the one before it ends."""
+
+    @classmethod
+    def allocate(
+        cls,
+        config: ModelConfig,
+        *,
+        max_rows: int,
+        max_seqs: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        dependent: bool | None = None,
+        num_hidden_layers: int = 0,
+        shapes: Mapping[str, Sequence[LinearShape]] | None = None,
+    ) -> Workspace:
+        """Buffers for passes of at most `max_rows` rows and `num_hidden_layers` hidden layers, and for argmaxes of at
+        most 17 rows of each of `max_seqs`.
+
+        `dependent=None` launches kernels dependently where the device can: compute capability 9.0 or more. `shapes`:
+        of products, each in the codings of its weights, where they are not those of `linear_shapes`.
+        """
+        device = torch.device(device)
+        limits = limits_of(device)
+        shapes = {n: [s] for n, s in linear_shapes(config, dtype).items()} if shapes is None else shapes
+        widths = sorted({block_m(rows) for rows in (1, 17, MAX_ROWS)})
+        of = {name: every[0] for name, every in shapes.items()}
+        configs = {
+            (n, s.coding, m): linear_config(s, m, limits) for n, every in shapes.items() for s in every for m in widths
+        }
+        # Splits times tiles are at most the multiprocessors, and tiles are half of them where there are splits.
+        group = config.num_heads // config.num_kv_heads
+        lines = limits.num_sms * max(64, 1 << (group - 1).bit_length())
+        partials, counters = lines * block_d(config.head_dim), limits.num_sms
+        for (name, _, m), c in configs.items():
+            sizes = scratch_sizes(c, m, n=of[name].n, gated=of[name].gated)
+            partials, counters = max(partials, sizes[0]), max(counters, sizes[1])
+        tiles = max(-(-config.vocab_size // configs["lm_head", None, m].block_n) for m in widths)
+        stream_tiles = max(-(-config.hidden_size // c.block_n) for key, c in configs.items() if key[0] in ("o", "down"))
+        coded = [s for every in shapes.values() for s in every if s.coding is not None]
+        pieces = [s.n * (1 + s.gated) * s.k for s in coded]
+        numbers = min(max(pieces, default=0), _NUMBERS_BYTES // dtype.itemsize) if max_rows > CODED_ROWS else 0
+        many = min(_LOGITS_ROWS, max_seqs * MAX_VERIFY_ROWS)
+        many = many if many > MAX_ROWS else 0
+
+        def buffer(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        f32, i32 = torch.float32, torch.int32
+        mlp_rows = min(max_rows, MLP_ROWS)
+        return cls(
+            hidden=buffer(max_rows, config.hidden_size),
+            weighted=buffer(min(max_rows, MAX_ROWS), config.hidden_size),
+            squares=buffer(stream_tiles, MAX_ROWS, dtype=f32),
+            normed=buffer(max_rows, config.hidden_size),
+            delta=buffer(max_rows, config.hidden_size),
+            qkv=buffer(max_rows, of["qkv"].n),
+            attended=buffer(max_rows, of["o"].k),
+            gate_up=buffer(mlp_rows, 2 * config.intermediate_size),
+            activated=buffer(mlp_rows, config.intermediate_size),
+            entries=buffer(max_rows, num_hidden_layers, config.hidden_size),
+            cos=buffer(max_rows, config.head_dim // 2, dtype=f32),
+            sin=buffer(max_rows, config.head_dim // 2, dtype=f32),
+            partials=buffer(partials, dtype=f32),
+            stats=buffer(2 * lines, dtype=f32),
+            counters=buffer(counters, dtype=i32),
+            tile_top=buffer(MAX_ROWS * tiles, dtype=f32),
+            tile_id=buffer(MAX_ROWS * tiles, dtype=i32),
+            logits=buffer(many, config.vocab_size, dtype=f32),
+            scratch=SamplingScratch.allocate(many, 0, config.vocab_size, device),
+            numbers=buffer(numbers),
+            configs={key: c.as_list() for key, c in configs.items()},
+            limits=limits,
+            dependent=limits.capability >= 90 if dependent is None else dependent,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buffers."""
+        buffers = [getattr(self, field.name) for field in dataclasses.fields(self)]
+        return self.scratch.num_bytes + sum(buffer.nbytes for buffer in buffers if isinstance(buffer, Tensor))
+
+    def config(self, name: str, rows: int, coding: Coding | None = None) -> list[int]:
+        """How the product `name` of `rows` rows with a weight of `coding` is cut up."""
+        return self.configs[name, coding, block_m(rows)]
