@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -10,6 +13,8 @@ from specrs.kernels.cuda.variants import Variant
 from torch import Tensor
 
 _BLOCK_HEADS = 4
+_WARP = 1024
+"""Pairs of features of a warp where a program has all heads of a row: 32 of a thread."""
 
 
 @triton.jit
@@ -25,34 +30,59 @@ def qk_norm_rope_kernel(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    REST: tl.constexpr,
+    WHOLE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     # In this order the kernel behind this one starts when all those ahead of it are finished, and may read what they
     # wrote before it waits itself.
     wait_for_previous(DEPENDENT)
     start_next(DEPENDENT)
-    D: tl.constexpr = 2 * HALF
+    # A head is two halves that are rotated, and the rest.
+    D: tl.constexpr = 2 * HALF + REST
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     i = tl.arange(0, BLOCK_HALF)
     inside = (head < HEADS + 2 * KV_HEADS)[:, None] & (i < HALF)[None, :]
-    rotated = (head < HEADS + KV_HEADS)[:, None] & (i < HALF)[None, :]
+    is_qk = (head < HEADS + KV_HEADS)[:, None]
+    rotated = is_qk & (i < HALF)[None, :]
     place = head[:, None] * D + i[None, :]
     source = qkv + row * qkv_stride + place
     first = tl.load(source, mask=inside, other=0).to(tl.float32)
     second = tl.load(source + HALF, mask=inside, other=0).to(tl.float32)
+    if REST > 0:
+        j = 2 * HALF + tl.arange(0, BLOCK_REST)
+        behind = (head < HEADS + 2 * KV_HEADS)[:, None] & (j < D)[None, :]
+        rest_place = head[:, None] * D + j[None, :]
+        rest = tl.load(qkv + row * qkv_stride + rest_place, mask=behind, other=0).to(tl.float32)
     if qk_norm is not None:
-        scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / D + eps)[:, None]
+        squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+        if REST > 0:
+            squares += tl.sum(rest * rest, 1)
+        mean = squares / D
+        if WHOLE:
+            of_q = tl.sum(tl.where(head < HEADS, mean, 0), 0) / HEADS
+            of_k = tl.sum(tl.where((head >= HEADS) & (head < HEADS + KV_HEADS), mean, 0), 0) / KV_HEADS
+            mean = tl.where(head < HEADS, of_q, of_k)
+        scale = tl.rsqrt(mean + eps)[:, None]
         first = tl.where(rotated, first * scale * tl.load(qk_norm + place, mask=rotated, other=0).to(tl.float32), first)
         norm = tl.load(qk_norm + HALF + place, mask=rotated, other=0).to(tl.float32)
         second = tl.where(rotated, second * scale * norm, second)
-    c = tl.load(cos + row * HALF + i, mask=i < HALF, other=0)[None, :]
-    s = tl.load(sin + row * HALF + i, mask=i < HALF, other=0)[None, :]
-    turned = tl.where(rotated, first * c - second * s, first).to(qkv.dtype.element_ty)
-    second = tl.where(rotated, second * c + first * s, second).to(qkv.dtype.element_ty)
+        if REST > 0:
+            norm = tl.load(qk_norm + rest_place, mask=behind & is_qk, other=0).to(tl.float32)
+            rest = tl.where(is_qk, rest * scale * norm, rest)
+    if cos is not None:
+        c = tl.load(cos + row * HALF + i, mask=i < HALF, other=0)[None, :]
+        s = tl.load(sin + row * HALF + i, mask=i < HALF, other=0)[None, :]
+        turned = tl.where(rotated, first * c - second * s, first).to(qkv.dtype.element_ty)
+        second = tl.where(rotated, second * c + first * s, second).to(qkv.dtype.element_ty)
+    else:
+        turned = first.to(qkv.dtype.element_ty)
+        second = second.to(qkv.dtype.element_ty)
 
     is_q = inside & (head < HEADS)[:, None]
     tl.store(source, turned, mask=is_q)
@@ -60,9 +90,14 @@ def qk_norm_rope_kernel(  # type: ignore[no-untyped-def]
     slot = tl.load(slots + row + 0 * head)
     written = inside & ((head >= HEADS) & (slot >= 0))[:, None]
     block = slot // BLOCK_SIZE * (2 * KV_HEADS) + (head - HEADS)
-    target = cache + (block * BLOCK_SIZE + slot % BLOCK_SIZE)[:, None] * D + i[None, :]
+    place = (block * BLOCK_SIZE + slot % BLOCK_SIZE)[:, None] * D
+    target = cache + place + i[None, :]
     tl.store(target, turned, mask=written)
     tl.store(target + HALF, second, mask=written)
+    if REST > 0:
+        rounded = rest.to(qkv.dtype.element_ty)
+        tl.store(qkv + row * qkv_stride + rest_place, rounded, mask=behind & (head < HEADS)[:, None])
+        tl.store(cache + place + j[None, :], rounded, mask=behind & ((head >= HEADS) & (slot >= 0))[:, None])
 
 
 @torch.library.custom_op("specrs::qk_norm_rope", mutates_args=("qkv", "cache"))
@@ -81,8 +116,10 @@ def qk_norm_rope(
     Args:
         qkv: `[N, (heads + 2 * kv_heads) * D]`, contiguous rows of any stride: the q, k and v heads of each row. Its k
             and v are left as they were.
-        qk_norm: `[heads + kv_heads, D]` weights of the RMSNorm of each head, or None.
-        angles: cos and sin, `[N, D / 2]` fp32, of `embed`.
+        qk_norm: `[heads + kv_heads, D]` weights of the RMSNorm of each head; `[(heads + kv_heads) * D]`: of one over
+            all q heads and one over all k heads; or None.
+        angles: cos and sin of `embed`, `[N, R / 2]` fp32, of the first R <= D features of a head; the others are not
+            rotated. []: none are.
         slots: `[N]` int64; -1 writes nothing.
         cache: one layer, `[num_blocks + 1, 2, kv_heads, block_size, D]` contiguous, of qkv's dtype.
         num_heads: heads of q.
@@ -92,23 +129,42 @@ def qk_norm_rope(
     """
     _check(qkv, qk_norm, angles, slots, cache, num_heads)
     kv_heads, block_size, dim = cache.shape[2:]
-    qk_norm_rope_kernel[(qkv.shape[0], triton.cdiv(num_heads + 2 * kv_heads, _BLOCK_HEADS))](
+    heads, whole = num_heads + 2 * kv_heads, qk_norm is not None and qk_norm.dim() == 1
+    constants = _constants(num_heads, kv_heads, dim, 2 * angles[0].shape[1] if angles else dim, whole)
+    qk_norm_rope_kernel[(qkv.shape[0], triton.cdiv(heads, constants["BLOCK_HEADS"]))](
         qkv,
         qk_norm,
-        *angles,
+        *(angles or (None, None)),
         slots,
         cache,
         qkv.stride(0),
         eps,
-        HEADS=num_heads,
-        KV_HEADS=kv_heads,
-        HALF=dim // 2,
         BLOCK_SIZE=block_size,
-        BLOCK_HEADS=_BLOCK_HEADS,
-        BLOCK_HALF=triton.next_power_of_2(dim // 2),
-        num_warps=1,
+        **constants,
+        num_warps=_num_warps(constants),
         **options(dependent),
     )
+
+
+def _constants(num_heads: int, kv_heads: int, dim: int, rotated: int, whole: bool) -> dict[str, Any]:
+    """Of heads of `dim` features, the first `rotated` of them rotated. A norm of all heads has its sums in one
+    program."""
+    rest = dim - rotated
+    return {
+        "HEADS": num_heads,
+        "KV_HEADS": kv_heads,
+        "HALF": rotated // 2,
+        "REST": rest,
+        "WHOLE": whole,
+        "BLOCK_HEADS": triton.next_power_of_2(num_heads + 2 * kv_heads) if whole else _BLOCK_HEADS,
+        "BLOCK_HALF": triton.next_power_of_2(rotated // 2),
+        "BLOCK_REST": triton.next_power_of_2(rest) if rest else 1,
+    }
+
+
+def _num_warps(constants: Mapping[str, Any]) -> int:
+    pairs = constants["BLOCK_HEADS"] * constants["BLOCK_HALF"]
+    return max(1, min(16, pairs // _WARP)) if constants["WHOLE"] else 1
 
 
 @qk_norm_rope.register_fake
@@ -128,12 +184,18 @@ def _(
 def _check(
     qkv: Tensor, qk_norm: Tensor | None, angles: list[Tensor], slots: Tensor, cache: Tensor, num_heads: int
 ) -> None:
-    cos, sin = angles
     rows, kv_heads, dim = qkv.shape[0], cache.shape[2], cache.shape[4]
     assert qkv.shape[1] == (num_heads + 2 * kv_heads) * dim
     assert qkv.stride(1) == 1
-    assert qk_norm is None or (qk_norm.shape == (num_heads + kv_heads, dim) and qk_norm.is_contiguous())
-    assert cos.shape == sin.shape == (rows, dim // 2)
+    if qk_norm is not None:
+        assert qk_norm.shape in ((num_heads + kv_heads, dim), ((num_heads + kv_heads) * dim,))
+        assert qk_norm.is_contiguous()
+    if angles:
+        cos, sin = angles
+        assert cos.shape == sin.shape == (rows, cos.shape[1])
+        assert 0 < 2 * cos.shape[1] <= dim
+        assert cos.is_contiguous()
+        assert sin.is_contiguous()
     assert slots.shape == (rows,)
     assert cache.is_contiguous()
     assert cache.dtype == qkv.dtype
@@ -142,8 +204,7 @@ def _check(
 def qk_norm_rope_reference(
     qkv: Tensor,
     qk_norm: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
+    angles: Sequence[Tensor],
     slots: Tensor,
     cache: Tensor,
     num_heads: int,
@@ -154,10 +215,15 @@ def qk_norm_rope_reference(
     heads = qkv.view(qkv.shape[0], -1, dim)
     x = heads[:, : num_heads + kv_heads].double()
     if qk_norm is not None:
-        x = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * qk_norm.double()
-    first, second = x.chunk(2, dim=-1)
-    c, s = cos.double()[:, None], sin.double()[:, None]
-    x = torch.cat((first * c - second * s, second * c + first * s), dim=-1)
+        parts = torch.split(x, [num_heads, kv_heads] if qk_norm.dim() == 1 else 1, dim=1)
+        over = (1, 2)
+        scales = [(y.square().mean(over, keepdim=True) + eps).rsqrt().expand_as(y) for y in parts]
+        x = x * torch.cat(scales, dim=1) * qk_norm.double().view(-1, dim)
+    if angles:
+        c, s = (values.double()[:, None] for values in angles)
+        half = c.shape[2]
+        first, second, rest = torch.split(x, [half, half, dim - 2 * half], dim=-1)
+        x = torch.cat((first * c - second * s, second * c + first * s, rest), dim=-1)
     heads[:, :num_heads] = x[:, :num_heads].to(qkv.dtype)
     for row, slot in enumerate(slots.tolist()):
         if slot >= 0:
@@ -166,32 +232,31 @@ def qk_norm_rope_reference(
             cache[block, 1, :, offset] = heads[row, num_heads + kv_heads :]
 
 
-VARIANTS = tuple(
-    Variant(
-        f"qk_norm_rope_{dtype}_d{dim}{'_normed' * normed}",
+def _variant(
+    name: str, dtype: str, dim: int, *, normed: bool, rotated: int | None = None, whole: bool = False
+) -> Variant:
+    """Of 16 and 8 heads; `rotated` 0: no rotation."""
+    present = {"qkv": f"*{dtype}", "slots": "*i64", "cache": f"*{dtype}", "qkv_stride": "i32", "eps": "fp32"}
+    present |= {"qk_norm": f"*{dtype}"} if normed else {}
+    present |= {} if rotated == 0 else {"cos": "*fp32", "sin": "*fp32"}
+    constants = _constants(16, 8, dim, rotated or dim, whole)
+    absent = {arg: None for arg in ("qk_norm", "cos", "sin") if arg not in present}
+    return Variant(
+        name,
         qk_norm_rope_kernel,
-        {
-            "qkv": f"*{dtype}",
-            "cos": "*fp32",
-            "sin": "*fp32",
-            "slots": "*i64",
-            "cache": f"*{dtype}",
-            "qkv_stride": "i32",
-            "eps": "fp32",
-        }
-        | ({"qk_norm": f"*{dtype}"} if normed else {}),
-        {
-            "HEADS": 16,
-            "KV_HEADS": 8,
-            "HALF": dim // 2,
-            "BLOCK_SIZE": 16,
-            "BLOCK_HEADS": _BLOCK_HEADS,
-            "BLOCK_HALF": triton.next_power_of_2(dim // 2),
-            "DEPENDENT": False,
-        }
-        | ({} if normed else {"qk_norm": None}),
-        num_warps=1,
+        present,
+        constants | {"BLOCK_SIZE": 16, "DEPENDENT": False} | absent,
+        num_warps=_num_warps(constants),
         aligned=("qkv_stride",),
     )
-    for dtype, dim, normed in (("bf16", 128, True), ("bf16", 64, False), ("bf16", 96, False), ("fp16", 256, True))
+
+
+VARIANTS = (
+    *(
+        _variant(f"qk_norm_rope_{dtype}_d{dim}{'_normed' * normed}", dtype, dim, normed=normed)
+        for dtype, dim, normed in (("bf16", 128, True), ("bf16", 64, False), ("bf16", 96, False), ("fp16", 256, True))
+    ),
+    _variant("qk_norm_rope_bf16_d128_whole", "bf16", 128, normed=True, whole=True),
+    _variant("qk_norm_rope_bf16_d128_rotated96", "bf16", 128, normed=False, rotated=96),
+    _variant("qk_norm_rope_bf16_d128_unrotated", "bf16", 128, normed=False, rotated=0),
 )

@@ -1,4 +1,4 @@
-"""RMSNorm of whole rows, with the addition to the residual stream before it. Projects nothing."""
+"""RMSNorm of whole rows, the addition to the residual stream before it, and the norm before that. Projects nothing."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ def rms_norm_kernel(  # type: ignore[no-untyped-def]
     residual,
     weight,
     out,
+    behind,
     eps,
     WIDTH: tl.constexpr,
+    MULTIPLIER: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -28,30 +30,52 @@ def rms_norm_kernel(  # type: ignore[no-untyped-def]
     at = row * WIDTH + column
     v = tl.load(x + at, mask=inside, other=0)
     if residual is not None:
-        v = (tl.load(residual + at, mask=inside, other=0).to(tl.float32) + v.to(tl.float32)).to(v.dtype)
+        added = v.to(tl.float32)
+        if behind is not None:
+            added *= tl.rsqrt(tl.sum(added * added, 0) / WIDTH + eps)
+            added *= tl.load(behind + column, mask=inside, other=0).to(tl.float32)
+        if MULTIPLIER != 1:
+            added *= MULTIPLIER
+        v = (tl.load(residual + at, mask=inside, other=0).to(tl.float32) + added).to(v.dtype)
         tl.store(residual + at, v, mask=inside)
-    f = v.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(f * f, 0) / WIDTH + eps)
-    normed = (f * scale).to(v.dtype).to(tl.float32)
-    g = tl.load(weight + column, mask=inside, other=0).to(tl.float32)
-    tl.store(out + at, (normed * g).to(v.dtype), mask=inside)
+    if weight is not None:
+        f = v.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(f * f, 0) / WIDTH + eps)
+        normed = (f * scale).to(v.dtype).to(tl.float32)
+        g = tl.load(weight + column, mask=inside, other=0).to(tl.float32)
+        tl.store(out + at, (normed * g).to(v.dtype), mask=inside)
 
 
 @torch.library.custom_op("specrs::rms_norm", mutates_args=("residual", "out"))
-def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps: float, dependent: bool) -> None:
-    """Write `y / sqrt(mean(y^2) + eps) * weight` into `out`; y is x, or `residual + x`, which is then the new residual.
+def rms_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    out: Tensor | None,
+    eps: float,
+    dependent: bool,
+    behind: Tensor | None = None,
+    multiplier: float = 1.0,
+) -> None:
+    """Write `norm(y) * weight` into `out`, `norm(y) = y / sqrt(mean(y^2) + eps)`.
 
-    All `[N, hidden]` contiguous, `weight` `[hidden]`, one dtype. Computed in fp32; the sum is rounded to the dtype
-    before it is normed, and the normed row before its weight, as in transformers.
+    y is x, or `residual + multiplier * x`, which is then the new residual; with `behind` that of `norm(x) * behind` in
+    the place of x. Without `weight` and `out` the residual is all that is written.
+
+    x, `residual` and `out` are `[N, hidden]` contiguous, `weight` and `behind` `[hidden]`, all of one dtype. Computed
+    in fp32; the sum is rounded to the dtype before it is normed, and the normed row before its weight, as in
+    transformers.
     """
-    _check(x, residual, weight, out)
+    _check(x, residual, weight, out, behind)
     rms_norm_kernel[(x.shape[0],)](
         x,
         residual,
         weight,
         out,
+        behind,
         eps,
         WIDTH=x.shape[1],
+        MULTIPLIER=multiplier,
         BLOCK=triton.next_power_of_2(x.shape[1]),
         num_warps=8,
         **options(dependent),
@@ -59,34 +83,69 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, ep
 
 
 @rms_norm.register_fake
-def _(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps: float, dependent: bool) -> None:
-    _check(x, residual, weight, out)
+def _(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    out: Tensor | None,
+    eps: float,
+    dependent: bool,
+    behind: Tensor | None = None,
+    multiplier: float = 1.0,
+) -> None:
+    _check(x, residual, weight, out, behind)
 
 
-def _check(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor) -> None:
-    assert weight.shape == x.shape[1:]
-    for tensor in (x, out) if residual is None else (x, out, residual):
-        assert tensor.shape == x.shape
-        assert tensor.is_contiguous()
-        assert tensor.dtype == x.dtype
+def _check(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, out: Tensor | None, behind: Tensor | None
+) -> None:
+    assert (weight is None) == (out is None)
+    assert residual is not None or behind is None
+    for of_row in (weight, behind):
+        assert of_row is None or (of_row.shape == x.shape[1:] and of_row.dtype == x.dtype)
+    for tensor in (x, out, residual):
+        assert tensor is None or (tensor.shape == x.shape and tensor.is_contiguous() and tensor.dtype == x.dtype)
 
 
-def rms_norm_reference(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> None:
+def rms_norm_reference(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    out: Tensor | None,
+    eps: float,
+    behind: Tensor | None = None,
+    multiplier: float = 1.0,
+) -> None:
     """`rms_norm` in plain torch, in float64 but for the rounding of the sum."""
+
+    def norm(rows: Tensor, weight: Tensor) -> Tensor:
+        y = rows.double()
+        return y * (y.square().mean(1, keepdim=True) + eps).rsqrt() * weight.double()
+
     if residual is not None:
-        residual.add_(x)
+        residual.copy_(residual.double() + multiplier * (x.double() if behind is None else norm(x, behind)))
         x = residual
-    y = x.double()
-    out.copy_(y * (y.square().mean(1, keepdim=True) + eps).rsqrt() * weight.double())
+    if weight is not None and out is not None:
+        out.copy_(norm(x, weight))
 
 
-VARIANTS = tuple(
-    Variant(
-        f"rms_norm_{dtype}{'_residual' * added}",
+def _variant(name: str, dtype: str, pointers: tuple[str, ...], multiplier: float = 1.0) -> Variant:
+    present = dict.fromkeys(("x", *pointers), f"*{dtype}")
+    absent = {arg: None for arg in ("residual", "weight", "out", "behind") if arg not in present}
+    return Variant(
+        name,
         rms_norm_kernel,
-        dict.fromkeys(("x", "weight", "out", *(["residual"] * added)), f"*{dtype}") | {"eps": "fp32"},
-        {"WIDTH": 5120, "BLOCK": 8192, "DEPENDENT": False} | ({} if added else {"residual": None}),
+        present | {"eps": "fp32"},
+        {"WIDTH": 5120, "MULTIPLIER": multiplier, "BLOCK": 8192, "DEPENDENT": False} | absent,
         num_warps=8,
     )
-    for dtype, added in (("bf16", True), ("bf16", False), ("fp32", True))
+
+
+VARIANTS = (
+    _variant("rms_norm_bf16_residual", "bf16", ("residual", "weight", "out")),
+    _variant("rms_norm_bf16", "bf16", ("weight", "out")),
+    _variant("rms_norm_fp32_residual", "fp32", ("residual", "weight", "out")),
+    _variant("rms_norm_bf16_residual_scaled", "bf16", ("residual", "weight", "out"), 0.22),
+    _variant("rms_norm_bf16_around", "bf16", ("residual", "behind", "weight", "out")),
+    _variant("rms_norm_bf16_behind", "bf16", ("residual", "behind")),
 )

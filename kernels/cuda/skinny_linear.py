@@ -13,7 +13,7 @@ changes the order of a sum.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ import triton.language as tl
 from specrs.kernels.coded_weight import CodedWeight, Coding
 from specrs.kernels.cuda._codes import CODES, DENSE, INT4, add_step, check_codes, coding_as_list, coding_of, scale_of
 from specrs.kernels.cuda._dependent_launch import options, prefetch, start_next, wait_for_previous
-from specrs.kernels.cuda.activation import silu
+from specrs.kernels.cuda.activation import activation
 from specrs.kernels.cuda.configs import LinearConfig, LinearShape, linear_config
 from specrs.kernels.cuda.variants import DTYPES, SIZES, Size, Variant
 from torch import Tensor
@@ -73,7 +73,9 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
     SQUARES_BLOCK: tl.constexpr,
     MAX_ROWS: tl.constexpr,
     GATED: tl.constexpr,
+    GELU: tl.constexpr,
     ACCUMULATE: tl.constexpr,
+    MULTIPLIER: tl.constexpr,
     PREFETCH: tl.constexpr,
     CODE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -197,7 +199,7 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
                 if GATED:
                     up += tl.load(bias + N + n, mask=n < N, other=0).to(tl.float32)[:, None]
             if GATED:
-                acc = silu(acc) * up
+                acc = activation(acc, GELU) * up
             if tile_top is not None:
                 invalid = acc != acc
                 score = tl.where(invalid, float("inf"), acc)
@@ -209,6 +211,8 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
                 tl.store(tile_top + at, tl.where(spoiled, float("nan"), top), mask=token < rows)
                 tl.store(tile_id + at, best, mask=token < rows)
             if out is not None:
+                if MULTIPLIER != 1:
+                    acc *= MULTIPLIER
                 if ACCUMULATE:
                     acc += before
                 rounded = acc.to(out.dtype.element_ty)
@@ -247,7 +251,7 @@ class Next:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """`f(x W^T / r + b)`, r the root mean square of rows whose squares are given, else 1."""
+    """`m f(x W^T / r + b)`, r the root mean square of rows whose squares are given, else 1."""
 
     weight: Tensor
     """[N, K] contiguous, of x's dtype; with `gated` [2 N, K], the gates above the values. Of a `coding` the codes, see
@@ -259,8 +263,12 @@ class Product:
     eps: float = 0.0
     gated: bool = False
     """f(y) = silu(y[:N]) * y[N:], else f(y) = y."""
+    gelu: bool = False
+    """GELU, by its approximation with tanh, in the place of SiLU."""
     accumulate: bool = False
     """Added to what is there, else written over it."""
+    multiplier: float = 1.0
+    """m"""
     next: Next | None = None
     """What is written beside the output for the product that reads it normed."""
     coding: Coding | None = None
@@ -331,7 +339,9 @@ def launch(
         SQUARES_BLOCK=triton.next_power_of_2(sums),
         MAX_ROWS=MAX_ROWS,
         GATED=product.gated,
+        GELU=product.gelu,
         ACCUMULATE=product.accumulate,
+        MULTIPLIER=product.multiplier,
         PREFETCH=config.prefetch,
         **coding_constants(coding, k),
         num_warps=config.num_warps,
@@ -354,14 +364,15 @@ def skinny_linear(
         dependent: launch dependently (see `_dependent_launch`).
     """
     p = product
-    operands, flags = [p.weight, p.bias, p.squares, p.scales], [int(p.gated), int(p.accumulate)]
+    operands, flags = [p.weight, p.bias, p.squares, p.scales], [int(p.gated), int(p.gelu), int(p.accumulate)]
     if p.coding is not None:
         flags += coding_as_list(p.coding)
     outs = [out]
     if p.next is not None:
         operands.append(p.next.norm_weight)
         outs += [p.next.x, p.next.squares]
-    torch.ops.specrs.skinny_linear(x, operands, outs, list(scratch), p.eps, flags, config, dependent)
+    numbers = [p.eps, p.multiplier]
+    torch.ops.specrs.skinny_linear(x, operands, outs, list(scratch), numbers, flags, config, dependent)
 
 
 @torch.library.custom_op("specrs::skinny_linear", mutates_args=("outs", "scratch"))
@@ -370,12 +381,12 @@ def _skinny_linear(
     operands: list[Tensor | None],
     outs: list[Tensor],
     scratch: list[Tensor],
-    eps: float,
+    numbers: list[float],
     flags: list[int],
     config: list[int],
     dependent: bool,
 ) -> None:
-    product = _product(operands, outs[1:], eps, flags)
+    product = _product(operands, outs[1:], numbers, flags)
     _check(x, product, outs[0], scratch, config)
     launch(x, product, outs[0], None, scratch, LinearConfig(*config), dependent)
 
@@ -386,18 +397,19 @@ def _(
     operands: list[Tensor | None],
     outs: list[Tensor],
     scratch: list[Tensor],
-    eps: float,
+    numbers: list[float],
     flags: list[int],
     config: list[int],
     dependent: bool,
 ) -> None:
-    _check(x, _product(operands, outs[1:], eps, flags), outs[0], scratch, config)
+    _check(x, _product(operands, outs[1:], numbers, flags), outs[0], scratch, config)
 
 
 def _product(
-    operands: Sequence[Tensor | None], following: Sequence[Tensor], eps: float, flags: Sequence[int]
+    operands: Sequence[Tensor | None], following: Sequence[Tensor], numbers: Sequence[float], flags: Sequence[int]
 ) -> Product:
-    (weight, bias, squares, scales, *norm), (gated, accumulate, *coding) = operands, flags
+    (weight, bias, squares, scales, *norm), (gated, gelu, accumulate, *coding) = operands, flags
+    eps, multiplier = numbers
     assert weight is not None
     return Product(
         weight,
@@ -405,7 +417,9 @@ def _product(
         squares,
         eps,
         bool(gated),
+        bool(gelu),
         bool(accumulate),
+        multiplier,
         Next(norm[0], *following) if norm and norm[0] is not None else None,
         coding_of(coding) if coding else None,
         scales,
@@ -461,7 +475,9 @@ def skinny_linear_reference(x: Tensor, product: Product, out: Tensor) -> None:
         y = y + product.bias.double()
     if product.gated:
         gate, up = y.chunk(2, dim=1)
-        y = torch.nn.functional.silu(gate) * up
+        f = torch.nn.functional.gelu(gate, approximate="tanh") if product.gelu else torch.nn.functional.silu(gate)
+        y = f * up
+    y = y * product.multiplier
     out.copy_(out.double() + y if product.accumulate else y)
     if product.next is not None:
         rounded = out.double()
@@ -477,13 +493,13 @@ def variant(
     *,
     rows: int,
     operands: tuple[str, ...] = (),
-    accumulate: bool = False,
+    constants: Mapping[str, Any] | None = None,
     argmax: bool = False,
-    dependent: bool = False,
 ) -> Variant:
     """The kernel as `launch` specialises it for `shape` on devices of `size`.
 
-    `operands` are `bias`, `squares`, and `next_norm` with what is written for it; `argmax` as `lm_head` has it.
+    `operands` are `bias`, `squares`, and `next_norm` with what is written for it; `constants` those that are not a
+    plain product's; `argmax` as `lm_head` has it.
     """
     dtype = next(key for key, value in DTYPES.items() if value == shape.dtype)
     config = linear_config(shape, block_m(rows), size.limits)
@@ -497,7 +513,7 @@ def variant(
     present |= {"out": "*fp32", "tile_top": "*fp32", "tile_id": "*i32"} if argmax else {}
     types = present | {"partials": "*fp32", "counters": "*i32", "eps": "fp32"}
     types |= dict.fromkeys(("rows", "x_stride", "out_stride"), "i32")
-    constants = {
+    plain = {
         "N": shape.n,
         "K": shape.k,
         "PROGRAMS": config.programs,
@@ -508,10 +524,12 @@ def variant(
         "SQUARES_BLOCK": triton.next_power_of_2(triton.cdiv(shape.k, config.block_n)) if normed else 0,
         "MAX_ROWS": MAX_ROWS,
         "GATED": shape.gated,
-        "ACCUMULATE": accumulate,
+        "GELU": False,
+        "ACCUMULATE": False,
+        "MULTIPLIER": 1.0,
         "PREFETCH": config.prefetch,
         **coding_constants(shape.coding, shape.k),
-        "DEPENDENT": dependent,
+        "DEPENDENT": False,
     }
     optional = ("scales", "bias", "squares", "next_norm", "next_x", "next_squares", "tile_top", "tile_id")
     absent = {arg: None for arg in optional if arg not in present}
@@ -519,7 +537,7 @@ def variant(
         name,
         skinny_linear_kernel,
         types,
-        constants | absent,
+        plain | dict(constants or {}) | absent,
         config.num_warps,
         config.num_stages,
         ("x_stride", "out_stride"),
@@ -537,7 +555,7 @@ CODINGS = {
 
 
 def _variants() -> tuple[Variant, ...]:
-    variants, normed, following = [], ("squares",), ("next_norm",)
+    variants, normed, following, added = [], ("squares",), ("next_norm",), {"ACCUMULATE": True}
     for size in SIZES:
         for dtype, rows in (("bf16", 6), ("bf16", 64), ("fp16", 6), ("fp32", 6)):
             torch_dtype = DTYPES[dtype]
@@ -548,10 +566,17 @@ def _variants() -> tuple[Variant, ...]:
 
             add("gated", LinearShape(6144, 2048, torch_dtype, gated=True), operands=() if dtype == "fp16" else normed)
             if dtype == "bf16":
-                add("residual", LinearShape(2048, 6144, torch_dtype), accumulate=True, operands=following)
+                add("residual", LinearShape(2048, 6144, torch_dtype), constants=added, operands=following)
             if dtype == "bf16" and rows == 6:
                 add("normed", LinearShape(4096, 2048, torch_dtype), operands=normed)
                 add("normed_bias", LinearShape(4608, 3584, torch_dtype), operands=("bias", *normed))
+                add("gelu", LinearShape(6144, 2048, torch_dtype, gated=True), constants={"GELU": True})
+                add(
+                    "scaled",
+                    LinearShape(2048, 6144, torch_dtype),
+                    constants=added | {"MULTIPLIER": 0.22},
+                    operands=following,
+                )
     for size in SIZES:
         for name, coding in CODINGS.items():
             for dtype, rows in (("bf16", 6), ("bf16", 64), ("fp16", 6)):
@@ -567,8 +592,7 @@ def _variants() -> tuple[Variant, ...]:
         SIZES[0],
         rows=6,
         operands=following,
-        accumulate=True,
-        dependent=True,
+        constants=added | {"DEPENDENT": True},
     )
     return (*variants, dependent)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import LLAMA3_ROPE, make_checkpoint
+from checkpoints import LLAMA3_ROPE, LONG_ROPE, make_checkpoint
 from kernels.cuda.tolerance import assert_argmax, assert_near, assert_same_product
 from quantized_files import awq, fp8_block
 from specrs.kernels.coded_weight import CodedWeight, Coding
@@ -29,11 +29,22 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .harness import Feeder
 
+LONG_ROPE_OF_4 = LONG_ROPE | {
+    "short_factor": [1.0, 1.25, 1.5, 2.0],
+    "long_factor": [2.0, 3.0, 4.0, 6.0],
+    "partial_rotary_factor": 0.5,
+}
+"""Of half a head of 16, cosines scaled."""
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen2": ("qwen2", {"tie": False}),
     "llama": ("llama", {"rope_parameters": LLAMA3_ROPE, "attention_bias": True, "mlp_bias": True}),
     "windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
+    "olmo2": ("olmo2", {}),
+    "gemma3": ("gemma3_text", {"sliding_window": 7, "kv_heads": 1}),
+    "granite": ("granite", {}),
+    "smollm3": ("smollm3", {"attention_bias": True}),
+    "phi3": ("phi3", {"rope_parameters": LONG_ROPE_OF_4, "sliding_window": 11, "hidden": 64}),
     "one KV head": ("qwen3", {"kv_heads": 1, "group": 5, "head_dim": 20}),
 }
 LENGTH = 90
@@ -128,7 +139,7 @@ def test_decode_and_verification_rows(folder: Path, name: str) -> None:
     compare(folder, name, run)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama", "windows"])
+@pytest.mark.parametrize("name", ["qwen3", "llama", "windows", "gemma3", "granite"])
 def test_prefill_chunks(folder: Path, name: str) -> None:
     """More than 64 rows at once, beside another request's chunk; then rows that attend all of it."""
 

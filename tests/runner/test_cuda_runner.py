@@ -96,7 +96,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 def make_pair(folder: Path, family: str = "qwen3", **fields: Any) -> Pair:
-    target = make_checkpoint(folder / "target", family, seed=1, **SHAPE, **fields)
+    target = make_checkpoint(folder / "target", family, seed=1, **(SHAPE | fields))
     draft = perturb_checkpoint(target, folder / "draft", noise=0.3, seed=2)
     config = EngineConfig(
         model=str(target),
@@ -188,6 +188,18 @@ def test_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine, theirs = (generate(engine, [GREEDY] * 3, 8, prompts) for engine in engines)
     assert_same(mine, theirs)
     assert runner.ctx.draft_start.any(), "the draft was fed the window of a prompt alone"
+    assert sum(sum(request.acceptance.histogram) for request in mine) > 0
+
+
+@pytest.mark.parametrize("family", ["olmo2", "phi3", "granite", "smollm3", "gemma3_text"])
+def test_families(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer of each kind that the family has: no RoPE in one of SmolLM3's, two kinds of RoPE in Gemma's."""
+    fields = {"layers": 1 + (family in ("smollm3", "gemma3_text")), "hidden": 32, "group": 2}
+    pair = make_pair(tmp_path, family, **fields)
+    engines = [pair.engine(gpu=gpu, monkeypatch=monkeypatch) for gpu in (True, False)]
+    assert isinstance(engines[0].runner, CudaRunner)
+    mine, theirs = (generate(engine, [GREEDY] * 2, 4, PROMPTS[1:]) for engine in engines)
+    assert_same(mine, theirs)
     assert sum(sum(request.acceptance.histogram) for request in mine) > 0
 
 

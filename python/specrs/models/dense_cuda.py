@@ -1,4 +1,5 @@
-"""The forward pass of a dense decoder on a CUDA device: six kernels a layer for few rows, cuBLAS around it for many.
+"""The forward pass of a dense decoder on a CUDA device: six kernels a layer for few rows, two more where norms are
+behind blocks, cuBLAS around it for many.
 
 A pass allocates nothing, waits for nothing and has no shape that depends on data, so it can be captured in a graph.
 `dense.Dense` is the same for a CPU, and the reference. Samples nothing.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Protocol
 
@@ -26,10 +27,11 @@ from specrs.models.base import HiddenStates, Model
 from specrs.models.config import ModelConfig
 from specrs.models.cuda.products import stored, write_argmax, write_logits
 from specrs.models.cuda.stream import stream_of
-from specrs.models.cuda.workspace import Workspace, linear_shapes
+from specrs.models.cuda.workspace import Workspace, linear_shapes, rotations
 from specrs.models.dense_weights import DenseFacts, DenseWeights, LayerWeights
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
+from specrs.models.rope import rope_magnitude
 
 HEAD_DIMS = (64, 96, 128, 256)
 """Head sizes that the kernels are compiled and tested for."""
@@ -41,6 +43,12 @@ class CudaDense(DenseFacts):
 
     weights: DenseWeights
     workspace: Workspace
+    rotary: tuple[Tensor, Tensor | None] = field(init=False)
+    """Signed frequencies `[rotations, rotary_dim]` fp32 of each rotation, and what its cos and sin are multiplied by,
+    `[rotations]` fp32; None: 1."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rotary", _rotary(self.weights))
 
     @classmethod
     def allocate(cls, weights: DenseWeights, max_rows: int, max_seqs: int, num_hidden_layers: int = 0) -> CudaDense:
@@ -71,29 +79,29 @@ class CudaDense(DenseFacts):
         assert rows <= ws.hidden.shape[0], f"rows={rows}: the workspace has room for {ws.hidden.shape[0]}"
         room = ws.entries.shape[1]
         assert len(hidden_layers) <= room, f"hidden_layers={hidden_layers}: the workspace has room for {room}"
-        hidden, cos, sin = ws.hidden[:rows], ws.cos[:rows], ws.sin[:rows]
-        stream = stream_of(hidden, ws, self.config.rms_norm_eps)
-        norms = [w.input_norm for w in weights.layers]
+        hidden, c = ws.hidden[:rows], self.config
+        stream = stream_of(hidden, ws, c)
+        norms = [w.input_norm if c.norms != "behind" else None for w in weights.layers]
         following = stream.following(norms[0])
         embed(
             inputs.input_ids,
             inputs.positions,
-            [weights.embedding, weights.rotary, None if following is None else following.norm_weight],
+            [weights.embedding, *self.rotary, None if following is None else following.norm_weight],
             hidden,
-            [cos, sin],
+            [ws.cos[:, :rows], ws.sin[:, :rows]],
             [] if following is None else [following.x, following.squares],
             ws.dependent,
+            c.embedding_multiplier,
         )
-        attend = attention(weights.config, weights.dtype, inputs, ws)
+        attend = attention(c, weights.dtype, inputs, ws)
         qkv, attended = ws.qkv[:rows], ws.attended[:rows]
-        windows = self.config.windows or (None,) * self.num_layers
-        for i, (w, cache, window) in enumerate(zip(weights.layers, kv_cache.layers, windows, strict=True)):
-            stream.normed_product("qkv", w.input_norm, w.qkv, qkv)
+        for i, (w, cache) in enumerate(zip(weights.layers, kv_cache.layers, strict=True)):
+            stream.normed_product("qkv", norms[i], w.qkv, qkv)
             for at, layer in enumerate(hidden_layers):
                 if layer == i:
                     ws.entries[:rows, at].copy_(hidden)
-            attend(w, qkv, cache, attended, window)
-            stream.add_product("o", attended, w.o, w.post_attention_norm)
+            attend(w, qkv, cache, attended, i)
+            stream.add_product("o", attended, w.o, w.post_attention_norm, w.attention_output_norm)
             stream.add_mlp(w, norms[i + 1] if i + 1 < len(norms) else None)
         kept = ws.entries[:rows, : len(hidden_layers)] if hidden_layers else None
         return HiddenStates(stream.normed(weights.final_norm), kept)
@@ -120,6 +128,15 @@ def check_head_dim(head_dim: int, device: torch.device) -> None:
         raise invalid(UnsupportedModelError, "head_dim", head_dim, allowed)
 
 
+def _rotary(weights: DenseWeights) -> tuple[Tensor, Tensor | None]:
+    c, made = weights.config, rotations(weights.config)
+    magnitudes = [rope_magnitude(scaling) for _, scaling in made]
+    scales = torch.tensor(magnitudes, dtype=torch.float32).to(weights.device) if set(magnitudes) != {1.0} else None
+    signed = {(c.rope_theta, c.rope_scaling): weights.rotary}
+    signed |= {rope: own for rope, own in zip(c.ropes, weights.rotaries, strict=True) if rope and own is not None}
+    return torch.stack([signed[rope] for rope in made]), scales
+
+
 def _shapes_of(weights: DenseWeights) -> dict[str, list[LinearShape]]:
     """`linear_shapes` in each coding that a layer has."""
     shapes = {name: [shape] for name, shape in linear_shapes(weights.config, weights.dtype).items()}
@@ -132,9 +149,8 @@ def _shapes_of(weights: DenseWeights) -> dict[str, list[LinearShape]]:
 class Attend(Protocol):
     """From raw q, k, v to attention's output, K and V written on the way."""
 
-    def __call__(
-        self, layer: LayerWeights, qkv: Tensor, cache: Tensor, out: Tensor, window: int | None = None, /
-    ) -> None: ...
+    def __call__(self, layer: LayerWeights, qkv: Tensor, cache: Tensor, out: Tensor, index: int = 0, /) -> None:
+        """Of the layer `index`."""
 
 
 def attention(
@@ -142,16 +158,21 @@ def attention(
 ) -> Attend:
     """The attention of a pass, for all its layers; rows attend from `k_start` `[B]` on, None: from that of `inputs`."""
     rows = inputs.input_ids.shape[0]
-    width, scale = c.num_heads * c.head_dim, c.head_dim**-0.5
+    width, scale = c.num_heads * c.head_dim, c.attention_scale
     batch, heads = inputs.q_start.shape[0] - 1, (c.num_heads, c.num_kv_heads, c.head_dim)
     k_start = inputs.k_start if k_start is None else k_start
-    angles = [ws.cos[:rows], ws.sin[:rows]]
+    angles = {rope: [ws.cos[i, :rows], ws.sin[i, :rows]] for i, rope in enumerate(rotations(c))}
     where = AttentionRows(inputs.positions, inputs.q_start, inputs.block_table, inputs.max_q_len, k_start)
     scratch = (ws.partials, ws.stats, ws.counters)
 
-    def attend(layer: LayerWeights, qkv: Tensor, cache: Tensor, out: Tensor, window: int | None = None, /) -> None:
+    def attend(layer: LayerWeights, qkv: Tensor, cache: Tensor, out: Tensor, index: int = 0, /) -> None:
+        window, rope = c.windows[index] if c.windows else None, c.rope_of(index)
+        turned = [] if rope is None else angles[rope]
+        norm = layer.qk_norm
+        if norm is not None and c.qk_norm_whole:
+            norm = norm.view(-1)
         cut = _attention_config(batch, inputs.max_q_len, *heads, dtype, ws.limits, window)
-        qk_norm_rope(qkv, layer.qk_norm, angles, inputs.slots, cache, c.num_heads, c.rms_norm_eps, ws.dependent)
+        qk_norm_rope(qkv, norm, turned, inputs.slots, cache, c.num_heads, c.rms_norm_eps, ws.dependent)
         paged_attention(qkv[:, :width], cache, where, out, scratch, Sight(scale, window), cut, ws.dependent)
 
     return attend

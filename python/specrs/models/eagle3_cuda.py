@@ -110,8 +110,9 @@ class CudaEagle3Head(Eagle3Head):
         layer, config = w.layer, w.config
         eps, h = config.layer.rms_norm_eps, config.layer.hidden_size
         token, both, residual, normed = b.token[:rows], b.both[:rows], ws.hidden[:rows], ws.normed[:rows]
-        angles = [ws.cos[:rows], ws.sin[:rows]]
-        embed(inputs.input_ids, inputs.positions, [w.embedding, w.rotary, None], token, angles, [], False)
+        angles = [ws.cos[:, :rows], ws.sin[:, :rows]]
+        tables = [w.embedding, w.rotary.view(1, -1), None, None]
+        embed(inputs.input_ids, inputs.positions, tables, token, angles, [], False)
         rms_norm(hidden, None, w.hidden_norm, normed, eps, False)
         both[:, h:].copy_(normed)
         residual.copy_(normed if config.norm_before_residual else hidden)
@@ -120,7 +121,7 @@ class CudaEagle3Head(Eagle3Head):
         qkv, attended = ws.qkv[:rows], ws.attended[:rows]
         product(ws, "qkv", both, layer.qkv, qkv)
         attention(config.layer, w.dtype, inputs, ws, k_start)(layer, qkv, kv_cache.layers[0], attended)
-        stream = stream_of(residual, ws, eps)
+        stream = stream_of(residual, ws, config.layer)
         stream.add_product("o", attended, layer.o, layer.post_attention_norm)
         stream.add_mlp(layer, None)
         final = stream.normed(w.final_norm)

@@ -20,7 +20,7 @@ class Feature(NamedTuple):
 
 NATIVE = frozenset({"scaled angles", "partial RoPE", "layers without RoPE", "RoPE by layer", "multipliers"})
 """What the native pass of a CPU knows; those of torch on a CPU know all."""
-CUDA = frozenset({"windows"})
+CUDA = NATIVE | {"windows", "norms behind", "norms of all heads", "GELU"}
 """What the passes of a GPU know."""
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from specrs.kernels.cuda.activation import silu_and_mul, silu_and_mul_reference
+from specrs.kernels.cuda.activation import activation_and_mul, activation_and_mul_reference
 from specrs.kernels.cuda.embedding import embed, embed_reference
 from specrs.kernels.cuda.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
 from specrs.kernels.cuda.rms_norm import rms_norm, rms_norm_reference
@@ -23,26 +23,32 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + math.prod(shape))).to(dtype)
 
 
-@pytest.mark.parametrize(("width", "dim"), [(2049, 6), (40, 96)])
-def test_embed(width: int, dim: int) -> None:
-    table, rotary = random(11, width), signed_frequencies(inverse_frequencies(dim, 1e4))
+@pytest.mark.parametrize(("width", "dim", "thetas"), [(2049, 6, [1e4]), (40, 96, [1e4, 300.0])])
+def test_embed(width: int, dim: int, thetas: list[float]) -> None:
+    """One rotation, and two in buffers of more rows with magnitudes; embeddings times a number there."""
+    table = random(11, width)
+    rotary = torch.stack([signed_frequencies(inverse_frequencies(dim, theta)) for theta in thetas])
     ids, positions = torch.tensor([3, 10, 0, 12, -4]), torch.tensor([0, 131071, -1, 77, 4095])
-    outputs = [torch.full((5, width), torch.nan), *(torch.full((5, dim // 2), torch.nan) for _ in range(2))]
+    magnitudes, multiplier = (None, 1.0) if len(thetas) == 1 else (torch.tensor([1.25, 0.5]), 3.5)
+    angles = [torch.full((len(thetas), 9, dim // 2), torch.nan) for _ in range(2)]
+    outputs = [torch.full((5, width), torch.nan), *(values[:, :5] for values in angles)]
     expected = [torch.empty_like(out) for out in outputs]
-    embed(ids, positions, [table, rotary, None], outputs[0], outputs[1:], [], False)
-    embed_reference(ids, positions, [table, rotary, None], expected[0], expected[1:])
+    tables = [table, rotary, magnitudes, None]
+    embed(ids, positions, tables, outputs[0], outputs[1:], [], False, multiplier)
+    embed_reference(ids, positions, tables, expected[0], expected[1:], (), multiplier)
     assert torch.equal(outputs[0], expected[0])
-    assert torch.equal(outputs[0][3], table[10])  # cut to the vocabulary
-    torch.testing.assert_close(outputs[1:], expected[1:], rtol=0, atol=2e-7)
+    assert torch.equal(outputs[0][3], table[10] * multiplier)  # cut to the vocabulary
+    torch.testing.assert_close(outputs[1:], expected[1:], rtol=0, atol=3e-7)
+    assert all(values[:, 5:].isnan().all() for values in angles)
 
 
 def test_embed_for_the_next_norm() -> None:
-    table, rotary, norm = random(7, 2300), signed_frequencies(inverse_frequencies(8, 1e4)), random(2300)
+    table, rotary, norm = random(7, 2300), signed_frequencies(inverse_frequencies(8, 1e4)).view(1, -1), random(2300)
     ids, positions = torch.tensor([3, 6, 0]), torch.arange(3)
-    hidden, angles = torch.empty(3, 2300), [torch.empty(3, 4), torch.empty(3, 4)]
+    hidden, angles = torch.empty(3, 2300), [torch.empty(1, 3, 4), torch.empty(1, 3, 4)]
     following = [torch.full((3, 2300), torch.nan), torch.full((2, 64), torch.nan)]
-    embed(ids, positions, [table, rotary, norm], hidden, angles, following, False)
-    assert torch.equal(hidden, table[ids])
+    embed(ids, positions, [table, rotary, None, norm], hidden, angles, following, False, 0.75)
+    assert torch.equal(hidden, table[ids] * 0.75)
     assert torch.equal(following[0], hidden * norm)
     torch.testing.assert_close(following[1][0, :3].double(), hidden.double().square().sum(1), rtol=1e-6, atol=0)
     assert following[1][0, 3:].isnan().all()
@@ -54,35 +60,52 @@ def test_embed_for_the_next_norm() -> None:
     rows=st.integers(1, 4),
     width=st.integers(1, 130),
     dtype=st.sampled_from(DTYPES),
-    added=st.booleans(),
+    added=st.sampled_from(["no", "as it is", "times", "normed", "normed, times"]),
     scale=st.sampled_from([0.0, 1e-3, 1.0, 300.0]),
+    read=st.booleans(),
 )
-def test_rms_norm(rows: int, width: int, dtype: torch.dtype, added: bool, scale: float) -> None:
+def test_rms_norm(rows: int, width: int, dtype: torch.dtype, added: str, scale: float, read: bool) -> None:
+    """Of rows, of rows behind an addition, and the addition alone."""
     x, weight = random(rows, width, dtype=dtype) * scale, random(width, dtype=dtype)
-    residual = random(rows, width, dtype=dtype, seed=1) * scale if added else None
-    expected_residual = None if residual is None else residual.clone()
+    read = read or added == "no"
+    residual = None if added == "no" else random(rows, width, dtype=dtype, seed=1) * scale
+    behind = random(width, dtype=dtype, seed=2) if "normed" in added else None
+    multiplier = 0.375 if "times" in added else 1.0
+    before = None if residual is None else residual.clone()
     out = torch.full_like(x, torch.nan)
-    rms_norm(x, residual, weight, out, EPS, False)
-    exact = torch.empty(rows, width, dtype=torch.float64)
-    rms_norm_reference(x, expected_residual, weight, exact, EPS)
-    given_rows = x if expected_residual is None else expected_residual
-    assert_near(out, exact, torch.nn.functional.rms_norm(given_rows, (width,), weight, EPS))
-    if residual is not None:
-        assert torch.equal(residual, given_rows)
+    rms_norm(x, residual, weight if read else None, out if read else None, EPS, False, behind, multiplier)
+    normed = x if behind is None else torch.nn.functional.rms_norm(x, (width,), behind, EPS)
+    if residual is not None and before is not None:
+        exact = before.double()
+        rms_norm_reference(x, exact, None, None, EPS, behind, multiplier)
+        assert_near(residual, exact, before + normed * multiplier)
+    if read:
+        given_rows = x if residual is None else residual
+        exact = torch.empty(rows, width, dtype=torch.float64)
+        rms_norm_reference(given_rows, None, weight, exact, EPS)
+        assert_near(out, exact, torch.nn.functional.rms_norm(given_rows, (width,), weight, EPS))
+    else:
+        assert out.isnan().all()
 
 
 @settings(max_examples=10, deadline=None)
-@given(rows=st.integers(1, 3), width=st.sampled_from([1, 33, 1024, 1030]), dtype=st.sampled_from(DTYPES))
-def test_silu_and_mul(rows: int, width: int, dtype: torch.dtype) -> None:
+@given(
+    rows=st.integers(1, 3),
+    width=st.sampled_from([1, 33, 1024, 1030]),
+    dtype=st.sampled_from(DTYPES),
+    gelu=st.booleans(),
+)
+def test_activation_and_mul(rows: int, width: int, dtype: torch.dtype, gelu: bool) -> None:
     x = random(rows, 2 * width, dtype=dtype) * 5
     x[:, 0] = 100 if dtype == torch.float16 else 1e4
     x[-1, 0] *= -1  # exp of its negative overflows
     out = torch.full((rows, width), torch.nan, dtype=dtype)
-    silu_and_mul(x, out, False)
+    activation_and_mul(x, out, gelu, False)
     exact = torch.empty(rows, width, dtype=torch.float64)
-    silu_and_mul_reference(x, exact)
+    activation_and_mul_reference(x, exact, gelu)
     gate, up = x.chunk(2, dim=1)
-    assert_near(out, exact, torch.nn.functional.silu(gate) * up)
+    f = torch.nn.functional.gelu(gate, approximate="tanh") if gelu else torch.nn.functional.silu(gate)
+    assert_near(out, exact, f * up)
 
 
 @settings(max_examples=16, deadline=None)
@@ -90,29 +113,41 @@ def test_silu_and_mul(rows: int, width: int, dtype: torch.dtype) -> None:
     heads=st.sampled_from([(1, 1), (4, 2), (5, 1), (6, 3)]),
     dim=st.sampled_from([2, 20, 64, 96]),
     block_size=st.sampled_from([1, 4, 16]),
-    normed=st.booleans(),
+    norm=st.sampled_from(["none", "heads", "whole"]),
+    part=st.sampled_from([1.0, 1.0, 0.7, 0.1, 0.0]),
     dtype=st.sampled_from(DTYPES),
 )
-def test_qk_norm_rope(heads: tuple[int, int], dim: int, block_size: int, normed: bool, dtype: torch.dtype) -> None:
+def test_qk_norm_rope(
+    heads: tuple[int, int], dim: int, block_size: int, norm: str, part: float, dtype: torch.dtype
+) -> None:
+    """`part` of a head's features are rotated."""
     num_heads, kv_heads = heads
+    turned = 2 * math.ceil(part * dim / 2)
     positions, slots = torch.tensor([0, 5, -1, 40000]), torch.tensor([1, -1, -1, 3 * block_size])
     rows, width = len(positions), (num_heads + 2 * kv_heads) * dim
     qkv = torch.cat((random(rows, width, dtype=dtype), torch.full((rows, 3), torch.nan, dtype=dtype)), 1)[:, :width]
-    qk_norm = random(num_heads + kv_heads, dim, dtype=dtype) if normed else None
+    qk_norm = None if norm == "none" else random(num_heads + kv_heads, dim, dtype=dtype)
+    given_norm = qk_norm.view(-1) if qk_norm is not None and norm == "whole" else qk_norm
     cache = torch.full((5, 2, kv_heads, block_size, dim), torch.nan, dtype=dtype)
-    signed = signed_frequencies(inverse_frequencies(dim, 1e4))
-    angles = positions.float()[:, None] * signed[dim // 2 :]
-    cos, sin = angles.cos(), angles.sin()
+    signed = signed_frequencies(inverse_frequencies(turned, 1e4))
+    angles = positions.float()[:, None] * signed[turned // 2 :]
+    cos_sin = [angles.cos(), angles.sin()] if turned else []
 
     exact_qkv, exact_cache = qkv.contiguous().double(), cache.double()
-    qk_norm_rope_reference(exact_qkv, qk_norm, cos, sin, slots, exact_cache, num_heads, EPS)
+    qk_norm_rope_reference(exact_qkv, given_norm, cos_sin, slots, exact_cache, num_heads, EPS)
     own = qkv.reshape(rows, -1, dim).clone()
     qk = own[:, : num_heads + kv_heads]
-    if qk_norm is not None:
+    if qk_norm is not None and norm == "heads":
         qk.copy_(torch.nn.functional.rms_norm(qk, (dim,), None, EPS) * qk_norm)
-    apply_rotary_(qk, *rotary_cos_sin(positions, signed, dtype))
+    elif qk_norm is not None:
+        for part_of in (slice(0, num_heads), slice(num_heads, num_heads + kv_heads)):
+            whole = qk[:, part_of].flatten(1)
+            normed = torch.nn.functional.rms_norm(whole, whole.shape[1:], None, EPS)
+            qk[:, part_of] = normed.view(rows, -1, dim) * qk_norm[part_of]
+    if turned:
+        apply_rotary_(qk[..., :turned], *rotary_cos_sin(positions, signed, dtype))
     before = qkv.clone()
-    qk_norm_rope(qkv, qk_norm, [cos, sin], slots, cache, num_heads, EPS, False)
+    qk_norm_rope(qkv, given_norm, cos_sin, slots, cache, num_heads, EPS, False)
 
     q = num_heads * dim
     assert_near(qkv[:, :q], exact_qkv[:, :q], own[:, :num_heads].reshape(rows, -1))

@@ -16,6 +16,7 @@ from specrs.kernels.cuda.skinny_linear import (
     skinny_linear_reference,
 )
 from torch import Tensor
+from torch.nn.functional import gelu as gelu_of
 from torch.nn.functional import silu
 
 from .tolerance import assert_near
@@ -51,7 +52,7 @@ def operands(
     }
 
 
-def product_of(ops: dict[str, Any], out: Tensor, **flags: bool) -> Product:
+def product_of(ops: dict[str, Any], out: Tensor, **flags: Any) -> Product:
     following = None
     if ops["next_norm"] is not None:
         x = torch.full_like(out, torch.nan, memory_format=torch.preserve_format)
@@ -60,7 +61,7 @@ def product_of(ops: dict[str, Any], out: Tensor, **flags: bool) -> Product:
     return Product(ops["weight"], ops["bias"], ops["squares"], EPS, **flags, next=following)
 
 
-def launch(ops: dict[str, Any], config: LinearConfig, **flags: bool) -> tuple[Tensor, Product]:
+def launch(ops: dict[str, Any], config: LinearConfig, **flags: Any) -> tuple[Tensor, Product]:
     """The kernel's output and what else it wrote; scratch is NaN before, counters are checked to be zero after."""
     out = ops["out"].clone(memory_format=torch.preserve_format)
     product = product_of(ops, out, **flags)
@@ -71,11 +72,13 @@ def launch(ops: dict[str, Any], config: LinearConfig, **flags: bool) -> tuple[Te
     return out, product
 
 
-def run(ops: dict[str, Any], config: LinearConfig, **flags: bool) -> Tensor:
+def run(ops: dict[str, Any], config: LinearConfig, **flags: Any) -> Tensor:
     return launch(ops, config, **flags)[0]
 
 
-def own(ops: dict[str, Any], *, gated: bool = False, accumulate: bool = False) -> Tensor:
+def own(
+    ops: dict[str, Any], *, gated: bool = False, gelu: bool = False, accumulate: bool = False, multiplier: float = 1.0
+) -> Tensor:
     """What torch makes of it in the operands' dtype."""
     y = torch.nn.functional.linear(ops["x"], ops["weight"])
     if ops["squares"] is not None:
@@ -85,11 +88,12 @@ def own(ops: dict[str, Any], *, gated: bool = False, accumulate: bool = False) -
         y = y + ops["bias"]
     if gated:
         gate, up = y.chunk(2, dim=1)
-        y = silu(gate) * up
+        y = (gelu_of(gate, approximate="tanh") if gelu else silu(gate)) * up
+    y = y * multiplier
     return ops["out"] + y if accumulate else y
 
 
-def check(ops: dict[str, Any], config: LinearConfig, **flags: bool) -> Tensor:
+def check(ops: dict[str, Any], config: LinearConfig, **flags: Any) -> Tensor:
     out, product = launch(ops, config, **flags)
     exact = ops["out"].double()
     skinny_linear_reference(ops["x"], product_of({**ops, "next_norm": None}, exact, **flags), exact)
@@ -114,16 +118,24 @@ def check(ops: dict[str, Any], config: LinearConfig, **flags: bool) -> Tensor:
     programs=st.integers(1, 12),
     dtype=st.sampled_from([torch.float32, torch.float16]),
     norm=st.sampled_from([0, 0, 1, 3]),
-    flags=st.tuples(*[st.booleans()] * 4),
+    flags=st.tuples(*[st.booleans()] * 5),
+    multiplier=st.sampled_from([1.0, 1.0, 0.3]),
 )
 def test_any_shape_and_split(
-    m: int, n: int, k: int, programs: int, dtype: torch.dtype, norm: int, flags: tuple[bool, bool, bool, bool]
+    m: int,
+    n: int,
+    k: int,
+    programs: int,
+    dtype: torch.dtype,
+    norm: int,
+    flags: tuple[bool, bool, bool, bool, bool],
+    multiplier: float,
 ) -> None:
-    gated, bias, following, accumulate = flags
+    gated, gelu, bias, following, accumulate = flags
     steps = -(-n // 16) * -(-k // 16)
     config = LinearConfig(16, 16, min(programs, steps), 4, 1)
     ops = operands(m, n, k, dtype, gated=gated, bias=bias, norm=norm, next=following)
-    check(ops, config, gated=gated, accumulate=accumulate)
+    check(ops, config, gated=gated, gelu=gelu, accumulate=accumulate, multiplier=multiplier)
 
 
 @pytest.mark.parametrize("programs", [1, 2, 3, 5, 8, 13, 15])

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
 from specrs.kernels.coded_weight import CodedWeight
+from specrs.kernels.cuda.activation import activation_and_mul
 from specrs.kernels.cuda.argmax import argmax
 from specrs.kernels.cuda.dequantize import dequantize
 from specrs.kernels.cuda.lm_head import ArgmaxScratch, linear_argmax
 from specrs.kernels.cuda.skinny_linear import MAX_ROWS, Product, skinny_linear
 from specrs.kernels.linear import DenseWeight, Weight
+from specrs.models.config import ModelConfig
 from specrs.models.cuda.workspace import CODED_ROWS, Workspace
 
 
@@ -49,6 +53,21 @@ def product(ws: Workspace, name: str, x: Tensor, w: Weight, out: Tensor) -> None
         wide_product(ws, name, x, w, out)
         return
     few_product(ws, name, x, operand(w), out)
+
+
+def gated(w: Weight, c: ModelConfig) -> Product:
+    """The product of few rows with gates above values, as the model's MLPs have it."""
+    return dataclasses.replace(operand(w), gated=True, gelu=c.activation != "silu")
+
+
+def gated_product(ws: Workspace, x: Tensor, w: Weight, out: Tensor, c: ModelConfig) -> None:
+    """The product `gate_up` of a workspace's model, of up to `MLP_ROWS` rows."""
+    rows = x.shape[0]
+    if rows <= MAX_ROWS:
+        few_product(ws, "gate_up", x, gated(w, c), out)
+        return
+    wide_product(ws, "gate_up", x, w, ws.gate_up[:rows])
+    activation_and_mul(ws.gate_up[:rows], out, c.activation != "silu", ws.dependent)
 
 
 def few_product(ws: Workspace, name: str, x: Tensor, product: Product, out: Tensor) -> None:

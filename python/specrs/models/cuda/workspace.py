@@ -16,6 +16,7 @@ from specrs.kernels.cuda.device import DeviceLimits, limits_of
 from specrs.kernels.cuda.sampling_scratch import SamplingScratch
 from specrs.kernels.cuda.skinny_linear import MAX_ROWS, block_m, scratch_sizes
 from specrs.models.config import ModelConfig
+from specrs.models.rope import Rope
 
 MLP_ROWS = 2048
 """Rows that go through a wide MLP at once: its activations are ten times as wide as the residual stream."""
@@ -25,6 +26,12 @@ _NUMBERS_BYTES = 64 * 2**20
 """Memory for a piece of a coded weight as numbers, for products of more rows."""
 _LOGITS_ROWS = 256
 """Rows whose logits are kept at once where an argmax follows the LM head of more than `MAX_ROWS` rows."""
+
+
+def rotations(config: ModelConfig) -> list[Rope]:
+    """Those that layers have, each once, in their order; one where none has any."""
+    main = (config.rope_theta, config.rope_scaling)
+    return list(dict.fromkeys(rope for rope in config.ropes if rope is not None)) or [main]
 
 
 def linear_shapes(config: ModelConfig, dtype: torch.dtype) -> dict[str, LinearShape]:
@@ -67,7 +74,7 @@ class Workspace:
     entries: Tensor
     """[max_rows, L, hidden], the residual stream where it enters the hidden layers asked for."""
     cos: Tensor
-    """[max_rows, head_dim / 2] fp32"""
+    """[rotations, max_rows, rotary_dim / 2] fp32"""
     sin: Tensor
     """Like `cos`."""
     partials: Tensor
@@ -138,6 +145,7 @@ class Workspace:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         f32, i32 = torch.float32, torch.int32
+        angles = (len(rotations(config)), max_rows, config.rotary_dim // 2)
         mlp_rows = min(max_rows, MLP_ROWS)
         return cls(
             hidden=buffer(max_rows, config.hidden_size),
@@ -150,8 +158,8 @@ class Workspace:
             gate_up=buffer(mlp_rows, 2 * config.intermediate_size),
             activated=buffer(mlp_rows, config.intermediate_size),
             entries=buffer(max_rows, num_hidden_layers, config.hidden_size),
-            cos=buffer(max_rows, config.head_dim // 2, dtype=f32),
-            sin=buffer(max_rows, config.head_dim // 2, dtype=f32),
+            cos=buffer(*angles, dtype=f32),
+            sin=buffer(*angles, dtype=f32),
             partials=buffer(partials, dtype=f32),
             stats=buffer(2 * lines, dtype=f32),
             counters=buffer(counters, dtype=i32),
