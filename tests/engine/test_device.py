@@ -1,15 +1,15 @@
 """Which device an engine runs on, and how one that cannot serve is refused; no GPU is needed for that."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from safetensors.torch import load_file
 from specrs.config import EngineConfig
 from specrs.engine.device import resolve_device
 from specrs.engine.weights import check_weights_fit
-from specrs.errors import InvalidConfigError, UnsupportedConfigError, UnsupportedModelError
+from specrs.errors import InvalidConfigError, UnsupportedConfigError
 from specrs.models.dense import Dense
 from specrs.models.loader import load_model
 from specrs.speculative_config import SpeculativeConfig
@@ -94,14 +94,16 @@ def test_models_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             check_weights_fit(config, torch.device("cuda:0"))
 
 
-def test_what_the_gpu_does_not_compute_is_refused_before_weights_are_read(tmp_path: Path) -> None:
-    target = make_checkpoint(tmp_path / "target", "mistral", seed=1, tie=True, vocab=97)
-    file = target / "config.json"
-    yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 32}
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"rope_parameters": yarn}))
-    (target / "model.safetensors").unlink()
-    with pytest.raises(UnsupportedModelError, match=r"rope_scaling=.*: not implemented; allowed: on a GPU, one that"):
-        check_weights_fit(EngineConfig(model=str(target)), torch.device("cuda:0"))
+def test_all_experts_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those alone that a pass reads."""
+    target = make_checkpoint(tmp_path / "target", "mixtral", seed=1, vocab=97, layers=1)
+    needed = sum(tensor.nbytes for tensor in load_file(target / "model.safetensors").values())
+    config = EngineConfig(model=str(target), dtype="float32")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (needed, needed))
+    check_weights_fit(config, torch.device("cuda:0"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (needed - 1, needed))
+    with pytest.raises(InvalidConfigError, match="too little"):
+        check_weights_fit(config, torch.device("cuda:0"))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])

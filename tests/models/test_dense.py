@@ -377,18 +377,6 @@ def test_long_rope_depends_on_the_longest_text_of_an_engine(folder: Path) -> Non
     assert not torch.allclose(long, reference, atol=1e-3)
 
 
-GPU_REFUSES = {
-    "yarn RoPE": "rope_scaling=",
-    "long RoPE": "rope_scaling=",
-    "olmo2": "architectures=.'Olmo2ForCausalLM'.",
-    "long RoPE of a part": "rope_scaling=",
-    "granite": "embedding_multiplier=3.0",
-    "smollm3": "no_rope_layers='layers .1.'",
-    "gemma3_text": "architectures=.'Gemma3ForCausalLM'.",
-    "windows without RoPE": "no_rope_layers=",
-    "qwen3_moe": "architectures=.'Qwen3MoeForCausalLM'.",
-    "mixtral": "architectures=.'MixtralForCausalLM'.",
-}
 NATIVE_REFUSES = {
     "windows": "sliding_window=9",
     "olmo2": "architectures=.'Olmo2ForCausalLM'.",
@@ -403,12 +391,6 @@ NATIVE_REFUSES = {
 def test_what_native_passes_do_not_know(folder: Path, name: str, words: str) -> None:
     with pytest.raises(UnsupportedModelError, match=rf"{words}.*in the native pass"):
         load_native(make(folder, name))
-
-
-@pytest.mark.parametrize(("name", "words"), GPU_REFUSES.items())
-def test_what_passes_of_a_gpu_do_not_know(folder: Path, name: str, words: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=rf"{words}.*on a GPU"):
-        model(folder, name, torch.float64).with_buffers(1, 1)
 
 
 NATIVE = [

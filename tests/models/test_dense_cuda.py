@@ -10,7 +10,7 @@ import pytest
 import torch
 from checkpoints import LLAMA3_ROPE, LONG_ROPE, make_checkpoint
 from kernels.cuda.tolerance import assert_argmax, assert_near, assert_same_product
-from quantized_files import awq, fp8_block
+from quantized_files import awq, compressed, fp8_block
 from specrs.kernels.coded_weight import CodedWeight, Coding
 from specrs.kernels.linear import DenseWeight, Weight
 from specrs.models import loader
@@ -19,7 +19,7 @@ from specrs.models.cuda import products, stream, workspace
 from specrs.models.cuda.workspace import Workspace
 from specrs.models.dense import Dense
 from specrs.models.dense_cuda import CudaDense
-from specrs.models.dense_weights import DenseWeights, LayerWeights
+from specrs.models.dense_weights import DenseWeights, ExpertWeights, LayerWeights
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
 from specrs.models.loader import CodedLoader, load_model, open_checkpoint
@@ -45,6 +45,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("granite", {}),
     "smollm3": ("smollm3", {"attention_bias": True}),
     "phi3": ("phi3", {"rope_parameters": LONG_ROPE_OF_4, "sliding_window": 11, "hidden": 64}),
+    "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": [0]}),
+    "mixtral": ("mixtral", {"sliding_window": 7}),
     "one KV head": ("qwen3", {"kv_heads": 1, "group": 5, "head_dim": 20}),
 }
 LENGTH = 90
@@ -70,7 +72,12 @@ def as_on_a_gpu(model: Dense) -> DenseWeights:
 
     def layer(w: LayerWeights) -> LayerWeights:
         linears = {name: dense(getattr(w, name), model.dtype) for name in ("qkv", "o", "gate_up", "down")}
-        return dataclasses.replace(w, **linears)
+        return dataclasses.replace(w, experts=None if w.experts is None else experts(w.experts), **linears)
+
+    def experts(w: ExpertWeights) -> ExpertWeights:
+        gate_up, down = (tuple(dense(one, model.dtype) for one in every) for every in (w.gate_up, w.down))
+        stacked = torch.stack([one.weight for one in gate_up]), torch.stack([one.weight for one in down])
+        return ExpertWeights(dense(w.router, model.dtype), gate_up, down, stacked)
 
     weights = model.weights
     layers = tuple(map(layer, weights.layers))
@@ -96,8 +103,10 @@ class Poisoned(CudaDense):
         return super().compute_logits(hidden, out)
 
     def poison(self) -> None:
-        for f in dataclasses.fields(self.workspace):
-            buffer = getattr(self.workspace, f.name)
+        buffers = [getattr(self.workspace, f.name) for f in dataclasses.fields(self.workspace)]
+        if self.workspace.experts is not None:
+            buffers += self.workspace.experts.tensors
+        for buffer in buffers:
             if isinstance(buffer, Tensor) and buffer.is_floating_point():
                 buffer.fill_(torch.nan)
 
@@ -124,7 +133,7 @@ def span(start: int, end: int) -> list[tuple[int, int]]:
     return [(7 * p % 83, p) for p in range(start, end)]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "mixtral"])  # half a minute more
 def test_decode_and_verification_rows(folder: Path, name: str) -> None:
     """Short prompts, then mixed K with masked rows, a draft's first pass, and one row each."""
 
@@ -139,7 +148,7 @@ def test_decode_and_verification_rows(folder: Path, name: str) -> None:
     compare(folder, name, run)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama", "windows", "gemma3", "granite"])
+@pytest.mark.parametrize("name", ["qwen3", "llama", "windows", "gemma3", "granite", "mixtral"])
 def test_prefill_chunks(folder: Path, name: str) -> None:
     """More than 64 rows at once, beside another request's chunk; then rows that attend all of it."""
 
@@ -188,6 +197,29 @@ def test_weights_of_codes(folder: Path, name: str, monkeypatch: pytest.MonkeyPat
     exact = outputs(load_model(path.with_name(path.name + ".numbers"), dtype="float64"), run)
     plain = outputs(load_model(path, dtype="float32"), run)
     assert_near(outputs(Poisoned(made.weights, made.workspace), run), exact, plain, ulps=16)
+
+
+def test_experts_of_codes_become_numbers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the layer's other projections stay codes."""
+    source = make_checkpoint(folder / "experts-source", "qwen3_moe", hidden=64, head_dim=32, layers=1, vocab=83)
+    args = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
+    path = compressed(source, folder / "experts", "float-quantized", **args)
+    config, checkpoint = open_checkpoint(path, None, "auto")
+    assert isinstance(checkpoint, QuantizedTensors)
+    with monkeypatch.context() as patch:
+        patch.setattr(loader, "pack", DenseWeight)
+        (layer,) = CodedLoader(config, checkpoint, torch.float32, torch.device("cpu")).load().layers
+    assert isinstance(layer.qkv, CodedWeight)
+    assert layer.experts is not None
+    assert layer.experts.stacked is not None
+    (numbers,) = load_model(path.with_name("experts.numbers"), dtype="float64").weights.layers
+    assert numbers.experts is not None
+    assert numbers.experts.stacked is not None
+    for found, expected in zip(layer.experts.stacked, numbers.experts.stacked, strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-6)
+    for found, view in zip(layer.experts.stacked, (layer.experts.gate_up[4], layer.experts.down[4]), strict=True):
+        assert isinstance(view, DenseWeight)
+        assert view.weight.data_ptr() == found[4].data_ptr(), "held once"
 
 
 def test_argmax_agrees_with_logits(folder: Path) -> None:

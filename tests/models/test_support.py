@@ -8,11 +8,11 @@ from checkpoints import FAMILIES as MADE
 from checkpoints import make_checkpoint
 from quantized_files import compressed
 from specrs.errors import UnsupportedModelError
-from specrs.models.features import CUDA, NATIVE, features_of, features_of_family
+from specrs.models.features import NATIVE, features_of, features_of_family
 from specrs.models.loader import load_config, load_model
 from specrs.models.native_loader import load_native
 from specrs.models.registry import FAMILIES
-from specrs.models.support import NO, YES, passes, table
+from specrs.models.support import NO, passes, table
 
 from models.harness import Feeder
 
@@ -58,12 +58,6 @@ def test_passes_that_the_table_names(family: str, folder: Path) -> None:
     for quantization in ("int8", "int4"):
         quantized = Feeder(load_native(path, dtype="float32", quantization=quantization)).feed_chunks([1, 2, 3], [3])
         assert quantized.isfinite().all()
-
-
-@pytest.mark.parametrize("family", [family for family in MADE if passes(FAMILIES[NAMES[family]], CUDA) != YES])
-def test_a_gpu_refuses_what_the_table_says(family: str, folder: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="on a GPU"):
-        load_model(make(folder, family)).with_buffers(1, 1)
 
 
 @pytest.mark.parametrize("family", MADE)

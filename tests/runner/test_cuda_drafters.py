@@ -190,7 +190,7 @@ def poison(runner: CudaRunner, caches: bool = True) -> None:
     if ctx.head is not None:
         models.append(ctx.head.model.workspace)
         tensors += [getattr(ctx.head.model.buffers, field.name) for field in _fields(ctx.head.model.buffers)]
-    kept = {"counters", "configs", "limits", "dependent", "scratch"}
+    kept = {"counters", "configs", "limits", "dependent", "scratch", "experts"}
     tensors += [getattr(ws, field.name) for ws in models for field in _fields(ws) if field.name not in kept]
     if caches:
         tensors += [layer for cache in (ctx.kv_cache, ctx.drafter.kv_cache) for layer in cache.layers]  # type: ignore[union-attr]

@@ -191,7 +191,7 @@ def test_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(sum(request.acceptance.histogram) for request in mine) > 0
 
 
-@pytest.mark.parametrize("family", ["olmo2", "phi3", "granite", "smollm3", "gemma3_text"])
+@pytest.mark.parametrize("family", ["olmo2", "phi3", "granite", "smollm3", "gemma3_text", "qwen3_moe", "mixtral"])
 def test_families(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer of each kind that the family has: no RoPE in one of SmolLM3's, two kinds of RoPE in Gemma's."""
     fields = {"layers": 1 + (family in ("smollm3", "gemma3_text")), "hidden": 32, "group": 2}
@@ -333,7 +333,7 @@ def poison(runner: CudaRunner) -> None:
     for model in (ctx.target, ctx.drafter.model):
         assert isinstance(model, CudaDense)
         workspace = model.workspace
-        kept = {"counters", "configs", "limits", "dependent", "scratch"}
+        kept = {"counters", "configs", "limits", "dependent", "scratch", "experts"}
         names = [field.name for field in dataclasses.fields(workspace) if field.name not in kept]
         tensors += [getattr(workspace, name) for name in names]
     for tensor in tensors:

@@ -20,9 +20,10 @@ from specrs.engine.weights import Weights
 from specrs.kernels.linear import DenseWeight
 from specrs.models.checkpoint import read_json
 from specrs.models.dense import Dense
-from specrs.models.dense_weights import DenseWeights, LayerWeights
+from specrs.models.dense_weights import DenseWeights, ExpertWeights, LayerWeights
 from specrs.models.eagle3_config import TargetFacts, parse_eagle3_config
 from specrs.models.eagle3_head import Eagle3Head, Eagle3Weights
+from specrs.models.experts import Experts
 from specrs.models.loader import load_config
 from specrs.runner.cuda import drafting, iteration
 from specrs.runner.cuda.context import Context
@@ -94,7 +95,11 @@ def fake_decoder(folder: Path, dtype: torch.dtype) -> Dense:
     def linear(n: int, k: int, bias: bool = False) -> DenseWeight:
         return DenseWeight(empty(n, k), empty(n) if bias else None)
 
+    around = empty(c.hidden_size) if c.norms == "around" else None
     layer = LayerWeights(
+        attention_output_norm=around,
+        mlp_output_norm=around,
+        experts=None if c.experts is None else fake_experts(c.experts, c.hidden_size, dtype),
         input_norm=empty(c.hidden_size),
         qkv=linear(q + 2 * kv, c.hidden_size, c.qkv_bias),
         qk_norm=empty(c.num_heads + c.num_kv_heads, c.head_dim) if c.qk_norm else None,
@@ -112,8 +117,16 @@ def fake_decoder(folder: Path, dtype: torch.dtype) -> Dense:
         final_norm=empty(c.hidden_size),
         lm_head=linear(c.vocab_size, c.hidden_size),
         rotary=torch.empty(c.head_dim, device=CUDA),
+        rotaries=tuple(torch.empty(c.head_dim, device=CUDA) for _ in c.ropes),
     )
     return Dense(weights)
+
+
+def fake_experts(e: Experts, h: int, dtype: torch.dtype) -> ExpertWeights:
+    gate_up = torch.empty((e.count, 2 * e.intermediate_size, h), dtype=dtype, device=CUDA)
+    down = torch.empty((e.count, h, e.intermediate_size), dtype=dtype, device=CUDA)
+    router = DenseWeight(torch.empty((e.count, h), dtype=dtype, device=CUDA))
+    return ExpertWeights(router, *(tuple(map(DenseWeight, every)) for every in (gate_up, down)), (gate_up, down))
 
 
 def fake_head(folder: Path, target: Dense) -> Eagle3Head:

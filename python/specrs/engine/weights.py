@@ -19,7 +19,7 @@ from specrs.models.config import MASK_TOKEN_FIELDS, ModelConfig
 from specrs.models.dense_weights import DenseFacts
 from specrs.models.eagle3 import load_eagle3
 from specrs.models.eagle3_head import Eagle3Head
-from specrs.models.features import CUDA, NATIVE, check_known, unknown_feature
+from specrs.models.features import NATIVE, unknown_feature
 from specrs.models.loader import (
     is_known_family,
     load_config,
@@ -253,7 +253,7 @@ def check_formats(config: EngineConfig, device: torch.device) -> None:
 
 
 def check_weights_fit(config: EngineConfig, device: torch.device) -> None:
-    """Raises InvalidConfigError if the GPU's free memory does not hold the weights, or its passes do not know a model.
+    """Raises InvalidConfigError if the GPU's free memory does not hold the weights.
 
     Reads configurations only.
     """
@@ -268,10 +268,8 @@ def check_weights_fit(config: EngineConfig, device: torch.device) -> None:
     dtype: torch.dtype | None = None
     for field, source, revision, quantization in sources:
         model = load_config(source, revision=revision)
-        check_known(model, CUDA, "on a GPU")
         dtype = resolve_dtype(config.dtype, model, device) if dtype is None else dtype
-        untied = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
-        sizes[field] = (model.num_parameters + untied) * dtype.itemsize
+        sizes[field] = sum(map(math.prod, tensor_shapes(model).values())) * dtype.itemsize
         for name, bits in _coded_bits(source, revision, model, quantization, config.load_format).items():
             sizes[field] -= math.prod(tensor_shapes(model)[name]) * (8 * dtype.itemsize - bits) // 8
     free, needed = torch.cuda.mem_get_info(device)[0], sum(sizes.values())
@@ -296,11 +294,12 @@ def _coded_bits(
     made = method_of(source, revision) is None
     if made and quantization != "fp8":
         return {}
-    shapes = {name: shape for name, shape in tensor_shapes(model).items() if name.endswith("_proj.weight")}
+    # Those of experts become numbers.
+    projections = [name for name in tensor_shapes(model) if name.endswith("_proj.weight") and ".experts." not in name]
     if made:
-        return dict.fromkeys(shapes, 8)
+        return dict.fromkeys(projections, 8)
     checkpoint = open_checkpoint(source, revision, load_format)[1]
     assert isinstance(checkpoint, QuantizedTensors)
     checkpoint.check(tensor_shapes(model), {LM_HEAD: (model.vocab_size, model.hidden_size)})
-    found = {name: checkpoint.coded_bits(name) for name in shapes if checkpoint.is_quantized(name)}
+    found = {name: checkpoint.coded_bits(name) for name in projections if checkpoint.is_quantized(name)}
     return {name: bits for name, bits in found.items() if bits is not None}

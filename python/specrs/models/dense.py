@@ -29,7 +29,6 @@ from specrs.kernels.rotary import apply_rotary_, rotary_cos_sin
 from specrs.models.base import HiddenStates, Model
 from specrs.models.dense_weights import DenseFacts, DenseWeights, ExpertWeights
 from specrs.models.experts import Experts
-from specrs.models.features import CUDA, check_known
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
 from specrs.models.rope import Rope, rope_magnitude
@@ -55,7 +54,6 @@ class Dense(DenseFacts):
         """See `Model`: the CUDA pass over the same weights."""
         from specrs.models.dense_cuda import CudaDense  # Triton, which a CPU does without
 
-        check_known(self.config, CUDA, "on a GPU")
         return CudaDense.allocate(self.weights, max_rows, max_seqs, num_hidden_layers)
 
     def forward(self, inputs: PassInputs, kv_cache: KVCache, hidden_layers: Sequence[int] = ()) -> HiddenStates:

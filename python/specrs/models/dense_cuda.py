@@ -80,7 +80,7 @@ class CudaDense(DenseFacts):
         room = ws.entries.shape[1]
         assert len(hidden_layers) <= room, f"hidden_layers={hidden_layers}: the workspace has room for {room}"
         hidden, c = ws.hidden[:rows], self.config
-        stream = stream_of(hidden, ws, c)
+        stream = stream_of(hidden, inputs.positions, ws, c)
         norms = [w.input_norm if c.norms != "behind" else None for w in weights.layers]
         following = stream.following(norms[0])
         embed(

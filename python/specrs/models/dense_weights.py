@@ -22,6 +22,9 @@ class ExpertWeights:
     gate_up: tuple[Weight, ...]
     """Of each expert, as of an MLP; like `down`."""
     down: tuple[Weight, ...]
+    stacked: tuple[Tensor, Tensor] | None = None
+    """The memory of `gate_up` and `down`, `[experts, out, in]`, as the kernels of a GPU read it; None where they are
+    packed for a CPU."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,7 +121,7 @@ class CudaEagle3Head(Eagle3Head):
         qkv, attended = ws.qkv[:rows], ws.attended[:rows]
         product(ws, "qkv", both, layer.qkv, qkv)
         attention(config.layer, w.dtype, inputs, ws, k_start)(layer, qkv, kv_cache.layers[0], attended)
-        stream = stream_of(residual, ws, config.layer)
+        stream = stream_of(residual, inputs.positions, ws, config.layer)
         stream.add_product("o", attended, layer.o, layer.post_attention_norm)
         stream.add_mlp(layer, None)
         final = stream.normed(w.final_norm)

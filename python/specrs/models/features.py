@@ -19,9 +19,7 @@ class Feature(NamedTuple):
 
 
 NATIVE = frozenset({"scaled angles", "partial RoPE", "layers without RoPE", "RoPE by layer", "multipliers"})
-"""What the native pass of a CPU knows; those of torch on a CPU know all."""
-CUDA = NATIVE | {"windows", "norms behind", "norms of all heads", "GELU"}
-"""What the passes of a GPU know."""
+"""What the native pass of a CPU knows; those of torch on a CPU and those of a GPU know all."""
 
 
 def features_of(config: ModelConfig) -> list[Feature]:

@@ -208,14 +208,29 @@ class LayerReader:
         )
 
     def experts(self, prefix: str, experts: Experts) -> ExpertWeights:
-        """The experts of a layer."""
+        """The experts of a layer, and their router, as numbers."""
         block, (gate, up, down) = prefix + experts.block, experts.projections
         names = [f"{block}.experts.{i}." for i in range(experts.count)]
+        gate_up = self.stack([[name + gate, name + up] for name in names])
+        outputs = self.stack([[name + down] for name in names])
+        packed = [[pack(weight) for weight in stacked.unbind(0)] for stacked in (gate_up, outputs)]
+        in_place = all(isinstance(weight, DenseWeight) for weights in packed for weight in weights)
         return ExpertWeights(
-            router=self.linear([f"{block}.gate"], bias=False),
-            gate_up=tuple(self.linear([name + gate, name + up], bias=False) for name in names),
-            down=tuple(self.linear([name + down], bias=False) for name in names),
+            router=pack(self.read(f"{block}.gate.weight")),
+            gate_up=tuple(packed[0]),
+            down=tuple(packed[1]),
+            stacked=(gate_up, outputs) if in_place else None,
         )
+
+    def stack(self, names: list[list[str]]) -> Tensor:
+        """The weights of each expert's projections above each other, `[experts, out, in]`."""
+        stacked = torch.empty(0)
+        for i, of_expert in enumerate(names):
+            weight = torch.cat([self.read(f"{name}.weight") for name in of_expert])
+            if i == 0:
+                stacked = weight.new_empty((len(names), *weight.shape))
+            stacked[i] = weight
+        return stacked
 
     def nothing(self) -> Weight:
         """In place of a projection that a layer does not have."""

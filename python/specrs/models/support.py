@@ -1,6 +1,6 @@
 """The table of families, formats and devices: what runs where. Made from the registry; decides nothing itself."""
 
-from specrs.models.features import CUDA, NATIVE, features_of_family
+from specrs.models.features import NATIVE, features_of_family
 from specrs.models.gguf.config import ARCHITECTURES
 from specrs.models.quantization.table import AT_LOAD, METHODS
 from specrs.models.registry import FAMILIES, Family
@@ -28,7 +28,7 @@ def row(architecture: str, family: Family) -> tuple[str, ...]:
         family.models,
         YES,
         native,
-        passes(family, CUDA),
+        YES,
         ", ".join(f"`{method}`" for method in METHODS),
         at_load,
         YES if architecture in files else NO,

@@ -18,12 +18,12 @@ from specrs.models.config import ModelConfig
 from specrs.models.cuda.workspace import CODED_ROWS, Workspace
 
 
-def write_logits(hidden: Tensor, weight: Tensor, out: Tensor, ws: Workspace) -> None:
-    """The product `lm_head` of a workspace's model, `out` `[L, ids]` fp32."""
+def write_logits(hidden: Tensor, weight: Tensor, out: Tensor, ws: Workspace, name: str = "lm_head") -> None:
+    """The product `name` of a workspace's model, `out` `[L, ids]` fp32."""
     if hidden.shape[0] > MAX_ROWS:
         _wide_logits(hidden, weight, out)
         return
-    cut = ws.config("lm_head", hidden.shape[0])
+    cut = ws.config(name, hidden.shape[0])
     skinny_linear(hidden, Product(weight), out, (ws.partials, ws.counters), cut, ws.dependent)
 
 

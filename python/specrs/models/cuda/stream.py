@@ -14,9 +14,10 @@ from specrs.kernels.cuda.rms_norm import rms_norm
 from specrs.kernels.cuda.skinny_linear import MAX_ROWS, Next, Product
 from specrs.kernels.linear import Weight
 from specrs.models.config import ModelConfig
-from specrs.models.cuda.products import few_product, gated, gated_product, operand, product
+from specrs.models.cuda.experts import CHUNK_ROWS, mixture
+from specrs.models.cuda.products import few_product, gated, gated_product, operand, product, stored, write_logits
 from specrs.models.cuda.workspace import MLP_ROWS, Workspace
-from specrs.models.dense_weights import LayerWeights
+from specrs.models.dense_weights import ExpertWeights, LayerWeights
 
 
 class Stream(Protocol):
@@ -43,10 +44,11 @@ class Stream(Protocol):
         """The normed stream `[N, hidden]`, in the workspace."""
 
 
-def stream_of(hidden: Tensor, ws: Workspace, c: ModelConfig) -> Stream:
-    """The stream of a pass, `hidden` `[N, hidden]` of the workspace."""
-    fused = hidden.shape[0] <= MAX_ROWS and c.norms == "before"
-    return (FusedStream if fused else PlainStream)(hidden, ws, c)
+def stream_of(hidden: Tensor, positions: Tensor, ws: Workspace, c: ModelConfig) -> Stream:
+    """The stream of a pass, `hidden` `[N, hidden]` of the workspace, `positions` `[N]`."""
+    if hidden.shape[0] <= MAX_ROWS and c.norms == "before" and c.experts is None:
+        return FusedStream(hidden, ws, c)
+    return PlainStream(hidden, positions, ws, c)
 
 
 @dataclass(slots=True)
@@ -104,6 +106,7 @@ class PlainStream:
     added, normed itself where it has a norm, by the kernel that norms the stream."""
 
     hidden: Tensor
+    positions: Tensor
     ws: Workspace
     c: ModelConfig
     _delta: Tensor | None = field(default=None, init=False)
@@ -120,11 +123,22 @@ class PlainStream:
         ws, rows = self.ws, self.hidden.shape[0]
         x = self._read(w.post_attention_norm if self.c.norms != "behind" else None)
         self._delta, self._behind = ws.delta[:rows], w.mlp_output_norm
+        if w.experts is not None:
+            self._mix(x, w.experts, self._delta)
+            return
         for first in range(0, rows, MLP_ROWS):
             part = slice(first, min(first + MLP_ROWS, rows))
             activated = ws.activated[: part.stop - first]
             gated_product(ws, x[part], w.gate_up, activated, self.c)
             product(ws, "down", activated, w.down, self._delta[part])
+
+    def _mix(self, x: Tensor, w: ExpertWeights, out: Tensor) -> None:
+        ws, rows, b = self.ws, x.shape[0], self.ws.experts
+        assert b is not None
+        for first in range(0, rows, CHUNK_ROWS):
+            part = slice(first, min(first + CHUNK_ROWS, rows))
+            write_logits(x[part], stored(w.router), b.logits[: part.stop - first], ws, "router")
+            mixture(self.c, b, x[part], self.positions[part], w, out[part], ws.dependent)
 
     def following(self, norm: Tensor | None) -> Next | None:
         return None

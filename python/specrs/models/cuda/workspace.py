@@ -16,6 +16,7 @@ from specrs.kernels.cuda.device import DeviceLimits, limits_of
 from specrs.kernels.cuda.sampling_scratch import SamplingScratch
 from specrs.kernels.cuda.skinny_linear import MAX_ROWS, block_m, scratch_sizes
 from specrs.models.config import ModelConfig
+from specrs.models.cuda.experts import ExpertBuffers
 from specrs.models.rope import Rope
 
 MLP_ROWS = 2048
@@ -37,7 +38,8 @@ def rotations(config: ModelConfig) -> list[Rope]:
 def linear_shapes(config: ModelConfig, dtype: torch.dtype) -> dict[str, LinearShape]:
     """The products of a pass, by name."""
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    return {
+    router = {} if config.experts is None else {"router": LinearShape(config.experts.count, config.hidden_size, dtype)}
+    return router | {
         "qkv": LinearShape(q + 2 * kv, config.hidden_size, dtype),
         "o": LinearShape(config.hidden_size, q, dtype),
         "gate_up": LinearShape(config.intermediate_size, config.hidden_size, dtype, gated=True),
@@ -95,6 +97,8 @@ class Workspace:
     """[0 or 64 MiB], a piece of a coded weight, for more than 256 rows."""
     configs: Mapping[tuple[str, Coding | None, int], list[int]]
     """Fields of the LinearConfig of (product, coding of its weight, columns of its tiles)."""
+    experts: ExpertBuffers | None
+    """None: no layer has experts."""
     limits: DeviceLimits
     dependent: bool
     """Kernels are launched dependently: each starts while the one before it ends."""
@@ -169,6 +173,7 @@ class Workspace:
             scratch=SamplingScratch.allocate(many, 0, config.vocab_size, device),
             numbers=buffer(numbers),
             configs={key: c.as_list() for key, c in configs.items()},
+            experts=ExpertBuffers.allocate(config, max_rows, dtype, device, limits),
             limits=limits,
             dependent=limits.capability >= 90 if dependent is None else dependent,
         )
@@ -177,6 +182,8 @@ class Workspace:
     def num_bytes(self) -> int:
         """Bytes of all buffers."""
         buffers = [getattr(self, field.name) for field in dataclasses.fields(self)]
+        if self.experts is not None:
+            buffers += self.experts.tensors
         return self.scratch.num_bytes + sum(buffer.nbytes for buffer in buffers if isinstance(buffer, Tensor))
 
     def config(self, name: str, rows: int, coding: Coding | None = None) -> list[int]:

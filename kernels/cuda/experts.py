@@ -1,0 +1,259 @@
+"""Which experts each row is sent to, its pairs sorted by expert, and what experts made added up. Multiplies nothing.
+
+A pair is a row and one of the experts that it is sent to: pair `i * k + j` is row i's j-th of k. How many pairs an
+expert has is known on the device alone, so grids and buffers are those of any choice, and nothing waits for the host.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from specrs.kernels.cuda._dependent_launch import enter, options
+from specrs.kernels.cuda.variants import Variant
+from torch import Tensor
+
+_BLOCK = 1024
+
+
+@triton.jit
+def route_kernel(  # type: ignore[no-untyped-def]
+    logits,
+    positions,
+    ids,
+    shares,
+    logits_stride,
+    EXPERTS: tl.constexpr,
+    EACH: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_EACH: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    enter(DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, BLOCK)
+    free = expert < EXPERTS
+    x = tl.load(logits + row * logits_stride + expert, mask=free, other=float("-inf"))
+    top = tl.max(x, 0)
+    weight = tl.exp(x - tl.where(top == float("-inf"), 0.0, top))
+    weight /= tl.sum(weight, 0)
+    # A row with NaN is sent somewhere, too, to different experts: its own output is NaN.
+    x = tl.where(x == x, x, float("-inf"))
+    place = tl.arange(0, BLOCK_EACH)
+    chosen = tl.zeros([BLOCK_EACH], tl.int32)
+    kept = tl.zeros([BLOCK_EACH], tl.float32)
+    for j in range(EACH):
+        best = tl.max(tl.where(free, x, float("-inf")), 0)
+        first = tl.min(tl.where(free & (x == best), expert, BLOCK), 0)
+        share = tl.sum(tl.where(expert == first, weight, 0.0), 0)
+        chosen = tl.where(place == j, first, chosen)
+        kept = tl.where(place == j, share, kept)
+        free = free & (expert != first)
+    if NORMALIZE:
+        kept /= tl.sum(kept, 0)
+    chosen = tl.where(tl.load(positions + row) >= 0, chosen, -1)
+    tl.store(ids + row * EACH + place, chosen, mask=place < EACH)
+    tl.store(shares + row * EACH + place, kept, mask=place < EACH)
+
+
+@triton.jit(do_not_specialize=["count"])
+def sort_pairs_kernel(  # type: ignore[no-untyped-def]
+    ids, pairs, starts, count, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
+):
+    """A program for each expert: it counts the pairs of those before it, and writes its own in their order."""
+    enter(DEPENDENT)
+    expert = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    lower = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, count, BLOCK):
+        chosen = tl.load(ids + first + lane, mask=first + lane < count, other=-1)
+        lower += ((chosen >= 0) & (chosen < expert)).to(tl.int32)
+    end = tl.sum(lower, 0)
+    tl.store(starts + expert, end)
+    for first in range(0, count, BLOCK):
+        chosen = tl.load(ids + first + lane, mask=first + lane < count, other=-1)
+        mine = chosen == expert
+        nth = tl.cumsum(mine.to(tl.int32), 0)
+        tl.store(pairs + end + nth - 1, first + lane, mask=mine)
+        end += tl.sum(mine.to(tl.int32), 0)
+    if expert == EXPERTS - 1:
+        tl.store(starts + EXPERTS, end)
+
+
+@triton.jit
+def add_pairs_kernel(  # type: ignore[no-untyped-def]
+    x, ids, shares, out, WIDTH: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
+):
+    enter(DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    acc = tl.zeros([BLOCK], tl.float32)
+    for j in tl.static_range(EACH):
+        pair = row * EACH + j
+        # What a pair that no expert has made holds may be NaN: it is not loaded.
+        there = column < tl.where(tl.load(ids + pair) >= 0, WIDTH, 0)
+        part = tl.load(x + pair * WIDTH + column, mask=there, other=0).to(tl.float32)
+        acc += tl.where(there, part * tl.load(shares + pair), 0.0)
+    tl.store(out + row * WIDTH + column, acc.to(out.dtype.element_ty), mask=column < WIDTH)
+
+
+@torch.library.custom_op("specrs::route", mutates_args=("ids", "shares"))
+def route(logits: Tensor, positions: Tensor, ids: Tensor, shares: Tensor, normalize: bool, dependent: bool) -> None:
+    """Choose the k experts of the largest logits of each row, the lowest id in a tie (Fedus et al. 2021, eq. 1).
+
+    Args:
+        logits: `[N, E]` fp32, contiguous rows of any stride.
+        positions: `[N]` int64; a row at -1 is sent to none.
+        ids: `[N, k]` int32, gets them by descending logit; -1: none.
+        shares: `[N, k]` fp32, gets the softmax over all E logits at each, with `normalize` over their sum.
+        normalize: see `shares`.
+        dependent: launch dependently (see `_dependent_launch`).
+    """
+    _check_route(logits, positions, ids, shares)
+    (rows, experts), each = logits.shape, ids.shape[1]
+    route_kernel[(rows,)](
+        logits,
+        positions,
+        ids,
+        shares,
+        logits.stride(0),
+        EXPERTS=experts,
+        EACH=each,
+        NORMALIZE=normalize,
+        BLOCK=triton.next_power_of_2(experts),
+        BLOCK_EACH=triton.next_power_of_2(each),
+        num_warps=1,
+        **options(dependent),
+    )
+
+
+@route.register_fake
+def _(logits: Tensor, positions: Tensor, ids: Tensor, shares: Tensor, normalize: bool, dependent: bool) -> None:
+    _check_route(logits, positions, ids, shares)
+
+
+def _check_route(logits: Tensor, positions: Tensor, ids: Tensor, shares: Tensor) -> None:
+    rows, experts = logits.shape
+    assert logits.dtype == torch.float32
+    assert logits.stride(1) == 1
+    assert positions.shape == (rows,)
+    assert ids.shape == shares.shape == (rows, ids.shape[1])
+    assert 1 <= ids.shape[1] <= experts
+    assert ids.dtype == torch.int32
+    assert ids.is_contiguous()
+    assert shares.is_contiguous()
+
+
+@torch.library.custom_op("specrs::sort_pairs", mutates_args=("pairs", "starts"))
+def sort_pairs(ids: Tensor, pairs: Tensor, starts: Tensor, dependent: bool) -> None:
+    """Write the pairs of each expert behind each other, in their order.
+
+    Args:
+        ids: `[N, k]` int32, the expert of each pair; -1: none, and the pair is nowhere.
+        pairs: `[N * k]` int32; those of expert e are `starts[e]` to `starts[e + 1]`, what is behind them stays.
+        starts: `[E + 1]` int32.
+        dependent: launch dependently.
+    """
+    _check_sort(ids, pairs, starts)
+    experts, count = starts.shape[0] - 1, ids.numel()
+    block = min(_BLOCK, max(16, triton.next_power_of_2(count)))
+    sort_pairs_kernel[(experts,)](ids, pairs, starts, count, EXPERTS=experts, BLOCK=block, **options(dependent))
+
+
+@sort_pairs.register_fake
+def _(ids: Tensor, pairs: Tensor, starts: Tensor, dependent: bool) -> None:
+    _check_sort(ids, pairs, starts)
+
+
+def _check_sort(ids: Tensor, pairs: Tensor, starts: Tensor) -> None:
+    assert pairs.shape == (ids.numel(),)
+    assert ids.dtype == pairs.dtype == starts.dtype == torch.int32
+    assert all(tensor.is_contiguous() for tensor in (ids, pairs, starts))
+
+
+@torch.library.custom_op("specrs::add_pairs", mutates_args=("out",))
+def add_pairs(x: Tensor, ids: Tensor, shares: Tensor, out: Tensor, dependent: bool) -> None:
+    """Write into each row of `out` `[N, hidden]` what its experts made of it, added by share in the order of its pairs.
+
+    Args:
+        x: `[N * k, hidden]` contiguous, a row for each pair; those of pairs without an expert are not read.
+        ids: `[N, k]` int32, as of `route`; like `shares` `[N, k]` fp32.
+        shares: see `ids`.
+        out: contiguous, of x's dtype; sums are fp32 and rounded once.
+        dependent: launch dependently.
+    """
+    _check_add(x, ids, shares, out)
+    (rows, width), each = out.shape, ids.shape[1]
+    grid = (rows, triton.cdiv(width, _BLOCK))
+    add_pairs_kernel[grid](x, ids, shares, out, WIDTH=width, EACH=each, BLOCK=_BLOCK, **options(dependent))
+
+
+@add_pairs.register_fake
+def _(x: Tensor, ids: Tensor, shares: Tensor, out: Tensor, dependent: bool) -> None:
+    _check_add(x, ids, shares, out)
+
+
+def _check_add(x: Tensor, ids: Tensor, shares: Tensor, out: Tensor) -> None:
+    assert x.shape == (ids.numel(), out.shape[1])
+    assert ids.shape == shares.shape == (out.shape[0], ids.shape[1])
+    assert x.dtype == out.dtype
+    assert all(tensor.is_contiguous() for tensor in (x, ids, shares, out))
+
+
+def route_reference(logits: Tensor, positions: Tensor, ids: Tensor, shares: Tensor, normalize: bool) -> None:
+    """`route` in plain torch, in float64; rows with NaN differ."""
+    order = torch.sort(logits, dim=1, descending=True, stable=True).indices[:, : ids.shape[1]]
+    chosen = logits.double().softmax(1).gather(1, order)
+    shares.copy_(chosen / chosen.sum(1, keepdim=True) if normalize else chosen)
+    ids.copy_(torch.where(positions[:, None] >= 0, order, -1))
+
+
+def sort_pairs_reference(ids: Tensor, pairs: Tensor, starts: Tensor) -> None:
+    """`sort_pairs` in plain torch."""
+    flat, end = ids.flatten(), 0
+    for expert in range(starts.shape[0] - 1):
+        mine = (flat == expert).nonzero().flatten()
+        starts[expert] = end
+        pairs[end : end + len(mine)] = mine
+        end += len(mine)
+    starts[-1] = end
+
+
+def add_pairs_reference(x: Tensor, ids: Tensor, shares: Tensor, out: Tensor) -> None:
+    """`add_pairs` in plain torch, in float64 and rounded once."""
+    parts = x.double().view(*ids.shape, -1) * shares.double().unsqueeze(2)
+    out.copy_(torch.where((ids >= 0).unsqueeze(2), parts, 0).sum(1))
+
+
+VARIANTS = (
+    *(
+        Variant(
+            f"route_{each}_of_{experts}",
+            route_kernel,
+            {"logits": "*fp32", "positions": "*i64", "ids": "*i32", "shares": "*fp32", "logits_stride": "i32"},
+            {
+                "EXPERTS": experts,
+                "EACH": each,
+                "NORMALIZE": True,
+                "BLOCK": experts,
+                "BLOCK_EACH": each,
+                "DEPENDENT": False,
+            },
+            num_warps=1,
+        )
+        for experts, each in ((128, 8), (8, 2))
+    ),
+    Variant(
+        "sort_pairs",
+        sort_pairs_kernel,
+        {"ids": "*i32", "pairs": "*i32", "starts": "*i32", "count": "i32"},
+        {"EXPERTS": 128, "BLOCK": _BLOCK, "DEPENDENT": False},
+    ),
+    Variant(
+        "add_pairs_bf16",
+        add_pairs_kernel,
+        {"x": "*bf16", "ids": "*i32", "shares": "*fp32", "out": "*bf16"},
+        {"WIDTH": 2048, "EACH": 8, "BLOCK": _BLOCK, "DEPENDENT": False},
+    ),
+)

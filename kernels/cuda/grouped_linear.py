@@ -1,0 +1,233 @@
+"""Products of each expert's weight with the rows that are sent to it, in one launch. Sorts no rows and adds none up.
+
+As in `skinny_linear` weights are on the tensor core's M side and rows, padded to 16, on its N side. A program has one
+tile of features of one expert and up to 64 of the expert's rows, so of up to 64 rows each chosen expert's weights are
+read once, and those of others not at all. The grid is that of the most tiles that any choice makes; programs behind the
+last tile end at once. A row's sums have one order, whatever the other rows are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from specrs.kernels.cuda._dependent_launch import enter, options
+from specrs.kernels.cuda.activation import activation
+from specrs.kernels.cuda.configs import LinearConfig, LinearShape, linear_config
+from specrs.kernels.cuda.skinny_linear import MAX_ROWS, block_m
+from specrs.kernels.cuda.variants import DTYPES, SIZES, Variant
+from torch import Tensor
+
+
+@triton.jit
+def grouped_linear_kernel(  # type: ignore[no-untyped-def]
+    x,
+    weight,
+    pairs,
+    starts,
+    out,
+    x_stride,
+    EXPERTS: tl.constexpr,
+    EACH: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    GATED: tl.constexpr,
+    GELU: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    enter(DEPENDENT)
+    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    EVEN: tl.constexpr = K % BLOCK_K == 0
+    tile = tl.program_id(1)
+    e = tl.arange(0, BLOCK_E)
+    begin = tl.load(starts + e, mask=e < EXPERTS, other=0)
+    end = tl.load(starts + e + 1, mask=e < EXPERTS, other=0)
+    tiles = (end - begin + BLOCK_M - 1) // BLOCK_M
+    behind = tl.cumsum(tiles, 0)
+    # The first expert with a tile behind this one; none where there is no such tile.
+    expert = tl.sum((behind <= tile).to(tl.int32), 0)
+    if expert < EXPERTS:
+        mine = e == expert
+        first = tl.sum(tl.where(mine, begin + (tile - (behind - tiles)) * BLOCK_M, 0), 0)
+        last = tl.sum(tl.where(mine, end, 0), 0)
+        token = first + tl.arange(0, BLOCK_M)
+        there = token < last
+        pair = tl.load(pairs + token, mask=there, other=0)
+        x_rows = x + (pair // EACH).to(tl.int64) * x_stride
+        n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        column = tl.arange(0, BLOCK_K)
+        # Features past the end repeat the last one and are not stored: no mask on weights.
+        w_rows = weight + (expert.to(tl.int64) * (2 if GATED else 1) * N + tl.minimum(n, N - 1)) * K
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        for k in range(0, STEPS):
+            at = k * BLOCK_K + column
+            second = w_rows + N * K
+            if EVEN:
+                w = tl.load(w_rows[:, None] + at[None, :])
+                v = tl.load(x_rows[None, :] + at[:, None], mask=there[None, :], other=0)
+            else:
+                w = tl.load(w_rows[:, None] + at[None, :], mask=(at < K)[None, :], other=0)
+                v = tl.load(x_rows[None, :] + at[:, None], mask=(at < K)[:, None] & there[None, :], other=0)
+            acc = tl.dot(w, v, acc, input_precision="ieee")
+            if GATED:
+                if EVEN:
+                    w = tl.load(second[:, None] + at[None, :])
+                else:
+                    w = tl.load(second[:, None] + at[None, :], mask=(at < K)[None, :], other=0)
+                up = tl.dot(w, v, up, input_precision="ieee")
+        if GATED:
+            acc = activation(acc, GELU) * up
+        place = out + pair.to(tl.int64)[None, :] * N + n[:, None]
+        tl.store(place, acc.to(out.dtype.element_ty), mask=(n < N)[:, None] & there[None, :])
+
+
+def most_tiles(experts: int, pairs: int, width: int) -> int:
+    """Tiles of up to `width` pairs of one expert each, at most, of so many pairs.
+
+    An expert of n > 0 pairs has at most 1 + (n - 1) / width tiles, so they are the most where as many experts as can
+    have pairs.
+    """
+    some = min(experts, pairs)
+    return some + (pairs - some) // width
+
+
+@torch.library.custom_op("specrs::grouped_linear", mutates_args=("out",))
+def grouped_linear(
+    x: Tensor,
+    weight: Tensor,
+    pairs: Sequence[Tensor],
+    out: Tensor,
+    flags: list[int],
+    config: list[int],
+    dependent: bool,
+) -> None:
+    """Write for each pair p of expert e `f(W_e x)`, x the row `p // each` of x, into row p of `out`.
+
+    Args:
+        x: `[M, K]`, contiguous rows of any stride, M * each >= the pairs.
+        weight: `[E, N, K]` contiguous, of x's dtype; with `gated` `[E, 2 N, K]`, of each expert the gates above the
+            values.
+        pairs: pairs `[P]` sorted by expert and `[E + 1]` where each begins, int32, of `experts.sort_pairs`.
+        out: `[P, N]` contiguous, of x's dtype. Sums are fp32 and rounded once; rows of pairs of no expert stay.
+        flags: `each`, `gated`, `gelu` and at most how many pairs of one expert there are: its tiles are so wide, up to
+            64. With `gated` `f(y) = silu(y[:N]) * y[N:]`, or GELU in its place, else f(y) = y.
+        config: the fields of a LinearConfig in order.
+        dependent: launch dependently (see `_dependent_launch`).
+    """
+    _check(x, weight, pairs, out, flags)
+    (each, gated, gelu, rows), c = flags, LinearConfig(*config)
+    experts, n, width = weight.shape[0], out.shape[1], block_m(min(rows, MAX_ROWS))
+    grid = (triton.cdiv(n, c.block_n), most_tiles(experts, out.shape[0], width))
+    grouped_linear_kernel[grid](
+        x,
+        weight,
+        *pairs,
+        out,
+        x.stride(0),
+        EXPERTS=experts,
+        EACH=each,
+        N=n,
+        K=x.shape[1],
+        BLOCK_E=triton.next_power_of_2(experts),
+        BLOCK_N=c.block_n,
+        BLOCK_K=c.block_k,
+        BLOCK_M=width,
+        GATED=bool(gated),
+        GELU=bool(gelu),
+        num_warps=c.num_warps,
+        num_stages=c.num_stages,
+        **options(dependent),
+    )
+
+
+@grouped_linear.register_fake
+def _(
+    x: Tensor,
+    weight: Tensor,
+    pairs: Sequence[Tensor],
+    out: Tensor,
+    flags: list[int],
+    config: list[int],
+    dependent: bool,
+) -> None:
+    _check(x, weight, pairs, out, flags)
+
+
+def _check(x: Tensor, weight: Tensor, pairs: Sequence[Tensor], out: Tensor, flags: Sequence[int]) -> None:
+    (each, gated, _, rows), (order, starts) = flags, pairs
+    assert x.shape[0] * each >= out.shape[0]
+    assert weight.shape == (starts.shape[0] - 1, out.shape[1] * (1 + gated), x.shape[1])
+    assert order.shape == out.shape[:1]
+    assert rows >= 1
+    assert x.dtype == weight.dtype == out.dtype
+    assert order.dtype == starts.dtype == torch.int32
+    assert x.stride(1) == 1
+    assert all(tensor.is_contiguous() for tensor in (weight, order, starts, out))
+
+
+def grouped_linear_reference(
+    x: Tensor, weight: Tensor, pairs: Sequence[Tensor], out: Tensor, flags: Sequence[int]
+) -> None:
+    """`grouped_linear` in plain torch, in float64 and rounded once."""
+    (each, gated, gelu, _), (order, starts) = flags, pairs
+    for expert, (begin, end) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
+        mine = order[begin:end].long()
+        y = x[mine // each].double() @ weight[expert].double().t()
+        if gated:
+            gate, up = y.chunk(2, dim=1)
+            f = torch.nn.functional.gelu(gate, approximate="tanh") if gelu else torch.nn.functional.silu(gate)
+            y = f * up
+        out[mine] = y.to(out.dtype)
+
+
+def grouped_shape(experts: int, n: int, k: int, dtype: torch.dtype, *, gated: bool) -> LinearShape:
+    """What a configuration is looked up by: all experts' weights as one."""
+    return LinearShape(experts * n, k, dtype, gated=gated)
+
+
+def _variants() -> tuple[Variant, ...]:
+    variants = []
+    for size in SIZES:
+        for kind, n, k, gated in (("gate_up", 768, 2048, True), ("down", 2048, 768, False)):
+            for dtype, rows in (("bf16", 6), ("bf16", 64), ("fp16", 6)):
+                if dtype == "fp16" and not gated:
+                    continue
+                width = block_m(rows)
+                config = linear_config(grouped_shape(128, n, k, DTYPES[dtype], gated=gated), width, size.limits)
+                pointers = dict.fromkeys(("x", "weight", "out"), f"*{dtype}") | {"pairs": "*i32", "starts": "*i32"}
+                constants = {
+                    "EXPERTS": 128,
+                    "EACH": 8 if gated else 1,
+                    "N": n,
+                    "K": k,
+                    "BLOCK_E": 128,
+                    "BLOCK_N": config.block_n,
+                    "BLOCK_K": config.block_k,
+                    "BLOCK_M": width,
+                    "GATED": gated,
+                    "GELU": False,
+                    "DEPENDENT": False,
+                }
+                variants.append(
+                    Variant(
+                        f"grouped_linear_{kind}_{dtype}_rows{rows}_{size.name}",
+                        grouped_linear_kernel,
+                        pointers | {"x_stride": "i32"},
+                        constants,
+                        config.num_warps,
+                        config.num_stages,
+                        ("x_stride",),
+                        size.capabilities,
+                    )
+                )
+    return tuple(variants)
+
+
+VARIANTS = _variants()

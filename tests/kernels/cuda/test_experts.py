@@ -1,0 +1,90 @@
+"""Experts of rows, interpreted: their choice, the order of pairs, and what experts made added by share."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from specrs.kernels.cuda.experts import (
+    add_pairs,
+    add_pairs_reference,
+    route,
+    route_reference,
+    sort_pairs,
+    sort_pairs_reference,
+)
+from torch import Tensor
+
+from .tolerance import assert_near
+
+
+def choices(rows: int, experts: int, each: int, seed: int) -> Tensor:
+    """`[N, k]` int32, different ones in a row; some rows are sent to none."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.stack([torch.randperm(experts, generator=generator)[:each] for _ in range(rows)]).int()
+    ids[torch.rand(rows, generator=generator) < 0.2] = -1
+    return ids
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    rows=st.integers(1, 5),
+    experts=st.integers(1, 20),
+    each=st.integers(1, 9),
+    normalize=st.booleans(),
+    tied=st.booleans(),
+)
+def test_route(rows: int, experts: int, each: int, normalize: bool, tied: bool) -> None:
+    each = min(each, experts)
+    logits = torch.randn(rows, experts + 3, generator=torch.Generator().manual_seed(rows * experts))[:, :experts] * 3
+    if tied:
+        logits = logits.round()
+    positions = torch.arange(rows) - 1  # the first row is masked
+    ids, shares = torch.full((rows, each), -9, dtype=torch.int32), torch.full((rows, each), torch.nan)
+    route(logits, positions, ids, shares, normalize, False)
+    expected = torch.empty_like(ids), torch.empty(rows, each, dtype=torch.float64)
+    route_reference(logits, positions, *expected, normalize)
+    assert torch.equal(ids, expected[0])
+    torch.testing.assert_close(shares.double(), expected[1], rtol=1e-5, atol=1e-7)
+
+
+def test_a_row_with_nan_is_sent_to_different_experts() -> None:
+    """And to those that there are, so that nothing is read past them and no expert has more pairs than rows."""
+    logits = torch.randn(3, 6)
+    logits[1, 2:] = torch.nan
+    logits[2] = torch.nan
+    ids, shares = torch.empty(3, 4, dtype=torch.int32), torch.empty(3, 4)
+    route(logits, torch.zeros(3, dtype=torch.int64), ids, shares, True, False)
+    for row in ids.tolist():
+        assert len(set(row)) == 4
+        assert set(row) <= set(range(6))
+    assert shares[0].isfinite().all()
+    assert shares[1:].isnan().all()
+
+
+@settings(max_examples=15, deadline=None)
+@given(rows=st.sampled_from([1, 3, 40, 300]), experts=st.integers(1, 9), each=st.integers(1, 4), seed=st.integers(0, 9))
+def test_sort_pairs(rows: int, experts: int, each: int, seed: int) -> None:
+    ids = choices(rows, experts, min(each, experts), seed)
+    made = [torch.full((size,), -7, dtype=torch.int32) for size in (ids.numel(), experts + 1)]
+    expected = [tensor.clone() for tensor in made]
+    sort_pairs(ids, *made, False)
+    sort_pairs_reference(ids, *expected)
+    assert torch.equal(made[1], expected[1])
+    assert torch.equal(made[0], expected[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_add_pairs(dtype: torch.dtype) -> None:
+    """What pairs of no expert hold is NaN, and not read."""
+    ids = choices(9, 6, 3, 1)
+    x = torch.randn(27, 1100, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[ids.flatten() < 0] = torch.nan
+    shares = torch.rand(9, 3)
+    shares[ids < 0] = torch.nan
+    out, exact = torch.full((9, 1100), torch.nan, dtype=dtype), torch.empty(9, 1100, dtype=torch.float64)
+    add_pairs(x, ids, shares, out, False)
+    add_pairs_reference(x, ids, shares, exact)
+    own = torch.where((ids >= 0)[:, :, None], x.view(9, 3, -1) * shares.to(dtype)[:, :, None], 0).sum(1)
+    assert_near(out, exact, own)
+    assert (ids < 0).any()
+    assert not out[ids[:, 0] < 0].any()

@@ -1,0 +1,90 @@
+"""Products of experts' weights with their rows, interpreted: any choice, experts of no rows, of one tile, of more."""
+
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from specrs.kernels.cuda.configs import LinearConfig
+from specrs.kernels.cuda.experts import sort_pairs_reference
+from specrs.kernels.cuda.grouped_linear import grouped_linear, grouped_linear_reference, most_tiles
+from torch import Tensor
+
+from .test_experts import choices
+from .tolerance import assert_near
+
+CONFIG = LinearConfig(16, 32, 1, 4, 1).as_list()
+
+
+def operands(ids: Tensor, n: int, k: int, each: int, *, gated: bool, dtype: torch.dtype = torch.float32) -> Any:
+    """x, of which columns behind K belong to somebody else, weight of 4 experts, sorted pairs, output of NaN."""
+    generator = torch.Generator().manual_seed(n * k)
+    x = torch.randn(ids.numel() // each, k + 5, generator=generator)[:, :k].to(dtype)
+    weight = torch.randn(4, n * (1 + gated), k, generator=generator).to(dtype)
+    pairs = [torch.full((size,), -7, dtype=torch.int32) for size in (ids.numel(), 5)]
+    sort_pairs_reference(ids, *pairs)
+    return x, weight, pairs, torch.full((ids.numel(), n), torch.nan, dtype=dtype)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    rows=st.sampled_from([1, 2, 7, 33]),
+    each=st.integers(1, 4),
+    n=st.integers(1, 40),
+    k=st.integers(1, 70),
+    dtype=st.sampled_from([torch.float32, torch.float16]),
+    of_pairs=st.booleans(),
+    gated=st.booleans(),
+    gelu=st.booleans(),
+)
+def test_any_choice(
+    rows: int, each: int, n: int, k: int, dtype: torch.dtype, of_pairs: bool, gated: bool, gelu: bool
+) -> None:
+    """A row of x for each row or, as of the product behind, for each pair."""
+    ids = choices(rows, 4, each, n)
+    flags = [1 if of_pairs else each, int(gated), int(gelu), rows]
+    x, weight, pairs, out = operands(ids, n, k, flags[0], gated=gated, dtype=dtype)
+    exact, own = out.double(), out.clone()
+    grouped_linear(x, weight, pairs, out, flags, CONFIG, False)
+    grouped_linear_reference(x, weight, pairs, exact, flags)
+    grouped_linear_reference(x.float(), weight.float(), pairs, own, flags)
+    sent = ids.flatten() >= 0
+    assert out[~sent].isnan().all()
+    if sent.any():
+        torch_own = own[sent] if dtype == torch.float32 else own[sent].to(dtype)
+        assert_near(out[sent], exact[sent], torch_own, ulps=16)
+
+
+def test_an_expert_of_several_tiles() -> None:
+    """All 150 rows want expert 2; tiles are of 64."""
+    ids = torch.full((150, 1), 2, dtype=torch.int32)
+    ids[7] = 0
+    x, weight, pairs, out = operands(ids, 18, 20, 1, gated=False)
+    grouped_linear(x, weight, pairs, out, [1, 0, 0, 150], CONFIG, False)
+    exact = (x.double().unsqueeze(1) @ weight[ids.flatten().long()].double().transpose(1, 2)).squeeze(1)
+    assert_near(out, exact, exact.float(), ulps=16)
+
+
+def test_rows_do_not_touch_each_other() -> None:
+    """Bit for bit, whatever the rows are that share an expert's tile, and whatever else they hold."""
+    ids = choices(6, 4, 2, 3)
+    ids[:] = torch.tensor([1, 3])
+    x, weight, pairs, out = operands(ids, 20, 40, 2, gated=True)
+    grouped_linear(x, weight, pairs, out, [2, 1, 0, 6], CONFIG, False)
+    alone = operands(ids[4:5], 20, 40, 2, gated=True)
+    grouped_linear(x[4:5], weight, alone[2], alone[3], [2, 1, 0, 1], CONFIG, False)
+    assert torch.equal(alone[3], out[8:10])
+    x[2] = torch.nan
+    spoiled = torch.full_like(out, torch.nan)
+    grouped_linear(x, weight, pairs, spoiled, [2, 1, 0, 6], CONFIG, False)
+    assert spoiled[4:6].isnan().all()
+    assert torch.equal(spoiled[6:], out[6:])
+
+
+@given(
+    counts=st.lists(st.integers(0, 200), min_size=1, max_size=9),
+    width=st.sampled_from([16, 32, 64]),
+)
+def test_the_grid_has_room_for_any_choice(counts: list[int], width: int) -> None:
+    if sum(counts):
+        assert sum(-(-count // width) for count in counts) <= most_tiles(len(counts), sum(counts), width)
