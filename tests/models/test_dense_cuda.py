@@ -222,6 +222,15 @@ def test_experts_of_codes_become_numbers(folder: Path, monkeypatch: pytest.Monke
         assert view.weight.data_ptr() == found[4].data_ptr(), "held once"
 
 
+def test_a_model_of_experts_alone_has_no_buffers_of_an_mlp(folder: Path) -> None:
+    """In both of these the second layer has experts, in one the first, too."""
+    sparse, mixed = (on_device(load(folder, name, torch.float32)).workspace for name in ("mixtral", "qwen3_moe"))
+    assert sparse.gate_up.numel() == sparse.activated.numel() == 0
+    assert mixed.gate_up.shape == (LENGTH, 2 * 56)
+    assert mixed.experts is not None
+    assert mixed.num_bytes >= sum(tensor.nbytes for tensor in mixed.experts.tensors)
+
+
 def test_argmax_agrees_with_logits(folder: Path) -> None:
     """Bit for bit with the logits of its own launch, within rounding with those of another launch or width: how a
     product of fewer columns is summed is up to the split of the work, and above 64 rows to the library."""

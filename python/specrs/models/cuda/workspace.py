@@ -70,7 +70,7 @@ class Workspace:
     attended: Tensor
     """[max_rows, heads * head_dim]"""
     gate_up: Tensor
-    """[min(max_rows, 2048), 2 * intermediate], of many rows."""
+    """[min(max_rows, 2048), 2 * intermediate], of many rows; no rows where no layer has an MLP, like `activated`."""
     activated: Tensor
     """[min(max_rows, 2048), intermediate]"""
     entries: Tensor
@@ -150,7 +150,8 @@ class Workspace:
 
         f32, i32 = torch.float32, torch.int32
         angles = (len(rotations(config)), max_rows, config.rotary_dim // 2)
-        mlp_rows = min(max_rows, MLP_ROWS)
+        has_mlp = config.experts is None or not all(config.experts.layers)
+        mlp_rows = min(max_rows, MLP_ROWS) if has_mlp else 0
         return cls(
             hidden=buffer(max_rows, config.hidden_size),
             weighted=buffer(min(max_rows, MAX_ROWS), config.hidden_size),
