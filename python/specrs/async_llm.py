@@ -213,6 +213,11 @@ class AsyncLLM:
         """Figures of all requests since the start. Raises `EngineDeadError` without an engine."""
         return await self.in_engine(self._engine.stats)
 
+    @property
+    def device(self) -> str:
+        """Where the target's weights are, as torch names it."""
+        return str(self._engine.weights.target.device)
+
     def token_text(self, token_id: int) -> str:
         """The text of a token by itself. Raises `InvalidRequestError` without a tokenizer."""
         if self._intake.texts is None:

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -136,6 +137,13 @@ class Server:
                 labels = re.sub(r'(engine|model_name)="[^"]*",?', "", name).replace(",}", "}").removesuffix("{}")
                 values[labels] = float(value)
         return values
+
+    def wait_for_line(self, pattern: str) -> None:
+        """Wait until a log line matches."""
+        deadline = time.monotonic() + START_TIMEOUT
+        while not any(re.search(pattern, line) for line in self.lines):
+            assert time.monotonic() < deadline, "".join(self.lines)
+            self.get("/health")
 
     def wait_until_idle(self) -> dict[str, float]:
         """Ask until nothing runs, waits or holds a block; the test's own time limit is what ends a long wait."""

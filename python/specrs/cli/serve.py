@@ -19,6 +19,7 @@ DESCRIPTION = (
 )
 BUNDLED_DRAFTS = 5
 API_KEY_VARIABLES = ("SPECRS_API_KEY", "VLLM_API_KEY")
+LOG_INTERVAL_VARIABLE = "VLLM_LOG_STATS_INTERVAL"
 
 UVICORN_LOG_LEVELS = {
     "critical": logging.CRITICAL,
@@ -128,6 +129,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=False,
         help="no line per request",
     )
+    add(
+        "--disable-log-stats",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help=f"no line of figures under load; else one every 10 seconds, or {LOG_INTERVAL_VARIABLE}",
+    )
     add("--uvicorn-log-level", choices=UVICORN_LOG_LEVELS, default="info", help="of uvicorn's lines; default: info")
     add(
         "--per-request-spec-decode-metrics",
@@ -171,16 +178,15 @@ def run(arguments: argparse.Namespace) -> None:
         }
     if arguments.generation_config not in ("auto", "vllm"):
         raise invalid_config("--generation-config", arguments.generation_config, "must be auto or vllm")
-    logging.basicConfig(format="%(levelname)s: %(message)s", stream=sys.stderr, level=logging.WARNING)
-    logging.getLogger("specrs").setLevel(logging.INFO)
-    logging.getLogger("uvicorn").setLevel(UVICORN_LOG_LEVELS[arguments.uvicorn_log_level])
-    if any("padded_drafter" in key.replace("-", "_") for key in engine.get("speculative_config", {})):
-        logging.getLogger("specrs").info("disable_padded_drafter_batch has no effect: rows are never padded here")
     settings = _settings(arguments)
 
     from specrs.cli.threads import few_threads
+    from specrs.server.logs import log_to_stderr
     from specrs.server.run import run_server
 
+    log_to_stderr(UVICORN_LOG_LEVELS[arguments.uvicorn_log_level])
+    if any("padded_drafter" in key.replace("-", "_") for key in engine.get("speculative_config", {})):
+        logging.getLogger("specrs").info("disable_padded_drafter_batch has no effect: rows are never padded here")
     if model is None:
         few_threads()
     code = run_server(engine, settings)
@@ -213,6 +219,7 @@ def _settings(arguments: argparse.Namespace) -> Any:
         max_num_queued_reqs=None if arguments.max_num_queued_reqs is None else count("max_num_queued_reqs", 1),
         shutdown_timeout=number("shutdown_timeout", open_low=False),
         access_log=not arguments.disable_uvicorn_access_log,
+        log_stats_interval=None if arguments.disable_log_stats else _log_interval(),
         report_speculation=arguments.per_request_spec_decode_metrics == "summary",
         profiler_folder=_profiler_folder(arguments.profiler_config),
         limits=HTTPLimits(
@@ -225,6 +232,20 @@ def _settings(arguments: argparse.Namespace) -> Any:
             keep_alive_timeout=number("http_keep_alive_timeout"),
         ),
     )
+
+
+def _log_interval() -> float:
+    from specrs.errors import InvalidConfigError
+    from specrs.server.logs import INTERVAL
+
+    given = os.environ.get(LOG_INTERVAL_VARIABLE)
+    if not given:
+        return INTERVAL
+    try:
+        value: object = float(given)
+    except ValueError:
+        value = given
+    return check_number(InvalidConfigError, LOG_INTERVAL_VARIABLE, value, 0.0, open_low=True)
 
 
 def _profiler_folder(given: dict[str, Any] | None) -> Path | None:

@@ -30,6 +30,7 @@ from specrs.server.endpoints import Result
 from specrs.server.errors import APIError, api_error
 from specrs.server.generation import Generation
 from specrs.server.limits import MAX_REQUEST_ID_LENGTH
+from specrs.server.logs import REQUEST_ID
 from specrs.server.metrics import CONTENT_TYPE
 from specrs.server.openapi import openapi
 
@@ -148,6 +149,7 @@ class PostEndpoint:
         """Answer one request. `X-Request-Id` comes back as it was given, or made here; the answer's id has it, too."""
         context = self._context
         name = _request_id(scope)
+        REQUEST_ID.set(name)
 
         async def tell(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -164,6 +166,7 @@ class PostEndpoint:
             return
         if isinstance(body, protocol.SamplingBody):
             name = body.request_id = body.request_id or name
+            REQUEST_ID.set(name)
         await _while_connected(receive, self._answer(body, scope, receive, tell))
 
     async def _answer(self, body: protocol.Body, scope: Scope, receive: Receive, send: Send) -> None:

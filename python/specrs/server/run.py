@@ -19,13 +19,14 @@ import uvicorn
 
 from specrs.async_llm import AsyncLLM
 from specrs.config import EngineConfig
-from specrs.errors import InvalidConfigError, invalid_config
+from specrs.errors import EngineDeadError, InvalidConfigError, invalid_config
 from specrs.processes.limits import allow_open_files
 from specrs.server.app import build_app
 from specrs.server.context import Context
 from specrs.server.defaults import checkpoint_defaults
 from specrs.server.http import DeadlineProtocol
 from specrs.server.limits import SEND_BUFFER, HTTPLimits
+from specrs.server.logs import INTERVAL, log_figures, log_what_runs
 from specrs.server.metrics import Metrics
 from specrs.server.profiler import Profiler
 from specrs.server.templates import TemplateRenderer
@@ -55,6 +56,8 @@ class ServerSettings:
     max_num_queued_reqs: int | None = None
     shutdown_timeout: float = 0.0
     access_log: bool = True
+    log_stats_interval: float | None = INTERVAL
+    """Seconds between two lines of figures under load; None: no such lines."""
     report_speculation: bool = False
     profiler_folder: Path | None = None
     limits: HTTPLimits = field(default_factory=HTTPLimits)
@@ -156,8 +159,10 @@ class _Process:
             dead.set()
         self._listener.listen(min(self._settings.limits.max_connections, 2048))
         serving = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
-        self._announce()
+        await self._announce()
+        figures = asyncio.ensure_future(self._log_figures())
         await _first(stop.wait(), dead.wait(), asyncio.shield(serving))
+        figures.cancel()
         self._context.draining = True
         failed = llm.error is not None
         if failed:
@@ -172,7 +177,14 @@ class _Process:
         await serving
         return failed or llm.error is not None
 
-    def _announce(self) -> None:
+    async def _log_figures(self) -> None:
+        if self._settings.log_stats_interval is not None:
+            with contextlib.suppress(EngineDeadError):
+                await log_figures(self._context.llm, self._settings.log_stats_interval)
+
+    async def _announce(self) -> None:
+        with contextlib.suppress(EngineDeadError):
+            await log_what_runs(self._context.llm)
         host, port = self._listener.getsockname()[:2]
         address = f"[{host}]" if ":" in host else host
         logger.info("Serving %s on http://%s:%d", self._context.model_names[0], address, port)
