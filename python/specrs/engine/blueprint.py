@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,6 +18,7 @@ from specrs.drafters.vocabulary import TranslatedDraftModel
 from specrs.engine.weights import Weights
 from specrs.errors import InvalidConfigError, invalid
 from specrs.models.base import Model
+from specrs.models.dense import Dense
 from specrs.sampling import RequestLimits, max_constraint_len
 
 Declared = CachedDrafter | HiddenDrafter | TextDrafter | NgramProposer | SuffixDrafter
@@ -100,6 +101,24 @@ class Blueprint:
         return max(known) if len(known) == len(windows) else None
 
     @property
+    def window_groups(self) -> tuple[int, ...]:
+        """Windows of the target's KV groups behind the first."""
+        groups = self.weights.target.kv_groups
+        return () if groups is None else tuple(max(2, window) for window in groups.windows[1:] if window is not None)
+
+    def with_kv_groups(self) -> Blueprint:
+        """The same with a KV group for each window of the target's layers, where its passes know groups and a request
+        of full length takes less memory so."""
+        target = self.weights.target
+        if self.on_gpu or not isinstance(target, Dense) or target.kv_groups is not None:
+            return self
+        grouped = replace(self, weights=replace(self.weights, target=target.with_kv_groups()))
+        if not grouped.window_groups:
+            return self
+        one, several = (made.least_blocks * made.bytes_per_block for made in (self, grouped))
+        return grouped if several < one else self
+
+    @property
     def least_blocks(self) -> int:
         """KV blocks without which no request of full length gets to its end."""
         return self.scheduler(1).least_blocks(self.max_model_len)
@@ -156,6 +175,7 @@ class Blueprint:
             num_speculative_tokens=self.num_speculative_tokens,
             drafter=self._declared(measuring),
             sliding_window=self.sliding_window,
+            window_groups=self.window_groups,
             max_in_flight=self.depth,
             max_constraint_len=max_constraint_len(self.weights.target.vocab_size),
             logits_dtype=str(self.logits_dtype).removeprefix("torch."),

@@ -38,7 +38,7 @@ def build_engine(config: EngineConfig, weights: Weights | None = None) -> Engine
             "not the target's",
             stacklevel=2,
         )
-    blueprint = Blueprint(config, load_weights(config) if weights is None else weights)
+    blueprint = Blueprint(config, load_weights(config) if weights is None else weights).with_kv_groups()
     blocks = num_blocks(blueprint)
     scheduler = blueprint.scheduler(blocks)
     engine = Engine(make_parts(blueprint, scheduler, make_runner(blueprint, scheduler, blocks)))
@@ -89,7 +89,11 @@ def num_blocks(blueprint: Blueprint) -> int:
 
         return measure_num_blocks(blueprint)
     return resolve_num_blocks(
-        blueprint.config, blueprint.bytes_per_block, blueprint.max_model_len, blueprint.least_blocks
+        blueprint.config,
+        blueprint.bytes_per_block,
+        blueprint.max_model_len,
+        blueprint.least_blocks,
+        1 + len(blueprint.window_groups),
     )
 
 
@@ -123,7 +127,13 @@ def make_runner(blueprint: Blueprint, scheduler: Scheduler, blocks: int) -> Runn
         model,
         model.allocate_cache(blocks, config.block_size),
         blueprint.drafter(blocks),
-        RowState.allocate(config.max_num_seqs, blueprint.max_model_len, config.block_size, blueprint.device),
+        RowState.allocate(
+            config.max_num_seqs,
+            blueprint.max_model_len,
+            config.block_size,
+            blueprint.device,
+            1 + len(blueprint.window_groups),
+        ),
         SamplingState(config.max_num_seqs, model.vocab_size, blueprint.logits_dtype, blueprint.device),
         block_size=config.block_size,
         rule=config.rule,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
+from specrs.models.kv_groups import KVGroups
 
 
 class HiddenStates(NamedTuple):
@@ -67,8 +68,13 @@ class Model(Protocol):
         """The last positions that its layers attend, where each has a window: the largest; None: some attend all."""
         return None
 
+    @property
+    def kv_groups(self) -> KVGroups | None:
+        """The groups that its passes look for KV by; None: all layers are in one."""
+        return None
+
     def bytes_per_block(self, block_size: int) -> int:
-        """Bytes of KV of one block, all layers."""
+        """Bytes of KV of one block: of all layers, or of those of a group."""
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """A zeroed cache of its own layout."""

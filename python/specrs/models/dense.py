@@ -8,7 +8,7 @@ themselves, without a function between.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from specrs.models.dense_weights import DenseFacts, DenseWeights, ExpertWeights
 from specrs.models.experts import Experts
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
+from specrs.models.kv_groups import KVGroups, kv_groups
 from specrs.models.rope import Rope, rope_magnitude
 
 
@@ -49,6 +50,12 @@ class Dense(DenseFacts):
     """A dense decoder on a CPU, by torch; the reference of `dense_cuda.CudaDense`."""
 
     weights: DenseWeights
+    kv_groups: KVGroups | None = None
+    """See `Model`."""
+
+    def with_kv_groups(self) -> Dense:
+        """The same with a KV group for each window that layers have, where they have different ones."""
+        return replace(self, kv_groups=kv_groups(self.config.windows))
 
     def with_buffers(self, max_rows: int, max_seqs: int, num_hidden_layers: int = 0) -> Model:
         """See `Model`: the CUDA pass over the same weights."""
@@ -59,19 +66,15 @@ class Dense(DenseFacts):
     def forward(self, inputs: PassInputs, kv_cache: KVCache, hidden_layers: Sequence[int] = ()) -> HiddenStates:
         """See `Model`."""
         shape, windows = self._shape(kv_cache), self.config.windows or (None,) * self.num_layers
-        plans = {
-            size: plan_attention(
-                inputs.positions,
-                inputs.slots,
-                inputs.q_start,
-                inputs.block_table,
-                shape,
-                inputs.k_start,
-                visibility=None if size is None else window(size),
+        groups = (0,) * self.num_layers if self.kv_groups is None else self.kv_groups.of_layer
+        kinds, plans = list(zip(groups, windows, strict=True)), {}
+        for group, size in set(kinds):
+            slots, table = inputs.in_group(group)
+            visibility = None if size is None else window(size)
+            plans[group, size] = plan_attention(
+                inputs.positions, slots, inputs.q_start, table, shape, inputs.k_start, visibility
             )
-            for size in set(windows)
-        }
-        attention = tuple(plans[size] for size in windows)
+        attention = tuple(plans[kind] for kind in kinds)
         plan = PassPlan(self._rotations(inputs.positions), attention)
         return self._run(inputs.input_ids, plan, kv_cache, hidden_layers)
 

@@ -130,8 +130,8 @@ class DenseFacts(Model):
 
     def bytes_per_block(self, block_size: int) -> int:
         """See `Model`."""
-        return KVCache.bytes_per_block(self.config, block_size, self.dtype)
+        return KVCache.bytes_per_block(self.config, block_size, self.dtype, self.kv_groups)
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """See `Model`."""
-        return KVCache.allocate(self.config, num_blocks, block_size, self.dtype, self.device)
+        return KVCache.allocate(self.config, num_blocks, block_size, self.dtype, self.device, self.kv_groups)

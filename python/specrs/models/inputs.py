@@ -31,3 +31,15 @@ class PassInputs:
     k_start: Tensor | None = None
     """[B] the first key that a request's rows attend; None: 0. Models with a window in every layer alone are given it:
     what lies before it has left the windows of all passes to come."""
+    group_slots: Tensor | None = None
+    """[G - 1, N] KV slots in the groups behind the first (`KVGroups`), as `slots` in the first; None: there is one."""
+    group_tables: Tensor | None = None
+    """[G - 1, B, max_blocks] their block ids, as `block_table`. Entries before a group's window mean nothing."""
+
+    def in_group(self, group: int) -> tuple[Tensor, Tensor]:
+        """Slots [N] and block table [B, max_blocks] of a group."""
+        if group == 0:
+            return self.slots, self.block_table
+        assert self.group_slots is not None
+        assert self.group_tables is not None
+        return self.group_slots[group - 1], self.group_tables[group - 1]

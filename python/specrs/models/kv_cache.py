@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specrs.models.config import ModelConfig
+from specrs.models.kv_groups import KVGroups
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,20 +21,29 @@ class KVCache:
     """
 
     layers: list[Tensor]
-    """Per layer `[num_blocks + 1, 2, kv_heads, block_size, head_dim]`, contiguous; dimension 1 is K, V."""
+    """Per layer `[num_blocks + 1, 2, kv_heads, block_size, head_dim]`, contiguous; dimension 1 is K, V. Layers of
+    different groups may be the same tensor."""
     block_size: int
 
     @classmethod
     def allocate(
-        cls, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device | str
+        cls,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        groups: KVGroups | None = None,
     ) -> "KVCache":
-        """A cache of `num_blocks` blocks and the scratch block, all zero.
+        """A cache of `num_blocks` blocks and the scratch block, all zero; with `groups` a block is one of any group.
 
         On a CPU the memory is mapped page by page when first written: numpy asks for zeroed pages where torch.zeros
         writes them, 2 s and 1 GiB for each GiB.
         """
-        shape = (config.num_layers, num_blocks + 1, 2, config.num_kv_heads, block_size, config.head_dim)
-        return cls(list(_zeros(shape, dtype, device).unbind(0)), block_size)
+        num_layers = config.num_layers if groups is None else groups.layers_per_block
+        shape = (num_layers, num_blocks + 1, 2, config.num_kv_heads, block_size, config.head_dim)
+        layers = list(_zeros(shape, dtype, device).unbind(0))
+        return cls(layers if groups is None else [layers[place] for place in groups.places], block_size)
 
     @classmethod
     def of_layers(
@@ -49,9 +59,12 @@ class KVCache:
         return cls([_zeros(shape, dtype, device) for shape in shapes], block_size)
 
     @staticmethod
-    def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-        """Bytes of one block over all layers, K and V."""
-        return 2 * config.num_layers * config.num_kv_heads * block_size * config.head_dim * dtype.itemsize
+    def bytes_per_block(
+        config: ModelConfig, block_size: int, dtype: torch.dtype, groups: KVGroups | None = None
+    ) -> int:
+        """Bytes of one block over all layers, or those of a group, K and V."""
+        num_layers = config.num_layers if groups is None else groups.layers_per_block
+        return 2 * num_layers * config.num_kv_heads * block_size * config.head_dim * dtype.itemsize
 
     @property
     def num_blocks(self) -> int:

@@ -73,6 +73,7 @@ class Iteration:
     block_table: Tensor  # [B, blocks] int64
     block_size: int
     max_context: int  # host bound of position + 1 over all passes
+    group_tables: Tensor | None = None  # [G-1, B, blocks] int64, of the KV groups behind the first; None: there is one
 
     @property
     def max_k(self) -> int:
@@ -81,6 +82,15 @@ class Iteration:
 
     def slots(self, positions: Tensor) -> Tensor:
         """Slots of positions `[B, C]` int64 of each entry, the same shape; -1 for masked ones and beyond capacity."""
-        index = (positions // self.block_size).clamp_(0, self.block_table.shape[1] - 1)
-        slots = self.block_table.gather(1, index) * self.block_size + positions % self.block_size
+        return self._slots(positions, self.block_table)
+
+    def flat_group_slots(self, positions: Tensor) -> Tensor | None:
+        """The same of flat rows in the groups behind the first, `[G-1, N]`; None: there is one group."""
+        if self.group_tables is None:
+            return None
+        return torch.stack([self.flat.take(self._slots(positions, table)) for table in self.group_tables])
+
+    def _slots(self, positions: Tensor, table: Tensor) -> Tensor:
+        index = (positions // self.block_size).clamp_(0, table.shape[1] - 1)
+        slots = table.gather(1, index) * self.block_size + positions % self.block_size
         return slots.masked_fill_((positions < 0) | (positions >= self.capacity[:, None]), -1)

@@ -104,6 +104,7 @@ def prepare(
         block_table=state.block_table.narrow(1, 0, blocks).index_select(0, rows),
         block_size=block_size,
         max_context=min(max_context, blocks * block_size),
+        group_tables=state.group_tables[:, rows, :blocks] if len(state.group_tables) else None,
     )
 
 
@@ -280,6 +281,8 @@ def verify(
         block_table=it.block_table,
         max_q_len=it.max_k + 1,
         max_context=it.max_context,
+        group_slots=it.flat_group_slots(fed),
+        group_tables=it.group_tables,
     )
     hidden = target.forward(inputs, kv_cache, hidden_layers)
     return Scored(target.compute_logits(hidden.final), positions, tokens[:, 1:], hidden.entries)

@@ -23,14 +23,19 @@ def prefill_inputs(state: RowState, host: Views, device: Views, header: Header) 
     """
     chunks, tokens = slice(0, header.num_prefill), slice(0, header.num_prefill_tokens)
     lengths = host["chunk_len"][chunks]
+    rows = device["entry_row"][header.num_decode : header.num_decode + header.num_prefill]
+    slots = device["prefill_slot"].view(1 + len(state.group_tables), -1)[:, tokens]
+    several = len(state.group_tables) > 0
     return PassInputs(
         input_ids=device["prefill_token"][tokens],
         positions=device["prefill_position"][tokens],
-        slots=device["prefill_slot"][tokens],
+        slots=slots[0],
         q_start=device["prefill_q_start"][: header.num_prefill + 1],
-        block_table=state.block_table[device["entry_row"][header.num_decode : header.num_decode + header.num_prefill]],
+        block_table=state.block_table[rows],
         max_q_len=int(lengths.max()),
         max_context=int((host["chunk_start"][chunks] + lengths).max()),
+        group_slots=slots[1:] if several else None,
+        group_tables=state.group_tables[:, rows] if several else None,
     )
 
 

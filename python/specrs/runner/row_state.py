@@ -24,13 +24,16 @@ class RowState:
     min_len: Tensor  # [R+1] int64, stop ids count only for tokens at positions >= min_len
     active: Tensor  # [R+1] bool
     tokens: Tensor  # [R+1, max_model_len + 1] int64
-    block_table: Tensor  # [R+1, max_blocks] int64
+    block_table: Tensor  # [R+1, max_blocks] int64, in the first KV group
     stop_ids: Tensor  # [R+1, MAX_STOP_IDS] int64, -1 is padding
+    group_tables: Tensor  # [G-1, R+1, max_blocks] int64, block tables in the KV groups behind the first
 
     @classmethod
-    def allocate(cls, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> RowState:
+    def allocate(
+        cls, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device, num_groups: int = 1
+    ) -> RowState:
         """Zeroed state for `max_num_seqs` rows plus the padding row."""
-        rows = max_num_seqs + 1
+        rows, blocks = max_num_seqs + 1, -(-max_model_len // block_size)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -42,8 +45,9 @@ class RowState:
             min_len=zeros(rows),
             active=zeros(rows, dtype=torch.bool),
             tokens=zeros(rows, max_model_len + 1),
-            block_table=zeros(rows, -(-max_model_len // block_size)),
+            block_table=zeros(rows, blocks),
             stop_ids=torch.full((rows, MAX_STOP_IDS), -1, dtype=torch.int64, device=device),
+            group_tables=zeros(num_groups - 1, rows, blocks),
         )
 
     @property

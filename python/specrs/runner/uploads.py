@@ -41,5 +41,11 @@ def apply_uploads(state: RowState, sampling: SamplingState, host: Views, device:
         sampling.admit(device, header.num_admitted)
     if header.num_block_updates:
         updates = slice(0, header.num_block_updates)
-        index = (device["block_row"][updates], device["block_index"][updates])
-        state.block_table.index_put_(index, device["block_id"][updates])
+        rows, indices, ids = (device[name][updates] for name in ("block_row", "block_index", "block_id"))
+        if len(state.group_tables) == 0:
+            state.block_table.index_put_((rows, indices), ids)
+            return
+        groups = device["block_group"][updates]
+        first, further = groups == 0, groups > 0
+        state.block_table.index_put_((rows[first], indices[first]), ids[first])
+        state.group_tables.index_put_((groups[further] - 1, rows[further], indices[further]), ids[further])
