@@ -232,3 +232,13 @@ def test_the_document_names_every_endpoint(server: Server) -> None:
         "/model_info",
         "/server_info",
     }
+
+
+def test_the_document_names_the_methods_of_each_path(server: Server) -> None:
+    paths = server.get("/openapi.json").json["paths"]
+    assert {"/ping", "/health", "/v1/completions"} <= set(paths)
+    for path, operations in paths.items():
+        answer = server.request("OPTIONS", path.replace("{name}", "bundled"))
+        assert answer.status == 405
+        allowed = {method.strip().lower() for method in answer.headers["allow"].split(",")} - {"head"}
+        assert allowed == operations.keys() - {"parameters"}, path
