@@ -1441,6 +1441,8 @@ class CpuWeights:
         head: Mapping[str, object] | None = None,
         rotations: tuple[list[tuple[list[float], float]], list[int | None]] | None = None,
         multipliers: tuple[float, float, float] | None = None,
+        windows: list[int | None] | None = None,
+        activation: str = "silu",
     ) -> CpuWeights:
         """A decoder's weights; sizes by the names of config.json.
 
@@ -1450,8 +1452,11 @@ class CpuWeights:
 
         Args:
             embedding: `[vocab_size, hidden_size]`.
-            layers: a mapping each: `input_norm` and `post_attention_norm` `[hidden_size]`; `q_norm` and `k_norm`
-                `[head_dim]` or None; the projections `qkv` (all heads of q, then k, then v), `o`, `gate_up`, `down`.
+            layers: a mapping each: `input_norm` and `post_attention_norm` `[hidden_size]`, or None where attention and
+                MLP are fed the residual stream as it is; `attention_output_norm` and `mlp_output_norm` `[hidden_size]`
+                of what they add to it, or None, or not there; `q_norm` and `k_norm` `[head_dim]` or None, with
+                `qk_norm_whole` `[heads * head_dim]`, for all heads as one; the projections `qkv` (all heads of q, then
+                k, then v), `o`, `gate_up`, `down`.
             final_norm: `[hidden_size]`.
             lm_head: a projection from hidden_size to vocab_size.
             frequencies: `[head_dim / 2]`, the angle of each rotated pair at position 1.
@@ -1467,6 +1472,8 @@ class CpuWeights:
                 for each layer which of them it has, or None. None: `frequencies` in all layers.
             multipliers: of embeddings, of what attention and MLP add to the residual stream, and of attention scores.
                 None: 1, 1 and 1 / sqrt(head_dim).
+            windows: for each layer how many positions a row attends, its own among them and the last; None: all.
+            activation: of the MLP's gate, `silu` or `gelu_pytorch_tanh`.
 
         Raises:
             InvalidConfigError: a size is negative.
@@ -1529,8 +1536,7 @@ class CpuDecoder:
             entries: `[N, L, hidden_size]`, written: the residual stream where it enters those layers; at layer 1 of a
                 head what its next pass is fed.
             beside: `[N, hidden_size]`, for a head and only for it: each row's hidden state.
-            k_start: `[B]`, with `beside`: the first position that a request's rows attend, none of which is before it;
-                None: 0.
+            k_start: `[B]`, the first position that a request's rows attend, none of which is before it; None: 0.
 
         Raises:
             InvalidBufferError: an array has the wrong dtype, layout or size, or names a token, position, slot, block or
@@ -1586,12 +1592,12 @@ class CpuIteration:
         """For launches of `scheduler`, whose settings are read now.
 
         Args:
-            state: R = max_num_seqs. `num_tokens`, `draft_len`, `limit`, `min_len`, `prompt_len`, `seeds` `[R + 1]`
-                int64; `active` `[R + 1]` bool; `tokens` `[R + 1, max_model_len + 1]`, `block_table`
+            state: R = max_num_seqs. `num_tokens`, `draft_len`, `draft_start`, `limit`, `min_len`, `prompt_len`, `seeds`
+                `[R + 1]` int64; `active` `[R + 1]` bool; `tokens` `[R + 1, max_model_len + 1]`, `block_table`
                 `[R + 1, max_blocks]`, `stop_ids` `[R + 1, MAX_STOP_IDS]` int64; `params`
                 `[R + 1, len(PARAM_COLUMNS)]` float32. With a `HiddenDrafter` `hidden_states`
-                `[R + 1, max_draft_lag * numbers of a position]` float32, `hidden_start` and `draft_start` `[R + 1]`
-                int64. They are kept alive, and written by `run`.
+                `[R + 1, max_draft_lag * numbers of a position]` float32 and `hidden_start` `[R + 1]` int64. They are
+                kept alive, and written by `run`.
             draft: of a scheduler with a `CachedDrafter`, or an EAGLE-3 head of one with a `HiddenDrafter`.
             rule: `rejection` or `coupled`, for requests that sample.
             rates: `[K]`; drafts stand at these unconditional rates by position, whatever the models say: for timing.

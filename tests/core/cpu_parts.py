@@ -61,7 +61,7 @@ def scheduler(**fields: object) -> core.Scheduler:
 
 def state() -> dict[str, np.ndarray]:
     """Row state of one row and the reserved one, 8 positions in 2 blocks."""
-    ones = ("num_tokens", "draft_len", "limit", "min_len", "prompt_len", "seeds")
+    ones = ("num_tokens", "draft_len", "draft_start", "limit", "min_len", "prompt_len", "seeds")
     shapes = {"tokens": 9, "block_table": 2, "stop_ids": core.MAX_STOP_IDS}
     made: dict[str, np.ndarray] = {name: np.zeros(2, np.int64) for name in ones}
     made |= {name: np.zeros((2, width), np.int64) for name, width in shapes.items()}

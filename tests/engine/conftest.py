@@ -33,6 +33,12 @@ def native_llama_bank(llama_bank: Bank) -> Bank:
 
 
 @pytest.fixture(scope="session")
+def native_gemma_bank(tmp_path_factory: pytest.TempPathFactory) -> Bank:
+    """Windows in one layer of two, norms around, GELU: in bf16."""
+    return native_bank(make_bank(tmp_path_factory.mktemp("gemma"), "gemma3_text"), "bfloat16")
+
+
+@pytest.fixture(scope="session")
 def head_bank(tmp_path_factory: pytest.TempPathFactory) -> Bank:
     """A target with EAGLE-3 heads."""
     return make_head_bank(tmp_path_factory.mktemp("heads"))

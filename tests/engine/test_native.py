@@ -80,15 +80,21 @@ def alone(target: Path, prompt: tuple[int, ...], dtype: str, bf16_rows: bool = F
 
 
 @pytest.mark.parametrize(
-    ("family", "bf16_rows"), [("native_qwen_bank", False), ("native_llama_bank", False), ("native_llama_bank", True)]
+    ("family", "bf16_rows"),
+    [
+        ("native_qwen_bank", False),
+        ("native_llama_bank", False),
+        ("native_llama_bank", True),
+        ("native_gemma_bank", False),
+    ],
 )
 @sweep(15)
 @given(data=st.data())
 def test_logits_are_the_same_bits(
-    family: str, bf16_rows: bool, data: st.DataObject, request_bank: dict[str, Bank]
+    family: str, bf16_rows: bool, data: st.DataObject, request_bank: dict[str, Bank], native_gemma_bank: Bank
 ) -> None:
     """Whatever K, batch, threads, blocks, chunks, preemptions and prefix hits."""
-    bank = request_bank[family]
+    bank = (request_bank | {"native_gemma_bank": native_gemma_bank})[family]
     engine_k = data.draw(st.integers(0, 6), label="engine K")
     block_size = data.draw(st.sampled_from([1, 8, 16, 32]), label="block size")
     blocks = -(-128 // block_size)
@@ -151,7 +157,7 @@ def test_bf16_rows_need_bf16_weights(native_qwen_bank: Bank, native_llama_bank: 
     folder = make_checkpoint(tmp_path / "float64", dtype=torch.float64, vocab=211)
     with pytest.raises(UnsupportedConfigError, match=r"^cpu_bf16_rows=True: not implemented with dtype='float64'"):
         build_engine(config(folder, None, k=0, dtype="auto", cpu_bf16_rows=True))
-    folder = make_checkpoint(tmp_path / "windows", "mistral", sliding_window=9, vocab=211)
+    folder = make_checkpoint(tmp_path / "experts", "mixtral", vocab=211)
     with pytest.raises(UnsupportedConfigError, match="a model that is served op by op; allowed: False"):
         build_engine(config(folder, None, k=0, dtype="bfloat16", cpu_bf16_rows=True))
     engine = build_engine(

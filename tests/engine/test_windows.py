@@ -1,26 +1,24 @@
 """Models whose layers see the last positions only: their text is that of transformers, whatever is drafted."""
 
-import logging
-from dataclasses import replace
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from specrs.engine.blueprint import Blueprint
-from specrs.engine.weights import load_weights
-from specrs.errors import InvalidConfigError, UnsupportedConfigError
-from specrs.models.dense import Dense
+from specrs.errors import InvalidConfigError
 from sweep import sweep
 
 from engine.harness import (
     LONGEST,
     Bank,
-    config,
     greedy_jobs,
     make_bank,
     make_engine,
+    native_bank,
     poison,
     request,
     run,
@@ -36,15 +34,29 @@ def window_bank(tmp_path_factory: pytest.TempPathFactory) -> Bank:
     return make_bank(tmp_path_factory.mktemp("windows"), "mistral", tie=False, sliding_window=9)
 
 
-@sweep(10)
+@pytest.fixture(scope="module")
+def banks(window_bank: Bank) -> dict[str, Bank]:
+    """The same for either runner."""
+    native = {dtype: native_bank(window_bank, dtype) for dtype in ("float32", "bfloat16")}
+    return {"float64": window_bank} | native
+
+
+@pytest.fixture(params=["float64", "float32"])
+def either(request: pytest.FixtureRequest, banks: dict[str, Bank]) -> Bank:
+    """Each runner in turn."""
+    return banks[request.param]
+
+
+@sweep(16)
 @given(data=st.data())
-def test_greedy_text(data: st.DataObject, window_bank: Bank) -> None:
-    bank, fields = window_bank, data.draw(engine_settings(), label="engine")
+def test_greedy_text(data: st.DataObject, banks: dict[str, Bank]) -> None:
+    bank = banks[data.draw(st.sampled_from(sorted(banks)), label="dtype")]
+    fields = data.draw(engine_settings(), label="engine")
     k = data.draw(st.integers(0, 8), label="K")
     draft = data.draw(st.sampled_from(sorted(bank.drafts)), label="draft")
     if draft != "small":  # blocks come back behind the window, so no request needs more than three of 8 positions
         fields["num_gpu_blocks_override"] = data.draw(st.sampled_from([3, 5, 9, 64]), label="blocks")
-    engine = make_engine(bank.target, bank.drafts[draft], k=k, **fields)
+    engine = make_engine(bank.target, bank.drafts[draft], k=k, dtype=bank.dtype, **fields)
     poison(engine)
     jobs = data.draw(greedy_jobs(bank, k), label="requests")
     requests = submit(engine, bank, jobs, k, ignore_eos=True)
@@ -53,21 +65,15 @@ def test_greedy_text(data: st.DataObject, window_bank: Bank) -> None:
         assert made.output_token_ids == bank.continuations[which][:max_tokens]
 
 
-def test_they_are_served_op_by_op(window_bank: Bank, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "specrs"):
-        weights = load_weights(config(window_bank.target, None, k=0, dtype="float32"))
-    assert type(weights.target) is Dense
-    expected = f"{window_bank.target} is served op by op: the native pass does not know its sliding_window"
-    assert [record.message for record in caplog.records] == [expected]
-    with pytest.raises(UnsupportedConfigError, match=r"quantization='int8': not implemented for .* sliding_window"):
-        load_weights(config(window_bank.target, None, k=0, dtype="float32", quantization="int8"))
+def test_native_text_is_transformers_own(banks: dict[str, Bank]) -> None:
+    assert banks["float32"].continuations == banks["float64"].continuations
 
 
 @pytest.mark.parametrize(("draft", "windowed"), [(None, True), ("equal", True), ("close", True), ("small", False)])
-def test_blocks_behind_the_window_come_back(window_bank: Bank, draft: str | None, windowed: bool) -> None:
-    bank, k = window_bank, 0 if draft is None else 3
+def test_blocks_behind_the_window_come_back(either: Bank, draft: str | None, windowed: bool) -> None:
+    bank, k = either, 0 if draft is None else 3
     folder = None if draft is None else bank.drafts[draft]
-    engine = make_engine(bank.target, folder, k=k, block_size=8, num_gpu_blocks_override=32)
+    engine = make_engine(bank.target, folder, k=k, dtype=bank.dtype, block_size=8, num_gpu_blocks_override=32)
     poison(engine)
     longest = max(range(len(bank.prompts)), key=lambda i: len(bank.prompts[i]))
     (made,) = submit(engine, bank, [(longest, k, LONGEST, 0)], k, ignore_eos=True)
@@ -81,9 +87,9 @@ def test_blocks_behind_the_window_come_back(window_bank: Bank, draft: str | None
 
 
 @pytest.mark.parametrize("draft", [None, "equal", "small"])
-def test_memory_for_a_window_is_enough(window_bank: Bank, draft: str | None) -> None:
+def test_memory_for_a_window_is_enough(banks: dict[str, Bank], draft: str | None) -> None:
     """A pool of bytes is asked for what a request holds, not for all of its positions, unless a draft sees all."""
-    bank, k, size = window_bank, 0 if draft is None else 3, 8
+    bank, k, size = banks["float64"], 0 if draft is None else 3, 8
     folder = None if draft is None else bank.drafts[draft]
     one = make_engine(bank.target, folder, k=k, block_size=size, num_gpu_blocks_override=64)
     whole, least = 128 // size, one.scheduler.least_blocks(128)
@@ -102,14 +108,13 @@ def test_memory_for_a_window_is_enough(window_bank: Bank, draft: str | None) -> 
 
 
 @pytest.mark.parametrize("place", [0, 30, 59])
-def test_a_fault_anywhere_in_a_chunk_is_seen(window_bank: Bank, place: int) -> None:
+def test_a_fault_anywhere_in_a_chunk_is_seen(either: Bank, place: int, tmp_path: Path) -> None:
     """Two layers of 9 positions: the last row of a chunk of 60 has seen 17, and others would find its blocks."""
-    engine = make_engine(window_bank.target, None, k=0)
-    target = engine.runner.target
-    assert isinstance(target, Dense)
-    embedding = target.weights.embedding.clone()
-    embedding[7] = torch.nan
-    engine.runner.target = replace(target, weights=replace(target.weights, embedding=embedding))
+    folder = shutil.copytree(either.target, tmp_path / "broken")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"][7] = torch.nan
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    engine = make_engine(folder, None, k=0, dtype=either.dtype)
     prompt = [20 + i for i in range(60)]
     prompt[place] = 7
     made = request(0, prompt, k=0, max_tokens=5, engine_k=0)

@@ -17,8 +17,8 @@ from specrs.models.eagle3_native import NativeEagle3Head
 from torch import Tensor
 
 
-def config(vocab_size: int, hidden_size: int = 16) -> ModelConfig:
-    """One layer of two query heads and one KV head."""
+def config(vocab_size: int, hidden_size: int = 16, window: int | None = None) -> ModelConfig:
+    """One layer of two query heads and one KV head, which sees the last `window` positions."""
     return ModelConfig(
         architecture="Qwen3ForCausalLM",
         vocab_size=vocab_size,
@@ -40,6 +40,7 @@ def config(vocab_size: int, hidden_size: int = 16) -> ModelConfig:
         checkpoint_dtype="float32",
         eos_token_ids=(),
         mask_token_id=None,
+        windows=() if window is None else (window,),
     )
 
 
@@ -72,10 +73,10 @@ def weights(c: ModelConfig, embedding: Tensor, lm_head: Tensor, scale: float, se
     )
 
 
-def random_model(vocab_size: int, seed: int) -> NativeDense:
+def random_model(vocab_size: int, seed: int, window: int | None = None) -> NativeDense:
     """Logits of a few units, so that drafts of another such model are sometimes right."""
     generator = torch.Generator().manual_seed(seed)
-    c = config(vocab_size)
+    c = config(vocab_size, window=window)
     ends = [torch.randn(vocab_size, c.hidden_size, generator=generator) for _ in range(2)]
     return NativeDense(weights(c, *ends, 0.3, seed))
 

@@ -56,7 +56,9 @@ class Side:
 class Pair:
     """An eager and a native runner of the same models on states and caches of their own."""
 
-    def __init__(self, drafter: str, rule: str, rates: list[float] | None, draft_vocab: int) -> None:
+    def __init__(
+        self, drafter: str, rule: str, rates: list[float] | None, draft_vocab: int, window: int | None
+    ) -> None:
         model = CachedDrafter(max_model_len=MAX_LEN - 6, max_draft_lag=2)
         parallel = CachedDrafter(max_model_len=MAX_LEN - 6, max_draft_lag=MAX_K + 1, mask_token_id=MASK)
         head = HiddenDrafter(max_model_len=MAX_LEN - 6, max_draft_lag=MAX_K + 3)
@@ -79,9 +81,10 @@ class Pair:
             num_speculative_tokens=MAX_K if declared else 0,
             drafter=declared,
             max_constraint_len=64,
+            sliding_window=window,
         )
-        target = random_model(VOCAB, 1)
-        draft: NativeDense | NativeEagle3Head = random_model(draft_vocab, 2)
+        target = random_model(VOCAB, 1, window)
+        draft: NativeDense | NativeEagle3Head = random_model(draft_vocab, 2, window)
         if drafter in HEADS:
             few = draft_vocab < VOCAB
             draft = random_head(target, draft_vocab, 2, fc_norm=few, norm_output=rule == "coupled")
@@ -135,7 +138,7 @@ class Made:
 
     def __init__(self, rng: np.random.Generator, runner: EagerRunner, slot: RingSlot, drafter: str) -> None:
         self.rng, self.state, self.record, self.drafter = rng, runner.state, slot.record_arrays, drafter
-        self.hidden = runner.hidden
+        self.hidden, self.windowed = runner.hidden, runner.k_start is not None
         self.header = dict.fromkeys(core.HEADER_FIELDS, 0)
         slot.record[:] = -7  # what a launch does not count, it must not read
         rows = rng.permutation(ROWS).tolist()
@@ -296,6 +299,8 @@ class Made:
             positions = np.arange(start, start + length)
             slots = np.where(self.rng.random(length) < 0.2, -1, self._slots(row, positions))
             told = {"draft_chunk_row": row, "draft_chunk_start": start, "draft_chunk_len": length}
+            # Behind a window a draft may begin anywhere that its rows attend.
+            told["draft_chunk_k_start"] = int(self.rng.integers(0, start + 1)) if self.windowed else 0
             for name, value in told.items():
                 record[name][j] = value
             record["draft_position"][at : at + length], record["draft_slot"][at : at + length] = positions, slots
@@ -336,6 +341,10 @@ def shake(pair: Pair, rng: np.random.Generator) -> None:
     other, hidden = pair.eager.runner, pair.native.runner.hidden
     if hidden is not None:
         shake_hidden(hidden, state, rng)
+    if pair.native.runner.k_start is not None:
+        assert other.k_start is not None
+        torch.minimum(pair.native.runner.k_start, state.draft_len, out=pair.native.runner.k_start)
+        other.k_start.copy_(pair.native.runner.k_start)
     for field in fields(RowState):
         getattr(other.state, field.name).copy_(getattr(state, field.name))
     if hidden is not None:
@@ -378,6 +387,9 @@ def compare(pair: Pair, made: Made) -> dict[str, int]:
             assert torch.equal(getattr(native.runner.hidden, name), getattr(eager.runner.hidden, name)), name
         kept_states = (side.runner.hidden.states[:ROWS, :-1].view(torch.int32) for side in (native, eager))  # type: ignore[union-attr]
         assert torch.equal(*kept_states)
+    if native.runner.k_start is not None:
+        assert eager.runner.k_start is not None
+        assert torch.equal(native.runner.k_start, eager.runner.k_start)
     # Where blocks are short the native runner feeds nothing; the scratch block is anything.
     flags = native.slot.results_arrays["flags"][:count]
     rows = native.slot.record_arrays["entry_row"][:count][flags & core.FLAG_CAPACITY != 0].tolist()
@@ -419,14 +431,20 @@ CASES: list[tuple[str, str, list[float] | None, int]] = [
     ("mixed head", "rejection", None, VOCAB),
     ("mixed head", "coupled", None, VOCAB - 7),
     ("none", "coupled", None, VOCAB),
+    ("model windowed", "rejection", None, VOCAB),
+    ("mixed parallel windowed", "coupled", None, VOCAB),
 ]
+WINDOWED = {"model windowed": 6, "mixed parallel windowed": 11}
+"""Cases in which target and draft see so many positions, by drafter."""
 LAUNCHES = -(-int(os.environ.get("SPECRS_LAUNCHES", 300 * len(CASES))) // len(CASES))
 """Of a case."""
 
 
 @pytest.mark.parametrize(("drafter", "rule", "rates", "draft_vocab"), CASES)
 def test_random_launches(drafter: str, rule: str, rates: list[float] | None, draft_vocab: int) -> None:
-    rng, pair = np.random.default_rng(draft_vocab + len(drafter + rule)), Pair(drafter, rule, rates, draft_vocab)
+    rng, window = np.random.default_rng(draft_vocab + len(drafter + rule)), WINDOWED.get(drafter)
+    drafter = drafter.removesuffix(" windowed")
+    pair = Pair(drafter, rule, rates, draft_vocab, window)
     seen: dict[str, int] = {}
     for _ in range(LAUNCHES):
         shake(pair, rng)

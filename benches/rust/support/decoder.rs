@@ -4,8 +4,8 @@
 
 use specrs_core::philox::{Purpose, fill_uniform};
 use specrs_cpu::{
-    Bf16, Decoder, Isa, KvCache, KvShape, LayerWeights, Linear, Memory, ModelShape, Output, Part, Pass, Pool, Values,
-    Weights,
+    Bf16, Decoder, Isa, KvCache, KvShape, LayerWeights, Linear, Memory, ModelShape, Output, Part, Pass, Pool, QkNorm,
+    Values, Weights,
 };
 use std::sync::Arc;
 
@@ -47,13 +47,15 @@ pub(crate) fn weights((shape, layers): (ModelShape, usize), bf16: bool) -> Arc<W
         Linear::new("bench", inputs, vec![Part::new(weight, None, outputs)]).unwrap()
     };
     let layer = |p: &mut u64| LayerWeights {
-        input_norm: values(p, hidden, 2.0, bf16),
+        input_norm: Some(values(p, hidden, 2.0, bf16)),
         qkv: linear(p, (shape.num_heads + 2 * shape.num_kv_heads) * dim, hidden),
-        qk_norm: Some((values(p, dim, 2.0, bf16), values(p, dim, 2.0, bf16))),
+        qk_norm: Some(QkNorm { q: values(p, dim, 2.0, bf16), k: values(p, dim, 2.0, bf16), whole: false }),
         o: linear(p, hidden, shape.num_heads * dim),
-        post_attention_norm: values(p, hidden, 2.0, bf16),
+        attention_output_norm: None,
+        post_attention_norm: Some(values(p, hidden, 2.0, bf16)),
         gate_up: linear(p, 2 * intermediate, hidden),
         down: linear(p, hidden, intermediate),
+        mlp_output_norm: None,
     };
     let layers = (0..layers).map(|_| layer(p)).collect();
     let embedding = values(p, shape.vocab_size * hidden, 2.0, bf16);
@@ -102,6 +104,7 @@ impl Text {
             entries: &[0; 64][..rows],
             block_table: &self.table,
             max_blocks: self.table.len(),
+            k_start: &[],
         };
         let output = if argmax {
             let num_ids = self.decoder.weights().shape().vocab_size;

@@ -5,7 +5,7 @@ use std::{collections::HashMap, fs, path::Path, sync::Arc};
 use memmap2::Mmap;
 use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
-use specrs_cpu::{LayerWeights, Linear, Memory, ModelShape, Part, Values, Weights};
+use specrs_cpu::{LayerWeights, Linear, Memory, ModelShape, Part, QkNorm, Values, Weights};
 
 use crate::{MAX_LEN, Result};
 
@@ -94,13 +94,18 @@ impl Checkpoint {
                 self.linear(inputs, &parts.iter().map(|part| name(&format!("{part}_proj"))).collect::<Vec<_>>())
             };
             Ok(LayerWeights {
-                input_norm: norm("input_layernorm.weight")?,
+                input_norm: Some(norm("input_layernorm.weight")?),
                 qkv: linear(hidden, &["self_attn.q", "self_attn.k", "self_attn.v"])?,
-                qk_norm: norm("self_attn.q_norm.weight").ok().zip(norm("self_attn.k_norm.weight").ok()),
+                qk_norm: norm("self_attn.q_norm.weight")
+                    .ok()
+                    .zip(norm("self_attn.k_norm.weight").ok())
+                    .map(|(q, k)| QkNorm { q, k, whole: false }),
                 o: linear(heads * shape.head_dim, &["self_attn.o"])?,
-                post_attention_norm: norm("post_attention_layernorm.weight")?,
+                attention_output_norm: None,
+                post_attention_norm: Some(norm("post_attention_layernorm.weight")?),
                 gate_up: linear(hidden, &["mlp.gate", "mlp.up"])?,
                 down: linear(shape.intermediate_size, &["mlp.down"])?,
+                mlp_output_norm: None,
             })
         };
         let layers = (0..self.size("num_hidden_layers")?).map(layer).collect::<Result<_>>()?;

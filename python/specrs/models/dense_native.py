@@ -19,6 +19,7 @@ from torch import Tensor
 from specrs.core import CpuDecoder, CpuKVCache, CpuPool, CpuWeights
 from specrs.kernels.linear import Codes, QuantizedWeight, StackedWeight, Weight
 from specrs.models.base import HiddenStates
+from specrs.models.config import ModelConfig
 from specrs.models.dense import Dense
 from specrs.models.dense_weights import DenseFacts, DenseWeights, LayerWeights
 from specrs.models.inputs import PassInputs
@@ -106,6 +107,7 @@ class NativeDense(DenseFacts):
             hidden.numpy(),
             list(hidden_layers),
             None if entries is None else entries.numpy(),
+            k_start=None if inputs.k_start is None else inputs.k_start.contiguous().numpy(),
         )
         return HiddenStates(hidden, entries)
 
@@ -157,12 +159,14 @@ def _borrow(weights: DenseWeights) -> CpuWeights:
         head_dim=c.head_dim,
         rms_norm_eps=c.rms_norm_eps,
         embedding=array(weights.embedding),
-        layers=[layer_arrays(layer) for layer in weights.layers],
+        layers=[layer_arrays(layer, c) for layer in weights.layers],
         final_norm=array(weights.final_norm),
         lm_head=stored_parts(weights.lm_head),
         frequencies=np.zeros(c.head_dim // 2, dtype=np.float32),
         rotations=_rotations(weights),
         multipliers=(c.embedding_multiplier, c.residual_multiplier, c.attention_scale),
+        windows=list(c.windows) or None,
+        activation=c.activation,
     )
 
 
@@ -189,20 +193,28 @@ Stored = NDArray[np.generic] | tuple[NDArray[np.generic], NDArray[np.generic]]
 """A matrix as `CpuWeights` takes it: an array, or codes and scales."""
 
 
-def layer_arrays(layer: LayerWeights) -> dict[str, Any]:
-    """A layer as `CpuWeights` takes it."""
+def layer_arrays(layer: LayerWeights, c: ModelConfig) -> dict[str, Any]:
+    """A layer of a model of `c` as `CpuWeights` takes it."""
     q_norm = k_norm = None
-    if layer.qk_norm is not None:
+    if layer.qk_norm is not None and c.qk_norm_whole:
+        q_norm, k_norm = (
+            array(part.flatten()) for part in (layer.qk_norm[: c.num_heads], layer.qk_norm[c.num_heads :])
+        )
+    elif layer.qk_norm is not None:
         q_norm, k_norm = array(layer.qk_norm[0]), array(layer.qk_norm[-1])
+    before = c.norms != "behind"
     return {
-        "input_norm": array(layer.input_norm),
+        "input_norm": array(layer.input_norm) if before else None,
         "qkv": stored_parts(layer.qkv),
         "q_norm": q_norm,
         "k_norm": k_norm,
+        "qk_norm_whole": c.qk_norm_whole,
         "o": stored_parts(layer.o),
-        "post_attention_norm": array(layer.post_attention_norm),
+        "attention_output_norm": _optional(layer.attention_output_norm),
+        "post_attention_norm": array(layer.post_attention_norm) if before else None,
         "gate_up": stored_parts(layer.gate_up),
         "down": stored_parts(layer.down),
+        "mlp_output_norm": _optional(layer.mlp_output_norm),
     }
 
 
@@ -212,6 +224,10 @@ def stored_parts(weight: Weight) -> list[tuple[Stored, NDArray[np.generic] | Non
     parts: tuple[Tensor | Codes, ...] = weight.parts
     biases = weight.biases or (None,) * len(parts)
     return [(_stored(part), None if bias is None else array(bias)) for part, bias in zip(parts, biases, strict=True)]
+
+
+def _optional(tensor: Tensor | None) -> NDArray[np.generic] | None:
+    return None if tensor is None else array(tensor)
 
 
 def _stored(part: Tensor | Codes) -> Stored:

@@ -100,7 +100,7 @@ def _borrow(weights: Eagle3Weights) -> CpuWeights:
         head_dim=c.head_dim,
         rms_norm_eps=c.rms_norm_eps,
         embedding=array(weights.embedding),
-        layers=[layer_arrays(weights.layer)],
+        layers=[layer_arrays(weights.layer, c)],
         final_norm=array(weights.final_norm),
         lm_head=stored_parts(weights.lm_head),
         frequencies=weights.rotary[c.head_dim // 2 :].numpy(),

@@ -18,7 +18,19 @@ class Feature(NamedTuple):
     """What the field would say without it."""
 
 
-NATIVE = frozenset({"scaled angles", "partial RoPE", "layers without RoPE", "RoPE by layer", "multipliers"})
+NATIVE = frozenset(
+    {
+        "scaled angles",
+        "windows",
+        "norms behind",
+        "norms of all heads",
+        "partial RoPE",
+        "layers without RoPE",
+        "RoPE by layer",
+        "GELU",
+        "multipliers",
+    }
+)
 """What the native pass of a CPU knows; those of torch on a CPU and those of a GPU know all."""
 
 

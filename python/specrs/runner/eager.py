@@ -170,8 +170,9 @@ class EagerRunner:
         prompt_logprobs(slot, header, hidden, self.target.compute_logits, self.state, self.sampling)
         at = last_rows(slot.views, header)
         last = hidden[at]
-        windowed = self.target.sliding_window is not None
-        flag_chunks(last + chunk_faults(hidden, slot.views, header) if windowed else last, results.flags)
+        if self.target.sliding_window is not None:
+            last += chunk_faults(hidden, slot.views, header)
+        flag_chunks(last, results.flags)
         chunks = last_chunks(slot.views, header)
         if not chunks:
             return states

@@ -172,6 +172,7 @@ def draft(
     if hidden is not None:
         missing = hidden.begin(state, it, live[:, 0])
         k_start = hidden.draft_start.index_select(0, it.rows)
+    if k_start is not None:  # rows whose KV is there may lie before it begins
         fed.masked_fill_(fed < missing[:, None], -1)
     slots = it.slots(fed).masked_fill_(fed < missing[:, None], -1)
     # Of the first columns those that no entry needs are left out.

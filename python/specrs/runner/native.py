@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from specrs.core import CpuDecoder, CpuIteration, CpuKVCache, CpuPool, Scheduler
 from specrs.drafters.base import Drafter
@@ -104,13 +105,19 @@ class NativeRunner(EagerRunner):
         if fault is not None:
             slot.drafter_failed(*fault)
 
+    def _draft_start(self) -> Tensor:
+        """Where each row's draft KV begins, which launches op by op read and write, too."""
+        if self.hidden is not None:
+            return self.hidden.draft_start
+        return torch.zeros_like(self.state.limit) if self.k_start is None else self.k_start
+
     def _make(self) -> CpuIteration:
         state, sampling = self.state, self.sampling
         tensors = {name: getattr(state, name) for name in state.__slots__}
         tensors |= {"seeds": sampling.seeds, "prompt_len": sampling.prompt_len, "params": sampling.params.values}
         if self.hidden is not None:
             tensors |= {"hidden_states": self.hidden.states.flatten(1), "hidden_start": self.hidden.start}
-            tensors |= {"draft_start": self.hidden.draft_start}
+        tensors["draft_start"] = self._draft_start()
         return CpuIteration(
             self._scheduler,
             {name: tensor.numpy() for name, tensor in tensors.items()},

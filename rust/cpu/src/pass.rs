@@ -10,9 +10,9 @@ pub const MAX_TILE_ROWS: usize = 64;
 /// One pass over N flat rows.
 ///
 /// Row i feeds `tokens[i]` at `positions[i]`, writes its K and V to `slots[i]`, and attends the positions 0 to
-/// `positions[i]` of row `entries[i]` of the block table: all of them were written before or are written by this pass.
-/// Rows of one entry have ascending positions.
-#[derive(Clone, Copy, Debug)]
+/// `positions[i]` of row `entries[i]` of the block table, or those of a layer's window: all of them were written before or
+/// are written by this pass. Rows of one entry have ascending positions.
+#[derive(Clone, Copy, Debug, Default)]
 pub struct Pass<'a> {
     /// `[N]` ids; of a masked row anything.
     pub tokens: &'a [i64],
@@ -26,6 +26,8 @@ pub struct Pass<'a> {
     pub block_table: &'a [i64],
     /// Blocks of a row of the block table.
     pub max_blocks: usize,
+    /// By row of the block table the first position that is attended, whatever a window has; empty: 0 for all.
+    pub k_start: &'a [i64],
 }
 
 /// What a pass leaves beside K and V. `rows` are rows of the pass, ascending; only the first `num_ids` ids count.
@@ -76,27 +78,11 @@ pub struct Entries<'a> {
 pub struct Beside<'a> {
     /// `[N, hidden_size]`: the target's states, fused, or what the pass before has left; of a masked row anything.
     pub hidden: &'a [f32],
-    /// By row of the block table the first position that is attended; empty: 0 for all.
-    pub k_start: &'a [i64],
 }
 
 impl Beside<'_> {
-    /// The first position that rows of an entry attend.
-    pub(crate) fn first(&self, entry: usize) -> usize {
-        self.k_start.get(entry).map_or(0, |&first| first as usize)
-    }
-
     pub(crate) fn check(&self, pass: &Pass<'_>, shape: &ModelShape) -> Result<()> {
-        check_len("beside", self.hidden.len(), pass.len() * shape.hidden_size)?;
-        for row in (0..pass.len()).filter(|&row| pass.positions[row] >= 0 && !self.k_start.is_empty()) {
-            let (entry, position) = (pass.entries[row], pass.positions[row]);
-            let first = self.k_start.get(entry).copied().unwrap_or(-1);
-            if first < 0 || first > position {
-                let allowed = format!("0 to {position}, the position of row {row}");
-                return Err(Error::invalid(format!("k_start[{entry}]"), first, allowed));
-            }
-        }
-        Ok(())
+        check_len("beside", self.hidden.len(), pass.len() * shape.hidden_size)
     }
 }
 
@@ -160,9 +146,28 @@ impl Pass<'_> {
             self.check_slot(row, kv)?;
             if self.positions[row] != -1 {
                 self.check_row(row, shape, kv)?;
+                self.check_start(row)?;
             }
         }
         output.check(rows, shape, num_ids)
+    }
+
+    /// The first position that rows of an entry attend.
+    pub(crate) fn first(&self, entry: usize) -> usize {
+        self.k_start.get(entry).map_or(0, |&first| first as usize)
+    }
+
+    fn check_start(&self, row: usize) -> Result<()> {
+        if self.k_start.is_empty() {
+            return Ok(());
+        }
+        let (entry, position) = (self.entries[row], self.positions[row]);
+        let first = self.k_start.get(entry).copied().unwrap_or(-1);
+        if (0..=position).contains(&first) {
+            return Ok(());
+        }
+        let allowed = format!("0 to {position}, the position of row {row}");
+        Err(Error::invalid(format!("k_start[{entry}]"), first, allowed))
     }
 
     fn check_slot(&self, row: usize, kv: &KvShape) -> Result<()> {

@@ -2,6 +2,7 @@
 
 use crate::error::{Error, Result, check_len};
 use crate::kernels::{LEAST_WEIGHT, PAIRS};
+use crate::layer::{Activation, Layer, LayerWeights};
 use crate::linear::{Linear, Weight};
 use crate::memory::{Bf16, Memory, MemoryMut};
 
@@ -144,44 +145,6 @@ pub struct Multipliers {
     pub scores: f32,
 }
 
-/// One layer as it is handed over; norms are copied, projections are not.
-pub struct LayerWeights {
-    /// `[hidden]`
-    pub input_norm: Values,
-    /// `hidden -> (heads + 2 kv_heads) head_dim`: all q heads, then all k heads, then all v heads.
-    pub qkv: Linear,
-    /// `[head_dim]` each, of queries and keys, before `RoPE`.
-    pub qk_norm: Option<(Values, Values)>,
-    /// `heads head_dim -> hidden`
-    pub o: Linear,
-    /// `[hidden]`
-    pub post_attention_norm: Values,
-    /// `hidden -> 2 intermediate`: gate, then up.
-    pub gate_up: Linear,
-    /// `intermediate -> hidden`
-    pub down: Linear,
-}
-
-/// One layer as passes read it.
-pub(crate) struct Layer {
-    pub(crate) input_norm: Vec<f32>,
-    pub(crate) qkv: Linear,
-    pub(crate) qk_norm: Option<(Vec<f32>, Vec<f32>)>,
-    pub(crate) o: Linear,
-    pub(crate) post_attention_norm: Vec<f32>,
-    pub(crate) gate_up: Linear,
-    pub(crate) down: Linear,
-    /// Which rotation; none: queries and keys stay as they are.
-    pub(crate) rotation: Option<usize>,
-}
-
-impl Layer {
-    fn projections(&self, i: usize) -> [(String, &Linear); 4] {
-        let named = [("qkv", &self.qkv), ("o", &self.o), ("gate_up", &self.gate_up), ("down", &self.down)];
-        named.map(|(name, linear)| (format!("layers[{i}].{name}"), linear))
-    }
-}
-
 /// What an EAGLE-3 head has beside a layer (Li et al. 2025): how it reads the target's hidden states.
 pub struct BesideWeights {
     /// The target's layers at whose entry it reads hidden states, L of them.
@@ -258,6 +221,7 @@ pub struct Weights {
     pub(crate) lm_head: Linear,
     pub(crate) rotations: Vec<Rotation>,
     pub(crate) multipliers: Multipliers,
+    pub(crate) activation: Activation,
 }
 
 impl Weights {
@@ -295,6 +259,9 @@ impl Weights {
         beside: BesideWeights,
     ) -> Result<Self> {
         lm_head.check("lm_head", lm_head.outputs().max(1), shape.hidden_size)?;
+        if layer.input_norm.is_none() {
+            return Err(Error::invalid("layers[0].input_norm", "none", "the norm of a head's embeddings"));
+        }
         let normed = beside.check(&shape, lm_head.outputs())?;
         Self::build(shape, embedding, vec![layer], final_norm, lm_head, frequencies, Some(normed))
     }
@@ -314,11 +281,8 @@ impl Weights {
         check_len("final_norm", final_norm.len(), hidden)?;
         check_len("frequencies", frequencies.len(), shape.head_dim / 2)?;
         let inputs = if beside.is_some() { 2 * hidden } else { hidden };
-        let layers = layers
-            .into_iter()
-            .enumerate()
-            .map(|(i, layer)| check_layer(&shape, i, inputs, layer))
-            .collect::<Result<_>>()?;
+        let layers =
+            layers.into_iter().enumerate().map(|(i, layer)| layer.check(&shape, i, inputs)).collect::<Result<_>>()?;
         let scores = 1.0 / (shape.head_dim as f32).sqrt();
         Ok(Self {
             shape,
@@ -329,6 +293,7 @@ impl Weights {
             lm_head,
             rotations: vec![Rotation { frequencies, magnitude: 1.0 }],
             multipliers: Multipliers { embedding: 1.0, residual: 1.0, scores },
+            activation: Activation::Silu,
         })
     }
 
@@ -355,6 +320,33 @@ impl Weights {
         }
         self.rotations = rotations;
         Ok(self)
+    }
+
+    /// The same where layers attend the last positions alone: `windows` has how many each sees, a row's own among them, or
+    /// none where it sees all. No position before a window is read.
+    ///
+    /// # Errors
+    /// Where there are not as many as layers, or one is 0.
+    pub fn with_windows(mut self, windows: &[Option<usize>]) -> Result<Self> {
+        check_len("windows", windows.len(), self.layers.len())?;
+        for (i, (layer, window)) in self.layers.iter_mut().zip(windows).enumerate() {
+            if *window == Some(0) {
+                return Err(Error::invalid(format!("windows[{i}]"), 0, "at least 1"));
+            }
+            layer.window = window.unwrap_or(usize::MAX);
+        }
+        Ok(self)
+    }
+
+    /// The same with this activation of the MLP; without, it is `SiLU`.
+    #[must_use]
+    pub fn with_activation(self, activation: Activation) -> Self {
+        Self { activation, ..self }
+    }
+
+    /// The most positions that a layer sees; none where some sees all.
+    pub fn sliding_window(&self) -> Option<usize> {
+        self.layers.iter().map(|layer| layer.window).max().filter(|&window| window != usize::MAX)
     }
 
     /// The same with these multipliers; without, scores are divided by the root of `head_dim`.
@@ -430,29 +422,4 @@ fn check_multiplier(field: &str, given: f32) -> Result<()> {
         return Ok(());
     }
     Err(Error::invalid(field, given, "a finite number above 0"))
-}
-
-fn check_layer(shape: &ModelShape, i: usize, inputs: usize, layer: LayerWeights) -> Result<Layer> {
-    let (hidden, intermediate, dim) = (shape.hidden_size, shape.intermediate_size, shape.head_dim);
-    let name = |field: &str| format!("layers[{i}].{field}");
-    check_len(&name("input_norm"), layer.input_norm.len(), hidden)?;
-    check_len(&name("post_attention_norm"), layer.post_attention_norm.len(), hidden)?;
-    layer.qkv.check(&name("qkv"), (shape.num_heads + 2 * shape.num_kv_heads) * dim, inputs)?;
-    layer.o.check(&name("o"), hidden, shape.num_heads * dim)?;
-    layer.gate_up.check(&name("gate_up"), 2 * intermediate, hidden)?;
-    layer.down.check(&name("down"), hidden, intermediate)?;
-    if let Some((q, k)) = &layer.qk_norm {
-        check_len(&name("qk_norm.0"), q.len(), dim)?;
-        check_len(&name("qk_norm.1"), k.len(), dim)?;
-    }
-    Ok(Layer {
-        input_norm: layer.input_norm.to_f32(),
-        qkv: layer.qkv,
-        qk_norm: layer.qk_norm.map(|(q, k)| (q.to_f32(), k.to_f32())),
-        o: layer.o,
-        post_attention_norm: layer.post_attention_norm.to_f32(),
-        gate_up: layer.gate_up,
-        down: layer.down,
-        rotation: Some(0),
-    })
 }

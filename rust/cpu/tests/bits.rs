@@ -4,7 +4,7 @@ mod support;
 
 use proptest::prelude::*;
 use specrs_cpu::{Isa, ModelShape, Output};
-use support::{Host, Kind, LLAMA_BIAS, LLAMA3, MISTRAL, Model, Numbers, QWEN2, QWEN3};
+use support::{Host, KINDS, Kind, Model, Numbers};
 
 fn bits(rows: &[Vec<f32>]) -> Vec<Vec<u32>> {
     rows.iter().map(|row| row.iter().map(|x| x.to_bits()).collect()).collect()
@@ -88,7 +88,7 @@ fn config() -> ProptestConfig {
 
 prop_compose! {
     fn model()(
-        kind in prop::sample::select(vec![QWEN3, LLAMA3, LLAMA_BIAS, QWEN2, MISTRAL]),
+        kind in prop::sample::select(KINDS.to_vec()),
         bf16 in any::<bool>(),
         code_bits in prop::sample::select(vec![0, 8, 4]),
         bf16_rows in any::<bool>(),
@@ -99,6 +99,7 @@ prop_compose! {
         intermediate in 1..150_usize,
         vocab_size in 2..200_usize,
         layers in 1..3_usize,
+        window in 1..40_usize,
         seed in any::<u64>(),
     ) -> Model {
         // INT4 and pairs of bf16 numbers lie by 32 inputs.
@@ -113,7 +114,7 @@ prop_compose! {
             head_dim: (2 * half_dim).next_multiple_of(unit),
             rms_norm_eps: 1e-6,
         };
-        Model::random(shape, layers, Kind { bf16, bf16_rows, code_bits, ..kind }, seed)
+        Model::random(shape, layers, Kind { bf16, bf16_rows, code_bits, window: window.min(kind.window * 8), ..kind }, seed)
     }
 }
 

@@ -4,7 +4,7 @@ mod support;
 
 use specrs_cpu::{Decoder, Isa, KvCache, Memory, MemoryMut, Output, Pass, Pool, Values, ValuesMut};
 use std::sync::Arc;
-use support::{Host, Kind, Model, Numbers, QWEN3, SMALL};
+use support::{Host, Kind, Model, Numbers, QWEN3, SMALL, WINDOWED};
 
 fn decoder(model: &Model, isa: Isa, threads: usize) -> Decoder {
     Decoder::with_isa(model.weights(), Arc::new(Pool::new(threads).unwrap()), isa)
@@ -63,6 +63,36 @@ fn products_are_exact_within_their_length() {
             }
         }
     }
+}
+
+/// What lies before the windows of all layers, and before where a row's KV begins, is not read: it is NaN.
+#[test]
+fn positions_behind_a_window_are_not_read() {
+    for (window, block_size) in [(1, 4), (7, 3), (16, 16), (20, 5), (33, 16)] {
+        let model = Model::random(SMALL, 2, Kind { window, ..WINDOWED }, 21);
+        let tokens: Vec<usize> = (0..70).map(|p| p * 11 % SMALL.vocab_size).collect();
+        for isa in Isa::available() {
+            let mut decoder = decoder(&model, isa, 2);
+            let mut host = Host::new(&model, 1, 70, block_size, 1);
+            let rows: Vec<_> = tokens.iter().enumerate().map(|(p, &token)| (0, Some(p), token)).collect();
+            let expected = host.logits(&mut decoder, &rows);
+            host.forget(&model, 67 + 1 - window);
+            let found = host.logits(&mut decoder, &rows[67..]);
+            assert_eq!(bits_of(&found), bits_of(&expected[67..]), "{}, window {window}", isa.name());
+            // Rows that begin at a position attend it and those behind it alone.
+            if window > 3 {
+                host.forget(&model, 66);
+                host.k_start = vec![66];
+                let begun = host.logits(&mut decoder, &rows[66..]);
+                assert!(begun.concat().iter().all(|x| x.is_finite()), "{}, window {window}", isa.name());
+                assert_ne!(bits_of(&begun[1..]), bits_of(&found));
+            }
+        }
+    }
+}
+
+fn bits_of(logits: &[Vec<f32>]) -> Vec<u32> {
+    logits.concat().iter().map(|x| x.to_bits()).collect()
 }
 
 /// The same weights and tokens give these bits on every machine.
@@ -145,6 +175,7 @@ fn wrong_input_is_named() {
         entries: &[0, 0],
         block_table: &table,
         max_blocks: 3,
+        k_start: &[],
     };
     let mut refuse = |pass: Pass<'_>, expected: &str| {
         let error = decoder.forward(&pass, &mut kv, Output::Nothing).unwrap_err();
@@ -170,6 +201,8 @@ fn wrong_input_is_named() {
         Pass { entries: &[0, 1], positions: &[0, 3], ..base },
         "block_table[1, 1] = 4 is not allowed: expected 0 to num_blocks - 1 = 3",
     );
+    refuse(Pass { k_start: &[1], ..base }, "k_start[0] = 1 is not allowed: expected 0 to 0, the position of row 0");
+    refuse(Pass { k_start: &[-1], ..base }, "k_start[0] = -1 is not allowed: expected 0 to 0, the position of row 0");
     // Entries past a row's position are never looked at.
     decoder.forward(&Pass { entries: &[0, 1], positions: &[0, 2], ..base }, &mut kv, Output::Nothing).unwrap();
     let mut other = Model::random(SMALL, 2, QWEN3, 3).kv_cache(4, 3);

@@ -6,8 +6,8 @@ use crate::tensors::{values, values_mut, weight as weight_of};
 use numpy::{Ix1, Ix2, Ix3, Ix5, PyReadonlyArray, PyReadwriteArray, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use specrs_cpu::{
-    Beside, BesideWeights, Decoder, Entries, KvCache, KvShape, LayerWeights, Linear, ModelShape, Multipliers, Output,
-    Part, Pass, Pool, Rotation, Values, Weights, guarded,
+    Activation, Beside, BesideWeights, Decoder, Entries, KvCache, KvShape, LayerWeights, Linear, ModelShape,
+    Multipliers, Output, Part, Pass, Pool, QkNorm, Rotation, Values, Weights, guarded,
 };
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -65,14 +65,20 @@ type Rotations = (Vec<(Vec<f32>, f32)>, Vec<Option<usize>>);
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
 struct LayerArrays<'py> {
-    input_norm: Bound<'py, PyAny>,
+    input_norm: Option<Bound<'py, PyAny>>,
     qkv: Projection<'py>,
     q_norm: Option<Bound<'py, PyAny>>,
     k_norm: Option<Bound<'py, PyAny>>,
+    #[pyo3(default)]
+    qk_norm_whole: bool,
     o: Projection<'py>,
-    post_attention_norm: Bound<'py, PyAny>,
+    #[pyo3(default)]
+    attention_output_norm: Option<Bound<'py, PyAny>>,
+    post_attention_norm: Option<Bound<'py, PyAny>>,
     gate_up: Projection<'py>,
     down: Projection<'py>,
+    #[pyo3(default)]
+    mlp_output_norm: Option<Bound<'py, PyAny>>,
 }
 
 /// What an EAGLE-3 head has beside a layer, as Python hands it over.
@@ -136,13 +142,19 @@ fn layer(i: usize, arrays: &LayerArrays<'_>, shape: &ModelShape, inputs: usize) 
         array.as_ref().map(|array| vector(&name(field), array)).transpose()
     };
     Ok(LayerWeights {
-        input_norm: vector(&name("input_norm"), &arrays.input_norm)?,
+        input_norm: norm("input_norm", &arrays.input_norm)?,
         qkv: linear(&name("qkv"), inputs, &arrays.qkv)?,
-        qk_norm: norm("q_norm", &arrays.q_norm)?.zip(norm("k_norm", &arrays.k_norm)?),
+        qk_norm: norm("q_norm", &arrays.q_norm)?.zip(norm("k_norm", &arrays.k_norm)?).map(|(q, k)| QkNorm {
+            q,
+            k,
+            whole: arrays.qk_norm_whole,
+        }),
         o: linear(&name("o"), shape.num_heads * shape.head_dim, &arrays.o)?,
-        post_attention_norm: vector(&name("post_attention_norm"), &arrays.post_attention_norm)?,
+        attention_output_norm: norm("attention_output_norm", &arrays.attention_output_norm)?,
+        post_attention_norm: norm("post_attention_norm", &arrays.post_attention_norm)?,
         gate_up: linear(&name("gate_up"), hidden, &arrays.gate_up)?,
         down: linear(&name("down"), shape.intermediate_size, &arrays.down)?,
+        mlp_output_norm: norm("mlp_output_norm", &arrays.mlp_output_norm)?,
     })
 }
 
@@ -152,6 +164,7 @@ impl CpuWeights {
     #[pyo3(signature = (
         *, vocab_size, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, rms_norm_eps, embedding, layers,
         final_norm, lm_head, frequencies, head = None, rotations = None, multipliers = None,
+        windows = None, activation = "silu",
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only sizes and tensors")]
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python objects")]
@@ -172,6 +185,8 @@ impl CpuWeights {
         head: Option<HeadArrays<'_>>,
         rotations: Option<Rotations>,
         multipliers: Option<(f32, f32, f32)>,
+        windows: Option<Vec<Option<usize>>>,
+        activation: &str,
     ) -> PyResult<Self> {
         let size = |field, value| size(py, Class::InvalidConfig, field, value);
         let shape = ModelShape {
@@ -182,6 +197,15 @@ impl CpuWeights {
             num_kv_heads: size("num_kv_heads", num_kv_heads)?,
             head_dim: size("head_dim", head_dim)?,
             rms_norm_eps,
+        };
+        let activation = match activation {
+            "silu" => Activation::Silu,
+            "gelu_pytorch_tanh" => Activation::GeluTanh,
+            other => {
+                let message =
+                    format!("activation = {other:?} is not allowed: expected \"silu\" or \"gelu_pytorch_tanh\"");
+                return Err(Class::InvalidConfig.error(py, message));
+            }
         };
         let frequencies: PyReadonlyArray<'_, f32, Ix1> = readonly("frequencies", frequencies)?;
         let embedding = values::<Ix2>("embedding", embedding)?.0;
@@ -219,7 +243,11 @@ impl CpuWeights {
                 }
                 None => Ok(weights),
             })
-            .map(|weights| Self(Arc::new(weights)))
+            .and_then(|weights| match windows {
+                Some(windows) => weights.with_windows(&windows),
+                None => Ok(weights),
+            })
+            .map(|weights| Self(Arc::new(weights.with_activation(activation))))
             .map_err(|error| to_py(py, &error))
     }
 
@@ -321,15 +349,15 @@ impl CpuDecoder {
             entries: &requests,
             block_table: block_table.as_slice()?,
             max_blocks: block_table.shape()[1],
+            k_start: k_start.as_ref().map_or(Ok(&[][..]), |array| array.as_slice())?,
         };
         let hidden = hidden.as_slice_mut()?;
         let states = match &mut states {
             Some(states) => states.as_slice_mut()?,
             None => &mut [],
         };
-        let k_start = k_start.as_ref().map_or(Ok(&[][..]), |array| array.as_slice())?;
         let beside = match &beside {
-            Some(array) => Some(Beside { hidden: array.as_slice()?, k_start }),
+            Some(array) => Some(Beside { hidden: array.as_slice()? }),
             None => None,
         };
         py.detach(|| {

@@ -24,6 +24,7 @@ const LONG: Duration = Duration::from_millis(2);
 struct Rows {
     num_tokens: MemoryMut<i64>,
     draft_len: MemoryMut<i64>,
+    draft_start: MemoryMut<i64>,
     limit: MemoryMut<i64>,
     min_len: MemoryMut<i64>,
     prompt_len: MemoryMut<i64>,
@@ -40,7 +41,6 @@ struct Rows {
 struct Hidden {
     states: MemoryMut<f32>,
     start: MemoryMut<i64>,
-    draft_start: MemoryMut<i64>,
 }
 
 impl Rows {
@@ -55,7 +55,6 @@ impl Rows {
             Drafter::Hidden { max_draft_lag, .. } => Some(Hidden {
                 states: numbers(arrays, "hidden_states", &[rows, max_draft_lag * hidden_size])?,
                 start: one("hidden_start")?,
-                draft_start: one("draft_start")?,
             }),
             _ => None,
         };
@@ -63,6 +62,7 @@ impl Rows {
             hidden,
             num_tokens: one("num_tokens")?,
             draft_len: one("draft_len")?,
+            draft_start: one("draft_start")?,
             limit: one("limit")?,
             min_len: one("min_len")?,
             prompt_len: one("prompt_len")?,
@@ -79,6 +79,7 @@ impl Rows {
         RowState {
             num_tokens: self.num_tokens.as_mut_slice(),
             draft_len: self.draft_len.as_mut_slice(),
+            draft_start: self.draft_start.as_mut_slice(),
             limit: self.limit.as_mut_slice(),
             min_len: self.min_len.as_mut_slice(),
             prompt_len: self.prompt_len.as_mut_slice(),
@@ -88,11 +89,10 @@ impl Rows {
             block_table: self.block_table.as_mut_slice(),
             stop_ids: self.stop_ids.as_mut_slice(),
             params: self.params.as_mut_slice(),
-            hidden: self.hidden.as_mut().map(|hidden| HiddenRows {
-                states: hidden.states.as_mut_slice(),
-                start: hidden.start.as_mut_slice(),
-                draft_start: hidden.draft_start.as_mut_slice(),
-            }),
+            hidden: self
+                .hidden
+                .as_mut()
+                .map(|hidden| HiddenRows { states: hidden.states.as_mut_slice(), start: hidden.start.as_mut_slice() }),
         }
     }
 }

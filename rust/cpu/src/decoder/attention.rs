@@ -1,14 +1,15 @@
 //! A layer's attention: queries, keys and values, their norm and rotation, the KV write, attention, output projection.
-//! Two phases where KV heads split evenly among the participants, else three.
+//! Two phases where KV heads split evenly among the participants, else three; one more where all heads are normed as one, and
+//! one where a norm is behind.
 
 use super::Context;
 use super::scratch::{Buffers, Private, RUN};
 use crate::isa::LANES;
-use crate::kernels::{Attend, Element, KvRead, QkHead, Vector};
+use crate::kernels::{Attend, Element, KvRead, QkHead, RmsScale, Vector};
 use crate::kv_cache::KvShape;
+use crate::layer::Layer;
 use crate::memory::{Columns, Planes, PlanesMut};
-use crate::pass::Pass;
-use crate::weights::Layer;
+use crate::pass::{MAX_TILE_ROWS, Pass};
 use std::marker::PhantomData;
 
 /// A KV head whose memory a participant has for itself.
@@ -67,6 +68,14 @@ struct Share<'a> {
     out: &'a mut [f32],
 }
 
+/// What heads are made of beside the participant's own rows.
+struct HeadInputs<'a> {
+    /// q, k and v of all rows, where all heads are normed as one.
+    projected: &'a [f32],
+    cos: &'a [f32],
+    sin: &'a [f32],
+}
+
 impl Context<'_> {
     pub(super) fn attention<T: Element>(
         &self,
@@ -80,7 +89,11 @@ impl Context<'_> {
         let (rows, shares, kv_heads) = (self.rows(), self.shares, shape.num_kv_heads);
         let sizes = [kv_shape.num_blocks + 1, 2 * kv_heads, kv_shape.block_size * shape.head_dim];
         let block_size = kv_shape.block_size;
-        let Buffers { h, e, q, attended, cos, sin, .. } = buffers;
+        let Buffers { h, e, added, heads, q, attended, cos, sin, .. } = buffers;
+        if layer.qk_norm_whole {
+            self.project(layer, h, e, heads, private);
+        }
+        let heads = &*heads;
         {
             let len = q.len();
             let qs = Columns::new(q, 1, len, &shares.q_vectors);
@@ -91,16 +104,20 @@ impl Context<'_> {
             self.session.run(&|t| {
                 let (mut qs, mut planes, mut own) = (qs.take(t), planes.take(t), own.take(t));
                 let (q, own) = (qs.row_mut(0), &mut own.row_mut(0)[0]);
-                self.attention_input(h, e, &layer.input_norm, own);
-                self.round(&mut own.x, rows, layer.qkv.inputs);
-                self.heads(layer, t, q, &mut planes, (cos, sin), own);
+                if layer.qk_norm_whole {
+                    self.whole_scales(heads, own);
+                } else {
+                    self.attention_input(h, e, layer.input_norm.as_deref(), own);
+                    self.round(&mut own.x, rows, layer.qkv.inputs);
+                }
+                self.heads(layer, t, &HeadInputs { projected: heads, cos, sin }, q, &mut planes, own);
                 if shares.fused {
                     let (units, first_head) = (shares.units[t]..shares.units[t + 1], shares.q[t]);
                     let mut outs = outs.take(t);
                     let share = Share { units, q, first_head, out: outs.row_mut(0) };
                     let planes = &planes;
                     let head = |head| OwnHead { planes, key: head, value: kv_heads + head };
-                    self.attend(share, head, block_size, own);
+                    self.attend(layer, share, head, block_size, own);
                 }
             });
         }
@@ -114,19 +131,72 @@ impl Context<'_> {
                 let units = shares.units[t]..shares.units[t + 1];
                 let share = Share { units, q, first_head: 0, out: outs.row_mut(0) };
                 let head = |head| SharedHead { layer: kv, sizes, key: head, value: kv_heads + head };
-                self.attend(share, head, block_size, &mut own.row_mut(0)[0]);
+                self.attend(layer, share, head, block_size, &mut own.row_mut(0)[0]);
             });
         }
         let attended = &*attended;
-        let hs = Columns::new(h, rows, shape.hidden_size, &shares.hidden);
+        let norm = layer.attention_output_norm.as_deref();
+        let out = if norm.is_some() { &mut *added } else { &mut *h };
+        let outs = Columns::new(out, rows, shape.hidden_size, &shares.hidden);
         let own = Columns::new(private, 1, shares.threads, &shares.each);
         self.session.run(&|t| {
-            let (mut hs, mut own) = (hs.take(t), own.take(t));
+            let (mut outs, mut own) = (outs.take(t), own.take(t));
             let Private { x, y, .. } = &mut own.row_mut(0)[0];
             self.collect(attended, x);
             self.round(x, rows, layer.o.inputs);
-            self.add_product(&layer.o, x, y, &mut hs);
+            self.give(&layer.o, norm, x, y, &mut outs);
         });
+        self.add_normed(norm, added, h, private);
+    }
+
+    /// q, k and v as they are projected, into `heads` `[rows, (heads + 2 kv_heads) head_dim]`: a phase.
+    fn project(&self, layer: &Layer, h: &[f32], e: &[f32], heads: &mut [f32], private: &mut [Private]) {
+        let rows = self.rows();
+        let outs = Columns::new(heads, rows, layer.qkv.outputs(), &self.shares.qkv);
+        let own = Columns::new(private, 1, self.shares.threads, &self.shares.each);
+        self.session.run(&|t| {
+            let (mut outs, mut own) = (outs.take(t), own.take(t));
+            let own = &mut own.row_mut(0)[0];
+            self.attention_input(h, e, layer.input_norm.as_deref(), own);
+            self.round(&mut own.x, rows, layer.qkv.inputs);
+            self.put_product(&layer.qkv, &own.x, rows, &mut own.y, &mut outs);
+        });
+    }
+
+    /// What the norms of all query heads and of all key heads of projected rows multiply by.
+    fn whole_scales(&self, heads: &[f32], own: &mut Private) {
+        let shape = &self.weights.shape;
+        let (q, k) = (shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim);
+        let (of_q, of_k) = own.scales.split_at_mut(MAX_TILE_ROWS);
+        let scales = of_q.iter_mut().zip(of_k);
+        for (row, (of_q, of_k)) in heads.chunks_exact(q + 2 * k).take(self.rows()).zip(scales) {
+            *of_q = self.isa.run(RmsScale { x: &row[..q], eps: shape.rms_norm_eps });
+            *of_k = self.isa.run(RmsScale { x: &row[q..q + k], eps: shape.rms_norm_eps });
+        }
+    }
+
+    /// Rows of head `head` of q, k and v, `[rows, head_dim]`, into `own.y`: normed as all heads are where they are normed as
+    /// one, then read from `heads`.
+    fn project_head(&self, layer: &Layer, head: usize, heads: &[f32], own: &mut Private) {
+        let shape = &self.weights.shape;
+        let (dim, rows) = (shape.head_dim, self.rows());
+        let Private { x, y, scales, .. } = own;
+        let Some((q_norm, k_norm)) = layer.qk_norm.as_ref().filter(|_| layer.qk_norm_whole) else {
+            return self.product(&layer.qkv, head * dim..(head + 1) * dim, x, rows, y, dim);
+        };
+        let keys = shape.num_heads..shape.num_heads + shape.num_kv_heads;
+        let (norm, scales) = match head {
+            head if head < keys.start => (Some(&q_norm[head * dim..][..dim]), &scales[..rows]),
+            head if head < keys.end => (Some(&k_norm[(head - keys.start) * dim..][..dim]), &scales[MAX_TILE_ROWS..]),
+            _ => (None, &scales[..rows]),
+        };
+        let given = heads.chunks_exact(layer.qkv.outputs()).map(|row| &row[head * dim..][..dim]);
+        for ((y, given), scale) in y.chunks_exact_mut(dim).zip(given).zip(scales).take(rows) {
+            y.copy_from_slice(given);
+            for (y, weight) in y.iter_mut().zip(norm.into_iter().flatten()) {
+                *y = *y * scale * weight;
+            }
+        }
     }
 
     /// One participant's heads of q, k and v: k and v go into the cache, where the row has a slot.
@@ -134,26 +204,27 @@ impl Context<'_> {
         &self,
         layer: &Layer,
         t: usize,
+        given: &HeadInputs<'_>,
         q: &mut [Vector],
         planes: &mut PlanesMut<'_, T>,
-        (cos, sin): (&[f32], &[f32]),
         own: &mut Private,
     ) {
         let shape = &self.weights.shape;
         let (dim, heads, kv_heads, rows) = (shape.head_dim, shape.num_heads, shape.num_kv_heads, self.rows());
         let (vectors, shares) = (dim.div_ceil(LANES), self.shares);
         let block_size = planes.inner() / dim;
-        let Private { x, y, .. } = own;
+        let norms = layer.qk_norm.as_ref().filter(|_| !layer.qk_norm_whole);
         let rotate = |row: usize, x: &mut [f32], norm| {
             let angles = layer.rotation.map_or(0..0, |rotation| self.angles(rotation, row));
-            let (cos, sin) = (&cos[angles.clone()], &sin[angles]);
+            let (cos, sin) = (&given.cos[angles.clone()], &given.sin[angles]);
             self.isa.run(QkHead { x, norm, eps: shape.rms_norm_eps, cos, sin });
         };
         for head in shares.q[t]..shares.q[t + 1] {
-            self.product(&layer.qkv, head * dim..(head + 1) * dim, x, rows, y, dim);
+            self.project_head(layer, head, given.projected, own);
+            let y = &mut own.y;
             let q = &mut q[(head - shares.q[t]) * rows * vectors..][..rows * vectors];
             for (row, (q, y)) in q.chunks_exact_mut(vectors).zip(y.chunks_exact_mut(dim)).enumerate() {
-                rotate(row, y, layer.qk_norm.as_ref().map(|norms| &*norms.0));
+                rotate(row, y, norms.map(|norms| &*norms.0));
                 let (values, padding) = q.as_flattened_mut().split_at_mut(dim);
                 values.copy_from_slice(y);
                 padding.fill(0.0);
@@ -161,10 +232,10 @@ impl Context<'_> {
         }
         // Key heads, then value heads, as in the projection and in a block.
         for head in (shares.k[t]..shares.k[t + 1]).chain(shares.v[t]..shares.v[t + 1]) {
-            self.product(&layer.qkv, (heads + head) * dim..(heads + head + 1) * dim, x, rows, y, dim);
-            for (row, y) in y.chunks_exact_mut(dim).take(rows).enumerate() {
+            self.project_head(layer, heads + head, given.projected, own);
+            for (row, y) in own.y.chunks_exact_mut(dim).take(rows).enumerate() {
                 if head < kv_heads {
-                    rotate(row, y, layer.qk_norm.as_ref().map(|norms| &*norms.1));
+                    rotate(row, y, norms.map(|norms| &*norms.1));
                 }
                 if self.tile.slots[row] >= 0 && self.tile.positions[row] >= 0 {
                     let slot = self.tile.slots[row] as usize;
@@ -180,6 +251,7 @@ impl Context<'_> {
     /// One participant's units of attention: rows of one request after each other go together.
     fn attend<T: Element, K: KvRead<T>>(
         &self,
+        layer: &Layer,
         Share { units, q, first_head, out }: Share<'_>,
         head_of: impl Fn(usize) -> K,
         block_size: usize,
@@ -207,7 +279,8 @@ impl Context<'_> {
                 blocks: &block_table[entries[row] * max_blocks..][..max_blocks],
                 block_size,
                 head_dim: dim,
-                first: self.beside.map_or(0, |beside| beside.first(entries[row])),
+                first: self.tile.first(entries[row]),
+                window: layer.window,
                 positions: &positions[row..row + len],
                 heads: group,
                 q: &q[((head * group - first_head) * rows + row) * vectors..],

@@ -1,6 +1,6 @@
 //! What an EAGLE-3 head makes of the target's hidden states before its passes: one phase.
 
-use super::scratch::{CHUNK, Private};
+use super::scratch::Private;
 use super::{Context, Decoder};
 use crate::error::{Error, Result, check_len};
 use crate::isa::LANES;
@@ -30,7 +30,7 @@ impl Decoder {
         let session = self.pool.enter()?;
         let shares = &self.shares[session.participants() - 1];
         for (states, out) in states.chunks(MAX_TILE_ROWS * inputs).zip(out.chunks_mut(MAX_TILE_ROWS * hidden)) {
-            let tile = Pass { tokens: &[], positions: &[], slots: &[], entries: &[], block_table: &[], max_blocks: 0 };
+            let tile = Pass::default();
             let (isa, bf16_rows) = (self.isa, self.bf16_rows);
             let cx = Context { isa, bf16_rows, weights, shares, session: &session, tile, beside: None };
             cx.fuse(head, states, out, &mut self.private);
@@ -49,14 +49,7 @@ impl Context<'_> {
             let own = &mut own.row_mut(0)[0];
             self.fuse_input(head, states, own);
             self.round(&mut own.x, rows, head.fc.inputs);
-            let columns = outs.columns();
-            for start in columns.clone().step_by(CHUNK) {
-                let chunk = start..(start + CHUNK).min(columns.end);
-                self.product(&head.fc, chunk.clone(), &own.x, rows, &mut own.y, CHUNK);
-                for (row, y) in own.y.chunks_exact(CHUNK).take(rows).enumerate() {
-                    outs.row_mut(row)[start - columns.start..][..chunk.len()].copy_from_slice(&y[..chunk.len()]);
-                }
-            }
+            self.put_product(&head.fc, &own.x, rows, &mut own.y, &mut outs);
         });
     }
 

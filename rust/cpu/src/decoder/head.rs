@@ -69,7 +69,7 @@ impl Decoder {
         let session = self.pool.enter()?;
         let shares = &mut self.shares[session.participants() - 1];
         shares.set_ids(num_ids);
-        let tile = Pass { tokens: &[], positions: &[], slots: &[], entries: &[], block_table: &[], max_blocks: 0 };
+        let tile = Pass::default();
         let (isa, bf16_rows, weights) = (self.isa, self.bf16_rows, &*self.weights);
         let cx = Context { isa, bf16_rows, weights, shares, session: &session, tile, beside: None };
         work(&cx, &mut self.private);
@@ -111,7 +111,7 @@ impl Context<'_> {
     fn feed(&self, source: Source<'_>, x: &mut [Vector]) {
         match source {
             Source::Residual(h, asked, first) => {
-                self.norm(asked.iter().map(|row| row - first), h, &self.weights.final_norm, x);
+                self.norm(asked.iter().map(|row| row - first), h, Some(&self.weights.final_norm), x);
             }
             Source::Final(hidden) => {
                 let size = self.weights.shape.hidden_size;

@@ -1,37 +1,40 @@
-//! What a layer does behind its attention: two phases.
+//! What a layer does behind its attention: two phases, three where a norm is behind.
 
 use super::scratch::{Buffers, CHUNK, Private};
 use super::{Context, Range};
 use crate::isa::LANES;
-use crate::kernels::{SiluMul, Vector};
+use crate::kernels::{GateMul, RmsNorm, Vector};
+use crate::layer::{Activation, Layer};
 use crate::linear::Linear;
 use crate::memory::{Columns, ColumnsMut};
-use crate::weights::Layer;
 
 impl Context<'_> {
     pub(super) fn mlp(&self, layer: &Layer, buffers: &mut Buffers, private: &mut [Private]) {
         let shape = &self.weights.shape;
         let rows = self.rows();
         let vectors = shape.intermediate_size.div_ceil(LANES);
-        let Buffers { h, act, .. } = buffers;
+        let Buffers { h, added, act, .. } = buffers;
         {
             let acts = Columns::new(act, rows, vectors, &self.shares.intermediate);
             let own = Columns::new(private, 1, self.shares.threads, &self.shares.each);
             self.session.run(&|t| {
                 let (mut acts, mut own) = (acts.take(t), own.take(t));
                 let own = &mut own.row_mut(0)[0];
-                self.norm(0..rows, h, &layer.post_attention_norm, &mut own.x);
+                self.norm(0..rows, h, layer.post_attention_norm.as_deref(), &mut own.x);
                 self.round(&mut own.x, rows, layer.gate_up.inputs);
                 self.gate_up(layer, own, &mut acts);
             });
         }
         let act = &act[..rows * vectors];
-        let hs = Columns::new(h, rows, shape.hidden_size, &self.shares.hidden);
+        let norm = layer.mlp_output_norm.as_deref();
+        let out = if norm.is_some() { &mut *added } else { &mut *h };
+        let outs = Columns::new(out, rows, shape.hidden_size, &self.shares.hidden);
         let own = Columns::new(private, 1, self.shares.threads, &self.shares.each);
         self.session.run(&|t| {
-            let (mut hs, mut own) = (hs.take(t), own.take(t));
-            self.add_product(&layer.down, act, &mut own.row_mut(0)[0].y, &mut hs);
+            let (mut outs, mut own) = (outs.take(t), own.take(t));
+            self.give(&layer.down, norm, act, &mut own.row_mut(0)[0].y, &mut outs);
         });
+        self.add_normed(norm, added, h, private);
     }
 
     /// One participant's features between gate, up and down.
@@ -47,7 +50,11 @@ impl Context<'_> {
             let from = (start - first) / LANES;
             for (row, (gate, up)) in own.y.chunks_exact(CHUNK).zip(own.z.chunks_exact(CHUNK)).take(rows).enumerate() {
                 let out = &mut acts.row_mut(row)[from..][..chunk.len().div_ceil(LANES)];
-                self.isa.run(SiluMul { gate: &gate[..chunk.len()], up: &up[..chunk.len()], out });
+                let (gate, up) = (&gate[..chunk.len()], &up[..chunk.len()]);
+                match self.weights.activation {
+                    Activation::Silu => self.isa.run(GateMul::<false> { gate, up, out }),
+                    Activation::GeluTanh => self.isa.run(GateMul::<true> { gate, up, out }),
+                }
             }
         }
         for row in 0..rows {
@@ -55,8 +62,64 @@ impl Context<'_> {
         }
     }
 
+    /// One participant's features of a block's last projection of `x`: added to the residual stream, or written where a norm
+    /// is behind it.
+    pub(super) fn give(
+        &self,
+        linear: &Linear,
+        norm: Option<&[f32]>,
+        x: &[Vector],
+        y: &mut [f32],
+        outs: &mut ColumnsMut<'_, f32>,
+    ) {
+        if norm.is_some() {
+            self.put_product(linear, x, self.rows(), y, outs);
+        } else {
+            self.add_product(linear, x, y, outs);
+        }
+    }
+
+    /// Adds the norms of what a block gave to the residual stream, where one is behind it: a phase, by rows.
+    pub(super) fn add_normed(&self, norm: Option<&[f32]>, added: &[f32], h: &mut [f32], private: &mut [Private]) {
+        let Some(weight) = norm else { return };
+        let (hidden, eps) = (self.weights.shape.hidden_size, self.weights.shape.rms_norm_eps);
+        let multiplier = self.weights.multipliers.residual;
+        let hs = Columns::new(h, 1, self.rows() * hidden, &self.shares.rows);
+        let own = Columns::new(private, 1, self.shares.threads, &self.shares.each);
+        self.session.run(&|t| {
+            let (mut hs, mut own) = (hs.take(t), own.take(t));
+            let added = &added[hs.columns()];
+            let out = &mut own.row_mut(0)[0].x[..hidden.div_ceil(LANES)];
+            for (h, x) in hs.row_mut(0).chunks_exact_mut(hidden).zip(added.chunks_exact(hidden)) {
+                self.isa.run(RmsNorm { x, weight, eps, out });
+                for (h, x) in h.iter_mut().zip(out.as_flattened()) {
+                    *h += x * multiplier;
+                }
+            }
+        });
+    }
+
+    /// Writes one participant's features of a projection of `rows` rows of `x`.
+    pub(super) fn put_product(
+        &self,
+        linear: &Linear,
+        x: &[Vector],
+        rows: usize,
+        y: &mut [f32],
+        outs: &mut ColumnsMut<'_, f32>,
+    ) {
+        let Range { start: first, end } = outs.columns();
+        for start in (first..end).step_by(CHUNK) {
+            let chunk = start..(start + CHUNK).min(end);
+            self.product(linear, chunk.clone(), x, rows, y, CHUNK);
+            for (row, y) in y.chunks_exact(CHUNK).take(rows).enumerate() {
+                outs.row_mut(row)[start - first..][..chunk.len()].copy_from_slice(&y[..chunk.len()]);
+            }
+        }
+    }
+
     /// Adds one participant's features of a projection of `x` to the residual stream.
-    pub(super) fn add_product(&self, linear: &Linear, x: &[Vector], y: &mut [f32], hs: &mut ColumnsMut<'_, f32>) {
+    fn add_product(&self, linear: &Linear, x: &[Vector], y: &mut [f32], hs: &mut ColumnsMut<'_, f32>) {
         let Range { start: first, end } = hs.columns();
         let multiplier = self.weights.multipliers.residual;
         for start in (first..end).step_by(CHUNK) {

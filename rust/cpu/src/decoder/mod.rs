@@ -34,6 +34,8 @@ pub struct Decoder {
     shares: Vec<Shares>,
     buffers: Buffers,
     private: Vec<Private>,
+    /// Of the rows of the last pass, see [`finite`](Self::finite).
+    finite: Vec<bool>,
 }
 
 /// What all phases of a tile know.
@@ -63,13 +65,16 @@ impl Decoder {
         let shape = weights.shape;
         let fused = weights.beside.as_ref().map_or(0, |head| head.fc.inputs);
         Self {
-            shares: (1..=pool.threads()).map(|participants| Shares::new(shape, participants)).collect(),
-            buffers: Buffers::new(&shape, weights.rotations.len(), weights.beside.is_some()),
+            shares: (1..=pool.threads())
+                .map(|participants| Shares::new(shape, weights.sliding_window(), participants))
+                .collect(),
+            buffers: Buffers::new(&weights),
             private: (0..pool.threads()).map(|_| Private::new(&shape, fused)).collect(),
             weights,
             pool,
             isa,
             bf16_rows: false,
+            finite: Vec::new(),
         }
     }
 
@@ -108,6 +113,12 @@ impl Decoder {
     pub fn poison(&mut self) {
         self.buffers.poison();
         self.private.iter_mut().for_each(Private::poison);
+    }
+
+    /// By row of the last pass, whether the residual stream behind the last layer is finite, where all layers have windows:
+    /// rows behind them do not tell then. Else empty.
+    pub(crate) fn finite(&self) -> &[bool] {
+        &self.finite
     }
 
     /// Feeds the rows of `pass`: writes their K and V into `kv`, and what `output` asks for. Allocates nothing.
@@ -171,6 +182,8 @@ impl Decoder {
         }
         entries.check(pass.len(), self.weights.layers.len(), &self.weights.shape)?;
         let session = self.pool.enter()?;
+        let windowed = self.weights.sliding_window().is_some();
+        self.finite.clear();
         let shares = &mut self.shares[session.participants() - 1];
         if let Output::Logits { num_ids, .. } | Output::Argmax { num_ids, .. } = &output {
             shares.set_ids(*num_ids);
@@ -185,13 +198,17 @@ impl Decoder {
                 ..*pass
             };
             shares.set_tile(&tile);
-            let beside = beside.map(|all| Beside { hidden: &all.hidden[rows.start * hidden..], k_start: all.k_start });
+            let beside = beside.map(|all| Beside { hidden: &all.hidden[rows.start * hidden..] });
             let (isa, bf16_rows) = (self.isa, self.bf16_rows);
             let cx = Context { isa, bf16_rows, weights: &self.weights, shares, session: &session, tile, beside };
             let width = entries.layers.len() * hidden;
             let (states, behind) = std::mem::take(&mut entries.states).split_at_mut(rows.len() * width);
             entries.states = behind;
             cx.layers(kv, &mut self.buffers, &mut self.private, Entries { layers: entries.layers, states });
+            if windowed {
+                let rows = self.buffers.h.chunks_exact(hidden).take(rows.len());
+                self.finite.extend(rows.map(|row| row.iter().all(|x| x.is_finite())));
+            }
             cx.output(&mut output, &rows, &self.buffers.h, &mut self.private);
         }
         Ok(())
@@ -301,8 +318,8 @@ impl Context<'_> {
     }
 
     /// What a layer's q, k and v are made of, into `x`: the normed stream; in a head the normed embeddings `e` beside it.
-    fn attention_input(&self, h: &[f32], e: &[f32], input_norm: &[f32], own: &mut Private) {
-        let Some(normed) = &self.weights.beside else {
+    fn attention_input(&self, h: &[f32], e: &[f32], input_norm: Option<&[f32]>, own: &mut Private) {
+        let (Some(normed), Some(input_norm)) = (&self.weights.beside, input_norm) else {
             return self.norm(0..self.rows(), h, input_norm, &mut own.x);
         };
         let hidden = self.weights.shape.hidden_size;
@@ -325,12 +342,19 @@ impl Context<'_> {
         }
     }
 
-    /// The norms of rows of the residual stream `[.., hidden]`, into `x`.
-    fn norm(&self, rows: impl Iterator<Item = usize>, h: &[f32], weight: &[f32], x: &mut [Vector]) {
+    /// The norms of rows of the residual stream `[.., hidden]`, into `x`; without a weight the rows as they are.
+    fn norm(&self, rows: impl Iterator<Item = usize>, h: &[f32], weight: Option<&[f32]>, x: &mut [Vector]) {
         let hidden = self.weights.shape.hidden_size;
         let eps = self.weights.shape.rms_norm_eps;
         for (row, out) in rows.zip(x.chunks_exact_mut(hidden.div_ceil(LANES))) {
-            self.isa.run(RmsNorm { x: &h[row * hidden..][..hidden], weight, eps, out });
+            let x = &h[row * hidden..][..hidden];
+            if let Some(weight) = weight {
+                self.isa.run(RmsNorm { x, weight, eps, out });
+            } else {
+                let (values, padding) = out.as_flattened_mut().split_at_mut(hidden);
+                values.copy_from_slice(x);
+                padding.fill(0.0);
+            }
         }
     }
 

@@ -2,9 +2,10 @@
 
 use crate::isa::LANES;
 use crate::kernels::AttendScratch;
+use crate::layer::Layer;
 use crate::memory::Vectors;
 use crate::pass::MAX_TILE_ROWS;
-use crate::weights::ModelShape;
+use crate::weights::{ModelShape, Weights};
 
 /// Outputs that are computed together before anything is done with them.
 pub(super) const CHUNK: usize = 64;
@@ -19,6 +20,10 @@ pub(super) struct Buffers {
     pub(super) e: Vec<f32>,
     /// `[ceil(hidden / 16)]` one normed row, there.
     pub(super) t: Vectors,
+    /// `[rows, hidden]` what a block gives, where a norm is behind it.
+    pub(super) added: Vec<f32>,
+    /// `[rows, heads + 2 kv_heads, head_dim]` q, k and v, where all heads are normed as one.
+    pub(super) heads: Vec<f32>,
     /// `[heads, rows, ceil(head_dim / 16)]` queries.
     pub(super) q: Vectors,
     /// `[kv_heads, rows, group * head_dim]` what attention gives.
@@ -40,20 +45,29 @@ pub(super) struct Private {
     pub(super) y: Vec<f32>,
     /// `[rows, chunk]` what a second one gives.
     pub(super) z: Vec<f32>,
+    /// `[2, rows]` what the norms of all query heads and of all key heads multiply by.
+    pub(super) scales: Vec<f32>,
     pub(super) attend: AttendScratch,
     /// `[rows]` the most probable id of its share and its logit.
     pub(super) best: Vec<(usize, f32)>,
 }
 
 impl Buffers {
-    /// `beside`: hidden states are fed beside tokens.
-    pub(super) fn new(shape: &ModelShape, rotations: usize, beside: bool) -> Self {
+    pub(super) fn new(weights: &Weights) -> Self {
+        let (shape, rotations) = (&weights.shape, weights.rotations.len());
         let (rows, dim) = (MAX_TILE_ROWS, shape.head_dim);
-        let hidden = if beside { shape.hidden_size } else { 0 };
+        let where_some = |some: bool, len: usize| if some { len } else { 0 };
+        let hidden = where_some(weights.beside.is_some(), shape.hidden_size);
+        let behind = |layer: &Layer| layer.attention_output_norm.is_some() || layer.mlp_output_norm.is_some();
+        let behind = weights.layers.iter().any(behind);
+        let whole = weights.layers.iter().any(|layer| layer.qk_norm_whole);
+        let heads = shape.num_heads + 2 * shape.num_kv_heads;
         Self {
             h: vec![0.0; rows * shape.hidden_size],
             e: vec![0.0; rows * hidden],
             t: Vectors::new(hidden.div_ceil(LANES)),
+            added: vec![0.0; rows * where_some(behind, shape.hidden_size)],
+            heads: vec![0.0; rows * where_some(whole, heads * dim)],
             q: Vectors::new(rows * shape.num_heads * dim.div_ceil(LANES)),
             attended: vec![0.0; rows * shape.num_heads * dim],
             act: Vectors::new(rows * shape.intermediate_size.div_ceil(LANES)),
@@ -63,7 +77,8 @@ impl Buffers {
     }
 
     pub(super) fn poison(&mut self) {
-        for buffer in [&mut self.h, &mut self.e, &mut self.attended, &mut self.cos, &mut self.sin] {
+        let Self { h, e, added, heads, attended, cos, sin, .. } = self;
+        for buffer in [h, e, added, heads, attended, cos, sin] {
             buffer.fill(f32::NAN);
         }
         for buffer in [&mut self.q, &mut self.act, &mut self.t] {
@@ -84,6 +99,7 @@ impl Private {
             t: Vectors::new(kept.div_ceil(LANES)),
             y: vec![0.0; rows * CHUNK.max(dim)],
             z: vec![0.0; rows * CHUNK.max(dim)],
+            scales: vec![0.0; 2 * rows],
             attend: AttendScratch::new(RUN, shape.group(), dim),
             best: vec![(0, 0.0); rows],
         }
@@ -94,6 +110,7 @@ impl Private {
         self.t.fill([f32::NAN; LANES]);
         self.y.fill(f32::NAN);
         self.z.fill(f32::NAN);
+        self.scales.fill(f32::NAN);
         self.attend.poison();
         self.best.fill((usize::MAX, f32::NAN));
     }

@@ -27,9 +27,15 @@ pub(super) struct Shares {
     pub(super) units: Vec<usize>,
     /// Of what attention gives, for a tile's rows.
     pub(super) attended: Vec<usize>,
+    /// Of the residual stream of a tile's rows, by whole rows.
+    pub(super) rows: Vec<usize>,
+    /// Of the features of q, k and v.
+    pub(super) qkv: Vec<usize>,
     /// Of the ids that are asked for.
     pub(super) ids: Vec<usize>,
     shape: ModelShape,
+    /// The most positions that a row attends.
+    attended_at_most: usize,
 }
 
 /// `parts` ranges of 0..n in multiples of `unit`, as even as they go.
@@ -41,7 +47,8 @@ fn cut(bounds: &mut [usize], n: usize, unit: usize) {
 }
 
 impl Shares {
-    pub(super) fn new(shape: ModelShape, threads: usize) -> Self {
+    /// `window`: the most positions that a row attends, None: all.
+    pub(super) fn new(shape: ModelShape, window: Option<usize>, threads: usize) -> Self {
         let bounds = |n: usize, unit: usize| {
             let mut bounds = vec![0; threads + 1];
             cut(&mut bounds, n, unit);
@@ -76,8 +83,11 @@ impl Shares {
             q_vectors: vec![0; threads + 1],
             units: vec![0; threads + 1],
             attended: vec![0; threads + 1],
+            rows: vec![0; threads + 1],
+            qkv: bounds((heads + 2 * kv_heads) * shape.head_dim, 16),
             ids: vec![0; threads + 1],
             shape,
+            attended_at_most: window.unwrap_or(usize::MAX),
         }
     }
 
@@ -97,7 +107,7 @@ impl Shares {
         } else {
             let mut costs = [0; MAX_TILE_ROWS + 1];
             for row in 0..rows {
-                costs[row + 1] = costs[row] + 32 + (tile.positions[row] + 1) as usize;
+                costs[row + 1] = costs[row] + 32 + self.attended_at_most.min((tile.positions[row] + 1) as usize);
             }
             for (i, unit) in self.units.iter_mut().enumerate() {
                 let target = costs[rows] * shape.num_kv_heads * i / self.threads;
@@ -108,6 +118,7 @@ impl Shares {
         for (bound, unit) in self.attended.iter_mut().zip(&self.units) {
             *bound = unit * width;
         }
+        cut(&mut self.rows, rows * shape.hidden_size, shape.hidden_size);
     }
 
     /// Sets how many ids are asked for.
@@ -136,7 +147,7 @@ mod tests {
     fn shares_cover_everything_once() {
         for threads in 1..20 {
             for (heads, kv_heads) in [(4, 2), (6, 3), (1, 1), (32, 8)] {
-                let mut shares = Shares::new(shape(heads, kv_heads), threads);
+                let mut shares = Shares::new(shape(heads, kv_heads), None, threads);
                 let positions: Vec<i64> = (0..7).map(|i| i * i * 100 - 1).collect();
                 let zeros = [0; 7];
                 let tile = Pass {
@@ -144,8 +155,8 @@ mod tests {
                     positions: &positions,
                     slots: &zeros,
                     entries: &[0; 7],
-                    block_table: &[],
                     max_blocks: 1,
+                    ..Pass::default()
                 };
                 shares.set_tile(&tile);
                 shares.set_ids(77);
@@ -157,6 +168,8 @@ mod tests {
                     (&shares.v, kv_heads, 2 * kv_heads),
                     (&shares.units, 0, 7 * kv_heads),
                     (&shares.attended, 0, 7 * heads * 12),
+                    (&shares.rows, 0, 7 * 72),
+                    (&shares.qkv, 0, (heads + 2 * kv_heads) * 12),
                     (&shares.ids, 0, 77),
                 ];
                 for (bounds, first, last) in whole {

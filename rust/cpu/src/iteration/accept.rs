@@ -16,7 +16,7 @@ pub(super) struct Judged {
     num_accepted: usize,
     token: i64,
     /// Whether all of its rows were.
-    finite: bool,
+    pub(super) finite: bool,
 }
 
 impl Iteration {

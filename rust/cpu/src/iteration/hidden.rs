@@ -129,16 +129,17 @@ impl HiddenStates {
             entries: &batch.rows,
             block_table,
             max_blocks: *max_blocks,
+            k_start,
         };
-        let (none, beside) = (Entries { layers: &[], states: &mut [] }, Beside { hidden: beside, k_start });
+        let (none, beside) = (Entries { layers: &[], states: &mut [] }, Beside { hidden: beside });
         head.decoder.forward_beside(&pass, beside, head.kv_cache, Output::Nothing, none)
     }
 }
 
-impl HiddenRows<'_> {
+impl RowState<'_> {
     /// The head starts anew at `first` where its KV ends before.
-    fn restart(&mut self, row: usize, draft_len: i64, first: i64) {
-        if draft_len < first {
+    fn restart(&mut self, row: usize, first: i64) {
+        if self.draft_len[row] < first {
             self.draft_start[row] = first;
         }
     }
@@ -178,14 +179,13 @@ impl Iteration {
         for chunk in 0..header.num_draft_chunks {
             let row = record.draft_chunk_row[chunk] as usize;
             let (start, len) = (record.draft_chunk_start[chunk], record.draft_chunk_len[chunk]);
-            let Some(rows) = &mut state.hidden else { continue };
             if len == 0 {
-                rows.draft_start[row] = 0;
+                state.draft_start[row] = 0;
             } else {
-                rows.restart(row, state.draft_len[row], start);
+                state.restart(row, start);
             }
             behind.rows.push(row);
-            behind.k_start.push(rows.draft_start[row]);
+            behind.k_start.push(state.draft_start[row]);
             behind.block_table.extend_from_slice(&state.block_table[row * max_blocks..][..max_blocks]);
             let Some(place) = prefilled.iter().position(|&of| of as usize == row) else { continue };
             let first = record.prefill_q_start[place] as usize;
@@ -227,9 +227,9 @@ impl Iteration {
 
     /// Where the KV of entries that draft ends before the states that are kept, their head starts anew there.
     pub(super) fn begin(&self, state: &mut RowState<'_>) {
-        let Some(rows) = &mut state.hidden else { return };
         for entry in self.entries.iter().filter(|entry| entry.k > 0 && entry.on_device()) {
-            rows.restart(entry.row, state.draft_len[entry.row], rows.start[entry.row]);
+            let Some(first) = state.hidden.as_ref().map(|rows| rows.start[entry.row]) else { return };
+            state.restart(entry.row, first);
         }
     }
 

@@ -66,6 +66,8 @@ impl Iteration {
         if whose == Whose::Draft && known < vocab_size {
             self.batch.tokens.iter_mut().for_each(|token| *token = (*token).min(known as i64 - 1));
         }
+        // Only where blocks come back behind windows, or states are not kept, does KV of drafts begin behind position 0.
+        let begins_late = whose == Whose::Head || self.config.sliding_window.is_some();
         let Self { batch, hidden, best, tops, logits, pass_time, .. } = self;
         let (count, num_ids) = (batch.wanted.len(), known.min(vocab_size));
         let pass = Pass {
@@ -75,6 +77,7 @@ impl Iteration {
             entries: &batch.rows,
             block_table: state.block_table,
             max_blocks: state.table_width(),
+            k_start: if whose == Whose::Target || !begins_late { &[] } else { state.draft_start },
         };
         let mut forward = |model: &mut Cached<'_>, output: Output<'_>| {
             let begun = pass_time.is_some().then(Instant::now);
@@ -86,8 +89,7 @@ impl Iteration {
                 }
                 Whose::Draft => model.decoder.forward(&pass, model.kv_cache, output),
                 Whose::Head => {
-                    let k_start = state.hidden.as_ref().map_or(&[][..], |rows| rows.draft_start);
-                    let beside = Beside { hidden: &hidden.beside, k_start };
+                    let beside = Beside { hidden: &hidden.beside };
                     let entries = Entries { layers: &[1], states: room(&mut hidden.left, hidden.beside.len()) };
                     model.decoder.forward_beside(&pass, beside, model.kv_cache, output, entries)
                 }

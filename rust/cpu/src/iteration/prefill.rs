@@ -43,13 +43,16 @@ impl Iteration {
         for (chunk, (entry, index)) in entries.iter().zip(chunks).enumerate() {
             let mut report = Report::of(results, &self.results, index);
             report.clear();
+            // It has attended to all positions up to its own, so what is not finite in the KV of any of them is in it, too; with
+            // windows it has not, and all rows tell.
+            let rows = record.prefill_q_start[chunk] as usize..record.prefill_q_start[chunk + 1] as usize;
+            let seen = target.decoder.finite().get(rows).is_none_or(|rows| rows.iter().all(|&finite| finite));
             if record.chunk_is_last[chunk] == 0 {
-                // It has attended to all positions up to its own, so what is not finite in the KV of any of them is in it, too.
-                let flag = if self.tops[chunk].is_finite() { 0 } else { FLAG_TARGET_NON_FINITE };
-                report.set_flags(flag);
+                report.set_flags(if seen && self.tops[chunk].is_finite() { 0 } else { FLAG_TARGET_NON_FINITE });
                 continue;
             }
-            let verdict = self.judge(entry, chunk, None, state)?;
+            let mut verdict = self.judge(entry, chunk, None, state)?;
+            verdict.finite &= seen;
             self.update(entry, &verdict, results, state);
             if let Some(rows) = &mut state.hidden {
                 self.hidden.keep_last(rows, entry, self.batch.wanted[chunk]);
@@ -73,6 +76,7 @@ impl Iteration {
         self.batch.clear();
         for chunk in 0..header.num_draft_chunks {
             let row = record.draft_chunk_row[chunk] as usize;
+            state.draft_start[row] = record.draft_chunk_k_start[chunk];
             for at in record.draft_q_start[chunk] as usize..record.draft_q_start[chunk + 1] as usize {
                 let (position, slot) = (record.draft_position[at] as usize, record.draft_slot[at]);
                 if slot >= 0 {

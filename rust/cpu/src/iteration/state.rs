@@ -13,8 +13,10 @@ use specrs_core::scheduler::{LaunchHeader, SchedulerConfig};
 pub struct RowState<'a> {
     /// n, `[R + 1]`.
     pub num_tokens: &'a mut [i64],
-    /// Draft KV is valid on `[0, draft_len)`, `[R + 1]`.
+    /// Draft KV is valid on `[draft_start, draft_len)`, `[R + 1]`.
     pub draft_len: &'a mut [i64],
+    /// The first position that draft KV has a context from, `[R + 1]`; 0 but for drafters that begin anew.
+    pub draft_start: &'a mut [i64],
     /// The largest n that the row may reach, `[R + 1]`.
     pub limit: &'a mut [i64],
     /// Stop ids count only at positions from here on, `[R + 1]`.
@@ -37,25 +39,22 @@ pub struct RowState<'a> {
     pub hidden: Option<HiddenRows<'a>>,
 }
 
-/// Hidden states of the target that a drafter will read, of every row, and where the drafter's KV begins.
+/// Hidden states of the target that a drafter will read, of every row.
 ///
-/// Of a row with n tokens `[draft_start, draft_len)` has draft KV with a context from `draft_start` on, and of positions
-/// `[start, n - 1)`, at most W, hidden states are kept, the first in column 0.
+/// Of a row with n tokens those of positions `[start, n - 1)`, at most W, are kept, the first in column 0.
 #[derive(Debug)]
 pub struct HiddenRows<'a> {
     /// `[R + 1, W + 1, L, the target's hidden size]`; the last column is scratch for runners that mask writes.
     pub states: &'a mut [f32],
     /// `[R + 1]`
     pub start: &'a mut [i64],
-    /// `[R + 1]`
-    pub draft_start: &'a mut [i64],
 }
 
 /// Row state with memory of its own, for hosts that keep it nowhere else. For drafters that read no hidden states.
 #[derive(Clone, Debug)]
 pub struct OwnedRowState {
-    /// `num_tokens`, `draft_len`, `limit`, `min_len`, `prompt_len`, `seeds`: each `[R + 1]`
-    numbers: [Vec<i64>; 6],
+    /// `num_tokens`, `draft_len`, `draft_start`, `limit`, `min_len`, `prompt_len`, `seeds`: each `[R + 1]`
+    numbers: [Vec<i64>; 7],
     active: Vec<bool>,
     tokens: Vec<i64>,
     block_table: Vec<i64>,
@@ -81,10 +80,11 @@ impl OwnedRowState {
 
     /// Borrowed for a launch.
     pub fn borrow(&mut self) -> RowState<'_> {
-        let [num_tokens, draft_len, limit, min_len, prompt_len, seeds] = &mut self.numbers;
+        let [num_tokens, draft_len, draft_start, limit, min_len, prompt_len, seeds] = &mut self.numbers;
         RowState {
             num_tokens,
             draft_len,
+            draft_start,
             limit,
             min_len,
             prompt_len,
@@ -109,6 +109,7 @@ impl RowState<'_> {
         for (name, len, width) in [
             ("num_tokens", self.num_tokens.len(), 1),
             ("draft_len", self.draft_len.len(), 1),
+            ("draft_start", self.draft_start.len(), 1),
             ("limit", self.limit.len(), 1),
             ("min_len", self.min_len.len(), 1),
             ("prompt_len", self.prompt_len.len(), 1),
@@ -123,7 +124,6 @@ impl RowState<'_> {
         }
         if let Some(hidden) = &self.hidden {
             check_len("hidden_start", hidden.start.len(), rows)?;
-            check_len("draft_start", hidden.draft_start.len(), rows)?;
         }
         Ok(())
     }
@@ -177,13 +177,14 @@ impl RowState<'_> {
             let row = record.admit_row[i] as usize;
             self.num_tokens[row] = record.admit_num_tokens[i];
             self.draft_len[row] = record.admit_draft_len[i];
+            self.draft_start[row] = 0;
             self.limit[row] = record.admit_limit[i];
             self.min_len[row] = record.admit_min_len[i];
             self.prompt_len[row] = record.admit_prompt_len[i];
             self.seeds[row] = record.admit_seed[i];
             self.active[row] = true;
             if let Some(hidden) = &mut self.hidden {
-                (hidden.start[row], hidden.draft_start[row]) = (0, 0);
+                hidden.start[row] = 0;
             }
             let stops = &record.admit_stop_ids[i * MAX_STOP_IDS..][..MAX_STOP_IDS];
             self.stop_ids[row * MAX_STOP_IDS..][..MAX_STOP_IDS].copy_from_slice(stops);

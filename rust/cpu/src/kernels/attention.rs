@@ -1,7 +1,8 @@
 //! Causal attention of the rows of one request over one KV head, in groups of 16 positions aligned at position 0.
 //!
-//! A row's order of sums hangs on its position alone: groups in order (an online softmax), in a group the even positions
-//! and the odd ones apart. Positions past a row's own are never read, whatever lies there.
+//! A row's order of sums hangs on its position alone: groups in order (an online softmax), in a group every second position
+//! from the first that it sees and the others apart. Positions past a row's own, and those before its window, are never
+//! read, whatever lies there.
 
 use super::element::{Element, Vector};
 use super::exp::exp;
@@ -51,7 +52,7 @@ impl AttendScratch {
     }
 }
 
-/// `softmax(scale q K^T) V` over the positions `first` to `positions[row]` of one request.
+/// `softmax(scale q K^T) V` over the positions `first` to `positions[row]` of one request, or the last `window` of them.
 pub(crate) struct Attend<'a, T, K> {
     pub(crate) kv: &'a K,
     /// Blocks of the request.
@@ -60,6 +61,8 @@ pub(crate) struct Attend<'a, T, K> {
     pub(crate) head_dim: usize,
     /// The first position that is attended; groups begin where they would without it, but the first one here.
     pub(crate) first: usize,
+    /// The last positions that a row sees, its own among them; `usize::MAX`: all.
+    pub(crate) window: usize,
     /// `[rows]`, at least `first`.
     pub(crate) positions: &'a [i64],
     /// Query heads.
@@ -93,9 +96,11 @@ impl<T: Element, K: KvRead<T>> Attend<'_, T, K> {
         scratch.sums[..rows * heads * vectors].fill([0.0; LANES]);
         scratch.largest[..rows * heads].fill(f32::NEG_INFINITY);
         scratch.total[..rows * heads].fill(0.0);
+        let first_of = |position: i64| (position as usize + 1).saturating_sub(self.window).max(self.first);
         let last = self.positions.iter().copied().max().unwrap_or(-1);
-        for group in (self.first / GROUP * GROUP..(last + 1) as usize).step_by(GROUP) {
-            let (start, end) = (group.max(self.first), (group + GROUP).min(last as usize + 1));
+        let begin = self.positions.iter().map(|&position| first_of(position)).min().unwrap_or(0);
+        for group in (begin / GROUP * GROUP..(last + 1) as usize).step_by(GROUP) {
+            let (start, end) = (group.max(begin), (group + GROUP).min(last as usize + 1));
             let (first, offset) = (start / self.block_size, start % self.block_size);
             let block = |i: usize| self.blocks[i] as usize;
             let (keys, values) = scratch.gathered.split_at_mut(GROUP * dim);
@@ -108,10 +113,11 @@ impl<T: Element, K: KvRead<T>> Attend<'_, T, K> {
                 }
             }
             for (row, &position) in self.positions.iter().enumerate() {
-                if (position as usize) < start {
+                let (from, to) = (first_of(position).max(start), (position as usize + 1).min(end));
+                if from >= to {
                     continue;
                 }
-                let n = (position as usize + 1 - start).min(end - start);
+                let seen = (from - start) * dim..(to - start) * dim;
                 for head in 0..heads {
                     let i = row * heads + head;
                     let q = &self.q[head * self.head_stride + row * vectors..][..vectors];
@@ -121,12 +127,11 @@ impl<T: Element, K: KvRead<T>> Attend<'_, T, K> {
                         total: &mut scratch.total[i],
                     };
                     if inside {
-                        let (from, len) = (offset * dim, n * dim);
-                        let keys = &self.kv.keys(block(first))[from..][..len];
-                        let values = &self.kv.values(block(first))[from..][..len];
+                        let keys = &self.kv.keys(block(first))[offset * dim..][seen.clone()];
+                        let values = &self.kv.values(block(first))[offset * dim..][seen.clone()];
                         state.group::<S, _, TAIL>(s, q, self.scale, keys, values, dim);
                     } else {
-                        state.group::<S, _, TAIL>(s, q, self.scale, &keys[..n * dim], &values[..n * dim], dim);
+                        state.group::<S, _, TAIL>(s, q, self.scale, &keys[seen.clone()], &values[seen.clone()], dim);
                     }
                 }
             }

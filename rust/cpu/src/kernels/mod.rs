@@ -3,6 +3,7 @@
 // Single letters are those of the formulas.
 #![allow(clippy::many_single_char_names)]
 
+mod activation;
 mod argmax;
 mod attention;
 mod code;
@@ -12,13 +13,12 @@ mod matmul;
 mod norm;
 mod pairs;
 mod rope;
-mod silu;
 
+pub(crate) use activation::GateMul;
 pub(crate) use argmax::{Argmax, better};
 pub(crate) use attention::{Attend, AttendScratch, KvRead};
 pub(crate) use element::{Element, Vector};
 pub(crate) use matmul::Product;
-pub(crate) use norm::RmsNorm;
+pub(crate) use norm::{RmsNorm, RmsScale};
 pub(crate) use pairs::{LEAST_WEIGHT, PAIRS, RoundPairs};
 pub(crate) use rope::{Angles, QkHead};
-pub(crate) use silu::SiluMul;

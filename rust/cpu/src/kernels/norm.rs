@@ -27,6 +27,21 @@ impl Kernel for RmsNorm<'_> {
     }
 }
 
+/// What `x` is multiplied by before the weight, for norms of more than one participant has.
+pub(crate) struct RmsScale<'a> {
+    pub(crate) x: &'a [f32],
+    pub(crate) eps: f32,
+}
+
+impl Kernel for RmsScale<'_> {
+    type Output = f32;
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) -> f32 {
+        scale(s, self.x, self.eps)
+    }
+}
+
 /// `1 / sqrt(mean(x^2) + eps)`. Vectors are summed by their number modulo 4, so that sums do not wait for each other.
 #[inline(always)]
 pub(super) fn scale<S: Simd>(s: S, x: &[f32], eps: f32) -> f32 {

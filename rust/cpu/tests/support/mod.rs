@@ -14,8 +14,8 @@ mod reference;
 
 pub use reference::Near;
 use specrs_cpu::{
-    Bf16, Decoder, Isa, KvCache, KvShape, LayerWeights, Linear, Memory, ModelShape, Output, Part, Pass, Pool, Values,
-    ValuesMut, Weight, Weights, quantize_int4, quantize_int8,
+    Activation, Bf16, Decoder, Isa, KvCache, KvShape, LayerWeights, Linear, Memory, ModelShape, Output, Part, Pass,
+    Pool, QkNorm, Values, ValuesMut, Weight, Weights, quantize_int4, quantize_int8,
 };
 use std::sync::Arc;
 
@@ -71,6 +71,17 @@ pub struct Kind {
     pub code_bits: u32,
     /// Llama 3.1's scaling of frequencies.
     pub scaled: bool,
+    /// Norms of what attention and MLP are fed.
+    pub before: bool,
+    /// Norms of what they add to the residual stream.
+    pub behind: bool,
+    /// Queries and keys are normed over all heads.
+    pub whole: bool,
+    /// GELU in place of `SiLU`.
+    pub gelu: bool,
+    /// The positions that a row sees of every layer but the last; of the last, too, where `all_windows`. 0: all.
+    pub window: usize,
+    pub all_windows: bool,
 }
 
 pub const QWEN3: Kind = Kind {
@@ -83,12 +94,22 @@ pub const QWEN3: Kind = Kind {
     bf16_rows: false,
     code_bits: 0,
     scaled: false,
+    before: true,
+    behind: false,
+    whole: false,
+    gelu: false,
+    window: 0,
+    all_windows: false,
 };
 const LLAMA: Kind = Kind { qk_norm: false, ..QWEN3 };
 pub const LLAMA3: Kind = Kind { split: true, scaled: true, ..LLAMA };
 pub const LLAMA_BIAS: Kind = Kind { qkv_bias: true, other_bias: true, tied: false, split: true, ..LLAMA };
 pub const QWEN2: Kind = Kind { qkv_bias: true, ..LLAMA };
 pub const MISTRAL: Kind = Kind { tied: false, split: true, ..LLAMA };
+pub const WINDOWED: Kind = Kind { window: 7, all_windows: true, ..MISTRAL };
+pub const OLMO2: Kind = Kind { whole: true, before: false, behind: true, ..QWEN3 };
+pub const GEMMA3: Kind = Kind { behind: true, gelu: true, window: 5, ..QWEN3 };
+pub const KINDS: [Kind; 8] = [QWEN3, LLAMA3, LLAMA_BIAS, QWEN2, MISTRAL, WINDOWED, OLMO2, GEMMA3];
 
 /// A weight `[outputs, inputs]` with a bias, as numbers that its type holds exactly.
 #[derive(Clone)]
@@ -227,6 +248,8 @@ pub struct LayerNumbers {
     pub q_norm: Vec<f32>,
     pub k_norm: Vec<f32>,
     pub o: Dense,
+    pub output_norm: Vec<f32>,
+    pub mlp_output_norm: Vec<f32>,
     pub post_norm: Vec<f32>,
     pub gate: Dense,
     pub up: Dense,
@@ -272,9 +295,11 @@ impl Model {
             q: dense(n, shape.num_heads * dim, hidden, kind.qkv_bias),
             k: dense(n, shape.num_kv_heads * dim, hidden, kind.qkv_bias),
             v: dense(n, shape.num_kv_heads * dim, hidden, kind.qkv_bias),
-            q_norm: draw(n, dim, 0.5, 1.0, bf16),
-            k_norm: draw(n, dim, 0.5, 1.0, bf16),
+            q_norm: draw(n, if kind.whole { shape.num_heads * dim } else { dim }, 0.5, 1.0, bf16),
+            k_norm: draw(n, if kind.whole { shape.num_kv_heads * dim } else { dim }, 0.5, 1.0, bf16),
             o: dense(n, hidden, shape.num_heads * dim, kind.other_bias),
+            output_norm: if kind.behind { draw(n, hidden, 0.3, 1.0, bf16) } else { Vec::new() },
+            mlp_output_norm: if kind.behind { draw(n, hidden, 0.3, 1.0, bf16) } else { Vec::new() },
             post_norm: draw(n, hidden, 0.3, 1.0, bf16),
             gate: dense(n, shape.intermediate_size, hidden, kind.other_bias),
             up: dense(n, shape.intermediate_size, hidden, kind.other_bias),
@@ -324,19 +349,34 @@ impl Model {
             Linear::new("test", inputs, parts).unwrap()
         };
         let layer = |l: &LayerNumbers| LayerWeights {
-            input_norm: values(&l.input_norm),
+            input_norm: self.kind.before.then(|| values(&l.input_norm)),
             qkv: linear(&[&l.q, &l.k, &l.v]),
-            qk_norm: self.kind.qk_norm.then(|| (values(&l.q_norm), values(&l.k_norm))),
+            qk_norm: self.kind.qk_norm.then(|| QkNorm {
+                q: values(&l.q_norm),
+                k: values(&l.k_norm),
+                whole: self.kind.whole,
+            }),
             o: linear(&[&l.o]),
-            post_attention_norm: values(&l.post_norm),
+            attention_output_norm: self.kind.behind.then(|| values(&l.output_norm)),
+            post_attention_norm: self.kind.before.then(|| values(&l.post_norm)),
             gate_up: linear(&[&l.gate, &l.up]),
             down: linear(&[&l.down]),
+            mlp_output_norm: self.kind.behind.then(|| values(&l.mlp_output_norm)),
         };
         let layers = self.layers.iter().map(layer).collect();
         let head = linear(&[&self.lm_head]);
         let frequencies = self.frequencies.clone();
         let embedding = values(&self.embedding);
-        Arc::new(Weights::new(self.shape, embedding, layers, &values(&self.final_norm), head, frequencies).unwrap())
+        let weights = Weights::new(self.shape, embedding, layers, &values(&self.final_norm), head, frequencies);
+        let windows: Vec<Option<usize>> = (0..self.layers.len()).map(|i| self.window(i)).collect();
+        let activation = if self.kind.gelu { Activation::GeluTanh } else { Activation::Silu };
+        Arc::new(weights.unwrap().with_activation(activation).with_windows(&windows).unwrap())
+    }
+
+    /// The positions that a row of a layer sees.
+    pub fn window(&self, layer: usize) -> Option<usize> {
+        let slides = self.kind.all_windows || layer + 1 < self.layers.len();
+        (self.kind.window > 0 && slides).then_some(self.kind.window)
     }
 
     /// A decoder of them as the kind asks for it.
@@ -375,6 +415,8 @@ pub struct Host {
     pub table: Vec<i64>,
     pub max_blocks: usize,
     pub block_size: usize,
+    /// Of each sequence the first position that is attended; empty: 0.
+    pub k_start: Vec<i64>,
 }
 
 impl Host {
@@ -394,7 +436,19 @@ impl Host {
                 ValuesMut::Bf16(memory) => memory.as_mut_slice().fill(Bf16::from_f32(f32::NAN)),
             }
         }
-        Self { kv, table, max_blocks, block_size }
+        Self { kv, table, max_blocks, block_size, k_start: Vec::new() }
+    }
+
+    /// Writes NaN over the keys and values of the first `len` positions of entry 0.
+    pub fn forget(&mut self, model: &Model, len: usize) {
+        let (heads, dim, block_size) = (model.shape.num_kv_heads, model.shape.head_dim, self.block_size);
+        for layer in self.kv.layers_mut() {
+            let ValuesMut::F32(memory) = layer else { panic!("fp32") };
+            for (p, head) in (0..len).flat_map(|p| (0..2 * heads).map(move |head| (p, head))) {
+                let plane = self.table[p / block_size] as usize * 2 * heads + head;
+                memory.as_mut_slice()[(plane * block_size + p % block_size) * dim..][..dim].fill(f32::NAN);
+            }
+        }
     }
 
     /// Writes random keys and values of the first `len` positions of entry 0.
@@ -445,6 +499,7 @@ impl Host {
             entries: &rows.iter().map(|row| row.0).collect::<Vec<_>>(),
             block_table: &self.table,
             max_blocks: self.max_blocks,
+            k_start: &self.k_start,
         };
         decoder.forward(&pass, &mut self.kv, output).unwrap();
     }

@@ -80,17 +80,20 @@ impl Model {
         let s = &self.shape;
         let (hidden, dim, eps) = (s.hidden_size, s.head_dim, f64::from(s.rms_norm_eps));
         let mut h: Vec<Vec<Near>> = tokens.iter().map(|t| wide(&self.embedding[t * hidden..][..hidden])).collect();
-        for (layer, (keys, values)) in self.layers.iter().zip(prefix) {
+        for (number, (layer, (keys, values))) in self.layers.iter().zip(prefix).enumerate() {
             let exact =
                 |heads: &Vec<Vec<f64>>| heads.iter().map(|x| x.iter().map(|&x| Near::new(x)).collect()).collect();
             let mut keys: Vec<Vec<Vec<Near>>> = keys.iter().map(exact).collect();
             let mut values: Vec<Vec<Vec<Near>>> = values.iter().map(exact).collect();
             for (i, h) in h.iter_mut().enumerate() {
-                let x = rms_norm(h, &layer.input_norm, eps);
+                let x = if self.kind.before { rms_norm(h, &layer.input_norm, eps) } else { h.clone() };
+                let whole = self.kind.whole;
                 let heads = |dense: &Dense, norm: Option<&Vec<f32>>, rotated: bool| -> Vec<Vec<Near>> {
                     let y = self.product(dense, &x);
+                    let y = norm.filter(|_| whole).map_or(y.clone(), |w| rms_norm(&y, w, eps));
                     y.chunks(dim)
                         .map(|head| {
+                            let norm = norm.filter(|_| !whole);
                             let head = norm.map_or(head.to_vec(), |w| rms_norm(head, w, eps));
                             if rotated { rotate(&head, start + i, &self.frequencies) } else { head }
                         })
@@ -101,14 +104,17 @@ impl Model {
                 keys.push(self.stored(heads(&layer.k, qk_norm.then_some(&layer.k_norm), true)));
                 values.push(self.stored(heads(&layer.v, None, false)));
                 let mut attended = Vec::new();
+                let seen = self.window(number).map_or(0, |window| (start + i + 1).saturating_sub(window));
                 for (j, q) in q.iter().enumerate() {
-                    attended.extend(attend(q, &keys, &values, j / (s.num_heads / s.num_kv_heads)));
+                    attended.extend(attend(q, &keys[seen..], &values[seen..], j / (s.num_heads / s.num_kv_heads)));
                 }
-                add(h, &self.product(&layer.o, &attended));
-                let x = rms_norm(h, &layer.post_norm, eps);
+                let behind = |x: Vec<Near>, w: &Vec<f32>| if self.kind.behind { rms_norm(&x, w, eps) } else { x };
+                add(h, &behind(self.product(&layer.o, &attended), &layer.output_norm));
+                let x = if self.kind.before { rms_norm(h, &layer.post_norm, eps) } else { h.clone() };
                 let (gate, up) = (self.product(&layer.gate, &x), self.product(&layer.up, &x));
-                let act: Vec<Near> = gate.iter().zip(&up).map(|(&g, &u)| (silu(g) * u).rounded(1.0)).collect();
-                add(h, &self.product(&layer.down, &act));
+                let activate = if self.kind.gelu { gelu } else { silu };
+                let act: Vec<Near> = gate.iter().zip(&up).map(|(&g, &u)| (activate(g) * u).rounded(1.0)).collect();
+                add(h, &behind(self.product(&layer.down, &act), &layer.mlp_output_norm));
             }
         }
         h.iter().map(|h| self.product(&self.lm_head, &rms_norm(h, &self.final_norm, eps))).collect()
@@ -203,6 +209,19 @@ fn silu(g: Near) -> Near {
     let sigmoid = 1.0 / (1.0 + (-g.exact).exp());
     let slope = sigmoid * (1.0 + g.exact * (1.0 - sigmoid));
     Near { exact: g.exact * sigmoid, variance: slope * slope * g.variance }.rounded(8.0)
+}
+
+/// `g (1 + tanh(u)) / 2` with `u = sqrt(2 / pi) (g + 0.044715 g^3)`; fp32 rounds u some 4 times, and the sigmoid of 2 u is off
+/// by as much of it.
+fn gelu(g: Near) -> Near {
+    let root = (2.0 / std::f64::consts::PI).sqrt();
+    let x = g.exact;
+    let (u, du) = (root * (x + 0.044_715 * x.powi(3)), root * (1.0 + 3.0 * 0.044_715 * x * x));
+    let (half, tanh) = (0.5 * (1.0 + u.tanh()), u.tanh());
+    let slope = half + x * 0.5 * (1.0 - tanh * tanh) * du;
+    let own = x * 0.5 * (1.0 - tanh * tanh) * u;
+    let variance = slope * slope * g.variance + 4.0 * ROUNDING * own * own;
+    Near { exact: x * half, variance }.rounded(8.0)
 }
 
 fn add(h: &mut [Near], x: &[Near]) {

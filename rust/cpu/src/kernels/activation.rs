@@ -1,0 +1,86 @@
+//! The gated activation of the MLP (Shazeer 2020, eq. 6). No projection.
+
+use super::element::{Element, Vector};
+use super::exp::exp;
+use crate::isa::{Kernel, LANES, Simd};
+
+/// `out = f(gate) * up`, with `gate / (1 + e^-gate)` for f, or GELU's approximation with tanh.
+pub(crate) struct GateMul<'a, const GELU: bool> {
+    pub(crate) gate: &'a [f32],
+    /// As many.
+    pub(crate) up: &'a [f32],
+    /// Zeros behind the last element.
+    pub(crate) out: &'a mut [Vector],
+}
+
+impl<const GELU: bool> Kernel for GateMul<'_, GELU> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let ((gates, gate_tail), (ups, up_tail)) = (self.gate.as_chunks::<LANES>(), self.up.as_chunks::<LANES>());
+        for ((gate, up), out) in gates.iter().zip(ups).zip(self.out.iter_mut()) {
+            s.store(gate_mul::<S, GELU>(s, s.load(gate), s.load(up)), out);
+        }
+        if let (false, Some(out)) = (gate_tail.is_empty(), self.out.last_mut()) {
+            // Of the zeros behind them come zeros.
+            s.store(gate_mul::<S, GELU>(s, f32::load_tail(s, gate_tail), f32::load_tail(s, up_tail)), out);
+        }
+    }
+}
+
+#[inline(always)]
+fn gate_mul<S: Simd, const GELU: bool>(s: S, gate: S::V, up: S::V) -> S::V {
+    let negative = if GELU { s.sub(s.splat(0.0), tanh_argument(s, gate)) } else { s.sub(s.splat(0.0), gate) };
+    s.mul(s.div(gate, s.add(s.splat(1.0), exp(s, negative))), up)
+}
+
+/// `2 sqrt(2 / pi) (x + 0.044715 x^3)`: half of 1 + tanh(u) is 1 / (1 + e^-2u) (Hendrycks and Gimpel 2016, section 2).
+#[inline(always)]
+fn tanh_argument<S: Simd>(s: S, x: S::V) -> S::V {
+    const TWICE_ROOT: f32 = 1.595_769;
+    let cubic = s.fma(s.mul(x, x), s.splat(0.044_715), s.splat(1.0));
+    s.mul(s.mul(x, s.splat(TWICE_ROOT)), cubic)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::isa::Isa;
+
+    /// The error of the sigmoid's argument is that many times its size.
+    #[test]
+    fn gelu_is_accurate_and_the_same_everywhere() {
+        for i in (-90_000..90_000_i32).step_by(LANES) {
+            let x: [f32; LANES] = std::array::from_fn(|j| (i + j as i32) as f32 * 1e-4);
+            let of = |isa: Isa| {
+                let mut out = [[f32::NAN; LANES]];
+                isa.run(GateMul::<true> { gate: &x, up: &[1.0; LANES], out: &mut out });
+                out[0]
+            };
+            let sets = Isa::available();
+            let found = of(sets[0]);
+            assert!(sets.iter().all(|&isa| of(isa).map(f32::to_bits) == found.map(f32::to_bits)), "{x:?}");
+            for (&x, found) in x.iter().zip(found) {
+                let x = f64::from(x);
+                let u = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x * x * x);
+                let exact = x / (1.0 + (-2.0 * u).exp());
+                let bound = 2_f64.powi(-23) * (4.0 + 4.0 * u.abs()) * exact.abs();
+                assert!((f64::from(found) - exact).abs() <= bound + 1e-37, "{x}: {found} for {exact}");
+            }
+        }
+    }
+
+    #[test]
+    fn ends_of_gelu() {
+        let mut x = [0.0_f32; LANES];
+        x[..6].copy_from_slice(&[0.0, 1e30, -1e30, f32::NAN, f32::INFINITY, -20.0]);
+        for isa in Isa::available() {
+            let mut out = [[f32::NAN; LANES]];
+            isa.run(GateMul::<true> { gate: &x, up: &[1.0; LANES], out: &mut out });
+            let [y] = out;
+            assert!(y[0].abs() == 0.0 && y[1] > 9e29 && y[3].is_nan() && y[4] > f32::MAX, "{}: {y:?}", isa.name());
+            assert!(y[2].abs() < 1e-7 && y[5].abs() < 1e-30, "{}: {y:?}", isa.name());
+        }
+    }
+}
