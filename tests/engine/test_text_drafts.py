@@ -20,7 +20,7 @@ from specrs.drafters.text import TextDraftModel
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.weights import Weights, load_weights
-from specrs.runner.ring import Header, RingSlot
+from specrs.runner.ring import RingSlot
 from sweep import sweep
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -264,13 +264,13 @@ def test_one_that_writes_nothing_is_asked_no_more(
     )
     learn = engine._learn
 
-    def learned(slot: RingSlot, header: Header, ms: float) -> None:
-        count = header.num_decode
+    def learned(slot: RingSlot, ms: float) -> None:
+        count = slot.header().num_decode
         if count:
             ks, kinds = (slot.record_arrays[name][:count] for name in ("entry_k", "entry_drafter"))
             asked.extend(((ks > 0) & (kinds == DRAFTER_DEVICE)).tolist())
             ms = costs.ms(count, int(ks.max()))
-        learn(slot, header, ms)
+        learn(slot, ms)
 
     monkeypatch.setattr(engine, "_learn", learned)
     for i in range(16):
