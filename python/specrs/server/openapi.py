@@ -158,7 +158,7 @@ def openapi(version: str, model_names: Sequence[str]) -> dict[str, Any]:
         ("/server_info", "Information", "What the server was started with."),
     ):
         paths[path] = {"get": _operation(summary, {_JSON: {"schema": _ref(answer)}}, ("401", "503"))}
-    paths["/ping"] = {method: paths["/health"]["get"] for method in ("get", "post")}
+    paths["/ping"] = dict.fromkeys(("get", "post"), paths["/health"]["get"])
     for path, model, answer, streams, summary in bodies:
         content: dict[str, Any] = {_JSON: {"schema": _ref(answer)}}
         if streams:
