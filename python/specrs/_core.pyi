@@ -1456,7 +1456,9 @@ class CpuWeights:
                 MLP are fed the residual stream as it is; `attention_output_norm` and `mlp_output_norm` `[hidden_size]`
                 of what they add to it, or None, or not there; `q_norm` and `k_norm` `[head_dim]` or None, with
                 `qk_norm_whole` `[heads * head_dim]`, for all heads as one; the projections `qkv` (all heads of q, then
-                k, then v), `o`, `gate_up`, `down`.
+                k, then v), `o`, `gate_up`, `down`. In place of the last two `experts` may be a mapping: the
+                projections `router` (hidden_size to the experts) and of each expert `gate_up` and `down`; `per_token`,
+                how many a row is sent to; `normalized`: their weights add up to 1. All such layers have the same sizes.
             final_norm: `[hidden_size]`.
             lm_head: a projection from hidden_size to vocab_size.
             frequencies: `[head_dim / 2]`, the angle of each rotated pair at position 1.

@@ -142,7 +142,9 @@ def test_negative_sizes_and_missing_tensors() -> None:
     with pytest.raises(InvalidConfigError, match=r"^vocab_size = -1 is not allowed"):
         weights(vocab_size=-1)
     (layer,) = arrays()["layers"]  # type: ignore[misc]
-    with pytest.raises((KeyError, TypeError), match="down"):
+    with pytest.raises((KeyError, TypeError), match="qkv"):
+        weights(layers=[{name: value for name, value in layer.items() if name != "qkv"}])
+    with pytest.raises(InvalidBufferError, match=r"^layers\[0\].down's shape = \[0, 12\] is not allowed"):
         weights(layers=[{name: value for name, value in layer.items() if name != "down"}])
 
 

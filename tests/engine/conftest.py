@@ -33,9 +33,11 @@ def native_llama_bank(llama_bank: Bank) -> Bank:
 
 
 @pytest.fixture(scope="session")
-def native_gemma_bank(tmp_path_factory: pytest.TempPathFactory) -> Bank:
-    """Windows in one layer of two, norms around, GELU: in bf16."""
-    return native_bank(make_bank(tmp_path_factory.mktemp("gemma"), "gemma3_text"), "bfloat16")
+def more_banks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bank]:
+    """For the native runner: windows in one layer of two, norms around and GELU, in bf16; experts, in fp32."""
+    gemma = make_bank(tmp_path_factory.mktemp("gemma"), "gemma3_text")
+    moe = make_bank(tmp_path_factory.mktemp("moe"), "qwen3_moe")
+    return {"native_gemma_bank": native_bank(gemma, "bfloat16"), "native_moe_bank": native_bank(moe, "float32")}
 
 
 @pytest.fixture(scope="session")

@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from specrs.core import CachedDrafter
 from specrs.engine.blueprint import Blueprint
 from specrs.engine.weights import load_weights
-from specrs.models.dense import Dense
-from specrs.models.dense_native import NativeDense
 from sweep import sweep
 
 from engine.harness import (
@@ -33,7 +31,6 @@ from engine.test_equivalence import engine_settings
 
 SWEPT = sorted(set(FAMILIES) - {"qwen3", "llama", "qwen2", "mistral"})
 """The others have sweeps of their own."""
-NATIVE = sorted(set(SWEPT) - {"qwen3_moe", "mixtral"})
 
 
 def make_bank(folder: Path, family: str) -> Bank:
@@ -72,7 +69,7 @@ def test_greedy_text(data: st.DataObject, bank_of: Callable[[str, str], Bank]) -
     """Whatever K, batch, blocks, chunks, prefixes and preemption: in float64 that of transformers, in native passes
     that of K = 0."""
     family = data.draw(st.sampled_from(SWEPT), label="family")
-    dtype = data.draw(st.sampled_from(["float64", "float32", "bfloat16"] if family in NATIVE else ["float64"]))
+    dtype = data.draw(st.sampled_from(["float64", "float32", "bfloat16"]))
     bank, fields = bank_of(family, dtype), data.draw(engine_settings(), label="engine")
     k = data.draw(st.integers(0, 6), label="K")
     draft = data.draw(st.sampled_from(sorted(bank.drafts)), label="draft")
@@ -104,16 +101,10 @@ def test_a_family_drafts_and_is_drafted_for(family: str, bank_of: Callable[[str,
     assert engine.stats().draft_tokens > 0
 
 
-@pytest.mark.parametrize("family", NATIVE)
+@pytest.mark.parametrize("family", SWEPT)
 def test_native_text_is_transformers_own(family: str, bank_of: Callable[[str, str], Bank]) -> None:
     """In float32: what rounding may turn is a logit within 1e-4 of another, which no text of these has."""
     assert bank_of(family, "float32").continuations == bank_of(family, "float64").continuations
-
-
-@pytest.mark.parametrize("family", SWEPT)
-def test_what_computes_a_family(family: str, bank_of: Callable[[str, str], Bank]) -> None:
-    weights = load_weights(config(bank_of(family, "float64").target, None, k=0, dtype="float32"))
-    assert type(weights.target) is (NativeDense if family in NATIVE else Dense)
 
 
 def test_costs_count_experts_that_a_row_is_sent_to(bank_of: Callable[[str, str], Bank]) -> None:

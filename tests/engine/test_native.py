@@ -86,15 +86,16 @@ def alone(target: Path, prompt: tuple[int, ...], dtype: str, bf16_rows: bool = F
         ("native_llama_bank", False),
         ("native_llama_bank", True),
         ("native_gemma_bank", False),
+        ("native_moe_bank", False),
     ],
 )
 @sweep(15)
 @given(data=st.data())
 def test_logits_are_the_same_bits(
-    family: str, bf16_rows: bool, data: st.DataObject, request_bank: dict[str, Bank], native_gemma_bank: Bank
+    family: str, bf16_rows: bool, data: st.DataObject, request_bank: dict[str, Bank], more_banks: dict[str, Bank]
 ) -> None:
     """Whatever K, batch, threads, blocks, chunks, preemptions and prefix hits."""
-    bank = (request_bank | {"native_gemma_bank": native_gemma_bank})[family]
+    bank = (request_bank | more_banks)[family]
     engine_k = data.draw(st.integers(0, 6), label="engine K")
     block_size = data.draw(st.sampled_from([1, 8, 16, 32]), label="block size")
     blocks = -(-128 // block_size)
@@ -157,9 +158,10 @@ def test_bf16_rows_need_bf16_weights(native_qwen_bank: Bank, native_llama_bank: 
     folder = make_checkpoint(tmp_path / "float64", dtype=torch.float64, vocab=211)
     with pytest.raises(UnsupportedConfigError, match=r"^cpu_bf16_rows=True: not implemented with dtype='float64'"):
         build_engine(config(folder, None, k=0, dtype="auto", cpu_bf16_rows=True))
-    folder = make_checkpoint(tmp_path / "experts", "mixtral", vocab=211)
+    folder = make_checkpoint(tmp_path / "generic", vocab=211)
+    fields = {"dtype": "bfloat16", "model_impl": "transformers", "cpu_bf16_rows": True}
     with pytest.raises(UnsupportedConfigError, match="a model that is served op by op; allowed: False"):
-        build_engine(config(folder, None, k=0, dtype="bfloat16", cpu_bf16_rows=True))
+        build_engine(config(folder, None, k=0, **fields))
     engine = build_engine(
         config(checkpoint(tmp_path / "kept", torch.float32), None, k=0, dtype="float32", cpu_bf16_rows=True)
     )

@@ -219,7 +219,7 @@ def test_log_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     load_native(folder, dtype="float32", quantization="int8")
     said = [record.getMessage() for record in caplog.records]
-    assert said == [f"{folder}: embedding and LM head are kept as bfloat16, which holds them exactly"]
+    assert said == [f"{folder}: embedding, LM head and routers are kept as bfloat16, which holds them exactly"]
 
 
 def test_models_that_make_no_groups(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import torch
 from checkpoints import LLAMA3_ROPE, LONG_ROPE, YARN_ROPE
 from specrs.errors import CheckpointError, UnsupportedModelError
 from specrs.models.config import ModelConfig, parse_config
-from specrs.models.features import check_known
 from specrs.models.loader import resolve_dtype
 from specrs.models.rope import LinearScaling, Llama3Scaling, frequencies
 
@@ -306,21 +305,6 @@ def test_fields_of_gemma3() -> None:
     assert parse_config(GEMMA3 | {"sliding_window": 512}).windows == ()
     assert parse_config(GEMMA3 | {"sliding_window": 512}).ropes == config.ropes
     assert parse_config(GEMMA3 | {"sliding_window_pattern": 2}).windows == (32, None, 32, None, 32, None, 32)
-
-
-@pytest.mark.parametrize(
-    ("raw", "fields", "named"),
-    [
-        (OLMO2, {}, r"architectures=\['Olmo2ForCausalLM'\]"),
-        (PHI3, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
-        (GRANITE, {"residual_multiplier": 0.22, "attention_multiplier": 0.1}, "residual_multiplier=0.22"),
-        (SMOLLM3, {"no_rope_layers": [1, 0]}, r"no_rope_layers='layers \[1\]'"),
-        (GEMMA3, {"sliding_window": 512}, r"architectures=\['Gemma3ForCausalLM'\]"),
-    ],
-)
-def test_what_passes_do_not_know_is_named(raw: dict[str, Any], fields: dict[str, Any], named: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=f"{named}.*allowed: here, "):
-        check_known(parse_config(raw | fields), frozenset(), "here")
 
 
 MALFORMED: list[tuple[dict[str, Any], str]] = [

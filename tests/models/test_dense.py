@@ -10,7 +10,6 @@ import torch
 from checkpoints import FAMILIES, LLAMA3_ROPE, LONG_ROPE, YARN_ROPE, edit_json, make_checkpoint
 from hf_reference import load
 from specrs.core import CpuPool, InvalidBufferError
-from specrs.errors import UnsupportedModelError
 from specrs.kernels.rms_norm import rms_norm
 from specrs.models.dense import Dense
 from specrs.models.loader import load_model
@@ -377,19 +376,7 @@ def test_long_rope_depends_on_the_longest_text_of_an_engine(folder: Path) -> Non
     assert not torch.allclose(long, reference, atol=1e-3)
 
 
-NATIVE_REFUSES = {
-    "qwen3_moe": "architectures=.'Qwen3MoeForCausalLM'.",
-    "mixtral": "architectures=.'MixtralForCausalLM'.",
-}
-
-
-@pytest.mark.parametrize(("name", "words"), NATIVE_REFUSES.items())
-def test_what_native_passes_do_not_know(folder: Path, name: str, words: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=rf"{words}.*in the native pass"):
-        load_native(make(folder, name))
-
-
-@pytest.mark.parametrize("name", sorted(name for name, (family, _) in VARIANTS.items() if family not in NATIVE_REFUSES))
+@pytest.mark.parametrize("name", VARIANTS)
 def test_native_passes_of_families(folder: Path, name: str) -> None:
     native = load_native(make(folder, name), dtype="float32")
     for model in (native, native.on_pool(CpuPool(2)), native.on_pool(CpuPool(1), torch_rows=20)):

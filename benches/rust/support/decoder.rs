@@ -4,8 +4,8 @@
 
 use specrs_core::philox::{Purpose, fill_uniform};
 use specrs_cpu::{
-    Bf16, Decoder, Isa, KvCache, KvShape, LayerWeights, Linear, Memory, ModelShape, Output, Part, Pass, Pool, QkNorm,
-    Values, Weights,
+    Bf16, Decoder, Isa, KvCache, KvShape, LayerWeights, Linear, Memory, Mlp, ModelShape, Output, Part, Pass, Pool,
+    QkNorm, Values, Weights,
 };
 use std::sync::Arc;
 
@@ -53,8 +53,7 @@ pub(crate) fn weights((shape, layers): (ModelShape, usize), bf16: bool) -> Arc<W
         o: linear(p, hidden, shape.num_heads * dim),
         attention_output_norm: None,
         post_attention_norm: Some(values(p, hidden, 2.0, bf16)),
-        gate_up: linear(p, 2 * intermediate, hidden),
-        down: linear(p, hidden, intermediate),
+        mlp: Mlp::Dense { gate_up: linear(p, 2 * intermediate, hidden), down: linear(p, hidden, intermediate) },
         mlp_output_norm: None,
     };
     let layers = (0..layers).map(|_| layer(p)).collect();

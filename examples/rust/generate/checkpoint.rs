@@ -5,7 +5,7 @@ use std::{collections::HashMap, fs, path::Path, sync::Arc};
 use memmap2::Mmap;
 use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
-use specrs_cpu::{LayerWeights, Linear, Memory, ModelShape, Part, QkNorm, Values, Weights};
+use specrs_cpu::{LayerWeights, Linear, Memory, Mlp, ModelShape, Part, QkNorm, Values, Weights};
 
 use crate::{MAX_LEN, Result};
 
@@ -103,8 +103,10 @@ impl Checkpoint {
                 o: linear(heads * shape.head_dim, &["self_attn.o"])?,
                 attention_output_norm: None,
                 post_attention_norm: Some(norm("post_attention_layernorm.weight")?),
-                gate_up: linear(hidden, &["mlp.gate", "mlp.up"])?,
-                down: linear(shape.intermediate_size, &["mlp.down"])?,
+                mlp: Mlp::Dense {
+                    gate_up: linear(hidden, &["mlp.gate", "mlp.up"])?,
+                    down: linear(shape.intermediate_size, &["mlp.down"])?,
+                },
                 mlp_output_norm: None,
             })
         };

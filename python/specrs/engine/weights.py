@@ -19,7 +19,6 @@ from specrs.models.config import MASK_TOKEN_FIELDS, ModelConfig
 from specrs.models.dense_weights import DenseFacts
 from specrs.models.eagle3 import load_eagle3
 from specrs.models.eagle3_head import Eagle3Head
-from specrs.models.features import NATIVE, unknown_feature
 from specrs.models.loader import (
     is_known_family,
     load_config,
@@ -141,7 +140,7 @@ def _load(
         model = load_config(source, revision=revision)
         resolved = resolve_dtype(dtype, model, device)
         config.check_native_serves(device.type, str(resolved).removeprefix("torch."))
-        if resolved in NATIVE_DTYPES and _is_native(config, source, model, quantization, field):
+        if resolved in NATIVE_DTYPES:
             if quantization == "int4":
                 _check_int4(field, source, model)
             return load_native(
@@ -153,8 +152,7 @@ def _load(
                 max_model_len=config.max_model_len,
                 exact=config.dtype != "auto",
             )
-        if resolved not in NATIVE_DTYPES:
-            logger.info("%s: %s is served op by op, the native pass computes float32 and bfloat16", source, resolved)
+        logger.info("%s: %s is served op by op, the native pass computes float32 and bfloat16", source, resolved)
     return load_model(
         source,
         dtype=dtype,
@@ -164,20 +162,6 @@ def _load(
         max_model_len=config.max_model_len,
         quantization=quantization,
     )
-
-
-def _is_native(config: EngineConfig, source: str, model: ModelConfig, quantization: str | None, field: str) -> bool:
-    """Whether the native pass computes the model; else says so. Raises UnsupportedConfigError for a `quantization` that
-    asks for it."""
-    feature = unknown_feature(model, NATIVE)
-    if feature is None:
-        return True
-    kind = feature.field if feature.field != "architectures" else feature.name
-    if quantization in ("int8", "int4"):
-        reason = f"not implemented for {source}, whose {kind} the native pass does not know; allowed: None or 'fp8'"
-        raise invalid(UnsupportedConfigError, field, quantization, reason)
-    logger.info("%s is served op by op: the native pass does not know its %s", source, kind)
-    return False
 
 
 def _is_generic(config: EngineConfig, source: str, revision: str | None, device: torch.device) -> bool:
@@ -225,9 +209,12 @@ def _load_head(speculative: SpeculativeConfig, source: tuple[str, str | None], t
 def _check_int4(field: str, source: str, model: ModelConfig) -> None:
     """Raises UnsupportedConfigError for a model whose inputs make no groups."""
     smallest = INT4_GROUPS[-1]
+    experts = [] if model.experts is None else [("an expert's intermediate size", model.experts.intermediate_size)]
+    dense = model.experts is None or not all(model.experts.layers)
     for name, size in (
         ("hidden_size", model.hidden_size),
-        ("intermediate_size", model.intermediate_size),
+        *([("intermediate_size", model.intermediate_size)] if dense else []),
+        *experts,
         ("num_attention_heads * head_dim", model.num_heads * model.head_dim),
     ):
         if size % smallest:

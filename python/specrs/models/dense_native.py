@@ -76,9 +76,11 @@ class NativeDense(DenseFacts):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the matrices that a pass reads."""
+        """Bytes of the matrices that passes read."""
         layers = self.weights.layers
         matrices = [weight for w in layers for weight in (w.qkv, w.o, w.gate_up, w.down)]
+        mixtures = [w.experts for w in layers if w.experts is not None]
+        matrices += [weight for w in mixtures for weight in (w.router, *w.gate_up, *w.down)]
         return sum(weight.num_bytes for weight in (*matrices, self.weights.lm_head))
 
     def with_buffers(self, max_rows: int, max_seqs: int, num_hidden_layers: int = 0) -> NativeDense:
@@ -212,10 +214,22 @@ def layer_arrays(layer: LayerWeights, c: ModelConfig) -> dict[str, Any]:
         "o": stored_parts(layer.o),
         "attention_output_norm": _optional(layer.attention_output_norm),
         "post_attention_norm": array(layer.post_attention_norm) if before else None,
-        "gate_up": stored_parts(layer.gate_up),
-        "down": stored_parts(layer.down),
         "mlp_output_norm": _optional(layer.mlp_output_norm),
+        **_mlp_arrays(layer, c),
     }
+
+
+def _mlp_arrays(layer: LayerWeights, c: ModelConfig) -> dict[str, Any]:
+    if layer.experts is None or c.experts is None:
+        return {"gate_up": stored_parts(layer.gate_up), "down": stored_parts(layer.down)}
+    mixture = {
+        "router": stored_parts(layer.experts.router),
+        "gate_up": [stored_parts(weight) for weight in layer.experts.gate_up],
+        "down": [stored_parts(weight) for weight in layer.experts.down],
+        "per_token": c.experts.per_token,
+        "normalized": c.experts.norm_topk_prob,
+    }
+    return {"experts": mixture}
 
 
 def stored_parts(weight: Weight) -> list[tuple[Stored, NDArray[np.generic] | None]]:

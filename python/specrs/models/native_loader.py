@@ -16,9 +16,9 @@ from specrs.kernels.linear import Codes, QuantizedWeight, StackedWeight, Weight
 from specrs.models.checkpoint import Checkpoint
 from specrs.models.config import ModelConfig
 from specrs.models.dense_native import NativeDense, array
-from specrs.models.dense_weights import DenseWeights
+from specrs.models.dense_weights import DenseWeights, ExpertWeights
 from specrs.models.dummy import DummyCheckpoint
-from specrs.models.features import NATIVE, check_known
+from specrs.models.experts import Experts
 from specrs.models.loader import LayerReader, Loader, open_checkpoint, resolve_dtype
 from specrs.models.quantization.at_load import Float8AtLoad
 from specrs.models.quantization.base import QuantizedTensors
@@ -27,6 +27,7 @@ from specrs.models.tensors import EMBEDDING, LM_HEAD, tensor_shapes
 logger = logging.getLogger("specrs")
 _AT_ONCE = 1 << 20
 """Numbers that are compared at a time."""
+_ROUTER = ".gate.weight"
 INT4_GROUPS = (128, 64, 32)
 """Inputs that share a scale: the first that divides them."""
 
@@ -47,8 +48,8 @@ def load_native(
     the KV cache: where bf16 holds all matrices exactly, passes read it, the same numbers in half the bytes.
 
     `quantization` `fp8` rounds the layers' projections to FP8, which are held as numbers; `int8` or `int4` quantizes
-    them from the file's numbers, one matrix at a time, to INT8 by output or INT4 by group. Embedding and LM head are
-    kept as they are, in memory of their own, so that the file is mapped no longer.
+    them from the file's numbers, one matrix at a time, to INT8 by output or INT4 by group. Embedding, LM head and
+    routers are kept as they are, in memory of their own, so that the file is mapped no longer.
 
     Of a quantized checkpoint codes stay codes where passes can read them; other matrices become numbers, one pass over
     the file, `dtype` if they are to be `exact`, else bf16.
@@ -57,7 +58,6 @@ def load_native(
     """
     config, checkpoint = open_checkpoint(source, revision, load_format)
     config = config.for_length(max_model_len)
-    check_known(config, NATIVE, "in the native pass")
     resolved = resolve_dtype(dtype, config, torch.device("cpu"))
     if quantization == "fp8":
         checkpoint, quantization = Float8AtLoad(checkpoint), None
@@ -72,6 +72,20 @@ class NativeReader(LayerReader):
 
     def linear(self, names: list[str], *, bias: bool) -> Weight:
         return StackedWeight(tuple(self.matrix(f"{name}.weight") for name in names), self.biases(names, bias))
+
+    def experts(self, prefix: str, experts: Experts) -> ExpertWeights:
+        """Each as the file has it."""
+        block, (gate, up, down) = prefix + experts.block, experts.projections
+        names = [f"{block}.experts.{i}." for i in range(experts.count)]
+        return ExpertWeights(
+            router=self.router(f"{block}.gate"),
+            gate_up=tuple(self.linear([name + gate, name + up], bias=False) for name in names),
+            down=tuple(self.linear([name + down], bias=False) for name in names),
+        )
+
+    def router(self, name: str) -> Weight:
+        """The router `name`, which chooses among experts."""
+        return self.linear([name], bias=False)
 
     def biases(self, names: list[str], bias: bool) -> tuple[Tensor, ...] | None:
         return tuple(self.read(f"{name}.bias") for name in names) if bias else None
@@ -120,7 +134,7 @@ class _NativeLoader(NativeReader, Loader):
 class _Quantizer(_NativeLoader):
     """Quantizes projections; what it keeps has memory of its own."""
 
-    kept = "embedding and LM head"
+    kept = "embedding, LM head and routers"
 
     def __init__(
         self,
@@ -154,7 +168,11 @@ class _Quantizer(_NativeLoader):
         return Codes(codes, scales)
 
     def matrices(self) -> list[str]:
-        return [EMBEDDING, LM_HEAD] if LM_HEAD in self.checkpoint else [EMBEDDING]
+        return [name for name in super().matrices() if name in (EMBEDDING, LM_HEAD) or name.endswith(_ROUTER)]
+
+    def router(self, name: str) -> Weight:
+        """Kept as it is: another expert is another text."""
+        return StackedWeight((self.matrix(f"{name}.weight"),))
 
     def matrix(self, name: str) -> Tensor:
         return self.checkpoint.mapped(name).to(self.storage, copy=True)

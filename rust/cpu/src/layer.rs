@@ -1,6 +1,6 @@
 //! One layer of a decoder: its weights, and what their shapes must be. Computes nothing.
 
-use crate::error::{Result, check_len};
+use crate::error::{Error, Result, check_len};
 use crate::linear::Linear;
 use crate::weights::{ModelShape, Values};
 
@@ -24,6 +24,62 @@ pub struct QkNorm {
     pub whole: bool,
 }
 
+/// What a layer does behind its attention.
+pub enum Mlp {
+    /// The same for all rows.
+    Dense {
+        /// `hidden -> 2 intermediate`: gate, then up.
+        gate_up: Linear,
+        /// `intermediate -> hidden`
+        down: Linear,
+    },
+    /// One of several for each row.
+    Experts(Experts),
+}
+
+/// A mixture of experts: each row is sent to those of its largest router logits, whose results are added by weight.
+///
+/// The weights are the softmax of the router's logits over all experts (Fedus et al. 2021, eq. 1).
+pub struct Experts {
+    /// `hidden -> experts`; its rows are never rounded.
+    pub router: Linear,
+    /// Of each expert `hidden -> 2 intermediate`, gate, then up, and `intermediate -> hidden`.
+    pub experts: Vec<(Linear, Linear)>,
+    /// Experts of a row.
+    pub per_token: usize,
+    /// Weights of a row's experts are divided by their sum.
+    pub normalized: bool,
+}
+
+/// Sizes that all layers with experts have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct ExpertSizes {
+    pub(crate) count: usize,
+    pub(crate) per_token: usize,
+    pub(crate) intermediate: usize,
+}
+
+impl Experts {
+    pub(crate) fn sizes(&self) -> ExpertSizes {
+        let intermediate = self.experts.first().map_or(0, |expert| expert.1.inputs);
+        ExpertSizes { count: self.experts.len(), per_token: self.per_token, intermediate }
+    }
+
+    fn check(&self, name: &str, hidden: usize) -> Result<()> {
+        let sizes = self.sizes();
+        if !(1..=sizes.count).contains(&self.per_token) {
+            let allowed = format!("1 to the number of experts = {}", sizes.count);
+            return Err(Error::invalid(format!("{name}.per_token"), self.per_token, allowed));
+        }
+        self.router.check(&format!("{name}.router"), sizes.count, hidden)?;
+        for (i, (gate_up, down)) in self.experts.iter().enumerate() {
+            gate_up.check(&format!("{name}.gate_up[{i}]"), 2 * sizes.intermediate, hidden)?;
+            down.check(&format!("{name}.down[{i}]"), hidden, sizes.intermediate)?;
+        }
+        Ok(())
+    }
+}
+
 /// One layer as it is handed over; norms are copied, projections are not.
 pub struct LayerWeights {
     /// `[hidden]`, of what attention is fed; none: it is fed the residual stream as it is.
@@ -38,10 +94,8 @@ pub struct LayerWeights {
     pub attention_output_norm: Option<Values>,
     /// `[hidden]`, of what the MLP is fed, like `input_norm`.
     pub post_attention_norm: Option<Values>,
-    /// `hidden -> 2 intermediate`: gate, then up.
-    pub gate_up: Linear,
-    /// `intermediate -> hidden`
-    pub down: Linear,
+    /// The MLP, or experts.
+    pub mlp: Mlp,
     /// `[hidden]`, of what the MLP adds to the residual stream.
     pub mlp_output_norm: Option<Values>,
 }
@@ -56,8 +110,7 @@ pub(crate) struct Layer {
     pub(crate) o: Linear,
     pub(crate) attention_output_norm: Option<Vec<f32>>,
     pub(crate) post_attention_norm: Option<Vec<f32>>,
-    pub(crate) gate_up: Linear,
-    pub(crate) down: Linear,
+    pub(crate) mlp: Mlp,
     pub(crate) mlp_output_norm: Option<Vec<f32>>,
     /// Which rotation; none: queries and keys stay as they are.
     pub(crate) rotation: Option<usize>,
@@ -66,10 +119,21 @@ pub(crate) struct Layer {
 }
 
 impl Layer {
-    /// All projections of layer `i` by name.
-    pub(crate) fn projections(&self, i: usize) -> [(String, &Linear); 4] {
-        let named = [("qkv", &self.qkv), ("o", &self.o), ("gate_up", &self.gate_up), ("down", &self.down)];
-        named.map(|(name, linear)| (format!("layers[{i}].{name}"), linear))
+    /// All projections of layer `i` by name, but routers.
+    pub(crate) fn projections(&self, i: usize) -> Vec<(String, &Linear)> {
+        let mut named = vec![("qkv".to_owned(), &self.qkv), ("o".to_owned(), &self.o)];
+        match &self.mlp {
+            Mlp::Dense { gate_up, down } => {
+                named.extend([("gate_up".to_owned(), gate_up), ("down".to_owned(), down)]);
+            }
+            Mlp::Experts(mixture) => {
+                for (expert, (gate_up, down)) in mixture.experts.iter().enumerate() {
+                    named.push((format!("experts.gate_up[{expert}]"), gate_up));
+                    named.push((format!("experts.down[{expert}]"), down));
+                }
+            }
+        }
+        named.into_iter().map(|(name, linear)| (format!("layers[{i}].{name}"), linear)).collect()
     }
 }
 
@@ -84,8 +148,13 @@ impl LayerWeights {
         };
         layer.qkv.check(&name("qkv"), (shape.num_heads + 2 * shape.num_kv_heads) * dim, inputs)?;
         layer.o.check(&name("o"), hidden, shape.num_heads * dim)?;
-        layer.gate_up.check(&name("gate_up"), 2 * intermediate, hidden)?;
-        layer.down.check(&name("down"), hidden, intermediate)?;
+        match &layer.mlp {
+            Mlp::Dense { gate_up, down } => {
+                gate_up.check(&name("gate_up"), 2 * intermediate, hidden)?;
+                down.check(&name("down"), hidden, intermediate)?;
+            }
+            Mlp::Experts(experts) => experts.check(&name("experts"), hidden)?,
+        }
         if let Some(QkNorm { q, k, whole }) = &layer.qk_norm {
             let (heads, kv_heads) = if *whole { (shape.num_heads, shape.num_kv_heads) } else { (1, 1) };
             check_len(&name("q_norm"), q.len(), heads * dim)?;
@@ -99,8 +168,7 @@ impl LayerWeights {
             o: layer.o,
             attention_output_norm: norm("attention_output_norm", &layer.attention_output_norm)?,
             post_attention_norm: norm("post_attention_norm", &layer.post_attention_norm)?,
-            gate_up: layer.gate_up,
-            down: layer.down,
+            mlp: layer.mlp,
             mlp_output_norm: norm("mlp_output_norm", &layer.mlp_output_norm)?,
             rotation: Some(0),
             window: usize::MAX,

@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result, check_len};
 use crate::kernels::{LEAST_WEIGHT, PAIRS};
-use crate::layer::{Activation, Layer, LayerWeights};
+use crate::layer::{Activation, ExpertSizes, Layer, LayerWeights, Mlp};
 use crate::linear::{Linear, Weight};
 use crate::memory::{Bf16, Memory, MemoryMut};
 
@@ -222,6 +222,7 @@ pub struct Weights {
     pub(crate) rotations: Vec<Rotation>,
     pub(crate) multipliers: Multipliers,
     pub(crate) activation: Activation,
+    pub(crate) experts: Option<ExpertSizes>,
 }
 
 impl Weights {
@@ -281,8 +282,20 @@ impl Weights {
         check_len("final_norm", final_norm.len(), hidden)?;
         check_len("frequencies", frequencies.len(), shape.head_dim / 2)?;
         let inputs = if beside.is_some() { 2 * hidden } else { hidden };
-        let layers =
-            layers.into_iter().enumerate().map(|(i, layer)| layer.check(&shape, i, inputs)).collect::<Result<_>>()?;
+        let layers = layers
+            .into_iter()
+            .enumerate()
+            .map(|(i, layer)| layer.check(&shape, i, inputs))
+            .collect::<Result<Vec<Layer>>>()?;
+        let mut experts = None;
+        for (i, layer) in layers.iter().enumerate() {
+            let Layer { mlp: Mlp::Experts(mixture), .. } = layer else { continue };
+            let sizes = mixture.sizes();
+            if *experts.get_or_insert(sizes) != sizes {
+                let allowed = format!("{experts:?}, as of the layers before");
+                return Err(Error::invalid(format!("layers[{i}].experts"), format!("{sizes:?}"), allowed));
+            }
+        }
         let scores = 1.0 / (shape.head_dim as f32).sqrt();
         Ok(Self {
             shape,
@@ -294,6 +307,7 @@ impl Weights {
             rotations: vec![Rotation { frequencies, magnitude: 1.0 }],
             multipliers: Multipliers { embedding: 1.0, residual: 1.0, scores },
             activation: Activation::Silu,
+            experts,
         })
     }
 

@@ -6,8 +6,8 @@ use crate::tensors::{values, values_mut, weight as weight_of};
 use numpy::{Ix1, Ix2, Ix3, Ix5, PyReadonlyArray, PyReadwriteArray, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use specrs_cpu::{
-    Activation, Beside, BesideWeights, Decoder, Entries, KvCache, KvShape, LayerWeights, Linear, ModelShape,
-    Multipliers, Output, Part, Pass, Pool, QkNorm, Rotation, Values, Weights, guarded,
+    Activation, Beside, BesideWeights, Decoder, Entries, Experts, KvCache, KvShape, LayerWeights, Linear, Mlp,
+    ModelShape, Multipliers, Output, Part, Pass, Pool, QkNorm, Rotation, Values, Weights, guarded,
 };
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -61,6 +61,37 @@ type Projection<'py> = Vec<(Bound<'py, PyAny>, Option<Bound<'py, PyAny>>)>;
 /// Frequencies and magnitudes, and which of them each layer has.
 type Rotations = (Vec<(Vec<f32>, f32)>, Vec<Option<usize>>);
 
+/// A layer's experts as Python hands them over.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+struct ExpertArrays<'py> {
+    router: Projection<'py>,
+    gate_up: Vec<Projection<'py>>,
+    down: Vec<Projection<'py>>,
+    per_token: i64,
+    normalized: bool,
+}
+
+impl ExpertArrays<'_> {
+    fn weights(&self, name: &str, py: Python<'_>, hidden: usize) -> PyResult<Experts> {
+        if self.gate_up.len() != self.down.len() {
+            let (given, expected) = (self.down.len(), self.gate_up.len());
+            return Err(Class::InvalidBuffer.error(py, format!("{name}.down: there are {given}, expected {expected}")));
+        }
+        let expert = |(i, (gate_up, down)): (usize, (&Projection<'_>, &Projection<'_>))| {
+            let gate_up = linear(&format!("{name}.gate_up[{i}]"), hidden, gate_up)?;
+            let down = linear(&format!("{name}.down[{i}]"), gate_up.outputs() / 2, down)?;
+            Ok((gate_up, down))
+        };
+        Ok(Experts {
+            router: linear(&format!("{name}.router"), hidden, &self.router)?,
+            experts: self.gate_up.iter().zip(&self.down).enumerate().map(expert).collect::<PyResult<_>>()?,
+            per_token: size(py, Class::InvalidConfig, "per_token", self.per_token)?,
+            normalized: self.normalized,
+        })
+    }
+}
+
 /// One layer as Python hands it over.
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
@@ -75,8 +106,12 @@ struct LayerArrays<'py> {
     #[pyo3(default)]
     attention_output_norm: Option<Bound<'py, PyAny>>,
     post_attention_norm: Option<Bound<'py, PyAny>>,
+    #[pyo3(default)]
     gate_up: Projection<'py>,
+    #[pyo3(default)]
     down: Projection<'py>,
+    #[pyo3(default)]
+    experts: Option<ExpertArrays<'py>>,
     #[pyo3(default)]
     mlp_output_norm: Option<Bound<'py, PyAny>>,
 }
@@ -135,7 +170,13 @@ fn linear(name: &str, inputs: usize, parts: &Projection<'_>) -> PyResult<Linear>
     Python::attach(|py| Linear::new(name, inputs, made).map_err(|error| to_py(py, &error)))
 }
 
-fn layer(i: usize, arrays: &LayerArrays<'_>, shape: &ModelShape, inputs: usize) -> PyResult<LayerWeights> {
+fn layer(
+    py: Python<'_>,
+    i: usize,
+    arrays: &LayerArrays<'_>,
+    shape: &ModelShape,
+    inputs: usize,
+) -> PyResult<LayerWeights> {
     let name = |field: &str| format!("layers[{i}].{field}");
     let hidden = shape.hidden_size;
     let norm = |field: &str, array: &Option<Bound<'_, PyAny>>| {
@@ -152,8 +193,13 @@ fn layer(i: usize, arrays: &LayerArrays<'_>, shape: &ModelShape, inputs: usize) 
         o: linear(&name("o"), shape.num_heads * shape.head_dim, &arrays.o)?,
         attention_output_norm: norm("attention_output_norm", &arrays.attention_output_norm)?,
         post_attention_norm: norm("post_attention_norm", &arrays.post_attention_norm)?,
-        gate_up: linear(&name("gate_up"), hidden, &arrays.gate_up)?,
-        down: linear(&name("down"), shape.intermediate_size, &arrays.down)?,
+        mlp: match &arrays.experts {
+            Some(experts) => Mlp::Experts(experts.weights(&name("experts"), py, hidden)?),
+            None => Mlp::Dense {
+                gate_up: linear(&name("gate_up"), hidden, &arrays.gate_up)?,
+                down: linear(&name("down"), shape.intermediate_size, &arrays.down)?,
+            },
+        },
         mlp_output_norm: norm("mlp_output_norm", &arrays.mlp_output_norm)?,
     })
 }
@@ -213,7 +259,7 @@ impl CpuWeights {
         let mut layers = layers
             .iter()
             .enumerate()
-            .map(|(i, arrays)| layer(i, arrays, &shape, inputs))
+            .map(|(i, arrays)| layer(py, i, arrays, &shape, inputs))
             .collect::<PyResult<Vec<_>>>()?;
         let final_norm = vector("final_norm", final_norm)?;
         let lm_head = linear("lm_head", shape.hidden_size, &lm_head)?;

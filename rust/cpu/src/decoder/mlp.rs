@@ -9,7 +9,14 @@ use crate::linear::Linear;
 use crate::memory::{Columns, ColumnsMut};
 
 impl Context<'_> {
-    pub(super) fn mlp(&self, layer: &Layer, buffers: &mut Buffers, private: &mut [Private]) {
+    pub(super) fn mlp(
+        &self,
+        layer: &Layer,
+        gate_up: &Linear,
+        down: &Linear,
+        buffers: &mut Buffers,
+        private: &mut [Private],
+    ) {
         let shape = &self.weights.shape;
         let rows = self.rows();
         let vectors = shape.intermediate_size.div_ceil(LANES);
@@ -19,10 +26,10 @@ impl Context<'_> {
             let own = Columns::new(private, 1, self.shares.threads, &self.shares.each);
             self.session.run(&|t| {
                 let (mut acts, mut own) = (acts.take(t), own.take(t));
-                let own = &mut own.row_mut(0)[0];
-                self.norm(0..rows, h, layer.post_attention_norm.as_deref(), &mut own.x);
-                self.round(&mut own.x, rows, layer.gate_up.inputs);
-                self.gate_up(layer, own, &mut acts);
+                let Private { x, y, z, .. } = &mut own.row_mut(0)[0];
+                self.norm(0..rows, h, layer.post_attention_norm.as_deref(), x);
+                self.round(x, rows, gate_up.inputs);
+                self.gate_up(gate_up, x, 0..rows, (y, z), &mut acts);
             });
         }
         let act = &act[..rows * vectors];
@@ -32,23 +39,31 @@ impl Context<'_> {
         let own = Columns::new(private, 1, self.shares.threads, &self.shares.each);
         self.session.run(&|t| {
             let (mut outs, mut own) = (outs.take(t), own.take(t));
-            self.give(&layer.down, norm, act, &mut own.row_mut(0)[0].y, &mut outs);
+            self.give(down, norm, act, &mut own.row_mut(0)[0].y, &mut outs);
         });
         self.add_normed(norm, added, h, private);
     }
 
     /// One participant's features between gate, up and down.
-    fn gate_up(&self, layer: &Layer, own: &mut Private, acts: &mut ColumnsMut<'_, Vector>) {
-        let (rows, intermediate) = (self.rows(), self.weights.shape.intermediate_size);
+    /// `x` has its rows, which are `rows` of `acts`.
+    pub(super) fn gate_up(
+        &self,
+        linear: &Linear,
+        x: &[Vector],
+        rows: Range<usize>,
+        (y, z): (&mut [f32], &mut [f32]),
+        acts: &mut ColumnsMut<'_, Vector>,
+    ) {
+        let intermediate = linear.outputs() / 2;
         let columns = acts.columns();
         let (first, end) = (columns.start * LANES, (columns.end * LANES).min(intermediate));
         for start in (first..end).step_by(CHUNK) {
             let chunk = start..(start + CHUNK).min(end);
             let up = intermediate + chunk.start..intermediate + chunk.end;
-            self.product(&layer.gate_up, chunk.clone(), &own.x, rows, &mut own.y, CHUNK);
-            self.product(&layer.gate_up, up, &own.x, rows, &mut own.z, CHUNK);
+            self.product(linear, chunk.clone(), x, rows.len(), y, CHUNK);
+            self.product(linear, up, x, rows.len(), z, CHUNK);
             let from = (start - first) / LANES;
-            for (row, (gate, up)) in own.y.chunks_exact(CHUNK).zip(own.z.chunks_exact(CHUNK)).take(rows).enumerate() {
+            for (row, (gate, up)) in rows.clone().zip(y.chunks_exact(CHUNK).zip(z.chunks_exact(CHUNK))) {
                 let out = &mut acts.row_mut(row)[from..][..chunk.len().div_ceil(LANES)];
                 let (gate, up) = (&gate[..chunk.len()], &up[..chunk.len()]);
                 match self.weights.activation {
@@ -57,7 +72,7 @@ impl Context<'_> {
                 }
             }
         }
-        for row in 0..rows {
+        for row in rows {
             self.round(acts.row_mut(row), 1, end - first);
         }
     }

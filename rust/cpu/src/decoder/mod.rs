@@ -4,6 +4,7 @@
 //! phases before have left. Hidden states are fp32 between all products, also where weights are bf16.
 
 mod attention;
+mod experts;
 mod fuse;
 mod head;
 mod mlp;
@@ -14,6 +15,7 @@ use crate::error::{Error, Result};
 use crate::isa::{Isa, LANES};
 use crate::kernels::{Angles, Product, RmsNorm, RoundPairs, Vector};
 use crate::kv_cache::KvCache;
+use crate::layer::Mlp;
 use crate::linear::{Linear, Weight};
 use crate::pass::{Beside, Entries, MAX_TILE_ROWS, Output, Pass};
 use crate::pool::{Pool, Session};
@@ -39,6 +41,7 @@ pub struct Decoder {
 }
 
 /// What all phases of a tile know.
+#[derive(Clone, Copy)]
 struct Context<'a> {
     isa: Isa,
     bf16_rows: bool,
@@ -66,10 +69,10 @@ impl Decoder {
         let fused = weights.beside.as_ref().map_or(0, |head| head.fc.inputs);
         Self {
             shares: (1..=pool.threads())
-                .map(|participants| Shares::new(shape, weights.sliding_window(), participants))
+                .map(|participants| Shares::new(shape, weights.sliding_window(), weights.experts, participants))
                 .collect(),
             buffers: Buffers::new(&weights),
-            private: (0..pool.threads()).map(|_| Private::new(&shape, fused)).collect(),
+            private: (0..pool.threads()).map(|_| Private::new(&shape, fused, weights.experts.is_some())).collect(),
             weights,
             pool,
             isa,
@@ -229,7 +232,10 @@ impl Context<'_> {
                 ValuesMut::F32(kv) => self.attention(layer, kv.as_mut_slice(), &kv_shape, buffers, private),
                 ValuesMut::Bf16(kv) => self.attention(layer, kv.as_mut_slice(), &kv_shape, buffers, private),
             }
-            self.mlp(layer, buffers, private);
+            match &layer.mlp {
+                Mlp::Dense { gate_up, down } => self.mlp(layer, gate_up, down, buffers, private),
+                Mlp::Experts(mixture) => self.experts(layer, mixture, buffers, private),
+            }
         }
         self.keep(self.weights.layers.len(), &buffers.h, &mut entries);
         if self.weights.beside.as_ref().is_some_and(|head| head.norm_output) {

@@ -2,7 +2,7 @@
 
 use crate::isa::LANES;
 use crate::kernels::AttendScratch;
-use crate::layer::Layer;
+use crate::layer::{ExpertSizes, Layer};
 use crate::memory::Vectors;
 use crate::pass::MAX_TILE_ROWS;
 use crate::weights::{ModelShape, Weights};
@@ -30,9 +30,50 @@ pub(super) struct Buffers {
     pub(super) attended: Vec<f32>,
     /// `[rows, ceil(intermediate / 16)]` what down is fed.
     pub(super) act: Vectors,
+    /// Nothing where no layer has experts.
+    pub(super) mixture: Mixture,
     /// `[rotations, rows, head_dim / 2]`, of shorter rotations their first elements; like `sin`.
     pub(super) cos: Vec<f32>,
     pub(super) sin: Vec<f32>,
+}
+
+/// What the experts of a layer are fed and give, for tiles of 64 rows.
+#[derive(Default)]
+pub(super) struct Mixture {
+    /// `[rows, experts]` the router's logits.
+    pub(super) logits: Vec<f32>,
+    /// `[rows, per_token]` experts of each row, and their weights.
+    pub(super) chosen: Vec<usize>,
+    pub(super) shares: Vec<f32>,
+    /// `[experts + 1]` where the rows of each expert begin among those of all.
+    pub(super) starts: Vec<usize>,
+    /// `[rows per_token]` rows by expert, and their weights there.
+    pub(super) rows: Vec<usize>,
+    pub(super) weights: Vec<f32>,
+    /// `[rows per_token, ceil(intermediate / 16)]` what down is fed, by expert.
+    pub(super) act: Vectors,
+}
+
+impl Mixture {
+    fn new(sizes: ExpertSizes) -> Self {
+        let sent = MAX_TILE_ROWS * sizes.per_token;
+        Self {
+            logits: vec![0.0; MAX_TILE_ROWS * sizes.count],
+            chosen: vec![0; sent],
+            shares: vec![0.0; sent],
+            starts: vec![0; sizes.count + 1],
+            rows: vec![0; sent],
+            weights: vec![0.0; sent],
+            act: Vectors::new(sent * sizes.intermediate.div_ceil(LANES)),
+        }
+    }
+
+    fn poison(&mut self) {
+        self.logits.fill(f32::NAN);
+        self.shares.fill(f32::NAN);
+        self.weights.fill(f32::NAN);
+        self.act.fill([f32::NAN; LANES]);
+    }
 }
 
 /// What one participant has for itself.
@@ -41,6 +82,8 @@ pub(super) struct Private {
     pub(super) x: Vectors,
     /// One normed row, where a hidden state is fed beside tokens.
     pub(super) t: Vectors,
+    /// `[rows, ceil(hidden / 16)]` rows of an expert, where some layer has experts.
+    pub(super) sent: Vectors,
     /// `[rows, chunk]` what it gives.
     pub(super) y: Vec<f32>,
     /// `[rows, chunk]` what a second one gives.
@@ -71,25 +114,34 @@ impl Buffers {
             q: Vectors::new(rows * shape.num_heads * dim.div_ceil(LANES)),
             attended: vec![0.0; rows * shape.num_heads * dim],
             act: Vectors::new(rows * shape.intermediate_size.div_ceil(LANES)),
+            mixture: weights.experts.map(Mixture::new).unwrap_or_default(),
             cos: vec![0.0; rotations * rows * dim / 2],
             sin: vec![0.0; rotations * rows * dim / 2],
         }
     }
 
     pub(super) fn poison(&mut self) {
-        let Self { h, e, added, heads, attended, cos, sin, .. } = self;
-        for buffer in [h, e, added, heads, attended, cos, sin] {
+        for buffer in [
+            &mut self.h,
+            &mut self.e,
+            &mut self.added,
+            &mut self.heads,
+            &mut self.attended,
+            &mut self.cos,
+            &mut self.sin,
+        ] {
             buffer.fill(f32::NAN);
         }
         for buffer in [&mut self.q, &mut self.act, &mut self.t] {
             buffer.fill([f32::NAN; LANES]);
         }
+        self.mixture.poison();
     }
 }
 
 impl Private {
     /// `fused`: inputs of the states that are fed beside tokens; 0 where none are.
-    pub(super) fn new(shape: &ModelShape, fused: usize) -> Self {
+    pub(super) fn new(shape: &ModelShape, fused: usize, experts: bool) -> Self {
         let (rows, dim) = (MAX_TILE_ROWS, shape.head_dim);
         let hidden = shape.hidden_size;
         let (fed, kept) = if fused > 0 { (fused.max(2 * hidden), fused.max(hidden)) } else { (hidden, 0) };
@@ -97,6 +149,7 @@ impl Private {
         Self {
             x: Vectors::new(rows * inputs),
             t: Vectors::new(kept.div_ceil(LANES)),
+            sent: Vectors::new(if experts { rows * hidden.div_ceil(LANES) } else { 0 }),
             y: vec![0.0; rows * CHUNK.max(dim)],
             z: vec![0.0; rows * CHUNK.max(dim)],
             scales: vec![0.0; 2 * rows],
@@ -108,6 +161,7 @@ impl Private {
     pub(super) fn poison(&mut self) {
         self.x.fill([f32::NAN; LANES]);
         self.t.fill([f32::NAN; LANES]);
+        self.sent.fill([f32::NAN; LANES]);
         self.y.fill(f32::NAN);
         self.z.fill(f32::NAN);
         self.scales.fill(f32::NAN);

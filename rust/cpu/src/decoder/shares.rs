@@ -1,6 +1,7 @@
 //! Who computes what: whole output features and heads, cut evenly. A row's sums do not hang on it.
 
 use crate::kernels::Vector;
+use crate::layer::ExpertSizes;
 use crate::pass::{MAX_TILE_ROWS, Pass};
 use crate::weights::ModelShape;
 
@@ -13,6 +14,10 @@ pub(super) struct Shares {
     pub(super) hidden: Vec<usize>,
     /// Of the features between gate, up and down, by sixteens.
     pub(super) intermediate: Vec<usize>,
+    /// Of an expert's features between gate, up and down, by sixteens.
+    pub(super) expert: Vec<usize>,
+    /// Of a router's logits.
+    pub(super) router: Vec<usize>,
     /// Of query heads.
     pub(super) q: Vec<usize>,
     /// Of key heads.
@@ -48,7 +53,7 @@ fn cut(bounds: &mut [usize], n: usize, unit: usize) {
 
 impl Shares {
     /// `window`: the most positions that a row attends, None: all.
-    pub(super) fn new(shape: ModelShape, window: Option<usize>, threads: usize) -> Self {
+    pub(super) fn new(shape: ModelShape, window: Option<usize>, experts: Option<ExpertSizes>, threads: usize) -> Self {
         let bounds = |n: usize, unit: usize| {
             let mut bounds = vec![0; threads + 1];
             cut(&mut bounds, n, unit);
@@ -76,6 +81,8 @@ impl Shares {
             hidden: bounds(shape.hidden_size, 16),
             // Pairs of bf16 numbers lie by 32.
             intermediate: bounds(shape.intermediate_size.div_ceil(16), 2),
+            expert: bounds(experts.map_or(0, |sizes| sizes.intermediate.div_ceil(16)), 2),
+            router: bounds(experts.map_or(0, |sizes| sizes.count), 8),
             q,
             k,
             v,
@@ -145,9 +152,10 @@ mod tests {
 
     #[test]
     fn shares_cover_everything_once() {
+        let sizes = ExpertSizes { count: 21, per_token: 2, intermediate: 50 };
         for threads in 1..20 {
             for (heads, kv_heads) in [(4, 2), (6, 3), (1, 1), (32, 8)] {
-                let mut shares = Shares::new(shape(heads, kv_heads), None, threads);
+                let mut shares = Shares::new(shape(heads, kv_heads), None, Some(sizes), threads);
                 let positions: Vec<i64> = (0..7).map(|i| i * i * 100 - 1).collect();
                 let zeros = [0; 7];
                 let tile = Pass {
@@ -170,6 +178,8 @@ mod tests {
                     (&shares.attended, 0, 7 * heads * 12),
                     (&shares.rows, 0, 7 * 72),
                     (&shares.qkv, 0, (heads + 2 * kv_heads) * 12),
+                    (&shares.expert, 0, 4),
+                    (&shares.router, 0, 21),
                     (&shares.ids, 0, 77),
                 ];
                 for (bounds, first, last) in whole {

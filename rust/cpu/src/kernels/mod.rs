@@ -13,6 +13,7 @@ mod matmul;
 mod norm;
 mod pairs;
 mod rope;
+mod route;
 
 pub(crate) use activation::GateMul;
 pub(crate) use argmax::{Argmax, better};
@@ -22,3 +23,4 @@ pub(crate) use matmul::Product;
 pub(crate) use norm::{RmsNorm, RmsScale};
 pub(crate) use pairs::{LEAST_WEIGHT, PAIRS, RoundPairs};
 pub(crate) use rope::{Angles, QkHead};
+pub(crate) use route::Route;

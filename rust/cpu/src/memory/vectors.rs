@@ -6,6 +6,7 @@ use std::ops::{Deref, DerefMut};
 const LINE_BYTES: usize = 64;
 
 /// Vectors of sixteen numbers, none of which lies across two cache lines.
+#[derive(Default)]
 pub(crate) struct Vectors {
     /// The vectors, and a line less an element of room to shift them.
     numbers: Vec<f32>,

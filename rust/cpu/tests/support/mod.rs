@@ -14,8 +14,8 @@ mod reference;
 
 pub use reference::Near;
 use specrs_cpu::{
-    Activation, Bf16, Decoder, Isa, KvCache, KvShape, LayerWeights, Linear, Memory, ModelShape, Output, Part, Pass,
-    Pool, QkNorm, Values, ValuesMut, Weight, Weights, quantize_int4, quantize_int8,
+    Activation, Bf16, Decoder, Experts, Isa, KvCache, KvShape, LayerWeights, Linear, Memory, Mlp, ModelShape, Output,
+    Part, Pass, Pool, QkNorm, Values, ValuesMut, Weight, Weights, quantize_int4, quantize_int8,
 };
 use std::sync::Arc;
 
@@ -82,6 +82,10 @@ pub struct Kind {
     /// The positions that a row sees of every layer but the last; of the last, too, where `all_windows`. 0: all.
     pub window: usize,
     pub all_windows: bool,
+    /// Experts of every layer but the first, two for each row; 0: none.
+    pub experts: usize,
+    /// Their weights add up to 1.
+    pub normalized: bool,
 }
 
 pub const QWEN3: Kind = Kind {
@@ -100,6 +104,8 @@ pub const QWEN3: Kind = Kind {
     gelu: false,
     window: 0,
     all_windows: false,
+    experts: 0,
+    normalized: false,
 };
 const LLAMA: Kind = Kind { qk_norm: false, ..QWEN3 };
 pub const LLAMA3: Kind = Kind { split: true, scaled: true, ..LLAMA };
@@ -110,6 +116,10 @@ pub const WINDOWED: Kind = Kind { window: 7, all_windows: true, ..MISTRAL };
 pub const OLMO2: Kind = Kind { whole: true, before: false, behind: true, ..QWEN3 };
 pub const GEMMA3: Kind = Kind { behind: true, gelu: true, window: 5, ..QWEN3 };
 pub const KINDS: [Kind; 8] = [QWEN3, LLAMA3, LLAMA_BIAS, QWEN2, MISTRAL, WINDOWED, OLMO2, GEMMA3];
+pub const EXPERTS: Kind = Kind { experts: 5, ..QWEN3 };
+pub const MIXTRAL: Kind = Kind { experts: 9, normalized: true, window: 9, all_windows: true, ..MISTRAL };
+pub const AROUND_EXPERTS: Kind = Kind { experts: 3, ..GEMMA3 };
+pub const MIXTURES: [Kind; 3] = [EXPERTS, MIXTRAL, AROUND_EXPERTS];
 
 /// A weight `[outputs, inputs]` with a bias, as numbers that its type holds exactly.
 #[derive(Clone)]
@@ -254,6 +264,10 @@ pub struct LayerNumbers {
     pub gate: Dense,
     pub up: Dense,
     pub down: Dense,
+    /// The router; none: the MLP above.
+    pub router: Option<Dense>,
+    /// Gate, up and down of each expert.
+    pub experts: Vec<[Dense; 3]>,
 }
 
 pub struct Model {
@@ -290,7 +304,9 @@ impl Model {
             }
             Dense { weight, bias: bias.then(|| draw(n, outputs, 0.5, 0.0, bf16)), inputs, stored }
         };
-        let layer = |n: &mut Numbers| LayerNumbers {
+        // Other than an MLP's, so that no buffer is of both.
+        let expert_size = if kind.code_bits == 4 || kind.bf16_rows { 32 } else { shape.intermediate_size / 2 + 1 };
+        let layer = |n: &mut Numbers, sparse: bool| LayerNumbers {
             input_norm: draw(n, hidden, 0.3, 1.0, bf16),
             q: dense(n, shape.num_heads * dim, hidden, kind.qkv_bias),
             k: dense(n, shape.num_kv_heads * dim, hidden, kind.qkv_bias),
@@ -304,8 +320,20 @@ impl Model {
             gate: dense(n, shape.intermediate_size, hidden, kind.other_bias),
             up: dense(n, shape.intermediate_size, hidden, kind.other_bias),
             down: dense(n, hidden, shape.intermediate_size, kind.other_bias),
+            router: sparse.then(|| Dense {
+                weight: draw(n, kind.experts * hidden, 1.7 / (hidden as f32).sqrt(), 0.0, bf16),
+                bias: None,
+                inputs: hidden,
+                stored: None,
+            }),
+            experts: (0..if sparse { kind.experts } else { 0 })
+                .map(|_| {
+                    let [gate, up] = std::array::from_fn(|_| dense(n, expert_size, hidden, false));
+                    [gate, up, dense(n, hidden, expert_size, false)]
+                })
+                .collect(),
         };
-        let layers = (0..num_layers).map(|_| layer(n)).collect();
+        let layers = (0..num_layers).map(|i| layer(n, kind.experts > 0 && (i > 0 || num_layers == 1))).collect();
         let embedding = draw(n, shape.vocab_size * hidden, 1.0, 0.0, bf16);
         let lm_head = match kind.tied {
             true => Dense { weight: embedding.clone(), bias: None, inputs: hidden, stored: None },
@@ -359,8 +387,15 @@ impl Model {
             o: linear(&[&l.o]),
             attention_output_norm: self.kind.behind.then(|| values(&l.output_norm)),
             post_attention_norm: self.kind.before.then(|| values(&l.post_norm)),
-            gate_up: linear(&[&l.gate, &l.up]),
-            down: linear(&[&l.down]),
+            mlp: match &l.router {
+                None => Mlp::Dense { gate_up: linear(&[&l.gate, &l.up]), down: linear(&[&l.down]) },
+                Some(router) => Mlp::Experts(Experts {
+                    router: linear(&[router]),
+                    experts: l.experts.iter().map(|[gate, up, down]| (linear(&[gate, up]), linear(&[down]))).collect(),
+                    per_token: 2,
+                    normalized: self.kind.normalized,
+                }),
+            },
             mlp_output_norm: self.kind.behind.then(|| values(&l.mlp_output_norm)),
         };
         let layers = self.layers.iter().map(layer).collect();

@@ -111,13 +111,42 @@ impl Model {
                 let behind = |x: Vec<Near>, w: &Vec<f32>| if self.kind.behind { rms_norm(&x, w, eps) } else { x };
                 add(h, &behind(self.product(&layer.o, &attended), &layer.output_norm));
                 let x = if self.kind.before { rms_norm(h, &layer.post_norm, eps) } else { h.clone() };
-                let (gate, up) = (self.product(&layer.gate, &x), self.product(&layer.up, &x));
-                let activate = if self.kind.gelu { gelu } else { silu };
-                let act: Vec<Near> = gate.iter().zip(&up).map(|(&g, &u)| (activate(g) * u).rounded(1.0)).collect();
-                add(h, &behind(self.product(&layer.down, &act), &layer.mlp_output_norm));
+                let given = match &layer.router {
+                    None => self.mlp(&layer.gate, &layer.up, &layer.down, &x),
+                    Some(router) => self.mixture(router, &layer.experts, &x),
+                };
+                add(h, &behind(given, &layer.mlp_output_norm));
             }
         }
         h.iter().map(|h| self.product(&self.lm_head, &rms_norm(h, &self.final_norm, eps))).collect()
+    }
+
+    fn mlp(&self, gate: &Dense, up: &Dense, down: &Dense, x: &[Near]) -> Vec<Near> {
+        let (gate, up) = (self.product(gate, x), self.product(up, x));
+        let activate = if self.kind.gelu { gelu } else { silu };
+        let act: Vec<Near> = gate.iter().zip(&up).map(|(&g, &u)| (activate(g) * u).rounded(1.0)).collect();
+        self.product(down, &act)
+    }
+
+    /// The two experts of the largest logits, by the softmax over all. Each weight hangs on all logits.
+    fn mixture(&self, router: &Dense, experts: &[[Dense; 3]], x: &[Near]) -> Vec<Near> {
+        let logits = self.product(router, x);
+        let mut order: Vec<usize> = (0..experts.len()).collect();
+        order.sort_by(|&a, &b| logits[b].exact.total_cmp(&logits[a].exact));
+        let chosen = &order[..2];
+        let among: &[usize] = if self.kind.normalized { chosen } else { &order };
+        let total: f64 = among.iter().map(|&i| logits[i].exact.exp()).sum();
+        let part = |i: usize| logits[i].exact.exp() / total;
+        let mut out = vec![Near::default(); x.len()];
+        for &i in chosen {
+            let own = |j: usize| if i == j { 1.0 - part(j) } else { part(j) };
+            let variance: f64 = among.iter().map(|&j| own(j).powi(2) * logits[j].variance).sum();
+            let share = Near { exact: part(i), variance: variance * part(i) * part(i) }.rounded(12.0);
+            let [gate, up, down] = &experts[i];
+            let given: Vec<Near> = self.mlp(gate, up, down, x).into_iter().map(|y| (y * share).rounded(1.0)).collect();
+            add(&mut out, &given);
+        }
+        out
     }
 
     fn product(&self, dense: &Dense, x: &[Near]) -> Vec<Near> {

@@ -1,0 +1,129 @@
+//! A layer's experts in place of its MLP: three phases, four where a norm is behind. Rows are grouped by expert, so that the
+//! weights of each are read once a tile.
+
+use super::Context;
+use super::scratch::{Buffers, CHUNK, Mixture, Private};
+use crate::isa::LANES;
+use crate::kernels::{Route, Vector};
+use crate::layer::{Experts, Layer};
+use crate::memory::{Columns, ColumnsMut};
+
+impl Context<'_> {
+    pub(super) fn experts(&self, layer: &Layer, experts: &Experts, buffers: &mut Buffers, private: &mut [Private]) {
+        let (rows, hidden, sizes) = (self.rows(), self.weights.shape.hidden_size, experts.sizes());
+        let Buffers { h, added, mixture, .. } = buffers;
+        {
+            let logits = Columns::new(&mut mixture.logits, rows, sizes.count, &self.shares.router);
+            let own = Columns::new(private, 1, self.shares.threads, &self.shares.each);
+            self.session.run(&|t| {
+                let (mut logits, mut own) = (logits.take(t), own.take(t));
+                let Private { x, y, .. } = &mut own.row_mut(0)[0];
+                self.norm(0..rows, h, layer.post_attention_norm.as_deref(), x);
+                // A rounded row might be sent elsewhere.
+                let exact = Context { bf16_rows: false, ..*self };
+                exact.put_product(&experts.router, x, rows, y, &mut logits);
+                self.round(x, rows, hidden);
+            });
+        }
+        self.route(experts, mixture);
+        let Mixture { starts, rows: sent, weights, act, .. } = mixture;
+        let (starts, sent, weights) = (&starts[..], &sent[..starts[sizes.count]], &weights[..]);
+        let vectors = sizes.intermediate.div_ceil(LANES);
+        {
+            let acts = Columns::new(act, sent.len(), vectors, &self.shares.expert);
+            let own = Columns::new(private, 1, self.shares.threads, &self.shares.each);
+            self.session.run(&|t| {
+                let (mut acts, mut own) = (acts.take(t), own.take(t));
+                let Private { x, y, z, sent: copied, .. } = &mut own.row_mut(0)[0];
+                for (i, (gate_up, _)) in experts.experts.iter().enumerate() {
+                    let of = starts[i]..starts[i + 1];
+                    if !of.is_empty() {
+                        let x = gather(x, &sent[of.clone()], hidden.div_ceil(LANES), copied);
+                        self.gate_up(gate_up, x, of, (y, z), &mut acts);
+                    }
+                }
+            });
+        }
+        let act = &act[..sent.len() * vectors];
+        let norm = layer.mlp_output_norm.as_deref();
+        let out = if norm.is_some() { &mut *added } else { &mut *h };
+        let outs = Columns::new(out, rows, hidden, &self.shares.hidden);
+        let own = Columns::new(private, 1, self.shares.threads, &self.shares.each);
+        self.session.run(&|t| {
+            let (mut outs, mut own) = (outs.take(t), own.take(t));
+            let y = &mut own.row_mut(0)[0].y;
+            if norm.is_some() {
+                (0..rows).for_each(|row| outs.row_mut(row).fill(0.0));
+            }
+            let multiplier = if norm.is_some() { 1.0 } else { self.weights.multipliers.residual };
+            for (i, (_, down)) in experts.experts.iter().enumerate() {
+                let of = starts[i]..starts[i + 1];
+                if !of.is_empty() {
+                    let act = &act[of.start * vectors..of.end * vectors];
+                    let sent =
+                        sent[of.clone()].iter().zip(&weights[of]).map(|(&row, weight)| (row, weight * multiplier));
+                    for first in outs.columns().step_by(CHUNK) {
+                        let chunk = first..(first + CHUNK).min(outs.columns().end);
+                        self.product(down, chunk.clone(), act, sent.len(), y, CHUNK);
+                        add(&mut outs, first, chunk.len(), y, sent.clone());
+                    }
+                }
+            }
+        });
+        self.add_normed(norm, added, h, private);
+    }
+
+    /// Sends each row that is not masked to its experts.
+    fn route(&self, experts: &Experts, mixture: &mut Mixture) {
+        let (count, per_token) = (experts.experts.len(), experts.per_token);
+        let Mixture { logits, chosen, shares, starts, rows, weights, .. } = mixture;
+        starts.fill(0);
+        let masked = |row: usize| self.tile.positions[row] < 0;
+        for row in (0..self.rows()).filter(|&row| !masked(row)) {
+            let of = row * per_token..(row + 1) * per_token;
+            self.isa.run(Route {
+                logits: &mut logits[row * count..(row + 1) * count],
+                normalized: experts.normalized,
+                chosen: &mut chosen[of.clone()],
+                shares: &mut shares[of.clone()],
+            });
+            chosen[of].iter().for_each(|&expert| starts[expert + 1] += 1);
+        }
+        // How many rows lie before those of each expert; then, while rows come to their places, before its next.
+        for expert in 0..count {
+            starts[expert + 1] += starts[expert];
+        }
+        for row in (0..self.rows()).filter(|&row| !masked(row)) {
+            for at in row * per_token..(row + 1) * per_token {
+                let place = &mut starts[chosen[at]];
+                (rows[*place], weights[*place]) = (row, shares[at]);
+                *place += 1;
+            }
+        }
+        // Each is where the next began.
+        starts.copy_within(0..count, 1);
+        starts[0] = 0;
+    }
+}
+
+/// The rows `rows` of `x`, which ascend: where they lie side by side as they are, else copied.
+fn gather<'a>(x: &'a [Vector], rows: &[usize], vectors: usize, copied: &'a mut [Vector]) -> &'a [Vector] {
+    let (first, last) = (rows[0], rows[rows.len() - 1]);
+    if last - first + 1 == rows.len() {
+        return &x[first * vectors..(last + 1) * vectors];
+    }
+    for (out, row) in copied.chunks_exact_mut(vectors).zip(rows) {
+        out.copy_from_slice(&x[row * vectors..][..vectors]);
+    }
+    &copied[..rows.len() * vectors]
+}
+
+/// Adds features `first..first + len` of rows of `y` to rows of `outs`, by weight.
+fn add(outs: &mut ColumnsMut<'_, f32>, first: usize, len: usize, y: &[f32], sent: impl Iterator<Item = (usize, f32)>) {
+    let from = first - outs.columns().start;
+    for ((row, weight), y) in sent.zip(y.chunks_exact(CHUNK)) {
+        for (out, y) in outs.row_mut(row)[from..][..len].iter_mut().zip(y) {
+            *out += y * weight;
+        }
+    }
+}
