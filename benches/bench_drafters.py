@@ -198,10 +198,9 @@ def draw(found: dict[str, Any], caption: str, path: Path) -> None:
         axes.bar_label(bars, [f"{found[name][workload]['tokens_per_iteration']:.2f}" for name in names], fontsize=7)
     axes.axhline(1.0, color="0.4", linewidth=1)
     axes.set_xticks(range(len(names)), names, rotation=20)
-    axes.set(
-        ylabel="speed over no speculation", title="Drafters on the bundled target (on the bars: tokens an iteration)"
-    )
-    axes.legend()
+    axes.set(ylabel="speed over no speculation")
+    axes.set_title("Drafters on the bundled target (on the bars: tokens an iteration)", loc="left")
+    figure.legend(loc="outside upper right", ncols=len(WORKLOADS))
     axes.spines[["top", "right"]].set_visible(False)
     figure.supxlabel(caption, fontsize=8, color="0.4")
     figure.savefig(path, dpi=150)
