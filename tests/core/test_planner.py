@@ -20,6 +20,18 @@ def planner(rows: int = 4, draft_ms: float = 0.1, k: int = K) -> core.Speculatio
     return core.SpeculationPlanner(max_num_seqs=rows, num_speculative_tokens=k, costs=costs)
 
 
+def scheduler_for(*drafters: core.CachedDrafter | core.NgramProposer) -> core.Scheduler:
+    return core.Scheduler(
+        max_num_seqs=4,
+        max_model_len=32,
+        num_blocks=16,
+        block_size=4,
+        max_num_batched_tokens=16,
+        num_speculative_tokens=K,
+        drafter=drafters or None,
+    )
+
+
 def ints(*values: int) -> NDArray[np.int64]:
     return np.array(values, dtype=np.int64)
 
@@ -119,15 +131,7 @@ def test_sizes_are_checked() -> None:
 
 
 def test_a_planner_of_another_size_is_refused_by_the_scheduler() -> None:
-    scheduler = core.Scheduler(
-        max_num_seqs=4,
-        max_model_len=32,
-        num_blocks=16,
-        block_size=4,
-        max_num_batched_tokens=16,
-        num_speculative_tokens=K,
-        drafter=core.CachedDrafter(max_model_len=32),
-    )
+    scheduler = scheduler_for(core.CachedDrafter(max_model_len=32))
     scheduler.speculate(planner())
     for other in (planner(rows=5), planner(k=2)):
         with pytest.raises(core.InvalidConfigError, match="as the scheduler"):
@@ -178,15 +182,7 @@ def launches(draw: st.DrawFn) -> Launch:
 @settings(max_examples=100, deadline=None)
 @given(st.lists(launches(), max_size=4), st.booleans(), st.booleans(), st.floats(0.5, 9.0))
 def test_a_scheduler_tells_what_settle_would(told: list[Launch], on_device: bool, on_host: bool, ms: float) -> None:
-    scheduler = core.Scheduler(
-        max_num_seqs=4,
-        max_model_len=32,
-        num_blocks=16,
-        block_size=4,
-        max_num_batched_tokens=16,
-        num_speculative_tokens=K,
-        drafter=[core.CachedDrafter(max_model_len=32)] * on_device + [core.NgramProposer()] * on_host or None,
-    )
+    scheduler = scheduler_for(*[core.CachedDrafter(max_model_len=32)] * on_device, *[core.NgramProposer()] * on_host)
     by_scheduler, by_hand = planner(), planner()
     for entries, num_prefill, num_draft_chunks in told:
         # What is not written holds anything.
