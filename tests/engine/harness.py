@@ -178,6 +178,14 @@ def run(engine: Engine) -> None:
     assert_idle(engine)
 
 
+def run_greedy(engine: Engine, bank: Bank, jobs: list[Job], engine_k: int, **fields: object) -> None:
+    """Run greedy requests that go on past EOS; each text must be the bank's."""
+    requests = submit(engine, bank, jobs, engine_k, ignore_eos=True, **fields)
+    run(engine)
+    for (which, _, max_tokens, _), made in zip(jobs, requests, strict=True):
+        assert made.output_token_ids == bank.continuations[which][:max_tokens]
+
+
 def assert_idle(engine: Engine) -> None:
     """No request, no launch in flight, every block free, all invariants hold."""
     scheduler = engine.scheduler

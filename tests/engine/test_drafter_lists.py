@@ -17,7 +17,7 @@ from sweep import sweep
 
 from engine import harness
 from engine.conftest import FAMILIES
-from engine.harness import Bank, greedy_jobs, poison, run, submit, weights
+from engine.harness import Bank, greedy_jobs, poison, run, run_greedy, weights
 
 MAX_MODEL_LEN = 128
 DRAFT = "close"
@@ -77,11 +77,7 @@ def test_greedy_text(method: str, family: str, data: st.DataObject, request: pyt
         num_gpu_blocks_override=data.draw(st.sampled_from([blocks_of_one, 2 * blocks_of_one, 8 * blocks_of_one])),
     )
     poison(engine)
-    jobs = data.draw(greedy_jobs(bank, engine_k), label="requests")
-    requests = submit(engine, bank, jobs, engine_k, ignore_eos=True)
-    run(engine)
-    for (which, _, max_tokens, _), job in zip(jobs, requests, strict=True):
-        assert job.output_token_ids == bank.continuations[which][:max_tokens]
+    run_greedy(engine, bank, data.draw(greedy_jobs(bank, engine_k), label="requests"), engine_k)
     engine.scheduler.check_integrity()
 
 

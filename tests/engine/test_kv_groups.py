@@ -22,6 +22,7 @@ from engine.harness import (
     make_engine,
     poison,
     run,
+    run_greedy,
     submit,
     weights,
 )
@@ -62,11 +63,7 @@ def test_greedy_text(data: st.DataObject, mixed_bank: Bank) -> None:
     engine = make_engine(bank.target, bank.drafts[draft], k=k, **fields)
     assert engine.scheduler.num_groups == 3
     poison(engine)
-    jobs = data.draw(greedy_jobs(bank, k), label="requests")
-    requests = submit(engine, bank, jobs, k, ignore_eos=True)
-    run(engine)
-    for (which, _, max_tokens, _), made in zip(jobs, requests, strict=True):
-        assert made.output_token_ids == bank.continuations[which][:max_tokens]
+    run_greedy(engine, bank, data.draw(greedy_jobs(bank, k), label="requests"), k)
 
 
 @pytest.mark.parametrize("draft", [None, "close"])

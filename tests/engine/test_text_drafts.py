@@ -26,7 +26,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from engine.harness import LONGEST, Bank, config, greedy_jobs, poison, request, run, submit
+from engine.harness import LONGEST, Bank, config, greedy_jobs, poison, request, run, run_greedy
 from engine.test_equivalence import engine_settings
 from engine.test_sampling import SAMPLED, sampled, vanilla_text
 
@@ -114,11 +114,7 @@ def test_greedy_text(text_bank: Bank, data: st.DataObject) -> None:
     k = data.draw(st.integers(1, 8), label="engine K")
     engine = make_engine(text_bank, k, **fields)
     poison(engine)
-    jobs = data.draw(greedy_jobs(text_bank, k), label="requests")
-    requests = submit(engine, text_bank, jobs, k, ignore_eos=True)
-    run(engine)
-    for (which, _, max_tokens, _), job in zip(jobs, requests, strict=True):
-        assert job.output_token_ids == text_bank.continuations[which][:max_tokens]
+    run_greedy(engine, text_bank, data.draw(greedy_jobs(text_bank, k), label="requests"), k)
 
 
 @sweep(12)

@@ -22,6 +22,7 @@ from engine.harness import (
     poison,
     request,
     run,
+    run_greedy,
     submit,
     weights,
 )
@@ -58,11 +59,7 @@ def test_greedy_text(data: st.DataObject, banks: dict[str, Bank]) -> None:
         fields["num_gpu_blocks_override"] = data.draw(st.sampled_from([3, 5, 9, 64]), label="blocks")
     engine = make_engine(bank.target, bank.drafts[draft], k=k, dtype=bank.dtype, **fields)
     poison(engine)
-    jobs = data.draw(greedy_jobs(bank, k), label="requests")
-    requests = submit(engine, bank, jobs, k, ignore_eos=True)
-    run(engine)
-    for (which, _, max_tokens, _), made in zip(jobs, requests, strict=True):
-        assert made.output_token_ids == bank.continuations[which][:max_tokens]
+    run_greedy(engine, bank, data.draw(greedy_jobs(bank, k), label="requests"), k)
 
 
 def test_native_text_is_transformers_own(banks: dict[str, Bank]) -> None:

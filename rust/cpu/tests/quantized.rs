@@ -40,6 +40,28 @@ fn values(weight: &[f32], bf16: bool) -> Values {
     }
 }
 
+/// The portable products of rows of `x` with the fp32 numbers of the codes, to whose bits those of the codes are held on every instruction set.
+fn products_of_numbers(
+    stored: &Stored,
+    x: &[f32],
+    (inputs, outputs): (usize, usize),
+    threads: usize,
+) -> Result<Vec<f32>, TestCaseError> {
+    let numbers: Vec<f32> = stored.codes(inputs).iter().map(|&(q, s)| q as f32 * s).collect();
+    let mut expected = vec![f32::NAN; x.len() / inputs * outputs];
+    head(Isa::by_name("portable").unwrap(), 1, inputs, outputs, values(&numbers, false))
+        .logits(x, outputs, &mut expected)
+        .unwrap();
+    for isa in Isa::available() {
+        let mut y = vec![f32::NAN; expected.len()];
+        head(isa, threads, inputs, outputs, stored.weight()).logits(x, outputs, &mut y).unwrap();
+        for (y, expected) in y.iter().zip(&expected) {
+            prop_assert_eq!(y.to_bits(), expected.to_bits(), "{} for {} on {}", y, expected, isa.name());
+        }
+    }
+    Ok(expected)
+}
+
 /// Which codes, how many inputs, and inputs of a group.
 fn kinds() -> impl Strategy<Value = (u32, usize, usize)> {
     let int8 = (1..300_usize).prop_map(|inputs| (8, inputs, inputs));
@@ -100,19 +122,8 @@ proptest! {
         let weight = draw(n, outputs * inputs, false);
         let stored = Stored::new(&values(&weight, false), inputs, code_bits, group, 2);
         let codes = stored.codes(inputs);
-        let numbers: Vec<f32> = codes.iter().map(|&(q, s)| q as f32 * s).collect();
         let x: Vec<f32> = (0..rows * inputs).map(|_| n.unit()).collect();
-        let mut expected = vec![f32::NAN; rows * outputs];
-        head(Isa::by_name("portable").unwrap(), 1, inputs, outputs, values(&numbers, false))
-            .logits(&x, outputs, &mut expected)
-            .unwrap();
-        for isa in Isa::available() {
-            let mut y = vec![f32::NAN; rows * outputs];
-            head(isa, threads, inputs, outputs, stored.weight()).logits(&x, outputs, &mut y).unwrap();
-            for (y, expected) in y.iter().zip(&expected) {
-                prop_assert_eq!(y.to_bits(), expected.to_bits(), "{} for {} on {}", y, expected, isa.name());
-            }
-        }
+        let expected = products_of_numbers(&stored, &x, (inputs, outputs), threads)?;
         for (i, y) in expected.iter().enumerate() {
             let (output, x) = (i % outputs * inputs, &x[i / outputs * inputs..][..inputs]);
             let (mut exact, mut before, mut size, mut bound) = (0.0, 0.0, 0.0, 0.0);
@@ -146,19 +157,8 @@ proptest! {
     ) {
         let n = &mut Numbers(seed);
         let stored = Stored::draw(n, outputs, inputs, code_bits, group, bf16);
-        let numbers: Vec<f32> = stored.codes(inputs).iter().map(|&(q, s)| q as f32 * s).collect();
         let x: Vec<f32> = (0..rows * inputs).map(|_| n.unit()).collect();
-        let mut expected = vec![f32::NAN; rows * outputs];
-        head(Isa::by_name("portable").unwrap(), 1, inputs, outputs, values(&numbers, false))
-            .logits(&x, outputs, &mut expected)
-            .unwrap();
-        for isa in Isa::available() {
-            let mut y = vec![f32::NAN; rows * outputs];
-            head(isa, threads, inputs, outputs, stored.weight()).logits(&x, outputs, &mut y).unwrap();
-            for (y, expected) in y.iter().zip(&expected) {
-                prop_assert_eq!(y.to_bits(), expected.to_bits(), "{} for {} on {}", y, expected, isa.name());
-            }
-        }
+        products_of_numbers(&stored, &x, (inputs, outputs), threads)?;
     }
 }
 
