@@ -12,8 +12,9 @@ from specrs.engine.engine import Engine
 from specrs.engine.weights import load_weights
 from specrs.speculative_config import SpeculativeConfig
 
+from .texts import VOCAB, K
+
 MakeEngine = Callable[..., Engine]
-K = 4
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -27,7 +28,7 @@ def make_engine(tmp_path_factory: pytest.TempPathFactory) -> MakeEngine:
     """`make_engine(device="cuda", k=4, rule="rejection", **fields)`; weights are loaded once for each device."""
     folder = tmp_path_factory.mktemp("pair")
     shape: dict[str, Any] = {"layers": 3, "hidden": 256, "intermediate": 512, "kv_heads": 2, "group": 4, "head_dim": 64}
-    target = make_checkpoint(folder / "target", seed=1, vocab=1531, initializer_range=0.08, **shape)
+    target = make_checkpoint(folder / "target", seed=1, vocab=VOCAB, initializer_range=0.08, **shape)
     draft = perturb_checkpoint(target, folder / "draft", noise=0.15, seed=2)
     weights: dict[str, Any] = {}
 

@@ -1,54 +1,22 @@
 """Whole, chained and eager launches on a GPU: the same tokens, no synchronisation, no allocation, no stale reads."""
 
-import random
 import warnings
-from collections.abc import Sequence
 
 import pytest
 import torch
 from specrs.core import InvalidResultsError
 from specrs.drafters.draft_model import DraftModel
 from specrs.engine.engine import Engine
-from specrs.engine.request import Request
 from specrs.errors import EngineError
 from specrs.models.dense_cuda import CudaDense
 from specrs.runner.cuda.runner import CudaRunner
 from specrs.runner.cuda.shapes import Buckets
 from specrs.sampling import SamplingParams
 
-from .conftest import K, MakeEngine
+from .conftest import MakeEngine
+from .texts import GREEDY, K, exhaust, generate, share_of_equal, submit
 
-VOCAB = 1531
-GREEDY = SamplingParams(temperature=0.0)
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, top_k=50)
-
-
-def prompts(count: int, seed: int = 0) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 150))] for _ in range(count)]
-
-
-def submit(engine: Engine, params: Sequence[SamplingParams], num_tokens: int, seed: int = 0) -> list[Request]:
-    requests = [
-        Request(i, prompt, own.replace(max_tokens=num_tokens, ignore_eos=True), num_speculative_tokens=K, seed=50 + i)
-        for i, (prompt, own) in enumerate(zip(prompts(len(params), seed), params, strict=True))
-    ]
-    for request in requests:
-        engine.add_request(request)
-    return requests
-
-
-def generate(engine: Engine, params: Sequence[SamplingParams], num_tokens: int = 60) -> list[list[int]]:
-    requests = submit(engine, params, num_tokens)
-    exhaust(engine)
-    engine.scheduler.check_integrity()
-    assert all(request.error is None for request in requests)
-    return [request.output_token_ids for request in requests]
-
-
-def exhaust(engine: Engine) -> None:
-    while engine.has_unfinished():
-        engine.step()
 
 
 def runner_of(engine: Engine) -> CudaRunner:
@@ -73,15 +41,6 @@ def test_three_runners_write_the_same(
     eager = generate(make_engine(rule=rule, enforce_eager=True), batch)
     assert share_of_equal(eager, whole) > 0.95
     assert generate(make_engine(rule=rule), batch) == whole, "the same launches give the same bits"
-
-
-def share_of_equal(mine: list[list[int]], theirs: list[list[int]]) -> float:
-    """Share of tokens before the first difference of each text."""
-    same = 0
-    for ours, reference in zip(mine, theirs, strict=True):
-        differing = [i for i, (a, b) in enumerate(zip(ours, reference, strict=True)) if a != b]
-        same += differing[0] if differing else len(reference)
-    return same / sum(map(len, theirs))
 
 
 @pytest.mark.parametrize("k", [0, 1, K])

@@ -1,0 +1,119 @@
+"""Engines of every family, weight format and drafter on a GPU, in graphs: the texts of the CPU loop and of K = 0."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import FAMILIES, edit_json, make_checkpoint, make_eagle3, perturb_checkpoint
+from engine.other_vocabulary import rename
+from specrs.config import EngineConfig
+from specrs.engine.build import build_engine
+from specrs.engine.engine import Engine
+from specrs.runner.cuda.runner import CudaRunner
+from specrs.speculative_config import SpeculativeConfig
+
+from .texts import GREEDY, VOCAB, K, generate, share_of_equal
+
+SHAPE: dict[str, Any] = {
+    "vocab": VOCAB,
+    "layers": 2,
+    "hidden": 256,
+    "intermediate": 512,
+    "kv_heads": 2,
+    "group": 4,
+    "head_dim": 64,
+    "initializer_range": 0.08,
+}
+
+
+def build(target: Path, speculative: dict[str, Any], device: str = "cuda", **fields: Any) -> Engine:
+    defaults: dict[str, Any] = {
+        "max_model_len": 512,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 128,
+        "num_gpu_blocks_override": 200,
+        "dtype": "float32",
+        "cudagraph_capture_sizes": (4,),
+    }
+    drafts = SpeculativeConfig(**({"num_speculative_tokens": K} | speculative))
+    if device == "cpu":
+        fields["enforce_eager"] = "quantization" not in fields  # torch where it can
+    config = EngineConfig(model=str(target), device=device, speculative_config=drafts, **(defaults | fields))
+    engine = build_engine(config)
+    assert isinstance(engine.runner, CudaRunner) == (device == "cuda")
+    return engine
+
+
+def assert_texts(target: Path, speculative: dict[str, Any], *, near: float = 0.95, **fields: Any) -> None:
+    """The same texts in graphs with drafts, without drafts, and by torch on the CPU; only near-ties may differ."""
+    engine = build(target, speculative, **fields)
+    texts = generate(engine, [GREEDY] * 4)
+    assert engine.stats().accepted_tokens > 0
+    plain = generate(engine, [GREEDY.replace(num_speculative_tokens=0)] * 4)
+    assert share_of_equal(texts, plain) > near
+    assert share_of_equal(generate(build(target, speculative, "cpu", **fields), [GREEDY] * 4), texts) > near
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_families(family: str, tmp_path: Path) -> None:
+    experts = {"num_experts": 16, "num_local_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    fields = {k: v for k, v in experts.items() if k in FAMILIES[family]}
+    if family == "gemma3_text":
+        fields = {"sliding_window": 40}
+    target = make_checkpoint(tmp_path / "target", family, seed=1, **(SHAPE | fields))
+    draft = perturb_checkpoint(target, tmp_path / "draft", noise=0.1, seed=2)
+    assert_texts(target, {"model": str(draft)})
+
+
+def test_windows(tmp_path: Path) -> None:
+    """Every layer's: blocks behind them are others' while their request goes on."""
+    target = make_checkpoint(tmp_path / "target", "mistral", seed=1, **(SHAPE | {"sliding_window": 40}))
+    draft = perturb_checkpoint(target, tmp_path / "draft", noise=0.1, seed=2)
+    assert_texts(target, {"model": str(draft)}, num_gpu_blocks_override=60)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("quantization", ["fp8", "int8", "int4"])
+def test_coded_weights(quantization: str, dtype: str, tmp_path: Path) -> None:
+    target = make_checkpoint(tmp_path / "target", seed=1, **SHAPE)
+    draft = perturb_checkpoint(target, tmp_path / "draft", noise=0.1, seed=2)
+    speculative = {"model": str(draft), "quantization": quantization}
+    if dtype == "float32":
+        assert_texts(target, speculative, quantization=quantization)
+        return
+    engine = build(target, speculative, dtype=dtype, quantization=quantization)
+    texts = generate(engine, [GREEDY] * 4)
+    plain = generate(engine, [GREEDY.replace(num_speculative_tokens=0)] * 4)
+    # Rows of other counts have sums of other orders, and bf16 has many near-ties.
+    assert share_of_equal(texts, plain) > 0.6
+    assert engine.stats().accepted_tokens > 0
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("kind", ["ngram", "suffix", "ngram,draft_model", "parallel", "other vocabulary", "eagle3"])
+def test_drafters(kind: str, tmp_path: Path) -> None:
+    shape = SHAPE | {"layers": 6}
+    target = make_checkpoint(tmp_path / "target", seed=1, **shape)
+    draft = perturb_checkpoint(target, tmp_path / "draft", noise=0.1, seed=2)
+    speculative: dict[str, Any] = {"method": kind}
+    if kind == "parallel":
+        edit_json(draft / "config.json", mask_token_id=59)
+        speculative = {"model": str(draft), "parallel_drafting": True}
+    elif kind == "other vocabulary":
+        speculative = {"model": str(rename(draft, tmp_path / "renamed", dropped=12).path)}
+        speculative["use_heterogeneous_vocab"] = True
+    elif kind == "eagle3":
+        speculative["model"] = str(make_eagle3(tmp_path / "head", target, seed=3, intermediate=512, head_dim=64))
+    if "draft_model" in kind:
+        speculative["model"] = str(draft)
+    if "ngram" in kind:
+        speculative |= {"prompt_lookup_min": 1, "prompt_lookup_max": 2}
+    depth = 2 if kind in ("parallel", "other vocabulary", "eagle3") else 1
+    engine = build(target, speculative, launch_depth=depth)
+    texts = generate(engine, [GREEDY] * 4)
+    plain = generate(engine, [GREEDY.replace(num_speculative_tokens=0)] * 4)
+    assert share_of_equal(texts, plain) > 0.95
+    assert engine.stats().drafts > 0
+    eager = generate(build(target, speculative, launch_depth=depth, enforce_eager=True), [GREEDY] * 4)
+    assert share_of_equal(eager, texts) > 0.95
