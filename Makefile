@@ -135,7 +135,8 @@ GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 
 .PHONY: gpu-test
 gpu-test: ## on a CUDA device: kernels against references, three runners, no waiting, no allocation (ARGS="-n 8" with xdist)
-	SPECRS_GPU=1 TRITON_INTERPRET=0 $(GPU_PYTHON) -m pytest tests/gpu tests/kernels/cuda tests/runner/test_cuda_runner.py $(ARGS)
+	SPECRS_GPU=1 TRITON_INTERPRET=0 $(GPU_PYTHON) -m pytest -p no:benchmark tests/gpu tests/kernels/cuda tests/runner/test_cuda_runner.py \
+		tests/runner/test_cuda_drafters.py $(ARGS)
 
 .PHONY: gpu-bench
 gpu-bench: ## on a CUDA device: the table of bars as JSON and pictures in benches/results
