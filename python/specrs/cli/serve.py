@@ -42,9 +42,6 @@ _HONOURED: dict[str, tuple[object, ...]] = {
     "response_role": ("assistant",),
     "chat_template_content_format": ("auto", "string"),
     "trust_request_chat_template": (False,),
-    "enable_auto_tool_choice": (False,),
-    "tool_call_parser": (None,),
-    "reasoning_parser": ("", None),
     "return_tokens_as_token_ids": (False,),
     "enable_prompt_tokens_details": (False, True),
     "enable_per_request_metrics": (False,),
@@ -68,6 +65,7 @@ def human_int(text: str) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """vLLM's options, and those of specrs's own limits."""
     from specrs.cli.arguments import MergeJSON
+    from specrs.server.parsers.table import REASONING_PARSERS, TOOL_PARSERS
 
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="checkpoint folder or hub id; default: the pair")
     engine = parser.add_argument_group("engine")
@@ -120,6 +118,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--served-model-name", nargs="+", default=[], help="names that requests may use; default: MODEL")
     add("--api-key", nargs="+", default=[], help=f"keys that requests must carry; or {' or '.join(API_KEY_VARIABLES)}")
     add("--chat-template", help="a file with a Jinja template, or the template itself, for the checkpoint's")
+    add("--enable-auto-tool-choice", action=argparse.BooleanOptionalAction, default=False, help="tool_choice auto")
+    add("--tool-call-parser", choices=TOOL_PARSERS, help="how the model writes calls, for tool_choice auto")
+    add(
+        "--exclude-tools-when-tool-choice-none",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="with tool_choice none the chat template does not get the tools",
+    )
+    add("--reasoning-parser", choices=REASONING_PARSERS, help="reasoning goes to reasoning_content; default: none")
     add("--generation-config", default="auto", help="auto: the checkpoint's sampling parameters; vllm: none")
     add("--max-num-queued-reqs", type=int, help="requests that may wait and run; more get 503; default: no bound")
     add("--shutdown-timeout", type=float, default=0.0, help="seconds to drain after SIGTERM; default: 0")
@@ -221,6 +228,7 @@ def _settings(arguments: argparse.Namespace) -> Any:
         access_log=not arguments.disable_uvicorn_access_log,
         log_stats_interval=None if arguments.disable_log_stats else _log_interval(),
         report_speculation=arguments.per_request_spec_decode_metrics == "summary",
+        tools=_tools(arguments),
         profiler_folder=_profiler_folder(arguments.profiler_config),
         limits=HTTPLimits(
             max_header_size=count("max_header_size", 1024),
@@ -231,6 +239,22 @@ def _settings(arguments: argparse.Namespace) -> Any:
             write_timeout=number("http_write_timeout"),
             keep_alive_timeout=number("http_keep_alive_timeout"),
         ),
+    )
+
+
+def _tools(arguments: argparse.Namespace) -> Any:
+    from specrs.server.parsers.table import TOOL_PARSERS
+    from specrs.server.tools import ToolSettings
+
+    if arguments.enable_auto_tool_choice and arguments.tool_call_parser is None:
+        raise invalid_config(
+            "--enable-auto-tool-choice", True, f"needs --tool-call-parser, one of {', '.join(TOOL_PARSERS)}"
+        )
+    return ToolSettings(
+        auto_choice=arguments.enable_auto_tool_choice,
+        tool_parser=arguments.tool_call_parser,
+        reasoning_parser=arguments.reasoning_parser,
+        exclude_when_none=arguments.exclude_tools_when_tool_choice_none,
     )
 
 

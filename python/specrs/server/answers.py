@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from specrs.outputs import CompletionOutput, RequestOutput
 from specrs.server.logprobs import TokenText, chat_logprobs, completion_logprobs, prompt_logprobs
+from specrs.server.messages import MessageReader
 from specrs.server.params import Asked
 from specrs.server.protocol import SamplingBody
 
@@ -165,23 +166,32 @@ class CompletionAnswer(Answer):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatAnswer(Answer):
-    """`POST /v1/chat/completions`."""
+    """`POST /v1/chat/completions`. `new_reader`: what reads a completion whose text is more than content."""
+
+    new_reader: Callable[[], MessageReader] | None = None
+    _readers: dict[tuple[int, int], MessageReader] = field(default_factory=dict)  # of streams
 
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
     id_prefix = "chatcmpl"
 
     def choices(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
-        return [
-            {
+        choices = []
+        for completion in output.outputs:
+            ending = self._ending(completion)
+            message: dict[str, Any] = {"content": completion.text, "refusal": None}
+            if self.new_reader is not None:
+                reader = self.new_reader()
+                message = reader.message(completion.text)
+                ending["finish_reason"] = reader.finish_reason(completion.finish_reason)
+            choice = {
                 "index": self._choice_index(index, completion),
-                "message": {"role": "assistant", "content": completion.text, "refusal": None},
+                "message": {"role": "assistant", **message},
                 "logprobs": self._logprobs(completion, 0),
-                **self._ending(completion),
-                **({"token_ids": completion.token_ids} if self.body.return_token_ids else {}),
+                **ending,
             }
-            for completion in output.outputs
-        ]
+            choices.append(choice | self._ids(output, completion.token_ids, first=True))
+        return choices
 
     def chunks(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
         choices = []
@@ -189,20 +199,29 @@ class ChatAnswer(Answer):
             ids = completion.token_ids
             if not self._is_news(index, completion, ids):
                 continue
-            first = (index, completion.index) not in self._told
-            start = self._told.get((index, completion.index), _Told()).tokens
-            new = ids[start:]
+            key = index, completion.index
+            first = key not in self._told
+            start = self._told.get(key, _Told()).tokens
             self._tell(index, completion, ids)
+            ending = self._ending(completion)
+            delta: dict[str, Any] = {"content": completion.delta}
+            if self.new_reader is not None:
+                reader = self._readers.setdefault(key, self.new_reader())
+                delta = reader.delta(completion.delta, final=completion.finish_reason is not None)
+                ending["finish_reason"] = reader.finish_reason(completion.finish_reason)
             choice = {
                 "index": self._choice_index(index, completion),
-                "delta": {**({"role": "assistant"} if first else {}), "content": completion.delta},
+                "delta": {**({"role": "assistant"} if first else {}), **delta},
                 "logprobs": self._logprobs(completion, start),
-                **self._ending(completion),
+                **ending,
             }
-            if self.body.return_token_ids:
-                choice["token_ids"] = new
-            choices.append(choice)
+            choices.append(choice | self._ids(output, ids[start:], first=first))
         return choices
+
+    def _ids(self, output: RequestOutput, ids: Sequence[int], *, first: bool) -> dict[str, Any]:
+        if not self.body.return_token_ids:
+            return {}
+        return {"token_ids": list(ids), "prompt_token_ids": output.prompt_token_ids if first else None}
 
     def _logprobs(self, completion: CompletionOutput, start: int) -> dict[str, Any] | None:
         if completion.logprobs is None:

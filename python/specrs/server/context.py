@@ -13,6 +13,7 @@ from specrs.server.limits import HTTPLimits
 from specrs.server.metrics import Metrics
 from specrs.server.profiler import Profiler
 from specrs.server.templates import TemplateRenderer
+from specrs.server.tools import ToolSettings
 
 
 @dataclass(kw_only=True)
@@ -29,6 +30,7 @@ class Context:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     api_keys: Sequence[str] = ()
     report_speculation: bool = False
+    tools: ToolSettings = field(default_factory=ToolSettings)
     profiler: Profiler | None = None
     version: str = ""
     draining: bool = False

@@ -19,7 +19,9 @@ from specrs.server.protocol import (
     DetokenizeRequest,
     SamplingBody,
     TokenizeRequest,
+    Tool,
 )
+from specrs.server.tools import read_tools, template_messages, template_tools
 from specrs.tokenizer import Tokenizer
 
 Result = dict[str, Any] | Generation
@@ -60,9 +62,12 @@ async def completions(context: Context, body: CompletionRequest) -> Result:
 async def chat_completions(context: Context, body: ChatCompletionRequest) -> Result:
     """`POST /v1/chat/completions`."""
     context.check_model(body.model)
-    asked = chat_params(body, context.defaults)
-    prompt = await chat_prompt(context, body)
+    tools = read_tools(body, context.tools)
+    asked = chat_params(body, context.defaults, tools)
+    hidden = tools.choice == "none" and context.tools.exclude_when_none
+    prompt = await chat_prompt(context, body, None if hidden else body.tools)
     answer = ChatAnswer(
+        new_reader=tools.reader(prompt.text or "", constrained=asked.params.structured_outputs is not None),
         model=body.model or context.model_names[0],
         body=body,
         asked=asked,
@@ -85,7 +90,7 @@ async def tokenize(context: Context, body: TokenizeRequest) -> Result:
             lambda: tokenizer.encode(text, add_special_tokens=special, max_tokens=longest)
         )
     else:
-        ids = (await chat_prompt(context, body)).token_ids
+        ids = (await chat_prompt(context, body, body.tools)).token_ids
     texts = [tokenizer.backend.id_to_token(i) for i in ids] if body.return_token_strs else None
     return {
         "count": len(ids),
@@ -106,8 +111,13 @@ async def detokenize(context: Context, body: DetokenizeRequest) -> Result:
     return {"prompt": text}
 
 
-async def chat_prompt(context: Context, body: ChatCompletionRequest | TokenizeRequest) -> Prompt:
-    """The prompt that the chat template makes of `messages`. Raises `InvalidRequestError` for what it refuses."""
+async def chat_prompt(
+    context: Context, body: ChatCompletionRequest | TokenizeRequest, tools: list[Tool] | None
+) -> Prompt:
+    """The prompt that the chat template makes of `messages` and `tools`.
+
+    Raises `InvalidRequestError` for what it refuses.
+    """
     tokenizer = _tokenizer(context)
     assert context.templates is not None
     continue_final_message = bool(body.continue_final_message)
@@ -116,9 +126,10 @@ async def chat_prompt(context: Context, body: ChatCompletionRequest | TokenizeRe
             not continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
         ),
         "continue_final_message": continue_final_message,
+        "tools": template_tools(tools),
         "chat_template_kwargs": body.chat_template_kwargs,
     }
-    text = await context.templates.render(body.messages or [], options)
+    text = await context.templates.render(template_messages(body.messages or []), options)
     # the template writes the special tokens itself, unless told otherwise
     special = bool(body.add_special_tokens)
     salt = (body.cache_salt or "") if isinstance(body, ChatCompletionRequest) else ""

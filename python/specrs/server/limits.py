@@ -10,6 +10,9 @@ MAX_COMPLETIONS = 4096
 """Prompts times `n` of one request."""
 MAX_MESSAGES = 4096
 MAX_REQUEST_ID_LENGTH = 128
+MAX_TOOLS = 128
+"""As in OpenAI's API."""
+MAX_FUNCTION_NAME_LENGTH = 256
 SEND_BUFFER = 128 * 1024
 """Bytes that the system holds for one client that has not taken them; the process itself holds another 64 KiB."""
 LARGE_BODY = 64 * 1024

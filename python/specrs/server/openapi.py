@@ -50,7 +50,7 @@ _SPECULATION = _object(
     }
 )
 _ENDING = {
-    "finish_reason": {"enum": ["stop", "length"]},
+    "finish_reason": {"enum": ["stop", "length", "tool_calls"]},
     "stop_reason": _or_null({"anyOf": [_STRING, _INTEGER]}),
 }
 _COMPLETION_LOGPROBS = _object(
@@ -64,6 +64,24 @@ _COMPLETION_LOGPROBS = _object(
 _TOKEN_LOGPROB = {"token": _STRING, "logprob": _NUMBER, "bytes": _array(_INTEGER)}
 _CHAT_LOGPROBS = _object(
     {"content": _array(_object({**_TOKEN_LOGPROB, "top_logprobs": _array(_object(_TOKEN_LOGPROB))}))}
+)
+_MESSAGE = _object(
+    {
+        "role": _STRING,
+        "content": _or_null(_STRING),
+        "refusal": _or_null(_STRING),
+        "reasoning_content": _or_null(_STRING),
+        "tool_calls": _array(
+            _object(
+                {
+                    "id": _STRING,
+                    "type": {"const": "function"},
+                    "function": _object({"name": _STRING, "arguments": _STRING}),
+                }
+            )
+        ),
+    },
+    optional=("reasoning_content", "tool_calls"),
 )
 _HEAD = {"id": _STRING, "object": _STRING, "created": _INTEGER, "model": _STRING}
 _TAIL = {"usage": _ref("Usage"), "metrics": _or_null(_object({"speculative_decoding": _SPECULATION}))}
@@ -90,7 +108,7 @@ _SCHEMAS: dict[str, dict[str, Any]] = {
                 _object(
                     {
                         "index": _INTEGER,
-                        "message": _object({"role": _STRING, "content": _STRING, "refusal": _or_null(_STRING)}),
+                        "message": _MESSAGE,
                         "logprobs": _or_null(_CHAT_LOGPROBS),
                         **_ENDING,
                     }

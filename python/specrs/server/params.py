@@ -11,6 +11,7 @@ from specrs.inputs import Prompt
 from specrs.sampling import SamplingParams
 from specrs.server.limits import MAX_COMPLETIONS, MAX_PROMPTS
 from specrs.server.protocol import ChatCompletionRequest, CompletionRequest, ResponseFormat, SamplingBody
+from specrs.server.tools import ToolUse
 from specrs.tokenizer import Tokenizer
 
 # Fields of a body that are fields of `SamplingParams` by the same name and meaning.
@@ -38,6 +39,9 @@ _SAME = (
     "num_speculative_tokens",
 )
 
+WHITE_SPACE = " ?"
+"""Between the parts of a demanded call: without a bound a model may write white space until `max_tokens`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Asked:
@@ -61,9 +65,13 @@ def completion_params(body: CompletionRequest, defaults: Mapping[str, Any]) -> A
     return Asked(SamplingParams(**fields), silent)
 
 
-def chat_params(body: ChatCompletionRequest, defaults: Mapping[str, Any]) -> Asked:
+def chat_params(body: ChatCompletionRequest, defaults: Mapping[str, Any], tools: ToolUse) -> Asked:
     """As `completion_params`. Without a number of tokens, the text may fill the context."""
     fields = _sampling_fields(body, defaults)
+    if tools.schema is not None:
+        fields["structured_outputs"] = {"json": tools.schema, "whitespace_pattern": WHITE_SPACE}
+    if tools.keeps_special_tokens:
+        fields["skip_special_tokens"] = False
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         raise invalid_request(
             "max_tokens", body.max_tokens, f"must equal max_completion_tokens={body.max_completion_tokens}, or be null"

@@ -21,7 +21,13 @@ from specrs.sampling import (
     MAX_TEMPERATURE,
     REPETITION_PENALTIES,
 )
-from specrs.server.limits import MAX_MESSAGES, MAX_PROMPTS, MAX_REQUEST_ID_LENGTH
+from specrs.server.limits import (
+    MAX_FUNCTION_NAME_LENGTH,
+    MAX_MESSAGES,
+    MAX_PROMPTS,
+    MAX_REQUEST_ID_LENGTH,
+    MAX_TOOLS,
+)
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 _Text = {"type": "string", "minLength": 1}
@@ -96,6 +102,43 @@ class ResponseFormat(BaseModel):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JSONSchema | None = None
+
+
+class FunctionDefinition(BaseModel):
+    """A function that a model may call. `strict` may be given either way: see docs/server.md for what is held to it."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str = Field(min_length=1, max_length=MAX_FUNCTION_NAME_LENGTH)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(BaseModel):
+    """One of `tools`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionName(BaseModel):
+    """The function of a `tool_choice` that names one."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str
+
+
+class NamedToolChoice(BaseModel):
+    """A `tool_choice` that names a function."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["function"]
+    function: FunctionName
 
 
 class SamplingBody(Body):
@@ -180,13 +223,13 @@ class ChatCompletionRequest(SamplingBody):
     service_tier: Literal["auto", "default"] | None = None
     store: Never = None
 
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     functions: Annotated[list[Any], Field(max_length=0)] | None = None
     modalities: list[Literal["text"]] | None = None
     reasoning_effort: Nothing = None
-    include_reasoning: Annotated[bool, _only(True), WithJsonSchema({"const": True})] | None = None
+    include_reasoning: bool | None = None
     chat_template: Nothing = None
     documents: Nothing = None
     echo: Never = None
@@ -203,6 +246,7 @@ class TokenizeRequest(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
     chat_template: Nothing = None
 
 

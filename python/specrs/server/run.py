@@ -30,6 +30,7 @@ from specrs.server.logs import INTERVAL, log_figures, log_what_runs
 from specrs.server.metrics import Metrics
 from specrs.server.profiler import Profiler
 from specrs.server.templates import TemplateRenderer
+from specrs.server.tools import ToolSettings
 
 logger = logging.getLogger("specrs")
 
@@ -59,6 +60,7 @@ class ServerSettings:
     log_stats_interval: float | None = INTERVAL
     """Seconds between two lines of figures under load; None: no such lines."""
     report_speculation: bool = False
+    tools: ToolSettings = field(default_factory=ToolSettings)
     profiler_folder: Path | None = None
     limits: HTTPLimits = field(default_factory=HTTPLimits)
 
@@ -93,6 +95,7 @@ def run_server(engine_settings: Mapping[str, Any], settings: ServerSettings) -> 
             defaults=defaults,
             api_keys=settings.api_keys,
             report_speculation=settings.report_speculation,
+            tools=settings.tools,
             version=version("specrs"),
             profiler=None if settings.profiler_folder is None else Profiler(llm, settings.profiler_folder),
         )

@@ -22,7 +22,7 @@ def pair() -> Iterator[Server]:
         # float64: texts of one request are compared across batches, in which fp32 rounds differently.
         *("--served-model-name", "pair", "--dtype", "float64", "--max-model-len", "512"),
         "--disable-uvicorn-access-log",
-        *("--per-request-spec-decode-metrics", "summary"),
+        *("--per-request-spec-decode-metrics", "summary", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
     ) as server:
         yield server
 

@@ -1,5 +1,6 @@
-"""What users of the openai client do, each checked. Run by its environment's interpreter with the server's address."""
+"""What users of the openai client do, each checked: run by the interpreter of its environment, with an address."""
 
+import json
 import sys
 
 import openai
@@ -94,4 +95,54 @@ fails(openai.BadRequestError, 400, "best_of", best_of=2)
 fails(openai.BadRequestError, 400, "suffix", suffix="y")
 missing = failure(lambda: client.embeddings.create(model="pair", input="x"), openai.NotFoundError)
 assert missing.body["type"] == "NotFoundError"
+# a loop of tools: the model is made to call, its calls are answered, and it goes on
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+FUNCTIONS = {"weather": lambda city, days: f"{city}: {days} days of sun"}
+tools = [{"type": "function", "function": {"name": "weather", "description": "A forecast.", "parameters": WEATHER}}]
+conversation = [{"role": "user", "content": "How warm is it in Rome?"}]
+results = []
+for choice in ("required", {"type": "function", "function": {"name": "weather"}}, "auto", "none"):
+    extra = {}
+    if choice == "auto":  # so small a model calls only if the text is given
+        call = {"name": "weather", "arguments": {"city": "Oslo", "days": 3}}
+        extra["structured_outputs"] = {"choice": [f"<tool_call>{json.dumps(call)}</tool_call>"]}
+    answer = client.chat.completions.create(
+        model="pair",
+        messages=conversation,
+        tools=tools,
+        tool_choice=choice,
+        parallel_tool_calls=False,
+        max_tokens=60,
+        temperature=0,
+        extra_body=extra,
+    ).choices[0]
+    conversation.append(answer.message.model_dump(exclude_none=True))
+    for call in answer.message.tool_calls or []:
+        results.append(FUNCTIONS[call.function.name](**json.loads(call.function.arguments)))
+        conversation.append({"role": "tool", "tool_call_id": call.id, "content": results[-1]})
+assert len(results) == 3, conversation
+assert results[-1] == "Oslo: 3 days of sun"
+assert answer.message.tool_calls is None
+assert answer.message.content
+
+# the same call, streamed, as the client's own accumulator adds it up
+with client.chat.completions.stream(
+    model="pair",
+    messages=conversation[:1],
+    tools=tools,
+    tool_choice="required",
+    parallel_tool_calls=False,
+    max_tokens=60,
+    temperature=0,
+) as stream:
+    kinds = [event.type for event in stream]
+    final = stream.get_final_completion().choices[0]
+assert "tool_calls.function.arguments.delta" in kinds, kinds
+assert final.finish_reason == "tool_calls"
+assert FUNCTIONS["weather"](**json.loads(final.message.tool_calls[0].function.arguments)) == results[0]
 print("ok")

@@ -1,0 +1,82 @@
+"""From the text of a completion to what a chat answers: reasoning, content, calls. Parses nothing itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from specrs.server.parsers.base import CallStart, Content, Event, ToolParser
+from specrs.server.parsers.reasoning import ReasoningParser
+
+
+class MessageReader:
+    """Reads one completion as it is written."""
+
+    def __init__(
+        self,
+        reasoning: ReasoningParser | None,
+        tools: ToolParser | None,
+        *,
+        parallel: bool,
+        include_reasoning: bool,
+        named: bool,
+        new_call_id: Callable[[], str],
+    ) -> None:
+        """`parallel` False: calls after the first are left out. `named`: the one call was demanded by its name."""
+        self._reasoning = reasoning
+        self._tools = tools
+        self._most_calls = None if parallel else 1
+        self._include_reasoning = include_reasoning
+        self._named = named
+        self._new_call_id = new_call_id
+        self._num_calls = 0
+
+    def delta(self, text: str, *, final: bool) -> dict[str, Any]:
+        """What `text` adds to the message, as OpenAI's deltas have it; `final`: the completion has ended."""
+        reasoning, answer = ("", text) if self._reasoning is None else self._reasoning.feed(text, final=final)
+        delta: dict[str, Any] = {}
+        if reasoning and self._include_reasoning:
+            delta["reasoning_content"] = reasoning
+        if self._tools is None:
+            events: list[Event] = [Content(answer)] if answer else []
+        else:
+            events = self._tools.feed(answer)
+            if final:
+                events += self._tools.finish()
+        content = "".join(event.text for event in events if isinstance(event, Content))
+        calls = list(self._calls(event for event in events if not isinstance(event, Content)))
+        return delta | ({"content": content} if content else {}) | ({"tool_calls": calls} if calls else {})
+
+    def message(self, text: str) -> dict[str, Any]:
+        """The message that a whole text is, without its role."""
+        delta = self.delta(text, final=True)
+        message = {"content": delta.get("content"), "refusal": None}
+        if message["content"] is None and "tool_calls" not in delta:
+            message["content"] = ""
+        if self._reasoning is not None and self._include_reasoning:
+            message["reasoning_content"] = delta.get("reasoning_content")
+        if "tool_calls" in delta:
+            message["tool_calls"] = [{k: v for k, v in call.items() if k != "index"} for call in delta["tool_calls"]]
+        return message
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        """Why a completion ended whose text ended for `reason`. A call by name ends in "stop", as in OpenAI's API."""
+        return "tool_calls" if reason == "stop" and self._num_calls and not self._named else reason
+
+    def _calls(self, events: Iterable[Event]) -> Iterable[dict[str, Any]]:
+        """A delta for each call that is begun or goes on."""
+        found: dict[int, dict[str, Any]] = {}
+        for event in events:
+            if isinstance(event, CallStart):
+                found[self._num_calls] = {
+                    "index": self._num_calls,
+                    "id": self._new_call_id(),
+                    "type": "function",
+                    "function": {"name": event.name, "arguments": ""},
+                }
+                self._num_calls += 1
+            else:
+                index = self._num_calls - 1
+                call = found.setdefault(index, {"index": index, "function": {"arguments": ""}})
+                call["function"]["arguments"] += event.text
+        return [call for index, call in found.items() if self._most_calls is None or index < self._most_calls]

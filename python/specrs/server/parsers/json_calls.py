@@ -1,0 +1,192 @@
+"""Calls that are written as JSON objects, read character by character, so that arguments stream as they are written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Generator
+
+from specrs.server.parsers.base import ToolParser
+
+_SPACE = " \t\r\n"
+_ARGUMENTS = ("arguments", "parameters")
+_SCALARS = "-0123456789tfn"
+
+Reader = Generator[None, str, str]
+"""Is sent characters; returns the first one that it has no use for, or nothing."""
+
+
+class CallReader:
+    """One object with a `name` and `arguments`, or `parameters`, in either order; other keys are passed over.
+
+    The call is announced when its name is known and its arguments begin. Arguments that are an object are given out as
+    they are written; those in a string are its text; none, or null, are `{}`.
+    """
+
+    def __init__(self) -> None:
+        self.raw = ""  # all that was read, until the call is announced
+        self.ended = False  # the object is complete, or is no such object
+        self.name: str | None = None
+        self.announced = False
+        self._arguments: list[str] = []  # not taken yet
+        self._streams = False
+        self._reader = self._object()
+        next(self._reader)
+
+    def feed(self, text: str) -> int:
+        """Read on; how many characters were read. After `ended` nothing is."""
+        for count, char in enumerate(text):
+            if self.ended:
+                return count
+            if not self.announced:
+                self.raw += char
+            try:
+                self._reader.send(char)
+            except StopIteration:
+                self.ended = True
+                self._announce(at_end=True)
+            except (ValueError, RecursionError):
+                self.ended = True
+        return len(text)
+
+    def take(self) -> str:
+        """The arguments that have come since the last time."""
+        if not self.announced:
+            return ""
+        text, self._arguments = "".join(self._arguments), []
+        return text
+
+    def _announce(self, *, at_end: bool = False) -> None:
+        if self.name is not None and (self._streams or at_end) and not self.announced:
+            self.announced = True
+            self.raw = ""
+            if not self._arguments:
+                self._arguments = ["{}"]
+
+    def _object(self) -> Reader:
+        if (yield from _after_space()) != "{":
+            raise ValueError
+        char = yield from _after_space()
+        while char != "}":
+            if char != '"':
+                raise ValueError
+            key = yield from _decoded(char)
+            if (yield from _after_space()) != ":":
+                raise ValueError
+            first = yield from _after_space()
+            if key == "name":
+                self.name = yield from _decoded(first)
+                if not self.name:
+                    raise ValueError
+                self._announce()
+                char = ""
+            elif key in _ARGUMENTS and not self._arguments:
+                char = yield from self._read_arguments(first)
+            else:
+                char = yield from value(first, lambda _: None)
+            if char == "" or char in _SPACE:
+                char = yield from _after_space()
+            if char == ",":
+                char = yield from _after_space()
+            elif char != "}":
+                raise ValueError
+        return ""
+
+    def _read_arguments(self, first: str) -> Reader:
+        if first == "{":
+            self._streams = True
+            self._add(first)
+            self._announce()
+            return (yield from _rest(first, self._add))
+        parts: list[str] = []
+        char = yield from value(first, parts.append)
+        found = json.loads("".join(parts))
+        text = found if isinstance(found, str) else "" if found is None else "".join(parts)
+        self._arguments.append(text or "{}")
+        return char
+
+    def _add(self, char: str) -> None:
+        self._arguments.append(char)
+
+
+def value(first: str, tell: Callable[[str], None]) -> Reader:
+    """One JSON value that begins with `first`; `tell` hears each of its characters. Brackets are counted, not matched.
+
+    Raises `ValueError` if no value begins so.
+    """
+    tell(first)
+    return (yield from _rest(first, tell))
+
+
+def _rest(first: str, tell: Callable[[str], None]) -> Reader:
+    """The value behind its first character."""
+    if first == '"':
+        yield from _string(tell)
+    elif first in "[{":
+        depth = 1
+        while depth:
+            char = yield
+            tell(char)
+            if char == '"':
+                yield from _string(tell)
+            else:
+                depth += (char in "[{") - (char in "]}")
+    elif first in _SCALARS:
+        while True:
+            char = yield
+            if char in ",}]" or char in _SPACE:
+                return char
+            tell(char)
+    else:
+        raise ValueError
+    return ""
+
+
+def _string(tell: Callable[[str], None]) -> Generator[None, str, None]:
+    """The rest of a string, its closing quote included."""
+    char = ""
+    while char != '"':
+        char = yield
+        tell(char)
+        if char == "\\":
+            tell((yield))
+
+
+def _decoded(first: str) -> Generator[None, str, str]:
+    """The string that begins with `first`."""
+    if first != '"':
+        raise ValueError
+    parts = [first]
+    yield from _string(parts.append)
+    text: str = json.loads("".join(parts))
+    return text
+
+
+def _after_space() -> Generator[None, str, str]:
+    char = " "
+    while char in _SPACE:
+        char = yield
+    return char
+
+
+class JSONCallParser(ToolParser):
+    """What formats share whose calls are such objects. Knows no marker."""
+
+    _reader: CallReader | None = None
+
+    def _read_call(self) -> bool:
+        """Read on in the call that was begun. False: the buffer is at its end, and the call is not."""
+        reader = self._reader
+        assert reader is not None
+        announced = reader.announced
+        self._buffer = self._buffer[reader.feed(self._buffer) :]
+        if reader.announced and not announced:
+            assert reader.name is not None
+            self._call(reader.name)
+        self._argue(reader.take())
+        return reader.ended
+
+    def _give_up(self) -> str:
+        """Leave the call; what was read of it, where it was not announced."""
+        assert self._reader is not None
+        raw, self._reader = self._reader.raw, None
+        return raw

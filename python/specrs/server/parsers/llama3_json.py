@@ -1,0 +1,58 @@
+"""Tool calls of Llama 3.1 and later: `{"name": ..., "parameters": {...}}`, several with `;` between them.
+
+They are the whole text, or follow on `<|python_tag|>`.
+"""
+
+from __future__ import annotations
+
+from specrs.server.parsers.json_calls import CallReader, JSONCallParser
+
+TAG = "<|python_tag|>"
+
+
+class Llama3JSONParser(JSONCallParser):
+    """Calls at the beginning of the text or behind the tag; text before the tag, and behind the last call."""
+
+    _expects = True  # a call may begin here
+    _tag = ""  # what led to it
+    _separator = ""
+
+    def _step(self, *, final: bool) -> bool:
+        if self._reader is not None:
+            return self._read_on(final=final)
+        if self._expects:
+            return self._begin(final=final)
+        text, marker = self._take_until(TAG, final=final)
+        self._say(text)
+        if marker is not None:
+            self._expects, self._tag = True, TAG
+        return marker is not None
+
+    def _begin(self, *, final: bool) -> bool:
+        text = self._buffer.lstrip()
+        if text.startswith("{"):
+            self._tag += self._separator + self._buffer[: len(self._buffer) - len(text)]
+            self._buffer, self._separator, self._reader = text, "", CallReader()
+            return True
+        if self._called and not self._separator and text.startswith(";"):
+            self._buffer, self._separator = text[1:], ";"
+            return True
+        if not final and (not text or TAG.startswith(text)):
+            return False
+        self._say(self._tag + self._separator)  # what follows is text, and may have the tag in it
+        self._expects, self._tag, self._separator = False, "", ""
+        return True
+
+    def _read_on(self, *, final: bool) -> bool:
+        assert self._reader is not None
+        if not self._read_call():
+            if final and not self._reader.announced:
+                self._say(self._tag + self._give_up())
+            return False
+        announced = self._reader.announced
+        raw = self._give_up()
+        if not announced:
+            self._say(self._tag + raw)
+            self._expects = False
+        self._tag = ""
+        return True

@@ -1,0 +1,92 @@
+"""Tool calls of Mistral models: `[TOOL_CALLS]` with a list of objects, or with a name and its arguments, one each.
+
+The second form may have `[CALL_ID]...` and `[ARGS]` between the name and the arguments.
+"""
+
+from __future__ import annotations
+
+from specrs.server.parsers.json_calls import CallReader, JSONCallParser, Reader, value
+
+TAG, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+
+
+class MistralParser(JSONCallParser):
+    """Text, and calls behind tags."""
+
+    _state = "text"
+    _value: Reader | None = None
+
+    def _step(self, *, final: bool) -> bool:
+        advance: bool = getattr(self, f"_in_{self._state}")(final=final)
+        return advance
+
+    def _in_text(self, *, final: bool) -> bool:
+        text, marker = self._take_until(TAG, final=final)
+        self._say(text)
+        if marker is not None:
+            self._state = "tag"
+        return marker is not None
+
+    def _in_tag(self, *, final: bool) -> bool:
+        text = self._buffer.lstrip()
+        if text.startswith(("[", "{")):
+            self._buffer, self._state = text.removeprefix("["), "list"
+            return True
+        place = text.find("{")
+        if place < 0:
+            if final:
+                self._back_to_text(TAG)
+            return final
+        name = text[:place].partition(ARGS)[0].partition(CALL_ID)[0].strip()
+        if not name or len(name.split()) > 1:
+            self._back_to_text(TAG)
+            return True
+        self._call(name)
+        self._argue("{")
+        self._buffer, self._state = text[place + 1 :], "arguments"
+        self._value = value("{", lambda _: None)
+        next(self._value)
+        return True
+
+    def _in_list(self, *, final: bool) -> bool:
+        self._skip_space()
+        if not self._buffer:
+            return False
+        first = self._buffer[0]
+        if first == "{":
+            self._reader, self._state = CallReader(), "call"
+        elif first == ",":
+            self._buffer = self._buffer[1:]
+        else:
+            if first == "]":
+                self._buffer = self._buffer[1:]
+            self._state = "text"
+        return True
+
+    def _in_call(self, *, final: bool) -> bool:
+        assert self._reader is not None
+        ended, announced = self._read_call(), self._reader.announced
+        if not announced and (ended or final):
+            self._say(self._give_up())
+            self._state = "text"
+            return True
+        if ended:
+            self._reader, self._state = None, "list"
+        return ended
+
+    def _in_arguments(self, *, final: bool) -> bool:
+        assert self._value is not None
+        for count, char in enumerate(self._buffer, 1):
+            try:
+                self._value.send(char)
+            except StopIteration:
+                self._argue(self._buffer[:count])
+                self._buffer, self._state, self._value = self._buffer[count:], "text", None
+                return True
+        self._argue(self._buffer)
+        self._buffer = ""
+        return False
+
+    def _back_to_text(self, tag: str) -> None:
+        self._say(tag)
+        self._state = "text"

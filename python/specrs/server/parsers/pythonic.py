@@ -1,0 +1,123 @@
+"""Tool calls of Llama 3.2, Llama 4 and ToolACE: a Python list of calls, `[f(a=1), g(b="x")]`. Runs none."""
+
+from __future__ import annotations
+
+import ast
+import json
+import warnings
+from typing import Any
+
+from specrs.server.parsers.base import ToolParser
+
+START, END = "<|python_start|>", "<|python_end|>"
+_NAMES = {"true": True, "false": False, "null": None}
+
+
+class PythonicParser(ToolParser):
+    """A text that begins with such a list; each call is told once it is complete. What follows the list is content."""
+
+    _state = "begin"
+    _seen = ""  # of the list: all before its first call, then what follows on the last one
+    _begins = 0  # of the call that is read, in `_seen`
+    _depth = 0
+    _quote = ""
+    _escaped = False
+
+    def _step(self, *, final: bool) -> bool:
+        if self._state == "begin":
+            return self._begin(final=final)
+        if self._state == "text":
+            text, marker = self._take_until(END, final=final)
+            self._say(text if marker is None or self._called else text + END)
+            return marker is not None
+        for count, char in enumerate(self._buffer):
+            if self._ends_call(char):
+                self._seen, self._buffer = self._seen + self._buffer[:count], self._buffer[count + 1 :]
+                self._end_call(char)
+                return True
+        self._seen += self._buffer
+        self._buffer = ""
+        if final:
+            self._say(self._seen)
+            self._seen = ""
+        return False
+
+    def _begin(self, *, final: bool) -> bool:
+        text = self._buffer.lstrip()
+        tagged = text.startswith(START)
+        rest = text.removeprefix(START).lstrip() if tagged else text
+        if rest.startswith("["):
+            place = len(self._buffer) - len(rest) + 1
+            self._seen, self._buffer, self._state = self._buffer[:place], self._buffer[place:], "list"
+            self._begins = place
+            return True
+        if not final and (not rest or (not tagged and START.startswith(text))):
+            return False
+        self._state = "text"
+        return True
+
+    def _ends_call(self, char: str) -> bool:
+        """Whether `char` is behind a call: a comma or the bracket of the list itself."""
+        if self._quote:
+            if self._escaped:
+                self._escaped = False
+            elif char == "\\":
+                self._escaped = True
+            elif char == self._quote:
+                self._quote = ""
+        elif char in "'\"":
+            self._quote = char
+        elif char in "([{":
+            self._depth += 1
+        elif char in ")]}":
+            if self._depth == 0:
+                return True
+            self._depth -= 1
+        return char == "," and not self._depth and not self._quote
+
+    def _end_call(self, char: str) -> None:
+        text = self._seen[self._begins :]
+        found = read_call(text)
+        if found is not None:
+            self._call(found[0])
+            self._argue(found[1])
+            self._seen, self._begins = "", 0
+        elif text.strip() or not self._called:
+            self._say(self._seen + char)
+            self._seen, self._state = "", "text"
+        if char != ",":
+            self._state = "text"
+
+
+def read_call(text: str) -> tuple[str, str] | None:
+    """The name and the arguments, as JSON, of a call with keywords whose values are literals; None if it is none."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # of escapes that Python does not know
+            call = ast.parse(text.strip(), mode="eval").body
+        if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, (ast.Name, ast.Attribute)):
+            return None
+        arguments = {keyword.arg: _literal(keyword.value) for keyword in call.keywords}
+        if None in arguments:
+            return None
+        return ast.unparse(call.func), json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _literal(node: ast.expr) -> Any:
+    if isinstance(node, ast.Constant) and (node.value is None or isinstance(node.value, (str, int, float))):
+        return node.value
+    if isinstance(node, ast.Name) and node.id in _NAMES:
+        return _NAMES[node.id]
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        inner = _literal(node.operand)
+        if type(inner) in (int, float):
+            return -inner
+    if isinstance(node, (ast.List, ast.Tuple)):
+        return [_literal(item) for item in node.elts]
+    if isinstance(node, ast.Dict):
+        keys = [None if key is None else _literal(key) for key in node.keys]
+        if all(isinstance(key, str) for key in keys):
+            return dict(zip(keys, map(_literal, node.values), strict=True))
+    raise ValueError

@@ -1,0 +1,47 @@
+"""Reasoning that a model writes before its answer, between `<think>` and `</think>`: told apart as it is written."""
+
+from __future__ import annotations
+
+from specrs.server.parsers.base import split_at
+
+OPEN, CLOSE = "<think>", "</think>"
+
+
+class ReasoningParser:
+    """Splits the text of one completion. However it is cut into pieces, both parts are the same."""
+
+    def __init__(self, *, opened: bool) -> None:
+        """`opened`: the text begins with reasoning even where it does not say so, because the prompt has said it."""
+        self._opened = opened
+        self._state = "begin"
+        self._buffer = ""
+
+    def feed(self, text: str, *, final: bool) -> tuple[str, str]:
+        """Reasoning and answer that `text` adds; `final`: no more will come."""
+        self._buffer += text
+        if self._state == "begin":
+            stripped = self._buffer.lstrip()
+            if stripped.startswith(OPEN):
+                self._buffer, self._state = stripped[len(OPEN) :], "reasoning"
+            elif final or not OPEN.startswith(stripped):
+                self._state = "reasoning" if self._opened else "answer"
+            else:
+                return "", ""
+        reasoning = ""
+        if self._state == "reasoning":
+            reasoning, marker, self._buffer = split_at(self._buffer, CLOSE, final=final)
+            if marker is None:
+                return reasoning, ""
+            self._state = "answer"
+        answer, self._buffer = self._buffer, ""
+        return reasoning, answer
+
+
+def begins_with_reasoning(parser: str, prompt: str) -> bool:
+    """Whether a completion of `prompt` begins inside of reasoning, as `parser`'s models write it.
+
+    Templates that open the reasoning themselves end with `<think>`. DeepSeek-R1 reasons behind other prompts, too,
+    unless the prompt ends its reasoning.
+    """
+    end = prompt.rstrip()
+    return end.endswith(OPEN) or (parser == "deepseek_r1" and not end.endswith(CLOSE))

@@ -1,0 +1,160 @@
+"""What a chat asks of tools and reasoning: checked, made into a schema, and read from what the model writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from specrs.errors import InvalidRequestError, invalid_request
+from specrs.server.messages import MessageReader
+from specrs.server.parsers.base import Function, ToolParser
+from specrs.server.parsers.forced import NamedParser, RequiredParser, required_schema
+from specrs.server.parsers.reasoning import ReasoningParser, begins_with_reasoning
+from specrs.server.parsers.table import TOOL_PARSERS, new_call_id
+from specrs.server.protocol import ChatCompletionRequest, NamedToolChoice, Tool
+
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSettings:
+    """Flags of a server: vLLM's `--enable-auto-tool-choice`, `--tool-call-parser`, `--reasoning-parser` and
+    `--exclude-tools-when-tool-choice-none`.
+    """
+
+    auto_choice: bool = False
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
+    exclude_when_none: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """What one chat asks. `choice`: "none", "auto", "required" or "named"; `functions`: those that may be called."""
+
+    choice: str
+    functions: tuple[Function, ...]
+    parallel: bool
+    settings: ToolSettings
+    include_reasoning: bool
+
+    @property
+    def schema(self) -> dict[str, Any] | None:
+        """What holds the text to the calls that are demanded; None where none is."""
+        if self.choice == "required":
+            return required_schema(self.functions, parallel=self.parallel)
+        return self.functions[0].parameters if self.choice == "named" else None
+
+    @property
+    def keeps_special_tokens(self) -> bool:
+        """Whether the marks of a call may be special tokens, which the text must then have."""
+        return self.choice == "auto"
+
+    def reader(self, prompt: str, *, constrained: bool) -> Callable[[], MessageReader] | None:
+        """What reads a completion of `prompt`; None where its text is all content.
+
+        `constrained`: a grammar holds the text, which then has reasoning only where it says so itself.
+        """
+        name = self.settings.reasoning_parser
+        if name is None and self.choice == "none":
+            return None
+        opened = name is not None and not constrained and begins_with_reasoning(name, prompt)
+
+        def make() -> MessageReader:
+            forced = self.choice in ("required", "named")
+            return MessageReader(
+                None if name is None or forced else ReasoningParser(opened=opened),
+                self._parser(),
+                parallel=self.parallel,
+                include_reasoning=self.include_reasoning,
+                named=self.choice == "named",
+                new_call_id=lambda: new_call_id(self.settings.tool_parser),
+            )
+
+        return make
+
+    def _parser(self) -> ToolParser | None:
+        if self.choice == "none":
+            return None
+        if self.choice == "required":
+            return RequiredParser(self.functions)
+        if self.choice == "named":
+            return NamedParser(self.functions)
+        return TOOL_PARSERS[str(self.settings.tool_parser)](self.functions)
+
+
+def read_tools(body: ChatCompletionRequest, settings: ToolSettings) -> ToolUse:
+    """What `body` asks. Raises `InvalidRequestError` for what contradicts itself or the server's flags."""
+    tools = body.tools or []
+    functions = [Function(tool.function.name, tool.function.parameters or _NO_PARAMETERS) for tool in tools]
+    names = [function.name for function in functions]
+    if len(set(names)) < len(names):
+        raise InvalidRequestError("tools: two functions have the same name")
+    choice = body.tool_choice
+    if isinstance(choice, NamedToolChoice):
+        functions = [function for function in functions if function.name == choice.function.name]
+        if not functions:
+            raise invalid_request("tool_choice.function.name", choice.function.name, "must be a function of tools")
+        kind = "named"
+    else:
+        kind = ("auto" if tools else "none") if choice is None else choice
+        if kind == "required" and not tools:
+            raise invalid_request("tool_choice", kind, "needs tools")
+        if kind == "auto" and not tools:
+            kind = "none"
+    if kind == "auto" and not (settings.auto_choice and settings.tool_parser):
+        raise invalid_request(
+            "tool_choice",
+            "auto",
+            "needs a server with --enable-auto-tool-choice and --tool-call-parser; allowed here are none, required and "
+            "a named function",
+        )
+    if kind in ("required", "named"):
+        for field in ("structured_outputs", "response_format"):
+            value = getattr(body, field)
+            if value is not None and getattr(value, "type", "") != "text":
+                raise InvalidRequestError(f"{field}: must be null where tool_choice demands a call")
+    return ToolUse(
+        kind, tuple(functions), body.parallel_tool_calls is not False, settings, body.include_reasoning is not False
+    )
+
+
+def template_tools(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
+    """`tools` as chat templates read them; None without any."""
+    return [tool.model_dump(exclude_none=True) for tool in tools] if tools else None
+
+
+def template_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`messages`, in which the arguments of calls are objects, as chat templates read them, and no JSON text.
+
+    Raises `InvalidRequestError` for calls that are none.
+    """
+    return [
+        {**message, "tool_calls": _calls(i, message["tool_calls"])} if message.get("tool_calls") else message
+        for i, message in enumerate(messages)
+    ]
+
+
+def _calls(index: int, calls: object) -> list[Any]:
+    at = f"messages[{index}]['tool_calls']"
+    if not isinstance(calls, list):
+        raise invalid_request(at, calls, "must be a list of calls")
+    read = []
+    for i, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise invalid_request(f"{at}[{i}]", call, "must be a call of a function, with its name and arguments")
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except (ValueError, RecursionError) as fault:
+                raise invalid_request(
+                    f"{at}[{i}]['function']['arguments']", arguments, f"is no JSON: {fault}"
+                ) from None
+        if not isinstance(arguments, (dict, type(None))):
+            raise invalid_request(f"{at}[{i}]['function']['arguments']", arguments, "must be a JSON object")
+        read.append({**call, "function": {**function, "arguments": arguments or {}}})
+    return read

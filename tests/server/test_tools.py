@@ -1,0 +1,194 @@
+"""Tools and reasoning over HTTP: what is demanded is held to its schema, what a model writes is read."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+
+from .harness import Server, serving
+
+PATH = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "How warm is it in Rome?"}]
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"$ref": "#/$defs/days"}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+    "$defs": {"days": {"type": "integer", "minimum": 1, "maximum": 9}},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "description": "A forecast.", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "now", "strict": True}},
+]
+SCHEMAS = {"weather": WEATHER, "now": {"type": "object"}}
+TEMPLATE = (
+    "{% for tool in tools or [] %}<{{ tool.function.name }}>{% endfor %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.name }}{{ call.function.arguments.items() | list }}"
+    "{% endfor %}{% endfor %}"
+)
+CALLS = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
+SETTINGS = ("--dtype", "float64", "--max-model-len", "512", "--disable-uvicorn-access-log")
+
+
+@pytest.fixture(scope="module")
+def calling() -> Iterator[Server]:
+    with serving(
+        *(*SETTINGS, "--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3"),
+        *("--chat-template", TEMPLATE),
+    ) as server:
+        yield server
+
+
+def joined(chunks: list[Any], index: int = 0) -> dict[str, Any]:
+    """The message that deltas add up to, as clients add them up."""
+    found: dict[str, Any] = {"content": "", "reasoning_content": "", "calls": []}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            if choice["index"] != index:
+                continue
+            delta = choice["delta"]
+            for key in ("content", "reasoning_content"):
+                found[key] += delta.get(key) or ""
+            for call in delta.get("tool_calls", ()):
+                if call["index"] == len(found["calls"]):
+                    assert call["type"] == "function"
+                    assert call["id"]
+                    found["calls"].append([call["function"]["name"], ""])
+                assert call["index"] == len(found["calls"]) - 1
+                found["calls"][-1][1] += call["function"]["arguments"]
+            found["finish_reason"] = choice["finish_reason"]
+    return found
+
+
+def calls_of(message: dict[str, Any]) -> list[list[str]]:
+    return [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())]
+
+
+@pytest.mark.parametrize("temperature", [0, 1.5])
+@pytest.mark.parametrize("parallel", [True, False])
+def test_required_calls_are_held_to_their_schemas(calling: Server, temperature: float, parallel: bool) -> None:
+    body: dict[str, Any] = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required", "max_tokens": 120, "n": 3}
+    body["temperature"] = temperature
+    texts = []
+    for drafts in (0, 5):
+        answer = calling.chat(**body, seed=4, parallel_tool_calls=parallel, num_speculative_tokens=drafts)
+        chunks = calling.stream(PATH, **body, seed=4, parallel_tool_calls=parallel, num_speculative_tokens=drafts)
+        for choice in answer["choices"]:
+            message = choice["message"]
+            assert message["content"] is None or choice["finish_reason"] == "length"
+            streamed = joined(chunks, choice["index"])
+            assert calls_of(message) == streamed["calls"]
+            assert choice["finish_reason"] == streamed["finish_reason"]
+            texts.append((drafts, choice["index"], calls_of(message)))
+            if choice["finish_reason"] == "length":
+                continue
+            assert choice["finish_reason"] == "tool_calls"
+            assert len(message["tool_calls"]) == 1 or parallel
+            for name, arguments in calls_of(message):
+                jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+    without, with_drafts = ([text[1:] for text in texts if text[0] == k] for k in (0, 5))
+    if temperature == 0:
+        assert without == with_drafts
+
+
+def test_a_named_call_is_held_to_its_schema(calling: Server) -> None:
+    body: dict[str, Any] = {
+        "messages": MESSAGES,
+        "tools": TOOLS,
+        "tool_choice": {"type": "function", "function": {"name": "weather"}},
+        "temperature": 0,
+        "max_tokens": 120,
+    }
+    found = [calling.chat(**body, num_speculative_tokens=drafts)["choices"][0] for drafts in (0, 5)]
+    ((name, arguments),) = calls_of(found[0]["message"])
+    assert name == "weather"
+    jsonschema.validate(json.loads(arguments), WEATHER)
+    assert found[0]["finish_reason"] == "stop"
+    assert calls_of(found[1]["message"]) == calls_of(found[0]["message"])
+    assert joined(calling.stream(PATH, **body))["calls"] == [[name, arguments]]
+
+
+def test_what_a_model_writes_is_read(calling: Server) -> None:
+    text = f"<think>Hm.</think>I look.\n{CALLS}\n{CALLS}"
+    body = {"messages": MESSAGES, "tools": TOOLS, "max_tokens": 200, "structured_outputs": {"choice": [text]}}
+    (choice,) = calling.chat(**body)["choices"]
+    message = choice["message"]
+    call = ["weather", '{"city": "Rome", "days": 2}']
+    assert message["reasoning_content"] == "Hm."
+    assert message["content"] == "I look."
+    assert calls_of(message) == [call, call]
+    assert len({call["id"] for call in message["tool_calls"]}) == 2
+    assert choice["finish_reason"] == "tool_calls"
+    chunks = calling.stream(PATH, **body)
+    wanted = {"content": "I look.", "reasoning_content": "Hm.", "calls": [call, call], "finish_reason": "tool_calls"}
+    assert joined(chunks) == wanted
+    assert sum("arguments" in str(chunk) for chunk in chunks) > 2  # arguments come as they are written
+    alone = calling.chat(**body, parallel_tool_calls=False, include_reasoning=False)["choices"][0]["message"]
+    assert calls_of(alone) == [call]
+    assert "reasoning_content" not in alone
+    (choice,) = calling.chat(**body, tool_choice="none")["choices"]
+    assert choice["message"]["content"] == text.removeprefix("<think>Hm.</think>")
+    assert choice["finish_reason"] == "stop"
+
+
+def test_a_conversation_with_calls_reaches_the_template(calling: Server) -> None:
+    messages = [
+        *MESSAGES,
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "31"}]},
+    ]
+    ids = calling.post("/tokenize", {"messages": messages, "tools": TOOLS}).json["tokens"]
+    prompt = calling.post("/detokenize", {"tokens": ids}).json["prompt"]
+    assert prompt == "<weather><now>user: How warm is it in Rome?assistant: weather[('city', 'Rome')]tool: 31"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice.function.name"),
+        ({"tools": [*TOOLS, TOOLS[0]]}, "tools"),
+        ({"tools": [{"type": "retrieval"}]}, "tools"),
+        ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": "required", "structured_outputs": {"choice": ["x"]}}, "structured_outputs"),
+        ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+            "messages",
+        ),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"name": "f"}]}]}, "messages"),
+        (
+            {
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {"name": "f", "parameters": {"type": "object", "unevaluatedProperties": False}},
+                    }
+                ],
+                "tool_choice": "required",
+            },
+            "structured_outputs.json",
+        ),
+    ],
+)
+def test_refusals(calling: Server, fields: dict[str, Any], param: str) -> None:
+    answer = calling.post(PATH, {"messages": MESSAGES, "max_tokens": 4, **fields})
+    assert answer.status == 400, answer.body
+    assert answer.json["error"]["param"] == param, answer.json
+
+
+def test_auto_needs_its_flags(server: Server) -> None:
+    answer = server.post(PATH, {"messages": MESSAGES, "tools": TOOLS})
+    assert answer.status == 400
+    assert "--enable-auto-tool-choice" in answer.error["message"]
+    message = server.chat(messages=MESSAGES, tools=TOOLS, tool_choice="none", max_tokens=4)["choices"][0]["message"]
+    assert set(message) == {"role", "content", "refusal"}
