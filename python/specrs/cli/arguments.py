@@ -110,6 +110,17 @@ def drafts_list(text: str) -> list[int]:
     return numbers
 
 
+def sizes(text: str) -> list[int]:
+    """`1,4,16` as ascending numbers of at least 1."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or numbers != sorted(set(numbers)) or numbers[0] < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of ascending numbers of at least 1, such as 1,4,16")
+    return numbers
+
+
 def floats(text: str) -> list[float]:
     """`1.8,2.4` as numbers."""
     try:

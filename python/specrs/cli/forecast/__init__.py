@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from specrs.cli.arguments import MergeJSON, drafts_list, floats, pairs
+from specrs.cli.arguments import MergeJSON, drafts_list, floats, pairs, sizes
 from specrs.errors import InvalidConfigError, check_int, invalid_config
 
-SUMMARY = "speed-ups of every K, forecast from pass times, a sweep, or a measurement"
+SUMMARY = "speed-ups of every K, forecast from pass times, a sweep, a measurement, or a GPU's figures"
 DESCRIPTION = (
     "Forecast time per output token, TPOT = (T_d * K + T_t) / AL, and the speed-up of every K. T_d and T_t, the passes "
-    "of draft and target, are given, fitted to the ITL of a sweep, or measured here; so are the acceptance lengths AL."
+    "of draft and target, are given, fitted to the ITL of a sweep, measured here, or computed from the bytes and flops "
+    "of their kernels on a GPU; acceptance lengths AL are given or measured."
 )
 
 _GIVEN = {"vanilla_ms", "compare", "names", "acceptance_lengths", "acceptance_rates"}
@@ -22,6 +23,10 @@ _USES = {
         "device", "compare", "names",
     },
     "--itl": {"itl", *_GIVEN},
+    "--roofline": {
+        "roofline", "model", "draft_model", "batch", "context", "quantization", "draft_quantization",
+        "acceptance_lengths", "acceptance_rates",
+    },
     "--target-ms": {"target_ms", "draft_ms", "observed_tpot", "model", *_GIVEN},
 }  # fmt: skip
 """Where times come from -> the options that mean something then, beside those that always do."""
@@ -63,6 +68,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     sweep.add_argument("--draft-model", help="only this drafter; default: each; with --measure: the draft")
     sweep.add_argument("--concurrency", type=int, help="only this one, with a table of every K; default: each")
+    computed = parser.add_argument_group("computed for a GPU")
+    computed.add_argument(
+        "--roofline",
+        metavar="GPU",
+        help="H100, H200, B200, 'RTX 4090' or 'DGX Spark': times from bytes, flops and kernels of --model and "
+        "--draft-model, folders with a config.json; default: the bundled pair",
+    )
+    computed.add_argument(
+        "--batch", type=sizes, default=[1, 4, 16, 64, 256], metavar="LIST", help="requests; default: 1,4,16,64,256"
+    )
+    computed.add_argument("--context", type=int, default=1024, help="positions of a request; default: 1024")
+    for name, of in (("--quantization", "target"), ("--draft-quantization", "draft")):
+        computed.add_argument(
+            name, choices=("fp8", "int8", "int4"), help=f"codes of the {of}'s projections; default: bf16"
+        )
     measured = parser.add_argument_group("measured here")
     measured.add_argument("--measure", action="store_true", help="each model alone and inside speculation, batch 1")
     measured.add_argument(
@@ -95,6 +115,7 @@ def run(arguments: argparse.Namespace) -> None:
         "--measure": arguments.measure,
         "--itl": arguments.itl is not None,
         "--target-ms": arguments.target_ms is not None,
+        "--roofline": arguments.roofline is not None,
     }
     given = [name for name, present in sources.items() if present]
     if len(given) != 1:
@@ -107,6 +128,10 @@ def run(arguments: argparse.Namespace) -> None:
         from specrs.cli.forecast import sweep
 
         sweep.run(arguments)
+    elif arguments.roofline is not None:
+        from specrs.cli.forecast import roofline
+
+        roofline.run(arguments)
     else:
         from specrs.cli.forecast import one_model
 

@@ -1,0 +1,84 @@
+"""Count the kernels of passes and iterations of Qwen3-32B with Qwen3-1.7B on a GPU, without one: docs/gpu.md's table.
+
+    python scripts/count_kernels.py           print it
+    python scripts/count_kernels.py --write   write it into docs/gpu.md
+
+Kernels are counted as they are launched, an op of cuBLAS or torch as one. Measures no time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs/gpu.md"
+BEGIN, END = "<!-- scripts/count_kernels.py -->\n", "<!-- end -->\n"
+sys.path.insert(0, str(ROOT / "tests"))
+
+
+def counts() -> dict[str, tuple[int, int]]:
+    """Kernels, greedy and sampled, of what the table has."""
+    from kernel_launches import Recorder, fake_context, reference_configs
+    from specrs.runner.cuda import drafting, iteration
+    from specrs.runner.cuda.runner import entries_of
+    from specrs.runner.cuda.shapes import Shape, Tail
+
+    k = 5
+    found: dict[str, tuple[int, int]] = {}
+    with tempfile.TemporaryDirectory() as folder, fake_context(*reference_configs(Path(folder)), k) as ctx:
+        entries = entries_of(ctx.record.views, "num_decode")
+
+        def add(name: str, work: Callable[[Tail], None]) -> None:
+            numbers = []
+            for tail in (Tail.GREEDY, Tail.SAMPLED):
+                with Recorder() as recorder:
+                    work(tail)
+                numbers.append(len(recorder.kernels))
+            found[name] = numbers[0], numbers[1]
+
+        def verify(batch: int, rows: int) -> Callable[[Tail], None]:
+            return lambda tail: iteration.verify_pass(ctx, batch, batch * rows, rows, greedy=tail is Tail.GREEDY)
+
+        add("draft pass, batch 1", lambda tail: drafting.draft_pass(ctx, 2, 1, tail))
+        add("draft pass, batch 64", lambda tail: drafting.draft_pass(ctx, 2, 64, tail))
+        add("target pass, batch 1, K = 0", verify(1, 1))
+        add("target pass, batch 1, K = 5", verify(1, k + 1))
+        add("target pass, batch 64, K = 0", verify(64, 1))
+        add("target pass, batch 64, K = 5", verify(64, k + 1))
+        add("iteration, batch 1, K = 0", lambda tail: iteration.run(ctx, Shape(1, 0, 1, tail), entries))
+        add("iteration, batch 1, K = 5", lambda tail: iteration.run(ctx, Shape(1, k, k + 1, tail), entries))
+    return found
+
+
+def table(found: dict[str, tuple[int, int]]) -> str:
+    """As docs/gpu.md has it."""
+    rows = [f"| {name} | {greedy:,} | {sampled:,} |" for name, (greedy, sampled) in found.items()]
+    return "\n".join(["| kernels of a | greedy | sampled |", "| --- | --- | --- |", *rows]) + "\n"
+
+
+def page_with(text: str, page: str) -> str:
+    """`page` with the table `text` in its place."""
+    whole = f"{BEGIN}\n{text}\n{END}"
+    changed, count = re.subn(re.escape(BEGIN) + ".*?" + re.escape(END), lambda _: whole, page, flags=re.DOTALL)
+    assert count == 1, f"{PAGE.name} has {count} places for the table"
+    return changed
+
+
+def main() -> None:
+    """Print or write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write docs/gpu.md")
+    arguments = parser.parse_args()
+    text = table(counts())
+    if arguments.write:
+        PAGE.write_text(page_with(text, PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    print(text, end="")
+
+
+if __name__ == "__main__":
+    main()

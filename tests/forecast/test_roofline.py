@@ -1,0 +1,153 @@
+"""Predicted passes against measured ones, and what the command prints. Kernels are counted in `test_kernel_counts`."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import make_checkpoint
+from kernel_launches import reference_configs
+from safetensors.torch import load_file
+from specrs.bench.results import read
+from specrs.cli import main
+from specrs.errors import InvalidConfigError
+from specrs.forecast.roofline import Roofline, gpu_of, kv_bytes, model_pass, weight_bytes
+from specrs.models.loader import load_config
+
+from tests.data_sets import data_file
+
+MEASURED = Path(__file__).parents[2] / "benches/results/NVIDIA_H200_9d1f9a6_bench_gpu.json"
+LENGTHS = "1.80,2.40,2.87,3.28,3.53,3.70,3.90,4.04"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return reference_configs(tmp_path_factory.mktemp("references"))
+
+
+def pair(folders: tuple[Path, Path], gpu: str = "H200", **fields: Any) -> Roofline:
+    target, draft = map(load_config, folders)
+    return Roofline(gpu_of(gpu), target, draft, **fields)
+
+
+def test_measured_passes_within_two_percent(folders: tuple[Path, Path]) -> None:
+    roofline, measured = pair(folders), json.loads(MEASURED.read_text())
+    passes = measured["passes"]
+    for rows, ms in passes["target_pass_ms"].items():
+        assert roofline.target_pass(1, int(rows) - 1).ms(roofline.gpu) == pytest.approx(ms, rel=0.02)
+    assert roofline.draft_pass(1).ms(roofline.gpu) == pytest.approx(passes["draft_pass_ms"], rel=0.01)
+    for k, ms in passes["whole_ms"].items():
+        assert roofline.iteration_ms(1, int(k)) == pytest.approx(ms, rel=0.02)
+    for name in ("target", "draft"):
+        config = getattr(roofline, name)
+        assert model_pass(config, roofline.gpu, 1, 1, 1).bytes == pytest.approx(measured[name]["bytes"], rel=0.005)
+
+
+def test_measured_time_per_token_of_up_to_256_requests_within_ten_percent(folders: tuple[Path, Path]) -> None:
+    measured = json.loads(MEASURED.read_text())
+    roofline = pair(folders, context=250)
+    for k in (0, 5):
+        length = measured["tpot"][f"k{k}"]["acceptance_length"]
+        for batch, found in measured["throughput"][f"k{k}"].items():
+            ms = roofline.iteration_ms(int(batch), k) / length
+            assert ms == pytest.approx(found["mean_tpot_ms"], rel=0.10), (k, batch)
+
+
+def test_published_passes(folders: tuple[Path, Path]) -> None:
+    """Of vLLM on an H100: both models alone, and a verification of four drafts in a trace. Its draft waits for a host,
+    which the model of the time does not have."""
+    roofline = pair(folders, "H100")
+    assert roofline.target_pass(1, 0).ms(roofline.gpu) / 23.65 - 1 == pytest.approx(-0.02, abs=0.01)
+    assert roofline.draft_pass(1).ms(roofline.gpu) / 2.27 - 1 == pytest.approx(-0.19, abs=0.01)
+    assert roofline.target_pass(1, 4).ms(roofline.gpu) / 25.4 - 1 == pytest.approx(-0.08, abs=0.01)
+
+
+def test_published_sweep(folders: tuple[Path, Path]) -> None:
+    """The bandwidth of the sweep's machine is what makes its rows without drafts right; those with drafts of up to 32
+    requests, where none waits for another, are forecast."""
+    roofline = pair(folders, "H100", context=400)
+    roofline = dataclasses.replace(roofline, gpu=dataclasses.replace(roofline.gpu, tb_per_s=2.23))
+    errors: dict[bool, list[float]] = {True: [], False: []}
+    for row in read(data_file("seed_bench_data.parquet")):
+        known = row.draft_model == "Qwen/Qwen3-1.7B" or not row.num_spec_toks
+        if known and row.tp == 1 and row.temp == 0.0 and row.concurrency <= 32:
+            ms = roofline.iteration_ms(row.concurrency, row.num_spec_toks)
+            errors[row.num_spec_toks > 0].append(abs(ms / row.mean_itl - 1))
+    assert (len(errors[True]), len(errors[False])) == (36, 6)
+    assert max(errors[False]) < 0.01
+    assert sum(errors[True]) / 36 < 0.08
+
+
+@pytest.mark.parametrize(("quantization", "share"), [("fp8", 0.5), ("int8", 0.5), ("int4", 4.25 / 16)])
+def test_codes_are_read_in_place_of_numbers(folders: tuple[Path, Path], quantization: str, share: float) -> None:
+    plain, coded = pair(folders), pair(folders, quantization=quantization)
+    head = 2.0 * plain.target.vocab_size * plain.target.hidden_size
+    layers = plain.target.num_layers * 2.0 * (5120 * (8192 + 2048 + 8192) + 3 * 5120 * 25600)
+    before, after = (item.target_pass(1, 0) for item in (plain, coded))
+    assert before.bytes - after.bytes == pytest.approx(layers * (1 - share))
+    assert before.kernels == after.kernels
+    assert weight_bytes(plain.target) - weight_bytes(coded.target, quantization) == layers * (1 - share), (
+        "an LM head keeps its numbers"
+    )
+    assert after.bytes > head
+    # Codes of 65 to 256 rows are read once for every 64; of more they become numbers first.
+    wide = coded.target_pass(16, 5)
+    assert wide.bytes - after.bytes > layers * share
+    assert wide.kernels > plain.target_pass(16, 5).kernels
+    assert coded.target_pass(64, 5).bytes > plain.target_pass(64, 5).bytes
+
+
+def test_more_rows_read_more_experts(tmp_path: Path) -> None:
+    shape = {"layers": 2, "hidden": 64, "kv_heads": 1, "head_dim": 64, "vocab": 97}
+    fields = {"num_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
+    config = load_config(make_checkpoint(tmp_path, "qwen3_moe", **shape, **fields))  # type: ignore[arg-type]
+    assert config.experts is not None
+    one, six = (model_pass(config, gpu_of("H200"), 1, rows, 1) for rows in (1, 6))
+    expert = 2 * 2.0 * 3 * 64 * 512
+    more = expert * (config.experts.expected(6) - config.experts.expected(1))
+    assert six.bytes - one.bytes == pytest.approx(more, rel=0.05)
+    assert weight_bytes(config) == 2 * sum(
+        tensor.numel() for tensor in load_file(tmp_path / "model.safetensors").values()
+    )
+
+
+def test_memory_and_kv(folders: tuple[Path, Path]) -> None:
+    roofline = pair(folders, context=1000)
+    assert kv_bytes(roofline.target) == 2 * 2 * 64 * 8 * 128
+    one, two = roofline.memory_gb(1), roofline.memory_gb(2)
+    assert two - one == pytest.approx(1000 * (kv_bytes(roofline.target) + kv_bytes(roofline.draft)) / 1e9)  # type: ignore[arg-type]
+
+
+def test_what_is_not_known_is_named(folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(InvalidConfigError, match=r"--roofline='H99': must be one of H100, H200, B200, RTX 4090, DGX"):
+        gpu_of("H99")
+    with pytest.raises(InvalidConfigError, match="quantization='fp4': must be one of fp8, int8, int4"):
+        pair(folders, quantization="fp4").target_pass(1, 0)
+    with pytest.raises(InvalidConfigError, match="--draft-model=None: must be given for draft passes"):
+        dataclasses.replace(pair(folders), draft=None).iteration_ms(1, 2)
+    given = ["forecast", "--roofline", "H200", "--acceptance-rates", "0.8"]
+    for more, message in (
+        (["--fit-k", "3"], "--fit-k=[3]: has no meaning with --roofline"),
+        (["--model", str(folders[0])], "--draft-model=None: must be given with --model"),
+        (["--context", "0"], "--context=0: must be an integer from 1"),
+    ):
+        assert main([*given, *more]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_the_command(folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    models = ["--model", str(folders[0]), "--draft-model", str(folders[1])]
+    numbers = tmp_path / "out.json"
+    options = ["--acceptance-lengths", LENGTHS, "--json", str(numbers), "--plot", str(tmp_path / "out.png")]
+    assert main(["forecast", "--roofline", "h200", *models, *options]) == 0
+    out = capsys.readouterr().out
+    assert "an iteration at K = 8 has 1832 kernels and one launch" in out
+    assert "do not fit in 141 GB" in out
+    assert "fastest is K = 5" in out
+    record = json.loads(numbers.read_text())
+    assert (record["gpu"], len(record["passes"]), len(record["forecasts"])) == ("H200", 15, 5)
+    assert record["forecasts"][0]["best_k"] == 5
+    assert (tmp_path / "out.png").stat().st_size > 1000
+    assert main(["forecast", "--roofline", "dgx_spark", "--acceptance-rates", "0.8,0.6", "--batch", "1"]) == 0
+    assert "DGX Spark, batch 1" in capsys.readouterr().out

@@ -1,0 +1,70 @@
+"""How many kernels passes launch: the table of docs/gpu.md, and what the roofline calculator says."""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from checkpoints import make_checkpoint
+from kernel_launches import Recorder, fake_context
+from specrs.forecast.roofline import Roofline, gpu_of
+from specrs.models.loader import load_config
+from specrs.runner.cuda import drafting, iteration
+from specrs.runner.cuda.shapes import Tail
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("count_kernels", ROOT / "scripts/count_kernels.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_has_the_kernels_that_are_launched(script: ModuleType, tmp_path: Path) -> None:
+    from kernel_launches import reference_configs
+
+    found = script.counts()
+    page = (ROOT / "docs/gpu.md").read_text()
+    assert script.page_with(script.table(found), page) == page, "scripts/count_kernels.py --write"
+    roofline = Roofline(gpu_of("H200"), *map(load_config, reference_configs(tmp_path)))
+    greedy = {name: numbers[0] for name, numbers in found.items()}
+    for batch in (1, 64):
+        assert roofline.draft_pass(batch).kernels == greedy[f"draft pass, batch {batch}"]
+        for k in (0, 5):
+            assert roofline.target_pass(batch, k).kernels == greedy[f"target pass, batch {batch}, K = {k}"]
+    assert [roofline.kernels(1, k) for k in (0, 5)] == [greedy[f"iteration, batch 1, K = {k}"] for k in (0, 5)]
+
+
+def test_a_table_that_is_not_what_is_launched_is_seen(script: ModuleType) -> None:
+    page = (ROOT / "docs/gpu.md").read_text()
+    assert script.page_with(script.table({"draft pass, batch 1": (171, 176)}), page) != page
+
+
+@pytest.mark.parametrize("family", ["qwen2", "olmo2", "gemma3_text", "qwen3_moe", "mixtral", "mistral"])
+def test_the_calculator_knows_every_family(family: str, tmp_path: Path) -> None:
+    """Norms behind and around blocks, windows, experts; few rows, more than 64, and more than 2,048."""
+    fields = {"sliding_window": 32} if family == "mistral" else {}
+    shape = {"layers": 3, "hidden": 64, "kv_heads": 2, "head_dim": 64, "vocab": 97}
+    target = make_checkpoint(tmp_path, family, **shape, **fields)  # type: ignore[arg-type]
+    roofline = Roofline(gpu_of("H200"), load_config(target), load_config(target))
+    with fake_context(target, target, 3, max_num_seqs=640, max_model_len=128) as ctx:
+
+        def count(work: Callable[[], None]) -> int:
+            with Recorder() as recorder:
+                work()
+            return len(recorder.kernels)
+
+        for batch, k in ((1, 3), (2, 0), (24, 3), (640, 3)):
+            rows = k + 1
+            found = count(lambda a=(batch, batch * rows, rows): iteration.verify_pass(ctx, *a, greedy=True))  # type: ignore[misc]
+            assert roofline.target_pass(batch, k).kernels == found, (batch, k)
+        for i, rows in ((1, 2), (2, 1)):
+            looked_up = i == 1 and family == "mistral"  # where a row's draft KV begins
+            found = -looked_up + count(lambda i=i: drafting.draft_pass(ctx, i, 40, Tail.GREEDY))  # type: ignore[misc]
+            assert roofline.draft_pass(40, rows).kernels == found, rows
