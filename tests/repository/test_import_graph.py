@@ -13,7 +13,7 @@ Graph = Mapping[str, frozenset[str]]
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("_core", "pair", "transfer"),
     ("core", "errors"),
-    ("processes",),
+    ("processes", "parallel"),
     ("verify",),
     ("kernels",),
     ("models", "chat_template", "structured.params"),

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from specrs.kernels.activation import gelu_and_mul, silu_and_mul
+from specrs.kernels.linear import Weight, pack
 from specrs.kernels.paged_attention import (
     AttentionPlan,
     AttentionShape,
@@ -33,6 +34,7 @@ from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
 from specrs.models.kv_groups import KVGroups, kv_groups
 from specrs.models.rope import Rope, rope_magnitude
+from specrs.parallel.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,8 @@ class Dense(DenseFacts):
     weights: DenseWeights
     kv_groups: KVGroups | None = None
     """See `Model`."""
+    ranks: Ranks | None = None
+    """Those that compute it together, each with its part of the weights and of the KV cache; None: it is all here."""
 
     def with_kv_groups(self) -> Dense:
         """The same with a KV group for each window that layers have, where they have different ones."""
@@ -124,7 +128,7 @@ class Dense(DenseFacts):
         normed = c.norms != "behind"
         activate = silu_and_mul if c.activation == "silu" else gelu_and_mul
         entries: dict[int, Tensor] = {}
-        h = weights.embedding.index_select(0, input_ids).to(weights.dtype)
+        h = self._embed(input_ids).to(weights.dtype)
         if c.embedding_multiplier != 1:
             h = h * c.embedding_multiplier
         layers = zip(weights.layers, kv_cache.layers, plan.attention, plan.rotations, strict=True)
@@ -134,7 +138,9 @@ class Dense(DenseFacts):
             x = rms_norm(h, w.input_norm, eps) if normed else h
             qkv = w.qkv.product(x).view(-1, heads + 2 * kv_heads, c.head_dim)
             qk = qkv.narrow(1, 0, heads + kv_heads)  # indexing takes twice as long
-            if w.qk_norm is not None and c.qk_norm_whole:
+            if w.qk_norm is not None and c.qk_norm_whole and self.ranks is not None:
+                self._norm_heads(qk, w.qk_norm, self.ranks)
+            elif w.qk_norm is not None and c.qk_norm_whole:
                 for part, weight in ((qk[:, :heads], w.qk_norm[:heads]), (qk[:, heads:], w.qk_norm[heads:])):
                     rms_norm(part.flatten(1), weight.flatten(), eps, inplace=True)
             elif w.qk_norm is not None:
@@ -142,7 +148,7 @@ class Dense(DenseFacts):
             if rotation is not None:
                 apply_rotary_(qk if rotary_dim is None else qk.narrow(2, 0, rotary_dim), *rotation)
             write_kv(qkv.narrow(1, heads, 2 * kv_heads), cache, attention)
-            x = w.o.product(paged_attention(qkv.narrow(1, 0, heads), cache, attention, scale))
+            x = self._sum(w.o.product(paged_attention(qkv.narrow(1, 0, heads), cache, attention, scale)))
             if w.attention_output_norm is not None:
                 rms_norm(x, w.attention_output_norm, eps, inplace=True)
             h = x.add_(h) if residual == 1 else x.mul_(residual).add_(h)
@@ -151,6 +157,7 @@ class Dense(DenseFacts):
                 x = w.down.product(activate(w.gate_up.product(x)))
             else:
                 x = mixture(x, w.experts, c.experts)
+            x = self._sum(x)
             if w.mlp_output_norm is not None:
                 rms_norm(x, w.mlp_output_norm, eps, inplace=True)
             h = x.add_(h) if residual == 1 else x.mul_(residual).add_(h)
@@ -158,6 +165,48 @@ class Dense(DenseFacts):
             entries[self.num_layers] = h
         kept = torch.stack([entries[i] for i in hidden_layers], dim=1) if hidden_layers else None
         return HiddenStates(rms_norm(h, weights.final_norm, eps), kept)
+
+    def _sum(self, x: Tensor) -> Tensor:
+        """What all ranks together make of a row, from what this one does; mutates."""
+        return x if self.ranks is None else self.ranks.add_(x)
+
+    def _embed(self, input_ids: Tensor) -> Tensor:
+        embedding = self.weights.embedding
+        if self.ranks is None:
+            return embedding.index_select(0, input_ids)
+        return self.ranks.look_up(embedding, input_ids)
+
+    def whole_embedding(self) -> Tensor:
+        """With all ids. All ranks must ask for it at once."""
+        embedding = self.weights.embedding
+        return embedding if self.ranks is None else self.ranks.gather(embedding).flatten(0, 1)[: self.vocab_size]
+
+    def whole_lm_head(self) -> Weight:
+        """With all ids. All ranks must ask for it at once."""
+        weights = self.weights
+        if self.ranks is None:
+            return weights.lm_head
+        kept = torch.float32 if weights.dtype == torch.bfloat16 else weights.dtype
+        rows = self.ranks.gather(weights.lm_head.dequantized().to(kept))
+        return pack(rows.flatten(0, 1)[: self.vocab_size])
+
+    def _norm_heads(self, qk: Tensor, weight: Tensor, ranks: Ranks) -> None:
+        """One norm over the query heads of all ranks and one over their KV heads; mutates `qk`. As `rms_norm`."""
+        c, heads = self.weights.config, self.weights.config.num_heads
+        parts = (slice(0, heads), slice(heads, None))
+        squares = torch.stack([qk[:, part].float().square().sum((1, 2)) for part in parts], dim=1)
+        # Of KV heads that several ranks hold, each has the same share of the mean.
+        means = ranks.add_(squares) / (ranks.size * c.head_dim * torch.tensor([heads, c.num_kv_heads]))
+        for part, mean in zip(parts, means.unbind(1), strict=True):
+            scale = (mean + c.rms_norm_eps).rsqrt()[:, None, None]
+            qk[:, part] = qk[:, part].float().mul_(scale).to(qk.dtype).mul_(weight[part])
+
+    @property
+    def num_parameters(self) -> int:
+        """See `Model`: those that this rank's passes read."""
+        c = self.config
+        elsewhere = 0 if self.ranks is None else c.vocab_size - len(self.weights.embedding)
+        return c.num_parameters - elsewhere * c.hidden_size
 
     def _shape(self, kv_cache: KVCache) -> AttentionShape:
         c = self.weights.config
@@ -174,6 +223,8 @@ class Dense(DenseFacts):
         if self.weights.dtype == torch.bfloat16:
             hidden = hidden.float()
         logits = self.weights.lm_head.product(hidden)
+        if self.ranks is not None:
+            logits = self.ranks.side_by_side(logits, self.vocab_size)
         return logits if out is None else out.copy_(logits[:, : out.shape[1]])
 
 

@@ -54,13 +54,14 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DenseWeights:
-    """Weights of a dense decoder on one device."""
+    """Weights of a dense decoder on one device, or one rank's part of them."""
 
     config: ModelConfig
+    """With the heads and features that are here."""
     dtype: torch.dtype
     device: torch.device
     embedding: Tensor
-    """[vocab, hidden]"""
+    """[vocab, hidden]; of a rank its rows, see `models.shards`, as of the LM head."""
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
     """[hidden], divided by `logits_scaling`: so are final states, and with them logits."""

@@ -4,6 +4,7 @@ are there: names that fit nothing would leave weights at random, which no result
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -15,6 +16,7 @@ from specrs.kernels.linear import DenseWeight, PackedWeight, StackedWeight, Weig
 from specrs.kernels.rotary import signed_frequencies
 from specrs.models.base import Model
 from specrs.models.checkpoint import Checkpoint, read_json, resolve_folder
+from specrs.models.dense import Dense
 from specrs.models.dense_native import NativeDense
 from specrs.models.dense_weights import DenseFacts
 from specrs.models.eagle3_config import Eagle3Config, TargetFacts, parse_eagle3_config
@@ -24,6 +26,8 @@ from specrs.models.errors import malformed, of_folder
 from specrs.models.loader import LayerReader
 from specrs.models.native_loader import NativeReader, aligned
 from specrs.models.rope import frequencies
+from specrs.models.shards import Shard, ShardedTensors, check_divides
+from specrs.parallel.ranks import Ranks
 
 EMBEDDING, LM_HEAD, D2T = "embed_tokens.weight", "lm_head.weight", "d2t"
 NOT_READ = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
@@ -39,9 +43,11 @@ def load_eagle3(
     aux_hidden_state_layer_ids: Sequence[int] | None = None,
     rope_theta: float | None = None,
     revision: str | None = None,
+    ranks: Ranks | None = None,
 ) -> Eagle3Head:
     """Load the head in a folder or hub id for `target`, on the target's device; all is checked before any is read.
-    The head of a native target is native, too.
+    The head of a native target is native, too. With `ranks`, those of the target, it is this rank's part of the head;
+    without, the whole head, whatever the target's ranks are.
 
     Embedding and LM head are the target's where the checkpoint leaves them out or has the same numbers.
 
@@ -65,7 +71,9 @@ def load_eagle3(
         raise CheckpointError(f"{error}; for a head `specrs convert-head {path} FOLDER` does it") from error
     if isinstance(target, NativeDense):
         return NativeEagle3Head(_NativeLoader(config, checkpoint, facts, dtype).load())
-    return Eagle3Head(_Loader(config, checkpoint, facts, dtype).load())
+    if ranks is not None:
+        check_divides(config.layer, str(path), "speculative_config.draft_tensor_parallel_size", ranks.size)
+    return Eagle3Head(_Loader(config, checkpoint, facts, dtype, ranks).load(), ranks)
 
 
 def tensor_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
@@ -98,12 +106,23 @@ def tensor_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
 class _Loader(LayerReader):
     """Reads, fuses and lays out the tensors of one head."""
 
-    checkpoint: Checkpoint
-
-    def __init__(self, config: Eagle3Config, checkpoint: Checkpoint, target: DenseFacts, dtype: torch.dtype) -> None:
-        super().__init__(checkpoint, dtype, target.device)
+    def __init__(
+        self,
+        config: Eagle3Config,
+        checkpoint: Checkpoint,
+        target: DenseFacts,
+        dtype: torch.dtype,
+        ranks: Ranks | None = None,
+    ) -> None:
+        shard = None if ranks is None else Shard(ranks.rank, ranks.size)
+        whole = checkpoint if shard is None else ShardedTensors(checkpoint, config.layer, shard)
+        super().__init__(whole, dtype, target.device)
+        self.file = checkpoint
         self.config = config
         self.target = target
+        self.held = config if shard is None else replace(config, layer=shard.of_config(config.layer))
+        # A whole head of a target in parts shares no memory with it.
+        self.parts = target if ranks is None and isinstance(target, Dense) and target.ranks is not None else None
 
     def load(self) -> Eagle3Weights:
         config, c = self.config, self.config.layer
@@ -116,14 +135,14 @@ class _Loader(LayerReader):
         elif config.fc_norm:
             fc_norm = torch.stack([self.read(name) for name in fc_norms])
         return Eagle3Weights(
-            config=config,
+            config=self.held,
             dtype=self.dtype,
             device=self.device,
             embedding=embedding,
             fc=self.fc("fc.weight"),
             fc_norm=fc_norm,
             hidden_norm=self.read(config.layer_prefix + "hidden_norm.weight"),
-            layer=self.layer(config.layer_prefix, c),
+            layer=self.layer(config.layer_prefix, self.held.layer),
             final_norm=self.read("norm.weight"),
             lm_head=self.lm_head(embedding),
             rotary=signed_frequencies(frequencies((c.rope_theta, c.rope_scaling), c.head_dim)).to(self.device),
@@ -151,7 +170,7 @@ class _Loader(LayerReader):
         tied = own and c.tie_word_embeddings
         if config.draft_vocab_size != c.vocab_size or (c.hidden_size != target.config.hidden_size and not tied):
             required[LM_HEAD] = optional[LM_HEAD]
-        self.checkpoint.check(required, optional, not_checked=(D2T, *NOT_READ))
+        self.file.check(required, optional, not_checked=(D2T, *NOT_READ))
         return fc_norms
 
     def target_ids(self) -> Tensor:
@@ -163,7 +182,7 @@ class _Loader(LayerReader):
                 allowed = f"{vocab}, the target's ids, where the file has no {D2T}"
                 raise malformed("draft_vocab_size", size, allowed)
             return own
-        d2t, file = self.checkpoint.mapped(D2T), str(self.checkpoint.folder)
+        d2t, file = self.file.mapped(D2T), str(self.file.folder)
         if d2t.dtype not in (torch.int64, torch.int32) or tuple(d2t.shape) != (size,):
             found = f"{tuple(d2t.shape)} of {str(d2t.dtype).removeprefix('torch.')}"
             raise malformed(D2T, found, f"({size},) of int64, as draft_vocab_size says", file=file)
@@ -182,8 +201,11 @@ class _Loader(LayerReader):
     def embedding(self) -> Tensor:
         shared = self.target.weights.embedding
         if EMBEDDING not in self.checkpoint:
-            return shared
-        own = self.checkpoint.mapped(EMBEDDING)
+            return shared if self.parts is None else self.parts.whole_embedding()
+        if isinstance(self.checkpoint, Checkpoint):
+            own = self.checkpoint.mapped(EMBEDDING)
+        else:
+            own = self.checkpoint.read(EMBEDDING, self.dtype, self.device)
         if own.shape == shared.shape and torch.equal(own.to(shared), shared):
             return shared
         return own.to(device=self.device, dtype=self.dtype)
@@ -198,7 +220,7 @@ class _Loader(LayerReader):
             return pack(self.checkpoint.read(LM_HEAD, self.dtype, self.device).to(kept))
         if config.layer.tie_word_embeddings and EMBEDDING in self.checkpoint:
             return pack(embedding.to(kept))
-        shared = self.target.weights.lm_head
+        shared = self.target.weights.lm_head if self.parts is None else self.parts.whole_lm_head()
         same = isinstance(shared, DenseWeight | PackedWeight) and self.target.dtype == self.dtype
         return shared if same else pack(shared.dequantized().to(kept))
 
@@ -221,5 +243,5 @@ class _NativeLoader(NativeReader, _Loader):
         return self.target.weights.lm_head
 
     def matrix(self, name: str) -> Tensor:
-        matrix = self.checkpoint.mapped(name)
+        matrix = self.file.mapped(name)
         return aligned(matrix if matrix.dtype == torch.bfloat16 else matrix.to(self.dtype))

@@ -20,13 +20,15 @@ from specrs.models.dense_weights import LayerWeights
 from specrs.models.eagle3_config import Eagle3Config
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
+from specrs.parallel.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Weights:
-    """Weights of a head on one device."""
+    """Weights of a head on one device, or one rank's part of them."""
 
     config: Eagle3Config
+    """Its layer with the heads and features that are here."""
     dtype: torch.dtype
     device: torch.device
     embedding: Tensor
@@ -53,8 +55,10 @@ class Eagle3Weights:
 class Eagle3Head:
     """A head on a CPU, by torch. Read-only, so it may serve several caches at once."""
 
-    def __init__(self, weights: Eagle3Weights) -> None:
+    def __init__(self, weights: Eagle3Weights, ranks: Ranks | None = None) -> None:
+        """`ranks` that compute it together, each with its part; None: it is all here."""
         self.weights = weights
+        self.ranks = ranks
 
     @property
     def dtype(self) -> torch.dtype:
@@ -134,7 +138,8 @@ class Eagle3Head:
         cache = kv_cache.layers[0]
         normed = rms_norm(hidden, w.hidden_norm, eps)
         residual = normed if config.norm_before_residual else hidden
-        token = w.embedding.index_select(0, inputs.input_ids).to(w.dtype)
+        ids, ranks = inputs.input_ids, self.ranks
+        token = (w.embedding.index_select(0, ids) if ranks is None else ranks.look_up(w.embedding, ids)).to(w.dtype)
         x = torch.cat((rms_norm(token, layer.input_norm, eps), normed), dim=1)
         qkv = layer.qkv.product(x).view(-1, heads + 2 * kv_heads, c.head_dim)
         qk = qkv.narrow(1, 0, heads + kv_heads)
@@ -143,13 +148,17 @@ class Eagle3Head:
         apply_rotary_(qk, cos, sin)
         write_kv(qkv.narrow(1, heads, 2 * kv_heads), cache, attention)
         attended = paged_attention(qkv.narrow(1, 0, heads), cache, attention, c.head_dim**-0.5)
-        h = layer.o.product(attended).add_(residual)
+        h = self._sum(layer.o.product(attended)).add_(residual)
         gate_up = layer.gate_up.product(rms_norm(h, layer.post_attention_norm, eps))
-        h = layer.down.product(silu_and_mul(gate_up)).add_(h)
+        h = self._sum(layer.down.product(silu_and_mul(gate_up))).add_(h)
         final = rms_norm(h, w.final_norm, eps)
         return (final if config.norm_output else h), final
 
     def compute_logits(self, final: Tensor) -> Tensor:
         """Logits over its own ids, `[N, Vd]`: fp32, float64 for float64 heads. Sums nothing in bf16."""
         w = self.weights
-        return w.lm_head.product(final.float() if w.dtype == torch.bfloat16 else final)
+        logits = w.lm_head.product(final.float() if w.dtype == torch.bfloat16 else final)
+        return logits if self.ranks is None else self.ranks.side_by_side(logits, self.vocab_size)
+
+    def _sum(self, x: Tensor) -> Tensor:
+        return x if self.ranks is None else self.ranks.add_(x)

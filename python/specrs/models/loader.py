@@ -27,7 +27,9 @@ from specrs.models.quantization.checkpoint import QuantizedCheckpoint
 from specrs.models.quantization.table import FIELDS, scheme_of
 from specrs.models.registry import is_known
 from specrs.models.rope import Rope, frequencies
+from specrs.models.shards import Shard, ShardedTensors, check_divides
 from specrs.models.tensors import EMBEDDING, FINAL_NORM, LM_HEAD, norm_names, tensor_shapes
+from specrs.parallel.ranks import Ranks
 
 logger = logging.getLogger("specrs")
 DTYPES = {
@@ -77,8 +79,11 @@ def load_model(
     load_format: str = "auto",
     max_model_len: int | None = None,
     quantization: str | None = None,
+    ranks: Ranks | None = None,
 ) -> Dense:
     """Load the model of a folder, hub id or GGUF file; every tensor is checked before the first is read.
+
+    With `ranks` it is this rank's part of the model, whose passes run on all of them at once.
 
     `max_model_len` is that of the engine, which LongRoPE depends on; None: the model's.
     With `load_format` `dummy` only its config.json is read, and weights are random numbers, the same each time.
@@ -99,7 +104,10 @@ def load_model(
     resolved = resolve_dtype(dtype, config, device)
     if device.type == "cuda" and isinstance(checkpoint, QuantizedTensors):
         return Dense(CodedLoader(config, checkpoint, resolved, device).load())
-    return Dense(Loader(config, checkpoint, resolved, device).load())
+    if ranks is None:
+        return Dense(Loader(config, checkpoint, resolved, device).load())
+    check_divides(config, str(source), "tensor_parallel_size", ranks.size)
+    return Dense(Loader(config, checkpoint, resolved, device, Shard(ranks.rank, ranks.size)).load(), ranks=ranks)
 
 
 def open_checkpoint(
@@ -254,11 +262,20 @@ class LayerReader:
 
 
 class Loader(LayerReader):
-    """The same for all tensors of one model."""
+    """The same for all tensors of one model, or of one rank's part of it."""
 
-    def __init__(self, config: ModelConfig, checkpoint: Tensors, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(checkpoint, dtype, device)
+    def __init__(
+        self,
+        config: ModelConfig,
+        checkpoint: Tensors,
+        dtype: torch.dtype,
+        device: torch.device,
+        shard: Shard | None = None,
+    ) -> None:
+        """`config` and `checkpoint` are those of the whole model; None: `shard` is all of it."""
+        super().__init__(checkpoint if shard is None else ShardedTensors(checkpoint, config, shard), dtype, device)
         self.config = config
+        self.held = config if shard is None else shard.of_config(config)
 
     def load(self) -> DenseWeights:
         c = self.config
@@ -276,11 +293,11 @@ class Loader(LayerReader):
         rotaries = {rope: None if rope is None else self.rotary(rope) for rope in c.ropes}
         layers = tqdm(range(c.num_layers), desc="Loading layers", delay=2.0, disable=None)
         return DenseWeights(
-            config=c,
+            config=self.held,
             dtype=self.dtype,
             device=self.device,
             embedding=embedding,
-            layers=tuple(self.layer(f"model.layers.{i}.", c) for i in layers),
+            layers=tuple(self.layer(f"model.layers.{i}.", self.held) for i in layers),
             final_norm=self.norm(FINAL_NORM.removesuffix(".weight"), c) / c.logits_scaling,
             lm_head=self.lm_head(head),
             rotary=self.rotary((c.rope_theta, c.rope_scaling)),

@@ -1,0 +1,160 @@
+"""Which part of a model a rank holds: of its tensors, and of the sizes that config.json says. Exchanges nothing.
+
+Attention is split by heads and the MLP, of a layer or of an expert, by its intermediate features: projections into
+them by rows, those out of them by columns (Shoeybi et al. 2019), so that a layer has two sums. Fewer KV heads than
+ranks are held by several ranks each. The vocabulary is split by rows, in parts of equal size, behind the last of which
+there are rows of zeros. Norms and the experts' router are whole everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from specrs.errors import UnsupportedConfigError, invalid
+from specrs.models.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The part of rank `rank` of `size`."""
+
+    rank: int
+    size: int
+
+    def of_config(self, c: ModelConfig) -> ModelConfig:
+        """`c` with the heads and features of this rank; the vocabulary is the whole one."""
+        experts = c.experts
+        if experts is not None:
+            experts = replace(experts, intermediate_size=experts.intermediate_size // self.size)
+        return replace(
+            c,
+            num_heads=c.num_heads // self.size,
+            num_kv_heads=max(1, c.num_kv_heads // self.size),
+            intermediate_size=c.intermediate_size // self.size,
+            experts=experts,
+        )
+
+    def kv_heads(self, c: ModelConfig) -> tuple[int, int]:
+        """The first of this rank's KV heads, and how many."""
+        count = max(1, c.num_kv_heads // self.size)
+        return self.rank * c.num_kv_heads // self.size, count
+
+    def kv_copies(self, c: ModelConfig) -> int:
+        """Ranks that hold the same KV heads."""
+        return max(1, self.size // c.num_kv_heads)
+
+
+def check_divides(c: ModelConfig, source: str, field: str, size: int) -> None:
+    """Raises UnsupportedConfigError, which names `field`, for a model that `size` ranks cannot split."""
+    sizes = {"num_attention_heads": c.num_heads}
+    if c.experts is None or not all(c.experts.layers):
+        sizes["intermediate_size"] = c.intermediate_size
+    if c.experts is not None:
+        sizes["an expert's intermediate size"] = c.experts.intermediate_size
+    for name, value in sizes.items():
+        if value % size:
+            raise invalid(UnsupportedConfigError, field, size, f"{source} has {name}={value}; allowed: its divisors")
+    if c.num_kv_heads % size and size % c.num_kv_heads:
+        allowed = "its divisors and multiples"
+        reason = f"{source} has num_key_value_heads={c.num_kv_heads}; allowed: {allowed}"
+        raise invalid(UnsupportedConfigError, field, size, reason)
+
+
+class Whole(Protocol):
+    """Where whole tensors come from."""
+
+    @property
+    def folder(self) -> Path | str:
+        """What messages call it."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def check(self, required: Mapping[str, tuple[int, ...]], optional: Mapping[str, tuple[int, ...]], /) -> None:
+        """Raise if what is `required` is not there in its shape."""
+
+    def read(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """One tensor."""
+
+
+class ShardedTensors:
+    """The tensors of a checkpoint, of each the part of one rank."""
+
+    def __init__(self, whole: Whole, config: ModelConfig, shard: Shard) -> None:
+        """`config` is that of the whole model."""
+        self._whole, self._config, self._shard = whole, config, shard
+
+    @property
+    def folder(self) -> Path | str:
+        """What messages call it."""
+        return self._whole.folder
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._whole
+
+    def check(self, required: Mapping[str, tuple[int, ...]], optional: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise if what is `required` is not there in its shape, as a whole."""
+        self._whole.check(required, optional)
+
+    def read(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """This rank's part of one tensor, in memory of its own."""
+        return self._part(name, self._whole.read(name, dtype, device))
+
+    def _part(self, name: str, whole: Tensor) -> Tensor:
+        module, kind = name.rsplit(".", 1) if "." in name else ("", name)
+        leaf = module.rsplit(".", 1)[-1]
+        cut = self._cuts().get(leaf)
+        return whole if cut is None else cut(whole, kind)
+
+    def _cuts(self) -> dict[str, Callable[[Tensor, str], Tensor]]:
+        c = self._config
+        gate, up, down = ("gate_proj", "up_proj", "down_proj") if c.experts is None else c.experts.projections
+        cuts: dict[str, Callable[[Tensor, str], Tensor]] = {
+            "embed_tokens": self._ids,
+            "lm_head": self._ids,
+            "q_proj": self._even,
+            "k_proj": self._kv,
+            "v_proj": self._kv,
+            "qkv_proj": self._qkv,
+            "gate_up_proj": self._gate_up,
+            "o_proj": self._columns,
+            **dict.fromkeys(("gate_proj", "up_proj", gate, up), self._even),
+            **dict.fromkeys(("down_proj", down), self._columns),
+        }
+        if c.qk_norm_whole:
+            cuts |= {"q_norm": self._even, "k_norm": self._kv}
+        return cuts
+
+    def _even(self, whole: Tensor, kind: str = "weight") -> Tensor:
+        rows = len(whole) // self._shard.size
+        return whole[self._shard.rank * rows :][:rows].clone()
+
+    def _kv(self, whole: Tensor, kind: str = "weight") -> Tensor:
+        first, count = self._shard.kv_heads(self._config)
+        rows = len(whole) // self._config.num_kv_heads
+        return whole[first * rows :][: count * rows].clone()
+
+    def _qkv(self, whole: Tensor, kind: str) -> Tensor:
+        c = self._config
+        q, k, v = whole.split_with_sizes([c.num_heads * c.head_dim, *[c.num_kv_heads * c.head_dim] * 2])
+        return torch.cat((self._even(q), self._kv(k), self._kv(v)))
+
+    def _gate_up(self, whole: Tensor, kind: str) -> Tensor:
+        return torch.cat([self._even(part) for part in whole.chunk(2)])
+
+    def _columns(self, whole: Tensor, kind: str) -> Tensor:
+        """Of a bias all on rank 0, and zeros elsewhere: it is in the sum once."""
+        if kind == "bias":
+            return whole if self._shard.rank == 0 else torch.zeros_like(whole)
+        columns = whole.shape[1] // self._shard.size
+        return whole[:, self._shard.rank * columns :][:, :columns].clone(memory_format=torch.contiguous_format)
+
+    def _ids(self, whole: Tensor, kind: str) -> Tensor:
+        rows = -(-len(whole) // self._shard.size)
+        part = whole[self._shard.rank * rows :][:rows]
+        return torch.cat((part, part.new_zeros(rows - len(part), *whole.shape[1:])))

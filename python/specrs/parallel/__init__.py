@@ -1,0 +1,1 @@
+"""Ranks: processes that compute one model together. Knows no models, no requests and no scheduler."""

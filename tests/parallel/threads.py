@@ -1,0 +1,22 @@
+"""Ranks as threads of one process, each with connections of its own. Holds no tests."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch.distributed as dist
+from specrs.parallel.ranks import Ranks
+
+ResultT = TypeVar("ResultT")
+TIMEOUT = 20.0
+
+
+def on_ranks(size: int, work: Callable[[Ranks], ResultT]) -> list[ResultT]:
+    """What `work` returns on each of `size` ranks, which run at once."""
+    store = dist.HashStore()
+
+    def one(rank: int) -> ResultT:
+        return work(Ranks(store, rank, size, address="127.0.0.1", timeout=TIMEOUT))
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(one, range(size)))
