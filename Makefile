@@ -25,8 +25,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # Nothing here needs a hub. Models of a few megabytes gain little from a second thread, and lose tenfold by one
 # that waits for a busy core.
-test sweeps test-isa test-clients test-real test-vllm soak demo bench: export HF_HUB_OFFLINE := 1
-test sweeps test-isa test-clients test-real soak: export OMP_NUM_THREADS ?= 1
+test test-ranks sweeps test-isa test-clients test-real test-vllm soak demo bench: export HF_HUB_OFFLINE := 1
+test test-ranks sweeps test-isa test-clients test-real soak: export OMP_NUM_THREADS ?= 1
 
 .PHONY: help
 help: ## this list
@@ -73,6 +73,10 @@ ISA_TESTS := $(wildcard tests/kernels/test_*.py) tests/verify tests/integrations
 test-isa: test-isa-default test-isa-avx2 ## the numerical tests as on a CPU without AVX and on one with AVX2; -j2: both at once
 test-isa-default test-isa-avx2: test-isa-%: build
 	SPECRS_ISA=$* SPECRS_SWEEP=10 $(BIN)/python -m pytest $(ISA_TESTS) $(ARGS)
+
+.PHONY: test-ranks
+test-ranks: build ## ranks as processes: served, killed, stopped, interrupted, under torchrun
+	$(BIN)/python -m pytest tests/parallel/rank_processes $(ARGS)
 
 .PHONY: sweeps
 sweeps: build ## every sweep with all its examples, three times those of make test: half an hour of two cores

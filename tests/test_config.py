@@ -154,6 +154,41 @@ def test_logprobs_have_the_same_modes_everywhere() -> None:
         assert EngineConfig.from_kwargs(logprobs_mode=mode, max_logprobs=-1).logprobs_mode == mode
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tensor_parallel_size": True}, r"^tensor_parallel_size=True: must be an integer from 1 to 1024"),
+        ({"tensor_parallel_size": 0}, r"^tensor_parallel_size=0: must be"),
+        ({"distributed_timeout": 0}, r"^distributed_timeout=0: must be a finite number greater than 0"),
+        ({"tensor_parallel_size": 2, "device": "cuda"}, r"^tensor_parallel_size=2: .*device='cuda'.*device='cpu'$"),
+        ({"tensor_parallel_size": 2, "model_impl": "transformers"}, r"^tensor_parallel_size=2: .*model_impl="),
+        ({"tensor_parallel_size": 2, "quantization": "int8"}, r"^tensor_parallel_size=2: .*quantization='int8'"),
+        ({"tensor_parallel_size": 2, "cpu_bf16_rows": True}, r"^tensor_parallel_size=2: .*cpu_bf16_rows=True"),
+        (
+            {
+                "tensor_parallel_size": 4,
+                "speculative_config": {"num_speculative_tokens": 3} | {"draft_tensor_parallel_size": 2},
+            },
+            r"^speculative_config.draft_tensor_parallel_size=2: must be 1 or 4, the target's tensor_parallel_size$",
+        ),
+        (
+            {
+                "tensor_parallel_size": 2,
+                "speculative_config": {
+                    "num_speculative_tokens": 3,
+                    "quantization": "int8",
+                    "draft_tensor_parallel_size": 2,
+                },
+            },
+            r"^tensor_parallel_size=2: .*speculative_config.quantization='int8'.*draft_tensor_parallel_size=1$",
+        ),
+    ],
+)
+def test_ranks_refuse(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidConfigError, match=message):
+        EngineConfig(**fields)
+
+
 def test_block_sizes_are_powers_of_two() -> None:
     for size in (1, 8, 1024):
         assert EngineConfig(block_size=size).block_size == size
@@ -163,7 +198,6 @@ def test_block_sizes_are_powers_of_two() -> None:
     ("name", "value"),
     [
         ("trust_remote_code", True),
-        ("tensor_parallel_size", 2),
         ("pipeline_parallel_size", 2),
         ("quantization", "bitsandbytes"),
         ("kv_cache_dtype", "fp8"),
@@ -175,7 +209,7 @@ def test_block_sizes_are_powers_of_two() -> None:
         ("enable_chunked_prefill", False),
         # 1 == True and 0 == False in Python, but not here
         ("trust_remote_code", 0),
-        ("tensor_parallel_size", True),
+        ("pipeline_parallel_size", True),
     ],
 )
 def test_arguments_of_vllm_that_would_change_something(name: str, value: object) -> None:
@@ -376,7 +410,7 @@ def test_dashes_equal_underscores() -> None:
             {"prompt_lookup_max": 2},
             r"^speculative_config.prompt_lookup_max=2: not allowed with method='draft_model'; allowed with '",
         ),
-        ({"draft_tensor_parallel_size": 2}, r"^speculative_config.draft_tensor_parallel_size=2: .*allowed: 1"),
+        ({"draft_tensor_parallel_size": 2}, r"^speculative_config.draft_tensor_parallel_size=2: must be 1$"),
         (
             {"rejection_sample_method": "typical"},
             r"rejection_sample_method='typical': must be one of rejection, standard, coupled, synthetic$",

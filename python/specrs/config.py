@@ -62,6 +62,9 @@ class EngineConfig:
     `block_size`: positions of one KV block, a power of two. `num_gpu_blocks_override`: blocks of the pool, whatever the
     device; otherwise as many as fit in `kv_cache_memory_bytes` (None: 4 GiB on a CPU, and on a GPU what
     `gpu_memory_utilization` of its memory leaves beside weights, buffers and graphs).
+    `tensor_parallel_size`: ranks, processes that compute the target together, each with its part of the weights and of
+    the KV cache (docs/scaling.md). The engine starts them, or torchrun has. On a CPU the target's passes are torch's
+    then, op by op. `distributed_timeout`: seconds in which a rank that does not answer counts as lost.
     `launch_depth`: launches planned and not yet settled, 1 or 2; None is 1 on a CPU and 2 on a GPU. vLLM's
     `async_scheduling` is read as 2, where it is False as 1.
     `seed`: what the seeds of requests without one are derived from (`specrs.sampling.derive_seed`).
@@ -106,6 +109,8 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
+    tensor_parallel_size: int = 1
+    distributed_timeout: float = 60.0
     launch_depth: int | None = None
     enforce_eager: bool = False
     cudagraph_capture_sizes: tuple[int, ...] | None = None
@@ -138,6 +143,10 @@ class EngineConfig:
                 error, "priority_aging_launches", self.priority_aging_launches, 0, 1 << 24
             ),
             "block_size": check_int(error, "block_size", self.block_size, 1, 1024),
+            "tensor_parallel_size": check_int(error, "tensor_parallel_size", self.tensor_parallel_size, 1, 1024),
+            "distributed_timeout": check_number(
+                error, "distributed_timeout", self.distributed_timeout, 0.0, 86400.0, open_low=True
+            ),
             "seed": check_int(error, "seed", self.seed, -(2**63), 2**63 - 1),
             "max_logprobs": check_int(error, "max_logprobs", self.max_logprobs, -1, 2**31 - 1),
         }
@@ -172,6 +181,31 @@ class EngineConfig:
         self._check_draft()
         check_quantization("quantization", self.quantization)
         self.check_native_serves(self.device, self.dtype)
+        self.check_ranks_serve(self.device)
+
+    def check_ranks_serve(self, device: str) -> None:
+        """Raises `UnsupportedConfigError` for what ranks do not compute, `InvalidConfigError` for a draft of another
+        degree than 1 and theirs. `device` is the configuration's, or what it was resolved to."""
+        size, speculative = self.tensor_parallel_size, self.speculative_config
+        draft, field = 1, "speculative_config.draft_tensor_parallel_size"
+        if speculative is not None:
+            draft = speculative.draft_tensor_parallel_size
+        if draft not in (1, size):
+            also = "" if size == 1 else f" or {size}, the target's tensor_parallel_size"
+            raise invalid(InvalidConfigError, field, draft, f"must be 1{also}")
+        if size == 1:
+            return
+        coded = None if speculative is None or draft == 1 else speculative.quantization
+        for other, value, serves, allowed in (
+            ("device", device, not device.startswith("cuda"), "device='cpu'"),
+            ("model_impl", self.model_impl, self.model_impl != "transformers", "model_impl='auto' or 'specrs'"),
+            ("quantization", self.quantization, self.quantization not in ("int8", "int4"), "quantization=None"),
+            ("speculative_config.quantization", coded, coded not in ("int8", "int4"), f"{field}=1"),
+            ("cpu_bf16_rows", self.cpu_bf16_rows, not self.cpu_bf16_rows, "cpu_bf16_rows=False"),
+        ):
+            if not serves:
+                reason = f"not implemented with {other}={value!r}; allowed: 1, or {allowed}"
+                raise invalid(UnsupportedConfigError, "tensor_parallel_size", size, reason)
 
     def check_native_serves(self, device: str, dtype: str) -> None:
         """Raises `UnsupportedConfigError` for what only the native pass of a CPU computes, where there is none: weights
@@ -310,12 +344,11 @@ class EngineConfig:
 
 _HONOURED: dict[str, tuple[object, ...]] = {
     "trust_remote_code": (False,),
-    "tensor_parallel_size": (1,),
     "pipeline_parallel_size": (1,),
     "data_parallel_size": (1,),
     "decode_context_parallel_size": (1,),
     "enable_expert_parallel": (False,),
-    "distributed_executor_backend": (None, "uni"),
+    "distributed_executor_backend": (None, "uni", "mp"),
     "swap_space": (4, 4.0, 0, 0.0),
     "cpu_offload_gb": (0, 0.0),
     "kv_cache_dtype": ("auto",),

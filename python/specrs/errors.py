@@ -24,6 +24,7 @@ __all__ = [
     "InvalidRequestError",
     "NonFiniteLogitsError",
     "QueueFullError",
+    "RankLostError",
     "SpecrsError",
     "TokenizerMismatchError",
     "UnknownRequestError",
@@ -73,6 +74,15 @@ class EngineError(SpecrsError):
 
 class EngineDeadError(EngineError):
     """The engine is gone: it broke, or was shut down. No request can be made of it any more."""
+
+
+class RankLostError(EngineDeadError):
+    """The engine is gone because one of its ranks has ended, failed or hung."""
+
+    def __init__(self, rank: int, size: int, what: str) -> None:
+        """`what` became of rank `rank` of `size`."""
+        super().__init__(f"rank {rank} of {size} {what}")
+        self.rank, self.size = rank, size
 
 
 class QueueFullError(SpecrsError):

@@ -84,6 +84,7 @@ class SpeculativeConfig:
     second or two at start, refined as they run) and how drafts fare; `max_num_speculative_tokens` is then the most,
     7 by default.
     `max_model_len`: the draft's context; a request that outgrows it goes on without drafts. None is the checkpoint's.
+    `draft_tensor_parallel_size`: 1, the draft whole on every rank, which computes it alone, or the target's.
     `rejection_sample_method`: `rejection` (`standard` is its other name) accepts most; `coupled` gives the text
     that the same seed gives without speculation. Both sample the target's distribution; greedy text is the same.
     `synthetic` is for timing only: it accepts draft i with the unconditional rate `synthetic_acceptance_rates[i - 1]`,
@@ -158,13 +159,8 @@ class SpeculativeConfig:
                 error, at + "rope_theta", self.rope_theta, 0.0, math.inf, open_low=True
             )
         self._check_method()
-        if self.draft_tensor_parallel_size != 1:
-            raise invalid(
-                UnsupportedConfigError,
-                at + "draft_tensor_parallel_size",
-                self.draft_tensor_parallel_size,
-                "not implemented; allowed: 1",
-            )
+        name = "draft_tensor_parallel_size"
+        checked[name] = check_int(error, at + name, self.draft_tensor_parallel_size, 1)
         rule = check_choice(error, at + "rejection_sample_method", self.rejection_sample_method, _REJECTION_NAMES)
         checked["rejection_sample_method"] = _REJECTION_NAMES[rule]
         rates = _synthetic_rates(self.synthetic_acceptance_rates, rule, self.most_speculative_tokens)

@@ -222,7 +222,7 @@ def test_too_few_blocks_for_one_request(vanilla: list[RequestOutput]) -> None:
             "^speculative_config.max_model_len=4096: must be at most 2048",
         ),
         ({"kv_cache_memory_bytes": 1000}, "^kv_cache_memory_bytes=1000: 0 KV blocks fit"),
-        ({"tensor_parallel_size": 2}, "^tensor_parallel_size=2: not implemented; allowed: 1"),
+        ({"tensor_parallel_size": 3}, "^tensor_parallel_size=3: .* has num_attention_heads=4; allowed: its divisors$"),
         ({"revision": "main"}, "^revision='main': must be None, because .* is a folder"),
     ],
 )

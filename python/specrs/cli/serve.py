@@ -91,6 +91,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-q",
         help="of the projections: fp8, or int8 and int4 on a CPU; default: what the checkpoint says",
     )
+    add("--tensor-parallel-size", "-tp", type=int, help="processes that compute the target together; default: 1")
+    add("--distributed-timeout", type=float, help="seconds in which one that does not answer is lost; default: 60")
     add("--seed", type=int, help="what requests without a seed derive theirs from; default: 0")
     add("--max-model-len", type=human_int, help="tokens of prompt and output together; default: the model's")
     add("--max-num-seqs", type=int, help="requests that run at once; default: 256")
@@ -311,7 +313,7 @@ def _add_honoured(parser: argparse.ArgumentParser) -> None:
     from specrs.config import _HONOURED as ENGINE_HONOURED
 
     taken = {action.dest for action in parser._actions}
-    short = {"tensor_parallel_size": ["-tp"], "pipeline_parallel_size": ["-pp"], "data_parallel_size": ["-dp"]}
+    short = {"pipeline_parallel_size": ["-pp"], "data_parallel_size": ["-dp"]}
     for name, served in {**ENGINE_HONOURED, **_HONOURED}.items():
         if name in taken:
             continue

@@ -28,9 +28,10 @@ from specrs.engine.faults import HOST_KINDS, DraftFaults
 from specrs.engine.head_check import HeadCheck
 from specrs.engine.request import FinishReason, Request
 from specrs.engine.weights import Weights
-from specrs.errors import EngineError, SpecrsError, UnknownRequestError
+from specrs.errors import EngineDeadError, EngineError, SpecrsError, UnknownRequestError
 from specrs.models.kv_cache import KVCache
 from specrs.outputs import AcceptanceFigures, EngineStats
+from specrs.parallel.team import Team
 from specrs.runner.extras import ExtrasLookup, RequestExtras
 from specrs.runner.logprobs import token_entries
 from specrs.runner.ring import Header, Ring, RingSlot, section_arrays
@@ -102,6 +103,8 @@ class Engine:
         self._faults = DraftFaults(self.scheduler, self._drafter_names)
         self.watch: Watch | None = None
         self.head_check: HeadCheck | None = None
+        self.team: Team | None = None
+        """The other ranks, where the runner's launches are theirs too."""
         self.outputs = Outputs()
         self.requests: dict[int, Request] = {}
         self._reporting: dict[int, Request] = {}  # those of them with a grammar, or with log probabilities to report
@@ -319,7 +322,11 @@ class Engine:
         executed = all(self.ring.slot(launch_id).executed == launch_id for launch_id in in_flight)
         if delivered and executed and scheduler.num_running + scheduler.num_waiting == len(self.requests):
             return
-        error = EngineError("the launch was interrupted" if fault is None else f"the launch failed: {fault!r}")
+        error: SpecrsError = EngineError(
+            "the launch was interrupted" if fault is None else f"the launch failed: {fault!r}"
+        )
+        if isinstance(fault, EngineDeadError):
+            error = fault
         live = set(scheduler.request_ids())
         if not delivered:
             # Tokens and text have been delivered. Log probabilities are told again, a grammar cannot be.

@@ -77,6 +77,10 @@ class EngineLoop(threading.Thread):
         # so that no command is queued behind the last one, where it would never be answered
         self._ending = threading.Lock()
         self._ended = False
+        if engine.team is not None:
+            engine.team.on_error = self._fail
+            if engine.team.error is not None:
+                self._fail(engine.team.error)
 
     def add(self, group: Group) -> Future[None]:
         """Queue the requests of a group. The future raises what the engine says of one; abort the group then."""
@@ -112,10 +116,22 @@ class EngineLoop(threading.Thread):
                 self._obey()
                 if self._engine.has_unfinished() and not self._stopping:
                     self._step()
+        except EngineDeadError as fault:
+            logger.error("the engine failed: %s", fault)
+            self.error = fault
         except BaseException as fault:
             logger.exception("the engine failed")
             self.error = EngineDeadError(f"the engine failed: {fault!r}")
         self._end()
+
+    def _fail(self, error: EngineDeadError) -> None:
+        """End all requests, and the thread, because of `error`. May be called from any thread."""
+
+        def fail() -> None:
+            raise error
+
+        with contextlib.suppress(EngineDeadError):
+            self._put(_Command(fail, None))
 
     def _put(self, command: _Command) -> None:
         with self._ending:
@@ -160,6 +176,8 @@ class EngineLoop(threading.Thread):
     def _step(self) -> None:
         try:
             touched = self._engine.step()
+        except EngineDeadError:
+            raise
         except Exception:
             touched = [request for group, i in self._owners.values() for request in group.prompts[i]]
             self._num_faults += 1

@@ -30,7 +30,9 @@ from specrs.models.loader import (
 from specrs.models.native_loader import INT4_GROUPS, load_native
 from specrs.models.quantization.base import QuantizedTensors
 from specrs.models.quantization.table import method_of, resolve_quantization
+from specrs.models.shards import check_divides
 from specrs.models.tensors import LM_HEAD, tensor_shapes
+from specrs.parallel.ranks import Ranks
 from specrs.speculative_config import SpeculativeConfig
 from specrs.tokenizer import Tokenizer, shared_ids, unknown_id
 
@@ -54,8 +56,9 @@ class Weights:
     """How the draft, of another tokenizer, reads and writes the target's texts; None: it drafts by tokens."""
 
 
-def load_weights(config: EngineConfig) -> Weights:
-    """Load target and, where the engine may speculate, draft, onto the device of `config`.
+def load_weights(config: EngineConfig, ranks: Ranks | None = None) -> Weights:
+    """Load target and, where the engine may speculate, draft, onto the device of `config`; of several `ranks` this
+    one's part, and of a draft of degree 1 all.
 
     Raises:
         InvalidConfigError and its subclasses: what is missing, broken or not supported, by name.
@@ -66,7 +69,8 @@ def load_weights(config: EngineConfig) -> Weights:
     if device.type == "cuda":
         check_formats(config, device)
         check_weights_fit(config, device)
-    target = _load(config, config.target, config.revision, config.dtype, device, config.quantization)
+    config.check_ranks_serve(device.type)
+    target = _load(config, config.target, config.revision, config.dtype, device, config.quantization, ranks=ranks)
     draft = _draft_source(config)
     if speculative is None or draft is None:
         return Weights(target, None)
@@ -74,18 +78,45 @@ def load_weights(config: EngineConfig) -> Weights:
         if not isinstance(target, DenseFacts):
             reason = "not implemented for a target of model_impl='transformers'; allowed: a method of another kind"
             raise invalid(UnsupportedConfigError, "speculative_config.method", speculative.method, reason)
-        return Weights(target, None, head=_load_head(speculative, draft, target))
+        return Weights(target, None, head=_load_head(speculative, draft, target, _of_draft(config, ranks)))
     dtype = str(target.dtype).removeprefix("torch.")
     field = "speculative_config.quantization"
     mask = _mask_token_id(*draft) if speculative.parallel_drafting else None
-    model = _load(config, *draft, dtype, device, speculative.quantization, field)
+    own = _of_draft(config, ranks)
+    model = _load(config, *draft, dtype, device, speculative.quantization, field, ranks=own)
     if not speculative.use_heterogeneous_vocab:
         return Weights(target, model, mask)
-    own = config.tokenizer_revision or (None if config.tokenizer else config.revision)
-    ours, theirs = Tokenizer(config.tokenizer or config.target, own), Tokenizer(*draft)
+    revision = config.tokenizer_revision or (None if config.tokenizer else config.revision)
+    ours, theirs = Tokenizer(config.tokenizer or config.target, revision), Tokenizer(*draft)
     if config.rule == "coupled" and target.device.type == "cpu":
         return Weights(target, model, bridge=Bridge(_vocabulary(ours, target), _vocabulary(theirs, model)))
     return Weights(target, model, shared=_shared(draft[0], ours, theirs, target, model))
+
+
+def _of_draft(config: EngineConfig, ranks: Ranks | None) -> Ranks | None:
+    """The ranks that compute the draft together; None: each does alone."""
+    speculative = config.speculative_config
+    return None if speculative is None or speculative.draft_tensor_parallel_size == 1 else ranks
+
+
+def check_ranks(config: EngineConfig) -> None:
+    """Raises UnsupportedConfigError for models that the ranks of `config` cannot split. Reads configurations only."""
+    draft, speculative = _draft_source(config), config.speculative_config
+    config.check_ranks_serve(resolve_device(config.device).type)
+    sources = [("tensor_parallel_size", config.target, config.revision)]
+    in_parts = speculative is not None and speculative.draft_tensor_parallel_size > 1 and not speculative.reads_hidden
+    if draft is not None and in_parts:
+        sources.append(("speculative_config.draft_tensor_parallel_size", *draft))
+    for field, source, revision in sources:
+        _check_ours(config, source, revision)
+        check_divides(load_config(source, revision=revision), source, field, config.tensor_parallel_size)
+
+
+def _check_ours(config: EngineConfig, source: str, revision: str | None) -> None:
+    """Raises UnsupportedConfigError for a model that transformers' modules compute."""
+    if config.model_impl == "auto" and not is_known_family(source, revision=revision):
+        reason = f"not implemented with model_impl='transformers', which {source} needs; allowed: 1"
+        raise invalid(UnsupportedConfigError, "tensor_parallel_size", config.tensor_parallel_size, reason)
 
 
 def _vocabulary(tokenizer: Tokenizer, model: Model) -> Vocabulary:
@@ -129,14 +160,15 @@ def _load(
     device: torch.device,
     quantization: str | None,
     field: str = "quantization",
+    ranks: Ranks | None = None,
 ) -> Model:
-    """`field` is that of `quantization`."""
+    """`field` is that of `quantization`; `ranks` compute the model together."""
     if _is_generic(config, source, revision, device):
         return _load_generic(config, source, revision, dtype, quantization, field)
     quantization = resolve_quantization(
         field, quantization, source, revision, device.type, load_format=config.load_format
     )
-    if device.type == "cpu" and not config.enforce_eager:
+    if device.type == "cpu" and not config.enforce_eager and ranks is None:
         model = load_config(source, revision=revision)
         resolved = resolve_dtype(dtype, model, device)
         config.check_native_serves(device.type, str(resolved).removeprefix("torch."))
@@ -161,6 +193,7 @@ def _load(
         load_format=config.load_format,
         max_model_len=config.max_model_len,
         quantization=quantization,
+        ranks=ranks,
     )
 
 
@@ -191,7 +224,9 @@ def _load_generic(
     return model
 
 
-def _load_head(speculative: SpeculativeConfig, source: tuple[str, str | None], target: Model) -> Eagle3Head:
+def _load_head(
+    speculative: SpeculativeConfig, source: tuple[str, str | None], target: Model, ranks: Ranks | None
+) -> Eagle3Head:
     path, revision = source
     head = load_eagle3(
         path,
@@ -200,6 +235,7 @@ def _load_head(speculative: SpeculativeConfig, source: tuple[str, str | None], t
         aux_hidden_state_layer_ids=speculative.aux_hidden_state_layer_ids,
         rope_theta=speculative.rope_theta,
         revision=revision,
+        ranks=ranks,
     )
     ids = list(head.aux_layer_ids)
     logger.info("%s reads hidden states where they enter layers %s of the target, counted from 0", path, ids)

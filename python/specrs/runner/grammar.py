@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specrs.parallel.ranks import Ranks
 from specrs.structured.matcher import ALL_ALLOWED, GrammarCursor, GrammarMatcher, unpack_mask
 
 
@@ -23,9 +24,17 @@ class LaunchGrammar:
         """int32 elements of one mask."""
         return -(-vocab_size // 32)
 
-    def __init__(self, matchers: Sequence[GrammarMatcher | None], masks: NDArray[np.int32], vocab_size: int) -> None:
-        """`masks` `[B, K+1, words(vocab_size)]` is written to, now and as drafts are observed."""
+    def __init__(
+        self,
+        matchers: Sequence[GrammarMatcher | None],
+        masks: NDArray[np.int32],
+        vocab_size: int,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """`masks` `[B, K+1, words(vocab_size)]` is written to, now and as drafts are observed. Of several `ranks` the
+        first alone has matchers, and hands its masks to the others."""
         self.vocab_size = vocab_size
+        self._ranks = ranks
         self._words = masks
         masks.fill(ALL_ALLOWED)
         self._cursors = [
@@ -50,4 +59,5 @@ class LaunchGrammar:
 
     def forbidden(self, entries: Tensor, offsets: Tensor) -> Tensor:
         """`[N, V]` bool, true where row `offsets` of `entries` (both `[N]` int64) may not write the token."""
-        return unpack_mask(torch.from_numpy(self._words)[entries, offsets], self.vocab_size)
+        words = torch.from_numpy(self._words)[entries, offsets]
+        return unpack_mask(words if self._ranks is None else self._ranks.take_first(words), self.vocab_size)

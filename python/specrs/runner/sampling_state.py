@@ -18,6 +18,7 @@ from torch import Tensor
 
 from specrs.core import LOGPROBS_ALL, LOGPROBS_NONE, PARAM_COLUMNS, RequestSampling
 from specrs.errors import EngineError
+from specrs.parallel.ranks import Ranks
 from specrs.runner.entries import Iteration
 from specrs.runner.extras import ExtrasLookup, no_extras
 from specrs.runner.grammar import LaunchGrammar
@@ -91,6 +92,7 @@ class SamplingState:
         self._rows = [RowSampling(-1, 0, greedy, LOGPROBS_NONE, LOGPROBS_NONE)] * (max_num_seqs + 1)
         self._dressed: set[int] = set()  # rows that `is_bare` is not said of
         self.extras: ExtrasLookup = no_extras
+        self.ranks: Ranks | None = None  # among which the first alone has extras
 
     def admit(self, device: Views, count: int) -> None:
         """Take over the parameters of a record's `count` admitted requests, from its sections where the parameters are;
@@ -132,7 +134,7 @@ class SamplingState:
     def _matcher(self, row: RowSampling) -> GrammarMatcher | None:
         """Raises EngineError where the record speaks of extras and there are none: a record alone cannot be replayed
         then."""
-        if not Steps.of(row.steps).extras:
+        if not Steps.of(row.steps).extras or (self.ranks is not None and self.ranks.rank > 0):
             return None
         extras = self.extras(row.request_id)
         if extras is None:
@@ -148,7 +150,7 @@ class SamplingState:
         if steps.extras:
             matchers = [self._matcher(self._rows[row]) for row in rows]
             words = slot.grammar_masks(first, len(rows), it.max_k + 1, LaunchGrammar.words(self.vocab_size))
-            grammar = LaunchGrammar(matchers, words, self.vocab_size)
+            grammar = LaunchGrammar(matchers, words, self.vocab_size, self.ranks)
         tops = [self._rows[row].logprobs for row in rows] if steps.logprobs else []
         return EntrySampling(
             state=state,

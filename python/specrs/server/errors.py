@@ -16,6 +16,7 @@ from specrs.errors import (
     EngineDeadError,
     InvalidRequestError,
     QueueFullError,
+    RankLostError,
     SpecrsError,
     short,
 )
@@ -86,6 +87,9 @@ def api_error(fault: BaseException) -> APIError:
         return APIError(HTTPStatus.BAD_REQUEST, message, param=None if field is None else field[1])
     if isinstance(fault, QueueFullError):
         return unavailable(f"The queue is full: {fault}.")
+    if isinstance(fault, RankLostError):
+        text = f"The engine is not running: rank {fault.rank} of {fault.size} is lost."
+        return APIError(HTTPStatus.SERVICE_UNAVAILABLE, text)
     if isinstance(fault, EngineDeadError):
         return APIError(HTTPStatus.SERVICE_UNAVAILABLE, "The engine is not running.")
     if isinstance(fault, SpecrsError):

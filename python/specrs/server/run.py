@@ -20,6 +20,7 @@ import uvicorn
 from specrs.async_llm import AsyncLLM
 from specrs.config import EngineConfig
 from specrs.errors import EngineDeadError, InvalidConfigError, invalid_config
+from specrs.parallel.start import torchrun_rank
 from specrs.processes.limits import allow_open_files
 from specrs.server.app import build_app
 from specrs.server.context import Context
@@ -74,6 +75,10 @@ def run_server(engine_settings: Mapping[str, Any], settings: ServerSettings) -> 
     Raises `InvalidConfigError` and its subclasses, before anything is served.
     """
     config = EngineConfig.from_kwargs(**engine_settings)
+    if torchrun_rank() not in (None, 0):
+        from specrs.engine.build import build_engine  # and torch
+
+        build_engine(config)  # serves rank 0's launches, and ends the process with it
     settings = replace(settings, limits=_fit_connections(settings.limits))
     listener = _bind(settings.host, settings.port)  # first, because weights may take minutes
     with contextlib.closing(listener):

@@ -1,0 +1,232 @@
+"""The other ranks as rank 0 sees them: tells them what to run, and watches whether they are there. Computes nothing.
+
+What ends one rank ends all: rank 0 closes the connections, and each of the others ends when it sees that, or because it
+is killed. The rank that is named is the one that ended first, failed by itself, or is waited for by the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import shutil
+import signal
+import struct
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specrs.errors import RankLostError
+from specrs.parallel.connection import Connection, DisconnectedError, Kind, Message
+from specrs.parallel.ranks import ExchangeError, Ranks
+
+START_TIMEOUT = 120.0
+"""Seconds that a process has for its first message, at least: it loads torch before."""
+GRACE = 2.0
+"""Seconds that ranks have to end by themselves."""
+BEGUN = struct.Struct("<Q")
+
+
+@dataclass(slots=True)
+class _Member:
+    connection: Connection
+    heard: float
+    process: subprocess.Popen[bytes] | None
+    spoke: bool = False
+    begun: int = 0  # exchanges
+    lost: str | None = None
+    inbox: list[Message] = field(default_factory=list)
+
+
+class Team:
+    """Ranks 1 to `size - 1`. For one thread at a time, which `watch` does not count as."""
+
+    def __init__(
+        self,
+        connections: Mapping[int, Connection],
+        *,
+        timeout: float,
+        processes: Mapping[int, subprocess.Popen[bytes]] | None = None,
+        folder: Path | None = None,
+    ) -> None:
+        """`connections` by rank, and the `processes` that were started here; `folder` is removed at the end.
+
+        `timeout`: seconds without an answer, in which a rank counts as hanging.
+        """
+        now, started = time.monotonic(), processes or {}
+        self._members = {rank: _Member(end, now, started.get(rank)) for rank, end in connections.items()}
+        self._timeout, self._folder = timeout, folder
+        self.ranks: Ranks | None = None
+        """Rank 0's own exchanges, once it is connected."""
+        self.error: RankLostError | None = None
+        self.on_error: Callable[[RankLostError], None] | None = None
+        """Called in a thread of its own when a rank is lost."""
+        self._changed = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._watch, name="specrs-ranks", daemon=True)
+        self._thread.start()
+
+    @property
+    def size(self) -> int:
+        """Ranks, this one included."""
+        return 1 + len(self._members)
+
+    def send(self, kind: Kind, body: bytes | memoryview = b"") -> None:
+        """Tell every rank. Raises RankLostError."""
+        self.check()
+        for rank, member in self._members.items():
+            try:
+                member.connection.send(kind, body)
+            except DisconnectedError as fault:
+                raise self.failed(fault, rank) from fault
+
+    def setup(self, content: Callable[[int], dict[str, Any]]) -> None:
+        """Tell every rank what it is to serve. Raises as `send`."""
+        for rank, member in self._members.items():
+            try:
+                member.connection.send_json(Kind.SETUP, content(rank))
+            except DisconnectedError as fault:
+                raise self.failed(fault, rank) from fault
+
+    def collect(self, kind: Kind) -> list[Any]:
+        """The next message of every rank, read as JSON; waits for them. Raises RankLostError."""
+        found = []
+        for rank, member in self._members.items():
+            with self._changed:
+                self._changed.wait_for(lambda member=member: member.inbox or self.error is not None)  # type: ignore[misc]
+                self.check()
+                message = member.inbox.pop(0)
+            if message.kind != kind:
+                raise self.failed(DisconnectedError(f"it said {message.kind.name}, not {kind.name}"), rank)
+            found.append(message.json())
+        return found
+
+    def check(self) -> None:
+        """Raises RankLostError if a rank is lost."""
+        if self.error is not None:
+            raise self.error
+
+    def failed(self, fault: BaseException, rank: int = 0) -> RankLostError:
+        """What to raise where something failed on rank 0, or in speaking to `rank`: it names the rank that is the
+        cause. Ends all ranks."""
+        if rank or isinstance(fault, ExchangeError):
+            with self._changed:
+                # the rank that is lost may be seen a moment later than what it was waited for
+                self._changed.wait_for(lambda: self.error is not None, GRACE)
+        what = f"is lost: {fault}" if rank else f"failed: {fault!r}"
+        self._fail(rank, what)
+        assert self.error is not None
+        return self.error
+
+    def close(self) -> None:
+        """End all ranks and wait for them. May be called again, and after a failure."""
+        with self._changed:
+            first, self._closing = not self._closing, True
+        if first and self.error is None:
+            for member in self._members.values():
+                with contextlib.suppress(DisconnectedError):
+                    member.connection.send(Kind.END)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        self._reap()
+
+    def _watch(self) -> None:
+        """The thread's work: hear every rank, tell it that this one is there, and judge."""
+        every = min(0.25, self._timeout / 8)
+        with selectors.DefaultSelector() as selector:
+            for rank, member in self._members.items():
+                selector.register(member.connection.socket, selectors.EVENT_READ, rank)
+            told = 0.0
+            while not self._closing and self.error is None:
+                for key, _ in selector.select(every):
+                    self._hear(selector, key.data)
+                if time.monotonic() - told > min(1.0, self._timeout / 4):
+                    told = time.monotonic()
+                    for member in self._members.values():
+                        with contextlib.suppress(DisconnectedError):  # heard of below
+                            member.connection.send_alive()
+                if not self._closing and self.error is None:
+                    self._judge()
+        if self.error is not None:
+            if self.on_error is not None:
+                self.on_error(self.error)
+            self._reap()
+
+    def _hear(self, selector: selectors.BaseSelector, rank: int) -> None:
+        member = self._members[rank]
+        try:
+            message = member.connection.receive()
+        except (DisconnectedError, ValueError) as fault:
+            with contextlib.suppress(KeyError, ValueError):
+                selector.unregister(member.connection.socket)
+            if self._closing:
+                return
+            if member.lost is None:
+                self._fail(rank, _how_it_ended(member.process, fault))
+            return
+        member.heard, member.spoke = time.monotonic(), True
+        if message.kind == Kind.ALIVE:
+            (member.begun,) = BEGUN.unpack(message.body)
+        elif message.kind == Kind.FAILED:
+            self._fail(rank, f"failed: {message.body.decode(errors='replace')}")
+        elif message.kind == Kind.LOST:
+            member.lost = message.body.decode(errors="replace")
+        else:
+            with self._changed:
+                member.inbox.append(message)
+                self._changed.notify_all()
+
+    def _judge(self) -> None:
+        now, ranks = time.monotonic(), self.ranks
+        for rank, member in self._members.items():
+            allowed = self._timeout if member.spoke else max(self._timeout, START_TIMEOUT)
+            if member.lost is None and now - member.heard > allowed:
+                self._fail(rank, f"did not answer for {allowed:g} s")
+            elif member.lost is not None and now - member.heard > GRACE / 2:
+                self._fail(rank, f"was lost: {member.lost}")  # and no other is to be named
+        since = None if ranks is None else ranks.waiting_since
+        if ranks is not None and since is not None and now - since > self._timeout:
+            behind = [rank for rank, member in self._members.items() if member.begun < ranks.num_begun]
+            self._fail(behind[0] if behind else 1, f"did not answer for {self._timeout:g} s: it hangs")
+
+    def _fail(self, rank: int, what: str) -> None:
+        """Note what ended rank `rank`, the first that did, and end the others."""
+        with self._changed:
+            if self.error is None:
+                self.error = RankLostError(rank, self.size, what)
+                for member in self._members.values():
+                    member.connection.close()
+                hung = self._members.get(rank)
+                if hung is not None and hung.process is not None:
+                    hung.process.kill()  # so that what waits for it fails now
+            self._changed.notify_all()
+
+    def _reap(self) -> None:
+        """Wait for the processes; those that do not end are killed."""
+        end = time.monotonic() + GRACE
+        for member in self._members.values():
+            process = member.process
+            if process is not None:
+                try:
+                    process.wait(max(0.0, end - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+            member.connection.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _how_it_ended(process: subprocess.Popen[bytes] | None, fault: Exception) -> str:
+    code = None
+    if process is not None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = process.wait(GRACE)
+    if code is None:
+        return f"is lost: {fault}"
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"

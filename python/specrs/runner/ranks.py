@@ -1,0 +1,98 @@
+"""A launch on every rank: rank 0 tells the others of its record and runs it as they do. Plans nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+import numpy as np
+
+from specrs.drafters.base import Drafter
+from specrs.models.kv_cache import KVCache
+from specrs.parallel.connection import Kind
+from specrs.parallel.team import Team
+from specrs.runner.eager import EagerRunner
+from specrs.runner.extras import ExtrasLookup
+from specrs.runner.ring import Header, Layout, RingSlot
+
+
+class LeadingRunner:
+    """Rank 0's runner. An exception in a launch, here or elsewhere, ends the engine: ranks would no longer agree."""
+
+    def __init__(self, runner: EagerRunner, team: Team, layout: Layout) -> None:
+        """`runner` executes rank 0's part; `layout` is that of the record."""
+        self.runner = runner
+        self.team = team
+        self._layout = layout
+
+    @property
+    def num_target_passes(self) -> int:
+        """See `Runner`; like what follows."""
+        return self.runner.num_target_passes
+
+    @num_target_passes.setter
+    def num_target_passes(self, value: int) -> None:
+        self.runner.num_target_passes = value
+
+    @property
+    def drafter(self) -> Drafter | None:
+        """What drafts on this rank."""
+        return self.runner.drafter
+
+    @property
+    def kv_cache(self) -> KVCache:
+        """Rank 0's part of the target's."""
+        return self.runner.kv_cache
+
+    def use_extras(self, lookup: ExtrasLookup) -> None:
+        """Grammars are rank 0's alone: it hands their masks to the others."""
+        self.runner.use_extras(lookup)
+
+    def launch(self, slot: RingSlot, header: Header) -> None:
+        """Execute the launch on every rank. An interrupt waits until it has ended, so that none of them is left in it.
+
+        Raises RankLostError, which names the rank that is the cause.
+        """
+        with _held_interrupts():
+            self.team.send(Kind.LAUNCH, slot.record[: read_part(header, self._layout)].view(np.uint8).data)
+            try:
+                slot.draft_faults_end = True
+                self.runner.launch(slot, header)
+            except BaseException as fault:
+                raise self.team.failed(fault) from fault
+
+    def wait(self, slot: RingSlot) -> None:
+        """A launch has ended when it returns."""
+
+    def close(self) -> None:
+        """End all ranks."""
+        self.runner.close()
+        self.team.close()
+
+
+def read_part(header: Header, layout: Layout) -> int:
+    """Elements from the record's begin behind which this launch reads nothing: most of a record is of prompts and of
+    requests that are admitted."""
+    if header.num_admitted:
+        return max(offset + length for offset, length in layout.values())
+    return layout["admit_row" if header.num_prefill or header.num_draft_chunks else "prefill_token"][0]
+
+
+@contextlib.contextmanager
+def _held_interrupts() -> Iterator[None]:
+    """Keep back SIGINT until the end. Python hands signals to the main thread alone."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            before(*came[-1])
