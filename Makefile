@@ -25,8 +25,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # Nothing here needs a hub. Models of a few megabytes gain little from a second thread, and lose tenfold by one
 # that waits for a busy core.
-test test-ranks sweeps test-isa test-clients test-real test-vllm soak demo bench: export HF_HUB_OFFLINE := 1
-test test-ranks sweeps test-isa test-clients test-real soak: export OMP_NUM_THREADS ?= 1
+test test-ranks sweeps test-isa test-clients test-abuse test-real test-vllm soak demo bench: export HF_HUB_OFFLINE := 1
+test test-ranks sweeps test-isa test-clients test-abuse test-real soak: export OMP_NUM_THREADS ?= 1
 
 .PHONY: help
 help: ## this list
@@ -133,6 +133,10 @@ lock-vllm: build ## resolve tests/integrations/hosts/vllm.lock again
 .PHONY: soak
 soak: build ## five minutes of 64 streams, a tenth of them cut off: nothing fails, nothing leaks
 	SPECRS_SOAK_SECONDS=300 $(BIN)/python -m pytest tests/server/test_soak.py --timeout 900 -s $(ARGS)
+
+.PHONY: test-abuse
+test-abuse: build ## what one client can cost the others: pauses, memory, places; two minutes on an idle machine
+	$(BIN)/python -m pytest tests/server/abuse $(ARGS)
 
 # On the GPU machine: an environment that has specrs (from a wheel, say) and pytest. Nothing is built or downloaded.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)

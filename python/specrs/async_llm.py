@@ -191,7 +191,10 @@ class AsyncLLM:
                 ]
             )
             if compiled is not None:
-                await asyncio.wait([asyncio.wrap_future(compiled)])
+                waiting = asyncio.wrap_future(compiled)
+                # what it fails with is raised below; a request that is cut off leaves it, and asyncio would log it
+                waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
+                await asyncio.wait([waiting])
                 for completions in requests:
                     take_grammar(completions, compiled)
             stream._group = Group(requests, self._intake.texts, stream)

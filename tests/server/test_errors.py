@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -242,3 +243,45 @@ def test_the_document_names_the_methods_of_each_path(server: Server) -> None:
         assert answer.status == 405
         allowed = {method.strip().lower() for method in answer.headers["allow"].split(",")} - {"head"}
         assert allowed == operations.keys() - {"parameters"}, path
+
+
+def test_bodies_and_headers_that_say_two_things(server: Server) -> None:
+    raw = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"
+    )
+    with closing(server.connect()) as connection:
+        connection.sendall(raw)
+        answer = connection.makefile("rb").read()  # to the end: the connection is not kept
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    with closing(server.connect()) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nx: " + b"a" * 40_000 + b"\r\n\r\n")
+        assert connection.makefile("rb").read().startswith(b"HTTP/1.1 431 ")
+    body = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
+    for kind, status in (("text/plain", 415), ("application/json; charset=utf-8", 200), ("", 415)):
+        assert server.request("POST", COMPLETIONS, body, {"Content-Type": kind}).status == status
+    assert server.request("GET", "/v1/models/", headers={"Host": "elsewhere"}).status == 404
+
+
+def test_more_tokens_than_the_context_has(server: Server) -> None:
+    for path, fields in (
+        (COMPLETIONS, {"prompt": [5] * 12, "max_tokens": 501}),
+        (CHAT, {"messages": [{"role": "user", "content": "x"}], "max_tokens": 512}),
+        (CHAT, {"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 512}),
+    ):
+        answer = server.post(path, fields)
+        assert (answer.status, answer.error["param"]) == (400, "max_tokens")
+        assert "512" in answer.error["message"]
+    server.complete(prompt=[5] * 12, max_tokens=500, stop_token_ids=[*range(50)])
+
+
+def test_log_probabilities_of_prompts_are_bounded_together(server: Server) -> None:
+    for fields in ({"echo": True, "logprobs": 20, "max_tokens": 0}, {"prompt_logprobs": 20, "max_tokens": 1}):
+        answer = server.post(COMPLETIONS, {"prompt": [[5] * 500] * 30, **fields})
+        assert answer.status == 400
+        assert "allowed are 262144" in answer.error["message"]
+
+
+def test_a_long_name_of_a_field_does_not_come_back(server: Server) -> None:
+    answer = server.post(COMPLETIONS, {"prompt": "x", "q" * 100_000: 1})
+    assert answer.status == 400
+    assert len(answer.body) < 1000

@@ -6,6 +6,7 @@ import argparse
 import json
 import logging
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -290,12 +291,20 @@ def _profiler_folder(given: dict[str, Any] | None) -> Path | None:
 
 def _chat_template(given: str | None) -> str | None:
     """The text of a template that is given as such, or as a file."""
-    if given is None or "{" in given:
+    if given is None:
         return given
     try:
-        return Path(given).read_text(encoding="utf-8")
+        text = given if "{" in given else Path(given).read_text(encoding="utf-8")
     except (OSError, ValueError) as fault:
         raise invalid_config("--chat-template", given, f"must be a file, or a Jinja template: {fault}") from None
+    import jinja2
+
+    try:  # as transformers renders it, whose own tag marks what an assistant wrote, and changes nothing
+        plain = re.sub(r"{%-?\s*(?:end)?generation\s*-?%}", "", text)
+        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
+    except jinja2.TemplateSyntaxError as fault:
+        raise invalid_config("--chat-template", given, f"is no Jinja template: {fault.message}") from None
+    return text
 
 
 def _engine_flags(given: dict[str, Any]) -> list[str]:

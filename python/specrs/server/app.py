@@ -29,6 +29,7 @@ from specrs.server.context import Context
 from specrs.server.endpoints import Result
 from specrs.server.errors import APIError, api_error
 from specrs.server.generation import Generation
+from specrs.server.headers import HeaderCheck
 from specrs.server.limits import MAX_REQUEST_ID_LENGTH
 from specrs.server.logs import REQUEST_ID
 from specrs.server.metrics import CONTENT_TYPE
@@ -88,7 +89,7 @@ def build_app(context: Context) -> Starlette:
     extra = []
     if profiler is not None:
         extra = [profiling("/start_profile", profiler.start), profiling("/stop_profile", profiler.stop)]
-    return Starlette(
+    app = Starlette(
         routes=[
             *extra,
             Route("/health", health, methods=["GET"]),
@@ -107,9 +108,14 @@ def build_app(context: Context) -> Starlette:
             post("/tokenize", protocol.TokenizeRequest, endpoints.tokenize),
             post("/detokenize", protocol.DetokenizeRequest, endpoints.detokenize),
         ],
-        middleware=[Middleware(KeyCheck, keys=context.api_keys)],
+        middleware=[
+            Middleware(HeaderCheck, limits=context.limits),
+            Middleware(KeyCheck, keys=context.api_keys),
+        ],
         exception_handlers={HTTPException: _http_exception, Exception: _exception},
     )
+    app.router.redirect_slashes = False  # a redirect would go where the client's Host header says
+    return app
 
 
 class KeyCheck:
@@ -178,7 +184,9 @@ class PostEndpoint:
             await api_error(fault).response()(scope, receive, send)
             return
         if not isinstance(result, Generation):
-            encoded = json.dumps(result, separators=(",", ":")).encode()
+            in_thread = self._context.llm.in_thread
+            large = isinstance(body, protocol.SamplingBody) and body.tells_prompts
+            encoded = await in_thread(partial(_encode, result)) if large else _encode(result)
             await Response(encoded, media_type="application/json")(scope, receive, send)
             return
         with result:
@@ -229,6 +237,10 @@ def _request_id(scope: Scope) -> str:
     values = [value for header, value in scope["headers"] if header == b"x-request-id"]
     given = values[0].decode("latin-1") if len(values) == 1 else ""
     return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def _encode(result: dict[str, Any]) -> bytes:
+    return json.dumps(result, separators=(",", ":")).encode()
 
 
 def _digest(key: bytes) -> bytes:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from specrs.errors import InvalidRequestError
+from specrs.errors import InvalidRequestError, invalid_request
 from specrs.inputs import Prompt
 from specrs.server.answers import Answer, ChatAnswer, CompletionAnswer
 from specrs.server.context import Context
 from specrs.server.errors import APIError
 from specrs.server.generation import Generation
+from specrs.server.limits import MAX_PROMPT_LOGPROBS
 from specrs.server.logprobs import TokenText
 from specrs.server.params import chat_params, completion_params, read_text, split_prompts
 from specrs.server.protocol import (
@@ -148,12 +149,39 @@ def token_text(context: Context, body: SamplingBody) -> TokenText:
 
 
 async def _generate(context: Context, answer: Answer, prompts: Sequence[Prompt]) -> Result:
+    _check_size(context, answer, prompts)
     generation = Generation(context.llm, answer, context.metrics, report_speculation=context.report_speculation)
     await generation.start(prompts)
     if answer.body.stream:
         return generation
     with generation:
         return await generation.whole()
+
+
+def _check_size(context: Context, answer: Answer, prompts: Sequence[Prompt]) -> None:
+    """Raise `InvalidRequestError` for what could never be answered, or only by a part."""
+    params, limits = answer.asked.params, context.llm.limits
+    most, count = context.llm.max_num_queued_reqs, len(prompts) * params.n
+    if most is not None and count > most:
+        raise invalid_request("n", params.n, f"makes {count} completions, and this server takes at most {most}")
+    if answer.body.gives_max_tokens and params.max_tokens is not None:
+        for prompt in prompts:
+            size = len(prompt.token_ids)
+            if size + params.max_tokens > limits.max_model_len > size:
+                raise invalid_request(
+                    "max_tokens",
+                    params.max_tokens,
+                    f"the prompt has {size} tokens; both together may have max_model_len={limits.max_model_len}",
+                )
+    if params.prompt_logprobs is not None:
+        told = limits.vocab_size if params.prompt_logprobs < 0 else params.prompt_logprobs + 1
+        total = told * sum(len(prompt.token_ids) for prompt in prompts)
+        if total > MAX_PROMPT_LOGPROBS:
+            raise invalid_request(
+                "logprobs" if isinstance(answer, CompletionAnswer) and answer.echo else "prompt_logprobs",
+                params.prompt_logprobs,
+                f"makes {total} log probabilities of the prompts; allowed are {MAX_PROMPT_LOGPROBS} in one request",
+            )
 
 
 def _tokenizer(context: Context) -> Tokenizer:

@@ -29,12 +29,15 @@ _TYPES = {
     HTTPStatus.METHOD_NOT_ALLOWED: "MethodNotAllowedError",
     HTTPStatus.REQUEST_TIMEOUT: "RequestTimeoutError",
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "RequestTooLargeError",
+    HTTPStatus.UNSUPPORTED_MEDIA_TYPE: "UnsupportedMediaTypeError",
     HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE: "RequestTooLargeError",
     HTTPStatus.SERVICE_UNAVAILABLE: "ServiceUnavailableError",
     HTTPStatus.INTERNAL_SERVER_ERROR: "InternalServerError",
 }
 # The field that a message of `specrs.errors` begins with: `field=value: ...` or `field: ...`.
 _FIELD = re.compile(r"([A-Za-z_][\w.]*)(?:\[[^\]=]*\])*(?:=|: )")
+_MAX_FIELD = 100
+"""Characters of a field's name that are told."""
 _MAX_ERRORS = 3
 """Faults of one body that are told."""
 
@@ -101,13 +104,14 @@ def validation_error(fault: ValidationError) -> APIError:
     """What is wrong with a body, field by field, as specrs says such things."""
     # the input, url and context of pydantic's own errors may hold the whole body
     details = fault.errors(include_url=False, include_context=True)[:_MAX_ERRORS]
-    first = next((str(part) for part in details[0]["loc"] if isinstance(part, str)), None)
+    first = next((str(part)[:_MAX_FIELD] for part in details[0]["loc"] if isinstance(part, str)), None)
     return APIError(HTTPStatus.BAD_REQUEST, "; ".join(map(_describe, details)), param=first)
 
 
 def _describe(detail: ErrorDetails) -> str:
     kind, loc = detail["type"], detail["loc"]
     field = ".".join(str(part) for part in loc if not _is_branch(part)) or "body"
+    field = field if len(field) <= _MAX_FIELD else field[:_MAX_FIELD] + "..."
     if kind == "extra_forbidden":
         return f"{field}: unknown field"
     if kind == "missing":

@@ -67,6 +67,13 @@ class Generation:
             fault = _fault(output)
             if fault is not None:
                 raise fault
+        if self._answer.body.tells_prompts:
+            # a second for a quarter of a million log probabilities, in which other streams go on
+            assembled: dict[str, Any] = await self._llm.in_thread(self._assemble)
+            return assembled
+        return self._assemble()
+
+    def _assemble(self) -> dict[str, Any]:
         answer = self._answer.head(chunk=False)
         answer["choices"] = [
             choice for index, output in sorted(self._last.items()) for choice in self._answer.choices(index, output)

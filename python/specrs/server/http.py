@@ -44,13 +44,24 @@ class DeadlineProtocol(H11Protocol):
         self._read_deadline: asyncio.TimerHandle | None = None
         self._read_state: Any = None
         self._write_deadline: asyncio.TimerHandle | None = None
+        self._silent_since: float | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._silent_since = self.loop.time()
         if len(self.connections) > self.limits.max_connections:
-            self._refuse(unavailable(f"More than {self.limits.max_connections} connections."))
-            return
+            # one that has said nothing makes place for one that may
+            silent = [one for one in self.connections if isinstance(one, DeadlineProtocol) and one.is_silent]
+            longest = min(silent, key=lambda one: one._silent_since or 0.0)
+            longest._refuse(unavailable(f"More than {self.limits.max_connections} connections."))
+            if longest is self:
+                return
         self._expect(h11.IDLE)
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it has sent nothing yet, or nothing since its last answer."""
+        return self._silent_since is not None and not self.transport.is_closing()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_deadlines()
@@ -59,6 +70,7 @@ class DeadlineProtocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
+        self._silent_since = None
         if self._read_deadline is None and self.conn.their_state is h11.IDLE:
             self._expect(h11.IDLE)  # the first bytes of another request
         if self.conn.their_state is h11.IDLE and data.startswith(b"PRI * HTTP/2"):
@@ -70,6 +82,8 @@ class DeadlineProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]:
+            self._silent_since = self.loop.time()
         self._follow()
         if self.transport.is_closing():
             self._abort_later()

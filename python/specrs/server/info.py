@@ -15,7 +15,7 @@ def models(context: Context) -> dict[str, Any]:
 
 def model(context: Context, name: str) -> dict[str, Any]:
     """`GET /v1/models/{name}`. Raises a 404 `APIError` for a name that is not this server's."""
-    context.check_model(name)
+    context.check_model(name or "/")  # no name is no name of its own here
     return {
         "id": name,
         "object": "model",

@@ -10,6 +10,10 @@ MAX_COMPLETIONS = 4096
 """Prompts times `n` of one request."""
 MAX_MESSAGES = 4096
 MAX_REQUEST_ID_LENGTH = 128
+MAX_PROMPT_LOGPROBS = 2**18
+"""Of all prompts of one request; each takes some 400 bytes until the answer is sent."""
+MAX_VALUES = 1_000_000
+"""Of one body. The parser holds the interpreter: 5 million numbers in 16 MB stopped every other stream for a second."""
 MAX_TOOLS = 128
 """As in OpenAI's API."""
 MAX_FUNCTION_NAME_LENGTH = 256

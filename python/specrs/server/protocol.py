@@ -188,6 +188,17 @@ class SamplingBody(Body):
     vllm_xargs: Nothing = None
     kv_transfer_params: Nothing = None
 
+    @property
+    def tells_prompts(self) -> bool:
+        """Whether the answer has log probabilities of prompts, and so may be large."""
+        echoed = getattr(self, "echo", None) and getattr(self, "logprobs", None) is not None
+        return bool(echoed) or self.prompt_logprobs is not None
+
+    @property
+    def gives_max_tokens(self) -> bool:
+        """Whether it says how many tokens it wants."""
+        return any(getattr(self, name, None) is not None for name in ("max_tokens", "max_completion_tokens"))
+
 
 class CompletionRequest(SamplingBody):
     """`POST /v1/completions`."""

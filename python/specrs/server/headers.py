@@ -1,0 +1,44 @@
+"""What a request's header must be before anything reads its body. Checks no keys."""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from specrs.server.errors import APIError
+from specrs.server.limits import HTTPLimits
+
+
+class HeaderCheck:
+    """Refuses headers that are too long, bodies whose end is said twice, and bodies that are said to be no JSON."""
+
+    def __init__(self, app: ASGIApp, limits: HTTPLimits) -> None:
+        self._app = app
+        self._limits = limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or answer 400, 415 or 431."""
+        fault = self._fault(scope) if scope["type"] == "http" else None
+        if fault is None:
+            await self._app(scope, receive, send)
+        else:
+            await fault.response()(scope, receive, send)
+
+    def _fault(self, scope: Scope) -> APIError | None:
+        headers = scope["headers"]
+        close = {"Connection": "close"}
+        # h11 bounds only a header that comes in parts
+        size = len(scope["raw_path"]) + len(scope["query_string"]) + sum(len(n) + len(v) + 4 for n, v in headers)
+        if size > self._limits.max_header_size:
+            return APIError(431, f"The header is longer than {self._limits.max_header_size} bytes.", headers=close)
+        names = [name for name, _ in headers]
+        if b"content-length" in names and b"transfer-encoding" in names:
+            # a proxy before this server may have read the other one, and see another request in the rest
+            return APIError(400, "Content-Length and Transfer-Encoding are given; one is allowed.", headers=close)
+        kinds = [value for name, value in headers if name == b"content-type"]
+        if scope["method"] == "POST" and kinds and not all(map(_is_json, kinds)):
+            return APIError(415, "The Content-Type is not application/json.")
+        return None
+
+
+def _is_json(content_type: bytes) -> bool:
+    return content_type.partition(b";")[0].strip().lower() == b"application/json"
