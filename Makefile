@@ -174,9 +174,10 @@ bench: build ## the Rust core, the scheduler through Python, a pass on the CPU, 
 	@touch $@
 
 .PHONY: aot
-aot: build .venv-triton3.6.0/.installed ## every Triton kernel compiled for every GPU, against the baseline; no GPU needed
+aot: build .venv-triton3.6.0/.installed ## every Triton kernel compiled for every GPU, against the baseline; real passes looked through for faults; no GPU needed
 	$(BIN)/python scripts/aot_kernels.py $(ARGS)
 	PYTHONPATH=.venv-triton3.6.0 $(BIN)/python scripts/aot_kernels.py $(ARGS)
+	$(BIN)/python scripts/lint_kernels.py
 
 .PHONY: fuzz
 fuzz: ## the core's operation streams under libFuzzer, a minute each (ARGS="600 scheduler": that one for ten)

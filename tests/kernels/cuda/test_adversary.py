@@ -1,0 +1,137 @@
+"""Kernels whose programs hand results to each other, under an order and a memory that are against them (`adversary`):
+the bits of the plain interpreter; and each fault that this is for, planted in a copy of the kernel."""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from adversary import adversary
+from specrs.kernels.cuda import paged_attention, skinny_linear
+from specrs.kernels.cuda.attention_config import AttentionConfig
+from specrs.kernels.cuda.configs import LinearConfig
+from torch import Tensor
+
+SEEDS = range(3)
+Run = Callable[[ModuleType], tuple[Tensor, Tensor]]
+
+
+def multiply(module: ModuleType, *, gated: bool = False) -> tuple[Tensor, Tensor]:
+    """A product whose tiles are each shared by two or three programs, twice over the same scratch; and its counters."""
+    generator = torch.Generator().manual_seed(1)
+    rows, n, k, config = 3, 40, 160, LinearConfig(16, 32, 5, 4, 1)
+    x = torch.randn(rows, k, generator=generator)
+    weight = torch.randn(n * (1 + gated), k, generator=generator)
+    sizes = module.scratch_sizes(config, rows, n=n, gated=gated)
+    scratch = torch.full((sizes[0],), torch.nan), torch.zeros(sizes[1], dtype=torch.int32)
+    outs = []
+    for _ in range(2):
+        outs.append(torch.zeros(rows, n))
+        module.skinny_linear(x, module.Product(weight, gated=gated), outs[-1], scratch, config.as_list(), False)
+        x = x + 1
+    return torch.cat(outs), scratch[1]
+
+
+def attend(module: ModuleType) -> tuple[Tensor, Tensor]:
+    """Two requests of one row, their contexts in three splits each, combined by the last program, twice."""
+    generator = torch.Generator().manual_seed(2)
+    config = AttentionConfig(1, 16, 16, 3, 4, 1)
+    cache = torch.randn(12, 2, 2, 16, 16, generator=generator)
+    table = torch.tensor([[3, 1, 4, 0], [5, 9, 2, 6]])
+    rows = module.AttentionRows(torch.tensor([60, 35]), torch.tensor([0, 1, 2]), table, 1)
+    sizes = config.scratch_sizes(batch=2, max_q_len=1, num_kv_heads=2, head_dim=16)
+    scratch = [torch.full((sizes[0],), torch.nan), torch.full((sizes[1],), torch.nan)]
+    counters = torch.zeros(sizes[2], dtype=torch.int32)
+    outs = []
+    for _ in range(2):
+        q, out = torch.randn(2, 64, generator=generator), torch.full((2, 64), torch.nan)
+        sight = module.Sight(0.25)
+        module.paged_attention(q, cache, rows, out, [*scratch, counters], sight, [1, 16, 16, 3, 4, 1], False)
+        outs.append(out)
+    assert config.fused_lines(2) > 0, "the last program is to combine"
+    return torch.cat(outs), counters
+
+
+RUNS: dict[str, tuple[ModuleType, Run]] = {
+    "product": (skinny_linear, multiply),
+    "gated product": (skinny_linear, lambda module: multiply(module, gated=True)),
+    "attention": (paged_attention, attend),
+}
+
+
+def survives(module: ModuleType, run: Run, expected: Tensor) -> bool:
+    """Whether every order gives the same bits and leaves counters at zero."""
+    for seed in SEEDS:
+        with adversary(seed):
+            out, counters = run(module)
+        if not out.equal(expected) or bool(counters.any()):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_any_order_and_late_stores(name: str) -> None:
+    module, run = RUNS[name]
+    expected, _ = run(module)
+    assert expected.isfinite().all()
+    assert survives(module, run, expected)
+
+
+def planted(module: ModuleType, folder: Path, changes: list[tuple[str, str]]) -> ModuleType:
+    """A copy of a kernel's module with its text changed, its ops under names of their own."""
+    assert module.__file__ is not None
+    text = Path(module.__file__).read_text()
+    for old, new in changes:
+        assert old in text, f"the kernel has no {old!r} any more"
+        text = text.replace(old, new)
+    name = f"planted_{folder.name.replace('-', '_')}"
+    text = text.replace('"specrs::', f'"{name}::').replace("torch.ops.specrs.", f"torch.ops.{name}.")
+    path = folder / f"{name}.py"
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    copy = importlib.util.module_from_spec(spec)
+    sys.modules[name] = copy  # where its dataclasses look for annotations
+    spec.loader.exec_module(copy)
+    return copy
+
+
+STORE = "            tl.store(slot + local, acc)\n"
+COUNT = 'complete = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") == high - low'
+FAULTS: dict[str, tuple[str, list[tuple[str, str]]]] = {
+    "a load without .cg": ("product", [('tl.load(slot + local, cache_modifier=".cg")', "tl.load(slot + local)")]),
+    "a counter that stays": ("product", [("tl.store(counters + tile, 0)", "pass")]),
+    "a store behind the count": (
+        "product",
+        [(STORE, ""), (COUNT, f"{COUNT}\n{STORE}")],
+    ),
+    "no release": ("product", [('sem="acq_rel"', 'sem="relaxed"')]),
+    "a release within the multiprocessor": ("product", [('scope="gpu"', 'scope="cta"')]),
+    "no barrier ahead of the count": ("product", [("            tl.debug_barrier()\n", "")]),
+    "programs taken to arrive in order": ("product", [(COUNT, f"{COUNT.partition(' == ')[0]} >= 0\n"
+                                                              "            complete = pid == high")]),
+    "a load without .cg in attention": ("attention", [(', cache_modifier=".cg"', "")]),
+    "a counter of attention that stays": ("attention", [("tl.store(counters + tile, 0)", "pass")]),
+    "no barrier in attention": ("attention", [("                tl.debug_barrier()\n", "")]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted(fault: str, tmp_path: Path) -> None:
+    name, changes = FAULTS[fault]
+    module, run = RUNS[name]
+    expected, _ = run(module)
+    assert not survives(planted(module, tmp_path, changes), run, expected)
+
+
+def test_the_plain_interpreter_sees_none_of_most(tmp_path: Path) -> None:
+    """What this adds: one program after the other, `.cg` and barriers make no difference."""
+    changes: list[tuple[str, str]] = [change for fault in ("a load without .cg", "no barrier ahead of the count")
+                                      for change in FAULTS[fault][1]]  # fmt: skip
+    out: Any = multiply(planted(skinny_linear, tmp_path, changes))[0]
+    assert out.equal(multiply(skinny_linear)[0])
