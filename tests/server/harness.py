@@ -51,8 +51,8 @@ class Answer:
 class Server:
     """One process, on a port of its own."""
 
-    def __init__(self, *flags: str, code: str = MAIN) -> None:
-        """`code` is what the interpreter runs; it must end in the command's `main`."""
+    def __init__(self, *flags: str, code: str = MAIN, scheme: str = "http") -> None:
+        """`code` is what the interpreter runs; it must end in the command's `main`. `scheme`: what it speaks."""
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, "serve", "--port", "0", *flags],
@@ -66,7 +66,7 @@ class Server:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         assert self._found.wait(START_TIMEOUT), "".join(self.lines)
-        match = re.search(r"on http://127\.0\.0\.1:(\d+)", "".join(self.lines))
+        match = re.search(rf"on {scheme}://127\.0\.0\.1:(\d+)", "".join(self.lines))
         assert match is not None, "".join(self.lines)
         self.port = int(match[1])
 
@@ -75,7 +75,7 @@ class Server:
         with self.process.stderr:
             for line in self.process.stderr:
                 self.lines.append(line)
-                if "http://" in line:
+                if "://127" in line:
                     self._found.set()
         self._found.set()
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from specrs.cli import bench, convert_head, demo, forecast, generate, serve, tune
 from specrs.cli.arguments import Parser, spell
+from specrs.cli.config_file import with_config_file
 from specrs.errors import SpecrsError
 
 USAGE_ERROR, INTERRUPTED = 2, 130
@@ -29,7 +30,14 @@ def parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0, or 2 after one line on stderr for what a user can put right."""
     top = parser()
-    arguments = top.parse_args(spell(sys.argv[1:] if argv is None else argv))
+    given = spell(sys.argv[1:] if argv is None else argv)
+    if given[:1] == ["serve"]:
+        try:
+            given = with_config_file(given)
+        except SpecrsError as error:
+            print(f"specrs serve: error: {' '.join(str(error).split())}", file=sys.stderr)
+            return USAGE_ERROR
+    arguments = top.parse_args(given)
     if arguments.version:
         from importlib.metadata import version
 

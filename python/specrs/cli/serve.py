@@ -33,10 +33,6 @@ UVICORN_LOG_LEVELS = {
 
 _HONOURED: dict[str, tuple[object, ...]] = {
     "uds": (None,),
-    "root_path": ("", None),
-    "ssl_keyfile": (None,),
-    "ssl_certfile": (None,),
-    "ssl_ca_certs": (None,),
     "api_server_count": (1,),
     "headless": (False,),
     "middleware": ([],),
@@ -48,6 +44,8 @@ _HONOURED: dict[str, tuple[object, ...]] = {
     "enable_per_request_metrics": (False,),
     "max_num_queued_tokens": (None,),
     "enable_log_requests": (False,),
+    "enable_request_id_headers": (False, True),
+    "enable_server_load_tracking": (False, True),
     "disable_log_requests": (False, True),
     "log_config_file": (None,),
 }
@@ -66,6 +64,7 @@ def human_int(text: str) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """vLLM's options, and those of specrs's own limits."""
     from specrs.cli.arguments import MergeJSON
+    from specrs.cli.vllm_flags import add_refusals
     from specrs.server.parsers.table import REASONING_PARSERS, TOOL_PARSERS
 
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="checkpoint folder or hub id; default: the pair")
@@ -130,6 +129,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with tool_choice none the chat template does not get the tools",
     )
     add("--reasoning-parser", choices=REASONING_PARSERS, help="reasoning goes to reasoning_content; default: none")
+    add("--default-chat-template-kwargs", type=_object, metavar="JSON", help="variables of the chat template")
+    add("--config", metavar="FILE", help="YAML of flags, without their dashes; those of the command line come after it")
+    add("--ssl-certfile", help="certificate chain, as PEM: the server speaks HTTPS")
+    add("--ssl-keyfile", help="its private key; default: in the certificate's file")
+    add("--ssl-ca-certs", help="certificates that clients' are checked against")
+    add("--ssl-cert-reqs", type=int, default=0, help="of clients: 0 none, 1 optional, 2 required; default: 0")
+    add("--root-path", default="", help="path under which a proxy shows this server")
+    add("--allowed-origins", type=_texts, default=[], metavar="JSON", help="of web pages, CORS; default: none")
+    add("--allowed-methods", type=_texts, default=["*"], metavar="JSON", help="of their requests; default: all")
+    add("--allowed-headers", type=_texts, default=["*"], metavar="JSON", help="of their requests; default: all")
+    add(
+        "--allow-credentials",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="web pages may send cookies and keys of the browser's",
+    )
     add("--generation-config", default="auto", help="auto: the checkpoint's sampling parameters; vllm: none")
     add("--max-num-queued-reqs", type=int, help="requests that may wait and run; more get 503; default: no bound")
     add("--shutdown-timeout", type=float, default=0.0, help="seconds to drain after SIGTERM; default: 0")
@@ -169,6 +184,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--http-write-timeout", type=float, default=30.0, help="seconds a client may take nothing; default: 30")
     add("--http-keep-alive-timeout", type=float, default=5.0, help="seconds a connection may idle; default: 5")
     _add_honoured(parser)
+    add_refusals(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -206,6 +222,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _settings(arguments: argparse.Namespace) -> Any:
     try:
+        from specrs.server.context import CORSSettings
         from specrs.server.limits import HTTPLimits
         from specrs.server.run import ServerSettings
     except ModuleNotFoundError as missing:
@@ -232,6 +249,15 @@ def _settings(arguments: argparse.Namespace) -> Any:
         log_stats_interval=None if arguments.disable_log_stats else _log_interval(),
         report_speculation=arguments.per_request_spec_decode_metrics == "summary",
         tools=_tools(arguments),
+        chat_template_kwargs=arguments.default_chat_template_kwargs or {},
+        root_path=arguments.root_path.rstrip("/"),
+        tls=_tls(arguments),
+        cors=CORSSettings(
+            origins=tuple(arguments.allowed_origins),
+            methods=tuple(arguments.allowed_methods),
+            headers=tuple(arguments.allowed_headers),
+            credentials=arguments.allow_credentials,
+        ),
         profiler_folder=_profiler_folder(arguments.profiler_config),
         limits=HTTPLimits(
             max_header_size=count("max_header_size", 1024),
@@ -259,6 +285,33 @@ def _tools(arguments: argparse.Namespace) -> Any:
         reasoning_parser=arguments.reasoning_parser,
         exclude_when_none=arguments.exclude_tools_when_tool_choice_none,
     )
+
+
+def _tls(arguments: argparse.Namespace) -> Any:
+    """Files of TLS, read once so that a wrong one ends the start; None without a certificate."""
+    import ssl
+
+    from specrs.server.run import TLSSettings
+
+    certificate, key = arguments.ssl_certfile, arguments.ssl_keyfile
+    if certificate is None:
+        for name in ("ssl_keyfile", "ssl_ca_certs"):
+            if getattr(arguments, name) is not None:
+                raise invalid_config("--" + name.replace("_", "-"), getattr(arguments, name), "needs --ssl-certfile")
+        return None
+    if arguments.ssl_cert_reqs not in (0, 1, 2):
+        raise invalid_config("--ssl-cert-reqs", arguments.ssl_cert_reqs, "must be 0, 1 or 2")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(certificate, key)
+    except (OSError, ssl.SSLError) as fault:
+        raise invalid_config("--ssl-certfile", certificate, f"cannot be used with its key: {fault}") from None
+    try:
+        if arguments.ssl_ca_certs is not None:
+            context.load_verify_locations(arguments.ssl_ca_certs)
+    except (OSError, ssl.SSLError) as fault:
+        raise invalid_config("--ssl-ca-certs", arguments.ssl_ca_certs, f"cannot be read: {fault}") from None
+    return TLSSettings(certificate, key, arguments.ssl_ca_certs, arguments.ssl_cert_reqs)
 
 
 def _log_interval() -> float:
@@ -343,6 +396,22 @@ def _check_honoured(given: dict[str, Any]) -> None:
                 given[name],
                 f"not implemented; allowed: {allowed}",
             )
+
+
+def _texts(text: str) -> list[str]:
+    """A JSON list of strings, or one string."""
+    found = _value(text)
+    texts = found if isinstance(found, list) else [text]
+    if not all(isinstance(one, str) for one in texts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of strings, such as '[\"*\"]'")
+    return texts
+
+
+def _object(text: str) -> dict[str, Any]:
+    found = _value(text)
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object, such as '{{\"enable_thinking\": false}}'")
+    return found
 
 
 def _value(text: str) -> Any:

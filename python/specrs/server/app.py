@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -25,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from specrs.errors import SpecrsError
 from specrs.server import endpoints, info, protocol
 from specrs.server.body import Gone, parse, read_body
-from specrs.server.context import Context
+from specrs.server.context import Context, CORSSettings
 from specrs.server.endpoints import Result
 from specrs.server.errors import APIError, api_error
 from specrs.server.generation import Generation
@@ -109,6 +110,7 @@ def build_app(context: Context) -> Starlette:
             post("/detokenize", protocol.DetokenizeRequest, endpoints.detokenize),
         ],
         middleware=[
+            *_cors(context.cors),
             Middleware(HeaderCheck, limits=context.limits),
             Middleware(KeyCheck, keys=context.api_keys),
         ],
@@ -116,6 +118,21 @@ def build_app(context: Context) -> Starlette:
     )
     app.router.redirect_slashes = False  # a redirect would go where the client's Host header says
     return app
+
+
+def _cors(settings: CORSSettings) -> list[Middleware]:
+    if not settings.origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=settings.origins,
+            allow_methods=settings.methods,
+            allow_headers=settings.headers,
+            allow_credentials=settings.credentials,
+            expose_headers=["X-Request-Id"],
+        )
+    ]
 
 
 class KeyCheck:
@@ -127,7 +144,8 @@ class KeyCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 401."""
-        closed = scope["type"] == "http" and self._digests and scope["path"] not in ("/health", "/ping")
+        path = scope["path"].removeprefix(scope.get("root_path", "")) if scope["type"] == "http" else ""
+        closed = scope["type"] == "http" and self._digests and path not in ("/health", "/ping")
         if closed and not self._knows(scope):
             error = APIError(401, "The API key is missing or wrong.", headers={"WWW-Authenticate": "Bearer"})
             await error.response()(scope, receive, send)

@@ -16,6 +16,16 @@ from specrs.server.templates import TemplateRenderer
 from specrs.server.tools import ToolSettings
 
 
+@dataclass(frozen=True, slots=True)
+class CORSSettings:
+    """Which web pages may ask, as starlette's CORSMiddleware has it; without `origins` none may."""
+
+    origins: Sequence[str] = ()
+    methods: Sequence[str] = ("*",)
+    headers: Sequence[str] = ("*",)
+    credentials: bool = False
+
+
 @dataclass(kw_only=True)
 class Context:
     """`model_names`: what a request may call the model, the first one is what answers call it. `defaults`: sampling
@@ -31,6 +41,8 @@ class Context:
     api_keys: Sequence[str] = ()
     report_speculation: bool = False
     tools: ToolSettings = field(default_factory=ToolSettings)
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    cors: CORSSettings = field(default_factory=CORSSettings)
     profiler: Profiler | None = None
     version: str = ""
     draining: bool = False

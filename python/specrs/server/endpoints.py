@@ -128,7 +128,7 @@ async def chat_prompt(
         ),
         "continue_final_message": continue_final_message,
         "tools": template_tools(tools),
-        "chat_template_kwargs": body.chat_template_kwargs,
+        "chat_template_kwargs": {**context.chat_template_kwargs, **(body.chat_template_kwargs or {})},
     }
     text = await context.templates.render(template_messages(body.messages or []), options)
     # the template writes the special tokens itself, unless told otherwise

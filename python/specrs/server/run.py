@@ -23,7 +23,7 @@ from specrs.errors import EngineDeadError, InvalidConfigError, invalid_config
 from specrs.parallel.start import torchrun_rank
 from specrs.processes.limits import allow_open_files
 from specrs.server.app import build_app
-from specrs.server.context import Context
+from specrs.server.context import Context, CORSSettings
 from specrs.server.defaults import checkpoint_defaults
 from specrs.server.http import DeadlineProtocol
 from specrs.server.limits import SEND_BUFFER, HTTPLimits
@@ -45,6 +45,16 @@ LINGER = 2.0
 """Seconds that clients have to take the end of their answers, once the engine has ended."""
 
 
+@dataclass(frozen=True, slots=True)
+class TLSSettings:
+    """Files, as PEM. `key` None: it is in the certificate's. `cert_reqs`: 0 none, 1 optional, 2 required."""
+
+    certificate: str
+    key: str | None = None
+    ca_certificates: str | None = None
+    cert_reqs: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
     """What a user can set on a server beside its engine. `port` 0 takes a free one."""
@@ -62,6 +72,10 @@ class ServerSettings:
     """Seconds between two lines of figures under load; None: no such lines."""
     report_speculation: bool = False
     tools: ToolSettings = field(default_factory=ToolSettings)
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    root_path: str = ""
+    tls: TLSSettings | None = None
+    cors: CORSSettings = field(default_factory=CORSSettings)
     profiler_folder: Path | None = None
     limits: HTTPLimits = field(default_factory=HTTPLimits)
 
@@ -101,6 +115,8 @@ def run_server(engine_settings: Mapping[str, Any], settings: ServerSettings) -> 
             api_keys=settings.api_keys,
             report_speculation=settings.report_speculation,
             tools=settings.tools,
+            chat_template_kwargs=settings.chat_template_kwargs,
+            cors=settings.cors,
             version=version("specrs"),
             profiler=None if settings.profiler_folder is None else Profiler(llm, settings.profiler_folder),
         )
@@ -148,6 +164,8 @@ class _Process:
                 timeout_keep_alive=limits.keep_alive_timeout,  # type: ignore[arg-type]
                 timeout_graceful_shutdown=LINGER,  # type: ignore[arg-type]
                 backlog=min(limits.max_connections, 2048),
+                root_path=settings.root_path,
+                **_tls_options(settings.tls),
             )
         )
 
@@ -195,13 +213,25 @@ class _Process:
             await log_what_runs(self._context.llm)
         host, port = self._listener.getsockname()[:2]
         address = f"[{host}]" if ":" in host else host
-        logger.info("Serving %s on http://%s:%d", self._context.model_names[0], address, port)
+        scheme = "http" if self._settings.tls is None else "https"
+        logger.info("Serving %s on %s://%s:%d", self._context.model_names[0], scheme, address, port)
         logger.info("Application startup complete.")
 
     async def _drained(self) -> None:
         """Wait until every answer is on its way."""
         while self._server.server_state.tasks:
             await asyncio.sleep(0.02)
+
+
+def _tls_options(tls: TLSSettings | None) -> dict[str, Any]:
+    if tls is None:
+        return {}
+    return {
+        "ssl_certfile": tls.certificate,
+        "ssl_keyfile": tls.key,
+        "ssl_ca_certs": tls.ca_certificates,
+        "ssl_cert_reqs": tls.cert_reqs,
+    }
 
 
 async def _first(*waits: Any) -> None:

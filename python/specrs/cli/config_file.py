@@ -1,0 +1,56 @@
+"""`--config file.yaml`: flags from a file, before those of the command line. Checks no values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from specrs.errors import invalid_config
+
+
+def with_config_file(argv: Sequence[str]) -> list[str]:
+    """`argv` of a command, its name first, with the flags of `--config` in its place at the front.
+
+    A key is a flag without its dashes; true and false turn it on and off, lists are several values, and mappings JSON.
+
+    Raises `InvalidConfigError` for a file that cannot be read or is no mapping of flags.
+    """
+    rest, path = [], None
+    values = iter(argv)
+    for value in values:
+        if value == "--config":
+            path = next(values, "")
+        elif value.startswith("--config="):
+            path = value.removeprefix("--config=")
+        else:
+            rest.append(value)
+    if path is None:
+        return rest
+    return [*rest[:1], *(part for key, value in _read(path).items() for part in _flag(key, value)), *rest[1:]]
+
+
+def _read(path: str) -> dict[str, Any]:
+    import yaml
+
+    try:
+        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as fault:
+        raise invalid_config("--config", path, f"cannot be read: {fault}") from None
+    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+        raise invalid_config("--config", path, "must be a YAML file of flags and their values, such as `port: 8000`")
+    return found
+
+
+def _flag(key: str, value: Any) -> list[str]:
+    flag = "--" + key.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"{flag}={str(value).lower()}"]
+    if isinstance(value, list):
+        return [flag, *map(_text, value)]
+    return [] if value is None else [f"{flag}={_text(value)}"]
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

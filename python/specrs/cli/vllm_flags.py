@@ -1,0 +1,51 @@
+"""Flags of `vllm serve` that have no counterpart here: refused by name, whatever their value.
+
+From vLLM's own lists: `vllm/entrypoints/openai/cli_args.py`, and `vllm/engine/arg_utils.py` with the names that it has
+dropped since. Flags whose default changes nothing are not here but in `serve._HONOURED` and `config._HONOURED`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+NOT_IMPLEMENTED = (
+    *("lora-modules", "max-loras", "max-lora-rank", "max-cpu-loras", "lora-dtype", "fully-sharded-loras"),
+    *("lora-extra-vocab-size", "enable-lora-bias", "long-lora-scaling-factors", "qlora-adapter-name-or-path"),
+    *("enable-prompt-adapter", "max-prompt-adapters", "max-prompt-adapter-token", "prompt-adapters"),
+    *("tool-parser-plugin", "tool-server", "reasoning-parser-plugin", "max-log-len", "enable-force-include-usage"),
+    *("enable-tokenizer-info-endpoint", "enable-log-outputs", "enable-log-deltas", "cohere-is-reasoning-model"),
+    *("cohere-format", "log-error-stack", "tokens-only", "fingerprint-mode", "fingerprint-value"),
+    *("data-parallel-supervisor-port", "dp-supervisor-probe-interval-s", "dp-supervisor-probe-timeout-s"),
+    *("dp-supervisor-probe-failure-threshold", "disable-access-log-for-endpoints", "enable-ssl-refresh", "ssl-ciphers"),
+    *("disable-fastapi-docs", "h11-max-incomplete-event-size", "h11-max-header-count", "enable-offline-docs"),
+    *("enable-flash-late-interaction", "otlp-traces-endpoint", "collect-detailed-traces", "kv-transfer-config"),
+    *("speculative-model", "speculative-model-quantization", "num-speculative-tokens", "ngram-prompt-lookup-max"),
+    *("ngram-prompt-lookup-min", "speculative-draft-tensor-parallel-size", "speculative-max-model-len"),
+    *("speculative-disable-by-batch-size", "speculative-disable-mqa-scorer", "spec-decoding-acceptance-method"),
+    *("typical-acceptance-sampler-posterior-threshold", "typical-acceptance-sampler-posterior-alpha"),
+    *("disable-logprobs-during-spec-decoding", "preemption-mode", "ignore-patterns", "disable-async-output-proc"),
+    *("override-neuron-config", "override-pooler-config", "worker-cls", "guided-decoding-backend"),
+    *("tokenizer-pool-size", "tokenizer-pool-type", "tokenizer-pool-extra-config", "ray-workers-use-nsight"),
+    *("num-scheduler-steps", "num-lookahead-slots", "scheduler-delay-factor", "multi-step-stream-outputs"),
+    *("use-v2-block-manager", "code-revision", "max-parallel-loading-workers", "disable-mm-preprocessor-cache"),
+)
+
+
+class _Refuse(argparse.Action):
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        instead = " (say it in --speculative-config)" if "spec" in str(option) or "ngram" in str(option) else ""
+        parser.error(f"{option}: not implemented{instead}")
+
+
+def add_refusals(parser: argparse.ArgumentParser) -> None:
+    """Give `parser` those of these flags that it does not have."""
+    known = set(parser._option_string_actions)
+    for name in NOT_IMPLEMENTED:
+        for flag in (f"--{name}", f"--no-{name}"):
+            if flag not in known:
+                parser.add_argument(
+                    flag, action=_Refuse, nargs="*", default=argparse.SUPPRESS, dest=name, help=argparse.SUPPRESS
+                )

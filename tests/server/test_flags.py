@@ -1,0 +1,91 @@
+"""Flags of a server that only a running one shows: TLS, CORS, a path behind a proxy, a file of flags."""
+
+import json
+import ssl
+import subprocess
+from contextlib import closing
+from http.client import HTTPSConnection
+from pathlib import Path
+
+import pytest
+from specrs.cli import main
+
+from .harness import Server
+
+
+def test_tls_cors_root_path_and_a_file_of_flags(tmp_path: Path) -> None:
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"),
+            *("-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    flags = tmp_path / "flags.yaml"
+    flags.write_text(
+        "max-model-len: 256\nserved_model_name: [one, two]\ndisable-uvicorn-access-log: true\n"
+        "enable-prefix-caching: false\n"
+        f"ssl-certfile: {certificate}\nssl-keyfile: {key}\nroot-path: /inner/\nallowed-origins: ['https://a.example']\n"
+        "api-key: secret\nmax-num-seqs: 4\n"
+    )
+    server = Server("--config", str(flags), "--max-num-seqs", "8", scheme="https")
+    try:
+        context = ssl.create_default_context(cafile=str(certificate))
+
+        def get(path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
+            with closing(HTTPSConnection("127.0.0.1", server.port, timeout=60, context=context)) as connection:
+                connection.request(method, path, headers={name.replace("_", "-"): v for name, v in headers.items()})
+                answer = connection.getresponse()
+                return answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read()
+
+        key_header = {"Authorization": "Bearer secret"}
+        assert get("/health")[0] == 200
+        assert get("/v1/models")[0] == 401
+        status, headers, body = get("/v1/models", Origin="https://a.example", **key_header)
+        assert status == 200
+        assert [model["id"] for model in json.loads(body)["data"]] == ["one", "two"]
+        assert json.loads(body)["data"][0]["max_model_len"] == 256
+        assert headers["access-control-allow-origin"] == "https://a.example"
+        assert "access-control-allow-origin" not in get("/v1/models", Origin="https://b.example", **key_header)[1]
+        asked = {"Origin": "https://a.example", "Access_Control_Request_Method": "POST"}
+        assert get("/v1/chat/completions", "OPTIONS", **asked)[0] == 200
+        information = json.loads(get("/server_info", **key_header)[2])
+        assert information["max_num_seqs"] == 8  # the command line's own
+        assert information["enable_prefix_caching"] is False
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--lora-modules", "a=b"], "--lora-modules: not implemented"),
+        (
+            ["--num-speculative-tokens", "3"],
+            "--num-speculative-tokens: not implemented (say it",
+        ),
+        (["--no-enable-log-deltas"], "--no-enable-log-deltas: not implemented"),
+        (["--config", "nowhere.yaml"], "--config='nowhere.yaml': cannot be read"),
+        (["--ssl-keyfile", "k.pem"], "--ssl-keyfile='k.pem': needs --ssl-certfile"),
+        (["--ssl-certfile", "nowhere.pem"], "--ssl-certfile='nowhere.pem': cannot be used"),
+        (["--allowed-origins", "[1]"], "is not a list of strings"),
+        (["--default-chat-template-kwargs", "[]"], "is not a JSON object"),
+    ],
+)
+def test_refusals(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = main(["serve", *argv])
+    except SystemExit as exit:
+        code = int(str(exit.code))
+    assert code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_file_of_flags_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for text in ("- a\n", "a: [\n", "1: 2\n"):
+        path = tmp_path / "flags.yaml"
+        path.write_text(text)
+        assert main(["serve", "--config", str(path)]) == 2
+        assert capsys.readouterr().err.startswith("specrs serve: error: --config=")
