@@ -284,6 +284,47 @@ def test_arguments_of_vllm_at_their_defaults_are_served() -> None:
     assert config == EngineConfig(enforce_eager=True, max_num_seqs=3)
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"enable_kv_cache_events": 1}, r"kv_events_config\.enable_kv_cache_events=1: .*True or False"),
+        ({"publisher": "kafka"}, r"kv_events_config\.publisher='kafka': must be one of null, zmq"),
+        ({"endpoint": "localhost:5557"}, r"kv_events_config\.endpoint='localhost:5557': must begin with one of tcp://"),
+        ({"endpoint": None}, r"kv_events_config\.endpoint"),
+        ({"replay_endpoint": ""}, r"kv_events_config\.replay_endpoint"),
+        ({"buffer_steps": 0}, r"kv_events_config\.buffer_steps"),
+        ({"hwm": 1.5}, r"kv_events_config\.hwm"),
+        ({"max_queue_size": -1}, r"kv_events_config\.max_queue_size"),
+        ({"topic": b"kv"}, r"kv_events_config\.topic"),
+        ({"enable": True}, r"kv_events_config.*'enable'.*enable_kv_cache_events"),
+    ],
+)
+def test_kv_events_config_refuses(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidConfigError, match=message):
+        EngineConfig(kv_events_config=fields)
+
+
+def test_kv_events_are_off_unless_enabled() -> None:
+    given = {"enable_kv_cache_events": True}
+    for config, expected in (
+        (EngineConfig(), (False, None)),
+        (EngineConfig(kv_events_config={}), (False, False)),
+        (EngineConfig(kv_events_config=given), (True, True)),
+        (EngineConfig(kv_events_config={**given, "publisher": "null"}), (True, False)),
+    ):
+        kv_events = config.kv_events_config
+        publishes = None if kv_events is None else kv_events.publishes
+        assert (config.enable_kv_cache_events, publishes) == expected
+    with pytest.raises(
+        InvalidConfigError, match=r"kv_events_config=3: must be a dictionary, a KVEventsConfig, or None"
+    ):
+        EngineConfig(kv_events_config=3)
+    with pytest.raises(
+        InvalidConfigError, match=r"enable_kv_cache_events=True: must be False with enable_prefix_caching"
+    ):
+        EngineConfig(kv_events_config=given, enable_prefix_caching=False)
+
+
 def test_unknown_argument() -> None:
     with pytest.raises(InvalidConfigError, match=r"^LLM: unknown key 'max_modell_len'; did you mean max_model_len"):
         EngineConfig.from_kwargs(max_modell_len=5)

@@ -51,6 +51,7 @@ const RUNS: u64 = 100;
 
 fn main() {
     let mut engine = Engine::new(64, 2);
+    let mut events = Engine::with_kv_events(64, 2, true);
     let mut pool = BlockPool::new(1024).expect("a valid size");
     let mut held = Vec::with_capacity(64);
     let hasher = BlockHasher::new(&[7; 16]);
@@ -76,6 +77,7 @@ fn main() {
     let mut noise = vec![0.0_f32; 2048];
     for _ in 0..RUNS {
         engine.step();
+        events.step();
         count_allocate_free(&mut pool, &mut held);
         count_hash_blocks(&hasher, &tokens);
         count_map_range(mapper, &table, &mut slots);

@@ -32,6 +32,21 @@ fn bench(c: &mut Criterion) {
         }
         group.finish();
     }
+    let mut group = c.benchmark_group(format!("scheduler K={K} in_flight=1 batch=256"));
+    group.sample_size(20).throughput(Throughput::Elements(256));
+    for (name, kv_events) in [("no KV events", false), ("KV events", true)] {
+        let mut engine = Engine::with_kv_events(256, 1, kv_events);
+        group.bench_function(name, |b| {
+            b.iter_custom(|launches| {
+                (engine.plan_time, engine.settle_time) = (Duration::ZERO, Duration::ZERO);
+                for _ in 0..launches {
+                    engine.step();
+                }
+                engine.plan_time + engine.settle_time
+            });
+        });
+    }
+    group.finish();
 }
 
 criterion_group!(benches, bench);

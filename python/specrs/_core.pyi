@@ -63,6 +63,7 @@ __all__ = [
     "InvalidRequestError",
     "InvalidResultsError",
     "InvalidTokenizerError",
+    "KVEventBatch",
     "NgramProposer",
     "NotRunningError",
     "OutOfBlocksError",
@@ -651,6 +652,9 @@ class Scheduler:
         dropped.
         """
 
+    def take_kv_event_batch(self) -> KVEventBatch | None:
+        """The same as one object, of which nothing of Python's is made yet; None if nothing happened."""
+
     def abort(self, request_id: int) -> None:
         """Ends a waiting or running request now; what is in flight for it will be dropped.
 
@@ -902,6 +906,10 @@ class BlockStored:
     def extra_keys(self) -> list[list[tuple[int, bytes]]]:
         """By block, `(offset, key)`: its extra keys and the offset in the block from which on each counts."""
 
+    @property
+    def cache_salt(self) -> bytes:
+        """The request's cache salt, where the first of the blocks begins its text; else empty."""
+
 @final
 class BlockRemoved:
     """KV event: blocks can no longer be found. Their KV stays until the next launch that was planned executes."""
@@ -924,6 +932,21 @@ class AllBlocksCleared:
 
     What follows is true again; blocks stored before may still be cached then, but no event will say so.
     """
+
+@final
+class KVEventBatch:
+    """What `Scheduler.take_kv_event_batch` took. May be used in another thread than the scheduler's."""
+
+    def events(self) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
+        """The events, in order."""
+
+    def msgpack(self, timestamp: float, data_parallel_rank: int = 0) -> bytes:
+        """The events as a payload of vLLM's KV events, in MessagePack; releases the interpreter while it encodes.
+
+        `[timestamp, events, data_parallel_rank]`, an event a map with its `type`. `timestamp` is in seconds since 1970.
+        Hashes are the lower 64 bits of a block's. `extra_keys` are told by block without their offsets, the cache salt
+        before those of the first block.
+        """
 
 @final
 class TokenDecoder:

@@ -24,6 +24,7 @@ from specrs.errors import (
     short,
     unknown_key,
 )
+from specrs.kv_events_config import KVEventsConfig
 from specrs.speculative_config import AUTO, SpeculativeConfig, check_model_path, check_quantization
 
 DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
@@ -72,6 +73,7 @@ class EngineConfig:
     `logprobs_mode`: what they report. `raw_logprobs` is the log-softmax of what the model gave, `processed_logprobs`
     that of the logits after masks, bias, penalties, temperature and filters; `raw_logits` and `processed_logits` are
     the logits themselves.
+    `kv_events_config`: what to tell of the prefix cache, and where (`KVEventsConfig`); None is nothing.
     `enforce_eager`: no CUDA graphs, and on a CPU torch op by op in place of the native pass. `cudagraph_capture_sizes`:
     batch sizes that graphs are captured for; larger launches run eagerly.
     `threads`: of the native pass on a CPU; None is SPECRS_NUM_THREADS, else the physical cores that the process may
@@ -120,6 +122,7 @@ class EngineConfig:
     seed: int = 0
     max_logprobs: int = 20
     logprobs_mode: str = "raw_logprobs"
+    kv_events_config: KVEventsConfig | None = None
 
     def __post_init__(self) -> None:
         error = InvalidConfigError
@@ -127,6 +130,7 @@ class EngineConfig:
             "model": check_model_path("model", self.model),
             "tokenizer": check_model_path("tokenizer", self.tokenizer),
             "speculative_config": _speculative(self.speculative_config),
+            "kv_events_config": _kv_events(self.kv_events_config),
             "device": _device(self.device),
             "dtype": _dtype(self.dtype),
             "max_num_seqs": check_int(error, "max_num_seqs", self.max_num_seqs, 1, 65536),
@@ -178,6 +182,9 @@ class EngineConfig:
             object.__setattr__(self, name, value)
         if self.block_size & (self.block_size - 1):
             raise invalid(error, "block_size", self.block_size, "must be a power of two from 1 to 1024")
+        if self.enable_kv_cache_events and not self.enable_prefix_caching:
+            reason = "must be False with enable_prefix_caching=False, which leaves nothing to tell of"
+            raise invalid(error, "kv_events_config.enable_kv_cache_events", True, reason)
         self._check_draft()
         check_quantization("quantization", self.quantization)
         self.check_native_serves(self.device, self.dtype)
@@ -294,6 +301,11 @@ class EngineConfig:
             return None
         bundled = bundled_head() if self.speculative_config.reads_hidden else bundled_pair()[1]
         return self.speculative_config.model or bundled
+
+    @property
+    def enable_kv_cache_events(self) -> bool:
+        """Whether the engine tells of its prefix cache."""
+        return self.kv_events_config is not None and self.kv_events_config.enable_kv_cache_events
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -469,6 +481,14 @@ def _speculative(value: object) -> SpeculativeConfig | None:
     if isinstance(value, Mapping):
         return SpeculativeConfig.from_mapping(value)
     raise invalid(InvalidConfigError, "speculative_config", value, "must be a dictionary, a SpeculativeConfig, or None")
+
+
+def _kv_events(value: object) -> KVEventsConfig | None:
+    if value is None or isinstance(value, KVEventsConfig):
+        return value
+    if isinstance(value, Mapping):
+        return KVEventsConfig.from_mapping(value)
+    raise invalid(InvalidConfigError, "kv_events_config", value, "must be a dictionary, a KVEventsConfig, or None")
 
 
 def _device(value: object) -> str:

@@ -39,7 +39,7 @@ def test_everything_in_the_stub_has_a_docstring() -> None:
 
 
 def seen_by_a_host() -> tuple[core.RequestView, dict[type, object]]:
-    """What only a scheduler makes: a view of a request, and an event of each class."""
+    """What only a scheduler makes: a view of a request, an event of each class, and a batch of them."""
     scheduler = core.Scheduler(
         max_num_seqs=1,
         max_model_len=8,
@@ -60,7 +60,9 @@ def seen_by_a_host() -> tuple[core.RequestView, dict[type, object]]:
             assert scheduler.plan(record) == core.PLAN_LAUNCH
             results[scheduler.results_layout()["finish_reason"][0]] = reason
             scheduler.settle(int(record[core.HEADER_FIELDS.index("launch_id")]), results, settled)
-            events |= {type(event): event for event in scheduler.take_kv_events()}
+            batch = scheduler.take_kv_event_batch()
+            if batch is not None:
+                events |= {type(event): event for event in [batch, *batch.events()]}
     scheduler.reset_prefix_cache()
     events |= {type(event): event for event in scheduler.take_kv_events()}
     return view, events
@@ -82,6 +84,7 @@ def test_the_classes_are_known() -> None:
         "CpuPool",
         "CpuWeights",
         "HiddenDrafter",
+        "KVEventBatch",
         "NgramProposer",
         "Output",
         "Outputs",
@@ -115,6 +118,7 @@ INSTANCES = [
     core.CpuPool(1),
     cpu_parts.weights(),
     core.HiddenDrafter(max_model_len=8, max_draft_lag=4),
+    EVENTS[core.KVEventBatch],
     core.NgramProposer(),
     core.Output(0, [1]),
     core.Outputs(),

@@ -18,7 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("kernels",),
     ("models", "chat_template", "structured.params"),
     ("drafters", "sampling"),
-    ("speculative_config",),
+    ("speculative_config", "kv_events_config"),
     ("config",),
     ("tokenizer",),
     ("structured", "inputs", "outputs"),

@@ -37,6 +37,11 @@ pub(crate) struct Engine {
 
 impl Engine {
     pub(crate) fn new(batch: usize, max_in_flight: usize) -> Self {
+        Self::with_kv_events(batch, max_in_flight, false)
+    }
+
+    /// Its KV events, if any, are taken after each settling.
+    pub(crate) fn with_kv_events(batch: usize, max_in_flight: usize, kv_events: bool) -> Self {
         let limit = PROMPT + OUTPUT;
         let mut config = SchedulerConfig::new(
             batch,
@@ -48,6 +53,7 @@ impl Engine {
         config.num_speculative_tokens = K;
         config.drafter = Drafter::draft_model(limit, 0.05);
         config.max_in_flight = max_in_flight;
+        config.enable_kv_cache_events = kv_events;
         let scheduler = Scheduler::new(config).expect("valid settings");
         let mut engine = Self {
             record: vec![0; scheduler.record_layout().size],
@@ -89,7 +95,8 @@ impl Engine {
     /// Plans one launch; pretends the device ran it only as far as settling needs to know.
     fn plan(&mut self) -> bool {
         let start = Instant::now();
-        let outcome = count_plan(&mut self.scheduler, &mut self.record);
+        let counted = if self.scheduler.config().enable_kv_cache_events { count_plan_kv_events } else { count_plan };
+        let outcome = counted(&mut self.scheduler, &mut self.record);
         self.plan_time += start.elapsed();
         match outcome {
             PlanOutcome::Launch(_) => {}
@@ -141,7 +148,9 @@ impl Engine {
             }
         }
         let start = Instant::now();
-        count_settle(&mut self.scheduler, launch_id, &self.results, &mut self.settled);
+        let counted =
+            if self.scheduler.config().enable_kv_cache_events { count_settle_kv_events } else { count_settle };
+        counted(&mut self.scheduler, launch_id, &self.results, &mut self.settled);
         self.settle_time += start.elapsed();
         let finish = self.scheduler.settled_layout().finish_reason;
         let ended = self.settled[finish.range()].iter().take(entries.len()).filter(|&&reason| reason != 0).count();
@@ -157,7 +166,7 @@ impl Engine {
     }
 }
 
-/// The two calls as functions of their own, so that callgrind can count what is in them alone.
+/// The two calls as functions of their own, without KV events and with, so that callgrind can count what is in them alone.
 #[inline(never)]
 fn count_plan(scheduler: &mut Scheduler, record: &mut [i64]) -> PlanOutcome {
     scheduler.plan(record).expect("a matching buffer")
@@ -166,4 +175,15 @@ fn count_plan(scheduler: &mut Scheduler, record: &mut [i64]) -> PlanOutcome {
 #[inline(never)]
 fn count_settle(scheduler: &mut Scheduler, launch_id: u64, results: &[i64], settled: &mut [i64]) {
     scheduler.settle(launch_id, results, settled).expect("valid results");
+}
+
+#[inline(never)]
+fn count_plan_kv_events(scheduler: &mut Scheduler, record: &mut [i64]) -> PlanOutcome {
+    scheduler.plan(record).expect("a matching buffer")
+}
+
+#[inline(never)]
+fn count_settle_kv_events(scheduler: &mut Scheduler, launch_id: u64, results: &[i64], settled: &mut [i64]) {
+    scheduler.settle(launch_id, results, settled).expect("valid results");
+    drop(std::hint::black_box(scheduler.take_kv_event_batch()));
 }

@@ -110,6 +110,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cpu-prefill", help="exact or torch: what computes long prompts on a CPU; default: exact")
     add("--launch-depth", type=int, help="launches planned and not yet settled, 1 or 2")
     add("--async-scheduling", action=argparse.BooleanOptionalAction, help="vLLM's name for a launch depth of 2")
+    add(
+        "--kv-events-config",
+        action=MergeJSON,
+        metavar="JSON",
+        help='as in \'{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}\': tell of the prefix cache',
+    )
     add("--load-format", help="auto or safetensors")
     add("--max-logprobs", type=int, help="the most that a request may ask for; default: 20")
     add("--logprobs-mode", help="raw_logprobs, processed_logprobs, raw_logits or processed_logits")

@@ -16,7 +16,7 @@ from specrs.drafters.host import HostDrafter
 from specrs.drafters.text import TextDraftModel
 from specrs.drafters.vocabulary import TranslatedDraftModel
 from specrs.engine.weights import Weights
-from specrs.errors import InvalidConfigError, invalid
+from specrs.errors import InvalidConfigError, UnsupportedConfigError, invalid
 from specrs.models.base import Model
 from specrs.models.dense import Dense
 from specrs.sampling import RequestLimits, max_constraint_len
@@ -116,7 +116,12 @@ class Blueprint:
         if not grouped.window_groups:
             return self
         one, several = (made.least_blocks * made.bytes_per_block for made in (self, grouped))
-        return grouped if several < one else self
+        if several >= one:
+            return self
+        if self.config.enable_kv_cache_events:
+            reason = "not implemented for a model with several KV groups, such as this one; allowed: False"
+            raise invalid(UnsupportedConfigError, "kv_events_config.enable_kv_cache_events", True, reason)
+        return grouped
 
     @property
     def least_blocks(self) -> int:
@@ -183,6 +188,7 @@ class Blueprint:
             long_prefill_token_threshold=config.long_prefill_token_threshold,
             priority_aging_launches=config.priority_aging_launches,
             enable_prefix_caching=config.enable_prefix_caching,
+            enable_kv_cache_events=config.enable_kv_cache_events and not self.window_groups,
             hash_key=secrets.token_bytes(16),
         )
 

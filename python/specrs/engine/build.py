@@ -23,6 +23,7 @@ from specrs.core import CostModel, CpuPool, InvalidBufferError, Scheduler, Specu
 from specrs.engine.blueprint import Blueprint
 from specrs.engine.engine import Engine, EngineParts, Runner
 from specrs.engine.head_check import HeadCheck
+from specrs.engine.kv_events import KVEventPublisher
 from specrs.engine.threads import VARIABLE, choose_threads, physical_cores
 from specrs.engine.warm_up import measure_costs
 from specrs.engine.weights import Weights, check_ranks, load_weights
@@ -93,6 +94,10 @@ def _build(config: EngineConfig, weights: Weights, team: Team | None) -> Engine:
             costs=costs,
             catch_up_ms=catch_up_ms,
         )
+    if config.kv_events_config is not None and config.kv_events_config.publishes:
+        publisher = KVEventPublisher(config.kv_events_config)
+        weakref.finalize(engine, publisher.close)
+        engine.publish = publisher.publish
     head = blueprint.weights.head
     if head is not None:
         engine.head_check = HeadCheck(str(config.draft), head.aux_layer_ids)

@@ -19,6 +19,7 @@ from specrs.core import (
     FLAG_TARGET_NON_FINITE,
     PLAN_LAUNCH,
     AcceptanceTracker,
+    KVEventBatch,
     Outputs,
     Scheduler,
     SpeculationPlanner,
@@ -39,6 +40,8 @@ from specrs.sampling import RequestLimits, validate_request
 from specrs.verify.logprobs import TokenLogprobs
 
 logger = logging.getLogger("specrs")
+Publish = Callable[[KVEventBatch], None]
+"""Told of what came into the prefix cache and left it, once a step in which something did; must not wait."""
 Watch = Callable[[RingSlot, Header, float], None]
 """Told of every launch that settled: its slot, its header, and the milliseconds that it took."""
 
@@ -102,6 +105,7 @@ class Engine:
         self.planner: SpeculationPlanner | None = None
         self._faults = DraftFaults(self.scheduler, self._drafter_names)
         self.watch: Watch | None = None
+        self.publish: Publish | None = None
         self.head_check: HeadCheck | None = None
         self.team: Team | None = None
         """The other ranks, where the runner's launches are theirs too."""
@@ -209,6 +213,7 @@ class Engine:
             return
         while self.scheduler.num_in_flight:
             self._settle()
+        self._publish()
         begun = time.perf_counter()
         if launched != self._checked_at and begun >= self._check_after:
             self.scheduler.check_integrity()
@@ -289,7 +294,13 @@ class Engine:
                 break
             self._faults.planned()
             self._launch(slot, slot.header())
-        return self._settle() if scheduler.num_in_flight else []
+        touched = self._settle() if scheduler.num_in_flight else []
+        self._publish()
+        return touched
+
+    def _publish(self) -> None:
+        if self.publish is not None and (batch := self.scheduler.take_kv_event_batch()) is not None:
+            self.publish(batch)
 
     def _launch(self, slot: RingSlot, header: Header) -> None:
         if header.num_admitted:

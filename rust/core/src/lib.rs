@@ -27,5 +27,8 @@ pub use error::{Error, Result};
 pub use hash::{BlockHash, BlockHasher, ExtraKey};
 pub use planner::SpeculationPlanner;
 pub use sampling::RequestSampling;
-pub use scheduler::{KvEvent, PlanOutcome, RequestParams, RequestState, RequestView, Scheduler, SchedulerConfig};
+pub use scheduler::{
+    KvEvent, KvEventBatch, PlanOutcome, RequestParams, RequestState, RequestView, Scheduler, SchedulerConfig,
+    encode_kv_events,
+};
 pub use slot_mapper::{NO_SLOT, SlotMapper};

@@ -1,9 +1,9 @@
-//! KV events for Python: one class for each kind, with lists and arrays of its blocks.
+//! KV events for Python: one class for each kind, with lists and arrays of its blocks, or all of a step as one payload.
 
 use numpy::{PyArray1, ToPyArray};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
-use specrs_core::KvEvent;
+use specrs_core::{KvEvent, KvEventBatch, encode_kv_events};
 
 #[pyclass(frozen)]
 pub(crate) struct BlockStored {
@@ -12,6 +12,7 @@ pub(crate) struct BlockStored {
     parent_block_hash: Option<u128>,
     token_ids: Vec<i64>,
     extra_keys: Vec<Vec<(usize, Box<[u8]>)>>,
+    cache_salt: Box<[u8]>,
 }
 
 #[pymethods]
@@ -47,6 +48,11 @@ impl BlockStored {
             keys.iter().map(|(offset, key)| (*offset, PyBytes::new(py, key))).collect()
         };
         self.extra_keys.iter().map(keys).collect()
+    }
+
+    #[getter]
+    fn cache_salt<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.cache_salt)
     }
 
     fn __repr__(&self) -> String {
@@ -94,16 +100,43 @@ impl AllBlocksCleared {
     }
 }
 
+/// What nothing of Python's has been made of yet.
+#[pyclass(frozen)]
+pub(crate) struct KVEventBatch {
+    pub(crate) batch: KvEventBatch,
+    pub(crate) sliding_window: Option<usize>,
+}
+
+#[pymethods]
+impl KVEventBatch {
+    #[pyo3(signature = (timestamp, data_parallel_rank=0))]
+    fn msgpack<'py>(&self, py: Python<'py>, timestamp: f64, data_parallel_rank: u32) -> Bound<'py, PyBytes> {
+        let encode = || encode_kv_events(&self.batch.to_events(), timestamp, data_parallel_rank, self.sliding_window);
+        PyBytes::new(py, &py.detach(encode))
+    }
+
+    fn events<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        to_list(py, self.batch.to_events())
+    }
+
+    #[expect(clippy::unused_self, reason = "a Python method has one")]
+    fn __repr__(&self) -> &'static str {
+        "KVEventBatch()"
+    }
+}
+
 /// Events of the core as a list of objects.
 pub(crate) fn to_list(py: Python<'_>, events: Vec<KvEvent>) -> PyResult<Bound<'_, PyList>> {
     let list = PyList::empty(py);
     for event in events {
         match event {
-            KvEvent::BlockStored { blocks, block_hashes, parent_block_hash, token_ids, extra_keys, .. } => {
+            KvEvent::BlockStored {
+                blocks, block_hashes, parent_block_hash, token_ids, extra_keys, cache_salt, ..
+            } => {
                 let token_ids = token_ids.into_iter().map(i64::from).collect();
                 list.append(Bound::new(
                     py,
-                    BlockStored { blocks, block_hashes, parent_block_hash, token_ids, extra_keys },
+                    BlockStored { blocks, block_hashes, parent_block_hash, token_ids, extra_keys, cache_salt },
                 )?)?;
             }
             KvEvent::BlockRemoved { blocks, block_hashes, has_draft, .. } => {

@@ -49,7 +49,7 @@ mod _core {
     #[pymodule_export]
     use super::iteration::CpuIteration;
     #[pymodule_export]
-    use super::kv_events::{AllBlocksCleared, BlockRemoved, BlockStored};
+    use super::kv_events::{AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch};
     #[pymodule_export]
     use super::outputs::{Output, Outputs, TokenDecoder};
     #[pymodule_export]

@@ -185,6 +185,13 @@ impl Scheduler {
         kv_events::to_list(py, events)
     }
 
+    fn take_kv_event_batch(&self, py: Python<'_>) -> Option<kv_events::KVEventBatch> {
+        let mut core = self.core(py);
+        let batch = core.take_kv_event_batch();
+        let sliding_window = core.config().sliding_window;
+        (!batch.is_empty()).then_some(kv_events::KVEventBatch { batch, sliding_window })
+    }
+
     fn plan(&self, py: Python<'_>, record: &Bound<'_, PyAny>) -> PyResult<i64> {
         let mut record: Out = readwrite("record", record)?;
         let outcome = self.core(py).plan(record.as_slice_mut()?).or_raise(py)?;

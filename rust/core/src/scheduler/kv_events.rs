@@ -27,6 +27,8 @@ pub enum KvEvent {
         token_ids: Vec<u32>,
         /// By block, the extra keys and the offset in it from which on each counts.
         extra_keys: Vec<Vec<(usize, Box<[u8]>)>>,
+        /// The request's cache salt, where the first of them begins its text; further blocks have it through their parent's hash.
+        cache_salt: Box<[u8]>,
     },
     /// Blocks can no longer be found. Their KV stays as it is until the next launch that is planned executes.
     #[non_exhaustive]
@@ -43,19 +45,120 @@ pub enum KvEvent {
     AllBlocksCleared,
 }
 
-/// Events since the last were taken. Holds at most two a block of the pool, which is what a launch and its settling can come to.
+/// Changes of one block each, in the order in which they happened: what `plan` and `settle` write. Flat, so that a block costs them
+/// no allocation; [`KvEventBatch::to_events`] makes events of it, in another thread if the host likes.
+#[derive(Clone, Debug, Default)]
+pub struct KvEventBatch {
+    changes: Vec<Change>,
+    /// Of stored blocks, `block_size` each.
+    token_ids: Vec<u32>,
+    /// Change, offset in its block, and extra key.
+    extra_keys: Vec<(usize, usize, Box<[u8]>)>,
+    /// Change, and cache salt; none where it is empty.
+    cache_salts: Vec<(usize, Box<[u8]>)>,
+    block_size: usize,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Change {
+    /// `parent` means nothing where the block begins its text.
+    Stored {
+        block: i64,
+        hash: BlockHash,
+        parent: BlockHash,
+        begins: bool,
+    },
+    Removed {
+        block: i64,
+        hash: BlockHash,
+        has_draft: bool,
+    },
+    Cleared,
+}
+
+impl KvEventBatch {
+    /// An empty one with room for twice what `taken` holds: growing costs more than the rest.
+    fn like(taken: &Self) -> Self {
+        Self {
+            changes: Vec::with_capacity(2 * taken.changes.len()),
+            token_ids: Vec::with_capacity(2 * taken.token_ids.len()),
+            block_size: taken.block_size,
+            ..Self::default()
+        }
+    }
+
+    /// Whether nothing happened.
+    pub fn is_empty(&self) -> bool {
+        self.changes.is_empty()
+    }
+
+    /// The same as events, the changes of consecutive blocks in one.
+    pub fn to_events(&self) -> Vec<KvEvent> {
+        let mut events: Vec<KvEvent> = Vec::new();
+        let mut tokens = self.token_ids.chunks_exact(self.block_size.max(1));
+        let (mut keys, mut salts) = (self.extra_keys.iter().peekable(), self.cache_salts.iter().peekable());
+        for (index, change) in self.changes.iter().enumerate() {
+            match *change {
+                Change::Stored { block, hash, parent, begins } => {
+                    let follows = match events.last() {
+                        Some(KvEvent::BlockStored { block_hashes, .. }) => {
+                            !begins && block_hashes.last() == Some(&parent)
+                        }
+                        _ => false,
+                    };
+                    if !follows {
+                        let salt = salts.next_if(|(of, _)| *of == index).map(|(_, salt)| salt.clone());
+                        events.push(KvEvent::BlockStored {
+                            blocks: vec![],
+                            block_hashes: vec![],
+                            parent_block_hash: (!begins).then_some(parent),
+                            token_ids: vec![],
+                            extra_keys: vec![],
+                            cache_salt: salt.unwrap_or_default(),
+                        });
+                    }
+                    let Some(KvEvent::BlockStored { blocks, block_hashes, token_ids, extra_keys, .. }) =
+                        events.last_mut()
+                    else {
+                        continue;
+                    };
+                    blocks.push(block);
+                    block_hashes.push(hash);
+                    token_ids.extend_from_slice(tokens.next().unwrap_or_default());
+                    let mut of_block = vec![];
+                    while let Some((_, offset, key)) = keys.next_if(|(of, ..)| *of == index) {
+                        of_block.push((*offset, key.clone()));
+                    }
+                    extra_keys.push(of_block);
+                }
+                Change::Removed { block, hash, has_draft: drafted } => {
+                    if !matches!(events.last(), Some(KvEvent::BlockRemoved { .. })) {
+                        events.push(KvEvent::BlockRemoved { blocks: vec![], block_hashes: vec![], has_draft: vec![] });
+                    }
+                    if let Some(KvEvent::BlockRemoved { blocks, block_hashes, has_draft }) = events.last_mut() {
+                        blocks.push(block);
+                        block_hashes.push(hash);
+                        has_draft.push(drafted);
+                    }
+                }
+                Change::Cleared => events.push(KvEvent::AllBlocksCleared),
+            }
+        }
+        events
+    }
+}
+
+/// Changes since the last were taken: at most two a block of the pool, which is what a launch and its settling can come to.
 #[derive(Clone, Debug)]
 pub(super) struct KvEventLog {
-    events: Vec<KvEvent>,
-    /// Blocks in `events`, and the most.
-    num_blocks: usize,
+    batch: KvEventBatch,
     capacity: usize,
-    block_size: usize,
 }
 
 impl KvEventLog {
     pub(super) fn new(config: &SchedulerConfig) -> Self {
-        Self { events: Vec::new(), num_blocks: 0, capacity: 2 * config.num_blocks, block_size: config.block_size }
+        let batch = KvEventBatch { block_size: config.block_size, ..KvEventBatch::default() };
+        Self { batch, capacity: 2 * config.num_blocks }
     }
 
     /// Notes what `allocate` is about to evict.
@@ -63,59 +166,42 @@ impl KvEventLog {
     fn before_allocate(&mut self, pool: &BlockPool) {
         let Some(block) = pool.next_eviction() else { return };
         let Some(hash) = pool.block_hash(block) else { return };
-        self.make_room();
-        if !matches!(self.events.last(), Some(KvEvent::BlockRemoved { .. })) {
-            self.events.push(KvEvent::BlockRemoved { blocks: vec![], block_hashes: vec![], has_draft: vec![] });
-        }
-        if let Some(KvEvent::BlockRemoved { blocks, block_hashes, has_draft }) = self.events.last_mut() {
-            blocks.push(block);
-            block_hashes.push(hash);
-            has_draft.push(pool.has_draft(block));
-        }
+        self.note(Change::Removed { block, hash, has_draft: pool.has_draft(block) });
     }
 
     /// Notes that the request's block `index` was registered under `hash`.
-    #[cold]
+    #[inline(never)] // out of the way of those who take no events
     pub(super) fn stored(&mut self, block: i64, request: &Request, index: usize, hash: BlockHash) {
-        self.make_room();
-        let (start, parent) = (index * self.block_size, request.parent_hash(index));
-        let follows = match self.events.last() {
-            Some(KvEvent::BlockStored { block_hashes, .. }) => {
-                parent.is_some() && block_hashes.last() == parent.as_ref()
+        let parent = request.parent_hash(index);
+        self.note(Change::Stored { block, hash, parent: parent.unwrap_or_default(), begins: parent.is_none() });
+        let batch = &mut self.batch;
+        let start = index * batch.block_size;
+        batch.token_ids.extend_from_slice(&request.tokens[start..start + batch.block_size]);
+        if request.has_extra_keys() {
+            let change = batch.changes.len() - 1;
+            for (offset, key) in request.extra_keys_of(start, batch.block_size) {
+                batch.extra_keys.push((change, offset, key.into()));
             }
-            _ => false,
-        };
-        if !follows {
-            self.events.push(KvEvent::BlockStored {
-                blocks: vec![],
-                block_hashes: vec![],
-                parent_block_hash: parent,
-                token_ids: vec![],
-                extra_keys: vec![],
-            });
         }
-        if let Some(KvEvent::BlockStored { blocks, block_hashes, token_ids, extra_keys, .. }) = self.events.last_mut() {
-            blocks.push(block);
-            block_hashes.push(hash);
-            token_ids.extend_from_slice(&request.tokens[start..start + self.block_size]);
-            let keys = request.extra_keys_of(start, self.block_size);
-            extra_keys.push(keys.map(|(offset, key)| (offset, key.into())).collect());
+        if index == 0 && !request.cache_salt.is_empty() {
+            batch.cache_salts.push((batch.changes.len() - 1, request.cache_salt.clone()));
         }
     }
 
     /// Notes that nothing is cached any more.
     pub(super) fn cleared(&mut self) {
-        self.events.clear();
-        self.events.push(KvEvent::AllBlocksCleared);
-        self.num_blocks = 0;
+        self.batch = KvEventBatch { block_size: self.batch.block_size, ..KvEventBatch::default() };
+        self.batch.changes.push(Change::Cleared);
     }
 
-    /// Room for one more block. A caller who does not take events loses them, not memory.
-    fn make_room(&mut self) {
-        if self.num_blocks == self.capacity {
+    /// A caller who does not take events loses them, not memory.
+    #[inline]
+    fn note(&mut self, change: Change) {
+        // The first may be what was dropped before.
+        if self.batch.changes.len() > self.capacity {
             self.cleared();
         }
-        self.num_blocks += 1;
+        self.batch.changes.push(change);
     }
 }
 
@@ -133,8 +219,13 @@ impl Scheduler {
     /// Taken after each `plan`, before its launch executes, [`KvEvent::BlockRemoved`] names the cached blocks that the launch may
     /// overwrite. Who takes none for more than a launch may find [`KvEvent::AllBlocksCleared`] in place of what was dropped.
     pub fn take_kv_events(&mut self) -> Vec<KvEvent> {
-        let Some(log) = &mut self.kv_events else { return Vec::new() };
-        log.num_blocks = 0;
-        std::mem::take(&mut log.events)
+        self.take_kv_event_batch().to_events()
+    }
+
+    /// The same, of which no event was made yet: what costs the caller's thread least.
+    pub fn take_kv_event_batch(&mut self) -> KvEventBatch {
+        let Some(log) = &mut self.kv_events else { return KvEventBatch::default() };
+        let next = KvEventBatch::like(&log.batch);
+        std::mem::replace(&mut log.batch, next)
     }
 }

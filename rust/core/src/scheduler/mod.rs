@@ -19,7 +19,7 @@
 //! | `faults` | what a drafter that fails costs |
 //! | `record` | how that is written down |
 //! | `settle` | what results mean |
-//! | `introspection`, `kv_events` | what a host may ask about a request, and about the prefix cache |
+//! | `introspection`, `kv_events`, `kv_event_msgpack` | what a host may ask about a request, and about the prefix cache |
 //! | `integrity` | whether all of this agrees |
 
 mod admission;
@@ -32,6 +32,7 @@ mod hidden;
 mod host_drafts;
 mod integrity;
 mod introspection;
+mod kv_event_msgpack;
 mod kv_events;
 pub mod layout;
 mod lifecycle;
@@ -60,8 +61,9 @@ use crate::slot_mapper::SlotMapper;
 pub use config::{RequestParams, SchedulerConfig};
 pub use header::LaunchHeader;
 pub use introspection::{RequestState, RequestView};
-pub use kv_events::KvEvent;
+pub use kv_event_msgpack::encode_kv_events;
 use kv_events::KvEventLog;
+pub use kv_events::{KvEvent, KvEventBatch};
 use layout::{RecordLayout, ResultsLayout, SettledLayout};
 use request::{Order, RequestIndex, Requests};
 use row::{Launch, Row, RowIndex};

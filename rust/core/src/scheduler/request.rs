@@ -32,6 +32,7 @@ pub(super) struct Request {
     /// Its row while running.
     pub(super) row: Option<u32>,
     pub(super) root: BlockHash,
+    pub(super) cache_salt: Box<[u8]>,
     /// By position, which does not decrease.
     extra_keys: Vec<(usize, Box<[u8]>)>,
     /// Hashes of its first full blocks, computed once as far as they were needed.
@@ -95,6 +96,7 @@ impl Request {
             draft_failed: false,
             admitted: false,
             root,
+            cache_salt: params.cache_salt.into(),
             extra_keys: params.extra_keys.iter().map(|extra| (extra.position, extra.key.into())).collect(),
             hashes: Vec::new(),
         }
@@ -141,6 +143,11 @@ impl Request {
     ) -> BlockHash {
         self.extra_keys_of(start, block_size)
             .fold(parent, |parent, (offset, key)| hasher.with_extra_key(parent, offset, key))
+    }
+
+    /// Whether it has any.
+    pub(super) fn has_extra_keys(&self) -> bool {
+        !self.extra_keys.is_empty()
     }
 
     /// Offsets and extra keys of the block at `start`.

@@ -11,6 +11,7 @@ mod errors;
 mod groups;
 mod host_drafts;
 mod introspection;
+mod kv_event_msgpack;
 mod kv_events;
 mod policies;
 mod prefixes;
