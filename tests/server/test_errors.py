@@ -230,6 +230,7 @@ def test_the_document_names_every_endpoint(server: Server) -> None:
         "/load",
         "/v1/loads",
         "/v1/models/{name}",
+        "/v1/responses",
         "/model_info",
         "/server_info",
     }

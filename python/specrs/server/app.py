@@ -24,7 +24,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specrs.errors import SpecrsError
-from specrs.server import endpoints, info, protocol
+from specrs.server import endpoints, info, protocol, responses
 from specrs.server.body import Gone, parse, read_body
 from specrs.server.context import Context, CORSSettings
 from specrs.server.endpoints import Result
@@ -35,6 +35,7 @@ from specrs.server.limits import MAX_REQUEST_ID_LENGTH
 from specrs.server.logs import REQUEST_ID
 from specrs.server.metrics import CONTENT_TYPE
 from specrs.server.openapi import openapi
+from specrs.server.responses_protocol import ResponsesRequest
 
 logger = logging.getLogger("specrs")
 
@@ -106,6 +107,7 @@ def build_app(context: Context) -> Starlette:
             *(get(path, partial(info.server_info, context)) for path in ("/server_info", "/get_server_info")),
             post("/v1/completions", protocol.CompletionRequest, endpoints.completions),
             post("/v1/chat/completions", protocol.ChatCompletionRequest, endpoints.chat_completions),
+            post("/v1/responses", ResponsesRequest, responses.responses),
             post("/tokenize", protocol.TokenizeRequest, endpoints.tokenize),
             post("/detokenize", protocol.DetokenizeRequest, endpoints.detokenize),
         ],
@@ -188,7 +190,7 @@ class PostEndpoint:
         except (APIError, SpecrsError) as fault:
             await api_error(fault).response()(scope, receive, tell)
             return
-        if isinstance(body, protocol.SamplingBody):
+        if isinstance(body, (protocol.SamplingBody, ResponsesRequest)):
             name = body.request_id = body.request_id or name
             REQUEST_ID.set(name)
         await _while_connected(receive, self._answer(body, scope, receive, tell))

@@ -62,6 +62,11 @@ async def completions(context: Context, body: CompletionRequest) -> Result:
 
 async def chat_completions(context: Context, body: ChatCompletionRequest) -> Result:
     """`POST /v1/chat/completions`."""
+    return await _generate(context, *await prepare_chat(context, body))
+
+
+async def prepare_chat(context: Context, body: ChatCompletionRequest) -> tuple[ChatAnswer, list[Prompt]]:
+    """The answer that a chat will fill, and its prompt. Raises what is wrong with the body."""
     context.check_model(body.model)
     tools = read_tools(body, context.tools)
     asked = chat_params(body, context.defaults, tools)
@@ -75,7 +80,8 @@ async def chat_completions(context: Context, body: ChatCompletionRequest) -> Res
         token_text=token_text(context, body),
         **_named(body),
     )
-    return await _generate(context, answer, [prompt])
+    check_size(context, answer, [prompt])
+    return answer, [prompt]
 
 
 async def tokenize(context: Context, body: TokenizeRequest) -> Result:
@@ -149,7 +155,7 @@ def token_text(context: Context, body: SamplingBody) -> TokenText:
 
 
 async def _generate(context: Context, answer: Answer, prompts: Sequence[Prompt]) -> Result:
-    _check_size(context, answer, prompts)
+    check_size(context, answer, prompts)
     generation = Generation(context.llm, answer, context.metrics, report_speculation=context.report_speculation)
     await generation.start(prompts)
     if answer.body.stream:
@@ -158,7 +164,7 @@ async def _generate(context: Context, answer: Answer, prompts: Sequence[Prompt])
         return await generation.whole()
 
 
-def _check_size(context: Context, answer: Answer, prompts: Sequence[Prompt]) -> None:
+def check_size(context: Context, answer: Answer, prompts: Sequence[Prompt]) -> None:
     """Raise `InvalidRequestError` for what could never be answered, or only by a part."""
     params, limits = answer.asked.params, context.llm.limits
     most, count = context.llm.max_num_queued_reqs, len(prompts) * params.n

@@ -91,19 +91,15 @@ class Generation:
         last_usage = options is not None and options.include_usage
         head = self._answer.head(chunk=True)
         try:
-            async for news in self._news():
+            async for choices in self.choices():
                 chunks = []
-                for index, output in news:
-                    fault = _fault(output)
-                    if fault is not None:
-                        raise fault
-                    for choice in self._answer.chunks(index, output):
-                        chunk = {**head, "choices": [choice]}
-                        if continuous:
-                            chunk["usage"] = self._usage()
-                        elif last_usage:
-                            chunk["usage"] = None
-                        chunks.append(chunk)
+                for choice in choices:
+                    chunk = {**head, "choices": [choice]}
+                    if continuous:
+                        chunk["usage"] = self._usage()
+                    elif last_usage:
+                        chunk["usage"] = None
+                    chunks.append(chunk)
                 if self._ended and chunks and not last_usage:
                     self._with_metrics(chunks[-1])
                 if chunks:
@@ -115,6 +111,17 @@ class Generation:
                 logger.exception("a stream failed")
             yield _event(api_error(fault).body)
         yield DONE
+
+    async def choices(self) -> AsyncIterator[list[dict[str, Any]]]:
+        """The choices of the chunks to come, those of each iteration together. Raises `APIError` for what failed."""
+        async for news in self._news():
+            found = []
+            for index, output in news:
+                fault = _fault(output)
+                if fault is not None:
+                    raise fault
+                found += self._answer.chunks(index, output)
+            yield found
 
     @property
     def _ended(self) -> bool:

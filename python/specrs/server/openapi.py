@@ -8,6 +8,7 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from specrs.server import protocol
+from specrs.server.responses_protocol import ResponsesRequest
 
 _STRING, _INTEGER, _NUMBER = {"type": "string"}, {"type": "integer"}, {"type": "number"}
 _JSON = "application/json"
@@ -118,6 +119,15 @@ _SCHEMAS: dict[str, dict[str, Any]] = {
         },
         optional=("metrics",),
     ),
+    "Response": _object(
+        {
+            **dict.fromkeys(("id", "object", "model"), _STRING),
+            "created_at": _INTEGER,
+            "status": {"enum": ["completed", "incomplete"]},
+            "output": _array({"type": "object"}),
+            "usage": {"type": "object"},
+        }
+    ),
     "Tokens": _object(
         {
             "count": _INTEGER,
@@ -156,6 +166,7 @@ def openapi(version: str, model_names: Sequence[str]) -> dict[str, Any]:
     bodies: tuple[tuple[str, type[protocol.Body], str, bool, str], ...] = (
         ("/v1/completions", protocol.CompletionRequest, "Completion", True, "Complete prompts."),
         ("/v1/chat/completions", protocol.ChatCompletionRequest, "ChatCompletion", True, "Answer a conversation."),
+        ("/v1/responses", ResponsesRequest, "Response", True, "Answer a conversation, in items."),
         ("/tokenize", protocol.TokenizeRequest, "Tokens", False, "Token ids of a text or a conversation."),
         ("/detokenize", protocol.DetokenizeRequest, "Text", False, "Text of token ids."),
     )

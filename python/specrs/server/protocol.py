@@ -49,7 +49,7 @@ PromptField = Annotated[
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_STRING_LENGTH)]
 
 
-def _only(value: object) -> Any:
+def only(value: object) -> Any:
     """Validates a field that has no meaning here: `value` changes nothing, any other is refused."""
 
     def check(given: object) -> object:
@@ -64,7 +64,7 @@ def _only(value: object) -> Any:
 
 
 Nothing: TypeAlias = None
-Never = Annotated[bool, _only(False), WithJsonSchema({"const": False})] | None
+Never = Annotated[bool, only(False), WithJsonSchema({"const": False})] | None
 
 
 class Body(BaseModel):
@@ -180,7 +180,7 @@ class SamplingBody(Body):
     user: str | None = None
 
     # vLLM's and OpenAI's, at the values that change nothing
-    spaces_between_special_tokens: Annotated[bool, _only(True), WithJsonSchema({"const": True})] | None = None
+    spaces_between_special_tokens: Annotated[bool, only(True), WithJsonSchema({"const": True})] | None = None
     truncate_prompt_tokens: Nothing = None
     use_beam_search: Never = None
     length_penalty: Annotated[float, Field(ge=1, le=1)] | None = None
@@ -209,7 +209,7 @@ class CompletionRequest(SamplingBody):
     logprobs: int | None = Field(None, ge=-1, lt=2**31)
     add_special_tokens: bool | None = None
 
-    best_of: Annotated[int, _only(1), WithJsonSchema({"const": 1})] | None = None
+    best_of: Annotated[int, only(1), WithJsonSchema({"const": 1})] | None = None
     suffix: Nothing = None
     prompt_embeds: Nothing = None
 

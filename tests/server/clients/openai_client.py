@@ -145,4 +145,35 @@ with client.chat.completions.stream(
 assert "tool_calls.function.arguments.delta" in kinds, kinds
 assert final.finish_reason == "tool_calls"
 assert FUNCTIONS["weather"](**json.loads(final.message.tool_calls[0].function.arguments)) == results[0]
+# responses: whole, streamed, and a loop of tools, each with all of its history
+answer = client.responses.create(
+    model="pair", instructions="Write Python.", input="class Stack:", max_output_tokens=20, temperature=0
+)
+assert answer.status == "incomplete"
+assert answer.incomplete_details.reason == "max_output_tokens"
+assert answer.usage.output_tokens == 20
+assert answer.output_text
+with client.responses.stream(
+    model="pair", instructions="Write Python.", input="class Stack:", max_output_tokens=20, temperature=0
+) as stream:
+    deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
+assert "".join(deltas) == answer.output_text
+function = {"type": "function", "name": "weather", "parameters": WEATHER}
+history = [{"role": "user", "content": [{"type": "input_text", "text": "How warm is it in Rome?"}]}]
+asked = {"model": "pair", "tools": [function], "max_output_tokens": 60, "temperature": 0, "parallel_tool_calls": False}
+answer = client.responses.create(input=history, tool_choice="required", **asked)
+(call,) = answer.output
+assert call.type == "function_call"
+with client.responses.stream(input=history, tool_choice="required", **asked) as stream:
+    pieces = [event.delta for event in stream if event.type == "response.function_call_arguments.delta"]
+    (streamed,) = stream.get_final_response().output
+assert "".join(pieces) == streamed.arguments == call.arguments
+output = FUNCTIONS["weather"](**json.loads(call.arguments))
+history += [call.model_dump(), {"type": "function_call_output", "call_id": call.call_id, "output": output}]
+answer = client.responses.create(input=history, tool_choice="none", **asked)
+assert answer.output[0].type == "message"
+refused = failure(
+    lambda: client.responses.create(model="pair", input="x", previous_response_id="resp_1"), openai.BadRequestError
+)
+assert refused.param == "previous_response_id"
 print("ok")

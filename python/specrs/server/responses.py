@@ -1,0 +1,224 @@
+"""`POST /v1/responses`: a chat told as OpenAI's items and events. What the chat is, and its text, is elsewhere's."""
+
+from __future__ import annotations
+
+import json
+import logging
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from specrs.errors import SpecrsError
+from specrs.server.answers import Answer
+from specrs.server.context import Context
+from specrs.server.endpoints import prepare_chat
+from specrs.server.errors import APIError, api_error
+from specrs.server.generation import Generation
+from specrs.server.responses_protocol import ResponsesRequest, as_chat
+
+logger = logging.getLogger("specrs")
+
+Event = dict[str, Any]
+
+
+@dataclass
+class Items:
+    """The items that deltas of a message make, and the events that tell of them. One is open at a time."""
+
+    done: list[dict[str, Any]] = field(default_factory=list)
+    _open: dict[str, Any] | None = None
+    _text: str = ""
+
+    def add(self, delta: dict[str, Any]) -> list[Event]:
+        """What a delta of a chat adds."""
+        events: list[Event] = []
+        for key, kind in (("reasoning_content", "reasoning"), ("content", "message")):
+            if delta.get(key):
+                events += self._switch(kind) + self._grow(delta[key])
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                events += self._switch("function_call", call)
+            events += self._grow(call["function"]["arguments"])
+        return events
+
+    def close(self) -> list[Event]:
+        """End the open item."""
+        item, self._open = self._open, None
+        if item is None:
+            return []
+        text, self._text = self._text, ""
+        place = self._place(item)
+        finished = self._item(item, text, "completed")
+        self.done.append(finished)
+        if item["type"] == "function_call":
+            events: list[Event] = [
+                {"type": "response.function_call_arguments.done", **place, "arguments": text, "name": item["name"]}
+            ]
+        else:
+            part, name = self._part(item, text)
+            events = [
+                {"type": f"response.{name}.done", **place, "content_index": 0, "text": text, **_logprobs(name)},
+                {"type": "response.content_part.done", **place, "content_index": 0, "part": part},
+            ]
+        return [
+            *events,
+            {"type": "response.output_item.done", "output_index": place["output_index"], "item": finished},
+        ]
+
+    def _switch(self, kind: str, call: dict[str, Any] | None = None) -> list[Event]:
+        if self._open is not None and self._open["type"] == kind and call is None:
+            return []
+        events = self.close()
+        prefix = {"reasoning": "rs", "message": "msg", "function_call": "fc"}[kind]
+        item: dict[str, Any] = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind}
+        if call is not None:
+            item |= {"call_id": call["id"], "name": call["function"]["name"]}
+        self._open = item
+        place = self._place(item)
+        shown: dict[str, Any] = self._item(item, "", "in_progress")
+        if call is None:
+            shown |= {"content": []}
+        events.append({"type": "response.output_item.added", "output_index": place["output_index"], "item": shown})
+        if call is None:
+            part, _ = self._part(item, "")
+            events.append({"type": "response.content_part.added", **place, "content_index": 0, "part": part})
+        return events
+
+    def _grow(self, text: str) -> list[Event]:
+        assert self._open is not None
+        if not text:
+            return []
+        self._text += text
+        place = self._place(self._open)
+        if self._open["type"] == "function_call":
+            return [{"type": "response.function_call_arguments.delta", **place, "delta": text}]
+        _, name = self._part(self._open, "")
+        return [{"type": f"response.{name}.delta", **place, "content_index": 0, "delta": text, **_logprobs(name)}]
+
+    def _place(self, item: dict[str, Any]) -> dict[str, Any]:
+        return {"item_id": item["id"], "output_index": len(self.done)}
+
+    def _part(self, item: dict[str, Any], text: str) -> tuple[dict[str, Any], str]:
+        if item["type"] == "reasoning":
+            return {"type": "reasoning_text", "text": text}, "reasoning_text"
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}, "output_text"
+
+    def _item(self, item: dict[str, Any], text: str, status: str) -> dict[str, Any]:
+        if item["type"] == "function_call":
+            return {**item, "arguments": text, "status": status}
+        rest: Event = {"summary": []} if item["type"] == "reasoning" else {"role": "assistant"}
+        return {**item, **rest, "content": [self._part(item, text)[0]], "status": status}
+
+
+def _logprobs(name: str) -> Event:
+    return {"logprobs": []} if name == "output_text" else {}
+
+
+class ResponseGeneration(Generation):
+    """A chat that is told as a response."""
+
+    def __init__(self, context: Context, answer: Answer, body: ResponsesRequest) -> None:
+        super().__init__(context.llm, answer, context.metrics, report_speculation=context.report_speculation)
+        self._body = body
+        self._context = context
+
+    async def whole(self) -> dict[str, Any]:
+        """The response, when all has ended. Raises `APIError` for what failed."""
+        chat = await super().whole()
+        (choice,) = chat["choices"]
+        items = Items()
+        message = choice["message"]
+        items.add({key: message.get(key) for key in ("reasoning_content", "content")})
+        items.add({"tool_calls": message.get("tool_calls", ())})
+        items.close()
+        return self._response(items, choice["finish_reason"])
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Server-sent events, numbered; the last one has the whole response. A failure is an event too."""
+        number, items, reason = 0, Items(), None
+
+        def encode(events: list[Event]) -> bytes:
+            nonlocal number
+            parts = []
+            for event in events:
+                data = json.dumps({**event, "sequence_number": number}, separators=(",", ":"))
+                parts.append(f"event: {event['type']}\ndata: {data}\n\n".encode())
+                number += 1
+            return b"".join(parts)
+
+        start = self._response(items, None)
+        yield encode([{"type": f"response.{word}", "response": start} for word in ("created", "in_progress")])
+        try:
+            async for choices in self.choices():
+                events = []
+                for choice in choices:
+                    events += items.add(choice["delta"])
+                    reason = choice["finish_reason"] or reason
+                if events:
+                    yield encode(events)
+            closing = items.close()
+            response = self._response(items, reason)
+            yield encode([*closing, {"type": f"response.{response['status']}", "response": response}])
+        except Exception as fault:
+            if not isinstance(fault, (APIError, SpecrsError)):
+                logger.exception("a stream failed")
+            error = api_error(fault)
+            failed = self._response(items, None) | {
+                "status": "failed",
+                "error": {"code": "server_error", "message": error.message},
+            }
+            yield encode([{"type": "response.failed", "response": failed}])
+
+    def _response(self, items: Items, reason: str | None) -> dict[str, Any]:
+        body, used, params = self._body, self._usage(), self._answer.asked.params
+        status = {None: "in_progress", "length": "incomplete"}.get(reason, "completed")
+        return {
+            "id": f"resp_{self._answer.request_id}",
+            "object": "response",
+            "created_at": self._answer.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "model": self._answer.model,
+            "output": list(items.done),
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "text": {"format": {"type": "text"}}
+            if body.text is None or body.text.format is None
+            else body.text.model_dump(by_alias=True, exclude_none=True),
+            "tool_choice": _dumped(body.tool_choice) or ("auto" if body.tools else "none"),
+            "tools": [tool.model_dump() for tool in body.tools or ()],
+            "truncation": "disabled",
+            "metadata": body.metadata or {},
+            "user": body.user,
+            "usage": None
+            if reason is None
+            else {
+                "input_tokens": used["prompt_tokens"],
+                "input_tokens_details": used["prompt_tokens_details"],
+                "output_tokens": used["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": used["total_tokens"],
+            },
+        }
+
+
+def _dumped(choice: Any) -> Any:
+    return choice if choice is None or isinstance(choice, str) else choice.model_dump()
+
+
+async def responses(context: Context, body: ResponsesRequest) -> dict[str, Any] | Generation:
+    """`POST /v1/responses`."""
+    answer, prompts = await prepare_chat(context, as_chat(body))
+    generation = ResponseGeneration(context, answer, body)
+    await generation.start(prompts)
+    if body.stream:
+        return generation
+    with generation:
+        return await generation.whole()
