@@ -1,5 +1,7 @@
 """EngineConfig and SpeculativeConfig: wrong values are refused by name, vLLM's other arguments where they matter."""
 
+import dataclasses
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -152,6 +154,23 @@ def test_logprobs_have_the_same_modes_everywhere() -> None:
     assert (EngineConfig().logprobs_mode, EngineConfig().max_logprobs) == ("raw_logprobs", 20)
     for mode in LOGPROBS_MODES:
         assert EngineConfig.from_kwargs(logprobs_mode=mode, max_logprobs=-1).logprobs_mode == mode
+
+
+@pytest.mark.parametrize(
+    "speculative",
+    [
+        {"num_speculative_tokens": 3, "rejection_sample_method": "coupled", "draft_tensor_parallel_size": 2},
+        {"method": "eagle3", "model": "x", "num_speculative_tokens": 3, "aux_hidden_state_layer_ids": [1, 2]},
+        {"method": "suffix,draft_model", "num_speculative_tokens": "auto", "max_num_speculative_tokens": 4},
+    ],
+)
+def test_ranks_are_told_the_configuration_as_json(speculative: dict[str, Any]) -> None:
+    given = EngineConfig(
+        speculative_config=speculative,  # type: ignore[arg-type]
+        tensor_parallel_size=2,
+        cudagraph_capture_sizes=[1, 2],  # type: ignore[arg-type]
+    )
+    assert EngineConfig(**json.loads(json.dumps(dataclasses.asdict(given)))) == given
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from specrs import LLM, AsyncLLM
 from specrs.config import EngineConfig
-from specrs.engine import build as engine_build
+from specrs.engine import runners as engine_runners
 from specrs.engine import threads as engine_threads
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
@@ -175,7 +175,7 @@ def test_long_prompts_by_torch(
 ) -> None:
     """Chunks of 24 tokens or more beside requests that decode: drafts change no text, and torch sees nothing else."""
     bank, by_torch, ways = request_bank[family], [], []
-    monkeypatch.setattr(engine_build, "TORCH_TOKENS", 24)
+    monkeypatch.setattr(engine_runners, "TORCH_TOKENS", 24)
     monkeypatch.setattr(Dense, "forward", _noting_rows(by_torch, Dense.forward))
     for name, owner, method in (("one call", NativeRunner, "launch"), ("op by op", EagerRunner, "_execute")):
         monkeypatch.setattr(owner, method, _noting(ways, name, getattr(owner, method)))

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 from specrs.config import EngineConfig
-from specrs.engine.build import build_engine, serve_rank
+from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
+from specrs.engine.follow import serve_rank
 from specrs.parallel.connection import Connection
 from specrs.parallel.start import LOCAL, Meeting
 from specrs.parallel.team import Team

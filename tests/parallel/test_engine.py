@@ -1,10 +1,12 @@
 """Text of an engine on ranks: that of one process, token for token, in float64, whatever drafts and samples."""
 
+import random
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from engine.harness import Bank, assert_idle, greedy_jobs, make_bank, run_greedy
+from engine.harness import Bank, assert_idle, greedy_jobs, make_bank, request, run, run_greedy
 from engine.harness import config as engine_config
 from engine.test_equivalence import engine_settings
 from hypothesis import given
@@ -13,11 +15,16 @@ from specrs import LLM, SamplingParams
 from specrs.config import EngineConfig
 from specrs.drafters.base import Proposed
 from specrs.drafters.draft_model import DraftModel
-from specrs.errors import EngineDeadError
+from specrs.engine.blueprint import Blueprint
+from specrs.engine.weights import load_weights
+from specrs.errors import CheckpointError, RankLostError
+from specrs.parallel.ranks import Ranks
 from specrs.tokenizer import Tokenizer
 from sweep import sweep
+from torch import Tensor
 
 from parallel.harness import engine_on_threads
+from parallel.threads import on_ranks
 
 PROMPTS = ["class Point:\n    def __init__(self, x, y):\n        self.x", "import os\n\n\ndef "]
 DRAFTERS: dict[str, dict[str, Any]] = {
@@ -47,6 +54,13 @@ def bank(tmp_path_factory: pytest.TempPathFactory) -> Bank:
     return make_bank(tmp_path_factory.mktemp("ranks"), kv_heads=2)
 
 
+def degree_of(config: EngineConfig, degree: int) -> EngineConfig:
+    """The same with a draft of this degree."""
+    assert config.speculative_config is not None
+    speculative = replace(config.speculative_config, draft_tensor_parallel_size=degree)
+    return replace(config, speculative_config=speculative)
+
+
 @sweep(18)
 @given(data=st.data())
 def test_greedy_text(data: st.DataObject, bank: Bank) -> None:
@@ -55,9 +69,7 @@ def test_greedy_text(data: st.DataObject, bank: Bank) -> None:
     draft = data.draw(st.sampled_from(["close", "small", "equal"]), label="draft")
     config = engine_config(bank.target, bank.drafts[draft], k=k, tensor_parallel_size=2, **settings)
     degree = data.draw(st.sampled_from([1, 2]), label="the draft's degree")
-    assert config.speculative_config is not None
-    object.__setattr__(config.speculative_config, "draft_tensor_parallel_size", degree)
-    with engine_on_threads(config) as engine:
+    with engine_on_threads(degree_of(config, degree)) as engine:
         run_greedy(engine, bank, data.draw(greedy_jobs(bank, k), label="requests"), k)
         assert_idle(engine)
 
@@ -88,18 +100,72 @@ def test_four_ranks(bank: Bank) -> None:
         run_greedy(engine, bank, [(i, None, 20, 1) for i in range(6)], 3)
 
 
+@pytest.mark.parametrize(("degree", "draft_heads"), [(1, 2), (2, 1)])
+def test_blocks_count_a_part_of_the_target_and_the_whole_draft(bank: Bank, degree: int, draft_heads: int) -> None:
+    """Or of the draft, too, a part; both have two KV heads and two layers."""
+    config = degree_of(engine_config(bank.target, bank.drafts["close"], k=3, tensor_parallel_size=2), degree)
+    found = on_ranks(2, lambda ranks: Blueprint(config, load_weights(config, ranks)).bytes_per_block)
+    of_a_head = 2 * config.block_size * 48 * 2 * 8  # layers, positions, numbers, K and V, bytes
+    assert found == [of_a_head * (1 + draft_heads)] * 2
+
+
+def on_other_rank() -> bool:
+    """Rank 0 of `engine_on_threads` is the main thread."""
+    return threading.current_thread() is not threading.main_thread()
+
+
 def test_a_drafter_that_fails_ends_the_engine(bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
     """Elsewhere the launch would go on without its drafts, and ranks would no longer agree."""
-    config = engine_config(bank.target, bank.drafts["close"], k=3, tensor_parallel_size=2, distributed_timeout=1.0)
     propose = DraftModel.propose
 
     def fail(*args: Any, **named: Any) -> Proposed:
-        if threading.current_thread() is threading.main_thread():
+        if not on_other_rank():
             raise RuntimeError("broken on purpose")
         return propose(*args, **named)
 
     monkeypatch.setattr(DraftModel, "propose", fail)
+    config = engine_config(bank.target, bank.drafts["close"], k=3, tensor_parallel_size=2, distributed_timeout=1.0)
     with engine_on_threads(config, exit_code=1) as engine:
-        with pytest.raises(EngineDeadError, match=r"rank 0 of 2 failed: RuntimeError\('broken on purpose'\)"):
+        with pytest.raises(RankLostError, match=r"rank 0 of 2 failed: RuntimeError\('broken on purpose'\)"):
             run_greedy(engine, bank, [(0, None, 20, 1)], 3)
         assert not engine.requests
+
+
+def test_ranks_that_come_to_other_results_end(bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where processors of two kinds draft: the other rank drafts other tokens."""
+    propose = DraftModel.propose
+
+    def other(*args: Any, **named: Any) -> Proposed:
+        proposed = propose(*args, **named)
+        return Proposed(-proposed.logits) if on_other_rank() else proposed
+
+    monkeypatch.setattr(DraftModel, "propose", other)
+    config = engine_config(bank.target, bank.drafts["equal"], k=1, tensor_parallel_size=2, distributed_timeout=1.0)
+    with engine_on_threads(config, exit_code=1) as engine:
+        job = request(0, bank.prompts[4], k=None, max_tokens=60, engine_k=1, ignore_eos=True)
+        engine.add_request(job)
+        with pytest.raises(RankLostError, match="rank 1 of 2 came to other results than rank 0"):
+            run(engine)
+
+
+@pytest.mark.parametrize("at", random.Random(0).sample(range(1, 200), 20))
+def test_a_rank_that_fails_anywhere(at: int, bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a random exchange: every request of rank 0 ends with an error that names it, and the books agree."""
+    config = engine_config(bank.target, bank.drafts["close"], k=3, tensor_parallel_size=2, distributed_timeout=2.0)
+    gather = Ranks.gather
+
+    def fail(ranks: Ranks, x: Tensor) -> Tensor:
+        if ranks.rank == 1 and ranks.num_begun == at:
+            raise CheckpointError("as on purpose")
+        return gather(ranks, x)
+
+    monkeypatch.setattr(Ranks, "gather", fail)
+    with engine_on_threads(config, exit_code=1) as engine:
+        jobs = [request(i, bank.prompts[i], k=None, max_tokens=100, engine_k=3, ignore_eos=True) for i in range(3)]
+        for job in jobs:
+            engine.add_request(job)
+        while engine.has_unfinished():
+            with pytest.raises(RankLostError, match="rank 1 of 2 failed: CheckpointError"):
+                run(engine)
+        assert all("rank 1 of 2 failed" in str(job.error) for job in jobs)
+        assert_idle(engine)

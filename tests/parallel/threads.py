@@ -11,12 +11,12 @@ ResultT = TypeVar("ResultT")
 TIMEOUT = 20.0
 
 
-def on_ranks(size: int, work: Callable[[Ranks], ResultT]) -> list[ResultT]:
+def on_ranks(size: int, work: Callable[[Ranks], ResultT], timeout: float = TIMEOUT) -> list[ResultT]:
     """What `work` returns on each of `size` ranks, which run at once."""
     store = dist.HashStore()
 
     def one(rank: int) -> ResultT:
-        return work(Ranks(store, rank, size, address="127.0.0.1", timeout=TIMEOUT))
+        return work(Ranks(store, rank, size, address="127.0.0.1", timeout=timeout))
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(one, range(size)))

@@ -13,7 +13,7 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
-    from specrs.engine.build import serve_rank
+    from specrs.engine.follow import serve_rank
     from specrs.parallel.connection import Connection
     from specrs.parallel.start import follow
 

@@ -17,6 +17,12 @@ from typing import Any, NamedTuple
 from specrs.errors import EngineError
 
 _HEAD = struct.Struct("<BI")
+_SMALL = 4096
+"""Bytes up to which a message is sent in one piece."""
+BEGUN = struct.Struct("<Q")
+"""Exchanges that a rank has begun."""
+DID = struct.Struct("<QI")
+"""Launches before it, and a checksum of its results."""
 
 
 class Kind(IntEnum):
@@ -32,6 +38,8 @@ class Kind(IntEnum):
     """From rank 0, JSON: the KV blocks of all ranks."""
     LAUNCH = 4
     """From rank 0: the part of a record that is read."""
+    DONE = 10
+    """To rank 0: what came of a launch, as `DID`."""
     ALIVE = 5
     """Either way, while there is nothing else to say; from other ranks with the exchanges that they have begun."""
     FAILED = 6
@@ -54,7 +62,7 @@ class Message(NamedTuple):
 
 
 class DisconnectedError(EngineError):
-    """The other side is gone, or did not answer in time."""
+    """The other side is gone, or did not answer in time: what became of it, as "has closed its connection"."""
 
 
 class Connection:
@@ -85,12 +93,15 @@ class Connection:
                 self._sending.release()
 
     def _send(self, kind: Kind, body: bytes | memoryview) -> None:
+        head = _HEAD.pack(kind, len(body))
         try:
-            self.socket.sendall(_HEAD.pack(kind, len(body)))
-            if len(body):
+            if len(body) <= _SMALL:
+                self.socket.sendall(head + bytes(body))
+            else:
+                self.socket.sendall(head)
                 self.socket.sendall(body)
         except OSError as fault:
-            raise DisconnectedError(f"nothing could be sent: {fault}") from fault
+            raise self._lost(fault) from fault
 
     def receive(self) -> Message:
         """The next message. Raises DisconnectedError."""
@@ -110,12 +121,15 @@ class Connection:
             try:
                 count = self.socket.recv_into(target[view:])
             except OSError as fault:
-                waited = f"nothing came for {self.timeout:g} s" if isinstance(fault, TimeoutError) else fault
-                raise DisconnectedError(f"{waited}") from fault
+                raise self._lost(fault) from fault
             if not count:
-                raise DisconnectedError("the connection was closed")
+                raise DisconnectedError("has closed its connection")
             view += count
         return found
+
+    def _lost(self, fault: OSError) -> DisconnectedError:
+        slow = isinstance(fault, TimeoutError)
+        return DisconnectedError(f"did not answer for {self.timeout:g} s" if slow else f"is lost: {fault}")
 
     def close(self) -> None:
         """Close the socket; the other side sees it. May be called twice, from any thread."""

@@ -75,7 +75,7 @@ class Ranks:
         """`[N, width]` from `x` `[N, W]` of every rank, columns in the order of ranks; of the last ones only so many
         as there are. Raises as `gather`."""
         parts = self.gather(x)
-        return parts.movedim(0, 1).reshape(len(x), -1)[:, :width].contiguous()
+        return parts.movedim(0, 1).reshape(len(x), self.size * x.shape[1])[:, :width].contiguous()
 
     def look_up(self, table: Tensor, ids: Tensor) -> Tensor:
         """Rows `ids` `[N]` of a table whose rows every rank has `len(table)` of, in their order: `[N, *]`.

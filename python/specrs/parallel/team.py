@@ -10,7 +10,6 @@ import contextlib
 import selectors
 import shutil
 import signal
-import struct
 import subprocess
 import threading
 import time
@@ -20,14 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from specrs.errors import RankLostError
-from specrs.parallel.connection import Connection, DisconnectedError, Kind, Message
+from specrs.parallel.connection import BEGUN, DID, Connection, DisconnectedError, Kind, Message
 from specrs.parallel.ranks import ExchangeError, Ranks
 
 START_TIMEOUT = 120.0
 """Seconds that a process has for its first message, at least: it loads torch before."""
 GRACE = 2.0
 """Seconds that ranks have to end by themselves."""
-BEGUN = struct.Struct("<Q")
 
 
 @dataclass(slots=True)
@@ -39,6 +37,7 @@ class _Member:
     begun: int = 0  # exchanges
     lost: str | None = None
     inbox: list[Message] = field(default_factory=list)
+    done: dict[int, int] = field(default_factory=dict)  # checksums of launches that were not compared yet
 
 
 class Team:
@@ -65,6 +64,7 @@ class Team:
         self.on_error: Callable[[RankLostError], None] | None = None
         """Called in a thread of its own when a rank is lost."""
         self._changed = threading.Condition()
+        self._done: dict[int, int] = {}  # rank 0's checksums, until all others have been compared
         self._closing = False
         self._thread = threading.Thread(target=self._watch, name="specrs-ranks", daemon=True)
         self._thread.start()
@@ -100,9 +100,16 @@ class Team:
                 self.check()
                 message = member.inbox.pop(0)
             if message.kind != kind:
-                raise self.failed(DisconnectedError(f"it said {message.kind.name}, not {kind.name}"), rank)
+                raise self.failed(DisconnectedError(f"said {message.kind.name}, not {kind.name}"), rank)
             found.append(message.json())
         return found
+
+    def done(self, launch: int, checksum: int) -> None:
+        """Note what came of a launch on rank 0. Every other rank's checksum must be the same: a draft that each of
+        them computes by itself is the same only where their processors and libraries compute alike."""
+        with self._changed:
+            self._done[launch] = checksum
+            self._compare()
 
     def check(self) -> None:
         """Raises RankLostError if a rank is lost."""
@@ -116,8 +123,12 @@ class Team:
             with self._changed:
                 # the rank that is lost may be seen a moment later than what it was waited for
                 self._changed.wait_for(lambda: self.error is not None, GRACE)
-        what = f"is lost: {fault}" if rank else f"failed: {fault!r}"
-        self._fail(rank, what)
+        if rank:
+            self._fail(rank, str(fault))
+        elif isinstance(fault, ExchangeError):
+            self._fail(self._waited_for(), f"did not answer: {fault}")
+        else:
+            self._fail(0, f"failed: {fault!r}")
         assert self.error is not None
         return self.error
 
@@ -170,6 +181,10 @@ class Team:
         member.heard, member.spoke = time.monotonic(), True
         if message.kind == Kind.ALIVE:
             (member.begun,) = BEGUN.unpack(message.body)
+        elif message.kind == Kind.DONE:
+            with self._changed:
+                launch, member.done[launch] = DID.unpack(message.body)
+                self._compare()
         elif message.kind == Kind.FAILED:
             self._fail(rank, f"failed: {message.body.decode(errors='replace')}")
         elif message.kind == Kind.LOST:
@@ -178,6 +193,14 @@ class Team:
             with self._changed:
                 member.inbox.append(message)
                 self._changed.notify_all()
+
+    def _compare(self) -> None:
+        members = self._members.values()
+        for launch in [launch for launch in self._done if all(launch in member.done for member in members)]:
+            own = self._done.pop(launch)
+            for rank, member in self._members.items():
+                if member.done.pop(launch) != own:
+                    self._fail(rank, "came to other results than rank 0")
 
     def _judge(self) -> None:
         now, ranks = time.monotonic(), self.ranks
@@ -189,8 +212,11 @@ class Team:
                 self._fail(rank, f"was lost: {member.lost}")  # and no other is to be named
         since = None if ranks is None else ranks.waiting_since
         if ranks is not None and since is not None and now - since > self._timeout:
-            behind = [rank for rank, member in self._members.items() if member.begun < ranks.num_begun]
-            self._fail(behind[0] if behind else 1, f"did not answer for {self._timeout:g} s: it hangs")
+            self._fail(self._waited_for(), f"did not answer for {self._timeout:g} s: it hangs")
+
+    def _waited_for(self) -> int:
+        """The rank that has begun the fewest exchanges."""
+        return min(self._members, key=lambda rank: self._members[rank].begun)
 
     def _fail(self, rank: int, what: str) -> None:
         """Note what ended rank `rank`, the first that did, and end the others."""
@@ -226,7 +252,7 @@ def _how_it_ended(process: subprocess.Popen[bytes] | None, fault: Exception) -> 
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = process.wait(GRACE)
     if code is None:
-        return f"is lost: {fault}"
+        return str(fault)
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     return f"ended with exit code {code}"

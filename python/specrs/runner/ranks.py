@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+import weakref
+import zlib
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 import numpy as np
@@ -22,11 +24,14 @@ from specrs.runner.ring import Header, Layout, RingSlot
 class LeadingRunner:
     """Rank 0's runner. An exception in a launch, here or elsewhere, ends the engine: ranks would no longer agree."""
 
-    def __init__(self, runner: EagerRunner, team: Team, layout: Layout) -> None:
-        """`runner` executes rank 0's part; `layout` is that of the record."""
+    def __init__(self, runner: EagerRunner, team: Team, layout: Layout, end: Callable[[], None]) -> None:
+        """`runner` executes rank 0's part; `layout` is that of the record. `end` is called once: when this is closed,
+        or not used any more."""
         self.runner = runner
         self.team = team
         self._layout = layout
+        self._num_launches = 0
+        self._end = weakref.finalize(self, end)
 
     @property
     def num_target_passes(self) -> int:
@@ -63,6 +68,8 @@ class LeadingRunner:
                 self.runner.launch(slot, header)
             except BaseException as fault:
                 raise self.team.failed(fault) from fault
+            self.team.done(self._num_launches, checksum(slot, header))
+            self._num_launches += 1
 
     def wait(self, slot: RingSlot) -> None:
         """A launch has ended when it returns."""
@@ -70,7 +77,7 @@ class LeadingRunner:
     def close(self) -> None:
         """End all ranks."""
         self.runner.close()
-        self.team.close()
+        self._end()
 
 
 def read_part(header: Header, layout: Layout) -> int:
@@ -79,6 +86,15 @@ def read_part(header: Header, layout: Layout) -> int:
     if header.num_admitted:
         return max(offset + length for offset, length in layout.values())
     return layout["admit_row" if header.num_prefill or header.num_draft_chunks else "prefill_token"][0]
+
+
+def checksum(slot: RingSlot, header: Header) -> int:
+    """Of what an executed launch reported. Tokens behind those emitted mean nothing."""
+    count, arrays = header.num_decode + header.num_prefill, slot.results_arrays
+    told = [arrays[name][:count] for name in ("num_emitted", "num_accepted", "num_drafted", "flags", "finish_reason")]
+    tokens = slot.results_view.tokens[:count].numpy()
+    emitted = tokens[np.arange(tokens.shape[1]) < told[0][:, None]]
+    return zlib.crc32(np.concatenate([*told, emitted]).data)
 
 
 @contextlib.contextmanager

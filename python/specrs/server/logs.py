@@ -47,11 +47,13 @@ async def log_what_runs(llm: AsyncLLM) -> None:
     """One line for the model and its memory, one for how it drafts."""
     config, limits, stats = llm.config, llm.limits, await llm.stats()
     logger.info(
-        "Model %s: %s%s on %s, %d tokens of context, up to %d requests at once; KV cache of %d tokens in blocks of %d",
+        "Model %s: %s%s on %s%s, %d tokens of context, up to %d requests at once; KV cache of %d tokens in blocks of "
+        "%d",
         config.target,
         config.dtype,
         "" if config.quantization is None else f", {config.quantization}",
         llm.device,
+        "" if config.tensor_parallel_size == 1 else f" by {config.tensor_parallel_size} ranks",
         limits.max_model_len,
         config.max_num_seqs,
         stats.num_blocks * config.block_size,

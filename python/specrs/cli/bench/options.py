@@ -97,7 +97,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--cpu-bf16-rows", action="store_true", help="on a CPU: products of bf16 pairs")
     group.add_argument("--cpu-prefill", help="exact or torch: what computes long prompts on a CPU; default: exact")
     group.add_argument("--load-format", help="auto, safetensors, or dummy for random weights")
-    group.add_argument("--tensor-parallel-size", "-tp", type=int, help="1 is what there is")
+    group.add_argument("--tensor-parallel-size", "-tp", type=int, help="processes that compute the target together")
     group.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=False)
     group.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
 

@@ -1,0 +1,96 @@
+"""The runner of an engine or of one of its ranks, and the KV blocks that it has room for. Plans nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from specrs.config import EngineConfig, resolve_num_blocks
+from specrs.core import CpuPool, InvalidBufferError, Scheduler
+from specrs.engine.blueprint import Blueprint
+from specrs.engine.engine import Runner
+from specrs.engine.threads import choose_threads
+from specrs.engine.weights import Weights
+from specrs.errors import UnsupportedConfigError, invalid
+from specrs.models.dense_native import TORCH_TOKENS, NativeDense
+from specrs.models.eagle3_native import NativeEagle3Head
+from specrs.parallel.ranks import Ranks
+from specrs.runner.eager import EagerRunner
+from specrs.runner.native import NativeRunner
+from specrs.runner.row_state import RowState
+from specrs.runner.sampling_state import SamplingState
+
+
+def num_blocks(blueprint: Blueprint) -> int:
+    """Size of the block pool, which serves both models' caches."""
+    if blueprint.on_gpu:
+        from specrs.engine.build_cuda import measure_num_blocks
+
+        return measure_num_blocks(blueprint)
+    return resolve_num_blocks(
+        blueprint.config,
+        blueprint.bytes_per_block,
+        blueprint.max_model_len,
+        blueprint.least_blocks,
+        1 + len(blueprint.window_groups),
+    )
+
+
+def make_runner(blueprint: Blueprint, scheduler: Scheduler, blocks: int, ranks: Ranks | None = None) -> Runner:
+    """The runner over `blocks` blocks, with row state and caches of its own; of several `ranks`, this one's."""
+    if blueprint.on_gpu:
+        from specrs.engine.build_cuda import make_cuda_runner
+
+        return make_cuda_runner(blueprint, scheduler, blocks)
+    config = blueprint.config
+    make: Callable[..., EagerRunner] = EagerRunner
+    models = [model for model in blueprint.models if isinstance(model, NativeDense)]
+    native = len(models) == len(blueprint.models)
+    if config.cpu_bf16_rows and not native:
+        reason = "not implemented for a model that is served op by op; allowed: False"
+        raise invalid(UnsupportedConfigError, "cpu_bf16_rows", True, reason)
+    if models and not config.enforce_eager:
+        # the weights are shared, threads and work space are this engine's own
+        pool = CpuPool(choose_threads(config, models))
+        blueprint = replace(blueprint, weights=_on_pool(blueprint.weights, pool, config))
+        if native:
+            make = partial(NativeRunner, scheduler, pool)
+    model, speculative = blueprint.weights.target, config.speculative_config
+    sampling = SamplingState(config.max_num_seqs, model.vocab_size, blueprint.logits_dtype, blueprint.device)
+    sampling.ranks = ranks
+    return make(
+        model,
+        model.allocate_cache(blocks, config.block_size),
+        blueprint.drafter(blocks),
+        RowState.allocate(
+            config.max_num_seqs,
+            blueprint.max_model_len,
+            config.block_size,
+            blueprint.device,
+            1 + len(blueprint.window_groups),
+        ),
+        sampling,
+        block_size=config.block_size,
+        rule=config.rule,
+        rates=None if speculative is None else speculative.synthetic_acceptance_rates,
+        logprobs_mode=config.logprobs_mode,
+    )
+
+
+def _on_pool(weights: Weights, pool: CpuPool, config: EngineConfig) -> Weights:
+    """The models on the threads of `pool`, with passes as `config` wants them."""
+    target, draft, head = weights.target, weights.draft, weights.head
+    torch_rows, bf16_rows = TORCH_TOKENS if config.cpu_prefill == "torch" else None, config.cpu_bf16_rows
+    try:
+        if isinstance(target, NativeDense):
+            target = target.on_pool(pool, torch_rows=torch_rows, bf16_rows=bf16_rows)
+        if isinstance(draft, NativeDense):
+            draft = draft.on_pool(pool, bf16_rows=bf16_rows)
+        if isinstance(head, NativeEagle3Head):
+            head = head.on_pool(pool, bf16_rows=bf16_rows)
+    except InvalidBufferError as fault:
+        # All else was checked when the weights were loaded.
+        reason = f"not implemented for these weights: {fault}; allowed: False"
+        raise invalid(UnsupportedConfigError, "cpu_bf16_rows", bf16_rows, reason) from fault
+    return replace(weights, target=target, draft=draft, head=head)
