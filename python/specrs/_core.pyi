@@ -1509,13 +1509,19 @@ class CpuWeights:
 class CpuKVCache:
     """A KV cache that passes write, in arrays of the caller, which are kept alive."""
 
-    def __new__(cls, layers: Sequence[NDArray[np.generic]]) -> CpuKVCache:
+    def __new__(
+        cls, layers: Sequence[NDArray[np.generic]], groups: Sequence[tuple[int, int]] | None = None
+    ) -> CpuKVCache:
         """Per layer `[num_blocks + 1, 2, num_kv_heads, block_size, head_dim]`, float32 or uint16 with the bits of
         bfloat16; dimension 1 is K, V. Slot s is block `s // block_size`, offset `s % block_size`; the last block is
         never read.
 
+        With `groups`, of each of the model's layers its KV group and which of the arrays it has: layers of several
+        groups may have the same one, since a block is of one group at a time. None: one group, an array for each layer.
+
         Raises:
-            InvalidBufferError: an array's dtype, layout, alignment or shape, by name.
+            InvalidBufferError: an array's dtype, layout, alignment or shape, by name; a group without layers, an array
+                that is none, or that two layers of a group have.
         """
 
 @final
@@ -1547,6 +1553,8 @@ class CpuDecoder:
         entries: NDArray[np.float32] | None = None,
         beside: NDArray[np.float32] | None = None,
         k_start: NDArray[np.int64] | None = None,
+        group_slots: NDArray[np.int64] | None = None,
+        group_tables: NDArray[np.int64] | None = None,
     ) -> None:
         """Feeds N rows of B requests: writes their K and V, and their final states, behind the final norm.
 
@@ -1562,6 +1570,8 @@ class CpuDecoder:
                 head what its next pass is fed.
             beside: `[N, hidden_size]`, for a head and only for it: each row's hidden state.
             k_start: `[B]`, the first position that a request's rows attend, none of which is before it; None: 0.
+            group_slots: `[G - 1, N]`, of the KV groups behind the first, where `kv_cache` has several.
+            group_tables: `[G - 1, B, max_blocks]`, likewise; what lies before a group's windows means nothing.
 
         Raises:
             InvalidBufferError: an array has the wrong dtype, layout or size, or names a token, position, slot, block or
@@ -1621,8 +1631,9 @@ class CpuIteration:
                 `[R + 1]` int64; `active` `[R + 1]` bool; `tokens` `[R + 1, max_model_len + 1]`, `block_table`
                 `[R + 1, max_blocks]`, `stop_ids` `[R + 1, MAX_STOP_IDS]` int64; `params`
                 `[R + 1, len(PARAM_COLUMNS)]` float32. With a `HiddenDrafter` `hidden_states`
-                `[R + 1, max_draft_lag * numbers of a position]` float32 and `hidden_start` `[R + 1]` int64. They are
-                kept alive, and written by `run`.
+                `[R + 1, max_draft_lag * numbers of a position]` float32 and `hidden_start` `[R + 1]` int64. With
+                `window_groups` `group_tables` `[(G - 1) * (R + 1), max_blocks]` int64, group by group. They are kept
+                alive, and written by `run`.
             draft: of a scheduler with a `CachedDrafter`, or an EAGLE-3 head of one with a `HiddenDrafter`.
             rule: `rejection` or `coupled`, for requests that sample.
             rates: `[K]`; drafts stand at these unconditional rates by position, whatever the models say: for timing.

@@ -184,7 +184,7 @@ def feed(**others: object) -> np.ndarray:
         "kv_cache": cache,
         "hidden": np.full((3, HIDDEN), np.nan, np.float32),
     } | others
-    decoder.forward(*arguments.values())  # type: ignore[arg-type]
+    decoder.forward(**arguments)  # type: ignore[arg-type]
     return arguments["hidden"]  # type: ignore[return-value]
 
 
@@ -210,6 +210,9 @@ def test_a_pass() -> None:
         ),
         ({"hidden": np.zeros((3, HIDDEN + 1), np.float32)}, r"^hidden = 27 elements is not allowed: expected 24"),
         ({"kv_cache": core.CpuKVCache(kv_layers(count=2))}, r"^kv_cache's \[layers, .* = \[2, 1, 4\] is not allowed"),
+        ({"group_slots": np.zeros((1, 3), np.int64)}, r"^group_slots = 3 elements is not allowed: expected 0 elements"),
+        ({"group_tables": np.zeros((1, 2, 2), np.int64)}, r"^group_tables = 4 elements is not allowed: expected 0 "),
+        ({"group_tables": np.zeros((2, 2), np.int64)}, r"^group_tables: "),
     ],
 )
 def test_passes_that_do_not_fit(others: dict[str, object], message: str) -> None:
@@ -285,10 +288,11 @@ def test_iterations_that_cannot_be() -> None:
             core.CpuIteration(scheduler(**fields), state(), target, draft, **settings)  # type: ignore[arg-type]
     with pytest.raises(InvalidBufferError, match=r"^rates = 1 of them is not allowed: expected one for each of 2 dr"):
         core.CpuIteration(scheduler(**drafting), state(), target, other, rates=[0.5])
-    with pytest.raises(
-        InvalidBufferError, match=r"^window_groups = \[4\] is not allowed: expected \[\]: all layers in"
-    ):
+    with pytest.raises(InvalidBufferError, match=r'^state: has no "group_tables", expected an array'):
         core.CpuIteration(scheduler(window_groups=[4]), state(), target)
+    one = state() | {"group_tables": np.zeros((1, 2), np.int64)}
+    with pytest.raises(InvalidBufferError, match=r"^group_tables: shape is \[1, 2\], expected \[2, 2\]"):
+        core.CpuIteration(scheduler(window_groups=[4]), one, target)
 
 
 def test_launches_check_their_buffers() -> None:

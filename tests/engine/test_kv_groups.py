@@ -1,6 +1,7 @@
 """Models some of whose layers see the last positions only: KV groups change the memory that a text takes, not the
 text."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,17 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from specrs.core import FINISH_LENGTH, HEADER_FIELDS, PLAN_LAUNCH
 from specrs.engine.blueprint import Blueprint
+from specrs.engine.engine import Engine
 from specrs.models.dense import Dense
+from specrs.runner.native import NativeRunner
 from sweep import sweep
 
 from engine.harness import (
     LONGEST,
+    VOCAB,
     Bank,
     config,
     greedy_jobs,
     make_bank,
     make_engine,
+    native_bank,
     poison,
+    request,
     run,
     run_greedy,
     submit,
@@ -38,21 +44,42 @@ MIXED: dict[str, dict[str, object]] = {
 
 @pytest.fixture(scope="module", params=MIXED)
 def mixed_bank(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bank:
-    """Targets with layers of both kinds."""
-    return make_bank(tmp_path_factory.mktemp(request.param), request.param, **MIXED[request.param])
+    """Targets with layers of both kinds; one draft sees all positions in all of its layers."""
+    folder = tmp_path_factory.mktemp(request.param)
+    bank = make_bank(folder, request.param, **MIXED[request.param])
+    return replace(
+        bank, drafts=bank.drafts | {"plain": make_checkpoint(folder / "plain", "qwen3", seed=4, vocab=VOCAB)}
+    )
+
+
+@pytest.fixture(scope="module")
+def banks(mixed_bank: Bank) -> dict[str, Bank]:
+    """The same for either runner; the native one's texts are those of all layers in one group."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Blueprint, "with_kv_groups", lambda made: made)
+        native = {dtype: native_bank(mixed_bank, dtype) for dtype in ("float32", "bfloat16")}
+    assert native["float32"].continuations == mixed_bank.continuations, "transformers' own"
+    return {"float64": mixed_bank} | native
+
+
+@pytest.fixture(params=["float64", "float32"])
+def either(request: pytest.FixtureRequest, banks: dict[str, Bank]) -> Bank:
+    """Each runner in turn."""
+    return banks[request.param]
 
 
 def blueprint(bank: Bank, draft: str | None = None, **fields: object) -> Blueprint:
     """In KV groups where the engine's would be."""
     folder, k = (None, 0) if draft is None else (bank.drafts[draft], 3)
-    made = config(bank.target, folder, k=k, **fields)
-    return Blueprint(made, weights(bank.target, folder, "float64")).with_kv_groups()
+    made = config(bank.target, folder, k=k, dtype=bank.dtype, **fields)
+    return Blueprint(made, weights(bank.target, folder, bank.dtype)).with_kv_groups()
 
 
-@sweep(12)
+@sweep(36)
 @given(data=st.data())
-def test_greedy_text(data: st.DataObject, mixed_bank: Bank) -> None:
-    bank, fields = mixed_bank, data.draw(engine_settings(), label="engine")
+def test_greedy_text(data: st.DataObject, banks: dict[str, Bank]) -> None:
+    bank = banks[data.draw(st.sampled_from(sorted(banks)), label="dtype")]
+    fields = data.draw(engine_settings(), label="engine")
     k = data.draw(st.integers(0, 8), label="K")
     draft = data.draw(st.sampled_from(sorted(bank.drafts)), label="draft")
     fields["block_size"] = data.draw(st.sampled_from([4, 8]), label="block size")
@@ -60,16 +87,21 @@ def test_greedy_text(data: st.DataObject, mixed_bank: Bank) -> None:
     # From a pool that one long request fills to one that never runs short.
     times = data.draw(st.sampled_from([1.0, 1.1, 2.0, 8.0]), label="blocks")
     fields["num_gpu_blocks_override"] = int(times * least)
-    engine = make_engine(bank.target, bank.drafts[draft], k=k, **fields)
+    engine = make_engine(bank.target, bank.drafts[draft], k=k, dtype=bank.dtype, **fields)
     assert engine.scheduler.num_groups == 3
+    assert isinstance(engine.runner, NativeRunner) == (bank.dtype != "float64")
     poison(engine)
-    run_greedy(engine, bank, data.draw(greedy_jobs(bank, k), label="requests"), k)
+    # A native launch with a request that asks for log probabilities goes op by op.
+    more = {"logprobs": 1} if data.draw(st.booleans(), label="log probabilities") else {}
+    run_greedy(engine, bank, data.draw(greedy_jobs(bank, k), label="requests"), k, **more)
 
 
-@pytest.mark.parametrize("draft", [None, "close"])
-def test_a_prefix_is_found_in_all_groups(mixed_bank: Bank, draft: str | None) -> None:
-    bank, k = mixed_bank, 0 if draft is None else 3
-    engine = make_engine(bank.target, draft and bank.drafts[draft], k=k, block_size=8, num_gpu_blocks_override=256)
+@pytest.mark.parametrize("draft", [None, "close", "plain"])
+def test_a_prefix_is_found_in_all_groups(either: Bank, draft: str | None) -> None:
+    bank, k = either, 0 if draft is None else 3
+    fields = {"k": k, "dtype": bank.dtype, "block_size": 8, "num_gpu_blocks_override": 256}
+    engine = make_engine(bank.target, draft and bank.drafts[draft], **fields)  # type: ignore[arg-type]
+    assert engine.scheduler.num_groups == 3
     poison(engine)
     longest = max(range(len(bank.prompts)), key=lambda i: len(bank.prompts[i]))
     for cached in (0, (len(bank.prompts[longest]) - 1) // 8 * 8):
@@ -80,34 +112,87 @@ def test_a_prefix_is_found_in_all_groups(mixed_bank: Bank, draft: str | None) ->
         assert engine.scheduler.num_cached_tokens - before == cached
 
 
-def test_memory_for_what_is_held_is_enough(mixed_bank: Bank) -> None:
-    made = blueprint(mixed_bank, block_size=8)
+def kv_bytes(engine: Engine) -> int:
+    """Of the target's cache, without the scratch block."""
+    tensors = {layer.data_ptr(): layer for layer in engine.runner.kv_cache.layers}.values()
+    return sum(layer[:-1].numel() * layer.element_size() for layer in tensors)
+
+
+def test_memory_for_what_is_held_is_enough(either: Bank) -> None:
+    made = blueprint(either, block_size=8)
     given = made.least_blocks * made.bytes_per_block
-    fields = {"k": 0, "block_size": 8, "kv_cache_memory_bytes": given}
-    engine = make_engine(mixed_bank.target, None, **fields)  # type: ignore[arg-type]
-    longest = max(range(len(mixed_bank.prompts)), key=lambda i: len(mixed_bank.prompts[i]))
-    (request,) = submit(engine, mixed_bank, [(longest, 0, LONGEST, 0)], 0, ignore_eos=True)
+    fields = {"k": 0, "block_size": 8, "kv_cache_memory_bytes": given, "dtype": either.dtype}
+    engine = make_engine(either.target, None, **fields)  # type: ignore[arg-type]
+    longest = max(range(len(either.prompts)), key=lambda i: len(either.prompts[i]))
+    (request,) = submit(engine, either, [(longest, 0, LONGEST, 0)], 0, ignore_eos=True)
     run(engine)
-    assert request.output_token_ids == mixed_bank.continuations[longest][:LONGEST]
-    cache = engine.runner.kv_cache
-    tensors = {layer.data_ptr(): layer for layer in cache.layers}.values()
-    assert sum(layer[:-1].numel() * layer.element_size() for layer in tensors) == given
-    assert len(tensors) == (made.weights.target.num_layers + 2) // 3
+    assert request.output_token_ids == either.continuations[longest][:LONGEST]
+    assert kv_bytes(engine) == given
+    of_layers = {layer.data_ptr() for layer in engine.runner.kv_cache.layers}
+    assert len(of_layers) == (made.weights.target.num_layers + 2) // 3
 
 
-def test_a_quarter_of_the_memory_for_32k_positions(tmp_path: Path) -> None:
-    """Five of six layers with windows of 1,024, by what a request holds at most, a launch of 2,048 tokens and all."""
-    length = 1 << 15
+@pytest.fixture(scope="module")
+def long_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Five of six layers with windows of 1,024 in a context of 32,768."""
     small = {"kv_heads": 1, "group": 1, "head_dim": 16, "hidden": 32, "intermediate": 32}
-    fields = {"layers": 6, "sliding_window_pattern": 6, "sliding_window": 1024, "max_position_embeddings": length}
-    target = make_checkpoint(tmp_path, "gemma3_text", vocab=64, **small, **fields)  # type: ignore[arg-type]
-    made = config(target, None, k=0, max_model_len=length, max_num_seqs=1, max_num_batched_tokens=2048, block_size=16)
-    one = Blueprint(made, weights(target, None, "float64"))
+    fields = {"layers": 6, "sliding_window_pattern": 6, "sliding_window": 1024, "max_position_embeddings": 1 << 15}
+    folder = tmp_path_factory.mktemp("long")
+    return make_checkpoint(folder, "gemma3_text", vocab=64, **small, **fields)  # type: ignore[arg-type]
+
+
+LONG = {"max_model_len": 1 << 15, "max_num_seqs": 1, "max_num_batched_tokens": 2048, "block_size": 16}
+
+
+def test_a_quarter_of_the_memory_for_32k_positions(long_target: Path) -> None:
+    """By what a request holds at most, a launch of 2,048 tokens and all."""
+    made = config(long_target, None, k=0, **LONG)
+    one = Blueprint(made, weights(long_target, None, "float64"))
     several = one.with_kv_groups()
     assert isinstance(several.weights.target, Dense)
     assert len(several.window_groups) == 5
-    grouped, whole = (peak_blocks(each, length) * each.bytes_per_block for each in (several, one))
+    grouped, whole = (peak_blocks(each, 1 << 15) * each.bytes_per_block for each in (several, one))
     assert grouped <= 0.25 * whole, grouped / whole
+
+
+def test_the_native_runner_serves_32k_positions_in_a_quarter_of_the_memory(long_target: Path) -> None:
+    """By the bytes of the cache that a request runs in to the end of its context, and its text in one group."""
+    prompt = [3 + i * i % 61 for i in range((1 << 15) - 24)]
+    texts: list[list[int]] = []
+    taken: list[int] = []
+    for in_one_group in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            if in_one_group:
+                patch.setattr(Blueprint, "with_kv_groups", lambda made: made)
+            made = config(long_target, None, k=0, dtype="float32", **LONG)
+            least = Blueprint(made, weights(long_target, None, "float32")).with_kv_groups().least_blocks
+            engine = make_engine(long_target, None, k=0, dtype="float32", num_gpu_blocks_override=least, **LONG)
+        assert isinstance(engine.runner, NativeRunner)
+        poison(engine)
+        job = request(0, prompt, k=0, max_tokens=24, engine_k=0, ignore_eos=True)
+        engine.add_request(job)
+        run(engine)
+        assert engine.scheduler.num_preemptions == 0
+        texts.append(job.output_token_ids)
+        taken.append(kv_bytes(engine))
+    assert texts[0] == texts[1]
+    assert len(set(texts[0])) > 4
+    assert taken[1] <= 0.25 * taken[0], taken[1] / taken[0]
+
+
+def test_a_plain_target_with_a_draft_of_groups(banks: dict[str, Bank]) -> None:
+    """The draft keeps its KV in the target's one group."""
+    for bank in banks.values():
+        plain = bank.drafts["plain"]
+        texts = []
+        for k in (0, 5):
+            engine = make_engine(plain, bank.target if k else None, k=k, dtype=bank.dtype, block_size=8)
+            assert engine.scheduler.num_groups == 1
+            poison(engine)
+            jobs = submit(engine, bank, [(i, k, LONGEST, i % 3) for i in range(6)], k, ignore_eos=True)
+            run(engine)
+            texts.append([job.output_token_ids for job in jobs])
+        assert texts[0] == texts[1]
 
 
 def peak_blocks(made: Blueprint, length: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,14 +17,14 @@ from specrs.models.eagle3_native import NativeEagle3Head
 from torch import Tensor
 
 
-def config(vocab_size: int, hidden_size: int = 16, window: int | None = None) -> ModelConfig:
-    """One layer of two query heads and one KV head, which sees the last `window` positions."""
+def config(vocab_size: int, hidden_size: int = 16, windows: Sequence[int | None] = (None,)) -> ModelConfig:
+    """A layer of two query heads and one KV head for each of `windows`, the last positions that it sees."""
     return ModelConfig(
         architecture="Qwen3ForCausalLM",
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=24,
-        num_layers=1,
+        num_layers=len(windows),
         num_heads=2,
         num_kv_heads=1,
         head_dim=8,
@@ -40,43 +40,46 @@ def config(vocab_size: int, hidden_size: int = 16, window: int | None = None) ->
         checkpoint_dtype="float32",
         eos_token_ids=(),
         mask_token_id=None,
-        windows=() if window is None else (window,),
+        windows=() if set(windows) == {None} else tuple(windows),
     )
 
 
 def weights(c: ModelConfig, embedding: Tensor, lm_head: Tensor, scale: float, seed: int) -> DenseWeights:
-    """These at both ends, and a layer of random numbers of this scale."""
+    """These at both ends, and layers of random numbers of this scale."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> StackedWeight:
         return StackedWeight((scale * torch.randn(shape, generator=generator),))
 
     heads = c.num_heads + 2 * c.num_kv_heads
-    layer = LayerWeights(
-        input_norm=torch.ones(c.hidden_size),
-        qkv=random(heads * c.head_dim, c.hidden_size),
-        qk_norm=torch.ones(c.num_heads + c.num_kv_heads, c.head_dim),
-        o=random(c.hidden_size, c.num_heads * c.head_dim),
-        post_attention_norm=torch.ones(c.hidden_size),
-        gate_up=random(2 * c.intermediate_size, c.hidden_size),
-        down=random(c.hidden_size, c.intermediate_size),
+    layers = tuple(
+        LayerWeights(
+            input_norm=torch.ones(c.hidden_size),
+            qkv=random(heads * c.head_dim, c.hidden_size),
+            qk_norm=torch.ones(c.num_heads + c.num_kv_heads, c.head_dim),
+            o=random(c.hidden_size, c.num_heads * c.head_dim),
+            post_attention_norm=torch.ones(c.hidden_size),
+            gate_up=random(2 * c.intermediate_size, c.hidden_size),
+            down=random(c.hidden_size, c.intermediate_size),
+        )
+        for _ in range(c.num_layers)
     )
     return DenseWeights(
         config=c,
         dtype=torch.float32,
         device=torch.device("cpu"),
         embedding=embedding,
-        layers=(layer,),
+        layers=layers,
         final_norm=torch.ones(c.hidden_size),
         lm_head=StackedWeight((lm_head,)),
         rotary=signed_frequencies(inverse_frequencies(c.head_dim, c.rope_theta)),
     )
 
 
-def random_model(vocab_size: int, seed: int, window: int | None = None) -> NativeDense:
+def random_model(vocab_size: int, seed: int, windows: Sequence[int | None] = (None,)) -> NativeDense:
     """Logits of a few units, so that drafts of another such model are sometimes right."""
     generator = torch.Generator().manual_seed(seed)
-    c = config(vocab_size, window=window)
+    c = config(vocab_size, windows=windows)
     ends = [torch.randn(vocab_size, c.hidden_size, generator=generator) for _ in range(2)]
     return NativeDense(weights(c, *ends, 0.3, seed))
 
@@ -87,7 +90,7 @@ def random_head(
     """A head of `target` over a random choice of its ids; it reads what enters its layers and what leaves them."""
     generator = torch.Generator().manual_seed(seed)
     layer_ids = tuple(range(target.num_layers + 1))
-    c = target.config
+    c = replace(target.config, num_layers=1, windows=())
     drawn = weights(c, target.weights.embedding, torch.zeros(vocab_size, c.hidden_size), 0.3, seed).layers[0]
 
     def random(*shape: int) -> StackedWeight:

@@ -57,8 +57,15 @@ class Pair:
     """An eager and a native runner of the same models on states and caches of their own."""
 
     def __init__(
-        self, drafter: str, rule: str, rates: list[float] | None, draft_vocab: int, window: int | None
+        self,
+        drafter: str,
+        rule: str,
+        rates: list[float] | None,
+        draft_vocab: int,
+        window: int | None,
+        windows: tuple[int | None, ...],
     ) -> None:
+        """`window` is that of all layers of both models; with `windows` the target's layers have these, in groups."""
         model = CachedDrafter(max_model_len=MAX_LEN - 6, max_draft_lag=2)
         parallel = CachedDrafter(max_model_len=MAX_LEN - 6, max_draft_lag=MAX_K + 1, mask_token_id=MASK)
         head = HiddenDrafter(max_model_len=MAX_LEN - 6, max_draft_lag=MAX_K + 3)
@@ -82,9 +89,11 @@ class Pair:
             drafter=declared,
             max_constraint_len=64,
             sliding_window=window,
+            window_groups=[size for size in windows if size is not None],
         )
-        target = random_model(VOCAB, 1, window)
-        draft: NativeDense | NativeEagle3Head = random_model(draft_vocab, 2, window)
+        target = random_model(VOCAB, 1, windows or (window,))
+        target = target.with_kv_groups() if windows else target
+        draft: NativeDense | NativeEagle3Head = random_model(draft_vocab, 2, (window,))
         if drafter in HEADS:
             few = draft_vocab < VOCAB
             draft = random_head(target, draft_vocab, 2, fc_norm=few, norm_output=rule == "coupled")
@@ -113,11 +122,12 @@ class Pair:
         elif drafter == "ngram":
             made = HostDrafter()
         cpu = torch.device("cpu")
+        num_groups = self.scheduler.num_groups
         runner = make(
             target,
-            target.allocate_cache(ROWS * TABLE, BLOCK_SIZE),
+            target.allocate_cache(num_groups * ROWS * TABLE, BLOCK_SIZE),
             made,
-            RowState.allocate(ROWS, MAX_LEN, BLOCK_SIZE, cpu),
+            RowState.allocate(ROWS, MAX_LEN, BLOCK_SIZE, cpu, num_groups),
             SamplingState(ROWS, VOCAB, torch.float32, cpu),
             **settings,
         )
@@ -200,16 +210,18 @@ class Made:
 
     def _blocks(self) -> None:
         """Now and then a row's blocks in another order; each row has its own."""
-        self.table = self.state.block_table.clone()
-        count = 0
+        self.tables = torch.cat([self.state.block_table[None], self.state.group_tables])
+        told = []
         for row in range(ROWS):
             if self.rng.random() < 0.1 or row in self.admitted:
-                for index, block in enumerate(self.rng.permutation(TABLE) + row * TABLE):
-                    for name, value in (("row", row), ("index", index), ("id", block)):
-                        self.record[f"block_{name}"][count] = value
-                    self.table[row, index] = int(block)
-                    count += 1
-        self.header["num_block_updates"] = count
+                for group, table in enumerate(self.tables):
+                    blocks = self.rng.permutation(TABLE) + (group * ROWS + row) * TABLE
+                    table[row] = torch.from_numpy(blocks)
+                    told += [(row, group, index, block) for index, block in enumerate(blocks)]
+        for at, updates in zip(("row", "group", "index", "id"), zip(*told, strict=True), strict=False):
+            if at != "group" or len(self.tables) > 1:
+                self.record[f"block_{at}"][: len(told)] = updates
+        self.header["num_block_updates"] = len(told)
 
     def _entry(self, i: int, row: int, k: int, *, whole: bool = False) -> None:
         n = self.lengths[row]
@@ -241,8 +253,8 @@ class Made:
         self.header["num_decode"], self.header["max_k"] = len(ks), max(ks, default=0)
         self.ks = ks
 
-    def _slots(self, row: int, positions: np.ndarray) -> np.ndarray:
-        return self.table[row].numpy()[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+    def _slots(self, row: int, positions: np.ndarray, group: int = 0) -> np.ndarray:
+        return self.tables[group, row].numpy()[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
 
     def _prefill(self) -> None:
         record, at, offset = self.record, 0, 0
@@ -268,7 +280,9 @@ class Made:
             record["chunk_is_last"][j] = start + length == n
             record["prefill_token"][at : at + length] = tokens
             record["prefill_position"][at : at + length] = positions
-            record["prefill_slot"][at : at + length] = self._slots(row, positions)
+            for group in range(len(self.tables)):
+                start_of = group * BUDGET + at
+                record["prefill_slot"][start_of : start_of + length] = self._slots(row, positions, group)
             at += length
             record["prefill_q_start"][j + 1] = at
         self.header["num_prefill"], self.header["num_prefill_tokens"] = len(self.prefill), at
@@ -338,6 +352,8 @@ def shake(pair: Pair, rng: np.random.Generator) -> None:
             state.limit[row], state.min_len[row] = rng.integers(n + 1, MAX_LEN + 1), rng.integers(0, MAX_LEN)
             state.tokens[row] = torch.from_numpy(rng.integers(0, VOCAB, MAX_LEN + 1))
             state.block_table[row] = torch.from_numpy(rng.permutation(TABLE) + row * TABLE)
+            for group, table in enumerate(state.group_tables, 1):
+                table[row] = torch.from_numpy(rng.permutation(TABLE) + (group * ROWS + row) * TABLE)
     other, hidden = pair.eager.runner, pair.native.runner.hidden
     if hidden is not None:
         shake_hidden(hidden, state, rng)
@@ -356,7 +372,7 @@ def shake(pair: Pair, rng: np.random.Generator) -> None:
         for layer, copied in zip(mine.layers, theirs.layers, strict=True):
             layer.nan_to_num_(nan=0.5)
             if not sound:
-                layer[rng.integers(0, ROWS * TABLE, 12)] = torch.nan
+                layer[rng.integers(0, len(layer) - 1, 12)] = torch.nan
             copied.copy_(layer)
 
 
@@ -374,7 +390,7 @@ def compare(pair: Pair, made: Made) -> dict[str, int]:
         mine, theirs = (side.slot.results_view.tokens[entry, :many].tolist() for side in (native, eager))
         assert mine == theirs
     mine, theirs = native.runner.state, eager.runner.state
-    for name in ("num_tokens", "draft_len", "limit", "min_len", "active", "block_table", "stop_ids"):
+    for name in ("num_tokens", "draft_len", "limit", "min_len", "active", "block_table", "group_tables", "stop_ids"):
         assert torch.equal(getattr(mine, name), getattr(theirs, name)), name
     for row, n in enumerate(mine.num_tokens.tolist()):
         assert torch.equal(mine.tokens[row, :n], theirs.tokens[row, :n])
@@ -394,9 +410,10 @@ def compare(pair: Pair, made: Made) -> dict[str, int]:
     flags = native.slot.results_arrays["flags"][:count]
     rows = native.slot.record_arrays["entry_row"][:count][flags & core.FLAG_CAPACITY != 0].tolist()
     ended = [row for row in range(ROWS) if not mine.active[row]]
-    skipped = {int(block) for row in (*rows, *ended) for block in mine.block_table[row].tolist()}
-    kept = [block for block in range(ROWS * TABLE) if block not in skipped]
+    tables = (mine.block_table, *mine.group_tables)
+    skipped = {int(block) for table in tables for row in (*rows, *ended) for block in table[row].tolist()}
     for ours, their in zip(native.caches, eager.caches, strict=True):
+        kept = [block for block in range(ours.num_blocks) if block not in skipped]
         for layer, other in zip(ours.layers, their.layers, strict=True):
             assert torch.equal(layer[kept].view(torch.int32), other[kept].view(torch.int32))
     reported = {name: native.slot.results_arrays[name][:count] for name in SECTIONS}
@@ -433,9 +450,13 @@ CASES: list[tuple[str, str, list[float] | None, int]] = [
     ("none", "coupled", None, VOCAB),
     ("model windowed", "rejection", None, VOCAB),
     ("mixed parallel windowed", "coupled", None, VOCAB),
+    ("model grouped", "rejection", None, VOCAB),
+    ("mixed head grouped", "coupled", None, VOCAB - 7),
 ]
 WINDOWED = {"model windowed": 6, "mixed parallel windowed": 11}
 """Cases in which target and draft see so many positions, by drafter."""
+GROUPED: dict[str, tuple[int | None, ...]] = {"model grouped": (5, None, 9), "mixed head grouped": (None, 7)}
+"""Cases in which each layer of the target has a KV group and a window of its own, by drafter."""
 LAUNCHES = -(-int(os.environ.get("SPECRS_LAUNCHES", 300 * len(CASES))) // len(CASES))
 """Of a case."""
 
@@ -443,8 +464,9 @@ LAUNCHES = -(-int(os.environ.get("SPECRS_LAUNCHES", 300 * len(CASES))) // len(CA
 @pytest.mark.parametrize(("drafter", "rule", "rates", "draft_vocab"), CASES)
 def test_random_launches(drafter: str, rule: str, rates: list[float] | None, draft_vocab: int) -> None:
     rng, window = np.random.default_rng(draft_vocab + len(drafter + rule)), WINDOWED.get(drafter)
-    drafter = drafter.removesuffix(" windowed")
-    pair = Pair(drafter, rule, rates, draft_vocab, window)
+    windows = GROUPED.get(drafter, ())
+    drafter = drafter.removesuffix(" windowed").removesuffix(" grouped")
+    pair = Pair(drafter, rule, rates, draft_vocab, window, windows)
     seen: dict[str, int] = {}
     for _ in range(LAUNCHES):
         shake(pair, rng)

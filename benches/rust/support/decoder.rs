@@ -103,7 +103,7 @@ impl Text {
             entries: &[0; 64][..rows],
             block_table: &self.table,
             max_blocks: self.table.len(),
-            k_start: &[],
+            ..Pass::default()
         };
         let output = if argmax {
             let num_ids = self.decoder.weights().shape().vocab_size;

@@ -24,6 +24,7 @@ from specrs.models.dense import Dense
 from specrs.models.dense_weights import DenseFacts, DenseWeights, LayerWeights
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
+from specrs.models.kv_groups import KVGroups, kv_groups
 from specrs.models.rope import Rope, rope_magnitude
 
 _Ints: TypeAlias = NDArray[np.int64]
@@ -48,6 +49,7 @@ class NativeDense(DenseFacts):
         pool: CpuPool | None = None,
         torch_rows: int | None = None,
         bf16_rows: bool = False,
+        kv_groups: KVGroups | None = None,
     ) -> None:
         """`weights` as `loader.load_native` lays them out; they must not be written while this lives. Without a pool
         passes run on the caller's thread.
@@ -61,18 +63,28 @@ class NativeDense(DenseFacts):
         """
         self.weights = weights
         self.torch_rows = torch_rows
+        self._kv_groups = kv_groups
         self._native = _borrow(weights) if native is None else native
-        self._torch = Dense(replace(weights, dtype=torch.float32))
+        self._torch = Dense(replace(weights, dtype=torch.float32), kv_groups)
         self.decoder = CpuDecoder(self._native, CpuPool(1) if pool is None else pool, bf16_rows=bf16_rows)
 
     def on_pool(self, pool: CpuPool, *, torch_rows: int | None = None, bf16_rows: bool = False) -> NativeDense:
         """The same weights on the threads of `pool`, with work space of its own."""
-        return NativeDense(self.weights, self._native, pool, torch_rows, bf16_rows)
+        return NativeDense(self.weights, self._native, pool, torch_rows, bf16_rows, self.kv_groups)
+
+    def with_kv_groups(self) -> NativeDense:
+        """See `Dense`. Passes run on the caller's thread."""
+        return NativeDense(self.weights, self._native, kv_groups=kv_groups(self.config.windows))
 
     @property
     def states_dtype(self) -> torch.dtype:
         """See `Model`."""
         return torch.float32
+
+    @property
+    def kv_groups(self) -> KVGroups | None:
+        """See `Model`."""
+        return self._kv_groups
 
     @property
     def num_bytes(self) -> int:
@@ -90,7 +102,7 @@ class NativeDense(DenseFacts):
     def allocate_cache(self, num_blocks: int, block_size: int) -> NativeKVCache:
         """See `Model`."""
         cache = super().allocate_cache(num_blocks, block_size)
-        return NativeKVCache(cache.layers, block_size, native_cache(cache))
+        return NativeKVCache(cache.layers, block_size, native_cache(cache, self.kv_groups))
 
     def forward(self, inputs: PassInputs, kv_cache: KVCache, hidden_layers: Sequence[int] = ()) -> HiddenStates:
         """See `Model`; states are fp32 whatever the dtype.
@@ -105,11 +117,13 @@ class NativeDense(DenseFacts):
         entries = torch.empty((rows, len(hidden_layers), size), dtype=torch.float32) if hidden_layers else None
         self.decoder.forward(
             *pass_arrays(inputs),
-            native_of(kv_cache),
+            native_of(kv_cache, self.kv_groups),
             hidden.numpy(),
             list(hidden_layers),
             None if entries is None else entries.numpy(),
-            k_start=None if inputs.k_start is None else inputs.k_start.contiguous().numpy(),
+            k_start=_numbers(inputs.k_start),
+            group_slots=_numbers(inputs.group_slots),
+            group_tables=_numbers(inputs.group_tables),
         )
         return HiddenStates(hidden, entries)
 
@@ -140,14 +154,22 @@ def pass_arrays(inputs: PassInputs) -> tuple[_Ints, _Ints, _Ints, _Ints, _Ints]:
     )
 
 
-def native_of(cache: KVCache) -> CpuKVCache:
+def _numbers(tensor: Tensor | None) -> NDArray[np.int64] | None:
+    return None if tensor is None else tensor.contiguous().numpy()
+
+
+def native_of(cache: KVCache, groups: KVGroups | None = None) -> CpuKVCache:
     """The cache as native passes know it: its own where it has one."""
-    return cache.native if isinstance(cache, NativeKVCache) else native_cache(cache)
+    return cache.native if isinstance(cache, NativeKVCache) else native_cache(cache, groups)
 
 
-def native_cache(cache: KVCache) -> CpuKVCache:
-    """The cache's memory, as native passes know it."""
-    return CpuKVCache([array(layer) for layer in cache.layers])
+def native_cache(cache: KVCache, groups: KVGroups | None = None) -> CpuKVCache:
+    """The cache's memory, as native passes know it; `groups` are those that it was allocated for."""
+    if groups is None:
+        return CpuKVCache([array(layer) for layer in cache.layers])
+    # The first group has a layer at every place.
+    places = [array(layer) for layer, group in zip(cache.layers, groups.of_layer, strict=True) if group == 0]
+    return CpuKVCache(places, list(zip(groups.of_layer, groups.places, strict=True)))
 
 
 def _borrow(weights: DenseWeights) -> CpuWeights:

@@ -114,6 +114,7 @@ class NativeRunner(EagerRunner):
     def _make(self) -> CpuIteration:
         state, sampling = self.state, self.sampling
         tensors = {name: getattr(state, name) for name in state.__slots__}
+        tensors["group_tables"] = state.group_tables.flatten(0, 1)
         tensors |= {"seeds": sampling.seeds, "prompt_len": sampling.prompt_len, "params": sampling.params.values}
         if self.hidden is not None:
             tensors |= {"hidden_states": self.hidden.states.flatten(1), "hidden_start": self.hidden.start}

@@ -29,15 +29,26 @@ impl KvShape {
     }
 }
 
+/// Which blocks a layer's KV is in, and whose memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KvLayer {
+    /// Its group: layers with one block table.
+    pub group: usize,
+    /// Its place in the group. Layers of the same place have the same memory, of which a block is of one group at a time.
+    pub place: usize,
+}
+
 /// Keys and values of every layer in blocks; slot s is block `s / block_size`, offset `s % block_size`.
 pub struct KvCache {
-    pub(crate) layers: Vec<ValuesMut>,
+    /// By place.
+    pub(crate) places: Vec<ValuesMut>,
+    pub(crate) layers: Vec<KvLayer>,
     pub(crate) shape: KvShape,
 }
 
 impl KvCache {
     /// A cache on memory of others: per layer `[num_blocks + 1, 2, num_kv_heads, block_size, head_dim]` contiguous,
-    /// dimension 1 is K, V. All layers have one type.
+    /// dimension 1 is K, V. All layers have one type, and are in one group.
     ///
     /// # Errors
     /// Where a size is 0, a layer has another length, or layers differ in type.
@@ -55,7 +66,36 @@ impl KvCache {
                 return Err(Error::invalid(format!("kv_cache.layers[{i}]"), "another type", "the type of layer 0"));
             }
         }
-        Ok(Self { layers, shape })
+        let own = (0..layers.len()).map(|place| KvLayer { group: 0, place }).collect();
+        Ok(Self { places: layers, layers: own, shape })
+    }
+
+    /// The same memory for the layers of a model in several groups: what were layers are places.
+    ///
+    /// # Errors
+    /// For a place that does not exist, two layers at one place of a group, and a group without layers before others.
+    pub fn with_groups(self, layers: Vec<KvLayer>) -> Result<Self> {
+        let num_groups = layers.iter().map(|layer| layer.group + 1).max().unwrap_or(0);
+        for (i, layer) in layers.iter().enumerate() {
+            let field = || format!("groups[{i}]");
+            if layer.place >= self.places.len() {
+                let (given, most) = (format!("place {}", layer.place), self.places.len());
+                return Err(Error::invalid(field(), given, format!("a place below {most}, as many as arrays")));
+            }
+            if layers[..i].contains(layer) {
+                let given = format!("place {} of group {}", layer.place, layer.group);
+                return Err(Error::invalid(field(), given, "a place for each layer of a group"));
+            }
+        }
+        if let Some(empty) = (0..num_groups).find(|&group| layers.iter().all(|layer| layer.group != group)) {
+            return Err(Error::invalid("groups", format!("no layer in group {empty}"), "layers in each"));
+        }
+        Ok(Self { layers, ..self })
+    }
+
+    /// G, groups of layers with block tables of their own.
+    pub fn num_groups(&self) -> usize {
+        self.layers.iter().map(|layer| layer.group).max().map_or(1, |last| last + 1)
     }
 
     /// A zeroed cache of its own; bf16 where `bf16`.
@@ -79,9 +119,9 @@ impl KvCache {
         &self.shape
     }
 
-    /// Its layers, whose elements a host may read and write between passes.
+    /// The memory of its layers, by place, whose elements a host may read and write between passes.
     pub fn layers_mut(&mut self) -> &mut [ValuesMut] {
-        &mut self.layers
+        &mut self.places
     }
 
     /// Refuses a cache that is not of this model.

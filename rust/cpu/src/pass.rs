@@ -1,8 +1,9 @@
 //! What a pass is fed and what it gives. Data and its checks; computes nothing.
 
 use crate::error::{Error, Result, check_len};
-use crate::kv_cache::KvShape;
+use crate::kv_cache::{KvCache, KvShape};
 use crate::weights::ModelShape;
+use std::ops::Range;
 
 /// Rows that go through all layers together; longer passes are cut into tiles of as many, in order.
 pub const MAX_TILE_ROWS: usize = 64;
@@ -24,6 +25,10 @@ pub struct Pass<'a> {
     pub entries: &'a [usize],
     /// `[rows, max_blocks]` block ids; entries past a row's position are never looked at.
     pub block_table: &'a [i64],
+    /// `[G - 1, N]` slots in the cache's groups behind the first; empty: there is one.
+    pub group_slots: &'a [i64],
+    /// `[G - 1, rows, max_blocks]` their block ids; entries before the windows of a group's layers are never looked at, either.
+    pub group_tables: &'a [i64],
     /// Blocks of a row of the block table.
     pub max_blocks: usize,
     /// By row of the block table the first position that is attended, whatever a window has; empty: 0 for all.
@@ -125,7 +130,7 @@ impl Output<'_> {
     }
 }
 
-impl Pass<'_> {
+impl<'a> Pass<'a> {
     /// Rows.
     pub fn len(&self) -> usize {
         self.tokens.len()
@@ -136,20 +141,68 @@ impl Pass<'_> {
         self.tokens.is_empty()
     }
 
-    /// Refuses whatever would read or write outside the weights, the cache and the output.
-    pub(crate) fn check(&self, shape: &ModelShape, num_ids: usize, kv: &KvShape, output: &Output<'_>) -> Result<()> {
-        let rows = self.len();
+    /// Slots of `rows` and the block table in a group.
+    pub(crate) fn in_group(&self, group: usize, rows: &Range<usize>) -> (&'a [i64], &'a [i64]) {
+        match group.checked_sub(1) {
+            None => (&self.slots[rows.clone()], self.block_table),
+            Some(further) => {
+                let (slots, table) = (further * self.len(), further * self.block_table.len());
+                let slots = &self.group_slots[slots + rows.start..slots + rows.end];
+                (slots, &self.group_tables[table..table + self.block_table.len()])
+            }
+        }
+    }
+
+    /// Refuses whatever would read or write outside the weights, the cache and the output. `window_of`: the most positions
+    /// that a row attends in a group.
+    pub(crate) fn check(
+        &self,
+        shape: &ModelShape,
+        num_ids: usize,
+        cache: &KvCache,
+        output: &Output<'_>,
+        window_of: impl Fn(usize) -> usize,
+    ) -> Result<()> {
+        let (rows, kv, further) = (self.len(), &cache.shape, cache.num_groups() - 1);
         check_len("positions", self.positions.len(), rows)?;
         check_len("slots", self.slots.len(), rows)?;
         check_len("entries", self.entries.len(), rows)?;
+        check_len("group_slots", self.group_slots.len(), further * rows)?;
+        check_len("group_tables", self.group_tables.len(), further * self.block_table.len())?;
         for row in 0..rows {
-            self.check_slot(row, kv)?;
+            check_slot(self.slots[row], kv, || format!("slots[{row}]"))?;
             if self.positions[row] != -1 {
                 self.check_row(row, shape, kv)?;
                 self.check_start(row)?;
             }
         }
+        for group in 1..=further {
+            self.check_group(group, kv, window_of(group))?;
+        }
         output.check(rows, shape, num_ids)
+    }
+
+    /// Refuses what a group's layers would read or write outside the cache, of rows that are right in the first group.
+    fn check_group(&self, group: usize, kv: &KvShape, window: usize) -> Result<()> {
+        let (slots, table) = self.in_group(group, &(0..self.len()));
+        for (row, &slot) in slots.iter().enumerate() {
+            check_slot(slot, kv, || format!("group_slots[{}, {row}]", group - 1))?;
+            let (position, entry) = (self.positions[row], self.entries[row]);
+            if position == -1 {
+                continue;
+            }
+            let below = self.below(row).map(|below| below as usize);
+            let from = below.unwrap_or((position as usize + 1).saturating_sub(window)) / kv.block_size;
+            let name = |i| format!("group_tables[{}, {entry}, {i}]", group - 1);
+            check_blocks(&table[entry * self.max_blocks..], from, position as usize / kv.block_size, kv, name)?;
+        }
+        Ok(())
+    }
+
+    /// The position of the row before, where it is of the same entry.
+    fn below(&self, row: usize) -> Option<i64> {
+        let before = row.checked_sub(1)?;
+        (self.entries[before] == self.entries[row] && self.positions[before] != -1).then(|| self.positions[before])
     }
 
     /// The first position that rows of an entry attend.
@@ -170,14 +223,6 @@ impl Pass<'_> {
         Err(Error::invalid(format!("k_start[{entry}]"), first, allowed))
     }
 
-    fn check_slot(&self, row: usize, kv: &KvShape) -> Result<()> {
-        let slot = self.slots[row];
-        if slot == -1 || usize::try_from(slot).is_ok_and(|slot| slot < kv.num_slots()) {
-            return Ok(());
-        }
-        Err(Error::invalid(format!("slots[{row}]"), slot, format!("-1 to {}", kv.num_slots() as i64 - 1)))
-    }
-
     fn check_row(&self, row: usize, shape: &ModelShape, kv: &KvShape) -> Result<()> {
         let (token, position, entry) = (self.tokens[row], self.positions[row], self.entries[row]);
         if !usize::try_from(token).is_ok_and(|token| token < shape.vocab_size) {
@@ -195,20 +240,31 @@ impl Pass<'_> {
         };
         // What a row below has checked is not checked again.
         let mut from = 0;
-        if row > 0 && self.entries[row - 1] == entry && self.positions[row - 1] != -1 {
-            let below = self.positions[row - 1];
+        if let Some(below) = self.below(row) {
             if below >= position {
                 let allowed = format!("above {below}, the position of the row before, of the same entry");
                 return Err(Error::invalid(format!("positions[{row}]"), position, allowed));
             }
             from = below as usize / kv.block_size;
         }
-        for (i, &block) in blocks[..=position as usize / kv.block_size].iter().enumerate().skip(from) {
-            if !usize::try_from(block).is_ok_and(|block| block < kv.num_blocks) {
-                let allowed = format!("0 to num_blocks - 1 = {}", kv.num_blocks as i64 - 1);
-                return Err(Error::invalid(format!("block_table[{entry}, {i}]"), block, allowed));
-            }
-        }
-        Ok(())
+        check_blocks(blocks, from, position as usize / kv.block_size, kv, |i| format!("block_table[{entry}, {i}]"))
     }
+}
+
+fn check_slot(slot: i64, kv: &KvShape, name: impl FnOnce() -> String) -> Result<()> {
+    if slot == -1 || usize::try_from(slot).is_ok_and(|slot| slot < kv.num_slots()) {
+        return Ok(());
+    }
+    Err(Error::invalid(name(), slot, format!("-1 to {}", kv.num_slots() as i64 - 1)))
+}
+
+/// Refuses ids among `from..=to` of a row's blocks that are none.
+fn check_blocks(blocks: &[i64], from: usize, to: usize, kv: &KvShape, name: impl Fn(usize) -> String) -> Result<()> {
+    for (i, &block) in blocks[..=to].iter().enumerate().skip(from) {
+        if !usize::try_from(block).is_ok_and(|block| block < kv.num_blocks) {
+            let allowed = format!("0 to num_blocks - 1 = {}", kv.num_blocks as i64 - 1);
+            return Err(Error::invalid(name(i), block, allowed));
+        }
+    }
+    Ok(())
 }

@@ -175,7 +175,7 @@ fn wrong_input_is_named() {
         entries: &[0, 0],
         block_table: &table,
         max_blocks: 3,
-        k_start: &[],
+        ..Pass::default()
     };
     let mut refuse = |pass: Pass<'_>, expected: &str| {
         let error = decoder.forward(&pass, &mut kv, Output::Nothing).unwrap_err();

@@ -57,7 +57,7 @@ fn worst(model: &Model, explained: Kind) -> f64 {
             entries: &entries,
             block_table: &table,
             max_blocks,
-            k_start: &[],
+            ..Pass::default()
         };
         let output = Output::Logits { rows: &rows, num_ids: SHAPE.vocab_size, logits: &mut logits };
         decoder.forward(&pass, &mut kv, output).unwrap();
@@ -165,7 +165,7 @@ fn logits_and_argmax_of_hidden_states_are_the_pass_s() {
         entries: &entries,
         block_table: &[0, 1, 2, 3],
         max_blocks: 4,
-        k_start: &[],
+        ..Pass::default()
     };
     let (rows, num_ids) = ([2, 7, 11], 90);
     let mut hidden = vec![f32::NAN; rows.len() * SHAPE.hidden_size];
@@ -208,7 +208,7 @@ fn a_closed_pool_runs_no_pass() {
             entries: &[0],
             block_table: &[0, 1, 2, 3],
             max_blocks: 4,
-            k_start: &[],
+            ..Pass::default()
         };
         decoder.forward(&pass, &mut kv, Output::Nothing).unwrap();
         pool.close();

@@ -6,7 +6,7 @@ use crate::tensors::{values, values_mut, weight as weight_of};
 use numpy::{Ix1, Ix2, Ix3, Ix5, PyReadonlyArray, PyReadwriteArray, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use specrs_cpu::{
-    Activation, Beside, BesideWeights, Decoder, Entries, Experts, KvCache, KvShape, LayerWeights, Linear, Mlp,
+    Activation, Beside, BesideWeights, Decoder, Entries, Experts, KvCache, KvLayer, KvShape, LayerWeights, Linear, Mlp,
     ModelShape, Multipliers, Output, Part, Pass, Pool, QkNorm, Rotation, Values, Weights, guarded,
 };
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -309,8 +309,9 @@ pub(crate) struct CpuKVCache(pub(crate) Mutex<KvCache>);
 #[pymethods]
 impl CpuKVCache {
     #[new]
+    #[pyo3(signature = (layers, groups = None))]
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python objects")]
-    fn new(py: Python<'_>, layers: Vec<Bound<'_, PyAny>>) -> PyResult<Self> {
+    fn new(py: Python<'_>, layers: Vec<Bound<'_, PyAny>>, groups: Option<Vec<(usize, usize)>>) -> PyResult<Self> {
         let (mut made, mut first) = (Vec::with_capacity(layers.len()), None);
         for (i, array) in layers.iter().enumerate() {
             let name = format!("layers[{i}]");
@@ -327,7 +328,16 @@ impl CpuKVCache {
         };
         let shape =
             KvShape { num_blocks: shape[0] - 1, num_kv_heads: shape[2], block_size: shape[3], head_dim: shape[4] };
-        KvCache::new(shape, made).map(|cache| Self(Mutex::new(cache))).map_err(|error| to_py(py, &error))
+        KvCache::new(shape, made)
+            .and_then(|cache| match groups {
+                Some(groups) => {
+                    let layer = |(group, place)| KvLayer { group, place };
+                    cache.with_groups(groups.into_iter().map(layer).collect())
+                }
+                None => Ok(cache),
+            })
+            .map(|cache| Self(Mutex::new(cache)))
+            .map_err(|error| to_py(py, &error))
     }
 
     fn __repr__(&self) -> String {
@@ -354,7 +364,7 @@ impl CpuDecoder {
     #[allow(clippy::needless_pass_by_value)] // extracted from Python objects
     #[pyo3(signature = (
         tokens, positions, slots, q_start, block_table, kv_cache, hidden, hidden_layers = vec![], entries = None,
-        beside = None, k_start = None
+        beside = None, k_start = None, group_slots = None, group_tables = None
     ))]
     fn forward(
         &self,
@@ -370,10 +380,15 @@ impl CpuDecoder {
         entries: Option<&Bound<'_, PyAny>>,
         beside: Option<&Bound<'_, PyAny>>,
         k_start: Option<&Bound<'_, PyAny>>,
+        group_slots: Option<&Bound<'_, PyAny>>,
+        group_tables: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let beside: Option<PyReadonlyArray<'_, f32, Ix2>> =
             beside.map(|array| readonly("beside", array)).transpose()?;
         let k_start: Option<In<'_>> = k_start.map(|array| readonly("k_start", array)).transpose()?;
+        let group_slots: Option<In2<'_>> = group_slots.map(|array| readonly("group_slots", array)).transpose()?;
+        let group_tables: Option<PyReadonlyArray<'_, i64, Ix3>> =
+            group_tables.map(|array| readonly("group_tables", array)).transpose()?;
         let layers: Vec<usize> = hidden_layers
             .iter()
             .map(|&layer| size(py, Class::InvalidBuffer, "hidden_layers", layer))
@@ -395,6 +410,8 @@ impl CpuDecoder {
             entries: &requests,
             block_table: block_table.as_slice()?,
             max_blocks: block_table.shape()[1],
+            group_slots: group_slots.as_ref().map_or(Ok(&[][..]), |array| array.as_slice())?,
+            group_tables: group_tables.as_ref().map_or(Ok(&[][..]), |array| array.as_slice())?,
             k_start: k_start.as_ref().map_or(Ok(&[][..]), |array| array.as_slice())?,
         };
         let hidden = hidden.as_slice_mut()?;

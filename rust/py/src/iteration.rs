@@ -32,6 +32,7 @@ struct Rows {
     active: MemoryMut<bool>,
     tokens: MemoryMut<i64>,
     block_table: MemoryMut<i64>,
+    group_tables: MemoryMut<i64>,
     stop_ids: MemoryMut<i64>,
     params: MemoryMut<f32>,
     hidden: Option<Hidden>,
@@ -70,6 +71,10 @@ impl Rows {
             active: numbers(arrays, "active", &[rows])?,
             tokens: wide("tokens", width)?,
             block_table: wide("block_table", blocks)?,
+            group_tables: match config.num_groups() - 1 {
+                0 => MemoryMut::from_vec(Vec::new()),
+                further => numbers(arrays, "group_tables", &[further * rows, blocks])?,
+            },
             stop_ids: wide("stop_ids", MAX_STOP_IDS)?,
             params: numbers(arrays, "params", &[rows, NUM_PARAMS])?,
         })
@@ -87,6 +92,7 @@ impl Rows {
             active: self.active.as_mut_slice(),
             tokens: self.tokens.as_mut_slice(),
             block_table: self.block_table.as_mut_slice(),
+            group_tables: self.group_tables.as_mut_slice(),
             stop_ids: self.stop_ids.as_mut_slice(),
             params: self.params.as_mut_slice(),
             hidden: self

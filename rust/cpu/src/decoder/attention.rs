@@ -58,6 +58,15 @@ impl<T> KvRead<T> for SharedHead<'_, T> {
     }
 }
 
+/// Where a tile's rows find their KV: in the blocks of one group.
+pub(super) struct Paging<'a> {
+    shape: KvShape,
+    /// Of the tile's rows.
+    slots: &'a [i64],
+    /// `[rows, max_blocks]`
+    block_table: &'a [i64],
+}
+
 /// One participant's share of attention: units are (KV head, row).
 struct Share<'a> {
     units: std::ops::Range<usize>,
@@ -74,21 +83,27 @@ struct HeadInputs<'a> {
     projected: &'a [f32],
     cos: &'a [f32],
     sin: &'a [f32],
+    /// Where k and v of each row go.
+    slots: &'a [i64],
 }
 
-impl Context<'_> {
+impl<'a> Context<'a> {
+    pub(super) fn paging(&self, group: usize, shape: KvShape) -> Paging<'a> {
+        let (slots, block_table) = self.pass.in_group(group, &(self.first..self.first + self.rows()));
+        Paging { shape, slots, block_table }
+    }
+
     pub(super) fn attention<T: Element>(
         &self,
         layer: &Layer,
         kv: &mut [T],
-        kv_shape: &KvShape,
+        paging: &Paging<'_>,
         buffers: &mut Buffers,
         private: &mut [Private],
     ) {
         let shape = &self.weights.shape;
         let (rows, shares, kv_heads) = (self.rows(), self.shares, shape.num_kv_heads);
-        let sizes = [kv_shape.num_blocks + 1, 2 * kv_heads, kv_shape.block_size * shape.head_dim];
-        let block_size = kv_shape.block_size;
+        let sizes = [paging.shape.num_blocks + 1, 2 * kv_heads, paging.shape.block_size * shape.head_dim];
         let Buffers { h, e, added, heads, q, attended, cos, sin, .. } = buffers;
         if layer.qk_norm_whole {
             self.project(layer, h, e, heads, private);
@@ -110,14 +125,15 @@ impl Context<'_> {
                     self.attention_input(h, e, layer.input_norm.as_deref(), own);
                     self.round(&mut own.x, rows, layer.qkv.inputs);
                 }
-                self.heads(layer, t, &HeadInputs { projected: heads, cos, sin }, q, &mut planes, own);
+                let inputs = HeadInputs { projected: heads, cos, sin, slots: paging.slots };
+                self.heads(layer, t, &inputs, q, &mut planes, own);
                 if shares.fused {
                     let (units, first_head) = (shares.units[t]..shares.units[t + 1], shares.q[t]);
                     let mut outs = outs.take(t);
                     let share = Share { units, q, first_head, out: outs.row_mut(0) };
                     let planes = &planes;
                     let head = |head| OwnHead { planes, key: head, value: kv_heads + head };
-                    self.attend(layer, share, head, block_size, own);
+                    self.attend(layer, share, head, paging, own);
                 }
             });
         }
@@ -131,7 +147,7 @@ impl Context<'_> {
                 let units = shares.units[t]..shares.units[t + 1];
                 let share = Share { units, q, first_head: 0, out: outs.row_mut(0) };
                 let head = |head| SharedHead { layer: kv, sizes, key: head, value: kv_heads + head };
-                self.attend(layer, share, head, block_size, &mut own.row_mut(0)[0]);
+                self.attend(layer, share, head, paging, &mut own.row_mut(0)[0]);
             });
         }
         let attended = &*attended;
@@ -237,8 +253,8 @@ impl Context<'_> {
                 if head < kv_heads {
                     rotate(row, y, norms.map(|norms| &*norms.1));
                 }
-                if self.tile.slots[row] >= 0 && self.tile.positions[row] >= 0 {
-                    let slot = self.tile.slots[row] as usize;
+                if given.slots[row] >= 0 && self.tile.positions[row] >= 0 {
+                    let slot = given.slots[row] as usize;
                     let plane = planes.plane_mut(slot / block_size, head);
                     for (out, y) in plane[slot % block_size * dim..].iter_mut().zip(y) {
                         *out = T::round(*y);
@@ -254,13 +270,13 @@ impl Context<'_> {
         layer: &Layer,
         Share { units, q, first_head, out }: Share<'_>,
         head_of: impl Fn(usize) -> K,
-        block_size: usize,
+        paging: &Paging<'_>,
         own: &mut Private,
     ) {
         let shape = &self.weights.shape;
         let (rows, group, dim) = (self.rows(), shape.group(), shape.head_dim);
         let vectors = dim.div_ceil(LANES);
-        let Pass { positions, entries, block_table, max_blocks, .. } = self.tile;
+        let Pass { positions, entries, max_blocks, .. } = self.tile;
         let mut unit = units.start;
         while unit < units.end {
             let (head, row) = (unit / rows, unit % rows);
@@ -276,8 +292,8 @@ impl Context<'_> {
             }
             self.isa.run(Attend {
                 kv: &head_of(head),
-                blocks: &block_table[entries[row] * max_blocks..][..max_blocks],
-                block_size,
+                blocks: &paging.block_table[entries[row] * max_blocks..][..max_blocks],
+                block_size: paging.shape.block_size,
                 head_dim: dim,
                 first: self.tile.first(entries[row]),
                 window: layer.window,

@@ -32,7 +32,8 @@ impl Decoder {
         for (states, out) in states.chunks(MAX_TILE_ROWS * inputs).zip(out.chunks_mut(MAX_TILE_ROWS * hidden)) {
             let tile = Pass::default();
             let (isa, bf16_rows) = (self.isa, self.bf16_rows);
-            let cx = Context { isa, bf16_rows, weights, shares, session: &session, tile, beside: None };
+            let (session, pass) = (&session, tile);
+            let cx = Context { isa, bf16_rows, weights, shares, session, tile, pass, first: 0, beside: None };
             cx.fuse(head, states, out, &mut self.private);
         }
         Ok(())

@@ -71,7 +71,8 @@ impl Decoder {
         shares.set_ids(num_ids);
         let tile = Pass::default();
         let (isa, bf16_rows, weights) = (self.isa, self.bf16_rows, &*self.weights);
-        let cx = Context { isa, bf16_rows, weights, shares, session: &session, tile, beside: None };
+        let (session, pass) = (&session, tile);
+        let cx = Context { isa, bf16_rows, weights, shares, session, tile, pass, first: 0, beside: None };
         work(&cx, &mut self.private);
         Ok(())
     }

@@ -14,7 +14,7 @@ mod shares;
 use crate::error::{Error, Result};
 use crate::isa::{Isa, LANES};
 use crate::kernels::{Angles, Product, RmsNorm, RoundPairs, Vector};
-use crate::kv_cache::KvCache;
+use crate::kv_cache::{KvCache, KvLayer};
 use crate::layer::Mlp;
 use crate::linear::{Linear, Weight};
 use crate::pass::{Beside, Entries, MAX_TILE_ROWS, Output, Pass};
@@ -48,8 +48,11 @@ struct Context<'a> {
     weights: &'a Weights,
     shares: &'a Shares,
     session: &'a Session<'a>,
-    /// The tile's rows.
+    /// The tile's rows; of their slots and blocks those in the first KV group.
     tile: Pass<'a>,
+    /// All rows, and which of them is the tile's first.
+    pass: Pass<'a>,
+    first: usize,
     /// What they are fed beside their tokens.
     beside: Option<Beside<'a>>,
 }
@@ -173,7 +176,11 @@ impl Decoder {
     ) -> Result<()> {
         let hidden = self.weights.shape.hidden_size;
         kv.check(&self.weights.shape, self.weights.layers.len())?;
-        pass.check(&self.weights.shape, self.weights.num_ids(), &kv.shape, &output)?;
+        let window_of = |group| {
+            let of_group = self.weights.layers.iter().zip(&kv.layers).filter(|(_, at)| at.group == group);
+            of_group.map(|(layer, _)| layer.window).max().unwrap_or(0)
+        };
+        pass.check(&self.weights.shape, self.weights.num_ids(), kv, &output, window_of)?;
         match (&beside, &self.weights.beside) {
             (Some(beside), Some(_)) => beside.check(pass, &self.weights.shape)?,
             (None, None) => {}
@@ -203,7 +210,8 @@ impl Decoder {
             shares.set_tile(&tile);
             let beside = beside.map(|all| Beside { hidden: &all.hidden[rows.start * hidden..] });
             let (isa, bf16_rows) = (self.isa, self.bf16_rows);
-            let cx = Context { isa, bf16_rows, weights: &self.weights, shares, session: &session, tile, beside };
+            let (weights, session) = (&*self.weights, &session);
+            let cx = Context { isa, bf16_rows, weights, shares, session, tile, pass: *pass, first, beside };
             let width = entries.layers.len() * hidden;
             let (states, behind) = std::mem::take(&mut entries.states).split_at_mut(rows.len() * width);
             entries.states = behind;
@@ -226,11 +234,12 @@ impl Context<'_> {
     fn layers(&self, kv: &mut KvCache, buffers: &mut Buffers, private: &mut [Private], mut entries: Entries<'_>) {
         self.embed(buffers);
         let kv_shape = kv.shape;
-        for (i, (layer, kv)) in self.weights.layers.iter().zip(&mut kv.layers).enumerate() {
+        for (i, (layer, &KvLayer { group, place })) in self.weights.layers.iter().zip(&kv.layers).enumerate() {
             self.keep(i, &buffers.h, &mut entries);
-            match kv {
-                ValuesMut::F32(kv) => self.attention(layer, kv.as_mut_slice(), &kv_shape, buffers, private),
-                ValuesMut::Bf16(kv) => self.attention(layer, kv.as_mut_slice(), &kv_shape, buffers, private),
+            let paging = self.paging(group, kv_shape);
+            match &mut kv.places[place] {
+                ValuesMut::F32(kv) => self.attention(layer, kv.as_mut_slice(), &paging, buffers, private),
+                ValuesMut::Bf16(kv) => self.attention(layer, kv.as_mut_slice(), &paging, buffers, private),
             }
             match &layer.mlp {
                 Mlp::Dense { gate_up, down } => self.mlp(layer, gate_up, down, buffers, private),

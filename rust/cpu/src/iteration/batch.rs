@@ -11,6 +11,8 @@ pub(super) struct Batch {
     pub(super) positions: Vec<i64>,
     /// Its KV slot; -1 writes none.
     pub(super) slots: Vec<i64>,
+    /// `[G - 1, N]` slots in the KV groups behind the first, where [`find_group_slots`](Self::find_group_slots) has put them.
+    pub(super) group_slots: Vec<i64>,
     /// Its row of state, whose block table it reads.
     pub(super) rows: Vec<usize>,
     /// Rows whose outputs are asked for, ascending.
@@ -22,6 +24,7 @@ impl Batch {
         self.tokens.clear();
         self.positions.clear();
         self.slots.clear();
+        self.group_slots.clear();
         self.rows.clear();
         self.wanted.clear();
     }
@@ -52,6 +55,20 @@ impl Batch {
     /// A row that feeds the token of `row` at `position` and writes its KV.
     pub(super) fn feed(&mut self, state: &RowState<'_>, row: usize, position: usize, block_size: usize) {
         self.push(row, state.token(row, position), position, state.slot(row, position, block_size));
+    }
+
+    /// Looks up the slots of all rows in the groups behind the first; -1 where the first has -1.
+    pub(super) fn find_group_slots(&mut self, state: &RowState<'_>, block_size: usize) {
+        let Self { slots, group_slots, positions, rows, .. } = self;
+        let count = slots.len();
+        group_slots.clear();
+        group_slots.resize(count * (state.group_tables.len() / state.block_table.len()), -1);
+        for i in (0..count).filter(|&i| slots[i] >= 0) {
+            let found = state.group_slots(rows[i], positions[i] as usize, block_size);
+            for (group, slot) in found.enumerate() {
+                group_slots[group * count + i] = slot;
+            }
+        }
     }
 
     /// Asks for the output of the row pushed last.

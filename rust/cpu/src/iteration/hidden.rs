@@ -130,6 +130,7 @@ impl HiddenStates {
             block_table,
             max_blocks: *max_blocks,
             k_start,
+            ..Pass::default()
         };
         let (none, beside) = (Entries { layers: &[], states: &mut [] }, Beside { hidden: beside });
         head.decoder.forward_beside(&pass, beside, head.kv_cache, Output::Nothing, none)

@@ -120,7 +120,7 @@ impl Iteration {
     /// unconditional rates by position, whatever the models say: for timing only.
     ///
     /// # Errors
-    /// For a vocabulary that cannot be sampled, rates that are not one for each draft, or several KV groups.
+    /// For a vocabulary that cannot be sampled, or rates that are not one for each draft.
     pub fn new(config: SchedulerConfig, rule: Rule, rates: Option<Vec<f32>>, vocab_size: usize) -> Result<Self> {
         if let Some(rates) = &rates
             && rates.len() != config.num_speculative_tokens
@@ -130,10 +130,6 @@ impl Iteration {
         }
         if config.drafter == Drafter::Text {
             return Err(Error::invalid("drafter", "Text", "one whose passes are run here, or None"));
-        }
-        if !config.window_groups.is_empty() {
-            let given = format!("{:?}", config.window_groups);
-            return Err(Error::invalid("window_groups", given, "[]: all layers in one KV group"));
         }
         Ok(Self {
             record: RecordLayout::new(&config),
@@ -184,7 +180,7 @@ impl Iteration {
     ) -> Result<Counts> {
         check_len("record", record.len(), self.record.size)?;
         check_len("results", results.len(), self.results.size)?;
-        state.check(self.config.max_num_seqs, self.config.max_model_len, self.config.block_size)?;
+        state.check(&self.config)?;
         self.hidden.check(&self.config, state, target, draft.as_deref())?;
         (self.counts, self.drafting) = (Counts::default(), false);
         if let Some(draft) = draft.as_deref_mut() {

@@ -66,6 +66,10 @@ impl Iteration {
         if whose == Whose::Draft && known < vocab_size {
             self.batch.tokens.iter_mut().for_each(|token| *token = (*token).min(known as i64 - 1));
         }
+        let in_groups = whose == Whose::Target && !state.group_tables.is_empty();
+        if in_groups {
+            self.batch.find_group_slots(state, self.config.block_size);
+        }
         // Only where blocks come back behind windows, or states are not kept, does KV of drafts begin behind position 0.
         let begins_late = whose == Whose::Head || self.config.sliding_window.is_some();
         let Self { batch, hidden, best, tops, logits, pass_time, .. } = self;
@@ -77,6 +81,8 @@ impl Iteration {
             entries: &batch.rows,
             block_table: state.block_table,
             max_blocks: state.table_width(),
+            group_slots: &batch.group_slots,
+            group_tables: if in_groups { state.group_tables } else { &[] },
             k_start: if whose == Whose::Target || !begins_late { &[] } else { state.draft_start },
         };
         let mut forward = |model: &mut Cached<'_>, output: Output<'_>| {

@@ -29,8 +29,10 @@ pub struct RowState<'a> {
     pub active: &'a mut [bool],
     /// `[R + 1, max_model_len + 1]`
     pub tokens: &'a mut [i64],
-    /// `[R + 1, max_blocks]`
+    /// `[R + 1, max_blocks]`, in the first KV group.
     pub block_table: &'a mut [i64],
+    /// `[G - 1, R + 1, max_blocks]`, in the groups behind it.
+    pub group_tables: &'a mut [i64],
     /// `[R + 1, MAX_STOP_IDS]`, -1 is padding.
     pub stop_ids: &'a mut [i64],
     /// Parameter columns, `[R + 1, NUM_PARAMS]`.
@@ -58,6 +60,7 @@ pub struct OwnedRowState {
     active: Vec<bool>,
     tokens: Vec<i64>,
     block_table: Vec<i64>,
+    group_tables: Vec<i64>,
     stop_ids: Vec<i64>,
     params: Vec<f32>,
 }
@@ -73,6 +76,7 @@ impl OwnedRowState {
             active: vec![false; rows],
             tokens: vec![0; rows * (config.max_model_len + 1)],
             block_table: vec![0; rows * max_blocks],
+            group_tables: vec![0; (config.num_groups() - 1) * rows * max_blocks],
             stop_ids: vec![0; rows * MAX_STOP_IDS],
             params: vec![0.0; rows * NUM_PARAMS],
         }
@@ -92,6 +96,7 @@ impl OwnedRowState {
             active: &mut self.active,
             tokens: &mut self.tokens,
             block_table: &mut self.block_table,
+            group_tables: &mut self.group_tables,
             stop_ids: &mut self.stop_ids,
             params: &mut self.params,
             hidden: None,
@@ -104,8 +109,9 @@ impl RowState<'_> {
     ///
     /// # Errors
     /// Naming the tensor.
-    pub fn check(&self, max_num_seqs: usize, max_model_len: usize, block_size: usize) -> Result<()> {
-        let rows = max_num_seqs + 1;
+    pub fn check(&self, config: &SchedulerConfig) -> Result<()> {
+        let (rows, max_model_len) = (config.max_num_seqs + 1, config.max_model_len);
+        let max_blocks = max_model_len.div_ceil(config.block_size);
         for (name, len, width) in [
             ("num_tokens", self.num_tokens.len(), 1),
             ("draft_len", self.draft_len.len(), 1),
@@ -116,7 +122,8 @@ impl RowState<'_> {
             ("seeds", self.seeds.len(), 1),
             ("active", self.active.len(), 1),
             ("tokens", self.tokens.len(), max_model_len + 1),
-            ("block_table", self.block_table.len(), max_model_len.div_ceil(block_size)),
+            ("block_table", self.block_table.len(), max_blocks),
+            ("group_tables", self.group_tables.len(), (config.num_groups() - 1) * max_blocks),
             ("stop_ids", self.stop_ids.len(), MAX_STOP_IDS),
             ("params", self.params.len(), NUM_PARAMS),
         ] {
@@ -149,10 +156,15 @@ impl RowState<'_> {
         self.tokens[start..start + tokens.len()].copy_from_slice(tokens);
     }
 
-    /// The KV slot of a row's position.
+    /// The KV slot of a row's position in the first group.
     pub fn slot(&self, row: usize, position: usize, block_size: usize) -> i64 {
-        let block = self.block_table[row * self.table_width() + position / block_size];
-        block * block_size as i64 + (position % block_size) as i64
+        slot_in(&self.block_table[row * self.table_width()..], position, block_size)
+    }
+
+    /// The same in the groups behind it, `[G - 1]`.
+    pub(super) fn group_slots(&self, row: usize, position: usize, block_size: usize) -> impl Iterator<Item = i64> + '_ {
+        let tables = self.group_tables.chunks_exact(self.block_table.len());
+        tables.map(move |table| slot_in(&table[row * self.table_width()..], position, block_size))
     }
 
     /// What sampling reads of a row.
@@ -196,9 +208,18 @@ impl RowState<'_> {
             self.write_tokens(row, 0, &record.upload_token[offset..offset + length]);
             offset += length;
         }
+        let whole = self.block_table.len();
         for i in 0..header.num_block_updates {
             let at = record.block_row[i] as usize * self.table_width() + record.block_index[i] as usize;
-            self.block_table[at] = record.block_id[i];
+            match record.block_group.get(i).map_or(0, |&group| group as usize) {
+                0 => self.block_table[at] = record.block_id[i],
+                group => self.group_tables[(group - 1) * whole + at] = record.block_id[i],
+            }
         }
     }
+}
+
+/// The slot of a position by a row's blocks.
+fn slot_in(blocks: &[i64], position: usize, block_size: usize) -> i64 {
+    blocks[position / block_size] * block_size as i64 + (position % block_size) as i64
 }

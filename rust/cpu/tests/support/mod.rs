@@ -535,6 +535,7 @@ impl Host {
             block_table: &self.table,
             max_blocks: self.max_blocks,
             k_start: &self.k_start,
+            ..Pass::default()
         };
         decoder.forward(&pass, &mut self.kv, output).unwrap();
     }
