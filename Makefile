@@ -171,6 +171,10 @@ gpu-test: ## on a CUDA device: kernels against references, three runners, no wai
 	SPECRS_GPU=1 TRITON_INTERPRET=0 $(GPU_PYTHON) -m pytest -p no:benchmark tests/gpu tests/kernels/cuda tests/runner/test_cuda_runner.py \
 		tests/runner/test_cuda_drafters.py $(ARGS)
 
+.PHONY: gpu-rehearsal
+gpu-rehearsal: build ## the kernels' tests as make gpu-test runs them, the host's memory for the GPU's: three minutes
+	SPECRS_GPU=rehearsal $(BIN)/python -m pytest -p no:benchmark $(WORKERS) tests/kernels/cuda $(ARGS)
+
 .PHONY: gpu-bench
 gpu-bench: ## on a CUDA device: the table of bars as JSON and pictures in benches/results
 	$(GPU_PYTHON) benches/bench_gpu.py $(ARGS)

@@ -1,7 +1,8 @@
 """One thread for torch and native passes in every test, Triton kernels interpreted: no test outside tests/gpu needs a
 GPU.
 
-With SPECRS_GPU=1 (`make gpu-test`) the kernels' tests run on one, by `gpu_shuttle`.
+With SPECRS_GPU=1 (`make gpu-test`) the kernels' tests run on one, by `gpu_shuttle`; SPECRS_GPU=rehearsal
+(`make gpu-rehearsal`) is the same without one.
 
 With two threads passes of these small models wait for each other on busy cores: with another load beside, the same
 engine test takes 68 s with two and 3.5 s with one.
@@ -41,6 +42,10 @@ if GPU:
     import gpu_shuttle
 
     gpu_shuttle.install()
+elif os.environ.get("SPECRS_GPU") == "rehearsal":
+    import gpu_shuttle
+
+    gpu_shuttle.install("cpu")
 
 collect_ignore = [] if GPU else ["gpu"]
 

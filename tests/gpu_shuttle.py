@@ -1,7 +1,9 @@
 """Runs the kernels' tests, which are written for Triton's interpreter, on a GPU. Holds no tests.
 
 `install` gives every op of `specrs.kernels.cuda` an implementation for CPU tensors that takes its arguments to the
-GPU, strides and shared storage and all, runs the compiled kernel there and brings back what it has written.
+GPU, strides and shared storage and all, runs the compiled kernel there and brings back what it has written. With
+"cpu" for the device it is rehearsed without one: the arguments go to other memory of the host, and a kernel launched
+past it is refused, as a GPU refuses tensors of the host.
 """
 
 import importlib
@@ -13,6 +15,7 @@ import specrs.kernels.cuda
 import torch
 from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
+from triton.runtime.interpreter import InterpretedFunction
 
 
 def ops() -> dict[str, CustomOpDef]:
@@ -24,16 +27,34 @@ def ops() -> dict[str, CustomOpDef]:
     return found
 
 
+_inside = False
+
+
 def install(device: str = "cuda") -> None:
     """Register the implementations; must come before the first call of an op."""
+    if device == "cpu":
+        refuse_direct_launches()
     for op in ops().values():
         op.register_kernel("cpu")(shuttle(op._init_fn, torch.device(device)))
+
+
+def refuse_direct_launches() -> None:
+    """Interpreted kernels run inside of `shuttle` alone."""
+    launch = InterpretedFunction.run
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _inside:
+            raise AssertionError(f"{self.__name__} is launched on tensors of the host, past the shuttle")
+        return launch(self, *args, **kwargs)
+
+    InterpretedFunction.run = run
 
 
 def shuttle(function: Callable[..., None], device: torch.device) -> Callable[..., None]:
     """`function` on `device` for tensors of the host."""
 
     def run(*args: Any) -> None:
+        global _inside
         storages: dict[int, tuple[Tensor, Tensor]] = {}
 
         def move(value: Any) -> Any:
@@ -49,7 +70,11 @@ def shuttle(function: Callable[..., None], device: torch.device) -> Callable[...
             empty = torch.empty(0, dtype=value.dtype, device=device)
             return empty.set_(there, value.storage_offset(), value.shape, value.stride())
 
-        function(*(move(value) for value in args))
+        before, _inside = _inside, True
+        try:
+            function(*(move(value) for value in args))
+        finally:
+            _inside = before
         for host, there in storages.values():
             host.copy_(there)
 

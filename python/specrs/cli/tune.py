@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise invalid_config("device", "cuda", "specrs tune times kernels on a CUDA device, and torch finds none here")
     from tqdm import tqdm
 
-    from specrs.kernels.cuda.configs import TABLE, LinearConfig, LinearShape
+    from specrs.kernels.cuda.configs import TABLE, LinearShape
     from specrs.kernels.cuda.device import limits_of
     from specrs.kernels.cuda.tuning import DeviceTimer, candidates, select, write_table
     from specrs.models.cuda.workspace import linear_shapes
@@ -48,10 +48,8 @@ def run(arguments: argparse.Namespace) -> None:
         shapes |= {shape.key: shape for shape in linear_shapes(config, dtype).values()}
     output = arguments.output or TABLE
     timer = DeviceTimer(rows, limits, device)
-    chosen: dict[LinearShape, LinearConfig] = {}
     for shape in tqdm(shapes.values(), desc="Tuning", unit="shape"):
         best, seconds, before = select(shape, candidates(shape, limits), timer)
-        chosen[shape] = best
+        write_table(output, limits.name, {shape: best})  # each at once: a run that is cut off keeps what it has
         tqdm.write(f"{shape.key:<40} {1e6 * seconds:8.1f} us, default {1e6 * before:8.1f} us: {best}")
-    write_table(output, limits.name, chosen)
-    print(f"{len(chosen)} shapes for {limits.name} in {output}")
+    print(f"{len(shapes)} shapes for {limits.name} in {output}")
