@@ -204,7 +204,7 @@ bench: build ## the Rust core, the scheduler through Python, a pass on the CPU, 
 
 .PHONY: aot
 aot: build .venv-triton3.6.0/.installed ## every Triton kernel compiled for every GPU, against the baseline; real passes looked through for faults; no GPU needed
-	$(BIN)/python scripts/aot_kernels.py $(ARGS)
+	$(BIN)/python scripts/aot_kernels.py --neighbours $(ARGS)
 	PYTHONPATH=.venv-triton3.6.0 $(BIN)/python scripts/aot_kernels.py $(ARGS)
 	$(BIN)/python scripts/lint_kernels.py
 

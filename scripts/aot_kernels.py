@@ -3,10 +3,12 @@
     python scripts/aot_kernels.py                 compare with the baseline of the installed Triton
     python scripts/aot_kernels.py --write         write it
     python scripts/aot_kernels.py --only argmax   only variants whose name has this in it
+    python scripts/aot_kernels.py --neighbours    for sm_89 and sm_121, too, where a kernel has matrix instructions
 
 What is compared: shared memory, local memory (spills; cos and sin have a little of their own) and how many matrix,
 asynchronous copy and dependent launch instructions there are, exactly; registers within a tolerance. Whatever the
-baseline says, shared memory must fit the device. Exit code 1 names every difference. Measures no time.
+baseline says, shared memory must fit the device. Neighbours (RTX 4090, DGX Spark) have no baseline: they must compile,
+fit, and not spill where sm_80 and sm_120 do not. Exit code 1 names every difference. Measures no time.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 BASELINES = Path(__file__).parents[1] / "tests/kernels/cuda"
-SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+SHARED_LIMIT = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024, 121: 99 * 1024}
 """Bytes that a thread block may have (CUDA programming guide, table of compute capabilities)."""
 INSTRUCTIONS = {
     "mma": r"\bmma\.sync",
@@ -35,6 +37,8 @@ INSTRUCTIONS = {
     "cp_async": r"\bcp\.async\.c[ag]",
     "dependent": r"\bgriddepcontrol\.wait",
 }
+NEIGHBOURS = {80: 89, 120: 121}
+"""Capability -> another that kernels are compiled for with the same configurations."""
 REGISTER_TOLERANCE = 8
 Result = dict[str, Any]
 
@@ -105,7 +109,11 @@ def resources(cubin: bytes) -> Result:
 def compile_all(names: Iterable[str], jobs: int) -> dict[str, dict[str, Result]]:
     """`{variant: {capability: result}}`, compiled by `jobs` processes."""
     variants = discover()
-    work = [(name, capability) for name in names for capability in variants[name].capabilities]
+    return compile_jobs([(name, capability) for name in names for capability in variants[name].capabilities], jobs)
+
+
+def compile_jobs(work: list[tuple[str, int]], jobs: int) -> dict[str, dict[str, Result]]:
+    """The same for `(variant, capability)`."""
     results: dict[str, dict[str, Result]] = {}
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
         for done, (name, capability, result) in enumerate(pool.imap_unordered(compile_one, work, chunksize=4), 1):
@@ -149,6 +157,28 @@ def faults(actual: dict[str, dict[str, Result]]) -> list[str]:
     return lines
 
 
+def neighbours(results: dict[str, dict[str, Result]]) -> list[tuple[str, int]]:
+    """`(variant, capability)` beside those of variants with matrix instructions, whose code generations differ in."""
+    return [
+        (name, NEIGHBOURS[int(capability)])
+        for name, capabilities in results.items()
+        for capability, result in capabilities.items()
+        if int(capability) in NEIGHBOURS and result.get("instructions", {}).get("mma")
+    ]
+
+
+def neighbour_faults(results: dict[str, dict[str, Result]], beside: dict[str, dict[str, Result]]) -> list[str]:
+    """A line for each of `beside` that does not compile or fit, or spills where its neighbour of `results` does not."""
+    lines = faults(beside)
+    for name, capabilities in sorted(beside.items()):
+        for old, new in NEIGHBOURS.items():
+            result = capabilities.get(str(new), {})
+            spilled, before = result.get("local", 0), results[name].get(str(old), {}).get("local", 0)
+            if spilled > before:
+                lines.append(f"{name} sm_{new}: local {spilled}: on sm_{old} it is {before}")
+    return lines
+
+
 def dump(results: dict[str, dict[str, Result]]) -> str:
     """JSON with a line for each compiled kernel, so that a changed baseline can be read."""
     blocks = []
@@ -166,6 +196,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write the baseline instead of comparing with it")
     parser.add_argument("--only", default="", metavar="TEXT", help="only variants whose name has TEXT in it")
+    parser.add_argument("--neighbours", action="store_true", help="compile for sm_89 and sm_121, too")
     parser.add_argument("--jobs", type=int, default=2, help="processes; default: 2")
     arguments = parser.parse_args()
     if os.environ.pop("TRITON_INTERPRET", "0") not in ("", "0"):
@@ -179,6 +210,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache  # what is cached elsewhere was not compiled here and now
         actual = compile_all(names, arguments.jobs)
+        beside = compile_jobs(neighbours(actual), arguments.jobs) if arguments.neighbours else {}
     problems = faults(actual)
     if arguments.write:
         if not problems:
@@ -188,9 +220,10 @@ def main() -> int:
     else:
         expected = json.loads(path.read_text(encoding="utf-8"))
         problems += differences({name: v for name, v in expected.items() if arguments.only in name}, actual)
+    problems += neighbour_faults(actual, beside)
     for problem in problems:
         print(problem)
-    count = sum(map(len, actual.values()))
+    count = sum(map(len, actual.values())) + sum(map(len, beside.values()))
     print(f"Triton {triton.__version__}: {count} kernels compiled, {len(problems)} problems")
     return 1 if problems else 0
 

@@ -69,6 +69,18 @@ def test_what_does_not_compile_or_fit_is_a_fault(aot: ModuleType) -> None:
     assert aot.faults(results) == ["a sm_120: shared 101377: the device has 101376", "a sm_80: no"]
 
 
+def test_neighbours_compile_fit_and_do_not_spill(aot: ModuleType) -> None:
+    mma = {"shared": 1000, "local": 0, "instructions": {"mma": 8}}
+    results = {"a": {"80": mma, "90": mma, "120": mma}, "b": {"80": mma | {"instructions": {}}}}
+    assert aot.neighbours(results) == [("a", 89), ("a", 121)]
+    assert aot.neighbour_faults(results, {"a": {"89": mma, "121": mma}}) == []
+    faulty = {"a": {"89": mma | {"shared": 99 * 1024 + 1}, "121": mma | {"local": 8}}}
+    assert aot.neighbour_faults(results, faulty) == [
+        "a sm_89: shared 101377: the device has 101376",
+        "a sm_121: local 8: on sm_120 it is 0",
+    ]
+
+
 def test_variants_of_every_module_are_complete(aot: ModuleType) -> None:
     variants = aot.discover()
     kernels = {variant.fn.__name__ for variant in variants.values()}
