@@ -74,10 +74,10 @@ def test_neighbours_compile_fit_and_do_not_spill(aot: ModuleType) -> None:
     results = {"a": {"80": mma, "90": mma, "120": mma}, "b": {"80": mma | {"instructions": {}}}}
     assert aot.neighbours(results) == [("a", 89), ("a", 121)]
     assert aot.neighbour_faults(results, {"a": {"89": mma, "121": mma}}) == []
-    faulty = {"a": {"89": mma | {"shared": 99 * 1024 + 1}, "121": mma | {"local": 8}}}
+    faulty = {"a": {"89": mma | {"shared": 99 * 1024 + 1}, "121": mma | {"local": 72}}}
     assert aot.neighbour_faults(results, faulty) == [
         "a sm_89: shared 101377: the device has 101376",
-        "a sm_121: local 8: on sm_120 it is 0",
+        "a sm_121: local 72: on sm_120 it is 0",
     ]
 
 
