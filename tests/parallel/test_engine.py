@@ -1,6 +1,7 @@
 """Text of an engine on ranks: that of one process, token for token, in float64, whatever drafts and samples."""
 
 import random
+import signal
 import threading
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,8 @@ from specrs.engine.blueprint import Blueprint
 from specrs.engine.weights import load_weights
 from specrs.errors import CheckpointError, RankLostError
 from specrs.parallel.ranks import Ranks
+from specrs.runner.ranks import LeadingRunner
+from specrs.runner.ring import Header, RingSlot
 from specrs.tokenizer import Tokenizer
 from sweep import sweep
 from torch import Tensor
@@ -169,3 +172,26 @@ def test_a_rank_that_fails_anywhere(at: int, bank: Bank, monkeypatch: pytest.Mon
                 run(engine)
         assert all("rank 1 of 2 failed" in str(job.error) for job in jobs)
         assert_idle(engine)
+
+
+def test_an_interrupt_waits_for_the_launch(bank: Bank) -> None:
+    """So that no rank is left in it: the launch's requests end, the engine goes on."""
+    config = engine_config(bank.target, bank.drafts["close"], k=3, tensor_parallel_size=2, distributed_timeout=2.0)
+    with engine_on_threads(config) as engine:
+        assert isinstance(engine.runner, LeadingRunner)
+        own, ended = engine.runner.runner, []
+        launch = own.launch
+
+        def interrupted(slot: RingSlot, header: Header) -> None:
+            signal.raise_signal(signal.SIGINT)
+            launch(slot, header)
+            ended.append(header.launch_id)
+
+        own.launch = interrupted  # type: ignore[method-assign]
+        engine.add_request(request(0, bank.prompts[4], k=None, max_tokens=20, engine_k=3))
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        assert ended == [0]
+        assert not engine.requests
+        own.launch = launch  # type: ignore[method-assign]
+        run_greedy(engine, bank, [(5, None, 20, 1), (6, None, 20, 1)], 3)

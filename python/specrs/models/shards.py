@@ -45,10 +45,6 @@ class Shard:
         count = max(1, c.num_kv_heads // self.size)
         return self.rank * c.num_kv_heads // self.size, count
 
-    def kv_copies(self, c: ModelConfig) -> int:
-        """Ranks that hold the same KV heads."""
-        return max(1, self.size // c.num_kv_heads)
-
 
 def check_divides(c: ModelConfig, source: str, field: str, size: int) -> None:
     """Raises UnsupportedConfigError, which names `field`, for a model that `size` ranks cannot split."""
