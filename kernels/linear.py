@@ -244,14 +244,18 @@ class Codes:
         """Bytes of codes and scales, as of a tensor."""
         return self.codes.nbytes + self.scales.nbytes
 
+    def values(self) -> Tensor:
+        """The codes, `[out, in]` int8."""
+        if self.codes.dtype == torch.int8:
+            return self.codes
+        out, size = self.shape
+        halves = self.codes.view(out, size // 32, 1, 16)
+        return (torch.cat((halves & 15, halves >> 4), dim=2).to(torch.int8) - 8).view(out, size)
+
     def numbers(self) -> Tensor:
         """`[out, in]` float32."""
         (out, size), groups = self.shape, self.scales.shape[1]
-        codes = self.codes
-        if codes.dtype == torch.uint8:
-            halves = codes.view(out, size // 32, 1, 16)
-            codes = torch.cat((halves & 15, halves >> 4), dim=2).to(torch.int8) - 8
-        scaled = codes.reshape(out, groups, size // groups).float() * self.scales.float().unsqueeze(2)
+        scaled = self.values().reshape(out, groups, size // groups).float() * self.scales.float().unsqueeze(2)
         return scaled.view(out, size)
 
     def cut(self, dim: int, rank: int, world: int, parts: Sequence[int] | None) -> Codes:

@@ -215,32 +215,24 @@ class EngineConfig:
                 raise invalid(UnsupportedConfigError, "tensor_parallel_size", size, reason)
 
     def check_native_serves(self, device: str, dtype: str) -> None:
-        """Raises `UnsupportedConfigError` for what only the native pass of a CPU computes, where there is none: weights
-        to be quantized, rows in bf16.
+        """Raises `UnsupportedConfigError` for rows in bf16 where no native pass of a CPU reads bf16 weights.
 
         `device` and `dtype` are the configuration's, or what they were resolved to.
         """
-        given: dict[str, tuple[object, object]] = {
-            "quantization": (self.quantization, None),
-            "cpu_bf16_rows": (self.cpu_bf16_rows, False),
-        }
+        if not self.cpu_bf16_rows:
+            return
+        quantized = {"quantization": self.quantization}
         if self.speculative_config is not None:
-            given["speculative_config.quantization"] = (self.speculative_config.quantization, None)
-        others = {field: value for field, (value, _) in given.items() if field != "cpu_bf16_rows"}
-        for field, (value, off) in given.items():
-            if value == off:
-                continue
-            rows = field == "cpu_bf16_rows"
-            native = rows or value in ("int8", "int4")
-            for other, found, serves, allowed in (
-                ("device", device, not (device.startswith("cuda") and native), "'cpu'"),
-                ("dtype", dtype, dtype != "float64" or not native, "'float32' or 'bfloat16'"),
-                ("enforce_eager", self.enforce_eager, not (self.enforce_eager and native), "False"),
-                *((name, method, not rows or method is None, "None") for name, method in others.items()),
-            ):
-                if not serves:
-                    reason = f"not implemented with {other}={found!r}; allowed: {off}, or {other}={allowed}"
-                    raise invalid(UnsupportedConfigError, field, value, reason)
+            quantized["speculative_config.quantization"] = self.speculative_config.quantization
+        for other, found, serves, allowed in (
+            ("device", device, not device.startswith("cuda"), "'cpu'"),
+            ("dtype", dtype, dtype != "float64", "'float32' or 'bfloat16'"),
+            ("enforce_eager", self.enforce_eager, not self.enforce_eager, "False"),
+            *((name, method, method is None, "None") for name, method in quantized.items()),
+        ):
+            if not serves:
+                reason = f"not implemented with {other}={found!r}; allowed: False, or {other}={allowed}"
+                raise invalid(UnsupportedConfigError, "cpu_bf16_rows", True, reason)
 
     def _check_draft(self) -> None:
         speculative = self.speculative_config

@@ -20,10 +20,14 @@ from specrs.engine import weights as engine_weights
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.weights import Weights, load_weights
-from specrs.errors import CheckpointError, InvalidConfigError, UnsupportedConfigError
+from specrs.errors import CheckpointError, UnsupportedConfigError
+from specrs.kernels.coded_weight import CodedWeight
 from specrs.kernels.linear import QuantizedWeight, StackedWeight
+from specrs.models.dense import Dense
 from specrs.models.dense_native import NativeDense
+from specrs.models.loader import CodedLoader, open_checkpoint
 from specrs.models.native_loader import load_native
+from specrs.models.quantization.at_load import IntegersAtLoad
 
 from engine.harness import Bank, config, request, run
 from engine.test_native import LOGITS, logits_of, with_logits
@@ -234,14 +238,35 @@ def test_models_that_make_no_groups(tmp_path: Path) -> None:
         load_weights(EngineConfig(model=str(even), device="cpu", speculative_config=speculative))  # type: ignore[arg-type]
 
 
-def test_what_is_known_only_when_it_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`auto`: a float64 checkpoint, and a GPU."""
-    folder = make_checkpoint(tmp_path / "double", layers=1, dtype=torch.float64, with_tokenizer=False)
-    made = EngineConfig(model=str(folder), quantization="int8")
-    with pytest.raises(UnsupportedConfigError, match=r"^quantization='int8': not implemented with dtype='float64'"):
-        load_weights(replace(made, device="cpu"))
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_passes_have_the_same_numbers(kind: str, tmp_path: Path) -> None:
+    """Those of a float64 model, which reads numbers, and the codes of a GPU, in words of their own. Of 96 inputs, which
+    no INT4 of a GPU has units for, codes are INT8 there."""
+    folder = make_checkpoint(
+        tmp_path / "model", hidden=128, intermediate=96, layers=1, dtype=torch.float64, with_tokenizer=False
+    )
+    (native,) = load_native(folder, dtype="float32", quantization=kind).weights.layers
+    made = load_weights(EngineConfig(model=str(folder), device="cpu", quantization=kind)).target
+    assert isinstance(made, Dense)
+    assert made.dtype == torch.float64
+    (plain,) = made.weights.layers
+    config, checkpoint = open_checkpoint(folder, None, "auto")
+    codes = IntegersAtLoad(checkpoint, kind)
+    (coded,) = CodedLoader(config, codes, torch.float32, torch.device("cpu")).load().layers
+    bits = {name: codes.coded_bits(f"model.layers.0.{name}.weight") for name in ("self_attn.q_proj", "mlp.down_proj")}
+    assert bits == {"self_attn.q_proj": int(kind[3:]), "mlp.down_proj": 8}
+    for name in ("qkv", "o", "gate_up", "down"):
+        numbers = getattr(native, name).dequantized().double()
+        assert torch.equal(getattr(plain, name).dequantized().double(), numbers)
+        weight = getattr(coded, name)
+        assert isinstance(weight, CodedWeight)
+        assert weight.coding.kind == ("int8" if name in ("o", "down") else kind)
+        assert torch.equal(weight.dequantized(), numbers)
+
+
+def test_what_a_gpu_cannot_group_is_refused_there_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_checkpoint(tmp_path / "odd", hidden=96, intermediate=168, layers=1, with_tokenizer=False)
     monkeypatch.setattr(engine_weights, "resolve_device", lambda _: torch.device("cuda:0"))
-    with pytest.raises(
-        InvalidConfigError, match=r"^quantization='int8': not implemented with device='cuda'; allowed: "
-    ):
-        load_weights(made)
+    monkeypatch.setattr(engine_weights, "check_weights_fit", lambda *_: None)
+    with pytest.raises(UnsupportedConfigError, match=r"^quantization='int4': .*odd has intermediate_size = 168"):
+        load_weights(EngineConfig(model=str(folder), quantization="int4"))

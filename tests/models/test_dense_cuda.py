@@ -23,6 +23,7 @@ from specrs.models.dense_weights import DenseWeights, ExpertWeights, LayerWeight
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
 from specrs.models.loader import CodedLoader, load_model, open_checkpoint
+from specrs.models.quantization.at_load import IntegersAtLoad
 from specrs.models.quantization.base import QuantizedTensors
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -166,21 +167,25 @@ def test_a_chunk_of_many_rows(folder: Path, name: str) -> None:
     compare(folder, name, lambda feeder: [feeder.feed({0: span(0, 66)})])
 
 
-@pytest.mark.parametrize("name", ["fp8", "int4"])
+@pytest.mark.parametrize("name", ["fp8", "int4", "int8 at load", "int4 at load"])
 def test_weights_of_codes(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loaded as on a GPU, with a projection that is not quantized: few rows, those that are read twice, and more than
-    read codes, against the numbers in float64."""
-    path = folder / name
-    if not path.exists():
-        source = make_checkpoint(
-            folder / f"{name}-source", "qwen2", tie=False, hidden=64, intermediate=64, kv_heads=1, group=2, head_dim=32,
+    """Loaded as on a GPU, from FP8 with a projection that is not quantized: few rows, those that are read twice, and
+    more than read codes, against the numbers in float64."""
+    path, kind = folder / name, name.split()[0]
+    source = folder / f"{name}-source"
+    if not source.exists():
+        make_checkpoint(
+            source, "qwen2", tie=False, hidden=64, intermediate=64, kv_heads=1, group=2, head_dim=32,
             layers=1 + (name == "fp8"), vocab=83, dtype=torch.bfloat16,
         )  # fmt: skip
         if name == "fp8":
             fp8_block(source, path, block=(32, 32))
-        else:
+        elif name == "int4":
             awq(source, path)
-    config, checkpoint = open_checkpoint(path, None, "auto")
+    at_load = kind if name.endswith("at load") else None
+    config, checkpoint = open_checkpoint(source if at_load else path, None, "auto")
+    if at_load:
+        checkpoint = IntegersAtLoad(checkpoint, kind)
     assert isinstance(checkpoint, QuantizedTensors)
     with monkeypatch.context() as patch:
         patch.setattr(loader, "pack", DenseWeight)
@@ -188,7 +193,9 @@ def test_weights_of_codes(folder: Path, name: str, monkeypatch: pytest.MonkeyPat
     last = weights.layers[-1]
     assert all(isinstance(w, CodedWeight) for w in (last.qkv, last.o, last.gate_up, last.down))
     assert isinstance(last.gate_up, CodedWeight)
-    assert last.gate_up.coding == (Coding("fp8", 32, 32) if name == "fp8" else Coding("int4", 32, zeros=True))
+    codings = {"fp8": Coding("fp8", 32, 32), "int4": Coding("int4", 32, zeros=True)}
+    codings |= {"int8 at load": Coding("int8", 64), "int4 at load": Coding("int4", 64)}
+    assert last.gate_up.coding == codings[name]
     assert isinstance(weights.layers[0].down, CodedWeight) == (name != "fp8"), "listed among those not to convert"
     for module in (products, workspace):
         monkeypatch.setattr(module, "CODED_ROWS", 6)
@@ -201,8 +208,9 @@ def test_weights_of_codes(folder: Path, name: str, monkeypatch: pytest.MonkeyPat
     def run(feeder: Feeder) -> list[Tensor]:
         return [feeder.feed({0: span(0, rows), 1: span(0, 1)}) for rows in (2, 5, 8)]
 
-    exact = outputs(load_model(path.with_name(path.name + ".numbers"), dtype="float64"), run)
-    plain = outputs(load_model(path, dtype="float32"), run)
+    numbers = source if at_load else path.with_name(path.name + ".numbers")
+    exact = outputs(load_model(numbers, dtype="float64", quantization=at_load), run)
+    plain = outputs(load_model(source if at_load else path, dtype="float32", quantization=at_load), run)
     assert_near(outputs(Poisoned(made.weights, made.workspace), run), exact, plain, ulps=16)
 
 

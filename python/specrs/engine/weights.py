@@ -27,7 +27,8 @@ from specrs.models.loader import (
     open_checkpoint,
     resolve_dtype,
 )
-from specrs.models.native_loader import INT4_GROUPS, load_native
+from specrs.models.native_loader import load_native
+from specrs.models.quantization.at_load import INT4_GROUPS, bits_at_load
 from specrs.models.quantization.base import QuantizedTensors
 from specrs.models.quantization.table import method_of, resolve_quantization
 from specrs.models.shards import check_divides
@@ -168,13 +169,13 @@ def _load(
     quantization = resolve_quantization(
         field, quantization, source, revision, device.type, load_format=config.load_format
     )
+    model = load_config(source, revision=revision)
+    if quantization == "int4":
+        _check_int4(field, source, model)
     if device.type == "cpu" and not config.enforce_eager and ranks is None:
-        model = load_config(source, revision=revision)
         resolved = resolve_dtype(dtype, model, device)
         config.check_native_serves(device.type, str(resolved).removeprefix("torch."))
         if resolved in NATIVE_DTYPES:
-            if quantization == "int4":
-                _check_int4(field, source, model)
             return load_native(
                 source,
                 dtype=resolved,
@@ -315,12 +316,15 @@ def _coded_bits(
     if load_format == "dummy":
         return {}
     made = method_of(source, revision) is None
-    if made and quantization != "fp8":
+    if made and quantization is None:
         return {}
     # Those of experts become numbers.
     projections = [name for name in tensor_shapes(model) if name.endswith("_proj.weight") and ".experts." not in name]
     if made:
-        return dict.fromkeys(projections, 8)
+        assert quantization is not None
+        sizes = {name: shape[1] for name, shape in tensor_shapes(model).items() if name in projections}
+        made_bits = {name: bits_at_load(quantization, size) for name, size in sizes.items()}
+        return {name: bits for name, bits in made_bits.items() if bits is not None}
     checkpoint = open_checkpoint(source, revision, load_format)[1]
     assert isinstance(checkpoint, QuantizedTensors)
     checkpoint.check(tensor_shapes(model), {LM_HEAD: (model.vocab_size, model.hidden_size)})

@@ -24,7 +24,8 @@ from specrs.models.eagle3_head import Eagle3Head, Eagle3Weights
 from specrs.models.eagle3_native import NativeEagle3Head
 from specrs.models.errors import malformed, of_folder
 from specrs.models.loader import LayerReader
-from specrs.models.native_loader import NativeReader, aligned
+from specrs.models.native_loader import NativeReader
+from specrs.models.quantization.at_load import aligned
 from specrs.models.rope import frequencies
 from specrs.models.shards import Shard, ShardedTensors, check_divides
 from specrs.parallel.ranks import Ranks

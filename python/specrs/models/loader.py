@@ -21,7 +21,7 @@ from specrs.models.dummy import DummyCheckpoint
 from specrs.models.errors import of_folder
 from specrs.models.experts import Experts
 from specrs.models.gguf.checkpoint import GGUFCheckpoint, gguf_config, gguf_path
-from specrs.models.quantization.at_load import Float8AtLoad
+from specrs.models.quantization.at_load import Float8AtLoad, IntegersAtLoad
 from specrs.models.quantization.base import QuantizedTensors
 from specrs.models.quantization.checkpoint import QuantizedCheckpoint
 from specrs.models.quantization.table import FIELDS, scheme_of
@@ -92,7 +92,7 @@ def load_model(
     float64 checkpoint), because many CPUs have no bf16 products and those that do gain less than the text may change.
 
     On a GPU codes of a quantized checkpoint stay codes where kernels read them; elsewhere they become numbers, exact in
-    float32. `quantization` `fp8` rounds those of another's projections to FP8.
+    float32. `quantization` `fp8`, `int8` or `int4` quantizes the projections of one that is not.
 
     Raises CheckpointError, or UnsupportedModelError for what is not implemented.
     """
@@ -101,6 +101,8 @@ def load_model(
     config = config.for_length(max_model_len)
     if quantization == "fp8":
         checkpoint = Float8AtLoad(checkpoint)
+    elif quantization is not None:
+        checkpoint = IntegersAtLoad(checkpoint, quantization)
     resolved = resolve_dtype(dtype, config, device)
     if device.type == "cuda" and isinstance(checkpoint, QuantizedTensors):
         return Dense(CodedLoader(config, checkpoint, resolved, device).load())

@@ -10,17 +10,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specrs.core import InvalidBufferError, quantize_weight
-from specrs.errors import CheckpointError
 from specrs.kernels.linear import Codes, QuantizedWeight, StackedWeight, Weight
 from specrs.models.checkpoint import Checkpoint
 from specrs.models.config import ModelConfig
-from specrs.models.dense_native import NativeDense, array
+from specrs.models.dense_native import NativeDense
 from specrs.models.dense_weights import DenseWeights, ExpertWeights
 from specrs.models.dummy import DummyCheckpoint
 from specrs.models.experts import Experts
 from specrs.models.loader import LayerReader, Loader, open_checkpoint, resolve_dtype
-from specrs.models.quantization.at_load import Float8AtLoad
+from specrs.models.quantization.at_load import Float8AtLoad, aligned, quantized_codes
 from specrs.models.quantization.base import QuantizedTensors
 from specrs.models.tensors import EMBEDDING, LM_HEAD, tensor_shapes
 
@@ -28,8 +26,6 @@ logger = logging.getLogger("specrs")
 _AT_ONCE = 1 << 20
 """Numbers that are compared at a time."""
 _ROUTER = ".gate.weight"
-INT4_GROUPS = (128, 64, 32)
-"""Inputs that share a scale: the first that divides them."""
 
 
 def load_native(
@@ -150,22 +146,7 @@ class _Quantizer(_NativeLoader):
         return QuantizedWeight(tuple(self.codes(f"{name}.weight") for name in names), self.biases(names, bias))
 
     def codes(self, name: str) -> Codes:
-        matrix = self.checkpoint.mapped(name)
-        if matrix.dtype not in (torch.float32, torch.bfloat16):
-            matrix = matrix.float()
-        matrix = aligned(matrix)
-        out, size = matrix.shape
-        if self.int4:
-            group = next((group for group in INT4_GROUPS if size % group == 0), INT4_GROUPS[-1])
-            codes, groups = torch.empty((out, size // 2), dtype=torch.uint8), size // group
-        else:
-            codes, groups = torch.empty((out, size), dtype=torch.int8), 1
-        scales = torch.empty((out, groups), dtype=torch.bfloat16)
-        try:
-            quantize_weight(name, array(matrix), array(codes), scales.view(torch.uint16).numpy())
-        except InvalidBufferError as fault:
-            raise CheckpointError(f"{self.checkpoint.folder}: {name} cannot be quantized: {fault}") from fault
-        return Codes(codes, scales)
+        return quantized_codes(self.checkpoint.folder, name, self.checkpoint.mapped(name), int4=self.int4)
 
     def matrices(self) -> list[str]:
         return [name for name in super().matrices() if name in (EMBEDDING, LM_HEAD) or name.endswith(_ROUTER)]
@@ -219,12 +200,6 @@ class _CodesLoader(_NativeLoader):
         made = self.checkpoint.mapped(name).to(self.made)
         self.num_made, self.made_bytes = self.num_made + 1, self.made_bytes + made.nbytes
         return made.contiguous()
-
-
-def aligned(matrix: Tensor) -> Tensor:
-    """The same numbers side by side where they may begin: a file may begin its tensors anywhere."""
-    matrix = matrix.contiguous()
-    return matrix.clone() if matrix.data_ptr() % matrix.element_size() else matrix
 
 
 def fits_bfloat16(tensor: Tensor) -> bool:

@@ -1,25 +1,31 @@
-"""Projections rounded to FP8 as they are loaded, whatever checkpoint they come from: what a GPU would compute with."""
+"""Projections quantized as they are loaded, whatever checkpoint they come from: to FP8, or to INT8 or INT4 codes."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from specrs.core import InvalidBufferError, quantize_weight
 from specrs.errors import CheckpointError
 from specrs.kernels.coded_weight import CodedWeight
 from specrs.kernels.linear import Codes
-from specrs.models.quantization.base import QuantizedTensors
+from specrs.models.quantization.base import QuantizedTensors, bits_of
 from specrs.models.quantization.fp8 import coded_by_output, quantized
+from specrs.models.quantization.grouped import Grouped
 
 PROJECTIONS = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 """How names of layers' projections end, experts' too; those of routers do not."""
+INT4_GROUPS = (128, 64, 32)
+"""INT4 has groups of the largest of them that divides the inputs."""
 
 
-class Float8AtLoad(QuantizedTensors):
-    """A checkpoint whose layers' projections have the numbers of FP8 with a scale for each output."""
+class QuantizedAtLoad(QuantizedTensors):
+    """A checkpoint whose layers' projections have the numbers of another kind."""
 
     def __init__(self, tensors: Any) -> None:
         """`tensors` is a checkpoint, whatever kind."""
@@ -42,12 +48,31 @@ class Float8AtLoad(QuantizedTensors):
         if not self.is_quantized(name):
             plain: Tensor = self._tensors.mapped(name)
             return plain
-        codes, scales = self._quantized(name)
-        return codes.float() * scales
+        return self._numbers(name)
+
+    @abstractmethod
+    def _numbers(self, name: str) -> Tensor:
+        """`mapped`, of a projection."""
+
+
+class Float8AtLoad(QuantizedAtLoad):
+    """FP8 with a scale for each output."""
 
     def coded(self, name: str) -> CodedWeight | None:
-        """See `QuantizedTensors`."""
+        """See `QuantizedTensors`; like what follows."""
         return coded_by_output(*self._quantized(name))
+
+    def codes(self, name: str) -> Codes | None:
+        """None: the native pass reads no FP8."""
+        return None
+
+    def coded_bits(self, name: str) -> int | None:
+        """See `QuantizedTensors`."""
+        return 8
+
+    def _numbers(self, name: str) -> Tensor:
+        codes, scales = self._quantized(name)
+        return codes.float() * scales
 
     def _quantized(self, name: str) -> tuple[Tensor, Tensor]:
         tensor: Tensor = self._tensors.mapped(name)
@@ -55,10 +80,67 @@ class Float8AtLoad(QuantizedTensors):
             raise CheckpointError(f"{self.folder}: {name} cannot be quantized: not all of its weights are finite")
         return quantized(tensor)
 
-    def codes(self, name: str) -> Codes | None:
+
+class IntegersAtLoad(QuantizedAtLoad):
+    """INT8 by output, or INT4 by group: the same codes on every device."""
+
+    def __init__(self, tensors: Any, quantization: str) -> None:
+        """`quantization` is `int8` or `int4`."""
+        super().__init__(tensors)
+        self._int4 = quantization == "int4"
+
+    def codes(self, name: str) -> Codes:
+        """See `QuantizedTensors`; like what follows. Raises CheckpointError for weights that are not finite."""
+        return quantized_codes(self.folder, name, self._tensors.mapped(name), int4=self._int4)
+
+    def coded(self, name: str) -> CodedWeight | None:
         """See `QuantizedTensors`."""
-        return None
+        codes = self.codes(name)
+        return Grouped(codes.values(), codes.scales.float()).coded()
 
     def coded_bits(self, name: str) -> int | None:
         """See `QuantizedTensors`."""
-        return 8
+        return bits_at_load("int4" if self._int4 else "int8", self._tensors.mapped(name).shape[1])
+
+    def _numbers(self, name: str) -> Tensor:
+        return self.codes(name).numbers()
+
+
+def int4_group(size: int) -> int:
+    """Inputs of a group, of `size` inputs."""
+    return next((group for group in INT4_GROUPS if size % group == 0), INT4_GROUPS[-1])
+
+
+def bits_at_load(quantization: str, size: int) -> int | None:
+    """Bits of a weight of `size` inputs on a GPU; None where it becomes numbers."""
+    if quantization == "int4":
+        return bits_of(("int4", "int8"), int4_group(size), size)
+    return bits_of((quantization,), 0, size)
+
+
+def aligned(matrix: Tensor) -> Tensor:
+    """The same numbers side by side where they may begin: a file may begin its tensors anywhere."""
+    matrix = matrix.contiguous()
+    return matrix.clone() if matrix.data_ptr() % matrix.element_size() else matrix
+
+
+def quantized_codes(folder: Path | str, name: str, matrix: Tensor, *, int4: bool) -> Codes:
+    """`matrix` `[out, in]` in INT4 by group, or in INT8 by output, symmetric, with scales of bf16.
+
+    Raises CheckpointError naming the tensor of `folder` for weights that are not finite, or inputs that make no groups.
+    """
+    if matrix.dtype not in (torch.float32, torch.bfloat16):
+        matrix = matrix.float()
+    matrix = aligned(matrix)
+    out, size = matrix.shape
+    if int4:
+        codes, groups = torch.empty((out, size // 2), dtype=torch.uint8), size // int4_group(size)
+    else:
+        codes, groups = torch.empty((out, size), dtype=torch.int8), 1
+    scales = torch.empty((out, groups), dtype=torch.bfloat16)
+    bits = matrix.view(torch.uint16) if matrix.dtype == torch.bfloat16 else matrix
+    try:
+        quantize_weight(name, bits.numpy(), codes.numpy(), scales.view(torch.uint16).numpy())
+    except InvalidBufferError as fault:
+        raise CheckpointError(f"{folder}: {name} cannot be quantized: {fault}") from fault
+    return Codes(codes, scales)

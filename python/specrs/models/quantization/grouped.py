@@ -71,8 +71,9 @@ class Grouped:
             else:
                 scales = (scales.view(torch.int32) | zeros).view(torch.float32)
             return CodedWeight.of((self.values + zeros.repeat_interleave(group, 1)).to(torch.uint8), scales, coding)
-        if low >= -128 and high <= 127:
-            return CodedWeight.of(self.values.to(torch.int8).view(torch.uint8), scales, Coding("int8", group))
+        coding = Coding("int8", group)
+        if low >= -128 and high <= 127 and coding.unit(size):
+            return CodedWeight.of(self.values.to(torch.int8).view(torch.uint8), scales, coding)
         return None
 
 

@@ -68,7 +68,8 @@ TABLE = (
     Format("gguf", "Q4_0", _CODES_4, _CODES_4),
     Format("gguf", "Q8_0, Q6_K", _CODES_8, _CODES_8),
     Format("gguf", "Q4_1, Q5_0, Q5_1, Q2_K to Q5_K, IQ and other types that the package `gguf` reads", _BF16, _NUMBERS),
-    Format("int4, int8", "any of 16 or 32 bit, quantized at load", "INT4 or INT8 codes", "refused"),
+    Format("int4", "any of 16 or 32 bit, quantized at load", _CODES_4, _CODES_4),
+    Format("int8", "any of 16 or 32 bit, quantized at load", _CODES_8, _CODES_8),
     Format("fp8", "any of 16 or 32 bit, quantized at load", _BF16, _FP8),
 )
 
