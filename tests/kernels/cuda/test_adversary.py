@@ -2,6 +2,7 @@
 the bits of the plain interpreter; and each fault that this is for, planted in a copy of the kernel."""
 
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from specrs.kernels.cuda.attention_config import AttentionConfig
 from specrs.kernels.cuda.configs import LinearConfig
 from torch import Tensor
 
+pytestmark = pytest.mark.skipif(os.environ.get("SPECRS_GPU", "0") != "0", reason="kernels run on a GPU, or as if")
 SEEDS = range(3)
 Run = Callable[[ModuleType], tuple[Tensor, Tensor]]
 
