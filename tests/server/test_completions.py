@@ -72,6 +72,11 @@ def test_defaults_are_vllms(server: Server) -> None:
         prompt=PROMPT, ignore_eos=True, best_of=1, suffix=None, n=1, stop=None, logprobs=None, echo=False, user="me"
     )
     assert spelled["usage"]["completion_tokens"] == 16
+    # and routers those of SGLang
+    sglang = {"no_stop_trim": False, "return_hidden_states": False, "regex": None, "ebnf": None, "lora_path": None}
+    sglang |= {"separate_reasoning": True, "stream_reasoning": True, "json_schema": None, "sampling_seed": None}
+    spelled = server.complete(prompt=PROMPT, ignore_eos=True, **sglang)
+    assert spelled["usage"]["completion_tokens"] == 16
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 4])

@@ -188,6 +188,18 @@ class SamplingBody(Body):
     vllm_xargs: Nothing = None
     kv_transfer_params: Nothing = None
 
+    # SGLang's, likewise: routers add them to what they pass on
+    no_stop_trim: Never = None
+    return_hidden_states: Never = None
+    separate_reasoning: Annotated[bool, only(True), WithJsonSchema({"const": True})] | None = None
+    stream_reasoning: Annotated[bool, only(True), WithJsonSchema({"const": True})] | None = None
+    regex: Nothing = None
+    ebnf: Nothing = None
+    json_schema: Nothing = None
+    lora_path: Nothing = None
+    session_params: Nothing = None
+    sampling_seed: Nothing = None
+
     @property
     def tells_prompts(self) -> bool:
         """Whether the answer has log probabilities of prompts, and so may be large."""
