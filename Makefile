@@ -25,8 +25,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # Nothing here needs a hub. Models of a few megabytes gain little from a second thread, and lose tenfold by one
 # that waits for a busy core.
-test test-ranks sweeps test-isa test-clients test-abuse test-kv-events test-real test-vllm soak demo bench: export HF_HUB_OFFLINE := 1
-test test-ranks sweeps test-isa test-clients test-abuse test-kv-events test-real soak: export OMP_NUM_THREADS ?= 1
+test test-ranks sweeps test-isa test-clients test-abuse test-kv-events test-routers test-ray test-dynamo test-real test-vllm soak demo bench: export HF_HUB_OFFLINE := 1
+test test-ranks sweeps test-isa test-clients test-abuse test-kv-events test-routers test-ray test-dynamo test-real soak: export OMP_NUM_THREADS ?= 1
 
 .PHONY: help
 help: ## this list
@@ -105,7 +105,7 @@ test-clients: build $(CLIENTS:%=$(CLIENT_VENVS)/%/.installed) ## real clients ag
 	$(BIN)/python -m pytest tests/server/clients $(ARGS)
 
 # What scales out has environments of its own, too. Those in which specrs itself runs take the packages of $(VENV) behind their own.
-SCALING := kv-events
+SCALING := kv-events routers ray dynamo
 SCALING_VENVS := .venv-scaling
 
 $(SCALING_VENVS)/%/.installed: tests/scaling/%.lock $(VENV)/.installed
@@ -116,17 +116,20 @@ $(SCALING_VENVS)/%/.installed: tests/scaling/%.lock $(VENV)/.installed
 		> "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/packages-of-specrs.pth"
 	@touch $@
 
-.PHONY: test-scaling test-kv-events
-test-scaling: $(SCALING:%=test-%) ## KV events over ZeroMQ, in an environment of its own
-test-kv-events: test-%: build $(SCALING_VENVS)/%/.installed
-	PYTHONPATH=python $(SCALING_VENVS)/$*/bin/python -m pytest tests/scaling/test_$(subst -,_,$*).py --timeout 900 -s $(ARGS)
+.PHONY: test-scaling test-kv-events test-routers test-ray test-dynamo
+test-scaling: $(SCALING:%=test-%) ## KV events over ZeroMQ, routers, Ray Serve, Dynamo, each in an environment of its own: half an hour
+# Importing Ray warns of what it uses itself.
+test-kv-events test-ray: test-%: build $(SCALING_VENVS)/%/.installed
+	PYTHONPATH=python $(SCALING_VENVS)/$*/bin/python -m pytest tests/scaling/test_$(subst -,_,$*).py --timeout 900 -s $(if $(filter ray,$*),-W default) $(ARGS)
+test-routers test-dynamo: test-%: build $(SCALING_VENVS)/%/.installed
+	$(BIN)/python -m pytest tests/scaling/test_$*.py --timeout 900 -s $(ARGS)
 
 .PHONY: lock-scaling
 lock-scaling: build ## resolve tests/scaling/*.lock again
 	for name in $(SCALING); do \
-		$(BIN)/uv pip compile tests/scaling/$$name.in --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
-			$(TORCH_PACKAGES:%=--no-emit-package %) --custom-compile-command "make lock-scaling" --upgrade --quiet \
-			--output-file tests/scaling/$$name.lock || exit 1; \
+		$(BIN)/uv pip compile tests/scaling/$$name.in --override tests/scaling/override.txt --python-version 3.11 \
+			--python-platform x86_64-unknown-linux-gnu --generate-hashes --no-emit-index-url $(TORCH_PACKAGES:%=--no-emit-package %) \
+			--custom-compile-command "make lock-scaling" --upgrade --quiet --output-file tests/scaling/$$name.lock || exit 1; \
 	done
 
 # A package has it, which is downloaded (89 MB) and never installed; where the index lacks it, there is nothing to test.

@@ -28,6 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("bench.results",),  # the file that sweeps write and forecasts read
     ("forecast",),
     ("bench", "server"),
+    ("integrations.ray", "integrations.dynamo"),  # over the engine on its thread, and a server's application
     ("cli",),
     ("",),  # the package itself, which names what users import
 )

@@ -96,41 +96,55 @@ def run_server(engine_settings: Mapping[str, Any], settings: ServerSettings) -> 
     settings = replace(settings, limits=_fit_connections(settings.limits))
     listener = _bind(settings.host, settings.port)  # first, because weights may take minutes
     with contextlib.closing(listener):
-        defaults = checkpoint_defaults(config) if settings.use_generation_config else {}
-        llm = AsyncLLM(**engine_settings)
-        llm.max_num_queued_reqs = settings.max_num_queued_reqs
-        templates = None
-        if llm.tokenizer is not None:
-            templates = TemplateRenderer(llm.tokenizer, settings.chat_template)
-        names = tuple(settings.served_model_names) or (config.model or "bundled",)
-        if defaults:
-            logger.info("Sampling parameters of the checkpoint, where a request has none: %s", defaults)
-        context = Context(
-            llm=llm,
-            model_names=names,
-            metrics=Metrics(llm, names[0]),
-            templates=templates,
-            limits=settings.limits,
-            defaults=defaults,
-            api_keys=settings.api_keys,
-            report_speculation=settings.report_speculation,
-            tools=settings.tools,
-            chat_template_kwargs=settings.chat_template_kwargs,
-            cors=settings.cors,
-            version=version("specrs"),
-            profiler=None if settings.profiler_folder is None else Profiler(llm, settings.profiler_folder),
-        )
+        context = make_context(engine_settings, settings)
         try:
             failed = asyncio.run(_Process(context, settings, listener).serve())
         finally:
-            if templates is not None:
-                templates.close()
-            ended = llm.shutdown(ABORT_TIMEOUT)
+            ended = close_context(context)
     if not ended:
         logger.error("the engine did not end within %g s; the process ends without it", ABORT_TIMEOUT)
         sys.stderr.flush()
         os._exit(1)
     return 1 if failed else 0
+
+
+def make_context(engine_settings: Mapping[str, Any], settings: ServerSettings) -> Context:
+    """Load an engine, and make what a server's application needs beside it. `close_context` ends it.
+
+    Raises `InvalidConfigError` and its subclasses.
+    """
+    config = EngineConfig.from_kwargs(**engine_settings)
+    defaults = checkpoint_defaults(config) if settings.use_generation_config else {}
+    llm = AsyncLLM(**engine_settings)
+    llm.max_num_queued_reqs = settings.max_num_queued_reqs
+    templates = None
+    if llm.tokenizer is not None:
+        templates = TemplateRenderer(llm.tokenizer, settings.chat_template)
+    names = tuple(settings.served_model_names) or (config.model or "bundled",)
+    if defaults:
+        logger.info("Sampling parameters of the checkpoint, where a request has none: %s", defaults)
+    return Context(
+        llm=llm,
+        model_names=names,
+        metrics=Metrics(llm, names[0]),
+        templates=templates,
+        limits=settings.limits,
+        defaults=defaults,
+        api_keys=settings.api_keys,
+        report_speculation=settings.report_speculation,
+        tools=settings.tools,
+        chat_template_kwargs=settings.chat_template_kwargs,
+        cors=settings.cors,
+        version=version("specrs"),
+        profiler=None if settings.profiler_folder is None else Profiler(llm, settings.profiler_folder),
+    )
+
+
+def close_context(context: Context) -> bool:
+    """End its engine and processes; whether the engine has ended within `ABORT_TIMEOUT` seconds."""
+    if context.templates is not None:
+        context.templates.close()
+    return context.llm.shutdown(ABORT_TIMEOUT)
 
 
 class _Server(uvicorn.Server):

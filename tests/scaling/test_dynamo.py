@@ -1,0 +1,95 @@
+"""Two workers behind Dynamo's frontend, found through files: text as `LLM` writes it, and one worker killed."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+from specrs import LLM, SamplingParams
+from specrs.pair import TARGET
+
+from .replicas import ROOT, Router, environment_python, free_port
+from .streams import Outcome, run_streams
+
+ENGINE = {"model": str(TARGET), "dtype": "float32", "speculative_config": {"num_speculative_tokens": 3}}
+BODY = {"max_tokens": 12, "temperature": 0.0}
+
+
+@pytest.fixture(scope="module")
+def dynamo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Router, list[subprocess.Popen[bytes]]]]:
+    """A frontend, and two workers that serve `pair`."""
+    folder = tmp_path_factory.mktemp("dynamo")
+    python, port = environment_python("dynamo"), free_port()
+    environment = {
+        **os.environ,
+        "DYN_DISCOVERY_BACKEND": "file",
+        "DYN_FILE_KV": str(folder / "discovery"),
+        "DYN_TCP_RPC_HOST": "127.0.0.1",
+        "PYTHONPATH": str(ROOT / "python"),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [
+        python,
+        "-m",
+        "specrs.integrations.dynamo",
+        "--engine",
+        json.dumps(ENGINE),
+        "--served-model-name",
+        "pair",
+    ]
+    with ExitStack() as stack, (folder / "workers.log").open("wb") as log:
+        workers = []
+        for _ in range(2):
+            workers.append(subprocess.Popen(command, env=environment, cwd=folder, stdout=log, stderr=log))
+            stack.callback(workers[-1].wait)
+            stack.callback(workers[-1].kill)
+        frontend = Router([python, "-m", "dynamo.frontend", "--http-port", str(port)], port, folder, environment)
+        stack.callback(frontend.stop)
+        while True:
+            assert [worker.poll() for worker in workers] == [None, None], (folder / "workers.log").read_text()[-4000:]
+            try:
+                found = json.loads(frontend.get("/v1/models")[1])["data"]
+            except OSError:
+                continue
+            text = (folder / "workers.log").read_text()
+            if found and text.count("Registered endpoint 'dynamo.specrs.generate'") == 2:
+                break
+        yield frontend, workers
+
+
+def streams(frontend: Router, prompts: list[str], body: dict[str, object], at: object = None) -> list[Outcome]:
+    return asyncio.run(run_streams(f"http://127.0.0.1:{frontend.port}", prompts, 8, body, at))  # type: ignore[arg-type]
+
+
+def test_what_is_not_implemented_is_refused(dynamo: tuple[Router, list[subprocess.Popen[bytes]]]) -> None:
+    frontend, _ = dynamo
+    for outcome in streams(frontend, ["Count"] * 4, {**BODY, "logprobs": 2}):
+        assert outcome.failed
+        assert "logprobs" in outcome.error
+    for outcome in streams(frontend, ["Count"] * 4, {**BODY, "temperature": 0.7, "seed": 3, "top_p": 0.9}):
+        assert not outcome.failed, outcome
+
+
+def test_text_is_the_engines_and_a_killed_worker_costs_its_own(
+    dynamo: tuple[Router, list[subprocess.Popen[bytes]]],
+) -> None:
+    frontend, workers = dynamo
+    prompts = [f"Count from {i} to" for i in range(300)]
+
+    async def at(ended: int, outcomes: list[Outcome]) -> None:
+        if ended == 100:
+            workers[0].send_signal(signal.SIGKILL)
+
+    outcomes = streams(frontend, prompts, BODY, at)
+    failed = [outcome for outcome in outcomes if outcome.failed]
+    print(f"\nDynamo: {len(failed)} of {len(outcomes)} failed", *failed, sep="\n  ")
+    assert len(failed) <= 8
+    whole = {outcome.prompt: outcome.text for outcome in outcomes if not outcome.failed}
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    for output in LLM(**ENGINE).generate(list(whole)[:30], params, use_tqdm=False):
+        assert whole[output.prompt or ""] == output.outputs[0].text
+    assert workers[1].poll() is None
