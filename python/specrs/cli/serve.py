@@ -141,6 +141,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ssl-keyfile", help="its private key; default: in the certificate's file")
     add("--ssl-ca-certs", help="certificates that clients' are checked against")
     add("--ssl-cert-reqs", type=int, default=0, help="of clients: 0 none, 1 optional, 2 required; default: 0")
+    add("--ui", action=argparse.BooleanOptionalAction, default=False, help="a chat at /, coloured by who wrote what")
     add("--root-path", default="", help="path under which a proxy shows this server")
     add("--allowed-origins", type=_texts, default=[], metavar="JSON", help="of web pages, CORS; default: none")
     add("--allowed-methods", type=_texts, default=["*"], metavar="JSON", help="of their requests; default: all")
@@ -256,6 +257,7 @@ def _settings(arguments: argparse.Namespace) -> Any:
         report_speculation=arguments.per_request_spec_decode_metrics == "summary",
         tools=_tools(arguments),
         chat_template_kwargs=arguments.default_chat_template_kwargs or {},
+        ui=arguments.ui,
         root_path=arguments.root_path.rstrip("/"),
         tls=_tls(arguments),
         cors=CORSSettings(

@@ -161,6 +161,8 @@ class CompletionAnswer(Answer):
         if self.body.return_token_ids:
             extras["token_ids"] = list(ids)
             extras["prompt_token_ids"] = output.prompt_token_ids if first else None
+        if self.body.return_token_strs:
+            extras["token_strs"] = [self.token_text(token_id) for token_id in ids]
         return extras
 
 
@@ -219,9 +221,12 @@ class ChatAnswer(Answer):
         return choices
 
     def _ids(self, output: RequestOutput, ids: Sequence[int], *, first: bool) -> dict[str, Any]:
-        if not self.body.return_token_ids:
-            return {}
-        return {"token_ids": list(ids), "prompt_token_ids": output.prompt_token_ids if first else None}
+        extras: dict[str, Any] = {}
+        if self.body.return_token_ids:
+            extras = {"token_ids": list(ids), "prompt_token_ids": output.prompt_token_ids if first else None}
+        if self.body.return_token_strs:
+            extras["token_strs"] = [self.token_text(token_id) for token_id in ids]
+        return extras
 
     def _logprobs(self, completion: CompletionOutput, start: int) -> dict[str, Any] | None:
         if completion.logprobs is None:

@@ -35,6 +35,7 @@ from specrs.server.limits import MAX_REQUEST_ID_LENGTH
 from specrs.server.logs import REQUEST_ID
 from specrs.server.metrics import CONTENT_TYPE
 from specrs.server.openapi import openapi
+from specrs.server.page import page_route
 from specrs.server.responses_protocol import ResponsesRequest
 
 logger = logging.getLogger("specrs")
@@ -91,6 +92,8 @@ def build_app(context: Context) -> Starlette:
     extra = []
     if profiler is not None:
         extra = [profiling("/start_profile", profiler.start), profiling("/stop_profile", profiler.stop)]
+    if context.ui:
+        extra.append(page_route())
     app = Starlette(
         routes=[
             *extra,
@@ -114,7 +117,7 @@ def build_app(context: Context) -> Starlette:
         middleware=[
             *_cors(context.cors),
             Middleware(HeaderCheck, limits=context.limits),
-            Middleware(KeyCheck, keys=context.api_keys),
+            Middleware(KeyCheck, keys=context.api_keys, ui=context.ui),
         ],
         exception_handlers={HTTPException: _http_exception, Exception: _exception},
     )
@@ -138,16 +141,18 @@ def _cors(settings: CORSSettings) -> list[Middleware]:
 
 
 class KeyCheck:
-    """Lets requests in that carry a key, and all where there is none to carry. `/health` and `/ping` are open."""
+    """Lets requests in that carry a key, and all where there is none to carry. `/health` and `/ping` are open, and
+    so is the page, which asks for the key."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str], *, ui: bool = False) -> None:
         self._app = app
+        self._open = {"/health", "/ping", *(["/"] if ui else [])}
         self._digests = [_digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 401."""
         path = scope["path"].removeprefix(scope.get("root_path", "")) if scope["type"] == "http" else ""
-        closed = scope["type"] == "http" and self._digests and path not in ("/health", "/ping")
+        closed = scope["type"] == "http" and self._digests and path not in self._open
         if closed and not self._knows(scope):
             error = APIError(401, "The API key is missing or wrong.", headers={"WWW-Authenticate": "Bearer"})
             await error.response()(scope, receive, send)

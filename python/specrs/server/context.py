@@ -43,6 +43,7 @@ class Context:
     tools: ToolSettings = field(default_factory=ToolSettings)
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     cors: CORSSettings = field(default_factory=CORSSettings)
+    ui: bool = False
     profiler: Profiler | None = None
     version: str = ""
     draining: bool = False

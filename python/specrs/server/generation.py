@@ -97,6 +97,7 @@ class Generation:
                     chunk = {**head, "choices": [choice]}
                     if continuous:
                         chunk["usage"] = self._usage()
+                        self._with_metrics(chunk)
                     elif last_usage:
                         chunk["usage"] = None
                     chunks.append(chunk)

@@ -174,6 +174,7 @@ class SamplingBody(Body):
     request_id: str | None = Field(None, max_length=MAX_REQUEST_ID_LENGTH, pattern=r"^[\x21-\x7e]*$")
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    return_token_strs: bool | None = None
     per_request_spec_decode_metrics: Literal["none", "summary"] | None = None
 
     # labels, for the operator's books: they change no text

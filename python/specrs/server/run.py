@@ -76,6 +76,7 @@ class ServerSettings:
     root_path: str = ""
     tls: TLSSettings | None = None
     cors: CORSSettings = field(default_factory=CORSSettings)
+    ui: bool = False
     profiler_folder: Path | None = None
     limits: HTTPLimits = field(default_factory=HTTPLimits)
 
@@ -135,6 +136,7 @@ def make_context(engine_settings: Mapping[str, Any], settings: ServerSettings) -
         tools=settings.tools,
         chat_template_kwargs=settings.chat_template_kwargs,
         cors=settings.cors,
+        ui=settings.ui,
         version=version("specrs"),
         profiler=None if settings.profiler_folder is None else Profiler(llm, settings.profiler_folder),
     )
@@ -229,6 +231,8 @@ class _Process:
         address = f"[{host}]" if ":" in host else host
         scheme = "http" if self._settings.tls is None else "https"
         logger.info("Serving %s on %s://%s:%d", self._context.model_names[0], scheme, address, port)
+        if self._settings.ui:
+            logger.info("Chat on %s://%s:%d%s/", scheme, address, port, self._settings.root_path)
         logger.info("Application startup complete.")
 
     async def _drained(self) -> None:
