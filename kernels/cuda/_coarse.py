@@ -22,7 +22,7 @@ from specrs.kernels.cuda._distribution import (
     store_cut,
     store_no_cut,
 )
-from specrs.kernels.cuda._search import UNIT, add_to_cells, cell_of, last_key
+from specrs.kernels.cuda._search import UNIT, add_to_cells, cell_of, last_key, place_of
 
 _CELLS = tl.constexpr(1024)
 
@@ -40,9 +40,9 @@ def _add_tile(  # type: ignore[no-untyped-def]
         cell = cell_of(gap, chosen)
         weight = tl.where(chosen & (gap <= farthest), tl.exp(-tl.maximum(gap, 0.0)), 0.0)
         amount = (weight * UNIT).to(tl.int64)
-        add_to_cells(cells, cell, amount, amount > 0)
+        add_to_cells(cells, cell, amount, amount > 0, 32)
         if counted:
-            add_to_cells(cells + _CELLS, cell, tl.full([BLOCK], 1, tl.int64), chosen)
+            add_to_cells(cells + _CELLS, cell, tl.full([BLOCK], 1, tl.int64), chosen, 32)
 
 
 @triton.jit
@@ -50,9 +50,10 @@ def _threshold(cells, params, m):  # type: ignore[no-untyped-def]
     """`(key, kept)`: the last key that is kept, and the weight of what is."""
     cell = tl.arange(0, _CELLS)
     top_k = tl.minimum(tl.load(params + TOP_K), 1073741824.0).to(tl.int64)
-    counts = tl.cumsum(tl.load(cells + _CELLS + cell), axis=0)
+    place = place_of(cell, 32)
+    counts = tl.cumsum(tl.load(cells + _CELLS + place), axis=0)
     last = tl.sum((counts < top_k).to(tl.int32), axis=0)
-    weights = tl.load(cells + cell)
+    weights = tl.load(cells + place)
     sums = tl.cumsum(tl.where(cell <= last, weights, 0), axis=0)
     total = tl.max(sums, axis=0)
     wanted = tl.minimum(tl.load(params + TOP_P), 2.0).to(tl.float64) * total.to(tl.float64)
