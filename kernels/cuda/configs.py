@@ -19,6 +19,8 @@ from specrs.kernels.cuda.device import DeviceLimits
 
 _SMALL = 2**26
 """Bytes of a weight that half of the multiprocessors read in about the time of all: 15 us at 4 TB/s."""
+_WIDE = 2**16
+"""Features from which tiles of 128 lose nothing at the end, as LM heads have: 3 % faster for 16 rows, 8 % for 64."""
 _IN_FLIGHT = 144 * 1024
 """Bytes of all stages of a program: more than a memory needs, so that a tile's end and the next one's start overlap."""
 TABLE = Path(__file__).with_name("configs.json")
@@ -89,31 +91,54 @@ def linear_config(shape: LinearShape, block_m: int, limits: DeviceLimits) -> Lin
 
 
 def default_config(shape: LinearShape, limits: DeviceLimits) -> LinearConfig:
-    """A safe configuration for a GPU that was not tuned for.
-
-    About 32 KiB in flight on each multiprocessor cover the latency of a GPU's memory at 4 TB/s. Rows of 256 bytes are
-    what the memory reads best; where fewer than three stages of them fit, half as many. One program on each
-    multiprocessor shares a tile with the fewest others. Partial sums cost 2 us, so where the weight is small and tiles
-    of 64 or of 16 features occupy half of the multiprocessors, each program has a whole one. Measured on an H200,
-    where two programs on a multiprocessor were never faster than one.
-    """
+    """A safe configuration for a GPU that was not tuned for; measured on an H200 (docs/decisions/cuda.md)."""
     if not limits.capability:  # the interpreter: small tiles, so that small shapes have several
         block_k = max(32, shape.least_k)
         return LinearConfig(16, block_k, min(limits.num_sms, shape.bound(16, block_k)), 4, 1)
-    block_n, block_k = 64, 256 // shape.dtype.itemsize
     if shape.dtype == torch.float32:  # no tensor cores: operands live in registers
         block_n, block_k = 32, max(32, shape.least_k)
-    elif limits.shared_memory // 2 < 3 * shape.stage_bytes(block_n, block_k, 16):
-        block_k = max(block_k // 2, shape.least_k)
-    programs = min(limits.num_sms, shape.bound(block_n, block_k))
-    is_small = (1 + shape.gated) * shape.n * shape.k * shape.bits // 8 <= _SMALL and shape.dtype != torch.float32
-    for width, depth in ((block_n, block_k), (16, 2 * block_k)):
-        tiles = -(-shape.n // width)
-        if is_small and 0.45 * limits.num_sms <= tiles <= limits.num_sms:
-            block_n, block_k, programs = width, depth, tiles
-            break
+        return LinearConfig(block_n, block_k, min(limits.num_sms, shape.bound(block_n, block_k)), 4, 9, prefetch=2)
+    return _dense_config(shape, limits) if shape.coding is None else _coded_config(shape, limits)
+
+
+def _dense_config(shape: LinearShape, limits: DeviceLimits) -> LinearConfig:
+    """For 16-bit weights, which the memory alone limits.
+
+    About 32 KiB in flight on each multiprocessor cover the latency of a GPU's memory at 4 TB/s. Rows of 256 bytes are
+    what the memory reads best; where fewer than three stages of them fit, half as many. One program on a multiprocessor
+    is never slower than two. Partial sums cost 2 us, and more the more programs share a tile, so where the weight is
+    small and its tiles occupy a third of the multiprocessors, each program has a whole one, and half of one where they
+    are fewer.
+    """
+    block_n, block_k = 64, 128
+    if limits.shared_memory // 2 < 3 * shape.stage_bytes(block_n, block_k, 16):
+        block_k = 64
+    elif shape.n >= _WIDE:
+        block_n = 128
+    programs, tiles = min(limits.num_sms, shape.bound(block_n, block_k)), -(-shape.n // block_n)
+    small = (1 + shape.gated) * shape.n * shape.k * shape.dtype.itemsize <= _SMALL
+    if small and tiles <= limits.num_sms <= 3 * tiles:
+        programs = tiles
+    elif 3 * tiles < limits.num_sms or (not small and 0.9 * limits.num_sms <= 2 * tiles <= limits.num_sms):
+        programs = min(2 * tiles, programs)
     stages = round(_IN_FLIGHT / shape.stage_bytes(block_n, block_k, 16))
     return LinearConfig(block_n, block_k, programs, 4, max(3, min(9, stages)), prefetch=2)
+
+
+def _coded_config(shape: LinearShape, limits: DeviceLimits) -> LinearConfig:
+    """For codes, each of which becomes a number before it is multiplied.
+
+    What limits that is the latency of a step, not the memory, so several programs on a multiprocessor take turns: two
+    where a code has 8 bits, four of half the inputs where it has 4. Gate and up of Qwen3-32B take 72 us of FP8 in place
+    of 98 with one program, 64 of INT4 in place of 115.
+    """
+    per_sm, block_k = (2, 256) if shape.bits == 8 else (4, 128)
+    while block_k > shape.least_k and limits.shared_memory < per_sm * (
+        2 * shape.stage_bytes(64, block_k, 16) + _extra_bytes(shape, block_k, 16)
+    ):
+        block_k //= 2
+    programs = min(per_sm * limits.num_sms, shape.bound(64, block_k))
+    return LinearConfig(64, block_k, programs, 4, 3, prefetch=2)
 
 
 def fit(config: LinearConfig, shape: LinearShape, block_m: int, limits: DeviceLimits) -> LinearConfig:
@@ -126,7 +151,9 @@ def fit(config: LinearConfig, shape: LinearShape, block_m: int, limits: DeviceLi
     room = (
         limits.shared_memory // per_sm if per_sm * (2 * stage + extra) <= limits.shared_memory else limits.shared_memory
     )
-    stages = max(2, min(config.num_stages, (room - extra) // stage))
+    # Codes leave their stage for registers at once: there is one buffer less than stages.
+    buffers = (room - extra) // stage + (shape.coding is not None)
+    stages = max(2, min(config.num_stages, buffers))
     # The squares of 64 rows beside their sums are more than the registers of four warps hold.
     return dataclasses.replace(config, num_stages=stages, num_warps=8 if block_m >= 64 else config.num_warps)
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specrs.kernels.cuda.configs import linear_config
 from specrs.kernels.cuda.device import DeviceLimits
 from specrs.kernels.cuda.experts import add_pairs, route, sort_pairs
-from specrs.kernels.cuda.grouped_linear import grouped_linear, grouped_shape
+from specrs.kernels.cuda.grouped_linear import grouped_config, grouped_linear
 from specrs.kernels.cuda.skinny_linear import MAX_ROWS, block_m
 from specrs.models.config import ModelConfig
 from specrs.models.dense_weights import ExpertWeights
@@ -49,12 +48,10 @@ class ExpertBuffers:
             return None
         e, rows = c.experts, min(max_rows, CHUNK_ROWS)
         pairs, h, i = rows * e.per_token, c.hidden_size, e.intermediate_size
-        shapes = {
-            "gate_up": grouped_shape(e.count, i, h, dtype, gated=True),
-            "down": grouped_shape(e.count, h, i, dtype, gated=False),
-        }
-        widths = {block_m(rows) for rows in (1, 17, MAX_ROWS)}
-        configs = {(n, m): linear_config(s, m, limits).as_list() for n, s in shapes.items() for m in widths}
+        configs = {}
+        for width in {block_m(rows) for rows in (1, 17, MAX_ROWS)}:
+            configs["gate_up", width] = grouped_config(i, h, dtype, width, limits, gated=True).as_list()
+            configs["down", width] = grouped_config(h, i, dtype, width, limits, gated=False).as_list()
 
         def buffer(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
