@@ -35,6 +35,7 @@ def one(device: torch.device, context: int, copied: float) -> dict[str, float]:
         head_dim=DIM,
         dtype=dtype,
         limits=limits,
+        span=context + ROWS,
     )
     cache = torch.randn(blocks + 1, 2, KV_HEADS, BLOCK, DIM, device=device).to(dtype)
     q = torch.randn(ROWS, heads * DIM, device=device).to(dtype)

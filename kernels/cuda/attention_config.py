@@ -11,8 +11,10 @@ MAX_VERIFY_ROWS = 17
 """Rows of a request up to which the context is split: K = 16 drafts and one more. Longer chunks fill the device."""
 _MAX_SPLITS = 64
 _WIDE_SHARED = 160 * 1024
-"""Shared memory from which a few rows take 128 positions in a step: on an H200 8.1 us instead of 12.1 at 1k positions,
-58 instead of 83 at 32k."""
+"""Shared memory from which few rows take 128 positions in a step (docs/decisions/cuda.md has the times)."""
+_SHORT = 4096
+"""Positions up to which a wide tile keeps one block of 128 on its way: a second costs 2 us at the start and at 32k
+saves a quarter."""
 _FUSED = 4
 """Heads times rows of a tile up to which the last program combines: one program reads 16 splits of more too slowly."""
 
@@ -42,13 +44,13 @@ class AttentionConfig:
         head_dim: int,
         dtype: torch.dtype,
         limits: DeviceLimits,
-        window: int | None = None,
+        span: int,
     ) -> AttentionConfig:
-        """The configuration for a batch of requests with at most `max_q_len` rows each, which attend all positions or
-        the last `window` of them.
+        """The configuration for a batch of requests with at most `max_q_len` rows each, which attend at most `span`
+        positions: a window, or all that a request may have.
 
-        Splits are as many as multiprocessors are free, whatever the contexts: a captured graph serves all of them. Of
-        windows they are no more than have blocks.
+        Splits are as many as multiprocessors are free and at most as a span has blocks, whatever the contexts: a
+        captured graph serves all of them.
         """
         group = num_heads // num_kv_heads
         long = max_q_len > MAX_VERIFY_ROWS
@@ -59,19 +61,19 @@ class AttentionConfig:
             block_n = 64 if head_dim <= 128 else 32
         rows = max(1, min(max_q_len, widest // group))
         block_m = max(16, 1 << (rows * group - 1).bit_length())
-        if block_m <= 32 and block_n == 64 and limits.shared_memory >= _WIDE_SHARED:
+        if block_m <= 64 and block_n == 64 and not long and limits.shared_memory >= _WIDE_SHARED:
             block_n = 128
         tiles = batch * num_kv_heads * -(-max_q_len // rows)
         splits = 1 if long else max(1, min(_MAX_SPLITS, limits.num_sms // tiles))
-        if window is not None:
-            splits = min(splits, -(-(window + rows - 1) // block_n) + 1)
+        splits = min(splits, -(-(span + rows - 1) // block_n) + 1)
         wide = block_m * block_d(head_dim) >= 128 * 128 or (head_dim > 128 and block_m > 16)
         # Blocks of K and V on their way. The compiler takes two stages for each, because their addresses are loaded
         # too, and where warp groups multiply it keeps one more. Wider tiles have no registers for many, and each stage
-        # unrolls a loop's start once more, which costs a short context more than the loop: of 128 positions one.
+        # unrolls a loop's start once more, which costs a short context more than the loop.
         step = 2 * block_n * block_d(head_dim) * dtype.itemsize
         fixed = block_m * block_d(head_dim) * dtype.itemsize + 8192 + (step if block_m >= 64 else 0)
-        most = 1 if wide or block_n == 128 else 2 if block_m >= 64 else 3
+        short = span <= _SHORT and block_n == 128 and block_m >= 64
+        most = 1 if wide or short else 2 if block_m >= 64 or block_n == 128 else 3
         ahead = min(most, (limits.shared_memory - fixed) // step)
         return cls(rows, block_m, block_n, splits, 8 if wide else 4, 2 * max(1, ahead) + 1)
 

@@ -469,6 +469,7 @@ def _variants() -> tuple[Variant, ...]:
                 head_dim=dim,
                 dtype=DTYPES[dtype],
                 limits=size.limits,
+                span=1 << 15,
             )
             types = {
                 **dict.fromkeys(("q", "cache", "out"), f"*{dtype}"),

@@ -285,7 +285,7 @@ class _Layers:
                 head_dim=c.head_dim,
                 dtype=torch.bfloat16,
                 limits=limits,
-                window=window,
+                span=self.context if window is None else min(self.context, window),
             )
             combined = cut.splits > 1 and not cut.fused_lines(c.num_heads // c.num_kv_heads)
             seen = self.context if window is None else min(self.context, window)

@@ -163,7 +163,7 @@ def attention(
     k_start = inputs.k_start if k_start is None else k_start
     angles = {rope: [ws.cos[i, :rows], ws.sin[i, :rows]] for i, rope in enumerate(rotations(c))}
     where = AttentionRows(inputs.positions, inputs.q_start, inputs.block_table, inputs.max_q_len, k_start)
-    scratch = (ws.partials, ws.stats, ws.counters)
+    scratch, blocks = (ws.partials, ws.stats, ws.counters), inputs.block_table.shape[1]
 
     def attend(layer: LayerWeights, qkv: Tensor, cache: Tensor, out: Tensor, index: int = 0, /) -> None:
         window, rope = c.windows[index] if c.windows else None, c.rope_of(index)
@@ -171,7 +171,9 @@ def attention(
         norm = layer.qk_norm
         if norm is not None and c.qk_norm_whole:
             norm = norm.view(-1)
-        cut = _attention_config(batch, inputs.max_q_len, *heads, dtype, ws.limits, window)
+        # The table's width, not this launch's longest context: sums have one order, and few kernels are compiled.
+        span = min(window or blocks * cache.shape[3], blocks * cache.shape[3])
+        cut = _attention_config(batch, inputs.max_q_len, *heads, dtype, ws.limits, span)
         qk_norm_rope(qkv, norm, turned, inputs.slots, cache, c.num_heads, c.rms_norm_eps, ws.dependent)
         paged_attention(qkv[:, :width], cache, where, out, scratch, Sight(scale, window), cut, ws.dependent)
 
@@ -187,7 +189,7 @@ def _attention_config(
     dim: int,
     dtype: torch.dtype,
     limits: DeviceLimits,
-    window: int | None,
+    span: int,
 ) -> list[int]:
     config = AttentionConfig.choose(
         batch=batch,
@@ -197,6 +199,6 @@ def _attention_config(
         head_dim=dim,
         dtype=dtype,
         limits=limits,
-        window=window,
+        span=span,
     )
     return list(dataclasses.astuple(config))

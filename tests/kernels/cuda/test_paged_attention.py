@@ -185,7 +185,14 @@ def test_any_batch_and_cut(
 def test_verification_with_the_default_configuration(q_len: int, dim: int) -> None:
     p = Pass([span(40 - q_len, 40)], 8, 2, dim, 16, torch.float16)
     config = AttentionConfig.choose(
-        batch=1, max_q_len=q_len, num_heads=8, num_kv_heads=2, head_dim=dim, dtype=p.dtype, limits=INTERPRETER
+        batch=1,
+        max_q_len=q_len,
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=dim,
+        dtype=p.dtype,
+        limits=INTERPRETER,
+        span=64,
     )
     p.check(config)
 
@@ -199,7 +206,14 @@ def test_more_splits_than_blocks(heads: tuple[int, int]) -> None:
 def test_prefill_chunks_beside_others() -> None:
     p = Pass([span(0, 37), span(20, 41), [-1, -1], [5]])
     config = AttentionConfig.choose(
-        batch=4, max_q_len=37, num_heads=4, num_kv_heads=2, head_dim=20, dtype=p.dtype, limits=INTERPRETER
+        batch=4,
+        max_q_len=37,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=20,
+        dtype=p.dtype,
+        limits=INTERPRETER,
+        span=64,
     )
     assert config.splits == 1
     p.check(config)
@@ -238,7 +252,7 @@ def test_splits_of_windows_are_no_more_than_have_blocks() -> None:
             head_dim=128,
             dtype=torch.bfloat16,
             limits=ABSENT,
-            window=window,
+            span=window,
         )
         assert (config.block_n, config.splits) == (64, splits)
 
@@ -264,7 +278,14 @@ def test_nan_of_a_request_stays_with_it() -> None:
 @pytest.mark.parametrize(("batch", "splits"), [(1, 16), (2, 8), (16, 1), (256, 1)])
 def test_splits_follow_the_free_multiprocessors(batch: int, splits: int) -> None:
     config = AttentionConfig.choose(
-        batch=batch, max_q_len=6, num_heads=64, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16, limits=ABSENT
+        batch=batch,
+        max_q_len=6,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=128,
+        dtype=torch.bfloat16,
+        limits=ABSENT,
+        span=10**6,
     )
     assert config.splits == splits
     assert (config.rows, config.block_m) == (6, 64)
