@@ -1,6 +1,6 @@
 """`make gpu-bench`: the table of the GPU's bars, predicted and measured, as JSON and pictures. Checks no results.
 
-    python benches/bench_gpu.py [--out FOLDER] [--only passes,attention,tpot,idle,throughput,transformers]
+    python benches/bench_gpu.py [--out FOLDER] [--only passes,products,attention,...]
                                 [--target qwen3-32b] [--draft qwen3-1.7b] [--commit HASH]
 
 Models are random weights at the references' shapes; acceptance is synthetic at the references' rates, so times are
@@ -18,20 +18,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 import triton
-from gpu import attention, iterations, serving
+from gpu import attention, formats, iterations, products, serving
 from gpu.models import weight_bytes, write_config
 from gpu.timing import ON_GPU, pretend
 from specrs.engine.weights import Weights
 from specrs.models.loader import load_model
 
-PARTS = ("passes", "attention", "tpot", "idle", "throughput", "transformers")
+PARTS = ("passes", "products", "attention", "tpot", "idle", "formats", "throughput", "experts", "transformers")
 PREDICTED = {
     "target_pass_ms": "15.9 at 1 to 8 rows: 63.97 GB at 4.3 TB/s and 2.2 us for each of 387 kernels; 16.2 to 17.5 "
     "after reading the compiled code (29 us a layer beyond bytes)",
@@ -42,9 +41,11 @@ PREDICTED = {
     "tpot_ms": "6.2 at K = 5 (AL 3.53), 15.9 at K = 0; 6.6 to 7.1 at K = 5 after reading the compiled code",
     "idle_us": "under 10 at batch 1 and 64: the next launch is enqueued before one ends",
     "attention_share": "0.5 at 2k, 0.8 at 32k, 0.88 at 128k",
+    "formats": "target pass of 6 rows: FP8 11.6 ms, INT4 10.4, from the times of products alone",
+    "experts": "Qwen3-30B-A3B: 3.3 ms for 1 row, 7.1 for 6, from the times of products alone",
     "transformers_ratio": "8 at K = 5: about 180 ms an iteration, bound by the host",
 }
-"""For one H200 in bf16, written down before anything was measured."""
+"""For one H200 in bf16, written down before each was measured."""
 
 
 def main() -> None:
@@ -119,21 +120,45 @@ class Bench:
     def weights(self) -> Weights:
         """Random weights of both, made once."""
         if self._weights is None:
-            dtype = "bfloat16" if ON_GPU else "float32"
-            load: Callable[[str], Any] = lambda folder: load_model(  # noqa: E731
-                folder, dtype=dtype, device=self.device, load_format="dummy"
-            )
-            self._weights = Weights(load(self.target), load(self.draft))
+            self._weights = Weights(self.load(self.target), self.load(self.draft))
         return self._weights
+
+    def load(self, folder: str) -> Any:
+        """A model of random weights."""
+        dtype = "bfloat16" if ON_GPU else "float32"
+        return load_model(folder, dtype=dtype, device=self.device, load_format="dummy")
 
     def passes(self) -> dict[str, Any]:
         """Passes and iterations alone."""
         settings = {} if ON_GPU else {"device": "cpu", "dtype": "float32", "block_size": 4}
         return iterations.measure(iterations.Alone(self.target, self.draft, self.weights, **settings))
 
+    def products(self) -> dict[str, Any]:
+        """Products and the sampling cut alone, which load no models."""
+        return products.measure(["qwen3-32b", "qwen3-1.7b"] if ON_GPU else ["tiny"], self.device)
+
     def attention(self) -> dict[str, Any]:
         """Verification attention over long contexts."""
         return attention.measure(self.device, [2048, 32768, 131072] if ON_GPU else [32])
+
+    def formats(self) -> dict[str, Any]:
+        """The target as codes of every kind, beside the bf16 draft."""
+        settings = {} if ON_GPU else {"device": "cpu", "dtype": "float32", "block_size": 4}
+        found = {}
+        for kind in formats.CODINGS:
+            weights = Weights(formats.coded(self.weights.target, kind), self.weights.draft)
+            found[kind] = formats.measure(self.target, self.draft, weights, **settings)
+            self.write({"formats": found})
+        return found
+
+    def experts(self) -> dict[str, Any]:
+        """A mixture of experts beside the bf16 draft; the dense target leaves the GPU before."""
+        settings = {} if ON_GPU else {"device": "cpu", "dtype": "float32", "block_size": 4}
+        draft, self._weights = self.weights.draft, None
+        gc.collect()
+        target = str(write_config("qwen3-30b-a3b" if ON_GPU else "tiny-experts", self.folder))
+        weights = Weights(self.load(target), draft)
+        return {Path(target).name: formats.measure(target, self.draft, weights, **settings)}
 
     def tpot(self) -> dict[str, Any]:
         """A lone request at K = 5 and K = 0."""
@@ -156,10 +181,11 @@ class Bench:
 
     def throughput(self) -> dict[str, Any]:
         """Tokens per second by K and concurrency, 150 tokens in and 200 out."""
-        found, sizes = {}, [1, 4, 16, 64, 128, 256] if ON_GPU else [1, 2]
-        for k in (5, 0, 3, 1):
+        found: dict[str, Any] = {}
+        sizes = [1, 4, 16, 64, 128, 256] if ON_GPU else [1, 2]
+        for k in ("auto", 5, 0, 3):
             engine = serving.make_engine(self.target, self.draft, self.weights, k, sizes, 512)
-            found[f"k{k}"] = serving.throughput(engine, sizes)
+            found[k if k == "auto" else f"k{k}"] = serving.throughput(engine, sizes)
             release(engine)
             self.write({"throughput": found})
         return found

@@ -10,10 +10,14 @@ SHAPES = {
     "qwen3-8b": (36, 4096, 32, 8, 128, 12288, False),
     "qwen3-1.7b": (28, 2048, 16, 8, 128, 6144, True),
     "qwen3-0.6b": (28, 1024, 16, 8, 128, 3072, True),
+    "qwen3-30b-a3b": (48, 2048, 32, 4, 128, 768, False),
     "tiny": (2, 64, 2, 1, 64, 64, True),
+    "tiny-experts": (2, 64, 2, 1, 64, 64, True),
 }
 """layers, hidden, heads, KV heads, head size, intermediate, tied embedding."""
-VOCAB = {"tiny": 101}
+EXPERTS = {"qwen3-30b-a3b": (128, 8), "tiny-experts": (4, 2)}
+"""experts, experts of a token; the intermediate size is that of one."""
+VOCAB = {"tiny": 101, "tiny-experts": 101}
 
 
 def write_config(name: str, folder: Path) -> Path:
@@ -39,6 +43,10 @@ def write_config(name: str, folder: Path) -> Path:
         "attention_bias": False,
         "eos_token_id": 0,
     }
+    if name in EXPERTS:
+        count, each = EXPERTS[name]
+        content |= {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "norm_topk_prob": True}
+        content |= {"num_experts": count, "num_experts_per_tok": each, "moe_intermediate_size": intermediate}
     (path / "config.json").write_text(json.dumps(content))
     return path
 

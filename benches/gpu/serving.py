@@ -25,15 +25,19 @@ from gpu.timing import ON_GPU, synchronize
 PROMPT, OUTPUT = (150, 200) if ON_GPU else (6, 4)
 
 
-def make_engine(target: str, draft: str, weights: Weights, k: int, sizes: list[int], max_model_len: int) -> Engine:
-    """An engine at K = `k` whose drafts are accepted at the references' rates."""
+def make_engine(
+    target: str, draft: str, weights: Weights, k: int | str, sizes: list[int], max_model_len: int
+) -> Engine:
+    """An engine at K = `k` (or `auto`) whose drafts are accepted at the references' rates."""
     speculative = None
     if k:
+        most = 5 if k == "auto" else int(k)
         speculative = SpeculativeConfig(
             model=draft,
-            num_speculative_tokens=k,
+            num_speculative_tokens=k,  # type: ignore[arg-type]
+            max_num_speculative_tokens=most if k == "auto" else None,
             rejection_sample_method="synthetic",
-            synthetic_acceptance_rates=sorted(RATES[:k], reverse=True),  # type: ignore[arg-type]
+            synthetic_acceptance_rates=sorted(RATES[:most], reverse=True),  # type: ignore[arg-type]
         )
     config = EngineConfig(
         model=target,

@@ -1,0 +1,54 @@
+"""Passes of a target in other formats and of mixtures of experts, batch 1: random codes and weights. Checks nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from specrs.engine.weights import Weights
+from specrs.kernels.coded_weight import CodedWeight, Coding
+from specrs.kernels.linear import Weight
+from specrs.models.dense import Dense
+
+from gpu.iterations import MAX_K, Alone
+
+CODINGS: dict[str, Callable[[int], Coding]] = {
+    "fp8_block": lambda _: Coding("fp8", 128, outputs=128),
+    "fp8_channel": lambda size: Coding("fp8", size),
+    "int8_channel": lambda size: Coding("int8", size),
+    "int4_group": lambda _: Coding("int4", 128, zeros=True),
+}
+"""As Qwen3-FP8, compressed-tensors by channel, W8A16 and AWQ have them."""
+K = min(5, MAX_K)
+ROWS = (1, 2, K + 1)
+
+
+def coded(model: Dense, kind: str) -> Dense:
+    """`model` with the projections of its layers as random codes of a kind."""
+    generator = torch.Generator(model.device).manual_seed(3)
+
+    def weight(dense: Weight) -> Weight:
+        (out, size), device = dense.shape, model.device
+        coding = CODINGS[kind](size)
+        codes = torch.randint(-(2**15), 2**15, (out, size * coding.bits // 16), device=device, generator=generator)
+        # No code of e4m3 may be NaN, and scales keep the stream finite.
+        codes &= 0x7777 if coding.kind == "fp8" else -1
+        scales = torch.rand(-(-out // coding.outputs), -(-size // coding.group), device=device, generator=generator)
+        return CodedWeight(codes.to(torch.int16), 1e-4 * scales, coding)
+
+    layers = []
+    for layer in model.weights.layers:
+        made = {name: weight(getattr(layer, name)) for name in ("qkv", "o", "gate_up", "down")}
+        layers.append(dataclasses.replace(layer, **made))
+    return Dense(dataclasses.replace(model.weights, layers=tuple(layers)))
+
+
+def measure(target: str, draft: str, weights: Weights, **settings: Any) -> dict[str, Any]:
+    """Milliseconds of a pass by its rows and of a whole iteration at K = 5 (2 in a trial)."""
+    alone = Alone(target, draft, weights, **settings)
+    return {
+        "target_pass_ms": {rows: alone.target_pass(rows) for rows in ROWS},
+        f"whole_k{K}_ms": alone.whole(K),
+    }
