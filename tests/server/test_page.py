@@ -41,8 +41,7 @@ def test_chunks_say_who_wrote_their_tokens(paged: Server) -> None:
         "stream": True,
         "max_tokens": 60,
         "temperature": 0,
-        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-        "per_request_spec_decode_metrics": "summary",
+        "per_request_spec_decode_metrics": "continuous",
         "return_token_strs": True,
     }
     raw = paged.post("/v1/chat/completions", body, Authorization="Bearer secret").body.decode()

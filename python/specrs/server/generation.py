@@ -35,7 +35,7 @@ class Generation:
         self._stream: OutputStream | None = None
         asked = answer.body.per_request_spec_decode_metrics
         if asked is not None:
-            self._report = asked == "summary"
+            self._report = asked != "none"
 
     async def start(self, prompts: Sequence[Prompt]) -> None:
         """Queue the prompts. Raises what is wrong with them; then nothing runs."""
@@ -97,9 +97,10 @@ class Generation:
                     chunk = {**head, "choices": [choice]}
                     if continuous:
                         chunk["usage"] = self._usage()
-                        self._with_metrics(chunk)
                     elif last_usage:
                         chunk["usage"] = None
+                    if self._answer.body.per_request_spec_decode_metrics == "continuous":
+                        self._with_metrics(chunk)
                     chunks.append(chunk)
                 if self._ended and chunks and not last_usage:
                     self._with_metrics(chunks[-1])
