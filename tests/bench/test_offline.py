@@ -147,7 +147,7 @@ def test_instructions_go_through_the_template(tmp_path: Path) -> None:
         (["latency", "--batch-size", "0"], "--batch-size=0"),
         (["acceptance", "--num-prompts", "0"], "--num-prompts=0"),
         (["throughput", "--model", "nowhere/at/all"], "nowhere/at/all"),
-        (["throughput", "-tp", "2"], "tensor_parallel_size=2"),
+        (["throughput", "-tp", "3"], "tensor_parallel_size=3"),
     ],
 )
 def test_wrong_options(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -263,6 +263,7 @@ def test_bodies_and_headers_that_say_two_things(server: Server) -> None:
     body = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
     for kind, status in (("text/plain", 415), ("application/json; charset=utf-8", 200), ("", 415)):
         assert server.request("POST", COMPLETIONS, body, {"Content-Type": kind}).status == status
+    assert server.request("POST", "/ping", b"", {"Content-Type": "application/x-www-form-urlencoded"}).status == 200
     assert server.request("GET", "/v1/models/", headers={"Host": "elsewhere"}).status == 404
 
 

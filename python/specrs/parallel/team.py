@@ -231,11 +231,13 @@ class Team:
             self._changed.notify_all()
 
     def _reap(self) -> None:
-        """Wait for the processes; those that do not end are killed."""
+        """Wait for the ranks; processes that do not end are killed."""
         end = time.monotonic() + GRACE
         for member in self._members.values():
             process = member.process
-            if process is not None:
+            if process is None:
+                _hear_out(member.connection, end)
+            else:
                 try:
                     process.wait(max(0.0, end - time.monotonic()))
                 except subprocess.TimeoutExpired:
@@ -244,6 +246,14 @@ class Team:
             member.connection.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _hear_out(connection: Connection, end: float) -> None:
+    """Until the other side closes: one that is in its last launch takes a closed connection for a rank that is lost."""
+    with contextlib.suppress(DisconnectedError, ValueError, OSError):
+        connection.socket.settimeout(GRACE)
+        while time.monotonic() < end:
+            connection.receive()
 
 
 def _how_it_ended(process: subprocess.Popen[bytes] | None, fault: Exception) -> str:
