@@ -7,7 +7,6 @@ of being made; one of torch that writes memory counts as one kernel (a product t
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ import pytest
 import torch
 import triton
 from gpu_shuttle import ops
+from module_files import load_file
 from runner.test_trace import VIEWS, fake_decoder
 from specrs.config import EngineConfig
 from specrs.engine.blueprint import Blueprint
@@ -215,9 +215,5 @@ def compiled(launch: Launch, capability: int) -> Any:
 def reference_configs(folder: Path) -> tuple[Path, Path]:
     """Configurations of the references' target and draft, Qwen3-32B and Qwen3-1.7B, written into `folder`."""
     path = Path(__file__).parents[1] / "benches/gpu/models.py"  # the package `gpu` is the tests' own
-    spec = importlib.util.spec_from_file_location("reference_models", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_file("reference_models", path)
     return module.write_config("qwen3-32b", folder), module.write_config("qwen3-1.7b", folder)

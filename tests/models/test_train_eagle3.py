@@ -1,13 +1,12 @@
 """The passes that training unrolls are those of drafting: compared row by row with the plain script."""
 
-import importlib.util
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from eagle3_reference import Head
+from module_files import load_file
 from torch.nn.functional import linear
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train_eagle3.py"
@@ -16,13 +15,7 @@ ROWS, PASSES, HIDDEN = 9, 4, 24
 
 @pytest.fixture(scope="module")
 def script() -> Any:
-    spec = importlib.util.spec_from_file_location("train_eagle3", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_file("train_eagle3", SCRIPT)
 
 
 def test_a_row_of_pass_j_is_that_of_a_draft_of_depth_j(script: Any) -> None:

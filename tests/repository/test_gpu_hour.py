@@ -1,12 +1,12 @@
 """The folder for an hour on a GPU machine: complete, small, and steps that no tool of this machine is needed for."""
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from module_files import load_file
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,13 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def steps(folder: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gpu_hour_steps", folder / "run.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["gpu_hour_steps"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_file("gpu_hour_steps", folder / "run.py")
 
 
 def test_the_folder_is_small_and_has_what_steps_name(folder: Path, steps: ModuleType) -> None:

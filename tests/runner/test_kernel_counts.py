@@ -1,6 +1,5 @@
 """How many kernels passes launch: the table of docs/gpu.md, and what the roofline calculator says."""
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -8,6 +7,7 @@ from types import ModuleType
 import pytest
 from checkpoints import make_checkpoint
 from kernel_launches import Recorder, fake_context
+from module_files import load_file
 from specrs.forecast.roofline import Roofline, gpu_of
 from specrs.models.loader import load_config
 from specrs.runner.cuda import drafting, iteration
@@ -18,12 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("count_kernels", ROOT / "scripts/count_kernels.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_file("count_kernels", ROOT / "scripts/count_kernels.py")
 
 
 def test_the_page_has_the_kernels_that_are_launched(script: ModuleType, tmp_path: Path) -> None:

@@ -1,9 +1,7 @@
 """Kernels whose programs hand results to each other, under an order and a memory that are against them (`adversary`):
 the bits of the plain interpreter; and each fault that this is for, planted in a copy of the kernel."""
 
-import importlib.util
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from adversary import adversary
+from module_files import load_file
 from specrs.kernels.cuda import paged_attention, skinny_linear
 from specrs.kernels.cuda.attention_config import AttentionConfig
 from specrs.kernels.cuda.configs import LinearConfig
@@ -94,13 +93,7 @@ def planted(module: ModuleType, folder: Path, changes: list[tuple[str, str]]) ->
     text = text.replace('"specrs::', f'"{name}::').replace("torch.ops.specrs.", f"torch.ops.{name}.")
     path = folder / f"{name}.py"
     path.write_text(text)
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    copy = importlib.util.module_from_spec(spec)
-    sys.modules[name] = copy  # where its dataclasses look for annotations
-    spec.loader.exec_module(copy)
-    return copy
+    return load_file(name, path)
 
 
 STORE = "            tl.store(slot + local, acc)\n"

@@ -1,6 +1,5 @@
 """The ahead-of-time check: what it compares, and that it compiles. All variants are `make aot`'s."""
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import triton
+from module_files import load_file
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "scripts/aot_kernels.py"
@@ -19,12 +19,7 @@ BASELINE = Path(__file__).with_name(f"aot_baseline_triton_{triton.__version__}.j
 
 @pytest.fixture(scope="module")
 def aot() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("aot_kernels", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_file("aot_kernels", SCRIPT)
 
 
 RESULTS: dict[str, dict[str, Any]] = {

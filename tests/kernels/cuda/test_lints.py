@@ -3,7 +3,6 @@
 All kernels of real passes are `make aot`'s (`scripts/lint_kernels.py`).
 """
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from module_files import load_file
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 COMPILE = """
@@ -45,12 +45,7 @@ NAME = "skinny_linear_kernel"
 
 @pytest.fixture(scope="module")
 def lints() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("kernel_lints", SCRIPTS / "kernel_lints.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_file("kernel_lints", SCRIPTS / "kernel_lints.py")
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """Paged attention, interpreted: decode, verification and prefill, split and whole, over caches full of NaN."""
 
+import functools
 from dataclasses import dataclass
 
 import pytest
@@ -180,21 +181,17 @@ def test_any_batch_and_cut(
     p.check(cut(p, *cuts))
 
 
+chosen = functools.partial(AttentionConfig.choose, limits=INTERPRETER, span=64)
+chosen_for_32b = functools.partial(
+    AttentionConfig.choose, num_heads=64, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16, limits=ABSENT
+)
+
+
 @pytest.mark.parametrize("q_len", [1, 2, 6, 17])
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
 def test_verification_with_the_default_configuration(q_len: int, dim: int) -> None:
     p = Pass([span(40 - q_len, 40)], 8, 2, dim, 16, torch.float16)
-    config = AttentionConfig.choose(
-        batch=1,
-        max_q_len=q_len,
-        num_heads=8,
-        num_kv_heads=2,
-        head_dim=dim,
-        dtype=p.dtype,
-        limits=INTERPRETER,
-        span=64,
-    )
-    p.check(config)
+    p.check(chosen(batch=1, max_q_len=q_len, num_heads=8, num_kv_heads=2, head_dim=dim, dtype=p.dtype))
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (8, 1)])  # combined by the last program, by the second kernel
@@ -205,16 +202,7 @@ def test_more_splits_than_blocks(heads: tuple[int, int]) -> None:
 
 def test_prefill_chunks_beside_others() -> None:
     p = Pass([span(0, 37), span(20, 41), [-1, -1], [5]])
-    config = AttentionConfig.choose(
-        batch=4,
-        max_q_len=37,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=20,
-        dtype=p.dtype,
-        limits=INTERPRETER,
-        span=64,
-    )
+    config = chosen(batch=4, max_q_len=37, num_heads=4, num_kv_heads=2, head_dim=20, dtype=p.dtype)
     assert config.splits == 1
     p.check(config)
 
@@ -244,16 +232,7 @@ def test_windows_of_verification_and_prefill(window: int) -> None:
 
 def test_splits_of_windows_are_no_more_than_have_blocks() -> None:
     for window, splits in ((1, 2), (64, 2), (65, 3), (10**6, 16)):
-        config = AttentionConfig.choose(
-            batch=1,
-            max_q_len=1,
-            num_heads=64,
-            num_kv_heads=8,
-            head_dim=128,
-            dtype=torch.bfloat16,
-            limits=ABSENT,
-            span=window,
-        )
+        config = chosen_for_32b(batch=1, max_q_len=1, span=window)
         assert (config.block_n, config.splits) == (64, splits)
 
 
@@ -277,15 +256,6 @@ def test_nan_of_a_request_stays_with_it() -> None:
 
 @pytest.mark.parametrize(("batch", "splits"), [(1, 16), (2, 8), (16, 1), (256, 1)])
 def test_splits_follow_the_free_multiprocessors(batch: int, splits: int) -> None:
-    config = AttentionConfig.choose(
-        batch=batch,
-        max_q_len=6,
-        num_heads=64,
-        num_kv_heads=8,
-        head_dim=128,
-        dtype=torch.bfloat16,
-        limits=ABSENT,
-        span=10**6,
-    )
+    config = chosen_for_32b(batch=batch, max_q_len=6, span=10**6)
     assert config.splits == splits
     assert (config.rows, config.block_m) == (6, 64)
