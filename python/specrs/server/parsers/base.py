@@ -119,6 +119,14 @@ class ToolParser(ABC):
             return True
         return None if not final and marker.startswith(self._buffer) else False
 
+    def _skip_marker(self, marker: str, *, final: bool) -> bool:
+        """Drop white space and, where it follows, `marker`; False: it may follow, once more has come."""
+        self._skip_space()
+        follows = self._starts_with(marker, final=final)
+        if follows:
+            self._buffer = self._buffer[len(marker) :]
+        return follows is not None
+
 
 def split_at(text: str, *markers: str, final: bool) -> tuple[str, str | None, str]:
     """The text before the first of `markers`, which one it is, and the text behind it.

@@ -32,11 +32,7 @@ class HermesParser(JSONCallParser):
         return True
 
     def _close(self, *, final: bool) -> bool:
-        self._skip_space()
-        closed = self._starts_with(CLOSE, final=final)
-        if closed is None:
+        if not self._skip_marker(CLOSE, final=final):
             return False
-        if closed:
-            self._buffer = self._buffer[len(CLOSE) :]
         self._closing = False
         return True

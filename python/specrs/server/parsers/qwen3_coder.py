@@ -85,12 +85,8 @@ class Qwen3CoderParser(ToolParser):
         return True
 
     def _in_close(self, *, final: bool) -> bool:
-        self._skip_space()
-        closed = self._starts_with(CLOSE, final=final)
-        if closed is None:
+        if not self._skip_marker(CLOSE, final=final):
             return False
-        if closed:
-            self._buffer = self._buffer[len(CLOSE) :]
         self._state = "text"
         return True
 
