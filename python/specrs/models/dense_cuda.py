@@ -172,7 +172,8 @@ def attention(
         if norm is not None and c.qk_norm_whole:
             norm = norm.view(-1)
         # The table's width, not this launch's longest context: sums have one order, and few kernels are compiled.
-        span = min(window or blocks * cache.shape[3], blocks * cache.shape[3])
+        held = blocks * cache.shape[3]
+        span = held if window is None else min(window, held)
         cut = _attention_config(batch, inputs.max_q_len, *heads, dtype, ws.limits, span)
         qk_norm_rope(qkv, norm, turned, inputs.slots, cache, c.num_heads, c.rms_norm_eps, ws.dependent)
         paged_attention(qkv[:, :width], cache, where, out, scratch, Sight(scale, window), cut, ws.dependent)

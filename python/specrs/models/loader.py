@@ -1,9 +1,7 @@
 """From a folder or hub id to a model. Knows the names of tensors; reads files through `checkpoint`."""
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,7 +26,7 @@ from specrs.models.quantization.table import FIELDS, scheme_of
 from specrs.models.registry import is_known
 from specrs.models.rope import Rope, frequencies
 from specrs.models.shards import Shard, ShardedTensors, check_divides
-from specrs.models.tensors import EMBEDDING, FINAL_NORM, LM_HEAD, norm_names, tensor_shapes
+from specrs.models.tensors import EMBEDDING, FINAL_NORM, LM_HEAD, Tensors, norm_names, tensor_shapes
 from specrs.parallel.ranks import Ranks
 
 logger = logging.getLogger("specrs")
@@ -125,22 +123,6 @@ def open_checkpoint(
     if load_format == "dummy":
         return config, DummyCheckpoint(config)
     return config, Checkpoint(folder) if scheme is None else QuantizedCheckpoint(folder, scheme)
-
-
-class Tensors(Protocol):
-    """Where the tensors of a model come from."""
-
-    @property
-    def folder(self) -> Path | str:
-        """What messages call it."""
-
-    def __contains__(self, name: str) -> bool: ...
-
-    def check(self, required: Mapping[str, tuple[int, ...]], optional: Mapping[str, tuple[int, ...]], /) -> None:
-        """Raise if what is `required` is not there in its shape."""
-
-    def read(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """One tensor."""
 
 
 def load_tensors(config: ModelConfig, tensors: Tensors, dtype: torch.dtype, device: torch.device) -> Dense:

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from specrs.errors import UnsupportedConfigError, invalid
 from specrs.models.config import ModelConfig
+from specrs.models.tensors import Tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,26 +62,10 @@ def check_divides(c: ModelConfig, source: str, field: str, size: int) -> None:
         raise invalid(UnsupportedConfigError, field, size, reason)
 
 
-class Whole(Protocol):
-    """Where whole tensors come from."""
-
-    @property
-    def folder(self) -> Path | str:
-        """What messages call it."""
-
-    def __contains__(self, name: str) -> bool: ...
-
-    def check(self, required: Mapping[str, tuple[int, ...]], optional: Mapping[str, tuple[int, ...]], /) -> None:
-        """Raise if what is `required` is not there in its shape."""
-
-    def read(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """One tensor."""
-
-
 class ShardedTensors:
     """The tensors of a checkpoint, of each the part of one rank."""
 
-    def __init__(self, whole: Whole, config: ModelConfig, shard: Shard) -> None:
+    def __init__(self, whole: Tensors, config: ModelConfig, shard: Shard) -> None:
         """`config` is that of the whole model."""
         self._whole, self._config, self._shard = whole, config, shard
 

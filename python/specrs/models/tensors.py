@@ -1,8 +1,33 @@
-"""Names and shapes of the tensors of a checkpoint. Reads none."""
+"""Names and shapes of the tensors of a checkpoint, and what gives them. Reads none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
 
 from specrs.models.config import ModelConfig
 
 EMBEDDING, LM_HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+
+
+class Tensors(Protocol):
+    """Where the tensors of a model come from."""
+
+    @property
+    def folder(self) -> Path | str:
+        """What messages call it."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def check(self, required: Mapping[str, tuple[int, ...]], optional: Mapping[str, tuple[int, ...]], /) -> None:
+        """Raise if what is `required` is not there in its shape."""
+
+    def read(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """One tensor."""
 
 
 def tensor_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
