@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from specrs.engine.weights import Weights
 from specrs.kernels.coded_weight import CodedWeight, Coding
-from specrs.kernels.linear import Weight
 from specrs.models.dense import Dense
 
 from gpu.iterations import MAX_K, Alone
@@ -25,22 +24,21 @@ K = min(5, MAX_K)
 ROWS = (1, 2, K + 1)
 
 
+def random_codes(out: int, size: int, kind: str, device: torch.device) -> CodedWeight:
+    """A weight `[out, size]` of a kind: no code of e4m3 is NaN, and scales keep a residual stream finite."""
+    coding = CODINGS[kind](size)
+    codes = torch.randint(-(2**15), 2**15, (out, size * coding.bits // 16), device=device)
+    codes &= 0x7777 if coding.kind == "fp8" else -1
+    scales = torch.rand(-(-out // coding.outputs), -(-size // coding.group), device=device)
+    return CodedWeight(codes.to(torch.int16), 1e-4 * scales, coding)
+
+
 def coded(model: Dense, kind: str) -> Dense:
     """`model` with the projections of its layers as random codes of a kind."""
-    generator = torch.Generator(model.device).manual_seed(3)
-
-    def weight(dense: Weight) -> Weight:
-        (out, size), device = dense.shape, model.device
-        coding = CODINGS[kind](size)
-        codes = torch.randint(-(2**15), 2**15, (out, size * coding.bits // 16), device=device, generator=generator)
-        # No code of e4m3 may be NaN, and scales keep the stream finite.
-        codes &= 0x7777 if coding.kind == "fp8" else -1
-        scales = torch.rand(-(-out // coding.outputs), -(-size // coding.group), device=device, generator=generator)
-        return CodedWeight(codes.to(torch.int16), 1e-4 * scales, coding)
-
     layers = []
     for layer in model.weights.layers:
-        made = {name: weight(getattr(layer, name)) for name in ("qkv", "o", "gate_up", "down")}
+        shapes = {name: getattr(layer, name).shape for name in ("qkv", "o", "gate_up", "down")}
+        made = {name: random_codes(*shape, kind, model.device) for name, shape in shapes.items()}
         layers.append(dataclasses.replace(layer, **made))
     return Dense(dataclasses.replace(model.weights, layers=tuple(layers)))
 

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from specrs.core import RequestSampling
-from specrs.kernels.coded_weight import Coding
 from specrs.kernels.cuda.configs import LinearShape, linear_config
 from specrs.kernels.cuda.device import limits_of
 from specrs.kernels.cuda.sampling_cut import sampling_cut
 from specrs.kernels.cuda.sampling_scratch import SamplingScratch
 from specrs.kernels.cuda.sampling_structs import Cut
-from specrs.kernels.cuda.skinny_linear import Product, block_m, scratch_sizes, skinny_linear
+from specrs.kernels.cuda.skinny_linear import block_m, scratch_sizes, skinny_linear
+from specrs.kernels.linear import DenseWeight, Weight
+from specrs.models.cuda.products import operand
 from specrs.verify.params import SamplingRows
 
-from gpu.formats import CODINGS
+from gpu.formats import CODINGS, random_codes
 from gpu.models import SHAPES, VOCAB
 from gpu.timing import ON_GPU, graphed, milliseconds
 
@@ -54,27 +56,26 @@ def one(n: int, k: int, gated: bool, kind: str, rows: int, device: torch.device)
     dtype = torch.bfloat16 if ON_GPU else torch.float32
     features = n * (1 + gated)
     x = torch.randn(rows, k, device=device).to(dtype)
-    coding: Coding | None = CODINGS[kind](k) if kind in CODINGS else None
-    size = features * k * (16 if coding is None else coding.bits) // 8
-    copies = 1 + (math.ceil(_COLD_BYTES / size) if ON_GPU else 0)
-    if coding is None:
-        weights = [torch.randn(features, k, device=device).to(dtype) for _ in range(copies)]
-    else:
-        words = (features, k * coding.bits // 16)
-        weights = [torch.randint(0, 0x7777, words, device=device).to(torch.int16) & 0x7777 for _ in range(copies)]
+
+    def weight() -> Weight:
+        if kind in CODINGS:
+            return random_codes(features, k, kind, device)
+        return DenseWeight(torch.randn(features, k, device=device).to(dtype))
+
+    weights = [weight()]
+    if ON_GPU:
+        weights += [weight() for _ in range(math.ceil(_COLD_BYTES / weights[0].num_bytes))]
+    operands = [dataclasses.replace(operand(w), gated=gated) for w in weights]
     if kind == "cublas":
         wide = torch.empty(rows, features, device=device, dtype=dtype)
-        return microseconds(lambda i: torch.mm(x, weights[i % copies].t(), out=wide))
+        return microseconds(lambda i: torch.mm(x, operands[i % len(operands)].weight.t(), out=wide))
     limits = limits_of(device)
-    config = linear_config(LinearShape(n, k, dtype, gated, coding), block_m(rows), limits)
+    config = linear_config(LinearShape(n, k, dtype, gated, operands[0].coding), block_m(rows), limits)
     sizes, out = scratch_sizes(config, rows, n=n, gated=gated), torch.empty(rows, n, device=device, dtype=dtype)
     scratch = torch.zeros(sizes[0], device=device), torch.zeros(sizes[1], dtype=torch.int32, device=device)
-    scales = None
-    if coding is not None:
-        scales = 1e-3 * torch.rand(-(-features // coding.outputs), -(-k // coding.group), device=device)
 
     def launch(i: int) -> None:
-        product = Product(weights[i % copies], gated=gated, coding=coding, scales=scales)
+        product = operands[i % len(operands)]
         skinny_linear(x, product, out, scratch, config.as_list(), limits.capability >= 90)
 
     return microseconds(launch)

@@ -103,6 +103,7 @@ def narrow(slot, cells, params, m, FIRST: tl.constexpr, WEIGHTS: tl.constexpr): 
     `slot` and `cells` are what that step started from and its histogram. FIRST: it was a step 0.
     """
     outer, inner = tl.arange(0, 64), tl.arange(0, 32)
+    # Cells lie as `place_of` has them; called with outer * 32 + inner it costs up to 16 more registers.
     groups = tl.sum(tl.load(cells + inner[None, :] * 64 + outer[:, None]), axis=1)
     if FIRST:
         base = tl.full([], 0, tl.int64)
