@@ -1,8 +1,12 @@
 """Which device an engine runs on, and how one that cannot serve is refused; no GPU is needed for that."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import specrs.engine.build as build
 import torch
 from checkpoints import make_checkpoint
 from safetensors.torch import load_file
@@ -74,6 +78,36 @@ def test_what_cannot_serve(
     pretend(monkeypatch, **hardware)  # type: ignore[arg-type]
     with pytest.raises(error, match=message):
         resolve_device(asked)
+
+
+class Loaded(Exception):
+    """Raised where weights would be loaded."""
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["loaded", "shared"])
+def test_an_engine_is_built_with_its_device_current(given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the caller's is current again behind it: kernels and graphs of `cuda:1` are made on device 1."""
+    pretend(monkeypatch)
+    entered: list[str] = []
+
+    @contextlib.contextmanager
+    def device(chosen: torch.device) -> Iterator[None]:
+        entered.append(str(chosen))
+        try:
+            yield
+        finally:
+            entered.append("back")
+
+    def stop(*_args: object) -> None:
+        entered.append("built")
+        raise Loaded
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(build, "_build" if given else "load_weights", stop)
+    weights = SimpleNamespace(target=SimpleNamespace(device=torch.device("cuda:0"))) if given else None
+    with pytest.raises(Loaded):
+        build.build_engine(EngineConfig(model="none", device="cuda:0"), weights)  # type: ignore[arg-type]
+    assert entered == ["cuda:0", "built", "back"]
 
 
 def test_models_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

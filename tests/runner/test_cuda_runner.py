@@ -4,7 +4,9 @@ Up to 64 rows take the fused kernels. The pair is as small as kernels allow, bec
 a millisecond for each program.
 """
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from specrs.runner.cuda.runner import CudaRunner
 from specrs.runner.ring import Header, RingSlot
 from specrs.sampling import SamplingParams
 from specrs.speculative_config import SpeculativeConfig
+from triton.runtime.interpreter import InterpretedFunction
 
 from runner.cuda_engines import PROMPTS, K, generate
 
@@ -146,6 +149,30 @@ PENALISED = SamplingParams(
     frequency_penalty=2.0,
     logit_bias={3: 20.0, 8: 19.2, 15: 18.4, 20: 17.6, 27: 16.8},
 )
+
+
+def test_kernels_are_launched_on_the_stream_of_the_runner(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which makes its device the current one of whatever thread launches: Triton launches there."""
+    engine, own = pair.engine(gpu=True, monkeypatch=monkeypatch), object()
+    entered: list[object] = []
+    launch, current = InterpretedFunction.run, []
+
+    @contextlib.contextmanager
+    def stream(chosen: object) -> Iterator[None]:
+        current.append(chosen)
+        yield
+        current.pop()
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        entered.append(current[-1] if current else None)
+        return launch(self, *args, **kwargs)
+
+    monkeypatch.setattr(engine.runner, "_stream", own)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(InterpretedFunction, "run", run)
+    generate(engine, [GREEDY] * 3, 2)
+    assert len(entered) > 50
+    assert all(one is own for one in entered)
 
 
 @pytest.mark.parametrize(

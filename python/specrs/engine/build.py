@@ -16,6 +16,7 @@ import torch
 from specrs.config import EngineConfig
 from specrs.core import CostModel, Scheduler, SpeculationPlanner
 from specrs.engine.blueprint import Blueprint
+from specrs.engine.device import current, resolve_device
 from specrs.engine.engine import Engine, EngineParts, Runner
 from specrs.engine.follow import connect, serve_under_torchrun, threads_of_rank
 from specrs.engine.head_check import HeadCheck
@@ -53,7 +54,8 @@ def build_engine(config: EngineConfig, weights: Weights | None = None, lead: Lea
             reason = "not implemented for weights that are loaded; allowed: 1"
             raise invalid(UnsupportedConfigError, "tensor_parallel_size", config.tensor_parallel_size, reason)
         return _build_on_ranks(config, lead)
-    return _build(config, load_weights(config) if weights is None else weights)
+    with current(resolve_device(config.device) if weights is None else weights.target.device):
+        return _build(config, load_weights(config) if weights is None else weights)
 
 
 def _build(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 
@@ -47,6 +48,15 @@ def resolve_device(device: str) -> torch.device:
             "Triton needs a C compiler to start kernels: none of $CC, cc, gcc, clang is there; allowed: 'cpu'",
         )
     return chosen
+
+
+def current(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """`device` as the calling thread's current CUDA device, and the one before afterwards; nothing for a CPU.
+
+    Triton launches on the current device whatever its tensors are on, and a context of torch's default stream is of
+    that device, too. A launch needs no more than its runner's stream, which makes its own device current.
+    """
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def has_c_compiler() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -16,7 +17,9 @@ from specrs.runner.sampling_state import EntrySampling, SamplingState
 from specrs.transfer import to_host
 from specrs.verify.logprobs import LogprobsMode, TokenLogprobs, logprob_values, token_logprobs
 
-_ROWS_AT_ONCE = 256  # prompt rows whose logits exist at once: 256 x 151,936 fp32 are 156 MB
+_ROWS_AT_ONCE = 256
+"""Rows whose logits or log probabilities exist at once: with keys and ranks some 40 bytes a token of the vocabulary, 1.6
+GB for 151,936 of them, which 1,536 rows of a launch would take six times."""
 
 
 def entry_logprobs(
@@ -36,9 +39,15 @@ def entry_logprobs(
     """
     assert sampling.num_logprobs is not None
     width, flat = tokens.shape[1], sampling.it.flat
-    processed = logits if mode.startswith("raw") else sampling.filter(adjusted, flat.entry)
-    values = logprob_values(cast(LogprobsMode, mode), logits, processed)[flat.index.flatten()]
-    found = _to_host(token_logprobs(values, tokens.flatten(), sampling.num_logprobs))
+    parts = []
+    for rows, own in zip(
+        flat.index.flatten().split(_ROWS_AT_ONCE), tokens.flatten().split(_ROWS_AT_ONCE), strict=True
+    ):
+        raw = logits[rows]
+        processed = raw if mode.startswith("raw") else sampling.filter(adjusted[rows], flat.entry[rows])
+        values = logprob_values(cast(LogprobsMode, mode), raw, processed)
+        parts.append(token_logprobs(values, own, sampling.num_logprobs))
+    found = _to_host(_joined(parts))
     return {entry: _narrow(found, i * width, width) for i, entry in enumerate(entries)}
 
 
@@ -86,6 +95,11 @@ def token_entries(found: TokenLogprobs, tokens: list[int], num_top: int | None) 
             strict=False,
         )
     ]
+
+
+def _joined(parts: Sequence[TokenLogprobs]) -> TokenLogprobs:
+    columns = ([getattr(part, field.name) for part in parts] for field in dataclasses.fields(TokenLogprobs))
+    return TokenLogprobs(*(torch.cat(column) for column in columns))
 
 
 def _to_host(found: TokenLogprobs) -> TokenLogprobs:
