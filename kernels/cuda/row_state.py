@@ -40,7 +40,11 @@ class RowTensors(Protocol):
 
     @property
     def block_table(self) -> Tensor:
-        """[R + 1, max_blocks]"""
+        """[R + 1, max_blocks], in the first KV group"""
+
+    @property
+    def group_tables(self) -> Tensor:
+        """[G - 1, R + 1, max_blocks], in those behind it, contiguous"""
 
     @property
     def stop_ids(self) -> Tensor:

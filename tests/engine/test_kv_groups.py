@@ -9,6 +9,7 @@ import pytest
 from checkpoints import make_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from specrs.core import FINISH_LENGTH, HEADER_FIELDS, PLAN_LAUNCH
 from specrs.engine.blueprint import Blueprint
 from specrs.engine.engine import Engine
@@ -144,15 +145,37 @@ def long_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 LONG = {"max_model_len": 1 << 15, "max_num_seqs": 1, "max_num_batched_tokens": 2048, "block_size": 16}
 
 
-def test_a_quarter_of_the_memory_for_32k_positions(long_target: Path) -> None:
-    """By what a request holds at most, a launch of 2,048 tokens and all."""
-    made = config(long_target, None, k=0, **LONG)
-    one = Blueprint(made, weights(long_target, None, "float64"))
+@pytest.mark.parametrize(("on_gpu", "chunk"), [(False, 2048), (True, 512)])
+def test_a_quarter_of_the_memory_for_32k_positions(
+    long_target: Path, on_gpu: bool, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what a request holds at most, a launch of so many tokens and all; on a GPU two are in flight."""
+    monkeypatch.setattr(Blueprint, "on_gpu", property(lambda _self: on_gpu))
+    several, one = blueprints(long_target, max_num_batched_tokens=chunk)
+    assert several.depth == 1 + on_gpu
+    grouped, whole = (peak_blocks(made, 1 << 15) * made.bytes_per_block for made in (several, one))
+    assert grouped <= 0.25 * whole, grouped / whole
+
+
+def test_a_quarter_of_the_memory_is_enough_with_launches_in_flight(
+    long_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row that is short of blocks has the launches before it settled first."""
+    monkeypatch.setattr(Blueprint, "on_gpu", property(lambda _self: True))
+    several, one = blueprints(long_target)
+    blocks = int(0.25 * one.least_blocks * one.bytes_per_block) // several.bytes_per_block
+    assert peak_blocks(several, 1 << 15) > blocks
+    assert peak_blocks(several, 1 << 15, blocks) <= blocks
+
+
+def blueprints(target: Path, **fields: object) -> tuple[Blueprint, Blueprint]:
+    """In KV groups, and with all layers in one."""
+    made = config(target, None, k=0, **(LONG | fields))
+    one = Blueprint(made, weights(target, None, "float64"))
     several = one.with_kv_groups()
     assert isinstance(several.weights.target, Dense)
     assert len(several.window_groups) == 5
-    grouped, whole = (peak_blocks(each, 1 << 15) * each.bytes_per_block for each in (several, one))
-    assert grouped <= 0.25 * whole, grouped / whole
+    return several, one
 
 
 def test_the_native_runner_serves_32k_positions_in_a_quarter_of_the_memory(long_target: Path) -> None:
@@ -195,22 +218,26 @@ def test_a_plain_target_with_a_draft_of_groups(banks: dict[str, Bank]) -> None:
         assert texts[0] == texts[1]
 
 
-def peak_blocks(made: Blueprint, length: int) -> int:
-    """The most blocks that a request holds whose prompt is all but two of `length` tokens; no model runs."""
-    scheduler, peak, launch = made.scheduler(length), 0, 0
+def peak_blocks(made: Blueprint, length: int, blocks: int | None = None) -> int:
+    """The most blocks that a request holds whose prompt is all but two of `length` tokens, in a pool of `blocks`; None:
+    one that has enough. No model runs; as many launches are in flight as the engine has."""
+    scheduler, peak, launch = made.scheduler(blocks or length), 0, 0
     scheduler.add_request(0, np.ones(length - 2, np.int64), limit=length)
     record, settled = np.zeros(scheduler.record_size, np.int64), np.zeros(scheduler.settled_size, np.int64)
     sections, layout = scheduler.results_layout(), scheduler.record_layout()
-    while scheduler.plan(record) == PLAN_LAUNCH:
-        peak = max(peak, scheduler.num_blocks - scheduler.num_free_blocks)
-        emits = record[HEADER_FIELDS.index("num_decode")] or record[layout["chunk_is_last"][0]]
-        results = np.zeros(scheduler.results_size, np.int64)
-        results[sections["num_emitted"][0]] = emits
-        if emits and record[layout["entry_n_upper"][0]] == length - 1:
-            results[sections["finish_reason"][0]] = FINISH_LENGTH
-        scheduler.settle(launch, results, settled)
+    in_flight: list[NDArray[np.int64]] = []
+    while scheduler.has_unfinished():
+        while len(in_flight) < made.depth and scheduler.plan(record) == PLAN_LAUNCH:
+            peak = max(peak, scheduler.num_blocks - scheduler.num_free_blocks)
+            emits = record[HEADER_FIELDS.index("num_decode")] or record[layout["chunk_is_last"][0]]
+            results = np.zeros(scheduler.results_size, np.int64)
+            results[sections["num_emitted"][0]] = emits
+            if emits and record[layout["entry_n_upper"][0]] == length - 1:
+                results[sections["finish_reason"][0]] = FINISH_LENGTH
+            in_flight.append(results)
+        scheduler.settle(launch, in_flight.pop(0), settled)
         launch += 1
-    assert not scheduler.has_unfinished()
+    assert scheduler.num_preemptions == 0
     return peak
 
 

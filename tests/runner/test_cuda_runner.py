@@ -100,7 +100,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 def make_pair(folder: Path, family: str = "qwen3", **fields: Any) -> Pair:
     target = make_checkpoint(folder / "target", family, seed=1, **(SHAPE | fields))
-    draft = perturb_checkpoint(target, folder / "draft", noise=0.3, seed=2)
+    return load_pair(folder, target, perturb_checkpoint(target, folder / "draft", noise=0.3, seed=2))
+
+
+def load_pair(folder: Path, target: Path, draft: Path) -> Pair:
     config = EngineConfig(
         model=str(target),
         device="cpu",
@@ -124,7 +127,8 @@ def make_pair(folder: Path, family: str = "qwen3", **fields: Any) -> Pair:
 
 def assert_no_ties(pair: Pair, theirs: list[Request], params: list[SamplingParams], **settings: Any) -> None:
     """No token of the sample depends on a rounding: libraries that round differently give the same tokens."""
-    nudged = generate(pair.engine(gpu=False, nudged=True, **settings), params, len(theirs[0].output_token_ids))
+    prompts = [request.prompt_token_ids for request in theirs]
+    nudged = generate(pair.engine(gpu=False, nudged=True, **settings), params, len(theirs[0].output_token_ids), prompts)
     for one, other in zip(nudged, theirs, strict=True):
         assert one.output_token_ids == other.output_token_ids
         assert one.acceptance.histogram == other.acceptance.histogram

@@ -187,7 +187,7 @@ METHODS = {"list": "ngram,draft_model", "head": "eagle3", "list with a head": "n
 KINDS = ("draft", "list", "parallel", "other vocabulary", "head", "list with a head")
 
 
-def make(target: Path, draft: Path, rule: str, kind: str) -> Context:
+def make(target: Path, draft: Path, rule: str, kind: str, *, grouped: bool = False) -> Context:
     speculative = SpeculativeConfig(
         method=METHODS.get(kind, "draft_model"),
         model=str(draft),
@@ -204,6 +204,7 @@ def make(target: Path, draft: Path, rule: str, kind: str) -> Context:
         max_model_len=64,
     )
     model = fake_decoder(target, torch.bfloat16)
+    model = model.with_kv_groups() if grouped else model
     if "head" in kind:
         weights = Weights(model, None, head=fake_head(draft, model))
     else:

@@ -111,7 +111,7 @@ class Blueprint:
         """The same with a KV group for each window of the target's layers, where its passes know groups and a request
         of full length takes less memory so."""
         target = self.weights.target
-        if self.on_gpu or not isinstance(target, Dense | NativeDense) or target.kv_groups is not None:
+        if not isinstance(target, Dense | NativeDense) or target.kv_groups is not None:
             return self
         grouped = replace(self, weights=replace(self.weights, target=target.with_kv_groups()))
         if not grouped.window_groups:

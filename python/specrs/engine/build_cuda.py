@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from bisect import bisect_right
 from dataclasses import replace
 from typing import cast
 
@@ -64,7 +65,8 @@ def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingS
     """Allocate row state, buffers, workspaces and KV caches on the device."""
     config, device, k = blueprint.config, blueprint.device, blueprint.num_speculative_tokens
     speculative = config.speculative_config
-    state = RowState.allocate(config.max_num_seqs, blueprint.max_model_len, config.block_size, device)
+    groups = 1 + len(blueprint.window_groups)
+    state = RowState.allocate(config.max_num_seqs, blueprint.max_model_len, config.block_size, device, groups)
     drafter = blueprint.drafter(num_blocks)
     max_draft_lag = 0 if drafter is None else drafter.max_draft_lag or 0
     sizes = Sizes(
@@ -123,6 +125,7 @@ def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingS
             num_speculative_tokens=k,
             drafting=drafting,
             keeps_q=not is_point_mass,
+            num_groups=groups,
             max_blocks=state.block_table.shape[1],
             vocab_size=vocab,
             device=device,
@@ -190,7 +193,8 @@ def measure_num_blocks(blueprint: Blueprint) -> int:
         InvalidConfigError: not one request of full length fits; says how much is missing and what would make it fit.
     """
     config, device = blueprint.config, blueprint.device
-    per_block, per_request = blueprint.bytes_per_block, -(-blueprint.max_model_len // config.block_size)
+    per_block = blueprint.bytes_per_block
+    per_request = (1 + len(blueprint.window_groups)) * -(-blueprint.max_model_len // config.block_size)
     needed = blueprint.least_blocks * per_block
     if config.num_gpu_blocks_override is not None:
         return config.num_gpu_blocks_override
@@ -254,6 +258,7 @@ def _prefill_inputs(rows: int, blueprint: Blueprint, device: torch.device) -> Pa
     """A full prompt chunk of one request that writes nowhere."""
     rows = min(rows, blueprint.max_model_len)
     blocks = -(-blueprint.max_model_len // blueprint.config.block_size)
+    further = len(blueprint.window_groups)
     return PassInputs(
         input_ids=torch.zeros(rows, dtype=torch.int64, device=device),
         positions=torch.arange(rows, device=device),
@@ -262,13 +267,16 @@ def _prefill_inputs(rows: int, blueprint: Blueprint, device: torch.device) -> Pa
         block_table=torch.zeros((1, blocks), dtype=torch.int64, device=device),
         max_q_len=rows,
         max_context=rows,
+        group_slots=torch.full((further, rows), -1, dtype=torch.int64, device=device),
+        group_tables=torch.zeros((further, 1, blocks), dtype=torch.int64, device=device),
     )
 
 
 def _check_fits(blueprint: Blueprint, left: int, field: str, value: object, needed: int) -> None:
     if left >= needed:
         return
-    shorter = max(0, left) // blueprint.bytes_per_block * blueprint.config.block_size
+    of_length = blueprint.scheduler(1).least_blocks
+    shorter = bisect_right(range(blueprint.max_model_len), max(0, left) // blueprint.bytes_per_block, key=of_length) - 1
     instead = f"max_model_len={shorter} would fit, or " if shorter > 1 else ""
     raise invalid(
         InvalidConfigError,

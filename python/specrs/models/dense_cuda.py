@@ -31,6 +31,7 @@ from specrs.models.cuda.workspace import Workspace, linear_shapes, rotations
 from specrs.models.dense_weights import DenseFacts, DenseWeights, LayerWeights
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
+from specrs.models.kv_groups import KVGroups
 from specrs.models.rope import rope_magnitude
 
 HEAD_DIMS = (64, 96, 128, 256)
@@ -43,6 +44,8 @@ class CudaDense(DenseFacts):
 
     weights: DenseWeights
     workspace: Workspace
+    kv_groups: KVGroups | None = None
+    """See `Model`."""
     rotary: tuple[Tensor, Tensor | None] = field(init=False)
     """Signed frequencies `[rotations, rotary_dim]` fp32 of each rotation, and what its cos and sin are multiplied by,
     `[rotations]` fp32; None: 1."""
@@ -51,7 +54,14 @@ class CudaDense(DenseFacts):
         object.__setattr__(self, "rotary", _rotary(self.weights))
 
     @classmethod
-    def allocate(cls, weights: DenseWeights, max_rows: int, max_seqs: int, num_hidden_layers: int = 0) -> CudaDense:
+    def allocate(
+        cls,
+        weights: DenseWeights,
+        max_rows: int,
+        max_seqs: int,
+        num_hidden_layers: int = 0,
+        kv_groups: KVGroups | None = None,
+    ) -> CudaDense:
         """See `Model.with_buffers`. Raises UnsupportedModelError for a model that the kernels do not serve."""
         c, device = weights.config, weights.device
         check_head_dim(c.head_dim, device)
@@ -66,11 +76,12 @@ class CudaDense(DenseFacts):
                 device=device,
                 shapes=_shapes_of(weights),
             ),
+            kv_groups,
         )
 
     def with_buffers(self, max_rows: int, max_seqs: int, num_hidden_layers: int = 0) -> Model:
         """See `Model`."""
-        return CudaDense.allocate(self.weights, max_rows, max_seqs, num_hidden_layers)
+        return CudaDense.allocate(self.weights, max_rows, max_seqs, num_hidden_layers, self.kv_groups)
 
     def forward(self, inputs: PassInputs, kv_cache: KVCache, hidden_layers: Sequence[int] = ()) -> HiddenStates:
         """See `Model`; what is returned are views into the workspace. Up to 64 rows take the fused products, more take
@@ -93,7 +104,7 @@ class CudaDense(DenseFacts):
             ws.dependent,
             c.embedding_multiplier,
         )
-        attend = attention(c, weights.dtype, inputs, ws)
+        attend = attention(c, weights.dtype, inputs, ws, groups=self.kv_groups)
         qkv, attended = ws.qkv[:rows], ws.attended[:rows]
         for i, (w, cache) in enumerate(zip(weights.layers, kv_cache.layers, strict=True)):
             stream.normed_product("qkv", norms[i], w.qkv, qkv)
@@ -154,7 +165,12 @@ class Attend(Protocol):
 
 
 def attention(
-    c: ModelConfig, dtype: torch.dtype, inputs: PassInputs, ws: Workspace, k_start: Tensor | None = None
+    c: ModelConfig,
+    dtype: torch.dtype,
+    inputs: PassInputs,
+    ws: Workspace,
+    k_start: Tensor | None = None,
+    groups: KVGroups | None = None,
 ) -> Attend:
     """The attention of a pass, for all its layers; rows attend from `k_start` `[B]` on, None: from that of `inputs`."""
     rows = inputs.input_ids.shape[0]
@@ -162,11 +178,16 @@ def attention(
     batch, heads = inputs.q_start.shape[0] - 1, (c.num_heads, c.num_kv_heads, c.head_dim)
     k_start = inputs.k_start if k_start is None else k_start
     angles = {rope: [ws.cos[i, :rows], ws.sin[i, :rows]] for i, rope in enumerate(rotations(c))}
-    where = AttentionRows(inputs.positions, inputs.q_start, inputs.block_table, inputs.max_q_len, k_start)
+    in_groups = [inputs.in_group(group) for group in range(1 if groups is None else len(groups.windows))]
+    slots = [own for own, _ in in_groups]
+    where = [
+        AttentionRows(inputs.positions, inputs.q_start, table, inputs.max_q_len, k_start) for _, table in in_groups
+    ]
     scratch, blocks = (ws.partials, ws.stats, ws.counters), inputs.block_table.shape[1]
 
     def attend(layer: LayerWeights, qkv: Tensor, cache: Tensor, out: Tensor, index: int = 0, /) -> None:
         window, rope = c.windows[index] if c.windows else None, c.rope_of(index)
+        group = 0 if groups is None else groups.of_layer[index]
         turned = [] if rope is None else angles[rope]
         norm = layer.qk_norm
         if norm is not None and c.qk_norm_whole:
@@ -175,8 +196,8 @@ def attention(
         held = blocks * cache.shape[3]
         span = held if window is None else min(window, held)
         cut = _attention_config(batch, inputs.max_q_len, *heads, dtype, ws.limits, span)
-        qk_norm_rope(qkv, norm, turned, inputs.slots, cache, c.num_heads, c.rms_norm_eps, ws.dependent)
-        paged_attention(qkv[:, :width], cache, where, out, scratch, Sight(scale, window), cut, ws.dependent)
+        qk_norm_rope(qkv, norm, turned, slots[group], cache, c.num_heads, c.rms_norm_eps, ws.dependent)
+        paged_attention(qkv[:, :width], cache, where[group], out, scratch, Sight(scale, window), cut, ws.dependent)
 
     return attend
 

@@ -104,7 +104,7 @@ def prepare(
         block_table=state.block_table.narrow(1, 0, blocks).index_select(0, rows),
         block_size=block_size,
         max_context=min(max_context, blocks * block_size),
-        group_tables=state.group_tables[:, rows, :blocks] if len(state.group_tables) else None,
+        group_tables=state.group_tables[:, rows, :blocks] if len(state.tables) > 1 else None,
     )
 
 

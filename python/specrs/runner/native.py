@@ -114,7 +114,8 @@ class NativeRunner(EagerRunner):
     def _make(self) -> CpuIteration:
         state, sampling = self.state, self.sampling
         tensors = {name: getattr(state, name) for name in state.__slots__}
-        tensors["group_tables"] = state.group_tables.flatten(0, 1)
+        del tensors["tables"]
+        tensors |= {"block_table": state.block_table, "group_tables": state.group_tables.flatten(0, 1)}
         tensors |= {"seeds": sampling.seeds, "prompt_len": sampling.prompt_len, "params": sampling.params.values}
         if self.hidden is not None:
             tensors |= {"hidden_states": self.hidden.states.flatten(1), "hidden_start": self.hidden.start}

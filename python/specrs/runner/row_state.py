@@ -24,9 +24,8 @@ class RowState:
     min_len: Tensor  # [R+1] int64, stop ids count only for tokens at positions >= min_len
     active: Tensor  # [R+1] bool
     tokens: Tensor  # [R+1, max_model_len + 1] int64
-    block_table: Tensor  # [R+1, max_blocks] int64, in the first KV group
     stop_ids: Tensor  # [R+1, MAX_STOP_IDS] int64, -1 is padding
-    group_tables: Tensor  # [G-1, R+1, max_blocks] int64, block tables in the KV groups behind the first
+    tables: Tensor  # [G, R+1, max_blocks] int64, block tables by KV group
 
     @classmethod
     def allocate(
@@ -45,10 +44,19 @@ class RowState:
             min_len=zeros(rows),
             active=zeros(rows, dtype=torch.bool),
             tokens=zeros(rows, max_model_len + 1),
-            block_table=zeros(rows, blocks),
             stop_ids=torch.full((rows, MAX_STOP_IDS), -1, dtype=torch.int64, device=device),
-            group_tables=zeros(num_groups - 1, rows, blocks),
+            tables=zeros(num_groups, rows, blocks),
         )
+
+    @property
+    def block_table(self) -> Tensor:
+        """[R+1, max_blocks] int64, in the first KV group; a view."""
+        return self.tables[0]
+
+    @property
+    def group_tables(self) -> Tensor:
+        """[G-1, R+1, max_blocks] int64, in those behind it; a view."""
+        return self.tables[1:]
 
     @property
     def scratch_column(self) -> int:

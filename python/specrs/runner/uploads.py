@@ -42,10 +42,7 @@ def apply_uploads(state: RowState, sampling: SamplingState, host: Views, device:
     if header.num_block_updates:
         updates = slice(0, header.num_block_updates)
         rows, indices, ids = (device[name][updates] for name in ("block_row", "block_index", "block_id"))
-        if len(state.group_tables) == 0:
+        if len(state.tables) == 1:
             state.block_table.index_put_((rows, indices), ids)
-            return
-        groups = device["block_group"][updates]
-        first, further = groups == 0, groups > 0
-        state.block_table.index_put_((rows[first], indices[first]), ids[first])
-        state.group_tables.index_put_((groups[further] - 1, rows[further], indices[further]), ids[further])
+        else:
+            state.tables.index_put_((device["block_group"][updates], rows, indices), ids)

@@ -2,8 +2,8 @@
 
 Graphs are recorded over these addresses; a smaller shape uses the first entries of the same memory, so every graph of
 every shape reads and writes the same buffers. Sizes: B = max_num_seqs entries, K drafts, N = B * (K + 1) flat rows,
-V tokens. The draft logits `[K, B, V]` are the q of the `rejection` rule: with the logits of verification they are
-most of these bytes, and are counted before the KV pool is sized.
+V tokens, G KV groups. The draft logits `[K, B, V]` are the q of the `rejection` rule: with the logits of verification
+they are most of these bytes, and are counted before the KV pool is sized.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from specrs.core import Scheduler
+from specrs.kernels.cuda.group_rows import GroupRows
 from specrs.kernels.cuda.prepare import DraftRows, IterationInputs, VerifyRows
 from specrs.kernels.cuda.row_state import Entries
 from specrs.runner.cuda.shapes import Shape
@@ -44,7 +45,8 @@ class Buffers:
     alive: Tensor  # [B] 0 or 1
     capacity: Tensor  # [B]
     q_start: Tensor  # [B + 1]
-    table: Tensor  # [B, max_blocks]
+    table: Tensor  # [B, max_blocks], in the first KV group
+    group_tables: Tensor  # [G - 1, B, max_blocks], in those behind it
     on_host: Tensor  # [B] 0 or 1, whether the record has the entry's drafts
     uniform_start: Tensor  # [first_pass_rows + 1, B + 1], row r: 0, r, 2 r .., q_start of passes of r rows an entry
 
@@ -76,6 +78,7 @@ class Buffers:
     verify_ids: Tensor  # [N]
     verify_positions: Tensor  # [N]
     verify_slots: Tensor  # [N]
+    group_slots: Tensor  # [G - 1, N], in the KV groups behind the first
     verify_draws: Tensor  # [N]
     verify_rows: Tensor  # [N]
     drafts: Tensor  # [B, K]
@@ -95,6 +98,7 @@ class Buffers:
         num_speculative_tokens: int,
         drafting: DraftSizes,
         keeps_q: bool,
+        num_groups: int,
         max_blocks: int,
         vocab_size: int,
         device: torch.device,
@@ -119,6 +123,7 @@ class Buffers:
             **{name: ints(b) for name in ("row", "n", "k", "alive", "capacity", "on_host", "accepted")},
             q_start=ints(b + 1),
             table=ints(b, max_blocks),
+            group_tables=ints(num_groups - 1, b, max_blocks),
             uniform_start=steps,
             draft_ids=ints(b * first_pass_rows),
             **{f"first_{name}": ints(b * first_pass_rows) for name in ("ids", "positions", "slots")},
@@ -134,6 +139,7 @@ class Buffers:
             left=states(own if drafting.hidden_size else 0, drafting.hidden_size),
             **{name: ints(b) for name in ("k_start", "keep_first", "keep_count")},
             **{f"verify_{name}": ints(n) for name in ("ids", "positions", "slots", "draws", "rows")},
+            group_slots=ints(num_groups - 1, n),
             drafts=ints(b, k),
             logits=floats(n, vocab_size),
             target_ids=ints(n),
@@ -171,6 +177,10 @@ class Buffers:
                 rows=self.verify_rows[rows],
             ),
         )
+
+    def groups(self, batch: int, rows: int) -> GroupRows:
+        """Of `batch` entries and `rows` rows of verification, in the KV groups behind the first."""
+        return GroupRows(self.group_tables[:, :batch], self.group_slots[:, :rows])
 
     @property
     def num_bytes(self) -> int:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from specrs.kernels.cuda.accept import AtRates
+from specrs.kernels.cuda.group_rows import prepare_groups
 from specrs.kernels.cuda.hidden_states import Kept, keep_states
 from specrs.kernels.cuda.prepare import PlannedEntries, Proposed, assemble_drafts, prepare_iteration
 from specrs.kernels.cuda.rules import verify_coupled, verify_greedy, verify_rejection, verify_synthetic
@@ -36,7 +37,9 @@ def prepare(ctx: Context, shape: Shape, entries: LaunchEntries) -> None:
         drafter=None if ctx.proposed is None else views["entry_drafter"][first:],
     )
     hidden = None if ctx.head is None else ctx.head.rows
-    prepare_iteration(ctx.state, planned, ctx.buffers.inputs(shape), ctx.sizes, hidden)
+    inputs, groups = ctx.buffers.inputs(shape), ctx.buffers.groups(shape.batch, shape.rows)
+    prepare_iteration(ctx.state, planned, inputs, ctx.sizes, hidden)
+    prepare_groups(ctx.state.group_tables, inputs.entries, inputs.verify, groups, ctx.sizes.block_size)
 
 
 def verify(ctx: Context, shape: Shape) -> None:
@@ -57,6 +60,7 @@ def assemble(ctx: Context, shape: Shape) -> None:
 def verify_pass(ctx: Context, batch: int, rows: int, max_q_len: int, *, greedy: bool) -> None:
     """The target's forward pass over `rows` flat rows, with an argmax behind its LM head if `greedy`."""
     b = ctx.buffers
+    groups = b.groups(batch, rows)
     inputs = PassInputs(
         input_ids=b.verify_ids[:rows],
         positions=b.verify_positions[:rows],
@@ -65,6 +69,8 @@ def verify_pass(ctx: Context, batch: int, rows: int, max_q_len: int, *, greedy: 
         block_table=b.table[:batch],
         max_q_len=max_q_len,
         max_context=ctx.max_model_len,
+        group_slots=groups.slots,
+        group_tables=groups.tables,
     )
     lm_head(ctx, ctx.target.forward(inputs, ctx.kv_cache, ctx.hidden_layers).final, greedy=greedy)
 

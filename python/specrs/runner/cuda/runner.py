@@ -132,13 +132,15 @@ class CudaRunner:
 
     def _used(self, header: Header) -> int:
         """Elements of the record that the launch has written and the device reads."""
-        for name, count in (
-            ("upload_token", header.num_upload_tokens),
-            ("draft_slot", header.num_draft_tokens),
-            ("prefill_slot", header.num_prefill_tokens),
+        # Slots of prompt chunks are there for each KV group, C of them.
+        before_last_group = self._layout["prefill_slot"][1] - self._layout["prefill_token"][1]
+        for name, before, count in (
+            ("upload_token", 0, header.num_upload_tokens),
+            ("draft_slot", 0, header.num_draft_tokens),
+            ("prefill_slot", before_last_group, header.num_prefill_tokens),
         ):
             if count:
-                return self._layout[name][0] + count
+                return self._layout[name][0] + before + count
         return self._layout["prefill_token"][0]
 
     def _prefill(self, slot: RingSlot, header: Header) -> Tensor | None:

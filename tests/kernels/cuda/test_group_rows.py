@@ -1,0 +1,60 @@
+"""Slots and block tables in the KV groups behind the first: the kernel against the CPU loop's, integer for integer,
+into poisoned buffers."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from specrs.kernels.cuda import group_rows
+from specrs.kernels.cuda.group_rows import GroupRows, prepare_groups
+from specrs.kernels.cuda.prepare import VerifyRows
+
+from kernels.cuda import test_prepare
+from kernels.cuda.row_states import BLOCK_SIZE, Case, cases
+from kernels.cuda.test_prepare import POISON, entries_of
+
+
+def run(case: Case, out: dict[str, torch.Tensor], further: int) -> tuple[GroupRows, torch.Tensor]:
+    """The kernel over random tables of `further` groups behind `prepare_iteration`'s `out`; those tables."""
+    rows, blocks = case.state.block_table.shape
+    tables = torch.randperm(2000)[: further * rows * blocks].view(further, rows, blocks)
+    verify = VerifyRows(**{name: out[f"verify_{name}"] for name in ("ids", "positions", "slots", "draws", "rows")})
+    # As in an engine, where buffers are for more entries and rows than a launch has.
+    made = GroupRows(
+        torch.full((further, case.batch + 2, blocks), POISON)[:, : case.batch],
+        torch.full((further, case.num_rows + 3), POISON)[:, : case.num_rows],
+    )
+    prepare_groups(tables, entries_of(out), verify, made, BLOCK_SIZE)
+    return made, tables
+
+
+@settings(max_examples=60)
+@given(cases(), st.integers(1, 3), st.sampled_from([2, 64]))
+def test_prepare_groups(case: Case, further: int, step: int) -> None:
+    """With steps of two rows and blocks a program has several."""
+    out, it = test_prepare.run(case), test_prepare.reference(case)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_BLOCK_ROWS", "_BLOCK_TABLE"):
+            patch.setattr(group_rows, name, step)
+        made, tables = run(case, out, further)
+    column = torch.arange(case.planned[0] + 1)
+    fed = torch.where(it.alive[:, None] & (column <= it.num_drafts[:, None]), it.num_tokens[:, None] - 1 + column, -1)
+    total = sum(case.planned) + case.count
+    for group, table in enumerate(tables):
+        own = table[case.rows]
+        slots = own.gather(1, (fed // BLOCK_SIZE).clamp(min=0)) * BLOCK_SIZE + fed % BLOCK_SIZE
+        slots[(fed < 0) | (fed >= it.capacity[:, None])] = -1
+        assert made.slots[group].tolist() == it.flat.take(slots).tolist() + [-1] * (case.num_rows - total)
+        for entry in range(case.batch):
+            alive = entry < case.count and bool(it.alive[entry])
+            end = int(it.num_tokens[entry] + it.num_drafts[entry]) if alive else 0
+            blocks = min(-(-end // BLOCK_SIZE), table.shape[1])
+            written = made.tables[group, entry]
+            assert written[:blocks].equal(own[entry, :blocks] if alive else written[:0])
+            assert (written[blocks:] == POISON).all()
+
+
+def test_one_group_launches_nothing() -> None:
+    """The buffers of an engine of one group are empty, and stay so."""
+    tables, slots = torch.empty(0, 4, 3, dtype=torch.int64), torch.empty(0, 5, dtype=torch.int64)
+    prepare_groups(tables, None, None, GroupRows(tables, slots), BLOCK_SIZE)  # type: ignore[arg-type]
