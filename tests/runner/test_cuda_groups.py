@@ -12,6 +12,7 @@ from checkpoints import edit_json, make_checkpoint
 from engine.harness import poison
 from safetensors.torch import load_file, save_file
 from specrs.config import EngineConfig
+from specrs.engine import build_cuda
 from specrs.engine.blueprint import Blueprint
 from specrs.engine.build_cuda import measure_num_blocks
 from specrs.engine.engine import Engine
@@ -121,6 +122,8 @@ def test_memory_is_sized_by_what_is_held(pair: Pair, monkeypatch: pytest.MonkeyP
     """One request of full length fits in 14 blocks of a layer, and a context that fits in less is named."""
     monkeypatch.setattr(Blueprint, "on_gpu", property(lambda _self: True))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (1 << 40, 1 << 40))
+    monkeypatch.setattr(build_cuda, "_measure", lambda _blueprint: (0, 0))
+    assert measure_num_blocks(blueprint(pair)) == 3 * 3 * 8, "what three requests can use in three groups"
     size = blueprint(pair).bytes_per_block
     assert size == 2 * 1 * 4 * 16 * 4, "K and V of one layer"
     assert measure_num_blocks(blueprint(pair, kv_cache_memory_bytes=14 * size)) == 14
