@@ -7,6 +7,7 @@ with a `tokenizer.json` are read, and no code from a checkpoint ever runs.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -57,6 +58,7 @@ class Tokenizer:
         except CheckpointError:
             raise
         except Exception as fault:
+            _blame_config(source, revision, fault)
             raise CheckpointError(f"tokenizer={short(source)}: could not be read: {_first_line(fault)}") from fault
         # tokenizer.json may carry both; a prompt is refused when it is too long, never cut in silence
         self.backend.no_truncation()
@@ -356,6 +358,7 @@ def _reader(source: str, revision: str | None) -> Callable[[], Any]:
     """What reads the tokenizer of `source`, whose files are there."""
     from transformers import AutoTokenizer
 
+    from specrs.models.checkpoint import read_json
     from specrs.models.gguf.checkpoint import gguf_path
     from specrs.models.gguf.tokenizer import gguf_tokenizer
 
@@ -363,6 +366,8 @@ def _reader(source: str, revision: str | None) -> Callable[[], Any]:
     if file is not None:
         return partial(gguf_tokenizer, file)
     folder = _folder(source, revision)
+    if os.path.lexists(folder / "config.json"):
+        read_json(folder / "config.json")  # transformers would wait for a pipe, and read a device for ever
     _refuse_remote_code(source, folder)
     return partial(AutoTokenizer.from_pretrained, str(folder), trust_remote_code=False, local_files_only=True)
 
@@ -397,6 +402,29 @@ def _refuse_remote_code(source: str, folder: Path) -> None:
             f"tokenizer={short(source)}: tokenizer_config.json has auto_map={short(settings['auto_map'])}, which asks "
             "to run code from the checkpoint; code is never run, allowed are tokenizers without auto_map"
         )
+
+
+def _blame_config(source: str, revision: str | None, fault: Exception) -> None:
+    """Raise `CheckpointError` if transformers, which reads config.json before a tokenizer, failed at what is there."""
+    import torch
+    from huggingface_hub.errors import StrictDataclassError
+
+    from specrs.models.checkpoint import resolve_folder
+    from specrs.models.errors import malformed
+    from specrs.models.gguf.checkpoint import gguf_path
+    from specrs.models.loader import is_known_family, load_config
+
+    if gguf_path(source, revision) is not None:
+        return
+    path = resolve_folder(source, revision, weights=False) / "config.json"
+    if not path.exists():
+        return
+    if is_known_family(source, revision=revision):
+        dtype = load_config(source, revision=revision).checkpoint_dtype
+        if dtype is not None and not isinstance(getattr(torch, dtype, None), torch.dtype):
+            raise malformed("dtype", dtype, "a dtype of torch", file=str(path))
+    if isinstance(fault, StrictDataclassError):
+        raise CheckpointError(f"{path}: {' '.join(str(fault).split())[:500]}") from fault
 
 
 def _first_line(fault: Exception) -> str:

@@ -1,6 +1,8 @@
 """The files of a checkpoint: where they are, which tensors they hold. Builds no model. Reads no pickle."""
 
+import contextlib
 import json
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ SINGLE = "model.safetensors"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 DTYPES = ("F64", "F32", "BF16", "F16")
 """Of weights that are numbers, in safetensors' words."""
+MAX_JSON = 64 << 20
+"""Bytes of a JSON file that describes a model; the largest indices of shards have five million."""
 _SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt", "*.tiktoken"]
 _OTHER_COPIES = ["consolidated*", "original/*", "*/*"]
 """The same weights in the layout of the model's author, and folders of exports: gigabytes that are never read."""
@@ -55,7 +59,12 @@ def resolve_folder(source: str | Path, revision: str | None = None, *, weights: 
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in `path`. Raises CheckpointError if it is missing or no JSON object."""
+    """Return the JSON object in `path`. Raises CheckpointError if it is missing or no JSON object, is no regular file,
+    which may have no end, or is larger than MAX_JSON."""
+    with contextlib.suppress(OSError):  # which reading tells
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_JSON:
+            raise CheckpointError(f"{path}: must be a regular file of at most {MAX_JSON >> 20} MiB")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

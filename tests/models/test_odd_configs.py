@@ -1,0 +1,67 @@
+"""A config.json with odd values is refused by file, field and value, whoever reads it first."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import edit_json
+from specrs.config import EngineConfig
+from specrs.errors import CheckpointError
+from specrs.models.checkpoint import MAX_JSON
+from specrs.tokenizer import load_tokenizer
+from tokenizer_files import copy_of_pair
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return copy_of_pair(tmp_path / "model")
+
+
+def refusal(folder: Path) -> str:
+    """What an engine's start says: its tokenizer is the first to be read."""
+    with pytest.raises(CheckpointError) as raised:
+        load_tokenizer(EngineConfig.from_kwargs(model=str(folder), speculative_config=None))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("value", [None, [], {}, "x", 1.5, True, [1], {"a": 1}], ids=repr)
+@pytest.mark.parametrize("field", ["hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads"])
+def test_a_value_of_another_type_is_told_with_file_and_field(folder: Path, field: str, value: Any) -> None:
+    edit_json(folder / "config.json", **{field: value})
+    told = refusal(folder)
+    assert told.startswith(f"{folder}/config.json: {field}={value!r}: must be "), told
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("bos_token_id", [1]),
+        ("eos_token_id", "x"),
+        ("initializer_range", []),
+        ("dtype", "x"),
+        ("dtype", []),
+        ("head_dim", None),
+    ],
+)
+def test_fields_that_only_transformers_reads_are_told_too(folder: Path, field: str, value: Any) -> None:
+    edit_json(folder / "config.json", **{field: value})
+    told = refusal(folder)
+    assert told.startswith(f"{folder}/config.json: "), told
+    assert field in told
+    assert repr(value) in told
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["a pipe", "a device", "a long file"])
+def test_what_is_no_file_of_a_config_is_not_read(folder: Path, kind: str) -> None:
+    path = folder / "config.json"
+    path.unlink()
+    if kind == "a pipe":
+        os.mkfifo(path)
+    elif kind == "a device":
+        path.symlink_to("/dev/zero")
+    else:
+        with path.open("wb") as file:
+            file.truncate(MAX_JSON + 1)
+    assert refusal(folder) == f"{path}: must be a regular file of at most 64 MiB"
