@@ -13,7 +13,6 @@ from specrs.config import (
     EngineConfig,
     resolve_draft_max_model_len,
     resolve_max_model_len,
-    resolve_num_blocks,
 )
 from specrs.errors import InvalidConfigError, UnsupportedConfigError
 from specrs.speculative_config import SpeculativeConfig, for_repeats
@@ -573,20 +572,6 @@ def test_drafters_for_prompts_that_come_again() -> None:
     dashes = key.replace("_", "-")
     for config in ({}, {"method": "ngram"}, {"method": "suffix", key: 5}, {"method": "suffix", dashes: 5}):
         assert for_repeats(config) == config
-
-
-def test_blocks_of_the_pool() -> None:
-    assert resolve_num_blocks(EngineConfig(num_gpu_blocks_override=3), 1 << 40, 2048, 128) == 3
-    # what fits in 4 GiB, but no more than all requests can use
-    assert resolve_num_blocks(EngineConfig(), 1 << 20, 2048, 128) == 4096
-    assert resolve_num_blocks(EngineConfig(max_num_seqs=2, block_size=16), 1 << 10, 100, 7) == 14
-    assert resolve_num_blocks(EngineConfig(kv_cache_memory_bytes=1000), 10, 16 * 100, 100) == 100
-    with pytest.raises(
-        InvalidConfigError, match=r"^kv_cache_memory_bytes=1000: 100 KV blocks fit, .* needs 101: .* 1010 "
-    ):
-        resolve_num_blocks(EngineConfig(kv_cache_memory_bytes=1000), 10, 16 * 100 + 1, 101)
-    # a window needs fewer than its positions take
-    assert resolve_num_blocks(EngineConfig(kv_cache_memory_bytes=1000), 10, 16 * 1000, 100) == 100
 
 
 def test_a_torch_dtype_counts_by_its_name() -> None:

@@ -441,32 +441,6 @@ def resolve_draft_max_model_len(config: EngineConfig, draft_max_position_embeddi
     return draft_max_position_embeddings if asked is None else asked
 
 
-def resolve_num_blocks(
-    config: EngineConfig, bytes_per_block: int, max_model_len: int, least_blocks: int, num_groups: int = 1
-) -> int:
-    """Blocks of the KV pool. `bytes_per_block` counts target and draft; `least_blocks` are what one request of full
-    length needs: with a sliding window fewer than its positions take, which take a block in each of `num_groups`.
-
-    `num_gpu_blocks_override` as it is; else what fits in `kv_cache_memory_bytes`, and without either what fits in
-    4 GiB, but no more than `max_num_seqs` requests of full length can use. Raises `InvalidConfigError` if not even one
-    request of full length fits, unless the blocks were given by number: then long requests are refused one by one.
-    """
-    if config.num_gpu_blocks_override is not None:
-        return config.num_gpu_blocks_override
-    per_request = num_groups * -(-max_model_len // config.block_size)
-    given = config.kv_cache_memory_bytes
-    blocks = (DEFAULT_CPU_KV_CACHE_BYTES if given is None else given) // bytes_per_block
-    if blocks < least_blocks:
-        raise invalid(
-            InvalidConfigError,
-            "kv_cache_memory_bytes",
-            given,
-            f"{blocks} KV blocks fit, one request of max_model_len={max_model_len} needs {least_blocks}: allowed are "
-            f"at least {least_blocks * bytes_per_block} bytes, or a smaller max_model_len",
-        )
-    return blocks if given is not None else min(blocks, per_request * config.max_num_seqs)
-
-
 def _speculative(value: object) -> SpeculativeConfig | None:
     if value is None or isinstance(value, SpeculativeConfig):
         return value

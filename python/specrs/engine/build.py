@@ -21,6 +21,7 @@ from specrs.engine.engine import Engine, EngineParts, Runner
 from specrs.engine.follow import connect, serve_under_torchrun, threads_of_rank
 from specrs.engine.head_check import HeadCheck
 from specrs.engine.kv_events import KVEventPublisher
+from specrs.engine.kv_memory import check_memory
 from specrs.engine.runners import make_runner, num_blocks
 from specrs.engine.warm_up import measure_costs
 from specrs.engine.weights import Weights, check_ranks, load_weights
@@ -55,7 +56,10 @@ def build_engine(config: EngineConfig, weights: Weights | None = None, lead: Lea
             raise invalid(UnsupportedConfigError, "tensor_parallel_size", config.tensor_parallel_size, reason)
         return _build_on_ranks(config, lead)
     with current(resolve_device(config.device) if weights is None else weights.target.device):
-        return _build(config, load_weights(config) if weights is None else weights)
+        if weights is None:
+            check_memory(config)
+            weights = load_weights(config)
+        return _build(config, weights)
 
 
 def _build(

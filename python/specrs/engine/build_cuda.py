@@ -17,6 +17,7 @@ from specrs.drafters.draft_model import ModelPasses
 from specrs.drafters.hidden import HeadDrafter
 from specrs.drafters.vocabulary import TranslatedDraftModel
 from specrs.engine.blueprint import Blueprint
+from specrs.engine.kv_memory import GIB, given_num_blocks
 from specrs.errors import InvalidConfigError, invalid
 from specrs.kernels.cuda.prepare import Sizes
 from specrs.kernels.cuda.sampling_scratch import SamplingScratch
@@ -38,8 +39,6 @@ from specrs.runner.sampling_state import SamplingState
 from specrs.speculative_config import AUTO
 
 logger = logging.getLogger(__name__)
-
-GIB = 1 << 30
 
 
 def make_buckets(blueprint: Blueprint) -> Buckets:
@@ -196,12 +195,9 @@ def measure_num_blocks(blueprint: Blueprint) -> int:
     per_block = blueprint.bytes_per_block
     per_request = (1 + len(blueprint.window_groups)) * -(-blueprint.max_model_len // config.block_size)
     needed = blueprint.least_blocks * per_block
-    if config.num_gpu_blocks_override is not None:
-        return config.num_gpu_blocks_override
-    if config.kv_cache_memory_bytes is not None:
-        given = config.kv_cache_memory_bytes
-        _check_fits(blueprint, given, "kv_cache_memory_bytes", given, needed)
-        return given // per_block
+    given = given_num_blocks(config, per_block, blueprint.max_model_len, blueprint.least_blocks, device)
+    if given is not None:
+        return given
     free, total = torch.cuda.mem_get_info(device)
     try:
         used, graphs = _measure(blueprint)

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from specrs.config import EngineConfig, resolve_num_blocks
+from specrs.config import EngineConfig
 from specrs.core import CpuPool, InvalidBufferError, Scheduler
 from specrs.engine.blueprint import Blueprint
 from specrs.engine.engine import Runner
+from specrs.engine.kv_memory import resolve_num_blocks
 from specrs.engine.threads import choose_threads
 from specrs.engine.weights import Weights
 from specrs.errors import UnsupportedConfigError, invalid
