@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -11,7 +13,10 @@ from specrs.cli.arguments import Parser, spell
 from specrs.cli.config_file import with_config_file
 from specrs.errors import SpecrsError
 
-USAGE_ERROR, INTERRUPTED = 2, 130
+USAGE_ERROR, OUTPUT_ERROR, INTERRUPTED = 2, 1, 130
+
+_NOT_WRITTEN = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
+"""What a write fails with where nothing is wrong with the program."""
 
 
 def parser() -> Parser:
@@ -28,7 +33,8 @@ def parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0, or 2 after one line on stderr for what a user can put right."""
+    """Run one command and return its exit code: 0; after one line on stderr 2 for what a user can put right, 1 where
+    what it wrote did not fit on the disk, or could not be written otherwise."""
     top = parser()
     given = spell(sys.argv[1:] if argv is None else argv)
     if given[:1] == ["serve"]:
@@ -56,7 +62,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader left (`| head`). Python would complain again when it flushes stdout at exit: give it a sink.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # the reader left (`| head`)
         return 0
+    except OSError as error:
+        if error.errno not in _NOT_WRITTEN:
+            raise
+        where = "" if error.filename is None else f" of {error.filename}"
+        with contextlib.suppress(OSError):  # standard error may be on the same disk
+            print(f"{arguments.parser.prog}: error: output{where}: {error.strerror}", file=sys.stderr)
+        _drop_output()
+        return OUTPUT_ERROR
     return 0
+
+
+def _drop_output() -> None:
+    """What is left to write goes nowhere: Python flushes at exit, and would complain again."""
+    sink = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(sink, stream.fileno())
