@@ -7,7 +7,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 from specrs.bench import figures
-from specrs.bench.results import COLUMNS, SweepRow, read, read_settings, write
+from specrs.bench.results import COLUMNS, SweepRow, arrivals_warning, read, read_settings, write
 from specrs.cli import main
 from specrs.errors import InvalidConfigError
 
@@ -45,6 +45,23 @@ def test_derived_figures() -> None:
     item = row(1, benchmark_duration_s=10.0, n_reqs=50, output_token_throughput=500.0, mean_ttft=20.0, mean_tpot=2.0)
     assert item.output_len == 100.0
     assert item.latency_ms == 20 + 99 * 2
+
+
+def test_rows_that_arrivals_limit_are_told() -> None:
+    # 218 ms a request: 4.36 a second keep 0.95 places taken, 1 a second 0.218
+    timed = {"benchmark_duration_s": 10.0, "mean_ttft": 20.0, "mean_tpot": 2.0}
+
+    def rate(requests: int, concurrency: int) -> SweepRow:
+        row_of = row(1, concurrency, n_reqs=10 * requests, output_token_throughput=100.0 * requests, **timed)
+        return dataclasses.replace(row_of, req_throughput=float(requests))
+
+    assert rate(4, 1).mean_in_flight == pytest.approx(4 * 0.218)
+    assert arrivals_warning([rate(4, 1), rate(16, 4)]) is None
+    told = arrivals_warning([rate(4, 1), rate(1, 1), rate(1, 2)])
+    assert told is not None
+    assert told.startswith("warning: arrivals limit 2 of 3 rows: ")
+    assert "(at concurrency 2 0.22 were in flight on average)" in told
+    assert "--request-rate inf" in told
 
 
 @pytest.mark.parametrize(

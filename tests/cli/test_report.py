@@ -17,6 +17,14 @@ def output(text: str, token_ids: list[int], draft_tokens: int = 0, histogram: li
     )
 
 
+def made(k: int, tokens: int, seconds: float, histogram: list[int] | None = None) -> Result:
+    """A setting that generated so many tokens; `histogram[i]`: iterations that accepted i drafts."""
+    result = Result(k)
+    drafted = k * sum(histogram or [])
+    result.add(output("a", [1] * tokens, drafted, histogram), seconds)
+    return result
+
+
 def results() -> list[Result]:
     plain, drafted = Result(0), Result(2)
     plain.add(output("ab", [1, 2]), 1.5)
@@ -48,6 +56,23 @@ def test_the_row_of_auto_says_what_was_chosen() -> None:
     assert lines[-2].split() == ["auto", "2.0", "1.00x", "2.50", "60.0", "100.0", "50.0"]
     assert "2.5 drafts an iteration on average" in lines[-1]
     assert "no drafts on average" in report.table([*results(), Result("auto", seconds=1.0)])
+
+
+def test_two_sentences_say_what_passes_cost_and_which_k_pays() -> None:
+    told = " ".join(report.explanation([made(0, 8, 8.0), made(1, 8, 6.0, [2, 3]), made(3, 8, 7.5, [1, 1, 1])]).split())
+    # K = 1: 8 tokens in 5 iterations of 1.2 s; K = 3: in 5 of 1.5 s; (1 * 0.2 + 3 * 0.5) / (1 + 9) = 0.17 s a draft
+    assert told == (
+        "a plain pass of the target takes 1000.00 ms here, and each draft, its pass and its row in the target's, "
+        "170.00 ms more (17% of it), so that an iteration takes the time of 1.20 and 1.50 plain passes at K = 1 and 3. "
+        "It brings 1.60 and 1.60 tokens where a plain pass brings 1, therefore K = 1 pays most, 1.60 tokens for 1.20 "
+        "passes, 1.33x."
+    )
+
+
+def test_where_no_k_pays_it_says_so_and_why() -> None:
+    told = " ".join(report.explanation([made(0, 8, 8.0), made(1, 8, 9.0, [4, 2])]).split())
+    assert told.endswith("therefore no K pays here: even K = 1 brings 1.33 tokens for the time of 1.50 plain ones.")
+    assert report.explanation([made(0, 8, 8.0)]) == ""
 
 
 def test_equality_counts_texts_that_differ() -> None:

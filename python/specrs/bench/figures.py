@@ -19,6 +19,8 @@ DRAFT_MODEL = "draft_model"
 FORMATS = ("png", "svg", "pdf")
 _METRICS = (("p99_ttft", "P99 TTFT (ms)"), ("p99_tpot", "P99 TPOT (ms)"), ("p99_itl", "P99 ITL (ms)"))
 _MARKERS = "osD^vP*X"
+SPEEDUP = "speed-up over vanilla\n(output tokens per second)"
+"""What an axis says of `speedup`."""
 
 
 class Sweep:
@@ -114,7 +116,7 @@ def _best_k(sweep: Sweep, chosen: Callable[[Series], bool], title: str) -> Any:
                 panel.annotate(f"K={k}", (c, value), xytext=(0, 6), textcoords="offset points", fontsize=7, ha="center")
         _concurrency(panel, items)
         _parity(panel)
-        panel.set_ylabel("speed-up over vanilla")
+        panel.set_ylabel(SPEEDUP)
         panel.legend(fontsize=8)
     return figure
 
@@ -145,7 +147,7 @@ def _by_k(sweep: Sweep) -> Any:
             _integers(panel)
             _parity(panel)
             panel.set_title(f"{panel.get_title()}\n{_name(item)}" if line == 0 else _name(item), fontsize=9)
-            panel.set(xlabel="number of speculative tokens K", ylabel="speed-up over vanilla")
+            panel.set(xlabel="number of speculative tokens K", ylabel=SPEEDUP)
             # beside the panel: the lines fill all of it
             panel.legend(title="concurrency", fontsize=7, title_fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
         for line in range(len(items), depth):
@@ -163,7 +165,7 @@ def _compared(sweep: Sweep) -> Any:
             panel.plot(at, [speedup(item, c, k) for c in at], label=f"{_name(item)}, K={k}", **_style(sweep, item))
         _concurrency(panel, items)
         _parity(panel)
-        panel.set_ylabel("speed-up over vanilla")
+        panel.set_ylabel(SPEEDUP)
         panel.legend(fontsize=8)
     return figure
 
@@ -209,7 +211,7 @@ def _throughput(sweep: Sweep) -> Any:
 
 def _latencies(sweep: Sweep) -> Any:
     """99th percentiles of TTFT, TPOT and ITL of every drafter at one K, and of vanilla."""
-    figure, panels = _panels(sweep.workloads, len(_METRICS), "7. 99th percentiles")
+    figure, panels = _panels(sweep.workloads, len(_METRICS), "7. 99th percentiles, logarithmic")
     for line, (name, label) in enumerate(_METRICS):
         for panel, (workload, items) in zip(panels[line], sweep.workloads.items(), strict=True):
             _with_vanilla(sweep, panel, workload, items, partial(_column, name))

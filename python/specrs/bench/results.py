@@ -69,6 +69,29 @@ class SweepRow:
         """Mean time of a request: its first token, then `output_len - 1` more."""
         return self.mean_ttft + (self.output_len - 1) * self.mean_tpot
 
+    @property
+    def mean_in_flight(self) -> float:
+        """Requests in flight on average, by Little's law: less than `concurrency` where places wait for arrivals."""
+        return self.req_throughput * self.latency_ms / 1e3
+
+
+LEAST_TAKEN = 0.75
+"""Of the places, taken on average. A run that keeps them taken loses less to its last requests."""
+
+
+def arrivals_warning(rows: Sequence[SweepRow]) -> str | None:
+    """What to tell of rows whose throughput is that of the arrivals, not of the server; None where there are none."""
+    limited = [row for row in rows if row.mean_in_flight < LEAST_TAKEN * row.concurrency]
+    if not limited:
+        return None
+    worst = min(limited, key=lambda row: row.mean_in_flight / row.concurrency)
+    return (
+        f"warning: arrivals limit {len(limited)} of {len(rows)} rows: requests came more slowly than they were "
+        f"answered (at concurrency {worst.concurrency} {worst.mean_in_flight:.2f} were in flight on average), so that "
+        "throughput is that of the arrivals and speed-ups over vanilla are near 1; --request-rate inf keeps every "
+        "place taken"
+    )
+
 
 COLUMNS = tuple(field.name for field in dataclasses.fields(SweepRow))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from specrs.cli.bench import options
@@ -27,14 +28,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Draw. Raises `InvalidConfigError` for a file without the columns or the rows that figures need."""
     from specrs.bench.figures import FIGURES, Sweep, draw
-    from specrs.bench.results import read
+    from specrs.bench.results import arrivals_warning, read
     from specrs.cli.bench.serve import require
 
     require("matplotlib")
-    sweep = Sweep(read(arguments.file), arguments.k)
+    rows = read(arguments.file)
+    sweep = Sweep(rows, arguments.k)
     folder = arguments.output_dir or arguments.file.with_suffix("")
     paths, left_out = draw(sweep, arguments.figures or FIGURES, folder, arguments.format)
     for path in paths:
         print(path)
     for reason in left_out:
         print(f"left out: {reason}")
+    if (warning := arrivals_warning(rows)) is not None:
+        print(warning, file=sys.stderr)

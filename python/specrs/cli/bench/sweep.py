@@ -79,6 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Sweep. Raises `SpecrsError` for wrong options and for a server that fails; rows so far are in the file."""
     from specrs.bench.client import BACKENDS
+    from specrs.bench.results import arrivals_warning
     from specrs.bench.sweep import SweepPlan, start, sweep
     from specrs.cli.bench.serve import require
 
@@ -123,8 +124,10 @@ def run(arguments: argparse.Namespace) -> None:
             print(f"{shlex.join(_command(arguments, setting, 8000))}\n    to measure: {cells or 'nothing'}")
         return
     measure = _Measure(arguments)
-    sweep(arguments.output, plan, measure, restart=arguments.restart, tell=print)
+    rows = sweep(arguments.output, plan, measure, restart=arguments.restart, tell=print)
     print(f"rows: {arguments.output}")
+    if (warning := arrivals_warning(rows)) is not None:
+        print(warning, file=sys.stderr)
 
 
 class _Measure:

@@ -97,6 +97,7 @@ def run(arguments: argparse.Namespace) -> None:
         results = measure(settings, [prompt for _, prompt in prompts], params, advance)
     print(report.text(prompts[0][0], results))
     print(report.table(results))
+    print(report.explanation(results), end="")
     print(report.equality(results))
     if arguments.plot is not None:
         machine = report.machine(arguments.threads, dtype)

@@ -74,9 +74,25 @@ class Result:
         return self.acceptance.draft_tokens / self.acceptance.drafts if self.acceptance.drafts else 0.0
 
     @property
+    def num_tokens(self) -> int:
+        """Generated tokens."""
+        return sum(map(len, self.token_ids))
+
+    @property
+    def tokens_per_iteration(self) -> float:
+        """Generated tokens over passes of the target that brought some; 1 for plain decoding."""
+        accepted = sum(i * count for i, count in enumerate(self.acceptance.acceptance_histogram))
+        return self.num_tokens / (self.num_tokens - accepted)
+
+    @property
+    def ms_per_iteration(self) -> float:
+        """Wall-clock milliseconds of such an iteration, prefill included."""
+        return 1e3 * self.tokens_per_iteration / self.tokens_per_second
+
+    @property
     def tokens_per_second(self) -> float:
         """Generated tokens over wall-clock time, prefill included."""
-        return sum(map(len, self.token_ids)) / self.seconds
+        return self.num_tokens / self.seconds
 
     def same_texts(self, other: Result) -> int:
         """Prompts whose tokens are the same in both."""

@@ -27,7 +27,7 @@ def draw(results: Sequence[Result], caption: str, path: Path, model: str) -> Non
     bars = speed.bar([r.name for r in results], [r.tokens_per_second for r in results], color=colors)
     speed.bar_label(bars, [f"{r.tokens_per_second:.0f}\n{r.tokens_per_second / plain:.2f}x" for r in results])
     speed.margins(y=0.2)
-    speed.set(title="Speed", ylabel="tokens per second")
+    speed.set(title="Speed, and over plain decoding", ylabel="generated tokens per second")
     for result in drafted:
         label = f"{result.name}, acceptance length {result.acceptance.acceptance_length:.2f}"
         # The curves nearly coincide: shorter ones lie on top, so that the longer ones show beyond their ends.

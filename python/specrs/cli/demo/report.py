@@ -86,6 +86,47 @@ def table(results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
+def explanation(results: Sequence[Result]) -> str:
+    """Two sentences for each drafter, made from the figures: what passes cost here, therefore which K pays. Empty where
+    nothing was drafted at a fixed K."""
+    plain = results[0]
+    drafters: dict[str, list[Result]] = {}
+    for result in results[1:]:
+        if isinstance(result.k, int) and result.acceptance.drafts:
+            drafters.setdefault(result.drafter, []).append(result)
+    told = (textwrap.fill(_why(plain, rows, name), width=110) for name, rows in drafters.items())
+    return "".join(f"\n{text}\n" for text in told)
+
+
+def _why(plain: Result, rows: Sequence[Result], drafter: str) -> str:
+    pass_ms = plain.ms_per_iteration
+    # Least squares through the plain pass: what an iteration costs beyond it, by draft.
+    draft_ms = sum(row.k * (row.ms_per_iteration - pass_ms) for row in rows if isinstance(row.k, int))
+    draft_ms /= sum(row.k**2 for row in rows if isinstance(row.k, int))
+    costs = _listed([f"{row.ms_per_iteration / pass_ms:.2f}" for row in rows])
+    brings = _listed([f"{row.tokens_per_iteration:.2f}" for row in rows])
+    ks = f"K = {_listed([str(row.k) for row in rows])}"
+    best = max(rows, key=lambda row: row.tokens_per_second)
+    gain = best.tokens_per_second / plain.tokens_per_second
+    verdict = (
+        f"K = {best.k} pays most, {best.tokens_per_iteration:.2f} tokens for "
+        f"{best.ms_per_iteration / pass_ms:.2f} passes, {gain:.2f}x"
+        if gain > 1
+        else f"no K pays here: even K = {best.k} brings {best.tokens_per_iteration:.2f} tokens for the time of "
+        f"{best.ms_per_iteration / pass_ms:.2f} plain ones"
+    )
+    return (
+        f"{f'{drafter}: ' if drafter else ''}a plain pass of the target takes {pass_ms:.2f} ms here, and each draft, "
+        f"its pass and its row in the target's, {draft_ms:.2f} ms more ({draft_ms / pass_ms:.0%} of it), so that an "
+        f"iteration takes the time of {costs} plain passes at {ks}. It brings {brings} tokens where a plain pass "
+        f"brings 1, therefore {verdict}."
+    )
+
+
+def _listed(items: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(items[:-1]), items[-1])))
+
+
 def equality(results: Sequence[Result]) -> str:
     """How many texts are the same as plain decoding's, token for token."""
     plain, others = results[0], results[1:]
