@@ -221,3 +221,24 @@ def test_speculation_figures_agree_with_the_counters(server: Server) -> None:
     assert grown("time_to_first_token_seconds_count") == 7
     assert grown("e2e_request_latency_seconds_count") == 5
     assert grown("inter_token_latency_seconds_count") > 0
+
+
+def test_a_request_of_many_completions_leaves_places_to_others(server: Server) -> None:
+    """64 completions on 16 places: another request is answered before any of them has ended."""
+    with server.streaming(prompt="def f(", n=64, max_tokens=500, ignore_eos=True) as crowd:
+        next(crowd)
+        server.wait_until("vllm:num_requests_running", 16)
+        answer = server.complete(prompt="x = ", max_tokens=4, ignore_eos=True)
+        assert len(answer["choices"]) == 1
+        now = server.metrics()
+        assert now["vllm:num_requests_running"] + now["vllm:num_requests_waiting"] == 64
+
+
+def test_completions_that_make_way_for_others_have_the_text_they_have_alone(server: Server) -> None:
+    asked = {"prompt": "def g(", "n": 24, "max_tokens": 40, "temperature": 0.9, "seed": 5}
+    alone = server.complete(**asked)
+    with server.streaming(prompt="def f(", n=32, max_tokens=400, ignore_eos=True) as crowd:
+        next(crowd)
+        server.wait_until("vllm:num_requests_running", 16)
+        beside = server.complete(**asked)
+    assert [choice["text"] for choice in beside["choices"]] == [choice["text"] for choice in alone["choices"]]

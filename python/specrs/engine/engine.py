@@ -150,6 +150,7 @@ class Engine:
             min_tokens=params.min_tokens,
             num_speculative_tokens=bounds.num_speculative_tokens,
             priority=request.priority,
+            caller=request.caller,
             stop_token_ids=np.asarray(bounds.stop_token_ids, dtype=np.int64),
             sampling=request.sampling(),
             cache_salt=_cache_salt(request),

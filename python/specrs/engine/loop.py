@@ -33,13 +33,19 @@ ResultT = TypeVar("ResultT")
 
 
 class Group:
-    """Prompts that are told of together: what one caller waits for. The engine's thread alone reads and changes it."""
+    """Prompts that are told of together: what one caller waits for, and what shares rows as one with other callers.
+
+    The engine's thread alone reads and changes it.
+    """
 
     def __init__(self, prompts: Sequence[Sequence[Request]], texts: TokenTexts | None, owner: Any = None) -> None:
         """`prompts[i]`: the completions of prompt i. `owner`: whom `deliver` is to tell; nothing else looks at it."""
         self.owner = owner
         self.builders = [OutputBuilder(requests, texts) for requests in prompts]
         self.prompts = prompts
+        if len(self.requests) > 1:
+            for request in self.requests:
+                request.caller = self.requests[0].request_id
 
     @property
     def requests(self) -> list[Request]:

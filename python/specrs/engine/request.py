@@ -79,6 +79,7 @@ class Request:
         self.prompt_token_ids = list(prompt_token_ids)
         self.params = params
         self.priority = priority
+        self.caller: int | None = None  # whom its rows count for, where others are asked for with it
         self.cache_salt = cache_salt
         self.seed = seed
         self.bad_words_token_ids = bad_words_token_ids

@@ -211,7 +211,7 @@ class PostEndpoint:
         if not isinstance(result, Generation):
             in_thread = self._context.llm.in_thread
             large = isinstance(body, protocol.SamplingBody) and body.tells_prompts
-            encoded = await in_thread(partial(_encode, result)) if large else _encode(result)
+            encoded = await in_thread(partial(_encode_by_choice, result)) if large else _encode(result)
             await Response(encoded, media_type="application/json")(scope, receive, send)
             return
         with result:
@@ -264,8 +264,17 @@ def _request_id(scope: Scope) -> str:
     return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
 
-def _encode(result: dict[str, Any]) -> bytes:
-    return json.dumps(result, separators=(",", ":")).encode()
+def _encode(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def _encode_by_choice(result: dict[str, Any]) -> bytes:
+    """The same in parts: json holds the interpreter, and with it every stream, until it has written what it got."""
+    parts = []
+    for key, value in result.items():
+        items = [_encode(item) for item in value] if key == "choices" else None
+        parts.append(_encode(key) + b":" + (_encode(value) if items is None else b"[" + b",".join(items) + b"]"))
+    return b"{" + b",".join(parts) + b"}"
 
 
 def _digest(key: bytes) -> bytes:

@@ -128,7 +128,7 @@ impl Scheduler {
     }
 
     #[pyo3(signature = (
-        request_id, token_ids, *, limit, min_tokens = 0, num_speculative_tokens = 0, priority = 0, stop_token_ids = None,
+        request_id, token_ids, *, limit, min_tokens = 0, num_speculative_tokens = 0, priority = 0, caller = None, stop_token_ids = None,
         sampling = None, cache_salt = NO_SALT, extra_keys = None,
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only parameters")]
@@ -142,6 +142,7 @@ impl Scheduler {
         min_tokens: i64,
         num_speculative_tokens: i64,
         priority: i64,
+        caller: Option<i64>,
         stop_token_ids: Option<&Bound<'_, PyAny>>,
         sampling: Option<&RequestSampling>,
         cache_salt: &[u8],
@@ -156,6 +157,7 @@ impl Scheduler {
             min_tokens: size("min_tokens", min_tokens)?,
             num_speculative_tokens: size("num_speculative_tokens", num_speculative_tokens)?,
             priority,
+            caller,
             stop_token_ids: stop_token_ids.as_ref().map_or(Ok(&[][..]), |array| array.as_slice())?,
             sampling: sampling.map_or_else(specrs_core::RequestSampling::default, RequestSampling::core),
             cache_salt,

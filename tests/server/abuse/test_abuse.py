@@ -5,6 +5,7 @@ Each bound is a time or a size, so that these tests are `make test-abuse`, and n
 
 import json
 import multiprocessing
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -150,6 +151,26 @@ def test_three_long_prompts_at_once(server: Server) -> None:
             connection.sendall(header + encoded)
         for connection in connections:
             assert connection.recv(64).startswith(b"HTTP/1.1 400 ")
+
+
+@pytest.mark.parametrize("prompts", [1, 6])
+def test_log_probabilities_of_long_prompts_pause_no_other_stream(server: Server, prompts: int) -> None:
+    """Their rows take part in launches of others a few at a time, and their answer is written choice by choice."""
+    body = {"prompt": [[5] * 2000] * prompts, "echo": True, "logprobs": 20, "max_tokens": 1}
+    answers: list[Answer] = []
+    with server.streaming(prompt="def f(", max_tokens=1900, ignore_eos=True) as events:
+        next(events)
+        asking = threading.Thread(target=lambda: answers.append(server.post(COMPLETIONS, body)))
+        asking.start()
+        longest, last = 0.0, time.monotonic()
+        for _ in events:
+            now = time.monotonic()
+            longest, last = max(longest, now - last), now
+            if answers:
+                break
+        asking.join()
+    assert [answer.status for answer in answers] == [200]
+    assert longest <= MOST_PAUSE, f"the stream paused {longest:.3f} s"
 
 
 def test_1500_silent_sockets(server: Server) -> None:

@@ -1,7 +1,5 @@
-//! Which waiting requests get a row. Admits in order: a request that does not fit is not overtaken, and what one needs that waits for
-//! another's prefix is kept for it.
-
-use std::ops::Bound;
+//! Which waiting requests get a row. Admits in turn: a request that does not fit is not overtaken, unless it asks for log probabilities of its
+//! prompt, which take their turns beside others, and what one needs that waits for another's prefix is kept for it.
 
 use super::Scheduler;
 use super::hidden::HiddenRow;
@@ -24,17 +22,20 @@ impl Scheduler {
         let prefill_left = self.budget(plan).prefill_left;
         let mut growth = self.growth_of_running(prefill_left);
         let mut num_held_back = 0;
-        let mut after = Bound::Unbounded;
-        while let Some((&order, &index)) = self.waiting.range((after, Bound::Unbounded)).next() {
-            after = Bound::Excluded(order);
+        self.queue_by_turn(plan);
+        for place in 0..plan.queue.len() {
+            let index = plan.queue[place];
             let num_tokens = self.requests[index].tokens.len();
-            let left = self.budget(plan).prefill_left;
+            let left = self.chunk_left(plan, index);
             let (uploads, constraints) =
                 (plan.upload_tokens + num_tokens, plan.constraints + self.requests[index].sampling.constraints.len());
             let fits =
                 uploads <= self.record_layout.upload_token.len && constraints <= self.record_layout.constraint.len;
-            if self.free_rows.len() == num_held_back || left == 0 || !fits {
+            if self.free_rows.len() == num_held_back || self.budget(plan).prefill_left == 0 || !fits {
                 break;
+            }
+            if left == 0 {
+                continue;
             }
             self.find_prefix(index, plan);
             let hits = plan.hits.iter().chain(plan.group_hits.iter().flatten());
@@ -50,6 +51,7 @@ impl Scheduler {
             }
             let free = self.pool.num_free() - unheld;
             if !self.running.is_empty() && free < missing + growth {
+                plan.refused = true;
                 break;
             }
             let start = plan.hits.len() * block_size;

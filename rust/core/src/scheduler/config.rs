@@ -161,6 +161,9 @@ pub struct RequestParams<'a> {
     pub num_speculative_tokens: usize,
     /// Smaller values go first, ties by arrival.
     pub priority: i64,
+    /// Who asks for it together with others: requests of different callers share rows and blocks evenly, whatever each asks for, where
+    /// priorities are equal and do not age. `None`: nobody else's.
+    pub caller: Option<i64>,
     /// Tokens that end the output, at most [`crate::sampling::MAX_STOP_IDS`].
     pub stop_token_ids: &'a [i64],
     /// How tokens are drawn. The scheduler passes it on to the device, in the record.

@@ -31,6 +31,8 @@ impl Scheduler {
         ensure!(live == self.by_id.len(), "{live} requests, but {} ids", self.by_id.len());
         let placed = self.waiting.len() + self.running.len();
         ensure!(live == placed, "{live} requests, but {placed} waiting or running");
+        let callers = self.requests.iter().filter(|(_, request)| request.caller.is_some()).count();
+        ensure!(callers == self.num_with_caller, "{callers} requests with a caller, not {}", self.num_with_caller);
         for (index, request) in self.requests.iter() {
             let id = request.id;
             ensure!(self.by_id.get(&id) == Some(&index), "request {id} is not found by its id");

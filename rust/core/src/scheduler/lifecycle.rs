@@ -34,6 +34,7 @@ impl Scheduler {
         self.next_arrival += 1;
         self.by_id.insert(request_id, index);
         self.waiting.insert(order, index);
+        self.num_with_caller += usize::from(params.caller.is_some());
         Ok(())
     }
 
@@ -126,6 +127,7 @@ impl Scheduler {
     fn forget(&mut self, index: RequestIndex) {
         let request = self.requests.remove(index);
         self.by_id.remove(&request.id);
+        self.num_with_caller -= usize::from(request.caller.is_some());
         self.host_drafts.forget(&request);
     }
 

@@ -11,6 +11,7 @@
 //! | `request`, `row` | what is remembered |
 //! | `lifecycle` | how requests come, go, and lose their row |
 //! | `plan`, `admission`, `catch_up` | what the next launch does |
+//! | `sharing` | whose turn it is where somebody asks for many requests at once |
 //! | `windows` | which blocks come back while their request goes on |
 //! | `groups` | block tables of layers that remember otherwise |
 //! | `host_drafts` | what a drafter on the host proposes |
@@ -41,6 +42,7 @@ mod record;
 mod request;
 mod row;
 mod settle;
+mod sharing;
 mod speculation;
 #[cfg(test)]
 mod tests;
@@ -128,6 +130,8 @@ pub struct Scheduler {
     by_id: HashMap<i64, RequestIndex, FxBuildHasher>,
     /// Requests without a row, most important first.
     waiting: BTreeMap<Order, RequestIndex>,
+    /// Live requests with a caller.
+    num_with_caller: usize,
     rows: Vec<Row>,
     free_rows: Vec<RowIndex>,
     /// Live rows, most important first.
@@ -180,6 +184,7 @@ impl Scheduler {
             requests: Requests::default(),
             by_id: HashMap::default(),
             waiting: BTreeMap::new(),
+            num_with_caller: 0,
             rows: vec![Row::default(); rows],
             free_rows: (0..rows as RowIndex).rev().collect(),
             running: Vec::with_capacity(rows),

@@ -1,8 +1,9 @@
 //! What the next launch does. Decides for the running requests in order of importance; `admission` and `catch_up` add the rest.
 //!
-//! Deciding may reserve blocks and preempt, and nothing else until it is certain that a launch comes of it: a plan that ends in
+//! Deciding may reserve blocks, preempt and let callers share, and nothing else until it is certain that a launch comes of it: a plan that ends in
 //! `SettleFirst` leaves only reservations behind, which the next plan finds.
 
+use super::request::RequestIndex;
 use super::row::{Row, RowIndex};
 use super::{PlanOutcome, Scheduler, kv_events};
 use crate::drafts::DrafterKind;
@@ -48,7 +49,13 @@ pub(super) struct Budget {
     /// For prefill and draft chunks together.
     pub(super) chunks: usize,
     pub(super) prefill_left: usize,
+    /// Of them those whose own probabilities are asked for.
+    pub(super) told_left: usize,
 }
+
+/// Prompt tokens with log probabilities in a launch beside requests that decode, which wait for it: each costs an LM head, a search for the
+/// most probable and what the host makes of them. Alone they have the whole budget.
+const MOST_TOLD: usize = 128;
 
 /// What the launch being planned does; kept between plans for its allocations.
 #[derive(Clone, Debug, Default)]
@@ -67,6 +74,10 @@ pub(super) struct Plan {
     /// Elements of the admitted requests' constraints.
     pub(super) constraints: usize,
     pub(super) budget: Option<Budget>,
+    /// Waiting requests that may be admitted, in turn.
+    pub(super) queue: Vec<RequestIndex>,
+    /// A waiting request found too few blocks; stands until the next plan.
+    pub(super) refused: bool,
     /// Running rows that have their entries, the most important ones.
     pub(super) num_placed: usize,
     /// Blocks of the prefix hit being looked at: of the first group, and `[G - 1]` of the others.
@@ -138,6 +149,7 @@ impl Scheduler {
 
     /// False if launches in flight must settle before anything is planned.
     fn decide(&mut self, plan: &mut Plan) -> Result<bool> {
+        self.share(plan)?;
         if !self.place_running(plan)? {
             return Ok(false);
         }
@@ -155,7 +167,7 @@ impl Scheduler {
     }
 
     /// Gives each running row its entry, most important first. A row short of blocks waits for launches in flight, whose ends may free
-    /// some; then it takes those of the least important row; the least important row itself is left out.
+    /// some; then it takes those of the row with the last turn; the least important row itself is left out.
     fn place_running(&mut self, plan: &mut Plan) -> Result<bool> {
         let mut place = 0;
         while let Some(&row) = self.running.get(place) {
@@ -167,7 +179,7 @@ impl Scheduler {
             } else if !self.launches.is_empty() {
                 return Ok(false);
             } else if place + 1 < self.running.len() {
-                let victim = self.running[self.running.len() - 1];
+                let victim = self.last_by_turn(place + 1);
                 plan.preempted.push(self.requests[self.rows[victim as usize].request].id);
                 self.preempt_row(victim)?;
             } else {
@@ -209,11 +221,11 @@ impl Scheduler {
 
     /// False if the row is short of blocks for a single token.
     fn place_chunk(&mut self, plan: &mut Plan, row_index: RowIndex) -> Result<bool> {
-        let left = self.budget(plan).prefill_left;
+        let row = &self.rows[row_index as usize];
+        let left = self.chunk_left(plan, row.request);
         if left == 0 {
             return Ok(true);
         }
-        let row = &self.rows[row_index as usize];
         let start = row.num_computed;
         let covered = self.coverable(row.blocks.len());
         let len = (row.prefill_end - start).min(self.chunk_share(left)).min(covered - start);
@@ -225,8 +237,23 @@ impl Scheduler {
         Ok(true)
     }
 
+    /// What is left for a chunk of this request.
+    pub(super) fn chunk_left(&self, plan: &mut Plan, index: RequestIndex) -> usize {
+        let budget = self.budget(plan);
+        if self.requests[index].tells_prompt() {
+            budget.prefill_left.min(budget.told_left)
+        } else {
+            budget.prefill_left
+        }
+    }
+
     pub(super) fn push_chunk(&mut self, plan: &mut Plan, chunk: PrefillChunk) {
-        self.budget(plan).prefill_left -= chunk.len;
+        let tells = self.requests[self.rows[chunk.row as usize].request].tells_prompt();
+        let budget = self.budget(plan);
+        budget.prefill_left -= chunk.len;
+        if tells {
+            budget.told_left -= chunk.len;
+        }
         plan.prefill_tokens += chunk.len;
         plan.chunks.push(chunk);
     }
@@ -246,11 +273,16 @@ impl Scheduler {
             let row = &self.rows[chunk.row as usize];
             let end = chunk.start + chunk.len;
             let covered = self.coverable(row.blocks.len());
-            let more = (row.prefill_end - end).min(budget.prefill_left).min(covered - end);
+            let tells = self.requests[row.request].tells_prompt();
+            let left = if tells { budget.prefill_left.min(budget.told_left) } else { budget.prefill_left };
+            let more = (row.prefill_end - end).min(left).min(covered - end);
             self.grow(chunk.row, end + more)?;
             chunk.len += more;
             plan.prefill_tokens += more;
             budget.prefill_left -= more;
+            if tells {
+                budget.told_left -= more;
+            }
         }
         Ok(())
     }
@@ -355,7 +387,7 @@ impl Scheduler {
             }
             let chunks = self.chunk_budget(decode_tokens);
             let prefill_left = (chunks - draft_cost.min(chunks.div_ceil(4))).max(1);
-            Budget { chunks, prefill_left }
+            Budget { chunks, prefill_left, told_left: if decode_tokens == 0 { usize::MAX } else { MOST_TOLD } }
         })
     }
 

@@ -3,7 +3,7 @@
 use std::ops::{Index, IndexMut};
 
 use crate::hash::{BlockHash, BlockHasher};
-use crate::sampling::{LogitsDtype, NUM_PARAMS, STEP_MIN_TOKENS};
+use crate::sampling::{LOGPROBS_NONE, LogitsDtype, NUM_PARAMS, STEP_MIN_TOKENS};
 
 /// A request's place in the slab.
 pub(super) type RequestIndex = u32;
@@ -28,6 +28,7 @@ pub(super) struct Request {
     /// Output tokens before which stop ids do not count, after the prompt.
     pub(super) min_len: usize,
     pub(super) order: Order,
+    pub(super) caller: Option<i64>,
     pub(super) k: usize,
     /// Its row while running.
     pub(super) row: Option<u32>,
@@ -87,6 +88,7 @@ impl Request {
             sampling: Sampling::new(params, dtype),
             id,
             order,
+            caller: params.caller,
             tokens: prompt.iter().map(|&token| token as u32).collect(),
             limit: params.limit,
             min_len: prompt.len().saturating_add(params.min_tokens),
@@ -100,6 +102,11 @@ impl Request {
             extra_keys: params.extra_keys.iter().map(|extra| (extra.position, extra.key.into())).collect(),
             hashes: Vec::new(),
         }
+    }
+
+    /// Whether log probabilities of its prompt are asked for.
+    pub(super) fn tells_prompt(&self) -> bool {
+        self.sampling.prompt_logprobs != LOGPROBS_NONE
     }
 
     /// Appends the first `emitted` of `tokens`.

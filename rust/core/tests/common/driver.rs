@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 use super::device::{Device, Report};
 use super::model::generate;
+use specrs_core::sampling::LOGPROBS_NONE;
 use specrs_core::scheduler::layout::{FINISH_LENGTH, FINISH_NONE, FINISH_STOP};
 use specrs_core::scheduler::{LaunchHeader, PlanOutcome, RequestParams, Scheduler, SchedulerConfig};
 use specrs_core::{Error, ExtraKey, RequestSampling, Result};
@@ -17,6 +18,9 @@ pub struct Ask {
     pub min_tokens: usize,
     pub k: usize,
     pub priority: i64,
+    pub caller: Option<i64>,
+    /// Log probabilities of its prompt are asked for.
+    pub tells_prompt: bool,
     pub stop: Vec<i64>,
     pub salt: Vec<u8>,
     pub extra_keys: Vec<(usize, Vec<u8>)>,
@@ -66,8 +70,12 @@ impl Driver {
             min_tokens: ask.min_tokens,
             num_speculative_tokens: ask.k,
             priority: ask.priority,
+            caller: ask.caller,
             stop_token_ids: &ask.stop,
-            sampling: RequestSampling::default(),
+            sampling: RequestSampling {
+                prompt_logprobs: if ask.tells_prompt { 0 } else { LOGPROBS_NONE },
+                ..RequestSampling::default()
+            },
             cache_salt: &ask.salt,
             extra_keys: &extra_keys,
         };

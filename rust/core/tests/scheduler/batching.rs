@@ -262,3 +262,49 @@ fn equal_calls_give_equal_records() {
     };
     assert_eq!(run(), run());
 }
+
+/// A prompt whose log probabilities are asked for.
+fn told(seed: u64, len: usize) -> Ask {
+    Ask { tells_prompt: true, ..ask(seed, len, 2) }
+}
+
+#[test]
+fn prompts_with_log_probabilities_take_128_tokens_of_a_launch_beside_others() {
+    let config = SchedulerConfig {
+        max_num_seqs: 8,
+        max_model_len: 1024,
+        num_blocks: 1024,
+        max_num_batched_tokens: 600,
+        ..small()
+    };
+    let mut driver = Driver::new(config);
+    driver.add(0, &told(1, 500)).unwrap();
+    driver.launch();
+    assert_eq!(driver.section("chunk_len", 1), [500], "alone it has the whole budget");
+    driver.settle();
+    driver.run();
+
+    driver.add(1, &ask(2, 3, 60)).unwrap();
+    driver.launch();
+    driver.settle();
+    driver.add(2, &told(3, 500)).unwrap();
+    driver.add(3, &told(4, 300)).unwrap();
+    driver.add(4, &ask(5, 200, 2)).unwrap();
+    let (mut of_told, mut plain) = (Vec::new(), 0);
+    while driver.output(3).is_empty() {
+        let header = driver.launch();
+        let lens = driver.section("chunk_len", header.num_prefill);
+        let rows = driver.section("entry_row", header.num_decode + header.num_prefill);
+        let of = |id: i64| driver.scheduler.request(id).ok().and_then(|view| view.row);
+        let chunks = rows[header.num_decode..].iter().zip(lens);
+        let is_told = |row: i64| [2, 3].iter().any(|&id| of(id) == Some(row as usize));
+        let tells: i64 = chunks.clone().filter(|&(&row, _)| is_told(row)).map(|(_, &len)| len).sum();
+        plain = plain.max(lens.iter().sum::<i64>() - tells);
+        of_told.push(tells);
+        driver.settle();
+    }
+    assert_eq!(plain, 200, "who asks for none is admitted past one that waits for its turn");
+    assert!(of_told.iter().all(|&tokens| tokens <= 128), "{of_told:?}");
+    assert_eq!(of_told.iter().sum::<i64>(), 800);
+    driver.run();
+}

@@ -16,6 +16,7 @@ mod kv_events;
 mod policies;
 mod prefixes;
 mod settling;
+mod sharing;
 mod speculation;
 mod sweep;
 mod windows;

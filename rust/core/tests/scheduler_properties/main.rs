@@ -25,6 +25,7 @@ struct Ask {
     min_tokens: usize,
     k: usize,
     priority: i64,
+    caller: Option<i64>,
     stop: Vec<i64>,
     salt: u8,
 }
@@ -45,23 +46,31 @@ enum Op {
 
 fn ask() -> impl Strategy<Value = Ask> {
     let lengths = (1..24_usize, prop_oneof![3 => Just(0_usize), 1 => 0..8_usize]);
-    let rest = (-1..2_i64, prop::collection::vec(0..VOCAB, 0..3), prop_oneof![9 => Just(0_u8), 1 => Just(1)]);
+    let rest = (
+        -1..2_i64,
+        prop::collection::vec(0..VOCAB, 0..3),
+        prop_oneof![9 => Just(0_u8), 1 => Just(1)],
+        prop_oneof![3 => Just(None), 1 => (0..2_i64).prop_map(Some)],
+    );
     // Strangers, and a crowd with one long prefix in common, whose draft KV they write for each other.
     let prompt = prop_oneof![
         1 => (0..3_i64, 0..20_usize, 0..12_usize, 0..5_usize),
         2 => (Just(0_i64), 6..20_usize, 0..3_usize, prop_oneof![1 => Just(0_usize), 4 => 1..5_usize]),
     ];
-    (prompt, lengths, rest).prop_map(|((text, shared, own, k), (max_tokens, min_tokens), (priority, stop, salt))| Ask {
-        text,
-        shared,
-        own,
-        max_tokens,
-        min_tokens,
-        k,
-        priority,
-        stop,
-        salt,
-    })
+    (prompt, lengths, rest).prop_map(
+        |((text, shared, own, k), (max_tokens, min_tokens), (priority, stop, salt, caller))| Ask {
+            text,
+            shared,
+            own,
+            max_tokens,
+            min_tokens,
+            k,
+            priority,
+            caller,
+            stop,
+            salt,
+        },
+    )
 }
 
 fn op() -> impl Strategy<Value = Op> {
@@ -152,6 +161,7 @@ fn settings() -> impl Strategy<Value = SchedulerConfig> {
 /// What the test knows of a request.
 struct Request {
     order: (i64, usize),
+    caller: Option<i64>,
     /// The most it drafts: what it asked for, or 0 after a fault of the draft.
     k: usize,
     prompt: Vec<i64>,
@@ -283,6 +293,7 @@ impl Run {
             min_tokens: ask.min_tokens,
             num_speculative_tokens: ask.k.min(config.num_speculative_tokens),
             priority: ask.priority,
+            caller: ask.caller,
             stop_token_ids: &ask.stop,
             sampling: RequestSampling::default(),
             cache_salt: &[ask.salt],
@@ -301,6 +312,7 @@ impl Run {
             id,
             Request {
                 order,
+                caller: ask.caller,
                 k: params.num_speculative_tokens,
                 prompt,
                 salt: ask.salt,
@@ -376,15 +388,19 @@ impl Run {
         let most = chunks + cost(1) + record.count("num_draft_chunks");
         assert!(prefill + cost(draft) <= most, "{prefill} prefill and {draft} draft tokens of {chunks}");
 
-        // Admitted requests are the most important of those that waited, but for those that wait for a prefix, and none is admitted
-        // while others are preempted.
+        // Admitted requests are the first in turn of those that waited, but for those that wait for a prefix, and none is admitted
+        // while others are preempted for blocks.
         let admitted: Vec<_> = (0..record.count("num_admitted")).map(|i| record.get("admit_request_id", i)).collect();
         let preempted = record.count("num_preempted");
         assert!(admitted.is_empty() || preempted == 0);
         assert!(alone || preempted == 0, "preempted while launches in flight could still free blocks");
         if let (Some(last), Some(first)) = (
-            admitted.iter().map(|id| self.requests[id].order).max(),
-            self.waiting().iter().filter(|id| !self.may_wait_for_prefix(**id)).map(|id| self.requests[id].order).min(),
+            admitted.iter().map(|id| self.turn(*id, &admitted)).max(),
+            self.waiting()
+                .iter()
+                .filter(|id| !self.may_wait_for_prefix(**id))
+                .map(|id| self.turn(*id, &admitted))
+                .min(),
         ) {
             assert!(last < first, "admitted {last:?} before {first:?}");
         }
@@ -414,6 +430,17 @@ impl Run {
                 assert!(ks[0] > 0 || draft > 0, "none comes closer to drafting");
             }
         }
+    }
+
+    /// Of a request that waited before this plan admitted some: its priority, how many of its caller's came before it, its arrival.
+    fn turn(&self, id: i64, admitted: &[i64]) -> (i64, usize, usize) {
+        let (rank, arrival) = self.requests[&id].order;
+        let caller = self.requests[&id].caller;
+        let others = |ids: Vec<i64>| ids.into_iter().filter(|other| self.requests[other].caller == caller);
+        let ran = others(self.running()).filter(|other| !admitted.contains(other)).count();
+        let waited = others(self.waiting()).chain(others(admitted.to_vec()));
+        let before = waited.filter(|other| self.requests[other].order < (rank, arrival)).count();
+        (rank, if caller.is_some() { ran + before } else { 0 }, arrival)
     }
 
     /// Whether some running request's tokens begin with half of this one's, at least one block.

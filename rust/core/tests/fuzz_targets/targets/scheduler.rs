@@ -108,6 +108,7 @@ impl Run {
             min_tokens: if bytes.byte() == 0 { usize::MAX } else { bytes.below(4) },
             num_speculative_tokens: bytes.below(7),
             priority: bytes.number(),
+            caller: [None, Some(0), Some(1)][bytes.below(3)],
             stop_token_ids: &stop[..bytes.below(3)],
             sampling: RequestSampling::default(),
             cache_salt: &[0, 1][..bytes.below(2)],
