@@ -620,7 +620,7 @@ class Scheduler:
             num_speculative_tokens: draft tokens per launch, at most the engine's; 0 never drafts.
             priority: smaller values go first, ties by arrival.
             caller: who asks for it together with others: requests of different callers share rows and blocks evenly,
-                whatever each asks for, where priorities are equal and do not age. None: nobody else's.
+                whatever each asks for, where priorities are equal and do not age. None: it is asked for alone.
             stop_token_ids: `[s]` int64, tokens that end the output, at most `MAX_STOP_IDS`; copied.
             sampling: how tokens are drawn; the defaults where None. The device is told, in the record.
             cache_salt: the request shares prefixes only with requests of the same salt.

@@ -1,4 +1,4 @@
-"""A config.json with odd values is refused by file, field and value, whoever reads it first."""
+"""A config.json with odd values is refused by file, field and value, whether specrs or transformers reads it first."""
 
 import os
 from pathlib import Path

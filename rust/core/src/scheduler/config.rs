@@ -162,7 +162,7 @@ pub struct RequestParams<'a> {
     /// Smaller values go first, ties by arrival.
     pub priority: i64,
     /// Who asks for it together with others: requests of different callers share rows and blocks evenly, whatever each asks for, where
-    /// priorities are equal and do not age. `None`: nobody else's.
+    /// priorities are equal and do not age. `None`: it is asked for alone.
     pub caller: Option<i64>,
     /// Tokens that end the output, at most [`crate::sampling::MAX_STOP_IDS`].
     pub stop_token_ids: &'a [i64],
