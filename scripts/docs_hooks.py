@@ -1,0 +1,63 @@
+"""Hooks of the docs site: README.md is its first page, and files of the repository that pages link to come with it.
+
+Changes no page: a link that leaves docs/ names a file that is copied, or becomes what it says where it is a folder.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[1]
+LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
+
+
+def _folder(page: str) -> Path:
+    """Where the source of a page lies."""
+    return ROOT if page == "index.md" else (ROOT / "docs" / page).parent
+
+
+def _outside(page: str, text: str) -> dict[str, Path]:
+    """Links of a page to what is in the repository and not in docs/: by their text, what they lead to."""
+    found = {}
+    for _, _, target, _ in LINK.findall(text):
+        path = (_folder(page) / target).resolve()
+        if "://" not in target and path.is_relative_to(ROOT) and not path.is_relative_to(ROOT / "docs"):
+            found[target] = path
+    return found
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the first page, and what pages link to."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    files.append(File.generated(config, "index.md", content=readme))
+    linked = set()
+    for file in files.documentation_pages():
+        linked |= {path for path in _outside(file.src_uri, file.content_string).values() if path.is_file()}
+    for path in sorted(linked):
+        name = f"files/{path.relative_to(ROOT).as_posix()}"
+        if path.suffix == ".md":
+            name += ".txt"  # not a page of the site
+        files.append(File.generated(config, name, abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Turn links out of docs/ to the files that were added, and those of README.md to the pages of the site."""
+    name = page.file.src_uri
+    outside = _outside(name, markdown)
+    up = "../" * name.count("/")
+
+    def turned(match: re.Match[str]) -> str:
+        mark, text, target, anchor = match[1], match[2], match[3], match[4] or ""
+        if target in outside:
+            path = outside[target]
+            suffix = ".txt" if path.suffix == ".md" else ""
+            to = f"{up}files/{path.relative_to(ROOT).as_posix()}{suffix}"
+            return f"{mark}[{text}]({to})" if path.is_file() else text
+        if name == "index.md" and target.startswith("docs/"):
+            return f"{mark}[{text}]({target.removeprefix('docs/')}{anchor})"
+        return match[0]
+
+    return LINK.sub(turned, markdown)
