@@ -234,10 +234,45 @@ bench-memory: build ## peak memory of an engine on a checkpoint of 1.19 GB, whic
 package: ## the crate specrs-core as it would be handed out: packed, unpacked elsewhere, its tests run there
 	scripts/package
 
+# What makes wheels and the docs site has environments of its own.
+TOOLS := wheels docs
+TOOL_VENVS := .venv-tools
+
+$(TOOL_VENVS)/%/.installed: scripts/%.lock $(VENV)/.installed
+	rm -rf $(@D)
+	$(BIN)/uv venv --quiet --python $(BIN)/python $(@D)
+	$(BIN)/uv pip install --quiet --python $(@D)/bin/python --require-hashes --no-deps -r $<
+	@touch $@
+
+# Zig links against glibc 2.17, which every Linux since 2014 has, for either processor.
+WHEEL_TARGETS := x86_64-unknown-linux-gnu aarch64-unknown-linux-gnu
+MATURIN := env -u PYO3_PYTHON -u VIRTUAL_ENV PATH="$(CURDIR)/$(TOOL_VENVS)/wheels/bin:$$PATH" maturin
+
 .PHONY: wheel
-wheel: build ## dist/specrs-*.whl, and dist/specrs_core-*.whl, which needs numpy alone
-	$(BIN)/maturin build --release --locked --out dist
-	$(BIN)/maturin build --release --locked --manifest-path rust/py/Cargo.toml --out dist
+wheel: $(TOOL_VENVS)/wheels/.installed ## dist/specrs-*.whl for x86-64 and 64-bit ARM, and specrs_core-*.whl, which needs numpy alone: ten minutes
+	rm -f dist/specrs*.whl
+	for target in $(WHEEL_TARGETS); do \
+		rustc --print target-libdir --target $$target | xargs test -d || rustup target add $$target || exit 1; \
+		for project in Cargo.toml rust/py/Cargo.toml; do \
+			(cd $$(dirname $$project) && $(MATURIN) build --release --locked --zig --target $$target --compatibility manylinux2014 \
+				--out $(CURDIR)/dist) || exit 1; \
+		done; \
+	done
+
+.PHONY: test-wheel
+test-wheel: $(TOOL_VENVS)/wheels/.installed ## the wheels in dist/: what they link, their ABI, installed into an empty environment
+	$(TOOL_VENVS)/wheels/bin/python -m pytest -c /dev/null --rootdir . tests/wheels $(ARGS)
+
+.PHONY: docs
+docs: $(TOOL_VENVS)/docs/.installed ## dist/site: the pages of docs/ and an API reference from docstrings; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(TOOL_VENVS)/docs/bin/mkdocs build --strict
+
+.PHONY: lock-tools
+lock-tools: build ## resolve scripts/*.lock again
+	for name in $(TOOLS); do \
+		$(BIN)/uv pip compile scripts/$$name.in --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate \
+			--custom-compile-command "make lock-tools" --upgrade --quiet --output-file scripts/$$name.lock || exit 1; \
+	done
 
 .PHONY: lock
 lock: ## resolve requirements.lock again (needs uv)

@@ -1,0 +1,74 @@
+"""The wheels of `make wheel`: their names, what they link, and the one of this machine in an environment of its own.
+
+`make test-wheel` runs this, because the wheels take minutes to build. Looks into dist/ and builds nothing.
+"""
+
+import platform
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DIST = ROOT / "dist"
+PROCESSORS = ("x86_64", "aarch64")
+VERSION = tomllib.loads((ROOT / "Cargo.toml").read_text())["workspace"]["package"]["version"]
+
+
+def wheel(package: str, processor: str) -> Path:
+    """The one wheel of a package for a processor, of this version."""
+    (path,) = DIST.glob(f"{package}-{VERSION}-cp311-abi3-*_{processor}.whl")
+    return path
+
+
+def run(*command: str | Path) -> str:
+    """Its output. No path of this environment is handed on."""
+    done = subprocess.run(command, cwd=DIST, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"}, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("processor", PROCESSORS)
+@pytest.mark.parametrize("package", ["specrs", "specrs_core"])
+def test_it_runs_on_every_linux_since_2014_and_python_since_3_11(package: str, processor: str) -> None:
+    path = wheel(package, processor)
+    told = run(sys.executable, "-m", "auditwheel", "show", path)
+    assert f'consistent with the following platform tag:\n"manylinux_2_17_{processor}"' in told, told
+    assert "requires no external shared libraries" in " ".join(told.split()), told
+    checked = run(sys.executable, "-m", "abi3audit", "--strict", "--report", path)
+    assert re.search(r'"is_abi3": ?true', checked), checked
+    assert not re.search(r'"non_abi3_symbols": ?\[[^\]]', checked), checked
+
+
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_the_extension_is_the_processors(processor: str, tmp_path: Path) -> None:
+    run(sys.executable, "-m", "zipfile", "-e", wheel("specrs_core", processor), tmp_path)
+    header = next(tmp_path.glob("specrs_core/*.so")).read_bytes()[:20]
+    assert header[:4] == b"\x7fELF"
+    assert int.from_bytes(header[18:20], "little") == {"x86_64": 62, "aarch64": 183}[processor]
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty environment with this machine's wheel of specrs-core and what it asks for."""
+    folder = tmp_path_factory.mktemp("environment")
+    run(sys.executable, "-m", "venv", folder)
+    python = folder / "bin/python"
+    run(python, "-m", "pip", "install", "--quiet", wheel("specrs_core", platform.machine()))
+    return python
+
+
+def test_the_core_works_in_an_empty_environment(python: Path) -> None:
+    assert "acceptance length" in run(python, ROOT / "examples/scheduler.py")
+    told = run(python, "-c", "from importlib.metadata import version; print(version('specrs-core'))")
+    assert told.strip() == VERSION
+
+
+def test_specrs_has_the_version_and_command_of_its_sources(python: Path) -> None:
+    """Without what it asks for, which is gigabytes: `make test` runs it on torch."""
+    run(python, "-m", "pip", "install", "--quiet", "--no-deps", wheel("specrs", platform.machine()))
+    assert run(python.parent / "specrs", "--version").strip() == f"specrs {VERSION}"
+    run(python, "-c", "import specrs._core, specrs.core, specrs.errors, specrs.config")
