@@ -71,7 +71,9 @@ def compile_one(job: tuple[str, int]) -> tuple[str, int, Result]:
     if missing:
         return name, capability, {"error": f"neither type nor value of {sorted(missing)}"}
     types = {arg: "constexpr" if arg in variant.constexprs else variant.signature[arg] for arg in names}
-    aligned = [arg for arg, kind in types.items() if kind.startswith("*") or arg in variant.aligned]
+    anywhere = {param.name for param in variant.fn.params if param.do_not_specialize_on_alignment}
+    pointers = {arg for arg, kind in types.items() if kind.startswith("*")} - anywhere
+    aligned = [arg for arg in names if arg in pointers or arg in variant.aligned]
     source = ASTSource(
         variant.fn,
         types,

@@ -25,7 +25,7 @@ def counts() -> dict[str, tuple[int, int]]:
     """Kernels, greedy and sampled, of what the table has."""
     from kernel_launches import Recorder, fake_context, reference_configs
     from specrs.runner.cuda import drafting, iteration
-    from specrs.runner.cuda.runner import entries_of
+    from specrs.runner.cuda.context import entries_of
     from specrs.runner.cuda.shapes import Shape, Tail
 
     k = 5

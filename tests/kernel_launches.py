@@ -75,6 +75,7 @@ class Launch:
         """`(types, names of what is a multiple of 16, constants)` by which Triton compiles: an integer of 1 is a
         constant, unless the kernel says that it is not to be specialised."""
         exempt, constants = unspecialised(self.fn), dict(self.constexprs)
+        any_alignment = unspecialised(self.fn, "do_not_specialize_on_alignment")
         types, aligned = {}, []
         for name, value in self.arguments.items():
             if name in constants:
@@ -82,7 +83,7 @@ class Launch:
             if isinstance(value, Tensor):
                 types[name] = f"*{TYPES[value.dtype]}"
                 # What torch allocates is aligned to 256 bytes; of a view its offset tells.
-                if value.storage_offset() * value.element_size() % 16 == 0:
+                if name not in any_alignment and value.storage_offset() * value.element_size() % 16 == 0:
                     aligned.append(name)
             elif isinstance(value, float):
                 types[name] = "fp32"
@@ -108,11 +109,11 @@ def constant_names(fn: Any) -> set[str]:
     return {name for name, kind in annotations.items() if "constexpr" in str(kind)}
 
 
-def unspecialised(fn: Any) -> set[str]:
+def unspecialised(fn: Any, kind: str = "do_not_specialize") -> set[str]:
     """Arguments that Triton is told not to specialise on; the interpreter keeps what `triton.jit` was given."""
     if isinstance(fn, JITFunction):
-        return {param.name for param in fn.params if param.do_not_specialize}
-    return set(fn.kwargs.get("do_not_specialize") or ())
+        return {param.name for param in fn.params if getattr(param, kind)}
+    return set(fn.kwargs.get(kind) or ())
 
 
 @contextmanager

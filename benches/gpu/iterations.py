@@ -12,8 +12,7 @@ from specrs.engine.blueprint import Blueprint
 from specrs.engine.build_cuda import make_context
 from specrs.engine.weights import Weights
 from specrs.runner.cuda import drafting, iteration
-from specrs.runner.cuda.context import Context
-from specrs.runner.cuda.runner import entries_of
+from specrs.runner.cuda.context import Context, entries_of
 from specrs.runner.cuda.shapes import Shape, Tail
 from specrs.runner.sampling_state import SamplingState
 from specrs.speculative_config import SpeculativeConfig

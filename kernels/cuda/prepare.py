@@ -38,7 +38,16 @@ def _slot(table, position, first, capacity, block_size: tl.constexpr):  # type: 
         "K",
         "stride",
         "mask_id",
-    ]
+    ],
+    # Views of the record from any entry on: as compiled for an even one they would not serve an odd one.
+    do_not_specialize_on_alignment=[
+        "count_ptr",
+        "entry_row_ptr",
+        "entry_k_ptr",
+        "entry_capacity_ptr",
+        "emits_ptr",
+        "drafter_ptr",
+    ],
 )
 def prepare_kernel(  # type: ignore[no-untyped-def]
     count_ptr,

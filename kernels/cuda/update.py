@@ -45,7 +45,16 @@ def _is_finite(x):  # type: ignore[no-untyped-def]
         "keeps_drafts",
         "hidden_width",
         "is_prompt",
-    ]
+    ],
+    # Views of the results from any entry on, see `prepare_kernel`.
+    do_not_specialize_on_alignment=[
+        "out_emitted_ptr",
+        "out_accepted_ptr",
+        "out_drafted_ptr",
+        "out_flags_ptr",
+        "out_finish_ptr",
+        "out_tokens_ptr",
+    ],
 )
 def update_kernel(  # type: ignore[no-untyped-def]
     row_ptr,

@@ -20,7 +20,7 @@ from specrs.errors import InvalidConfigError
 from specrs.runner.cuda.runner import CudaRunner
 from specrs.sampling import SamplingParams
 
-from runner.cuda_engines import generate
+from runner.cuda_engines import generate, give_graphs
 from runner.test_cuda_runner import GREEDY, SHAPE, Pair, assert_no_ties, assert_same, load_pair
 
 BASE = [5, 9, 2, 33, 7, 7, 1, 12, 40, 3, 22, 8, 8, 19, 30, 2]
@@ -86,8 +86,11 @@ def test_same_tokens(pair: Pair, kind: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert sum(sum(request.acceptance.histogram) for request in ours) > 0
 
 
-def test_the_same_without_drafts(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("graphs", [False, True], ids=["op by op", "graphs"])
+def test_the_same_without_drafts(pair: Pair, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     mine, reference = engines(pair, monkeypatch)
+    if graphs:
+        give_graphs(mine)
     params = [GREEDY.replace(num_speculative_tokens=0)] * 3
     assert_same(*(generate(engine, params, 9, PROMPTS) for engine in (mine, reference)))
 

@@ -26,9 +26,9 @@ from specrs.models.eagle3_head import Eagle3Head, Eagle3Weights
 from specrs.models.experts import Experts
 from specrs.models.loader import load_config
 from specrs.runner.cuda import drafting, iteration
-from specrs.runner.cuda.context import Context
-from specrs.runner.cuda.runner import entries_of
-from specrs.runner.cuda.shapes import Shape, Tail
+from specrs.runner.cuda.chunks import catch_up_pass, feeds_chunks, prompt_pass
+from specrs.runner.cuda.context import Context, entries_of
+from specrs.runner.cuda.shapes import ChunkShape, Shape, Tail
 from specrs.runner.sampling_state import SamplingState
 from specrs.speculative_config import SpeculativeConfig
 from torch import Tensor
@@ -261,6 +261,18 @@ def test_other_drafters_stay_on_the_device(context: Callable[..., Context], kind
     if kind == "parallel":
         sampled = 2 * K if tail is Tail.SAMPLED else 0
         assert counts[0] - counts[1] == 6 * LAYERS + 3 + sampled, "one pass"
+
+
+@pytest.mark.parametrize("kind", ["draft", "head"])
+def test_passes_over_chunks_stay_on_the_device(context: Callable[..., Context], kind: str) -> None:
+    ctx, shape = context("rejection", kind), ChunkShape(16, 2)
+    with torch.inference_mode(), Watch() as watch:
+        prompt_pass(ctx, shape)
+        if feeds_chunks(ctx):
+            catch_up_pass(ctx, shape)
+    assert feeds_chunks(ctx) == (kind == "draft")
+    # The embedding, six kernels a layer, the final norm.
+    assert count_ours(watch) == (1 + feeds_chunks(ctx)) * (6 * LAYERS + 2)
 
 
 @pytest.mark.parametrize(

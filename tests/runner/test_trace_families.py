@@ -6,7 +6,7 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 from specrs.runner.cuda import iteration
-from specrs.runner.cuda.runner import entries_of
+from specrs.runner.cuda.context import entries_of
 from specrs.runner.cuda.shapes import Shape, Tail
 from torch._subclasses.fake_tensor import FakeTensorMode
 

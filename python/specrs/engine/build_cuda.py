@@ -29,10 +29,12 @@ from specrs.models.dense_cuda import CudaDense
 from specrs.models.eagle3_cuda import CudaEagle3Head
 from specrs.models.inputs import PassInputs
 from specrs.runner.cuda.buffers import Buffers, DeviceRecord, DraftSizes
-from specrs.runner.cuda.context import Context, Head, Reduced
+from specrs.runner.cuda.chunk_buffers import ChunkBuffers
+from specrs.runner.cuda.context import Context, Head, Reduced, entries_of
 from specrs.runner.cuda.graphs import Graphs, capture_all, measure_bytes
-from specrs.runner.cuda.runner import CudaRunner, entries_of
+from specrs.runner.cuda.runner import CudaRunner
 from specrs.runner.cuda.shapes import Buckets, batch_buckets
+from specrs.runner.cuda.warm_up import warm_up
 from specrs.runner.hidden_rows import HiddenRows
 from specrs.runner.row_state import RowState
 from specrs.runner.sampling_state import SamplingState
@@ -57,6 +59,8 @@ def make_buckets(blueprint: Blueprint) -> Buckets:
         has_passes=not on_host,
         mixes=mixes,
         in_parallel=speculative is not None and speculative.parallel_drafting,
+        max_chunk_rows=config.max_num_batched_tokens,
+        max_chunks=config.max_num_seqs,
     )
 
 
@@ -129,6 +133,9 @@ def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingS
             vocab_size=vocab,
             device=device,
         ),
+        chunks=ChunkBuffers.allocate(
+            config.max_num_batched_tokens, config.max_num_seqs, state.block_table.shape[1], groups, device
+        ),
         scratch=SamplingScratch.allocate(config.max_num_seqs * (k + 1), config.max_num_seqs, vocab, device),
         target=target,
         kv_cache=blueprint.weights.target.allocate_cache(num_blocks, config.block_size),
@@ -177,6 +184,7 @@ def make_cuda_runner(blueprint: Blueprint, scheduler: Scheduler, num_blocks: int
     if device.type == "cuda" and not config.enforce_eager:
         before = torch.cuda.mem_get_info(device)[0]
         with torch.inference_mode():
+            warm_up(ctx, buckets)
             graphs = capture_all(ctx, buckets, entries_of(ctx.record.views, "num_decode"), device)
         used = before - torch.cuda.mem_get_info(device)[0]
         logger.info("%d CUDA graphs, %.1f MiB, %.0f KiB each", len(graphs), used / 2**20, used / 2**10 / len(graphs))

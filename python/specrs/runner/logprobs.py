@@ -18,8 +18,8 @@ from specrs.transfer import to_host
 from specrs.verify.logprobs import LogprobsMode, TokenLogprobs, logprob_values, token_logprobs
 
 _ROWS_AT_ONCE = 256
-"""Rows whose logits or log probabilities exist at once: with keys and ranks some 40 bytes a token of the vocabulary, 1.6
-GB for 151,936 of them, which 1,536 rows of a launch would take six times."""
+"""Rows whose logits or log probabilities exist at once: with keys and ranks some 40 bytes a token of the vocabulary,
+1.6 GB for 151,936 of them, which 1,536 rows of a launch would take six times."""
 
 
 def entry_logprobs(
@@ -39,10 +39,9 @@ def entry_logprobs(
     """
     assert sampling.num_logprobs is not None
     width, flat = tokens.shape[1], sampling.it.flat
-    parts = []
-    for rows, own in zip(
-        flat.index.flatten().split(_ROWS_AT_ONCE), tokens.flatten().split(_ROWS_AT_ONCE), strict=True
-    ):
+    index, wanted, parts = flat.index.flatten(), tokens.flatten(), []
+    for first in range(0, len(index), _ROWS_AT_ONCE):
+        rows, own = index[first : first + _ROWS_AT_ONCE], wanted[first : first + _ROWS_AT_ONCE]
         raw = logits[rows]
         processed = raw if mode.startswith("raw") else sampling.filter(adjusted[rows], flat.entry[rows])
         values = logprob_values(cast(LogprobsMode, mode), raw, processed)

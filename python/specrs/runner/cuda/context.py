@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from specrs.core import HEADER_FIELDS
 from specrs.drafters.base import Drafter
 from specrs.kernels.cuda.prepare import Sizes
 from specrs.kernels.cuda.sampling_scratch import SamplingScratch
@@ -14,6 +15,7 @@ from specrs.models.base import Model
 from specrs.models.eagle3_cuda import CudaEagle3Head
 from specrs.models.kv_cache import KVCache
 from specrs.runner.cuda.buffers import Buffers, DeviceRecord
+from specrs.runner.cuda.chunk_buffers import ChunkBuffers
 from specrs.runner.hidden_rows import HiddenRows
 from specrs.runner.row_state import RowState
 
@@ -44,6 +46,7 @@ class Context:
     params: RowParams
     record: DeviceRecord
     buffers: Buffers
+    chunks: ChunkBuffers
     scratch: SamplingScratch
     target: Model
     kv_cache: KVCache
@@ -76,3 +79,9 @@ class LaunchEntries:
     count: Tensor  # [1], in the record's header
     first: int = 0
     emits: Tensor | None = None  # [>= B] 1 for the last chunk of a prompt
+
+
+def entries_of(record: dict[str, Tensor], kind: str, first: int = 0, emits: Tensor | None = None) -> LaunchEntries:
+    """The decode (`num_decode`) or prompt (`num_prefill`) entries of the device's record."""
+    at = HEADER_FIELDS.index(kind)
+    return LaunchEntries(record["header"][at : at + 1], first, emits)

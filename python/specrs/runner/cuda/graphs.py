@@ -7,10 +7,12 @@ costs its kernel nodes and no activations.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
+from functools import partial
 
 import torch
 from tqdm import tqdm
 
+from specrs.runner.cuda.chunks import catch_up_pass, feeds_chunks, prompt_pass
 from specrs.runner.cuda.context import Context, LaunchEntries
 from specrs.runner.cuda.drafting import draft_pass
 from specrs.runner.cuda.iteration import run, verify_pass
@@ -21,7 +23,8 @@ WARM_UPS = 2
 
 
 class Graphs:
-    """Graphs by what they do: a `Shape`, `("draft", batch, pass, tail)` or `("verify", batch, rows, greedy)`."""
+    """Graphs by what they do: a `Shape`, `("draft", batch, pass, tail)`, `("verify", batch, rows, greedy)`, or
+    `("prompts", ChunkShape)` and `("catch up", ChunkShape)`."""
 
     def __init__(self, device: torch.device) -> None:
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
@@ -64,6 +67,10 @@ def tasks(ctx: Context, buckets: Buckets, decode: LaunchEntries) -> Iterable[tup
         )
     for batch, i, tail in buckets.draft_passes():
         yield ("draft", batch, i, tail), lambda a=(i, batch, tail): draft_pass(ctx, *a)  # type: ignore[misc]
+    passes = {"prompts": prompt_pass, "catch up": catch_up_pass}
+    for kind, function in passes.items() if feeds_chunks(ctx) else [("prompts", prompt_pass)]:
+        for chunks in buckets.chunk_shapes():
+            yield (kind, chunks), partial(function, ctx, chunks)
 
 
 def capture_all(ctx: Context, buckets: Buckets, decode: LaunchEntries, device: torch.device) -> Graphs:

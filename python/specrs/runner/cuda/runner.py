@@ -15,12 +15,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from specrs.core import HEADER_FIELDS
-from specrs.drafters.base import Drafter, HiddenInputs, device_drafter, drafted_on_host, host_drafts
+from specrs.drafters.base import Drafter, HiddenInputs, drafted_on_host, host_drafts
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
 from specrs.runner.cuda.adjusted import accept_adjusted, draft_adjusted, entry_sampling
-from specrs.runner.cuda.context import Context, LaunchEntries
+from specrs.runner.cuda.chunk_passes import ChunkPasses
+from specrs.runner.cuda.context import Context, entries_of
 from specrs.runner.cuda.drafting import draft, draft_pass
 from specrs.runner.cuda.graphs import Graphs
 from specrs.runner.cuda.iteration import accept_and_update, assemble, lm_head, prepare, verify, verify_pass
@@ -43,12 +43,6 @@ from specrs.runner.uploads import apply_uploads
 from specrs.transfer import to_device
 
 
-def entries_of(record: dict[str, Tensor], kind: str, first: int = 0, emits: Tensor | None = None) -> LaunchEntries:
-    """The decode (`num_decode`) or prompt (`num_prefill`) entries of the device's record."""
-    at = HEADER_FIELDS.index(kind)
-    return LaunchEntries(record["header"][at : at + 1], first, emits)
-
-
 class CudaRunner:
     """Runs launches on one stream: uploads, prompt chunks, draft catch-up chunks, one decode iteration, in order."""
 
@@ -67,6 +61,7 @@ class CudaRunner:
         self.sampling = sampling
         self.buckets = buckets
         self.graphs = graphs
+        self._chunks = ChunkPasses(ctx, buckets, graphs)
         self.logprobs_mode = logprobs_mode
         self.num_target_passes = 0
         self._layout = record_layout
@@ -147,7 +142,7 @@ class CudaRunner:
         """The prompt chunks; their hidden states for the drafter, `[num_prefill_tokens, L, hidden]`, a view."""
         ctx, views = self.ctx, self.ctx.record.views
         inputs = prefill_inputs(ctx.state, slot.views, views, header)
-        hidden, states = ctx.target.forward(inputs, ctx.kv_cache, ctx.hidden_layers)
+        hidden, states = self._chunks.target(inputs)
         self.num_target_passes += 1
         windowed = ctx.target.sliding_window is not None
         faults = chunk_faults(hidden, views, header) if windowed else None
@@ -202,7 +197,7 @@ class CudaRunner:
     def _feed(self, slot: RingSlot, header: Header, inputs: PassInputs, hidden: HiddenInputs | None = None) -> bool:
         """The drafter's pass over the launch's draft chunks; whether it was enqueued."""
         try:
-            device_drafter(self.ctx.drafter).feed(inputs, hidden)
+            self._chunks.draft(inputs, hidden)
         except Exception as error:
             slots = slot.views["draft_slot"][: header.num_draft_tokens]
             slot.drafter_failed(error, blocks_of(slots, self.ctx.sizes.block_size))

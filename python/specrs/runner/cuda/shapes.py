@@ -33,6 +33,22 @@ class Shape:
         return self.max_k if self.passes is None else self.passes
 
 
+CHUNK_ROWS = (16, 32, 64, 128, 256)
+"""Rows of captured passes over chunks. Longer ones take the GPU longer than their kernels take the host."""
+CHUNK_SEQS = (1, 8)
+"""Chunks of such passes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkShape:
+    """A pass over at most `seqs` chunks of prompts or of catching up, `rows` rows in all."""
+
+    rows: int
+    seqs: int
+    captured: bool = True
+    """False: of exactly these numbers, op by op."""
+
+
 def batch_buckets(max_num_seqs: int, sizes: Sequence[int] | None = None) -> list[int]:
     """Batch sizes that graphs are captured for, ascending: powers of two, and from 16 on the middles between them.
 
@@ -57,10 +73,13 @@ class Buckets:
         has_passes: bool = True,
         mixes: bool = False,
         in_parallel: bool = False,
+        max_chunk_rows: int = 0,
+        max_chunks: int = 0,
     ) -> None:
         """`every_k`: launches of any uniform K are to be expected, not just of 0 and the engine's. `has_passes`: drafts
         are made by passes on the device. `mixes`: of some entries they are, of others the record has them.
-        `in_parallel`: one pass makes all."""
+        `in_parallel`: one pass makes all. `max_chunk_rows`, `max_chunks`: the most of a pass over chunks; 0: none is
+        captured."""
         self.has_passes = has_passes
         self.in_parallel = in_parallel
         self.batches = list(batches)
@@ -70,6 +89,8 @@ class Buckets:
         self.host_ks = list(range(self.max_k, 0, -1)) if mixes else []
         # Rows an entry on average: mixed launches, where some draft nothing, take the next larger number.
         width = num_speculative_tokens + 1
+        self.chunk_rows = sorted({min(rows, max_chunk_rows) for rows in CHUNK_ROWS if max_chunk_rows})
+        self.chunk_seqs = sorted({min(seqs, max_chunks) for seqs in CHUNK_SEQS if max_chunks})
         self.widths = sorted({1 << i for i in range(width.bit_length()) if 1 << i < width} | {width})
 
     def batch(self, count: int) -> int | None:
@@ -112,6 +133,17 @@ class Buckets:
         """The shape of a launch without padding, for eager execution."""
         rows = sum(planned) + len(planned)
         return Shape(len(planned), planned[0], rows, tail, self._passes(planned[0], depth))
+
+    def chunks(self, rows: int, seqs: int) -> ChunkShape | None:
+        """The smallest captured pass over `seqs` chunks of `rows` rows in all; None: beyond all of them."""
+        most, count = _at_least(self.chunk_rows, rows), _at_least(self.chunk_seqs, seqs)
+        return None if most is None or count is None else ChunkShape(most, count)
+
+    def chunk_shapes(self) -> Iterator[ChunkShape]:
+        """Every captured pass over chunks, largest first."""
+        for rows in reversed(self.chunk_rows):
+            for seqs in reversed(self.chunk_seqs):
+                yield ChunkShape(rows, seqs)
 
     def whole_shapes(self) -> Iterator[Shape]:
         """Every whole graph, largest first."""

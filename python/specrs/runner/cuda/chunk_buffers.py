@@ -1,0 +1,84 @@
+"""Inputs of passes over prompt chunks and catch-up chunks, at fixed addresses, padded to a shape. Runs no pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from specrs.kernels.cuda.attention_config import MAX_VERIFY_ROWS
+from specrs.models.base import HiddenStates
+from specrs.models.inputs import PassInputs
+from specrs.runner.cuda.shapes import ChunkShape
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkBuffers:
+    """Inputs of such passes, int64. Views of them are aligned at any launch, as sections of a record are not."""
+
+    ids: Tensor  # [C], C = max_num_batched_tokens
+    positions: Tensor  # [C], -1 where nothing is fed
+    slots: Tensor  # [C], -1 where nothing is fed
+    q_start: Tensor  # [R + 1]
+    table: Tensor  # [R, max_blocks]
+    k_start: Tensor  # [R]
+    group_slots: Tensor  # [G - 1, C], in the KV groups behind the first
+    group_tables: Tensor  # [G - 1, R, max_blocks]
+    left: dict[ChunkShape, HiddenStates] = field(default_factory=dict)
+    """What the captured pass of a shape over prompt chunks leaves: views into the model's buffers."""
+
+    @classmethod
+    def allocate(cls, rows: int, seqs: int, max_blocks: int, num_groups: int, device: torch.device) -> ChunkBuffers:
+        """For at most `rows` rows of `seqs` chunks; as they are, no pass over them writes anything."""
+
+        def ints(*shape: int, fill: int = 0) -> Tensor:
+            return torch.full(shape, fill, dtype=torch.int64, device=device)
+
+        return cls(
+            ids=ints(rows),
+            positions=ints(rows, fill=-1),
+            slots=ints(rows, fill=-1),
+            q_start=ints(seqs + 1),
+            table=ints(seqs, max_blocks),
+            k_start=ints(seqs),
+            group_slots=ints(num_groups - 1, rows, fill=-1),
+            group_tables=ints(num_groups - 1, seqs, max_blocks),
+        )
+
+    def inputs(self, shape: ChunkShape, *, windowed: bool) -> PassInputs:
+        """The pass of a shape as its buffers are; `windowed`: with a `k_start`."""
+        return PassInputs(
+            input_ids=self.ids[: shape.rows],
+            positions=self.positions[: shape.rows],
+            slots=self.slots[: shape.rows],
+            q_start=self.q_start[: shape.seqs + 1],
+            block_table=self.table[: shape.seqs],
+            # One attention for chunks of all lengths: that of few rows would be compiled for each.
+            max_q_len=shape.rows if shape.captured else max(shape.rows, MAX_VERIFY_ROWS + 1),
+            max_context=self.table.shape[1],
+            k_start=self.k_start[: shape.seqs] if windowed else None,
+            group_slots=self.group_slots[:, : shape.rows],
+            group_tables=self.group_tables[:, : shape.seqs],
+        )
+
+    def fill(self, given: PassInputs, shape: ChunkShape) -> PassInputs:
+        """`given`, copied into the buffers and padded to `shape`; without groups it is a draft's, which reads none."""
+        rows, seqs = given.input_ids.shape[0], given.block_table.shape[0]
+        for own, theirs, nothing in (
+            (self.ids, given.input_ids, 0),
+            (self.positions, given.positions, -1),
+            (self.slots, given.slots, -1),
+        ):
+            own[:rows].copy_(theirs)
+            own[rows : shape.rows].fill_(nothing)
+        self.q_start[: seqs + 1].copy_(given.q_start)
+        self.q_start[seqs + 1 : shape.seqs + 1].fill_(rows)
+        self.table[:seqs].copy_(given.block_table)
+        if given.k_start is not None:
+            self.k_start[:seqs].copy_(given.k_start)
+        if given.group_slots is not None and given.group_tables is not None:
+            self.group_slots[:, :rows].copy_(given.group_slots)
+            self.group_slots[:, rows : shape.rows].fill_(-1)
+            self.group_tables[:, :seqs].copy_(given.group_tables)
+        return replace(self.inputs(shape, windowed=given.k_start is not None), max_context=given.max_context)
