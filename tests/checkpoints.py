@@ -7,6 +7,8 @@ for the distribution `kernels` finds our folder of that name.)
 
 import itertools
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +237,22 @@ def perturb_checkpoint(source: Path, path: Path, *, noise: float, seed: int = 0)
                 scale = noise * tensor.float().std()
                 tensors[name] = tensor + (torch.randn(tensor.shape, generator=generator) * scale).to(tensor.dtype)
         save_file(tensors, path / file.name, metadata={"format": "pt"})
+    return path
+
+
+def first_layers(source: Path, path: Path, layers: int, **fields: Any) -> Path:
+    """Copy the checkpoint at `source` to `path` with its first `layers` layers alone, and `fields` in its config.json.
+
+    A small draft that often says what its target says.
+    """
+    shutil.copytree(source, path)
+    edit_json(path / "config.json", num_hidden_layers=layers, **fields)
+    tensors = load_file(source / "model.safetensors")
+    for name in list(tensors):
+        place = re.search(r"\.layers\.(\d+)\.", name)
+        if place and int(place[1]) >= layers:
+            del tensors[name]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return path
 
 

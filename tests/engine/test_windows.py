@@ -85,15 +85,17 @@ def test_blocks_behind_the_window_come_back(either: Bank, draft: str | None, win
 
 @pytest.mark.parametrize("draft", [None, "equal", "small"])
 def test_memory_for_a_window_is_enough(banks: dict[str, Bank], draft: str | None) -> None:
-    """A pool of bytes is asked for what a request holds, not for all of its positions, unless a draft sees all."""
+    """A pool of bytes is asked for what a request holds, not for all of its positions; of a draft that sees all, its KV
+    and that of the target's layers in its group."""
     bank, k, size = banks["float64"], 0 if draft is None else 3, 8
     folder = None if draft is None else bank.drafts[draft]
     one = make_engine(bank.target, folder, k=k, block_size=size, num_gpu_blocks_override=64)
     whole, least = 128 // size, one.scheduler.least_blocks(128)
     assert (least <= 4) == (draft != "small")
-    assert least <= whole
-    blueprint = Blueprint(one.config, weights(bank.target, folder, "float64"))
+    in_one_group = Blueprint(one.config, weights(bank.target, folder, "float64"))
+    blueprint = in_one_group.with_kv_groups()
     given = least * blueprint.bytes_per_block
+    assert given <= whole * in_one_group.bytes_per_block
     engine = make_engine(bank.target, folder, k=k, block_size=size, kv_cache_memory_bytes=given)
     assert engine.scheduler.num_blocks == least
     longest = max(range(len(bank.prompts)), key=lambda i: len(bank.prompts[i]))

@@ -1,16 +1,13 @@
 """The CUDA runner with KV groups against the CPU loop with all layers in one: the same tokens, whatever blocks come
 back behind windows. Its kernels are run by Triton's interpreter."""
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import edit_json, make_checkpoint
+from checkpoints import first_layers, make_checkpoint
 from engine.harness import poison
-from safetensors.torch import load_file, save_file
 from specrs.config import EngineConfig
 from specrs.engine import build_cuda
 from specrs.engine.blueprint import Blueprint
@@ -29,24 +26,14 @@ BLOCKS = 16
 """A request of full length needs 14: 8 in the group that sees all, 3 in each of the two with windows."""
 
 
-def first_layer(target: Path, folder: Path) -> Path:
-    """A draft of the target's first layer, which often says what the target says."""
-    shutil.copytree(target, folder)
-    kinds = json.loads((target / "config.json").read_text())["layer_types"]
-    edit_json(folder / "config.json", num_hidden_layers=1, layer_types=kinds[:1])
-    tensors = load_file(target / "model.safetensors")
-    kept = {name: tensor for name, tensor in tensors.items() if ".layers." not in name or ".layers.0." in name}
-    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """Layers that see 6, 6 and all positions: a group each."""
     folder = tmp_path_factory.mktemp("groups")
     fields: dict[str, Any] = {"sliding_window": 6, "sliding_window_pattern": 3, "initializer_range": 0.1}
     target = make_checkpoint(folder / "target", "gemma3_text", seed=1, **(SHAPE | {"layers": 3} | fields))
-    return load_pair(folder, target, first_layer(target, folder / "draft"))
+    draft = first_layers(target, folder / "draft", 1, layer_types=["sliding_attention"])
+    return load_pair(folder, target, draft)
 
 
 def engines(pair: Pair, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> tuple[Engine, Engine]:
@@ -104,6 +91,17 @@ def test_a_prefix_is_found_in_all_groups(pair: Pair, monkeypatch: pytest.MonkeyP
         (made,) = generate(mine, [GREEDY], 8, [BASE])
         assert made.output_token_ids == expected.output_token_ids
         assert mine.scheduler.num_cached_tokens - before == cached
+
+
+def test_a_draft_that_sees_more_than_its_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first group has the draft, which sees all, and one of the target's layers, which see 6 positions."""
+    target = make_checkpoint(tmp_path / "target", "mistral", seed=1, **(SHAPE | {"layers": 3, "sliding_window": 6}))
+    pair = load_pair(tmp_path, target, first_layers(target, tmp_path / "draft", 1, sliding_window=None))
+    mine, reference = engines(pair, monkeypatch)
+    ours, theirs = generate(mine, [GREEDY] * 3, 12, PROMPTS), generate(reference, [GREEDY] * 3, 12, PROMPTS)
+    assert [own.output_token_ids for own in ours] == [own.output_token_ids for own in theirs]
+    assert mine.scheduler.num_preemptions > 0
+    assert sum(sum(request.acceptance.histogram) for request in ours) > 0
 
 
 def test_no_text_hangs_on_a_rounding(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

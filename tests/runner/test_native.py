@@ -24,6 +24,7 @@ from specrs.drafters.host import HostDrafter
 from specrs.models.dense_native import NativeDense
 from specrs.models.eagle3_native import NativeEagle3Head
 from specrs.models.kv_cache import KVCache
+from specrs.models.kv_groups import group_sizes
 from specrs.runner.eager import EagerRunner
 from specrs.runner.hidden_rows import HiddenRows
 from specrs.runner.native import NativeRunner
@@ -92,7 +93,7 @@ class Pair:
             window_groups=[size for size in windows if size is not None],
         )
         target = random_model(VOCAB, 1, windows or (window,))
-        target = target.with_kv_groups() if windows else target
+        target = target.with_kv_groups(group_sizes(windows)[0]) if windows else target
         draft: NativeDense | NativeEagle3Head = random_model(draft_vocab, 2, (window,))
         if drafter in HEADS:
             few = draft_vocab < VOCAB

@@ -204,7 +204,7 @@ def make(target: Path, draft: Path, rule: str, kind: str, *, grouped: bool = Fal
         max_model_len=64,
     )
     model = fake_decoder(target, torch.bfloat16)
-    model = model.with_kv_groups() if grouped else model
+    model = model.with_kv_groups(1) if grouped else model
     if "head" in kind:
         weights = Weights(model, None, head=fake_head(draft, model))
     else:

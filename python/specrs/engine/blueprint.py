@@ -20,6 +20,7 @@ from specrs.errors import InvalidConfigError, UnsupportedConfigError, invalid
 from specrs.models.base import Model
 from specrs.models.dense import Dense
 from specrs.models.dense_native import NativeDense
+from specrs.models.kv_groups import group_sizes
 from specrs.sampling import RequestLimits, max_constraint_len
 
 Declared = CachedDrafter | HiddenDrafter | TextDrafter | NgramProposer | SuffixDrafter
@@ -108,18 +109,20 @@ class Blueprint:
         return () if groups is None else tuple(max(2, window) for window in groups.windows[1:] if window is not None)
 
     def with_kv_groups(self) -> Blueprint:
-        """The same with a KV group for each window of the target's layers, where its passes know groups and a request
-        of full length takes less memory so."""
+        """The same with the target's layers in KV groups, where its passes know groups and a request of full length
+        takes less memory so. What drafts in the target's blocks is in the first group: where it sees more than the
+        target, that keeps it, and the target's other groups go by their own windows."""
         target = self.weights.target
         if not isinstance(target, Dense | NativeDense) or target.kv_groups is not None:
             return self
-        grouped = replace(self, weights=replace(self.weights, target=target.with_kv_groups()))
-        if not grouped.window_groups:
-            return self
-        one, several = (made.least_blocks * made.bytes_per_block for made in (self, grouped))
-        if several >= one:
+        models = [target.with_kv_groups(size) for size in group_sizes(target.config.windows)]
+        several = [replace(self, weights=replace(self.weights, target=model)) for model in models]
+        grouped = min([self, *several], key=lambda made: made.least_blocks * made.bytes_per_block)
+        if grouped is self:
             return self
         if self.config.enable_kv_cache_events:
+            if target.sliding_window is not None:
+                return self
             reason = "not implemented for a model with several KV groups, such as this one; allowed: False"
             raise invalid(UnsupportedConfigError, "kv_events_config.enable_kv_cache_events", True, reason)
         return grouped

@@ -57,9 +57,9 @@ class Dense(DenseFacts):
     ranks: Ranks | None = None
     """Those that compute it together, each with its part of the weights and of the KV cache; None: it is all here."""
 
-    def with_kv_groups(self) -> Dense:
-        """The same with a KV group for each window that layers have, where they have different ones."""
-        return replace(self, kv_groups=kv_groups(self.config.windows))
+    def with_kv_groups(self, size: int) -> Dense:
+        """The same with its layers in KV groups of at most `size`, one of `group_sizes`."""
+        return replace(self, kv_groups=kv_groups(self.config.windows, size))
 
     def with_buffers(self, max_rows: int, max_seqs: int, num_hidden_layers: int = 0) -> Model:
         """See `Model`: the CUDA pass over the same weights."""

@@ -72,9 +72,9 @@ class NativeDense(DenseFacts):
         """The same weights on the threads of `pool`, with work space of its own."""
         return NativeDense(self.weights, self._native, pool, torch_rows, bf16_rows, self.kv_groups)
 
-    def with_kv_groups(self) -> NativeDense:
+    def with_kv_groups(self, size: int) -> NativeDense:
         """See `Dense`. Passes run on the caller's thread."""
-        return NativeDense(self.weights, self._native, kv_groups=kv_groups(self.config.windows))
+        return NativeDense(self.weights, self._native, kv_groups=kv_groups(self.config.windows, size))
 
     @property
     def states_dtype(self) -> torch.dtype:

@@ -6,6 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+MAX_PARTS = 8
+"""Groups that layers of one window are cut into at most: each has a block table and its blocks in every record."""
+
 
 @dataclass(frozen=True, slots=True)
 class KVGroups:
@@ -27,16 +30,25 @@ class KVGroups:
         return max(self.places) + 1
 
 
-def kv_groups(windows: Sequence[int | None]) -> KVGroups | None:
-    """Groups of layers with these windows; None where all layers have the same.
+def group_sizes(windows: Sequence[int | None]) -> list[int]:
+    """Layers a group may have, the most first; none where all layers attend to all positions.
 
-    A group has at most as many layers as attend the most positions, which are one group, so that a block wastes memory
-    in the last group of a window alone.
+    Those that do are the first group, and no group has more. Where each layer has a window, the first group may be one
+    kind of layers, or a part of all: what else is in it, a draft's KV, may be kept longer.
+    """
+    full, layers = list(windows).count(None), len(windows)
+    if full or not layers:
+        return [full] if full < layers else []
+    longest = windows.count(max(window or 0 for window in windows))
+    return sorted({-(-layers // parts) for parts in range(2, MAX_PARTS + 1)} - {layers} | {longest}, reverse=True)
+
+
+def kv_groups(windows: Sequence[int | None], size: int) -> KVGroups:
+    """Groups of at most `size` layers, one of `group_sizes`, each of one window.
+
+    A block wastes memory in the last group of a window alone.
     """
     kinds = sorted(set(windows), key=lambda window: (window is not None, -(window or 0)))
-    if len(kinds) < 2:
-        return None
-    size = windows.count(kinds[0])
     of_group: list[int | None] = []
     of_layer, places = [0] * len(windows), [0] * len(windows)
     for kind in kinds:
