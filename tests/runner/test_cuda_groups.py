@@ -123,10 +123,15 @@ def test_memory_is_sized_by_what_is_held(pair: Pair, monkeypatch: pytest.MonkeyP
     """One request of full length fits in 14 blocks of a layer, and a context that fits in less is named."""
     monkeypatch.setattr(Blueprint, "on_gpu", property(lambda _self: True))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (1 << 40, 1 << 40))
-    monkeypatch.setattr(build_cuda, "_measure", lambda _blueprint: (0, 0))
-    assert measure_num_blocks(blueprint(pair)) == 3 * 3 * 8, "what three requests can use in three groups"
+
+    def sized(left: int) -> int:
+        """With so many bytes left beside weights, buffers and graphs."""
+        monkeypatch.setattr(build_cuda, "_measure", lambda _blueprint: ((1 << 39) - left, 0))
+        return measure_num_blocks(blueprint(pair, gpu_memory_utilization=0.5))
+
     size = blueprint(pair).bytes_per_block
     assert size == 2 * 1 * 4 * 16 * 4, "K and V of one layer"
-    assert measure_num_blocks(blueprint(pair, kv_cache_memory_bytes=14 * size)) == 14
+    assert sized(1 << 30) == 3 * 3 * 8, "what three requests can use in three groups"
+    assert sized(14 * size) == 14
     with pytest.raises(InvalidConfigError, match="max_model_len=28 would fit"):
-        measure_num_blocks(blueprint(pair, kv_cache_memory_bytes=14 * size - 1))
+        sized(14 * size - 1)
