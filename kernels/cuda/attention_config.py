@@ -15,6 +15,16 @@ _WIDE_SHARED = 160 * 1024
 _SHORT = 4096
 """Positions up to which a wide tile keeps one block of 128 on its way: a second costs 2 us at the start and at 32k
 saves a quarter."""
+_TURNS = ((1, 16), (2, 4))
+"""Splits that many tiles leave, and the blocks of a turn instead: contexts of one turn stay whole, longer ones are cut
+further than programs run at once, so that one of them does not keep a launch waiting."""
+_WAVES = 8
+"""Programs of such an attention for each multiprocessor. Those of splits that a context has not read two numbers and
+end, about a microsecond for each wave of them."""
+_MAX_TURNS = 16
+"""Splits of such an attention, which the last program adds a few lines at a time."""
+_SHARED_LINES = 1 << 18
+"""Lines of partial results that they may take, 128 MiB for heads of 128."""
 _FUSED = 4
 """Heads times rows of a tile up to which the last program combines: one program reads 16 splits of more too slowly."""
 
@@ -32,6 +42,8 @@ class AttentionConfig:
     splits: int
     num_warps: int
     num_stages: int
+    turn: int = 1
+    """Blocks that a split takes at a time."""
 
     @classmethod
     def choose(
@@ -50,7 +62,7 @@ class AttentionConfig:
         positions: a window, or all that a request may have.
 
         Splits are as many as multiprocessors are free and at most as a span has blocks, whatever the contexts: a
-        captured graph serves all of them.
+        captured graph serves all of them. Where tiles leave hardly any, long contexts alone have splits (`turn`).
         """
         group = num_heads // num_kv_heads
         long = max_q_len > MAX_VERIFY_ROWS
@@ -65,7 +77,14 @@ class AttentionConfig:
             block_n = 128
         tiles = batch * num_kv_heads * -(-max_q_len // rows)
         splits = 1 if long else max(1, min(_MAX_SPLITS, limits.num_sms // tiles))
-        splits = min(splits, -(-(span + rows - 1) // block_n) + 1)
+        blocks = -(-(span + rows - 1) // block_n) + 1
+        turn = 1 if long else dict(_TURNS).get(splits, 1)
+        further = min(max(2, _WAVES * limits.num_sms // tiles), _SHARED_LINES // (tiles * block_m))
+        further = min(further, _MAX_TURNS, -(-blocks // turn))
+        if turn > 1 and further > splits:
+            splits = further
+        else:
+            splits, turn = min(splits, blocks), 1
         wide = block_m * block_d(head_dim) >= 128 * 128 or (head_dim > 128 and block_m > 16)
         # Blocks of K and V on their way. The compiler takes two stages for each, because their addresses are loaded
         # too, and where warp groups multiply it keeps one more. Wider tiles have no registers for many, and each stage
@@ -75,11 +94,15 @@ class AttentionConfig:
         short = span <= _SHORT and block_n == 128 and block_m >= 64
         most = 1 if wide or short else 2 if block_m >= 64 or block_n == 128 else 3
         ahead = min(most, (limits.shared_memory - fixed) // step)
-        return cls(rows, block_m, block_n, splits, 8 if wide else 4, 2 * max(1, ahead) + 1)
+        return cls(rows, block_m, block_n, splits, 8 if wide else 4, 2 * max(1, ahead) + 1, turn)
 
     def fused_lines(self, group: int) -> int:
-        """Lines of a tile, padded, if the last program combines them; 0 if there is nothing to combine or too much."""
+        """Lines of a tile that the last program combines at a time; 0 if there is nothing to combine, or another kernel
+        does it. Where long contexts alone have splits a kernel for all tiles would cost more than the last program's
+        4 us beside hundreds of them."""
         lines = 1 << (self.rows * group - 1).bit_length()
+        if self.turn > 1:
+            return min(lines, _FUSED)
         return lines if self.splits > 1 and lines <= _FUSED else 0
 
     def scratch_sizes(self, *, batch: int, max_q_len: int, num_kv_heads: int, head_dim: int) -> tuple[int, int, int]:

@@ -5,12 +5,17 @@ With few tiles the context is split: split s of S takes the blocks s, s + S, s +
 partial results are combined in the order of the splits, by the program that arrives last where there is little to
 combine and by a second kernel elsewhere. Blocks are counted from position 0, so that what a row sums, and in which
 order, depends on its own position and on S alone, not on how long other rows' contexts are.
+
+With many tiles that would leave a long context among short ones to few programs. There a split takes TURN blocks at a
+time: a context of no more than that is one program's, which writes its output, a longer one has as many splits as
+turns, and the programs of splits that it has not end at once. Which split a block belongs to is fixed, here too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,6 +58,13 @@ def _context(positions, row, valid, capacity):  # type: ignore[no-untyped-def]
     return position, tl.minimum(tl.max(position, 0) + 1, capacity)
 
 
+@triton.jit
+def _taken(blocks, split, SPLITS: tl.constexpr, TURN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """How many of the first `blocks` blocks a split has."""
+    rest = blocks % (SPLITS * TURN) - split * TURN
+    return blocks // (SPLITS * TURN) * TURN + tl.minimum(tl.maximum(rest, 0), TURN)
+
+
 @triton.jit(do_not_specialize=["table_width"])
 def paged_attention_kernel(  # type: ignore[no-untyped-def]
     q,
@@ -81,6 +93,7 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr,
+    TURN: tl.constexpr,
     WINDOW: tl.constexpr,
     FUSED: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -102,8 +115,8 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
 
     position, context = _context(positions, row, valid, table_width * BLOCK_SIZE)
     blocks = (context + BLOCK_N - 1) // BLOCK_N
-    live = tl.maximum(tl.minimum(blocks, SPLITS), 1)
-    begin, lowest = split, 0
+    live = tl.maximum(tl.minimum((blocks + TURN - 1) // TURN, SPLITS), 1)
+    begin, stop, lowest = split, blocks, 0
     if k_start is not None:
         lowest = tl.load(k_start + request)
     if WINDOW > 0:
@@ -113,6 +126,8 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     if (k_start is not None) | (WINDOW > 0):
         # Blocks keep their splits: what lies wholly below is passed over.
         begin = split + tl.cdiv(tl.maximum(lowest // BLOCK_N - split, 0), SPLITS) * SPLITS
+    if TURN > 1:
+        begin, stop = _taken(lowest // BLOCK_N, split, SPLITS, TURN), _taken(blocks, split, SPLITS, TURN)
     # Which rows and positions there are was written before the kernel ahead of this one, which lets this one start
     # when that is finished (see `qk_norm_rope`). What it writes itself, q, K and V, is read behind this line.
     wait_for_previous(DEPENDENT)
@@ -130,8 +145,10 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         table = block_table + request.to(tl.int64) * table_stride
         column = tl.arange(0, BLOCK_N)
-        for t in range(begin, blocks, SPLITS):
+        for t in range(begin, stop, SPLITS if TURN == 1 else 1):
             n = t * BLOCK_N + column
+            if TURN > 1:
+                n = ((t // TURN * SPLITS + split) * TURN + t % TURN) * BLOCK_N + column
             inside = n < context
             if (k_start is not None) | (WINDOW > 0):
                 inside = inside & (n >= lowest)
@@ -158,27 +175,37 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
             acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
             top = higher
 
-        if SPLITS == 1:
+        whole, parted = loaded, valid
+        if TURN > 1:
+            lone = tl.where(live > 1, 0, BLOCK_M)
+            whole, parted = loaded & (m < lone)[:, None], valid & (m >= lone)
+        if (SPLITS == 1) | (TURN > 1):
             result = acc / tl.where(total == 0, 1.0, total)[:, None]
-            tl.store(out + place, result.to(out.dtype.element_ty), mask=loaded)
-        else:
+            tl.store(out + place, result.to(out.dtype.element_ty), mask=whole)
+        if SPLITS > 1:
             tile = request * tl.num_programs(1) + tl.program_id(1)
             at = tile * SPLITS + split
-            tl.store(partial_out + (at * BLOCK_M + m[:, None]) * BLOCK_D + d[None, :], acc, mask=valid[:, None])
+            tl.store(partial_out + (at * BLOCK_M + m[:, None]) * BLOCK_D + d[None, :], acc, mask=parted[:, None])
             tl.store(partial_stat + at * 2 * BLOCK_M + m, top)
             tl.store(partial_stat + at * 2 * BLOCK_M + BLOCK_M + m, total)
             if FUSED > 0:
                 # All threads' results before the one thread's count, which releases them to those that count after.
                 tl.debug_barrier()
                 if tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") == live - 1:
-                    combined = _combine(
-                        partial_out, partial_stat, tile, 0, live, SPLITS, BLOCK_M, BLOCK_D, SPLIT_BLOCK, FUSED
-                    )
-                    few = tl.arange(0, FUSED)
-                    row_f = start + few // GROUP
-                    place_f = row_f[:, None] * out_stride + (kv_head * GROUP + few % GROUP)[:, None] * D + d[None, :]
-                    kept = ((few < ROWS * GROUP) & (row_f < end))[:, None] & inside_d[None, :]
-                    tl.store(out + place_f, combined.to(out.dtype.element_ty), mask=kept)
+                    lines = ROWS * GROUP
+                    if TURN > 1:
+                        lines = tl.where(live > 1, lines, 0)
+                    for first in range(0, lines, FUSED):
+                        combined = _combine(
+                            partial_out, partial_stat, tile, first, live, SPLITS, BLOCK_M, BLOCK_D, SPLIT_BLOCK, FUSED
+                        )
+                        few = first + tl.arange(0, FUSED)
+                        row_f = start + few // GROUP
+                        place_f = (
+                            row_f[:, None] * out_stride + (kv_head * GROUP + few % GROUP)[:, None] * D + d[None, :]
+                        )
+                        kept = ((few < ROWS * GROUP) & (row_f < end))[:, None] & inside_d[None, :]
+                        tl.store(out + place_f, combined.to(out.dtype.element_ty), mask=kept)
                     tl.store(counters + tile, 0)
 
 
@@ -330,6 +357,7 @@ def _paged_attention(
         block_table.shape[1],
         scale * _LOG2E,
         **shape,
+        TURN=c.turn,
         WINDOW=window,
         FUSED=fused,
         num_warps=c.num_warps,
@@ -337,6 +365,7 @@ def _paged_attention(
         **options(dependent),
     )
     if c.splits > 1 and not fused:
+        assert c.turn == 1, "long contexts alone are combined by the last program"
         combine_kernel[(batch, tiles, c.rows * heads // kv_heads)](
             positions,
             q_start,
@@ -461,8 +490,8 @@ def _variants() -> tuple[Variant, ...]:
     variants = []
     for size in SIZES:
         for dtype, dim, heads, kv_heads, rows in _CASES:
-            config = AttentionConfig.choose(
-                batch=1,
+            choose = partial(
+                AttentionConfig.choose,
                 max_q_len=rows,
                 num_heads=heads,
                 num_kv_heads=kv_heads,
@@ -471,6 +500,7 @@ def _variants() -> tuple[Variant, ...]:
                 limits=size.limits,
                 span=1 << 15,
             )
+            config, many = choose(batch=1), choose(batch=16)
             types = {
                 **dict.fromkeys(("q", "cache", "out"), f"*{dtype}"),
                 **dict.fromkeys(("positions", "q_start", "block_table"), "*i64"),
@@ -479,7 +509,7 @@ def _variants() -> tuple[Variant, ...]:
                 "counters": "*i32",
                 "scale_log2": "fp32",
             }
-            constants = _shape(config, heads, kv_heads, dim) | {"BLOCK_SIZE": 16, "WINDOW": 0}
+            constants = _shape(config, heads, kv_heads, dim) | {"BLOCK_SIZE": 16, "WINDOW": 0, "TURN": config.turn}
             name = f"{dtype}_d{dim}_rows{rows}_{size.name}"
             fused = config.fused_lines(heads // kv_heads)
             variants.append(
@@ -499,6 +529,9 @@ def _variants() -> tuple[Variant, ...]:
                 kinds["k_start"] = {"k_start": "*i64"}, {"sinks": None}
             if (dtype, dim, heads, rows) == ("bf16", 128, 64, 6):
                 kinds["window"] = {}, {"k_start": None, "sinks": None, "WINDOW": 1024}
+                turns = {"SPLITS": many.splits, "SPLIT_BLOCK": triton.next_power_of_2(many.splits), "TURN": many.turn}
+                turns["FUSED"] = many.fused_lines(heads // kv_heads)
+                kinds["turns"] = {}, {"k_start": None, "sinks": None} | turns
                 kinds["window_sinks"] = {"sinks": "*bf16"}, {"k_start": None, "WINDOW": 128}
             for kind, (more, own) in kinds.items():
                 variants.append(

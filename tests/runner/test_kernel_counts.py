@@ -47,7 +47,7 @@ def test_the_calculator_knows_every_family(family: str, tmp_path: Path) -> None:
     fields = {"sliding_window": 32} if family == "mistral" else {}
     shape = {"layers": 3, "hidden": 64, "kv_heads": 2, "head_dim": 64, "vocab": 97}
     target = make_checkpoint(tmp_path, family, **shape, **fields)  # type: ignore[arg-type]
-    roofline = Roofline(gpu_of("H200"), load_config(target), load_config(target))
+    roofline = Roofline(gpu_of("H200"), load_config(target), load_config(target), context=128)
     with fake_context(target, target, 3, max_num_seqs=640, max_model_len=128) as ctx:
 
         def count(work: Callable[[], None]) -> int:

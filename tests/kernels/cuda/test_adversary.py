@@ -3,6 +3,7 @@ the bits of the plain interpreter; and each fault that this is for, planted in a
 
 import os
 from collections.abc import Callable
+from dataclasses import astuple
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -37,10 +38,10 @@ def multiply(module: ModuleType, *, gated: bool = False) -> tuple[Tensor, Tensor
     return torch.cat(outs), scratch[1]
 
 
-def attend(module: ModuleType) -> tuple[Tensor, Tensor]:
-    """Two requests of one row, their contexts in three splits each, combined by the last program, twice."""
+def attend(module: ModuleType, splits: int = 3, turn: int = 1) -> tuple[Tensor, Tensor]:
+    """Two requests of one row, their contexts in several splits each, combined by the last program, twice."""
     generator = torch.Generator().manual_seed(2)
-    config = AttentionConfig(1, 16, 16, 3, 4, 1)
+    config = AttentionConfig(1, 16, 16, splits, 4, 1, turn)
     cache = torch.randn(12, 2, 2, 16, 16, generator=generator)
     table = torch.tensor([[3, 1, 4, 0], [5, 9, 2, 6]])
     rows = module.AttentionRows(torch.tensor([60, 35]), torch.tensor([0, 1, 2]), table, 1)
@@ -51,7 +52,7 @@ def attend(module: ModuleType) -> tuple[Tensor, Tensor]:
     for _ in range(2):
         q, out = torch.randn(2, 64, generator=generator), torch.full((2, 64), torch.nan)
         sight = module.Sight(0.25)
-        module.paged_attention(q, cache, rows, out, [*scratch, counters], sight, [1, 16, 16, 3, 4, 1], False)
+        module.paged_attention(q, cache, rows, out, [*scratch, counters], sight, list(astuple(config)), False)
         outs.append(out)
     assert config.fused_lines(2) > 0, "the last program is to combine"
     return torch.cat(outs), counters
@@ -61,6 +62,7 @@ RUNS: dict[str, tuple[ModuleType, Run]] = {
     "product": (skinny_linear, multiply),
     "gated product": (skinny_linear, lambda module: multiply(module, gated=True)),
     "attention": (paged_attention, attend),
+    "attention by turns": (paged_attention, lambda module: attend(module, 2, 2)),
 }
 
 
@@ -112,6 +114,8 @@ FAULTS: dict[str, tuple[str, list[tuple[str, str]]]] = {
                                                               "            complete = pid == high")]),
     "a load without .cg in attention": ("attention", [(', cache_modifier=".cg"', "")]),
     "a counter of attention that stays": ("attention", [("tl.store(counters + tile, 0)", "pass")]),
+    "a counter of attention by turns that stays": (
+        "attention by turns", [("tl.store(counters + tile, 0)", "pass")]),
     "no barrier in attention": ("attention", [("                tl.debug_barrier()\n", "")]),
 }  # fmt: skip
 

@@ -1,6 +1,8 @@
 """Paged attention, interpreted: decode, verification and prefill, split and whole, over caches full of NaN."""
 
+import dataclasses
 import functools
+from collections import Counter
 from dataclasses import dataclass
 
 import pytest
@@ -87,7 +89,7 @@ class Pass:
             out[:, : self.heads * self.dim],
             (torch.full((sizes[0],), NAN), torch.full((sizes[1],), NAN), counters),
             self.sight,
-            list(astuple(config)),
+            list(dataclasses.astuple(config)),
             False,
         )
         assert not counters.any()
@@ -131,13 +133,9 @@ class Pass:
         return out
 
 
-def astuple(config: AttentionConfig) -> tuple[int, ...]:
-    return config.rows, config.block_m, config.block_n, config.splits, config.num_warps, config.num_stages
-
-
-def cut(p: Pass, rows: int, splits: int, block_n: int = 16) -> AttentionConfig:
+def cut(p: Pass, rows: int, splits: int, block_n: int = 16, turn: int = 1) -> AttentionConfig:
     lines = rows * p.heads // p.kv_heads
-    return AttentionConfig(rows, max(16, 1 << (lines - 1).bit_length()), block_n, splits, 4, 1)
+    return AttentionConfig(rows, max(16, 1 << (lines - 1).bit_length()), block_n, splits, 4, 1, turn)
 
 
 def span(start: int, end: int) -> list[int]:
@@ -157,7 +155,7 @@ def span(start: int, end: int) -> list[int]:
     dim=st.sampled_from([2, 20, 64]),
     block_size=st.sampled_from([1, 4, 16, 32]),
     dtype=st.sampled_from([torch.float32, torch.float16]),
-    cuts=st.tuples(st.integers(1, 4), st.sampled_from([1, 2, 3, 8])),
+    cuts=st.tuples(st.integers(1, 4), st.sampled_from([1, 2, 3, 8]), st.just(16), st.sampled_from([1, 2, 3])),
     orphans=st.integers(0, 2),
     starts=st.none() | st.lists(st.integers(0, 50), min_size=3, max_size=3),
     window=st.none() | st.integers(1, 40),
@@ -169,7 +167,7 @@ def test_any_batch_and_cut(
     dim: int,
     block_size: int,
     dtype: torch.dtype,
-    cuts: tuple[int, int],
+    cuts: tuple[int, int, int, int],
     orphans: int,
     starts: list[int] | None,
     window: int | None,
@@ -217,6 +215,30 @@ def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
     assert torch.equal(alone.run(cut(alone, 6, 3))[0], together.run(cut(together, 6, 3))[0])
 
 
+def test_nor_on_whether_they_have_more_splits() -> None:
+    """Its context is one program's alone; beside rows whose contexts are two programs' it has parts of both."""
+    together = Pass([span(29, 35), span(60, 66)])
+    config = cut(together, 6, 4, turn=2)
+    out = together.check(config)
+    for row, position in enumerate(range(29, 35)):
+        alone = Pass([[position]])
+        alone.q, alone.cache, alone.table = together.q[row : row + 1], together.cache, together.table[:1]
+        assert torch.equal(alone.run(config)[0], out[row])
+
+
+def test_a_short_context_leaves_the_scratch_alone() -> None:
+    """Of splits by turns it is one program's, which writes its output: partial results would be half its bytes."""
+    p, stored = Pass([[31], [12]], 8, 1), []
+    config = cut(p, 1, 4, turn=2)
+    sizes = config.scratch_sizes(batch=2, max_q_len=1, num_kv_heads=1, head_dim=p.dim)
+    scratch = (torch.full((sizes[0],), NAN), torch.zeros(sizes[1]), torch.zeros(sizes[2], dtype=torch.int32))
+    out, rows = torch.empty_like(p.q), AttentionRows(p.positions, p.q_start, p.table, 1)
+    paged_attention(p.q, p.cache, rows, out, scratch, p.sight, list(dataclasses.astuple(config)), False)
+    stored = scratch[0].view(2, 4, -1).isfinite().any(-1)
+    assert not stored.any()
+    assert_near(out, p.reference(torch.float64), p.own())
+
+
 @pytest.mark.parametrize("window", [1, 16, 17, 33])
 def test_windows_of_verification_and_prefill(window: int) -> None:
     """Whole blocks of a request before its window are no blocks, and hold NaN; rows of one tile have windows of their
@@ -254,8 +276,35 @@ def test_nan_of_a_request_stays_with_it() -> None:
     assert torch.equal(out[[0, 2]], clean[[0, 2]])
 
 
-@pytest.mark.parametrize(("batch", "splits"), [(1, 16), (2, 8), (16, 1), (256, 1)])
-def test_splits_follow_the_free_multiprocessors(batch: int, splits: int) -> None:
+@pytest.mark.parametrize(
+    ("batch", "splits", "turn"), [(1, 16, 1), (2, 8, 1), (5, 3, 1), (8, 16, 4), (16, 8, 16), (64, 2, 16), (256, 2, 16)]
+)
+def test_splits_follow_the_free_multiprocessors(batch: int, splits: int, turn: int) -> None:
     config = chosen_for_32b(batch=batch, max_q_len=6, span=10**6)
-    assert config.splits == splits
+    assert (config.splits, config.turn) == (splits, turn)
     assert (config.rows, config.block_m) == (6, 64)
+
+
+@pytest.mark.parametrize("batch", [1, 4, 8, 9, 16, 32, 64])
+@pytest.mark.parametrize("context", [1 << 15, 1 << 17])
+def test_a_long_context_beside_short_ones_is_cut_up(batch: int, context: int) -> None:
+    """Whatever the batch no program reads more than half of it, and up to 16 requests no more than an eighth."""
+    config = chosen_for_32b(batch=batch, max_q_len=6, span=context)
+    blocks = -(-context // config.block_n)
+    most = max(Counter(block // config.turn % config.splits for block in range(blocks)).values())
+    assert most <= blocks / (2 if batch > 32 else 4 if batch > 16 else 8 if batch > 5 or batch < 3 else 3) + config.turn
+    # Contexts of 1,000 tokens stay whole where programs are enough without.
+    assert -(-1000 // config.block_n) <= config.turn or batch < 9
+
+
+def test_scratch_is_bounded() -> None:
+    """And no attention of fewer positions takes more than one of all that there may be, for which it is allocated."""
+    for batch in (1, 5, 8, 16, 64, 200, 256, 1024):
+        for rows in range(1, 18):
+            most: tuple[int, ...] = (0, 0, 0)
+            for positions in (64, 1 << 11, 1 << 12, 1 << 15, 1 << 24):
+                config = chosen_for_32b(batch=batch, max_q_len=rows, span=positions)
+                sizes = config.scratch_sizes(batch=batch, max_q_len=rows, num_kv_heads=8, head_dim=128)
+                assert 4 * sizes[0] <= 128 << 20
+                assert all(size >= before for size, before in zip(sizes, most, strict=True))
+                most = sizes

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specrs.kernels.coded_weight import Coding
-from specrs.kernels.cuda.attention_config import MAX_VERIFY_ROWS, block_d
+from specrs.kernels.cuda.attention_config import MAX_VERIFY_ROWS, AttentionConfig
 from specrs.kernels.cuda.configs import LinearShape, linear_config
 from specrs.kernels.cuda.device import DeviceLimits, limits_of
 from specrs.kernels.cuda.sampling_scratch import SamplingScratch
@@ -25,6 +25,8 @@ CODED_ROWS = 256
 """Rows up to which codes are read once for every 64: expanded to numbers they move ten times their bytes or more."""
 _NUMBERS_BYTES = 64 * 2**20
 """Memory for a piece of a coded weight as numbers, for products of more rows."""
+_FAR = 1 << 24
+"""Positions, more than any request has."""
 _LOGITS_ROWS = 256
 """Rows whose logits are kept at once where an argmax follows the LM head of more than `MAX_ROWS` rows."""
 
@@ -46,6 +48,30 @@ def linear_shapes(config: ModelConfig, dtype: torch.dtype) -> dict[str, LinearSh
         "down": LinearShape(config.hidden_size, config.intermediate_size, dtype),
         "lm_head": LinearShape(config.vocab_size, config.hidden_size, dtype),
     }
+
+
+def _attention_scratch(
+    config: ModelConfig, max_seqs: int, dtype: torch.dtype, limits: DeviceLimits
+) -> tuple[int, int, int]:
+    """The most that an attention of at most `max_seqs` requests takes, see `AttentionConfig.scratch_sizes`; those of
+    shorter spans have no more splits."""
+    most = (0, 0, 0)
+    for batch in range(1, max_seqs + 1):
+        for rows in range(1, MAX_VERIFY_ROWS + 1):
+            cut = AttentionConfig.choose(
+                batch=batch,
+                max_q_len=rows,
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                dtype=dtype,
+                limits=limits,
+                span=_FAR,
+            )
+            kv_heads, dim = config.num_kv_heads, config.head_dim
+            sizes = cut.scratch_sizes(batch=batch, max_q_len=rows, num_kv_heads=kv_heads, head_dim=dim)
+            most = max(most[0], sizes[0]), max(most[1], sizes[1]), max(most[2], sizes[2])
+    return most
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +156,7 @@ class Workspace:
         configs = {
             (n, s.coding, m): linear_config(s, m, limits) for n, every in shapes.items() for s in every for m in widths
         }
-        # Splits times tiles are at most the multiprocessors, and tiles are half of them where there are splits.
-        group = config.num_heads // config.num_kv_heads
-        lines = limits.num_sms * max(64, 1 << (group - 1).bit_length())
-        partials, counters = lines * block_d(config.head_dim), limits.num_sms
+        partials, stats, counters = _attention_scratch(config, max_seqs, dtype, limits)
         for (name, _, m), c in configs.items():
             sizes = scratch_sizes(c, m, n=of[name].n, gated=of[name].gated)
             partials, counters = max(partials, sizes[0]), max(counters, sizes[1])
@@ -166,7 +189,7 @@ class Workspace:
             cos=buffer(*angles, dtype=f32),
             sin=buffer(*angles, dtype=f32),
             partials=buffer(partials, dtype=f32),
-            stats=buffer(2 * lines, dtype=f32),
+            stats=buffer(stats, dtype=f32),
             counters=buffer(counters, dtype=i32),
             tile_top=buffer(MAX_ROWS * tiles, dtype=f32),
             tile_id=buffer(MAX_ROWS * tiles, dtype=i32),
