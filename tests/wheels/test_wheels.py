@@ -35,9 +35,9 @@ def run(*command: str | Path) -> str:
 @pytest.mark.parametrize("package", ["specrs", "specrs_core"])
 def test_it_runs_on_every_linux_since_2014_and_python_since_3_11(package: str, processor: str) -> None:
     path = wheel(package, processor)
-    told = run(sys.executable, "-m", "auditwheel", "show", path)
-    assert f'consistent with the following platform tag:\n"manylinux_2_17_{processor}"' in told, told
-    assert "requires no external shared libraries" in " ".join(told.split()), told
+    told = " ".join(run(sys.executable, "-m", "auditwheel", "show", path).split())
+    assert f'consistent with the following platform tag: "manylinux_2_17_{processor}"' in told, told
+    assert "requires no external shared libraries" in told, told
     checked = run(sys.executable, "-m", "abi3audit", "--strict", "--report", path)
     assert re.search(r'"is_abi3": ?true', checked), checked
     assert not re.search(r'"non_abi3_symbols": ?\[[^\]]', checked), checked
