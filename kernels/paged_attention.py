@@ -11,6 +11,7 @@ from functools import lru_cache, partial
 import torch
 import torch.nn.functional as F
 from specrs.kernels._scalars import scalar
+from specrs.kernels.kv_codes import FRACTIONS, UNSCALED, KVScales, encode
 from torch import Tensor
 
 _LONG = 32
@@ -148,14 +149,18 @@ def plan_steps(positions: Tensor, slots: Tensor, block_table: Tensor, shape: Att
     return [AttentionPlan(write, tuple(step), restore) for write, *step in zip(writes, *groups, strict=True)]
 
 
-def write_kv(kv: Tensor, cache: Tensor, plan: AttentionPlan) -> None:
+def write_kv(kv: Tensor, cache: Tensor, plan: AttentionPlan, scales: KVScales = UNSCALED) -> None:
     """Write the K and V of a pass into a cache layer, which is mutated.
 
-    `kv` `[N, 2 * kv_heads, D]`: the K heads of each row, then its V heads, rounded to the cache's dtype. `cache`
-    `[num_blocks + 1, 2, kv_heads, block_size, D]` contiguous. Rows with slot -1 write the last block, in no particular
-    order.
+    `kv` `[N, 2 * kv_heads, D]`: the K heads of each row, then its V heads, rounded to the cache's dtype, to codes
+    after a division by their `scales` (see `kv_codes`). `cache` `[num_blocks + 1, 2, kv_heads, block_size, D]`
+    contiguous. Rows with slot -1 write the last block, in no particular order.
     """
-    if kv.dtype != cache.dtype:
+    if cache.dtype in FRACTIONS:
+        codes = [encode(part, scale, cache.dtype) for part, scale in zip(kv.chunk(2, dim=1), scales, strict=True)]
+        # torch has index_put_ and index_fill_ of bytes, not of these types
+        kv, cache = torch.cat(codes, dim=1).view(torch.uint8), cache.view(torch.uint8)
+    elif kv.dtype != cache.dtype:
         kv = kv.to(cache.dtype)
     cache.view(-1, cache.shape[-1]).index_put_((plan.write,), kv)
 
@@ -168,6 +173,7 @@ def paged_attention(
     *,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    kv_scales: KVScales = UNSCALED,
 ) -> Tensor:
     """Return `softmax(scale q K^T + M) V` for every row and head of `q`, `[N, heads * D]` of q's dtype.
 
@@ -178,12 +184,18 @@ def paged_attention(
 
     `softcap` c: scores s are c tanh(s / c) before M is added. `sinks` `[heads]`: a score more for every row, of no
     position and with a value of zero (OpenAI 2025, gpt-oss). Either takes scores in memory, `[heads, rows, C]`.
+    `kv_scales`: of a cache of codes; K's multiplies the scores, V's the output.
 
     No position outside a request's own context is multiplied with anything, so that NaN left there by earlier owners
     stays there: K and V past the context are cut off or replaced by zeros before the products.
     """
     attend = _attend if sinks is None and softcap is None else partial(_attend_scores, sinks=sinks, softcap=softcap)
+    codes = cache.dtype in FRACTIONS
+    if codes:
+        scale = scale * kv_scales.k
     outputs = [attend(q, cache, group, scale) for group in plan.groups]
+    if codes and kv_scales.v != 1:
+        outputs = [out.mul_(kv_scales.v) for out in outputs]
     if plan.restore is None:
         return outputs[0]
     width = q.shape[1] * q.shape[2]
@@ -248,7 +260,8 @@ def _gather(q: Tensor, cache: Tensor, group: Group) -> tuple[Tensor, Tensor, Ten
     """Fill the group's buffer from the cache; its rows of q, and its K and V in q's dtype."""
     torch.index_select(cache.view(-1, group.gathered.shape[1]), 0, group.blocks, out=group.gathered)
     if group.stale is not None:
-        group.gathered.view(-1, q.shape[2]).index_fill_(0, group.stale, 0)
+        gathered = group.gathered.view(torch.uint8) if cache.dtype in FRACTIONS else group.gathered
+        gathered.view(-1, q.shape[2]).index_fill_(0, group.stale, 0)
     k, v = group.k, group.v
     if k.dtype != q.dtype:
         k, v = k.to(q.dtype), v.to(q.dtype)

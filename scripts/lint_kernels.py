@@ -1,6 +1,7 @@
 """Compile the kernels of real passes as they are launched on an H200, without a GPU, and look for faults in them.
 
-    python scripts/lint_kernels.py                  verification of 6, 32 and 64 rows by Qwen3-32B, drafts by 1.7B
+    python scripts/lint_kernels.py                  verification of 6, 32 and 64 rows by Qwen3-32B, drafts by 1.7B, with
+                                                    KV caches of bf16 and of e4m3
     python scripts/lint_kernels.py --only skinny    only kernels whose name has this in it
 
 Faults are those of `kernel_lints`: memory accesses ahead of the dependent wait, results handed on without release or
@@ -36,21 +37,33 @@ ACCEPTED = {
 
 def recorded_launches() -> dict[tuple[Any, ...], Any]:
     """Every specialisation that passes of the references' models launch, by its key."""
-    from kernel_launches import Recorder, fake_context, reference_configs
+    import torch
+    from kernel_launches import fake_context, reference_configs
+
+    found: dict[tuple[Any, ...], Any] = {}
+    for cache_dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            fake_context(*reference_configs(Path(folder)), 5, cache_dtype=cache_dtype) as ctx,
+        ):
+            for launch in _launches_of(ctx):
+                found.setdefault(launch.key(), launch)
+    return found
+
+
+def _launches_of(ctx: Any) -> list[Any]:
+    """Of the passes of one engine."""
+    from kernel_launches import Recorder
     from specrs.runner.cuda import drafting, iteration
     from specrs.runner.cuda.shapes import Tail
 
-    found: dict[tuple[Any, ...], Any] = {}
-    with tempfile.TemporaryDirectory() as folder, fake_context(*reference_configs(Path(folder)), 5) as ctx:
-        with Recorder() as recorder:
-            for rows in ROWS:
-                # Whole requests of six rows where there are so many, as K = 5 has them.
-                batch = max(1, rows // 6)
-                iteration.verify_pass(ctx, batch, rows, min(rows, 6), greedy=True)
-            drafting.draft_pass(ctx, 2, 1, Tail.GREEDY)
-        for launch in recorder.launches:
-            found.setdefault(launch.key(), launch)
-    return found
+    with Recorder() as recorder:
+        for rows in ROWS:
+            # Whole requests of six rows where there are so many, as K = 5 has them.
+            batch = max(1, rows // 6)
+            iteration.verify_pass(ctx, batch, rows, min(rows, 6), greedy=True)
+        drafting.draft_pass(ctx, 2, 1, Tail.GREEDY)
+    return recorder.launches
 
 
 def lint(job: tuple[str, int]) -> tuple[str, list[str]]:
@@ -94,7 +107,7 @@ def _accepted(label: str, fault: str) -> bool:
 
 
 def _shape_of(launch: Any) -> str:
-    names = ("N", "K", "BLOCK_M", "SPLITS", "ROWS", "GATED")
+    names = ("N", "K", "BLOCK_M", "SPLITS", "ROWS", "GATED", "FRACTION")
     return " ".join(f"{name}={launch.arguments[name]}" for name in names if name in launch.arguments)
 
 

@@ -175,8 +175,10 @@ def fake_context(
     max_model_len: int = 2048,
     rule: str = "rejection",
     num_blocks: int = 1000,
+    cache_dtype: torch.dtype | None = None,
 ) -> Iterator[Context]:
-    """What an engine over these folders' configurations has on a device of `limits`, of fake tensors."""
+    """What an engine over these folders' configurations has on a device of `limits`, of fake tensors; `cache_dtype`: of
+    K and V of both models."""
     speculative = None
     if draft is not None:
         speculative = SpeculativeConfig(model=str(draft), num_speculative_tokens=k, rejection_sample_method=rule)
@@ -190,7 +192,8 @@ def fake_context(
     cuda = torch.device("cuda", 0)
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode(), torch.inference_mode():
         patch.setattr("specrs.models.cuda.workspace.limits_of", lambda _device: limits)
-        models = [None if folder is None else fake_decoder(folder, torch.bfloat16) for folder in (target, draft)]
+        folders, bf16 = (target, draft), torch.bfloat16
+        models = [None if folder is None else fake_decoder(folder, bf16, cache_dtype) for folder in folders]
         assert models[0] is not None
         blueprint = Blueprint(config, Weights(models[0], models[1]))
         sampling = SamplingState(max_num_seqs, models[0].vocab_size, torch.float32, cuda)

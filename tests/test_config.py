@@ -218,7 +218,8 @@ def test_block_sizes_are_powers_of_two() -> None:
         ("trust_remote_code", True),
         ("pipeline_parallel_size", 2),
         ("quantization", "bitsandbytes"),
-        ("kv_cache_dtype", "fp8"),
+        ("kv_cache_dtype", "nvfp4"),
+        ("calculate_kv_scales", True),
         ("tokenizer_mode", "slow"),
         ("enable_lora", True),
         ("hf_overrides", {"a": 1}),
@@ -253,6 +254,28 @@ def test_quantization() -> None:
             speculative(quantization=bad)
     with pytest.raises(InvalidConfigError, match=r"^speculative_config.quantization='int8': not allowed with method="):
         SpeculativeConfig(num_speculative_tokens=2, method="ngram", quantization="int8")
+
+
+def test_kv_cache_dtype() -> None:
+    """Of the target and of the draft model apart; a head has the target's."""
+    names = {"auto": "auto", "bfloat16": "bfloat16", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
+    for given, name in names.items():
+        assert EngineConfig.from_kwargs(kv_cache_dtype=given).kv_cache_dtype == name
+        made = EngineConfig(speculative_config={"num_speculative_tokens": 2, "kv_cache_dtype": given})  # type: ignore[arg-type]
+        assert made.kv_cache_dtype == "auto"
+        assert made.speculative_config is not None
+        assert made.speculative_config.kv_cache_dtype == name
+    allowed = "not implemented; allowed: 'auto', 'bfloat16', 'float16', 'fp8', 'fp8_e4m3', 'fp8_e5m2'"
+    for bad in ("int8", "FP8", 8, ["fp8"], "", None):
+        with pytest.raises(UnsupportedConfigError, match=rf"^kv_cache_dtype=.*: {allowed}$"):
+            EngineConfig(kv_cache_dtype=bad)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedConfigError, match=rf"^speculative_config.kv_cache_dtype='int8': {allowed}$"):
+        speculative(kv_cache_dtype="int8")
+    for method in ("ngram", "eagle3"):
+        with pytest.raises(InvalidConfigError, match=r"^speculative_config.kv_cache_dtype='fp8': not allowed with me"):
+            SpeculativeConfig(num_speculative_tokens=2, method=method, kv_cache_dtype="fp8")
+    with pytest.raises(UnsupportedConfigError, match=r"^cpu_bf16_rows=True: .* kv_cache_dtype='fp8_e5m2'; allow"):
+        EngineConfig(cpu_bf16_rows=True, kv_cache_dtype="fp8_e5m2")
 
 
 def test_bf16_rows() -> None:

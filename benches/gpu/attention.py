@@ -33,7 +33,7 @@ def one(device: torch.device, context: int, copied: float) -> dict[str, float]:
         num_heads=heads,
         num_kv_heads=KV_HEADS,
         head_dim=DIM,
-        dtype=dtype,
+        dtypes=(dtype, dtype),
         limits=limits,
         span=context + ROWS,
     )

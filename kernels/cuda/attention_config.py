@@ -54,17 +54,17 @@ class AttentionConfig:
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
-        dtype: torch.dtype,
+        dtypes: tuple[torch.dtype, torch.dtype],
         limits: DeviceLimits,
         span: int,
     ) -> AttentionConfig:
         """The configuration for a batch of requests with at most `max_q_len` rows each, which attend at most `span`
-        positions: a window, or all that a request may have.
+        positions: a window, or all that a request may have. `dtypes` are those of queries and of K and V.
 
         Splits are as many as multiprocessors are free and at most as a span has blocks, whatever the contexts: a
         captured graph serves all of them. Where tiles leave hardly any, long contexts alone have splits (`turn`).
         """
-        group = num_heads // num_kv_heads
+        (dtype, cache_dtype), group = dtypes, num_heads // num_kv_heads
         long = max_q_len > MAX_VERIFY_ROWS
         if not limits.capability or dtype == torch.float32:  # fp32 has no tensor cores: operands live in registers
             widest, block_n = 16, 16
@@ -89,8 +89,10 @@ class AttentionConfig:
         # Blocks of K and V on their way. The compiler takes two stages for each, because their addresses are loaded
         # too, and where warp groups multiply it keeps one more. Wider tiles have no registers for many, and each stage
         # unrolls a loop's start once more, which costs a short context more than the loop.
-        step = 2 * block_n * block_d(head_dim) * dtype.itemsize
-        fixed = block_m * block_d(head_dim) * dtype.itemsize + 8192 + (step if block_m >= 64 else 0)
+        step = 2 * block_n * block_d(head_dim) * cache_dtype.itemsize
+        # The one more is of numbers, also where those on their way are codes.
+        multiplied = 2 * block_n * block_d(head_dim) * dtype.itemsize if block_m >= 64 else 0
+        fixed = block_m * block_d(head_dim) * dtype.itemsize + 8192 + multiplied
         short = span <= _SHORT and block_n == 128 and block_m >= 64
         most = 1 if wide or short else 2 if block_m >= 64 or block_n == 128 else 3
         ahead = min(most, (limits.shared_memory - fixed) // step)

@@ -22,8 +22,10 @@ import torch
 import triton
 import triton.language as tl
 from specrs.kernels.cuda._dependent_launch import options, start_next, wait_for_previous
+from specrs.kernels.cuda._kv_codes import numbers
 from specrs.kernels.cuda.attention_config import MAX_VERIFY_ROWS, AttentionConfig, block_d
 from specrs.kernels.cuda.variants import DTYPES, SIZES, Variant
+from specrs.kernels.kv_codes import FRACTIONS, UNSCALED, KVScales, fraction_of
 from torch import Tensor
 
 _LOG2E = 1.4426950408889634
@@ -83,11 +85,13 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     table_stride,
     table_width,
     scale_log2,
+    v_scale,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    FRACTION: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -156,6 +160,8 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
             block = tl.load(table + n // BLOCK_SIZE, mask=inside, other=0)
             base = ((block * (2 * KV_HEADS) + kv_head) * BLOCK_SIZE + n % BLOCK_SIZE) * D
             k = tl.load(cache + base[None, :] + d[:, None], mask=inside[None, :] & inside_d[:, None], other=0)
+            if FRACTION > 0:
+                k = numbers(k, FRACTION, query.dtype)
             scores = tl.dot(query, k, input_precision="ieee") * scale_log2
             seen = (n[None, :] <= position[:, None]) & inside[None, :]
             if WINDOW > 0:
@@ -172,9 +178,13 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
                 mask=inside[:, None] & inside_d[None, :],
                 other=0,
             )
+            if FRACTION > 0:
+                v = numbers(v, FRACTION, query.dtype)
             acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
             top = higher
 
+        if FRACTION > 0:
+            acc *= v_scale
         whole, parted = loaded, valid
         if TURN > 1:
             lone = tl.where(live > 1, 0, BLOCK_M)
@@ -281,6 +291,8 @@ class Sight:
     sinks: Tensor | None = None
     """[heads], a score of each head that takes its share of the softmax and adds nothing (Xiao et al. 2024, as in
     gpt-oss); None: there are none."""
+    kv_scales: KVScales = UNSCALED
+    """Of K and V where the cache has codes of them; without meaning elsewhere."""
 
 
 def paged_attention(
@@ -302,7 +314,9 @@ def paged_attention(
 
     Args:
         q: `[N, heads * D]`, contiguous rows of any stride.
-        cache: one layer, `[num_blocks + 1, 2, kv_heads, block_size, D]` contiguous, of q's dtype.
+        cache: one layer, `[num_blocks + 1, 2, kv_heads, block_size, D]` contiguous, of q's dtype or of codes (see
+            `kv_codes`), of which each is a number of q's dtype without its scale: K's scale is the scores', V's the
+            output's.
         out: `[N, heads * D]`, contiguous rows of any stride.
         scratch: `(partial_out, partial_stat, counters)` of at least `AttentionConfig.scratch_sizes`. Counters are zero
             before and after.
@@ -314,7 +328,9 @@ def paged_attention(
     """
     where = [rows.positions, rows.q_start, rows.block_table, rows.k_start, sight.sinks]
     sizes = [rows.max_q_len, sight.window or 0, *config]
-    torch.ops.specrs.paged_attention(q, cache, where, out, list(scratch), sight.scale, sizes, dependent)
+    scales = list(sight.kv_scales) if cache.dtype in FRACTIONS else [1.0, 1.0]
+    scales[0] *= sight.scale
+    torch.ops.specrs.paged_attention(q, cache, where, out, list(scratch), scales, sizes, dependent)
 
 
 @torch.library.custom_op("specrs::paged_attention", mutates_args=("out", "scratch"))
@@ -324,7 +340,7 @@ def _paged_attention(
     rows: list[Tensor | None],
     out: Tensor,
     scratch: list[Tensor],
-    scale: float,
+    scales: list[float],
     sizes: list[int],
     dependent: bool,
 ) -> None:
@@ -339,9 +355,10 @@ def _paged_attention(
     tiles = kv_heads * triton.cdiv(max_q_len, c.rows)
     fused = c.fused_lines(heads // kv_heads)
     shape = _shape(c, heads, kv_heads, dim) | {"BLOCK_SIZE": block_size}
+    (scale, v_scale), fraction = scales, fraction_of(cache.dtype)
     paged_attention_kernel[(batch, tiles, c.splits)](
         q,
-        cache,
+        cache.view(torch.uint8) if fraction else cache,
         positions,
         q_start,
         block_table,
@@ -356,8 +373,10 @@ def _paged_attention(
         block_table.stride(0),
         block_table.shape[1],
         scale * _LOG2E,
+        v_scale if fraction else None,
         **shape,
         TURN=c.turn,
+        FRACTION=fraction,
         WINDOW=window,
         FUSED=fused,
         num_warps=c.num_warps,
@@ -387,7 +406,7 @@ def _(
     rows: list[Tensor | None],
     out: Tensor,
     scratch: list[Tensor],
-    scale: float,
+    scales: list[float],
     sizes: list[int],
     dependent: bool,
 ) -> None:
@@ -413,7 +432,7 @@ def _check(
     assert sinks is None or (sinks.shape == (q.shape[1] // cache.shape[4],) and sinks.is_contiguous())
     kv_heads, dim = cache.shape[2], cache.shape[4]
     assert cache.is_contiguous()
-    assert q.dtype == cache.dtype
+    assert cache.dtype == q.dtype or cache.dtype in FRACTIONS
     assert out.shape == q.shape
     assert q.shape[1] % (kv_heads * dim) == 0
     assert q.stride(1) == out.stride(1) == block_table.stride(1) == 1
@@ -451,6 +470,8 @@ def paged_attention_reference(
                 continue
             at = torch.arange(first, context, device=q.device)
             kv = cache[block_table[b, at // block_size], :, :, at % block_size].double()  # [context, 2, kv_heads, D]
+            if cache.dtype in FRACTIONS:
+                kv = kv * torch.tensor(sight.kv_scales, dtype=torch.float64, device=q.device)[:, None, None]
             k, v = kv.repeat_interleave(heads // kv_heads, dim=2).unbind(1)
             scores = torch.einsum("hd,chd->hc", q[row].double().view(heads, dim), k) * sight.scale
             if sight.sinks is not None:
@@ -460,16 +481,25 @@ def paged_attention_reference(
 
 
 _CASES = (
-    # dtype, head size, heads, KV heads, rows
-    ("bf16", 128, 16, 8, 1),
-    ("bf16", 128, 64, 8, 6),
-    ("bf16", 128, 64, 8, 2048),
-    ("bf16", 64, 32, 8, 6),
-    ("bf16", 96, 32, 8, 6),
-    ("bf16", 256, 16, 8, 17),
-    ("fp16", 128, 64, 8, 6),
-    ("fp32", 128, 64, 8, 6),
+    # dtype, head size, heads, KV heads, rows, codes of the cache
+    ("bf16", 128, 16, 8, 1, None),
+    ("bf16", 128, 64, 8, 6, None),
+    ("bf16", 128, 64, 8, 2048, None),
+    ("bf16", 64, 32, 8, 6, None),
+    ("bf16", 96, 32, 8, 6, None),
+    ("bf16", 256, 16, 8, 17, None),
+    ("fp16", 128, 64, 8, 6, None),
+    ("fp32", 128, 64, 8, 6, None),
+    ("bf16", 128, 16, 8, 1, "e4m3"),
+    ("bf16", 128, 64, 8, 6, "e4m3"),
+    ("bf16", 128, 64, 8, 2048, "e4m3"),
+    ("bf16", 96, 32, 8, 6, "e4m3"),
+    ("bf16", 256, 16, 8, 17, "e4m3"),
+    ("bf16", 128, 64, 8, 6, "e5m2"),
+    ("fp16", 128, 64, 8, 6, "e4m3"),
+    ("fp32", 128, 64, 8, 6, "e4m3"),
 )
+_CODES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 def _shape(config: AttentionConfig, heads: int, kv_heads: int, dim: int) -> dict[str, int]:
@@ -489,14 +519,14 @@ def _shape(config: AttentionConfig, heads: int, kv_heads: int, dim: int) -> dict
 def _variants() -> tuple[Variant, ...]:
     variants = []
     for size in SIZES:
-        for dtype, dim, heads, kv_heads, rows in _CASES:
+        for dtype, dim, heads, kv_heads, rows, codes in _CASES:
             choose = partial(
                 AttentionConfig.choose,
                 max_q_len=rows,
                 num_heads=heads,
                 num_kv_heads=kv_heads,
                 head_dim=dim,
-                dtype=DTYPES[dtype],
+                dtypes=(DTYPES[dtype], DTYPES[dtype] if codes is None else _CODES[codes]),
                 limits=size.limits,
                 span=1 << 15,
             )
@@ -509,8 +539,14 @@ def _variants() -> tuple[Variant, ...]:
                 "counters": "*i32",
                 "scale_log2": "fp32",
             }
-            constants = _shape(config, heads, kv_heads, dim) | {"BLOCK_SIZE": 16, "WINDOW": 0, "TURN": config.turn}
-            name = f"{dtype}_d{dim}_rows{rows}_{size.name}"
+            constants: dict[str, Any] = _shape(config, heads, kv_heads, dim) | {"BLOCK_SIZE": 16, "WINDOW": 0}
+            constants["TURN"] = config.turn
+            if codes is None:
+                constants |= {"FRACTION": 0, "v_scale": None}
+            else:
+                constants["FRACTION"] = FRACTIONS[_CODES[codes]]
+                types |= {"cache": "*u8", "v_scale": "fp32"}
+            name = f"{dtype}_d{dim}_rows{rows}_{size.name}{'' if codes is None else f'_{codes}'}"
             fused = config.fused_lines(heads // kv_heads)
             variants.append(
                 Variant(
@@ -525,9 +561,9 @@ def _variants() -> tuple[Variant, ...]:
                 )
             )
             kinds: dict[str, tuple[dict[str, str], dict[str, Any]]] = {}
-            if dtype == "bf16" and dim == 128 and rows <= MAX_VERIFY_ROWS:
+            if dtype == "bf16" and dim == 128 and rows <= MAX_VERIFY_ROWS and codes is None:
                 kinds["k_start"] = {"k_start": "*i64"}, {"sinks": None}
-            if (dtype, dim, heads, rows) == ("bf16", 128, 64, 6):
+            if (dtype, dim, heads, rows, codes) == ("bf16", 128, 64, 6, None):
                 kinds["window"] = {}, {"k_start": None, "sinks": None, "WINDOW": 1024}
                 turns = {"SPLITS": many.splits, "SPLIT_BLOCK": triton.next_power_of_2(many.splits), "TURN": many.turn}
                 turns["FUSED"] = many.fused_lines(heads // kv_heads)
@@ -546,7 +582,7 @@ def _variants() -> tuple[Variant, ...]:
                         size.capabilities,
                     )
                 )
-            if config.splits > 1 and not fused and dtype == "bf16" and dim == 128:
+            if config.splits > 1 and not fused and dtype == "bf16" and dim == 128 and codes is None:
                 variants.append(
                     Variant(
                         f"combine_{name}",

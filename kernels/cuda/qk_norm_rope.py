@@ -9,7 +9,9 @@ import torch
 import triton
 import triton.language as tl
 from specrs.kernels.cuda._dependent_launch import options, start_next, wait_for_previous
+from specrs.kernels.cuda._kv_codes import encoded
 from specrs.kernels.cuda.variants import Variant
+from specrs.kernels.kv_codes import FRACTIONS, encode, fraction_of
 from torch import Tensor
 
 _BLOCK_HEADS = 4
@@ -27,12 +29,15 @@ def qk_norm_rope_kernel(  # type: ignore[no-untyped-def]
     cache,
     qkv_stride,
     eps,
+    k_scale,
+    v_scale,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     REST: tl.constexpr,
     WHOLE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    FRACTION: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
@@ -75,29 +80,38 @@ def qk_norm_rope_kernel(  # type: ignore[no-untyped-def]
         if REST > 0:
             norm = tl.load(qk_norm + rest_place, mask=behind & is_qk, other=0).to(tl.float32)
             rest = tl.where(is_qk, rest * scale * norm, rest)
+    # What becomes a code is rounded to that alone; what does not takes fewer registers the sooner it is rounded.
+    ROTATED: tl.constexpr = tl.float32 if FRACTION > 0 else qkv.dtype.element_ty
     if cos is not None:
         c = tl.load(cos + row * HALF + i, mask=i < HALF, other=0)[None, :]
         s = tl.load(sin + row * HALF + i, mask=i < HALF, other=0)[None, :]
-        turned = tl.where(rotated, first * c - second * s, first).to(qkv.dtype.element_ty)
-        second = tl.where(rotated, second * c + first * s, second).to(qkv.dtype.element_ty)
+        turned = tl.where(rotated, first * c - second * s, first).to(ROTATED)
+        second = tl.where(rotated, second * c + first * s, second).to(ROTATED)
     else:
-        turned = first.to(qkv.dtype.element_ty)
-        second = second.to(qkv.dtype.element_ty)
+        turned = first.to(ROTATED)
+        second = second.to(ROTATED)
 
     is_q = inside & (head < HEADS)[:, None]
-    tl.store(source, turned, mask=is_q)
-    tl.store(source + HALF, second, mask=is_q)
+    tl.store(source, turned.to(qkv.dtype.element_ty), mask=is_q)
+    tl.store(source + HALF, second.to(qkv.dtype.element_ty), mask=is_q)
     slot = tl.load(slots + row + 0 * head)
     written = inside & ((head >= HEADS) & (slot >= 0))[:, None]
     block = slot // BLOCK_SIZE * (2 * KV_HEADS) + (head - HEADS)
     place = (block * BLOCK_SIZE + slot % BLOCK_SIZE)[:, None] * D
     target = cache + place + i[None, :]
-    tl.store(target, turned, mask=written)
-    tl.store(target + HALF, second, mask=written)
+    if FRACTION > 0:
+        kv_scale = tl.where(is_qk, k_scale, v_scale)
+        turned = encoded(turned, kv_scale, FRACTION)
+        second = encoded(second, kv_scale, FRACTION)
+    tl.store(target, turned.to(cache.dtype.element_ty), mask=written)
+    tl.store(target + HALF, second.to(cache.dtype.element_ty), mask=written)
     if REST > 0:
-        rounded = rest.to(qkv.dtype.element_ty)
-        tl.store(qkv + row * qkv_stride + rest_place, rounded, mask=behind & (head < HEADS)[:, None])
-        tl.store(cache + place + j[None, :], rounded, mask=behind & ((head >= HEADS) & (slot >= 0))[:, None])
+        rest_target = qkv + row * qkv_stride + rest_place
+        tl.store(rest_target, rest.to(qkv.dtype.element_ty), mask=behind & (head < HEADS)[:, None])
+        if FRACTION > 0:
+            rest = encoded(rest, kv_scale, FRACTION)
+        kept = behind & ((head >= HEADS) & (slot >= 0))[:, None]
+        tl.store(cache + place + j[None, :], rest.to(cache.dtype.element_ty), mask=kept)
 
 
 @torch.library.custom_op("specrs::qk_norm_rope", mutates_args=("qkv", "cache"))
@@ -108,7 +122,7 @@ def qk_norm_rope(
     slots: Tensor,
     cache: Tensor,
     num_heads: int,
-    eps: float,
+    floats: list[float],
     dependent: bool,
 ) -> None:
     """Norm and rotate the q heads in place, and write the k heads, normed and rotated, and the v heads into the cache.
@@ -121,8 +135,10 @@ def qk_norm_rope(
         angles: cos and sin of `embed`, `[N, R / 2]` fp32, of the first R <= D features of a head; the others are not
             rotated. []: none are.
         slots: `[N]` int64; -1 writes nothing.
-        cache: one layer, `[num_blocks + 1, 2, kv_heads, block_size, D]` contiguous, of qkv's dtype.
+        cache: one layer, `[num_blocks + 1, 2, kv_heads, block_size, D]` contiguous, of qkv's dtype or of codes (see
+            `kv_codes`).
         num_heads: heads of q.
+        floats: eps of the norms, and the scales of K and V in a cache of codes (`KVScales`), without meaning elsewhere.
         dependent: launch dependently (see `_dependent_launch`).
 
     Everything is computed in fp32 and rounded once. No two rows may have the same slot.
@@ -131,15 +147,18 @@ def qk_norm_rope(
     kv_heads, block_size, dim = cache.shape[2:]
     heads, whole = num_heads + 2 * kv_heads, qk_norm is not None and qk_norm.dim() == 1
     constants = _constants(num_heads, kv_heads, dim, 2 * angles[0].shape[1] if angles else dim, whole)
+    fraction = fraction_of(cache.dtype)
     qk_norm_rope_kernel[(qkv.shape[0], triton.cdiv(heads, constants["BLOCK_HEADS"]))](
         qkv,
         qk_norm,
         *(angles or (None, None)),
         slots,
-        cache,
+        cache.view(torch.uint8) if fraction else cache,
         qkv.stride(0),
-        eps,
+        floats[0],
+        *(floats[1:] if fraction else (None, None)),
         BLOCK_SIZE=block_size,
+        FRACTION=fraction,
         **constants,
         num_warps=_num_warps(constants),
         **options(dependent),
@@ -175,7 +194,7 @@ def _(
     slots: Tensor,
     cache: Tensor,
     num_heads: int,
-    eps: float,
+    floats: list[float],
     dependent: bool,
 ) -> None:
     _check(qkv, qk_norm, angles, slots, cache, num_heads)
@@ -198,7 +217,7 @@ def _check(
         assert sin.is_contiguous()
     assert slots.shape == (rows,)
     assert cache.is_contiguous()
-    assert cache.dtype == qkv.dtype
+    assert cache.dtype == qkv.dtype or cache.dtype in FRACTIONS
 
 
 def qk_norm_rope_reference(
@@ -209,6 +228,7 @@ def qk_norm_rope_reference(
     cache: Tensor,
     num_heads: int,
     eps: float,
+    kv_scales: Sequence[float] = (1.0, 1.0),
 ) -> None:
     """`qk_norm_rope` in plain torch, in float64 and rounded once."""
     kv_heads, block_size, dim = cache.shape[2:]
@@ -228,24 +248,34 @@ def qk_norm_rope_reference(
     for row, slot in enumerate(slots.tolist()):
         if slot >= 0:
             block, offset = divmod(slot, block_size)
-            cache[block, 0, :, offset] = x[row, num_heads:].to(cache.dtype)
-            cache[block, 1, :, offset] = heads[row, num_heads + kv_heads :]
+            written = x[row, num_heads:], heads[row, num_heads + kv_heads :]
+            for at, (part, scale) in enumerate(zip(written, kv_scales, strict=True)):
+                codes = cache.dtype in FRACTIONS
+                cache[block, at, :, offset] = encode(part, scale, cache.dtype) if codes else part.to(cache.dtype)
 
 
 def _variant(
-    name: str, dtype: str, dim: int, *, normed: bool, rotated: int | None = None, whole: bool = False
+    name: str,
+    dtype: str,
+    dim: int,
+    *,
+    normed: bool,
+    rotated: int | None = None,
+    whole: bool = False,
+    fraction: int = 0,
 ) -> Variant:
-    """Of 16 and 8 heads; `rotated` 0: no rotation."""
+    """Of 16 and 8 heads; `rotated` 0: no rotation; `fraction`: of the cache's codes."""
     present = {"qkv": f"*{dtype}", "slots": "*i64", "cache": f"*{dtype}", "qkv_stride": "i32", "eps": "fp32"}
+    present |= {"cache": "*u8", "k_scale": "fp32", "v_scale": "fp32"} if fraction else {}
     present |= {"qk_norm": f"*{dtype}"} if normed else {}
     present |= {} if rotated == 0 else {"cos": "*fp32", "sin": "*fp32"}
     constants = _constants(16, 8, dim, rotated or dim, whole)
-    absent = {arg: None for arg in ("qk_norm", "cos", "sin") if arg not in present}
+    absent = {arg: None for arg in ("qk_norm", "cos", "sin", "k_scale", "v_scale") if arg not in present}
     return Variant(
         name,
         qk_norm_rope_kernel,
         present,
-        constants | {"BLOCK_SIZE": 16, "DEPENDENT": False} | absent,
+        constants | {"BLOCK_SIZE": 16, "FRACTION": fraction, "DEPENDENT": False} | absent,
         num_warps=_num_warps(constants),
         aligned=("qkv_stride",),
     )
@@ -259,4 +289,6 @@ VARIANTS = (
     _variant("qk_norm_rope_bf16_d128_whole", "bf16", 128, normed=True, whole=True),
     _variant("qk_norm_rope_bf16_d128_rotated96", "bf16", 128, normed=False, rotated=96),
     _variant("qk_norm_rope_bf16_d128_unrotated", "bf16", 128, normed=False, rotated=0),
+    _variant("qk_norm_rope_bf16_d128_normed_e4m3", "bf16", 128, normed=True, fraction=3),
+    _variant("qk_norm_rope_bf16_d128_rotated96_e5m2", "bf16", 128, normed=False, rotated=96, fraction=2),
 )

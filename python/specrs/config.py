@@ -25,7 +25,13 @@ from specrs.errors import (
     unknown_key,
 )
 from specrs.kv_events_config import KVEventsConfig
-from specrs.speculative_config import AUTO, SpeculativeConfig, check_model_path, check_quantization
+from specrs.speculative_config import (
+    AUTO,
+    SpeculativeConfig,
+    check_kv_cache_dtype,
+    check_model_path,
+    check_quantization,
+)
 
 DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
 _DTYPE_ALIASES = {"float": "float32", "double": "float64", "half": "float16", "fp32": "float32", "bf16": "bfloat16"}
@@ -42,9 +48,9 @@ class EngineConfig:
 
     `model`: folder, hub id or GGUF file; None is the bundled target. `tokenizer`, `tokenizer_revision`: None is the
     model's.
-    `device`: `auto` (a GPU if there is one that serves), `cpu`, `cuda` or `cuda:N`. `dtype`: of weights and KV cache;
-    `auto` is the checkpoint's. `load_format`: `dummy` fills weights with random numbers, so that a model's speed can be
-    measured where its weights are not at hand.
+    `device`: `auto` (a GPU if there is one that serves), `cpu`, `cuda` or `cuda:N`. `dtype`: of weights, activations
+    and KV cache; `auto` is the checkpoint's. `load_format`: `dummy` fills weights with random numbers, so that a
+    model's speed can be measured where its weights are not at hand.
     `model_impl`: `specrs` computes models by our own decoders, `transformers` by transformers' modules over our KV
     cache, on a CPU; `auto` takes the first for the families that it knows (docs/supported.md) and the second for all
     others. It holds for target and draft alike.
@@ -52,6 +58,9 @@ class EngineConfig:
     `gguf`) may be named, too. Where its weights are not quantized, `fp8`, `int8` and `int4` quantize the projections of
     the target's layers as they are loaded: FP8 and INT8 with a scale for each output, INT4 with one for 128 inputs (64
     or 32 where 128 does not divide them). The text is that of the quantized model. Embedding and LM head are kept.
+    `kv_cache_dtype`: what K and V are cached as. `auto` is `dtype`, whose name may be given, too; `fp8` (which is
+    `fp8_e4m3`) and `fp8_e5m2` are floats of 8 bits times a scale of each layer, the checkpoint's or 1: half the memory
+    of 16 bits, and the text of a model that attends rounded K and V. On a CPU passes are torch's then, op by op.
     `max_model_len`: tokens of prompt and output together; None is the model's `max_position_embeddings`.
     `max_num_seqs`: requests that run at once. `max_num_batched_tokens`: tokens of one launch.
     `long_prefill_token_threshold`: the most prompt tokens of a request in one launch while other prompts want some; 0
@@ -100,6 +109,7 @@ class EngineConfig:
     load_format: str = "auto"
     model_impl: str = "auto"
     quantization: str | None = None
+    kv_cache_dtype: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
@@ -133,6 +143,7 @@ class EngineConfig:
             "kv_events_config": _kv_events(self.kv_events_config),
             "device": _device(self.device),
             "dtype": _dtype(self.dtype),
+            "kv_cache_dtype": check_kv_cache_dtype("kv_cache_dtype", self.kv_cache_dtype),
             "max_num_seqs": check_int(error, "max_num_seqs", self.max_num_seqs, 1, 65536),
             "max_num_batched_tokens": check_int(
                 error, "max_num_batched_tokens", self.max_num_batched_tokens, 1, 1 << 24
@@ -228,6 +239,7 @@ class EngineConfig:
             ("device", device, not device.startswith("cuda"), "'cpu'"),
             ("dtype", dtype, dtype != "float64", "'float32' or 'bfloat16'"),
             ("enforce_eager", self.enforce_eager, not self.enforce_eager, "False"),
+            ("kv_cache_dtype", self.kv_cache_dtype, not self.kv_cache_dtype.startswith("fp8"), "'auto'"),
             *((name, method, method is None, "None") for name, method in quantized.items()),
         ):
             if not serves:
@@ -355,7 +367,6 @@ _HONOURED: dict[str, tuple[object, ...]] = {
     "distributed_executor_backend": (None, "uni", "mp"),
     "swap_space": (4, 4.0, 0, 0.0),
     "cpu_offload_gb": (0, 0.0),
-    "kv_cache_dtype": ("auto",),
     "calculate_kv_scales": (False,),
     "tokenizer_mode": ("auto", "hf", "fast"),
     "config_format": ("auto", "hf"),

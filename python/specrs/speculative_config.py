@@ -33,7 +33,15 @@ AUTO = "auto"
 DEFAULT_MAX_SPECULATIVE_TOKENS = 7
 """The most drafts of `num_speculative_tokens="auto"` unless told otherwise: 8 rows of verification a request."""
 _MODEL = frozenset(
-    {"model", "revision", "max_model_len", "quantization", "parallel_drafting", "use_heterogeneous_vocab"}
+    {
+        "model",
+        "revision",
+        "max_model_len",
+        "quantization",
+        "kv_cache_dtype",
+        "parallel_drafting",
+        "use_heterogeneous_vocab",
+    }
 )
 METHODS = {
     "draft_model": _MODEL,
@@ -55,6 +63,7 @@ HOST_METHODS = frozenset({"ngram", "suffix"})
 DEFAULT_PROMPT_LOOKUP = 5
 """Tokens of an n-gram, shortest and longest, unless told otherwise."""
 MAX_PROMPT_LOOKUP = 1024
+KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
 QUANTIZATIONS = ("fp8", "int8", "int4", "compressed-tensors", "gptq", "awq", "gguf")
 
 
@@ -91,6 +100,7 @@ class SpeculativeConfig:
     whatever the models say, so the text is no model's. Every output is marked so.
     `disable_padded_drafter_batch`: accepted for vLLM's sake; rows are never padded here.
     `quantization`: as the engine's, of the draft; None: what its checkpoint says, whatever the target is.
+    `kv_cache_dtype`: as the engine's, of the draft model; None: the engine's, as for a head always.
     `parallel_drafting`: the draft model is one that was fine-tuned with mask tokens to give all drafts in one pass
     (PARD); its config.json names its mask token, `mask_token_id` or `pard_token`.
     `use_heterogeneous_vocab`: the draft may have another tokenizer than the target. Under `coupled` it reads and writes
@@ -116,6 +126,7 @@ class SpeculativeConfig:
     suffix_decoding_min_token_prob: float | None = None
     suffix_decoding_max_memory_bytes: int | None = None
     quantization: str | None = None
+    kv_cache_dtype: str | None = None
     parallel_drafting: bool = False
     use_heterogeneous_vocab: bool = False
     aux_hidden_state_layer_ids: tuple[int, ...] | None = None
@@ -153,6 +164,8 @@ class SpeculativeConfig:
         checked["method"] = _check_methods(at + "method", self.method)
         object.__setattr__(self, "method", checked["method"])
         check_quantization(at + "quantization", self.quantization)
+        if self.kv_cache_dtype is not None:
+            checked["kv_cache_dtype"] = check_kv_cache_dtype(at + "kv_cache_dtype", self.kv_cache_dtype)
         checked["aux_hidden_state_layer_ids"] = _layer_ids(self.aux_hidden_state_layer_ids)
         if self.rope_theta is not None:
             checked["rope_theta"] = check_number(
@@ -301,6 +314,14 @@ def check_quantization(field: str, value: object) -> None:
     if value is not None and value not in QUANTIZATIONS:
         allowed = ", ".join(map(repr, (None, *QUANTIZATIONS)))
         raise invalid(UnsupportedConfigError, field, value, f"not implemented; allowed: {allowed}")
+
+
+def check_kv_cache_dtype(field: str, value: object) -> str:
+    """Its name; `fp8` is `fp8_e4m3`."""
+    if value not in KV_CACHE_DTYPES:
+        allowed = ", ".join(map(repr, KV_CACHE_DTYPES))
+        raise invalid(UnsupportedConfigError, field, value, f"not implemented; allowed: {allowed}")
+    return "fp8_e4m3" if value == "fp8" else str(value)
 
 
 def _layer_ids(value: object) -> tuple[int, ...] | None:

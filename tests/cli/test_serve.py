@@ -67,7 +67,7 @@ def test_every_flag_of_the_engine(served: list[tuple[EngineConfig, ServerSetting
     flags = "--tokenizer t --revision r --dtype bfloat16 --seed 3 --max-model-len 4K --max-num-seqs 7 --block-size 32"
     more = "--max-num-batched-tokens 1k --num-gpu-blocks-override 9 --no-enable-prefix-caching --enforce-eager"
     policy = "--long-prefill-token-threshold 1K --num-reserved-decode-tokens 128 --priority-aging-launches 50"
-    cpu = "--cpu-prefill torch --no-cpu-bf16-rows -tp 2 --distributed-timeout 7.5"
+    cpu = "--kv-cache-dtype fp8 --cpu-prefill torch --no-cpu-bf16-rows -tp 2 --distributed-timeout 7.5"
     given = [*flags.split(), *more.split(), *policy.split(), *cpu.split()]
     assert main(["serve", "m/m", *given, "--max-logprobs", "5"]) == 0
     ((config, _),) = served
@@ -87,6 +87,7 @@ def test_every_flag_of_the_engine(served: list[tuple[EngineConfig, ServerSetting
         num_gpu_blocks_override=9,
         enable_prefix_caching=False,
         enforce_eager=True,
+        kv_cache_dtype="fp8_e4m3",
         cpu_prefill="torch",
         tensor_parallel_size=2,
         distributed_timeout=7.5,
@@ -158,7 +159,7 @@ def test_flags_without_meaning_are_served_at_their_defaults(served: list[tuple[E
     [
         (["-pp", "2"], "pipeline_parallel_size=2: not implemented; allowed: 1"),
         (["-tp", "3"], "has num_attention_heads=4; allowed: its divisors"),
-        (["--kv-cache-dtype", "fp8"], "kv_cache_dtype='fp8': not implemented"),
+        (["--kv-cache-dtype", "int4"], "kv_cache_dtype='int4': not implemented; allowed: 'auto', 'bfloat16', "),
         (["--trust-remote-code"], "trust_remote_code=True: not implemented; allowed: False"),
         (["--uds", "s.sock"], "--uds='s.sock': not implemented; allowed: None"),
         (["--enable-auto-tool-choice"], "--enable-auto-tool-choice=True: needs --tool-call-parser, one of hermes, "),

@@ -119,6 +119,24 @@ def test_memory_and_kv(folders: tuple[Path, Path]) -> None:
     assert two - one == pytest.approx(1000 * (kv_bytes(roofline.target) + kv_bytes(roofline.draft)) / 1e9)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["fp8", "fp8_e5m2"])
+def test_a_cache_of_codes_is_half(folders: tuple[Path, Path], name: str) -> None:
+    """In memory, and in what attention reads; nothing else is less, and no kernel more."""
+    plain, coded = pair(folders, context=4096), pair(folders, context=4096, kv_cache_dtype=name)
+    assert kv_bytes(coded.target, name) == kv_bytes(plain.target) / 2
+    assert plain.draft is not None
+    saved = 7 * 4096 * (kv_bytes(plain.target) + kv_bytes(plain.draft)) / 2
+    assert plain.memory_gb(7) - coded.memory_gb(7) == pytest.approx(saved / 1e9)
+    for one, other, model in (
+        (plain.target_pass(7, 3), coded.target_pass(7, 3), plain.target),
+        (plain.draft_pass(7), coded.draft_pass(7), plain.draft),
+    ):
+        assert one.bytes - other.bytes == pytest.approx(7 * 4096 * kv_bytes(model) / 2)
+        assert (one.kernels, one.flops) == (other.kernels, other.flops)
+    with pytest.raises(InvalidConfigError, match="kv_cache_dtype='int8': not implemented; allowed: 'auto', "):
+        pair(folders, kv_cache_dtype="int8").target_pass(1, 1)
+
+
 def test_what_is_not_known_is_named(folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(InvalidConfigError, match=r"--roofline='H99': must be one of H100, H200, B200, RTX 4090, DGX"):
         gpu_of("H99")

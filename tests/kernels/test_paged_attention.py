@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from specrs.kernels import paged_attention as kernel
+from specrs.kernels.kv_codes import FRACTIONS, UNSCALED, KVScales
 from torch import Tensor
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
@@ -206,6 +207,40 @@ def test_a_cache_of_fewer_bits(name: str) -> None:
     expected = check(batch)
     batch.kv = unrounded
     assert torch.equal(batch.run(), expected)
+
+
+@pytest.mark.parametrize("name", ["one row", "decode batch", "mixed K", "chunks beside decode", "masked tail"])
+@pytest.mark.parametrize("codes", FRACTIONS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("scales", [UNSCALED, KVScales(0.03, 0.4)])
+def test_a_cache_of_codes(name: str, codes: torch.dtype, dtype: torch.dtype, scales: KVScales) -> None:
+    """Against a loop over what the codes stand for; what was not written is the code of NaN, one row is too large."""
+    batch = make_batch(CASES[name], dtype=dtype, dim=16)
+    most, of_kv = torch.finfo(codes).max, torch.tensor(scales, dtype=torch.float64).view(2, 1, 1, 1)
+    stored = (batch.cache.double() / of_kv).to(codes)
+    batch.kv[0, :, 3] = 1e5
+    of_heads = of_kv.view(2).repeat_interleave(batch.kv_heads).view(-1, 1)
+    rounded = (batch.kv.double() / of_heads).float().clamp(-most, most).to(codes).double() * of_heads
+    before, batch.cache = stored.double() * of_kv, stored
+    plan = batch.plan()
+    kernel.write_kv(batch.kv, batch.cache, plan, scales)
+    out = kernel.paged_attention(batch.q, batch.cache, plan, batch.dim**-0.5, kv_scales=scales)
+    assert out.dtype == dtype
+    assert out.isfinite().all()
+    batch.kv = rounded
+    tolerance = TOLERANCE[dtype] * (1 if dtype == torch.float64 else 4)
+    for row, value in reference(batch, before).items():
+        torch.testing.assert_close(out[row].double(), value, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("codes", FRACTIONS)
+def test_nan_stays_nan_as_a_code(codes: torch.dtype) -> None:
+    batch = make_batch([[9], [4]], dtype=torch.float32)
+    batch.cache = batch.cache.to(codes)
+    batch.kv[1] = NAN
+    out = batch.run()
+    assert out[0].isfinite().all()
+    assert out[1].isnan().all()
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(1, 1, 2), (4, 4, 6), (8, 1, 12), (9, 3, 48)])

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from engine.harness import Bank, assert_idle, greedy_jobs, make_bank, request, run, run_greedy
 from engine.harness import config as engine_config
 from engine.test_equivalence import engine_settings
@@ -94,6 +95,22 @@ def test_text_is_that_of_one_process(drafter: str, tokenizer: Tokenizer) -> None
         assert drafter == "two drafters" or ran.acceptance_histogram == expected.acceptance_histogram
         assert ran.num_cached_tokens == expected.num_cached_tokens > 0
         assert ran.accepted_tokens > 0
+
+
+@pytest.mark.parametrize("drafter", ["a draft model in parts", "a head"])
+def test_a_cache_of_codes(drafter: str, tokenizer: Tokenizer) -> None:
+    settings = {"dtype": "float64", "max_model_len": 128, "device": "cpu", "kv_cache_dtype": "fp8"}
+    speculative = DRAFTERS[drafter]
+    whole = LLM(speculative_config=speculative | {"draft_tensor_parallel_size": 1}, **settings)
+    config = EngineConfig.from_kwargs(speculative_config=speculative, tensor_parallel_size=2, **settings)
+    with engine_on_threads(config) as engine:
+        runner = engine.runner
+        assert isinstance(runner, LeadingRunner)
+        assert {layer.dtype for layer in runner.kv_cache.layers} == {torch.float8_e4m3fn}
+        split = LLM.from_engine(engine, tokenizer)
+        made, expected = (llm.generate(PROMPTS, SAMPLED[0], use_tqdm=False) for llm in (split, whole))
+        assert [one.outputs[0].token_ids for one in made] == [one.outputs[0].token_ids for one in expected]
+        assert split.stats().accepted_tokens > 0
 
 
 def test_four_ranks(bank: Bank) -> None:

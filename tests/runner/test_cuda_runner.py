@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import specrs.models.loader as loader
@@ -22,7 +22,9 @@ from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
 from specrs.engine.weights import Weights, load_weights
+from specrs.kernels.kv_codes import KVScales
 from specrs.kernels.linear import DenseWeight
+from specrs.models.dense import Dense
 from specrs.models.dense_cuda import CudaDense
 from specrs.runner.cuda.runner import CudaRunner
 from specrs.runner.ring import Header, RingSlot
@@ -202,6 +204,33 @@ def test_same_tokens(pair: Pair, rule: str, params: list[SamplingParams], monkey
     assert isinstance(engines[0].runner, CudaRunner)
     mine, theirs = (generate(engine, params) for engine in engines)
     assert_no_ties(pair, theirs, params, rule=rule, monkeypatch=monkeypatch)
+    assert_same(mine, theirs)
+    assert engines[0].stats() == engines[1].stats()
+    assert sum(sum(request.acceptance.histogram) for request in mine) > 0
+
+
+@pytest.mark.parametrize(("codes", "rule"), [(torch.float8_e4m3fn, "rejection"), (torch.float8_e5m2, "coupled")])
+def test_a_cache_of_codes(pair: Pair, codes: torch.dtype, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of target and draft, with scales that are no powers of two; what was not written is the code of NaN."""
+
+    def coded(weights: Weights) -> Weights:
+        models = []
+        for model in (weights.target, weights.draft):
+            held = cast("Dense", model).weights
+            layers = tuple(dataclasses.replace(layer, kv_scales=KVScales(0.03, 0.07)) for layer in held.layers)
+            models.append(Dense(dataclasses.replace(held, layers=layers, cache_dtype=codes)))
+        return dataclasses.replace(weights, target=models[0], draft=models[1])
+
+    as_codes = dataclasses.replace(pair, cpu=coded(pair.cpu), gpu=coded(pair.gpu))
+    params = [GREEDY, SamplingParams(temperature=0.8) if rule == "coupled" else GREEDY, GREEDY]
+    engines = [as_codes.engine(gpu=gpu, rule=rule, monkeypatch=monkeypatch) for gpu in (True, False)]
+    runner = engines[0].runner
+    assert isinstance(runner, CudaRunner)
+    for cache in (runner.ctx.kv_cache, cast("DraftModel", runner.ctx.drafter).kv_cache):
+        assert {layer.dtype for layer in cache.layers} == {codes}
+        for layer in cache.layers:
+            layer.fill_(torch.nan)
+    mine, theirs = (generate(engine, params) for engine in engines)
     assert_same(mine, theirs)
     assert engines[0].stats() == engines[1].stats()
     assert sum(sum(request.acceptance.histogram) for request in mine) > 0

@@ -5,10 +5,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from checkpoints import make_checkpoint
 from kernel_launches import Recorder, fake_context
 from module_files import load_file
 from specrs.forecast.roofline import Roofline, gpu_of
+from specrs.kernels.kv_codes import FRACTIONS
 from specrs.models.loader import load_config
 from specrs.runner.cuda import drafting, iteration
 from specrs.runner.cuda.shapes import Tail
@@ -39,6 +41,21 @@ def test_the_page_has_the_kernels_that_are_launched(script: ModuleType, tmp_path
 def test_a_table_that_is_not_what_is_launched_is_seen(script: ModuleType) -> None:
     page = (ROOT / "docs/gpu.md").read_text()
     assert script.page_with(script.table({"draft pass, batch 1": (171, 176)}), page) != page
+
+
+@pytest.mark.parametrize("cache_dtype", FRACTIONS)
+def test_a_cache_of_codes_takes_no_kernel_more(cache_dtype: torch.dtype, tmp_path: Path) -> None:
+    """Nor a conversion, nor memory of its own: what is launched is what is launched without."""
+    names = []
+    target = make_checkpoint(tmp_path, "qwen3", layers=2, hidden=64, kv_heads=2, head_dim=64, vocab=97)
+    for dtype in (None, cache_dtype):
+        with fake_context(target, target, 3, max_num_seqs=8, max_model_len=128, cache_dtype=dtype) as ctx:
+            assert ctx.kv_cache.layers[0].dtype == (dtype or torch.bfloat16)
+            with Recorder() as recorder:
+                iteration.verify_pass(ctx, 2, 8, 4, greedy=True)
+                drafting.draft_pass(ctx, 1, 2, Tail.GREEDY)
+            names.append([kernel if isinstance(kernel, str) else kernel.name for kernel in recorder.kernels])
+    assert names[0] == names[1]
 
 
 @pytest.mark.parametrize("family", ["qwen2", "olmo2", "gemma3_text", "qwen3_moe", "mixtral", "mistral"])

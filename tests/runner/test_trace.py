@@ -84,7 +84,7 @@ class Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def fake_decoder(folder: Path, dtype: torch.dtype) -> Dense:
+def fake_decoder(folder: Path, dtype: torch.dtype, cache_dtype: torch.dtype | None = None) -> Dense:
     """A decoder of empty tensors on a device that is not there."""
     c = load_config(folder)
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
@@ -118,6 +118,7 @@ def fake_decoder(folder: Path, dtype: torch.dtype) -> Dense:
         lm_head=linear(c.vocab_size, c.hidden_size),
         rotary=torch.empty(c.head_dim, device=CUDA),
         rotaries=tuple(torch.empty(c.head_dim, device=CUDA) for _ in c.ropes),
+        cache_dtype=cache_dtype,
     )
     return Dense(weights)
 

@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model-impl", default="auto", help="auto, specrs or transformers; default: auto")
     parser.add_argument("--quantization", "-q", help="fp8; int8 or int4 on a CPU; default: what the checkpoint says")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="auto, fp8, fp8_e4m3 or fp8_e5m2; default: auto")
     parser.add_argument("--max-model-len", type=int, help="tokens of prompt and output together; default: the model's")
 
 
@@ -83,6 +84,7 @@ def run(arguments: argparse.Namespace) -> None:
         dtype=arguments.dtype or ("float32" if arguments.model is None else "auto"),
         model_impl=arguments.model_impl,
         quantization=arguments.quantization,
+        kv_cache_dtype=arguments.kv_cache_dtype,
         max_model_len=arguments.max_model_len,
         max_num_seqs=1,
     )

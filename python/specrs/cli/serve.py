@@ -102,6 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--priority-aging-launches", type=int, help="waiting that is worth a priority of 1; default: 0, nothing")
     add("--gpu-memory-utilization", type=float, help="share of the GPU's memory to use")
     add("--kv-cache-memory-bytes", type=human_int, help="bytes of KV cache")
+    add("--kv-cache-dtype", help="auto (that of --dtype), fp8, fp8_e4m3 or fp8_e5m2; default: auto")
     add("--block-size", type=int, help="positions of a KV block; default: 16")
     add("--num-gpu-blocks-override", type=int, help="KV blocks, whatever the device")
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, help="default: on")

@@ -19,7 +19,9 @@ from specrs.models.config import MASK_TOKEN_FIELDS, ModelConfig
 from specrs.models.dense_weights import DenseFacts
 from specrs.models.eagle3 import load_eagle3
 from specrs.models.eagle3_head import Eagle3Head
+from specrs.models.kv_cache import resolve_cache_dtype
 from specrs.models.loader import (
+    Types,
     is_known_family,
     load_config,
     load_mask_token_id,
@@ -71,7 +73,8 @@ def load_weights(config: EngineConfig, ranks: Ranks | None = None) -> Weights:
         check_formats(config, device)
         check_weights_fit(config, device)
     config.check_ranks_serve(device.type)
-    target = _load(config, config.target, config.revision, config.dtype, device, config.quantization, ranks=ranks)
+    kinds = config.quantization, config.kv_cache_dtype
+    target = _load(config, config.target, config.revision, config.dtype, device, kinds, ranks=ranks)
     draft = _draft_source(config)
     if speculative is None or draft is None:
         return Weights(target, None)
@@ -81,10 +84,10 @@ def load_weights(config: EngineConfig, ranks: Ranks | None = None) -> Weights:
             raise invalid(UnsupportedConfigError, "speculative_config.method", speculative.method, reason)
         return Weights(target, None, head=_load_head(speculative, draft, target, _of_draft(config, ranks)))
     dtype = str(target.dtype).removeprefix("torch.")
-    field = "speculative_config.quantization"
+    kinds = speculative.quantization, speculative.kv_cache_dtype or config.kv_cache_dtype
     mask = _mask_token_id(*draft) if speculative.parallel_drafting else None
     own = _of_draft(config, ranks)
-    model = _load(config, *draft, dtype, device, speculative.quantization, field, ranks=own)
+    model = _load(config, *draft, dtype, device, kinds, "speculative_config.", ranks=own)
     if not speculative.use_heterogeneous_vocab:
         return Weights(target, model, mask)
     revision = config.tokenizer_revision or (None if config.tokenizer else config.revision)
@@ -159,23 +162,26 @@ def _load(
     revision: str | None,
     dtype: str,
     device: torch.device,
-    quantization: str | None,
-    field: str = "quantization",
+    kinds: tuple[str | None, str],
+    at: str = "",
     ranks: Ranks | None = None,
 ) -> Model:
-    """`field` is that of `quantization`; `ranks` compute the model together."""
+    """`kinds` are `quantization` and `kv_cache_dtype`, whose fields' names begin with `at`; `ranks` compute the model
+    together."""
     if _is_generic(config, source, revision, device):
-        return _load_generic(config, source, revision, dtype, quantization, field)
+        return _load_generic(config, source, revision, dtype, kinds, at)
+    (quantization, kv_cache_dtype), field = kinds, at + "quantization"
     quantization = resolve_quantization(
         field, quantization, source, revision, device.type, load_format=config.load_format
     )
     model = load_config(source, revision=revision)
     if quantization == "int4":
         _check_int4(field, source, model)
+    resolved = resolve_dtype(dtype, model, device)
+    cache_dtype = resolve_cache_dtype(at + "kv_cache_dtype", kv_cache_dtype, resolved)
     if device.type == "cpu" and not config.enforce_eager and ranks is None:
-        resolved = resolve_dtype(dtype, model, device)
         config.check_native_serves(device.type, str(resolved).removeprefix("torch."))
-        if resolved in NATIVE_DTYPES:
+        if resolved in NATIVE_DTYPES and cache_dtype == resolved:
             return load_native(
                 source,
                 dtype=resolved,
@@ -185,10 +191,11 @@ def _load(
                 max_model_len=config.max_model_len,
                 exact=config.dtype != "auto",
             )
-        logger.info("%s: %s is served op by op, the native pass computes float32 and bfloat16", source, resolved)
+        kind = resolved if cache_dtype == resolved else f"a KV cache of {kv_cache_dtype}"
+        logger.info("%s: %s is served op by op, the native pass computes float32 and bfloat16", source, kind)
     return load_model(
         source,
-        dtype=dtype,
+        dtype=Types(dtype, cache_dtype),
         device=device,
         revision=revision,
         load_format=config.load_format,
@@ -211,14 +218,22 @@ def _is_generic(config: EngineConfig, source: str, revision: str | None, device:
 
 
 def _load_generic(
-    config: EngineConfig, source: str, revision: str | None, dtype: str, quantization: str | None, field: str
+    config: EngineConfig, source: str, revision: str | None, dtype: str, kinds: tuple[str | None, str], at: str
 ) -> Model:
     from specrs.models.generic_loader import load_generic  # and transformers' models, which others do without
 
+    quantization, kv_cache_dtype = kinds
     if quantization is not None:
         reason = f"not implemented with model_impl='transformers', which {source} needs; allowed: None"
-        raise invalid(UnsupportedConfigError, field, quantization, reason)
-    model = load_generic(source, dtype=dtype, revision=revision, load_format=config.load_format)
+        raise invalid(UnsupportedConfigError, at + "quantization", quantization, reason)
+    model = load_generic(
+        source,
+        dtype=dtype,
+        revision=revision,
+        load_format=config.load_format,
+        kv_cache_dtype=kv_cache_dtype,
+        field=at + "kv_cache_dtype",
+    )
     if config.model_impl == "auto":
         name = type(model.module).__name__
         logger.info("%s: specrs knows no %s: transformers' modules compute it, with our attention", source, name)
@@ -236,6 +251,7 @@ def _load_head(
         aux_hidden_state_layer_ids=speculative.aux_hidden_state_layer_ids,
         rope_theta=speculative.rope_theta,
         revision=revision,
+        cache_dtype=target.cache_dtype if isinstance(target, DenseFacts) else None,
         ranks=ranks,
     )
     ids = list(head.aux_layer_ids)

@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING
 from specrs.core import CostModel
 from specrs.errors import invalid_config
 from specrs.forecast.gpus import ATTENTION_SHARE, ATTENTION_US, GPUS, KERNEL_US, OVERLAP, PRODUCT_US, Gpu
+from specrs.speculative_config import check_kv_cache_dtype
 
 if TYPE_CHECKING:
+    import torch
+
     from specrs.models.config import ModelConfig
 
 WEIGHT_BITS: Mapping[str | None, float] = {None: 16.0, "fp8": 8.0, "int8": 8.0, "int4": 4.25}
@@ -88,18 +91,29 @@ def model_pass(
     quantization: str | None = None,
     *,
     every_row: bool = True,
+    kv_cache_dtype: str = "auto",
 ) -> Pass:
     """A pass of `rows` rows of each of `batch` requests, which have `context` positions behind them; `every_row` has
     logits, or the last of each request alone.
 
     `quantization`: of the projections, one of `WEIGHT_BITS`; embedding, LM head, router and experts stay bf16, as a
-    GPU keeps them. Raises `InvalidConfigError` for another.
+    GPU keeps them. `kv_cache_dtype`: as `EngineConfig`'s. Raises `InvalidConfigError` for another.
     """
     if quantization not in WEIGHT_BITS:
         names = ", ".join(name for name in WEIGHT_BITS if name)
         raise invalid_config("quantization", quantization, f"must be one of {names}, or left out")
-    heads = batch * (rows if every_row else 1)
-    return Pass(batch * rows, _Layers(config, gpu, batch, rows, context, quantization, heads).work())
+    heads, cached = batch * (rows if every_row else 1), cache_dtype(kv_cache_dtype)
+    return Pass(batch * rows, _Layers(config, gpu, batch, rows, context, quantization, heads, cached).work())
+
+
+def cache_dtype(kv_cache_dtype: str) -> torch.dtype:
+    """Of K and V of a model in bf16. Raises `UnsupportedConfigError`."""
+    import torch
+
+    from specrs.models.kv_cache import resolve_cache_dtype
+
+    field = "kv_cache_dtype"
+    return resolve_cache_dtype(field, check_kv_cache_dtype(field, kv_cache_dtype), torch.bfloat16)
 
 
 def weight_bytes(config: ModelConfig, quantization: str | None = None) -> float:
@@ -110,9 +124,10 @@ def weight_bytes(config: ModelConfig, quantization: str | None = None) -> float:
     return layers * WEIGHT_BITS[quantization] / 8 + 2 * numbers
 
 
-def kv_bytes(config: ModelConfig) -> float:
-    """Memory of a position's K and V in bf16."""
-    return 4.0 * config.num_layers * config.num_kv_heads * config.head_dim
+def kv_bytes(config: ModelConfig, kv_cache_dtype: str = "auto") -> float:
+    """Memory of a position's K and V."""
+    numbers = 2.0 * config.num_layers * config.num_kv_heads * config.head_dim
+    return numbers * cache_dtype(kv_cache_dtype).itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,17 +140,28 @@ class Roofline:
     quantization: str | None = None
     draft_quantization: str | None = None
     context: int = 1024
+    kv_cache_dtype: str = "auto"
+    """Of both."""
 
     def target_pass(self, batch: int, k: int) -> Pass:
         """Verification of `k` drafts of each request; without drafts a row of each."""
-        return model_pass(self.target, self.gpu, batch, k + 1, self.context, self.quantization)
+        cached = self.kv_cache_dtype
+        return model_pass(self.target, self.gpu, batch, k + 1, self.context, self.quantization, kv_cache_dtype=cached)
 
     def draft_pass(self, batch: int, rows: int = 1) -> Pass:
         """A draft pass over `rows` rows of each request. Raises `InvalidConfigError` without a draft."""
         if self.draft is None:
             raise invalid_config("--draft-model", None, "must be given for draft passes")
-        quantization = self.draft_quantization
-        return model_pass(self.draft, self.gpu, batch, rows, self.context, quantization, every_row=False)
+        return model_pass(
+            self.draft,
+            self.gpu,
+            batch,
+            rows,
+            self.context,
+            self.draft_quantization,
+            every_row=False,
+            kv_cache_dtype=self.kv_cache_dtype,
+        )
 
     def kernels(self, batch: int, k: int) -> int:
         """Of an iteration: its passes, and what prepares it, assembles drafts, accepts and commits."""
@@ -160,9 +186,10 @@ class Roofline:
 
     def memory_gb(self, batch: int) -> float:
         """Weights of both, and the KV of `batch` contexts."""
-        total = weight_bytes(self.target, self.quantization) + batch * self.context * kv_bytes(self.target)
+        positions, cached = batch * self.context, self.kv_cache_dtype
+        total = weight_bytes(self.target, self.quantization) + positions * kv_bytes(self.target, cached)
         if self.draft is not None:
-            total += weight_bytes(self.draft, self.draft_quantization) + batch * self.context * kv_bytes(self.draft)
+            total += weight_bytes(self.draft, self.draft_quantization) + positions * kv_bytes(self.draft, cached)
         return total / 1e9
 
 
@@ -185,6 +212,7 @@ class _Layers:
     quantization: str | None
     heads: int
     """Rows that have logits."""
+    cache_dtype: torch.dtype
 
     @property
     def rows(self) -> int:
@@ -283,14 +311,14 @@ class _Layers:
                 num_heads=c.num_heads,
                 num_kv_heads=c.num_kv_heads,
                 head_dim=c.head_dim,
-                dtype=torch.bfloat16,
+                dtypes=(torch.bfloat16, self.cache_dtype),
                 limits=limits,
                 span=self.context if window is None else min(self.context, window),
             )
             combined = cut.splits > 1 and not cut.fused_lines(c.num_heads // c.num_kv_heads)
             seen = self.context if window is None else min(self.context, window)
             kernels += 1 + combined
-            moved += 4.0 * self.batch * seen * c.num_kv_heads * c.head_dim
+            moved += 2.0 * self.batch * seen * c.num_kv_heads * c.head_dim * self.cache_dtype.itemsize
             flops += 4.0 * self.rows * seen * c.num_heads * c.head_dim
         fixed = c.num_layers * ATTENTION_US + (kernels - c.num_layers) * KERNEL_US
         return Work("attention", kernels, moved, flops, fixed)

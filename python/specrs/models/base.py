@@ -32,7 +32,7 @@ class Model(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations and KV cache."""
+        """Of activations, and of the KV cache unless that has codes."""
 
     @property
     def states_dtype(self) -> torch.dtype:

@@ -147,8 +147,9 @@ class Dense(DenseFacts):
                 rms_norm(qk, w.qk_norm, eps, inplace=True)
             if rotation is not None:
                 apply_rotary_(qk if rotary_dim is None else qk.narrow(2, 0, rotary_dim), *rotation)
-            write_kv(qkv.narrow(1, heads, 2 * kv_heads), cache, attention)
-            x = self._sum(w.o.product(paged_attention(qkv.narrow(1, 0, heads), cache, attention, scale)))
+            write_kv(qkv.narrow(1, heads, 2 * kv_heads), cache, attention, w.kv_scales)
+            x = paged_attention(qkv.narrow(1, 0, heads), cache, attention, scale, kv_scales=w.kv_scales)
+            x = self._sum(w.o.product(x))
             if w.attention_output_norm is not None:
                 rms_norm(x, w.attention_output_norm, eps, inplace=True)
             h = x.add_(h) if residual == 1 else x.mul_(residual).add_(h)

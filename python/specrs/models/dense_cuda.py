@@ -195,9 +195,10 @@ def attention(
         # The table's width, not this launch's longest context: sums have one order, and few kernels are compiled.
         held = blocks * cache.shape[3]
         span = held if window is None else min(window, held)
-        cut = _attention_config(batch, inputs.max_q_len, *heads, dtype, ws.limits, span)
-        qk_norm_rope(qkv, norm, turned, slots[group], cache, c.num_heads, c.rms_norm_eps, ws.dependent)
-        paged_attention(qkv[:, :width], cache, where[group], out, scratch, Sight(scale, window), cut, ws.dependent)
+        cut = _attention_config(batch, inputs.max_q_len, *heads, (dtype, cache.dtype), ws.limits, span)
+        floats, sight = [c.rms_norm_eps, *layer.kv_scales], Sight(scale, window, kv_scales=layer.kv_scales)
+        qk_norm_rope(qkv, norm, turned, slots[group], cache, c.num_heads, floats, ws.dependent)
+        paged_attention(qkv[:, :width], cache, where[group], out, scratch, sight, cut, ws.dependent)
 
     return attend
 
@@ -209,7 +210,7 @@ def _attention_config(
     heads: int,
     kv_heads: int,
     dim: int,
-    dtype: torch.dtype,
+    dtypes: tuple[torch.dtype, torch.dtype],
     limits: DeviceLimits,
     span: int,
 ) -> list[int]:
@@ -219,7 +220,7 @@ def _attention_config(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=dim,
-        dtype=dtype,
+        dtypes=dtypes,
         limits=limits,
         span=span,
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specrs.kernels.kv_codes import UNSCALED, KVScales
 from specrs.kernels.linear import Weight
 from specrs.models.base import Model
 from specrs.models.config import ModelConfig
@@ -50,6 +51,8 @@ class LayerWeights:
     """[hidden], of what attention adds to the residual stream, like `mlp_output_norm` of what the MLP adds."""
     mlp_output_norm: Tensor | None = None
     experts: ExpertWeights | None = None
+    kv_scales: KVScales = UNSCALED
+    """Of its K and V where they are cached as codes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,8 @@ class DenseWeights:
     """[rotary_dim] fp32, signed frequencies."""
     rotaries: tuple[Tensor | None, ...] = ()
     """Of each layer; None: none, (): `rotary` of all."""
+    cache_dtype: torch.dtype | None = None
+    """Of K and V in the cache; None: `dtype`."""
 
 
 class DenseFacts(Model):
@@ -87,6 +92,11 @@ class DenseFacts(Model):
     def dtype(self) -> torch.dtype:
         """See `Model`; like what follows."""
         return self.weights.dtype
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Of K and V in the cache."""
+        return self.weights.cache_dtype or self.weights.dtype
 
     @property
     def device(self) -> torch.device:
@@ -131,8 +141,8 @@ class DenseFacts(Model):
 
     def bytes_per_block(self, block_size: int) -> int:
         """See `Model`."""
-        return KVCache.bytes_per_block(self.config, block_size, self.dtype, self.kv_groups)
+        return KVCache.bytes_per_block(self.config, block_size, self.cache_dtype, self.kv_groups)
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """See `Model`."""
-        return KVCache.allocate(self.config, num_blocks, block_size, self.dtype, self.device, self.kv_groups)
+        return KVCache.allocate(self.config, num_blocks, block_size, self.cache_dtype, self.device, self.kv_groups)

@@ -44,11 +44,12 @@ def load_eagle3(
     aux_hidden_state_layer_ids: Sequence[int] | None = None,
     rope_theta: float | None = None,
     revision: str | None = None,
+    cache_dtype: torch.dtype | None = None,
     ranks: Ranks | None = None,
 ) -> Eagle3Head:
     """Load the head in a folder or hub id for `target`, on the target's device; all is checked before any is read.
     The head of a native target is native, too. With `ranks`, those of the target, it is this rank's part of the head;
-    without, the whole head, whatever the target's ranks are.
+    without, the whole head, whatever the target's ranks are. `cache_dtype`: of its K and V, see `Eagle3Weights`.
 
     Embedding and LM head are the target's where the checkpoint leaves them out or has the same numbers.
 
@@ -74,7 +75,8 @@ def load_eagle3(
         return NativeEagle3Head(_NativeLoader(config, checkpoint, facts, dtype).load())
     if ranks is not None:
         check_divides(config.layer, str(path), "speculative_config.draft_tensor_parallel_size", ranks.size)
-    return Eagle3Head(_Loader(config, checkpoint, facts, dtype, ranks).load(), ranks)
+    weights = _Loader(config, checkpoint, facts, dtype, ranks).load()
+    return Eagle3Head(replace(weights, cache_dtype=cache_dtype), ranks)
 
 
 def tensor_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:

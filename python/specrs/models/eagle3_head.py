@@ -50,6 +50,8 @@ class Eagle3Weights:
     target_ids: Tensor
     """[draft vocab] int64"""
     max_position_embeddings: int
+    cache_dtype: torch.dtype | None = None
+    """Of K and V in the cache; None: `dtype`."""
 
 
 class Eagle3Head:
@@ -62,8 +64,13 @@ class Eagle3Head:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations and KV cache."""
+        """Of activations, and of the KV cache unless that has codes."""
         return self.weights.dtype
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Of K and V in the cache."""
+        return self.weights.cache_dtype or self.weights.dtype
 
     @property
     def device(self) -> torch.device:
@@ -104,11 +111,11 @@ class Eagle3Head:
 
     def bytes_per_block(self, block_size: int) -> int:
         """Bytes of KV of one block."""
-        return KVCache.bytes_per_block(self.weights.config.layer, block_size, self.dtype)
+        return KVCache.bytes_per_block(self.weights.config.layer, block_size, self.cache_dtype)
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """A zeroed cache of its own layout: one layer."""
-        return KVCache.allocate(self.weights.config.layer, num_blocks, block_size, self.dtype, self.device)
+        return KVCache.allocate(self.weights.config.layer, num_blocks, block_size, self.cache_dtype, self.device)
 
     def fuse(self, entries: Tensor) -> Tensor:
         """The target's hidden states `[N, L, target's hidden]` as one of its own, `[N, H]`."""
@@ -133,7 +140,7 @@ class Eagle3Head:
         c = config.layer
         heads, kv_heads, eps = c.num_heads, c.num_kv_heads, c.rms_norm_eps
         cos, sin = rotary_cos_sin(inputs.positions, w.rotary, w.dtype)
-        shape = AttentionShape(heads, kv_heads, c.head_dim, kv_cache.block_size, w.dtype)
+        shape = AttentionShape(heads, kv_heads, c.head_dim, kv_cache.block_size, w.dtype, self.cache_dtype)
         attention = plan_attention(inputs.positions, inputs.slots, inputs.q_start, inputs.block_table, shape, k_start)
         cache = kv_cache.layers[0]
         normed = rms_norm(hidden, w.hidden_norm, eps)

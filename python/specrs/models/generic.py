@@ -169,7 +169,8 @@ class _PagedPass:
         return out.view(-1, shape.num_heads, dim)[:, :, : shape.value_dim]
 
     def _plan(self, layer: LayerShape, mask: Mask | None, dtype: torch.dtype) -> AttentionPlan:
-        shape = AttentionShape(layer.num_heads, layer.num_kv_heads, layer.cached_dim, self.kv_cache.block_size, dtype)
+        dtypes = dtype, self.kv_cache.layers[0].dtype
+        shape = AttentionShape(layer.num_heads, layer.num_kv_heads, layer.cached_dim, self.kv_cache.block_size, *dtypes)
         # Masks live as long as the pass, so their identity is theirs alone.
         key = (shape, None if mask is None else id(mask))
         if key not in self.plans:
@@ -270,6 +271,8 @@ class GenericModel(Model):
         self._facts = facts
         self._head = Head(module)
         self._num_parameters = active_parameters(module)
+        self.cache_dtype: torch.dtype = module.dtype
+        """Of K and V in the cache. Codes have a scale of 1."""
 
     @property
     def vocab_size(self) -> int:
@@ -310,12 +313,12 @@ class GenericModel(Model):
     def bytes_per_block(self, block_size: int) -> int:
         """See `Model`."""
         numbers = sum(2 * shape.num_kv_heads * shape.cached_dim for shape in self._facts.shapes)
-        return numbers * block_size * self.dtype.itemsize
+        return numbers * block_size * self.cache_dtype.itemsize
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """See `Model`. Layers may be of different shapes."""
         layers = [(shape.num_kv_heads, shape.cached_dim) for shape in self._facts.shapes]
-        return KVCache.of_layers(layers, num_blocks, block_size, self.dtype, self.device)
+        return KVCache.of_layers(layers, num_blocks, block_size, self.cache_dtype, self.device)
 
     def with_buffers(self, max_rows: int, max_seqs: int, num_hidden_layers: int = 0) -> Model:
         """See `Model`."""

@@ -24,6 +24,7 @@ from specrs.models.config import stop_ids
 from specrs.models.errors import unsupported
 from specrs.models.generic import ATTENTION, GenericFacts, GenericModel, LayerShape, Probe, attending, decoder_name
 from specrs.models.inputs import PassInputs
+from specrs.models.kv_cache import resolve_cache_dtype
 from specrs.models.loader import named_dtype
 
 logger = logging.getLogger("specrs")
@@ -42,9 +43,12 @@ def load_generic(
     dtype: str | torch.dtype = "auto",
     revision: str | None = None,
     load_format: str = "auto",
+    kv_cache_dtype: str = "auto",
+    field: str = "kv_cache_dtype",
 ) -> GenericModel:
     """Load the causal model of a folder or hub id onto the CPU; `dtype` as in `loader.load_model`. `dummy` weights are
-    those that transformers initialises a model with, the same each time.
+    those that transformers initialises a model with, the same each time. `field` is that of `kv_cache_dtype`, see
+    `resolve_cache_dtype`.
 
     Raises CheckpointError, or UnsupportedModelError for what does not fit, by name.
     """
@@ -53,6 +57,7 @@ def load_generic(
     config = _config(folder, raw)
     name = _check_config(folder, raw, config)
     resolved = named_dtype(dtype, raw_dtype(raw), torch.device("cpu"))
+    cache_dtype = resolve_cache_dtype(field, kv_cache_dtype, resolved)
     with _silent():
         module: PreTrainedModel = _load(folder, config, resolved, load_format)
     generation = folder / "generation_config.json"
@@ -60,9 +65,11 @@ def load_generic(
     vocab_size = int(text.vocab_size)
     stops = stop_ids(text.to_dict() | raw, read_json(generation) if generation.exists() else {}, vocab_size)
     try:
-        return _adapted(module, int(text.max_position_embeddings), stops, vocab_size)
+        model = _adapted(module, int(text.max_position_embeddings), stops, vocab_size)
     except UnsupportedModelError as fault:
         raise _refused(folder, name, str(fault)) from None
+    model.cache_dtype = cache_dtype
+    return model
 
 
 def raw_dtype(raw: dict[str, Any]) -> str | None:

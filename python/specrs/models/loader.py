@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from tqdm import tqdm
 
 from specrs.errors import CheckpointError, UnsupportedModelError, invalid
 from specrs.kernels.coded_weight import fuse
+from specrs.kernels.kv_codes import FRACTIONS, UNSCALED
 from specrs.kernels.linear import DenseWeight, Weight, pack
 from specrs.kernels.rotary import signed_frequencies
 from specrs.models.checkpoint import Checkpoint, read_json, resolve_folder
@@ -19,6 +21,7 @@ from specrs.models.dummy import DummyCheckpoint
 from specrs.models.errors import of_folder
 from specrs.models.experts import Experts
 from specrs.models.gguf.checkpoint import GGUFCheckpoint, gguf_config, gguf_path
+from specrs.models.kv_cache import read_kv_scales
 from specrs.models.quantization.at_load import Float8AtLoad, IntegersAtLoad
 from specrs.models.quantization.base import QuantizedTensors
 from specrs.models.quantization.checkpoint import QuantizedCheckpoint
@@ -38,6 +41,15 @@ DTYPES = {
 }
 _ELSEWHERE = {"cpu": "float16", "cuda": "float64"}
 """What a device does not serve: half precision is slow on CPUs and emulated, the GPU kernels have no float64."""
+
+
+class Types(NamedTuple):
+    """What a model is of."""
+
+    computed: str | torch.dtype
+    """Weights and activations."""
+    cached: torch.dtype | None = None
+    """K and V in the cache; None: the same."""
 
 
 def load_config(source: str | Path, *, revision: str | None = None) -> ModelConfig:
@@ -71,7 +83,7 @@ def load_mask_token_id(source: str | Path, *, revision: str | None = None) -> in
 def load_model(
     source: str | Path,
     *,
-    dtype: str | torch.dtype = "auto",
+    dtype: str | torch.dtype | Types = "auto",
     device: torch.device | str = "cpu",
     revision: str | None = None,
     load_format: str = "auto",
@@ -91,6 +103,7 @@ def load_model(
 
     On a GPU codes of a quantized checkpoint stay codes where kernels read them; elsewhere they become numbers, exact in
     float32. `quantization` `fp8`, `int8` or `int4` quantizes the projections of one that is not.
+    Scales of K and V that are cached as codes are the checkpoint's, 1 where it has none.
 
     Raises CheckpointError, or UnsupportedModelError for what is not implemented.
     """
@@ -101,13 +114,17 @@ def load_model(
         checkpoint = Float8AtLoad(checkpoint)
     elif quantization is not None:
         checkpoint = IntegersAtLoad(checkpoint, quantization)
-    resolved = resolve_dtype(dtype, config, device)
+    types = dtype if isinstance(dtype, Types) else Types(dtype)
+    resolved = resolve_dtype(types.computed, config, device)
     if device.type == "cuda" and isinstance(checkpoint, QuantizedTensors):
-        return Dense(CodedLoader(config, checkpoint, resolved, device).load())
-    if ranks is None:
-        return Dense(Loader(config, checkpoint, resolved, device).load())
-    check_divides(config, str(source), "tensor_parallel_size", ranks.size)
-    return Dense(Loader(config, checkpoint, resolved, device, Shard(ranks.rank, ranks.size)).load(), ranks=ranks)
+        loader: Loader = CodedLoader(config, checkpoint, resolved, device)
+    elif ranks is None:
+        loader = Loader(config, checkpoint, resolved, device)
+    else:
+        check_divides(config, str(source), "tensor_parallel_size", ranks.size)
+        loader = Loader(config, checkpoint, resolved, device, Shard(ranks.rank, ranks.size))
+    loader.cache_dtype = types.cached
+    return Dense(loader.load(), ranks=ranks)
 
 
 def open_checkpoint(
@@ -165,6 +182,9 @@ def _read_config(folder: Path) -> ModelConfig:
 class LayerReader:
     """Reads, fuses and lays out the tensors of decoder layers."""
 
+    cache_dtype: torch.dtype | None = None
+    """See `DenseWeights`."""
+
     def __init__(self, checkpoint: Tensors, dtype: torch.dtype, device: torch.device) -> None:
         self.checkpoint = checkpoint
         self.dtype = dtype
@@ -197,6 +217,7 @@ class LayerReader:
             gate_up=self.nothing() if sparse else self.linear([mlp + f"{x}_proj" for x in gate_up], bias=c.mlp_bias),
             down=self.nothing() if sparse else self.linear([mlp + "down_proj"], bias=c.mlp_bias),
             experts=self.experts(prefix, c.experts) if c.experts is not None and sparse else None,
+            kv_scales=read_kv_scales(self.checkpoint, attention) if self.cache_dtype in FRACTIONS else UNSCALED,
         )
 
     def experts(self, prefix: str, experts: Experts) -> ExpertWeights:
@@ -286,6 +307,7 @@ class Loader(LayerReader):
             lm_head=self.lm_head(head),
             rotary=self.rotary((c.rope_theta, c.rope_scaling)),
             rotaries=tuple(rotaries[rope] for rope in c.ropes),
+            cache_dtype=self.cache_dtype,
         )
 
     def rotary(self, rope: Rope) -> Tensor:

@@ -80,6 +80,7 @@ async def server_info(context: Context) -> dict[str, Any]:
         "version": context.version,
         "dtype": config.dtype,
         "quantization": config.quantization,
+        "kv_cache_dtype": config.kv_cache_dtype,
         "max_model_len": limits.max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens,

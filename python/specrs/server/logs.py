@@ -48,7 +48,7 @@ async def log_what_runs(llm: AsyncLLM) -> None:
     config, limits, stats = llm.config, llm.limits, await llm.stats()
     logger.info(
         "Model %s: %s%s on %s%s, %d tokens of context, up to %d requests at once; KV cache of %d tokens in blocks of "
-        "%d",
+        "%d%s",
         config.target,
         config.dtype,
         "" if config.quantization is None else f", {config.quantization}",
@@ -58,6 +58,7 @@ async def log_what_runs(llm: AsyncLLM) -> None:
         config.max_num_seqs,
         stats.num_blocks * config.block_size,
         config.block_size,
+        "" if config.kv_cache_dtype == "auto" else f", {config.kv_cache_dtype}",
     )
     speculative = config.speculative_config
     if speculative is None:

@@ -163,7 +163,7 @@ class _EngineCollector(Collector):
             "block_size": str(config.block_size),
             "num_gpu_blocks": str(stats.num_blocks),
             "enable_prefix_caching": str(config.enable_prefix_caching),
-            "cache_dtype": "auto",
+            "cache_dtype": config.kv_cache_dtype,
         }
         config_info = GaugeMetricFamily("vllm:cache_config_info", "How the KV cache is set up.", labels=(*names, *info))
         config_info.add_metric((*values, *info.values()), 1)

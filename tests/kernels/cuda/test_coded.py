@@ -3,7 +3,6 @@ device, one by one."""
 
 import itertools
 import math
-import operator
 import re
 
 import pytest
@@ -15,6 +14,8 @@ from specrs.kernels.cuda.dequantize import dequantize, dequantize_reference
 from specrs.kernels.cuda.skinny_linear import Product, scratch_sizes, skinny_linear
 from specrs.models.quantization.grouped import Grouped
 from torch import Tensor
+
+from .ptx import bf16_of, execute
 
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
 
@@ -185,42 +186,6 @@ def test_what_no_kernel_reads() -> None:
         (Coding("int8", 160), 160, 32),
     ):
         assert coding.unit(size) == unit
-
-
-def execute(assembly: str, registers: dict[str, int]) -> dict[str, int]:
-    """A few instructions of PTX on 32-bit registers, from their definitions (PTX ISA 8.5, section 9.7)."""
-
-    def value(operand: str) -> int:
-        return int(operand, 0) if operand[0].isdigit() else registers[operand]
-
-    def bf16x2(word: int) -> Tensor:
-        return torch.tensor([word & 0xFFFF, word >> 16]).to(torch.uint16).view(torch.bfloat16).double()
-
-    for line in assembly.splitlines():
-        if line.strip() in ("", "{", "}") or line.strip().startswith(".reg"):
-            continue
-        name, rest = line.strip().rstrip(";").split(" ", 1)
-        out, *operands = (part.strip() for part in rest.split(","))
-        if name == "fma.rn.bf16x2":
-            a, b, c = (bf16x2(value(operand)) for operand in operands)
-            low, high = (a * b + c).bfloat16().view(torch.uint16).tolist()
-            registers[out] = low | high << 16
-            continue
-        a, *others = (value(operand) for operand in operands)
-        if name == "lop3.b32":
-            assert others[2] == 0xEA, "(a & b) | c"
-            registers[out] = a & others[0] | others[1]
-        elif name == "mov.b32":
-            registers[out] = a
-        else:
-            operation = {"shl.b32": operator.lshift, "shr.u32": operator.rshift, "and.b32": operator.and_}[name]
-            registers[out] = operation(a, others[0]) & 0xFFFFFFFF
-    return registers
-
-
-def bf16_of(words: list[int]) -> Tensor:
-    halves = torch.tensor([half for word in words for half in (word & 0xFFFF, word >> 16)])
-    return halves.to(torch.uint16).view(torch.bfloat16).double()
 
 
 def words(codes: list[int], bits: int) -> int:

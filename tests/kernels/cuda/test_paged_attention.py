@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from specrs.kernels.cuda.attention_config import AttentionConfig
 from specrs.kernels.cuda.device import ABSENT, INTERPRETER
 from specrs.kernels.cuda.paged_attention import AttentionRows, Sight, paged_attention, paged_attention_reference
+from specrs.kernels.kv_codes import UNSCALED, KVScales
 from torch import Tensor
 
 from .tolerance import assert_near
@@ -33,6 +34,8 @@ class Pass:
     starts: list[int] | None = None  # the first position that each request's rows attend
     window: int | None = None
     has_sinks: bool = False
+    codes: torch.dtype | None = None  # of K and V
+    kv_scales: KVScales = UNSCALED
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(sum(map(sum, self.rows)))
@@ -47,7 +50,9 @@ class Pass:
         count = sum(needed) + 2
         order = torch.randperm(count, generator=generator)
         self.table = torch.full((len(self.rows), max(needed) + 3), 10**12)
-        self.cache = torch.full((count + 1, 2, self.kv_heads, self.block_size, self.dim), NAN, dtype=self.dtype)
+        self.cache = torch.full(
+            (count + 1, 2, self.kv_heads, self.block_size, self.dim), NAN, dtype=self.codes or self.dtype
+        )
         used = 0
         for b, context in enumerate(contexts):
             blocks = order[used : used + needed[b]]
@@ -57,10 +62,11 @@ class Pass:
             self.table[b, : first // self.block_size] = 10**12
             for p in range(first, context):
                 values = torch.randn(2, self.kv_heads, self.dim, generator=generator)
-                self.cache[blocks[p // self.block_size], :, :, p % self.block_size] = values.to(self.dtype)
+                values = values.to(self.codes or self.dtype)
+                self.cache[blocks[p // self.block_size], :, :, p % self.block_size] = values
 
         sinks = torch.randn(self.heads, generator=generator).to(self.dtype) if self.has_sinks else None
-        self.sight = Sight(self.dim**-0.5, self.window, sinks)
+        self.sight = Sight(self.dim**-0.5, self.window, sinks, self.kv_scales)
 
     def lowest(self, b: int) -> int:
         """The first position that any of a request's rows attends by its window."""
@@ -123,7 +129,9 @@ class Pass:
                     first = max(first, int(self.positions[row]) + 1 - self.window)
                 at = torch.arange(int(self.positions[row]) + 1)[first:]
                 if len(at):
-                    kv = self.cache[self.table[b, at // self.block_size], :, :, at % self.block_size]
+                    kv = self.cache[self.table[b, at // self.block_size], :, :, at % self.block_size].to(self.dtype)
+                    if self.codes is not None:
+                        kv = kv * torch.tensor(self.kv_scales, dtype=self.dtype)[:, None, None]
                     k, v = kv.repeat_interleave(self.heads // self.kv_heads, dim=2).unbind(1)
                     query = self.q[row].view(self.heads, 1, self.dim)
                     scores = (query @ k.permute(1, 2, 0)) * self.dim**-0.5
@@ -179,9 +187,41 @@ def test_any_batch_and_cut(
     p.check(cut(p, *cuts))
 
 
+@settings(max_examples=12, deadline=None)
+@given(
+    codes=st.sampled_from([torch.float8_e4m3fn, torch.float8_e5m2]),
+    scales=st.tuples(*[st.sampled_from([1.0, 0.037, 1.7])] * 2).map(lambda pair: KVScales(*pair)),
+    dim=st.sampled_from([2, 20, 64]),
+    block_size=st.sampled_from([1, 4, 16]),
+    dtype=st.sampled_from([torch.float32, torch.float16]),
+    cuts=st.tuples(st.integers(1, 4), st.sampled_from([1, 3])),
+    window=st.none() | st.integers(1, 40),
+    has_sinks=st.booleans(),
+)
+def test_caches_of_codes(
+    codes: torch.dtype,
+    scales: KVScales,
+    dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    cuts: tuple[int, int],
+    window: int | None,
+    has_sinks: bool,
+) -> None:
+    """Whatever no row attends is the code of NaN."""
+    rows = [span(30, 34), [7, -1], span(0, 3)]
+    p = Pass(rows, 4, 2, dim, block_size, dtype, 0, None, window, has_sinks, codes, scales)
+    p.check(cut(p, *cuts))
+
+
 chosen = functools.partial(AttentionConfig.choose, limits=INTERPRETER, span=64)
 chosen_for_32b = functools.partial(
-    AttentionConfig.choose, num_heads=64, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16, limits=ABSENT
+    AttentionConfig.choose,
+    num_heads=64,
+    num_kv_heads=8,
+    head_dim=128,
+    dtypes=(torch.bfloat16, torch.bfloat16),
+    limits=ABSENT,
 )
 
 
@@ -189,7 +229,7 @@ chosen_for_32b = functools.partial(
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
 def test_verification_with_the_default_configuration(q_len: int, dim: int) -> None:
     p = Pass([span(40 - q_len, 40)], 8, 2, dim, 16, torch.float16)
-    p.check(chosen(batch=1, max_q_len=q_len, num_heads=8, num_kv_heads=2, head_dim=dim, dtype=p.dtype))
+    p.check(chosen(batch=1, max_q_len=q_len, num_heads=8, num_kv_heads=2, head_dim=dim, dtypes=(p.dtype, p.dtype)))
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (8, 1)])  # combined by the last program, by the second kernel
@@ -200,7 +240,7 @@ def test_more_splits_than_blocks(heads: tuple[int, int]) -> None:
 
 def test_prefill_chunks_beside_others() -> None:
     p = Pass([span(0, 37), span(20, 41), [-1, -1], [5]])
-    config = chosen(batch=4, max_q_len=37, num_heads=4, num_kv_heads=2, head_dim=20, dtype=p.dtype)
+    config = chosen(batch=4, max_q_len=37, num_heads=4, num_kv_heads=2, head_dim=20, dtypes=(p.dtype, p.dtype))
     assert config.splits == 1
     p.check(config)
 
@@ -267,8 +307,9 @@ def test_positions_beyond_the_table_are_cut_to_it() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # numpy's, under the interpreter's maximum
-def test_nan_of_a_request_stays_with_it() -> None:
-    p = Pass([[9], [10], [11]])
+@pytest.mark.parametrize("codes", [None, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_nan_of_a_request_stays_with_it(codes: torch.dtype | None) -> None:
+    p = Pass([[9], [10], [11]], codes=codes)
     clean = p.run(cut(p, 1, 3))
     p.cache[p.table[1, 0], :, :, 2] = NAN
     out = p.run(cut(p, 1, 3))

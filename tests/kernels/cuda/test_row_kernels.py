@@ -10,6 +10,7 @@ from specrs.kernels.cuda.activation import activation_and_mul, activation_and_mu
 from specrs.kernels.cuda.embedding import embed, embed_reference
 from specrs.kernels.cuda.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
 from specrs.kernels.cuda.rms_norm import rms_norm, rms_norm_reference
+from specrs.kernels.kv_codes import FRACTIONS
 from specrs.kernels.rotary import apply_rotary_, inverse_frequencies, rotary_cos_sin, signed_frequencies
 from torch import Tensor
 
@@ -147,7 +148,7 @@ def test_qk_norm_rope(
     if turned:
         apply_rotary_(qk[..., :turned], *rotary_cos_sin(positions, signed, dtype))
     before = qkv.clone()
-    qk_norm_rope(qkv, given_norm, cos_sin, slots, cache, num_heads, EPS, False)
+    qk_norm_rope(qkv, given_norm, cos_sin, slots, cache, num_heads, [EPS, 3.0, 5.0], False)
 
     q = num_heads * dim
     assert_near(qkv[:, :q], exact_qkv[:, :q], own[:, :num_heads].reshape(rows, -1))
@@ -159,3 +160,29 @@ def test_qk_norm_rope(
             exact = exact_cache[slot // block_size, 0, :, slot % block_size]
             assert_near(k, exact, own[row, num_heads : num_heads + kv_heads])
             assert torch.equal(v, before[row].view(-1, dim)[num_heads + kv_heads :])
+
+
+@pytest.mark.parametrize("codes", FRACTIONS)
+@pytest.mark.parametrize("part", [1.0, 0.5, 0.0])
+def test_keys_and_values_as_codes(codes: torch.dtype, part: float) -> None:
+    """Each the nearest code of what float64 gives, or a neighbour where that is halfway; too large ones the largest."""
+    heads, kv_heads, dim, block_size, scales = 2, 3, 12, 4, [0.02, 0.3]
+    turned = int(part * dim)
+    qkv = random(3, (heads + 2 * kv_heads) * dim) * torch.logspace(-3, 3, dim).repeat(heads + 2 * kv_heads)
+    qkv[2, 5 * dim], qkv[2, 6 * dim] = 1e9, torch.nan  # of V
+    norm, slots = random(heads + kv_heads, dim), torch.tensor([5, -1, 8])
+    angles = torch.tensor([0.0, 5.0, 40.0])[:, None] * inverse_frequencies(turned, 1e4) if turned else None
+    cos_sin = [] if angles is None else [angles.cos(), angles.sin()]
+    cache = torch.full((5, 2, kv_heads, block_size, dim), torch.nan, dtype=codes)
+    numbers = torch.full(cache.shape, torch.nan, dtype=torch.float64)
+    qk_norm_rope_reference(qkv.double(), norm, cos_sin, slots, numbers, heads, EPS)
+    qk_norm_rope(qkv, norm, cos_sin, slots, cache, heads, [EPS, *scales], False)
+
+    found = cache.double()
+    assert torch.equal(found.isnan(), numbers.isnan())
+    most, bits = torch.finfo(codes).max, FRACTIONS[codes]
+    exact = (numbers / torch.tensor(scales, dtype=torch.float64)[:, None, None, None]).clamp(-most, most)
+    step = 2.0 ** (exact.abs().log2().floor().clamp(min=math.log2(torch.finfo(codes).smallest_normal)) - bits)
+    assert (((found - exact).abs() <= step * (0.5 + 1e-4)) | exact.isnan()).all()
+    assert (found.abs() == most).any()
+    assert (found[1, 1, 0, 1] != found[1, 0, 0, 1]).any()

@@ -89,6 +89,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-num-batched-tokens", type=int, default=2048, help="tokens of one launch; default: 2048")
     group.add_argument("--gpu-memory-utilization", type=float, help="share of the GPU's memory to use")
     group.add_argument("--kv-cache-memory-bytes", type=int, help="bytes of KV cache")
+    group.add_argument("--kv-cache-dtype", help="auto, fp8, fp8_e4m3 or fp8_e5m2; default: auto")
     group.add_argument("--block-size", type=int, help="positions of a KV block")
     group.add_argument("--num-gpu-blocks-override", type=int, help="KV blocks, whatever the device")
     group.add_argument("--launch-depth", type=int, help="launches planned and not yet settled, 1 or 2")
@@ -121,6 +122,7 @@ def engine(arguments: argparse.Namespace, **settings: Any) -> LLM:
         "max_num_batched_tokens",
         "gpu_memory_utilization",
         "kv_cache_memory_bytes",
+        "kv_cache_dtype",
         "block_size",
         "num_gpu_blocks_override",
         "launch_depth",

@@ -25,7 +25,7 @@ _USES = {
     "--itl": {"itl", *_GIVEN},
     "--roofline": {
         "roofline", "model", "draft_model", "batch", "context", "quantization", "draft_quantization",
-        "acceptance_lengths", "acceptance_rates",
+        "kv_cache_dtype", "acceptance_lengths", "acceptance_rates",
     },
     "--target-ms": {"target_ms", "draft_ms", "observed_tpot", "model", *_GIVEN},
 }  # fmt: skip
@@ -83,6 +83,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         computed.add_argument(
             name, choices=("fp8", "int8", "int4"), help=f"codes of the {of}'s projections; default: bf16"
         )
+    computed.add_argument(
+        "--kv-cache-dtype", choices=("auto", "fp8", "fp8_e4m3", "fp8_e5m2"), default="auto", help="default: auto, bf16"
+    )
     measured = parser.add_argument_group("measured here")
     measured.add_argument("--measure", action="store_true", help="each model alone and inside speculation, batch 1")
     measured.add_argument(

@@ -36,6 +36,7 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.quantization,
         arguments.draft_quantization,
         context,
+        arguments.kv_cache_dtype,
     )
     batches = arguments.batch
     model = roofline.cost_model(batches, len(lengths))

@@ -64,7 +64,7 @@ def _attention_scratch(
                 num_heads=config.num_heads,
                 num_kv_heads=config.num_kv_heads,
                 head_dim=config.head_dim,
-                dtype=dtype,
+                dtypes=(dtype, dtype),
                 limits=limits,
                 span=_FAR,
             )

@@ -1,0 +1,300 @@
+"""Engines whose KV cache has codes: their text at any K is that at K = 0, whatever drafts, preempts or is cached; what
+they refuse; how much memory they take."""
+
+import dataclasses
+import logging
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import make_checkpoint, perturb_checkpoint
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from specrs.config import EngineConfig
+from specrs.engine.blueprint import Blueprint
+from specrs.engine.build import build_engine
+from specrs.engine.engine import Engine
+from specrs.engine.request import Request
+from specrs.engine.weights import Weights, load_weights
+from specrs.errors import SpecrsError, UnsupportedConfigError
+from specrs.kernels.kv_codes import FRACTIONS, UNSCALED, KVScales
+from specrs.models.kv_cache import SCALE_NAMES, read_kv_scales
+from specrs.models.loader import load_config, open_checkpoint
+from specrs.models.shards import Shard, ShardedTensors
+from specrs.runner.eager import EagerRunner
+from specrs.sampling import SamplingParams
+from sweep import sweep
+
+from .harness import VOCAB, config, make_prompts, poison, run
+
+CODES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+PROMPTS = make_prompts()
+LENGTH = 14
+CASES = (
+    # kv_cache_dtype of target and draft, drafter
+    ("fp8", None, "close"),
+    ("fp8_e5m2", None, "close"),
+    ("fp8", "auto", "small"),
+    ("auto", "fp8", "close"),
+    ("fp8", None, "ngram"),
+    ("fp8", None, "suffix"),
+)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Path]]:
+    """A target and its drafts."""
+    folder = tmp_path_factory.mktemp("codes")
+    target = make_checkpoint(folder / "target", "qwen3", seed=1, vocab=VOCAB)
+    small = make_checkpoint(folder / "small", "qwen3", seed=3, vocab=VOCAB, kv_heads=1, hidden=32, layers=1)
+    return target, {"close": perturb_checkpoint(target, folder / "close", noise=0.1, seed=2), "small": small}
+
+
+@pytest.fixture(scope="module")
+def loaded() -> dict[EngineConfig, Weights]:
+    """By their configuration; weights are never written to."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def texts() -> dict[tuple[object, ...], list[int]]:
+    """At K = 0."""
+    return {}
+
+
+def settings_of(
+    target: Path, drafts: dict[str, Path], case: tuple[str, str | None, str], k: int, rule: str, **fields: object
+) -> EngineConfig:
+    of_target, of_draft, drafter = case
+    speculative: dict[str, object] = {"num_speculative_tokens": k, "rejection_sample_method": rule}
+    if drafter in drafts:
+        speculative |= {"model": str(drafts[drafter]), "kv_cache_dtype": of_draft}
+    else:
+        speculative["method"] = drafter
+    made = config(target, None, k=0, kv_cache_dtype=of_target, **fields)
+    return dataclasses.replace(made, speculative_config=speculative)
+
+
+def engine_of(loaded: dict[EngineConfig, Weights], made: EngineConfig) -> Engine:
+    speculative = made.speculative_config
+    key = EngineConfig(
+        model=made.model,
+        dtype=made.dtype,
+        kv_cache_dtype=made.kv_cache_dtype,
+        speculative_config=None
+        if speculative is None or speculative.on_host
+        else dataclasses.replace(speculative, num_speculative_tokens=1, rejection_sample_method="rejection"),
+    )
+    if key not in loaded:
+        loaded[key] = load_weights(key)
+    engine = build_engine(made, loaded[key])
+    assert isinstance(engine.runner, EagerRunner)
+    return engine
+
+
+def params(which: int, rule: str, k: int | None) -> SamplingParams:
+    temperature = 0.9 if rule == "coupled" else 0.0
+    return SamplingParams(
+        temperature=temperature,
+        seed=which,
+        max_tokens=LENGTH,
+        num_speculative_tokens=k,
+        detokenize=False,
+        ignore_eos=True,
+    )
+
+
+Job = tuple[int, int | None, int]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+@sweep(8)
+@given(
+    jobs=st.lists(
+        st.tuples(st.integers(0, len(PROMPTS) - 1), st.none() | st.integers(0, 3), st.integers(0, 4)),
+        min_size=1,
+        max_size=6,
+    ),
+    k=st.integers(1, 3),
+    rule=st.sampled_from(["rejection", "coupled"]),
+    block_size=st.sampled_from([4, 16]),
+    budget=st.integers(16, 64),
+    spare=st.integers(0, 8),
+)
+def test_the_text_is_that_of_no_drafts(
+    pair: tuple[Path, dict[str, Path]],
+    loaded: dict[EngineConfig, Weights],
+    texts: dict[tuple[object, ...], list[int]],
+    case: tuple[str, str | None, str],
+    jobs: list[Job],
+    k: int,
+    rule: str,
+    block_size: int,
+    budget: int,
+    spare: int,
+) -> None:
+    """Greedy and coupled, in float64: with few blocks, so that requests are preempted, prompts in chunks and prefixes
+    of others. What was not written is the code of NaN."""
+    blocks = -(-128 // block_size) + spare
+    made = settings_of(
+        *pair, case, k, rule, block_size=block_size, num_gpu_blocks_override=blocks, max_num_batched_tokens=budget
+    )
+    engine = engine_of(loaded, made)
+    poison(engine)
+    requests = []
+    for i, (which, own_k, steps) in enumerate(jobs):
+        own = params(which, rule, None if own_k is None else min(own_k, k))
+        requests.append(Request(i, PROMPTS[which], own, num_speculative_tokens=k))
+        engine.add_request(requests[-1])
+        for _ in range(steps):
+            engine.step()
+    run(engine)
+    for request, (which, _, _) in zip(requests, jobs, strict=True):
+        key = case[0], which, rule
+        if key not in texts:
+            alone = dataclasses.replace(made, speculative_config=None, num_gpu_blocks_override=64)
+            engine = engine_of(loaded, dataclasses.replace(alone, max_num_batched_tokens=128))
+            whole = Request(0, PROMPTS[which], params(which, rule, None), num_speculative_tokens=0)
+            engine.add_request(whole)
+            run(engine)
+            texts[key] = whole.output_token_ids
+        assert request.output_token_ids == texts[key]
+
+
+def test_the_text_is_another_than_without_codes(
+    pair: tuple[Path, dict[str, Path]], loaded: dict[EngineConfig, Weights]
+) -> None:
+    """Or the sweep has shown nothing."""
+    found = set()
+    for dtype in ("auto", "fp8_e4m3", "fp8_e5m2"):
+        engine = engine_of(loaded, config(pair[0], None, k=0, kv_cache_dtype=dtype))
+        requests = [
+            Request(i, p, params(i, "rejection", None), num_speculative_tokens=0) for i, p in enumerate(PROMPTS)
+        ]
+        for request in requests:
+            engine.add_request(request)
+        run(engine)
+        found.add(tuple(tuple(request.output_token_ids) for request in requests))
+    assert len(found) == 3
+
+
+def test_memory(pair: tuple[Path, dict[str, Path]], loaded: dict[EngineConfig, Weights]) -> None:
+    """A byte for each number: as many more blocks fit, and the tensors are as large as is said."""
+    target, drafts = pair
+    per_block = {}
+    for of_target, of_draft in (("auto", None), ("fp8", None), ("fp8", "auto"), ("auto", "fp8_e5m2")):
+        made = settings_of(
+            target, drafts, (of_target, of_draft, "close"), 2, "rejection", kv_cache_memory_bytes=1 << 20
+        )
+        engine = engine_of(loaded, dataclasses.replace(made, dtype="float32", enforce_eager=True))
+        blueprint = Blueprint(engine.config, engine.weights)
+        caches = [engine.runner.kv_cache, engine.drafter.kv_cache]  # type: ignore[union-attr]
+        held = sum(layer.nbytes for cache in caches for layer in cache.layers)
+        blocks = engine.scheduler.num_blocks
+        assert held == (blocks + 1) * blueprint.bytes_per_block
+        assert blocks == (1 << 20) // blueprint.bytes_per_block
+        per_block[of_target, of_draft] = blueprint.bytes_per_block
+    plain = per_block["auto", None]
+    assert per_block["fp8", None] == plain // 4
+    assert per_block["fp8", "auto"] == per_block["auto", "fp8_e5m2"] == plain // 4 + 3 * plain // 8
+
+
+def test_a_native_engine_says_that_it_goes_op_by_op(
+    pair: tuple[Path, dict[str, Path]], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "specrs"):
+        weights = load_weights(EngineConfig(model=str(pair[0]), dtype="float32", kv_cache_dtype="fp8"))
+    expected = "a KV cache of fp8_e4m3 is served op by op, the native pass computes float32 and bfloat16"
+    assert [record.message for record in caplog.records if expected in record.message]
+    assert weights.target.allocate_cache(1, 4).layers[0].dtype == torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("value", ["bfloat16", "float16"])
+def test_numbers_of_another_type_are_refused(pair: tuple[Path, dict[str, Path]], value: str) -> None:
+    target, drafts = pair
+    names = "allowed: 'auto', 'fp8', 'fp8_e4m3' or 'fp8_e5m2'"
+    reason = re.escape(f"kv_cache_dtype='{value}': not implemented for a model computed in float32; {names}")
+    with pytest.raises(UnsupportedConfigError, match="^" + reason):
+        load_weights(EngineConfig(model=str(target), dtype="float32", kv_cache_dtype=value))
+    speculative = {"model": str(drafts["close"]), "num_speculative_tokens": 1, "kv_cache_dtype": value}
+    with pytest.raises(UnsupportedConfigError, match="^speculative_config." + reason):
+        load_weights(EngineConfig(model=str(target), dtype="float32", speculative_config=speculative))
+    made = EngineConfig(model=str(target), dtype="bfloat16", kv_cache_dtype="bfloat16")
+    assert load_weights(made).target.allocate_cache(1, 4).layers[0].dtype == torch.bfloat16
+
+
+def quantized(source: Path, folder: Path, scales: dict[str, torch.Tensor]) -> Path:
+    """The checkpoint `source` as one of compressed-tensors in which no weight is quantized, with tensors besides."""
+    made = make_checkpoint(folder, "qwen3", seed=1, vocab=VOCAB)
+    file = made / "model.safetensors"
+    save_file({**load_file(file), **scales}, file)
+    import json
+
+    raw = json.loads((made / "config.json").read_text())
+    raw["quantization_config"] = {"quant_method": "compressed-tensors", "config_groups": {}}
+    (made / "config.json").write_text(json.dumps(raw))
+    return made
+
+
+@pytest.mark.parametrize("pattern", SCALE_NAMES)
+def test_scales_of_a_checkpoint(pair: tuple[Path, dict[str, Path]], tmp_path: Path, pattern: str) -> None:
+    """By every name; a layer with one scale has it for both, one without has 1. Without codes they are not read."""
+    names = {x: f"model.layers.{{}}.self_attn.{pattern.format(x=x)}" for x in "kv"}
+    scales = {names["k"].format(0): torch.tensor(0.5), names["v"].format(0): torch.tensor([0.25])}
+    folder = quantized(pair[0], tmp_path / "scaled", scales)
+
+    def found(kv_cache_dtype: str) -> list[KVScales]:
+        weights = load_weights(EngineConfig(model=str(folder), dtype="float32", kv_cache_dtype=kv_cache_dtype))
+        return [layer.kv_scales for layer in weights.target.weights.layers]  # type: ignore[attr-defined]
+
+    assert found("fp8")[0] == KVScales(0.5, 0.25)
+    assert set(found("fp8")[1:]) == {UNSCALED}
+    assert set(found("auto")) == {UNSCALED}
+    shard = ShardedTensors(open_checkpoint(folder, None, "auto")[1], load_config(folder), Shard(1, 2))
+    assert read_kv_scales(shard, "model.layers.0.self_attn.") == KVScales(0.5, 0.25), "each rank has the layer's"
+    folder = quantized(pair[0], tmp_path / "one", {names["k"].format(1): torch.tensor(0.5)})
+    assert found("fp8")[1] == KVScales(0.5, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (torch.tensor(0.0), "=0: must be finite and greater than 0"),
+        (torch.tensor(-1.0), "=-1: must be finite and greater than 0"),
+        (torch.tensor(torch.nan), "=nan: must be finite and greater than 0"),
+        (torch.ones(2), " has shape (2,), allowed is one scale of a layer"),
+    ],
+)
+def test_what_is_no_scale(pair: tuple[Path, dict[str, Path]], tmp_path: Path, value: torch.Tensor, reason: str) -> None:
+    name = "model.layers.0.self_attn.v_scale"
+    folder = quantized(pair[0], tmp_path / "wrong", {name: value})
+    with pytest.raises(SpecrsError, match=re.escape(name + reason)):
+        load_weights(EngineConfig(model=str(folder), dtype="float32", kv_cache_dtype="fp8"))
+    load_weights(EngineConfig(model=str(folder), dtype="float32"))
+
+
+@pytest.mark.parametrize("codes", FRACTIONS)
+def test_scales_are_used(pair: tuple[Path, dict[str, Path]], tmp_path: Path, codes: torch.dtype) -> None:
+    """Powers of two change nothing but where numbers are subnormal or too large; scales that are far off do."""
+    name = next(name for name, dtype in CODES.items() if dtype == codes)
+
+    def logits(k: float, v: float) -> torch.Tensor:
+        scales = {
+            f"model.layers.{i}.self_attn.{x}_scale": torch.tensor(scale)
+            for i in range(3)
+            for x, scale in (("k", k), ("v", v))
+        }
+        folder = quantized(pair[0], tmp_path / f"{k}-{v}", scales)
+        weights = load_weights(EngineConfig(model=str(folder), dtype="float64", kv_cache_dtype=name))
+        from models.harness import Feeder
+
+        feeder = Feeder(weights.target)
+        return feeder.feed_chunks(PROMPTS[2][:20], [9, 11])
+
+    plain = logits(1.0, 1.0)
+    near = logits(0.5, 0.5)
+    far_k, far_v = logits(1e-3, 1.0), logits(1.0, 1e-3)
+    assert (near - plain).abs().max() < 0.2 * (far_k - plain).abs().max()
+    assert (near - plain).abs().max() < 0.2 * (far_v - plain).abs().max()
