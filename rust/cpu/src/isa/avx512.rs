@@ -235,6 +235,17 @@ impl<const HAS_DOTS: bool> Simd for Avx512<HAS_DOTS> {
     }
 
     #[inline(always)]
+    fn largest(self, v: __m512) -> f32 {
+        avx512!({
+            let eight = _mm512_max_ps(v, _mm512_shuffle_f32x4::<0b01_00_11_10>(v, v));
+            let four = _mm512_max_ps(eight, _mm512_shuffle_f32x4::<0b10_11_00_01>(eight, eight));
+            let two = _mm512_max_ps(four, _mm512_permute_ps::<0b01_00_11_10>(four));
+            let one = _mm512_max_ps(two, _mm512_permute_ps::<0b10_11_00_01>(two));
+            _mm512_cvtss_f32(one)
+        })
+    }
+
+    #[inline(always)]
     fn sums4(self, v: [__m512; 4]) -> [f32; 4] {
         avx512!({
             let four = quads(v[0], v[1], v[2], v[3]);

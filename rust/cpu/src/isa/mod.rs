@@ -79,6 +79,18 @@ pub(crate) trait Simd: Copy + Send + Sync {
     fn pow2(self, shifted: Self::V) -> Self::V;
     /// The sum of the lanes: i with i + 8, then i + 4, i + 2, i + 1.
     fn sum(self, v: Self::V) -> f32;
+    /// The largest lane, by [`max`](Self::max): i with i + 8, then i + 4, i + 2, i + 1.
+    #[inline(always)]
+    fn largest(self, v: Self::V) -> f32 {
+        let mut x = [0.0; LANES];
+        self.store(v, &mut x);
+        for half in [8, 4, 2, 1] {
+            for i in 0..half {
+                x[i] = if x[i] > x[i + half] { x[i] } else { x[i + half] };
+            }
+        }
+        x[0]
+    }
     /// `sum` of each.
     fn sums4(self, v: [Self::V; 4]) -> [f32; 4];
     /// `sum` of each.

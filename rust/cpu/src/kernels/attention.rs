@@ -4,6 +4,9 @@
 //! from the first that it sees and the others apart. Positions past a row's own, and those before its window, are never
 //! read, whatever lies there.
 
+// Loops over registers, which unroll.
+#![allow(clippy::needless_range_loop)]
+
 use super::element::{Element, Vector};
 use super::exp::exp;
 use crate::isa::{Kernel, LANES, Simd};
@@ -112,27 +115,39 @@ impl<T: Element, K: KvRead<T>> Attend<'_, T, K> {
                     copy(&self.kv.values(block)[from..][..dim], &mut values[j * dim..][..dim]);
                 }
             }
-            for (row, &position) in self.positions.iter().enumerate() {
-                let (from, to) = (first_of(position).max(start), (position as usize + 1).min(end));
-                if from >= to {
+            let seen_by = |row: usize| {
+                let position = self.positions[row];
+                first_of(position).max(start)..(position as usize + 1).min(end)
+            };
+            let mut next = 0;
+            while next < rows {
+                // Rows that see the same positions go together.
+                let (first_row, seen) = (next, seen_by(next));
+                next += 1;
+                while next < rows && seen_by(next) == seen {
+                    next += 1;
+                }
+                if seen.is_empty() {
                     continue;
                 }
-                let seen = (from - start) * dim..(to - start) * dim;
-                for head in 0..heads {
-                    let i = row * heads + head;
-                    let q = &self.q[head * self.head_stride + row * vectors..][..vectors];
-                    let state = State {
-                        sums: &mut scratch.sums[i * vectors..][..vectors],
-                        largest: &mut scratch.largest[i],
-                        total: &mut scratch.total[i],
-                    };
-                    if inside {
-                        let keys = &self.kv.keys(block(first))[offset * dim..][seen.clone()];
-                        let values = &self.kv.values(block(first))[offset * dim..][seen.clone()];
-                        state.group::<S, _, TAIL>(s, q, self.scale, keys, values, dim);
-                    } else {
-                        state.group::<S, _, TAIL>(s, q, self.scale, &keys[seen.clone()], &values[seen.clone()], dim);
-                    }
+                let seen = (seen.start - start) * dim..(seen.end - start) * dim;
+                let units = Units {
+                    first: first_row * heads,
+                    end: next * heads,
+                    heads,
+                    q: self.q,
+                    head_stride: self.head_stride,
+                    scale: self.scale,
+                    sums: &mut scratch.sums,
+                    largest: &mut scratch.largest,
+                    total: &mut scratch.total,
+                };
+                if inside {
+                    let keys = &self.kv.keys(block(first))[offset * dim..][seen.clone()];
+                    let values = &self.kv.values(block(first))[offset * dim..][seen];
+                    units.take_in::<S, _, TAIL>(s, keys, values, dim);
+                } else {
+                    units.take_in::<S, _, TAIL>(s, &keys[seen.clone()], &values[seen], dim);
                 }
             }
         }
@@ -151,104 +166,139 @@ fn copy<T: Element>(from: &[T], to: &mut [f32]) {
     }
 }
 
-/// Where the softmax of one row and head is.
-struct State<'a> {
+/// Pairs of row and head that see the same positions of a group, and where the softmax of each is.
+struct Units<'a> {
+    /// The first one's number, `row * heads + head`.
+    first: usize,
+    end: usize,
+    heads: usize,
+    q: &'a [Vector],
+    head_stride: usize,
+    scale: f32,
     sums: &'a mut [Vector],
-    largest: &'a mut f32,
-    total: &'a mut f32,
+    largest: &'a mut [f32],
+    total: &'a mut [f32],
 }
 
-impl State<'_> {
-    /// Takes in the next group: `keys` and `values` are `[n, dim]`, n <= 16.
+impl Units<'_> {
+    /// Takes in the next group: `keys` and `values` are `[n, dim]`, n <= 16. Several units at once share what is loaded, and
+    /// none waits for the exponentials of another; a unit's sums do not hang on how many.
     #[inline(always)]
-    fn group<S: Simd, T: Element, const TAIL: bool>(
-        self,
+    fn take_in<S: Simd, T: Element, const TAIL: bool>(mut self, s: S, keys: &[T], values: &[T], dim: usize) {
+        if S::WIDE {
+            while self.end - self.first >= 4 {
+                self.some::<S, T, 4, TAIL>(s, keys, values, dim);
+            }
+            if self.end - self.first >= 2 {
+                self.some::<S, T, 2, TAIL>(s, keys, values, dim);
+            }
+        }
+        while self.first < self.end {
+            self.some::<S, T, 1, TAIL>(s, keys, values, dim);
+        }
+    }
+
+    /// The first U units.
+    #[inline(always)]
+    fn some<S: Simd, T: Element, const U: usize, const TAIL: bool>(
+        &mut self,
         s: S,
-        q: &[Vector],
-        scale: f32,
         keys: &[T],
         values: &[T],
         dim: usize,
     ) {
-        let n = keys.len() / dim;
-        let mut scores = [f32::NEG_INFINITY; LANES];
+        let (n, vectors, of) = (keys.len() / dim, dim.div_ceil(LANES), self.first..self.first + U);
+        self.first += U;
+        let mut q: [&[Vector]; U] = [&[]; U];
+        for (u, unit) in of.clone().enumerate() {
+            q[u] = &self.q[unit % self.heads * self.head_stride + unit / self.heads * vectors..][..vectors];
+        }
+        // Lanes past n stay -inf: their weights are exact zeros.
+        let mut scores = [[f32::NEG_INFINITY; LANES]; U];
         let mut j = 0;
-        if S::WIDE {
+        if S::WIDE && U <= 2 {
             while j + 8 <= n {
-                let sums = dots::<S, T, 8, TAIL>(s, q, &keys[j * dim..][..8 * dim], dim);
-                scores[j..j + 8].copy_from_slice(&s.sums8(sums));
+                let sums = dots::<S, T, U, 8, TAIL>(s, &q, &keys[j * dim..][..8 * dim], dim);
+                for u in 0..U {
+                    scores[u][j..j + 8].copy_from_slice(&s.sums8(sums[u]));
+                }
                 j += 8;
             }
         }
         while j + 4 <= n {
-            let sums = dots::<S, T, 4, TAIL>(s, q, &keys[j * dim..][..4 * dim], dim);
-            scores[j..j + 4].copy_from_slice(&s.sums4(sums));
+            let sums = dots::<S, T, U, 4, TAIL>(s, &q, &keys[j * dim..][..4 * dim], dim);
+            for u in 0..U {
+                scores[u][j..j + 4].copy_from_slice(&s.sums4(sums[u]));
+            }
             j += 4;
         }
         while j < n {
-            scores[j] = s.sum(dots::<S, T, 1, TAIL>(s, q, &keys[j * dim..][..dim], dim)[0]);
+            let sums = dots::<S, T, U, 1, TAIL>(s, &q, &keys[j * dim..][..dim], dim);
+            for u in 0..U {
+                scores[u][j] = s.sum(sums[u][0]);
+            }
             j += 1;
         }
-        // Lanes past n stay -inf: their weights are exact zeros.
-        let scaled = s.mul(s.load(&scores), s.splat(scale));
-        s.store(scaled, &mut scores);
-        let before = *self.largest;
-        let group = largest(&scores);
-        let after = if group > before { group } else { before };
-        let mut weights = [0.0; LANES];
-        let exps = exp(s, s.sub(scaled, s.splat(after)));
-        s.store(exps, &mut weights);
-        // e^0 is 1 and products with it change nothing, so they are left out where the largest score stays.
-        if group > before {
-            let mut lanes = [0.0; LANES];
-            s.store(exp(s, s.splat(before - after)), &mut lanes);
-            let fade = s.splat(lanes[0]);
-            *self.total *= lanes[0];
-            for sum in self.sums.iter_mut() {
-                s.store(s.mul(s.load(sum), fade), sum);
+        let (largest, total) = (&mut self.largest[of.clone()], &mut self.total[of.clone()]);
+        let sums = &mut self.sums[of.start * vectors..of.end * vectors];
+        let mut scaled = [s.splat(0.0); U];
+        let (mut grown, mut differences) = (false, [0.0; LANES]);
+        for u in 0..U {
+            scaled[u] = s.mul(s.load(&scores[u]), s.splat(self.scale));
+            let (before, group) = (largest[u], s.largest(scaled[u]));
+            if group > before {
+                (grown, differences[u], largest[u]) = (true, before - group, group);
             }
         }
-        *self.largest = after;
-        *self.total += s.sum(exps);
+        let mut weights = [[0.0; LANES]; U];
+        let mut exps = [s.splat(0.0); U];
+        for u in 0..U {
+            exps[u] = exp(s, s.sub(scaled[u], s.splat(largest[u])));
+            s.store(exps[u], &mut weights[u]);
+        }
+        if grown {
+            // e^0 is 1 and products with it change nothing, where the largest score stays.
+            let mut fades = [0.0; LANES];
+            s.store(exp(s, s.load(&differences)), &mut fades);
+            for (u, sums) in sums.chunks_exact_mut(vectors).enumerate() {
+                total[u] *= fades[u];
+                for sum in sums {
+                    s.store(s.mul(s.load(sum), s.splat(fades[u])), sum);
+                }
+            }
+        }
+        for u in 0..U {
+            total[u] += s.sum(exps[u]);
+        }
+        let mut seen: [&[f32]; U] = [&[]; U];
+        for u in 0..U {
+            seen[u] = &weights[u][..n];
+        }
         let mut v = 0;
-        if S::WIDE {
-            while v + 4 <= self.sums.len() {
-                weigh::<S, T, 4, TAIL>(s, &weights[..n], values, dim, v, self.sums);
+        if S::WIDE && U <= 2 {
+            while v + 4 <= vectors {
+                weigh::<S, T, U, 4, TAIL>(s, &seen, values, dim, v, sums);
                 v += 4;
             }
         }
-        while v + 2 <= self.sums.len() {
-            weigh::<S, T, 2, TAIL>(s, &weights[..n], values, dim, v, self.sums);
+        while v + 2 <= vectors {
+            weigh::<S, T, U, 2, TAIL>(s, &seen, values, dim, v, sums);
             v += 2;
         }
-        if v < self.sums.len() {
-            weigh::<S, T, 1, TAIL>(s, &weights[..n], values, dim, v, self.sums);
+        if v < vectors {
+            weigh::<S, T, U, 1, TAIL>(s, &seen, values, dim, v, sums);
         }
     }
 }
 
-/// The largest lane; lanes i with i + 8, then i + 4, i + 2, i + 1.
+/// Lanes of the products of U queries with P keys; features are summed in order, by their number modulo 16.
 #[inline(always)]
-fn largest(x: &Vector) -> f32 {
-    let larger = |a: f32, b: f32| if a > b { a } else { b };
-    let (mut eight, mut four) = ([0.0; 8], [0.0; 4]);
-    for i in 0..8 {
-        eight[i] = larger(x[i], x[i + 8]);
-    }
-    for i in 0..4 {
-        four[i] = larger(eight[i], eight[i + 4]);
-    }
-    larger(larger(four[0], four[2]), larger(four[1], four[3]))
-}
-
-/// Lanes of the products of q with P keys; features are summed in order, by their number modulo 16.
-#[inline(always)]
-fn dots<S: Simd, T: Element, const P: usize, const TAIL: bool>(
+fn dots<S: Simd, T: Element, const U: usize, const P: usize, const TAIL: bool>(
     s: S,
-    q: &[Vector],
+    q: &[&[Vector]; U],
     keys: &[T],
     dim: usize,
-) -> [S::V; P] {
+) -> [[S::V; P]; U] {
     let whole = dim / LANES;
     let mut k: [&[[T; LANES]]; P] = [&[]; P];
     let mut tails: [&[T]; P] = [&[]; P];
@@ -256,61 +306,88 @@ fn dots<S: Simd, T: Element, const P: usize, const TAIL: bool>(
         let (vectors, tail) = keys[j * dim..][..dim].as_chunks();
         (k[j], tails[j]) = (&vectors[..whole], tail);
     }
-    let body = &q[..whole];
-    let mut sums = [s.splat(0.0); P];
+    let mut body: [&[Vector]; U] = [&[]; U];
+    for u in 0..U {
+        body[u] = &q[u][..whole];
+    }
+    let mut sums = [[s.splat(0.0); P]; U];
     for i in 0..whole {
-        let q = s.load(&body[i]);
+        let mut x = [s.splat(0.0); U];
+        for u in 0..U {
+            x[u] = s.load(&body[u][i]);
+        }
         for j in 0..P {
-            sums[j] = s.fma(T::load(s, &k[j][i]), q, sums[j]);
+            let k = T::load(s, &k[j][i]);
+            for u in 0..U {
+                sums[u][j] = s.fma(k, x[u], sums[u][j]);
+            }
         }
     }
     if TAIL {
-        let q = s.load(&q[whole]);
         for j in 0..P {
-            sums[j] = s.fma(T::load_tail(s, tails[j]), q, sums[j]);
+            let k = T::load_tail(s, tails[j]);
+            for u in 0..U {
+                sums[u][j] = s.fma(k, s.load(&q[u][whole]), sums[u][j]);
+            }
         }
     }
     sums
 }
 
-/// Adds the weighted values of features 16 v to 16 (v + C): the even positions' sum and the odd ones', then both.
+/// Adds the weighted values of features 16 v to 16 (v + C) to the sums `[U, ceil(dim / 16)]`: the even positions' sum and the
+/// odd ones', then both.
 #[inline(always)]
-fn weigh<S: Simd, T: Element, const C: usize, const TAIL: bool>(
+fn weigh<S: Simd, T: Element, const U: usize, const C: usize, const TAIL: bool>(
     s: S,
-    weights: &[f32],
+    weights: &[&[f32]; U],
     values: &[T],
     dim: usize,
     v: usize,
     sums: &mut [Vector],
 ) {
-    let (mut even, mut odd) = ([s.splat(0.0); C], [s.splat(0.0); C]);
-    let (pairs, last) = weights.as_chunks::<2>();
-    let mut rows = values.chunks_exact(2 * dim);
-    for (pair, rows) in pairs.iter().zip(rows.by_ref()) {
-        let (first, second) = rows.split_at(dim);
-        add_row::<S, T, C, TAIL>(s, pair[0], &first[v * LANES..], &mut even);
-        add_row::<S, T, C, TAIL>(s, pair[1], &second[v * LANES..], &mut odd);
+    let (mut even, mut odd) = ([[s.splat(0.0); C]; U], [[s.splat(0.0); C]; U]);
+    let n = weights[0].len();
+    for j in (0..n / 2 * 2).step_by(2) {
+        let (first, second) = values[j * dim..][..2 * dim].split_at(dim);
+        add_row::<S, T, U, C, TAIL>(s, weights, j, &first[v * LANES..], &mut even);
+        add_row::<S, T, U, C, TAIL>(s, weights, j + 1, &second[v * LANES..], &mut odd);
     }
-    if let [weight] = last {
-        add_row::<S, T, C, TAIL>(s, *weight, &rows.remainder()[v * LANES..], &mut even);
+    if n % 2 == 1 {
+        add_row::<S, T, U, C, TAIL>(s, weights, n - 1, &values[(n - 1) * dim..][v * LANES..dim], &mut even);
     }
-    for (c, sum) in sums[v..v + C].iter_mut().enumerate() {
-        s.store(s.add(s.load(sum), s.add(even[c], odd[c])), sum);
+    let vectors = sums.len() / U;
+    for u in 0..U {
+        for (c, sum) in sums[u * vectors + v..][..C].iter_mut().enumerate() {
+            s.store(s.add(s.load(sum), s.add(even[u][c], odd[u][c])), sum);
+        }
     }
 }
 
+/// Adds the features of one position, weighted.
 #[inline(always)]
-fn add_row<S: Simd, T: Element, const C: usize, const TAIL: bool>(s: S, weight: f32, row: &[T], sums: &mut [S::V; C]) {
-    let weight = s.splat(weight);
+fn add_row<S: Simd, T: Element, const U: usize, const C: usize, const TAIL: bool>(
+    s: S,
+    weights: &[&[f32]; U],
+    position: usize,
+    row: &[T],
+    sums: &mut [[S::V; C]; U],
+) {
+    let mut x = [s.splat(0.0); C];
     if TAIL {
         for c in 0..C {
             let row = &row[c * LANES..];
-            sums[c] = s.fma(weight, T::load_tail(s, &row[..row.len().min(LANES)]), sums[c]);
+            x[c] = T::load_tail(s, &row[..row.len().min(LANES)]);
         }
     } else {
         let (vectors, _) = row[..C * LANES].as_chunks::<LANES>();
         for c in 0..C {
-            sums[c] = s.fma(weight, T::load(s, &vectors[c]), sums[c]);
+            x[c] = T::load(s, &vectors[c]);
+        }
+    }
+    for u in 0..U {
+        let weight = s.splat(weights[u][position]);
+        for c in 0..C {
+            sums[u][c] = s.fma(weight, x[c], sums[u][c]);
         }
     }
 }
