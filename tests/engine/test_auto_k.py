@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -50,6 +51,30 @@ def restless(engine: Engine, seed: int) -> None:
             )
 
     engine.watch = jump
+
+
+def test_what_is_one_call_on_a_cpu_is_measured_for_a_shorter_time(
+    native_qwen_bank: Bank, qwen_bank: Bank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No time at all is two batches and one round; without a bound every round is run."""
+    measured: list[tuple[int, int]] = []
+
+    def measure(_: Engine, batch: int, k: int) -> float:
+        measured.append((batch, k))
+        return 1.0
+
+    monkeypatch.setattr(warm_up, "_measure", measure)
+    monkeypatch.setattr(warm_up, "SECONDS", math.inf)
+    monkeypatch.setattr(warm_up, "NATIVE_SECONDS", 0.0)
+    for bank, rounds in ((native_qwen_bank, 1), (qwen_bank, warm_up.MAX_ROUNDS)):
+        measured.clear()
+        draft = bank.drafts["close"]
+        settings = config(bank.target, draft, k=1, dtype=bank.dtype, max_num_seqs=8)
+        assert settings.speculative_config is not None
+        speculative = replace(settings.speculative_config, num_speculative_tokens="auto", max_num_speculative_tokens=K)
+        build_engine(replace(settings, speculative_config=speculative))
+        assert measured[1:].count((2, K)) == rounds
+        assert max(batch for batch, _ in measured) == (2 if rounds == 1 else 8)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -11,6 +11,7 @@ import numpy as np
 
 from specrs.core import CostModel
 from specrs.engine.request import Request
+from specrs.runner.native import NativeRunner
 from specrs.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 SECONDS = 2.0
 """Time to measure for, a last round apart; batches for which there is no time in it are not measured, but two are."""
+NATIVE_SECONDS = 0.2
+"""The same where a launch is one call on a CPU: short, and alike."""
 LAUNCHES = 2
 """Launches of each batch and K in a round; the fastest of all rounds counts, because noise only adds to it."""
 MAX_ROUNDS = 8
@@ -39,6 +42,7 @@ def measure_costs(engine: Engine) -> tuple[CostModel, float]:
     batches = sorted({rows} | {1 << i for i in range(rows.bit_length()) if 1 << i < rows})
     _measure(engine, 1, most)  # first calls allocate
     table = {(batch, k): math.inf for batch in batches for k in ks}
+    seconds = NATIVE_SECONDS if isinstance(engine.runner, NativeRunner) else SECONDS
     began, measured = time.perf_counter(), len(batches)
     for rounds in range(MAX_ROUNDS):
         for i, batch in enumerate(batches[:measured]):
@@ -46,10 +50,10 @@ def measure_costs(engine: Engine) -> tuple[CostModel, float]:
             for k in reversed(ks):  # the deepest first: the others find its draft KV in the prefix cache
                 table[batch, k] = min(table[batch, k], _measure(engine, batch, k))
             now = time.perf_counter()
-            if not rounds and i and now - began + 2.0 * (now - before) > SECONDS:
+            if not rounds and i and now - began + 2.0 * (now - before) > seconds:
                 measured = i + 1
                 break
-        if time.perf_counter() - began > SECONDS:
+        if time.perf_counter() - began > seconds:
             break
     # In a context too short for a single draft no draft pays, whatever it costs.
     known = [[table[batch, k] if math.isfinite(table[batch, k]) else 1.0 for k in ks] for batch in batches[:measured]]
