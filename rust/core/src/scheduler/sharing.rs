@@ -1,9 +1,10 @@
-//! Whose turn it is where somebody asks for many requests at once: callers of one priority share rows and blocks, whatever each asks for.
+//! Whose turn it is where somebody asks for many requests at once: callers of one priority share rows and blocks,
+//! whatever each asks for.
 //!
-//! A request's turn is the number of its caller's requests that have, or get, a row before it. Smaller turns go first, and one that waits
-//! takes the row of a running one of a greater turn, so that callers come to hold the same number of rows as far as they ask for them. What
-//! gave up its row has the same turn when it waits, so none is taken back and forth. A request without a caller has turn 0: among such
-//! requests all of this changes nothing.
+//! A request's turn is the number of its caller's requests that have, or get, a row before it. Smaller turns go first,
+//! and one that waits takes the row of a running one of a greater turn, so that callers come to hold the same number of
+//! rows as far as they ask for them. What gave up its row has the same turn when it waits, so none is taken back and
+//! forth. A request without a caller has turn 0: among such requests all of this changes nothing.
 
 use std::collections::HashMap;
 
@@ -34,8 +35,8 @@ impl Turns {
 }
 
 impl Scheduler {
-    /// Puts the waiting requests that this plan may admit into its queue, in turn: no more than there are free rows, and one. Sorts all that
-    /// wait while a caller has several live requests: some 100 us for 4096 of them.
+    /// Puts the waiting requests that this plan may admit into its queue, in turn: no more than there are free rows,
+    /// and one. Sorts all that wait while a caller has several live requests: some 100 us for 4096 of them.
     pub(super) fn queue_by_turn(&self, plan: &mut Plan) {
         let most = self.free_rows.len() + 1;
         plan.queue.clear();
@@ -48,8 +49,8 @@ impl Scheduler {
         plan.queue.extend(queue.iter().take(most).map(|&(_, index)| index));
     }
 
-    /// Sends one running request back to waiting if another that waits has a smaller turn and found no row, or no blocks in the last plan. One at
-    /// a time: while a row is coming free, none.
+    /// Sends one running request back to waiting if another that waits has a smaller turn and found no row, or no
+    /// blocks in the last plan. One at a time: while a row is coming free, none.
     pub(super) fn share(&mut self, plan: &mut Plan) -> Result<()> {
         let refused = std::mem::take(&mut plan.refused) || self.free_rows.is_empty();
         let coming_free = self.free_rows.len() + self.running.len() < self.rows.len();
@@ -67,7 +68,8 @@ impl Scheduler {
         }
     }
 
-    /// Of the running rows from `place` on the one with the last turn, which is the first to lose its blocks; one at least must be there.
+    /// Of the running rows from `place` on the one with the last turn, which is the first to lose its blocks; one at
+    /// least must be there.
     pub(super) fn last_by_turn(&self, place: usize) -> RowIndex {
         if self.num_with_caller == 0 {
             return self.running[self.running.len() - 1];

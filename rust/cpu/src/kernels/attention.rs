@@ -334,8 +334,8 @@ fn dots<S: Simd, T: Element, const U: usize, const P: usize, const TAIL: bool>(
     sums
 }
 
-/// Adds the weighted values of features 16 v to 16 (v + C) to the sums `[U, ceil(dim / 16)]`: the even positions' sum and the
-/// odd ones', then both.
+/// Adds the weighted values of features 16 v to 16 (v + C) to the sums `[U, ceil(dim / 16)]`: the even positions' sum
+/// and the odd ones', then both.
 #[inline(always)]
 fn weigh<S: Simd, T: Element, const U: usize, const C: usize, const TAIL: bool>(
     s: S,
