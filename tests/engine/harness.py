@@ -10,6 +10,7 @@ from checkpoints import edit_json, make_checkpoint, perturb_checkpoint
 from hf_reference import generate, load
 from hypothesis import strategies as st
 from specrs.config import EngineConfig
+from specrs.engine.blueprint import Blueprint
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
@@ -126,10 +127,15 @@ def config(
 
 
 def make_engine(target: Path, draft: Path | None, *, k: int, dtype: str = "float64", **fields: object) -> Engine:
-    """An engine on cached weights."""
+    """An engine on cached weights. A drawn pool that holds no request of full length, which KV groups make longer, is
+    made as large as that."""
     made = config(target, draft, k=k, dtype=dtype, **fields)
     method = "draft_model" if made.speculative_config is None else made.speculative_config.method
-    return build_engine(made, weights(target, draft, dtype, made.enforce_eager, method))
+    cached = weights(target, draft, dtype, made.enforce_eager, method)
+    if made.num_gpu_blocks_override is not None:
+        least = Blueprint(made, cached).with_kv_groups().least_blocks
+        made = replace(made, num_gpu_blocks_override=max(made.num_gpu_blocks_override, least))
+    return build_engine(made, cached)
 
 
 def request(

@@ -151,10 +151,10 @@ def test_abort_waiting_running_and_in_flight(bank: Bank, depth: int) -> None:
 
 
 def test_a_refused_request_leaves_nothing_behind(bank: Bank) -> None:
-    engine = make_engine(bank.target, None, k=0, num_gpu_blocks_override=4)
+    engine = make_engine(bank.target, None, k=0)
     engine.add_request(request(0, bank.prompts[1], k=None, max_tokens=4, engine_k=0))
-    with pytest.raises(InvalidRequestError, match=r"blocks"):
-        engine.add_request(request(1, bank.prompts[5], k=None, max_tokens=40, engine_k=0))
+    with pytest.raises(InvalidRequestError, match=r"prompt"):
+        engine.add_request(request(1, bank.prompts[5] * 20, k=None, max_tokens=40, engine_k=0))
     with pytest.raises(DuplicateRequestError, match="0"):
         engine.add_request(request(0, bank.prompts[1], k=None, max_tokens=4, engine_k=0))
     with pytest.raises(InvalidRequestError, match=r"prompt_token_ids\[1\]=211"):

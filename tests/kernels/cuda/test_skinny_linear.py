@@ -46,7 +46,8 @@ def operands(
         "x": torch.cat((random(m, k), torch.full((m, 5), torch.nan, dtype=dtype)), dim=1)[:, :k],
         "weight": random(n * (1 + gated), k),
         "bias": random(n * (1 + gated)) if bias else None,
-        "squares": 3 * k * torch.rand(norm, MAX_ROWS, generator=generator) if norm else None,
+        # None near zero, or the product of a gate and what it lets through is beyond float16.
+        "squares": k * (0.2 + 3 * torch.rand(norm, MAX_ROWS, generator=generator)) if norm else None,
         "next_norm": random(n) if next else None,
         "out": random(m, n + 3)[:, :n],
     }
