@@ -50,7 +50,21 @@ pub(super) struct Budget {
     pub(super) chunks: usize,
     pub(super) prefill_left: usize,
     /// Of them those whose own probabilities are asked for.
-    pub(super) told_left: usize,
+    told_left: usize,
+}
+
+impl Budget {
+    /// What is left for a chunk of a prompt; `told`: log probabilities of it are asked for.
+    fn left(&self, told: bool) -> usize {
+        if told { self.prefill_left.min(self.told_left) } else { self.prefill_left }
+    }
+
+    fn take(&mut self, len: usize, told: bool) {
+        self.prefill_left -= len;
+        if told {
+            self.told_left -= len;
+        }
+    }
 }
 
 /// Prompt tokens with log probabilities in a launch beside requests that decode, which wait for it: each costs an LM head, a search for the
@@ -239,21 +253,12 @@ impl Scheduler {
 
     /// What is left for a chunk of this request.
     pub(super) fn chunk_left(&self, plan: &mut Plan, index: RequestIndex) -> usize {
-        let budget = self.budget(plan);
-        if self.requests[index].tells_prompt() {
-            budget.prefill_left.min(budget.told_left)
-        } else {
-            budget.prefill_left
-        }
+        self.budget(plan).left(self.requests[index].tells_prompt())
     }
 
     pub(super) fn push_chunk(&mut self, plan: &mut Plan, chunk: PrefillChunk) {
-        let tells = self.requests[self.rows[chunk.row as usize].request].tells_prompt();
-        let budget = self.budget(plan);
-        budget.prefill_left -= chunk.len;
-        if tells {
-            budget.told_left -= chunk.len;
-        }
+        let told = self.requests[self.rows[chunk.row as usize].request].tells_prompt();
+        self.budget(plan).take(chunk.len, told);
         plan.prefill_tokens += chunk.len;
         plan.chunks.push(chunk);
     }
@@ -273,16 +278,12 @@ impl Scheduler {
             let row = &self.rows[chunk.row as usize];
             let end = chunk.start + chunk.len;
             let covered = self.coverable(row.blocks.len());
-            let tells = self.requests[row.request].tells_prompt();
-            let left = if tells { budget.prefill_left.min(budget.told_left) } else { budget.prefill_left };
-            let more = (row.prefill_end - end).min(left).min(covered - end);
+            let told = self.requests[row.request].tells_prompt();
+            let more = (row.prefill_end - end).min(budget.left(told)).min(covered - end);
             self.grow(chunk.row, end + more)?;
             chunk.len += more;
             plan.prefill_tokens += more;
-            budget.prefill_left -= more;
-            if tells {
-                budget.told_left -= more;
-            }
+            budget.take(more, told);
         }
         Ok(())
     }
