@@ -37,7 +37,10 @@ def test_it_runs_on_every_linux_since_2014_and_python_since_3_11(package: str, p
     path = wheel(package, processor)
     told = " ".join(run(sys.executable, "-m", "auditwheel", "show", path).split())
     assert f'consistent with the following platform tag: "manylinux_2_17_{processor}"' in told, told
-    assert "requires no external shared libraries" in told, told
+    # auditwheel says that nothing else is linked only of the oldest tag that a processor has.
+    linked = set(re.findall(r"(\S+\.so\S*) with versions", told))
+    assert linked, told
+    assert linked <= {"libc.so.6", "libdl.so.2", "libm.so.6", "libpthread.so.0"}, told
     checked = run(sys.executable, "-m", "abi3audit", "--strict", "--report", path)
     assert re.search(r'"is_abi3": ?true', checked), checked
     assert not re.search(r'"non_abi3_symbols": ?\[[^\]]', checked), checked
