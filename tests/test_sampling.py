@@ -56,6 +56,7 @@ def test_defaults_are_those_of_vllm() -> None:
         "bad_words": None,
         "extra_args": None,
         "num_speculative_tokens": None,
+        "return_drafts": False,
     }
     assert expected == FIELDS
 
@@ -122,6 +123,7 @@ def test_defaults_are_those_of_vllm() -> None:
         ("detokenize", None, "True or False"),
         ("skip_special_tokens", "yes", "True or False"),
         ("include_stop_str_in_output", 0, "True or False"),
+        ("return_drafts", 1, "True or False"),
     ],
 )
 def test_wrong_values_are_refused_by_name(field: str, value: object, allowed: str) -> None:

@@ -105,6 +105,8 @@ def update_kernel(  # type: ignore[no-untyped-def]
     alive = tl.load(alive_ptr + b) != 0
     accepted = tl.minimum(tl.maximum(tl.load(accepted_ptr + b), 0), k)
     tokens = tl.load(emitted_ptr + b * emitted_stride + j, mask=j <= K, other=0)
+    # Draft j, reported behind what is emitted where it was rejected.
+    draft = tl.load(tokens_ptr + row * tokens_stride + n + j - 1, mask=(j > accepted) & (j <= k), other=0)
 
     top = tl.load(target_top_ptr + tl.load(q_start_ptr + b) + j, mask=j < tl.where(alive, k + 1, 0), other=0.0)
     finite = tl.sum(tl.where(_is_finite(top), 0, 1)) == 0
@@ -125,6 +127,7 @@ def update_kernel(  # type: ignore[no-untyped-def]
     emitted = tl.where(good, tl.minimum(accepted, first_stop) + 1, 0)
     grown = n + emitted
 
+    tl.debug_barrier()  # the last token takes the place of the first rejected draft, which another thread reads
     tl.store(tokens_ptr + row * tokens_stride + n + j, tokens, mask=j < emitted)
     goes_on = good & (first_stop == K + 1) & (grown < tl.load(limit_ptr + row))
     if alive:
@@ -150,7 +153,8 @@ def update_kernel(  # type: ignore[no-untyped-def]
         tl.store(out_flags_ptr + b, tl.where(alive, flags, 0).to(tl.int64))
         ended = tl.where(first_stop == K + 1, _LENGTH, _STOP)
         tl.store(out_finish_ptr + b, tl.where(good & ~goes_on, ended, 0).to(tl.int64))
-        tl.store(out_tokens_ptr + b * results_stride + j, tokens, mask=j <= K)
+        told = tl.where((j > accepted) & (j <= k), draft, tokens)
+        tl.store(out_tokens_ptr + b * results_stride + j, told, mask=j <= K)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +202,7 @@ class Reported(Protocol):
 
     @property
     def tokens(self) -> Tensor:
-        """[B, engine's K + 1]"""
+        """[B, engine's K + 1]: what is emitted, then from column `num_accepted` + 1 on the drafts that were rejected"""
 
 
 def update_rows(

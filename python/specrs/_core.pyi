@@ -584,8 +584,10 @@ class Scheduler:
         num_emitted [R], num_accepted [R], num_drafted [R] (K after the device's own limits), flags [R] (`FLAG_*` bits),
         finish_reason [R] (`FINISH_STOP` where the last token emitted is a stop token at a position of at least
         admit_min_len, else `FINISH_LENGTH` where the row is at its limit, else `FINISH_NONE`: the device judges, and
-        `settle` only refuses what cannot be), tokens [R * (K + 1)], row-major by entry. A prompt's
-        last chunk emits 1 token; other chunks and rows that had ended report 0 everywhere.
+        `settle` only refuses what cannot be), tokens [R * (K + 1)], row-major by entry: those emitted; element i from
+        num_accepted + 1 to num_drafted is draft i (from 1), which was rejected, and is read for `Output`s with
+        `keep_drafts` alone. A prompt's last chunk emits 1 token; other chunks and rows that had ended report 0
+        everywhere.
         """
 
     def settled_layout(self) -> dict[str, tuple[int, int]]:
@@ -989,6 +991,7 @@ class Output:
         stop: Sequence[str] = ...,
         include_stop_str_in_output: bool = False,
         min_tokens: int = 0,
+        keep_drafts: bool = False,
     ) -> Output:
         """An output that has nothing yet.
 
@@ -1001,6 +1004,8 @@ class Output:
             stop: stop strings, none empty.
             include_stop_str_in_output: whether the stop string or stop token that ends the text is part of it.
             min_tokens: output tokens before which stop strings do not count.
+            keep_drafts: whether `drafts` tells what was drafted. The results of its launches must then have the drafts
+                that were rejected, as `results_layout` says of `tokens`.
 
         Raises:
             InvalidConfigError, InvalidRequestError: a setting outside its range.
@@ -1048,6 +1053,13 @@ class Output:
 
     def acceptance(self) -> AcceptanceTracker:
         """A copy of its acceptance books."""
+
+    def drafts(self, start: int = 0) -> list[tuple[int, int, list[int]]] | None:
+        """What was drafted, an entry for each iteration that drafted, from entry `start` on; None if not kept.
+
+        Of each: the index of the output token that the iteration began with, how many drafts were accepted, and the
+        ids of those behind them, which were rejected.
+        """
 
     def record(self, drafted: int, accepted: int) -> None:
         """Count one draft in its acceptance books. Mutates.

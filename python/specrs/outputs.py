@@ -142,6 +142,23 @@ class EngineStats(AcceptanceFigures):
         return 1.0 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What one iteration drafted for a completion. `start` is the index in `token_ids` of its first token: the first
+    `num_accepted` from there are drafts, as far as no stop and no limit cut them off, and the one behind them is the
+    target's. `rejected_token_ids` are the drafts behind the accepted ones, in their order.
+    """
+
+    start: int
+    num_accepted: int
+    rejected_token_ids: list[int]
+
+    @property
+    def num_drafted(self) -> int:
+        """Tokens drafted, K of this iteration."""
+        return self.num_accepted + len(self.rejected_token_ids)
+
+
 @dataclass(kw_only=True)
 class CompletionOutput:
     """One completion of a prompt.
@@ -149,6 +166,7 @@ class CompletionOutput:
     `text` is all the text so far and `delta` what this output adds to the one before it (all of it, if there is none).
     `logprobs` has one dictionary for each of `token_ids`: the token itself first, then as many as were asked for, the
     likeliest first; None unless they were asked for. `cumulative_logprob` is the sum over the tokens themselves.
+    `drafts` has an entry for each iteration that drafted; None unless `return_drafts` asks for it.
     `finish_reason`: None while it runs, then `stop`, `length`, `abort` or `error`. `stop_reason`: the stop string or
     stop token id that ended it, None for an eos token.
     """
@@ -159,6 +177,7 @@ class CompletionOutput:
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
+    drafts: list[Draft] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 

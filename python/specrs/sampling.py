@@ -58,6 +58,7 @@ class SamplingParams:
     `StructuredOutputsParams` or a dictionary of its fields.
 
     `logprobs`: of each output token and of this many most likely ones, -1 for all; `prompt_logprobs`: of the prompt's.
+    `return_drafts`, this project's own: `CompletionOutput.drafts` tell what was drafted, the rejected tokens included.
 
     Stop ids (`stop_token_ids` and, unless `ignore_eos`, the checkpoint's eos ids) end a request once `min_tokens`
     tokens are out, and are not written before; the id stays in `token_ids`, its text is left out unless
@@ -97,6 +98,7 @@ class SamplingParams:
     bad_words: Sequence[str] | None = None
     extra_args: Mapping[str, Any] | None = None
     num_speculative_tokens: int | None = None
+    return_drafts: bool = False
     # vLLM's, checked and not kept
     best_of: InitVar[int | None] = None
     truncate_prompt_tokens: InitVar[int | None] = None
@@ -149,6 +151,7 @@ class SamplingParams:
             "skip_special_tokens",
             "spaces_between_special_tokens",
             "include_stop_str_in_output",
+            "return_drafts",
         ):
             check_bool(error, name, getattr(self, name))
         for name, value in checked.items():

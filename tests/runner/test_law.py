@@ -25,7 +25,7 @@ from specrs.runner.sampling_state import SamplingState
 from kernels.cuda import row_states, test_prepare
 
 MAX_LEN, MAX_K, BLOCK_SIZE = 40, row_states.MAX_K, row_states.BLOCK_SIZE
-STOP, OTHER, START, VOCAB = 7, 50, 1, 64
+STOP, OTHER, START, UNKNOWN, DRAFT, VOCAB = 7, 50, 1, 0, 20, 64
 NONE, ENDS_BY_STOP, LENGTH, ERROR = core.FINISH_NONE, core.FINISH_STOP, core.FINISH_LENGTH, core.FINISH_ERROR
 
 
@@ -138,7 +138,8 @@ def verdict(case: Case, k_r: int) -> Verdict:
     return Verdict(torch.tensor([case.m]), torch.tensor([case.tokens]), top, top[:, None])
 
 
-def check(case: Case, k_r: int, state: RowState, reported: Results) -> None:
+def check(case: Case, k_r: int, state: RowState, reported: Results, drafts: list[int]) -> None:
+    """`drafts`: those that the row had before verification."""
     assert k_r == case.k_r
     assert int(state.num_tokens[0]) == case.n_after
     assert int(state.draft_len[0]) == case.draft_len_after
@@ -150,10 +151,20 @@ def check(case: Case, k_r: int, state: RowState, reported: Results) -> None:
     assert int(reported.num_drafted) == (case.k_r if counted else 0)
     assert int(reported.num_accepted) == (case.m if counted else 0)
     assert int(reported.finish_reason) == (case.reason if counted else NONE)
+    if counted:
+        assert reported.tokens[0, case.m + 1 : k_r + 1].tolist() == drafts[case.m : k_r]
 
 
-def run_torch(case: Case) -> tuple[int, RowState, Results]:
+def drafts_of(case: Case, state: RowState) -> list[int]:
+    """Made up, in the row. Verification says how many stand, whatever they are."""
+    drafts = [DRAFT + i for i in range(case.k)]
+    state.tokens[0, case.n : case.n + case.k] = torch.tensor(drafts)
+    return drafts
+
+
+def run_torch(case: Case) -> tuple[int, RowState, Results, list[int]]:
     state, reported = row_state(case), results()
+    drafts = drafts_of(case, state)
     it = prepare(
         state,
         torch.tensor([0]),
@@ -171,7 +182,7 @@ def run_torch(case: Case) -> tuple[int, RowState, Results]:
         Drafted(torch.zeros(1, dtype=torch.int64), None, DraftModel.num_unfed_drafts),
         reported,
     )
-    return k_r, state, reported
+    return k_r, state, reported, drafts
 
 
 @ANY
@@ -182,6 +193,7 @@ def test_torch(case: Case) -> None:
 @ANY
 def test_triton(case: Case) -> None:
     state, reported = row_state(case), results()
+    drafts = drafts_of(case, state)
     out = test_prepare.run(row_states.Case(state, [0], [case.k], [case.capacity], case.context, 1, case.k + 1))
     k_r = int(out["k"][0])
     said = verdict(case, k_r)
@@ -189,7 +201,7 @@ def test_triton(case: Case) -> None:
         said.num_accepted, said.tokens, said.top, torch.ones(MAX_K, 1)[: case.k], DraftModel.num_unfed_drafts
     )
     update_rows(state, test_prepare.entries_of(out), decided, reported)
-    check(case, k_r, state, reported)
+    check(case, k_r, state, reported, drafts)
 
 
 @ANY
@@ -232,7 +244,9 @@ def test_native(case: Case) -> None:
     runner.launch(slot, slot.header())
     reported = slot.results_view.narrow(0, 1)
     counted = case.active and case.reason != ERROR
-    check(case, int(reported.num_drafted) if counted else case.k_r, state, reported)
+    # Behind the tokens that the target writes the draft knows but one, which every unknown token has.
+    drafts = [*case.tokens[: case.m], *[UNKNOWN] * (case.k - case.m)]
+    check(case, int(reported.num_drafted) if counted else case.k_r, state, reported, drafts)
 
 
 @pytest.mark.parametrize(
@@ -289,7 +303,7 @@ def test_rust(case: Case) -> None:
     assert plan() == case.k_r, "what the device would draft, so that no verification row is idle"
     assert record["entry_n_upper"][0] == case.n
     assert record["entry_capacity"][0] >= min(case.n + case.k_r, case.limit)
-    _, state, reported = run_torch(case)
+    _, state, reported, _ = run_torch(case)
     assert settle(reported) == (case.emitted, case.reason)
     assert scheduler.has_unfinished() == bool(state.active[0])
     books = scheduler.acceptance()

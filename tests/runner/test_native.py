@@ -390,6 +390,9 @@ def compare(pair: Pair, made: Made) -> dict[str, int]:
     for entry, many in enumerate(emitted):
         mine, theirs = (side.slot.results_view.tokens[entry, :many].tolist() for side in (native, eager))
         assert mine == theirs
+        accepted, drafted = (native.slot.results_arrays[f"num_{what}"][entry] for what in ("accepted", "drafted"))
+        mine, theirs = (side.slot.results_view.tokens[entry, accepted + 1 : drafted + 1] for side in (native, eager))
+        assert mine.equal(theirs), "rejected drafts"
     mine, theirs = native.runner.state, eager.runner.state
     for name in ("num_tokens", "draft_len", "limit", "min_len", "active", "block_table", "group_tables", "stop_ids"):
         assert torch.equal(getattr(mine, name), getattr(theirs, name)), name

@@ -1,13 +1,14 @@
-"""The page of `--ui`: what it is served with, and that its stream says who wrote each token."""
+"""The page of `--ui` as it is served, and streams that say who wrote each token. `make test-browser` runs the page."""
 
 import base64
 import hashlib
-import json
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from .conftest import K
 from .harness import Server, serving
 
 
@@ -34,31 +35,62 @@ def test_the_page_loads_nothing_and_runs_only_its_own(paged: Server, server: Ser
     assert server.get("/").status == 404
 
 
-def test_chunks_say_who_wrote_their_tokens(paged: Server) -> None:
-    """An iteration that accepted m drafts brings m + 1 tokens; the last may be cut."""
-    body = {
-        "messages": [{"role": "user", "content": "class Stack:"}],
-        "stream": True,
-        "max_tokens": 60,
-        "temperature": 0,
-        "per_request_spec_decode_metrics": "continuous",
-        "return_token_strs": True,
-    }
-    raw = paged.post("/v1/chat/completions", body, Authorization="Bearer secret").body.decode()
-    chunks = [json.loads(line[6:]) for line in raw.splitlines() if line.startswith("data: {")]
-    before: list[int] = [0] * 6
-    counted, said, written = 0, "", ""
+ASKED = {
+    "max_tokens": 60,
+    "temperature": 0,
+    "return_token_ids": True,
+    "return_token_strs": True,
+    "return_drafts": True,
+    "per_request_spec_decode_metrics": "continuous",
+}
+"""What a page needs to say who wrote each token."""
+
+
+def joined(chunks: list[Any], field: str) -> list[Any]:
+    """A list that the chunks of a stream bring piece by piece."""
+    return [item for chunk in chunks for choice in chunk["choices"] for item in choice[field]]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_chunks_say_what_was_drafted(server: Server, path: str) -> None:
+    """Each iteration once, with the tokens that it wrote; added up, what the answer as a whole says."""
+    prompt: dict[str, Any] = {"messages": [{"role": "user", "content": "class Stack:"}]}
+    if path == "/v1/completions":
+        prompt = {"prompt": "class Stack:"}
+    chunks = server.stream(path, **prompt, **ASKED)
+    told = 0
+    before = [0] * (K + 1)
     for chunk in chunks:
+        (choice,) = chunk["choices"]
+        grown = [draft["num_accepted_draft_tokens"] for draft in choice["drafts"]]
         after = chunk["metrics"]["speculative_decoding"]["acceptance_histogram"]
-        grown = [a - b for a, b in zip(after, before, strict=True)]
-        for choice in chunk["choices"]:
-            tokens = len(choice["token_strs"])
-            counted += tokens
-            said += choice["delta"]["content"]
-            written += "".join(choice["token_strs"])
-            if sum(grown) and choice["finish_reason"] is None:
-                assert tokens == sum((m + 1) * count for m, count in enumerate(grown))
-        before = after
-    assert counted == 60
-    assert sum(before) > 3
-    assert written == said
+        assert [grown.count(m) for m in range(K + 1)] == [a - b for a, b in zip(after, before, strict=True)]
+        for draft in choice["drafts"]:
+            assert told <= draft["start"] <= told + len(choice["token_ids"])
+            assert draft["num_draft_tokens"] == draft["num_accepted_draft_tokens"] + len(draft["rejected_token_ids"])
+        told, before = told + len(choice["token_ids"]), after
+    assert told == 60
+    drafts, ids = joined(chunks, "drafts"), joined(chunks, "token_ids")
+    assert len(drafts) > 3
+    assert [draft["start"] for draft in drafts] == sorted({draft["start"] for draft in drafts})
+    rejected = 0
+    for draft in drafts:
+        texts = server.post("/detokenize", {"tokens": draft["rejected_token_ids"]}).json["prompt"]
+        assert "".join(draft["rejected_token_strs"]) == texts
+        if draft["rejected_token_ids"]:
+            rejected += 1
+            assert draft["rejected_token_ids"][0] != ids[draft["start"] + draft["num_accepted_draft_tokens"]]
+    assert rejected > 3
+    answer = server.post(path, {**prompt, **ASKED}).json["choices"][0]
+    assert (answer["drafts"], answer["token_ids"]) == (drafts, ids)
+    assert answer["token_strs"] == joined(chunks, "token_strs")
+
+
+def test_drafts_are_told_of_each_completion_and_only_where_they_are_asked_for(server: Server) -> None:
+    body = {"prompt": "def add(a, b):", "n": 2, "max_tokens": 24, "temperature": 1.0, "seed": 3}
+    answer = server.complete(**body, return_drafts=True, per_request_spec_decode_metrics="summary")
+    counted = sum(len(choice["drafts"]) for choice in answer["choices"])
+    assert counted == answer["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
+    assert all("rejected_token_strs" not in draft for choice in answer["choices"] for draft in choice["drafts"])
+    assert all("drafts" not in choice for choice in server.complete(**body)["choices"])
+    assert server.complete(**body, return_drafts=True, num_speculative_tokens=0)["choices"][0]["drafts"] == []

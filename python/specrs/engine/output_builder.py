@@ -86,6 +86,7 @@ class OutputBuilder:
             text=text,
             delta=delta,
             token_ids=list(request.output_token_ids),
+            drafts=None if request.drafts is None else request.drafts.copy(),
             cumulative_logprob=cumulative,
             logprobs=logprobs,
             finish_reason=None if request.finish_reason is None else request.finish_reason.value,

@@ -20,7 +20,7 @@ from specrs.core import (
     TokenDecoder,
 )
 from specrs.errors import EngineError, SpecrsError
-from specrs.outputs import TokenLogprob
+from specrs.outputs import Draft, TokenLogprob
 from specrs.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -101,8 +101,10 @@ class Request:
             stop=list(params.stop_strings),
             include_stop_str_in_output=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,
+            keep_drafts=params.return_drafts,
         )
         self._token_ids: list[int] = []  # of the output, as far as they were asked for
+        self._drafts: list[Draft] | None = [] if params.return_drafts else None  # likewise
         self._error: SpecrsError | None = None
 
     @property
@@ -154,6 +156,15 @@ class Request:
         """Tokens of the output so far; the same list every time, longer."""
         known = self._token_ids
         known += self.output.token_ids(len(known))
+        return known
+
+    @property
+    def drafts(self) -> list[Draft] | None:
+        """What was drafted, an entry for each iteration that drafted; the same list every time, longer. None unless
+        `return_drafts` asks for it."""
+        known = self._drafts
+        if known is not None:
+            known += [Draft(*entry) for entry in self.output.drafts(len(known)) or ()]
         return known
 
     @property

@@ -81,6 +81,10 @@ def update(state: RowState, it: Iteration, verdict: Verdict, drafted: Drafted, r
     good = it.alive & finite & fits
 
     positions = n[:, None] + column
+    if it.max_k:
+        # Draft i stands in column i, behind what was emitted: read before the last token takes the place of the first.
+        drafts = state.tokens[rows[:, None], (positions - 1).clamp(max=state.scratch_column)]
+        tokens = torch.where((column > accepted[:, None]) & (column <= k[:, None]), drafts, tokens)
     is_stop = (tokens[:, :, None] == state.stop_ids.index_select(0, rows)[:, None, :]).any(dim=2)
     is_stop &= (column <= accepted[:, None]) & (positions >= state.min_len.index_select(0, rows)[:, None])
     first_stop = torch.where(is_stop, column, width).amin(dim=1)

@@ -49,7 +49,7 @@ class Results:
     num_drafted: Tensor  # [B] int64
     flags: Tensor  # [B] int64, FLAG_* bits
     finish_reason: Tensor  # [B] int64, FINISH_NONE, FINISH_STOP or FINISH_LENGTH
-    tokens: Tensor  # [B, K+1] int64
+    tokens: Tensor  # [B, K+1] int64, the emitted; drafts from the first rejected one on, draft i (from 1) in column i
 
     @classmethod
     def of(cls, sections: Mapping[str, Tensor], num_speculative_tokens: int) -> Results:

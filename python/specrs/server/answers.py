@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specrs.outputs import CompletionOutput, RequestOutput
+from specrs.outputs import CompletionOutput, Draft, RequestOutput
 from specrs.server.logprobs import TokenText, chat_logprobs, completion_logprobs, prompt_logprobs
 from specrs.server.messages import MessageReader
 from specrs.server.params import Asked
@@ -20,10 +20,11 @@ from specrs.server.protocol import SamplingBody
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """What was told of a completion: tokens, characters of their texts, and that it ended."""
+    """What was told of a completion: tokens, characters of their texts, drafts, and that it ended."""
 
     tokens: int = 0
     characters: int = 0
+    drafts: int = 0
     ended: bool = False
 
 
@@ -73,10 +74,37 @@ class Answer:
 
     def _tell(self, index: int, completion: CompletionOutput, ids: Sequence[int], characters: int = 0) -> None:
         ended = completion.finish_reason is not None
-        self._told[index, completion.index] = _Told(len(ids), characters, ended)
+        self._told[index, completion.index] = _Told(len(ids), characters, len(completion.drafts or ()), ended)
 
     def _ending(self, completion: CompletionOutput) -> dict[str, Any]:
         return {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
+
+    def _tokens(
+        self, output: RequestOutput, completion: CompletionOutput, ids: Sequence[int], told: _Told | None
+    ) -> dict[str, Any]:
+        """Fields that tell of `ids` and of the drafts among them as tokens, where the body asks for any. `told` is what
+        was told of the completion before, None for nothing."""
+        body, fields = self.body, dict[str, Any]()
+        if body.return_token_ids:
+            fields["token_ids"] = list(ids)
+            fields["prompt_token_ids"] = output.prompt_token_ids if told is None else None
+        if body.return_token_strs:
+            fields["token_strs"] = [self.token_text(token_id) for token_id in ids]
+        if body.return_drafts and completion.drafts is not None:
+            new = completion.drafts[told.drafts if told is not None else 0 :]
+            fields["drafts"] = [self._draft(draft) for draft in new]
+        return fields
+
+    def _draft(self, draft: Draft) -> dict[str, Any]:
+        fields: dict[str, Any] = {
+            "start": draft.start,
+            "num_draft_tokens": draft.num_drafted,
+            "num_accepted_draft_tokens": draft.num_accepted,
+            "rejected_token_ids": draft.rejected_token_ids,
+        }
+        if self.body.return_token_strs:
+            fields["rejected_token_strs"] = [self.token_text(token_id) for token_id in draft.rejected_token_ids]
+        return fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +126,7 @@ class CompletionAnswer(Answer):
                 "logprobs": self._logprobs(output, completion, ids, first=True, start=0, offset=0),
                 **self._ending(completion),
             }
-            choices.append(choice | self._extras(output, completion, ids, first=True))
+            choices.append(choice | self._extras(output, completion, ids, None))
         return choices
 
     def chunks(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
@@ -107,8 +135,8 @@ class CompletionAnswer(Answer):
             ids = self._told_of(completion)[1]
             if not self._is_news(index, completion, ids):
                 continue
-            first = (index, completion.index) not in self._told
-            told = self._told.get((index, completion.index), _Told())
+            before = self._told.get((index, completion.index))
+            first, told = before is None, before or _Told()
             text = "" if self.asked.silent else completion.delta
             if first and self.echo:
                 text = self.prompt_texts[index] + text
@@ -123,7 +151,7 @@ class CompletionAnswer(Answer):
                 "logprobs": logprobs,
                 **self._ending(completion),
             }
-            choices.append(choice | self._extras(output, completion, new, first=first))
+            choices.append(choice | self._extras(output, completion, new, before))
         return choices
 
     def _told_of(self, completion: CompletionOutput) -> tuple[str, list[int]]:
@@ -153,17 +181,12 @@ class CompletionAnswer(Answer):
         return completion_logprobs(ids, entries, self.token_text, offset, top=bool(self.asked.params.logprobs))
 
     def _extras(
-        self, output: RequestOutput, completion: CompletionOutput, ids: Sequence[int], *, first: bool
+        self, output: RequestOutput, completion: CompletionOutput, ids: Sequence[int], told: _Told | None
     ) -> dict[str, Any]:
         extras: dict[str, Any] = {}
-        if first and completion.index == 0 and output.prompt_logprobs is not None and not self.echo:
+        if told is None and completion.index == 0 and output.prompt_logprobs is not None and not self.echo:
             extras["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
-        if self.body.return_token_ids:
-            extras["token_ids"] = list(ids)
-            extras["prompt_token_ids"] = output.prompt_token_ids if first else None
-        if self.body.return_token_strs:
-            extras["token_strs"] = [self.token_text(token_id) for token_id in ids]
-        return extras
+        return extras | self._tokens(output, completion, ids, told)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +215,7 @@ class ChatAnswer(Answer):
                 "logprobs": self._logprobs(completion, 0),
                 **ending,
             }
-            choices.append(choice | self._ids(output, completion.token_ids, first=True))
+            choices.append(choice | self._tokens(output, completion, completion.token_ids, None))
         return choices
 
     def chunks(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
@@ -202,8 +225,8 @@ class ChatAnswer(Answer):
             if not self._is_news(index, completion, ids):
                 continue
             key = index, completion.index
-            first = key not in self._told
-            start = self._told.get(key, _Told()).tokens
+            told = self._told.get(key)
+            start = told.tokens if told is not None else 0
             self._tell(index, completion, ids)
             ending = self._ending(completion)
             delta: dict[str, Any] = {"content": completion.delta}
@@ -213,20 +236,12 @@ class ChatAnswer(Answer):
                 ending["finish_reason"] = reader.finish_reason(completion.finish_reason)
             choice = {
                 "index": self._choice_index(index, completion),
-                "delta": {**({"role": "assistant"} if first else {}), **delta},
+                "delta": {**({"role": "assistant"} if told is None else {}), **delta},
                 "logprobs": self._logprobs(completion, start),
                 **ending,
             }
-            choices.append(choice | self._ids(output, ids[start:], first=first))
+            choices.append(choice | self._tokens(output, completion, ids[start:], told))
         return choices
-
-    def _ids(self, output: RequestOutput, ids: Sequence[int], *, first: bool) -> dict[str, Any]:
-        extras: dict[str, Any] = {}
-        if self.body.return_token_ids:
-            extras = {"token_ids": list(ids), "prompt_token_ids": output.prompt_token_ids if first else None}
-        if self.body.return_token_strs:
-            extras["token_strs"] = [self.token_text(token_id) for token_id in ids]
-        return extras
 
     def _logprobs(self, completion: CompletionOutput, start: int) -> dict[str, Any] | None:
         if completion.logprobs is None:

@@ -37,6 +37,7 @@ _SAME = (
     "structured_outputs",
     "prompt_logprobs",
     "num_speculative_tokens",
+    "return_drafts",
 )
 
 WHITE_SPACE = " ?"

@@ -175,6 +175,7 @@ class SamplingBody(Body):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_token_strs: bool | None = None
+    return_drafts: bool | None = None
     per_request_spec_decode_metrics: Literal["none", "summary", "continuous"] | None = None
 
     # labels, for the operator's books: they change no text

@@ -51,7 +51,7 @@ impl Output {
     #[new]
     #[pyo3(signature = (
         request_id, prompt_token_ids, *, num_speculative_tokens = 0, decoder = None, skip_special_tokens = true, stop = vec![],
-        include_stop_str_in_output = false, min_tokens = 0,
+        include_stop_str_in_output = false, min_tokens = 0, keep_drafts = false,
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only settings")]
     #[expect(clippy::needless_pass_by_value, reason = "what a list converts to")]
@@ -65,6 +65,7 @@ impl Output {
         stop: Vec<String>,
         include_stop_str_in_output: bool,
         min_tokens: i64,
+        keep_drafts: bool,
     ) -> PyResult<Self> {
         let num_speculative_tokens = AcceptanceTracker::checked(py, num_speculative_tokens)?;
         let min_tokens = size(py, Class::InvalidRequest, "min_tokens", min_tokens)?;
@@ -76,13 +77,14 @@ impl Output {
             .map(|decoder| py.detach(|| Detokenizer::new(decoder.0.clone(), params, &prompt_token_ids)))
             .transpose()
             .map_err(|error| text_error(py, &error))?;
-        Ok(Self(Arc::new(Mutex::new(specrs_text::Output::new(
+        let output = specrs_text::Output::new(
             request_id,
             prompt_token_ids.len(),
             num_speculative_tokens,
             detokenizer,
             include_stop_str_in_output,
-        )))))
+        );
+        Ok(Self(Arc::new(Mutex::new(if keep_drafts { output.keeping_drafts() } else { output }))))
     }
 
     #[getter]
@@ -137,6 +139,13 @@ impl Output {
 
     fn acceptance(&self, py: Python<'_>) -> AcceptanceTracker {
         AcceptanceTracker::from_core(self.core(py).acceptance().clone())
+    }
+
+    #[pyo3(signature = (start = 0))]
+    fn drafts(&self, py: Python<'_>, start: usize) -> Option<Vec<(usize, usize, Vec<u32>)>> {
+        let core = self.core(py);
+        let drafts = core.drafts()?.get(start..).unwrap_or_default();
+        Some(drafts.iter().map(|draft| (draft.start, draft.num_accepted, draft.rejected.clone())).collect())
     }
 
     fn record(&self, py: Python<'_>, drafted: i64, accepted: i64) -> PyResult<()> {

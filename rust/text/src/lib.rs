@@ -15,5 +15,5 @@ mod stops;
 pub use decoder::TokenDecoder;
 pub use detokenizer::{Detokenizer, TextParams, Update};
 pub use error::{Error, Result};
-pub use output::{End, FINISH_ABORT, Output};
+pub use output::{Draft, End, FINISH_ABORT, Output};
 pub use outputs::{Delivered, Fault, Outputs};

@@ -19,6 +19,17 @@ pub struct End {
     pub error: Option<String>,
 }
 
+/// What an iteration drafted for a request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Draft {
+    /// The output token that the iteration began with, an index from 0.
+    pub start: usize,
+    /// Drafts that stood, before stops or the limit cut them.
+    pub num_accepted: usize,
+    /// The drafts behind them.
+    pub rejected: Vec<u32>,
+}
+
 /// Output of one request: tokens, text, acceptance books, times, end.
 #[derive(Debug)]
 pub struct Output {
@@ -30,6 +41,7 @@ pub struct Output {
     shows_stop: bool,
     stop: Option<usize>,
     acceptance: AcceptanceTracker,
+    drafts: Option<Vec<Draft>>,
     first_token_time: Option<f64>,
     end: Option<End>,
 }
@@ -52,9 +64,17 @@ impl Output {
             shows_stop,
             stop: None,
             acceptance: AcceptanceTracker::new(num_speculative_tokens),
+            drafts: None,
             first_token_time: None,
             end: None,
         }
+    }
+
+    /// The same, keeping what was drafted for it. Launches that it is in must report the drafts that they reject.
+    #[must_use]
+    pub fn keeping_drafts(mut self) -> Self {
+        self.drafts = Some(Vec::new());
+        self
     }
 
     /// The request.
@@ -95,6 +115,20 @@ impl Output {
     /// The books, to record a draft.
     pub fn acceptance_mut(&mut self) -> &mut AcceptanceTracker {
         &mut self.acceptance
+    }
+
+    /// What was drafted in each iteration that drafted, where that is kept.
+    pub fn drafts(&self) -> Option<&[Draft]> {
+        self.drafts.as_deref()
+    }
+
+    /// Keeps the drafts of the iteration whose tokens come next, if any are kept: how many stood, and those that did not.
+    pub fn keep_draft(&mut self, num_accepted: usize, rejected: &[i64]) {
+        let start = self.tokens.len();
+        if let Some(drafts) = &mut self.drafts {
+            let rejected = rejected.iter().map(|&token| token as u32).collect();
+            drafts.push(Draft { start, num_accepted, rejected });
+        }
     }
 
     /// When its first token came.

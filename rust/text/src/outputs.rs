@@ -90,11 +90,14 @@ impl Outputs {
                 continue;
             };
             let mut output = output.lock().unwrap_or_else(PoisonError::into_inner);
+            let told = &tokens[entry * width..][..width];
             if drafted[entry] > 0 {
                 // Counts that the scheduler has checked.
-                let _ = output.acceptance_mut().record(drafted[entry] as usize, accepted[entry] as usize);
+                let (drafted, accepted) = (drafted[entry] as usize, accepted[entry] as usize);
+                let _ = output.acceptance_mut().record(drafted, accepted);
+                output.keep_draft(accepted, &told[accepted + 1..=drafted]);
             }
-            let (reason, new) = (reasons[entry], &tokens[entry * width..][..counts[entry] as usize]);
+            let (reason, new) = (reasons[entry], &told[..counts[entry] as usize]);
             let mut error = (reason == FINISH_ERROR).then(|| describe(&output, flags[entry], fault));
             match output.append(new, reason == FINISH_STOP, now) {
                 Ok((kept, stopped)) => {

@@ -6,7 +6,7 @@ use specrs_core::scheduler::layout::{
     FINISH_ERROR, FINISH_LENGTH, FINISH_NONE, FINISH_STOP, FLAG_CAPACITY, FLAG_TARGET_NON_FINITE, ResultsLayout,
     SettledLayout,
 };
-use specrs_text::{Delivered, Detokenizer, FINISH_ABORT, Output, Outputs, TextParams, TokenDecoder};
+use specrs_text::{Delivered, Detokenizer, Draft, FINISH_ABORT, Output, Outputs, TextParams, TokenDecoder};
 use std::sync::{Arc, Mutex};
 
 const K: usize = 2;
@@ -92,6 +92,31 @@ fn each_request_gets_its_own() {
     assert_eq!(launch.settled(3), (1, 3, FINISH_STOP));
     assert_eq!(launch.settled(4).0, -1, "a request that is not known");
     assert_eq!((outputs.len(), outputs.num_tokens()), (1, 6));
+}
+
+#[test]
+fn drafts_are_kept_where_they_are_asked_for() {
+    let mut outputs = Outputs::new();
+    let plain = add(&mut outputs, 0, None);
+    let kept = Arc::new(Mutex::new(Output::new(1, 3, K, None, false).keeping_drafts()));
+    outputs.insert(1, kept.clone());
+    let mut deliver = |drafted: i64, accepted: i64, tokens: &[i64], rejected: &[i64]| {
+        let mut launch = Launch::new(&[0, 1].map(|id| (id, tokens, FINISH_NONE, drafted, accepted, 0)));
+        for entry in 0..2 {
+            let behind = launch.results_layout.tokens.offset + entry * (K + 1) + accepted as usize + 1;
+            launch.results[behind..][..rejected.len()].copy_from_slice(rejected);
+        }
+        launch.deliver(&mut outputs, 0.0, None);
+    };
+    deliver(0, 0, &[1], &[]);
+    deliver(2, 0, &[2], &[3, 4]);
+    deliver(2, 2, &[0, 1, 2], &[]);
+    deliver(2, 1, &[0], &[4]); // the first token ended it
+    let draft = |start, num_accepted, rejected: &[u32]| Draft { start, num_accepted, rejected: rejected.to_vec() };
+    let expected = [draft(1, 0, &[3, 4]), draft(2, 2, &[]), draft(5, 1, &[4])];
+    assert_eq!(kept.lock().unwrap().drafts(), Some(&expected[..]));
+    assert_eq!(plain.lock().unwrap().drafts(), None);
+    assert_eq!(plain.lock().unwrap().acceptance().drafts(), 3);
 }
 
 #[test]

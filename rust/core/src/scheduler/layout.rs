@@ -216,7 +216,8 @@ layout! {
         /// Whether these tokens end the row, as the device judges it, `[R]`: `FINISH_STOP` where the last one emitted is a stop token
         /// at a position of at least `admit_min_len`, else `FINISH_LENGTH` where the row is at its limit, else `FINISH_NONE`.
         finish_reason: r,
-        /// Emitted tokens, `[R, K + 1]`.
+        /// Emitted tokens, `[R, K + 1]`; element i above `num_accepted`, up to `num_drafted`, is the i-th draft (from 1), which was rejected.
+        /// The scheduler reads what was emitted, and hosts may leave the rest as it is.
         tokens: r * k1,
     }
 }

@@ -98,6 +98,9 @@ impl Iteration {
             state.active[row] = false;
             return;
         }
+        let start = row * state.token_width() + n;
+        // Before the last token takes the place of the first of them.
+        report.set_rejected(judged.num_accepted, &state.tokens[start + judged.num_accepted..start + entry.k]);
         state.write_tokens(row, n + judged.num_accepted, &[judged.token]);
         let min_len = state.min_len[row];
         let stop = (n..=n + judged.num_accepted)
@@ -116,8 +119,7 @@ impl Iteration {
         } else {
             FINISH_NONE
         };
-        let start = row * state.token_width();
-        report.finish(judged.num_accepted, entry.k, reason, &state.tokens[start + n..start + grown]);
+        report.finish(judged.num_accepted, entry.k, reason, &state.tokens[start..start + grown - n]);
     }
 }
 
@@ -147,7 +149,7 @@ impl<'a> Report<'a> {
         Self { results, layout, index }
     }
 
-    /// All numbers 0; tokens behind `num_emitted` mean nothing and stay.
+    /// All numbers 0; tokens stay.
     pub(super) fn clear(&mut self) {
         let layout = self.layout;
         for section in [layout.num_emitted, layout.num_accepted, layout.num_drafted, layout.flags, layout.finish_reason]
@@ -160,13 +162,23 @@ impl<'a> Report<'a> {
         self.results[self.layout.flags.offset + self.index] = flags;
     }
 
+    /// The drafts behind the accepted ones, as far as they were verified.
+    fn set_rejected(&mut self, num_accepted: usize, drafts: &[i64]) {
+        self.tokens(num_accepted + 1, drafts.len()).copy_from_slice(drafts);
+    }
+
+    /// `len` of the entry's tokens from `column` on.
+    fn tokens(&mut self, column: usize, len: usize) -> &mut [i64] {
+        let width = self.layout.tokens.len / self.layout.flags.len;
+        &mut self.results[self.layout.tokens.offset + self.index * width + column..][..len]
+    }
+
     fn finish(&mut self, num_accepted: usize, num_drafted: usize, reason: i64, tokens: &[i64]) {
         let (layout, index) = (self.layout, self.index);
         self.results[layout.num_emitted.offset + index] = tokens.len() as i64;
         self.results[layout.num_accepted.offset + index] = num_accepted as i64;
         self.results[layout.num_drafted.offset + index] = num_drafted as i64;
         self.results[layout.finish_reason.offset + index] = reason;
-        let width = layout.tokens.len / layout.flags.len;
-        self.results[layout.tokens.offset + index * width..][..tokens.len()].copy_from_slice(tokens);
+        self.tokens(0, tokens.len()).copy_from_slice(tokens);
     }
 }
