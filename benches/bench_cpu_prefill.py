@@ -1,9 +1,10 @@
-"""First token of prompts by the native pass and by torch's, on the same weights. Runs no drafts.
+"""First token of prompts by what `cpu_prefill` chooses from, on the same weights. Runs no drafts.
 
     python benches/bench_cpu_prefill.py [--model FOLDER] [--dtype float32] [--threads N] [--lengths 128,512]
+        [--ways exact,amx,torch]
 
 The bundled target, or FOLDER, whose config.json is enough: without weights they are random numbers. Medians of the time
-from a request to its first token, both ways in turns on one machine, and how much longer the native pass takes.
+from a request to its first token, the ways in turns on one machine, and how many times as long the first of them takes.
 """
 
 from __future__ import annotations
@@ -21,8 +22,6 @@ from specrs.engine.request import Request
 from specrs.engine.weights import load_weights
 from specrs.models.dense_native import NativeDense
 from specrs.sampling import SamplingParams
-
-WAYS = ("exact", "torch")
 
 
 def first_token_ms(engine: Engine, request_id: int, length: int) -> float:
@@ -44,12 +43,15 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--lengths", default="64,128,256,512,1024,2047")
+    parser.add_argument("--ways", default="exact,amx,torch", help="of cpu_prefill; amx wants a processor with tiles")
+    parser.add_argument("--bf16-rows", action="store_true", help="cpu_bf16_rows")
     parser.add_argument("--rows", type=int, default=2, help="rows of a request from which torch computes; default: 2")
     arguments = parser.parse_args()
     dummy = arguments.model is not None and not any(arguments.model.glob("*.safetensors"))
     engines = {}
     weights = None
-    for way in WAYS:
+    ways = arguments.ways.split(",")
+    for way in ways:
         config = EngineConfig(
             model=None if arguments.model is None else str(arguments.model),
             dtype=arguments.dtype,
@@ -59,6 +61,7 @@ def main() -> None:
             max_num_batched_tokens=4096,
             enable_prefix_caching=False,
             cpu_prefill=way,
+            cpu_bf16_rows=arguments.bf16_rows,
         )
         weights = load_weights(config) if weights is None else weights
         engines[way] = build_engine(config, weights)
@@ -66,18 +69,22 @@ def main() -> None:
         assert isinstance(model, NativeDense)
         if way == "torch":
             model.torch_rows = arguments.rows
-    name, native = arguments.model or "bundled target", engines["exact"].runner.target.decoder
+    name, native = arguments.model or "bundled target", engines[ways[0]].runner.target.decoder
     print(f"{name}, {arguments.dtype}, {native!r}, torch {torch.get_num_threads()} threads")
-    print(f"{'tokens':>8} {'exact ms':>10} {'torch ms':>10} {'exact/torch':>12}")
+    ratios = [f"{ways[0]}/{way}" for way in ways[1:]]
+    print(
+        f"{'tokens':>8}" + "".join(f" {way + ' ms':>10}" for way in ways) + "".join(f" {ratio:>12}" for ratio in ratios)
+    )
     request_id = 0
     for length in [int(part) for part in arguments.lengths.split(",")]:
-        times: dict[str, list[float]] = {way: [] for way in WAYS}
+        times: dict[str, list[float]] = {way: [] for way in ways}
         for _ in range(1 + arguments.rounds):
             for way, engine in engines.items():
                 request_id += 1
                 times[way].append(first_token_ms(engine, request_id, length))
-        exact, by_torch = (statistics.median(times[way][1:]) for way in WAYS)
-        print(f"{length:8} {exact:10.1f} {by_torch:10.1f} {exact / by_torch:12.2f}")
+        medians = [statistics.median(times[way][1:]) for way in ways]
+        print(f"{length:8}" + "".join(f" {ms:10.1f}" for ms in medians), end="")
+        print("".join(f" {medians[0] / ms:12.2f}" for ms in medians[1:]))
 
 
 if __name__ == "__main__":

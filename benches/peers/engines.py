@@ -16,6 +16,7 @@ from typing import Any
 from specrs.engine.threads import usable_processors
 from specrs.pair import DRAFT, TARGET
 
+from peers import machine
 from peers.job import Job
 from peers.settings import Line, Setting
 
@@ -57,6 +58,8 @@ def missing(line: Line, setting: Setting, peers: Path) -> str | None:
     """Why the line cannot run, or None."""
     if line.engine == "transformers" and line.k and setting.batch > 1:
         return "assisted generation takes one request at a time"
+    if line.cpu_prefill == "amx" and not machine.has_tiles():
+        return "this processor has no tiles"
     if (usable := len(usable_processors())) < setting.threads:
         return f"this process may use {usable} processor{'s' * (usable > 1)}"
     needed = [python(line.engine, peers), model_path(line, setting.target, peers)]
@@ -110,6 +113,7 @@ def run(line: Line, setting: Setting, peers: Path, prompts: dict[str, Any], time
         new_tokens=setting.new_tokens,
         sampled=line.sampled,
         peers=str(peers),
+        cpu_prefill=line.cpu_prefill,
         **prompts,
     )
     with tempfile.TemporaryDirectory() as folder:

@@ -22,7 +22,7 @@ class Job:
     `model`, `draft`: what the engine loads, a folder or a file; `draft` is None with `k` 0. `k`: drafts an iteration,
     or "auto". `dtype`: float32 or bfloat16, of the arithmetic and of the KV cache. `groups`: prompts of requests that
     run at once, at most `batch` of them; `warm` is the same, run before and not measured. `peers`: the folder of what
-    was installed.
+    was installed. `cpu_prefill`: of specrs.
     """
 
     model: str
@@ -34,6 +34,7 @@ class Job:
     new_tokens: int
     sampled: bool
     peers: str
+    cpu_prefill: str
     warm: list[Ids]
     groups: list[Ids]
 

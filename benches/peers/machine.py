@@ -28,6 +28,12 @@ def processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
+def has_tiles() -> bool:
+    """Whether the processor has AMX's tiles of bf16 numbers."""
+    info = Path("/proc/cpuinfo")
+    return info.exists() and "amx_bf16" in info.read_text(encoding="utf-8").split()
+
+
 def caches() -> dict[str, int]:
     """Bytes of each cache that the first processor of this process reads through, such as L2; empty if unknown."""
     found = {}

@@ -26,6 +26,7 @@ def main(job: Job) -> None:
         max_num_seqs=job.batch,
         enable_prefix_caching=False,
         threads=job.threads,
+        cpu_prefill=job.cpu_prefill,
     )
     load_s = time.perf_counter() - began
     sampling: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9} if job.sampled else {"temperature": 0.0}

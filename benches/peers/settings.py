@@ -10,18 +10,21 @@ ENGINES = ("specrs", "llama.cpp", "openvino", "vllm", "transformers")
 @dataclass(frozen=True)
 class Line:
     """`k`: drafts an iteration, 0 for none, or auto. `fp32_weights`: of a model whose weights bf16 does not hold, where
-    specrs would else keep half the bytes. `sampled`: temperature 0.8, top-p 0.9 in place of greedy."""
+    specrs would else keep half the bytes. `sampled`: temperature 0.8, top-p 0.9 in place of greedy. `cpu_prefill`: of
+    specrs."""
 
     engine: str
     k: int | str
     dtype: str
     fp32_weights: bool = False
     sampled: bool = False
+    cpu_prefill: str = "exact"
 
     @property
     def name(self) -> str:
         """As tables have it."""
-        return self.engine + ", weights as fp32" * self.fp32_weights + ", sampled" * self.sampled
+        prompts = "" if self.cpu_prefill == "exact" else f", cpu_prefill={self.cpu_prefill}"
+        return self.engine + ", weights as fp32" * self.fp32_weights + ", sampled" * self.sampled + prompts
 
 
 @dataclass(frozen=True)
@@ -44,11 +47,16 @@ def everywhere(k: int, dtype: str) -> list[Line]:
     return [Line(engine, k, dtype) for engine in ENGINES]
 
 
+def plain(dtype: str) -> list[Line]:
+    """Without drafts, and specrs's way to a first token that is not its default."""
+    return [Line("specrs", 0, dtype, cpu_prefill="amx"), *everywhere(0, dtype)]
+
+
 def pair1() -> list[Line]:
     """Neighbours in time are compared: all engines at one K, and behind them what only specrs has there."""
     lines = []
     for k in (0, 1, 2, 3, 5):
-        lines += everywhere(k, "float32")
+        lines += everywhere(k, "float32") if k else plain("float32")
         if k == 0:
             lines += [line for line in everywhere(0, "bfloat16") if line.engine != "specrs"]
         if k in (0, 3):
@@ -67,11 +75,9 @@ SETS = {
         2,
         128,
         24,
-        (*everywhere(0, "float32"), *everywhere(3, "float32"), Line("specrs", "auto", "float32")),
+        (*plain("float32"), *everywhere(3, "float32"), Line("specrs", "auto", "float32")),
     ),
-    "smollm2": Setting(
-        "SmolLM2-135M, batch 1, 2 threads", "smollm2-135m", None, 1, 2, 64, 6, tuple(everywhere(0, "bfloat16"))
-    ),
+    "smollm2": Setting("SmolLM2-135M, batch 1, 2 threads", "smollm2-135m", None, 1, 2, 64, 6, tuple(plain("bfloat16"))),
     "qwen3": Setting(
         "Qwen3-0.6B shape, random weights, batch 1, 2 threads",
         "qwen3-0.6b-shape",
@@ -80,6 +86,6 @@ SETS = {
         2,
         32,
         3,
-        tuple(everywhere(0, "bfloat16")),
+        tuple(plain("bfloat16")),
     ),
 }

@@ -1546,12 +1546,16 @@ class CpuDecoder:
     A row's sums have one order, whatever the other rows and the threads: its numbers are the same bits.
     """
 
-    def __new__(cls, weights: CpuWeights, pool: CpuPool, *, bf16_rows: bool = False) -> CpuDecoder:
+    def __new__(
+        cls, weights: CpuWeights, pool: CpuPool, *, bf16_rows: bool = False, prompt_tiles: bool = False
+    ) -> CpuDecoder:
         """A decoder of these weights on these threads, both of which others may share.
 
         With `bf16_rows` rows are rounded to bf16 before every product, whose sums then have one order of their own.
+        With `prompt_tiles` so have those of prompts' rows with bf16 weights, which AMX multiplies by tiles, in fp32.
 
         Raises:
+            InvalidConfigError: `prompt_tiles` where this process may not use tiles.
             InvalidBufferError: a matrix that is not bf16, or has inputs that are no multiple of 32, with `bf16_rows`.
         """
 
@@ -1570,6 +1574,7 @@ class CpuDecoder:
         k_start: NDArray[np.int64] | None = None,
         group_slots: NDArray[np.int64] | None = None,
         group_tables: NDArray[np.int64] | None = None,
+        prompts: bool = False,
     ) -> None:
         """Feeds N rows of B requests: writes their K and V, and their final states, behind the final norm.
 
@@ -1587,6 +1592,7 @@ class CpuDecoder:
             k_start: `[B]`, the first position that a request's rows attend, none of which is before it; None: 0.
             group_slots: `[G - 1, N]`, of the KV groups behind the first, where `kv_cache` has several.
             group_tables: `[G - 1, B, max_blocks]`, likewise; what lies before a group's windows means nothing.
+            prompts: all rows are of prompts.
 
         Raises:
             InvalidBufferError: an array has the wrong dtype, layout or size, or names a token, position, slot, block or

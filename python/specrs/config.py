@@ -37,7 +37,7 @@ DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
 _DTYPE_ALIASES = {"float": "float32", "double": "float64", "half": "float16", "fp32": "float32", "bf16": "bfloat16"}
 DEFAULT_CPU_KV_CACHE_BYTES = 4 << 30
 """Bytes of KV cache on a CPU unless told otherwise. The pool is mapped lazily, so unused blocks cost no memory."""
-CPU_PREFILLS = ("exact", "torch")
+CPU_PREFILLS = ("exact", "amx", "torch")
 MODEL_IMPLS = ("auto", "specrs", "transformers")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 
@@ -91,8 +91,12 @@ class EngineConfig:
     of up to 2^-8 of each number, and sums stay fp32. The text is that of the model computed so, at any K. Draft models
     and heads do the same.
     `cpu_prefill`: what computes the target's prompts there. `exact` is the native pass, whose bits are the same however
-    a prompt is cut; `torch` hands chunks of 256 tokens or more to torch's passes, on torch's own threads: faster where
-    prompts are long, and not the same bits where they are cut otherwise.
+    a prompt is cut and whether a token was decoded before it was fed again. `amx` multiplies prompts by bf16 weights
+    with the tiles of processors that have them, in fp32 too: almost twice as fast, the same bits however a prompt is
+    cut, and other bits than decoding gives, so that text may change where decoded tokens are fed again, after a
+    preemption or on a hit in the prefix cache; draft models catch up so, too. `torch` hands chunks of 256 tokens or
+    more to torch's passes, on torch's own threads: faster where prompts are long, and not the same bits where they are
+    cut otherwise.
 
     Raises `InvalidConfigError` naming field, value and what is allowed; `UnsupportedConfigError` for a value that means
     something elsewhere and is not implemented here.

@@ -69,6 +69,7 @@ def test_ids_are_compared_with_transformers_and_short_ones_counted() -> None:
 def test_ratios_and_goals() -> None:
     lines = [
         measured(PLAIN, 900.0, 1000.0, 5000.0, first_ms=2.0),
+        measured(settings.Line("specrs", 0, "float32", cpu_prefill="amx"), 900.0, first_ms=0.5),
         measured(settings.Line("specrs", 3, "float32"), 1500.0),
         measured(settings.Line("specrs", 5, "float32"), 1200.0),
         measured(settings.Line("llama.cpp", 0, "float32"), 400.0, first_ms=4.0),
@@ -83,7 +84,8 @@ def test_ratios_and_goals() -> None:
     assert found["best K, of its own K = 0"].value == 1.5
     slow = found["best K, of the best peer in float32 at any K"]
     assert (slow.value, slow.met) == (3.0, False)
-    assert found["first token, of the best peer's"].value == 2.0
+    assert found["first token by exact prompts, of the best peer's"].value == 2.0
+    assert found["first token by amx prompts, of the best peer's"].value == 0.5
     rows = tables.rows_of(SETTING, lines, {"passes_per_s": {"float32": 1.0, "bfloat16": 4000.0}, "stored": "bfloat16"})
     assert rows[2] == ("| specrs | float32 | 0 | 1,000 (900 to 5,000) | 2.00 | 2.00 |  | 2.0 (2.0 to 2.0) |  | 0.25 |")
 
@@ -212,7 +214,7 @@ def test_llama_server_is_asked_and_ended(tmp_path: Path, monkeypatch: pytest.Mon
     server.chmod(0o755)
     job = Job(
         model="target.gguf", draft="draft.gguf", k=3, dtype="float32", threads=1, batch=2, new_tokens=8, sampled=False,
-        peers=str(tmp_path), warm=[], groups=[[[5, 6]], [[7], [8]]],
+        peers=str(tmp_path), cpu_prefill="exact", warm=[], groups=[[[5, 6]], [[7], [8]]],
     )  # fmt: skip
     result = tmp_path / "result.json"
     monkeypatch.setattr(sys, "argv", ["", "", str(result)])

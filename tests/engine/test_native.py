@@ -208,6 +208,48 @@ def test_long_prompts_by_torch(
     assert same >= 2 * len(prompts) * (0.99 if bank.dtype == "float32" else 0.5)
 
 
+def _has_tiles() -> bool:
+    info = Path("/proc/cpuinfo")
+    return info.exists() and "amx_bf16" in info.read_text().split()
+
+
+def test_prompts_by_tiles_are_the_same_bits_however_they_are_cut(native_qwen_bank: Bank) -> None:
+    """Logits of prompts and of what follows, by any chunks and at any K, op by op or in one call; not those of exact.
+
+    Where the processor has no tiles they are refused by name. `rust/cpu/tests` holds them to a reference on any.
+    """
+    bank = native_qwen_bank
+    fields = LOGITS | {"dtype": "bfloat16", "enable_prefix_caching": False}
+    if not _has_tiles():
+        words = r"^cpu_prefill='amx': not implemented on this machine.*; allowed: 'exact' or 'torch'$"
+        with pytest.raises(UnsupportedConfigError, match=words):
+            make_engine(bank.target, None, k=0, cpu_prefill="amx", **fields)
+        return
+    prompts = [prompt for prompt in bank.prompts if len(prompt) > 20][:3]
+    found: dict[tuple[str, int, int], list[np.ndarray]] = {}
+    texts = []
+    for way, k, budget in (("amx", 0, 512), ("amx", 0, 64), ("amx", 4, 512), ("amx", 4, 64), ("exact", 0, 512)):
+        draft = bank.drafts["close"] if k else None
+        engine = make_engine(bank.target, draft, k=k, cpu_prefill=way, max_num_batched_tokens=budget, **fields)
+        poison(engine)
+        jobs = [with_logits(i, prompt, k, k, 12) for i, prompt in enumerate(prompts)]
+        bare = [
+            request(9 + i, prompt, k=k, max_tokens=12, engine_k=k, ignore_eos=True) for i, prompt in enumerate(prompts)
+        ]
+        for job in (*jobs, *bare):
+            engine.add_request(job)
+        run(engine)
+        assert [job.output_token_ids for job in jobs] == [job.output_token_ids for job in bare]
+        found[way, k, budget] = [logits_of(job) for job in jobs]
+        texts.append([job.output_token_ids for job in jobs])
+    assert texts[0] == texts[1] == texts[2] == texts[3]
+    whole = found["amx", 0, 512]
+    for way, k, budget in found:
+        for ours, same in zip(found[way, k, budget], whole, strict=True):
+            assert np.array_equal(ours, same) is (way == "amx")
+            assert np.abs(ours - same).max() < 1e-3 * np.abs(same).max()
+
+
 def _noting_rows(rows: list[int], forward):  # type: ignore[no-untyped-def]
     def noting(self, inputs, *arguments):  # type: ignore[no-untyped-def]
         rows.append(inputs.max_q_len)

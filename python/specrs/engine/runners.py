@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from specrs.config import EngineConfig
-from specrs.core import CpuPool, InvalidBufferError, Scheduler
+from specrs.core import CpuPool, InvalidBufferError, InvalidConfigError, Scheduler
 from specrs.engine.blueprint import Blueprint
 from specrs.engine.engine import Runner
 from specrs.engine.kv_memory import resolve_num_blocks
@@ -83,13 +83,17 @@ def _on_pool(weights: Weights, pool: CpuPool, config: EngineConfig) -> Weights:
     """The models on the threads of `pool`, with passes as `config` wants them."""
     target, draft, head = weights.target, weights.draft, weights.head
     torch_rows, bf16_rows = TORCH_TOKENS if config.cpu_prefill == "torch" else None, config.cpu_bf16_rows
+    prompt_tiles = config.cpu_prefill == "amx"
     try:
         if isinstance(target, NativeDense):
-            target = target.on_pool(pool, torch_rows=torch_rows, bf16_rows=bf16_rows)
+            target = target.on_pool(pool, torch_rows=torch_rows, bf16_rows=bf16_rows, prompt_tiles=prompt_tiles)
         if isinstance(draft, NativeDense):
-            draft = draft.on_pool(pool, bf16_rows=bf16_rows)
+            draft = draft.on_pool(pool, bf16_rows=bf16_rows, prompt_tiles=prompt_tiles)
         if isinstance(head, NativeEagle3Head):
             head = head.on_pool(pool, bf16_rows=bf16_rows)
+    except InvalidConfigError as fault:
+        reason = "not implemented on this machine, which has no AMX tiles of bf16 numbers; allowed: 'exact' or 'torch'"
+        raise invalid(UnsupportedConfigError, "cpu_prefill", config.cpu_prefill, reason) from fault
     except InvalidBufferError as fault:
         # All else was checked when the weights were loaded.
         reason = f"not implemented for these weights: {fault}; allowed: False"

@@ -49,15 +49,18 @@ class NativeDense(DenseFacts):
         pool: CpuPool | None = None,
         torch_rows: int | None = None,
         bf16_rows: bool = False,
+        prompt_tiles: bool = False,
         kv_groups: KVGroups | None = None,
     ) -> None:
         """`weights` as `loader.load_native` lays them out; they must not be written while this lives. Without a pool
         passes run on the caller's thread.
 
         Passes that feed a request `torch_rows` rows or more are torch's, in fp32, on the same weights and cache; None:
-        none are. With `bf16_rows` the native ones round rows to bf16 before every product.
+        none are. With `bf16_rows` the native ones round rows to bf16 before every product, with `prompt_tiles` they
+        multiply the rows of prompts with bf16 weights by AMX's tiles.
 
         Raises:
+            InvalidConfigError: `prompt_tiles` on a machine that has none.
             InvalidBufferError: a tensor that cannot be read where it is, by name; a matrix that is not bf16 with
                 `bf16_rows`.
         """
@@ -66,11 +69,14 @@ class NativeDense(DenseFacts):
         self._kv_groups = kv_groups
         self._native = _borrow(weights) if native is None else native
         self._torch = Dense(replace(weights, dtype=torch.float32), kv_groups)
-        self.decoder = CpuDecoder(self._native, CpuPool(1) if pool is None else pool, bf16_rows=bf16_rows)
+        own = CpuPool(1) if pool is None else pool
+        self.decoder = CpuDecoder(self._native, own, bf16_rows=bf16_rows, prompt_tiles=prompt_tiles)
 
-    def on_pool(self, pool: CpuPool, *, torch_rows: int | None = None, bf16_rows: bool = False) -> NativeDense:
+    def on_pool(
+        self, pool: CpuPool, *, torch_rows: int | None = None, bf16_rows: bool = False, prompt_tiles: bool = False
+    ) -> NativeDense:
         """The same weights on the threads of `pool`, with work space of its own."""
-        return NativeDense(self.weights, self._native, pool, torch_rows, bf16_rows, self.kv_groups)
+        return NativeDense(self.weights, self._native, pool, torch_rows, bf16_rows, prompt_tiles, self.kv_groups)
 
     def with_kv_groups(self, size: int) -> NativeDense:
         """See `Dense`. Passes run on the caller's thread."""
@@ -124,6 +130,7 @@ class NativeDense(DenseFacts):
             k_start=_numbers(inputs.k_start),
             group_slots=_numbers(inputs.group_slots),
             group_tables=_numbers(inputs.group_tables),
+            prompts=inputs.prompts,
         )
         return HiddenStates(hidden, entries)
 

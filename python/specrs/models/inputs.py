@@ -35,6 +35,8 @@ class PassInputs:
     """[G - 1, N] KV slots in the groups behind the first (`KVGroups`), as `slots` in the first; None: there is one."""
     group_tables: Tensor | None = None
     """[G - 1, B, max_blocks] their block ids, as `block_table`. Entries before a group's window mean nothing."""
+    prompts: bool = False
+    """All rows are of prompts, or of what a draft catches up with."""
 
     def in_group(self, group: int) -> tuple[Tensor, Tensor]:
         """Slots [N] and block table [B, max_blocks] of a group."""

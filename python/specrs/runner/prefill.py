@@ -36,6 +36,7 @@ def prefill_inputs(state: RowState, host: Views, device: Views, header: Header) 
         max_context=int((host["chunk_start"][chunks] + lengths).max()),
         group_slots=slots[1:] if several else None,
         group_tables=state.group_tables[:, rows] if several else None,
+        prompts=True,
     )
 
 
@@ -62,6 +63,7 @@ def catch_up_inputs(
         max_q_len=int(lengths.max()),
         max_context=int((host["draft_chunk_start"][chunks] + lengths).max()),
         k_start=device["draft_chunk_k_start"][chunks] if windowed else None,
+        prompts=True,
     )
 
 

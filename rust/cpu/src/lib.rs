@@ -24,7 +24,7 @@ mod weights;
 
 pub use decoder::Decoder;
 pub use error::{Error, Result, guarded};
-pub use isa::Isa;
+pub use isa::{Isa, Tiles};
 pub use kv_cache::{KvCache, KvLayer, KvShape};
 pub use layer::{Activation, Experts, LayerWeights, Mlp, QkNorm};
 pub use linear::{INT4_UNIT, INT8_UNIT, Linear, Part, Weight};

@@ -33,6 +33,8 @@ pub struct Pass<'a> {
     pub max_blocks: usize,
     /// By row of the block table the first position that is attended, whatever a window has; empty: 0 for all.
     pub k_start: &'a [i64],
+    /// All rows are of prompts: a decoder [with tiles for them](crate::Decoder::with_prompt_tiles) multiplies them by tiles.
+    pub prompts: bool,
 }
 
 /// What a pass leaves beside K and V. `rows` are rows of the pass, ascending; only the first `num_ids` ids count.

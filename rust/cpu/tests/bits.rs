@@ -14,6 +14,7 @@ fn bits(rows: &[Vec<f32>]) -> Vec<Vec<u32>> {
 fn alone(model: &Model, sequences: &[Vec<usize>]) -> Vec<Vec<Vec<u32>>> {
     let portable = Isa::by_name("portable").unwrap();
     let mut decoder = model.decoder(portable, 1);
+    decoder.poison();
     let of = |sequence: &Vec<usize>| {
         let mut host = Host::new(model, 1, sequence.len(), 16, 1);
         let rows = sequence.iter().enumerate();
@@ -92,6 +93,7 @@ prop_compose! {
         bf16 in any::<bool>(),
         code_bits in prop::sample::select(vec![0, 8, 4]),
         bf16_rows in any::<bool>(),
+        prompt_tiles in any::<bool>(),
         kv_heads in 1..4_usize,
         group in 1..4_usize,
         half_dim in 1..25_usize,
@@ -102,8 +104,8 @@ prop_compose! {
         window in 1..40_usize,
         seed in any::<u64>(),
     ) -> Model {
-        // INT4 and pairs of bf16 numbers lie by 32 inputs.
-        let unit = if code_bits == 4 || bf16_rows { 32 } else { 1 };
+        // INT4 and pairs of bf16 numbers lie by 32 inputs; other projections would not be by tiles.
+        let unit = if code_bits == 4 || bf16_rows || prompt_tiles { 32 } else { 1 };
         let (bf16, code_bits) = if bf16_rows { (true, 0) } else { (bf16, code_bits) };
         let shape = ModelShape {
             vocab_size,
@@ -114,7 +116,7 @@ prop_compose! {
             head_dim: (2 * half_dim).next_multiple_of(unit),
             rms_norm_eps: 1e-6,
         };
-        Model::random(shape, layers, Kind { bf16, bf16_rows, code_bits, window: window.min(kind.window * 8), ..kind }, seed)
+        Model::random(shape, layers, Kind { bf16, bf16_rows, prompt_tiles, code_bits, window: window.min(kind.window * 8), ..kind }, seed)
     }
 }
 

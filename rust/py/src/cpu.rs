@@ -7,7 +7,7 @@ use numpy::{Ix1, Ix2, Ix3, Ix5, PyReadonlyArray, PyReadwriteArray, PyUntypedArra
 use pyo3::prelude::*;
 use specrs_cpu::{
     Activation, Beside, BesideWeights, Decoder, Entries, Experts, KvCache, KvLayer, KvShape, LayerWeights, Linear, Mlp,
-    ModelShape, Multipliers, Output, Part, Pass, Pool, QkNorm, Rotation, Values, Weights, guarded,
+    ModelShape, Multipliers, Output, Part, Pass, Pool, QkNorm, Rotation, Tiles, Values, Weights, guarded,
 };
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -353,18 +353,33 @@ pub(crate) struct CpuDecoder(pub(crate) Mutex<Decoder>);
 #[pymethods]
 impl CpuDecoder {
     #[new]
-    #[pyo3(signature = (weights, pool, *, bf16_rows = false))]
-    fn new(py: Python<'_>, weights: &CpuWeights, pool: &CpuPool, bf16_rows: bool) -> PyResult<Self> {
+    #[pyo3(signature = (weights, pool, *, bf16_rows = false, prompt_tiles = false))]
+    fn new(
+        py: Python<'_>,
+        weights: &CpuWeights,
+        pool: &CpuPool,
+        bf16_rows: bool,
+        prompt_tiles: bool,
+    ) -> PyResult<Self> {
         let made = Decoder::new(Arc::clone(&weights.0), Arc::clone(&pool.0));
         let made = if bf16_rows { made.and_then(Decoder::with_bf16_rows) } else { made };
-        made.map(|decoder| Self(Mutex::new(decoder))).map_err(|error| to_py(py, &error))
+        let decoder = made.map_err(|error| to_py(py, &error))?;
+        if !prompt_tiles {
+            return Ok(Self(Mutex::new(decoder)));
+        }
+        let Some(tiles) = Tiles::detect() else {
+            let message = "prompt_tiles = True is not allowed on this machine: expected False, it has no AMX tiles of \
+                           bf16 numbers, or its system does not let this process use them";
+            return Err(Class::InvalidConfig.error(py, message.to_string()));
+        };
+        Ok(Self(Mutex::new(decoder.with_prompt_tiles(tiles))))
     }
 
     #[allow(clippy::too_many_arguments)] // buffers, each with a name of its own
     #[allow(clippy::needless_pass_by_value)] // extracted from Python objects
     #[pyo3(signature = (
         tokens, positions, slots, q_start, block_table, kv_cache, hidden, hidden_layers = vec![], entries = None,
-        beside = None, k_start = None, group_slots = None, group_tables = None
+        beside = None, k_start = None, group_slots = None, group_tables = None, prompts = false
     ))]
     fn forward(
         &self,
@@ -382,6 +397,7 @@ impl CpuDecoder {
         k_start: Option<&Bound<'_, PyAny>>,
         group_slots: Option<&Bound<'_, PyAny>>,
         group_tables: Option<&Bound<'_, PyAny>>,
+        prompts: bool,
     ) -> PyResult<()> {
         let beside: Option<PyReadonlyArray<'_, f32, Ix2>> =
             beside.map(|array| readonly("beside", array)).transpose()?;
@@ -413,6 +429,7 @@ impl CpuDecoder {
             group_slots: group_slots.as_ref().map_or(Ok(&[][..]), |array| array.as_slice())?,
             group_tables: group_tables.as_ref().map_or(Ok(&[][..]), |array| array.as_slice())?,
             k_start: k_start.as_ref().map_or(Ok(&[][..]), |array| array.as_slice())?,
+            prompts,
         };
         let hidden = hidden.as_slice_mut()?;
         let states = match &mut states {
@@ -470,7 +487,8 @@ impl CpuDecoder {
         let decoder = lock(&self.0);
         let (layers, threads) = (decoder.weights().num_layers(), decoder.pool().threads());
         let rows = if decoder.has_bf16_rows() { ", bf16_rows=True" } else { "" };
-        format!("CpuDecoder(layers={layers}, threads={threads}{rows})")
+        let tiles = if decoder.has_prompt_tiles() { ", prompt_tiles=True" } else { "" };
+        format!("CpuDecoder(layers={layers}, threads={threads}{rows}{tiles})")
     }
 }
 

@@ -3,9 +3,10 @@
 //! one where a norm is behind.
 
 use super::Context;
+use super::products::Fed;
 use super::scratch::{Buffers, Private, RUN};
-use crate::isa::LANES;
-use crate::kernels::{Attend, Element, KvRead, QkHead, RmsScale, Vector};
+use crate::isa::{LANES, Vector};
+use crate::kernels::{Attend, Element, KvRead, QkHead, RmsScale};
 use crate::kv_cache::KvShape;
 use crate::layer::Layer;
 use crate::memory::{Columns, Planes, PlanesMut};
@@ -157,10 +158,10 @@ impl<'a> Context<'a> {
         let own = Columns::new(private, 1, shares.threads, &shares.each);
         self.session.run(&|t| {
             let (mut outs, mut own) = (outs.take(t), own.take(t));
-            let Private { x, y, .. } = &mut own.row_mut(0)[0];
+            let Private { x, y, tiles, .. } = &mut own.row_mut(0)[0];
             self.collect(attended, x);
             self.round(x, rows, layer.o.inputs);
-            self.give(&layer.o, norm, x, y, &mut outs);
+            self.give(&layer.o, norm, &mut self.fed(&layer.o, x, rows, tiles), y, &mut outs);
         });
         self.add_normed(norm, added, h, private);
     }
@@ -175,7 +176,8 @@ impl<'a> Context<'a> {
             let own = &mut own.row_mut(0)[0];
             self.attention_input(h, e, layer.input_norm.as_deref(), own);
             self.round(&mut own.x, rows, layer.qkv.inputs);
-            self.put_product(&layer.qkv, &own.x, rows, &mut own.y, &mut outs);
+            let Private { x, y, tiles, .. } = own;
+            self.put_product(&layer.qkv, &mut self.fed(&layer.qkv, x, rows, tiles), rows, y, &mut outs);
         });
     }
 
@@ -191,14 +193,21 @@ impl<'a> Context<'a> {
         }
     }
 
-    /// Rows of head `head` of q, k and v, `[rows, head_dim]`, into `own.y`: normed as all heads are where they are normed as
-    /// one, then read from `heads`.
-    fn project_head(&self, layer: &Layer, head: usize, heads: &[f32], own: &mut Private) {
+    /// Rows of head `head` of q, k and v, `[rows, head_dim]`, into `y`: normed by `scales` where all heads are normed as one,
+    /// then read from `heads`.
+    fn project_head(
+        &self,
+        layer: &Layer,
+        head: usize,
+        heads: &[f32],
+        fed: &mut Fed<'_>,
+        scales: &[f32],
+        y: &mut [f32],
+    ) {
         let shape = &self.weights.shape;
         let (dim, rows) = (shape.head_dim, self.rows());
-        let Private { x, y, scales, .. } = own;
         let Some((q_norm, k_norm)) = layer.qk_norm.as_ref().filter(|_| layer.qk_norm_whole) else {
-            return self.product(&layer.qkv, head * dim..(head + 1) * dim, x, rows, y, dim);
+            return self.product(&layer.qkv, head * dim..(head + 1) * dim, fed, rows, y, dim);
         };
         let keys = shape.num_heads..shape.num_heads + shape.num_kv_heads;
         let (norm, scales) = match head {
@@ -235,9 +244,10 @@ impl<'a> Context<'a> {
             let (cos, sin) = (&given.cos[angles.clone()], &given.sin[angles]);
             self.isa.run(QkHead { x, norm, eps: shape.rms_norm_eps, cos, sin });
         };
+        let Private { x, y, scales, tiles, .. } = own;
+        let mut fed = if layer.qk_norm_whole { Fed::Rows(&[]) } else { self.fed(&layer.qkv, x, rows, tiles) };
         for head in shares.q[t]..shares.q[t + 1] {
-            self.project_head(layer, head, given.projected, own);
-            let y = &mut own.y;
+            self.project_head(layer, head, given.projected, &mut fed, scales, y);
             let q = &mut q[(head - shares.q[t]) * rows * vectors..][..rows * vectors];
             for (row, (q, y)) in q.chunks_exact_mut(vectors).zip(y.chunks_exact_mut(dim)).enumerate() {
                 rotate(row, y, norms.map(|norms| &*norms.0));
@@ -248,8 +258,8 @@ impl<'a> Context<'a> {
         }
         // Key heads, then value heads, as in the projection and in a block.
         for head in (shares.k[t]..shares.k[t + 1]).chain(shares.v[t]..shares.v[t + 1]) {
-            self.project_head(layer, heads + head, given.projected, own);
-            for (row, y) in own.y.chunks_exact_mut(dim).take(rows).enumerate() {
+            self.project_head(layer, heads + head, given.projected, &mut fed, scales, y);
+            for (row, y) in y.chunks_exact_mut(dim).take(rows).enumerate() {
                 if head < kv_heads {
                     rotate(row, y, norms.map(|norms| &*norms.1));
                 }

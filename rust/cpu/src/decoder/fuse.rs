@@ -1,5 +1,6 @@
 //! What an EAGLE-3 head makes of the target's hidden states before its passes: one phase.
 
+use super::products::Fed;
 use super::scratch::Private;
 use super::{Context, Decoder};
 use crate::error::{Error, Result, check_len};
@@ -33,7 +34,8 @@ impl Decoder {
             let tile = Pass::default();
             let (isa, bf16_rows) = (self.isa, self.bf16_rows);
             let (session, pass) = (&session, tile);
-            let cx = Context { isa, bf16_rows, weights, shares, session, tile, pass, first: 0, beside: None };
+            let cx =
+                Context { isa, bf16_rows, tiles: None, weights, shares, session, tile, pass, first: 0, beside: None };
             cx.fuse(head, states, out, &mut self.private);
         }
         Ok(())
@@ -50,7 +52,7 @@ impl Context<'_> {
             let own = &mut own.row_mut(0)[0];
             self.fuse_input(head, states, own);
             self.round(&mut own.x, rows, head.fc.inputs);
-            self.put_product(&head.fc, &own.x, rows, &mut own.y, &mut outs);
+            self.put_product(&head.fc, &mut Fed::Rows(&own.x), rows, &mut own.y, &mut outs);
         });
     }
 

@@ -1,10 +1,11 @@
 //! The end of a pass: final norm, LM head, and the hidden states, logits or most probable ids of the rows asked for.
 
+use super::products::Fed;
 use super::scratch::{CHUNK, Private};
 use super::{Context, Decoder, Range};
 use crate::error::{Error, Result, check_len};
-use crate::isa::LANES;
-use crate::kernels::{Argmax, Vector, better};
+use crate::isa::{LANES, Vector};
+use crate::kernels::{Argmax, better};
 use crate::memory::Columns;
 use crate::pass::{MAX_TILE_ROWS, Output, Pass};
 
@@ -72,7 +73,7 @@ impl Decoder {
         let tile = Pass::default();
         let (isa, bf16_rows, weights) = (self.isa, self.bf16_rows, &*self.weights);
         let (session, pass) = (&session, tile);
-        let cx = Context { isa, bf16_rows, weights, shares, session, tile, pass, first: 0, beside: None };
+        let cx = Context { isa, bf16_rows, tiles: None, weights, shares, session, tile, pass, first: 0, beside: None };
         work(&cx, &mut self.private);
         Ok(())
     }
@@ -187,7 +188,7 @@ impl Context<'_> {
         self.round(x, rows, self.weights.lm_head.inputs);
         for start in ids.clone().step_by(CHUNK) {
             let chunk = start..(start + CHUNK).min(ids.end);
-            self.product(&self.weights.lm_head, chunk.clone(), x, rows, y, CHUNK);
+            self.product(&self.weights.lm_head, chunk.clone(), &mut Fed::Rows(x), rows, y, CHUNK);
             for (i, y) in y.chunks_exact(CHUNK).take(rows).enumerate() {
                 each(best, i, chunk.clone(), &y[..chunk.len()]);
             }

@@ -1,9 +1,10 @@
 //! What a layer does behind its attention: two phases, three where a norm is behind.
 
+use super::products::Fed;
 use super::scratch::{Buffers, CHUNK, Private};
 use super::{Context, Range};
-use crate::isa::LANES;
-use crate::kernels::{GateMul, RmsNorm, Vector};
+use crate::isa::{LANES, Vector};
+use crate::kernels::{GateMul, RmsNorm};
 use crate::layer::{Activation, Layer};
 use crate::linear::Linear;
 use crate::memory::{Columns, ColumnsMut};
@@ -26,10 +27,10 @@ impl Context<'_> {
             let own = Columns::new(private, 1, self.shares.threads, &self.shares.each);
             self.session.run(&|t| {
                 let (mut acts, mut own) = (acts.take(t), own.take(t));
-                let Private { x, y, z, .. } = &mut own.row_mut(0)[0];
+                let Private { x, y, z, tiles, .. } = &mut own.row_mut(0)[0];
                 self.norm(0..rows, h, layer.post_attention_norm.as_deref(), x);
                 self.round(x, rows, gate_up.inputs);
-                self.gate_up(gate_up, x, 0..rows, (y, z), &mut acts);
+                self.gate_up(gate_up, &mut self.fed(gate_up, x, rows, tiles), 0..rows, (y, z), &mut acts);
             });
         }
         let act = &act[..rows * vectors];
@@ -39,17 +40,18 @@ impl Context<'_> {
         let own = Columns::new(private, 1, self.shares.threads, &self.shares.each);
         self.session.run(&|t| {
             let (mut outs, mut own) = (outs.take(t), own.take(t));
-            self.give(down, norm, act, &mut own.row_mut(0)[0].y, &mut outs);
+            let Private { y, tiles, .. } = &mut own.row_mut(0)[0];
+            self.give(down, norm, &mut self.fed(down, act, rows, tiles), y, &mut outs);
         });
         self.add_normed(norm, added, h, private);
     }
 
     /// One participant's features between gate, up and down.
-    /// `x` has its rows, which are `rows` of `acts`.
+    /// It is fed `rows` of `acts`.
     pub(super) fn gate_up(
         &self,
         linear: &Linear,
-        x: &[Vector],
+        fed: &mut Fed<'_>,
         rows: Range<usize>,
         (y, z): (&mut [f32], &mut [f32]),
         acts: &mut ColumnsMut<'_, Vector>,
@@ -60,8 +62,8 @@ impl Context<'_> {
         for start in (first..end).step_by(CHUNK) {
             let chunk = start..(start + CHUNK).min(end);
             let up = intermediate + chunk.start..intermediate + chunk.end;
-            self.product(linear, chunk.clone(), x, rows.len(), y, CHUNK);
-            self.product(linear, up, x, rows.len(), z, CHUNK);
+            self.product(linear, chunk.clone(), fed, rows.len(), y, CHUNK);
+            self.product(linear, up, fed, rows.len(), z, CHUNK);
             let from = (start - first) / LANES;
             for (row, (gate, up)) in rows.clone().zip(y.chunks_exact(CHUNK).zip(z.chunks_exact(CHUNK))) {
                 let out = &mut acts.row_mut(row)[from..][..chunk.len().div_ceil(LANES)];
@@ -77,20 +79,20 @@ impl Context<'_> {
         }
     }
 
-    /// One participant's features of a block's last projection of `x`: added to the residual stream, or written where a norm
+    /// One participant's features of a block's last projection: added to the residual stream, or written where a norm
     /// is behind it.
     pub(super) fn give(
         &self,
         linear: &Linear,
         norm: Option<&[f32]>,
-        x: &[Vector],
+        fed: &mut Fed<'_>,
         y: &mut [f32],
         outs: &mut ColumnsMut<'_, f32>,
     ) {
         if norm.is_some() {
-            self.put_product(linear, x, self.rows(), y, outs);
+            self.put_product(linear, fed, self.rows(), y, outs);
         } else {
-            self.add_product(linear, x, y, outs);
+            self.add_product(linear, fed, y, outs);
         }
     }
 
@@ -114,11 +116,11 @@ impl Context<'_> {
         });
     }
 
-    /// Writes one participant's features of a projection of `rows` rows of `x`.
+    /// Writes one participant's features of a projection of `rows` rows.
     pub(super) fn put_product(
         &self,
         linear: &Linear,
-        x: &[Vector],
+        fed: &mut Fed<'_>,
         rows: usize,
         y: &mut [f32],
         outs: &mut ColumnsMut<'_, f32>,
@@ -126,20 +128,20 @@ impl Context<'_> {
         let Range { start: first, end } = outs.columns();
         for start in (first..end).step_by(CHUNK) {
             let chunk = start..(start + CHUNK).min(end);
-            self.product(linear, chunk.clone(), x, rows, y, CHUNK);
+            self.product(linear, chunk.clone(), fed, rows, y, CHUNK);
             for (row, y) in y.chunks_exact(CHUNK).take(rows).enumerate() {
                 outs.row_mut(row)[start - first..][..chunk.len()].copy_from_slice(&y[..chunk.len()]);
             }
         }
     }
 
-    /// Adds one participant's features of a projection of `x` to the residual stream.
-    fn add_product(&self, linear: &Linear, x: &[Vector], y: &mut [f32], hs: &mut ColumnsMut<'_, f32>) {
+    /// Adds one participant's features of a projection to the residual stream.
+    fn add_product(&self, linear: &Linear, fed: &mut Fed<'_>, y: &mut [f32], hs: &mut ColumnsMut<'_, f32>) {
         let Range { start: first, end } = hs.columns();
         let multiplier = self.weights.multipliers.residual;
         for start in (first..end).step_by(CHUNK) {
             let chunk = start..(start + CHUNK).min(end);
-            self.product(linear, chunk.clone(), x, self.rows(), y, CHUNK);
+            self.product(linear, chunk.clone(), fed, self.rows(), y, CHUNK);
             for (row, y) in y.chunks_exact(CHUNK).take(self.rows()).enumerate() {
                 for (h, y) in hs.row_mut(row)[start - first..][..chunk.len()].iter_mut().zip(y) {
                     *h += y * multiplier;

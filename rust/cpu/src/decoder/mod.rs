@@ -8,18 +8,19 @@ mod experts;
 mod fuse;
 mod head;
 mod mlp;
+mod products;
 mod scratch;
 mod shares;
 
 use crate::error::{Error, Result};
-use crate::isa::{Isa, LANES};
-use crate::kernels::{Angles, Product, RmsNorm, RoundPairs, Vector};
+use crate::isa::{Isa, LANES, Tiles, Vector};
+use crate::kernels::{Angles, RmsNorm};
 use crate::kv_cache::{KvCache, KvLayer};
 use crate::layer::Mlp;
-use crate::linear::{Linear, Weight};
 use crate::pass::{Beside, Entries, MAX_TILE_ROWS, Output, Pass};
 use crate::pool::{Pool, Session};
-use crate::weights::{Values, ValuesMut, Weights};
+use crate::weights::{ValuesMut, Weights};
+use products::TileRoom;
 use scratch::{Buffers, Private};
 use shares::Shares;
 use std::ops::Range;
@@ -32,6 +33,8 @@ pub struct Decoder {
     isa: Isa,
     /// Rows are rounded to bf16 before products.
     bf16_rows: bool,
+    /// What multiplies the rows of prompts.
+    prompt_tiles: Option<Tiles>,
     /// By participants less one.
     shares: Vec<Shares>,
     buffers: Buffers,
@@ -45,6 +48,8 @@ pub struct Decoder {
 struct Context<'a> {
     isa: Isa,
     bf16_rows: bool,
+    /// What multiplies these rows; None: vectors do.
+    tiles: Option<Tiles>,
     weights: &'a Weights,
     shares: &'a Shares,
     session: &'a Session<'a>,
@@ -80,6 +85,7 @@ impl Decoder {
             pool,
             isa,
             bf16_rows: false,
+            prompt_tiles: None,
             finite: Vec::new(),
         }
     }
@@ -93,6 +99,16 @@ impl Decoder {
         self.weights.check_pairs()?;
         let tiny = self.isa.has_dots() && self.weights.has_tiny();
         Ok(Self { bf16_rows: true, isa: if tiny { self.isa.without_dots() } else { self.isa }, ..self })
+    }
+
+    /// The same, but products of [`prompts`](Pass::prompts)' rows with bf16 weights of a multiple of 32 inputs are by tiles,
+    /// in fp32 still: faster, and sums have another order, which is the same for any other rows, threads and chunks. The LM
+    /// head's and experts' products stay as they are.
+    #[must_use]
+    pub fn with_prompt_tiles(mut self, tiles: Tiles) -> Self {
+        self.prompt_tiles = Some(tiles);
+        self.private.iter_mut().for_each(|own| own.tiles = TileRoom::new(&self.weights.shape));
+        self
     }
 
     /// Its weights.
@@ -113,6 +129,11 @@ impl Decoder {
     /// Whether rows are rounded to bf16 before products.
     pub fn has_bf16_rows(&self) -> bool {
         self.bf16_rows
+    }
+
+    /// Whether rows of prompts are multiplied by tiles.
+    pub fn has_prompt_tiles(&self) -> bool {
+        self.prompt_tiles.is_some()
     }
 
     /// Fills the memory that passes need with NaN, for tests: nothing of it may reach what a pass gives.
@@ -210,8 +231,9 @@ impl Decoder {
             shares.set_tile(&tile);
             let beside = beside.map(|all| Beside { hidden: &all.hidden[rows.start * hidden..] });
             let (isa, bf16_rows) = (self.isa, self.bf16_rows);
+            let tiles = self.prompt_tiles.filter(|_| pass.prompts);
             let (weights, session) = (&*self.weights, &session);
-            let cx = Context { isa, bf16_rows, weights, shares, session, tile, pass: *pass, first, beside };
+            let cx = Context { isa, bf16_rows, tiles, weights, shares, session, tile, pass: *pass, first, beside };
             let width = entries.layers.len() * hidden;
             let (states, behind) = std::mem::take(&mut entries.states).split_at_mut(rows.len() * width);
             entries.states = behind;
@@ -220,7 +242,7 @@ impl Decoder {
                 let rows = self.buffers.h.chunks_exact(hidden).take(rows.len());
                 self.finite.extend(rows.map(|row| row.iter().all(|x| x.is_finite())));
             }
-            cx.output(&mut output, &rows, &self.buffers.h, &mut self.private);
+            Context { tiles: None, ..cx }.output(&mut output, &rows, &self.buffers.h, &mut self.private);
         }
         Ok(())
     }
@@ -243,7 +265,7 @@ impl Context<'_> {
             }
             match &layer.mlp {
                 Mlp::Dense { gate_up, down } => self.mlp(layer, gate_up, down, buffers, private),
-                Mlp::Experts(mixture) => self.experts(layer, mixture, buffers, private),
+                Mlp::Experts(mixture) => Context { tiles: None, ..*self }.experts(layer, mixture, buffers, private),
             }
         }
         self.keep(self.weights.layers.len(), &buffers.h, &mut entries);
@@ -370,61 +392,6 @@ impl Context<'_> {
                 values.copy_from_slice(x);
                 padding.fill(0.0);
             }
-        }
-    }
-
-    /// Rounds `rows` rows of `inputs` numbers, which a product will be fed, where that is asked for.
-    fn round(&self, x: &mut [Vector], rows: usize, inputs: usize) {
-        if self.bf16_rows {
-            self.isa.run_pairs(RoundPairs { x: &mut x[..rows * (inputs / LANES)] });
-        }
-    }
-
-    /// Outputs `outputs` of a projection, bias included, of `rows` rows of `x`: `y[row, i]` is that of output
-    /// `outputs.start + i`, rows of y are `stride` long. `x` went through [`round`](Self::round).
-    fn product(&self, linear: &Linear, outputs: Range<usize>, x: &[Vector], rows: usize, y: &mut [f32], stride: usize) {
-        let mut first = 0;
-        for part in &linear.parts {
-            let (start, end) = (outputs.start.max(first), outputs.end.min(first + part.outputs));
-            if start < end {
-                let inside = start - first..end - first;
-                let y = &mut y[start - outputs.start..];
-                let (inputs, w) = (linear.inputs, inside.start * linear.inputs..inside.end * linear.inputs);
-                let product = Product { inputs, x, rows, y, y_stride: stride };
-                match &part.weight {
-                    Weight::F32(all) => self.isa.run(product.with::<_, f32, 1>(&all.as_slice()[w], &[], inputs)),
-                    Weight::Bf16(all) if self.bf16_rows => {
-                        let pairs = all.as_slice()[w].as_chunks::<2>().0;
-                        self.isa.run_pairs(product.with::<_, f32, 2>(pairs, &[], inputs));
-                    }
-                    Weight::Bf16(all) => self.isa.run(product.with::<_, f32, 1>(&all.as_slice()[w], &[], inputs)),
-                    Weight::Int8 { codes, scales } => {
-                        let (codes, groups) = (&codes.as_slice()[w], scales.len() / part.outputs);
-                        let (of, group) = (inside.start * groups..inside.end * groups, inputs / groups);
-                        match scales {
-                            Values::F32(all) => self.isa.run(product.with(codes, &all.as_slice()[of], group)),
-                            Values::Bf16(all) => self.isa.run(product.with(codes, &all.as_slice()[of], group)),
-                        }
-                    }
-                    Weight::Int4 { codes, scales } => {
-                        let codes = &codes.as_slice()[w.start / 2..w.end / 2];
-                        let groups = scales.len() / part.outputs;
-                        let (of, group) = (inside.start * groups..inside.end * groups, inputs / groups);
-                        match scales {
-                            Values::F32(all) => self.isa.run(product.with(codes, &all.as_slice()[of], group)),
-                            Values::Bf16(all) => self.isa.run(product.with(codes, &all.as_slice()[of], group)),
-                        }
-                    }
-                }
-                if let Some(bias) = &part.bias {
-                    for row in y.chunks_mut(stride).take(rows) {
-                        for (y, bias) in row.iter_mut().zip(&bias[inside.clone()]) {
-                            *y += bias;
-                        }
-                    }
-                }
-            }
-            first += part.outputs;
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Who computes what: whole output features and heads, cut evenly. A row's sums do not hang on it.
 
-use crate::kernels::Vector;
+use crate::isa::Vector;
 use crate::layer::ExpertSizes;
 use crate::pass::{MAX_TILE_ROWS, Pass};
 use crate::weights::ModelShape;

@@ -246,6 +246,52 @@ impl<const HAS_DOTS: bool> Simd for Avx512<HAS_DOTS> {
     }
 
     #[inline(always)]
+    fn upper(self, v: __m512) -> __m512 {
+        avx512!({
+            let upper = _mm512_set1_epi32(0xFFFF_0000_u32.cast_signed());
+            _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(v), upper))
+        })
+    }
+
+    #[inline(always)]
+    fn pairs(self, first: __m512, second: __m512) -> __m512 {
+        avx512!({
+            let first = _mm512_srli_epi32::<16>(_mm512_castps_si512(first));
+            // The upper halves of the second, the lower of the shifted first.
+            let both = _mm512_mask_blend_epi16(0xAAAA_AAAA, first, _mm512_castps_si512(second));
+            _mm512_castsi512_ps(both)
+        })
+    }
+
+    #[inline(always)]
+    fn transpose(self, mut v: [__m512; LANES]) -> [__m512; LANES] {
+        // Lanes of 32, 64, 128 and 256 bits change places with those of the vector that is as far away.
+        avx512!({
+            for i in (0..LANES).step_by(2) {
+                (v[i], v[i + 1]) = (_mm512_unpacklo_ps(v[i], v[i + 1]), _mm512_unpackhi_ps(v[i], v[i + 1]));
+            }
+            let mut w = v;
+            for i in (0..LANES).step_by(4) {
+                for half in 0..2 {
+                    let (a, b) = (_mm512_castps_pd(v[i + half]), _mm512_castps_pd(v[i + half + 2]));
+                    w[i + 2 * half] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
+                    w[i + 2 * half + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+                }
+            }
+            for i in 0..4 {
+                let quads = [w[i], w[i + 4], w[i + 8], w[i + 12]];
+                let even = |a, b| _mm512_shuffle_f32x4::<0b10_00_10_00>(a, b);
+                let odd = |a, b| _mm512_shuffle_f32x4::<0b11_01_11_01>(a, b);
+                let (low, high) = (even(quads[0], quads[1]), even(quads[2], quads[3]));
+                (v[i], v[i + 8]) = (even(low, high), odd(low, high));
+                let (low, high) = (odd(quads[0], quads[1]), odd(quads[2], quads[3]));
+                (v[i + 4], v[i + 12]) = (even(low, high), odd(low, high));
+            }
+            v
+        })
+    }
+
+    #[inline(always)]
     fn sums4(self, v: [__m512; 4]) -> [f32; 4] {
         avx512!({
             let four = quads(v[0], v[1], v[2], v[3]);

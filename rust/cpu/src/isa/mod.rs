@@ -4,6 +4,8 @@
 //! instruction set cannot change a result; sums over lanes have one tree. A value of the implementing types is the
 //! proof that the machine has the instructions.
 
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+mod amx;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
@@ -11,12 +13,18 @@ mod avx512;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 mod portable;
+mod tiles;
 
 use crate::error::{Error, Result};
 use crate::memory::Bf16;
+pub use tiles::Tiles;
+pub(crate) use tiles::{MOST_TILES, Tile, Tiling};
 
 /// Lanes of a vector.
 pub(crate) const LANES: usize = 16;
+
+/// Sixteen numbers that are loaded together.
+pub(crate) type Vector = [f32; LANES];
 
 /// Sixteen fp32 lanes.
 pub(crate) trait Simd: Copy + Send + Sync {
@@ -35,11 +43,10 @@ pub(crate) trait Simd: Copy + Send + Sync {
     fn load_bf16(self, x: &[Bf16; LANES]) -> Self::V;
     /// The first or second numbers of the pairs, exactly.
     fn load_pairs<const SECOND: bool>(self, x: &[[Bf16; 2]; LANES]) -> Self::V;
-    /// The pairs as they are, for [`dot`](Self::dot).
+    /// The bits of the pairs, for [`dot`](Self::dot) and tiles.
     #[inline(always)]
     fn load_bits(self, x: &[[Bf16; 2]; LANES]) -> Self::V {
-        let _ = x;
-        unreachable!("DOTS is false")
+        self.load(&std::array::from_fn(|i| f32::from_bits(u32::from(x[i][0].0) | u32::from(x[i][1].0) << 16)))
     }
     /// acc + the product of the second numbers of pairs `a` and `b`, rounded once, + that of the first, rounded once.
     /// Where one of these is subnormal, it may be zero instead.
@@ -90,6 +97,30 @@ pub(crate) trait Simd: Copy + Send + Sync {
             }
         }
         x[0]
+    }
+    /// The numbers that the upper halves of lanes are as bf16.
+    #[inline(always)]
+    fn upper(self, v: Self::V) -> Self::V {
+        let mut x = [0.0; LANES];
+        self.store(v, &mut x);
+        self.load(&x.map(|x| f32::from_bits(x.to_bits() & 0xFFFF_0000)))
+    }
+    /// bf16 pairs of the upper halves of lanes.
+    #[inline(always)]
+    fn pairs(self, first: Self::V, second: Self::V) -> Self::V {
+        let (mut a, mut b) = ([0.0; LANES], [0.0; LANES]);
+        self.store(first, &mut a);
+        self.store(second, &mut b);
+        self.load(&std::array::from_fn(|i| f32::from_bits(a[i].to_bits() >> 16 | b[i].to_bits() & 0xFFFF_0000)))
+    }
+    /// Vector i has lane i of each, to the bit.
+    #[inline(always)]
+    fn transpose(self, v: [Self::V; LANES]) -> [Self::V; LANES] {
+        let mut rows = [[0.0; LANES]; LANES];
+        for (row, v) in rows.iter_mut().zip(v) {
+            self.store(v, row);
+        }
+        std::array::from_fn(|i| self.load(&rows.map(|row| row[i])))
     }
     /// `sum` of each.
     fn sums4(self, v: [Self::V; 4]) -> [f32; 4];

@@ -41,11 +41,6 @@ impl Simd for Portable {
     }
 
     #[inline(always)]
-    fn load_bits(self, x: &[[Bf16; 2]; LANES]) -> V {
-        lanes(|i| f32::from_bits(u32::from(x[i][0].0) | u32::from(x[i][1].0) << 16))
-    }
-
-    #[inline(always)]
     fn dot(self, a: V, b: V, acc: V) -> V {
         let second = |x: f32| f32::from_bits(x.to_bits() & 0xFFFF_0000);
         let first = |x: f32| f32::from_bits(x.to_bits() << 16);

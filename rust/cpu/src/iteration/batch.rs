@@ -17,6 +17,8 @@ pub(super) struct Batch {
     pub(super) rows: Vec<usize>,
     /// Rows whose outputs are asked for, ascending.
     pub(super) wanted: Vec<usize>,
+    /// All rows are of prompts, or of what is caught up with.
+    pub(super) prompts: bool,
 }
 
 impl Batch {
@@ -27,6 +29,7 @@ impl Batch {
         self.group_slots.clear();
         self.rows.clear();
         self.wanted.clear();
+        self.prompts = false;
     }
 
     pub(super) fn len(&self) -> usize {

@@ -61,6 +61,7 @@ impl Iteration {
         want: Want,
         whose: Whose,
     ) -> Result<()> {
+        let prompts = self.batch.prompts;
         let vocab_size = self.sampler.vocab_size();
         let known = model.decoder.weights().num_ids();
         if whose == Whose::Draft && known < vocab_size {
@@ -84,6 +85,7 @@ impl Iteration {
             group_slots: &batch.group_slots,
             group_tables: if in_groups { state.group_tables } else { &[] },
             k_start: if whose == Whose::Target || !begins_late { &[] } else { state.draft_start },
+            prompts,
         };
         let mut forward = |model: &mut Cached<'_>, output: Output<'_>| {
             let begun = pass_time.is_some().then(Instant::now);

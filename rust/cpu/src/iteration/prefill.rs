@@ -20,6 +20,7 @@ impl Iteration {
         target: &mut Cached<'_>,
     ) -> Result<()> {
         self.batch.clear();
+        self.batch.prompts = true;
         self.entries.clear();
         let chunks = header.num_decode..header.num_decode + header.num_prefill;
         for (chunk, index) in chunks.clone().enumerate() {
@@ -74,6 +75,7 @@ impl Iteration {
         draft: Option<&mut Cached<'_>>,
     ) {
         self.batch.clear();
+        self.batch.prompts = true;
         for chunk in 0..header.num_draft_chunks {
             let row = record.draft_chunk_row[chunk] as usize;
             state.draft_start[row] = record.draft_chunk_k_start[chunk];

@@ -1,8 +1,8 @@
 //! The gated activation of the MLP (Shazeer 2020, eq. 6). No projection.
 
-use super::element::{Element, Vector};
+use super::element::Element;
 use super::exp::exp;
-use crate::isa::{Kernel, LANES, Simd};
+use crate::isa::{Kernel, LANES, Simd, Vector};
 
 /// `out = f(gate) * up`, with `gate / (1 + e^-gate)` for f, or GELU's approximation with tanh.
 pub(crate) struct GateMul<'a, const GELU: bool> {

@@ -7,9 +7,9 @@
 // Loops over registers, which unroll.
 #![allow(clippy::needless_range_loop)]
 
-use super::element::{Element, Vector};
+use super::element::Element;
 use super::exp::exp;
-use crate::isa::{Kernel, LANES, Simd};
+use crate::isa::{Kernel, LANES, Simd, Vector};
 use crate::memory::Vectors;
 use std::marker::PhantomData;
 

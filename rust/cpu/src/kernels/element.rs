@@ -3,9 +3,6 @@
 use crate::isa::{LANES, Simd};
 use crate::memory::Bf16;
 
-/// Sixteen numbers that are loaded together.
-pub(crate) type Vector = [f32; LANES];
-
 /// A number that expands to f32 exactly.
 pub(crate) trait Element: Copy + Default + Send + Sync + 'static {
     /// Sixteen of them.

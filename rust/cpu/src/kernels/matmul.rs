@@ -6,8 +6,8 @@
 #![allow(clippy::needless_range_loop)]
 
 use super::code::Code;
-use super::element::{Element, Vector};
-use crate::isa::{Kernel, LANES, Simd};
+use super::element::Element;
+use crate::isa::{Kernel, LANES, Simd, Vector};
 
 /// What a product is of besides its weights, and where it goes.
 pub(crate) struct Product<'a> {

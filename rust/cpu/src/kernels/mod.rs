@@ -14,13 +14,15 @@ mod norm;
 mod pairs;
 mod rope;
 mod route;
+mod tiles;
 
 pub(crate) use activation::GateMul;
 pub(crate) use argmax::{Argmax, better};
 pub(crate) use attention::{Attend, AttendScratch, KvRead};
-pub(crate) use element::{Element, Vector};
+pub(crate) use element::Element;
 pub(crate) use matmul::Product;
 pub(crate) use norm::{RmsNorm, RmsScale};
 pub(crate) use pairs::{LEAST_WEIGHT, PAIRS, RoundPairs};
 pub(crate) use rope::{Angles, QkHead};
 pub(crate) use route::Route;
+pub(crate) use tiles::{Layout, Split, TileProduct};

@@ -1,7 +1,7 @@
 //! Root mean square normalisation (Zhang and Sennrich 2019, eq. 4). No mean is subtracted, no bias added.
 
-use super::element::{Element, Vector};
-use crate::isa::{Kernel, LANES, Simd};
+use super::element::Element;
+use crate::isa::{Kernel, LANES, Simd, Vector};
 
 /// `out = x / sqrt(mean(x^2) + eps) * weight`
 pub(crate) struct RmsNorm<'a> {

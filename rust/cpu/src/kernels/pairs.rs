@@ -1,7 +1,6 @@
 //! Rows rounded to bf16 and laid out for products of pairs with pairs. Multiplies nothing.
 
-use super::element::Vector;
-use crate::isa::{Kernel, LANES, Simd};
+use crate::isa::{Kernel, LANES, Simd, Vector};
 use crate::memory::Bf16;
 
 /// Numbers of rows that lie together: sixteen pairs.
@@ -11,6 +10,12 @@ pub(crate) const LEAST_ROW: f32 = f32::from_bits((127 - 40) << 23);
 /// Weights below this, other than zeros, are not for instructions that take subnormal numbers as zeros: products of the
 /// others are multiples of `2^-40 2^-7 2^-72 2^-7`, the least normal number, and so are all sums of them.
 pub(crate) const LEAST_WEIGHT: f32 = f32::from_bits((127 - 72) << 23);
+
+/// The nearest bf16, ties to even; of what is tiny zero.
+#[inline(always)]
+pub(crate) fn round_row(x: f32) -> Bf16 {
+    if x.abs() < LEAST_ROW { Bf16(0) } else { Bf16::from_f32(x) }
+}
 
 /// Rounds rows to the nearest bf16, ties to even, in place. Of every 32 numbers become 16 pairs: bits side by side where
 /// the machine multiplies them so, else the second numbers of the pairs and then the first, as fp32.
@@ -24,11 +29,8 @@ impl Kernel for RoundPairs<'_> {
     #[inline(always)]
     fn run<S: Simd>(self, _: S) {
         for pairs in self.x.as_chunks_mut::<2>().0 {
-            let rounded: [u32; PAIRS] = std::array::from_fn(|i| {
-                let x = pairs[i / LANES][i % LANES];
-                let bits = if x.abs() < LEAST_ROW { 0 } else { Bf16::from_f32(x).0 };
-                u32::from(bits) << 16
-            });
+            let rounded: [u32; PAIRS] =
+                std::array::from_fn(|i| u32::from(round_row(pairs[i / LANES][i % LANES]).0) << 16);
             if S::DOTS {
                 pairs[0] = std::array::from_fn(|i| f32::from_bits(rounded[2 * i] >> 16 | rounded[2 * i + 1]));
             } else {

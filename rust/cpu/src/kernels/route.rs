@@ -1,8 +1,7 @@
 //! Which experts a row is sent to. Knows no expert.
 
-use super::element::Vector;
 use super::exp::exp;
-use crate::isa::{Kernel, LANES, Simd};
+use crate::isa::{Kernel, LANES, Simd, Vector};
 
 /// The experts of the largest logits, of equal ones the first, and their weights: the softmax over all logits.
 pub(crate) struct Route<'a> {

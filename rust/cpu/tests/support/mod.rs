@@ -15,7 +15,7 @@ mod reference;
 pub use reference::Near;
 use specrs_cpu::{
     Activation, Bf16, Decoder, Experts, Isa, KvCache, KvShape, LayerWeights, Linear, Memory, Mlp, ModelShape, Output,
-    Part, Pass, Pool, QkNorm, Values, ValuesMut, Weight, Weights, quantize_int4, quantize_int8,
+    Part, Pass, Pool, QkNorm, Tiles, Values, ValuesMut, Weight, Weights, quantize_int4, quantize_int8,
 };
 use std::sync::Arc;
 
@@ -67,6 +67,8 @@ pub struct Kind {
     pub bf16: bool,
     /// Rows are rounded to bf16 before products.
     pub bf16_rows: bool,
+    /// Products are by tiles: all rows are fed as those of prompts.
+    pub prompt_tiles: bool,
     /// Bits of the codes of the layers' projections; 0: not quantized.
     pub code_bits: u32,
     /// Llama 3.1's scaling of frequencies.
@@ -96,6 +98,7 @@ pub const QWEN3: Kind = Kind {
     split: false,
     bf16: false,
     bf16_rows: false,
+    prompt_tiles: false,
     code_bits: 0,
     scaled: false,
     before: true,
@@ -417,7 +420,9 @@ impl Model {
     /// A decoder of them as the kind asks for it.
     pub fn decoder(&self, isa: Isa, threads: usize) -> Decoder {
         let decoder = Decoder::with_isa(self.weights(), Arc::new(Pool::new(threads).unwrap()), isa);
-        if self.kind.bf16_rows { decoder.with_bf16_rows().unwrap() } else { decoder }
+        let decoder = if self.kind.bf16_rows { decoder.with_bf16_rows().unwrap() } else { decoder };
+        let tiles = Tiles::detect().filter(|_| isa.name() != "portable").unwrap_or(Tiles::portable());
+        if self.kind.prompt_tiles { decoder.with_prompt_tiles(tiles) } else { decoder }
     }
 
     pub fn kv_cache(&self, num_blocks: usize, block_size: usize) -> KvCache {
@@ -535,6 +540,7 @@ impl Host {
             block_table: &self.table,
             max_blocks: self.max_blocks,
             k_start: &self.k_start,
+            prompts: true,
             ..Pass::default()
         };
         decoder.forward(&pass, &mut self.kv, output).unwrap();

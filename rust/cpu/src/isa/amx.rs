@@ -1,0 +1,166 @@
+//! Tiles as registers of AMX: permission, shape, products. Lays out nothing.
+
+#![allow(unsafe_code)]
+
+use super::tiles::Tile;
+use std::arch::asm;
+use std::arch::x86_64::__cpuid_count;
+use std::sync::OnceLock;
+
+/// Linux: what `arch_prctl` is, its request to let this process use a state, and which: that of tiles.
+const SYS_ARCH_PRCTL: i64 = 158;
+const ARCH_REQ_XCOMP_PERM: i64 = 0x1023;
+const XFEATURE_XTILEDATA: i64 = 18;
+/// Bits of CPUID's leaf 7, EDX.
+const AMX_BF16: u32 = 1 << 22;
+const AMX_TILE: u32 = 1 << 24;
+
+/// Made by [`detect`](Self::detect) alone: code that holds one may use AMX-TILE and AMX-BF16.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Amx(());
+
+/// Eight tiles of 16 rows of 64 bytes: the operand of LDTILECFG.
+#[repr(C, align(64))]
+struct Config {
+    palette: u8,
+    start_row: u8,
+    reserved: [u8; 14],
+    row_bytes: [u16; 16],
+    rows: [u8; 16],
+}
+
+static CONFIG: Config = {
+    let (mut row_bytes, mut rows, mut i) = ([0; 16], [0; 16], 0);
+    while i < 8 {
+        (row_bytes[i], rows[i]) = (64, 16);
+        i += 1;
+    }
+    Config { palette: 1, start_row: 0, reserved: [0; 14], row_bytes, rows }
+};
+
+impl Amx {
+    /// Asks once for all threads that there will be; a sandbox may refuse.
+    pub(super) fn detect() -> Option<Self> {
+        static ALLOWED: OnceLock<bool> = OnceLock::new();
+        let allowed = ALLOWED.get_or_init(|| {
+            let wanted = AMX_BF16 | AMX_TILE;
+            // Miri runs no assembly. What splits rows wants AVX-512, which every processor with tiles has.
+            !cfg!(miri)
+                && is_x86_feature_detected!("avx512f")
+                && __cpuid_count(7, 0).edx & wanted == wanted
+                && may_use_tiles()
+        });
+        allowed.then_some(Self(()))
+    }
+
+    /// Shapes this thread's tiles.
+    #[inline]
+    pub(super) fn configure(self) {
+        // SAFETY: the receiver exists only where the process may use tiles; the operand is 64 bytes of that layout.
+        unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const CONFIG, options(nostack, readonly, preserves_flags)) };
+    }
+
+    /// Gives this thread's tiles up, so that nothing keeps them for it.
+    #[inline]
+    pub(super) fn release(self) {
+        // SAFETY: as above.
+        unsafe { asm!("tilerelease", options(nostack, nomem, preserves_flags)) };
+    }
+
+    /// See [`Tiling::multiply`](super::tiles::Tiling::multiply), which has checked the lengths and [`configure`](Self::configure)d.
+    #[inline]
+    pub(super) fn multiply<const N: usize>(self, a: &[Tile], b: &[Tile], c: &mut [Tile]) {
+        let steps = a.len() / 2;
+        let (a, b, c) = (a.as_ptr(), b.as_ptr(), c.as_mut_ptr());
+        // Each pair of a step's tiles meets without a tile being loaded more often than there are registers for.
+        // SAFETY: the receiver exists only where the process may use tiles, which are shaped; each step reads 2 KiB of a
+        // and N KiB of b, of which there are as many, and c has room for 2 N tiles.
+        unsafe {
+            match N {
+                1 => asm!(
+                    "tilezero tmm0", "tilezero tmm1",
+                    "test {steps}, {steps}", "jz 3f",
+                    "2:",
+                    "tileloadd tmm4, [{a} + {line}]", "tileloadd tmm6, [{b} + {line}]",
+                    "tdpbf16ps tmm0, tmm4, tmm6",
+                    "tileloadd tmm5, [{a} + {line} + 1024]",
+                    "tdpbf16ps tmm1, tmm5, tmm6",
+                    "add {a}, 2048", "add {b}, 1024",
+                    "dec {steps}", "jnz 2b",
+                    "3:",
+                    "tilestored [{c} + {line}], tmm0", "tilestored [{c} + {line} + 1024], tmm1",
+                    a = inout(reg) a => _, b = inout(reg) b => _, steps = inout(reg) steps => _, c = in(reg) c,
+                    line = in(reg) 64_usize, out("tmm0") _, out("tmm1") _, out("tmm4") _, out("tmm5") _, out("tmm6") _,
+                    options(nostack),
+                ),
+                2 => asm!(
+                    "tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3",
+                    "test {steps}, {steps}", "jz 3f",
+                    "2:",
+                    "tileloadd tmm4, [{a} + {line}]", "tileloadd tmm6, [{b} + {line}]",
+                    "tdpbf16ps tmm0, tmm4, tmm6",
+                    "tileloadd tmm5, [{a} + {line} + 1024]",
+                    "tdpbf16ps tmm2, tmm5, tmm6",
+                    "tileloadd tmm7, [{b} + {line} + 1024]",
+                    "tdpbf16ps tmm1, tmm4, tmm7",
+                    "tdpbf16ps tmm3, tmm5, tmm7",
+                    "add {a}, 2048", "add {b}, 2048",
+                    "dec {steps}", "jnz 2b",
+                    "3:",
+                    "tilestored [{c} + {line}], tmm0", "tilestored [{c} + {line} + 1024], tmm1",
+                    "tilestored [{c} + {line} + 2048], tmm2", "tilestored [{c} + {line} + 3072], tmm3",
+                    a = inout(reg) a => _, b = inout(reg) b => _, steps = inout(reg) steps => _, c = in(reg) c,
+                    line = in(reg) 64_usize, out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                    out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                    options(nostack),
+                ),
+                _ => asm!(
+                    "tilezero tmm0", "tilezero tmm1", "tilezero tmm2",
+                    "tilezero tmm3", "tilezero tmm4", "tilezero tmm5",
+                    "test {steps}, {steps}", "jz 3f",
+                    "2:",
+                    "tileloadd tmm6, [{a} + {line}]", "tileloadd tmm7, [{b} + {line}]",
+                    "tdpbf16ps tmm0, tmm6, tmm7",
+                    "tileloadd tmm6, [{a} + {line} + 1024]",
+                    "tdpbf16ps tmm3, tmm6, tmm7",
+                    "tileloadd tmm7, [{b} + {line} + 1024]",
+                    "tdpbf16ps tmm4, tmm6, tmm7",
+                    "tileloadd tmm6, [{a} + {line}]",
+                    "tdpbf16ps tmm1, tmm6, tmm7",
+                    "tileloadd tmm7, [{b} + {line} + 2048]",
+                    "tdpbf16ps tmm2, tmm6, tmm7",
+                    "tileloadd tmm6, [{a} + {line} + 1024]",
+                    "tdpbf16ps tmm5, tmm6, tmm7",
+                    "add {a}, 2048", "add {b}, 3072",
+                    "dec {steps}", "jnz 2b",
+                    "3:",
+                    "tilestored [{c} + {line}], tmm0", "tilestored [{c} + {line} + 1024], tmm1",
+                    "tilestored [{c} + {line} + 2048], tmm2", "tilestored [{c} + {line} + 3072], tmm3",
+                    "tilestored [{c} + {line} + 4096], tmm4", "tilestored [{c} + {line} + 5120], tmm5",
+                    a = inout(reg) a => _, b = inout(reg) b => _, steps = inout(reg) steps => _, c = in(reg) c,
+                    line = in(reg) 64_usize, out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                    out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                    options(nostack),
+                ),
+            }
+        }
+    }
+}
+
+/// Whether the system lets this process use tiles.
+fn may_use_tiles() -> bool {
+    let mut result = SYS_ARCH_PRCTL;
+    // SAFETY: a system call that reads and writes no memory of this process.
+    unsafe {
+        asm!(
+            "syscall",
+            inout("rax") result,
+            in("rdi") ARCH_REQ_XCOMP_PERM,
+            in("rsi") XFEATURE_XTILEDATA,
+            out("rcx") _,
+            out("r11") _,
+            options(nostack, nomem),
+        );
+    }
+    result == 0
+}

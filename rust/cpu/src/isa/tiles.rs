@@ -1,0 +1,101 @@
+//! Products of tiles of bf16 pairs with fp32 sums, as AMX does them. No layout of rows or weights.
+
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+use super::amx::Amx;
+use super::{LANES, Vector};
+
+/// Sixteen rows of sixteen numbers or of sixteen bf16 pairs, the first of each pair in its lower half.
+pub(crate) type Tile = [Vector; LANES];
+
+/// The most tiles that a pair of tiles is multiplied with at once: for six sums there are registers.
+pub(crate) const MOST_TILES: usize = 3;
+
+/// What multiplies tiles: instructions of this machine, or the meaning that they keep to.
+///
+/// A product of a row of 16 pairs a with a column of 16 pairs b is `(a00 b00 + a10 b10 + ..) + (a01 b01 + a11 b11 + ..)`:
+/// the products of the first numbers, each added by a fused multiply-add, then those of the second, and their sum, which
+/// is added to what was there. Subnormal numbers may be zeros.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tiles(Set);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Set {
+    Portable,
+    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+    Amx(Amx),
+}
+
+impl Tiles {
+    /// AMX, where the processor has its tiles of bf16 pairs and the system lets this process use them.
+    pub fn detect() -> Option<Self> {
+        #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+        return Amx::detect().map(|amx| Self(Set::Amx(amx)));
+        #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
+        None
+    }
+
+    /// What every machine has: far slower than products of vectors, for tests.
+    pub fn portable() -> Self {
+        Self(Set::Portable)
+    }
+
+    /// Makes this thread's registers tiles until what is returned goes.
+    #[inline]
+    pub(crate) fn begin(self) -> Tiling {
+        #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+        if let Set::Amx(amx) = self.0 {
+            amx.configure();
+        }
+        Tiling(self)
+    }
+}
+
+/// A thread's registers while they are tiles.
+pub(crate) struct Tiling(Tiles);
+
+impl Tiling {
+    /// `c[half, n] = sum over steps of a[step, half] b[step, n]`: `a` is `[steps, 2]` tiles, `b` `[steps, N]` and `c`
+    /// `[2, N]`, whose rows are rows of a and whose columns are rows of pairs of b: row i of a tile of b holds pair i of
+    /// its sixteen columns.
+    #[inline]
+    pub(crate) fn multiply<const N: usize>(&self, a: &[Tile], b: &[Tile], c: &mut [Tile]) {
+        const { assert!(N >= 1 && N <= MOST_TILES) };
+        assert!(a.len() * N == b.len() * 2 && c.len() == 2 * N, "{} and {} tiles to {}", a.len(), b.len(), c.len());
+        match self.0.0 {
+            Set::Portable => multiply::<N>(a, b, c),
+            #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+            Set::Amx(amx) => amx.multiply::<N>(a, b, c),
+        }
+    }
+}
+
+impl Drop for Tiling {
+    fn drop(&mut self) {
+        #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+        if let Set::Amx(amx) = self.0.0 {
+            amx.release();
+        }
+    }
+}
+
+fn multiply<const N: usize>(a: &[Tile], b: &[Tile], c: &mut [Tile]) {
+    let first = |x: f32| f32::from_bits(x.to_bits() << 16);
+    let second = |x: f32| f32::from_bits(x.to_bits() & 0xFFFF_0000);
+    c.as_flattened_mut().as_flattened_mut().fill(0.0);
+    for (a, b) in a.chunks_exact(2).zip(b.chunks_exact(N)) {
+        for (half, a) in a.iter().enumerate() {
+            for (n, b) in b.iter().enumerate() {
+                for (row, a) in a.iter().enumerate() {
+                    for column in 0..LANES {
+                        let (mut firsts, mut seconds) = (0.0, 0.0);
+                        for (a, b) in a.iter().zip(b) {
+                            firsts = first(*a).mul_add(first(b[column]), firsts);
+                            seconds = second(*a).mul_add(second(b[column]), seconds);
+                        }
+                        c[half * N + n][row][column] += firsts + seconds;
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,272 @@
+//! Products of rows with bf16 weights `[out, in]` by tiles. An fp32 row is the sum of three bf16 rows exactly, whose
+//! products are summed each for itself and then added, the smallest first: the order of a sum hangs on the number of
+//! inputs alone, and is another than that of [`Matmul`](super::matmul::Matmul).
+
+use super::pairs::{PAIRS, round_row};
+use crate::isa::{Kernel, LANES, MOST_TILES, Simd, Tile, Tiles, Tiling, Vector};
+use crate::memory::Bf16;
+use std::ops::Range;
+
+/// Outputs that are computed together: two tiles.
+const BLOCK: usize = 2 * LANES;
+
+/// How rows become tiles: sets of `columns` tiles a step, which are sixteen rows each, or the parts of sixteen rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Layout {
+    /// bf16 numbers whose sum a number is: 3, or 1 where rows are rounded.
+    parts: usize,
+    sets: usize,
+    columns: usize,
+}
+
+impl Layout {
+    pub(crate) fn new(rows: usize, rounded: bool) -> Self {
+        let groups = rows.div_ceil(LANES);
+        if rounded {
+            let sets = groups.div_ceil(MOST_TILES);
+            return Self { parts: 1, sets, columns: groups.div_ceil(sets.max(1)) };
+        }
+        Self { parts: 3, sets: groups, columns: 3 }
+    }
+
+    /// Tiles of rows of `inputs` numbers.
+    pub(crate) fn tiles(self, inputs: usize) -> usize {
+        self.sets * self.columns * (inputs / PAIRS)
+    }
+}
+
+/// Rows `[rows, inputs]` as tiles `[sets, inputs / 32, columns]`, zeros behind the rows.
+pub(crate) struct Split<'a> {
+    pub(crate) layout: Layout,
+    /// A multiple of 32.
+    pub(crate) inputs: usize,
+    /// `[rows, inputs / 16]`
+    pub(crate) x: &'a [Vector],
+    pub(crate) out: &'a mut [Tile],
+}
+
+impl Kernel for Split<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let Layout { parts, sets, columns } = self.layout;
+        let (steps, vectors) = (self.inputs / PAIRS, self.inputs / LANES);
+        // Groups of sixteen rows that a set has.
+        let of_set = columns / parts;
+        for group in 0..sets * of_set {
+            let rows = self.x.chunks_exact(vectors).skip(group * LANES).take(LANES);
+            for step in 0..steps {
+                // Turned first, so that pairs are made of whole vectors.
+                let mut numbers = Lines([[[0.0; LANES]; LANES]; 2]);
+                for (half, numbers) in numbers.0.iter_mut().enumerate() {
+                    let mut of_rows = [s.splat(0.0); LANES];
+                    for (i, row) in rows.clone().enumerate() {
+                        of_rows[i] = s.load(&row[2 * step + half]);
+                    }
+                    for (out, column) in numbers.iter_mut().zip(s.transpose(of_rows)) {
+                        s.store(column, out);
+                    }
+                }
+                let first = (group / of_set * steps + step) * columns + group % of_set * parts;
+                let outs = &mut self.out[first..first + parts];
+                for (i, [a, b]) in numbers.0.as_flattened().as_chunks().0.iter().enumerate() {
+                    if let [out] = &mut *outs {
+                        let rounded = |x: &Vector| s.load(&x.map(|x| round_row(x).to_f32()));
+                        s.store(s.pairs(rounded(a), rounded(b)), &mut out[i]);
+                        continue;
+                    }
+                    let (mut a, mut b) = (s.load(a), s.load(b));
+                    for out in &mut *outs {
+                        s.store(s.pairs(a, b), &mut out[i]);
+                        // Exactly: of 24 significant bits these are eight.
+                        (a, b) = (s.sub(a, s.upper(a)), s.sub(b, s.upper(b)));
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Vectors that begin at a cache line.
+#[repr(align(64))]
+struct Lines<T>(T);
+
+/// `y[row, o] = sum over i of w[o, i] x[row, i]`
+pub(crate) struct TileProduct<'a> {
+    pub(crate) tiles: Tiles,
+    pub(crate) layout: Layout,
+    /// A multiple of 32.
+    pub(crate) inputs: usize,
+    /// `[outputs, inputs]`
+    pub(crate) w: &'a [Bf16],
+    /// The rows, by [`Split`].
+    pub(crate) x: &'a [Tile],
+    pub(crate) rows: usize,
+    /// `[inputs / 32, 2]`, room for a block of weights: loading a tile whose rows are not cache lines takes seven times as
+    /// long, and a file's weights begin anywhere.
+    pub(crate) block: &'a mut [Tile],
+    /// `[rows, y_stride]`, of which the first outputs columns are written.
+    pub(crate) y: &'a mut [f32],
+    pub(crate) y_stride: usize,
+}
+
+impl Kernel for TileProduct<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(mut self, s: S) {
+        let outputs = self.w.len() / self.inputs;
+        let tiling = self.tiles.begin();
+        let mut sums = Lines([[[0.0; LANES]; LANES]; 2 * MOST_TILES]);
+        for first in (0..outputs).step_by(BLOCK) {
+            let outputs = first..(first + BLOCK).min(outputs);
+            self.load(s, outputs.clone());
+            for set in 0..self.layout.sets {
+                match self.layout.columns {
+                    1 => self.set::<S, 1>(s, (&tiling, &mut sums.0), set, outputs.clone()),
+                    2 => self.set::<S, 2>(s, (&tiling, &mut sums.0), set, outputs.clone()),
+                    _ => self.set::<S, 3>(s, (&tiling, &mut sums.0), set, outputs.clone()),
+                }
+            }
+        }
+    }
+}
+
+impl TileProduct<'_> {
+    /// Copies the weights of at most 32 outputs to where tiles are loaded from; the rows of others are zeros.
+    #[inline(always)]
+    fn load<S: Simd>(&mut self, s: S, outputs: Range<usize>) {
+        let (w, ahead) = (&self.w[outputs.start * self.inputs..outputs.end * self.inputs], BLOCK * self.inputs / 2);
+        for (i, row) in w.chunks_exact(self.inputs).enumerate() {
+            let lines = row.as_chunks::<2>().0.as_chunks::<LANES>().0;
+            for (step, line) in self.block.as_chunks_mut::<2>().0.iter_mut().zip(lines) {
+                s.prefetch(line.as_ptr().wrapping_add(ahead));
+                s.store(s.load_bits(line), &mut step[i / LANES][i % LANES]);
+            }
+        }
+        for i in outputs.len()..BLOCK {
+            self.block.as_chunks_mut::<2>().0.iter_mut().for_each(|step| step[i / LANES][i % LANES] = [0.0; LANES]);
+        }
+    }
+
+    /// The loaded outputs of a set's rows.
+    #[inline(always)]
+    fn set<S: Simd, const N: usize>(
+        &mut self,
+        s: S,
+        (tiling, sums): (&Tiling, &mut [Tile]),
+        set: usize,
+        outputs: Range<usize>,
+    ) {
+        let len = self.inputs / PAIRS * N;
+        let sums = &mut sums[..2 * N];
+        tiling.multiply::<N>(self.block, &self.x[set * len..][..len], sums);
+        let groups = N / self.layout.parts;
+        for (half, sums) in sums.chunks_exact(N).enumerate() {
+            let outputs =
+                (outputs.start + half * LANES).min(outputs.end)..(outputs.start + (half + 1) * LANES).min(outputs.end);
+            for (group, sums) in sums.chunks_exact(self.layout.parts).enumerate() {
+                let first = (set * groups + group) * LANES;
+                self.put(s, sums, first..(first + LANES).min(self.rows), outputs.clone());
+            }
+        }
+    }
+
+    /// Adds the sums of parts `[outputs, rows]` and writes them to `y`.
+    #[inline(always)]
+    fn put<S: Simd>(&mut self, s: S, sums: &[Tile], rows: Range<usize>, outputs: Range<usize>) {
+        let mut added = [s.splat(0.0); LANES];
+        for i in 0..LANES {
+            added[i] = match sums {
+                [sums] => s.load(&sums[i]),
+                [first, second, third] => s.add(s.load(&first[i]), s.add(s.load(&second[i]), s.load(&third[i]))),
+                _ => unreachable!("one part or three"),
+            };
+        }
+        let columns = s.transpose(added);
+        for (row, column) in rows.zip(columns) {
+            let y = &mut self.y[row * self.y_stride + outputs.start..];
+            if outputs.len() == LANES
+                && let Some(y) = y.first_chunk_mut()
+            {
+                s.store(column, y);
+                continue;
+            }
+            let mut all = [0.0; LANES];
+            s.store(column, &mut all);
+            y[..outputs.len()].copy_from_slice(&all[..outputs.len()]);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::isa::Isa;
+
+    /// Column after column, whatever the bits.
+    #[test]
+    fn tiles_are_transposed_to_the_bit() {
+        struct Turn(Tile);
+        impl Kernel for Turn {
+            type Output = Tile;
+
+            #[inline(always)]
+            fn run<S: Simd>(self, s: S) -> Tile {
+                let mut out = [[0.0; LANES]; LANES];
+                for (out, column) in out.iter_mut().zip(s.transpose(std::array::from_fn(|i| s.load(&self.0[i])))) {
+                    s.store(column, out);
+                }
+                out
+            }
+        }
+        let number = |i, j| f32::from_bits(0x7F80_0001 + (i * 40 + j) as u32);
+        let x: Tile = std::array::from_fn(|i| std::array::from_fn(|j| number(i, j)));
+        for isa in Isa::available() {
+            let found = isa.run(Turn(x));
+            for (i, j) in (0..LANES).flat_map(|i| (0..LANES).map(move |j| (i, j))) {
+                assert_eq!(found[i][j].to_bits(), x[j][i].to_bits(), "{}: [{i}, {j}]", isa.name());
+            }
+        }
+    }
+
+    /// The three parts of any number, also of the largest and of those with a bit in every place, are the number; of one
+    /// that is not finite they are not, either.
+    #[test]
+    fn parts_add_up_to_the_number() {
+        let given =
+            [1.0, -1.0 / 3.0, f32::MAX, f32::MIN, f32::from_bits(0x3FFF_FFFF), 1e-30, 0.0, std::f32::consts::PI];
+        let bad = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::from_bits(0x7F80_0001)];
+        let number = |i: usize| if i % 3 == 0 { bad[i / 3 % bad.len()] } else { given[i % given.len()] };
+        let x: [Vector; 2] = std::array::from_fn(|v| std::array::from_fn(|i| number(v * LANES + i)));
+        let layout = Layout::new(1, false);
+        for isa in Isa::available() {
+            let mut out = [[[f32::NAN; LANES]; LANES]; 3];
+            isa.run(Split { layout, inputs: PAIRS, x: &x, out: &mut out });
+            for (i, x) in x.as_flattened().iter().enumerate() {
+                let of = |part: &Tile| {
+                    let pair = part[i / 2][0].to_bits();
+                    f64::from(f32::from_bits(if i % 2 == 0 { pair << 16 } else { pair & 0xFFFF_0000 }))
+                };
+                let sum: f64 = out.iter().map(of).sum();
+                let same = if x.is_finite() { sum == f64::from(*x) } else { !sum.is_finite() };
+                assert!(same, "{}: {x} as {sum}", isa.name());
+            }
+            assert!(out.iter().flatten().all(|row| row[1..].iter().all(|x| x.to_bits() == 0)), "behind the rows");
+        }
+    }
+
+    /// Rows and columns of every layout find their places.
+    #[test]
+    fn layouts_hold_all_rows() {
+        for rows in 0..=64 {
+            for rounded in [false, true] {
+                let layout = Layout::new(rows, rounded);
+                let room = layout.sets * layout.columns / layout.parts * LANES;
+                assert!(room >= rows && room < rows + 2 * LANES && layout.columns <= MOST_TILES, "{rows} {layout:?}");
+                assert_eq!(layout.columns % layout.parts, 0);
+            }
+        }
+    }
+}
