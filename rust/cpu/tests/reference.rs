@@ -23,7 +23,7 @@ const SHAPE_OF_PAIRS: ModelShape =
 fn check(shape: ModelShape, kind: Kind) {
     let worst = worst(&Model::random(shape, 2, kind, 7), kind);
     // Nor are they far above what is found.
-    assert!(worst < 1.0 && worst > 0.05, "{kind:?}: {worst} of what rounding explains");
+    assert!(worst < 1.0 && worst > 0.1, "{kind:?}: {worst} of what rounding explains");
 }
 
 /// How far logits are off, where 1 is as far as rounding of this kind explains. Two sequences in passes of uneven rows, one
@@ -102,12 +102,17 @@ fn bf16_rows_are_the_reference_within_their_rounding() {
     }
 }
 
-/// By tiles products are as near to the reference; with rounded rows as near as those are.
+/// By tiles products are as near to the reference; with rounded rows as near as those are. Sixteen sums of two inputs each and
+/// sums of the parts are off by less than one sum of all inputs, for which the bound is made.
 #[test]
 fn tiles_are_the_reference_within_rounding() {
     for kind in [&KINDS[..], &MIXTURES].concat() {
-        check(SHAPE_OF_PAIRS, Kind { bf16: true, prompt_tiles: true, ..kind });
-        check(SHAPE_OF_PAIRS, Kind { bf16: true, bf16_rows: true, prompt_tiles: true, ..kind });
+        // Rounded rows may be sent to other experts than the reference's.
+        for bf16_rows in [false, true].into_iter().filter(|&rounded| !rounded || kind.experts == 0) {
+            let kind = Kind { bf16: true, bf16_rows, prompt_tiles: true, ..kind };
+            let worst = worst(&Model::random(SHAPE_OF_PAIRS, 2, kind, 7), kind);
+            assert!(worst < 1.0 && worst > 0.02, "{kind:?}: {worst} of what rounding explains");
+        }
     }
 }
 

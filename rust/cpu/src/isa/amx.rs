@@ -1,6 +1,7 @@
 //! Tiles as registers of AMX: permission, shape, products. Lays out nothing.
 
-#![allow(unsafe_code)]
+// A receiver is the proof that tiles may be used.
+#![allow(unsafe_code, clippy::unused_self)]
 
 use super::tiles::Tile;
 use std::arch::asm;

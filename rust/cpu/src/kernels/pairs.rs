@@ -1,7 +1,6 @@
 //! Rows rounded to bf16 and laid out for products of pairs with pairs. Multiplies nothing.
 
 use crate::isa::{Kernel, LANES, Simd, Vector};
-use crate::memory::Bf16;
 
 /// Numbers of rows that lie together: sixteen pairs.
 pub(crate) const PAIRS: usize = 2 * LANES;
@@ -11,10 +10,14 @@ pub(crate) const LEAST_ROW: f32 = f32::from_bits((127 - 40) << 23);
 /// others are multiples of `2^-40 2^-7 2^-72 2^-7`, the least normal number, and so are all sums of them.
 pub(crate) const LEAST_WEIGHT: f32 = f32::from_bits((127 - 72) << 23);
 
-/// The nearest bf16, ties to even; of what is tiny zero.
+/// The nearest bf16 as fp32, ties to even; of what is tiny zero. Selections in place of branches, so that it is done lane by
+/// lane.
 #[inline(always)]
-pub(crate) fn round_row(x: f32) -> Bf16 {
-    if x.abs() < LEAST_ROW { Bf16(0) } else { Bf16::from_f32(x) }
+pub(crate) fn round_row(x: f32) -> f32 {
+    let bits = x.to_bits();
+    let rounded = bits.wrapping_add(0x7FFF + (bits >> 16 & 1));
+    let rounded = if x.is_nan() { bits | 0x0040_0000 } else { rounded };
+    f32::from_bits(if x.abs() < LEAST_ROW { 0 } else { rounded & 0xFFFF_0000 })
 }
 
 /// Rounds rows to the nearest bf16, ties to even, in place. Of every 32 numbers become 16 pairs: bits side by side where
@@ -29,8 +32,7 @@ impl Kernel for RoundPairs<'_> {
     #[inline(always)]
     fn run<S: Simd>(self, _: S) {
         for pairs in self.x.as_chunks_mut::<2>().0 {
-            let rounded: [u32; PAIRS] =
-                std::array::from_fn(|i| u32::from(round_row(pairs[i / LANES][i % LANES]).0) << 16);
+            let rounded: [u32; PAIRS] = std::array::from_fn(|i| round_row(pairs[i / LANES][i % LANES]).to_bits());
             if S::DOTS {
                 pairs[0] = std::array::from_fn(|i| f32::from_bits(rounded[2 * i] >> 16 | rounded[2 * i + 1]));
             } else {
