@@ -18,7 +18,7 @@ from specrs.runner.cuda.runner import CudaRunner
 from specrs.sampling import SamplingParams
 
 from runner.cuda_engines import generate, give_graphs
-from runner.test_cuda_runner import GREEDY, SHAPE, Pair, assert_no_ties, assert_same, load_pair
+from runner.test_cuda_runner import GREEDY, SHAPE, Pair, assert_no_ties, assert_same, load_pair, with_codes
 
 BASE = [5, 9, 2, 33, 7, 7, 1, 12, 40, 3, 22, 8, 8, 19, 30, 2]
 PROMPTS = [BASE, BASE[:13], [60]]
@@ -71,6 +71,22 @@ def test_same_tokens(pair: Pair, kind: str, monkeypatch: pytest.MonkeyPatch) -> 
         assert one.output_token_ids == other.output_token_ids
     assert mine.scheduler.num_preemptions > 0
     assert sum(sum(request.acceptance.histogram) for request in ours) > 0
+
+
+def test_groups_of_codes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """K and V are FP8 in every group, of target and draft; what was not written is the code of NaN. No token hangs on
+    which of two codes a rounding makes of a key."""
+    coded = with_codes(pair, torch.float8_e4m3fn)
+    mine, reference = engines(coded, monkeypatch)
+    assert isinstance(mine.runner, CudaRunner)
+    assert {layer.dtype for layer in mine.runner.ctx.kv_cache.layers} == {torch.float8_e4m3fn}
+    ours, theirs = (generate(engine, [GREEDY] * 3, 12, PROMPTS) for engine in (mine, reference))
+    assert [own.output_token_ids for own in ours] == [own.output_token_ids for own in theirs]
+    assert mine.scheduler.num_preemptions > 0
+    assert sum(sum(request.acceptance.histogram) for request in ours) > 0
+    plain = generate(one_group(pair, num_reserved_decode_tokens=0, monkeypatch=monkeypatch), [GREEDY] * 3, 12, PROMPTS)
+    assert [own.output_token_ids for own in ours] != [own.output_token_ids for own in plain], "codes are other numbers"
+    assert_no_ties(coded, theirs, [GREEDY] * 3, monkeypatch=monkeypatch, num_gpu_blocks_override=64)
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["op by op", "graphs"])

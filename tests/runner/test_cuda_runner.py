@@ -127,6 +127,20 @@ def load_pair(folder: Path, target: Path, draft: Path) -> Pair:
     return Pair(target, draft, cpu, gpu, nudged)
 
 
+def with_codes(pair: Pair, codes: torch.dtype) -> Pair:
+    """The same with caches of codes, of scales that are no powers of two."""
+
+    def coded(weights: Weights) -> Weights:
+        models = []
+        for model in (weights.target, weights.draft):
+            held = cast("Dense", model).weights
+            layers = tuple(dataclasses.replace(layer, kv_scales=KVScales(0.03, 0.07)) for layer in held.layers)
+            models.append(Dense(dataclasses.replace(held, layers=layers, cache_dtype=codes)))
+        return dataclasses.replace(weights, target=models[0], draft=models[1])
+
+    return dataclasses.replace(pair, cpu=coded(pair.cpu), gpu=coded(pair.gpu), nudged=coded(pair.nudged))
+
+
 def assert_no_ties(pair: Pair, theirs: list[Request], params: list[SamplingParams], **settings: Any) -> None:
     """No token of the sample depends on a rounding: libraries that round differently give the same tokens."""
     prompts = [request.prompt_token_ids for request in theirs]
@@ -212,16 +226,7 @@ def test_same_tokens(pair: Pair, rule: str, params: list[SamplingParams], monkey
 @pytest.mark.parametrize(("codes", "rule"), [(torch.float8_e4m3fn, "rejection"), (torch.float8_e5m2, "coupled")])
 def test_a_cache_of_codes(pair: Pair, codes: torch.dtype, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of target and draft, with scales that are no powers of two; what was not written is the code of NaN."""
-
-    def coded(weights: Weights) -> Weights:
-        models = []
-        for model in (weights.target, weights.draft):
-            held = cast("Dense", model).weights
-            layers = tuple(dataclasses.replace(layer, kv_scales=KVScales(0.03, 0.07)) for layer in held.layers)
-            models.append(Dense(dataclasses.replace(held, layers=layers, cache_dtype=codes)))
-        return dataclasses.replace(weights, target=models[0], draft=models[1])
-
-    as_codes = dataclasses.replace(pair, cpu=coded(pair.cpu), gpu=coded(pair.gpu))
+    as_codes = with_codes(pair, codes)
     params = [GREEDY, SamplingParams(temperature=0.8) if rule == "coupled" else GREEDY, GREEDY]
     engines = [as_codes.engine(gpu=gpu, rule=rule, monkeypatch=monkeypatch) for gpu in (True, False)]
     runner = engines[0].runner

@@ -194,7 +194,7 @@ def test_any_batch_and_cut(
     dim=st.sampled_from([2, 20, 64]),
     block_size=st.sampled_from([1, 4, 16]),
     dtype=st.sampled_from([torch.float32, torch.float16]),
-    cuts=st.tuples(st.integers(1, 4), st.sampled_from([1, 3])),
+    cuts=st.tuples(st.integers(1, 4), st.sampled_from([1, 3]), st.just(16), st.sampled_from([1, 2])),
     window=st.none() | st.integers(1, 40),
     has_sinks=st.booleans(),
 )
@@ -204,7 +204,7 @@ def test_caches_of_codes(
     dim: int,
     block_size: int,
     dtype: torch.dtype,
-    cuts: tuple[int, int],
+    cuts: tuple[int, int, int, int],
     window: int | None,
     has_sinks: bool,
 ) -> None:
@@ -212,6 +212,14 @@ def test_caches_of_codes(
     rows = [span(30, 34), [7, -1], span(0, 3)]
     p = Pass(rows, 4, 2, dim, block_size, dtype, 0, None, window, has_sinks, codes, scales)
     p.check(cut(p, *cuts))
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (8, 1)])
+@pytest.mark.parametrize("codes", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_codes_by_turns(codes: torch.dtype, heads: tuple[int, int]) -> None:
+    """A long context in parts, which V's scale multiplies before they are added up, beside one that is a whole."""
+    p = Pass([span(91, 97), [12]], *heads, codes=codes, kv_scales=KVScales(0.037, 1.7))
+    p.check(cut(p, 6, 4, turn=2))
 
 
 chosen = functools.partial(AttentionConfig.choose, limits=INTERPRETER, span=64)
