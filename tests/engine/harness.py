@@ -110,6 +110,7 @@ def config(
     k: int,
     dtype: str = "float64",
     draft_max_model_len: int | None = None,
+    draft_quantization: str | None = None,
     method: str = "draft_model",
     rule: str = "rejection",
     **fields: object,
@@ -121,6 +122,7 @@ def config(
         "num_speculative_tokens": k,
         "max_model_len": draft_max_model_len,
         "rejection_sample_method": rule,
+        "quantization": draft_quantization,
     }
     defaults: dict[str, object] = {"max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 64}
     return EngineConfig(model=str(target), speculative_config=draft and speculative, dtype=dtype, **(defaults | fields))
@@ -131,11 +133,15 @@ def make_engine(target: Path, draft: Path | None, *, k: int, dtype: str = "float
     made as large as that."""
     made = config(target, draft, k=k, dtype=dtype, **fields)
     method = "draft_model" if made.speculative_config is None else made.speculative_config.method
-    cached = weights(target, draft, dtype, made.enforce_eager, method)
+    return build(made, weights(target, draft, dtype, made.enforce_eager, method))
+
+
+def build(made: EngineConfig, loaded: Weights) -> Engine:
+    """An engine on `loaded`, of a pool that holds a request of full length at least."""
     if made.num_gpu_blocks_override is not None:
-        least = Blueprint(made, cached).with_kv_groups().least_blocks
+        least = Blueprint(made, loaded).with_kv_groups().least_blocks
         made = replace(made, num_gpu_blocks_override=max(made.num_gpu_blocks_override, least))
-    return build_engine(made, cached)
+    return build_engine(made, loaded)
 
 
 def request(
