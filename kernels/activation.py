@@ -1,5 +1,6 @@
 """The gated activation of the MLP, in plain torch. No projection."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -14,3 +15,11 @@ def gelu_and_mul(x: Tensor) -> Tensor:
     """The same with GELU, by its approximation with tanh (Hendrycks and Gimpel 2016, section 2)."""
     gate, up = x.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
+    """Return `g sigmoid(alpha g) (u + 1)`, `[..., I]`, of the halves of `x` = `[..., 2 I]`: g, at most `limit`, and u,
+    from -limit to limit (OpenAI 2025, gpt-oss)."""
+    gate, up = x.chunk(2, dim=-1)
+    gate = gate.clamp(max=limit)
+    return up.clamp(-limit, limit).add_(1).mul_(torch.sigmoid(gate * alpha).mul_(gate))

@@ -34,6 +34,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layer_interval": 2},
     "qwen3_moe": {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "norm_topk_prob": True},
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None},
+    # A limit that gates and values of small models reach.
+    "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 9, "swiglu_limit": 0.7},
     "gemma3_text": {"sliding_window": 9, "sliding_window_pattern": 2, "query_pre_attn_scalar": 24},
 }
 """transformers' `model_type` of each family, and the fields that a small one of it has: multipliers that are not 1,

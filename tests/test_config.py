@@ -238,7 +238,7 @@ def test_arguments_of_vllm_that_would_change_something(name: str, value: object)
 
 def test_quantization() -> None:
     """Of the target and of the draft apart, on any device."""
-    for kind in (None, "fp8", "int8", "int4", "compressed-tensors", "gptq", "awq", "gguf"):
+    for kind in (None, "fp8", "int8", "int4", "compressed-tensors", "gptq", "awq", "mxfp4", "gguf"):
         assert EngineConfig.from_kwargs(quantization=kind).quantization == kind
         for fields in ({"device": "cuda:1"}, {"dtype": "double"}, {"enforce_eager": True}):
             assert EngineConfig(quantization=kind, **fields).quantization == kind  # type: ignore[arg-type]
@@ -246,7 +246,8 @@ def test_quantization() -> None:
         assert made.quantization is None
         assert made.speculative_config is not None
         assert made.speculative_config.quantization == kind
-    allowed = "not implemented; allowed: None, 'fp8', 'int8', 'int4', 'compressed-tensors', 'gptq', 'awq', 'gguf'"
+    own = "'compressed-tensors', 'gptq', 'awq', 'mxfp4', 'gguf'"
+    allowed = f"not implemented; allowed: None, 'fp8', 'int8', 'int4', {own}"
     for bad in ("marlin", "INT8", 8, ["int8"], ""):
         with pytest.raises(UnsupportedConfigError, match=rf"^quantization=.*: {allowed}$"):
             EngineConfig(quantization=bad)  # type: ignore[arg-type]

@@ -26,6 +26,16 @@ def activation(x, GELU: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def clamped_swiglu(gate, up, alpha, limit):  # type: ignore[no-untyped-def]
+    """`kernels.activation.clamped_swiglu` of fp32; NaN stays, and no exponential overflows."""
+    gate = tl.where(gate > limit, limit, gate)
+    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    z = alpha * gate
+    e = tl.exp(-tl.abs(z))
+    return gate * (tl.where(z >= 0, 1.0, e) / (1 + e)) * (up + 1)
+
+
+@triton.jit
 def activation_and_mul_kernel(  # type: ignore[no-untyped-def]
     x, out, WIDTH: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
 ):

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
+from specrs.kernels.activation import clamped_swiglu as clamped_swiglu_reference
 from specrs.kernels.cuda._dependent_launch import enter, options
-from specrs.kernels.cuda.activation import activation
+from specrs.kernels.cuda.activation import activation, clamped_swiglu
 from specrs.kernels.cuda.configs import LinearConfig, LinearShape, linear_config
 from specrs.kernels.cuda.device import DeviceLimits
 from specrs.kernels.cuda.skinny_linear import MAX_ROWS, block_m
@@ -27,10 +28,13 @@ from torch import Tensor
 def grouped_linear_kernel(  # type: ignore[no-untyped-def]
     x,
     weight,
+    bias,
     pairs,
     starts,
     out,
     x_stride,
+    alpha,
+    limit,
     EXPERTS: tl.constexpr,
     EACH: tl.constexpr,
     N: tl.constexpr,
@@ -84,8 +88,13 @@ def grouped_linear_kernel(  # type: ignore[no-untyped-def]
                 else:
                     w = tl.load(second[:, None] + at[None, :], mask=(at < K)[None, :], other=0)
                 up = tl.dot(w, v, up, input_precision="ieee")
+        if bias is not None:
+            of = bias + expert.to(tl.int64) * (2 if GATED else 1) * N + tl.minimum(n, N - 1)
+            acc += tl.load(of).to(tl.float32)[:, None]
+            if GATED:
+                up += tl.load(of + N).to(tl.float32)[:, None]
         if GATED:
-            acc = activation(acc, GELU) * up
+            acc = clamped_swiglu(acc, up, alpha, limit) if limit is not None else activation(acc, GELU) * up
         place = out + pair.to(tl.int64)[None, :] * N + n[:, None]
         tl.store(place, acc.to(out.dtype.element_ty), mask=(n < N)[:, None] & there[None, :])
 
@@ -103,36 +112,43 @@ def most_tiles(experts: int, pairs: int, width: int) -> int:
 @torch.library.custom_op("specrs::grouped_linear", mutates_args=("out",))
 def grouped_linear(
     x: Tensor,
-    weight: Tensor,
+    weights: Sequence[Tensor],
     pairs: Sequence[Tensor],
     out: Tensor,
     flags: list[int],
+    clamp: list[float],
     config: list[int],
     dependent: bool,
 ) -> None:
-    """Write for each pair p of expert e `f(W_e x)`, x the row `p // each` of x, into row p of `out`.
+    """Write for each pair p of expert e `f(W_e x + b_e)`, x the row `p // each` of x, into row p of `out`.
 
     Args:
         x: `[M, K]`, contiguous rows of any stride, M * each >= the pairs.
-        weight: `[E, N, K]` contiguous, of x's dtype; with `gated` `[E, 2 N, K]`, of each expert the gates above the
-            values.
+        weights: W `[E, N, K]` contiguous, of x's dtype; with `gated` `[E, 2 N, K]`, of each expert the gates above the
+            values; and, where experts have them, biases b `[E, N]` or `[E, 2 N]`.
         pairs: pairs `[P]` sorted by expert and `[E + 1]` where each begins, int32, of `experts.sort_pairs`.
         out: `[P, N]` contiguous, of x's dtype. Sums are fp32 and rounded once; rows of pairs of no expert stay.
         flags: `each`, `gated`, `gelu` and at most how many pairs of one expert there are: its tiles are so wide, up to
             64. With `gated` `f(y) = silu(y[:N]) * y[N:]`, or GELU in its place, else f(y) = y.
+        clamp: alpha and limit of f as `kernels.activation.clamped_swiglu`, with `gated`; or nothing.
         config: the fields of a LinearConfig in order.
         dependent: launch dependently (see `_dependent_launch`).
     """
-    _check(x, weight, pairs, out, flags)
+    _check(x, weights, pairs, out, flags)
     (each, gated, gelu, rows), c = flags, LinearConfig(*config)
+    weight, bias = weights[0], weights[1] if len(weights) > 1 else None
+    alpha, limit = clamp or (None, None)
     experts, n, width = weight.shape[0], out.shape[1], block_m(min(rows, MAX_ROWS))
     grid = (triton.cdiv(n, c.block_n), most_tiles(experts, out.shape[0], width))
     grouped_linear_kernel[grid](
         x,
         weight,
+        bias,
         *pairs,
         out,
         x.stride(0),
+        alpha,
+        limit,
         EXPERTS=experts,
         EACH=each,
         N=n,
@@ -152,18 +168,19 @@ def grouped_linear(
 @grouped_linear.register_fake
 def _(
     x: Tensor,
-    weight: Tensor,
+    weights: Sequence[Tensor],
     pairs: Sequence[Tensor],
     out: Tensor,
     flags: list[int],
+    clamp: list[float],
     config: list[int],
     dependent: bool,
 ) -> None:
-    _check(x, weight, pairs, out, flags)
+    _check(x, weights, pairs, out, flags)
 
 
-def _check(x: Tensor, weight: Tensor, pairs: Sequence[Tensor], out: Tensor, flags: Sequence[int]) -> None:
-    (each, gated, _, rows), (order, starts) = flags, pairs
+def _check(x: Tensor, weights: Sequence[Tensor], pairs: Sequence[Tensor], out: Tensor, flags: Sequence[int]) -> None:
+    (each, gated, _, rows), (order, starts), weight = flags, pairs, weights[0]
     assert x.shape[0] * each >= out.shape[0]
     assert weight.shape == (starts.shape[0] - 1, out.shape[1] * (1 + gated), x.shape[1])
     assert order.shape == out.shape[:1]
@@ -171,18 +188,28 @@ def _check(x: Tensor, weight: Tensor, pairs: Sequence[Tensor], out: Tensor, flag
     assert x.dtype == weight.dtype == out.dtype
     assert order.dtype == starts.dtype == torch.int32
     assert x.stride(1) == 1
-    assert all(tensor.is_contiguous() for tensor in (weight, order, starts, out))
+    assert all(bias.shape == weight.shape[:2] for bias in weights[1:])
+    assert all(tensor.is_contiguous() for tensor in (*weights, order, starts, out))
 
 
 def grouped_linear_reference(
-    x: Tensor, weight: Tensor, pairs: Sequence[Tensor], out: Tensor, flags: Sequence[int]
+    x: Tensor,
+    weights: Sequence[Tensor],
+    pairs: Sequence[Tensor],
+    out: Tensor,
+    flags: Sequence[int],
+    clamp: Sequence[float] = (),
 ) -> None:
     """`grouped_linear` in plain torch, in float64 and rounded once."""
     (each, gated, gelu, _), (order, starts) = flags, pairs
     for expert, (begin, end) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
         mine = order[begin:end].long()
-        y = x[mine // each].double() @ weight[expert].double().t()
-        if gated:
+        y = x[mine // each].double() @ weights[0][expert].double().t()
+        for bias in weights[1:]:
+            y += bias[expert].double()
+        if clamp:
+            y = clamped_swiglu_reference(y, *clamp)
+        elif gated:
             gate, up = y.chunk(2, dim=1)
             f = torch.nn.functional.gelu(gate, approximate="tanh") if gelu else torch.nn.functional.silu(gate)
             y = f * up
@@ -204,19 +231,30 @@ def grouped_config(
 def _variants() -> tuple[Variant, ...]:
     variants = []
     for size in SIZES:
-        for kind, n, k, gated in (("gate_up", 768, 2048, True), ("down", 2048, 768, False)):
+        for kind, n, k, gated in (
+            ("gate_up", 768, 2048, True),
+            ("down", 2048, 768, False),
+            ("gate_up_oss", 2880, 2880, True),
+            ("down_oss", 2880, 2880, False),
+        ):
+            oss = kind.endswith("oss")
             for dtype, rows in (("bf16", 6), ("bf16", 64), ("fp16", 6)):
-                if dtype == "fp16" and not gated:
+                if (dtype == "fp16" and not gated) or (oss and (dtype, rows) != ("bf16", 6)):
                     continue
                 width = block_m(rows)
                 config = grouped_config(n, k, DTYPES[dtype], width, size.limits, gated=gated)
-                pointers = dict.fromkeys(("x", "weight", "out"), f"*{dtype}") | {"pairs": "*i32", "starts": "*i32"}
+                types = dict.fromkeys(("x", "weight", "out"), f"*{dtype}") | {"pairs": "*i32", "starts": "*i32"}
+                types |= {"x_stride": "i32"}
+                types |= {"bias": "*bf16"} if oss else {}
+                types |= {"alpha": "fp32", "limit": "fp32"} if oss and gated else {}
+                experts, each = (32, 4) if oss else (128, 8)
                 constants = {
-                    "EXPERTS": 128,
-                    "EACH": 8 if gated else 1,
+                    **{name: None for name in ("bias", "alpha", "limit") if name not in types},
+                    "EXPERTS": experts,
+                    "EACH": each if gated else 1,
                     "N": n,
                     "K": k,
-                    "BLOCK_E": 128,
+                    "BLOCK_E": experts,
                     "BLOCK_N": config.block_n,
                     "BLOCK_K": config.block_k,
                     "BLOCK_M": width,
@@ -228,7 +266,7 @@ def _variants() -> tuple[Variant, ...]:
                     Variant(
                         f"grouped_linear_{kind}_{dtype}_rows{rows}_{size.name}",
                         grouped_linear_kernel,
-                        pointers | {"x_stride": "i32"},
+                        types,
                         constants,
                         config.num_warps,
                         config.num_stages,

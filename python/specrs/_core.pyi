@@ -1481,6 +1481,7 @@ class CpuWeights:
         multipliers: tuple[float, float, float] | None = None,
         windows: list[int | None] | None = None,
         activation: str = "silu",
+        clamped_swiglu: tuple[float, float] | None = None,
     ) -> CpuWeights:
         """A decoder's weights; sizes by the names of config.json.
 
@@ -1493,8 +1494,9 @@ class CpuWeights:
             layers: a mapping each: `input_norm` and `post_attention_norm` `[hidden_size]`, or None where attention and
                 MLP are fed the residual stream as it is; `attention_output_norm` and `mlp_output_norm` `[hidden_size]`
                 of what they add to it, or None, or not there; `q_norm` and `k_norm` `[head_dim]` or None, with
-                `qk_norm_whole` `[heads * head_dim]`, for all heads as one; the projections `qkv` (all heads of q, then
-                k, then v), `o`, `gate_up`, `down`. In place of the last two `experts` may be a mapping: the
+                `qk_norm_whole` `[heads * head_dim]`, for all heads as one; `sinks` `[heads]`, a score more of each
+                query head, with a value of zero, or None, or not there; the projections `qkv` (all heads of q, then k,
+                then v), `o`, `gate_up`, `down`. In place of the last two `experts` may be a mapping: the
                 projections `router` (hidden_size to the experts) and of each expert `gate_up` and `down`; `per_token`,
                 how many a row is sent to; `normalized`: their weights add up to 1. All such layers have the same sizes.
             final_norm: `[hidden_size]`.
@@ -1514,6 +1516,8 @@ class CpuWeights:
                 None: 1, 1 and 1 / sqrt(head_dim).
             windows: for each layer how many positions a row attends, its own among them and the last; None: all.
             activation: of the MLP's gate, `silu` or `gelu_pytorch_tanh`.
+            clamped_swiglu: in place of it alpha and limit of `g sigmoid(alpha g) (u + 1)`, the gate g at most limit and
+                the value u from -limit to limit.
 
         Raises:
             InvalidConfigError: a size is negative.

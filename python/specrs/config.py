@@ -55,9 +55,10 @@ class EngineConfig:
     cache, on a CPU; `auto` takes the first for the families that it knows (docs/supported.md) and the second for all
     others. It holds for target and draft alike.
     `quantization`: None is what the checkpoint says; its own method (`fp8`, `compressed-tensors`, `gptq`, `awq`,
-    `gguf`) may be named, too. Where its weights are not quantized, `fp8`, `int8` and `int4` quantize the projections of
-    the target's layers as they are loaded: FP8 and INT8 with a scale for each output, INT4 with one for 128 inputs (64
-    or 32 where 128 does not divide them). The text is that of the quantized model. Embedding and LM head are kept.
+    `mxfp4`, `gguf`) may be named, too. Where its weights are not quantized, `fp8`, `int8` and `int4` quantize the
+    projections of the target's layers as they are loaded: FP8 and INT8 with a scale for each output, INT4 with one for
+    128 inputs (64 or 32 where 128 does not divide them). The text is that of the quantized model. Embedding and LM head
+    are kept.
     `kv_cache_dtype`: what K and V are cached as. `auto` is `dtype`, whose name may be given, too; `fp8` (which is
     `fp8_e4m3`) and `fp8_e5m2` are floats of 8 bits times a scale of each layer, the checkpoint's or 1: half the memory
     of 16 bits, and the text of a model that attends rounded K and V. On a CPU passes are torch's then, op by op.

@@ -64,7 +64,7 @@ DEFAULT_PROMPT_LOOKUP = 5
 """Tokens of an n-gram, shortest and longest, unless told otherwise."""
 MAX_PROMPT_LOOKUP = 1024
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
-QUANTIZATIONS = ("fp8", "int8", "int4", "compressed-tensors", "gptq", "awq", "gguf")
+QUANTIZATIONS = ("fp8", "int8", "int4", "compressed-tensors", "gptq", "awq", "mxfp4", "gguf")
 
 
 @dataclass(frozen=True, kw_only=True)

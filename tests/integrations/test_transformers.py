@@ -18,7 +18,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 PAD = 0
 
 
-EXPERTS = ["qwen3_moe", "mixtral"]
+EXPERTS = ["qwen3_moe", "mixtral", "gpt_oss"]
 
 
 @pytest.fixture(scope="module", params=[family for family in FAMILIES if family not in EXPERTS])

@@ -10,7 +10,7 @@ from checkpoints import LLAMA3_ROPE, LONG_ROPE, YARN_ROPE
 from specrs.errors import CheckpointError, UnsupportedModelError
 from specrs.models.config import ModelConfig, parse_config
 from specrs.models.loader import resolve_dtype
-from specrs.models.rope import LinearScaling, Llama3Scaling, frequencies
+from specrs.models.rope import LinearScaling, Llama3Scaling, YarnScaling, frequencies
 
 QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -404,3 +404,47 @@ def test_dtype(asked: str | torch.dtype, stored: str | None, device: str, expect
 def test_dtype_is_refused_by_name(asked: str, stored: str | None, device: str, message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"^{message}"):
         resolve_dtype(asked, parse_config(QWEN3 | {"dtype": stored}), torch.device(device))
+
+
+def test_gpt_oss() -> None:
+    """Sizes of gpt-oss-20b in layout 4, as it is published; and what its configuration leaves out."""
+    rope = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    kinds = ["sliding_attention", "full_attention"] * 12
+    raw: dict[str, Any] = {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "max_position_embeddings": 131072,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "vocab_size": 201088,
+        "num_local_experts": 32,
+    }
+    written = raw | {
+        "attention_bias": True,
+        "head_dim": 64,
+        "num_experts_per_tok": 4,
+        "experts_per_token": 4,
+        "swiglu_limit": 7.0,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": rope | {"original_max_position_embeddings": 4096},
+        "rope_theta": 150000,
+        "sliding_window": 128,
+        "layer_types": kinds,
+        "tie_word_embeddings": False,
+    }
+    config = parse_config(written)
+    assert parse_config(raw) == config
+    assert config.windows == (128, None) * 12
+    assert isinstance(config.rope_scaling, YarnScaling)
+    assert not config.rope_scaling.truncate
+    assert config.rope_magnitude == pytest.approx(0.1 * math.log(32) + 1)
+    assert (config.sinks, config.qkv_bias, config.o_bias, config.tie_word_embeddings) == (True, True, True, False)
+    assert config.experts is not None
+    assert (config.experts.count, config.experts.per_token, config.experts.swiglu) == (32, 4, (1.702, 7.0))
+    assert parse_config(raw | {"rope_parameters": {"rope_type": "default"}}).rope_scaling is None
+    for field in ("swiglu_alpha", "swiglu_limit"):
+        with pytest.raises(CheckpointError, match=f"{field}=0: must be a finite number greater than 0$"):
+            parse_config(raw | {field: 0})

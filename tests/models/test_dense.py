@@ -64,6 +64,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"layers": 4, "mlp_only_layers": [1], "decoder_sparse_step": 2, "norm_topk_prob": False, "tie": False},
     ),
     "experts and windows": ("mixtral", {"sliding_window": 9, "num_experts_per_tok": 1}),
+    "gpt-oss, no biases of attention": (
+        "gpt_oss",
+        {"rope_parameters": YARN_ROPE | {"truncate": False}, "layers": 3, "attention_bias": False, "tie": False},
+    ),
     "no norm before": ("olmo2", {"kv_heads": 2, "group": 1, "attention_bias": True, "tie": False}),
     "every third layer full": (
         "gemma3_text",
@@ -122,8 +126,8 @@ def expected(folder: Path, name: str, dtype: torch.dtype, seed: int = 0) -> Tens
 def assert_logits(logits: Tensor, reference: Tensor, dtype: torch.dtype, name: str = "") -> None:
     assert logits.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     atol = TOLERANCE[dtype]
-    if VARIANTS.get(name, [""])[0] == "gemma3_text":
-        # Its logits are twice as large; and transformers has products with norms' weights in fp32 in float64 models.
+    if VARIANTS.get(name, [""])[0] in ("gemma3_text", "gpt_oss"):
+        # Gemma's logits are twice as large; and in float64, too, transformers has products with norms' weights in fp32.
         atol = 1e-4 if dtype == torch.float64 else 2 * atol
     torch.testing.assert_close(logits.double(), reference.double(), rtol=0, atol=atol)
 
@@ -149,6 +153,7 @@ PIECES = [
     "every third layer full",
     "qwen3_moe",
     "experts and windows",
+    "gpt_oss",
 ]
 
 
@@ -266,7 +271,7 @@ def test_num_parameters_are_those_a_pass_reads(folder: Path, name: str) -> None:
     assert model(folder, name, torch.float64).num_parameters == count
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "plain layers and experts"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "plain layers and experts", "gpt_oss"])
 def test_num_parameters_of_experts(folder: Path, name: str) -> None:
     """Those of the experts that rows are sent to: of one row the chosen ones, of many all."""
     reference, config = load(make(folder, name)), model(folder, name, torch.float64).config

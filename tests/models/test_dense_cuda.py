@@ -48,6 +48,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", {"rope_parameters": LONG_ROPE_OF_4, "sliding_window": 11, "hidden": 64}),
     "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": [0]}),
     "mixtral": ("mixtral", {"sliding_window": 7}),
+    "gpt_oss": ("gpt_oss", {"sliding_window": 7, "tie": False}),
     "one KV head": ("qwen3", {"kv_heads": 1, "group": 5, "head_dim": 20}),
 }
 LENGTH = 90
@@ -78,7 +79,13 @@ def as_on_a_gpu(model: Dense) -> DenseWeights:
     def experts(w: ExpertWeights) -> ExpertWeights:
         gate_up, down = (tuple(dense(one, model.dtype) for one in every) for every in (w.gate_up, w.down))
         stacked = torch.stack([one.weight for one in gate_up]), torch.stack([one.weight for one in down])
-        return ExpertWeights(dense(w.router, model.dtype), gate_up, down, stacked)
+        biases = [
+            torch.stack([one.bias for one in of if one.bias is not None])
+            for of in (gate_up, down)
+            if of[0].bias is not None
+        ]
+        both = (biases[0], biases[1]) if biases else None
+        return ExpertWeights(dense(w.router, model.dtype), gate_up, down, stacked, both)
 
     weights = model.weights
     layers = tuple(map(layer, weights.layers))
@@ -161,9 +168,9 @@ def test_prefill_chunks(folder: Path, name: str) -> None:
     compare(folder, name, run)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "granite", "mixtral"])
+@pytest.mark.parametrize("name", ["gemma3", "granite", "mixtral", "gpt_oss"])
 def test_a_chunk_of_many_rows(folder: Path, name: str) -> None:
-    """Of what other families have: norms around and GELU, multipliers, experts."""
+    """Of what other families have: norms around and GELU, multipliers, experts, their biases."""
     compare(folder, name, lambda feeder: [feeder.feed({0: span(0, 66)})])
 
 

@@ -166,6 +166,8 @@ VALUES |= {
     "mlp_only_layers": [None, [], [0], [3]],
     "output_router_logits": [True],
     "router_jitter_noise": [0.5],
+    "swiglu_alpha": [1.0, 0],
+    "swiglu_limit": [0.5, None],
 }
 VALUES["no_rope_layers"] += [[1], [0, 1], [2], None]
 VALUES["layer_types"] += [["sliding_attention", "full_attention"]]
@@ -269,8 +271,9 @@ def check(folder: Path, mutated: dict[str, Any]) -> bool:
     if expected is None:
         return False
     logits, text = expected
-    # The eager attention of transformers takes its softmax in fp32, and its Gemma has norms' weights in it.
-    atol = 1e-5 if "attn_implementation" in mutated or "Gemma" in model.config.architecture else 1e-11
+    # The eager attention of transformers takes its softmax in fp32; its Gemma and gpt-oss have norms' weights in it.
+    fp32_norms = model.config.architecture.startswith(("Gemma", "GptOss"))
+    atol = 1e-5 if "attn_implementation" in mutated or fp32_norms else 1e-11
     torch.testing.assert_close(Feeder(model).feed_chunks(IDS, [len(IDS)]), logits, rtol=0, atol=atol)
     whole = Feeder(model).feed_chunks([*IDS, *text], [len(IDS) + len(text)])
     assert whole[len(IDS) - 1 : -1].argmax(dim=-1).tolist() == text

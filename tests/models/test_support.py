@@ -48,7 +48,11 @@ def test_native_passes(family: str, folder: Path) -> None:
         assert quantized.isfinite().all()
 
 
-@pytest.mark.parametrize("family", MADE)
+STACKED = [family.model_type for family in FAMILIES.values() if family.experts is not None and family.experts.stacked]
+"""No library writes FP8 of these; `test_mxfp4` has what they are quantized to."""
+
+
+@pytest.mark.parametrize("family", sorted(set(MADE) - set(STACKED)))
 def test_quantized_checkpoints(family: str, folder: Path, tmp_path: Path) -> None:
     """FP8 by output, as numbers: the logits of the same numbers in a plain checkpoint."""
     args = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}

@@ -100,6 +100,7 @@ impl Checkpoint {
                     .ok()
                     .zip(norm("self_attn.k_norm.weight").ok())
                     .map(|(q, k)| QkNorm { q, k, whole: false }),
+                sinks: None,
                 o: linear(heads * shape.head_dim, &["self_attn.o"])?,
                 attention_output_norm: None,
                 post_attention_norm: Some(norm("post_attention_layernorm.weight")?),

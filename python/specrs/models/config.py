@@ -69,6 +69,8 @@ class ModelConfig:
     """Of scores; None: one over the root of `head_dim`."""
     logits_scaling: float = 1.0
     """Logits are divided by it."""
+    sinks: bool = False
+    """Each query head has a score more, of no position and with a value of zero."""
     experts: Experts | None = None
     """Layers with experts in place of the MLP; None: there are none."""
 
@@ -89,12 +91,16 @@ class ModelConfig:
         attention = h * (q + 2 * kv) + q * h + (q + 2 * kv) * self.qkv_bias + h * self.o_bias
         if self.qk_norm:
             attention += q + kv if self.qk_norm_whole else 2 * self.head_dim
+        if self.sinks:
+            attention += self.num_heads
         mlp = 3 * h * i + (2 * i + h) * self.mlp_bias
         norms = (4 if self.norms == "around" else 2) * h
         total = self.num_layers * (attention + norms) + h + self.vocab_size * h
         if self.experts is None:
             return total + self.num_layers * mlp
         router, expert = self.experts.count * h, 3 * h * self.experts.intermediate_size
+        if self.experts.biases:
+            router, expert = router + self.experts.count, expert + 2 * self.experts.intermediate_size + h
         sparse = sum(self.experts.layers)
         read = router + self.experts.expected(rows) * expert
         return total + sparse * read + (self.num_layers - sparse) * mlp
@@ -155,7 +161,7 @@ def parse_config(
     kv_heads = size(raw, "num_key_value_heads", default)
     if heads % kv_heads:
         raise malformed("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads={heads}")
-    attention_bias = flag(raw, "attention_bias", allowed=family.has_attention_bias)
+    attention_bias = flag(raw, "attention_bias", allowed=family.has_attention_bias, default=family.attention_bias)
     vocab = size(raw, "vocab_size")
     max_positions = size(raw, "max_position_embeddings")
     head_dim = _head_dim(raw, family, hidden, heads)
@@ -165,6 +171,8 @@ def parse_config(
     if original is None and family.original_positions is not None:
         original = family.original_positions
         raw = {**raw, "original_max_position_embeddings": original}
+    if family.rope_default and raw.get("rope_parameters") is None and not raw.get("rope_scaling"):
+        raw = {**raw, "rope_parameters": dict(family.rope_default)}
     facts = RopeFacts(max_positions, family.rope_theta, _rotary_dim(head_dim, factor), original, kinds)
     (theta, scaling), ropes, windows = parse_layers(raw, family, num_layers, facts, factor)
     return ModelConfig(
@@ -196,6 +204,7 @@ def parse_config(
         norm_offset=family.norm_offset,
         activation=family.activation,
         fused_projections=family.fused_projections,
+        sinks=family.sinks,
         experts=None if family.experts is None else parse_experts(raw, family.experts, num_layers),
         **_multipliers(raw, family, hidden),
     )

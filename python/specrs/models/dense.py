@@ -7,14 +7,15 @@ themselves, without a function between.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from specrs.kernels.activation import gelu_and_mul, silu_and_mul
+from specrs.kernels.activation import clamped_swiglu, gelu_and_mul, silu_and_mul
 from specrs.kernels.linear import Weight, pack
 from specrs.kernels.paged_attention import (
     AttentionPlan,
@@ -148,7 +149,7 @@ class Dense(DenseFacts):
             if rotation is not None:
                 apply_rotary_(qk if rotary_dim is None else qk.narrow(2, 0, rotary_dim), *rotation)
             write_kv(qkv.narrow(1, heads, 2 * kv_heads), cache, attention, w.kv_scales)
-            x = paged_attention(qkv.narrow(1, 0, heads), cache, attention, scale, kv_scales=w.kv_scales)
+            x = paged_attention(qkv.narrow(1, 0, heads), cache, attention, scale, sinks=w.sinks, kv_scales=w.kv_scales)
             x = self._sum(w.o.product(x))
             if w.attention_output_norm is not None:
                 rms_norm(x, w.attention_output_norm, eps, inplace=True)
@@ -236,16 +237,23 @@ def mixture(x: Tensor, weights: ExpertWeights, experts: Experts) -> Tensor:
     added in their order, whatever the other rows are.
     """
     logits = weights.router.product(x)
-    shares, ids = logits.softmax(-1, dtype=torch.float32).topk(experts.per_token, dim=-1)
-    if experts.norm_topk_prob:
-        shares = shares / shares.sum(-1, keepdim=True)
+    if experts.softmax_of_chosen:
+        chosen, ids = logits.topk(experts.per_token, dim=-1)
+        shares = chosen.softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
+    else:
+        shares, ids = logits.softmax(-1, dtype=torch.float32).topk(experts.per_token, dim=-1)
+        if experts.norm_topk_prob:
+            shares = shares / shares.sum(-1, keepdim=True)
+    activate: Callable[[Tensor], Tensor] = silu_and_mul
+    if experts.swiglu is not None:
+        activate = partial(clamped_swiglu, **experts.swiglu._asdict())
     order = ids.view(-1).argsort(stable=True)
     rows = order.div(experts.per_token, rounding_mode="floor")
     sent, first = x.index_select(0, rows), 0
     out = torch.empty_like(sent)
     for i, count in enumerate(ids.view(-1).bincount(minlength=experts.count).tolist()):
         if count:
-            hidden = silu_and_mul(weights.gate_up[i].product(sent.narrow(0, first, count)))
+            hidden = activate(weights.gate_up[i].product(sent.narrow(0, first, count)))
             out.narrow(0, first, count).copy_(weights.down[i].product(hidden))
             first += count
     out.mul_(shares.to(x.dtype).view(-1, 1).index_select(0, order))

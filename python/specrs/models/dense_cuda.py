@@ -196,7 +196,7 @@ def attention(
         held = blocks * cache.shape[3]
         span = held if window is None else min(window, held)
         cut = _attention_config(batch, inputs.max_q_len, *heads, (dtype, cache.dtype), ws.limits, span)
-        floats, sight = [c.rms_norm_eps, *layer.kv_scales], Sight(scale, window, kv_scales=layer.kv_scales)
+        floats, sight = [c.rms_norm_eps, *layer.kv_scales], Sight(scale, window, layer.sinks, layer.kv_scales)
         qk_norm_rope(qkv, norm, turned, slots[group], cache, c.num_heads, floats, ws.dependent)
         paged_attention(qkv[:, :width], cache, where[group], out, scratch, sight, cut, ws.dependent)
 

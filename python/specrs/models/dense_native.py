@@ -198,6 +198,7 @@ def _borrow(weights: DenseWeights) -> CpuWeights:
         multipliers=(c.embedding_multiplier, c.residual_multiplier, c.attention_scale),
         windows=list(c.windows) or None,
         activation=c.activation,
+        clamped_swiglu=None if c.experts is None else c.experts.swiglu,
     )
 
 
@@ -240,6 +241,7 @@ def layer_arrays(layer: LayerWeights, c: ModelConfig) -> dict[str, Any]:
         "q_norm": q_norm,
         "k_norm": k_norm,
         "qk_norm_whole": c.qk_norm_whole,
+        "sinks": _optional(layer.sinks),
         "o": stored_parts(layer.o),
         "attention_output_norm": _optional(layer.attention_output_norm),
         "post_attention_norm": array(layer.post_attention_norm) if before else None,

@@ -26,6 +26,8 @@ class ExpertWeights:
     stacked: tuple[Tensor, Tensor] | None = None
     """The memory of `gate_up` and `down`, `[experts, out, in]`, as the kernels of a GPU read it; None where they are
     packed for a CPU."""
+    stacked_biases: tuple[Tensor, Tensor] | None = None
+    """That of their biases, `[experts, out]`; None: there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,8 @@ class LayerWeights:
     """[hidden], of what attention adds to the residual stream, like `mlp_output_norm` of what the MLP adds."""
     mlp_output_norm: Tensor | None = None
     experts: ExpertWeights | None = None
+    sinks: Tensor | None = None
+    """[heads], see `ModelConfig.sinks`."""
     kv_scales: KVScales = UNSCALED
     """Of its K and V where they are cached as codes."""
 

@@ -2,14 +2,21 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from specrs.models.errors import malformed
 from specrs.models.registry import ExpertFields
-from specrs.models.values import flag, size
+from specrs.models.values import flag, number, size
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts")
 """Names of one field."""
+
+
+class ClampedSwiglu(NamedTuple):
+    """See `kernels.activation.clamped_swiglu`."""
+
+    alpha: float
+    limit: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +36,12 @@ class Experts:
     block: str
     """See `ExpertFields`; like what follows."""
     projections: tuple[str, str, str]
+    router: str = "gate"
+    biases: bool = False
+    softmax_of_chosen: bool = False
+    stacked: bool = False
+    swiglu: ClampedSwiglu | None = None
+    """The activation of experts; None: the model's."""
 
     def expected(self, rows: int) -> float:
         """Different experts of a layer that `rows` rows are sent to, expected where every choice is as likely as any
@@ -64,4 +77,13 @@ def parse_experts(raw: Mapping[str, Any], fields: ExpertFields, num_layers: int)
         layers=layers,
         block=fields.block,
         projections=fields.projections,
+        router=fields.router,
+        biases=fields.biases,
+        softmax_of_chosen=fields.softmax_of_chosen,
+        stacked=fields.stacked,
+        swiglu=_swiglu(raw) if fields.clamped else None,
     )
+
+
+def _swiglu(raw: Mapping[str, Any]) -> ClampedSwiglu:
+    return ClampedSwiglu(number(raw, "swiglu_alpha", 1.702), number(raw, "swiglu_limit", 7.0))

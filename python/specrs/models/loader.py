@@ -18,17 +18,18 @@ from specrs.models.config import ModelConfig, mask_token_id, parse_config
 from specrs.models.dense import Dense
 from specrs.models.dense_weights import DenseWeights, ExpertWeights, LayerWeights
 from specrs.models.dummy import DummyCheckpoint
-from specrs.models.errors import of_folder
+from specrs.models.errors import of_folder, unsupported
 from specrs.models.experts import Experts
 from specrs.models.gguf.checkpoint import GGUFCheckpoint, gguf_config, gguf_path
 from specrs.models.kv_cache import read_kv_scales
 from specrs.models.quantization.at_load import Float8AtLoad, IntegersAtLoad
 from specrs.models.quantization.base import QuantizedTensors
 from specrs.models.quantization.checkpoint import QuantizedCheckpoint
-from specrs.models.quantization.table import FIELDS, scheme_of
+from specrs.models.quantization.table import FIELDS, methods_of, scheme_of
 from specrs.models.registry import is_known
 from specrs.models.rope import Rope, frequencies
 from specrs.models.shards import Shard, ShardedTensors, check_divides
+from specrs.models.stacked import StackedCheckpoint
 from specrs.models.tensors import EMBEDDING, FINAL_NORM, LM_HEAD, Tensors, norm_names, tensor_shapes
 from specrs.parallel.ranks import Ranks
 
@@ -139,7 +140,8 @@ def open_checkpoint(
     config, scheme = _read_config(folder), scheme_of(read_json(folder / "config.json"))
     if load_format == "dummy":
         return config, DummyCheckpoint(config)
-    return config, Checkpoint(folder) if scheme is None else QuantizedCheckpoint(folder, scheme)
+    files = StackedCheckpoint(folder) if _is_stacked(config) else Checkpoint(folder)
+    return config, files if scheme is None else QuantizedCheckpoint(files, scheme)
 
 
 def load_tensors(config: ModelConfig, tensors: Tensors, dtype: torch.dtype, device: torch.device) -> Dense:
@@ -173,10 +175,21 @@ def named_dtype(dtype: str | torch.dtype, checkpoint_dtype: str | None, device: 
 def _read_config(folder: Path) -> ModelConfig:
     raw = read_json(folder / "config.json")
     with of_folder(folder):
-        if scheme_of(raw) is not None:
+        scheme = scheme_of(raw)
+        if scheme is not None:
             raw = {field: value for field, value in raw.items() if field not in FIELDS}
         generation = folder / "generation_config.json"
-        return parse_config(raw, read_json(generation) if generation.exists() else None)
+        config = parse_config(raw, read_json(generation) if generation.exists() else None)
+        allowed = methods_of(stacked=_is_stacked(config))
+        if scheme is not None and scheme.method not in allowed:
+            raise unsupported(
+                f"{FIELDS[0]}.quant_method", scheme.method, f"for {config.architecture} {', '.join(allowed)}"
+            )
+        return config
+
+
+def _is_stacked(config: ModelConfig) -> bool:
+    return config.experts is not None and config.experts.stacked
 
 
 class LayerReader:
@@ -203,7 +216,7 @@ class LayerReader:
         before, behind, before_mlp, behind_mlp = (
             None if name is None else self.norm(prefix + name, c) for name in norm_names(c)
         )
-        sparse = c.experts is not None and f"{prefix}{c.experts.block}.gate.weight" in self.checkpoint
+        sparse = c.experts is not None and f"{prefix}{c.experts.block}.{c.experts.router}.weight" in self.checkpoint
         none = torch.empty(0, dtype=self.dtype, device=self.device)
         qkv, gate_up = (("qkv",), ("gate_up",)) if c.fused_projections else ("qkv", ("gate", "up"))
         return LayerWeights(
@@ -217,6 +230,7 @@ class LayerReader:
             gate_up=self.nothing() if sparse else self.linear([mlp + f"{x}_proj" for x in gate_up], bias=c.mlp_bias),
             down=self.nothing() if sparse else self.linear([mlp + "down_proj"], bias=c.mlp_bias),
             experts=self.experts(prefix, c.experts) if c.experts is not None and sparse else None,
+            sinks=self.read(attention + "sinks") if c.sinks else None,
             kv_scales=read_kv_scales(self.checkpoint, attention) if self.cache_dtype in FRACTIONS else UNSCALED,
         )
 
@@ -224,22 +238,28 @@ class LayerReader:
         """The experts of a layer, and their router, as numbers."""
         block, (gate, up, down) = prefix + experts.block, experts.projections
         names = [f"{block}.experts.{i}." for i in range(experts.count)]
-        gate_up = self.stack([[name + gate, name + up] for name in names])
-        outputs = self.stack([[name + down] for name in names])
-        packed = [[pack(weight) for weight in stacked.unbind(0)] for stacked in (gate_up, outputs)]
+        parts = [[name + gate, name + up] for name in names], [[name + down] for name in names]
+        gate_up, outputs = (self.stack(of, "weight") for of in parts)
+        biases = (self.stack(parts[0], "bias"), self.stack(parts[1], "bias")) if experts.biases else None
+        packed = [
+            [pack(weight, None if biases is None else biases[i][j]) for j, weight in enumerate(stacked.unbind(0))]
+            for i, stacked in enumerate((gate_up, outputs))
+        ]
         in_place = all(isinstance(weight, DenseWeight) for weights in packed for weight in weights)
+        router = f"{block}.{experts.router}"
         return ExpertWeights(
-            router=pack(self.read(f"{block}.gate.weight")),
+            router=pack(self.read(f"{router}.weight"), self.read(f"{router}.bias") if experts.biases else None),
             gate_up=tuple(packed[0]),
             down=tuple(packed[1]),
             stacked=(gate_up, outputs) if in_place else None,
+            stacked_biases=biases if in_place else None,
         )
 
-    def stack(self, names: list[list[str]]) -> Tensor:
-        """The weights of each expert's projections above each other, `[experts, out, in]`."""
+    def stack(self, names: list[list[str]], kind: str) -> Tensor:
+        """Weights `[experts, out, in]` or biases `[experts, out]` of each expert's projections above each other."""
         stacked = torch.empty(0)
         for i, of_expert in enumerate(names):
-            weight = torch.cat([self.read(f"{name}.weight") for name in of_expert])
+            weight = torch.cat([self.read(f"{name}.{kind}") for name in of_expert])
             if i == 0:
                 stacked = weight.new_empty((len(names), *weight.shape))
             stacked[i] = weight

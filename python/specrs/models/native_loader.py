@@ -25,7 +25,7 @@ from specrs.models.tensors import EMBEDDING, LM_HEAD, tensor_shapes
 logger = logging.getLogger("specrs")
 _AT_ONCE = 1 << 20
 """Numbers that are compared at a time."""
-_ROUTER = ".gate.weight"
+_ROUTERS = (".gate.weight", ".router.weight")
 
 
 def load_native(
@@ -73,18 +73,19 @@ class NativeReader(LayerReader):
         """Each as the file has it."""
         block, (gate, up, down) = prefix + experts.block, experts.projections
         names = [f"{block}.experts.{i}." for i in range(experts.count)]
+        bias = experts.biases
         return ExpertWeights(
-            router=self.router(f"{block}.gate"),
-            gate_up=tuple(self.linear([name + gate, name + up], bias=False) for name in names),
-            down=tuple(self.linear([name + down], bias=False) for name in names),
+            router=self.router(f"{block}.{experts.router}", bias=bias),
+            gate_up=tuple(self.linear([name + gate, name + up], bias=bias) for name in names),
+            down=tuple(self.linear([name + down], bias=bias) for name in names),
         )
 
-    def router(self, name: str) -> Weight:
+    def router(self, name: str, *, bias: bool) -> Weight:
         """The router `name`, which chooses among experts."""
-        return self.linear([name], bias=False)
+        return self.linear([name], bias=bias)
 
     def biases(self, names: list[str], bias: bool) -> tuple[Tensor, ...] | None:
-        return tuple(self.read(f"{name}.bias") for name in names) if bias else None
+        return tuple(aligned(self.read(f"{name}.bias")) for name in names) if bias else None
 
     def read(self, name: str) -> Tensor:
         return self.checkpoint.read(name, torch.float32, self.device)
@@ -149,11 +150,11 @@ class _Quantizer(_NativeLoader):
         return quantized_codes(self.checkpoint.folder, name, self.checkpoint.mapped(name), int4=self.int4)
 
     def matrices(self) -> list[str]:
-        return [name for name in super().matrices() if name in (EMBEDDING, LM_HEAD) or name.endswith(_ROUTER)]
+        return [name for name in super().matrices() if name in (EMBEDDING, LM_HEAD) or name.endswith(_ROUTERS)]
 
-    def router(self, name: str) -> Weight:
+    def router(self, name: str, *, bias: bool) -> Weight:
         """Kept as it is: another expert is another text."""
-        return StackedWeight((self.matrix(f"{name}.weight"),))
+        return StackedWeight((self.matrix(f"{name}.weight"),), self.biases([name], bias))
 
     def matrix(self, name: str) -> Tensor:
         return self.checkpoint.mapped(name).to(self.storage, copy=True)

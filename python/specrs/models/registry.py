@@ -28,6 +28,16 @@ class ExpertFields:
     """Weights of the chosen experts always add up to 1; False: where the field `norm_topk_prob` is true."""
     dense_layers: bool = False
     """Some layers have a plain MLP: those in `mlp_only_layers`, and all but every `decoder_sparse_step`-th."""
+    router: str = "gate"
+    """What the router is called."""
+    biases: bool = False
+    """Router and experts have biases."""
+    softmax_of_chosen: bool = False
+    """Weights are the softmax of the chosen logits: what `norm_topk_prob` makes of that of all, up to rounding."""
+    clamped: bool = False
+    """Experts have a clamped SwiGLU, of `swiglu_alpha` and `swiglu_limit`."""
+    stacked: bool = False
+    """A checkpoint has all experts of a layer in one tensor a projection: see `models.stacked`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +58,10 @@ class Family:
     """q, k and v projections always have a bias, o never; `attention_bias` does not exist."""
     has_attention_bias: bool = False
     """`attention_bias` may be true: q, k, v and o projections then have a bias."""
+    attention_bias: bool = False
+    """Where the field is missing."""
+    sinks: bool = False
+    """Each query head has a score of its own that takes its share of every softmax and adds nothing."""
     has_mlp_bias: bool = False
     """`mlp_bias` may be true: gate, up and down projections then have a bias."""
     head_dim: int | None = None
@@ -55,12 +69,13 @@ class Family:
     """A missing `num_key_value_heads` means as many as query heads."""
     num_key_value_heads: int | None = None
     """So many where the field is missing."""
-    windows: Literal["all", "switched", "chosen", "unrotated", "pattern"] | None = None
+    windows: Literal["all", "switched", "chosen", "unrotated", "pattern", "alternating"] | None = None
     """Layers with a sliding window: `all` where `sliding_window` is a number, `switched`: and `use_sliding_window` is
     true, or `chosen` ones, where
     `use_sliding_window` is true, too: those that `layer_types` names, or from `max_window_layers` on. `unrotated`: the
     same, or those without RoPE. `pattern`: those that `layer_types` names, or all but every sixth
-    (`sliding_window_pattern`). None: it has none."""
+    (`sliding_window_pattern`). `alternating`: those that `layer_types` names, or every second, the first among them.
+    None: it has none."""
     sliding_window: int | None = None
     max_window_layers: int = 28
     norms: Norms = "before"
@@ -75,6 +90,8 @@ class Family:
     """`partial_rotary_factor` may be less than 1."""
     rope_theta: float = 10000.0
     rope_kinds: tuple[str, ...] = KINDS
+    rope_default: tuple[tuple[str, object], ...] = ()
+    """The RoPE object where config.json has none."""
     original_positions: int | None = None
     """Of `original_max_position_embeddings`."""
     local_rope_theta: float | None = None
@@ -200,6 +217,41 @@ FAMILIES: dict[str, Family] = {
             "block_sparse_moe",
             ("w1", "w3", "w2"),
             norm_topk_prob=True,
+        ),
+    ),
+    "GptOssForCausalLM": Family(
+        "gpt_oss",
+        "gpt-oss",
+        has_attention_bias=True,
+        attention_bias=True,
+        sinks=True,
+        num_key_value_heads=8,
+        head_dim=64,
+        windows="alternating",
+        sliding_window=128,
+        rope_theta=150000.0,
+        rope_default=(
+            ("rope_type", "yarn"),
+            ("factor", 32.0),
+            ("beta_fast", 32.0),
+            ("beta_slow", 1.0),
+            ("truncate", False),
+            ("original_max_position_embeddings", 4096),
+        ),
+        rms_norm_eps=1e-5,
+        experts=ExpertFields(
+            "num_local_experts",
+            128,
+            4,
+            "intermediate_size",
+            None,
+            "mlp",
+            norm_topk_prob=True,
+            router="router",
+            biases=True,
+            softmax_of_chosen=True,
+            clamped=True,
+            stacked=True,
         ),
     ),
 }

@@ -88,6 +88,8 @@ class ShardedTensors:
     def _part(self, name: str, whole: Tensor) -> Tensor:
         module, kind = name.rsplit(".", 1) if "." in name else ("", name)
         leaf = module.rsplit(".", 1)[-1]
+        if kind == "sinks":
+            return self._even(whole)
         # A scale of K or V is that of all heads.
         cut = self._cuts().get(leaf) if kind in ("weight", "bias") else None
         return whole if cut is None else cut(whole, kind)

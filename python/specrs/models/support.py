@@ -1,7 +1,7 @@
 """The table of families, formats and devices: what runs where. Made from the registry; decides nothing itself."""
 
 from specrs.models.gguf.config import ARCHITECTURES
-from specrs.models.quantization.table import AT_LOAD, METHODS
+from specrs.models.quantization.table import AT_LOAD, methods_of
 from specrs.models.registry import FAMILIES, Family
 
 _HEADER = (
@@ -20,13 +20,14 @@ YES, NO = "yes", "no"
 def row(architecture: str, family: Family) -> tuple[str, ...]:
     """The cells of a family."""
     files = {known.name for known in ARCHITECTURES.values()}
+    methods = methods_of(stacked=family.experts is not None and family.experts.stacked)
     return (
         f"`{architecture}`",
         family.models,
         YES,
         YES,
         YES,
-        ", ".join(f"`{method}`" for method in METHODS),
+        ", ".join(f"`{method}`" for method in methods),
         ", ".join(f"`{name}`" for name in AT_LOAD),
         YES if architecture in files else NO,
     )

@@ -50,10 +50,14 @@ def tensor_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
         sparse = c.experts is not None and c.experts.layers[layer]
         if c.experts is not None and sparse:
             block, e = prefix + c.experts.block, c.experts.intermediate_size
-            shapes[f"{block}.gate.weight"] = (c.experts.count, h)
+            parts = {c.experts.router: (c.experts.count, h)}
             for expert in range(c.experts.count):
                 for name, shape in zip(c.experts.projections, ((e, h), (e, h), (h, e)), strict=True):
-                    shapes[f"{block}.experts.{expert}.{name}.weight"] = shape
+                    parts[f"experts.{expert}.{name}"] = shape
+            for name, shape in parts.items():
+                shapes[f"{block}.{name}.weight"] = shape
+                if c.experts.biases:
+                    shapes[f"{block}.{name}.bias"] = shape[:1]
         for name, (rows, columns, bias) in projections.items():
             if sparse and name.startswith("mlp."):
                 continue
@@ -61,6 +65,8 @@ def tensor_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
             if bias:
                 shapes[f"{prefix}{name}.bias"] = (rows,)
         shapes |= {f"{prefix}{name}.weight": (h,) for name in norm_names(c) if name is not None}
+        if c.sinks:
+            shapes[f"{prefix}self_attn.sinks"] = (c.num_heads,)
         if c.qk_norm:
             sizes = (q, kv) if c.qk_norm_whole else (c.head_dim, c.head_dim)
             shapes |= {f"{prefix}self_attn.{x}_norm.weight": (n,) for x, n in zip("qk", sizes, strict=True)}

@@ -5,13 +5,21 @@ use crate::linear::Linear;
 use crate::weights::{ModelShape, Values};
 
 /// What the MLP applies to its gate.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub enum Activation {
     /// `x / (1 + e^-x)`
     #[default]
     Silu,
     /// GELU, by its approximation with tanh.
     GeluTanh,
+    /// `x / (1 + e^(-alpha x))` of a gate of at most `limit`, times 1 more than the value, from -limit to limit (`OpenAI` 2025,
+    /// gpt-oss).
+    ClampedSwiglu {
+        /// Of the sigmoid's argument.
+        alpha: f32,
+        /// Of gates and values.
+        limit: f32,
+    },
 }
 
 /// The norms of queries and keys before `RoPE`.
@@ -88,6 +96,8 @@ pub struct LayerWeights {
     pub qkv: Linear,
     /// Of queries and keys.
     pub qk_norm: Option<QkNorm>,
+    /// `[heads]`, of each query head a score more, of no position and with a value of zero.
+    pub sinks: Option<Values>,
     /// `heads head_dim -> hidden`
     pub o: Linear,
     /// `[hidden]`, of what attention adds to the residual stream.
@@ -107,6 +117,7 @@ pub(crate) struct Layer {
     pub(crate) qk_norm: Option<(Vec<f32>, Vec<f32>)>,
     /// `qk_norm` is of all heads as one.
     pub(crate) qk_norm_whole: bool,
+    pub(crate) sinks: Option<Vec<f32>>,
     pub(crate) o: Linear,
     pub(crate) attention_output_norm: Option<Vec<f32>>,
     pub(crate) post_attention_norm: Option<Vec<f32>>,
@@ -160,11 +171,15 @@ impl LayerWeights {
             check_len(&name("q_norm"), q.len(), heads * dim)?;
             check_len(&name("k_norm"), k.len(), kv_heads * dim)?;
         }
+        if let Some(sinks) = &layer.sinks {
+            check_len(&name("sinks"), sinks.len(), shape.num_heads)?;
+        }
         Ok(Layer {
             input_norm: norm("input_norm", &layer.input_norm)?,
             qkv: layer.qkv,
             qk_norm_whole: layer.qk_norm.as_ref().is_some_and(|norm| norm.whole),
             qk_norm: layer.qk_norm.map(|norm| (norm.q.to_f32(), norm.k.to_f32())),
+            sinks: layer.sinks.as_ref().map(Values::to_f32),
             o: layer.o,
             attention_output_norm: norm("attention_output_norm", &layer.attention_output_norm)?,
             post_attention_norm: norm("post_attention_norm", &layer.post_attention_norm)?,

@@ -353,9 +353,15 @@ impl Weights {
     }
 
     /// The same with this activation of the MLP; without, it is `SiLU`.
-    #[must_use]
-    pub fn with_activation(self, activation: Activation) -> Self {
-        Self { activation, ..self }
+    ///
+    /// # Errors
+    /// Where a number of it is not finite and above 0.
+    pub fn with_activation(self, activation: Activation) -> Result<Self> {
+        if let Activation::ClampedSwiglu { alpha, limit } = activation {
+            check_multiplier("activation's alpha", alpha)?;
+            check_multiplier("activation's limit", limit)?;
+        }
+        Ok(Self { activation, ..self })
     }
 
     /// The most positions that a layer sees; none where some sees all.

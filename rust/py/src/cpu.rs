@@ -102,6 +102,8 @@ struct LayerArrays<'py> {
     k_norm: Option<Bound<'py, PyAny>>,
     #[pyo3(default)]
     qk_norm_whole: bool,
+    #[pyo3(default)]
+    sinks: Option<Bound<'py, PyAny>>,
     o: Projection<'py>,
     #[pyo3(default)]
     attention_output_norm: Option<Bound<'py, PyAny>>,
@@ -190,6 +192,7 @@ fn layer(
             k,
             whole: arrays.qk_norm_whole,
         }),
+        sinks: norm("sinks", &arrays.sinks)?,
         o: linear(&name("o"), shape.num_heads * shape.head_dim, &arrays.o)?,
         attention_output_norm: norm("attention_output_norm", &arrays.attention_output_norm)?,
         post_attention_norm: norm("post_attention_norm", &arrays.post_attention_norm)?,
@@ -210,7 +213,7 @@ impl CpuWeights {
     #[pyo3(signature = (
         *, vocab_size, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, rms_norm_eps, embedding, layers,
         final_norm, lm_head, frequencies, head = None, rotations = None, multipliers = None,
-        windows = None, activation = "silu",
+        windows = None, activation = "silu", clamped_swiglu = None,
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only sizes and tensors")]
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python objects")]
@@ -233,6 +236,7 @@ impl CpuWeights {
         multipliers: Option<(f32, f32, f32)>,
         windows: Option<Vec<Option<usize>>>,
         activation: &str,
+        clamped_swiglu: Option<(f32, f32)>,
     ) -> PyResult<Self> {
         let size = |field, value| size(py, Class::InvalidConfig, field, value);
         let shape = ModelShape {
@@ -253,6 +257,8 @@ impl CpuWeights {
                 return Err(Class::InvalidConfig.error(py, message));
             }
         };
+        let clamped = |(alpha, limit)| Activation::ClampedSwiglu { alpha, limit };
+        let activation = clamped_swiglu.map_or(activation, clamped);
         let frequencies: PyReadonlyArray<'_, f32, Ix1> = readonly("frequencies", frequencies)?;
         let embedding = values::<Ix2>("embedding", embedding)?.0;
         let inputs = shape.hidden_size * if head.is_some() { 2 } else { 1 };
@@ -293,7 +299,8 @@ impl CpuWeights {
                 Some(windows) => weights.with_windows(&windows),
                 None => Ok(weights),
             })
-            .map(|weights| Self(Arc::new(weights.with_activation(activation))))
+            .and_then(|weights| weights.with_activation(activation))
+            .map(|weights| Self(Arc::new(weights)))
             .map_err(|error| to_py(py, &error))
     }
 

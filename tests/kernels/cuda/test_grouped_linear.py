@@ -35,19 +35,24 @@ def operands(ids: Tensor, n: int, k: int, each: int, *, gated: bool, dtype: torc
     dtype=st.sampled_from([torch.float32, torch.float16]),
     of_pairs=st.booleans(),
     gated=st.booleans(),
-    gelu=st.booleans(),
+    activation=st.sampled_from(["silu", "gelu", "clamped"]),
+    biased=st.booleans(),
 )
 def test_any_choice(
-    rows: int, each: int, n: int, k: int, dtype: torch.dtype, of_pairs: bool, gated: bool, gelu: bool
+    rows: int, each: int, n: int, k: int, dtype: torch.dtype, of_pairs: bool, gated: bool, activation: str, biased: bool
 ) -> None:
     """A row of x for each row or, as of the product behind, for each pair."""
     ids = choices(rows, 4, each, n)
-    flags = [1 if of_pairs else each, int(gated), int(gelu), rows]
+    flags = [1 if of_pairs else each, int(gated), int(activation == "gelu"), rows]
     x, weight, pairs, out = operands(ids, n, k, flags[0], gated=gated, dtype=dtype)
+    biases = 3 * torch.randn(weight.shape[:2], generator=torch.Generator().manual_seed(rows))
+    weights = [weight, biases.to(dtype)] if biased else [weight]
+    # Sums of many products reach the limit, others do not.
+    clamp = [1.702, 4.0] if gated and activation == "clamped" else []
     exact, own = out.double(), out.clone()
-    grouped_linear(x, weight, pairs, out, flags, CONFIG, False)
-    grouped_linear_reference(x, weight, pairs, exact, flags)
-    grouped_linear_reference(x.float(), weight.float(), pairs, own, flags)
+    grouped_linear(x, weights, pairs, out, flags, clamp, CONFIG, False)
+    grouped_linear_reference(x, weights, pairs, exact, flags, clamp)
+    grouped_linear_reference(x.float(), [w.float() for w in weights], pairs, own, flags, clamp)
     sent = ids.flatten() >= 0
     assert out[~sent].isnan().all()
     if sent.any():
@@ -60,7 +65,7 @@ def test_an_expert_of_several_tiles() -> None:
     ids = torch.full((150, 1), 2, dtype=torch.int32)
     ids[7] = 0
     x, weight, pairs, out = operands(ids, 18, 20, 1, gated=False)
-    grouped_linear(x, weight, pairs, out, [1, 0, 0, 150], CONFIG, False)
+    grouped_linear(x, [weight], pairs, out, [1, 0, 0, 150], [], CONFIG, False)
     exact = (x.double().unsqueeze(1) @ weight[ids.flatten().long()].double().transpose(1, 2)).squeeze(1)
     assert_near(out, exact, exact.float(), ulps=16)
 
@@ -70,13 +75,13 @@ def test_rows_do_not_touch_each_other() -> None:
     ids = choices(6, 4, 2, 3)
     ids[:] = torch.tensor([1, 3])
     x, weight, pairs, out = operands(ids, 20, 40, 2, gated=True)
-    grouped_linear(x, weight, pairs, out, [2, 1, 0, 6], CONFIG, False)
+    grouped_linear(x, [weight], pairs, out, [2, 1, 0, 6], [], CONFIG, False)
     alone = operands(ids[4:5], 20, 40, 2, gated=True)
-    grouped_linear(x[4:5], weight, alone[2], alone[3], [2, 1, 0, 1], CONFIG, False)
+    grouped_linear(x[4:5], [weight], alone[2], alone[3], [2, 1, 0, 1], [], CONFIG, False)
     assert torch.equal(alone[3], out[8:10])
     x[2] = torch.nan
     spoiled = torch.full_like(out, torch.nan)
-    grouped_linear(x, weight, pairs, spoiled, [2, 1, 0, 6], CONFIG, False)
+    grouped_linear(x, [weight], pairs, spoiled, [2, 1, 0, 6], [], CONFIG, False)
     assert spoiled[4:6].isnan().all()
     assert torch.equal(spoiled[6:], out[6:])
 

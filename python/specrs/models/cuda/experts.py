@@ -87,10 +87,13 @@ def mixture(
     width = block_m(min(rows, MAX_ROWS))
     ids, shares, count = b.ids[:rows], b.shares[:rows], rows * each
     pairs, activated, made = [b.pairs[:count], b.starts], b.activated[:count], b.made[:count]
-    gate_up, down = w.stacked
+    gate_up, down = ([weight] for weight in w.stacked)
+    if w.stacked_biases is not None:
+        gate_up, down = ([*both] for both in zip(w.stacked, w.stacked_biases, strict=True))
+    clamp = [] if c.experts.swiglu is None else list(c.experts.swiglu)
     route(b.logits[:rows], positions, ids, shares, c.experts.norm_topk_prob, dependent)
     sort_pairs(ids, pairs[0], b.starts, dependent)
     flags = [each, 1, int(gelu), rows]
-    grouped_linear(x, gate_up, pairs, activated, flags, b.configs["gate_up", width], dependent)
-    grouped_linear(activated, down, pairs, made, [1, 0, 0, rows], b.configs["down", width], dependent)
+    grouped_linear(x, gate_up, pairs, activated, flags, clamp, b.configs["gate_up", width], dependent)
+    grouped_linear(activated, down, pairs, made, [1, 0, 0, rows], [], b.configs["down", width], dependent)
     add_pairs(made, ids, shares, out, dependent)

@@ -18,13 +18,23 @@ from specrs.models.config import ModelConfig
 from specrs.models.cuda.workspace import CODED_ROWS, Workspace
 
 
-def write_logits(hidden: Tensor, weight: Tensor, out: Tensor, ws: Workspace, name: str = "lm_head") -> None:
-    """The product `name` of a workspace's model, `out` `[L, ids]` fp32."""
-    if hidden.shape[0] > MAX_ROWS:
-        _wide_logits(hidden, weight, out)
+def write_logits(hidden: Tensor, weight: Tensor, out: Tensor, ws: Workspace) -> None:
+    """Those of a workspace's model, `out` `[L, ids]` fp32."""
+    _write_logits("lm_head", hidden, Product(weight), out, ws)
+
+
+def write_router_logits(x: Tensor, router: Weight, out: Tensor, ws: Workspace) -> None:
+    """The logits of a layer's experts, `out` `[N, experts]` fp32."""
+    _write_logits("router", x, Product(stored(router), router.bias), out, ws)
+
+
+def _write_logits(name: str, x: Tensor, product: Product, out: Tensor, ws: Workspace) -> None:
+    if x.shape[0] > MAX_ROWS:
+        _wide_logits(x, product.weight, out)
+        if product.bias is not None:
+            out.add_(product.bias)
         return
-    cut = ws.config(name, hidden.shape[0])
-    skinny_linear(hidden, Product(weight), out, (ws.partials, ws.counters), cut, ws.dependent)
+    skinny_linear(x, product, out, (ws.partials, ws.counters), ws.config(name, x.shape[0]), ws.dependent)
 
 
 def write_argmax(

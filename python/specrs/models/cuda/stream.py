@@ -15,7 +15,7 @@ from specrs.kernels.cuda.skinny_linear import MAX_ROWS, Next, Product
 from specrs.kernels.linear import Weight
 from specrs.models.config import ModelConfig
 from specrs.models.cuda.experts import CHUNK_ROWS, mixture
-from specrs.models.cuda.products import few_product, gated, gated_product, operand, product, stored, write_logits
+from specrs.models.cuda.products import few_product, gated, gated_product, operand, product, write_router_logits
 from specrs.models.cuda.workspace import MLP_ROWS, Workspace
 from specrs.models.dense_weights import ExpertWeights, LayerWeights
 
@@ -137,7 +137,7 @@ class PlainStream:
         assert b is not None
         for first in range(0, rows, CHUNK_ROWS):
             part = slice(first, min(first + CHUNK_ROWS, rows))
-            write_logits(x[part], stored(w.router), b.logits[: part.stop - first], ws, "router")
+            write_router_logits(x[part], w.router, b.logits[: part.stop - first], ws)
             mixture(self.c, b, x[part], self.positions[part], w, out[part], ws.dependent)
 
     def following(self, norm: Tensor | None) -> Next | None:

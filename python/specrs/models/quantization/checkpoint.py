@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from torch import Tensor
 
@@ -18,10 +17,9 @@ from specrs.models.tensors import EMBEDDING
 class QuantizedCheckpoint(QuantizedTensors):
     """The tensors of a folder whose config.json has a `quantization_config`."""
 
-    def __init__(self, folder: Path, scheme: Scheme) -> None:
-        """Open the files. Raises as `Checkpoint`."""
-        self.folder = folder
-        self._files = Checkpoint(folder)
+    def __init__(self, files: Checkpoint, scheme: Scheme) -> None:
+        self.folder = files.folder
+        self._files = files
         self._scheme = scheme
         self._layers: dict[str, tuple[LinearFormat, tuple[int, int]]] = {}
 

@@ -23,7 +23,7 @@ from specrs.models.quantization.base import (
     groups_of,
 )
 from specrs.models.quantization.fp8 import E4M3, Float8, block_of
-from specrs.models.quantization.grouped import Grouped, unpack
+from specrs.models.quantization.grouped import FP4, Grouped, unpack
 from specrs.models.quantization.modules import is_in, patterns
 
 _FIELD = "quantization_config."
@@ -120,10 +120,6 @@ class PackedInt(GroupedFormat):
         return bits_of(("int4", "int8")[self.bits == 8 :], self.group, size) if held else None
 
 
-_FP4 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
-"""Twice the numbers of e2m1, by their codes."""
-
-
 @dataclass(frozen=True, slots=True)
 class NVFP4(GroupedFormat):
     """`weight_packed` uint8 `[out, in / 2]` of e2m1, lower half first; `weight_scale` e4m3 by 16 inputs, divided by
@@ -143,7 +139,7 @@ class NVFP4(GroupedFormat):
         codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
         scales = layer.scales("weight_scale") / layer.scales("weight_global_scale", zero=False).view(1) / 2
         # zeros are allowed: a group of small numbers has a scale that e4m3 rounds to 0
-        return Grouped(_FP4[codes.long()], scales)
+        return Grouped(FP4[codes.long()], scales)
 
     def coded_bits(self, size: int) -> int | None:
         """See `LinearFormat`."""

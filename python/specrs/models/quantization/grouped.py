@@ -12,6 +12,8 @@ from specrs.kernels.linear import Codes
 
 INT4_UNIT, INT8_UNIT = 32, 16
 """Inputs that a group of the native pass is a multiple of."""
+FP4 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
+"""Twice the numbers of e2m1, by their codes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from specrs.models.checkpoint import read_json, resolve_folder
 from specrs.models.errors import malformed, unsupported
 from specrs.models.gguf.checkpoint import gguf_path
 from specrs.models.gguf.file import PLAIN, open_gguf
-from specrs.models.quantization import awq, compressed_tensors, fp8, gptq
+from specrs.models.quantization import awq, compressed_tensors, fp8, gptq, mxfp4
 from specrs.models.quantization.base import Scheme
 
 METHODS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
@@ -24,8 +24,11 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "compressed-tensors": compressed_tensors.scheme,
     "gptq": gptq.scheme,
     "awq": awq.scheme,
+    "mxfp4": mxfp4.scheme,
 }
 """What reads a `quantization_config`, by its `quant_method`."""
+STACKED = ("mxfp4",)
+"""Those of checkpoints that have all experts of a layer in one tensor a projection; others are of other checkpoints."""
 GGUF = "gguf"
 AT_LOAD = ("fp8", "int8", "int4")
 """What weights that are not quantized can be made as they are loaded."""
@@ -64,6 +67,7 @@ TABLE = (
     Format("gptq", "8 bit, symmetric", _CODES_8, _CODES_8),
     Format("gptq", "`desc_act` with groups out of order", _BF16, _NUMBERS),
     Format("awq", "4 bit, gemm order", _CODES_8, _CODES_4),
+    Format("mxfp4", "experts in MXFP4 (gpt-oss)", _CODES_8, _NUMBERS),
     Format("gguf", "F32, F16, BF16", "as the file has them", _NUMBERS),
     Format("gguf", "Q4_0", _CODES_4, _CODES_4),
     Format("gguf", "Q8_0, Q6_K", _CODES_8, _CODES_8),
@@ -72,6 +76,11 @@ TABLE = (
     Format("int8", "any of 16 or 32 bit, quantized at load", _CODES_8, _CODES_8),
     Format("fp8", "any of 16 or 32 bit, quantized at load", _BF16, _FP8),
 )
+
+
+def methods_of(*, stacked: bool) -> tuple[str, ...]:
+    """What a checkpoint may be quantized by; see `STACKED`."""
+    return tuple(method for method in METHODS if (method in STACKED) == stacked)
 
 
 def scheme_of(raw: Mapping[str, Any]) -> Scheme | None:

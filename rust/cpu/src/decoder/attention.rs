@@ -309,6 +309,7 @@ impl<'a> Context<'a> {
                 window: layer.window,
                 positions: &positions[row..row + len],
                 heads: group,
+                sinks: layer.sinks.as_ref().map(|sinks| &sinks[head * group..(head + 1) * group]),
                 q: &q[((head * group - first_head) * rows + row) * vectors..],
                 head_stride: rows * vectors,
                 scale: self.weights.multipliers.scores,

@@ -4,7 +4,7 @@ use super::products::Fed;
 use super::scratch::{Buffers, CHUNK, Private};
 use super::{Context, Range};
 use crate::isa::{LANES, Vector};
-use crate::kernels::{GateMul, RmsNorm};
+use crate::kernels::{ClampedGateMul, GateMul, RmsNorm};
 use crate::layer::{Activation, Layer};
 use crate::linear::Linear;
 use crate::memory::{Columns, ColumnsMut};
@@ -71,6 +71,9 @@ impl Context<'_> {
                 match self.weights.activation {
                     Activation::Silu => self.isa.run(GateMul::<false> { gate, up, out }),
                     Activation::GeluTanh => self.isa.run(GateMul::<true> { gate, up, out }),
+                    Activation::ClampedSwiglu { alpha, limit } => {
+                        self.isa.run(ClampedGateMul { gate, up, alpha, limit, out });
+                    }
                 }
             }
         }

@@ -35,6 +35,34 @@ fn gate_mul<S: Simd, const GELU: bool>(s: S, gate: S::V, up: S::V) -> S::V {
     s.mul(s.div(gate, s.add(s.splat(1.0), exp(s, negative))), up)
 }
 
+/// `out = min(gate, limit) / (1 + e^(-alpha gate)) (up + 1)`, the gate clamped in both places and up from -limit to limit.
+pub(crate) struct ClampedGateMul<'a> {
+    pub(crate) gate: &'a [f32],
+    /// As many.
+    pub(crate) up: &'a [f32],
+    pub(crate) alpha: f32,
+    pub(crate) limit: f32,
+    /// Zeros behind the last element.
+    pub(crate) out: &'a mut [Vector],
+}
+
+impl Kernel for ClampedGateMul<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let (alpha, limit) = (s.splat(-self.alpha), s.splat(self.limit));
+        let (least, one) = (s.splat(-self.limit), s.splat(1.0));
+        for ((gate, up), out) in self.gate.chunks(LANES).zip(self.up.chunks(LANES)).zip(self.out) {
+            // NaN is the second operand, which stays. Of the zeros behind the last element come zeros.
+            let gate = s.min(limit, f32::load_tail(s, gate));
+            let up = s.max(least, s.min(limit, f32::load_tail(s, up)));
+            let sigmoid = s.div(gate, s.add(one, exp(s, s.mul(gate, alpha))));
+            s.store(s.mul(sigmoid, s.add(up, one)), out);
+        }
+    }
+}
+
 /// `2 sqrt(2 / pi) (x + 0.044715 x^3)`: half of 1 + tanh(u) is 1 / (1 + e^-2u) (Hendrycks and Gimpel 2016, section 2).
 #[inline(always)]
 fn tanh_argument<S: Simd>(s: S, x: S::V) -> S::V {
@@ -68,6 +96,39 @@ mod tests {
                 let bound = 2_f64.powi(-23) * (4.0 + 4.0 * u.abs()) * exact.abs();
                 assert!((f64::from(found) - exact).abs() <= bound + 1e-37, "{x}: {found} for {exact}");
             }
+        }
+    }
+
+    #[test]
+    fn clamped_gates_are_accurate_and_the_same_everywhere() {
+        let (alpha, limit) = (1.702_f32, 7.0_f32);
+        for i in (-120_000..120_000_i32).step_by(LANES) {
+            let gate: [f32; LANES] = std::array::from_fn(|j| (i + j as i32) as f32 * 1e-4);
+            let up: [f32; LANES] = std::array::from_fn(|j| ((i * 7919 + j as i32) % 90_000) as f32 * 1e-4);
+            let of = |isa: Isa| {
+                let mut out = [[f32::NAN; LANES]; 2];
+                // Whole vectors and one that is not.
+                isa.run(ClampedGateMul { gate: &gate, up: &up, alpha, limit, out: &mut out[..1] });
+                isa.run(ClampedGateMul { gate: &gate[..5], up: &up[..5], alpha, limit, out: &mut out[1..] });
+                out
+            };
+            let sets = Isa::available();
+            let found = of(sets[0]);
+            let bits = |x: [[f32; LANES]; 2]| x.map(|x| x.map(f32::to_bits));
+            assert!(sets.iter().all(|&isa| bits(of(isa)) == bits(found)), "{gate:?}");
+            assert!(found[1][..5] == found[0][..5] && found[1][5..] == [0.0; LANES - 5]);
+            for ((&gate, &up), found) in gate.iter().zip(&up).zip(found[0]) {
+                let (g, u) = (f64::from(gate.min(limit)), f64::from(up.clamp(-limit, limit)));
+                let exact = g / (1.0 + (-f64::from(alpha) * g).exp()) * (u + 1.0);
+                // 1 + u may be near 0: it is rounded at the size of u.
+                let bound = 2_f64.powi(-23) * ((6.0 + 2.0 * g.abs()) * exact.abs() + g.abs() * u.abs());
+                assert!((f64::from(found) - exact).abs() <= bound + 1e-37, "{gate} {up}: {found} for {exact}");
+            }
+        }
+        for isa in Isa::available() {
+            let mut out = [[0.0; LANES]];
+            isa.run(ClampedGateMul { gate: &[f32::NAN, 1.0], up: &[1.0, f32::NAN], alpha, limit, out: &mut out });
+            assert!(out[0][0].is_nan() && out[0][1].is_nan(), "{}", isa.name());
         }
     }
 

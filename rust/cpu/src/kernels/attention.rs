@@ -70,6 +70,8 @@ pub(crate) struct Attend<'a, T, K> {
     pub(crate) positions: &'a [i64],
     /// Query heads.
     pub(crate) heads: usize,
+    /// Of each head a score more, which is seen first and has a value of zero.
+    pub(crate) sinks: Option<&'a [f32]>,
     /// `q[head * head_stride + row * ceil(head_dim / 16)..]`, zeros behind the last feature.
     pub(crate) q: &'a [Vector],
     pub(crate) head_stride: usize,
@@ -97,8 +99,16 @@ impl<T: Element, K: KvRead<T>> Attend<'_, T, K> {
         let vectors = dim.div_ceil(LANES);
         let scratch = self.scratch;
         scratch.sums[..rows * heads * vectors].fill([0.0; LANES]);
-        scratch.largest[..rows * heads].fill(f32::NEG_INFINITY);
-        scratch.total[..rows * heads].fill(0.0);
+        match self.sinks {
+            None => {
+                scratch.largest[..rows * heads].fill(f32::NEG_INFINITY);
+                scratch.total[..rows * heads].fill(0.0);
+            }
+            Some(sinks) => {
+                scratch.largest[..rows * heads].chunks_exact_mut(heads).for_each(|row| row.copy_from_slice(sinks));
+                scratch.total[..rows * heads].fill(1.0);
+            }
+        }
         let first_of = |position: i64| (position as usize + 1).saturating_sub(self.window).max(self.first);
         let last = self.positions.iter().copied().max().unwrap_or(-1);
         let begin = self.positions.iter().map(|&position| first_of(position)).min().unwrap_or(0);

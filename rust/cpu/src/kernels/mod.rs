@@ -16,7 +16,7 @@ mod rope;
 mod route;
 mod tiles;
 
-pub(crate) use activation::GateMul;
+pub(crate) use activation::{ClampedGateMul, GateMul};
 pub(crate) use argmax::{Argmax, better};
 pub(crate) use attention::{Attend, AttendScratch, KvRead};
 pub(crate) use element::Element;

@@ -88,7 +88,17 @@ pub struct Kind {
     pub experts: usize,
     /// Their weights add up to 1.
     pub normalized: bool,
+    /// They and the router have biases.
+    pub expert_bias: bool,
+    /// Their activation is a clamped SwiGLU.
+    pub clamped: bool,
+    /// Heads have a score more, of no value.
+    pub sinks: bool,
 }
+
+/// Of clamped activations; gates and values of these models reach the limit.
+pub const ALPHA: f32 = 1.702;
+pub const LIMIT: f32 = 0.75;
 
 pub const QWEN3: Kind = Kind {
     qk_norm: true,
@@ -109,6 +119,9 @@ pub const QWEN3: Kind = Kind {
     all_windows: false,
     experts: 0,
     normalized: false,
+    expert_bias: false,
+    clamped: false,
+    sinks: false,
 };
 const LLAMA: Kind = Kind { qk_norm: false, ..QWEN3 };
 pub const LLAMA3: Kind = Kind { split: true, scaled: true, ..LLAMA };
@@ -122,7 +135,20 @@ pub const KINDS: [Kind; 8] = [QWEN3, LLAMA3, LLAMA_BIAS, QWEN2, MISTRAL, WINDOWE
 pub const EXPERTS: Kind = Kind { experts: 5, ..QWEN3 };
 pub const MIXTRAL: Kind = Kind { experts: 9, normalized: true, window: 9, all_windows: true, ..MISTRAL };
 pub const AROUND_EXPERTS: Kind = Kind { experts: 3, ..GEMMA3 };
-pub const MIXTURES: [Kind; 3] = [EXPERTS, MIXTRAL, AROUND_EXPERTS];
+/// Its first layer has an MLP, of the same activation.
+pub const GPT_OSS: Kind = Kind {
+    qkv_bias: true,
+    other_bias: true,
+    tied: false,
+    window: 6,
+    experts: 6,
+    normalized: true,
+    expert_bias: true,
+    clamped: true,
+    sinks: true,
+    ..LLAMA
+};
+pub const MIXTURES: [Kind; 4] = [EXPERTS, MIXTRAL, AROUND_EXPERTS, GPT_OSS];
 
 /// A weight `[outputs, inputs]` with a bias, as numbers that its type holds exactly.
 #[derive(Clone)]
@@ -271,6 +297,7 @@ pub struct LayerNumbers {
     pub router: Option<Dense>,
     /// Gate, up and down of each expert.
     pub experts: Vec<[Dense; 3]>,
+    pub sinks: Vec<f32>,
 }
 
 pub struct Model {
@@ -325,16 +352,17 @@ impl Model {
             down: dense(n, hidden, shape.intermediate_size, kind.other_bias),
             router: sparse.then(|| Dense {
                 weight: draw(n, kind.experts * hidden, 1.7 / (hidden as f32).sqrt(), 0.0, bf16),
-                bias: None,
+                bias: kind.expert_bias.then(|| draw(n, kind.experts, 0.5, 0.0, bf16)),
                 inputs: hidden,
                 stored: None,
             }),
             experts: (0..if sparse { kind.experts } else { 0 })
                 .map(|_| {
-                    let [gate, up] = std::array::from_fn(|_| dense(n, expert_size, hidden, false));
-                    [gate, up, dense(n, hidden, expert_size, false)]
+                    let [gate, up] = std::array::from_fn(|_| dense(n, expert_size, hidden, kind.expert_bias));
+                    [gate, up, dense(n, hidden, expert_size, kind.expert_bias)]
                 })
                 .collect(),
+            sinks: if kind.sinks { draw(n, shape.num_heads, 2.0, 0.5, bf16) } else { Vec::new() },
         };
         let layers = (0..num_layers).map(|i| layer(n, kind.experts > 0 && (i > 0 || num_layers == 1))).collect();
         let embedding = draw(n, shape.vocab_size * hidden, 1.0, 0.0, bf16);
@@ -387,6 +415,7 @@ impl Model {
                 k: values(&l.k_norm),
                 whole: self.kind.whole,
             }),
+            sinks: self.kind.sinks.then(|| values(&l.sinks)),
             o: linear(&[&l.o]),
             attention_output_norm: self.kind.behind.then(|| values(&l.output_norm)),
             post_attention_norm: self.kind.before.then(|| values(&l.post_norm)),
@@ -407,8 +436,13 @@ impl Model {
         let embedding = values(&self.embedding);
         let weights = Weights::new(self.shape, embedding, layers, &values(&self.final_norm), head, frequencies);
         let windows: Vec<Option<usize>> = (0..self.layers.len()).map(|i| self.window(i)).collect();
-        let activation = if self.kind.gelu { Activation::GeluTanh } else { Activation::Silu };
-        Arc::new(weights.unwrap().with_activation(activation).with_windows(&windows).unwrap())
+        let activation = match self.kind {
+            Kind { clamped: true, .. } => Activation::ClampedSwiglu { alpha: ALPHA, limit: LIMIT },
+            Kind { gelu: true, .. } => Activation::GeluTanh,
+            _ => Activation::Silu,
+        };
+        let weights = weights.and_then(|weights| weights.with_activation(activation));
+        Arc::new(weights.and_then(|weights| weights.with_windows(&windows)).unwrap())
     }
 
     /// The positions that a row of a layer sees.

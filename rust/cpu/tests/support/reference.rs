@@ -5,7 +5,7 @@
 //! `n` numbers are summed in 16 lanes, n / 16 roundings of partial sums come in a row, then 4 of the tree. Variances add up,
 //! and go through a product by the squares of its weights.
 
-use super::{Dense, KeysValues, Model};
+use super::{ALPHA, Dense, KeysValues, LIMIT, Model};
 use specrs_cpu::Bf16;
 
 /// Variance of rounding 1 to fp32.
@@ -106,7 +106,8 @@ impl Model {
                 let mut attended = Vec::new();
                 let seen = self.window(number).map_or(0, |window| (start + i + 1).saturating_sub(window));
                 for (j, q) in q.iter().enumerate() {
-                    attended.extend(attend(q, &keys[seen..], &values[seen..], j / (s.num_heads / s.num_kv_heads)));
+                    let head = j / (s.num_heads / s.num_kv_heads);
+                    attended.extend(attend(q, &keys[seen..], &values[seen..], head, layer.sinks.get(j)));
                 }
                 let behind = |x: Vec<Near>, w: &Vec<f32>| if self.kind.behind { rms_norm(&x, w, eps) } else { x };
                 add(h, &behind(self.product(&layer.o, &attended), &layer.output_norm));
@@ -124,7 +125,8 @@ impl Model {
     fn mlp(&self, gate: &Dense, up: &Dense, down: &Dense, x: &[Near]) -> Vec<Near> {
         let (gate, up) = (self.product(gate, x), self.product(up, x));
         let activate = if self.kind.gelu { gelu } else { silu };
-        let act: Vec<Near> = gate.iter().zip(&up).map(|(&g, &u)| (activate(g) * u).rounded(1.0)).collect();
+        let activate = |g, u| if self.kind.clamped { clamped(g, u) } else { activate(g) * u };
+        let act: Vec<Near> = gate.iter().zip(&up).map(|(&g, &u)| activate(g, u).rounded(1.0)).collect();
         self.product(down, &act)
     }
 
@@ -205,16 +207,23 @@ fn rotate(x: &[Near], position: usize, frequencies: &[f32]) -> Vec<Near> {
 }
 
 /// A softmax by groups of 16 positions, whose sums are rounded once a group.
-fn attend(q: &[Near], keys: &[Vec<Vec<Near>>], values: &[Vec<Vec<Near>>], head: usize) -> Vec<Near> {
+fn attend(
+    q: &[Near],
+    keys: &[Vec<Vec<Near>>],
+    values: &[Vec<Vec<Near>>],
+    head: usize,
+    sink: Option<&f32>,
+) -> Vec<Near> {
+    let sink = sink.map_or(f64::NEG_INFINITY, |&sink| f64::from(sink));
     let scale = Near::new(1.0 / (q.len() as f64).sqrt()).rounded(3.0);
     let score = |k: &Vec<Vec<Near>>| {
         let products = k[head].iter().zip(q).map(|(&k, &q)| k * q);
         (sum(products, q.len()) * scale).rounded(1.0)
     };
     let scores: Vec<Near> = keys.iter().map(score).collect();
-    let largest = scores.iter().map(|s| s.exact).fold(f64::NEG_INFINITY, f64::max);
+    let largest = scores.iter().map(|s| s.exact).fold(sink, f64::max);
     let weights: Vec<f64> = scores.iter().map(|s| (s.exact - largest).exp()).collect();
-    let total: f64 = weights.iter().sum();
+    let total: f64 = weights.iter().sum::<f64>() + (sink - largest).exp();
     let groups = keys.len().div_ceil(16) as f64;
     let mut out = vec![Near::default(); q.len()];
     for (d, out) in out.iter_mut().enumerate() {
@@ -251,6 +260,17 @@ fn gelu(g: Near) -> Near {
     let own = x * 0.5 * (1.0 - tanh * tanh) * u;
     let variance = slope * slope * g.variance + 4.0 * ROUNDING * own * own;
     Near { exact: x * half, variance }.rounded(8.0)
+}
+
+/// `g / (1 + e^(-alpha g)) (u + 1)` of a gate of at most the limit and a value within it.
+fn clamped(g: Near, u: Near) -> Near {
+    let (alpha, limit) = (f64::from(ALPHA), f64::from(LIMIT));
+    let g = if g.exact > limit { Near::new(limit) } else { g };
+    let u = if u.exact.abs() > limit { Near::new(limit * u.exact.signum()) } else { u };
+    let sigmoid = 1.0 / (1.0 + (-alpha * g.exact).exp());
+    let slope = sigmoid * (1.0 + alpha * g.exact * (1.0 - sigmoid));
+    let gated = Near { exact: g.exact * sigmoid, variance: slope * slope * g.variance }.rounded(8.0);
+    gated * (u + Near::new(1.0))
 }
 
 fn add(h: &mut [Near], x: &[Near]) {
