@@ -1,7 +1,6 @@
 """A drafter that raises costs the drafts of its launch: texts, neighbours and books stay, and it is told once."""
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,10 @@ from specrs.drafters.base import device_drafter
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.weights import load_weights
-from specrs.models.inputs import PassInputs
 from specrs.runner.ring import Header, RingSlot
 from sweep import sweep
-from torch import Tensor
 
+from engine.faulty_drafter import Faulty
 from engine.harness import Bank, config, greedy_jobs, poison, request, run, run_greedy
 from engine.other_vocabulary import rename
 from engine.parallel_draft import with_parallel_draft
@@ -33,49 +31,6 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "ngram,draft_model": {"method": "ngram,draft_model", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
     "suffix,eagle3": {"method": "suffix,eagle3"},
 }
-Raises = Callable[[int], bool]
-"""Whether the drafter's pass of this number raises."""
-
-
-class BrokenError(Exception):
-    """What drafters raise here."""
-
-
-class Faulty:
-    """The passes of an engine's drafter, some of which raise when they have written NaN where they were to write KV."""
-
-    def __init__(self, engine: Engine, raises: Raises, patch: pytest.MonkeyPatch) -> None:
-        self.engine, self.raises = engine, raises
-        self.calls = self.raised = self._depth = 0
-        kind = type(engine.drafter)
-        for name in ("feed", "propose", "propose_all", "step"):
-            if hasattr(kind, name):
-                patch.setattr(kind, name, self._broken(getattr(kind, name)))
-
-    def _broken(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(drafter: Any, inputs: PassInputs | Tensor, *args: Any, **fields: Any) -> Any:
-            self._depth += 1
-            try:
-                found = method(drafter, inputs, *args, **fields)
-            finally:
-                self._depth -= 1
-            if self._depth:  # `propose` of a draft model is made of `feed`
-                return found
-            self.calls += 1
-            if self.raises(self.calls):
-                self.raised += 1
-                if isinstance(inputs, PassInputs):
-                    self._spoil(inputs.slots)
-                raise BrokenError(self.calls)
-            return found
-
-        return call
-
-    def _spoil(self, slots: Tensor) -> None:
-        cache = self.engine.drafter.kv_cache  # type: ignore[union-attr]
-        slots = slots[slots >= 0]
-        for tensor in (*cache.k, *cache.v):
-            tensor[slots // cache.block_size, :, slots % cache.block_size] = torch.nan
 
 
 @pytest.fixture(scope="module")

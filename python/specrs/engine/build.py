@@ -123,7 +123,7 @@ def _build_on_ranks(config: EngineConfig, lead: Lead) -> Engine:
         assert config.threads is not None
         torch.set_num_threads(config.threads)
         team.collect(Kind.HERE)
-        team.ranks = connect(meeting, timeout)
+        team.ranks = connect(meeting, config)
         return _build(config, load_weights(config, team.ranks), team, end)
     except ExchangeError as fault:
         error = team.failed(fault)

@@ -70,7 +70,7 @@ def _follow(connection: Connection, meeting: Meeting, config: EngineConfig, lost
     connection.send_json(Kind.HERE, {})
     begun: list[Ranks] = []
     with contextlib.closing(Beat(connection, lambda: BEGUN.pack(begun[0].num_begun if begun else 0), lost)):
-        ranks = connect(meeting, config.distributed_timeout)
+        ranks = connect(meeting, config)
         begun.append(ranks)
         blueprint = Blueprint(config, load_weights(config, ranks)).with_kv_groups()
         connection.send_json(Kind.READY, {"num_blocks": num_blocks(blueprint)})
@@ -81,7 +81,6 @@ def _follow(connection: Connection, meeting: Meeting, config: EngineConfig, lost
         scheduler = blueprint.scheduler(blocks)  # plans nothing here, and knows the layout of records
         runner = make_runner(blueprint, scheduler, blocks, ranks)
         slot = RingSlot(scheduler, blueprint.num_speculative_tokens, pinned=False)
-        slot.draft_faults_end = True
         launches = 0
         with contextlib.closing(runner):
             while (message := connection.receive_news()).kind == Kind.LAUNCH:
@@ -89,15 +88,19 @@ def _follow(connection: Connection, meeting: Meeting, config: EngineConfig, lost
                 slot.record[: len(record)] = record
                 header = slot.header()
                 runner.launch(slot, header)
+                slot.draft_fault = None  # rank 0's counts, and its engine plans by it
                 connection.send(Kind.DONE, DID.pack(launches, checksum(slot, header)))
                 launches += 1
 
 
-def connect(meeting: Meeting, timeout: float) -> Ranks:
+def connect(meeting: Meeting, config: EngineConfig) -> Ranks:
     """The connections to all other ranks; waits for them. Raises ExchangeError."""
-    return Ranks(
-        meeting.store, meeting.rank, meeting.size, address=meeting.address, timeout=meeting.exchange_timeout(timeout)
-    )
+    timeout = meeting.exchange_timeout(config.distributed_timeout)
+    ranks = Ranks(meeting.store, meeting.rank, meeting.size, address=meeting.address, timeout=timeout)
+    speculative = config.speculative_config
+    if speculative is not None and not speculative.on_host:
+        ranks.connect_drafting()
+    return ranks
 
 
 def threads_of_rank(config: EngineConfig) -> int:

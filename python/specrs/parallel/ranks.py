@@ -7,7 +7,10 @@ the tensor an element lies, and gains nothing for the few rows of a decode pass.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -39,18 +42,67 @@ class Ranks:
             ExchangeError: the others did not come within `timeout` seconds.
         """
         self.rank, self.size = rank, size
+        self.notice = 0
+        """What this rank tells the others beside its next `look_up` outside of `drafting`."""
+        self.notices: tuple[int, ...] = ()
+        """What each rank has told with the last."""
+        self.given_up = threading.Event()
+        """Set where another rank is known to be lost: it is waited for no longer."""
         self.num_begun = 0
         """Exchanges so far, the running one included: of ranks that wait for each other, the one that is waited for has
         begun fewer."""
         self.waiting_since: float | None = None
         """By time.monotonic, when the running exchange began; None: none runs."""
+        self._store, self._address, self._timeout = store, address, timeout
+        self._num_drafting = 0
+        self._drafting: dist.ProcessGroupGloo | None = None
+        self._group: dist.ProcessGroupGloo | None = self._connect(store)
+
+    def _connect(self, store: Store) -> dist.ProcessGroupGloo:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-        options._timeout = timedelta(seconds=timeout)
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._address)]
+        options._timeout = timedelta(seconds=self._timeout)
         try:
-            self._group = dist.ProcessGroupGloo(store, rank, size, options)
+            return dist.ProcessGroupGloo(store, self.rank, self.size, options)
         except RuntimeError as fault:
-            raise ExchangeError(f"rank {rank} could not connect to the others: {fault}") from fault
+            raise ExchangeError(f"rank {self.rank} could not connect to the others: {fault}") from fault
+
+    def connect_drafting(self) -> None:
+        """Connect to the other ranks for `drafting`; anew, where that has failed on one of them. All do it at once.
+
+        Raises as `__init__`, and soon where `given_up` is set.
+        """
+        self._drafting = None
+        self._num_drafting += 1
+        store = dist.PrefixStore(f"drafting {self._num_drafting}", self._store)  # type: ignore[attr-defined]
+        store.set(f"here {self.rank}", "")
+        end = time.monotonic() + self._timeout
+        with self._waiting():
+            # what connects cannot be interrupted, so nothing connects before all are there
+            while not store.check([f"here {rank}" for rank in range(self.size)]):
+                if self.given_up.wait(0.001):
+                    raise ExchangeError(f"rank {self.rank} connects to no other any more: one of them is lost")
+                if time.monotonic() > end:
+                    raise ExchangeError(f"rank {self.rank} waited for another one, to connect to it again")
+            self._drafting = self._connect(store)
+
+    @contextlib.contextmanager
+    def drafting(self) -> Iterator[None]:
+        """Exchanges inside go over connections of their own. Where the block raises, they end: so another rank's
+        exchange in it fails, too, soon, and those outside stay in step."""
+        group = self._group
+        self._group = self._drafting
+        try:
+            yield
+        except BaseException:
+            self._group = self._drafting = None
+            raise
+        finally:
+            self._group = group
+
+    @property
+    def _is_drafting(self) -> bool:
+        return self._group is self._drafting
 
     def gather(self, x: Tensor) -> Tensor:
         """`[size, *x.shape]`: `x` of every rank, in their order; shape and dtype are the same on all.
@@ -65,11 +117,7 @@ class Ranks:
 
     def add_(self, x: Tensor) -> Tensor:
         """The sum of `x` of every rank, written to `x`. Raises as `gather`."""
-        parts = self.gather(x).unbind(0)
-        torch.add(parts[0], parts[1], out=x)
-        for part in parts[2:]:
-            x.add_(part)
-        return x
+        return _add(self.gather(x).unbind(0), x)
 
     def side_by_side(self, x: Tensor, width: int) -> Tensor:
         """`[N, width]` from `x` `[N, W]` of every rank, columns in the order of ranks; of the last ones only so many
@@ -84,20 +132,47 @@ class Ranks:
         """
         own = ids - self.rank * len(table)
         elsewhere = (own < 0) | (own >= len(table))
-        rows = table.index_select(0, own.clamp_(0, len(table) - 1))
-        return self.add_(rows.masked_fill_(elsewhere[:, None], 0))
+        rows = table.index_select(0, own.clamp_(0, len(table) - 1)).masked_fill_(elsewhere[:, None], 0)
+        return self.add_(rows) if self._is_drafting else self._add_noticed(rows)
+
+    def exchange_notices(self) -> None:
+        """What `look_up` does beside its sum. Raises as `gather`."""
+        self.notices = tuple(self.gather(torch.tensor([self.notice])).view(-1).tolist())
+
+    def _add_noticed(self, x: Tensor) -> Tensor:
+        """`add_`, and in the same exchange the notices."""
+        notice = torch.tensor([self.notice])
+        found = self.gather(torch.cat((x.view(-1).view(torch.uint8), notice.view(torch.uint8))))
+        self.notices = tuple(found[:, -8:].contiguous().view(torch.int64).view(-1).tolist())
+        return _add([part.view(x.dtype).view_as(x) for part in found[:, :-8].unbind(0)], x)
 
     def take_first(self, x: Tensor) -> Tensor:
         """`x` of rank 0, written to `x` of every rank. Raises as `gather`."""
         return x.copy_(self.gather(x)[0])
 
     def _exchange(self, found: Tensor, given: Tensor) -> None:
+        with self._waiting():
+            if self._group is None:
+                raise ExchangeError(f"rank {self.rank} is no longer connected to the others")
+            try:
+                if given.numel():
+                    self._group._allgather_base(found, given).wait()  # type: ignore[attr-defined]
+            except RuntimeError as fault:
+                raise ExchangeError(f"rank {self.rank} waited for another one: {fault}") from fault
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
         self.num_begun += 1
         self.waiting_since = time.monotonic()
         try:
-            if given.numel():
-                self._group._allgather_base(found, given).wait()  # type: ignore[attr-defined]
-        except RuntimeError as fault:
-            raise ExchangeError(f"rank {self.rank} waited for another one: {fault}") from fault
+            yield
         finally:
             self.waiting_since = None
+
+
+def _add(parts: Sequence[Tensor], out: Tensor) -> Tensor:
+    """Their sum in this order, written to `out`."""
+    torch.add(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        out.add_(part)
+    return out

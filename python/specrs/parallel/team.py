@@ -133,8 +133,14 @@ class Team:
         return self.error
 
     def close(self) -> None:
-        """End all ranks and wait for them. May be called again, and after a failure."""
+        """End all ranks and wait for them. May be called again, and after a failure.
+
+        None is told to end before all have come to the end of the last launch: a rank that ends resets its connections,
+        from which another one may still have to read.
+        """
         with self._changed:
+            if threading.current_thread() is not self._thread:
+                self._changed.wait_for(lambda: not self._done or self.error is not None, GRACE)
             first, self._closing = not self._closing, True
         if first and self.error is None:
             for member in self._members.values():
@@ -201,6 +207,7 @@ class Team:
             for rank, member in self._members.items():
                 if member.done.pop(launch) != own:
                     self._fail(rank, "came to other results than rank 0")
+        self._changed.notify_all()
 
     def _judge(self) -> None:
         now, ranks = time.monotonic(), self.ranks
@@ -223,6 +230,8 @@ class Team:
         with self._changed:
             if self.error is None:
                 self.error = RankLostError(rank, self.size, what)
+                if self.ranks is not None:
+                    self.ranks.given_up.set()
                 for member in self._members.values():
                     member.connection.close()
                 hung = self._members.get(rank)

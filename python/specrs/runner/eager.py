@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specrs.core import FLAG_NOTHING_DRAFTED, PURPOSE_ACCEPT
@@ -16,6 +18,7 @@ from specrs.models.base import Model
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
 from specrs.runner.accept import accept, at_rates, update
+from specrs.runner.draft_guard import DraftGuard, Stage
 from specrs.runner.entries import Iteration
 from specrs.runner.extras import ExtrasLookup
 from specrs.runner.hidden_rows import HiddenRows
@@ -66,6 +69,8 @@ class EagerRunner:
         self.rates = None if rates is None else torch.tensor(rates, dtype=sampling.params.values.dtype)
         self._noise = Noise(sampling.seeds, sampling.vocab_size, sampling.params.values.dtype)
         self.logprobs_mode = logprobs_mode
+        self.guard = DraftGuard()
+        self.guard.ranks = sampling.ranks
         self.num_target_passes = 0
         self.k_start: Tensor | None = None  # [R + 1] int64, from where on a row's drafter reads KV; None: from 0
         self.hidden: HiddenRows | None = None
@@ -92,7 +97,7 @@ class EagerRunner:
     def _execute(self, slot: RingSlot, header: Header) -> None:
         slot.logprobs.clear()
         slot.prompt_logprobs.clear()
-        slot.draft_fault = None
+        self.guard.begin(slot)
         self._feed_behind(slot)
         apply_uploads(self.state, self.sampling, slot.views, slot.views, header)
         if self.hidden is not None and header.num_admitted:
@@ -107,6 +112,7 @@ class EagerRunner:
             self._catch_up(slot, header, entries)
         if header.num_decode:
             self._decode(slot, header)
+        self.guard.settle()
 
     def use_extras(self, lookup: ExtrasLookup) -> None:
         """Where to find what no record can say of a request."""
@@ -128,32 +134,41 @@ class EagerRunner:
         if behind is None:
             return
         rows, inputs, hidden = behind
-        try:
+
+        def undo() -> NDArray[np.int64]:
+            admitted = slot.views["admit_row"][: slot.header().num_admitted]  # rows of others by now
+            self.state.draft_len.index_fill_(0, rows[~torch.isin(rows, admitted)], 0)
+            return blocks_of(inputs.slots, self.block_size)
+
+        with self.guard.stage(Stage.BEHIND, undo):
             device_drafter(self.drafter).feed(inputs, hidden)
-        except Exception as error:
-            self.state.draft_len.index_fill_(0, rows, 0)
-            slot.drafter_failed(error, blocks_of(inputs.slots, self.block_size))
 
     def _catch_up(self, slot: RingSlot, header: Header, entries: Tensor | None) -> None:
         """The launch's draft chunks, for a drafter that reads hidden states those of its prompt chunks' `entries`."""
-        written = True
         if self.hidden is not None:
             behind = self.hidden.chunks(self.state, slot.views, slot.views, header, entries)
             if behind is not None:
                 self._behind = (slot.views["draft_chunk_row"][: header.num_draft_chunks].clone(), *behind)
-        else:
-            views, windowed = slot.views, self.k_start is not None
-            inputs = catch_up_inputs(self.state, views, views, header, windowed=windowed)
-            if self.k_start is not None:
-                chunks = slice(0, header.num_draft_chunks)
-                self.k_start.index_copy_(0, views["draft_chunk_row"][chunks], views["draft_chunk_k_start"][chunks])
-            if inputs is not None:
-                try:
-                    device_drafter(self.drafter).feed(inputs)
-                except Exception as error:
-                    slot.drafter_failed(error, blocks_of(inputs.slots, self.block_size))
-                    written = False
-        caught_up(self.state, slot.views, header, written=written)
+            caught_up(self.state, slot.views, header)
+            return
+        views, windowed, draft_len = slot.views, self.k_start is not None, self.state.draft_len
+        inputs = catch_up_inputs(self.state, views, views, header, windowed=windowed)
+        if self.k_start is not None:
+            chunks = slice(0, header.num_draft_chunks)
+            self.k_start.index_copy_(0, views["draft_chunk_row"][chunks], views["draft_chunk_k_start"][chunks])
+        if inputs is None:
+            caught_up(self.state, views, header)
+            return
+        slots, before = inputs.slots, draft_len.clone()
+
+        def undo() -> NDArray[np.int64]:
+            draft_len.copy_(before)
+            caught_up(self.state, views, header, written=False)
+            return blocks_of(slots, self.block_size)
+
+        with self.guard.stage(Stage.CATCH_UP, undo):
+            device_drafter(self.drafter).feed(inputs)
+            caught_up(self.state, views, header)
 
     @property
     def _hidden_layers(self) -> tuple[int, ...]:
@@ -164,6 +179,7 @@ class EagerRunner:
         inputs = prefill_inputs(self.state, slot.views, slot.views, header)
         hidden, states = self.target.forward(inputs, self.kv_cache, self._hidden_layers)
         self.num_target_passes += 1
+        self.guard.agree()
         results = slot.results_view.narrow(header.num_decode, header.num_prefill)
         for tensor in results.tensors():
             tensor.zero_()
@@ -224,8 +240,12 @@ class EagerRunner:
                 proposed = host_drafts(slot.views, self.state.limit.shape[0] - 1)[entries, : header.max_k]
                 place(self.state, it, proposed, sampling, on_host)
             drafted = self._draft(slot, it, sampling, on_host)
-        scored = verify(self.state, it, self.target, self.kv_cache, self._hidden_layers)
-        self.num_target_passes += 1
+        scored = self._verify(it)
+        if self.guard.agree():
+            # The drafts of one rank at least are not there, or not those of the others: what was computed of them is
+            # stale KV behind the rows.
+            drafted = self._undrafted(it, on_host)
+            scored = self._verify(it)
         results = slot.results_view.narrow(0, header.num_decode)
         index = torch.arange(header.num_decode)
         self._finish(slot, index, it, scored, drafted, sampling, results)
@@ -235,16 +255,24 @@ class EagerRunner:
     def _draft(self, slot: RingSlot, it: Iteration, sampling: EntrySampling, on_host: Tensor | None) -> Drafted:
         """Drafts by passes; none of them in a launch in which the drafter fails, or has failed before. What it wrote
         until then lies behind `draft_len`, which stays, and is written again before it is read."""
-        if slot.draft_fault is None:
-            try:
+        drafted: Drafted | None = None
+        if not self.guard.has_failed:
+            with self.guard.stage(Stage.DRAFT):
                 if isinstance(self.drafter, TextDraftModel):
-                    return self._write(it, self.drafter, sampling, on_host)
-                drafter, k_start = device_drafter(self.drafter), self.k_start
-                return draft(self.state, it, drafter, sampling, self.rule, on_host, self.hidden, k_start)
-            except Exception as error:
-                slot.drafter_failed(error)
+                    drafted = self._write(it, self.drafter, sampling, on_host)
+                else:
+                    drafter, k_start = device_drafter(self.drafter), self.k_start
+                    drafted = draft(self.state, it, drafter, sampling, self.rule, on_host, self.hidden, k_start)
+        return self._undrafted(it, on_host) if drafted is None else drafted
+
+    def _undrafted(self, it: Iteration, on_host: Tensor | None) -> Drafted:
+        """Of an iteration whose drafter has failed: drafts that are there already."""
         it.num_drafts.mul_(0 if on_host is None else on_host)
         return Drafted(torch.zeros_like(it.num_tokens), None)
+
+    def _verify(self, it: Iteration) -> Scored:
+        self.num_target_passes += 1
+        return verify(self.state, it, self.target, self.kv_cache, self._hidden_layers)
 
     def _write(
         self, it: Iteration, drafter: TextDraftModel, sampling: EntrySampling, on_host: Tensor | None

@@ -65,7 +65,7 @@ class NativeRunner(EagerRunner):
         if self._op_by_op or self._has_long_chunk(slot, header) or not self.sampling.is_bare(entries):
             self._execute(slot, header)
             return
-        slot.draft_fault = None
+        self.guard.begin(slot)
         slot.logprobs.clear()
         slot.prompt_logprobs.clear()
         if self._behind is not None:

@@ -22,7 +22,8 @@ from specrs.runner.ring import Header, Layout, RingSlot
 
 
 class LeadingRunner:
-    """Rank 0's runner. An exception in a launch, here or elsewhere, ends the engine: ranks would no longer agree."""
+    """Rank 0's runner. An exception in a launch, here or elsewhere, ends the engine: ranks would no longer agree. (A
+    drafter's is none: `specrs.runner.draft_guard`.)"""
 
     def __init__(self, runner: EagerRunner, team: Team, layout: Layout, end: Callable[[], None]) -> None:
         """`runner` executes rank 0's part; `layout` is that of the record. `end` is called once: when this is closed,
@@ -64,7 +65,6 @@ class LeadingRunner:
         with _held_interrupts():
             self.team.send(Kind.LAUNCH, slot.record[: read_part(header, self._layout)].view(np.uint8).data)
             try:
-                slot.draft_faults_end = True
                 self.runner.launch(slot, header)
             except BaseException as fault:
                 raise self.team.failed(fault) from fault

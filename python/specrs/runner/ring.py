@@ -111,7 +111,6 @@ class RingSlot:
         self.logprobs: dict[int, TokenLogprobs] = {}  # by entry, where its request wants any
         self.prompt_logprobs: list[tuple[int, int, TokenLogprobs]] = []  # request id, first position, values
         self.draft_fault: DraftFault | None = None  # of the launch that ran last
-        self.draft_faults_end = False  # the launch with them: where other ranks go on with their drafts
         self._grammar_masks: NDArray[np.int32] | None = None
         self.settled_arrays = section_arrays(self.settled, scheduler.settled_layout())
 
@@ -124,10 +123,7 @@ class RingSlot:
         return self._grammar_masks[first : first + count, :width]
 
     def drafter_failed(self, error: Exception, lost: NDArray[np.int64] | None = None) -> None:
-        """Note what the drafter raised, the first of it, and the blocks whose KV it has `lost`, all of it; or raise
-        it."""
-        if self.draft_faults_end:
-            raise error
+        """Note what the drafter raised, the first of it, and the blocks whose KV it has `lost`, all of it."""
         blocks = np.zeros(0, np.int64) if lost is None else lost
         if self.draft_fault is not None:
             error, blocks = self.draft_fault.error, np.concatenate([self.draft_fault.blocks, blocks])
