@@ -12,11 +12,17 @@ TIMEOUT = 20.0
 
 
 def on_ranks(size: int, work: Callable[[Ranks], ResultT], timeout: float = TIMEOUT) -> list[ResultT]:
-    """What `work` returns on each of `size` ranks, which run at once."""
-    store = dist.HashStore()
+    """What `work` returns on each of `size` ranks, which run at once.
+
+    Connections are kept until all have returned: gloo resets those that it closes, and another rank may still have to
+    read from them, or be connecting.
+    """
+    store, kept = dist.HashStore(), []
 
     def one(rank: int) -> ResultT:
-        return work(Ranks(store, rank, size, address="127.0.0.1", timeout=timeout))
+        ranks = Ranks(store, rank, size, address="127.0.0.1", timeout=timeout)
+        kept.append(ranks)
+        return work(ranks)
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(one, range(size)))
