@@ -66,7 +66,7 @@ class Dense(DenseFacts):
         """See `Model`: the CUDA pass over the same weights."""
         from specrs.models.dense_cuda import CudaDense  # Triton, which a CPU does without
 
-        return CudaDense.allocate(self.weights, max_rows, max_seqs, num_hidden_layers, self.kv_groups)
+        return CudaDense.allocate(self.weights, max_rows, max_seqs, num_hidden_layers, self.kv_groups, self.ranks)
 
     def forward(self, inputs: PassInputs, kv_cache: KVCache, hidden_layers: Sequence[int] = ()) -> HiddenStates:
         """See `Model`."""

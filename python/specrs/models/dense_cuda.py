@@ -8,6 +8,7 @@ A pass allocates nothing, waits for nothing and has no shape that depends on dat
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -33,6 +34,7 @@ from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
 from specrs.models.kv_groups import KVGroups
 from specrs.models.rope import rope_magnitude
+from specrs.parallel.ranks import Ranks
 
 HEAD_DIMS = (64, 96, 128, 256)
 """Head sizes that the kernels are compiled and tested for."""
@@ -46,6 +48,8 @@ class CudaDense(DenseFacts):
     workspace: Workspace
     kv_groups: KVGroups | None = None
     """See `Model`."""
+    ranks: Ranks | None = None
+    """See `Dense`. Its exchanges are those of a CPU, which no graph can hold: the engine refuses ranks on a GPU."""
     rotary: tuple[Tensor, Tensor | None] = field(init=False)
     """Signed frequencies `[rotations, rotary_dim]` fp32 of each rotation, and what its cos and sin are multiplied by,
     `[rotations]` fp32; None: 1."""
@@ -61,10 +65,14 @@ class CudaDense(DenseFacts):
         max_seqs: int,
         num_hidden_layers: int = 0,
         kv_groups: KVGroups | None = None,
+        ranks: Ranks | None = None,
     ) -> CudaDense:
         """See `Model.with_buffers`. Raises UnsupportedModelError for a model that the kernels do not serve."""
         c, device = weights.config, weights.device
         check_head_dim(c.head_dim, device)
+        if ranks is not None and c.qk_norm_whole:
+            reason = "not implemented for norms over the query and key heads of all ranks on a GPU; allowed: 1"
+            raise invalid(UnsupportedModelError, "tensor_parallel_size", ranks.size, reason)
         return cls(
             weights,
             Workspace.allocate(
@@ -77,11 +85,12 @@ class CudaDense(DenseFacts):
                 shapes=_shapes_of(weights),
             ),
             kv_groups,
+            ranks,
         )
 
     def with_buffers(self, max_rows: int, max_seqs: int, num_hidden_layers: int = 0) -> Model:
         """See `Model`."""
-        return CudaDense.allocate(self.weights, max_rows, max_seqs, num_hidden_layers, self.kv_groups)
+        return CudaDense.allocate(self.weights, max_rows, max_seqs, num_hidden_layers, self.kv_groups, self.ranks)
 
     def forward(self, inputs: PassInputs, kv_cache: KVCache, hidden_layers: Sequence[int] = ()) -> HiddenStates:
         """See `Model`; what is returned are views into the workspace. Up to 64 rows take the fused products, more take
@@ -91,11 +100,11 @@ class CudaDense(DenseFacts):
         room = ws.entries.shape[1]
         assert len(hidden_layers) <= room, f"hidden_layers={hidden_layers}: the workspace has room for {room}"
         hidden, c = ws.hidden[:rows], self.config
-        stream = stream_of(hidden, inputs.positions, ws, c)
+        stream = stream_of(hidden, inputs.positions, ws, c, self.ranks)
         norms = [w.input_norm if c.norms != "behind" else None for w in weights.layers]
         following = stream.following(norms[0])
         embed(
-            inputs.input_ids,
+            inputs.input_ids if self.ranks is None else self._own(inputs.input_ids, self.ranks),
             inputs.positions,
             [weights.embedding, *self.rotary, None if following is None else following.norm_weight],
             hidden,
@@ -104,6 +113,9 @@ class CudaDense(DenseFacts):
             ws.dependent,
             c.embedding_multiplier,
         )
+        if self.ranks is not None:
+            elsewhere = inputs.input_ids // len(weights.embedding) != self.ranks.rank
+            self.ranks.add_(hidden.masked_fill_(elsewhere[:, None], 0))
         attend = attention(c, weights.dtype, inputs, ws, groups=self.kv_groups)
         qkv, attended = ws.qkv[:rows], ws.attended[:rows]
         for i, (w, cache) in enumerate(zip(weights.layers, kv_cache.layers, strict=True)):
@@ -122,14 +134,39 @@ class CudaDense(DenseFacts):
         product's own fp32 sum."""
         if out is None:
             out = torch.empty((hidden.shape[0], self.vocab_size), dtype=torch.float32, device=hidden.device)
-        write_logits(hidden, stored(self.weights.lm_head)[: out.shape[1]], out, self.workspace)
-        return out
+        rows = stored(self.weights.lm_head)
+        if self.ranks is None:
+            write_logits(hidden, rows[: out.shape[1]], out, self.workspace)
+            return out
+        part = out.new_empty(hidden.shape[0], len(rows))
+        write_logits(hidden, rows, part, self.workspace)
+        return out.copy_(self.ranks.side_by_side(part, out.shape[1]))
 
     def compute_argmax(
         self, hidden: Tensor, ids: Tensor, top: Tensor, num_ids: int | None = None, logits: Tensor | None = None
     ) -> None:
         """See `Model`. `logits` `[L, ids]` fp32 is written too if given."""
-        write_argmax(hidden, stored(self.weights.lm_head)[:num_ids], (ids, top), self.workspace, logits)
+        if self.ranks is None:
+            write_argmax(hidden, stored(self.weights.lm_head)[:num_ids], (ids, top), self.workspace, logits)
+            return
+        weight = stored(self.weights.lm_head)
+        first = self.ranks.rank * len(weight)
+        held = min(len(weight), (self.vocab_size if num_ids is None else num_ids) - first)
+        top.fill_(-math.inf)
+        if held > 0:  # the last ranks may have rows of zeros alone
+            write_argmax(hidden, weight[:held], (ids, top), self.workspace)
+        bests = self.ranks.gather(torch.stack((top.double(), (ids + first).double())))
+        tops, found = bests.unbind(1)
+        best = tops.amax(dim=0)
+        ids.copy_(found.masked_fill_(tops != best, self.vocab_size - 1).amin(dim=0))
+        top.copy_(best)
+        if logits is not None:
+            self.compute_logits(hidden, logits)
+
+    def _own(self, ids: Tensor, ranks: Ranks) -> Tensor:
+        """Rows of this rank's part of the embedding, any of them for ids that another rank has."""
+        count = len(self.weights.embedding)
+        return (ids - ranks.rank * count).clamp_(0, count - 1)
 
 
 def check_head_dim(head_dim: int, device: torch.device) -> None:

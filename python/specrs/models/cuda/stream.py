@@ -18,6 +18,7 @@ from specrs.models.cuda.experts import CHUNK_ROWS, mixture
 from specrs.models.cuda.products import few_product, gated, gated_product, operand, product, write_router_logits
 from specrs.models.cuda.workspace import MLP_ROWS, Workspace
 from specrs.models.dense_weights import ExpertWeights, LayerWeights
+from specrs.parallel.ranks import Ranks
 
 
 class Stream(Protocol):
@@ -44,11 +45,12 @@ class Stream(Protocol):
         """The normed stream `[N, hidden]`, in the workspace."""
 
 
-def stream_of(hidden: Tensor, positions: Tensor, ws: Workspace, c: ModelConfig) -> Stream:
-    """The stream of a pass, `hidden` `[N, hidden]` of the workspace, `positions` `[N]`."""
-    if hidden.shape[0] <= MAX_ROWS and c.norms == "before" and c.experts is None:
+def stream_of(hidden: Tensor, positions: Tensor, ws: Workspace, c: ModelConfig, ranks: Ranks | None = None) -> Stream:
+    """The stream of a pass, `hidden` `[N, hidden]` of the workspace, `positions` `[N]`; of several `ranks`, which hold
+    parts of the weights, all have the same."""
+    if hidden.shape[0] <= MAX_ROWS and c.norms == "before" and c.experts is None and ranks is None:
         return FusedStream(hidden, ws, c)
-    return PlainStream(hidden, positions, ws, c)
+    return PlainStream(hidden, positions, ws, c, ranks)
 
 
 @dataclass(slots=True)
@@ -103,12 +105,14 @@ class FusedStream:
 @dataclass(slots=True)
 class PlainStream:
     """Of any number of rows: norms are kernels of their own. What a block adds waits until the stream is read, and is
-    added, normed itself where it has a norm, by the kernel that norms the stream."""
+    added, normed itself where it has a norm, by the kernel that norms the stream. Of several ranks each has a part of
+    what a block adds: their sum waits, so that the stream is added once."""
 
     hidden: Tensor
     positions: Tensor
     ws: Workspace
     c: ModelConfig
+    ranks: Ranks | None = None
     _delta: Tensor | None = field(default=None, init=False)
     _behind: Tensor | None = field(default=None, init=False)
 
@@ -118,6 +122,7 @@ class PlainStream:
     def add_product(self, name: str, x: Tensor, w: Weight, norm: Tensor | None, behind: Tensor | None = None) -> None:
         self._delta, self._behind = self.ws.delta[: x.shape[0]], behind
         product(self.ws, name, x, w, self._delta)
+        self._sum(self._delta)
 
     def add_mlp(self, w: LayerWeights, norm: Tensor | None) -> None:
         ws, rows = self.ws, self.hidden.shape[0]
@@ -125,12 +130,18 @@ class PlainStream:
         self._delta, self._behind = ws.delta[:rows], w.mlp_output_norm
         if w.experts is not None:
             self._mix(x, w.experts, self._delta)
+            self._sum(self._delta)
             return
         for first in range(0, rows, MLP_ROWS):
             part = slice(first, min(first + MLP_ROWS, rows))
             activated = ws.activated[: part.stop - first]
             gated_product(ws, x[part], w.gate_up, activated, self.c)
             product(ws, "down", activated, w.down, self._delta[part])
+        self._sum(self._delta)
+
+    def _sum(self, delta: Tensor) -> None:
+        if self.ranks is not None:
+            self.ranks.add_(delta)
 
     def _mix(self, x: Tensor, w: ExpertWeights, out: Tensor) -> None:
         ws, rows, b = self.ws, x.shape[0], self.ws.experts
