@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -304,8 +305,11 @@ def launch(
     scratch: Sequence[Tensor],
     config: LinearConfig,
     dependent: bool,
+    *,
+    compile_only: bool = False,
 ) -> None:
-    """Launch the kernel; arguments as in `skinny_linear` and `lm_head.linear_argmax`, which check them."""
+    """Launch the kernel, or only compile it; arguments as in `skinny_linear` and `lm_head.linear_argmax`, which check
+    them."""
     (rows, k), n, squares = x.shape, product.n, product.squares
     coding = product.coding
     following: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
@@ -315,7 +319,8 @@ def launch(
     width = block_m(rows)
     # A configuration of the whole LM head may serve its first ids only, which have fewer steps.
     programs = min(config.programs, -(-n // config.block_n) * -(-k // config.block_k))
-    skinny_linear_kernel[(programs,)](
+    call = partial(skinny_linear_kernel.warmup, grid=(programs,)) if compile_only else skinny_linear_kernel[(programs,)]
+    call(
         x,
         product.weight,
         product.scales,

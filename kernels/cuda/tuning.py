@@ -1,4 +1,5 @@
-"""Which configuration of a product is the fastest on this GPU: candidates, times, the table. Used by no pass."""
+"""Which configuration of a product is the fastest on this GPU: candidates, compiled ahead, timed; the table. Used by no
+pass."""
 
 from __future__ import annotations
 
@@ -6,14 +7,16 @@ import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import triton
 from specrs.kernels.cuda.configs import LinearConfig, LinearShape, default_config, fit
 from specrs.kernels.cuda.device import DeviceLimits
-from specrs.kernels.cuda.skinny_linear import Product, block_m, scratch_sizes, skinny_linear
+from specrs.kernels.cuda.skinny_linear import Product, block_m, launch, scratch_sizes
+from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 Timer = Callable[[LinearShape, LinearConfig], float]
@@ -63,6 +66,87 @@ def select(shape: LinearShape, configs: Iterable[LinearConfig], timer: Timer) ->
     return best, medians[best], medians[default]
 
 
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One product of `rows` rows as it is compiled and timed."""
+
+    shape: LinearShape
+    config: LinearConfig
+    rows: int
+    limits: DeviceLimits
+
+    @classmethod
+    def of(cls, shape: LinearShape, config: LinearConfig, rows: int, limits: DeviceLimits) -> Trial:
+        """With as many stages as `rows` rows leave room for."""
+        return cls(shape, fit(config, shape, block_m(rows), limits), rows, limits)
+
+    def operands(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
+        """`(x, weight, out, scratch)`; counters are zero, all else is undefined."""
+        shape, halves = self.shape, 1 + self.shape.gated
+        sizes = scratch_sizes(self.config, self.rows, n=shape.n, gated=shape.gated)
+        return (
+            torch.empty((self.rows, shape.k), dtype=shape.dtype, device=device),
+            torch.empty((halves * shape.n, shape.k), dtype=shape.dtype, device=device),
+            torch.empty((self.rows, shape.n), dtype=shape.dtype, device=device),
+            (
+                torch.empty(sizes[0], dtype=torch.float32, device=device),
+                torch.zeros(sizes[1], dtype=torch.int32, device=device),
+            ),
+        )
+
+    def launch(
+        self, x: Tensor, weight: Tensor, out: Tensor, scratch: Sequence[Tensor], *, compile_only: bool = False
+    ) -> None:
+        """The product, dependent where the device can, as passes launch it."""
+        product, dependent = Product(weight, gated=self.shape.gated), self.limits.capability >= 90
+        launch(x, product, out, None, scratch, self.config, dependent, compile_only=compile_only)
+
+
+def compile_trial(trial: Trial) -> None:
+    """Compile what `trial` launches, for the GPU that Triton has been told of."""
+    trial.launch(*trial.operands(torch.device("meta")), compile_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """What was found for a shape."""
+
+    shape: LinearShape
+    config: LinearConfig
+    seconds: float
+    """inf: no configuration runs."""
+    default_seconds: float
+    failed: Sequence[tuple[LinearConfig, str]]
+    """Candidates that do not compile, and the compilers' errors."""
+
+
+def trials(shapes: Iterable[LinearShape], rows: int, limits: DeviceLimits) -> list[Trial]:
+    """All that is worth timing, shape by shape."""
+    found = (Trial.of(shape, config, rows, limits) for shape in shapes for config in candidates(shape, limits))
+    return list(dict.fromkeys(found))
+
+
+def tune(compiled: Iterable[tuple[Trial, str | None]], total: Sequence[Trial], timer: Timer) -> Iterator[Tuned]:
+    """What is the fastest of each shape, as soon as all of its trials are `compiled` (see `compile_ahead`); `total` are
+    all of them. What did not compile is not timed, nor compiled again."""
+    left: dict[LinearShape, list[LinearConfig]] = {}
+    for trial in total:
+        left.setdefault(trial.shape, []).append(trial.config)
+    failed: dict[LinearShape, dict[LinearConfig, str]] = {shape: {} for shape in left}
+    missing = {shape: len(configs) for shape, configs in left.items()}
+
+    def timed(shape: LinearShape, config: LinearConfig) -> float:
+        return math.inf if config in failed[shape] else timer(shape, config)
+
+    for trial, error in compiled:
+        shape = trial.shape
+        missing[shape] -= 1
+        if error is not None:
+            failed[shape][trial.config] = error
+        if not missing[shape]:
+            yield Tuned(shape, *select(shape, left[shape], timed), list(failed[shape].items()))
+
+
 class DeviceTimer:
     """Times products of `rows` rows on a CUDA device, in a graph, over weights that no cache holds."""
 
@@ -77,32 +161,20 @@ class DeviceTimer:
 
     def __call__(self, shape: LinearShape, config: LinearConfig) -> float:
         """Seconds of one product, launch included as a graph has it."""
-        config = fit(config, shape, block_m(self.rows), self.limits)
-        halves = 1 + shape.gated
-
-        def random(*size: int) -> torch.Tensor:
-            return torch.randn(size, device=self.device).to(shape.dtype)
-
-        weight = random(halves * shape.n, shape.k)
+        trial = Trial.of(shape, config, self.rows, self.limits)
+        x, weight, out, scratch = trial.operands(self.device)
+        x.normal_()
+        weight.normal_()
         copies = [weight, *(weight.clone() for _ in range(math.ceil(self._COLD_BYTES / weight.nbytes)))]
-        x, out = random(self.rows, shape.k), random(self.rows, shape.n)
-        sizes = scratch_sizes(config, self.rows, n=shape.n, gated=shape.gated)
-        partials = torch.zeros(sizes[0], device=self.device)
-        counters = torch.zeros(sizes[1], dtype=torch.int32, device=self.device)
-
-        def launch(i: int) -> None:
-            product = Product(copies[i % len(copies)], gated=shape.gated)
-            skinny_linear(x, product, out, (partials, counters), config.as_list(), self.limits.capability >= 90)
-
         try:
-            launch(0)
+            trial.launch(x, weight, out, scratch)
         except OutOfResources:
             return math.inf
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for i in range(self._LAUNCHES):
-                launch(i)
+                trial.launch(x, copies[i % len(copies)], out, scratch)
         start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         graph.replay()

@@ -1,8 +1,24 @@
-"""`specrs tune` where there is nothing to time: what it says."""
+"""`specrs tune` where there is nothing to time: what it says; and what it compiles ahead."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
 
 import pytest
 import torch
 from specrs.cli import main
+from specrs.kernels.cuda.compile_ahead import compile_ahead
+from specrs.kernels.cuda.configs import LinearConfig, LinearShape
+from specrs.kernels.cuda.device import DeviceLimits
+from specrs.kernels.cuda.tuning import Trial, trials, tune
+from triton.backends.compiler import GPUTarget
+
+H200 = DeviceLimits("NVIDIA H200", 90, 132, 227 * 1024)
+SMALL, LARGE = LinearShape(4096, 2048, torch.bfloat16), LinearShape(10240, 5120, torch.bfloat16)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device to tune for")
@@ -18,8 +34,66 @@ def test_checks_rows_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert "rows=65: must be an integer from 1 to 64" in capsys.readouterr().err
 
 
+def test_checks_jobs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "--model", "anything", "--jobs", "0"]) == 2
+    assert "jobs=0: must be an integer from 1 to 1024" in capsys.readouterr().err
+
+
 def test_needs_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["tune"])
     assert end.value.code == 2
     assert "--model" in capsys.readouterr().err
+
+
+def test_launches_find_what_was_compiled_ahead_in_another_process(tmp_path: Path) -> None:
+    """By the key of Triton's cache: tensors on `meta` there, in memory here. What does not compile ends no other."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    script = Path(__file__).with_name("compile_ahead_script.py")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    first, second, third = said["errors"]
+    assert (first, third) == (None, None)
+    assert second.startswith("CompilationError: ")
+    assert said["hits"] == [True, True]
+    assert len(list(tmp_path.glob("*/*.cubin"))) == 2
+
+
+def test_a_job_that_ends_its_process_ends_no_other() -> None:
+    before = threading.active_count()
+    jobs = ["0", "int('odd\\n')", "__import__('os')._exit(1)", "1"]
+    errors = [error for _, error in compile_ahead(eval, jobs, GPUTarget("cuda", 90, 32), 1)]
+    said = "ValueError: invalid literal for int() with base 10: 'odd\\n'"
+    assert errors == [None, said, "its process ended", None]
+    assert threading.active_count() == before
+
+
+def test_a_shape_is_timed_when_its_trials_are_compiled_and_without_those_that_are_not() -> None:
+    work = trials([SMALL, LARGE], 48, H200)
+    assert len(set(work)) == len(work)
+    assert [trial.shape for trial in work] == sorted((trial.shape for trial in work), key=[SMALL, LARGE].index)
+    of = {shape: [trial.config for trial in work if trial.shape == shape] for shape in (SMALL, LARGE)}
+    fastest, broken = of[SMALL][5], of[SMALL][3]
+    done = [(trial, "no" if trial.config == broken or trial.shape == LARGE else None) for trial in work]
+    consumed = []
+
+    def timer(shape: LinearShape, config: LinearConfig) -> float:
+        assert config != broken
+        assert len(consumed) == len(of[SMALL])
+        return 1.0 if config == fastest else 2.0
+
+    small, large = tune((consumed.append(one) or one for one in done), work, timer)
+    assert (small.shape, small.config, small.seconds, small.default_seconds) == (SMALL, fastest, 1.0, 2.0)
+    assert small.failed == [(broken, "no")]
+    assert large.shape == LARGE
+    assert math.isinf(large.seconds)
+    assert len(large.failed) == len(of[LARGE])
+
+
+def test_a_trial_is_what_the_product_of_its_rows_takes() -> None:
+    config = LinearConfig(64, 256, 132, 4, 8)
+    few, many = (Trial.of(SMALL, config, rows, H200).config for rows in (6, 64))
+    assert many.num_stages < few.num_stages
+    assert many.num_warps == 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 from specrs.errors import InvalidConfigError, check_int, invalid_config
@@ -21,21 +22,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--revision", help="branch, tag or commit of hub ids")
     parser.add_argument("--dtype", default="auto", help="auto (the checkpoint's), bfloat16 or float32; default: auto")
     parser.add_argument("--rows", type=int, default=6, help="rows of a product, 1 to 64; default: 6, as K = 5 verifies")
+    parser.add_argument("--jobs", type=int, help="processes that compile ahead; default: as many as cores")
     parser.add_argument("--output", type=Path, help="the table to write; default: the one in the package")
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Time and write. Raises `SpecrsError` for what can't be done here."""
     rows = check_int(InvalidConfigError, "rows", arguments.rows, 1, 64)
+    jobs = None if arguments.jobs is None else check_int(InvalidConfigError, "jobs", arguments.jobs, 1, 1024)
     import torch
 
     if not torch.cuda.is_available():
         raise invalid_config("device", "cuda", "specrs tune times kernels on a CUDA device, and torch finds none here")
     from tqdm import tqdm
+    from triton.runtime import driver
 
+    from specrs.engine.threads import physical_cores
+    from specrs.kernels.cuda.compile_ahead import compile_ahead
     from specrs.kernels.cuda.configs import TABLE, LinearShape
     from specrs.kernels.cuda.device import limits_of
-    from specrs.kernels.cuda.tuning import DeviceTimer, candidates, select, write_table
+    from specrs.kernels.cuda.tuning import DeviceTimer, compile_trial, trials, tune, write_table
     from specrs.models.cuda.workspace import linear_shapes
     from specrs.models.loader import load_config, resolve_dtype
 
@@ -46,10 +52,18 @@ def run(arguments: argparse.Namespace) -> None:
         config = load_config(source, revision=arguments.revision)
         dtype = resolve_dtype(arguments.dtype, config, device)
         shapes |= {shape.key: shape for shape in linear_shapes(config, dtype).values()}
-    output = arguments.output or TABLE
-    timer = DeviceTimer(rows, limits, device)
-    for shape in tqdm(shapes.values(), desc="Tuning", unit="shape"):
-        best, seconds, before = select(shape, candidates(shape, limits), timer)
-        write_table(output, limits.name, {shape: best})  # each at once: a run that is cut off keeps what it has
-        tqdm.write(f"{shape.key:<40} {1e6 * seconds:8.1f} us, default {1e6 * before:8.1f} us: {best}")
+    output, work = arguments.output or TABLE, trials(shapes.values(), rows, limits)
+    target = driver.active.get_current_target()
+    compiled = compile_ahead(compile_trial, work, target, jobs or physical_cores())
+    bar = tqdm(compiled, desc="Compiling and timing", total=len(work), unit="kernel")
+    for tuned in tune(bar, work, DeviceTimer(rows, limits, device)):
+        key = tuned.shape.key
+        for cut, error in tuned.failed:
+            tqdm.write(f"{key}: {cut} does not compile: {error}")
+        if math.isinf(tuned.seconds):
+            tqdm.write(f"{key}: no configuration runs here")
+            continue
+        write_table(output, limits.name, {tuned.shape: tuned.config})  # each at once: what is cut off keeps what it has
+        us, default_us = 1e6 * tuned.seconds, 1e6 * tuned.default_seconds
+        tqdm.write(f"{key:<40} {us:8.1f} us, default {default_us:8.1f} us: {tuned.config}")
     print(f"{len(shapes)} shapes for {limits.name} in {output}")
