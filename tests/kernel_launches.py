@@ -195,7 +195,7 @@ def fake_context(
         folders, bf16 = (target, draft), torch.bfloat16
         models = [None if folder is None else fake_decoder(folder, bf16, cache_dtype) for folder in folders]
         assert models[0] is not None
-        blueprint = Blueprint(config, Weights(models[0], models[1]))
+        blueprint = Blueprint(config, Weights(models[0], models[1])).with_kv_groups()
         sampling = SamplingState(max_num_seqs, models[0].vocab_size, torch.float32, cuda)
         yield make_context(blueprint, blueprint.scheduler(num_blocks), sampling, num_blocks)
 

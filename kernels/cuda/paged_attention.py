@@ -15,16 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from specrs.kernels.cuda._dependent_launch import options, start_next, wait_for_previous
 from specrs.kernels.cuda._kv_codes import numbers
-from specrs.kernels.cuda.attention_config import MAX_VERIFY_ROWS, AttentionConfig, block_d
-from specrs.kernels.cuda.variants import DTYPES, SIZES, Variant
+from specrs.kernels.cuda.attention_config import AttentionConfig, block_d
 from specrs.kernels.kv_codes import FRACTIONS, UNSCALED, KVScales, fraction_of
 from torch import Tensor
 
@@ -354,7 +351,7 @@ def _paged_attention(
     heads = q.shape[1] // dim
     tiles = kv_heads * triton.cdiv(max_q_len, c.rows)
     fused = c.fused_lines(heads // kv_heads)
-    shape = _shape(c, heads, kv_heads, dim) | {"BLOCK_SIZE": block_size}
+    shape = shape_constants(c, heads, kv_heads, dim) | {"BLOCK_SIZE": block_size}
     (scale, v_scale), fraction = scales, fraction_of(cache.dtype)
     paged_attention_kernel[(batch, tiles, c.splits)](
         q,
@@ -445,6 +442,21 @@ def _check(
         assert tensor.numel() >= count, f"{name} has {tensor.numel()} elements and needs {count}"
 
 
+def shape_constants(config: AttentionConfig, heads: int, kv_heads: int, dim: int) -> dict[str, int]:
+    """The kernels' constants that both have."""
+    return {
+        "HEADS": heads,
+        "KV_HEADS": kv_heads,
+        "D": dim,
+        "BLOCK_D": block_d(dim),
+        "ROWS": config.rows,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "SPLITS": config.splits,
+        "SPLIT_BLOCK": triton.next_power_of_2(config.splits),
+    }
+
+
 def paged_attention_reference(
     q: Tensor,
     cache: Tensor,
@@ -478,123 +490,3 @@ def paged_attention_reference(
                 scores = torch.cat((scores, sight.sinks.double()[:, None]), dim=1)
             weights = scores.softmax(-1)[:, : len(at)]
             out[row] = torch.einsum("hc,chd->hd", weights, v).reshape(-1).to(out.dtype)
-
-
-_CASES = (
-    # dtype, head size, heads, KV heads, rows, codes of the cache
-    ("bf16", 128, 16, 8, 1, None),
-    ("bf16", 128, 64, 8, 6, None),
-    ("bf16", 128, 64, 8, 2048, None),
-    ("bf16", 64, 32, 8, 6, None),
-    ("bf16", 96, 32, 8, 6, None),
-    ("bf16", 256, 16, 8, 17, None),
-    ("fp16", 128, 64, 8, 6, None),
-    ("fp32", 128, 64, 8, 6, None),
-    ("bf16", 128, 16, 8, 1, "e4m3"),
-    ("bf16", 128, 64, 8, 6, "e4m3"),
-    ("bf16", 128, 64, 8, 2048, "e4m3"),
-    ("bf16", 96, 32, 8, 6, "e4m3"),
-    ("bf16", 256, 16, 8, 17, "e4m3"),
-    ("bf16", 128, 64, 8, 6, "e5m2"),
-    ("fp16", 128, 64, 8, 6, "e4m3"),
-    ("fp32", 128, 64, 8, 6, "e4m3"),
-)
-_CODES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-
-
-def _shape(config: AttentionConfig, heads: int, kv_heads: int, dim: int) -> dict[str, int]:
-    return {
-        "HEADS": heads,
-        "KV_HEADS": kv_heads,
-        "D": dim,
-        "BLOCK_D": block_d(dim),
-        "ROWS": config.rows,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "SPLITS": config.splits,
-        "SPLIT_BLOCK": triton.next_power_of_2(config.splits),
-    }
-
-
-def _variants() -> tuple[Variant, ...]:
-    variants = []
-    for size in SIZES:
-        for dtype, dim, heads, kv_heads, rows, codes in _CASES:
-            choose = partial(
-                AttentionConfig.choose,
-                max_q_len=rows,
-                num_heads=heads,
-                num_kv_heads=kv_heads,
-                head_dim=dim,
-                dtypes=(DTYPES[dtype], DTYPES[dtype] if codes is None else _CODES[codes]),
-                limits=size.limits,
-                span=1 << 15,
-            )
-            config, many = choose(batch=1), choose(batch=16)
-            types = {
-                **dict.fromkeys(("q", "cache", "out"), f"*{dtype}"),
-                **dict.fromkeys(("positions", "q_start", "block_table"), "*i64"),
-                **dict.fromkeys(("partial_out", "partial_stat"), "*fp32"),
-                **dict.fromkeys(("q_stride", "out_stride", "table_stride", "table_width"), "i32"),
-                "counters": "*i32",
-                "scale_log2": "fp32",
-            }
-            constants: dict[str, Any] = _shape(config, heads, kv_heads, dim) | {"BLOCK_SIZE": 16, "WINDOW": 0}
-            constants["TURN"] = config.turn
-            if codes is None:
-                constants |= {"FRACTION": 0, "v_scale": None}
-            else:
-                constants["FRACTION"] = FRACTIONS[_CODES[codes]]
-                types |= {"cache": "*u8", "v_scale": "fp32"}
-            name = f"{dtype}_d{dim}_rows{rows}_{size.name}{'' if codes is None else f'_{codes}'}"
-            fused = config.fused_lines(heads // kv_heads)
-            variants.append(
-                Variant(
-                    f"paged_attention_{name}",
-                    paged_attention_kernel,
-                    types,
-                    constants | {"FUSED": fused, "DEPENDENT": False, "k_start": None, "sinks": None},
-                    config.num_warps,
-                    config.num_stages,
-                    ("q_stride", "out_stride"),
-                    size.capabilities,
-                )
-            )
-            kinds: dict[str, tuple[dict[str, str], dict[str, Any]]] = {}
-            if dtype == "bf16" and dim == 128 and rows <= MAX_VERIFY_ROWS and codes is None:
-                kinds["k_start"] = {"k_start": "*i64"}, {"sinks": None}
-            if (dtype, dim, heads, rows, codes) == ("bf16", 128, 64, 6, None):
-                kinds["window"] = {}, {"k_start": None, "sinks": None, "WINDOW": 1024}
-                turns = {"SPLITS": many.splits, "SPLIT_BLOCK": triton.next_power_of_2(many.splits), "TURN": many.turn}
-                turns["FUSED"] = many.fused_lines(heads // kv_heads)
-                kinds["turns"] = {}, {"k_start": None, "sinks": None} | turns
-                kinds["window_sinks"] = {"sinks": "*bf16"}, {"k_start": None, "WINDOW": 128}
-            for kind, (more, own) in kinds.items():
-                variants.append(
-                    Variant(
-                        f"paged_attention_{kind}_{name}",
-                        paged_attention_kernel,
-                        types | more,
-                        constants | {"FUSED": fused, "DEPENDENT": False} | own,
-                        config.num_warps,
-                        config.num_stages,
-                        ("q_stride", "out_stride"),
-                        size.capabilities,
-                    )
-                )
-            if config.splits > 1 and not fused and dtype == "bf16" and dim == 128 and codes is None:
-                variants.append(
-                    Variant(
-                        f"combine_{name}",
-                        combine_kernel,
-                        {key: types[key] for key in combine_kernel.arg_names if key in types},
-                        {key: value for key, value in constants.items() if key in combine_kernel.arg_names}
-                        | {"BLOCK_ROWS": triton.next_power_of_2(config.rows), "DEPENDENT": False},
-                        aligned=("out_stride",),
-                        capabilities=size.capabilities,
-                    )
-                )
-    return tuple(variants)
-
-
-VARIANTS = _variants()

@@ -13,10 +13,9 @@ changes the order of a sum.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import triton
@@ -25,8 +24,7 @@ from specrs.kernels.coded_weight import CodedWeight, Coding
 from specrs.kernels.cuda._codes import CODES, DENSE, INT4, add_step, check_codes, coding_as_list, coding_of, scale_of
 from specrs.kernels.cuda._dependent_launch import options, prefetch, start_next, wait_for_previous
 from specrs.kernels.cuda.activation import activation
-from specrs.kernels.cuda.configs import LinearConfig, LinearShape, linear_config
-from specrs.kernels.cuda.variants import DTYPES, SIZES, Size, Variant
+from specrs.kernels.cuda.configs import LinearConfig
 from torch import Tensor
 
 MAX_ROWS = 64
@@ -489,117 +487,3 @@ def skinny_linear_reference(x: Tensor, product: Product, out: Tensor) -> None:
         product.next.x.copy_(rounded * product.next.norm_weight.double())
         product.next.squares.zero_()
         product.next.squares[0, : x.shape[0]] = rounded.square().sum(1)
-
-
-def variant(
-    name: str,
-    shape: LinearShape,
-    size: Size,
-    *,
-    rows: int,
-    operands: tuple[str, ...] = (),
-    constants: Mapping[str, Any] | None = None,
-    argmax: bool = False,
-) -> Variant:
-    """The kernel as `launch` specialises it for `shape` on devices of `size`.
-
-    `operands` are `bias`, `squares`, and `next_norm` with what is written for it; `constants` those that are not a
-    plain product's; `argmax` as `lm_head` has it.
-    """
-    dtype = next(key for key, value in DTYPES.items() if value == shape.dtype)
-    config = linear_config(shape, block_m(rows), size.limits)
-    present = {"x": f"*{dtype}", "weight": f"*{dtype}", "out": f"*{dtype}"}
-    if shape.coding is not None:
-        present |= {"weight": "*i16", "scales": "*fp32"}
-    normed = "squares" in operands
-    present |= dict.fromkeys(operands, f"*{dtype}")
-    present |= {"next_x": f"*{dtype}", "next_squares": "*fp32"} if "next_norm" in operands else {}
-    present |= {"squares": "*fp32"} if normed else {}
-    present |= {"out": "*fp32", "tile_top": "*fp32", "tile_id": "*i32"} if argmax else {}
-    types = present | {"partials": "*fp32", "counters": "*i32", "eps": "fp32"}
-    types |= dict.fromkeys(("rows", "x_stride", "out_stride"), "i32")
-    plain = {
-        "N": shape.n,
-        "K": shape.k,
-        "PROGRAMS": config.programs,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
-        "BLOCK_M": block_m(rows),
-        "SQUARES": triton.cdiv(shape.k, config.block_n) if normed else 0,
-        "SQUARES_BLOCK": triton.next_power_of_2(triton.cdiv(shape.k, config.block_n)) if normed else 0,
-        "MAX_ROWS": MAX_ROWS,
-        "GATED": shape.gated,
-        "GELU": False,
-        "ACCUMULATE": False,
-        "MULTIPLIER": 1.0,
-        "PREFETCH": config.prefetch,
-        **coding_constants(shape.coding, shape.k),
-        "DEPENDENT": False,
-    }
-    optional = ("scales", "bias", "squares", "next_norm", "next_x", "next_squares", "tile_top", "tile_id")
-    absent = {arg: None for arg in optional if arg not in present}
-    return Variant(
-        name,
-        skinny_linear_kernel,
-        types,
-        plain | dict(constants or {}) | absent,
-        config.num_warps,
-        config.num_stages,
-        ("x_stride", "out_stride"),
-        size.capabilities,
-    )
-
-
-CODINGS = {
-    "fp8_block": Coding("fp8", 128, outputs=128),
-    "fp8_channel": Coding("fp8", 0),
-    "int8": Coding("int8", 0),
-    "int4": Coding("int4", 128, zeros=True),
-}
-"""What is compiled ahead of time; group 0 stands for all inputs."""
-
-
-def _variants() -> tuple[Variant, ...]:
-    variants, normed, following, added = [], ("squares",), ("next_norm",), {"ACCUMULATE": True}
-    for size in SIZES:
-        for dtype, rows in (("bf16", 6), ("bf16", 64), ("fp16", 6), ("fp32", 6)):
-            torch_dtype = DTYPES[dtype]
-
-            def add(kind: str, shape: LinearShape, **flags: Any) -> None:
-                name = f"skinny_linear_{kind}_{dtype}_rows{rows}_{size.name}"  # noqa: B023
-                variants.append(variant(name, shape, size, rows=rows, **flags))  # noqa: B023
-
-            add("gated", LinearShape(6144, 2048, torch_dtype, gated=True), operands=() if dtype == "fp16" else normed)
-            if dtype == "bf16":
-                add("residual", LinearShape(2048, 6144, torch_dtype), constants=added, operands=following)
-            if dtype == "bf16" and rows == 6:
-                add("normed", LinearShape(4096, 2048, torch_dtype), operands=normed)
-                add("normed_bias", LinearShape(4608, 3584, torch_dtype), operands=("bias", *normed))
-                add("gelu", LinearShape(6144, 2048, torch_dtype, gated=True), constants={"GELU": True})
-                add(
-                    "scaled",
-                    LinearShape(2048, 6144, torch_dtype),
-                    constants=added | {"MULTIPLIER": 0.22},
-                    operands=following,
-                )
-    for size in SIZES:
-        for name, coding in CODINGS.items():
-            for dtype, rows in (("bf16", 6), ("bf16", 64), ("fp16", 6)):
-                if name != "fp8_block" and (dtype, rows) != ("bf16", 6):
-                    continue
-                own = coding._replace(group=5120) if coding.group == 0 else coding
-                shape = LinearShape(25600, 5120, DTYPES[dtype], gated=True, coding=own)
-                label = f"skinny_linear_coded_{name}_{dtype}_rows{rows}_{size.name}"
-                variants.append(variant(label, shape, size, rows=rows, operands=normed))
-    dependent = variant(
-        "skinny_linear_residual_bf16_dependent",
-        LinearShape(2048, 6144, torch.bfloat16),
-        SIZES[0],
-        rows=6,
-        operands=following,
-        constants=added | {"DEPENDENT": True},
-    )
-    return (*variants, dependent)
-
-
-VARIANTS = _variants()

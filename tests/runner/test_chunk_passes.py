@@ -86,13 +86,14 @@ chunks = st.lists(st.integers(1, 9), min_size=1, max_size=4)
 @given(before=chunks, now=chunks)
 def test_what_is_padded_feeds_nothing(before: list[int], now: list[int]) -> None:
     buffers, buckets = (
-        ChunkBuffers.allocate(40, 5, 3, 2, torch.device("cpu")),
+        ChunkBuffers.allocate(40, 5, 3, 2, 41, torch.device("cpu")),
         Buckets([1], 0, max_chunk_rows=40, max_chunks=5),
     )
     buffers.fill(inputs(before), shape_of(buckets, before))
     given, shape = inputs(now), shape_of(buckets, now)
     made = buffers.fill(given, shape)
     rows = sum(now)
+    assert (made.max_context, buffers.inputs(shape, windowed=False).max_context) == (rows, 41)
     assert made.input_ids.shape == (shape.rows,)
     assert made.q_start.shape == (shape.seqs + 1,)
     for name in ("input_ids", "positions", "slots"):

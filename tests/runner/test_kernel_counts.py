@@ -13,7 +13,8 @@ from specrs.forecast.roofline import Roofline, gpu_of
 from specrs.kernels.kv_codes import FRACTIONS
 from specrs.models.loader import load_config
 from specrs.runner.cuda import drafting, iteration
-from specrs.runner.cuda.shapes import Tail
+from specrs.runner.cuda.context import entries_of
+from specrs.runner.cuda.shapes import Shape, Tail
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,6 +57,26 @@ def test_a_cache_of_codes_takes_no_kernel_more(cache_dtype: torch.dtype, tmp_pat
                 drafting.draft_pass(ctx, 1, 2, Tail.GREEDY)
             names.append([kernel if isinstance(kernel, str) else kernel.name for kernel in recorder.kernels])
     assert names[0] == names[1]
+
+
+@pytest.mark.parametrize(("window", "groups"), [(16, 3), (None, 1)])
+def test_an_iteration_of_several_kv_groups_has_a_kernel_for_them(
+    window: int | None, groups: int, tmp_path: Path
+) -> None:
+    shape = {"layers": 3, "hidden": 64, "kv_heads": 2, "head_dim": 64, "vocab": 97}
+    fields = {"max_position_embeddings": 16384}
+    fields |= {} if window is None else {"sliding_window": window, "sliding_window_pattern": 3}
+    target = make_checkpoint(tmp_path, "qwen3" if window is None else "gemma3_text", **shape, **fields)  # type: ignore[arg-type]
+    roofline = Roofline(gpu_of("H200"), load_config(target), load_config(target), context=128)
+    with fake_context(target, target, 3, max_num_seqs=8, max_model_len=16384) as ctx:
+        assert len(ctx.state.tables) == groups
+        entries = entries_of(ctx.record.views, "num_decode")
+        for batch, k in ((1, 0), (2, 3)):
+            with Recorder() as recorder:
+                iteration.run(ctx, Shape(batch, k, batch * (k + 1), Tail.GREEDY), entries)
+            # Of a draft with windows, where a row's KV begins is looked up.
+            looked_up = int(k > 0 and ctx.draft_start is not None)
+            assert roofline.kernels(batch, k) == len(recorder.kernels) - looked_up
 
 
 @pytest.mark.parametrize("family", ["qwen2", "olmo2", "gemma3_text", "qwen3_moe", "mixtral", "mistral"])

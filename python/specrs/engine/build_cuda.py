@@ -134,7 +134,12 @@ def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingS
             device=device,
         ),
         chunks=ChunkBuffers.allocate(
-            config.max_num_batched_tokens, config.max_num_seqs, state.block_table.shape[1], groups, device
+            config.max_num_batched_tokens,
+            config.max_num_seqs,
+            state.block_table.shape[1],
+            groups,
+            blueprint.max_model_len,
+            device,
         ),
         scratch=SamplingScratch.allocate(config.max_num_seqs * (k + 1), config.max_num_seqs, vocab, device),
         target=target,

@@ -163,9 +163,14 @@ class Roofline:
             kv_cache_dtype=self.kv_cache_dtype,
         )
 
+    @property
+    def _around(self) -> int:
+        """Kernels that prepare, accept and commit; layers of several windows have KV groups, and a kernel for them."""
+        return 3 + (len(set(self.target.windows)) > 1)
+
     def kernels(self, batch: int, k: int) -> int:
         """Of an iteration: its passes, and what prepares it, assembles drafts, accepts and commits."""
-        passes = self.target_pass(batch, k).kernels + 3
+        passes = self.target_pass(batch, k).kernels + self._around
         if k:
             first, later = self.draft_pass(batch, FIRST_PASS_ROWS).kernels, self.draft_pass(batch).kernels
             passes += 1 + first + (k - 1) * later
@@ -173,7 +178,7 @@ class Roofline:
 
     def iteration_ms(self, batch: int, k: int) -> float:
         """Milliseconds of an iteration of `batch` requests with `k` drafts each."""
-        ms = self.target_pass(batch, k).ms(self.gpu) + 3e-3 * KERNEL_US
+        ms = self.target_pass(batch, k).ms(self.gpu) + 1e-3 * self._around * KERNEL_US
         if k:
             first, later = self.draft_pass(batch, FIRST_PASS_ROWS), self.draft_pass(batch)
             ms += 1e-3 * KERNEL_US + first.ms(self.gpu) + (k - 1) * later.ms(self.gpu)

@@ -20,7 +20,7 @@ sys.path[:0] = [sys.argv[1]]
 import torch, triton
 from aot_kernels import discover
 from specrs.kernels.cuda.configs import LinearShape
-from specrs.kernels.cuda.skinny_linear import variant
+from specrs.kernels.cuda.linear_variants import variant
 from specrs.kernels.cuda.variants import SIZES
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource

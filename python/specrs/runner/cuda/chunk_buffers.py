@@ -25,11 +25,14 @@ class ChunkBuffers:
     k_start: Tensor  # [R]
     group_slots: Tensor  # [G - 1, C], in the KV groups behind the first
     group_tables: Tensor  # [G - 1, R, max_blocks]
+    max_model_len: int
     left: dict[ChunkShape, HiddenStates] = field(default_factory=dict)
     """What the captured pass of a shape over prompt chunks leaves: views into the model's buffers."""
 
     @classmethod
-    def allocate(cls, rows: int, seqs: int, max_blocks: int, num_groups: int, device: torch.device) -> ChunkBuffers:
+    def allocate(
+        cls, rows: int, seqs: int, max_blocks: int, num_groups: int, max_model_len: int, device: torch.device
+    ) -> ChunkBuffers:
         """For at most `rows` rows of `seqs` chunks; as they are, no pass over them writes anything."""
 
         def ints(*shape: int, fill: int = 0) -> Tensor:
@@ -44,6 +47,7 @@ class ChunkBuffers:
             k_start=ints(seqs),
             group_slots=ints(num_groups - 1, rows, fill=-1),
             group_tables=ints(num_groups - 1, seqs, max_blocks),
+            max_model_len=max_model_len,
         )
 
     def inputs(self, shape: ChunkShape, *, windowed: bool) -> PassInputs:
@@ -56,7 +60,7 @@ class ChunkBuffers:
             block_table=self.table[: shape.seqs],
             # One attention for chunks of all lengths: that of few rows would be compiled for each.
             max_q_len=shape.rows if shape.captured else max(shape.rows, MAX_VERIFY_ROWS + 1),
-            max_context=self.table.shape[1],
+            max_context=self.max_model_len,
             k_start=self.k_start[: shape.seqs] if windowed else None,
             group_slots=self.group_slots[:, : shape.rows],
             group_tables=self.group_tables[:, : shape.seqs],
