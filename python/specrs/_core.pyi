@@ -488,6 +488,7 @@ class Scheduler:
         num_reserved_decode_tokens: int = 64,
         long_prefill_token_threshold: int = 0,
         priority_aging_launches: int = 0,
+        max_loras: int = 0,
         enable_prefix_caching: bool = True,
         enable_kv_cache_events: bool = False,
         hash_key: bytes = ...,
@@ -523,6 +524,8 @@ class Scheduler:
                 0 is three quarters of what is left when its turn comes. What the others leave, it gets.
             priority_aging_launches: launches by which a request must have arrived earlier to go before one of a
                 priority better by 1; 0: priority always counts more.
+            max_loras: the most LoRA adapters of the requests that run at once, at most 1024; 0: no request has one.
+                A request whose adapter would be one too many waits, and no request of an adapter overtakes it.
             enable_prefix_caching: whether requests share the KV of equal prefixes.
             enable_kv_cache_events: whether `take_kv_events` tells what came into the prefix cache and left it.
             hash_key: 16 bytes, default all zero. A secret key keeps clients from building prompts that collide.
@@ -566,7 +569,9 @@ class Scheduler:
             preemption), admit_draft_len [R], admit_limit [R], admit_num_cached [R]: requests that get their row in this
             launch, before its chunks run.
         admit_min_len [R] (stop tokens count from this position on), admit_stop_ids [R, MAX_STOP_IDS] (-1 behind them).
-        admit_salt [R]: equal for requests of the same `cache_salt`, and for no others; different in each scheduler.
+        admit_lora [R]: the id of its adapter, 0 of none.
+        admit_salt [R]: equal for requests of the same `cache_salt` and adapter, and for no others; different in each
+            scheduler.
         admit_seed [R], admit_steps [R] (`STEPS`), admit_params [R, len(PARAM_COLUMNS)] (bits of float64),
             admit_logprobs [R], admit_prompt_logprobs [R]: what they ask of sampling.
         admit_num_allowed [R] (-1: all are), admit_num_biases [R], admit_num_bad_words [R], admit_constraint_start
@@ -610,6 +615,7 @@ class Scheduler:
         stop_token_ids: NDArray[np.int64] | None = None,
         sampling: RequestSampling | None = None,
         cache_salt: bytes = ...,
+        lora: tuple[int, str] | None = None,
         extra_keys: Sequence[tuple[int, bytes]] | None = None,
     ) -> None:
         """Queues a request behind all waiting ones of its priority.
@@ -626,6 +632,8 @@ class Scheduler:
             stop_token_ids: `[s]` int64, tokens that end the output, at most `MAX_STOP_IDS`; copied.
             sampling: how tokens are drawn; the defaults where None. The device is told, in the record.
             cache_salt: the request shares prefixes only with requests of the same salt.
+            lora: id from 1 and name of the LoRA adapter that it is computed with, with whose requests alone it shares
+                prefixes; None: the base model.
             extra_keys: `(position, key)` by position, which does not decrease: what the prompt's KV depends on besides
                 its tokens, such as the hash of an image or an adapter's name. From the block of that position on the
                 request shares blocks only with requests whose extra keys are equal too. Keys have at least one byte.
@@ -914,6 +922,14 @@ class BlockStored:
     @property
     def cache_salt(self) -> bytes:
         """The request's cache salt, where the first of the blocks begins its text; else empty."""
+
+    @property
+    def lora_id(self) -> int | None:
+        """Id of the LoRA adapter that they were computed with; None: the base model."""
+
+    @property
+    def lora_name(self) -> str | None:
+        """Its name."""
 
 @final
 class BlockRemoved:

@@ -3,7 +3,7 @@
 use numpy::{PyArray1, ToPyArray};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
-use specrs_core::{KvEvent, KvEventBatch, encode_kv_events};
+use specrs_core::{KvEvent, KvEventBatch, Lora, encode_kv_events};
 
 #[pyclass(frozen)]
 pub(crate) struct BlockStored {
@@ -13,6 +13,7 @@ pub(crate) struct BlockStored {
     token_ids: Vec<i64>,
     extra_keys: Vec<Vec<(usize, Box<[u8]>)>>,
     cache_salt: Box<[u8]>,
+    lora: Option<Lora>,
 }
 
 #[pymethods]
@@ -53,6 +54,16 @@ impl BlockStored {
     #[getter]
     fn cache_salt<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, &self.cache_salt)
+    }
+
+    #[getter]
+    fn lora_id(&self) -> Option<u32> {
+        self.lora.as_ref().map(|lora| lora.id)
+    }
+
+    #[getter]
+    fn lora_name(&self) -> Option<&str> {
+        self.lora.as_ref().map(|lora| &*lora.name)
     }
 
     fn __repr__(&self) -> String {
@@ -131,12 +142,19 @@ pub(crate) fn to_list(py: Python<'_>, events: Vec<KvEvent>) -> PyResult<Bound<'_
     for event in events {
         match event {
             KvEvent::BlockStored {
-                blocks, block_hashes, parent_block_hash, token_ids, extra_keys, cache_salt, ..
+                blocks,
+                block_hashes,
+                parent_block_hash,
+                token_ids,
+                extra_keys,
+                cache_salt,
+                lora,
+                ..
             } => {
                 let token_ids = token_ids.into_iter().map(i64::from).collect();
                 list.append(Bound::new(
                     py,
-                    BlockStored { blocks, block_hashes, parent_block_hash, token_ids, extra_keys, cache_salt },
+                    BlockStored { blocks, block_hashes, parent_block_hash, token_ids, extra_keys, cache_salt, lora },
                 )?)?;
             }
             KvEvent::BlockRemoved { blocks, block_hashes, has_draft, .. } => {

@@ -13,7 +13,7 @@ use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 use pyo3::types::{PyDict, PyList};
 use specrs_core::scheduler::layout::Section;
-use specrs_core::{Drafter, DrafterKind, HostDrafters, PlanOutcome, RequestParams, SchedulerConfig};
+use specrs_core::{Drafter, DrafterKind, HostDrafters, Lora, PlanOutcome, RequestParams, SchedulerConfig};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// `plan` found nothing to do and nothing is in flight.
@@ -41,7 +41,7 @@ impl Scheduler {
         *, max_num_seqs, max_model_len, num_blocks, block_size, max_num_batched_tokens, num_speculative_tokens = 0,
         drafter = None, sliding_window = None, window_groups = None, max_in_flight = 1, max_constraint_len = 0,
         logits_dtype = "float32", num_reserved_decode_tokens = 64, long_prefill_token_threshold = 0, priority_aging_launches = 0,
-        enable_prefix_caching = true, enable_kv_cache_events = false,
+        max_loras = 0, enable_prefix_caching = true, enable_kv_cache_events = false,
         hash_key = DEFAULT_HASH_KEY,
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only settings")]
@@ -62,6 +62,7 @@ impl Scheduler {
         num_reserved_decode_tokens: i64,
         long_prefill_token_threshold: i64,
         priority_aging_launches: i64,
+        max_loras: i64,
         enable_prefix_caching: bool,
         enable_kv_cache_events: bool,
         hash_key: &[u8],
@@ -88,6 +89,7 @@ impl Scheduler {
             num_reserved_decode_tokens: size("num_reserved_decode_tokens", num_reserved_decode_tokens)?,
             long_prefill_token_threshold: size("long_prefill_token_threshold", long_prefill_token_threshold)?,
             priority_aging_launches: size("priority_aging_launches", priority_aging_launches)?,
+            max_loras: size("max_loras", max_loras)?,
             enable_prefix_caching,
             enable_kv_cache_events,
             hash_key: hash_key_bytes(py, hash_key)?,
@@ -129,7 +131,7 @@ impl Scheduler {
 
     #[pyo3(signature = (
         request_id, token_ids, *, limit, min_tokens = 0, num_speculative_tokens = 0, priority = 0, caller = None, stop_token_ids = None,
-        sampling = None, cache_salt = NO_SALT, extra_keys = None,
+        sampling = None, cache_salt = NO_SALT, lora = None, extra_keys = None,
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only parameters")]
     #[expect(clippy::needless_pass_by_value, reason = "an argument from Python is owned")]
@@ -146,12 +148,14 @@ impl Scheduler {
         stop_token_ids: Option<&Bound<'_, PyAny>>,
         sampling: Option<&RequestSampling>,
         cache_salt: &[u8],
+        lora: Option<(i64, String)>,
         extra_keys: Option<ExtraKeys>,
     ) -> PyResult<()> {
         let token_ids: In = readonly("token_ids", token_ids)?;
         let stop_token_ids: Option<In> = stop_token_ids.map(|array| readonly("stop_token_ids", array)).transpose()?;
         let size = |field, value| size(py, Class::InvalidRequest, field, value);
         let extra_keys = self::extra_keys(py, Class::InvalidRequest, extra_keys.as_deref())?;
+        let lora = lora.map(|(id, name)| lora_of(py, id, &name)).transpose()?;
         let params = RequestParams {
             limit: size("limit", limit)?,
             min_tokens: size("min_tokens", min_tokens)?,
@@ -161,6 +165,7 @@ impl Scheduler {
             stop_token_ids: stop_token_ids.as_ref().map_or(Ok(&[][..]), |array| array.as_slice())?,
             sampling: sampling.map_or_else(specrs_core::RequestSampling::default, RequestSampling::core),
             cache_salt,
+            lora: lora.as_ref(),
             extra_keys: &extra_keys,
         };
         self.core(py).add_request(request_id, token_ids.as_slice()?, &params).or_raise(py)
@@ -344,6 +349,12 @@ fn layout_dict<'py>(py: Python<'py>, sections: &[(&'static str, Section)]) -> Py
         layout.set_item(name, (section.offset, section.len))?;
     }
     Ok(layout)
+}
+
+fn lora_of(py: Python<'_>, id: i64, name: &str) -> PyResult<Lora> {
+    let allowed = format!("lora = ({id}, {name:?}) is not allowed: expected an id from 1 to {}", u32::MAX);
+    let id = u32::try_from(id).map_err(|_| Class::InvalidRequest.error(py, allowed))?;
+    Ok(Lora { id, name: name.into() })
 }
 
 fn drafter_kind(py: Python<'_>, drafter: i64) -> PyResult<DrafterKind> {

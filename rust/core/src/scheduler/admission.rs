@@ -1,6 +1,6 @@
 //! Which waiting requests get a row. Admits in turn: a request that does not fit is not overtaken, unless it asks for log
 //! probabilities of its prompt, which take their turns beside others, and what one needs that waits for another's prefix
-//! is kept for it.
+//! or for its LoRA adapter's turn is kept for it.
 
 use super::Scheduler;
 use super::hidden::HiddenRow;
@@ -22,7 +22,7 @@ impl Scheduler {
         let block_size = self.config.block_size;
         let prefill_left = self.budget(plan).prefill_left;
         let mut growth = self.growth_of_running(prefill_left);
-        let mut num_held_back = 0;
+        let (mut num_held_back, mut loras) = (0, self.running_loras());
         self.queue_by_turn(plan);
         for place in 0..plan.queue.len() {
             let index = plan.queue[place];
@@ -45,7 +45,8 @@ impl Scheduler {
             let num_held = |hits: &Vec<i64>| hits.iter().filter(|&&block| block != NO_BLOCK).count();
             let held = std::iter::once(&plan.hits).chain(&plan.group_hits).map(num_held);
             let missing = self.blocks_to_come(all - plan.hits.len(), 0, held);
-            if self.waits_for_prefix(index, plan.hits.len()) {
+            let lora = self.lora_id(index);
+            if !loras.admits(lora, self.config.max_loras) || self.waits_for_prefix(index, plan.hits.len()) {
                 num_held_back += 1;
                 growth += missing + unheld;
                 continue;
@@ -60,6 +61,7 @@ impl Scheduler {
             if len == 0 {
                 break;
             }
+            loras.add(lora);
             let row = self.open_row(index, &plan.hits, &plan.group_hits)?;
             self.grow(row, start + len)?;
             let taken = self.rows[row as usize].blocks.len() - plan.hits.len();

@@ -5,6 +5,8 @@ use crate::error::{Error, Result};
 use crate::hash::ExtraKey;
 use crate::sampling::{LogitsDtype, RequestSampling};
 
+use super::loras::Lora;
+
 /// Largest number of tokens, positions or blocks in a [`SchedulerConfig`], so that products of two fit an `i64`.
 const MAX_SIZE: usize = 1 << 31;
 const MAX_FURTHER_GROUPS: usize = 1 << 10;
@@ -53,6 +55,8 @@ pub struct SchedulerConfig {
     /// Launches by which a request must have arrived earlier to go before one of a priority better by 1; 0: priority always counts
     /// more.
     pub priority_aging_launches: usize,
+    /// The most LoRA adapters of the requests that run at once, at most 1024; 0: no request has one.
+    pub max_loras: usize,
     /// Whether requests share the KV of equal prefixes.
     pub enable_prefix_caching: bool,
     /// Whether [`super::Scheduler::take_kv_events`] tells which blocks came into the prefix cache and left it.
@@ -87,6 +91,7 @@ impl SchedulerConfig {
             num_reserved_decode_tokens: 64,
             long_prefill_token_threshold: 0,
             priority_aging_launches: 0,
+            max_loras: 0,
             enable_prefix_caching: true,
             enable_kv_cache_events: false,
             hash_key: [0; 16],
@@ -114,6 +119,7 @@ impl SchedulerConfig {
             ("num_reserved_decode_tokens", self.num_reserved_decode_tokens, 0, MAX_SIZE),
             ("long_prefill_token_threshold", self.long_prefill_token_threshold, 0, MAX_SIZE),
             ("priority_aging_launches", self.priority_aging_launches, 0, MAX_SIZE),
+            ("max_loras", self.max_loras, 0, 1 << 10),
         ];
         for (field, value, least, most) in sizes {
             if value < least || value > most {
@@ -170,6 +176,8 @@ pub struct RequestParams<'a> {
     pub sampling: RequestSampling<'a>,
     /// Requests share prefixes only with requests of the same salt.
     pub cache_salt: &'a [u8],
+    /// What it is computed with besides the target's weights; it shares prefixes only with requests of the same one. `None`: the base model.
+    pub lora: Option<&'a Lora>,
     /// What the prompt's KV depends on besides its tokens, by position, which does not decrease; requests share the blocks from
     /// there on only where these are equal too.
     pub extra_keys: &'a [ExtraKey<'a>],

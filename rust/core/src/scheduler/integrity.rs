@@ -47,6 +47,8 @@ impl Scheduler {
                 }
             }
         }
+        let (loras, most) = (self.num_running_loras(), self.config.max_loras);
+        ensure!(loras <= most, "requests of {loras} adapters run, at most {most} may");
         let order = |row: u32| self.requests[self.rows[row as usize].request].order;
         for pair in self.running.windows(2) {
             ensure!(order(pair[0]) < order(pair[1]), "rows {pair:?} run in the wrong order");

@@ -37,7 +37,9 @@ struct Writer {
 impl Writer {
     fn event(&mut self, event: &KvEvent, sliding_window: Option<usize>) {
         match event {
-            KvEvent::BlockStored { block_hashes, parent_block_hash, token_ids, extra_keys, cache_salt, .. } => {
+            KvEvent::BlockStored {
+                block_hashes, parent_block_hash, token_ids, extra_keys, cache_salt, lora, ..
+            } => {
                 self.map(11 + usize::from(sliding_window.is_some()));
                 self.entry("type").string("BlockStored");
                 self.entry("block_hashes").hashes(block_hashes);
@@ -51,9 +53,17 @@ impl Writer {
                     self.uint(token.into());
                 }
                 self.entry("block_size").uint((token_ids.len() / block_hashes.len().max(1)) as u64);
-                self.entry("lora_id").nil();
+                self.entry("lora_id");
+                match lora {
+                    Some(lora) => self.uint(lora.id.into()),
+                    None => self.nil(),
+                }
                 self.entry("medium").string("GPU");
-                self.entry("lora_name").nil();
+                self.entry("lora_name");
+                match lora {
+                    Some(lora) => self.string(&lora.name),
+                    None => self.nil(),
+                }
                 self.entry("extra_keys").array(extra_keys.len());
                 for (i, keys) in extra_keys.iter().enumerate() {
                     let salt = (i == 0 && !cache_salt.is_empty()).then_some(cache_salt);

@@ -4,6 +4,7 @@
 //! `plan` evicts before its launch executes. So the events taken between the two name the blocks that the launch may overwrite, whose
 //! KV can still be copied out, on the launch's stream: no launch in flight names a block that is evicted.
 
+use super::loras::Lora;
 use super::request::Request;
 use super::{Scheduler, SchedulerConfig};
 use crate::block_pool::BlockPool;
@@ -29,6 +30,8 @@ pub enum KvEvent {
         extra_keys: Vec<Vec<(usize, Box<[u8]>)>>,
         /// The request's cache salt, where the first of them begins its text; further blocks have it through their parent's hash.
         cache_salt: Box<[u8]>,
+        /// The adapter that they were computed with.
+        lora: Option<Lora>,
     },
     /// Blocks can no longer be found. Their KV stays as it is until the next launch that is planned executes.
     #[non_exhaustive]
@@ -56,6 +59,8 @@ pub struct KvEventBatch {
     extra_keys: Vec<(usize, usize, Box<[u8]>)>,
     /// Change, and cache salt; none where it is empty.
     cache_salts: Vec<(usize, Box<[u8]>)>,
+    /// Change, and the adapter of its request; none of the base model's.
+    loras: Vec<(usize, Lora)>,
     block_size: usize,
 }
 
@@ -97,6 +102,7 @@ impl KvEventBatch {
         let mut events: Vec<KvEvent> = Vec::new();
         let mut tokens = self.token_ids.chunks_exact(self.block_size.max(1));
         let (mut keys, mut salts) = (self.extra_keys.iter().peekable(), self.cache_salts.iter().peekable());
+        let mut loras = self.loras.iter().peekable();
         for (index, change) in self.changes.iter().enumerate() {
             match *change {
                 Change::Stored { block, hash, parent, begins } => {
@@ -106,6 +112,7 @@ impl KvEventBatch {
                         }
                         _ => false,
                     };
+                    let lora = loras.next_if(|(of, _)| *of == index).map(|(_, lora)| lora);
                     if !follows {
                         let salt = salts.next_if(|(of, _)| *of == index).map(|(_, salt)| salt.clone());
                         events.push(KvEvent::BlockStored {
@@ -115,6 +122,7 @@ impl KvEventBatch {
                             token_ids: vec![],
                             extra_keys: vec![],
                             cache_salt: salt.unwrap_or_default(),
+                            lora: lora.cloned(),
                         });
                     }
                     let Some(KvEvent::BlockStored { blocks, block_hashes, token_ids, extra_keys, .. }) =
@@ -185,6 +193,9 @@ impl KvEventLog {
         }
         if index == 0 && !request.cache_salt.is_empty() {
             batch.cache_salts.push((batch.changes.len() - 1, request.cache_salt.clone()));
+        }
+        if let Some(lora) = &request.lora {
+            batch.loras.push((batch.changes.len() - 1, lora.clone()));
         }
     }
 

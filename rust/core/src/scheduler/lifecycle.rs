@@ -1,5 +1,6 @@
 //! How requests come, go, and lose their row.
 
+use super::loras;
 use super::request::{Request, RequestIndex};
 use super::row::{RowIndex, RowState};
 use super::{RequestParams, Scheduler};
@@ -28,7 +29,7 @@ impl Scheduler {
             launches => i128::from(params.priority) * launches as i128 + i128::from(self.next_launch_id),
         };
         let order = (rank, self.next_arrival);
-        let root = self.hasher.root(params.cache_salt);
+        let root = loras::root(&self.hasher, params.cache_salt, params.lora);
         let request = Request::new(request_id, order, token_ids, params, root, self.config.logits_dtype);
         let index = self.requests.insert(request);
         self.next_arrival += 1;
@@ -57,6 +58,15 @@ impl Scheduler {
         }
         if let Err((value, allowed)) = check_extra_keys(params.extra_keys, token_ids.len()) {
             return invalid("extra_keys", value, allowed);
+        }
+        if let Some(lora) = params.lora {
+            if self.config.max_loras == 0 {
+                return invalid("lora", format!("{:?}", lora.name), "none with max_loras = 0".into());
+            }
+            if lora.id == 0 || lora.name.is_empty() {
+                let allowed = "an id of at least 1 and a name that is not empty";
+                return invalid("lora", format!("{} of id {}", lora.name, lora.id), allowed.into());
+            }
         }
         let (limit, least, most) = (params.limit, token_ids.len() + 1, self.config.max_model_len);
         if limit < least {

@@ -13,6 +13,7 @@
 //! | `plan`, `admission`, `catch_up` | what the next launch does |
 //! | `sharing` | whose turn it is where somebody asks for many requests at once |
 //! | `windows` | which blocks come back while their request goes on |
+//! | `loras` | how many LoRA adapters run at once, and whose blocks are whose |
 //! | `groups` | block tables of layers that remember otherwise |
 //! | `host_drafts` | what a drafter on the host proposes |
 //! | `hidden` | where the KV of a drafter begins that reads hidden states, and who may go on from it |
@@ -37,6 +38,7 @@ mod kv_event_msgpack;
 mod kv_events;
 pub mod layout;
 mod lifecycle;
+mod loras;
 mod plan;
 mod record;
 mod request;
@@ -67,6 +69,7 @@ pub use kv_event_msgpack::encode_kv_events;
 use kv_events::KvEventLog;
 pub use kv_events::{KvEvent, KvEventBatch};
 use layout::{RecordLayout, ResultsLayout, SettledLayout};
+pub use loras::Lora;
 use request::{Order, RequestIndex, Requests};
 use row::{Launch, Row, RowIndex};
 

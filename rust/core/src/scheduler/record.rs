@@ -185,6 +185,7 @@ impl Scheduler {
                 (layout.admit_limit, request.limit as i64),
                 (layout.admit_min_len, i64::try_from(request.min_len).unwrap_or(i64::MAX)),
                 (layout.admit_num_cached, row.num_computed as i64),
+                (layout.admit_lora, self.lora_id(row.request).unwrap_or(0).into()),
                 (layout.admit_salt, request.root as i64),
                 (layout.admit_seed, sampling.seed),
                 (layout.admit_steps, sampling.steps),

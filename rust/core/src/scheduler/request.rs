@@ -2,6 +2,7 @@
 
 use std::ops::{Index, IndexMut};
 
+use super::loras::Lora;
 use crate::hash::{BlockHash, BlockHasher};
 use crate::sampling::{LOGPROBS_NONE, LogitsDtype, NUM_PARAMS, STEP_MIN_TOKENS};
 
@@ -40,6 +41,7 @@ pub(super) struct Request {
     hashes: Vec<BlockHash>,
     pub(super) prompt_len: usize,
     pub(super) sampling: Sampling,
+    pub(super) lora: Option<Lora>,
 }
 
 /// What the record says of a request's sampling whenever it is admitted.
@@ -101,6 +103,7 @@ impl Request {
             cache_salt: params.cache_salt.into(),
             extra_keys: params.extra_keys.iter().map(|extra| (extra.position, extra.key.into())).collect(),
             hashes: Vec::new(),
+            lora: params.lora.cloned(),
         }
     }
 

@@ -8,7 +8,7 @@ use super::model::generate;
 use specrs_core::sampling::LOGPROBS_NONE;
 use specrs_core::scheduler::layout::{FINISH_LENGTH, FINISH_NONE, FINISH_STOP};
 use specrs_core::scheduler::{LaunchHeader, PlanOutcome, RequestParams, Scheduler, SchedulerConfig};
-use specrs_core::{Error, ExtraKey, RequestSampling, Result};
+use specrs_core::{Error, ExtraKey, Lora, RequestSampling, Result};
 
 /// A request with its own copy of what [`RequestParams`] borrows.
 #[derive(Clone, Debug, Default)]
@@ -24,6 +24,7 @@ pub struct Ask {
     pub stop: Vec<i64>,
     pub salt: Vec<u8>,
     pub extra_keys: Vec<(usize, Vec<u8>)>,
+    pub lora: Option<Lora>,
 }
 
 /// What came of a request so far.
@@ -78,6 +79,7 @@ impl Driver {
             },
             cache_salt: &ask.salt,
             extra_keys: &extra_keys,
+            lora: ask.lora.as_ref(),
         };
         self.scheduler.add_request(id, &ask.prompt, &params)?;
         self.check();

@@ -13,6 +13,7 @@ mod host_drafts;
 mod introspection;
 mod kv_event_msgpack;
 mod kv_events;
+mod loras;
 mod policies;
 mod prefixes;
 mod settling;

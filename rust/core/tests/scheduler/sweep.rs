@@ -57,6 +57,7 @@ fn random_ask(rng: &mut Rng, config: &SchedulerConfig) -> Ask {
         _ => vec![],
     };
     Ask {
+        lora: None,
         prompt: tokens,
         max_tokens: 1 + rng.below(40),
         min_tokens: rng.pick(&[0, 0, 3, 10]),

@@ -18,7 +18,8 @@ pub(crate) struct Sampling {
     pub(crate) prompt_len: usize,
     pub(crate) min_tokens: usize,
     pub(crate) stop: Vec<i64>,
-    pub(crate) salt: u8,
+    /// Of whom it shares KV: of requests of its cache salt and adapter.
+    pub(crate) tenant: u8,
 }
 
 /// The token that follows `prefix`: any function of all of it. Stop ids are masked before `min_tokens`.
@@ -101,7 +102,7 @@ pub(crate) struct Outcome {
     pub(crate) finish_reason: i64,
 }
 
-/// KV by slot: the group whose layers' it is, salt, and tokens up to the position written there; `None` is never written or NaN. Neither tenants nor groups
+/// KV by slot: the group whose layers' it is, tenant, and tokens up to the position written there; `None` is never written or NaN. Neither tenants nor groups
 /// ever share.
 type Kv = Vec<Option<(usize, u8, Vec<i64>)>>;
 
@@ -285,7 +286,7 @@ impl Device {
                 prompt_len,
                 min_tokens: record.size("admit_min_len", i) - prompt_len,
                 stop: stop.take(MAX_STOP_IDS).take_while(|&id| id >= 0).collect(),
-                salt: self.sampling[&id].salt,
+                tenant: self.sampling[&id].tenant,
             };
             assert_eq!(self.sampling[&id], told, "what the record says of request {id}");
             let row = record.size("admit_row", i);
@@ -355,9 +356,9 @@ impl Device {
     fn read(&self, kv: &Kv, group: usize, row: usize, tokens: &[i64], (first, start): (usize, usize)) {
         for position in (first + 1).saturating_sub(self.windows[group]).max(start)..tokens.len() {
             let found = &kv[self.slot_in(group, row, position)];
-            let found = found.as_ref().map(|(group, salt, tokens)| (*group, *salt, tokens.as_slice()));
+            let found = found.as_ref().map(|(group, tenant, tokens)| (*group, *tenant, tokens.as_slice()));
             let id = self.rows[row].request_id;
-            let right = (group, self.sampling[&id].salt, &tokens[..=position]);
+            let right = (group, self.sampling[&id].tenant, &tokens[..=position]);
             assert_eq!(found, Some(right), "KV of request {id} at {position} in group {group}");
         }
     }
@@ -378,7 +379,7 @@ impl Device {
             let block = (slot / self.block_size) as i64;
             let holders = scheduler.block_pool().ref_count(block);
             assert!(holders <= Some(1), "target KV written to block {block} of {holders:?} holders");
-            self.target_kv[slot] = Some((group, self.sampling[&self.rows[row].request_id].salt, tokens.to_vec()));
+            self.target_kv[slot] = Some((group, self.sampling[&self.rows[row].request_id].tenant, tokens.to_vec()));
         }
     }
 
@@ -389,7 +390,7 @@ impl Device {
         let writer = *writers.entry(block).or_insert(row);
         assert_eq!(writer, row, "rows {writer} and {row} both write draft KV of block {block}");
         assert!(!scheduler.block_pool().has_draft(block as i64), "draft KV of block {block} is written again");
-        self.draft_kv[slot] = Some((0, self.sampling[&self.rows[row].request_id].salt, tokens.to_vec()));
+        self.draft_kv[slot] = Some((0, self.sampling[&self.rows[row].request_id].tenant, tokens.to_vec()));
     }
 
     fn prefill(&mut self, scheduler: &Scheduler, record: &Record<'_>, j: usize) -> Outcome {
@@ -466,7 +467,7 @@ impl Device {
         if recurrent {
             content.push(i64::MIN);
         }
-        (0, self.sampling[&request_id].salt, content)
+        (0, self.sampling[&request_id].tenant, content)
     }
 
     fn write_hidden(

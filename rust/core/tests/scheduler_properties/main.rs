@@ -10,8 +10,8 @@ use proptest::prelude::*;
 use proptest::test_runner::FileFailurePersistence;
 use specrs_core::scheduler::layout::{FINISH_ERROR, FINISH_LENGTH, FINISH_NONE, FINISH_STOP};
 use specrs_core::{
-    CostLine, CostModel, Drafter, Error, HostDrafters, NgramProposer, PlanOutcome, RequestParams, RequestSampling,
-    Scheduler, SchedulerConfig, SpeculationPlanner, SuffixSettings,
+    CostLine, CostModel, Drafter, Error, HostDrafters, Lora, NgramProposer, PlanOutcome, RequestParams,
+    RequestSampling, Scheduler, SchedulerConfig, SpeculationPlanner, SuffixSettings,
 };
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -28,6 +28,8 @@ struct Ask {
     caller: Option<i64>,
     stop: Vec<i64>,
     salt: u8,
+    /// Id of its LoRA adapter; 0: none.
+    lora: u32,
 }
 
 #[derive(Clone, Debug)]
@@ -51,6 +53,7 @@ fn ask() -> impl Strategy<Value = Ask> {
         prop::collection::vec(0..VOCAB, 0..3),
         prop_oneof![9 => Just(0_u8), 1 => Just(1)],
         prop_oneof![3 => Just(None), 1 => (0..2_i64).prop_map(Some)],
+        prop_oneof![1 => Just(0_u32), 1 => 1..4_u32],
     );
     // Strangers, and a crowd with one long prefix in common, whose draft KV they write for each other.
     let prompt = prop_oneof![
@@ -58,7 +61,7 @@ fn ask() -> impl Strategy<Value = Ask> {
         2 => (Just(0_i64), 6..20_usize, 0..3_usize, prop_oneof![1 => Just(0_usize), 4 => 1..5_usize]),
     ];
     (prompt, lengths, rest).prop_map(
-        |((text, shared, own, k), (max_tokens, min_tokens), (priority, stop, salt, caller))| Ask {
+        |((text, shared, own, k), (max_tokens, min_tokens), (priority, stop, salt, caller, lora))| Ask {
             text,
             shared,
             own,
@@ -69,6 +72,7 @@ fn ask() -> impl Strategy<Value = Ask> {
             caller,
             stop,
             salt,
+            lora,
         },
     )
 }
@@ -103,6 +107,7 @@ fn settings() -> impl Strategy<Value = SchedulerConfig> {
         prop::sample::select(vec![0_usize, 0, 3, 64]),
         prop::sample::select(vec![0_usize, 0, 1, 7]),
         prop::sample::select(vec![0_usize, 0, 1, 4]),
+        prop_oneof![1 => Just(0_usize), 1 => 1..4_usize],
     );
     let ngrams = prop::option::weighted(0.2, (1..4_usize, 0..3_usize));
     let hidden = prop::option::weighted(0.4, 0..4_usize);
@@ -152,6 +157,7 @@ fn settings() -> impl Strategy<Value = SchedulerConfig> {
                 num_reserved_decode_tokens: policy.0,
                 long_prefill_token_threshold: policy.1,
                 priority_aging_launches: policy.2,
+                max_loras: policy.3,
                 ..SchedulerConfig::new(rows, len, least + spare, block_size, budget)
             }
         },
@@ -165,7 +171,8 @@ struct Request {
     /// The most it drafts: what it asked for, or 0 after a fault of the draft.
     k: usize,
     prompt: Vec<i64>,
-    salt: u8,
+    tenant: u8,
+    lora: u32,
     expected: Vec<i64>,
     delivered: Vec<i64>,
     ended: bool,
@@ -286,8 +293,11 @@ impl Run {
             prompt.push(ask.text);
         }
         let limit = (prompt.len() + ask.max_tokens).min(config.max_model_len);
+        let lora = if config.max_loras == 0 { 0 } else { ask.lora };
+        let tenant = 2 * lora as u8 + ask.salt;
         let sampling =
-            Sampling { prompt_len: prompt.len(), min_tokens: ask.min_tokens, stop: ask.stop.clone(), salt: ask.salt };
+            Sampling { prompt_len: prompt.len(), min_tokens: ask.min_tokens, stop: ask.stop.clone(), tenant };
+        let adapter = (lora > 0).then(|| Lora { id: lora, name: "same".into() });
         let params = RequestParams {
             limit,
             min_tokens: ask.min_tokens,
@@ -297,6 +307,7 @@ impl Run {
             stop_token_ids: &ask.stop,
             sampling: RequestSampling::default(),
             cache_salt: &[ask.salt],
+            lora: adapter.as_ref(),
             ..RequestParams::default()
         };
         self.scheduler.add_request(id, &prompt, &params).expect("an allowed request");
@@ -315,7 +326,8 @@ impl Run {
                 caller: ask.caller,
                 k: params.num_speculative_tokens,
                 prompt,
-                salt: ask.salt,
+                tenant,
+                lora,
                 expected,
                 delivered: Vec::new(),
                 ended: false,
@@ -394,16 +406,18 @@ impl Run {
         let preempted = record.count("num_preempted");
         assert!(admitted.is_empty() || preempted == 0);
         assert!(alone || preempted == 0, "preempted while launches in flight could still free blocks");
+        let loras = self.running_loras();
         if let (Some(last), Some(first)) = (
             admitted.iter().map(|id| self.turn(*id, &admitted)).max(),
             self.waiting()
                 .iter()
-                .filter(|id| !self.may_wait_for_prefix(**id))
+                .filter(|id| !self.may_wait_for_prefix(**id) && !self.waits_for_lora(**id, &loras))
                 .map(|id| self.turn(*id, &admitted))
                 .min(),
         ) {
             assert!(last < first, "admitted {last:?} before {first:?}");
         }
+        self.check_loras(&record, &admitted, &loras);
         for i in 0..preempted {
             let id = record.get("preempted_request_id", i);
             let important = self.running().iter().map(|id| self.requests[id].order).min();
@@ -450,12 +464,41 @@ impl Run {
             let request = &self.requests[&id];
             [&request.prompt[..], &request.delivered].concat()
         };
-        let (own, salt) = (tokens(id), self.requests[&id].salt);
+        let (own, tenant) = (tokens(id), self.requests[&id].tenant);
         let alike = |other: &i64| {
             let common = own.iter().zip(tokens(*other)).take_while(|(a, b)| *a == b).count() / config.block_size;
-            self.requests[other].salt == salt && common > 0 && 2 * common * config.block_size >= own.len()
+            self.requests[other].tenant == tenant && common > 0 && 2 * common * config.block_size >= own.len()
         };
         config.enable_prefix_caching && self.running().iter().any(alike)
+    }
+
+    /// Adapters of the requests that run, and 0.
+    fn running_loras(&self) -> BTreeSet<u32> {
+        let most = self.scheduler.config().max_loras;
+        let running = if most == 0 { vec![] } else { self.running() };
+        let loras: BTreeSet<_> = running.iter().map(|id| self.requests[id].lora).chain([0]).collect();
+        assert!(loras.len() <= 1 + most, "{loras:?} run at once");
+        loras
+    }
+
+    /// Whether as many adapters as may run do, its own being one of them or not.
+    fn waits_for_lora(&self, id: i64, running: &BTreeSet<u32>) -> bool {
+        self.requests[&id].lora > 0 && running.len() > self.scheduler.config().max_loras
+    }
+
+    /// The device is told of adapters, and none of an adapter overtakes who waits for one's turn.
+    fn check_loras(&self, record: &Record<'_>, admitted: &[i64], running: &BTreeSet<u32>) {
+        if admitted.is_empty() || self.scheduler.config().max_loras == 0 {
+            return;
+        }
+        let waits = self.waiting().into_iter().filter(|id| !running.contains(&self.requests[id].lora));
+        let first = waits.map(|id| self.turn(id, admitted)).min();
+        for (i, id) in admitted.iter().enumerate() {
+            let lora = self.requests[id].lora;
+            assert_eq!(record.get("admit_lora", i), i64::from(lora));
+            let overtakes = lora > 0 && first.is_some_and(|first| first < self.turn(*id, admitted));
+            assert!(!overtakes, "{id} overtook {first:?}");
+        }
     }
 
     /// Beside others, a newcomer has blocks for its whole prompt, or it would soon be preempted again.
