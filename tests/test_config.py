@@ -221,7 +221,7 @@ def test_block_sizes_are_powers_of_two() -> None:
         ("kv_cache_dtype", "nvfp4"),
         ("calculate_kv_scales", True),
         ("tokenizer_mode", "slow"),
-        ("enable_lora", True),
+        ("fully_sharded_loras", True),
         ("hf_overrides", {"a": 1}),
         ("swap_space", 8),
         ("cpu_offload_gb", 10),

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         UnsupportedRequestError,
     )
     from specrs.llm import LLM
+    from specrs.lora_request import LoRARequest
     from specrs.outputs import CompletionOutput, EngineStats, Logprob, RequestMetrics, RequestOutput
     from specrs.sampling import SamplingParams
     from specrs.speculative_config import SpeculativeConfig
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 _HOME = {
     "LLM": "llm",
     "AsyncLLM": "async_llm",
+    "LoRARequest": "lora_request",
     "SamplingParams": "sampling",
     "StructuredOutputsParams": "structured.params",
     "EngineConfig": "config",
@@ -64,6 +66,7 @@ __all__ = [
     "EngineStats",
     "InvalidConfigError",
     "InvalidRequestError",
+    "LoRARequest",
     "Logprob",
     "QueueFullError",
     "RequestMetrics",

@@ -14,6 +14,7 @@ from specrs.engine.intake import Intake, take_grammar
 from specrs.engine.loop import EngineLoop, Group, Updates
 from specrs.errors import EngineDeadError, InvalidRequestError, QueueFullError, check_int, invalid_request
 from specrs.inputs import Prompt, PromptType
+from specrs.lora_request import LoRARequest
 from specrs.outputs import EngineStats, RequestOutput
 from specrs.sampling import SamplingParams
 from specrs.tokenizer import Tokenizer, load_tokenizer
@@ -130,7 +131,7 @@ class AsyncLLM:
         self.on_dead: Callable[[], None] | None = None
         """Called in the engine's thread when the engine is broken."""
         self._engine = engine
-        self._intake = Intake(tokenizer, engine.limits, engine.config.seed)
+        self._intake = Intake(tokenizer, engine.limits, engine.config.seed, engine.loras)
         self._readers = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="specrs-tokenizer")
         self._num_unfinished = 0
         self._counting = threading.Lock()  # event loops in several threads may count
@@ -142,6 +143,7 @@ class AsyncLLM:
         prompt: PromptType,
         sampling_params: SamplingParams | None = None,
         *,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
         """Complete one prompt; an output each time tokens arrive, the last one with `finished`.
@@ -153,7 +155,7 @@ class AsyncLLM:
         params = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise invalid_request("sampling_params", params, "must be a SamplingParams or None")
-        async with await self.submit([prompt], params, priority=priority) as stream:
+        async with await self.submit([prompt], params, lora_request=lora_request, priority=priority) as stream:
             while news := await stream.get():
                 for _, output in news:
                     yield output
@@ -165,6 +167,7 @@ class AsyncLLM:
         prompts: Sequence[PromptType | Prompt],
         params: SamplingParams,
         *,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
         observer: Observer | None = None,
     ) -> OutputStream:
@@ -186,7 +189,7 @@ class AsyncLLM:
             compiled = self._intake.submit_grammar(params)
             requests = await self.in_thread(
                 lambda: [
-                    self._intake.requests(number, self._read(prompt), params, priority)
+                    self._intake.requests(number, self._read(prompt), params, priority, lora_request)
                     for number, prompt in zip(numbers, prompts, strict=True)
                 ]
             )
@@ -203,6 +206,13 @@ class AsyncLLM:
             stream.close()
             raise
         return stream
+
+    def add_lora(self, lora_request: LoRARequest) -> None:
+        """Read an adapter now, so that the first request of it does not wait for that. Blocks.
+
+        Raises `InvalidRequestError` and `CheckpointError`: what is wrong with it.
+        """
+        self._intake.lora(lora_request)
 
     async def in_thread(self, function: Callable[[], ResultT]) -> ResultT:
         """Run `function`, which may take long, in the thread pool that reads prompts."""

@@ -32,6 +32,7 @@ from specrs.speculative_config import (
     check_model_path,
     check_quantization,
 )
+from specrs.vllm_arguments import HONOURED
 
 DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
 _DTYPE_ALIASES = {"float": "float32", "double": "float64", "half": "float16", "fp32": "float32", "bf16": "bfloat16"}
@@ -83,6 +84,11 @@ class EngineConfig:
     `logprobs_mode`: what they report. `raw_logprobs` is the log-softmax of what the model gave, `processed_logprobs`
     that of the logits after masks, bias, penalties, temperature and filters; `raw_logits` and `processed_logits` are
     the logits themselves.
+    `enable_lora`: requests may have a LoRA adapter (`LoRARequest`): PEFT's, of the projections of the target's layers,
+    on a CPU, where the target's passes are torch's then, op by op. Drafts stay those of the drafter without it.
+    `max_loras`: different adapters of the requests that run at once; others wait for their turn. `max_lora_rank`: the
+    largest that an adapter may have, up to 512. `max_cpu_loras`: adapters kept in memory beside those that requests
+    have; None is `max_loras`.
     `kv_events_config`: what to tell of the prefix cache, and where (`KVEventsConfig`); None is nothing.
     `enforce_eager`: no CUDA graphs, and on a CPU torch op by op in place of the native pass. `cudagraph_capture_sizes`:
     batch sizes that graphs are captured for; larger launches run eagerly.
@@ -137,6 +143,10 @@ class EngineConfig:
     seed: int = 0
     max_logprobs: int = 20
     logprobs_mode: str = "raw_logprobs"
+    enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
+    max_cpu_loras: int | None = None
     kv_events_config: KVEventsConfig | None = None
 
     def __post_init__(self) -> None:
@@ -168,6 +178,8 @@ class EngineConfig:
                 error, "distributed_timeout", self.distributed_timeout, 0.0, 86400.0, open_low=True
             ),
             "seed": check_int(error, "seed", self.seed, -(2**63), 2**63 - 1),
+            "max_loras": check_int(error, "max_loras", self.max_loras, 1, 1024),
+            "max_lora_rank": check_int(error, "max_lora_rank", self.max_lora_rank, 1, 512),
             "max_logprobs": check_int(error, "max_logprobs", self.max_logprobs, -1, 2**31 - 1),
         }
         for name, low, high in (
@@ -176,6 +188,7 @@ class EngineConfig:
             ("kv_cache_memory_bytes", 1, None),
             ("launch_depth", 1, 2),
             ("threads", 1, None),
+            ("max_cpu_loras", 1, None),
         ):
             value = getattr(self, name)
             if value is not None:
@@ -184,7 +197,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None:
                 check_text(error, name, value, also=", or None")
-        for name in ("skip_tokenizer_init", "enable_prefix_caching", "enforce_eager", "cpu_bf16_rows"):
+        for name in ("skip_tokenizer_init", "enable_prefix_caching", "enforce_eager", "cpu_bf16_rows", "enable_lora"):
             check_bool(error, name, getattr(self, name))
         check_choice(error, "load_format", self.load_format, ("auto", "safetensors", "dummy"))
         check_choice(error, "model_impl", self.model_impl, MODEL_IMPLS)
@@ -205,6 +218,30 @@ class EngineConfig:
         check_quantization("quantization", self.quantization)
         self.check_native_serves(self.device, self.dtype)
         self.check_ranks_serve(self.device)
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            reason = f"must be at least max_loras={self.max_loras}, or None"
+            raise invalid(error, "max_cpu_loras", self.max_cpu_loras, reason)
+        self.check_loras_serve(self.device)
+
+    @property
+    def most_cpu_loras(self) -> int:
+        """Adapters kept beside those that requests have."""
+        return self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
+
+    def check_loras_serve(self, device: str) -> None:
+        """Raises `UnsupportedConfigError` for what is not computed with adapters. `device` is the configuration's, or
+        what it was resolved to."""
+        if not self.enable_lora:
+            return
+        for other, value, serves, allowed in (
+            ("device", device, not device.startswith("cuda"), "'cpu'"),
+            ("tensor_parallel_size", self.tensor_parallel_size, self.tensor_parallel_size == 1, "1"),
+            ("model_impl", self.model_impl, self.model_impl != "transformers", "'auto' or 'specrs'"),
+            ("cpu_bf16_rows", self.cpu_bf16_rows, not self.cpu_bf16_rows, "False"),
+        ):
+            if not serves:
+                reason = f"not implemented with {other}={value!r}; allowed: False, or {other}={allowed}"
+                raise invalid(UnsupportedConfigError, "enable_lora", True, reason)
 
     def check_ranks_serve(self, device: str) -> None:
         """Raises `UnsupportedConfigError` for what ranks do not compute, `InvalidConfigError` for a draft of another
@@ -354,64 +391,13 @@ class EngineConfig:
                 if kwargs.get("launch_depth") not in (None, depth):
                     raise invalid(InvalidConfigError, name, value, f"contradicts launch_depth={kwargs['launch_depth']}")
                 values["launch_depth"] = depth
-            elif name in _HONOURED:
-                if not any(type(value) is type(same) and value == same for same in _HONOURED[name]):
-                    allowed = " or ".join(repr(same) for same in _HONOURED[name])
+            elif name in HONOURED:
+                if not any(type(value) is type(same) and value == same for same in HONOURED[name]):
+                    allowed = " or ".join(repr(same) for same in HONOURED[name])
                     raise invalid(UnsupportedConfigError, name, value, f"not implemented; allowed: {allowed}")
             else:
-                raise unknown_key(InvalidConfigError, "LLM", name, known | set(_HONOURED))
+                raise unknown_key(InvalidConfigError, "LLM", name, known | set(HONOURED))
         return cls(**values)
-
-
-_HONOURED: dict[str, tuple[object, ...]] = {
-    "trust_remote_code": (False,),
-    "pipeline_parallel_size": (1,),
-    "data_parallel_size": (1,),
-    "decode_context_parallel_size": (1,),
-    "enable_expert_parallel": (False,),
-    "distributed_executor_backend": (None, "uni", "mp"),
-    "swap_space": (4, 4.0, 0, 0.0),
-    "cpu_offload_gb": (0, 0.0),
-    "calculate_kv_scales": (False,),
-    "tokenizer_mode": ("auto", "hf", "fast"),
-    "config_format": ("auto", "hf"),
-    "hf_overrides": (None, {}),
-    "hf_token": (None,),
-    "download_dir": (None,),
-    "rope_scaling": (None, {}),
-    "rope_theta": (None,),
-    "task": ("auto", "generate", None),
-    "runner": ("auto", "generate"),
-    "convert": ("auto", "none"),
-    "served_model_name": (None,),
-    "generation_config": ("auto",),
-    "override_generation_config": (None, {}),
-    "model_loader_extra_config": (None, {}),
-    "compilation_config": (None, {}, 0),
-    "max_cudagraph_capture_size": (None,),
-    "max_seq_len_to_capture": (8192,),
-    "attention_backend": (None,),
-    "disable_custom_all_reduce": (False, True),
-    "disable_log_stats": (True, False),
-    "disable_sliding_window": (False,),
-    "disable_cascade_attn": (False, True),
-    "enable_chunked_prefill": (None, True),
-    "max_num_partial_prefills": (1,),
-    "max_long_partial_prefills": (1,),
-    "scheduling_policy": ("fcfs", "priority"),
-    "async_scheduling": (None,),
-    "logits_processors": (None, []),
-    "structured_outputs_config": (None, {}),
-    "enable_lora": (False,),
-    "enable_prompt_embeds": (False,),
-    "enable_sleep_mode": (False,),
-    "limit_mm_per_prompt": (None, {}),
-    "mm_processor_kwargs": (None, {}),
-    "allowed_local_media_path": ("",),
-    "kv_transfer_config": (None,),
-    "additional_config": (None, {}),
-}
-"""Arguments of vLLM's `LLM` that have no field here, each with the values that specrs honours as it is."""
 
 
 def bundled_pair() -> tuple[str, str]:

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
 from specrs.config import EngineConfig
 from specrs.engine.intake import Intake, take_grammar
@@ -22,6 +22,7 @@ from specrs.errors import (
     invalid_request,
 )
 from specrs.inputs import Prompt, PromptType, is_one_prompt, prompt_text
+from specrs.lora_request import LoRARequest
 from specrs.outputs import EngineStats, RequestOutput
 from specrs.sampling import SamplingParams
 from specrs.tokenizer import Tokenizer, load_tokenizer
@@ -36,6 +37,17 @@ logger = logging.getLogger("specrs")
 Message = Mapping[str, Any]
 ItemT = TypeVar("ItemT")
 _REFRESH_SECONDS = 0.2
+
+
+class TemplateOptions(TypedDict, total=False):
+    """What `LLM.chat` tells a chat template. `chat_template` stands in for the checkpoint's, `chat_template_kwargs` are
+    the template's own variables."""
+
+    chat_template: str | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+    tools: Sequence[Mapping[str, Any]] | None
+    chat_template_kwargs: Mapping[str, Any] | None
 
 
 class LLM:
@@ -72,7 +84,7 @@ class LLM:
     def _take(self, engine: Engine, tokenizer: Tokenizer | None) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
-        self._intake = Intake(tokenizer, engine.limits, engine.config.seed)
+        self._intake = Intake(tokenizer, engine.limits, engine.config.seed, engine.loras)
 
     def generate(
         self,
@@ -80,13 +92,15 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts; outputs in their order.
 
         A prompt is a string, `{"prompt": ...}`, `{"prompt_token_ids": [...]}` or a list of ids. `sampling_params` is
-        one for all or one each, None is `SamplingParams()`: random, at temperature 1. `priority` is one each, the
-        lowest first. `use_tqdm` shows a progress bar, or makes one.
+        one for all or one each, None is `SamplingParams()`: random, at temperature 1. `lora_request` is the LoRA
+        adapter of all or of each, None is the base model; it is read when it is first asked for. `priority` is one
+        each, the lowest first. `use_tqdm` shows a progress bar, or makes one.
 
         With `n` completions of a prompt, `outputs[i]` of its output is completion i. Every completion has its own seed
         (`specrs.sampling.derive_seed`): the same calls to a fresh engine with the same seed give the same texts.
@@ -97,7 +111,7 @@ class LLM:
         """
         lone = is_one_prompt(prompts)
         items: Sequence[Any] = [prompts] if lone else list(prompts)
-        return self._complete(items, self._intake.read, sampling_params, priority, use_tqdm, lone)
+        return self._complete(items, self._intake.read, sampling_params, lora_request, priority, use_tqdm, lone)
 
     def chat(
         self,
@@ -105,16 +119,12 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRARequest | None = None,
+        **template: Unpack[TemplateOptions],
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or several; as `generate`, through a chat template.
 
-        A message is `{"role": ..., "content": ...}`. `chat_template` stands in for the checkpoint's;
-        `chat_template_kwargs` are the template's own variables.
+        A message is `{"role": ..., "content": ...}`.
         """
         if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
             raise invalid_request("messages", messages, "must be a list of messages, or a list of such lists")
@@ -126,23 +136,22 @@ class LLM:
         lone = any(isinstance(item, Mapping) for item in messages)
 
         def read(conversation: Sequence[Message]) -> Prompt:
-            text = tokenizer.render_chat(
-                conversation,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                chat_template_kwargs=chat_template_kwargs,
-            )
+            text = tokenizer.render_chat(conversation, **template)
             # the template writes the special tokens itself
             return Prompt(
                 tokenizer.encode(text, add_special_tokens=False, max_tokens=self.engine.limits.max_model_len), text
             )
 
         items: Sequence[Any] = [messages] if lone else messages
-        return self._complete(items, read, sampling_params, None, use_tqdm, lone)
+        return self._complete(items, read, sampling_params, lora_request, None, use_tqdm, lone)
 
-    def stream(self, prompt: PromptType, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(
+        self,
+        prompt: PromptType,
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+    ) -> Iterator[RequestOutput]:
         """Complete one prompt; an output each time tokens arrive, the last one with `finished`.
 
         `outputs[i].text` is all text of completion i so far that no further token can change, and `delta` what it
@@ -153,7 +162,7 @@ class LLM:
         if not isinstance(params, SamplingParams):
             raise invalid_request("sampling_params", params, "must be a SamplingParams or None")
         number = self._intake.next_prompt()
-        requests = self._intake.requests(number, self._intake.read(prompt), params)
+        requests = self._intake.requests(number, self._intake.read(prompt), params, lora_request=lora_request)
         compiled = self._intake.submit_grammar(params)
         if compiled is not None:
             while not compiled.done() and self.engine.has_unfinished():
@@ -178,12 +187,14 @@ class LLM:
         items: Sequence[ItemT],
         read: Callable[[ItemT], Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
         priority: Sequence[int] | None,
         use_tqdm: bool | Callable[..., Any],
         lone: bool,
     ) -> list[RequestOutput]:
         params = _one_each(sampling_params, len(items))
         priorities = _priorities(priority, len(items))
+        loras = _loras(lora_request, len(items))
         outputs: dict[int, RequestOutput] = {}  # by index: refused before they ran
         groups: dict[int, list[Request]] = {}  # by index: the completions of each prompt
         compiling: dict[int, Future[Grammar]] = {}  # by index: what a group waits for
@@ -192,7 +203,7 @@ class LLM:
                 prompt, number = None, self._intake.next_prompt()
                 try:
                     prompt = read(item)
-                    groups[i] = self._intake.requests(number, prompt, params[i], priorities[i])
+                    groups[i] = self._intake.requests(number, prompt, params[i], priorities[i], loras[i])
                     compiled = self._intake.submit_grammar(params[i])
                     if compiled is None:
                         self._add(groups[i])
@@ -320,6 +331,20 @@ def _one_each(sampling_params: object, count: int) -> list[SamplingParams]:
             f"sampling_params: {len(params)} for {count} prompts; allowed are one for all, or one each"
         )
     return list(params)
+
+
+def _loras(lora_request: object, count: int) -> list[LoRARequest | None]:
+    if lora_request is None or isinstance(lora_request, LoRARequest):
+        return [lora_request] * count
+    if not isinstance(lora_request, Sequence) or not all(
+        item is None or isinstance(item, LoRARequest) for item in lora_request
+    ):
+        raise invalid_request("lora_request", lora_request, "must be a LoRARequest, a list of them and None, or None")
+    if len(lora_request) != count:
+        raise InvalidRequestError(
+            f"lora_request: {len(lora_request)} for {count} prompts; allowed are one for all, or one each"
+        )
+    return list(lora_request)
 
 
 def _priorities(priority: object, count: int) -> list[int]:

@@ -121,6 +121,7 @@ class EngineStats(AcceptanceFigures):
     `num_running`, `num_waiting`: requests now. `num_blocks`, `num_free_blocks`: of the KV pool, now. `drafters`: the
     acceptance books by drafter, under the names of `speculative_config.method`; they add up to the engine's.
     `draft_errors`: how often each drafter has failed; a launch, or a request in it, then went on without its drafts.
+    `running_loras`, `waiting_loras`: names of the LoRA adapters of requests that run, and that wait, now.
     """
 
     draft_passes: int = 0
@@ -135,6 +136,8 @@ class EngineStats(AcceptanceFigures):
     num_free_blocks: int = 0
     drafters: dict[str, AcceptanceFigures] = field(default_factory=dict)
     draft_errors: dict[str, int] = field(default_factory=dict)
+    running_loras: tuple[str, ...] = ()
+    waiting_loras: tuple[str, ...] = ()
 
     @property
     def kv_cache_usage(self) -> float:

@@ -21,6 +21,7 @@ class ScriptedEngine:
         self.limits = RequestLimits(max_model_len=64, vocab_size=2048, num_speculative_tokens=4, eos_token_ids=(EOS,))
         self.config = EngineConfig(seed=7)
         self.team = None
+        self.loras = None
         self.tokens_per_step = 2
         self.script: Callable[[Request], list[int] | SpecrsError] = lambda request: [65 - 33 + 1] * 100
         self.before_step: Callable[[ScriptedEngine], None] = lambda engine: None

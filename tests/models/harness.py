@@ -6,6 +6,7 @@ import torch
 from specrs.models.base import Model
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
+from specrs.models.lora import AdapterRows, LoRAAdapter
 from torch import Tensor
 
 
@@ -21,6 +22,8 @@ class Feeder:
     hidden_layers: tuple[int, ...] = ()
     entries: Tensor | None = None
     """Of the last pass."""
+    adapters: dict[int, LoRAAdapter] = field(default_factory=dict)
+    """Of requests that have one."""
     cache: KVCache = field(init=False)
     table: Tensor = field(init=False)
 
@@ -58,9 +61,17 @@ class Feeder:
             block_table=self.table[list(rows)],
             max_q_len=max(map(len, rows.values())),
             max_context=self.max_len,
+            adapters=self._adapter_rows(list(rows), starts),
         )
         hidden, self.entries = self.model.forward(inputs, self.cache, self.hidden_layers)
         return self.model.compute_logits(hidden)
+
+    def _adapter_rows(self, requests: list[int], starts: list[int]) -> tuple[AdapterRows, ...]:
+        rows: dict[LoRAAdapter, list[int]] = {}
+        for i, request in enumerate(requests):
+            if request in self.adapters:
+                rows.setdefault(self.adapters[request], []).extend(range(starts[i], starts[i + 1]))
+        return tuple(AdapterRows(adapter, torch.tensor(own)) for adapter, own in rows.items())
 
     def feed_chunks(self, ids: list[int], chunks: list[int], request: int = 0) -> Tensor:
         """Feed `ids` from position 0 in chunks of the given lengths; logits `[len(ids), vocab]`."""

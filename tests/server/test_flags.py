@@ -61,7 +61,7 @@ def test_tls_cors_root_path_and_a_file_of_flags(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["--lora-modules", "a=b"], "--lora-modules: not implemented"),
+        (["--enable-prompt-adapter"], "--enable-prompt-adapter: not implemented"),
         (
             ["--num-speculative-tokens", "3"],
             "--num-speculative-tokens: not implemented (say it",

@@ -117,6 +117,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="JSON",
         help='as in \'{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}\': tell of the prefix cache',
     )
+    add("--enable-lora", action=argparse.BooleanOptionalAction, help="requests may name a LoRA adapter; default: off")
+    add("--max-loras", type=int, help="different adapters of the requests that run at once; default: 1")
+    add("--max-lora-rank", type=int, help="the largest of an adapter; default: 16")
+    add("--max-cpu-loras", type=int, help="adapters kept in memory while none asks for them; default: --max-loras")
     add("--load-format", help="auto or safetensors")
     add("--max-logprobs", type=int, help="the most that a request may ask for; default: 20")
     add("--logprobs-mode", help="raw_logprobs, processed_logprobs, raw_logits or processed_logits")
@@ -125,6 +129,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", help="address to listen on; default: 127.0.0.1")
     add("--port", type=int, default=8000, help="port to listen on, 0 for a free one; default: 8000")
     add("--served-model-name", nargs="+", default=[], help="names that requests may use; default: MODEL")
+    add(
+        "--lora-modules",
+        nargs="+",
+        default=[],
+        metavar="NAME=PATH",
+        help='PEFT adapters that requests may name as their model; or JSON: {"name", "path", "base_model_name"}',
+    )
     add("--api-key", nargs="+", default=[], help=f"keys that requests must carry; or {' or '.join(API_KEY_VARIABLES)}")
     add("--chat-template", help="a file with a Jinja template, or the template itself, for the checkpoint's")
     add("--enable-auto-tool-choice", action=argparse.BooleanOptionalAction, default=False, help="tool_choice auto")
@@ -230,6 +241,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _settings(arguments: argparse.Namespace) -> Any:
     try:
+        from specrs.cli.lora_modules import read_lora_modules
         from specrs.server.context import CORSSettings
         from specrs.server.limits import HTTPLimits
         from specrs.server.run import ServerSettings
@@ -248,6 +260,7 @@ def _settings(arguments: argparse.Namespace) -> Any:
         host=arguments.host,
         port=count("port", 0, 65535),
         served_model_names=arguments.served_model_name,
+        lora_modules=read_lora_modules(arguments.lora_modules, enable_lora=bool(arguments.enable_lora)),
         api_keys=keys,
         chat_template=_chat_template(arguments.chat_template),
         use_generation_config=arguments.generation_config == "auto",
@@ -372,20 +385,20 @@ def _chat_template(given: str | None) -> str | None:
 def _engine_flags(given: dict[str, Any]) -> list[str]:
     import dataclasses
 
-    from specrs.config import _HONOURED as ENGINE_HONOURED
     from specrs.config import EngineConfig
+    from specrs.vllm_arguments import HONOURED
 
-    known = {field.name for field in dataclasses.fields(EngineConfig)} | set(ENGINE_HONOURED)
+    known = {field.name for field in dataclasses.fields(EngineConfig)} | set(HONOURED)
     return [name for name in given if name in known and name not in ("served_model_name", "generation_config", "model")]
 
 
 def _add_honoured(parser: argparse.ArgumentParser) -> None:
     """vLLM's other flags: read, so that their defaults are served and their other values refused by name."""
-    from specrs.config import _HONOURED as ENGINE_HONOURED
+    from specrs.vllm_arguments import HONOURED
 
     taken = {action.dest for action in parser._actions}
     short = {"pipeline_parallel_size": ["-pp"], "data_parallel_size": ["-dp"]}
-    for name, served in {**ENGINE_HONOURED, **_HONOURED}.items():
+    for name, served in {**HONOURED, **_HONOURED}.items():
         if name in taken:
             continue
         flag = "--" + name.replace("_", "-")

@@ -1,7 +1,7 @@
 """Flags of `vllm serve` that have no counterpart here: refused by name, whatever their value.
 
 From vLLM's own lists: `vllm/entrypoints/openai/cli_args.py`, and `vllm/engine/arg_utils.py` with the names that it has
-dropped since. Flags whose default changes nothing are not here but in `serve._HONOURED` and `config._HONOURED`.
+dropped since. Flags whose default changes nothing are not here but in `serve._HONOURED` and `vllm_arguments`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import argparse
 from typing import Any
 
 NOT_IMPLEMENTED = (
-    *("lora-modules", "max-loras", "max-lora-rank", "max-cpu-loras", "lora-dtype", "fully-sharded-loras"),
     *("lora-extra-vocab-size", "enable-lora-bias", "long-lora-scaling-factors", "qlora-adapter-name-or-path"),
     *("enable-prompt-adapter", "max-prompt-adapters", "max-prompt-adapter-token", "prompt-adapters"),
     *("tool-parser-plugin", "tool-server", "reasoning-parser-plugin", "max-log-len", "enable-force-include-usage"),

@@ -191,6 +191,7 @@ class Blueprint:
             num_reserved_decode_tokens=config.num_reserved_decode_tokens,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
             priority_aging_launches=config.priority_aging_launches,
+            max_loras=config.max_loras if config.enable_lora else 0,
             enable_prefix_caching=config.enable_prefix_caching,
             enable_kv_cache_events=config.enable_kv_cache_events and not self.window_groups,
             hash_key=secrets.token_bytes(16),

@@ -22,15 +22,18 @@ from specrs.engine.follow import connect, serve_under_torchrun, threads_of_rank
 from specrs.engine.head_check import HeadCheck
 from specrs.engine.kv_events import KVEventPublisher
 from specrs.engine.kv_memory import check_memory
+from specrs.engine.loras import LoRAStore
 from specrs.engine.runners import make_runner, num_blocks
 from specrs.engine.warm_up import measure_costs
 from specrs.engine.weights import Weights, check_ranks, load_weights
 from specrs.errors import UnsupportedConfigError, invalid
+from specrs.models.dense import Dense
 from specrs.parallel.connection import Kind
 from specrs.parallel.ranks import ExchangeError
 from specrs.parallel.start import Meeting, lead, torchrun_rank
 from specrs.parallel.team import Team
 from specrs.runner.eager import EagerRunner
+from specrs.runner.lora_rows import LoRARows
 from specrs.runner.ranks import LeadingRunner
 from specrs.runner.ring import Ring
 
@@ -96,6 +99,12 @@ def _build(
             costs=costs,
             catch_up_ms=catch_up_ms,
         )
+    if config.enable_lora:
+        target = blueprint.weights.target
+        assert isinstance(target, Dense)
+        assert isinstance(runner, EagerRunner)
+        engine.loras = LoRAStore(target, max_lora_rank=config.max_lora_rank, max_cpu_loras=config.most_cpu_loras)
+        runner.loras = LoRARows(config.max_num_seqs, engine.loras.get)
     if config.kv_events_config is not None and config.kv_events_config.publishes:
         publisher = KVEventPublisher(config.kv_events_config)
         weakref.finalize(engine, publisher.close)

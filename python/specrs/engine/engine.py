@@ -27,6 +27,7 @@ from specrs.core import (
 from specrs.drafters.base import Drafter
 from specrs.engine.faults import HOST_KINDS, DraftFaults
 from specrs.engine.head_check import HeadCheck
+from specrs.engine.loras import LoRAStore
 from specrs.engine.request import FinishReason, Request
 from specrs.engine.weights import Weights
 from specrs.errors import EngineDeadError, EngineError, SpecrsError, UnknownRequestError
@@ -109,6 +110,8 @@ class Engine:
         self.head_check: HeadCheck | None = None
         self.team: Team | None = None
         """The other ranks, where the runner's launches are theirs too."""
+        self.loras: LoRAStore | None = None
+        """The adapters that requests may have; None: they may have none."""
         self.outputs = Outputs()
         self.requests: dict[int, Request] = {}
         self._reporting: dict[int, Request] = {}  # those of them with a grammar, or with log probabilities to report
@@ -154,6 +157,7 @@ class Engine:
             stop_token_ids=np.asarray(bounds.stop_token_ids, dtype=np.int64),
             sampling=request.sampling(),
             cache_salt=_cache_salt(request),
+            lora=None if request.lora is None else (request.lora.id, request.lora.name),
         )
         request.matcher = matcher
         request.synthetic = self.config.synthetic
@@ -256,7 +260,18 @@ class Engine:
             num_waiting=self.scheduler.num_waiting,
             num_blocks=self.scheduler.num_blocks,
             num_free_blocks=self.scheduler.num_free_blocks,
+            running_loras=self._lora_names(waiting=False),
+            waiting_loras=self._lora_names(waiting=True),
         )
+
+    def _lora_names(self, *, waiting: bool) -> tuple[str, ...]:
+        live = [] if self.loras is None else self.scheduler.request_ids()
+        requests = [request for request in map(self.requests.get, live) if request is not None]
+        loras = [(request.request_id, request.lora.name) for request in requests if request.lora is not None]
+        return tuple(sorted({name for number, name in loras if self._waits(number) == waiting}))
+
+    def _waits(self, request_id: int) -> bool:
+        return self.scheduler.request(request_id).state == "waiting"
 
     @property
     def _drafter_names(self) -> tuple[str, ...]:

@@ -15,21 +15,27 @@ from specrs.engine.output_builder import TokenTexts
 from specrs.engine.request import Request
 from specrs.errors import invalid_request
 from specrs.inputs import Prompt, PromptType, read_prompt
+from specrs.lora_request import LoRARequest
 from specrs.sampling import RequestLimits, SamplingParams, derive_seed, tokenize_bad_words, validate_request
 from specrs.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from specrs.engine.loras import LoRAStore
+    from specrs.models.lora import LoRAAdapter
     from specrs.structured.grammar import Grammar
 
 
 class Intake:
     """Numbers prompts and requests, and gives each request its seed, its decoder and its bad words."""
 
-    def __init__(self, tokenizer: Tokenizer | None, limits: RequestLimits, seed: int) -> None:
-        """`seed` is the engine's. Without a tokenizer, prompts are ids and texts are empty."""
+    def __init__(
+        self, tokenizer: Tokenizer | None, limits: RequestLimits, seed: int, loras: LoRAStore | None = None
+    ) -> None:
+        """`seed` and `loras` are the engine's. Without a tokenizer, prompts are ids and texts are empty."""
         self.tokenizer = tokenizer
         self.texts = None if tokenizer is None else TokenTexts(tokenizer)
         self._limits = limits
+        self._loras = loras
         self._engine_seed = seed
         self._ids = itertools.count()
         self._prompts = itertools.count()
@@ -46,10 +52,28 @@ class Intake:
         """The ids of one prompt. Raises `InvalidRequestError` as `read_prompt` does."""
         return read_prompt(prompt, self.tokenizer, self._limits.max_model_len)
 
-    def requests(self, number: int, prompt: Prompt, params: SamplingParams, priority: int = 0) -> list[Request]:
-        """The n completions of prompt `number`, checked, without a grammar.
+    def lora(self, request: LoRARequest | None) -> LoRAAdapter | None:
+        """The adapter that a request asks for, read where it is not in memory: not for an event loop. Raises
+        `InvalidRequestError` and `CheckpointError` as `LoRAStore.load`."""
+        if request is None:
+            return None
+        if not isinstance(request, LoRARequest):
+            raise invalid_request("lora_request", request, "must be a LoRARequest or None")
+        if self._loras is None:
+            raise invalid_request("lora_request", request.lora_name, "needs enable_lora=True; allowed: None")
+        return self._loras.load(request)
 
-        Raises `InvalidRequestError` for what the engine's limits do not allow.
+    def requests(
+        self,
+        number: int,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int = 0,
+        lora_request: LoRARequest | None = None,
+    ) -> list[Request]:
+        """The n completions of prompt `number`, checked, without a grammar, with their adapter.
+
+        Raises `InvalidRequestError` for what the engine's limits do not allow, and as `lora`.
         """
         tokenizer, limits = self.tokenizer, self._limits
         validate_request(prompt.token_ids, params, limits)
@@ -67,7 +91,7 @@ class Intake:
         if tokenizer is not None and params.bad_words:
             encode = partial(tokenizer.encode, add_special_tokens=False)
             bad_words = tokenize_bad_words(params.bad_words, encode, limits.vocab_size)
-        requests = []
+        requests, lora = [], self.lora(lora_request)
         for i in range(params.n):
             request = Request(
                 self.next_request_id(),
@@ -80,6 +104,7 @@ class Intake:
                 cache_salt=prompt.cache_salt,
                 seed=self._seed(params.seed, number, i),
                 bad_words_token_ids=bad_words,
+                lora=lora,
             )
             requests.append(request)
             # what the prompt's tokens are worth is told once, and costs a request its cached prefix

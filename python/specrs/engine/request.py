@@ -24,6 +24,7 @@ from specrs.outputs import Draft, TokenLogprob
 from specrs.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from specrs.models.lora import LoRAAdapter
     from specrs.structured.grammar import Grammar
     from specrs.structured.matcher import GrammarMatcher
 
@@ -64,6 +65,7 @@ class Request:
         seed: int = 0,
         bad_words_token_ids: Sequence[Sequence[int]] = (),
         grammar: Grammar | None = None,
+        lora: LoRAAdapter | None = None,
     ) -> None:
         """A request that no engine has seen yet.
 
@@ -73,6 +75,7 @@ class Request:
             seed: 64 bits that its random numbers depend on, with the position and nothing else.
             bad_words_token_ids: `params.bad_words` as token sequences.
             grammar: `params.structured_outputs`, compiled.
+            lora: the adapter that it is computed with; None: the base model.
         """
         self.request_id = request_id
         self.prompt = prompt
@@ -84,6 +87,7 @@ class Request:
         self.seed = seed
         self.bad_words_token_ids = bad_words_token_ids
         self.grammar = grammar
+        self.lora = lora
         self.matcher: GrammarMatcher | None = None  # made on admission, when the stop ids are known
         self.logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
         self.prompt_logprobs: list[TokenLogprob | None] | None = None if params.prompt_logprobs is None else [None]

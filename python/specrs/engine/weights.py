@@ -73,7 +73,11 @@ def load_weights(config: EngineConfig, ranks: Ranks | None = None) -> Weights:
         check_formats(config, device)
         check_weights_fit(config, device)
     config.check_ranks_serve(device.type)
+    config.check_loras_serve(device.type)
     kinds = config.quantization, config.kv_cache_dtype
+    if config.enable_lora and _is_generic(config, config.target, config.revision, device):
+        reason = f"not implemented with model_impl='transformers', which {config.target} needs; allowed: False"
+        raise invalid(UnsupportedConfigError, "enable_lora", True, reason)
     target = _load(config, config.target, config.revision, config.dtype, device, kinds, ranks=ranks)
     draft = _draft_source(config)
     if speculative is None or draft is None:
@@ -166,8 +170,8 @@ def _load(
     at: str = "",
     ranks: Ranks | None = None,
 ) -> Model:
-    """`kinds` are `quantization` and `kv_cache_dtype`, whose fields' names begin with `at`; `ranks` compute the model
-    together."""
+    """`kinds` are `quantization` and `kv_cache_dtype`, whose fields' names begin with `at`, which is empty for the
+    target; `ranks` compute the model together."""
     if _is_generic(config, source, revision, device):
         return _load_generic(config, source, revision, dtype, kinds, at)
     (quantization, kv_cache_dtype), field = kinds, at + "quantization"
@@ -179,7 +183,9 @@ def _load(
         _check_int4(field, source, model)
     resolved = resolve_dtype(dtype, model, device)
     cache_dtype = resolve_cache_dtype(at + "kv_cache_dtype", kv_cache_dtype, resolved)
-    if device.type == "cpu" and not config.enforce_eager and ranks is None:
+    if config.enable_lora and not at and not config.enforce_eager:
+        logger.info("%s: enable_lora=True: the target is served op by op, the native pass knows no adapters", source)
+    elif device.type == "cpu" and not config.enforce_eager and ranks is None:
         config.check_native_serves(device.type, str(resolved).removeprefix("torch."))
         if resolved in NATIVE_DTYPES and cache_dtype == resolved:
             return load_native(

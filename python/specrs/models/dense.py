@@ -34,6 +34,7 @@ from specrs.models.experts import Experts
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
 from specrs.models.kv_groups import KVGroups, kv_groups
+from specrs.models.lora import AdapterRows
 from specrs.models.rope import Rope, rope_magnitude
 from specrs.parallel.ranks import Ranks
 
@@ -81,7 +82,7 @@ class Dense(DenseFacts):
             )
         attention = tuple(plans[kind] for kind in kinds)
         plan = PassPlan(self._rotations(inputs.positions), attention)
-        return self._run(inputs.input_ids, plan, kv_cache, hidden_layers)
+        return self._run(inputs.input_ids, plan, kv_cache, hidden_layers, inputs.adapters)
 
     def _rotations(self, positions: Tensor) -> tuple[tuple[Tensor, Tensor] | None, ...]:
         """Of each layer."""
@@ -121,7 +122,14 @@ class Dense(DenseFacts):
             return super().forward_planned(input_ids, plan, kv_cache)
         return self._run(input_ids, plan, kv_cache, ()).final
 
-    def _run(self, input_ids: Tensor, plan: PassPlan, kv_cache: KVCache, hidden_layers: Sequence[int]) -> HiddenStates:
+    def _run(
+        self,
+        input_ids: Tensor,
+        plan: PassPlan,
+        kv_cache: KVCache,
+        hidden_layers: Sequence[int],
+        adapters: Sequence[AdapterRows] = (),
+    ) -> HiddenStates:
         weights = self.weights
         c = weights.config
         heads, kv_heads, rotary_dim = c.num_heads, c.num_kv_heads, c.partial_rotary_dim
@@ -137,7 +145,10 @@ class Dense(DenseFacts):
             if i in hidden_layers:
                 entries[i] = h
             x = rms_norm(h, w.input_norm, eps) if normed else h
-            qkv = w.qkv.product(x).view(-1, heads + 2 * kv_heads, c.head_dim)
+            qkv = w.qkv.product(x)
+            for adapter in adapters:
+                adapter.add_(qkv, x, i, "qkv")
+            qkv = qkv.view(-1, heads + 2 * kv_heads, c.head_dim)
             qk = qkv.narrow(1, 0, heads + kv_heads)  # indexing takes twice as long
             if w.qk_norm is not None and c.qk_norm_whole and self.ranks is not None:
                 self._norm_heads(qk, w.qk_norm, self.ranks)
@@ -150,13 +161,22 @@ class Dense(DenseFacts):
                 apply_rotary_(qk if rotary_dim is None else qk.narrow(2, 0, rotary_dim), *rotation)
             write_kv(qkv.narrow(1, heads, 2 * kv_heads), cache, attention, w.kv_scales)
             x = paged_attention(qkv.narrow(1, 0, heads), cache, attention, scale, sinks=w.sinks, kv_scales=w.kv_scales)
-            x = self._sum(w.o.product(x))
+            attended, x = x, w.o.product(x)
+            for adapter in adapters:
+                adapter.add_(x, attended, i, "o")
+            x = self._sum(x)
             if w.attention_output_norm is not None:
                 rms_norm(x, w.attention_output_norm, eps, inplace=True)
             h = x.add_(h) if residual == 1 else x.mul_(residual).add_(h)
             x = rms_norm(h, w.post_attention_norm, eps) if normed else h
             if w.experts is None or c.experts is None:
-                x = w.down.product(activate(w.gate_up.product(x)))
+                gate_up = w.gate_up.product(x)
+                for adapter in adapters:
+                    adapter.add_(gate_up, x, i, "gate_up")
+                activated = activate(gate_up)
+                x = w.down.product(activated)
+                for adapter in adapters:
+                    adapter.add_(x, activated, i, "down")
             else:
                 x = mixture(x, w.experts, c.experts)
             x = self._sum(x)

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from specrs.models.lora import AdapterRows
+
 
 @dataclass(frozen=True, slots=True)
 class PassInputs:
@@ -37,6 +39,9 @@ class PassInputs:
     """[G - 1, B, max_blocks] their block ids, as `block_table`. Entries before a group's window mean nothing."""
     prompts: bool = False
     """All rows are of prompts, or of what a draft catches up with."""
+
+    adapters: tuple[AdapterRows, ...] = ()
+    """By LoRA adapter the rows that are computed with it; those of none are the base model's. For `Dense` alone."""
 
     def in_group(self, group: int) -> tuple[Tensor, Tensor]:
         """Slots [N] and block table [B, max_blocks] of a group."""

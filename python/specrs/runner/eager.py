@@ -24,6 +24,7 @@ from specrs.runner.extras import ExtrasLookup
 from specrs.runner.hidden_rows import HiddenRows
 from specrs.runner.iteration import Drafted, Scored, draft, place, prepare, verify
 from specrs.runner.logprobs import entry_logprobs, prompt_logprobs
+from specrs.runner.lora_rows import NO_ADAPTERS, LoRARows
 from specrs.runner.noise import Noise
 from specrs.runner.prefill import (
     catch_up_inputs,
@@ -74,6 +75,7 @@ class EagerRunner:
         self.num_target_passes = 0
         self.k_start: Tensor | None = None  # [R + 1] int64, from where on a row's drafter reads KV; None: from 0
         self.hidden: HiddenRows | None = None
+        self.loras: LoRARows | None = None  # None: no request has an adapter
         if isinstance(drafter, ModelPasses) and drafter.model.sliding_window is not None:
             self.k_start = torch.zeros(state.limit.shape[0], dtype=torch.int64)
         self._behind: tuple[Tensor, PassInputs, HiddenInputs] | None = None  # rows and pass that a launch left over
@@ -102,6 +104,8 @@ class EagerRunner:
         apply_uploads(self.state, self.sampling, slot.views, slot.views, header)
         if self.hidden is not None and header.num_admitted:
             self.hidden.admit(slot.views, header.num_admitted)
+        if self.loras is not None and header.num_admitted:
+            self.loras.admit(slot.views, header.num_admitted)
         if isinstance(self.drafter, TextDraftModel) and header.num_admitted:
             rows, salts = (slot.views[name][: header.num_admitted].tolist() for name in ("admit_row", "admit_salt"))
             self.drafter.admit(rows, salts)
@@ -177,6 +181,11 @@ class EagerRunner:
     def _prefill(self, slot: RingSlot, header: Header) -> Tensor | None:
         """The prompt chunks; their hidden states for the drafter, `[num_prefill_tokens, L, hidden]`."""
         inputs = prefill_inputs(self.state, slot.views, slot.views, header)
+        if self.loras is not None:
+            rows = slot.views["entry_row"][header.num_decode :][: header.num_prefill]
+            lengths = slot.views["chunk_len"][: header.num_prefill]
+            chunk = torch.repeat_interleave(lengths, output_size=header.num_prefill_tokens)
+            inputs = replace(inputs, adapters=self.loras.of(rows.tolist(), chunk))
         hidden, states = self.target.forward(inputs, self.kv_cache, self._hidden_layers)
         self.num_target_passes += 1
         self.guard.agree()
@@ -272,7 +281,8 @@ class EagerRunner:
 
     def _verify(self, it: Iteration) -> Scored:
         self.num_target_passes += 1
-        return verify(self.state, it, self.target, self.kv_cache, self._hidden_layers)
+        adapters = NO_ADAPTERS if self.loras is None else self.loras.of(it.rows.tolist(), it.flat.entry)
+        return verify(self.state, it, self.target, self.kv_cache, self._hidden_layers, adapters)
 
     def _write(
         self, it: Iteration, drafter: TextDraftModel, sampling: EntrySampling, on_host: Tensor | None

@@ -32,6 +32,7 @@ from specrs.drafters.base import DeviceDrafter, Drafter
 from specrs.models.base import Model
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
+from specrs.models.lora import AdapterRows
 from specrs.runner.entries import Iteration, flat_rows
 from specrs.runner.hidden_rows import HiddenRows
 from specrs.runner.row_state import RowState
@@ -265,10 +266,15 @@ def is_finite(x: Tensor) -> Tensor:
 
 
 def verify(
-    state: RowState, it: Iteration, target: Model, kv_cache: KVCache, hidden_layers: Sequence[int] = ()
+    state: RowState,
+    it: Iteration,
+    target: Model,
+    kv_cache: KVCache,
+    hidden_layers: Sequence[int] = (),
+    adapters: tuple[AdapterRows, ...] = (),
 ) -> Scored:
-    """Feed t_{n-1}, d_1..d_K of every entry to the target in one pass of N = sum(planned + 1) flat rows; mutates the
-    target's KV cache only."""
+    """Feed t_{n-1}, d_1..d_K of every entry to the target in one pass of N = sum(planned + 1) flat rows, some of them
+    those of LoRA `adapters`; mutates the target's KV cache only."""
     column = torch.arange(it.max_k + 1)
     live = it.alive[:, None] & (column <= it.num_drafts[:, None])
     fed = torch.where(live, it.num_tokens[:, None] - 1 + column, -1)
@@ -284,6 +290,7 @@ def verify(
         max_context=it.max_context,
         group_slots=it.flat_group_slots(fed),
         group_tables=it.group_tables,
+        adapters=adapters,
     )
     hidden = target.forward(inputs, kv_cache, hidden_layers)
     return Scored(target.compute_logits(hidden.final), positions, tokens[:, 1:], hidden.entries)

@@ -51,7 +51,7 @@ _STREAM_HEADERS = [
 
 def build_app(context: Context) -> Starlette:
     """The application of one server."""
-    document = json.dumps(openapi(context.version, context.model_names)).encode()
+    document = json.dumps(openapi(context.version, [*context.model_names, *context.adapters])).encode()
 
     async def described(_: Request) -> Response:
         return Response(document, media_type="application/json")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specrs.async_llm import AsyncLLM
+from specrs.lora_request import LoRARequest
 from specrs.server.errors import APIError, unavailable
 from specrs.server.limits import HTTPLimits
 from specrs.server.metrics import Metrics
@@ -34,6 +35,8 @@ class Context:
 
     llm: AsyncLLM
     model_names: Sequence[str]
+    adapters: Mapping[str, LoRARequest] = field(default_factory=dict)
+    """LoRA adapters that requests may name as their model."""
     metrics: Metrics
     templates: TemplateRenderer | None
     limits: HTTPLimits = field(default_factory=HTTPLimits)
@@ -51,8 +54,12 @@ class Context:
 
     def check_model(self, name: str | None) -> None:
         """Raise a 404 for another model's name; none is this one's."""
-        if name and name not in self.model_names:
+        if name and name not in self.model_names and name not in self.adapters:
             raise APIError(404, f"The model `{name[:200]}` does not exist.", param="model")
+
+    def lora_request(self, name: str | None) -> LoRARequest | None:
+        """The adapter that is called so; None: the base model is."""
+        return self.adapters.get(name or "")
 
     def check_open(self) -> None:
         """Raise a 503 when nothing new is taken in."""

@@ -11,6 +11,7 @@ from typing import Any, Self
 from specrs.async_llm import AsyncLLM, OutputStream
 from specrs.errors import SpecrsError
 from specrs.inputs import Prompt
+from specrs.lora_request import LoRARequest
 from specrs.outputs import RequestOutput
 from specrs.server.answers import Answer
 from specrs.server.errors import APIError, api_error, unavailable
@@ -37,11 +38,12 @@ class Generation:
         if asked is not None:
             self._report = asked != "none"
 
-    async def start(self, prompts: Sequence[Prompt]) -> None:
-        """Queue the prompts. Raises what is wrong with them; then nothing runs."""
+    async def start(self, prompts: Sequence[Prompt], lora_request: LoRARequest | None) -> None:
+        """Queue the prompts, for the base model or an adapter. Raises what is wrong with them; then nothing runs."""
         self._stream = await self._llm.submit(
             prompts,
             self._answer.asked.params,
+            lora_request=lora_request,
             priority=self._answer.body.priority or 0,
             observer=self._metrics.observer(),
         )

@@ -10,19 +10,20 @@ from specrs.server.context import Context
 
 def models(context: Context) -> dict[str, Any]:
     """`GET /v1/models`."""
-    return {"object": "list", "data": [model(context, name) for name in context.model_names]}
+    return {"object": "list", "data": [model(context, name) for name in (*context.model_names, *context.adapters)]}
 
 
 def model(context: Context, name: str) -> dict[str, Any]:
     """`GET /v1/models/{name}`. Raises a 404 `APIError` for a name that is not this server's."""
     context.check_model(name or "/")  # no name is no name of its own here
+    lora, base = context.lora_request(name), context.model_names[0]
     return {
         "id": name,
         "object": "model",
         "created": context.created,
         "owned_by": "specrs",
-        "root": context.model_names[0],
-        "parent": None,
+        "root": base if lora is None else lora.lora_path,
+        "parent": None if lora is None else lora.base_model_name or base,
         "max_model_len": context.llm.limits.max_model_len,
     }
 

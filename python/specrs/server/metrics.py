@@ -159,6 +159,16 @@ class _EngineCollector(Collector):
             for drafter, count in stats.draft_errors.items():
                 errors.add_metric((*values, drafter), count)
             yield errors
+        if config.enable_lora:
+            loras = {
+                "max_lora": str(config.max_loras),
+                "running_lora_adapters": ",".join(stats.running_loras),
+                "waiting_lora_adapters": ",".join(stats.waiting_loras),
+            }
+            text = "LoRA adapters of requests; the value is the time in seconds since 1970."
+            lora_info = GaugeMetricFamily("vllm:lora_requests_info", text, labels=(*names, *loras))
+            lora_info.add_metric((*values, *loras.values()), time.time())
+            yield lora_info
         info = {
             "block_size": str(config.block_size),
             "num_gpu_blocks": str(stats.num_blocks),

@@ -217,7 +217,7 @@ async def responses(context: Context, body: ResponsesRequest) -> dict[str, Any] 
     """`POST /v1/responses`."""
     answer, prompts = await prepare_chat(context, as_chat(body))
     generation = ResponseGeneration(context, answer, body)
-    await generation.start(prompts)
+    await generation.start(prompts, context.lora_request(body.model))
     if body.stream:
         return generation
     with generation:

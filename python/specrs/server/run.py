@@ -20,6 +20,7 @@ import uvicorn
 from specrs.async_llm import AsyncLLM
 from specrs.config import EngineConfig
 from specrs.errors import EngineDeadError, InvalidConfigError, invalid_config
+from specrs.lora_request import LoRARequest
 from specrs.parallel.start import torchrun_rank
 from specrs.processes.limits import allow_open_files
 from specrs.server.app import build_app
@@ -62,6 +63,8 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     served_model_names: Sequence[str] = ()
+    lora_modules: Sequence[LoRARequest] = ()
+    """Adapters that are read at the start, and that requests may name as their model."""
     api_keys: Sequence[str] = ()
     chat_template: str | None = None
     use_generation_config: bool = True
@@ -116,17 +119,25 @@ def make_context(engine_settings: Mapping[str, Any], settings: ServerSettings) -
     """
     config = EngineConfig.from_kwargs(**engine_settings)
     defaults = checkpoint_defaults(config) if settings.use_generation_config else {}
+    names = tuple(settings.served_model_names) or (config.model or "bundled",)
+    adapters = _adapters(settings.lora_modules, names)
     llm = AsyncLLM(**engine_settings)
+    try:
+        for adapter in adapters.values():
+            llm.add_lora(adapter)
+    except BaseException:
+        llm.shutdown(ABORT_TIMEOUT)
+        raise
     llm.max_num_queued_reqs = settings.max_num_queued_reqs
     templates = None
     if llm.tokenizer is not None:
         templates = TemplateRenderer(llm.tokenizer, settings.chat_template)
-    names = tuple(settings.served_model_names) or (config.model or "bundled",)
     if defaults:
         logger.info("Sampling parameters of the checkpoint, where a request has none: %s", defaults)
     return Context(
         llm=llm,
         model_names=names,
+        adapters=adapters,
         metrics=Metrics(llm, names[0]),
         templates=templates,
         limits=settings.limits,
@@ -140,6 +151,15 @@ def make_context(engine_settings: Mapping[str, Any], settings: ServerSettings) -
         version=version("specrs"),
         profiler=None if settings.profiler_folder is None else Profiler(llm, settings.profiler_folder),
     )
+
+
+def _adapters(modules: Sequence[LoRARequest], names: Sequence[str]) -> dict[str, LoRARequest]:
+    found: dict[str, LoRARequest] = {}
+    for module in modules:
+        if module.lora_name in (*names, *found):
+            raise invalid_config("--lora-modules", module.lora_name, "must be a name that no other model here has")
+        found[module.lora_name] = module
+    return found
 
 
 def close_context(context: Context) -> bool:

@@ -1,0 +1,107 @@
+"""The LoRA adapters of an engine: read when they are first asked for, and kept. Schedules nothing.
+
+Its methods may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from pathlib import Path
+from weakref import WeakValueDictionary
+
+from specrs.errors import CheckpointError, invalid_request
+from specrs.lora_request import LoRARequest
+from specrs.models.checkpoint import resolve_folder
+from specrs.models.dense_weights import DenseFacts
+from specrs.models.lora import LoRAAdapter
+from specrs.models.lora_config import FILE as CONFIG
+from specrs.models.lora_loader import FILE, load_lora
+
+logger = logging.getLogger("specrs")
+
+_Identity = tuple[str, str, tuple[tuple[int, int], ...]]
+"""Name, path, and of both files size and time of the last change: what one id stands for."""
+
+
+class LoRAStore:
+    """Adapters of one model, by their ids.
+
+    Those of the last `max_cpu_loras` different ids asked for are kept; others as long as a request has them.
+    """
+
+    def __init__(self, model: DenseFacts, *, max_lora_rank: int, max_cpu_loras: int) -> None:
+        self._model, self._max_rank, self._most = model, max_lora_rank, max_cpu_loras
+        self._recent: OrderedDict[int, LoRAAdapter] = OrderedDict()
+        self._live: WeakValueDictionary[int, LoRAAdapter] = WeakValueDictionary()
+        self._known: dict[int, _Identity] = {}
+        self._lock = threading.Lock()
+
+    def get(self, lora_int_id: int) -> LoRAAdapter:
+        """An adapter that a request has. Raises KeyError for any other."""
+        return self._live[lora_int_id]
+
+    def load(self, request: LoRARequest) -> LoRAAdapter:
+        """The adapter of a request, read where it is not kept.
+
+        An id stands for one adapter as long as the engine lives, because KV of its prefixes is found by it. Raises
+        InvalidRequestError where it stands for another, CheckpointError and its kin for an adapter that cannot be read.
+        """
+        with self._lock:
+            number = request.lora_int_id
+            known = self._known.get(number)
+            self._check_name(request, known)
+            adapter = self._live.get(number)
+            if adapter is None:
+                adapter = self._read(request, known)
+            self._live[number] = self._recent[number] = adapter
+            self._recent.move_to_end(number)
+            while len(self._recent) > self._most:
+                self._recent.popitem(last=False)
+            return adapter
+
+    def _check_name(self, request: LoRARequest, known: _Identity | None) -> None:
+        name, path, number = request.lora_name, request.lora_path, request.lora_int_id
+        if known is not None and known[:2] != (name, path):
+            allowed = f"stands for {known[0]!r} of {known[1]} in this engine; another adapter needs another id"
+            raise invalid_request("lora_int_id", number, allowed)
+        other = next((i for i, (taken, _, _) in self._known.items() if taken == name and i != number), None)
+        if other is not None:
+            raise invalid_request("lora_name", name, f"is the name of lora_int_id={other} in this engine")
+
+    def _read(self, request: LoRARequest, known: _Identity | None) -> LoRAAdapter:
+        begun = time.perf_counter()
+        try:
+            folder = resolve_folder(request.lora_path)
+        except CheckpointError as fault:
+            raise type(fault)(f"lora_path{str(fault).removeprefix('model')}") from fault
+        identity = (request.lora_name, request.lora_path, _stamps(folder))
+        if known is not None and known != identity:
+            reason = "its files have changed since it was first read; another adapter needs another lora_int_id"
+            raise invalid_request("lora_path", request.lora_path, reason)
+        adapter = load_lora(
+            folder,
+            self._model,
+            name=request.lora_name,
+            lora_int_id=request.lora_int_id,
+            max_lora_rank=self._max_rank,
+        )
+        self._known[request.lora_int_id] = identity
+        ms = 1e3 * (time.perf_counter() - begun)
+        logger.info("LoRA adapter %s (%s) read in %.0f ms", request.lora_name, request.lora_path, ms)
+        return adapter
+
+
+def _stamps(folder: Path) -> tuple[tuple[int, int], ...]:
+    """Size and time of the last change of both files; (0, 0) of one that is missing, which reading tells."""
+    found = []
+    for name in (CONFIG, FILE):
+        try:
+            status = (folder / name).stat()
+        except OSError:
+            found.append((0, 0))
+        else:
+            found.append((status.st_size, status.st_mtime_ns))
+    return tuple(found)

@@ -1,0 +1,195 @@
+"""Adapters that cannot be read, or mean what is not implemented, are refused by name; ids stand for one adapter."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from safetensors.torch import load_file, save_file
+from specrs import LoRARequest, SpecrsError
+from specrs.config import EngineConfig
+from specrs.engine.loras import LoRAStore
+from specrs.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
+from specrs.models.dense import Dense
+from specrs.models.loader import load_model
+
+from .adapters import PREFIX, Spec, write_adapter
+
+SPEC = Spec(("q_proj", "down_proj"), rank=4)
+Q = f"{PREFIX}model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"hidden": 48, "head_dim": 16, "intermediate": 40, "kv_heads": 2, "with_tokenizer": False}
+    return make_checkpoint(tmp_path_factory.mktemp("base"), **sizes)
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path) -> Dense:
+    return load_model(checkpoint)
+
+
+def store(model: Dense, rank: int = 16, kept: int = 1) -> LoRAStore:
+    return LoRAStore(model, max_lora_rank=rank, max_cpu_loras=kept)
+
+
+def request(path: Path, number: int = 1, name: str | None = None) -> LoRARequest:
+    return LoRARequest(name or f"adapter {number}", number, str(path))
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "says"),
+    [
+        ({"peft_type": "IA3"}, UnsupportedModelError, "peft_type='IA3': not implemented; allowed: 'LORA'"),
+        ({"use_dora": True}, UnsupportedModelError, "use_dora=True: not implemented"),
+        ({"bias": "lora_only"}, UnsupportedModelError, "bias='lora_only': not implemented"),
+        ({"fan_in_fan_out": True}, UnsupportedModelError, "fan_in_fan_out=True: not implemented"),
+        ({"fan_in_fan_out": 0}, UnsupportedModelError, "fan_in_fan_out=0: not implemented"),
+        ({"modules_to_save": ["lm_head"]}, UnsupportedModelError, "modules_to_save="),
+        ({"layer_replication": [[0, 1]]}, UnsupportedModelError, "layer_replication="),
+        ({"init_lora_weights": "pissa"}, UnsupportedModelError, "init_lora_weights='pissa': not implemented"),
+        ({"task_type": "SEQ_CLS"}, UnsupportedModelError, "task_type='SEQ_CLS'"),
+        ({"r": 0}, CheckpointError, "r=0: must be an integer of at least 1"),
+        ({"r": True}, CheckpointError, "r=True"),
+        ({"r": 5}, CheckpointError, r"lora_A.weight has shape \(4, \d+\), its rank and the model make it \(5, \d+\)"),
+        ({"r": 17}, CheckpointError, "=17: must be at most max_lora_rank=16"),
+        ({"rank_pattern": {"q_proj": 3}}, CheckpointError, "has shape"),
+        ({"rank_pattern": {"q_proj": "3"}}, CheckpointError, "rank_pattern="),
+        ({"alpha_pattern": {"(": 3}}, CheckpointError, "alpha_pattern='\\(': must be an expression"),
+        ({"lora_alpha": 0}, CheckpointError, "lora_alpha=0: must be a finite number greater than 0"),
+        ({"lora_alpha": 10**400}, CheckpointError, "lora_alpha="),
+        ({"use_rslora": 1}, CheckpointError, "use_rslora=1: must be true or false"),
+        ({"target_modules": None}, CheckpointError, "target_modules=None: must be a list"),
+        ({"target_modules": "*"}, CheckpointError, "target_modules='\\*': must be an expression"),
+        ({"target_modules": ["q_proj"]}, CheckpointError, "does not name model.layers.0.mlp.down_proj"),
+        ({"target_modules": "all-linear"}, CheckpointError, "k_proj.lora_A, .* is missing, and 17 more"),
+        ({"target_modules": ["lm_head"]}, CheckpointError, "does not name"),
+        ({"exclude_modules": ["q_proj"]}, CheckpointError, "does not name"),
+        ({"layers_to_transform": [0]}, CheckpointError, "does not name model.layers.1"),
+        ({"layers_to_transform": "0"}, CheckpointError, "layers_to_transform="),
+        ({"layers_pattern": "blocks"}, CheckpointError, "layers_pattern='blocks'"),
+    ],
+)
+def test_what_the_configuration_says(
+    fields: dict[str, Any], error: type[SpecrsError], says: str, checkpoint: Path, model: Dense, tmp_path: Path
+) -> None:
+    path = write_adapter(tmp_path / "adapter", checkpoint, SPEC, **fields)
+    with pytest.raises(error, match=says):
+        store(model).load(request(path))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({f"{Q}.lora_B.weight": None}, "model.layers.0.self_attn.q_proj.lora_B is missing"),
+        ({f"{Q}.lora_A.weight": torch.zeros(4, 47)}, r"has shape \(4, 47\)"),
+        ({f"{Q}.lora_B.weight": torch.zeros(4, 64)}, r"has shape \(4, 64\)"),
+        ({f"{Q}.lora_A.weight": torch.zeros(4, 48, dtype=torch.int32)}, "is I32, allowed are"),
+        ({f"{PREFIX}lm_head.lora_A.weight": torch.zeros(4, 48)}, "lm_head.lora_A.weight: not implemented"),
+        ({f"{Q}.lora_magnitude_vector": torch.zeros(4)}, "lora_magnitude_vector: not implemented"),
+        ({f"{Q}.lora_A.bias": torch.zeros(4)}, "lora_A.bias: not implemented"),
+        ({"model.layers.0.self_attn.q_proj.lora_A.weight": torch.zeros(4, 48)}, "not implemented; allowed: base_model"),
+        ({f"{PREFIX}model.layers.9.mlp.down_proj.lora_A.weight": torch.zeros(4, 40)}, "layers.9.*not implemented"),
+    ],
+)
+def test_what_the_tensors_are(
+    change: dict[str, torch.Tensor | None], says: str, checkpoint: Path, model: Dense, tmp_path: Path
+) -> None:
+    path = write_adapter(tmp_path / "adapter", checkpoint, SPEC)
+    tensors = load_file(path / "adapter_model.safetensors") | change
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, path / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match=says):
+        store(model).load(request(path))
+
+
+def test_files_that_are_not_there(checkpoint: Path, model: Dense, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"lora_path='/.*nowhere': must be a folder or a hub id"):
+        store(model).load(request(tmp_path / "nowhere"))
+    path = write_adapter(tmp_path / "adapter", checkpoint, SPEC)
+    (path / "adapter_model.safetensors").rename(path / "adapter_model.bin")
+    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors is missing, adapter_model\.bin is a pickle"):
+        store(model).load(request(path))
+    (path / "adapter_model.safetensors").write_bytes(b"\0" * 64)
+    with pytest.raises(CheckpointError, match="could not be read"):
+        store(model).load(request(path))
+    (path / "adapter_config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json is missing"):
+        store(model).load(request(path))
+
+
+def test_an_id_stands_for_one_adapter(
+    checkpoint: Path, model: Dense, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "specrs")
+    a, b = (write_adapter(tmp_path / name, checkpoint, SPEC, seed=i) for i, name in enumerate("ab"))
+    loras = store(model, kept=1)
+    first = loras.load(request(a))
+    assert loras.load(request(a)) is first
+    assert loras.get(1) is first
+    for wrong in (request(b), request(a, name="another")):
+        with pytest.raises(InvalidRequestError, match="lora_int_id=1: stands for 'adapter 1'"):
+            loras.load(wrong)
+    with pytest.raises(InvalidRequestError, match="lora_name='adapter 1': is the name of lora_int_id=1"):
+        loras.load(request(b, 2, "adapter 1"))
+    loras.load(request(b, 2))
+    assert loras.load(request(a)) is first  # nothing keeps it but this test
+    loras.load(request(b, 2))
+    del first
+    with pytest.raises(KeyError):
+        loras.get(1)
+    loras.load(request(a))
+    assert sum("LoRA adapter" in record.message for record in caplog.records) == 4
+    loras.load(request(b, 2))
+    write_adapter(a, checkpoint, SPEC, seed=5, lora_alpha=3.125)
+    with pytest.raises(InvalidRequestError, match="its files have changed since it was first read"):
+        loras.load(request(a))
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"lora_name": ""}, "lora_name=''"),
+        ({"lora_int_id": 0}, "lora_int_id=0: must be an integer from 1"),
+        ({"lora_int_id": 2**32}, "lora_int_id="),
+        ({"lora_path": ""}, "lora_path=''"),
+        ({"base_model_name": ""}, "base_model_name=''"),
+        ({"tensorizer_config_dict": {}}, "tensorizer_config_dict={}: not implemented; allowed: None"),
+    ],
+)
+def test_requests(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidRequestError, match=says):
+        LoRARequest(**({"lora_name": "a", "lora_int_id": 1, "lora_path": "b"} | fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"device": "cuda"}, "enable_lora=True: not implemented with device='cuda'; allowed: False, or device='cpu'"),
+        ({"tensor_parallel_size": 2}, "enable_lora=True: not implemented with tensor_parallel_size=2"),
+        ({"model_impl": "transformers"}, "enable_lora=True: not implemented with model_impl='transformers'"),
+        ({"cpu_bf16_rows": True}, "enable_lora=True: not implemented with cpu_bf16_rows=True"),
+        ({"max_loras": 0}, "max_loras=0"),
+        ({"max_lora_rank": 513}, "max_lora_rank=513: must be an integer from 1 to 512"),
+        ({"max_loras": 3, "max_cpu_loras": 2}, "max_cpu_loras=2: must be at least max_loras=3, or None"),
+        ({"lora_dtype": "float16"}, "lora_dtype='float16'"),
+        ({"fully_sharded_loras": True}, "fully_sharded_loras=True"),
+    ],
+)
+def test_settings(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(SpecrsError, match=says):
+        EngineConfig.from_kwargs(enable_lora=True, **fields)
+
+
+def test_config_files_are_read_as_json(checkpoint: Path, model: Dense, tmp_path: Path) -> None:
+    path = write_adapter(tmp_path / "adapter", checkpoint, SPEC)
+    for text in ("[]", "{", json.dumps({"r": 4})):
+        (path / "adapter_config.json").write_text(text, encoding="utf-8")
+        with pytest.raises(CheckpointError, match=r"adapter_config\.json"):
+            store(model).load(request(path))
