@@ -20,6 +20,8 @@ from hypothesis import strategies as st
 from specrs import LoRARequest
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
+from specrs.errors import EngineError
+from specrs.runner.recording import Recording
 from sweep import sweep
 
 from .adapters import Spec, merge, write_adapter
@@ -143,3 +145,21 @@ def test_sampled_text(adapted: Adapted, jobs: Any, which: int, drafter: str, dep
     run(engine)
     for (prompt, adapter, *_), job in zip(jobs, made, strict=True):
         assert job.output_token_ids == alone(adapted.merged[adapter], tuple(adapted.prompts[prompt]), which)
+
+
+def test_a_recording_needs_its_adapters(adapted: Adapted) -> None:
+    engines = [make_engine(adapted, "close", 3, max_cpu_loras=3) for _ in range(2)]
+    recording = Recording.of(engines[0].scheduler, 3)
+    engines[0].watch = recording
+    for i in range(3):
+        job = harness.request(i, adapted.prompts[i], k=3, max_tokens=9, engine_k=3, ignore_eos=True)
+        submit(engines[0], job, adapted, i, 0)
+    run(engines[0])
+    again = engines[1]
+    assert again.loras is not None
+    kept = [again.loras.load(adapted.request(i)) for i in (1, 2)]
+    assert recording.replay(again.runner, again.scheduler).entries() == recording.entries()
+    assert len(kept) == 2
+    base = harness.make_engine(adapted.target, adapted.drafts["close"], k=3)
+    with pytest.raises(EngineError, match="needs a LoRA adapter"):
+        recording.replay(base.runner, base.scheduler)

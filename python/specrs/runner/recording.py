@@ -106,7 +106,8 @@ class Recording:
             pinned: whether the runner's device copies the buffers by itself, see `RingSlot`.
 
         Raises:
-            EngineError: the layouts differ, naming the first section that does; or a launch needs extras.
+            EngineError: the layouts differ, naming the first section that does; or a launch needs extras, or a LoRA
+                adapter, and the runner has none.
         """
         check_layouts(self.layouts, layouts_of(scheduler))
         again = Recording(self.layouts, self.num_speculative_tokens)
@@ -114,6 +115,8 @@ class Recording:
         for record in self.records:
             slot.record[:] = record
             header = slot.header()
+            if getattr(runner, "loras", None) is None and slot.record_arrays["admit_lora"][: header.num_admitted].any():
+                raise EngineError(f"launch {header.launch_id} needs a LoRA adapter, which no record holds")
             runner.launch(slot, header)
             runner.wait(slot)
             again(slot, header, 0.0)
