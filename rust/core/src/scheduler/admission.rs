@@ -1,6 +1,6 @@
 //! Which waiting requests get a row. Admits in turn: a request that does not fit is not overtaken, unless it asks for log
 //! probabilities of its prompt, which take their turns beside others, and what one needs that waits for another's prefix
-//! or for its LoRA adapter's turn is kept for it.
+//! or for its `LoRA` adapter's turn is kept for it.
 
 use super::Scheduler;
 use super::hidden::HiddenRow;

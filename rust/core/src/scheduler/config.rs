@@ -55,7 +55,7 @@ pub struct SchedulerConfig {
     /// Launches by which a request must have arrived earlier to go before one of a priority better by 1; 0: priority always counts
     /// more.
     pub priority_aging_launches: usize,
-    /// The most LoRA adapters of the requests that run at once, at most 1024; 0: no request has one.
+    /// The most `LoRA` adapters of the requests that run at once, at most 1024; 0: no request has one.
     pub max_loras: usize,
     /// Whether requests share the KV of equal prefixes.
     pub enable_prefix_caching: bool,

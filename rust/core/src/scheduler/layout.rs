@@ -172,7 +172,7 @@ layout! {
         admit_min_len: r,
         /// Positions with valid target KV from the prefix cache, `[R]`.
         admit_num_cached: r,
-        /// Id of its LoRA adapter, `[R]`; 0: none.
+        /// Id of its `LoRA` adapter, `[R]`; 0: none.
         admit_lora: r,
         /// Equal for requests of the same cache salt and adapter, `[R]`.
         admit_salt: r,

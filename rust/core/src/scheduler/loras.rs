@@ -1,4 +1,4 @@
-//! LoRA adapters: what names one, and how many may run at once. Knows no weights.
+//! `LoRA` adapters: what names one, and how many may run at once. Knows no weights.
 //!
 //! A launch computes every row with its own adapter, and each adapter costs it products of its own. So at most `max_loras`
 //! different ones run, and a request whose adapter would be one too many waits. No request of an adapter overtakes it, so
@@ -13,7 +13,7 @@ use super::Scheduler;
 use super::request::RequestIndex;
 use crate::hash::{BlockHash, BlockHasher};
 
-/// A LoRA adapter (Hu et al. 2021) that a request is computed with.
+/// A `LoRA` adapter (Hu et al. 2021) that a request is computed with.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Lora {
     /// What the device knows it by, at least 1. Two adapters of a scheduler never have the same.

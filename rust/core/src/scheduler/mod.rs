@@ -13,7 +13,7 @@
 //! | `plan`, `admission`, `catch_up` | what the next launch does |
 //! | `sharing` | whose turn it is where somebody asks for many requests at once |
 //! | `windows` | which blocks come back while their request goes on |
-//! | `loras` | how many LoRA adapters run at once, and whose blocks are whose |
+//! | `loras` | how many `LoRA` adapters run at once, and whose blocks are whose |
 //! | `groups` | block tables of layers that remember otherwise |
 //! | `host_drafts` | what a drafter on the host proposes |
 //! | `hidden` | where the KV of a drafter begins that reads hidden states, and who may go on from it |

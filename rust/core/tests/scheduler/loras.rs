@@ -1,4 +1,4 @@
-//! LoRA adapters: how many run at once, whose turn it is, and whose blocks are whose.
+//! `LoRA` adapters: how many run at once, whose turn it is, and whose blocks are whose.
 
 use specrs_core::{Error, KvEvent, Lora, SchedulerConfig};
 
@@ -9,13 +9,13 @@ fn adapters(max_loras: usize) -> SchedulerConfig {
     SchedulerConfig { max_loras, enable_kv_cache_events: true, ..small() }
 }
 
-fn lora(id: u32, name: &str) -> Option<Lora> {
-    Some(Lora { id, name: name.into() })
+fn lora(id: u32, name: &str) -> Lora {
+    Lora { id, name: name.into() }
 }
 
 /// A request of text `id` with its adapter, 0 for none.
 fn add(driver: &mut Driver, id: i64, of: u32, max_tokens: usize) {
-    let lora = if of == 0 { None } else { lora(of, "adapter") };
+    let lora = (of > 0).then(|| lora(of, "adapter"));
     driver.add(id, &Ask { lora, ..ask(id as u64, 5, max_tokens) }).unwrap();
 }
 
@@ -63,7 +63,8 @@ fn a_stream_of_one_adapter_does_not_starve_another() {
 #[test]
 fn prefixes_are_those_of_one_adapter() {
     let mut driver = Driver::new(adapters(1));
-    let cases = [(None, 0), (lora(1, "a"), 0), (lora(2, "a"), 0), (lora(1, "b"), 0), (lora(1, "a"), 12), (None, 24)];
+    let [a, b, c] = [lora(1, "a"), lora(2, "a"), lora(1, "b")].map(Some);
+    let cases = [(None, 0), (a.clone(), 0), (b, 0), (c, 0), (a, 12), (None, 24)];
     for (id, (lora, expected)) in cases.into_iter().enumerate() {
         driver.add(id as i64, &Ask { lora: lora.clone(), ..ask(1, 13, 1) }).unwrap();
         driver.run();
@@ -86,7 +87,7 @@ fn prefixes_are_those_of_one_adapter() {
 fn what_no_adapter_is_named_by_is_refused() {
     for (config, lora) in [(small(), lora(1, "a")), (adapters(1), lora(0, "a")), (adapters(1), lora(1, ""))] {
         let mut driver = Driver::new(config);
-        let refused = driver.add(0, &Ask { lora, ..ask(1, 5, 1) });
+        let refused = driver.add(0, &Ask { lora: Some(lora), ..ask(1, 5, 1) });
         assert!(matches!(refused, Err(Error::InvalidRequest { field: "lora", .. })), "{refused:?}");
     }
 }

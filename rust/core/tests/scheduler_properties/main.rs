@@ -28,7 +28,7 @@ struct Ask {
     caller: Option<i64>,
     stop: Vec<i64>,
     salt: u8,
-    /// Id of its LoRA adapter; 0: none.
+    /// Id of its `LoRA` adapter; 0: none.
     lora: u32,
 }
 

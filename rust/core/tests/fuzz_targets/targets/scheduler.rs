@@ -8,7 +8,7 @@ use specrs_core::scheduler::layout::{
     HEADER_NUM_DECODE, HEADER_NUM_PREFILL,
 };
 use specrs_core::{
-    Drafter, ExtraKey, KvEvent, PlanOutcome, RequestParams, RequestSampling, Scheduler, SchedulerConfig,
+    Drafter, ExtraKey, KvEvent, Lora, PlanOutcome, RequestParams, RequestSampling, Scheduler, SchedulerConfig,
 };
 use std::collections::{HashMap, VecDeque};
 
@@ -58,6 +58,7 @@ pub fn scheduler(data: &[u8]) {
         };
     }
     config.max_in_flight = 1 + bytes.below(3);
+    config.max_loras = bytes.below(3);
     config.enable_prefix_caching = bytes.byte() % 4 > 0;
     config.enable_kv_cache_events = bytes.byte() % 2 > 0;
     config.sliding_window = (bytes.byte() % 3 == 0).then(|| 2 + bytes.below(12));
@@ -103,6 +104,7 @@ impl Run {
         let key = |position| ExtraKey { position, key: b"key" };
         let extra_keys = [key(bytes.below(12)), key(bytes.below(40))];
         let stop = [bytes.number(), 3];
+        let loras = [1, 2].map(|id| Lora { id, name: "adapter".into() });
         let params = RequestParams {
             limit: if bytes.byte() == 0 { bytes.word() as usize } else { prompt.len() + 1 + bytes.below(40) },
             min_tokens: if bytes.byte() == 0 { usize::MAX } else { bytes.below(4) },
@@ -113,6 +115,7 @@ impl Run {
             sampling: RequestSampling::default(),
             cache_salt: &[0, 1][..bytes.below(2)],
             extra_keys: &extra_keys[..bytes.below(3)],
+            lora: [None, loras.first(), loras.last()][bytes.below(3)],
         };
         let before = (self.scheduler.num_waiting(), self.scheduler.num_running());
         if self.scheduler.add_request(id, &prompt, &params).is_err() {
