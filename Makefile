@@ -3,6 +3,7 @@
 #   TORCH=2.11.0 TRANSFORMERS=...  other versions than the locked ones, in an environment of their own
 #   MODEL=...                      of make demo: smollm2, or a folder or GGUF file, in place of the bundled pair
 #   ARGS=...                       handed to specrs demo or pytest
+#   SCREENSHOTS=...                of make test-browser: a folder that keeps pictures
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -13,6 +14,7 @@ TORCH ?=
 TRANSFORMERS ?=
 MODEL ?=
 ARGS ?=
+SCREENSHOTS ?=
 
 VENV := .venv$(if $(TORCH),-torch$(TORCH))$(if $(TRANSFORMERS),-transformers$(TRANSFORMERS))
 BIN := $(CURDIR)/$(VENV)/bin
@@ -25,8 +27,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # Nothing here needs a hub. Models of a few megabytes gain little from a second thread, and lose tenfold by one
 # that waits for a busy core.
-test test-ranks sweeps test-isa test-clients test-abuse test-kv-events test-routers test-ray test-dynamo test-real test-vllm soak demo bench: export HF_HUB_OFFLINE := 1
-test test-ranks sweeps test-isa test-clients test-abuse test-kv-events test-routers test-ray test-dynamo test-real soak: export OMP_NUM_THREADS ?= 1
+test test-ranks sweeps test-isa test-clients test-browser test-abuse test-kv-events test-routers test-ray test-dynamo test-real test-vllm soak demo bench: export HF_HUB_OFFLINE := 1
+test test-ranks sweeps test-isa test-clients test-browser test-abuse test-kv-events test-routers test-ray test-dynamo test-real soak: export OMP_NUM_THREADS ?= 1
 
 .PHONY: help
 help: ## this list
@@ -103,6 +105,15 @@ $(CLIENT_VENVS)/%/.installed: tests/server/clients/%.lock $(VENV)/.installed
 .PHONY: test-clients
 test-clients: build $(CLIENTS:%=$(CLIENT_VENVS)/%/.installed) ## real clients against a real server: openai, lm-eval, guidellm, aiperf, schemathesis
 	$(BIN)/python -m pytest tests/server/clients $(ARGS)
+
+# The page in a browser: playwright drives a chromium that is there, and downloads none.
+CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
+
+.PHONY: test-browser chromium
+chromium:
+	@test -n "$(CHROMIUM)" || { echo "make test-browser needs a chromium (apt: chromium; CHROMIUM=... says where)" >&2; exit 1; }
+test-browser: chromium build $(CLIENT_VENVS)/browser/.installed ## the page in a headless chromium; SCREENSHOTS=folder keeps pictures
+	CHROMIUM="$(CHROMIUM)" SCREENSHOTS="$(SCREENSHOTS)" PYTHONPATH=python $(CLIENT_VENVS)/browser/bin/python -m pytest tests/server/browser $(ARGS)
 
 # What scales out has environments of its own, too. Those in which specrs itself runs take the packages of $(VENV) behind their own.
 SCALING := kv-events routers ray dynamo
@@ -281,7 +292,7 @@ lock: ## resolve requirements.lock again (needs uv)
 
 .PHONY: lock-clients
 lock-clients: build ## resolve tests/server/clients/*.lock again
-	for client in $(CLIENTS); do \
+	for client in $(CLIENTS) browser; do \
 		$(BIN)/uv pip compile tests/server/clients/$$client.in --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
 			$(TORCH_PACKAGES:%=--no-emit-package %) --custom-compile-command "make lock-clients" --upgrade --quiet \
 			--output-file tests/server/clients/$$client.lock || exit 1; \

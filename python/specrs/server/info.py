@@ -95,6 +95,7 @@ async def server_info(context: Context) -> dict[str, Any]:
             "method": speculative.method,
             "model": speculative.model,
             "num_speculative_tokens": speculative.num_speculative_tokens,
+            "max_num_speculative_tokens": limits.num_speculative_tokens,
         },
         "tp_size": 1,
         "dp_size": 1,
