@@ -103,8 +103,9 @@ $(CLIENT_VENVS)/%/.installed: tests/server/clients/%.lock $(VENV)/.installed
 	@touch $@
 
 .PHONY: test-clients
-test-clients: build $(CLIENTS:%=$(CLIENT_VENVS)/%/.installed) ## real clients against a real server: openai, lm-eval, guidellm, aiperf, schemathesis
+test-clients: build $(CLIENTS:%=$(CLIENT_VENVS)/%/.installed) $(CLIENT_VENVS)/otel/.installed ## real clients against a real server: openai, lm-eval, guidellm, aiperf, schemathesis; traces by OpenTelemetry
 	$(BIN)/python -m pytest tests/server/clients $(ARGS)
+	PYTHONPATH=python $(CLIENT_VENVS)/otel/bin/python -m pytest tests/server/tracing $(ARGS)
 
 # The page in a browser: playwright drives a chromium that is there, and downloads none.
 CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
@@ -292,7 +293,7 @@ lock: ## resolve requirements.lock again (needs uv)
 
 .PHONY: lock-clients
 lock-clients: build ## resolve tests/server/clients/*.lock again
-	for client in $(CLIENTS) browser; do \
+	for client in $(CLIENTS) browser otel; do \
 		$(BIN)/uv pip compile tests/server/clients/$$client.in --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
 			$(TORCH_PACKAGES:%=--no-emit-package %) --custom-compile-command "make lock-clients" --upgrade --quiet \
 			--output-file tests/server/clients/$$client.lock || exit 1; \

@@ -84,12 +84,14 @@ class AcceptanceFigures:
 @dataclass(frozen=True, kw_only=True)
 class RequestMetrics(AcceptanceFigures):
     """Figures of one prompt, of its n completions together: counts are sums, times those of the first token of all and
-    of the end of the last. Times are seconds of `time.monotonic`, None for what did not happen.
+    of the end of the last; `scheduled_time` is when the first of them began to run. Times are seconds of
+    `time.monotonic`, None for what did not happen.
     """
 
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
     arrival_time: float | None = None
+    scheduled_time: float | None = None
     first_token_time: float | None = None
     finish_time: float | None = None
 

@@ -78,6 +78,8 @@ def test_figures_of_requests_add_up(llm: LLM) -> None:
         assert one.time_to_first_token is not None
         assert one.latency is not None
         assert 0 < one.time_to_first_token <= one.latency
+        assert None not in (one.arrival_time, one.scheduled_time, one.first_token_time)
+        assert one.arrival_time <= one.scheduled_time <= one.first_token_time
 
 
 def test_eight_samples_of_a_prompt_compute_it_once(llm: LLM) -> None:

@@ -3,6 +3,7 @@
 import json
 import ssl
 import subprocess
+import sys
 from contextlib import closing
 from http.client import HTTPSConnection
 from pathlib import Path
@@ -89,3 +90,13 @@ def test_a_file_of_flags_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixt
         path.write_text(text)
         assert main(["serve", "--config", str(path)]) == 2
         assert capsys.readouterr().err.startswith("specrs serve: error: --config=")
+
+
+def test_traces_say_which_packages_they_need(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)  # as where it is not installed
+    assert main(["serve", "--port", "0", "--otlp-traces-endpoint", "http://127.0.0.1:4318"]) == 2
+    said = capsys.readouterr().err
+    assert "--otlp-traces-endpoint='http://127.0.0.1:4318': needs OpenTelemetry" in said
+    assert "pip install 'specrs[otel]'" in said

@@ -193,6 +193,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='as in \'{"profiler": "torch", "torch_profiler_dir": "traces"}\': POST /start_profile and /stop_profile '
         "write a trace",
     )
+    add("--otlp-traces-endpoint", metavar="URL", help="of a collector of OpenTelemetry traces; default: no traces")
     limits = parser.add_argument_group("limits")
     add = limits.add_argument
     add("--max-body-size", type=human_int, default="16M", help="bytes of a request's body; default: 16M")
@@ -281,6 +282,7 @@ def _settings(arguments: argparse.Namespace) -> Any:
             credentials=arguments.allow_credentials,
         ),
         profiler_folder=_profiler_folder(arguments.profiler_config),
+        otlp_traces_endpoint=arguments.otlp_traces_endpoint,
         limits=HTTPLimits(
             max_header_size=count("max_header_size", 1024),
             max_body_size=count("max_body_size", 1024),

@@ -18,7 +18,7 @@ NOT_IMPLEMENTED = (
     *("data-parallel-supervisor-port", "dp-supervisor-probe-interval-s", "dp-supervisor-probe-timeout-s"),
     *("dp-supervisor-probe-failure-threshold", "disable-access-log-for-endpoints", "enable-ssl-refresh", "ssl-ciphers"),
     *("disable-fastapi-docs", "h11-max-incomplete-event-size", "h11-max-header-count", "enable-offline-docs"),
-    *("enable-flash-late-interaction", "otlp-traces-endpoint", "collect-detailed-traces", "kv-transfer-config"),
+    *("enable-flash-late-interaction", "collect-detailed-traces", "kv-transfer-config"),
     *("speculative-model", "speculative-model-quantization", "num-speculative-tokens", "ngram-prompt-lookup-max"),
     *("ngram-prompt-lookup-min", "speculative-draft-tensor-parallel-size", "speculative-max-model-len"),
     *("speculative-disable-by-batch-size", "speculative-disable-mqa-scorer", "spec-decoding-acceptance-method"),

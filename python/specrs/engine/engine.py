@@ -329,6 +329,7 @@ class Engine:
                 # A preempted request is admitted again, and finds what it computed itself.
                 if request.num_cached_tokens is None:
                     request.num_cached_tokens = num_cached
+                    request.scheduled_time = time.monotonic()
         self.runner.launch(slot, header)
         self._faults.launched(slot, header)
         slot.executed = header.launch_id

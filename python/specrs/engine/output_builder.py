@@ -33,6 +33,7 @@ class TokenTexts(dict[int, str]):
 def metrics(requests: Sequence[Request]) -> RequestMetrics:
     """The figures of the requests that complete one prompt, at least one."""
     books = [request.acceptance for request in requests]
+    scheduled = [request.scheduled_time for request in requests if request.scheduled_time is not None]
     started = [request.first_token_time for request in requests if request.first_token_time is not None]
     ended = [request.finish_time for request in requests if request.finish_time is not None]
     return RequestMetrics(
@@ -42,6 +43,7 @@ def metrics(requests: Sequence[Request]) -> RequestMetrics:
         num_cached_tokens=sum(request.num_cached_tokens or 0 for request in requests),
         num_generated_tokens=sum(request.num_output_tokens for request in requests),
         arrival_time=requests[0].arrival_time,
+        scheduled_time=min(scheduled, default=None),
         first_token_time=min(started, default=None),
         finish_time=max(ended) if len(ended) == len(requests) else None,
     )

@@ -96,6 +96,7 @@ class Request:
         self.stop_token_ids: tuple[int, ...] = ()
         self.eos_token_ids: frozenset[int] = frozenset()
         self.arrival_time = time.monotonic()
+        self.scheduled_time: float | None = None  # when it first got a row
         self.output = Output(
             request_id,
             self.prompt_token_ids,

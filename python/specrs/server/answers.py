@@ -41,6 +41,8 @@ class Answer:
     created: int = field(default_factory=lambda: int(time.time()))
     _told: dict[tuple[int, int], _Told] = field(default_factory=dict)  # by prompt and completion
 
+    operation_name = ""
+    """`gen_ai.operation.name` of its spans."""
     object_name = ""
     chunk_name = ""
     id_prefix = ""
@@ -113,7 +115,7 @@ class CompletionAnswer(Answer):
 
     echo: bool = False
 
-    object_name = chunk_name = "text_completion"
+    operation_name = object_name = chunk_name = "text_completion"
     id_prefix = "cmpl"
 
     def choices(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
@@ -196,6 +198,7 @@ class ChatAnswer(Answer):
     new_reader: Callable[[], MessageReader] | None = None
     _readers: dict[tuple[int, int], MessageReader] = field(default_factory=dict)  # of streams
 
+    operation_name = "chat"
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
     id_prefix = "chatcmpl"

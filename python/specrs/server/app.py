@@ -181,6 +181,8 @@ class PostEndpoint:
         context = self._context
         name = _request_id(scope)
         REQUEST_ID.set(name)
+        if context.tracing is not None:
+            context.tracing.take_parent(scope["headers"])
 
         async def tell(message: Message) -> None:
             if message["type"] == "http.response.start":

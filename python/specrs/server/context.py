@@ -15,6 +15,7 @@ from specrs.server.metrics import Metrics
 from specrs.server.profiler import Profiler
 from specrs.server.templates import TemplateRenderer
 from specrs.server.tools import ToolSettings
+from specrs.server.tracing import Tracing
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class Context:
     cors: CORSSettings = field(default_factory=CORSSettings)
     ui: bool = False
     profiler: Profiler | None = None
+    tracing: Tracing | None = None
     version: str = ""
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))

@@ -156,7 +156,7 @@ def token_text(context: Context, body: SamplingBody) -> TokenText:
 
 async def _generate(context: Context, answer: Answer, prompts: Sequence[Prompt]) -> Result:
     check_size(context, answer, prompts)
-    generation = Generation(context.llm, answer, context.metrics, report_speculation=context.report_speculation)
+    generation = Generation(context, answer)
     await generation.start(prompts, context.lora_request(answer.body.model))
     if answer.body.stream:
         return generation

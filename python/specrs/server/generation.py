@@ -8,14 +8,15 @@ from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from specrs.async_llm import AsyncLLM, OutputStream
+from specrs.async_llm import OutputStream
 from specrs.errors import SpecrsError
 from specrs.inputs import Prompt
 from specrs.lora_request import LoRARequest
 from specrs.outputs import RequestOutput
 from specrs.server.answers import Answer
+from specrs.server.context import Context
 from specrs.server.errors import APIError, api_error, unavailable
-from specrs.server.metrics import Metrics
+from specrs.server.tracing import RequestTrace
 from specrs.server.usage import speculation, usage
 
 logger = logging.getLogger("specrs")
@@ -26,11 +27,13 @@ DONE = b"data: [DONE]\n\n"
 class Generation:
     """One request on its way through the engine. Close it, or use it as a context manager."""
 
-    def __init__(self, llm: AsyncLLM, answer: Answer, metrics: Metrics, *, report_speculation: bool) -> None:
-        self._llm = llm
+    def __init__(self, context: Context, answer: Answer) -> None:
+        self._llm = context.llm
         self._answer = answer
-        self._metrics = metrics
-        self._report = report_speculation
+        self._metrics = context.metrics
+        self._tracing = context.tracing
+        self._trace: RequestTrace | None = None
+        self._report = context.report_speculation
         self._last: dict[int, RequestOutput] = {}
         self._num_prompts = 0
         self._stream: OutputStream | None = None
@@ -40,13 +43,23 @@ class Generation:
 
     async def start(self, prompts: Sequence[Prompt], lora_request: LoRARequest | None) -> None:
         """Queue the prompts, for the base model or an adapter. Raises what is wrong with them; then nothing runs."""
+        observers = [self._metrics.observer()]
+        trace = None if self._tracing is None else self._tracing.request(self._answer, len(prompts))
+        if trace is not None:
+            observers.append(trace.observe)
+
+        def observe(index: int, output: RequestOutput) -> None:
+            for observer in observers:
+                observer(index, output)
+
         self._stream = await self._llm.submit(
             prompts,
             self._answer.asked.params,
             lora_request=lora_request,
             priority=self._answer.body.priority or 0,
-            observer=self._metrics.observer(),
+            observer=observe,
         )
+        self._trace = trace
         self._num_prompts = len(prompts)
 
     def __enter__(self) -> Self:
@@ -60,6 +73,8 @@ class Generation:
         if self._stream is not None:
             self._stream.close()
             self._metrics.cut_off(left * self._answer.asked.params.n)
+        if self._trace is not None:
+            self._trace.close()
 
     async def whole(self) -> dict[str, Any]:
         """The answer, when all has ended. Raises `APIError` for what failed."""

@@ -119,7 +119,7 @@ class ResponseGeneration(Generation):
     """A chat that is told as a response."""
 
     def __init__(self, context: Context, answer: Answer, body: ResponsesRequest) -> None:
-        super().__init__(context.llm, answer, context.metrics, report_speculation=context.report_speculation)
+        super().__init__(context, answer)
         self._body = body
         self._context = context
 

@@ -33,6 +33,7 @@ from specrs.server.metrics import Metrics
 from specrs.server.profiler import Profiler
 from specrs.server.templates import TemplateRenderer
 from specrs.server.tools import ToolSettings
+from specrs.server.tracing import Tracing
 
 logger = logging.getLogger("specrs")
 
@@ -81,6 +82,7 @@ class ServerSettings:
     cors: CORSSettings = field(default_factory=CORSSettings)
     ui: bool = False
     profiler_folder: Path | None = None
+    otlp_traces_endpoint: str | None = None
     limits: HTTPLimits = field(default_factory=HTTPLimits)
 
 
@@ -118,6 +120,7 @@ def make_context(engine_settings: Mapping[str, Any], settings: ServerSettings) -
     Raises `InvalidConfigError` and its subclasses.
     """
     config = EngineConfig.from_kwargs(**engine_settings)
+    tracing = None if settings.otlp_traces_endpoint is None else Tracing(settings.otlp_traces_endpoint)
     defaults = checkpoint_defaults(config) if settings.use_generation_config else {}
     names = tuple(settings.served_model_names) or (config.model or "bundled",)
     adapters = _adapters(settings.lora_modules, names)
@@ -149,6 +152,7 @@ def make_context(engine_settings: Mapping[str, Any], settings: ServerSettings) -
         cors=settings.cors,
         ui=settings.ui,
         version=version("specrs"),
+        tracing=tracing,
         profiler=None if settings.profiler_folder is None else Profiler(llm, settings.profiler_folder),
     )
 
@@ -166,6 +170,8 @@ def close_context(context: Context) -> bool:
     """End its engine and processes; whether the engine has ended within `ABORT_TIMEOUT` seconds."""
     if context.templates is not None:
         context.templates.close()
+    if context.tracing is not None:
+        context.tracing.close()
     return context.llm.shutdown(ABORT_TIMEOUT)
 
 

@@ -1,0 +1,247 @@
+"""OpenTelemetry: a span for each prompt that was completed, under vLLM's name and attributes. Sends nothing itself.
+
+Spans go to a queue, and a thread of the SDK exports them: no stream waits for a collector, and none ends with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from specrs.errors import invalid_config
+from specrs.outputs import RequestMetrics, RequestOutput
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context as SpanContext
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+    from specrs.server.answers import Answer
+
+logger = logging.getLogger("specrs")
+
+PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+PROTOCOLS = {"grpc": "grpc", "http/protobuf": "http"}
+"""Values of these variables, the first one the default as in vLLM, and the module of each exporter."""
+END_TIMEOUT = 2.0
+"""Seconds that the last spans may take at the end of the server; then they are given up."""
+
+Attributes = dict[str, Any]
+
+
+class Tracing:
+    """The tracer of one server, and the thread that exports what it makes."""
+
+    def __init__(self, endpoint: str) -> None:
+        """Export to `endpoint`, a URL, in the protocol that `PROTOCOL_VARIABLES` name; connects to nothing yet.
+
+        The SDK's other variables, such as OTEL_SERVICE_NAME, OTEL_EXPORTER_OTLP_HEADERS and OTEL_TRACES_SAMPLER, hold.
+
+        Raises `InvalidConfigError` for another protocol, and without the packages of `specrs[otel]`.
+        """
+        exporter = _exporter(endpoint)
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        named = "OTEL_SERVICE_NAME" in os.environ or "service.name=" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
+        self._exporter = exporter
+        self._provider = TracerProvider(
+            resource=Resource.create({} if named else {"service.name": "specrs"}), shutdown_on_exit=False
+        )
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))  # type: ignore[arg-type]
+        self._tracer = self._provider.get_tracer("specrs.server")
+
+    def take_parent(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Make what `traceparent` and `tracestate` name the parent of the spans of this task."""
+        from opentelemetry import context, propagate
+
+        context.attach(propagate.extract({name.decode("latin-1"): value.decode("latin-1") for name, value in headers}))
+
+    def request(self, answer: Answer, num_prompts: int) -> RequestTrace:
+        """What becomes the spans of a request that is being answered, with this task's parent."""
+        from opentelemetry import context
+
+        return RequestTrace(self._tracer, context.get_current(), answer, num_prompts)
+
+    def close(self) -> None:
+        """Export what is left, for `END_TIMEOUT` seconds at most, and end the thread. Blocks."""
+        impatient = threading.Timer(END_TIMEOUT, self._exporter.shutdown)  # ends a wait for a collector that is gone
+        impatient.daemon = True
+        impatient.start()
+        self._provider.shutdown()
+        impatient.cancel()
+
+
+class RequestTrace:
+    """The spans of one request, each made when its prompt has ended."""
+
+    def __init__(self, tracer: Any, parent: SpanContext, answer: Answer, num_prompts: int) -> None:
+        self._tracer = tracer
+        self._parent = parent
+        self._answer = answer
+        self._started = time.monotonic()
+        self._running: dict[int, RequestOutput | None] = dict.fromkeys(range(num_prompts))
+
+    def observe(self, index: int, output: RequestOutput) -> None:
+        """Told of every output of prompt `index`."""
+        self._running[index] = output
+        if output.finished:
+            del self._running[index]
+            self._record(output)
+
+    def close(self) -> None:
+        """Make the spans of prompts whose client has left."""
+        for output in self._running.values():
+            self._record(output)
+        self._running.clear()
+
+    def _record(self, output: RequestOutput | None) -> None:
+        from opentelemetry.trace import SpanKind, Status, StatusCode
+
+        metrics = RequestMetrics() if output is None else output.metrics
+        arrival = self._started if metrics.arrival_time is None else metrics.arrival_time
+        end = time.monotonic() if metrics.finish_time is None else metrics.finish_time
+        wall = time.time_ns() - time.monotonic_ns()
+        span = self._tracer.start_span(
+            "llm_request", context=self._parent, kind=SpanKind.SERVER, start_time=wall + int(arrival * 1e9)
+        )
+        if span.is_recording():
+            span.set_attributes(self._request_attributes())
+            span.set_attributes(_latencies(metrics, arrival, end))
+            span.set_attributes(_speculation(metrics))
+            if output is not None:
+                span.set_attributes(_usage(output))
+            reasons = ["abort"] if output is None else [one.finish_reason or "abort" for one in output.outputs]
+            span.set_attribute("gen_ai.response.finish_reasons", reasons)
+            if output is not None and output.error is not None:
+                span.set_attribute("error.type", type(output.error).__name__)
+                span.set_status(Status(StatusCode.ERROR, str(output.error)))
+        span.end(wall + int(end * 1e9))
+
+    def _request_attributes(self) -> Attributes:
+        answer, params = self._answer, self._answer.asked.params
+        given = {
+            "gen_ai.operation.name": answer.operation_name,
+            "gen_ai.provider.name": "specrs",
+            "gen_ai.request.id": answer.head(chunk=False)["id"],
+            "gen_ai.request.model": answer.model,
+            "gen_ai.response.model": answer.model,
+            "gen_ai.request.n": params.n,
+            "gen_ai.request.max_tokens": params.max_tokens,
+            "gen_ai.request.temperature": params.temperature,
+            "gen_ai.request.top_p": params.top_p,
+            "gen_ai.request.top_k": float(params.top_k) if params.top_k else None,
+            "gen_ai.request.seed": params.seed,
+            "specrs.request.num_speculative_tokens": params.num_speculative_tokens,
+        }
+        return _without_none(given)
+
+
+def _usage(output: RequestOutput) -> Attributes:
+    """Tokens, under vLLM's names and under those that the conventions have by now."""
+    prompt, generated = len(output.prompt_token_ids), output.metrics.num_generated_tokens
+    return {
+        "gen_ai.usage.num_sequences": len(output.outputs),
+        "gen_ai.usage.prompt_tokens": prompt,
+        "gen_ai.usage.completion_tokens": generated,
+        "gen_ai.usage.input_tokens": prompt,
+        "gen_ai.usage.output_tokens": generated,
+        "gen_ai.usage.cache_read.input_tokens": output.metrics.num_cached_tokens,
+    }
+
+
+def _latencies(metrics: RequestMetrics, arrival: float, end: float) -> Attributes:
+    """Seconds."""
+    scheduled, first = metrics.scheduled_time, metrics.first_token_time
+    given = {
+        "gen_ai.latency.time_in_queue": None if scheduled is None else scheduled - arrival,
+        "gen_ai.latency.time_to_first_token": None if first is None else first - arrival,
+        "gen_ai.latency.e2e": end - arrival,
+        "gen_ai.latency.time_in_model_prefill": None if scheduled is None or first is None else first - scheduled,
+        "gen_ai.latency.time_in_model_decode": None if first is None else end - first,
+        "gen_ai.latency.time_in_model_inference": None if scheduled is None else end - scheduled,
+    }
+    return _without_none(given)
+
+
+def _speculation(metrics: RequestMetrics) -> Attributes:
+    """What was drafted; empty where nothing was."""
+    if not metrics.drafts:
+        return {}
+    return {
+        "specrs.spec_decode.num_drafts": metrics.drafts,
+        "specrs.spec_decode.num_draft_tokens": metrics.draft_tokens,
+        "specrs.spec_decode.num_accepted_tokens": metrics.accepted_tokens,
+        "specrs.spec_decode.mean_acceptance_length": metrics.acceptance_length,
+        "specrs.spec_decode.num_accepted_tokens_per_pos": metrics.accepted_per_position,
+    }
+
+
+def _without_none(given: Attributes) -> Attributes:
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _exporter(endpoint: str) -> _Exporter:
+    """The exporter of the wanted protocol. Raises `InvalidConfigError`."""
+    name = next((name for name in PROTOCOL_VARIABLES if os.environ.get(name)), PROTOCOL_VARIABLES[0])
+    protocol = os.environ.get(name) or next(iter(PROTOCOLS))
+    if protocol not in PROTOCOLS:
+        raise invalid_config(name, protocol, f"must be {' or '.join(PROTOCOLS)}")
+    try:
+        if protocol == "grpc":
+            from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as Exporter
+        else:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as Exporter
+    except ImportError as missing:
+        raise invalid_config(
+            "--otlp-traces-endpoint", endpoint, f"needs OpenTelemetry ({missing.name}): pip install 'specrs[otel]'"
+        ) from None
+    return _Exporter(Exporter(endpoint=endpoint), endpoint)
+
+
+class _Exporter:
+    """An exporter that says once that it fails, and once that it works again, where the SDK has a line for each try.
+
+    A `SpanExporter` in all but its class, which is not there without the packages.
+    """
+
+    def __init__(self, exporter: SpanExporter, endpoint: str) -> None:
+        self._inner = exporter
+        self._endpoint = endpoint
+        self._failing = False
+        self._said = _LastLine()
+        log = logging.getLogger("opentelemetry.exporter")
+        log.handlers, log.propagate = [self._said], False
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Send spans; waits for the collector, in the SDK's thread."""
+        result = self._inner.export(spans)
+        failing = result.name != "SUCCESS"
+        if failing and not self._failing:
+            logger.warning("Traces do not reach %s and are dropped: %s", self._endpoint, self._said.text)
+        elif self._failing and not failing:
+            logger.info("Traces reach %s again", self._endpoint)
+        self._failing = failing
+        return result
+
+    def shutdown(self) -> None:
+        """End a wait of `export`, and send nothing any more. May be called twice."""
+        self._inner.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30000) -> bool:
+        """Nothing waits here."""
+        return self._inner.force_flush(timeout_millis)
+
+
+class _LastLine(logging.Handler):
+    """Keeps the last line of a log."""
+
+    text = "no reason given"
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text = record.getMessage()
