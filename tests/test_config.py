@@ -44,6 +44,8 @@ def test_defaults() -> None:
         ("max_num_seqs", 0, "an integer from 1 to 65536"),
         ("max_num_batched_tokens", 0, "an integer from 1 to"),
         ("long_prefill_token_threshold", -1, "an integer from 0 to"),
+        ("max_prefill_stall_ms", -1, "a finite number from 0 to"),
+        ("max_prefill_stall_ms", float("nan"), "a finite number from 0 to"),
         ("num_reserved_decode_tokens", 1.0, "an integer from 0 to"),
         ("priority_aging_launches", None, "an integer from 0 to"),
         ("block_size", 0, "an integer from 1 to 1024"),

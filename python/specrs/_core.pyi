@@ -487,6 +487,7 @@ class Scheduler:
         logits_dtype: str = "float32",
         num_reserved_decode_tokens: int = 64,
         long_prefill_token_threshold: int = 0,
+        max_prefill_stall_ms: float = 0.0,
         priority_aging_launches: int = 0,
         max_loras: int = 0,
         enable_prefix_caching: bool = True,
@@ -520,8 +521,11 @@ class Scheduler:
             logits_dtype: "float32" or "float64", what sampling parameters are rounded to.
             num_reserved_decode_tokens: positions of output that each running request has blocks for, or could get, when
                 a newcomer is admitted; at least 0, which preempts often in a full pool.
-            long_prefill_token_threshold: the most prompt tokens of a request in a launch while other prompts want some;
-                0 is three quarters of what is left when its turn comes. What the others leave, it gets.
+            long_prefill_token_threshold: the most prompt tokens of a request in a launch; 0: three quarters of what is
+                left when its turn comes, and what other prompts leave of the rest.
+            max_prefill_stall_ms: the most milliseconds that prompt and draft chunks take of a launch in which requests
+                decode, which wait for it, by the times that `time_launch` is told; 16 tokens of prompts go through in
+                any case. 0 is no bound.
             priority_aging_launches: launches by which a request must have arrived earlier to go before one of a
                 priority better by 1; 0: priority always counts more.
             max_loras: the most LoRA adapters of the requests that run at once, at most 1024; 0: no request has one.
@@ -702,6 +706,18 @@ class Scheduler:
         Raises:
             InvalidBufferError: a buffer is not a contiguous int64 array of its layout's size, or as
                 `SpeculationPlanner.settle`.
+        """
+
+    def time_launch(self, launch_id: int, ms: float) -> None:
+        """Tells how long the launch that settled last took, from its beginning, or the end of the one before it, until
+        all that waits for it has been told.
+
+        By that, plans take as many prompt tokens beside requests that decode as `max_prefill_stall_ms` allows; without
+        it the call does nothing.
+
+        Raises:
+            SettleOrderError: another launch settled last.
+            InvalidBufferError: `ms` is not a finite time above 0.
         """
 
     def rebuild_draft(self, request_id: int) -> None:

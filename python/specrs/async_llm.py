@@ -6,10 +6,11 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from specrs.config import EngineConfig
+from specrs.config import STREAMING_PREFILL_STALL_MS, EngineConfig
 from specrs.engine.intake import Intake, take_grammar
 from specrs.engine.loop import EngineLoop, Group, Updates
 from specrs.errors import EngineDeadError, InvalidRequestError, QueueFullError, check_int, invalid_request
@@ -108,8 +109,13 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:
-        """As `LLM`: load `model` with the fields of `EngineConfig`. Blocks while weights load. Raises as `LLM` does."""
+        """As `LLM`: load `model` with the fields of `EngineConfig`. Blocks while weights load. Raises as `LLM` does.
+
+        Other than there `max_prefill_stall_ms` is 100 unless it is given.
+        """
         config = EngineConfig.from_kwargs(model=model, **settings)
+        if config.max_prefill_stall_ms is None:
+            config = replace(config, max_prefill_stall_ms=STREAMING_PREFILL_STALL_MS)
         tokenizer = load_tokenizer(config)
         from specrs.engine.build import build_engine
 

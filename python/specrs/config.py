@@ -40,6 +40,9 @@ DEFAULT_CPU_KV_CACHE_BYTES = 4 << 30
 """Bytes of KV cache on a CPU unless told otherwise. The pool is mapped lazily, so unused blocks cost no memory."""
 CPU_PREFILLS = ("exact", "amx", "torch")
 MODEL_IMPLS = ("auto", "specrs", "transformers")
+STREAMING_PREFILL_STALL_MS = 100.0
+"""What prompts may hold up streams for, unless told otherwise. Streams pause for it and for one iteration: where
+prompts take half as long again as was expected, and the iteration takes as long, that is 250 ms."""
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 
 
@@ -65,8 +68,12 @@ class EngineConfig:
     of 16 bits, and the text of a model that attends rounded K and V. On a CPU passes are torch's then, op by op.
     `max_model_len`: tokens of prompt and output together; None is the model's `max_position_embeddings`.
     `max_num_seqs`: requests that run at once. `max_num_batched_tokens`: tokens of one launch.
-    `long_prefill_token_threshold`: the most prompt tokens of a request in one launch while other prompts want some; 0
-    leaves a quarter to the others. What the others leave, it gets.
+    `long_prefill_token_threshold`: the most prompt tokens of a request in one launch; 0 leaves a quarter to others, and
+    what they leave, it gets.
+    `max_prefill_stall_ms`: the most milliseconds that prompts take of a launch in which other requests decode, which
+    wait for it; by what launches have taken, and at least 16 tokens. 0 is no bound; None is 100 where answers are
+    streamed (`AsyncLLM`, the server), and none in `LLM`. How a prompt is cut depends on the machine's speed then, and
+    with it what other than the exact pass computes.
     `num_reserved_decode_tokens`: positions of output kept for each running request when another is admitted. Fewer let
     more requests run at once in a full KV cache, and be preempted more often.
     `priority_aging_launches`: priorities age, so that no request waits for ever behind more important ones: one that
@@ -125,6 +132,7 @@ class EngineConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     long_prefill_token_threshold: int = 0
+    max_prefill_stall_ms: float | None = None
     num_reserved_decode_tokens: int = 64
     priority_aging_launches: int = 0
     block_size: int = 16
@@ -193,6 +201,10 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None:
                 checked[name] = check_int(error, name, value, low, high, also=", or None")
+        if self.max_prefill_stall_ms is not None:
+            checked["max_prefill_stall_ms"] = check_number(
+                error, "max_prefill_stall_ms", self.max_prefill_stall_ms, 0.0, 1e6
+            )
         for name in ("revision", "tokenizer_revision"):
             value = getattr(self, name)
             if value is not None:

@@ -67,8 +67,9 @@ def test_every_flag_of_the_engine(served: list[tuple[EngineConfig, ServerSetting
     flags = "--tokenizer t --revision r --dtype bfloat16 --seed 3 --max-model-len 4K --max-num-seqs 7 --block-size 32"
     more = "--max-num-batched-tokens 1k --num-gpu-blocks-override 9 --no-enable-prefix-caching --enforce-eager"
     policy = "--long-prefill-token-threshold 1K --num-reserved-decode-tokens 128 --priority-aging-launches 50"
+    stall = "--max-prefill-stall-ms 62.5"
     cpu = "--kv-cache-dtype fp8 --cpu-prefill torch --no-cpu-bf16-rows -tp 2 --distributed-timeout 7.5"
-    given = [*flags.split(), *more.split(), *policy.split(), *cpu.split()]
+    given = [*flags.split(), *more.split(), *policy.split(), *stall.split(), *cpu.split()]
     assert main(["serve", "m/m", *given, "--max-logprobs", "5"]) == 0
     ((config, _),) = served
     assert config == EngineConfig(
@@ -84,6 +85,7 @@ def test_every_flag_of_the_engine(served: list[tuple[EngineConfig, ServerSetting
         long_prefill_token_threshold=1024,
         num_reserved_decode_tokens=128,
         priority_aging_launches=50,
+        max_prefill_stall_ms=62.5,
         num_gpu_blocks_override=9,
         enable_prefix_caching=False,
         enforce_eager=True,

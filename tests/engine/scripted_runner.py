@@ -93,26 +93,39 @@ class ScriptedRunner:
         slot.logprobs[entry] = TokenLogprobs(values, torch.ones(len(new), dtype=torch.int64), none.long(), none)
 
 
-def make_engine(depth: int, *, num_blocks: int = 64, max_num_seqs: int = 3) -> Engine:
+def make_engine(
+    depth: int,
+    *,
+    num_blocks: int = 64,
+    max_num_seqs: int = 3,
+    max_model_len: int = MAX_MODEL_LEN,
+    max_num_batched_tokens: int = 16,
+    max_prefill_stall_ms: float = 0.0,
+    runner: ScriptedRunner | None = None,
+) -> Engine:
     """An engine around a scripted runner."""
     scheduler = Scheduler(
         max_num_seqs=max_num_seqs,
-        max_model_len=MAX_MODEL_LEN,
+        max_model_len=max_model_len,
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
-        max_num_batched_tokens=16,
+        max_num_batched_tokens=max_num_batched_tokens,
         num_speculative_tokens=K,
         drafter=CachedDrafter(max_model_len=MAX_MODEL_LEN),
         max_in_flight=depth,
+        max_prefill_stall_ms=max_prefill_stall_ms,
     )
     config = EngineConfig(
-        speculative_config=SpeculativeConfig(num_speculative_tokens=K), launch_depth=depth, max_num_seqs=max_num_seqs
+        speculative_config=SpeculativeConfig(num_speculative_tokens=K),
+        launch_depth=depth,
+        max_num_seqs=max_num_seqs,
+        max_prefill_stall_ms=max_prefill_stall_ms,
     )
     limits = RequestLimits(
-        max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB, num_speculative_tokens=K, eos_token_ids=(EOS,)
+        max_model_len=max_model_len, vocab_size=VOCAB, num_speculative_tokens=K, eos_token_ids=(EOS,)
     )
     ring = Ring(scheduler, K, depth, pinned=False)
-    return Engine(EngineParts(config, None, limits, scheduler, ring, ScriptedRunner()))  # type: ignore[arg-type]
+    return Engine(EngineParts(config, None, limits, scheduler, ring, runner or ScriptedRunner()))  # type: ignore[arg-type]
 
 
 def told(request: Request) -> list[int]:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar, cast
 
 import pytest
 from specrs.async_llm import AsyncLLM, OutputStream
+from specrs.config import EngineConfig
 from specrs.engine.loop import MAX_FAULTS
 from specrs.errors import EngineDeadError, EngineError, InvalidRequestError, QueueFullError
 from specrs.llm import LLM
@@ -299,6 +300,7 @@ def test_an_event_loop_that_went_away(llm: AsyncLLM, engine: ScriptedEngine, gat
 
 def test_the_same_texts_as_llm() -> None:
     settings: dict[str, Any] = {"speculative_config": {"num_speculative_tokens": 3}, "dtype": "float64", "seed": 3}
+    settings["max_prefill_stall_ms"] = 0  # how soon the two of n=2 draft must not hang on the machine's speed
     prompts = ["def add(a, b):", "class Stack:", [5, 6, 7], "import"]
     each = [
         GREEDY.replace(max_tokens=20, logprobs=2),
@@ -330,3 +332,20 @@ def test_the_same_texts_as_llm() -> None:
         assert mine.prompt_logprobs == theirs.prompt_logprobs
         assert mine.metrics.acceptance_histogram == theirs.metrics.acceptance_histogram
     assert stats.acceptance_histogram == llm.stats().acceptance_histogram
+
+
+@pytest.mark.parametrize(("given", "bound"), [(None, 100.0), (0, 0.0), (40, 40.0)])
+def test_prompts_hold_up_streams_for_100_ms_unless_told(
+    engine: ScriptedEngine, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, given: float | None, bound: float
+) -> None:
+    built = []
+
+    def build(config: EngineConfig) -> ScriptedEngine:
+        built.append(config.max_prefill_stall_ms)
+        return engine
+
+    monkeypatch.setattr("specrs.engine.build.build_engine", build)
+    monkeypatch.setattr("specrs.async_llm.load_tokenizer", lambda config: tokenizer)
+    assert AsyncLLM(max_prefill_stall_ms=given).shutdown(timeout=30)
+    assert built == [bound]
+    assert EngineConfig(max_prefill_stall_ms=given).max_prefill_stall_ms == given, "LLM has no bound of its own"

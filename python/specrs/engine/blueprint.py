@@ -190,6 +190,7 @@ class Blueprint:
             logits_dtype=str(self.logits_dtype).removeprefix("torch."),
             num_reserved_decode_tokens=config.num_reserved_decode_tokens,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
+            max_prefill_stall_ms=config.max_prefill_stall_ms or 0.0,
             priority_aging_launches=config.priority_aging_launches,
             max_loras=config.max_loras if config.enable_lora else 0,
             enable_prefix_caching=config.enable_prefix_caching,

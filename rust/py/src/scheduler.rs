@@ -40,8 +40,9 @@ impl Scheduler {
     #[pyo3(signature = (
         *, max_num_seqs, max_model_len, num_blocks, block_size, max_num_batched_tokens, num_speculative_tokens = 0,
         drafter = None, sliding_window = None, window_groups = None, max_in_flight = 1, max_constraint_len = 0,
-        logits_dtype = "float32", num_reserved_decode_tokens = 64, long_prefill_token_threshold = 0, priority_aging_launches = 0,
-        max_loras = 0, enable_prefix_caching = true, enable_kv_cache_events = false,
+        logits_dtype = "float32", num_reserved_decode_tokens = 64, long_prefill_token_threshold = 0,
+        max_prefill_stall_ms = 0.0, priority_aging_launches = 0, max_loras = 0, enable_prefix_caching = true,
+        enable_kv_cache_events = false,
         hash_key = DEFAULT_HASH_KEY,
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only settings")]
@@ -61,6 +62,7 @@ impl Scheduler {
         logits_dtype: &str,
         num_reserved_decode_tokens: i64,
         long_prefill_token_threshold: i64,
+        max_prefill_stall_ms: f64,
         priority_aging_launches: i64,
         max_loras: i64,
         enable_prefix_caching: bool,
@@ -88,6 +90,7 @@ impl Scheduler {
             logits_dtype: parse_dtype(py, logits_dtype)?,
             num_reserved_decode_tokens: size("num_reserved_decode_tokens", num_reserved_decode_tokens)?,
             long_prefill_token_threshold: size("long_prefill_token_threshold", long_prefill_token_threshold)?,
+            max_prefill_stall_ms,
             priority_aging_launches: size("priority_aging_launches", priority_aging_launches)?,
             max_loras: size("max_loras", max_loras)?,
             enable_prefix_caching,
@@ -225,6 +228,11 @@ impl Scheduler {
         let (record, results): (In, In) = (readonly("record", record)?, readonly("results", results)?);
         let (record, results) = (record.as_slice()?, results.as_slice()?);
         self.core(py).tell(&mut planner.planner(py), record, results, ms).or_raise(py)
+    }
+
+    fn time_launch(&self, py: Python<'_>, launch_id: i64, ms: f64) -> PyResult<()> {
+        let launch_id = size(py, Class::SettleOrder, "launch_id", launch_id)? as u64;
+        self.core(py).time_launch(launch_id, ms).or_raise(py)
     }
 
     fn rebuild_draft(&self, py: Python<'_>, request_id: i64) -> PyResult<()> {

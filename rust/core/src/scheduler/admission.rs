@@ -27,7 +27,7 @@ impl Scheduler {
         for place in 0..plan.queue.len() {
             let index = plan.queue[place];
             let num_tokens = self.requests[index].tokens.len();
-            let left = self.chunk_left(plan, index);
+            let left = self.chunk_left(plan, index, 0, usize::MAX);
             let (uploads, constraints) =
                 (plan.upload_tokens + num_tokens, plan.constraints + self.requests[index].sampling.constraints.len());
             let fits =
@@ -36,7 +36,10 @@ impl Scheduler {
                 break;
             }
             if left == 0 {
-                continue;
+                if self.requests[index].tells_prompt() {
+                    continue;
+                }
+                break;
             }
             self.find_prefix(index, plan);
             let hits = plan.hits.iter().chain(plan.group_hits.iter().flatten());
@@ -58,6 +61,8 @@ impl Scheduler {
             }
             let start = plan.hits.len() * block_size;
             let len = (num_tokens - start).min(self.chunk_share(left)).min(self.groups.columns(free) * block_size);
+            // Deep in a context tokens may be dearer, and a short chunk by the token.
+            let len = self.chunk_left(plan, index, start, len);
             if len == 0 {
                 break;
             }

@@ -18,6 +18,7 @@
 
 use super::Scheduler;
 use super::plan::{DraftChunk, Lagging, Plan};
+use super::prefill_costs::LEAST_TOKENS;
 use super::row::{Row, RowIndex, RowState};
 use crate::error::Result;
 
@@ -41,17 +42,31 @@ impl Scheduler {
         let chunks = plan.budget.map_or_else(|| self.chunk_budget(plan.decode_tokens), |budget| budget.chunks);
         let mut left = chunks.saturating_sub(plan.prefill_tokens);
         let mut room = self.config.max_num_batched_tokens;
+        // A request that decodes alone waits for itself.
+        let most_ms = self.most_ms(plan.decodes.len() - 1);
         if !self.next_launch_id.is_multiple_of(IMPORTANCE_LAUNCHES) {
             plan.lagging.sort_unstable_by_key(|row| (row.demand, row.decode));
         }
         for index in 0..plan.lagging.len() {
             let first = room == self.config.max_num_batched_tokens;
-            let most = room.min(self.draft_tokens(left).max(usize::from(first)));
+            let mut most = room.min(self.draft_tokens(left).max(usize::from(first)));
+            if most_ms < f64::INFINITY {
+                let least = LEAST_TOKENS.saturating_sub(self.config.max_num_batched_tokens - room);
+                most = self.catch_up_within(plan, index, most, most_ms).max(most.min(least));
+            }
             let len = self.catch_up_row(plan, index, most)?;
             left = left.saturating_sub(self.draft_cost(len));
             room -= len;
         }
         Ok(())
+    }
+
+    /// How much of `most` a row may catch up without chunks taking more than `ms`.
+    fn catch_up_within(&self, plan: &Plan, index: usize, most: usize, ms: f64) -> usize {
+        let row_index = plan.decodes[plan.lagging[index].decode].row;
+        let start = self.rows[row_index as usize].draft_len.max(self.held_from(row_index));
+        let ratio = self.config.drafter.cost_ratio();
+        self.prefill_costs.fitting_draft(&plan.work, ratio, start, most, ms)
     }
 
     /// Catches one row up by at most `most` tokens; how many it took.
@@ -73,6 +88,7 @@ impl Scheduler {
             let row = &mut self.rows[decode.row as usize];
             (row.draft_len, row.draft_len_moved, row.last_catch_up) = (end, false, self.next_launch_id);
             plan.draft_chunks.push(DraftChunk { row: decode.row, start, len: end - start });
+            plan.work.add_draft_chunk(self.config.drafter.cost_ratio(), start, end - start);
         }
         if drafts {
             decode.k = self.reserve(decode.row, decode.n_upper, limit, k)?.unwrap_or(0);

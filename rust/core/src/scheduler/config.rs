@@ -49,9 +49,12 @@ pub struct SchedulerConfig {
     /// Positions of output that each running request has blocks for, or could get, when a newcomer is admitted. With 0 a full pool
     /// admits requests that it preempts soon after; each reserved block a row costs that much concurrency while the pool is full.
     pub num_reserved_decode_tokens: usize,
-    /// The most prompt tokens of a request in a launch while other prompts want some; 0 is three quarters of what is left when its turn
-    /// comes. What the others leave, it gets.
+    /// The most prompt tokens of a request in a launch; 0: three quarters of what is left when its turn comes, and what other prompts
+    /// leave of the rest.
     pub long_prefill_token_threshold: usize,
+    /// The most milliseconds that prompt and draft chunks take of a launch in which requests decode, which wait for it, by the times that
+    /// [`super::Scheduler::time_launch`] is told; 16 tokens of prompts go through in any case. 0 is no bound. Finite.
+    pub max_prefill_stall_ms: f64,
     /// Launches by which a request must have arrived earlier to go before one of a priority better by 1; 0: priority always counts
     /// more.
     pub priority_aging_launches: usize,
@@ -90,6 +93,7 @@ impl SchedulerConfig {
             logits_dtype: LogitsDtype::Float32,
             num_reserved_decode_tokens: 64,
             long_prefill_token_threshold: 0,
+            max_prefill_stall_ms: 0.0,
             priority_aging_launches: 0,
             max_loras: 0,
             enable_prefix_caching: true,
@@ -125,6 +129,10 @@ impl SchedulerConfig {
             if value < least || value > most {
                 return Err(Error::invalid_config(field, value, format!("{least} to {most}")));
             }
+        }
+        let stall = self.max_prefill_stall_ms;
+        if !(stall.is_finite() && stall >= 0.0) {
+            return Err(Error::invalid_config("max_prefill_stall_ms", stall, "finite and at least 0"));
         }
         self.validate_groups()?;
         if let Some(suffix) = &self.host_drafters.suffix {

@@ -11,6 +11,7 @@
 //! | `request`, `row` | what is remembered |
 //! | `lifecycle` | how requests come, go, and lose their row |
 //! | `plan`, `admission`, `catch_up` | what the next launch does |
+//! | `prefill_costs` | how many prompt tokens fit into a time |
 //! | `sharing` | whose turn it is where somebody asks for many requests at once |
 //! | `windows` | which blocks come back while their request goes on |
 //! | `loras` | how many `LoRA` adapters run at once, and whose blocks are whose |
@@ -40,6 +41,7 @@ pub mod layout;
 mod lifecycle;
 mod loras;
 mod plan;
+mod prefill_costs;
 mod record;
 mod request;
 mod row;
@@ -142,6 +144,9 @@ pub struct Scheduler {
     /// Oldest first.
     launches: VecDeque<Launch>,
     spare_launches: Vec<Launch>,
+    /// The launch that settled last.
+    settled: Option<(u64, prefill_costs::LaunchWork)>,
+    prefill_costs: prefill_costs::PrefillCosts,
     next_launch_id: u64,
     next_arrival: u64,
     num_preemptions: u64,
@@ -193,6 +198,8 @@ impl Scheduler {
             running: Vec::with_capacity(rows),
             launches: VecDeque::with_capacity(config.max_in_flight),
             spare_launches: Vec::new(),
+            settled: None,
+            prefill_costs: prefill_costs::PrefillCosts::new(),
             next_launch_id: 0,
             next_arrival: 0,
             num_preemptions: 0,

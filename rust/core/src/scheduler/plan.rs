@@ -3,6 +3,7 @@
 //! Deciding may reserve blocks, preempt and let callers share, and nothing else until it is certain that a launch comes of it: a plan that ends in
 //! `SettleFirst` leaves only reservations behind, which the next plan finds.
 
+use super::prefill_costs::LaunchWork;
 use super::request::RequestIndex;
 use super::row::{Row, RowIndex};
 use super::{PlanOutcome, Scheduler, kv_events};
@@ -49,27 +50,9 @@ pub(super) struct Budget {
     /// For prefill and draft chunks together.
     pub(super) chunks: usize,
     pub(super) prefill_left: usize,
-    /// Of them those whose own probabilities are asked for.
-    told_left: usize,
+    /// Milliseconds that prompts may take; infinity where nobody waits for them.
+    prefill_ms: f64,
 }
-
-impl Budget {
-    /// What is left for a chunk of a prompt; `told`: log probabilities of it are asked for.
-    fn left(&self, told: bool) -> usize {
-        if told { self.prefill_left.min(self.told_left) } else { self.prefill_left }
-    }
-
-    fn take(&mut self, len: usize, told: bool) {
-        self.prefill_left -= len;
-        if told {
-            self.told_left -= len;
-        }
-    }
-}
-
-/// Prompt tokens with log probabilities in a launch beside requests that decode, which wait for it: each costs an LM head, a search for the
-/// most probable and what the host makes of them. Alone they have the whole budget.
-const MOST_TOLD: usize = 128;
 
 /// What the launch being planned does; kept between plans for its allocations.
 #[derive(Clone, Debug, Default)]
@@ -84,6 +67,7 @@ pub(super) struct Plan {
     /// Verification rows of the decode entries, counting lagging ones at the K they want.
     pub(super) decode_tokens: usize,
     pub(super) prefill_tokens: usize,
+    pub(super) work: LaunchWork,
     pub(super) upload_tokens: usize,
     /// Elements of the admitted requests' constraints.
     pub(super) constraints: usize,
@@ -114,6 +98,7 @@ impl Plan {
         self.preempted.clear();
         (self.decode_tokens, self.prefill_tokens) = (0, 0);
         (self.upload_tokens, self.constraints) = (0, 0);
+        self.work = LaunchWork::default();
         self.budget = None;
         self.num_placed = 0;
     }
@@ -236,31 +221,46 @@ impl Scheduler {
     /// False if the row is short of blocks for a single token.
     fn place_chunk(&mut self, plan: &mut Plan, row_index: RowIndex) -> Result<bool> {
         let row = &self.rows[row_index as usize];
-        let left = self.chunk_left(plan, row.request);
+        let start = row.num_computed;
+        let left = self.chunk_left(plan, row.request, start, usize::MAX);
         if left == 0 {
             return Ok(true);
         }
-        let start = row.num_computed;
         let covered = self.coverable(row.blocks.len());
         let len = (row.prefill_end - start).min(self.chunk_share(left)).min(covered - start);
         if len == 0 {
             return Ok(false);
         }
-        self.grow(row_index, start + len)?;
-        self.push_chunk(plan, PrefillChunk { row: row_index, start, len });
+        // A shorter chunk may be dearer by the token.
+        let len = self.chunk_left(plan, self.rows[row_index as usize].request, start, len);
+        if len > 0 {
+            self.grow(row_index, start + len)?;
+            self.push_chunk(plan, PrefillChunk { row: row_index, start, len });
+        }
         Ok(true)
     }
 
-    /// What is left for a chunk of this request.
-    pub(super) fn chunk_left(&self, plan: &mut Plan, index: RequestIndex) -> usize {
-        self.budget(plan).left(self.requests[index].tells_prompt())
+    /// How much of `most` is left for a chunk of this request from `start` on.
+    pub(super) fn chunk_left(&self, plan: &mut Plan, index: RequestIndex, start: usize, most: usize) -> usize {
+        let Budget { prefill_left, prefill_ms, .. } = *self.budget(plan);
+        let most = most.min(prefill_left);
+        if prefill_ms == f64::INFINITY {
+            return most;
+        }
+        self.prefill_costs.fitting(&plan.work, self.requests[index].tells_prompt(), start, most, prefill_ms)
     }
 
     pub(super) fn push_chunk(&mut self, plan: &mut Plan, chunk: PrefillChunk) {
-        let told = self.requests[self.rows[chunk.row as usize].request].tells_prompt();
-        self.budget(plan).take(chunk.len, told);
-        plan.prefill_tokens += chunk.len;
+        self.take(plan, chunk.row, chunk.start, chunk.len);
         plan.chunks.push(chunk);
+    }
+
+    /// Puts tokens of a row's prompt on the books.
+    fn take(&self, plan: &mut Plan, row: RowIndex, start: usize, len: usize) {
+        let told = self.requests[self.rows[row as usize].request].tells_prompt();
+        self.budget(plan).prefill_left -= len;
+        plan.prefill_tokens += len;
+        plan.work.add_chunk(told, start, len);
     }
 
     /// The most that one prompt takes at first of the `left` tokens, so that a long one leaves some to those behind it.
@@ -273,17 +273,18 @@ impl Scheduler {
 
     /// Gives what no other prompt took to those that were cut to their share.
     fn top_up_chunks(&mut self, plan: &mut Plan) -> Result<()> {
-        let Some(budget) = &mut plan.budget else { return Ok(()) };
-        for chunk in &mut plan.chunks {
-            let row = &self.rows[chunk.row as usize];
-            let end = chunk.start + chunk.len;
-            let covered = self.coverable(row.blocks.len());
-            let told = self.requests[row.request].tells_prompt();
-            let more = (row.prefill_end - end).min(budget.left(told)).min(covered - end);
-            self.grow(chunk.row, end + more)?;
-            chunk.len += more;
-            plan.prefill_tokens += more;
-            budget.take(more, told);
+        if self.config.long_prefill_token_threshold > 0 {
+            return Ok(());
+        }
+        for place in 0..plan.chunks.len() {
+            let PrefillChunk { row: row_index, start, len } = plan.chunks[place];
+            let row = &self.rows[row_index as usize];
+            let end = start + len;
+            let wanted = (row.prefill_end - end).min(self.coverable(row.blocks.len()) - end);
+            let more = if wanted > 0 { self.chunk_left(plan, row.request, end, wanted) } else { 0 };
+            self.grow(row_index, end + more)?;
+            self.take(plan, row_index, end, more);
+            plan.chunks[place].len += more;
         }
         Ok(())
     }
@@ -361,7 +362,8 @@ impl Scheduler {
         Ok(())
     }
 
-    /// The chunk budget: what decode leaves of C, at least a quarter. Of it the draft keeps a quarter while it has demand.
+    /// The chunk budget: what decode leaves of C, at least a quarter, and the time that it may take. Of both the draft keeps a quarter while
+    /// it has demand.
     pub(super) fn budget<'a>(&self, plan: &'a mut Plan) -> &'a mut Budget {
         plan.budget.get_or_insert_with(|| {
             let (mut decode_tokens, mut draft_cost) = (plan.decode_tokens, 0);
@@ -388,8 +390,16 @@ impl Scheduler {
             }
             let chunks = self.chunk_budget(decode_tokens);
             let prefill_left = (chunks - draft_cost.min(chunks.div_ceil(4))).max(1);
-            Budget { chunks, prefill_left, told_left: if decode_tokens == 0 { usize::MAX } else { MOST_TOLD } }
+            let most_ms = self.most_ms(decode_tokens);
+            let draft_ms = if most_ms < f64::INFINITY { self.prefill_costs.draft_ms(draft_cost) } else { 0.0 };
+            Budget { chunks, prefill_left, prefill_ms: most_ms - draft_ms.min(most_ms / 4.0) }
         })
+    }
+
+    /// Milliseconds that chunks may take in a launch that verifies so many tokens.
+    pub(super) fn most_ms(&self, decode_tokens: usize) -> f64 {
+        let bound = self.config.max_prefill_stall_ms;
+        if decode_tokens == 0 || bound == 0.0 { f64::INFINITY } else { bound }
     }
 
     pub(super) fn chunk_budget(&self, decode_tokens: usize) -> usize {

@@ -13,6 +13,7 @@ impl Scheduler {
         let mut launch = self.spare_launches.pop().unwrap_or_default();
         launch.id = self.next_launch_id;
         launch.entries.clear();
+        launch.work = plan.work.beside(plan.decode_tokens);
         self.next_launch_id += 1;
         let mut header = LaunchHeader {
             launch_id: launch.id,

@@ -3,6 +3,7 @@
 //! The row index names the lease. A row is live while its request runs. When the request ends or is preempted, the row is closed: what
 //! is in flight for it will be dropped, and it keeps its blocks and claims until the last such launch has settled.
 
+use super::prefill_costs::LaunchWork;
 use super::request::{Request, RequestIndex};
 use crate::drafts::DrafterKind;
 
@@ -151,4 +152,5 @@ impl Entry {
 pub(super) struct Launch {
     pub(super) id: u64,
     pub(super) entries: Vec<Entry>,
+    pub(super) work: LaunchWork,
 }

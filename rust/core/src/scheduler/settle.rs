@@ -92,6 +92,7 @@ impl Scheduler {
         self.validate_results(&self.launches[0], results)?;
 
         let Some(launch) = self.launches.pop_front() else { return Ok(()) };
+        self.settled = Some((launch.id, launch.work));
         let (used, layout) = (launch.entries.len(), self.settled_layout);
         let sections = [layout.request_id, layout.num_new, layout.finish_reason].map(Section::range);
         let Ok([ids, counts, reasons]) = settled.get_disjoint_mut(sections) else {

@@ -15,6 +15,7 @@ mod kv_event_msgpack;
 mod kv_events;
 mod loras;
 mod policies;
+mod prefill_stalls;
 mod prefixes;
 mod settling;
 mod sharing;

@@ -115,6 +115,8 @@ fn the_share_of_a_long_prompt_can_be_set() {
     let run = serve(SchedulerConfig { long_prefill_token_threshold: 64, ..roomy(256) }, &longs);
     assert!(run.first_token.values().all(|&launch| launch >= 15), "they share alike: {run:?}");
     assert_eq!(run.launches, 16);
+    let alone = serve(SchedulerConfig { long_prefill_token_threshold: 64, ..roomy(256) }, &[(0, 640, 1, 0, 0)]);
+    assert_eq!(alone.first_token[&0], 10, "others leave it nothing beyond that");
     let run = serve(roomy(256), &longs);
     assert!(run.first_token[&0] <= 6, "three quarters of each launch: {run:?}");
     assert_eq!(run.launches, 16);

@@ -35,6 +35,7 @@ fn random_config(rng: &mut Rng) -> SchedulerConfig {
         },
         max_in_flight: rng.pick(&[1, 2, 2, 3]),
         enable_prefix_caching: rng.below(4) > 0,
+        max_prefill_stall_ms: rng.pick(&[0.0, 0.0, 2.0, 20.0]),
         ..SchedulerConfig::new(
             rng.pick(&[1, 2, 3, 6]),
             max_model_len,
@@ -102,7 +103,11 @@ fn disturbed_run(seed: u64) {
             9..13 => {
                 driver.plan();
             }
-            _ if !driver.in_flight.is_empty() => driver.settle(),
+            _ if !driver.in_flight.is_empty() => {
+                let launch_id = driver.in_flight[0].0.launch_id;
+                driver.settle();
+                driver.scheduler.time_launch(launch_id, rng.pick(&[0.1, 1.0, 1.0, 30.0])).expect("the last launch");
+            }
             _ => {}
         }
     }

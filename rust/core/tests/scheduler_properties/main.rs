@@ -108,6 +108,7 @@ fn settings() -> impl Strategy<Value = SchedulerConfig> {
         prop::sample::select(vec![0_usize, 0, 1, 7]),
         prop::sample::select(vec![0_usize, 0, 1, 4]),
         prop_oneof![1 => Just(0_usize), 1 => 1..4_usize],
+        prop::sample::select(vec![0.0, 0.0, 1.0, 20.0]),
     );
     let ngrams = prop::option::weighted(0.2, (1..4_usize, 0..3_usize));
     let hidden = prop::option::weighted(0.4, 0..4_usize);
@@ -158,6 +159,7 @@ fn settings() -> impl Strategy<Value = SchedulerConfig> {
                 long_prefill_token_threshold: policy.1,
                 priority_aging_launches: policy.2,
                 max_loras: policy.3,
+                max_prefill_stall_ms: policy.4,
                 ..SchedulerConfig::new(rows, len, least + spare, block_size, budget)
             }
         },
@@ -554,6 +556,7 @@ impl Run {
         let late = self.scheduler.settle(launch_id + 1, &results, &mut self.settled);
         assert_eq!(late, Err(Error::SettleOrder { launch_id: launch_id + 1, expected: Some(launch_id) }));
         self.scheduler.settle(launch_id, &results, &mut self.settled).expect("what the device reported");
+        self.scheduler.time_launch(launch_id, 1.0 + launch_id as f64 % 5.0).expect("the launch that settled last");
 
         if let Some(planner) = &mut self.planner {
             let decodes = &outcomes[..ks.len()];

@@ -1,0 +1,329 @@
+//! What prompt tokens cost, learnt from how long launches took, and how many fit into a time. Measures no time and plans nothing.
+//!
+//! A launch's prompt work takes `rate * (tokens + ATTENTION * positions)` milliseconds, `positions` being those that the tokens attend to.
+//! The rate falls with the tokens of a launch, because weights are read once for all of them, and by steps where a device computes long
+//! chunks in another way; so there is one for each power of two, and never a larger one behind a smaller. What attention takes beyond its
+//! constant share goes into the rates: deep in a context fewer tokens fit, which have rates of their own.
+
+use super::Scheduler;
+use crate::error::{Error, Result};
+
+/// What prompts advance by in a launch however long that takes, or as much as they want: below it a launch costs as much, since the weights
+/// are read all the same.
+pub(super) const LEAST_TOKENS: usize = 16;
+/// Powers of two of tokens in a launch: 2^31 at most.
+const SIZES: usize = 32;
+/// Weight of one launch's time. Half: a launch that is twice as slow as expected is followed by one that is slower by a third.
+const WEIGHT: f64 = 0.5;
+/// A time counts between these multiples of what was expected. A single launch may be slow for reasons of its own (a page fault, a kernel
+/// that is compiled); it is never fast without being fast.
+const BOUNDS: (f64, f64) = (1.0 / 16.0, 4.0);
+/// Attending to one position in what a token costs: the ratio of multiplications of 30 layers of 576 (135M parameters) and of 28 of 1,024
+/// (0.6B). Larger models have a smaller one, and are taken for dearer than they are behind a short prompt. To learn it did worse: between it
+/// and the rates the times of a growing context leave open which of them was wrong.
+const ATTENTION: f64 = 1.0 / 4096.0;
+/// What sizes that were not met may cost beyond a larger one that was.
+const UNKNOWN: f64 = 2.0;
+/// The least of a launch's time that prompt tokens are taken for, whatever decoding is expected to take.
+const LEAST_PART: f64 = 0.125;
+/// Weight of a longer time in what decoding takes: low, because what is taken for decoding is not taken for prompts. A shorter one
+/// counts at once.
+const DECODE_WEIGHT: f64 = 0.125;
+
+/// Prompt tokens and the positions that they attend to.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(super) struct Work {
+    tokens: f64,
+    positions: f64,
+}
+
+impl Work {
+    fn of_chunk(start: usize, len: usize) -> Self {
+        let (start, len) = (start as f64, len as f64);
+        Self { tokens: len, positions: len * (start + 0.5 * len) }
+    }
+
+    /// In tokens at the start of a context.
+    fn weight(self) -> f64 {
+        self.tokens + ATTENTION * self.positions
+    }
+
+    fn add(&mut self, other: Self) {
+        self.tokens += other.tokens;
+        self.positions += other.positions;
+    }
+}
+
+/// What a launch computes beside drafting.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(super) struct LaunchWork {
+    /// Chunks of prompts, and draft chunks by the draft's cost ratio.
+    plain: Work,
+    /// Chunks of prompts whose log probabilities are asked for: each token costs an LM head, a search for the most probable and what the
+    /// host makes of them.
+    told: Work,
+    decode_tokens: usize,
+}
+
+impl LaunchWork {
+    pub(super) fn add_chunk(&mut self, told: bool, start: usize, len: usize) {
+        let kind = if told { &mut self.told } else { &mut self.plain };
+        kind.add(Work::of_chunk(start, len));
+    }
+
+    pub(super) fn add_draft_chunk(&mut self, cost_ratio: f64, start: usize, len: usize) {
+        let Work { tokens, positions } = Work::of_chunk(start, len);
+        self.plain.add(Work { tokens: cost_ratio * tokens, positions: cost_ratio * positions });
+    }
+
+    /// The same beside the verification of `decode_tokens`.
+    pub(super) fn beside(self, decode_tokens: usize) -> Self {
+        Self { decode_tokens, ..self }
+    }
+
+    fn prompt_tokens(&self) -> usize {
+        (self.plain.tokens + self.told.tokens) as usize
+    }
+}
+
+/// What one kind of token costs.
+#[derive(Clone, Debug)]
+struct Costs {
+    /// By the power of two: milliseconds a token at the start of a context; `None` until there was a launch of this size.
+    rates: [Option<f64>; SIZES],
+}
+
+impl Costs {
+    fn new() -> Self {
+        Self { rates: [None; SIZES] }
+    }
+
+    fn size_of(tokens: f64) -> usize {
+        (tokens.max(1.0) as u64).ilog2().min(SIZES as u32 - 1) as usize
+    }
+
+    /// Of launches of `size`; between two that were met their geometric mean. `None` before anything was.
+    fn rate(&self, size: usize) -> Option<f64> {
+        let below = self.rates[..=size].iter().rev().find_map(|&rate| rate);
+        let above = self.rates[size..].iter().find_map(|&rate| rate);
+        match (below, above) {
+            (Some(below), Some(above)) => Some((below * above).sqrt()),
+            (Some(below), None) => Some(below),
+            (None, above) => above.map(|rate| UNKNOWN * rate),
+        }
+    }
+
+    /// Infinity before anything is known, so that nothing else goes through beside it.
+    fn ms(&self, work: Work) -> f64 {
+        if work.tokens == 0.0 {
+            return 0.0;
+        }
+        self.rate(Self::size_of(work.tokens)).unwrap_or(f64::INFINITY) * work.weight()
+    }
+
+    /// The longest chunk from `start` on, at most `most`, with which all takes at most `ms` behind `before`, each token at `ratio`.
+    fn fitting(&self, before: Work, start: usize, ratio: f64, most: usize, ms: f64) -> usize {
+        let weight = before.weight();
+        let (first, last) = (Self::size_of(before.tokens), Self::size_of(before.tokens + ratio * most as f64));
+        // From the largest size on: a launch of a larger one may be the cheaper.
+        for size in (first..=last).rev() {
+            let Some(rate) = self.rate(size) else { return 0 };
+            // len + ATTENTION * len * (start + len / 2) <= left
+            let left = (ms / rate - weight) / ratio;
+            if left <= 0.0 {
+                continue;
+            }
+            let linear = 1.0 + ATTENTION * start as f64;
+            let fits = (2.0 * left) / (linear + (linear * linear + 2.0 * ATTENTION * left).sqrt());
+            let end_of_size = (2.0 * (1_u64 << size) as f64 - before.tokens) / ratio;
+            let len = fits.min(most as f64).min(if size == last { f64::INFINITY } else { end_of_size.ceil() - 1.0 });
+            if before.tokens + ratio * len.floor() >= (1_u64 << size) as f64 || size == first {
+                return len.max(0.0) as usize;
+            }
+        }
+        0
+    }
+
+    fn observe(&mut self, work: Work, ms: f64) {
+        let (size, weight) = (Self::size_of(work.tokens), work.weight());
+        let Some(expected) = self.rate(size) else {
+            self.rates[size] = Some(ms / weight);
+            return;
+        };
+        let surprise = (ms / (expected * weight)).clamp(BOUNDS.0, BOUNDS.1) - 1.0;
+        let by = if self.rates[size].is_none() { 1.0 } else { WEIGHT };
+        let rate = expected * (1.0 + by * surprise);
+        self.rates[size] = Some(rate);
+        for (other, known) in self.rates.iter_mut().enumerate() {
+            if let Some(known) = known {
+                *known = if other < size { known.max(rate) } else { known.min(rate) };
+            }
+        }
+    }
+}
+
+/// What launches cost beside drafting, by what they took.
+#[derive(Clone, Debug)]
+pub(super) struct PrefillCosts {
+    plain: Costs,
+    told: Costs,
+    /// Milliseconds and tokens of launches that only decode.
+    decode: Option<(f64, usize)>,
+}
+
+impl PrefillCosts {
+    pub(super) fn new() -> Self {
+        Self { plain: Costs::new(), told: Costs::new(), decode: None }
+    }
+
+    /// The longest chunk from `start` on, at most `most`, with which the prompt work of a launch takes at most `ms`, but [`LEAST_TOKENS`] in
+    /// all. `told`: its log probabilities are asked for.
+    pub(super) fn fitting(&self, work: &LaunchWork, told: bool, start: usize, most: usize, ms: f64) -> usize {
+        let (costs, before, others) = if told {
+            (&self.told, work.told, self.plain.ms(work.plain))
+        } else {
+            (&self.plain, work.plain, self.told.ms(work.told))
+        };
+        let least = LEAST_TOKENS.saturating_sub(work.prompt_tokens()).min(most);
+        costs.fitting(before, start, 1.0, most, ms - others).max(least)
+    }
+
+    /// The longest draft chunk from `start` on, at most `most`, with which chunks take at most `ms`.
+    pub(super) fn fitting_draft(&self, work: &LaunchWork, ratio: f64, start: usize, most: usize, ms: f64) -> usize {
+        self.plain.fitting(work.plain, start, ratio, most, ms - self.told.ms(work.told))
+    }
+
+    /// What draft chunks of `tokens` target tokens' worth take.
+    pub(super) fn draft_ms(&self, tokens: usize) -> f64 {
+        self.plain.ms(Work { tokens: tokens as f64, positions: 0.0 })
+    }
+
+    fn observe(&mut self, work: &LaunchWork, ms: f64) {
+        let LaunchWork { plain, told, decode_tokens } = *work;
+        if plain.tokens + told.tokens < 1.0 {
+            self.observe_decode(ms, decode_tokens);
+            return;
+        }
+        let ms = (ms - self.decode_ms(decode_tokens)).max(LEAST_PART * ms);
+        if told.tokens == 0.0 {
+            self.plain.observe(plain, ms);
+        } else {
+            self.told.observe(told, (ms - self.plain.ms(plain)).max(LEAST_PART * ms));
+        }
+    }
+
+    fn observe_decode(&mut self, ms: f64, tokens: usize) {
+        let before = self.decode.map_or(ms, |(before, _)| before);
+        let weight = if ms > before { DECODE_WEIGHT } else { 1.0 };
+        self.decode = Some((before + weight * (ms - before), tokens.max(1)));
+    }
+
+    /// No more than what was measured, so that prompts are rather taken for dearer than they are.
+    fn decode_ms(&self, tokens: usize) -> f64 {
+        self.decode.map_or(0.0, |(ms, before)| ms * (tokens as f64 / before as f64).min(1.0))
+    }
+}
+
+impl Scheduler {
+    /// Tells how long the launch that settled last took, from its beginning, or the end of the one before it, until all that waits for it has
+    /// been told. By that, plans take as many prompt tokens beside requests that decode as
+    /// [`crate::SchedulerConfig::max_prefill_stall_ms`] allows; without it the call does nothing.
+    ///
+    /// # Errors
+    /// [`Error::SettleOrder`] if another launch settled last, [`Error::InvalidBuffer`] if `ms` is not a finite time above 0. Nothing has
+    /// changed then.
+    pub fn time_launch(&mut self, launch_id: u64, ms: f64) -> Result<()> {
+        let expected = self.settled.map(|(id, _)| id);
+        let Some((_, work)) = self.settled.filter(|&(id, _)| id == launch_id) else {
+            return Err(Error::SettleOrder { launch_id, expected });
+        };
+        if !(ms.is_finite() && ms > 0.0) {
+            return Err(Error::invalid_buffer("ms", ms, "a finite time above 0"));
+        }
+        if self.config.max_prefill_stall_ms > 0.0 {
+            self.prefill_costs.observe(&work, ms);
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Launches' prompt tokens, where they start, and the milliseconds that they took.
+    fn times() -> impl Strategy<Value = Vec<(usize, usize, f64)>> {
+        proptest::collection::vec((1_usize..3000, 0_usize..20_000, 0.01_f64..5000.0), 0..12)
+    }
+
+    fn learnt(times: &[(usize, usize, f64)]) -> Costs {
+        let mut costs = Costs::new();
+        for &(len, start, ms) in times {
+            costs.observe(Work::of_chunk(start, len), ms);
+        }
+        costs
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(2000))]
+
+        #[test]
+        fn what_fits_is_the_longest_chunk_that_costs_no_more(
+            times in times(), before in 0_usize..300, start in 0_usize..5000, most in 0_usize..700, ms in -5.0_f64..400.0,
+            ratio in prop::sample::select(vec![0.05, 1.0, 3.0]),
+        ) {
+            let costs = learnt(&times);
+            let before = Work::of_chunk(0, before);
+            let cost = |len: usize| {
+                let Work { tokens, positions } = Work::of_chunk(start, len);
+                let all = Work { tokens: before.tokens + ratio * tokens, positions: before.positions + ratio * positions };
+                costs.ms(all)
+            };
+            let len = costs.fitting(before, start, ratio, most, ms);
+            prop_assert!(len <= most);
+            if times.is_empty() {
+                prop_assert_eq!(len, 0);
+            } else {
+                prop_assert!(len == 0 || cost(len) <= ms * (1.0 + 1e-9), "{} ms of {ms}", cost(len));
+                let longer = (len + 1..=most).find(|&longer| cost(longer) <= ms * (1.0 - 1e-9));
+                prop_assert_eq!(longer, None, "beside {}", len);
+            }
+        }
+
+        #[test]
+        fn a_larger_launch_never_costs_more_by_the_token(times in times()) {
+            let costs = learnt(&times);
+            let rates: Vec<_> = (0..SIZES).filter_map(|size| costs.rates[size]).collect();
+            prop_assert!(rates.is_sorted_by(|smaller, larger| smaller >= larger), "{rates:?}");
+            prop_assert!(rates.iter().all(|rate| rate.is_finite() && *rate > 0.0), "{rates:?}");
+        }
+    }
+
+    #[test]
+    fn what_decoding_takes_is_not_taken_for_prompts() {
+        let work = |len, decode_tokens| {
+            let mut work = LaunchWork::default();
+            work.add_chunk(false, 0, len);
+            work.beside(decode_tokens)
+        };
+        let mut costs = PrefillCosts::new();
+        costs.observe(&LaunchWork::default().beside(8), 40.0);
+        costs.observe(&work(100, 8), 50.0);
+        let rate = |costs: &PrefillCosts| costs.plain.rate(6).expect("a launch of 100 tokens");
+        let expected = 10.0 / Work::of_chunk(0, 100).weight();
+        assert!((rate(&costs) - expected).abs() < 1e-9, "{}", rate(&costs));
+        // Decoding that was measured slow is at most seven eighths of a launch.
+        let mut costs = PrefillCosts::new();
+        costs.observe(&LaunchWork::default().beside(8), 4000.0);
+        costs.observe(&work(100, 8), 80.0);
+        assert!((rate(&costs) - expected).abs() < 1e-9, "{}", rate(&costs));
+        // It follows a shorter time at once, a longer one slowly, and is less for fewer tokens.
+        costs.observe(&LaunchWork::default().beside(8), 40.0);
+        assert!((costs.decode_ms(8) - 40.0).abs() < 1e-9);
+        costs.observe(&LaunchWork::default().beside(8), 80.0);
+        assert!((costs.decode_ms(8) - 45.0).abs() < 1e-9);
+        assert!((costs.decode_ms(4) - 22.5).abs() < 1e-9 && (costs.decode_ms(64) - 45.0).abs() < 1e-9);
+    }
+}
