@@ -171,11 +171,12 @@ lock-vllm: build ## resolve tests/integrations/hosts/vllm.lock again
 		--output-file tests/integrations/hosts/vllm.lock
 
 .PHONY: soak
-soak: build ## five minutes of 64 streams, a tenth of them cut off: nothing fails, nothing leaks
+soak: build ## five minutes of 64 streams, ten of requests of every kind: nothing fails, nothing leaks, no stream pauses
 	SPECRS_SOAK_SECONDS=300 $(BIN)/python -m pytest tests/server/test_soak.py --timeout 900 -s $(ARGS)
+	SPECRS_SOAK_SECONDS=600 $(BIN)/python -m pytest tests/server/abuse/test_mixed_soak.py --timeout 900 -s $(ARGS)
 
 .PHONY: test-abuse
-test-abuse: build ## what one client can cost the others: pauses, memory, places; two minutes on an idle machine
+test-abuse: build ## what one client can cost the others: pauses, memory, places; three minutes on an idle machine
 	$(BIN)/python -m pytest tests/server/abuse $(ARGS)
 
 # On the GPU machine: an environment that has specrs (from a wheel, say) and pytest. Nothing is built or downloaded.

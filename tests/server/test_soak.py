@@ -4,7 +4,6 @@
 """
 
 import asyncio
-import json
 import os
 import random
 import time
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .harness import Server, serving
+from .raw_streams import raw_stream
 
 SECONDS = float(os.environ.get("SPECRS_SOAK_SECONDS", "15"))
 STREAMS = 64
@@ -47,36 +47,18 @@ async def one_stream(port: int, random: random.Random, tally: Tally) -> None:
         "ignore_eos": True,
         "temperature": random.choice([0, 0.8]),
         "num_speculative_tokens": random.choice([0, 2, 5]),
-        "stream": True,
         "stream_options": {"include_usage": True},
     }
-    encoded = json.dumps(body).encode()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    try:
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(encoded) + encoded)
-        stop_after = random.randrange(1, 12) if cut else None
-        usage, lines = None, 0
-        while line := await reader.readline():
-            if not line.startswith(b"data: "):
-                continue
-            lines += 1
-            if stop_after is not None and lines >= stop_after:
-                tally.cut += 1
-                writer.transport.abort()
-                return
-            if line == b"data: [DONE]\n":
-                break
-            chunk = json.loads(line[6:])
-            if "error" in chunk:
-                tally.failures.append(str(chunk))
-                return
-            usage = chunk["usage"] or usage
-        if usage is None or usage["completion_tokens"] != length:
-            tally.failures.append(f"{length} tokens asked for, usage {usage}, {lines} events")
-        else:
-            tally.whole += 1
-    finally:
-        writer.close()
+    cut_after = random.randrange(1, 12) if cut else None
+    found = await raw_stream(port, "/v1/completions", body, cut_after=cut_after)
+    if found.error is not None:
+        tally.failures.append(found.error)
+    elif found.cut:
+        tally.cut += 1
+    elif not found.whole or found.chunks[-1]["usage"]["completion_tokens"] != length:
+        tally.failures.append(f"{length} tokens asked for: {found.chunks[-1:]}, {len(found.chunks)} events")
+    else:
+        tally.whole += 1
 
 
 async def load(server: Server, tally: Tally) -> None:

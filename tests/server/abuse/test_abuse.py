@@ -5,6 +5,7 @@ Each bound is a time or a size, so that these tests are `make test-abuse`, and n
 
 import json
 import multiprocessing
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -26,6 +27,20 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 def victim() -> Iterator[Server]:
     with serving("--max-model-len", "2048", "--disable-uvicorn-access-log") as server:
         server.complete(prompt="x", max_tokens=1, structured_outputs={"choice": ["a"]})
+        yield server
+
+
+@pytest.fixture(scope="module")
+def larger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Of SmolLM2-135M's shape, with made-up weights."""
+    folder = tmp_path_factory.mktemp("larger")
+    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152}
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps({**config, **sizes, **heads, "rms_norm_eps": 1e-5}))
+    flags = ("--load-format", "dummy", "--skip-tokenizer-init", "--max-model-len", "4096", "--dtype", "bfloat16")
+    with serving("--model", str(folder), *flags) as server:
+        server.complete(prompt=[5], max_tokens=1)
         yield server
 
 
@@ -153,12 +168,32 @@ def test_three_long_prompts_at_once(server: Server) -> None:
             assert connection.recv(64).startswith(b"HTTP/1.1 400 ")
 
 
+TOLD = {"echo": True, "logprobs": 20}
+
+
 @pytest.mark.parametrize("prompts", [1, 6])
-def test_log_probabilities_of_long_prompts_pause_no_other_stream(server: Server, prompts: int) -> None:
-    """Their rows take part in launches of others a few at a time, and their answer is written choice by choice."""
-    body = {"prompt": [[5] * 2000] * prompts, "echo": True, "logprobs": 20, "max_tokens": 1}
+@pytest.mark.parametrize("asked", [{}, TOLD], ids=["plain", "log probabilities"])
+def test_long_prompts_pause_no_other_stream(server: Server, prompts: int, asked: dict[str, Any]) -> None:
+    """They take part in launches of others as many tokens at a time as the bound allows; log probabilities are written
+    choice by choice."""
+    pause_of_a_stream(server, {"prompt": [ids(i, 2000) for i in range(prompts)], "max_tokens": 1, **asked})
+
+
+def test_long_prompts_of_a_larger_model_pause_no_other_stream(larger: Server) -> None:
+    """2,000 tokens take seconds there."""
+    pause_of_a_stream(larger, {"prompt": ids(1, 2000), "max_tokens": 1})
+
+
+def ids(seed: int, count: int) -> list[int]:
+    """A prompt that shares nothing with others."""
+    own = random.Random(seed)
+    return [own.randrange(5, 1500) for _ in range(count)]
+
+
+def pause_of_a_stream(server: Server, body: dict[str, Any]) -> None:
+    """A stream that runs while `body` is answered pauses for no longer than it may."""
     answers: list[Answer] = []
-    with server.streaming(prompt="def f(", max_tokens=1900, ignore_eos=True) as events:
+    with server.streaming(prompt=[7, 8, 9], max_tokens=1900, ignore_eos=True) as events:
         next(events)
         asking = threading.Thread(target=lambda: answers.append(server.post(COMPLETIONS, body)))
         asking.start()
@@ -169,7 +204,8 @@ def test_log_probabilities_of_long_prompts_pause_no_other_stream(server: Server,
             if answers:
                 break
         asking.join()
-    assert [answer.status for answer in answers] == [200]
+    assert [answer.status for answer in answers] == [200], answers
+    print(f"the longest pause: {longest:.3f} s")
     assert longest <= MOST_PAUSE, f"the stream paused {longest:.3f} s"
 
 
