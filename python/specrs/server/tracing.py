@@ -53,7 +53,7 @@ class Tracing:
         self._provider = TracerProvider(
             resource=Resource.create({} if named else {"service.name": "specrs"}), shutdown_on_exit=False
         )
-        self._provider.add_span_processor(BatchSpanProcessor(exporter))  # type: ignore[arg-type]
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("specrs.server")
 
     def take_parent(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
@@ -235,7 +235,7 @@ class _Exporter:
 
     def force_flush(self, timeout_millis: int = 30000) -> bool:
         """Nothing waits here."""
-        return self._inner.force_flush(timeout_millis)
+        return bool(self._inner.force_flush(timeout_millis))
 
 
 class _LastLine(logging.Handler):

@@ -90,7 +90,7 @@ pub struct Kind {
     pub normalized: bool,
     /// They and the router have biases.
     pub expert_bias: bool,
-    /// Their activation is a clamped SwiGLU.
+    /// Their activation is a clamped `SwiGLU`.
     pub clamped: bool,
     /// Heads have a score more, of no value.
     pub sinks: bool,
