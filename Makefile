@@ -171,7 +171,7 @@ lock-vllm: build ## resolve tests/integrations/hosts/vllm.lock again
 		--output-file tests/integrations/hosts/vllm.lock
 
 .PHONY: soak
-soak: build ## five minutes of 64 streams, ten of requests of every kind: nothing fails, nothing leaks, no stream pauses
+soak: build ## five minutes of 64 streams, twice ten of requests of every kind, without and with adapters: nothing fails, nothing leaks, no stream pauses
 	SPECRS_SOAK_SECONDS=300 $(BIN)/python -m pytest tests/server/test_soak.py --timeout 900 -s $(ARGS)
 	SPECRS_SOAK_SECONDS=600 $(BIN)/python -m pytest tests/server/abuse/test_mixed_soak.py --timeout 900 -s $(ARGS)
 

@@ -13,9 +13,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import jsonschema
+import pytest
+from lora.adapters import Spec, write_adapter
+from specrs.pair import TARGET
 
 from server.harness import Server, serving
 from server.raw_streams import RawStream, raw_stream
@@ -113,6 +117,12 @@ def response(random: random.Random) -> Ask:
     return RESPONSES, body, lambda found: found.chunks[-1]["response"]["usage"]["output_tokens"] <= 60
 
 
+def adapter(random: random.Random) -> Ask:
+    name = random.choice(ADAPTERS)
+    return COMPLETIONS, {"model": name, "prompt": ids(random, 40), "max_tokens": 60}, generated(60)
+
+
+ADAPTERS = ["one", "two", "three"]
 KINDS: list[Callable[[random.Random], Ask]] = [
     plain,
     long_prompt,
@@ -136,8 +146,10 @@ class Tally:
     memory: list[float] = field(default_factory=list)
 
 
-async def one_request(port: int, random: random.Random, tally: Tally) -> None:
-    kind = random.choice(KINDS)
+async def one_request(
+    port: int, kinds: list[Callable[[random.Random], Ask]], random: random.Random, tally: Tally
+) -> None:
+    kind = random.choice(kinds)
     path, body, holds = kind(random)
     cut_after = random.randrange(1, 8) if random.random() < CUT else None
     found = await raw_stream(port, path, {**EVERYWHERE, **body}, cut_after=cut_after)
@@ -149,14 +161,14 @@ async def one_request(port: int, random: random.Random, tally: Tally) -> None:
         tally.whole[kind.__name__] += 1
 
 
-async def load(server: Server, tally: Tally) -> None:
+async def load(server: Server, kinds: list[Callable[[random.Random], Ask]], tally: Tally) -> None:
     """Keep `WORKERS` requests going, and note the server's memory."""
     end = time.monotonic() + SECONDS
 
     async def worker(seed: int) -> None:
         own = random.Random(seed)
         while time.monotonic() < end:
-            await one_request(server.port, own, tally)
+            await one_request(server.port, kinds, own, tally)
 
     async def watch() -> None:
         while time.monotonic() < end:
@@ -183,11 +195,20 @@ def stream_until_told(port: int, pipe: Connection) -> None:
     pipe.send(pauses)
 
 
-def test_mixed_soak() -> None:
+@pytest.mark.parametrize("adapters", [(), ADAPTERS], ids=["native", "adapters"])
+def test_mixed_soak(adapters: list[str], tmp_path: Path) -> None:
+    """The native pass, and launches op by op with three adapters of which two run at once."""
+    kinds = [*KINDS, adapter] if adapters else KINDS
+    loras: tuple[str, ...] = ()
+    for seed, name in enumerate(adapters):
+        folder = write_adapter(tmp_path / name, TARGET, Spec(("q_proj", "down_proj")), seed=seed)
+        loras += (f"{name}={folder}",)
+    if loras:
+        loras = ("--enable-lora", "--max-loras", "2", "--lora-modules", *loras)
     flags = ("--max-model-len", "2048", "--max-num-seqs", "32", "--num-gpu-blocks-override", "4096")
     tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--chat-template", TEMPLATE)
-    with serving(*flags, *tools, "--disable-uvicorn-access-log") as server:
-        for kind in KINDS:  # what is loaded and compiled at the first use is no pause of a running server
+    with serving(*flags, *tools, *loras, "--disable-uvicorn-access-log") as server:
+        for kind in kinds:  # what is loaded and compiled at the first use is no pause of a running server
             path, body, _ = kind(random.Random(1))
             server.post(
                 path, {**body, "max_tokens": 8} if path != RESPONSES else {"input": "x", "max_output_tokens": 8}
@@ -198,7 +219,7 @@ def test_mixed_soak() -> None:
         tally = Tally()
         try:
             ours.recv()
-            asyncio.run(load(server, tally))
+            asyncio.run(load(server, kinds, tally))
             ours.send(None)
             pauses = sorted(ours.recv())
         finally:
@@ -212,7 +233,7 @@ def test_mixed_soak() -> None:
             f"memory by quarters {', '.join(f'{mean:.0f}' for mean in quarters)} MiB"
         )
         assert tally.failures == []
-        assert set(tally.whole) == {kind.__name__ for kind in KINDS}
+        assert set(tally.whole) == {kind.__name__ for kind in kinds}
         assert tally.cut > 0
         assert after["vllm:kv_cache_usage_perc"] == 0
         assert after['vllm:request_success_total{finished_reason="error"}'] == 0
