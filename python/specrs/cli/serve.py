@@ -262,7 +262,7 @@ def _settings(arguments: argparse.Namespace) -> Any:
         host=arguments.host,
         port=count("port", 0, 65535),
         served_model_names=arguments.served_model_name,
-        lora_modules=read_lora_modules(arguments.lora_modules, enable_lora=bool(arguments.enable_lora)),
+        lora_modules=tuple(read_lora_modules(arguments.lora_modules, enable_lora=bool(arguments.enable_lora))),
         api_keys=keys,
         chat_template=_chat_template(arguments.chat_template),
         use_generation_config=arguments.generation_config == "auto",

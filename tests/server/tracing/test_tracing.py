@@ -158,7 +158,7 @@ def test_a_collector_that_fails_costs_one_line(traced: Server, collector: Collec
 
 
 def test_without_a_collector_it_serves_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over gRPC, the default. The last spans wait for nobody."""
+    """Over gRPC, the default. No request waits for the last spans."""
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
     with serving(*FLAGS, "--otlp-traces-endpoint", "http://127.0.0.1:1") as server:
         assert server.complete(**BODY)["choices"][0]["text"]

@@ -61,7 +61,7 @@ impl Scheduler {
             }
             let start = plan.hits.len() * block_size;
             let len = (num_tokens - start).min(self.chunk_share(left)).min(self.groups.columns(free) * block_size);
-            // Deep in a context tokens may be dearer, and a short chunk by the token.
+            // Deep in a context tokens may cost more, and a short chunk more by the token.
             let len = self.chunk_left(plan, index, start, len);
             if len == 0 {
                 break;

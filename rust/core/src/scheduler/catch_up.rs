@@ -18,12 +18,15 @@
 
 use super::Scheduler;
 use super::plan::{DraftChunk, Lagging, Plan};
-use super::prefill_costs::LEAST_TOKENS;
 use super::row::{Row, RowIndex, RowState};
 use crate::error::Result;
 
 /// One launch of so many goes by importance.
 const IMPORTANCE_LAUNCHES: u64 = 4;
+
+/// Tokens that a launch catches up whatever they take: drafts of usual prompts then begin at the same token however fast the machine was, and
+/// with them stays the text that a seed gives by `rejection`.
+const LEAST_CAUGHT_UP: usize = 512;
 
 /// How far a row catches up in one launch: the positions of the table above.
 struct Gap {
@@ -51,7 +54,7 @@ impl Scheduler {
             let first = room == self.config.max_num_batched_tokens;
             let mut most = room.min(self.draft_tokens(left).max(usize::from(first)));
             if most_ms < f64::INFINITY {
-                let least = LEAST_TOKENS.saturating_sub(self.config.max_num_batched_tokens - room);
+                let least = LEAST_CAUGHT_UP.saturating_sub(self.config.max_num_batched_tokens - room);
                 most = self.catch_up_within(plan, index, most, most_ms).max(most.min(least));
             }
             let len = self.catch_up_row(plan, index, most)?;

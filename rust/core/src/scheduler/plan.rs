@@ -50,7 +50,7 @@ pub(super) struct Budget {
     /// For prefill and draft chunks together.
     pub(super) chunks: usize,
     pub(super) prefill_left: usize,
-    /// Milliseconds that prompts may take; infinity where nobody waits for them.
+    /// Milliseconds that prompts may take; infinity where no request waits for them.
     prefill_ms: f64,
 }
 
@@ -231,7 +231,7 @@ impl Scheduler {
         if len == 0 {
             return Ok(false);
         }
-        // A shorter chunk may be dearer by the token.
+        // A shorter chunk may cost more by the token.
         let len = self.chunk_left(plan, self.rows[row_index as usize].request, start, len);
         if len > 0 {
             self.grow(row_index, start + len)?;

@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 
 /// What prompts advance by in a launch however long that takes, or as much as they want: below it a launch costs as much, since the weights
 /// are read all the same.
-pub(super) const LEAST_TOKENS: usize = 16;
+const LEAST_TOKENS: usize = 16;
 /// Powers of two of tokens in a launch: 2^31 at most.
 const SIZES: usize = 32;
 /// Weight of one launch's time. Half: a launch that is twice as slow as expected is followed by one that is slower by a third.
@@ -19,7 +19,7 @@ const WEIGHT: f64 = 0.5;
 /// that is compiled); it is never fast without being fast.
 const BOUNDS: (f64, f64) = (1.0 / 16.0, 4.0);
 /// Attending to one position in what a token costs: the ratio of multiplications of 30 layers of 576 (135M parameters) and of 28 of 1,024
-/// (0.6B). Larger models have a smaller one, and are taken for dearer than they are behind a short prompt. To learn it did worse: between it
+/// (0.6B). Larger models have a smaller one, and are taken for slower than they are behind a short prompt. To learn it did worse: between it
 /// and the rates the times of a growing context leave open which of them was wrong.
 const ATTENTION: f64 = 1.0 / 4096.0;
 /// What sizes that were not met may cost beyond a larger one that was.
@@ -218,7 +218,7 @@ impl PrefillCosts {
         self.decode = Some((before + weight * (ms - before), tokens.max(1)));
     }
 
-    /// No more than what was measured, so that prompts are rather taken for dearer than they are.
+    /// No more than what was measured, so that prompts are rather taken for slower than they are.
     fn decode_ms(&self, tokens: usize) -> f64 {
         self.decode.map_or(0.0, |(ms, before)| ms * (tokens as f64 / before as f64).min(1.0))
     }

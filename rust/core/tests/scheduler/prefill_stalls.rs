@@ -102,7 +102,7 @@ fn prompts_beside_requests_that_decode_take_no_longer_than_the_bound() {
         let (mut all, mut launches) = (Vec::new(), 0);
         while driver.output(1).is_empty() {
             let (header, ms) = machine.step(&mut driver, NONE_TOLD);
-            assert_eq!(header.num_decode, 1, "{name}: nobody waits for a prompt");
+            assert_eq!(header.num_decode, 1, "{name}: no request waits for a prompt");
             assert!(header.num_prefill_tokens >= 16 || driver.output(1).len() == 1, "{name}: {header:?}");
             all.push(ms);
             launches += 1;
@@ -209,7 +209,7 @@ fn prompts_with_log_probabilities_have_a_cost_of_their_own() {
 }
 
 #[test]
-fn catch_up_of_draft_kv_takes_no_longer_than_the_bound_beside_others() {
+fn catch_up_of_draft_kv_is_cut_beside_others() {
     let machine = Machine { draft: 1.0, token: 1.0, ..LINEAR };
     let config = SchedulerConfig {
         num_speculative_tokens: 3,
@@ -235,8 +235,9 @@ fn catch_up_of_draft_kv_takes_no_longer_than_the_bound_beside_others() {
     };
     let beside = run(true);
     assert!(beside.iter().sum::<usize>() >= 1490, "{beside:?}");
-    assert!(beside.iter().all(|&tokens| tokens as f64 <= 1.5 * BOUND), "{beside:?}");
-    assert!(beside.iter().filter(|&&tokens| tokens > 0).count() < 40, "{beside:?}");
+    // What fits into the bound is fewer than what goes through in any launch.
+    assert!(beside.iter().all(|&tokens| tokens <= 512), "{beside:?}");
+    assert!(beside.iter().filter(|&&tokens| tokens > 0).count() < 6, "{beside:?}");
     assert!(run(false)[0] >= 1490, "who decodes alone waits for itself: {:?}", run(false));
 }
 
