@@ -28,7 +28,7 @@ from server.test_tools import TEMPLATE, TOOLS, WEATHER, joined
 SECONDS = float(os.environ.get("SPECRS_SOAK_SECONDS", "30"))
 MOST_PAUSE = float(os.environ.get("SPECRS_SOAK_PAUSE", "0.25"))
 OP_BY_OP = 1.6
-"""Times as long a pause may be where adapters have launches run op by op: 0.29 s was measured, so the bound is missed."""
+"""Times as long a pause may be with adapters, where launches run op by op: 0.29 s was measured, the bound is missed."""
 WORKERS, WATCHERS = 12, 4
 CUT = 0.1
 GROWTH = (32 if SECONDS >= 300 else 384) * 2**20
