@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import specrs
-import torch
 from checkpoints import write_tokenizer
 from specrs import LLM, InvalidConfigError, SamplingParams, TokenizerMismatchError
 from specrs.outputs import RequestOutput
@@ -16,14 +15,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 SPECULATIVE = {"num_speculative_tokens": 4}
 SETTINGS: dict[str, Any] = {"dtype": "float64", "max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Passes of this size take a fraction of a millisecond; on busy cores threads wait for each other far longer."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module", params=[1, 2])

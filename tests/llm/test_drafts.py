@@ -1,11 +1,9 @@
 """`return_drafts` on the bundled pair: what was drafted is what the draft model writes by itself."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import specrs.pair
-import torch
 from specrs import LLM, SamplingParams
 from specrs.pair.prompts import PROMPTS
 
@@ -13,14 +11,7 @@ K = 4
 PARAMS = SamplingParams(temperature=0.0, max_tokens=32, return_drafts=True)
 DRAFT = Path(specrs.pair.__file__).with_name("draft")
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Passes of this size take a fraction of a millisecond; on busy cores threads wait for each other far longer."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
