@@ -524,8 +524,8 @@ class Scheduler:
             long_prefill_token_threshold: the most prompt tokens of a request in a launch; 0: three quarters of what is
                 left when its turn comes, and what other prompts leave of the rest.
             max_prefill_stall_ms: the most milliseconds that prompt and draft chunks take of a launch in which requests
-                decode, which wait for it, by the times that `time_launch` is told; 16 tokens of prompts go through in
-                any case. 0 is no bound.
+                decode, which wait for it, by the times that `time_launch` is told; 16 tokens of prompts and 512
+                of drafts' catch-up go through in any case. 0 is no bound.
             priority_aging_launches: launches by which a request must have arrived earlier to go before one of a
                 priority better by 1; 0: priority always counts more.
             max_loras: the most LoRA adapters of the requests that run at once, at most 1024; 0: no request has one.

@@ -71,9 +71,9 @@ class EngineConfig:
     `long_prefill_token_threshold`: the most prompt tokens of a request in one launch; 0 leaves a quarter to others, and
     what they leave, it gets.
     `max_prefill_stall_ms`: the most milliseconds that prompts take of a launch in which other requests decode, which
-    wait for it; by what launches have taken, and at least 16 tokens. 0 is no bound; None is 100 where answers are
-    streamed (`AsyncLLM`, the server), and none in `LLM`. How a prompt is cut depends on the machine's speed then, and
-    with it what other than the exact pass computes.
+    wait for it; by what launches have taken, but at least 16 tokens, and 512 of drafts' catch-up. 0 is no bound; None
+    is 100 where answers are streamed (`AsyncLLM`, the server), and none in `LLM`. How a prompt is cut depends on the
+    machine's speed then, and with it what other than the exact pass computes.
     `num_reserved_decode_tokens`: positions of output kept for each running request when another is admitted. Fewer let
     more requests run at once in a full KV cache, and be preempted more often.
     `priority_aging_launches`: priorities age, so that no request waits for ever behind more important ones: one that

@@ -53,7 +53,8 @@ pub struct SchedulerConfig {
     /// leave of the rest.
     pub long_prefill_token_threshold: usize,
     /// The most milliseconds that prompt and draft chunks take of a launch in which requests decode, which wait for it, by the times that
-    /// [`super::Scheduler::time_launch`] is told; 16 tokens of prompts go through in any case. 0 is no bound. Finite.
+    /// [`super::Scheduler::time_launch`] is told; 16 tokens of prompts and 512 of drafts' catch-up go through in any case. 0 is no
+    /// bound. Finite.
     pub max_prefill_stall_ms: f64,
     /// Launches by which a request must have arrived earlier to go before one of a priority better by 1; 0: priority always counts
     /// more.
