@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from specrs.cli import main
-from specrs.pair import TARGET
+from specrs.pair import EAGLE3, TARGET
 from specrs.pair.prompts import PROMPTS
 
 
@@ -43,22 +43,24 @@ def test_demo_of_another_drafter(
 def test_demo_of_another_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each drafter without weights beside plain decoding, chats by the model's template."""
+    """Each drafter without weights, and a head, beside plain decoding; chats by the model's template."""
     monkeypatch.setattr("specrs.cli.demo.chats.CHATS", ("one two one two one two", "def f(x): return x"))
     folder = tmp_path / "a-model"
     shutil.copytree(TARGET, folder)
     picture = tmp_path / "out.png"
     argv = ["demo", "--model", str(folder), "--k", "2,4", "--max-tokens", "24", "--dtype", "float64"]
-    assert main([*argv, "--plot", str(picture)]) == 0
+    assert main([*argv, "--head", str(EAGLE3), "--plot", str(picture)]) == 0
     printed = capsys.readouterr().out
-    assert "a-model, drafts from the text; 2 prompts" in printed
+    assert "a-model, drafts from the text and by the head eagle3; 2 prompts" in printed
     assert "--- a prompt\none two one two one two" in printed
-    names = ["vanilla", "ngram K = 2", "ngram K = 4", "suffix K = 2", "suffix K = 4", "auto"]
+    names = ["vanilla", *(f"{name} K = {k}" for name in ("ngram", "suffix", "eagle3") for k in (2, 4)), "auto"]
     assert f"its continuation: {', '.join(names)}\n" in printed
     rows = [line for line in printed.splitlines() if line.startswith(tuple(name + "  " for name in names))]
-    assert [row[:12].strip() for row in rows] == names
-    assert "All 10 texts with drafts equal vanilla's, token for token." in printed
+    assert [row[:14].strip() for row in rows] == names
+    assert "All 14 texts with drafts equal vanilla's, token for token." in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main(["demo", "--head", str(EAGLE3)]) == 2
+    assert "--head=" in capsys.readouterr().err
     # nothing drafts for another model but what is named
     assert main([*argv, "--speculative-config", '{"method": "draft_model"}']) == 2
     assert "speculative_config.model" in capsys.readouterr().err

@@ -28,7 +28,7 @@ DESCRIPTION = (
 CONTEXT = 1024
 FROM_TEXT = ("ngram", "suffix")
 """What drafts for a model that nothing else is named for."""
-PAIR_DRAFTS, TEXT_DRAFTS = [1, 3, 5, 7], [5]
+PAIR_DRAFTS, TEXT_DRAFTS, HEAD_DRAFTS = [1, 3, 5, 7], [5], [3]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,11 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder, GGUF file or hub id of another target; n-grams and suffix decoding draft for it, unless "
         "--speculative-config names another drafter",
     )
+    parser.add_argument("--head", help="folder or hub id of an EAGLE-3 head of --model, which drafts, too")
     parser.add_argument(
         "--k",
         type=drafts_list,
         metavar="LIST",
-        help="numbers of drafts; default: 1,3,5,7, with --model alone 5",
+        help="numbers of drafts; default: 1,3,5,7, with --model alone 5 from the text and 3 of a head",
     )
     parser.add_argument(
         "--speculative-config",
@@ -69,6 +70,8 @@ def run(arguments: argparse.Namespace) -> None:
     if "num_speculative_tokens" in drafter:
         field = "--speculative-config num_speculative_tokens"
         raise invalid_config(field, drafter["num_speculative_tokens"], "must come from --k")
+    if arguments.head is not None and (model is None or drafter):
+        raise invalid_config("--head", arguments.head, "allowed with --model, and without --speculative-config")
     if arguments.plot is not None:
         check_picture(arguments.plot)
     # The pair's end token is ignored, so that prompts generate as many tokens each; what chats have answers that end.
@@ -85,7 +88,7 @@ def run(arguments: argparse.Namespace) -> None:
     settings = _settings(arguments, drafter, dtype)
     prompts = _prompts(model, settings[0].llm.tokenizer)
     name = None if model is None else Path(model).name
-    print(report.heading(len(prompts), arguments.max_tokens, arguments.threads, dtype, drafter, name))
+    print(report.heading(len(prompts), arguments.max_tokens, arguments.threads, dtype, _named(arguments), name))
     total = len(prompts) * len(settings) * arguments.max_tokens
     interval = 0.1 if sys.stderr.isatty() else 5.0  # a log gets a line now and then
     with tqdm(total=total, unit=" tokens", leave=False, dynamic_ncols=True, mininterval=interval) as bar:
@@ -107,13 +110,12 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _settings(arguments: argparse.Namespace, drafter: dict[str, Any], dtype: str) -> list[Setting]:
-    """Plain decoding, K drafts of one drafter or of each that reads the text, and as many as the engine chooses."""
+    """Plain decoding, K drafts of one drafter or of each that is there, and as many as the engine chooses."""
     from specrs.cli.demo.measure import Setting
     from specrs.llm import LLM
     from specrs.speculative_config import AUTO, for_repeats
 
-    each = arguments.model is not None and not drafter
-    ks = arguments.k or (TEXT_DRAFTS if each else PAIR_DRAFTS)
+    head = {} if arguments.head is None else {"model": arguments.head}
 
     def engine(config: dict[str, Any], k: int | str) -> LLM:
         return LLM(
@@ -126,11 +128,29 @@ def _settings(arguments: argparse.Namespace, drafter: dict[str, Any], dtype: str
             threads=arguments.threads,
         )
 
-    fixed = [(method, engine({"method": method}, max(ks))) for method in FROM_TEXT] if each else []
-    fixed = fixed or [("", engine(drafter, max(ks)))]
-    chosen = engine({"method": ",".join(FROM_TEXT)} if each else drafter, AUTO)
-    drafted = [Setting(k, llm, name) for name, llm in fixed for k in ks]
-    return [Setting(0, fixed[0][1]), *drafted, Setting(AUTO, chosen)]
+    if arguments.model is None or drafter:
+        ks = arguments.k or PAIR_DRAFTS
+        llm = engine(drafter, max(ks))
+        return [Setting(0, llm), *(Setting(k, llm) for k in ks), Setting(AUTO, engine(drafter, AUTO))]
+    own = [(method, {}, TEXT_DRAFTS) for method in FROM_TEXT] + ([("eagle3", head, HEAD_DRAFTS)] if head else [])
+    drafted = []
+    for method, config, usual in own:
+        ks = arguments.k or usual
+        llm = engine({"method": method, **config}, max(ks))
+        drafted += [Setting(k, llm, method) for k in ks]
+    chosen = engine({"method": ",".join(method for method, _, _ in own), **head}, AUTO)
+    return [Setting(0, drafted[0].llm), *drafted, Setting(AUTO, chosen)]
+
+
+def _named(arguments: argparse.Namespace) -> str | None:
+    """How the heading calls what drafts; None: the bundled draft model."""
+    drafter = arguments.speculative_config or {}
+    named = drafter.get("method", drafter.get("model"))
+    if named is not None:
+        return f"drafts by {named}"
+    if arguments.model is None:
+        return None
+    return "drafts from the text" + ("" if arguments.head is None else f" and by the head {Path(arguments.head).name}")
 
 
 def _prompts(model: str | None, tokenizer: Tokenizer | None) -> list[tuple[str, Prompt]]:

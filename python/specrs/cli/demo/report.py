@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from specrs.cli.demo.measure import Result
@@ -32,19 +32,17 @@ def _processor() -> str:
 
 
 BUNDLED = "bundled pair: target 5.2 M parameters"
+BUNDLED_DRAFT = "draft 0.46 M"
 
 
 def heading(
-    num_prompts: int, max_tokens: int, threads: int, dtype: str, drafter: Mapping[str, Any], model: str | None = None
+    num_prompts: int, max_tokens: int, threads: int, dtype: str, drafter: str | None = None, model: str | None = None
 ) -> str:
-    """What is about to run, on what. `drafter` is the speculative config where it is not the bundled draft; `model` the
-    target where it is not the bundled one."""
-    default = "draft 0.46 M" if model is None else "drafts from the text"
-    named = drafter.get("method", drafter.get("model"))
-    drafts = default if named is None else f"drafts by {named}"
+    """What is about to run, on what. `drafter` says what drafts where it is not the bundled draft; `model` the target
+    where it is not the bundled one."""
     return (
         f"{machine(threads, dtype)}\n"
-        f"{BUNDLED if model is None else model}, {drafts}; "
+        f"{BUNDLED if model is None else model}, {drafter or BUNDLED_DRAFT}; "
         f"{num_prompts} prompts, {'' if model is None else 'up to '}{max_tokens} tokens each, greedy, one at a time\n"
     )
 
