@@ -2,16 +2,21 @@
 
     python scripts/train_eagle3.py --out build/eagle3                          # for the bundled target
     python scripts/train_eagle3.py --target FOLDER --prompts prompts.jsonl --out build/eagle3 --device cuda
+    python scripts/train_eagle3.py --target MODEL.gguf --chats --num-plain 0 --bf16 --out build/eagle3
 
 Three steps, each resumed where it was left when the same command is given again:
 
 1. The target continues prompts (`--prompts`: one JSON object a line with `prompt`, or plain lines; the default is
    pieces of the Python standard library, of which the last 2 % are never used, as in `train_pair.py`), some greedily,
    some at random. What it wrote is in `OUT/text`. Longer pieces of the same text are learned from as they are.
+   With `--chats` the prompts are chats whose one user turn the target writes, too, behind the beginning of its chat
+   template (Xu et al. 2024, "Magpie"): in `OUT/chats.jsonl`, and nobody's text is in them.
 2. The head learns the target's own distribution over the ids that it drafts, at every position of prompt and
    continuation. As in drafting, only its first pass sees the target's hidden states: each of the passes behind it reads
    what the pass before has left, and attends what a draft of that depth would find in the KV cache (Li et al. 2025,
    section 3.2, "training-time test"). Losses are weighted with 0.8 for each pass. `OUT/state.pt` holds it on the way.
+   With `--keep-states` the target runs once over each sequence, and `OUT/states` holds its hidden states in bf16:
+   8 H bytes a token.
 3. `OUT/head` is the head, in the layout of `LlamaForCausalLMEagle3`; embeddings are the target's.
 
 It prints how often the draft of each pass is the target's choice on text that it has not seen, given that those before
@@ -36,12 +41,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import log_softmax, silu
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 BUNDLED = Path(__file__).parents[1] / "python" / "specrs" / "pair" / "target"
 HELD_OUT = 0.02
 PART = 256
 """Prompts that are continued together, and kept in a file each."""
+CHAT_TOKENS = 96
+"""The most of a user turn; longer ones are not taken."""
 DECAY = 0.8
 """Weight of a pass's loss by that of the pass before."""
 
@@ -186,18 +193,79 @@ def read_prompts(args: argparse.Namespace, tokenizer: Any, count: int, size: int
     return [stream[at : at + size] for at in (rng.randrange(end) for _ in range(count))]
 
 
+def load_target(source: Path, device: torch.device) -> Any:
+    """transformers' module in fp32, also of a GGUF file, whose weights transformers would leave packed."""
+    if source.suffix != ".gguf":
+        return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval().to(device)
+    from specrs.models.gguf.checkpoint import GGUFCheckpoint
+    from specrs.models.gguf.config import raw_config
+
+    checkpoint = GGUFCheckpoint(source)
+    raw = raw_config(checkpoint.file)
+    kind = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+    config = AutoConfig.for_model(kind[raw["architectures"][0]], **raw)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for name, weight in model.state_dict().items():
+        if name in checkpoint:
+            weight.copy_(checkpoint.read(name, torch.float32, device))
+        elif not (name == "lm_head.weight" and config.tie_word_embeddings):
+            raise SystemExit(f"{source}: {name} is missing")
+    return model
+
+
+def load_engine(args: argparse.Namespace, length: int) -> Any:
+    """The target by specrs. On a CPU that multiplies bf16, many rows at once are fastest op by op."""
+    from specrs import LLM
+
+    dtype = "bfloat16" if args.bf16 else "auto"
+    return LLM(
+        str(args.target), max_model_len=length, max_num_seqs=args.concurrency, device=args.device, dtype=dtype,
+        enforce_eager=args.bf16 and args.device == "cpu",
+    )  # fmt: skip
+
+
+def write_chats(args: argparse.Namespace, path: Path) -> None:
+    """Let the target write user turns, and keep the chats of one such turn as prompts, a JSON object a line."""
+    from specrs import SamplingParams
+
+    llm = load_engine(args, args.prompt_tokens)
+    chat = llm.tokenizer.render_chat([{"role": "user", "content": "\0"}])
+    before = llm.tokenizer.encode(chat.partition("\0")[0], add_special_tokens=False)
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    with path.open("a", encoding="utf-8") as file, tqdm(total=args.num_prompts, desc="Chats", unit="chat") as bar:
+        bar.update(len(lines))
+        seed = len(lines)
+        while len(lines) < args.num_prompts:
+            params = [SamplingParams(temperature=1.0, max_tokens=CHAT_TOKENS, seed=seed + i) for i in range(PART)]
+            outputs = llm.generate([{"prompt_token_ids": before}] * PART, params, use_tqdm=False)
+            ended = [out.outputs[0] for out in outputs if out.outputs[0].finish_reason == "stop"]
+            turns = [turn for out in ended if (turn := out.text.strip())]
+            if not turns:
+                raise SystemExit(f"{args.target} ended none of {PART} user turns within {CHAT_TOKENS} tokens")
+            prompts = [llm.tokenizer.render_chat([{"role": "user", "content": turn}]) for turn in turns]
+            found = [json.dumps({"prompt": prompt}) for prompt in prompts][: args.num_prompts - len(lines)]
+            file.writelines(f"{line}\n" for line in found)
+            file.flush()
+            lines += found
+            seed += PART
+            bar.update(len(found))
+
+
 def write_text(args: argparse.Namespace, folder: Path) -> Text:
     """Let the target continue the prompts, `PART` at a time, and keep each part in a file."""
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    from specrs.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer(str(args.target)).hf
     prompts = read_prompts(args, tokenizer, args.num_prompts, args.prompt_tokens)
     length = args.prompt_tokens + args.new_tokens
     folder.mkdir(parents=True, exist_ok=True)
     starts = range(0, len(prompts), PART)
     missing = [at for at in starts if not (folder / f"{at}.safetensors").exists()]
     if missing:
-        from specrs import LLM, SamplingParams
+        from specrs import SamplingParams
 
-        llm = LLM(str(args.target), max_model_len=length, max_num_seqs=args.concurrency, device=args.device)
+        llm = load_engine(args, length)
         with tqdm(
             total=len(prompts), initial=max(0, len(prompts) - len(missing) * PART), desc="Text", unit="prompt"
         ) as bar:
@@ -236,14 +304,44 @@ def save(path: Path, write: Any) -> None:
     partial.rename(path)
 
 
+class States:
+    """What the target made of each sequence, in bf16 in two files that grow as sequences are first read; or nothing."""
+
+    def __init__(self, folder: Path | None, shape: tuple[int, int], width: int) -> None:
+        self.hidden: Tensor | None = None
+        if folder is None:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        sequences, length = shape
+
+        def file(name: str, size: int, dtype: torch.dtype) -> Tensor:
+            return torch.from_file(str(folder / name), shared=True, size=sequences * size, dtype=dtype)
+
+        self.hidden = file("hidden", length * width, torch.bfloat16).view(sequences, length, width)
+        self.chosen = file("chosen", length, torch.int32).view(sequences, length)
+        """Ids and 1; 0: not read yet"""
+
+    def read(self, at: Tensor, length: int) -> tuple[Tensor, Tensor] | None:
+        """Hidden states and ids of the first `length` tokens of sequences `at`, if all of these were written."""
+        if self.hidden is None or not bool((self.chosen[at, 0] > 0).all()):
+            return None
+        return self.hidden[at, :length], (self.chosen[at, :length] - 1).long()
+
+    def write(self, at: Tensor, hidden: Tensor, chosen: Tensor) -> None:
+        """Keep them; the ids last, which say that the rest is there."""
+        if self.hidden is not None:
+            length = hidden.shape[1]
+            self.hidden[at, :length] = hidden.to("cpu", torch.bfloat16)
+            self.chosen[at, :length] = chosen.to("cpu", torch.int32) + 1
+
+
 class Trainer:
     """A head, its optimizer, and the target that it learns from."""
 
     def __init__(self, args: argparse.Namespace, text: Text) -> None:
         torch.manual_seed(0)
         self.args, self.device = args, torch.device(args.device)
-        self.target: Any = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
-        self.target.to(self.device).requires_grad_(False)
+        self.target: Any = load_target(args.target, self.device).requires_grad_(False)
         c = self.target.config
         n = c.num_hidden_layers
         self.shape = Shape(
@@ -257,34 +355,48 @@ class Trainer:
             layer_ids=sorted(set(args.layers or (2, n // 2, n - 3))),
         )
         held_out = max(1, int(len(text) * HELD_OUT))
-        self.text = Text(text.ids[:-held_out], text.lengths[:-held_out])
-        self.unseen = Text(text.ids[-held_out:], text.lengths[-held_out:])
+        self.text, self.learned = text, len(text) - held_out
+        folder = args.out / "states" if args.keep_states else None
+        self.states = States(folder, tuple(text.ids.shape), (len(self.shape.layer_ids) + 1) * c.hidden_size)
         self.kept = self.frequent_ids(args.draft_vocab_size or c.vocab_size, c.vocab_size)
         self.is_kept = torch.zeros(c.vocab_size, dtype=torch.bool).index_fill_(0, self.kept, True).to(self.device)
         self.kept_here = self.kept.to(self.device)
-        self.head = Head(self.shape, self.target.model.norm.weight, self.target.lm_head.weight[self.kept_here]).to(
-            self.device
-        )
+        self.target_rows = self.target.lm_head.weight[self.kept_here] / getattr(c, "logits_scaling", 1.0)
+        self.head = Head(self.shape, self.target.model.norm.weight, self.target_rows).to(self.device)
         self.optimizer = torch.optim.AdamW(self.head.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.01)
         self.step = 0
 
     def frequent_ids(self, size: int, vocab: int) -> Tensor:
         """The ids that the text has most often, ascending."""
-        real = torch.arange(self.text.ids.shape[1]) < self.text.lengths.unsqueeze(1)
-        counts = torch.bincount(self.text.ids[real].long(), minlength=vocab)
+        ids, lengths = self.text.ids[: self.learned], self.text.lengths[: self.learned]
+        real = torch.arange(ids.shape[1]) < lengths.unsqueeze(1)
+        counts = torch.bincount(ids[real].long(), minlength=vocab)
         kept = counts.sort(descending=True, stable=True).indices[:size].sort().values
         print(f"{size} ids cover {counts[kept].sum() / counts.sum():.2%} of the text")
         return kept
 
-    def losses(self, ids: Tensor, lengths: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
-        """The loss of a batch, and for each pass (right, rows): of the rows where those before were right."""
-        ids = ids.to(self.device).long()
+    def read_target(self, at: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """What the target makes of ids `[B, T]`, the sequences `at` `[B]`: hidden states `[B, T, L * H + H]`, at the
+        entry of the layers and normed behind the last, and the ids that it would choose `[B, T]`."""
+        found = self.states.read(at, ids.shape[1])
+        if found is None:
+            with torch.no_grad(), self.autocast():
+                out = self.target(ids, output_hidden_states=True, use_cache=False)
+                hidden = torch.cat([out.hidden_states[i] for i in (*self.shape.layer_ids, -1)], dim=-1)
+                found = hidden, out.logits.argmax(dim=-1)
+            self.states.write(at, *found)
+        return found[0].to(self.device).float(), found[1].to(self.device)
+
+    def losses(self, at: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
+        """The loss of the sequences `at` `[B]`, and for each pass (right, rows): of the rows where those before were
+        right."""
+        lengths = self.text.lengths[at]
+        ids = self.text.ids[at, : int(lengths.max())].to(self.device).long()
+        hidden, best = self.read_target(at, ids)
+        entries, last = hidden[:, :-1, : -self.shape.hidden], hidden[:, 1:, -self.shape.hidden :]
+        best = best[:, 1:]  # row i of the head is about position i + 2, as row i + 1 of the target
         with torch.no_grad(), self.autocast():
-            out = self.target(ids, output_hidden_states=True, use_cache=False)
-            entries = torch.cat([out.hidden_states[i][:, :-1] for i in self.shape.layer_ids], dim=-1).float()
-            logits = out.logits[:, 1:].float()  # row i of the head is about position i + 2, as row i + 1 of the target
-            best = logits.argmax(dim=-1)
-            wanted = logits[..., self.kept_here].softmax(dim=-1)
+            wanted = (last @ self.target_rows.T).float().softmax(dim=-1)
             embedded = self.target.get_input_embeddings()(ids[:, 1:]).float()
         row = torch.arange(ids.shape[1] - 1, device=self.device)
         real = row + 1 < lengths.to(self.device).unsqueeze(1)
@@ -307,7 +419,7 @@ class Trainer:
 
     def train(self, state: Path) -> None:
         """Take the steps that are left; writes `state` every minute."""
-        args, size = self.args, len(self.text)
+        args = self.args
         if state.exists():
             kept = torch.load(state, weights_only=True, map_location=self.device)
             self.head.load_state_dict(kept["head"])
@@ -318,11 +430,11 @@ class Trainer:
         with tqdm(total=total, initial=self.step, desc="Training", unit="step", mininterval=5) as bar:
             while self.step < total:
                 rng = torch.Generator().manual_seed(self.step)
-                at = torch.randint(0, size, (args.batch_size,), generator=rng)
+                at = torch.randint(0, self.learned, (args.batch_size,), generator=rng)
                 for group in self.optimizer.param_groups:
                     warm, done = min(1.0, (self.step + 1) / 100), self.step / total
                     group["lr"] = args.lr * warm * (0.95 * 0.5 * (1 + math.cos(math.pi * done)) + 0.05)
-                loss, _ = self.losses(self.text.ids[at], self.text.lengths[at])
+                loss, _ = self.losses(at)
                 self.optimizer.zero_grad()
                 loss.backward()
                 nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
@@ -344,9 +456,8 @@ class Trainer:
     def evaluate(self) -> list[float]:
         """By pass, how often its draft is the target's choice on unseen text where those before were."""
         sums = [[0, 0] for _ in range(self.args.passes)]
-        for at in range(0, len(self.unseen), self.args.batch_size):
-            part = slice(at, at + self.args.batch_size)
-            _, counts = self.losses(self.unseen.ids[part], self.unseen.lengths[part])
+        for at in torch.arange(self.learned, len(self.text)).split(self.args.batch_size):
+            _, counts = self.losses(at)
             for total, (right, rows) in zip(sums, counts, strict=True):
                 total[0] += right
                 total[1] += rows
@@ -403,6 +514,7 @@ def main() -> None:
     add("--target", type=Path, default=BUNDLED, help="checkpoint folder; default: the bundled target")
     add("--out", type=Path, required=True, help="folder for text, state and head")
     add("--prompts", type=Path, help="file of prompts; default: the Python standard library")
+    add("--chats", action="store_true", help="prompts are chats whose user turns the target writes")
     add("--num-prompts", type=int, default=4096, help="default: 4096")
     add("--num-plain", type=int, default=4096, help="pieces of the prompts' text, not continued; default: 4096")
     add("--prompt-tokens", type=int, default=64, help="the most of a prompt; default: 64")
@@ -421,8 +533,15 @@ def main() -> None:
     add("--batch-size", type=int, default=8, help="sequences of a step; default: 8")
     add("--lr", type=float, default=1e-3, help="the highest learning rate; default: 1e-3")
     add("--bf16", action="store_true", help="products in bf16")
+    add("--keep-states", action="store_true", help="run the target once over each sequence, and keep what it made")
     add("--device", default="cpu", help="cpu or cuda; default: cpu")
     args = parser.parse_args()
+    if args.chats:
+        if args.prompts is not None:
+            parser.error("--chats: the target writes the prompts; allowed: without --prompts")
+        args.out.mkdir(parents=True, exist_ok=True)
+        args.prompts = args.out / "chats.jsonl"
+        write_chats(args, args.prompts)
     text = write_text(args, args.out / "text")
     trainer = Trainer(args, text)
     trainer.train(args.out / "state.pt")

@@ -1,13 +1,19 @@
-"""The passes that training unrolls are those of drafting: compared row by row with the plain script."""
+"""The passes that training unrolls are those of drafting: compared row by row with the plain script. A whole run over a
+GGUF file, whose target writes the chats, too."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkpoints import make_checkpoint, write_tokenizer
 from eagle3_reference import Head
+from gguf_files import write_gguf
 from module_files import load_file
+from safetensors.torch import load_file as load_tensors
 from torch.nn.functional import linear
+from transformers import AutoModelForCausalLM
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train_eagle3.py"
 ROWS, PASSES, HIDDEN = 9, 4, 24
@@ -46,3 +52,48 @@ def test_a_row_of_pass_j_is_that_of_a_draft_of_depth_j(script: Any) -> None:
                     hidden = torch.cat([hidden, left[-1:]])
                 _, logits = reference.run(hidden, tokens[: i + 1], torch.arange(i + 1))
                 torch.testing.assert_close(found[j][0, i], logits[-1], rtol=0, atol=2e-4)
+
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}<a>"
+)
+
+
+def test_a_run_over_a_gguf_file_and_its_own_chats(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the target wrote and made of it is kept, and a second run takes it from there; the head is one."""
+    source = make_checkpoint(tmp_path / "target", "llama", vocab=330, layers=6, head_dim=16, hidden=96)
+    write_tokenizer(source, 330)
+    path = write_gguf(source, tmp_path / "target.gguf", tokenizer__chat_template=TEMPLATE)
+    out = tmp_path / "out"
+    monkeypatch.setattr(script, "PART", 16)
+    given = {"num-prompts": 20, "num-plain": 0, "prompt-tokens": 128, "new-tokens": 12, "passes": 2, "batch-size": 4}
+    sizes = [str(item) for name, value in given.items() for item in (f"--{name}", value)]
+    argv = ["train_eagle3.py", "--target", str(path), "--chats", "--keep-states", "--out", str(out), *sizes]
+    monkeypatch.setattr("sys.argv", [*argv, "--draft-vocab-size", "100", "--steps", "12"])
+    script.main()
+
+    chats = [json.loads(line)["prompt"] for line in (out / "chats.jsonl").read_text().splitlines()]
+    assert len(chats) == 20
+    assert all(chat.startswith("<u>") and chat.endswith("<a>") for chat in chats)
+    text = load_tensors(out / "text" / "0.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    length = text["ids"].shape[1]
+    hidden = torch.from_file(str(out / "states" / "hidden"), size=20 * length * 3 * 96, dtype=torch.bfloat16)
+    chosen = torch.from_file(str(out / "states" / "chosen"), size=20 * length, dtype=torch.int32).view(20, length)
+    read = [row for row in range(16) if chosen[row, 0] > 0]
+    assert read  # of 12 steps of 4
+    row, n = read[0], int(text["lengths"][read[0]])
+    with torch.no_grad():
+        made = model(text["ids"][row : row + 1, :n].long(), output_hidden_states=True)
+    expected = torch.cat([made.hidden_states[i] for i in (2, 3, -1)], dim=-1)[0]
+    torch.testing.assert_close(hidden.view(20, length, -1)[row, :n].float(), expected, rtol=2**-8, atol=1e-3)
+    assert (chosen[row, :n] - 1).tolist() == made.logits[0].argmax(-1).tolist()
+
+    head = load_tensors(out / "head" / "model.safetensors")
+    assert head["lm_head.weight"].shape == (100, 96)
+    written = (out / "chats.jsonl").read_text()
+    monkeypatch.setattr("specrs.llm.LLM.generate", None)
+    script.main()  # nothing is left to write, nor to learn
+    assert (out / "chats.jsonl").read_text() == written
+    again = load_tensors(out / "head" / "model.safetensors")
+    assert all(torch.equal(again[name], tensor) for name, tensor in head.items())
