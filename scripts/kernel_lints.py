@@ -18,7 +18,7 @@ written ahead of the kernel before (see `_dependent_launch`)."""
 REGISTERS, SHARED, SHARED_EACH, THREADS = 65536, 233472, 1024, 2048
 """Of a multiprocessor of compute capability 9.0; a thread block takes 1 KiB of shared memory for itself."""
 
-_WAIT = "tt.grid_dependency_wait"
+_WAIT, _START = "tt.grid_dependency_wait", "tt.grid_dependency_launch_dependents"
 _VALUE = re.compile(r"%[\w$.-]+")
 _POINTER = (
     "tt.splat",
@@ -96,6 +96,15 @@ def early_accesses(name: str, ir: TTGIR) -> list[str]:
         for i, op, argument, _ in ir.accesses()
         if i < wait and (argument not in allowed or op in ("tt.store", "tt.atomic_rmw"))
     ]
+
+
+def starts_next_early(ir: TTGIR) -> list[str]:
+    """Of the kernel ahead of one that reads, before it waits, what was written before: that it lets that start only
+    when all ahead of itself is finished."""
+    wait, start = (next((i for i, line in enumerate(ir.lines) if op in line), None) for op in (_WAIT, _START))
+    if start is not None and (wait is None or start < wait):
+        return ["lets the kernel behind it start before it has waited itself"]
+    return []
 
 
 def shared_results(ir: TTGIR) -> list[str]:

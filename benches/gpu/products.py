@@ -71,7 +71,7 @@ def one(n: int, k: int, gated: bool, kind: str, rows: int, device: torch.device)
         return microseconds(lambda i: torch.mm(x, operands[i % len(operands)].weight.t(), out=wide))
     limits = limits_of(device)
     config = linear_config(LinearShape(n, k, dtype, gated, operands[0].coding), block_m(rows), limits)
-    sizes, out = scratch_sizes(config, rows, n=n, gated=gated), torch.empty(rows, n, device=device, dtype=dtype)
+    sizes, out = scratch_sizes(config, rows, n=n, sides=1 + gated), torch.empty(rows, n, device=device, dtype=dtype)
     scratch = torch.zeros(sizes[0], device=device), torch.zeros(sizes[1], dtype=torch.int32, device=device)
 
     def launch(i: int) -> None:

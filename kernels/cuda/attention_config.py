@@ -25,8 +25,10 @@ _MAX_TURNS = 16
 """Splits of such an attention, which the last program adds a few lines at a time."""
 _SHARED_LINES = 1 << 18
 """Lines of partial results that they may take, 128 MiB for heads of 128."""
-_FUSED = 4
+_LAST = 8
 """Heads times rows of a tile up to which the last program combines: one program reads 16 splits of more too slowly."""
+_FUSED = 4
+"""Of them that it adds at a time: 16 splits of more do not stay in registers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +105,8 @@ class AttentionConfig:
         does it. Where long contexts alone have splits a kernel for all tiles would cost more than the last program's
         4 us beside hundreds of them."""
         lines = 1 << (self.rows * group - 1).bit_length()
-        if self.turn > 1:
-            return min(lines, _FUSED)
-        return lines if self.splits > 1 and lines <= _FUSED else 0
+        last = self.turn > 1 or (self.splits > 1 and lines <= _LAST)
+        return min(lines, _FUSED) if last else 0
 
     def scratch_sizes(self, *, batch: int, max_q_len: int, num_kv_heads: int, head_dim: int) -> tuple[int, int, int]:
         """Elements of `partial_out`, `partial_stat` (fp32) and `counters` (int32)."""

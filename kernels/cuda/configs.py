@@ -31,7 +31,7 @@ class LinearConfig:
     """How one skinny product is cut up. `block_n`, `block_k` and `programs` decide the order of its sums."""
 
     block_n: int
-    """Output features of a tile (of each half where gated)."""
+    """Output features of a tile (of each of its two sides where the product has two)."""
     block_k: int
     """Input features of a step."""
     programs: int
@@ -51,19 +51,28 @@ class LinearShape:
     """What a configuration is looked up by."""
 
     n: int
-    """Output features; of a gated product half the rows of its weight."""
+    """Output features; of a product of two sides half the rows of its weight."""
     k: int
     dtype: torch.dtype
     """Of the rows, and of the weight where that is dense."""
     gated: bool = False
     coding: Coding | None = None
     """Of the weight; None: it is dense."""
+    head_dim: int = 0
+    """Features of a head, whose halves are the two sides of a tile; 0: the output is no heads."""
+
+    @property
+    def sides(self) -> int:
+        """Rows of the weight to an output feature: 2 for gates and values, and for the halves of heads."""
+        return 2 if self.gated or self.head_dim else 1
 
     @property
     def key(self) -> str:
-        """As it stands in the table: `n4096-k2048-bfloat16`, behind it `-gated` where gated and `-fp8-128` of codes."""
+        """As it stands in the table: `n4096-k2048-bfloat16`, behind it `-gated` where gated, `-heads128` of heads and
+        `-fp8-128` of codes."""
         coded = "" if self.coding is None else f"-{self.coding.kind}-{self.coding.group}"
-        return f"n{self.n}-k{self.k}-{str(self.dtype).removeprefix('torch.')}{'-gated' * self.gated}{coded}"
+        heads = f"-heads{self.head_dim}" if self.head_dim else ""
+        return f"n{self.n}-k{self.k}-{str(self.dtype).removeprefix('torch.')}{'-gated' * self.gated}{heads}{coded}"
 
     @property
     def bits(self) -> int:
@@ -77,7 +86,7 @@ class LinearShape:
 
     def stage_bytes(self, block_n: int, block_k: int, block_m: int) -> int:
         """Shared memory of one stage of the pipeline: the tiles of weight and rows that it loads."""
-        return (1 + self.gated) * block_n * block_k * self.bits // 8 + block_m * block_k * self.dtype.itemsize
+        return self.sides * block_n * block_k * self.bits // 8 + block_m * block_k * self.dtype.itemsize
 
     def bound(self, block_n: int, block_k: int) -> int:
         """Steps of the whole product, which bounds the number of programs."""
@@ -93,8 +102,8 @@ def linear_config(shape: LinearShape, block_m: int, limits: DeviceLimits) -> Lin
 def default_config(shape: LinearShape, limits: DeviceLimits) -> LinearConfig:
     """A safe configuration for a GPU that was not tuned for; measured on an H200 (docs/decisions/cuda.md)."""
     if not limits.capability:  # the interpreter: small tiles, so that small shapes have several
-        block_k = max(32, shape.least_k)
-        return LinearConfig(16, block_k, min(limits.num_sms, shape.bound(16, block_k)), 4, 1)
+        block_n, block_k = shape.head_dim // 2 or 16, max(32, shape.least_k)
+        return LinearConfig(block_n, block_k, min(limits.num_sms, shape.bound(block_n, block_k)), 4, 1)
     if shape.dtype == torch.float32:  # no tensor cores: operands live in registers
         block_n, block_k = 32, max(32, shape.least_k)
         return LinearConfig(block_n, block_k, min(limits.num_sms, shape.bound(block_n, block_k)), 4, 9, prefetch=2)
@@ -110,13 +119,13 @@ def _dense_config(shape: LinearShape, limits: DeviceLimits) -> LinearConfig:
     small and its tiles occupy a third of the multiprocessors, each program has a whole one, and half of one where they
     are fewer.
     """
-    block_n, block_k = 64, 128
+    block_n, block_k = shape.head_dim // 2 or 64, 128
     if limits.shared_memory // 2 < 3 * shape.stage_bytes(block_n, block_k, 16):
         block_k = 64
-    elif shape.n >= _WIDE:
+    elif shape.n >= _WIDE and not shape.head_dim:
         block_n = 128
     programs, tiles = min(limits.num_sms, shape.bound(block_n, block_k)), -(-shape.n // block_n)
-    small = (1 + shape.gated) * shape.n * shape.k * shape.dtype.itemsize <= _SMALL
+    small = shape.sides * shape.n * shape.k * shape.dtype.itemsize <= _SMALL
     if small and tiles <= limits.num_sms <= 3 * tiles:
         programs = tiles
     elif 3 * tiles < limits.num_sms or (not small and 0.9 * limits.num_sms <= 2 * tiles <= limits.num_sms):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import triton
 from specrs.kernels.coded_weight import Coding
+from specrs.kernels.cuda._heads import head_arguments
 from specrs.kernels.cuda.configs import LinearShape, linear_config
 from specrs.kernels.cuda.skinny_linear import MAX_ROWS, block_m, coding_constants, skinny_linear_kernel
 from specrs.kernels.cuda.variants import DTYPES, SIZES, Size, Variant
@@ -38,6 +39,12 @@ def variant(
     present |= {"next_x": f"*{dtype}", "next_squares": "*fp32"} if "next_norm" in operands else {}
     present |= {"squares": "*fp32"} if normed else {}
     present |= {"out": "*fp32", "tile_top": "*fp32", "tile_id": "*i32"} if argmax else {}
+    own = dict(constants or {})
+    if shape.head_dim:
+        present |= {"qk_norm": f"*{dtype}", "cos": "*fp32", "sin": "*fp32", "slots": "*i64", "cache": f"*{dtype}"}
+        present |= {"cache": "*u8", "k_scale": "fp32", "v_scale": "fp32"} if own.get("FRACTION") else {}
+        present |= {"head_eps": "fp32"}
+        present = {arg: kind for arg, kind in present.items() if arg not in own}
     types = present | {"partials": "*fp32", "counters": "*i32", "eps": "fp32"}
     types |= dict.fromkeys(("rows", "x_stride", "out_stride"), "i32")
     plain = {
@@ -54,17 +61,19 @@ def variant(
         "GELU": False,
         "ACCUMULATE": False,
         "MULTIPLIER": 1.0,
+        **head_arguments(None)[2],
         "PREFETCH": config.prefetch,
         **coding_constants(shape.coding, shape.k),
         "DEPENDENT": False,
     }
-    optional = ("scales", "bias", "squares", "next_norm", "next_x", "next_squares", "tile_top", "tile_id")
+    optional = ["scales", "bias", "squares", "next_norm", "next_x", "next_squares", "tile_top", "tile_id"]
+    optional += ["qk_norm", "cos", "sin", "slots", "cache", "head_eps", "k_scale", "v_scale"]
     absent = {arg: None for arg in optional if arg not in present}
     return Variant(
         name,
         skinny_linear_kernel,
         types,
-        plain | dict(constants or {}) | absent,
+        plain | absent | own,
         config.num_warps,
         config.num_stages,
         ("x_stride", "out_stride"),
@@ -113,6 +122,19 @@ def _variants() -> tuple[Variant, ...]:
                 shape = LinearShape(25600, 5120, DTYPES[dtype], gated=True, coding=own)
                 label = f"skinny_linear_coded_{name}_{dtype}_rows{rows}_{size.name}"
                 variants.append(variant(label, shape, size, rows=rows, operands=normed))
+    for size in SIZES:
+        small = LinearShape(1536, 2048, torch.float16, head_dim=64)
+        large, e4m3 = LinearShape(5120, 5120, torch.bfloat16, head_dim=128), {"FRACTION": 3}
+        for name, shape, heads, rows, more in (
+            ("heads_bf16_rows6", large, (64, 8), 6, {}),
+            ("heads_bf16_rows64", large, (64, 8), 64, {}),
+            ("heads_bf16_rows6_e4m3", large, (64, 8), 6, e4m3),
+            ("heads_bf16_rows6_draft", LinearShape(2048, 2048, torch.bfloat16, head_dim=128), (16, 8), 6, {}),
+            ("heads_fp16_rows6_d64", small, (32, 8), 6, {"qk_norm": None}),
+        ):
+            given: dict[str, Any] = {"HEADS": heads[0], "KV_HEADS": heads[1], "BLOCK_SIZE": 16}
+            label, squares = f"skinny_linear_{name}_{size.name}", normed if shape.dtype == torch.bfloat16 else ()
+            variants.append(variant(label, shape, size, rows=rows, operands=squares, constants=given | dict(more)))
     dependent = variant(
         "skinny_linear_residual_bf16_dependent",
         LinearShape(2048, 6144, torch.bfloat16),

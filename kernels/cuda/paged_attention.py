@@ -130,7 +130,8 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     if TURN > 1:
         begin, stop = _taken(lowest // BLOCK_N, split, SPLITS, TURN), _taken(blocks, split, SPLITS, TURN)
     # Which rows and positions there are was written before the kernel ahead of this one, which lets this one start
-    # when that is finished (see `qk_norm_rope`). What it writes itself, q, K and V, is read behind this line.
+    # when that is finished (see `qk_norm_rope` and the product of heads). What it writes itself, q, K and V, is read
+    # behind this line.
     wait_for_previous(DEPENDENT)
     if (start < end) & (split < live):
         inside_d = d < D
@@ -319,7 +320,8 @@ def paged_attention(
             before and after.
         sight: what the layer's heads see.
         config: the fields of an AttentionConfig in order.
-        dependent: launch dependently (see `_dependent_launch`), behind `qk_norm_rope` or an ordinary launch.
+        dependent: launch dependently (see `_dependent_launch`), behind `qk_norm_rope`, a product of heads or an
+            ordinary launch.
 
     Sums are fp32; the weights are rounded to q's dtype before they meet V.
     """

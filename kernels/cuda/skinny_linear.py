@@ -23,6 +23,7 @@ import triton.language as tl
 from specrs.kernels.coded_weight import CodedWeight, Coding
 from specrs.kernels.cuda._codes import CODES, DENSE, INT4, add_step, check_codes, coding_as_list, coding_of, scale_of
 from specrs.kernels.cuda._dependent_launch import options, prefetch, start_next, wait_for_previous
+from specrs.kernels.cuda._heads import Heads, check_heads, head_arguments, head_places, store_head
 from specrs.kernels.cuda.activation import activation
 from specrs.kernels.cuda.configs import LinearConfig
 from torch import Tensor
@@ -43,6 +44,14 @@ def _owner(step, TOTAL: tl.constexpr, PROGRAMS: tl.constexpr):  # type: ignore[n
     return ((step + 1) * PROGRAMS - 1) // TOTAL
 
 
+@triton.jit
+def _weight_rows(tile, feature, N: tl.constexpr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rows of the weight that a tile's first side has; past the end the last one again."""
+    if HEADS > 0:
+        return tile * (2 * BLOCK_N) + feature
+    return tl.minimum(tile * BLOCK_N + feature, N - 1)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def skinny_linear_kernel(  # type: ignore[no-untyped-def]
     x,
@@ -54,6 +63,11 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
     next_norm,
     next_x,
     next_squares,
+    qk_norm,
+    cos,
+    sin,
+    slots,
+    cache,
     tile_top,
     tile_id,
     partials,
@@ -62,6 +76,9 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
     x_stride,
     out_stride,
     eps,
+    head_eps,
+    k_scale,
+    v_scale,
     N: tl.constexpr,
     K: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -75,6 +92,10 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
     GELU: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     MULTIPLIER: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    FRACTION: tl.constexpr,
     PREFETCH: tl.constexpr,
     CODE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -83,14 +104,20 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
     ZEROS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    start_next(DEPENDENT)
+    # Attention asks which rows there are before it waits, so the product ahead of it lets it start only when all that
+    # is ahead of itself is finished (see `_dependent_launch`).
+    if HEADS == 0:
+        start_next(DEPENDENT)
+    # Where a tile has two sides they are gates and values, N rows of the weight apart, or the halves of a head.
+    SIDES: tl.constexpr = 2 if GATED or HEADS > 0 else 1
+    APART: tl.constexpr = N if GATED else BLOCK_N
     EACH: tl.constexpr = 1 if CODE == DENSE else 4 if CODE == INT4 else 2
     ROW: tl.constexpr = K // EACH
     TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     TOTAL: tl.constexpr = TILES * STEPS
     SUMS: tl.constexpr = BLOCK_N * BLOCK_M
-    SLOT: tl.constexpr = (2 if GATED else 1) * SUMS
+    SLOT: tl.constexpr = SIDES * SUMS
     EVEN: tl.constexpr = K % BLOCK_K == 0
 
     pid = tl.program_id(0)
@@ -106,13 +133,15 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
         STEP: tl.constexpr = BLOCK_K // EACH
         BITS: tl.constexpr = PREFETCH * STEP * weight.dtype.element_ty.primitive_bitwidth
         LINES: tl.constexpr = BITS // 1024 if BITS > 1024 else 1
-        ahead_n = tl.minimum(first_tile * BLOCK_N + feature, N - 1).to(tl.int64)
+        ahead_n = _weight_rows(first_tile, feature, N, BLOCK_N, HEADS).to(tl.int64)
         ahead_k = (begin - first_tile * STEPS) * STEP + tl.arange(0, LINES) * (STEP * PREFETCH // LINES)
         ahead_w = weight + ahead_n[:, None] * ROW + tl.minimum(ahead_k, ROW - 1)[None, :]
         prefetch(ahead_w)
-        if GATED:
-            prefetch(ahead_w + N * ROW)
+        if SIDES == 2:
+            prefetch(ahead_w + APART * ROW)
     wait_for_previous(DEPENDENT)
+    if HEADS > 0:
+        start_next(DEPENDENT)
     # Features past the end repeat the last one and are not stored: no mask on weights.
     there = token < rows
     x_rows = x + tl.minimum(token, rows - 1).to(tl.int64) * x_stride
@@ -125,11 +154,14 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
             mask=(part < SQUARES)[:, None] & there[None, :],
             other=0,
         )
+    if HEADS > 0:
+        slot_of, c, s = head_places(slots, cos, sin, token, there, BLOCK_N)
     for tile in range(first_tile, (end - 1) // STEPS + 1):
         k_begin = tl.maximum(begin - tile * STEPS, 0)
         k_end = tl.minimum(end - tile * STEPS, STEPS)
         n = tile * BLOCK_N + feature
-        w_rows = weight + tl.minimum(n, N - 1).to(tl.int64) * K
+        rows_n = _weight_rows(tile, feature, N, BLOCK_N, HEADS)
+        w_rows = weight + rows_n.to(tl.int64) * K
         stored = (n < N)[:, None] & there[None, :]
         place = token.to(tl.int64)[None, :] * out_stride + n[:, None]
         if ACCUMULATE:
@@ -140,10 +172,9 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
         up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         for k in range(k_begin, k_end):
             if CODE != DENSE:
-                rows_n = tl.minimum(n, N - 1)
                 acc, up = add_step(
-                    acc, up, weight, scales, x_rows, rows_n, N, k, there, K, BLOCK_K, CODE, GROUP, UNIT, OUTPUTS, ZEROS,
-                    GATED,
+                    acc, up, weight, scales, x_rows, rows_n, APART, k, there, K, BLOCK_K, CODE, GROUP, UNIT, OUTPUTS,
+                    ZEROS, SIDES == 2,
                 )  # fmt: skip
             else:
                 at = k * BLOCK_K + column
@@ -154,8 +185,8 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
                     w = tl.load(w_rows[:, None] + at[None, :], mask=(at < K)[None, :], other=0)
                     v = tl.load(x_rows[None, :] + at[:, None], mask=(at < K)[:, None] & there[None, :], other=0)
                 acc = tl.dot(w, v, acc, input_precision="ieee")
-                if GATED:
-                    second = w_rows + N * K
+                if SIDES == 2:
+                    second = w_rows + APART * K
                     if EVEN:
                         w = tl.load(second[:, None] + at[None, :])
                     else:
@@ -166,7 +197,7 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
         if not complete:
             slot = partials + (2 * pid + tl.minimum(tile - first_tile, 1)) * SLOT
             tl.store(slot + local, acc)
-            if GATED:
+            if SIDES == 2:
                 tl.store(slot + SUMS + local, up)
             low = _owner(tile * STEPS, TOTAL, PROGRAMS)
             high = _owner(tile * STEPS + STEPS - 1, TOTAL, PROGRAMS)
@@ -180,7 +211,7 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
                 for p in tl.range(low, high + 1, loop_unroll_factor=4):
                     slot = partials + (2 * p + tl.minimum(tile - _segment(p, TOTAL, PROGRAMS) // STEPS, 1)) * SLOT
                     acc += tl.load(slot + local, cache_modifier=".cg")
-                    if GATED:
+                    if SIDES == 2:
                         up += tl.load(slot + SUMS + local, cache_modifier=".cg")
                 tl.store(counters + tile, 0)
 
@@ -190,13 +221,18 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
                 acc = acc * scale[None, :]
                 up = up * scale[None, :]
             if CODE != DENSE and GROUP >= K:
-                acc *= scale_of(tl.load(scales + tl.minimum(n, N - 1) // OUTPUTS), ZEROS)[:, None]
-                if GATED:
-                    up *= scale_of(tl.load(scales + (N + tl.minimum(n, N - 1)) // OUTPUTS), ZEROS)[:, None]
+                acc *= scale_of(tl.load(scales + rows_n // OUTPUTS), ZEROS)[:, None]
+                if SIDES == 2:
+                    up *= scale_of(tl.load(scales + (APART + rows_n) // OUTPUTS), ZEROS)[:, None]
             if bias is not None:
-                acc += tl.load(bias + n, mask=n < N, other=0).to(tl.float32)[:, None]
-                if GATED:
-                    up += tl.load(bias + N + n, mask=n < N, other=0).to(tl.float32)[:, None]
+                acc += tl.load(bias + rows_n).to(tl.float32)[:, None]
+                if SIDES == 2:
+                    up += tl.load(bias + APART + rows_n).to(tl.float32)[:, None]
+            if HEADS > 0:
+                store_head(
+                    acc, up, tile, token, there, slot_of, c, s, out, out_stride, qk_norm, cos, cache, head_eps, k_scale,
+                    v_scale, HEADS, KV_HEADS, BLOCK_N, BLOCK_SIZE, FRACTION,
+                )  # fmt: skip
             if GATED:
                 acc = activation(acc, GELU) * up
             if tile_top is not None:
@@ -209,7 +245,7 @@ def skinny_linear_kernel(  # type: ignore[no-untyped-def]
                 at = token * TILES + tile
                 tl.store(tile_top + at, tl.where(spoiled, float("nan"), top), mask=token < rows)
                 tl.store(tile_id + at, best, mask=token < rows)
-            if out is not None:
+            if (out is not None) & (HEADS == 0):
                 if MULTIPLIER != 1:
                     acc *= MULTIPLIER
                 if ACCUMULATE:
@@ -227,13 +263,10 @@ def block_m(rows: int) -> int:
     return max(16, 1 << (rows - 1).bit_length())
 
 
-def scratch_sizes(config: LinearConfig, rows: int, *, n: int, gated: bool) -> tuple[int, int]:
-    """Elements of `partials` (fp32) and of `counters` (int32) that a product of `rows` rows with `n` features needs.
-
-    `n` counts the features of the output: of a gated product half the rows of its weight.
-    """
-    width = block_m(rows)
-    return 2 * config.programs * (2 if gated else 1) * config.block_n * width, -(-n // config.block_n)
+def scratch_sizes(config: LinearConfig, rows: int, *, n: int, sides: int = 1) -> tuple[int, int]:
+    """Elements of `partials` (fp32) and of `counters` (int32) that a product of `rows` rows needs; `n` and `sides` are
+    those of its Product or LinearShape."""
+    return 2 * config.programs * sides * config.block_n * block_m(rows), -(-n // config.block_n)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,10 +286,10 @@ class Product:
     """`m f(x W^T / r + b)`, r the root mean square of rows whose squares are given, else 1."""
 
     weight: Tensor
-    """[N, K] contiguous, of x's dtype; with `gated` [2 N, K], the gates above the values. Of a `coding` the codes, see
-    `CodedWeight`."""
+    """[N, K] contiguous, of x's dtype; with `gated` [2 N, K], the gates above the values; with `heads` [2 N, K]. Of a
+    `coding` the codes, see `CodedWeight`."""
     bias: Tensor | None = None
-    """[N] or [2 N]"""
+    """As many as the weight has rows"""
     squares: Tensor | None = None
     """[S, 64] fp32: column i adds up to the sum of squares of the row that x[i] was before the norm's weight."""
     eps: float = 0.0
@@ -273,11 +306,19 @@ class Product:
     coding: Coding | None = None
     scales: Tensor | None = None
     """As of `CodedWeight`, where the weight is codes."""
+    heads: Heads | None = None
+    """The output `[M, 2 N]` is the heads of q, k and v: q is written as `qk_norm_rope` makes it, k and v into the cache
+    alone."""
+
+    @property
+    def sides(self) -> int:
+        """Rows of the weight to each of the N features that tiles are cut of."""
+        return 2 if self.gated or self.heads is not None else 1
 
     @property
     def n(self) -> int:
-        """Features of the output."""
-        return self.weight.shape[0] // (2 if self.gated else 1)
+        """N, features of the output; half of those of heads, of which a tile has both halves."""
+        return self.weight.shape[0] // self.sides
 
 
 def coding_constants(coding: Coding | None, k: int) -> dict[str, int]:
@@ -313,6 +354,7 @@ def launch(
     following: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
     if product.next is not None:
         following = (product.next.norm_weight, product.next.x, product.next.squares)
+    of_heads, numbers, head_constants = head_arguments(product.heads)
     sums = 0 if squares is None else squares.shape[0]
     width = block_m(rows)
     # A configuration of the whole LM head may serve its first ids only, which have fewer steps.
@@ -326,12 +368,14 @@ def launch(
         squares,
         out,
         *following,
+        *of_heads,
         *(tiles or (None, None)),
         *scratch,
         rows,
         x.stride(0),
         0 if out is None else out.stride(0),
         product.eps,
+        *numbers,
         N=n,
         K=k,
         PROGRAMS=programs,
@@ -346,6 +390,7 @@ def launch(
         ACCUMULATE=product.accumulate,
         MULTIPLIER=product.multiplier,
         PREFETCH=config.prefetch,
+        **head_constants,
         **coding_constants(coding, k),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -370,11 +415,15 @@ def skinny_linear(
     operands, flags = [p.weight, p.bias, p.squares, p.scales], [int(p.gated), int(p.gelu), int(p.accumulate)]
     if p.coding is not None:
         flags += coding_as_list(p.coding)
-    outs = [out]
+    outs, numbers = [out], [p.eps, p.multiplier]
     if p.next is not None:
         operands.append(p.next.norm_weight)
         outs += [p.next.x, p.next.squares]
-    numbers = [p.eps, p.multiplier]
+    if p.heads is not None:
+        operands += [p.heads.qk_norm, *(p.heads.angles or (None, None)), p.heads.slots]
+        outs.append(p.heads.cache)
+        numbers += [p.heads.eps, *p.heads.kv_scales]
+        flags.insert(0, p.heads.num_heads)
     torch.ops.specrs.skinny_linear(x, operands, outs, list(scratch), numbers, flags, config, dependent)
 
 
@@ -411,8 +460,17 @@ def _(
 def _product(
     operands: Sequence[Tensor | None], following: Sequence[Tensor], numbers: Sequence[float], flags: Sequence[int]
 ) -> Product:
-    (weight, bias, squares, scales, *norm), (gated, gelu, accumulate, *coding) = operands, flags
-    eps, multiplier = numbers
+    (weight, bias, squares, scales, *more), (eps, multiplier, *of_heads) = operands, numbers
+    following_norm, heads = None, None
+    if of_heads:
+        (qk_norm, cos, sin, slots), (num_heads, *flags) = more, flags
+        angles = [] if cos is None or sin is None else [cos, sin]
+        assert slots is not None
+        head_eps, k_scale, v_scale = of_heads
+        heads = Heads(qk_norm, angles, slots, following[0], num_heads, head_eps, (k_scale, v_scale))
+    elif more and more[0] is not None:
+        following_norm = Next(more[0], *following)
+    gated, gelu, accumulate, *coding = flags
     assert weight is not None
     return Product(
         weight,
@@ -423,9 +481,10 @@ def _product(
         bool(gelu),
         bool(accumulate),
         multiplier,
-        Next(norm[0], *following) if norm and norm[0] is not None else None,
+        following_norm,
         coding_of(coding) if coding else None,
         scales,
+        heads,
     )
 
 
@@ -442,7 +501,7 @@ def check_operands(x: Tensor, product: Product, scratch: Sequence[Tensor], confi
     else:
         check_codes(weight, product.scales, coding, size)
         assert LinearConfig(*config).block_k % (coding.unit(size) or 1) == 0, "a step must have whole units"
-    needed = scratch_sizes(LinearConfig(*config), x.shape[0], n=product.n, gated=product.gated)
+    needed = scratch_sizes(LinearConfig(*config), x.shape[0], n=product.n, sides=product.sides)
     assert partials.numel() >= needed[0], f"partials must have {needed[0]} elements"
     assert counters.numel() >= needed[1], f"counters must have {needed[1]} elements"
 
@@ -450,7 +509,14 @@ def check_operands(x: Tensor, product: Product, scratch: Sequence[Tensor], confi
 def _check(x: Tensor, product: Product, out: Tensor, scratch: Sequence[Tensor], config: list[int]) -> None:
     check_operands(x, product, scratch, config)
     weight, bias, squares, following = product.weight, product.bias, product.squares, product.next
-    assert out.shape == (x.shape[0], product.n)
+    if product.heads is None:
+        assert out.shape == (x.shape[0], product.n)
+    else:
+        assert following is None
+        assert not product.gated
+        assert not product.accumulate
+        assert product.multiplier == 1
+        check_heads(product.heads, x, out, weight.shape[0], LinearConfig(*config).block_n)
     assert out.stride(1) == 1
     assert bias is None or bias.shape == weight.shape[:1]
     assert squares is None or (squares.shape[1:] == (MAX_ROWS,) and squares.is_contiguous())
@@ -466,6 +532,7 @@ def _check(x: Tensor, product: Product, out: Tensor, scratch: Sequence[Tensor], 
 
 def skinny_linear_reference(x: Tensor, product: Product, out: Tensor) -> None:
     """`skinny_linear` in plain torch, in float64 throughout and rounded once; all squares of a row in `squares[0]`."""
+    assert product.heads is None, "`qk_norm_rope_reference` behind it is theirs"
     weight = product.weight.double()
     if product.coding is not None:
         assert product.scales is not None

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import triton
+from specrs.kernels.cuda._heads import Heads
 from specrs.kernels.cuda.configs import LinearConfig, LinearShape, default_config, fit
 from specrs.kernels.cuda.device import DeviceLimits
 from specrs.kernels.cuda.skinny_linear import Product, block_m, launch, scratch_sizes
@@ -31,7 +32,9 @@ def candidates(shape: LinearShape, limits: DeviceLimits) -> list[LinearConfig]:
     """Configurations worth timing, the default first; each fits the device with 16 columns."""
     default = fit(default_config(shape, limits), shape, 16, limits)
     found = {default: None}
-    widths = (32, 64) if shape.dtype == torch.float32 else (32, 64, 128)
+    widths = [32, 64] if shape.dtype == torch.float32 else [32, 64, 128]
+    if shape.head_dim:
+        widths = [shape.head_dim // 2]
     depths = (32,) if shape.dtype == torch.float32 else (64, 128, 256)
     for block_n in widths:
         for block_k in depths:
@@ -80,14 +83,17 @@ class Trial:
         """With as many stages as `rows` rows leave room for."""
         return cls(shape, fit(config, shape, block_m(rows), limits), rows, limits)
 
-    def operands(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
-        """`(x, weight, out, scratch)`; counters are zero, all else is undefined."""
-        shape, halves = self.shape, 1 + self.shape.gated
-        sizes = scratch_sizes(self.config, self.rows, n=shape.n, gated=shape.gated)
+    def operands(self, device: torch.device) -> tuple[Tensor, Product, Tensor, tuple[Tensor, Tensor]]:
+        """`(x, product, out, scratch)`; counters are zero, all else is undefined or harmless."""
+        shape, dtype = self.shape, self.shape.dtype
+        features = shape.sides * shape.n
+        sizes = scratch_sizes(self.config, self.rows, n=shape.n, sides=shape.sides)
+        weight = torch.empty((features, shape.k), dtype=dtype, device=device)
+        heads = _heads(features // shape.head_dim, shape, self.rows, device) if shape.head_dim else None
         return (
-            torch.empty((self.rows, shape.k), dtype=shape.dtype, device=device),
-            torch.empty((halves * shape.n, shape.k), dtype=shape.dtype, device=device),
-            torch.empty((self.rows, shape.n), dtype=shape.dtype, device=device),
+            torch.empty((self.rows, shape.k), dtype=dtype, device=device),
+            Product(weight, gated=shape.gated, heads=heads),
+            torch.empty((self.rows, shape.n if shape.gated else features), dtype=dtype, device=device),
             (
                 torch.empty(sizes[0], dtype=torch.float32, device=device),
                 torch.zeros(sizes[1], dtype=torch.int32, device=device),
@@ -95,11 +101,25 @@ class Trial:
         )
 
     def launch(
-        self, x: Tensor, weight: Tensor, out: Tensor, scratch: Sequence[Tensor], *, compile_only: bool = False
+        self, x: Tensor, product: Product, out: Tensor, scratch: Sequence[Tensor], *, compile_only: bool = False
     ) -> None:
         """The product, dependent where the device can, as passes launch it."""
-        product, dependent = Product(weight, gated=self.shape.gated), self.limits.capability >= 90
-        launch(x, product, out, None, scratch, self.config, dependent, compile_only=compile_only)
+        launch(x, product, out, None, scratch, self.config, self.limits.capability >= 90, compile_only=compile_only)
+
+
+def _heads(count: int, shape: LinearShape, rows: int, device: torch.device) -> Heads:
+    """Of `count` heads a quarter each of k and v, as in many models; what they are hardly changes a time."""
+    kv_heads, block_size = max(1, count // 4), 16
+    dim, blocks = shape.head_dim, -(-rows // block_size) + 1
+    return Heads(
+        torch.ones((count - kv_heads, dim), dtype=shape.dtype, device=device),
+        [torch.ones((rows, dim // 2), dtype=torch.float32, device=device) for _ in range(2)],
+        torch.arange(rows, device=device),
+        torch.empty((blocks, 2, kv_heads, block_size, dim), dtype=shape.dtype, device=device),
+        count - 2 * kv_heads,
+        1e-6,
+        (1.0, 1.0),
+    )
 
 
 def compile_trial(trial: Trial) -> None:
@@ -162,19 +182,20 @@ class DeviceTimer:
     def __call__(self, shape: LinearShape, config: LinearConfig) -> float:
         """Seconds of one product, launch included as a graph has it."""
         trial = Trial.of(shape, config, self.rows, self.limits)
-        x, weight, out, scratch = trial.operands(self.device)
+        x, product, out, scratch = trial.operands(self.device)
+        weight = product.weight.normal_()
         x.normal_()
-        weight.normal_()
-        copies = [weight, *(weight.clone() for _ in range(math.ceil(self._COLD_BYTES / weight.nbytes)))]
+        others = [weight.clone() for _ in range(math.ceil(self._COLD_BYTES / weight.nbytes))]
+        products = [product, *(dataclasses.replace(product, weight=other) for other in others)]
         try:
-            trial.launch(x, weight, out, scratch)
+            trial.launch(x, product, out, scratch)
         except OutOfResources:
             return math.inf
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for i in range(self._LAUNCHES):
-                trial.launch(x, copies[i % len(copies)], out, scratch)
+                trial.launch(x, products[i % len(products)], out, scratch)
         start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         graph.replay()

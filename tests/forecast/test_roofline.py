@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from specrs.bench.results import read
 from specrs.cli import main
 from specrs.errors import InvalidConfigError
+from specrs.forecast.gpus import KERNEL_US
 from specrs.forecast.roofline import Roofline, gpu_of, kv_bytes, model_pass, weight_bytes
 from specrs.models.loader import load_config
 
@@ -32,13 +33,22 @@ def pair(folders: tuple[Path, Path], gpu: str = "H200", **fields: Any) -> Roofli
 
 
 def test_measured_passes_within_two_percent(folders: tuple[Path, Path]) -> None:
+    """Of a commit whose passes had more kernels: rotation was one, and for a single row the combining of splits."""
     roofline, measured = pair(folders), json.loads(MEASURED.read_text())
-    passes = measured["passes"]
+    passes, target, draft = measured["passes"], 452, 172
+
+    def since(kernels: int, then: int) -> float:
+        return 1e-3 * KERNEL_US * (then - kernels)
+
     for rows, ms in passes["target_pass_ms"].items():
-        assert roofline.target_pass(1, int(rows) - 1).ms(roofline.gpu) == pytest.approx(ms, rel=0.02)
-    assert roofline.draft_pass(1).ms(roofline.gpu) == pytest.approx(passes["draft_pass_ms"], rel=0.01)
+        made = roofline.target_pass(1, int(rows) - 1)
+        assert made.ms(roofline.gpu) + since(made.kernels, target) == pytest.approx(ms, rel=0.02)
+    made = roofline.draft_pass(1)
+    assert made.ms(roofline.gpu) + since(made.kernels, draft) == pytest.approx(passes["draft_pass_ms"], rel=0.01)
     for k, ms in passes["whole_ms"].items():
-        assert roofline.iteration_ms(1, int(k)) == pytest.approx(ms, rel=0.02)
+        then = target + 3 + (int(k) > 0) + draft * int(k)
+        predicted = roofline.iteration_ms(1, int(k)) + since(roofline.kernels(1, int(k)), then)
+        assert predicted == pytest.approx(ms, rel=0.02)
     for name in ("target", "draft"):
         config = getattr(roofline, name)
         assert model_pass(config, roofline.gpu, 1, 1, 1).bytes == pytest.approx(measured[name]["bytes"], rel=0.005)
@@ -58,16 +68,16 @@ def test_published_passes(folders: tuple[Path, Path]) -> None:
     """Of vLLM on an H100: both models alone, and a verification of four drafts in a trace. Its draft waits for a host,
     which the model of the time does not have."""
     roofline = pair(folders, "H100")
-    assert roofline.target_pass(1, 0).ms(roofline.gpu) / 23.65 - 1 == pytest.approx(-0.02, abs=0.01)
-    assert roofline.draft_pass(1).ms(roofline.gpu) / 2.27 - 1 == pytest.approx(-0.19, abs=0.01)
-    assert roofline.target_pass(1, 4).ms(roofline.gpu) / 25.4 - 1 == pytest.approx(-0.08, abs=0.01)
+    assert roofline.target_pass(1, 0).ms(roofline.gpu) / 23.65 - 1 == pytest.approx(-0.03, abs=0.01)
+    assert roofline.draft_pass(1).ms(roofline.gpu) / 2.27 - 1 == pytest.approx(-0.22, abs=0.01)
+    assert roofline.target_pass(1, 4).ms(roofline.gpu) / 25.4 - 1 == pytest.approx(-0.09, abs=0.01)
 
 
 def test_published_sweep(folders: tuple[Path, Path]) -> None:
     """The bandwidth of the sweep's machine is what makes its rows without drafts right; those with drafts of up to 32
     requests, where none waits for another, are forecast."""
     roofline = pair(folders, "H100", context=400)
-    roofline = dataclasses.replace(roofline, gpu=dataclasses.replace(roofline.gpu, tb_per_s=2.23))
+    roofline = dataclasses.replace(roofline, gpu=dataclasses.replace(roofline.gpu, tb_per_s=2.22))
     errors: dict[bool, list[float]] = {True: [], False: []}
     for row in read(data_file("seed_bench_data.parquet")):
         known = row.draft_model == "Qwen/Qwen3-1.7B" or not row.num_spec_toks
@@ -85,8 +95,10 @@ def test_codes_are_read_in_place_of_numbers(folders: tuple[Path, Path], quantiza
     head = 2.0 * plain.target.vocab_size * plain.target.hidden_size
     layers = plain.target.num_layers * 2.0 * (5120 * (8192 + 2048 + 8192) + 3 * 5120 * 25600)
     before, after = (item.target_pass(1, 0) for item in (plain, coded))
-    assert before.bytes - after.bytes == pytest.approx(layers * (1 - share))
-    assert before.kernels == after.kernels
+    # Beside codes heads are rotated by a kernel of their own, which reads and writes them.
+    rotation = plain.target.num_layers * 4 * (8192 + 2048)
+    assert before.bytes - after.bytes == pytest.approx(layers * (1 - share) - rotation)
+    assert after.kernels - before.kernels == plain.target.num_layers
     assert weight_bytes(plain.target) - weight_bytes(coded.target, quantization) == layers * (1 - share), (
         "an LM head keeps its numbers"
     )
@@ -160,7 +172,7 @@ def test_the_command(folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.
     options = ["--acceptance-lengths", LENGTHS, "--json", str(numbers), "--plot", str(tmp_path / "out.png")]
     assert main(["forecast", "--roofline", "h200", *models, *options]) == 0
     out = capsys.readouterr().out
-    assert "an iteration at K = 8 has 1832 kernels and one launch" in out
+    assert "an iteration at K = 8 has 1544 kernels and one launch" in out
     assert "do not fit in 141 GB" in out
     assert "fastest is K = 5" in out
     record = json.loads(numbers.read_text())

@@ -233,8 +233,8 @@ def test_an_iteration_stays_on_its_device(context: Callable[..., Context], rule:
         iteration.verify(ctx, shape)
         iteration.accept_and_update(ctx, shape)
     ours = count_ours(watch)
-    # A pass: the embedding, six kernels a layer, the final norm, the LM head.
-    passes = (k + 1) * (6 * LAYERS + 3)
+    # A pass: the embedding, five kernels a layer, the final norm, the LM head.
+    passes = (k + 1) * (5 * LAYERS + 3)
     drawn = k * 2 if tail is Tail.SAMPLED else 0  # cut and draw
     accepted = {Tail.GREEDY: 1, Tail.SAMPLED: 2 if rule == "rejection" else 3}[tail]
     assert ours == 1 + passes + drawn + (k > 0) + accepted + 1
@@ -261,7 +261,7 @@ def test_other_drafters_stay_on_the_device(context: Callable[..., Context], kind
     assert counts[0] > counts[1]
     if kind == "parallel":
         sampled = 2 * K if tail is Tail.SAMPLED else 0
-        assert counts[0] - counts[1] == 6 * LAYERS + 3 + sampled, "one pass"
+        assert counts[0] - counts[1] == 5 * LAYERS + 3 + sampled, "one pass"
 
 
 @pytest.mark.parametrize("kind", ["draft", "head"])
@@ -272,8 +272,8 @@ def test_passes_over_chunks_stay_on_the_device(context: Callable[..., Context], 
         if feeds_chunks(ctx):
             catch_up_pass(ctx, shape)
     assert feeds_chunks(ctx) == (kind == "draft")
-    # The embedding, six kernels a layer, the final norm.
-    assert count_ours(watch) == (1 + feeds_chunks(ctx)) * (6 * LAYERS + 2)
+    # The embedding, five kernels a layer, the final norm.
+    assert count_ours(watch) == (1 + feeds_chunks(ctx)) * (5 * LAYERS + 2)
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> None:
     for source in arguments.model:
         config = load_config(source, revision=arguments.revision)
         dtype = resolve_dtype(arguments.dtype, config, device)
-        shapes |= {shape.key: shape for shape in linear_shapes(config, dtype).values()}
+        shapes |= {shape.key: shape for shape in linear_shapes(config, dtype, device).values()}
     output, work = arguments.output or TABLE, trials(shapes.values(), rows, limits)
     target = driver.active.get_current_target()
     compiled = compile_ahead(compile_trial, work, target, jobs or physical_cores())

@@ -18,6 +18,7 @@ from specrs.speculative_config import check_kv_cache_dtype
 if TYPE_CHECKING:
     import torch
 
+    from specrs.kernels.cuda.device import DeviceLimits
     from specrs.models.config import ModelConfig
 
 WEIGHT_BITS: Mapping[str | None, float] = {None: 16.0, "fp8": 8.0, "int8": 8.0, "int4": 4.25}
@@ -233,7 +234,8 @@ class _Layers:
             # Of streams normed behind blocks alone the first layer's is read as it is.
             norms = 2 * layers + 1 - (c.norms == "behind")
         found.append(self._small("norms", norms, norms * 6 * rows * h))
-        found.append(self._small("rotation and KV", layers, layers * 4 * rows * (q + 2 * kv)))
+        if rows > _FEW or not self._fuses_heads():
+            found.append(self._small("rotation and KV", layers, layers * 4 * rows * (q + 2 * kv)))
         found.append(self._product("qkv", q + 2 * kv, h, layers))
         found.append(self._product("o", h, q, layers))
         dense = layers if c.experts is None else layers - sum(c.experts.layers)
@@ -299,15 +301,27 @@ class _Layers:
             work.append(Work(name, kernels, layers * moved, layers * flops, kernels * PRODUCT_US))
         return [*work, self._small("routing and sums", 3 * layers * times, layers * 2.0 * (pairs + rows) * h)]
 
+    def _limits(self) -> DeviceLimits:
+        from specrs.kernels.cuda.device import DeviceLimits
+
+        gpu = self.gpu
+        return DeviceLimits(gpu.name, gpu.capability, gpu.num_sms, gpu.shared_kib * 1024)
+
+    def _fuses_heads(self) -> bool:
+        """Whether the product of few rows writes heads as attention reads them."""
+        import torch
+
+        from specrs.models.cuda.workspace import fused_heads
+
+        return self.quantization is None and fused_heads(self.c, torch.bfloat16, self._limits()) > 0
+
     def _attention(self) -> Work:
         """All layers' attention, combining kernels included."""
         import torch
 
         from specrs.kernels.cuda.attention_config import AttentionConfig
-        from specrs.kernels.cuda.device import DeviceLimits
 
-        c, gpu = self.c, self.gpu
-        limits = DeviceLimits(gpu.name, gpu.capability, gpu.num_sms, gpu.shared_kib * 1024)
+        c, limits = self.c, self._limits()
         kernels, moved, flops = 0, 0.0, 0.0
         for window in c.windows or (None,) * c.num_layers:
             cut = AttentionConfig.choose(

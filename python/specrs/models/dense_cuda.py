@@ -1,5 +1,6 @@
-"""The forward pass of a dense decoder on a CUDA device: six kernels a layer for few rows, two more where norms are
-behind blocks, cuBLAS around it for many.
+"""The forward pass of a dense decoder on a CUDA device: five kernels a layer for few rows, or six where long contexts'
+splits are combined by one, or heads are prepared by one; two more where norms are behind blocks, cuBLAS around it for
+many.
 
 A pass allocates nothing, waits for nothing and has no shape that depends on data, so it can be captured in a graph.
 `dense.Dense` is the same for a CPU, and the reference. Samples nothing.
@@ -9,31 +10,33 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from specrs.errors import UnsupportedModelError, invalid
+from specrs.kernels.cuda._heads import Heads
 from specrs.kernels.cuda.attention_config import AttentionConfig
 from specrs.kernels.cuda.configs import LinearShape
 from specrs.kernels.cuda.device import DeviceLimits
 from specrs.kernels.cuda.embedding import embed
 from specrs.kernels.cuda.paged_attention import AttentionRows, Sight, paged_attention
 from specrs.kernels.cuda.qk_norm_rope import qk_norm_rope
+from specrs.kernels.cuda.skinny_linear import MAX_ROWS
+from specrs.kernels.linear import DenseWeight
 from specrs.models.base import HiddenStates, Model
 from specrs.models.config import ModelConfig
 from specrs.models.cuda.products import stored, write_argmax, write_logits
 from specrs.models.cuda.stream import stream_of
-from specrs.models.cuda.workspace import Workspace, linear_shapes, rotations
+from specrs.models.cuda.workspace import Workspace, fused_heads, linear_shapes, rotations
 from specrs.models.dense_weights import DenseFacts, DenseWeights, LayerWeights
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
 from specrs.models.kv_groups import KVGroups
-from specrs.models.rope import rope_magnitude
+from specrs.models.rope import Rope, rope_magnitude
 from specrs.parallel.ranks import Ranks
 
 HEAD_DIMS = (64, 96, 128, 256)
@@ -116,13 +119,16 @@ class CudaDense(DenseFacts):
         if self.ranks is not None:
             elsewhere = inputs.input_ids // len(weights.embedding) != self.ranks.rank
             self.ranks.add_(hidden.masked_fill_(elsewhere[:, None], 0))
-        attend = attention(c, weights.dtype, inputs, ws, groups=self.kv_groups)
+        attend = Attention.of(c, weights.dtype, inputs, ws, groups=self.kv_groups)
         qkv, attended = ws.qkv[:rows], ws.attended[:rows]
         for i, (w, cache) in enumerate(zip(weights.layers, kv_cache.layers, strict=True)):
-            stream.normed_product("qkv", norms[i], w.qkv, qkv)
+            heads = attend.heads(w, cache, i)
+            stream.normed_product("qkv", norms[i], w.qkv, qkv, heads)
             for at, layer in enumerate(hidden_layers):
                 if layer == i:
                     ws.entries[:rows, at].copy_(hidden)
+            if heads is None:
+                attend.turn(w, qkv, cache, i)
             attend(w, qkv, cache, attended, i)
             stream.add_product("o", attended, w.o, w.post_attention_norm, w.attention_output_norm)
             stream.add_mlp(w, norms[i + 1] if i + 1 < len(norms) else None)
@@ -187,57 +193,92 @@ def _rotary(weights: DenseWeights) -> tuple[Tensor, Tensor | None]:
 
 def _shapes_of(weights: DenseWeights) -> dict[str, list[LinearShape]]:
     """`linear_shapes` in each coding that a layer has."""
-    shapes = {name: [shape] for name, shape in linear_shapes(weights.config, weights.dtype).items()}
+    shapes = {name: [shape] for name, shape in linear_shapes(weights.config, weights.dtype, weights.device).items()}
     for name in ("qkv", "o", "gate_up", "down"):
         kinds = {getattr(getattr(layer, name), "coding", None) for layer in weights.layers}
-        shapes[name] = [dataclasses.replace(shapes[name][0], coding=coding) for coding in kinds]
+        (dense,) = shapes[name]
+        # Products with codes leave heads to `qk_norm_rope`: with two sides fewer of their programs take turns.
+        coded = dataclasses.replace(dense, n=dense.n * dense.sides, head_dim=0) if dense.head_dim else dense
+        shapes[name] = [dense if kind is None else dataclasses.replace(coded, coding=kind) for kind in kinds]
     return shapes
 
 
-class Attend(Protocol):
-    """From raw q, k, v to attention's output, K and V written on the way."""
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """The attention of a pass, for all its layers."""
 
-    def __call__(self, layer: LayerWeights, qkv: Tensor, cache: Tensor, out: Tensor, index: int = 0, /) -> None:
-        """Of the layer `index`."""
+    c: ModelConfig
+    dtype: torch.dtype
+    ws: Workspace
+    angles: Mapping[Rope, list[Tensor]]
+    where: Sequence[tuple[Tensor, AttentionRows]]
+    """Slots and rows in each KV group."""
+    groups: KVGroups | None
+    fused: bool
+    """The product with dense weights leaves heads as attention reads them."""
 
+    @classmethod
+    def of(
+        cls,
+        c: ModelConfig,
+        dtype: torch.dtype,
+        inputs: PassInputs,
+        ws: Workspace,
+        k_start: Tensor | None = None,
+        groups: KVGroups | None = None,
+    ) -> Attention:
+        """Rows attend from `k_start` `[B]` on, None: from that of `inputs`."""
+        rows = inputs.input_ids.shape[0]
+        k_start = inputs.k_start if k_start is None else k_start
+        angles = {rope: [ws.cos[i, :rows], ws.sin[i, :rows]] for i, rope in enumerate(rotations(c))}
+        in_groups = [inputs.in_group(group) for group in range(1 if groups is None else len(groups.windows))]
+        where = [
+            (slots, AttentionRows(inputs.positions, inputs.q_start, table, inputs.max_q_len, k_start))
+            for slots, table in in_groups
+        ]
+        fused = rows <= MAX_ROWS and fused_heads(c, dtype, ws.limits) > 0
+        return cls(c, dtype, ws, angles, where, groups, fused)
 
-def attention(
-    c: ModelConfig,
-    dtype: torch.dtype,
-    inputs: PassInputs,
-    ws: Workspace,
-    k_start: Tensor | None = None,
-    groups: KVGroups | None = None,
-) -> Attend:
-    """The attention of a pass, for all its layers; rows attend from `k_start` `[B]` on, None: from that of `inputs`."""
-    rows = inputs.input_ids.shape[0]
-    width, scale = c.num_heads * c.head_dim, c.attention_scale
-    batch, heads = inputs.q_start.shape[0] - 1, (c.num_heads, c.num_kv_heads, c.head_dim)
-    k_start = inputs.k_start if k_start is None else k_start
-    angles = {rope: [ws.cos[i, :rows], ws.sin[i, :rows]] for i, rope in enumerate(rotations(c))}
-    in_groups = [inputs.in_group(group) for group in range(1 if groups is None else len(groups.windows))]
-    slots = [own for own, _ in in_groups]
-    where = [
-        AttentionRows(inputs.positions, inputs.q_start, table, inputs.max_q_len, k_start) for _, table in in_groups
-    ]
-    scratch, blocks = (ws.partials, ws.stats, ws.counters), inputs.block_table.shape[1]
+    def heads(self, layer: LayerWeights, cache: Tensor, index: int = 0) -> Heads | None:
+        """What the product of the layer `index` needs to leave q, k and v as attention reads them; None: `turn` does it
+        behind that."""
+        if not self.fused or not isinstance(layer.qkv, DenseWeight):
+            return None
+        slots, angles = self._slots(index), self._angles(index)
+        scales = (layer.kv_scales[0], layer.kv_scales[1])
+        return Heads(layer.qk_norm, angles, slots, cache, self.c.num_heads, self.c.rms_norm_eps, scales)
 
-    def attend(layer: LayerWeights, qkv: Tensor, cache: Tensor, out: Tensor, index: int = 0, /) -> None:
-        window, rope = c.windows[index] if c.windows else None, c.rope_of(index)
-        group = 0 if groups is None else groups.of_layer[index]
-        turned = [] if rope is None else angles[rope]
+    def turn(self, layer: LayerWeights, qkv: Tensor, cache: Tensor, index: int = 0) -> None:
+        """From raw q, k and v of the layer `index` to what attention reads, K and V written on the way."""
         norm = layer.qk_norm
-        if norm is not None and c.qk_norm_whole:
+        if norm is not None and self.c.qk_norm_whole:
             norm = norm.view(-1)
-        # The table's width, not this launch's longest context: sums have one order, and few kernels are compiled.
-        held = blocks * cache.shape[3]
-        span = held if window is None else min(window, held)
-        cut = _attention_config(batch, inputs.max_q_len, *heads, (dtype, cache.dtype), ws.limits, span)
-        floats, sight = [c.rms_norm_eps, *layer.kv_scales], Sight(scale, window, layer.sinks, layer.kv_scales)
-        qk_norm_rope(qkv, norm, turned, slots[group], cache, c.num_heads, floats, ws.dependent)
-        paged_attention(qkv[:, :width], cache, where[group], out, scratch, sight, cut, ws.dependent)
+        floats = [self.c.rms_norm_eps, *layer.kv_scales]
+        slots, angles = self._slots(index), self._angles(index)
+        qk_norm_rope(qkv, norm, angles, slots, cache, self.c.num_heads, floats, self.ws.dependent)
 
-    return attend
+    def __call__(self, layer: LayerWeights, qkv: Tensor, cache: Tensor, out: Tensor, index: int = 0) -> None:
+        """Attention's output of the layer `index`."""
+        c, ws, (_, rows) = self.c, self.ws, self.where[self._group(index)]
+        window = c.windows[index] if c.windows else None
+        # The table's width, not this launch's longest context: sums have one order, and few kernels are compiled.
+        held = rows.block_table.shape[1] * cache.shape[3]
+        span = held if window is None else min(window, held)
+        batch, heads = rows.q_start.shape[0] - 1, (c.num_heads, c.num_kv_heads, c.head_dim)
+        cut = _attention_config(batch, rows.max_q_len, *heads, (self.dtype, cache.dtype), ws.limits, span)
+        sight = Sight(c.attention_scale, window, layer.sinks, layer.kv_scales)
+        scratch, width = (ws.partials, ws.stats, ws.counters), c.num_heads * c.head_dim
+        paged_attention(qkv[:, :width], cache, rows, out, scratch, sight, cut, ws.dependent)
+
+    def _group(self, index: int) -> int:
+        return 0 if self.groups is None else self.groups.of_layer[index]
+
+    def _slots(self, index: int) -> Tensor:
+        return self.where[self._group(index)][0]
+
+    def _angles(self, index: int) -> list[Tensor]:
+        rope = self.c.rope_of(index)
+        return [] if rope is None else self.angles[rope]
 
 
 @lru_cache(maxsize=256)

@@ -17,7 +17,7 @@ from specrs.kernels.cuda.rms_norm import rms_norm
 from specrs.models.cuda.products import product, stored, write_argmax, write_logits
 from specrs.models.cuda.stream import stream_of
 from specrs.models.cuda.workspace import Workspace, linear_shapes
-from specrs.models.dense_cuda import attention, check_head_dim
+from specrs.models.dense_cuda import Attention, check_head_dim
 from specrs.models.eagle3_head import Eagle3Head, Eagle3Weights
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
@@ -55,8 +55,8 @@ class CudaEagle3Head(Eagle3Head):
         c = replace(config.layer, vocab_size=config.draft_vocab_size)
         check_head_dim(c.head_dim, device)
         h, states = c.hidden_size, len(config.aux_layer_ids) * config.target_hidden_size
-        shapes = linear_shapes(c, dtype)
-        shapes["qkv"] = LinearShape(shapes["qkv"].n, 2 * h, dtype)
+        shapes = linear_shapes(c, dtype, device)
+        shapes["qkv"] = LinearShape(shapes["qkv"].sides * shapes["qkv"].n, 2 * h, dtype)
         shapes["fc"] = LinearShape(h, states, dtype)
         self.workspace = Workspace.allocate(
             c,
@@ -120,7 +120,9 @@ class CudaEagle3Head(Eagle3Head):
         both[:, :h].copy_(normed)
         qkv, attended = ws.qkv[:rows], ws.attended[:rows]
         product(ws, "qkv", both, layer.qkv, qkv)
-        attention(config.layer, w.dtype, inputs, ws, k_start)(layer, qkv, kv_cache.layers[0], attended)
+        attend = Attention.of(config.layer, w.dtype, inputs, ws, k_start)
+        attend.turn(layer, qkv, kv_cache.layers[0])
+        attend(layer, qkv, kv_cache.layers[0], attended)
         stream = stream_of(residual, inputs.positions, ws, config.layer)
         stream.add_product("o", attended, layer.o, layer.post_attention_norm)
         stream.add_mlp(layer, None)

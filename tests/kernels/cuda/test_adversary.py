@@ -13,6 +13,7 @@ import torch
 from adversary import adversary
 from module_files import load_file
 from specrs.kernels.cuda import paged_attention, skinny_linear
+from specrs.kernels.cuda._heads import Heads
 from specrs.kernels.cuda.attention_config import AttentionConfig
 from specrs.kernels.cuda.configs import LinearConfig
 from torch import Tensor
@@ -28,7 +29,7 @@ def multiply(module: ModuleType, *, gated: bool = False) -> tuple[Tensor, Tensor
     rows, n, k, config = 3, 40, 160, LinearConfig(16, 32, 5, 4, 1)
     x = torch.randn(rows, k, generator=generator)
     weight = torch.randn(n * (1 + gated), k, generator=generator)
-    sizes = module.scratch_sizes(config, rows, n=n, gated=gated)
+    sizes = module.scratch_sizes(config, rows, n=n, sides=1 + gated)
     scratch = torch.full((sizes[0],), torch.nan), torch.zeros(sizes[1], dtype=torch.int32)
     outs = []
     for _ in range(2):
@@ -38,7 +39,26 @@ def multiply(module: ModuleType, *, gated: bool = False) -> tuple[Tensor, Tensor
     return torch.cat(outs), scratch[1]
 
 
-def attend(module: ModuleType, splits: int = 3, turn: int = 1) -> tuple[Tensor, Tensor]:
+def multiply_heads(module: ModuleType) -> tuple[Tensor, Tensor]:
+    """Heads whose products are each shared by two programs, twice over the same scratch and cache."""
+    generator = torch.Generator().manual_seed(3)
+    rows, (heads, kv_heads, dim), k, config = 3, (2, 1, 16), 96, LinearConfig(8, 32, 7, 4, 1)
+    x = torch.randn(rows, k, generator=generator)
+    weight = torch.randn((heads + 2 * kv_heads) * dim, k, generator=generator)
+    angles = torch.rand(rows, dim // 2, generator=generator)
+    norm, cache = torch.randn(heads + kv_heads, dim, generator=generator), torch.zeros(2, 2, kv_heads, 4, dim)
+    sizes = module.scratch_sizes(config, rows, n=weight.shape[0] // 2, sides=2)
+    scratch = torch.full((sizes[0],), torch.nan), torch.zeros(sizes[1], dtype=torch.int32)
+    outs = []
+    for slot in (0, 4):
+        made = Heads(norm, [angles.cos(), angles.sin()], torch.arange(rows) + slot, cache, heads, 1e-6, (1.0, 1.0))
+        outs.append(torch.zeros(rows, weight.shape[0]))
+        module.skinny_linear(x, module.Product(weight, heads=made), outs[-1], scratch, config.as_list(), False)
+        x = x + 1
+    return torch.cat([*outs, cache.view(-1, weight.shape[0])]), scratch[1]
+
+
+def attend(module: ModuleType, splits: int = 3, turn: int = 1, heads: int = 4) -> tuple[Tensor, Tensor]:
     """Two requests of one row, their contexts in several splits each, combined by the last program, twice."""
     generator = torch.Generator().manual_seed(2)
     config = AttentionConfig(1, 16, 16, splits, 4, 1, turn)
@@ -50,18 +70,20 @@ def attend(module: ModuleType, splits: int = 3, turn: int = 1) -> tuple[Tensor, 
     counters = torch.zeros(sizes[2], dtype=torch.int32)
     outs = []
     for _ in range(2):
-        q, out = torch.randn(2, 64, generator=generator), torch.full((2, 64), torch.nan)
+        q, out = torch.randn(2, 16 * heads, generator=generator), torch.full((2, 16 * heads), torch.nan)
         sight = module.Sight(0.25)
         module.paged_attention(q, cache, rows, out, [*scratch, counters], sight, list(astuple(config)), False)
         outs.append(out)
-    assert config.fused_lines(2) > 0, "the last program is to combine"
+    assert config.fused_lines(heads // 2) > 0, "the last program is to combine"
     return torch.cat(outs), counters
 
 
 RUNS: dict[str, tuple[ModuleType, Run]] = {
     "product": (skinny_linear, multiply),
     "gated product": (skinny_linear, lambda module: multiply(module, gated=True)),
+    "heads": (skinny_linear, multiply_heads),
     "attention": (paged_attention, attend),
+    "attention of groups of eight": (paged_attention, lambda module: attend(module, heads=16)),
     "attention by turns": (paged_attention, lambda module: attend(module, 2, 2)),
 }
 
@@ -99,6 +121,7 @@ def planted(module: ModuleType, folder: Path, changes: list[tuple[str, str]]) ->
 
 
 STORE = "            tl.store(slot + local, acc)\n"
+SECOND = "            if SIDES == 2:\n                tl.store(slot + SUMS + local, up)\n"
 COUNT = 'complete = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") == high - low'
 FAULTS: dict[str, tuple[str, list[tuple[str, str]]]] = {
     "a load without .cg": ("product", [('tl.load(slot + local, cache_modifier=".cg")', "tl.load(slot + local)")]),
@@ -112,6 +135,16 @@ FAULTS: dict[str, tuple[str, list[tuple[str, str]]]] = {
     "no barrier ahead of the count": ("product", [("            tl.debug_barrier()\n", "")]),
     "programs taken to arrive in order": ("product", [(COUNT, f"{COUNT.partition(' == ')[0]} >= 0\n"
                                                               "            complete = pid == high")]),
+    "a load without .cg of the second half of a head": (
+        "heads", [('tl.load(slot + SUMS + local, cache_modifier=".cg")', "tl.load(slot + SUMS + local)")]),
+    "a counter of heads that stays": ("heads", [("tl.store(counters + tile, 0)", "pass")]),
+    "the second half of a head behind the count": (
+        "heads", [(SECOND, ""), (COUNT, f"{COUNT}\n{SECOND}")]),
+    "no barrier ahead of the count of heads": ("heads", [("            tl.debug_barrier()\n", "")]),
+    "a load without .cg in attention of groups of eight": (
+        "attention of groups of eight", [(', cache_modifier=".cg"', "")]),
+    "a counter of attention of groups of eight that stays": (
+        "attention of groups of eight", [("tl.store(counters + tile, 0)", "pass")]),
     "a load without .cg in attention": ("attention", [(', cache_modifier=".cg"', "")]),
     "a counter of attention that stays": ("attention", [("tl.store(counters + tile, 0)", "pass")]),
     "a counter of attention by turns that stays": (

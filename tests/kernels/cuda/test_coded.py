@@ -95,7 +95,7 @@ def test_products_of_codes(name: str, gated: bool) -> None:
         x = torch.randn(3, size, generator=generator).to(dtype)
         y = torch.full((3, out), math.nan)
         config = LinearConfig(16, block_k, programs, 4, 1)
-        sizes = scratch_sizes(config, 3, n=out, gated=gated)
+        sizes = scratch_sizes(config, 3, n=out, sides=1 + gated)
         scratch = torch.full((sizes[0],), math.nan), torch.zeros(sizes[1], dtype=torch.int32)
         product = Product(weight.codes, gated=gated, coding=coding, scales=weight.scales)
         skinny_linear(x, product, y, scratch, config.as_list(), False)

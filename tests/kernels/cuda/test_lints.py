@@ -126,6 +126,17 @@ def test_planted_in_machine_code(lints: ModuleType, compiled: tuple[str, str], c
     assert any(fault in line for line in faults(lints, ttgir, changed))
 
 
+def test_a_product_lets_the_next_kernel_start_early_and_one_ahead_of_attention_may_not(
+    lints: ModuleType, compiled: tuple[str, str]
+) -> None:
+    ttgir, start = compiled[0], "tt.grid_dependency_launch_dependents"
+    (fault,) = lints.starts_next_early(lints.TTGIR(ttgir))
+    assert fault.startswith("lets the kernel behind it start before")
+    assert lints.starts_next_early(lints.TTGIR(moved(ttgir, "tt.grid_dependency_wait", start))) == []
+    assert lints.starts_next_early(lints.TTGIR(without(ttgir, "tt.grid_dependency_wait"))) == [fault]
+    assert lints.starts_next_early(lints.TTGIR(without(ttgir, start))) == []
+
+
 @pytest.mark.parametrize(
     ("programs", "threads", "registers", "shared", "fits"),
     [

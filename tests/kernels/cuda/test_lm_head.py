@@ -18,7 +18,7 @@ def run(x: Tensor, weight: Tensor, *, programs: int = 3, keep: bool = True) -> t
     rows, n = x.shape[0], weight.shape[0]
     steps = -(-n // 16) * -(-x.shape[1] // 16)
     config = LinearConfig(16, 16, min(programs, steps), 4, 1)
-    sizes = scratch_sizes(config, rows, n=n, gated=False)
+    sizes = scratch_sizes(config, rows, n=n)
     counters = torch.zeros(sizes[1], dtype=torch.int32)
     ids, top = torch.full((rows,), -7), torch.full((rows,), torch.nan)
     logits = torch.full((rows, n + 2), torch.nan)[:, :n]

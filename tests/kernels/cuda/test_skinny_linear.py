@@ -66,7 +66,7 @@ def launch(ops: dict[str, Any], config: LinearConfig, **flags: Any) -> tuple[Ten
     """The kernel's output and what else it wrote; scratch is NaN before, counters are checked to be zero after."""
     out = ops["out"].clone(memory_format=torch.preserve_format)
     product = product_of(ops, out, **flags)
-    sizes = scratch_sizes(config, out.shape[0], n=out.shape[1], gated=product.gated)
+    sizes = scratch_sizes(config, out.shape[0], n=out.shape[1], sides=product.sides)
     partials, counters = torch.full((sizes[0],), torch.nan), torch.zeros(sizes[1], dtype=torch.int32)
     skinny_linear(ops["x"], product, out, (partials, counters), config.as_list(), False)
     assert not counters.any()

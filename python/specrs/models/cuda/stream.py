@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from specrs.kernels.cuda._heads import Heads
 from specrs.kernels.cuda.configs import LinearConfig
 from specrs.kernels.cuda.rms_norm import rms_norm
 from specrs.kernels.cuda.skinny_linear import MAX_ROWS, Next, Product
@@ -28,8 +29,10 @@ class Stream(Protocol):
     is none: the stream is read as it is.
     """
 
-    def normed_product(self, name: str, norm: Tensor | None, w: Weight, out: Tensor) -> None:
-        """Write the product `name` of the normed stream into `out`."""
+    def normed_product(
+        self, name: str, norm: Tensor | None, w: Weight, out: Tensor, heads: Heads | None = None
+    ) -> None:
+        """Write the product `name` of the normed stream into `out`; of `heads`, see `Product`, up to 64 rows."""
 
     def add_product(self, name: str, x: Tensor, w: Weight, norm: Tensor | None, behind: Tensor | None = None) -> None:
         """Add the product `name` of x, or with the weight `behind` of a norm that normed, to the stream; `norm` is the
@@ -64,9 +67,11 @@ class FusedStream:
     c: ModelConfig
     _squares: Tensor | None = field(default=None, init=False)
 
-    def normed_product(self, name: str, norm: Tensor | None, w: Weight, out: Tensor) -> None:
+    def normed_product(
+        self, name: str, norm: Tensor | None, w: Weight, out: Tensor, heads: Heads | None = None
+    ) -> None:
         assert norm is not None
-        self._normed_product(name, norm, operand(w), out)
+        self._normed_product(name, norm, dataclasses.replace(operand(w), heads=heads), out)
 
     def add_product(self, name: str, x: Tensor, w: Weight, norm: Tensor | None, behind: Tensor | None = None) -> None:
         assert behind is None
@@ -116,8 +121,14 @@ class PlainStream:
     _delta: Tensor | None = field(default=None, init=False)
     _behind: Tensor | None = field(default=None, init=False)
 
-    def normed_product(self, name: str, norm: Tensor | None, w: Weight, out: Tensor) -> None:
-        product(self.ws, name, self._read(norm), w, out)
+    def normed_product(
+        self, name: str, norm: Tensor | None, w: Weight, out: Tensor, heads: Heads | None = None
+    ) -> None:
+        x = self._read(norm)
+        if heads is None:
+            product(self.ws, name, x, w, out)
+        else:
+            few_product(self.ws, name, x, dataclasses.replace(operand(w), heads=heads), out)
 
     def add_product(self, name: str, x: Tensor, w: Weight, norm: Tensor | None, behind: Tensor | None = None) -> None:
         self._delta, self._behind = self.ws.delta[: x.shape[0]], behind

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specrs.kernels.coded_weight import Coding
+from specrs.kernels.cuda._heads import WIDTHS
 from specrs.kernels.cuda.attention_config import MAX_VERIFY_ROWS, AttentionConfig
 from specrs.kernels.cuda.configs import LinearShape, linear_config
 from specrs.kernels.cuda.device import DeviceLimits, limits_of
@@ -37,12 +38,24 @@ def rotations(config: ModelConfig) -> list[Rope]:
     return list(dict.fromkeys(rope for rope in config.ropes if rope is not None)) or [main]
 
 
-def linear_shapes(config: ModelConfig, dtype: torch.dtype) -> dict[str, LinearShape]:
-    """The products of a pass, by name."""
+def fused_heads(config: ModelConfig, dtype: torch.dtype, limits: DeviceLimits) -> int:
+    """Features of a head where the product with dense weights norms, rotates and writes heads itself, else 0: a tile
+    has a head, all of which is rotated, and a norm is a head's own."""
+    dim = config.head_dim
+    if config.qk_norm_whole or config.rotary_dim != dim:
+        return 0
+    if not limits.capability:
+        return dim if dim >= 16 and dim & (dim - 1) == 0 else 0
+    return dim if dim in WIDTHS and dtype != torch.float32 else 0
+
+
+def linear_shapes(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> dict[str, LinearShape]:
+    """The products of a pass with dense weights, by name."""
+    heads = fused_heads(config, dtype, limits_of(torch.device(device)))
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     router = {} if config.experts is None else {"router": LinearShape(config.experts.count, config.hidden_size, dtype)}
     return router | {
-        "qkv": LinearShape(q + 2 * kv, config.hidden_size, dtype),
+        "qkv": LinearShape((q + 2 * kv) // (2 if heads else 1), config.hidden_size, dtype, head_dim=heads),
         "o": LinearShape(config.hidden_size, q, dtype),
         "gate_up": LinearShape(config.intermediate_size, config.hidden_size, dtype, gated=True),
         "down": LinearShape(config.hidden_size, config.intermediate_size, dtype),
@@ -150,20 +163,19 @@ class Workspace:
         """
         device = torch.device(device)
         limits = limits_of(device)
-        shapes = {n: [s] for n, s in linear_shapes(config, dtype).items()} if shapes is None else shapes
+        shapes = {n: [s] for n, s in linear_shapes(config, dtype, device).items()} if shapes is None else shapes
         widths = sorted({block_m(rows) for rows in (1, 17, MAX_ROWS)})
         of = {name: every[0] for name, every in shapes.items()}
-        configs = {
-            (n, s.coding, m): linear_config(s, m, limits) for n, every in shapes.items() for s in every for m in widths
-        }
+        configs = {}
         partials, stats, counters = _attention_scratch(config, max_seqs, dtype, limits)
-        for (name, _, m), c in configs.items():
-            sizes = scratch_sizes(c, m, n=of[name].n, gated=of[name].gated)
+        for name, shape, m in ((n, s, m) for n, every in shapes.items() for s in every for m in widths):
+            cut = configs[name, shape.coding, m] = linear_config(shape, m, limits)
+            sizes = scratch_sizes(cut, m, n=shape.n, sides=shape.sides)
             partials, counters = max(partials, sizes[0]), max(counters, sizes[1])
         tiles = max(-(-config.vocab_size // configs["lm_head", None, m].block_n) for m in widths)
         stream_tiles = max(-(-config.hidden_size // c.block_n) for key, c in configs.items() if key[0] in ("o", "down"))
         coded = [s for every in shapes.values() for s in every if s.coding is not None]
-        pieces = [s.n * (1 + s.gated) * s.k for s in coded]
+        pieces = [s.n * s.sides * s.k for s in coded]
         numbers = min(max(pieces, default=0), _NUMBERS_BYTES // dtype.itemsize) if max_rows > CODED_ROWS else 0
         many = min(_LOGITS_ROWS, max_seqs * MAX_VERIFY_ROWS)
         many = many if many > MAX_ROWS else 0
@@ -181,7 +193,7 @@ class Workspace:
             squares=buffer(stream_tiles, MAX_ROWS, dtype=f32),
             normed=buffer(max_rows, config.hidden_size),
             delta=buffer(max_rows, config.hidden_size),
-            qkv=buffer(max_rows, of["qkv"].n),
+            qkv=buffer(max_rows, of["qkv"].sides * of["qkv"].n),
             attended=buffer(max_rows, of["o"].k),
             gate_up=buffer(mlp_rows, 2 * config.intermediate_size),
             activated=buffer(mlp_rows, config.intermediate_size),
