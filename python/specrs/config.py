@@ -268,12 +268,14 @@ class EngineConfig:
         if size == 1:
             return
         coded = None if speculative is None or draft == 1 else speculative.quantization
+        translates = speculative is not None and draft > 1 and speculative.use_heterogeneous_vocab
+        on_cpu = not device.startswith("cuda")
         for other, value, serves, allowed in (
-            ("device", device, not device.startswith("cuda"), "device='cpu'"),
             ("model_impl", self.model_impl, self.model_impl != "transformers", "model_impl='auto' or 'specrs'"),
             ("quantization", self.quantization, self.quantization not in ("int8", "int4"), "quantization=None"),
             ("speculative_config.quantization", coded, coded not in ("int8", "int4"), f"{field}=1"),
             ("cpu_bf16_rows", self.cpu_bf16_rows, not self.cpu_bf16_rows, "cpu_bf16_rows=False"),
+            ("speculative_config.use_heterogeneous_vocab", translates, on_cpu or not translates, f"{field}=1"),
         ):
             if not serves:
                 reason = f"not implemented with {other}={value!r}; allowed: 1, or {allowed}"

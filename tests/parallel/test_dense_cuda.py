@@ -1,6 +1,5 @@
 """The CUDA pass on ranks, its kernels interpreted: the whole model's logits and argmaxes, the same bits on all."""
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,8 @@ from specrs.models.dense_cuda import CudaDense
 from specrs.models.loader import load_model
 from specrs.parallel.ranks import Ranks
 from torch import Tensor
-from triton.runtime.interpreter import InterpretedFunction
 
-from parallel.threads import on_ranks
+from parallel.threads import on_ranks, one_kernel_at_a_time  # noqa: F401 (a fixture)
 
 SHAPE: dict[str, Any] = {"hidden": 40, "intermediate": 48, "vocab": 83, "kv_heads": 2, "group": 2, "head_dim": 16}
 """Neither two nor three ranks divide 83 ids."""
@@ -31,20 +29,11 @@ VARIANTS: dict[str, tuple[str, int, dict[str, Any]]] = {
 """Family, prompt, fields; only prompts of more than 64 rows are not products of few."""
 
 
-@pytest.fixture(autouse=True)
-def _one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter puts functions of its own into Triton's modules while a kernel runs."""
-    run, running = InterpretedFunction.run, threading.Lock()
-
-    def alone(self: Any, *args: Any, **named: Any) -> Any:
-        with running:
-            return run(self, *args, **named)
-
-    monkeypatch.setattr(InterpretedFunction, "run", alone)
+pytestmark = pytest.mark.usefixtures("one_kernel_at_a_time")
 
 
 def on_device(model: Dense) -> CudaDense:
-    return CudaDense.allocate(as_on_a_gpu(model), max_rows=LENGTH, max_seqs=4, ranks=model.ranks)
+    return CudaDense.allocate(as_on_a_gpu(model), max_rows=LENGTH, max_seqs=5, ranks=model.ranks)
 
 
 def feed(model: Any, length: int) -> Tensor:

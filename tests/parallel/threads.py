@@ -1,11 +1,14 @@
 """Ranks as threads of one process, each with connections of its own. Holds no tests."""
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import pytest
 import torch.distributed as dist
 from specrs.parallel.ranks import Ranks
+from triton.runtime.interpreter import InterpretedFunction
 
 ResultT = TypeVar("ResultT")
 TIMEOUT = 20.0
@@ -26,3 +29,15 @@ def on_ranks(size: int, work: Callable[[Ranks], ResultT], timeout: float = TIMEO
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(one, range(size)))
+
+
+@pytest.fixture
+def one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter puts functions of its own into Triton's modules while a kernel runs."""
+    run, running = InterpretedFunction.run, threading.Lock()
+
+    def alone(self: Any, *args: Any, **named: Any) -> Any:
+        with running:
+            return run(self, *args, **named)
+
+    monkeypatch.setattr(InterpretedFunction, "run", alone)

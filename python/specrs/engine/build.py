@@ -81,11 +81,11 @@ def _build(
         blocks = min(blocks, *(ready["num_blocks"] for ready in team.collect(Kind.READY)))
         team.send(Kind.START, json.dumps({"num_blocks": blocks}).encode())
     scheduler = blueprint.scheduler(blocks)
-    runner = make_runner(blueprint, scheduler, blocks, None if team is None else team.ranks)
+    own = make_runner(blueprint, scheduler, blocks, None if team is None else team.ranks)
+    runner: Runner = own
     if team is not None:
-        assert isinstance(runner, EagerRunner)
         assert end is not None
-        runner = LeadingRunner(runner, team, scheduler.record_layout(), end)
+        runner = LeadingRunner(own, team, scheduler.record_layout(), end)
     engine = Engine(make_parts(blueprint, scheduler, runner))
     engine.team = team
     if config.plans_speculation and blueprint.num_speculative_tokens:
@@ -102,9 +102,9 @@ def _build(
     if config.enable_lora:
         target = blueprint.weights.target
         assert isinstance(target, Dense)
-        assert isinstance(runner, EagerRunner)
+        assert isinstance(own, EagerRunner)
         engine.loras = LoRAStore(target, max_lora_rank=config.max_lora_rank, max_cpu_loras=config.most_cpu_loras)
-        runner.loras = LoRARows(config.max_num_seqs, engine.loras.get)
+        own.loras = LoRARows(config.max_num_seqs, engine.loras.get)
     if config.kv_events_config is not None and config.kv_events_config.publishes:
         publisher = KVEventPublisher(config.kv_events_config)
         weakref.finalize(engine, publisher.close)
@@ -126,6 +126,8 @@ def _build_on_ranks(config: EngineConfig, lead: Lead) -> Engine:
 
     def end() -> None:
         team.close()
+        if team.ranks is not None:
+            team.ranks.close()
         torch.set_num_threads(torch_threads)
 
     try:
@@ -133,7 +135,8 @@ def _build_on_ranks(config: EngineConfig, lead: Lead) -> Engine:
         torch.set_num_threads(config.threads)
         team.collect(Kind.HERE)
         team.ranks = connect(meeting, config)
-        return _build(config, load_weights(config, team.ranks), team, end)
+        with current(team.ranks.device):
+            return _build(config, load_weights(config, team.ranks), team, end)
     except ExchangeError as fault:
         error = team.failed(fault)
         end()

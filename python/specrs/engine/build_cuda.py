@@ -28,6 +28,7 @@ from specrs.models.dense import Dense
 from specrs.models.dense_cuda import CudaDense
 from specrs.models.eagle3_cuda import CudaEagle3Head
 from specrs.models.inputs import PassInputs
+from specrs.parallel.ranks import Ranks
 from specrs.runner.cuda.buffers import Buffers, DeviceRecord, DraftSizes
 from specrs.runner.cuda.chunk_buffers import ChunkBuffers
 from specrs.runner.cuda.context import Context, Head, Reduced, entries_of
@@ -94,7 +95,7 @@ def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingS
     if isinstance(drafter, HeadDrafter):
         layers, own = drafter.hidden_layers, drafter.head
         target = target.with_buffers(target_rows, config.max_num_seqs, len(layers))
-        model = CudaEagle3Head(own.weights, max_rows=rows, max_seqs=config.max_num_seqs)
+        model = CudaEagle3Head(own.weights, max_rows=rows, max_seqs=config.max_num_seqs, ranks=own.ranks)
         drafter.head = model
         kept = HiddenRows.allocate(
             config.max_num_seqs, sizes.width, len(layers), drafter.hidden_size, target.states_dtype, device
@@ -179,10 +180,13 @@ def _translated(drafter: TranslatedDraftModel) -> tuple[Dense, Reduced]:
     return Dense(replace(weights, lm_head=DenseWeight(rows))), _reduced(target_ids, drafter.vocab_size)
 
 
-def make_cuda_runner(blueprint: Blueprint, scheduler: Scheduler, num_blocks: int) -> CudaRunner:
-    """The runner over `num_blocks` blocks, its graphs captured."""
+def make_cuda_runner(
+    blueprint: Blueprint, scheduler: Scheduler, num_blocks: int, ranks: Ranks | None = None
+) -> CudaRunner:
+    """The runner over `num_blocks` blocks, its graphs captured; several `ranks` capture the same ones at once."""
     config, device = blueprint.config, blueprint.device
     sampling = SamplingState(config.max_num_seqs, blueprint.weights.target.vocab_size, torch.float32, device)
+    sampling.ranks = ranks
     ctx = make_context(blueprint, scheduler, sampling, num_blocks)
     buckets = make_buckets(blueprint)
     graphs: Graphs | None = None
@@ -199,7 +203,7 @@ def make_cuda_runner(blueprint: Blueprint, scheduler: Scheduler, num_blocks: int
 @torch.inference_mode()
 def measure_num_blocks(blueprint: Blueprint) -> int:
     """Blocks of the KV pool that fit: `gpu_memory_utilization` of the GPU less weights, buffers, a full prefill pass
-    and graphs, all measured on a pool of one block.
+    and graphs, all measured on a pool of one block. Of several ranks each measures its own GPU, at once.
 
     Raises:
         InvalidConfigError: not one request of full length fits; says how much is missing and what would make it fit.

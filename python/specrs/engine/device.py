@@ -50,6 +50,28 @@ def resolve_device(device: str) -> torch.device:
     return chosen
 
 
+def device_of_rank(device: str, size: int, place: tuple[int, int]) -> torch.device:
+    """The device of one of `size` ranks: of a configuration's `cuda` the GPU with its number on its machine, as
+    CUDA_VISIBLE_DEVICES numbers them. `place`: that number, and how many ranks the machine has.
+
+    Raises as `resolve_device`, and InvalidConfigError where a machine has more ranks than GPUs, or one GPU is named.
+    """
+    first, (rank, num_local) = resolve_device(device), place
+    if first.type != "cuda":
+        return first
+    if ":" in device:
+        reason = f"tensor_parallel_size={size} takes a GPU for each rank; allowed: 'cuda', and CUDA_VISIBLE_DEVICES"
+        raise invalid(InvalidConfigError, "device", device, reason)
+    count = torch.cuda.device_count()
+    if num_local > count:
+        reason = (
+            f"{num_local} ranks on this machine take a GPU each and there are {count}; allowed: {count} ranks on it, "
+            "or device='cpu'"
+        )
+        raise invalid(InvalidConfigError, "tensor_parallel_size", size, reason)
+    return resolve_device(f"cuda:{rank}")
+
+
 def current(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """`device` as the calling thread's current CUDA device, and the one before afterwards; nothing for a CPU.
 

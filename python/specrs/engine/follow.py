@@ -6,6 +6,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import queue
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,15 +16,17 @@ import torch
 
 from specrs.config import EngineConfig
 from specrs.engine.blueprint import Blueprint
+from specrs.engine.device import current, device_of_rank
 from specrs.engine.runners import make_runner, num_blocks
 from specrs.engine.threads import VARIABLE, physical_cores
 from specrs.engine.weights import load_weights
 from specrs.errors import SpecrsError
 from specrs.parallel.connection import BEGUN, DID, Beat, Connection, DisconnectedError, Kind
+from specrs.parallel.exchanges import connect_gpus
 from specrs.parallel.ranks import ExchangeError, Ranks
 from specrs.parallel.start import Meeting, follow_under_torchrun, torchrun_rank
 from specrs.runner.ranks import checksum
-from specrs.runner.ring import RingSlot
+from specrs.runner.ring import Header, Ring, RingSlot
 
 logger = logging.getLogger("specrs")
 
@@ -36,7 +40,8 @@ def serve_under_torchrun(config: EngineConfig) -> int:
 def serve_rank(connection: Connection, meet: Callable[[dict[str, Any]], Meeting], *, lost: Callable[[], None]) -> int:
     """Serve the launches that rank 0 tells of, until it ends; the exit code, 1 unless it has said so.
 
-    `meet`: where the ranks meet, from what rank 0 says first. `lost` is called in another thread when rank 0 is gone.
+    `meet`: where the ranks meet, from what rank 0 says first. `lost` is called in another thread when rank 0 is gone,
+    or when a launch on a GPU did not come to its end.
     """
     rank = "a rank"
     try:
@@ -47,10 +52,8 @@ def serve_rank(connection: Connection, meet: Callable[[dict[str, Any]], Meeting]
         return 0
     except DisconnectedError as fault:
         logger.error("%s ends, because rank 0 %s", rank, fault)
-    except ExchangeError as fault:
-        _tell(connection, Kind.LOST, str(fault))
     except BaseException as fault:
-        _tell(connection, Kind.FAILED, repr(fault))
+        tell_fault(connection, fault)
         if not isinstance(fault, SpecrsError):
             logger.exception("%s failed", rank)
     finally:
@@ -58,7 +61,9 @@ def serve_rank(connection: Connection, meet: Callable[[dict[str, Any]], Meeting]
     return 1
 
 
-def _tell(connection: Connection, kind: Kind, what: str) -> None:
+def tell_fault(connection: Connection, fault: BaseException) -> None:
+    """Tell rank 0 why this rank ends."""
+    kind, what = (Kind.LOST, str(fault)) if isinstance(fault, ExchangeError) else (Kind.FAILED, repr(fault))
     with contextlib.suppress(DisconnectedError):
         connection.send(kind, what.encode())
 
@@ -72,31 +77,105 @@ def _follow(connection: Connection, meeting: Meeting, config: EngineConfig, lost
     with contextlib.closing(Beat(connection, lambda: BEGUN.pack(begun[0].num_begun if begun else 0), lost)):
         ranks = connect(meeting, config)
         begun.append(ranks)
-        blueprint = Blueprint(config, load_weights(config, ranks)).with_kv_groups()
-        connection.send_json(Kind.READY, {"num_blocks": num_blocks(blueprint)})
-        started = connection.receive_news()
-        if started.kind == Kind.END:
+        with current(ranks.device):
+            _serve(connection, ranks, config, lost)
+        ranks.close()
+
+
+def _serve(connection: Connection, ranks: Ranks, config: EngineConfig, lost: Callable[[], None]) -> None:
+    blueprint = Blueprint(config, load_weights(config, ranks)).with_kv_groups()
+    connection.send_json(Kind.READY, {"num_blocks": num_blocks(blueprint)})
+    started = connection.receive_news()
+    if started.kind == Kind.END:
+        return
+    blocks = started.json()["num_blocks"]
+    scheduler = blueprint.scheduler(blocks)  # plans nothing here, and knows the layout of records
+    runner = make_runner(blueprint, scheduler, blocks, ranks)
+    pinned = blueprint.device.type == "cuda"
+    ring = Ring(scheduler, blueprint.num_speculative_tokens, blueprint.depth, pinned=pinned)
+    launches = 0
+    with contextlib.closing(runner), contextlib.closing(Reporter(connection, runner.wait, lost)) as reporter:
+        while (message := connection.receive_news()).kind == Kind.LAUNCH:
+            slot = ring.slot(launches)
+            reporter.wait_until_told(launches - ring.depth - 1)  # of the launch that had the slot before
+            record = np.frombuffer(message.body, dtype=np.int64)
+            slot.record[: len(record)] = record
+            header = slot.header()
+            runner.launch(slot, header)
+            slot.draft_fault = None  # rank 0's counts, and its engine plans by it
+            reporter.launched(launches, slot, header)
+            launches += 1
+
+
+class Reporter:
+    """Tells rank 0 what came of each launch, in their order: of one that is enqueued in a thread of its own, because
+    the next is to be enqueued before it has ended."""
+
+    def __init__(self, connection: Connection, wait: Callable[[RingSlot], None], lost: Callable[[], None]) -> None:
+        """`wait(slot)` returns when the launch in `slot` has ended. Where it raises, rank 0 is told, and `lost` called
+        in the thread."""
+        self._connection, self._wait, self._lost = connection, wait, lost
+        self._queue: queue.SimpleQueue[tuple[int, RingSlot, Header] | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._told = -1  # the last launch that was
+        self._thread: threading.Thread | None = None
+
+    def launched(self, number: int, slot: RingSlot, header: Header) -> None:
+        """A launch was executed or enqueued. Raises DisconnectedError."""
+        if slot.done is None:
+            self._tell(number, slot, header)
             return
-        blocks = started.json()["num_blocks"]
-        scheduler = blueprint.scheduler(blocks)  # plans nothing here, and knows the layout of records
-        runner = make_runner(blueprint, scheduler, blocks, ranks)
-        slot = RingSlot(scheduler, blueprint.num_speculative_tokens, pinned=False)
-        launches = 0
-        with contextlib.closing(runner):
-            while (message := connection.receive_news()).kind == Kind.LAUNCH:
-                record = np.frombuffer(message.body, dtype=np.int64)
-                slot.record[: len(record)] = record
-                header = slot.header()
-                runner.launch(slot, header)
-                slot.draft_fault = None  # rank 0's counts, and its engine plans by it
-                connection.send(Kind.DONE, DID.pack(launches, checksum(slot, header)))
-                launches += 1
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="specrs-rank-results", daemon=True)
+            self._thread.start()
+        self._queue.put((number, slot, header))
+
+    def wait_until_told(self, number: int) -> None:
+        """Return when rank 0 was told of launch `number`, and so of all before."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._told >= number)
+
+    def _tell(self, number: int, slot: RingSlot, header: Header) -> None:
+        self._connection.send(Kind.DONE, DID.pack(number, checksum(slot, header)))
+        with self._changed:
+            self._told = number
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            try:
+                self._wait(work[1])
+                self._tell(*work)
+            except BaseException as fault:
+                tell_fault(self._connection, fault)
+                self._lost()
+                return
+
+    def close(self) -> None:
+        """Tell of what is enqueued, and end the thread."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
 
 
 def connect(meeting: Meeting, config: EngineConfig) -> Ranks:
-    """The connections to all other ranks; waits for them. Raises ExchangeError."""
+    """The connections to all other ranks; waits for them.
+
+    Raises:
+        ExchangeError: they did not come about.
+        InvalidConfigError: this rank has no device to itself.
+    """
+    device = device_of_rank(config.device, meeting.size, meeting.place)
     timeout = meeting.exchange_timeout(config.distributed_timeout)
     ranks = Ranks(meeting.store, meeting.rank, meeting.size, address=meeting.address, timeout=timeout)
+    if device.type == "cuda":
+        ranks.device = device
+        try:
+            with current(device):
+                ranks.exchanges = connect_gpus(ranks, meeting.store, device, timeout, meeting.place[1])
+        except RuntimeError as fault:
+            raise ExchangeError(f"rank {meeting.rank} could not connect to the other GPUs: {fault}") from fault
+        return ranks
     speculative = config.speculative_config
     if speculative is not None and not speculative.on_host:
         ranks.connect_drafting()

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from specrs.config import EngineConfig
 from specrs.core import CpuPool, InvalidBufferError, InvalidConfigError, Scheduler
 from specrs.engine.blueprint import Blueprint
-from specrs.engine.engine import Runner
 from specrs.engine.kv_memory import resolve_num_blocks
 from specrs.engine.threads import choose_threads
 from specrs.engine.weights import Weights
@@ -21,6 +21,9 @@ from specrs.runner.eager import EagerRunner
 from specrs.runner.native import NativeRunner
 from specrs.runner.row_state import RowState
 from specrs.runner.sampling_state import SamplingState
+
+if TYPE_CHECKING:
+    from specrs.runner.cuda.runner import CudaRunner  # and Triton
 
 
 def num_blocks(blueprint: Blueprint) -> int:
@@ -38,12 +41,14 @@ def num_blocks(blueprint: Blueprint) -> int:
     )
 
 
-def make_runner(blueprint: Blueprint, scheduler: Scheduler, blocks: int, ranks: Ranks | None = None) -> Runner:
+def make_runner(
+    blueprint: Blueprint, scheduler: Scheduler, blocks: int, ranks: Ranks | None = None
+) -> EagerRunner | CudaRunner:
     """The runner over `blocks` blocks, with row state and caches of its own; of several `ranks`, this one's."""
     if blueprint.on_gpu:
         from specrs.engine.build_cuda import make_cuda_runner
 
-        return make_cuda_runner(blueprint, scheduler, blocks)
+        return make_cuda_runner(blueprint, scheduler, blocks, ranks)
     config = blueprint.config
     make: Callable[..., EagerRunner] = EagerRunner
     models = [model for model in blueprint.models if isinstance(model, NativeDense)]

@@ -11,7 +11,7 @@ import torch
 from specrs.config import EngineConfig
 from specrs.drafters.text import Bridge, Vocabulary
 from specrs.drafters.vocabulary import SharedVocabulary
-from specrs.engine.device import resolve_device
+from specrs.engine.device import device_of_rank, resolve_device
 from specrs.errors import InvalidConfigError, TokenizerMismatchError, UnsupportedConfigError, invalid
 from specrs.models.base import Model
 from specrs.models.checkpoint import resolve_folder
@@ -33,9 +33,10 @@ from specrs.models.native_loader import load_native
 from specrs.models.quantization.at_load import INT4_GROUPS, bits_at_load
 from specrs.models.quantization.base import QuantizedTensors
 from specrs.models.quantization.table import method_of, resolve_quantization
-from specrs.models.shards import check_divides
+from specrs.models.shards import Shard, check_cuda_ranks, check_divides
 from specrs.models.tensors import LM_HEAD, tensor_shapes
 from specrs.parallel.ranks import Ranks
+from specrs.parallel.start import own_place
 from specrs.speculative_config import SpeculativeConfig
 from specrs.tokenizer import Tokenizer, shared_ids, unknown_id
 
@@ -66,12 +67,12 @@ def load_weights(config: EngineConfig, ranks: Ranks | None = None) -> Weights:
     Raises:
         InvalidConfigError and its subclasses: what is missing, broken or not supported, by name.
     """
-    device = resolve_device(config.device)
+    device = resolve_device(config.device) if ranks is None else ranks.device
     speculative = config.speculative_config
     config.check_native_serves(device.type, config.dtype)
     if device.type == "cuda":
         check_formats(config, device)
-        check_weights_fit(config, device)
+        check_weights_fit(config, device, ranks)
     config.check_ranks_serve(device.type)
     config.check_loras_serve(device.type)
     kinds = config.quantization, config.kv_cache_dtype
@@ -110,14 +111,18 @@ def _of_draft(config: EngineConfig, ranks: Ranks | None) -> Ranks | None:
 def check_ranks(config: EngineConfig) -> None:
     """Raises UnsupportedConfigError for models that the ranks of `config` cannot split. Reads configurations only."""
     draft, speculative = _draft_source(config), config.speculative_config
-    config.check_ranks_serve(resolve_device(config.device).type)
+    device = device_of_rank(config.device, config.tensor_parallel_size, own_place(config.tensor_parallel_size))
+    config.check_ranks_serve(device.type)
     sources = [("tensor_parallel_size", config.target, config.revision)]
     in_parts = speculative is not None and speculative.draft_tensor_parallel_size > 1 and not speculative.reads_hidden
     if draft is not None and in_parts:
         sources.append(("speculative_config.draft_tensor_parallel_size", *draft))
     for field, source, revision in sources:
         _check_ours(config, source, revision)
-        check_divides(load_config(source, revision=revision), source, field, config.tensor_parallel_size)
+        model = load_config(source, revision=revision)
+        check_divides(model, source, field, config.tensor_parallel_size)
+        if device.type == "cuda":
+            check_cuda_ranks(model, field, config.tensor_parallel_size)
 
 
 def _check_ours(config: EngineConfig, source: str, revision: str | None) -> None:
@@ -298,13 +303,14 @@ def check_formats(config: EngineConfig, device: torch.device) -> None:
         resolve_quantization("speculative_config.quantization", speculative.quantization, *draft, device.type, **args)
 
 
-def check_weights_fit(config: EngineConfig, device: torch.device) -> None:
-    """Raises InvalidConfigError if the GPU's free memory does not hold the weights.
+def check_weights_fit(config: EngineConfig, device: torch.device, ranks: Ranks | None = None) -> None:
+    """Raises InvalidConfigError if the GPU's free memory does not hold the weights, of several `ranks` this one's.
 
     Reads configurations only.
     """
     sizes, draft, speculative = {}, _draft_source(config), config.speculative_config
     sources = [("model", config.target, config.revision, config.quantization)]
+    parts = {"model": ranks, "speculative_config.model": _of_draft(config, ranks)}
     if draft is not None and speculative is not None and speculative.reads_hidden:
         files = resolve_folder(*draft).glob("*.safetensors")
         sizes["speculative_config.model"] = sum(file.stat().st_size for file in files)
@@ -315,17 +321,22 @@ def check_weights_fit(config: EngineConfig, device: torch.device) -> None:
     for field, source, revision, quantization in sources:
         model = load_config(source, revision=revision)
         dtype = resolve_dtype(config.dtype, model, device) if dtype is None else dtype
+        own = parts[field]
+        if own is not None:
+            shapes = Shard(own.rank, own.size).tensor_shapes(model)
+            sizes[field] = sum(map(math.prod, shapes.values())) * dtype.itemsize
+            continue
         sizes[field] = sum(map(math.prod, tensor_shapes(model).values())) * dtype.itemsize
         for name, bits in _coded_bits(source, revision, model, quantization, config.load_format).items():
             sizes[field] -= math.prod(tensor_shapes(model)[name]) * (8 * dtype.itemsize - bits) // 8
     free, needed = torch.cuda.mem_get_info(device)[0], sum(sizes.values())
     if needed > free:
-        parts = " and ".join(f"{size / 2**30:.2f} GiB for {field}" for field, size in sizes.items())
+        told = " and ".join(f"{size / 2**30:.2f} GiB for {field}" for field, size in sizes.items())
         raise invalid(
             InvalidConfigError,
             "model",
             config.target,
-            f"weights need {parts}, {free / 2**30:.2f} GiB of the GPU are free, {(needed - free) / 2**30:.2f} GiB too "
+            f"weights need {told}, {free / 2**30:.2f} GiB of the GPU are free, {(needed - free) / 2**30:.2f} GiB too "
             "little; allowed are smaller models, a dtype of fewer bytes, or device='cpu'",
         )
 

@@ -9,7 +9,6 @@ A pass allocates nothing, waits for nothing and has no shape that depends on dat
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from specrs.errors import UnsupportedModelError, invalid
 from specrs.kernels.cuda._heads import Heads
-from specrs.kernels.cuda.attention_config import AttentionConfig
+from specrs.kernels.cuda.attention_config import MAX_VERIFY_ROWS, AttentionConfig
 from specrs.kernels.cuda.configs import LinearShape
 from specrs.kernels.cuda.device import DeviceLimits
 from specrs.kernels.cuda.embedding import embed
@@ -29,14 +28,16 @@ from specrs.kernels.cuda.skinny_linear import MAX_ROWS
 from specrs.kernels.linear import DenseWeight
 from specrs.models.base import HiddenStates, Model
 from specrs.models.config import ModelConfig
+from specrs.models.cuda.parts import EmbeddingParts, LogitsParts
 from specrs.models.cuda.products import stored, write_argmax, write_logits
 from specrs.models.cuda.stream import stream_of
-from specrs.models.cuda.workspace import Workspace, fused_heads, linear_shapes, rotations
+from specrs.models.cuda.workspace import Workspace, fused_heads, linear_shapes, logits_rows, rotations
 from specrs.models.dense_weights import DenseFacts, DenseWeights, LayerWeights
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
 from specrs.models.kv_groups import KVGroups
 from specrs.models.rope import Rope, rope_magnitude
+from specrs.models.shards import check_cuda_ranks
 from specrs.parallel.ranks import Ranks
 
 HEAD_DIMS = (64, 96, 128, 256)
@@ -52,7 +53,10 @@ class CudaDense(DenseFacts):
     kv_groups: KVGroups | None = None
     """See `Model`."""
     ranks: Ranks | None = None
-    """See `Dense`. Its exchanges are those of a CPU, which no graph can hold: the engine refuses ranks on a GPU."""
+    """See `Dense`."""
+    embedding_parts: EmbeddingParts | None = None
+    """Of several ranks, as `logits_parts`."""
+    logits_parts: LogitsParts | None = None
     rotary: tuple[Tensor, Tensor | None] = field(init=False)
     """Signed frequencies `[rotations, rotary_dim]` fp32 of each rotation, and what its cos and sin are multiplied by,
     `[rotations]` fp32; None: 1."""
@@ -73,9 +77,14 @@ class CudaDense(DenseFacts):
         """See `Model.with_buffers`. Raises UnsupportedModelError for a model that the kernels do not serve."""
         c, device = weights.config, weights.device
         check_head_dim(c.head_dim, device)
-        if ranks is not None and c.qk_norm_whole:
-            reason = "not implemented for norms over the query and key heads of all ranks on a GPU; allowed: 1"
-            raise invalid(UnsupportedModelError, "tensor_parallel_size", ranks.size, reason)
+        embedding_parts = logits_parts = None
+        if ranks is not None:
+            check_cuda_ranks(c, "tensor_parallel_size", ranks.size)
+            ranks.exchanges.reserve(min(max_rows, MAX_ROWS), c.hidden_size, weights.dtype)
+            embedding_parts = EmbeddingParts.allocate(ranks, weights.embedding, max_rows)
+            logits_parts = LogitsParts.allocate(
+                ranks, stored(weights.lm_head), c.vocab_size, logits_rows(max_seqs), max_seqs * MAX_VERIFY_ROWS
+            )
         return cls(
             weights,
             Workspace.allocate(
@@ -89,6 +98,8 @@ class CudaDense(DenseFacts):
             ),
             kv_groups,
             ranks,
+            embedding_parts,
+            logits_parts,
         )
 
     def with_buffers(self, max_rows: int, max_seqs: int, num_hidden_layers: int = 0) -> Model:
@@ -106,19 +117,17 @@ class CudaDense(DenseFacts):
         stream = stream_of(hidden, inputs.positions, ws, c, self.ranks)
         norms = [w.input_norm if c.norms != "behind" else None for w in weights.layers]
         following = stream.following(norms[0])
-        embed(
-            inputs.input_ids if self.ranks is None else self._own(inputs.input_ids, self.ranks),
-            inputs.positions,
-            [weights.embedding, *self.rotary, None if following is None else following.norm_weight],
-            hidden,
-            [ws.cos[:, :rows], ws.sin[:, :rows]],
-            [] if following is None else [following.x, following.squares],
-            ws.dependent,
-            c.embedding_multiplier,
-        )
-        if self.ranks is not None:
-            elsewhere = inputs.input_ids // len(weights.embedding) != self.ranks.rank
-            self.ranks.add_(hidden.masked_fill_(elsewhere[:, None], 0))
+        tables = [weights.embedding, *self.rotary, None if following is None else following.norm_weight]
+        angles = [ws.cos[:, :rows], ws.sin[:, :rows]]
+        prepared = [] if following is None else [following.x, following.squares]
+
+        def write(ids: Tensor, out: Tensor) -> None:
+            embed(ids, inputs.positions, tables, out, angles, prepared, ws.dependent, c.embedding_multiplier)
+
+        if self.embedding_parts is None:
+            write(inputs.input_ids, hidden)
+        else:
+            self.embedding_parts.embed(inputs.input_ids, len(weights.embedding), hidden, write)
         attend = Attention.of(c, weights.dtype, inputs, ws, groups=self.kv_groups)
         qkv, attended = ws.qkv[:rows], ws.attended[:rows]
         for i, (w, cache) in enumerate(zip(weights.layers, kv_cache.layers, strict=True)):
@@ -141,38 +150,25 @@ class CudaDense(DenseFacts):
         if out is None:
             out = torch.empty((hidden.shape[0], self.vocab_size), dtype=torch.float32, device=hidden.device)
         rows = stored(self.weights.lm_head)
-        if self.ranks is None:
+        if self.logits_parts is None:
             write_logits(hidden, rows[: out.shape[1]], out, self.workspace)
-            return out
-        part = out.new_empty(hidden.shape[0], len(rows))
-        write_logits(hidden, rows, part, self.workspace)
-        return out.copy_(self.ranks.side_by_side(part, out.shape[1]))
+        else:
+            self.logits_parts.write_logits(hidden, out, lambda x, part: write_logits(x, rows, part, self.workspace))
+        return out
 
     def compute_argmax(
         self, hidden: Tensor, ids: Tensor, top: Tensor, num_ids: int | None = None, logits: Tensor | None = None
     ) -> None:
         """See `Model`. `logits` `[L, ids]` fp32 is written too if given."""
-        if self.ranks is None:
-            write_argmax(hidden, stored(self.weights.lm_head)[:num_ids], (ids, top), self.workspace, logits)
-            return
         weight = stored(self.weights.lm_head)
-        first = self.ranks.rank * len(weight)
-        held = min(len(weight), (self.vocab_size if num_ids is None else num_ids) - first)
-        top.fill_(-math.inf)
-        if held > 0:  # the last ranks may have rows of zeros alone
-            write_argmax(hidden, weight[:held], (ids, top), self.workspace)
-        bests = self.ranks.gather(torch.stack((top.double(), (ids + first).double())))
-        tops, found = bests.unbind(1)
-        best = tops.amax(dim=0)
-        ids.copy_(found.masked_fill_(tops != best, self.vocab_size - 1).amin(dim=0))
-        top.copy_(best)
+        if self.logits_parts is None:
+            write_argmax(hidden, weight[:num_ids], (ids, top), self.workspace, logits)
+            return
+        self.logits_parts.write_argmax(
+            ids, top, num_ids, lambda held, best: write_argmax(hidden, weight[:held], best, self.workspace)
+        )
         if logits is not None:
             self.compute_logits(hidden, logits)
-
-    def _own(self, ids: Tensor, ranks: Ranks) -> Tensor:
-        """Rows of this rank's part of the embedding, any of them for ids that another rank has."""
-        count = len(self.weights.embedding)
-        return (ids - ranks.rank * count).clamp_(0, count - 1)
 
 
 def check_head_dim(head_dim: int, device: torch.device) -> None:

@@ -11,16 +11,20 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from specrs.kernels.cuda.attention_config import MAX_VERIFY_ROWS
 from specrs.kernels.cuda.configs import LinearShape
 from specrs.kernels.cuda.embedding import embed
 from specrs.kernels.cuda.rms_norm import rms_norm
+from specrs.kernels.cuda.skinny_linear import MAX_ROWS
+from specrs.models.cuda.parts import EmbeddingParts, LogitsParts
 from specrs.models.cuda.products import product, stored, write_argmax, write_logits
 from specrs.models.cuda.stream import stream_of
-from specrs.models.cuda.workspace import Workspace, linear_shapes
+from specrs.models.cuda.workspace import Workspace, linear_shapes, logits_rows
 from specrs.models.dense_cuda import Attention, check_head_dim
 from specrs.models.eagle3_head import Eagle3Head, Eagle3Weights
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
+from specrs.parallel.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +48,14 @@ class HeadBuffers:
 class CudaEagle3Head(Eagle3Head):
     """A head with its buffers. Triton's interpreter runs the same on a CPU."""
 
-    def __init__(self, weights: Eagle3Weights, *, max_rows: int, max_seqs: int) -> None:
-        """Passes have at most `max_rows` rows, argmaxes at most 17 of each of `max_seqs` requests.
+    def __init__(self, weights: Eagle3Weights, *, max_rows: int, max_seqs: int, ranks: Ranks | None = None) -> None:
+        """Passes have at most `max_rows` rows, argmaxes at most 17 of each of `max_seqs` requests; `ranks` as of
+        `Eagle3Head`.
 
         Raises:
             UnsupportedModelError: a head that the kernels do not serve.
         """
-        super().__init__(weights)
+        super().__init__(weights, ranks)
         config, dtype, device = weights.config, weights.dtype, weights.device
         c = replace(config.layer, vocab_size=config.draft_vocab_size)
         check_head_dim(c.head_dim, device)
@@ -67,6 +72,15 @@ class CudaEagle3Head(Eagle3Head):
             dependent=False,
             shapes={name: [shape] for name, shape in shapes.items()},
         )
+        self.embedding_parts: EmbeddingParts | None = None
+        self.logits_parts: LogitsParts | None = None
+        if ranks is not None:
+            ranks.exchanges.reserve(min(max_rows, MAX_ROWS), h, dtype)
+            self.embedding_parts = EmbeddingParts.allocate(ranks, weights.embedding, max_rows)
+            most = max_seqs * MAX_VERIFY_ROWS
+            self.logits_parts = LogitsParts.allocate(
+                ranks, stored(weights.lm_head), self.vocab_size, logits_rows(max_seqs), most
+            )
 
         def buffer(rows: int, width: int) -> Tensor:
             return torch.zeros((rows, width), dtype=dtype, device=device)
@@ -112,7 +126,14 @@ class CudaEagle3Head(Eagle3Head):
         token, both, residual, normed = b.token[:rows], b.both[:rows], ws.hidden[:rows], ws.normed[:rows]
         angles = [ws.cos[:, :rows], ws.sin[:, :rows]]
         tables = [w.embedding, w.rotary.view(1, -1), None, None]
-        embed(inputs.input_ids, inputs.positions, tables, token, angles, [], False)
+
+        def write(ids: Tensor, out: Tensor) -> None:
+            embed(ids, inputs.positions, tables, out, angles, [], False)
+
+        if self.embedding_parts is None:
+            write(inputs.input_ids, token)
+        else:
+            self.embedding_parts.embed(inputs.input_ids, len(w.embedding), token, write)
         rms_norm(hidden, None, w.hidden_norm, normed, eps, False)
         both[:, h:].copy_(normed)
         residual.copy_(normed if config.norm_before_residual else hidden)
@@ -123,7 +144,7 @@ class CudaEagle3Head(Eagle3Head):
         attend = Attention.of(config.layer, w.dtype, inputs, ws, k_start)
         attend.turn(layer, qkv, kv_cache.layers[0])
         attend(layer, qkv, kv_cache.layers[0], attended)
-        stream = stream_of(residual, inputs.positions, ws, config.layer)
+        stream = stream_of(residual, inputs.positions, ws, config.layer, self.ranks)
         stream.add_product("o", attended, layer.o, layer.post_attention_norm)
         stream.add_mlp(layer, None)
         final = stream.normed(w.final_norm)
@@ -133,9 +154,19 @@ class CudaEagle3Head(Eagle3Head):
         """See `Eagle3Head`; fp32, written into `out` `[N, Vd]` where given."""
         if out is None:
             out = torch.empty((final.shape[0], self.vocab_size), dtype=torch.float32, device=final.device)
-        write_logits(final, stored(self.weights.lm_head), out, self.workspace)
+        weight = stored(self.weights.lm_head)
+        if self.logits_parts is None:
+            write_logits(final, weight, out, self.workspace)
+        else:
+            self.logits_parts.write_logits(final, out, lambda x, part: write_logits(x, weight, part, self.workspace))
         return out
 
     def compute_argmax(self, final: Tensor, ids: Tensor, top: Tensor) -> None:
         """Write the most probable of its own ids of each row and its logit, see `Model.compute_argmax`."""
-        write_argmax(final, stored(self.weights.lm_head), (ids, top), self.workspace)
+        weight = stored(self.weights.lm_head)
+        if self.logits_parts is None:
+            write_argmax(final, weight, (ids, top), self.workspace)
+        else:
+            self.logits_parts.write_argmax(
+                ids, top, None, lambda held, best: write_argmax(final, weight[:held], best, self.workspace)
+            )

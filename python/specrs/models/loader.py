@@ -102,8 +102,8 @@ def load_model(
     `dtype` is float32, float64, bfloat16 or auto: the checkpoint's dtype on a GPU; on a CPU float32 (float64 for a
     float64 checkpoint), because many CPUs have no bf16 products and those that do gain less than the text may change.
 
-    On a GPU codes of a quantized checkpoint stay codes where kernels read them; elsewhere they become numbers, exact in
-    float32. `quantization` `fp8`, `int8` or `int4` quantizes the projections of one that is not.
+    On a GPU codes of a quantized checkpoint stay codes where kernels read them; elsewhere, and on ranks, they become
+    numbers, exact in float32. `quantization` `fp8`, `int8` or `int4` quantizes the projections of one that is not.
     Scales of K and V that are cached as codes are the checkpoint's, 1 where it has none.
 
     Raises CheckpointError, or UnsupportedModelError for what is not implemented.
@@ -117,7 +117,7 @@ def load_model(
         checkpoint = IntegersAtLoad(checkpoint, quantization)
     types = dtype if isinstance(dtype, Types) else Types(dtype)
     resolved = resolve_dtype(types.computed, config, device)
-    if device.type == "cuda" and isinstance(checkpoint, QuantizedTensors):
+    if device.type == "cuda" and ranks is None and isinstance(checkpoint, QuantizedTensors):
         loader: Loader = CodedLoader(config, checkpoint, resolved, device)
     elif ranks is None:
         loader = Loader(config, checkpoint, resolved, device)

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specrs.errors import UnsupportedConfigError, invalid
+from specrs.errors import UnsupportedConfigError, UnsupportedModelError, invalid
 from specrs.models.config import ModelConfig
-from specrs.models.tensors import Tensors
+from specrs.models.tensors import EMBEDDING, LM_HEAD, Tensors, tensor_shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,19 @@ class Shard:
         """The first of this rank's KV heads, and how many."""
         count = max(1, c.num_kv_heads // self.size)
         return self.rank * c.num_kv_heads // self.size, count
+
+    def tensor_shapes(self, c: ModelConfig) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of what this rank holds of a checkpoint of `c`."""
+        shapes = tensor_shapes(self.of_config(c))
+        rows = -(-c.vocab_size // self.size)
+        return shapes | {name: (rows, c.hidden_size) for name in (EMBEDDING, LM_HEAD) if name in shapes}
+
+
+def check_cuda_ranks(c: ModelConfig, field: str, size: int) -> None:
+    """Raises UnsupportedModelError, which names `field`, for a model whose parts a GPU's kernels do not compute."""
+    if c.qk_norm_whole:
+        reason = "not implemented for norms over the query and key heads of all ranks on a GPU; allowed: 1"
+        raise invalid(UnsupportedModelError, field, size, reason)
 
 
 def check_divides(c: ModelConfig, source: str, field: str, size: int) -> None:

@@ -1,8 +1,9 @@
-"""What ranks exchange while they compute: sums and parts of tensors. Starts no process and watches none.
+"""What ranks exchange while they compute: sums and parts of tensors of the host. Starts no process and watches none.
 
-A sum is taken by every rank from all parts, in the order of ranks: all have the same bits, and they depend neither on
-timing nor on how many rows there are. A ring, which gloo's own all-reduce is, adds in an order that depends on where in
-the tensor an element lies, and gains nothing for the few rows of a decode pass.
+Tensors of a GPU have `exchanges` of their own, beside which these connections stay. A sum is taken by every rank from
+all parts, in the order of ranks: all have the same bits, and they depend neither on timing nor on how many rows there
+are. A ring, which gloo's own all-reduce is, adds in an order that depends on where in the tensor an element lies, and
+gains nothing for the few rows of a decode pass.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from specrs.errors import EngineError
+from specrs.parallel.exchanges import Exchanges, HostExchanges
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -42,6 +44,10 @@ class Ranks:
             ExchangeError: the others did not come within `timeout` seconds.
         """
         self.rank, self.size = rank, size
+        self.device = torch.device("cpu")
+        """Where this rank computes."""
+        self.exchanges: Exchanges = HostExchanges(self)
+        """Those of tensors that are there."""
         self.notice = 0
         """What this rank tells the others beside its next `look_up` outside of `drafting`."""
         self.notices: tuple[int, ...] = ()
@@ -112,6 +118,9 @@ class Ranks:
         """
         x = x.contiguous()
         found = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
+        if x.device.type != "cpu":
+            self.exchanges.gather(x, found)
+            return found
         self._exchange(found.view(-1).view(torch.uint8), x.view(-1).view(torch.uint8))
         return found
 
@@ -149,6 +158,31 @@ class Ranks:
     def take_first(self, x: Tensor) -> Tensor:
         """`x` of rank 0, written to `x` of every rank. Raises as `gather`."""
         return x.copy_(self.gather(x)[0])
+
+    def wait_for(self, done: Callable[[], bool]) -> None:
+        """Return when `done()`: what was enqueued on a device, with exchanges in it, has come to its end.
+
+        Raises:
+            ExchangeError: another rank is lost, or it took too long.
+        """
+        end = time.monotonic() + self._timeout
+        with self._waiting():
+            while not done():
+                if self.given_up.is_set():
+                    raise ExchangeError(f"rank {self.rank} waits for no other any more: one of them is lost")
+                if time.monotonic() > end:
+                    raise ExchangeError(f"rank {self.rank} waited for another one, in what its GPU runs")
+                time.sleep(20e-6)
+
+    def give_up(self) -> None:
+        """Another rank is lost: nothing waits for it any longer. From any thread."""
+        self.given_up.set()
+        self.exchanges.abort()
+
+    def close(self) -> None:
+        """There are no more exchanges of what is on a device; where a rank is lost, they were ended."""
+        if not self.given_up.is_set():
+            self.exchanges.close()
 
     def _exchange(self, found: Tensor, given: Tensor) -> None:
         with self._waiting():

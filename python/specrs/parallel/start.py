@@ -40,6 +40,13 @@ class Meeting:
     rank: int
     size: int
     address: str
+    local: tuple[int, int] | None = None
+    """Which of how many ranks on its machine; None: all are there."""
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """`(rank, ranks)` among those of its machine, of which each has a GPU."""
+        return (self.rank, self.size) if self.local is None else self.local
 
     def exchange_timeout(self, timeout: float) -> float:
         """Seconds for an exchange: a little more than those in which a rank counts as hanging, so that it is named."""
@@ -51,6 +58,13 @@ def torchrun_rank() -> int | None:
     size = os.environ.get("WORLD_SIZE", "")
     rank = os.environ.get("RANK", "")
     return int(rank) if rank.isdecimal() and size.isdecimal() and int(size) > 1 else None
+
+
+def own_place(size: int) -> tuple[int, int]:
+    """`Meeting.place` of this process, rank 0 of those that it is to start, or one of torchrun's."""
+    if torchrun_rank() is None:
+        return 0, size
+    return int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
 
 
 def lead(size: int, timeout: float, module: str, setup: dict[str, Any]) -> tuple[Team, Meeting]:
@@ -131,7 +145,7 @@ def _torchrun(size: int, timeout: float) -> Meeting:
         allowed = f"must be {world}, the processes that torchrun started"
         raise invalid(InvalidConfigError, "tensor_parallel_size", size, allowed)
     store, rank, _ = next(rendezvous("env://", timeout=timedelta(seconds=max(timeout, START_TIMEOUT))))
-    return Meeting(store, rank, size, _own_address(world))
+    return Meeting(store, rank, size, _own_address(world), own_place(size))
 
 
 def _own_address(world: int) -> str:

@@ -231,7 +231,7 @@ class Team:
             if self.error is None:
                 self.error = RankLostError(rank, self.size, what)
                 if self.ranks is not None:
-                    self.ranks.given_up.set()
+                    self.ranks.give_up()
                 for member in self._members.values():
                     member.connection.close()
                 hung = self._members.get(rank)

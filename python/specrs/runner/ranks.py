@@ -7,31 +7,38 @@ import signal
 import threading
 import weakref
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from specrs.drafters.base import Drafter
+from specrs.errors import RankLostError
 from specrs.models.kv_cache import KVCache
 from specrs.parallel.connection import Kind
 from specrs.parallel.team import Team
 from specrs.runner.eager import EagerRunner
 from specrs.runner.extras import ExtrasLookup
-from specrs.runner.ring import Header, Layout, RingSlot
+from specrs.runner.ring import Header, Layout, RingSlot, used_part
+
+if TYPE_CHECKING:
+    from specrs.runner.cuda.runner import CudaRunner  # and Triton
 
 
 class LeadingRunner:
     """Rank 0's runner. An exception in a launch, here or elsewhere, ends the engine: ranks would no longer agree. (A
-    drafter's is none: `specrs.runner.draft_guard`.)"""
+    drafter's is none on a CPU: `specrs.runner.draft_guard`.)"""
 
-    def __init__(self, runner: EagerRunner, team: Team, layout: Layout, end: Callable[[], None]) -> None:
+    def __init__(self, runner: EagerRunner | CudaRunner, team: Team, layout: Layout, end: Callable[[], None]) -> None:
         """`runner` executes rank 0's part; `layout` is that of the record. `end` is called once: when this is closed,
         or not used any more."""
         self.runner = runner
         self.team = team
         self._layout = layout
         self._num_launches = 0
+        self._untold: deque[tuple[int, RingSlot, Header]] = deque()  # launches whose results were not compared yet
         self._end = weakref.finalize(self, end)
 
     @property
@@ -63,29 +70,37 @@ class LeadingRunner:
         Raises RankLostError, which names the rank that is the cause.
         """
         with _held_interrupts():
-            self.team.send(Kind.LAUNCH, slot.record[: read_part(header, self._layout)].view(np.uint8).data)
+            used = used_part(header, self._layout, constraints=True)
+            self.team.send(Kind.LAUNCH, slot.record[:used].view(np.uint8).data)
             try:
                 self.runner.launch(slot, header)
             except BaseException as fault:
                 raise self.team.failed(fault) from fault
-            self.team.done(self._num_launches, checksum(slot, header))
+            self._untold.append((self._num_launches, slot, header))
             self._num_launches += 1
+            self._tell()
 
     def wait(self, slot: RingSlot) -> None:
-        """A launch has ended when it returns."""
+        """Block until the launch of `slot` has delivered its results. Raises RankLostError."""
+        try:
+            self.runner.wait(slot)
+        except Exception as fault:
+            raise self.team.failed(fault) from fault
+        self._tell()
+
+    def _tell(self) -> None:
+        """Have the results of launches compared that have ended."""
+        while self._untold and self._untold[0][1].has_ended:
+            number, slot, header = self._untold.popleft()
+            self.team.done(number, checksum(slot, header))
 
     def close(self) -> None:
-        """End all ranks."""
+        """End all ranks, behind the last launch."""
+        with contextlib.suppress(RankLostError):
+            for _, slot, _ in list(self._untold):
+                self.wait(slot)
         self.runner.close()
         self._end()
-
-
-def read_part(header: Header, layout: Layout) -> int:
-    """Elements from the record's begin behind which this launch reads nothing: most of a record is of prompts and of
-    requests that are admitted."""
-    if header.num_admitted:
-        return max(offset + length for offset, length in layout.values())
-    return layout["admit_row" if header.num_prefill or header.num_draft_chunks else "prefill_token"][0]
 
 
 def checksum(slot: RingSlot, header: Header) -> int:

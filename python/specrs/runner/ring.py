@@ -40,6 +40,23 @@ class Header:
         return cls(*record[: len(HEADER_FIELDS)].tolist())
 
 
+def used_part(header: Header, layout: Layout, *, constraints: bool) -> int:
+    """Elements from the record's begin behind which a launch reads nothing: most of a record is of prompts and of
+    requests that are admitted. `constraints` are the last section, which is read on the host alone."""
+    if constraints and header.num_constraints:
+        return layout["constraint"][0] + header.num_constraints
+    # Slots of prompt chunks are there for each KV group, as many as tokens may be.
+    before_last_group = layout["prefill_slot"][1] - layout["prefill_token"][1]
+    for name, before, count in (
+        ("upload_token", 0, header.num_upload_tokens),
+        ("draft_slot", 0, header.num_draft_tokens),
+        ("prefill_slot", before_last_group, header.num_prefill_tokens),
+    ):
+        if count:
+            return layout[name][0] + before + count
+    return layout["prefill_token"][0]
+
+
 @dataclass(frozen=True, slots=True)
 class Results:
     """Where an iteration reports, views of one ring slot; index i is the launch's entry i."""
@@ -128,6 +145,11 @@ class RingSlot:
         if self.draft_fault is not None:
             error, blocks = self.draft_fault.error, np.concatenate([self.draft_fault.blocks, blocks])
         self.draft_fault = DraftFault(error, blocks)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its last launch, which was executed or enqueued, has come to its end."""
+        return self.done is None or bool(self.done.query())  # type: ignore[no-untyped-call]
 
     def header(self) -> Header:
         """The planned launch's counts."""

@@ -132,27 +132,32 @@ class PlainStream:
 
     def add_product(self, name: str, x: Tensor, w: Weight, norm: Tensor | None, behind: Tensor | None = None) -> None:
         self._delta, self._behind = self.ws.delta[: x.shape[0]], behind
-        product(self.ws, name, x, w, self._delta)
+        product(self.ws, name, x, w, self._part(self._delta))
         self._sum(self._delta)
 
     def add_mlp(self, w: LayerWeights, norm: Tensor | None) -> None:
         ws, rows = self.ws, self.hidden.shape[0]
         x = self._read(w.post_attention_norm if self.c.norms != "behind" else None)
         self._delta, self._behind = ws.delta[:rows], w.mlp_output_norm
+        out = self._part(self._delta)
         if w.experts is not None:
-            self._mix(x, w.experts, self._delta)
+            self._mix(x, w.experts, out)
             self._sum(self._delta)
             return
         for first in range(0, rows, MLP_ROWS):
             part = slice(first, min(first + MLP_ROWS, rows))
             activated = ws.activated[: part.stop - first]
             gated_product(ws, x[part], w.gate_up, activated, self.c)
-            product(ws, "down", activated, w.down, self._delta[part])
+            product(ws, "down", activated, w.down, out[part])
         self._sum(self._delta)
+
+    def _part(self, delta: Tensor) -> Tensor:
+        """Where what this rank adds is written."""
+        return delta if self.ranks is None else self.ranks.exchanges.part(delta)
 
     def _sum(self, delta: Tensor) -> None:
         if self.ranks is not None:
-            self.ranks.add_(delta)
+            self.ranks.exchanges.sum(delta)
 
     def _mix(self, x: Tensor, w: ExpertWeights, out: Tensor) -> None:
         ws, rows, b = self.ws, x.shape[0], self.ws.experts

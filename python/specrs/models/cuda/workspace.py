@@ -63,6 +63,11 @@ def linear_shapes(config: ModelConfig, dtype: torch.dtype, device: torch.device 
     }
 
 
+def logits_rows(max_seqs: int) -> int:
+    """Rows whose logits are there at once behind passes of `max_seqs` requests, where they are an end in between."""
+    return min(_LOGITS_ROWS, max_seqs * MAX_VERIFY_ROWS)
+
+
 def _attention_scratch(
     config: ModelConfig, max_seqs: int, dtype: torch.dtype, limits: DeviceLimits
 ) -> tuple[int, int, int]:
@@ -177,7 +182,7 @@ class Workspace:
         coded = [s for every in shapes.values() for s in every if s.coding is not None]
         pieces = [s.n * s.sides * s.k for s in coded]
         numbers = min(max(pieces, default=0), _NUMBERS_BYTES // dtype.itemsize) if max_rows > CODED_ROWS else 0
-        many = min(_LOGITS_ROWS, max_seqs * MAX_VERIFY_ROWS)
+        many = logits_rows(max_seqs)
         many = many if many > MAX_ROWS else 0
 
         def buffer(*shape: int, dtype: torch.dtype = dtype) -> Tensor:

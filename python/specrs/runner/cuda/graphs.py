@@ -46,7 +46,8 @@ class Graphs:
                 function()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        # The mode keeps a thread of NCCL, which asks for events of earlier exchanges, from ending the capture.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             function()
         self._graphs[key] = graph
 

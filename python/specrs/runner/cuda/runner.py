@@ -12,7 +12,9 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specrs.drafters.base import Drafter, HiddenInputs, drafted_on_host, host_drafts
@@ -37,7 +39,7 @@ from specrs.runner.prefill import (
     last_rows,
     prefill_inputs,
 )
-from specrs.runner.ring import Header, Layout, RingSlot, blocks_of
+from specrs.runner.ring import Header, Layout, RingSlot, blocks_of, used_part
 from specrs.runner.sampling_state import EntrySampling, SamplingState
 from specrs.runner.uploads import apply_uploads
 from specrs.transfer import to_device
@@ -92,7 +94,7 @@ class CudaRunner:
         slot.prompt_logprobs.clear()
         slot.draft_fault = None
         with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            used = self._used(header)
+            used = used_part(header, self._layout, constraints=False)
             ctx.record.record[:used].copy_(slot.pinned_record[:used], non_blocking=True)
             if header.num_admitted:
                 self.sampling.remember(slot.views, header.num_admitted)
@@ -121,22 +123,21 @@ class CudaRunner:
         """It has nothing to end."""
 
     def wait(self, slot: RingSlot) -> None:
-        """Block until the launch of `slot` has delivered its results."""
-        if slot.done is not None:
+        """Block until the launch of `slot` has delivered its results. Raises ExchangeError where that waits for another
+        rank that is lost, or for too long."""
+        if slot.done is None:
+            return
+        if self.sampling.ranks is None:
             slot.done.synchronize()
+        else:
+            self.sampling.ranks.wait_for(lambda: slot.has_ended)
 
-    def _used(self, header: Header) -> int:
-        """Elements of the record that the launch has written and the device reads."""
-        # Slots of prompt chunks are there for each KV group, C of them.
-        before_last_group = self._layout["prefill_slot"][1] - self._layout["prefill_token"][1]
-        for name, before, count in (
-            ("upload_token", 0, header.num_upload_tokens),
-            ("draft_slot", 0, header.num_draft_tokens),
-            ("prefill_slot", before_last_group, header.num_prefill_tokens),
-        ):
-            if count:
-                return self._layout[name][0] + before + count
-        return self._layout["prefill_token"][0]
+    def _failed(self, slot: RingSlot, error: Exception, lost: NDArray[np.int64] | None = None) -> None:
+        """Note what the drafter raised. Of several ranks the others have enqueued its passes by then, and cannot take
+        them back: there it is raised again, and ends the launch."""
+        if self.sampling.ranks is not None:
+            raise error
+        slot.drafter_failed(error, lost)
 
     def _prefill(self, slot: RingSlot, header: Header) -> Tensor | None:
         """The prompt chunks; their hidden states for the drafter, `[num_prefill_tokens, L, hidden]`, a view."""
@@ -200,7 +201,7 @@ class CudaRunner:
             self._chunks.draft(inputs, hidden)
         except Exception as error:
             slots = slot.views["draft_slot"][: header.num_draft_tokens]
-            slot.drafter_failed(error, blocks_of(slots, self.ctx.sizes.block_size))
+            self._failed(slot, error, blocks_of(slots, self.ctx.sizes.block_size))
             return False
         return True
 
@@ -300,7 +301,7 @@ class CudaRunner:
                 passes()
                 return
             except Exception as error:
-                slot.drafter_failed(error)
+                self._failed(slot, error)
         k = self.ctx.buffers.k[: len(on_host)]
         k.mul_(to_device(torch.tensor(on_host), k.device))
 

@@ -1,0 +1,138 @@
+"""A vocabulary in parts: what the ranks that hold it exchange for embeddings, logits and argmaxes. Computes no product.
+
+Like the passes around it, it writes into persistent buffers: it allocates nothing and waits for nothing on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specrs.parallel.ranks import Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingParts:
+    """Rows of the embedding, of which every rank has as many, in their order."""
+
+    ranks: Ranks
+    first: int
+    """This rank's first id."""
+    own: Tensor
+    """[max_rows] int64, ids counted from there."""
+    held: Tensor
+    """[max_rows] int64, the same within what this rank has."""
+    elsewhere: Tensor
+    """[max_rows] bool, whether another rank has it."""
+
+    @classmethod
+    def allocate(cls, ranks: Ranks, embedding: Tensor, max_rows: int) -> EmbeddingParts:
+        """For passes of at most `max_rows` rows, `embedding` being this rank's part."""
+        own = torch.zeros(max_rows, dtype=torch.int64, device=embedding.device)
+        elsewhere = torch.zeros(max_rows, dtype=torch.bool, device=embedding.device)
+        return cls(ranks, ranks.rank * len(embedding), own, torch.zeros_like(own), elsewhere)
+
+    def embed(self, ids: Tensor, count: int, out: Tensor, write: Callable[[Tensor, Tensor], None]) -> None:
+        """The embedding of `ids` `[N]` into `out` `[N, hidden]`. `write` puts rows of this rank's `count` into the
+        second of its arguments by the first, any of them for ids outside."""
+        rows, part = len(ids), self.ranks.exchanges.part(out)
+        own, held, elsewhere = self.own[:rows], self.held[:rows], self.elsewhere[:rows]
+        torch.sub(ids, self.first, out=own)
+        torch.clamp(own, 0, count - 1, out=held)
+        torch.ne(own, held, out=elsewhere)
+        write(held, part)
+        part.masked_fill_(elsewhere[:, None], 0)  # of all parts but one: the sum is exact
+        self.ranks.exchanges.sum(out)
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsParts:
+    """Columns of the logits, of which every rank has as many, in their order; behind the last id there are zeros."""
+
+    ranks: Ranks
+    vocab_size: int
+    count: int
+    """Ids of a part."""
+    part: Tensor
+    """[rows, count] fp32, this rank's, of as many rows at once as are gathered."""
+    parts: Tensor
+    """[size, rows, count]"""
+    best: Tensor
+    """[2 * most] int64: this rank's best ids of at most so many rows, and behind them, as fp32, their logits."""
+    bests: Tensor
+    """[size * 2 * most]"""
+    worse: Tensor
+    """[most] bool"""
+
+    @classmethod
+    def allocate(cls, ranks: Ranks, lm_head: Tensor, vocab_size: int, rows: int, most: int) -> LogitsParts:
+        """For logits of `rows` rows at once and argmaxes of at most `most`, `lm_head` being this rank's part."""
+        device, count = lm_head.device, len(lm_head)
+
+        def buffer(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return cls(
+            ranks,
+            vocab_size,
+            count,
+            part=buffer(rows, count, dtype=torch.float32),
+            parts=buffer(ranks.size, rows, count, dtype=torch.float32),
+            best=buffer(2 * most, dtype=torch.int64),
+            bests=buffer(ranks.size * 2 * most, dtype=torch.int64),
+            worse=buffer(most, dtype=torch.bool),
+        )
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All buffers."""
+        return [self.part, self.parts, self.best, self.bests, self.worse]
+
+    def write_logits(self, hidden: Tensor, out: Tensor, write: Callable[[Tensor, Tensor], None]) -> None:
+        """The logits of `hidden` `[N, hidden]` into `out` `[N, ids]`, the first ids of all. `write(hidden, part)`
+        writes those of this rank."""
+        step = len(self.part)
+        for begin in range(0, len(hidden), step):
+            rows = min(step, len(hidden) - begin)
+            part, target = self.part[:rows], out[begin : begin + rows]
+            parts = self.parts.view(-1)[: self.ranks.size * part.numel()].view(self.ranks.size, rows, self.count)
+            write(hidden[begin : begin + rows], part)
+            self.ranks.exchanges.gather(part, parts)
+            for rank, found in enumerate(parts.unbind(0)):
+                columns = target[:, rank * self.count : (rank + 1) * self.count]
+                if columns.shape[1]:
+                    columns.copy_(found[:, : columns.shape[1]])
+
+    def write_argmax(
+        self, ids: Tensor, top: Tensor, num_ids: int | None, write: Callable[[int, tuple[Tensor, Tensor]], None]
+    ) -> None:
+        """The most probable of the first `num_ids` ids (None: of all) and its logit into `ids` `[L]` int64 and `top`
+        `[L]` fp32: the lowest of equal ones, whichever rank has it; a logit of NaN where a rank's is.
+
+        `write(held, best)` writes this rank's best among its first `held` ids.
+        """
+        rows, size, first = len(ids), self.ranks.size, self.ranks.rank * self.count
+        best = self.best[: 2 * rows].view(2, rows)
+        own_ids, own_top = best[0], best[1].view(torch.float32)[:rows]
+        held = min(self.count, (self.vocab_size if num_ids is None else num_ids) - first)
+        if held > 0:
+            write(held, (own_ids, own_top))
+        else:  # the last ranks may have rows of zeros alone
+            own_ids.zero_()
+            own_top.fill_(-torch.inf)
+        own_ids.add_(first)
+        bests = self.bests[: size * 2 * rows].view(size, 2, rows)
+        self.ranks.exchanges.gather(best, bests)
+        tops, worse = bests[:, 1].view(torch.float32)[:, :rows], self.worse[:rows]
+        top.copy_(tops[0])
+        for other in tops[1:].unbind(0):
+            torch.maximum(top, other, out=top)
+        ids.fill_(self.vocab_size - 1)
+        for rank in range(size):
+            found = bests[rank, 0]
+            torch.ne(tops[rank], top, out=worse)
+            found.masked_fill_(worse, self.vocab_size - 1)
+            torch.minimum(ids, found, out=ids)

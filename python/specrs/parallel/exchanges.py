@@ -1,0 +1,196 @@
+"""What ranks exchange of tensors that are where they compute: sums, and gathered parts. Decides no sizes.
+
+On a GPU an exchange is enqueued on the current stream, waits for nothing on the host and allocates nothing, so a graph
+holds it. Every rank enqueues the same ones in the same order.
+"""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from specrs.errors import InvalidConfigError, invalid
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from specrs.parallel.ranks import Ranks
+
+logger = logging.getLogger("specrs")
+ONE_SHOT_DTYPES = (torch.float32, torch.bfloat16)
+"""What torch's one-shot sum adds."""
+
+
+class Exchanges(Protocol):
+    """The exchanges of one rank's passes, for tensors of one kind of device."""
+
+    def reserve(self, rows: int, width: int, dtype: torch.dtype) -> None:
+        """Sums of up to `rows` rows of `width` numbers are to come. All ranks say so at once, before they capture."""
+
+    def part(self, out: Tensor) -> Tensor:
+        """Where this rank is to write its part of a sum into `out` `[N, width]` contiguous: of the same shape, perhaps
+        `out` itself. Holds until the next `sum`."""
+
+    def sum(self, out: Tensor) -> None:
+        """Write the sum of every rank's `part(out)` into `out`: the same bits on all ranks."""
+
+    def gather(self, x: Tensor, found: Tensor) -> None:
+        """Write `x` of every rank, in their order, into `found` `[size, *x.shape]`; both are contiguous."""
+
+    def abort(self) -> None:
+        """End the exchanges that run or wait, because a rank is lost. From any thread."""
+
+    def close(self) -> None:
+        """There are no more exchanges. All ranks have come to the end of theirs."""
+
+
+class HostExchanges:
+    """Over the connections of `Ranks`, which take tensors of the host: what Triton's interpreter runs with."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def reserve(self, rows: int, width: int, dtype: torch.dtype) -> None:
+        """Nothing: see `Exchanges`, like what follows."""
+
+    def part(self, out: Tensor) -> Tensor:
+        """`out`."""
+        return out
+
+    def sum(self, out: Tensor) -> None:
+        """In rank order."""
+        self._ranks.add_(out)
+
+    def gather(self, x: Tensor, found: Tensor) -> None:
+        """Waits for the others. Raises ExchangeError."""
+        found.copy_(self._ranks.gather(x))
+
+    def abort(self) -> None:
+        """Nothing: who waits looks at `Ranks.given_up`, or fails when a connection closes."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+class GroupExchanges:
+    """By the default process group, on a GPU NCCL's. A sum's order is NCCL's choice, by its size; what a rank gets are
+    the bits that the others get, because each number is added up in one place."""
+
+    def reserve(self, rows: int, width: int, dtype: torch.dtype) -> None:
+        """Nothing: see `Exchanges`, like what follows."""
+
+    def part(self, out: Tensor) -> Tensor:
+        """`out`."""
+        return out
+
+    def sum(self, out: Tensor) -> None:
+        """In place."""
+        dist.all_reduce(out)
+
+    def gather(self, x: Tensor, found: Tensor) -> None:
+        """One all-gather."""
+        dist.all_gather_into_tensor(found, x)
+
+    def abort(self) -> None:
+        """Kernels of NCCL that wait for another rank end."""
+        if dist.group.WORLD is not None:
+            dist.group.WORLD.abort()
+
+    def close(self) -> None:
+        """Destroy the group."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class SymmetricExchanges(GroupExchanges):
+    """The same, but sums of few rows by torch's symmetric memory: one kernel on every rank reads the parts of all and
+    adds them in rank order.
+
+    A part is written where the others read it, so nothing is copied. The kernel waits for the others before it reads
+    and before it ends, so the next product may write there.
+    """
+
+    def __init__(self, device: torch.device, group: dist.ProcessGroup) -> None:
+        """`group`: the default one."""
+        self._device, self._group = device, group
+        self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def reserve(self, rows: int, width: int, dtype: torch.dtype) -> None:
+        """Allocate what the others read, and exchange where it is. Waits for them; raises RuntimeError where GPUs
+        cannot read each other's memory."""
+        held = self._buffers.get((width, dtype))
+        if dtype in ONE_SHOT_DTYPES and (held is None or len(held) < rows):
+            self._buffers[width, dtype] = self._allocate(rows, width, dtype)
+
+    def _allocate(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        import torch.distributed._symmetric_memory as symm_mem  # registers operators, which a CPU does without
+
+        buffer = symm_mem.empty(rows, width, dtype=dtype, device=self._device)
+        symm_mem.rendezvous(buffer, self._group)
+        return buffer
+
+    def _staged(self, out: Tensor) -> Tensor | None:
+        buffer = self._buffers.get((out.shape[1], out.dtype))
+        return None if buffer is None or len(out) > len(buffer) else buffer[: len(out)]
+
+    def part(self, out: Tensor) -> Tensor:
+        """Memory that the others read, of as many rows as were reserved; of more `out`."""
+        staged = self._staged(out)
+        return out if staged is None else staged
+
+    def sum(self, out: Tensor) -> None:
+        """One shot, or by NCCL where no part was staged."""
+        staged = self._staged(out)
+        if staged is None:
+            super().sum(out)
+        else:
+            torch.ops.symm_mem.one_shot_all_reduce_out(staged, "sum", self._group.group_name, out)
+
+
+def connect_gpus(ranks: Ranks, store: Store, device: torch.device, timeout: float, num_local: int) -> GroupExchanges:
+    """Exchanges among GPUs, this rank's being `device`; waits for the others, which do the same.
+
+    NCCL's, and for sums of few rows symmetric memory where all ranks can have it. `num_local`: ranks on this machine.
+
+    Raises:
+        InvalidConfigError: this process has a default process group already.
+        RuntimeError: NCCL could not connect.
+    """
+    if dist.is_initialized():
+        reason = "this process has a default process group of torch.distributed; allowed: 1, or a process without"
+        raise invalid(InvalidConfigError, "tensor_parallel_size", ranks.size, reason)
+    dist.init_process_group(
+        "nccl",
+        store=dist.PrefixStore("nccl", store),  # type: ignore[attr-defined]
+        rank=ranks.rank,
+        world_size=ranks.size,
+        timeout=timedelta(seconds=timeout),
+        device_id=device,
+    )
+    group = dist.group.WORLD
+    assert group is not None
+    if not _all(ranks, num_local == ranks.size and _reads_peers(device, num_local)):
+        return GroupExchanges()
+    symmetric = SymmetricExchanges(device, group)
+    try:
+        symmetric.reserve(1, 64, torch.float32)
+        serves = True
+    except RuntimeError as fault:
+        logger.info("rank %d has no symmetric memory, sums go by NCCL: %s", ranks.rank, fault)
+        serves = False
+    return symmetric if _all(ranks, serves) else GroupExchanges()
+
+
+def _reads_peers(device: torch.device, num_local: int) -> bool:
+    others = [index for index in range(num_local) if index != device.index]
+    return all(torch.cuda.can_device_access_peer(device, other) for other in others)
+
+
+def _all(ranks: Ranks, holds: bool) -> bool:
+    """Whether it holds on every rank."""
+    return bool(ranks.gather(torch.tensor([holds])).all())
