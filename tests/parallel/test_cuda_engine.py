@@ -1,28 +1,34 @@
 """Engines on ranks with the CUDA runner, its kernels interpreted and its exchanges gloo's: the text of one rank."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import specrs.engine.build_cuda as build_cuda
 import specrs.models.eagle3 as eagle3
 import specrs.models.loader as loader
-from runner.cuda_engines import Graphs, generate
+from engine.faulty_drafter import Faulty
+from numpy.typing import NDArray
+from runner.cuda_engines import K, Graphs
 from runner.test_cuda_drafters import GREEDY, PROMPTS, SAMPLED, Bench, bench  # noqa: F401 (a fixture)
 from specrs.engine.blueprint import Blueprint
 from specrs.engine.engine import Engine
+from specrs.engine.request import Request
 from specrs.errors import RankLostError
 from specrs.kernels.linear import DenseWeight
-from specrs.models.dense_cuda import CudaDense
+from specrs.parallel.exchanges import HostExchanges
 from specrs.runner.cuda.context import entries_of
 from specrs.runner.cuda.graphs import tasks
 from specrs.runner.cuda.runner import CudaRunner
 from specrs.runner.ranks import LeadingRunner
 from specrs.sampling import SamplingParams
+from torch import Tensor
 
 from parallel.harness import engine_on_threads
+from parallel.test_engine import on_other_rank
 from parallel.threads import one_kernel_at_a_time  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.usefixtures("one_kernel_at_a_time")
@@ -35,45 +41,169 @@ def on_two_ranks(
     rule: str,
     degree: int,
     monkeypatch: pytest.MonkeyPatch,
-    **fields: Any,
+    exit_code: int = 0,
+    timeout: float = 20.0,
 ) -> Iterator[Engine]:
-    config = bench.config(kind, rule, gpu=True, tensor_parallel_size=2, distributed_timeout=20.0, **fields)
+    config = bench.config(kind, rule, gpu=True, tensor_parallel_size=2, distributed_timeout=timeout)
     assert config.speculative_config is not None
     speculative = replace(config.speculative_config, draft_tensor_parallel_size=degree)
     for module in (loader, eagle3):
         monkeypatch.setattr(module, "pack", DenseWeight)  # as on a GPU
     monkeypatch.setattr(Blueprint, "on_gpu", property(lambda _self: True))
-    with engine_on_threads(replace(config, speculative_config=speculative)) as engine:
+    with engine_on_threads(replace(config, speculative_config=speculative), exit_code=exit_code) as engine:
+        assert isinstance(engine.runner, LeadingRunner)
+        assert isinstance(engine.runner.runner, CudaRunner)
         yield engine
 
 
+def generate(engine: Engine, params: Sequence[SamplingParams], grammar: Any = None) -> list[Request]:
+    """Every prompt to its end, the last one of a `grammar`."""
+    requests = [
+        Request(
+            i,
+            prompt,
+            own.replace(max_tokens=4, ignore_eos=True),
+            num_speculative_tokens=K,
+            seed=100 + i,
+            grammar=grammar if i == len(params) - 1 else None,
+        )
+        for i, (prompt, own) in enumerate(zip(PROMPTS[1:], params, strict=True))
+    ]
+    for request in requests:
+        engine.add_request(request)
+    while engine.has_unfinished():
+        engine.step()
+    engine.scheduler.check_integrity()
+    return requests
+
+
+def texts(requests: list[Request]) -> list[list[int]]:
+    return [request.output_token_ids for request in requests]
+
+
+class Replaying(CudaRunner):
+    """Runs launches as it does where there are graphs; a replay runs the function, on every rank."""
+
+    replayed: list[list[Any]] = []  # noqa: RUF012 (set by the test)
+
+    def __init__(self, ctx: Any, sampling: Any, buckets: Any, graphs: None, *args: Any, **named: Any) -> None:
+        work = Graphs(dict(tasks(ctx, buckets, entries_of(ctx.record.views, "num_decode"))))
+        super().__init__(ctx, sampling, buckets, work, *args, **named)  # type: ignore[arg-type]
+        self.replayed.append(work.replayed)
+
+
 CASES = [
-    ("head", "rejection", 1),
-    ("head of all ids", "coupled", 2),
-    ("parallel", "rejection", 2),
-    ("parallel", "coupled", 1),
-    ("list with a head", "rejection", 2),
+    ("head", "rejection", 1, False),
+    ("head of all ids", "coupled", 2, False),
+    ("parallel", "rejection", 2, True),
+    ("other vocabulary", "rejection", 1, False),
+    ("list with a head", "rejection", 2, False),
 ]
 
 
-@pytest.mark.parametrize(("kind", "rule", "degree"), CASES)
+@pytest.mark.parametrize(("kind", "rule", "degree", "replays"), CASES)
 def test_text_is_that_of_one_rank(
     bench: Bench,  # noqa: F811
     kind: str,
     rule: str,
     degree: int,
+    replays: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    params = [GREEDY, SAMPLED, SAMPLED]
-    with on_two_ranks(bench, kind, rule, degree, monkeypatch) as engine:
-        assert isinstance(engine.runner, LeadingRunner)
-        assert isinstance(engine.runner.runner, CudaRunner)
-        made = generate(engine, params, prompts=PROMPTS)
-        split = engine.stats()
     alone = bench.engine(kind, rule, gpu=True, monkeypatch=monkeypatch)
-    expected = generate(alone, params, prompts=PROMPTS)
-    assert [one.output_token_ids for one in made] == [one.output_token_ids for one in expected]
-    whole = alone.stats()
-    assert split.acceptance_histogram == whole.acceptance_histogram
-    assert split.target_passes == whole.target_passes > 0
-    assert split.draft_passes == whole.draft_passes
+    if replays:
+        monkeypatch.setattr(Replaying, "replayed", [])
+        monkeypatch.setattr(build_cuda, "CudaRunner", Replaying)
+    with on_two_ranks(bench, kind, rule, degree, monkeypatch) as engine:
+        made, split = generate(engine, [GREEDY, SAMPLED]), engine.stats()
+    assert texts(made) == texts(generate(alone, [GREEDY, SAMPLED]))
+    assert split.target_passes > 0
+    assert split.draft_passes > 0
+    if degree == 2:  # a whole draft has a larger share of a part of the target, and so other chunks
+        assert split.acceptance_histogram == alone.stats().acceptance_histogram
+    if replays:
+        one, other = Replaying.replayed
+        assert one == other
+        assert len(one) > 2
+
+
+class Thirds:
+    """A grammar of every third token, another third at each position, and its matcher."""
+
+    error = None
+
+    def __init__(self) -> None:
+        self.num_accepted = 0
+
+    def matcher(self, stop_ids: object) -> Any:
+        return Thirds()
+
+    def allows(self, token_id: int) -> bool:
+        return token_id % 3 == self.num_accepted % 3
+
+    def fill_mask(self, out: NDArray[np.int32]) -> None:
+        bits = [self.allows(token_id) for token_id in range(32 * len(out))]
+        out[:] = np.packbits(bits, bitorder="little").view(np.int32)
+
+    def accept(self, token_id: int) -> bool:
+        allowed = self.allows(token_id)
+        self.num_accepted += allowed
+        return allowed
+
+    def rollback(self, num_tokens: int) -> None:
+        self.num_accepted -= num_tokens
+
+
+def test_penalties_log_probabilities_and_grammars(
+    bench: Bench,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 alone has matchers, and hands their masks to the other rank."""
+    params = [SamplingParams(temperature=0.0, repetition_penalty=1.3, logprobs=2, logit_bias={7: 0.5}), SAMPLED]
+    alone = bench.engine("parallel", "rejection", gpu=True, monkeypatch=monkeypatch)
+    with on_two_ranks(bench, "parallel", "rejection", 1, monkeypatch) as engine:
+        made = generate(engine, params, Thirds())
+    expected = generate(alone, params, Thirds())
+    assert texts(made) == texts(expected)
+    assert [token % 3 for token in made[1].output_token_ids] == [0, 1, 2, 0]
+    assert made[0].logprobs is not None
+    assert expected[0].logprobs is not None
+    for one, other in zip(made[0].logprobs, expected[0].logprobs, strict=True):
+        assert (one.token_id, one.rank, one.top_ids) == (other.token_id, other.rank, other.top_ids)
+        assert one.logprob == pytest.approx(other.logprob, rel=1e-4)
+
+
+@pytest.mark.parametrize("where", ["rank 0", "rank 1"])
+def test_a_drafter_that_fails_ends_the_engine(
+    bench: Bench,  # noqa: F811
+    where: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its passes are enqueued on the other rank by then. The rank is named."""
+    here: Callable[[], bool] = on_other_rank if where == "rank 1" else lambda: not on_other_rank()
+    with on_two_ranks(bench, "parallel", "rejection", 1, monkeypatch, exit_code=1, timeout=4.0) as engine:
+        Faulty(engine, {1}.__contains__, monkeypatch, here)
+        with pytest.raises(RankLostError, match=f"{where} of 2 failed: .*BrokenError"):
+            generate(engine, [GREEDY, GREEDY])
+
+
+def test_a_rank_that_fails_ends_the_engine(
+    bench: Bench,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the middle of a pass, at an exchange."""
+    gather, calls = HostExchanges.gather, []
+
+    def fail(exchanges: HostExchanges, x: Tensor, found: Tensor) -> None:
+        if on_other_rank():
+            calls.append(x.shape)
+            if len(calls) == 3:
+                raise MemoryError("as on purpose")
+        gather(exchanges, x, found)
+
+    monkeypatch.setattr(HostExchanges, "gather", fail)
+    with on_two_ranks(bench, "parallel", "rejection", 2, monkeypatch, exit_code=1, timeout=4.0) as engine:
+        with pytest.raises(RankLostError, match="rank 1 of 2 failed: MemoryError"):
+            generate(engine, [GREEDY, GREEDY])
+        assert not engine.requests
+        engine.scheduler.check_integrity()

@@ -25,6 +25,8 @@ from specrs.models.eagle3_config import TargetFacts, parse_eagle3_config
 from specrs.models.eagle3_head import Eagle3Head, Eagle3Weights
 from specrs.models.experts import Experts
 from specrs.models.loader import load_config
+from specrs.models.shards import Shard
+from specrs.parallel.ranks import Ranks
 from specrs.runner.cuda import drafting, iteration
 from specrs.runner.cuda.chunks import catch_up_pass, feeds_chunks, prompt_pass
 from specrs.runner.cuda.context import Context, entries_of
@@ -61,11 +63,12 @@ HEAD_IDS = 50
 
 
 class Watch(TorchDispatchMode):
-    """Refuses what a captured iteration must not do, by name."""
+    """Refuses what a captured iteration must not do, by name; `also` are ops that it may have beside those of all."""
 
-    def __init__(self) -> None:
+    def __init__(self, also: frozenset[str] = frozenset()) -> None:
         super().__init__()
         self.ops: list[str] = []
+        self._also = also
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name()
@@ -77,16 +80,20 @@ class Watch(TorchDispatchMode):
             raise AssertionError(f"{name}: draws from a generator")
         namespace, _, op = name.partition("::")
         base = op.partition(".")[0]
-        allowed = namespace == "specrs" or base in VIEWS or op in WRITES or name == "prim::device"
+        allowed = namespace == "specrs" or base in VIEWS or op in WRITES or name in {"prim::device", *self._also}
         if not allowed:
             raise AssertionError(f"{name}: allocates, waits or depends on data; allowed are {sorted(WRITES)} and views")
         self.ops.append(name)
         return func(*args, **(kwargs or {}))
 
 
-def fake_decoder(folder: Path, dtype: torch.dtype, cache_dtype: torch.dtype | None = None) -> Dense:
-    """A decoder of empty tensors on a device that is not there."""
-    c = load_config(folder)
+def fake_decoder(
+    folder: Path, dtype: torch.dtype, cache_dtype: torch.dtype | None = None, ranks: Ranks | None = None
+) -> Dense:
+    """A decoder of empty tensors on a device that is not there, or one rank's part of it."""
+    c, ids = load_config(folder), load_config(folder).vocab_size
+    if ranks is not None:
+        c, ids = Shard(ranks.rank, ranks.size).of_config(c), -(-ids // ranks.size)
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
 
     def empty(*shape: int) -> Tensor:
@@ -112,15 +119,15 @@ def fake_decoder(folder: Path, dtype: torch.dtype, cache_dtype: torch.dtype | No
         config=c,
         dtype=dtype,
         device=CUDA,
-        embedding=empty(c.vocab_size, c.hidden_size),
+        embedding=empty(ids, c.hidden_size),
         layers=(layer,) * c.num_layers,
         final_norm=empty(c.hidden_size),
-        lm_head=linear(c.vocab_size, c.hidden_size),
+        lm_head=linear(ids, c.hidden_size),
         rotary=torch.empty(c.head_dim, device=CUDA),
         rotaries=tuple(torch.empty(c.head_dim, device=CUDA) for _ in c.ropes),
         cache_dtype=cache_dtype,
     )
-    return Dense(weights)
+    return Dense(weights, ranks=ranks)
 
 
 def fake_experts(e: Experts, h: int, dtype: torch.dtype) -> ExpertWeights:
