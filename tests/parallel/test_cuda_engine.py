@@ -12,7 +12,7 @@ import specrs.models.eagle3 as eagle3
 import specrs.models.loader as loader
 from engine.faulty_drafter import Faulty
 from numpy.typing import NDArray
-from runner.cuda_engines import K, Graphs
+from runner.cuda_engines import Graphs, K
 from runner.test_cuda_drafters import GREEDY, PROMPTS, SAMPLED, Bench, bench  # noqa: F401 (a fixture)
 from specrs.engine.blueprint import Blueprint
 from specrs.engine.engine import Engine
