@@ -42,8 +42,23 @@ def test_speculative_config_merges_and_the_later_value_holds() -> None:
         (["generate", "x", "--speculative-config", "{model: 1}"], "'{model: 1}' is not JSON"),
         (["generate", "x", "--speculative-config", "[5]"], "'[5]' is not a JSON object"),
         (["generate", "x", "--max-tokens", "many"], "invalid int value: 'many'"),
-        (["generate", "x", "--max-tok", "3"], "unrecognized arguments: --max-tok"),
-        (["generate", "x", "y"], "unrecognized arguments: y"),
+        (
+            ["generate", "x", "--max-tok", "3"],
+            "specrs generate: error: unrecognized arguments: --max-tok 3; did you mean --max-tokens? "
+            "(see specrs generate --help)",
+        ),
+        (["generate", "x", "y"], "specrs generate: error: unrecognized arguments: y (see specrs generate --help)"),
+        (
+            ["serve", "--max-modellen=8k"],
+            "specrs serve: error: unrecognized arguments: --max-modellen=8k; did you mean",
+        ),
+        (
+            ["bench", "serve", "--zzz"],
+            "specrs bench serve: error: unrecognized arguments: --zzz (see specrs bench serve",
+        ),
+        (["--zzz"], "specrs: error: unrecognized arguments: --zzz (see specrs --help)"),
+        (["generate", "x", "--max-model-len", "8q"], "'8q' is not a number of tokens, such as 4096 or 4K"),
+        (["bench", "throughput", "--max-model-len", "8q"], "'8q' is not a number of tokens"),
         (["demo", "--k", "1,,3"], "'1,,3' is not a list of different numbers from 1 to 16"),
         (["demo", "--k", "0,1"], "'0,1' is not a list of different numbers from 1 to 16"),
         (["demo", "--k", "17"], "'17' is not a list of different numbers from 1 to 16"),
@@ -66,6 +81,7 @@ def test_syntax_errors_are_one_line(argv: list[str], says: str, capsys: pytest.C
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
+        (["generate", "x", "--max-model-len", "8k"], "max_model_len=8000: "),
         (["generate", "x", "--max-tokens", "0"], "specrs generate: error: max_tokens=0: "),
         (["generate", "x", "--temperature", "nan"], "specrs generate: error: temperature=nan: "),
         (["generate", "x", "--speculative-config.num_speculative_tokens=17"], "num_speculative_tokens=17: "),

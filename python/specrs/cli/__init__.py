@@ -43,7 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         except SpecrsError as error:
             print(f"specrs serve: error: {' '.join(str(error).split())}", file=sys.stderr)
             return USAGE_ERROR
-    arguments = top.parse_args(given)
+    arguments, unknown = top.parse_known_args(given)
+    if unknown:
+        getattr(arguments, "parser", top).refuse(unknown)
     if arguments.version:
         from importlib.metadata import version
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,13 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Never:
         """Print `message` and where to look, and exit."""
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+    def refuse(self, unknown: Sequence[str]) -> Never:
+        """Print arguments that are none, and the option that each may have been meant for, and exit."""
+        meant = [difflib.get_close_matches(text.partition("=")[0], self._option_string_actions, 1) for text in unknown]
+        hints = [match for found in meant for match in found]
+        hint = f"; did you mean {' and '.join(hints)}?" if hints else ""
+        self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse's, but an on-off option may carry its value: `--enforce-eager true`, `--enforce-eager=False`."""
@@ -97,6 +105,15 @@ def _value(text: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError:
         return text
+
+
+def human_int(text: str) -> int:
+    """A number, or one with a unit as vLLM reads them: `2k` is 2000, `2K` 2048; m, g and M, G likewise."""
+    units = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+    try:
+        return round(float(text[:-1]) * units[text[-1]]) if text[-1:] in units else int(text)
+    except (ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens, such as 4096 or 4K") from None
 
 
 def drafts_list(text: str) -> list[int]:

@@ -21,7 +21,7 @@ BUNDLED_DRAFTS = 5
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options, vLLM's where vLLM has them."""
-    from specrs.cli.arguments import MergeJSON
+    from specrs.cli.arguments import MergeJSON, human_int
 
     parser.add_argument("prompt", nargs="?", help="the prompt; default: read from stdin")
     parser.add_argument("--model", help="checkpoint folder or hub id; default: the bundled pair")
@@ -50,7 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model-impl", default="auto", help="auto, specrs or transformers; default: auto")
     parser.add_argument("--quantization", "-q", help="fp8; int8 or int4 on a CPU; default: what the checkpoint says")
     parser.add_argument("--kv-cache-dtype", default="auto", help="auto, fp8, fp8_e4m3 or fp8_e5m2; default: auto")
-    parser.add_argument("--max-model-len", type=int, help="tokens of prompt and output together; default: the model's")
+    parser.add_argument(
+        "--max-model-len", type=human_int, help="tokens of prompt and output together; default: the model's"
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:

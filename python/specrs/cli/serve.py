@@ -52,18 +52,9 @@ _HONOURED: dict[str, tuple[object, ...]] = {
 """vLLM's flags of a server that have no meaning here, with the values that change nothing."""
 
 
-def human_int(text: str) -> int:
-    """A number, or one with a unit as vLLM reads them: `2k` is 2000, `2K` 2048; m, g and M, G likewise."""
-    units = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
-    try:
-        return round(float(text[:-1]) * units[text[-1]]) if text[-1:] in units else int(text)
-    except (ValueError, OverflowError):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens, such as 4096 or 4K") from None
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """vLLM's options, and those of specrs's own limits."""
-    from specrs.cli.arguments import MergeJSON
+    from specrs.cli.arguments import MergeJSON, human_int
     from specrs.cli.vllm_flags import add_refusals
     from specrs.server.parsers.table import REASONING_PARSERS, TOOL_PARSERS
 

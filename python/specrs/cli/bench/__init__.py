@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         name = module.__name__.rpartition(".")[2]
         command = commands.add_parser(name, help=module.SUMMARY, description=module.DESCRIPTION)
         module.add_arguments(command)
-        command.set_defaults(run_kind=module.run)
+        command.set_defaults(run_kind=module.run, parser=command)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specrs.cli.arguments import MergeJSON
+from specrs.cli.arguments import MergeJSON, human_int
 from specrs.errors import InvalidConfigError, invalid_config
 
 if TYPE_CHECKING:
@@ -84,9 +84,13 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--speculative-config", action=MergeJSON, metavar="JSON", help="as for specrs generate")
     group.add_argument("--device", default="auto", help="default: auto")
     group.add_argument("--dtype", default="auto", help="default: auto, float32 for the bundled pair")
-    group.add_argument("--max-model-len", type=int, help="tokens of prompt and output together; default: the model's")
+    group.add_argument(
+        "--max-model-len", type=human_int, help="tokens of prompt and output together; default: the model's"
+    )
     group.add_argument("--max-num-seqs", type=int, default=256, help="requests at once; default: 256")
-    group.add_argument("--max-num-batched-tokens", type=int, default=2048, help="tokens of one launch; default: 2048")
+    group.add_argument(
+        "--max-num-batched-tokens", type=human_int, default=2048, help="tokens of one launch; default: 2048"
+    )
     group.add_argument("--gpu-memory-utilization", type=float, help="share of the GPU's memory to use")
     group.add_argument("--kv-cache-memory-bytes", type=int, help="bytes of KV cache")
     group.add_argument("--kv-cache-dtype", help="auto, fp8, fp8_e4m3 or fp8_e5m2; default: auto")
