@@ -41,6 +41,20 @@ def test_streams(server: Server, llm: LLM) -> None:
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
 
 
+def test_token_ids(server: Server, llm: LLM) -> None:
+    """Those of the prompt are beside the choices, as in vLLM's chats: in an answer, and in a stream's first chunk."""
+    wanted = llm.chat(MESSAGES, SamplingParams(max_tokens=8, temperature=0), use_tqdm=False)[0]
+    body: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 8, "temperature": 0}
+    answer = server.chat(**body, return_token_ids=True)
+    (choice,) = answer["choices"]
+    assert (answer["prompt_token_ids"], choice["token_ids"]) == (wanted.prompt_token_ids, wanted.outputs[0].token_ids)
+    chunks = server.stream(PATH, **body, return_token_ids=True)
+    assert [chunk.get("prompt_token_ids") for chunk in chunks] == [wanted.prompt_token_ids] + [None] * (len(chunks) - 1)
+    ids = [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]]
+    assert ids == wanted.outputs[0].token_ids
+    assert "prompt_token_ids" not in server.chat(**body)
+
+
 def test_logprobs(server: Server, llm: LLM) -> None:
     body: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 8, "temperature": 0, "logprobs": True}
     params = SamplingParams(max_tokens=8, temperature=0, logprobs=3)

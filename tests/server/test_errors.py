@@ -28,9 +28,11 @@ BAD: list[tuple[str, Any, str | None, str]] = [
     (COMPLETIONS, X | {"no_stop_trim": True}, "no_stop_trim", "no_stop_trim=True: not implemented; allowed: False"),
     (COMPLETIONS, X | {"return_hidden_states": True}, "return_hidden_states", "return_hidden_states=True: not"),
     (COMPLETIONS, X | {"regex": "a"}, "regex", "regex='a': not implemented; allowed: None"),
-    (COMPLETIONS, X | {"stop": [""]}, "stop", "stop"),
-    (COMPLETIONS, X | {"stop": ["a"] * 65}, "stop", "stop"),
-    (COMPLETIONS, X | {"stop": "a" * 1025}, "stop", "stop"),
+    (COMPLETIONS, X | {"stop": [""]}, "stop", "stop.0='': String should have at least 1 character"),
+    (COMPLETIONS, X | {"stop": ["a"] * 65}, "stop", "...]: List should have at most 64 items after validation, not 65"),
+    (COMPLETIONS, X | {"stop": "a" * 1025}, "stop", "': String should have at most 1024 characters"),
+    (COMPLETIONS, X | {"stop": 3}, "stop", "stop=3: Input should be a valid string or a valid array"),
+    (COMPLETIONS, X | {"Stop": "a"}, "Stop", "Stop: unknown field"),
     (COMPLETIONS, X | {"logprobs": 21}, "logprobs", "logprobs=21: must be from 0 to 20"),
     (COMPLETIONS, X | {"logit_bias": {"5000": 1}}, "logit_bias", "logit_bias[5000]"),
     (COMPLETIONS, X | {"num_speculative_tokens": 6}, "num_speculative_tokens", "must be at most 5"),
@@ -55,6 +57,7 @@ BAD: list[tuple[str, Any, str | None, str]] = [
     (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages", "must be a string or a list of text parts"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "not implemented"),
     (CHAT, HI | {"tools": [{}]}, "tools", "tools"),
+    (CHAT, HI | {"tool_choice": "some"}, "tool_choice", "tool_choice='some': not implemented; allowed: 'none', 'auto'"),
     (CHAT, HI | {"top_logprobs": 2}, "top_logprobs", "needs logprobs=true"),
     (CHAT, HI | {"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "must equal max_completion_tokens=4"),
     (CHAT, HI | {"chat_template": "{{ 1 }}"}, "chat_template", "not implemented; allowed: None"),
@@ -76,6 +79,8 @@ def test_bad_requests(server: Server, path: str, body: dict[str, Any], param: st
     assert says in error["message"]
     assert len(error["message"]) < 600
     assert error["param"] == param
+    told = error["message"].split("; ")
+    assert len({fault.partition(": ")[0] for fault in told if "=" in fault}) == sum("=" in fault for fault in told)
 
 
 @pytest.mark.parametrize(

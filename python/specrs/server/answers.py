@@ -56,6 +56,10 @@ class Answer:
             "model": self.model,
         }
 
+    def prompt_fields(self, outputs: Mapping[int, RequestOutput]) -> dict[str, Any]:
+        """Fields of the prompts that vLLM has beside `choices`: of an answer, and of the first chunk of a stream."""
+        return {}
+
     def choices(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
         """The finished completions of prompt `index`."""
         raise NotImplementedError
@@ -81,15 +85,12 @@ class Answer:
     def _ending(self, completion: CompletionOutput) -> dict[str, Any]:
         return {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
 
-    def _tokens(
-        self, output: RequestOutput, completion: CompletionOutput, ids: Sequence[int], told: _Told | None
-    ) -> dict[str, Any]:
+    def _tokens(self, completion: CompletionOutput, ids: Sequence[int], told: _Told | None) -> dict[str, Any]:
         """Fields that tell of `ids` and of the drafts among them as tokens, where the body asks for any. `told` is what
         was told of the completion before, None for nothing."""
         body, fields = self.body, dict[str, Any]()
         if body.return_token_ids:
             fields["token_ids"] = list(ids)
-            fields["prompt_token_ids"] = output.prompt_token_ids if told is None else None
         if body.return_token_strs:
             fields["token_strs"] = [self.token_text(token_id) for token_id in ids]
         if body.return_drafts and completion.drafts is not None:
@@ -188,7 +189,9 @@ class CompletionAnswer(Answer):
         extras: dict[str, Any] = {}
         if told is None and completion.index == 0 and output.prompt_logprobs is not None and not self.echo:
             extras["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
-        return extras | self._tokens(output, completion, ids, told)
+        if self.body.return_token_ids:
+            extras["prompt_token_ids"] = output.prompt_token_ids if told is None else None
+        return extras | self._tokens(completion, ids, told)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,6 +205,10 @@ class ChatAnswer(Answer):
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
     id_prefix = "chatcmpl"
+
+    def prompt_fields(self, outputs: Mapping[int, RequestOutput]) -> dict[str, Any]:
+        (output,) = outputs.values()
+        return {"prompt_token_ids": output.prompt_token_ids} if self.body.return_token_ids else {}
 
     def choices(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
         choices = []
@@ -218,7 +225,7 @@ class ChatAnswer(Answer):
                 "logprobs": self._logprobs(completion, 0),
                 **ending,
             }
-            choices.append(choice | self._tokens(output, completion, completion.token_ids, None))
+            choices.append(choice | self._tokens(completion, completion.token_ids, None))
         return choices
 
     def chunks(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
@@ -243,7 +250,7 @@ class ChatAnswer(Answer):
                 "logprobs": self._logprobs(completion, start),
                 **ending,
             }
-            choices.append(choice | self._tokens(output, completion, ids[start:], told))
+            choices.append(choice | self._tokens(completion, ids[start:], told))
         return choices
 
     def _logprobs(self, completion: CompletionOutput, start: int) -> dict[str, Any] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -103,14 +103,37 @@ def api_error(fault: BaseException) -> APIError:
 def validation_error(fault: ValidationError) -> APIError:
     """What is wrong with a body, field by field, as specrs says such things."""
     # the input, url and context of pydantic's own errors may hold the whole body
-    details = fault.errors(include_url=False, include_context=True)[:_MAX_ERRORS]
+    details = _of_branches(fault.errors(include_url=False, include_context=True))[:_MAX_ERRORS]
     first = next((str(part)[:_MAX_FIELD] for part in details[0]["loc"] if isinstance(part, str)), None)
     return APIError(HTTPStatus.BAD_REQUEST, "; ".join(map(_describe, details)), param=first)
 
 
+def _of_branches(details: Sequence[ErrorDetails]) -> list[ErrorDetails]:
+    """One fault where each branch of a union has one about the same value: that of the branch whose type the value has,
+    else the types of all branches."""
+    found: list[ErrorDetails] = []
+    refused: dict[tuple[str | int, ...], list[ErrorDetails]] = {}  # by the union's place: branches of another type
+    for detail in details:
+        *above, last = detail["loc"] or ("",)
+        if _is_branch(last) and detail["type"].endswith("_type"):
+            refused.setdefault(tuple(above), []).append(detail)
+        else:
+            found.append(detail)
+    for place, others in refused.items():
+        if not any(detail["loc"][: len(place)] == place for detail in found):
+            first, *more = others
+            types = [detail["msg"].removeprefix("Input should be ") for detail in more]
+            found.append({**first, "msg": " or ".join([first["msg"], *types])})
+    return found
+
+
 def _describe(detail: ErrorDetails) -> str:
     kind, loc = detail["type"], detail["loc"]
-    field = ".".join(str(part) for part in loc if not _is_branch(part)) or "body"
+    *above, last = loc or ("",)
+    parts = [part for part in above if not _is_branch(part)]
+    if kind == "extra_forbidden" or not _is_branch(last):
+        parts.append(last)
+    field = ".".join(map(str, parts)) or "body"
     field = field if len(field) <= _MAX_FIELD else field[:_MAX_FIELD] + "..."
     if kind == "extra_forbidden":
         return f"{field}: unknown field"
@@ -125,5 +148,8 @@ def _describe(detail: ErrorDetails) -> str:
 
 
 def _is_branch(part: str | int) -> bool:
-    """Whether a part of a location is pydantic's name of a union's branch, and no field."""
-    return isinstance(part, str) and (part in ("str", "int", "float", "bool") or "[" in part or "-" in part)
+    """Whether a part of a location is pydantic's name of a union's branch, and no field, which begins with a small
+    letter."""
+    if not isinstance(part, str):
+        return False
+    return part in ("str", "int", "float", "bool") or "[" in part or "-" in part or part[:1].isupper()

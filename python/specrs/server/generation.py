@@ -91,7 +91,7 @@ class Generation:
         return self._assemble()
 
     def _assemble(self) -> dict[str, Any]:
-        answer = self._answer.head(chunk=False)
+        answer = self._answer.head(chunk=False) | self._answer.prompt_fields(self._last)
         answer["choices"] = [
             choice for index, output in sorted(self._last.items()) for choice in self._answer.choices(index, output)
         ]
@@ -106,12 +106,15 @@ class Generation:
         options = self._answer.body.stream_options
         continuous = options is not None and options.continuous_usage_stats
         last_usage = options is not None and options.include_usage
-        head = self._answer.head(chunk=True)
+        head, begun = self._answer.head(chunk=True), False
         try:
             async for choices in self.choices():
                 chunks = []
                 for choice in choices:
                     chunk = {**head, "choices": [choice]}
+                    if not begun:
+                        chunk |= self._answer.prompt_fields(self._last)
+                        begun = True
                     if continuous:
                         chunk["usage"] = self._usage()
                     elif last_usage:
