@@ -39,7 +39,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.nn.functional import log_softmax, silu
+from torch.nn.functional import cross_entropy, silu
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -105,9 +105,10 @@ class Head(nn.Module):
             self.fc.weight.mul_(0.1)
             self.fc.weight[:, -h:] += torch.eye(h)  # begins as the deepest of the hidden states
 
-    def forward(self, entries: Tensor, embedded: Tensor, passes: int) -> Iterator[Tensor]:
-        """Logits `[B, N, Vd]` of each pass. `entries` `[B, N, L * H]` are the target's hidden states of N positions,
-        `embedded` `[B, N, H]` the tokens behind them. Row i of pass j means something for i >= j."""
+    def forward(self, entries: Tensor, embedded: Tensor, passes: int, rows: Tensor) -> Iterator[Tensor]:
+        """Logits `[R, Vd]` of each pass, of the R `rows` `[B, N]` that are set. `entries` `[B, N, L * H]` are hidden
+        states of the target at N positions, `embedded` `[B, N, H]` the tokens behind them. Row i of pass j means
+        something for i >= j."""
         n = entries.shape[1]
         cos, sin = self._angles(n, entries.device)
         layer: Any = self.midlayer
@@ -129,7 +130,7 @@ class Head(nn.Module):
             hidden = hidden + attn["o_proj"](attended.transpose(1, 2).flatten(2))
             y = layer["post_attention_layernorm"](hidden)
             hidden = hidden + mlp["down_proj"](silu(mlp["gate_proj"](y)) * mlp["up_proj"](y))
-            yield self.lm_head(self.norm(hidden))
+            yield self.lm_head(self.norm(hidden)[rows])
 
     def _split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)
@@ -395,19 +396,19 @@ class Trainer:
         hidden, best = self.read_target(at, ids)
         entries, last = hidden[:, :-1, : -self.shape.hidden], hidden[:, 1:, -self.shape.hidden :]
         best = best[:, 1:]  # row i of the head is about position i + 2, as row i + 1 of the target
-        with torch.no_grad(), self.autocast():
-            wanted = (last @ self.target_rows.T).float().softmax(dim=-1)
-            embedded = self.target.get_input_embeddings()(ids[:, 1:]).float()
-        row = torch.arange(ids.shape[1] - 1, device=self.device)
+        row = torch.arange(ids.shape[1] - 1, device=self.device).expand(len(at), -1)
         real = row + 1 < lengths.to(self.device).unsqueeze(1)
-        known = self.is_kept[best]
+        rows = real & self.is_kept[best]  # the others' choice cannot be drafted
+        with torch.no_grad(), self.autocast():
+            wanted = (last[rows] @ self.target_rows.T).float().softmax(dim=-1)
+            embedded = self.target.get_input_embeddings()(ids[:, 1:]).float()
         loss, right_before, counts = torch.zeros((), device=self.device), real, []
         with self.autocast():
-            for j, found in enumerate(self.head(entries, embedded, self.args.passes)):
-                rows = real & known & (row >= j)
-                terms = -(wanted * log_softmax(found.float(), dim=-1)).sum(-1)
-                loss = loss + DECAY**j * terms[rows].mean()
-                right = self.kept_here[found.argmax(dim=-1)] == best
+            for j, found in enumerate(self.head(entries, embedded, self.args.passes, rows)):
+                terms = cross_entropy(found.float(), wanted, reduction="none")
+                loss = loss + DECAY**j * terms[row[rows] >= j].mean()
+                right = torch.zeros_like(real)
+                right[rows] = self.kept_here[found.argmax(dim=-1)] == best[rows]
                 if j:  # row i drafts behind row i - 1 of the pass before
                     right_before = right_before.roll(1, dims=1) & real & (row >= j)
                 counts.append((int((right & right_before).sum()), int(right_before.sum())))
