@@ -94,7 +94,7 @@ class GroupExchanges:
 
     def gather(self, x: Tensor, found: Tensor) -> None:
         """One all-gather."""
-        dist.all_gather_into_tensor(found, x)
+        dist.all_gather_into_tensor(found.view(-1), x.view(-1))
 
     def abort(self) -> None:
         """Kernels of NCCL that wait for another rank end."""
