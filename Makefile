@@ -267,8 +267,8 @@ wheel: $(TOOL_VENVS)/wheels/.installed ## dist/specrs-*.whl for x86-64 and 64-bi
 	for target in $(WHEEL_TARGETS); do \
 		rustc --print target-libdir --target $$target | xargs test -d || rustup target add $$target || exit 1; \
 		for project in Cargo.toml rust/py/Cargo.toml; do \
-			(cd $$(dirname $$project) && $(MATURIN) build --release --locked --zig --target $$target --compatibility manylinux2014 \
-				--out $(CURDIR)/dist) || exit 1; \
+			(cd $$(dirname $$project) && $(MATURIN) build --release --locked --strip --zig --target $$target \
+				--compatibility manylinux2014 --out $(CURDIR)/dist) || exit 1; \
 		done; \
 	done
 

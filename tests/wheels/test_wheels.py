@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,15 @@ def test_it_runs_on_every_linux_since_2014_and_python_since_3_11(package: str, p
     checked = run(sys.executable, "-m", "abi3audit", "--strict", "--report", path)
     assert re.search(r'"is_abi3": ?true', checked), checked
     assert not re.search(r'"non_abi3_symbols": ?\[[^\]]', checked), checked
+
+
+@pytest.mark.parametrize("processor", PROCESSORS)
+@pytest.mark.parametrize("package", ["specrs", "specrs_core"])
+def test_the_extension_has_no_line_tables(package: str, processor: str) -> None:
+    """With those of `profile.release` it takes 25 MB, without 7."""
+    with zipfile.ZipFile(wheel(package, processor)) as opened:
+        (extension,) = [file for file in opened.infolist() if file.filename.endswith(".so")]
+    assert extension.file_size < 10_000_000, f"{extension.filename}: {extension.file_size:,} bytes"
 
 
 @pytest.mark.parametrize("processor", PROCESSORS)
