@@ -1514,6 +1514,7 @@ class CpuWeights:
         windows: list[int | None] | None = None,
         activation: str = "silu",
         clamped_swiglu: tuple[float, float] | None = None,
+        kv_scales: Sequence[tuple[float, float]] | None = None,
     ) -> CpuWeights:
         """A decoder's weights; sizes by the names of config.json.
 
@@ -1550,6 +1551,7 @@ class CpuWeights:
             activation: of the MLP's gate, `silu` or `gelu_pytorch_tanh`.
             clamped_swiglu: in place of it alpha and limit of `g sigmoid(alpha g) (u + 1)`, the gate g at most limit and
                 the value u from -limit to limit.
+            kv_scales: for each layer that of its keys and that of its values in a cache of codes; None: 1.
 
         Raises:
             InvalidConfigError: a size is negative.
@@ -1561,7 +1563,10 @@ class CpuKVCache:
     """A KV cache that passes write, in arrays of the caller, which are kept alive."""
 
     def __new__(
-        cls, layers: Sequence[NDArray[np.generic]], groups: Sequence[tuple[int, int]] | None = None
+        cls,
+        layers: Sequence[NDArray[np.generic]],
+        groups: Sequence[tuple[int, int]] | None = None,
+        codes: str | None = None,
     ) -> CpuKVCache:
         """Per layer `[num_blocks + 1, 2, num_kv_heads, block_size, head_dim]`, float32 or uint16 with the bits of
         bfloat16; dimension 1 is K, V. Slot s is block `s // block_size`, offset `s % block_size`; the last block is
@@ -1570,7 +1575,11 @@ class CpuKVCache:
         With `groups`, of each of the model's layers its KV group and which of the arrays it has: layers of several
         groups may have the same one, since a block is of one group at a time. None: one group, an array for each layer.
 
+        With `codes` `fp8_e4m3` or `fp8_e5m2` arrays are uint8: a key or value x is the code of x / scale, of the
+        scales of the weights that passes use.
+
         Raises:
+            InvalidConfigError: `codes` of another name.
             InvalidBufferError: an array's dtype, layout, alignment or shape, by name; a group without layers, an array
                 that is none, or that two layers of a group have.
         """

@@ -65,7 +65,7 @@ class EngineConfig:
     are kept.
     `kv_cache_dtype`: what K and V are cached as. `auto` is `dtype`, whose name may be given, too; `fp8` (which is
     `fp8_e4m3`) and `fp8_e5m2` are floats of 8 bits times a scale of each layer, the checkpoint's or 1: half the memory
-    of 16 bits, and the text of a model that attends rounded K and V. On a CPU passes are torch's then, op by op.
+    of 16 bits, and the text of a model that attends rounded K and V.
     `max_model_len`: tokens of prompt and output together; None is the model's `max_position_embeddings`.
     `max_num_seqs`: requests that run at once. `max_num_batched_tokens`: tokens of one launch.
     `long_prefill_token_threshold`: the most prompt tokens of a request in one launch; 0 leaves a quarter to others, and

@@ -67,6 +67,18 @@ BAD_WEIGHTS: dict[str, tuple[dict[str, object], str]] = {
         {"layers": layer_with("input_norm", np.ones(HIDDEN + 1, np.float32))},
         r"^layers\[0\].input_norm = 9 elements is not allowed: expected 8 elements$",
     ),
+    "a layer's sinks": (
+        {"layers": layer_with("sinks", np.ones(3, np.float32))},
+        r"^layers\[0\].sinks = 3 elements is not allowed: expected 2 elements$",
+    ),
+    "an activation without a limit": (
+        {"clamped_swiglu": (1.7, 0.0)},
+        "^activation's limit = 0 is not allowed: expected a finite number above 0$",
+    ),
+    "scales of other layers": (
+        {"kv_scales": [(1.0, 1.0), (1.0, 1.0)]},
+        "^kv_scales = 2 elements is not allowed: expected 1 elements$",
+    ),
     "a layer's bias": (
         {"layers": layer_with("o", [(np.zeros((HIDDEN, 8), np.float32), np.zeros(3, np.float32))])},
         r"^layers\[0\].o.parts\[0\].bias = 3 elements is not allowed: expected 8 elements$",
@@ -163,6 +175,15 @@ def test_negative_sizes_and_missing_tensors() -> None:
 def test_kv_caches_that_cannot_be_written(layers: list[np.ndarray], message: str) -> None:
     with pytest.raises(InvalidBufferError, match=message):
         core.CpuKVCache(layers)
+
+
+def test_kv_caches_of_codes_that_cannot_be_written() -> None:
+    with pytest.raises(InvalidConfigError, match=r'^codes = "fp4" is not allowed: expected "fp8_e4m3" or "fp8_e5m2"$'):
+        core.CpuKVCache(kv_layers(), codes="fp4")
+    with pytest.raises(InvalidBufferError, match=r"^layers\[0\]: dtype is float32, expected uint8$"):
+        core.CpuKVCache(kv_layers(), codes="fp8_e4m3")
+    with pytest.raises(InvalidBufferError, match=rf"^layers\[0\]: dtype is uint8, {FLOATS}$"):
+        core.CpuKVCache([kv_layers()[0].astype(np.uint8)])
 
 
 def test_a_read_only_kv_cache() -> None:

@@ -2,15 +2,15 @@
 they refuse; how much memory they take."""
 
 import dataclasses
-import logging
 import re
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import make_checkpoint, perturb_checkpoint
+from checkpoints import make_checkpoint, make_eagle3, perturb_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
+from models.harness import Feeder
 from safetensors.torch import load_file, save_file
 from specrs.config import EngineConfig
 from specrs.engine.blueprint import Blueprint
@@ -20,16 +20,18 @@ from specrs.engine.request import Request
 from specrs.engine.weights import Weights, load_weights
 from specrs.errors import SpecrsError, UnsupportedConfigError
 from specrs.kernels.kv_codes import FRACTIONS, UNSCALED, KVScales
+from specrs.models.dense_native import NativeDense
 from specrs.models.kv_cache import SCALE_NAMES, read_kv_scales
 from specrs.models.loader import load_config, open_checkpoint
 from specrs.models.shards import Shard, ShardedTensors
-from specrs.runner.eager import EagerRunner
+from specrs.runner.native import NativeRunner
 from specrs.sampling import SamplingParams
 from sweep import sweep
 
 from .harness import VOCAB, config, make_prompts, poison, run
 
 CODES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+KV_SCALES = {"k": 0.037, "v": 0.019}
 PROMPTS = make_prompts()
 LENGTH = 14
 CASES = (
@@ -82,6 +84,7 @@ def engine_of(loaded: dict[EngineConfig, Weights], made: EngineConfig) -> Engine
     key = EngineConfig(
         model=made.model,
         dtype=made.dtype,
+        enforce_eager=made.enforce_eager,
         kv_cache_dtype=made.kv_cache_dtype,
         speculative_config=None
         if speculative is None or speculative.on_host
@@ -90,7 +93,7 @@ def engine_of(loaded: dict[EngineConfig, Weights], made: EngineConfig) -> Engine
     if key not in loaded:
         loaded[key] = load_weights(key)
     engine = build_engine(made, loaded[key])
-    assert isinstance(engine.runner, EagerRunner)
+    assert isinstance(engine.runner, NativeRunner) == (made.dtype != "float64" and not made.enforce_eager)
     return engine
 
 
@@ -119,6 +122,7 @@ Job = tuple[int, int | None, int]
     ),
     k=st.integers(1, 3),
     rule=st.sampled_from(["rejection", "coupled"]),
+    dtype=st.sampled_from(["float64", "float32", "bfloat16"]),
     block_size=st.sampled_from([4, 16]),
     budget=st.integers(16, 64),
     spare=st.integers(0, 8),
@@ -131,15 +135,23 @@ def test_the_text_is_that_of_no_drafts(
     jobs: list[Job],
     k: int,
     rule: str,
+    dtype: str,
     block_size: int,
     budget: int,
     spare: int,
 ) -> None:
-    """Greedy and coupled, in float64: with few blocks, so that requests are preempted, prompts in chunks and prefixes
-    of others. What was not written is the code of NaN."""
+    """Greedy and coupled, op by op in float64 and by native passes: with few blocks, so that requests are preempted,
+    prompts in chunks and prefixes of others. What was not written is the code of NaN."""
     blocks = -(-128 // block_size) + spare
     made = settings_of(
-        *pair, case, k, rule, block_size=block_size, num_gpu_blocks_override=blocks, max_num_batched_tokens=budget
+        *pair,
+        case,
+        k,
+        rule,
+        dtype=dtype,
+        block_size=block_size,
+        num_gpu_blocks_override=blocks,
+        max_num_batched_tokens=budget,
     )
     engine = engine_of(loaded, made)
     poison(engine)
@@ -152,10 +164,11 @@ def test_the_text_is_that_of_no_drafts(
             engine.step()
     run(engine)
     for request, (which, _, _) in zip(requests, jobs, strict=True):
-        key = case[0], which, rule
+        key = case[0], which, rule, dtype
         if key not in texts:
             alone = dataclasses.replace(made, speculative_config=None, num_gpu_blocks_override=64)
             engine = engine_of(loaded, dataclasses.replace(alone, max_num_batched_tokens=128))
+            engine.runner.rule = rule
             whole = Request(0, PROMPTS[which], params(which, rule, None), num_speculative_tokens=0)
             engine.add_request(whole)
             run(engine)
@@ -201,14 +214,48 @@ def test_memory(pair: tuple[Path, dict[str, Path]], loaded: dict[EngineConfig, W
     assert per_block["fp8", "auto"] == per_block["auto", "fp8_e5m2"] == plain // 4 + 3 * plain // 8
 
 
-def test_a_native_engine_says_that_it_goes_op_by_op(
-    pair: tuple[Path, dict[str, Path]], caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, "specrs"):
-        weights = load_weights(EngineConfig(model=str(pair[0]), dtype="float32", kv_cache_dtype="fp8"))
-    expected = "a KV cache of fp8_e4m3 is served op by op, the native pass computes float32 and bfloat16"
-    assert [record.message for record in caplog.records if expected in record.message]
-    assert weights.target.allocate_cache(1, 4).layers[0].dtype == torch.float8_e4m3fn
+@pytest.mark.parametrize("name", CODES)
+def test_native_codes_are_those_of_torch(pair: tuple[Path, dict[str, Path]], tmp_path: Path, name: str) -> None:
+    """Op by op and by native passes, in float32, with scales that are no powers of two: all but the few codes of
+    numbers that either rounds to the other side of a middle."""
+    scales = {f"model.layers.{i}.self_attn.{x}_scale": torch.tensor(s) for i in range(2) for x, s in KV_SCALES.items()}
+    folder = quantized(pair[0], tmp_path / "scaled", scales)
+    caches, logits = [], []
+    for eager in (False, True):
+        made = EngineConfig(model=str(folder), dtype="float32", kv_cache_dtype=name, enforce_eager=eager)
+        model = load_weights(made).target
+        assert isinstance(model, NativeDense) != eager
+        feeder = Feeder(model)
+        logits.append(feeder.feed_chunks(PROMPTS[5][:50], [30, 20]))
+        caches.append([layer.view(torch.uint8) for layer in feeder.cache.layers])
+    for ours, theirs in zip(*caches, strict=True):
+        written = ours != 0x7F
+        assert written.any()
+        differ = (ours != theirs) & written
+        assert differ.float().mean() < 1e-3
+        # A key or value with another code has the next one.
+        assert ((ours[differ].int() - theirs[differ].int()).abs() <= 1).all()
+    torch.testing.assert_close(logits[0], logits[1], rtol=0, atol=0.1)
+
+
+@pytest.mark.parametrize("layout", ["llama", "speculators"])
+def test_a_head_s_codes(tmp_path: Path, layout: str) -> None:
+    """An EAGLE-3 head caches its keys and values as its target does, natively too; the text is that of K = 0."""
+    target = make_checkpoint(tmp_path / "target", "qwen3", seed=1, vocab=VOCAB, layers=6)
+    head = make_eagle3(tmp_path / "head", target, layout, seed=3)
+    made = config(target, head, k=3, method="eagle3", dtype="float32", kv_cache_dtype="fp8")
+    weights, texts = load_weights(made), []
+    assert weights.head is not None
+    assert weights.head.allocate_cache(1, 4).layers[0].dtype == torch.float8_e4m3fn
+    for k in (3, 0):
+        engine = build_engine(made, weights)
+        assert isinstance(engine.runner, NativeRunner)
+        requests = [Request(i, PROMPTS[i], params(i, "rejection", k), num_speculative_tokens=3) for i in range(4)]
+        for request in requests:
+            engine.add_request(request)
+        run(engine)
+        texts.append([request.output_token_ids for request in requests])
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("value", ["bfloat16", "float16"])
@@ -288,8 +335,6 @@ def test_scales_are_used(pair: tuple[Path, dict[str, Path]], tmp_path: Path, cod
         }
         folder = quantized(pair[0], tmp_path / f"{k}-{v}", scales)
         weights = load_weights(EngineConfig(model=str(folder), dtype="float64", kv_cache_dtype=name))
-        from models.harness import Feeder
-
         feeder = Feeder(weights.target)
         return feeder.feed_chunks(PROMPTS[2][:20], [9, 11])
 

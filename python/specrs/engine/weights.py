@@ -192,7 +192,7 @@ def _load(
         logger.info("%s: enable_lora=True: the target is served op by op, the native pass knows no adapters", source)
     elif device.type == "cpu" and not config.enforce_eager and ranks is None:
         config.check_native_serves(device.type, str(resolved).removeprefix("torch."))
-        if resolved in NATIVE_DTYPES and cache_dtype == resolved:
+        if resolved in NATIVE_DTYPES:
             return load_native(
                 source,
                 dtype=resolved,
@@ -201,9 +201,9 @@ def _load(
                 quantization=quantization,
                 max_model_len=config.max_model_len,
                 exact=config.dtype != "auto",
+                cache_dtype=cache_dtype,
             )
-        kind = resolved if cache_dtype == resolved else f"a KV cache of {kv_cache_dtype}"
-        logger.info("%s: %s is served op by op, the native pass computes float32 and bfloat16", source, kind)
+        logger.info("%s: %s is served op by op, the native pass computes float32 and bfloat16", source, resolved)
     return load_model(
         source,
         dtype=Types(dtype, cache_dtype),

@@ -23,7 +23,7 @@ from specrs.models.config import ModelConfig
 from specrs.models.dense import Dense
 from specrs.models.dense_weights import DenseFacts, DenseWeights, LayerWeights
 from specrs.models.inputs import PassInputs
-from specrs.models.kv_cache import KVCache
+from specrs.models.kv_cache import CODES, KVCache
 from specrs.models.kv_groups import KVGroups, kv_groups
 from specrs.models.rope import Rope, rope_magnitude
 
@@ -172,11 +172,12 @@ def native_of(cache: KVCache, groups: KVGroups | None = None) -> CpuKVCache:
 
 def native_cache(cache: KVCache, groups: KVGroups | None = None) -> CpuKVCache:
     """The cache's memory, as native passes know it; `groups` are those that it was allocated for."""
+    codes = next((name for name, dtype in CODES.items() if dtype == cache.layers[0].dtype), None)
     if groups is None:
-        return CpuKVCache([array(layer) for layer in cache.layers])
+        return CpuKVCache([array(layer) for layer in cache.layers], codes=codes)
     # The first group has a layer at every place.
     places = [array(layer) for layer, group in zip(cache.layers, groups.of_layer, strict=True) if group == 0]
-    return CpuKVCache(places, list(zip(groups.of_layer, groups.places, strict=True)))
+    return CpuKVCache(places, list(zip(groups.of_layer, groups.places, strict=True)), codes)
 
 
 def _borrow(weights: DenseWeights) -> CpuWeights:
@@ -199,6 +200,7 @@ def _borrow(weights: DenseWeights) -> CpuWeights:
         windows=list(c.windows) or None,
         activation=c.activation,
         clamped_swiglu=None if c.experts is None else c.experts.swiglu,
+        kv_scales=[layer.kv_scales for layer in weights.layers],
     )
 
 
@@ -280,6 +282,7 @@ def _stored(part: Tensor | Codes) -> Stored:
 
 
 def array(tensor: Tensor) -> NDArray[np.generic]:
-    """The tensor's memory; of bf16, which numpy does not know, the bits."""
-    array: NDArray[np.generic] = (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    """The tensor's memory; of types that numpy does not know, bf16 and FP8, the bits."""
+    bits = {torch.bfloat16: torch.uint16} | dict.fromkeys(CODES.values(), torch.uint8)
+    array: NDArray[np.generic] = tensor.view(bits.get(tensor.dtype, tensor.dtype)).numpy()
     return array

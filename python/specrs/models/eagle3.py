@@ -72,7 +72,8 @@ def load_eagle3(
             raise
         raise CheckpointError(f"{error}; for a head `specrs convert-head {path} FOLDER` does it") from error
     if isinstance(target, NativeDense):
-        return NativeEagle3Head(_NativeLoader(config, checkpoint, facts, dtype).load())
+        native = _NativeLoader(config, checkpoint, facts, dtype).load()
+        return NativeEagle3Head(replace(native, cache_dtype=cache_dtype))
     if ranks is not None:
         check_divides(config.layer, str(path), "speculative_config.draft_tensor_parallel_size", ranks.size)
     weights = _Loader(config, checkpoint, facts, dtype, ranks).load()

@@ -37,6 +37,7 @@ def load_native(
     quantization: str | None = None,
     max_model_len: int | None = None,
     exact: bool = True,
+    cache_dtype: torch.dtype | None = None,
 ) -> NativeDense:
     """The same for the native pass of a CPU: `dtype` float32 or bfloat16, or auto where that is float32.
 
@@ -50,6 +51,8 @@ def load_native(
     Of a quantized checkpoint codes stay codes where passes can read them; other matrices become numbers, one pass over
     the file, `dtype` if they are to be `exact`, else bf16.
 
+    `cache_dtype` is that of K and V in the cache, `dtype`'s or one of codes; None: the former.
+
     Raises as `load_model`; CheckpointError for a weight that cannot be quantized.
     """
     config, checkpoint = open_checkpoint(source, revision, load_format)
@@ -58,9 +61,12 @@ def load_native(
     if quantization == "fp8":
         checkpoint, quantization = Float8AtLoad(checkpoint), None
     if isinstance(checkpoint, QuantizedTensors) and quantization is None:
-        return NativeDense(_CodesLoader(config, checkpoint, resolved, exact).load())
-    make = _NativeLoader if quantization is None else partial(_Quantizer, quantization)
-    return NativeDense(make(config, checkpoint, resolved).load())
+        loader: _NativeLoader = _CodesLoader(config, checkpoint, resolved, exact)
+    else:
+        make = _NativeLoader if quantization is None else partial(_Quantizer, quantization)
+        loader = make(config, checkpoint, resolved)
+    loader.cache_dtype = cache_dtype
+    return NativeDense(loader.load())
 
 
 class NativeReader(LayerReader):

@@ -3,6 +3,7 @@
 use crate::error::{Error, Result, check_len};
 use crate::memory::{Bf16, MemoryMut};
 use crate::weights::{ModelShape, ValuesMut};
+use std::mem::discriminant;
 
 /// Sizes of a KV cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,7 +63,7 @@ impl KvCache {
         }
         for (i, layer) in layers.iter().enumerate() {
             check_len(&format!("kv_cache.layers[{i}]"), layer.len(), shape.layer_len())?;
-            if matches!(layer, ValuesMut::F32(_)) != matches!(layers[0], ValuesMut::F32(_)) {
+            if discriminant(layer) != discriminant(&layers[0]) {
                 return Err(Error::invalid(format!("kv_cache.layers[{i}]"), "another type", "the type of layer 0"));
             }
         }

@@ -127,6 +127,8 @@ pub(crate) struct Layer {
     pub(crate) rotation: Option<usize>,
     /// The last positions that a row sees; `usize::MAX`: all.
     pub(crate) window: usize,
+    /// Of K and V where they are cached as codes.
+    pub(crate) kv_scales: (f32, f32),
 }
 
 impl Layer {
@@ -187,6 +189,7 @@ impl LayerWeights {
             mlp_output_norm: norm("mlp_output_norm", &layer.mlp_output_norm)?,
             rotation: Some(0),
             window: usize::MAX,
+            kv_scales: (1.0, 1.0),
         })
     }
 }

@@ -28,7 +28,7 @@ pub use isa::{Isa, Tiles};
 pub use kv_cache::{KvCache, KvLayer, KvShape};
 pub use layer::{Activation, Experts, LayerWeights, Mlp, QkNorm};
 pub use linear::{INT4_UNIT, INT8_UNIT, Linear, Part, Weight};
-pub use memory::{Bf16, Memory, MemoryMut, Owner};
+pub use memory::{Bf16, E4m3, E5m2, Memory, MemoryMut, Owner};
 pub use pass::{Beside, Entries, MAX_TILE_ROWS, Output, Pass};
 pub use pool::Pool;
 pub use quantize::{quantize_int4, quantize_int8};

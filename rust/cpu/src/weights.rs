@@ -4,7 +4,7 @@ use crate::error::{Error, Result, check_len};
 use crate::kernels::{LEAST_WEIGHT, PAIRS};
 use crate::layer::{Activation, ExpertSizes, Layer, LayerWeights, Mlp};
 use crate::linear::{Linear, Weight};
-use crate::memory::{Bf16, Memory, MemoryMut};
+use crate::memory::{Bf16, E4m3, E5m2, Memory, MemoryMut};
 
 /// Read-only numbers of one of the types that weights have.
 pub enum Values {
@@ -54,6 +54,10 @@ pub enum ValuesMut {
     F32(MemoryMut<f32>),
     /// bf16
     Bf16(MemoryMut<Bf16>),
+    /// FP8 codes of 3 bits of fraction, each times a scale of its layer.
+    E4m3(MemoryMut<E4m3>),
+    /// The same of 2 bits.
+    E5m2(MemoryMut<E5m2>),
 }
 
 impl ValuesMut {
@@ -62,6 +66,8 @@ impl ValuesMut {
         match self {
             Self::F32(memory) => memory.as_slice().len(),
             Self::Bf16(memory) => memory.as_slice().len(),
+            Self::E4m3(memory) => memory.as_slice().len(),
+            Self::E5m2(memory) => memory.as_slice().len(),
         }
     }
 
@@ -362,6 +368,21 @@ impl Weights {
             check_multiplier("activation's limit", limit)?;
         }
         Ok(Self { activation, ..self })
+    }
+
+    /// The same where a KV cache of codes has these scales, of each layer that of its keys and that of its values: a code is a
+    /// number divided by its scale. Without, they are 1; caches of numbers have none.
+    ///
+    /// # Errors
+    /// Where there are not as many as layers, or one is not finite and above 0.
+    pub fn with_kv_scales(mut self, scales: &[(f32, f32)]) -> Result<Self> {
+        check_len("kv_scales", scales.len(), self.layers.len())?;
+        for (i, (layer, &(k, v))) in self.layers.iter_mut().zip(scales).enumerate() {
+            check_multiplier(&format!("kv_scales[{i}] of K"), k)?;
+            check_multiplier(&format!("kv_scales[{i}] of V"), v)?;
+            layer.kv_scales = (k, v);
+        }
+        Ok(self)
     }
 
     /// The most positions that a layer sees; none where some sees all.

@@ -4,7 +4,7 @@ mod support;
 
 use proptest::prelude::*;
 use specrs_cpu::{Isa, ModelShape, Output};
-use support::{Host, KINDS, Kind, MIXTURES, Model, Numbers};
+use support::{CODED, Host, KINDS, Kind, MIXTURES, Model, Numbers};
 
 fn bits(rows: &[Vec<f32>]) -> Vec<Vec<u32>> {
     rows.iter().map(|row| row.iter().map(|x| x.to_bits()).collect()).collect()
@@ -89,7 +89,7 @@ fn config() -> ProptestConfig {
 
 prop_compose! {
     fn model()(
-        kind in prop::sample::select([&KINDS[..], &MIXTURES].concat()),
+        kind in prop::sample::select([&KINDS[..], &MIXTURES, &CODED].concat()),
         bf16 in any::<bool>(),
         code_bits in prop::sample::select(vec![0, 8, 4]),
         bf16_rows in any::<bool>(),

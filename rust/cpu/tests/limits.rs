@@ -2,7 +2,9 @@
 
 mod support;
 
-use specrs_cpu::{Decoder, Isa, KvCache, Memory, MemoryMut, Output, Pass, Pool, Values, ValuesMut};
+use specrs_cpu::{
+    Activation, Decoder, E4m3, E5m2, Isa, KvCache, Memory, MemoryMut, Output, Pass, Pool, Values, ValuesMut, Weights,
+};
 use std::sync::Arc;
 use support::{Host, Kind, Model, Numbers, QWEN3, SMALL, WINDOWED};
 
@@ -230,4 +232,24 @@ fn misaligned_memory_is_refused() {
     let error = KvCache::new(shape, vec![layer]).err().unwrap().to_string();
     assert_eq!(error, "kv_cache.layers[0] = 15 elements is not allowed: expected 16 elements");
     assert_eq!(Values::F32(Memory::from_vec(vec![1.0; 3])).len(), 3);
+}
+
+#[test]
+fn caches_of_two_types_and_scales_that_are_none_are_refused() {
+    let shape = specrs_cpu::KvShape { num_blocks: 1, block_size: 2, num_kv_heads: 1, head_dim: 2 };
+    let layers = vec![
+        ValuesMut::E4m3(MemoryMut::from_vec(vec![E4m3(0); 16])),
+        ValuesMut::E5m2(MemoryMut::from_vec(vec![E5m2(0); 16])),
+    ];
+    let error = KvCache::new(shape, layers).err().unwrap().to_string();
+    assert_eq!(error, "kv_cache.layers[1] = another type is not allowed: expected the type of layer 0");
+    let weights = || Arc::try_unwrap(Model::random(SMALL, 1, QWEN3, 3).weights()).ok().unwrap();
+    let refused = |made: specrs_cpu::Result<Weights>| made.err().unwrap().to_string();
+    let allowed = "is not allowed: expected a finite number above 0";
+    assert_eq!(refused(weights().with_kv_scales(&[(1.0, 0.0)])), format!("kv_scales[0] of V = 0 {allowed}"));
+    assert_eq!(refused(weights().with_kv_scales(&[(f32::NAN, 1.0)])), format!("kv_scales[0] of K = NaN {allowed}"));
+    assert!(refused(weights().with_kv_scales(&[])).starts_with("kv_scales = 0 elements"));
+    let clamped = |alpha, limit| weights().with_activation(Activation::ClampedSwiglu { alpha, limit });
+    assert_eq!(refused(clamped(-1.0, 7.0)), format!("activation's alpha = -1 {allowed}"));
+    assert_eq!(refused(clamped(1.7, f32::INFINITY)), format!("activation's limit = inf {allowed}"));
 }

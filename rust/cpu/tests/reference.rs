@@ -4,7 +4,7 @@ mod support;
 
 use specrs_cpu::{Decoder, Isa, ModelShape, Output, Pass, Pool};
 use std::sync::Arc;
-use support::{Host, KINDS, Kind, MISTRAL, MIXTURES, Model, Near, Numbers, QWEN3};
+use support::{CODED, Host, KINDS, Kind, MISTRAL, MIXTURES, Model, Near, Numbers, QWEN3};
 
 const SHAPE: ModelShape = ModelShape {
     vocab_size: 97,
@@ -88,6 +88,16 @@ fn mixtures_are_the_reference_within_rounding() {
     for kind in MIXTURES {
         check(SHAPE, kind);
         check(SHAPE, Kind { bf16: true, ..kind });
+    }
+}
+
+/// K and V of codes: which code a number is, is known but where it is nearly the middle of two.
+#[test]
+fn caches_of_codes_are_the_reference_within_rounding() {
+    for kind in CODED {
+        check(SHAPE, kind);
+        let unexplained = worst(&Model::random(SHAPE, 2, kind, 7), Kind { fraction: 0, ..kind });
+        assert!(unexplained > 100.0, "codes are other numbers");
     }
 }
 

@@ -2,7 +2,7 @@
 
 use crate::buffers::{In, In2, Out, check_len, readonly, readwrite};
 use crate::error::{Class, size, to_py as core_to_py};
-use crate::tensors::{values, values_mut, weight as weight_of};
+use crate::tensors::{codes_mut, values, values_mut, weight as weight_of};
 use numpy::{Ix1, Ix2, Ix3, Ix5, PyReadonlyArray, PyReadwriteArray, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use specrs_cpu::{
@@ -213,7 +213,7 @@ impl CpuWeights {
     #[pyo3(signature = (
         *, vocab_size, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, rms_norm_eps, embedding, layers,
         final_norm, lm_head, frequencies, head = None, rotations = None, multipliers = None,
-        windows = None, activation = "silu", clamped_swiglu = None,
+        windows = None, activation = "silu", clamped_swiglu = None, kv_scales = None,
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only sizes and tensors")]
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python objects")]
@@ -237,6 +237,7 @@ impl CpuWeights {
         windows: Option<Vec<Option<usize>>>,
         activation: &str,
         clamped_swiglu: Option<(f32, f32)>,
+        kv_scales: Option<Vec<(f32, f32)>>,
     ) -> PyResult<Self> {
         let size = |field, value| size(py, Class::InvalidConfig, field, value);
         let shape = ModelShape {
@@ -299,6 +300,10 @@ impl CpuWeights {
                 Some(windows) => weights.with_windows(&windows),
                 None => Ok(weights),
             })
+            .and_then(|weights| match kv_scales {
+                Some(scales) => weights.with_kv_scales(&scales),
+                None => Ok(weights),
+            })
             .and_then(|weights| weights.with_activation(activation))
             .map(|weights| Self(Arc::new(weights)))
             .map_err(|error| to_py(py, &error))
@@ -316,13 +321,25 @@ pub(crate) struct CpuKVCache(pub(crate) Mutex<KvCache>);
 #[pymethods]
 impl CpuKVCache {
     #[new]
-    #[pyo3(signature = (layers, groups = None))]
+    #[pyo3(signature = (layers, groups = None, codes = None))]
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python objects")]
-    fn new(py: Python<'_>, layers: Vec<Bound<'_, PyAny>>, groups: Option<Vec<(usize, usize)>>) -> PyResult<Self> {
+    fn new(
+        py: Python<'_>,
+        layers: Vec<Bound<'_, PyAny>>,
+        groups: Option<Vec<(usize, usize)>>,
+        codes: Option<&str>,
+    ) -> PyResult<Self> {
         let (mut made, mut first) = (Vec::with_capacity(layers.len()), None);
+        if let Some(other) = codes.filter(|codes| !["fp8_e4m3", "fp8_e5m2"].contains(codes)) {
+            let message = format!("codes = {other:?} is not allowed: expected \"fp8_e4m3\" or \"fp8_e5m2\"");
+            return Err(Class::InvalidConfig.error(py, message));
+        }
         for (i, array) in layers.iter().enumerate() {
             let name = format!("layers[{i}]");
-            let (layer, shape) = values_mut::<Ix5>(&name, array)?;
+            let (layer, shape) = match codes {
+                None => values_mut::<Ix5>(&name, array)?,
+                Some(codes) => codes_mut::<Ix5>(&name, array, codes == "fp8_e4m3")?,
+            };
             let expected = first.get_or_insert_with(|| shape.clone());
             if shape != *expected || shape[0] == 0 || shape[1] != 2 {
                 let allowed = "[num_blocks + 1, 2, num_kv_heads, block_size, head_dim], the same for all layers";

@@ -10,7 +10,7 @@ use crate::error::Class;
 use numpy::{Element, Ix2, PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods, ndarray::Dimension};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
-use specrs_cpu::{Bf16, Memory, MemoryMut, Values, ValuesMut, Weight};
+use specrs_cpu::{Bf16, E4m3, E5m2, Memory, MemoryMut, Values, ValuesMut, Weight};
 
 /// Which of two types an array's elements are: whether they are of the first. `expected` names both.
 fn is_first<A: Element, B: Element>(name: &str, array: &Bound<'_, PyAny>, expected: &str) -> PyResult<bool> {
@@ -106,6 +106,27 @@ pub(crate) fn values_mut<D: Dimension>(name: &str, array: &Bound<'_, PyAny>) -> 
     }
     let (memory, shape) = numbers_mut::<f32, D>(name, array)?;
     Ok((ValuesMut::F32(memory), shape))
+}
+
+/// FP8 codes of rank `D` that passes write, of 3 bits of fraction or of 2, and their shape.
+pub(crate) fn codes_mut<D: Dimension>(
+    name: &str,
+    array: &Bound<'_, PyAny>,
+    e4m3: bool,
+) -> PyResult<(ValuesMut, Vec<usize>)> {
+    let (py, owner) = (array.py(), Box::new(array.clone().unbind()));
+    let mut view = readwrite::<u8, D>(name, array)?;
+    let (len, shape) = (view.len(), view.shape().to_vec());
+    let address = view.as_slice_mut()?.as_mut_ptr();
+    // SAFETY: as of `values_mut`; both types of codes are bytes.
+    let memory = unsafe {
+        if e4m3 {
+            MemoryMut::borrow(name, address.cast::<E4m3>(), len, owner).map(ValuesMut::E4m3)
+        } else {
+            MemoryMut::borrow(name, address.cast::<E5m2>(), len, owner).map(ValuesMut::E5m2)
+        }
+    };
+    Ok((memory.map_err(|error| to_py(py, &error))?, shape))
 }
 
 /// Elements of rank `D` that a launch writes, and their shape.

@@ -266,8 +266,9 @@ impl<'a> Context<'a> {
                 if given.slots[row] >= 0 && self.tile.positions[row] >= 0 {
                     let slot = given.slots[row] as usize;
                     let plane = planes.plane_mut(slot / block_size, head);
+                    let scale = if head < kv_heads { layer.kv_scales.0 } else { layer.kv_scales.1 };
                     for (out, y) in plane[slot % block_size * dim..].iter_mut().zip(y) {
-                        *out = T::round(*y);
+                        *out = T::round(if T::CODES { *y / scale } else { *y });
                     }
                 }
             }
@@ -286,6 +287,7 @@ impl<'a> Context<'a> {
         let shape = &self.weights.shape;
         let (rows, group, dim) = (self.rows(), shape.group(), shape.head_dim);
         let vectors = dim.div_ceil(LANES);
+        let (k_scale, v_scale) = if T::CODES { layer.kv_scales } else { (1.0, 1.0) };
         let Pass { positions, entries, max_blocks, .. } = self.tile;
         let mut unit = units.start;
         while unit < units.end {
@@ -312,11 +314,14 @@ impl<'a> Context<'a> {
                 sinks: layer.sinks.as_ref().map(|sinks| &sinks[head * group..(head + 1) * group]),
                 q: &q[((head * group - first_head) * rows + row) * vectors..],
                 head_stride: rows * vectors,
-                scale: self.weights.multipliers.scores,
+                scale: self.weights.multipliers.scores * k_scale,
                 scratch: &mut own.attend,
-                out,
+                out: &mut *out,
                 element: PhantomData,
             });
+            if v_scale != 1.0 {
+                out.iter_mut().for_each(|x| *x *= v_scale);
+            }
         }
     }
 

@@ -262,6 +262,8 @@ impl Context<'_> {
             match &mut kv.places[place] {
                 ValuesMut::F32(kv) => self.attention(layer, kv.as_mut_slice(), &paging, buffers, private),
                 ValuesMut::Bf16(kv) => self.attention(layer, kv.as_mut_slice(), &paging, buffers, private),
+                ValuesMut::E4m3(kv) => self.attention(layer, kv.as_mut_slice(), &paging, buffers, private),
+                ValuesMut::E5m2(kv) => self.attention(layer, kv.as_mut_slice(), &paging, buffers, private),
             }
             match &layer.mlp {
                 Mlp::Dense { gate_up, down } => self.mlp(layer, gate_up, down, buffers, private),

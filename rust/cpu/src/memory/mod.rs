@@ -2,9 +2,11 @@
 
 #![allow(unsafe_code)]
 
+mod fp8;
 mod split;
 mod vectors;
 
+pub use fp8::{E4m3, E5m2};
 pub(crate) use split::{Columns, ColumnsMut, MAX_PARTS, Planes, PlanesMut};
 pub(crate) use vectors::Vectors;
 

@@ -14,8 +14,9 @@ mod reference;
 
 pub use reference::Near;
 use specrs_cpu::{
-    Activation, Bf16, Decoder, Experts, Isa, KvCache, KvShape, LayerWeights, Linear, Memory, Mlp, ModelShape, Output,
-    Part, Pass, Pool, QkNorm, Tiles, Values, ValuesMut, Weight, Weights, quantize_int4, quantize_int8,
+    Activation, Bf16, Decoder, E4m3, E5m2, Experts, Isa, KvCache, KvShape, LayerWeights, Linear, Memory, MemoryMut, Mlp,
+    ModelShape, Output, Part, Pass, Pool, QkNorm, Tiles, Values, ValuesMut, Weight, Weights, quantize_int4,
+    quantize_int8,
 };
 use std::sync::Arc;
 
@@ -94,7 +95,12 @@ pub struct Kind {
     pub clamped: bool,
     /// Heads have a score more, of no value.
     pub sinks: bool,
+    /// K and V are cached as FP8 with so many bits of fraction; 0: as the numbers that they are.
+    pub fraction: u32,
 }
+
+/// Of keys and values that are cached as FP8, in every layer.
+pub const KV_SCALES: (f32, f32) = (0.043, 0.019);
 
 /// Of clamped activations; gates and values of these models reach the limit.
 pub const ALPHA: f32 = 1.702;
@@ -122,6 +128,7 @@ pub const QWEN3: Kind = Kind {
     expert_bias: false,
     clamped: false,
     sinks: false,
+    fraction: 0,
 };
 const LLAMA: Kind = Kind { qk_norm: false, ..QWEN3 };
 pub const LLAMA3: Kind = Kind { split: true, scaled: true, ..LLAMA };
@@ -148,6 +155,7 @@ pub const GPT_OSS: Kind = Kind {
     sinks: true,
     ..LLAMA
 };
+pub const CODED: [Kind; 2] = [Kind { fraction: 3, ..GEMMA3 }, Kind { fraction: 2, ..LLAMA_BIAS }];
 pub const MIXTURES: [Kind; 4] = [EXPERTS, MIXTRAL, AROUND_EXPERTS, GPT_OSS];
 
 /// A weight `[outputs, inputs]` with a bias, as numbers that its type holds exactly.
@@ -442,7 +450,8 @@ impl Model {
             _ => Activation::Silu,
         };
         let weights = weights.and_then(|weights| weights.with_activation(activation));
-        Arc::new(weights.and_then(|weights| weights.with_windows(&windows)).unwrap())
+        let weights = weights.and_then(|weights| weights.with_windows(&windows));
+        Arc::new(weights.and_then(|weights| weights.with_kv_scales(&vec![KV_SCALES; windows.len()])).unwrap())
     }
 
     /// The positions that a row of a layer sees.
@@ -462,7 +471,14 @@ impl Model {
     pub fn kv_cache(&self, num_blocks: usize, block_size: usize) -> KvCache {
         let shape =
             KvShape { num_blocks, block_size, num_kv_heads: self.shape.num_kv_heads, head_dim: self.shape.head_dim };
-        KvCache::allocate(shape, self.layers.len(), self.kind.bf16).unwrap()
+        let codes = |_| match self.kind.fraction {
+            3 => ValuesMut::E4m3(MemoryMut::from_vec(vec![E4m3(0); shape.layer_len()])),
+            _ => ValuesMut::E5m2(MemoryMut::from_vec(vec![E5m2(0); shape.layer_len()])),
+        };
+        match self.kind.fraction {
+            0 => KvCache::allocate(shape, self.layers.len(), self.kind.bf16).unwrap(),
+            _ => KvCache::new(shape, (0..self.layers.len()).map(codes).collect()).unwrap(),
+        }
     }
 }
 
@@ -508,6 +524,8 @@ impl Host {
             match layer {
                 ValuesMut::F32(memory) => memory.as_mut_slice().fill(f32::NAN),
                 ValuesMut::Bf16(memory) => memory.as_mut_slice().fill(Bf16::from_f32(f32::NAN)),
+                ValuesMut::E4m3(memory) => memory.as_mut_slice().fill(E4m3::from_f32(f32::NAN)),
+                ValuesMut::E5m2(memory) => memory.as_mut_slice().fill(E5m2::from_f32(f32::NAN)),
             }
         }
         Self { kv, table, max_blocks, block_size, k_start: Vec::new() }
@@ -547,6 +565,7 @@ impl Host {
                                 }
                             }
                             ValuesMut::Bf16(memory) => memory.as_mut_slice()[start..][..dim].copy_from_slice(&x),
+                            _ => panic!("numbers"),
                         }
                     }
                     rows.push(row);

@@ -5,8 +5,7 @@
 //! `n` numbers are summed in 16 lanes, n / 16 roundings of partial sums come in a row, then 4 of the tree. Variances add up,
 //! and go through a product by the squares of its weights.
 
-use super::{ALPHA, Dense, KeysValues, LIMIT, Model};
-use specrs_cpu::Bf16;
+use super::{ALPHA, Dense, KV_SCALES, KeysValues, LIMIT, Model};
 
 /// Variance of rounding 1 to fp32.
 const ROUNDING: f64 = (1.0 / (1 << 24) as f64) * (1.0 / (1 << 24) as f64) / 3.0;
@@ -101,8 +100,8 @@ impl Model {
                 };
                 let qk_norm = self.kind.qk_norm;
                 let q = heads(&layer.q, qk_norm.then_some(&layer.q_norm), true);
-                keys.push(self.stored(heads(&layer.k, qk_norm.then_some(&layer.k_norm), true)));
-                values.push(self.stored(heads(&layer.v, None, false)));
+                keys.push(self.stored(heads(&layer.k, qk_norm.then_some(&layer.k_norm), true), KV_SCALES.0));
+                values.push(self.stored(heads(&layer.v, None, false), KV_SCALES.1));
                 let mut attended = Vec::new();
                 let seen = self.window(number).map_or(0, |window| (start + i + 1).saturating_sub(window));
                 for (j, q) in q.iter().enumerate() {
@@ -162,15 +161,20 @@ impl Model {
         dense.weight.chunks_exact(dense.inputs).enumerate().map(row).collect()
     }
 
-    /// bf16 where the cache is: exactly what it has there, but for a number so close to the middle of two that either may be.
+    /// bf16 or FP8 where the cache is: exactly what it has there, but for a number so close to the middle of two that either may be.
     /// That is one large error, whose effects on all that follows are not independent, so its variance is its whole square.
-    fn stored(&self, heads: Vec<Vec<Near>>) -> Vec<Vec<Near>> {
+    fn stored(&self, heads: Vec<Vec<Near>>, scale: f32) -> Vec<Vec<Near>> {
+        let scale = f64::from(scale);
         let store = |x: Near| {
-            if !self.kind.bf16 {
-                return x;
-            }
-            let exact = f64::from(Bf16::from_f32(x.exact as f32).to_f32());
-            let apart = (x.exact.abs().log2().floor() - 7.0).exp2();
+            // Bits of the fraction, the least exponent, and the scale.
+            let (bits, least, scale) = match (self.kind.fraction, self.kind.bf16) {
+                (3, _) => (3.0, -6.0, scale),
+                (2, _) => (2.0, -14.0, scale),
+                (_, true) => (7.0, -126.0, 1.0),
+                _ => return x,
+            };
+            let apart = scale * ((x.exact / scale).abs().log2().floor().max(least) - bits).exp2();
+            let exact = (x.exact / apart).round_ties_even() * apart;
             let from_middle = apart / 2.0 - (x.exact - exact).abs();
             let either = from_middle < DEVIATIONS * x.variance.sqrt();
             Near { exact, variance: if either { apart * apart } else { 0.0 } }
