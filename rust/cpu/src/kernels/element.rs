@@ -134,7 +134,7 @@ impl Element for E5m2 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::isa::{Isa, Kernel};
+    use crate::isa::{Isa, Kernel, Vector};
 
     struct Load<T: Element>([T; LANES]);
 
