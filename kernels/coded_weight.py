@@ -3,6 +3,7 @@ products are slow, because the numbers are made each time."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -54,6 +55,8 @@ class CodedWeight:
     16 bits do not need."""
     coding: Coding
     bias: Tensor | None = None
+    fp8_rows: bool = False
+    """FP8: products are of rows rounded to e4m3, by the groups of its inputs: see `fp8_rows`."""
 
     @classmethod
     def of(cls, values: Tensor, scales: Tensor, coding: Coding, bias: Tensor | None = None) -> CodedWeight:
@@ -79,8 +82,16 @@ class CodedWeight:
 
     def product(self, x: Tensor) -> Tensor:
         """See `Weight`."""
-        y = x @ self.dequantized().to(x.dtype).t()
+        y = self.multiplied(x) @ self.dequantized().to(x.dtype).t()
         return y if self.bias is None else y + self.bias
+
+    def multiplied(self, x: Tensor) -> Tensor:
+        """The rows `[N, in]` that it is multiplied with: x, or x rounded to e4m3, of x's dtype."""
+        if not self.fp8_rows:
+            return x
+        codes, scales = fp8_rows(x, self.coding.group)
+        spread = scales.repeat_interleave(self.coding.group, 1)[:, : x.shape[1]]
+        return (codes.double() * spread).to(x.dtype)
 
     def dequantized(self) -> Tensor:
         """See `Weight`. Codes times scales, which float64 holds exactly."""
@@ -103,7 +114,7 @@ class CodedWeight:
         if dim == OUT:
             codes, bias = cut(self.codes, self.bias, OUT, rank, world, parts)
             scales = cut(self._by_output(self.scales), None, OUT, rank, world, parts)[0]
-            return CodedWeight(codes, scales, coding._replace(outputs=1), bias)
+            return replace(self, codes=codes, scales=scales, coding=coding._replace(outputs=1), bias=bias)
         sizes = [size] if parts is None else list(parts)
         whole = coding.group >= size
         least = LEAST_GROUP if whole else coding.group
@@ -112,14 +123,16 @@ class CodedWeight:
             raise ValueError(f"parts={sizes}: {uneven[0]} features are not world={world} shards of whole {least}")
         values, bias = cut(self._values(), self.bias, IN, rank, world, sizes)
         if whole:
-            return CodedWeight.of(values, self.scales.clone(), coding._replace(group=values.shape[1]), bias)
-        scales = cut(self.scales, None, IN, rank, world, [part // coding.group for part in sizes])[0]
-        return CodedWeight.of(values, scales, coding, bias)
+            made = CodedWeight.of(values, self.scales.clone(), coding._replace(group=values.shape[1]), bias)
+        else:
+            scales = cut(self.scales, None, IN, rank, world, [part // coding.group for part in sizes])[0]
+            made = CodedWeight.of(values, scales, coding, bias)
+        return replace(made, fp8_rows=self.fp8_rows)
 
     def to(self, device: torch.device) -> CodedWeight:
         """The same on `device`."""
         bias = None if self.bias is None else self.bias.to(device)
-        return CodedWeight(self.codes.to(device), self.scales.to(device), self.coding, bias)
+        return replace(self, codes=self.codes.to(device), scales=self.scales.to(device), bias=bias)
 
     def with_zeros(self) -> CodedWeight | None:
         """INT4: the same with zero points in its scales; None where these need all their bits."""
@@ -148,6 +161,24 @@ class CodedWeight:
 
     def _spread(self, words: Tensor) -> Tensor:
         return self._by_output(words).repeat_interleave(self.coding.group, 1)[:, : self.shape[1]]
+
+
+def fp8_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Rows `[N, K]` as e4m3 codes of their shape and the scales `[N, ceil(K / group)]`, of x's dtype or fp32: the
+    least power of two, at least 2^-100, with which the largest of a group is at most 448.
+
+    To the nearest code, of two the even one; what is not finite is NaN. 16 bits of bf16 hold a code times its scale.
+    """
+    rows, size = x.shape
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = torch.where(wide.isinf(), math.nan, wide)
+    grouped = torch.nn.functional.pad(wide, (0, -size % group)).view(rows, -(-size // group), group)
+    part, exponent = torch.frexp(grouped.abs().nan_to_num(0).amax(2))
+    # 448 is 0.875 * 2^9.
+    power = torch.where(part > 0.875, exponent - 8, exponent - 9).clamp(min=-100)
+    scales = torch.ldexp(torch.ones_like(part), torch.where(part > 0, power, -100))
+    codes = (grouped / scales.unsqueeze(2)).to(torch.float8_e4m3fn)
+    return codes.view(rows, -1)[:, :size], scales
 
 
 def fuse(parts: Sequence[CodedWeight], bias: Tensor | None = None) -> CodedWeight | None:

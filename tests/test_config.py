@@ -61,6 +61,7 @@ def test_defaults() -> None:
         ("enforce_eager", "yes", "True or False"),
         ("load_format", "pt", "one of auto, safetensors"),
         ("cpu_bf16_rows", 1, "True or False"),
+        ("cuda_fp8_rows", 1, "True or False"),
         ("cpu_prefill", "fast", "must be one of exact, amx, torch"),
         ("cpu_prefill", None, "must be one of exact, amx, torch"),
         ("dtype", "int8", "one of auto, float32, float64, bfloat16"),
@@ -298,6 +299,19 @@ def test_bf16_rows() -> None:
     ):
         with pytest.raises(UnsupportedConfigError, match=f"^cpu_bf16_rows=True: not implemented with {why}$"):
             EngineConfig(cpu_bf16_rows=True, **fields)  # type: ignore[arg-type]
+
+
+def test_fp8_rows() -> None:
+    """Refused by name where no kernel makes them."""
+    assert not EngineConfig().cuda_fp8_rows
+    assert EngineConfig.from_kwargs(cuda_fp8_rows=True, device="cuda:1", dtype="bfloat16").cuda_fp8_rows
+    for fields, why in (
+        ({"device": "cpu"}, "device='cpu'; allowed: False, or device='cuda'"),
+        ({"dtype": "float16"}, "dtype='float16'; allowed: False, or dtype='bfloat16'"),
+        ({"dtype": "float64"}, "dtype='float64'; allowed: False, or dtype='bfloat16'"),
+    ):
+        with pytest.raises(UnsupportedConfigError, match=f"^cuda_fp8_rows=True: not implemented with {why}$"):
+            EngineConfig(cuda_fp8_rows=True, **fields)  # type: ignore[arg-type]
 
 
 def test_arguments_of_vllm_at_their_defaults_are_served() -> None:

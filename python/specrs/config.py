@@ -104,11 +104,15 @@ class EngineConfig:
     `cpu_bf16_rows`: products there are of bf16 pairs: rows are rounded to bf16 before they meet bf16 weights, an error
     of up to 2^-8 of each number, and sums stay fp32. The text is that of the model computed so, at any K. Draft models
     and heads do the same.
-    `cpu_prefill`: what computes the target's prompts there. `exact` is the native pass, whose bits are the same however
-    a prompt is cut and whether a token was decoded before it was fed again. `amx` multiplies prompts by bf16 weights
-    with the tiles of processors that have them, in fp32 too: almost twice as fast, the same bits however a prompt is
-    cut, and other bits than decoding gives, so that text may change where decoded tokens are fed again, after a
-    preemption or on a hit in the prefix cache; draft models catch up so, too. `torch` hands chunks of 256 tokens or
+    `cuda_fp8_rows`: on a GPU products of FP8 weights are of rows in FP8 (e4m3), too: each number within 1/16 of itself,
+    or 2^-10 of the scale of its row, or of its 128 inputs where weights have a scale for so many. The tensor cores for
+    FP8 then take prompts through, and the text is that of the model computed so, at any K; draft models do the same. A
+    decode pass has six kernels a layer more.
+    `cpu_prefill`: what computes the target's prompts on a CPU. `exact` is the native pass, whose bits are the same
+    however a prompt is cut and whether a token was decoded before it was fed again. `amx` multiplies prompts by bf16
+    weights with the tiles of processors that have them, in fp32 too: almost twice as fast, the same bits however a
+    prompt is cut, and other bits than decoding gives, so that text may change where decoded tokens are fed again, after
+    a preemption or on a hit in the prefix cache; draft models catch up so, too. `torch` hands chunks of 256 tokens or
     more to torch's passes, on torch's own threads: faster where prompts are long, and not the same bits where they are
     cut otherwise.
 
@@ -147,6 +151,7 @@ class EngineConfig:
     cudagraph_capture_sizes: tuple[int, ...] | None = None
     threads: int | None = None
     cpu_bf16_rows: bool = False
+    cuda_fp8_rows: bool = False
     cpu_prefill: str = "exact"
     seed: int = 0
     max_logprobs: int = 20
@@ -209,7 +214,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None:
                 check_text(error, name, value, also=", or None")
-        for name in ("skip_tokenizer_init", "enable_prefix_caching", "enforce_eager", "cpu_bf16_rows", "enable_lora"):
+        flags = ("skip_tokenizer_init", "enable_prefix_caching", "enforce_eager", "enable_lora")
+        for name in (*flags, "cpu_bf16_rows", "cuda_fp8_rows"):
             check_bool(error, name, getattr(self, name))
         check_choice(error, "load_format", self.load_format, ("auto", "safetensors", "dummy"))
         check_choice(error, "model_impl", self.model_impl, MODEL_IMPLS)
@@ -229,6 +235,7 @@ class EngineConfig:
         self._check_draft()
         check_quantization("quantization", self.quantization)
         self.check_native_serves(self.device, self.dtype)
+        self.check_fp8_rows("cuda" if self.device == "auto" else self.device, self.dtype)
         self.check_ranks_serve(self.device)
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             reason = f"must be at least max_loras={self.max_loras}, or None"
@@ -301,6 +308,19 @@ class EngineConfig:
             if not serves:
                 reason = f"not implemented with {other}={found!r}; allowed: False, or {other}={allowed}"
                 raise invalid(UnsupportedConfigError, "cpu_bf16_rows", True, reason)
+
+    def check_fp8_rows(self, device: str, dtype: str) -> None:
+        """Raises `UnsupportedConfigError` for rows in FP8 where no kernel makes them. Arguments as of
+        `check_native_serves`."""
+        if not self.cuda_fp8_rows:
+            return
+        for other, found, serves, allowed in (
+            ("device", device, device.startswith("cuda"), "'cuda'"),
+            ("dtype", dtype, dtype in ("auto", "bfloat16", "float32"), "'bfloat16'"),
+        ):
+            if not serves:
+                reason = f"not implemented with {other}={found!r}; allowed: False, or {other}={allowed}"
+                raise invalid(UnsupportedConfigError, "cuda_fp8_rows", True, reason)
 
     def _check_draft(self) -> None:
         speculative = self.speculative_config

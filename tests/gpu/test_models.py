@@ -1,5 +1,6 @@
 """Engines of every family, weight format and drafter on a GPU, in graphs: the texts of the CPU loop and of K = 0."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ from engine.other_vocabulary import rename
 from specrs.config import EngineConfig
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
+from specrs.kernels.coded_weight import CodedWeight, Coding
+from specrs.kernels.cuda import fp8_rows, scaled_linear
+from specrs.kernels.cuda.device import limits_of
 from specrs.runner.cuda.runner import CudaRunner
 from specrs.speculative_config import SpeculativeConfig
 
@@ -89,6 +93,44 @@ def test_coded_weights(quantization: str, dtype: str, tmp_path: Path) -> None:
     assert share_of_equal(texts, plain) > 0.6
     assert engine.stats().accepted_tokens > 0
     torch.cuda.synchronize()
+
+
+def test_rows_in_fp8(tmp_path: Path) -> None:
+    """FP8 by output times FP8 by row: of many rows by cuBLAS or CUTLASS. Where bf16 rounds otherwise codes may, too, so
+    that texts are compared loosely."""
+    target = make_checkpoint(tmp_path / "target", seed=1, **SHAPE)
+    fields = {"dtype": "bfloat16", "quantization": "fp8"}
+    drafts = {"model": str(target), "quantization": "fp8"}
+    texts = generate(build(target, drafts, cuda_fp8_rows=True, **fields), [GREEDY] * 4)
+    plain = generate(build(target, drafts, **fields), [GREEDY] * 4)
+    assert share_of_equal(texts, plain) > 0.2
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("coding", [Coding("fp8", 1024), Coding("fp8", 128, 128)])
+@pytest.mark.parametrize("rows", [65, 66, 300])
+def test_products_of_rows_in_fp8(coding: Coding, rows: int) -> None:
+    """Against the law in float64, where the device has them."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randint(0, 120, (512, 1024), generator=generator, dtype=torch.uint8)
+    scales = torch.rand(-(-512 // coding.outputs), 1024 // coding.group, generator=generator) + 0.5
+    held = CodedWeight.of(values, scales, coding)
+    weight = replace(held, fp8_rows=True)
+    on_device = weight.to(torch.device("cuda"))
+    if not scaled_linear.serves(on_device, limits_of(torch.device("cuda"))):
+        pytest.skip("not on this device")
+    x = torch.randn(rows, 1024, generator=generator).bfloat16()
+    padded, unit = scaled_linear.padded_rows(rows, weight), coding.unit(1024)
+    assert unit is not None
+    codes = torch.zeros(padded, 1024, dtype=torch.uint8, device="cuda")
+    of_rows = torch.zeros(1024 // coding.group, padded, device="cuda")
+    fp8_rows.quantize_rows(x.cuda(), coding.group, unit, codes[:rows], of_rows, True)
+    out = torch.zeros(padded, 512, dtype=torch.bfloat16, device="cuda")
+    scaled_linear.scaled_linear(codes, of_rows, on_device, out[:rows])
+    exact = scaled_linear.scaled_linear_reference(x, weight)
+    # Sums of tensor cores for FP8 keep 13 bits of the largest of some products.
+    size = weight.multiplied(x.double()).abs() @ weight.dequantized().abs().t()
+    assert ((out[:rows].cpu().double() - exact).abs() <= exact.abs() * 2**-8 + size * 2**-10).all()
 
 
 @pytest.mark.parametrize("kind", ["ngram", "suffix", "ngram,draft_model", "parallel", "other vocabulary", "eagle3"])

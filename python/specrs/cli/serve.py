@@ -100,6 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, help="default: on")
     add("--enforce-eager", action=argparse.BooleanOptionalAction, help="no CUDA graphs")
     add("--cpu-bf16-rows", action=argparse.BooleanOptionalAction, help="on a CPU: products of bf16 pairs; default: off")
+    add("--cuda-fp8-rows", action=argparse.BooleanOptionalAction, help="on a GPU: FP8 times FP8; default: off")
     add("--cpu-prefill", help="exact or torch: what computes long prompts on a CPU; default: exact")
     add("--launch-depth", type=int, help="launches planned and not yet settled, 1 or 2")
     add("--async-scheduling", action=argparse.BooleanOptionalAction, help="vLLM's name for a launch depth of 2")

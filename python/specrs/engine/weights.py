@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,7 +16,7 @@ from specrs.errors import InvalidConfigError, TokenizerMismatchError, Unsupporte
 from specrs.models.base import Model
 from specrs.models.checkpoint import resolve_folder
 from specrs.models.config import MASK_TOKEN_FIELDS, ModelConfig
-from specrs.models.dense_weights import DenseFacts
+from specrs.models.dense_weights import DenseFacts, has_fp8_rows, with_fp8_rows
 from specrs.models.eagle3 import load_eagle3
 from specrs.models.eagle3_head import Eagle3Head
 from specrs.models.kv_cache import resolve_cache_dtype
@@ -73,6 +73,7 @@ def load_weights(config: EngineConfig, ranks: Ranks | None = None) -> Weights:
     if device.type == "cuda":
         check_formats(config, device)
         check_weights_fit(config, device, ranks)
+    config.check_fp8_rows(device.type, config.dtype)
     config.check_ranks_serve(device.type)
     config.check_loras_serve(device.type)
     kinds = config.quantization, config.kv_cache_dtype
@@ -204,7 +205,8 @@ def _load(
                 cache_dtype=cache_dtype,
             )
         logger.info("%s: %s is served op by op, the native pass computes float32 and bfloat16", source, resolved)
-    return load_model(
+    config.check_fp8_rows(device.type, str(resolved).removeprefix("torch."))
+    loaded = load_model(
         source,
         dtype=Types(dtype, cache_dtype),
         device=device,
@@ -214,6 +216,13 @@ def _load(
         quantization=quantization,
         ranks=ranks,
     )
+    if not config.cuda_fp8_rows:
+        return loaded
+    made = replace(loaded, weights=with_fp8_rows(loaded.weights))
+    if not at and not has_fp8_rows(made.weights):
+        reason = f"{source} has no FP8 weights here; allowed: False"
+        raise invalid(UnsupportedConfigError, "cuda_fp8_rows", True, reason)
+    return made
 
 
 def _is_generic(config: EngineConfig, source: str, revision: str | None, device: torch.device) -> bool:

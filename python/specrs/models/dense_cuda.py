@@ -32,7 +32,7 @@ from specrs.models.cuda.parts import EmbeddingParts, LogitsParts
 from specrs.models.cuda.products import stored, write_argmax, write_logits
 from specrs.models.cuda.stream import stream_of
 from specrs.models.cuda.workspace import Workspace, fused_heads, linear_shapes, logits_rows, rotations
-from specrs.models.dense_weights import DenseFacts, DenseWeights, LayerWeights
+from specrs.models.dense_weights import DenseFacts, DenseWeights, LayerWeights, has_fp8_rows
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
 from specrs.models.kv_groups import KVGroups
@@ -85,22 +85,19 @@ class CudaDense(DenseFacts):
             logits_parts = LogitsParts.allocate(
                 ranks, stored(weights.lm_head), c.vocab_size, logits_rows(max_seqs), max_seqs * MAX_VERIFY_ROWS
             )
-        return cls(
-            weights,
-            Workspace.allocate(
-                c,
-                max_rows=max_rows,
-                max_seqs=max_seqs,
-                num_hidden_layers=num_hidden_layers,
-                dtype=weights.dtype,
-                device=device,
-                shapes=_shapes_of(weights),
-            ),
-            kv_groups,
-            ranks,
-            embedding_parts,
-            logits_parts,
+        shapes = _shapes_of(weights)
+        workspace = Workspace.allocate(
+            c,
+            max_rows=max_rows,
+            max_seqs=max_seqs,
+            num_hidden_layers=num_hidden_layers,
+            dtype=weights.dtype,
+            device=device,
+            shapes=shapes,
         )
+        if has_fp8_rows(weights):
+            workspace = workspace.rounding_rows(shapes)
+        return cls(weights, workspace, kv_groups, ranks, embedding_parts, logits_parts)
 
     def with_buffers(self, max_rows: int, max_seqs: int, num_hidden_layers: int = 0) -> Model:
         """See `Model`."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from specrs.kernels.coded_weight import CodedWeight
 from specrs.kernels.kv_codes import UNSCALED, KVScales
 from specrs.kernels.linear import Weight
 from specrs.models.base import Model
@@ -80,6 +81,22 @@ class DenseWeights:
     """Of each layer; None: none, (): `rotary` of all."""
     cache_dtype: torch.dtype | None = None
     """Of K and V in the cache; None: `dtype`."""
+
+
+def has_fp8_rows(weights: DenseWeights) -> bool:
+    """Whether products of some layer are of rows rounded to FP8."""
+    projections = [w for layer in weights.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+    return any(isinstance(w, CodedWeight) and w.fp8_rows for w in projections)
+
+
+def with_fp8_rows(weights: DenseWeights) -> DenseWeights:
+    """The same weights; those in FP8 are multiplied with rows rounded to FP8."""
+
+    def of(w: Weight) -> Weight:
+        return replace(w, fp8_rows=True) if isinstance(w, CodedWeight) and w.coding.kind == "fp8" else w
+
+    made = [replace(w, qkv=of(w.qkv), o=of(w.o), gate_up=of(w.gate_up), down=of(w.down)) for w in weights.layers]
+    return replace(weights, layers=tuple(made))
 
 
 class DenseFacts(Model):

@@ -100,6 +100,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--model-impl", help="auto, specrs or transformers")
     group.add_argument("--quantization", "-q", help="int8 or int4, on a CPU; default: none")
     group.add_argument("--cpu-bf16-rows", action="store_true", help="on a CPU: products of bf16 pairs")
+    group.add_argument("--cuda-fp8-rows", action="store_true", help="on a GPU: FP8 weights times rows in FP8")
     group.add_argument("--cpu-prefill", help="exact or torch: what computes long prompts on a CPU; default: exact")
     group.add_argument("--load-format", help="auto, safetensors, or dummy for random weights")
     group.add_argument("--tensor-parallel-size", "-tp", type=int, help="processes that compute the target together")
@@ -134,6 +135,7 @@ def engine(arguments: argparse.Namespace, **settings: Any) -> LLM:
         "model_impl",
         "quantization",
         "cpu_bf16_rows",
+        "cuda_fp8_rows",
         "cpu_prefill",
         "tensor_parallel_size",
         "enable_prefix_caching",

@@ -11,7 +11,9 @@ from specrs.kernels.coded_weight import CodedWeight
 from specrs.kernels.cuda.activation import activation_and_mul
 from specrs.kernels.cuda.argmax import argmax
 from specrs.kernels.cuda.dequantize import dequantize
+from specrs.kernels.cuda.fp8_rows import quantize_rows, round_rows
 from specrs.kernels.cuda.lm_head import ArgmaxScratch, linear_argmax
+from specrs.kernels.cuda.scaled_linear import padded_rows, scaled_linear, serves
 from specrs.kernels.cuda.skinny_linear import MAX_ROWS, Product, skinny_linear
 from specrs.kernels.linear import DenseWeight, Weight
 from specrs.models.config import ModelConfig
@@ -62,7 +64,16 @@ def product(ws: Workspace, name: str, x: Tensor, w: Weight, out: Tensor) -> None
     if x.shape[0] > MAX_ROWS:
         wide_product(ws, name, x, w, out)
         return
-    few_product(ws, name, x, operand(w), out)
+    few_product(ws, name, multiplied(ws, x, w), operand(w), out)
+
+
+def multiplied(ws: Workspace, x: Tensor, w: Weight) -> Tensor:
+    """The rows that w is multiplied with: x, or x rounded to FP8, in the workspace."""
+    if not isinstance(w, CodedWeight) or not w.fp8_rows:
+        return x
+    rounded = ws.rounded[: x.numel()].view(x.shape)
+    round_rows(x, w.coding.group, rounded, ws.dependent)
+    return rounded
 
 
 def gated(w: Weight, c: ModelConfig) -> Product:
@@ -74,7 +85,7 @@ def gated_product(ws: Workspace, x: Tensor, w: Weight, out: Tensor, c: ModelConf
     """The product `gate_up` of a workspace's model, of up to `MLP_ROWS` rows."""
     rows = x.shape[0]
     if rows <= MAX_ROWS:
-        few_product(ws, "gate_up", x, gated(w, c), out)
+        few_product(ws, "gate_up", multiplied(ws, x, w), gated(w, c), out)
         return
     wide_product(ws, "gate_up", x, w, ws.gate_up[:rows])
     activation_and_mul(ws.gate_up[:rows], out, c.activation != "silu", ws.dependent)
@@ -87,8 +98,13 @@ def few_product(ws: Workspace, name: str, x: Tensor, product: Product, out: Tens
 
 def wide_product(ws: Workspace, name: str, x: Tensor, w: Weight, out: Tensor) -> None:
     """By cuBLAS. Codes of up to 256 rows are read where they are, 64 rows at a time; for more, pieces of them become
-    numbers, one after the other in the same memory."""
+    numbers, one after the other in the same memory. Where rows are rounded to FP8, codes are multiplied with codes if
+    the device can."""
     if isinstance(w, CodedWeight):
+        if w.fp8_rows and serves(w, ws.limits):
+            _scaled_product(ws, x, w, out)
+            return
+        x = multiplied(ws, x, w)
         if x.shape[0] <= CODED_ROWS:
             for first in range(0, x.shape[0], MAX_ROWS):
                 few_product(ws, name, x[first : first + MAX_ROWS], operand(w), out[first : first + MAX_ROWS])
@@ -102,6 +118,17 @@ def wide_product(ws: Workspace, name: str, x: Tensor, w: Weight, out: Tensor) ->
             _mm(x, numbers, None if w.bias is None else w.bias[part], out[:, part])
         return
     _mm(x, stored(w), w.bias, out)
+
+
+def _scaled_product(ws: Workspace, x: Tensor, w: CodedWeight, out: Tensor) -> None:
+    (rows, size), group = x.shape, w.coding.group
+    # Those behind the last row are what memory has there: each is a row of the product by itself.
+    padded, unit = padded_rows(rows, w), w.coding.unit(size)
+    assert unit is not None
+    codes = ws.rounded.view(torch.uint8)[: padded * size].view(padded, size)
+    scales = ws.row_scales[: padded * -(-size // group)].view(-1, padded)
+    quantize_rows(x, group, unit, codes[:rows], scales, ws.dependent)
+    scaled_linear(codes, scales, w, out)
 
 
 def _mm(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:

@@ -16,7 +16,15 @@ from specrs.kernels.cuda.skinny_linear import MAX_ROWS, Next, Product
 from specrs.kernels.linear import Weight
 from specrs.models.config import ModelConfig
 from specrs.models.cuda.experts import CHUNK_ROWS, mixture
-from specrs.models.cuda.products import few_product, gated, gated_product, operand, product, write_router_logits
+from specrs.models.cuda.products import (
+    few_product,
+    gated,
+    gated_product,
+    multiplied,
+    operand,
+    product,
+    write_router_logits,
+)
 from specrs.models.cuda.workspace import MLP_ROWS, Workspace
 from specrs.models.dense_weights import ExpertWeights, LayerWeights
 from specrs.parallel.ranks import Ranks
@@ -59,8 +67,8 @@ def stream_of(hidden: Tensor, positions: Tensor, ws: Workspace, c: ModelConfig, 
 @dataclass(slots=True)
 class FusedStream:
     """Of few rows: the stream is prepared for its next norm as it is added to, and normed by the product that reads it:
-    no kernels for norms. What a norm's weight may make of fp16 is beyond its range, so there norms are kernels of their
-    own. What blocks add is not normed."""
+    no kernels for norms. What a norm's weight may make of fp16 is beyond its range, and rows are normed before they are
+    rounded to FP8, so there norms are kernels of their own. What blocks add is not normed."""
 
     hidden: Tensor
     ws: Workspace
@@ -71,24 +79,24 @@ class FusedStream:
         self, name: str, norm: Tensor | None, w: Weight, out: Tensor, heads: Heads | None = None
     ) -> None:
         assert norm is not None
-        self._normed_product(name, norm, dataclasses.replace(operand(w), heads=heads), out)
+        self._normed_product(name, norm, w, dataclasses.replace(operand(w), heads=heads), out)
 
     def add_product(self, name: str, x: Tensor, w: Weight, norm: Tensor | None, behind: Tensor | None = None) -> None:
         assert behind is None
         following, multiplier = self.following(norm), self.c.residual_multiplier
         product = dataclasses.replace(operand(w), accumulate=True, multiplier=multiplier, next=following)
-        few_product(self.ws, name, x, product, self.hidden)
+        few_product(self.ws, name, multiplied(self.ws, x, w), product, self.hidden)
         cut = self.ws.config(name, x.shape[0], product.coding)
         tiles = -(-self.hidden.shape[1] // LinearConfig(*cut).block_n)
         self._squares = None if following is None else following.squares[:tiles]
 
     def add_mlp(self, w: LayerWeights, norm: Tensor | None) -> None:
         activated = self.ws.activated[: self.hidden.shape[0]]
-        self._normed_product("gate_up", w.post_attention_norm, gated(w.gate_up, self.c), activated)
+        self._normed_product("gate_up", w.post_attention_norm, w.gate_up, gated(w.gate_up, self.c), activated)
         self.add_product("down", activated, w.down, norm)
 
     def following(self, norm: Tensor | None) -> Next | None:
-        if norm is None or norm.dtype == torch.float16:
+        if norm is None or norm.dtype == torch.float16 or self.ws.rounds_rows:
             return None
         # As `embed` leaves it; products say how many tiles they have written.
         self._squares = self.ws.squares[:1]
@@ -99,9 +107,9 @@ class FusedStream:
         rms_norm(self.hidden, None, norm, out, self.c.rms_norm_eps, self.ws.dependent)
         return out
 
-    def _normed_product(self, name: str, norm: Tensor, product: Product, out: Tensor) -> None:
+    def _normed_product(self, name: str, norm: Tensor, w: Weight, product: Product, out: Tensor) -> None:
         if self._squares is None:
-            few_product(self.ws, name, self.normed(norm), product, out)
+            few_product(self.ws, name, multiplied(self.ws, self.normed(norm), w), product, out)
             return
         normed = dataclasses.replace(product, squares=self._squares, eps=self.c.rms_norm_eps)
         few_product(self.ws, name, self.ws.weighted[: self.hidden.shape[0]], normed, out)

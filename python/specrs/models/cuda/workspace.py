@@ -15,6 +15,7 @@ from specrs.kernels.cuda.attention_config import MAX_VERIFY_ROWS, AttentionConfi
 from specrs.kernels.cuda.configs import LinearShape, linear_config
 from specrs.kernels.cuda.device import DeviceLimits, limits_of
 from specrs.kernels.cuda.sampling_scratch import SamplingScratch
+from specrs.kernels.cuda.scaled_linear import PADDED_ROWS
 from specrs.kernels.cuda.skinny_linear import MAX_ROWS, block_m, scratch_sizes
 from specrs.models.config import ModelConfig
 from specrs.models.cuda.experts import ExpertBuffers
@@ -66,6 +67,16 @@ def linear_shapes(config: ModelConfig, dtype: torch.dtype, device: torch.device 
 def logits_rows(max_seqs: int) -> int:
     """Rows whose logits are there at once behind passes of `max_seqs` requests, where they are an end in between."""
     return min(_LOGITS_ROWS, max_seqs * MAX_VERIFY_ROWS)
+
+
+def _rounded_sizes(shapes: Mapping[str, Sequence[LinearShape]], max_rows: int) -> tuple[int, int]:
+    """Numbers and scales of the most rows of a product of FP8 weights."""
+    sizes = [(0, 0)]
+    for name, every in shapes.items():
+        rows = PADDED_ROWS - 1 + (min(max_rows, MLP_ROWS) if name in ("gate_up", "down") else max_rows)
+        kinds = [(shape.k, shape.coding.group) for shape in every if shape.coding and shape.coding.kind == "fp8"]
+        sizes += [(rows * k, rows * -(-k // group)) for k, group in kinds]
+    return max(numbers for numbers, _ in sizes), max(scales for _, scales in sizes)
 
 
 def _attention_scratch(
@@ -139,6 +150,10 @@ class Workspace:
     """Of that argmax."""
     numbers: Tensor
     """[0 or 64 MiB], a piece of a coded weight, for more than 256 rows."""
+    rounded: Tensor
+    """[rows times inputs, or 0], the rows that a product is of where they are rounded to FP8; or their codes, bytes."""
+    row_scales: Tensor
+    """[groups times rows, or 0] fp32, the scales of those codes."""
     configs: Mapping[tuple[str, Coding | None, int], list[int]]
     """Fields of the LinearConfig of (product, coding of its weight, columns of its tiles)."""
     experts: ExpertBuffers | None
@@ -183,6 +198,7 @@ class Workspace:
         pieces = [s.n * s.sides * s.k for s in coded]
         numbers = min(max(pieces, default=0), _NUMBERS_BYTES // dtype.itemsize) if max_rows > CODED_ROWS else 0
         many = logits_rows(max_seqs)
+        room = max_rows + PADDED_ROWS - 1  # of products of rows in FP8
         many = many if many > MAX_ROWS else 0
 
         def buffer(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -191,14 +207,14 @@ class Workspace:
         f32, i32 = torch.float32, torch.int32
         angles = (len(rotations(config)), max_rows, config.rotary_dim // 2)
         has_mlp = config.experts is None or not all(config.experts.layers)
-        mlp_rows = min(max_rows, MLP_ROWS) if has_mlp else 0
+        mlp_rows = min(max_rows, MLP_ROWS) + room - max_rows if has_mlp else 0
         return cls(
             hidden=buffer(max_rows, config.hidden_size),
             weighted=buffer(min(max_rows, MAX_ROWS), config.hidden_size),
             squares=buffer(stream_tiles, MAX_ROWS, dtype=f32),
             normed=buffer(max_rows, config.hidden_size),
-            delta=buffer(max_rows, config.hidden_size),
-            qkv=buffer(max_rows, of["qkv"].sides * of["qkv"].n),
+            delta=buffer(room, config.hidden_size),
+            qkv=buffer(room, of["qkv"].sides * of["qkv"].n),
             attended=buffer(max_rows, of["o"].k),
             gate_up=buffer(mlp_rows, 2 * config.intermediate_size),
             activated=buffer(mlp_rows, config.intermediate_size),
@@ -213,11 +229,28 @@ class Workspace:
             logits=buffer(many, config.vocab_size, dtype=f32),
             scratch=SamplingScratch.allocate(many, 0, config.vocab_size, device),
             numbers=buffer(numbers),
+            rounded=buffer(0),
+            row_scales=buffer(0, dtype=f32),
             configs={key: c.as_list() for key, c in configs.items()},
             experts=ExpertBuffers.allocate(config, max_rows, dtype, device, limits),
             limits=limits,
             dependent=limits.capability >= 90 if dependent is None else dependent,
         )
+
+    def rounding_rows(self, shapes: Mapping[str, Sequence[LinearShape]]) -> Workspace:
+        """The same, with buffers for products of rows in FP8 with the weights in FP8 of `shapes`."""
+        max_rows, device = len(self.hidden), self.hidden.device
+        rounded, row_scales = _rounded_sizes(shapes, max_rows)
+        return dataclasses.replace(
+            self,
+            rounded=torch.zeros(rounded, dtype=self.hidden.dtype, device=device),
+            row_scales=torch.zeros(row_scales, dtype=torch.float32, device=device),
+        )
+
+    @property
+    def rounds_rows(self) -> bool:
+        """Whether some products are of rows rounded to FP8."""
+        return len(self.rounded) > 0
 
     @property
     def num_bytes(self) -> int:
