@@ -1,4 +1,4 @@
-"""Tile shapes of the skinny products by (GPU, shape): a committed table, and defaults for what it lacks. Times nothing.
+"""Tile shapes of products by (GPU, shape): a committed table, and defaults for what it lacks. Times nothing.
 
 Timing at start-up would let restarts and ranks differ in the order of their sums, so the table is made once, by
 `specrs tune`, and every process reads the same. It may be empty: the defaults follow from the device's limits.
@@ -28,14 +28,14 @@ TABLE = Path(__file__).with_name("configs.json")
 
 @dataclass(frozen=True, slots=True)
 class LinearConfig:
-    """How one skinny product is cut up. `block_n`, `block_k` and `programs` decide the order of its sums."""
+    """How one product is cut up. `block_n`, `block_k` and `programs` decide the order of its sums."""
 
     block_n: int
     """Output features of a tile (of each of its two sides where the product has two)."""
     block_k: int
     """Input features of a step."""
     programs: int
-    """Programs that share the work, at most one per step."""
+    """Programs that share the work, at most one per step. A grouped product has one for each tile, whatever this is."""
     num_warps: int
     num_stages: int
     prefetch: int = 0
@@ -60,6 +60,8 @@ class LinearShape:
     """Of the weight; None: it is dense."""
     head_dim: int = 0
     """Features of a head, whose halves are the two sides of a tile; 0: the output is no heads."""
+    experts: tuple[int, int] | None = None
+    """Of a grouped product, of which `n` and `k` are one expert's: how many there are, and how many a row has."""
 
     @property
     def sides(self) -> int:
@@ -68,11 +70,13 @@ class LinearShape:
 
     @property
     def key(self) -> str:
-        """As it stands in the table: `n4096-k2048-bfloat16`, behind it `-gated` where gated, `-heads128` of heads and
-        `-fp8-128` of codes."""
-        coded = "" if self.coding is None else f"-{self.coding.kind}-{self.coding.group}"
+        """As it stands in the table: `n4096-k2048-bfloat16`, behind it `-gated` where gated, `-heads128` of heads,
+        `-fp8-128` of codes and `-8of128` of experts."""
         heads = f"-heads{self.head_dim}" if self.head_dim else ""
-        return f"n{self.n}-k{self.k}-{str(self.dtype).removeprefix('torch.')}{'-gated' * self.gated}{heads}{coded}"
+        coded = "" if self.coding is None else f"-{self.coding.kind}-{self.coding.group}"
+        experts = "" if self.experts is None else f"-{self.experts[1]}of{self.experts[0]}"
+        kind = f"{str(self.dtype).removeprefix('torch.')}{'-gated' * self.gated}"
+        return f"n{self.n}-k{self.k}-{kind}{heads}{coded}{experts}"
 
     @property
     def bits(self) -> int:
@@ -101,6 +105,11 @@ def linear_config(shape: LinearShape, block_m: int, limits: DeviceLimits) -> Lin
 
 def default_config(shape: LinearShape, limits: DeviceLimits) -> LinearConfig:
     """A safe configuration for a GPU that was not tuned for; measured on an H200 (docs/decisions/cuda.md)."""
+    if shape.experts is not None:
+        # They have few steps, and tiles are more than multiprocessors, several of which each runs at a time: more than
+        # four stages leave no room for them (down of Qwen3-30B-A3B for six rows 36 us with four, 42 with eight).
+        alone = default_config(dataclasses.replace(shape, experts=None), limits)
+        return dataclasses.replace(alone, num_stages=min(4, alone.num_stages))
     if not limits.capability:  # the interpreter: small tiles, so that small shapes have several
         block_n, block_k = shape.head_dim // 2 or 16, max(32, shape.least_k)
         return LinearConfig(block_n, block_k, min(limits.num_sms, shape.bound(block_n, block_k)), 4, 1)
@@ -178,5 +187,5 @@ def load_table(path: Path = TABLE) -> Mapping[str, Mapping[str, LinearConfig]]:
     content = json.loads(path.read_text(encoding="utf-8"))
     return {
         gpu: {key: LinearConfig(**fields) for key, fields in shapes.items()}
-        for gpu, shapes in content["skinny_linear"].items()
+        for gpu, shapes in content["products"].items()
     }

@@ -8,8 +8,8 @@ last tile end at once. A row's sums have one order, whatever the other rows are.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import triton
@@ -18,7 +18,6 @@ from specrs.kernels.activation import clamped_swiglu as clamped_swiglu_reference
 from specrs.kernels.cuda._dependent_launch import enter, options
 from specrs.kernels.cuda.activation import activation, clamped_swiglu
 from specrs.kernels.cuda.configs import LinearConfig, LinearShape, linear_config
-from specrs.kernels.cuda.device import DeviceLimits
 from specrs.kernels.cuda.skinny_linear import MAX_ROWS, block_m
 from specrs.kernels.cuda.variants import DTYPES, SIZES, Variant
 from torch import Tensor
@@ -109,6 +108,50 @@ def most_tiles(experts: int, pairs: int, width: int) -> int:
     return some + (pairs - some) // width
 
 
+def launch(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    pairs: Sequence[Tensor],
+    out: Tensor,
+    shape: tuple[Sequence[int], Sequence[float]],
+    config: LinearConfig,
+    dependent: bool,
+    *,
+    compile_only: bool = False,
+) -> None:
+    """Launch the kernel, or only compile it; arguments as of `grouped_linear`, which checks them, `shape` its flags and
+    clamp."""
+    (each, gated, gelu, rows), clamp = shape
+    weight, bias = weights[0], weights[1] if len(weights) > 1 else None
+    alpha, limit = clamp or (None, None)
+    experts, n, width = weight.shape[0], out.shape[1], block_m(min(rows, MAX_ROWS))
+    grid = (triton.cdiv(n, config.block_n), most_tiles(experts, out.shape[0], width))
+    call = partial(grouped_linear_kernel.warmup, grid=grid) if compile_only else grouped_linear_kernel[grid]
+    call(
+        x,
+        weight,
+        bias,
+        *pairs,
+        out,
+        x.stride(0),
+        alpha,
+        limit,
+        EXPERTS=experts,
+        EACH=each,
+        N=n,
+        K=x.shape[1],
+        BLOCK_E=triton.next_power_of_2(experts),
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        BLOCK_M=width,
+        GATED=bool(gated),
+        GELU=bool(gelu),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **options(dependent),
+    )
+
+
 @torch.library.custom_op("specrs::grouped_linear", mutates_args=("out",))
 def grouped_linear(
     x: Tensor,
@@ -135,34 +178,7 @@ def grouped_linear(
         dependent: launch dependently (see `_dependent_launch`).
     """
     _check(x, weights, pairs, out, flags)
-    (each, gated, gelu, rows), c = flags, LinearConfig(*config)
-    weight, bias = weights[0], weights[1] if len(weights) > 1 else None
-    alpha, limit = clamp or (None, None)
-    experts, n, width = weight.shape[0], out.shape[1], block_m(min(rows, MAX_ROWS))
-    grid = (triton.cdiv(n, c.block_n), most_tiles(experts, out.shape[0], width))
-    grouped_linear_kernel[grid](
-        x,
-        weight,
-        bias,
-        *pairs,
-        out,
-        x.stride(0),
-        alpha,
-        limit,
-        EXPERTS=experts,
-        EACH=each,
-        N=n,
-        K=x.shape[1],
-        BLOCK_E=triton.next_power_of_2(experts),
-        BLOCK_N=c.block_n,
-        BLOCK_K=c.block_k,
-        BLOCK_M=width,
-        GATED=bool(gated),
-        GELU=bool(gelu),
-        num_warps=c.num_warps,
-        num_stages=c.num_stages,
-        **options(dependent),
-    )
+    launch(x, weights, pairs, out, (flags, clamp), LinearConfig(*config), dependent)
 
 
 @grouped_linear.register_fake
@@ -216,18 +232,6 @@ def grouped_linear_reference(
         out[mine] = y.to(out.dtype)
 
 
-def grouped_config(
-    n: int, k: int, dtype: torch.dtype, width: int, limits: DeviceLimits, *, gated: bool
-) -> LinearConfig:
-    """As for one expert's weight alone; `programs` means nothing here.
-
-    Experts have few steps, and tiles are more than multiprocessors, several of which each runs at a time: more than
-    four stages leave no room for them (down of Qwen3-30B-A3B for six rows 36 us with four, 42 with eight, on an H200).
-    """
-    config = linear_config(LinearShape(n, k, dtype, gated=gated), width, limits)
-    return dataclasses.replace(config, num_stages=min(4, config.num_stages))
-
-
 def _variants() -> tuple[Variant, ...]:
     variants = []
     for size in SIZES:
@@ -238,16 +242,17 @@ def _variants() -> tuple[Variant, ...]:
             ("down_oss", 2880, 2880, False),
         ):
             oss = kind.endswith("oss")
+            experts, each = (32, 4) if oss else (128, 8)
             for dtype, rows in (("bf16", 6), ("bf16", 64), ("fp16", 6)):
                 if (dtype == "fp16" and not gated) or (oss and (dtype, rows) != ("bf16", 6)):
                     continue
                 width = block_m(rows)
-                config = grouped_config(n, k, DTYPES[dtype], width, size.limits, gated=gated)
+                shape = LinearShape(n, k, DTYPES[dtype], gated=gated, experts=(experts, each))
+                config = linear_config(shape, width, size.limits)
                 types = dict.fromkeys(("x", "weight", "out"), f"*{dtype}") | {"pairs": "*i32", "starts": "*i32"}
                 types |= {"x_stride": "i32"}
                 types |= {"bias": "*bf16"} if oss else {}
                 types |= {"alpha": "fp32", "limit": "fp32"} if oss and gated else {}
-                experts, each = (32, 4) if oss else (128, 8)
                 constants = {
                     **{name: None for name in ("bias", "alpha", "limit") if name not in types},
                     "EXPERTS": experts,

@@ -10,9 +10,11 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import triton
+from specrs.kernels.cuda import grouped_linear
 from specrs.kernels.cuda._heads import Heads
 from specrs.kernels.cuda.configs import LinearConfig, LinearShape, default_config, fit
 from specrs.kernels.cuda.device import DeviceLimits
@@ -38,10 +40,12 @@ def candidates(shape: LinearShape, limits: DeviceLimits) -> list[LinearConfig]:
     depths = (32,) if shape.dtype == torch.float32 else (64, 128, 256)
     for block_n in widths:
         for block_k in depths:
-            for per_sm in (1, 2, 3, 4):
+            # A grouped product has a program for each tile.
+            for per_sm in (1, 2, 3, 4) if shape.experts is None else (1,):
                 programs = min(per_sm * limits.num_sms, shape.bound(block_n, block_k))
+                programs = default.programs if shape.experts is not None else programs
                 for warps in (4, 8) if block_n >= 64 else (4,):
-                    for stages in (3, 4, 6, 8):
+                    for stages in (3, 4, 6, 8) if shape.experts is None else (2, 3, 4, 6):
                         config = LinearConfig(block_n, block_k, programs, warps, stages, default.prefetch)
                         fitted = fit(config, shape, 16, limits)
                         if fitted.num_stages == stages:
@@ -69,6 +73,18 @@ def select(shape: LinearShape, configs: Iterable[LinearConfig], timer: Timer) ->
     return best, medians[best], medians[default]
 
 
+class Operands(NamedTuple):
+    """Of one product."""
+
+    x: Tensor
+    weight: Tensor
+    out: Tensor
+    beside: tuple[Tensor, Tensor]
+    """Partial sums and counters; of a grouped product its pairs."""
+    heads: Heads | None = None
+    """What the product makes of its output, where that is heads."""
+
+
 @dataclass(frozen=True, slots=True)
 class Trial:
     """One product of `rows` rows as it is compiled and timed."""
@@ -83,28 +99,50 @@ class Trial:
         """With as many stages as `rows` rows leave room for."""
         return cls(shape, fit(config, shape, block_m(rows), limits), rows, limits)
 
-    def operands(self, device: torch.device) -> tuple[Tensor, Product, Tensor, tuple[Tensor, Tensor]]:
-        """`(x, product, out, scratch)`; counters are zero, all else is undefined or harmless."""
-        shape, dtype = self.shape, self.shape.dtype
+    def operands(self, device: torch.device) -> Operands:
+        """Counters are zero, pairs those of rows that choose their experts at random, all else is undefined."""
+        shape, rows = self.shape, self.rows
+        if shape.experts is not None:
+            count, each = shape.experts
+            pairs = rows * each
+            # Of the first of the two products a row is that of all its pairs.
+            x = torch.empty((rows if shape.gated else pairs, shape.k), dtype=shape.dtype, device=device)
+            weight = torch.empty((count, shape.sides * shape.n, shape.k), dtype=shape.dtype, device=device)
+            out = torch.empty((pairs, shape.n), dtype=shape.dtype, device=device)
+            return Operands(x, weight, out, _sorted_pairs(rows, count, each, device))
         features = shape.sides * shape.n
-        sizes = scratch_sizes(self.config, self.rows, n=shape.n, sides=shape.sides)
-        weight = torch.empty((features, shape.k), dtype=dtype, device=device)
-        heads = _heads(features // shape.head_dim, shape, self.rows, device) if shape.head_dim else None
-        return (
-            torch.empty((self.rows, shape.k), dtype=dtype, device=device),
-            Product(weight, gated=shape.gated, heads=heads),
-            torch.empty((self.rows, shape.n if shape.gated else features), dtype=dtype, device=device),
+        sizes = scratch_sizes(self.config, rows, n=shape.n, sides=shape.sides)
+        return Operands(
+            torch.empty((rows, shape.k), dtype=shape.dtype, device=device),
+            torch.empty((features, shape.k), dtype=shape.dtype, device=device),
+            torch.empty((rows, shape.n if shape.gated else features), dtype=shape.dtype, device=device),
             (
                 torch.empty(sizes[0], dtype=torch.float32, device=device),
                 torch.zeros(sizes[1], dtype=torch.int32, device=device),
             ),
+            _heads(features // shape.head_dim, shape, rows, device) if shape.head_dim else None,
         )
 
-    def launch(
-        self, x: Tensor, product: Product, out: Tensor, scratch: Sequence[Tensor], *, compile_only: bool = False
-    ) -> None:
+    def launch(self, o: Operands, *, compile_only: bool = False) -> None:
         """The product, dependent where the device can, as passes launch it."""
-        launch(x, product, out, None, scratch, self.config, self.limits.capability >= 90, compile_only=compile_only)
+        dependent, gated = self.limits.capability >= 90, self.shape.gated
+        if self.shape.experts is not None:
+            flags = [self.shape.experts[1] if gated else 1, int(gated), 0, self.rows]
+            grouped_linear.launch(
+                o.x, [o.weight], o.beside, o.out, (flags, []), self.config, dependent, compile_only=compile_only
+            )
+            return
+        product = Product(o.weight, gated=gated, heads=o.heads)
+        launch(o.x, product, o.out, None, o.beside, self.config, dependent, compile_only=compile_only)
+
+
+def _sorted_pairs(rows: int, experts: int, each: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Pairs and where each expert's begin, as `grouped_linear` reads them; the same each time."""
+    chosen = torch.rand(rows, experts, generator=torch.Generator().manual_seed(0)).topk(each).indices.flatten()
+    order = chosen.argsort(stable=True).int()
+    ends = torch.bincount(chosen, minlength=experts).cumsum(0)
+    starts = torch.nn.functional.pad(ends, (1, 0)).int()
+    return order.to(device), starts.to(device)
 
 
 def _heads(count: int, shape: LinearShape, rows: int, device: torch.device) -> Heads:
@@ -124,7 +162,7 @@ def _heads(count: int, shape: LinearShape, rows: int, device: torch.device) -> H
 
 def compile_trial(trial: Trial) -> None:
     """Compile what `trial` launches, for the GPU that Triton has been told of."""
-    trial.launch(*trial.operands(torch.device("meta")), compile_only=True)
+    trial.launch(trial.operands(torch.device("meta")), compile_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,20 +220,19 @@ class DeviceTimer:
     def __call__(self, shape: LinearShape, config: LinearConfig) -> float:
         """Seconds of one product, launch included as a graph has it."""
         trial = Trial.of(shape, config, self.rows, self.limits)
-        x, product, out, scratch = trial.operands(self.device)
-        weight = product.weight.normal_()
-        x.normal_()
-        others = [weight.clone() for _ in range(math.ceil(self._COLD_BYTES / weight.nbytes))]
-        products = [product, *(dataclasses.replace(product, weight=other) for other in others)]
+        operands = trial.operands(self.device)
+        weight = operands.weight.normal_()
+        operands.x.normal_()
+        copies = [weight, *(weight.clone() for _ in range(math.ceil(self._COLD_BYTES / weight.nbytes)))]
         try:
-            trial.launch(x, product, out, scratch)
+            trial.launch(operands)
         except OutOfResources:
             return math.inf
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for i in range(self._LAUNCHES):
-                trial.launch(x, products[i % len(products)], out, scratch)
+                trial.launch(operands._replace(weight=copies[i % len(copies)]))
         start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         graph.replay()
@@ -209,7 +246,7 @@ class DeviceTimer:
 def write_table(path: Path, gpu: str, chosen: Mapping[LinearShape, LinearConfig]) -> None:
     """Put `chosen` into the table at `path` (made if missing); other GPUs and other shapes keep their entries."""
     table = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    entries = table.setdefault("skinny_linear", {}).setdefault(gpu, {})
+    entries = table.setdefault("products", {}).setdefault(gpu, {})
     entries.update({shape.key: dataclasses.asdict(config) for shape, config in chosen.items()})
     made_with = {"torch": torch.__version__, "triton": triton.__version__}
     table.setdefault("made_with", {})[gpu] = made_with

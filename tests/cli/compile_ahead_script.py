@@ -12,15 +12,19 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+GATE_UP = LinearShape(64, 256, torch.bfloat16, gated=True, experts=(16, 4))
+DOWN = LinearShape(256, 64, torch.bfloat16, experts=(16, 4))
+
 
 def main() -> None:
-    """The first trial and the last compile, the one between them has a step that is no power of two."""
+    """The second trial has a step that is no power of two; the others compile."""
     target, limits = GPUTarget("cuda", 90, 32), DeviceLimits("", 90, 132, 227 * 1024)
     dense = LinearShape(256, 256, torch.bfloat16)
     work = [
         Trial.of(dense, LinearConfig(32, 64, 4, 4, 3, 2), 6, limits),
         Trial.of(dense, LinearConfig(32, 48, 4, 4, 3, 2), 6, limits),
         Trial.of(LinearShape(64, 256, torch.bfloat16, gated=True), LinearConfig(32, 64, 4, 4, 3, 2), 6, limits),
+        *(Trial.of(experts, LinearConfig(32, 64, 4, 4, 3, 2), 6, limits) for experts in (GATE_UP, DOWN)),
     ]
     errors = dict(compile_ahead(compile_trial, work, target, 1))
     hits: list[bool] = []
@@ -28,7 +32,7 @@ def main() -> None:
     driver.set_active(NamedDevice(target))
     for trial in work:
         if errors[trial] is None:
-            trial.launch(*trial.operands(torch.device("cpu")), compile_only=True)
+            trial.launch(trial.operands(torch.device("cpu")), compile_only=True)
     listed = [errors[trial] for trial in work]
     print(json.dumps({"errors": listed, "hits": hits}))
 

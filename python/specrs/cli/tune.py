@@ -10,9 +10,10 @@ from specrs.errors import InvalidConfigError, check_int, invalid_config
 
 SUMMARY = "time kernel configurations for models on this GPU"
 DESCRIPTION = (
-    "Time the configurations of the matrix products of one or more models on this machine's CUDA device, and write the "
-    "fastest into the table that every engine on such a device reads. Only config.json of a model is needed. An "
-    "engine reads the table when it starts; without an entry for its GPU and shape it takes safe defaults."
+    "Time the configurations of the matrix products of one or more models, those of experts among them, on this "
+    "machine's CUDA device, and write the fastest into the table that every engine on such a device reads. Only "
+    "config.json of a model is needed. An engine reads the table when it starts; without an entry for its GPU and "
+    "shape it takes safe defaults."
 )
 
 
@@ -42,6 +43,7 @@ def run(arguments: argparse.Namespace) -> None:
     from specrs.kernels.cuda.configs import TABLE, LinearShape
     from specrs.kernels.cuda.device import limits_of
     from specrs.kernels.cuda.tuning import DeviceTimer, compile_trial, trials, tune, write_table
+    from specrs.models.cuda.experts import expert_shapes
     from specrs.models.cuda.workspace import linear_shapes
     from specrs.models.loader import load_config, resolve_dtype
 
@@ -51,7 +53,8 @@ def run(arguments: argparse.Namespace) -> None:
     for source in arguments.model:
         config = load_config(source, revision=arguments.revision)
         dtype = resolve_dtype(arguments.dtype, config, device)
-        shapes |= {shape.key: shape for shape in linear_shapes(config, dtype, device).values()}
+        products = *linear_shapes(config, dtype, device).values(), *expert_shapes(config, dtype).values()
+        shapes |= {shape.key: shape for shape in products}
     output, work = arguments.output or TABLE, trials(shapes.values(), rows, limits)
     target = driver.active.get_current_target()
     compiled = compile_ahead(compile_trial, work, target, jobs or physical_cores())

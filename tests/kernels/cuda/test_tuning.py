@@ -1,18 +1,23 @@
 """Configurations: which fit, which is chosen, and what stands in the table. Times are made up."""
 
 import dataclasses
+import itertools
 import json
 import random
 from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import make_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 from specrs.kernels.cuda import configs
 from specrs.kernels.cuda.configs import LinearConfig, LinearShape, default_config, fit, linear_config, load_table
-from specrs.kernels.cuda.device import DeviceLimits
-from specrs.kernels.cuda.tuning import candidates, select, write_table
+from specrs.kernels.cuda.device import INTERPRETER, DeviceLimits
+from specrs.kernels.cuda.grouped_linear import grouped_linear_reference
+from specrs.kernels.cuda.tuning import Trial, candidates, select, write_table
+from specrs.models.cuda.experts import ExpertBuffers, expert_shapes
+from specrs.models.loader import load_config
 
 H200 = DeviceLimits("NVIDIA H200", 90, 132, 227 * 1024)
 CONSUMER = DeviceLimits("some card", 120, 170, 99 * 1024)
@@ -24,6 +29,7 @@ shapes = st.builds(
     k=st.sampled_from([64, 1024, 5120, 25600]),
     dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
     gated=st.booleans(),
+    experts=st.sampled_from([None, (128, 8)]),
 )
 
 
@@ -90,8 +96,50 @@ def test_table_keeps_other_gpus_and_shapes(tmp_path: Path, monkeypatch: pytest.M
     )
 
 
+def test_experts_have_entries_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which the engine reads, and a product of the same size alone does not; without one at most four stages."""
+    model = load_config(make_checkpoint(tmp_path / "model", "qwen3_moe", hidden=64, head_dim=32))
+    of = expert_shapes(model, torch.bfloat16)
+    assert model.experts is not None
+    count, each, inner = model.experts.count, model.experts.per_token, model.experts.intermediate_size
+    assert of["gate_up"].key == f"n{inner}-k64-bfloat16-gated-{each}of{count}"
+    assert of["down"].key == f"n64-k{inner}-bfloat16-{each}of{count}"
+    limits, path = DeviceLimits("some GPU", 90, 132, 227 * 1024), tmp_path / "configs.json"
+    found = {shape: LinearConfig(128, 64, 5 + i, 8, 6) for i, shape in enumerate(of.values())}
+    before = ExpertBuffers.allocate(model, 64, torch.bfloat16, torch.device("cpu"), limits)
+    assert before is not None
+    assert all(LinearConfig(*cut).num_stages <= 4 for cut in before.configs.values())
+    write_table(path, "some GPU", found)
+    monkeypatch.setattr(configs, "load_table", lambda: load_table(path))
+    made = ExpertBuffers.allocate(model, 64, torch.bfloat16, torch.device("cpu"), limits)
+    assert made is not None
+    for name, shape in of.items():
+        assert made.configs[name, 16] == found[shape].as_list()
+        alone = dataclasses.replace(shape, experts=None)
+        assert linear_config(alone, 16, limits) == fit(default_config(alone, limits), alone, 16, limits)
+
+
+def test_trials_of_experts_launch_what_passes_do() -> None:
+    """Every expert's pairs in order; programs are not varied, since each has a tile."""
+    shape = LinearShape(64, 32, torch.float32, gated=True, experts=(8, 3))
+    assert len({config.programs for config in candidates(dataclasses.replace(shape, dtype=torch.bfloat16), H200)}) == 1
+    for own in (shape, LinearShape(32, 64, torch.float32, experts=(8, 3))):
+        trial = Trial.of(own, LinearConfig(16, 32, 1, 4, 2), 5, INTERPRETER)
+        x, weight, out, (order, starts) = operands = trial.operands(torch.device("cpu"))
+        x.normal_()
+        weight.normal_()
+        trial.launch(operands)
+        assert sorted(order.tolist()) == list(range(15))
+        assert starts.tolist() == sorted(starts.tolist())
+        assert (starts[0], starts[-1]) == (0, 15)
+        assert all(len(set((order[a:b] // 3).tolist())) == b - a for a, b in itertools.pairwise(starts.tolist()))
+        expected, flags = torch.empty_like(out), [3 if own.gated else 1, int(own.gated), 0, 5]
+        grouped_linear_reference(x, [weight], (order, starts), expected, flags)
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_committed_table_can_be_read() -> None:
     for gpu, entries in load_table().items():
         assert gpu
         assert all(config.num_stages >= 2 for config in entries.values())
-    assert "skinny_linear" in json.loads(configs.TABLE.read_text())
+    assert "products" in json.loads(configs.TABLE.read_text())

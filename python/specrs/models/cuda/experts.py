@@ -7,15 +7,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specrs.kernels.cuda.configs import LinearShape, linear_config
 from specrs.kernels.cuda.device import DeviceLimits
 from specrs.kernels.cuda.experts import add_pairs, route, sort_pairs
-from specrs.kernels.cuda.grouped_linear import grouped_config, grouped_linear
+from specrs.kernels.cuda.grouped_linear import grouped_linear
 from specrs.kernels.cuda.skinny_linear import MAX_ROWS, block_m
 from specrs.models.config import ModelConfig
 from specrs.models.dense_weights import ExpertWeights
 
 CHUNK_ROWS = 2048
 """Rows that go through experts at once: the buffers between have a row for each of a row's experts."""
+
+
+def expert_shapes(c: ModelConfig, dtype: torch.dtype) -> dict[str, LinearShape]:
+    """The products of a layer's experts, by name; none of a model without."""
+    if c.experts is None:
+        return {}
+    experts, h, i = (c.experts.count, c.experts.per_token), c.hidden_size, c.experts.intermediate_size
+    return {
+        "gate_up": LinearShape(i, h, dtype, gated=True, experts=experts),
+        "down": LinearShape(h, i, dtype, experts=experts),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +60,12 @@ class ExpertBuffers:
             return None
         e, rows = c.experts, min(max_rows, CHUNK_ROWS)
         pairs, h, i = rows * e.per_token, c.hidden_size, e.intermediate_size
-        configs = {}
-        for width in {block_m(rows) for rows in (1, 17, MAX_ROWS)}:
-            configs["gate_up", width] = grouped_config(i, h, dtype, width, limits, gated=True).as_list()
-            configs["down", width] = grouped_config(h, i, dtype, width, limits, gated=False).as_list()
+        widths = {block_m(rows) for rows in (1, 17, MAX_ROWS)}
+        configs = {
+            (name, width): linear_config(shape, width, limits).as_list()
+            for name, shape in expert_shapes(c, dtype).items()
+            for width in widths
+        }
 
         def buffer(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
