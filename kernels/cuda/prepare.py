@@ -96,6 +96,7 @@ def prepare_kernel(  # type: ignore[no-untyped-def]
     W: tl.constexpr,
     ROWS: tl.constexpr,
     READS_HIDDEN: tl.constexpr,
+    HAS_CHUNKS: tl.constexpr,
     HAS_EMITS: tl.constexpr,
     HAS_HOST: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -105,7 +106,10 @@ def prepare_kernel(  # type: ignore[no-untyped-def]
     BLOCK_T: tl.constexpr,
 ):
     b = tl.program_id(0)
-    count = tl.load(count_ptr)
+    count, first_chunk = tl.load(count_ptr), 0
+    if HAS_CHUNKS:
+        first_chunk = count
+        count += tl.load(count_ptr + 1)
     valid = b < count
     row = tl.where(valid, tl.load(entry_row_ptr + b, mask=valid, other=0), padding_row)
     capacity = tl.load(entry_capacity_ptr + b, mask=valid, other=0)
@@ -113,7 +117,7 @@ def prepare_kernel(  # type: ignore[no-untyped-def]
     n = tl.load(num_tokens_ptr + row)
     alive = valid & (tl.load(active_ptr + row) != 0)
     if HAS_EMITS:
-        alive = alive & (tl.load(emits_ptr + b, mask=valid, other=0) != 0)
+        alive = alive & (tl.load(emits_ptr + b - first_chunk, mask=valid & (b >= first_chunk), other=1) != 0)
     draft_len = tl.load(draft_len_ptr + row)
     end = tl.load(limit_ptr + row) - 1
     within = tl.minimum(end, draft_context + 1)
@@ -211,13 +215,14 @@ class PlannedEntries:
     """The record's entries that an iteration is for; int64, sections of at least B words."""
 
     count: Tensor
-    """[1] entries that the launch has; those behind are padding."""
+    """[1] entries that the launch has; those behind are padding. [2]: entries that decode, and prompt chunks behind
+    them."""
     row: Tensor
     k: Tensor
     """Planned K, descending."""
     capacity: Tensor
     emits: Tensor | None = None
-    """0 for a prompt chunk that is not its prompt's last; None: all entries emit."""
+    """0 for a prompt chunk that is not its prompt's last, from the first chunk on; None: all entries emit."""
     drafter: Tensor | None = None
     """Whose drafts each entry has, `DRAFTER_*`; None: no drafter is on the host."""
 
@@ -322,18 +327,18 @@ def prepare_iteration(
         written += [out.k_start, hidden.draft_start]
     mask = -1 if sizes.mask_token_id is None else sizes.mask_token_id
     fixed = [sizes.draft_context, sizes.width, sizes.block_size, sizes.max_k, sizes.first_pass_rows, mask]
-    flags = [planned.emits is not None, planned.drafter is not None, hidden is not None]
+    flags = [len(planned.count) == 2, planned.emits is not None, planned.drafter is not None, hidden is not None]
     torch.ops.specrs.prepare_iteration(read, written, fixed, flags)
 
 
 @torch.library.custom_op("specrs::prepare_iteration", mutates_args=["written"])
 def _prepare_iteration(read: list[Tensor], written: list[Tensor], sizes: list[int], flags: list[bool]) -> None:
     """The op behind `prepare_iteration`: tensors in the order of the kernel's pointers, those that only some have
-    last, the fields of a Sizes, and what there is: `emits`, `drafter`, `hidden`."""
+    last, the fields of a Sizes, and what there is: chunks behind entries that decode, `emits`, `drafter`, `hidden`."""
     num_tokens, tokens, block_table = read[6], read[10], read[11]
     row, draft_positions, verify_ids = written[0], written[9], written[12]
     draft_context, width, block_size, max_k, first_pass_rows, mask_id = sizes
-    has_emits, has_host, reads_hidden = flags
+    has_chunks, has_emits, has_host, reads_hidden = flags
     always, some = written[:18], written[18:]
     on_host = some[0] if has_host else row
     k_start, draft_start = some[-2:] if reads_hidden else (row, row)
@@ -356,6 +361,7 @@ def _prepare_iteration(read: list[Tensor], written: list[Tensor], sizes: list[in
         W=width,
         ROWS=first_pass_rows,
         READS_HIDDEN=reads_hidden,
+        HAS_CHUNKS=has_chunks,
         HAS_EMITS=has_emits,
         HAS_HOST=has_host,
         BLOCK_SIZE=block_size,
@@ -495,7 +501,7 @@ def _variants() -> tuple[Variant, ...]:
         return Variant(name, fn, signature, constants, num_warps=1)
 
     def prepare(name: str, width: int, first_pass_rows: int, rows: int, **flags: bool) -> Variant:
-        constants = {"READS_HIDDEN": False, "HAS_EMITS": False, "HAS_HOST": False} | flags
+        constants = {"READS_HIDDEN": False, "HAS_CHUNKS": False, "HAS_EMITS": False, "HAS_HOST": False} | flags
         sizes = {"BLOCK_SIZE": 16, "BLOCK_B": rows, "BLOCK_K": 8, "BLOCK_T": 256}
         sizes |= {"W": width, "ROWS": first_pass_rows, "BLOCK_C": triton.next_power_of_2(max(first_pass_rows, 1))}
         return make(f"prepare_{name}_b{rows}", prepare_kernel, constants | sizes)
@@ -505,6 +511,7 @@ def _variants() -> tuple[Variant, ...]:
         prepare("decode", 2, 2, 512),
         prepare("plain", 0, 0, 512),
         prepare("prefill", 2, 2, 512, HAS_EMITS=True),
+        prepare("merged", 2, 2, 512, HAS_CHUNKS=True, HAS_EMITS=True),
         prepare("list", 2, 2, 512, HAS_HOST=True),
         prepare("parallel", 6, 10, 512),
         prepare("hidden", 14, 14, 512, READS_HIDDEN=True),

@@ -8,7 +8,7 @@ import torch
 from kernel_launches import Launch, recorded
 from specrs.engine.engine import Engine
 from specrs.runner.cuda.context import entries_of
-from specrs.runner.cuda.graphs import tasks
+from specrs.runner.cuda.graphs import Uncaptured, tasks
 from specrs.runner.cuda.runner import CudaRunner
 from specrs.runner.cuda.warm_up import warm_up
 from specrs.sampling import SamplingParams
@@ -24,16 +24,21 @@ def keys_of(launches: list[Launch]) -> Keys:
 
 
 @torch.inference_mode()
-def start(engine: Engine) -> Keys:
-    """Give the engine's runner its graphs; the keys of what captures them and of the warm-up. Nothing runs."""
+def start(engine: Engine, *, eager: bool) -> Keys:
+    """Give the engine's runner its graphs unless `eager`; the keys of what the start launches. Nothing runs."""
     runner = engine.runner
     assert isinstance(runner, CudaRunner)
     launches: list[Launch] = []
     with recorded(launches):
-        for _, function in tasks(runner.ctx, runner.buckets, entries_of(runner.ctx.record.views, "num_decode")):
-            function()
+        if eager:
+            assert isinstance(runner.graphs, Uncaptured)
+            runner.graphs.run_all()
+        else:
+            for _, function in tasks(runner.ctx, runner.buckets, entries_of(runner.ctx.record.views, "num_decode")):
+                function()
         warm_up(runner.ctx, runner.buckets)
-    give_graphs(engine)
+    if not eager:
+        give_graphs(engine)
     return keys_of(launches)
 
 
@@ -58,16 +63,21 @@ def _different(one: Any, other: Any) -> list[str]:
     return sorted({str(item[0]) if isinstance(item, tuple) else f"{item} aligned" for item in {*one} ^ {*other}})
 
 
-@pytest.fixture(scope="module", params=[12, 40], ids=["short chunks", "whole prompts"])
+@pytest.fixture(
+    scope="module",
+    params=[(12, False), (40, False), (12, True), (40, True)],
+    ids=["short chunks", "whole prompts", "short chunks, eager", "whole prompts, eager"],
+)
 def census(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Keys, Keys]:
     """What the start launches, and what serving does."""
+    most, eager = request.param
     pair = make_pair(tmp_path_factory.mktemp("pair"))
     plain = [GREEDY, SamplingParams(temperature=0.8, top_p=0.9), GREEDY.replace(num_speculative_tokens=1)]
     asking = [PENALISED, SamplingParams(temperature=0.8, logprobs=2), GREEDY.replace(prompt_logprobs=1)]
     launches: list[Launch] = []
     with pytest.MonkeyPatch.context() as patch:
-        engine = pair.engine(gpu=True, monkeypatch=patch, max_num_batched_tokens=request.param)
-        known = start(engine)
+        engine = pair.engine(gpu=True, monkeypatch=patch, max_num_batched_tokens=most)
+        known = start(engine, eager=eager)
         with recorded(launches, run=True):
             for params in (plain, asking):
                 generate(engine, params, 5)

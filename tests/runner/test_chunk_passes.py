@@ -76,7 +76,7 @@ def test_without_graphs_one_attention_serves_chunks_of_all_lengths(
 
     monkeypatch.setattr(ChunkBuffers, "fill", watched)
     texts(engine, 2)
-    assert lengths == {18}
+    assert lengths == {12}, "the one shape of passes of at most 12 rows"
 
 
 chunks = st.lists(st.integers(1, 9), min_size=1, max_size=4)

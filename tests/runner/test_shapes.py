@@ -72,6 +72,37 @@ def test_captures_go_from_the_largest_down() -> None:
     assert {s.max_k for s in Buckets([1], 0).whole_shapes()} == {0}
 
 
+@given(
+    batch=st.integers(1, 12),
+    k=st.sampled_from([0, 5]),
+    rows=st.integers(1, 70),
+    chunks=st.integers(1, 6),
+    max_num_seqs=st.sampled_from([1, 5, 256]),
+)
+def test_chunks_behind_verification(batch: int, k: int, rows: int, chunks: int, max_num_seqs: int) -> None:
+    batches = batch_buckets(max_num_seqs)
+    buckets = Buckets(batches, 5, max_chunk_rows=512, max_chunks=max_num_seqs, merges=4)
+    whole = buckets.whole([k] * batch, Tail.GREEDY) if batch + chunks <= max_num_seqs else None
+    if whole is None or rows < chunks:
+        return
+    shape = buckets.merged(whole, batch, rows, chunks)
+    fits = chunks <= 4 and whole.batch * k + min(whole.batch + 4, max_num_seqs) + max(rows, 8) <= 64
+    assert (shape is not None) == fits
+    if shape is not None:
+        assert shape in set(buckets.merged_shapes())
+        assert shape.decode == whole
+        assert shape.rows <= 64, "products of more rows are cuBLAS's, in which no row is what it is alone"
+        assert batch + chunks <= shape.entries <= max_num_seqs
+        assert shape.chunk_rows >= rows
+        assert shape.verify.rows >= batch * (k + 1) + chunks
+
+
+def test_graphs_with_chunks_are_few() -> None:
+    buckets = Buckets(batch_buckets(256), 5, max_chunk_rows=8192, max_chunks=256, merges=4)
+    assert len(list(buckets.merged_shapes())) == 38
+    assert not list(Buckets(batch_buckets(256), 5, max_chunk_rows=8192, max_chunks=256).merged_shapes())
+
+
 @pytest.mark.parametrize("tail", Tail)
 def test_beyond_the_captured_sizes_there_is_no_graph(tail: Tail) -> None:
     buckets = Buckets(batch_buckets(8, (1, 2, 16)), 3)

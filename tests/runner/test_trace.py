@@ -30,7 +30,7 @@ from specrs.parallel.ranks import Ranks
 from specrs.runner.cuda import drafting, iteration
 from specrs.runner.cuda.chunks import catch_up_pass, feeds_chunks, prompt_pass
 from specrs.runner.cuda.context import Context, entries_of
-from specrs.runner.cuda.shapes import ChunkShape, Shape, Tail
+from specrs.runner.cuda.shapes import ChunkShape, MergedShape, Shape, Tail
 from specrs.runner.sampling_state import SamplingState
 from specrs.speculative_config import SpeculativeConfig
 from torch import Tensor
@@ -281,6 +281,24 @@ def test_passes_over_chunks_stay_on_the_device(context: Callable[..., Context], 
     assert feeds_chunks(ctx) == (kind == "draft")
     # The embedding, five kernels a layer, the final norm.
     assert count_ours(watch) == (1 + feeds_chunks(ctx)) * (5 * LAYERS + 2)
+
+
+@pytest.mark.parametrize("k", [0, K])
+@pytest.mark.parametrize("tail", [Tail.GREEDY, Tail.SAMPLED])
+def test_chunks_behind_verification_stay_on_the_device(context: Callable[..., Context], tail: Tail, k: int) -> None:
+    """An attention more a layer than the iteration alone."""
+    ctx = context("rejection")
+    alone = Shape(BATCH - 1, k, (BATCH - 1) * (k + 1), tail)
+    merged = MergedShape(alone, BATCH, ChunkShape(16, 1))
+    counts = []
+    for work in (
+        lambda: iteration.run(ctx, alone, entries_of(ctx.record.views, "num_decode")),
+        lambda: iteration.run_merged(ctx, merged),
+    ):
+        with torch.inference_mode(), Watch() as watch:
+            work()
+        counts.append(count_ours(watch))
+    assert counts[1] == counts[0] + LAYERS
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from specrs.kernels.cuda.sampling_scratch import SamplingScratch
 from specrs.kernels.cuda.sampling_structs import RowParams
 from specrs.kernels.linear import DenseWeight
 from specrs.models.cuda.products import stored
+from specrs.models.cuda.workspace import MERGED_CHUNKS
 from specrs.models.dense import Dense
 from specrs.models.dense_cuda import CudaDense
 from specrs.models.eagle3_cuda import CudaEagle3Head
@@ -31,10 +32,10 @@ from specrs.models.inputs import PassInputs
 from specrs.parallel.ranks import Ranks
 from specrs.runner.cuda.buffers import Buffers, DeviceRecord, DraftSizes
 from specrs.runner.cuda.chunk_buffers import ChunkBuffers
-from specrs.runner.cuda.context import Context, Head, Reduced, entries_of
-from specrs.runner.cuda.graphs import Graphs, capture_all, measure_bytes
+from specrs.runner.cuda.context import Context, Head, LaunchEntries, Reduced, entries_of
+from specrs.runner.cuda.graphs import Graphs, Uncaptured, capture_all, measure_bytes
 from specrs.runner.cuda.runner import CudaRunner
-from specrs.runner.cuda.shapes import Buckets, batch_buckets
+from specrs.runner.cuda.shapes import MERGED_ROWS, Buckets, batch_buckets
 from specrs.runner.cuda.warm_up import warm_up
 from specrs.runner.hidden_rows import HiddenRows
 from specrs.runner.row_state import RowState
@@ -45,9 +46,9 @@ logger = logging.getLogger(__name__)
 
 
 def make_buckets(blueprint: Blueprint) -> Buckets:
-    """The shapes that graphs are captured for."""
+    """The shapes that graphs are captured for, or that launches without graphs are padded to."""
     config = blueprint.config
-    sizes = batch_buckets(config.max_num_seqs, config.cudagraph_capture_sizes)
+    sizes = batch_buckets(config.max_num_seqs, None if config.enforce_eager else config.cudagraph_capture_sizes)
     speculative = config.speculative_config
     # Drafts on the host are as many as a text proposes, and their launches are verification alone.
     on_host = speculative is not None and speculative.on_host
@@ -62,6 +63,8 @@ def make_buckets(blueprint: Blueprint) -> Buckets:
         in_parallel=speculative is not None and speculative.parallel_drafting,
         max_chunk_rows=config.max_num_batched_tokens,
         max_chunks=config.max_num_seqs,
+        # Hidden states of a prompt's rows are read together by a head, whose chunks they are.
+        merges=MERGED_CHUNKS if blueprint.weights.head is None else 0,
     )
 
 
@@ -83,7 +86,7 @@ def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingS
     head: Head | None = None
     reduced: Reduced | None = None
     fed_ids: Tensor | None = None
-    target_rows = max(config.max_num_batched_tokens, config.max_num_seqs * (k + 1))
+    target_rows = max(config.max_num_batched_tokens, config.max_num_seqs * (k + 1), MERGED_ROWS[-1])
     is_point_mass = drafter is not None and drafter.proposal is Proposal.POINT_MASS
     rows = max(config.max_num_batched_tokens, config.max_num_seqs * max(k + 1, sizes.first_pass_rows))
     vocab = blueprint.weights.target.vocab_size
@@ -183,21 +186,31 @@ def _translated(drafter: TranslatedDraftModel) -> tuple[Dense, Reduced]:
 def make_cuda_runner(
     blueprint: Blueprint, scheduler: Scheduler, num_blocks: int, ranks: Ranks | None = None
 ) -> CudaRunner:
-    """The runner over `num_blocks` blocks, its graphs captured; several `ranks` capture the same ones at once."""
+    """The runner over `num_blocks` blocks, its graphs captured or without them its kernels compiled; several `ranks` do
+    so at once, in the same order."""
     config, device = blueprint.config, blueprint.device
     sampling = SamplingState(config.max_num_seqs, blueprint.weights.target.vocab_size, torch.float32, device)
     sampling.ranks = ranks
     ctx = make_context(blueprint, scheduler, sampling, num_blocks)
-    buckets = make_buckets(blueprint)
-    graphs: Graphs | None = None
-    if device.type == "cuda" and not config.enforce_eager:
-        before = torch.cuda.mem_get_info(device)[0]
+    buckets, decode = make_buckets(blueprint), entries_of(ctx.record.views, "num_decode")
+    uncaptured = Uncaptured(ctx, buckets, decode)
+    graphs: Graphs | Uncaptured = uncaptured
+    if device.type == "cuda":
         with torch.inference_mode():
             warm_up(ctx, buckets)
-            graphs = capture_all(ctx, buckets, entries_of(ctx.record.views, "num_decode"), device)
-        used = before - torch.cuda.mem_get_info(device)[0]
-        logger.info("%d CUDA graphs, %.1f MiB, %.0f KiB each", len(graphs), used / 2**20, used / 2**10 / len(graphs))
+            if config.enforce_eager:
+                uncaptured.run_all()
+            else:
+                graphs = _captured(ctx, buckets, decode, device)
     return CudaRunner(ctx, sampling, buckets, graphs, scheduler.record_layout(), logprobs_mode=config.logprobs_mode)
+
+
+def _captured(ctx: Context, buckets: Buckets, decode: LaunchEntries, device: torch.device) -> Graphs:
+    before = torch.cuda.mem_get_info(device)[0]
+    graphs = capture_all(ctx, buckets, decode, device)
+    used = before - torch.cuda.mem_get_info(device)[0]
+    logger.info("%d CUDA graphs, %.1f MiB, %.0f KiB each", len(graphs), used / 2**20, used / 2**10 / len(graphs))
+    return graphs
 
 
 @torch.inference_mode()

@@ -33,7 +33,7 @@ from specrs.models.cuda.products import stored, write_argmax, write_logits
 from specrs.models.cuda.stream import stream_of
 from specrs.models.cuda.workspace import Workspace, fused_heads, linear_shapes, logits_rows, rotations
 from specrs.models.dense_weights import DenseFacts, DenseWeights, LayerWeights, has_fp8_rows
-from specrs.models.inputs import PassInputs
+from specrs.models.inputs import ChunkRows, PassInputs
 from specrs.models.kv_cache import KVCache
 from specrs.models.kv_groups import KVGroups
 from specrs.models.rope import Rope, rope_magnitude
@@ -209,6 +209,9 @@ class Attention:
     groups: KVGroups | None
     fused: bool
     """The product with dense weights leaves heads as attention reads them."""
+    chunks: ChunkRows | None
+    chunk_rows: Sequence[AttentionRows]
+    """Of the chunks behind the requests, in each KV group; empty without chunks."""
 
     @classmethod
     def of(
@@ -221,16 +224,22 @@ class Attention:
         groups: KVGroups | None = None,
     ) -> Attention:
         """Rows attend from `k_start` `[B]` on, None: from that of `inputs`."""
-        rows = inputs.input_ids.shape[0]
+        rows, chunks = inputs.input_ids.shape[0], inputs.chunks
+        first = rows if chunks is None else chunks.first
         k_start = inputs.k_start if k_start is None else k_start
         angles = {rope: [ws.cos[i, :rows], ws.sin[i, :rows]] for i, rope in enumerate(rotations(c))}
         in_groups = [inputs.in_group(group) for group in range(1 if groups is None else len(groups.windows))]
         where = [
-            (slots, AttentionRows(inputs.positions, inputs.q_start, table, inputs.max_q_len, k_start))
+            (slots, AttentionRows(inputs.positions[:first], inputs.q_start, table, inputs.max_q_len, k_start))
             for slots, table in in_groups
         ]
+        behind = []
+        if chunks is not None:
+            tables = [chunks.in_group(group) for group in range(len(in_groups))]
+            at = inputs.positions[first:]
+            behind = [AttentionRows(at, chunks.q_start, table, chunks.max_q_len) for table in tables]
         fused = rows <= MAX_ROWS and fused_heads(c, dtype, ws.limits) > 0
-        return cls(c, dtype, ws, angles, where, groups, fused)
+        return cls(c, dtype, ws, angles, where, groups, fused, chunks, behind)
 
     def heads(self, layer: LayerWeights, cache: Tensor, index: int = 0) -> Heads | None:
         """What the product of the layer `index` needs to leave q, k and v as attention reads them; None: `turn` does it
@@ -251,17 +260,39 @@ class Attention:
         qk_norm_rope(qkv, norm, angles, slots, cache, self.c.num_heads, floats, self.ws.dependent)
 
     def __call__(self, layer: LayerWeights, qkv: Tensor, cache: Tensor, out: Tensor, index: int = 0) -> None:
-        """Attention's output of the layer `index`."""
-        c, ws, (_, rows) = self.c, self.ws, self.where[self._group(index)]
+        """Attention's output of the layer `index`. That of chunks is a launch of its own: one for both would be cut for
+        the longest request, and the sums of the others have another order beside chunks than alone."""
+        (_, rows), chunks = self.where[self._group(index)], self.chunks
+        if chunks is None:
+            self._attend(layer, qkv, cache, rows, out, index, rows.q_start.shape[0] - 1, self.ws.dependent)
+            return
+        first, behind = chunks.first, self.chunk_rows[self._group(index)]
+        self._attend(layer, qkv[:first], cache, rows, out[:first], index, chunks.batch, self.ws.dependent)
+        # What is ahead of it starts as early as it may itself, so this one waits for all of that.
+        self._attend(layer, qkv[first:], cache, behind, out[first:], index, behind.q_start.shape[0] - 1, False)
+
+    def _attend(
+        self,
+        layer: LayerWeights,
+        qkv: Tensor,
+        cache: Tensor,
+        rows: AttentionRows,
+        out: Tensor,
+        index: int,
+        batch: int,
+        dependent: bool,
+    ) -> None:
+        """`batch`: requests that it is cut up for."""
+        c, ws = self.c, self.ws
         window = c.windows[index] if c.windows else None
         # The table's width, not this launch's longest context: sums have one order, and few kernels are compiled.
         held = rows.block_table.shape[1] * cache.shape[3]
         span = held if window is None else min(window, held)
-        batch, heads = rows.q_start.shape[0] - 1, (c.num_heads, c.num_kv_heads, c.head_dim)
+        heads = (c.num_heads, c.num_kv_heads, c.head_dim)
         cut = _attention_config(batch, rows.max_q_len, *heads, (self.dtype, cache.dtype), ws.limits, span)
         sight = Sight(c.attention_scale, window, layer.sinks, layer.kv_scales)
         scratch, width = (ws.partials, ws.stats, ws.counters), c.num_heads * c.head_dim
-        paged_attention(qkv[:, :width], cache, rows, out, scratch, sight, cut, ws.dependent)
+        paged_attention(qkv[:, :width], cache, rows, out, scratch, sight, cut, dependent)
 
     def _group(self, index: int) -> int:
         return 0 if self.groups is None else self.groups.of_layer[index]

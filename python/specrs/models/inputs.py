@@ -8,6 +8,31 @@ from specrs.models.lora import AdapterRows
 
 
 @dataclass(frozen=True, slots=True)
+class ChunkRows:
+    """Chunks of S prompts behind the rows of a pass's B requests, which attend by themselves; int64 tensors."""
+
+    first: int
+    """The pass's row that the chunks begin at."""
+    q_start: Tensor
+    """[S + 1] as `PassInputs.q_start`, counted from that row."""
+    block_table: Tensor
+    """[S, max_blocks]"""
+    group_tables: Tensor | None
+    """[G - 1, S, max_blocks]"""
+    max_q_len: int
+    """Host upper bound of rows per chunk."""
+    batch: int
+    """Requests that the attention of the others is cut up for, at most B: what their sums' order is without chunks."""
+
+    def in_group(self, group: int) -> Tensor:
+        """Block table [S, max_blocks] of a group."""
+        if group == 0:
+            return self.block_table
+        assert self.group_tables is not None
+        return self.group_tables[group - 1]
+
+
+@dataclass(frozen=True, slots=True)
 class PassInputs:
     """One forward pass over N flat rows of B requests; all tensors int64 on the model's device, none is mutated.
 
@@ -39,6 +64,8 @@ class PassInputs:
     """[G - 1, B, max_blocks] their block ids, as `block_table`. Entries before a group's window mean nothing."""
     prompts: bool = False
     """All rows are of prompts, or of what a draft catches up with."""
+    chunks: ChunkRows | None = None
+    """Chunks whose rows are behind those of the B requests. For `CudaDense` alone."""
 
     adapters: tuple[AdapterRows, ...] = ()
     """By LoRA adapter the rows that are computed with it; those of none are the base model's. For `Dense` alone."""

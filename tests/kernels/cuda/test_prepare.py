@@ -62,8 +62,9 @@ def kinds(draw: st.DrawFn, case: Case) -> Kind:
     return Kind(width, None, hidden, placed)
 
 
-def run(case: Case, emits: Tensor | None = None, kind: Kind = Kind()) -> dict[str, Tensor]:
-    """Everything that the kernel writes, by name; K is the largest planned one."""
+def run(case: Case, emits: Tensor | None = None, kind: Kind = Kind(), chunks: int | None = None) -> dict[str, Tensor]:
+    """Everything that the kernel writes, by name; K is the largest planned one. The last `chunks` entries are chunks
+    behind those that decode."""
     state, k, first_pass_rows = case.state, case.planned[0], kind.sizes.first_pass_rows
 
     def poisoned(*shape: int) -> Tensor:
@@ -89,7 +90,7 @@ def run(case: Case, emits: Tensor | None = None, kind: Kind = Kind()) -> dict[st
     prepare_iteration(
         state,
         PlannedEntries(
-            count=torch.tensor([case.count]),
+            count=torch.tensor([case.count] if chunks is None else [case.count - chunks, chunks]),
             row=case.section(case.rows),
             k=case.section(case.planned),
             capacity=case.section(case.capacity),
@@ -215,6 +216,23 @@ def test_prepare_of_prompt_chunks(case: Case) -> None:
     assert out["alive"][: case.count].equal(it.alive.long() * emits[: case.count])
     dead = out["alive"][: case.count] == 0
     assert (out["verify_positions"][: case.count][dead] == -1).all()
+
+
+@settings(max_examples=40)
+@given(cases(), st.data())
+def test_prepare_of_chunks_behind_entries_that_decode(case: Case, data: st.DataObject) -> None:
+    """Entries like the others, of which those that end no prompt do nothing."""
+    ends = data.draw(st.lists(st.integers(0, 1), max_size=case.count))
+    out, plain = run(case, torch.tensor([*ends, 1, 1]), chunks=len(ends)), run(case)
+    live = torch.tensor([1] * (case.count - len(ends)) + ends + [0] * (case.batch - case.count))
+    for name in ("row", "n", "capacity", "q_start", "verify_draws", "verify_rows"):
+        assert out[name].equal(plain[name])
+    for name in ("alive", "k"):
+        assert out[name].equal(plain[name] * live)
+    rows = plain["q_start"].diff()
+    for name in ("verify_positions", "verify_slots"):
+        is_live = torch.cat((live.repeat_interleave(rows), live.new_zeros(case.num_rows - int(rows.sum()))))
+        assert out[name].equal(torch.where(is_live != 0, plain[name], -1))
 
 
 @settings(max_examples=40)

@@ -25,6 +25,8 @@ MLP_ROWS = 2048
 """Rows that go through a wide MLP at once: its activations are ten times as wide as the residual stream."""
 CODED_ROWS = 256
 """Rows up to which codes are read once for every 64: expanded to numbers they move ten times their bytes or more."""
+MERGED_CHUNKS = 4
+"""Chunks of prompts that a verification pass may have behind its rows."""
 _NUMBERS_BYTES = 64 * 2**20
 """Memory for a piece of a coded weight as numbers, for products of more rows."""
 _FAR = 1 << 24
@@ -82,8 +84,8 @@ def _rounded_sizes(shapes: Mapping[str, Sequence[LinearShape]], max_rows: int) -
 def _attention_scratch(
     config: ModelConfig, max_seqs: int, dtype: torch.dtype, limits: DeviceLimits
 ) -> tuple[int, int, int]:
-    """The most that an attention of at most `max_seqs` requests takes, see `AttentionConfig.scratch_sizes`; those of
-    shorter spans have no more splits."""
+    """The most that an attention of at most `max_seqs` requests takes, and of `MERGED_CHUNKS` ends of prompts beside
+    them, see `AttentionConfig.scratch_sizes`; those of shorter spans have no more splits."""
     most = (0, 0, 0)
     for batch in range(1, max_seqs + 1):
         for rows in range(1, MAX_VERIFY_ROWS + 1):
@@ -98,7 +100,8 @@ def _attention_scratch(
                 span=_FAR,
             )
             kv_heads, dim = config.num_kv_heads, config.head_dim
-            sizes = cut.scratch_sizes(batch=batch, max_q_len=rows, num_kv_heads=kv_heads, head_dim=dim)
+            most_entries = min(batch + MERGED_CHUNKS, max_seqs)
+            sizes = cut.scratch_sizes(batch=most_entries, max_q_len=rows, num_kv_heads=kv_heads, head_dim=dim)
             most = max(most[0], sizes[0]), max(most[1], sizes[1]), max(most[2], sizes[2])
     return most
 

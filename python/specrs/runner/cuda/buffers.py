@@ -18,7 +18,7 @@ from specrs.core import Scheduler
 from specrs.kernels.cuda.group_rows import GroupRows
 from specrs.kernels.cuda.prepare import DraftRows, IterationInputs, VerifyRows
 from specrs.kernels.cuda.row_state import Entries
-from specrs.runner.cuda.shapes import Shape
+from specrs.runner.cuda.shapes import MERGED_ROWS, Shape
 from specrs.runner.ring import Results, section_views
 
 
@@ -75,10 +75,10 @@ class Buffers:
     keep_count: Tensor  # [B] int64
 
     # Verification.
-    verify_ids: Tensor  # [N]
-    verify_positions: Tensor  # [N]
-    verify_slots: Tensor  # [N]
-    group_slots: Tensor  # [G - 1, N], in the KV groups behind the first
+    verify_ids: Tensor  # [max(N, 64)], behind the rows of verification those of chunks
+    verify_positions: Tensor  # like `verify_ids`
+    verify_slots: Tensor  # like `verify_ids`
+    group_slots: Tensor  # [G - 1, max(N, 64)], in the KV groups behind the first
     verify_draws: Tensor  # [N]
     verify_rows: Tensor  # [N]
     drafts: Tensor  # [B, K]
@@ -106,6 +106,7 @@ class Buffers:
         """Zeroed buffers; draft logits are -inf, which stays where the draft's vocabulary ends before the target's."""
         b, k, first_pass_rows = max_num_seqs, num_speculative_tokens, drafting.first_pass_rows
         n, own = b * (k + 1), b * (k if drafting.in_parallel else 1)
+        passed = max(n, MERGED_ROWS[-1])
 
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
@@ -138,8 +139,9 @@ class Buffers:
             first_states=states(b * first_pass_rows if drafting.states_size else 0, drafting.states_size),
             left=states(own if drafting.hidden_size else 0, drafting.hidden_size),
             **{name: ints(b) for name in ("k_start", "keep_first", "keep_count")},
-            **{f"verify_{name}": ints(n) for name in ("ids", "positions", "slots", "draws", "rows")},
-            group_slots=ints(num_groups - 1, n),
+            **{f"verify_{name}": ints(passed) for name in ("ids", "positions", "slots")},
+            **{f"verify_{name}": ints(n) for name in ("draws", "rows")},
+            group_slots=ints(num_groups - 1, passed),
             drafts=ints(b, k),
             logits=floats(n, vocab_size),
             target_ids=ints(n),

@@ -10,7 +10,7 @@ from torch import Tensor
 from specrs.kernels.cuda.attention_config import MAX_VERIFY_ROWS
 from specrs.models.base import HiddenStates
 from specrs.models.inputs import PassInputs
-from specrs.runner.cuda.shapes import ChunkShape
+from specrs.runner.cuda.shapes import ChunkShape, MergedShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,8 @@ class ChunkBuffers:
     max_model_len: int
     left: dict[ChunkShape, HiddenStates] = field(default_factory=dict)
     """What the captured pass of a shape over prompt chunks leaves: views into the model's buffers."""
+    merged: dict[MergedShape, Tensor] = field(default_factory=dict)
+    """[rows, hidden] of the chunks that a verification had behind its rows, likewise."""
 
     @classmethod
     def allocate(
@@ -86,3 +88,9 @@ class ChunkBuffers:
             self.group_slots[:, rows : shape.rows].fill_(-1)
             self.group_tables[:, :seqs].copy_(given.group_tables)
         return replace(self.inputs(shape, windowed=given.k_start is not None), max_context=given.max_context)
+
+    def mask_ends(self, last: Tensor, is_end: Tensor) -> None:
+        """Feed nothing in the rows `last` `[S]` of the chunks that end their prompts, `is_end` `[S]` 0 or 1: they are
+        fed among those of verification."""
+        for own in (self.positions, self.slots, *self.group_slots):
+            own.index_copy_(0, last, torch.where(is_end != 0, -1, own.index_select(0, last)))

@@ -14,14 +14,14 @@ from specrs.kernels.cuda.attention_config import MAX_VERIFY_ROWS
 from specrs.models.base import HiddenStates
 from specrs.models.inputs import PassInputs
 from specrs.runner.cuda.context import Context
-from specrs.runner.cuda.graphs import Graphs
+from specrs.runner.cuda.graphs import Graphs, Uncaptured
 from specrs.runner.cuda.shapes import Buckets, ChunkShape
 
 
 class ChunkPasses:
     """Runs them: replayed where there is a graph for their shape, else op by op."""
 
-    def __init__(self, ctx: Context, buckets: Buckets, graphs: Graphs | None) -> None:
+    def __init__(self, ctx: Context, buckets: Buckets, graphs: Graphs | Uncaptured) -> None:
         self._ctx = ctx
         self._buckets = buckets
         self._graphs = graphs
@@ -31,7 +31,7 @@ class ChunkPasses:
         ctx, rows = self._ctx, inputs.input_ids.shape[0]
         shape = self._shape("prompts", inputs)
         made = ctx.chunks.fill(inputs, shape)
-        if shape.captured and self._graphs is not None:
+        if shape.captured:
             self._graphs.replay(("prompts", shape))
             left = ctx.chunks.left[shape]
         else:
@@ -45,7 +45,7 @@ class ChunkPasses:
             drafter.feed(replace(inputs, max_q_len=max(inputs.max_q_len, MAX_VERIFY_ROWS + 1)), hidden)
             return
         shape = self._shape("catch up", inputs)
-        if shape.captured and self._graphs is not None:
+        if shape.captured:
             ctx.chunks.fill(model_drafter(drafter).known_ids(inputs), shape)
             drafter.num_passes += 1
             self._graphs.replay(("catch up", shape))
@@ -55,6 +55,6 @@ class ChunkPasses:
     def _shape(self, kind: str, inputs: PassInputs) -> ChunkShape:
         rows, seqs = inputs.input_ids.shape[0], inputs.block_table.shape[0]
         shape = self._buckets.chunks(rows, seqs)
-        if shape is not None and self._graphs is not None and (kind, shape) in self._graphs:
+        if shape is not None and (kind, shape) in self._graphs:
             return shape
         return ChunkShape(rows, seqs, captured=False)

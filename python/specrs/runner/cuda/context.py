@@ -74,9 +74,9 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class LaunchEntries:
-    """Which of the launch's entries an iteration is for: decode entries, or the prompt chunks behind them."""
+    """Which of the launch's entries an iteration is for: decode entries, the prompt chunks behind them, or both."""
 
-    count: Tensor  # [1], in the record's header
+    count: Tensor  # [1], in the record's header; [2]: of decode entries and of chunks
     first: int = 0
     emits: Tensor | None = None  # [>= B] 1 for the last chunk of a prompt
 
@@ -85,3 +85,10 @@ def entries_of(record: dict[str, Tensor], kind: str, first: int = 0, emits: Tens
     """The decode (`num_decode`) or prompt (`num_prefill`) entries of the device's record."""
     at = HEADER_FIELDS.index(kind)
     return LaunchEntries(record["header"][at : at + 1], first, emits)
+
+
+def all_entries(record: dict[str, Tensor]) -> LaunchEntries:
+    """All entries of the device's record, those of prompts that go on emit nothing."""
+    at = HEADER_FIELDS.index("num_decode")
+    assert HEADER_FIELDS[at + 1] == "num_prefill"
+    return LaunchEntries(record["header"][at : at + 2], emits=record["chunk_is_last"])

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from specrs.runner.cuda.chunks import catch_up_pass, feeds_chunks, prompt_pass
 from specrs.runner.cuda.context import Context, LaunchEntries
 from specrs.runner.cuda.drafting import draft_pass
-from specrs.runner.cuda.iteration import run, verify_pass
+from specrs.runner.cuda.iteration import run, run_merged, verify_pass
 from specrs.runner.cuda.shapes import Buckets
 
 WARM_UPS = 2
@@ -23,8 +23,8 @@ WARM_UPS = 2
 
 
 class Graphs:
-    """Graphs by what they do: a `Shape`, `("draft", batch, pass, tail)`, `("verify", batch, rows, greedy)`, or
-    `("prompts", ChunkShape)` and `("catch up", ChunkShape)`."""
+    """Graphs by what they do: a `Shape` or `MergedShape`, `("draft", batch, pass, tail)`,
+    `("verify", batch, rows, greedy)`, or `("prompts", ChunkShape)` and `("catch up", ChunkShape)`."""
 
     def __init__(self, device: torch.device) -> None:
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
@@ -56,10 +56,34 @@ class Graphs:
         self._graphs[key].replay()
 
 
+class Uncaptured:
+    """What is run in place of graphs, by the same keys (`enforce_eager`, and Triton's interpreter): the same functions
+    over the same shapes, op by op. No whole iterations, in which a draft pass that raises could not be told apart."""
+
+    def __init__(self, ctx: Context, buckets: Buckets, decode: LaunchEntries) -> None:
+        self._work: dict[Hashable, Callable[[], None]] = {
+            key: work for key, work in tasks(ctx, buckets, decode) if isinstance(key, tuple)
+        }
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._work
+
+    def replay(self, key: Hashable) -> None:
+        """Run the function of `key` on the current stream. KeyError if there is none."""
+        self._work[key]()
+
+    def run_all(self) -> None:
+        """Each once, which compiles its kernels; the record must hold no entries, so that nothing is written."""
+        for work in self._work.values():
+            work()
+
+
 def tasks(ctx: Context, buckets: Buckets, decode: LaunchEntries) -> Iterable[tuple[Hashable, Callable[[], None]]]:
     """Everything that is captured, largest first: `(key, function)`."""
     for shape in buckets.whole_shapes():
         yield shape, lambda shape=shape: run(ctx, shape, decode)  # type: ignore[misc]
+    for merged in buckets.merged_shapes():
+        yield merged, partial(run_merged, ctx, merged)
     for batch, rows, greedy in buckets.verify_passes():
         width = buckets.max_k + 1
         yield (

@@ -12,6 +12,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from specrs.kernels.cuda.accept import AtRates
+from specrs.kernels.cuda.attention_config import MAX_VERIFY_ROWS
 from specrs.kernels.cuda.group_rows import prepare_groups
 from specrs.kernels.cuda.hidden_states import Kept, keep_states
 from specrs.kernels.cuda.prepare import PlannedEntries, Proposed, assemble_drafts, prepare_iteration
@@ -19,10 +20,10 @@ from specrs.kernels.cuda.rules import verify_coupled, verify_greedy, verify_reje
 from specrs.kernels.cuda.sampling_cut import sampling_cut
 from specrs.kernels.cuda.sampling_structs import Accepted, Cut, Distribution, Drafted
 from specrs.kernels.cuda.update import Decided, update_rows
-from specrs.models.inputs import PassInputs
-from specrs.runner.cuda.context import Context, LaunchEntries
+from specrs.models.inputs import ChunkRows, PassInputs
+from specrs.runner.cuda.context import Context, LaunchEntries, all_entries
 from specrs.runner.cuda.drafting import draft
-from specrs.runner.cuda.shapes import Shape, Tail
+from specrs.runner.cuda.shapes import MergedShape, Shape, Tail
 
 
 def prepare(ctx: Context, shape: Shape, entries: LaunchEntries) -> None:
@@ -59,12 +60,18 @@ def assemble(ctx: Context, shape: Shape) -> None:
 
 def verify_pass(ctx: Context, batch: int, rows: int, max_q_len: int, *, greedy: bool) -> None:
     """The target's forward pass over `rows` flat rows, with an argmax behind its LM head if `greedy`."""
+    inputs = _verify_inputs(ctx, batch, rows, max_q_len, rows)
+    lm_head(ctx, ctx.target.forward(inputs, ctx.kv_cache, ctx.hidden_layers).final, greedy=greedy)
+
+
+def _verify_inputs(ctx: Context, batch: int, rows: int, max_q_len: int, all_rows: int) -> PassInputs:
+    """`rows` of verification, and behind them those of chunks, `all_rows` in all."""
     b = ctx.buffers
-    groups = b.groups(batch, rows)
-    inputs = PassInputs(
-        input_ids=b.verify_ids[:rows],
-        positions=b.verify_positions[:rows],
-        slots=b.verify_slots[:rows],
+    groups = b.groups(batch, all_rows)
+    return PassInputs(
+        input_ids=b.verify_ids[:all_rows],
+        positions=b.verify_positions[:all_rows],
+        slots=b.verify_slots[:all_rows],
         q_start=b.q_start[: batch + 1],
         block_table=b.table[:batch],
         max_q_len=max_q_len,
@@ -72,7 +79,6 @@ def verify_pass(ctx: Context, batch: int, rows: int, max_q_len: int, *, greedy: 
         group_slots=groups.slots,
         group_tables=groups.tables,
     )
-    lm_head(ctx, ctx.target.forward(inputs, ctx.kv_cache, ctx.hidden_layers).final, greedy=greedy)
 
 
 def lm_head(ctx: Context, hidden: Tensor, *, greedy: bool) -> None:
@@ -150,3 +156,33 @@ def run(ctx: Context, shape: Shape, entries: LaunchEntries) -> None:
         draft(ctx, shape)
     verify(ctx, shape)
     accept_and_update(ctx, shape)
+
+
+def run_merged(ctx: Context, shape: MergedShape) -> None:
+    """A whole iteration whose verification has the chunks of `ctx.chunks` behind its rows; their hidden states are in
+    `ctx.chunks.merged`. The last row of a prompt that ends is among those of verification, its entry's at K = 0."""
+    b, verified, chunks = ctx.buffers, shape.verify, ctx.chunks
+    prepare(ctx, verified, all_entries(ctx.record.views))
+    if verified.max_k:
+        draft(ctx, shape.decode)
+        assemble(ctx, verified)
+    first, seqs = verified.rows, shape.chunk_shape.seqs
+    behind, own = slice(first, shape.rows), slice(0, shape.chunk_rows)
+    b.verify_ids[behind].copy_(chunks.ids[own])
+    b.verify_positions[behind].copy_(chunks.positions[own])
+    b.verify_slots[behind].copy_(chunks.slots[own])
+    if len(b.group_slots):
+        b.group_slots[:, behind].copy_(chunks.group_slots[:, own])
+    inputs = _verify_inputs(ctx, verified.batch, first, verified.max_k + 1, shape.rows)
+    rows = ChunkRows(
+        first=first,
+        q_start=chunks.q_start[: seqs + 1],
+        block_table=chunks.table[:seqs],
+        group_tables=chunks.group_tables[:, :seqs],
+        max_q_len=max(shape.chunk_rows, MAX_VERIFY_ROWS + 1),
+        batch=shape.decode.batch,
+    )
+    hidden = ctx.target.forward(replace(inputs, chunks=rows), ctx.kv_cache).final
+    chunks.merged[shape] = hidden[behind]
+    lm_head(ctx, hidden[:first], greedy=verified.tail is Tail.GREEDY)
+    accept_and_update(ctx, verified)

@@ -1,7 +1,8 @@
 """The CUDA runner: enqueues a planned launch and the copy of its results. Plans nothing, waits for nothing.
 
 A decode iteration is one graph where there is one for its shape (whole), else one graph a pass with single ops between
-them (chained), else op by op (eager). All three call the same functions on the same buffers. Launches that need masks,
+them (chained); without graphs (eager) it is chained with passes run op by op, of the same padded shapes, for which
+kernels are compiled at the start. All three call the same functions on the same buffers. Launches that need masks,
 penalties, grammars or log probabilities between logits and draw run chained.
 """
 
@@ -23,10 +24,10 @@ from specrs.models.kv_cache import KVCache
 from specrs.runner.cuda.adjusted import accept_adjusted, draft_adjusted, entry_sampling
 from specrs.runner.cuda.chunk_passes import ChunkPasses
 from specrs.runner.cuda.context import Context, entries_of
-from specrs.runner.cuda.drafting import draft, draft_pass
-from specrs.runner.cuda.graphs import Graphs
-from specrs.runner.cuda.iteration import accept_and_update, assemble, lm_head, prepare, verify, verify_pass
-from specrs.runner.cuda.shapes import Buckets, Shape, Tail
+from specrs.runner.cuda.drafting import draft_pass
+from specrs.runner.cuda.graphs import Graphs, Uncaptured
+from specrs.runner.cuda.iteration import accept_and_update, assemble, lm_head, prepare, verify_pass
+from specrs.runner.cuda.shapes import Buckets, MergedShape, Shape, Tail
 from specrs.runner.extras import ExtrasLookup
 from specrs.runner.grammar import LaunchGrammar
 from specrs.runner.logprobs import prompt_logprobs
@@ -53,12 +54,11 @@ class CudaRunner:
         ctx: Context,
         sampling: SamplingState,
         buckets: Buckets,
-        graphs: Graphs | None,
+        graphs: Graphs | Uncaptured,
         record_layout: Layout,
         *,
         logprobs_mode: str,
     ) -> None:
-        """`graphs` None: everything runs eagerly (`enforce_eager`)."""
         self.ctx = ctx
         self.sampling = sampling
         self.buckets = buckets
@@ -103,10 +103,14 @@ class CudaRunner:
                 ctx.head.rows.admit(ctx.record.views, header.num_admitted)
             if ctx.draft_start is not None and header.num_admitted:
                 ctx.draft_start.index_fill_(0, ctx.record.views["admit_row"][: header.num_admitted], 0)
-            entries = self._prefill(slot, header) if header.num_prefill else None
+            merged = self._merged(slot, header)
+            entries = self._prefill(slot, header) if header.num_prefill and merged is None else None
             behind = self._catch_up(slot, header, entries) if header.num_draft_chunks else None
+            if merged is not None and slot.draft_fault is not None:
+                merged = None
+                self._prefill(slot, header)
             if header.num_decode:
-                self._decode(slot, header)
+                self._decode(slot, header, merged)
             slot.pinned_results.copy_(ctx.record.results, non_blocking=True)
             if slot.done is not None:
                 slot.done.record()
@@ -215,19 +219,53 @@ class CudaRunner:
         entries = slice(first, first + count)
         return int((slot.views["entry_n_upper"][entries] + slot.views["entry_k"][entries]).max())
 
-    def _decode(self, slot: RingSlot, header: Header) -> None:
-        entries = slice(0, header.num_decode)
-        planned = slot.views["entry_k"][entries].tolist()
-        rows = slot.views["entry_row"][entries].tolist()
-        on_host = self._on_host(slot, len(planned))
+    def _merged(self, slot: RingSlot, header: Header) -> MergedShape | None:
+        """The shape of an iteration with the launch's prompt chunks behind its verification; None: they have a pass of
+        their own, because they do not fit, nothing decodes, or masks, penalties or log probabilities are asked for."""
+        count, chunks = header.num_decode, header.num_prefill
+        if not (count and chunks):
+            return None
+        rows = slot.views["entry_row"][: count + chunks]
+        if not self.sampling.is_bare(rows.numpy()):
+            return None
+        planned, _, depth = self._planned(slot, count)
+        whole = self.buckets.whole(planned, self._tail(rows.tolist()), depth)
+        if whole is None:
+            return None
+        merged = self.buckets.merged(whole, count, header.num_prefill_tokens, chunks)
+        return merged if merged in self.graphs else None
+
+    def _planned(self, slot: RingSlot, count: int) -> tuple[list[int], list[bool], int]:
+        """K of each decode entry, whether the record has its drafts, and how many passes make those of the others."""
+        planned = slot.views["entry_k"][:count].tolist()
+        on_host = self._on_host(slot, count)
         depth = max((k for k, placed in zip(planned, on_host, strict=True) if not placed), default=0)
+        return planned, on_host, depth
+
+    def _merge(self, slot: RingSlot, header: Header, shape: MergedShape) -> None:
+        """The iteration with the launch's prompt chunks behind its verification."""
+        ctx, views = self.ctx, self.ctx.record.views
+        chunks, tokens = slice(0, header.num_prefill), header.num_prefill_tokens
+        ctx.chunks.fill(prefill_inputs(ctx.state, slot.views, views, header), shape.chunk_shape)
+        ctx.chunks.mask_ends(last_rows(views, header), views["chunk_is_last"][chunks])
+        self.graphs.replay(shape)
+        # The ends' own rows are judged by their logits.
+        faults = chunk_faults(ctx.chunks.merged[shape][:tokens], views, header)
+        flag_chunks(faults, ctx.record.results_view.narrow(header.num_decode, header.num_prefill).flags)
+
+    def _decode(self, slot: RingSlot, header: Header, merged: MergedShape | None) -> None:
+        rows = slot.views["entry_row"][: header.num_decode].tolist()
+        planned, on_host, depth = self._planned(slot, header.num_decode)
         tail = self._tail(rows)
         self.num_target_passes += 1
         if self.ctx.drafter is not None:
             self.ctx.drafter.num_passes += min(depth, 1) if self.ctx.in_parallel else depth
-        if self.graphs is not None and tail is not Tail.LOGITS and slot.draft_fault is None:
+        if merged is not None:
+            self._merge(slot, header, merged)
+            return
+        if tail is not Tail.LOGITS and slot.draft_fault is None:
             whole = self.buckets.whole(planned, tail, depth)
-            if whole is not None:
+            if whole is not None and whole in self.graphs:
                 self.graphs.replay(whole)
                 return
         self._chained(slot, planned, rows, tail, on_host, depth)
@@ -248,18 +286,13 @@ class CudaRunner:
         on_host: list[bool],
         depth: int,
     ) -> None:
-        """Pass by pass; each pass is a graph where there is one."""
+        """Pass by pass; each pass is a graph where there are graphs and one for it."""
         ctx = self.ctx
-        shape = None if self.graphs is None else self.buckets.chained(planned, tail, depth)
+        shape = self.buckets.chained(planned, tail, depth)
         if shape is None:
             shape = self.buckets.exact(planned, tail, depth)
             self._warn(len(planned))
         prepare(ctx, shape, self._decode_entries)
-        if tail is not Tail.LOGITS and self.graphs is None:
-            self._draft(slot, on_host, partial(draft, ctx, shape))
-            verify(ctx, shape)
-            accept_and_update(ctx, shape)
-            return
         sampling = None
         if tail is Tail.LOGITS:
             context = self._context(slot, 0, len(planned))
@@ -270,7 +303,7 @@ class CudaRunner:
         if shape.max_k:
             assemble(ctx, shape)
         verification = ("verify", shape.batch, shape.rows, tail is Tail.GREEDY)
-        if self.graphs is not None and verification in self.graphs:
+        if verification in self.graphs:
             self.graphs.replay(verification)
         else:
             verify_pass(ctx, shape.batch, shape.rows, ctx.sizes.max_k + 1, greedy=tail is Tail.GREEDY)
@@ -286,7 +319,7 @@ class CudaRunner:
         for i in range(1, depth + 1):
             count = sum(k >= i for k in planned)
             key = ("draft", self.buckets.batch(count), i, tail)
-            if self.graphs is not None and key in self.graphs:
+            if key in self.graphs:
                 self.graphs.replay(key)
             elif i == 1 or not ctx.in_parallel:
                 draft_pass(ctx, i, count, tail)
@@ -315,7 +348,7 @@ class CudaRunner:
             grammar.observe(proposed[:count, i], placed[:count])
 
     def _warn(self, batch: int) -> None:
-        if self.graphs is not None and not self._warned:
+        if not self._warned:
             self._warned = True
             warnings.warn(
                 f"a batch of {batch} is beyond the captured sizes {self.buckets.batches}: such launches run eagerly, "

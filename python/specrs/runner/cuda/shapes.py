@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 
@@ -33,6 +33,37 @@ class Shape:
         return self.max_k if self.passes is None else self.passes
 
 
+@dataclass(frozen=True, slots=True)
+class MergedShape:
+    """A decode iteration whose verification has chunks of prompts behind its rows. Their ends are entries of K = 0."""
+
+    decode: Shape
+    """The iteration without them, which draft passes and the cut of its attention are of."""
+    entries: int
+    """Entries that decode, and chunks."""
+    chunk_shape: ChunkShape
+
+    @property
+    def chunk_rows(self) -> int:
+        """Behind those of verification."""
+        return self.chunk_shape.rows
+
+    @property
+    def verify(self) -> Shape:
+        """All entries, and a row of verification for each chunk."""
+        more = self.entries - self.decode.batch
+        return replace(self.decode, batch=self.entries, rows=self.decode.rows + more)
+
+    @property
+    def rows(self) -> int:
+        """Of the target's pass."""
+        return self.verify.rows + self.chunk_rows
+
+
+MERGED_ROWS = (32, 64)
+"""Rows of a pass with chunks behind verification. Up to 64 its products are those of verification alone, so that no
+other text changes; wider ones would be cuBLAS's."""
+_LEAST_CHUNK_ROWS = 8
 CHUNK_ROWS = (16, 32, 64, 128, 256)
 """Rows of captured passes over chunks. Longer ones take the GPU longer than their kernels take the host."""
 CHUNK_SEQS = (1, 8)
@@ -75,11 +106,12 @@ class Buckets:
         in_parallel: bool = False,
         max_chunk_rows: int = 0,
         max_chunks: int = 0,
+        merges: int = 0,
     ) -> None:
         """`every_k`: launches of any uniform K are to be expected, not just of 0 and the engine's. `has_passes`: drafts
         are made by passes on the device. `mixes`: of some entries they are, of others the record has them.
         `in_parallel`: one pass makes all. `max_chunk_rows`, `max_chunks`: the most of a pass over chunks; 0: none is
-        captured."""
+        captured. `merges`: the most chunks that verification has behind its rows."""
         self.has_passes = has_passes
         self.in_parallel = in_parallel
         self.batches = list(batches)
@@ -91,6 +123,8 @@ class Buckets:
         width = num_speculative_tokens + 1
         self.chunk_rows = sorted({min(rows, max_chunk_rows) for rows in CHUNK_ROWS if max_chunk_rows})
         self.chunk_seqs = sorted({min(seqs, max_chunks) for seqs in CHUNK_SEQS if max_chunks})
+        self.merged_seqs = min(merges, max_chunks)
+        self._merged = list(self._merged_shapes(max_chunks, max_chunk_rows)) if self.merged_seqs else []
         self.widths = sorted({1 << i for i in range(width.bit_length()) if 1 << i < width} | {width})
 
     def batch(self, count: int) -> int | None:
@@ -133,6 +167,29 @@ class Buckets:
         """The shape of a launch without padding, for eager execution."""
         rows = sum(planned) + len(planned)
         return Shape(len(planned), planned[0], rows, tail, self._passes(planned[0], depth))
+
+    def merged(self, whole: Shape, count: int, rows: int, chunks: int) -> MergedShape | None:
+        """`whole` of `count` entries with `chunks` chunks of `rows` rows in all behind its verification; None: they
+        have a pass of their own."""
+        fitting = (s for s in self._merged if s.decode == whole and s.chunk_rows >= rows)
+        # `entries` is that of the bucket and some more, or all that there may be.
+        return next((s for s in fitting if count + chunks <= s.entries and chunks <= self.merged_seqs), None)
+
+    def merged_shapes(self) -> Iterator[MergedShape]:
+        """Every whole graph with chunks, largest first."""
+        yield from sorted(self._merged, key=lambda shape: -shape.rows)
+
+    def _merged_shapes(self, max_num_seqs: int, max_rows: int) -> Iterator[MergedShape]:
+        for batch in self.batches:
+            for k in dict.fromkeys((self.max_k, 0)):
+                for tail in (Tail.SAMPLED, Tail.GREEDY):
+                    alone = Shape(batch, k, batch * (k + 1), tail, self._passes(k, None))
+                    none = ChunkShape(0, self.merged_seqs)
+                    behind = MergedShape(alone, min(batch + self.merged_seqs, max_num_seqs), none)
+                    for total in MERGED_ROWS:
+                        rows = min(total - behind.rows, max_rows)
+                        if rows >= _LEAST_CHUNK_ROWS:
+                            yield replace(behind, chunk_shape=replace(none, rows=rows))
 
     def chunks(self, rows: int, seqs: int) -> ChunkShape | None:
         """The smallest captured pass over `seqs` chunks of `rows` rows in all; None: beyond all of them."""
