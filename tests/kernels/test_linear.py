@@ -3,7 +3,7 @@
 import pytest
 import torch
 from specrs.kernels import linear as kernel
-from specrs.kernels.linear import IN, OUT, DenseWeight, PackedWeight, Weight, linear, linear_reference, pack
+from specrs.kernels.linear import DenseWeight, PackedWeight, Weight, linear, pack
 from torch import Tensor
 
 from kernels.cuda.tolerance import assert_same_product
@@ -77,43 +77,6 @@ def test_no_kind_loses_a_bit() -> None:
         dense, packed = kinds((48, 80), dtype, None)
         assert dense.dequantized().dtype == torch.float64
         assert packed.dequantized().equal(dense.dequantized())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_shards_make_up_the_whole(dtype: torch.dtype, world: int, with_bias: bool) -> None:
-    """Concatenated along OUT, added along IN; q, k and v (24, 8 and 8 features) are cut each by itself."""
-    parts = (24, 8, 8)
-    bias = torch.randn(40).to(dtype) if with_bias else None
-    x = torch.randn(5, 16).to(dtype)
-    for whole in kinds((40, 16), dtype, bias):
-        expected = linear_reference(x, whole)
-        ranks = range(world)
-        by_out = [whole.shard(OUT, rank, world, parts) for rank in ranks]
-        assert {type(shard) for shard in by_out} == {type(whole)}
-        assert [shard.shape for shard in by_out] == [(40 // world, 16)] * world
-        # Each rank has its heads of q, of k, of v: put those of all ranks beside each other again.
-        outputs = [linear(x, shard).split([part // world for part in parts], dim=1) for shard in by_out]
-        joined = torch.cat([torch.cat([output[i] for output in outputs], dim=1) for i in range(3)], dim=1)
-        torch.testing.assert_close(joined.double(), expected, rtol=1e-5, atol=1e-5)
-        plain = torch.cat([linear(x, whole.shard(OUT, rank, world)) for rank in ranks], dim=1)
-        torch.testing.assert_close(plain.double(), expected, rtol=1e-5, atol=1e-5)
-        by_in = [whole.shard(IN, rank, world) for rank in ranks]
-        assert [shard.bias is not None for shard in by_in] == [with_bias and rank == 0 for rank in ranks]
-        products = [linear(part, shard) for part, shard in zip(x.chunk(world, dim=1), by_in, strict=True)]
-        torch.testing.assert_close(sum(products).double(), expected, rtol=1e-5, atol=1e-5)  # type: ignore[union-attr]
-        assert sum(shard.num_bytes for shard in by_out) == whole.num_bytes
-
-
-def test_what_cannot_be_split_is_refused() -> None:
-    w = DenseWeight(torch.randn(12, 8))
-    with pytest.raises(ValueError, match=r"parts=\[12\]: 12 features cannot be split into world=5"):
-        w.shard(OUT, 0, 5)
-    with pytest.raises(ValueError, match=r"parts=\[8, 3\]: must add up to 12, dimension 0"):
-        w.shard(OUT, 0, 1, (8, 3))
-    with pytest.raises(ValueError, match=r"parts=\[9, 3\]: 9 features cannot be split into world=2"):
-        w.shard(OUT, 0, 2, (9, 3))
 
 
 @PACKS

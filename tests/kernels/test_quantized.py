@@ -1,4 +1,4 @@
-"""INT8 and INT4 weights: what quantizing costs at most, the numbers of codes, products, bytes, shards, refusals."""
+"""INT8 and INT4 weights: what quantizing costs at most, the numbers of codes, products, bytes, refusals."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from specrs.core import InvalidBufferError, quantize_weight
-from specrs.kernels.linear import IN, OUT, Codes, QuantizedWeight, linear, linear_reference
+from specrs.kernels.linear import Codes, QuantizedWeight, linear, linear_reference
 from torch import Tensor
 
 
@@ -81,33 +81,6 @@ def test_products(group: int | None, with_bias: bool) -> None:
     assert w.shape == (8, 64)
     scale_bytes, bias_bytes = 2 * 8 * (1 if group is None else 2), 4 * 8 if with_bias else 0
     assert w.num_bytes == 8 * 64 // (1 if group is None else 2) + scale_bytes + bias_bytes
-
-
-@pytest.mark.parametrize("group", [None, 32])
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_shards_make_up_the_whole(group: int | None, world: int) -> None:
-    parts, x, bias = (24, 8, 8), torch.randn(5, 128), torch.randn(40)
-    whole = QuantizedWeight((quantized(torch.randn(40, 128), group),), (bias,))
-    expected = linear_reference(x, whole)
-    by_out = [whole.shard(OUT, rank, world, parts) for rank in range(world)]
-    outputs = [linear_reference(x, shard).split([part // world for part in parts], dim=1) for shard in by_out]
-    joined = torch.cat([torch.cat([output[i] for output in outputs], dim=1) for i in range(3)], dim=1)
-    assert torch.allclose(joined, expected, rtol=0, atol=1e-12)
-    assert sum(shard.num_bytes for shard in by_out) == whole.num_bytes
-    by_in = [whole.shard(IN, rank, world) for rank in range(world)]
-    assert [shard.bias is not None for shard in by_in] == [rank == 0 for rank in range(world)]
-    products = [linear_reference(part, shard) for part, shard in zip(x.chunk(world, dim=1), by_in, strict=True)]
-    assert torch.allclose(sum(products), expected, rtol=0, atol=1e-12)  # type: ignore[arg-type]
-
-
-def test_groups_are_not_cut() -> None:
-    whole = QuantizedWeight((quantized(torch.randn(4, 128), 64),))
-    with pytest.raises(ValueError, match=r"parts=\[128\]: 128 features are not world=4 shards of whole groups of 64"):
-        whole.shard(IN, 0, 4)
-    with pytest.raises(ValueError, match=r"parts=\[96, 32\]: 96 features are not world=1 shards of whole groups"):
-        whole.shard(IN, 0, 1, (96, 32))
-    with pytest.raises(ValueError, match=r"parts=\[4\]: 4 features cannot be split into world=3 equal shards"):
-        whole.shard(OUT, 0, 3)
 
 
 INT8, INT4, U16, F32 = np.int8, np.uint8, np.uint16, np.float32

@@ -1,5 +1,7 @@
 """The CUDA pass on ranks, its kernels interpreted: the whole model's logits and argmaxes, the same bits on all."""
 
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,17 @@ from checkpoints import make_checkpoint
 from kernels.cuda.tolerance import assert_near
 from models.harness import Feeder
 from models.test_dense_cuda import LENGTH, as_on_a_gpu
+from quantized_files import awq, fp8_block
 from specrs.errors import UnsupportedModelError
+from specrs.kernels.coded_weight import CodedWeight
+from specrs.kernels.linear import DenseWeight
+from specrs.models import loader
 from specrs.models.cuda.products import stored
 from specrs.models.dense import Dense
 from specrs.models.dense_cuda import CudaDense
-from specrs.models.loader import load_model
+from specrs.models.loader import CodedLoader, load_model, open_checkpoint
+from specrs.models.quantization.base import QuantizedTensors
+from specrs.models.shards import Shard
 from specrs.parallel.ranks import Ranks
 from torch import Tensor
 
@@ -112,3 +120,37 @@ def test_a_norm_over_all_heads_is_refused(tmp_path: Path) -> None:
         return str(caught.value)
 
     assert all("norms over the query and key heads of all ranks" in message for message in on_ranks(2, refused))
+
+
+CODED: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
+    "fp8": (fp8_block, {"block": (32, 32)}, {"layers": 2}),  # the first has one that is not quantized
+    "int4, one KV head": (awq, {}, {"kv_heads": 1, "group": 4}),
+    "int4, groups that are not cut": (awq, {"group": 64}, {"intermediate": 192}),
+}
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_codes_stay_codes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank has its part of them; what cannot be cut between groups becomes numbers."""
+    quantize, fields, sizes = CODED[name]
+    shape = {"hidden": 64, "intermediate": 128, "kv_heads": 2, "group": 2, "head_dim": 32, "layers": 1} | sizes
+    make_checkpoint(tmp_path / "source", "qwen2", tie=False, vocab=83, dtype=torch.bfloat16, **shape)
+    quantize(tmp_path / "source", tmp_path / "codes", **fields)
+    config, checkpoint = open_checkpoint(tmp_path / "codes", None, "auto")
+    assert isinstance(checkpoint, QuantizedTensors)
+    monkeypatch.setattr(loader, "pack", DenseWeight)
+
+    def work(ranks: Ranks) -> tuple[Tensor, list[bool]]:
+        shard = Shard(ranks.rank, ranks.size)
+        weights = CodedLoader(config, checkpoint, torch.float32, torch.device("cpu"), shard).load()
+        last = weights.layers[-1]
+        coded = [isinstance(w, CodedWeight) for w in (last.qkv, last.o, last.gate_up, last.down)]
+        made = CudaDense.allocate(weights, max_rows=LENGTH, max_seqs=5, ranks=ranks)
+        assert sum(map(math.prod, shard.tensor_shapes(config).values())) < config.num_parameters
+        return feed(made, 5), coded
+
+    (one, coded), (other, _) = on_ranks(2, work)
+    assert coded == [True, True, True, "not cut" not in name]
+    folder = tmp_path / "codes.numbers"
+    assert_near(one, feed(load_model(folder, dtype=torch.float64), 5), feed(load_model(folder), 5), ulps=16)
+    assert torch.equal(one, other)

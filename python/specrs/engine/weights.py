@@ -331,13 +331,10 @@ def check_weights_fit(config: EngineConfig, device: torch.device, ranks: Ranks |
         model = load_config(source, revision=revision)
         dtype = resolve_dtype(config.dtype, model, device) if dtype is None else dtype
         own = parts[field]
-        if own is not None:
-            shapes = Shard(own.rank, own.size).tensor_shapes(model)
-            sizes[field] = sum(map(math.prod, shapes.values())) * dtype.itemsize
-            continue
-        sizes[field] = sum(map(math.prod, tensor_shapes(model).values())) * dtype.itemsize
+        shapes = tensor_shapes(model) if own is None else Shard(own.rank, own.size).tensor_shapes(model)
+        sizes[field] = sum(map(math.prod, shapes.values())) * dtype.itemsize
         for name, bits in _coded_bits(source, revision, model, quantization, config.load_format).items():
-            sizes[field] -= math.prod(tensor_shapes(model)[name]) * (8 * dtype.itemsize - bits) // 8
+            sizes[field] -= math.prod(shapes[name]) * (8 * dtype.itemsize - bits) // 8
     free, needed = torch.cuda.mem_get_info(device)[0], sum(sizes.values())
     if needed > free:
         told = " and ".join(f"{size / 2**30:.2f} GiB for {field}" for field, size in sizes.items())

@@ -9,7 +9,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from specrs.errors import CheckpointError, UnsupportedModelError, invalid
-from specrs.kernels.coded_weight import fuse
+from specrs.kernels.coded_weight import CodedWeight, fuse
 from specrs.kernels.kv_codes import FRACTIONS, UNSCALED
 from specrs.kernels.linear import DenseWeight, Weight, pack
 from specrs.kernels.rotary import signed_frequencies
@@ -102,8 +102,8 @@ def load_model(
     `dtype` is float32, float64, bfloat16 or auto: the checkpoint's dtype on a GPU; on a CPU float32 (float64 for a
     float64 checkpoint), because many CPUs have no bf16 products and those that do gain less than the text may change.
 
-    On a GPU codes of a quantized checkpoint stay codes where kernels read them; elsewhere, and on ranks, they become
-    numbers, exact in float32. `quantization` `fp8`, `int8` or `int4` quantizes the projections of one that is not.
+    On a GPU codes of a quantized checkpoint stay codes where kernels read them; elsewhere they become numbers, exact in
+    float32. `quantization` `fp8`, `int8` or `int4` quantizes the projections of one that is not.
     Scales of K and V that are cached as codes are the checkpoint's, 1 where it has none.
 
     Raises CheckpointError, or UnsupportedModelError for what is not implemented.
@@ -117,13 +117,14 @@ def load_model(
         checkpoint = IntegersAtLoad(checkpoint, quantization)
     types = dtype if isinstance(dtype, Types) else Types(dtype)
     resolved = resolve_dtype(types.computed, config, device)
-    if device.type == "cuda" and ranks is None and isinstance(checkpoint, QuantizedTensors):
-        loader: Loader = CodedLoader(config, checkpoint, resolved, device)
-    elif ranks is None:
-        loader = Loader(config, checkpoint, resolved, device)
-    else:
+    shard = None
+    if ranks is not None:
         check_divides(config, str(source), "tensor_parallel_size", ranks.size)
-        loader = Loader(config, checkpoint, resolved, device, Shard(ranks.rank, ranks.size))
+        shard = Shard(ranks.rank, ranks.size)
+    if device.type == "cuda" and isinstance(checkpoint, QuantizedTensors):
+        loader: Loader = CodedLoader(config, checkpoint, resolved, device, shard)
+    else:
+        loader = Loader(config, checkpoint, resolved, device, shard)
     loader.cache_dtype = types.cached
     return Dense(loader.load(), ranks=ranks)
 
@@ -344,12 +345,16 @@ class Loader(LayerReader):
 class CodedLoader(Loader):
     """Leaves codes as they are where the kernels of a GPU read them, and makes numbers of others."""
 
-    checkpoint: QuantizedTensors
-
     def __init__(
-        self, config: ModelConfig, checkpoint: QuantizedTensors, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        checkpoint: QuantizedTensors,
+        dtype: torch.dtype,
+        device: torch.device,
+        shard: Shard | None = None,
     ) -> None:
-        super().__init__(config, checkpoint, dtype, device)
+        super().__init__(config, checkpoint, dtype, device, shard)
+        self.codes, self.shard = checkpoint, shard
         self.num_codes, self.code_bytes = 0, 0
 
     def load(self) -> DenseWeights:
@@ -365,8 +370,7 @@ class CodedLoader(Loader):
         return weights
 
     def linear(self, names: list[str], *, bias: bool) -> Weight:
-        weights = [f"{name}.weight" for name in names]
-        coded = [self.checkpoint.coded(name) for name in weights if self.checkpoint.is_quantized(name)]
+        coded = [self.coded(f"{name}.weight") for name in names]
         parts = [part.to(self.device) for part in coded if part is not None]
         biases = torch.cat([self.read(f"{name}.bias") for name in names]) if bias else None
         fused = fuse(parts, biases) if len(parts) == len(names) else None
@@ -374,3 +378,8 @@ class CodedLoader(Loader):
             return super().linear(names, bias=bias)
         self.num_codes, self.code_bytes = self.num_codes + 1, self.code_bytes + fused.num_bytes
         return fused
+
+    def coded(self, name: str) -> CodedWeight | None:
+        """The codes of a weight that are held here; None: it becomes numbers."""
+        whole = self.codes.coded(name) if self.codes.is_quantized(name) else None
+        return whole if whole is None or self.shard is None else self.shard.of_codes(name, whole, self.config)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specrs.errors import UnsupportedConfigError, UnsupportedModelError, invalid
+from specrs.kernels.coded_weight import IN, OUT, CodedWeight
 from specrs.models.config import ModelConfig
 from specrs.models.tensors import EMBEDDING, LM_HEAD, Tensors, tensor_shapes
 
@@ -44,6 +45,24 @@ class Shard:
         """The first of this rank's KV heads, and how many."""
         count = max(1, c.num_kv_heads // self.size)
         return self.rank * c.num_kv_heads // self.size, count
+
+    def of_codes(self, name: str, whole: CodedWeight, c: ModelConfig) -> CodedWeight | None:
+        """This rank's part of the weight `name` of a checkpoint of `c`; None where it cannot be cut between groups, or
+        where heads of a fused weight are held by several ranks."""
+        leaf, kv_heads = name.split(".")[-2], c.num_kv_heads
+        try:
+            if leaf in ("o_proj", "down_proj"):
+                return whole.shard(IN, self.rank, self.size)
+            if leaf in ("k_proj", "v_proj") and kv_heads < self.size:
+                return whole.shard(OUT, self.kv_heads(c)[0], kv_heads)
+            if leaf == "gate_up_proj":
+                return whole.shard(OUT, self.rank, self.size, [whole.shape[0] // 2] * 2)
+            if leaf == "qkv_proj":
+                kv = kv_heads * c.head_dim
+                return whole.shard(OUT, self.rank, self.size, [c.num_heads * c.head_dim, kv, kv])
+            return whole.shard(OUT, self.rank, self.size)
+        except ValueError:
+            return None
 
     def tensor_shapes(self, c: ModelConfig) -> dict[str, tuple[int, ...]]:
         """Names and shapes of what this rank holds of a checkpoint of `c`."""
