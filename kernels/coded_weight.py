@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from specrs.kernels.linear import IN, OUT, cut
 from torch import Tensor
 
+OUT, IN = 0, 1
+"""Dimensions of a weight, see `CodedWeight.shard`."""
 LEAST_GROUP = 16
 """Groups are multiples of so many inputs, or all of an output."""
 
@@ -109,11 +110,21 @@ class CodedWeight:
         return numbers * self._spread(words)
 
     def shard(self, dim: int, rank: int, world: int, parts: Sequence[int] | None = None) -> CodedWeight:
-        """See `Weight`. Along `IN` it is cut between groups, and scales of several outputs are repeated along `OUT`."""
+        """The part of rank `rank` of `world`, in memory of its own.
+
+        Args:
+            dim: `OUT`: products of the shards side by side are those of the whole; each has its part of the bias.
+                `IN`: shards multiply their part of x, and their products add up; rank 0 has the bias. It is cut between
+                groups, and along `OUT` scales of several outputs are repeated.
+            parts: features of the projections fused in dimension `dim` (q, k and v, say), each of which is cut by
+                itself; they add up to the dimension. None: it is one.
+
+        Raises ValueError for a part that `world` does not divide.
+        """
         size, coding = self.shape[1], self.coding
         if dim == OUT:
-            codes, bias = cut(self.codes, self.bias, OUT, rank, world, parts)
-            scales = cut(self._by_output(self.scales), None, OUT, rank, world, parts)[0]
+            codes, bias = _cut(self.codes, self.bias, OUT, rank, world, parts)
+            scales = _cut(self._by_output(self.scales), None, OUT, rank, world, parts)[0]
             return replace(self, codes=codes, scales=scales, coding=coding._replace(outputs=1), bias=bias)
         sizes = [size] if parts is None else list(parts)
         whole = coding.group >= size
@@ -121,11 +132,15 @@ class CodedWeight:
         uneven = [part for part in sizes if part % (least * world)]
         if uneven:
             raise ValueError(f"parts={sizes}: {uneven[0]} features are not world={world} shards of whole {least}")
-        values, bias = cut(self._values(), self.bias, IN, rank, world, sizes)
+        values, bias = _cut(self._values(), self.bias, IN, rank, world, sizes)
         if whole:
-            made = CodedWeight.of(values, self.scales.clone(), coding._replace(group=values.shape[1]), bias)
+            coding = coding._replace(group=values.shape[1])
+        if coding.unit(values.shape[1]) is None:
+            raise ValueError(f"parts={sizes}: no kernel reads {values.shape[1]} inputs in groups of {coding.group}")
+        if whole:
+            made = CodedWeight.of(values, self.scales.clone(), coding, bias)
         else:
-            scales = cut(self.scales, None, IN, rank, world, [part // coding.group for part in sizes])[0]
+            scales = _cut(self.scales, None, IN, rank, world, [part // coding.group for part in sizes])[0]
             made = CodedWeight.of(values, scales, coding, bias)
         return replace(made, fp8_rows=self.fp8_rows)
 
@@ -199,3 +214,22 @@ def fuse(parts: Sequence[CodedWeight], bias: Tensor | None = None) -> CodedWeigh
     return CodedWeight(
         torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts]), first, bias
     )
+
+
+def _cut(
+    weight: Tensor, bias: Tensor | None, dim: int, rank: int, world: int, parts: Sequence[int] | None
+) -> tuple[Tensor, Tensor | None]:
+    """Rank `rank`'s part of weight and bias, copies; arguments as of `CodedWeight.shard`. Raises as it."""
+    sizes = [weight.shape[dim]] if parts is None else list(parts)
+    if sum(sizes) != weight.shape[dim]:
+        raise ValueError(f"parts={sizes}: must add up to {weight.shape[dim]}, dimension {dim} of the weight")
+    uneven = [size for size in sizes if size % world]
+    if uneven:
+        raise ValueError(f"parts={sizes}: {uneven[0]} features cannot be split into world={world} equal shards")
+
+    def part_of(tensor: Tensor, along: int) -> Tensor:
+        return torch.cat([part.chunk(world, along)[rank] for part in torch.split(tensor, sizes, along)], along)
+
+    if dim == IN:
+        return part_of(weight, IN), bias if rank == 0 else None
+    return part_of(weight, OUT), None if bias is None else part_of(bias, 0)

@@ -1,7 +1,7 @@
 """Matrix products with weights laid out once at load. The bias is the only thing fused.
 
-A **kind** is what a projection is stored as. It knows its product, its bytes, its shards and its reference, so a new
-kind is a class and a line where it is made, and no caller changes. Kinds today: dense, packed for a CPU (`pack` makes
+A **kind** is what a projection is stored as. It knows its product, its bytes and its reference, so a new kind
+is a class and a line where it is made, and no caller changes. Kinds today: dense, packed for a CPU (`pack` makes
 these two), stacked, which the native pass reads as the checkpoint has it, quantized, which it reads, too, and in
 `coded_weight` coded, which the kernels of a GPU read.
 
@@ -12,7 +12,7 @@ operator behind it is the one that torch.compile emits for frozen weights; where
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -38,9 +38,6 @@ _TYPICAL_ROWS = 16
 _EXACT_ROWS = 32
 """Row counts above are padded to multiples of 16: oneDNN compiles 0.6 ms for each new shape and keeps 1,024 of them."""
 
-OUT, IN = 0, 1
-"""Dimensions of a weight `[out, in]`, as checkpoints store it."""
-
 
 class Weight(Protocol):
     """What a projection is stored as: a weight `[out, in]` and an optional bias `[out]`. Immutable."""
@@ -62,18 +59,6 @@ class Weight(Protocol):
 
     def dequantized(self) -> Tensor:
         """The weight that products are of, `[out, in]` float64: the reference, which is slow."""
-
-    def shard(self, dim: int, rank: int, world: int, parts: Sequence[int] | None = None) -> Weight:
-        """The part of rank `rank` of `world`, of the same kind, in memory of its own.
-
-        Args:
-            dim: `OUT`: products of the shards side by side are those of the whole; each has its part of the bias.
-                `IN`: shards multiply their part of x, and their products add up; rank 0 has the bias.
-            parts: features of the projections fused in dimension `dim` (q, k and v, say), each of which is cut by
-                itself; they add up to the dimension. None: it is one.
-
-        Raises ValueError for a part that `world` does not divide.
-        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +90,6 @@ class DenseWeight:
     def dequantized(self) -> Tensor:
         """See `Weight`."""
         return self.weight.double()
-
-    def shard(self, dim: int, rank: int, world: int, parts: Sequence[int] | None = None) -> DenseWeight:
-        """See `Weight`."""
-        return DenseWeight(*cut(self.weight, self.bias, dim, rank, world, parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +127,6 @@ class PackedWeight:
     def dequantized(self) -> Tensor:
         """See `Weight`."""
         return self._unpacked().double()
-
-    def shard(self, dim: int, rank: int, world: int, parts: Sequence[int] | None = None) -> PackedWeight:
-        """See `Weight`."""
-        return _packed(*cut(self._unpacked(), self.bias, dim, rank, world, parts))
 
     def _unpacked(self) -> Tensor:
         dense: Tensor = self.packed.to_dense()
@@ -199,9 +176,6 @@ class _Parts(Generic[_Part]):
         """See `Weight`."""
         return torch.cat(self.matrices()).double()
 
-    def _sizes(self, dim: int, parts: Sequence[int] | None) -> Sequence[int] | None:
-        return [part.shape[0] for part in self.parts] if parts is None and dim == OUT else parts
-
 
 @dataclass(frozen=True, slots=True)
 class StackedWeight(_Parts[Tensor]):
@@ -214,12 +188,6 @@ class StackedWeight(_Parts[Tensor]):
     def matrices(self) -> list[Tensor]:
         """The parts themselves, each contiguous."""
         return list(self.parts)
-
-    def shard(self, dim: int, rank: int, world: int, parts: Sequence[int] | None = None) -> StackedWeight:
-        """See `Weight`."""
-        sizes = self._sizes(dim, parts)
-        weight, bias = cut(torch.cat(self.parts), self.bias, dim, rank, world, sizes)
-        return StackedWeight((weight,), None if bias is None else (bias,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,27 +226,6 @@ class Codes:
         scaled = self.values().reshape(out, groups, size // groups).float() * self.scales.float().unsqueeze(2)
         return scaled.view(out, size)
 
-    def cut(self, dim: int, rank: int, world: int, parts: Sequence[int] | None) -> Codes:
-        """See `Weight.shard`."""
-        if dim == OUT:
-            codes, scales = (cut(t, None, OUT, rank, world, parts)[0] for t in (self.codes, self.scales))
-            return Codes(codes, scales)
-        size, groups = self.shape[1], self.scales.shape[1]
-        sizes = [size] if parts is None else list(parts)
-        if groups == 1 and self.codes.dtype == torch.int8:
-            return Codes(cut(self.codes, None, IN, rank, world, sizes)[0], self.scales.clone())
-        group = size // groups
-        uneven = [part for part in sizes if part % (group * world)]
-        if uneven:
-            raise ValueError(
-                f"parts={sizes}: {uneven[0]} features are not world={world} shards of whole groups of {group}"
-            )
-        codes, scales = (
-            cut(t, None, IN, rank, world, [part * t.shape[1] // size for part in sizes])[0]
-            for t in (self.codes, self.scales)
-        )
-        return Codes(codes, scales)
-
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight(_Parts["Codes"]):
@@ -290,17 +237,6 @@ class QuantizedWeight(_Parts["Codes"]):
     def matrices(self) -> list[Tensor]:
         """Made each time."""
         return [part.numbers() for part in self.parts]
-
-    def shard(self, dim: int, rank: int, world: int, parts: Sequence[int] | None = None) -> QuantizedWeight:
-        """See `Weight`. Along `IN` it is cut between groups."""
-        sizes = self._sizes(dim, parts)
-        whole = Codes(torch.cat([part.codes for part in self.parts]), torch.cat([part.scales for part in self.parts]))
-        bias = self.bias
-        if bias is not None and dim == OUT:
-            bias = cut(bias, None, OUT, rank, world, sizes)[0]
-        elif rank:
-            bias = None
-        return QuantizedWeight((whole.cut(dim, rank, world, sizes),), None if bias is None else (bias,))
 
 
 def pack(weight: Tensor, bias: Tensor | None = None) -> Weight:
@@ -326,25 +262,6 @@ def _packed(weight: Tensor, bias: Tensor | None) -> PackedWeight:
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _TYPICAL_ROWS)
     small = weight.dtype == torch.float32 and weight.numel() <= _SMALL
     return PackedWeight(packed, weight.t().contiguous() if small else None, bias)
-
-
-def cut(
-    weight: Tensor, bias: Tensor | None, dim: int, rank: int, world: int, parts: Sequence[int] | None
-) -> tuple[Tensor, Tensor | None]:
-    """Rank `rank`'s part of weight and bias, copies; arguments as of `Weight.shard`. Raises as it."""
-    sizes = [weight.shape[dim]] if parts is None else list(parts)
-    if sum(sizes) != weight.shape[dim]:
-        raise ValueError(f"parts={sizes}: must add up to {weight.shape[dim]}, dimension {dim} of the weight")
-    uneven = [size for size in sizes if size % world]
-    if uneven:
-        raise ValueError(f"parts={sizes}: {uneven[0]} features cannot be split into world={world} equal shards")
-
-    def part_of(tensor: Tensor, along: int) -> Tensor:
-        return torch.cat([part.chunk(world, along)[rank] for part in torch.split(tensor, sizes, along)], along)
-
-    if dim == IN:
-        return part_of(weight, IN), bias if rank == 0 else None
-    return part_of(weight, OUT), None if bias is None else part_of(bias, 0)
 
 
 def _bias_bytes(bias: Tensor | None) -> int:

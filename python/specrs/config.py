@@ -82,8 +82,9 @@ class EngineConfig:
     device; otherwise as many as fit in `kv_cache_memory_bytes` (None: 4 GiB on a CPU, and on a GPU what
     `gpu_memory_utilization` of its memory leaves beside weights, buffers and graphs).
     `tensor_parallel_size`: ranks, processes that compute the target together, each with its part of the weights and of
-    the KV cache (docs/scaling.md). The engine starts them, or torchrun has. On a CPU the target's passes are torch's
-    then, op by op. `distributed_timeout`: seconds in which a rank that does not answer counts as lost.
+    the KV cache (docs/scaling.md). The engine starts them, or torchrun has. On GPUs each has one; on a CPU the
+    target's passes are torch's then, op by op. `distributed_timeout`: seconds in which a rank that does not answer
+    counts as lost.
     `launch_depth`: launches planned and not yet settled, 1 or 2; None is 1 on a CPU and 2 on a GPU. vLLM's
     `async_scheduling` is read as 2, where it is False as 1.
     `seed`: what the seeds of requests without one are derived from (`specrs.sampling.derive_seed`).

@@ -10,7 +10,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from specrs.parallel.exchanges import Exchanges, GroupExchanges, connect_gpus
+from specrs.parallel.exchanges import Exchanges, GroupExchanges
+from specrs.parallel.gpus import connect_gpus
 from specrs.parallel.ranks import Ranks
 
 SIZE, WIDTH, TIMEOUT = 2, 256, 60.0

@@ -19,7 +19,7 @@ from specrs.engine.engine import Engine
 from specrs.engine.request import Request
 from specrs.errors import RankLostError
 from specrs.kernels.linear import DenseWeight
-from specrs.parallel.exchanges import HostExchanges
+from specrs.parallel.ranks import HostExchanges
 from specrs.runner.cuda.context import entries_of
 from specrs.runner.cuda.graphs import tasks
 from specrs.runner.cuda.runner import CudaRunner

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from specrs.errors import InvalidConfigError
-from specrs.parallel.exchanges import connect_gpus
+from specrs.parallel.gpus import connect_gpus
 from specrs.parallel.ranks import Ranks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -22,7 +22,7 @@ from specrs.engine.threads import VARIABLE, physical_cores
 from specrs.engine.weights import load_weights
 from specrs.errors import SpecrsError
 from specrs.parallel.connection import BEGUN, DID, Beat, Connection, DisconnectedError, Kind
-from specrs.parallel.exchanges import connect_gpus
+from specrs.parallel.gpus import connect_gpus
 from specrs.parallel.ranks import ExchangeError, Ranks
 from specrs.parallel.start import Meeting, follow_under_torchrun, torchrun_rank
 from specrs.runner.ranks import checksum

@@ -6,22 +6,12 @@ holds it. Every rank enqueues the same ones in the same order.
 
 from __future__ import annotations
 
-import logging
-from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from specrs.errors import InvalidConfigError, invalid
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
-    from specrs.parallel.ranks import Ranks
-
-logger = logging.getLogger("specrs")
 ONE_SHOT_DTYPES = (torch.float32, torch.bfloat16)
 """What torch's one-shot sum adds."""
 
@@ -47,34 +37,6 @@ class Exchanges(Protocol):
 
     def close(self) -> None:
         """There are no more exchanges. All ranks have come to the end of theirs."""
-
-
-class HostExchanges:
-    """Over the connections of `Ranks`, which take tensors of the host: what Triton's interpreter runs with."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-
-    def reserve(self, rows: int, width: int, dtype: torch.dtype) -> None:
-        """Nothing: see `Exchanges`, like what follows."""
-
-    def part(self, out: Tensor) -> Tensor:
-        """`out`."""
-        return out
-
-    def sum(self, out: Tensor) -> None:
-        """In rank order."""
-        self._ranks.add_(out)
-
-    def gather(self, x: Tensor, found: Tensor) -> None:
-        """Waits for the others. Raises ExchangeError."""
-        found.copy_(self._ranks.gather(x))
-
-    def abort(self) -> None:
-        """Nothing: who waits looks at `Ranks.given_up`, or fails when a connection closes."""
-
-    def close(self) -> None:
-        """Nothing."""
 
 
 class GroupExchanges:
@@ -150,47 +112,3 @@ class SymmetricExchanges(GroupExchanges):
             super().sum(out)
         else:
             torch.ops.symm_mem.one_shot_all_reduce_out(staged, "sum", self._group.group_name, out)
-
-
-def connect_gpus(ranks: Ranks, store: Store, device: torch.device, timeout: float, num_local: int) -> GroupExchanges:
-    """Exchanges among GPUs, this rank's being `device`; waits for the others, which do the same.
-
-    NCCL's, and for sums of few rows symmetric memory where all ranks can have it. `num_local`: ranks on this machine.
-
-    Raises:
-        InvalidConfigError: this process has a default process group already.
-        RuntimeError: NCCL could not connect.
-    """
-    if dist.is_initialized():
-        reason = "this process has a default process group of torch.distributed; allowed: 1, or a process without"
-        raise invalid(InvalidConfigError, "tensor_parallel_size", ranks.size, reason)
-    dist.init_process_group(
-        "nccl",
-        store=dist.PrefixStore("nccl", store),  # type: ignore[attr-defined]
-        rank=ranks.rank,
-        world_size=ranks.size,
-        timeout=timedelta(seconds=timeout),
-        device_id=device,
-    )
-    group = dist.group.WORLD
-    assert group is not None
-    if not _all(ranks, num_local == ranks.size and _reads_peers(device, num_local)):
-        return GroupExchanges()
-    symmetric = SymmetricExchanges(device, group)
-    try:
-        symmetric.reserve(1, 64, torch.float32)
-        serves = True
-    except RuntimeError as fault:
-        logger.info("rank %d has no symmetric memory, sums go by NCCL: %s", ranks.rank, fault)
-        serves = False
-    return symmetric if _all(ranks, serves) else GroupExchanges()
-
-
-def _reads_peers(device: torch.device, num_local: int) -> bool:
-    others = [index for index in range(num_local) if index != device.index]
-    return all(torch.cuda.can_device_access_peer(device, other) for other in others)
-
-
-def _all(ranks: Ranks, holds: bool) -> bool:
-    """Whether it holds on every rank."""
-    return bool(ranks.gather(torch.tensor([holds])).all())

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from specrs.errors import EngineError
-from specrs.parallel.exchanges import Exchanges, HostExchanges
+from specrs.parallel.exchanges import Exchanges
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -202,6 +202,34 @@ class Ranks:
             yield
         finally:
             self.waiting_since = None
+
+
+class HostExchanges:
+    """Over the connections of `Ranks`, which take tensors of the host: what Triton's interpreter runs with."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def reserve(self, rows: int, width: int, dtype: torch.dtype) -> None:
+        """Nothing: see `Exchanges`, like what follows."""
+
+    def part(self, out: Tensor) -> Tensor:
+        """`out`."""
+        return out
+
+    def sum(self, out: Tensor) -> None:
+        """In rank order."""
+        self._ranks.add_(out)
+
+    def gather(self, x: Tensor, found: Tensor) -> None:
+        """Waits for the others. Raises ExchangeError."""
+        found.copy_(self._ranks.gather(x))
+
+    def abort(self) -> None:
+        """Nothing: who waits looks at `Ranks.given_up`, or fails when a connection closes."""
+
+    def close(self) -> None:
+        """Nothing."""
 
 
 def _add(parts: Sequence[Tensor], out: Tensor) -> Tensor:
