@@ -78,7 +78,7 @@ def check(ranks: Ranks, rows: int, dtype: torch.dtype) -> None:
         replay()
         parts = [numbers(rank, rows, turn).to(dtype) for rank in range(SIZE)]
         assert torch.equal(found.cpu(), torch.stack(parts))
-        assert torch.equal(out.cpu(), parts[0] + parts[1]), "two numbers have one sum, whoever adds them"
+        assert torch.equal(out.cpu(), parts[0] + parts[1]), "two numbers have one sum, in any order"
 
 
 if __name__ == "__main__":

@@ -198,7 +198,7 @@ def test_rank_0_compares_results_when_launches_have_ended(ends: tuple[Connection
         runner.wait(ring.slot(0))
         runner.wait(ring.slot(0))  # as behind an interrupt
         runner.wait(ring.slot(1))
-        runner.launch(ring.slot(2), ring.slot(2).header())  # which nobody waits for
+        runner.launch(ring.slot(2), ring.slot(2).header())  # which is not waited for
         done(ring.slot(2)).set()
         runner.close()
         assert runner.team.error is None
