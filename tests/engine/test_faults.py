@@ -1,10 +1,15 @@
 """A fault in a request or a launch ends what it concerns; neighbours, prefix cache and engine go on."""
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from checkpoints import make_checkpoint
+from safetensors.torch import load_file, save_file
 from specrs.core import DuplicateRequestError, InvalidRequestError, TokenDecoder, UnknownRequestError
+from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
 from specrs.errors import EngineError
@@ -12,11 +17,13 @@ from specrs.models.base import HiddenStates, Model
 from specrs.models.dense import Dense
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
+from specrs.runner.eager import EagerRunner
+from specrs.runner.native import NativeRunner
 from specrs.sampling import SamplingParams
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
-from engine.harness import VOCAB, Bank, assert_idle, make_engine, request, run
+from engine.harness import VOCAB, Bank, assert_idle, config, make_engine, request, run
 
 
 def poison_request(engine: Engine, monkeypatch: pytest.MonkeyPatch, marker: int, model: Model | None) -> None:
@@ -94,6 +101,59 @@ def test_a_poisoned_chunk_is_never_shared_before_its_prompt_ends(
     assert jobs[0].finish_reason == "error"
     assert jobs[1].num_cached_tokens == 16, "the first chunk's whole block"
     assert jobs[1].output_token_ids == bank.continuations[5][:20]
+
+
+def overflowing(folder: Path, marker: int) -> Path:
+    """A checkpoint whose first layer sees all positions and whose second and third the last 11. Of `marker` alone the
+    second layer's MLP overflows fp32: its embedding is the only one along the last dimension, which nothing else
+    reads."""
+    fields = {"layers": 3, "use_sliding_window": True, "sliding_window": 11, "max_window_layers": 1}
+    target = make_checkpoint(folder, "qwen2", seed=1, vocab=VOCAB, tie=False, **fields)  # type: ignore[arg-type]
+    tensors = load_file(target / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor[-1] = 0
+        elif tensor.ndim == 2 and name != "lm_head.weight":
+            tensor[:, -1] = 0
+    tensors["model.embed_tokens.weight"][marker, -1] = 1
+    for projection in ("gate", "up"):
+        weight = tensors[f"model.layers.1.mlp.{projection}_proj.weight"]
+        weight[0] = 0
+        weight[0, -1] = 1e30
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+@pytest.mark.parametrize(
+    ("fields", "runner"),
+    [
+        ({"enforce_eager": True}, EagerRunner),
+        ({}, NativeRunner),
+        ({"model_impl": "transformers"}, EagerRunner),
+    ],
+    ids=["eager", "native", "transformers"],
+)
+def test_a_fault_behind_the_last_layer_that_sees_all_is_seen(
+    fields: dict[str, Any], runner: type, tmp_path: Path
+) -> None:
+    """K and V of the third layer are not finite at a position that the chunk's last rows do not attend there, and the
+    first layer's are."""
+    marker, prompt = VOCAB - 2, [20 + i for i in range(60)]
+    made = config(overflowing(tmp_path / "target", marker), None, k=0, dtype="float32", **fields)
+    engine = build_engine(made)
+    assert isinstance(engine.runner, runner)
+    bad = request(0, [*prompt[:5], marker, *prompt[5:]], k=None, max_tokens=4, engine_k=0)
+    good = request(1, prompt, k=None, max_tokens=4, engine_k=0)
+    for job in (bad, good):
+        engine.add_request(job)
+    run(engine)
+    assert (bad.finish_reason, good.finish_reason) == ("error", "length")
+    assert "not finite" in str(bad.error)
+    # None of its blocks is found by others.
+    again = request(2, [*bad.prompt_token_ids], k=None, max_tokens=4, engine_k=0)
+    engine.add_request(again)
+    run(engine)
+    assert again.num_cached_tokens == 0
 
 
 def test_a_draft_that_answers_nan_costs_drafts_not_text(bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,7 +145,7 @@ def long_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 LONG = {"max_model_len": 1 << 15, "max_num_seqs": 1, "max_num_batched_tokens": 2048, "block_size": 16}
 
 
-@pytest.mark.parametrize(("on_gpu", "chunk"), [(False, 2048), (True, 512)])
+@pytest.mark.parametrize(("on_gpu", "chunk"), [(False, 2048), (True, 512), (True, 1024)])
 def test_a_quarter_of_the_memory_for_32k_positions(
     long_target: Path, on_gpu: bool, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,6 +69,12 @@ class Model(Protocol):
         return None
 
     @property
+    def ends_in_window(self) -> bool:
+        """Whether its last layer may not attend all positions: then the last row of a chunk may be finite where K or V
+        of a position before it are not."""
+        return True
+
+    @property
     def kv_groups(self) -> KVGroups | None:
         """The groups that its passes look for KV by; None: all layers are in one."""
         return None

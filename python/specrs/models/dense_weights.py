@@ -160,6 +160,11 @@ class DenseFacts(Model):
         windows = [size for size in self.config.windows if size is not None]
         return max(windows) if len(windows) == self.num_layers else None
 
+    @property
+    def ends_in_window(self) -> bool:
+        """See `Model`."""
+        return bool(self.config.windows) and self.config.windows[-1] is not None
+
     def bytes_per_block(self, block_size: int) -> int:
         """See `Model`."""
         return KVCache.bytes_per_block(self.config, block_size, self.cache_dtype, self.kv_groups)

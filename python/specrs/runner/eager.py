@@ -195,7 +195,7 @@ class EagerRunner:
         prompt_logprobs(slot, header, hidden, self.target.compute_logits, self.state, self.sampling)
         at = last_rows(slot.views, header)
         last = hidden[at]
-        if self.target.sliding_window is not None:
+        if self.target.ends_in_window:
             last += chunk_faults(hidden, slot.views, header)
         flag_chunks(last, results.flags)
         chunks = last_chunks(slot.views, header)

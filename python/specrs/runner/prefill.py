@@ -101,8 +101,9 @@ def chunk_faults(hidden: Tensor, device: Views, header: Header) -> Tensor:
 def flag_chunks(last: Tensor, flags: Tensor) -> None:
     """Report prompt chunks that are not finite; mutates `flags` `[num_prefill]` int64.
 
-    `last` `[num_prefill, hidden_size]` is each chunk's last hidden row. It has attended to all positions up to its own,
-    so what is not finite in the KV of any of them is in it, too; with windows it has not (`chunk_faults`). Others may
-    find a chunk's blocks once it has settled, before the end of its prompt has logits to tell.
+    `last` `[num_prefill, hidden_size]` is each chunk's last hidden row. Where the last layer has attended to all
+    positions up to its own, what is not finite in the KV of any of them is in it, too; where it has a window that is
+    not so (`chunk_faults`). Others may find a chunk's blocks once it has settled, before the end of its prompt has
+    logits to tell.
     """
     flags |= torch.where(last.isfinite().all(dim=1), 0, FLAG_TARGET_NON_FINITE)

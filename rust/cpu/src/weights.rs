@@ -390,6 +390,11 @@ impl Weights {
         self.layers.iter().map(|layer| layer.window).max().filter(|&window| window != usize::MAX)
     }
 
+    /// Whether the last layer has a window: its K and V of a position may not be finite though rows behind the window are.
+    pub(crate) fn ends_in_window(&self) -> bool {
+        self.layers.last().is_some_and(|layer| layer.window != usize::MAX)
+    }
+
     /// The same with these multipliers; without, scores are divided by the root of `head_dim`.
     ///
     /// # Errors

@@ -149,8 +149,7 @@ class CudaRunner:
         inputs = prefill_inputs(ctx.state, slot.views, views, header)
         hidden, states = self._chunks.target(inputs)
         self.num_target_passes += 1
-        windowed = ctx.target.sliding_window is not None
-        faults = chunk_faults(hidden, views, header) if windowed else None
+        faults = chunk_faults(hidden, views, header) if ctx.target.ends_in_window else None
         prompt_logprobs(slot, header, hidden, ctx.target.compute_logits, ctx.state, self.sampling)
         count, first = header.num_prefill, header.num_decode
         at = last_rows(views, header)

@@ -142,8 +142,8 @@ impl Decoder {
         self.private.iter_mut().for_each(Private::poison);
     }
 
-    /// By row of the last pass, whether the residual stream behind the last layer is finite, where all layers have windows:
-    /// rows behind them do not tell then. Else empty.
+    /// By row of the last pass, whether the residual stream behind the last layer is finite, where that layer has a window:
+    /// rows behind it do not tell then. Else empty.
     pub(crate) fn finite(&self) -> &[bool] {
         &self.finite
     }
@@ -213,7 +213,7 @@ impl Decoder {
         }
         entries.check(pass.len(), self.weights.layers.len(), &self.weights.shape)?;
         let session = self.pool.enter()?;
-        let windowed = self.weights.sliding_window().is_some();
+        let windowed = self.weights.ends_in_window();
         self.finite.clear();
         let shares = &mut self.shares[session.participants() - 1];
         if let Output::Logits { num_ids, .. } | Output::Argmax { num_ids, .. } = &output {

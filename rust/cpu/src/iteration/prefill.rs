@@ -44,8 +44,8 @@ impl Iteration {
         for (chunk, (entry, index)) in entries.iter().zip(chunks).enumerate() {
             let mut report = Report::of(results, &self.results, index);
             report.clear();
-            // It has attended to all positions up to its own, so what is not finite in the KV of any of them is in it, too; with
-            // windows it has not, and all rows tell.
+            // Where the last layer attends all positions, what is not finite in the KV of any of them is in the last row, too; where
+            // it has a window all rows tell.
             let rows = record.prefill_q_start[chunk] as usize..record.prefill_q_start[chunk + 1] as usize;
             let seen = target.decoder.finite().get(rows).is_none_or(|rows| rows.iter().all(|&finite| finite));
             if record.chunk_is_last[chunk] == 0 {
