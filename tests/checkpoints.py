@@ -242,6 +242,27 @@ def perturb_checkpoint(source: Path, path: Path, *, noise: float, seed: int = 0)
     return path
 
 
+def make_overflowing(path: Path, marker: int, **shape: Any) -> Path:
+    """A checkpoint whose first layer sees all positions and whose second and third a window. Of the token `marker`
+    alone the second layer's MLP overflows fp32: its embedding is the only one along the last dimension, which nothing
+    else reads or adds to."""
+    windows = {"use_sliding_window": True, "max_window_layers": 1}
+    target = make_checkpoint(path, "qwen2", seed=1, tie=False, **(shape | windows | {"layers": 3}))
+    tensors = load_file(target / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor[-1] = 0
+        elif tensor.ndim == 2 and name != "lm_head.weight":
+            tensor[:, -1] = 0
+    tensors["model.embed_tokens.weight"][marker, -1] = 1
+    for projection in ("gate", "up"):
+        weight = tensors[f"model.layers.1.mlp.{projection}_proj.weight"]
+        weight[0] = 0
+        weight[0, -1] = 1e30
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
 def first_layers(source: Path, path: Path, layers: int, **fields: Any) -> Path:
     """Copy the checkpoint at `source` to `path` with its first `layers` layers alone, and `fields` in its config.json.
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_checkpoint
-from safetensors.torch import load_file, save_file
+from checkpoints import make_overflowing
 from specrs.core import DuplicateRequestError, InvalidRequestError, TokenDecoder, UnknownRequestError
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
@@ -103,27 +102,6 @@ def test_a_poisoned_chunk_is_never_shared_before_its_prompt_ends(
     assert jobs[1].output_token_ids == bank.continuations[5][:20]
 
 
-def overflowing(folder: Path, marker: int) -> Path:
-    """A checkpoint whose first layer sees all positions and whose second and third the last 11. Of `marker` alone the
-    second layer's MLP overflows fp32: its embedding is the only one along the last dimension, which nothing else
-    reads."""
-    fields = {"layers": 3, "use_sliding_window": True, "sliding_window": 11, "max_window_layers": 1}
-    target = make_checkpoint(folder, "qwen2", seed=1, vocab=VOCAB, tie=False, **fields)  # type: ignore[arg-type]
-    tensors = load_file(target / "model.safetensors")
-    for name, tensor in tensors.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            tensor[-1] = 0
-        elif tensor.ndim == 2 and name != "lm_head.weight":
-            tensor[:, -1] = 0
-    tensors["model.embed_tokens.weight"][marker, -1] = 1
-    for projection in ("gate", "up"):
-        weight = tensors[f"model.layers.1.mlp.{projection}_proj.weight"]
-        weight[0] = 0
-        weight[0, -1] = 1e30
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    return target
-
-
 @pytest.mark.parametrize(
     ("fields", "runner"),
     [
@@ -139,7 +117,8 @@ def test_a_fault_behind_the_last_layer_that_sees_all_is_seen(
     """K and V of the third layer are not finite at a position that the chunk's last rows do not attend there, and the
     first layer's are."""
     marker, prompt = VOCAB - 2, [20 + i for i in range(60)]
-    made = config(overflowing(tmp_path / "target", marker), None, k=0, dtype="float32", **fields)
+    target = make_overflowing(tmp_path / "target", marker, vocab=VOCAB, sliding_window=11)
+    made = config(target, None, k=0, dtype="float32", **fields)
     engine = build_engine(made)
     assert isinstance(engine.runner, runner)
     bad = request(0, [*prompt[:5], marker, *prompt[5:]], k=None, max_tokens=4, engine_k=0)

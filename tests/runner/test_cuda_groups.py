@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import first_layers, make_checkpoint
+from checkpoints import first_layers, make_checkpoint, make_overflowing
 from engine.harness import poison
 from specrs.config import EngineConfig
 from specrs.engine import build_cuda
@@ -71,6 +71,17 @@ def test_same_tokens(pair: Pair, kind: str, monkeypatch: pytest.MonkeyPatch) -> 
         assert one.output_token_ids == other.output_token_ids
     assert mine.scheduler.num_preemptions > 0
     assert sum(sum(request.acceptance.histogram) for request in ours) > 0
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")  # numpy's, in the interpreter
+def test_a_fault_behind_the_last_layer_that_sees_all_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """K and V of the last layer are not finite at a position that the last row of no chunk reaches there."""
+    target = make_overflowing(tmp_path / "target", 59, **(SHAPE | {"sliding_window": 2}))
+    mine = load_pair(tmp_path, target, target).engine(gpu=True, monkeypatch=monkeypatch)
+    assert isinstance(mine.runner, CudaRunner)
+    bad, good = generate(mine, [GREEDY, GREEDY], 1, [[*BASE[:2], 59, *BASE[:9]], BASE[:12]])
+    assert (bad.finish_reason, good.finish_reason) == ("error", "length")
+    assert "not finite" in str(bad.error)
 
 
 def test_groups_of_codes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
