@@ -69,7 +69,7 @@ WORKERS := -n auto --maxprocesses 8 --dist worksteal
 ISA_TESTS := $(wildcard tests/kernels/test_*.py) tests/verify tests/integrations/test_transformers.py \
 	$(filter-out %config.py %fields.py %support.py %loader.py,$(wildcard tests/models/test_*.py)) \
 	$(addprefix tests/kernels/cuda/test_,skinny_linear.py lm_head.py row_kernels.py tolerance.py) \
-	$(addprefix tests/runner/test_,samplers.py cuda_runner.py) $(addprefix tests/engine/test_,fp32.py equivalence.py)
+	tests/lora/test_native.py $(addprefix tests/runner/test_,samplers.py cuda_runner.py) $(addprefix tests/engine/test_,fp32.py equivalence.py)
 
 .PHONY: test-isa test-isa-default test-isa-avx2
 test-isa: test-isa-default test-isa-avx2 ## the numerical tests as on a CPU without AVX and on one with AVX2; -j2: both at once

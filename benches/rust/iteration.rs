@@ -37,7 +37,7 @@ impl Model {
     }
 
     fn cached(&mut self) -> Cached<'_> {
-        Cached { decoder: &mut self.decoder, kv_cache: &mut self.kv }
+        Cached { decoder: &mut self.decoder, kv_cache: &mut self.kv, adapters: &[] }
     }
 }
 

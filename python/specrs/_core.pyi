@@ -51,6 +51,7 @@ __all__ = [
     "CpuDecoder",
     "CpuIteration",
     "CpuKVCache",
+    "CpuLora",
     "CpuPool",
     "CpuWeights",
     "DuplicateRequestError",
@@ -1559,6 +1560,26 @@ class CpuWeights:
         """
 
 @final
+class CpuLora:
+    """A LoRA adapter of a decoder, read where it is: arrays are kept alive and must not be written."""
+
+    def __new__(
+        cls,
+        weights: CpuWeights,
+        layers: Sequence[Mapping[str, Sequence[tuple[NDArray[np.generic], NDArray[np.generic], int]]]],
+    ) -> CpuLora:
+        """For decoders of weights like these.
+
+        Args:
+            layers: for each layer by `qkv`, `o`, `gate_up` and `down` what is added to that projection, a list of
+                A `[rank, inputs]` and B `[outputs, rank]` times the scale, float32 or uint16 with the
+                bits of bfloat16, and which of the projection's outputs is the first of these.
+
+        Raises:
+            InvalidBufferError: an array's dtype, layout, alignment or shape, by name; layers that are not as many.
+        """
+
+@final
 class CpuKVCache:
     """A KV cache that passes write, in arrays of the caller, which are kept alive."""
 
@@ -1620,6 +1641,7 @@ class CpuDecoder:
         group_slots: NDArray[np.int64] | None = None,
         group_tables: NDArray[np.int64] | None = None,
         prompts: bool = False,
+        adapters: Sequence[tuple[CpuLora, list[int]]] = ...,
     ) -> None:
         """Feeds N rows of B requests: writes their K and V, and their final states, behind the final norm.
 
@@ -1710,9 +1732,14 @@ class CpuIteration:
         """
 
     def run(
-        self, record: NDArray[np.int64], results: NDArray[np.int64]
+        self,
+        record: NDArray[np.int64],
+        results: NDArray[np.int64],
+        adapters: Sequence[tuple[CpuLora, list[int]]] = ...,
     ) -> tuple[int, int, tuple[SpecrsError, NDArray[np.int64]] | None]:
         """Executes the launch planned in `record`; writes row state, both KV caches, and what it reports to `results`.
+
+        `adapters` are those of rows of state that the target's passes are computed with, each row at most once.
 
         What prompt chunks leave to a head is fed to it by the next call, so that no first token waits for it.
 

@@ -80,8 +80,8 @@ fn generate(prompt: &str, options: &Options<'_>, mut deliver: impl FnMut(&str)) 
     let mut settled = vec![0; scheduler.settled_layout().size];
     let (mut stream, mut count) = (tokenizer.decode_stream(true), 0);
     while let PlanOutcome::Launch(header) = scheduler.plan(&mut record)? {
-        let mut target = Cached { decoder: &mut decoder, kv_cache: &mut kv_cache };
-        let mut draft = draft.as_mut().map(|(decoder, kv_cache)| Cached { decoder, kv_cache });
+        let mut target = Cached { decoder: &mut decoder, kv_cache: &mut kv_cache, adapters: &[] };
+        let mut draft = draft.as_mut().map(|(decoder, kv_cache)| Cached { decoder, kv_cache, adapters: &[] });
         iteration.run(&record, &mut results, &mut state.borrow(), &mut target, draft.as_mut())?;
         scheduler.settle(header.launch_id, &results, &mut settled)?;
         let new = scheduler.settled_layout().view(&settled).num_new[0] as usize;

@@ -27,7 +27,7 @@ from specrs.engine.runners import make_runner, num_blocks
 from specrs.engine.warm_up import measure_costs
 from specrs.engine.weights import Weights, check_ranks, load_weights
 from specrs.errors import UnsupportedConfigError, invalid
-from specrs.models.dense import Dense
+from specrs.models.dense_weights import DenseFacts
 from specrs.parallel.connection import Kind
 from specrs.parallel.ranks import ExchangeError
 from specrs.parallel.start import Meeting, lead, torchrun_rank
@@ -101,7 +101,7 @@ def _build(
         )
     if config.enable_lora:
         target = blueprint.weights.target
-        assert isinstance(target, Dense)
+        assert isinstance(target, DenseFacts)
         assert isinstance(own, EagerRunner)
         engine.loras = LoRAStore(target, max_lora_rank=config.max_lora_rank, max_cpu_loras=config.most_cpu_loras)
         own.loras = LoRARows(config.max_num_seqs, engine.loras.get)

@@ -189,9 +189,7 @@ def _load(
         _check_int4(field, source, model)
     resolved = resolve_dtype(dtype, model, device)
     cache_dtype = resolve_cache_dtype(at + "kv_cache_dtype", kv_cache_dtype, resolved)
-    if config.enable_lora and not at and not config.enforce_eager:
-        logger.info("%s: enable_lora=True: the target is served op by op, the native pass knows no adapters", source)
-    elif device.type == "cpu" and not config.enforce_eager and ranks is None:
+    if device.type == "cpu" and not config.enforce_eager and ranks is None:
         config.check_native_serves(device.type, str(resolved).removeprefix("torch."))
         if resolved in NATIVE_DTYPES:
             return load_native(

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specrs.core import CpuDecoder, CpuKVCache, CpuPool, CpuWeights
+from specrs.core import CpuDecoder, CpuKVCache, CpuLora, CpuPool, CpuWeights
 from specrs.kernels.linear import Codes, QuantizedWeight, StackedWeight, Weight
 from specrs.models.base import HiddenStates
 from specrs.models.config import ModelConfig
@@ -25,6 +26,7 @@ from specrs.models.dense_weights import DenseFacts, DenseWeights, LayerWeights
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import CODES, KVCache
 from specrs.models.kv_groups import KVGroups, kv_groups
+from specrs.models.lora import LoRAAdapter
 from specrs.models.rope import Rope, rope_magnitude
 
 _Ints: TypeAlias = NDArray[np.int64]
@@ -71,6 +73,7 @@ class NativeDense(DenseFacts):
         self._torch = Dense(replace(weights, dtype=torch.float32), kv_groups)
         own = CpuPool(1) if pool is None else pool
         self.decoder = CpuDecoder(self._native, own, bf16_rows=bf16_rows, prompt_tiles=prompt_tiles)
+        self._loras: WeakKeyDictionary[LoRAAdapter, CpuLora] = WeakKeyDictionary()
 
     def on_pool(
         self, pool: CpuPool, *, torch_rows: int | None = None, bf16_rows: bool = False, prompt_tiles: bool = False
@@ -100,6 +103,23 @@ class NativeDense(DenseFacts):
         mixtures = [w.experts for w in layers if w.experts is not None]
         matrices += [weight for w in mixtures for weight in (w.router, *w.gate_up, *w.down)]
         return sum(weight.num_bytes for weight in (*matrices, self.weights.lm_head))
+
+    def native_lora(self, adapter: LoRAAdapter) -> CpuLora:
+        """The adapter as native passes read it, where it is.
+
+        Raises InvalidBufferError for one of another model.
+        """
+        found = self._loras.get(adapter)
+        if found is None:
+            layers = [
+                {
+                    name: [(array(part.a), array(part.b), part.first) for part in layer.get(name, ())]
+                    for name in ("qkv", "o", "gate_up", "down")
+                }
+                for layer in adapter.layers
+            ]
+            found = self._loras[adapter] = CpuLora(self._native, layers)
+        return found
 
     def with_buffers(self, max_rows: int, max_seqs: int, num_hidden_layers: int = 0) -> NativeDense:
         """See `Model`."""
@@ -131,6 +151,7 @@ class NativeDense(DenseFacts):
             group_slots=_numbers(inputs.group_slots),
             group_tables=_numbers(inputs.group_tables),
             prompts=inputs.prompts,
+            adapters=[(self.native_lora(given.adapter), given.rows.tolist()) for given in inputs.adapters],
         )
         return HiddenStates(hidden, entries)
 

@@ -68,7 +68,7 @@ class PassInputs:
     """Chunks whose rows are behind those of the B requests. For `CudaDense` alone."""
 
     adapters: tuple[AdapterRows, ...] = ()
-    """By LoRA adapter the rows that are computed with it; those of none are the base model's. For `Dense` alone."""
+    """By LoRA adapter the rows that are computed with it; those of none are the base model's. For dense decoders alone."""
 
     def in_group(self, group: int) -> tuple[Tensor, Tensor]:
         """Slots [N] and block table [B, max_blocks] of a group."""

@@ -49,4 +49,6 @@ class AdapterRows:
             return
         x = x.index_select(0, self.rows)
         for part in parts:
-            out.narrow(1, part.first, len(part.b)).index_add_(0, self.rows, x @ part.a.t() @ part.b.t())
+            out.narrow(1, part.first, len(part.b)).index_add_(
+                0, self.rows, x @ part.a.t().to(x.dtype) @ part.b.t().to(x.dtype)
+            )

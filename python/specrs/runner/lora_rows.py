@@ -26,6 +26,14 @@ class LoRARows:
         for row, lora_id in zip(rows, ids, strict=True):
             self._ids[row] = lora_id
 
+    def by_adapter(self, rows: Sequence[int]) -> list[tuple[LoRAAdapter, list[int]]]:
+        """Which of `rows`, each once, have which adapter; none of the base model's."""
+        found: dict[int, list[int]] = {}
+        for row in rows:
+            if self._ids[row]:
+                found.setdefault(self._ids[row], []).append(row)
+        return [(self._find(lora_id), held) for lora_id, held in found.items()]
+
     def of(self, rows: Sequence[int], entry: Tensor) -> tuple[AdapterRows, ...]:
         """By adapter the rows of a pass whose flat row i is of `rows[entry[i]]`, `entry` `[N]` int64; none of the base
         model's."""

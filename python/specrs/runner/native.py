@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specrs.core import CpuDecoder, CpuIteration, CpuKVCache, CpuPool, Scheduler
+from specrs.core import CpuDecoder, CpuIteration, CpuKVCache, CpuLora, CpuPool, Scheduler
 from specrs.drafters.base import Drafter
 from specrs.drafters.draft_model import ModelPasses
 from specrs.drafters.hidden import HeadDrafter
@@ -25,6 +25,7 @@ from specrs.drafters.vocabulary import TranslatedDraftModel
 from specrs.models.dense_native import NativeDense, NativeKVCache
 from specrs.models.eagle3_native import NativeEagle3Head
 from specrs.models.kv_cache import KVCache
+from specrs.models.lora import LoRAAdapter
 from specrs.runner.eager import EagerRunner
 from specrs.runner.ring import Header, RingSlot
 
@@ -61,6 +62,8 @@ class NativeRunner(EagerRunner):
         """See `EagerRunner`."""
         if header.num_admitted:
             self.sampling.remember(slot.views, header.num_admitted)
+            if self.loras is not None:
+                self.loras.admit(slot.views, header.num_admitted)
         entries = slot.record_arrays["entry_row"][: header.num_decode + header.num_prefill]
         if self._op_by_op or self._has_long_chunk(slot, header) or not self.sampling.is_bare(entries):
             self._execute(slot, header)
@@ -76,9 +79,14 @@ class NativeRunner(EagerRunner):
             self._iteration, self._is_stale = None, False
         if self._iteration is None:
             self._iteration = self._make()
-        target_passes, draft_passes, fault = self._iteration.run(slot.record, slot.results)
+        adapters = [] if self.loras is None else self._adapters(self.loras.by_adapter(entries.tolist()))
+        target_passes, draft_passes, fault = self._iteration.run(slot.record, slot.results, adapters)
         self.num_target_passes += target_passes
         self._drafted(slot, draft_passes, fault)
+
+    def _adapters(self, held: list[tuple[LoRAAdapter, list[int]]]) -> list[tuple[CpuLora, list[int]]]:
+        assert isinstance(self.target, NativeDense)
+        return [(self.target.native_lora(adapter), rows) for adapter, rows in held]
 
     def _has_long_chunk(self, slot: RingSlot, header: Header) -> bool:
         """Whether torch's passes are due for a prompt chunk."""

@@ -2,6 +2,7 @@
 
 use crate::error::{Error, Result, check_len};
 use crate::kv_cache::{KvCache, KvShape};
+use crate::lora::Lora;
 use crate::weights::ModelShape;
 use std::ops::Range;
 
@@ -35,6 +36,8 @@ pub struct Pass<'a> {
     pub k_start: &'a [i64],
     /// All rows are of prompts: a decoder [with tiles for them](crate::Decoder::with_prompt_tiles) multiplies them by tiles.
     pub prompts: bool,
+    /// `[N]` the adapter that a row is computed with, None for none; empty: none has one.
+    pub adapters: &'a [Option<&'a Lora>],
 }
 
 /// What a pass leaves beside K and V. `rows` are rows of the pass, ascending; only the first `num_ids` ids count.

@@ -1,13 +1,13 @@
-//! Passes of dense decoders on a CPU, on arrays of the caller.
+//! What passes on a CPU read and write: threads, weights, KV caches, in arrays of the caller.
 
-use crate::buffers::{In, In2, Out, check_len, readonly, readwrite};
+use crate::buffers::readonly;
 use crate::error::{Class, size, to_py as core_to_py};
 use crate::tensors::{codes_mut, values, values_mut, weight as weight_of};
-use numpy::{Ix1, Ix2, Ix3, Ix5, PyReadonlyArray, PyReadwriteArray, PyUntypedArray, PyUntypedArrayMethods};
+use numpy::{Ix1, Ix2, Ix5, PyReadonlyArray, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use specrs_cpu::{
-    Activation, Beside, BesideWeights, Decoder, Entries, Experts, KvCache, KvLayer, KvShape, LayerWeights, Linear, Mlp,
-    ModelShape, Multipliers, Output, Part, Pass, Pool, QkNorm, Rotation, Tiles, Values, Weights, guarded,
+    Activation, BesideWeights, Experts, KvCache, KvLayer, KvShape, LayerWeights, Linear, Mlp, ModelShape, Multipliers,
+    Part, Pool, QkNorm, Rotation, Values, Weights,
 };
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -26,7 +26,7 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// Threads that passes are shared among.
 #[pyclass(frozen)]
-pub(crate) struct CpuPool(Arc<Pool>);
+pub(crate) struct CpuPool(pub(crate) Arc<Pool>);
 
 #[pymethods]
 impl CpuPool {
@@ -53,7 +53,7 @@ impl CpuPool {
 
 /// Weights of a dense decoder, borrowed.
 #[pyclass(frozen)]
-pub(crate) struct CpuWeights(Arc<Weights>);
+pub(crate) struct CpuWeights(pub(crate) Arc<Weights>);
 
 /// A projection: its parts above each other, each a weight (an array, or codes and scales) and a bias or none.
 type Projection<'py> = Vec<(Bound<'py, PyAny>, Option<Bound<'py, PyAny>>)>;
@@ -368,168 +368,4 @@ impl CpuKVCache {
         let cache = lock(&self.0);
         format!("CpuKVCache(num_blocks={}, block_size={})", cache.shape().num_blocks, cache.shape().block_size)
     }
-}
-
-/// A model's passes.
-#[pyclass(frozen)]
-pub(crate) struct CpuDecoder(pub(crate) Mutex<Decoder>);
-
-#[pymethods]
-impl CpuDecoder {
-    #[new]
-    #[pyo3(signature = (weights, pool, *, bf16_rows = false, prompt_tiles = false))]
-    fn new(
-        py: Python<'_>,
-        weights: &CpuWeights,
-        pool: &CpuPool,
-        bf16_rows: bool,
-        prompt_tiles: bool,
-    ) -> PyResult<Self> {
-        let made = Decoder::new(Arc::clone(&weights.0), Arc::clone(&pool.0));
-        let made = if bf16_rows { made.and_then(Decoder::with_bf16_rows) } else { made };
-        let decoder = made.map_err(|error| to_py(py, &error))?;
-        if !prompt_tiles {
-            return Ok(Self(Mutex::new(decoder)));
-        }
-        let Some(tiles) = Tiles::detect() else {
-            let message = "prompt_tiles = True is not allowed on this machine: expected False, it has no AMX tiles of \
-                           bf16 numbers, or its system does not let this process use them";
-            return Err(Class::InvalidConfig.error(py, message.to_string()));
-        };
-        Ok(Self(Mutex::new(decoder.with_prompt_tiles(tiles))))
-    }
-
-    #[allow(clippy::too_many_arguments)] // buffers, each with a name of its own
-    #[allow(clippy::needless_pass_by_value)] // extracted from Python objects
-    #[pyo3(signature = (
-        tokens, positions, slots, q_start, block_table, kv_cache, hidden, hidden_layers = vec![], entries = None,
-        beside = None, k_start = None, group_slots = None, group_tables = None, prompts = false
-    ))]
-    fn forward(
-        &self,
-        py: Python<'_>,
-        tokens: &Bound<'_, PyAny>,
-        positions: &Bound<'_, PyAny>,
-        slots: &Bound<'_, PyAny>,
-        q_start: &Bound<'_, PyAny>,
-        block_table: &Bound<'_, PyAny>,
-        kv_cache: &CpuKVCache,
-        hidden: &Bound<'_, PyAny>,
-        hidden_layers: Vec<i64>,
-        entries: Option<&Bound<'_, PyAny>>,
-        beside: Option<&Bound<'_, PyAny>>,
-        k_start: Option<&Bound<'_, PyAny>>,
-        group_slots: Option<&Bound<'_, PyAny>>,
-        group_tables: Option<&Bound<'_, PyAny>>,
-        prompts: bool,
-    ) -> PyResult<()> {
-        let beside: Option<PyReadonlyArray<'_, f32, Ix2>> =
-            beside.map(|array| readonly("beside", array)).transpose()?;
-        let k_start: Option<In<'_>> = k_start.map(|array| readonly("k_start", array)).transpose()?;
-        let group_slots: Option<In2<'_>> = group_slots.map(|array| readonly("group_slots", array)).transpose()?;
-        let group_tables: Option<PyReadonlyArray<'_, i64, Ix3>> =
-            group_tables.map(|array| readonly("group_tables", array)).transpose()?;
-        let layers: Vec<usize> = hidden_layers
-            .iter()
-            .map(|&layer| size(py, Class::InvalidBuffer, "hidden_layers", layer))
-            .collect::<PyResult<_>>()?;
-        let mut states: Option<PyReadwriteArray<'_, f32, Ix3>> =
-            entries.map(|entries| readwrite("entries", entries)).transpose()?;
-        let (tokens, positions): (In<'_>, In<'_>) = (readonly("tokens", tokens)?, readonly("positions", positions)?);
-        let (slots, q_start): (In<'_>, In<'_>) = (readonly("slots", slots)?, readonly("q_start", q_start)?);
-        let block_table: In2<'_> = readonly("block_table", block_table)?;
-        let mut hidden: PyReadwriteArray<'_, f32, Ix2> = readwrite("hidden", hidden)?;
-        let count = tokens.len();
-        check_len(py, "q_start", q_start.len(), block_table.shape()[0] + 1)?;
-        let (requests, positions) = entries_of(py, q_start.as_slice()?, positions.as_slice()?, count)?;
-        let rows: Vec<usize> = (0..count).collect();
-        let pass = Pass {
-            tokens: tokens.as_slice()?,
-            positions: &positions,
-            slots: slots.as_slice()?,
-            entries: &requests,
-            block_table: block_table.as_slice()?,
-            max_blocks: block_table.shape()[1],
-            group_slots: group_slots.as_ref().map_or(Ok(&[][..]), |array| array.as_slice())?,
-            group_tables: group_tables.as_ref().map_or(Ok(&[][..]), |array| array.as_slice())?,
-            k_start: k_start.as_ref().map_or(Ok(&[][..]), |array| array.as_slice())?,
-            prompts,
-        };
-        let hidden = hidden.as_slice_mut()?;
-        let states = match &mut states {
-            Some(states) => states.as_slice_mut()?,
-            None => &mut [],
-        };
-        let beside = match &beside {
-            Some(array) => Some(Beside { hidden: array.as_slice()? }),
-            None => None,
-        };
-        py.detach(|| {
-            let output = Output::Hidden { rows: &rows, hidden };
-            let entries = Entries { layers: &layers, states };
-            let (mut decoder, mut cache) = (lock(&self.0), lock(&kv_cache.0));
-            guarded(|| match beside {
-                Some(beside) => decoder.forward_beside(&pass, beside, &mut cache, output, entries),
-                None => decoder.forward_keeping(&pass, &mut cache, output, entries),
-            })
-        })
-        .map_err(|error| to_py(py, &error))
-    }
-
-    fn fuse(&self, py: Python<'_>, states: &Bound<'_, PyAny>, out: &Bound<'_, PyAny>) -> PyResult<()> {
-        let states: PyReadonlyArray<'_, f32, Ix3> = readonly("states", states)?;
-        let mut out: PyReadwriteArray<'_, f32, Ix2> = readwrite("out", out)?;
-        let (states, out) = (states.as_slice()?, out.as_slice_mut()?);
-        py.detach(|| guarded(|| lock(&self.0).fuse(states, out))).map_err(|error| to_py(py, &error))
-    }
-
-    fn logits(&self, py: Python<'_>, hidden: &Bound<'_, PyAny>, logits: &Bound<'_, PyAny>) -> PyResult<()> {
-        let hidden: PyReadonlyArray<'_, f32, Ix2> = readonly("hidden", hidden)?;
-        let mut logits: PyReadwriteArray<'_, f32, Ix2> = readwrite("logits", logits)?;
-        let num_ids = logits.shape()[1];
-        let (hidden, logits) = (hidden.as_slice()?, logits.as_slice_mut()?);
-        py.detach(|| guarded(|| lock(&self.0).logits(hidden, num_ids, logits))).map_err(|error| to_py(py, &error))
-    }
-
-    fn argmax(
-        &self,
-        py: Python<'_>,
-        hidden: &Bound<'_, PyAny>,
-        num_ids: i64,
-        ids: &Bound<'_, PyAny>,
-        top: &Bound<'_, PyAny>,
-    ) -> PyResult<()> {
-        let hidden: PyReadonlyArray<'_, f32, Ix2> = readonly("hidden", hidden)?;
-        let mut ids: Out<'_> = readwrite("ids", ids)?;
-        let mut top: PyReadwriteArray<'_, f32, Ix1> = readwrite("top", top)?;
-        let num_ids = size(py, Class::InvalidBuffer, "num_ids", num_ids)?;
-        let (hidden, ids, top) = (hidden.as_slice()?, ids.as_slice_mut()?, top.as_slice_mut()?);
-        py.detach(|| guarded(|| lock(&self.0).argmax(hidden, num_ids, ids, top))).map_err(|error| to_py(py, &error))
-    }
-
-    fn __repr__(&self) -> String {
-        let decoder = lock(&self.0);
-        let (layers, threads) = (decoder.weights().num_layers(), decoder.pool().threads());
-        let rows = if decoder.has_bf16_rows() { ", bf16_rows=True" } else { "" };
-        let tiles = if decoder.has_prompt_tiles() { ", prompt_tiles=True" } else { "" };
-        format!("CpuDecoder(layers={layers}, threads={threads}{rows}{tiles})")
-    }
-}
-
-/// The entry of each row, and its position, -1 for rows that belong to no entry.
-fn entries_of(py: Python<'_>, q_start: &[i64], positions: &[i64], count: usize) -> PyResult<(Vec<usize>, Vec<i64>)> {
-    check_len(py, "positions", positions.len(), count)?;
-    let ascending = q_start.windows(2).all(|pair| pair[0] <= pair[1]);
-    if q_start[0] != 0 || !ascending || q_start[q_start.len() - 1] > count as i64 {
-        let message = format!("q_start = {q_start:?} is not allowed: expected ascending numbers from 0 to {count}");
-        return Err(Class::InvalidBuffer.error(py, message));
-    }
-    let mut entries = Vec::with_capacity(count);
-    for (entry, pair) in q_start.windows(2).enumerate() {
-        entries.resize(pair[1] as usize, entry);
-    }
-    let mut positions = positions.to_vec();
-    positions[entries.len()..].fill(-1);
-    entries.resize(count, 0);
-    Ok((entries, positions))
 }

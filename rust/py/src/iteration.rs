@@ -1,8 +1,10 @@
 //! A whole launch on a CPU in one call, on row state and record in arrays of the caller.
 
 use crate::buffers::{In, Out, readonly, readwrite};
-use crate::cpu::{CpuDecoder, CpuKVCache, lock, to_py};
+use crate::cpu::{CpuKVCache, lock, to_py};
+use crate::cpu_decoder::CpuDecoder;
 use crate::error::Class;
+use crate::lora::{GivenAdapters, by_row};
 use crate::scheduler::Scheduler;
 use crate::tensors::numbers_mut;
 use numpy::{Element, IntoPyArray, Ix1, Ix2, PyArray1};
@@ -10,10 +12,10 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use specrs_core::Drafter;
 use specrs_core::sampling::{MAX_STOP_IDS, NUM_PARAMS};
-use specrs_cpu::MemoryMut;
 use specrs_cpu::iteration::{Cached, Counts, DraftFault, HiddenRows, Iteration, RowState, Rule};
-use std::sync::Mutex;
+use specrs_cpu::{Lora, MemoryMut};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// Launches that take longer let other threads of the interpreter run meanwhile. One that gives the interpreter lock up may wait
@@ -134,6 +136,8 @@ pub(crate) struct CpuIteration {
     inner: Mutex<(Iteration, Rows)>,
     target: Model,
     draft: Option<Model>,
+    /// Of row state.
+    rows: usize,
     /// Whether the last launch was.
     long: AtomicBool,
 }
@@ -188,22 +192,27 @@ impl CpuIteration {
                 format!("draft = {given} is not allowed: expected {allowed}, as the scheduler's drafter says");
             return Err(Class::InvalidConfig.error(py, message));
         }
-        let rows = Rows::borrow(state, &config, hidden_size)?;
+        let (rows, count) = (Rows::borrow(state, &config, hidden_size)?, config.max_num_seqs + 1);
         let vocab_size = lock(&target.0.get().0).weights().shape().vocab_size;
         let iteration = Iteration::new(config, rule, rates, vocab_size).map_err(|error| to_py(py, &error))?;
-        Ok(Self { inner: Mutex::new((iteration, rows)), target, draft, long: AtomicBool::new(false) })
+        let (inner, long) = (Mutex::new((iteration, rows)), AtomicBool::new(false));
+        Ok(Self { inner, target, draft, rows: count, long })
     }
 
+    #[pyo3(signature = (record, results, adapters = vec![]))]
+    #[expect(clippy::needless_pass_by_value, reason = "extracted from Python objects")]
     fn run<'py>(
         &self,
         py: Python<'py>,
         record: &Bound<'py, PyAny>,
         results: &Bound<'py, PyAny>,
+        adapters: GivenAdapters<'py>,
     ) -> PyResult<(usize, usize, Option<Fault<'py>>)> {
         let record: In<'_> = readonly("record", record)?;
         let mut results: Out<'_> = readwrite("results", results)?;
         let (record, results) = (record.as_slice()?, results.as_slice_mut()?);
-        let mut run = || self.launch(record, results);
+        let adapters = by_row(py, &adapters, self.rows)?;
+        let mut run = || self.launch(record, results, &adapters);
         let done = if self.long.load(Ordering::Relaxed) { py.detach(run) } else { run() };
         let (counts, fault) = done.map_err(|error| to_py(py, &error))?;
         Ok((counts.target_passes, counts.draft_passes, fault.map(|fault| fault_of(py, fault))))
@@ -216,7 +225,7 @@ impl CpuIteration {
             let mut inner = lock(&self.inner);
             let (iteration, rows) = &mut *inner;
             let (mut decoder, mut kv_cache) = (lock(&decoder.get().0), lock(&cache.get().0));
-            let mut draft = Cached { decoder: &mut decoder, kv_cache: &mut kv_cache };
+            let mut draft = Cached { decoder: &mut decoder, kv_cache: &mut kv_cache, adapters: &[] };
             (iteration.feed_behind(&mut rows.state(), &mut draft), iteration.take_draft_fault())
         });
         (passes, fault.map(|fault| fault_of(py, fault)))
@@ -228,15 +237,21 @@ impl CpuIteration {
 }
 
 impl CpuIteration {
-    fn launch(&self, record: &[i64], results: &mut [i64]) -> specrs_cpu::Result<(Counts, Option<DraftFault>)> {
+    fn launch(
+        &self,
+        record: &[i64],
+        results: &mut [i64],
+        adapters: &[Option<Arc<Lora>>],
+    ) -> specrs_cpu::Result<(Counts, Option<DraftFault>)> {
         let begun = Instant::now();
+        let adapters: Vec<Option<&Lora>> = adapters.iter().map(Option::as_deref).collect();
         let mut inner = lock(&self.inner);
         let (iteration, rows) = &mut *inner;
         let mut decoder = lock(&self.target.0.get().0);
         let mut kv_cache = lock(&self.target.1.get().0);
-        let mut target = Cached { decoder: &mut decoder, kv_cache: &mut kv_cache };
+        let mut target = Cached { decoder: &mut decoder, kv_cache: &mut kv_cache, adapters: &adapters };
         let mut held = self.draft.as_ref().map(|(decoder, cache)| (lock(&decoder.get().0), lock(&cache.get().0)));
-        let mut draft = held.as_mut().map(|(decoder, kv_cache)| Cached { decoder, kv_cache });
+        let mut draft = held.as_mut().map(|(decoder, kv_cache)| Cached { decoder, kv_cache, adapters: &[] });
         let done = iteration.run(record, results, &mut rows.state(), &mut target, draft.as_mut());
         self.long.store(begun.elapsed() > LONG, Ordering::Relaxed);
         let fault = iteration.take_draft_fault();

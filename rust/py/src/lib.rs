@@ -15,10 +15,12 @@ mod block_pool;
 mod buffers;
 mod cost_model;
 mod cpu;
+mod cpu_decoder;
 mod drafts;
 mod error;
 mod iteration;
 mod kv_events;
+mod lora;
 mod outputs;
 mod philox;
 mod planner;
@@ -43,13 +45,17 @@ mod _core {
     #[pymodule_export]
     use super::cost_model::CostModel;
     #[pymodule_export]
-    use super::cpu::{CpuDecoder, CpuKVCache, CpuPool, CpuWeights};
+    use super::cpu::{CpuKVCache, CpuPool, CpuWeights};
+    #[pymodule_export]
+    use super::cpu_decoder::CpuDecoder;
     #[pymodule_export]
     use super::drafts::{CachedDrafter, HiddenDrafter, NgramProposer, SuffixDrafter, TextDrafter};
     #[pymodule_export]
     use super::iteration::CpuIteration;
     #[pymodule_export]
     use super::kv_events::{AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch};
+    #[pymodule_export]
+    use super::lora::CpuLora;
     #[pymodule_export]
     use super::outputs::{Output, Outputs, TokenDecoder};
     #[pymodule_export]

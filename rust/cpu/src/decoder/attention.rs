@@ -9,6 +9,7 @@ use crate::isa::{LANES, Vector};
 use crate::kernels::{Attend, Element, KvRead, QkHead, RmsScale};
 use crate::kv_cache::KvShape;
 use crate::layer::Layer;
+use crate::lora::Projection;
 use crate::memory::{Columns, Planes, PlanesMut};
 use crate::pass::{MAX_TILE_ROWS, Pass};
 use std::marker::PhantomData;
@@ -158,10 +159,10 @@ impl<'a> Context<'a> {
         let own = Columns::new(private, 1, shares.threads, &shares.each);
         self.session.run(&|t| {
             let (mut outs, mut own) = (outs.take(t), own.take(t));
-            let Private { x, y, tiles, .. } = &mut own.row_mut(0)[0];
+            let Private { x, y, room, .. } = &mut own.row_mut(0)[0];
             self.collect(attended, x);
             self.round(x, rows, layer.o.inputs);
-            self.give(&layer.o, norm, &mut self.fed(&layer.o, x, rows, tiles), y, &mut outs);
+            self.give(&layer.o, norm, &mut self.fed(Projection::O, &layer.o, x, room), y, &mut outs);
         });
         self.add_normed(norm, added, h, private);
     }
@@ -176,8 +177,8 @@ impl<'a> Context<'a> {
             let own = &mut own.row_mut(0)[0];
             self.attention_input(h, e, layer.input_norm.as_deref(), own);
             self.round(&mut own.x, rows, layer.qkv.inputs);
-            let Private { x, y, tiles, .. } = own;
-            self.put_product(&layer.qkv, &mut self.fed(&layer.qkv, x, rows, tiles), rows, y, &mut outs);
+            let Private { x, y, room, .. } = own;
+            self.put_product(&layer.qkv, &mut self.fed(Projection::Qkv, &layer.qkv, x, room), rows, y, &mut outs);
         });
     }
 
@@ -244,8 +245,8 @@ impl<'a> Context<'a> {
             let (cos, sin) = (&given.cos[angles.clone()], &given.sin[angles]);
             self.isa.run(QkHead { x, norm, eps: shape.rms_norm_eps, cos, sin });
         };
-        let Private { x, y, scales, tiles, .. } = own;
-        let mut fed = if layer.qk_norm_whole { Fed::Rows(&[]) } else { self.fed(&layer.qkv, x, rows, tiles) };
+        let Private { x, y, scales, room, .. } = own;
+        let mut fed = if layer.qk_norm_whole { Fed::rows(&[]) } else { self.fed(Projection::Qkv, &layer.qkv, x, room) };
         for head in shares.q[t]..shares.q[t + 1] {
             self.project_head(layer, head, given.projected, &mut fed, scales, y);
             let q = &mut q[(head - shares.q[t]) * rows * vectors..][..rows * vectors];

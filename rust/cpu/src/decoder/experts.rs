@@ -22,7 +22,7 @@ impl Context<'_> {
                 self.norm(0..rows, h, layer.post_attention_norm.as_deref(), x);
                 // A rounded row might be sent elsewhere.
                 let exact = Context { bf16_rows: false, ..*self };
-                exact.put_product(&experts.router, &mut Fed::Rows(x), rows, y, &mut logits);
+                exact.put_product(&experts.router, &mut Fed::rows(x), rows, y, &mut logits);
                 self.round(x, rows, hidden);
             });
         }
@@ -40,7 +40,7 @@ impl Context<'_> {
                     let of = starts[i]..starts[i + 1];
                     if !of.is_empty() {
                         let x = gather(x, &sent[of.clone()], hidden.div_ceil(LANES), copied);
-                        self.gate_up(gate_up, &mut Fed::Rows(x), of, (y, z), &mut acts);
+                        self.gate_up(gate_up, &mut Fed::rows(x), of, (y, z), &mut acts);
                     }
                 }
             });
@@ -65,7 +65,7 @@ impl Context<'_> {
                         sent[of.clone()].iter().zip(&weights[of]).map(|(&row, weight)| (row, weight * multiplier));
                     for first in outs.columns().step_by(CHUNK) {
                         let chunk = first..(first + CHUNK).min(outs.columns().end);
-                        self.product(down, chunk.clone(), &mut Fed::Rows(act), sent.len(), y, CHUNK);
+                        self.product(down, chunk.clone(), &mut Fed::rows(act), sent.len(), y, CHUNK);
                         add(&mut outs, first, chunk.len(), y, sent.clone());
                     }
                 }

@@ -7,7 +7,7 @@ use crate::error::{Error, Result, check_len};
 use crate::isa::LANES;
 use crate::kernels::RmsNorm;
 use crate::memory::Columns;
-use crate::pass::{MAX_TILE_ROWS, Pass};
+use crate::pass::MAX_TILE_ROWS;
 use crate::weights::{Normed, Weights};
 
 impl Decoder {
@@ -31,11 +31,7 @@ impl Decoder {
         let session = self.pool.enter()?;
         let shares = &self.shares[session.participants() - 1];
         for (states, out) in states.chunks(MAX_TILE_ROWS * inputs).zip(out.chunks_mut(MAX_TILE_ROWS * hidden)) {
-            let tile = Pass::default();
-            let (isa, bf16_rows) = (self.isa, self.bf16_rows);
-            let (session, pass) = (&session, tile);
-            let cx =
-                Context { isa, bf16_rows, tiles: None, weights, shares, session, tile, pass, first: 0, beside: None };
+            let cx = Context::without_rows(self.isa, self.bf16_rows, weights, shares, &session);
             cx.fuse(head, states, out, &mut self.private);
         }
         Ok(())
@@ -52,7 +48,7 @@ impl Context<'_> {
             let own = &mut own.row_mut(0)[0];
             self.fuse_input(head, states, own);
             self.round(&mut own.x, rows, head.fc.inputs);
-            self.put_product(&head.fc, &mut Fed::Rows(&own.x), rows, &mut own.y, &mut outs);
+            self.put_product(&head.fc, &mut Fed::rows(&own.x), rows, &mut own.y, &mut outs);
         });
     }
 

@@ -7,7 +7,7 @@ use crate::error::{Error, Result, check_len};
 use crate::isa::{LANES, Vector};
 use crate::kernels::{Argmax, better};
 use crate::memory::Columns;
-use crate::pass::{MAX_TILE_ROWS, Output, Pass};
+use crate::pass::{MAX_TILE_ROWS, Output};
 
 /// What the LM head is fed.
 #[derive(Clone, Copy)]
@@ -70,10 +70,7 @@ impl Decoder {
         let session = self.pool.enter()?;
         let shares = &mut self.shares[session.participants() - 1];
         shares.set_ids(num_ids);
-        let tile = Pass::default();
-        let (isa, bf16_rows, weights) = (self.isa, self.bf16_rows, &*self.weights);
-        let (session, pass) = (&session, tile);
-        let cx = Context { isa, bf16_rows, tiles: None, weights, shares, session, tile, pass, first: 0, beside: None };
+        let cx = Context::without_rows(self.isa, self.bf16_rows, &self.weights, shares, &session);
         work(&cx, &mut self.private);
         Ok(())
     }
@@ -188,7 +185,7 @@ impl Context<'_> {
         self.round(x, rows, self.weights.lm_head.inputs);
         for start in ids.clone().step_by(CHUNK) {
             let chunk = start..(start + CHUNK).min(ids.end);
-            self.product(&self.weights.lm_head, chunk.clone(), &mut Fed::Rows(x), rows, y, CHUNK);
+            self.product(&self.weights.lm_head, chunk.clone(), &mut Fed::rows(x), rows, y, CHUNK);
             for (i, y) in y.chunks_exact(CHUNK).take(rows).enumerate() {
                 each(best, i, chunk.clone(), &y[..chunk.len()]);
             }

@@ -7,6 +7,7 @@ use crate::isa::{LANES, Vector};
 use crate::kernels::{ClampedGateMul, GateMul, RmsNorm};
 use crate::layer::{Activation, Layer};
 use crate::linear::Linear;
+use crate::lora::Projection;
 use crate::memory::{Columns, ColumnsMut};
 
 impl Context<'_> {
@@ -27,10 +28,10 @@ impl Context<'_> {
             let own = Columns::new(private, 1, self.shares.threads, &self.shares.each);
             self.session.run(&|t| {
                 let (mut acts, mut own) = (acts.take(t), own.take(t));
-                let Private { x, y, z, tiles, .. } = &mut own.row_mut(0)[0];
+                let Private { x, y, z, room, .. } = &mut own.row_mut(0)[0];
                 self.norm(0..rows, h, layer.post_attention_norm.as_deref(), x);
                 self.round(x, rows, gate_up.inputs);
-                self.gate_up(gate_up, &mut self.fed(gate_up, x, rows, tiles), 0..rows, (y, z), &mut acts);
+                self.gate_up(gate_up, &mut self.fed(Projection::GateUp, gate_up, x, room), 0..rows, (y, z), &mut acts);
             });
         }
         let act = &act[..rows * vectors];
@@ -40,8 +41,8 @@ impl Context<'_> {
         let own = Columns::new(private, 1, self.shares.threads, &self.shares.each);
         self.session.run(&|t| {
             let (mut outs, mut own) = (outs.take(t), own.take(t));
-            let Private { y, tiles, .. } = &mut own.row_mut(0)[0];
-            self.give(down, norm, &mut self.fed(down, act, rows, tiles), y, &mut outs);
+            let Private { y, room, .. } = &mut own.row_mut(0)[0];
+            self.give(down, norm, &mut self.fed(Projection::Down, down, act, room), y, &mut outs);
         });
         self.add_normed(norm, added, h, private);
     }

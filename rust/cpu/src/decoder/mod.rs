@@ -7,12 +7,13 @@ mod attention;
 mod experts;
 mod fuse;
 mod head;
+mod loras;
 mod mlp;
 mod products;
 mod scratch;
 mod shares;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, check_len};
 use crate::isa::{Isa, LANES, Tiles, Vector};
 use crate::kernels::{Angles, RmsNorm};
 use crate::kv_cache::{KvCache, KvLayer};
@@ -20,6 +21,7 @@ use crate::layer::Mlp;
 use crate::pass::{Beside, Entries, MAX_TILE_ROWS, Output, Pass};
 use crate::pool::{Pool, Session};
 use crate::weights::{ValuesMut, Weights};
+use loras::AdaptedRows;
 use products::TileRoom;
 use scratch::{Buffers, Private};
 use shares::Shares;
@@ -60,6 +62,10 @@ struct Context<'a> {
     first: usize,
     /// What they are fed beside their tokens.
     beside: Option<Beside<'a>>,
+    /// The tile's rows that have adapters.
+    adapted: &'a [AdaptedRows<'a>],
+    /// The layer that is computed.
+    layer: usize,
 }
 
 impl Decoder {
@@ -107,7 +113,7 @@ impl Decoder {
     #[must_use]
     pub fn with_prompt_tiles(mut self, tiles: Tiles) -> Self {
         self.prompt_tiles = Some(tiles);
-        self.private.iter_mut().for_each(|own| own.tiles = TileRoom::new(&self.weights.shape));
+        self.private.iter_mut().for_each(|own| own.room.tiles = TileRoom::new(&self.weights.shape));
         self
     }
 
@@ -148,7 +154,7 @@ impl Decoder {
         &self.finite
     }
 
-    /// Feeds the rows of `pass`: writes their K and V into `kv`, and what `output` asks for. Allocates nothing.
+    /// Feeds the rows of `pass`: writes their K and V into `kv`, and what `output` asks for. Allocates nothing but for adapters.
     ///
     /// # Errors
     /// Where the pass names a token, slot, block or row that does not exist, or the process is a fork of the pool's;
@@ -212,6 +218,7 @@ impl Decoder {
             }
         }
         entries.check(pass.len(), self.weights.layers.len(), &self.weights.shape)?;
+        self.adapt(pass)?;
         let session = self.pool.enter()?;
         let windowed = self.weights.ends_in_window();
         self.finite.clear();
@@ -233,7 +240,21 @@ impl Decoder {
             let (isa, bf16_rows) = (self.isa, self.bf16_rows);
             let tiles = self.prompt_tiles.filter(|_| pass.prompts);
             let (weights, session) = (&*self.weights, &session);
-            let cx = Context { isa, bf16_rows, tiles, weights, shares, session, tile, pass: *pass, first, beside };
+            let adapted = AdaptedRows::of(pass.adapters.get(rows.clone()).unwrap_or_default());
+            let cx = Context {
+                isa,
+                bf16_rows,
+                tiles,
+                weights,
+                shares,
+                session,
+                tile,
+                pass: *pass,
+                first,
+                beside,
+                adapted: &adapted,
+                layer: 0,
+            };
             let width = entries.layers.len() * hidden;
             let (states, behind) = std::mem::take(&mut entries.states).split_at_mut(rows.len() * width);
             entries.states = behind;
@@ -242,9 +263,43 @@ impl Decoder {
                 let rows = self.buffers.h.chunks_exact(hidden).take(rows.len());
                 self.finite.extend(rows.map(|row| row.iter().all(|x| x.is_finite())));
             }
-            Context { tiles: None, ..cx }.output(&mut output, &rows, &self.buffers.h, &mut self.private);
+            Context { tiles: None, adapted: &[], ..cx }.output(&mut output, &rows, &self.buffers.h, &mut self.private);
         }
         Ok(())
+    }
+
+    /// Refuses adapters that are not for these weights, and makes room for the others.
+    fn adapt(&mut self, pass: &Pass<'_>) -> Result<()> {
+        if pass.adapters.is_empty() {
+            return Ok(());
+        }
+        check_len("adapters", pass.adapters.len(), pass.len())?;
+        let mut vectors = 0;
+        for lora in pass.adapters.iter().flatten() {
+            lora.check(&self.weights)?;
+            if self.bf16_rows {
+                return Err(Error::invalid("adapters", "some", "none with bf16 rows"));
+            }
+            vectors = vectors.max(lora.vectors);
+        }
+        let shape = &self.weights.shape;
+        self.private.iter_mut().for_each(|own| own.room.loras.reserve(vectors, shape));
+        Ok(())
+    }
+}
+
+impl<'a> Context<'a> {
+    /// For products outside of a pass.
+    fn without_rows(
+        isa: Isa,
+        bf16_rows: bool,
+        weights: &'a Weights,
+        shares: &'a Shares,
+        session: &'a Session<'a>,
+    ) -> Self {
+        let (tile, pass) = (Pass::default(), Pass::default());
+        let (tiles, beside, adapted) = (None, None, &[]);
+        Self { isa, bf16_rows, tiles, weights, shares, session, tile, pass, first: 0, beside, adapted, layer: 0 }
     }
 }
 
@@ -259,15 +314,16 @@ impl Context<'_> {
         for (i, (layer, &KvLayer { group, place })) in self.weights.layers.iter().zip(&kv.layers).enumerate() {
             self.keep(i, &buffers.h, &mut entries);
             let paging = self.paging(group, kv_shape);
+            let cx = Context { layer: i, ..*self };
             match &mut kv.places[place] {
-                ValuesMut::F32(kv) => self.attention(layer, kv.as_mut_slice(), &paging, buffers, private),
-                ValuesMut::Bf16(kv) => self.attention(layer, kv.as_mut_slice(), &paging, buffers, private),
-                ValuesMut::E4m3(kv) => self.attention(layer, kv.as_mut_slice(), &paging, buffers, private),
-                ValuesMut::E5m2(kv) => self.attention(layer, kv.as_mut_slice(), &paging, buffers, private),
+                ValuesMut::F32(kv) => cx.attention(layer, kv.as_mut_slice(), &paging, buffers, private),
+                ValuesMut::Bf16(kv) => cx.attention(layer, kv.as_mut_slice(), &paging, buffers, private),
+                ValuesMut::E4m3(kv) => cx.attention(layer, kv.as_mut_slice(), &paging, buffers, private),
+                ValuesMut::E5m2(kv) => cx.attention(layer, kv.as_mut_slice(), &paging, buffers, private),
             }
             match &layer.mlp {
-                Mlp::Dense { gate_up, down } => self.mlp(layer, gate_up, down, buffers, private),
-                Mlp::Experts(mixture) => Context { tiles: None, ..*self }.experts(layer, mixture, buffers, private),
+                Mlp::Dense { gate_up, down } => cx.mlp(layer, gate_up, down, buffers, private),
+                Mlp::Experts(mixture) => Context { tiles: None, ..cx }.experts(layer, mixture, buffers, private),
             }
         }
         self.keep(self.weights.layers.len(), &buffers.h, &mut entries);

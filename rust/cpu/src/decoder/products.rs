@@ -1,20 +1,43 @@
 //! Products of rows with what a projection is stored as, and what rows become for them. Phases and their order are not here.
 
 use super::Context;
+use super::loras::{Added, LoraRoom};
 use crate::isa::{LANES, Tile, Tiles, Vector};
 use crate::kernels::{Layout, PAIRS, Product, RoundPairs, Split, TileProduct};
 use crate::linear::{Linear, Part, Weight};
+use crate::lora::Projection;
 use crate::memory::Vectors;
 use crate::pass::MAX_TILE_ROWS;
 use crate::weights::{ModelShape, Values};
 use std::ops::Range;
 
-/// What a projection is fed.
-pub(super) enum Fed<'a> {
+/// What a projection is fed, and what is added to what it gives.
+pub(super) struct Fed<'a> {
+    input: Input<'a>,
+    /// Where some row has an adapter.
+    added: Option<Added<'a>>,
+}
+
+impl<'a> Fed<'a> {
+    /// Rows that went through [`round`](Context::round), of a projection that no adapter adds to.
+    pub(super) fn rows(x: &'a [Vector]) -> Self {
+        Self { input: Input::Rows(x), added: None }
+    }
+}
+
+/// Rows as products take them.
+enum Input<'a> {
     /// `[rows, ceil(inputs / 16)]`, which went through [`round`](Context::round).
     Rows(&'a [Vector]),
     /// Rows as tiles, and room for a block of weights `[inputs / 32, 2]`.
     Tiles { tiles: Tiles, layout: Layout, rows: &'a [Tile], block: &'a mut [Tile] },
+}
+
+/// A participant's memory for what projections are fed.
+#[derive(Default)]
+pub(super) struct FedRoom {
+    pub(super) tiles: TileRoom,
+    pub(super) loras: LoraRoom,
 }
 
 /// A participant's memory for products by tiles; none where there are no such products.
@@ -53,17 +76,28 @@ impl Context<'_> {
         }
     }
 
-    /// What a projection is fed of `rows` rows of `x`, which went through [`round`](Self::round).
-    pub(super) fn fed<'a>(&self, linear: &Linear, x: &'a [Vector], rows: usize, room: &'a mut TileRoom) -> Fed<'a> {
-        let Some(tiles) = self.tiles.filter(|_| by_tiles(linear)) else { return Fed::Rows(x) };
+    /// What a projection is fed of the tile's rows in `x`, which went through [`round`](Self::round).
+    pub(super) fn fed<'a>(
+        &self,
+        projection: Projection,
+        linear: &Linear,
+        x: &'a [Vector],
+        room: &'a mut FedRoom,
+    ) -> Fed<'a> {
+        let added = self.lower(projection, linear.inputs, x, &mut room.loras);
+        Fed { input: self.input(linear, x, self.rows(), &mut room.tiles), added }
+    }
+
+    fn input<'a>(&self, linear: &Linear, x: &'a [Vector], rows: usize, room: &'a mut TileRoom) -> Input<'a> {
+        let Some(tiles) = self.tiles.filter(|_| by_tiles(linear)) else { return Input::Rows(x) };
         let layout = Layout::new(rows, self.bf16_rows);
         let (inputs, x) = (linear.inputs, &x[..rows * (linear.inputs / LANES)]);
         let out = &mut room.rows.as_chunks_mut().0[..layout.tiles(inputs)];
         self.isa.run(Split { layout, inputs, x, out });
-        Fed::Tiles { tiles, layout, rows: out, block: &mut room.block.as_chunks_mut().0[..inputs / PAIRS * 2] }
+        Input::Tiles { tiles, layout, rows: out, block: &mut room.block.as_chunks_mut().0[..inputs / PAIRS * 2] }
     }
 
-    /// Outputs `outputs` of a projection, bias included, of `rows` rows: `y[row, i]` is that of output
+    /// Outputs `outputs` of a projection, bias and adapters included, of `rows` rows: `y[row, i]` is that of output
     /// `outputs.start + i`, rows of y are `stride` long. What it is fed is [`fed`](Self::fed) for it.
     pub(super) fn product(
         &self,
@@ -81,13 +115,13 @@ impl Context<'_> {
                 let inside = start - first..end - first;
                 let y = &mut y[start - outputs.start..];
                 let (inputs, w) = (linear.inputs, inside.start * linear.inputs..inside.end * linear.inputs);
-                match (&mut *fed, &part.weight) {
-                    (Fed::Tiles { tiles, layout, rows: x, block }, Weight::Bf16(all)) => {
+                match (&mut fed.input, &part.weight) {
+                    (Input::Tiles { tiles, layout, rows: x, block }, Weight::Bf16(all)) => {
                         let (tiles, layout, w) = (*tiles, *layout, &all.as_slice()[w]);
                         self.isa.run(TileProduct { tiles, layout, inputs, w, x, rows, block, y, y_stride: stride });
                     }
-                    (Fed::Tiles { .. }, _) => unreachable!("only bf16 weights are multiplied by tiles"),
-                    (Fed::Rows(x), _) => {
+                    (Input::Tiles { .. }, _) => unreachable!("only bf16 weights are multiplied by tiles"),
+                    (Input::Rows(x), _) => {
                         self.by_vectors(part, inside.clone(), Product { inputs, x, rows, y, y_stride: stride });
                     }
                 }
@@ -101,10 +135,13 @@ impl Context<'_> {
             }
             first += part.outputs;
         }
+        if let Some(added) = &mut fed.added {
+            self.raise(added, &outputs, y, stride);
+        }
     }
 
     /// Outputs `inside` of one part.
-    fn by_vectors(&self, part: &Part, inside: Range<usize>, product: Product<'_>) {
+    pub(super) fn by_vectors(&self, part: &Part, inside: Range<usize>, product: Product<'_>) {
         let inputs = product.inputs;
         let w = inside.start * inputs..inside.end * inputs;
         match &part.weight {

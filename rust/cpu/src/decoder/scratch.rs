@@ -1,6 +1,6 @@
 //! The memory that passes need, made once for tiles of 64 rows. Pages that no pass touches take no memory.
 
-use super::products::TileRoom;
+use super::products::FedRoom;
 use crate::isa::LANES;
 use crate::kernels::AttendScratch;
 use crate::layer::{ExpertSizes, Layer};
@@ -92,7 +92,7 @@ pub(super) struct Private {
     /// `[2, rows]` what the norms of all query heads and of all key heads multiply by.
     pub(super) scales: Vec<f32>,
     pub(super) attend: AttendScratch,
-    pub(super) tiles: TileRoom,
+    pub(super) room: FedRoom,
     /// `[rows]` the most probable id of its share and its logit.
     pub(super) best: Vec<(usize, f32)>,
 }
@@ -156,7 +156,7 @@ impl Private {
             z: vec![0.0; rows * CHUNK.max(dim)],
             scales: vec![0.0; 2 * rows],
             attend: AttendScratch::new(RUN, shape.group(), dim),
-            tiles: TileRoom::default(),
+            room: FedRoom::default(),
             best: vec![(0, 0.0); rows],
         }
     }
@@ -169,7 +169,8 @@ impl Private {
         self.z.fill(f32::NAN);
         self.scales.fill(f32::NAN);
         self.attend.poison();
-        self.tiles.poison();
+        self.room.tiles.poison();
+        self.room.loras.poison();
         self.best.fill((usize::MAX, f32::NAN));
     }
 }

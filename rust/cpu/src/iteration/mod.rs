@@ -181,6 +181,9 @@ impl Iteration {
         check_len("record", record.len(), self.record.size)?;
         check_len("results", results.len(), self.results.size)?;
         state.check(&self.config)?;
+        if !target.adapters.is_empty() {
+            check_len("adapters", target.adapters.len(), self.config.max_num_seqs + 1)?;
+        }
         self.hidden.check(&self.config, state, target, draft.as_deref())?;
         (self.counts, self.drafting) = (Counts::default(), false);
         if let Some(draft) = draft.as_deref_mut() {

@@ -4,7 +4,7 @@ use specrs_core::sampling::{UNKNOWN_BELOW, largest};
 
 use super::{Iteration, RowState};
 use crate::error::Result;
-use crate::{Beside, Decoder, Entries, KvCache, Output, Pass};
+use crate::{Beside, Decoder, Entries, KvCache, Lora, Output, Pass};
 use std::time::Instant;
 
 /// A model and its KV cache.
@@ -13,6 +13,8 @@ pub struct Cached<'a> {
     pub decoder: &'a mut Decoder,
     /// What they write.
     pub kv_cache: &'a mut KvCache,
+    /// `[R + 1]` by row of state the adapter that it is computed with; empty: none has one.
+    pub adapters: &'a [Option<&'a Lora>],
 }
 
 /// Whose pass it is.
@@ -75,6 +77,10 @@ impl Iteration {
         let begins_late = whose == Whose::Head || self.config.sliding_window.is_some();
         let Self { batch, hidden, best, tops, logits, pass_time, .. } = self;
         let (count, num_ids) = (batch.wanted.len(), known.min(vocab_size));
+        let mut adapters: Vec<Option<&Lora>> = Vec::new();
+        if !model.adapters.is_empty() {
+            adapters.extend(batch.rows.iter().map(|&row| model.adapters[row]));
+        }
         let pass = Pass {
             tokens: &batch.tokens,
             positions: &batch.positions,
@@ -86,6 +92,7 @@ impl Iteration {
             group_tables: if in_groups { state.group_tables } else { &[] },
             k_start: if whose == Whose::Target || !begins_late { &[] } else { state.draft_start },
             prompts,
+            adapters: &adapters,
         };
         let mut forward = |model: &mut Cached<'_>, output: Output<'_>| {
             let begun = pass_time.is_some().then(Instant::now);

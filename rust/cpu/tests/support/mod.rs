@@ -14,8 +14,9 @@ mod reference;
 
 pub use reference::Near;
 use specrs_cpu::{
-    Activation, Bf16, Decoder, E4m3, E5m2, Experts, Isa, KvCache, KvShape, LayerWeights, Linear, Memory, MemoryMut, Mlp,
-    ModelShape, Output, Part, Pass, Pool, QkNorm, Tiles, Values, ValuesMut, Weight, Weights, quantize_int4,
+    Activation, Bf16, Decoder, E4m3, E5m2, Experts, Isa, KvCache, KvShape, LayerWeights, Linear, Lora, LoraLayer, LoraPart,
+    Memory, MemoryMut, Mlp, ModelShape, Output, Part, Pass, Pool, QkNorm, Tiles, Values, ValuesMut, Weight, Weights,
+    quantize_int4,
     quantize_int8,
 };
 use std::sync::Arc;
@@ -165,6 +166,15 @@ pub struct Dense {
     pub bias: Option<Vec<f32>>,
     pub inputs: usize,
     pub stored: Option<Stored>,
+    pub added: Option<LowRank>,
+}
+
+/// `[rank, inputs]` and `[outputs, rank]`, what an adapter adds.
+#[derive(Clone)]
+pub struct LowRank {
+    pub a: Vec<f32>,
+    pub b: Vec<f32>,
+    pub rank: usize,
 }
 
 /// Scales as the crate stores them.
@@ -340,7 +350,7 @@ impl Model {
             if let Some(stored) = &stored {
                 weight = stored.codes(inputs).into_iter().map(|(q, s)| q as f32 * s).collect();
             }
-            Dense { weight, bias: bias.then(|| draw(n, outputs, 0.5, 0.0, bf16)), inputs, stored }
+            Dense { weight, bias: bias.then(|| draw(n, outputs, 0.5, 0.0, bf16)), inputs, stored, added: None }
         };
         // Other than an MLP's, so that no buffer is of both.
         let expert_size = if kind.code_bits == 4 || kind.bf16_rows { 32 } else { shape.intermediate_size / 2 + 1 };
@@ -363,6 +373,7 @@ impl Model {
                 bias: kind.expert_bias.then(|| draw(n, kind.experts, 0.5, 0.0, bf16)),
                 inputs: hidden,
                 stored: None,
+                added: None,
             }),
             experts: (0..if sparse { kind.experts } else { 0 })
                 .map(|_| {
@@ -375,12 +386,13 @@ impl Model {
         let layers = (0..num_layers).map(|i| layer(n, kind.experts > 0 && (i > 0 || num_layers == 1))).collect();
         let embedding = draw(n, shape.vocab_size * hidden, 1.0, 0.0, bf16);
         let lm_head = match kind.tied {
-            true => Dense { weight: embedding.clone(), bias: None, inputs: hidden, stored: None },
+            true => Dense { weight: embedding.clone(), bias: None, inputs: hidden, stored: None, added: None },
             false => Dense {
                 weight: draw(n, shape.vocab_size * hidden, 1.7 / (hidden as f32).sqrt(), 0.0, bf16),
                 bias: None,
                 inputs: hidden,
                 stored: None,
+                added: None,
             },
         };
         let final_norm = draw(n, hidden, 0.3, 1.0, bf16);
@@ -454,6 +466,54 @@ impl Model {
         Arc::new(weights.and_then(|weights| weights.with_kv_scales(&vec![KV_SCALES; windows.len()])).unwrap())
     }
 
+    /// The same with an adapter of some projections, of ranks from 1 to 40, in the type of the norms.
+    #[must_use]
+    pub fn adapted(mut self, seed: u64) -> Self {
+        let (n, bf16) = (&mut Numbers(seed), self.kind.bf16);
+        for layer in &mut self.layers {
+            let mut dense = vec![&mut layer.q, &mut layer.k, &mut layer.v, &mut layer.o];
+            if layer.router.is_none() {
+                dense.extend([&mut layer.gate, &mut layer.up, &mut layer.down]);
+            }
+            for dense in dense {
+                let (inputs, outputs, rank) = (dense.inputs, dense.weight.len() / dense.inputs, 1 + n.below(40));
+                if n.below(4) > 0 {
+                    let a = draw(n, rank * inputs, 1.7 / (inputs as f32).sqrt(), 0.0, bf16);
+                    let b = draw(n, outputs * rank, 1.0 / (rank as f32).sqrt(), 0.0, bf16);
+                    dense.added = Some(LowRank { a, b, rank });
+                }
+            }
+        }
+        self
+    }
+
+    /// The crate's adapter of it.
+    pub fn lora(&self, weights: &Weights) -> Arc<Lora> {
+        let values = |x: &[f32]| -> Values {
+            match self.kind.bf16 {
+                true => Values::Bf16(Memory::from_vec(x.iter().map(|&x| Bf16::from_f32(x)).collect())),
+                false => Values::F32(Memory::from_vec(x.to_vec())),
+            }
+        };
+        let parts = |above: &[&Dense]| {
+            let (mut first, mut parts) = (0, Vec::new());
+            for dense in above {
+                if let Some(LowRank { a, b, rank }) = &dense.added {
+                    parts.push(LoraPart::new("test", values(a), values(b), *rank, first).unwrap());
+                }
+                first += dense.weight.len() / dense.inputs;
+            }
+            parts
+        };
+        let layer = |l: &LayerNumbers| LoraLayer {
+            qkv: parts(&[&l.q, &l.k, &l.v]),
+            o: parts(&[&l.o]),
+            gate_up: parts(&[&l.gate, &l.up]),
+            down: parts(&[&l.down]),
+        };
+        Arc::new(Lora::new(weights, self.layers.iter().map(layer).collect()).unwrap())
+    }
+
     /// The positions that a row of a layer sees.
     pub fn window(&self, layer: usize) -> Option<usize> {
         let slides = self.kind.all_windows || layer + 1 < self.layers.len();
@@ -507,6 +567,8 @@ pub struct Host {
     pub block_size: usize,
     /// Of each sequence the first position that is attended; empty: 0.
     pub k_start: Vec<i64>,
+    /// Of each sequence the adapter; empty: none.
+    pub adapters: Vec<Option<Arc<Lora>>>,
 }
 
 impl Host {
@@ -528,7 +590,7 @@ impl Host {
                 ValuesMut::E5m2(memory) => memory.as_mut_slice().fill(E5m2::from_f32(f32::NAN)),
             }
         }
-        Self { kv, table, max_blocks, block_size, k_start: Vec::new() }
+        Self { kv, table, max_blocks, block_size, k_start: Vec::new(), adapters: Vec::new() }
     }
 
     /// Writes NaN over the keys and values of the first `len` positions of entry 0.
@@ -585,6 +647,8 @@ impl Host {
                 block * self.block_size as i64 + (p % self.block_size) as i64
             })
         };
+        let adapter = |row: &(usize, Option<usize>, usize)| self.adapters[row.0].as_deref();
+        let adapters: Vec<_> = if self.adapters.is_empty() { vec![] } else { rows.iter().map(adapter).collect() };
         let pass = Pass {
             tokens: &rows.iter().map(|row| row.2 as i64).collect::<Vec<_>>(),
             positions: &rows.iter().map(|row| row.1.map_or(-1, |p| p as i64)).collect::<Vec<_>>(),
@@ -594,6 +658,7 @@ impl Host {
             max_blocks: self.max_blocks,
             k_start: &self.k_start,
             prompts: true,
+            adapters: &adapters,
             ..Pass::default()
         };
         decoder.forward(&pass, &mut self.kv, output).unwrap();

@@ -154,9 +154,12 @@ impl Model {
         let rounding = if self.kind.bf16_rows { ROUNDING_BF16 } else { 0.0 };
         let x: Vec<Near> =
             x.iter().map(|x| Near { variance: x.variance + rounding * x.exact * x.exact, ..*x }).collect();
+        let dot = |w: &[f32], x: &[Near]| sum(w.iter().zip(x).map(|(&w, &x)| Near::new(f64::from(w)) * x), x.len());
+        let low = dense.added.as_ref().map(|added| added.a.chunks(x.len()).map(|a| dot(a, &x)).collect::<Vec<_>>());
         let row = |(o, row): (usize, &[f32])| {
             let y = sum(row.iter().zip(&x).map(|(&w, &x)| Near::new(f64::from(w)) * x), dense.inputs);
-            dense.bias.as_ref().map_or(y, |bias| y + Near::new(f64::from(bias[o])))
+            let y = dense.bias.as_ref().map_or(y, |bias| y + Near::new(f64::from(bias[o])));
+            dense.added.as_ref().zip(low.as_ref()).map_or(y, |(added, low)| y + dot(&added.b[o * added.rank..], low))
         };
         dense.weight.chunks_exact(dense.inputs).enumerate().map(row).collect()
     }

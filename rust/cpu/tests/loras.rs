@@ -1,0 +1,208 @@
+//! Rows with adapters: those of the model plus `B A` by plain loops, the same bits whatever else is in a pass.
+
+mod support;
+
+use proptest::prelude::*;
+use specrs_cpu::{Decoder, Error, Isa, KvCache, Lora, LoraLayer, LoraPart, Memory, ModelShape, Output, Pass, Values};
+use std::sync::Arc;
+use support::{EXPERTS, Host, KINDS, Kind, MIXTURES, Model, Numbers, QWEN3};
+
+const SHAPE: ModelShape = ModelShape {
+    vocab_size: 97,
+    hidden_size: 40,
+    intermediate_size: 70,
+    num_heads: 6,
+    num_kv_heads: 2,
+    head_dim: 10,
+    rms_norm_eps: 1e-6,
+};
+/// INT4 lies by 32 inputs.
+const SHAPE_OF_CODES: ModelShape =
+    ModelShape { hidden_size: 64, intermediate_size: 96, num_heads: 4, head_dim: 24, ..SHAPE };
+
+/// A model, and what it is with each of two adapters; all numbers of the model are the same.
+fn family(shape: ModelShape, kind: Kind, seed: u64) -> [Model; 3] {
+    let model = || Model::random(shape, 2, kind, seed);
+    [model(), model().adapted(seed ^ 1), model().adapted(seed ^ 2)]
+}
+
+/// By sequence the adapter for a decoder: sequence i has that of model `which[i]`, none of model 0.
+fn adapters(models: &[Model; 3], decoder: &Decoder, which: &[usize]) -> Vec<Option<Arc<Lora>>> {
+    let made: Vec<_> = models.iter().map(|model| model.lora(decoder.weights())).collect();
+    which.iter().map(|&i| (i > 0).then(|| Arc::clone(&made[i]))).collect()
+}
+
+fn bits(rows: &[Vec<f32>]) -> Vec<Vec<u32>> {
+    rows.iter().map(|row| row.iter().map(|x| x.to_bits()).collect()).collect()
+}
+
+/// Passes of up to `most` rows a sequence and masked rows among them; each unmasked row's sequence, position and logits.
+fn run(
+    host: &mut Host,
+    decoder: &mut Decoder,
+    sequences: &[Vec<usize>],
+    most: usize,
+    n: &mut Numbers,
+    mut each: impl FnMut(usize, usize, &[f32]),
+) {
+    let mut done = vec![0; sequences.len()];
+    while (0..sequences.len()).any(|entry| done[entry] < sequences[entry].len()) {
+        let (mut rows, offset) = (Vec::new(), n.below(sequences.len()));
+        for entry in (0..sequences.len()).map(|i| (i + offset) % sequences.len()) {
+            let count = n.below(most + 1).min(sequences[entry].len() - done[entry]);
+            rows.extend((done[entry]..done[entry] + count).map(|p| (entry, Some(p), sequences[entry][p])));
+            rows.extend((0..n.below(2)).map(|_| (entry, None, 0)));
+            done[entry] += count;
+        }
+        if !rows.is_empty() {
+            decoder.poison();
+            for (row, logits) in rows.iter().zip(host.logits(decoder, &rows)) {
+                match row.1 {
+                    Some(position) => each(row.0, position, &logits),
+                    None => assert!(logits.iter().all(|x| x.is_finite())),
+                }
+            }
+        }
+    }
+}
+
+fn check(shape: ModelShape, kind: Kind) {
+    let (models, n) = (family(shape, kind, 7), &mut Numbers(3));
+    let which = [1, 0, 2, 1];
+    let sequences: Vec<Vec<usize>> = which.iter().map(|_| (0..30).map(|_| n.below(97)).collect()).collect();
+    let expected: Vec<_> = which.iter().zip(&sequences).map(|(&i, s)| models[i].reference(s)).collect();
+    let base: Vec<_> = sequences.iter().map(|s| models[0].reference(s)).collect();
+    let mut decoder = models[0].decoder(Isa::detect(), 2);
+    let mut host = Host::new(&models[0], which.len(), 30, 5, 1);
+    host.adapters = adapters(&models, &decoder, &which);
+    let (mut worst, mut apart) = (0.0_f64, f64::INFINITY);
+    run(&mut host, &mut decoder, &sequences, 21, n, |entry, position, logits| {
+        let off =
+            |expected: &[support::Near]| logits.iter().zip(expected).map(|(x, near)| near.off(*x)).fold(0.0, f64::max);
+        worst = worst.max(off(&expected[entry][position]));
+        if which[entry] > 0 {
+            apart = apart.min(off(&base[entry][position]));
+        }
+    });
+    assert!(worst < 1.0 && worst > 0.1, "{kind:?}: {worst} of what rounding explains");
+    assert!(apart > 1e3, "{kind:?}: {apart}, as if there were no adapter");
+}
+
+#[test]
+fn rows_are_those_of_their_adapters_within_rounding() {
+    for kind in KINDS {
+        check(SHAPE, kind);
+        check(SHAPE, Kind { bf16: true, ..kind });
+        for code_bits in [8, 4] {
+            check(SHAPE_OF_CODES, Kind { code_bits, ..kind });
+        }
+    }
+    check(SHAPE_OF_CODES, Kind { prompt_tiles: true, bf16: true, ..QWEN3 });
+    for kind in MIXTURES {
+        check(SHAPE, kind);
+    }
+}
+
+/// `PROPTEST_CASES` takes fewer: for emulators and sanitizers.
+fn config() -> ProptestConfig {
+    let default = ProptestConfig::default();
+    ProptestConfig { cases: default.cases.min(16), failure_persistence: None, ..default }
+}
+
+proptest! {
+    #![proptest_config(config())]
+
+    #[test]
+    fn they_are_the_same_bits_whatever_else_is_in_a_pass(
+        kind in prop::sample::select(KINDS.to_vec()),
+        bf16 in any::<bool>(),
+        prompt_tiles in any::<bool>(),
+        code_bits in prop::sample::select(vec![0, 8, 4]),
+        which in prop::collection::vec(0..3_usize, 1..6),
+        len in 1..70_usize,
+        most in prop::sample::select(vec![1, 4, 70]),
+        seed in any::<u64>(),
+    ) {
+        let n = &mut Numbers(seed);
+        let models = family(SHAPE_OF_CODES, Kind { bf16, prompt_tiles, code_bits, ..kind }, seed);
+        let sequences: Vec<Vec<usize>> = which.iter().map(|_| (0..len).map(|_| n.below(97)).collect()).collect();
+        let mut exact = vec![vec![Vec::new(); len]; which.len()];
+        for (entry, sequence) in sequences.iter().enumerate() {
+            let mut decoder = models[0].decoder(Isa::by_name("portable").unwrap(), 1);
+            let mut host = Host::new(&models[0], 1, len, 16, 1);
+            host.adapters = adapters(&models, &decoder, &which[entry..=entry]);
+            for (position, &token) in sequence.iter().enumerate() {
+                exact[entry][position] = bits(&host.logits(&mut decoder, &[(0, Some(position), token)])).remove(0);
+            }
+        }
+        for isa in Isa::available() {
+            for threads in [1, 2, 5] {
+                let mut decoder = models[0].decoder(isa, threads);
+                let mut host = Host::new(&models[0], which.len(), len, 1 + n.below(30), seed);
+                host.adapters = adapters(&models, &decoder, &which);
+                run(&mut host, &mut decoder, &sequences, most, &mut Numbers(seed ^ 9), |entry, position, logits| {
+                    let found: Vec<u32> = logits.iter().map(|x| x.to_bits()).collect();
+                    assert!(found == exact[entry][position], "{}, {threads} threads: {entry}, {position}", isa.name());
+                });
+            }
+        }
+    }
+}
+
+fn part(inputs: usize, outputs: usize, first: usize) -> LoraPart {
+    let zeros = |len| Values::F32(Memory::from_vec(vec![0.0; len]));
+    LoraPart::new("test", zeros(2 * inputs), zeros(2 * outputs), 2, first).unwrap()
+}
+
+fn feed(decoder: &mut Decoder, kv: &mut KvCache, adapters: &[Option<&Lora>]) -> Result<(), Error> {
+    let pass = Pass {
+        tokens: &[1],
+        positions: &[0],
+        slots: &[0],
+        entries: &[0],
+        block_table: &[0],
+        max_blocks: 1,
+        adapters,
+        ..Pass::default()
+    };
+    decoder.forward(&pass, kv, Output::Nothing)
+}
+
+#[test]
+fn what_does_not_fit_is_refused() {
+    let model = Model::random(SHAPE, 2, EXPERTS, 1);
+    let weights = model.weights();
+    let refused = |layer: LoraLayer| Lora::new(&weights, vec![LoraLayer::default(), layer]).unwrap_err().to_string();
+    let said = refused(LoraLayer { o: vec![part(59, 40, 0)], ..LoraLayer::default() });
+    assert_eq!(said, "layers[1].o[0]'s inputs = 59 is not allowed: expected 60");
+    let said = refused(LoraLayer { qkv: vec![part(40, 60, 0), part(40, 20, 81)], ..LoraLayer::default() });
+    assert_eq!(said, "layers[1].qkv[1]'s last output = 101 is not allowed: expected at most the projection's 100");
+    let said = refused(LoraLayer { down: vec![part(70, 40, 0)], ..LoraLayer::default() });
+    assert_eq!(said, "layers[1].down[0] = an adapter of experts is not allowed: expected none of them");
+    let said = Lora::new(&weights, Vec::new()).unwrap_err().to_string();
+    assert_eq!(said, "layers = 0 is not allowed: expected 2");
+    let numbers = |len| Values::F32(Memory::from_vec(vec![0.0; len]));
+    for (a, b, rank) in [(5, 6, 3), (6, 5, 3), (6, 6, 0), (0, 6, 3)] {
+        let said = LoraPart::new("x", numbers(a), numbers(b), rank, 0).err().unwrap().to_string();
+        assert!(said.contains(" elements is not allowed: expected a multiple of rank = "), "{said}");
+    }
+}
+
+#[test]
+fn passes_take_adapters_of_their_own_weights_one_a_row() {
+    let model = Model::random(SHAPE, 2, QWEN3, 1).adapted(5);
+    let (mut decoder, mut kv) = (model.decoder(Isa::detect(), 1), model.kv_cache(1, 4));
+    let own = model.lora(decoder.weights());
+    feed(&mut decoder, &mut kv, &[Some(&own)]).unwrap();
+    let said = feed(&mut decoder, &mut kv, &[Some(&own), None]).unwrap_err().to_string();
+    assert!(said.starts_with("adapters"), "{said}");
+    let other = Model::random(SHAPE_OF_CODES, 2, QWEN3, 1).adapted(5);
+    let foreign = other.lora(&other.weights());
+    let said = feed(&mut decoder, &mut kv, &[Some(&foreign)]).unwrap_err().to_string();
+    assert!(said.starts_with("adapters = one for (ModelShape"), "{said}");
+    let rounding = Model::random(SHAPE_OF_CODES, 2, Kind { bf16: true, bf16_rows: true, ..QWEN3 }, 1).adapted(5);
+    let (mut decoder, mut kv) = (rounding.decoder(Isa::detect(), 1), rounding.kv_cache(1, 4));
+    let own = rounding.lora(decoder.weights());
+    let said = feed(&mut decoder, &mut kv, &[Some(&own)]).unwrap_err().to_string();
+    assert_eq!(said, "adapters = some is not allowed: expected none with bf16 rows");
+}

@@ -1,0 +1,86 @@
+//! `LoRA` adapters of a decoder on a CPU, in arrays of the caller.
+
+use crate::cpu::{CpuWeights, to_py};
+use crate::error::{Class, size};
+use crate::tensors::values;
+use numpy::Ix2;
+use pyo3::prelude::*;
+use specrs_cpu::{Lora, LoraLayer, LoraPart};
+use std::sync::Arc;
+
+/// What is added to some outputs of a projection: A, B times the scale, and the first of these outputs.
+type Part<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>, i64);
+
+/// What is added to a layer's projections.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+struct LayerParts<'py> {
+    qkv: Vec<Part<'py>>,
+    o: Vec<Part<'py>>,
+    gate_up: Vec<Part<'py>>,
+    down: Vec<Part<'py>>,
+}
+
+/// An adapter, borrowed.
+#[pyclass(frozen)]
+pub(crate) struct CpuLora(Arc<Lora>);
+
+/// Adapters and the rows that have them.
+pub(crate) type GivenAdapters<'py> = Vec<(PyRef<'py, CpuLora>, Vec<usize>)>;
+
+/// By row its adapter; empty where none is given.
+pub(crate) fn by_row(py: Python<'_>, given: &GivenAdapters<'_>, count: usize) -> PyResult<Vec<Option<Arc<Lora>>>> {
+    if given.is_empty() {
+        return Ok(Vec::new());
+    }
+    let mut found = vec![None; count];
+    for (lora, rows) in given {
+        for &row in rows {
+            let Some(place @ None) = found.get_mut(row) else {
+                let message = format!("adapters: row = {row} is not allowed: expected rows below {count}, each once");
+                return Err(Class::InvalidBuffer.error(py, message));
+            };
+            *place = Some(Arc::clone(&lora.0));
+        }
+    }
+    Ok(found)
+}
+
+fn parts(py: Python<'_>, name: &str, given: &[Part<'_>]) -> PyResult<Vec<LoraPart>> {
+    let part = |(i, (a, b, first)): (usize, &Part<'_>)| {
+        let name = format!("{name}[{i}]");
+        let (a, shape) = values::<Ix2>(&format!("{name}.a"), a)?;
+        let (b, of_b) = values::<Ix2>(&format!("{name}.b"), b)?;
+        let rank = shape[0];
+        if of_b[1] != rank {
+            let message = format!("{name}.b: shape is {of_b:?}, expected [outputs, {rank}]");
+            return Err(Class::InvalidBuffer.error(py, message));
+        }
+        let first = size(py, Class::InvalidBuffer, "first", *first)?;
+        LoraPart::new(&name, a, b, rank, first).map_err(|error| to_py(py, &error))
+    };
+    given.iter().enumerate().map(part).collect()
+}
+
+#[pymethods]
+impl CpuLora {
+    #[new]
+    #[expect(clippy::needless_pass_by_value, reason = "extracted from Python objects")]
+    fn new(py: Python<'_>, weights: &CpuWeights, layers: Vec<LayerParts<'_>>) -> PyResult<Self> {
+        let layer = |(i, given): (usize, &LayerParts<'_>)| -> PyResult<LoraLayer> {
+            let named = |field: &str, given| parts(py, &format!("layers[{i}].{field}"), given);
+            Ok(LoraLayer {
+                qkv: named("qkv", &given.qkv)?,
+                o: named("o", &given.o)?,
+                gate_up: named("gate_up", &given.gate_up)?,
+                down: named("down", &given.down)?,
+            })
+        };
+        let layers = layers.iter().enumerate().map(layer).collect::<PyResult<_>>()?;
+        Lora::new(&weights.0, layers).map(|lora| Self(Arc::new(lora))).map_err(|error| to_py(py, &error))
+    }
+
+    fn __repr__(&self) -> String {
+        format!("CpuLora({:?})", self.0)
+    }
+}
