@@ -66,9 +66,8 @@ class PassInputs:
     """All rows are of prompts, or of what a draft catches up with."""
     chunks: ChunkRows | None = None
     """Chunks whose rows are behind those of the B requests. For `CudaDense` alone."""
-
     adapters: tuple[AdapterRows, ...] = ()
-    """By LoRA adapter the rows that are computed with it; those of none are the base model's. For dense decoders alone."""
+    """By LoRA adapter the rows that are computed with it; those of none are the base model's. Dense decoders alone."""
 
     def in_group(self, group: int) -> tuple[Tensor, Tensor]:
         """Slots [N] and block table [B, max_blocks] of a group."""

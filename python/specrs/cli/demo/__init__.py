@@ -132,6 +132,7 @@ def _settings(arguments: argparse.Namespace, drafter: dict[str, Any], dtype: str
         ks = arguments.k or PAIR_DRAFTS
         llm = engine(drafter, max(ks))
         return [Setting(0, llm), *(Setting(k, llm) for k in ks), Setting(AUTO, engine(drafter, AUTO))]
+    own: list[tuple[str, dict[str, Any], list[int]]]
     own = [(method, {}, TEXT_DRAFTS) for method in FROM_TEXT] + ([("eagle3", head, HEAD_DRAFTS)] if head else [])
     drafted = []
     for method, config, usual in own:

@@ -14,10 +14,9 @@ mod reference;
 
 pub use reference::Near;
 use specrs_cpu::{
-    Activation, Bf16, Decoder, E4m3, E5m2, Experts, Isa, KvCache, KvShape, LayerWeights, Linear, Lora, LoraLayer, LoraPart,
-    Memory, MemoryMut, Mlp, ModelShape, Output, Part, Pass, Pool, QkNorm, Tiles, Values, ValuesMut, Weight, Weights,
-    quantize_int4,
-    quantize_int8,
+    Activation, Bf16, Decoder, E4m3, E5m2, Experts, Isa, KvCache, KvShape, LayerWeights, Linear, Lora, LoraLayer,
+    LoraPart, Memory, MemoryMut, Mlp, ModelShape, Output, Part, Pass, Pool, QkNorm, Tiles, Values, ValuesMut, Weight,
+    Weights, quantize_int4, quantize_int8,
 };
 use std::sync::Arc;
 
