@@ -112,6 +112,23 @@ def test_what_is_padded_feeds_nothing(before: list[int], now: list[int]) -> None
     assert made.block_table[: len(now)].equal(given.block_table)
 
 
+@settings(max_examples=20, deadline=None)
+@given(now=chunks, data=st.data())
+def test_the_last_rows_of_prompts_that_end_feed_nothing(now: list[int], data: st.DataObject) -> None:
+    """No two rows of a pass may have the same slot, and theirs are among those of verification."""
+    ends = data.draw(st.lists(st.integers(0, 1), min_size=len(now), max_size=len(now)))
+    buffers = ChunkBuffers.allocate(40, 5, 3, 2, 41, torch.device("cpu"))
+    given, last = inputs(now), torch.tensor(now).cumsum(0) - 1
+    made = buffers.fill(given, ChunkShape(40, 5))
+    buffers.mask_ends(last, torch.tensor(ends))
+    ended = last[torch.tensor(ends) != 0]
+    assert given.group_slots is not None
+    for own, before in ((made.positions, given.positions), (made.slots, given.slots)):
+        expected = before.index_fill(0, ended, -1)
+        assert own[: sum(now)].equal(expected)
+    assert buffers.group_slots[0, : sum(now)].equal(given.group_slots[0].index_fill(0, ended, -1))
+
+
 def inputs(lengths: list[int]) -> PassInputs:
     rows = sum(lengths)
     return PassInputs(

@@ -417,8 +417,9 @@ class Engine:
         if whole:
             ms = 1e3 * (self._settled_at - begun)
             self._learn(slot, ms)
-            if self.config.max_prefill_stall_ms:
-                # Streams wait for what is reported, too.
+            if self.config.max_prefill_stall_ms and not slot.merged:
+                # Streams wait for what is reported, too. Chunks within verification cost next to nothing, and others
+                # would be taken for as cheap.
                 self.scheduler.time_launch(launch_id, 1e3 * (time.perf_counter() - begun))
             if self.head_check is not None and self.head_check.settled(slot, header):
                 self.head_check = None

@@ -128,6 +128,7 @@ class RingSlot:
         self.logprobs: dict[int, TokenLogprobs] = {}  # by entry, where its request wants any
         self.prompt_logprobs: list[tuple[int, int, TokenLogprobs]] = []  # request id, first position, values
         self.draft_fault: DraftFault | None = None  # of the launch that ran last
+        self.merged = False  # of that launch: prompt chunks were rows of its verification
         self._grammar_masks: NDArray[np.int32] | None = None
         self.settled_arrays = section_arrays(self.settled, scheduler.settled_layout())
 

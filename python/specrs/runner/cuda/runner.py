@@ -109,6 +109,7 @@ class CudaRunner:
             if merged is not None and slot.draft_fault is not None:
                 merged = None
                 self._prefill(slot, header)
+            slot.merged = merged is not None
             if header.num_decode:
                 self._decode(slot, header, merged)
             slot.pinned_results.copy_(ctx.record.results, non_blocking=True)
