@@ -16,6 +16,7 @@ from specrs.config import EngineConfig
 from specrs.engine.blueprint import Blueprint
 from specrs.engine.build_cuda import make_buckets, make_context
 from specrs.engine.weights import Weights
+from specrs.kernels.linear import DenseWeight
 from specrs.parallel.exchanges import Exchanges, GroupExchanges, SymmetricExchanges
 from specrs.parallel.ranks import Ranks
 from specrs.runner.cuda import iteration
@@ -76,6 +77,8 @@ class Rank:
 
     def __init__(self, rank: int, exchanges: Exchanges) -> None:
         self.rank, self.size, self.exchanges = rank, SIZE, exchanges
+
+    gather = Ranks.gather
 
 
 class FakeMemory(SymmetricExchanges):
@@ -166,3 +169,14 @@ def test_what_symmetric_memory_takes(dtype: torch.dtype, staged: bool, group: di
             assert exchanges.part(out).untyped_storage()._cdata == held.untyped_storage()._cdata
         longer = torch.empty(9, 32, dtype=dtype, device=CUDA)
         assert exchanges.part(longer) is longer
+
+
+@pytest.mark.usefixtures("group")
+def test_a_whole_head_has_the_targets_types(target: Path) -> None:
+    """Of a target in parts on GPUs, whose LM head stays in 16 bits."""
+    with FakeTensorMode():
+        model = fake_decoder(target, torch.bfloat16, ranks=cast("Ranks", Rank(0, GroupExchanges())))
+        head, embedding = model.whole_lm_head(), model.whole_embedding()
+        assert isinstance(head, DenseWeight)
+        assert (head.weight.dtype, head.shape, head.weight.device) == (torch.bfloat16, (IDS, 64), CUDA)
+        assert (embedding.dtype, embedding.shape) == (torch.bfloat16, (IDS, 64))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specrs.kernels.activation import clamped_swiglu, gelu_and_mul, silu_and_mul
-from specrs.kernels.linear import Weight, pack
+from specrs.kernels.linear import DenseWeight, Weight, pack
 from specrs.kernels.paged_attention import (
     AttentionPlan,
     AttentionShape,
@@ -208,8 +208,9 @@ class Dense(DenseFacts):
         weights = self.weights
         if self.ranks is None:
             return weights.lm_head
-        kept = torch.float32 if weights.dtype == torch.bfloat16 else weights.dtype
-        rows = self.ranks.gather(weights.lm_head.dequantized().to(kept))
+        kept = torch.float32 if weights.dtype == torch.bfloat16 and weights.device.type == "cpu" else weights.dtype
+        own = weights.lm_head
+        rows = self.ranks.gather(own.weight if isinstance(own, DenseWeight) else own.dequantized().to(kept))
         return pack(rows.flatten(0, 1)[: self.vocab_size])
 
     def _norm_heads(self, qk: Tensor, weight: Tensor, ranks: Ranks) -> None:
