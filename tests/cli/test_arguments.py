@@ -50,12 +50,16 @@ def test_speculative_config_merges_and_the_later_value_holds() -> None:
         (["generate", "x", "y"], "specrs generate: error: unrecognized arguments: y (see specrs generate --help)"),
         (
             ["serve", "--max-modellen=8k"],
-            "specrs serve: error: unrecognized arguments: --max-modellen=8k; did you mean",
+            "specrs serve: error: unrecognized arguments: --max-modellen=8k; did you",
         ),
         (
             ["bench", "serve", "--zzz"],
             "specrs bench serve: error: unrecognized arguments: --zzz (see specrs bench serve",
         ),
+        (["serve", "--enable-eplb"], "specrs serve: error: --enable-eplb: not implemented (see specrs serve --help)"),
+        (["serve", "--eplb-config.window_size=5"], "--eplb-config: not implemented (see"),
+        (["serve", "--specialize_active_lora"], "--specialize-active-lora: not implemented (see"),
+        (["serve", "--speculative-model", "x"], "--speculative-model: not implemented (say it in --speculative-config)"),
         (["--zzz"], "specrs: error: unrecognized arguments: --zzz (see specrs --help)"),
         (["generate", "x", "--max-model-len", "8q"], "'8q' is not a number of tokens, such as 4096 or 4K"),
         (["bench", "throughput", "--max-model-len", "8q"], "'8q' is not a number of tokens"),

@@ -28,14 +28,37 @@ NOT_IMPLEMENTED = (
     *("tokenizer-pool-size", "tokenizer-pool-type", "tokenizer-pool-extra-config", "ray-workers-use-nsight"),
     *("num-scheduler-steps", "num-lookahead-slots", "scheduler-delay-factor", "multi-step-stream-outputs"),
     *("use-v2-block-manager", "code-revision", "max-parallel-loading-workers", "disable-mm-preprocessor-cache"),
+    *("master-addr", "master-port", "nnodes", "node-rank", "distributed-timeout-seconds", "dcp-comm-backend"),
+    *("dcp-kv-cache-interleave-size", "cp-kv-cache-interleave-size", "prefill-context-parallel-size"),
+    *("data-parallel-rank", "data-parallel-start-rank", "data-parallel-size-local", "data-parallel-address"),
+    *("data-parallel-rpc-port", "data-parallel-backend", "data-parallel-hybrid-lb", "data-parallel-external-lb"),
+    *("all2all-backend", "enable-dbo", "ubatch-size", "enable-elastic-ep", "dbo-decode-token-threshold"),
+    *("dbo-prefill-token-threshold", "disable-nccl-for-dp-synchronization", "enable-eplb", "eplb-config"),
+    *("expert-placement-strategy", "worker-extension-cls", "prefix-caching-hash-algo", "kv-sharing-fast-prefill"),
+    *("mamba-cache-dtype", "mamba-ssm-cache-dtype", "mamba-block-size", "mamba-cache-mode", "kv-offloading-size"),
+    *("kv-offloading-backend", "offload-backend", "cpu-offload-params", "offload-group-size", "offload-num-in-group"),
+    *("offload-prefetch-step", "offload-params", "language-model-only", "enable-mm-embeds", "media-io-kwargs"),
+    *("mm-processor-cache-gb", "mm-processor-cache-type", "mm-shm-cache-max-object-size-mb", "mm-encoder-only"),
+    *("mm-encoder-tp-mode", "mm-encoder-attn-backend", "interleave-mm-strings", "skip-mm-profiling"),
+    *("video-pruning-rate", "enable-tower-connector-lora", "specialize-active-lora", "show-hidden-metrics-for-version"),
+    *("kv-cache-metrics", "kv-cache-metrics-sample", "cudagraph-metrics", "enable-layerwise-nvtx-tracing"),
+    *("enable-mfu-metrics", "enable-logging-iteration-details", "disable-chunked-mm-input", "scheduler-cls"),
+    *("disable-hybrid-kv-cache-manager", "stream-interval", "cudagraph-capture-sizes", "enable-flashinfer-autotune"),
+    *("moe-backend", "ec-transfer-config", "attention-config", "kernel-config", "optimization-level"),
+    *("performance-mode", "weight-transfer-config", "aggregate-engine-logging", "fail-on-environ-validation"),
+    *("hf-config-path", "allow-deprecated-quantization", "enable-return-routed-experts", "pooler-config"),
+    *("override-attention-dtype", "io-processor-plugin", "safetensors-load-strategy", "use-tqdm-on-load"),
+    *("pt-load-map-location",),
 )
+
+_SPECULATION = ("--speculative-", "--num-speculative-", "--ngram-", "--spec-decoding-")
 
 
 class _Refuse(argparse.Action):
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
     ) -> None:
-        instead = " (say it in --speculative-config)" if "spec" in str(option) or "ngram" in str(option) else ""
+        instead = " (say it in --speculative-config)" if str(option).startswith(_SPECULATION) else ""
         parser.error(f"{option}: not implemented{instead}")
 
 
