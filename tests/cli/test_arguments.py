@@ -59,7 +59,7 @@ def test_speculative_config_merges_and_the_later_value_holds() -> None:
         (["serve", "--enable-eplb"], "specrs serve: error: --enable-eplb: not implemented (see specrs serve --help)"),
         (["serve", "--eplb-config.window_size=5"], "--eplb-config: not implemented (see"),
         (["serve", "--specialize_active_lora"], "--specialize-active-lora: not implemented (see"),
-        (["serve", "--speculative-model", "x"], "--speculative-model: not implemented (say it in --speculative-config)"),
+        (["serve", "--speculative-model", "x"], "--speculative-model: not implemented (say it in --spec"),
         (["--zzz"], "specrs: error: unrecognized arguments: --zzz (see specrs --help)"),
         (["generate", "x", "--max-model-len", "8q"], "'8q' is not a number of tokens, such as 4096 or 4K"),
         (["bench", "throughput", "--max-model-len", "8q"], "'8q' is not a number of tokens"),

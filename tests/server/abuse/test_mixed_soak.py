@@ -27,8 +27,6 @@ from server.test_tools import TEMPLATE, TOOLS, WEATHER, joined
 
 SECONDS = float(os.environ.get("SPECRS_SOAK_SECONDS", "30"))
 MOST_PAUSE = float(os.environ.get("SPECRS_SOAK_PAUSE", "0.25"))
-OP_BY_OP = 1.6
-"""Times as long a pause may be with adapters, where launches run op by op: 0.29 s was measured, the bound is missed."""
 WORKERS, WATCHERS = 12, 4
 CUT = 0.1
 GROWTH = (32 if SECONDS >= 300 else 384) * 2**20
@@ -198,9 +196,9 @@ def stream_until_told(port: int, pipe: Connection) -> None:
     pipe.send(pauses)
 
 
-@pytest.mark.parametrize("adapters", [(), ADAPTERS], ids=["native", "adapters"])
+@pytest.mark.parametrize("adapters", [(), ADAPTERS], ids=["base", "adapters"])
 def test_mixed_soak(adapters: list[str], tmp_path: Path) -> None:
-    """The native pass, and launches op by op with three adapters of which two run at once."""
+    """Without adapters, and with three of which two run at once."""
     kinds = [*KINDS, adapter] if adapters else KINDS
     loras: tuple[str, ...] = ()
     for seed, name in enumerate(adapters):
@@ -241,5 +239,4 @@ def test_mixed_soak(adapters: list[str], tmp_path: Path) -> None:
         assert after["vllm:kv_cache_usage_perc"] == 0
         assert after['vllm:request_success_total{finished_reason="error"}'] == 0
         assert (quarters[3] - quarters[1]) * 2**20 < GROWTH
-        most = MOST_PAUSE * OP_BY_OP if adapters else MOST_PAUSE
-        assert pauses[-1] <= most, f"a stream paused {pauses[-1]:.3f} s"
+        assert pauses[-1] <= MOST_PAUSE, f"a stream paused {pauses[-1]:.3f} s"
