@@ -28,7 +28,7 @@ from server.test_tools import TEMPLATE, TOOLS, WEATHER, joined
 SECONDS = float(os.environ.get("SPECRS_SOAK_SECONDS", "30"))
 MOST_PAUSE = float(os.environ.get("SPECRS_SOAK_PAUSE", "0.25"))
 WITH_ADAPTERS = 1.6
-"""Times as long a pause may be with adapters: 0.29 s was measured op by op; native passes were not on an idle machine."""
+"""Times as long a pause may be with adapters: 0.29 s was measured op by op; native passes were not measured."""
 WORKERS, WATCHERS = 12, 4
 CUT = 0.1
 GROWTH = (32 if SECONDS >= 300 else 384) * 2**20
