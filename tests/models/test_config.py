@@ -1,15 +1,17 @@
 """What config.json may say: both layouts, defaults, and every field that is refused, by name."""
 
+import dataclasses
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import LLAMA3_ROPE, LONG_ROPE, YARN_ROPE
+from checkpoints import LLAMA3_ROPE, LONG_ROPE, YARN_ROPE, make_checkpoint
 from specrs.errors import CheckpointError, UnsupportedModelError
 from specrs.models.config import ModelConfig, parse_config
-from specrs.models.loader import resolve_dtype
+from specrs.models.loader import load_config, resolve_dtype
 from specrs.models.rope import LinearScaling, Llama3Scaling, YarnScaling, frequencies
 
 QWEN3: dict[str, Any] = {
@@ -448,3 +450,14 @@ def test_gpt_oss() -> None:
     for field in ("swiglu_alpha", "swiglu_limit"):
         with pytest.raises(CheckpointError, match=f"{field}=0: must be a finite number greater than 0$"):
             parse_config(raw | {field: 0})
+
+
+def test_longrope_beside_layers_that_are_not_rotated(tmp_path: Path) -> None:
+    """The engine's length reaches every layer that is."""
+    rope = {"rope_type": "longrope", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 64}
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    fields = {"layers": 2, "head_dim": 8, "no_rope_layers": [1, 0], "rope_parameters": rope | factors}
+    config = load_config(make_checkpoint(tmp_path / "model", "smollm3", **fields))  # type: ignore[arg-type]
+    made = config.for_length(128)
+    assert made.ropes == ((500.0, made.rope_scaling), None)
+    assert made.rope_scaling == dataclasses.replace(config.rope_scaling, max_length=128)  # type: ignore[type-var]

@@ -128,8 +128,10 @@ class ModelConfig:
         """The same for texts of up to so many tokens, which LongRoPE depends on; None: of any length it allows."""
         if max_model_len is None or not isinstance(self.rope_scaling, LongRopeScaling):
             return self
-        assert not self.ropes
-        return replace(self, rope_scaling=replace(self.rope_scaling, max_length=max_model_len))
+        scaling = replace(self.rope_scaling, max_length=max_model_len)
+        # Of layers that differ, those that are not rotated do.
+        ropes = tuple(rope and (rope[0], scaling if rope[1] == self.rope_scaling else rope[1]) for rope in self.ropes)
+        return replace(self, rope_scaling=scaling, ropes=ropes)
 
 
 def parse_config(
