@@ -10,7 +10,7 @@ Three steps, each resumed where it was left when the same command is given again
    pieces of the Python standard library, of which the last 2 % are never used, as in `train_pair.py`), some greedily,
    some at random. What it wrote is in `OUT/text`. Longer pieces of the same text are learned from as they are.
    With `--chats` the prompts are chats whose one user turn the target writes, too, behind the beginning of its chat
-   template (Xu et al. 2024, "Magpie"): in `OUT/chats.jsonl`, and nobody's text is in them.
+   template (Xu et al. 2024, "Magpie"): in `OUT/chats.jsonl`, and no other text is in them.
 2. The head learns the target's own distribution over the ids that it drafts, at every position of prompt and
    continuation. As in drafting, only its first pass sees the target's hidden states: each of the passes behind it reads
    what the pass before has left, and attends what a draft of that depth would find in the KV cache (Li et al. 2025,

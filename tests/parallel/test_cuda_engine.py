@@ -1,7 +1,7 @@
 """Engines on ranks with the CUDA runner, its kernels interpreted and its exchanges gloo's: the text of one rank."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 import specrs.engine.build_cuda as build_cuda
 import specrs.models.eagle3 as eagle3
 import specrs.models.loader as loader
-from engine.faulty_drafter import Faulty
+from engine.faulty_drafter import BrokenError
 from numpy.typing import NDArray
 from runner.cuda_engines import Graphs, K
 from runner.test_cuda_drafters import GREEDY, PROMPTS, SAMPLED, Bench, bench  # noqa: F401 (a fixture)
@@ -182,9 +182,15 @@ def test_a_drafter_that_fails_ends_the_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its passes are enqueued on the other rank by then. The rank is named."""
-    here: Callable[[], bool] = on_other_rank if where == "rank 1" else lambda: not on_other_rank()
+    passes = CudaRunner._draft_passes
+
+    def fail(runner: CudaRunner, *args: Any) -> None:
+        passes(runner, *args)
+        if on_other_rank() == (where == "rank 1"):
+            raise BrokenError(1)
+
     with on_two_ranks(bench, "parallel", "rejection", 1, monkeypatch, exit_code=1, timeout=4.0) as engine:
-        Faulty(engine, {1}.__contains__, monkeypatch, here)
+        monkeypatch.setattr(CudaRunner, "_draft_passes", fail)
         with pytest.raises(RankLostError, match=f"{where} of 2 failed: .*BrokenError"):
             generate(engine, [GREEDY, GREEDY])
 

@@ -5,17 +5,9 @@ mod support;
 use proptest::prelude::*;
 use specrs_cpu::{Decoder, Error, Isa, KvCache, Lora, LoraLayer, LoraPart, Memory, ModelShape, Output, Pass, Values};
 use std::sync::Arc;
-use support::{EXPERTS, Host, KINDS, Kind, MIXTURES, Model, Numbers, QWEN3};
+use support::{EXPERTS, Host, KINDS, Kind, MIXTURES, Model, Numbers, QWEN3, SMALL};
 
-const SHAPE: ModelShape = ModelShape {
-    vocab_size: 97,
-    hidden_size: 40,
-    intermediate_size: 70,
-    num_heads: 6,
-    num_kv_heads: 2,
-    head_dim: 10,
-    rms_norm_eps: 1e-6,
-};
+const SHAPE: ModelShape = ModelShape { vocab_size: 97, ..SMALL };
 /// INT4 lies by 32 inputs.
 const SHAPE_OF_CODES: ModelShape =
     ModelShape { hidden_size: 64, intermediate_size: 96, num_heads: 4, head_dim: 24, ..SHAPE };

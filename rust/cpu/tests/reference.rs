@@ -4,17 +4,9 @@ mod support;
 
 use specrs_cpu::{Decoder, Isa, ModelShape, Output, Pass, Pool};
 use std::sync::Arc;
-use support::{CODED, Host, KINDS, Kind, MISTRAL, MIXTURES, Model, Near, Numbers, QWEN3};
+use support::{CODED, Host, KINDS, Kind, MISTRAL, MIXTURES, Model, Near, Numbers, QWEN3, SMALL};
 
-const SHAPE: ModelShape = ModelShape {
-    vocab_size: 97,
-    hidden_size: 40,
-    intermediate_size: 70,
-    num_heads: 6,
-    num_kv_heads: 2,
-    head_dim: 10,
-    rms_norm_eps: 1e-6,
-};
+const SHAPE: ModelShape = ModelShape { vocab_size: 97, ..SMALL };
 
 /// Pairs of bf16 numbers lie by 32.
 const SHAPE_OF_PAIRS: ModelShape =

@@ -125,7 +125,7 @@ def test_trials_of_experts_launch_what_passes_do() -> None:
     assert len({config.programs for config in candidates(dataclasses.replace(shape, dtype=torch.bfloat16), H200)}) == 1
     for own in (shape, LinearShape(32, 64, torch.float32, experts=(8, 3))):
         trial = Trial.of(own, LinearConfig(16, 32, 1, 4, 2), 5, INTERPRETER)
-        x, weight, out, (order, starts) = operands = trial.operands(torch.device("cpu"))
+        x, weight, out, (order, starts), _ = operands = trial.operands(torch.device("cpu"))
         x.normal_()
         weight.normal_()
         trial.launch(operands)
