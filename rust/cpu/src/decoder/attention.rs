@@ -320,8 +320,10 @@ impl<'a> Context<'a> {
                 out: &mut *out,
                 element: PhantomData,
             });
-            if v_scale != 1.0 {
-                out.iter_mut().for_each(|x| *x *= v_scale);
+            if T::CODES {
+                for x in out.iter_mut() {
+                    *x *= v_scale;
+                }
             }
         }
     }

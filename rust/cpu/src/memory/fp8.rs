@@ -60,7 +60,7 @@ mod tests {
                 continue;
             }
             let next = value(code + 1);
-            let middle = (x + next) / 2.0;
+            let middle = f32::midpoint(x, next);
             assert!(x < next, "{x} {next}");
             assert_eq!(encode(middle), code + (code & 1), "{middle}");
             assert_eq!(encode(middle.next_down()), code, "below {middle}");
