@@ -27,8 +27,6 @@ from server.test_tools import TEMPLATE, TOOLS, WEATHER, joined
 
 SECONDS = float(os.environ.get("SPECRS_SOAK_SECONDS", "30"))
 MOST_PAUSE = float(os.environ.get("SPECRS_SOAK_PAUSE", "0.25"))
-WITH_ADAPTERS = 1.6
-"""Times as long a pause may be with adapters: 0.29 s was measured op by op; native passes were not measured."""
 WORKERS, WATCHERS = 12, 4
 CUT = 0.1
 GROWTH = (32 if SECONDS >= 300 else 384) * 2**20
@@ -241,5 +239,4 @@ def test_mixed_soak(adapters: list[str], tmp_path: Path) -> None:
         assert after["vllm:kv_cache_usage_perc"] == 0
         assert after['vllm:request_success_total{finished_reason="error"}'] == 0
         assert (quarters[3] - quarters[1]) * 2**20 < GROWTH
-        most = MOST_PAUSE * WITH_ADAPTERS if adapters else MOST_PAUSE
-        assert pauses[-1] <= most, f"a stream paused {pauses[-1]:.3f} s"
+        assert pauses[-1] <= MOST_PAUSE, f"a stream paused {pauses[-1]:.3f} s"
