@@ -124,7 +124,7 @@ class CudaDense(DenseFacts):
         if self.embedding_parts is None:
             write(inputs.input_ids, hidden)
         else:
-            self.embedding_parts.embed(inputs.input_ids, len(weights.embedding), hidden, write)
+            self.embedding_parts.embed(inputs.input_ids, hidden, write)
         attend = Attention.of(c, weights.dtype, inputs, ws, groups=self.kv_groups)
         qkv, attended = ws.qkv[:rows], ws.attended[:rows]
         for i, (w, cache) in enumerate(zip(weights.layers, kv_cache.layers, strict=True)):

@@ -133,7 +133,7 @@ class CudaEagle3Head(Eagle3Head):
         if self.embedding_parts is None:
             write(inputs.input_ids, token)
         else:
-            self.embedding_parts.embed(inputs.input_ids, len(w.embedding), token, write)
+            self.embedding_parts.embed(inputs.input_ids, token, write)
         rms_norm(hidden, None, w.hidden_norm, normed, eps, False)
         both[:, h:].copy_(normed)
         residual.copy_(normed if config.norm_before_residual else hidden)

@@ -67,6 +67,10 @@ pub(crate) enum Projection {
     Down,
 }
 
+impl Projection {
+    const ALL: [Self; 4] = [Self::Qkv, Self::O, Self::GateUp, Self::Down];
+}
+
 impl LoraLayer {
     fn of(&self, projection: Projection) -> &[LoraPart] {
         match projection {
@@ -85,7 +89,7 @@ impl LoraLayer {
             (Projection::Down, Mlp::Dense { down, .. }) => Some(down),
             (_, Mlp::Experts(_)) => None,
         };
-        for projection in [Projection::Qkv, Projection::O, Projection::GateUp, Projection::Down] {
+        for projection in Projection::ALL {
             for (number, part) in self.of(projection).iter().enumerate() {
                 let name = format!("layers[{i}].{projection:?}[{number}]").to_lowercase();
                 let Some(linear) = linear(projection) else {
@@ -127,8 +131,7 @@ impl Lora {
             own.check(i, layer)?;
         }
         let projections = |layer| {
-            let all = [Projection::Qkv, Projection::O, Projection::GateUp, Projection::Down];
-            all.map(|projection| LoraLayer::of(layer, projection).iter().map(LoraPart::vectors).sum())
+            Projection::ALL.map(|projection| LoraLayer::of(layer, projection).iter().map(LoraPart::vectors).sum())
         };
         let vectors = layers.iter().flat_map(projections).max().unwrap_or(0);
         Ok(Self { layers, shape: weights.shape, vectors })

@@ -19,10 +19,10 @@ class EmbeddingParts:
     """Rows of the embedding, of which every rank has as many, in their order."""
 
     ranks: Ranks
-    first: int
-    """This rank's first id."""
+    count: int
+    """Ids of a part."""
     own: Tensor
-    """[max_rows] int64, ids counted from there."""
+    """[max_rows] int64, ids counted from this rank's first."""
     held: Tensor
     """[max_rows] int64, the same within what this rank has."""
     elsewhere: Tensor
@@ -33,15 +33,15 @@ class EmbeddingParts:
         """For passes of at most `max_rows` rows, `embedding` being this rank's part."""
         own = torch.zeros(max_rows, dtype=torch.int64, device=embedding.device)
         elsewhere = torch.zeros(max_rows, dtype=torch.bool, device=embedding.device)
-        return cls(ranks, ranks.rank * len(embedding), own, torch.zeros_like(own), elsewhere)
+        return cls(ranks, len(embedding), own, torch.zeros_like(own), elsewhere)
 
-    def embed(self, ids: Tensor, count: int, out: Tensor, write: Callable[[Tensor, Tensor], None]) -> None:
-        """The embedding of `ids` `[N]` into `out` `[N, hidden]`. `write` puts rows of this rank's `count` into the
-        second of its arguments by the first, any of them for ids outside."""
+    def embed(self, ids: Tensor, out: Tensor, write: Callable[[Tensor, Tensor], None]) -> None:
+        """The embedding of `ids` `[N]` into `out` `[N, hidden]`. `write` puts rows of this rank's part into the second
+        of its arguments by the first, any of them for ids outside."""
         rows, part = len(ids), self.ranks.exchanges.part(out)
         own, held, elsewhere = self.own[:rows], self.held[:rows], self.elsewhere[:rows]
-        torch.sub(ids, self.first, out=own)
-        torch.clamp(own, 0, count - 1, out=held)
+        torch.sub(ids, self.ranks.rank * self.count, out=own)
+        torch.clamp(own, 0, self.count - 1, out=held)
         torch.ne(own, held, out=elsewhere)
         write(held, part)
         part.masked_fill_(elsewhere[:, None], 0)  # of all parts but one: the sum is exact
