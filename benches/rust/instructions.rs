@@ -50,8 +50,8 @@ path!(count_fill_gumbel(out: &mut [f32]) {
 const RUNS: u64 = 100;
 
 fn main() {
-    let mut engine = Engine::new(64, 2);
-    let mut events = Engine::with_kv_events(64, 2, true);
+    let mut engines = [false, true].map(|kv_events| Engine::with_kv_events(64, 2, kv_events));
+    let mut evicting = [false, true].map(|kv_events| Engine::evicting(64, 2, kv_events));
     let mut pool = BlockPool::new(1024).expect("a valid size");
     let mut held = Vec::with_capacity(64);
     let hasher = BlockHasher::new(&[7; 16]);
@@ -76,8 +76,7 @@ fn main() {
     };
     let mut noise = vec![0.0_f32; 2048];
     for _ in 0..RUNS {
-        engine.step();
-        events.step();
+        engines.iter_mut().chain(&mut evicting).for_each(Engine::step);
         count_allocate_free(&mut pool, &mut held);
         count_hash_blocks(&hasher, &tokens);
         count_map_range(mapper, &table, &mut slots);

@@ -19,9 +19,17 @@ const OUTPUT: usize = 960;
 /// Row, K, and whether it emits.
 type Entry = (usize, usize, bool);
 
+/// The two calls, as functions of their own.
+#[derive(Clone, Copy)]
+struct Calls {
+    plan: fn(&mut Scheduler, &mut [i64]) -> PlanOutcome,
+    settle: fn(&mut Scheduler, u64, &[i64], &mut [i64]),
+}
+
 /// A scheduler whose rows are all busy.
 pub(crate) struct Engine {
     scheduler: Scheduler,
+    calls: Calls,
     record: Vec<i64>,
     results: Vec<i64>,
     settled: Vec<i64>,
@@ -36,12 +44,33 @@ pub(crate) struct Engine {
 }
 
 impl Engine {
+    #[allow(dead_code)] // not in every benchmark
     pub(crate) fn new(batch: usize, max_in_flight: usize) -> Self {
         Self::with_kv_events(batch, max_in_flight, false)
     }
 
     /// Its KV events, if any, are taken after each settling.
     pub(crate) fn with_kv_events(batch: usize, max_in_flight: usize, kv_events: bool) -> Self {
+        let calls = if kv_events {
+            Calls { plan: count_plan_kv_events, settle: count_settle_kv_events }
+        } else {
+            Calls { plan: count_plan, settle: count_settle }
+        };
+        Self::warmed_up(batch, max_in_flight, kv_events, calls, 200)
+    }
+
+    /// One that has run for so long that every block which a row gets is evicted from the prefix cache.
+    #[allow(dead_code)] // not in every benchmark
+    pub(crate) fn evicting(batch: usize, max_in_flight: usize, kv_events: bool) -> Self {
+        let calls = if kv_events {
+            Calls { plan: count_evicting_plan_kv_events, settle: count_evicting_settle_kv_events }
+        } else {
+            Calls { plan: count_evicting_plan, settle: count_evicting_settle }
+        };
+        Self::warmed_up(batch, max_in_flight, kv_events, calls, 600)
+    }
+
+    fn warmed_up(batch: usize, max_in_flight: usize, kv_events: bool, calls: Calls, steps: usize) -> Self {
         let limit = PROMPT + OUTPUT;
         let mut config = SchedulerConfig::new(
             batch,
@@ -65,15 +94,17 @@ impl Engine {
             next_id: 0,
             plan_time: Duration::ZERO,
             settle_time: Duration::ZERO,
+            calls: Calls { plan, settle },
             scheduler,
         };
         for _ in 0..batch {
             engine.add();
         }
         // Past the prompts, and far enough that rows are at different lengths.
-        for _ in 0..200 {
+        for _ in 0..steps {
             engine.step();
         }
+        engine.calls = calls;
         engine
     }
 
@@ -95,8 +126,7 @@ impl Engine {
     /// Plans one launch; pretends the device ran it only as far as settling needs to know.
     fn plan(&mut self) -> bool {
         let start = Instant::now();
-        let counted = if self.scheduler.config().enable_kv_cache_events { count_plan_kv_events } else { count_plan };
-        let outcome = counted(&mut self.scheduler, &mut self.record);
+        let outcome = (self.calls.plan)(&mut self.scheduler, &mut self.record);
         self.plan_time += start.elapsed();
         match outcome {
             PlanOutcome::Launch(_) => {}
@@ -148,9 +178,7 @@ impl Engine {
             }
         }
         let start = Instant::now();
-        let counted =
-            if self.scheduler.config().enable_kv_cache_events { count_settle_kv_events } else { count_settle };
-        counted(&mut self.scheduler, launch_id, &self.results, &mut self.settled);
+        (self.calls.settle)(&mut self.scheduler, launch_id, &self.results, &mut self.settled);
         self.settle_time += start.elapsed();
         let finish = self.scheduler.settled_layout().finish_reason;
         let ended = self.settled[finish.range()].iter().take(entries.len()).filter(|&&reason| reason != 0).count();
@@ -166,24 +194,47 @@ impl Engine {
     }
 }
 
-/// The two calls as functions of their own, without KV events and with, so that callgrind can count what is in them alone.
-#[inline(never)]
-fn count_plan(scheduler: &mut Scheduler, record: &mut [i64]) -> PlanOutcome {
+fn plan(scheduler: &mut Scheduler, record: &mut [i64]) -> PlanOutcome {
     scheduler.plan(record).expect("a matching buffer")
 }
 
-#[inline(never)]
-fn count_settle(scheduler: &mut Scheduler, launch_id: u64, results: &[i64], settled: &mut [i64]) {
+fn settle(scheduler: &mut Scheduler, launch_id: u64, results: &[i64], settled: &mut [i64]) {
     scheduler.settle(launch_id, results, settled).expect("valid results");
 }
 
-#[inline(never)]
-fn count_plan_kv_events(scheduler: &mut Scheduler, record: &mut [i64]) -> PlanOutcome {
-    scheduler.plan(record).expect("a matching buffer")
-}
-
-#[inline(never)]
-fn count_settle_kv_events(scheduler: &mut Scheduler, launch_id: u64, results: &[i64], settled: &mut [i64]) {
-    scheduler.settle(launch_id, results, settled).expect("valid results");
+fn take_kv_events(scheduler: &mut Scheduler) {
     drop(std::hint::black_box(scheduler.take_kv_event_batch()));
 }
+
+/// The two calls as functions that are never inlined, so that callgrind can count what is in them alone, after the steps that an
+/// engine is warmed up with: without KV events and with, in a pool that has free blocks and in one that evicts. Their names keep
+/// the compiler from making one function of those that do the same.
+macro_rules! plan_path {
+    ($name:ident()) => {
+        #[inline(never)]
+        fn $name(scheduler: &mut Scheduler, record: &mut [i64]) -> PlanOutcome {
+            std::hint::black_box(stringify!($name));
+            plan(scheduler, record)
+        }
+    };
+}
+
+macro_rules! settle_path {
+    ($name:ident() $(, $then:expr)?) => {
+        #[inline(never)]
+        fn $name(scheduler: &mut Scheduler, launch_id: u64, results: &[i64], settled: &mut [i64]) {
+            std::hint::black_box(stringify!($name));
+            settle(scheduler, launch_id, results, settled);
+            $($then(scheduler);)?
+        }
+    };
+}
+
+plan_path!(count_plan());
+plan_path!(count_plan_kv_events());
+plan_path!(count_evicting_plan());
+plan_path!(count_evicting_plan_kv_events());
+settle_path!(count_settle());
+settle_path!(count_settle_kv_events(), take_kv_events);
+settle_path!(count_evicting_settle());
+settle_path!(count_evicting_settle_kv_events(), take_kv_events);

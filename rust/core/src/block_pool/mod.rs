@@ -53,6 +53,13 @@ impl Block {
     };
 }
 
+/// A cached block that was taken from the cache, and what it was there.
+pub(crate) struct Evicted {
+    pub(crate) block: i64,
+    pub(crate) hash: BlockHash,
+    pub(crate) has_draft: bool,
+}
+
 /// A pool of `num_blocks` reference-counted KV blocks with a prefix cache.
 ///
 /// ```
@@ -119,7 +126,7 @@ impl BlockPool {
     pub fn allocate(&mut self) -> Result<i64> {
         match self.allocate_free() {
             Some(block) => Ok(block),
-            None => self.allocate_cached(),
+            None => self.allocate_evicting(),
         }
     }
 
@@ -131,10 +138,17 @@ impl BlockPool {
         Some(i64::from(id))
     }
 
-    fn allocate_cached(&mut self) -> Result<i64> {
-        let id = self.evict().ok_or(Error::OutOfBlocks { num_blocks: self.num_blocks() })?;
-        self.blocks[id as usize].ref_count = 1;
-        Ok(i64::from(id))
+    #[inline(never)]
+    fn allocate_evicting(&mut self) -> Result<i64> {
+        self.allocate_cached().map(|evicted| evicted.block)
+    }
+
+    /// [`Self::allocate`] where no block is free, and what that evicts.
+    #[inline]
+    pub(crate) fn allocate_cached(&mut self) -> Result<Evicted> {
+        let evicted = self.evict().ok_or(Error::OutOfBlocks { num_blocks: self.num_blocks() })?;
+        self.blocks[evicted.block as usize].ref_count = 1;
+        Ok(evicted)
     }
 
     /// The cached block that the next `allocate` will evict, or `None` if it will take a free one or find none. Its KV is still
@@ -147,13 +161,14 @@ impl BlockPool {
         list::iter(&self.blocks, ListId::Cached).next().map(i64::from)
     }
 
-    fn evict(&mut self) -> Option<u32> {
+    #[inline]
+    fn evict(&mut self) -> Option<Evicted> {
         let id = self.lists.pop_front(&mut self.blocks, ListId::Cached)?;
         self.by_hash.remove(&mut self.blocks, id);
         let block = &mut self.blocks[id as usize];
         block.registered = false;
-        block.has_draft = false;
-        Some(id)
+        let has_draft = std::mem::take(&mut block.has_draft);
+        Some(Evicted { block: i64::from(id), hash: block.entry.hash(), has_draft })
     }
 
     /// Adds a holder to a held or cached block.
@@ -314,8 +329,8 @@ impl BlockPool {
         if self.num_free() != self.num_blocks() {
             return false;
         }
-        while let Some(id) = self.evict() {
-            self.lists.push_back(&mut self.blocks, ListId::Free, id);
+        while let Some(evicted) = self.evict() {
+            self.lists.push_back(&mut self.blocks, ListId::Free, evicted.block as u32);
         }
         true
     }
