@@ -5,12 +5,9 @@ mod support;
 use proptest::prelude::*;
 use specrs_cpu::{Decoder, Error, Isa, KvCache, Lora, LoraLayer, LoraPart, Memory, ModelShape, Output, Pass, Values};
 use std::sync::Arc;
-use support::{EXPERTS, Host, KINDS, Kind, MIXTURES, Model, Numbers, QWEN3, SMALL};
+use support::{BY_32, EXPERTS, Host, KINDS, Kind, MIXTURES, Model, Numbers, QWEN3, SMALL};
 
 const SHAPE: ModelShape = ModelShape { vocab_size: 97, ..SMALL };
-/// INT4 lies by 32 inputs.
-const SHAPE_OF_CODES: ModelShape =
-    ModelShape { hidden_size: 64, intermediate_size: 96, num_heads: 4, head_dim: 24, ..SHAPE };
 
 /// A model, and what it is with each of two adapters; all numbers of the model are the same.
 fn family(shape: ModelShape, kind: Kind, seed: u64) -> [Model; 3] {
@@ -86,10 +83,10 @@ fn rows_are_those_of_their_adapters_within_rounding() {
         check(SHAPE, kind);
         check(SHAPE, Kind { bf16: true, ..kind });
         for code_bits in [8, 4] {
-            check(SHAPE_OF_CODES, Kind { code_bits, ..kind });
+            check(BY_32, Kind { code_bits, ..kind });
         }
     }
-    check(SHAPE_OF_CODES, Kind { prompt_tiles: true, bf16: true, ..QWEN3 });
+    check(BY_32, Kind { prompt_tiles: true, bf16: true, ..QWEN3 });
     for kind in MIXTURES {
         check(SHAPE, kind);
     }
@@ -116,7 +113,7 @@ proptest! {
         seed in any::<u64>(),
     ) {
         let n = &mut Numbers(seed);
-        let models = family(SHAPE_OF_CODES, Kind { bf16, prompt_tiles, code_bits, ..kind }, seed);
+        let models = family(BY_32, Kind { bf16, prompt_tiles, code_bits, ..kind }, seed);
         let sequences: Vec<Vec<usize>> = which.iter().map(|_| (0..len).map(|_| n.below(97)).collect()).collect();
         let mut exact = vec![vec![Vec::new(); len]; which.len()];
         for (entry, sequence) in sequences.iter().enumerate() {
@@ -188,11 +185,11 @@ fn passes_take_adapters_of_their_own_weights_one_a_row() {
     feed(&mut decoder, &mut kv, &[Some(&own)]).unwrap();
     let said = feed(&mut decoder, &mut kv, &[Some(&own), None]).unwrap_err().to_string();
     assert!(said.starts_with("adapters"), "{said}");
-    let other = Model::random(SHAPE_OF_CODES, 2, QWEN3, 1).adapted(5);
+    let other = Model::random(BY_32, 2, QWEN3, 1).adapted(5);
     let foreign = other.lora(&other.weights());
     let said = feed(&mut decoder, &mut kv, &[Some(&foreign)]).unwrap_err().to_string();
     assert!(said.starts_with("adapters = one for (ModelShape"), "{said}");
-    let rounding = Model::random(SHAPE_OF_CODES, 2, Kind { bf16: true, bf16_rows: true, ..QWEN3 }, 1).adapted(5);
+    let rounding = Model::random(BY_32, 2, Kind { bf16: true, bf16_rows: true, ..QWEN3 }, 1).adapted(5);
     let (mut decoder, mut kv) = (rounding.decoder(Isa::detect(), 1), rounding.kv_cache(1, 4));
     let own = rounding.lora(decoder.weights());
     let said = feed(&mut decoder, &mut kv, &[Some(&own)]).unwrap_err().to_string();

@@ -4,13 +4,9 @@ mod support;
 
 use specrs_cpu::{Decoder, Isa, ModelShape, Output, Pass, Pool};
 use std::sync::Arc;
-use support::{CODED, Host, KINDS, Kind, MISTRAL, MIXTURES, Model, Near, Numbers, QWEN3, SMALL};
+use support::{BY_32, CODED, Host, KINDS, Kind, MISTRAL, MIXTURES, Model, Near, Numbers, QWEN3, SMALL};
 
 const SHAPE: ModelShape = ModelShape { vocab_size: 97, ..SMALL };
-
-/// Pairs of bf16 numbers lie by 32.
-const SHAPE_OF_PAIRS: ModelShape =
-    ModelShape { hidden_size: 64, intermediate_size: 96, num_heads: 4, head_dim: 24, ..SHAPE };
 
 fn check(shape: ModelShape, kind: Kind) {
     let worst = worst(&Model::random(shape, 2, kind, 7), kind);
@@ -98,8 +94,8 @@ fn caches_of_codes_are_the_reference_within_rounding() {
 fn bf16_rows_are_the_reference_within_their_rounding() {
     for kind in KINDS {
         let rounded = Kind { bf16: true, bf16_rows: true, ..kind };
-        check(SHAPE_OF_PAIRS, rounded);
-        let unexplained = worst(&Model::random(SHAPE_OF_PAIRS, 2, rounded, 7), Kind { bf16_rows: false, ..rounded });
+        check(BY_32, rounded);
+        let unexplained = worst(&Model::random(BY_32, 2, rounded, 7), Kind { bf16_rows: false, ..rounded });
         assert!(unexplained > 1.0, "rows are rounded");
     }
 }
@@ -112,7 +108,7 @@ fn tiles_are_the_reference_within_rounding() {
         // Rounded rows may be sent to other experts than the reference's.
         for bf16_rows in [false, true].into_iter().filter(|&rounded| !rounded || kind.experts == 0) {
             let kind = Kind { bf16: true, bf16_rows, prompt_tiles: true, ..kind };
-            let worst = worst(&Model::random(SHAPE_OF_PAIRS, 2, kind, 7), kind);
+            let worst = worst(&Model::random(BY_32, 2, kind, 7), kind);
             assert!(worst < 1.0 && worst > 0.02, "{kind:?}: {worst} of what rounding explains");
         }
     }
@@ -122,8 +118,8 @@ fn tiles_are_the_reference_within_rounding() {
 #[test]
 fn other_rows_are_not_by_tiles() {
     let kind = Kind { bf16: true, ..QWEN3 };
-    let model = Model::random(SHAPE_OF_PAIRS, 2, kind, 7);
-    let by_tiles = Model::random(SHAPE_OF_PAIRS, 2, Kind { prompt_tiles: true, ..kind }, 7);
+    let model = Model::random(BY_32, 2, kind, 7);
+    let by_tiles = Model::random(BY_32, 2, Kind { prompt_tiles: true, ..kind }, 7);
     let logits = |model: &Model, prompts: bool| {
         let (mut kv, mut logits) = (model.kv_cache(1, 4), vec![f32::NAN; 3 * SHAPE.vocab_size]);
         let pass = Pass {
@@ -148,14 +144,14 @@ fn other_rows_are_not_by_tiles() {
 #[test]
 fn bf16_rows_are_refused_by_name() {
     for (shape, kind, message) in [
-        (SHAPE_OF_PAIRS, QWEN3, "layers[0].qkv's weight = fp32 is not allowed: expected bf16 with bf16 rows"),
+        (BY_32, QWEN3, "layers[0].qkv's weight = fp32 is not allowed: expected bf16 with bf16 rows"),
         (
-            SHAPE_OF_PAIRS,
+            BY_32,
             Kind { bf16: true, code_bits: 8, ..QWEN3 },
             "layers[0].qkv's weight = INT8 is not allowed: expected bf16 with bf16 rows",
         ),
         (
-            ModelShape { intermediate_size: 80, ..SHAPE_OF_PAIRS },
+            ModelShape { intermediate_size: 80, ..BY_32 },
             Kind { bf16: true, ..QWEN3 },
             "layers[0].down's inputs = 80 is not allowed: expected a multiple of 32 with bf16 rows",
         ),

@@ -1,4 +1,5 @@
-//! Random small models, their forward pass in float64 by plain loops, and passes over paged KV. Shares no code with the crate.
+//! Random small models; their forward pass in float64 by plain loops, in `reference`, and passes over paged KV, in `host`. Shares
+//! no code with the crate.
 
 #![allow(
     dead_code,
@@ -10,15 +11,18 @@
     clippy::missing_panics_doc
 )]
 
+mod host;
 mod reference;
+mod weights;
 
+pub use host::Host;
 pub use reference::Near;
 use specrs_cpu::{
     Activation, Bf16, Decoder, E4m3, E5m2, Experts, Isa, KvCache, KvShape, LayerWeights, Linear, Lora, LoraLayer,
-    LoraPart, Memory, MemoryMut, Mlp, ModelShape, Output, Part, Pass, Pool, QkNorm, Tiles, Values, ValuesMut, Weight,
-    Weights, quantize_int4, quantize_int8,
+    LoraPart, Memory, MemoryMut, Mlp, ModelShape, Part, Pool, QkNorm, Tiles, Values, ValuesMut, Weights,
 };
 use std::sync::Arc;
+pub use weights::{Dense, LowRank, Scales, Stored, group_of};
 
 /// Uniform numbers from a seed (splitmix64).
 pub struct Numbers(pub u64);
@@ -52,6 +56,10 @@ pub const SMALL: ModelShape = ModelShape {
     head_dim: 10,
     rms_norm_eps: 1e-6,
 };
+
+/// Inputs that 32 divides: INT4 codes and pairs of bf16 numbers lie by 32.
+pub const BY_32: ModelShape =
+    ModelShape { vocab_size: 97, hidden_size: 64, intermediate_size: 96, num_heads: 4, head_dim: 24, ..SMALL };
 
 /// `[position][head][feature]` keys and values of one layer.
 pub type KeysValues = (Vec<Vec<Vec<f64>>>, Vec<Vec<Vec<f64>>>);
@@ -157,144 +165,6 @@ pub const GPT_OSS: Kind = Kind {
 };
 pub const CODED: [Kind; 2] = [Kind { fraction: 3, ..GEMMA3 }, Kind { fraction: 2, ..LLAMA_BIAS }];
 pub const MIXTURES: [Kind; 4] = [EXPERTS, MIXTRAL, AROUND_EXPERTS, GPT_OSS];
-
-/// A weight `[outputs, inputs]` with a bias, as numbers that its type holds exactly.
-#[derive(Clone)]
-pub struct Dense {
-    pub weight: Vec<f32>,
-    pub bias: Option<Vec<f32>>,
-    pub inputs: usize,
-    pub stored: Option<Stored>,
-    pub added: Option<LowRank>,
-}
-
-/// `[rank, inputs]` and `[outputs, rank]`, what an adapter adds.
-#[derive(Clone)]
-pub struct LowRank {
-    pub a: Vec<f32>,
-    pub b: Vec<f32>,
-    pub rank: usize,
-}
-
-/// Scales as the crate stores them.
-#[derive(Clone, Debug)]
-pub enum Scales {
-    F32(Vec<f32>),
-    Bf16(Vec<Bf16>),
-}
-
-impl Scales {
-    fn len(&self) -> usize {
-        match self {
-            Self::F32(all) => all.len(),
-            Self::Bf16(all) => all.len(),
-        }
-    }
-
-    fn get(&self, i: usize) -> f32 {
-        match self {
-            Self::F32(all) => all[i],
-            Self::Bf16(all) => all[i].to_f32(),
-        }
-    }
-
-    fn values(&self) -> Values {
-        match self {
-            Self::F32(all) => Values::F32(Memory::from_vec(all.clone())),
-            Self::Bf16(all) => Values::Bf16(Memory::from_vec(all.clone())),
-        }
-    }
-
-    fn join(self, other: Self) -> Self {
-        match (self, other) {
-            (Self::F32(a), Self::F32(b)) => Self::F32([a, b].concat()),
-            (Self::Bf16(a), Self::Bf16(b)) => Self::Bf16([a, b].concat()),
-            _ => panic!("of one kind"),
-        }
-    }
-}
-
-/// Codes and scales as the crate stores them.
-#[derive(Clone, Debug)]
-pub enum Stored {
-    Int8(Vec<i8>, Scales),
-    Int4(Vec<u8>, Scales),
-}
-
-impl Stored {
-    /// Quantizes `[outputs, inputs]`; INT4 by groups of `group`.
-    pub fn new(weight: &Values, inputs: usize, code_bits: u32, group: usize, threads: usize) -> Self {
-        let len = weight.len();
-        if code_bits == 8 {
-            let (mut codes, mut scales) = (vec![99; len], vec![Bf16(0x7FFF); len / inputs]);
-            quantize_int8("test", weight, inputs, &mut codes, &mut scales, threads).unwrap();
-            return Self::Int8(codes, Scales::Bf16(scales));
-        }
-        let (mut codes, mut scales) = (vec![99; len / 2], vec![Bf16(0x7FFF); len / group]);
-        quantize_int4("test", weight, inputs, &mut codes, &mut scales, threads).unwrap();
-        Self::Int4(codes, Scales::Bf16(scales))
-    }
-
-    /// Any codes, with scales of fp32 or bf16, some of them negative, for groups of `group`.
-    pub fn draw(n: &mut Numbers, outputs: usize, inputs: usize, code_bits: u32, group: usize, bf16: bool) -> Self {
-        let scales: Vec<f32> = (0..outputs * inputs / group).map(|_| n.unit() * 0.1).collect();
-        let scales =
-            if bf16 { Scales::Bf16(scales.iter().map(|&x| Bf16::from_f32(x)).collect()) } else { Scales::F32(scales) };
-        let mut byte = || n.below(256) as u8;
-        match code_bits {
-            8 => Self::Int8((0..outputs * inputs).map(|_| byte() as i8).collect(), scales),
-            _ => Self::Int4((0..outputs * inputs / 2).map(|_| byte()).collect(), scales),
-        }
-    }
-
-    /// By output of `inputs`: each weight's code and its scale.
-    pub fn codes(&self, inputs: usize) -> Vec<(i32, f32)> {
-        match self {
-            Self::Int8(codes, scales) => {
-                let group = codes.len() / scales.len();
-                debug_assert!(inputs.is_multiple_of(group));
-                codes.iter().enumerate().map(|(i, &q)| (i32::from(q), scales.get(i / group))).collect()
-            }
-            Self::Int4(codes, scales) => {
-                let group = 2 * codes.len() / scales.len();
-                let code = |i: usize| {
-                    let byte = i32::from(codes[i / 32 * 16 + i % 16]);
-                    if i % 32 < 16 { byte % 16 - 8 } else { byte / 16 - 8 }
-                };
-                (0..2 * codes.len()).map(|i| (code(i), scales.get(i / group))).collect()
-            }
-        }
-    }
-
-    /// The same for the crate.
-    pub fn weight(&self) -> Weight {
-        match self {
-            Self::Int8(codes, scales) => {
-                Weight::Int8 { codes: Memory::from_vec(codes.clone()), scales: scales.values() }
-            }
-            Self::Int4(codes, scales) => {
-                Weight::Int4 { codes: Memory::from_vec(codes.clone()), scales: scales.values() }
-            }
-        }
-    }
-
-    /// Several above each other.
-    pub fn join(parts: Vec<Self>) -> Self {
-        parts
-            .into_iter()
-            .reduce(|a, b| match (a, b) {
-                (Self::Int8(a, s), Self::Int8(b, t)) => Self::Int8([a, b].concat(), s.join(t)),
-                (Self::Int4(a, s), Self::Int4(b, t)) => Self::Int4([a, b].concat(), s.join(t)),
-                _ => panic!("of one kind"),
-            })
-            .unwrap()
-    }
-}
-
-/// The largest group of INT4 weights that divides the inputs.
-pub fn group_of(inputs: usize) -> usize {
-    [128, 64, 32].into_iter().find(|&group| inputs.is_multiple_of(group)).expect("a multiple of 32 inputs")
-}
 
 pub struct LayerNumbers {
     pub input_norm: Vec<f32>,
@@ -556,121 +426,6 @@ pub fn frequencies(dim: usize, scaled: bool) -> Vec<f32> {
         (1.0 - s) * f / factor + s * f
     };
     (0..dim / 2).map(|i| scale(10_000_f64.powf(-2.0 * i as f64 / dim as f64)) as f32).collect()
-}
-
-/// A KV cache with a block table in no order, and what sequences are in it. Every slot holds NaN until it is written.
-pub struct Host {
-    pub kv: KvCache,
-    pub table: Vec<i64>,
-    pub max_blocks: usize,
-    pub block_size: usize,
-    /// Of each sequence the first position that is attended; empty: 0.
-    pub k_start: Vec<i64>,
-    /// Of each sequence the adapter; empty: none.
-    pub adapters: Vec<Option<Arc<Lora>>>,
-}
-
-impl Host {
-    /// Room for `entries` sequences of `len` tokens.
-    pub fn new(model: &Model, entries: usize, len: usize, block_size: usize, seed: u64) -> Self {
-        let max_blocks = len.div_ceil(block_size);
-        let num_blocks = entries * max_blocks;
-        let mut table: Vec<i64> = (0..num_blocks as i64).collect();
-        let n = &mut Numbers(seed);
-        for i in (1..num_blocks).rev() {
-            table.swap(i, n.below(i + 1));
-        }
-        let mut kv = model.kv_cache(num_blocks, block_size);
-        for layer in kv.layers_mut() {
-            match layer {
-                ValuesMut::F32(memory) => memory.as_mut_slice().fill(f32::NAN),
-                ValuesMut::Bf16(memory) => memory.as_mut_slice().fill(Bf16::from_f32(f32::NAN)),
-                ValuesMut::E4m3(memory) => memory.as_mut_slice().fill(E4m3::from_f32(f32::NAN)),
-                ValuesMut::E5m2(memory) => memory.as_mut_slice().fill(E5m2::from_f32(f32::NAN)),
-            }
-        }
-        Self { kv, table, max_blocks, block_size, k_start: Vec::new(), adapters: Vec::new() }
-    }
-
-    /// Writes NaN over the keys and values of the first `len` positions of entry 0.
-    pub fn forget(&mut self, model: &Model, len: usize) {
-        let (heads, dim, block_size) = (model.shape.num_kv_heads, model.shape.head_dim, self.block_size);
-        for layer in self.kv.layers_mut() {
-            let ValuesMut::F32(memory) = layer else { panic!("fp32") };
-            for (p, head) in (0..len).flat_map(|p| (0..2 * heads).map(move |head| (p, head))) {
-                let plane = self.table[p / block_size] as usize * 2 * heads + head;
-                memory.as_mut_slice()[(plane * block_size + p % block_size) * dim..][..dim].fill(f32::NAN);
-            }
-        }
-    }
-
-    /// Writes random keys and values of the first `len` positions of entry 0.
-    pub fn fill(&mut self, model: &Model, len: usize, seed: u64) -> Vec<KeysValues> {
-        let n = &mut Numbers(seed);
-        let (heads, dim, block_size) = (model.shape.num_kv_heads, model.shape.head_dim, self.block_size);
-        let table = &self.table;
-        let mut fill = |layer: &mut ValuesMut| {
-            let mut halves = [Vec::new(), Vec::new()];
-            for p in 0..len {
-                for (half, rows) in halves.iter_mut().enumerate() {
-                    let mut row = Vec::new();
-                    for head in 0..heads {
-                        let plane = (table[p / block_size] as usize * 2 + half) * heads + head;
-                        let start = (plane * block_size + p % block_size) * dim;
-                        let x: Vec<Bf16> = (0..dim).map(|_| Bf16::from_f32(3.0 * n.unit())).collect();
-                        row.push(x.iter().map(|x| f64::from(x.to_f32())).collect());
-                        match layer {
-                            ValuesMut::F32(memory) => {
-                                for (out, x) in memory.as_mut_slice()[start..].iter_mut().zip(&x) {
-                                    *out = x.to_f32();
-                                }
-                            }
-                            ValuesMut::Bf16(memory) => memory.as_mut_slice()[start..][..dim].copy_from_slice(&x),
-                            _ => panic!("numbers"),
-                        }
-                    }
-                    rows.push(row);
-                }
-            }
-            let [keys, values] = halves;
-            (keys, values)
-        };
-        self.kv.layers_mut().iter_mut().map(&mut fill).collect()
-    }
-
-    /// One pass over (entry, position, token); masked where the position is None.
-    pub fn pass(&mut self, decoder: &mut Decoder, rows: &[(usize, Option<usize>, usize)], output: Output<'_>) {
-        let slot = |&(entry, position, _): &(usize, Option<usize>, usize)| {
-            position.map_or(-1, |p| {
-                let block = self.table[entry * self.max_blocks + p / self.block_size];
-                block * self.block_size as i64 + (p % self.block_size) as i64
-            })
-        };
-        let adapter = |row: &(usize, Option<usize>, usize)| self.adapters[row.0].as_deref();
-        let adapters: Vec<_> = if self.adapters.is_empty() { vec![] } else { rows.iter().map(adapter).collect() };
-        let pass = Pass {
-            tokens: &rows.iter().map(|row| row.2 as i64).collect::<Vec<_>>(),
-            positions: &rows.iter().map(|row| row.1.map_or(-1, |p| p as i64)).collect::<Vec<_>>(),
-            slots: &rows.iter().map(slot).collect::<Vec<_>>(),
-            entries: &rows.iter().map(|row| row.0).collect::<Vec<_>>(),
-            block_table: &self.table,
-            max_blocks: self.max_blocks,
-            k_start: &self.k_start,
-            prompts: true,
-            adapters: &adapters,
-            ..Pass::default()
-        };
-        decoder.forward(&pass, &mut self.kv, output).unwrap();
-    }
-
-    /// The same, and the logits of all rows.
-    pub fn logits(&mut self, decoder: &mut Decoder, rows: &[(usize, Option<usize>, usize)]) -> Vec<Vec<f32>> {
-        let vocab = decoder.weights().shape().vocab_size;
-        let asked: Vec<usize> = (0..rows.len()).collect();
-        let mut logits = vec![f32::NAN; rows.len() * vocab];
-        self.pass(decoder, rows, Output::Logits { rows: &asked, num_ids: vocab, logits: &mut logits });
-        logits.chunks(vocab).map(<[f32]>::to_vec).collect()
-    }
 }
 
 impl std::fmt::Debug for Model {
