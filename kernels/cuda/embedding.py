@@ -90,7 +90,7 @@ def embed(
             None.
         hidden: `[N, hidden]` contiguous, of the embedding's dtype.
         angles: cos and sin, `[R, N, D / 2]` fp32, contiguous for each rotation; the sine is that of the second half.
-        following: with a norm's weight `x` and `squares` of a `skinny_linear.Next`, at most 64 rows then; else none.
+        following: with a norm's weight `x` and `squares` of a `linear_product.Next`, at most 64 rows then; else none.
         dependent: launch dependently (see `_dependent_launch`).
     """
     _check(input_ids, positions, tables, hidden, angles, following)

@@ -18,7 +18,7 @@ from specrs.kernels.activation import clamped_swiglu as clamped_swiglu_reference
 from specrs.kernels.cuda._dependent_launch import enter, options
 from specrs.kernels.cuda.activation import activation, clamped_swiglu
 from specrs.kernels.cuda.configs import LinearConfig, LinearShape, linear_config
-from specrs.kernels.cuda.skinny_linear import MAX_ROWS, block_m
+from specrs.kernels.cuda.linear_product import MAX_ROWS, block_m
 from specrs.kernels.cuda.variants import DTYPES, SIZES, Variant
 from torch import Tensor
 

@@ -10,7 +10,8 @@ import triton
 from specrs.kernels.coded_weight import Coding
 from specrs.kernels.cuda._heads import head_arguments
 from specrs.kernels.cuda.configs import LinearShape, linear_config
-from specrs.kernels.cuda.skinny_linear import MAX_ROWS, block_m, coding_constants, skinny_linear_kernel
+from specrs.kernels.cuda.linear_product import MAX_ROWS, block_m
+from specrs.kernels.cuda.skinny_linear import coding_constants, skinny_linear_kernel
 from specrs.kernels.cuda.variants import DTYPES, SIZES, Size, Variant
 
 

@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 from specrs.kernels.cuda._dependent_launch import enter, options
 from specrs.kernels.cuda.configs import LinearConfig, LinearShape
+from specrs.kernels.cuda.linear_product import Product, check_operands
 from specrs.kernels.cuda.linear_variants import variant
-from specrs.kernels.cuda.skinny_linear import Product, check_operands, launch
+from specrs.kernels.cuda.skinny_linear import launch
 from specrs.kernels.cuda.variants import SIZES, Variant
 from torch import Tensor
 

@@ -18,7 +18,8 @@ from specrs.kernels.cuda import grouped_linear
 from specrs.kernels.cuda._heads import Heads
 from specrs.kernels.cuda.configs import LinearConfig, LinearShape, default_config, fit
 from specrs.kernels.cuda.device import DeviceLimits
-from specrs.kernels.cuda.skinny_linear import Product, block_m, launch, scratch_sizes
+from specrs.kernels.cuda.linear_product import Product, block_m, scratch_sizes
+from specrs.kernels.cuda.skinny_linear import launch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
@@ -26,6 +27,8 @@ Timer = Callable[[LinearShape, LinearConfig], float]
 """Seconds of one product; inf if the device can't run the configuration."""
 _FINALISTS = 6
 _ROUNDS = 5
+_COLD_BYTES = 512 * 2**20
+"""Of weights that take turns: more than any L2 cache."""
 _WORTH = 0.98
 """A configuration replaces the default only if it takes less than this share of its time."""
 
@@ -83,6 +86,8 @@ class Operands(NamedTuple):
     """Partial sums and counters; of a grouped product its pairs."""
     heads: Heads | None = None
     """What the product makes of its output, where that is heads."""
+    scales: Tensor | None = None
+    """Of a weight of codes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,18 +115,40 @@ class Trial:
             weight = torch.empty((count, shape.sides * shape.n, shape.k), dtype=shape.dtype, device=device)
             out = torch.empty((pairs, shape.n), dtype=shape.dtype, device=device)
             return Operands(x, weight, out, _sorted_pairs(rows, count, each, device))
-        features = shape.sides * shape.n
+        features, size, dtype, scales = shape.sides * shape.n, shape.k, shape.dtype, None
+        if shape.coding is not None:
+            size, dtype = shape.k * shape.bits // 16, torch.int16
+            groups = -(-features // shape.coding.outputs), -(-shape.k // shape.coding.group)
+            scales = torch.ones(groups, dtype=torch.float32, device=device)
         sizes = scratch_sizes(self.config, rows, n=shape.n, sides=shape.sides)
         return Operands(
             torch.empty((rows, shape.k), dtype=shape.dtype, device=device),
-            torch.empty((features, shape.k), dtype=shape.dtype, device=device),
+            torch.empty((features, size), dtype=dtype, device=device),
             torch.empty((rows, shape.n if shape.gated else features), dtype=shape.dtype, device=device),
             (
                 torch.empty(sizes[0], dtype=torch.float32, device=device),
                 torch.zeros(sizes[1], dtype=torch.int32, device=device),
             ),
             _heads(features // shape.head_dim, shape, rows, device) if shape.head_dim else None,
+            scales,
         )
+
+    def in_turn(self, device: torch.device) -> list[Operands]:
+        """Operands of random numbers and codes; on a GPU of several weights, more than its L2 cache holds: a pass reads
+        each once, so one that stays cached would be timed as another."""
+        made = self.operands(device)
+        made.x.normal_()
+        if self.shape.coding is None:
+            made.weight.normal_()
+        else:
+            # Of e4m3 no code is NaN.
+            made.weight.random_(-(2**15), 2**15).bitwise_and_(0x7777 if self.shape.coding.kind == "fp8" else -1)
+        copies = math.ceil(_COLD_BYTES / made.weight.nbytes) if device.type == "cuda" else 0
+        scales = made.scales
+        return [made] + [
+            made._replace(weight=made.weight.clone(), scales=None if scales is None else scales.clone())
+            for _ in range(copies)
+        ]
 
     def launch(self, o: Operands, *, compile_only: bool = False) -> None:
         """The product, dependent where the device can, as passes launch it."""
@@ -132,7 +159,7 @@ class Trial:
                 o.x, [o.weight], o.beside, o.out, (flags, []), self.config, dependent, compile_only=compile_only
             )
             return
-        product = Product(o.weight, gated=gated, heads=o.heads)
+        product = Product(o.weight, gated=gated, heads=o.heads, coding=self.shape.coding, scales=o.scales)
         launch(o.x, product, o.out, None, o.beside, self.config, dependent, compile_only=compile_only)
 
 
@@ -208,8 +235,6 @@ def tune(compiled: Iterable[tuple[Trial, str | None]], total: Sequence[Trial], t
 class DeviceTimer:
     """Times products of `rows` rows on a CUDA device, in a graph, over weights that no cache holds."""
 
-    _COLD_BYTES = 512 * 2**20
-    """More than any L2 cache: a pass reads each weight once, so a weight that stays cached is timed as another one."""
     _LAUNCHES = 32
 
     def __init__(self, rows: int, limits: DeviceLimits, device: torch.device) -> None:
@@ -220,19 +245,16 @@ class DeviceTimer:
     def __call__(self, shape: LinearShape, config: LinearConfig) -> float:
         """Seconds of one product, launch included as a graph has it."""
         trial = Trial.of(shape, config, self.rows, self.limits)
-        operands = trial.operands(self.device)
-        weight = operands.weight.normal_()
-        operands.x.normal_()
-        copies = [weight, *(weight.clone() for _ in range(math.ceil(self._COLD_BYTES / weight.nbytes)))]
+        operands = trial.in_turn(self.device)
         try:
-            trial.launch(operands)
+            trial.launch(operands[0])
         except OutOfResources:
             return math.inf
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for i in range(self._LAUNCHES):
-                trial.launch(operands._replace(weight=copies[i % len(copies)]))
+                trial.launch(operands[i % len(operands)])
         start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         graph.replay()

@@ -22,9 +22,9 @@ from specrs.kernels.cuda.attention_config import MAX_VERIFY_ROWS, AttentionConfi
 from specrs.kernels.cuda.configs import LinearShape
 from specrs.kernels.cuda.device import DeviceLimits
 from specrs.kernels.cuda.embedding import embed
+from specrs.kernels.cuda.linear_product import MAX_ROWS
 from specrs.kernels.cuda.paged_attention import AttentionRows, Sight, paged_attention
 from specrs.kernels.cuda.qk_norm_rope import qk_norm_rope
-from specrs.kernels.cuda.skinny_linear import MAX_ROWS
 from specrs.kernels.linear import DenseWeight
 from specrs.models.base import HiddenStates, Model
 from specrs.models.config import ModelConfig

@@ -14,8 +14,8 @@ from torch import Tensor
 from specrs.kernels.cuda.attention_config import MAX_VERIFY_ROWS
 from specrs.kernels.cuda.configs import LinearShape
 from specrs.kernels.cuda.embedding import embed
+from specrs.kernels.cuda.linear_product import MAX_ROWS
 from specrs.kernels.cuda.rms_norm import rms_norm
-from specrs.kernels.cuda.skinny_linear import MAX_ROWS
 from specrs.models.cuda.parts import EmbeddingParts, LogitsParts
 from specrs.models.cuda.products import product, stored, write_argmax, write_logits
 from specrs.models.cuda.stream import stream_of

@@ -12,7 +12,7 @@ import pytest
 import torch
 from adversary import adversary
 from module_files import load_file
-from specrs.kernels.cuda import paged_attention, skinny_linear
+from specrs.kernels.cuda import linear_product, paged_attention, skinny_linear
 from specrs.kernels.cuda._heads import Heads
 from specrs.kernels.cuda.attention_config import AttentionConfig
 from specrs.kernels.cuda.configs import LinearConfig
@@ -29,7 +29,7 @@ def multiply(module: ModuleType, *, gated: bool = False) -> tuple[Tensor, Tensor
     rows, n, k, config = 3, 40, 160, LinearConfig(16, 32, 5, 4, 1)
     x = torch.randn(rows, k, generator=generator)
     weight = torch.randn(n * (1 + gated), k, generator=generator)
-    sizes = module.scratch_sizes(config, rows, n=n, sides=1 + gated)
+    sizes = linear_product.scratch_sizes(config, rows, n=n, sides=1 + gated)
     scratch = torch.full((sizes[0],), torch.nan), torch.zeros(sizes[1], dtype=torch.int32)
     outs = []
     for _ in range(2):
@@ -47,7 +47,7 @@ def multiply_heads(module: ModuleType) -> tuple[Tensor, Tensor]:
     weight = torch.randn((heads + 2 * kv_heads) * dim, k, generator=generator)
     angles = torch.rand(rows, dim // 2, generator=generator)
     norm, cache = torch.randn(heads + kv_heads, dim, generator=generator), torch.zeros(2, 2, kv_heads, 4, dim)
-    sizes = module.scratch_sizes(config, rows, n=weight.shape[0] // 2, sides=2)
+    sizes = linear_product.scratch_sizes(config, rows, n=weight.shape[0] // 2, sides=2)
     scratch = torch.full((sizes[0],), torch.nan), torch.zeros(sizes[1], dtype=torch.int32)
     outs = []
     for slot in (0, 4):

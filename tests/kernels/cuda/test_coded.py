@@ -11,7 +11,8 @@ from specrs.kernels.coded_weight import CodedWeight, Coding, fuse
 from specrs.kernels.cuda import _codes
 from specrs.kernels.cuda.configs import LinearConfig
 from specrs.kernels.cuda.dequantize import dequantize, dequantize_reference
-from specrs.kernels.cuda.skinny_linear import Product, scratch_sizes, skinny_linear
+from specrs.kernels.cuda.linear_product import Product, scratch_sizes
+from specrs.kernels.cuda.skinny_linear import skinny_linear
 from specrs.models.quantization.grouped import Grouped
 from torch import Tensor
 

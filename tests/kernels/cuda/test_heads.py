@@ -9,14 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from specrs.kernels.cuda._heads import Heads
 from specrs.kernels.cuda.configs import LinearConfig
+from specrs.kernels.cuda.linear_product import MAX_ROWS, Product, scratch_sizes, skinny_linear_reference
 from specrs.kernels.cuda.qk_norm_rope import qk_norm_rope_reference
-from specrs.kernels.cuda.skinny_linear import (
-    MAX_ROWS,
-    Product,
-    scratch_sizes,
-    skinny_linear,
-    skinny_linear_reference,
-)
+from specrs.kernels.cuda.skinny_linear import skinny_linear
 from specrs.kernels.kv_codes import FRACTIONS, encode
 from torch import Tensor
 

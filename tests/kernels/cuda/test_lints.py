@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
@@ -51,6 +52,8 @@ def lints() -> ModuleType:
 @pytest.fixture(scope="module")
 def compiled() -> tuple[str, str]:
     """TTGIR and SASS, from a process of its own: this one interprets kernels."""
+    if version("triton").startswith("3.6."):
+        pytest.skip("the lints read the TTGIR of Triton 3.9, where barriers and waits have other names")
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", COMPILE, str(SCRIPTS)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from specrs.kernels.cuda.configs import LinearConfig
+from specrs.kernels.cuda.linear_product import scratch_sizes
 from specrs.kernels.cuda.lm_head import ArgmaxScratch, combine_tiles_kernel, linear_argmax, linear_argmax_reference
-from specrs.kernels.cuda.skinny_linear import scratch_sizes
 from torch import Tensor
 
 from .launch import directly

@@ -7,14 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from specrs.kernels.cuda.configs import LinearConfig
-from specrs.kernels.cuda.skinny_linear import (
-    MAX_ROWS,
-    Next,
-    Product,
-    scratch_sizes,
-    skinny_linear,
-    skinny_linear_reference,
-)
+from specrs.kernels.cuda.linear_product import MAX_ROWS, Next, Product, scratch_sizes, skinny_linear_reference
+from specrs.kernels.cuda.skinny_linear import skinny_linear
 from torch import Tensor
 from torch.nn.functional import gelu as gelu_of
 from torch.nn.functional import silu

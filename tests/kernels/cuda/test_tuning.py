@@ -11,13 +11,17 @@ import torch
 from checkpoints import make_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
+from specrs.kernels.coded_weight import Coding
 from specrs.kernels.cuda import configs
 from specrs.kernels.cuda.configs import LinearConfig, LinearShape, default_config, fit, linear_config, load_table
 from specrs.kernels.cuda.device import INTERPRETER, DeviceLimits
 from specrs.kernels.cuda.grouped_linear import grouped_linear_reference
-from specrs.kernels.cuda.tuning import Trial, candidates, select, write_table
+from specrs.kernels.cuda.linear_product import Product, skinny_linear_reference
+from specrs.kernels.cuda.tuning import Operands, Trial, candidates, select, write_table
 from specrs.models.cuda.experts import ExpertBuffers, expert_shapes
 from specrs.models.loader import load_config
+
+from .launch import directly
 
 H200 = DeviceLimits("NVIDIA H200", 90, 132, 227 * 1024)
 CONSUMER = DeviceLimits("some card", 120, 170, 99 * 1024)
@@ -119,16 +123,20 @@ def test_experts_have_entries_of_their_own(tmp_path: Path, monkeypatch: pytest.M
         assert linear_config(alone, 16, limits) == fit(default_config(alone, limits), alone, 16, limits)
 
 
+def launch(trial: Trial, operands: Operands) -> None:
+    directly(lambda *moved: trial.launch(Operands(*moved)), *operands)
+
+
 def test_trials_of_experts_launch_what_passes_do() -> None:
     """Every expert's pairs in order; programs are not varied, since each has a tile."""
     shape = LinearShape(64, 32, torch.float32, gated=True, experts=(8, 3))
     assert len({config.programs for config in candidates(dataclasses.replace(shape, dtype=torch.bfloat16), H200)}) == 1
     for own in (shape, LinearShape(32, 64, torch.float32, experts=(8, 3))):
         trial = Trial.of(own, LinearConfig(16, 32, 1, 4, 2), 5, INTERPRETER)
-        x, weight, out, (order, starts), _ = operands = trial.operands(torch.device("cpu"))
+        x, weight, out, (order, starts), *_ = operands = trial.operands(torch.device("cpu"))
         x.normal_()
         weight.normal_()
-        trial.launch(operands)
+        launch(trial, operands)
         assert sorted(order.tolist()) == list(range(15))
         assert starts.tolist() == sorted(starts.tolist())
         assert (starts[0], starts[-1]) == (0, 15)
@@ -136,6 +144,20 @@ def test_trials_of_experts_launch_what_passes_do() -> None:
         expected, flags = torch.empty_like(out), [3 if own.gated else 1, int(own.gated), 0, 5]
         grouped_linear_reference(x, [weight], (order, starts), expected, flags)
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("coding", [None, Coding("fp8", 32, outputs=32), Coding("int4", 64, zeros=True)])
+def test_trials_are_products_of_random_operands(coding: Coding | None) -> None:
+    shape = LinearShape(48, 64, torch.float32, gated=True, coding=coding)
+    trial = Trial.of(shape, LinearConfig(16, 64, 2, 4, 2), 3, INTERPRETER)
+    (operands,) = trial.in_turn(torch.device("cpu"))
+    launch(trial, operands)
+    expected = torch.empty_like(operands.out)
+    product = Product(operands.weight, gated=True, coding=coding, scales=operands.scales)
+    skinny_linear_reference(operands.x, product, expected)
+    assert expected.isfinite().all()
+    assert expected.any()
+    torch.testing.assert_close(operands.out, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_committed_table_can_be_read() -> None:

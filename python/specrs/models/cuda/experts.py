@@ -11,7 +11,7 @@ from specrs.kernels.cuda.configs import LinearShape, linear_config
 from specrs.kernels.cuda.device import DeviceLimits
 from specrs.kernels.cuda.experts import add_pairs, route, sort_pairs
 from specrs.kernels.cuda.grouped_linear import grouped_linear
-from specrs.kernels.cuda.skinny_linear import MAX_ROWS, block_m
+from specrs.kernels.cuda.linear_product import MAX_ROWS, block_m
 from specrs.models.config import ModelConfig
 from specrs.models.dense_weights import ExpertWeights
 

@@ -12,9 +12,10 @@ from specrs.kernels.cuda.activation import activation_and_mul
 from specrs.kernels.cuda.argmax import argmax
 from specrs.kernels.cuda.dequantize import dequantize
 from specrs.kernels.cuda.fp8_rows import quantize_rows, round_rows
+from specrs.kernels.cuda.linear_product import MAX_ROWS, Product
 from specrs.kernels.cuda.lm_head import ArgmaxScratch, linear_argmax
 from specrs.kernels.cuda.scaled_linear import padded_rows, scaled_linear, serves
-from specrs.kernels.cuda.skinny_linear import MAX_ROWS, Product, skinny_linear
+from specrs.kernels.cuda.skinny_linear import skinny_linear
 from specrs.kernels.linear import DenseWeight, Weight
 from specrs.models.config import ModelConfig
 from specrs.models.cuda.workspace import CODED_ROWS, Workspace

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from specrs.kernels.cuda._heads import Heads
 from specrs.kernels.cuda.configs import LinearConfig
+from specrs.kernels.cuda.linear_product import MAX_ROWS, Next, Product
 from specrs.kernels.cuda.rms_norm import rms_norm
-from specrs.kernels.cuda.skinny_linear import MAX_ROWS, Next, Product
 from specrs.kernels.linear import Weight
 from specrs.models.config import ModelConfig
 from specrs.models.cuda.experts import CHUNK_ROWS, mixture

@@ -14,9 +14,9 @@ from specrs.kernels.cuda._heads import WIDTHS
 from specrs.kernels.cuda.attention_config import MAX_VERIFY_ROWS, AttentionConfig
 from specrs.kernels.cuda.configs import LinearShape, linear_config
 from specrs.kernels.cuda.device import DeviceLimits, limits_of
+from specrs.kernels.cuda.linear_product import MAX_ROWS, block_m, scratch_sizes
 from specrs.kernels.cuda.sampling_scratch import SamplingScratch
 from specrs.kernels.cuda.scaled_linear import PADDED_ROWS
-from specrs.kernels.cuda.skinny_linear import MAX_ROWS, block_m, scratch_sizes
 from specrs.models.config import ModelConfig
 from specrs.models.cuda.experts import ExpertBuffers
 from specrs.models.rope import Rope
