@@ -2,6 +2,7 @@
 
     python scripts/count_kernels.py           print it
     python scripts/count_kernels.py --write   write it into docs/gpu.md
+    python scripts/count_kernels.py --start   print how many kernels the start compiles
 
 Kernels are counted as they are launched, an op of cuBLAS or torch as one. Measures no time.
 """
@@ -55,6 +56,40 @@ def counts() -> dict[str, tuple[int, int]]:
     return found
 
 
+def compiled_at_start(max_num_seqs: int = 64) -> list[tuple[str, int]]:
+    """How many kernels are compiled for graphs, and how many more for graphs with chunks behind verification and for
+    what launches run outside of graphs, at K = 5."""
+    from kernel_launches import Recorder, fake_context, reference_configs
+    from specrs.models.cuda.workspace import MERGED_CHUNKS
+    from specrs.runner.cuda.context import entries_of
+    from specrs.runner.cuda.graphs import tasks
+    from specrs.runner.cuda.shapes import Buckets, MergedShape, batch_buckets
+    from specrs.runner.cuda.warm_up import warm_up
+
+    k, sizes = 5, {"max_chunk_rows": 2048, "max_chunks": max_num_seqs, "merges": MERGED_CHUNKS}
+    buckets = Buckets(batch_buckets(max_num_seqs), k, **sizes)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        fake_context(*reference_configs(Path(folder)), k, max_num_seqs=max_num_seqs) as ctx,
+    ):
+        work = list(tasks(ctx, buckets, entries_of(ctx.record.views, "num_decode")))
+        kinds: dict[str, list[Callable[[], None]]] = {
+            "graphs": [run for key, run in work if not isinstance(key, MergedShape)],
+            "graphs with chunks behind verification": [run for key, run in work if isinstance(key, MergedShape)],
+            "outside of graphs": [lambda: warm_up(ctx, buckets)],
+        }
+        known: set[tuple[object, ...]] = set()
+        found = []
+        for kind, runs in kinds.items():
+            before = len(known)
+            for run in runs:
+                with Recorder() as recorder:
+                    run()
+                known |= {launch.key() for launch in recorder.launches}
+            found.append((kind, len(known) - before))
+    return found
+
+
 def table(found: dict[str, tuple[int, int]]) -> str:
     """As docs/gpu.md has it."""
     rows = [f"| {name} | {greedy:,} | {sampled:,} |" for name, (greedy, sampled) in found.items()]
@@ -73,7 +108,12 @@ def main() -> None:
     """Print or write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write docs/gpu.md")
+    parser.add_argument("--start", action="store_true", help="print what the start compiles instead: a minute")
     arguments = parser.parse_args()
+    if arguments.start:
+        found = compiled_at_start()
+        print(*(f"{kind}: {count}" for kind, count in found), f"all: {sum(n for _, n in found)}", sep="\n")
+        return
     text = table(counts())
     if arguments.write:
         PAGE.write_text(page_with(text, PAGE.read_text(encoding="utf-8")), encoding="utf-8")

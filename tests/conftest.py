@@ -47,6 +47,11 @@ elif os.environ.get("SPECRS_GPU") == "rehearsal":
 
     gpu_shuttle.install("cpu")
 
+if not GPU:
+    import quick_interpreter
+
+    quick_interpreter.install()
+
 collect_ignore = [] if GPU else ["gpu"]
 
 

@@ -8,7 +8,7 @@ of being made; one of torch that writes memory counts as one kernel (a product t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,8 +117,9 @@ def unspecialised(fn: Any, kind: str = "do_not_specialize") -> set[str]:
 
 
 @contextmanager
-def recorded(launches: list[Launch], *, run: bool = False) -> Iterator[None]:
-    """Launches of Triton kernels go into `launches`, and with `run` are made, too."""
+def recorded(launches: list[Launch], *, run: bool = False, left_out: Collection[Any] = ()) -> Iterator[None]:
+    """Launches of Triton kernels go into `launches`, and with `run` are made, too, but those of the kernels
+    `left_out`."""
 
     def wrap(original: Any) -> Any:
         def launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
@@ -127,7 +128,7 @@ def recorded(launches: list[Launch], *, run: bool = False) -> Iterator[None]:
             arguments = dict(zip(self.arg_names, args, strict=False)) | named
             shape = grid(arguments) if callable(grid) else tuple(grid)
             launches.append(Launch(self, shape, {name: arguments[name] for name in self.arg_names}, settings))
-            return original(self, *args, grid=grid, warmup=warmup, **kwargs) if run else None
+            return original(self, *args, grid=grid, warmup=warmup, **kwargs) if run and self not in left_out else None
 
         return launch
 

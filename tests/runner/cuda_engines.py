@@ -38,18 +38,18 @@ class Graphs:
     """Stands in for captured graphs: a replay runs the function."""
 
     def __init__(self, work: dict[Hashable, Callable[[], None]]) -> None:
-        self._work = work
+        self.work = work
         self.replayed: list[Hashable] = []
 
     def __contains__(self, key: Hashable) -> bool:
-        return key in self._work
+        return key in self.work
 
     def __len__(self) -> int:
-        return len(self._work)
+        return len(self.work)
 
     def replay(self, key: Hashable) -> None:
         self.replayed.append(key)
-        self._work[key]()
+        self.work[key]()
 
 
 @torch.inference_mode()

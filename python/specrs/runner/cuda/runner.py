@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -44,6 +45,19 @@ from specrs.runner.ring import Header, Layout, RingSlot, blocks_of, used_part
 from specrs.runner.sampling_state import EntrySampling, SamplingState
 from specrs.runner.uploads import apply_uploads
 from specrs.transfer import to_device
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """A launch's entries that decode, by K descending, as the record has them."""
+
+    rows: list[int]
+    """Of row state."""
+    ks: list[int]
+    on_host: list[bool]
+    """Whether the record has the entry's drafts."""
+    depth: int
+    """How many passes make the drafts of the others."""
 
 
 class CudaRunner:
@@ -103,7 +117,8 @@ class CudaRunner:
                 ctx.head.rows.admit(ctx.record.views, header.num_admitted)
             if ctx.draft_start is not None and header.num_admitted:
                 ctx.draft_start.index_fill_(0, ctx.record.views["admit_row"][: header.num_admitted], 0)
-            merged = self._merged(slot, header)
+            decoding = self._decoding(slot, header.num_decode)
+            merged = self._merged(slot, header, decoding)
             entries = self._prefill(slot, header) if header.num_prefill and merged is None else None
             behind = self._catch_up(slot, header, entries) if header.num_draft_chunks else None
             if merged is not None and slot.draft_fault is not None:
@@ -111,7 +126,7 @@ class CudaRunner:
                 self._prefill(slot, header)
             slot.merged = merged is not None
             if header.num_decode:
-                self._decode(slot, header, merged)
+                self._decode(slot, header, decoding, merged)
             slot.pinned_results.copy_(ctx.record.results, non_blocking=True)
             if slot.done is not None:
                 slot.done.record()
@@ -219,7 +234,13 @@ class CudaRunner:
         entries = slice(first, first + count)
         return int((slot.views["entry_n_upper"][entries] + slot.views["entry_k"][entries]).max())
 
-    def _merged(self, slot: RingSlot, header: Header) -> MergedShape | None:
+    def _decoding(self, slot: RingSlot, count: int) -> Decoding:
+        rows, ks = (slot.views[name][:count].tolist() for name in ("entry_row", "entry_k"))
+        on_host = [False] * count if self.ctx.proposed is None else drafted_on_host(slot.views, count).tolist()
+        depth = max((k for k, placed in zip(ks, on_host, strict=True) if not placed), default=0)
+        return Decoding(rows, ks, on_host, depth)
+
+    def _merged(self, slot: RingSlot, header: Header, decoding: Decoding) -> MergedShape | None:
         """The shape of an iteration with the launch's prompt chunks behind its verification; None: they have a pass of
         their own, because they do not fit, nothing decodes, or masks, penalties or log probabilities are asked for."""
         count, chunks = header.num_decode, header.num_prefill
@@ -228,19 +249,11 @@ class CudaRunner:
         rows = slot.views["entry_row"][: count + chunks]
         if not self.sampling.is_bare(rows.numpy()):
             return None
-        planned, _, depth = self._planned(slot, count)
-        whole = self.buckets.whole(planned, self._tail(rows.tolist()), depth)
+        whole = self.buckets.whole(decoding.ks, self._tail(rows.tolist()), decoding.depth)
         if whole is None:
             return None
         merged = self.buckets.merged(whole, count, header.num_prefill_tokens, chunks)
         return merged if merged in self.graphs else None
-
-    def _planned(self, slot: RingSlot, count: int) -> tuple[list[int], list[bool], int]:
-        """K of each decode entry, whether the record has its drafts, and how many passes make those of the others."""
-        planned = slot.views["entry_k"][:count].tolist()
-        on_host = self._on_host(slot, count)
-        depth = max((k for k, placed in zip(planned, on_host, strict=True) if not placed), default=0)
-        return planned, on_host, depth
 
     def _merge(self, slot: RingSlot, header: Header, shape: MergedShape) -> None:
         """The iteration with the launch's prompt chunks behind its verification."""
@@ -253,53 +266,37 @@ class CudaRunner:
         faults = chunk_faults(ctx.chunks.merged[shape][:tokens], views, header)
         flag_chunks(faults, ctx.record.results_view.narrow(header.num_decode, header.num_prefill).flags)
 
-    def _decode(self, slot: RingSlot, header: Header, merged: MergedShape | None) -> None:
-        rows = slot.views["entry_row"][: header.num_decode].tolist()
-        planned, on_host, depth = self._planned(slot, header.num_decode)
-        tail = self._tail(rows)
+    def _decode(self, slot: RingSlot, header: Header, decoding: Decoding, merged: MergedShape | None) -> None:
+        depth = decoding.depth
         self.num_target_passes += 1
         if self.ctx.drafter is not None:
             self.ctx.drafter.num_passes += min(depth, 1) if self.ctx.in_parallel else depth
         if merged is not None:
             self._merge(slot, header, merged)
             return
+        tail = self._tail(decoding.rows)
         if tail is not Tail.LOGITS and slot.draft_fault is None:
-            whole = self.buckets.whole(planned, tail, depth)
+            whole = self.buckets.whole(decoding.ks, tail, depth)
             if whole is not None and whole in self.graphs:
                 self.graphs.replay(whole)
                 return
-        self._chained(slot, planned, rows, tail, on_host, depth)
+        self._chained(slot, decoding, tail)
 
-    def _on_host(self, slot: RingSlot, count: int) -> list[bool]:
-        """Whether the record has the drafts of each decode entry."""
-        if self.ctx.proposed is None:
-            return [False] * count
-        placed: list[bool] = drafted_on_host(slot.views, count).tolist()
-        return placed
-
-    def _chained(
-        self,
-        slot: RingSlot,
-        planned: list[int],
-        rows: list[int],
-        tail: Tail,
-        on_host: list[bool],
-        depth: int,
-    ) -> None:
+    def _chained(self, slot: RingSlot, decoding: Decoding, tail: Tail) -> None:
         """Pass by pass; each pass is a graph where there are graphs and one for it."""
         ctx = self.ctx
-        shape = self.buckets.chained(planned, tail, depth)
+        ks, count = decoding.ks, len(decoding.ks)
+        shape = self.buckets.chained(ks, tail, decoding.depth)
         if shape is None:
-            shape = self.buckets.exact(planned, tail, depth)
-            self._warn(len(planned))
+            shape = self.buckets.exact(ks, tail, decoding.depth)
+            self._warn(count)
         prepare(ctx, shape, self._decode_entries)
         sampling = None
         if tail is Tail.LOGITS:
-            context = self._context(slot, 0, len(planned))
-            sampling = entry_sampling(ctx, self.sampling, planned, rows, context, slot)
+            sampling = entry_sampling(ctx, self.sampling, ks, decoding.rows, self._context(slot, 0, count), slot)
             if sampling.grammar is not None:
-                self._follow(slot, planned, on_host, sampling.grammar)
-        self._draft(slot, on_host, partial(self._draft_passes, planned, tail, on_host, depth, sampling))
+                self._follow(slot, decoding, sampling.grammar)
+        self._draft(slot, decoding.on_host, partial(self._draft_passes, decoding, tail, sampling))
         if shape.max_k:
             assemble(ctx, shape)
         verification = ("verify", shape.batch, shape.rows, tail is Tail.GREEDY)
@@ -312,19 +309,17 @@ class CudaRunner:
         else:
             accept_and_update(ctx, shape)
 
-    def _draft_passes(
-        self, planned: list[int], tail: Tail, on_host: list[bool], depth: int, sampling: EntrySampling | None
-    ) -> None:
+    def _draft_passes(self, decoding: Decoding, tail: Tail, sampling: EntrySampling | None) -> None:
         ctx = self.ctx
-        for i in range(1, depth + 1):
-            count = sum(k >= i for k in planned)
+        for i in range(1, decoding.depth + 1):
+            count = sum(k >= i for k in decoding.ks)
             key = ("draft", self.buckets.batch(count), i, tail)
             if key in self.graphs:
                 self.graphs.replay(key)
             elif i == 1 or not ctx.in_parallel:
                 draft_pass(ctx, i, count, tail)
             if sampling is not None:
-                draft_adjusted(ctx, i, count, sampling, on_host)
+                draft_adjusted(ctx, i, count, sampling, decoding.on_host)
 
     def _draft(self, slot: RingSlot, on_host: list[bool], passes: Callable[[], None]) -> None:
         """The draft passes of the prepared iteration; its K_r are 0 where one raises, or the drafter has failed before
@@ -338,13 +333,13 @@ class CudaRunner:
         k = self.ctx.buffers.k[: len(on_host)]
         k.mul_(to_device(torch.tensor(on_host), k.device))
 
-    def _follow(self, slot: RingSlot, planned: list[int], on_host: list[bool], grammar: LaunchGrammar) -> None:
+    def _follow(self, slot: RingSlot, decoding: Decoding, grammar: LaunchGrammar) -> None:
         """Go along the drafts of the record with the grammars, without reading anything back."""
-        if not any(on_host):
+        if not any(decoding.on_host):
             return
-        proposed, placed = host_drafts(slot.views, self.ctx.state.limit.shape[0] - 1), torch.tensor(on_host)
-        for i in range(planned[0]):
-            count = sum(k > i for k in planned)
+        proposed, placed = host_drafts(slot.views, self.ctx.state.limit.shape[0] - 1), torch.tensor(decoding.on_host)
+        for i in range(decoding.ks[0]):
+            count = sum(k > i for k in decoding.ks)
             grammar.observe(proposed[:count, i], placed[:count])
 
     def _warn(self, batch: int) -> None:

@@ -1,0 +1,127 @@
+"""Small models as a GPU holds them, their kernels interpreted, with buffers full of NaN. Holds no tests."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from checkpoints import LLAMA3_ROPE, LONG_ROPE, make_checkpoint
+from kernels.cuda.tolerance import assert_near
+from specrs.kernels.linear import DenseWeight, Weight
+from specrs.models.base import HiddenStates
+from specrs.models.dense import Dense
+from specrs.models.dense_cuda import CudaDense
+from specrs.models.dense_weights import DenseWeights, ExpertWeights, LayerWeights
+from specrs.models.inputs import PassInputs
+from specrs.models.kv_cache import KVCache
+from specrs.models.loader import load_model
+from torch import Tensor
+
+from .harness import Feeder
+
+LONG_ROPE_OF_4 = LONG_ROPE | {
+    "short_factor": [1.0, 1.25, 1.5, 2.0],
+    "long_factor": [2.0, 3.0, 4.0, 6.0],
+    "partial_rotary_factor": 0.5,
+}
+"""Of half a head of 16, cosines scaled."""
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("qwen3", {}),
+    "qwen2": ("qwen2", {"tie": False}),
+    "llama": ("llama", {"rope_parameters": LLAMA3_ROPE, "attention_bias": True, "mlp_bias": True}),
+    "windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
+    "olmo2": ("olmo2", {}),
+    "gemma3": ("gemma3_text", {"sliding_window": 7, "kv_heads": 1}),
+    "granite": ("granite", {}),
+    "smollm3": ("smollm3", {"attention_bias": True}),
+    "phi3": ("phi3", {"rope_parameters": LONG_ROPE_OF_4, "sliding_window": 11, "hidden": 64}),
+    "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": [0]}),
+    "mixtral": ("mixtral", {"sliding_window": 7}),
+    "gpt_oss": ("gpt_oss", {"sliding_window": 7, "tie": False}),
+    "one KV head": ("qwen3", {"kv_heads": 1, "group": 5, "head_dim": 20}),
+}
+LENGTH = 90
+
+
+@functools.cache
+def load(folder: Path, name: str, dtype: torch.dtype) -> Dense:
+    family, fields = FAMILIES[name]
+    shape = {"hidden": 40, "intermediate": 56, "vocab": 83, "kv_heads": 2, "group": 2, "head_dim": 16} | fields
+    path = folder / name.replace(" ", "_")
+    if not path.exists():
+        make_checkpoint(path, family, **shape)
+    return load_model(path, dtype=dtype)
+
+
+def as_on_a_gpu(model: Dense) -> DenseWeights:
+    """The same weights as `pack` leaves them on a GPU."""
+
+    def layer(w: LayerWeights) -> LayerWeights:
+        linears = {name: dense(getattr(w, name), model.dtype) for name in ("qkv", "o", "gate_up", "down")}
+        return dataclasses.replace(w, experts=None if w.experts is None else experts(w.experts), **linears)
+
+    def experts(w: ExpertWeights) -> ExpertWeights:
+        gate_up, down = (tuple(dense(one, model.dtype) for one in every) for every in (w.gate_up, w.down))
+        stacked = torch.stack([one.weight for one in gate_up]), torch.stack([one.weight for one in down])
+        biases = [
+            torch.stack([one.bias for one in of if one.bias is not None])
+            for of in (gate_up, down)
+            if of[0].bias is not None
+        ]
+        both = (biases[0], biases[1]) if biases else None
+        return ExpertWeights(dense(w.router, model.dtype), gate_up, down, stacked, both)
+
+    weights = model.weights
+    layers = tuple(map(layer, weights.layers))
+    return dataclasses.replace(weights, layers=layers, lm_head=dense(weights.lm_head, model.dtype))
+
+
+def dense(w: Weight, dtype: torch.dtype) -> DenseWeight:
+    return DenseWeight(w.dequantized().to(dtype), w.bias)
+
+
+class Poisoned(CudaDense):
+    """With every buffer but the counters NaN before every pass."""
+
+    def forward(self, inputs: PassInputs, kv_cache: KVCache, hidden_layers: Sequence[int] = ()) -> HiddenStates:
+        self.poison()
+        hidden = super().forward(inputs, kv_cache, hidden_layers)
+        assert not self.workspace.counters.any()
+        return HiddenStates(*(None if x is None else x.clone() for x in hidden))  # type: ignore[arg-type]
+
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        self.poison()
+        out = torch.full((hidden.shape[0], self.vocab_size + 3), torch.nan)[:, :-3]
+        return super().compute_logits(hidden, out)
+
+    def poison(self: CudaDense) -> None:
+        buffers = [getattr(self.workspace, f.name) for f in dataclasses.fields(self.workspace)]
+        if self.workspace.experts is not None:
+            buffers += self.workspace.experts.tensors
+        for buffer in buffers:
+            if isinstance(buffer, Tensor) and buffer.is_floating_point():
+                buffer.fill_(torch.nan)
+
+
+def on_device(model: Dense, num_hidden_layers: int = 0) -> Poisoned:
+    made = CudaDense.allocate(as_on_a_gpu(model), max_rows=LENGTH, max_seqs=4, num_hidden_layers=num_hidden_layers)
+    return Poisoned(made.weights, made.workspace)
+
+
+def outputs(model: Any, run: Callable[[Feeder], list[Tensor]]) -> Tensor:
+    """Logits of everything that `run` feeds to three requests over blocks of 8 positions, NaN at the start."""
+    torch.manual_seed(0)
+    return torch.cat(run(Feeder(model, num_requests=3, block_size=8, max_len=LENGTH + 6)))
+
+
+def compare(folder: Path, name: str, run: Callable[[Feeder], list[Tensor]]) -> None:
+    decoder = load(folder, name, torch.float32)
+    exact = outputs(load(folder, name, torch.float64), run)
+    assert_near(outputs(on_device(decoder), run), exact, outputs(decoder, run), ulps=16)
+
+
+def span(start: int, end: int) -> list[tuple[int, int]]:
+    """(token, position) pairs."""
+    return [(7 * p % 83, p) for p in range(start, end)]
