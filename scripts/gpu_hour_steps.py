@@ -6,14 +6,15 @@
     python3 run.py --rehearse    each with the same commands on a CPU, small: nothing of what it says is a result
 
 Runs in the folder that `scripts/gpu_hour` packs: the wheel is unpacked beside it, nothing is installed, built or
-downloaded. Needs torch 2.11 or newer with its Triton, pytest, pytest-timeout, pytest-xdist and hypothesis. A step that
-is cut off keeps what it has in results/NAME.log and in the files of the benches; results/steps.json says how each
-ended.
+downloaded. Needs torch 2.11 or newer with its Triton, transformers, pytest, pytest-timeout, pytest-xdist and
+hypothesis; a rehearsal with Triton 3.6 also numpy before 2.4. A step that is cut off keeps what it has in
+results/NAME.log and in the files of the benches; results/steps.json says how each ended.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -24,6 +25,7 @@ import time
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -32,6 +34,7 @@ LIMIT = 580
 """Seconds of a step: under ten minutes, with time to write what there is."""
 PYTEST = ("-m", "pytest", "-p", "no:benchmark", "-p", "no:cacheprovider", "-q")
 """pytest-benchmark warns under xdist, and here a warning is an error."""
+MODULES = ("torch", "triton", "transformers", "pytest", "pytest_timeout", "xdist", "hypothesis")
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,17 @@ def steps() -> list[Step]:
     return found
 
 
+def lacks(*, rehearse: bool) -> str | None:
+    """What keeps all steps from running here; None: nothing."""
+    missing = [name for name in MODULES if importlib.util.find_spec(name) is None]
+    if missing:
+        return f"not installed: {', '.join(missing)}"
+    triton, numpy = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
+    if rehearse and triton <= (3, 6) and numpy >= (2, 4):
+        return f"numpy {version('numpy')}: the interpreter of Triton {version('triton')} needs one before 2.4"
+    return None
+
+
 def prepare() -> dict[str, str]:
     """Unpack the wheel, write the configurations; the environment of every step."""
     RESULTS.mkdir(exist_ok=True)
@@ -152,6 +166,8 @@ def main() -> int:
     if arguments.list or not chosen:
         print("\n".join(step.name for step in steps()))
         return 0 if arguments.list else 2
+    if reason := lacks(rehearse=arguments.rehearse):
+        parser.error(reason)
     environment = prepare()
     gpu = (
         {"SPECRS_GPU": "0", "TRITON_INTERPRET": "1"}

@@ -59,3 +59,17 @@ def test_a_step_that_fails_or_is_not_there_says_so(
     assert steps.run(late, {}, rehearse=False)["exit"] == "cut off after 0.2 s"
     lacks = steps.Step("lacks", (), (), "no-such-tool --x")
     assert steps.run(lacks, {}, rehearse=False) == {"left out": "no-such-tool is not there"}
+
+
+@pytest.mark.parametrize(
+    ("triton", "numpy", "rehearse", "reason"),
+    [("3.6.0", "2.4.0", True, "numpy 2.4.0"), ("3.6.0", "2.5.5", False, None), ("3.9.0", "2.5.5", True, None)],
+)
+def test_what_is_not_there_is_named_before_the_first_step(
+    steps: ModuleType, monkeypatch: pytest.MonkeyPatch, triton: str, numpy: str, rehearse: bool, reason: str | None
+) -> None:
+    monkeypatch.setattr(steps, "version", {"triton": triton, "numpy": numpy}.__getitem__)
+    found = steps.lacks(rehearse=rehearse)
+    assert found is None if reason is None else reason in found
+    monkeypatch.setattr(steps, "MODULES", ("torch", "no_such_module"))
+    assert steps.lacks(rehearse=False) == "not installed: no_such_module"

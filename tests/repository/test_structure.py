@@ -7,7 +7,10 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "python/specrs"
 
 
-EXAMPLES = {"scripts/train_pair.py", "scripts/train_eagle3.py", "examples/host_loop.py", "examples/scheduler.py"}
+EXAMPLES = {
+    *("scripts/train_pair.py", "scripts/train_eagle3.py", "scripts/eagle3_text.py"),
+    *("examples/host_loop.py", "examples/scheduler.py"),
+}
 
 
 def modules() -> set[str]:
