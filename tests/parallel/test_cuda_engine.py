@@ -1,4 +1,6 @@
-"""Engines on ranks with the CUDA runner, its kernels interpreted and its exchanges gloo's: the text of one rank."""
+"""Engines on ranks with the CUDA runner, its kernels interpreted and its exchanges gloo's: the text of one rank.
+
+That is the CPU loop's here, a tenth of the work; that this runner writes it alone is shown by `test_cuda_drafters`."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -112,7 +114,7 @@ def test_text_is_that_of_one_rank(
     replays: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    alone = bench.engine(kind, rule, gpu=True, monkeypatch=monkeypatch)
+    alone = bench.engine(kind, rule, gpu=False, monkeypatch=monkeypatch)
     if replays:
         monkeypatch.setattr(Replaying, "replayed", [])
         monkeypatch.setattr(build_cuda, "CudaRunner", Replaying)
@@ -162,7 +164,7 @@ def test_penalties_log_probabilities_and_grammars(
 ) -> None:
     """Rank 0 alone has matchers, and hands their masks to the other rank."""
     params = [SamplingParams(temperature=0.0, repetition_penalty=1.3, logprobs=2, logit_bias={7: 0.5}), SAMPLED]
-    alone = bench.engine("parallel", "rejection", gpu=True, monkeypatch=monkeypatch)
+    alone = bench.engine("parallel", "rejection", gpu=False, monkeypatch=monkeypatch)
     with on_two_ranks(bench, "parallel", "rejection", 1, monkeypatch) as engine:
         made = generate(engine, params, Thirds())
     expected = generate(alone, params, Thirds())

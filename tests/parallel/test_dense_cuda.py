@@ -9,8 +9,8 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 from kernels.cuda.tolerance import assert_near
+from models.cuda_models import LENGTH, as_on_a_gpu
 from models.harness import Feeder
-from models.test_dense_cuda import LENGTH, as_on_a_gpu
 from quantized_files import awq, fp8_block
 from specrs.errors import UnsupportedModelError
 from specrs.kernels.coded_weight import CodedWeight

@@ -1,5 +1,6 @@
 """A drafter that fails on one rank: every rank takes back what its own has done, and drafts again in later launches."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 from specrs.errors import EngineError
 from specrs.parallel.ranks import ExchangeError, Ranks
 from specrs.runner.draft_guard import DraftGuard, Stage
+from torch import Tensor
 
 from parallel.threads import on_ranks
 
@@ -68,6 +70,33 @@ def test_all_ranks_come_to_the_same(failing: list[int], exchanges: bool) -> None
         assert later.draft_fault is None
         assert later.lost == []
         assert sums == 3 * exchanges  # of the later launch alone
+
+
+def test_none_drafts_before_all_are_connected() -> None:
+    """Else it may close connections that another is still making."""
+    told, order = threading.Event(), []
+
+    def work(ranks: Ranks) -> None:
+        connect, begin = ranks._connect, ranks.gather
+
+        def connected(store: Any) -> Any:
+            group = connect(store)
+            if ranks.rank == 0:
+                told.wait()  # until the other goes on: to what waits for this one, or to what it was connected for
+            order.append("connected")
+            return group
+
+        def gather(x: Tensor) -> Tensor:
+            told.set()
+            return begin(x)
+
+        ranks._connect, ranks.gather = connected, gather  # type: ignore[method-assign]
+        ranks.connect_drafting()
+        order.append("drafts")
+        told.set()
+
+    on_ranks(2, work)
+    assert order == ["connected"] * 2 + ["drafts"] * 2
 
 
 def test_a_rank_that_is_given_up_is_not_waited_for() -> None:

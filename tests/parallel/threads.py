@@ -2,12 +2,14 @@
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, TypeVar
 
 import pytest
+import torch
 import torch.distributed as dist
 from specrs.parallel.ranks import Ranks
+from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 ResultT = TypeVar("ResultT")
@@ -15,7 +17,8 @@ TIMEOUT = 20.0
 
 
 def on_ranks(size: int, work: Callable[[Ranks], ResultT], timeout: float = TIMEOUT) -> list[ResultT]:
-    """What `work` returns on each of `size` ranks, which run at once.
+    """What `work` returns on each of `size` ranks, which run at once. Raises what was raised first: the others' errors
+    may come of it.
 
     Connections are kept until all have returned: gloo resets those that it closes, and another rank may still have to
     read from them, or be connecting.
@@ -28,7 +31,10 @@ def on_ranks(size: int, work: Callable[[Ranks], ResultT], timeout: float = TIMEO
         return work(ranks)
 
     with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(one, range(size)))
+        running = [pool.submit(one, rank) for rank in range(size)]
+        for ended in as_completed(running):
+            ended.result()
+    return [ended.result() for ended in running]
 
 
 @pytest.fixture
@@ -41,3 +47,10 @@ def one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
             return run(self, *args, **named)
 
     monkeypatch.setattr(InterpretedFunction, "run", alone)
+
+
+@pytest.fixture
+def norms_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They round to fp32 as transformers' do, which would make 1e-16 of a sum over ranks 1e-6 of a logit."""
+    to_fp32 = Tensor.float
+    monkeypatch.setattr(Tensor, "float", lambda x: x if x.dtype == torch.float64 else to_fp32(x))

@@ -76,7 +76,9 @@ class Ranks:
     def connect_drafting(self) -> None:
         """Connect to the other ranks for `drafting`; anew, where that has failed on one of them. All do it at once.
 
-        Raises as `__init__`, and soon where `given_up` is set.
+        Returns when all are connected: a rank whose drafter fails at once closes its connections, and another that
+        were still connecting to it would wait for it until the timeout. Raises as `__init__`, and soon where `given_up`
+        is set.
         """
         self._drafting = None
         self._num_drafting += 1
@@ -91,6 +93,7 @@ class Ranks:
                 if time.monotonic() > end:
                     raise ExchangeError(f"rank {self.rank} waited for another one, to connect to it again")
             self._drafting = self._connect(store)
+        self.gather(torch.zeros(1))
 
     @contextlib.contextmanager
     def drafting(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -133,6 +134,15 @@ for again in range(2):
     print(json.dumps(output.outputs[0].token_ids), flush=True)
 """
 
+ALONE = """
+import json
+from specrs import LLM, SamplingParams
+
+llm = LLM(dtype="float64", device="cpu", max_model_len=256)
+(output,) = llm.generate("def add(a, b):", SamplingParams(temperature=0.0, max_tokens=16), use_tqdm=False)
+print(json.dumps(output.outputs[0].token_ids))
+"""
+
 
 def torchrun(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Two ranks of torchrun, on ports that the system chooses."""
@@ -148,6 +158,37 @@ def test_torchrun(tmp_path: Path) -> None:
     first, second = map(json.loads, done.stdout.splitlines())
     assert first == second
     assert len(first) == 16
+
+
+def test_torchrun_on_two_nodes(tmp_path: Path) -> None:
+    """Two agents that meet by a rendezvous, each with one rank: the text is that of one process."""
+    script = tmp_path / "generate.py"
+    script.write_text(UNDER_TORCHRUN)
+    whole = subprocess.run(
+        [sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=120, check=True
+    ).stdout.splitlines()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    flags = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
+    command = [sys.executable, "-m", "torch.distributed.run", *flags]
+    agents = [
+        subprocess.Popen(
+            [*command, f"--node-rank={node}", "--local-addr=127.0.0.1", str(script), "end"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    try:
+        told = [agent.communicate(timeout=120) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert [agent.returncode for agent in agents] == [0, 0], told
+    # Which agent has rank 0 is the rendezvous's to say.
+    assert sorted(out.splitlines() for out, _ in told) == [[], whole * 2]
 
 
 def test_torchrun_ends_with_a_rank(tmp_path: Path) -> None:
