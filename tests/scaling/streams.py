@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 
 TIMEOUT = 120.0
+MANY = 100
+"""Tokens of a stream that is not at its end when the client has read its first ones."""
 
 
 @dataclass
@@ -18,6 +20,8 @@ class Outcome:
     """What a client saw of one request. `end`: `done`, `status`, `cut` (the connection broke), `early` (no [DONE])."""
 
     prompt: str
+    name: str = ""
+    """What the client called it: its `X-Request-Id`."""
     end: str = ""
     status: int = 0
     error: str = ""
@@ -29,12 +33,20 @@ class Outcome:
         return self.end != "done"
 
 
-async def stream(session: aiohttp.ClientSession, url: str, prompt: str, body: dict[str, Any]) -> Outcome:
-    """One completion; it ends within TIMEOUT, or the test does."""
-    outcome = Outcome(prompt)
+async def stream(
+    session: aiohttp.ClientSession,
+    url: str,
+    outcome: Outcome,
+    body: Mapping[str, Any],
+    seen: Callable[[Outcome], None] | None = None,
+) -> Outcome:
+    """One completion, whose outcome is filled in; it ends within TIMEOUT, or the test does. `seen` is told of it behind
+    each of its chunks."""
     try:
         async with session.post(
-            f"{url}/v1/completions", json={"model": "pair", "prompt": prompt, "stream": True, **body}
+            f"{url}/v1/completions",
+            json={"model": "pair", "prompt": outcome.prompt, "stream": True, **body},
+            headers={"X-Request-Id": outcome.name},
         ) as answer:
             outcome.status = answer.status
             if answer.status != 200:
@@ -53,6 +65,8 @@ async def stream(session: aiohttp.ClientSession, url: str, prompt: str, body: di
                     return outcome
                 outcome.marks.add(chunk["id"].rpartition("@")[2])
                 outcome.text += "".join(choice["text"] for choice in chunk["choices"])
+                if seen is not None:
+                    seen(outcome)
     except aiohttp.ClientError as fault:
         outcome.end, outcome.error = "cut", repr(fault)
     if not outcome.end:
@@ -64,17 +78,20 @@ async def run_streams(
     url: str,
     prompts: Sequence[str],
     concurrency: int,
-    body: dict[str, Any],
+    body: Mapping[str, Any] | Callable[[str], Mapping[str, Any]],
     at: Callable[[int, list[Outcome]], Awaitable[None]] | None = None,
+    seen: Callable[[Outcome], None] | None = None,
 ) -> list[Outcome]:
-    """All prompts, so many at a time; `at` is told how many have ended, and all outcomes so far, behind each."""
-    left = iter(prompts)
+    """All prompts, so many at a time; `body` may differ by prompt. `at` is told how many have ended, and all outcomes
+    so far, behind each, `seen` of a stream that runs, behind each of its chunks."""
+    left = iter([Outcome(prompt, f"stream-{i}") for i, prompt in enumerate(prompts)])
     outcomes: list[Outcome] = []
     timeout = aiohttp.ClientTimeout(total=TIMEOUT)
 
     async def work(session: aiohttp.ClientSession) -> None:
-        for prompt in left:
-            outcomes.append(await stream(session, url, prompt, body))
+        for outcome in left:
+            given = body(outcome.prompt) if callable(body) else body
+            outcomes.append(await stream(session, url, outcome, given, seen))
             if at is not None:
                 await at(len(outcomes), outcomes)
 
@@ -85,3 +102,29 @@ async def run_streams(
         for _ in range(concurrency):
             group.create_task(work(session))
     return outcomes
+
+
+class Kill:
+    """Kills a server in the middle of a stream: of those of `prompts`, which are asked for MANY tokens, the first that
+    has had some of them from the victim."""
+
+    def __init__(
+        self,
+        prompts: Sequence[str],
+        body: Mapping[str, Any],
+        kill: Callable[[], None],
+        is_victims: Callable[[Outcome], bool] = lambda _: True,
+    ) -> None:
+        self._prompts, self._body = frozenset(prompts), body
+        self._kill, self._is_victims = kill, is_victims
+        self.during: Outcome | None = None
+        """The stream."""
+
+    def body(self, prompt: str) -> Mapping[str, Any]:
+        """For `run_streams`; like what follows."""
+        return {**self._body, "max_tokens": MANY} if prompt in self._prompts else self._body
+
+    def seen(self, outcome: Outcome) -> None:
+        if self.during is None and outcome.prompt in self._prompts and self._is_victims(outcome):
+            self.during = outcome
+            self._kill()

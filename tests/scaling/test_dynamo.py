@@ -1,8 +1,9 @@
-"""Two workers behind Dynamo's frontend, found through files: text as `LLM` writes it, and one worker killed."""
+"""Two workers behind Dynamo's frontend, found through files: text as `LLM` writes it, though one worker is killed."""
 
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from specrs import LLM, SamplingParams
 from specrs.pair import TARGET
 
 from .replicas import ROOT, Router, environment_python, free_port
-from .streams import Outcome, run_streams
+from .streams import MANY, Kill, Outcome, run_streams
 
 ENGINE = {"model": str(TARGET), "dtype": "float32", "speculative_config": {"num_speculative_tokens": 3}}
 BODY = {"max_tokens": 12, "temperature": 0.0}
@@ -47,7 +48,8 @@ def dynamo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Router, l
             workers.append(subprocess.Popen(command, env=environment, cwd=folder, stdout=log, stderr=log))
             stack.callback(workers[-1].wait)
             stack.callback(workers[-1].kill)
-        frontend = Router([python, "-m", "dynamo.frontend", "--http-port", str(port)], port, folder, environment)
+        command = [python, "-m", "dynamo.frontend", "--http-port", str(port), "--migration-limit", "3"]
+        frontend = Router(command, port, folder, environment)
         stack.callback(frontend.stop)
         while True:
             assert [worker.poll() for worker in workers] == [None, None], (folder / "workers.log").read_text()[-4000:]
@@ -61,8 +63,21 @@ def dynamo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Router, l
         yield frontend, workers
 
 
-def streams(frontend: Router, prompts: list[str], body: dict[str, object], at: object = None) -> list[Outcome]:
-    return asyncio.run(run_streams(f"http://127.0.0.1:{frontend.port}", prompts, 8, body, at))  # type: ignore[arg-type]
+def streams(frontend: Router, prompts: list[str], body: dict[str, object], kill: Kill | None = None) -> list[Outcome]:
+    url = f"http://127.0.0.1:{frontend.port}"
+    if kill is None:
+        return asyncio.run(run_streams(url, prompts, 8, body))
+    return asyncio.run(run_streams(url, prompts, 8, kill.body, seen=kill.seen))
+
+
+def migrated(frontend: Router) -> dict[str, float]:
+    """How many requests the frontend has given to another worker, by kind."""
+    found = re.findall(
+        r"^dynamo_frontend_model_migration_total\{.*migration_type=\"(\w+)\".*\} (\S+)$",
+        frontend.get("/metrics")[1].decode(),
+        re.MULTILINE,
+    )
+    return {kind: float(count) for kind, count in found}
 
 
 def test_what_is_not_implemented_is_refused(dynamo: tuple[Router, list[subprocess.Popen[bytes]]]) -> None:
@@ -74,22 +89,22 @@ def test_what_is_not_implemented_is_refused(dynamo: tuple[Router, list[subproces
         assert not outcome.failed, outcome
 
 
-def test_text_is_the_engines_and_a_killed_worker_costs_its_own(
+def test_a_killed_worker_costs_nothing_and_text_is_the_engines(
     dynamo: tuple[Router, list[subprocess.Popen[bytes]]],
 ) -> None:
+    """The frontend repeats what the killed worker had not begun to answer, and has the other go on behind the rest."""
     frontend, workers = dynamo
-    prompts = [f"Count from {i} to" for i in range(300)]
-
-    async def at(ended: int, outcomes: list[Outcome]) -> None:
-        if ended == 100:
-            workers[0].send_signal(signal.SIGKILL)
-
-    outcomes = streams(frontend, prompts, BODY, at)
-    failed = [outcome for outcome in outcomes if outcome.failed]
-    print(f"\nDynamo: {len(failed)} of {len(outcomes)} failed", *failed, sep="\n  ")
-    assert len(failed) <= 8
-    whole = {outcome.prompt: outcome.text for outcome in outcomes if not outcome.failed}
-    params = SamplingParams(temperature=0.0, max_tokens=12)
-    for output in LLM(**ENGINE).generate(list(whole)[:30], params, use_tqdm=False):
-        assert whole[output.prompt or ""] == output.outputs[0].text
+    prompts, long = [f"Count from {i} to" for i in range(300)], slice(100, 132)
+    kill = Kill(prompts[long], BODY, lambda: workers[0].send_signal(signal.SIGKILL))
+    outcomes = streams(frontend, prompts, BODY, kill)
+    failed, moved = [outcome for outcome in outcomes if outcome.failed], migrated(frontend)
+    print(f"\nDynamo: {len(failed)} of {len(outcomes)} failed, migrated {moved}", *failed, sep="\n  ")
+    assert not failed
+    assert workers[0].wait() == -signal.SIGKILL
+    assert moved["ongoing_request"] >= 1, "no stream ran from the killed worker"
+    text = {outcome.prompt: outcome.text for outcome in outcomes}
+    params = [SamplingParams(temperature=0.0, max_tokens=12)] * len(prompts)
+    params[long] = [SamplingParams(temperature=0.0, max_tokens=MANY)] * len(prompts[long])
+    for output in LLM(**ENGINE).generate(prompts, params, use_tqdm=False):
+        assert text[output.prompt or ""] == output.outputs[0].text
     assert workers[1].poll() is None

@@ -10,22 +10,31 @@ from typing import Any
 
 import pytest
 import ray
+import specrs.integrations.ray as integration
 from ray import serve
 from specrs import LLM, SamplingParams
 from specrs.errors import InvalidConfigError, SpecrsError
 from specrs.integrations.ray import QueueLengthPolicy, build_openai_app
 
+from .ray_replica import NOTES, NotingReplica, given_to
 from .replicas import free_port
-from .streams import Outcome, run_streams
+from .streams import Kill, run_streams
 
 ROOT = Path(__file__).parents[2]
 ENGINE = {"dtype": "float32", "speculative_config": {"num_speculative_tokens": 3}, "max_model_len": 256}
 SERVER = {"served_model_names": ["pair"]}
 PROMPTS = [f"Count from {i} to" for i in range(400)]
+CONCURRENCY = 8
 
 
 @pytest.fixture(scope="module")
-def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+def notes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where replicas write which requests they are given."""
+    return tmp_path_factory.mktemp("notes") / "given"
+
+
+@pytest.fixture(scope="module")
+def port(notes: Path) -> Iterator[int]:
     """Where a cluster of this machine alone serves two replicas."""
     found = free_port()
     paths = f"{ROOT / 'python'}:{ROOT / 'tests'}"
@@ -35,10 +44,14 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
         configure_logging=False,
         log_to_driver=False,
         object_store_memory=100 << 20,
-        runtime_env={"env_vars": {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}},
+        runtime_env={
+            "env_vars": {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", NOTES: str(notes)}
+        },
     )
     serve.start(http_options={"host": "127.0.0.1", "port": found})
-    app = build_openai_app({"engine": ENGINE, "server": SERVER, "num_replicas": 2})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(integration, "Replica", NotingReplica)
+        app = build_openai_app({"engine": ENGINE, "server": SERVER, "num_replicas": 2})
     serve.run(app, name="specrs", route_prefix="/")
     yield found
     serve.shutdown()
@@ -58,29 +71,36 @@ def replica_pids() -> list[int]:
     return sorted(found)
 
 
-def test_a_killed_replica_costs_its_own_streams_and_comes_back(port: int) -> None:
+def test_a_killed_replica_costs_its_own_requests_and_comes_back(port: int, notes: Path) -> None:
+    """Ray repeats no request that a replica has accepted: one that streamed is cut, one of which nothing had come gets
+    500. All others are served."""
     before = replica_pids()
     assert len(before) == 2
+    victim = before[0]
     body = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
-
-    async def at(ended: int, outcomes: list[Outcome]) -> None:
-        if ended == 100:
-            os.kill(before[0], signal.SIGKILL)
-
-    outcomes = asyncio.run(run_streams(f"http://127.0.0.1:{port}", PROMPTS, 8, body, at))
+    kill = Kill(
+        PROMPTS[100:120], body, lambda: os.kill(victim, signal.SIGKILL), lambda outcome: outcome.marks == {str(victim)}
+    )
+    url = f"http://127.0.0.1:{port}"
+    outcomes = asyncio.run(run_streams(url, PROMPTS, CONCURRENCY, kill.body, seen=kill.seen))
     failed = [outcome for outcome in outcomes if outcome.failed]
     print(f"\nRay Serve: {len(failed)} of {len(outcomes)} failed", *failed, sep="\n  ")
-    assert len(failed) <= 8
+    assert kill.during in failed
+    assert len(failed) <= CONCURRENCY
+    assert {outcome.name for outcome in failed} <= given_to(notes, victim)
+    for outcome in failed:
+        begun = outcome.status == 200 and outcome.end in ("cut", "early") and outcome.marks == {str(victim)}
+        assert begun or (outcome.end, outcome.status, outcome.text) == ("status", 500, ""), outcome
     llm = LLM(**ENGINE)
     whole = {outcome.prompt: outcome.text for outcome in outcomes if not outcome.failed}
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-    for output in llm.generate(list(whole)[:20], params, use_tqdm=False):
+    for output in llm.generate([prompt for prompt in PROMPTS[:20] if prompt in whole], params, use_tqdm=False):
         assert whole[output.prompt or ""] == output.outputs[0].text
     while True:
         now = replica_pids()
-        if len(now) == 2 and before[0] not in now and serve.status().applications["specrs"].status == "RUNNING":
+        if len(now) == 2 and victim not in now and serve.status().applications["specrs"].status == "RUNNING":
             break
-    outcomes = asyncio.run(run_streams(f"http://127.0.0.1:{port}", PROMPTS[:50], 8, body))
+    outcomes = asyncio.run(run_streams(url, PROMPTS[:50], CONCURRENCY, body))
     assert not [outcome for outcome in outcomes if outcome.failed]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from .replicas import MODULES, Replica, replicas, routing
-from .streams import Outcome, run_streams
+from .streams import Kill, Outcome, run_streams
 
 NUM_REQUESTS, CONCURRENCY = 2000, 16
 WORDS = [
@@ -41,17 +41,25 @@ def prompts(count: int, seed: int) -> list[str]:
 
 @pytest.mark.parametrize("kind", MODULES)
 def test_a_killed_replica_costs_its_own_streams_alone(kind: str, tmp_path: Path) -> None:
+    """The victim ends while a stream runs from it, so at least that one fails; requests that it had not begun to answer
+    are given to another."""
     body = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
+    asked, quarter = prompts(NUM_REQUESTS, 1), NUM_REQUESTS // 4
     with replicas(3, "--max-model-len", "512") as made, routing(kind, "round_robin", made, tmp_path) as router:
         victim = made[1]
         first_life = victim.mark
+        kill = Kill(
+            asked[quarter : quarter + 2 * CONCURRENCY],
+            body,
+            victim.kill,
+            lambda outcome: outcome.marks == {first_life},
+        )
         restarted: asyncio.Task[None] | None = None
 
         async def at(ended: int, outcomes: list[Outcome]) -> None:
             nonlocal restarted
-            if ended == NUM_REQUESTS // 4:
-                victim.kill()
             if ended == NUM_REQUESTS // 3:
+                assert kill.during is not None
                 restarted = asyncio.create_task(asyncio.to_thread(victim.start_again))
             if ended == NUM_REQUESTS // 2:
                 # the rest is for three replicas again
@@ -59,7 +67,7 @@ def test_a_killed_replica_costs_its_own_streams_alone(kind: str, tmp_path: Path)
                 await restarted
 
         url = f"http://127.0.0.1:{router.port}"
-        outcomes = asyncio.run(run_streams(url, prompts(NUM_REQUESTS, 1), CONCURRENCY, body, at))
+        outcomes = asyncio.run(run_streams(url, asked, CONCURRENCY, kill.body, at, kill.seen))
         assert router.process.poll() is None, router.output
         more: list[Outcome] = []
         # routers leave one that came back alone for a while
@@ -72,7 +80,9 @@ def test_a_killed_replica_costs_its_own_streams_alone(kind: str, tmp_path: Path)
     failed = [outcome for outcome in outcomes if outcome.failed]
     seen = [f"{outcome.end} {outcome.status} {sorted(outcome.marks)} {outcome.error[:300]}" for outcome in failed]
     print(f"\n{kind}: {len(failed)} of {NUM_REQUESTS} failed", *seen, sep="\n  ")
+    assert kill.during in failed
     assert len(failed) <= CONCURRENCY
+    # one of which the head has come, and nothing else, has no mark
     assert all(outcome.status == 200 and outcome.marks <= {first_life} for outcome in failed), seen
     whole = [outcome for outcome in outcomes if not outcome.failed]
     assert all(len(outcome.marks) == 1 for outcome in whole)
