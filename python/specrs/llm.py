@@ -166,7 +166,7 @@ class LLM:
         compiled = self._intake.submit_grammar(params)
         if compiled is not None:
             while not compiled.done() and self.engine.has_unfinished():
-                self._step()  # other streams need not wait for it
+                self._step(compiling=True)  # other streams need not wait for it
             take_grammar(requests, compiled)
         return self._stream(requests)
 
@@ -244,7 +244,7 @@ class LLM:
             while group_of:
                 touched = self._add_compiled(groups, compiling)
                 if self.engine.has_unfinished() or not (touched or compiling):
-                    touched += self._step()
+                    touched += self._step(compiling=bool(compiling))
                 elif not touched:
                     wait(compiling.values(), return_when=FIRST_COMPLETED)
                 ended = 0
@@ -282,9 +282,11 @@ class LLM:
         for request in requests:
             self.engine.add_request(request)
 
-    def _step(self) -> list[Request]:
+    def _step(self, *, compiling: bool = False) -> list[Request]:
+        """`compiling`: some wait for their grammars, so that the engine may run out: a step that settles a launch
+        planned ahead for requests that have ended since touches none."""
         touched = self.engine.step()
-        if not touched and not self.engine.has_unfinished():
+        if not touched and not compiling and not self.engine.has_unfinished():
             raise EngineError("the engine is idle, but requests have not ended")
         return touched
 

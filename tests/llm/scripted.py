@@ -28,12 +28,16 @@ class ScriptedEngine:
         self.live: dict[int, Request] = {}
         self.seen: list[Request] = []
         self.num_steps = self.num_idle = 0
+        self.planned_ahead = False
+        """Whether a launch is in flight when no request lives any more, as with a depth of 2."""
+        self._in_flight = False
 
     def add_request(self, request: Request) -> None:
         request.stop_token_ids = validate_request(request.prompt_token_ids, request.params, self.limits).stop_token_ids
         request.eos_token_ids = frozenset() if request.params.ignore_eos else frozenset({EOS})
         self.live[request.request_id] = request
         self.seen.append(request)
+        self._in_flight = self.planned_ahead
 
     def abort(self, request_id: int) -> None:
         if request_id not in self.live:
@@ -41,12 +45,13 @@ class ScriptedEngine:
         self.live.pop(request_id).finish(FinishReason.ABORT)
 
     def has_unfinished(self) -> bool:
-        return bool(self.live)
+        return bool(self.live) or self._in_flight
 
     def step(self) -> list[Request]:
         self.before_step(self)
         self.num_steps += 1
         touched = list(self.live.values())
+        self._in_flight = self._in_flight and bool(touched)
         for request in touched:
             self._advance(request)
             if request.finished:

@@ -103,6 +103,33 @@ def test_nobody_else_to_run(llm: LLM, engine: ScriptedEngine, compiler: Compiler
     assert (output.outputs[0].finish_reason, waited) == ("length", [0])
 
 
+def test_a_launch_ahead_settles_while_a_grammar_compiles(
+    llm: LLM, engine: ScriptedEngine, compiler: Compiler, monkeypatch: Any
+) -> None:
+    """It touches no request, and none waits or runs behind it."""
+
+    def wait(futures: Any, return_when: str) -> None:
+        for future in futures:
+            future.set_result(object())
+
+    monkeypatch.setattr("specrs.llm.wait", wait)
+    engine.planned_ahead = True
+    outputs = llm.generate(["fast", "slow"], [GREEDY, structured("slow")], use_tqdm=False)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["length", "length"]
+
+
+def test_a_launch_ahead_settles_while_a_streams_grammar_compiles(
+    llm: LLM, engine: ScriptedEngine, compiler: Compiler, monkeypatch: Any
+) -> None:
+    engine.planned_ahead = True
+    others = llm.stream("fast", GREEDY)
+    next(others)
+    compiler.futures["slow"] = future = Future()
+    monkeypatch.setattr(future, "result", lambda timeout=None: object())
+    assert [output.finished for output in llm.stream("slow", structured("slow"))][-1]
+    assert list(others)[-1].outputs[0].finish_reason == "length"
+
+
 @pytest.mark.parametrize("when", ["at once", "later"])
 def test_a_refused_grammar_fails_alone(llm: LLM, engine: ScriptedEngine, compiler: Compiler, when: str) -> None:
     def refuse(running: ScriptedEngine) -> None:
