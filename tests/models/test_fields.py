@@ -246,6 +246,14 @@ def test_the_logits_of_transformers_or_a_refusal_by_name(
     check(checkpoints[family], dict(mutated))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.usefixtures("quiet")
+def test_a_field_that_is_not_there_is_what_transformers_takes_it_for(family: str, checkpoints: dict[str, Path]) -> None:
+    folder = checkpoints[family]
+    served = {name for name in json.loads((folder / "config.json").read_text()) if check(folder, {}, absent=name)}
+    assert {"rms_norm_eps", "rope_parameters"} <= served
+
+
 @pytest.mark.usefixtures("quiet")
 def test_every_pair_of_rope_layouts(checkpoints: dict[str, Path]) -> None:
     served = 0
@@ -254,16 +262,18 @@ def test_every_pair_of_rope_layouts(checkpoints: dict[str, Path]) -> None:
     assert served > 15
 
 
-def check(folder: Path, mutated: dict[str, Any]) -> bool:
-    """Compare the checkpoint with those fields in its config.json, or see the refusal; whether both serve it."""
+def check(folder: Path, mutated: dict[str, Any], *, absent: str | None = None) -> bool:
+    """Compare the checkpoint with those fields in its config.json, one less if so said, or see the refusal; whether
+    both serve it."""
     file = folder / "config.json"
     original = file.read_text()
     try:
-        file.write_text(json.dumps(json.loads(original) | mutated))
+        fields = {name: value for name, value in json.loads(original).items() if name != absent}
+        file.write_text(json.dumps(fields | mutated))
         model, refusal = ours(folder)
         if model is None:
             # By the field, or by a tensor that the field asks for.
-            assert any(name in refusal for name in (*mutated, ".bias", ".weight"))
+            assert any(name in refusal for name in (*mutated, absent or ".weight", ".bias", ".weight"))
             return False
         expected = theirs(folder)
     finally:

@@ -205,6 +205,7 @@ FAMILIES: dict[str, Family] = {
     "MixtralForCausalLM": Family(
         "mixtral",
         "Mixtral",
+        rope_theta=1e6,
         num_key_value_heads=8,
         windows="all",
         rms_norm_eps=1e-5,
