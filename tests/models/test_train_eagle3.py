@@ -15,13 +15,19 @@ from safetensors.torch import load_file as load_tensors
 from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "train_eagle3.py"
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 ROWS, PASSES, HIDDEN = 9, 4, 24
 
 
 @pytest.fixture(scope="module")
-def script() -> Any:
-    return load_file("train_eagle3", SCRIPT)
+def text_script() -> Any:
+    return load_file("eagle3_text", SCRIPTS / "eagle3_text.py")
+
+
+@pytest.fixture(scope="module")
+def script(text_script: Any) -> Any:
+    """Imports the other one."""
+    return load_file("train_eagle3", SCRIPTS / "train_eagle3.py")
 
 
 def test_a_row_of_pass_j_is_that_of_a_draft_of_depth_j(script: Any) -> None:
@@ -58,13 +64,15 @@ def test_a_row_of_pass_j_is_that_of_a_draft_of_depth_j(script: Any) -> None:
 TEMPLATE = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}<a>"
 
 
-def test_a_run_over_a_gguf_file_and_its_own_chats(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_over_a_gguf_file_and_its_own_chats(
+    script: Any, text_script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What the target wrote and made of it is kept, and a second run takes it from there; the head is one."""
     source = make_checkpoint(tmp_path / "target", "llama", vocab=330, layers=6, head_dim=16, hidden=96)
     write_tokenizer(source, 330)
     path = write_gguf(source, tmp_path / "target.gguf", tokenizer__chat_template=TEMPLATE)
     out = tmp_path / "out"
-    monkeypatch.setattr(script, "PART", 16)
+    monkeypatch.setattr(text_script, "PART", 16)
     given = {"num-prompts": 20, "num-plain": 0, "prompt-tokens": 128, "new-tokens": 12, "passes": 2, "batch-size": 4}
     sizes = [str(item) for name, value in given.items() for item in (f"--{name}", value)]
     argv = ["train_eagle3.py", "--target", str(path), "--chats", "--keep-states", "--out", str(out), *sizes]
