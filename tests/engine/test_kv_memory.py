@@ -23,6 +23,12 @@ def test_blocks_of_the_pool() -> None:
         InvalidConfigError, match=r"^kv_cache_memory_bytes=1000: 100 KV blocks fit, .* needs 101: .* 1010 "
     ):
         resolve_num_blocks(EngineConfig(kv_cache_memory_bytes=1000), 10, 16 * 100 + 1, 101)
+    with pytest.raises(
+        InvalidConfigError,
+        match=r"^kv_cache_memory_bytes=None: 4 KV blocks fit in 4 GiB, one request of max_model_len=2048 needs 5: "
+        r"allowed are at least 5368709120 bytes, or a smaller max_model_len$",
+    ):
+        resolve_num_blocks(EngineConfig(), 1 << 30, 2048, 5)
     # a window needs fewer than its positions take
     assert resolve_num_blocks(EngineConfig(kv_cache_memory_bytes=1000), 10, 16 * 1000, 100) == 100
 

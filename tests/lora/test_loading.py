@@ -152,6 +152,16 @@ def test_an_id_stands_for_one_adapter(
         loras.load(request(a))
 
 
+def test_the_one_not_asked_for_longest_goes(checkpoint: Path, model: Dense, tmp_path: Path) -> None:
+    folders = [write_adapter(tmp_path / name, checkpoint, SPEC, seed=i) for i, name in enumerate("abc")]
+    loras = store(model, kept=2)
+    for number in (1, 2, 1, 3):
+        loras.load(request(folders[number - 1], number))
+    assert loras.get(1) is not loras.get(3)
+    with pytest.raises(KeyError):
+        loras.get(2)
+
+
 @pytest.mark.parametrize(
     ("fields", "says"),
     [

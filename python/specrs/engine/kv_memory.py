@@ -44,7 +44,7 @@ def given_num_blocks(
     than the memory of `device`.
     """
     field, given = "num_gpu_blocks_override", config.num_gpu_blocks_override
-    blocks, least = given, f"{least_blocks}"
+    blocks, least = given, str(least_blocks)
     if given is None:
         field, given = "kv_cache_memory_bytes", config.kv_cache_memory_bytes
         if given is None:
@@ -52,11 +52,7 @@ def given_num_blocks(
         blocks, least = given // bytes_per_block, f"{least_blocks * bytes_per_block} bytes"
     assert blocks is not None
     if blocks < least_blocks:
-        reason = (
-            f"{blocks} KV blocks fit, one request of max_model_len={max_model_len} "
-            f"needs {least_blocks}: allowed are at least {least}, or a smaller max_model_len"
-        )
-        raise invalid(InvalidConfigError, field, given, reason)
+        raise _too_few(field, given, f"{blocks} KV blocks fit", max_model_len, least_blocks, least)
     _check_room(field, given, blocks * bytes_per_block, memory_of(device))
     return blocks
 
@@ -74,14 +70,20 @@ def resolve_num_blocks(
         return given
     blocks = DEFAULT_CPU_KV_CACHE_BYTES // bytes_per_block
     if blocks < least_blocks:
-        reason = (
-            f"{blocks} KV blocks fit in {DEFAULT_CPU_KV_CACHE_BYTES // GIB} GiB, one request of "
-            f"max_model_len={max_model_len} needs {least_blocks}: allowed are at least "
-            f"{least_blocks * bytes_per_block} bytes, or a smaller max_model_len"
-        )
-        raise invalid(InvalidConfigError, "kv_cache_memory_bytes", None, reason)
+        fit = f"{blocks} KV blocks fit in {DEFAULT_CPU_KV_CACHE_BYTES // GIB} GiB"
+        least = f"{least_blocks * bytes_per_block} bytes"
+        raise _too_few("kv_cache_memory_bytes", None, fit, max_model_len, least_blocks, least)
     per_request = num_groups * -(-max_model_len // config.block_size)
     return min(blocks, per_request * config.max_num_seqs)
+
+
+def _too_few(
+    field: str, value: int | None, fit: str, max_model_len: int, least_blocks: int, least: str
+) -> InvalidConfigError:
+    """That one request of full length does not fit; `least`: what is allowed at least, in the field's unit."""
+    needs = f"one request of max_model_len={max_model_len} needs {least_blocks}"
+    reason = f"{fit}, {needs}: allowed are at least {least}, or a smaller max_model_len"
+    return invalid(InvalidConfigError, field, value, reason)
 
 
 def _check_room(field: str, value: int, needed: int, memory: int) -> None:

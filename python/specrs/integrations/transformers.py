@@ -184,7 +184,11 @@ class _StateDict:
 
     def read(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
         """One tensor, detached; it may share memory with the model."""
-        return self._tensors[name].detach().to(device=device, dtype=dtype)
+        return self.mapped(name).to(device=device, dtype=dtype)
+
+    def mapped(self, name: str) -> Tensor:
+        """The model's own, detached."""
+        return self._tensors[name].detach()
 
 
 @dataclass

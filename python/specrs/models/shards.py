@@ -18,6 +18,7 @@ from torch import Tensor
 from specrs.errors import UnsupportedConfigError, UnsupportedModelError, invalid
 from specrs.kernels.coded_weight import IN, OUT, CodedWeight
 from specrs.models.config import ModelConfig
+from specrs.models.dummy import DummyCheckpoint
 from specrs.models.tensors import EMBEDDING, LM_HEAD, Tensors, tensor_shapes
 
 
@@ -114,8 +115,17 @@ class ShardedTensors:
         self._whole.check(required, optional)
 
     def read(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """This rank's part of one tensor, in memory of its own."""
-        return self._part(name, self._whole.read(name, dtype, device))
+        """This rank's part of one tensor as `dtype`: it is cut on the host, and `device` never holds the rest.
+
+        Dummy weights are the exception, drawn whole on `device`: a host would take minutes.
+        """
+        if isinstance(self._whole, DummyCheckpoint):
+            return self._part(name, self._whole.read(name, dtype, device))
+        return self.mapped(name).to(device=device, dtype=dtype)
+
+    def mapped(self, name: str) -> Tensor:
+        """This rank's part of one tensor in the file's type, in memory of its own unless all of it is the rank's."""
+        return self._part(name, self._whole.mapped(name))
 
     def _part(self, name: str, whole: Tensor) -> Tensor:
         module, kind = name.rsplit(".", 1) if "." in name else ("", name)

@@ -27,7 +27,10 @@ class Tensors(Protocol):
         """Raise if what is `required` is not there in its shape."""
 
     def read(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """One tensor."""
+        """One tensor as `dtype` on `device`."""
+
+    def mapped(self, name: str) -> Tensor:
+        """One tensor where it lies and in the type that it has there: of files, in the host's memory."""
 
 
 def tensor_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
