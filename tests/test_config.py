@@ -1,4 +1,4 @@
-"""EngineConfig and SpeculativeConfig: wrong values are refused by name, vLLM's other arguments where they matter."""
+"""EngineConfig: wrong values are refused by name, vLLM's other arguments where they matter."""
 
 import dataclasses
 import json
@@ -8,14 +8,9 @@ from typing import Any, get_args
 
 import pytest
 from specrs import pair
-from specrs.config import (
-    LOGPROBS_MODES,
-    EngineConfig,
-    resolve_draft_max_model_len,
-    resolve_max_model_len,
-)
+from specrs.config import LOGPROBS_MODES, EngineConfig, resolve_max_model_len
 from specrs.errors import InvalidConfigError, UnsupportedConfigError
-from specrs.speculative_config import SpeculativeConfig, for_repeats
+from specrs.speculative_config import SpeculativeConfig
 from specrs.verify.logprobs import LogprobsMode
 
 
@@ -94,31 +89,6 @@ def test_devices(device: str) -> None:
 def test_other_devices_are_refused(device: str) -> None:
     with pytest.raises(InvalidConfigError, match=f"^device='{device}': must be 'auto', 'cpu', 'cuda' or 'cuda:N'"):
         EngineConfig(device=device)
-
-
-def synthetic(rates: object, method: str = "synthetic") -> SpeculativeConfig:
-    return SpeculativeConfig(
-        num_speculative_tokens=2,
-        rejection_sample_method=method,
-        synthetic_acceptance_rates=rates,  # type: ignore[arg-type]
-    )
-
-
-def test_synthetic_acceptance() -> None:
-    assert synthetic([0.75, 0.5]).synthetic_acceptance_rates == (0.75, 0.5)
-    assert EngineConfig(speculative_config=synthetic((1, 0))).synthetic
-    assert not EngineConfig(speculative_config=SpeculativeConfig(num_speculative_tokens=2)).synthetic
-    for rates, message in (
-        (None, "must be a list of num_speculative_tokens=2 rates"),
-        ([0.5], "must be a list of num_speculative_tokens=2 rates"),
-        ([0.5, 1.5], "from 0 to 1"),
-        ([0.5, float("nan")], "from 0 to 1"),
-        ([0.5, 0.6], "must not rise"),
-    ):
-        with pytest.raises(InvalidConfigError, match=f"^speculative_config.synthetic_acceptance_rates.*{message}"):
-            synthetic(rates)
-    with pytest.raises(InvalidConfigError, match="allowed only with rejection_sample_method='synthetic'"):
-        synthetic([0.5, 0.4], "rejection")
 
 
 @pytest.mark.parametrize(
@@ -254,7 +224,7 @@ def test_quantization() -> None:
         with pytest.raises(UnsupportedConfigError, match=rf"^quantization=.*: {allowed}$"):
             EngineConfig(quantization=bad)  # type: ignore[arg-type]
         with pytest.raises(UnsupportedConfigError, match=rf"^speculative_config.quantization=.*: {allowed}$"):
-            speculative(quantization=bad)
+            SpeculativeConfig(num_speculative_tokens=2, quantization=bad)  # type: ignore[arg-type]
     with pytest.raises(InvalidConfigError, match=r"^speculative_config.quantization='int8': not allowed with method="):
         SpeculativeConfig(num_speculative_tokens=2, method="ngram", quantization="int8")
 
@@ -273,7 +243,7 @@ def test_kv_cache_dtype() -> None:
         with pytest.raises(UnsupportedConfigError, match=rf"^kv_cache_dtype=.*: {allowed}$"):
             EngineConfig(kv_cache_dtype=bad)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedConfigError, match=rf"^speculative_config.kv_cache_dtype='int8': {allowed}$"):
-        speculative(kv_cache_dtype="int8")
+        SpeculativeConfig(num_speculative_tokens=2, kv_cache_dtype="int8")
     for method in ("ngram", "eagle3"):
         with pytest.raises(InvalidConfigError, match=r"^speculative_config.kv_cache_dtype='fp8': not allowed with me"):
             SpeculativeConfig(num_speculative_tokens=2, method=method, kv_cache_dtype="fp8")
@@ -292,7 +262,7 @@ def test_bf16_rows() -> None:
         ({"quantization": "int8"}, "quantization='int8'; allowed: False, or quantization=None"),
         ({"quantization": "fp8"}, "quantization='fp8'; allowed: False, or quantization=None"),
         (
-            {"model": "t", "speculative_config": speculative(quantization="int4")},
+            {"speculative_config": SpeculativeConfig(num_speculative_tokens=2, quantization="int4")},
             "speculative_config.quantization='int4'; allowed: False, or speculative_config.quantization=None",
         ),
     ):
@@ -378,211 +348,6 @@ def test_unknown_argument() -> None:
         EngineConfig.from_kwargs(tensor_paralel_size=1)
 
 
-def speculative(**fields: Any) -> SpeculativeConfig:
-    return SpeculativeConfig.from_mapping({"model": "draft", "num_speculative_tokens": 5} | fields)
-
-
-def test_auto_has_a_most() -> None:
-    for given, most in ((None, 7), (1, 1), (16, 16)):
-        auto = speculative(num_speculative_tokens="auto", max_num_speculative_tokens=given)
-        assert (auto.num_speculative_tokens, auto.most_speculative_tokens) == ("auto", most)
-        config = EngineConfig(model="target", speculative_config=auto)
-        assert config.plans_speculation
-        assert config.num_speculative_tokens == most
-    fixed = EngineConfig(model="target", speculative_config=speculative(num_speculative_tokens=3))
-    assert not fixed.plans_speculation
-    rates = speculative(
-        num_speculative_tokens="auto",
-        max_num_speculative_tokens=2,
-        rejection_sample_method="synthetic",
-        synthetic_acceptance_rates=[0.7, 0.5],
-    )
-    assert rates.synthetic_acceptance_rates == (0.7, 0.5)
-
-
-def test_speculative_config_accepts_what_is_listed() -> None:
-    config = speculative(
-        method="draft_model",
-        max_model_len=100,
-        draft_tensor_parallel_size=1,
-        revision="main",
-        rejection_sample_method="standard",
-        disable_padded_drafter_batch=True,
-    )
-    assert (config.model, config.num_speculative_tokens, config.max_model_len) == ("draft", 5, 100)
-    assert config.rejection_sample_method == "rejection" == speculative().rejection_sample_method
-    for k in (0, 16):
-        assert speculative(num_speculative_tokens=k).num_speculative_tokens == k
-
-
-def test_the_coupled_rule() -> None:
-    assert speculative(rejection_sample_method="coupled").rejection_sample_method == "coupled"
-    assert speculative(rejection_sample_method="rejection").rejection_sample_method == "rejection"
-
-
-def test_dashes_equal_underscores() -> None:
-    dashed = {"model": "draft", "num-speculative-tokens": 5, "max-model-len": 9, "draft-tensor-parallel-size": 1}
-    assert SpeculativeConfig.from_mapping(dashed) == speculative(max_model_len=9)
-    with pytest.raises(InvalidConfigError, match="max_model_len is given twice"):
-        speculative(**{"max-model-len": 9, "max_model_len": 9})
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (
-            {"num_speculative_tokens": -1},
-            r"^speculative_config.num_speculative_tokens=-1: must be an integer from 0 to 16",
-        ),
-        (
-            {"num_speculative_tokens": 17},
-            r"^speculative_config.num_speculative_tokens=17: must be an integer from 0 to 16",
-        ),
-        ({"num_speculative_tokens": None}, r"^speculative_config.num_speculative_tokens=None: "),
-        ({"num_speculative_tokens": "best"}, r"^speculative_config.num_speculative_tokens='best': .*or 'auto'$"),
-        (
-            {"max_num_speculative_tokens": 3},
-            r"^speculative_config.max_num_speculative_tokens=3: allowed only with num_speculative_tokens='auto'",
-        ),
-        (
-            {"num_speculative_tokens": "auto", "max_num_speculative_tokens": 0},
-            r"^speculative_config.max_num_speculative_tokens=0: must be an integer from 1 to 16, or None",
-        ),
-        ({"model": ""}, r"^speculative_config.model='': "),
-        ({"max_model_len": 1}, r"^speculative_config.max_model_len=1: must be an integer of at least 2"),
-        (
-            {"method": "eagle"},
-            r"^speculative_config.method='eagle': not implemented; allowed: 'draft_model' or 'eagle3' or 'ngram' or ",
-        ),
-        (
-            {"method": "eagle3,draft_model"},
-            r"^speculative_config.method='eagle3,draft_model': names two drafters with a model of their own; allowed: ",
-        ),
-        ({"method": "ngram,ngram"}, r"^speculative_config.method='ngram,ngram': names a method twice; allowed: "),
-        ({"method": "suffix,"}, r"^speculative_config.method='suffix,': not implemented; allowed: "),
-        ({"method": 3}, r"^speculative_config.method=3: not implemented; allowed: "),
-        (
-            {"method": ["ngram", "suffix"]},
-            r"^speculative_config.method=\['ngram', 'suffix'\]: not implemented; allowed: '",
-        ),
-        (
-            {"suffix_decoding_max_tree_depth": 9},
-            r"max_tree_depth=9: not allowed with method='draft_model'; allowed with '",
-        ),
-        (
-            {"method": "suffix,draft_model", "suffix_decoding_max_tree_depth": 0},
-            r"^speculative_config.suffix_decoding_max_tree_depth=0: must be an integer from 2 to 256, or None$",
-        ),
-        (
-            {"method": "suffix,draft_model", "suffix_decoding_max_cached_requests": -1},
-            r"suffix_decoding_max_cached_requests=-1: must be an integer of at least 0, or None$",
-        ),
-        (
-            {"method": "suffix,draft_model", "suffix_decoding_max_spec_factor": 0},
-            r"suffix_decoding_max_spec_factor=0: must be a finite number greater than 0$",
-        ),
-        (
-            {"method": "suffix,draft_model", "suffix_decoding_min_token_prob": 1.5},
-            r"suffix_decoding_min_token_prob=1.5: must be a finite number from 0 to 1$",
-        ),
-        (
-            {"method": "ngram"},
-            r"^speculative_config.model='draft': not allowed with method='ngram'; allowed with",
-        ),
-        (
-            {"prompt_lookup_min": 2},
-            r"^speculative_config.prompt_lookup_min=2: not allowed with method='draft_model'; allowed with '",
-        ),
-        (
-            {"prompt_lookup_max": 2},
-            r"^speculative_config.prompt_lookup_max=2: not allowed with method='draft_model'; allowed with '",
-        ),
-        ({"draft_tensor_parallel_size": 2}, r"^speculative_config.draft_tensor_parallel_size=2: must be 1$"),
-        (
-            {"rejection_sample_method": "typical"},
-            r"rejection_sample_method='typical': must be one of rejection, standard, coupled, synthetic$",
-        ),
-        ({"rejection_sample_method": None}, r"rejection_sample_method=None: must be one of rejection, standard"),
-        ({"disable_padded_drafter_batch": 1}, r"disable_padded_drafter_batch=1: must be True or False"),
-        ({"revision": 3}, r"^speculative_config.revision=3: "),
-        ({"tensor_parallel_size": 1}, r"unknown key 'tensor_parallel_size'.*did you mean draft_tensor_parallel_size"),
-        ({"nonsense": 1}, r"unknown key 'nonsense'; known: aux_hidden_state_layer_ids, disable_.*, synthetic_acc.*$"),
-        ({3: 1}, r"unknown key 3; known: "),
-    ],
-)
-def test_speculative_config_refuses(fields: dict[Any, Any], message: str) -> None:
-    with pytest.raises(InvalidConfigError, match=message):
-        EngineConfig(
-            model="target",
-            speculative_config={"model": "draft", "num_speculative_tokens": 5} | fields,  # type: ignore[arg-type]
-        )
-
-
-@pytest.mark.parametrize(
-    ("fields", "sizes"),
-    [
-        ({}, (5, 5)),
-        ({"prompt_lookup_min": 2}, (2, 2)),
-        ({"prompt_lookup_max": 7}, (7, 7)),
-        ({"prompt_lookup_min": 2, "prompt_lookup_max": 4}, (2, 4)),
-    ],
-)
-def test_ngram_sizes_default_as_in_vllm(fields: dict[str, int], sizes: tuple[int, int]) -> None:
-    config = EngineConfig(
-        model="target",
-        speculative_config=SpeculativeConfig(method="ngram", num_speculative_tokens="auto", **fields),
-    )
-    assert config.speculative_config is not None
-    assert config.speculative_config.prompt_lookup == sizes
-    assert (config.draft, config.num_speculative_tokens, config.plans_speculation) == (None, 7, True)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (
-            {"revision": "main"},
-            r"^speculative_config.revision='main': not allowed with method='ngram'; allowed with",
-        ),
-        (
-            {"max_model_len": 9},
-            r"^speculative_config.max_model_len=9: not allowed with method='ngram'; allowed with",
-        ),
-        ({"prompt_lookup_min": 0}, r"^speculative_config.prompt_lookup_min=0: must be an integer from 1 to 1024, or"),
-        ({"prompt_lookup_max": 1025}, r"^speculative_config.prompt_lookup_max=1025: must be an integer from 1 to 1024"),
-        (
-            {"prompt_lookup_min": 4, "prompt_lookup_max": 3},
-            r"^speculative_config.prompt_lookup_min=4: must be at most prompt_lookup_max=3$",
-        ),
-    ],
-)
-def test_ngram_refuses(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidConfigError, match=message):
-        SpeculativeConfig(method="ngram", num_speculative_tokens=3, **fields)
-
-
-def test_ngram_runs_one_launch_at_a_time() -> None:
-    speculative = {"method": "ngram", "num_speculative_tokens": 3}
-    assert EngineConfig(model="target", speculative_config=speculative, launch_depth=1).launch_depth == 1  # type: ignore[arg-type]
-    with pytest.raises(InvalidConfigError, match=r"^launch_depth=2: must be 1 or None with .*method='ngram'"):
-        EngineConfig(model="target", speculative_config=speculative, launch_depth=2)  # type: ignore[arg-type]
-
-
-def test_number_of_drafts_is_required() -> None:
-    with pytest.raises(InvalidConfigError, match="num_speculative_tokens is missing; an integer from 0 to 16"):
-        SpeculativeConfig.from_mapping({"model": "draft"})
-
-
-def test_draft_may_be_left_out_for_the_bundled_target_only() -> None:
-    wanted = SpeculativeConfig(num_speculative_tokens=3)
-    for model in (None, str(pair.TARGET), pair.TARGET):
-        config = EngineConfig(model=model, speculative_config=wanted)  # type: ignore[arg-type]
-        assert (config.target, config.draft) == (str(pair.TARGET), str(pair.DRAFT))
-    with pytest.raises(InvalidConfigError, match=r"^speculative_config.model is missing: .* model='other'"):
-        EngineConfig(model="other", speculative_config=wanted)
-    assert EngineConfig(model="other", speculative_config=speculative()).draft == "draft"
-
-
 def test_paths_may_be_paths(tmp_path: Path) -> None:
     config = EngineConfig(model=tmp_path, tokenizer=tmp_path)  # type: ignore[arg-type]
     assert config.target == config.tokenizer == str(tmp_path)
@@ -593,24 +358,6 @@ def test_max_model_len_against_the_model() -> None:
     assert resolve_max_model_len(EngineConfig(max_model_len=100), 2048) == 100
     with pytest.raises(InvalidConfigError, match=r"^max_model_len=2049: must be at most 2048"):
         resolve_max_model_len(EngineConfig(max_model_len=2049), 2048)
-
-
-def test_max_model_len_of_the_draft() -> None:
-    assert resolve_draft_max_model_len(EngineConfig(), 512) == 512
-    config = EngineConfig(speculative_config=SpeculativeConfig(num_speculative_tokens=1, max_model_len=64))
-    assert resolve_draft_max_model_len(config, 512) == 64
-    with pytest.raises(InvalidConfigError, match=r"^speculative_config.max_model_len=64: must be at most 32"):
-        resolve_draft_max_model_len(config, 32)
-
-
-def test_drafters_for_prompts_that_come_again() -> None:
-    """Suffix decoding then keeps nothing for others, unless it is told how much."""
-    key = "suffix_decoding_max_cached_requests"
-    for method in ("suffix", "ngram, suffix", "suffix,draft_model"):
-        assert for_repeats({"method": method, "model": "m"}) == {"method": method, "model": "m", key: 0}
-    dashes = key.replace("_", "-")
-    for config in ({}, {"method": "ngram"}, {"method": "suffix", key: 5}, {"method": "suffix", dashes: 5}):
-        assert for_repeats(config) == config
 
 
 def test_a_torch_dtype_counts_by_its_name() -> None:

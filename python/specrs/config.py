@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,7 +93,7 @@ class EngineConfig:
     that of the logits after masks, bias, penalties, temperature and filters; `raw_logits` and `processed_logits` are
     the logits themselves.
     `enable_lora`: requests may have a LoRA adapter (`LoRARequest`): PEFT's, of the projections of the target's layers,
-    on a CPU, where the target's passes are torch's then, op by op. Drafts stay those of the drafter without it.
+    on a CPU. Drafts stay those of the drafter without it.
     `max_loras`: different adapters of the requests that run at once; others wait for their turn. `max_lora_rank`: the
     largest that an adapter may have, up to 512. `max_cpu_loras`: adapters kept in memory beside those that requests
     have; None is `max_loras`.
@@ -251,17 +251,15 @@ class EngineConfig:
     def check_loras_serve(self, device: str) -> None:
         """Raises `UnsupportedConfigError` for what is not computed with adapters. `device` is the configuration's, or
         what it was resolved to."""
-        if not self.enable_lora:
-            return
-        for other, value, serves, allowed in (
-            ("device", device, not device.startswith("cuda"), "'cpu'"),
-            ("tensor_parallel_size", self.tensor_parallel_size, self.tensor_parallel_size == 1, "1"),
-            ("model_impl", self.model_impl, self.model_impl != "transformers", "'auto' or 'specrs'"),
-            ("cpu_bf16_rows", self.cpu_bf16_rows, not self.cpu_bf16_rows, "False"),
-        ):
-            if not serves:
-                reason = f"not implemented with {other}={value!r}; allowed: False, or {other}={allowed}"
-                raise invalid(UnsupportedConfigError, "enable_lora", True, reason)
+        if self.enable_lora:
+            size = self.tensor_parallel_size
+            others = (
+                ("device", device, not device.startswith("cuda"), "device='cpu'"),
+                ("tensor_parallel_size", size, size == 1, "tensor_parallel_size=1"),
+                ("model_impl", self.model_impl, self.model_impl != "transformers", "model_impl='auto' or 'specrs'"),
+                ("cpu_bf16_rows", self.cpu_bf16_rows, not self.cpu_bf16_rows, "cpu_bf16_rows=False"),
+            )
+            _refuse_beside("enable_lora", True, "False", others)
 
     def check_ranks_serve(self, device: str) -> None:
         """Raises `UnsupportedConfigError` for what ranks do not compute, `InvalidConfigError` for a draft of another
@@ -278,16 +276,14 @@ class EngineConfig:
         coded = None if speculative is None or draft == 1 else speculative.quantization
         translates = speculative is not None and draft > 1 and speculative.use_heterogeneous_vocab
         on_cpu = not device.startswith("cuda")
-        for other, value, serves, allowed in (
+        others = (
             ("model_impl", self.model_impl, self.model_impl != "transformers", "model_impl='auto' or 'specrs'"),
             ("quantization", self.quantization, self.quantization not in ("int8", "int4"), "quantization=None"),
             ("speculative_config.quantization", coded, coded not in ("int8", "int4"), f"{field}=1"),
             ("cpu_bf16_rows", self.cpu_bf16_rows, not self.cpu_bf16_rows, "cpu_bf16_rows=False"),
             ("speculative_config.use_heterogeneous_vocab", translates, on_cpu or not translates, f"{field}=1"),
-        ):
-            if not serves:
-                reason = f"not implemented with {other}={value!r}; allowed: 1, or {allowed}"
-                raise invalid(UnsupportedConfigError, "tensor_parallel_size", size, reason)
+        )
+        _refuse_beside("tensor_parallel_size", size, "1", others)
 
     def check_native_serves(self, device: str, dtype: str) -> None:
         """Raises `UnsupportedConfigError` for rows in bf16 where no native pass of a CPU reads bf16 weights.
@@ -299,29 +295,25 @@ class EngineConfig:
         quantized = {"quantization": self.quantization}
         if self.speculative_config is not None:
             quantized["speculative_config.quantization"] = self.speculative_config.quantization
-        for other, found, serves, allowed in (
-            ("device", device, not device.startswith("cuda"), "'cpu'"),
-            ("dtype", dtype, dtype != "float64", "'float32' or 'bfloat16'"),
-            ("enforce_eager", self.enforce_eager, not self.enforce_eager, "False"),
-            ("kv_cache_dtype", self.kv_cache_dtype, not self.kv_cache_dtype.startswith("fp8"), "'auto'"),
-            *((name, method, method is None, "None") for name, method in quantized.items()),
-        ):
-            if not serves:
-                reason = f"not implemented with {other}={found!r}; allowed: False, or {other}={allowed}"
-                raise invalid(UnsupportedConfigError, "cpu_bf16_rows", True, reason)
+        of_cache = self.kv_cache_dtype
+        others = (
+            ("device", device, not device.startswith("cuda"), "device='cpu'"),
+            ("dtype", dtype, dtype != "float64", "dtype='float32' or 'bfloat16'"),
+            ("enforce_eager", self.enforce_eager, not self.enforce_eager, "enforce_eager=False"),
+            ("kv_cache_dtype", of_cache, not of_cache.startswith("fp8"), "kv_cache_dtype='auto'"),
+            *((name, method, method is None, f"{name}=None") for name, method in quantized.items()),
+        )
+        _refuse_beside("cpu_bf16_rows", True, "False", others)
 
     def check_fp8_rows(self, device: str, dtype: str) -> None:
         """Raises `UnsupportedConfigError` for rows in FP8 where no kernel makes them. Arguments as of
         `check_native_serves`."""
-        if not self.cuda_fp8_rows:
-            return
-        for other, found, serves, allowed in (
-            ("device", device, device.startswith("cuda"), "'cuda'"),
-            ("dtype", dtype, dtype in ("auto", "bfloat16", "float32"), "'bfloat16'"),
-        ):
-            if not serves:
-                reason = f"not implemented with {other}={found!r}; allowed: False, or {other}={allowed}"
-                raise invalid(UnsupportedConfigError, "cuda_fp8_rows", True, reason)
+        if self.cuda_fp8_rows:
+            others = (
+                ("device", device, device.startswith("cuda"), "device='cuda'"),
+                ("dtype", dtype, dtype in ("auto", "bfloat16", "float32"), "dtype='bfloat16'"),
+            )
+            _refuse_beside("cuda_fp8_rows", True, "False", others)
 
     def _check_draft(self) -> None:
         speculative = self.speculative_config
@@ -337,30 +329,16 @@ class EngineConfig:
             )
         if speculative.on_host:
             return
-        if speculative.reads_hidden:
-            self._check_head()
-            return
+        head = speculative.reads_hidden
         if speculative.model is None and not self.uses_bundled_target:
+            kind = "an EAGLE-3 head" if head else "a draft"
             raise InvalidConfigError(
-                f"speculative_config.model is missing: a folder or hub id of a draft for model={short(self.model)}; "
+                f"speculative_config.model is missing: a folder or hub id of {kind} for model={short(self.model)}; "
                 "it may be left out only for the bundled target"
             )
-
-    def _check_head(self) -> None:
-        speculative = self.speculative_config
-        assert speculative is not None
-        if speculative.model is None and not self.uses_bundled_target:
-            raise InvalidConfigError(
-                "speculative_config.model is missing: a folder or hub id of an EAGLE-3 head for model="
-                f"{short(self.model)}; it may be left out only for the bundled target"
-            )
-        if self.quantization is not None:
-            raise invalid(
-                UnsupportedConfigError,
-                "quantization",
-                self.quantization,
-                "not implemented with speculative_config.method='eagle3'; allowed: None",
-            )
+        if head and self.quantization is not None:
+            reason = "not implemented with speculative_config.method='eagle3'; allowed: None"
+            raise invalid(UnsupportedConfigError, "quantization", self.quantization, reason)
 
     @property
     def uses_bundled_target(self) -> bool:
@@ -476,6 +454,15 @@ def resolve_draft_max_model_len(config: EngineConfig, draft_max_position_embeddi
             f"must be at most {draft_max_position_embeddings}, the max_position_embeddings of {config.draft}",
         )
     return draft_max_position_embeddings if asked is None else asked
+
+
+def _refuse_beside(field: str, value: object, neutral: str, others: Iterable[tuple[str, object, bool, str]]) -> None:
+    """Raises `UnsupportedConfigError` for `field` at `value` beside the first other setting, of (name, its value,
+    whether they go together, what would), that it does not go with; `neutral` goes with all."""
+    for other, found, serves, allowed in others:
+        if not serves:
+            reason = f"not implemented with {other}={found!r}; allowed: {neutral}, or {allowed}"
+            raise invalid(UnsupportedConfigError, field, value, reason)
 
 
 def _speculative(value: object) -> SpeculativeConfig | None:

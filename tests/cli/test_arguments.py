@@ -3,6 +3,7 @@
 import pytest
 from specrs.cli import main, parser
 from specrs.cli.arguments import spell
+from specrs.cli.vllm_flags import NOT_IMPLEMENTED, SHORT_FORMS
 
 
 def speculative_config(*argv: str) -> object:
@@ -17,6 +18,8 @@ def speculative_config(*argv: str) -> object:
         (["--speculative_config.model=a_b/c.d"], ['--speculative-config={"model": "a_b/c.d"}']),
         (["--speculative-config.model", "7"], ['--speculative-config={"model": 7}']),
         (["--speculative-config.max-model-len=64"], ['--speculative-config={"max_model_len": 64}']),
+        (["-sc.max-model-len=64", "-sc.model", "7"], ['-sc={"max_model_len": 64}', '-sc={"model": 7}']),
+        (["--temperature", "-.5", "-1.5", "-tp", "a.b"], ["--temperature", "-.5", "-1.5", "-tp", "a.b"]),
         (["--stop=--x_y.z", "a_b"], ["--stop=--x_y.z", "a_b"]),
         (["--seed", "1", "--", "--max_tokens", "a.b"], ["--seed", "1", "--", "--max_tokens", "a.b"]),
     ],
@@ -60,6 +63,15 @@ def test_speculative_config_merges_and_the_later_value_holds() -> None:
         (["serve", "--eplb-config.window_size=5"], "--eplb-config: not implemented (see"),
         (["serve", "--specialize_active_lora"], "--specialize-active-lora: not implemented (see"),
         (["serve", "--speculative-model", "x"], "--speculative-model: not implemented (say it in --spec"),
+        (["serve", "-ac", "{}"], "-ac (--attention-config): not implemented (see"),
+        (["serve", "-ac.backend=FLASH_ATTN"], "-ac (--attention-config): not implemented (see"),
+        (["serve", "-O3"], "-O (--optimization-level): not implemented (see"),
+        (["serve", "-O", "2"], "-O (--optimization-level): not implemented (see"),
+        (["serve", "-O=2"], "-O (--optimization-level): not implemented (see"),
+        (["serve", "-O.mode=3"], "-O (--optimization-level): not implemented (see"),
+        (["serve", "-spec-draft-tp", "1"], "(--speculative-draft-tensor-parallel-size): not implemented (say it in"),
+        (["serve", "--cudagraph-capture-sizes"], "argument --cudagraph-capture-sizes: expected at least one argument"),
+        (["serve", "--cudagraph-capture-sizes", "1,2"], "--cudagraph-capture-sizes: invalid int value: '1,2'"),
         (["--zzz"], "specrs: error: unrecognized arguments: --zzz (see specrs --help)"),
         (["generate", "x", "--max-model-len", "8q"], "'8q' is not a number of tokens, such as 4096 or 4K"),
         (["bench", "throughput", "--max-model-len", "8q"], "'8q' is not a number of tokens"),
@@ -109,6 +121,17 @@ def test_refused_values_are_one_line(argv: list[str], says: str, capsys: pytest.
     assert main(argv) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert says in line
+
+
+@pytest.mark.parametrize("name", SHORT_FORMS)
+def test_every_short_form_is_known(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Taken where its flag is taken, refused with its name where it is refused."""
+    with pytest.raises(SystemExit) as stopped:
+        main(["serve", SHORT_FORMS[name], "1", "--nowhere"])
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    refused = f"error: {SHORT_FORMS[name]} (--{name}): not implemented"
+    assert (refused if name in NOT_IMPLEMENTED else "error: unrecognized arguments: --nowhere") in said
 
 
 def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """How `specrs serve` reads its flags: vLLM's spellings, the references' commands, refusals by name. Serves nothing."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,6 +73,7 @@ def test_every_flag_of_the_engine(served: list[tuple[EngineConfig, ServerSetting
         "--kv-cache-dtype fp8 --cpu-prefill torch --no-cpu-bf16-rows --no-cuda-fp8-rows -tp 2 --distributed-timeout 7.5"
     )
     given = [*flags.split(), *more.split(), *policy.split(), *stall.split(), *cpu.split()]
+    given += ["--cudagraph-capture-sizes", "1", "2", "8"]
     assert main(["serve", "m/m", *given, "--max-logprobs", "5"]) == 0
     ((config, _),) = served
     assert config == EngineConfig(
@@ -91,6 +93,7 @@ def test_every_flag_of_the_engine(served: list[tuple[EngineConfig, ServerSetting
         num_gpu_blocks_override=9,
         enable_prefix_caching=False,
         enforce_eager=True,
+        cudagraph_capture_sizes=(1, 2, 8),
         kv_cache_dtype="fp8_e4m3",
         cpu_prefill="torch",
         tensor_parallel_size=2,
@@ -123,6 +126,48 @@ def test_every_flag_of_the_server(
         use_generation_config=False,
         chat_template="{{ messages }}",
     )
+
+
+def test_short_forms(served: list[tuple[EngineConfig, ServerSettings]]) -> None:
+    """Of flags that have a meaning here, and of those that are served at their defaults."""
+    given = ["-tp", "2", "-q", "fp8", "-sc", '{"method": "ngram"}', "-sc.num_speculative_tokens=3"]
+    assert main(["serve", "Qwen/Qwen3-4B", *given]) == 0
+    defaults = "-pp 1 -dp 1 -dcp 1 -asc 1 -ep False -cc {} -cc=0"
+    assert main(["serve", "Qwen/Qwen3-4B", *defaults.split()]) == 0
+    (config, _), (plain, _) = served
+    assert (config.tensor_parallel_size, config.quantization) == (2, "fp8")
+    assert config.speculative_config is not None
+    assert (config.speculative_config.method, config.num_speculative_tokens) == ("ngram", 3)
+    assert plain == EngineConfig(model="Qwen/Qwen3-4B")
+
+
+def test_keys_of_the_speculation_as_flags(served: list[tuple[EngineConfig, ServerSettings]]) -> None:
+    """As newer versions of vLLM spell them; what comes later holds."""
+    assert main(["serve", "m/m", "--spec-method", "draft_model", "--spec-model", "d/d", "--spec-tokens", "auto"]) == 0
+    assert main(["serve", "--spec-tokens=3"]) == 0
+    assert main(["serve", "-sc", '{"num_speculative_tokens": 3}', "--spec-tokens", "2"]) == 0
+    configs = [config.speculative_config for config, _ in served]
+    assert [(config.model, config.num_speculative_tokens) for config in configs if config is not None] == [
+        ("d/d", "auto"),
+        (None, 3),
+        (None, 2),
+    ]
+
+
+def test_lists_in_a_file_of_flags_leave_the_model_alone(
+    served: list[tuple[EngineConfig, ServerSettings]], tmp_path: Path
+) -> None:
+    flags = tmp_path / "flags.yaml"
+    flags.write_text("served-model-name: [x, y]\ncudagraph_capture_sizes: [1, 4]\n")
+    for argv in (
+        ["m/m", "--config", str(flags)],
+        ["--config", str(flags), "m/m"],
+        [f"--config={flags}", "--model=m/m"],
+    ):
+        assert main(["serve", *argv]) == 0
+    for config, settings in served:
+        assert (config.model, config.cudagraph_capture_sizes) == ("m/m", (1, 4))
+        assert settings.served_model_names == ["x", "y"]
 
 
 @pytest.mark.parametrize("flag", ["--enforce-eager", "--enforce_eager"])
@@ -181,6 +226,13 @@ def test_flags_without_meaning_are_served_at_their_defaults(served: list[tuple[E
         (["m/m", "--model", "n/n"], "--model='n/n': must equal MODEL=m/m"),
         (["--speculative-config.num_speculative_tokens=17"], "num_speculative_tokens=17: "),
         (["--device", "tpu"], "device='tpu'"),
+        (["--cudagraph-capture-sizes", "4", "0"], "cudagraph_capture_sizes[1]=0: must be an integer from 1 to 65536"),
+        (["-ep"], "enable_expert_parallel=True: not implemented; allowed: False"),
+        (["-dcp", "2"], "decode_context_parallel_size=2: not implemented; allowed: 1"),
+        (["-cc.cudagraph_mode=NONE"], "compilation_config={'cudagraph_mode': 'NONE'}: not implemented; allowed: None"),
+        (["-asc", "2"], "--api-server-count=2: not implemented; allowed: 1"),
+        (["-sc.num_speculative_tokens=17"], "num_speculative_tokens=17: "),
+        (["--spec-tokens", "17"], "num_speculative_tokens=17: "),
         (["--no-enable-chunked-prefill"], "enable_chunked_prefill=False: not implemented; allowed: None or True"),
         (["--async-scheduling", "--launch-depth", "1"], "async_scheduling=True: contradicts launch_depth=1"),
     ],

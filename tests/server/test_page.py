@@ -24,12 +24,15 @@ def test_the_page_loads_nothing_and_runs_only_its_own(paged: Server, server: Ser
     assert answer.headers["content-type"].startswith("text/html")
     html = answer.body.decode()
     policy = dict(part.strip().split(" ", 1) for part in answer.headers["content-security-policy"].split(";"))
-    assert policy["default-src"] == policy["frame-ancestors"] == policy["base-uri"] == "'none'"
-    assert policy["connect-src"] == "'self'"
+    expected = dict.fromkeys(("default-src", "base-uri", "form-action", "frame-ancestors"), "'none'")
+    expected["connect-src"] = "'self'"
     for tag in ("script", "style"):
         (inner,) = re.findall(rf"<{tag}[^>]*>(.*?)</{tag}>", html, re.DOTALL)
         digest = base64.b64encode(hashlib.sha256(inner.encode()).digest()).decode()
-        assert policy[f"{tag}-src"] == f"'sha256-{digest}'"
+        expected[f"{tag}-src"] = f"'sha256-{digest}'"
+    assert policy == expected
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert answer.headers["referrer-policy"] == "no-referrer"
     assert not re.findall(r"https?:|//[a-z]|\bsrc=|\bhref=|@import|innerHTML|\bon[a-z]+=|style=", html)
     assert paged.get("/v1/models").status == 401
     assert server.get("/").status == 404

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any, Never
@@ -74,11 +75,25 @@ class MergeJSON(argparse.Action):
         setattr(namespace, self.dest, {**(getattr(namespace, self.dest) or {}), **given})
 
 
+class MergeKey(argparse.Action):
+    """A value of one key, `const`, of a `MergeJSON` with the same `dest`."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, {**(getattr(namespace, self.dest) or {}), self.const: values})
+
+
 def spell(argv: Sequence[str]) -> list[str]:
     """Bring spellings that vLLM knows into the one that argparse does; text after `--` is left as it is.
 
     `--max_tokens` is `--max-tokens`. `--speculative-config.model=x`, or with a space for `=`, is
-    `--speculative-config={"model": "x"}`; the value is read as JSON where it can be, else it is a string.
+    `--speculative-config={"model": "x"}`, and so is `-sc.model=x` with a short form; the value is read as JSON where it
+    can be, else it is a string.
     """
     spelled: list[str] = []
     rest = list(argv)
@@ -86,7 +101,7 @@ def spell(argv: Sequence[str]) -> list[str]:
         argument = rest.pop(0)
         if argument == "--":
             return [*spelled, argument, *rest]
-        if argument.startswith("--"):
+        if argument.startswith("--") or _DOTTED.match(argument):
             option, equals, value = argument.partition("=")
             option, dot, key = option.partition(".")
             option = option.replace("_", "-")
@@ -98,6 +113,10 @@ def spell(argv: Sequence[str]) -> list[str]:
                 argument = f"{option}{equals}{value}"
         spelled.append(argument)
     return spelled
+
+
+_DOTTED = re.compile(r"-[A-Za-z]+\.")
+"""A short form with a key behind it; -.5 is none."""
 
 
 def _value(text: str) -> Any:

@@ -11,7 +11,7 @@ from specrs.errors import invalid_config
 
 
 def with_config_file(argv: Sequence[str]) -> list[str]:
-    """`argv` of a command, its name first, with the flags of `--config` in its place at the front.
+    """`argv` of a command, its name and MODEL first, if it has one, with the flags of `--config` behind them.
 
     A key is a flag without its dashes; true and false turn it on and off, lists are several values, and mappings JSON.
 
@@ -28,7 +28,9 @@ def with_config_file(argv: Sequence[str]) -> list[str]:
             rest.append(value)
     if path is None:
         return rest
-    return [*rest[:1], *(part for key, value in _read(path).items() for part in _flag(key, value)), *rest[1:]]
+    # a list at the end of the file would take a MODEL behind it as one value more
+    first = 2 if len(rest) > 1 and not rest[1].startswith("-") else 1
+    return [*rest[:first], *(part for key, value in _read(path).items() for part in _flag(key, value)), *rest[first:]]
 
 
 def _read(path: str) -> dict[str, Any]:

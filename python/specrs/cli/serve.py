@@ -47,6 +47,7 @@ _HONOURED: dict[str, tuple[object, ...]] = {
     "enable_request_id_headers": (False, True),
     "enable_server_load_tracking": (False, True),
     "disable_log_requests": (False, True),
+    "disable_frontend_multiprocessing": (False, True),
     "log_config_file": (None,),
 }
 """vLLM's flags of a server that have no meaning here, with the values that change nothing."""
@@ -54,7 +55,7 @@ _HONOURED: dict[str, tuple[object, ...]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """vLLM's options, and those of specrs's own limits."""
-    from specrs.cli.arguments import MergeJSON, human_int
+    from specrs.cli.arguments import MergeJSON, MergeKey, human_int
     from specrs.cli.vllm_flags import add_refusals
     from specrs.server.parsers.table import REASONING_PARSERS, TOOL_PARSERS
 
@@ -74,6 +75,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='as in \'{"model": "...", "num_speculative_tokens": 5}\', or one key at a time: '
         "--speculative-config.num_speculative_tokens=3",
     )
+    for flag, key, read in (
+        ("--spec-method", "method", str),
+        ("--spec-model", "model", str),
+        ("--spec-tokens", "num_speculative_tokens", _value),
+    ):
+        of_config = f"the same as --speculative-config.{key}"
+        add(flag, dest="speculative_config", action=MergeKey, const=key, type=read, metavar="VALUE", help=of_config)
     add("--device", help="auto or cpu")
     add("--dtype", help="auto (the checkpoint's), float32, bfloat16 or float64")
     add("--model-impl", help="auto, specrs, or transformers, whose modules run on specrs' KV cache; default: auto")
@@ -99,6 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-gpu-blocks-override", type=int, help="KV blocks, whatever the device")
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, help="default: on")
     add("--enforce-eager", action=argparse.BooleanOptionalAction, help="no CUDA graphs")
+    add("--cudagraph-capture-sizes", nargs="+", type=int, metavar="N", help="batch sizes that have CUDA graphs")
     add("--cpu-bf16-rows", action=argparse.BooleanOptionalAction, help="on a CPU: products of bf16 pairs; default: off")
     add("--cuda-fp8-rows", action=argparse.BooleanOptionalAction, help="on a GPU: FP8 times FP8; default: off")
     add("--cpu-prefill", help="exact or torch: what computes long prompts on a CPU; default: exact")
@@ -389,18 +398,18 @@ def _engine_flags(given: dict[str, Any]) -> list[str]:
 
 def _add_honoured(parser: argparse.ArgumentParser) -> None:
     """vLLM's other flags: read, so that their defaults are served and their other values refused by name."""
+    from specrs.cli.vllm_flags import flags
     from specrs.vllm_arguments import HONOURED
 
     taken = {action.dest for action in parser._actions}
-    short = {"pipeline_parallel_size": ["-pp"], "data_parallel_size": ["-dp"]}
     for name, served in {**HONOURED, **_HONOURED}.items():
         if name in taken:
             continue
-        flag = "--" + name.replace("_", "-")
+        names = flags(name.replace("_", "-"))
         if any(isinstance(value, bool) for value in served):
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, help=argparse.SUPPRESS)
+            parser.add_argument(*names, action=argparse.BooleanOptionalAction, help=argparse.SUPPRESS)
         else:
-            parser.add_argument(flag, *short.get(name, []), type=_value, help=argparse.SUPPRESS)
+            parser.add_argument(*names, type=_value, help=argparse.SUPPRESS)
 
 
 def _check_honoured(given: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Flags of `vllm serve` that have no counterpart here: refused by name, whatever their value.
+"""Flags of `vllm serve`: those without a counterpart here, refused by name whatever their value, and short forms.
 
 From vLLM's own lists: `vllm/entrypoints/openai/cli_args.py`, and `vllm/engine/arg_utils.py` with the names that it has
 dropped since. Flags whose default changes nothing are not here but in `serve._HONOURED` and `vllm_arguments`.
@@ -43,13 +43,54 @@ NOT_IMPLEMENTED = (
     *("video-pruning-rate", "enable-tower-connector-lora", "specialize-active-lora", "show-hidden-metrics-for-version"),
     *("kv-cache-metrics", "kv-cache-metrics-sample", "cudagraph-metrics", "enable-layerwise-nvtx-tracing"),
     *("enable-mfu-metrics", "enable-logging-iteration-details", "disable-chunked-mm-input", "scheduler-cls"),
-    *("disable-hybrid-kv-cache-manager", "stream-interval", "cudagraph-capture-sizes", "enable-flashinfer-autotune"),
+    *("disable-hybrid-kv-cache-manager", "stream-interval", "cuda-graph-sizes", "enable-flashinfer-autotune"),
     *("moe-backend", "ec-transfer-config", "attention-config", "kernel-config", "optimization-level"),
     *("performance-mode", "weight-transfer-config", "aggregate-engine-logging", "fail-on-environ-validation"),
     *("hf-config-path", "allow-deprecated-quantization", "enable-return-routed-experts", "pooler-config"),
     *("override-attention-dtype", "io-processor-plugin", "safetensors-load-strategy", "use-tqdm-on-load"),
-    *("pt-load-map-location",),
+    *("pt-load-map-location", "grpc", "enable-reasoning", "logits-processor-pattern", "allowed-media-domains"),
+    *("guided-decoding-disable-fallback", "guided-decoding-disable-any-whitespace", "quantization-config"),
+    *("guided-decoding-disable-additional-properties", "reasoning-config", "diffusion-config", "ec-manager-config"),
+    *("return-sampling-mask", "use-fp64-gumbel", "enable-trace-replay", "model-class-overrides", "ir-op-priority"),
+    *("enable-cumem-allocator", "enable-nccl-comm-suspend", "renderer-num-workers", "safetensors-prefetch-num-threads"),
+    *("safetensors-prefetch-block-size", "mamba-backend", "mamba-ssu-algorithm", "mamba-cache-philox-rounds"),
+    *("enable-mamba-cache-stochastic-rounding", "cpu-distributed-timeout-seconds", "numa-bind", "numa-bind-nodes"),
+    *("numa-bind-cpus", "device-ids", "dcp-q-replicate", "data-parallel-multi-port-external-lb", "dp-sync-interval"),
+    *("enable-batch-sharded-sampling", "enable-ep-weight-filter", "enable-fault-tolerance", "fault-tolerance-config"),
+    *("prefix-cache-retention-interval", "prefix-match-unit", "kv-cache-dtype-skip-layers", "use-replayssm"),
+    *("replayssm-buffer-len", "mm-hasher-algorithm", "mm-encoder-attn-dtype", "mm-encoder-fp8-scale-path"),
+    *("mm-encoder-fp8-scale-save-path", "mm-encoder-fp8-scale-save-margin", "video-pruning-method", "mm-tensor-ipc"),
+    *("mm-processor-device", "mm-ipc-gpu-memory-gb", "mm-device-do-normalize", "lora-target-modules"),
+    *("enable-mixed-moe-lora-format", "enable-moe-shared-loras", "jit-monitor-mode", "jit-monitor-verbose"),
+    *("max-num-scheduled-tokens", "scheduler-reserve-full-isl", "watermark", "prefill-schedule-interval"),
+    *("enable-bf16x3-router-gemm", "linear-backend", "gdn-prefill-backend", "kda-prefill-backend"),
 )
+
+SHORT_FORMS = {
+    "pipeline-parallel-size": "-pp",
+    "data-parallel-size": "-dp",
+    "data-parallel-rank": "-dpn",
+    "data-parallel-start-rank": "-dpr",
+    "data-parallel-size-local": "-dpl",
+    "data-parallel-address": "-dpa",
+    "data-parallel-rpc-port": "-dpp",
+    "data-parallel-backend": "-dpb",
+    "data-parallel-hybrid-lb": "-dph",
+    "data-parallel-external-lb": "-dpe",
+    "data-parallel-multi-port-external-lb": "-dpm",
+    "decode-context-parallel-size": "-dcp",
+    "prefill-context-parallel-size": "-pcp",
+    "enable-expert-parallel": "-ep",
+    "nnodes": "-n",
+    "node-rank": "-r",
+    "api-server-count": "-asc",
+    "speculative-draft-tensor-parallel-size": "-spec-draft-tp",
+    "compilation-config": "-cc",
+    "attention-config": "-ac",
+    "diffusion-config": "-dc",
+    "optimization-level": "-O",
+}
+"""vLLM's short forms of flags that are refused, or served at their defaults alone."""
 
 _SPECULATION = ("--speculative-", "--num-speculative-", "--ngram-", "--spec-decoding-")
 
@@ -58,15 +99,21 @@ class _Refuse(argparse.Action):
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
     ) -> None:
-        instead = " (say it in --speculative-config)" if str(option).startswith(_SPECULATION) else ""
-        parser.error(f"{option}: not implemented{instead}")
+        short = "" if str(option).startswith("--") else f" (--{self.dest})"
+        instead = " (say it in --speculative-config)" if f"--{self.dest}".startswith(_SPECULATION) else ""
+        parser.error(f"{option}{short}: not implemented{instead}")
+
+
+def flags(name: str) -> list[str]:
+    """`--name`, and the short form that vLLM has for it."""
+    return [f"--{name}", *([SHORT_FORMS[name]] if name in SHORT_FORMS else [])]
 
 
 def add_refusals(parser: argparse.ArgumentParser) -> None:
     """Give `parser` those of these flags that it does not have."""
     known = set(parser._option_string_actions)
     for name in NOT_IMPLEMENTED:
-        for flag in (f"--{name}", f"--no-{name}"):
+        for flag in (*flags(name), f"--no-{name}"):
             if flag not in known:
                 parser.add_argument(
                     flag, action=_Refuse, nargs="*", default=argparse.SUPPRESS, dest=name, help=argparse.SUPPRESS

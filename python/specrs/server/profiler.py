@@ -34,16 +34,31 @@ class Profiler:
         await self._llm.in_engine(self._profile.start)
 
     async def stop(self) -> None:
-        """End the trace and write it. Raises a 400 where none was begun."""
+        """End the trace and write it. Raises a 400 where none was begun, a 500 where it does not fit on the disk."""
         profile, self._profile = self._profile, None
         if profile is None:
             raise APIError(400, "The profiler is not running.")
         # traces of one second are traces of their own
         path = self._folder / f"specrs-trace-{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09d}.json"
 
-        def end() -> None:
+        def end() -> bool:
             profile.stop()
             profile.export_chrome_trace(str(path))
+            return _is_whole(path)
 
-        await self._llm.in_engine(end)
+        if not await self._llm.in_engine(end):
+            for written in self._folder.glob(f"{path.name}*"):
+                written.unlink()
+            logger.error("trace of the profiler: %s cannot be written, is the disk full?", path)
+            raise APIError(500, "The trace could not be written; the log says where.")
         logger.info("trace of the profiler: %s", path)
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the last field of a trace is there: torch says nothing where it cannot write one, or a part of it."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 8192))
+        end = file.read()
+    return b'"traceName"' in end and end.rstrip().endswith(b"}")

@@ -21,7 +21,14 @@ from server.harness import Server, serving
 from server.tracing.conftest import FLAGS, Collector
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-BODY: dict[str, Any] = {"prompt": "class Stack:", "max_tokens": 24, "temperature": 0.5, "top_p": 0.9, "seed": 3}
+BODY: dict[str, Any] = {
+    "prompt": "class Stack:",
+    "max_tokens": 24,
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": 40,
+    "seed": 3,
+}
 
 
 def parent(flags: str = "01") -> dict[str, str]:
@@ -52,6 +59,7 @@ def test_a_request_is_a_span_with_its_figures(traced: Server, collector: Collect
         "gen_ai.request.max_tokens": 24,
         "gen_ai.request.temperature": 0.5,
         "gen_ai.request.top_p": 0.9,
+        "gen_ai.request.top_k": 40.0,
         "gen_ai.request.seed": 3,
         "specrs.request.num_speculative_tokens": 3,
         "gen_ai.usage.num_sequences": 1,
@@ -95,6 +103,14 @@ def test_every_endpoint_and_every_prompt_has_its_span(traced: Server, collector:
     assert [span.attributes["gen_ai.usage.completion_tokens"] for span in spans] == [8, 8]
     assert [span.attributes["gen_ai.response.finish_reasons"] for span in spans] == [["length"] * 2] * 2
     assert len({chat.trace, response.trace, *(span.trace for span in spans)} - {TRACE}) == 3
+
+
+def test_cached_tokens_are_told(traced: Server, collector: Collector) -> None:
+    ids = [*range(100, 148)]
+    for cached in (0, 32):  # full blocks of 16, but for the last token
+        traced.complete(prompt=ids, max_tokens=1)
+        (span,) = collector.take()
+        assert span.attributes["gen_ai.usage.cache_read.input_tokens"] == cached
 
 
 def test_a_parent_that_is_not_sampled_has_no_spans(traced: Server, collector: Collector) -> None:
