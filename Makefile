@@ -176,7 +176,7 @@ soak: build ## five minutes of 64 streams, twice ten of requests of every kind, 
 	SPECRS_SOAK_SECONDS=600 $(BIN)/python -m pytest tests/server/abuse/test_mixed_soak.py --timeout 900 -s $(ARGS)
 
 .PHONY: test-abuse
-test-abuse: build ## what one client can cost the others: pauses, memory, places; three minutes on an idle machine
+test-abuse: build ## what one client can cost the others: pauses, memory, places; two minutes on an idle machine
 	$(BIN)/python -m pytest tests/server/abuse $(ARGS)
 
 # On the GPU machine: an environment that has specrs (from a wheel, say) and pytest. Nothing is built or downloaded.
