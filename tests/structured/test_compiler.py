@@ -54,6 +54,11 @@ def compile_with(tokenizer: Tokenizer, **fields: Any) -> None:
         ({"grammar": "root ::= x"}, r"^structured_outputs\.grammar=.*Rule 'x' not found"),
         ({"grammar": "start: a\na: b\nb: a"}, r"^structured_outputs\.grammar=.*: no text matches$"),
         ({"grammar": "root ::= " + "(" * 20_000}, r"^structured_outputs\.grammar=.*: cannot be compiled: "),
+        # more than the library follows from the first token on
+        (
+            {"grammar": "start: " + " | ".join(f'"a{i}"' for i in range(3000))},
+            r"^structured_outputs\.grammar=.*: .*items",
+        ),
         ({"json": "{}", "whitespace_pattern": "("}, r"^structured_outputs\.whitespace_pattern='\(': .*unclosed group$"),
     ],
 )

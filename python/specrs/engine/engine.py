@@ -453,7 +453,9 @@ class Engine:
                 for token in tokens[before:]:
                     matcher.accept(token)
                 if matcher.error:
-                    error = EngineError(f"request {request_id}: its grammar gave up: {matcher.error}")
+                    asked = request.params.structured_outputs
+                    assert asked is not None
+                    error = asked.refusal(f"after {len(tokens)} tokens: {matcher.error}; allowed is a simpler one")
                     request.finish(FinishReason.ERROR, error)
                     self._end(request_id, FinishReason.ERROR, error)
         return reported

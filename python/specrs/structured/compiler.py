@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher, LLTokenizer
 
-from specrs.errors import EngineError, InvalidRequestError, invalid
+from specrs.errors import EngineError
 from specrs.processes.child import Child
 from specrs.structured import worker
 from specrs.structured.params import StructuredOutputsParams
@@ -116,12 +116,12 @@ class Compiler:
                 raise EngineError("structured_outputs: the tokenizer is gone, and its compiler with it")
             time, memory = f"{COMPILE_TIMEOUT:g} s", f"{MEMORY_LIMIT / 2**30:g} GiB"
             why = f"takes more than {time if process.timed_out else memory} to compile"
-            raise _refusal(params, f"{why}; allowed is a simpler one")
+            raise params.refusal(f"{why}; allowed is a simpler one")
         if "error" in answer:
-            raise _refusal(params, f"cannot be compiled: {answer['error']}", answer.get("field"))
+            raise params.refusal(f"cannot be compiled: {answer['error']}", answer.get("field"))
         start = Start(tokenizer, answer["grammar"])
         if start.error is not None:
-            raise _refusal(params, f"cannot be compiled: {worker.reason(start.error)}")
+            raise params.refusal(f"cannot be compiled: {worker.reason(start.error)}")
         with self._lock:
             self._cache[key] = start
             while len(self._cache) > CACHE_SIZE:
@@ -196,8 +196,3 @@ def compiler_of(tokenizer: Tokenizer, vocab_size: int) -> Compiler:
             sizes[vocab_size] = Compiler(tokenizer.backend, vocab_size)
             weakref.finalize(tokenizer, sizes[vocab_size].close)
         return sizes[vocab_size]
-
-
-def _refusal(params: StructuredOutputsParams, why: str, field: str | None = None) -> InvalidRequestError:
-    name = field or params.kind
-    return invalid(InvalidRequestError, f"structured_outputs.{name}", getattr(params, name), why)

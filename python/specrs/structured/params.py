@@ -96,6 +96,11 @@ class StructuredOutputsParams:
         values = {name: getattr(self, name) for name in (self.kind, *_OPTIONS)}
         return json.dumps(values, sort_keys=True)
 
+    def refusal(self, why: str, field: str | None = None) -> InvalidRequestError:
+        """What a caller raises, or ends a request with, for `field` of these parameters; None: for `kind`."""
+        name = field or self.kind
+        return invalid(InvalidRequestError, f"{_FIELD}.{name}", getattr(self, name), why)
+
     def _check_white_space(self, kind: str) -> None:
         if kind not in ("json", "json_object"):
             for name in _OPTIONS:

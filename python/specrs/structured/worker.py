@@ -76,7 +76,10 @@ def reason(message: str) -> str:
 
 
 def trial(tokenizer: LLTokenizer, specification: dict[str, Any]) -> dict[str, str]:
-    """Compile, and compute the first mask: it shows a grammar that matches nothing."""
+    """Compile, compute the first mask, accept a token of it.
+
+    The mask shows a grammar that matches nothing, the token one that starts with more than the library follows.
+    """
     try:
         grammar = build_grammar(specification)
     except RecursionError:
@@ -91,7 +94,9 @@ def trial(tokenizer: LLTokenizer, specification: dict[str, Any]) -> dict[str, st
             return {"error": reason(matcher.get_error()), "field": "whitespace_pattern"}
     matcher = make_matcher(tokenizer, grammar)
     if not matcher.is_error():
-        matcher.compute_bitmask()
+        mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        if mask:
+            matcher.try_consume_tokens([(mask & -mask).bit_length() - 1])
     if matcher.is_error():
         no_text = matcher.get_error().startswith("NoExtensionBias")
         return {"error": "no text matches" if no_text else reason(matcher.get_error())}
