@@ -78,6 +78,8 @@ class EngineLoop(threading.Thread):
         self._on_end = on_end
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._owners: dict[int, tuple[Group, int]] = {}  # by request id, of requests that have not ended
+        # by request id, of those that want log probabilities of their prompt
+        self._prompt_builders: dict[int, OutputBuilder] = {}
         self._num_faults = 0
         self._stopping = False
         # so that no command is queued behind the last one, where it would never be answered
@@ -171,10 +173,13 @@ class EngineLoop(threading.Thread):
             for request in requests:
                 self._engine.add_request(request)
                 self._owners[request.request_id] = (group, i)
+            if requests[0].params.prompt_logprobs is not None:
+                self._prompt_builders[requests[0].request_id] = group.builders[i]
 
     def _abort(self, group: Group) -> None:
         for request in group.requests:
             self._owners.pop(request.request_id, None)
+            self._prompt_builders.pop(request.request_id, None)
             if not request.finished:
                 with contextlib.suppress(UnknownRequestError):  # the fault may have come before it was added
                     self._engine.abort(request.request_id)
@@ -205,8 +210,11 @@ class EngineLoop(threading.Thread):
                 prompts[id(owner[0]), owner[1]] = owner
                 if request.finished:
                     del self._owners[request.request_id]
+                    self._prompt_builders.pop(request.request_id, None)
         if prompts:
             self._deliver([(group, i, group.builders[i].build()) for group, i in prompts.values()])
+        for builder in self._prompt_builders.values():
+            builder.take_prompt()
 
     def _end(self) -> None:
         """Tell everybody that waits; after this nothing is taken in."""

@@ -75,6 +75,12 @@ class OutputBuilder:
             error=next((request.error for request in self._requests if request.error is not None), None),
         )
 
+    def take_prompt(self) -> None:
+        """Take in what is reported of the prompt so far: as a whole it would hold the engine for 20 us a token."""
+        entries, known = self._requests[0].prompt_logprobs, self._prompt_logprobs
+        if entries is not None and len(entries) > len(known):
+            known += [None if entry is None else self._dictionary(entry) for entry in entries[len(known) :]]
+
     def _completion(self, index: int, request: Request) -> CompletionOutput:
         text, known = request.stable_text, self._logprobs[index]
         delta, self._sent[index] = text[self._sent[index] :], len(text)
@@ -96,12 +102,12 @@ class OutputBuilder:
         )
 
     def _prompt(self, request: Request) -> list[dict[int, Logprob] | None] | None:
-        entries, known = request.prompt_logprobs, self._prompt_logprobs
+        entries = request.prompt_logprobs
         # a prompt comes as a whole: chunks of it are no result
         if entries is None or len(entries) < len(request.prompt_token_ids):
             return None
-        known += [None if entry is None else self._dictionary(entry) for entry in entries[len(known) :]]
-        return known.copy()
+        self.take_prompt()
+        return self._prompt_logprobs.copy()
 
     def _dictionary(self, entry: TokenLogprob) -> dict[int, Logprob]:
         found = {entry.token_id: Logprob(entry.logprob, entry.rank, self._text(entry.token_id))}
