@@ -27,8 +27,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # Nothing here needs a hub. Models of a few megabytes gain little from a second thread, and lose tenfold by one
 # that waits for a busy core.
-test test-ranks sweeps test-isa test-clients test-browser test-abuse test-kv-events test-routers test-ray test-dynamo test-real test-vllm soak demo bench: export HF_HUB_OFFLINE := 1
-test test-ranks sweeps test-isa test-clients test-browser test-abuse test-kv-events test-routers test-ray test-dynamo test-real soak: export OMP_NUM_THREADS ?= 1
+test test-ranks sweeps test-isa test-clients test-browser test-abuse test-abuse-short test-kv-events test-routers test-ray test-dynamo test-real test-vllm soak demo bench: export HF_HUB_OFFLINE := 1
+test test-ranks sweeps test-isa test-clients test-browser test-abuse test-abuse-short test-kv-events test-routers test-ray test-dynamo test-real soak: export OMP_NUM_THREADS ?= 1
 
 .PHONY: help
 help: ## this list
@@ -175,9 +175,11 @@ soak: build ## five minutes of 64 streams, twice ten of requests of every kind, 
 	SPECRS_SOAK_SECONDS=300 $(BIN)/python -m pytest tests/server/test_soak.py --timeout 900 -s $(ARGS)
 	SPECRS_SOAK_SECONDS=600 $(BIN)/python -m pytest tests/server/abuse/test_mixed_soak.py --timeout 900 -s $(ARGS)
 
-.PHONY: test-abuse
+.PHONY: test-abuse test-abuse-short
 test-abuse: build ## what one client can cost the others: pauses, memory, places; two minutes on an idle machine
 	$(BIN)/python -m pytest tests/server/abuse $(ARGS)
+test-abuse-short: build ## one request at a time of these, on a machine that others use too: answers, memory, nothing hangs
+	SPECRS_MOST_PAUSE=10 $(BIN)/python -m pytest tests/server/abuse/test_abuse.py $(ARGS)
 
 # On the GPU machine: an environment that has specrs (from a wheel, say) and pytest. Nothing is built or downloaded.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)

@@ -1,10 +1,12 @@
 """What one client can cost the others, on loopback, with default limits: pauses of /health, memory, places, log lines.
 
-Each bound is a time or a size, so that these tests are `make test-abuse`, and not part of `make test`.
+Each bound is a time or a size, so that these tests are `make test-abuse`, and not part of `make test`. Times are bounded
+for an idle machine; `SPECRS_MOST_PAUSE` gives others: where cores and memory are shared, only what hangs is found.
 """
 
 import json
 import multiprocessing
+import os
 import random
 import threading
 import time
@@ -18,7 +20,7 @@ import pytest
 
 from server.harness import Answer, Server, serving
 
-MOST_PAUSE = 0.25
+MOST_PAUSE = float(os.environ.get("SPECRS_MOST_PAUSE", "0.25"))
 MEMORY_FACTOR, MEMORY_FLOOR = 20, 64 * 2**20
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -220,5 +222,5 @@ def test_1500_silent_sockets(server: Server) -> None:
             asked = time.monotonic()
             answer: Answer = server.get("/version")
             assert answer.status == 200
-            assert time.monotonic() - asked <= 0.1
+            assert time.monotonic() - asked <= 0.4 * MOST_PAUSE
     assert len(server.lines) - lines <= time.monotonic() - then + 1

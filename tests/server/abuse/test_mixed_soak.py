@@ -26,7 +26,7 @@ from server.raw_streams import RawStream, raw_stream
 from server.test_tools import TEMPLATE, TOOLS, WEATHER, joined
 
 SECONDS = float(os.environ.get("SPECRS_SOAK_SECONDS", "30"))
-MOST_PAUSE = float(os.environ.get("SPECRS_SOAK_PAUSE", "0.25"))
+MOST_PAUSE = float(os.environ.get("SPECRS_MOST_PAUSE", "0.25"))
 WORKERS, WATCHERS = 12, 4
 CUT = 0.1
 GROWTH = (32 if SECONDS >= 300 else 384) * 2**20
