@@ -1,7 +1,7 @@
 """What one client can cost the others, on loopback, with default limits: pauses of /health, memory, places, log lines.
 
-Each bound is a time or a size, so that these tests are `make test-abuse`, and not part of `make test`. Times are bounded
-for an idle machine; `SPECRS_MOST_PAUSE` gives others: where cores and memory are shared, only what hangs is found.
+Each bound is a time or a size, so that these tests are `make test-abuse`, and not part of `make test`. Times are for an
+idle machine; `SPECRS_MOST_PAUSE` gives another one: where cores and memory are shared, only what hangs is found.
 """
 
 import json
