@@ -65,11 +65,14 @@ class OutputStream:
             return
         self._closed = True
         self._llm._forget(self._left * self._completions)
+        # The group knows its stream: without this they would be a cycle, and collections would walk 1,000 objects of
+        # each prompt whose log probabilities are asked for while all streams wait.
+        group, self._group = self._group, None
         if self._left:
             self._left = 0
             self._news.set()
-            if self._group is not None:
-                self._llm._loop.abort(self._group)
+            if group is not None:
+                self._llm._loop.abort(group)
 
     async def __aenter__(self) -> Self:
         return self

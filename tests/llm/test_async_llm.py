@@ -1,7 +1,9 @@
 """AsyncLLM: the same outputs as LLM, many calls at once, each ending alone; what a broken engine does to all."""
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, TypeVar, cast
 
@@ -349,3 +351,22 @@ def test_prompts_hold_up_streams_for_100_ms_unless_told(
     assert AsyncLLM(max_prefill_stall_ms=given).shutdown(timeout=30)
     assert built == [bound]
     assert EngineConfig(max_prefill_stall_ms=given).max_prefill_stall_ms == given, "LLM has no bound of its own"
+
+
+@pytest.mark.parametrize("closed_early", [False, True])
+def test_what_was_told_of_a_request_is_freed_without_a_collection(llm: AsyncLLM, closed_early: bool) -> None:
+    """A collection that walks all that is told of prompts holds every stream for as long."""
+
+    async def main() -> weakref.ref[OutputStream]:
+        async with await llm.submit(["a", "b"], LONG) as stream:
+            while not closed_early and await stream.get():
+                pass
+        for _ in range(2):  # the engine's thread has the last command that it was given
+            await llm.in_engine(lambda: None)
+        return weakref.ref(stream)
+
+    gc.disable()
+    try:
+        assert run(main())() is None
+    finally:
+        gc.enable()

@@ -1,12 +1,16 @@
-"""What stands when a server starts is not walked by collections while it serves."""
+"""What stands when a server starts is not walked by collections while it serves, and closed connections are let go."""
 
+import asyncio
 import gc
 import socket
 from typing import Any
 
 import pytest
 from specrs.server import run
+from specrs.server.http import DeadlineProtocol
 from specrs.server.run import ServerSettings, run_server
+from uvicorn.config import Config
+from uvicorn.server import ServerState
 
 
 @pytest.mark.parametrize("breaks", [False, True])
@@ -40,3 +44,49 @@ def test_objects_of_the_start_are_out_of_collections_while_it_serves(
         assert run_server({}, settings) == 0
     assert seen == [(True, False)]
     assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.parametrize("how", ["answered", "kept and left", "cut off", "refused"])
+def test_no_timer_outlives_its_connection(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Each would keep a socket for `write_timeout` seconds: 30,000 at 1,000 a second."""
+
+    async def application(_scope: Any, receive: Any, send: Any) -> None:
+        while how == "cut off" and (await receive())["type"] != "http.disconnect":
+            pass
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    async def main() -> list[bool]:
+        loop, state = asyncio.get_running_loop(), ServerState()
+        timers: list[asyncio.TimerHandle] = []
+        call_later = loop.call_later
+
+        def noted(*args: Any, **named: Any) -> asyncio.TimerHandle:
+            timers.append(call_later(*args, **named))
+            return timers[-1]
+
+        monkeypatch.setattr(loop, "call_later", noted)
+        config = Config(application, log_config=None)
+        config.load()
+        server = await loop.create_server(lambda: DeadlineProtocol(config, state, {}), "127.0.0.1", 0)
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        close = b"" if how == "kept and left" else b"connection: close\r\n"
+        writer.write(b"nonsense\r\n\r\n" if how == "refused" else b"GET / HTTP/1.1\r\nhost: x\r\n" + close + b"\r\n")
+        if how == "cut off":
+            while not state.tasks:
+                await asyncio.sleep(0)
+        elif how == "kept and left":
+            await reader.readuntil(b"ok")
+        else:
+            await reader.read()
+        writer.close()
+        await writer.wait_closed()
+        while state.connections or state.tasks:
+            await asyncio.sleep(0)
+        server.close()
+        await server.wait_closed()
+        return [timer.cancelled() for timer in timers]
+
+    cancelled = asyncio.run(main())
+    assert cancelled
+    assert all(cancelled)

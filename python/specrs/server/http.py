@@ -44,6 +44,7 @@ class DeadlineProtocol(H11Protocol):
         self._read_deadline: asyncio.TimerHandle | None = None
         self._read_state: Any = None
         self._write_deadline: asyncio.TimerHandle | None = None
+        self._close_deadline: asyncio.TimerHandle | None = None
         self._silent_since: float | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -159,8 +160,8 @@ class DeadlineProtocol(H11Protocol):
 
     def _abort_later(self) -> None:
         """Closing waits until everything is sent, which a client can hold up."""
-        if self.transport.is_closing():
-            self.loop.call_later(self.limits.write_timeout, self.transport.abort)
+        if self._close_deadline is None and self.transport.is_closing():
+            self._close_deadline = self.loop.call_later(self.limits.write_timeout, self.transport.abort)
 
     def _cancel_read_deadline(self) -> None:
         if self._read_deadline is not None:
@@ -170,6 +171,7 @@ class DeadlineProtocol(H11Protocol):
 
     def _cancel_deadlines(self) -> None:
         self._cancel_read_deadline()
-        if self._write_deadline is not None:
-            self._write_deadline.cancel()
-            self._write_deadline = None
+        for deadline in (self._write_deadline, self._close_deadline):
+            if deadline is not None:
+                deadline.cancel()
+        self._write_deadline = self._close_deadline = None
