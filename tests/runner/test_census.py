@@ -5,18 +5,21 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_launches import Launch, recorded
+from kernel_launches import H200, Launch, recorded
 from specrs.engine.engine import Engine
+from specrs.kernels.cuda.attention_config import AttentionConfig
 from specrs.kernels.cuda.embedding import embed_kernel
 from specrs.kernels.cuda.paged_attention import paged_attention_kernel
 from specrs.kernels.cuda.skinny_linear import skinny_linear_kernel
+from specrs.models import dense_cuda
 from specrs.runner.cuda.context import entries_of
 from specrs.runner.cuda.graphs import Uncaptured, tasks
 from specrs.runner.cuda.runner import CudaRunner
 from specrs.runner.cuda.warm_up import warm_up
 from specrs.sampling import SamplingParams
 
-from .cuda_engines import generate, give_graphs
+from .cuda_engines import PROMPTS, generate, give_graphs
+from .test_cuda_drafters import Bench, bench  # noqa: F401 (a fixture)
 from .test_cuda_runner import GREEDY, PENALISED, Pair, pair  # noqa: F401 (a fixture)
 
 Keys = dict[tuple[Any, ...], Launch]
@@ -68,26 +71,54 @@ def _different(one: Any, other: Any) -> list[str]:
     return sorted({str(item[0]) if isinstance(item, tuple) else f"{item} aligned" for item in {*one} ^ {*other}})
 
 
-@pytest.fixture(
-    scope="module",
-    params=[(12, False), (40, False), (12, True), (40, True)],
-    ids=["short chunks", "whole prompts", "short chunks, eager", "whole prompts, eager"],
-)
+def cut_as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
+    """What is recorded and not run is cut up by the limits of an H200: by those of no device, and in fp32, attention
+    over chunks of any length is one kernel."""
+    choose = AttentionConfig.choose
+
+    def on_a_gpu(**named: Any) -> AttentionConfig:
+        return choose(**named | {"limits": H200, "dtypes": (torch.bfloat16, torch.bfloat16)})
+
+    patch.setattr(AttentionConfig, "choose", on_a_gpu)
+    patch.setattr(dense_cuda, "_attention_config", dense_cuda._attention_config.__wrapped__)
+
+
+LONG = [[5, 9, 2, 33, 7] * 58, [5, 9, 2, 33, 7] * 5, [60]]
+"""The first is more rows than graphs have; the second has the most rows of a split attention and a few more."""
+MANY = [[i] * (1 + i % 2) for i in range(5, 15)]
+"""More chunks than graphs have, of few rows in all."""
+CASES: dict[str, tuple[list[list[int]], bool, dict[str, int]]] = {
+    "short chunks": (PROMPTS, False, {"max_num_batched_tokens": 12}),
+    "whole prompts": (PROMPTS, False, {"max_num_batched_tokens": 40}),
+    "short chunks, eager": (PROMPTS, True, {"max_num_batched_tokens": 12}),
+    "whole prompts, eager": (PROMPTS, True, {"max_num_batched_tokens": 40}),
+    "long prompt": (LONG, False, {"max_num_batched_tokens": 320, "max_model_len": 320, "num_gpu_blocks_override": 200}),
+    "many chunks": (MANY, False, {"max_num_batched_tokens": 40, "max_num_seqs": 10, "num_gpu_blocks_override": 60}),
+}
+
+
+@pytest.fixture(scope="module", params=[*CASES, "head, whole prompts, eager", "head, long prompt"])
 def census(
     request: pytest.FixtureRequest,
     pair: Pair,  # noqa: F811
+    bench: Bench,  # noqa: F811
 ) -> tuple[Keys, Keys]:
     """What the start launches, and what serving does."""
-    most, eager = request.param
+    _, of_head, case = request.param.rpartition("head, ")
+    prompts, eager, fields = CASES[case]
     plain = [GREEDY, SamplingParams(temperature=0.8, top_p=0.9), GREEDY.replace(num_speculative_tokens=1)]
     asking = [PENALISED, SamplingParams(temperature=0.8, logprobs=2), GREEDY.replace(prompt_logprobs=1)]
     launches: list[Launch] = []
     with pytest.MonkeyPatch.context() as patch:
-        engine = pair.engine(gpu=True, monkeypatch=patch, max_num_batched_tokens=most)
+        cut_as_on_a_gpu(patch)
+        if of_head:
+            engine = bench.engine("fitted head", "rejection", gpu=True, monkeypatch=patch, **fields)
+        else:
+            engine = pair.engine(gpu=True, monkeypatch=patch, **fields)
         known = start(engine, eager=eager)
         with recorded(launches, run=True, left_out=PASSES):
             for params in (plain, asking):
-                generate(engine, params, 6)
+                generate(engine, [params[i % 3] for i in range(len(prompts))], 6, prompts)
     return known, keys_of(launches)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from specrs.kernels.cuda.attention_config import MAX_VERIFY_ROWS
+from specrs.kernels.cuda.attention_config import ANY_LENGTH
 from specrs.models.base import HiddenStates
 from specrs.models.inputs import PassInputs
 from specrs.runner.cuda.shapes import ChunkShape, MergedShape
@@ -60,8 +60,8 @@ class ChunkBuffers:
             slots=self.slots[: shape.rows],
             q_start=self.q_start[: shape.seqs + 1],
             block_table=self.table[: shape.seqs],
-            # One attention for chunks of all lengths: that of few rows would be compiled for each.
-            max_q_len=shape.rows if shape.captured else max(shape.rows, MAX_VERIFY_ROWS + 1),
+            # One attention for chunks of all lengths: that of fewer rows would be compiled for each.
+            max_q_len=shape.rows if shape.captured else max(shape.rows, ANY_LENGTH),
             max_context=self.max_model_len,
             k_start=self.k_start[: shape.seqs] if windowed else None,
             group_slots=self.group_slots[:, : shape.rows],

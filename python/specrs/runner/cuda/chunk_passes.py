@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from specrs.drafters.base import HiddenInputs, device_drafter, model_drafter
-from specrs.kernels.cuda.attention_config import MAX_VERIFY_ROWS
+from specrs.kernels.cuda.attention_config import ANY_LENGTH
 from specrs.models.base import HiddenStates
 from specrs.models.inputs import PassInputs
 from specrs.runner.cuda.context import Context
@@ -42,7 +42,7 @@ class ChunkPasses:
         """Over catch-up chunks; a head's, with its `hidden`, has no graph."""
         ctx, drafter = self._ctx, device_drafter(self._ctx.drafter)
         if hidden is not None:
-            drafter.feed(replace(inputs, max_q_len=max(inputs.max_q_len, MAX_VERIFY_ROWS + 1)), hidden)
+            drafter.feed(replace(inputs, max_q_len=max(inputs.max_q_len, ANY_LENGTH)), hidden)
             return
         shape = self._shape("catch up", inputs)
         if shape.captured:
