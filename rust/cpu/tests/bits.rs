@@ -81,15 +81,15 @@ fn check(model: &Model, sequences: &[Vec<usize>], exact: &[Vec<Vec<u32>>], case:
     }
 }
 
-/// `PROPTEST_CASES` takes fewer: for emulators and sanitizers.
+/// Of each test. `PROPTEST_CASES` takes fewer: for emulators and sanitizers.
 fn config() -> ProptestConfig {
     let default = ProptestConfig::default();
-    ProptestConfig { cases: default.cases.min(24), failure_persistence: None, ..default }
+    ProptestConfig { cases: default.cases.min(12), failure_persistence: None, ..default }
 }
 
 prop_compose! {
-    fn model()(
-        kind in prop::sample::select([&KINDS[..], &MIXTURES, &CODED].concat()),
+    fn model(kinds: Vec<Kind>)(
+        kind in prop::sample::select(kinds),
         bf16 in any::<bool>(),
         code_bits in prop::sample::select(vec![0, 8, 4]),
         bf16_rows in any::<bool>(),
@@ -120,26 +120,41 @@ prop_compose! {
     }
 }
 
-proptest! {
-    #![proptest_config(config())]
-
-    #[test]
-    fn logits_are_the_same_bits_everywhere(
-        model in model(),
+prop_compose! {
+    /// Lengths of sequences, positions of a block, rows of a sequence in a pass, and what texts and passes are drawn from.
+    fn texts()(
         lens in prop::collection::vec(1..60_usize, 1..5),
         block_size in 1..40_usize,
         most in prop::sample::select(vec![1, 3, 9, 40]),
         seed in any::<u64>(),
-    ) {
-        let n = &mut Numbers(seed);
-        let vocab = model.shape.vocab_size;
-        let sequences: Vec<Vec<usize>> = lens.iter().map(|&len| (0..len).map(|_| n.below(vocab)).collect()).collect();
-        let exact = alone(&model, &sequences);
-        for isa in Isa::available() {
-            for threads in [1, 2, 5] {
-                let case = Case { isa, threads, block_size, most, seed: n.next() };
-                check(&model, &sequences, &exact, &case);
-            }
+    ) -> (Vec<usize>, usize, usize, u64) {
+        (lens, block_size, most, seed)
+    }
+}
+
+fn check_everywhere(model: &Model, (lens, block_size, most, seed): (Vec<usize>, usize, usize, u64)) {
+    let n = &mut Numbers(seed);
+    let vocab = model.shape.vocab_size;
+    let sequences: Vec<Vec<usize>> = lens.iter().map(|&len| (0..len).map(|_| n.below(vocab)).collect()).collect();
+    let exact = alone(model, &sequences);
+    for isa in Isa::available() {
+        for threads in [1, 2, 5] {
+            let case = Case { isa, threads, block_size, most, seed: n.next() };
+            check(model, &sequences, &exact, &case);
         }
+    }
+}
+
+proptest! {
+    #![proptest_config(config())]
+
+    #[test]
+    fn logits_are_the_same_bits_everywhere(model in model(KINDS.to_vec()), texts in texts()) {
+        check_everywhere(&model, texts);
+    }
+
+    #[test]
+    fn so_are_those_of_experts_and_of_coded_caches(model in model([&MIXTURES[..], &CODED].concat()), texts in texts()) {
+        check_everywhere(&model, texts);
     }
 }

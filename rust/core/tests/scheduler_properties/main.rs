@@ -94,7 +94,8 @@ fn op() -> impl Strategy<Value = Op> {
 /// Feeds the positions of drafts in one pass for all: no token of a text.
 const MASK: i64 = VOCAB;
 
-fn settings() -> impl Strategy<Value = SchedulerConfig> {
+/// `groups`: the windows of further groups of layers.
+fn settings(groups: impl Strategy<Value = Vec<usize>>) -> impl Strategy<Value = SchedulerConfig> {
     let sizes = (1..5_usize, prop::sample::select(vec![2_usize, 9, 24, 48]), 0..24_usize, 1..6_usize);
     let budget = prop_oneof![2 => 1..6_usize, 3 => 6..40_usize];
     let draft = prop_oneof![1 => Just(None), 1 => (1..30_usize).prop_map(Some), 3 => Just(Some(64))];
@@ -113,7 +114,6 @@ fn settings() -> impl Strategy<Value = SchedulerConfig> {
     let ngrams = prop::option::weighted(0.2, (1..4_usize, 0..3_usize));
     let hidden = prop::option::weighted(0.4, 0..4_usize);
     let window = prop::option::weighted(0.4, 2..14_usize);
-    let groups = prop_oneof![2 => Just(vec![]), 1 => prop::collection::vec(2..14_usize, 1..4)];
     let more = (ngrams, hidden, (window, groups), policy);
     (sizes, budget, rest, ratio, more).prop_map(
         |(
@@ -638,13 +638,30 @@ fn live(id: i64, ended: bool) -> Result<(), Error> {
     if ended { Err(Error::UnknownRequest { request_id: id }) } else { Ok(()) }
 }
 
-/// `SPECRS_OPERATIONS` sets how many operations are tried in all, 100,000 if it is not set.
+/// `SPECRS_OPERATIONS` sets how many operations are tried in all, 100,000 if it is not set; each of the two tests has half.
 fn config() -> ProptestConfig {
     let operations = std::env::var("SPECRS_OPERATIONS").ok().and_then(|count| count.parse().ok()).unwrap_or(100_000);
-    let cases = operations / 60; // the mean length of a case
+    let cases = operations / 2 / 60; // the mean length of a case
     let regressions = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/regressions/scheduler.txt");
     let failure_persistence = Some(Box::new(FileFailurePersistence::Direct(regressions)) as Box<_>);
     ProptestConfig { cases, failure_persistence, max_shrink_iters: 4096, ..ProptestConfig::default() }
+}
+
+fn ops() -> impl Strategy<Value = Vec<Op>> {
+    prop::collection::vec(op(), 1..120)
+}
+
+/// Milliseconds of a draft that a planner goes by, where there is one.
+fn planned_draft_ms() -> impl Strategy<Value = Option<f64>> {
+    prop::option::weighted(0.4, prop::sample::select(vec![0.01, 0.3, 100.0]))
+}
+
+fn run(settings: SchedulerConfig, ops: &[Op], planned_draft_ms: Option<f64>) {
+    let mut run = Run::new(settings, planned_draft_ms);
+    for op in ops {
+        run.apply(op);
+    }
+    run.drain();
 }
 
 proptest! {
@@ -652,14 +669,19 @@ proptest! {
 
     #[test]
     fn everyone_gets_the_text_they_would_get_alone(
-        settings in settings(),
-        ops in prop::collection::vec(op(), 1..120),
-        planned_draft_ms in prop::option::weighted(0.4, prop::sample::select(vec![0.01, 0.3, 100.0])),
+        settings in settings(Just(vec![])),
+        ops in ops(),
+        planned_draft_ms in planned_draft_ms(),
     ) {
-        let mut run = Run::new(settings, planned_draft_ms);
-        for op in &ops {
-            run.apply(op);
-        }
-        run.drain();
+        run(settings, &ops, planned_draft_ms);
+    }
+
+    #[test]
+    fn so_they_do_with_groups_of_layers(
+        settings in settings(prop::collection::vec(2..14_usize, 1..4)),
+        ops in ops(),
+        planned_draft_ms in planned_draft_ms(),
+    ) {
+        run(settings, &ops, planned_draft_ms);
     }
 }
