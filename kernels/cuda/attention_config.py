@@ -9,6 +9,8 @@ from specrs.kernels.cuda.device import DeviceLimits
 
 MAX_VERIFY_ROWS = 17
 """Rows of a request up to which the context is split: K = 16 drafts and one more. Longer chunks fill the device."""
+ANY_LENGTH = 128
+"""Rows of a chunk from which on its attention is cut up as that of any longer one: a tile has no more."""
 _MAX_SPLITS = 64
 _WIDE_SHARED = 160 * 1024
 """Shared memory from which few rows take 128 positions in a step (docs/decisions/cuda.md has the times)."""
@@ -71,7 +73,7 @@ class AttentionConfig:
         if not limits.capability or dtype == torch.float32:  # fp32 has no tensor cores: operands live in registers
             widest, block_n = 16, 16
         else:
-            widest = 128 if long and head_dim <= 128 else 64
+            widest = ANY_LENGTH if long and head_dim <= 128 else 64
             block_n = 64 if head_dim <= 128 else 32
         rows = max(1, min(max_q_len, widest // group))
         block_m = max(16, 1 << (rows * group - 1).bit_length())

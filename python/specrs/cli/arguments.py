@@ -72,7 +72,7 @@ class MergeJSON(argparse.Action):
             raise argparse.ArgumentError(self, f"{values!r} is not JSON: {error}") from None
         if not isinstance(given, dict):
             raise argparse.ArgumentError(self, f"{values!r} is not a JSON object, such as '{{\"key\": 1}}'")
-        setattr(namespace, self.dest, {**(getattr(namespace, self.dest) or {}), **given})
+        _merge(namespace, self.dest, given)
 
 
 class MergeKey(argparse.Action):
@@ -85,7 +85,11 @@ class MergeKey(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        setattr(namespace, self.dest, {**(getattr(namespace, self.dest) or {}), self.const: values})
+        _merge(namespace, self.dest, {self.const: values})
+
+
+def _merge(namespace: argparse.Namespace, dest: str, given: dict[str, Any]) -> None:
+    setattr(namespace, dest, {**(getattr(namespace, dest) or {}), **given})
 
 
 def spell(argv: Sequence[str]) -> list[str]:
