@@ -2,11 +2,15 @@
 
 import asyncio
 import gc
+import json
 import socket
+import sys
 from typing import Any
 
 import pytest
-from specrs.server import run
+from hypothesis import given
+from hypothesis import strategies as st
+from specrs.server import app, run
 from specrs.server.http import DeadlineProtocol
 from specrs.server.run import ServerSettings, run_server
 from uvicorn.config import Config
@@ -18,7 +22,8 @@ def test_objects_of_the_start_are_out_of_collections_while_it_serves(
     monkeypatch: pytest.MonkeyPatch, breaks: bool
 ) -> None:
     made: list[Any] = []
-    seen: list[tuple[bool, bool]] = []
+    seen: list[tuple[bool, bool, float]] = []
+    interval = sys.getswitchinterval()
 
     def tracked(mark: object) -> bool:
         return any(one is mark for one in gc.get_objects())
@@ -28,7 +33,7 @@ def test_objects_of_the_start_are_out_of_collections_while_it_serves(
             made.append(context)
 
         async def serve(self) -> bool:
-            seen.append((gc.get_freeze_count() > 0, tracked(made[0])))
+            seen.append((gc.get_freeze_count() > 0, tracked(made[0]), sys.getswitchinterval()))
             if breaks:
                 raise RuntimeError("serving broke")
             return False
@@ -42,8 +47,39 @@ def test_objects_of_the_start_are_out_of_collections_while_it_serves(
             run_server({}, settings)
     else:
         assert run_server({}, settings) == 0
-    assert seen == [(True, False)]
-    assert gc.get_freeze_count() == 0
+    assert seen == [(True, False, run.SWITCH_INTERVAL)]
+    assert (gc.get_freeze_count(), sys.getswitchinterval()) == (0, interval)
+
+
+ITEMS = st.recursive(
+    st.none() | st.booleans() | st.floats(allow_nan=False) | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=3),
+    max_leaves=6,
+)
+LONG = st.lists(ITEMS, max_size=3).flatmap(
+    lambda few: st.sampled_from([0, 1, 63, 64, 65, 128, 130]).map(lambda count: [*few, *[{"a": [1.5, None]}] * count])
+)
+
+
+@given(st.dictionaries(st.text(max_size=3), ITEMS | LONG | st.lists(st.fixed_dictionaries({"x": ITEMS, "y": LONG}))))
+def test_an_answer_in_parts_is_the_answer(answer: dict[str, Any]) -> None:
+    assert app._encode_in_parts(answer) == json.dumps(answer, separators=(",", ":")).encode()
+
+
+def test_no_part_of_an_answer_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While json writes, every stream waits."""
+    told = {"top_logprobs": [{"a": -1.0, "b": -2.0}] * 2000, "tokens": ["a"] * 2000}
+    answer = {"id": "x", "choices": [{"index": i, "logprobs": told} for i in range(70)]}
+    lengths: list[int] = []
+    encode = app._encode
+
+    def noted(value: object) -> bytes:
+        lengths.append(len(encode(value)))
+        return encode(value)
+
+    monkeypatch.setattr(app, "_encode", noted)
+    app._encode_in_parts(answer)
+    assert max(lengths) == 64 * len('{"a":-1.0,"b":-2.0},') + 1
 
 
 @pytest.mark.parametrize("how", ["answered", "kept and left", "cut off", "refused"])

@@ -213,7 +213,7 @@ class PostEndpoint:
         if not isinstance(result, Generation):
             in_thread = self._context.llm.in_thread
             large = isinstance(body, protocol.SamplingBody) and body.tells_prompts
-            encoded = await in_thread(partial(_encode_by_choice, result)) if large else _encode(result)
+            encoded = await in_thread(partial(_encode_in_parts, result)) if large else _encode(result)
             await Response(encoded, media_type="application/json")(scope, receive, send)
             return
         with result:
@@ -270,13 +270,18 @@ def _encode(value: object) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
-def _encode_by_choice(result: dict[str, Any]) -> bytes:
-    """The same in parts: json holds the interpreter, and with it every stream, until it has written what it got."""
-    parts = []
-    for key, value in result.items():
-        items = [_encode(item) for item in value] if key == "choices" else None
-        parts.append(_encode(key) + b":" + (_encode(value) if items is None else b"[" + b",".join(items) + b"]"))
-    return b"{" + b",".join(parts) + b"}"
+def _encode_in_parts(value: Any, depth: int = 0) -> bytes:
+    """The same bytes in many short writes: json holds the interpreter, and with it every stream, until it has written
+    what it got. Each field of each choice is a write of its own, of log probabilities each 64 positions, half a
+    millisecond."""
+    if isinstance(value, dict) and depth < 4:  # the answer, a choice, its log probabilities
+        fields = (_encode(key) + b":" + _encode_in_parts(item, depth + 1) for key, item in value.items())
+        return b"{" + b",".join(fields) + b"}"
+    if isinstance(value, list) and depth < 2:  # the choices
+        return b"[" + b",".join(_encode_in_parts(item, depth + 1) for item in value) + b"]"
+    if isinstance(value, list):
+        return b"[" + b",".join(_encode(value[i : i + 64])[1:-1] for i in range(0, len(value), 64)) + b"]"
+    return _encode(value)
 
 
 def _digest(key: bytes) -> bytes:
