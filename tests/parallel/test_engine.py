@@ -222,7 +222,7 @@ def test_ranks_that_come_to_other_results_end(bank: Bank, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("at", random.Random(0).sample(range(1, 200), 20))
 def test_a_rank_that_fails_anywhere(at: int, bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
     """At a random exchange: every request of rank 0 ends with an error that names it, and the books agree."""
-    config = engine_config(bank.target, bank.drafts["close"], k=3, tensor_parallel_size=2, distributed_timeout=2.0)
+    config = engine_config(bank.target, bank.drafts["close"], k=3, tensor_parallel_size=2, distributed_timeout=1.0)
     gather = Ranks.gather
 
     def fail(ranks: Ranks, x: Tensor) -> Tensor:
