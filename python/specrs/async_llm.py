@@ -114,7 +114,7 @@ class AsyncLLM:
     def __init__(self, model: str | None = None, **settings: Any) -> None:
         """As `LLM`: load `model` with the fields of `EngineConfig`. Blocks while weights load. Raises as `LLM` does.
 
-        Other than there `max_prefill_stall_ms` is 100 unless it is given.
+        Other than there `max_prefill_stall_ms` is 75 unless it is given.
         """
         config = EngineConfig.from_kwargs(model=model, **settings)
         if config.max_prefill_stall_ms is None:

@@ -40,9 +40,9 @@ DEFAULT_CPU_KV_CACHE_BYTES = 4 << 30
 """Bytes of KV cache on a CPU unless told otherwise. The pool is mapped lazily, so unused blocks cost no memory."""
 CPU_PREFILLS = ("exact", "amx", "torch")
 MODEL_IMPLS = ("auto", "specrs", "transformers")
-STREAMING_PREFILL_STALL_MS = 100.0
+STREAMING_PREFILL_STALL_MS = 75.0
 """What prompts may hold up streams for, unless told otherwise. Streams pause for it and for one iteration: where
-prompts take half as long again as was expected, and the iteration takes as long, that is 250 ms."""
+prompts take twice as long as was expected, and the iteration takes 100 ms, that is 250 ms."""
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 
 

@@ -336,8 +336,8 @@ def test_the_same_texts_as_llm() -> None:
     assert stats.acceptance_histogram == llm.stats().acceptance_histogram
 
 
-@pytest.mark.parametrize(("given", "bound"), [(None, 100.0), (0, 0.0), (40, 40.0)])
-def test_prompts_hold_up_streams_for_100_ms_unless_told(
+@pytest.mark.parametrize(("given", "bound"), [(None, 75.0), (0, 0.0), (40, 40.0)])
+def test_prompts_hold_up_streams_for_75_ms_unless_told(
     engine: ScriptedEngine, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, given: float | None, bound: float
 ) -> None:
     built = []

@@ -97,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-num-seqs", type=int, help="requests that run at once; default: 256")
     add("--max-num-batched-tokens", type=human_int, help="tokens of one launch; default: 2048")
     add("--long-prefill-token-threshold", type=human_int, help="of one prompt; default: 3/4, and what others leave")
-    add("--max-prefill-stall-ms", type=float, help="of a launch for prompts while others decode; 0: any; default: 100")
+    add("--max-prefill-stall-ms", type=float, help="of a launch for prompts while others decode; 0: any; default: 75")
     add("--num-reserved-decode-tokens", type=human_int, help="kept for each running request; default: 64")
     add("--priority-aging-launches", type=int, help="waiting that is worth a priority of 1; default: 0, nothing")
     add("--gpu-memory-utilization", type=float, help="share of the GPU's memory to use")
