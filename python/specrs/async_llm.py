@@ -65,8 +65,8 @@ class OutputStream:
             return
         self._closed = True
         self._llm._forget(self._left * self._completions)
-        # The group knows its stream: without this they would be a cycle, and collections would walk 1,000 objects of
-        # each prompt whose log probabilities are asked for while all streams wait.
+        # The group knows its stream: without this they would be a cycle, and collections would walk some ten objects
+        # for each token whose log probabilities were told, while all streams wait.
         group, self._group = self._group, None
         if self._left:
             self._left = 0
