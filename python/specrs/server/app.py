@@ -27,6 +27,7 @@ from specrs.errors import SpecrsError
 from specrs.server import endpoints, info, protocol, responses
 from specrs.server.body import Gone, parse, read_body
 from specrs.server.context import Context, CORSSettings
+from specrs.server.encoding import encode, encode_in_parts
 from specrs.server.endpoints import Result
 from specrs.server.errors import APIError, api_error
 from specrs.server.generation import Generation
@@ -213,7 +214,7 @@ class PostEndpoint:
         if not isinstance(result, Generation):
             in_thread = self._context.llm.in_thread
             large = isinstance(body, protocol.SamplingBody) and body.tells_prompts
-            encoded = await in_thread(partial(_encode_in_parts, result)) if large else _encode(result)
+            encoded = await in_thread(partial(encode_in_parts, result)) if large else encode(result)
             await Response(encoded, media_type="application/json")(scope, receive, send)
             return
         with result:
@@ -264,24 +265,6 @@ def _request_id(scope: Scope) -> str:
     values = [value for header, value in scope["headers"] if header == b"x-request-id"]
     given = values[0].decode("latin-1") if len(values) == 1 else ""
     return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-
-
-def _encode(value: object) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()
-
-
-def _encode_in_parts(value: Any, depth: int = 0) -> bytes:
-    """The same bytes in many short writes: json holds the interpreter, and with it every stream, until it has written
-    what it got. Each field of each choice is a write of its own, of log probabilities each 64 positions, half a
-    millisecond."""
-    if isinstance(value, dict) and depth < 4:  # the answer, a choice, its log probabilities
-        fields = (_encode(key) + b":" + _encode_in_parts(item, depth + 1) for key, item in value.items())
-        return b"{" + b",".join(fields) + b"}"
-    if isinstance(value, list) and depth < 2:  # the choices
-        return b"[" + b",".join(_encode_in_parts(item, depth + 1) for item in value) + b"]"
-    if isinstance(value, list):
-        return b"[" + b",".join(_encode(value[i : i + 64])[1:-1] for i in range(0, len(value), 64)) + b"]"
-    return _encode(value)
 
 
 def _digest(key: bytes) -> bytes:

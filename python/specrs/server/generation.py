@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,6 +15,7 @@ from specrs.lora_request import LoRARequest
 from specrs.outputs import RequestOutput
 from specrs.server.answers import Answer
 from specrs.server.context import Context
+from specrs.server.encoding import encode, encode_in_parts
 from specrs.server.errors import APIError, api_error, unavailable
 from specrs.server.tracing import RequestTrace
 from specrs.server.usage import speculation, usage
@@ -22,6 +23,9 @@ from specrs.server.usage import speculation, usage
 logger = logging.getLogger("specrs")
 
 DONE = b"data: [DONE]\n\n"
+
+News = list[tuple[int, RequestOutput]]
+"""Prompts that have news, by index."""
 
 
 class Generation:
@@ -36,6 +40,7 @@ class Generation:
         self._report = context.report_speculation
         self._last: dict[int, RequestOutput] = {}
         self._num_prompts = 0
+        self._begun = False
         self._stream: OutputStream | None = None
         asked = answer.body.per_request_spec_decode_metrics
         if asked is not None:
@@ -103,53 +108,70 @@ class Generation:
 
         A failure is an event too. Several chunks that are there at once are given out together.
         """
-        options = self._answer.body.stream_options
-        continuous = options is not None and options.continuous_usage_stats
-        last_usage = options is not None and options.include_usage
-        head, begun = self._answer.head(chunk=True), False
+        tells_prompts, last_usage = self._answer.body.tells_prompts, self._last_usage
         try:
-            async for choices in self.choices():
-                chunks = []
-                for choice in choices:
-                    chunk = {**head, "choices": [choice]}
-                    if not begun:
-                        chunk |= self._answer.prompt_fields(self._last)
-                        begun = True
-                    if continuous:
-                        chunk["usage"] = self._usage()
-                    elif last_usage:
-                        chunk["usage"] = None
-                    if self._answer.body.per_request_spec_decode_metrics == "continuous":
-                        self._with_metrics(chunk)
-                    chunks.append(chunk)
-                if self._ended and chunks and not last_usage:
-                    self._with_metrics(chunks[-1])
-                if chunks:
-                    yield b"".join(map(_event, chunks))
+            async for news in self._news():
+                if tells_prompts:
+                    # some 40 ms for the log probabilities of 2,000 positions, in which other streams go on
+                    events = await self._llm.in_thread(partial(self._events, news, encode_in_parts))
+                else:
+                    events = self._events(news, encode)
+                if events:
+                    yield events
             if last_usage:
-                yield _event(self._with_metrics({**head, "choices": [], "usage": self._usage()}))
+                head = self._answer.head(chunk=True)
+                yield _event(encode(self._with_metrics({**head, "choices": [], "usage": self._usage()})))
         except Exception as fault:
             if not isinstance(fault, (APIError, SpecrsError)):
                 logger.exception("a stream failed")
-            yield _event(api_error(fault).body)
+            yield _event(encode(api_error(fault).body))
         yield DONE
 
     async def choices(self) -> AsyncIterator[list[dict[str, Any]]]:
         """The choices of the chunks to come, those of each iteration together. Raises `APIError` for what failed."""
         async for news in self._news():
-            found = []
-            for index, output in news:
-                fault = _fault(output)
-                if fault is not None:
-                    raise fault
-                found += self._answer.chunks(index, output)
-            yield found
+            yield self._choices(news)
+
+    def _choices(self, news: News) -> list[dict[str, Any]]:
+        found = []
+        for index, output in news:
+            fault = _fault(output)
+            if fault is not None:
+                raise fault
+            found += self._answer.chunks(index, output)
+        return found
+
+    def _events(self, news: News, encode: Callable[[Any], bytes]) -> bytes:
+        """The events of one iteration, one behind the other."""
+        options = self._answer.body.stream_options
+        head, chunks = self._answer.head(chunk=True), []
+        for choice in self._choices(news):
+            chunk = {**head, "choices": [choice]}
+            if not self._begun:
+                chunk |= self._answer.prompt_fields(self._last)
+                self._begun = True
+            if options is not None and options.continuous_usage_stats:
+                chunk["usage"] = self._usage()
+            elif self._last_usage:
+                chunk["usage"] = None
+            if self._answer.body.per_request_spec_decode_metrics == "continuous":
+                self._with_metrics(chunk)
+            chunks.append(chunk)
+        if self._ended and chunks and not self._last_usage:
+            self._with_metrics(chunks[-1])
+        return b"".join(_event(encode(chunk)) for chunk in chunks)
+
+    @property
+    def _last_usage(self) -> bool:
+        """Whether a chunk behind all others has the usage."""
+        options = self._answer.body.stream_options
+        return options is not None and bool(options.include_usage)
 
     @property
     def _ended(self) -> bool:
         return len(self._last) == self._num_prompts and all(output.finished for output in self._last.values())
 
-    async def _news(self) -> AsyncIterator[list[tuple[int, RequestOutput]]]:
+    async def _news(self) -> AsyncIterator[News]:
         assert self._stream is not None
         while news := await self._stream.get():
             self._last.update(news)
@@ -172,5 +194,5 @@ def _fault(output: RequestOutput) -> APIError | None:
     return None
 
 
-def _event(body: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
+def _event(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"

@@ -1,16 +1,19 @@
-"""What stands when a server starts is not walked by collections while it serves, and closed connections are let go."""
+"""What would hold up every stream while a server serves: collections, long writes, timers of closed connections."""
 
 import asyncio
 import gc
 import json
 import socket
 import sys
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from specrs.server import app, run
+from specrs.server import encoding, run
+from specrs.server.generation import Generation
 from specrs.server.http import DeadlineProtocol
 from specrs.server.run import ServerSettings, run_server
 from uvicorn.config import Config
@@ -63,7 +66,7 @@ LONG = st.lists(ITEMS, max_size=3).flatmap(
 
 @given(st.dictionaries(st.text(max_size=3), ITEMS | LONG | st.lists(st.fixed_dictionaries({"x": ITEMS, "y": LONG}))))
 def test_an_answer_in_parts_is_the_answer(answer: dict[str, Any]) -> None:
-    assert app._encode_in_parts(answer) == json.dumps(answer, separators=(",", ":")).encode()
+    assert encoding.encode_in_parts(answer) == json.dumps(answer, separators=(",", ":")).encode()
 
 
 def test_no_part_of_an_answer_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,15 +74,63 @@ def test_no_part_of_an_answer_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
     told = {"top_logprobs": [{"a": -1.0, "b": -2.0}] * 2000, "tokens": ["a"] * 2000}
     answer = {"id": "x", "choices": [{"index": i, "logprobs": told} for i in range(70)]}
     lengths: list[int] = []
-    encode = app._encode
+    encode = encoding.encode
 
     def noted(value: object) -> bytes:
         lengths.append(len(encode(value)))
         return encode(value)
 
-    monkeypatch.setattr(app, "_encode", noted)
-    app._encode_in_parts(answer)
+    monkeypatch.setattr(encoding, "encode", noted)
+    encoding.encode_in_parts(answer)
     assert max(lengths) == 64 * len('{"a":-1.0,"b":-2.0},') + 1
+
+
+def test_a_streams_log_probabilities_of_prompts_are_not_written_in_the_event_loop() -> None:
+    """What others stream goes through that; the bytes are the same."""
+    news = [(0, SimpleNamespace(error=None, outputs=[], finished=True))]
+    told = {"tokens": ["a"] * 130, "token_logprobs": [None, *[-1.5] * 129]}
+    threads: list[int] = []
+
+    def chunks(index: int, _: Any) -> list[dict[str, Any]]:
+        threads.append(threading.get_ident())
+        return [{"index": index, "text": "x", "logprobs": told}]
+
+    def streamed(*, tells_prompts: bool) -> list[bytes]:
+        left = [[], news]
+
+        async def get() -> list[Any]:
+            return left.pop()
+
+        async def submit(*_: Any, **__: Any) -> Any:
+            return SimpleNamespace(get=get)
+
+        body = SimpleNamespace(
+            tells_prompts=tells_prompts, stream_options=None, per_request_spec_decode_metrics=None, priority=None
+        )
+        asked = SimpleNamespace(params=None, silent=False)
+        answer: Any = SimpleNamespace(
+            body=body, asked=asked, head=lambda chunk: {"id": "x"}, prompt_fields=lambda _: {"p": 1}, chunks=chunks
+        )
+        context: Any = SimpleNamespace(
+            llm=SimpleNamespace(submit=submit, in_thread=asyncio.to_thread),
+            metrics=SimpleNamespace(observer=lambda: None),
+            tracing=None,
+            report_speculation=False,
+        )
+
+        async def main() -> list[bytes]:
+            generation = Generation(context, answer)
+            await generation.start([], None)
+            return [event async for event in generation.events()]
+
+        return asyncio.run(main())
+
+    loops_own, elsewhere = streamed(tells_prompts=False), streamed(tells_prompts=True)
+    assert loops_own == elsewhere
+    first = json.loads(elsewhere[0].removeprefix(b"data: "))
+    assert first == {"id": "x", "choices": [{"index": 0, "text": "x", "logprobs": told}], "p": 1}
+    here = threading.get_ident()
+    assert [thread == here for thread in threads] == [True, False]
 
 
 @pytest.mark.parametrize("how", ["answered", "kept and left", "cut off", "refused"])
