@@ -4,167 +4,18 @@
 //! must end; and at the end every block must be free.
 
 mod device;
+mod drawn;
 
 use device::{Device, Outcome, Record, Sampling, VOCAB, lone_text};
+use drawn::{Ask, Op, ops, planned_draft_ms, settings};
 use proptest::prelude::*;
 use proptest::test_runner::FileFailurePersistence;
 use specrs_core::scheduler::layout::{FINISH_ERROR, FINISH_LENGTH, FINISH_NONE, FINISH_STOP};
 use specrs_core::{
-    CostLine, CostModel, Drafter, Error, HostDrafters, Lora, NgramProposer, PlanOutcome, RequestParams,
-    RequestSampling, Scheduler, SchedulerConfig, SpeculationPlanner, SuffixSettings,
+    CostLine, CostModel, Drafter, Error, Lora, PlanOutcome, RequestParams, RequestSampling, Scheduler, SchedulerConfig,
+    SpeculationPlanner,
 };
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-
-#[derive(Clone, Debug)]
-struct Ask {
-    /// Which of a few long texts the prompt starts, how much of it, and how much of its own follows.
-    text: i64,
-    shared: usize,
-    own: usize,
-    max_tokens: usize,
-    min_tokens: usize,
-    k: usize,
-    priority: i64,
-    caller: Option<i64>,
-    stop: Vec<i64>,
-    salt: u8,
-    /// Id of its `LoRA` adapter; 0: none.
-    lora: u32,
-}
-
-#[derive(Clone, Debug)]
-enum Op {
-    Add(Ask),
-    Plan,
-    Settle,
-    /// Abort, preempt or disturb one of the requests so far.
-    Abort(prop::sample::Index),
-    Preempt(prop::sample::Index),
-    Fault(prop::sample::Index, i64),
-    /// Its draft KV is lost, and is to be built again.
-    Rebuild(prop::sample::Index),
-    ResetPrefixCache,
-}
-
-fn ask() -> impl Strategy<Value = Ask> {
-    let lengths = (1..24_usize, prop_oneof![3 => Just(0_usize), 1 => 0..8_usize]);
-    let rest = (
-        -1..2_i64,
-        prop::collection::vec(0..VOCAB, 0..3),
-        prop_oneof![9 => Just(0_u8), 1 => Just(1)],
-        prop_oneof![3 => Just(None), 1 => (0..2_i64).prop_map(Some)],
-        prop_oneof![1 => Just(0_u32), 1 => 1..4_u32],
-    );
-    // Strangers, and a crowd with one long prefix in common, whose draft KV they write for each other.
-    let prompt = prop_oneof![
-        1 => (0..3_i64, 0..20_usize, 0..12_usize, 0..5_usize),
-        2 => (Just(0_i64), 6..20_usize, 0..3_usize, prop_oneof![1 => Just(0_usize), 4 => 1..5_usize]),
-    ];
-    (prompt, lengths, rest).prop_map(
-        |((text, shared, own, k), (max_tokens, min_tokens), (priority, stop, salt, caller, lora))| Ask {
-            text,
-            shared,
-            own,
-            max_tokens,
-            min_tokens,
-            k,
-            priority,
-            caller,
-            stop,
-            salt,
-            lora,
-        },
-    )
-}
-
-fn op() -> impl Strategy<Value = Op> {
-    let any = any::<prop::sample::Index>;
-    prop_oneof![
-        6 => ask().prop_map(Op::Add),
-        16 => Just(Op::Plan),
-        16 => Just(Op::Settle),
-        1 => any().prop_map(Op::Abort),
-        2 => any().prop_map(Op::Preempt),
-        2 => (any(), prop::sample::select(vec![1, 2, 2, 2, 4])).prop_map(|(index, flags)| Op::Fault(index, flags)),
-        2 => any().prop_map(Op::Rebuild),
-        1 => Just(Op::ResetPrefixCache),
-    ]
-}
-
-/// Feeds the positions of drafts in one pass for all: no token of a text.
-const MASK: i64 = VOCAB;
-
-/// `groups`: the windows of further groups of layers.
-fn settings(groups: impl Strategy<Value = Vec<usize>>) -> impl Strategy<Value = SchedulerConfig> {
-    let sizes = (1..5_usize, prop::sample::select(vec![2_usize, 9, 24, 48]), 0..24_usize, 1..6_usize);
-    let budget = prop_oneof![2 => 1..6_usize, 3 => 6..40_usize];
-    let draft = prop_oneof![1 => Just(None), 1 => (1..30_usize).prop_map(Some), 3 => Just(Some(64))];
-    let serial = (prop::sample::select(vec![1_usize, 2, 2, 3]), Just(None));
-    let parallel = (1..7_usize, Just(Some(MASK)));
-    let first_pass = prop_oneof![3 => serial, 1 => parallel];
-    let rest = (0..5_usize, draft, first_pass, 1..4_usize, prop::bool::weighted(0.8));
-    let ratio = prop::sample::select(vec![0.05, 0.5, 1.0, 3.0]);
-    let policy = (
-        prop::sample::select(vec![0_usize, 0, 3, 64]),
-        prop::sample::select(vec![0_usize, 0, 1, 7]),
-        prop::sample::select(vec![0_usize, 0, 1, 4]),
-        prop_oneof![1 => Just(0_usize), 1 => 1..4_usize],
-        prop::sample::select(vec![0.0, 0.0, 1.0, 20.0]),
-    );
-    let ngrams = prop::option::weighted(0.2, (1..4_usize, 0..3_usize));
-    let hidden = prop::option::weighted(0.4, 0..4_usize);
-    let window = prop::option::weighted(0.4, 2..14_usize);
-    let more = (ngrams, hidden, (window, groups), policy);
-    (sizes, budget, rest, ratio, more).prop_map(
-        |(
-            (rows, len, spare, block_size),
-            budget,
-            rest,
-            ratio,
-            (ngrams, hidden, (sliding_window, window_groups), policy),
-        )| {
-            let (k, context, (max_draft_lag, mask_token_id), max_in_flight, enable_prefix_caching) = rest;
-            let (drafter, lag) = match (context, hidden) {
-                // Of schedulers with a drafter on the host some have one on the device, too.
-                (Some(_), _) if ngrams.is_some() && rows % 2 == 0 => (Drafter::None, 1),
-                (None, _) => (Drafter::None, 1),
-                (Some(max_model_len), Some(more)) => {
-                    (Drafter::Hidden { max_model_len, max_draft_lag: k + 2 + more }, k + 2 + more)
-                }
-                (Some(max_model_len), None) => {
-                    (Drafter::Cached { max_model_len, max_draft_lag, mask_token_id, cost_ratio: ratio }, max_draft_lag)
-                }
-            };
-            // The positions that a row needs at least, wherever a block may begin.
-            let all = len.div_ceil(block_size);
-            let window_groups: Vec<_> =
-                window_groups.into_iter().map(|window| window.min(sliding_window.unwrap_or(window))).collect();
-            let of_window = |window: usize, lag: usize| all.min((window + lag - 1).div_ceil(block_size) + 1);
-            let further: usize = window_groups.iter().map(|&window| of_window(window, 1)).sum();
-            let least = sliding_window.map_or(all, |window| of_window(window, lag)) + further;
-            let spare = spare * (1 + window_groups.len());
-            SchedulerConfig {
-                num_speculative_tokens: k,
-                drafter,
-                sliding_window,
-                window_groups,
-                host_drafters: HostDrafters {
-                    ngram: ngrams.map(|(min, more)| NgramProposer::new(min, min + more).expect("allowed")),
-                    suffix: (ngrams.is_some_and(|(min, _)| min == 1) || ratio > 2.0)
-                        .then(|| SuffixSettings { max_tree_depth: 2 + k, ..SuffixSettings::default() }),
-                },
-                max_in_flight: if ngrams.is_some() || ratio > 2.0 { 1 } else { max_in_flight },
-                enable_prefix_caching,
-                num_reserved_decode_tokens: policy.0,
-                long_prefill_token_threshold: policy.1,
-                priority_aging_launches: policy.2,
-                max_loras: policy.3,
-                max_prefill_stall_ms: policy.4,
-                ..SchedulerConfig::new(rows, len, least + spare, block_size, budget)
-            }
-        },
-    )
-}
 
 /// What the test knows of a request.
 struct Request {
@@ -645,15 +496,6 @@ fn config() -> ProptestConfig {
     let regressions = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/regressions/scheduler.txt");
     let failure_persistence = Some(Box::new(FileFailurePersistence::Direct(regressions)) as Box<_>);
     ProptestConfig { cases, failure_persistence, max_shrink_iters: 4096, ..ProptestConfig::default() }
-}
-
-fn ops() -> impl Strategy<Value = Vec<Op>> {
-    prop::collection::vec(op(), 1..120)
-}
-
-/// Milliseconds of a draft that a planner goes by, where there is one.
-fn planned_draft_ms() -> impl Strategy<Value = Option<f64>> {
-    prop::option::weighted(0.4, prop::sample::select(vec![0.01, 0.3, 100.0]))
 }
 
 fn run(settings: SchedulerConfig, ops: &[Op], planned_draft_ms: Option<f64>) {
