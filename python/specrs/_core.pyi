@@ -489,6 +489,7 @@ class Scheduler:
         num_reserved_decode_tokens: int = 64,
         long_prefill_token_threshold: int = 0,
         max_prefill_stall_ms: float = 0.0,
+        attention_cost_ratio: float = ...,
         priority_aging_launches: int = 0,
         max_loras: int = 0,
         enable_prefix_caching: bool = True,
@@ -527,6 +528,9 @@ class Scheduler:
             max_prefill_stall_ms: the most milliseconds that prompt and draft chunks take of a launch in which requests
                 decode, which wait for it, by the times that `time_launch` is told; 16 tokens of prompts and 512
                 of drafts' catch-up go through in any case. 0 is no bound.
+            attention_cost_ratio: what attending to one position costs, in what a token at the start of a context does,
+                by which `max_prefill_stall_ms` reckons chunks deep in a context; layers with a window count nothing.
+                At least 0; default 1 / 4096.
             priority_aging_launches: launches by which a request must have arrived earlier to go before one of a
                 priority better by 1; 0: priority always counts more.
             max_loras: the most LoRA adapters of the requests that run at once, at most 1024; 0: no request has one.

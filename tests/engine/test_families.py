@@ -10,6 +10,7 @@ from hf_reference import generate, load
 from hypothesis import given
 from hypothesis import strategies as st
 from specrs.core import CachedDrafter
+from specrs.engine import blueprint
 from specrs.engine.blueprint import Blueprint
 from specrs.engine.weights import load_weights
 from sweep import sweep
@@ -116,3 +117,17 @@ def test_costs_count_experts_that_a_row_is_sent_to(bank_of: Callable[[str, str],
     assert weights.draft is not None
     assert isinstance(declared, CachedDrafter)
     assert declared.cost_ratio == pytest.approx(weights.draft.num_parameters / weights.target.num_parameters)
+
+
+def test_chunks_deep_in_a_context_cost_what_the_model_takes(
+    bank_of: Callable[[str, str], Bank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler is told by how much attention makes a chunk longer."""
+    asked: list[float] = []
+    monkeypatch.setattr(blueprint, "Scheduler", lambda **settings: asked.append(settings["attention_cost_ratio"]))
+    made = [config(bank_of(family, "float64").target, None, k=0) for family in ("gemma3_text", "qwen3_moe")]
+    weights = [load_weights(each) for each in made]
+    for each, loaded in zip(made, weights, strict=True):
+        Blueprint(each, loaded).scheduler(1)
+    assert asked == [1.5 * loaded.target.attention_ratio for loaded in weights]
+    assert asked[0] != asked[1]

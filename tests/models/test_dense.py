@@ -2,6 +2,7 @@
 
 import functools
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from specrs.models.dense import Dense
 from specrs.models.loader import load_model
 from specrs.models.native_loader import load_native
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from models.harness import Feeder
 
@@ -269,6 +271,31 @@ def test_num_parameters_are_those_a_pass_reads(folder: Path, name: str) -> None:
     if not reference.config.tie_word_embeddings:
         count -= reference.get_input_embeddings().weight.numel()
     assert model(folder, name, torch.float64).num_parameters == count
+
+
+@pytest.mark.parametrize("name", ["qwen3", "untied", "olmo2", "phi3", "smollm3"])
+def test_attention_ratio_is_that_of_multiplications(folder: Path, name: str) -> None:
+    """By those that torch counts in transformers' passes over 40 and 80 tokens, of which attention's grow by the
+    square; products of norms, biases and RoPE's angles are some percent of models as small as these."""
+    reference = load(make(folder, name)).eval()
+    reference.set_attn_implementation("eager")
+    counts = []
+    for length in (40, 80):
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            reference.model(torch.zeros(1, length, dtype=torch.long), use_cache=False)
+        counts.append(counter.get_total_flops() / length)
+    position = (counts[1] - counts[0]) / 40
+    ratio = model(folder, name, torch.float64).attention_ratio
+    assert ratio == pytest.approx(position / (counts[0] - 40 * position), rel=0.1)
+
+
+def test_attention_ratio_counts_layers_that_attend_to_all(folder: Path) -> None:
+    config = model(folder, "gemma3_text", torch.float64).config
+    full = config.windows.count(None)
+    assert 0 < full < config.num_layers
+    assert config.attention_ratio == pytest.approx(
+        replace(config, windows=()).attention_ratio * full / config.num_layers
+    )
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "plain layers and experts", "gpt_oss"])

@@ -106,6 +106,14 @@ class ModelConfig:
         return total + sparse * read + (self.num_layers - sparse) * mlp
 
     @property
+    def attention_ratio(self) -> float:
+        """Multiplications of attending to one position, of those that a token's products take before the LM head.
+        Layers with a window count nothing: behind it they attend no more positions."""
+        full = self.windows.count(None) if self.windows else self.num_layers
+        products = self.num_parameters - self.vocab_size * self.hidden_size
+        return full * 2 * self.num_heads * self.head_dim / products
+
+    @property
     def rotary_dim(self) -> int:
         """Features of a head that are rotated, its first."""
         return self.head_dim if self.partial_rotary_dim is None else self.partial_rotary_dim

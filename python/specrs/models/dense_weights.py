@@ -150,6 +150,11 @@ class DenseFacts(Model):
         return self.config.num_parameters
 
     @property
+    def attention_ratio(self) -> float:
+        """See `ModelConfig.attention_ratio`."""
+        return self.config.attention_ratio
+
+    @property
     def rope_magnitude(self) -> float:
         """What cos and sin of its angles are multiplied by."""
         return self.config.rope_magnitude

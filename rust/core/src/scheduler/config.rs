@@ -56,6 +56,10 @@ pub struct SchedulerConfig {
     /// [`super::Scheduler::time_launch`] is told; 16 tokens of prompts and 512 of drafts' catch-up go through in any case. 0 is no
     /// bound. Finite.
     pub max_prefill_stall_ms: f64,
+    /// What attending to one position costs, in what a token at the start of a context does: how much longer a chunk is taken to be
+    /// that is deep in its context, by [`Self::max_prefill_stall_ms`]. Layers with a window attend no more positions, and count
+    /// nothing. Finite and at least 0.
+    pub attention_cost_ratio: f64,
     /// Launches by which a request must have arrived earlier to go before one of a priority better by 1; 0: priority always counts
     /// more.
     pub priority_aging_launches: usize,
@@ -95,6 +99,7 @@ impl SchedulerConfig {
             num_reserved_decode_tokens: 64,
             long_prefill_token_threshold: 0,
             max_prefill_stall_ms: 0.0,
+            attention_cost_ratio: 1.0 / 4096.0,
             priority_aging_launches: 0,
             max_loras: 0,
             enable_prefix_caching: true,
@@ -131,9 +136,12 @@ impl SchedulerConfig {
                 return Err(Error::invalid_config(field, value, format!("{least} to {most}")));
             }
         }
-        let stall = self.max_prefill_stall_ms;
-        if !(stall.is_finite() && stall >= 0.0) {
-            return Err(Error::invalid_config("max_prefill_stall_ms", stall, "finite and at least 0"));
+        let numbers =
+            [("max_prefill_stall_ms", self.max_prefill_stall_ms), ("attention_cost_ratio", self.attention_cost_ratio)];
+        for (field, value) in numbers {
+            if !(value.is_finite() && value >= 0.0) {
+                return Err(Error::invalid_config(field, value, "finite and at least 0"));
+            }
         }
         self.validate_groups()?;
         if let Some(suffix) = &self.host_drafters.suffix {

@@ -199,7 +199,7 @@ impl Scheduler {
             launches: VecDeque::with_capacity(config.max_in_flight),
             spare_launches: Vec::new(),
             settled: None,
-            prefill_costs: prefill_costs::PrefillCosts::new(),
+            prefill_costs: prefill_costs::PrefillCosts::new(config.attention_cost_ratio),
             next_launch_id: 0,
             next_arrival: 0,
             num_preemptions: 0,

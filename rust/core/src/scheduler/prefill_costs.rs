@@ -1,7 +1,7 @@
 //! What prompt tokens cost, learnt from how long launches took, and how many fit into a time. Measures no time and plans nothing.
 //!
-//! A launch's prompt work takes `rate * (tokens + ATTENTION * positions)` milliseconds, `positions` being those that the tokens attend to.
-//! The rate falls with the tokens of a launch, because weights are read once for all of them, and by steps where a device computes long
+//! A launch's prompt work takes `rate * (tokens + attention * positions)` milliseconds, `positions` being those that the tokens attend to
+//! and `attention` [`crate::SchedulerConfig::attention_cost_ratio`]. The rate falls with the tokens of a launch, because weights are read once for all of them, and by steps where a device computes long
 //! chunks in another way; so there is one for each power of two, and never a larger one behind a smaller. What attention takes beyond its
 //! constant share goes into the rates: deep in a context fewer tokens fit, which have rates of their own.
 
@@ -18,10 +18,6 @@ const WEIGHT: f64 = 0.5;
 /// A time counts between these multiples of what was expected. A single launch may be slow for reasons of its own (a page fault, a kernel
 /// that is compiled); it is never fast without being fast.
 const BOUNDS: (f64, f64) = (1.0 / 16.0, 4.0);
-/// Attending to one position in what a token costs: the ratio of multiplications of 30 layers of 576 (135M parameters) and of 28 of 1,024
-/// (0.6B). Larger models have a smaller one, and are taken for slower than they are behind a short prompt. To learn it did worse: between it
-/// and the rates the times of a growing context leave open which of them was wrong.
-const ATTENTION: f64 = 1.0 / 4096.0;
 /// What sizes that were not met may cost beyond a larger one that was.
 const UNKNOWN: f64 = 2.0;
 /// The least of a launch's time that prompt tokens are taken for, whatever decoding is expected to take.
@@ -44,8 +40,8 @@ impl Work {
     }
 
     /// In tokens at the start of a context.
-    fn weight(self) -> f64 {
-        self.tokens + ATTENTION * self.positions
+    fn weight(self, attention: f64) -> f64 {
+        self.tokens + attention * self.positions
     }
 
     fn add(&mut self, other: Self) {
@@ -91,11 +87,13 @@ impl LaunchWork {
 struct Costs {
     /// By the power of two: milliseconds a token at the start of a context; `None` until there was a launch of this size.
     rates: [Option<f64>; SIZES],
+    /// Attending to one position in what a token costs.
+    attention: f64,
 }
 
 impl Costs {
-    fn new() -> Self {
-        Self { rates: [None; SIZES] }
+    fn new(attention: f64) -> Self {
+        Self { rates: [None; SIZES], attention }
     }
 
     fn size_of(tokens: f64) -> usize {
@@ -118,23 +116,23 @@ impl Costs {
         if work.tokens == 0.0 {
             return 0.0;
         }
-        self.rate(Self::size_of(work.tokens)).unwrap_or(f64::INFINITY) * work.weight()
+        self.rate(Self::size_of(work.tokens)).unwrap_or(f64::INFINITY) * work.weight(self.attention)
     }
 
     /// The longest chunk from `start` on, at most `most`, with which all takes at most `ms` behind `before`, each token at `ratio`.
     fn fitting(&self, before: Work, start: usize, ratio: f64, most: usize, ms: f64) -> usize {
-        let weight = before.weight();
+        let (weight, attention) = (before.weight(self.attention), self.attention);
         let (first, last) = (Self::size_of(before.tokens), Self::size_of(before.tokens + ratio * most as f64));
         // From the largest size on: a launch of a larger one may be the cheaper.
         for size in (first..=last).rev() {
             let Some(rate) = self.rate(size) else { return 0 };
-            // len + ATTENTION * len * (start + len / 2) <= left
+            // len + attention * len * (start + len / 2) <= left
             let left = (ms / rate - weight) / ratio;
             if left <= 0.0 {
                 continue;
             }
-            let linear = 1.0 + ATTENTION * start as f64;
-            let fits = (2.0 * left) / (linear + (linear * linear + 2.0 * ATTENTION * left).sqrt());
+            let linear = 1.0 + attention * start as f64;
+            let fits = (2.0 * left) / (linear + (linear * linear + 2.0 * attention * left).sqrt());
             let end_of_size = (2.0 * (1_u64 << size) as f64 - before.tokens) / ratio;
             let len = fits.min(most as f64).min(if size == last { f64::INFINITY } else { end_of_size.ceil() - 1.0 });
             if before.tokens + ratio * len.floor() >= (1_u64 << size) as f64 || size == first {
@@ -145,7 +143,7 @@ impl Costs {
     }
 
     fn observe(&mut self, work: Work, ms: f64) {
-        let (size, weight) = (Self::size_of(work.tokens), work.weight());
+        let (size, weight) = (Self::size_of(work.tokens), work.weight(self.attention));
         let Some(expected) = self.rate(size) else {
             self.rates[size] = Some(ms / weight);
             return;
@@ -172,8 +170,9 @@ pub(super) struct PrefillCosts {
 }
 
 impl PrefillCosts {
-    pub(super) fn new() -> Self {
-        Self { plain: Costs::new(), told: Costs::new(), decode: None }
+    /// `attention`: see [`crate::SchedulerConfig::attention_cost_ratio`].
+    pub(super) fn new(attention: f64) -> Self {
+        Self { plain: Costs::new(attention), told: Costs::new(attention), decode: None }
     }
 
     /// The longest chunk from `start` on, at most `most`, with which the prompt work of a launch takes at most `ms`, but [`LEAST_TOKENS`] in
@@ -258,12 +257,17 @@ mod tests {
         proptest::collection::vec((1_usize..3000, 0_usize..20_000, 0.01_f64..5000.0), 0..12)
     }
 
-    fn learnt(times: &[(usize, usize, f64)]) -> Costs {
-        let mut costs = Costs::new();
+    fn learnt(times: &[(usize, usize, f64)], attention: f64) -> Costs {
+        let mut costs = Costs::new(attention);
         for &(len, start, ms) in times {
             costs.observe(Work::of_chunk(start, len), ms);
         }
         costs
+    }
+
+    /// What attention costs: nothing, little, much.
+    fn attentions() -> impl Strategy<Value = f64> {
+        prop::sample::select(vec![0.0, 1.0 / 4096.0, 1.0 / 64.0])
     }
 
     proptest! {
@@ -272,9 +276,9 @@ mod tests {
         #[test]
         fn what_fits_is_the_longest_chunk_that_costs_no_more(
             times in times(), before in 0_usize..300, start in 0_usize..5000, most in 0_usize..700, ms in -5.0_f64..400.0,
-            ratio in prop::sample::select(vec![0.05, 1.0, 3.0]),
+            ratio in prop::sample::select(vec![0.05, 1.0, 3.0]), attention in attentions(),
         ) {
-            let costs = learnt(&times);
+            let costs = learnt(&times, attention);
             let before = Work::of_chunk(0, before);
             let cost = |len: usize| {
                 let Work { tokens, positions } = Work::of_chunk(start, len);
@@ -293,8 +297,8 @@ mod tests {
         }
 
         #[test]
-        fn a_larger_launch_never_costs_more_by_the_token(times in times()) {
-            let costs = learnt(&times);
+        fn a_larger_launch_never_costs_more_by_the_token(times in times(), attention in attentions()) {
+            let costs = learnt(&times, attention);
             let rates: Vec<_> = (0..SIZES).filter_map(|size| costs.rates[size]).collect();
             prop_assert!(rates.is_sorted_by(|smaller, larger| smaller >= larger), "{rates:?}");
             prop_assert!(rates.iter().all(|rate| rate.is_finite() && *rate > 0.0), "{rates:?}");
@@ -308,14 +312,14 @@ mod tests {
             work.add_chunk(false, 0, len);
             work.beside(decode_tokens)
         };
-        let mut costs = PrefillCosts::new();
+        let mut costs = PrefillCosts::new(0.25);
         costs.observe(&LaunchWork::default().beside(8), 40.0);
         costs.observe(&work(100, 8), 50.0);
         let rate = |costs: &PrefillCosts| costs.plain.rate(6).expect("a launch of 100 tokens");
-        let expected = 10.0 / Work::of_chunk(0, 100).weight();
+        let expected = 10.0 / Work::of_chunk(0, 100).weight(0.25);
         assert!((rate(&costs) - expected).abs() < 1e-9, "{}", rate(&costs));
         // Decoding that was measured slow is at most seven eighths of a launch.
-        let mut costs = PrefillCosts::new();
+        let mut costs = PrefillCosts::new(0.25);
         costs.observe(&LaunchWork::default().beside(8), 4000.0);
         costs.observe(&work(100, 8), 80.0);
         assert!((rate(&costs) - expected).abs() < 1e-9, "{}", rate(&costs));
@@ -325,5 +329,22 @@ mod tests {
         costs.observe(&LaunchWork::default().beside(8), 80.0);
         assert!((costs.decode_ms(8) - 45.0).abs() < 1e-9);
         assert!((costs.decode_ms(4) - 22.5).abs() < 1e-9 && (costs.decode_ms(64) - 45.0).abs() < 1e-9);
+    }
+
+    #[test]
+    fn deep_in_a_context_a_chunk_costs_what_a_model_like_it_takes() {
+        let attention = 1.0 / 1000.0;
+        let mut costs = PrefillCosts::new(attention);
+        let ms =
+            |start: usize, len: usize| 0.1 * (len as f64 + attention * len as f64 * (start as f64 + 0.5 * len as f64));
+        for size in 0..8 {
+            let mut work = LaunchWork::default();
+            work.add_chunk(false, 0, 1 << size);
+            costs.observe(&work, ms(0, 1 << size));
+        }
+        for start in [0, 500, 2000] {
+            let fits = costs.fitting(&LaunchWork::default(), false, start, 1000, 6.4);
+            assert!(ms(start, fits) <= 6.4 && ms(start, fits + 1) > 6.4, "{fits} from {start} on");
+        }
     }
 }

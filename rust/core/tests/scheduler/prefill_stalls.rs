@@ -256,9 +256,11 @@ fn a_time_is_of_the_launch_that_settled_last() {
     }
     driver.scheduler.time_launch(0, 2.0).unwrap();
     driver.run();
-    for stall in [-1.0, f64::NAN, f64::INFINITY] {
-        let refused = specrs_core::Scheduler::new(SchedulerConfig { max_prefill_stall_ms: stall, ..small() });
+    for wrong in [-1.0, f64::NAN, f64::INFINITY] {
+        let refused = specrs_core::Scheduler::new(SchedulerConfig { max_prefill_stall_ms: wrong, ..small() });
         assert!(matches!(refused, Err(Error::InvalidConfig { field: "max_prefill_stall_ms", .. })));
+        let refused = specrs_core::Scheduler::new(SchedulerConfig { attention_cost_ratio: wrong, ..small() });
+        assert!(matches!(refused, Err(Error::InvalidConfig { field: "attention_cost_ratio", .. })));
     }
     assert_eq!(driver.plan(), PlanOutcome::Idle);
 }

@@ -36,6 +36,7 @@ fn random_config(rng: &mut Rng) -> SchedulerConfig {
         max_in_flight: rng.pick(&[1, 2, 2, 3]),
         enable_prefix_caching: rng.below(4) > 0,
         max_prefill_stall_ms: rng.pick(&[0.0, 0.0, 2.0, 20.0]),
+        attention_cost_ratio: rng.pick(&[0.0, 1.0 / 4096.0, 0.1]),
         ..SchedulerConfig::new(
             rng.pick(&[1, 2, 3, 6]),
             max_model_len,
