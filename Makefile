@@ -276,7 +276,11 @@ wheel: $(TOOL_VENVS)/wheels/.installed ## dist/specrs-*.whl for x86-64 and 64-bi
 
 .PHONY: test-wheel
 test-wheel: $(TOOL_VENVS)/wheels/.installed ## the wheels in dist/: what they link, their ABI, installed into an empty environment
-	$(TOOL_VENVS)/wheels/bin/python -m pytest --noconftest -c /dev/null --rootdir . tests/wheels $(ARGS)
+	$(TOOL_VENVS)/wheels/bin/python -m pytest --noconftest -c /dev/null --rootdir . tests/wheels/test_wheels.py $(ARGS)
+
+.PHONY: test-wheel-arm64
+test-wheel-arm64: build $(TOOL_VENVS)/wheels/.installed ## those for 64-bit ARM run under qemu's emulator, on a Python of Debian 12's (apt: qemu-user)
+	$(TOOL_VENVS)/wheels/bin/python -m pytest --noconftest -c /dev/null --rootdir . tests/wheels/test_arm64.py $(ARGS)
 
 .PHONY: docs
 docs: $(TOOL_VENVS)/docs/.installed ## dist/site: the pages of docs/ and an API reference from docstrings; a warning is an error

@@ -58,13 +58,13 @@ def read_prompts(args: argparse.Namespace, tokenizer: Any, count: int, size: int
 
 
 def load_engine(args: argparse.Namespace, length: int) -> Any:
-    """The target by specrs. On a CPU that multiplies bf16, many rows at once are fastest op by op."""
+    """The target by specrs."""
     from specrs import LLM
 
     dtype = "bfloat16" if args.bf16 else "auto"
     return LLM(
         str(args.target), max_model_len=length, max_num_seqs=args.concurrency, device=args.device, dtype=dtype,
-        enforce_eager=args.bf16 and args.device == "cpu",
+        cpu_bf16_rows=args.bf16 and args.device == "cpu",
     )  # fmt: skip
 
 

@@ -1,35 +1,19 @@
-"""The wheels of `make wheel`: their names, what they link, and the one of this machine in an environment of its own.
+"""The wheels of `make wheel`: their names, what they link, and this machine's in an environment of its own.
 
 `make test-wheel` runs this, because the wheels take minutes to build. Looks into dist/ and builds nothing.
 """
 
 import platform
 import re
-import subprocess
 import sys
-import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-DIST = ROOT / "dist"
+from wheels.harness import ROOT, VERSION, run, wheel
+
 PROCESSORS = ("x86_64", "aarch64")
-VERSION = tomllib.loads((ROOT / "Cargo.toml").read_text())["workspace"]["package"]["version"]
-
-
-def wheel(package: str, processor: str) -> Path:
-    """The one wheel of a package for a processor, of this version."""
-    (path,) = DIST.glob(f"{package}-{VERSION}-cp311-abi3-*_{processor}.whl")
-    return path
-
-
-def run(*command: str | Path) -> str:
-    """Its output. No path of this environment is handed on."""
-    done = subprocess.run(command, cwd=DIST, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"}, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.mark.parametrize("processor", PROCESSORS)
