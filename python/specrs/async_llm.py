@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -22,6 +22,7 @@ from specrs.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from specrs.engine.engine import Engine
+    from specrs.structured.grammar import Grammar
 
 TOKENIZER_THREADS = 2
 """Prompts that are read at a time; the tokenizer releases the interpreter while it works."""
@@ -193,6 +194,7 @@ class AsyncLLM:
             raise self._loop.error
         self._count(len(prompts) * params.n)
         stream = OutputStream(self, len(prompts), params.n, observer)
+        compiled: Future[Grammar] | None = None
         try:
             numbers = [self._intake.next_prompt() for _ in prompts]
             compiled = self._intake.submit_grammar(params)
@@ -207,11 +209,13 @@ class AsyncLLM:
                 # what it fails with is raised below; a request that is cut off leaves it, and asyncio would log it
                 waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
                 await asyncio.wait([waiting])
+                del waiting
                 for completions in requests:
                     take_grammar(completions, compiled)
             stream._group = Group(requests, self._intake.texts, stream)
             await asyncio.wrap_future(self._loop.add(stream._group))
         except BaseException:
+            compiled = None  # it knows its fault, whose traceback knows this frame: a cycle
             stream.close()
             raise
         return stream

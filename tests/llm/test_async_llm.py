@@ -15,6 +15,7 @@ from specrs.errors import EngineDeadError, EngineError, InvalidRequestError, Que
 from specrs.llm import LLM
 from specrs.outputs import RequestOutput
 from specrs.sampling import SamplingParams
+from specrs.structured import StructuredOutputsParams
 from specrs.tokenizer import Tokenizer
 
 from .scripted import ScriptedEngine
@@ -364,6 +365,29 @@ def test_what_was_told_of_a_request_is_freed_without_a_collection(llm: AsyncLLM,
         for _ in range(2):  # the engine's thread has the last command that it was given
             await llm.in_engine(lambda: None)
         return weakref.ref(stream)
+
+    gc.disable()
+    try:
+        assert run(main())() is None
+    finally:
+        gc.enable()
+
+
+def test_a_refused_grammar_is_freed_without_a_collection(llm: AsyncLLM) -> None:
+    """Its fault knows the frames that it came through, and futures on the way know it."""
+
+    async def refused() -> weakref.ref[InvalidRequestError]:
+        params = LONG.replace(structured_outputs=StructuredOutputsParams(regex="(a"))
+        try:
+            await llm.submit(["a"], params)
+        except InvalidRequestError as fault:
+            return weakref.ref(fault)
+        raise AssertionError("not refused")
+
+    async def main() -> weakref.ref[InvalidRequestError]:
+        fault = await refused()
+        await asyncio.sleep(0)  # the event loop calls what waits for the futures
+        return fault
 
     gc.disable()
     try:

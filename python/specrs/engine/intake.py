@@ -127,6 +127,9 @@ class Intake:
 
 def take_grammar(requests: Iterable[Request], compiled: Future[Grammar]) -> None:
     """Give a compiled grammar to its requests. Raises what made it fail; waits where it is not there yet."""
-    grammar = compiled.result()
+    try:
+        grammar = compiled.result()
+    finally:
+        del compiled  # it knows its fault, whose traceback knows this frame: a cycle, which only a collection frees
     for request in requests:
         request.grammar = grammar
