@@ -45,6 +45,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 BUNDLED = Path(__file__).parents[1] / "python" / "specrs" / "pair" / "target"
 DECAY = 0.8
 """Weight of a pass's loss by that of the pass before."""
+FLATTER = 0.3
+"""The final norm's weights at the start, of the target's."""
+REST_LR = 1e-3
+"""Highest learning rate of what Muon does not train: LM head and norms."""
 
 
 @dataclass(frozen=True)
@@ -94,10 +98,11 @@ class Head(nn.Module):
         self.norm = nn.RMSNorm(h, shape.eps)
         self.lm_head = nn.Linear(h, lm_head.shape[0], bias=False)
         with torch.no_grad():
-            self.norm.weight.copy_(norm)
+            # The target's norm makes its own hidden states into sharp logits: a head that knows nothing yet would begin
+            # with confident nonsense and unlearn it for the first hundred steps.
+            self.norm.weight.copy_(FLATTER * norm)
             self.lm_head.weight.copy_(lm_head)
             self.fc.weight.mul_(0.1)
-            self.fc.weight[:, -h:] += torch.eye(h)  # begins as the deepest of the hidden states
 
     def forward(self, entries: Tensor, embedded: Tensor, passes: int, rows: Tensor) -> Iterator[Tensor]:
         """Logits `[R, Vd]` of each pass, of the R `rows` `[B, N]` that are set. `entries` `[B, N, L * H]` are hidden
@@ -178,6 +183,17 @@ def load_target(source: Path, device: torch.device) -> Any:
     return model
 
 
+def make_optimizers(head: Head, args: argparse.Namespace) -> list[torch.optim.Optimizer]:
+    """AdamW for all, or Muon (Jordan 2024; Liu et al. 2025) for matrices that are not the LM head."""
+    betas = (0.9, 0.95)
+    if args.optimizer == "adamw":
+        return [torch.optim.AdamW(head.parameters(), lr=args.lr, betas=betas, weight_decay=0.01)]
+    matrices = [p for name, p in head.named_parameters() if p.ndim == 2 and not name.startswith("lm_head")]
+    rest = [p for name, p in head.named_parameters() if p.ndim != 2 or name.startswith("lm_head")]
+    muon = torch.optim.Muon(matrices, lr=args.lr, weight_decay=0.05, adjust_lr_fn="match_rms_adamw")
+    return [muon, torch.optim.AdamW(rest, lr=REST_LR, betas=betas, weight_decay=0.01)]
+
+
 class States:
     """What the target made of each sequence, in bf16 in two files that grow as sequences are first read; or nothing."""
 
@@ -237,7 +253,7 @@ class Trainer:
         self.kept_here = self.kept.to(self.device)
         self.target_rows = self.target.lm_head.weight[self.kept_here] / getattr(c, "logits_scaling", 1.0)
         self.head = Head(self.shape, self.target.model.norm.weight, self.target_rows).to(self.device)
-        self.optimizer = torch.optim.AdamW(self.head.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.01)
+        self.optimizers = make_optimizers(self.head, args)
         self.step = 0
 
     def frequent_ids(self, size: int, vocab: int) -> Tensor:
@@ -288,6 +304,14 @@ class Trainer:
                 right_before = right_before & right
         return loss, counts
 
+    def sequences(self, step: int) -> Tensor:
+        """`[B]` of the text that step `step` learns from: all of it once, in an order drawn anew, before any twice."""
+        first = step * self.args.batch_size
+        epochs = range(first // self.learned, (first + self.args.batch_size - 1) // self.learned + 1)
+        drawn = [torch.randperm(self.learned, generator=torch.Generator().manual_seed(epoch)) for epoch in epochs]
+        start = first - epochs[0] * self.learned
+        return torch.cat(drawn)[start : start + self.args.batch_size]
+
     def autocast(self) -> Any:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.args.bf16)
 
@@ -297,22 +321,24 @@ class Trainer:
         if state.exists():
             kept = torch.load(state, weights_only=True, map_location=self.device)
             self.head.load_state_dict(kept["head"])
-            self.optimizer.load_state_dict(kept["optimizer"])
+            for optimizer, state_dict in zip(self.optimizers, kept["optimizers"], strict=True):
+                optimizer.load_state_dict(state_dict)
             self.step = kept["step"]
         total, saved = args.steps, time.monotonic()
         shown = 0.0
         with tqdm(total=total, initial=self.step, desc="Training", unit="step", mininterval=5) as bar:
             while self.step < total:
-                rng = torch.Generator().manual_seed(self.step)
-                at = torch.randint(0, self.learned, (args.batch_size,), generator=rng)
-                for group in self.optimizer.param_groups:
-                    warm, done = min(1.0, (self.step + 1) / 100), self.step / total
-                    group["lr"] = args.lr * warm * (0.95 * 0.5 * (1 + math.cos(math.pi * done)) + 0.05)
-                loss, _ = self.losses(at)
-                self.optimizer.zero_grad()
+                warm, done = min(1.0, (self.step + 1) / 30), self.step / total
+                for optimizer in self.optimizers:
+                    for group in optimizer.param_groups:
+                        highest = group.setdefault("highest_lr", group["lr"])
+                        group["lr"] = highest * warm * (0.95 * 0.5 * (1 + math.cos(math.pi * done)) + 0.05)
+                loss, _ = self.losses(self.sequences(self.step))
+                self.head.zero_grad()
                 loss.backward()
                 nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
-                self.optimizer.step()
+                for optimizer in self.optimizers:
+                    optimizer.step()
                 self.step += 1
                 shown = loss.item() if shown == 0 else 0.98 * shown + 0.02 * loss.item()
                 bar.update()
@@ -320,7 +346,7 @@ class Trainer:
                 if time.monotonic() - saved > 60 or self.step == total:
                     kept = {
                         "head": self.head.state_dict(),
-                        "optimizer": self.optimizer.state_dict(),
+                        "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
                         "step": self.step,
                     }
                     save(state, lambda path, kept=kept: torch.save(kept, path))
@@ -406,6 +432,7 @@ def main() -> None:
     add("--steps", type=int, default=3000, help="default: 3000")
     add("--batch-size", type=int, default=8, help="sequences of a step; default: 8")
     add("--lr", type=float, default=1e-3, help="the highest learning rate; default: 1e-3")
+    add("--optimizer", choices=("adamw", "muon"), default="adamw", help="muon learns from less text; default: adamw")
     add("--bf16", action="store_true", help="products in bf16")
     add("--keep-states", action="store_true", help="run the target once over each sequence, and keep what it made")
     add("--device", default="cpu", help="cpu or cuda; default: cpu")

@@ -3,6 +3,7 @@ GGUF file, whose target writes the chats, too."""
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,11 +62,22 @@ def test_a_row_of_pass_j_is_that_of_a_draft_of_depth_j(script: Any) -> None:
                 torch.testing.assert_close(found[j][i], logits[-1], rtol=0, atol=2e-4)
 
 
+@pytest.mark.parametrize(("learned", "batch_size"), [(10, 3), (7, 7), (5, 12)])
+def test_all_sequences_are_learned_from_before_any_twice(script: Any, learned: int, batch_size: int) -> None:
+    trainer = SimpleNamespace(learned=learned, args=SimpleNamespace(batch_size=batch_size))
+    drawn = torch.cat([script.Trainer.sequences(trainer, step) for step in range(20)]).tolist()
+    assert len(drawn) == 20 * batch_size
+    epochs = [drawn[at : at + learned] for at in range(0, len(drawn) - learned, learned)]
+    assert all(sorted(epoch) == list(range(learned)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) > 1
+
+
 TEMPLATE = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}<a>"
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_run_over_a_gguf_file_and_its_own_chats(
-    script: Any, text_script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    script: Any, text_script: Any, optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the target wrote and made of it is kept, and a second run takes it from there; the head is one."""
     source = make_checkpoint(tmp_path / "target", "llama", vocab=330, layers=6, head_dim=16, hidden=96)
@@ -76,7 +88,8 @@ def test_a_run_over_a_gguf_file_and_its_own_chats(
     given = {"num-prompts": 20, "num-plain": 0, "prompt-tokens": 128, "new-tokens": 12, "passes": 2, "batch-size": 4}
     sizes = [str(item) for name, value in given.items() for item in (f"--{name}", value)]
     argv = ["train_eagle3.py", "--target", str(path), "--chats", "--keep-states", "--out", str(out), *sizes]
-    monkeypatch.setattr("sys.argv", [*argv, "--draft-vocab-size", "100", "--steps", "12"])
+    learning = ["--draft-vocab-size", "100", "--steps", "12", "--optimizer", optimizer]
+    monkeypatch.setattr("sys.argv", [*argv, *learning])
     script.main()
 
     chats = [json.loads(line)["prompt"] for line in (out / "chats.jsonl").read_text().splitlines()]
