@@ -45,7 +45,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 BUNDLED = Path(__file__).parents[1] / "python" / "specrs" / "pair" / "target"
 DECAY = 0.8
 """Weight of a pass's loss by that of the pass before."""
-FLATTER = 0.3
+NORM_SCALE = 0.3
 """The final norm's weights at the start, of the target's."""
 REST_LR = 1e-3
 """Highest learning rate of what Muon does not train: LM head and norms."""
@@ -100,7 +100,7 @@ class Head(nn.Module):
         with torch.no_grad():
             # The target's norm makes its own hidden states into sharp logits: a head that knows nothing yet would begin
             # with confident nonsense and unlearn it for the first hundred steps.
-            self.norm.weight.copy_(FLATTER * norm)
+            self.norm.weight.copy_(NORM_SCALE * norm)
             self.lm_head.weight.copy_(lm_head)
             self.fc.weight.mul_(0.1)
 

@@ -1,9 +1,10 @@
 //! What prompt tokens cost, learnt from how long launches took, and how many fit into a time. Measures no time and plans nothing.
 //!
 //! A launch's prompt work takes `rate * (tokens + attention * positions)` milliseconds, `positions` being those that the tokens attend to
-//! and `attention` [`crate::SchedulerConfig::attention_cost_ratio`]. The rate falls with the tokens of a launch, because weights are read once for all of them, and by steps where a device computes long
-//! chunks in another way; so there is one for each power of two, and never a larger one behind a smaller. What attention takes beyond its
-//! constant share goes into the rates: deep in a context fewer tokens fit, which have rates of their own.
+//! and `attention` [`crate::SchedulerConfig::attention_cost_ratio`]. The rate falls with the tokens of a launch, because weights are read
+//! once for all of them, and by steps where a device computes long chunks in another way; so there is one for each power of two, and never
+//! a larger one behind a smaller. What attention takes beyond its share goes into the rates: deep in a context fewer tokens fit, which
+//! have rates of their own.
 
 use super::Scheduler;
 use crate::error::{Error, Result};
