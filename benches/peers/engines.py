@@ -114,6 +114,7 @@ def run(line: Line, setting: Setting, peers: Path, prompts: dict[str, Any], time
         sampled=line.sampled,
         peers=str(peers),
         cpu_prefill=line.cpu_prefill,
+        method=line.method,
         **prompts,
     )
     with tempfile.TemporaryDirectory() as folder:

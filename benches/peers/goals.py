@@ -94,6 +94,14 @@ def smollm2(of: Results) -> Iterator[Goal]:
     yield from of.first_token()
 
 
+def chats(of: Results) -> Iterator[Goal]:
+    """Drafts from the text."""
+    auto = find(of.lines, Line("specrs", "auto", of.dtype, method="ngram,suffix"))
+    speed = None if auto is None else auto.median(SPEED)
+    yield Goal("n-grams or suffixes as chosen, of K = 0", ratio(speed, of.specrs()), ">=", 1)
+    yield Goal("the same, of the best peer with or without drafts", ratio(speed, of.peer(None)), ">=", 1)
+
+
 def qwen3(of: Results) -> Iterator[Goal]:
     """A larger one, whose passes do little but read it."""
     yield Goal("K = 0, of the best peer", ratio(of.specrs(), of.peer()), ">=", 1.02)
@@ -105,6 +113,7 @@ GOALS: dict[str, Callable[[Results], Iterator[Goal]]] = {
     "pair1": pair1,
     "pair8": pair8,
     "smollm2": smollm2,
+    "chats": chats,
     "qwen3": qwen3,
 }
 

@@ -13,13 +13,16 @@ from pathlib import Path
 
 Ids = list[list[int]]
 """Token ids of some requests."""
+NGRAM = 3
+"""The last tokens that peers look up in the text; specrs looks up 5, its default."""
 
 
 @dataclass(frozen=True)
 class Job:
     """One engine at one setting.
 
-    `model`, `draft`: what the engine loads, a folder or a file; `draft` is None with `k` 0. `k`: drafts an iteration,
+    `model`, `draft`: what the engine loads, a folder or a file; `draft` is None with `k` 0 and with a `method` that
+    drafts from the text, which is "" otherwise. `k`: drafts an iteration,
     or "auto". `dtype`: float32 or bfloat16, of the arithmetic and of the KV cache. `groups`: prompts of requests that
     run at once, at most `batch` of them; `warm` is the same, run before and not measured. `peers`: the folder of what
     was installed. `cpu_prefill`: of specrs.
@@ -37,6 +40,12 @@ class Job:
     cpu_prefill: str
     warm: list[Ids]
     groups: list[Ids]
+    method: str = ""
+
+    @property
+    def drafts(self) -> bool:
+        """Whether anything does."""
+        return self.draft is not None or self.method != ""
 
     @property
     def prompt_tokens(self) -> int:

@@ -1,11 +1,14 @@
-"""Prompts of one length for any model: windows of the bundled ones. Reads the model's tokenizer, loads no model."""
+"""Prompts of one length for any model, windows of the bundled ones, or the demo's chats. Reads the model's tokenizer,
+loads no model."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+from specrs.cli.demo.chats import CHATS
 from specrs.pair.prompts import PROMPTS
+from specrs.tokenizer import Tokenizer as ChatTokenizer
 from tokenizers import Tokenizer
 
 from peers.job import Ids
@@ -21,6 +24,11 @@ def windows(ids: list[int], number: int, length: int) -> Ids:
 
 def make_prompts(setting: Setting, folder: Path) -> dict[str, Any]:
     """`groups` of the setting, and `warm`, one group more of other prompts, with the tokenizer in `folder`."""
+    if setting.chats:
+        chats = ChatTokenizer(str(folder))
+        texts = [chats.render_chat([{"role": "user", "content": chat}]) for chat in CHATS[: setting.num_prompts]]
+        asked = [[chats.encode(text, add_special_tokens=False)] for text in texts]
+        return {"warm": asked[:1], "groups": asked}
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     ids = tokenizer.encode("\n\n\n".join(PROMPTS), add_special_tokens=False).ids
     prompts = windows(ids, setting.num_prompts + setting.batch, setting.prompt_tokens)

@@ -16,7 +16,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from peers.job import Group, Ids, Job, measure, read_job
+from peers.job import NGRAM, Group, Ids, Job, measure, read_job
 
 HOST = "127.0.0.1"
 SERVER = "llama-build/bin/llama-server"
@@ -36,6 +36,11 @@ def command(job: Job, port: int) -> list[str]:
             "--spec-type", "draft-simple", "-md", job.draft, "--spec-draft-n-max", str(job.k),
             "--spec-draft-n-min", "0", "--spec-draft-p-min", "0", "-td", threads, "-tbd", threads,
             "-ctkd", cache, "-ctvd", cache,
+        ]  # fmt: skip
+    if job.method:
+        found += [
+            "--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", str(NGRAM), "--spec-ngram-simple-size-m",
+            str(job.k),
         ]  # fmt: skip
     return found
 
@@ -105,7 +110,7 @@ def run(job: Job, port: int, clients: ThreadPoolExecutor, prompts: Ids) -> Group
     first_s = sum(timing["prompt_ms"] for timing in timings) / len(timings) / 1e3
     ids = [answer["tokens"] for answer in answers]
     passes = None
-    if job.draft is not None:
+    if job.drafts:
         passes = sum(map(len, ids)) - len(ids) - sum(timing.get("draft_n_accepted", 0) for timing in timings)
     return Group(ids, first_s, total_s, len(ids), passes)
 

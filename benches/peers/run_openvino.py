@@ -9,7 +9,7 @@ import numpy as np
 import openvino
 import openvino_genai
 
-from peers.job import Group, Ids, Job, measure, read_job
+from peers.job import NGRAM, Group, Ids, Job, measure, read_job
 
 KV_CACHE_GB = 2
 
@@ -43,12 +43,16 @@ def main(job: Job) -> None:
     began = time.perf_counter()
     if job.draft is not None:
         extra["draft_model"] = openvino_genai.draft_model(job.draft, "CPU", **chosen)
+    if job.method:
+        extra["prompt_lookup"] = True
     pipeline = openvino_genai.LLMPipeline(job.model, "CPU", **chosen, **extra)
     load_s = time.perf_counter() - began
     config = openvino_genai.GenerationConfig()
     config.max_new_tokens, config.do_sample, config.ignore_eos = job.new_tokens, False, True
     if job.draft is not None:
         config.num_assistant_tokens, config.assistant_confidence_threshold = job.k, 0.0
+    if job.method:
+        config.num_assistant_tokens, config.max_ngram_size = job.k, NGRAM
 
     def run(prompts: Ids) -> Group:
         ids = np.array(prompts, dtype=np.int64)
@@ -65,7 +69,8 @@ def main(job: Job) -> None:
 
 
 def passes(output: Any, job: Job) -> float | None:
-    """Passes of the target after the prompt's, for each request."""
+    """Passes of the target after the prompt's, for each request; None without drafts, and of those from the text, of
+    which it tells nothing."""
     if job.draft is None:
         return None
     metrics = output.extended_perf_metrics

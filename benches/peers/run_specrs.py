@@ -9,6 +9,7 @@ import specrs
 import torch
 import transformers
 from specrs import LLM, SamplingParams
+from specrs.speculative_config import for_repeats
 
 from peers.job import Group, Ids, Job, measure, read_job
 
@@ -16,7 +17,10 @@ from peers.job import Group, Ids, Job, measure, read_job
 def main(job: Job) -> None:
     """Times of first tokens and counts of drafts are the requests' own metrics."""
     torch.set_num_threads(job.threads)
-    speculative = None if job.draft is None else {"model": job.draft, "num_speculative_tokens": job.k}
+    speculative = None
+    if job.drafts:
+        drafter = for_repeats({"method": job.method}) if job.method else {"model": job.draft}
+        speculative = {**drafter, "num_speculative_tokens": job.k}
     began = time.perf_counter()
     llm = LLM(
         model=job.model,
@@ -39,7 +43,7 @@ def main(job: Job) -> None:
         metrics = [output.metrics for output in outputs]
         ids = [list(output.outputs[0].token_ids) for output in outputs]
         passes = None
-        if job.draft is not None:
+        if job.drafts:
             # An iteration without drafts gives one token; those with drafts one more than were accepted.
             accepted = sum(metric.accepted_tokens for metric in metrics)
             passes = sum(map(len, ids)) - len(prompts) - accepted

@@ -11,7 +11,7 @@ ENGINES = ("specrs", "llama.cpp", "openvino", "vllm", "transformers")
 class Line:
     """`k`: drafts an iteration, 0 for none, or auto. `fp32_weights`: of a model whose weights bf16 does not hold, where
     specrs would else keep half the bytes. `sampled`: temperature 0.8, top-p 0.9 in place of greedy. `cpu_prefill`: of
-    specrs."""
+    specrs. `method`: what drafts from the text, where no draft model does: ngram everywhere, specrs's others."""
 
     engine: str
     k: int | str
@@ -19,17 +19,20 @@ class Line:
     fp32_weights: bool = False
     sampled: bool = False
     cpu_prefill: str = "exact"
+    method: str = ""
 
     @property
     def name(self) -> str:
         """As tables have it."""
         prompts = "" if self.cpu_prefill == "exact" else f", cpu_prefill={self.cpu_prefill}"
-        return self.engine + ", weights as fp32" * self.fp32_weights + ", sampled" * self.sampled + prompts
+        drafts = f", {self.method}" if self.method else ""
+        return self.engine + drafts + ", weights as fp32" * self.fp32_weights + ", sampled" * self.sampled + prompts
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A set. Prompts have `prompt_tokens`, `num_prompts` of them run `batch` at a time for `new_tokens` each."""
+    """A set. Prompts have `prompt_tokens`, `num_prompts` of them run `batch` at a time for `new_tokens` each; or they
+    are the demo's chats."""
 
     title: str
     target: str
@@ -40,6 +43,7 @@ class Setting:
     num_prompts: int
     lines: tuple[Line, ...]
     prompt_tokens: int = 128
+    chats: bool = False
 
 
 def everywhere(k: int, dtype: str) -> list[Line]:
@@ -65,6 +69,16 @@ def pair1() -> list[Line]:
     return lines
 
 
+def from_text(k: int) -> list[Line]:
+    """Drafts by n-grams of whoever has them, specrs's other ways, and what it chooses."""
+    peers = [Line(engine, k, "bfloat16", method="ngram") for engine in ("specrs", "llama.cpp", "openvino")]
+    return [
+        *peers,
+        Line("specrs", k, "bfloat16", method="suffix"),
+        Line("specrs", "auto", "bfloat16", method="ngram,suffix"),
+    ]
+
+
 SETS = {
     "pair1": Setting("bundled pair, batch 1, 1 thread", "pair-target", "pair-draft", 1, 1, 128, 24, tuple(pair1())),
     "pair8": Setting(
@@ -78,6 +92,17 @@ SETS = {
         (*plain("float32"), *everywhere(3, "float32"), Line("specrs", "auto", "float32")),
     ),
     "smollm2": Setting("SmolLM2-135M, batch 1, 2 threads", "smollm2-135m", None, 1, 2, 64, 6, tuple(plain("bfloat16"))),
+    "chats": Setting(
+        "SmolLM2-135M, the demo's chats, batch 1, 2 threads",
+        "smollm2-135m",
+        None,
+        1,
+        2,
+        128,
+        10,
+        (*everywhere(0, "bfloat16"), *from_text(5)),
+        chats=True,
+    ),
     "qwen3": Setting(
         "Qwen3-0.6B shape, random weights, batch 1, 2 threads",
         "qwen3-0.6b-shape",

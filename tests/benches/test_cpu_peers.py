@@ -2,16 +2,20 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from peers import engines, figures, goals, machine, prepare_gguf, prompts, run_llama_cpp, settings, tables
 from peers.job import Job
+from specrs.cli.demo.chats import CHATS
 from specrs.pair import TARGET
+from tokenizers import Tokenizer
 
 ROOT = Path(__file__).parents[2]
 
@@ -97,6 +101,45 @@ def test_windows_have_their_length_and_differ() -> None:
     made = prompts.make_prompts(settings.SETS["pair8"], TARGET)
     assert [len(part) for part in (made["warm"], made["groups"])] == [1, 3]
     assert {len(part) for part in (*made["warm"], *made["groups"])} == {8}
+
+
+def test_chats_are_by_the_models_template(tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        shutil.copy(TARGET / name, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{% endfor %}#", encoding="utf-8"
+    )
+    found = prompts.make_prompts(settings.SETS["chats"], tmp_path)
+    tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
+    texts = [tokenizer.decode(ids) for (ids,) in found["groups"]]
+    assert texts == [f"{chat}#" for chat in CHATS]
+    assert found["warm"] == found["groups"][:1]
+
+
+def test_drafts_from_the_text_are_asked_for_by_name() -> None:
+    line = settings.Line("llama.cpp", 5, "bfloat16", method="ngram")
+    assert line.name == "llama.cpp, ngram"
+    job = Job(
+        model="m.gguf", draft=None, k=5, dtype="bfloat16", threads=2, batch=1, new_tokens=8, sampled=False, peers="p",
+        cpu_prefill="exact", warm=[], groups=[[[5]]], method="ngram",
+    )  # fmt: skip
+    command = " ".join(run_llama_cpp.command(job, 1))
+    assert "--spec-type ngram-simple --spec-ngram-simple-size-n 3 --spec-ngram-simple-size-m 5" in command
+    assert job.drafts
+    assert not replace(job, method="").drafts
+
+
+def test_chats_are_held_to_their_goals() -> None:
+    of = settings.Line
+    lines = [
+        measured(of("specrs", 0, "bfloat16"), 50.0),
+        measured(of("specrs", "auto", "bfloat16", method="ngram,suffix"), 60.0),
+        measured(of("llama.cpp", 0, "bfloat16"), 40.0),
+        measured(of("llama.cpp", 5, "bfloat16", method="ngram"), 80.0),
+    ]
+    own, peer = goals.goals("chats", lines, {"bfloat16": 100.0})
+    assert (own.value, own.met) == (1.2, True)
+    assert (peer.value, peer.met) == (0.75, False)
 
 
 def test_bandwidth_and_weights() -> None:
