@@ -70,7 +70,7 @@ def pair1() -> list[Line]:
 
 
 def from_text(k: int) -> list[Line]:
-    """Drafts by n-grams of whoever has them, specrs's other ways, and what it chooses."""
+    """Drafts by n-grams of the engines that have them, specrs's other ways, and what it chooses."""
     peers = [Line(engine, k, "bfloat16", method="ngram") for engine in ("specrs", "llama.cpp", "openvino")]
     return [
         *peers,

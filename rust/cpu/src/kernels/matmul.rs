@@ -8,6 +8,7 @@
 use super::code::Code;
 use super::element::Element;
 use crate::isa::{Kernel, LANES, Simd, Vector};
+use crate::memory::LINE_BYTES;
 
 /// What a product is of besides its weights, and where it goes.
 pub(crate) struct Product<'a> {
@@ -124,8 +125,10 @@ impl<W: Code<N>, C: Element, const N: usize> Matmul<'_, W, C, N> {
         for r in 0..R {
             body[r] = &x[r].as_chunks().0[..whole];
         }
-        // The first rows bring in the weights: those of the block behind this one while this one is computed.
-        let (ahead, bring) = (O * stride, first == 0);
+        // The first rows bring in the weights: those of the block behind this one while this one is computed. Line by line as they lie in
+        // memory, whatever output a line is of, so that the processor's own prefetcher sees one stream and runs ahead of it.
+        let (next, bring) = (self.w[o * stride..].as_ptr().wrapping_add(O * stride).cast::<u8>(), first == 0);
+        let bytes = O * size_of::<[W; LANES]>();
         let mut sums = [[s.splat(0.0); O]; R];
         let mut scales = [s.splat(1.0); O];
         for group in 0..groups {
@@ -136,8 +139,8 @@ impl<W: Code<N>, C: Element, const N: usize> Matmul<'_, W, C, N> {
             }
             for i in group * together..(group + 1) * together {
                 if bring {
-                    for j in 0..O {
-                        s.prefetch(w[j][i].as_ptr().wrapping_add(ahead));
+                    for line in (0..bytes).step_by(LINE_BYTES) {
+                        s.prefetch(next.wrapping_add(i * bytes + line));
                     }
                 }
                 if W::PAIRED && S::DOTS {

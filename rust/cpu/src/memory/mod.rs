@@ -8,7 +8,7 @@ mod vectors;
 
 pub use fp8::{E4m3, E5m2};
 pub(crate) use split::{Columns, ColumnsMut, MAX_PARTS, Planes, PlanesMut};
-pub(crate) use vectors::Vectors;
+pub(crate) use vectors::{LINE_BYTES, Vectors};
 
 use crate::error::{Error, Result};
 use std::any::Any;

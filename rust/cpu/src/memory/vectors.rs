@@ -3,7 +3,7 @@
 use crate::isa::LANES;
 use std::ops::{Deref, DerefMut};
 
-const LINE_BYTES: usize = 64;
+pub(crate) const LINE_BYTES: usize = 64;
 
 /// Vectors of sixteen numbers, none of which lies across two cache lines.
 #[derive(Default)]
