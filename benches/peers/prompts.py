@@ -23,8 +23,8 @@ def windows(ids: list[int], number: int, length: int) -> Ids:
 
 
 def make_prompts(setting: Setting, folder: Path) -> dict[str, Any]:
-    """`groups` of the setting, and `warm`, one group more of other prompts, with the tokenizer in `folder`; of chats the
-    first again."""
+    """`groups` of the setting, and `warm`, one group more of other prompts, with the tokenizer in `folder`; of chats
+    the first again."""
     if setting.chats:
         chats = ChatTokenizer(str(folder))
         texts = [chats.render_chat([{"role": "user", "content": chat}]) for chat in CHATS[: setting.num_prompts]]
