@@ -4,7 +4,6 @@
 """
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ def arm_python() -> tuple[str | Path, ...]:
     packages = folder / "packages"
     shutil.rmtree(packages, ignore_errors=True)
     numpy = next(line for line in (ROOT / "requirements.lock").read_text().splitlines() if line.startswith("numpy=="))
-    install = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", packages)
+    install = (ROOT / ".venv/bin/python", "-m", "pip", "install", "--quiet", "--no-deps", "--target", packages)
     of_arm = ("--only-binary", ":all:", "--python-version", "3.11", "--platform", "manylinux_2_28_aarch64",
               "--platform", "manylinux_2_17_aarch64", "--platform", "manylinux2014_aarch64")  # fmt: skip
     run(*install, *of_arm, numpy.split()[0], wheel("specrs_core", "aarch64"), wheel("specrs", "aarch64"))
