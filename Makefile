@@ -61,10 +61,8 @@ test: build ## all tests: cargo and pytest
 	cargo test --workspace --locked
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
-# A worker more than cores: tests that start processes and wait for them leave a third of a core idle. On two cores
-# tests/parallel, tests/cli and tests/bench take 134 s with three workers and 170 s with two. Idle workers take tests
-# from busy ones, so that no long file is last.
-WORKERS := -n $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1))) --maxprocesses 8 --dist worksteal
+# A worker for each core: half the time on two. Idle workers take tests from busy ones, so that no long file is last.
+WORKERS := -n auto --maxprocesses 8 --dist worksteal
 
 # Where sums are taken: nothing may hang on the order that one instruction set takes them in. Every example meets the sums, so that a
 # quarter of the sweeps' examples does. What only reads configurations and files is left out.
