@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from repository.building import ROOT, maturin
+
 pytestmark = pytest.mark.timeout(900)  # whatever Rust has not been built yet is built here
 
-ROOT = Path(__file__).parents[2]
 PROJECT = ROOT / "rust/py"
 
 
@@ -28,7 +29,7 @@ def run(*command: str | Path, **changes: str) -> str:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Shares the target folder with the wheel of specrs: the extension is compiled once."""
     out = tmp_path_factory.mktemp("wheel")
-    run(sys.executable, "-m", "maturin", "build", "--release", "--locked", "--out", out)
+    maturin("build", "--release", "--locked", "--out", out, project=PROJECT)
     (path,) = out.iterdir()
     return path
 
@@ -62,7 +63,7 @@ def test_it_holds_the_module_and_nothing_else(wheel: Path) -> None:
 
 def test_sources_build_alone(tmp_path: Path) -> None:
     """Its Python files are links, which must not be links in what is handed out."""
-    run(sys.executable, "-m", "maturin", "sdist", "--out", tmp_path)
+    maturin("sdist", "--out", tmp_path, project=PROJECT)
     (path,) = tmp_path.iterdir()
     with tarfile.open(path) as archive:
         members = {member.name.split("/", 1)[1]: member for member in archive.getmembers()}

@@ -1,16 +1,15 @@
 """What a built wheel and sdist carry. The kernels come through a link, which maturin drops without a word."""
 
-import subprocess
-import sys
 import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 
+from repository.building import ROOT, maturin
+
 pytestmark = pytest.mark.timeout(900)  # whatever Rust has not been built yet is built here
 
-ROOT = Path(__file__).parents[2]
 SOURCES = {path.relative_to(ROOT / "python").as_posix() for path in (ROOT / "python/specrs").rglob("*.py")}
 KERNELS = {
     f"specrs/kernels/{path.relative_to(ROOT / 'kernels').as_posix()}"
@@ -27,12 +26,6 @@ PAIR = {
         "tokenizer_config.json",
     )
 } | {f"specrs/pair/eagle3/{file}" for file in ("config.json", "model.safetensors")}
-
-
-def maturin(*arguments: str) -> None:
-    """Run maturin in the repository; its target folder is shared with every other build, so little is compiled."""
-    done = subprocess.run([sys.executable, "-m", "maturin", *arguments], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(scope="module")
