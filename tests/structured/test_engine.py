@@ -9,6 +9,7 @@ import jsonschema
 import pytest
 from specrs import LLM, RequestOutput, SamplingParams
 from specrs.errors import InvalidRequestError
+from specrs.pair import EAGLE3
 from specrs.pair.prompts import PROMPTS
 from specrs.structured import StructuredOutputsParams
 
@@ -128,6 +129,18 @@ def test_greedy_is_the_same_at_any_k() -> None:
     params = [structured(i, temperature=0.0) for i in range(40)]
     texts = [[text(output) for output in run(make_llm(k), params)] for k in (0, 3)]
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "ngram", "suffix", "ngram,suffix", "draft_model,ngram"])
+def test_k_auto_serves_grammars(method: str) -> None:
+    """Costs are measured before the engine takes over its runner, so the runner asks the engine for grammars."""
+    speculative = {"method": method, "num_speculative_tokens": "auto"}
+    if method == "eagle3":
+        speculative["model"] = str(EAGLE3)
+    llm = LLM(speculative_config=speculative, max_model_len=256, max_num_seqs=4)
+    asked = SamplingParams(temperature=0.0, max_tokens=20, structured_outputs=StructuredOutputsParams(choice=["red"]))
+    (output,) = llm.generate(["colour = "], asked, use_tqdm=False)
+    assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("red", "stop")
 
 
 @pytest.mark.parametrize(

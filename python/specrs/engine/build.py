@@ -86,19 +86,18 @@ def _build(
     if team is not None:
         assert end is not None
         runner = LeadingRunner(own, team, scheduler.record_layout(), end)
-    engine = Engine(make_parts(blueprint, scheduler, runner))
-    engine.team = team
+    planner = None
     if config.plans_speculation and blueprint.num_speculative_tokens:
-        costs, catch_up_ms = _measure(blueprint, engine, blocks)
-        # What it measured with is forgotten: its prompts are in the prefix cache, its tokens in the books.
-        scheduler.reset_prefix_cache()
-        engine.reset_stats()
-        engine.planner = SpeculationPlanner(
+        # Before the engine takes the runner for itself: the runner asks the last engine made for grammars.
+        costs, catch_up_ms = _measure(blueprint, scheduler, runner, blocks)
+        planner = SpeculationPlanner(
             max_num_seqs=config.max_num_seqs,
             num_speculative_tokens=blueprint.num_speculative_tokens,
             costs=costs,
             catch_up_ms=catch_up_ms,
         )
+    engine = Engine(make_parts(blueprint, scheduler, runner))
+    engine.team, engine.planner = team, planner
     if config.enable_lora:
         target = blueprint.weights.target
         assert isinstance(target, DenseFacts)
@@ -146,26 +145,29 @@ def _build_on_ranks(config: EngineConfig, lead: Lead) -> Engine:
         raise
 
 
-def _measure(blueprint: Blueprint, engine: Engine, blocks: int) -> tuple[CostModel, float]:
-    """What launches cost, and a position of catch-up: those with a draft model's passes where there is one."""
+def _measure(blueprint: Blueprint, scheduler: Scheduler, runner: Runner, blocks: int) -> tuple[CostModel, float]:
+    """What steps cost, and a position of catch-up, measured by engines that end here, with schedulers of their own.
+
+    Where drafters on the host are among others, `scheduler` learns what each kind of draft costs.
+    """
+
+    def measured(drafter: str | None = None) -> tuple[CostModel, float]:
+        own = blueprint.scheduler(blocks, measuring=drafter)
+        return measure_costs(Engine(make_parts(blueprint, own, runner)))
+
     speculative = blueprint.config.speculative_config
     if speculative is None or not speculative.drafts_on_host:
-        return measure_costs(engine)
-
-    def measured(drafter: str) -> tuple[CostModel, float]:
-        # Made-up prompts propose nothing, so another scheduler drafts for them; what is left of them, it keeps.
-        scheduler = blueprint.scheduler(blocks, measuring=drafter)
-        return measure_costs(Engine(make_parts(blueprint, scheduler, engine.runner)))
-
+        return measured()
+    # Made-up prompts propose nothing, so a scheduler that drafts for them measures what a draft's row costs.
     on_host, _ = measured("host")
     k, base = blueprint.num_speculative_tokens, on_host.ms(1, 0)
     rows = [max(0.0, on_host.ms(1, drafts) / base - 1.0) for drafts in range(1, k + 1)]
     if speculative.on_host:
-        engine.scheduler.set_draft_costs(0.0, rows, 0.0)
+        scheduler.set_draft_costs(0.0, rows, 0.0)
         return on_host, 0.0
     costs, catch_up_ms = measured("device")
     drafting = (costs.ms(1, k) / costs.ms(1, 0) - 1.0 - rows[-1]) / k
-    engine.scheduler.set_draft_costs(max(0.0, drafting), rows, catch_up_ms / base)
+    scheduler.set_draft_costs(max(0.0, drafting), rows, catch_up_ms / base)
     return costs, catch_up_ms
 
 
