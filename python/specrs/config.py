@@ -38,6 +38,9 @@ DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
 _DTYPE_ALIASES = {"float": "float32", "double": "float64", "half": "float16", "fp32": "float32", "bf16": "bfloat16"}
 DEFAULT_CPU_KV_CACHE_BYTES = 4 << 30
 """Bytes of KV cache on a CPU unless told otherwise. The pool is mapped lazily, so unused blocks cost no memory."""
+DEVICES = ("auto", "cpu", "cuda", "cuda:N")
+"""Allowed devices. N is the number of a GPU, as torch counts them."""
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
 CPU_PREFILLS = ("exact", "amx", "torch")
 MODEL_IMPLS = ("auto", "specrs", "transformers")
 STREAMING_PREFILL_STALL_MS = 75.0
@@ -52,9 +55,11 @@ class EngineConfig:
 
     `model`: folder, hub id or GGUF file; None is the bundled target. `tokenizer`, `tokenizer_revision`: None is the
     model's.
-    `device`: `auto` (a GPU if there is one that serves), `cpu`, `cuda` or `cuda:N`. `dtype`: of weights, activations
-    and KV cache; `auto` is the checkpoint's. `load_format`: `dummy` fills weights with random numbers, so that a
-    model's speed can be measured where its weights are not at hand.
+    `device`: `auto` (a GPU if there is one that serves), `cpu`, `cuda` or `cuda:N`.
+    `dtype`: type of activations and KV cache, `float32`, `bfloat16`, `float16` (GPUs only) or `float64` (CPUs only).
+    `auto` is the checkpoint's on a GPU; on a CPU it is `float32`, or `float64` for a checkpoint of that type.
+    `load_format`: `dummy` fills weights with random numbers, so that a model's speed can be measured without its
+    weights.
     `model_impl`: `specrs` computes models by our own decoders, `transformers` by transformers' modules over our KV
     cache, on a CPU; `auto` takes the first for the families that it knows (docs/supported.md) and the second for all
     others. It holds for target and draft alike.
@@ -70,10 +75,11 @@ class EngineConfig:
     `max_num_seqs`: requests that run at once. `max_num_batched_tokens`: tokens of one launch.
     `long_prefill_token_threshold`: the most prompt tokens of a request in one launch; 0 leaves a quarter to others, and
     what they leave, it gets.
-    `max_prefill_stall_ms`: the most milliseconds that prompts take of a launch in which other requests decode, which
-    wait for it; by what launches have taken, but at least 16 tokens, and 512 of drafts' catch-up. 0 is no bound; None
-    is 100 where answers are streamed (`AsyncLLM`, the server), and none in `LLM`. How a prompt is cut depends on the
-    machine's speed then, and with it what other than the exact pass computes.
+    `max_prefill_stall_ms`: maximum milliseconds that prompts may take of a step in which other requests decode, since
+    those wait for it. The engine predicts times from earlier steps. At least 16 prompt tokens, and 512 tokens of
+    drafts' catch-up, always go through. 0 is no bound. None is 75 where answers are streamed (`AsyncLLM`, the server),
+    and no bound in `LLM`. With a bound, how a prompt is cut depends on the machine's speed, and so do the last bits of
+    passes other than the exact one.
     `num_reserved_decode_tokens`: positions of output kept for each running request when another is admitted. Fewer let
     more requests run at once in a full KV cache, and be preempted more often.
     `priority_aging_launches`: priorities age, so that no request waits for ever behind more important ones: one that
@@ -100,8 +106,8 @@ class EngineConfig:
     `kv_events_config`: what to tell of the prefix cache, and where (`KVEventsConfig`); None is nothing.
     `enforce_eager`: no CUDA graphs, and on a CPU torch op by op in place of the native pass. `cudagraph_capture_sizes`:
     batch sizes that graphs are captured for; larger launches run eagerly.
-    `threads`: of the native pass on a CPU; None is SPECRS_NUM_THREADS, else the physical cores that the process may
-    use, or one where a measurement at start shows that a model which lives in a cache gains little by more.
+    `threads`: number of threads of the native pass on a CPU. None is SPECRS_NUM_THREADS, else the physical cores that
+    the process may use, or one if a measurement at start shows that a model that fits in a cache gains little by more.
     `cpu_bf16_rows`: products there are of bf16 pairs: rows are rounded to bf16 before they meet bf16 weights, an error
     of up to 2^-8 of each number, and sums stay fp32. The text is that of the model computed so, at any K. Draft models
     and heads do the same.
@@ -218,7 +224,7 @@ class EngineConfig:
         flags = ("skip_tokenizer_init", "enable_prefix_caching", "enforce_eager", "enable_lora")
         for name in (*flags, "cpu_bf16_rows", "cuda_fp8_rows"):
             check_bool(error, name, getattr(self, name))
-        check_choice(error, "load_format", self.load_format, ("auto", "safetensors", "dummy"))
+        check_choice(error, "load_format", self.load_format, LOAD_FORMATS)
         check_choice(error, "model_impl", self.model_impl, MODEL_IMPLS)
         check_choice(error, "cpu_prefill", self.cpu_prefill, CPU_PREFILLS)
         checked["gpu_memory_utilization"] = check_number(
@@ -409,7 +415,7 @@ class EngineConfig:
                     allowed = " or ".join(repr(same) for same in HONOURED[name])
                     raise invalid(UnsupportedConfigError, name, value, f"not implemented; allowed: {allowed}")
             else:
-                raise unknown_key(InvalidConfigError, "LLM", name, known | set(HONOURED))
+                raise unknown_key(InvalidConfigError, "LLM", name, known)  # HONOURED ones are rejected at other values
         return cls(**values)
 
 
@@ -483,9 +489,11 @@ def _kv_events(value: object) -> KVEventsConfig | None:
 
 def _device(value: object) -> str:
     name = str(value)
-    kind, _, index = name.partition(":")
-    if name not in ("auto", "cpu", "cuda") and not (kind == "cuda" and index.isascii() and index.isdigit()):
-        raise invalid(InvalidConfigError, "device", name, "must be 'auto', 'cpu', 'cuda' or 'cuda:N'")
+    kind, _, index = name.rpartition(":")
+    numbered = f"{kind}:N" if kind and index.isascii() and index.isdigit() else name
+    if name == "cuda:N" or numbered not in DEVICES:
+        *others, last = map(repr, DEVICES)
+        raise invalid(InvalidConfigError, "device", name, f"must be {', '.join(others)} or {last}")
     return name
 
 

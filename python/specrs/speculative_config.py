@@ -64,7 +64,9 @@ DEFAULT_PROMPT_LOOKUP = 5
 """Tokens of an n-gram, shortest and longest, unless told otherwise."""
 MAX_PROMPT_LOOKUP = 1024
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
-QUANTIZATIONS = ("fp8", "int8", "int4", "compressed-tensors", "gptq", "awq", "mxfp4", "gguf")
+AT_LOAD = ("fp8", "int8", "int4")
+"""Methods that also quantize weights of 16 and 32 bit as they are loaded."""
+QUANTIZATIONS = (*AT_LOAD, "compressed-tensors", "gptq", "awq", "mxfp4", "gguf")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +104,7 @@ class SpeculativeConfig:
     `quantization`: as the engine's, of the draft; None: what its checkpoint says, whatever the target is.
     `kv_cache_dtype`: as the engine's, of the draft model; None: the engine's, as for a head always.
     `parallel_drafting`: the draft model is one that was fine-tuned with mask tokens to give all drafts in one pass
-    (PARD); its config.json names its mask token, `mask_token_id` or `pard_token`.
+    (PARD); its config.json names its mask token, as `mask_token_id`, `pard_token` or `ptd_token_id`.
     `use_heterogeneous_vocab`: the draft may have another tokenizer than the target. Under `coupled` it reads and writes
     text (string-level exact match); under `rejection` it proposes the tokens that both vocabularies have (token-level
     intersection), and is fed its unknown token, or its EOS, for others.

@@ -1,9 +1,15 @@
 """How the command line is read: vLLM's spellings, merged JSON, one-line errors. No model is loaded here."""
 
+import re
+from argparse import SUPPRESS
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from specrs.cli import main, parser
 from specrs.cli.arguments import spell
 from specrs.cli.vllm_flags import NOT_IMPLEMENTED, SHORT_FORMS
+from specrs.errors import near_names
 
 
 def speculative_config(*argv: str) -> object:
@@ -62,14 +68,14 @@ def test_speculative_config_merges_and_the_later_value_holds() -> None:
         (["serve", "--enable-eplb"], "specrs serve: error: --enable-eplb: not implemented (see specrs serve --help)"),
         (["serve", "--eplb-config.window_size=5"], "--eplb-config: not implemented (see"),
         (["serve", "--specialize_active_lora"], "--specialize-active-lora: not implemented (see"),
-        (["serve", "--speculative-model", "x"], "--speculative-model: not implemented (say it in --spec"),
+        (["serve", "--speculative-model", "x"], "--speculative-model: not implemented; use --spec-model (see"),
         (["serve", "-ac", "{}"], "-ac (--attention-config): not implemented (see"),
         (["serve", "-ac.backend=FLASH_ATTN"], "-ac (--attention-config): not implemented (see"),
         (["serve", "-O3"], "-O (--optimization-level): not implemented (see"),
         (["serve", "-O", "2"], "-O (--optimization-level): not implemented (see"),
         (["serve", "-O=2"], "-O (--optimization-level): not implemented (see"),
         (["serve", "-O.mode=3"], "-O (--optimization-level): not implemented (see"),
-        (["serve", "-spec-draft-tp", "1"], "(--speculative-draft-tensor-parallel-size): not implemented (say it in"),
+        (["serve", "-spec-draft-tp", "1"], "not implemented; use --speculative-config.draft_tensor_parallel_size (see"),
         (["serve", "--cudagraph-capture-sizes"], "argument --cudagraph-capture-sizes: expected at least one argument"),
         (["serve", "--cudagraph-capture-sizes", "1,2"], "--cudagraph-capture-sizes: invalid int value: '1,2'"),
         (["--zzz"], "specrs: error: unrecognized arguments: --zzz (see specrs --help)"),
@@ -79,7 +85,17 @@ def test_speculative_config_merges_and_the_later_value_holds() -> None:
         (["demo", "--k", "0,1"], "'0,1' is not a list of different numbers from 1 to 16"),
         (["demo", "--k", "17"], "'17' is not a list of different numbers from 1 to 16"),
         (["demo", "--k", "3,3"], "'3,3' is not a list of different numbers from 1 to 16"),
-        (["sever"], "invalid choice: 'sever'"),
+        (["sever"], "specrs: error: argument COMMAND: invalid choice: 'sever'; did you mean serve? (choose from gen"),
+        (["sevre"], "did you mean serve?"),
+        (["demos"], "did you mean demo?"),
+        (["convert_head", "x"], "did you mean convert-head?"),
+        (["zzz"], "invalid choice: 'zzz' (choose from generate, serve, bench, "),
+        (["bench", "throughputs"], "argument KIND: invalid choice: 'throughputs'; did you mean throughput?"),
+        (["serve", "--tool-call-parser", "hermse"], "invalid choice: 'hermse'; did you mean hermes? (choose from"),
+        (["serve", "--thread=2"], "--thread=2; did you mean --threads? (see"),
+        (["serve", "--headles"], "unrecognized arguments: --headles (see"),
+        (["generate", "--tokenizer", "hi"], "unrecognized arguments: --tokenizer (see"),
+        (["bench", "latency", "--head", "x"], "unrecognized arguments: --head x (see"),
         (["serve", "--enforce-eager=maybe"], "argument --enforce-eager: 'maybe' is not true or false"),
     ],
 )
@@ -92,6 +108,49 @@ def test_syntax_errors_are_one_line(argv: list[str], says: str, capsys: pytest.C
     (line,) = captured.err.splitlines()
     assert line.startswith("specrs")
     assert says in line
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "demo", "forecast"])
+def test_no_hidden_flag_is_suggested(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Hidden flags are rejected, or do nothing. Each is written wrongly in turn, for every command."""
+    (commands,) = [action.choices for action in parser()._actions if action.dest == "command"]
+    assert isinstance(commands, dict)
+    hidden = {
+        flag for action in commands["serve"]._actions if action.help == SUPPRESS for flag in action.option_strings
+    }
+    assert len(hidden) > 300
+    for flag in sorted(hidden)[::3]:
+        with pytest.raises(SystemExit):
+            commands[command].refuse([f"{flag}x"])
+    suggested = set(re.findall(r"did you mean (\S+)\?", capsys.readouterr().err))
+    assert not hidden & suggested
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("max_modle_len", ["max_model_len"]),
+        ("MAX-MODEL-LEN", ["max_model_len"]),
+        ("tread", ["threads"]),
+        ("max_model", ["max_model_len"]),
+        ("max", []),
+        ("headle", ["headless"]),
+        ("thread_headings", []),
+        ("--", []),
+        ("", []),
+    ],
+)
+def test_near_names(name: str, near: list[str]) -> None:
+    assert near_names(name, ["threads", "headless", "max_model_len", "max_num_seqs", "tokenizer"]) == near
+
+
+@given(st.text("abc-_.", max_size=8), st.lists(st.text("abc-_.", max_size=8), max_size=6))
+def test_near_names_are_known_and_the_same_name_is_first(name: str, known: list[str]) -> None:
+    found = near_names(name, known)
+    assert len(found) <= 3
+    assert set(found) <= set(known)
+    letters = [re.sub("[-_.]", "", other) for other in (name, *near_names(name, [*known, name]))]
+    assert letters[0] in ("", letters[min(1, len(letters) - 1)])
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import re
 import sys
 from collections.abc import Sequence
 from typing import Any, Never
+
+from specrs.errors import near_names
 
 
 class Parser(argparse.ArgumentParser):
@@ -22,11 +23,28 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
     def refuse(self, unknown: Sequence[str]) -> Never:
-        """Print arguments that are none, and the option that each may have been meant for, and exit."""
-        meant = [difflib.get_close_matches(text.partition("=")[0], self._option_string_actions, 1) for text in unknown]
+        """Print the `unknown` arguments and the options that they may have been meant for, and exit.
+
+        Only options that --help shows are suggested: hidden ones are rejected, or have no effect.
+        """
+        flags = [text.partition("=")[0] for text in unknown if text.startswith("-")]
+        meant = [near_names(flag, self._shown_options(), 1) for flag in flags]
         hints = [match for found in meant for match in found]
         hint = f"; did you mean {' and '.join(hints)}?" if hints else ""
         self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+
+    def _shown_options(self) -> list[str]:
+        shown = (action for action in self._actions if action.help != argparse.SUPPRESS)
+        return [option for action in shown for option in action.option_strings]
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Raise `ArgumentError` for a value, or a command, that is not one of `action.choices`, with the nearest."""
+        if action.choices is None or value in action.choices:
+            return
+        names = list(map(str, action.choices))
+        close = near_names(str(value), names, 1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise argparse.ArgumentError(action, f"invalid choice: {value!r}{hint} (choose from {', '.join(names)})")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse's, but an on-off option may carry its value: `--enforce-eager true`, `--enforce-eager=False`."""

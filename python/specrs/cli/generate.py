@@ -12,28 +12,22 @@ from specrs.outputs import RequestMetrics
 from specrs.sampling import SamplingParams
 
 SUMMARY = "continue one prompt"
+BUNDLED_DRAFTS = 5
 DESCRIPTION = (
     "Continue one prompt. The text goes to stdout as it is made, figures about the speculation to stderr after it. "
-    "Without --model the bundled pair answers: it continues Python code."
+    f"Without --model the bundled pair answers, with {BUNDLED_DRAFTS} draft tokens: it continues Python code. Another "
+    "model drafts nothing without --speculative-config."
 )
-BUNDLED_DRAFTS = 5
+_ENGINE_FLAGS = ("device", "dtype", "model_impl", "quantization", "kv_cache_dtype", "threads", "max_model_len")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options, vLLM's where vLLM has them."""
-    from specrs.cli.arguments import MergeJSON, human_int
+    from specrs.cli.engine_flags import MODEL, add_engine_flags
 
-    parser.add_argument("prompt", nargs="?", help="the prompt; default: read from stdin")
-    parser.add_argument("--model", help="checkpoint folder or hub id; default: the bundled pair")
-    parser.add_argument("--revision", help="branch, tag or commit of the hub id")
-    parser.add_argument(
-        "--speculative-config",
-        action=MergeJSON,
-        metavar="JSON",
-        help='as in \'{"model": "...", "num_speculative_tokens": 5}\', or one key at a time: '
-        f"--speculative-config.num_speculative_tokens=3; default: {BUNDLED_DRAFTS} draft tokens for the bundled pair, "
-        "none for another model",
-    )
+    parser.add_argument("prompt", nargs="?", help="text to continue, not a model (see --model); default: stdin")
+    parser.add_argument("--model", help=f"{MODEL}; default: the bundled pair, in float32")
+    add_engine_flags(parser, "revision", "speculative_config")
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens to generate at most; default: 128")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy, the default")
     parser.add_argument("--top-p", type=float, default=1.0, help="sample from this share of probability; default: 1")
@@ -42,17 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of what is sampled; default: 0")
     parser.add_argument("--stop", action="append", help="end before this text; may be given more than once")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument(
-        "--dtype",
-        help="auto (the checkpoint's), float32, bfloat16 or float64; default: float32 for the bundled pair, else auto",
-    )
-    parser.add_argument("--model-impl", default="auto", help="auto, specrs or transformers; default: auto")
-    parser.add_argument("--quantization", "-q", help="fp8; int8 or int4 on a CPU; default: what the checkpoint says")
-    parser.add_argument("--kv-cache-dtype", default="auto", help="auto, fp8, fp8_e4m3 or fp8_e5m2; default: auto")
-    parser.add_argument(
-        "--max-model-len", type=human_int, help="tokens of prompt and output together; default: the model's"
-    )
+    add_engine_flags(parser, *_ENGINE_FLAGS)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -73,23 +57,14 @@ def run(arguments: argparse.Namespace) -> None:
     )
     prompt = _prompt(arguments.prompt)
 
-    from specrs.cli.threads import few_threads
+    from specrs.cli.engine_flags import engine_settings
+    from specrs.cli.threads import set_torch_threads
     from specrs.llm import LLM
 
-    if arguments.model is None:
-        few_threads()
-    llm = LLM(
-        arguments.model,
-        revision=arguments.revision,
-        speculative_config=speculative,
-        device=arguments.device,
-        dtype=arguments.dtype or ("float32" if arguments.model is None else "auto"),
-        model_impl=arguments.model_impl,
-        quantization=arguments.quantization,
-        kv_cache_dtype=arguments.kv_cache_dtype,
-        max_model_len=arguments.max_model_len,
-        max_num_seqs=1,
-    )
+    set_torch_threads(arguments.threads, bundled=arguments.model is None)
+    settings: dict[str, Any] = {"dtype": "float32"} if arguments.model is None else {}
+    settings |= engine_settings(arguments, "revision", *_ENGINE_FLAGS)
+    llm = LLM(arguments.model, speculative_config=speculative, max_num_seqs=1, **settings)
     output = None
     start = time.perf_counter()
     for output in llm.stream(prompt, params):

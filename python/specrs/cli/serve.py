@@ -22,6 +22,16 @@ BUNDLED_DRAFTS = 5
 API_KEY_VARIABLES = ("SPECRS_API_KEY", "VLLM_API_KEY")
 LOG_INTERVAL_VARIABLE = "VLLM_LOG_STATS_INTERVAL"
 
+_ENGINE_FLAGS = (
+    *("device", "dtype", "load_format", "model_impl", "quantization", "kv_cache_dtype", "threads"),
+    *("tensor_parallel_size", "distributed_timeout", "seed", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
+    *("long_prefill_token_threshold", "max_prefill_stall_ms", "num_reserved_decode_tokens", "priority_aging_launches"),
+    *("gpu_memory_utilization", "kv_cache_memory_bytes", "block_size", "num_gpu_blocks_override"),
+    *("enable_prefix_caching", "enforce_eager", "cudagraph_capture_sizes", "launch_depth", "cpu_prefill"),
+    *("cpu_bf16_rows", "cuda_fp8_rows", "kv_events_config", "enable_lora", "max_loras", "max_lora_rank"),
+    *("max_cpu_loras", "max_logprobs", "logprobs_mode"),
+)
+
 UVICORN_LOG_LEVELS = {
     "critical": logging.CRITICAL,
     "error": logging.ERROR,
@@ -30,6 +40,8 @@ UVICORN_LOG_LEVELS = {
     "debug": logging.DEBUG,
     "trace": 5,
 }
+_GENERATION_CONFIGS = ("auto", "vllm")
+_SSL_CERT_REQS = (0, 1, 2)
 
 _HONOURED: dict[str, tuple[object, ...]] = {
     "uds": (None,),
@@ -56,76 +68,24 @@ _HONOURED: dict[str, tuple[object, ...]] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """vLLM's options, and those of specrs's own limits."""
     from specrs.cli.arguments import MergeJSON, MergeKey, human_int
+    from specrs.cli.engine_flags import METHOD, MODEL, SPECULATIVE_TOKENS, add_engine_flags, one_of
     from specrs.cli.vllm_flags import add_refusals
     from specrs.server.parsers.table import REASONING_PARSERS, TOOL_PARSERS
 
-    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="checkpoint folder or hub id; default: the pair")
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help=f"{MODEL}; default: the bundled pair")
     engine = parser.add_argument_group("engine")
     add = engine.add_argument
     add("--model", help="the same as MODEL")
-    add("--tokenizer", help="folder or hub id; default: the model's")
-    add("--tokenizer-revision", help="branch, tag or commit of the tokenizer's hub id")
-    add("--skip-tokenizer-init", action=argparse.BooleanOptionalAction, help="serve token ids alone")
-    add("--revision", help="branch, tag or commit of the model's hub id")
-    add(
-        "--speculative-config",
-        "-sc",
-        action=MergeJSON,
-        metavar="JSON",
-        help='as in \'{"model": "...", "num_speculative_tokens": 5}\', or one key at a time: '
-        "--speculative-config.num_speculative_tokens=3",
-    )
-    for flag, key, read in (
-        ("--spec-method", "method", str),
-        ("--spec-model", "model", str),
-        ("--spec-tokens", "num_speculative_tokens", _value),
+    add_engine_flags(engine, "tokenizer", "tokenizer_revision", "skip_tokenizer_init", "revision", "speculative_config")
+    for flag, key, read, what in (
+        ("--spec-method", "method", str, METHOD),
+        ("--spec-model", "model", str, "folder or hub id of the draft model or head"),
+        ("--spec-tokens", "num_speculative_tokens", _value, SPECULATIVE_TOKENS),
     ):
-        of_config = f"the same as --speculative-config.{key}"
-        add(flag, dest="speculative_config", action=MergeKey, const=key, type=read, metavar="VALUE", help=of_config)
-    add("--device", help="auto or cpu")
-    add("--dtype", help="auto (the checkpoint's), float32, bfloat16 or float64")
-    add("--model-impl", help="auto, specrs, or transformers, whose modules run on specrs' KV cache; default: auto")
-    add(
-        "--quantization",
-        "-q",
-        help="of the projections: fp8, or int8 and int4 on a CPU; default: what the checkpoint says",
-    )
-    add("--tensor-parallel-size", "-tp", type=int, help="processes that compute the target together; default: 1")
-    add("--distributed-timeout", type=float, help="seconds in which one that does not answer is lost; default: 60")
-    add("--seed", type=int, help="what requests without a seed derive theirs from; default: 0")
-    add("--max-model-len", type=human_int, help="tokens of prompt and output together; default: the model's")
-    add("--max-num-seqs", type=int, help="requests that run at once; default: 256")
-    add("--max-num-batched-tokens", type=human_int, help="tokens of one launch; default: 2048")
-    add("--long-prefill-token-threshold", type=human_int, help="of one prompt; default: 3/4, and what others leave")
-    add("--max-prefill-stall-ms", type=float, help="of a launch for prompts while others decode; 0: any; default: 75")
-    add("--num-reserved-decode-tokens", type=human_int, help="kept for each running request; default: 64")
-    add("--priority-aging-launches", type=int, help="waiting that is worth a priority of 1; default: 0, nothing")
-    add("--gpu-memory-utilization", type=float, help="share of the GPU's memory to use")
-    add("--kv-cache-memory-bytes", type=human_int, help="bytes of KV cache")
-    add("--kv-cache-dtype", help="auto (that of --dtype), fp8, fp8_e4m3 or fp8_e5m2; default: auto")
-    add("--block-size", type=int, help="positions of a KV block; default: 16")
-    add("--num-gpu-blocks-override", type=int, help="KV blocks, whatever the device")
-    add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, help="default: on")
-    add("--enforce-eager", action=argparse.BooleanOptionalAction, help="no CUDA graphs")
-    add("--cudagraph-capture-sizes", nargs="+", type=int, metavar="N", help="batch sizes that have CUDA graphs")
-    add("--cpu-bf16-rows", action=argparse.BooleanOptionalAction, help="on a CPU: products of bf16 pairs; default: off")
-    add("--cuda-fp8-rows", action=argparse.BooleanOptionalAction, help="on a GPU: FP8 times FP8; default: off")
-    add("--cpu-prefill", help="exact or torch: what computes long prompts on a CPU; default: exact")
-    add("--launch-depth", type=int, help="launches planned and not yet settled, 1 or 2")
+        shown = f"{what}; the same as --speculative-config.{key}"
+        add(flag, dest="speculative_config", action=MergeKey, const=key, type=read, metavar="VALUE", help=shown)
+    add_engine_flags(engine, *_ENGINE_FLAGS)
     add("--async-scheduling", action=argparse.BooleanOptionalAction, help="vLLM's name for a launch depth of 2")
-    add(
-        "--kv-events-config",
-        action=MergeJSON,
-        metavar="JSON",
-        help='as in \'{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}\': tell of the prefix cache',
-    )
-    add("--enable-lora", action=argparse.BooleanOptionalAction, help="requests may name a LoRA adapter; default: off")
-    add("--max-loras", type=int, help="different adapters of the requests that run at once; default: 1")
-    add("--max-lora-rank", type=int, help="the largest of an adapter; default: 16")
-    add("--max-cpu-loras", type=int, help="adapters kept in memory while none asks for them; default: --max-loras")
-    add("--load-format", help="auto or safetensors")
-    add("--max-logprobs", type=int, help="the most that a request may ask for; default: 20")
-    add("--logprobs-mode", help="raw_logprobs, processed_logprobs, raw_logits or processed_logits")
     server = parser.add_argument_group("server")
     add = server.add_argument
     add("--host", default="127.0.0.1", help="address to listen on; default: 127.0.0.1")
@@ -154,19 +114,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ssl-certfile", help="certificate chain, as PEM: the server speaks HTTPS")
     add("--ssl-keyfile", help="its private key; default: in the certificate's file")
     add("--ssl-ca-certs", help="certificates that clients' are checked against")
-    add("--ssl-cert-reqs", type=int, default=0, help="of clients: 0 none, 1 optional, 2 required; default: 0")
+    add(
+        "--ssl-cert-reqs",
+        type=int,
+        default=0,
+        help=f"whether clients must have a certificate: {one_of(_SSL_CERT_REQS)}; 0 no, 1 if they send one, 2 yes; "
+        "default: 0",
+    )
     add("--ui", action=argparse.BooleanOptionalAction, default=False, help="a chat at /, coloured by who wrote what")
     add("--root-path", default="", help="path under which a proxy shows this server")
     add("--allowed-origins", type=_texts, default=[], metavar="JSON", help="of web pages, CORS; default: none")
-    add("--allowed-methods", type=_texts, default=["*"], metavar="JSON", help="of their requests; default: all")
-    add("--allowed-headers", type=_texts, default=["*"], metavar="JSON", help="of their requests; default: all")
+    add("--allowed-methods", type=_texts, default=["*"], metavar="JSON", help="of their requests; default: *, all")
+    add("--allowed-headers", type=_texts, default=["*"], metavar="JSON", help="of their requests; default: *, all")
     add(
         "--allow-credentials",
         action=argparse.BooleanOptionalAction,
         default=False,
         help="web pages may send cookies and keys of the browser's",
     )
-    add("--generation-config", default="auto", help="auto: the checkpoint's sampling parameters; vllm: none")
+    add(
+        "--generation-config",
+        default="auto",
+        help=f"sampling parameters of requests that set none: {one_of(_GENERATION_CONFIGS)}; auto takes the "
+        "checkpoint's, vllm none; default: auto",
+    )
     add("--max-num-queued-reqs", type=int, help="requests that may wait and run; more get 503; default: no bound")
     add("--shutdown-timeout", type=float, default=0.0, help="seconds to drain after SIGTERM; default: 0")
     add(
@@ -224,19 +195,19 @@ def run(arguments: argparse.Namespace) -> None:
             "num_speculative_tokens": BUNDLED_DRAFTS,
             **engine.get("speculative_config", {}),
         }
-    if arguments.generation_config not in ("auto", "vllm"):
-        raise invalid_config("--generation-config", arguments.generation_config, "must be auto or vllm")
+    if arguments.generation_config not in _GENERATION_CONFIGS:
+        allowed = f"must be {' or '.join(_GENERATION_CONFIGS)}"
+        raise invalid_config("--generation-config", arguments.generation_config, allowed)
     settings = _settings(arguments)
 
-    from specrs.cli.threads import few_threads
+    from specrs.cli.threads import set_torch_threads
     from specrs.server.logs import log_to_stderr
     from specrs.server.run import run_server
 
     log_to_stderr(UVICORN_LOG_LEVELS[arguments.uvicorn_log_level])
     if any("padded_drafter" in key.replace("-", "_") for key in engine.get("speculative_config", {})):
         logging.getLogger("specrs").info("disable_padded_drafter_batch has no effect: rows are never padded here")
-    if model is None:
-        few_threads()
+    set_torch_threads(arguments.threads, bundled=model is None)
     code = run_server(engine, settings)
     if code:
         sys.exit(code)
@@ -320,13 +291,13 @@ def _tls(arguments: argparse.Namespace) -> Any:
     from specrs.server.run import TLSSettings
 
     certificate, key = arguments.ssl_certfile, arguments.ssl_keyfile
+    if arguments.ssl_cert_reqs not in _SSL_CERT_REQS:
+        raise invalid_config("--ssl-cert-reqs", arguments.ssl_cert_reqs, "must be 0, 1 or 2")
     if certificate is None:
-        for name in ("ssl_keyfile", "ssl_ca_certs"):
-            if getattr(arguments, name) is not None:
+        for name, without in (("ssl_keyfile", None), ("ssl_ca_certs", None), ("ssl_cert_reqs", 0)):
+            if getattr(arguments, name) != without:
                 raise invalid_config("--" + name.replace("_", "-"), getattr(arguments, name), "needs --ssl-certfile")
         return None
-    if arguments.ssl_cert_reqs not in (0, 1, 2):
-        raise invalid_config("--ssl-cert-reqs", arguments.ssl_cert_reqs, "must be 0, 1 or 2")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(certificate, key)

@@ -6,8 +6,12 @@ import argparse
 import math
 from pathlib import Path
 
+from specrs.cli.engine_flags import one_of
+from specrs.config import DTYPES
 from specrs.errors import InvalidConfigError, check_int, invalid_config
 
+_DTYPES = tuple(name for name in DTYPES if name != "float64")
+"""Types that a GPU computes in."""
 SUMMARY = "time kernel configurations for models on this GPU"
 DESCRIPTION = (
     "Time the configurations of the matrix products of one or more models, those of experts among them, on this "
@@ -21,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options."""
     parser.add_argument("--model", action="append", required=True, help="checkpoint folder or hub id; may be repeated")
     parser.add_argument("--revision", help="branch, tag or commit of hub ids")
-    parser.add_argument("--dtype", default="auto", help="auto (the checkpoint's), bfloat16 or float32; default: auto")
+    parser.add_argument(
+        "--dtype", default="auto", help=f"type to compute in: {one_of(_DTYPES)}; default: auto, the checkpoint's"
+    )
     parser.add_argument("--rows", type=int, default=6, help="rows of a product, 1 to 64; default: 6, as K = 5 verifies")
     parser.add_argument("--jobs", type=int, help="processes that compile ahead; default: as many as cores")
     parser.add_argument("--output", type=Path, help="the table to write; default: the one in the package")

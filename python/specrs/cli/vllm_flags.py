@@ -92,7 +92,19 @@ SHORT_FORMS = {
 }
 """vLLM's short forms of flags that are refused, or served at their defaults alone."""
 
-_SPECULATION = ("--speculative-", "--num-speculative-", "--ngram-", "--spec-decoding-")
+INSTEAD = {
+    "speculative-model": "--spec-model",
+    "num-speculative-tokens": "--spec-tokens",
+    "speculative-model-quantization": "--speculative-config.quantization",
+    "ngram-prompt-lookup-max": "--speculative-config.prompt_lookup_max",
+    "ngram-prompt-lookup-min": "--speculative-config.prompt_lookup_min",
+    "speculative-draft-tensor-parallel-size": "--speculative-config.draft_tensor_parallel_size",
+    "speculative-max-model-len": "--speculative-config.max_model_len",
+    "speculative-disable-by-batch-size": "--spec-tokens auto",
+    "spec-decoding-acceptance-method": "--speculative-config.rejection_sample_method",
+    "enable-reasoning": "--reasoning-parser",
+}
+"""Rejected flags, and what to use in their place."""
 
 
 class _Refuse(argparse.Action):
@@ -100,7 +112,7 @@ class _Refuse(argparse.Action):
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
     ) -> None:
         short = "" if str(option).startswith("--") else f" (--{self.dest})"
-        instead = " (say it in --speculative-config)" if f"--{self.dest}".startswith(_SPECULATION) else ""
+        instead = f"; use {INSTEAD[self.dest]}" if self.dest in INSTEAD else ""
         parser.error(f"{option}{short}: not implemented{instead}")
 
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specrs.cli.arguments import MergeJSON, human_int
+from specrs.bench.client import BACKENDS
+from specrs.cli.engine_flags import MODEL, add_engine_flags, engine_settings, one_of
 from specrs.errors import InvalidConfigError, invalid_config
 
 if TYPE_CHECKING:
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from specrs.llm import LLM
     from specrs.sampling import SamplingParams
     from specrs.tokenizer import Tokenizer
+
+
+BACKEND = f"API of the server: {one_of(BACKENDS)}; openai and vllm are completions; default: openai"
+"""Help of flags that name the API that is measured."""
 
 
 def add_dataset(parser: argparse.ArgumentParser, default: str, num_prompts: str) -> None:
@@ -75,75 +80,38 @@ def dataset(arguments: argparse.Namespace, default: str, num_prompts: int) -> Da
     )
 
 
+_ENGINE_FLAGS = (
+    *("revision", "tokenizer", "speculative_config", "device", "dtype", "load_format", "model_impl", "quantization"),
+    *("kv_cache_dtype", "threads", "tensor_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
+    *("gpu_memory_utilization", "kv_cache_memory_bytes", "block_size", "num_gpu_blocks_override", "launch_depth"),
+    *("enforce_eager", "cpu_prefill", "cpu_bf16_rows", "cuda_fp8_rows"),
+)
+
+
 def add_engine(parser: argparse.ArgumentParser) -> None:
     """An engine in this process, by vLLM's names."""
     group = parser.add_argument_group("engine")
-    group.add_argument("--model", help="checkpoint folder or hub id; default: the bundled pair")
-    group.add_argument("--revision", help="branch, tag or commit of the hub id")
-    group.add_argument("--tokenizer", help="default: the model's")
-    group.add_argument("--speculative-config", action=MergeJSON, metavar="JSON", help="as for specrs generate")
-    group.add_argument("--device", default="auto", help="default: auto")
-    group.add_argument("--dtype", default="auto", help="default: auto, float32 for the bundled pair")
+    group.add_argument("--model", help=f"{MODEL}; default: the bundled pair, in float32")
+    add_engine_flags(group, *_ENGINE_FLAGS)
     group.add_argument(
-        "--max-model-len", type=human_int, help="tokens of prompt and output together; default: the model's"
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="reuse the KV of equal prefixes; default: off, so that no run helps the next",
     )
-    group.add_argument("--max-num-seqs", type=int, default=256, help="requests at once; default: 256")
-    group.add_argument(
-        "--max-num-batched-tokens", type=human_int, default=2048, help="tokens of one launch; default: 2048"
-    )
-    group.add_argument("--gpu-memory-utilization", type=float, help="share of the GPU's memory to use")
-    group.add_argument("--kv-cache-memory-bytes", type=int, help="bytes of KV cache")
-    group.add_argument("--kv-cache-dtype", help="auto, fp8, fp8_e4m3 or fp8_e5m2; default: auto")
-    group.add_argument("--block-size", type=int, help="positions of a KV block")
-    group.add_argument("--num-gpu-blocks-override", type=int, help="KV blocks, whatever the device")
-    group.add_argument("--launch-depth", type=int, help="launches planned and not yet settled, 1 or 2")
-    group.add_argument("--model-impl", help="auto, specrs or transformers")
-    group.add_argument("--quantization", "-q", help="int8 or int4, on a CPU; default: none")
-    group.add_argument("--cpu-bf16-rows", action="store_true", help="on a CPU: products of bf16 pairs")
-    group.add_argument("--cuda-fp8-rows", action="store_true", help="on a GPU: FP8 weights times rows in FP8")
-    group.add_argument("--cpu-prefill", help="exact or torch: what computes long prompts on a CPU; default: exact")
-    group.add_argument("--load-format", help="auto, safetensors, or dummy for random weights")
-    group.add_argument("--tensor-parallel-size", "-tp", type=int, help="processes that compute the target together")
-    group.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=False)
-    group.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
 
 
 def engine(arguments: argparse.Namespace, **settings: Any) -> LLM:
-    """The engine that the options describe. Prefix caching is off unless asked for, so that no run helps the next."""
-    from specrs.cli.threads import few_threads
+    """The engine that the options describe, with prefix caching off unless asked for. `settings` override fields."""
+    from specrs.cli.threads import set_torch_threads
     from specrs.llm import LLM
 
-    dtype = arguments.dtype
-    if arguments.model is None:
-        few_threads()
-        dtype = "float32" if dtype == "auto" else dtype
-    names = (
-        "revision",
-        "tokenizer",
-        "speculative_config",
-        "device",
-        "max_model_len",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "gpu_memory_utilization",
-        "kv_cache_memory_bytes",
-        "kv_cache_dtype",
-        "block_size",
-        "num_gpu_blocks_override",
-        "launch_depth",
-        "load_format",
-        "model_impl",
-        "quantization",
-        "cpu_bf16_rows",
-        "cuda_fp8_rows",
-        "cpu_prefill",
-        "tensor_parallel_size",
-        "enable_prefix_caching",
-        "enforce_eager",
-    )
-    # what was not given is the engine's to choose
-    values = {name: value for name in names if (value := getattr(arguments, name)) is not None}
-    return LLM(model=arguments.model, dtype=dtype, **(values | settings))
+    bundled = arguments.model is None
+    set_torch_threads(arguments.threads, bundled=bundled)
+    values = engine_settings(arguments, *_ENGINE_FLAGS, "enable_prefix_caching")
+    if bundled and values.get("dtype", "auto") == "auto":
+        values["dtype"] = "float32"
+    return LLM(model=arguments.model, **(values | settings))
 
 
 def prompts(samples: Sequence[Sample], tokenizer: Tokenizer, template: bool = True) -> list[list[int]]:

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, metavar="FILE", help="parquet file of specrs bench sweep")
     parser.add_argument("--figures", type=options.counts, metavar="LIST", help="which; default: all, 1 to 7")
     parser.add_argument("--output-dir", type=Path, metavar="DIR", help="default: the file's name without .parquet")
-    parser.add_argument("--format", default="png", help="png (default), svg or pdf")
+    parser.add_argument("--format", default="png", help="of the files: one of png, svg, pdf; default: png")
     parser.add_argument("--k", type=int, help="K of figures 4, 6 and 7; default: where speed-ups are highest")
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 BUNDLED_NAME = "bundled"
 """What `specrs serve` calls the bundled pair where no model was named."""
+_GOODPUT = "limits in ms, as in ttft:200 tpot:50; NAME is one of ttft, tpot, e2el"
 SUMMARY = "a running server: throughput, TTFT, TPOT, ITL, acceptance"
 DESCRIPTION = (
     "Send prompts to an OpenAI-compatible server and report throughput, latencies and, where its /metrics has them, "
@@ -31,7 +32,7 @@ DESCRIPTION = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options, vLLM's where vLLM has them."""
     server = parser.add_argument_group("server")
-    server.add_argument("--backend", default="openai", help="openai (completions, also: vllm) or openai-chat")
+    server.add_argument("--backend", default="openai", help=options.BACKEND)
     server.add_argument("--endpoint-type", dest="backend", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     server.add_argument("--base-url", help="default: http://HOST:PORT")
     server.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1")
@@ -58,13 +59,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
     out = parser.add_argument_group("results")
     out.add_argument(
-        "--percentile-metrics", default="ttft,tpot,itl", help="of ttft,tpot,itl,e2el; default: the first 3"
+        "--percentile-metrics",
+        default="ttft,tpot,itl",
+        help="latencies to report, with commas between: one of ttft, tpot, itl, e2el; default: ttft,tpot,itl",
     )
     out.add_argument("--metric-percentiles", type=options.percentiles, default=[99.0], help="default: 99")
-    out.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS", help="limits, as in ttft:200 tpot:50")
+    out.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS", help=_GOODPUT)
     out.add_argument("--save-result", action="store_true", help="write the figures as JSON")
     out.add_argument("--save-detailed", action="store_true", help="with every request's times and text")
-    out.add_argument("--result-dir", type=Path, default=Path(), help="default: here")
+    out.add_argument(
+        "--result-dir", type=Path, default=Path(), help="folder of the figures; default: ., the current one"
+    )
     out.add_argument("--result-filename", help="default: made of backend, rate, concurrency, model and date")
     out.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
     out.add_argument("--profile", action="store_true", help="have the server write a torch profiler trace of the run")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from specrs.cli.arguments import floats
 from specrs.cli.bench import options
+from specrs.cli.engine_flags import MODEL
 from specrs.errors import invalid_config
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="as in 'vllm serve Qwen/Qwen3-32B'; --port and, with drafts, --speculative-config are added; "
         "default: specrs serve with --model",
     )
-    servers.add_argument("--model", help="folder or hub id that is served; default: the bundled pair")
+    servers.add_argument("--model", help=f"{MODEL}, which is served; default: the bundled pair")
     servers.add_argument(
         "--drafter",
         action="append",
@@ -52,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     servers.add_argument(
         "--tp", type=int, default=1, help="tensor parallelism of the servers, for the table; default: 1"
     )
+    servers.add_argument("--threads", type=int, metavar="N", help="--threads of specrs serve, not of --serve-cmd")
     swept = parser.add_argument_group("what is swept")
     swept.add_argument("--k", type=options.counts, default=[0, 1, 3, 5], metavar="LIST", help="default: 0,1,3,5")
     swept.add_argument(
@@ -64,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_dataset(parser, "bundled for the bundled pair, else random", "max(50, 10 x concurrency)")
     parser.add_argument("--tokenizer", help="folder or hub id; default: --model")
     parser.add_argument("--skip-chat-template", action="store_true", help="send instructions as text to continue")
-    parser.add_argument("--backend", default="openai", help="openai or openai-chat")
+    parser.add_argument("--backend", default="openai", help=options.BACKEND)
     parser.add_argument("--request-rate", type=float, help="per second; default: the concurrency")
     parser.add_argument("--burstiness", type=float, default=1.0, help="default: 1, a Poisson process")
     parser.add_argument("--num-warmups", type=int, help="requests before each measurement; default: the concurrency")
@@ -91,6 +93,8 @@ def run(arguments: argparse.Namespace) -> None:
         raise invalid_config("--backend", arguments.backend, f"must be one of {', '.join(BACKENDS)}")
     if arguments.serve_cmd is not None and arguments.model is None:
         raise invalid_config("--model", None, "must be given with --serve-cmd: the name that requests use")
+    if arguments.serve_cmd is not None and arguments.threads is not None:
+        raise invalid_config("--threads", arguments.threads, "must be part of --serve-cmd where that is given")
     bundled = arguments.model is None
     config = options.dataset(arguments, "bundled" if bundled else "random", 1)
     fixed = {
@@ -98,7 +102,7 @@ def run(arguments: argparse.Namespace) -> None:
         for name in (
             "model", "serve_cmd", "dataset_name", "dataset_path", "hf_split", "hf_subset", "num_prompts", "input_len",
             "output_len", "random_input_len", "random_output_len", "random_range_ratio", "seed", "tokenizer",
-            "skip_chat_template", "backend", "request_rate", "burstiness", "top_p", "ignore_eos",
+            "skip_chat_template", "backend", "request_rate", "burstiness", "top_p", "ignore_eos", "threads",
         )
     }  # fmt: skip
     plan = SweepPlan(
@@ -210,6 +214,8 @@ def _command(arguments: argparse.Namespace, setting: Setting, port: int) -> list
         command = [sys.executable, "-c", start, "serve", arguments.model or str(TARGET), *bundled]
         # What one run has computed must not help the next.
         command += ["--no-enable-prefix-caching", "--disable-uvicorn-access-log"]
+        if arguments.threads is not None:
+            command += ["--threads", str(arguments.threads)]
     command += ["--port", str(port)]
     if setting.speculative_config is not None:
         command += ["--speculative-config", json.dumps(setting.speculative_config)]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specrs.cli.arguments import MergeJSON, drafts_list
+from specrs.cli.engine_flags import MODEL, add_engine_flags
 from specrs.errors import invalid_config
 
 if TYPE_CHECKING:
@@ -35,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options."""
     parser.add_argument(
         "--model",
-        help="folder, GGUF file or hub id of another target; n-grams and suffix decoding draft for it, unless "
-        "--speculative-config names another drafter",
+        help=f"another target: {MODEL}; n-grams and suffix decoding draft for it, unless --speculative-config names "
+        "another drafter; default: the bundled pair, in float32",
     )
     parser.add_argument("--head", help="folder or hub id of an EAGLE-3 head of --model, which drafts, too")
     parser.add_argument(
@@ -52,10 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='another drafter, as in \'{"method": "suffix,draft_model"}\'; K comes from --k',
     )
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens to generate per prompt; default: 128")
-    parser.add_argument(
-        "--dtype", help="auto, float32, float64 or bfloat16; default: float32, with --model auto (the checkpoint's)"
-    )
-    parser.add_argument("--threads", type=int, default=1, help="of every engine; default: 1")
+    add_engine_flags(parser, "dtype")
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads of each engine; default: 1")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="also draw the results into this file")
 
 
@@ -81,10 +80,9 @@ def run(arguments: argparse.Namespace) -> None:
 
     from tqdm import tqdm
 
-    from specrs.cli.threads import few_threads
+    from specrs.cli.threads import set_torch_threads
 
-    if model is None:
-        few_threads()
+    set_torch_threads(arguments.threads, bundled=model is None)
     settings = _settings(arguments, drafter, dtype)
     prompts = _prompts(model, settings[0].llm.tokenizer)
     name = None if model is None else Path(model).name

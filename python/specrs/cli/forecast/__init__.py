@@ -6,7 +6,9 @@ import argparse
 from pathlib import Path
 
 from specrs.cli.arguments import MergeJSON, drafts_list, floats, pairs, sizes
+from specrs.cli.engine_flags import MODEL, add_engine_flags
 from specrs.errors import InvalidConfigError, check_int, invalid_config
+from specrs.speculative_config import AT_LOAD, KV_CACHE_DTYPES
 
 SUMMARY = "speed-ups of every K, forecast from pass times, a sweep, a measurement, or a GPU's figures"
 DESCRIPTION = (
@@ -15,12 +17,14 @@ DESCRIPTION = (
     "of their kernels on a GPU; acceptance lengths AL are given or measured."
 )
 
+_CACHED = tuple(name for name in KV_CACHE_DTYPES if name != "float16")
+"""Types of the KV cache of a model in bf16."""
 _GIVEN = {"vanilla_ms", "compare", "names", "acceptance_lengths", "acceptance_rates"}
 _USES = {
     "--sweep": {"sweep", "fit_k", "draft_model", "concurrency"},
     "--measure": {
         "measure", "model", "draft_model", "speculative_config", "k", "max_tokens", "num_prompts", "rounds", "dtype",
-        "device", "compare", "names",
+        "device", "threads", "compare", "names",
     },
     "--itl": {"itl", *_GIVEN},
     "--roofline": {
@@ -72,34 +76,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     computed.add_argument(
         "--roofline",
         metavar="GPU",
-        help="H100, H200, B200, 'RTX 4090' or 'DGX Spark': times from bytes, flops and kernels of --model and "
-        "--draft-model, folders with a config.json; default: the bundled pair",
+        help="times from bytes, flops and kernels of --model and --draft-model on a GPU: one of H100, H200, B200, RTX "
+        "4090, DGX Spark; of models config.json is enough",
     )
     computed.add_argument(
         "--batch", type=sizes, default=[1, 4, 16, 64, 256], metavar="LIST", help="requests; default: 1,4,16,64,256"
     )
     computed.add_argument("--context", type=int, default=1024, help="positions of a request; default: 1024")
     for name, of in (("--quantization", "target"), ("--draft-quantization", "draft")):
-        computed.add_argument(
-            name, choices=("fp8", "int8", "int4"), help=f"codes of the {of}'s projections; default: bf16"
-        )
+        computed.add_argument(name, choices=AT_LOAD, help=f"type of the {of}'s projections; default: bf16")
     computed.add_argument(
-        "--kv-cache-dtype", choices=("auto", "fp8", "fp8_e4m3", "fp8_e5m2"), default="auto", help="default: auto, bf16"
+        "--kv-cache-dtype", choices=_CACHED, default="auto", help="type of the KV cache; default: auto, bf16"
     )
     measured = parser.add_argument_group("measured here")
     measured.add_argument("--measure", action="store_true", help="each model alone and inside speculation, batch 1")
     measured.add_argument(
         "--model",
-        help="the target; default: the bundled pair. With --target-ms: T_t is that of one row, and a verification "
-        "takes longer by the experts that more rows read",
+        help=f"target: {MODEL}; default: the bundled pair, in float32. With --target-ms: T_t is that of one row, and a "
+        "verification takes longer by the experts that more rows read",
     )
-    measured.add_argument("--speculative-config", action=MergeJSON, metavar="JSON", help="as for specrs generate")
+    measured.add_argument(
+        "--speculative-config", action=MergeJSON, metavar="JSON", help="how to draft, without K (see --k)"
+    )
     measured.add_argument("--k", type=drafts_list, default=[1, 3, 5], metavar="LIST", help="K to run; default: 1,3,5")
     measured.add_argument("--max-tokens", type=int, default=128, help="tokens per prompt; default: 128")
     measured.add_argument("--num-prompts", type=int, default=4, help="of the bundled prompts; default: 4")
     measured.add_argument("--rounds", type=int, default=3, help="times that the settings take turns; default: 3")
-    measured.add_argument("--dtype", default="auto", help="default: auto, float32 for the bundled pair")
-    measured.add_argument("--device", default="auto", help="default: auto")
+    add_engine_flags(measured, "device", "dtype", "threads")
     parser.add_argument("--max-k", type=int, help="largest K of the forecast; default: the largest measured or given")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw TPOT against K, and the regression")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers")
@@ -122,7 +125,8 @@ def run(arguments: argparse.Namespace) -> None:
     }
     given = [name for name, present in sources.items() if present]
     if len(given) != 1:
-        raise invalid_config("times", given, f"must come from one of {', '.join(sources)}")
+        found = f"not {' and '.join(given)} together" if given else "none is given"
+        raise InvalidConfigError(f"pass times: must come from one of {', '.join(sources)}; {found}")
     for option in sorted(vars(arguments).keys() & set().union(*_USES.values()) - _USES[given[0]]):
         value = getattr(arguments, option)
         if value != arguments.parser.get_default(option):

@@ -108,7 +108,8 @@ def acceptance(arguments: argparse.Namespace) -> dict[int, float]:
 def _measured(arguments: argparse.Namespace) -> tuple[PassTimes, PassTimes | None, dict[int, float], Regression]:
     from tqdm import tqdm
 
-    from specrs.cli.threads import few_threads
+    from specrs.cli.engine_flags import engine_settings
+    from specrs.cli.threads import set_torch_threads
     from specrs.forecast import report
     from specrs.forecast.measure import measure
     from specrs.forecast.plot import Regression
@@ -116,9 +117,10 @@ def _measured(arguments: argparse.Namespace) -> tuple[PassTimes, PassTimes | Non
     from specrs.sampling import SamplingParams
 
     check_int(InvalidConfigError, "--num-prompts", arguments.num_prompts, 1, len(PROMPTS))
-    dtype = "float32" if arguments.model is None and arguments.dtype == "auto" else arguments.dtype
-    if arguments.model is None:
-        few_threads()
+    set_torch_threads(arguments.threads, bundled=arguments.model is None)
+    engine = engine_settings(arguments, "device", "dtype", "threads")
+    if arguments.model is None and engine.get("dtype", "auto") == "auto":
+        engine["dtype"] = "float32"
     draft = {} if arguments.draft_model is None else {"model": arguments.draft_model}
     params = SamplingParams(temperature=0.0, max_tokens=arguments.max_tokens, ignore_eos=True)
     settings = 2 + len(arguments.k)
@@ -136,9 +138,8 @@ def _measured(arguments: argparse.Namespace) -> tuple[PassTimes, PassTimes | Non
             params,
             rounds=arguments.rounds,
             advance=advance,
-            dtype=dtype,
-            device=arguments.device,
             max_model_len=1024,
+            **engine,
         )
     print(report.line(result.fit) + "\n")
     return (

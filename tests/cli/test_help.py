@@ -1,0 +1,225 @@
+"""Help texts say what the code does: allowed values, defaults, and --threads wherever an engine is made."""
+
+import argparse
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import specrs.llm
+import torch
+from specrs.bench.figures import FORMATS
+from specrs.bench.metrics import GOODPUT, LATENCIES
+from specrs.cli import main, parser
+from specrs.cli.bench.serve import find_target
+from specrs.cli.vllm_flags import INSTEAD
+from specrs.config import STREAMING_PREFILL_STALL_MS, EngineConfig
+from specrs.errors import EngineError, InvalidConfigError
+from specrs.forecast.roofline import WEIGHT_BITS, cache_dtype, gpu_of
+from specrs.models.loader import load_config, resolve_dtype
+from specrs.models.quantization.table import GGUF, METHODS
+from specrs.pair import TARGET
+from specrs.server import run
+from specrs.speculative_config import AT_LOAD, QUANTIZATIONS, SpeculativeConfig
+
+ENGINE = ["serve", "generate", "bench throughput", "bench latency", "bench acceptance", "demo", "forecast"]
+
+
+def commands(top: argparse.ArgumentParser, path: str = "") -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """Each command that is no group of commands, by its words."""
+    groups = [action for action in top._actions if isinstance(action, argparse._SubParsersAction)]
+    if not groups:
+        yield path.strip(), top
+    for group in groups:
+        for name, command in group.choices.items():
+            yield from commands(command, f"{path} {name}")
+
+
+COMMANDS = dict(commands(parser()))
+SHOWN = [(name, action) for name, command in COMMANDS.items() for action in command._actions
+         if action.help not in (None, argparse.SUPPRESS)]  # fmt: skip
+
+
+def values(action: argparse.Action) -> list[str] | None:
+    """The closed set of values that the help names, None where it names none."""
+    if action.choices is not None:
+        return list(map(str, action.choices))
+    found = re.search(r"one of ([^;]+)", str(action.help))
+    return None if found is None else found[1].split(", ")
+
+
+def raises_nothing(call: Callable[[str], object]) -> Callable[[str], bool]:
+    def accepts(value: str) -> bool:
+        try:
+            call(value)
+        except InvalidConfigError:
+            return False
+        return True
+
+    return accepts
+
+
+def of_engine(field: str) -> Callable[[str], bool]:
+    def make(value: str) -> object:
+        given: Any = int(value) if field == "launch_depth" and value.isdigit() else value.replace(":N", ":1")
+        return EngineConfig(**{field: given})
+
+    return raises_nothing(make)
+
+
+def backend(value: str) -> object:
+    given = COMMANDS["bench serve"].parse_args(["--model", "m", "--backend", value])
+    return find_target(given)
+
+
+def tuned(value: str) -> object:
+    return resolve_dtype(value, load_config(TARGET), torch.device("cuda"))
+
+
+def served(flag: str) -> Callable[[str], bool]:
+    return lambda value: main(["serve", flag, value]) == 0
+
+
+CHECKS: dict[str, Callable[[str], bool]] = {
+    **{field: of_engine(field) for field in (
+        "device", "dtype", "load_format", "model_impl", "quantization", "kv_cache_dtype", "cpu_prefill",
+        "logprobs_mode", "launch_depth",
+    )},
+    "--spec-method": raises_nothing(lambda value: SpeculativeConfig(method=value, num_speculative_tokens=1)),
+    "generation_config": served("--generation-config"),
+    "backend": raises_nothing(backend),
+    "percentile_metrics": LATENCIES.__contains__,
+    "goodput": GOODPUT.__contains__,
+    "format": FORMATS.__contains__,
+    "roofline": raises_nothing(gpu_of),
+    "forecast quantization": WEIGHT_BITS.__contains__,
+    "forecast draft_quantization": WEIGHT_BITS.__contains__,
+    "forecast kv_cache_dtype": raises_nothing(cache_dtype),
+    "tune dtype": raises_nothing(tuned),
+}  # fmt: skip
+"""What takes a value, by flag, field, or command and field."""
+ELSEWHERE = {"ssl_cert_reqs"}
+"""Checked with a certificate, in tests/server."""
+
+
+def check_of(command: str, action: argparse.Action) -> Callable[[str], bool] | None:
+    names = [f"{command} {action.dest}", *action.option_strings, action.dest]
+    return next((CHECKS[name] for name in names if name in CHECKS), None)
+
+
+EVERY = sorted({value for _, action in SHOWN for value in values(action) or []} | {"nonsense", "0", "3"})
+CLOSED = [(name, action) for name, action in SHOWN if check_of(name, action) is not None and action.dest != "config"]
+
+
+@pytest.mark.parametrize(
+    ("command", "action"), [pytest.param(*x, id=f"{x[0]} {x[1].option_strings[0]}") for x in CLOSED]
+)
+def test_the_values_in_the_help_are_those_that_the_code_takes(
+    command: str, action: argparse.Action, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "run_server", lambda engine, settings: 0)
+    accepts = check_of(command, action)
+    assert accepts is not None
+    assert sorted(values(action) or []) == [value for value in EVERY if accepts(value)]
+
+
+def test_every_closed_set_in_a_help_is_checked() -> None:
+    """By argparse, or by a row of CHECKS."""
+    named = [(name, action) for name, action in SHOWN if action.choices is None and values(action) is not None]
+    assert named
+    unchecked = {action.dest for name, action in named if check_of(name, action) is None}
+    assert unchecked == ELSEWHERE
+
+
+def test_every_quantization_is_read_by_something() -> None:
+    assert set(QUANTIZATIONS) == {*AT_LOAD, *METHODS, GGUF}
+
+
+def shown_default(action: argparse.Action) -> object:
+    """The default that the code has: argparse's, or the engine's where that is None."""
+    fields = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
+    default = fields.get(action.dest) if action.default is None else action.default
+    if action.dest == "max_prefill_stall_ms":
+        default = STREAMING_PREFILL_STALL_MS
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    if isinstance(default, list | tuple):
+        return ",".join(f"{part:g}" if isinstance(part, float) else str(part) for part in default)
+    return f"{default:g}" if isinstance(default, float) else default
+
+
+UNSTATED = (None, "", argparse.SUPPRESS)
+STATED = [x for x in SHOWN if "default: " in str(x[1].help) and shown_default(x[1]) not in UNSTATED]
+
+
+@pytest.mark.parametrize(("command", "action"), [pytest.param(*x, id=f"{x[0]} {x[1].dest}") for x in STATED])
+def test_the_default_in_the_help_is_the_codes(command: str, action: argparse.Action) -> None:
+    text = str(action.help).partition("default: ")[2]
+    assert re.match(rf"{re.escape(str(shown_default(action)))}(?![\w.])", text), f"{command}: {text}"
+
+
+def test_defaults_are_stated() -> None:
+    assert len(STATED) > 100
+
+
+def test_the_stall_that_the_docstring_states_is_the_codes() -> None:
+    text = " ".join(str(EngineConfig.__doc__).split())
+    assert f"None is {STREAMING_PREFILL_STALL_MS:g} where answers are streamed" in text
+
+
+class Built(EngineError):
+    """Ends a command where it would make an engine."""
+
+
+@pytest.mark.parametrize("command", ENGINE)
+def test_threads_reach_the_engine_and_torch(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[dict[str, Any]] = []
+
+    def make(*_: Any, **settings: Any) -> None:
+        made.append(settings)
+        raise Built("made")
+
+    def serve(engine: dict[str, Any], _: Any) -> int:
+        made.append(engine)
+        return 2
+
+    monkeypatch.setattr(specrs.llm, "LLM", make)
+    monkeypatch.setattr(run, "run_server", serve)
+    set_to: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", set_to.append)
+    more = {"generate": ["x"], "forecast": ["--measure"]}.get(command, [])
+    ended = pytest.raises(SystemExit) if command == "serve" else nullcontext()
+    with ended:
+        assert main([*command.split(), *more, "--threads", "3"]) == 2
+    assert made[0]["threads"] == 3
+    assert set_to == [3]
+    # without it: the engine chooses, and torch has one thread for the small pair; the demo's heading states its number
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    with ended:
+        main([*command.split(), *more])
+    assert made[-1].get("threads") == (1 if command == "demo" else None)
+    assert set_to == [3, 1]
+
+
+@pytest.mark.parametrize("threads", ["0", "-1"])
+@pytest.mark.parametrize("command", ["generate x", "bench latency", "demo", "forecast --measure"])
+def test_no_threads_are_an_error(command: str, threads: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command.split(), f"--threads={threads}"]) == 2
+    assert f"--threads={threads}: must be an integer of at least 1" in capsys.readouterr().err
+
+
+def test_every_command_that_can_speculate_has_threads() -> None:
+    found = {name for name, command in COMMANDS.items() if "--speculative-config" in command._option_string_actions}
+    assert found == set(ENGINE)
+    assert all("--threads" in COMMANDS[name]._option_string_actions for name in [*found, "bench sweep"])
+
+
+@pytest.mark.parametrize("instead", INSTEAD.values())
+def test_what_a_rejected_flag_is_told_to_use_exists(instead: str) -> None:
+    flag, _, value = instead.partition(" ")
+    option, _, key = flag.partition(".")
+    assert option in COMMANDS["serve"]._option_string_actions
+    assert not key or key in {field.name for field in dataclasses.fields(SpeculativeConfig)}
+    assert value in ("", "auto")
