@@ -32,7 +32,7 @@ from specrs.speculative_config import (
     check_model_path,
     check_quantization,
 )
-from specrs.vllm_arguments import HONOURED
+from specrs.vllm_arguments import HONOURED, INSTEAD
 
 DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
 _DTYPE_ALIASES = {"float": "float32", "double": "float64", "half": "float16", "fp32": "float32", "bf16": "bfloat16"}
@@ -412,6 +412,8 @@ class EngineConfig:
                 values["launch_depth"] = depth
             elif name in HONOURED:
                 if not any(type(value) is type(same) and value == same for same in HONOURED[name]):
+                    if name in INSTEAD:  # without the value, which may be a secret
+                        raise UnsupportedConfigError(f"{name}: not implemented; use {INSTEAD[name]}")
                     allowed = " or ".join(repr(same) for same in HONOURED[name])
                     raise invalid(UnsupportedConfigError, name, value, f"not implemented; allowed: {allowed}")
             else:

@@ -51,3 +51,8 @@ HONOURED: dict[str, tuple[object, ...]] = {
     "additional_config": (None, {}),
 }
 """Arguments of vLLM's `LLM` that `EngineConfig` has no field for, each with the values that specrs honours as it is."""
+INSTEAD = {
+    "hf_token": "the environment variable HF_TOKEN",
+    "download_dir": "the environment variable HF_HUB_CACHE",
+}
+"""What to use in place of such an argument."""

@@ -269,7 +269,7 @@ def test_any_value_of_any_field_is_refused_or_read(
 
 
 def test_a_file_of_no_hub() -> None:
-    with pytest.raises(CheckpointError, match=r"^model='a/b:Q4_K_M': no hub repository that could be read"):
+    with pytest.raises(CheckpointError, match=r"^model='a/b:Q4_K_M': .*HF_HUB_OFFLINE forbids to ask the hub"):
         load_config("a/b:Q4_K_M")
 
 
@@ -306,6 +306,8 @@ def test_a_file_of_the_hub_is_counted_before_it_is_downloaded(tmp_path: Path, mo
     assert gguf_path("a/b:Q5_0") == tmp_path / "x-Q5_0.gguf"
     with pytest.raises(CheckpointError, match=r"could not be asked \(ConnectionError\), found: none"):
         gguf_path("a/b:Q8_0")
-    with pytest.raises(CheckpointError, match=r"no hub repository that could be read \(ConnectionError: no route\)"):
+    with pytest.raises(
+        CheckpointError, match=r"HF_HUB_OFFLINE forbids|cannot be reached \(ConnectionError: no route\)"
+    ):
         gguf_path("c/d:Q5_0")
     assert len(downloaded) == 1

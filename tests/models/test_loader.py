@@ -9,10 +9,8 @@ import huggingface_hub
 import pytest
 import torch
 from checkpoints import edit_json, make_checkpoint
-from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 from specrs.errors import CheckpointError, UnsupportedModelError
-from specrs.models.checkpoint import resolve_folder
 from specrs.models.loader import load_config, load_model
 
 from models.harness import Feeder
@@ -249,12 +247,3 @@ def test_hub_id(tied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert fetched(model) == files[:8]
     assert fetched(config) == files[:6]
-
-
-def test_hub_says_no(monkeypatch: pytest.MonkeyPatch) -> None:
-    def download(repo: str, **kwargs: Any) -> str:
-        raise LocalEntryNotFoundError("Cannot find the requested files")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    with pytest.raises(CheckpointError, match=r"model='someone/model'.* at revision 'v1' .*LocalEntryNotFoundError"):
-        resolve_folder("someone/model", "v1")

@@ -193,11 +193,15 @@ def _hub(config: DatasetConfig) -> Iterable[tuple[int, Any]]:
         )
     import datasets
 
+    from specrs.models.hub import hub_error
+
     try:
         data = datasets.load_dataset(config.path, name=config.hf_subset, split=config.hf_split or "train")
-    except Exception as error:  # whatever the hub client raises is about this name
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise invalid_config("--dataset-path", config.path, f"could not be loaded: {reason}") from error
+    except Exception as fault:  # whatever the hub's client raises is about this name
+        assert config.path is not None
+        raise hub_error(
+            fault, config.path, field="--dataset-path", error=InvalidConfigError, repo_type="dataset"
+        ) from fault
     return enumerate(data)
 
 

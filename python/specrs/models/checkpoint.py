@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from specrs.errors import CheckpointError, invalid, short
+from specrs.models.hub import did_you_mean, hub_error
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -29,7 +30,8 @@ def resolve_folder(source: str | Path, revision: str | None = None, *, weights: 
     """Return the folder of `source`: a folder, or a hub id, whose files are downloaded first.
 
     Of a hub repository only safetensors, JSON and tokenizer files are fetched; with `weights=False` no safetensors.
-    Raises CheckpointError if there is no such folder or repository, or for a `revision` of a folder.
+    Raises CheckpointError if there is no such folder or repository, if it is gated, if the hub cannot be reached, or
+    for a `revision` of a folder.
     """
     path = Path(source)
     if path.is_dir():
@@ -38,9 +40,13 @@ def resolve_folder(source: str | Path, revision: str | None = None, *, weights: 
         return path
     text = str(source)
     if path.exists():
-        raise invalid(CheckpointError, "model", text, "must be a folder or a hub id, this is a file")
-    if isinstance(source, Path) or text.startswith((".", "~", "/")) or "\\" in text or text.count("/") > 1:
-        raise invalid(CheckpointError, "model", text, "must be a folder or a hub id, there is no such folder")
+        only = "" if path.suffix == ".gguf" else "; the only files that are read as models are GGUF files"
+        raise invalid(CheckpointError, "model", text, f"must be a folder or a hub id, this is a file{only}")
+    is_path = isinstance(source, Path) or text.startswith((".", "~", "/")) or "\\" in text or text.count("/") > 1
+    if is_path or path.suffix == ".gguf":
+        kind = "file" if path.suffix == ".gguf" else "folder"
+        reason = f"must be a folder or a hub id, there is no such {kind}; {did_you_mean(text)}check the path"
+        raise invalid(CheckpointError, "model", text, reason)
     import huggingface_hub
 
     patterns = [*_SMALL_FILES, "*.safetensors"] if weights else _SMALL_FILES
@@ -51,11 +57,7 @@ def resolve_folder(source: str | Path, revision: str | None = None, *, weights: 
             )
         )
     except Exception as fault:
-        at = "" if revision is None else f" at revision {revision!r}"
-        reason = f"{type(fault).__name__}: {fault}".splitlines()[0]
-        raise invalid(
-            CheckpointError, "model", text, f"neither a folder nor a hub repository{at} that could be read ({reason})"
-        ) from fault
+        raise hub_error(fault, text, revision=revision) from fault
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specrs.errors import CheckpointError, invalid
 from specrs.models.checkpoint import SINGLE
+from specrs.models.hub import hub_error
 
 PICKLES = (".bin", ".pt", ".pth")
 _CONFIG = "config.json"
@@ -55,9 +56,7 @@ def _folder(source: str | Path, revision: str | None) -> Path:
     try:
         found = huggingface_hub.snapshot_download(str(source), revision=revision, allow_patterns=patterns)
     except Exception as fault:
-        reason = f"{type(fault).__name__}: {fault}".splitlines()[0]
-        allowed = f"neither a folder nor a hub repository that could be read ({reason})"
-        raise invalid(CheckpointError, "source", str(source), allowed) from fault
+        raise hub_error(fault, str(source), revision=revision, field="source") from fault
     return Path(found)
 
 

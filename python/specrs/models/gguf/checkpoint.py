@@ -18,6 +18,7 @@ from specrs.models.config import ModelConfig, parse_config
 from specrs.models.gguf.blocks import GROUPED
 from specrs.models.gguf.config import ROPE_FACTORS, architecture_of, checkpoint_name, raw_config
 from specrs.models.gguf.file import PLAIN, GGUFFile, TensorInfo, dequantize, open_gguf
+from specrs.models.hub import hub_error
 from specrs.models.quantization.base import QuantizedTensors, bits_of
 from specrs.models.quantization.grouped import Grouped
 
@@ -42,8 +43,7 @@ def gguf_path(source: str | Path, revision: str | None = None) -> Path | None:
     except CheckpointError:
         raise
     except Exception as fault:
-        reason = f"{type(fault).__name__}: {fault}".splitlines()[0]
-        raise invalid(CheckpointError, "model", text, f"no hub repository that could be read ({reason})") from fault
+        raise hub_error(fault, text, repository, revision) from fault
 
 
 def _hub_file(repository: str, revision: str | None, ending: str, text: str) -> Path:
@@ -61,7 +61,7 @@ def _hub_file(repository: str, revision: str | None, ending: str, text: str) -> 
         try:
             folder = Path(huggingface_hub.snapshot_download(repository, revision=revision, local_files_only=True))
         except Exception:
-            raise fault from None
+            raise fault from fault.__cause__  # `from None` would drop it, and it tells what happened
         files = [str(path.relative_to(folder)) for path in folder.rglob("*")]
         where = f"what is here of the repository, which could not be asked ({type(fault).__name__})"
     found = sorted(file for file in files if file.endswith(ending))
