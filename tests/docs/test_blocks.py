@@ -19,12 +19,12 @@ import pytest
 from specrs import pair
 from specrs.cli import parser
 from specrs.cli.arguments import spell
-from specrs.server import protocol
+
+from . import curl
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")] + sorted((ROOT / "docs").rglob("*.md"))
 LANGUAGES = {"python", "sh", "json", ""}
-BODIES = {"/v1/completions": protocol.CompletionRequest}
 OTHERS = {"torchrun", "vllm-router", "export", "for", "done"}
 """What starts a command that is neither ours nor checked: other programs, and words of the shell."""
 
@@ -90,8 +90,7 @@ def test_commands(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         (asked,) = re.findall(r"specrs\[(.*)\]", rest[-1])
         assert set(asked.split(",")) <= set(extras)
     elif name == "curl":
-        path = "/" + rest[0].partition("/")[2]
-        BODIES[path].model_validate(json.loads(rest[rest.index("-d") + 1]))
+        curl.read(rest)  # tests/docs/test_curl.py sends it
     elif name in ("python", "python3"):
         module = rest[1] if rest[0] == "-m" else None
         if module is None:

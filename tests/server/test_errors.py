@@ -266,10 +266,37 @@ def test_bodies_and_headers_that_say_two_things(server: Server) -> None:
         connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nx: " + b"a" * 40_000 + b"\r\n\r\n")
         assert connection.makefile("rb").read().startswith(b"HTTP/1.1 431 ")
     body = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
-    for kind, status in (("text/plain", 415), ("application/json; charset=utf-8", 200), ("", 415)):
-        assert server.request("POST", COMPLETIONS, body, {"Content-Type": kind}).status == status
+    for kind, status in (("text-plain", 415), ("application/json; charset=utf-8", 200), ("", 415)):
+        answer = server.request("POST", COMPLETIONS, body, {"Content-Type": kind})
+        assert answer.status == status
+        if status == 415:
+            says = (
+                f"Content-Type={kind!r}: must be application/json; with curl, add -H 'Content-Type: application/json'."
+            )
+            assert answer.error["message"] == says
     assert server.request("POST", "/ping", b"", {"Content-Type": "application/x-www-form-urlencoded"}).status == 200
     assert server.request("GET", "/v1/models/", headers={"Host": "elsewhere"}).status == 404
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/responses", "/tokenize", "/detokenize"])
+@pytest.mark.parametrize(
+    ("body", "came"),
+    [
+        (b"", "body: is empty; "),
+        (b"prompt=hi&max_tokens=4", "body='prompt=hi&max_tokens=4': is not JSON: expected value at line 1 column 1; "),
+        (b"{'prompt': 'hi'}", "is not JSON: key must be a string at line 1 column 2; "),
+        (b'{"prompt": ' + b"x" * 500, "is not JSON: "),
+    ],
+)
+def test_a_body_that_is_no_json_is_told_what_to_send(server: Server, path: str, body: bytes, came: str) -> None:
+    answer = server.request("POST", path, body)
+    assert answer.status == 400
+    message = answer.error["message"]
+    assert came in message
+    assert message.endswith(
+        "; send a JSON object, such as {\"max_tokens\": 16}; with curl, add -H 'Content-Type: application/json'"
+    )
+    assert len(message) < 300
 
 
 def test_more_tokens_than_the_context_has(server: Server) -> None:

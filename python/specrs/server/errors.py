@@ -22,6 +22,8 @@ from specrs.errors import (
 )
 
 RETRY_AFTER_SECONDS = 1
+ADD_HEADER = "with curl, add -H 'Content-Type: application/json'"
+"""What to do about a body that is not sent as JSON. Without it `curl -d` names a form."""
 _TYPES = {
     HTTPStatus.BAD_REQUEST: "BadRequestError",
     HTTPStatus.UNAUTHORIZED: "AuthenticationError",
@@ -143,7 +145,11 @@ def _describe(detail: ErrorDetails) -> str:
         allowed = detail.get("ctx", {}).get("expected", "None")
         return f"{field}={short(detail['input'])}: not implemented; allowed: {allowed}"
     if kind == "json_invalid":
-        return f"body: is not JSON: {detail.get('ctx', {}).get('error', '')}"
+        fault = detail.get("ctx", {}).get("error", "")
+        given = detail["input"]
+        text = given.decode(errors="replace") if isinstance(given, bytes) else given
+        came = f"={short(text)}: is not JSON: {fault}" if text else ": is empty"
+        return f'body{came}; send a JSON object, such as {{"max_tokens": 16}}; {ADD_HEADER}'
     return f"{field}={short(detail['input'])}: {detail['msg']}"
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from specrs.server.errors import APIError
+from specrs.errors import short
+from specrs.server.errors import ADD_HEADER, APIError
 from specrs.server.limits import HTTPLimits
 
 
@@ -38,8 +39,10 @@ class HeaderCheck:
         lengths = {value.strip() for name, value in headers if name == b"content-length"}
         has_body = b"transfer-encoding" in names or lengths - {b"0"}
         # clients name a type for the empty body of /start_profile and its like, too
-        if scope["method"] == "POST" and has_body and kinds and not all(map(_is_json, kinds)):
-            return APIError(415, "The Content-Type is not application/json.")
+        wrong = [kind for kind in kinds if not _is_json(kind)]
+        if scope["method"] == "POST" and has_body and wrong:
+            came = f"Content-Type={short(wrong[0].decode('latin-1'))}"
+            return APIError(415, f"{came}: must be application/json; {ADD_HEADER}.")
         return None
 
 
