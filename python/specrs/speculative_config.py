@@ -65,7 +65,8 @@ DEFAULT_PROMPT_LOOKUP = 5
 MAX_PROMPT_LOOKUP = 1024
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
 AT_LOAD = ("fp8", "int8", "int4")
-"""Methods that also quantize weights of 16 and 32 bit as they are loaded."""
+"""Methods that also quantize weights of 16 and 32 bit as they are loaded. `models.quantization.table` has them, too,
+because models do not import settings; a test compares the two."""
 QUANTIZATIONS = (*AT_LOAD, "compressed-tensors", "gptq", "awq", "mxfp4", "gguf")
 
 

@@ -19,7 +19,7 @@ from specrs.config import STREAMING_PREFILL_STALL_MS, EngineConfig
 from specrs.errors import EngineError, InvalidConfigError
 from specrs.forecast.roofline import WEIGHT_BITS, cache_dtype, gpu_of
 from specrs.models.loader import load_config, resolve_dtype
-from specrs.models.quantization.table import GGUF, METHODS
+from specrs.models.quantization import table
 from specrs.pair import TARGET
 from specrs.server import run
 from specrs.speculative_config import AT_LOAD, QUANTIZATIONS, SpeculativeConfig
@@ -134,7 +134,8 @@ def test_every_closed_set_in_a_help_is_checked() -> None:
 
 
 def test_every_quantization_is_read_by_something() -> None:
-    assert set(QUANTIZATIONS) == {*AT_LOAD, *METHODS, GGUF}
+    assert AT_LOAD == table.AT_LOAD
+    assert set(QUANTIZATIONS) == {*table.AT_LOAD, *table.METHODS, table.GGUF}
 
 
 def shown_default(action: argparse.Action) -> object:

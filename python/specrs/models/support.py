@@ -1,9 +1,8 @@
 """The table of families, formats and devices: what runs where. Made from the registry; decides nothing itself."""
 
 from specrs.models.gguf.config import ARCHITECTURES
-from specrs.models.quantization.table import methods_of
+from specrs.models.quantization.table import AT_LOAD, methods_of
 from specrs.models.registry import FAMILIES, Family
-from specrs.speculative_config import AT_LOAD
 
 _HEADER = (
     "architecture",

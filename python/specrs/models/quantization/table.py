@@ -18,7 +18,6 @@ from specrs.models.gguf.checkpoint import gguf_path
 from specrs.models.gguf.file import PLAIN, open_gguf
 from specrs.models.quantization import awq, compressed_tensors, fp8, gptq, mxfp4
 from specrs.models.quantization.base import Scheme
-from specrs.speculative_config import AT_LOAD
 
 METHODS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "fp8": fp8.scheme,
@@ -31,6 +30,8 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
 STACKED = ("mxfp4",)
 """Those of checkpoints that have all experts of a layer in one tensor a projection; others are of other checkpoints."""
 GGUF = "gguf"
+AT_LOAD = ("fp8", "int8", "int4")
+"""What weights that are not quantized can be made as they are loaded."""
 FIELDS = ("quantization_config", "compression_config")
 """Where config.json has it; older checkpoints of compressed-tensors use the second name."""
 
