@@ -8,7 +8,9 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import specrs.config
 import specrs.llm
+import specrs.speculative_config
 import torch
 from specrs.bench.figures import FORMATS
 from specrs.bench.metrics import GOODPUT, LATENCIES
@@ -109,7 +111,10 @@ def check_of(command: str, action: argparse.Action) -> Callable[[str], bool] | N
     return next((CHECKS[name] for name in names if name in CHECKS), None)
 
 
-EVERY = sorted({value for _, action in SHOWN for value in values(action) or []} | {"nonsense", "0", "3"})
+CONSTANTS = [vars(module).values() for module in (specrs.config, specrs.speculative_config)]
+KNOWN = [str(value) for group in CONSTANTS for values in group if isinstance(values, tuple) for value in values]
+EVERY = sorted({*KNOWN, *(value for _, action in SHOWN for value in values(action) or []), "nonsense", "0", "3"})
+"""Every value that a help names or that is allowed somewhere, and some that are not."""
 CLOSED = [(name, action) for name, action in SHOWN if check_of(name, action) is not None and action.dest != "config"]
 
 

@@ -160,6 +160,7 @@ def test_a_revision_that_is_not_there() -> None:
         ("Qwen/Qwen3-1.8B", "Qwen/Qwen3-1.7B"),
         ("qwen/qwen3_1.7b", "Qwen/Qwen3-1.7B"),
         ("Qwen3-1.7B", "Qwen/Qwen3-1.7B"),
+        ("SmolLM2-135", "HuggingFaceTB/SmolLM2-135M"),
         ("llama-3", "llama-3b"),
         ("mistral", None),
         ("someone/data", None),
@@ -168,7 +169,13 @@ def test_a_revision_that_is_not_there() -> None:
 def test_near_names_of_folders_and_of_the_cache(
     asked: str, near: str | None, online: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("models--Qwen--Qwen3-1.7B", "models--Qwen--Qwen3-30B-A3B", "datasets--someone--data1", "CACHEDIR.TAG"):
+    for name in (
+        "models--Qwen--Qwen3-1.7B",
+        "models--Qwen--Qwen3-30B-A3B",
+        "models--HuggingFaceTB--SmolLM2-135M",
+        "datasets--someone--data1",
+        "CACHEDIR.TAG",
+    ):
         (online / name).mkdir()
     (tmp_path / "llama-3b").mkdir()
     monkeypatch.chdir(tmp_path)
