@@ -16,6 +16,7 @@ from specrs.server.logprobs import TokenText, chat_logprobs, completion_logprobs
 from specrs.server.messages import MessageReader
 from specrs.server.params import Asked
 from specrs.server.protocol import SamplingBody
+from specrs.server.usage import tokens_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,11 @@ class Answer:
     def prompt_fields(self, outputs: Mapping[int, RequestOutput]) -> dict[str, Any]:
         """Fields of the prompts that vLLM has beside `choices`: of an answer, and of the first chunk of a stream."""
         return {}
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """Tokens that are reasoning, of all that was told so far; None where no token can be."""
+        return None
 
     def choices(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
         """The finished completions of prompt `index`."""
@@ -196,10 +202,16 @@ class CompletionAnswer(Answer):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatAnswer(Answer):
-    """`POST /v1/chat/completions`. `new_reader`: what reads a completion whose text is more than content."""
+    """`POST /v1/chat/completions`. `new_reader` makes what reads a completion whose text is more than content.
 
+    `decode` gives the text of token ids as completions have it.
+    """
+
+    decode: Callable[[Sequence[int]], str]
     new_reader: Callable[[], MessageReader] | None = None
     _readers: dict[tuple[int, int], MessageReader] = field(default_factory=dict)  # of streams
+    _reasoning_tokens: dict[tuple[int, int], int] = field(default_factory=dict)
+    _reasoned: set[tuple[int, int]] = field(default_factory=set)  # completions whose reasoning has ended
 
     operation_name = "chat"
     object_name = "chat.completion"
@@ -210,6 +222,20 @@ class ChatAnswer(Answer):
         (output,) = outputs.values()
         return {"prompt_token_ids": output.prompt_token_ids} if self.body.return_token_ids else {}
 
+    @property
+    def reasoning_tokens(self) -> int:
+        return sum(self._reasoning_tokens.values())
+
+    def _count_reasoning(self, key: tuple[int, int], reader: MessageReader, token_ids: Sequence[int]) -> None:
+        if key in self._reasoned:
+            return
+        length = reader.reasoning_length
+        if length is None:
+            self._reasoning_tokens[key] = len(token_ids)
+        else:
+            self._reasoning_tokens[key] = tokens_of(length, token_ids, self.decode)
+            self._reasoned.add(key)
+
     def choices(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
         choices = []
         for completion in output.outputs:
@@ -218,6 +244,7 @@ class ChatAnswer(Answer):
             if self.new_reader is not None:
                 reader = self.new_reader()
                 message = reader.message(completion.text)
+                self._count_reasoning((index, completion.index), reader, completion.token_ids)
                 ending["finish_reason"] = reader.finish_reason(completion.finish_reason)
             choice = {
                 "index": self._choice_index(index, completion),
@@ -243,6 +270,7 @@ class ChatAnswer(Answer):
             if self.new_reader is not None:
                 reader = self._readers.setdefault(key, self.new_reader())
                 delta = reader.delta(completion.delta, final=completion.finish_reason is not None)
+                self._count_reasoning(key, reader, ids)
                 ending["finish_reason"] = reader.finish_reason(completion.finish_reason)
             choice = {
                 "index": self._choice_index(index, completion),

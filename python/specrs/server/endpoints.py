@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from specrs.errors import InvalidRequestError, invalid_request
@@ -73,6 +74,7 @@ async def prepare_chat(context: Context, body: ChatCompletionRequest) -> tuple[C
     hidden = tools.choice == "none" and context.tools.exclude_when_none
     prompt = await chat_prompt(context, body, None if hidden else body.tools)
     answer = ChatAnswer(
+        decode=partial(_tokenizer(context).decode, skip_special_tokens=asked.params.skip_special_tokens),
         new_reader=tools.reader(prompt.text or "", constrained=asked.params.structured_outputs is not None),
         model=body.model or context.model_names[0],
         body=body,

@@ -178,7 +178,9 @@ class Generation:
             yield news
 
     def _usage(self) -> dict[str, Any]:
-        return usage(self._last.values(), silent=self._answer.asked.silent)
+        return usage(
+            self._last.values(), silent=self._answer.asked.silent, reasoning_tokens=self._answer.reasoning_tokens
+        )
 
     def _with_metrics(self, answer: dict[str, Any]) -> dict[str, Any]:
         if self._report:

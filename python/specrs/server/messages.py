@@ -8,6 +8,9 @@ from typing import Any
 from specrs.server.parsers.base import CallStart, Content, Event, ToolParser
 from specrs.server.parsers.reasoning import ReasoningParser
 
+REASONING = ("reasoning", "reasoning_content")
+"""Names of a message's reasoning: vLLM's, and the older one that other servers and clients have."""
+
 
 class MessageReader:
     """Reads one completion as it is written."""
@@ -36,7 +39,7 @@ class MessageReader:
         reasoning, answer = ("", text) if self._reasoning is None else self._reasoning.feed(text, final=final)
         delta: dict[str, Any] = {}
         if reasoning and self._include_reasoning:
-            delta["reasoning_content"] = reasoning
+            delta |= dict.fromkeys(REASONING, reasoning)
         if self._tools is None:
             events: list[Event] = [Content(answer)] if answer else []
         else:
@@ -54,10 +57,15 @@ class MessageReader:
         if message["content"] is None and "tool_calls" not in delta:
             message["content"] = ""
         if self._reasoning is not None and self._include_reasoning:
-            message["reasoning_content"] = delta.get("reasoning_content")
+            message |= {name: delta.get(name) for name in REASONING}
         if "tool_calls" in delta:
             message["tool_calls"] = [{k: v for k, v in call.items() if k != "index"} for call in delta["tool_calls"]]
         return message
+
+    @property
+    def reasoning_length(self) -> int | None:
+        """Characters from the start of the text to the end of the reasoning, marks included; None while it goes on."""
+        return 0 if self._reasoning is None else self._reasoning.length
 
     def finish_reason(self, reason: str | None) -> str | None:
         """Why a completion ended whose text ended for `reason`. A call by name ends in "stop", as in OpenAI's API."""

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from specrs.server import protocol
+from specrs.server.messages import REASONING
 from specrs.server.responses_protocol import ResponsesRequest
 
 _STRING, _INTEGER, _NUMBER = {"type": "string"}, {"type": "integer"}, {"type": "number"}
@@ -37,7 +38,9 @@ _USAGE = _object(
         "completion_tokens": _INTEGER,
         "total_tokens": _INTEGER,
         "prompt_tokens_details": _object({"cached_tokens": _INTEGER}),
-    }
+        "completion_tokens_details": _object({"reasoning_tokens": _INTEGER}),
+    },
+    optional=("completion_tokens_details",),
 )
 _SPECULATION = _object(
     {
@@ -71,7 +74,7 @@ _MESSAGE = _object(
         "role": _STRING,
         "content": _or_null(_STRING),
         "refusal": _or_null(_STRING),
-        "reasoning_content": _or_null(_STRING),
+        **dict.fromkeys(REASONING, _or_null(_STRING)),
         "tool_calls": _array(
             _object(
                 {
@@ -82,7 +85,7 @@ _MESSAGE = _object(
             )
         ),
     },
-    optional=("reasoning_content", "tool_calls"),
+    optional=(*REASONING, "tool_calls"),
 )
 _HEAD = {"id": _STRING, "object": _STRING, "created": _INTEGER, "model": _STRING}
 _TAIL = {"usage": _ref("Usage"), "metrics": _or_null(_object({"speculative_decoding": _SPECULATION}))}

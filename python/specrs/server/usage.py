@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from specrs.outputs import AcceptanceFigures, RequestOutput
 
 
-def usage(outputs: Iterable[RequestOutput], *, silent: bool) -> dict[str, Any]:
-    """Tokens of all prompts of a request. `silent`: what was generated is not told, and so not counted."""
+def usage(outputs: Iterable[RequestOutput], *, silent: bool, reasoning_tokens: int | None) -> dict[str, Any]:
+    """Tokens of all prompts of a request.
+
+    `silent`: what was generated is not told, and so not counted. `reasoning_tokens`: those of the completions that are
+    reasoning; None for completions that are no messages.
+    """
     prompt = completion = cached = 0
     for output in outputs:
         prompt += len(output.prompt_token_ids)
         # the completions of a prompt share it, so that together they may have found it more than once
         cached += min(output.metrics.num_cached_tokens, len(output.prompt_token_ids))
         completion += 0 if silent else sum(len(one.token_ids) for one in output.outputs)
+    details = {} if reasoning_tokens is None else {"completion_tokens_details": {"reasoning_tokens": reasoning_tokens}}
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
+        **details,
     }
+
+
+def tokens_of(length: int, token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> int:
+    """How many of the first `token_ids` it takes to write `length` characters of their text."""
+    return bisect_left(range(len(token_ids)), length, key=lambda count: len(decode(token_ids[:count])))
 
 
 def speculation(outputs: Iterable[RequestOutput], num_speculative_tokens: int) -> dict[str, Any] | None:

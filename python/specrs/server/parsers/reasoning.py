@@ -15,10 +15,18 @@ class ReasoningParser:
         self._opened = opened
         self._state = "begin"
         self._buffer = ""
+        self._read = 0  # characters
+        self._reasoned = 0  # of them, to the end of the reasoning
+
+    @property
+    def length(self) -> int | None:
+        """Characters from the start of the text to the end of the reasoning, marks included; None while it goes on."""
+        return self._reasoned if self._state == "answer" else None
 
     def feed(self, text: str, *, final: bool) -> tuple[str, str]:
         """Reasoning and answer that `text` adds; `final`: no more will come."""
         self._buffer += text
+        self._read += len(text)
         if self._state == "begin":
             stripped = self._buffer.lstrip()
             if stripped.startswith(OPEN):
@@ -32,7 +40,7 @@ class ReasoningParser:
             reasoning, marker, self._buffer = split_at(self._buffer, CLOSE, final=final)
             if marker is None:
                 return reasoning, ""
-            self._state = "answer"
+            self._state, self._reasoned = "answer", self._read - len(self._buffer)
         answer, self._buffer = self._buffer, ""
         return reasoning, answer
 
