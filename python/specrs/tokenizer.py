@@ -7,6 +7,7 @@ with a `tokenizer.json` are read, and no code from a checkpoint ever runs.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
     from specrs.config import EngineConfig
 
+logger = logging.getLogger("specrs")
+
 _PROBES = (
     "Hello, world! It's 2026.",
     "def f(x):\n    return {**x, 'k': [1, 2.5]}\n\t# done\n",
@@ -37,6 +40,9 @@ _PROBES = (
     "  12345 67890\r\n\r\n\u00a0",
 )
 """Texts on which draft and target must agree: words, code, other scripts, digits and white space split differently."""
+
+_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Types of a content's parts, each with the key of its text."""
 
 _LONG_TEXT = 2**17
 """Characters; shorter texts are encoded whatever their length, in tens of milliseconds."""
@@ -149,11 +155,11 @@ class Tokenizer:
         """The prompt text of a conversation, by the checkpoint's template or `chat_template`, in a sandbox.
 
         Contents are strings, or lists of `{"type": "text", "text": ...}` parts, which are joined by newlines.
-        `chat_template_kwargs` are the template's own variables.
+        `chat_template_kwargs` are the template's own variables. Messages that the template leaves out are logged.
 
         Raises `InvalidRequestError` for messages that are none, without a template, and when the template fails.
         """
-        return render(
+        rendered = render(
             self.chat_arguments(
                 messages,
                 chat_template=chat_template,
@@ -163,6 +169,9 @@ class Tokenizer:
                 chat_template_kwargs=chat_template_kwargs,
             )
         )
+        for warning in rendered.warnings:
+            logger.warning("%s", warning)
+        return rendered.text
 
     def chat_arguments(
         self,
@@ -173,8 +182,11 @@ class Tokenizer:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        hints: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
-        """What `specrs.chat_template.render` needs to do the work of `render_chat`, perhaps elsewhere: plain data.
+        """Plain data from which `specrs.chat_template.render` makes the text of `render_chat`, in any process.
+
+        `hints` are variables that the template gets where it reads them; each of the others gives a warning.
 
         Raises `InvalidRequestError` for messages that are none, and without a template.
         """
@@ -201,9 +213,10 @@ class Tokenizer:
             raise invalid_request("messages", messages, "must have at least one message")
         given = None if tools is None else [dict(tool) for tool in tools]
         return {
-            **self.hf.special_tokens_map,
-            **variables,
-            "conversations": [conversation],
+            "messages": conversation,
+            "special_tokens": dict(self.hf.special_tokens_map),
+            "variables": variables,
+            "hints": dict(hints or {}),
             "tools": given,
             "chat_template": self.hf.get_chat_template(chat_template, given),
             "add_generation_prompt": add_generation_prompt,
@@ -347,11 +360,13 @@ def _part(at: str, part: object) -> str:
         return part
     if not isinstance(part, Mapping) or "type" not in part:
         raise invalid_request(at, part, "must be a text part: {'type': 'text', 'text': ...}")
-    if part["type"] != "text":
-        raise invalid(UnsupportedRequestError, f"{at}['type']", part["type"], "not implemented; allowed: 'text'")
-    if not isinstance(part.get("text"), str):
-        raise invalid_request(f"{at}['text']", part.get("text"), "must be a string")
-    return str(part["text"])
+    key = _PARTS.get(str(part["type"]))
+    if key is None:
+        allowed = ", ".join(map(repr, _PARTS))
+        raise invalid(UnsupportedRequestError, f"{at}['type']", part["type"], f"not implemented; allowed: {allowed}")
+    if not isinstance(part.get(key), str):
+        raise invalid_request(f"{at}[{key!r}]", part.get(key), "must be a string")
+    return str(part[key])
 
 
 def _reader(source: str, revision: str | None) -> Callable[[], Any]:

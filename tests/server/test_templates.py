@@ -42,7 +42,7 @@ def test_the_text_is_the_tokenizers() -> None:
     tokenizer = Tokenizer(str(TARGET))
     for template in (None, TEMPLATE):
         with rendering(template) as renderer:
-            text = asyncio.run(renderer.render(MESSAGES, options()))
+            text = asyncio.run(renderer.render(MESSAGES, options())).text
             running = pids(renderer)
         assert text == tokenizer.render_chat(MESSAGES, chat_template=template)
         assert running

@@ -1,7 +1,7 @@
 """A process that renders chat templates, one after another, until its input ends. Runs by path; loads no torch.
 
 A line in, a line out, each JSON: `{"memory", "seconds"}` gives `{}`, then each `Tokenizer.chat_arguments` gives
-`{"text"}` or `{"error"}`.
+`{"text", "warnings"}` or `{"error"}`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def main() -> None:
 
 def _render(arguments: dict[str, Any]) -> dict[str, Any]:
     try:
-        return {"text": render(arguments)}
+        rendered = render(arguments)
+        return {"text": rendered.text, "warnings": rendered.warnings}
     except InvalidRequestError as fault:
         return {"error": str(fault)}
 

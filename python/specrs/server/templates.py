@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from specrs.chat_template import Rendered
 from specrs.errors import InvalidRequestError
 from specrs.processes.child import Child
 from specrs.server import template_worker
@@ -36,13 +37,13 @@ class TemplateRenderer:
         self._closed = False
         self._threads.submit(lambda: self._keep(self._start()))
 
-    async def render(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
-        """The prompt's text; `options` are `Tokenizer.render_chat`'s.
+    async def render(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> Rendered:
+        """The prompt's text; `options` are `Tokenizer.chat_arguments`'.
 
         Raises `InvalidRequestError` for what the template refuses, and when it takes too long.
         """
 
-        def render() -> str:
+        def render() -> Rendered:
             arguments = self._tokenizer.chat_arguments(messages, chat_template=self._chat_template, **options)
             return self._render(json.dumps(arguments).encode())
 
@@ -56,7 +57,7 @@ class TemplateRenderer:
             child.kill()
         self._take_idle()
 
-    def _render(self, message: bytes) -> str:
+    def _render(self, message: bytes) -> Rendered:
         child = self._take_idle() or self._start()
         answer = child.ask(message, RENDER_TIMEOUT)
         if answer is None:
@@ -66,7 +67,7 @@ class TemplateRenderer:
         self._keep(child)
         if "error" in answer:
             raise InvalidRequestError(answer["error"])
-        return str(answer["text"])
+        return Rendered(answer["text"], tuple(answer["warnings"]))
 
     def _keep(self, child: Child) -> None:
         self._idle.put(child)

@@ -1,0 +1,117 @@
+"""What a chat template can show, found by rendering short conversations with marked texts. Changes no message."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, TypeAlias
+
+Message: TypeAlias = dict[str, Any]
+
+_MARK = "qzxmark"
+_OTHER_ROLE = "qzxrole"
+_OBJECT = {"key": _MARK}
+_TEXT = json.dumps(_OBJECT)
+_CUT_OFF = _TEXT[:-1]
+"""The arguments of a call that ended too early. Quoted as a JSON string it would read differently."""
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "probe",
+        "description": "A probe.",
+        "parameters": {"type": "object", "properties": {"key": {"type": "string", "description": "A key."}}},
+    },
+}
+_USER: Message = {"role": "user", "content": "Hello"}
+
+
+class Traits:
+    """Answers questions about one template. Each is answered once, when it is first asked.
+
+    A probe that the template refuses counts as one that does not show its mark.
+    """
+
+    def __init__(
+        self,
+        render: Callable[[list[Message], list[dict[str, Any]] | None], str],
+        variables: Callable[[], frozenset[str]],
+    ) -> None:
+        """`render` gives the text of messages and tools, and `variables` the names that the template reads.
+
+        Both may raise anything.
+        """
+        self._render = render
+        self._variables = variables
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Names of the variables that the template reads; empty for a template that cannot be parsed."""
+        try:
+            return self._variables()
+        except Exception:  # the error is told when the conversation itself is rendered
+            return frozenset()
+
+    @cached_property
+    def system(self) -> str:
+        """What becomes of a first message with the role `system`: "shown", "dropped", or "raises"."""
+        text = self._first("system")
+        if text is None:
+            # a template that also fails without the message tells its own error
+            return "shown" if self._show([_USER]) is None else "raises"
+        return "shown" if _MARK in text else "dropped"
+
+    @cached_property
+    def developer(self) -> bool:
+        """True if the template has a form of its own for the role `developer`.
+
+        A template that writes any role as it is given does not know `developer`: a made-up role gives the same text.
+        """
+        text = self._first("developer")
+        if text is None or _MARK not in text:
+            return False
+        other = self._first(_OTHER_ROLE)
+        return other is None or other.replace(_OTHER_ROLE, "developer") != text
+
+    @cached_property
+    def empty_content(self) -> Message:
+        """What a message that has calls alone gets: the content `""`, the content None, or nothing.
+
+        It is the first of these with which the template shows the call, and `""` where none does.
+        """
+        empty, null, missing = {"content": ""}, {"content": None}, dict[str, Any]()
+        for content in (empty, null, missing):
+            if any(_shows(self._call(arguments, content), _MARK) for arguments in (_OBJECT, _TEXT)):
+                return content
+        return empty
+
+    @cached_property
+    def object_arguments(self) -> bool:
+        """True if arguments of calls are shown as objects. Some templates take them as JSON text alone."""
+        shown = _shows(self._call(_OBJECT, self.empty_content), _MARK)
+        return shown or not _shows(self._call(_TEXT, self.empty_content), _TEXT)
+
+    @cached_property
+    def text_arguments(self) -> bool:
+        """True if arguments that are text are shown letter by letter, JSON or not."""
+        return _shows(self._call(_CUT_OFF, self.empty_content), _CUT_OFF)
+
+    def _first(self, role: str) -> str | None:
+        return self._show([{"role": role, "content": _MARK}, _USER])
+
+    def _call(self, arguments: object, content: Message) -> str | None:
+        call = {"id": "probe0001", "type": "function", "function": {"name": "probe", "arguments": arguments}}
+        calling: Message = {"role": "assistant", **content, "tool_calls": [call]}
+        result = {"role": "tool", "tool_call_id": "probe0001", "name": "probe", "content": "Done"}
+        return self._show([_USER, calling, result], [_TOOL])
+
+    def _show(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> str | None:
+        """The text, or None where the template fails."""
+        try:
+            return self._render(messages, tools)
+        except Exception:  # a template is a program, and raises what it likes
+            return None
+
+
+def _shows(text: str | None, part: str) -> bool:
+    return text is not None and part in text

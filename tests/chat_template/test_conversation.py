@@ -1,0 +1,237 @@
+"""Messages that clients send, rendered by templates of many shapes: no text is lost, and none is made up."""
+
+import json
+import logging
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from specrs.chat_template import Rendered, render
+from specrs.errors import InvalidRequestError
+
+from .shapes import (
+    ALTERNATING,
+    CONCATENATING,
+    DEVELOPER,
+    FOLDING,
+    HEADERS,
+    LAST_MESSAGE,
+    LOOKING_AT_ROLES,
+    NULL_CONTENT,
+    SHAPES,
+    WITHOUT_SYSTEM,
+)
+
+USER = {"role": "user", "content": "How warm is it in Rome?"}
+RESULT = {"role": "tool", "tool_call_id": "call00001", "content": "31 degrees"}
+CALLING = (LOOKING_AT_ROLES, HEADERS, ALTERNATING, NULL_CONTENT, DEVELOPER)
+"""Templates that show calls."""
+TEXTS = (LOOKING_AT_ROLES, NULL_CONTENT)
+"""Templates that show arguments as the text that they are."""
+STRAY = ("{", '{"city": "Ro', "not JSON", '{"city": "Rome"} {', "[1, 2]", "5", "null", '"text"', "true", "[" * 100_000)
+"""Arguments that are no JSON object."""
+
+
+def rendered(template: str, messages: list[dict[str, Any]], tools: Any = None, **hints: str) -> Rendered:
+    return render(
+        {
+            "messages": messages,
+            "special_tokens": {"bos_token": "<s>", "eos_token": "</s>"},
+            "variables": {},
+            "hints": hints,
+            "tools": tools,
+            "chat_template": template,
+            "add_generation_prompt": False,
+            "continue_final_message": False,
+        }
+    )
+
+
+def calling(arguments: object, **message: Any) -> list[dict[str, Any]]:
+    call = {"id": "call00001", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    return [USER, {"role": "assistant", **message, "tool_calls": [call]}, RESULT]
+
+
+@pytest.mark.parametrize("template", [CONCATENATING, WITHOUT_SYSTEM, *CALLING])
+@pytest.mark.parametrize("content", [{}, {"content": ""}], ids=["no content", "empty content"])
+def test_a_message_of_calls_alone_is_shown(template: str, content: dict[str, str]) -> None:
+    text = rendered(template, calling('{"city": "Rome"}', **content)).text
+    assert "31 degrees" in text
+    assert "None" not in text
+    if template in CALLING:
+        assert "weather" in text
+        assert '{"city": "Rome"}' in text
+
+
+@pytest.mark.parametrize("template", CALLING)
+def test_calls_next_to_content_and_reasoning(template: str) -> None:
+    text = rendered(template, calling('{"city": "Rome"}', content="I look.", reasoning="Hm.")).text
+    assert ('{"city": "Rome"}' in text) is (template != NULL_CONTENT)  # which shows one of content and calls
+    assert ("Hm." in text) is (template in (LOOKING_AT_ROLES, DEVELOPER))
+
+
+@pytest.mark.parametrize("template", CALLING)
+@pytest.mark.parametrize("arguments", STRAY, ids=lambda text: text[:10])
+def test_arguments_that_are_no_object(template: str, arguments: str) -> None:
+    text = rendered(template, calling(arguments)).text
+    assert "weather" in text
+    assert (arguments if template in TEXTS else "{}") in text
+    assert json.dumps(arguments) not in text
+
+
+@pytest.mark.parametrize("template", CALLING)
+@pytest.mark.parametrize("arguments", [None, "", " \n", "{}", {}], ids=repr)
+def test_calls_without_arguments(template: str, arguments: object) -> None:
+    text = rendered(template, calling(arguments)).text
+    assert "{}" in text
+    assert "null" not in text
+
+
+LEAVES = st.none() | st.booleans() | st.integers() | st.text(max_size=5)
+VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner))
+
+
+@settings(max_examples=25)
+@given(st.dictionaries(st.text(max_size=5), VALUES, max_size=3))
+def test_objects_arrive_whole(arguments: dict[str, Any]) -> None:
+    for template in CALLING:
+        text = rendered(template, calling(json.dumps(arguments))).text
+        assert json.dumps(arguments) in text or json.dumps(arguments, ensure_ascii=False) in text
+
+
+def test_half_a_character_in_arguments_can_be_encoded() -> None:
+    for template in CALLING:
+        text = rendered(template, calling(r'{"city": "\ud83d", "sun": "\ud83c\udf1e"}')).text
+        assert text.encode()
+        assert "\U0001f31e" in text or r"\ud83c\udf1e" in text
+
+
+@pytest.mark.parametrize(
+    "calls", ["x", [3], [{"name": "f"}], [{"function": {}}], [{"function": {"name": "f", "arguments": [1]}}]]
+)
+def test_calls_that_are_none(calls: object) -> None:
+    with pytest.raises(InvalidRequestError, match=r"^messages\[1\]\['tool_calls'\]"):
+        rendered(CONCATENATING, [USER, {"role": "assistant", "tool_calls": calls}])
+
+
+@pytest.mark.parametrize("template", SHAPES.values(), ids=SHAPES)
+def test_an_empty_list_of_calls_is_none(template: str) -> None:
+    messages = [USER, {"role": "assistant", "content": "Warm."}, USER]
+    listed = [USER, {"role": "assistant", "content": "Warm.", "tool_calls": []}, USER]
+    assert rendered(template, listed) == rendered(template, messages)
+
+
+@pytest.mark.parametrize(
+    ("template", "role"),
+    [
+        (CONCATENATING, "system"),
+        (LOOKING_AT_ROLES, "system"),
+        (HEADERS, "system"),
+        (ALTERNATING, "system"),
+        (FOLDING, "system"),
+        (NULL_CONTENT, "system"),
+        (DEVELOPER, "developer"),
+    ],
+)
+def test_developers_are_shown(template: str, role: str) -> None:
+    told = rendered(template, [{"role": "developer", "content": "Be brief."}, USER])
+    assert told == rendered(template, [{"role": role, "content": "Be brief."}, USER])
+    assert "Be brief." in told.text
+    assert not told.warnings
+
+
+INSTRUCTED = {
+    "two at first": [{"role": "system", "content": "One."}, {"role": "system", "content": "Two."}, USER],
+    "two roles": [{"role": "system", "content": "One."}, {"role": "developer", "content": "Two."}, USER],
+    "the other way": [{"role": "developer", "content": "One."}, {"role": "system", "content": "Two."}, USER],
+    "later": [
+        {"role": "system", "content": "One."},
+        USER,
+        {"role": "assistant", "content": "Warm."},
+        {"role": "developer", "content": "Two."},
+        USER,
+    ],
+    "later alone": [
+        USER,
+        {"role": "assistant", "content": "Warm."},
+        {"role": "system", "content": "One."},
+        {"role": "system", "content": "Two."},
+        USER,
+    ],
+}
+
+
+@pytest.mark.parametrize("messages", INSTRUCTED.values(), ids=INSTRUCTED)
+@pytest.mark.parametrize(
+    "template", [CONCATENATING, LOOKING_AT_ROLES, HEADERS, ALTERNATING, FOLDING, NULL_CONTENT, DEVELOPER]
+)
+def test_several_instructions_are_all_shown(template: str, messages: list[dict[str, Any]]) -> None:
+    told = rendered(template, messages)
+    assert told.text.count("One.") == told.text.count("Two.") == 1
+    assert told.text.index("One.") < told.text.index("Two.")
+    assert not told.warnings
+
+
+def test_instructions_stay_where_the_template_shows_them() -> None:
+    messages = INSTRUCTED["later"]
+    assert rendered(CONCATENATING, messages).text.endswith("[system]Two.\n[user]How warm is it in Rome?\n")
+    assert rendered(ALTERNATING, messages).text.endswith("[user]One.\n\nTwo.\n\nHow warm is it in Rome?\n")
+
+
+def test_an_instruction_without_a_place_is_an_error() -> None:
+    for role in ("system", "developer"):
+        messages = [{"role": role, "content": "Be brief."}, USER]
+        with pytest.raises(InvalidRequestError, match=rf"^messages\[0\]\['role'\]='{role}': .*; put its text into"):
+            rendered(WITHOUT_SYSTEM, messages)
+
+
+def test_an_instruction_that_is_left_out_is_named() -> None:
+    told = rendered(LAST_MESSAGE, [{"role": "developer", "content": "Be brief."}, USER])
+    assert told.text == USER["content"]
+    assert told.warnings == ("messages[0]['role']='developer': the chat template leaves this message out",)
+
+
+def test_hints_reach_templates_that_read_them() -> None:
+    told = rendered(DEVELOPER, [USER], reasoning_effort="high", verbosity="low")
+    assert "Reasoning: high" in told.text
+    assert told.warnings == ("verbosity='low': the chat template does not read it",)
+    assert "Reasoning: medium" in rendered(DEVELOPER, [USER]).text
+    assert rendered(HEADERS, [USER], reasoning_effort="none").warnings == (
+        "reasoning_effort='none': the chat template does not read it",
+    )
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_earlier_reasoning_has_two_names(name: str) -> None:
+    messages = [USER, {"role": "assistant", "content": "Warm.", name: "Hm."}, USER]
+    for key in ("reasoning", "reasoning_content"):
+        template = "{% for m in messages %}{{ m." + key + " }}{% endfor %}"
+        assert rendered(template, messages).text == "Hm."
+
+
+@pytest.mark.parametrize("template", ["{% if %}", "{{ raise_exception('never') }}", "{{ 1 / 0 }}"])
+def test_broken_templates_tell_their_own_error(template: str) -> None:
+    messages = [{"role": "developer", "content": "x"}, *calling("{"), {"role": "system", "content": "x"}]
+    with pytest.raises(InvalidRequestError, match=r"^messages: the chat template refused them: "):
+        rendered(template, messages, reasoning_effort="high")
+
+
+def test_nothing_is_mutated() -> None:
+    messages = [*INSTRUCTED["later"], *calling("{")]
+    before = json.dumps(messages)
+    for template in (LOOKING_AT_ROLES, NULL_CONTENT):
+        rendered(template, messages)
+        assert json.dumps(messages) == before
+
+
+def test_warnings_of_a_local_chat_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    from specrs.pair import TARGET
+    from specrs.tokenizer import Tokenizer
+
+    with caplog.at_level(logging.WARNING, logger="specrs"):
+        text = Tokenizer(str(TARGET)).render_chat(
+            [{"role": "system", "content": "x"}, USER], chat_template=LAST_MESSAGE
+        )
+    assert text == USER["content"]
+    assert "leaves this message out" in caplog.text
