@@ -5,6 +5,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from specrs.chat_template import render
+from specrs.pair import TARGET
+from specrs.server.responses_protocol import ResponsesRequest, as_chat
+from specrs.tokenizer import Tokenizer
 
 from .harness import Server, serving
 from .test_tools import CALLS, SETTINGS, TEMPLATE, WEATHER
@@ -96,10 +100,15 @@ def test_the_text_is_the_chats(responding: Server) -> None:
         ({"input": [{"type": "image"}]}, "input"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
-        ({"store": True}, "store"),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"reasoning": {"effort": "huge"}}, "reasoning"),
+        ({"tool_choice": {"type": "mcp", "server_label": "x"}}, "tool_choice"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "retrieval"}]}, "tools"),
         ({"max_output_tokens": 5000}, "max_tokens"),
         ({"nonsense": 1}, "nonsense"),
     ],
@@ -108,3 +117,78 @@ def test_refusals(responding: Server, fields: dict[str, Any], param: str) -> Non
     answer = responding.post(PATH, {"input": "x", **fields})
     assert answer.status == 400, answer.body
     assert answer.json["error"]["param"] == param, answer.json
+
+
+def test_hints_are_taken_and_named(responding: Server) -> None:
+    hints: dict[str, Any] = {
+        "store": True,
+        "include": ["reasoning.encrypted_content"],
+        "reasoning": {"effort": "low", "summary": "auto"},
+        "text": {"verbosity": "low"},
+        "service_tier": "flex",
+        "tools": [{"type": "web_search"}, *TOOLS],
+        "tool_choice": "none",
+    }
+    answer = responding.post(PATH, {"input": "x", "max_output_tokens": 2, "truncation": "auto", **hints})
+    assert answer.status == 200, answer.body
+    told = answer.headers["x-warning"]
+    for name in ("store", "include", "reasoning_effort", "reasoning.summary", "verbosity", "service_tier", "tools[0]"):
+        assert name in told, name
+    assert answer.json["truncation"] == "auto"
+    assert [tool["name"] for tool in answer.json["tools"]] == ["weather"]
+    plain = responding.post(PATH, {"input": "x", "max_output_tokens": 2, "truncation": "disabled", "store": False})
+    assert "x-warning" not in plain.headers
+    long = responding.post(PATH, {"input": "x " * 2000, "truncation": "auto"})
+    assert (long.status, long.json["error"]["param"]) == (400, "prompt")
+
+
+def test_allowed_tools_narrow(responding: Server) -> None:
+    other = {"type": "function", "name": "now"}
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "weather"}]}
+    body = {"input": "x", "max_output_tokens": 80, "temperature": 0, "parallel_tool_calls": False}
+    narrow = responding.post(PATH, {**body, "tools": [other, *TOOLS], "tool_choice": choice}).json
+    alone = responding.post(PATH, {**body, "tools": TOOLS, "tool_choice": "required"}).json
+    assert plain(narrow["output"]) == plain(alone["output"])
+    assert narrow["usage"] == alone["usage"]
+    assert narrow["tool_choice"] == choice
+
+
+def test_the_output_is_taken_back(responding: Server) -> None:
+    """All items of an answer, a call that was cut off among them, and the results of its calls."""
+    text = '<think>Hm, let me see.</think>I look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Ro'
+    body = {"tools": TOOLS, "max_output_tokens": 200}
+    first = responding.post(PATH, {**body, "input": "x", "structured_outputs": {"choice": [text]}}).json
+    assert [item["type"] for item in first["output"]] == ["reasoning", "message", "function_call"]
+    assert first["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+    result = {"type": "function_call_output", "call_id": first["output"][-1]["call_id"], "output": "31"}
+    history = [{"role": "user", "content": "x"}, *first["output"], result]
+    answer = responding.post(PATH, {**body, "input": history, "tool_choice": "none", "max_output_tokens": 2})
+    assert answer.status == 200, answer.body
+
+
+def test_earlier_reasoning_reaches_the_template() -> None:
+    template = (
+        "{% for m in messages %}{{ m.role }}({{ m.reasoning_content }}){{ m.content }}"
+        "{{ m.tool_calls | length if m.tool_calls }};{% endfor %}"
+    )
+
+    def thought(text: str) -> dict[str, Any]:
+        return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    items = [
+        {"role": "user", "content": "x"},
+        thought("One."),
+        call,
+        call,
+        thought("Two."),
+        thought("Three."),
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "lost"}]},
+        {"role": "user", "content": "y"},
+        {"role": "developer", "content": "z"},
+    ]
+    chat = as_chat(ResponsesRequest.model_validate({"input": items}))
+    arguments = Tokenizer(str(TARGET)).chat_arguments(chat.messages, chat_template=template)
+    wanted = "user()x;assistant(One.)2;assistant(Two.\nThree.)No.;user()y;system()z;"
+    assert render(arguments).text == wanted

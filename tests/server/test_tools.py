@@ -42,15 +42,20 @@ def calling() -> Iterator[Server]:
         yield server
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 def joined(chunks: list[Any], index: int = 0) -> dict[str, Any]:
     """The message that deltas add up to, as clients add them up."""
-    found: dict[str, Any] = {"content": "", "reasoning_content": "", "calls": []}
+    found: dict[str, Any] = {"content": "", "reasoning": "", "reasoning_content": "", "calls": []}
     for chunk in chunks:
         for choice in chunk["choices"]:
             if choice["index"] != index:
                 continue
             delta = choice["delta"]
-            for key in ("content", "reasoning_content"):
+            for key in ("content", "reasoning", "reasoning_content"):
                 found[key] += delta.get(key) or ""
             for call in delta.get("tool_calls", ()):
                 if call["index"] == len(found["calls"]):
@@ -117,18 +122,19 @@ def test_what_a_model_writes_is_read(calling: Server) -> None:
     (choice,) = calling.chat(**body)["choices"]
     message = choice["message"]
     call = ["weather", '{"city": "Rome", "days": 2}']
-    assert message["reasoning_content"] == "Hm."
+    assert message["reasoning"] == message["reasoning_content"] == "Hm."
     assert message["content"] == "I look."
     assert calls_of(message) == [call, call]
     assert len({call["id"] for call in message["tool_calls"]}) == 2
     assert choice["finish_reason"] == "tool_calls"
     chunks = calling.stream(PATH, **body)
-    wanted = {"content": "I look.", "reasoning_content": "Hm.", "calls": [call, call], "finish_reason": "tool_calls"}
+    wanted = {"content": "I look.", "reasoning": "Hm.", "reasoning_content": "Hm.", "calls": [call, call]}
+    wanted["finish_reason"] = "tool_calls"
     assert joined(chunks) == wanted
     assert sum("arguments" in str(chunk) for chunk in chunks) > 2  # arguments come as they are written
     alone = calling.chat(**body, parallel_tool_calls=False, include_reasoning=False)["choices"][0]["message"]
     assert calls_of(alone) == [call]
-    assert "reasoning_content" not in alone
+    assert not {"reasoning", "reasoning_content"} & set(alone)
     (choice,) = calling.chat(**body, tool_choice="none")["choices"]
     assert choice["message"]["content"] == text.removeprefix("<think>Hm.</think>")
     assert choice["finish_reason"] == "stop"
@@ -146,9 +152,95 @@ def test_a_conversation_with_calls_reaches_the_template(calling: Server) -> None
         },
         {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "31"}]},
     ]
-    ids = calling.post("/tokenize", {"messages": messages, "tools": TOOLS}).json["tokens"]
-    prompt = calling.post("/detokenize", {"tokens": ids}).json["prompt"]
+    prompt = prompt_of(calling, messages=messages, tools=TOOLS)
     assert prompt == "<weather><now>user: How warm is it in Rome?assistant: weather[('city', 'Rome')]tool: 31"
+
+
+def test_what_the_server_wrote_is_taken_back(calling: Server) -> None:
+    """Calls that a limit cut off, or that are no object: each later request has them in its history."""
+    text = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ro'
+    body = {"messages": MESSAGES, "tools": TOOLS, "max_tokens": 60}
+    message = calling.chat(**body, structured_outputs={"choice": [text]})["choices"][0]["message"]
+    ((name, arguments),) = calls_of(message)
+    assert (name, arguments) == ("weather", '{"city": "Ro')
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "31"}
+    for given in (arguments, "[1]", "5", "", "no JSON"):
+        message["tool_calls"][0]["function"]["arguments"] = given
+        answer = calling.chat(**(body | {"messages": [*MESSAGES, message, result], "max_tokens": 2}))
+        assert answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_parts_that_other_endpoints_have(calling: Server) -> None:
+    parts = [{"type": "input_text", "text": "a"}, {"type": "output_text", "text": "b", "annotations": []}]
+    refused = [{"type": "refusal", "refusal": "No."}]
+    messages = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": refused},
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": None, "refusal": "Never."},
+    ]
+    assert prompt_of(calling, messages=messages) == "user: a\nbassistant: No.user: cassistant: Never."
+
+
+def test_tokens_of_reasoning_are_counted(calling: Server) -> None:
+    """Against the tokens' own texts: as many as it takes to write the text up to the closing mark."""
+    for text in ("<think>Hm, let me see.</think>I look.", "<think>Hm, and on", "Plain.", " <think></think>x"):
+        body = {"messages": MESSAGES, "structured_outputs": {"choice": [text]}, "n": 2, "max_tokens": 60}
+        answer = calling.chat(**body, return_token_strs=True)
+        end = len(text.rpartition("</think>")[0]) + len("</think>") if "</think>" in text else len(text)
+        wanted = 0
+        for choice in answer["choices"] if "<think>" in text else []:
+            written = 0
+            for token in choice["token_strs"]:
+                if written >= end and "</think>" in text:
+                    break
+                written += len(token)
+                wanted += 1
+        assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": wanted}, text
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        chunks = calling.stream(PATH, **body, stream_options=options)
+        counts = [chunk["usage"]["completion_tokens_details"]["reasoning_tokens"] for chunk in chunks]
+        assert counts[-1] == wanted, text
+        hidden = calling.chat(**body, include_reasoning=False)
+        assert hidden["usage"]["completion_tokens_details"] == {"reasoning_tokens": wanted}
+    assert "completion_tokens_details" not in calling.complete(prompt="x", max_tokens=1)["usage"]
+
+
+def prompt_of(server: Server, **body: Any) -> str:
+    """The text of a chat's prompt."""
+    ids = server.post("/tokenize", body).json["tokens"]
+    text: str = server.post("/detokenize", {"tokens": ids}).json["prompt"]
+    return text
+
+
+def test_allowed_tools_are_the_only_ones(calling: Server) -> None:
+    body: dict[str, Any] = {"messages": MESSAGES, "tools": TOOLS, "temperature": 0, "max_tokens": 60}
+    for name in SCHEMAS:
+        both = calling.chat(**body, tool_choice=allowed("required", name), return_token_ids=True)
+        (tool,) = [tool for tool in TOOLS if tool["function"]["name"] == name]
+        alone = calling.chat(**(body | {"tools": [tool]}), tool_choice="required", return_token_ids=True)
+        assert both["prompt_token_ids"] == alone["prompt_token_ids"]
+        assert calls_of(both["choices"][0]["message"]) == calls_of(alone["choices"][0]["message"]) != []
+    written = body | {"structured_outputs": {"choice": [CALLS]}}
+    message = calling.chat(**written, tool_choice=allowed("auto", "weather"))["choices"][0]["message"]
+    assert [name for name, _ in calls_of(message)] == ["weather"]
+    none = calling.chat(**written, tool_choice=allowed("auto"))["choices"][0]["message"]
+    assert none["content"] == CALLS
+
+
+def test_tools_that_the_server_does_not_run_are_left_out(calling: Server) -> None:
+    hosted = [{"type": "web_search"}, {"type": "custom", "custom": {"name": "x"}}]
+    body = {"messages": MESSAGES, "tools": [hosted[0], *TOOLS, hosted[1]], "tool_choice": "none", "max_tokens": 1}
+    answer = calling.post(PATH, body | {"return_token_ids": True})
+    assert answer.status == 200, answer.body
+    assert (
+        answer.json["prompt_token_ids"]
+        == calling.post("/tokenize", {"messages": MESSAGES, "tools": TOOLS}).json["tokens"]
+    )
+    for i, name in ((0, "web_search"), (3, "custom")):
+        assert f"tools[{i}].type='{name}': left out" in answer.headers["x-warning"]
+    alone = calling.post(PATH, {"messages": MESSAGES, "tools": hosted, "max_tokens": 1})
+    assert (alone.status, alone.json["choices"][0]["finish_reason"]) == (200, "length")
 
 
 @pytest.mark.parametrize(
@@ -161,11 +253,13 @@ def test_a_conversation_with_calls_reaches_the_template(calling: Server) -> None
         ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": "required", "structured_outputs": {"choice": ["x"]}}, "structured_outputs"),
         ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
-            "messages",
-        ),
         ({"messages": [{"role": "assistant", "tool_calls": [{"name": "f"}]}]}, "messages"),
+        ({"messages": [{"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}]}, "messages"),
+        ({"tools": TOOLS, "tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tools": [{"type": "custom", "custom": {"name": "x"}}], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": allowed("required", "x")}, "tool_choice.allowed_tools.tools"),
+        ({"tools": TOOLS, "tool_choice": allowed("required")}, "tool_choice"),
         (
             {
                 "tools": [

@@ -27,6 +27,7 @@ from specrs.errors import SpecrsError
 from specrs.server import endpoints, info, protocol, responses
 from specrs.server.body import Gone, parse, read_body
 from specrs.server.context import Context, CORSSettings
+from specrs.server.dispositions import WARNINGS, unused, warn, warning_header
 from specrs.server.encoding import encode, encode_in_parts
 from specrs.server.endpoints import Result
 from specrs.server.errors import APIError, api_error
@@ -136,7 +137,7 @@ def _cors(settings: CORSSettings) -> list[Middleware]:
             allow_methods=settings.methods,
             allow_headers=settings.headers,
             allow_credentials=settings.credentials,
-            expose_headers=["X-Request-Id"],
+            expose_headers=["X-Request-Id", "X-Warning"],
         )
     ]
 
@@ -178,16 +179,20 @@ class PostEndpoint:
         self._handle = handle
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request. `X-Request-Id` comes back as it was given, or made here; the answer's id has it, too."""
+        """Answer one request. `X-Request-Id` comes back as it was given, or made here; the answer's id has it, too.
+
+        `X-Warning` names what of the request has no effect.
+        """
         context = self._context
         name = _request_id(scope)
         REQUEST_ID.set(name)
+        WARNINGS.set([])
         if context.tracing is not None:
             context.tracing.take_parent(scope["headers"])
 
         async def tell(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (b"x-request-id", name.encode())]
+                message["headers"] = [*message["headers"], (b"x-request-id", name.encode()), *warning_header()]
             await send(message)
 
         try:
@@ -201,6 +206,8 @@ class PostEndpoint:
         if isinstance(body, (protocol.SamplingBody, ResponsesRequest)):
             name = body.request_id = body.request_id or name
             REQUEST_ID.set(name)
+        for warning in unused(body):
+            warn(warning)
         await _while_connected(receive, self._answer(body, scope, receive, tell))
 
     async def _answer(self, body: protocol.Body, scope: Scope, receive: Receive, send: Send) -> None:

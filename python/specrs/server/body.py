@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextvars import copy_context
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -56,7 +57,8 @@ async def parse(model: type[ModelT], body: bytes, in_thread: InThread) -> ModelT
     try:
         if len(body) < LARGE_BODY:
             return model.model_validate_json(body)
-        parsed: ModelT = await in_thread(lambda: model.model_validate_json(body))
+        context = copy_context()  # validators may warn
+        parsed: ModelT = await in_thread(lambda: context.run(model.model_validate_json, body))
         return parsed
     except ValidationError as fault:
         raise validation_error(fault) from None

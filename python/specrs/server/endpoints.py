@@ -8,12 +8,15 @@ from typing import Any
 
 from specrs.errors import InvalidRequestError, invalid_request
 from specrs.inputs import Prompt
+from specrs.server.allowed_tools import narrowed
 from specrs.server.answers import Answer, ChatAnswer, CompletionAnswer
 from specrs.server.context import Context
+from specrs.server.dispositions import warn
 from specrs.server.errors import APIError
 from specrs.server.generation import Generation
 from specrs.server.limits import MAX_PROMPT_LOGPROBS
 from specrs.server.logprobs import TokenText
+from specrs.server.message_fields import read_messages
 from specrs.server.params import chat_params, completion_params, read_text, split_prompts
 from specrs.server.protocol import (
     ChatCompletionRequest,
@@ -23,7 +26,7 @@ from specrs.server.protocol import (
     TokenizeRequest,
     Tool,
 )
-from specrs.server.tools import read_tools, template_messages, template_tools
+from specrs.server.tools import read_tools, template_tools
 from specrs.tokenizer import Tokenizer
 
 Result = dict[str, Any] | Generation
@@ -69,6 +72,7 @@ async def chat_completions(context: Context, body: ChatCompletionRequest) -> Res
 async def prepare_chat(context: Context, body: ChatCompletionRequest) -> tuple[ChatAnswer, list[Prompt]]:
     """The answer that a chat will fill, and its prompt. Raises what is wrong with the body."""
     context.check_model(body.model)
+    body = narrowed(body)
     tools = read_tools(body, context.tools)
     asked = chat_params(body, context.defaults, tools)
     hidden = tools.choice == "none" and context.tools.exclude_when_none
@@ -137,8 +141,12 @@ async def chat_prompt(
         "continue_final_message": continue_final_message,
         "tools": template_tools(tools),
         "chat_template_kwargs": {**context.chat_template_kwargs, **(body.chat_template_kwargs or {})},
+        "hints": _hints(body),
     }
-    text = await context.templates.render(template_messages(body.messages or []), options)
+    rendered = await context.templates.render(read_messages(body.messages or []), options)
+    for warning in rendered.warnings:
+        warn(warning)
+    text = rendered.text
     # the template writes the special tokens itself, unless told otherwise
     special = bool(body.add_special_tokens)
     salt = (body.cache_salt or "") if isinstance(body, ChatCompletionRequest) else ""
@@ -147,6 +155,13 @@ async def chat_prompt(
         lambda: read_text(tokenizer, text, special=special, salt=salt, max_tokens=longest)
     )
     return prompt
+
+
+def _hints(body: ChatCompletionRequest | TokenizeRequest) -> dict[str, str]:
+    """Fields of a chat that its template may read as variables, unless the request sets the variable itself."""
+    values = {name: getattr(body, name, None) for name in ("reasoning_effort", "verbosity")}
+    own = body.chat_template_kwargs or {}
+    return {name: value for name, value in values.items() if value is not None and name not in own}
 
 
 def token_text(context: Context, body: SamplingBody) -> TokenText:

@@ -105,10 +105,13 @@ def _structured_outputs(wanted: ResponseFormat) -> dict[str, Any]:
 
 
 def split_prompts(given: Any, n: int) -> list[str | list[int]]:
-    """The prompts of a completion request: text, ids, or a list of either. Raises `InvalidRequestError`."""
+    """The prompts of a completion request: text, ids, or a list of either; null is a text without letters.
+
+    Raises `InvalidRequestError`.
+    """
     prompts: list[Any]
-    if isinstance(given, str):
-        prompts = [given]
+    if given is None or isinstance(given, str):
+        prompts = [given or ""]
     elif isinstance(given, list) and given:
         kinds = {*map(type, given)}
         prompts = [given] if kinds == {int} else given

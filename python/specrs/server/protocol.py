@@ -1,14 +1,14 @@
 """Bodies of requests, field by field: OpenAI's and vLLM's names. Checks shapes; ranges are `SamplingParams`' to check.
 
-A field that exists elsewhere and has no meaning here is listed with the values that change nothing; any other value is
-refused by name, and so is an unknown field.
+A field that exists elsewhere and has no effect here says at its declaration what becomes of it (`dispositions`): it is
+taken with a warning, or rejected with a reason. An unknown field is rejected.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from specrs.sampling import (
@@ -21,6 +21,8 @@ from specrs.sampling import (
     MAX_TEMPERATURE,
     REPETITION_PENALTIES,
 )
+from specrs.server.dispositions import NoEffect, Rejected
+from specrs.server.hosted_tools import runnable_choice, runnable_tools
 from specrs.server.limits import (
     MAX_FUNCTION_NAME_LENGTH,
     MAX_MESSAGES,
@@ -38,6 +40,7 @@ PromptField = Annotated[
     WithJsonSchema(
         {
             "anyOf": [
+                {"type": "null"},
                 _Text,
                 _Ids,
                 {"type": "array", "items": _Text, "minItems": 1, "maxItems": MAX_PROMPTS},
@@ -63,6 +66,20 @@ def only(value: object) -> Any:
     return BeforeValidator(check)
 
 
+UNSTORED = NoEffect("nothing is stored", silent=(False,))
+CACHED = NoEffect("cached prefixes are found without it")
+LABEL = NoEffect("it is a label that nothing reads")
+Store = Annotated[bool | None, UNSTORED]
+Label = Annotated[str | None, LABEL]
+CacheKey = Annotated[str | None, CACHED]
+CacheOptions = Annotated[dict[str, Any] | None, CACHED]
+ServiceTier = Annotated[
+    Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"] | None,
+    NoEffect("all requests are served alike; `priority` orders them", silent=("auto", "default")),
+]
+Moderation = Annotated[Any, Rejected("nothing is moderated here; leave it out")]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None
+Verbosity = Literal["low", "medium", "high"] | None
 Nothing: TypeAlias = None
 Never = Annotated[bool, only(False), WithJsonSchema({"const": False})] | None
 
@@ -82,6 +99,7 @@ class StreamOptions(BaseModel):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: Annotated[bool | None, NoEffect("chunks are never padded", silent=(False,))] = None
 
 
 class JSONSchema(BaseModel):
@@ -113,6 +131,7 @@ class FunctionDefinition(BaseModel):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    cache_control: CacheOptions = None
 
 
 class Tool(BaseModel):
@@ -122,6 +141,11 @@ class Tool(BaseModel):
 
     type: Literal["function"]
     function: FunctionDefinition
+    cache_control: CacheOptions = None
+
+
+Tools = Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS), BeforeValidator(runnable_tools)]
+"""Functions that the model may call. Tools that the server does not run are left out, with a warning."""
 
 
 class FunctionName(BaseModel):
@@ -139,6 +163,40 @@ class NamedToolChoice(BaseModel):
 
     type: Literal["function"]
     function: FunctionName
+
+
+class AllowedTools(BaseModel):
+    """Those of `tools` that may be called: each is `{"type": "function", "function": {"name": ...}}`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    mode: Literal["auto", "required"]
+    tools: list[dict[str, Any]] = Field(max_length=MAX_TOOLS)
+
+
+class AllowedToolChoice(BaseModel):
+    """A `tool_choice` that narrows the tools."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def choice_kind(choice: object) -> str:
+    """The name of the model that a `tool_choice` is read with; the discriminator of its forms."""
+    if isinstance(choice, str):
+        return "Mode"
+    kind = choice.get("type") if isinstance(choice, dict) else getattr(choice, "type", None)
+    return "AllowedToolChoice" if kind == "allowed_tools" else "NamedToolChoice"
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("Mode")]
+    | Annotated[NamedToolChoice, Tag("NamedToolChoice")]
+    | Annotated[AllowedToolChoice, Tag("AllowedToolChoice")],
+    Discriminator(choice_kind),
+]
 
 
 class SamplingBody(Body):
@@ -178,8 +236,7 @@ class SamplingBody(Body):
     return_drafts: bool | None = None
     per_request_spec_decode_metrics: Literal["none", "summary", "continuous"] | None = None
 
-    # labels, for the operator's books: they change no text
-    user: str | None = None
+    user: Label = None
 
     # vLLM's and OpenAI's, at the values that change nothing
     spaces_between_special_tokens: Annotated[bool, only(True), WithJsonSchema({"const": True})] | None = None
@@ -224,7 +281,7 @@ class CompletionRequest(SamplingBody):
     add_special_tokens: bool | None = None
 
     best_of: Annotated[int, only(1), WithJsonSchema({"const": 1})] | None = None
-    suffix: Nothing = None
+    suffix: Annotated[Any, Rejected("a text is completed at its end alone; leave it out")] = None
     prompt_embeds: Nothing = None
 
 
@@ -241,24 +298,30 @@ class ChatCompletionRequest(SamplingBody):
     add_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    # labels
-    metadata: dict[str, str] | None = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    store: Never = None
+    metadata: Annotated[dict[str, str] | None, LABEL] = None
+    prompt_cache_key: CacheKey = None
+    prompt_cache_options: CacheOptions = None
+    prompt_cache_retention: CacheKey = None
+    safety_identifier: Label = None
+    service_tier: ServiceTier = None
+    store: Store = None
+    prediction: Annotated[dict[str, Any] | None, NoEffect("the server's own drafter drafts")] = None
 
-    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    tools: Tools = None
+    tool_choice: Annotated[ToolChoice | None, BeforeValidator(runnable_choice)] = None
     parallel_tool_calls: bool | None = None
-    functions: Annotated[list[Any], Field(max_length=0)] | None = None
+    functions: Annotated[Any, Rejected("use tools", allowed=([],))] = None
+    function_call: Annotated[Any, Rejected("use tool_choice", allowed=("none",))] = None
+    web_search_options: Annotated[Any, Rejected("nothing is searched; offer a function of your own in tools")] = None
     modalities: list[Literal["text"]] | None = None
-    reasoning_effort: Nothing = None
+    audio: Annotated[Any, Rejected("an answer is text alone; leave it out")] = None
+    moderation: Moderation = None
+    reasoning_effort: ReasoningEffort = None
+    verbosity: Verbosity = None
     include_reasoning: bool | None = None
     chat_template: Nothing = None
     documents: Nothing = None
     echo: Never = None
-    prediction: Nothing = None
 
 
 class TokenizeRequest(Body):
@@ -271,7 +334,7 @@ class TokenizeRequest(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    tools: Tools = None
     chat_template: Nothing = None
 
 

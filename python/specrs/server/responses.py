@@ -193,8 +193,8 @@ class ResponseGeneration(Generation):
             if body.text is None or body.text.format is None
             else body.text.model_dump(by_alias=True, exclude_none=True),
             "tool_choice": _dumped(body.tool_choice) or ("auto" if body.tools else "none"),
-            "tools": [tool.model_dump() for tool in body.tools or ()],
-            "truncation": "disabled",
+            "tools": [tool.model_dump(by_alias=True, exclude_unset=True) for tool in body.tools or ()],
+            "truncation": body.truncation or "disabled",
             "metadata": body.metadata or {},
             "user": body.user,
             "usage": None
@@ -203,7 +203,7 @@ class ResponseGeneration(Generation):
                 "input_tokens": used["prompt_tokens"],
                 "input_tokens_details": used["prompt_tokens_details"],
                 "output_tokens": used["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": used["completion_tokens_details"],
                 "total_tokens": used["total_tokens"],
             },
         }

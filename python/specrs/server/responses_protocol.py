@@ -4,12 +4,26 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from specrs.errors import InvalidRequestError, invalid_request
 from specrs.sampling import MAX_SPECULATIVE_TOKENS, MAX_TEMPERATURE
+from specrs.server.dispositions import NoEffect, Rejected
+from specrs.server.hosted_tools import runnable_choice, runnable_tools
 from specrs.server.limits import MAX_FUNCTION_NAME_LENGTH, MAX_MESSAGES, MAX_REQUEST_ID_LENGTH, MAX_TOOLS
-from specrs.server.protocol import Body, ChatCompletionRequest, Never, Nothing, only
+from specrs.server.message_fields import without_marks
+from specrs.server.protocol import (
+    Body,
+    CacheKey,
+    CacheOptions,
+    ChatCompletionRequest,
+    Label,
+    Moderation,
+    ReasoningEffort,
+    ServiceTier,
+    Store,
+    Verbosity,
+)
 
 
 class FunctionTool(BaseModel):
@@ -22,6 +36,14 @@ class FunctionTool(BaseModel):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    async_: Annotated[bool | None, NoEffect("the client calls its functions", silent=(False,))] = Field(
+        None, alias="async"
+    )
+    allowed_callers: Annotated[list[str] | None, NoEffect("the client calls its functions", silent=(["direct"],))] = (
+        None
+    )
+    defer_loading: Annotated[bool | None, NoEffect("all tools are offered at once", silent=(False,))] = None
+    output_schema: Annotated[dict[str, Any] | None, NoEffect("results are not checked")] = None
 
 
 class NamedTool(BaseModel):
@@ -31,6 +53,58 @@ class NamedTool(BaseModel):
 
     type: Literal["function"]
     name: str
+
+
+class AllowedTools(BaseModel):
+    """A `tool_choice` that narrows the tools to those named: `{"type": "function", "name": ...}`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[dict[str, Any]] = Field(max_length=MAX_TOOLS)
+
+
+def choice_kind(choice: object) -> str:
+    """The name of the model that a `tool_choice` is read with; the discriminator of its forms."""
+    if isinstance(choice, str):
+        return "Mode"
+    kind = choice.get("type") if isinstance(choice, dict) else getattr(choice, "type", None)
+    return "AllowedTools" if kind == "allowed_tools" else "NamedTool"
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("Mode")]
+    | Annotated[NamedTool, Tag("NamedTool")]
+    | Annotated[AllowedTools, Tag("AllowedTools")],
+    Discriminator(choice_kind),
+]
+
+
+class ReasoningOptions(BaseModel):
+    """`effort` goes to chat templates that read `reasoning_effort`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    effort: ReasoningEffort = None
+    summary: Annotated[
+        Literal["auto", "concise", "detailed"] | None, NoEffect("reasoning is told in full, without a summary")
+    ] = None
+    generate_summary: Annotated[
+        Literal["auto", "concise", "detailed"] | None, NoEffect("reasoning is told in full, without a summary")
+    ] = None
+    context: Annotated[
+        Any, Rejected("the chat template decides which reasoning it shows", allowed=("auto", "current_turn"))
+    ] = None
+    mode: Annotated[Any, Rejected("there is one mode; leave it out", allowed=("standard",))] = None
+
+
+class StreamOptions(BaseModel):
+    """Options of a stream. The last event always has the usage."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_obfuscation: Annotated[bool | None, NoEffect("events are never padded", silent=(False,))] = None
 
 
 class TextFormat(BaseModel):
@@ -46,27 +120,41 @@ class TextFormat(BaseModel):
 
 
 class TextOptions(BaseModel):
-    """`format`: what the text must be. `verbosity` is not implemented."""
+    """`format`: what the text must be. `verbosity` goes to chat templates that read it."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     format: TextFormat | None = None
-    verbosity: Nothing = None
+    verbosity: Verbosity = None
+
+
+Included = Literal[
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
 
 
 class ResponsesRequest(Body):
     """`POST /v1/responses`. null means the default, whatever the field."""
 
-    input: str | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)]
+    input: str | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
     temperature: float | None = Field(None, ge=0, le=MAX_TEMPERATURE)
     top_p: float | None = Field(None, gt=0, le=1)
-    tools: list[FunctionTool] | None = Field(None, max_length=MAX_TOOLS)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tools: Annotated[list[FunctionTool] | None, Field(max_length=MAX_TOOLS), BeforeValidator(runnable_tools)] = None
+    tool_choice: Annotated[ToolChoice | None, BeforeValidator(runnable_choice)] = None
     parallel_tool_calls: bool | None = None
+    reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
     stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    truncation: Literal["auto", "disabled"] | None = None  # a prompt that does not fit is an error
 
     # vLLM's, as for chats
     top_k: int | None = Field(None, ge=-1, lt=2**31)
@@ -79,32 +167,40 @@ class ResponsesRequest(Body):
     num_speculative_tokens: int | None = Field(None, ge=0, le=MAX_SPECULATIVE_TOKENS)
     request_id: str | None = Field(None, max_length=MAX_REQUEST_ID_LENGTH, pattern=r"^[\x21-\x7e]*$")
 
-    # labels: they change no text
+    # labels that the response repeats
     metadata: dict[str, str] | None = None
     user: str | None = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
-    service_tier: Literal["auto", "default"] | None = None
 
-    # at the values that change nothing
-    store: Never = None
-    background: Never = None
-    truncation: Annotated[str, only("disabled"), WithJsonSchema({"const": "disabled"})] | None = None
-    include: Annotated[list[Any], Field(max_length=0)] | None = None
-    reasoning: Annotated[dict[str, Any], Field(max_length=0)] | None = None
-    previous_response_id: Nothing = None
-    conversation: Nothing = None
-    prompt: Nothing = None
-    max_tool_calls: Nothing = None
-    top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
+    prompt_cache_key: CacheKey = None
+    prompt_cache_options: CacheOptions = None
+    prompt_cache_retention: CacheKey = None
+    safety_identifier: Label = None
+    service_tier: ServiceTier = None
+    store: Store = None
+    access_programs: Annotated[dict[str, Any] | None, NoEffect("access programs are OpenAI's own")] = None
+    image: Annotated[dict[str, Any] | None, NoEffect("an input has no images")] = None
+    include: Annotated[list[Included] | None, NoEffect("items have no such parts", silent=([],))] = None
+    max_tool_calls: Annotated[int | None, Field(ge=1, lt=2**31), NoEffect("the server runs no tools")] = None
+
+    background: Annotated[
+        Any, Rejected("the answer comes on the connection of its request; leave it out", allowed=(False,))
+    ] = None
+    context_management: Annotated[Any, Rejected("no context is compacted; send a shorter input", allowed=([],))] = None
+    conversation: Annotated[Any, Rejected("nothing is stored; send all earlier items in input")] = None
+    moderation: Moderation = None
+    previous_response_id: Annotated[Any, Rejected("nothing is stored; send all earlier items in input")] = None
+    prompt: Annotated[Any, Rejected("no prompts are stored; send instructions and input")] = None
+    top_logprobs: Annotated[Any, Rejected("responses have no log probabilities; ask for a chat", allowed=(0,))] = None
 
 
 _SAME = (
     *("model", "temperature", "top_p", "top_k", "min_p", "seed", "parallel_tool_calls", "stream", "cache_salt"),
     *("chat_template_kwargs", "structured_outputs", "priority", "num_speculative_tokens", "request_id"),
 )
-_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
-_TEXTS = ("input_text", "output_text", "text")
+_FUNCTION = {"name", "description", "parameters", "strict"}
+_ROLES = ("user", "assistant", "system", "developer")
+_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+"""Types of parts, each with the key of its text."""
 
 
 def as_chat(body: ResponsesRequest) -> ChatCompletionRequest:
@@ -114,13 +210,12 @@ def as_chat(body: ResponsesRequest) -> ChatCompletionRequest:
     fields["messages"] = _messages(body)
     if body.tools:
         fields["tools"] = [
-            {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+            {"type": "function", "function": tool.model_dump(include=_FUNCTION, exclude_none=True)}
             for tool in body.tools
         ]
-    choice = body.tool_choice
-    fields["tool_choice"] = (
-        {"type": "function", "function": {"name": choice.name}} if isinstance(choice, NamedTool) else choice
-    )
+    fields["tool_choice"] = _choice(body.tool_choice)
+    fields["reasoning_effort"] = None if body.reasoning is None else body.reasoning.effort
+    fields["verbosity"] = None if body.text is None else body.text.verbosity
     wanted = None if body.text is None else body.text.format
     if wanted is not None and wanted.type != "text":
         schema = wanted.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
@@ -130,33 +225,52 @@ def as_chat(body: ResponsesRequest) -> ChatCompletionRequest:
     return ChatCompletionRequest.model_validate(fields)
 
 
+def _choice(choice: str | NamedTool | AllowedTools | None) -> Any:
+    """The `tool_choice` of a chat."""
+    if isinstance(choice, NamedTool):
+        return _function(choice.model_dump())
+    if isinstance(choice, AllowedTools):
+        allowed = {"mode": choice.mode, "tools": [_function(tool) for tool in choice.tools]}
+        return {"type": "allowed_tools", "allowed_tools": allowed}
+    return choice
+
+
+def _function(tool: dict[str, Any]) -> dict[str, Any]:
+    """A function's name as chats have it; other tools as they are."""
+    return {"type": "function", "function": {"name": tool.get("name")}} if tool.get("type") == "function" else tool
+
+
 def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})
     if isinstance(body.input, str):
         return [*messages, {"role": "user", "content": body.input}]
-    for i, item in enumerate(body.input):
-        at, kind = f"input[{i}]", item.get("type", "message")
+    thoughts: list[str] = []  # of the assistant's message that comes next
+
+    def add(message: dict[str, Any]) -> None:
+        own = {"reasoning": "\n".join(thoughts)} if thoughts and message["role"] == "assistant" else {}
+        messages.append(message | own)
+        thoughts.clear()
+
+    for i, item in enumerate(body.input or []):
+        at, kind = f"input[{i}]", item.get("type") or "message"
         if kind == "message":
-            role = _ROLES.get(str(item.get("role")))
-            if role is None:
-                raise invalid_request(f"{at}['role']", item.get("role"), f"must be one of {', '.join(_ROLES)}")
-            messages.append({"role": role, "content": _text(f"{at}['content']", item.get("content"))})
+            role = item.get("role")
+            if role not in _ROLES:
+                raise invalid_request(f"{at}['role']", role, f"must be one of {', '.join(_ROLES)}")
+            add({"role": role, "content": _text(f"{at}['content']", item.get("content"))})
         elif kind == "function_call":
-            call = {
-                "id": item.get("call_id"),
-                "type": "function",
-                "function": {"name": item.get("name"), "arguments": item.get("arguments")},
-            }
-            if messages and messages[-1]["role"] == "assistant":  # calls go with the message before them
-                messages[-1].setdefault("tool_calls", []).append(call)
-            else:
-                messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+            if thoughts or not messages or messages[-1]["role"] != "assistant":
+                add({"role": "assistant", "content": None})
+            # calls go with the message before them
+            messages[-1].setdefault("tool_calls", []).append(_call(at, item))
         elif kind == "function_call_output":
             content = _text(f"{at}['output']", item.get("output"))
-            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
-        elif kind != "reasoning":  # templates leave earlier reasoning out
+            add({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+        elif kind == "reasoning":
+            thoughts += _reasoning(at, item)
+        else:
             raise invalid_request(
                 f"{at}['type']",
                 kind,
@@ -167,11 +281,33 @@ def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
     return messages
 
 
+def _call(at: str, item: dict[str, Any]) -> dict[str, Any]:
+    for key in ("name", "arguments"):
+        if not isinstance(item.get(key), str):
+            raise invalid_request(f"{at}[{key!r}]", item.get(key), "must be a string")
+    function = {"name": item["name"], "arguments": item["arguments"]}
+    return {"id": item.get("call_id"), "type": "function", "function": function}
+
+
+def _reasoning(at: str, item: dict[str, Any]) -> list[str]:
+    """The texts of a reasoning item. An item that has a summary alone, or encrypted content, has none."""
+    parts = item.get("content") or []
+    if not isinstance(parts, list):
+        raise invalid_request(f"{at}['content']", parts, "must be a list of parts of type reasoning_text")
+    for j, part in enumerate(parts):
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            raise invalid_request(f"{at}['content'][{j}]", part, "must be a part of type reasoning_text")
+    return [part["text"] for part in parts]
+
+
 def _text(at: str, content: object) -> str:
     if isinstance(content, str):
         return content
+    texts = []
     parts: list[Any] = content if isinstance(content, list) else [content]
     for part in parts:
-        if not isinstance(part, dict) or part.get("type") not in _TEXTS or not isinstance(part.get("text"), str):
+        key = _TEXTS.get(str(part.get("type"))) if isinstance(part, dict) else None
+        if key is None or not isinstance(part.get(key), str):
             raise invalid_request(at, content, f"must be a string, or a list of parts of type {' or '.join(_TEXTS)}")
-    return "\n".join(part["text"] for part in parts)
+        texts.append(without_marks("input", part)[key])
+    return "\n".join(texts)

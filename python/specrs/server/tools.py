@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ from specrs.server.parsers.base import Function, ToolParser
 from specrs.server.parsers.forced import NamedParser, RequiredParser, required_schema
 from specrs.server.parsers.reasoning import ReasoningParser, begins_with_reasoning
 from specrs.server.parsers.table import TOOL_PARSERS, new_call_id
-from specrs.server.protocol import ChatCompletionRequest, NamedToolChoice, Tool
+from specrs.server.protocol import AllowedToolChoice, ChatCompletionRequest, NamedToolChoice, Tool
 
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
@@ -93,6 +92,7 @@ def read_tools(body: ChatCompletionRequest, settings: ToolSettings) -> ToolUse:
     if len(set(names)) < len(names):
         raise InvalidRequestError("tools: two functions have the same name")
     choice = body.tool_choice
+    assert not isinstance(choice, AllowedToolChoice), "the body is narrowed first"
     if isinstance(choice, NamedToolChoice):
         functions = [function for function in functions if function.name == choice.function.name]
         if not functions:
@@ -124,37 +124,3 @@ def read_tools(body: ChatCompletionRequest, settings: ToolSettings) -> ToolUse:
 def template_tools(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
     """`tools` as chat templates read them; None without any."""
     return [tool.model_dump(exclude_none=True) for tool in tools] if tools else None
-
-
-def template_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`messages`, in which the arguments of calls are objects, as chat templates read them, and no JSON text.
-
-    Raises `InvalidRequestError` for calls that are none.
-    """
-    return [
-        {**message, "tool_calls": _calls(i, message["tool_calls"])} if message.get("tool_calls") else message
-        for i, message in enumerate(messages)
-    ]
-
-
-def _calls(index: int, calls: object) -> list[Any]:
-    at = f"messages[{index}]['tool_calls']"
-    if not isinstance(calls, list):
-        raise invalid_request(at, calls, "must be a list of calls")
-    read = []
-    for i, call in enumerate(calls):
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise invalid_request(f"{at}[{i}]", call, "must be a call of a function, with its name and arguments")
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments or "{}")
-            except (ValueError, RecursionError) as fault:
-                raise invalid_request(
-                    f"{at}[{i}]['function']['arguments']", arguments, f"is no JSON: {fault}"
-                ) from None
-        if not isinstance(arguments, (dict, type(None))):
-            raise invalid_request(f"{at}[{i}]['function']['arguments']", arguments, "must be a JSON object")
-        read.append({**call, "function": {**function, "arguments": arguments or {}}})
-    return read

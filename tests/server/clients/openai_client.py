@@ -172,6 +172,46 @@ output = FUNCTIONS["weather"](**json.loads(call.arguments))
 history += [call.model_dump(), {"type": "function_call_output", "call_id": call.call_id, "output": output}]
 answer = client.responses.create(input=history, tool_choice="none", **asked)
 assert answer.output[0].type == "message"
+# own output goes back as it came: a call that was cut off, and fields that have no effect here
+cut = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Ro'}, "id": "call_1"}
+history = [
+    {"role": "developer", "content": "Be brief."},
+    *conversation[:1],
+    {"role": "assistant", "content": None, "tool_calls": [cut]},
+    {"role": "tool", "tool_call_id": "call_1", "content": "31"},
+]
+raw = client.chat.completions.with_raw_response.create(
+    model="pair",
+    messages=history,
+    tools=[*tools, {"type": "custom", "custom": {"name": "x"}}],
+    tool_choice={"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [{**tools[0]}]}},
+    parallel_tool_calls=False,
+    reasoning_effort="low",
+    verbosity="low",
+    store=True,
+    service_tier="flex",
+    user="me",
+    max_tokens=60,
+    temperature=0,
+)
+(again,) = raw.parse().choices[0].message.tool_calls
+assert again.function.name == "weather"
+assert raw.parse().usage.completion_tokens_details.reasoning_tokens == 0
+for name in ("tools[1].type='custom'", "reasoning_effort", "verbosity", "store", "service_tier", "user"):
+    assert name in raw.headers["x-warning"], name
+raw = client.responses.with_raw_response.create(
+    model="pair",
+    input="x",
+    max_output_tokens=2,
+    store=True,
+    include=["reasoning.encrypted_content"],
+    reasoning={"effort": "low", "summary": "auto"},
+    truncation="auto",
+    tools=[{"type": "web_search"}],
+)
+assert raw.parse().status == "incomplete"
+for name in ("tools[0].type='web_search'", "include", "reasoning.summary", "store"):
+    assert name in raw.headers["x-warning"], name
 refused = failure(
     lambda: client.responses.create(model="pair", input="x", previous_response_id="resp_1"), openai.BadRequestError
 )

@@ -1,0 +1,36 @@
+"""A `tool_choice` that narrows the tools: the chat that has only those tools."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specrs.errors import invalid_request
+from specrs.server.hosted_tools import is_hosted
+from specrs.server.protocol import AllowedToolChoice, ChatCompletionRequest
+
+
+def narrowed(body: ChatCompletionRequest) -> ChatCompletionRequest:
+    """`body` with the allowed tools alone, in prompt and parser, and with the choice's mode. Mutates nothing.
+
+    Raises `InvalidRequestError` for an allowed tool that is none of `tools`.
+    """
+    choice = body.tool_choice
+    if not isinstance(choice, AllowedToolChoice):
+        return body
+    offered = {tool.function.name: tool for tool in body.tools or []}
+    names = []
+    for i, tool in enumerate(choice.allowed_tools.tools):
+        if is_hosted(tool):  # left out of `tools`, too
+            continue
+        name = _name(tool)
+        if name not in offered:
+            raise invalid_request(f"tool_choice.allowed_tools.tools[{i}]", tool, "must be a function of tools")
+        names.append(name)
+    tools = [tool for name, tool in offered.items() if name in names]
+    return body.model_copy(update={"tools": tools, "tool_choice": choice.allowed_tools.mode})
+
+
+def _name(tool: dict[str, Any]) -> str | None:
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) and tool.get("type") == "function" else None

@@ -1,0 +1,44 @@
+"""Fields of messages and their parts that no chat template reads: left out with a warning, moved, or rejected."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specrs.errors import invalid_request
+from specrs.server.dispositions import warn
+
+CACHE_MARKS = frozenset({"cache_control", "prompt_cache_breakpoint"})
+"""Keys by which messages and their parts mark the end of a prefix that is to be cached."""
+_REPLACED = {"audio": "messages are text alone; leave it out", "function_call": "not implemented; use tool_calls"}
+
+
+def read_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages of a chat as templates read them. Mutates nothing.
+
+    Marks of caches give a warning. A refusal is the content of a message that has none.
+
+    Raises `InvalidRequestError` for forms of messages that no longer exist.
+    """
+    return [_message(i, message) for i, message in enumerate(messages)]
+
+
+def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
+    for name, reason in _REPLACED.items():
+        if message.get(name) is not None:
+            raise invalid_request(f"messages[{index}][{name!r}]", message[name], reason)
+    content = message.get("content")
+    if isinstance(content, list):
+        for part in content:
+            if isinstance(part, dict):
+                without_marks("messages", part)
+    elif content is None and isinstance(message.get("refusal"), str):
+        message = {**message, "content": message["refusal"]}
+    return without_marks("messages", message)
+
+
+def without_marks(field: str, given: dict[str, Any]) -> dict[str, Any]:
+    """A message or part without its marks of caches. Each kind of mark gives one warning about `field`."""
+    for name in sorted(CACHE_MARKS.intersection(given)):
+        if given[name] is not None:
+            warn(f"{field}: {name} has no effect; cached prefixes are found without it")
+    return {key: value for key, value in given.items() if key not in CACHE_MARKS}
