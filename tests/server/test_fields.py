@@ -99,7 +99,8 @@ def test_what_has_no_effect_is_named(place: str, name: str, entry: NoEffect) -> 
 @pytest.mark.parametrize(("place", "name", "entry"), declared(Rejected))
 def test_what_is_rejected_has_a_reason(place: str, name: str, entry: Rejected) -> None:
     model, least = MODELS[place]
-    for value in ("x", True, 7, 1.5, {"a": 1}, ["a"]):
+    near = [value for value in (0, False) if not any(value is one for one in entry.allowed)]  # 0 equals False
+    for value in ("x", True, 7, 1.5, {"a": 1}, ["a"], *near):
         with pytest.raises(ValidationError) as fault:
             model.model_validate_json(json.dumps({**least, name: value}))
         error = validation_error(fault.value)
