@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,10 +14,15 @@ from torch import Tensor
 
 from specrs.errors import CheckpointError, invalid, short
 from specrs.models.hub import did_you_mean, hub_error
+from specrs.models.shard_index import place
+
+logger = logging.getLogger("specrs")
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_OTHER_WEIGHTS = ("adapter_", "consolidated")
+"""How files of other weights begin: a LoRA adapter, and the same model in its author's layout."""
 DTYPES = ("F64", "F32", "BF16", "F16")
 """Of weights that are numbers, in safetensors' words."""
 MAX_JSON = 64 << 20
@@ -84,15 +90,20 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         """Open the files. Raises CheckpointError if one is missing or damaged, or if there are only pickled weights."""
         self.folder = folder
-        self._files: dict[str, Any] = {}
-        for path in _weight_files(folder):
+        paths, weight_map = _weight_files(folder)
+        handles: dict[str, Any] = {}
+        for path in paths:
             try:
                 handle: Any = safe_open(str(path), framework="pt")
             except FileNotFoundError:
                 raise CheckpointError(f"{folder}: {path.name} is missing, {INDEX} names it") from None
             except (SafetensorError, OSError) as fault:
                 raise CheckpointError(f"{path}: damaged or truncated: {fault}") from fault
-            self._files |= dict.fromkeys(handle.keys(), handle)
+            handles[path.name] = handle
+        self.placement = place(folder, weight_map, {file: list(handle.keys()) for file, handle in handles.items()})
+        self.unlisted = self.placement.unlisted
+        """See `Placement`."""
+        self._files = {name: handles[file] for name, file in self.placement.files.items()}
 
     def check(
         self,
@@ -102,11 +113,13 @@ class Checkpoint:
     ) -> None:
         """Check that exactly the `expected` tensors are there, each with its shape, and perhaps `optional` ones.
 
-        Those `not_checked` may be there in any shape and type. Buffers of RoPE frequencies are ignored: they are
-        computed. Raises CheckpointError that names the tensors.
+        Those `not_checked` may be there in any shape and type. Buffers of RoPE frequencies are ignored, because they
+        are computed, and so are tensors that the index does not list. Raises CheckpointError that names the tensors.
         """
+        self.placement.check(self.folder, (*expected, *optional))
         found = self.entries()
-        check_tensors(self.folder, {name: shape for name, (shape, _) in found.items()}, expected, optional, not_checked)
+        shapes = {name: shape for name, (shape, _) in found.items()}
+        check_tensors(self.folder, shapes, expected, optional, (*not_checked, *self.unlisted))
         for name in filter(self._files.__contains__, {**expected, **optional}):
             if found[name][1] not in DTYPES:
                 raise CheckpointError(f"{self.folder}: {name} is {found[name][1]}, allowed are {', '.join(DTYPES)}")
@@ -147,7 +160,7 @@ def check_tensors(
     if missing:
         raise CheckpointError(f"{folder}: {_some(missing)} missing")
     known = {**expected, **optional}
-    ignored = {name for name in found if name in not_checked or name.endswith("rotary_emb.inv_freq")}
+    ignored = {*not_checked, *(name for name in found if name.endswith("rotary_emb.inv_freq"))}
     extra = [name for name in found if name not in known and name not in ignored]
     if extra:
         raise CheckpointError(f"{folder}: {_some(extra)} not part of this architecture: it would be ignored")
@@ -156,19 +169,27 @@ def check_tensors(
             raise CheckpointError(f"{folder}: {name} has shape {found[name]}, config.json makes it {known[name]}")
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / INDEX
+def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
+    """The files of weights, and the file that the index names for each tensor; {}: there is one file.
+
+    As in transformers, `model.safetensors` comes before an index that does not name it, which is a stale one.
+    """
+    index, single = folder / INDEX, folder / SINGLE
+    if single.is_file():
+        weight_map: dict[str, str] = {}
+        with contextlib.suppress(CheckpointError):
+            weight_map = _weight_map(index)
+        if SINGLE not in weight_map.values():
+            if index.exists():
+                logger.warning("%s: %s is not read, because %s is there, too", folder, INDEX, SINGLE)
+            return [single], {}
     if index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise CheckpointError(f"{index}: weight_map={short(weight_map)}: must map tensor names to file names")
-        names = sorted(set(weight_map.values()))
-        outside = [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]
-        if outside:
-            raise CheckpointError(f"{index}: {short(outside[0])} must be a safetensors file in the same folder")
-        return [folder / name for name in names]
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
+        weight_map = _weight_map(index)
+        return [folder / name for name in sorted(set(weight_map.values()))], weight_map
+    others = [path for path in folder.glob("*.safetensors") if not path.name.startswith(_OTHER_WEIGHTS)]
+    if len(others) == 1:
+        logger.warning("%s: %s is read as %s, which is missing", folder, others[0].name, SINGLE)
+        return others, {}
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
     if pickles:
         raise CheckpointError(
@@ -176,6 +197,17 @@ def _weight_files(folder: Path) -> list[Path]:
             "convert them to safetensors"
         )
     raise CheckpointError(f"{folder}: neither {SINGLE} nor {INDEX} is there")
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """`weight_map` of the file `index`: the file of each tensor. Raises CheckpointError for one that is none."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{index}: weight_map={short(weight_map)}: must map tensor names to file names")
+    outside = [name for name in weight_map.values() if Path(name).name != name or not name.endswith(".safetensors")]
+    if outside:
+        raise CheckpointError(f"{index}: {short(min(outside))} must be a safetensors file in the same folder")
+    return weight_map
 
 
 def _some(names: list[str]) -> str:

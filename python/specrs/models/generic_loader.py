@@ -138,7 +138,11 @@ def _load(folder: Path, config: PreTrainedConfig, dtype: torch.dtype, load_forma
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(0)
             return auto.from_config(config, dtype=dtype).eval()
-    Checkpoint(folder)  # names what is wrong with its files
+    placement = Checkpoint(folder).placement  # names what is wrong with its files
+    copied = placement.stale | placement.ambiguous.keys()
+    if copied:
+        reason = f"{min(copied)} is in several of its files, and transformers does not go by the index"
+        raise CheckpointError(f"{folder}: {reason}; remove the copies that the index does not name")
     try:
         model, info = auto.from_pretrained(
             folder,

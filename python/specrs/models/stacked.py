@@ -60,6 +60,7 @@ class StackedCheckpoint(Checkpoint):
                 for part, first, step in _PARTS[found["projection"]]:
                     own = f"{found['experts']}.{expert}.{part}.{_KINDS[found['kind']]}"
                     self._views[own] = _View(name, expert, first, step, found["kind"] == "")
+        self.unlisted |= {own for own, view in self._views.items() if view.name in self.unlisted}
 
     def entries(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """See `Checkpoint`; like what follows."""

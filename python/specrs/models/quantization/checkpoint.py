@@ -45,7 +45,8 @@ class QuantizedCheckpoint(QuantizedTensors):
         rest = {name: shape for name, (shape, _) in found.items() if name not in layers and not self._unused(name)}
         missing = {name: expected.shapes[0] for name, expected in layers.items() if expected.required}
         present = {name: expected.shapes[0] for name, expected in layers.items() if name in found}
-        check_tensors(self.folder, rest | present, plain | missing, {**optional, **present})
+        self._files.placement.check(self.folder, (*plain, *layers, *optional))
+        check_tensors(self.folder, rest | present, plain | missing, {**optional, **present}, (*self._files.unlisted,))
         for name, (shape, dtype) in found.items():
             expected = layers.get(name)
             if expected is None:

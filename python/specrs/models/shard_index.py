@@ -1,0 +1,64 @@
+"""Which file each tensor of a checkpoint is read from, where its index and its files may disagree. Reads no file."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from specrs.errors import CheckpointError
+
+logger = logging.getLogger("specrs")
+
+
+class Placement(NamedTuple):
+    """Where tensors are."""
+
+    files: dict[str, str]
+    """The name of the file that each tensor is read from."""
+    unlisted: frozenset[str]
+    """Tensors that the index does not list. They are read where the model has them and ignored elsewhere."""
+    stale: frozenset[str]
+    """Tensors that other files hold, too. Those copies are not read."""
+    ambiguous: dict[str, list[str]]
+    """Tensors in several files, none of which the index names for them, with those files. They are not in `files`."""
+
+    def check(self, folder: Path, names: Iterable[str]) -> None:
+        """Raise CheckpointError for the first of `names` that is ambiguous."""
+        for name in names:
+            if name in self.ambiguous:
+                held = " and ".join(sorted(self.ambiguous[name]))
+                raise CheckpointError(
+                    f"{folder}: {name} is in {held}, and the index names none of them for it; "
+                    "list it in the index, or remove all copies but one"
+                )
+
+
+def place(folder: Path, weight_map: Mapping[str, str], found: Mapping[str, Collection[str]]) -> Placement:
+    """Choose the file of each tensor and log where index and files disagree.
+
+    `weight_map` is the index: the file of each tensor; empty where there is none. `found` has the names of the tensors
+    of each file. The index decides where its file holds the tensor. Otherwise the tensor is read from the one file
+    that holds it.
+    """
+    holders: dict[str, list[str]] = {}
+    for file, names in found.items():
+        for name in names:
+            holders.setdefault(name, []).append(file)
+    files = {name: held[0] for name, held in holders.items() if len(held) == 1}
+    listed = {name: weight_map[name] for name, held in holders.items() if weight_map.get(name) in held}
+    files |= listed
+    if not weight_map:
+        return Placement(files, frozenset(), frozenset(), {})
+    stale = frozenset(name for name in listed if len(holders[name]) > 1)
+    unlisted = frozenset(holders.keys() - weight_map.keys())
+    moved = frozenset(name for name in files if name in weight_map and name not in listed)
+    for names, what in (
+        (stale, "also in files that the index does not name for them: those copies are not read"),
+        (moved, "not in the files that the index names for them: they are read from the files that hold them"),
+        (unlisted, "not in the index: they are read where the model has them and ignored elsewhere"),
+    ):
+        if names:
+            logger.warning("%s: %d tensors (%s, ...) are %s", folder, len(names), min(names), what)
+    return Placement(files, unlisted, stale, {name: held for name, held in holders.items() if name not in files})
