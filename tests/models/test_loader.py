@@ -62,9 +62,6 @@ def test_tied_head_in_the_file(copy: Path) -> None:
     embedding = load_file(copy / "model.safetensors")["model.embed_tokens.weight"]
     change_tensors(copy, lm_head__weight=embedding.clone())
     assert_same(logits(copy), expected)
-    change_tensors(copy, lm_head__weight=embedding + 1)
-    with pytest.raises(CheckpointError, match=r"tie_word_embeddings is true, but lm_head\.weight differs"):
-        load_model(copy)
 
 
 def test_rope_buffers_are_ignored(copy: Path) -> None:

@@ -28,6 +28,7 @@ from specrs.models.loader import (
     load_model,
     open_checkpoint,
     resolve_dtype,
+    stored_config,
 )
 from specrs.models.native_loader import load_native
 from specrs.models.quantization.at_load import INT4_GROUPS, bits_at_load
@@ -313,7 +314,7 @@ def check_formats(config: EngineConfig, device: torch.device) -> None:
 def check_weights_fit(config: EngineConfig, device: torch.device, ranks: Ranks | None = None) -> None:
     """Raises InvalidConfigError if the GPU's free memory does not hold the weights, of several `ranks` this one's.
 
-    Reads configurations only.
+    Reads configurations, and of models with tied embeddings whether the files hold an LM head that differs.
     """
     sizes, draft, speculative = {}, _draft_source(config), config.speculative_config
     sources = [("model", config.target, config.revision, config.quantization)]
@@ -326,7 +327,7 @@ def check_weights_fit(config: EngineConfig, device: torch.device, ranks: Ranks |
         sources.append(("speculative_config.model", *draft, speculative.quantization))
     dtype: torch.dtype | None = None
     for field, source, revision, quantization in sources:
-        model = load_config(source, revision=revision)
+        model = stored_config(source, revision=revision, load_format=config.load_format)
         dtype = resolve_dtype(config.dtype, model, device) if dtype is None else dtype
         own = parts[field]
         shapes = tensor_shapes(model) if own is None else Shard(own.rank, own.size).tensor_shapes(model)

@@ -1,6 +1,7 @@
 """From a folder or hub id to a model. Knows the names of tensors; reads files through `checkpoint`."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from specrs.errors import CheckpointError, UnsupportedModelError, invalid
+from specrs.errors import UnsupportedModelError, invalid
 from specrs.kernels.coded_weight import CodedWeight, fuse
 from specrs.kernels.kv_codes import FRACTIONS, UNSCALED
 from specrs.kernels.linear import DenseWeight, Weight, pack
@@ -61,6 +62,17 @@ def load_config(source: str | Path, *, revision: str | None = None) -> ModelConf
     """
     file = gguf_path(source, revision)
     return _read_config(resolve_folder(source, revision, weights=False)) if file is None else gguf_config(file)
+
+
+def stored_config(source: str | Path, *, revision: str | None = None, load_format: str = "auto") -> ModelConfig:
+    """`load_config`, untied where the weights of a folder hold an LM head of their own, see `with_own_head`.
+
+    Weights of a hub id are not downloaded for it. Raises as `load_model`.
+    """
+    config = load_config(source, revision=revision)
+    if load_format == "dummy" or not config.tie_word_embeddings or not Path(source).is_dir():
+        return config
+    return open_checkpoint(source, revision, load_format)[0]
 
 
 def is_known_family(source: str | Path, *, revision: str | None = None) -> bool:
@@ -142,11 +154,44 @@ def open_checkpoint(
     if load_format == "dummy":
         return config, DummyCheckpoint(config)
     files = StackedCheckpoint(folder) if _is_stacked(config) else Checkpoint(folder)
-    return config, files if scheme is None else QuantizedCheckpoint(files, scheme)
+    tensors = files if scheme is None else QuantizedCheckpoint(files, scheme)
+    return with_own_head(config, tensors), tensors
+
+
+def with_own_head(config: ModelConfig, tensors: Tensors) -> ModelConfig:
+    """`config`, untied if it says that embeddings are tied and the tensors hold an LM head that differs from them.
+
+    As in transformers, the tensors are believed. Raises CheckpointError for tensors that are not those of `config`.
+    """
+    if not config.tie_word_embeddings:
+        return config
+    tensors.check(tensor_shapes(config), {LM_HEAD: (config.vocab_size, config.hidden_size)})
+    if LM_HEAD not in tensors:
+        return config
+    quantized = isinstance(tensors, QuantizedTensors) and tensors.is_quantized(LM_HEAD)
+    if not quantized and _same_numbers(tensors.mapped(LM_HEAD), tensors.mapped(EMBEDDING)):
+        return config
+    logger.warning(
+        "%s: tie_word_embeddings=true, but %s differs from %s: it is loaded as an LM head of its own",
+        tensors.folder,
+        LM_HEAD,
+        EMBEDDING,
+    )
+    return replace(config, tie_word_embeddings=False)
+
+
+def _same_numbers(one: Tensor, other: Tensor) -> bool:
+    """Whether two matrices of a shape and any types are equal. Compares some rows at a time: the first often tell."""
+    if one.data_ptr() == other.data_ptr() and one.dtype == other.dtype:
+        return True
+    rows = max(1, (1 << 20) // one.shape[1])
+    parts = zip(one.split(rows), other.split(rows), strict=True)
+    return all(bool((mine == its).all()) for mine, its in parts)
 
 
 def load_tensors(config: ModelConfig, tensors: Tensors, dtype: torch.dtype, device: torch.device) -> Dense:
     """A model of `config` from wherever its tensors are, under the names of a checkpoint."""
+    config = with_own_head(config, tensors)
     return Dense(Loader(config, tensors, resolve_dtype(dtype, config, device), device).load())
 
 
@@ -307,15 +352,7 @@ class Loader(LayerReader):
         c = self.config
         self.check()
         embedding = self.matrix(EMBEDDING)
-        head = embedding
-        if LM_HEAD in self.checkpoint:
-            head = self.matrix(LM_HEAD)
-            if c.tie_word_embeddings and not torch.equal(head, embedding):
-                raise CheckpointError(
-                    f"{self.checkpoint.folder}: tie_word_embeddings is true, but {LM_HEAD} differs from {EMBEDDING}"
-                )
-            if c.tie_word_embeddings:
-                head = embedding
+        head = embedding if c.tie_word_embeddings else self.matrix(LM_HEAD)
         rotaries = {rope: None if rope is None else self.rotary(rope) for rope in c.ropes}
         layers = tqdm(range(c.num_layers), desc="Loading layers", delay=2.0, disable=None)
         return DenseWeights(

@@ -126,9 +126,7 @@ class _NativeLoader(NativeReader, Loader):
         return StackedWeight((weight,))
 
     def matrices(self) -> list[str]:
-        shapes = tensor_shapes(self.config)
-        names = [name for name, shape in shapes.items() if len(shape) == 2]
-        return names if LM_HEAD in shapes or LM_HEAD not in self.checkpoint else [*names, LM_HEAD]
+        return [name for name, shape in tensor_shapes(self.config).items() if len(shape) == 2]
 
     def matrix(self, name: str) -> Tensor:
         return aligned(self.checkpoint.mapped(name).to(self.storage))
