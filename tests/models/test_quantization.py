@@ -283,7 +283,6 @@ def test_a_bias_of_zeros_that_the_layer_does_not_have(source: Path, tmp_path: Pa
             r"group_size=0: must be an integer of at least 1, or -1",
         ),
         ({"quant_method": "gptq", "bits": 4, "group_size": 48}, r"group_size=48: must divide the 64 inputs of model\."),
-        ({"quant_method": "gptq", "bits": 4, "dynamic": {"a": 1}}, r"dynamic=.*: not implemented; allowed: null"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, r"checkpoint_format='marlin'"),
         ({"quant_method": "awq", "version": "gemv"}, r"version='gemv': not implemented; allowed: 'gemm'"),
         ({"quant_method": "awq", "zero_point": False}, r"zero_point=False: not implemented; allowed: true"),

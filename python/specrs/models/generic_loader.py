@@ -26,6 +26,7 @@ from specrs.models.generic import ATTENTION, GenericFacts, GenericModel, LayerSh
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import resolve_cache_dtype
 from specrs.models.loader import named_dtype
+from specrs.models.quantization.table import read_config
 
 logger = logging.getLogger("specrs")
 
@@ -53,7 +54,7 @@ def load_generic(
     Raises CheckpointError, or UnsupportedModelError for what does not fit, by name.
     """
     folder = resolve_folder(source, revision, weights=load_format != "dummy")
-    raw = read_json(folder / "config.json")
+    raw = read_config(folder)
     config = _config(folder, raw)
     name = _check_config(folder, raw, config)
     resolved = named_dtype(dtype, raw_dtype(raw), torch.device("cpu"))

@@ -26,7 +26,7 @@ from specrs.models.kv_cache import read_kv_scales
 from specrs.models.quantization.at_load import Float8AtLoad, IntegersAtLoad
 from specrs.models.quantization.base import QuantizedTensors
 from specrs.models.quantization.checkpoint import QuantizedCheckpoint
-from specrs.models.quantization.table import FIELDS, methods_of, scheme_of
+from specrs.models.quantization.table import FIELDS, methods_of, read_config, scheme_of
 from specrs.models.registry import is_known
 from specrs.models.rope import Rope, frequencies
 from specrs.models.shards import Shard, ShardedTensors, check_divides
@@ -150,7 +150,7 @@ def open_checkpoint(
         config = gguf_config(file)
         return config, DummyCheckpoint(config) if load_format == "dummy" else GGUFCheckpoint(file)
     folder = resolve_folder(source, revision, weights=load_format != "dummy")
-    config, scheme = _read_config(folder), scheme_of(read_json(folder / "config.json"))
+    config, scheme = _read_config(folder), scheme_of(read_config(folder))
     if load_format == "dummy":
         return config, DummyCheckpoint(config)
     files = StackedCheckpoint(folder) if _is_stacked(config) else Checkpoint(folder)
@@ -219,7 +219,7 @@ def named_dtype(dtype: str | torch.dtype, checkpoint_dtype: str | None, device: 
 
 
 def _read_config(folder: Path) -> ModelConfig:
-    raw = read_json(folder / "config.json")
+    raw = read_config(folder)
     with of_folder(folder):
         scheme = scheme_of(raw)
         if scheme is not None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from specrs.models.errors import malformed, unsupported
 from specrs.models.quantization.base import (
@@ -19,9 +23,14 @@ from specrs.models.quantization.base import (
     check_zero_scales,
     groups_of,
 )
+from specrs.models.quantization.dynamic import overrides
 from specrs.models.quantization.grouped import Grouped, unpack
 from specrs.models.quantization.modules import is_in, patterns
 from specrs.models.tensors import LM_HEAD
+
+logger = logging.getLogger("specrs")
+_OFFSETS = {"gptq": 1, "gptq_v2": 0}
+"""What is added to stored zero points, by the `checkpoint_format`. A file without a name is read as `gptq`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +42,10 @@ class GPTQ(GroupedFormat):
     group: int
     """Inputs of a group; -1: all."""
     desc_act: bool
-    offset: int
-    """What is added to stored zero points: 1 in the first version of the format."""
+    layout: str
+    """The `checkpoint_format`, a key of `_OFFSETS`."""
+    sym: bool | None = None
+    """Whether all zero points are the middle of the codes, 8 or 128; None: the file does not say."""
 
     def tensors(self, name: str, out: int, size: int) -> dict[str, Expected]:
         """See `LinearFormat`; like what follows."""
@@ -66,37 +77,70 @@ class GPTQ(GroupedFormat):
             if torch.equal(group_of, each):
                 group_of = None
         codes = unpack(layer.read("qweight"), self.bits, 0).t().to(torch.int16)
-        zeros = unpack(layer.read("qzeros"), self.bits, 1).t().to(torch.int16) + self.offset
+        stored = unpack(layer.read("qzeros"), self.bits, 1).t().to(torch.int16)
+        zeros = stored + self._offset(layer.folder, stored)
         values = codes - zeros[:, each if group_of is None else group_of]
         return check_zero_scales(layer, "scales", Grouped(values, scales, group_of), by_group=True)
+
+    def _offset(self, folder: Path, stored: Tensor) -> int:
+        """What is added to the `stored` zero points of a layer.
+
+        With `sym` they are all the middle of the codes, or in the first version of the format one less, so the data
+        tells the version. It is believed before the name, which many files have wrong or lack.
+        """
+        named, middle = _OFFSETS[self.layout], 1 << (self.bits - 1)
+        low, high = (int(bound) for bound in stored.aminmax())
+        if self.sym is False:
+            return named
+        if low == high and middle - low in _OFFSETS.values():
+            if middle - low != named:
+                _warn(folder, f"zero points are {low}, so not of checkpoint_format={self.layout!r}, as which it goes")
+            return middle - low
+        if self.sym:
+            reason = f"sym=true, but zero points are from {low} to {high}; they are read as {self.layout!r}"
+            _warn(folder, f"{reason}, which is wrong if the file was written in the other version of the format")
+        return named
 
     def coded_bits(self, size: int) -> int | None:
         """See `LinearFormat`."""
         return None if self.desc_act else bits_of(("int4", "int8")[self.bits == 8 :], self.group, size)
 
 
+@functools.cache
+def _warn(folder: Path, reason: str) -> None:
+    """Log `reason` once for a folder, not for each of its layers."""
+    logger.warning("%s: %s", folder, reason)
+
+
 def scheme(raw: Mapping[str, Any]) -> Scheme:
     """The `quantization_config` of `quant_method` gptq. Raises UnsupportedModelError or CheckpointError by field."""
+    form = _format(raw)
+    ignored = patterns("modules_to_not_convert", raw.get("modules_to_not_convert"))
+    made = [(rule, None if fields is None else _format({**raw, **fields})) for rule, fields in overrides(raw)]
+
+    def format_of(name: str) -> LinearFormat | None:
+        if (f"{name}.weight" == LM_HEAD and not raw.get("lm_head")) or is_in(name, ignored):
+            return None
+        return next((own for rule, own in made if rule.match(name)), form)
+
+    return Scheme("gptq", format_of)
+
+
+def _format(raw: Mapping[str, Any]) -> GPTQ:
+    """The format that the fields of `raw` describe."""
     at = "quantization_config."
-    bits, group, layout = raw.get("bits"), raw.get("group_size", 128), raw.get("checkpoint_format", "gptq")
+    bits, group = raw.get("bits"), raw.get("group_size", 128)
+    layout = raw.get("checkpoint_format", raw.get("format"))
     if bits not in (4, 8):
         raise unsupported(at + "bits", bits, "4 or 8")
     check_group(group)
-    if layout not in ("gptq", "gptq_v2", None):
+    if layout not in (*_OFFSETS, None):
         raise unsupported(at + "checkpoint_format", layout, "'gptq' or 'gptq_v2'")
-    if raw.get("dynamic"):
-        raise unsupported(at + "dynamic", raw["dynamic"], "null: the same for all layers")
     if raw.get("pack_dtype", "int32") != "int32":
         raise unsupported(at + "pack_dtype", raw["pack_dtype"], "'int32'")
-    form = GPTQ(bits, group, bool(raw.get("desc_act")), 0 if layout == "gptq_v2" else 1)
-    ignored = patterns("modules_to_not_convert", raw.get("modules_to_not_convert"))
-
-    def format_of(name: str) -> LinearFormat | None:
-        if f"{name}.weight" == LM_HEAD and not raw.get("lm_head"):
-            return None
-        return None if is_in(name, ignored) else form
-
-    return Scheme("gptq", format_of)
+    if raw.get("sym") not in (None, True, False):
+        raise malformed(at + "sym", raw["sym"], "true or false")
+    return GPTQ(bits, group, bool(raw.get("desc_act")), layout or "gptq", raw.get("sym"))
 
 
 def check_group(group: object) -> None:

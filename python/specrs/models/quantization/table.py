@@ -34,6 +34,10 @@ AT_LOAD = ("fp8", "int8", "int4")
 """What weights that are not quantized can be made as they are loaded."""
 FIELDS = ("quantization_config", "compression_config")
 """Where config.json has it; older checkpoints of compressed-tensors use the second name."""
+OWN_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Files that older quantizers wrote in place of the field, with their `quant_method`."""
+_AWQ_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}
+"""What AWQ's own file calls fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,21 @@ def methods_of(*, stacked: bool) -> tuple[str, ...]:
     return tuple(method for method in METHODS if (method in STACKED) == stacked)
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a folder. Where it says nothing of quantized weights, `quantization_config` is what a file of its
+    own says (`OWN_FILES`). Raises CheckpointError."""
+    raw, path = read_json(folder / "config.json"), quantization_file(folder)
+    if path is None or any(raw.get(field) is not None for field in FIELDS):
+        return raw
+    given = {_AWQ_NAMES.get(name, name): value for name, value in read_json(path).items()}
+    return raw | {FIELDS[0]: {"quant_method": OWN_FILES[path.name]} | given}
+
+
+def quantization_file(folder: Path) -> Path | None:
+    """The first of `OWN_FILES` in a folder."""
+    return next((folder / name for name in OWN_FILES if (folder / name).is_file()), None)
+
+
 def scheme_of(raw: Mapping[str, Any]) -> Scheme | None:
     """What config.json says of quantized weights; None: there are none. Raises UnsupportedModelError for an unknown
     `quant_method`, else as its reader."""
@@ -104,7 +123,7 @@ def method_of(source: str | Path, revision: str | None) -> str | None:
     if file is not None:
         plain = all(info.kind in PLAIN for info in open_gguf(file).tensors.values())
         return None if plain else GGUF
-    scheme = scheme_of(read_json(resolve_folder(source, revision, weights=False) / "config.json"))
+    scheme = scheme_of(read_config(resolve_folder(source, revision, weights=False)))
     return None if scheme is None else scheme.method
 
 

@@ -1,0 +1,42 @@
+"""`dynamic` of a GPTQ configuration: layers that are not quantized, or in another way than the others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from specrs.models.errors import malformed, unsupported
+
+_READ = ("bits", "group_size", "desc_act", "sym")
+_OF_QUANTIZING = ("damp_percent", "damp_auto_increment", "static_groups", "true_sequential", "mse", "act_group_aware")
+"""Fields that say how codes were found, and not what they stand for."""
+
+
+def overrides(raw: Mapping[str, Any]) -> list[tuple[re.Pattern[str], dict[str, Any] | None]]:
+    """Rules for single layers in the order in which they are tried; the first that matches a layer's name counts.
+
+    Each is a pattern, which matches at the beginning of a name, and the fields that differ there, None: the layer is
+    not quantized. In the file a pattern begins with `-:` for the latter, and may begin with `+:` otherwise.
+
+    Raises CheckpointError or UnsupportedModelError by field.
+    """
+    at, given = "quantization_config.dynamic", raw.get("dynamic")
+    if given is None:
+        return []
+    if not isinstance(given, Mapping):
+        raise malformed(at, given, "an object of patterns")
+    made: list[tuple[re.Pattern[str], dict[str, Any] | None]] = []
+    for pattern, fields in given.items():
+        skipped = pattern.startswith("-:")
+        try:
+            rule = re.compile(pattern[2:] if pattern.startswith(("-:", "+:")) else pattern)
+        except re.error as fault:
+            raise malformed(at, pattern, f"a regular expression after '-:' or '+:' ({fault})") from None
+        if not isinstance(fields, Mapping) and not (skipped and fields is None):
+            raise malformed(f"{at}[{pattern!r}]", fields, "an object of fields")
+        for name in () if skipped else fields:
+            if name not in (*_READ, *_OF_QUANTIZING):
+                raise unsupported(f"{at}[{pattern!r}].{name}", fields[name], f"not there; only {', '.join(_READ)}")
+        made.append((rule, None if skipped else {name: fields[name] for name in _READ if name in fields}))
+    return made
