@@ -135,7 +135,7 @@ def test_biases() -> None:
         {"sliding_window": 512, "use_sliding_window": True},  # as long as the context
         {"layer_types": None},
         {"partial_rotary_factor": 1.0},
-        {"quantization_config": None, "auto_map": {}},
+        {"quantization_config": None, "auto_map": {"AutoModelForCausalLM": "modeling_x.XForCausalLM"}},
         {"model_type": None},
         {"original_max_position_embeddings": 32},  # of a scaling, and there is none
         {"is_causal": True, "per_layer_config": {}, "transformers_weights": "model.safetensors"},
@@ -170,7 +170,6 @@ UNSUPPORTED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (QWEN3, {"architectures": [["Qwen3ForCausalLM"]]}, "architectures"),
     (QWEN3, {"hidden_act": "gelu"}, "hidden_act='gelu'"),
     (QWEN3, {"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
-    (QWEN3, {"auto_map": {"AutoModel": "x.Y"}}, "auto_map"),
     (QWEN3, {"num_experts": 8}, "num_experts=8"),
     (LLAMA, {"num_local_experts": 8}, "num_local_experts=8"),
     (QWEN3, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),

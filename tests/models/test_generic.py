@@ -137,7 +137,8 @@ def test_a_model_that_computes_otherwise_is_named(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("fields", "error", "words"),
     [
-        ({"auto_map": {"AutoModelForCausalLM": "x.Y"}}, UnsupportedModelError, "auto_map"),
+        ({"auto_map": {"AutoConfig": "x.Y"}, "model_type": "unheard_of"}, UnsupportedModelError, "auto_map"),
+        ({"auto_map": {"AutoModel": "x.Y"}, "architectures": ["XForCausalLM"]}, UnsupportedModelError, "auto_map"),
         ({"quantization_config": {"quant_method": "gptq"}}, UnsupportedModelError, "quantization_config"),
         ({"model_type": "unheard_of"}, CheckpointError, "transformers .* does not read it"),
         ({"hidden_size": 48}, CheckpointError, "are of another shape|could not load"),
@@ -161,6 +162,15 @@ def test_fields_that_are_refused(fields: dict[str, Any], error: type[Exception],
     edit_json(path / "config.json", **fields)
     with pytest.raises(error, match=words):
         load_generic(path, dtype="float64")
+
+
+def test_code_that_a_checkpoint_names_is_not_run(tmp_path: Path) -> None:
+    """transformers has the architecture itself, so `auto_map` has no effect; the module that it names is not there."""
+    path = make_generic(tmp_path, "starcoder2")
+    names = {"AutoConfig": "configuration_x.XConfig", "AutoModelForCausalLM": "modeling_x.XForCausalLM"}
+    edit_json(path / "config.json", auto_map=names)
+    found = Feeder(load_generic(path, dtype="float64")).feed_chunks(tokens(), [LENGTH])
+    assert_near(found, reference(path, tokens()), 1e-6)
 
 
 def test_missing_weights_are_named(tmp_path: Path) -> None:

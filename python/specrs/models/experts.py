@@ -62,6 +62,8 @@ def parse_experts(raw: Mapping[str, Any], fields: ExpertFields, num_layers: int)
     per_token = size(raw, "num_experts_per_tok", fields.default_per_tok)
     if per_token > count:
         raise malformed("num_experts_per_tok", per_token, f"at most {fields.count}={count}")
+    if raw.get("experts_per_token") not in (None, per_token):
+        raise malformed("experts_per_token", raw["experts_per_token"], f"num_experts_per_tok={per_token}")
     layers = (True,) * num_layers
     if fields.dense_layers:
         every, dense = size(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers")

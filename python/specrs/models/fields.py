@@ -1,9 +1,12 @@
 """The fields of config.json that are not read: which would make another model, and which have no effect and why.
 
-What transformers does with config.json decides, since text is compared with its text: its configuration of a family
-takes every field as an attribute, and the code of all families asks some attributes by name. Each such attribute is
-read by `models/config.py`, is in one of these tables, or a test fails. Other fields, which a trainer or uploader left,
-are read by neither and ignored.
+What transformers does with config.json decides, because text is compared with its text. Its configuration of a family
+takes every field as an attribute, and the code of all families asks some attributes by name. Each such attribute, and
+each field of the config.json of a published model, is read by `models/config.py` or is in one of these tables; tests
+check both. Other fields, which a trainer or uploader left, are read by neither and ignored.
+
+No code of a checkpoint is ever run. `auto_map` names such code; the decoder of the family that `architectures` names is
+used, as in transformers with `trust_remote_code=False`, and its tensors are checked by name and shape.
 """
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -17,13 +20,19 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "compression_config": (None,),
     "fusion_config": (None,),
     "transformers_weights": (None, "model.safetensors"),
-    "auto_map": (None, {}),
     "partial_rotary_factor": (None, 1, 1.0),
     "is_encoder_decoder": (None, False),
     # These belong to other families; a checkpoint that says them is not what its architecture says.
     "add_cross_attention": (None, False),
     "num_experts": (None, 0),
     "num_local_experts": (None, 0),
+    # transformers does not read these. Files of our families publish them with the values here.
+    "lm_head_bias": (None, False),
+    "full_attn_mod": (None, 1),
+    "interpolate_factor": (None, 1),
+    "rope_interleaved": (None, False),
+    "use_mrope": (None, False),
+    "shared_expert_intermediate_size": (None, 0),
 }
 """Fields that would make another model of any family, with the values at which they do not."""
 
@@ -32,6 +41,7 @@ _OUTPUTS = "of what a call of the model returns beside logits"
 _TRAINING = "of training"
 _ROUTER = "of a loss that trains routers"
 _SPEED = "of how something is computed, not what"
+_HISTORY = "of the file's history"
 
 WITHOUT_EFFECT: dict[str, str] = {
     "attention_dropout": _TRAINING,
@@ -53,6 +63,19 @@ WITHOUT_EFFECT: dict[str, str] = {
     "pretraining_tp": _SPEED,
     "pad_token_id": "a row of the embedding that training leaves alone",
     "bos_token_id": "of prompts without a token, which are refused",
-    "transformers_version": "of the file's history",
+    "auto_map": "names code of the checkpoint, which is never run",
+    "transformers_version": _HISTORY,
+    "_name_or_path": _HISTORY,
+    "is_llama_config": _HISTORY,
+    "unsloth_fixed": _HISTORY,
+    "unsloth_version": _HISTORY,
+    "transformers.js_config": "of another runtime",
+    "initial_context_length": "a second name of the length that the RoPE object says",
+    "max_seq_len_cached": _SPEED,
+    "cache_implementation": _SPEED,
+    "_attn_implementation": _SPEED,
+    "_attn_implementation_autoset": _SPEED,
+    "_flash_attn_2_enabled": _SPEED,
+    "use_flash_attn": _SPEED,
 }
 """Fields that a configuration of transformers has and that change no logit, with the reason."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -34,6 +34,7 @@ PROBE = 12
 """Tokens of the text that is fed both ways, in two passes of ours."""
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.25}
 """Of its logits, relative to their norm: transformers takes some softmaxes in fp32 in float64 models, too."""
+_NO_CODE = "null, or architectures of transformers: no code of checkpoints is run"
 _SCALINGS_BY_LENGTH = ("longrope",)
 """RoPE whose frequencies change with the longest text of a batch."""
 
@@ -88,8 +89,8 @@ def _refused(folder: Path, name: str, reason: str) -> UnsupportedModelError:
 
 
 def _config(folder: Path, raw: dict[str, Any]) -> PreTrainedConfig:
-    if raw.get("auto_map"):
-        raise unsupported("auto_map", raw["auto_map"], "null: no code of checkpoints is run")
+    if raw.get("auto_map") and raw.get("model_type") not in CONFIG_MAPPING:
+        raise unsupported("auto_map", raw["auto_map"], _NO_CODE)
     if raw.get("transformers_weights") is not None:
         raise unsupported("transformers_weights", raw["transformers_weights"], "null: model.safetensors or its index")
     try:
@@ -109,6 +110,8 @@ def _check_config(folder: Path, raw: dict[str, Any], config: PreTrainedConfig) -
         name = next((n for n in name if n in (raw.get("architectures") or ())), name[0])
     if name is None:
         raise unsupported("model_type", config.model_type, "a causal language model of transformers")
+    if raw.get("auto_map") and name not in (raw.get("architectures") or ()):
+        raise unsupported("auto_map", raw["auto_map"], _NO_CODE)
     text = config.get_text_config(decoder=True)
     if config.is_encoder_decoder:
         raise unsupported("is_encoder_decoder", True, "false")

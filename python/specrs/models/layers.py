@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 from specrs.models.errors import malformed, unsupported
 from specrs.models.registry import Family
 from specrs.models.rope import Rope, RopeFacts, parse_object, parse_rope
-from specrs.models.values import flag, size
+from specrs.models.values import flag, optional_number, size
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 Windows: TypeAlias = tuple[int | None, ...]
@@ -71,7 +71,11 @@ def _kinds(
 
 
 def _pattern(raw: Mapping[str, Any], num_layers: int) -> list[bool]:
+    """Whether each layer has a window: all but every `sliding_window_pattern`-th."""
     every = size(raw, "sliding_window_pattern", 6)
+    older = raw.get("_sliding_window_pattern")
+    if older not in (None, every) and raw.get("layer_types") is None:
+        raise unsupported("_sliding_window_pattern", older, f"{every}, or layer_types")
     return [(i + 1) % every != 0 for i in range(num_layers)]
 
 
@@ -88,9 +92,9 @@ def _rotated(raw: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
 
 def _two_ropes(raw: Mapping[str, Any], facts: RopeFacts, local_theta: float) -> tuple[Rope, Rope]:
     """That of full layers and that of sliding ones: in `rope_parameters` by kind, or in fields of their own."""
-    ropes = raw.get("rope_parameters")
+    ropes, full = raw.get("rope_parameters"), f"rope_parameters.{FULL}"
     if ropes is None:
-        ropes = {FULL: raw.get("rope_scaling")}
+        ropes, full = {FULL: raw.get("rope_scaling")}, "rope_scaling"
     elif raw.get("rope_scaling") is not None:
         raise unsupported("rope_scaling", raw["rope_scaling"], "null where rope_parameters is there")
     if not isinstance(ropes, Mapping) or any(kind not in (FULL, SLIDING) for kind in ropes):
@@ -99,8 +103,9 @@ def _two_ropes(raw: Mapping[str, Any], facts: RopeFacts, local_theta: float) -> 
         factor = rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None
         if factor not in (None, 1):
             raise unsupported(f"rope_parameters.{kind}.partial_rotary_factor", factor, "1")
-    local = {"rope_theta": raw["rope_local_base_freq"]} if raw.get("rope_local_base_freq") is not None else {}
+    base = optional_number(raw, "rope_local_base_freq")
+    local = {} if base is None else {"rope_theta": base}
     return (
-        parse_object(raw, f"rope_parameters.{FULL}", ropes.get(FULL), facts),
+        parse_object(raw, full, ropes.get(FULL), facts),
         parse_object(local, f"rope_parameters.{SLIDING}", ropes.get(SLIDING), replace(facts, theta=local_theta)),
     )

@@ -201,6 +201,7 @@ FAMILIES: dict[str, Family] = {
         windows="switched",
         sliding_window=4096,
         experts=ExpertFields("num_experts", 128, 8, "moe_intermediate_size", 768, "mlp", dense_layers=True),
+        neutral=(("use_qk_norm", (None, True)), ("qkv_bias", (None, False))),
     ),
     "MixtralForCausalLM": Family(
         "mixtral",

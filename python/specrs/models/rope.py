@@ -199,6 +199,7 @@ def parse_object(raw: Mapping[str, Any], name: str, rope: object, facts: RopeFac
     source |= {key: raw[key] for key in ("rope_theta",) if key in raw} | dict(rope)
     theta = number(source, "rope_theta")
     kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = "longrope" if kind == "su" else kind  # its name in older files, as in vLLM
     if kind not in facts.kinds:
         allowed = " or ".join(map(repr, facts.kinds)) if len(facts.kinds) < 3 else ", ".join(map(repr, facts.kinds))
         raise unsupported(f"{name}.rope_type", kind, allowed)
