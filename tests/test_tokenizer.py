@@ -171,7 +171,8 @@ def test_broken_files(tmp_path: Path) -> None:
 def test_remote_code_is_refused(tmp_path: Path) -> None:
     folder = copy_of_pair(tmp_path / "remote")
     (folder / "evil.py").write_text("raise SystemExit('ran')", encoding="utf-8")
-    edit_json(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.Evil", None]})
+    names = {"AutoTokenizer": ["evil.Evil", None]}
+    edit_json(folder / "tokenizer_config.json", auto_map=names, tokenizer_class="Evil")
     with pytest.raises(CheckpointError, match=r"auto_map=.*code is never run"):
         Tokenizer(str(folder))
 

@@ -54,7 +54,8 @@ class Tokenizer:
     def __init__(self, source: str, revision: str | None = None) -> None:
         """Read the tokenizer of a folder, hub id or GGUF file.
 
-        Raises `CheckpointError` if it is missing, broken, has no `tokenizer.json` or asks for remote code.
+        Raises `CheckpointError` if it is missing, broken, has no `tokenizer.json` or is of a class that transformers
+        does not have: code of a checkpoint is never run.
         """
         self.source = source
         read = _reader(source, revision)
@@ -412,11 +413,21 @@ def _refuse_remote_code(source: str, folder: Path) -> None:
         raise CheckpointError(
             f"tokenizer={short(source)}: tokenizer_config.json could not be read: {_first_line(fault)}"
         ) from fault
-    if isinstance(settings, dict) and settings.get("auto_map"):
+    if isinstance(settings, dict) and settings.get("auto_map") and not _is_of_transformers(settings):
         raise CheckpointError(
             f"tokenizer={short(source)}: tokenizer_config.json has auto_map={short(settings['auto_map'])}, which asks "
-            "to run code from the checkpoint; code is never run, allowed are tokenizers without auto_map"
+            "to run code from the checkpoint; code is never run, allowed are tokenizers without auto_map, or with a "
+            "tokenizer_class of transformers"
         )
+
+
+def _is_of_transformers(settings: Mapping[str, Any]) -> bool:
+    """Whether `tokenizer_class` is a class of transformers, so that the code that `auto_map` names is not needed."""
+    from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+
+    name = settings.get("tokenizer_class")
+    names = {name.removesuffix("Fast"), name, f"{name}Fast"} if isinstance(name, str) else set()
+    return any(tokenizer_class_from_name(known) is not None for known in names)
 
 
 def _blame_config(source: str, revision: str | None, fault: Exception) -> None:
