@@ -61,8 +61,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "Phi-4-mini": {
         "add_bos_token": False, "add_eos_token": False, "add_prefix_space": False,
-        "added_tokens_decoder": {"0": _ADDED}, "bos_token": END, "chat_template": TEMPLATE, "clean_up_tokenization_spaces": False, "eos_token": END,
-        "model_max_length": 131072, "pad_token": END, "tokenizer_class": "GPT2Tokenizer", "unk_token": END,
+        "added_tokens_decoder": {"0": _ADDED}, "bos_token": END, "chat_template": TEMPLATE,
+        "clean_up_tokenization_spaces": False, "eos_token": END, "model_max_length": 131072,
+        "pad_token": END, "tokenizer_class": "GPT2Tokenizer", "unk_token": END,
     },
     "Gemma 3": {
         "add_bos_token": False, "add_eos_token": False, "added_tokens_decoder": {"0": _ADDED}, "boi_token": END,

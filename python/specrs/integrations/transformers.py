@@ -28,6 +28,7 @@ from specrs.engine.request import Request
 from specrs.engine.weights import Weights
 from specrs.errors import EngineError, UnsupportedRequestError, invalid
 from specrs.integrations.fingerprint import fingerprint
+from specrs.integrations.hf_arguments import TokenStream, check_arguments, of_generate
 from specrs.models.config import parse_config
 from specrs.models.dense import Dense
 from specrs.models.errors import unsupported
@@ -52,6 +53,8 @@ _CRITERIA = {"MaxLengthCriteria", "EosTokenCriteria"}
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "num_beams": (None, 1),
     "typical_p": (None, 1.0),
+    "penalty_alpha": (None, 0.0),
+    "dola_layers": (None,),
     "epsilon_cutoff": (None, 0.0),
     "eta_cutoff": (None, 0.0),
     "output_scores": (None, False),
@@ -83,7 +86,8 @@ def generate(
             top_p, min_p, and repetition_penalty are read; settings that would change something else are refused.
         draft_model: a model with the same tokenizer; None decodes without drafts.
         num_speculative_tokens: K, 0 to 16.
-        model_kwargs: `attention_mask` `[B, L]`, whose zeros on the left are padding; the rest is not looked at.
+        model_kwargs: `attention_mask` `[B, L]`, whose zeros on the left are padding. A `streamer` gets each position's
+            tokens as soon as they are there. Other arguments that would change the text are rejected.
 
     Returns:
         `[B, L + n]` int64 like transformers' own, padded behind the end of a sequence; with return_dict_in_generate
@@ -93,6 +97,8 @@ def generate(
         UnsupportedRequestError, InvalidRequestError and other SpecrsError: what is not supported, by name.
     """
     _refuse(generation_config, logits_processor, stopping_criteria)
+    check_arguments(input_ids, model_kwargs)
+    streamer = model_kwargs.get("streamer") or of_generate("streamer")
     engine = _engine(model, draft_model, num_speculative_tokens)
     params = _params(generation_config, input_ids.shape[1])
     mask = model_kwargs.get("attention_mask")
@@ -103,11 +109,14 @@ def generate(
         request = Request(next(_ids), prompt, params, num_speculative_tokens=engine.num_speculative_tokens, seed=seed)
         engine.add_request(request)
         requests.append(request)
+    stream = TokenStream(streamer, requests, _pad_id(generation_config))
     while engine.has_unfinished():
         engine.step()
+        stream.advance()
     for request in requests:
         if request.error is not None:
             raise EngineError(f"row {requests.index(request)}: {request.error}")
+    stream.end()
     sequences = _padded(input_ids, [request.output_token_ids for request in requests], generation_config)
     if generation_config.return_dict_in_generate:
         from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -154,11 +163,15 @@ def _params(config: GenerationConfig, input_length: int) -> SamplingParams:
     )
 
 
+def _pad_id(config: GenerationConfig) -> int:
+    """What rows have after their end: `pad_token_id`, else the first end id, else 0."""
+    eos = config.eos_token_id
+    return config.pad_token_id if config.pad_token_id is not None else eos if isinstance(eos, int) else (eos or [0])[0]
+
+
 def _padded(input_ids: Tensor, outputs: list[list[int]], config: GenerationConfig) -> Tensor:
     width = max(map(len, outputs))
-    eos = config.eos_token_id
-    pad = config.pad_token_id if config.pad_token_id is not None else eos if isinstance(eos, int) else (eos or [0])[0]
-    new = torch.full((len(outputs), width), pad, dtype=input_ids.dtype, device=input_ids.device)
+    new = torch.full((len(outputs), width), _pad_id(config), dtype=input_ids.dtype, device=input_ids.device)
     for row, tokens in enumerate(outputs):
         new[row, : len(tokens)] = torch.tensor(tokens, dtype=input_ids.dtype, device=input_ids.device)
     return torch.cat((input_ids, new), dim=1)
