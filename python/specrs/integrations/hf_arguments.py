@@ -18,8 +18,6 @@ from torch import Tensor
 from specrs.errors import UnsupportedRequestError, invalid
 
 if TYPE_CHECKING:
-    from transformers.generation.streamers import BaseStreamer
-
     from specrs.engine.request import Request
 
 _IGNORED = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "streamer")
@@ -73,15 +71,16 @@ def of_generate(name: str) -> Any:
 def _code_of_generate() -> CodeType:
     from transformers.generation.utils import GenerationMixin
 
-    return inspect.unwrap(GenerationMixin.generate).__code__
+    code: CodeType = inspect.unwrap(GenerationMixin.generate).__code__
+    return code
 
 
 class TokenStream:
     """Hands new tokens to a streamer of transformers as its own loop does: for each position a tensor `[B]` int64 on
     the CPU, as soon as every request has it or has ended; after its end a request has `pad`."""
 
-    def __init__(self, streamer: BaseStreamer | None, requests: Sequence[Request], pad: int) -> None:
-        """None streams nothing."""
+    def __init__(self, streamer: Any, requests: Sequence[Request], pad: int) -> None:
+        """`streamer` has `put` and `end`, as transformers' `BaseStreamer`; None streams nothing."""
         self._streamer, self._requests, self._pad = streamer, requests, pad
         self._sent = 0
 

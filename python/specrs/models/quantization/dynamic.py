@@ -33,10 +33,13 @@ def overrides(raw: Mapping[str, Any]) -> list[tuple[re.Pattern[str], dict[str, A
             rule = re.compile(pattern[2:] if pattern.startswith(("-:", "+:")) else pattern)
         except re.error as fault:
             raise malformed(at, pattern, f"a regular expression after '-:' or '+:' ({fault})") from None
-        if not isinstance(fields, Mapping) and not (skipped and fields is None):
+        if skipped:
+            made.append((rule, None))
+            continue
+        if not isinstance(fields, Mapping):
             raise malformed(f"{at}[{pattern!r}]", fields, "an object of fields")
-        for name in () if skipped else fields:
+        for name in fields:
             if name not in (*_READ, *_OF_QUANTIZING):
                 raise unsupported(f"{at}[{pattern!r}].{name}", fields[name], f"not there; only {', '.join(_READ)}")
-        made.append((rule, None if skipped else {name: fields[name] for name in _READ if name in fields}))
+        made.append((rule, {name: fields[name] for name in _READ if name in fields}))
     return made
