@@ -33,26 +33,44 @@ def allowed(matcher: GrammarMatcher) -> list[int]:
 
 
 @cache
+def blank_tokens(tokenizer: Tokenizer) -> frozenset[int]:
+    """Tokens that are nothing but white space."""
+    texts = (tokenizer.decode([i], skip_special_tokens=False) for i in range(VOCAB_SIZE))
+    return frozenset(i for i, text in enumerate(texts) if text and text.isspace())
+
+
+@cache
 def closers(tokenizer: Tokenizer) -> frozenset[int]:
     """Tokens that begin by closing something."""
     return frozenset(i for i in range(VOCAB_SIZE) if tokenizer.decode([i], skip_special_tokens=False)[:1] in '"]},')
 
 
 def random_text(
-    matcher: GrammarMatcher, tokenizer: Tokenizer, seed: int, *, close: float = 0.5, limit: int = 400
+    matcher: GrammarMatcher,
+    tokenizer: Tokenizer,
+    seed: int,
+    *,
+    close: float = 0.5,
+    blanks: float = 0.0,
+    limit: int = 400,
 ) -> list[int]:
-    """Tokens of one complete text, without its stop id: uniform, with a bias to close; fails past `limit` tokens."""
+    """Tokens of one complete text, without its stop id; fails past `limit` tokens.
+
+    Uniform, but with probability `close` one that closes something, and with `blanks` one of white space, where any may
+    come.
+    """
     rng, tokens = random.Random(seed), []
     while True:
         ids = allowed(matcher)
         assert ids, "nothing may follow"
-        ends = [i for i in ids if i in matcher.stop_ids]
+        white = [i for i in ids if i in blank_tokens(tokenizer)] if rng.random() < blanks else []
+        ends = [] if white else [i for i in ids if i in matcher.stop_ids]
         if ends and (len(ends) == len(ids) or rng.random() < close):
             assert matcher.accept(ends[0])
             return tokens
         ids = [i for i in ids if i not in matcher.stop_ids]
         ending = [i for i in ids if i in closers(tokenizer)]
-        token = rng.choice(ending if ending and rng.random() < close else ids)
+        token = rng.choice(white or (ending if ending and rng.random() < close else ids))
         assert matcher.accept(token), f"the mask allows {token}, the matcher does not"
         tokens.append(token)
         assert len(tokens) < limit, tokenizer.decode(tokens)

@@ -6,6 +6,7 @@ One `Compiler` per tokenizer and vocabulary size, kept as long as the tokenizer.
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import weakref
 from collections import OrderedDict
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     import tokenizers
 
     from specrs.tokenizer import Tokenizer
+
+logger = logging.getLogger("specrs")
 
 COMPILE_TIMEOUT = 5.0
 """Seconds a grammar may take to compile."""
@@ -122,6 +125,8 @@ class Compiler:
         start = Start(tokenizer, answer["grammar"])
         if start.error is not None:
             raise params.refusal(f"cannot be compiled: {worker.reason(start.error)}")
+        for field, keywords in answer.get("ignored", ()):
+            logger.warning("%s: the grammar does not enforce %s", field, ", ".join(keywords))
         with self._lock:
             self._cache[key] = start
             while len(self._cache) > CACHE_SIZE:

@@ -28,14 +28,16 @@ _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 class StructuredOutputsParams:
     """What the text of a request must be; exactly one of the first five. Immutable, checked at construction.
 
-    `json`: a JSON schema, as a dictionary or as text. Keywords that cannot be enforced are refused, not ignored.
+    `json`: a JSON schema, as a dictionary or as text. `uniqueItems`, `propertyNames` and unknown `format`s are ignored,
+    with a warning in the log; other keywords that cannot be enforced are rejected.
     `regex`: an expression in Rust's syntax (no look-around, no back-references) that the whole text matches.
     `choice`: strings, one of which is the text. `grammar`: a context-free grammar in llguidance's dialect of Lark, or
     in GBNF (llama.cpp's EBNF), told apart by their syntax. `json_object`: any JSON object.
 
-    For `json` and `json_object`: `disable_any_whitespace` writes JSON without any white space, `whitespace_pattern` is
-    a regex for the white space between its parts, `disable_additional_properties` allows objects whose schema lists
-    properties only those (where the schema itself does not say).
+    For `json` and `json_object`: `disable_any_whitespace` writes JSON without any white space. `whitespace_pattern` is
+    a regex for the white space between two parts of it; the default allows one blank, or one or two line ends with at
+    most 20 blanks or tabs. `disable_additional_properties` allows objects whose schema lists properties only those
+    (where the schema itself does not say).
 
     Raises `InvalidRequestError` naming field, value and what is allowed; `UnsupportedRequestError` for
     `structural_tag`, which vLLM has and specrs has not.

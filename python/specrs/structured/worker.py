@@ -5,18 +5,21 @@ nothing can end. So each grammar is compiled here first; `compiler` kills the pr
 process bounds its own memory and its priority. It runs by path and loads no torch.
 
 A line in, a line out, each JSON: `{"tokenizer", "vocab_size", "end", "memory", "seconds"}` gives `{}`, then each
-specification (`StructuredOutputsParams.specification`) gives `{"grammar": text for LLMatcher}` or `{"error": reason}`.
+specification (`StructuredOutputsParams.specification`) gives `{"grammar": text for LLMatcher, "ignored": [[field,
+keywords]]}` or `{"error": reason, "field": name}`. Without `field`, or at null, the error is of the whole.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from typing import Any, BinaryIO
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from specrs.processes.limits import alarm, restrain
+from specrs.structured.schemas import close_objects, drop_ignored, locate
 
 LIMITS: dict[str, Any] = {
     # an ambiguous grammar costs its request 0.1 s a token at most, not 1 s: every request of a launch waits for it
@@ -26,64 +29,75 @@ LIMITS: dict[str, Any] = {
 """Of `LLParserLimits`; the others keep the library's defaults."""
 
 
+WHITE_SPACE = r" |\n{1,2}[ \t]{0,20}"
+"""White space between two parts of JSON, if the request does not say: one blank, or line ends with an indent.
+
+llama.cpp's JSON grammars have the same bound. A model may otherwise write white space until `max_tokens`.
+"""
+MAX_PLACE = 200
+"""Characters of a keyword's place in a schema that an error shows."""
+_OBJECT = '{"type": "object"}'
+
+
+class Refused(ValueError):
+    """What is wrong with a specification. `field`: the part or option that it is about; None for the whole."""
+
+    def __init__(self, why: str, field: str | None = None) -> None:
+        super().__init__(why)
+        self.field = field
+
+
 def make_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     """A matcher at its start, or in its error state where the grammar is none."""
     return LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
 
 
-def build_grammar(specification: dict[str, Any]) -> str:
-    """The text for `LLMatcher`.
+def build_grammar(specification: dict[str, Any], schemas: list[tuple[str | None, Any]]) -> tuple[str, list[list[Any]]]:
+    """The text for `LLMatcher`, and the fields whose schemas have keywords that the grammar ignores, with these.
 
-    Raises `ValueError` with a reason, where that shows before the compilation.
+    Adds to `schemas`: (field, None for the only one; the parsed schema as it is compiled). Raises `Refused`,
+    `ValueError` or `RecursionError` for what shows before the compilation.
     """
+    if "lark" in specification:
+        return _composed(specification, schemas)
     for kind in ("json", "json_object"):
         if kind in specification:
-            return _json_grammar(specification, '{"type": "object"}' if kind == "json_object" else specification[kind])
+            text = _OBJECT if kind == "json_object" else specification[kind]
+            schema, ignored = _read_schema(specification, text, specification["disable_additional_properties"])
+            schemas.append((None, schema))
+            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
+            return grammar, [["structured_outputs.json", ignored]] if ignored else []
     if "regex" in specification:
-        return LLMatcher.grammar_from_regex(specification["regex"])
+        return LLMatcher.grammar_from_regex(specification["regex"]), []
     if "choice" in specification:
         # a terminal, one automaton of the lexer's: as a rule, each choice is an item of the parser's first row
         choices = " | ".join(map(json.dumps, specification["choice"]))
-        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
-    return grammar_from("grammar", specification["grammar"])
-
-
-def close_objects(schema: Any) -> Any:
-    """`schema`, whose objects with `properties` allow no others where they do not say. Changed in place."""
-    if isinstance(schema, list):
-        for item in schema:
-            close_objects(item)
-    if not isinstance(schema, dict):
-        return schema
-    if "properties" in schema:
-        schema.setdefault("additionalProperties", False)
-    for key, value in schema.items():
-        if key in ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"):
-            # here keys are names, and one may be "properties"
-            for inner in value.values() if isinstance(value, dict) else ():
-                close_objects(inner)
-        elif key not in ("const", "enum", "default", "examples"):
-            close_objects(value)
-    return schema
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}"), []
+    return grammar_from("grammar", specification["grammar"]), []
 
 
 def reason(message: str) -> str:
     """One line out of the library's many: the regex parser's own where there is one, else the first."""
+    if message.startswith("oneOf constraints are not supported"):
+        return "oneOf needs alternatives that exclude each other; use anyOf"
     lines = [line.strip() for line in message.splitlines()] or [""]
     parsers = [line for line in lines if line.startswith("error: ")]
     line = parsers[0].removeprefix("error: ") if parsers else lines[0]
     return line if len(line) <= 200 else line[:200] + " ..."
 
 
-def trial(tokenizer: LLTokenizer, specification: dict[str, Any]) -> dict[str, str]:
+def trial(tokenizer: LLTokenizer, specification: dict[str, Any]) -> dict[str, Any]:
     """Compile, compute the first mask, accept a token of it.
 
     The mask shows a grammar that matches nothing, the token one that starts with more than the library follows.
     """
+    schemas: list[tuple[str | None, Any]] = []
     try:
-        grammar = build_grammar(specification)
+        grammar, ignored = build_grammar(specification, schemas)
     except RecursionError:
         return {"error": "nests too deep"}
+    except Refused as fault:
+        return {"error": str(fault), "field": fault.field}
     except ValueError as fault:
         return {"error": reason(str(fault))}
     white_space = specification["whitespace_pattern"]
@@ -92,6 +106,18 @@ def trial(tokenizer: LLTokenizer, specification: dict[str, Any]) -> dict[str, st
         matcher = make_matcher(tokenizer, LLMatcher.grammar_from_regex(white_space))
         if matcher.is_error():
             return {"error": reason(matcher.get_error()), "field": "whitespace_pattern"}
+    error = _fault(tokenizer, grammar)
+    if error is None:
+        return {"grammar": grammar, "ignored": ignored}
+    for field, schema in schemas:
+        of_schema = _schema_fault(tokenizer, schema)
+        if of_schema is not None:
+            return {"error": of_schema, "field": field}
+    return {"error": error}
+
+
+def _fault(tokenizer: LLTokenizer, grammar: str) -> str | None:
+    """Why a grammar cannot be used; None if it can."""
     matcher = make_matcher(tokenizer, grammar)
     if not matcher.is_error():
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
@@ -99,26 +125,83 @@ def trial(tokenizer: LLTokenizer, specification: dict[str, Any]) -> dict[str, st
             matcher.try_consume_tokens([(mask & -mask).bit_length() - 1])
     if matcher.is_error():
         no_text = matcher.get_error().startswith("NoExtensionBias")
-        return {"error": "no text matches" if no_text else reason(matcher.get_error())}
+        return "no text matches" if no_text else reason(matcher.get_error())
     warnings = matcher.get_grammar_warnings()
-    return {"error": reason(warnings[0])} if warnings else {"grammar": grammar}
+    return reason(warnings[0]) if warnings else None
 
 
-def _json_grammar(specification: dict[str, Any], schema: str) -> str:
+def _schema_fault(tokenizer: LLTokenizer, schema: Any) -> str | None:
+    """Why a schema cannot be used, with the keyword's place in it; None if it can."""
+
+    def fault(candidate: Any) -> str | None:
+        return _fault(tokenizer, LLMatcher.grammar_from_json_schema(json.dumps(candidate)))
+
+    error = fault(schema)
+    if error is None:
+        return None
+    place = locate(schema, lambda candidate: fault(candidate) is not None)
+    if len(place) > MAX_PLACE:
+        place = "..." + place[-MAX_PLACE:]
+    return f"{place}: {error}" if place else error
+
+
+def _read_schema(specification: dict[str, Any], schema: str, closed: bool) -> tuple[Any, list[str]]:
+    """The parsed schema with the library's options in it, and the keywords that were removed from it.
+
+    Raises `ValueError` if it is no schema.
+    """
     try:
         parsed = json.loads(schema)
     except ValueError as fault:
         raise ValueError(f"is no JSON: {fault}") from None
     if not isinstance(parsed, (dict, bool)):
         raise ValueError("a schema is an object, true or false")
-    if specification["disable_additional_properties"]:
-        schema = json.dumps(close_objects(parsed))
-    overrides: Any = {}
+    if parsed is False:
+        raise ValueError("no text matches")
+    if parsed is True:
+        parsed = {}
+    ignored = drop_ignored(parsed)
+    if closed:
+        close_objects(parsed)
+    options = parsed.get("x-guidance")
+    white_space = _white_space(specification)
+    parsed["x-guidance"] = (options if isinstance(options, dict) else {}) | (
+        {"whitespace_flexible": False} if white_space is None else {"whitespace_pattern": white_space}
+    )
+    return parsed, ignored
+
+
+def _white_space(specification: dict[str, Any]) -> str | None:
+    """The regex for the white space between two parts of JSON; None where there is none."""
     if specification["disable_any_whitespace"]:
-        overrides["whitespace_flexible"] = False
-    if specification["whitespace_pattern"] is not None:
-        overrides["whitespace_pattern"] = specification["whitespace_pattern"]
-    return LLMatcher.grammar_from_json_schema(schema, overrides=overrides or None)
+        return None
+    return WHITE_SPACE if specification["whitespace_pattern"] is None else specification["whitespace_pattern"]
+
+
+def _composed(specification: dict[str, Any], schemas: list[tuple[str | None, Any]]) -> tuple[str, list[list[Any]]]:
+    lines, told = [specification["lark"]], []
+    white_space = _white_space(specification)
+    if white_space is not None:
+        # the same for the rules around the schemas: the library then tells schemas and rules apart by all of the text
+        lines += ['%llguidance {"ignore_once": true}', f"%ignore /{_in_slashes(white_space)}/"]
+    for i, (field, text, closed) in enumerate(specification["parts"]):
+        try:
+            schema, ignored = _read_schema(specification, text, closed)
+        except RecursionError:
+            raise Refused("nests too deep", field) from None
+        except ValueError as fault:
+            raise Refused(str(fault), field) from None
+        schemas.append((field, schema))
+        lines.append(f"schema_{i}: %json {json.dumps(schema)}")
+        if ignored:
+            told.append([field, ignored])
+    return LLMatcher.grammar_from_lark("\n".join(lines)), told
+
+
+def _in_slashes(pattern: str) -> str:
+    """A regex as it stands between slashes in Lark."""
+    escapes = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
+    return re.sub(r"\\.|[/\n\r]", lambda match: escapes.get(match[0], match[0]), pattern, flags=re.DOTALL)
 
 
 def serve(source: BinaryIO, target: BinaryIO) -> None:
@@ -130,7 +213,7 @@ def serve(source: BinaryIO, target: BinaryIO) -> None:
             restrain(message["memory"])
             seconds = message["seconds"]
             tokenizer = LLTokenizer(message["tokenizer"], n_vocab=message["vocab_size"], eos_token=[message["end"]])
-            answer: dict[str, str] = {}
+            answer: dict[str, Any] = {}
         else:
             with alarm(seconds):
                 answer = trial(tokenizer, message)

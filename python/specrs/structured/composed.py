@@ -1,0 +1,71 @@
+"""Grammars that the server composes: a Lark text around JSON schemas of one request. Compiles nothing.
+
+`StructuredOutputsParams` is what a user may ask for. A server has more than one schema where tools are offered next to
+a response format, and has to say in errors which field of the body a schema came from.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from specrs.errors import InvalidRequestError, invalid
+from specrs.structured.params import MAX_SPECIFICATION_LENGTH, StructuredOutputsParams
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaPart:
+    """One JSON schema of a composed grammar. `field`: the field of the request that it came from.
+
+    `schema`: JSON text. `closed`: objects allow only the properties that they list, where they do not say.
+    """
+
+    field: str
+    schema: str
+    closed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComposedGrammar(StructuredOutputsParams):
+    """A grammar in Lark's syntax. Immutable; `disable_any_whitespace` and `whitespace_pattern` hold for all of it.
+
+    `lark`: rules from `start` on. The rule `schema_i` stands for `parts[i]`. White space may stand between any two
+    terminals.
+
+    Raises `InvalidRequestError` if the schemas are too long.
+    """
+
+    lark: str = ""
+    parts: tuple[SchemaPart, ...] = ()
+
+    def __post_init__(self) -> None:
+        length = sum(len(part.schema) for part in self.parts)
+        if length > MAX_SPECIFICATION_LENGTH:
+            raise InvalidRequestError(
+                f"{self._whole}: {length} characters of schemas, allowed are at most {MAX_SPECIFICATION_LENGTH}"
+            )
+
+    def specification(self) -> str:
+        """All that a compiler needs, as JSON."""
+        values: dict[str, Any] = {
+            "lark": self.lark,
+            "parts": [[part.field, part.schema, part.closed] for part in self.parts],
+            "disable_any_whitespace": self.disable_any_whitespace,
+            "whitespace_pattern": self.whitespace_pattern,
+        }
+        return json.dumps(values, sort_keys=True)
+
+    def refusal(self, why: str, field: str | None = None) -> InvalidRequestError:
+        """The error to raise for `field`, which is a part's or an option's; None: for the whole grammar."""
+        schemas = {part.field: json.loads(part.schema) for part in self.parts}
+        if field is None and len(schemas) > 1:
+            return InvalidRequestError(f"{self._whole}: {why}")
+        name = field or self._whole
+        if name in schemas:
+            return invalid(InvalidRequestError, name, schemas[name], why)
+        return invalid(InvalidRequestError, f"structured_outputs.{name}", getattr(self, name, None), why)
+
+    @property
+    def _whole(self) -> str:
+        return self.parts[0].field if len(self.parts) == 1 else "tools"
