@@ -251,8 +251,6 @@ def test_tools_that_the_server_does_not_run_are_left_out(calling: Server) -> Non
         ({"tools": [*TOOLS, TOOLS[0]]}, "tools"),
         ({"tools": [{"type": "retrieval"}]}, "tools"),
         ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice"),
-        ({"tools": TOOLS, "tool_choice": "required", "structured_outputs": {"choice": ["x"]}}, "structured_outputs"),
-        ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"name": "f"}]}]}, "messages"),
         ({"messages": [{"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}]}, "messages"),
         ({"tools": TOOLS, "tool_choice": {"type": "web_search"}}, "tool_choice"),
@@ -270,7 +268,7 @@ def test_tools_that_the_server_does_not_run_are_left_out(calling: Server) -> Non
                 ],
                 "tool_choice": "required",
             },
-            "structured_outputs.json",
+            "tools",
         ),
     ],
 )

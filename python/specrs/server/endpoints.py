@@ -10,6 +10,7 @@ from specrs.errors import InvalidRequestError, invalid_request
 from specrs.inputs import Prompt
 from specrs.server.allowed_tools import narrowed
 from specrs.server.answers import Answer, ChatAnswer, CompletionAnswer
+from specrs.server.constraints import chat_constraint
 from specrs.server.context import Context
 from specrs.server.dispositions import warn
 from specrs.server.errors import APIError
@@ -26,7 +27,7 @@ from specrs.server.protocol import (
     TokenizeRequest,
     Tool,
 )
-from specrs.server.tools import read_tools, template_tools
+from specrs.server.tools import CHAT_FIELDS, FieldNames, read_tools, template_tools
 from specrs.tokenizer import Tokenizer
 
 Result = dict[str, Any] | Generation
@@ -69,17 +70,22 @@ async def chat_completions(context: Context, body: ChatCompletionRequest) -> Res
     return await _generate(context, *await prepare_chat(context, body))
 
 
-async def prepare_chat(context: Context, body: ChatCompletionRequest) -> tuple[ChatAnswer, list[Prompt]]:
-    """The answer that a chat will fill, and its prompt. Raises what is wrong with the body."""
+async def prepare_chat(
+    context: Context, body: ChatCompletionRequest, fields: FieldNames = CHAT_FIELDS
+) -> tuple[ChatAnswer, list[Prompt]]:
+    """The answer that a chat will fill, and its prompt. Raises what is wrong with the body; `fields` are its names."""
     context.check_model(body.model)
     body = narrowed(body)
-    tools = read_tools(body, context.tools)
-    asked = chat_params(body, context.defaults, tools)
+    tools = read_tools(body, context.tools, fields)
+    constraint = chat_constraint(body, tools, fields, context.llm.tokenizer)
+    asked = chat_params(body, context.defaults, tools, constraint.grammar)
     hidden = tools.choice == "none" and context.tools.exclude_when_none
     prompt = await chat_prompt(context, body, None if hidden else body.tools)
     answer = ChatAnswer(
         decode=partial(_tokenizer(context).decode, skip_special_tokens=asked.params.skip_special_tokens),
-        new_reader=tools.reader(prompt.text or "", constrained=asked.params.structured_outputs is not None),
+        new_reader=tools.reader(
+            prompt.text or "", constrained=constraint.grammar is not None, openings=constraint.openings
+        ),
         model=body.model or context.model_names[0],
         body=body,
         asked=asked,

@@ -37,7 +37,7 @@ _TYPES = {
     HTTPStatus.INTERNAL_SERVER_ERROR: "InternalServerError",
 }
 # The field that a message of `specrs.errors` begins with: `field=value: ...` or `field: ...`.
-_FIELD = re.compile(r"([A-Za-z_][\w.]*)(?:\[[^\]=]*\])*(?:=|: )")
+_FIELD = re.compile(r"([A-Za-z_][\w.]*)(?:\[[^\]=]*\][\w.]*)*(?:=|: )")
 _MAX_FIELD = 100
 """Characters of a field's name that are told."""
 _MAX_ERRORS = 3

@@ -9,9 +9,11 @@ from typing import Any
 from specrs.errors import InvalidRequestError, invalid_request
 from specrs.inputs import Prompt
 from specrs.sampling import SamplingParams
+from specrs.server.constraints import content_constraint
 from specrs.server.limits import MAX_COMPLETIONS, MAX_PROMPTS
-from specrs.server.protocol import ChatCompletionRequest, CompletionRequest, ResponseFormat, SamplingBody
-from specrs.server.tools import ToolUse
+from specrs.server.protocol import ChatCompletionRequest, CompletionRequest, SamplingBody
+from specrs.server.tools import CHAT_FIELDS, ToolUse
+from specrs.structured.params import StructuredOutputsParams
 from specrs.tokenizer import Tokenizer
 
 # Fields of a body that are fields of `SamplingParams` by the same name and meaning.
@@ -34,14 +36,10 @@ _SAME = (
     "bad_words",
     "include_stop_str_in_output",
     "skip_special_tokens",
-    "structured_outputs",
     "prompt_logprobs",
     "num_speculative_tokens",
     "return_drafts",
 )
-
-WHITE_SPACE = " ?"
-"""Between the parts of a demanded call: without a bound a model may write white space until `max_tokens`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +52,7 @@ class Asked:
 
 def completion_params(body: CompletionRequest, defaults: Mapping[str, Any]) -> Asked:
     """`defaults` are the checkpoint's own sampling parameters. Raises `InvalidRequestError`."""
-    fields = _sampling_fields(body, defaults)
+    fields = _sampling_fields(body, defaults, content_constraint(body, CHAT_FIELDS).grammar)
     fields["max_tokens"] = 16 if body.max_tokens is None else max(1, body.max_tokens)
     if body.logprobs is not None:
         fields["logprobs"] = body.logprobs
@@ -66,11 +64,14 @@ def completion_params(body: CompletionRequest, defaults: Mapping[str, Any]) -> A
     return Asked(SamplingParams(**fields), silent)
 
 
-def chat_params(body: ChatCompletionRequest, defaults: Mapping[str, Any], tools: ToolUse) -> Asked:
-    """As `completion_params`. Without a number of tokens, the text may fill the context."""
-    fields = _sampling_fields(body, defaults)
-    if tools.schema is not None:
-        fields["structured_outputs"] = {"json": tools.schema, "whitespace_pattern": WHITE_SPACE}
+def chat_params(
+    body: ChatCompletionRequest, defaults: Mapping[str, Any], tools: ToolUse, grammar: StructuredOutputsParams | None
+) -> Asked:
+    """What a chat asks for; `grammar` holds its text. Without a number of tokens, the text may fill the context.
+
+    `defaults` are the checkpoint's own sampling parameters. Raises `InvalidRequestError`.
+    """
+    fields = _sampling_fields(body, defaults, grammar)
     if tools.keeps_special_tokens:
         fields["skip_special_tokens"] = False
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
@@ -85,23 +86,14 @@ def chat_params(body: ChatCompletionRequest, defaults: Mapping[str, Any], tools:
     return Asked(SamplingParams(**fields))
 
 
-def _sampling_fields(body: SamplingBody, defaults: Mapping[str, Any]) -> dict[str, Any]:
+def _sampling_fields(
+    body: SamplingBody, defaults: Mapping[str, Any], grammar: StructuredOutputsParams | None
+) -> dict[str, Any]:
     given = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
-    if body.response_format is not None and body.response_format.type != "text":
-        if "structured_outputs" in given:
-            raise invalid_request("response_format", body.response_format.type, "must be null with structured_outputs")
-        given["structured_outputs"] = _structured_outputs(body.response_format)
+    given["structured_outputs"] = grammar
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options: allowed only with stream=true")
     return {**defaults, **given}
-
-
-def _structured_outputs(wanted: ResponseFormat) -> dict[str, Any]:
-    if wanted.type == "json_object":
-        return {"json_object": True}
-    if wanted.json_schema is None or wanted.json_schema.schema_ is None:
-        raise InvalidRequestError("response_format.json_schema.schema: is missing")
-    return {"json": wanted.json_schema.schema_}
 
 
 def split_prompts(given: Any, n: int) -> list[str | list[int]]:

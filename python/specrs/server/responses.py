@@ -16,6 +16,7 @@ from specrs.server.endpoints import prepare_chat
 from specrs.server.errors import APIError, api_error
 from specrs.server.generation import Generation
 from specrs.server.responses_protocol import ResponsesRequest, as_chat
+from specrs.server.tools import RESPONSE_FIELDS
 
 logger = logging.getLogger("specrs")
 
@@ -215,7 +216,7 @@ def _dumped(choice: Any) -> Any:
 
 async def responses(context: Context, body: ResponsesRequest) -> dict[str, Any] | Generation:
     """`POST /v1/responses`."""
-    answer, prompts = await prepare_chat(context, as_chat(body))
+    answer, prompts = await prepare_chat(context, as_chat(body), RESPONSE_FIELDS)
     generation = ResponseGeneration(context, answer, body)
     await generation.start(prompts, context.lora_request(body.model))
     if body.stream:

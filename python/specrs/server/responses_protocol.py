@@ -217,11 +217,10 @@ def as_chat(body: ResponsesRequest) -> ChatCompletionRequest:
     fields["reasoning_effort"] = None if body.reasoning is None else body.reasoning.effort
     fields["verbosity"] = None if body.text is None else body.text.verbosity
     wanted = None if body.text is None else body.text.format
-    if wanted is not None and wanted.type != "text":
+    if wanted is not None:
         schema = wanted.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
-        fields["response_format"] = {"type": wanted.type} | (
-            {"json_schema": schema} if wanted.type == "json_schema" else {}
-        )
+        has_schema = wanted.type == "json_schema" or wanted.schema_ is not None
+        fields["response_format"] = {"type": wanted.type} | ({"json_schema": schema} if has_schema else {})
     return ChatCompletionRequest.model_validate(fields)
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from specrs.errors import InvalidRequestError, invalid_request
 from specrs.server.messages import MessageReader
 from specrs.server.parsers.base import Function, ToolParser
-from specrs.server.parsers.forced import NamedParser, RequiredParser, required_schema
+from specrs.server.parsers.either import CallsOrContent
+from specrs.server.parsers.forced import NamedParser, RequiredParser
 from specrs.server.parsers.reasoning import ReasoningParser, begins_with_reasoning
 from specrs.server.parsers.table import TOOL_PARSERS, new_call_id
 from specrs.server.protocol import AllowedToolChoice, ChatCompletionRequest, NamedToolChoice, Tool
@@ -30,6 +31,26 @@ class ToolSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class FieldNames:
+    """Names of fields in errors: a response is served as a chat, but its body has other fields.
+
+    `json_schema` has the schema and its labels, `schema` the schema itself; `parameters` has `{}` for a tool's name.
+    """
+
+    response_format: str = "response_format"
+    json_schema: str = "response_format.json_schema"
+    schema: str = "response_format.json_schema.schema"
+    parameters: str = "tools[{}].function.parameters"
+    chosen_name: str = "tool_choice.function.name"
+
+
+CHAT_FIELDS = FieldNames()
+RESPONSE_FIELDS = FieldNames(
+    "text.format", "text.format.schema", "text.format.schema", "tools[{}].parameters", "tool_choice.name"
+)
+
+
+@dataclass(frozen=True, slots=True)
 class ToolUse:
     """What one chat asks. `choice`: "none", "auto", "required" or "named"; `functions`: those that may be called."""
 
@@ -40,21 +61,17 @@ class ToolUse:
     include_reasoning: bool
 
     @property
-    def schema(self) -> dict[str, Any] | None:
-        """What holds the text to the calls that are demanded; None where none is."""
-        if self.choice == "required":
-            return required_schema(self.functions, parallel=self.parallel)
-        return self.functions[0].parameters if self.choice == "named" else None
-
-    @property
     def keeps_special_tokens(self) -> bool:
         """Whether the marks of a call may be special tokens, which the text must then have."""
         return self.choice == "auto"
 
-    def reader(self, prompt: str, *, constrained: bool) -> Callable[[], MessageReader] | None:
-        """What reads a completion of `prompt`; None where its text is all content.
+    def reader(
+        self, prompt: str, *, constrained: bool, openings: Sequence[tuple[str, ...]] | None = None
+    ) -> Callable[[], MessageReader] | None:
+        """A function that makes a reader for a completion of `prompt`; None where its text is all content.
 
-        `constrained`: a grammar holds the text, which then has reasoning only where it says so itself.
+        `constrained`: a grammar holds the text, which then has reasoning only where it says so itself. `openings`: what
+        calls begin with if the text is either calls or content; None: calls may stand anywhere.
         """
         name = self.settings.reasoning_parser
         if name is None and self.choice == "none":
@@ -62,10 +79,10 @@ class ToolUse:
         opened = name is not None and not constrained and begins_with_reasoning(name, prompt)
 
         def make() -> MessageReader:
-            forced = self.choice in ("required", "named")
+            forced, parser = self.choice in ("required", "named"), self._parser()
             return MessageReader(
                 None if name is None or forced else ReasoningParser(opened=opened),
-                self._parser(),
+                parser if parser is None or openings is None else CallsOrContent(parser, openings),
                 parallel=self.parallel,
                 include_reasoning=self.include_reasoning,
                 named=self.choice == "named",
@@ -84,10 +101,18 @@ class ToolUse:
         return TOOL_PARSERS[str(self.settings.tool_parser)](self.functions)
 
 
-def read_tools(body: ChatCompletionRequest, settings: ToolSettings) -> ToolUse:
-    """What `body` asks. Raises `InvalidRequestError` for what contradicts itself or the server's flags."""
+def read_tools(body: ChatCompletionRequest, settings: ToolSettings, fields: FieldNames = CHAT_FIELDS) -> ToolUse:
+    """What `body` asks of tools. Raises `InvalidRequestError` for what contradicts itself or the server's flags."""
     tools = body.tools or []
-    functions = [Function(tool.function.name, tool.function.parameters or _NO_PARAMETERS) for tool in tools]
+    functions = [
+        # arguments are an object, also where the schema does not say so
+        Function(
+            tool.function.name,
+            {"type": "object", **(tool.function.parameters or _NO_PARAMETERS)},
+            fields.parameters.format(repr(tool.function.name)),
+        )
+        for tool in tools
+    ]
     names = [function.name for function in functions]
     if len(set(names)) < len(names):
         raise InvalidRequestError("tools: two functions have the same name")
@@ -96,7 +121,7 @@ def read_tools(body: ChatCompletionRequest, settings: ToolSettings) -> ToolUse:
     if isinstance(choice, NamedToolChoice):
         functions = [function for function in functions if function.name == choice.function.name]
         if not functions:
-            raise invalid_request("tool_choice.function.name", choice.function.name, "must be a function of tools")
+            raise invalid_request(fields.chosen_name, choice.function.name, "must be a function of tools")
         kind = "named"
     else:
         kind = ("auto" if tools else "none") if choice is None else choice
@@ -111,11 +136,6 @@ def read_tools(body: ChatCompletionRequest, settings: ToolSettings) -> ToolUse:
             "needs a server with --enable-auto-tool-choice and --tool-call-parser; allowed here are none, required and "
             "a named function",
         )
-    if kind in ("required", "named"):
-        for field in ("structured_outputs", "response_format"):
-            value = getattr(body, field)
-            if value is not None and getattr(value, "type", "") != "text":
-                raise InvalidRequestError(f"{field}: must be null where tool_choice demands a call")
     return ToolUse(
         kind, tuple(functions), body.parallel_tool_calls is not False, settings, body.include_reasoning is not False
     )

@@ -38,10 +38,11 @@ Event: TypeAlias = Content | CallStart | Arguments
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function that a request offers; `parameters` is a JSON schema."""
+    """A function that a request offers. `parameters`: a JSON schema. `place`: the field of the request that has it."""
 
     name: str
     parameters: dict[str, Any]
+    place: str = "tools"
 
 
 class ToolParser(ABC):

@@ -7,13 +7,17 @@ read as if it were there, because the models leave them out.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from specrs.server.parsers.base import Function, ToolParser
+from specrs.server.parsers.references import property_schema, resolve
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
+MAX_DEPTH = 8
+"""Alternatives inside alternatives that are followed to find a value's type."""
 
 
 class Qwen3CoderParser(ToolParser):
@@ -105,11 +109,10 @@ class Qwen3CoderParser(ToolParser):
 
     def _as_json(self, text: str) -> str:
         text = text.removeprefix("\n").removesuffix("\n")
-        properties = {} if self._function is None else self._function.parameters.get("properties")
-        kinds = types_of(properties.get(self._key)) if isinstance(properties, dict) else set()
+        kinds = set() if self._function is None else _kinds(self._function.parameters, self._key)
         if "null" in kinds and text.strip() == "null":
             return "null"
-        if kinds and "string" not in kinds:
+        if is_json(kinds):
             for written in (text, text.strip().lower() if "boolean" in kinds else text):
                 try:
                     return json.dumps(json.loads(written), ensure_ascii=False, allow_nan=False)
@@ -127,14 +130,63 @@ def split_value(text: str) -> tuple[str, str | None, str]:
     return text[:place], tag, text[place + len(tag) :]
 
 
-def types_of(schema: Any) -> set[str]:
-    """The JSON types that a schema names, its alternatives' included; empty where it names none."""
-    if not isinstance(schema, dict):
-        return set()
-    kinds = schema.get("type")
-    found = {kinds} if isinstance(kinds, str) else {kind for kind in kinds or () if isinstance(kind, str)}
-    for key in ("anyOf", "oneOf"):
-        alternatives = schema.get(key)
-        for alternative in alternatives if isinstance(alternatives, list) else ():
-            found |= types_of(alternative)
+def is_json(kinds: set[str]) -> bool:
+    """Whether a value of these JSON types is written as JSON. Text stands for itself, and so does what is not known."""
+    return bool(kinds) and "string" not in kinds
+
+
+def types_of(schema: Any, root: dict[str, Any]) -> set[str]:
+    """The JSON types that `schema` of the document `root` allows; empty if it names none.
+
+    Follows references and alternatives; `enum` and `const` have the types of their values.
+    """
+    found: set[str] = set()
+    for part in _alternatives(schema, root, 0):
+        kinds = part.get("type")
+        words = part.get("enum", [part["const"]] if "const" in part else [])
+        if kinds is not None:
+            found |= {kinds} if isinstance(kinds, str) else {kind for kind in kinds if isinstance(kind, str)}
+        elif isinstance(words, list):
+            found |= {_JSON_TYPES[type(word)] for word in words}
     return found
+
+
+def string_schemas(schema: Any, root: dict[str, Any]) -> list[dict[str, Any]]:
+    """The alternatives of `schema` that a text can be a value of."""
+    return [part for part in _alternatives(schema, root, 0) if types_of(part, root) <= {"string"} or _has_text(part)]
+
+
+_JSON_TYPES: dict[type, str] = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    dict: "object",
+    list: "array",
+    type(None): "null",
+}
+
+
+def _kinds(parameters: dict[str, Any], key: str) -> set[str]:
+    properties = parameters.get("properties")
+    if not isinstance(properties, dict) or key not in properties:
+        return set()
+    schema = property_schema(parameters, key)
+    return types_of(schema, schema)
+
+
+def _has_text(schema: dict[str, Any]) -> bool:
+    kinds = schema.get("type")
+    return isinstance(kinds, list) and "string" in kinds
+
+
+def _alternatives(schema: Any, root: dict[str, Any], depth: int) -> Iterator[dict[str, Any]]:
+    """Schemas that stand for `schema`, without references and alternatives of their own."""
+    schema = resolve(schema, root)
+    if not isinstance(schema, dict) or depth > MAX_DEPTH:
+        return
+    inner = [part for key in ("anyOf", "oneOf", "allOf") if isinstance(schema.get(key), list) for part in schema[key]]
+    if not inner or "type" in schema:
+        yield schema
+    for part in inner:
+        yield from _alternatives(part, root, depth + 1)

@@ -1,0 +1,147 @@
+"""What a grammar holds a completion to: a response format, structured outputs, demanded calls, or calls or a format.
+
+Compiles nothing and reads no text.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from specrs.errors import InvalidRequestError, invalid_request
+from specrs.server.parsers.grammars import CALL_GRAMMARS, CallRules, required_calls
+from specrs.server.protocol import SamplingBody
+from specrs.server.tools import FieldNames, ToolUse
+from specrs.structured.composed import ComposedGrammar, SchemaPart
+from specrs.structured.params import StructuredOutputsParams
+from specrs.tokenizer import Tokenizer
+
+logger = logging.getLogger("specrs")
+
+WHITE_SPACE = " ?"
+"""White space between the parts of a demanded call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """`grammar`: what the text is held to; None: nothing. `openings`: what calls begin with where the text is either
+    calls or the format's JSON, empty if no call can be written; None: calls may stand anywhere.
+    """
+
+    grammar: StructuredOutputsParams | None = None
+    openings: tuple[tuple[str, ...], ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Format:
+    """A schema for all of a message's content. `options`: white space, as fields of `StructuredOutputsParams`."""
+
+    part: SchemaPart
+    options: dict[str, Any]
+    alone: StructuredOutputsParams
+
+
+def content_constraint(body: SamplingBody, names: FieldNames) -> Constraint:
+    """The constraint of a body without tools. Raises `InvalidRequestError` for fields that contradict each other."""
+    wanted = _wanted(body, names)
+    return Constraint(wanted.alone if isinstance(wanted, _Format) else wanted)
+
+
+def chat_constraint(body: SamplingBody, tools: ToolUse, names: FieldNames, tokenizer: Tokenizer | None) -> Constraint:
+    """The constraint of a chat.
+
+    A demanded call has its own grammar, and the format is dropped for this turn. Where the model may choose, the text
+    is calls or the format's JSON. `regex`, `choice` and `grammar` of structured_outputs are about the whole text, so
+    they hold as they are.
+
+    Raises `InvalidRequestError` for fields that contradict each other.
+    """
+    wanted = _wanted(body, names)
+    try:
+        if tools.choice == "named":
+            (function,) = tools.functions
+            return Constraint(_alone(_part(function.place, function.parameters), {"whitespace_pattern": WHITE_SPACE}))
+        if tools.choice == "required":
+            rules = CallRules(tools.functions, tools.parallel, lambda _: None)
+            required_calls(rules)
+            return Constraint(_composed("start: calls", rules, {"whitespace_pattern": WHITE_SPACE}))
+        if tools.choice == "auto" and isinstance(wanted, _Format):
+            return _calls_or_format(wanted, tools, tokenizer)
+    except RecursionError:
+        raise InvalidRequestError("tools: a schema nests too deep; use a flatter one") from None
+    return Constraint(wanted.alone if isinstance(wanted, _Format) else wanted)
+
+
+def _calls_or_format(wanted: _Format, tools: ToolUse, tokenizer: Tokenizer | None) -> Constraint:
+    name = str(tools.settings.tool_parser)
+    special = {} if tokenizer is None else _special_tokens(tokenizer)
+    rules = CallRules(tools.functions, tools.parallel, special.get, [wanted.part])
+    CALL_GRAMMARS[name](rules)
+    if rules.left_out:
+        logger.warning(
+            "tools: calls of %s cannot be written for the parser %s, so next to a response format they are not allowed",
+            ", ".join(rules.left_out),
+            name,
+        )
+    if not rules.openings:
+        return Constraint(wanted.alone, ())
+    return Constraint(_composed("start: calls | schema_0", rules, wanted.options), tuple(rules.openings))
+
+
+def _wanted(body: SamplingBody, names: FieldNames) -> _Format | StructuredOutputsParams | None:
+    """What `body` says of the content."""
+    outputs, wanted = body.structured_outputs, body.response_format
+    if wanted is not None and wanted.type != "json_schema" and wanted.json_schema is not None:
+        raise invalid_request(
+            names.json_schema, wanted.json_schema.schema_, f"needs type=json_schema, not {wanted.type}; set the type"
+        )
+    given = None if outputs is None else StructuredOutputsParams.from_mapping(outputs)
+    if wanted is None or wanted.type == "text":
+        return given if given is None else _of_outputs(given)
+    if given is not None:
+        raise invalid_request(
+            names.response_format, wanted.type, "is there next to structured_outputs; leave one of them out"
+        )
+    if wanted.type == "json_object":
+        part = _part(names.response_format, {"type": "object"})
+    elif wanted.json_schema is None or wanted.json_schema.schema_ is None:
+        raise InvalidRequestError(f"{names.schema}: is missing; type=json_schema needs it")
+    else:
+        part = _part(names.schema, wanted.json_schema.schema_)
+    return _Format(part, {}, _alone(part, {}))
+
+
+def _of_outputs(given: StructuredOutputsParams) -> _Format | StructuredOutputsParams:
+    if given.kind not in ("json", "json_object"):
+        return given
+    schema = '{"type": "object"}' if given.json is None else str(given.json)
+    options = {
+        "disable_any_whitespace": given.disable_any_whitespace,
+        "whitespace_pattern": given.whitespace_pattern,
+    }
+    part = SchemaPart(f"structured_outputs.{given.kind}", schema, given.disable_additional_properties)
+    return _Format(part, options, given)
+
+
+def _part(field: str, schema: dict[str, Any]) -> SchemaPart:
+    try:
+        return SchemaPart(field, json.dumps(schema, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as fault:
+        raise invalid_request(field, schema, f"must be a JSON schema, but is no JSON: {fault}") from None
+
+
+def _alone(part: SchemaPart, options: dict[str, Any]) -> ComposedGrammar:
+    return ComposedGrammar(lark="start: schema_0", parts=(part,), **options)
+
+
+def _composed(start: str, rules: CallRules, options: dict[str, Any]) -> ComposedGrammar:
+    parts = tuple(part if isinstance(part, SchemaPart) else _part(*part) for part in rules.schemas)
+    return ComposedGrammar(lark="\n".join([start, *rules.lines]), parts=parts, **options)
+
+
+def _special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
+    """Text of each special token -> its id."""
+    added = tokenizer.backend.get_added_tokens_decoder()
+    return {token.content: token_id for token_id, token in added.items() if token.special}

@@ -1,0 +1,244 @@
+"""Tool calls as grammars: what the model may write as a call, in the format of each parser. Parses nothing.
+
+Needed where a response format binds the text: the text is then calls or the format's JSON. A grammar here is narrower
+than what its parser reads, because parsers forgive what models get wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import keyword
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from specrs.server.parsers import hermes, llama3_json, mistral, pythonic, qwen3_coder
+from specrs.server.parsers.base import Function
+from specrs.server.parsers.references import property_schema
+
+MAX_LENGTH_BOUND = 1000
+"""Largest `minLength` and `maxLength` that raw text is held to; an automaton counts the characters."""
+
+
+@dataclass(slots=True)
+class CallRules:
+    """Rules of one grammar while it is written, in llguidance's dialect of Lark; the rule `calls` is the start.
+
+    `special`: text of a special token -> its id. `schemas`: the grammar's schemas as (field of the request, schema);
+    the rule `schema_i` stands for item i. The caller may have put some there.
+    """
+
+    functions: Sequence[Function]
+    parallel: bool
+    special: Callable[[str], int | None]
+    schemas: list[Any] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    openings: list[tuple[str, ...]] = field(default_factory=list)
+    """Terminals that a text of calls may begin with, white space between them."""
+    left_out: list[str] = field(default_factory=list)
+    """Names of functions that the format cannot write a call of."""
+    _numbers: dict[int, int] = field(default_factory=dict)
+
+    def mark(self, text: str) -> str:
+        """The terminal for a mark of the format: the special token where the tokenizer has one, else its text."""
+        token_id = self.special(text)
+        return quoted(text) if token_id is None else f"<[{token_id}]>"
+
+    def optional_mark(self, text: str) -> str:
+        """`mark` for a mark that may be left out, and that only models with such a token write."""
+        return "" if self.special(text) is None else f"{self.mark(text)}?"
+
+    def schema(self, place: str, schema: dict[str, Any]) -> str:
+        """The rule of a JSON value of `schema`."""
+        if id(schema) not in self._numbers:
+            self._numbers[id(schema)] = len(self.schemas)
+            self.schemas.append((place, schema))
+        return f"schema_{self._numbers[id(schema)]}"
+
+    def rule(self, name: str, *alternatives: str) -> str:
+        """Add a rule and return its name."""
+        self.lines.append(f"{name}: {' | '.join(alternatives)}")
+        return name
+
+    def several(self, name: str, one: str, separator: str = "") -> str:
+        """A rule of one `one`, or of several where calls may be parallel."""
+        return self.rule(name, f"{one} ({separator} {one})*" if self.parallel else one)
+
+    def json_calls(self, key: str) -> str | None:
+        """The rule of `{"name": ..., key: {...}}`; None without functions."""
+        names = [
+            " ".join(map(quoted, (quote(function.name), ",", quote(key), ":")))
+            + " "
+            + self.schema(function.place, function.parameters)
+            for function in self.functions
+        ]
+        if not names:
+            return None
+        return self.rule("call_object", f'"{{" {quoted(quote("name"))} ":" ({" | ".join(names)}) "}}"')
+
+
+def quote(text: str) -> str:
+    """`text` as a JSON string."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def quoted(text: str) -> str:
+    """`text` as a terminal of Lark."""
+    return json.dumps(text)
+
+
+def _hermes(rules: CallRules) -> None:
+    call = rules.json_calls("arguments")
+    if call is not None:
+        rules.openings.append((hermes.OPEN,))
+        rules.rule("call", f"{rules.mark(hermes.OPEN)} {call} {rules.mark(hermes.CLOSE)}")
+        rules.several("calls", "call")
+
+
+def _llama3_json(rules: CallRules) -> None:
+    call = rules.json_calls("parameters")
+    if call is not None:
+        rules.openings += [
+            ("{", '"name"', ":", quote(function.name), ",", '"parameters"') for function in rules.functions
+        ]
+        rules.openings.append((llama3_json.TAG,))
+        rules.several("listed", call, '";"')
+        rules.rule("calls", f"{rules.optional_mark(llama3_json.TAG)} listed")
+
+
+def _mistral(rules: CallRules) -> None:
+    tag = rules.mark(mistral.TAG)
+    call = rules.json_calls("arguments")
+    if call is None:
+        return
+    rules.openings.append((mistral.TAG,))
+    rules.several("listed", call, '","')
+    forms = [f'{tag} "[" listed "]"']
+    arguments = rules.optional_mark(mistral.ARGS)
+    named = [
+        f"{quoted(function.name)} {arguments} {rules.schema(function.place, function.parameters)}"
+        for function in rules.functions
+        if _is_word(function.name) and not function.name.startswith(("[", "{"))
+    ]
+    if named:
+        rules.rule("named", *(f"{tag} {call}" for call in named))
+        forms.append(rules.several("all_named", "named"))
+    rules.rule("calls", *forms)
+
+
+def _pythonic(rules: CallRules) -> None:
+    calls = []
+    for number, function in enumerate(rules.functions):
+        properties = _properties(function)
+        names = [name for name, _, _ in properties if _is_identifier(name)]
+        lost = [name for name, _, required in properties if required and name not in names]
+        if not all(map(_is_identifier, function.name.split("."))) or lost:
+            rules.left_out.append(function.name)
+            continue
+        # two rules for each place in the list: nothing is written yet, or a comma has to come
+        last = len(names)
+        first, after = f"call_{number}_first_", f"call_{number}_after_"
+        properties = [item for item in properties if item[0] in names]
+        for i, (name, schema, required) in enumerate(properties):
+            value = rules.schema(function.place, schema)
+            written = f'{quoted(name)} "=" {value} {after}{i + 1}'
+            rules.rule(f"{first}{i}", written, *([] if required else [f"{first}{i + 1}"]))
+            rules.rule(f"{after}{i}", f'"," {written}', *([] if required else [f"{after}{i + 1}"]))
+        rules.rule(f"{first}{last}", '")"')
+        rules.rule(f"{after}{last}", '")"')
+        # one terminal: a line may not end before the bracket
+        calls.append(f"{quoted(function.name + '(')} {first}0")
+        rules.openings.append(("[", function.name + "("))
+    if calls:
+        rules.openings.append((pythonic.START,))
+        rules.rule("call", *calls)
+        rules.several("listed", "call", '","')
+        start, end = rules.optional_mark(pythonic.START), rules.optional_mark(pythonic.END)
+        rules.rule("calls", f'{start} "[" listed "]" {end}')
+
+
+def _qwen3_coder(rules: CallRules) -> None:
+    calls = []
+    for number, function in enumerate(rules.functions):
+        properties = _properties(function)
+        names = [name for name, _, _ in properties if name and name == name.strip() and not {*">\n"} & {*name}]
+        lost = [name for name, _, required in properties if required and name not in names]
+        if not _is_word(function.name) or ">" in function.name or lost:
+            rules.left_out.append(function.name)
+            continue
+        parts = [quoted(f"{qwen3_coder.FUNCTION}{function.name}>")]
+        for i, (name, schema, required) in enumerate(properties):
+            if name not in names:
+                continue
+            opened = f"{qwen3_coder.PARAMETER}{name}>"
+            if qwen3_coder.is_json(qwen3_coder.types_of(schema, schema)):
+                part = f"{quoted(opened)} {rules.schema(function.place, schema)} {quoted(qwen3_coder.END_PARAMETER)}"
+            else:
+                # one terminal: white space inside it belongs to the value
+                part = f"P{number}_{i}"
+                texts = " | ".join(_raw_texts(schema, schema))
+                end = quoted("\n" + qwen3_coder.END_PARAMETER)
+                rules.lines.append(f"{part}: {quoted(opened + chr(10))} ({texts}) {end}")
+            parts.append(part if required else f"({part})?")
+        calls.append(" ".join([*parts, quoted(qwen3_coder.END_FUNCTION)]))
+    if calls:
+        rules.openings.append((qwen3_coder.OPEN,))
+        rules.rule("function", *calls)
+        rules.rule("call", f"{rules.mark(qwen3_coder.OPEN)} function {rules.mark(qwen3_coder.CLOSE)}")
+        rules.several("calls", "call")
+
+
+def required_calls(rules: CallRules) -> None:
+    """The list that `forced.RequiredParser` reads: `[{"name": ..., "parameters": {...}}]`."""
+    call = rules.json_calls("parameters")
+    assert call is not None
+    rules.several("listed", call, '","')
+    rules.rule("calls", '"[" listed "]"')
+
+
+CALL_GRAMMARS: dict[str, Callable[[CallRules], None]] = {
+    "hermes": _hermes,
+    "llama3_json": _llama3_json,
+    "mistral": _mistral,
+    "pythonic": _pythonic,
+    "qwen3_coder": _qwen3_coder,
+}
+"""Name of a tool parser -> function that writes the rules of its calls; without `openings` it could write none."""
+
+
+def _properties(function: Function) -> list[tuple[str, dict[str, Any], bool]]:
+    """Arguments that are written one by one: name, schema as a document of its own, whether it is required.
+
+    Only `properties` and `required` at the top of the parameters are read. What else stands there, such as `anyOf`,
+    holds no such call.
+    """
+    properties, required = function.parameters.get("properties"), function.parameters.get("required")
+    if not isinstance(properties, dict):
+        return []
+    demanded = required if isinstance(required, list) else []
+    return [(name, property_schema(function.parameters, name), name in demanded) for name in properties]
+
+
+def _is_word(name: str) -> bool:
+    """Whether a format that ends a name with a blank or a bracket can write it."""
+    marks = ("{", mistral.ARGS, mistral.CALL_ID)
+    return name.split() == [name] and not any(mark in name for mark in marks)
+
+
+def _is_identifier(name: str) -> bool:
+    return name.isascii() and name.isidentifier() and not keyword.iskeyword(name)
+
+
+def _raw_texts(schema: dict[str, Any], root: dict[str, Any]) -> Iterable[str]:
+    """Terminals for the texts of a parameter that is written without quotes: `enum`, `const` and lengths hold it.
+
+    `pattern` and `format` do not: they are the grammar library's for quoted strings only.
+    """
+    for kind in qwen3_coder.string_schemas(schema, root):
+        words = kind.get("enum", [kind["const"]] if "const" in kind else None)
+        if isinstance(words, list):
+            yield from (quoted(word) for word in words if isinstance(word, str))
+            continue
+        bounds = [kind.get(name) for name in ("minLength", "maxLength")]
+        low, high = (n if type(n) is int and 0 <= n <= MAX_LENGTH_BOUND else "" for n in bounds)
+        yield f"(/(?s:.){{{low or 0},{high}}}/ & ~/(?s:.*)(<\\/parameter>|<parameter=|<\\/function>)(?s:.*)/)"

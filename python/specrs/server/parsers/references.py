@@ -1,0 +1,98 @@
+"""Schemas of single arguments: a property of a function's parameters as a document of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import quote, unquote, urldefrag, urljoin
+
+from specrs.structured.schemas import DATA_KEYWORDS, MAP_KEYWORDS, subschemas
+
+_PLACE = "#/$defs/parameters"
+
+
+def property_schema(parameters: dict[str, Any], name: str) -> dict[str, Any]:
+    """The schema of the property `name`; if it has references, with all of `parameters` in it.
+
+    References are rewritten as pointers from the document's root; `$id` and `$anchor` are left out.
+    """
+    draft = {"$schema": parameters["$schema"]} if "$schema" in parameters else {}
+    schema = parameters["properties"][name]
+    if isinstance(schema, bool):
+        schema = {} if schema else {"enum": []}
+    if not isinstance(schema, dict) or not any("$ref" in inner for inner in subschemas(schema)):
+        return draft | schema if isinstance(schema, dict) else {"enum": []}
+    targets = {uri: _PLACE + pointer for uri, pointer in _addresses(parameters, "", "")}
+    moved = _moved(parameters, "", targets)
+    return draft | {"$defs": {"parameters": moved}, "$ref": f"{_PLACE}/properties/{_escaped(name)}"}
+
+
+def resolve(schema: Any, root: dict[str, Any]) -> Any:
+    """What a schema of a document from `property_schema` refers to; the schema itself without `$ref`."""
+    seen = 0
+    while isinstance(schema, dict) and isinstance(schema.get("$ref"), str) and seen < 100:
+        seen += 1
+        found: Any = root
+        for part in schema["$ref"].removeprefix("#").split("/")[1:]:
+            key = _unescaped(part)
+            if isinstance(found, list):
+                found = found[int(key)] if key.isdecimal() and int(key) < len(found) else None
+            else:
+                found = found.get(key) if isinstance(found, dict) else None
+        schema = found
+    return schema
+
+
+def _addresses(schema: Any, base: str, pointer: str, *, names: bool = False) -> Iterator[tuple[str, str]]:
+    """Absolute address -> pointer from the root, for all resources and anchors of `schema`."""
+    if isinstance(schema, list):
+        for i, item in enumerate(schema):
+            yield from _addresses(item, base, f"{pointer}/{i}")
+    if not isinstance(schema, dict):
+        return
+    if not names:
+        if isinstance(schema.get("$id"), str):
+            base = urldefrag(urljoin(base, schema["$id"])).url
+        if isinstance(schema.get("$id"), str) or pointer == "":
+            yield base, pointer
+        if isinstance(schema.get("$anchor"), str):
+            yield f"{base}#{schema['$anchor']}", pointer
+    for key, value in schema.items():
+        if names or key not in DATA_KEYWORDS:
+            yield from _addresses(value, base, f"{pointer}/{_escaped(key)}", names=not names and key in MAP_KEYWORDS)
+
+
+def _moved(schema: Any, base: str, targets: dict[str, str], *, names: bool = False) -> Any:
+    if isinstance(schema, list):
+        return [_moved(item, base, targets) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if not names and isinstance(schema.get("$id"), str):
+        base = urldefrag(urljoin(base, schema["$id"])).url
+    moved = {}
+    for key, value in schema.items():
+        if not names and key in ("$id", "$anchor", "$schema") and isinstance(value, str):
+            continue
+        if not names and key == "$ref" and isinstance(value, str):
+            moved[key] = _target(value, base, targets)
+        elif not names and key in DATA_KEYWORDS:
+            moved[key] = value
+        else:
+            moved[key] = _moved(value, base, targets, names=not names and key in MAP_KEYWORDS)
+    return moved
+
+
+def _target(reference: str, base: str, targets: dict[str, str]) -> str:
+    """Where a reference leads in the new document; unchanged if it leads nowhere in this one."""
+    address, fragment = urldefrag(urljoin(base, reference) if not reference.startswith("#") else base + reference)
+    if fragment and not fragment.startswith("/"):
+        return targets.get(f"{address}#{fragment}", reference)
+    return targets[address] + fragment if address in targets else reference
+
+
+def _escaped(key: str) -> str:
+    return quote(key.replace("~", "~0").replace("/", "~1"))
+
+
+def _unescaped(part: str) -> str:
+    return unquote(part).replace("~1", "/").replace("~0", "~")
