@@ -90,7 +90,7 @@ launches: build ## LAUNCHES=1000000 random launches of the native runner against
 		tests/runner/test_native.py --timeout 0 $(ARGS)
 
 # Each client has an environment of its own, because their requirements contradict each other; torch is $(VENV)'s.
-CLIENTS := openai lm-eval guidellm aiperf schemathesis
+CLIENTS := openai agents lm-eval guidellm aiperf schemathesis
 CLIENT_VENVS := .venv-clients
 TORCH_PACKAGES := torch triton $(shell sed -n 's/^\(nvidia-[^=]*\|cuda-[^=]*\)==.*/\1/p' requirements.lock)
 
@@ -103,7 +103,7 @@ $(CLIENT_VENVS)/%/.installed: tests/server/clients/%.lock $(VENV)/.installed
 	@touch $@
 
 .PHONY: test-clients
-test-clients: build $(CLIENTS:%=$(CLIENT_VENVS)/%/.installed) $(CLIENT_VENVS)/otel/.installed ## real clients against a real server: openai, lm-eval, guidellm, aiperf, schemathesis; traces by OpenTelemetry
+test-clients: build $(CLIENTS:%=$(CLIENT_VENVS)/%/.installed) $(CLIENT_VENVS)/otel/.installed ## real clients against a real server: openai, agents, lm-eval, guidellm, aiperf, schemathesis; traces by OpenTelemetry
 	$(BIN)/python -m pytest tests/server/clients $(ARGS)
 	PYTHONPATH=python $(CLIENT_VENVS)/otel/bin/python -m pytest tests/server/tracing $(ARGS)
 
