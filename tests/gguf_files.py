@@ -52,11 +52,18 @@ def draw_blocks(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> 
 
 
 def write_gguf(
-    source: Path, path: Path, kind: str = "F32", *, plain: str = "F32", seed: int = 0, **fields: Any
+    source: Path,
+    path: Path,
+    kind: str = "F32",
+    replaced: dict[str, Any] | None = None,
+    *,
+    plain: str = "F32",
+    seed: int = 0,
+    **fields: Any,
 ) -> Path:
     """Write the checkpoint at `source` as a file whose matrices are of `kind`, norms and biases of `plain`.
 
-    `fields` replace metadata: a key's dots are double underscores, None leaves it out.
+    `replaced` and `fields` replace metadata: in `fields` a key's dots are double underscores. None leaves a key out.
     """
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     family = config["model_type"]
@@ -78,22 +85,9 @@ def write_gguf(
     if (source / "tokenizer.json").exists():
         metadata |= tokenizer_fields(source)
     metadata["tokenizer.ggml.eos_token_id"] = config["eos_token_id"]
-    metadata |= {key.replace("__", "."): value for key, value in fields.items()}
+    metadata |= {key.replace("__", "."): value for key, value in ((replaced or {}) | fields).items()}
     writer = gguf.GGUFWriter(path, family)
-    for key, value in metadata.items():
-        match value:
-            case None:
-                continue
-            case bool():
-                writer.add_bool(key, value)
-            case int():
-                writer.add_uint32(key, value)
-            case float():
-                writer.add_float32(key, value)
-            case str():
-                writer.add_string(key, value)
-            case list():
-                writer.add_array(key, value)
+    _add_metadata(writer, metadata)
     rng = np.random.default_rng(seed)
     for name, tensor in load_file(source / "model.safetensors").items():
         numbers = tensor.float()
@@ -119,6 +113,34 @@ def write_gguf(
     return path
 
 
+def write_metadata(path: Path, metadata: dict[str, Any]) -> Path:
+    """Write a file of metadata alone, which is enough for a tokenizer."""
+    writer = gguf.GGUFWriter(path, "llama")
+    _add_metadata(writer, metadata)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add_metadata(writer: gguf.GGUFWriter, metadata: dict[str, Any]) -> None:
+    for key, value in metadata.items():
+        match value:
+            case None:
+                continue
+            case bool():
+                writer.add_bool(key, value)
+            case int():
+                writer.add_uint32(key, value)
+            case float():
+                writer.add_float32(key, value)
+            case str():
+                writer.add_string(key, value)
+            case list():
+                writer.add_array(key, value)
+
+
 def tokenizer_fields(source: Path) -> dict[str, Any]:
     """The byte-level tokenizer of a folder as metadata."""
     content = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
@@ -134,6 +156,18 @@ def tokenizer_fields(source: Path) -> dict[str, Any]:
         "tokenizer.ggml.token_type": kinds,
         "tokenizer.ggml.merges": merges,
     }
+
+
+def with_tokens(source: Path, named: dict[int, tuple[str, int]]) -> dict[str, Any]:
+    """`tokenizer_fields` in which ids have other names and types. New ids follow the last one of the folder."""
+    fields = tokenizer_fields(source)
+    tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
+    for i, (name, kind) in sorted(named.items()):
+        tokens[i : i + 1], kinds[i : i + 1] = [name], [kind]
+    known = set(tokens)
+    pairs = [merge.split(" ") for merge in fields["tokenizer.ggml.merges"]]
+    fields["tokenizer.ggml.merges"] = [" ".join(pair) for pair in pairs if {*pair, "".join(pair)} <= known]
+    return fields
 
 
 def dequantized(path: Path, name: str) -> torch.Tensor:

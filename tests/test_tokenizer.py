@@ -1,5 +1,6 @@
 """Reading tokenizers, rendering chats, and telling two tokenizers apart."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from specrs.errors import CheckpointError, InvalidRequestError, TokenizerMismatc
 from specrs.speculative_config import SpeculativeConfig
 from specrs.tokenizer import Tokenizer, check_same_tokenizer, load_tokenizer
 from tokenizer_files import copy_of_pair, edit_tokenizer, with_bos
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
 TEXT = "def f(x):\n    return '日本 é 🎉' # <|endoftext|> done\n"
@@ -204,7 +207,9 @@ def test_other_merges_are_told(tokenizer: Tokenizer, tmp_path: Path) -> None:
         check_same_tokenizer(tokenizer, Tokenizer(str(folder)))
 
 
-def test_one_token_more_is_told_in_both_directions(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_one_token_more_is_no_difference(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """A draft neither proposes nor is fed ids that its model has no row for."""
+
     def add(content: dict[str, Any]) -> None:
         extra = content["added_tokens"][0] | {"id": 2048, "content": "<|extra|>"}
         content["added_tokens"].append(extra)
@@ -213,10 +218,80 @@ def test_one_token_more_is_told_in_both_directions(tokenizer: Tokenizer, tmp_pat
     edit_tokenizer(folder, add)
     more = Tokenizer(str(folder))
     assert more.vocab_size == 2049
-    with pytest.raises(TokenizerMismatchError, match=r"id 2048 is '<\|extra\|>' for the draft and None for the target"):
-        check_same_tokenizer(tokenizer, more)
-    with pytest.raises(TokenizerMismatchError, match=r"id 2048 is '<\|extra\|>' for the target and None for the draft"):
-        check_same_tokenizer(more, tokenizer)
+    check_same_tokenizer(tokenizer, more)
+    check_same_tokenizer(more, tokenizer)
+
+
+def test_one_token_at_two_ids_is_told(tmp_path: Path) -> None:
+    def add(names: list[str]) -> Tokenizer:
+        folder = copy_of_pair(tmp_path / "-".join(names))
+        edit_tokenizer(folder, lambda content: content["added_tokens"].extend(more(content, names)))
+        return Tokenizer(str(folder))
+
+    def more(content: dict[str, Any], names: list[str]) -> list[dict[str, Any]]:
+        return [content["added_tokens"][0] | {"id": 2048 + i, "content": name} for i, name in enumerate(names)]
+
+    one, two = add(["a1"]), add(["b2", "a1"])
+    with pytest.raises(TokenizerMismatchError, match=r"id 2048 is 'a1' for the target and 'b2' for the draft"):
+        check_same_tokenizer(one, two)
+    two.unused_ids = frozenset({2048})
+    with pytest.raises(TokenizerMismatchError, match=r"id 2048 is 'a1' for the target and id 2049 for the draft"):
+        check_same_tokenizer(one, two)
+
+
+SPACED = ["a cat", " a cat", "  a  cat ", "<s>a", "a</s> b", "<|user|>\n a\n", "日 é", ""]
+
+
+@pytest.mark.parametrize(
+    "cls",
+    ["LlamaTokenizer", "LlamaTokenizerFast", "CodeLlamaTokenizer", "GemmaTokenizer", "Qwen2Tokenizer", "GPT2Tokenizer"],
+)
+@pytest.mark.parametrize("prefix", ["normalizer", "first", "never"])
+def test_a_folder_follows_its_own_tokenizer_json(cls: str, prefix: str, tmp_path: Path) -> None:
+    """Whatever class tokenizer_config.json names: transformers' classes have pipelines of their own."""
+    vocab = {token: i for i, token in enumerate(["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))])}
+    vocab |= {token: 259 + i for i, token in enumerate(["▁", "a", "c", "t", "▁a", "ca", "cat", "▁▁"])}
+    merges = [("\u2581", "a"), ("c", "a"), ("ca", "t"), ("\u2581", "\u2581")]
+    own = Backend(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    if prefix == "normalizer":
+        steps = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+        own.normalizer = normalizers.Sequence(steps)
+    else:
+        own.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prefix, split=False)
+    own.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    own.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in ("<unk>", "<s>", "</s>")])
+    own.add_tokens([AddedToken("<|user|>", rstrip=True, normalized=False, special=True)])
+    around = {"pair": "<s> $A </s> $B", "special_tokens": [("<s>", 1), ("</s>", 2)]}
+    own.post_processor = processors.TemplateProcessing(single="<s> $A </s>", **around)
+    own.save(str(tmp_path / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": cls,
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "add_bos_token": False,
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    ours = Tokenizer(str(tmp_path))
+    for text in SPACED:
+        ids = own.encode(text).ids
+        assert ours.encode(text) == ids
+        assert ours.hf.encode(text) == ids
+        for decode in (ours.decode, ours.decoder.decode):
+            assert decode(ids, skip_special_tokens=False) == own.decode(ids, skip_special_tokens=False)
+
+
+def test_runs_that_a_normalizer_removes_do_not_count(tmp_path: Path) -> None:
+    """A long text of few tokens is encoded: how many characters a token stands for is not known."""
+
+    def collapse(content: dict[str, Any]) -> None:
+        content["normalizer"] = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
+
+    folder = copy_of_pair(tmp_path / "collapsed")
+    edit_tokenizer(folder, collapse)
+    tokenizer = Tokenizer(str(folder))
+    text = "a" + " " * 600_000 + "b"
+    assert tokenizer.encode(text, max_tokens=4) == tokenizer.encode("a b")
 
 
 def test_the_engine_tokenizer_is_compared_with_the_draft(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +49,10 @@ _LONG_TEXT = 2**17
 
 
 class Tokenizer:
-    """One tokenizer. `hf` is transformers' object, `backend` the `tokenizers.Tokenizer` within it."""
+    """One tokenizer. `hf` is transformers' object, `backend` the `tokenizers.Tokenizer` within it.
+
+    `unused_ids` are ids that stand for no text, such as the padding of a GGUF file's vocabulary.
+    """
 
     def __init__(self, source: str, revision: str | None = None) -> None:
         """Read the tokenizer of a folder, hub id or GGUF file.
@@ -60,7 +63,9 @@ class Tokenizer:
         self.source = source
         read = _reader(source, revision)
         try:
-            self.hf: Any = read()
+            self.hf: Any
+            self.unused_ids: frozenset[int]
+            self.hf, self.unused_ids = read()
             self.backend: tokenizers.Tokenizer = self.hf.backend_tokenizer
         except CheckpointError:
             raise
@@ -102,8 +107,12 @@ class Tokenizer:
         )
         if not all(token in vocab for token in bytes_):
             return None
-        # NFC and its kin make one character of up to four
-        return max(map(len, vocab)) * (1 if self.backend.normalizer is None else 4)
+        if self.backend.normalizer is None:
+            return max(map(len, vocab))
+        normalizer = str(json.loads(self.backend.to_str())["normalizer"])
+        if any(kind in normalizer for kind in ("Regex", "Strip", "Precompiled", "Bert")):
+            return None  # it may remove text of any length, runs of spaces for example
+        return max(map(len, vocab)) * 4  # NFC and its kin make one character of up to four
 
     def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         """Ids of `text`, with what the checkpoint puts around a sequence (a BOS token) unless told otherwise.
@@ -250,15 +259,15 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
 
 
 def check_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:
-    """Check that every id means the same to both. Vocabularies are compared, not the models' padded sizes.
+    """Check that every id that both tokenizers have means the same to both.
+
+    Each may have tokens more than the other, as padding and as added tokens: a draft neither proposes nor is fed ids
+    that its model has no row for.
 
     Raises `TokenizerMismatchError` that names the first difference.
     """
-    ours, theirs = target.backend.get_vocab(), draft.backend.get_vocab()
-    reason = None
-    if ours != theirs:
-        reason = _vocabulary_difference(ours, theirs)
-    else:
+    reason = _vocabulary_difference(_used(target), _used(draft))
+    if reason is None:
         for probe in _PROBES:
             if target.encode(probe, add_special_tokens=False) != draft.encode(probe, add_special_tokens=False):
                 reason = f"the vocabularies agree, but {probe!r} is split differently"
@@ -269,6 +278,21 @@ def check_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:
             f"{reason}; allowed is a draft with the target's tokenizer, or "
             "use_heterogeneous_vocab=True"
         )
+
+
+def end_ids(checkpoint: Sequence[int], tokenizer: Tokenizer | None, vocab_size: int) -> tuple[int, ...]:
+    """Ids that end a text: those of the `checkpoint`'s configuration, then the tokenizer's own end, as in vLLM.
+
+    An id of the tokenizer at or above `vocab_size`, which the model cannot emit, is left out.
+    """
+    own = None if tokenizer is None else tokenizer.hf.eos_token_id
+    return tuple(dict.fromkeys([*checkpoint, *([own] if type(own) is int and 0 <= own < vocab_size else [])]))
+
+
+def _used(tokenizer: Tokenizer) -> dict[str, int]:
+    """Ids of the tokens that stand for text, by token."""
+    vocab = tokenizer.backend.get_vocab(with_added_tokens=True)
+    return {token: token_id for token, token_id in vocab.items() if token_id not in tokenizer.unused_ids}
 
 
 def shared_ids(target: Tokenizer, draft: Tokenizer) -> list[tuple[int, int]]:
@@ -304,7 +328,7 @@ def _meanings(tokenizer: Tokenizer) -> dict[tuple[bool, bytes], int]:
     added = {token.content for token in backend.get_added_tokens_decoder().values()}
     byte_of = _BYTE_OF_SYMBOL if '"ByteLevel"' in json.dumps(json.loads(backend.to_str())["decoder"]) else None
     found: dict[tuple[bool, bytes], int] = {}
-    for token, token_id in sorted(backend.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1]):
+    for token, token_id in sorted(_used(tokenizer).items(), key=lambda item: item[1]):
         if token in added:
             meaning = token.encode()
         elif byte_of is not None and all(symbol in byte_of for symbol in token):
@@ -327,20 +351,17 @@ def _byte_symbols() -> dict[str, int]:
 _BYTE_OF_SYMBOL = _byte_symbols()
 
 
-def _vocabulary_difference(target: dict[str, int], draft: dict[str, int]) -> str:
-    by_id = {token_id: token for token, token_id in draft.items()}
-    for token, token_id in sorted(target.items(), key=lambda item: item[1]):
-        other = by_id.get(token_id)
-        if other != token:
-            return f"id {token_id} is {short(token)} for the target and {short(other)} for the draft" + _sizes(
-                target, draft
-            )
-    extra = min((item for item in draft.items() if item[0] not in target), key=lambda item: item[1])
-    return f"id {extra[1]} is {short(extra[0])} for the draft and None for the target" + _sizes(target, draft)
-
-
-def _sizes(target: dict[str, int], draft: dict[str, int]) -> str:
-    return f" ({len(target)} tokens in the target's vocabulary, {len(draft)} in the draft's)"
+def _vocabulary_difference(target: dict[str, int], draft: dict[str, int]) -> str | None:
+    """The first id that both vocabularies have for different tokens, or token that both have under different ids."""
+    ours, theirs = ({token_id: token for token, token_id in vocab.items()} for vocab in (target, draft))
+    for token_id, token in sorted(ours.items()):
+        other = theirs.get(token_id)
+        if other == token or (other is None and token not in draft):
+            continue
+        where = f"id {token_id} is {short(token)} for the target and "
+        what = f"{short(other)} for the draft" if other is not None else f"id {draft[token]} for the draft"
+        return f"{where}{what} ({len(target)} tokens in the target's vocabulary, {len(draft)} in the draft's)"
+    return None
 
 
 def _message(index: int, message: object) -> dict[str, Any]:
@@ -370,22 +391,36 @@ def _part(at: str, part: object) -> str:
     return str(part[key])
 
 
-def _reader(source: str, revision: str | None) -> Callable[[], Any]:
-    """What reads the tokenizer of `source`, whose files are there."""
-    from transformers import AutoTokenizer
-
+def _reader(source: str, revision: str | None) -> Callable[[], tuple[Any, frozenset[int]]]:
+    """A function that reads the tokenizer of `source`, and its unused ids. The files are there when it is called."""
     from specrs.models.checkpoint import read_json
     from specrs.models.gguf.checkpoint import gguf_path
-    from specrs.models.gguf.tokenizer import gguf_tokenizer
+    from specrs.models.gguf.tokenizer import gguf_tokenizer, gguf_unused_ids
 
     file = gguf_path(source, revision)
     if file is not None:
-        return partial(gguf_tokenizer, file)
+        return lambda: (gguf_tokenizer(file), gguf_unused_ids(file))
     folder = _folder(source, revision)
     if os.path.lexists(folder / "config.json"):
         read_json(folder / "config.json")  # transformers would wait for a pipe, and read a device for ever
     _refuse_remote_code(source, folder)
-    return partial(AutoTokenizer.from_pretrained, str(folder), trust_remote_code=False, local_files_only=True)
+    return lambda: (_folder_tokenizer(folder), frozenset())
+
+
+def _folder_tokenizer(folder: Path) -> Any:
+    """transformers' tokenizer of a folder, with the pipeline of its tokenizer.json.
+
+    Classes of transformers such as `LlamaTokenizer` build a pipeline of their own, which treats spaces differently.
+    """
+    import tokenizers
+    from transformers import AutoTokenizer
+
+    made: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+    own, backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")), made.backend_tokenizer
+    backend.model, backend.normalizer = own.model, own.normalizer
+    backend.pre_tokenizer, backend.decoder = own.pre_tokenizer, own.decoder
+    backend.post_processor = own.post_processor
+    return made
 
 
 def _folder(source: str, revision: str | None) -> Path:

@@ -8,27 +8,32 @@ import itertools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import numpy as np
 import pytest
 import torch
-from checkpoints import LLAMA3_ROPE, make_checkpoint
-from gguf_files import WRITTEN, dequantized, gguf_name, write_gguf
+from checkpoints import LLAMA3_ROPE, make_checkpoint, write_tokenizer
+from gguf_files import WRITTEN, dequantized, gguf_name, with_tokens, write_gguf, write_metadata
 from safetensors.torch import load_file, save_file
-from specrs.errors import CheckpointError, UnsupportedModelError
+from specrs import LLM, SamplingParams
+from specrs.errors import CheckpointError, TokenizerMismatchError, UnsupportedModelError
 from specrs.kernels.linear import QuantizedWeight, StackedWeight
 from specrs.models.gguf.checkpoint import GGUFCheckpoint, gguf_config, gguf_path
 from specrs.models.gguf.file import open_gguf
 from specrs.models.gguf.tokenizer import gguf_tokenizer
 from specrs.models.loader import load_config, load_model
 from specrs.models.native_loader import load_native
-from specrs.tokenizer import Tokenizer, check_same_tokenizer
+from specrs.tokenizer import Tokenizer, check_same_tokenizer, shared_ids
+from transformers import CohereTokenizer, GPT2Tokenizer, GPTNeoXTokenizer, Qwen2Tokenizer
 
 from models.harness import Feeder
 
 K_QUANTS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 PACKED = {"Q8_0": torch.int8, "Q6_K": torch.int8, "Q4_0": torch.uint8}
+PROMPTS = [[1, 2, 3], [40, 50, 60, 70]]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 SIZES = {"hidden": 256, "intermediate": 512, "head_dim": 64, "kv_heads": 2, "layers": 1}
 
 
@@ -36,6 +41,12 @@ SIZES = {"hidden": 256, "intermediate": 512, "head_dim": 64, "kv_heads": 2, "lay
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Rows of whole blocks of 256."""
     return make_checkpoint(tmp_path_factory.mktemp("wide"), "llama", initializer_range=0.05, **SIZES)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of one layer with a byte-level vocabulary of 397 tokens."""
+    return make_checkpoint(tmp_path_factory.mktemp("small"), "qwen3", vocab=400, layers=1)
 
 
 def numbers_of(path: Path, source: Path) -> Path:
@@ -125,12 +136,23 @@ def test_tokenizer_is_the_checkpoint_s(tmp_path: Path) -> None:
         source, tmp_path / "bos.gguf", tokenizer__ggml__add_bos_token=True, tokenizer__ggml__bos_token_id=0
     )
     assert Tokenizer(str(bos)).encode("a") == [0, *theirs.encode("a")]
+    eos = write_gguf(source, tmp_path / "eos.gguf", tokenizer__ggml__add_eos_token=True)
+    assert Tokenizer(str(eos)).encode("a") == [*theirs.encode("a"), 0]
+    both = write_gguf(
+        source,
+        tmp_path / "both.gguf",
+        tokenizer__ggml__add_bos_token=True,
+        tokenizer__ggml__bos_token_id=5,
+        tokenizer__ggml__add_eos_token=True,
+    )
+    assert Tokenizer(str(both)).encode("a") == [5, *theirs.encode("a"), 0]
+    assert Tokenizer(str(both)).encode("a", add_special_tokens=False) == theirs.encode("a")
 
 
 @pytest.mark.parametrize("pre", ["smollm", "llama-bpe", "qwen2", "tekken"])
 def test_text_is_split_as_the_file_says(pre: str, tmp_path: Path) -> None:
     """Digits, contractions and line breaks split differently; expressions are those of the models' tokenizer.json."""
-    from specrs.models.gguf.tokenizer import SPLITS
+    from specrs.models.gguf.byte_level import SPLITS
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     source = make_checkpoint(tmp_path / "source", vocab=400, layers=1)
@@ -144,12 +166,33 @@ def test_text_is_split_as_the_file_says(pre: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("pre", "theirs"),
+    [
+        ("qwen2", Qwen2Tokenizer),
+        ("deepseek-r1-qwen", Qwen2Tokenizer),
+        ("olmo", GPTNeoXTokenizer),
+        ("mpt", GPTNeoXTokenizer),
+        ("command-r", CohereTokenizer),
+        ("gpt-2", GPT2Tokenizer),
+        ("starcoder", GPT2Tokenizer),
+    ],
+)
+def test_text_is_normalized_as_by_the_class_of_transformers(pre: str, theirs: Any, tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "source", vocab=400, layers=1)
+    ours = Tokenizer(str(write_gguf(source, tmp_path / "model.gguf", tokenizer__ggml__pre=pre)))
+    normalizer, text = theirs().backend_tokenizer.normalizer, "e\u0301 ﬁ \u212b"
+    expected = text if normalizer is None else normalizer.normalize_str(text)
+    assert ours.decode(ours.encode(text)) == expected
+
+
+@pytest.mark.parametrize(
     ("field", "value", "message"),
     [
         ("tokenizer__ggml__pre", "marsian", r"tokenizer\.ggml\.pre='marsian': not implemented; allowed: llama3"),
         ("tokenizer__ggml__pre", None, r"tokenizer\.ggml\.pre=None: not implemented"),
         ("tokenizer__ggml__model", "rwkv", r"tokenizer\.ggml\.model='rwkv': not implemented; allowed: 'gpt2'"),
         ("tokenizer__ggml__bos_token_id", 9999, r"tokenizer\.ggml\.bos_token_id=9999: not implemented; .* id below"),
+        ("tokenizer__ggml__add_bos_token", True, r"tokenizer\.ggml\.bos_token_id=None: not impl.* add_bos_token=true"),
         ("tokenizer__ggml__merges", ["q zz"], r"tokenizer\.ggml\.merges\[0\]='q zz': no tokens of the vocabulary"),
     ],
 )
@@ -187,6 +230,96 @@ def test_models_that_are_refused(field: str, value: object, message: str, tmp_pa
     path = write_gguf(source, tmp_path / "model.gguf", **{field: value})
     with pytest.raises((CheckpointError, UnsupportedModelError), match=message):
         load_model(path)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "fields", "ends"),
+    [
+        *(
+            ({50: (name, 3)}, {}, (0, 50))
+            for name in (
+                *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"),
+                *("<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<end_of_turn>", "<end_of_utterance>"),
+                *(
+                    "<EOT>",
+                    "_<EOT>",
+                    "[EOT]",
+                    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+                    "<|fim_pad|>",
+                    "<|repo_name|>",
+                    "<|file_sep|>",
+                ),
+            )
+        ),
+        ({50: ("<|im_end|>", 4), 51: ("<|eot_id|>", 3)}, {}, (0, 50, 51)),
+        ({50: ("<EOT>", 1)}, {}, (0,)),  # ordinary text
+        ({50: ("</s>", 4), 51: ("<|im_start|>", 3)}, {}, (0,)),
+        ({}, {"tokenizer__ggml__eot_token_id": 7, "tokenizer__ggml__eom_token_id": 8}, (0, 7, 8)),
+        ({}, {"tokenizer__ggml__fim_sep_token_id": 9}, (0, 9)),
+        # `<|end|>` ends a message of several
+        ({50: ("<|end|>", 3), 51: ("<|return|>", 3), 52: ("<|call|>", 3)}, {}, (0, 51, 52)),
+        ({50: ("<|end|>", 3), 51: ("<|flush|>", 3), 52: ("<|calls|>", 3)}, {}, (0, 51, 52)),
+        ({50: ("<|end|>", 3), 51: ("<|return|>", 3)}, {}, (0, 50, 51)),
+    ],
+)
+def test_ends_of_a_text(
+    tokens: dict[int, tuple[str, int]], fields: dict[str, Any], ends: tuple[int, ...], small: Path, tmp_path: Path
+) -> None:
+    """Ids that the file names and, as in llama.cpp, tokens whose names mean an end."""
+    replaced = with_tokens(small, {0: ("<|start|>", 3)} | tokens)
+    assert load_config(write_gguf(small, tmp_path / "model.gguf", "F32", replaced, **fields)).eos_token_ids == ends
+
+
+def test_a_folder_that_holds_only_gguf_files(small: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    assert gguf_path(folder) is None
+    path = write_gguf(small, folder / "b-Q8_0.gguf", "Q8_0")
+    assert gguf_path(folder) == path
+    assert load_config(folder) == load_config(path)
+    shutil.copy(small / "config.json", folder)  # which many repositories of GGUF files have, some without content
+    assert LLM(str(folder), max_model_len=32).generate([[1, 2, 3]], GREEDY) != []
+    write_gguf(small, folder / "a-Q4_0.gguf", "Q4_0")
+    message = (
+        r"^model='.*folder': holds several GGUF files; name one of them, for example .*: a-Q4_0\.gguf, b-Q8_0\.gguf$"
+    )
+    for read in (load_config, lambda source: Tokenizer(str(source)), lambda source: LLM(str(source))):
+        with pytest.raises(CheckpointError, match=message):
+            read(folder)
+    shutil.copy(small / "model.safetensors", folder)
+    assert gguf_path(folder) is None
+
+
+@pytest.mark.parametrize("padding", [(0, 16), (16, 0), (16, 32)])
+def test_padding_is_no_difference_between_vocabularies(padding: tuple[int, int], tmp_path: Path) -> None:
+    """A draft of more or fewer rows than the target: the text is as without it. Rows without a token are padding."""
+    sources, files = [], []
+    for name, more in zip(("target", "draft"), padding, strict=True):
+        source = make_checkpoint(tmp_path / name, vocab=400 + more, layers=1, with_tokenizer=False)
+        write_tokenizer(source, 400)
+        size = Tokenizer(str(source)).vocab_size
+        replaced = with_tokens(source, {i: (f"[PAD{i}]", 5) for i in range(size, 400 + more)})
+        files.append(str(write_gguf(source, tmp_path / f"{name}.gguf", "F32", replaced)))
+        sources.append(str(source))
+    expected = [output.outputs[0].token_ids for output in LLM(files[0], max_model_len=64).generate(PROMPTS, GREEDY)]
+    for target, draft in ((files[0], files[1]), (files[0], sources[1]), (sources[0], files[1])):
+        llm = LLM(target, max_model_len=64, speculative_config={"model": draft, "num_speculative_tokens": 3})
+        assert [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)] == expected
+    ours, theirs = Tokenizer(files[0]), Tokenizer(sources[0])
+    assert ours.backend.get_vocab() == theirs.backend.get_vocab()
+    assert {pair[0] for pair in shared_ids(ours, theirs)} <= set(theirs.backend.get_vocab().values())
+
+
+def test_an_unused_id_is_no_difference(small: Path, tmp_path: Path) -> None:
+    def made(*named: tuple[str, int]) -> Tokenizer:
+        metadata = with_tokens(small, dict(enumerate(named, 200))) | {"tokenizer.ggml.eos_token_id": 0}
+        return Tokenizer(str(write_metadata(tmp_path / "model.gguf", metadata)))
+
+    used, unused = made(("<|image|>", 3), ("<|sound|>", 3)), made(("[PAD200]", 5), ("<|sound|>", 3))
+    check_same_tokenizer(unused, used)
+    check_same_tokenizer(used, unused)
+    with pytest.raises(TokenizerMismatchError, match=r"id 201 is '<\|sound\|>' for the target and '<\|video\|>' for"):
+        check_same_tokenizer(used, made(("[PAD200]", 5), ("<|video|>", 3)))
 
 
 def test_damage(wide: Path, tmp_path: Path) -> None:

@@ -24,11 +24,14 @@ from specrs.models.quantization.grouped import Grouped
 
 
 def gguf_path(source: str | Path, revision: str | None = None) -> Path | None:
-    """The file that `source` names: its path, or `owner/name:TYPE`, whose one file of that type is downloaded.
+    """The file that `source` names: its path, a folder whose weights are one GGUF file, or `owner/name:TYPE`, whose one
+    file of that type is downloaded.
 
     None for what is no GGUF file. Raises CheckpointError if there is none, or several.
     """
     path, text = Path(source), str(source)
+    if path.is_dir():
+        return _only_file(path, revision)
     if path.suffix == ".gguf" and path.is_file():
         if revision is not None:
             raise invalid(CheckpointError, "revision", revision, f"must be None, because {path} is a file")
@@ -44,6 +47,21 @@ def gguf_path(source: str | Path, revision: str | None = None) -> Path | None:
         raise
     except Exception as fault:
         raise hub_error(fault, text, repository, revision) from fault
+
+
+def _only_file(folder: Path, revision: str | None) -> Path | None:
+    """The GGUF file of a folder without safetensors; None if there is none, or a `revision`, which no folder has.
+
+    Raises CheckpointError that names the files if there are several.
+    """
+    files = sorted(folder.glob("*.gguf"))
+    if not files or revision is not None or any(folder.glob("*.safetensors*")):
+        return None
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        reason = f"holds several GGUF files; name one of them, for example {files[0]}: {names}"
+        raise invalid(CheckpointError, "model", str(folder), reason)
+    return files[0]
 
 
 def _hub_file(repository: str, revision: str | None, ending: str, text: str) -> Path:

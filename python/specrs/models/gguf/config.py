@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from specrs.errors import CheckpointError, UnsupportedModelError, invalid, short
-from specrs.models.errors import malformed
 from specrs.models.gguf.file import GGUFFile
+from specrs.models.gguf.vocabulary import end_ids
 from specrs.models.values import number, size
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -116,7 +115,7 @@ def raw_config(file: GGUFFile) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "sliding_window": None,
         "dtype": "bfloat16" if "BF16" in kinds else "float16" if "F16" in kinds else "float32",
-        "eos_token_id": _end_ids(file.metadata),
+        "eos_token_id": end_ids(file.metadata),
     } | ({"attention_bias": True} if biased and architecture.name != "Qwen2ForCausalLM" else {})
 
 
@@ -157,14 +156,6 @@ class _Fields:
         value = short(self.file.metadata[f"{self.prefix}.{field}"])
         reason = f"{self.file.path}: {self.prefix}.{field}={value}: not implemented; allowed: {allowed}"
         return UnsupportedModelError(reason)
-
-
-def _end_ids(metadata: Mapping[str, Any]) -> list[int]:
-    fields = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
-    for field in fields:
-        if type(metadata.get(field, 0)) is not int:
-            raise malformed(field, metadata[field], "an id")
-    return list(dict.fromkeys(metadata[field] for field in fields if field in metadata))
 
 
 def _scaling(file: GGUFFile, head_dim: int, theta: float) -> dict[str, Any]:

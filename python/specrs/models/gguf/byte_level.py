@@ -1,0 +1,71 @@
+"""Byte-level BPE from a GGUF file.
+
+A file says by a name how text is normalized and split before merges. A tokenizer that splits otherwise gives other ids
+silently, so an unknown name is an error.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from specrs.errors import CheckpointError, short
+from specrs.models.gguf.vocabulary import Vocabulary, refused, strings
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST
+_QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_GPT2, _DIGITS = "gpt2", "digits"
+"""ByteLevel's own expression; each digit by itself before it."""
+SPLITS = {
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "dbrx", "smaug-bpe"), _LLAMA3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
+    "tekken": _TEKKEN,
+    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "jais", "mpt"), _GPT2),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS),
+}
+"""How text is split before merges, by `tokenizer.ggml.pre`."""
+NFC = frozenset({"qwen2", "deepseek-r1-qwen", "olmo", "mpt", "command-r"})
+"""Values of `tokenizer.ggml.pre` whose tokenizers normalize text to NFC first, as their `tokenizer.json` does."""
+WHOLE_WORDS = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "tekken"})
+"""Values of `tokenizer.ggml.pre` whose tokenizers look a word up before they merge its parts. They put BOS before a
+text where the file does not say."""
+
+
+def byte_level(vocabulary: Vocabulary) -> Tokenizer:
+    """The tokenizer without added tokens and post-processor. Raises CheckpointError for what is not implemented."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    file, ids = vocabulary.file, vocabulary.ids
+    name = file.metadata.get("tokenizer.ggml.pre")
+    if not isinstance(name, str) or name not in SPLITS:
+        raise refused(file, "tokenizer.ggml.pre", name, ", ".join(SPLITS))
+    merges: list[tuple[str, str]] = []
+    for i, merge in enumerate(strings(file, "merges")):
+        left, _, right = merge.partition(" ")
+        if not {left, right, left + right} <= ids.keys():
+            at = f"tokenizer.ggml.merges[{i}]={short(merge)}"
+            raise CheckpointError(f"{file.path}: {at}: no tokens of the vocabulary")
+        merges.append((left, right))
+    split = SPLITS[name]
+    made = Tokenizer(models.BPE(vocab=ids, merges=merges, ignore_merges=name in WHOLE_WORDS))
+    if name in NFC:
+        made.normalizer = normalizers.NFC()
+    bytes_alone = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split in (_GPT2, _DIGITS))
+    steps: dict[str, Any] = {
+        _GPT2: [bytes_alone],
+        _DIGITS: [pre_tokenizers.Digits(individual_digits=True), bytes_alone],
+    }
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        steps.get(split) or [pre_tokenizers.Split(Regex(split), "isolated"), bytes_alone]
+    )
+    made.decoder = decoders.ByteLevel()
+    return made

@@ -1,0 +1,82 @@
+"""Sentencepiece BPE from a GGUF file, without the library sentencepiece.
+
+Sentencepiece merges the two neighbours whose joined piece has the highest score, the leftmost of equal ones. Here the
+same order is a list of merges. Each text between special tokens is encoded as sentencepiece encodes a whole text, its
+space in front included, which is what llama.cpp does.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from specrs.models.gguf.vocabulary import NORMAL, Vocabulary, refused
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from tokenizers.normalizers import Normalizer
+
+_SPACE = "\u2581"
+"""What sentencepiece writes for a space."""
+
+
+def sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
+    """The tokenizer without added tokens and post-processor. Raises CheckpointError for what is not implemented."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers
+
+    file, ids = vocabulary.file, vocabulary.ids
+    charsmap = file.metadata.get("tokenizer.ggml.precompiled_charsmap")
+    if charsmap:
+        # `normalizers.Precompiled` maps whole graphemes: of a ligature with an accent it drops the accent.
+        raise refused(file, "tokenizer.ggml.precompiled_charsmap", charsmap, "a file without it")
+    unknown = vocabulary.special("unknown")
+    has_bytes = all(f"<0x{byte:02X}>" in ids for byte in range(256))
+    if unknown is None and not has_bytes:
+        allowed = "an id, or a vocabulary with all bytes <0x00> to <0xFF>"
+        raise refused(file, "tokenizer.ggml.unknown_token_id", None, allowed)
+    bpe = models.BPE(vocab=ids, merges=_merges(vocabulary), unk_token=unknown, fuse_unk=True, byte_fallback=has_bytes)
+    made = Tokenizer(bpe)
+    prefix = vocabulary.flag("add_space_prefix", True)
+    strips = vocabulary.flag("remove_extra_whitespaces", False)
+    steps: list[Normalizer] = []
+    if strips:
+        steps += [normalizers.Replace(Regex(r"\A +"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    if prefix:
+        steps.append(normalizers.Prepend(_SPACE))
+    steps.append(normalizers.Replace(" ", _SPACE))
+    if strips:
+        steps.append(normalizers.Replace(Regex(rf"{_SPACE}+\z"), ""))
+    made.normalizer = normalizers.Sequence(steps)
+    decoding = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if prefix or strips:
+        decoding.append(decoders.Strip(" ", 1, 0))
+    made.decoder = decoders.Sequence(decoding)
+    return made
+
+
+def _merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
+    """Pairs of pieces in the order in which they are merged: by the score of the joined piece, highest first.
+
+    Raises CheckpointError for scores that are missing or no numbers.
+    """
+    scores = vocabulary.file.metadata.get("tokenizer.ggml.scores")
+    count = len(vocabulary.tokens)
+    if not isinstance(scores, list) or len(scores) != count or not all(map(_is_number, scores)):
+        allowed = f"a list of {count} finite numbers, as many as tokenizer.ggml.tokens"
+        raise refused(vocabulary.file, "tokenizer.ggml.scores", scores, allowed)
+    pieces = {
+        token: score
+        for token, kind, score in zip(vocabulary.tokens, vocabulary.kinds, scores, strict=True)
+        if kind == NORMAL
+    }
+    pairs = [
+        (-score, len(left := token[:at]), left, right)
+        for token, score in pieces.items()
+        for at in range(1, len(token))
+        if token[:at] in pieces and (right := token[at:]) in pieces
+    ]
+    return [(left, right) for _, _, left, right in sorted(pairs)]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
