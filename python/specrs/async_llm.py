@@ -133,6 +133,7 @@ class AsyncLLM:
         return llm
 
     def _take(self, engine: Engine, tokenizer: Tokenizer | None) -> None:
+        engine.use_tokenizer(tokenizer)
         self.config = engine.config
         self.limits = engine.limits
         self.tokenizer = tokenizer

@@ -82,6 +82,7 @@ class LLM:
         return llm
 
     def _take(self, engine: Engine, tokenizer: Tokenizer | None) -> None:
+        engine.use_tokenizer(tokenizer)
         self.engine = engine
         self.tokenizer = tokenizer
         self._intake = Intake(tokenizer, engine.limits, engine.config.seed, engine.loras)

@@ -379,8 +379,8 @@ def reject_unimplemented(params: SamplingParams) -> None:
 class RequestLimits:
     """What an engine can take, for `validate_request`.
 
-    `vocab_size`: ids a prompt may hold are `[0, vocab_size)`; the smaller one of target and draft, which may be padded
-    differently. `num_speculative_tokens`: the engine's K, 0 without a draft. `eos_token_ids`: of the checkpoint.
+    `vocab_size`: ids a prompt may hold are `[0, vocab_size)`, the target's. `num_speculative_tokens`: the engine's K, 0
+    without a draft. `eos_token_ids`: ids that end a text, of the checkpoint and its tokenizer.
     `max_logprobs`: the most that `logprobs` may ask for, -1 is `vocab_size`.
     """
 

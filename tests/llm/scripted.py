@@ -7,6 +7,7 @@ from specrs.engine.request import FinishReason, Request
 from specrs.errors import SpecrsError, UnknownRequestError
 from specrs.outputs import EngineStats
 from specrs.sampling import RequestLimits, validate_request
+from specrs.tokenizer import Tokenizer
 
 EOS = 0
 
@@ -31,6 +32,9 @@ class ScriptedEngine:
         self.planned_ahead = False
         """Whether a launch is in flight when no request lives any more, as with a depth of 2."""
         self._in_flight = False
+
+    def use_tokenizer(self, tokenizer: Tokenizer | None) -> None:
+        """Do nothing: requests end on `EOS` alone."""
 
     def add_request(self, request: Request) -> None:
         request.stop_token_ids = validate_request(request.prompt_token_ids, request.params, self.limits).stop_token_ids

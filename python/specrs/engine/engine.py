@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -38,6 +38,7 @@ from specrs.runner.extras import ExtrasLookup, RequestExtras
 from specrs.runner.logprobs import token_entries
 from specrs.runner.ring import Header, Ring, RingSlot, section_arrays
 from specrs.sampling import RequestLimits, validate_request
+from specrs.tokenizer import Tokenizer, end_ids
 from specrs.verify.logprobs import TokenLogprobs
 
 logger = logging.getLogger("specrs")
@@ -135,6 +136,11 @@ class Engine:
     def depth(self) -> int:
         """Launches planned and not yet settled."""
         return self.ring.depth
+
+    def use_tokenizer(self, tokenizer: Tokenizer | None) -> None:
+        """End requests that are added later on the tokenizer's own end, too. Mutates `limits`."""
+        ends = end_ids(self.limits.eos_token_ids, tokenizer, self.limits.vocab_size)
+        self.limits = replace(self.limits, eos_token_ids=ends)
 
     def add_request(self, request: Request) -> None:
         """Queue a request.

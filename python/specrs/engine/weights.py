@@ -39,7 +39,7 @@ from specrs.models.tensors import LM_HEAD, tensor_shapes
 from specrs.parallel.ranks import Ranks
 from specrs.parallel.start import own_place
 from specrs.speculative_config import SpeculativeConfig
-from specrs.tokenizer import Tokenizer, shared_ids, unknown_id
+from specrs.tokenizer import Tokenizer, end_ids, shared_ids, unknown_id
 
 logger = logging.getLogger("specrs")
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
@@ -137,7 +137,8 @@ def _check_ours(config: EngineConfig, source: str, revision: str | None) -> None
 def _vocabulary(tokenizer: Tokenizer, model: Model) -> Vocabulary:
     bos = tokenizer.hf.bos_token_id
     begins = bos is not None and tokenizer.encode("a")[:1] == [bos]
-    return Vocabulary(tokenizer.backend, bos if begins else None, tuple(model.eos_token_ids))
+    ends = end_ids(model.eos_token_ids, tokenizer, model.vocab_size)
+    return Vocabulary(tokenizer.backend, bos if begins else None, ends)
 
 
 def _shared(draft: str, ours: Tokenizer, theirs: Tokenizer, target: Model, model: Model) -> SharedVocabulary:
