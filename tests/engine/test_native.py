@@ -430,7 +430,9 @@ def test_how_many_threads(native_qwen_bank: Bank, monkeypatch: pytest.MonkeyPatc
     assert 0 < engine_threads.pass_seconds(model, PROCESSORS) < 1
     assert num_threads() == before
     for many, chosen in ((0.9, 1), (0.7, PROCESSORS)):
-        monkeypatch.setattr(engine_threads, "pass_seconds", lambda _, threads, many=many: 1.0 if threads == 1 else many)
+        monkeypatch.setattr(
+            engine_threads, "pass_seconds", lambda _, threads, many=many, **settings: 1.0 if threads == 1 else many
+        )
         assert choose_threads(EngineConfig(), [model]) == (chosen if PROCESSORS > 1 else 1)
     monkeypatch.setattr(engine_threads, "CACHE_BYTES", 1000)
     monkeypatch.delattr(engine_threads, "pass_seconds")

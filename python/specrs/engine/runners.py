@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -57,9 +57,8 @@ def make_runner(
         reason = "not implemented for a model that is served op by op; allowed: False"
         raise invalid(UnsupportedConfigError, "cpu_bf16_rows", True, reason)
     if models and not config.enforce_eager:
-        # the weights are shared, threads and work space are this engine's own
-        pool = CpuPool(choose_threads(config, models))
-        blueprint = replace(blueprint, weights=_on_pool(blueprint.weights, pool, config))
+        pool, weights = _on_own_pool(blueprint.weights, models, config)
+        blueprint = replace(blueprint, weights=weights)
         if native:
             make = partial(NativeRunner, scheduler, pool)
     model, speculative = blueprint.weights.target, config.speculative_config
@@ -84,8 +83,22 @@ def make_runner(
     )
 
 
+def _on_own_pool(weights: Weights, models: Sequence[NativeDense], config: EngineConfig) -> tuple[CpuPool, Weights]:
+    """Start an engine's threads, and put its models on them with the settings of `config`.
+
+    `models` are the native ones among target and draft. The weights are shared; threads and work space are not.
+    Raises UnsupportedConfigError for settings that the machine or the weights do not allow.
+    """
+    try:
+        pool = CpuPool(choose_threads(config, models))
+        return pool, _on_pool(weights, pool, config)
+    except InvalidBufferError as fault:
+        # Everything else was checked when the weights were loaded.
+        reason = f"not implemented for these weights: {fault}; allowed: False"
+        raise invalid(UnsupportedConfigError, "cpu_bf16_rows", config.cpu_bf16_rows, reason) from fault
+
+
 def _on_pool(weights: Weights, pool: CpuPool, config: EngineConfig) -> Weights:
-    """The models on the threads of `pool`, with passes as `config` wants them."""
     target, draft, head = weights.target, weights.draft, weights.head
     torch_rows, bf16_rows = TORCH_TOKENS if config.cpu_prefill == "torch" else None, config.cpu_bf16_rows
     prompt_tiles = config.cpu_prefill == "amx"
@@ -99,8 +112,4 @@ def _on_pool(weights: Weights, pool: CpuPool, config: EngineConfig) -> Weights:
     except InvalidConfigError as fault:
         reason = "not implemented on this machine, which has no AMX tiles of bf16 numbers; allowed: 'exact' or 'torch'"
         raise invalid(UnsupportedConfigError, "cpu_prefill", config.cpu_prefill, reason) from fault
-    except InvalidBufferError as fault:
-        # All else was checked when the weights were loaded.
-        reason = f"not implemented for these weights: {fault}; allowed: False"
-        raise invalid(UnsupportedConfigError, "cpu_bf16_rows", bf16_rows, reason) from fault
     return replace(weights, target=target, draft=draft, head=head)

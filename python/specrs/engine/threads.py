@@ -1,4 +1,4 @@
-"""How many threads the native pass of a CPU takes. Starts some to measure, and ends them."""
+"""The number of threads that an engine on a CPU starts, chosen by measuring where that pays."""
 
 from __future__ import annotations
 
@@ -13,26 +13,30 @@ from specrs.config import EngineConfig
 from specrs.core import CpuPool
 from specrs.errors import InvalidConfigError, check_int
 from specrs.models.dense_native import NativeDense
-from specrs.models.inputs import PassInputs
+from specrs.runner.iteration import prepare, verify_inputs
+from specrs.runner.row_state import RowState
 
 VARIABLE = "SPECRS_NUM_THREADS"
 _TOPOLOGY = Path("/sys/devices/system/cpu")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 CACHE_BYTES = 64 << 20
-"""Weights of up to so many bytes may live in a cache, where one thread may be as fast as several, which wait for each
-other at every product, and beside another program much faster."""
+"""Largest model, in bytes of its matrices, for which passes are measured. Its weights may stay in a cache, where one
+thread may be as fast as several: threads wait for each other at every product."""
 _WORTH = 0.8
-"""Of one thread's time, what more threads may take at most to be worth their cores."""
+"""Several threads are used if their pass takes less than this part of one thread's time."""
 _PASSES = 5
-"""Measured with each number of threads; the fastest counts, because noise only adds to it."""
+"""Passes measured with each number of threads. The fastest counts, because noise only adds to it."""
 
 
 def choose_threads(config: EngineConfig, models: Sequence[NativeDense]) -> int:
-    """Threads of an engine: `threads`, else SPECRS_NUM_THREADS, else the physical cores that this process may use. For
-    weights that may live in a cache passes are measured, some milliseconds, and it is one unless more are worth it.
+    """Return the number of threads of an engine: `threads`, else SPECRS_NUM_THREADS, else physical cores or 1.
+
+    The cores are those that this process may use. Models of at most 64 MB may live in a cache: for these, passes are
+    measured for some milliseconds, and the number is 1 unless more threads are worth it.
 
     Raises:
-        InvalidConfigError: there are fewer processors for this process, or the number is none.
+        InvalidConfigError: the number is below 1, or above the processors that this process may use.
+        InvalidBufferError: `cpu_bf16_rows` with weights that do not allow it.
     """
     most = len(usable_processors())
     if config.threads is not None:
@@ -44,21 +48,33 @@ def choose_threads(config: EngineConfig, models: Sequence[NativeDense]) -> int:
     cores = physical_cores()
     if cores == 1 or sum(model.num_bytes for model in models) > CACHE_BYTES:
         return cores
-    return cores if pass_seconds(models[0], cores) < _WORTH * pass_seconds(models[0], 1) else 1
+    many, one = (pass_seconds(models[0], number, bf16_rows=config.cpu_bf16_rows) for number in (cores, 1))
+    return cores if many < _WORTH * one else 1
 
 
-def pass_seconds(model: NativeDense, threads: int) -> float:
-    """What a pass of one row takes, after a first one that finds the weights."""
+def pass_seconds(model: NativeDense, threads: int, *, bf16_rows: bool = False) -> float:
+    """Return the seconds of a decode step's pass of one sequence, the least of five after one that warms up.
+
+    Its inputs are made where a step's are (`runner.iteration`). The pass runs on a pool of `threads` threads, which
+    end before this returns.
+    """
     pool = CpuPool(threads)
-    measured, cache = model.on_pool(pool), model.allocate_cache(1, 1)
-    zero, one = torch.zeros(1, dtype=torch.int64), torch.tensor([0, 1])
-    inputs = PassInputs(zero, zero, zero, one, zero[None], max_q_len=1, max_context=1)
-    times = []
-    for _ in range(1 + _PASSES):
-        begun = time.perf_counter()
-        measured.compute_logits(measured.forward(inputs, cache).final)
-        times.append(time.perf_counter() - begun)
-    pool.close()
+    try:
+        measured = model.on_pool(pool, bf16_rows=bf16_rows)
+        groups = 1 if model.kv_groups is None else len(model.kv_groups.windows)
+        state = RowState.allocate(1, 1, 1, torch.device("cpu"), groups)
+        state.num_tokens[0], state.active[0] = 1, True
+        state.tables[:, 0, 0] = torch.arange(groups)  # a block of its own in each KV group
+        row, capacity = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
+        step = prepare(state, row, [0], capacity, block_size=1, max_context=1, drafter=None)
+        inputs, _ = verify_inputs(state, step)
+        cache, times = measured.allocate_cache(groups, 1), []
+        for _ in range(1 + _PASSES):
+            begun = time.perf_counter()
+            measured.compute_logits(measured.forward(inputs, cache).final)
+            times.append(time.perf_counter() - begun)
+    finally:
+        pool.close()
     return min(times[1:])
 
 

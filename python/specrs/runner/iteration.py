@@ -265,16 +265,12 @@ def is_finite(x: Tensor) -> Tensor:
     return x.abs() < math.inf
 
 
-def verify(
-    state: RowState,
-    it: Iteration,
-    target: Model,
-    kv_cache: KVCache,
-    hidden_layers: Sequence[int] = (),
-    adapters: tuple[AdapterRows, ...] = (),
-) -> Scored:
-    """Feed t_{n-1}, d_1..d_K of every entry to the target in one pass of N = sum(planned + 1) flat rows, some of them
-    those of LoRA `adapters`; mutates the target's KV cache only."""
+def verify_inputs(state: RowState, it: Iteration, adapters: tuple[AdapterRows, ...] = ()) -> tuple[PassInputs, Tensor]:
+    """Build the verification pass of an iteration and the tokens that it feeds; mutates nothing.
+
+    The pass has N = sum(planned + 1) flat rows; `adapters` are the LoRA adapters of some of them. The tokens are
+    t_{n-1}, d_1 .. d_K of every sequence, `[B, K + 1]` int64; in masked columns they mean nothing.
+    """
     column = torch.arange(it.max_k + 1)
     live = it.alive[:, None] & (column <= it.num_drafts[:, None])
     fed = torch.where(live, it.num_tokens[:, None] - 1 + column, -1)
@@ -292,5 +288,19 @@ def verify(
         group_tables=it.group_tables,
         adapters=adapters,
     )
+    return inputs, tokens
+
+
+def verify(
+    state: RowState,
+    it: Iteration,
+    target: Model,
+    kv_cache: KVCache,
+    hidden_layers: Sequence[int] = (),
+    adapters: tuple[AdapterRows, ...] = (),
+) -> Scored:
+    """Feed t_{n-1}, d_1..d_K of every entry to the target in one pass of N = sum(planned + 1) flat rows, some of them
+    those of LoRA `adapters`; mutates the target's KV cache only."""
+    inputs, tokens = verify_inputs(state, it, adapters)
     hidden = target.forward(inputs, kv_cache, hidden_layers)
-    return Scored(target.compute_logits(hidden.final), positions, tokens[:, 1:], hidden.entries)
+    return Scored(target.compute_logits(hidden.final), inputs.positions, tokens[:, 1:], hidden.entries)
