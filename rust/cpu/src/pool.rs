@@ -1,38 +1,43 @@
-//! The threads that passes run on: a call shares one piece of work after the other among them. Knows no models.
+//! The threads that passes run on. A call runs one job after another, and threads claim the job's pieces. Knows no models.
 //!
-//! A thread that waits spins for some microseconds, then yields its core, then sleeps: work between which little time
-//! passes starts in 50 ns, and an idle pool costs nothing.
+//! A thread that is not running holds nobody up unless it holds a piece: the others do its pieces, and a job ends when the
+//! threads that entered it have left. A thread that enters late finds the job closed.
 
 #![allow(unsafe_code)]
 
+mod pieces;
+mod signal;
+#[cfg(test)]
+mod tests;
+
+pub(crate) use pieces::Pieces;
+
 use crate::error::{Error, Result};
 use crate::memory::MAX_PARTS;
+use pieces::Unclaimed;
+use signal::Signal;
 use std::cell::UnsafeCell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Microseconds that a waiting thread spins for.
-const SPIN_MICROS: u128 = 10;
-/// Times that it then yields its core before it sleeps; a yield takes 0.3 us where no other thread waits for the core.
-const YIELDS: usize = 300;
-/// A session in which the caller slept as long as this, and for a third of its time, was late by whom it slept for.
+/// A thread is late once the caller has waited for it this long in a session, and for a third of the session's time.
 const LATE: Duration = Duration::from_millis(1);
 /// How long a thread that was late has no part in the work; twice as long each time that it soon is late again.
 const SHORTEST_REST: Duration = Duration::from_millis(20);
 const LONGEST_REST: Duration = Duration::from_secs(1);
 /// The seat of a thread that has none.
-const NO_SEAT: u64 = 0xFFFF;
+const NO_SEAT: u64 = u64::MAX;
 
-/// A piece of work; its argument is the participant.
-type Work<'a> = dyn Fn(usize) + Sync + 'a;
+/// A job; its arguments are the participant and the pieces that it claims, of which there is at least one.
+type Work<'a> = dyn Fn(usize, Pieces<'_>) + Sync + 'a;
 
 /// Threads that a pass is shared among, the caller's among them. Decoders may share one; calls wait for each other.
 ///
-/// A thread whose core another process has keeps the others waiting for milliseconds. It then has no part in the work for
-/// a while, from 20 ms to 1 s: results do not hang on who computes them.
+/// A thread that loses its core to another process while it holds a piece keeps the others waiting for milliseconds. It
+/// then has no part in the work for a while, from 20 ms to 1 s. Results do not depend on who computes them.
 pub struct Pool {
     threads: usize,
     process: u32,
@@ -93,7 +98,7 @@ impl Pool {
         }
         let entered = (self.threads > 1).then(Instant::now);
         let participants = entered.map_or(1, |now| team.take_seats(now));
-        Ok(Session { participants, team, entered, slept: AtomicU64::new(0) })
+        Ok(Session { participants, team, entered, waited: AtomicU64::new(0) })
     }
 }
 
@@ -111,8 +116,8 @@ pub(crate) struct Session<'a> {
     participants: usize,
     team: MutexGuard<'a, Team>,
     entered: Option<Instant>,
-    /// Nanoseconds that the caller slept for others.
-    slept: AtomicU64,
+    /// Nanoseconds that the caller waited for others which held a piece.
+    waited: AtomicU64,
 }
 
 impl Session<'_> {
@@ -121,59 +126,77 @@ impl Session<'_> {
         self.participants
     }
 
-    /// Calls `work` once for each participant, and returns when all are done. The caller is participant 0.
+    /// Has the pieces of a job done, each once, and returns when all are done. Participant t begins with the pieces
+    /// `first[t]..first[t + 1]` and goes on with others'.
+    ///
+    /// Calls `work` at most once for each participant, with pieces to do. The caller is participant 0.
     ///
     /// # Panics
-    /// Where one of them panics, after all are done.
-    pub(crate) fn run(&self, work: &Work<'_>) {
+    /// Where one of them panics, after all have left.
+    pub(crate) fn run(&self, first: &[usize], work: &Work<'_>) {
+        assert!(first.len() == self.participants + 1, "bounds of {} participants' pieces", self.participants);
         if self.participants == 1 {
-            return work(0);
+            if first[0] < first[1] {
+                work(0, Pieces::all(first[0]..first[1]));
+            }
+            return;
         }
         let shared = &*self.team.shared;
-        // SAFETY: only the lifetime changes. Threads use the reference between this call's epoch and their count in
-        // `remaining`, for which `Finish` waits, also where `work` panics here.
+        // SAFETY: only the lifetime changes. Threads use the reference while they are inside the job, and `Finish` waits
+        // until none is, also where `work` panics here.
         let work = unsafe { std::mem::transmute::<&Work<'_>, &'static Work<'static>>(work) };
-        // SAFETY: no thread reads it now: all with a seat have counted down since the last epoch, those without one do not
-        // read it, and the session is exclusive.
-        unsafe { *shared.work.get() = Some(work) };
-        shared.remaining.store(self.participants - 1, Ordering::Relaxed);
-        shared.epoch.fetch_add(1, Ordering::SeqCst);
+        // SAFETY: no thread reads it now. A thread reads it inside a job; the last one is closed, so none enters, all have
+        // left, and the session is exclusive.
+        unsafe { *shared.work.get() = Some((work, self.participants)) };
+        shared.unclaimed.reset(first);
+        shared.panicked.store(false, Ordering::Relaxed);
+        shared.job.open();
         shared.start.wake();
         let finish = Finish(self);
-        work(0);
+        if let Some(pieces) = Pieces::claimed(&shared.unclaimed, 0, self.participants) {
+            work(0, pieces);
+        }
         drop(finish);
-        assert!(!shared.panicked.swap(false, Ordering::Relaxed), "a thread of the pool panicked");
+        assert!(!shared.panicked.load(Ordering::Relaxed), "a thread of the pool panicked");
+    }
+
+    /// Takes their seats from the threads that the caller has waited for, from the `busy` ones if that was long enough.
+    fn note_wait(&self, waited: Duration, busy: impl Iterator<Item = usize>) {
+        let nanos = waited.as_nanos() as u64;
+        let total = Duration::from_nanos(self.waited.fetch_add(nanos, Ordering::Relaxed) + nanos);
+        if total >= LATE && self.entered.is_some_and(|entered| total * 3 >= entered.elapsed()) {
+            for index in busy {
+                let thread = &self.team.shared.threads[index];
+                thread.late.store(true, Ordering::Relaxed);
+                thread.seat.store(NO_SEAT, Ordering::SeqCst);
+            }
+        }
     }
 }
 
 impl Drop for Session<'_> {
     fn drop(&mut self) {
-        let slept = Duration::from_nanos(*self.slept.get_mut());
-        if let Some(entered) = self.entered.filter(|_| !slept.is_zero()) {
-            let now = Instant::now();
-            self.team.rest_the_late(now, slept >= LATE && slept * 3 >= now - entered);
+        if *self.waited.get_mut() > 0 {
+            self.team.rest_the_late(Instant::now());
         }
     }
 }
 
-/// Waits for all other participants when dropped.
+/// Closes the job when dropped, and waits until all threads have left it.
 struct Finish<'a, 'b>(&'a Session<'b>);
 
 impl Drop for Finish<'_, '_> {
     fn drop(&mut self) {
         let shared = &*self.0.team.shared;
-        let ready = || shared.remaining.load(Ordering::SeqCst) == 0;
-        if Signal::soon(shared.spins, ready) {
+        let empty = || shared.job.is_empty();
+        if shared.job.close() || Signal::soon(shared.spins, empty) {
             return;
         }
-        let begin = Instant::now();
-        let epoch = shared.epoch.load(Ordering::Relaxed);
-        for thread in &shared.threads {
-            let busy = thread.seat() & NO_SEAT != NO_SEAT && thread.finished.load(Ordering::Relaxed) != epoch;
-            thread.late.fetch_or(busy, Ordering::Relaxed);
-        }
-        shared.done.sleep(ready);
-        self.0.slept.fetch_add(begin.elapsed().as_nanos() as u64, Ordering::Relaxed);
+        let (begin, epoch) = (Instant::now(), shared.job.epoch());
+        let is_busy = |index: &usize| shared.threads[*index].inside.load(Ordering::Relaxed) == epoch;
+        let busy: Vec<usize> = (0..shared.threads.len()).filter(is_busy).collect();
+        shared.done.sleep(empty);
+        self.0.note_wait(begin.elapsed(), busy.into_iter());
     }
 }
 
@@ -196,18 +219,13 @@ struct Team {
 impl Team {
     /// Gives seats to the threads that do not rest, and returns how many participants there are.
     fn take_seats(&mut self, now: Instant) -> usize {
-        let epoch = self.shared.epoch.load(Ordering::Relaxed);
         let (mut participants, mut back) = (1, false);
         for (thread, rest) in self.shared.threads.iter().zip(&self.rests) {
             let rests = rest.until.is_some_and(|until| now < until);
-            let participant = if rests { NO_SEAT } else { participants as u64 };
+            let seat = if rests { NO_SEAT } else { participants as u64 };
             participants += usize::from(!rests);
-            let before = thread.seat();
-            if before & NO_SEAT != participant {
-                thread.from.store(epoch, Ordering::Relaxed);
-                thread.seat.store((before | NO_SEAT) + 1 + participant, Ordering::SeqCst);
-                back |= before & NO_SEAT == NO_SEAT;
-            }
+            let before = thread.seat.swap(seat, Ordering::SeqCst);
+            back |= before == NO_SEAT && !rests;
         }
         if back {
             self.shared.back.wake();
@@ -215,10 +233,10 @@ impl Team {
         participants
     }
 
-    /// Sends threads that were slept for to rest, if there is `cause`.
-    fn rest_the_late(&mut self, now: Instant, cause: bool) {
+    /// Sends the threads that were late to rest.
+    fn rest_the_late(&mut self, now: Instant) {
         for (thread, rest) in self.shared.threads.iter().zip(&mut self.rests) {
-            if thread.late.swap(false, Ordering::Relaxed) && cause {
+            if thread.late.swap(false, Ordering::Relaxed) {
                 let again = rest.until.is_some_and(|until| now < until + 10 * rest.length);
                 rest.length = if again { (2 * rest.length).min(LONGEST_REST) } else { SHORTEST_REST };
                 rest.until = Some(now + rest.length);
@@ -233,7 +251,6 @@ impl Drop for Team {
             return std::mem::take(&mut self.handles).into_iter().for_each(std::mem::forget);
         }
         self.shared.stop.store(true, Ordering::SeqCst);
-        self.shared.epoch.fetch_add(1, Ordering::SeqCst);
         self.shared.start.wake();
         self.shared.back.wake();
         for handle in self.handles.drain(..) {
@@ -259,37 +276,74 @@ impl<T> std::ops::Deref for Line<T> {
 /// One of the pool's threads.
 #[repr(align(128))]
 struct Thread {
-    /// Its number as participant in the low 16 bits, above them how often that has changed: written by the caller between
-    /// pieces of work.
+    /// Its number as participant, or [`NO_SEAT`]. Written by the caller between jobs.
     seat: AtomicU64,
-    /// The epoch behind which it has this seat.
-    from: AtomicU32,
-    /// The last epoch that it finished.
-    finished: AtomicU32,
-    /// Whether the caller slept for it in this session.
+    /// The epoch of the job that it is inside of, or about to enter; 0: none.
+    inside: AtomicU64,
+    /// Whether it is to rest after this session.
     late: AtomicBool,
 }
 
-impl Thread {
-    fn seat(&self) -> u64 {
-        self.seat.load(Ordering::SeqCst)
+/// The job that is open or was last: its epoch, whether threads may enter it, and how many are inside.
+#[derive(Default)]
+struct Job(AtomicU64);
+
+impl Job {
+    const INSIDE: u64 = 0xFFFF;
+    const OPEN: u64 = 0x1_0000;
+    const EPOCH: u64 = 0x2_0000;
+
+    /// Begins the next job. The last one is closed and empty, so no other thread writes the word.
+    fn open(&self) {
+        let epoch = self.epoch() + 1;
+        self.0.store(epoch * Self::EPOCH | Self::OPEN, Ordering::SeqCst);
+    }
+
+    /// Lets nobody enter from now on. Returns whether nobody is inside.
+    fn close(&self) -> bool {
+        self.0.fetch_and(!Self::OPEN, Ordering::SeqCst) & Self::INSIDE == 0
+    }
+
+    fn is_empty(&self) -> bool {
+        self.0.load(Ordering::SeqCst) & Self::INSIDE == 0
+    }
+
+    /// From 1 on.
+    fn epoch(&self) -> u64 {
+        self.0.load(Ordering::SeqCst) / Self::EPOCH
+    }
+
+    /// Whether there is a job that may be entered and has another epoch than `seen`.
+    fn is_new(&self, seen: u64) -> bool {
+        let word = self.0.load(Ordering::SeqCst);
+        word & Self::OPEN != 0 && word / Self::EPOCH != seen
+    }
+
+    /// Enters the job of this epoch. Returns false where it is closed.
+    fn enter(&self, epoch: u64) -> bool {
+        let enter = |word| (word & Self::OPEN != 0 && word / Self::EPOCH == epoch).then_some(word + 1);
+        self.0.fetch_update(Ordering::SeqCst, Ordering::SeqCst, enter).is_ok()
+    }
+
+    /// Leaves it. Returns whether it is closed and nobody is inside any more.
+    fn leave(&self) -> bool {
+        self.0.fetch_sub(1, Ordering::SeqCst) & (Self::OPEN | Self::INSIDE) == 1
     }
 }
 
 /// What the participants share.
 #[derive(Default)]
 struct Shared {
-    /// Pieces of work so far; a new one starts when it changes.
-    epoch: Line<AtomicU32>,
-    /// Threads that have not finished the current one.
-    remaining: Line<AtomicUsize>,
-    work: UnsafeCell<Option<&'static Work<'static>>>,
+    job: Line<Job>,
+    /// The job's work and its participants.
+    work: UnsafeCell<Option<(&'static Work<'static>, usize)>>,
+    unclaimed: Unclaimed,
     threads: Vec<Thread>,
     stop: AtomicBool,
     panicked: AtomicBool,
-    /// A piece of work has started.
+    /// A job is open.
     start: Signal,
-    /// It is done.
+    /// It is closed and empty.
     done: Signal,
     /// A thread has a seat again.
     back: Signal,
@@ -303,227 +357,60 @@ unsafe impl Send for Shared {}
 
 impl Shared {
     fn new(participants: usize) -> Self {
-        let begin = Instant::now();
-        (0..200).for_each(|_| std::hint::spin_loop());
-        let nanos = begin.elapsed().as_nanos().max(200) / 200;
         let thread = |seat| Thread {
             seat: AtomicU64::new(seat as u64),
-            from: AtomicU32::new(0),
-            finished: AtomicU32::new(0),
+            inside: AtomicU64::new(0),
             late: AtomicBool::new(false),
         };
-        let spins = (SPIN_MICROS * 1000 / nanos) as usize;
-        Self { threads: (1..participants).map(thread).collect(), spins, ..Self::default() }
+        Self {
+            threads: (1..participants).map(thread).collect(),
+            unclaimed: Unclaimed::new(participants),
+            spins: signal::spins(),
+            ..Self::default()
+        }
     }
 
     /// What a thread of the pool does.
     fn serve(&self, index: usize) {
         let me = &self.threads[index];
         let stop = || self.stop.load(Ordering::SeqCst);
-        let (mut seat, mut seen) = (me.seat(), 0);
+        let has_seat = || me.seat.load(Ordering::SeqCst) != NO_SEAT;
+        let mut seen = 0;
         loop {
-            let changed = || self.epoch.load(Ordering::SeqCst) != seen;
-            if !Signal::soon(self.spins, changed) {
-                self.start.sleep(changed);
-            }
-            if me.seat() & NO_SEAT == NO_SEAT && !stop() {
-                self.back.sleep(|| me.seat() & NO_SEAT != NO_SEAT || stop());
+            let begins = || self.job.is_new(seen) || stop();
+            if !Signal::soon(self.spins, begins) {
+                self.start.sleep(begins);
             }
             if stop() {
                 return;
             }
-            if me.seat() != seat {
-                // From the next piece of work on, which may have started already.
-                seat = me.seat();
-                seen = me.from.load(Ordering::Relaxed);
+            if !has_seat() {
+                self.back.sleep(|| has_seat() || stop());
                 continue;
             }
-            seen = self.epoch.load(Ordering::SeqCst);
-            // SAFETY: written before the epoch changed, and not again before this thread, which has a seat, counts down.
+            seen = self.job.epoch();
+            self.take_part(me, seen);
+        }
+    }
+
+    /// Takes part in the job of this epoch, unless it is closed.
+    fn take_part(&self, me: &Thread, epoch: u64) {
+        me.inside.store(epoch, Ordering::Relaxed);
+        if self.job.enter(epoch) {
+            let seat = me.seat.load(Ordering::SeqCst);
+            // SAFETY: written before the job was open, and not again before this thread has left it.
             let work = unsafe { *self.work.get() };
-            if catch_unwind(AssertUnwindSafe(|| work.map(|work| work((seat & NO_SEAT) as usize)))).is_err() {
-                self.panicked.store(true, Ordering::Relaxed);
+            if let Some((work, participants)) = work.filter(|_| seat != NO_SEAT) {
+                let pieces = Pieces::claimed(&self.unclaimed, seat as usize, participants);
+                let take_part = || pieces.map(|pieces| work(seat as usize, pieces));
+                if catch_unwind(AssertUnwindSafe(take_part)).is_err() {
+                    self.panicked.store(true, Ordering::Relaxed);
+                }
             }
-            me.finished.store(seen, Ordering::Relaxed);
-            if self.remaining.fetch_sub(1, Ordering::SeqCst) == 1 {
+            if self.job.leave() {
                 self.done.wake();
             }
         }
-    }
-}
-
-/// Where threads sleep until something becomes true.
-#[derive(Default)]
-struct Signal {
-    sleepers: Line<AtomicUsize>,
-    lock: Mutex<()>,
-    changed: Condvar,
-}
-
-impl Signal {
-    /// Waits for some microseconds, then lets others have the core for some more. Returns whether it is ready.
-    fn soon(spins: usize, ready: impl Fn() -> bool) -> bool {
-        for _ in 0..spins {
-            if ready() {
-                return true;
-            }
-            std::hint::spin_loop();
-        }
-        for _ in 0..YIELDS {
-            if ready() {
-                return true;
-            }
-            std::thread::yield_now();
-        }
-        false
-    }
-
-    /// Returns once `ready`, which the thread that makes it true follows by `wake`; both by sequentially consistent atomics.
-    fn sleep(&self, ready: impl Fn() -> bool) {
-        // Either `wake` sees this count, or `ready` sees what came before `wake`.
-        self.sleepers.fetch_add(1, Ordering::SeqCst);
-        let mut guard = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
-        while !ready() {
-            guard = self.changed.wait(guard).unwrap_or_else(PoisonError::into_inner);
-        }
-        drop(guard);
-        self.sleepers.fetch_sub(1, Ordering::SeqCst);
-    }
-
-    /// Wakes the threads that sleep.
-    fn wake(&self) {
-        if self.sleepers.load(Ordering::SeqCst) > 0 {
-            drop(self.lock.lock().unwrap_or_else(PoisonError::into_inner));
-            self.changed.notify_all();
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Of repetitions: Miri is a thousand times slower, and sees a race without them.
-    const FEWER: usize = if cfg!(miri) { 100 } else { 1 };
-
-    #[test]
-    fn every_participant_works_once_and_its_writes_are_seen() {
-        for threads in [1, 2, 3, 8] {
-            let pool = Pool::new(threads).unwrap();
-            let session = pool.enter().unwrap();
-            let counts: Vec<AtomicUsize> = (0..threads).map(|_| AtomicUsize::new(0)).collect();
-            for i in 0..2000 / FEWER {
-                session.run(&|t| {
-                    counts[t].fetch_add(1, Ordering::Relaxed);
-                    // Some are late, so that others wait in every way there is.
-                    if i % (500 / FEWER) == 250 / FEWER && t == i % threads {
-                        std::thread::sleep(std::time::Duration::from_millis(3));
-                    }
-                });
-                assert!(counts.iter().all(|count| count.load(Ordering::Relaxed) == i + 1), "{i}");
-            }
-        }
-    }
-
-    #[test]
-    fn threads_that_were_late_rest_and_come_back() {
-        let pool = Pool::new(4).unwrap();
-        let work = |session: &Session<'_>| {
-            let seen = AtomicUsize::new(0);
-            session.run(&|t| {
-                seen.fetch_add(1 << (8 * t), Ordering::Relaxed);
-            });
-            assert_eq!(seen.into_inner(), [1, 0x0101, 0x01_0101, 0x0101_0101][session.participants() - 1]);
-        };
-        let (mut rested, mut back) = (0, 0);
-        for i in 0..if cfg!(miri) { 8 } else { 40 } {
-            // Threads to rest are chosen, because lateness hangs on the machine.
-            let late = i % 8;
-            for (index, thread) in pool.enter().unwrap().team.shared.threads.iter().enumerate() {
-                thread.late.store(late >> index & 1 == 1, Ordering::Relaxed);
-            }
-            let now = Instant::now();
-            pool.team.lock().unwrap().rest_the_late(now, true);
-            for _ in 0..300 / FEWER {
-                let session = pool.enter().unwrap();
-                rested += usize::from(session.participants() < 4);
-                back += usize::from(session.participants() == 4);
-                (0..3).for_each(|_| work(&session));
-            }
-            let rests = &mut pool.team.lock().unwrap().rests;
-            for rest in rests {
-                let length = if i % 3 == 0 { SHORTEST_REST } else { rest.length };
-                *rest = Rest { until: None, length };
-            }
-        }
-        assert!(rested > 0 && back > 0, "{rested} {back}");
-    }
-
-    #[test]
-    fn a_thread_that_the_caller_sleeps_for_is_late() {
-        let pool = Pool::new(2).unwrap();
-        let session = pool.enter().unwrap();
-        let shared = &*session.team.shared;
-        session.run(&|t| {
-            while t == 1 && shared.done.sleepers.load(Ordering::SeqCst) == 0 {
-                std::thread::yield_now();
-            }
-        });
-        assert!(shared.threads[0].late.load(Ordering::Relaxed));
-        assert!(session.slept.load(Ordering::Relaxed) > 0);
-    }
-
-    #[test]
-    fn rests_grow_while_a_thread_stays_late_and_need_a_cause() {
-        let pool = Pool::new(2).unwrap();
-        let mut team = pool.team.lock().unwrap();
-        let mut now = Instant::now();
-        for expected in [20, 40, 80, 160, 320, 640, 1000, 1000] {
-            team.shared.threads[0].late.store(true, Ordering::Relaxed);
-            team.rest_the_late(now, true);
-            assert_eq!(team.rests[0].length, Duration::from_millis(expected));
-            assert_eq!(team.take_seats(now), 1);
-            now += Duration::from_millis(expected);
-            assert_eq!(team.take_seats(now), 2);
-            team.shared.threads[0].late.store(true, Ordering::Relaxed);
-            team.rest_the_late(now, false);
-            assert_eq!(team.take_seats(now), 2);
-        }
-        now += Duration::from_secs(11);
-        team.shared.threads[0].late.store(true, Ordering::Relaxed);
-        team.rest_the_late(now, true);
-        assert_eq!(team.rests[0].length, SHORTEST_REST);
-    }
-
-    #[test]
-    fn a_panic_reaches_the_caller_and_the_pool_goes_on() {
-        let pool = Pool::new(3).unwrap();
-        for bad in 0..3 {
-            // A thread that the machine made late before would not take part.
-            pool.team.lock().unwrap_or_else(PoisonError::into_inner).rests.fill(Rest::default());
-            let panicked = catch_unwind(AssertUnwindSafe(|| {
-                pool.enter().unwrap().run(&|t| assert!(t != bad, "as it should"));
-            }));
-            assert!(panicked.is_err());
-            pool.enter().unwrap().run(&|_| {});
-        }
-    }
-
-    #[test]
-    fn callers_wait_for_each_other() {
-        let pool = Pool::new(2).unwrap();
-        let inside = AtomicUsize::new(0);
-        std::thread::scope(|scope| {
-            for _ in 0..4 {
-                scope.spawn(|| {
-                    for _ in 0..200 / FEWER {
-                        let session = pool.enter().unwrap();
-                        assert_eq!(inside.fetch_add(1, Ordering::SeqCst), 0);
-                        session.run(&|_| {});
-                        inside.fetch_sub(1, Ordering::SeqCst);
-                    }
-                });
-            }
-        });
+        me.inside.store(0, Ordering::Relaxed);
     }
 }

@@ -6,7 +6,7 @@ use super::Context;
 use super::products::Fed;
 use super::scratch::{Buffers, Private, RUN};
 use crate::isa::{LANES, Vector};
-use crate::kernels::{Attend, Element, KvRead, QkHead, RmsScale};
+use crate::kernels::{Attend, AttendScratch, Element, KvRead, QkHead, RmsScale};
 use crate::kv_cache::KvShape;
 use crate::layer::Layer;
 use crate::lora::Projection;
@@ -69,20 +69,22 @@ pub(super) struct Paging<'a> {
     block_table: &'a [i64],
 }
 
-/// One participant's share of attention: units are (KV head, row).
+/// A piece of attention: units are (KV head, row).
 struct Share<'a> {
     units: std::ops::Range<usize>,
-    /// Queries from the share's first head on.
+    /// Queries from head `first_head` on.
     q: &'a [Vector],
     first_head: usize,
     /// `[units, group * head_dim]`
     out: &'a mut [f32],
 }
 
-/// What heads are made of beside the participant's own rows.
+/// What heads are made of, next to the rows that their projection is fed.
 struct HeadInputs<'a> {
     /// q, k and v of all rows, where all heads are normed as one.
     projected: &'a [f32],
+    /// What the norms of all query heads and of all key heads multiply by, there.
+    scales: &'a [f32],
     cos: &'a [f32],
     sin: &'a [f32],
     /// Where k and v of each row go.
@@ -114,28 +116,35 @@ impl<'a> Context<'a> {
         {
             let len = q.len();
             let qs = Columns::new(q, 1, len, &shares.q_vectors);
-            let planes = Planes::new(kv, sizes, &shares.k, &shares.v);
+            let planes = Planes::new(kv, sizes, &shares.k.bounds, &shares.v.bounds);
             let len = attended.len();
             let outs = Columns::new(attended, 1, len, &shares.attended);
-            let own = Columns::new(private, 1, shares.threads, &shares.each);
-            self.session.run(&|t| {
-                let (mut qs, mut planes, mut own) = (qs.take(t), planes.take(t), own.take(t));
-                let (q, own) = (qs.row_mut(0), &mut own.row_mut(0)[0]);
+            let own = Columns::new(private, 1, shares.participants, &shares.each);
+            self.session.run(&shares.q.first, &|t, pieces| {
+                let mut own = own.take(t);
+                let own = &mut own.row_mut(0)[0];
                 if layer.qk_norm_whole {
                     self.whole_scales(heads, own);
                 } else {
                     self.attention_input(h, e, layer.input_norm.as_deref(), own);
                     self.round(&mut own.x, rows, layer.qkv.inputs);
                 }
-                let inputs = HeadInputs { projected: heads, cos, sin, slots: paging.slots };
-                self.heads(layer, t, &inputs, q, &mut planes, own);
-                if shares.fused {
-                    let (units, first_head) = (shares.units[t]..shares.units[t + 1], shares.q[t]);
-                    let mut outs = outs.take(t);
-                    let share = Share { units, q, first_head, out: outs.row_mut(0) };
-                    let planes = &planes;
-                    let head = |head| OwnHead { planes, key: head, value: kv_heads + head };
-                    self.attend(layer, share, head, paging, own);
+                let Private { x, y, scales, attend, room, .. } = own;
+                let whole = layer.qk_norm_whole;
+                let mut fed = if whole { Fed::rows(&[]) } else { self.fed(Projection::Qkv, &layer.qkv, x, room) };
+                let inputs = HeadInputs { projected: heads, scales, cos, sin, slots: paging.slots };
+                for piece in pieces {
+                    let (mut qs, mut planes) = (qs.take(piece), planes.take(piece));
+                    let q = qs.row_mut(0);
+                    self.heads(layer, piece, &inputs, &mut fed, y, q, &mut planes);
+                    if shares.fused {
+                        let mut outs = outs.take(piece);
+                        let (units, first_head) = (shares.units.piece(piece), shares.q.bounds[piece]);
+                        let share = Share { units, q, first_head, out: outs.row_mut(0) };
+                        let planes = &planes;
+                        let head = |head| OwnHead { planes, key: head, value: kv_heads + head };
+                        self.attend(layer, share, head, paging, attend);
+                    }
                 }
             });
         }
@@ -143,26 +152,32 @@ impl<'a> Context<'a> {
             let (kv, q) = (&*kv, &**q);
             let len = attended.len();
             let outs = Columns::new(attended, 1, len, &shares.attended);
-            let own = Columns::new(private, 1, shares.threads, &shares.each);
-            self.session.run(&|t| {
-                let (mut outs, mut own) = (outs.take(t), own.take(t));
-                let units = shares.units[t]..shares.units[t + 1];
-                let share = Share { units, q, first_head: 0, out: outs.row_mut(0) };
-                let head = |head| SharedHead { layer: kv, sizes, key: head, value: kv_heads + head };
-                self.attend(layer, share, head, paging, &mut own.row_mut(0)[0]);
+            let own = Columns::new(private, 1, shares.participants, &shares.each);
+            self.session.run(&shares.units.first, &|t, pieces| {
+                let mut own = own.take(t);
+                let scratch = &mut own.row_mut(0)[0].attend;
+                for piece in pieces {
+                    let mut outs = outs.take(piece);
+                    let share = Share { units: shares.units.piece(piece), q, first_head: 0, out: outs.row_mut(0) };
+                    let head = |head| SharedHead { layer: kv, sizes, key: head, value: kv_heads + head };
+                    self.attend(layer, share, head, paging, scratch);
+                }
             });
         }
         let attended = &*attended;
         let norm = layer.attention_output_norm.as_deref();
         let out = if norm.is_some() { &mut *added } else { &mut *h };
-        let outs = Columns::new(out, rows, shape.hidden_size, &shares.hidden);
-        let own = Columns::new(private, 1, shares.threads, &shares.each);
-        self.session.run(&|t| {
-            let (mut outs, mut own) = (outs.take(t), own.take(t));
+        let outs = Columns::new(out, rows, shape.hidden_size, &shares.hidden.bounds);
+        let own = Columns::new(private, 1, shares.participants, &shares.each);
+        self.session.run(&shares.hidden.first, &|t, pieces| {
+            let mut own = own.take(t);
             let Private { x, y, room, .. } = &mut own.row_mut(0)[0];
             self.collect(attended, x);
             self.round(x, rows, layer.o.inputs);
-            self.give(&layer.o, norm, &mut self.fed(Projection::O, &layer.o, x, room), y, &mut outs);
+            let mut fed = self.fed(Projection::O, &layer.o, x, room);
+            for piece in pieces {
+                self.give(&layer.o, norm, &mut fed, y, &mut outs.take(piece));
+            }
         });
         self.add_normed(norm, added, h, private);
     }
@@ -170,15 +185,18 @@ impl<'a> Context<'a> {
     /// q, k and v as they are projected, into `heads` `[rows, (heads + 2 kv_heads) head_dim]`: a phase.
     fn project(&self, layer: &Layer, h: &[f32], e: &[f32], heads: &mut [f32], private: &mut [Private]) {
         let rows = self.rows();
-        let outs = Columns::new(heads, rows, layer.qkv.outputs(), &self.shares.qkv);
-        let own = Columns::new(private, 1, self.shares.threads, &self.shares.each);
-        self.session.run(&|t| {
-            let (mut outs, mut own) = (outs.take(t), own.take(t));
+        let outs = Columns::new(heads, rows, layer.qkv.outputs(), &self.shares.qkv.bounds);
+        let own = Columns::new(private, 1, self.shares.participants, &self.shares.each);
+        self.session.run(&self.shares.qkv.first, &|t, pieces| {
+            let mut own = own.take(t);
             let own = &mut own.row_mut(0)[0];
             self.attention_input(h, e, layer.input_norm.as_deref(), own);
             self.round(&mut own.x, rows, layer.qkv.inputs);
             let Private { x, y, room, .. } = own;
-            self.put_product(&layer.qkv, &mut self.fed(Projection::Qkv, &layer.qkv, x, room), rows, y, &mut outs);
+            let mut fed = self.fed(Projection::Qkv, &layer.qkv, x, room);
+            for piece in pieces {
+                self.put_product(&layer.qkv, &mut fed, rows, y, &mut outs.take(piece));
+            }
         });
     }
 
@@ -194,17 +212,10 @@ impl<'a> Context<'a> {
         }
     }
 
-    /// Rows of head `head` of q, k and v, `[rows, head_dim]`, into `y`: normed by `scales` where all heads are normed as one,
-    /// then read from `heads`.
-    fn project_head(
-        &self,
-        layer: &Layer,
-        head: usize,
-        heads: &[f32],
-        fed: &mut Fed<'_>,
-        scales: &[f32],
-        y: &mut [f32],
-    ) {
+    /// Rows of head `head` of q, k and v, `[rows, head_dim]`, into `y`: where all heads are normed as one, they are
+    /// read from `given` and normed.
+    fn project_head(&self, layer: &Layer, head: usize, given: &HeadInputs<'_>, fed: &mut Fed<'_>, y: &mut [f32]) {
+        let HeadInputs { projected: heads, scales, .. } = given;
         let shape = &self.weights.shape;
         let (dim, rows) = (shape.head_dim, self.rows());
         let Some((q_norm, k_norm)) = layer.qk_norm.as_ref().filter(|_| layer.qk_norm_whole) else {
@@ -225,15 +236,17 @@ impl<'a> Context<'a> {
         }
     }
 
-    /// One participant's heads of q, k and v: k and v go into the cache, where the row has a slot.
+    /// A piece of the heads of q, k and v: k and v go into the cache, where the row has a slot.
+    #[allow(clippy::too_many_arguments)]
     fn heads<T: Element>(
         &self,
         layer: &Layer,
-        t: usize,
+        piece: usize,
         given: &HeadInputs<'_>,
+        fed: &mut Fed<'_>,
+        y: &mut [f32],
         q: &mut [Vector],
         planes: &mut PlanesMut<'_, T>,
-        own: &mut Private,
     ) {
         let shape = &self.weights.shape;
         let (dim, heads, kv_heads, rows) = (shape.head_dim, shape.num_heads, shape.num_kv_heads, self.rows());
@@ -245,11 +258,10 @@ impl<'a> Context<'a> {
             let (cos, sin) = (&given.cos[angles.clone()], &given.sin[angles]);
             self.isa.run(QkHead { x, norm, eps: shape.rms_norm_eps, cos, sin });
         };
-        let Private { x, y, scales, room, .. } = own;
-        let mut fed = if layer.qk_norm_whole { Fed::rows(&[]) } else { self.fed(Projection::Qkv, &layer.qkv, x, room) };
-        for head in shares.q[t]..shares.q[t + 1] {
-            self.project_head(layer, head, given.projected, &mut fed, scales, y);
-            let q = &mut q[(head - shares.q[t]) * rows * vectors..][..rows * vectors];
+        let queries = shares.q.piece(piece);
+        for head in queries.clone() {
+            self.project_head(layer, head, given, fed, y);
+            let q = &mut q[(head - queries.start) * rows * vectors..][..rows * vectors];
             for (row, (q, y)) in q.chunks_exact_mut(vectors).zip(y.chunks_exact_mut(dim)).enumerate() {
                 rotate(row, y, norms.map(|norms| &*norms.0));
                 let (values, padding) = q.as_flattened_mut().split_at_mut(dim);
@@ -258,8 +270,8 @@ impl<'a> Context<'a> {
             }
         }
         // Key heads, then value heads, as in the projection and in a block.
-        for head in (shares.k[t]..shares.k[t + 1]).chain(shares.v[t]..shares.v[t + 1]) {
-            self.project_head(layer, heads + head, given.projected, &mut fed, scales, y);
+        for head in shares.k.piece(piece).chain(shares.v.piece(piece)) {
+            self.project_head(layer, heads + head, given, fed, y);
             for (row, y) in y.chunks_exact_mut(dim).take(rows).enumerate() {
                 if head < kv_heads {
                     rotate(row, y, norms.map(|norms| &*norms.1));
@@ -276,14 +288,14 @@ impl<'a> Context<'a> {
         }
     }
 
-    /// One participant's units of attention: rows of one request after each other go together.
+    /// A piece of attention: rows of one request after each other go together.
     fn attend<T: Element, K: KvRead<T>>(
         &self,
         layer: &Layer,
         Share { units, q, first_head, out }: Share<'_>,
         head_of: impl Fn(usize) -> K,
         paging: &Paging<'_>,
-        own: &mut Private,
+        scratch: &mut AttendScratch,
     ) {
         let shape = &self.weights.shape;
         let (rows, group, dim) = (self.rows(), shape.group(), shape.head_dim);
@@ -316,7 +328,7 @@ impl<'a> Context<'a> {
                 q: &q[((head * group - first_head) * rows + row) * vectors..],
                 head_stride: rows * vectors,
                 scale: self.weights.multipliers.scores * k_scale,
-                scratch: &mut own.attend,
+                scratch: &mut *scratch,
                 out: &mut *out,
                 element: PhantomData,
             });

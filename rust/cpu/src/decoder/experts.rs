@@ -14,16 +14,17 @@ impl Context<'_> {
         let (rows, hidden, sizes) = (self.rows(), self.weights.shape.hidden_size, experts.sizes());
         let Buffers { h, added, mixture, .. } = buffers;
         {
-            let logits = Columns::new(&mut mixture.logits, rows, sizes.count, &self.shares.router);
-            let own = Columns::new(private, 1, self.shares.threads, &self.shares.each);
-            self.session.run(&|t| {
-                let (mut logits, mut own) = (logits.take(t), own.take(t));
+            let logits = Columns::new(&mut mixture.logits, rows, sizes.count, &self.shares.router.bounds);
+            let own = Columns::new(private, 1, self.shares.participants, &self.shares.each);
+            self.session.run(&self.shares.router.first, &|t, pieces| {
+                let mut own = own.take(t);
                 let Private { x, y, .. } = &mut own.row_mut(0)[0];
                 self.norm(0..rows, h, layer.post_attention_norm.as_deref(), x);
                 // A rounded row might be sent elsewhere.
                 let exact = Context { bf16_rows: false, ..*self };
-                exact.put_product(&experts.router, &mut Fed::rows(x), rows, y, &mut logits);
-                self.round(x, rows, hidden);
+                for piece in pieces {
+                    exact.put_product(&experts.router, &mut Fed::rows(x), rows, y, &mut logits.take(piece));
+                }
             });
         }
         self.route(experts, mixture);
@@ -31,16 +32,22 @@ impl Context<'_> {
         let (starts, sent, weights) = (&starts[..], &sent[..starts[sizes.count]], &weights[..]);
         let vectors = sizes.intermediate.div_ceil(LANES);
         {
-            let acts = Columns::new(act, sent.len(), vectors, &self.shares.expert);
-            let own = Columns::new(private, 1, self.shares.threads, &self.shares.each);
-            self.session.run(&|t| {
-                let (mut acts, mut own) = (acts.take(t), own.take(t));
+            let acts = Columns::new(act, sent.len(), vectors, &self.shares.expert.bounds);
+            let own = Columns::new(private, 1, self.shares.participants, &self.shares.each);
+            self.session.run(&self.shares.expert.first, &|t, pieces| {
+                let mut own = own.take(t);
                 let Private { x, y, z, sent: copied, .. } = &mut own.row_mut(0)[0];
-                for (i, (gate_up, _)) in experts.experts.iter().enumerate() {
-                    let of = starts[i]..starts[i + 1];
-                    if !of.is_empty() {
-                        let x = gather(x, &sent[of.clone()], hidden.div_ceil(LANES), copied);
-                        self.gate_up(gate_up, &mut Fed::rows(x), of, (y, z), &mut acts);
+                // Again, because another thread may have had all of the router's pieces.
+                self.norm(0..rows, h, layer.post_attention_norm.as_deref(), x);
+                self.round(x, rows, hidden);
+                for piece in pieces {
+                    let mut acts = acts.take(piece);
+                    for (i, (gate_up, _)) in experts.experts.iter().enumerate() {
+                        let of = starts[i]..starts[i + 1];
+                        if !of.is_empty() {
+                            let x = gather(x, &sent[of.clone()], hidden.div_ceil(LANES), copied);
+                            self.gate_up(gate_up, &mut Fed::rows(x), of, (y, z), &mut acts);
+                        }
                     }
                 }
             });
@@ -48,30 +55,45 @@ impl Context<'_> {
         let act = &act[..sent.len() * vectors];
         let norm = layer.mlp_output_norm.as_deref();
         let out = if norm.is_some() { &mut *added } else { &mut *h };
-        let outs = Columns::new(out, rows, hidden, &self.shares.hidden);
-        let own = Columns::new(private, 1, self.shares.threads, &self.shares.each);
-        self.session.run(&|t| {
-            let (mut outs, mut own) = (outs.take(t), own.take(t));
+        let outs = Columns::new(out, rows, hidden, &self.shares.mixed.bounds);
+        let own = Columns::new(private, 1, self.shares.participants, &self.shares.each);
+        self.session.run(&self.shares.mixed.first, &|t, pieces| {
+            let mut own = own.take(t);
             let y = &mut own.row_mut(0)[0].y;
-            if norm.is_some() {
-                (0..rows).for_each(|row| outs.row_mut(row).fill(0.0));
-            }
-            let multiplier = if norm.is_some() { 1.0 } else { self.weights.multipliers.residual };
-            for (i, (_, down)) in experts.experts.iter().enumerate() {
-                let of = starts[i]..starts[i + 1];
-                if !of.is_empty() {
-                    let act = &act[of.start * vectors..of.end * vectors];
-                    let sent =
-                        sent[of.clone()].iter().zip(&weights[of]).map(|(&row, weight)| (row, weight * multiplier));
-                    for first in outs.columns().step_by(CHUNK) {
-                        let chunk = first..(first + CHUNK).min(outs.columns().end);
-                        self.product(down, chunk.clone(), &mut Fed::rows(act), sent.len(), y, CHUNK);
-                        add(&mut outs, first, chunk.len(), y, sent.clone());
-                    }
-                }
+            for piece in pieces {
+                self.mix(experts, norm.is_some(), (starts, sent, weights), act, y, &mut outs.take(piece));
             }
         });
         self.add_normed(norm, added, h, private);
+    }
+
+    /// A piece of what the experts give: added to the residual stream, or written where a norm follows.
+    fn mix(
+        &self,
+        experts: &Experts,
+        normed: bool,
+        (starts, sent, weights): (&[usize], &[usize], &[f32]),
+        act: &[Vector],
+        y: &mut [f32],
+        outs: &mut ColumnsMut<'_, f32>,
+    ) {
+        let vectors = experts.sizes().intermediate.div_ceil(LANES);
+        if normed {
+            (0..self.rows()).for_each(|row| outs.row_mut(row).fill(0.0));
+        }
+        let multiplier = if normed { 1.0 } else { self.weights.multipliers.residual };
+        for (i, (_, down)) in experts.experts.iter().enumerate() {
+            let of = starts[i]..starts[i + 1];
+            if !of.is_empty() {
+                let act = &act[of.start * vectors..of.end * vectors];
+                let sent = sent[of.clone()].iter().zip(&weights[of]).map(|(&row, weight)| (row, weight * multiplier));
+                for first in outs.columns().step_by(CHUNK) {
+                    let chunk = first..(first + CHUNK).min(outs.columns().end);
+                    self.product(down, chunk.clone(), &mut Fed::rows(act), sent.len(), y, CHUNK);
+                    add(outs, first, chunk.len(), y, sent.clone());
+                }
+            }
+        }
     }
 
     /// Sends each row that is not masked to its experts.

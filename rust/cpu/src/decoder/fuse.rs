@@ -41,14 +41,16 @@ impl Decoder {
 impl Context<'_> {
     fn fuse(&self, head: &Normed, states: &[f32], out: &mut [f32], private: &mut [Private]) {
         let rows = states.len() / head.fc.inputs;
-        let outs = Columns::new(out, rows, self.weights.shape.hidden_size, &self.shares.hidden);
-        let own = Columns::new(private, 1, self.shares.threads, &self.shares.each);
-        self.session.run(&|t| {
-            let (mut outs, mut own) = (outs.take(t), own.take(t));
+        let outs = Columns::new(out, rows, self.weights.shape.hidden_size, &self.shares.hidden.bounds);
+        let own = Columns::new(private, 1, self.shares.participants, &self.shares.each);
+        self.session.run(&self.shares.hidden.first, &|t, pieces| {
+            let mut own = own.take(t);
             let own = &mut own.row_mut(0)[0];
             self.fuse_input(head, states, own);
             self.round(&mut own.x, rows, head.fc.inputs);
-            self.put_product(&head.fc, &mut Fed::rows(&own.x), rows, &mut own.y, &mut outs);
+            for piece in pieces {
+                self.put_product(&head.fc, &mut Fed::rows(&own.x), rows, &mut own.y, &mut outs.take(piece));
+            }
         });
     }
 

@@ -128,14 +128,19 @@ impl Context<'_> {
         if rows == 0 {
             return;
         }
-        let out = Columns::new(logits, rows, num_ids, &self.shares.ids);
-        let own = Columns::new(private, 1, self.shares.threads, &self.shares.each);
-        self.session.run(&|t| {
-            let (mut out, mut own) = (out.take(t), own.take(t));
-            let first = out.columns().start;
-            self.chunks(source, rows, out.columns(), &mut own.row_mut(0)[0], |_, i, chunk, y| {
-                out.row_mut(i)[chunk.start - first..chunk.end - first].copy_from_slice(y);
-            });
+        let out = Columns::new(logits, rows, num_ids, &self.shares.ids.bounds);
+        let own = Columns::new(private, 1, self.shares.participants, &self.shares.each);
+        self.session.run(&self.shares.ids.first, &|t, pieces| {
+            let mut own = own.take(t);
+            let Private { x, y, .. } = &mut own.row_mut(0)[0];
+            self.feed_head(source, rows, x);
+            for piece in pieces {
+                let mut out = out.take(piece);
+                let ids = out.columns();
+                self.chunks(rows, ids.clone(), x, y, |i, chunk, y| {
+                    out.row_mut(i)[chunk.start - ids.start..chunk.end - ids.start].copy_from_slice(y);
+                });
+            }
         });
     }
 
@@ -144,51 +149,88 @@ impl Context<'_> {
         if rows == 0 {
             return;
         }
-        let own = Columns::new(private, 1, self.shares.threads, &self.shares.each);
-        self.session.run(&|t| {
+        private.iter_mut().for_each(|own| own.best[..rows].fill(NO_ID));
+        let own = Columns::new(private, 1, self.shares.participants, &self.shares.each);
+        self.session.run(&self.shares.ids.first, &|t, pieces| {
             let mut own = own.take(t);
-            let own = &mut own.row_mut(0)[0];
-            let ids = self.shares.ids[t]..self.shares.ids[t + 1];
-            own.best[..rows].fill((ids.start, f32::NEG_INFINITY));
-            self.chunks(source, rows, ids, own, |best, i, chunk, y| {
-                if let Some((offset, x)) = self.isa.run(Argmax { x: y, best: best[i].1 }) {
-                    best[i] = (chunk.start + offset, x);
+            let Private { x, y, best, .. } = &mut own.row_mut(0)[0];
+            self.feed_head(source, rows, x);
+            for piece in pieces {
+                let (ids, mut of_piece) = (self.shares.ids.piece(piece), [NO_ID; MAX_TILE_ROWS]);
+                // Of ids that come later only a better one counts; before them an equal one does, too.
+                for (found, best) in of_piece.iter_mut().zip(&best[..rows]).filter(|(_, best)| best.0 < ids.start) {
+                    *found = *best;
                 }
-            });
-        });
-        // Shares are ascending, so a later one has to be better.
-        for (i, (id, top)) in ids.iter_mut().zip(top).enumerate() {
-            let mut best = private[0].best[i];
-            for own in &private[1..self.shares.threads] {
-                if better(own.best[i].1, best.1) {
-                    best = own.best[i];
-                }
+                self.chunks(rows, ids, x, y, |i, chunk, y| {
+                    if let Some((offset, x)) = self.isa.run(Argmax { x: y, best: of_piece[i].1 }) {
+                        of_piece[i] = (chunk.start + offset, x);
+                    }
+                });
+                best.iter_mut().zip(&of_piece[..rows]).for_each(|(best, found)| *best = best_of(*best, *found));
             }
-            (*id, *top) = (best.0 as i64, best.1);
+        });
+        for (i, (id, top)) in ids.iter_mut().zip(top).enumerate() {
+            let found = private.iter().map(|own| own.best[i]).fold(NO_ID, best_of);
+            // Where no logit is larger than minus infinity, the first id is as good as any.
+            (*id, *top) = (if found == NO_ID { 0 } else { found.0 as i64 }, found.1);
         }
     }
 
-    /// Calls `each` with (best, row of the source, ids, their logits) for chunks of `ids`.
-    fn chunks(
-        &self,
-        source: Source<'_>,
-        rows: usize,
-        ids: Range<usize>,
-        own: &mut Private,
-        mut each: impl FnMut(&mut [(usize, f32)], usize, Range<usize>, &[f32]),
-    ) {
-        if ids.is_empty() {
-            return;
-        }
-        let Private { x, y, best, .. } = own;
+    /// Writes the final hidden states of a source to `x`, as the LM head's products take them.
+    fn feed_head(&self, source: Source<'_>, rows: usize, x: &mut [Vector]) {
         self.feed(source, x);
         self.round(x, rows, self.weights.lm_head.inputs);
+    }
+
+    /// Calls `each` with (row of `x`, ids, their logits) for chunks of `ids`.
+    fn chunks(
+        &self,
+        rows: usize,
+        ids: Range<usize>,
+        x: &[Vector],
+        y: &mut [f32],
+        mut each: impl FnMut(usize, Range<usize>, &[f32]),
+    ) {
         for start in ids.clone().step_by(CHUNK) {
             let chunk = start..(start + CHUNK).min(ids.end);
             self.product(&self.weights.lm_head, chunk.clone(), &mut Fed::rows(x), rows, y, CHUNK);
             for (i, y) in y.chunks_exact(CHUNK).take(rows).enumerate() {
-                each(best, i, chunk.clone(), &y[..chunk.len()]);
+                each(i, chunk.clone(), &y[..chunk.len()]);
             }
+        }
+    }
+}
+
+/// No id yet, which every id is better than.
+const NO_ID: (usize, f32) = (usize::MAX, f32::NEG_INFINITY);
+
+/// The more probable of two ids; the lower one where they are equally probable, because pieces are done in any order.
+fn best_of(a: (usize, f32), b: (usize, f32)) -> (usize, f32) {
+    if better(b.1, a.1) || (b.0 < a.0 && !better(a.1, b.1)) { b } else { a }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn the_best_id_is_the_same_in_any_order(
+            logits in prop::collection::vec(prop::sample::select(vec![f32::NAN, f32::NEG_INFINITY, 0.0, -0.0, 1.0]), 1..9),
+            order in any::<u64>(),
+        ) {
+            let mut ids: Vec<_> = logits.iter().copied().enumerate().collect();
+            ids.sort_by_key(|&(id, _)| (id as u64 + 1).wrapping_mul(order | 1).rotate_left(29));
+            let found = ids.into_iter().fold(NO_ID, best_of);
+            let mut first = (0, logits[0]);
+            for (id, &x) in logits.iter().enumerate() {
+                if better(x, first.1) {
+                    first = (id, x);
+                }
+            }
+            prop_assert_eq!(found.0, first.0);
+            prop_assert_eq!(found.1.to_bits(), first.1.to_bits());
         }
     }
 }

@@ -24,31 +24,36 @@ impl Context<'_> {
         let vectors = shape.intermediate_size.div_ceil(LANES);
         let Buffers { h, added, act, .. } = buffers;
         {
-            let acts = Columns::new(act, rows, vectors, &self.shares.intermediate);
-            let own = Columns::new(private, 1, self.shares.threads, &self.shares.each);
-            self.session.run(&|t| {
-                let (mut acts, mut own) = (acts.take(t), own.take(t));
+            let acts = Columns::new(act, rows, vectors, &self.shares.intermediate.bounds);
+            let own = Columns::new(private, 1, self.shares.participants, &self.shares.each);
+            self.session.run(&self.shares.intermediate.first, &|t, pieces| {
+                let mut own = own.take(t);
                 let Private { x, y, z, room, .. } = &mut own.row_mut(0)[0];
                 self.norm(0..rows, h, layer.post_attention_norm.as_deref(), x);
                 self.round(x, rows, gate_up.inputs);
-                self.gate_up(gate_up, &mut self.fed(Projection::GateUp, gate_up, x, room), 0..rows, (y, z), &mut acts);
+                let mut fed = self.fed(Projection::GateUp, gate_up, x, room);
+                for piece in pieces {
+                    self.gate_up(gate_up, &mut fed, 0..rows, (y, z), &mut acts.take(piece));
+                }
             });
         }
         let act = &act[..rows * vectors];
         let norm = layer.mlp_output_norm.as_deref();
         let out = if norm.is_some() { &mut *added } else { &mut *h };
-        let outs = Columns::new(out, rows, shape.hidden_size, &self.shares.hidden);
-        let own = Columns::new(private, 1, self.shares.threads, &self.shares.each);
-        self.session.run(&|t| {
-            let (mut outs, mut own) = (outs.take(t), own.take(t));
+        let outs = Columns::new(out, rows, shape.hidden_size, &self.shares.hidden.bounds);
+        let own = Columns::new(private, 1, self.shares.participants, &self.shares.each);
+        self.session.run(&self.shares.hidden.first, &|t, pieces| {
+            let mut own = own.take(t);
             let Private { y, room, .. } = &mut own.row_mut(0)[0];
-            self.give(down, norm, &mut self.fed(Projection::Down, down, act, room), y, &mut outs);
+            let mut fed = self.fed(Projection::Down, down, act, room);
+            for piece in pieces {
+                self.give(down, norm, &mut fed, y, &mut outs.take(piece));
+            }
         });
         self.add_normed(norm, added, h, private);
     }
 
-    /// One participant's features between gate, up and down.
-    /// It is fed `rows` of `acts`.
+    /// A piece of the features between gate, up and down, into `rows` of `acts`, which are the rows that it is fed.
     pub(super) fn gate_up(
         &self,
         linear: &Linear,
@@ -83,8 +88,8 @@ impl Context<'_> {
         }
     }
 
-    /// One participant's features of a block's last projection: added to the residual stream, or written where a norm
-    /// is behind it.
+    /// A piece of the features of a block's last projection: added to the residual stream, or written where a norm
+    /// follows.
     pub(super) fn give(
         &self,
         linear: &Linear,
@@ -105,22 +110,25 @@ impl Context<'_> {
         let Some(weight) = norm else { return };
         let (hidden, eps) = (self.weights.shape.hidden_size, self.weights.shape.rms_norm_eps);
         let multiplier = self.weights.multipliers.residual;
-        let hs = Columns::new(h, 1, self.rows() * hidden, &self.shares.rows);
-        let own = Columns::new(private, 1, self.shares.threads, &self.shares.each);
-        self.session.run(&|t| {
-            let (mut hs, mut own) = (hs.take(t), own.take(t));
-            let added = &added[hs.columns()];
+        let hs = Columns::new(h, 1, self.rows() * hidden, &self.shares.rows.bounds);
+        let own = Columns::new(private, 1, self.shares.participants, &self.shares.each);
+        self.session.run(&self.shares.rows.first, &|t, pieces| {
+            let mut own = own.take(t);
             let out = &mut own.row_mut(0)[0].x[..hidden.div_ceil(LANES)];
-            for (h, x) in hs.row_mut(0).chunks_exact_mut(hidden).zip(added.chunks_exact(hidden)) {
-                self.isa.run(RmsNorm { x, weight, eps, out });
-                for (h, x) in h.iter_mut().zip(out.as_flattened()) {
-                    *h += x * multiplier;
+            for piece in pieces {
+                let mut hs = hs.take(piece);
+                let added = &added[hs.columns()];
+                for (h, x) in hs.row_mut(0).chunks_exact_mut(hidden).zip(added.chunks_exact(hidden)) {
+                    self.isa.run(RmsNorm { x, weight, eps, out: &mut *out });
+                    for (h, x) in h.iter_mut().zip(out.as_flattened()) {
+                        *h += x * multiplier;
+                    }
                 }
             }
         });
     }
 
-    /// Writes one participant's features of a projection of `rows` rows.
+    /// Writes a piece of the features of a projection of `rows` rows.
     pub(super) fn put_product(
         &self,
         linear: &Linear,
@@ -139,7 +147,7 @@ impl Context<'_> {
         }
     }
 
-    /// Adds one participant's features of a projection to the residual stream.
+    /// Adds a piece of the features of a projection to the residual stream.
     fn add_product(&self, linear: &Linear, fed: &mut Fed<'_>, y: &mut [f32], hs: &mut ColumnsMut<'_, f32>) {
         let Range { start: first, end } = hs.columns();
         let multiplier = self.weights.multipliers.residual;

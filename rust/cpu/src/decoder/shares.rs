@@ -1,142 +1,194 @@
-//! Who computes what: whole output features and heads, cut evenly. A row's sums do not hang on it.
+//! Who begins with what: whole output features and heads, cut evenly and then into pieces. A row's sums do not depend on it.
 
-use crate::isa::Vector;
+use super::scratch::{CHUNK, RUN};
+use crate::isa::LANES;
 use crate::layer::ExpertSizes;
+use crate::memory::MAX_PARTS;
 use crate::pass::{MAX_TILE_ROWS, Pass};
 use crate::weights::ModelShape;
+use std::ops::Range;
 
-/// Bounds of the participants' shares: participant t has `bounds[t]..bounds[t + 1]`.
+/// How a phase's work is cut: into pieces, and which of them each participant begins with.
+pub(super) struct Cut {
+    /// Piece i is `bounds[i]..bounds[i + 1]`.
+    pub(super) bounds: Vec<usize>,
+    /// Participant t begins with the pieces `first[t]..first[t + 1]`.
+    pub(super) first: Vec<usize>,
+}
+
+impl Cut {
+    /// Room for any cut.
+    fn new() -> Self {
+        Self { bounds: Vec::with_capacity(MAX_PARTS + 1), first: Vec::with_capacity(MAX_PARTS + 1) }
+    }
+
+    /// 0..n in shares as even as they go, and these in pieces of `most`; all in multiples of `unit`.
+    fn even(n: usize, unit: usize, most: usize, participants: usize) -> Self {
+        let mut made = Self::new();
+        made.set_even(n, unit, most, participants);
+        made
+    }
+
+    fn set_even(&mut self, n: usize, unit: usize, most: usize, participants: usize) {
+        let units = n.div_ceil(unit);
+        let share = |t: usize| (units * t / participants * unit).min(n);
+        self.set((0..participants).map(|t| share(t + 1)), |start| start + most, unit);
+    }
+
+    /// Cuts shares that end at `ends` into pieces, each of which ends at most at `end_of` its start. Pieces are longer
+    /// where there would be more than a buffer may have parts.
+    fn set(&mut self, ends: impl ExactSizeIterator<Item = usize>, end_of: impl Fn(usize) -> usize, unit: usize) {
+        let most = MAX_PARTS / ends.len();
+        (self.bounds.clear(), self.first.clear());
+        (self.bounds.push(0), self.first.push(0));
+        let mut start = 0;
+        for end in ends {
+            let least = (end - start).div_ceil(most).next_multiple_of(unit);
+            while start < end {
+                start = end_of(start).max(start + least).min(end);
+                self.bounds.push(start);
+            }
+            self.first.push(self.bounds.len() - 1);
+        }
+    }
+
+    /// The same pieces of something else, where a bound becomes another.
+    fn map(&self, bound: impl Fn(usize) -> usize) -> Self {
+        Self { bounds: self.bounds.iter().map(|&at| bound(at)).collect(), first: self.first.clone() }
+    }
+
+    pub(super) fn piece(&self, piece: usize) -> Range<usize> {
+        self.bounds[piece]..self.bounds[piece + 1]
+    }
+}
+
+/// The cuts of all phases for a number of participants.
 pub(super) struct Shares {
-    pub(super) threads: usize,
-    /// One each.
+    pub(super) participants: usize,
+    /// One each: bounds of what participants have for themselves.
     pub(super) each: Vec<usize>,
-    /// Of the residual stream's features.
-    pub(super) hidden: Vec<usize>,
-    /// Of the features between gate, up and down, by sixteens.
-    pub(super) intermediate: Vec<usize>,
-    /// Of an expert's features between gate, up and down, by sixteens.
-    pub(super) expert: Vec<usize>,
-    /// Of a router's logits.
-    pub(super) router: Vec<usize>,
-    /// Of query heads.
-    pub(super) q: Vec<usize>,
-    /// Of key heads.
-    pub(super) k: Vec<usize>,
-    /// Of value heads, behind the key heads.
-    pub(super) v: Vec<usize>,
-    /// Whether those who compute a KV head and its queries attend them, too: then no thread waits in between.
+    /// The residual stream's features.
+    pub(super) hidden: Cut,
+    /// The same in longer pieces, for which each expert is gone through once.
+    pub(super) mixed: Cut,
+    /// Features between gate, up and down, by sixteens.
+    pub(super) intermediate: Cut,
+    /// An expert's features between gate, up and down, by sixteens.
+    pub(super) expert: Cut,
+    /// A router's logits.
+    pub(super) router: Cut,
+    /// Query heads.
+    pub(super) q: Cut,
+    /// Key heads; the same pieces as `q`.
+    pub(super) k: Cut,
+    /// Value heads, counted on from the key heads; the same pieces as `q`.
+    pub(super) v: Cut,
+    /// Whether a piece is a KV head and its queries, which are attended at once: then no thread waits in between.
     pub(super) fused: bool,
-    /// Of vectors of q, for a tile's rows.
+    /// Vectors of q, for a tile's rows; the same pieces as `q`.
     pub(super) q_vectors: Vec<usize>,
-    /// Of (KV head, row), for a tile's rows.
-    pub(super) units: Vec<usize>,
-    /// Of what attention gives, for a tile's rows.
+    /// (KV head, row), for a tile's rows; the same pieces as `q` where `fused`.
+    pub(super) units: Cut,
+    /// What attention gives, for a tile's rows; the same pieces as `units`.
     pub(super) attended: Vec<usize>,
-    /// Of the residual stream of a tile's rows, by whole rows.
-    pub(super) rows: Vec<usize>,
-    /// Of the features of q, k and v.
-    pub(super) qkv: Vec<usize>,
-    /// Of the ids that are asked for.
-    pub(super) ids: Vec<usize>,
+    /// The residual stream of a tile's rows, by whole rows.
+    pub(super) rows: Cut,
+    /// The features of q, k and v.
+    pub(super) qkv: Cut,
+    /// The ids that are asked for.
+    pub(super) ids: Cut,
     shape: ModelShape,
     /// The most positions that a row attends.
     attended_at_most: usize,
 }
 
-/// `parts` ranges of 0..n in multiples of `unit`, as even as they go.
-fn cut(bounds: &mut [usize], n: usize, unit: usize) {
-    let (units, parts) = (n.div_ceil(unit), bounds.len() - 1);
-    for (i, bound) in bounds.iter_mut().enumerate() {
-        *bound = (units * i / parts * unit).min(n);
-    }
-}
-
 impl Shares {
     /// `window`: the most positions that a row attends, None: all.
-    pub(super) fn new(shape: ModelShape, window: Option<usize>, experts: Option<ExpertSizes>, threads: usize) -> Self {
-        let bounds = |n: usize, unit: usize| {
-            let mut bounds = vec![0; threads + 1];
-            cut(&mut bounds, n, unit);
-            bounds
-        };
+    pub(super) fn new(
+        shape: ModelShape,
+        window: Option<usize>,
+        experts: Option<ExpertSizes>,
+        participants: usize,
+    ) -> Self {
         let (heads, kv_heads) = (shape.num_heads, shape.num_kv_heads);
-        let fused = kv_heads.is_multiple_of(threads);
-        let k = bounds(kv_heads, 1);
-        let (q, k, v): (Vec<_>, Vec<_>, Vec<_>) = if fused {
-            let v = k.iter().map(|head| kv_heads + head).collect();
-            (k.iter().map(|head| head * shape.group()).collect(), k, v)
+        let even = |n: usize, unit: usize, most: usize| Cut::even(n, unit, most, participants);
+        let fused = kv_heads.is_multiple_of(participants);
+        let (q, k, v) = if fused {
+            let k = even(kv_heads, 1, 1);
+            (k.map(|head| head * shape.group()), k.map(|head| head), k.map(|head| kv_heads + head))
         } else {
-            let all = bounds(heads + 2 * kv_heads, 1);
-            let within = |first: usize, len: usize| all.iter().map(move |&unit| unit.clamp(first, first + len) - first);
-            (
-                within(0, heads).collect(),
-                within(heads, kv_heads).collect(),
-                within(heads + kv_heads, kv_heads).map(|head| kv_heads + head).collect(),
-            )
+            let all = even(heads + 2 * kv_heads, 1, (CHUNK / shape.head_dim).max(1));
+            let within = |first: usize, len: usize| all.map(|head| head.clamp(first, first + len) - first);
+            let v = within(heads + kv_heads, kv_heads);
+            (within(0, heads), within(heads, kv_heads), v.map(|head| kv_heads + head))
         };
         Self {
-            threads,
-            each: bounds(threads, 1),
+            participants,
+            each: (0..=participants).collect(),
             // A cache line is written by one of them only.
-            hidden: bounds(shape.hidden_size, 16),
+            hidden: even(shape.hidden_size, 16, CHUNK),
+            mixed: even(shape.hidden_size, 16, 4 * CHUNK),
             // Pairs of bf16 numbers lie by 32.
-            intermediate: bounds(shape.intermediate_size.div_ceil(16), 2),
-            expert: bounds(experts.map_or(0, |sizes| sizes.intermediate.div_ceil(16)), 2),
-            router: bounds(experts.map_or(0, |sizes| sizes.count), 8),
+            intermediate: even(shape.intermediate_size.div_ceil(LANES), 2, CHUNK / LANES),
+            expert: even(experts.map_or(0, |sizes| sizes.intermediate.div_ceil(LANES)), 2, 4 * CHUNK / LANES),
+            router: even(experts.map_or(0, |sizes| sizes.count), 8, CHUNK),
+            q_vectors: vec![0; q.bounds.len()],
             q,
             k,
             v,
             fused,
-            q_vectors: vec![0; threads + 1],
-            units: vec![0; threads + 1],
-            attended: vec![0; threads + 1],
-            rows: vec![0; threads + 1],
-            qkv: bounds((heads + 2 * kv_heads) * shape.head_dim, 16),
-            ids: vec![0; threads + 1],
+            units: Cut::new(),
+            attended: Vec::with_capacity(MAX_PARTS + 1),
+            rows: Cut::new(),
+            qkv: even((heads + 2 * kv_heads) * shape.head_dim, 16, CHUNK),
+            ids: Cut::new(),
             shape,
             attended_at_most: window.unwrap_or(usize::MAX),
         }
     }
 
-    /// Sets what hangs on the rows of a tile: attention is cut by what its contexts cost.
+    /// Sets what depends on the rows of a tile: attention is cut by what its contexts cost, then where rows that go together
+    /// end.
     pub(super) fn set_tile(&mut self, tile: &Pass<'_>) {
-        let rows = tile.len();
+        let (rows, participants) = (tile.len(), self.participants);
         let shape = &self.shape;
         let width = shape.group() * shape.head_dim;
-        let vectors = shape.head_dim.div_ceil(size_of::<Vector>() / size_of::<f32>());
-        for (vector, head) in self.q_vectors.iter_mut().zip(&self.q) {
+        let vectors = shape.head_dim.div_ceil(LANES);
+        for (vector, head) in self.q_vectors.iter_mut().zip(&self.q.bounds) {
             *vector = head * rows * vectors;
         }
         if self.fused {
-            for (unit, head) in self.units.iter_mut().zip(&self.k) {
-                *unit = head * rows;
-            }
+            self.units.bounds.clear();
+            self.units.bounds.extend(self.k.bounds.iter().map(|head| head * rows));
+            self.units.first.clone_from(&self.k.first);
         } else {
             let mut costs = [0; MAX_TILE_ROWS + 1];
             for row in 0..rows {
                 costs[row + 1] = costs[row] + 32 + self.attended_at_most.min((tile.positions[row] + 1) as usize);
             }
-            for (i, unit) in self.units.iter_mut().enumerate() {
-                let target = costs[rows] * shape.num_kv_heads * i / self.threads;
+            let share = |t: usize| {
+                let target = costs[rows] * shape.num_kv_heads * t / participants;
                 let (head, within) = (target / costs[rows], target % costs[rows]);
-                *unit = head * rows + costs[..=rows].partition_point(|&cost| cost < within);
-            }
+                head * rows + costs[..=rows].partition_point(|&cost| cost < within)
+            };
+            let end_of = |unit: usize| (unit + RUN).min((unit / rows + 1) * rows);
+            self.units.set((0..participants).map(|t| share(t + 1)), end_of, 1);
         }
-        for (bound, unit) in self.attended.iter_mut().zip(&self.units) {
-            *bound = unit * width;
-        }
-        cut(&mut self.rows, rows * shape.hidden_size, shape.hidden_size);
+        self.attended.clear();
+        self.attended.extend(self.units.bounds.iter().map(|unit| unit * width));
+        self.rows.set_even(rows * shape.hidden_size, shape.hidden_size, shape.hidden_size, participants);
     }
 
     /// Sets how many ids are asked for.
     pub(super) fn set_ids(&mut self, num_ids: usize) {
-        cut(&mut self.ids, num_ids, 16);
+        self.ids.set_even(num_ids, 16, CHUNK, self.participants);
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
 
     fn shape(heads: usize, kv_heads: usize) -> ModelShape {
         ModelShape {
@@ -150,43 +202,68 @@ mod tests {
         }
     }
 
-    #[test]
-    fn shares_cover_everything_once() {
-        let sizes = ExpertSizes { count: 21, per_token: 2, intermediate: 50 };
-        for threads in 1..20 {
-            for (heads, kv_heads) in [(4, 2), (6, 3), (1, 1), (32, 8)] {
-                let mut shares = Shares::new(shape(heads, kv_heads), None, Some(sizes), threads);
-                let positions: Vec<i64> = (0..7).map(|i| i * i * 100 - 1).collect();
-                let zeros = [0; 7];
-                let tile = Pass {
-                    tokens: &zeros,
-                    positions: &positions,
-                    slots: &zeros,
-                    entries: &[0; 7],
-                    max_blocks: 1,
-                    ..Pass::default()
-                };
-                shares.set_tile(&tile);
-                shares.set_ids(77);
-                let whole = [
-                    (&shares.hidden, 0, 72),
-                    (&shares.intermediate, 0, 9),
-                    (&shares.q, 0, heads),
-                    (&shares.k, 0, kv_heads),
-                    (&shares.v, kv_heads, 2 * kv_heads),
-                    (&shares.units, 0, 7 * kv_heads),
-                    (&shares.attended, 0, 7 * heads * 12),
-                    (&shares.rows, 0, 7 * 72),
-                    (&shares.qkv, 0, (heads + 2 * kv_heads) * 12),
-                    (&shares.expert, 0, 4),
-                    (&shares.router, 0, 21),
-                    (&shares.ids, 0, 77),
-                ];
-                for (bounds, first, last) in whole {
-                    assert_eq!((bounds[0], bounds[threads]), (first, last), "{threads} threads, {heads} heads");
-                    assert!(bounds.is_sorted());
-                }
+    fn check(bounds: &[usize], first: &[usize], range: Range<usize>) {
+        assert_eq!((bounds[0], bounds.last()), (range.start, Some(&range.end)));
+        assert_eq!((first[0], first.last()), (0, Some(&(bounds.len() - 1))));
+        assert!(bounds.is_sorted() && first.is_sorted() && bounds.len() <= MAX_PARTS + 1);
+    }
+
+    proptest! {
+        #[test]
+        fn pieces_cover_everything_once(
+            participants in 1..=MAX_PARTS,
+            (heads, kv_heads) in prop::sample::select(vec![(4, 2), (6, 3), (1, 1), (32, 8), (300, 300), (600, 300)]),
+            rows in 1..=MAX_TILE_ROWS,
+            num_ids in 1..300_000_usize,
+        ) {
+            let sizes = ExpertSizes { count: 21, per_token: 2, intermediate: 50 };
+            let mut shares = Shares::new(shape(heads, kv_heads), None, Some(sizes), participants);
+            let positions: Vec<i64> = (0..rows as i64).map(|i| i * i * 100 - 1).collect();
+            let zeros = [0; MAX_TILE_ROWS];
+            let tile = Pass {
+                tokens: &zeros[..rows],
+                positions: &positions,
+                slots: &zeros[..rows],
+                entries: &[0; MAX_TILE_ROWS][..rows],
+                max_blocks: 1,
+                ..Pass::default()
+            };
+            shares.set_tile(&tile);
+            shares.set_ids(num_ids);
+            let of_heads = &shares.q.first;
+            let whole = [
+                (&shares.hidden.bounds, &shares.hidden.first, 0..72),
+                (&shares.mixed.bounds, &shares.mixed.first, 0..72),
+                (&shares.intermediate.bounds, &shares.intermediate.first, 0..9),
+                (&shares.q.bounds, of_heads, 0..heads),
+                (&shares.k.bounds, of_heads, 0..kv_heads),
+                (&shares.v.bounds, of_heads, kv_heads..2 * kv_heads),
+                (&shares.q_vectors, of_heads, 0..heads * rows),
+                (&shares.units.bounds, &shares.units.first, 0..rows * kv_heads),
+                (&shares.attended, &shares.units.first, 0..rows * heads * 12),
+                (&shares.rows.bounds, &shares.rows.first, 0..rows * 72),
+                (&shares.qkv.bounds, &shares.qkv.first, 0..(heads + 2 * kv_heads) * 12),
+                (&shares.expert.bounds, &shares.expert.first, 0..4),
+                (&shares.router.bounds, &shares.router.first, 0..21),
+                (&shares.ids.bounds, &shares.ids.first, 0..num_ids),
+            ];
+            for (bounds, first, range) in whole {
+                prop_assert_eq!(first.len(), participants + 1);
+                check(bounds, first, range);
             }
+            // Lines of cache and pairs of bf16 numbers have one writer.
+            prop_assert!(shares.hidden.bounds.iter().all(|&at| at % 16 == 0 || at == 72));
+            prop_assert!(shares.intermediate.bounds.iter().all(|&at| at % 2 == 0 || at == 9));
         }
+    }
+
+    #[test]
+    fn pieces_are_short_where_there_is_room_for_many() {
+        let mut shares = Shares::new(shape(4, 2), None, None, 2);
+        shares.set_ids(1000);
+        assert_eq!(shares.ids.first, [0, 8, 16]);
+        assert!(shares.ids.bounds.windows(2).all(|piece| piece[1] - piece[0] <= CHUNK));
+        shares.set_ids(49_152);
+        assert_eq!(shares.ids.first, [0, 128, 256]);
     }
 }

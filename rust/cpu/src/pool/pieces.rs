@@ -1,0 +1,94 @@
+//! Which thread does which piece of a job: each claims its own pieces from the first on, then others' from the last on.
+
+use super::Line;
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// The pieces of a job that nobody has claimed, by participant: a range each, from `low 32 bits` to `high 32 bits`.
+#[derive(Default)]
+pub(super) struct Unclaimed(Vec<Line<AtomicU64>>);
+
+fn pack(range: &Range<usize>) -> u64 {
+    range.start as u64 | (range.end as u64) << 32
+}
+
+fn unpack(word: u64) -> Range<usize> {
+    (word & 0xFFFF_FFFF) as usize..(word >> 32) as usize
+}
+
+impl Unclaimed {
+    pub(super) fn new(participants: usize) -> Self {
+        Self((0..participants).map(|_| Line::default()).collect())
+    }
+
+    /// Participant t has the pieces `first[t]..first[t + 1]`. Nobody may claim meanwhile.
+    pub(super) fn reset(&self, first: &[usize]) {
+        for (word, bounds) in self.0.iter().zip(first.windows(2)) {
+            word.store(pack(&(bounds[0]..bounds[1])), Ordering::Relaxed);
+        }
+    }
+
+    /// Takes a piece of participant `of`: its first, or its last. Each piece of a job is taken once, because a range only
+    /// ever shrinks. Relaxed, because what a piece reads was written before its job began.
+    fn take(&self, of: usize, last: bool) -> Option<usize> {
+        let mut word = self.0[of].load(Ordering::Relaxed);
+        loop {
+            let Range { start, end } = unpack(word);
+            if start >= end {
+                return None;
+            }
+            let (piece, left) = if last { (end - 1, start..end - 1) } else { (start, start + 1..end) };
+            match self.0[of].compare_exchange_weak(word, pack(&left), Ordering::Relaxed, Ordering::Relaxed) {
+                Ok(_) => return Some(piece),
+                Err(now) => word = now,
+            }
+        }
+    }
+
+    /// Claims a piece for `participant` of so many: one of its own, else one of another's.
+    fn claim(&self, participant: usize, participants: usize) -> Option<usize> {
+        let others = (1..participants).map(|i| (participant + i) % participants);
+        self.take(participant, false).or_else(|| others.into_iter().find_map(|of| self.take(of, true)))
+    }
+}
+
+/// The pieces that one participant claims, one by one.
+pub(crate) struct Pieces<'a>(Source<'a>);
+
+enum Source<'a> {
+    /// Nobody else is there to claim any.
+    All(Range<usize>),
+    Claimed {
+        unclaimed: &'a Unclaimed,
+        participant: usize,
+        participants: usize,
+        first: Option<usize>,
+    },
+}
+
+impl<'a> Pieces<'a> {
+    /// All pieces, of the only participant.
+    pub(super) fn all(pieces: Range<usize>) -> Self {
+        Self(Source::All(pieces))
+    }
+
+    /// None where no piece is left.
+    pub(super) fn claimed(unclaimed: &'a Unclaimed, participant: usize, participants: usize) -> Option<Self> {
+        let first = Some(unclaimed.claim(participant, participants)?);
+        Some(Self(Source::Claimed { unclaimed, participant, participants, first }))
+    }
+}
+
+impl Iterator for Pieces<'_> {
+    type Item = usize;
+
+    #[inline]
+    fn next(&mut self) -> Option<usize> {
+        match &mut self.0 {
+            Source::All(pieces) => pieces.next(),
+            Source::Claimed { unclaimed, participant, participants, first } => {
+                first.take().or_else(|| unclaimed.claim(*participant, *participants))
+            }
+        }
+    }
+}

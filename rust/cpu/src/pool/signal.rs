@@ -1,0 +1,71 @@
+//! How a thread waits for another: it spins for a while, then sleeps.
+
+use super::Line;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// How long a waiting thread spins before it looks at the clock, and before it sleeps.
+///
+/// It never yields its core: the next thread on it may be another program's, which keeps the core for milliseconds.
+const SPIN: Duration = Duration::from_micros(10);
+const PATIENCE: Duration = Duration::from_micros(100);
+
+/// How many spins take [`SPIN`] on this machine.
+pub(super) fn spins() -> usize {
+    let begin = Instant::now();
+    (0..200).for_each(|_| std::hint::spin_loop());
+    let nanos = begin.elapsed().as_nanos().max(200) / 200;
+    (SPIN.as_nanos() / nanos) as usize
+}
+
+/// Where threads sleep until something becomes true.
+#[derive(Default)]
+pub(super) struct Signal {
+    sleepers: Line<AtomicUsize>,
+    lock: Mutex<()>,
+    changed: Condvar,
+}
+
+impl Signal {
+    /// Spins for some 100 microseconds. Returns whether `ready` became true.
+    pub(super) fn soon(spins: usize, ready: impl Fn() -> bool) -> bool {
+        let mut begin = None;
+        loop {
+            for _ in 0..spins {
+                if ready() {
+                    return true;
+                }
+                std::hint::spin_loop();
+            }
+            if begin.get_or_insert_with(Instant::now).elapsed() >= PATIENCE - SPIN {
+                return ready();
+            }
+        }
+    }
+
+    /// Returns once `ready`. The thread that makes it true calls `wake` afterwards; both use sequentially consistent atomics.
+    pub(super) fn sleep(&self, ready: impl Fn() -> bool) {
+        // Either `wake` sees this count, or `ready` sees what came before `wake`.
+        self.sleepers.fetch_add(1, Ordering::SeqCst);
+        let mut guard = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
+        while !ready() {
+            guard = self.changed.wait(guard).unwrap_or_else(PoisonError::into_inner);
+        }
+        drop(guard);
+        self.sleepers.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    /// Wakes the threads that sleep.
+    pub(super) fn wake(&self) {
+        if self.sleepers() > 0 {
+            drop(self.lock.lock().unwrap_or_else(PoisonError::into_inner));
+            self.changed.notify_all();
+        }
+    }
+
+    /// Threads that sleep.
+    pub(super) fn sleepers(&self) -> usize {
+        self.sleepers.load(Ordering::SeqCst)
+    }
+}
