@@ -16,16 +16,18 @@ use crate::error::{Error, Result};
 use crate::memory::MAX_PARTS;
 use pieces::Unclaimed;
 use signal::Signal;
-use std::cell::UnsafeCell;
+use std::cell::{Cell, UnsafeCell};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// A thread is late once the caller has waited for it this long in a session, and for a third of the session's time.
+/// A thread is late once the caller has waited this long in a session, and half as long as the thread has saved.
+///
+/// Half, because threads share the memory's bandwidth: alone, the caller would have been faster than it was.
 const LATE: Duration = Duration::from_millis(1);
-/// How long a thread that was late has no part in the work; twice as long each time that it soon is late again.
+/// How long a thread that was late has no part in the work; four times as long each time that it soon is late again.
 const SHORTEST_REST: Duration = Duration::from_millis(20);
 const LONGEST_REST: Duration = Duration::from_secs(1);
 /// The seat of a thread that has none.
@@ -98,7 +100,7 @@ impl Pool {
         }
         let entered = (self.threads > 1).then(Instant::now);
         let participants = entered.map_or(1, |now| team.take_seats(now));
-        Ok(Session { participants, team, entered, waited: AtomicU64::new(0) })
+        Ok(Session::new(participants, team, entered))
     }
 }
 
@@ -118,9 +120,17 @@ pub(crate) struct Session<'a> {
     entered: Option<Instant>,
     /// Nanoseconds that the caller waited for others which held a piece.
     waited: AtomicU64,
+    /// Pieces that the caller did, and that there were.
+    own: AtomicU64,
+    all: AtomicU64,
 }
 
-impl Session<'_> {
+impl<'a> Session<'a> {
+    fn new(participants: usize, team: MutexGuard<'a, Team>, entered: Option<Instant>) -> Self {
+        let [waited, own, all] = [const { AtomicU64::new(0) }; 3];
+        Self { participants, team, entered, waited, own, all }
+    }
+
     /// Participants of this session, the caller among them: 1 to the pool's threads.
     pub(crate) fn participants(&self) -> usize {
         self.participants
@@ -152,19 +162,26 @@ impl Session<'_> {
         shared.panicked.store(false, Ordering::Relaxed);
         shared.job.open();
         shared.start.wake();
-        let finish = Finish(self);
-        if let Some(pieces) = Pieces::claimed(&shared.unclaimed, 0, self.participants) {
+        let (finish, own) = (Finish(self), Cell::new(0));
+        if let Some(pieces) = Pieces::claimed(&shared.unclaimed, 0, self.participants, &own) {
             work(0, pieces);
         }
+        self.own.fetch_add(own.get() as u64, Ordering::Relaxed);
+        self.all.fetch_add((first[self.participants] - first[0]) as u64, Ordering::Relaxed);
         drop(finish);
         assert!(!shared.panicked.load(Ordering::Relaxed), "a thread of the pool panicked");
     }
 
-    /// Takes their seats from the threads that the caller has waited for, from the `busy` ones if that was long enough.
+    /// Takes the seats of the `busy` threads, for which the caller has waited, if that cost more than they save.
+    ///
+    /// What a thread saves is the caller's working time for as many pieces as one of the others did.
     fn note_wait(&self, waited: Duration, busy: impl Iterator<Item = usize>) {
         let nanos = waited.as_nanos() as u64;
         let total = Duration::from_nanos(self.waited.fetch_add(nanos, Ordering::Relaxed) + nanos);
-        if total >= LATE && self.entered.is_some_and(|entered| total * 3 >= entered.elapsed()) {
+        let [own, all] = [&self.own, &self.all].map(|count| count.load(Ordering::Relaxed) as f64);
+        let worked = self.entered.map_or(Duration::ZERO, |entered| entered.elapsed().saturating_sub(total));
+        let saved = worked.as_secs_f64() * (all - own) / own.max(1.0) / (self.participants - 1) as f64;
+        if total >= LATE && 2.0 * total.as_secs_f64() >= saved {
             for index in busy {
                 let thread = &self.team.shared.threads[index];
                 thread.late.store(true, Ordering::Relaxed);
@@ -196,7 +213,7 @@ impl Drop for Finish<'_, '_> {
         let is_busy = |index: &usize| shared.threads[*index].inside.load(Ordering::Relaxed) == epoch;
         let busy: Vec<usize> = (0..shared.threads.len()).filter(is_busy).collect();
         shared.done.sleep(empty);
-        self.0.note_wait(begin.elapsed(), busy.into_iter());
+        self.0.note_wait(signal::PATIENCE + begin.elapsed(), busy.into_iter());
     }
 }
 
@@ -238,7 +255,7 @@ impl Team {
         for (thread, rest) in self.shared.threads.iter().zip(&mut self.rests) {
             if thread.late.swap(false, Ordering::Relaxed) {
                 let again = rest.until.is_some_and(|until| now < until + 10 * rest.length);
-                rest.length = if again { (2 * rest.length).min(LONGEST_REST) } else { SHORTEST_REST };
+                rest.length = if again { (4 * rest.length).min(LONGEST_REST) } else { SHORTEST_REST };
                 rest.until = Some(now + rest.length);
             }
         }
@@ -401,7 +418,8 @@ impl Shared {
             // SAFETY: written before the job was open, and not again before this thread has left it.
             let work = unsafe { *self.work.get() };
             if let Some((work, participants)) = work.filter(|_| seat != NO_SEAT) {
-                let pieces = Pieces::claimed(&self.unclaimed, seat as usize, participants);
+                let count = Cell::new(0);
+                let pieces = Pieces::claimed(&self.unclaimed, seat as usize, participants, &count);
                 let take_part = || pieces.map(|pieces| work(seat as usize, pieces));
                 if catch_unwind(AssertUnwindSafe(take_part)).is_err() {
                     self.panicked.store(true, Ordering::Relaxed);

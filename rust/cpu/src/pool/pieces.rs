@@ -1,6 +1,7 @@
 //! Which thread does which piece of a job: each claims its own pieces from the first on, then others' from the last on.
 
 use super::Line;
+use std::cell::Cell;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -58,12 +59,23 @@ pub(crate) struct Pieces<'a>(Source<'a>);
 enum Source<'a> {
     /// Nobody else is there to claim any.
     All(Range<usize>),
-    Claimed {
-        unclaimed: &'a Unclaimed,
-        participant: usize,
-        participants: usize,
-        first: Option<usize>,
-    },
+    Claimed(Claimed<'a>),
+}
+
+struct Claimed<'a> {
+    unclaimed: &'a Unclaimed,
+    participant: usize,
+    participants: usize,
+    next: Option<usize>,
+    /// How many there were.
+    count: &'a Cell<usize>,
+}
+
+impl Claimed<'_> {
+    fn claim(&mut self) {
+        self.next = self.unclaimed.claim(self.participant, self.participants);
+        self.count.set(self.count.get() + usize::from(self.next.is_some()));
+    }
 }
 
 impl<'a> Pieces<'a> {
@@ -72,10 +84,16 @@ impl<'a> Pieces<'a> {
         Self(Source::All(pieces))
     }
 
-    /// None where no piece is left.
-    pub(super) fn claimed(unclaimed: &'a Unclaimed, participant: usize, participants: usize) -> Option<Self> {
-        let first = Some(unclaimed.claim(participant, participants)?);
-        Some(Self(Source::Claimed { unclaimed, participant, participants, first }))
+    /// None where no piece is left. Adds the pieces that are claimed to `count`.
+    pub(super) fn claimed(
+        unclaimed: &'a Unclaimed,
+        participant: usize,
+        participants: usize,
+        count: &'a Cell<usize>,
+    ) -> Option<Self> {
+        let mut claimed = Claimed { unclaimed, participant, participants, next: None, count };
+        claimed.claim();
+        claimed.next.is_some().then_some(Self(Source::Claimed(claimed)))
     }
 }
 
@@ -86,8 +104,11 @@ impl Iterator for Pieces<'_> {
     fn next(&mut self) -> Option<usize> {
         match &mut self.0 {
             Source::All(pieces) => pieces.next(),
-            Source::Claimed { unclaimed, participant, participants, first } => {
-                first.take().or_else(|| unclaimed.claim(*participant, *participants))
+            Source::Claimed(claimed) => {
+                if claimed.next.is_none() {
+                    claimed.claim();
+                }
+                claimed.next.take()
             }
         }
     }

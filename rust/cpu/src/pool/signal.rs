@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 ///
 /// It never yields its core: the next thread on it may be another program's, which keeps the core for milliseconds.
 const SPIN: Duration = Duration::from_micros(10);
-const PATIENCE: Duration = Duration::from_micros(100);
+pub(super) const PATIENCE: Duration = Duration::from_micros(100);
 
 /// How many spins take [`SPIN`] on this machine.
 pub(super) fn spins() -> usize {

@@ -35,7 +35,7 @@ fn without_threads(threads: usize) -> Pool {
 fn session_of(pool: &Pool) -> Session<'_> {
     let (mut team, now) = (pool.team.lock().unwrap(), Instant::now());
     let participants = team.take_seats(now);
-    Session { participants, team, entered: Some(now), waited: AtomicU64::new(0) }
+    Session::new(participants, team, Some(now))
 }
 
 proptest! {
@@ -66,7 +66,8 @@ proptest! {
         for _ in 0..3 {
             check_job(&session, pieces, |t, _| assert_eq!(t, 0));
         }
-        prop_assert_eq!(session.waited.load(Ordering::Relaxed), 0);
+        let counts = [&session.waited, &session.own, &session.all].map(|count| count.load(Ordering::Relaxed));
+        prop_assert_eq!(counts, [0, 3 * pieces as u64, 3 * pieces as u64]);
     }
 }
 
@@ -107,13 +108,16 @@ fn a_thread_that_is_late_for_one_job_does_not_enter_the_next_as_if_it_were_that_
 fn own_pieces_come_first_in_order_then_others_from_the_last_on() {
     let unclaimed = Unclaimed::new(3);
     unclaimed.reset(&[0, 3, 5, 8]);
-    let mut second = Pieces::claimed(&unclaimed, 1, 3).unwrap();
+    let counts = [const { Cell::new(0) }; 3];
+    let claimed = |participant: usize| Pieces::claimed(&unclaimed, participant, 3, &counts[participant]);
+    let mut second = claimed(1).unwrap();
     assert_eq!((second.next(), second.next(), second.next()), (Some(3), Some(4), Some(7)));
-    assert_eq!(Pieces::claimed(&unclaimed, 0, 3).unwrap().collect::<Vec<_>>(), [0, 1, 2, 6, 5]);
+    assert_eq!(claimed(0).unwrap().collect::<Vec<_>>(), [0, 1, 2, 6, 5]);
     assert_eq!(second.next(), None);
-    assert!(Pieces::claimed(&unclaimed, 2, 3).is_none());
+    assert!(claimed(2).is_none());
+    assert_eq!(counts.each_ref().map(Cell::get), [5, 3, 0]);
     unclaimed.reset(&[0, 0, 0, 2]);
-    assert_eq!(Pieces::claimed(&unclaimed, 0, 3).unwrap().collect::<Vec<_>>(), [1, 0]);
+    assert_eq!(claimed(0).unwrap().collect::<Vec<_>>(), [1, 0]);
 }
 
 #[test]
@@ -138,7 +142,7 @@ fn threads_take_part_and_those_that_rest_come_back() {
     assert!(rested > 0 && back > 0, "{rested} {back}");
 }
 
-/// Waits until the pool's only thread holds a piece, and has it held until the caller sleeps.
+/// Has the pool's only thread hold a piece until the caller sleeps, and then do something.
 fn hold(session: &Session<'_>, then: impl Fn() + Sync) {
     let (shared, held) = (&*session.team.shared, AtomicBool::new(false));
     session.run(&[0, 1, 2], &|t, pieces| {
@@ -187,10 +191,21 @@ fn a_thread_that_the_caller_hardly_waits_for_keeps_its_seat() {
     session.note_wait(LATE / 2, 0..1);
     assert!(has_seat(&session), "shorter than a machine's own pauses");
     session.entered = Instant::now().checked_sub(10 * LATE);
+    (session.own, session.all) = (AtomicU64::new(10), AtomicU64::new(20));
     session.note_wait(LATE, 0..1);
-    assert!(has_seat(&session), "a small part of the session");
-    session.note_wait(1000 * LATE, 0..1);
+    assert!(has_seat(&session), "less than it saves");
+    session.note_wait(10 * LATE, 0..1);
     assert!(!has_seat(&session));
+}
+
+#[test]
+fn a_thread_that_does_little_may_not_be_waited_for_long() {
+    let pool = Pool::new(2).unwrap();
+    let mut session = pool.enter().unwrap();
+    session.entered = Instant::now().checked_sub(100 * LATE);
+    (session.own, session.all) = (AtomicU64::new(100), AtomicU64::new(103));
+    session.note_wait(2 * LATE, 0..1);
+    assert_eq!(session.team.shared.threads[0].seat.load(Ordering::Relaxed), NO_SEAT);
 }
 
 #[test]
@@ -198,7 +213,7 @@ fn rests_grow_while_a_thread_stays_late() {
     let pool = Pool::new(2).unwrap();
     let mut team = pool.team.lock().unwrap();
     let mut now = Instant::now();
-    for expected in [20, 40, 80, 160, 320, 640, 1000, 1000] {
+    for expected in [20, 80, 320, 1000, 1000] {
         team.shared.threads[0].late.store(true, Ordering::Relaxed);
         team.rest_the_late(now);
         assert_eq!(team.rests[0].length, Duration::from_millis(expected));
@@ -227,6 +242,19 @@ fn a_panic_reaches_the_caller_and_the_pool_goes_on() {
             check_job(&pool.enter().unwrap(), 6, |_, _| {});
         }
     }
+}
+
+#[test]
+fn a_panic_in_another_thread_reaches_the_caller() {
+    let pool = Pool::new(2).unwrap();
+    for _ in 0..2 {
+        let panicked = catch_unwind(AssertUnwindSafe(|| hold(&pool.enter().unwrap(), || panic!("as it should"))));
+        let said = panicked.unwrap_err();
+        assert_eq!(said.downcast_ref(), Some(&"a thread of the pool panicked"));
+        // The caller has waited for that thread, which may rest now.
+        pool.team.lock().unwrap_or_else(PoisonError::into_inner).rests.fill(Rest::default());
+    }
+    check_job(&pool.enter().unwrap(), 6, |_, _| {});
 }
 
 #[test]
