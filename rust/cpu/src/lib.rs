@@ -35,3 +35,11 @@ pub use pass::{Beside, Entries, MAX_TILE_ROWS, Output, Pass};
 pub use pool::Pool;
 pub use quantize::{quantize_int4, quantize_int8};
 pub use weights::{BesideWeights, ModelShape, Multipliers, Rotation, Values, ValuesMut, Weights};
+
+/// Settings of a property with at most so many cases. Miri tries three, and cannot write failures to a file.
+#[cfg(test)]
+fn cases(most: u32) -> proptest::test_runner::Config {
+    let default = proptest::test_runner::Config::default();
+    let most = if cfg!(miri) { 3 } else { most };
+    proptest::test_runner::Config { cases: default.cases.min(most), failure_persistence: None, ..default }
+}

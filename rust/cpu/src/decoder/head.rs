@@ -215,6 +215,8 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
+        #![proptest_config(crate::cases(256))]
+
         #[test]
         fn the_best_id_is_the_same_in_any_order(
             logits in prop::collection::vec(prop::sample::select(vec![f32::NAN, f32::NEG_INFINITY, 0.0, -0.0, 1.0]), 1..9),

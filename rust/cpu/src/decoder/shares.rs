@@ -209,6 +209,8 @@ mod tests {
     }
 
     proptest! {
+        #![proptest_config(crate::cases(256))]
+
         #[test]
         fn pieces_cover_everything_once(
             participants in 1..=MAX_PARTS,

@@ -39,7 +39,7 @@ fn session_of(pool: &Pool) -> Session<'_> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: if cfg!(miri) { 3 } else { 64 }, ..ProptestConfig::default() })]
+    #![proptest_config(crate::cases(64))]
 
     #[test]
     fn each_piece_is_done_once_whoever_is_late(
