@@ -5,7 +5,7 @@ use std::cell::Cell;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The pieces of a job that nobody has claimed, by participant: a range each, from `low 32 bits` to `high 32 bits`.
+/// The pieces of a job that nobody has claimed: a range for each participant, its start in the low 32 bits of a word.
 #[derive(Default)]
 pub(super) struct Unclaimed(Vec<Line<AtomicU64>>);
 
@@ -29,8 +29,8 @@ impl Unclaimed {
         }
     }
 
-    /// Takes a piece of participant `of`: its first, or its last. Each piece of a job is taken once, because a range only
-    /// ever shrinks. Relaxed, because what a piece reads was written before its job began.
+    /// Takes the first piece of participant `of`, or the last. Each piece of a job is taken once, because a range only ever
+    /// shrinks. Relaxed, because what a piece reads was written before its job began.
     fn take(&self, of: usize, last: bool) -> Option<usize> {
         let mut word = self.0[of].load(Ordering::Relaxed);
         loop {
@@ -46,10 +46,10 @@ impl Unclaimed {
         }
     }
 
-    /// Claims a piece for `participant` of so many: one of its own, else one of another's.
+    /// Claims one of the participant's own pieces, else one of another's.
     fn claim(&self, participant: usize, participants: usize) -> Option<usize> {
-        let others = (1..participants).map(|i| (participant + i) % participants);
-        self.take(participant, false).or_else(|| others.into_iter().find_map(|of| self.take(of, true)))
+        let mut others = (1..participants).map(|i| (participant + i) % participants);
+        self.take(participant, false).or_else(|| others.find_map(|of| self.take(of, true)))
     }
 }
 

@@ -5,10 +5,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// How long a waiting thread spins before it looks at the clock, and before it sleeps.
+/// How long a waiting thread spins between two looks at the clock.
+const SPIN: Duration = Duration::from_micros(10);
+/// How long it spins before it sleeps.
 ///
 /// It never yields its core: the next thread on it may be another program's, which keeps the core for milliseconds.
-const SPIN: Duration = Duration::from_micros(10);
 pub(super) const PATIENCE: Duration = Duration::from_micros(100);
 
 /// How many spins take [`SPIN`] on this machine.
