@@ -13,6 +13,7 @@ from specrs.core import (
     FINISH_STOP,
     FLAG_CAPACITY,
     FLAG_DRAFT_NON_FINITE,
+    FLAG_NO_TOKEN_ALLOWED,
     FLAG_TARGET_NON_FINITE,
     MAX_STOP_IDS,
 )
@@ -23,6 +24,7 @@ from torch import Tensor
 
 _TARGET_NON_FINITE = tl.constexpr(FLAG_TARGET_NON_FINITE)
 _DRAFT_NON_FINITE = tl.constexpr(FLAG_DRAFT_NON_FINITE)
+_NO_TOKEN_ALLOWED = tl.constexpr(FLAG_NO_TOKEN_ALLOWED)
 _CAPACITY = tl.constexpr(FLAG_CAPACITY)
 _STOP = tl.constexpr(FINISH_STOP)
 _LENGTH = tl.constexpr(FINISH_LENGTH)
@@ -66,6 +68,7 @@ def update_kernel(  # type: ignore[no-untyped-def]
     accepted_ptr,
     emitted_ptr,
     target_top_ptr,
+    allowed_top_ptr,
     draft_top_ptr,
     num_tokens_ptr,
     draft_len_ptr,
@@ -105,20 +108,31 @@ def update_kernel(  # type: ignore[no-untyped-def]
     alive = tl.load(alive_ptr + b) != 0
     accepted = tl.minimum(tl.maximum(tl.load(accepted_ptr + b), 0), k)
     tokens = tl.load(emitted_ptr + b * emitted_stride + j, mask=j <= K, other=0)
+
+    # Rows behind `accepted`, or behind the first in which no token is allowed, are not reached by plain decoding.
+    live = j < tl.where(alive, accepted + 1, 0)
+    row_at = tl.load(q_start_ptr + b) + j
+    is_sound = _is_finite(tl.load(target_top_ptr + row_at, mask=live, other=0.0))
+    allowed_top = tl.load(allowed_top_ptr + row_at, mask=live, other=0.0)
+    first_empty = tl.min(tl.where(live & is_sound & (allowed_top == -float("inf")), j, K + 1))
+    finite = tl.sum(tl.where(is_sound | (j > first_empty), 0, 1)) == 0
+    has_token = first_empty > 0
+    # The draft that leads to the empty row is the last token: the next iteration begins with that row.
+    accepted = tl.minimum(accepted, tl.maximum(first_empty - 1, 0))
+
     # Draft j, reported behind what is emitted where it was rejected.
     draft = tl.load(tokens_ptr + row * tokens_stride + n + j - 1, mask=(j > accepted) & (j <= k), other=0)
 
-    top = tl.load(target_top_ptr + tl.load(q_start_ptr + b) + j, mask=j < tl.where(alive, k + 1, 0), other=0.0)
-    finite = tl.sum(tl.where(_is_finite(top), 0, 1)) == 0
     fits = n + k <= tl.load(capacity_ptr + b)
     flags = tl.where(finite, 0, _TARGET_NON_FINITE) | tl.where(fits, 0, _CAPACITY)
+    flags |= tl.where(has_token, 0, _NO_TOKEN_ALLOWED)
     passes = k  # whose drafts and KV are those of passes
     if HAS_HOST:
         passes = tl.where(tl.load(on_host_ptr + b) != 0, 0, k)
     if K > 0:
         top = tl.load(draft_top_ptr + j * stride + b, mask=j < passes, other=0.0)
         flags |= tl.where(tl.sum(tl.where(_is_finite(top), 0, 1)) == 0, 0, _DRAFT_NON_FINITE)
-    good = alive & finite & fits
+    good = alive & finite & has_token & fits
 
     stops = tl.load(stop_ids_ptr + row * S + tl.arange(0, S))
     is_stop = tl.sum((tokens[:, None] == stops[None, :]).to(tl.int32), axis=1) > 0
@@ -166,7 +180,7 @@ class Decided:
     emitted: Tensor
     """[B, K + 1] int64, any row stride, meaningless past `accepted`; K as in this launch."""
     target_top: Tensor
-    """[N] fp32, largest logit of each flat row, not finite where the row is faulty."""
+    """[N] fp32, largest logit of each flat row before masks, not finite where the row is faulty."""
     draft_top: Tensor
     """[K, B] fp32, any row stride: the same of each draft pass."""
     num_unfed: int | None
@@ -175,6 +189,8 @@ class Decided:
     """`Drafter.keeps_draft_kv`"""
     on_host: Tensor | None = None
     """[B] int64, 1 for entries whose drafts are of no pass; None: no such."""
+    allowed_top: Tensor | None = None
+    """[N] fp32, largest logit of each flat row after masks, -inf where no token is allowed; None: nothing is masked."""
 
 
 class Reported(Protocol):
@@ -214,15 +230,17 @@ def update_rows(
 ) -> None:
     """Commit the emitted tokens of B entries, apply stops and limits, report; `runner.accept.update` is the reference.
 
-    An entry that is not alive reports zeros and leaves its row as it is; padding reports nothing. A row whose target
-    logits are not finite, or that would pass its capacity, emits nothing and goes inactive.
+    An entry that is not alive reports zeros and leaves its row as it is; padding reports nothing. An entry emits
+    nothing and goes inactive if a flat row up to `accepted` is not finite, if no token is allowed in its first flat
+    row, or if it would pass its capacity.
 
     `hidden`: what is kept for a drafter that reads hidden states, where `keep_states` is to put those of the committed
     tokens, and whether these are ends of prompts, whose last state alone is kept.
 
     Mutates num_tokens, draft_len, active and tokens of `rows`, and `out`; `start` of what is kept.
     """
-    said = [decided.accepted, decided.emitted, decided.target_top, decided.draft_top]
+    allowed_top = decided.target_top if decided.allowed_top is None else decided.allowed_top
+    said = [decided.accepted, decided.emitted, decided.target_top, allowed_top, decided.draft_top]
     state = [rows.num_tokens, rows.draft_len, rows.limit, rows.min_len, rows.active, rows.tokens]
     results = [out.num_emitted, out.num_accepted, out.num_drafted, out.flags, out.finish_reason, out.tokens]
     num_unfed = -1 if decided.num_unfed is None else decided.num_unfed
@@ -247,7 +265,7 @@ def _update_rows(
     keeps: list[Tensor],
 ) -> None:
     """The op behind `update_rows`: tensors in the order of the kernel's pointers, what drafts leave of draft KV."""
-    emitted, draft_top = read[7], read[9]
+    emitted, draft_top = read[7], read[10]
     num_tokens, tokens, out_tokens = state[0], state[5], results[5]
     batch, width = emitted.shape
     update_kernel[(batch,)](
@@ -290,6 +308,7 @@ def _variants() -> tuple[Variant, ...]:
     constants = ("S", "HAS_HOST", "READS_HIDDEN", "BLOCK_K")
     types = {
         "target_top_ptr": "*fp32",
+        "allowed_top_ptr": "*fp32",
         "draft_top_ptr": "*fp32",
         "active_ptr": "*i1",
         "padding_row": "i32",

@@ -24,6 +24,7 @@ __all__ = [
     "FLAG_CAPACITY",
     "FLAG_DRAFT_NON_FINITE",
     "FLAG_NOTHING_DRAFTED",
+    "FLAG_NO_TOKEN_ALLOWED",
     "FLAG_TARGET_NON_FINITE",
     "GREEDY_BELOW",
     "HEADER_FIELDS",
@@ -115,13 +116,17 @@ PLAN_SETTLE_FIRST: Final[int]
 """`Scheduler.plan`: nothing can be planned before the oldest launch in flight has settled."""
 
 FLAG_TARGET_NON_FINITE: Final[int]
-"""Result flag (bit 0): the target's logits were not finite; the request ends with `FINISH_ERROR`."""
+"""Result flag (bit 0): the target's logits were NaN or infinite in a row that the iteration reached; the request ends
+with `FINISH_ERROR`."""
 FLAG_DRAFT_NON_FINITE: Final[int]
 """Result flag (bit 1): the draft's logits were not finite; the request goes on without drafts."""
 FLAG_CAPACITY: Final[int]
 """Result flag (bit 2): a position lay beyond the row's capacity; the request ends with `FINISH_ERROR`."""
 FLAG_NOTHING_DRAFTED: Final[int]
 """Result flag (bit 3): the drafter on the device was asked, and had nothing to propose; counts as a draft in vain."""
+FLAG_NO_TOKEN_ALLOWED: Final[int]
+"""Result flag (bit 4): the request's constraints exclude every token at its next position, and the logits were finite;
+the request ends with `FINISH_ERROR`."""
 
 FINISH_NONE: Final[int]
 """Finish reason: the request goes on."""
@@ -1079,6 +1084,10 @@ class Output:
     @property
     def error(self) -> str | None:
         """Why, where a launch or the decoder ended it with `FINISH_ERROR`."""
+
+    @property
+    def error_flags(self) -> int:
+        """`FLAG_*` bits with which a launch reported the error that ended it; 0 for every other end."""
 
     @property
     def stop(self) -> int | None:

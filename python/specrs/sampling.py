@@ -60,11 +60,12 @@ class SamplingParams:
     `logprobs`: of each output token and of this many most likely ones, -1 for all; `prompt_logprobs`: of the prompt's.
     `return_drafts`, this project's own: `CompletionOutput.drafts` tell what was drafted, the rejected tokens included.
 
-    Stop ids (`stop_token_ids` and, unless `ignore_eos`, the checkpoint's eos ids) end a request once `min_tokens`
-    tokens are out, and are not written before; the id stays in `token_ids`, its text is left out unless
-    `include_stop_str_in_output`. Stop strings end it at the token that completes one; the text is cut where the string
-    starts, or after it with `include_stop_str_in_output`. At most 64 stop ids (eos included) and 64 stop strings of
-    1024 characters. `max_tokens=None` means as many as the context holds.
+    Stop ids are `stop_token_ids` and, unless `ignore_eos`, the checkpoint's eos ids. One of them ends a request once
+    `min_tokens` tokens are out. It is not written before, unless `structured_outputs` leaves nothing else: then the
+    request ends there. The id stays in `token_ids`; its text is left out unless `include_stop_str_in_output`. Stop
+    strings end a request at the token that completes one. The text is cut where the string starts, or after it with
+    `include_stop_str_in_output`. At most 64 stop ids (eos included) and 64 stop strings of 1024 characters.
+    `max_tokens=None` means as many as the context holds.
 
     vLLM's other parameters are accepted at their defaults and refused by name otherwise; so are, when the request is
     added, the few here that are not implemented (`reject_unimplemented`).

@@ -171,7 +171,7 @@ def test_errors_form_one_tree(name: str) -> None:
 def test_constants() -> None:
     assert (core.PLAN_IDLE, core.PLAN_LAUNCH, core.PLAN_SETTLE_FIRST) == (0, 1, 2)
     assert (core.FLAG_TARGET_NON_FINITE, core.FLAG_DRAFT_NON_FINITE, core.FLAG_CAPACITY) == (1, 2, 4)
-    assert core.FLAG_NOTHING_DRAFTED == 8
+    assert (core.FLAG_NOTHING_DRAFTED, core.FLAG_NO_TOKEN_ALLOWED) == (8, 16)
     reasons = (core.FINISH_NONE, core.FINISH_STOP, core.FINISH_LENGTH, core.FINISH_ABORT, core.FINISH_ERROR)
     assert reasons == (0, 1, 2, 3, 4)
     assert (core.DRAFTER_DEVICE, core.DRAFTER_NGRAM, core.DRAFTER_SUFFIX) == (0, 1, 2)

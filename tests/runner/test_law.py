@@ -42,16 +42,18 @@ class Case:
     capacity: int = MAX_LEN
     min_len: int = 0
     active: bool = True
-    # What verification says: m of the drafts, the one token of the m + 1 or behind that is a stop token, sound logits.
+    # What verification says: m of the drafts, the one token of the m + 1 or behind that is a stop token.
     m: int = 0
     stop: int | None = None
-    finite: bool = True
+    not_finite: int | None = None  # the row whose logits are not
+    empty: int | None = None  # the row in which no token is allowed
     # Expected.
     k_r: int = 0
     emitted: int = 1
     n_after: int = 0
     draft_len_after: int = 0
     reason: int = NONE
+    accepted: int | None = None  # as reported; m
 
     @property
     def planned_by_the_host(self) -> bool:
@@ -112,7 +114,34 @@ TABLE = {
     "stop: without drafts": Case(10, 0, stop=0, n_after=11, draft_len_after=9, reason=ENDS_BY_STOP),
     "blocks for all drafts": Case(10, 4, capacity=14, m=4, k_r=4, emitted=5, n_after=15, draft_len_after=13),
     "blocks for fewer": Case(10, 4, capacity=13, m=4, k_r=4, emitted=0, n_after=10, draft_len_after=9, reason=ERROR),
-    "target not finite": Case(10, 4, m=4, finite=False, k_r=4, emitted=0, n_after=10, draft_len_after=9, reason=ERROR),
+    "not finite: the last row": Case(
+        10, 4, m=4, not_finite=4, k_r=4, emitted=0, n_after=10, draft_len_after=9, reason=ERROR
+    ),
+    "not finite: the row of the first rejected": Case(
+        10, 4, m=2, not_finite=2, k_r=4, emitted=0, n_after=10, draft_len_after=9, reason=ERROR
+    ),
+    "not finite: a row that is not reached": Case(
+        10, 4, m=2, not_finite=3, k_r=4, emitted=3, n_after=13, draft_len_after=12
+    ),
+    "no token allowed: the first row": Case(
+        10, 4, m=4, empty=0, k_r=4, emitted=0, n_after=10, draft_len_after=9, reason=ERROR
+    ),
+    "no token allowed: without drafts": Case(10, 0, empty=0, emitted=0, n_after=10, draft_len_after=9, reason=ERROR),
+    "no token allowed: a later row": Case(
+        10, 4, m=4, empty=2, k_r=4, emitted=2, n_after=12, draft_len_after=11, accepted=1
+    ),
+    "no token allowed: the last row": Case(
+        10, 4, m=4, empty=4, k_r=4, emitted=4, n_after=14, draft_len_after=13, accepted=3
+    ),
+    "no token allowed: a row that is not reached": Case(
+        10, 4, m=1, empty=2, k_r=4, emitted=2, n_after=12, draft_len_after=11
+    ),
+    "no token allowed before a row that is not finite": Case(
+        10, 4, m=4, empty=1, not_finite=2, k_r=4, emitted=1, n_after=11, draft_len_after=10, accepted=0
+    ),
+    "no token allowed after a row that is not finite": Case(
+        10, 4, m=4, empty=2, not_finite=1, k_r=4, emitted=0, n_after=10, draft_len_after=9, reason=ERROR
+    ),
     "ended before": Case(10, 4, active=False, emitted=0, n_after=10, draft_len_after=9),
 }
 ANY = pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in TABLE.items()])
@@ -131,11 +160,14 @@ def results() -> Results:
     return Results(*(torch.full((1,), -5) for _ in range(5)), torch.full((1, MAX_K + 1), -5))
 
 
-def verdict(case: Case, k_r: int) -> Verdict:
-    top = torch.full((case.k + 1,), 1.0)
-    if not case.finite:
-        top[k_r] = torch.nan
-    return Verdict(torch.tensor([case.m]), torch.tensor([case.tokens]), top, top[:, None])
+def verdict(case: Case) -> Verdict:
+    top, allowed_top = torch.full((2, case.k + 1), 1.0)
+    if case.not_finite is not None:
+        top[case.not_finite] = allowed_top[case.not_finite] = torch.nan
+    if case.empty is not None:
+        allowed_top[case.empty] = -torch.inf
+    masked = None if case.empty is None else allowed_top
+    return Verdict(torch.tensor([case.m]), torch.tensor([case.tokens]), top, top[:, None], masked)
 
 
 def check(case: Case, k_r: int, state: RowState, reported: Results, drafts: list[int]) -> None:
@@ -149,10 +181,11 @@ def check(case: Case, k_r: int, state: RowState, reported: Results, drafts: list
     assert state.tokens[0, case.n : case.n_after].tolist() == case.tokens[: case.emitted]
     counted = case.active and case.reason != ERROR
     assert int(reported.num_drafted) == (case.k_r if counted else 0)
-    assert int(reported.num_accepted) == (case.m if counted else 0)
+    accepted = case.m if case.accepted is None else case.accepted
+    assert int(reported.num_accepted) == (accepted if counted else 0)
     assert int(reported.finish_reason) == (case.reason if counted else NONE)
     if counted:
-        assert reported.tokens[0, case.m + 1 : k_r + 1].tolist() == drafts[case.m : k_r]
+        assert reported.tokens[0, accepted + 1 : k_r + 1].tolist() == drafts[accepted:k_r]
 
 
 def drafts_of(case: Case, state: RowState) -> list[int]:
@@ -178,7 +211,7 @@ def run_torch(case: Case) -> tuple[int, RowState, Results, list[int]]:
     update(
         state,
         it,
-        verdict(case, k_r),
+        verdict(case),
         Drafted(torch.zeros(1, dtype=torch.int64), None, DraftModel.num_unfed_drafts),
         reported,
     )
@@ -196,20 +229,27 @@ def test_triton(case: Case) -> None:
     drafts = drafts_of(case, state)
     out = test_prepare.run(row_states.Case(state, [0], [case.k], [case.capacity], case.context, 1, case.k + 1))
     k_r = int(out["k"][0])
-    said = verdict(case, k_r)
+    said = verdict(case)
     decided = Decided(
-        said.num_accepted, said.tokens, said.top, torch.ones(MAX_K, 1)[: case.k], DraftModel.num_unfed_drafts
+        said.num_accepted,
+        said.tokens,
+        said.top,
+        torch.ones(MAX_K, 1)[: case.k],
+        DraftModel.num_unfed_drafts,
+        allowed_top=said.allowed_top,
     )
     update_rows(state, test_prepare.entries_of(out), decided, reported)
     check(case, k_r, state, reported, drafts)
 
 
-@ANY
+@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in TABLE.items() if case.empty is None])
 def test_native(case: Case) -> None:
-    """A whole launch. The target writes the case's tokens one after the other, the draft the first m of them."""
+    """A whole launch, without masks. The target writes the case's tokens in turn, the draft the first m of them."""
     chain = dict(itertools.pairwise([START, *case.tokens]))
     drafted = dict(itertools.pairwise([START, *case.tokens[: case.m]]))
-    broken = None if case.finite else case.tokens[case.k_r - 1]
+    # What each row is fed: behind the accepted drafts those that the draft makes of a token that it does not know.
+    fed = [START, *case.tokens[: case.m], *[UNKNOWN] * (case.k - case.m)]
+    broken = None if case.not_finite is None else fed[case.not_finite]
     blocks = -(-MAX_LEN // BLOCK_SIZE)
     scheduler = Scheduler(
         max_num_seqs=1,
@@ -309,7 +349,8 @@ def test_rust(case: Case) -> None:
     books = scheduler.acceptance()
     counted = case.k_r > 0 and case.reason != ERROR
     assert (books.drafts, books.draft_tokens) == ((1, case.k_r) if counted else (0, 0))
-    assert books.accepted_tokens == (case.m if counted else 0)
+    accepted = case.m if case.accepted is None else case.accepted
+    assert books.accepted_tokens == (accepted if counted else 0)
     if case.reason != NONE:
         return
 

@@ -159,6 +159,83 @@ def test_other_kinds(asked: dict[str, Any], allowed: set[str]) -> None:
     assert len(set(texts[0])) > 1
 
 
+@pytest.mark.parametrize(
+    ("method", "rule"),
+    [("draft_model", "rejection"), ("draft_model", "coupled"), ("ngram", "rejection"), ("suffix", "coupled")],
+)
+def test_drafts_after_the_end_of_an_object_harm_nothing(method: str, rule: str) -> None:
+    """A draft may end the object long before `min_tokens`. Nothing but the end may follow, and nothing has to."""
+    params = SamplingParams(
+        temperature=0.0, max_tokens=60, min_tokens=40, structured_outputs={"json_object": True}, seed=0
+    )
+    lookup = {"prompt_lookup_min": 1, "prompt_lookup_max": 3} if method == "ngram" else {}
+    asked = {"num_speculative_tokens": 5, "rejection_sample_method": rule, "method": method, **lookup}
+    llm = LLM(speculative_config=asked, dtype="float64", max_model_len=1200)
+    both = [params.replace(num_speculative_tokens=0), params]
+    plain, drafted = (output.outputs[0] for output in llm.generate(["a = 1\nb = 2\n"] * 2, both, use_tqdm=False))
+    assert (drafted.token_ids, drafted.finish_reason) == (plain.token_ids, plain.finish_reason)
+    assert len(drafted.token_ids) > 40
+
+
+@pytest.mark.parametrize("rule", ["rejection", "coupled"])
+def test_min_tokens_yields_at_the_end_of_the_grammar(rule: str) -> None:
+    asked = [{"choice": ["yes", "no", "perhaps"]}, {"regex": "[ab]{2}"}, {"json": {"type": "boolean"}}]
+    params = [
+        SamplingParams(
+            temperature=temperature,
+            seed=seed,
+            max_tokens=60,
+            min_tokens=min_tokens,
+            structured_outputs=kind,
+            num_speculative_tokens=k,
+        )
+        for seed, kind in enumerate(asked)
+        for temperature in (0.0, 1.0)
+        for min_tokens in (0, 1, 50)
+        for k in (0, 5)
+    ]
+    outputs = run(make_llm(5, rule), params)
+    for output, own in zip(outputs, params, strict=True):
+        completion = output.outputs[0]
+        assert completion.finish_reason == "stop", output.error
+        assert completion.text in ("yes", "no", "perhaps", "aa", "ab", "ba", "bb", "true", "false")
+        # Where the end is the only way on, `min_tokens` changes nothing, and drafts never do.
+        same = outputs[params.index(own.replace(min_tokens=0, num_speculative_tokens=0))].outputs[0]
+        if rule == "coupled" or own.temperature == 0.0:
+            assert completion.token_ids == same.token_ids
+
+
+def test_constraints_that_never_meet_a_grammar_are_rejected_with_both_names() -> None:
+    llm = make_llm(0)
+    digits = [token for text, token in llm.get_tokenizer().get_vocab().items() if text.isdigit()]
+    params = RANDOM.replace(allowed_token_ids=digits, structured_outputs={"choice": ["yes", "no"]})
+    with pytest.raises(InvalidRequestError, match=r"^allowed_token_ids=.* with structured_outputs=") as caught:
+        llm.generate("a", params, use_tqdm=False)
+    assert "min_tokens" not in str(caught.value)
+
+
+@pytest.mark.parametrize("k", [0, 5])
+def test_constraints_that_meet_no_more_end_their_request_alone(k: int) -> None:
+    """After the digits the grammar leaves the end, which is not among the allowed ids."""
+    llm = make_llm(k)
+    digits = [token for text, token in llm.get_tokenizer().get_vocab().items() if text.isdigit()]
+    asked = RANDOM.replace(seed=1, allowed_token_ids=digits, structured_outputs={"regex": "[0-9]{3}"})
+    outputs = run(llm, [structured(0), asked, structured(2)])
+    broken = outputs.pop(1)
+    completion = broken.outputs[0]
+    assert completion.finish_reason == "error"
+    assert re.fullmatch("[0-9]{3}", completion.text)
+    position = len(broken.prompt_token_ids or ()) + len(completion.token_ids)
+    assert isinstance(broken.error, InvalidRequestError)
+    assert re.match(
+        rf"allowed_token_ids=.*: no token is allowed at position {position}, after {len(completion.token_ids)} output "
+        r"tokens: with structured_outputs=.* it excludes every token; ",
+        str(broken.error),
+    )
+    for i, output in zip((0, 2), outputs, strict=True):
+        assert text(output) == text(plain()[0][i])
+
+
 GIVES_UP = "(((a{1,1000}){1,1000}){1,1000}){1,1000}"
 """After a few letters the library has too many expressions: each may end any of the counters."""
 

@@ -25,6 +25,7 @@ from specrs.core import (
     SpeculationPlanner,
 )
 from specrs.drafters.base import Drafter
+from specrs.engine.constraints import reject_exclusive
 from specrs.engine.faults import HOST_KINDS, DraftFaults
 from specrs.engine.head_check import HeadCheck
 from specrs.engine.loras import LoRAStore
@@ -152,6 +153,7 @@ class Engine:
         params = request.params
         bounds = validate_request(request.prompt_token_ids, params, self.limits)
         matcher = None if request.grammar is None else request.grammar.matcher(bounds.stop_token_ids)
+        reject_exclusive(params, bounds.stop_token_ids, request.bad_words_token_ids, matcher, self.limits.vocab_size)
         self.scheduler.add_request(
             request.request_id,
             np.asarray(request.prompt_token_ids, dtype=np.int64),

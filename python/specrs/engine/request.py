@@ -14,11 +14,13 @@ from specrs.core import (
     FINISH_ERROR,
     FINISH_LENGTH,
     FINISH_STOP,
+    FLAG_NO_TOKEN_ALLOWED,
     AcceptanceTracker,
     Output,
     RequestSampling,
     TokenDecoder,
 )
+from specrs.engine.constraints import no_token_allowed
 from specrs.errors import EngineError, SpecrsError
 from specrs.outputs import Draft, TokenLogprob
 from specrs.sampling import SamplingParams
@@ -148,7 +150,12 @@ class Request:
     def error(self) -> SpecrsError | None:
         """Why, where the `finish_reason` is `error`."""
         if self._error is None and (told := self.output.error) is not None:
-            self._error = EngineError(told)
+            if self.output.error_flags & FLAG_NO_TOKEN_ALLOWED:
+                made = self.num_output_tokens
+                position = len(self.prompt_token_ids) + made
+                self._error = no_token_allowed(self.params, self.stop_token_ids, position, made)
+            else:
+                self._error = EngineError(told)
         return self._error
 
     @property

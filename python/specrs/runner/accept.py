@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from specrs.core import FINISH_LENGTH, FINISH_STOP, FLAG_CAPACITY, FLAG_TARGET_NON_FINITE
+from specrs.core import FINISH_LENGTH, FINISH_STOP, FLAG_CAPACITY, FLAG_NO_TOKEN_ALLOWED, FLAG_TARGET_NON_FINITE
 from specrs.runner.entries import Iteration
 from specrs.runner.iteration import Drafted, Scored, is_finite
 from specrs.runner.ring import Results
@@ -24,8 +25,10 @@ class Verdict:
 
     num_accepted: Tensor  # [B] int64
     tokens: Tensor  # [B, W] int64; meaningless past num_accepted
-    top: Tensor  # [N], largest logit of each flat row after masks: not finite for NaN, infinities, nothing allowed
+    top: Tensor  # [N], largest logit of each flat row before masks: not finite where the model's answer is not
     adjusted: Tensor  # [N, V], logits after masks, bias and penalties
+    allowed_top: Tensor | None = None
+    """`[N]`, largest logit of each flat row after masks, -inf where no token is allowed. None: there are no masks."""
 
 
 def accept(it: Iteration, scored: Scored, drafted: Drafted, sampling: EntrySampling) -> Verdict:
@@ -43,7 +46,7 @@ def accept(it: Iteration, scored: Scored, drafted: Drafted, sampling: EntrySampl
     if not sampling.steps.random:
         top, best = adjusted.max(dim=-1)
         accepted, tokens = verify_greedy(it.flat.columns(best), scored.drafts, k)
-        return Verdict(accepted, tokens, top, adjusted)
+        return _verdict(accepted, tokens, top, scored.logits, adjusted)
 
     at = VerifyEntries(it.rows, entries, it.flat.q_start, n, k)
     accepted, tokens, top = sampling.sampler.verify(adjusted, at, scored.drafts, sampling.steps, drafted.q)
@@ -52,7 +55,14 @@ def accept(it: Iteration, scored: Scored, drafted: Drafted, sampling: EntrySampl
         other, others, _ = sampling.sampler.verify(adjusted, at, scored.drafts, sampling.steps, None)
         accepted = torch.where(drafted.on_host, other, accepted)
         tokens = torch.where(drafted.on_host[:, None], others, tokens)
-    return Verdict(accepted, tokens, top, adjusted)
+    return _verdict(accepted, tokens, top, scored.logits, adjusted)
+
+
+def _verdict(accepted: Tensor, tokens: Tensor, top: Tensor, logits: Tensor, adjusted: Tensor) -> Verdict:
+    """The verdict with both tops; `top` `[N]` is of `adjusted`, which is `logits` itself where nothing is masked."""
+    if adjusted is logits:
+        return Verdict(accepted, tokens, top, adjusted)
+    return Verdict(accepted, tokens, logits.amax(dim=-1), adjusted, allowed_top=top)
 
 
 def at_rates(state: RowState, it: Iteration, verdict: Verdict, num_accepted: Tensor) -> Verdict:
@@ -63,8 +73,21 @@ def at_rates(state: RowState, it: Iteration, verdict: Verdict, num_accepted: Ten
     return replace(verdict, num_accepted=num_accepted, tokens=append_token(drafts, num_accepted, best))
 
 
-def update(state: RowState, it: Iteration, verdict: Verdict, drafted: Drafted, results: Results) -> None:
+def update(
+    state: RowState,
+    it: Iteration,
+    verdict: Verdict,
+    drafted: Drafted,
+    results: Results,
+    min_len: Tensor | None = None,
+) -> None:
     """Commit the emitted tokens, apply stops and the limit, report; mutates row state and results.
+
+    Only rows 0 to `num_accepted` are judged: plain decoding does not reach the others. A reached row that is not finite
+    ends the request at once. A reached row in which no token is allowed ends it there: the tokens before it are emitted
+    first, and the next iteration, which begins with that row, reports the error.
+
+    `min_len` `[B]` int64: positions from which stop ids count; None: those of the rows.
 
     Nothing behind this judges stops and limits again: `finish_reason` is what the scheduler ends a request by.
 
@@ -75,10 +98,21 @@ def update(state: RowState, it: Iteration, verdict: Verdict, drafted: Drafted, r
     accepted, tokens = verdict.num_accepted, verdict.tokens
     width = it.max_k + 1
     column = torch.arange(width, device=rows.device)
-    finite = (is_finite(it.flat.columns(verdict.top)) | (column > k[:, None])).all(dim=1)
+    is_sound, reached = is_finite(it.flat.columns(verdict.top)), accepted
     fits = n + k <= it.capacity
-    flags = drafted.flags | torch.where(finite, 0, FLAG_TARGET_NON_FINITE) | torch.where(fits, 0, FLAG_CAPACITY)
-    good = it.alive & finite & fits
+    flags = drafted.flags | torch.where(fits, 0, FLAG_CAPACITY)
+    good = it.alive & fits
+    if verdict.allowed_top is not None:
+        is_empty = is_sound & (it.flat.columns(verdict.allowed_top) == -math.inf) & (column <= accepted[:, None])
+        first_empty = torch.where(is_empty, column, width).amin(dim=1)
+        reached = torch.minimum(accepted, first_empty)
+        flags = flags | torch.where(first_empty > 0, 0, FLAG_NO_TOKEN_ALLOWED)
+        good &= first_empty > 0
+        # The draft that leads to the empty row is the last token, as if it had been drawn in the row before.
+        accepted = torch.minimum(accepted, (first_empty - 1).clamp_(min=0))
+    finite = (is_sound | (column > reached[:, None])).all(dim=1)
+    flags = flags | torch.where(finite, 0, FLAG_TARGET_NON_FINITE)
+    good &= finite
 
     positions = n[:, None] + column
     if it.max_k:
@@ -86,7 +120,9 @@ def update(state: RowState, it: Iteration, verdict: Verdict, drafted: Drafted, r
         drafts = state.tokens[rows[:, None], (positions - 1).clamp(max=state.scratch_column)]
         tokens = torch.where((column > accepted[:, None]) & (column <= k[:, None]), drafts, tokens)
     is_stop = (tokens[:, :, None] == state.stop_ids.index_select(0, rows)[:, None, :]).any(dim=2)
-    is_stop &= (column <= accepted[:, None]) & (positions >= state.min_len.index_select(0, rows)[:, None])
+    if min_len is None:
+        min_len = state.min_len.index_select(0, rows)
+    is_stop &= (column <= accepted[:, None]) & (positions >= min_len[:, None])
     first_stop = torch.where(is_stop, column, width).amin(dim=1)
     emitted = torch.where(good, torch.minimum(accepted, first_stop) + 1, 0)
     grown = n + emitted

@@ -321,7 +321,7 @@ class EagerRunner:
             )
         if sampling.grammar is not None:
             sampling.grammar.finish()
-        update(self.state, it, verdict, drafted, results)
+        update(self.state, it, verdict, drafted, results, sampling.min_len)
         if sampling.num_logprobs is not None:
             slot.logprobs.update(
                 entry_logprobs(

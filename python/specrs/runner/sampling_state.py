@@ -29,7 +29,7 @@ from specrs.structured.matcher import GrammarMatcher
 from specrs.transfer import to_device
 from specrs.verify.history import context_rows, count_tokens, pack_bad_words
 from specrs.verify.params import SamplingRows, Steps
-from specrs.verify.processing import Constraints, adjust_logits
+from specrs.verify.processing import Constraints, adjust_logits, leaves_only_stops
 
 Views = Mapping[str, Tensor]
 
@@ -163,7 +163,17 @@ class SamplingState:
             grammar=grammar,
             num_logprobs=None if not tops else self.vocab_size if LOGPROBS_ALL in tops else max(tops),
             vocab_size=self.vocab_size,
+            min_len=self._min_len(state, it, rows) if steps.extras and steps.min_tokens else None,
         )
+
+    def _min_len(self, state: RowState, it: Iteration, rows: Sequence[int]) -> Tensor:
+        """Positions from which stop ids count, `[B]` int64: 0 for entries with a grammar.
+
+        `EntrySampling.adjust` masks their stop ids before `min_tokens`, unless the grammar leaves nothing else. So a
+        stop id that is written there ends the request.
+        """
+        has_grammar = torch.tensor([Steps.of(self._rows[row].steps).extras for row in rows])
+        return state.min_len.index_select(0, it.rows).masked_fill_(to_device(has_grammar, it.rows.device), 0)
 
     def _stack(self, masks: Sequence[RowMasks | None]) -> Constraints:
         dtype = self.params.temperature.dtype
@@ -203,6 +213,7 @@ class EntrySampling:
     grammar: LaunchGrammar | None
     num_logprobs: int | None  # most top logprobs that an entry wants; None if none wants any
     vocab_size: int
+    min_len: Tensor | None = None  # [B] int64, positions from which stop ids count; None: those of the rows
 
     def adjust(self, logits: Tensor, entries: Tensor, positions: Tensor, forbidden: Tensor | None = None) -> Tensor:
         """Masks, biases and penalties of flat rows; logits `[N, V]` are not mutated.
@@ -250,6 +261,11 @@ class EntrySampling:
         if masks is None and not self.steps.min_tokens and forbidden is None:
             return None
         bad_words = context = bias_ids = bias = stop_ids = stops_forbidden = None
+        if self.steps.min_tokens:
+            stop_ids = self.state.stop_ids[rows]
+            stops_forbidden = positions < self.state.min_len[rows]
+            if forbidden is not None:
+                stops_forbidden &= ~leaves_only_stops(forbidden, stop_ids)
         if masks is not None:
             if masks.forbidden is not None:
                 own = masks.forbidden[entries]
@@ -259,7 +275,4 @@ class EntrySampling:
                 context = context_rows(self.state.tokens, rows, positions, bad_words.shape[2] - 1)
             if masks.bias_ids is not None and masks.bias is not None:
                 bias_ids, bias = masks.bias_ids[entries], masks.bias[entries]
-        if self.steps.min_tokens:
-            stop_ids = self.state.stop_ids[rows]
-            stops_forbidden = positions < self.state.min_len[rows]
         return Constraints(forbidden, bad_words, context, stop_ids, stops_forbidden, bias_ids, bias)

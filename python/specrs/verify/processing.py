@@ -8,7 +8,7 @@ transformers (5.23) has a step, this is what differs:
     allowed ids       none (suppress_tokens: the complement)   -inf outside
     bad_words         after the penalties; drops [eos]         before; [eos] is a word like any other. Prompt and output
                                                                are matched, as in transformers; vLLM matches the output
-    min_tokens        min_new_tokens, over eos ids             over all stop ids
+    min_tokens        min_new_tokens, over eos ids             over all stop ids, unless a grammar leaves only them
     logit_bias        sequence_bias, also for sequences        single ids
     repetition        x < 0 multiplied, else divided;          the same
                       over prompt and output
@@ -111,6 +111,19 @@ def constrain(logits: Tensor, constraints: Constraints) -> Tensor:
             raise ValueError("bias: None, must hold a bias for each of bias_ids")
         out.scatter_add_(1, c.bias_ids, c.bias)
     return out
+
+
+def leaves_only_stops(forbidden: Tensor, stop_ids: Tensor) -> Tensor:
+    """Whether a grammar allows nothing but stop ids, `[N]` bool: there the text is complete, and `min_tokens` yields.
+
+    Args:
+        forbidden: `[N, V]` bool, true where the grammar excludes the token.
+        stop_ids: `[N, S]` int64, -1 is padding.
+    """
+    # Added and not assigned, as in `_forbid`.
+    is_stop = torch.zeros_like(forbidden, dtype=torch.int8)
+    is_stop.scatter_add_(1, stop_ids.clamp(min=0), (stop_ids >= 0).to(torch.int8))
+    return (forbidden | (is_stop > 0)).all(dim=1)
 
 
 def _forbid(logits: Tensor, ids: Tensor, where: Tensor) -> None:

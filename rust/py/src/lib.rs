@@ -100,7 +100,7 @@ mod _core {
 }
 
 /// Numbers that callers compare with, by name.
-const CONSTANTS: [(&str, i64); 22] = [
+const CONSTANTS: [(&str, i64); 23] = [
     ("LOGPROBS_ALL", core_sampling::LOGPROBS_ALL),
     ("LOGPROBS_NONE", core_sampling::LOGPROBS_NONE),
     ("MAX_STOP_IDS", core_sampling::MAX_STOP_IDS as i64),
@@ -111,6 +111,7 @@ const CONSTANTS: [(&str, i64); 22] = [
     ("FLAG_DRAFT_NON_FINITE", layout::FLAG_DRAFT_NON_FINITE),
     ("FLAG_NOTHING_DRAFTED", layout::FLAG_NOTHING_DRAFTED),
     ("FLAG_CAPACITY", layout::FLAG_CAPACITY),
+    ("FLAG_NO_TOKEN_ALLOWED", layout::FLAG_NO_TOKEN_ALLOWED),
     ("FINISH_NONE", layout::FINISH_NONE),
     ("FINISH_STOP", layout::FINISH_STOP),
     ("DRAFTER_DEVICE", DrafterKind::Device as i64),

@@ -128,6 +128,11 @@ impl Output {
     }
 
     #[getter]
+    fn error_flags(&self, py: Python<'_>) -> i64 {
+        self.core(py).end().map_or(0, |end| end.flags)
+    }
+
+    #[getter]
     fn stop(&self, py: Python<'_>) -> Option<usize> {
         self.core(py).stop()
     }

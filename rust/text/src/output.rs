@@ -17,6 +17,8 @@ pub struct End {
     pub time: f64,
     /// Why, where the reason is an error that its launch reported.
     pub error: Option<String>,
+    /// The `FLAG_*` bits with which its launch reported the error; 0 for every other end.
+    pub flags: i64,
 }
 
 /// What an iteration drafted for a request.
@@ -165,11 +167,19 @@ impl Output {
 
     /// Ends the request, and its text unless because of an error. The first end counts, and an error over any other.
     pub fn finish(&mut self, reason: i64, error: Option<String>, now: f64) {
-        if self.end.as_ref().is_some_and(|end| reason != FINISH_ERROR || end.reason == FINISH_ERROR) {
+        self.end_with(End { reason, time: now, error, flags: 0 });
+    }
+
+    /// Ends the request because of an error that its launch reported with these `FLAG_*` bits; as [`finish`](Self::finish).
+    pub fn fail(&mut self, error: String, flags: i64, now: f64) {
+        self.end_with(End { reason: FINISH_ERROR, time: now, error: Some(error), flags });
+    }
+
+    fn end_with(&mut self, mut end: End) {
+        if self.end.as_ref().is_some_and(|first| end.reason != FINISH_ERROR || first.reason == FINISH_ERROR) {
             return;
         }
-        let mut end = End { reason, time: now, error };
-        if reason != FINISH_ERROR
+        if end.reason != FINISH_ERROR
             && let Some(Err(fault)) = self.detokenizer.as_mut().map(Detokenizer::finish)
         {
             (end.reason, end.error) = (FINISH_ERROR, Some(fault.to_string()));

@@ -3,7 +3,7 @@
 use crate::output::Output;
 use rustc_hash::FxHashMap;
 use specrs_core::scheduler::layout::{
-    FINISH_ERROR, FINISH_NONE, FINISH_STOP, FLAG_CAPACITY, ResultsLayout, Section, SettledLayout,
+    FINISH_ERROR, FINISH_NONE, FINISH_STOP, FLAG_CAPACITY, FLAG_NO_TOKEN_ALLOWED, ResultsLayout, Section, SettledLayout,
 };
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -98,7 +98,8 @@ impl Outputs {
                 output.keep_draft(accepted, &told[accepted + 1..=drafted]);
             }
             let (reason, new) = (reasons[entry], &told[..counts[entry] as usize]);
-            let mut error = (reason == FINISH_ERROR).then(|| describe(&output, flags[entry], fault));
+            let flags = if fault.is_some() { 0 } else { flags[entry] };
+            let mut error = (reason == FINISH_ERROR).then(|| describe(&output, flags, fault));
             match output.append(new, reason == FINISH_STOP, now) {
                 Ok((kept, stopped)) => {
                     counts[entry] = kept as i64;
@@ -117,7 +118,10 @@ impl Outputs {
             }
             if reasons[entry] != FINISH_NONE {
                 ended.push(id);
-                output.finish(reasons[entry], error, now);
+                match error {
+                    Some(error) => output.fail(error, flags, now),
+                    None => output.finish(reasons[entry], None, now),
+                }
                 drop(output);
                 self.by_id.remove(&id);
                 if reason == FINISH_NONE {
@@ -140,7 +144,10 @@ fn describe(output: &Output, flags: i64, fault: Fault<'_>) -> String {
         return format!("request {id}: a position lay beyond its KV blocks; its launch wrote nothing there");
     }
     let position = output.num_prompt_tokens() + output.tokens().len();
+    if flags & FLAG_NO_TOKEN_ALLOWED != 0 {
+        return format!("request {id}: no token is allowed at position {position}: its constraints exclude every one");
+    }
     format!(
-        "request {id}: the target's logits at position {position} are not finite (NaN or infinity), or no token is allowed there"
+        "request {id}: the target's logits at position {position}, or a draft's after it, are not finite (NaN or infinity)"
     )
 }

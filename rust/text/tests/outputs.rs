@@ -3,8 +3,8 @@
 use serde_json::json;
 use specrs_core::SchedulerConfig;
 use specrs_core::scheduler::layout::{
-    FINISH_ERROR, FINISH_LENGTH, FINISH_NONE, FINISH_STOP, FLAG_CAPACITY, FLAG_TARGET_NON_FINITE, ResultsLayout,
-    SettledLayout,
+    FINISH_ERROR, FINISH_LENGTH, FINISH_NONE, FINISH_STOP, FLAG_CAPACITY, FLAG_NO_TOKEN_ALLOWED,
+    FLAG_TARGET_NON_FINITE, ResultsLayout, SettledLayout,
 };
 use specrs_text::{Delivered, Detokenizer, Draft, FINISH_ABORT, Output, Outputs, TextParams, TokenDecoder};
 use std::sync::{Arc, Mutex};
@@ -135,19 +135,20 @@ fn what_follows_a_stop_string_is_dropped_and_a_stop_token_has_no_text() {
 #[test]
 fn errors_say_why() {
     let mut outputs = Outputs::new();
-    let made: Vec<_> = (0..3).map(|id| add(&mut outputs, id, None)).collect();
+    let made: Vec<_> = (0..4).map(|id| add(&mut outputs, id, None)).collect();
     Launch::new(&[(0, &[0], FINISH_NONE, 0, 0, 0)]).deliver(&mut outputs, 0.0, None);
     let flags = FLAG_TARGET_NON_FINITE;
-    Launch::new(&[(0, &[], FINISH_ERROR, 0, 0, flags), (1, &[], FINISH_ERROR, 0, 0, FLAG_CAPACITY)]).deliver(
-        &mut outputs,
-        0.0,
-        None,
-    );
+    let ends = [(0, flags), (1, FLAG_CAPACITY), (3, FLAG_NO_TOKEN_ALLOWED)];
+    Launch::new(&ends.map(|(id, flags)| (id, &[][..], FINISH_ERROR, 0, 0, flags))).deliver(&mut outputs, 0.0, None);
     Launch::new(&[(2, &[], FINISH_ERROR, 0, 0, flags)]).deliver(&mut outputs, 0.0, Some("out of memory"));
     let error = |i: usize| made[i].lock().unwrap().end().unwrap().error.clone().unwrap();
-    assert!(error(0).contains("position 4 are not finite"), "{}", error(0));
+    assert!(error(0).contains("position 4") && error(0).contains("not finite"), "{}", error(0));
     assert!(error(1).contains("beyond its KV blocks"), "{}", error(1));
     assert_eq!(error(2), "out of memory");
+    assert!(error(3).contains("no token is allowed at position 3"), "{}", error(3));
+    assert!(!error(3).contains("finite"), "{}", error(3));
+    let flags: Vec<_> = made.iter().map(|output| output.lock().unwrap().end().unwrap().flags).collect();
+    assert_eq!(flags, [FLAG_TARGET_NON_FINITE, FLAG_CAPACITY, 0, FLAG_NO_TOKEN_ALLOWED]);
 }
 
 #[test]

@@ -234,6 +234,23 @@ def test_padding_and_faulty_rows_harm_nobody() -> None:
     assert ((accepted >= 0) & (accepted <= 2)).all()
 
 
+@pytest.mark.parametrize("waste", [torch.nan, torch.inf, -torch.inf])
+def test_rows_that_are_not_reached_decide_nothing(waste: float) -> None:
+    params = [{"temperature": 0.8, "top_p": 0.9}, {"temperature": 0.0}]
+    batch = make([3, 3, 3, 2], params, 40, 1.5, 6)
+    drafts, cut, lse = batch.drafts()
+    accepted, tokens = batch.verify(drafts, cut, lse)
+    wasted = torch.cat(
+        [torch.arange(k + 1) > m for k, m in zip(batch.num_drafts.tolist(), accepted.tolist(), strict=True)]
+    )
+    assert wasted.any()
+    batch.logits[wasted] = waste
+    again, told = batch.verify(drafts, cut, lse)
+    assert again.equal(accepted)
+    emitted = torch.arange(4) <= accepted[:, None]
+    assert told[emitted].equal(tokens[emitted])
+
+
 def test_an_empty_residual_draws_from_the_target() -> None:
     """p <= q everywhere but for the lse: q is given too much of everything, so every draft may fall."""
     batch = make([1] * 8, [{}], 16, 0.0, 8)

@@ -32,8 +32,11 @@ def results(batch: int) -> Results:
     st.sampled_from((None, 0, 1, MAX_K)),
     st.booleans(),
     st.booleans(),
+    st.booleans(),
 )
-def test_update(case: Case, seed: int, faults: float, num_unfed: int | None, keeps: bool, mixes: bool) -> None:
+def test_update(
+    case: Case, seed: int, faults: float, num_unfed: int | None, keeps: bool, mixes: bool, masks: bool
+) -> None:
     generator = torch.Generator().manual_seed(seed)
 
     def chance(*shape: int) -> Tensor:
@@ -54,6 +57,7 @@ def test_update(case: Case, seed: int, faults: float, num_unfed: int | None, kee
     tokens = torch.where(chance(case.count, width) < 0.2, theirs.stop_ids[it.rows, :1], tokens)
     accepted = (chance(case.count) * (it.num_drafts + 1)).floor().long().clamp(max=it.num_drafts)
     top = torch.where(chance(sum(case.planned) + case.count) < faults, torch.nan, 1.0)
+    allowed_top = torch.where(chance(len(top)) < faults, -torch.inf, top) if masks else None
     draft_top = torch.where(chance(MAX_K, case.batch) < faults, torch.inf, 1.0)[: width - 1]
     column = torch.arange(width - 1)
     broken = (~draft_top[:, : case.count].T.isfinite() & (column < it.num_drafts[:, None])).any(dim=1)
@@ -66,7 +70,7 @@ def test_update(case: Case, seed: int, faults: float, num_unfed: int | None, kee
     if num_unfed is not None and not keeps:
         unfed = it.num_drafts + num_unfed
     drafted = Drafted(broken * FLAG_DRAFT_NON_FINITE, None, unfed, on_host)
-    update(theirs, it, Verdict(accepted, tokens, top, top[:, None]), drafted, expected)
+    update(theirs, it, Verdict(accepted, tokens, top, top[:, None], allowed_top), drafted, expected)
 
     def padded(values: Tensor, fill: int) -> Tensor:
         return torch.cat((values.long(), torch.full((case.batch - case.count,), fill)))
@@ -82,14 +86,16 @@ def test_update(case: Case, seed: int, faults: float, num_unfed: int | None, kee
         capacity=padded(it.capacity, 0),
         q_start=torch.cat((it.flat.q_start, torch.full((case.batch - case.count,), int(it.flat.q_start[-1])))),
     )
+    spare = torch.full((4,), torch.nan)
     decided = Decided(
         padded(accepted, 3),
         emitted,
-        torch.cat((top, torch.full((4,), torch.nan))),
+        torch.cat((top, spare)),
         draft_top,
         num_unfed,
         keeps,
         None if on_host is None else padded(on_host, 1),
+        None if allowed_top is None else torch.cat((allowed_top, spare)),
     )
     update_rows(mine, entries, decided, reported)
     for name in RowState.__slots__:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specrs.runner.cuda.context import Context
 from specrs.runner.cuda.drafting import sample_draft
-from specrs.runner.cuda.iteration import accept_and_update
+from specrs.runner.cuda.iteration import Adjusted, accept_and_update
 from specrs.runner.cuda.shapes import Shape
 from specrs.runner.entries import Iteration, flat_rows
 from specrs.runner.logprobs import entry_logprobs
@@ -96,7 +96,9 @@ def accept_adjusted(
         sampling.grammar.finish()
     adjusted = sampling.adjust(raw, flat.entry, b.verify_draws[:total], _on(raw, forbidden))
     exact = Shape(shape.batch, shape.max_k, total, shape.tail)
-    accept_and_update(ctx, exact, first, adjusted, prompts)
+    raw_top = None if adjusted is raw else raw.amax(dim=-1)
+    min_len = None if sampling.min_len is None else ctx.state.min_len.index_copy(0, it.rows, sampling.min_len)
+    accept_and_update(ctx, exact, first, Adjusted(adjusted, raw_top, min_len), prompts)
     if sampling.num_logprobs is not None:
         tokens = b.emitted[: len(it.planned), : shape.max_k + 1].clone()
         entries = range(first, first + len(it.planned))

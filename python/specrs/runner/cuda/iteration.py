@@ -7,7 +7,7 @@ in its graph. `runner.iteration` and `runner.accept` are the same on a CPU, and 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -90,21 +90,39 @@ def lm_head(ctx: Context, hidden: Tensor, *, greedy: bool) -> None:
         ctx.target.compute_logits(hidden, b.logits[:rows])
 
 
+@dataclass(frozen=True, slots=True)
+class Adjusted:
+    """What masks and penalties have made of an iteration's rows, in place of what buffers and row state hold."""
+
+    logits: Tensor
+    """[rows, V] fp32"""
+    raw_top: Tensor | None
+    """[rows] fp32, largest logit of each row before masks; None: `logits` are the model's own."""
+    min_len: Tensor | None
+    """[R + 1] int64, positions from which stop ids count; None: those of row state."""
+
+
 def accept_and_update(
-    ctx: Context, shape: Shape, first: int = 0, logits: Tensor | None = None, prompts: Tensor | None = None
+    ctx: Context, shape: Shape, first: int = 0, adjusted: Adjusted | None = None, prompts: Tensor | None = None
 ) -> None:
     """Verify the drafts by the rule, commit, report to the results of the entries from `first` on.
 
-    `logits` `[rows, V]` take the place of the buffer's where masks or penalties have made others of them. `prompts`
-    `[batch, L, hidden]`: hidden states of the last tokens of prompts that end, None: of an iteration they are where the
-    target's pass left them.
+    `prompts` `[batch, L, hidden]`: hidden states of the last tokens of prompts that end; None: those of an iteration,
+    which are where the target's pass left them.
     """
-    accept(ctx, shape, ctx.buffers.logits[: shape.rows] if logits is None else logits)
     b, batch, k = ctx.buffers, shape.batch, shape.max_k
+    accept(ctx, shape, b.logits[: shape.rows] if adjusted is None else adjusted.logits)
+    rows, allowed_top = ctx.state, b.target_top[: shape.rows]
+    target_top = allowed_top
+    if adjusted is not None and adjusted.raw_top is not None:
+        target_top = adjusted.raw_top
+    if adjusted is not None and adjusted.min_len is not None:
+        rows = replace(rows, min_len=adjusted.min_len)
     decided = Decided(
         accepted=b.accepted[:batch],
         emitted=b.emitted[:batch, : k + 1],
-        target_top=b.target_top[: shape.rows],
+        target_top=target_top,
+        allowed_top=allowed_top,
         draft_top=b.draft_top[:k, :batch],
         num_unfed=None if ctx.drafter is None else ctx.drafter.num_unfed_drafts,
         keeps_drafts=ctx.drafter is not None and ctx.drafter.keeps_draft_kv,
@@ -112,10 +130,10 @@ def accept_and_update(
     )
     results = ctx.record.results_view.narrow(first, batch)
     if ctx.head is None:
-        update_rows(ctx.state, b.entries(batch), decided, results)
+        update_rows(rows, b.entries(batch), decided, results)
         return
     kept = Kept(b.keep_first[:batch], b.keep_count[:batch])
-    update_rows(ctx.state, b.entries(batch), decided, results, (ctx.head.rows, kept, prompts is not None))
+    update_rows(rows, b.entries(batch), decided, results, (ctx.head.rows, kept, prompts is not None))
     entries = ctx.head.entries if prompts is None else prompts
     keep_states(entries, b.q_start[:batch], b.row[:batch], kept, ctx.head.rows, k + 1)
 

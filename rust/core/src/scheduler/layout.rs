@@ -7,7 +7,7 @@ use super::config::SchedulerConfig;
 pub use super::header::*;
 use crate::sampling::{MAX_STOP_IDS, NUM_PARAMS};
 
-/// Result flag: the target's logits were not finite.
+/// Result flag: the target's logits were NaN or infinite in a row that the iteration reached.
 pub const FLAG_TARGET_NON_FINITE: i64 = 1;
 /// Result flag: the draft's logits were not finite.
 pub const FLAG_DRAFT_NON_FINITE: i64 = 2;
@@ -15,6 +15,8 @@ pub const FLAG_DRAFT_NON_FINITE: i64 = 2;
 pub const FLAG_CAPACITY: i64 = 4;
 /// Result flag: the drafter did its work and had nothing to propose.
 pub const FLAG_NOTHING_DRAFTED: i64 = 8;
+/// Result flag: the request's constraints exclude every token at its next position. The target's logits were finite.
+pub const FLAG_NO_TOKEN_ALLOWED: i64 = 16;
 
 /// Finish reason: the request goes on.
 pub const FINISH_NONE: i64 = 0;
@@ -216,7 +218,8 @@ layout! {
         /// `FLAG_*` bits, `[R]`.
         flags: r,
         /// Whether these tokens end the row, as the device judges it, `[R]`: `FINISH_STOP` where the last one emitted is a stop token
-        /// at a position of at least `admit_min_len`, else `FINISH_LENGTH` where the row is at its limit, else `FINISH_NONE`.
+        /// at a position of at least `admit_min_len`, else `FINISH_LENGTH` where the row is at its limit, else `FINISH_NONE`. A stop
+        /// token of a request with `STEP_EXTRAS` may come earlier: where its grammar leaves nothing else.
         finish_reason: r,
         /// Emitted tokens, `[R, K + 1]`; element i above `num_accepted`, up to `num_drafted`, is the i-th draft (from 1), which was rejected.
         /// The scheduler reads what was emitted, and hosts may leave the rest as it is.

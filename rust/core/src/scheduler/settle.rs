@@ -6,9 +6,10 @@ use super::lifecycle::is_token;
 use super::row::{Entry, Launch, RowIndex, RowState, UNKNOWN_LAG};
 use crate::drafts::DrafterKind;
 use crate::error::{Error, Result, check_len};
+use crate::sampling::STEP_EXTRAS;
 
 /// Flags after which a row's tokens mean nothing.
-const FATAL: i64 = layout::FLAG_TARGET_NON_FINITE | layout::FLAG_CAPACITY;
+const FATAL: i64 = layout::FLAG_TARGET_NON_FINITE | layout::FLAG_CAPACITY | layout::FLAG_NO_TOKEN_ALLOWED;
 const ALL_FLAGS: i64 = FATAL | layout::FLAG_DRAFT_NON_FINITE | layout::FLAG_NOTHING_DRAFTED;
 
 /// What the device reports of one entry, besides its tokens.
@@ -179,8 +180,9 @@ impl Scheduler {
             return Err(self.invalid(index, "num_emitted", emitted, format!("at most {room} up to the limit")));
         }
         let request = &self.requests[row.request];
-        let stops = tokens.last().is_some_and(|token| request.stop_token_ids.contains(token))
-            && row.n + tokens.len() > request.min_len;
+        // `min_tokens` yields where a grammar, which only the device knows, leaves nothing but stop tokens.
+        let counts = row.n + tokens.len() > request.min_len || request.sampling.steps & STEP_EXTRAS != 0;
+        let stops = counts && tokens.last().is_some_and(|token| request.stop_token_ids.contains(token));
         let allowed = match finish_reason {
             FINISH_NONE if emitted < room => return Ok(()),
             FINISH_LENGTH if emitted == room => return Ok(()),

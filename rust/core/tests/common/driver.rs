@@ -21,6 +21,8 @@ pub struct Ask {
     pub caller: Option<i64>,
     /// Log probabilities of its prompt are asked for.
     pub tells_prompt: bool,
+    /// It has a grammar, which the scheduler knows nothing more of.
+    pub has_extras: bool,
     pub stop: Vec<i64>,
     pub salt: Vec<u8>,
     pub extra_keys: Vec<(usize, Vec<u8>)>,
@@ -75,6 +77,7 @@ impl Driver {
             stop_token_ids: &ask.stop,
             sampling: RequestSampling {
                 prompt_logprobs: if ask.tells_prompt { 0 } else { LOGPROBS_NONE },
+                has_extras: ask.has_extras,
                 ..RequestSampling::default()
             },
             cache_salt: &ask.salt,

@@ -3,7 +3,8 @@
 use specrs_core::sampling::MAX_STOP_IDS;
 use specrs_core::scheduler::PlanOutcome;
 use specrs_core::scheduler::layout::{
-    FINISH_ERROR, FINISH_LENGTH, FINISH_NONE, FINISH_STOP, FLAG_CAPACITY, FLAG_DRAFT_NON_FINITE, FLAG_TARGET_NON_FINITE,
+    FINISH_ERROR, FINISH_LENGTH, FINISH_NONE, FINISH_STOP, FLAG_CAPACITY, FLAG_DRAFT_NON_FINITE, FLAG_NO_TOKEN_ALLOWED,
+    FLAG_TARGET_NON_FINITE,
 };
 use specrs_core::{Error, SchedulerConfig};
 
@@ -72,6 +73,20 @@ fn stop_tokens_do_not_count_before_min_tokens() {
         driver.run();
         assert!(driver.output(0).len() > min_tokens);
         assert_eq!(driver.outcomes[&0].finish, FINISH_STOP);
+    }
+}
+
+#[test]
+fn a_grammar_may_end_its_request_before_min_tokens() {
+    for (has_extras, token, allowed) in [(true, 5, true), (true, 6, false), (false, 5, false)] {
+        let mut driver = Driver::new(small());
+        driver.add(0, &Ask { min_tokens: 7, stop: vec![5], has_extras, ..ask(1, 9, 20) }).unwrap();
+        driver.launch();
+        let report = Report { emitted: vec![token], finish_reason: FINISH_STOP, ..Report::default() };
+        let results = driver.results(&[report]);
+        let settled = driver.scheduler.settle(0, &results, &mut driver.settled);
+        assert_eq!(settled.is_ok(), allowed, "{has_extras}, {token}: {settled:?}");
+        assert_eq!(driver.scheduler.has_unfinished(), !allowed);
     }
 }
 
@@ -163,7 +178,9 @@ fn results_that_pass_the_limit_by_one_token_are_refused() {
 
 #[test]
 fn a_fault_ends_its_request_and_no_other() {
-    for flag in [FLAG_TARGET_NON_FINITE, FLAG_CAPACITY, FLAG_TARGET_NON_FINITE | FLAG_DRAFT_NON_FINITE] {
+    let flags =
+        [FLAG_TARGET_NON_FINITE, FLAG_CAPACITY, FLAG_NO_TOKEN_ALLOWED, FLAG_TARGET_NON_FINITE | FLAG_DRAFT_NON_FINITE];
+    for flag in flags {
         for delay in 0..5 {
             let mut driver =
                 Driver::new(SchedulerConfig { max_in_flight: 2, max_num_batched_tokens: 8, ..speculative() });

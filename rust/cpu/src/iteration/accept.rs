@@ -15,7 +15,7 @@ use super::{Entry, Iteration, RowState};
 pub(super) struct Judged {
     num_accepted: usize,
     token: i64,
-    /// Whether all of its rows were.
+    /// The logits of rows 0 to `num_accepted` are finite. No other row counts: plain decoding does not reach it.
     pub(super) finite: bool,
 }
 
@@ -53,7 +53,6 @@ impl Iteration {
         state: &RowState<'_>,
     ) -> Result<Judged> {
         let (k, n) = (entry.k, entry.n as u64);
-        let finite = self.tops[first..=first + k].iter().all(|top| top.is_finite());
         let start = entry.row * state.token_width() + entry.n;
         let drafts = &state.tokens[start..start + k];
         let best = &self.best[first..=first + k];
@@ -77,6 +76,7 @@ impl Iteration {
             num_accepted = at_rates(&rates[..k], entry.seed, n);
             token = best[num_accepted];
         }
+        let finite = self.tops[first..=first + num_accepted].iter().all(|top| top.is_finite());
         Ok(Judged { num_accepted, token, finite })
     }
 

@@ -1,0 +1,66 @@
+"""A grammar as a small automaton over token ids, with the interface of `specrs.structured`. Holds no tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Automaton:
+    """Stands in for a `Grammar`: state 0 is the start."""
+
+    following: tuple[dict[int, int], ...]
+    """By state, the tokens that may come next and the states that they lead to."""
+    complete: frozenset[int]
+    """States in which the text may end."""
+
+    def matcher(self, stop_ids: Sequence[int]) -> AutomatonMatcher:
+        """As `Grammar.matcher`."""
+        return AutomatonMatcher(self, frozenset(stop_ids))
+
+    def allowed(self, tokens: Sequence[int], stop_ids: frozenset[int]) -> set[int]:
+        """What may come after `tokens`, which hold no stop id."""
+        state = 0
+        for token in tokens:
+            state = self.following[state][token]
+        return {*self.following[state], *(stop_ids if state in self.complete else ())}
+
+
+class AutomatonMatcher:
+    """Stands in for a `GrammarMatcher`."""
+
+    def __init__(self, automaton: Automaton, stop_ids: frozenset[int]) -> None:
+        self.error: str | None = None
+        self._automaton, self._stop_ids = automaton, stop_ids
+        self._states: list[int | None] = [0]  # None: the text has ended
+
+    def fill_mask(self, out: NDArray[np.int32]) -> None:
+        """As `GrammarMatcher.fill_mask`."""
+        state, allowed = self._states[-1], self._stop_ids
+        if state is not None:
+            following = self._automaton.following[state]
+            allowed = frozenset(following) | (self._stop_ids if state in self._automaton.complete else frozenset())
+        bits = np.zeros(len(out) * 32, dtype=np.uint8)
+        bits[sorted(allowed)] = 1
+        out[:] = np.packbits(bits, bitorder="little").view(np.int32)
+
+    def accept(self, token_id: int) -> bool:
+        """As `GrammarMatcher.accept`."""
+        state = self._states[-1]
+        if token_id in self._stop_ids:
+            if state not in (None, *self._automaton.complete) and token_id not in self._automaton.following[state]:
+                return False
+            self._states.append(None)
+            return True
+        if state is None or token_id not in self._automaton.following[state]:
+            return False
+        self._states.append(self._automaton.following[state][token_id])
+        return True
+
+    def rollback(self, num_tokens: int) -> None:
+        """As `GrammarMatcher.rollback`."""
+        del self._states[len(self._states) - num_tokens :]
