@@ -313,7 +313,7 @@ impl Job {
     /// Begins the next job. The last one is closed and empty, so no other thread writes the word.
     fn open(&self) {
         let epoch = self.epoch() + 1;
-        self.0.store(epoch * Self::EPOCH | Self::OPEN, Ordering::SeqCst);
+        self.0.store((epoch * Self::EPOCH) | Self::OPEN, Ordering::SeqCst);
     }
 
     /// Lets nobody enter from now on. Returns whether nobody is inside.

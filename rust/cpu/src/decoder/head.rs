@@ -149,7 +149,9 @@ impl Context<'_> {
         if rows == 0 {
             return;
         }
-        private.iter_mut().for_each(|own| own.best[..rows].fill(NO_ID));
+        for own in &mut *private {
+            own.best[..rows].fill(NO_ID);
+        }
         let own = Columns::new(private, 1, self.shares.participants, &self.shares.each);
         self.session.run(&self.shares.ids.first, &|t, pieces| {
             let mut own = own.take(t);

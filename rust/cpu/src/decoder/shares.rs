@@ -39,8 +39,10 @@ impl Cut {
     /// where there would be more than a buffer may have parts.
     fn set(&mut self, ends: impl ExactSizeIterator<Item = usize>, end_of: impl Fn(usize) -> usize, unit: usize) {
         let most = MAX_PARTS / ends.len();
-        (self.bounds.clear(), self.first.clear());
-        (self.bounds.push(0), self.first.push(0));
+        for bounds in [&mut self.bounds, &mut self.first] {
+            bounds.clear();
+            bounds.push(0);
+        }
         let mut start = 0;
         for end in ends {
             let least = (end - start).div_ceil(most).next_multiple_of(unit);

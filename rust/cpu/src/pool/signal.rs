@@ -39,7 +39,7 @@ impl Signal {
                 }
                 std::hint::spin_loop();
             }
-            if begin.get_or_insert_with(Instant::now).elapsed() >= PATIENCE - SPIN {
+            if begin.get_or_insert_with(Instant::now).elapsed() >= PATIENCE {
                 return ready();
             }
         }
