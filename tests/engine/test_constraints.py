@@ -244,8 +244,12 @@ def check(asked: Asked, tokens: list[int], reason: str, error: str | None) -> No
     for i, token in enumerate(tokens):
         assert token in asked.may_follow(tokens[:i])
         assert i + 1 == len(tokens) or not asked.ends(tokens[: i + 1])
+    never = not asked.may_follow([], at_the_door=True)
+    # `allowed_token_ids` of stop ids alone and `min_tokens` are rejected whatever the grammar.
+    contradicts = asked.min_tokens > 0 and asked.allowed is not None and {*asked.allowed} <= {*asked.stop_ids}
+    assert (reason == "rejected") == (never or contradicts)
     if reason == "rejected":
-        assert not asked.may_follow([], at_the_door=True) or {*(asked.allowed or ())} <= {*asked.stop_ids}
+        assert (tokens, "finite" in str(error)) == ([], False)
     elif reason == "error":
         assert error is not None
         assert not asked.may_follow(tokens)
