@@ -49,12 +49,12 @@ class ToolParser(ABC):
     """Reads the text of one completion in pieces.
 
     However the text is cut into pieces, the contents add up to the same text, and the calls are the same, with the same
-    arguments. What begins like a call and is none becomes content. White space beside calls is dropped. Arguments that
-    the text ends in are given out as far as they are written.
+    arguments. What begins like a call and is none becomes content; so does a call of a function that is not offered.
+    White space beside calls is dropped. Arguments that the text ends in are given out as far as they are written.
     """
 
     def __init__(self, functions: Sequence[Function] = ()) -> None:
-        """`functions`: those that the request offers."""
+        """`functions`: those that the request offers. Without any, every name is taken for a function's."""
         self._functions = {function.name: function for function in functions}
         self._buffer = ""  # read, and not yet decided on
         self._space = ""  # white space at the end of the content, dropped where a call follows
@@ -95,6 +95,10 @@ class ToolParser(ABC):
         self._space = text[len(kept) :]
         if kept:
             self._events.append(Content(kept))
+
+    def _offers(self, name: str) -> bool:
+        """Whether `name` may be called. Each parser asks before it calls `_call`."""
+        return not self._functions or name in self._functions
 
     def _call(self, name: str) -> None:
         """A call of `name` begins."""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from specrs.server.parsers.base import ToolParser
-from specrs.server.parsers.json_calls import CallReader, JSONCallParser
+from specrs.server.parsers.json_calls import JSONCallParser
 
 
 class RequiredParser(JSONCallParser):
@@ -16,7 +16,7 @@ class RequiredParser(JSONCallParser):
 
     def _step(self, *, final: bool) -> bool:
         if self._reader is not None:
-            if not self._read_call():
+            if not self._read_call(final=False):
                 return False
             self._left = not self._reader.announced
             self._say(self._give_up())
@@ -24,7 +24,7 @@ class RequiredParser(JSONCallParser):
         if not self._left:
             self._buffer = self._buffer.lstrip("[], \t\r\n")
             if self._buffer.startswith("{"):
-                self._reader = CallReader()
+                self._begin_call()
                 return True
             self._left = bool(self._buffer)
         self._say(self._buffer)

@@ -2,36 +2,58 @@
 
 from __future__ import annotations
 
-from specrs.server.parsers.json_calls import CallReader, JSONCallParser
+from specrs.server.parsers.json_calls import JSONCallParser
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class HermesParser(JSONCallParser):
-    """Text, and calls between tags. A call without its closing tag ends where its object does."""
+    """Text, and calls between tags.
 
+    A call without its closing tag ends where its object does. A tag that is written twice counts once. An object with a
+    brace too few or too many is read as if it had the right number.
+    """
+
+    _opening = ""  # the opening tag or tags before the call that is read
     _closing = False
 
     def _step(self, *, final: bool) -> bool:
         if self._closing:
             return self._close(final=final)
-        if self._reader is None:
-            text, marker = self._take_until(OPEN, final=final)
-            self._say(text)
-            if marker is not None:
-                self._reader = CallReader()
-            return marker is not None
-        if not self._read_call():
-            if final and not self._reader.announced:
-                self._say(OPEN + self._give_up())
+        if self._reader is not None:
+            return self._read_on(final=final)
+        if self._opening:
+            return self._begin(final=final)
+        text, marker = self._take_until(OPEN, CLOSE, final=final)
+        self._say(text if marker != CLOSE or self._called else text + CLOSE)
+        if marker == OPEN:
+            self._opening = OPEN
+        return marker is not None
+
+    def _begin(self, *, final: bool) -> bool:
+        text = self._buffer.lstrip()
+        if text.startswith(OPEN):
+            size = len(self._buffer) - len(text) + len(OPEN)
+            self._opening, self._buffer = self._opening + self._buffer[:size], self._buffer[size:]
+            return True
+        if not final and OPEN.startswith(text):
             return False
-        if self._reader.announced:
-            self._reader, self._closing = None, True
-        else:
-            self._say(OPEN + self._give_up())
+        self._begin_call()
+        return True
+
+    def _read_on(self, *, final: bool) -> bool:
+        assert self._reader is not None
+        if not self._read_call(final=final):
+            return False
+        self._closing = self._reader.announced
+        raw = self._give_up()
+        if not self._closing:
+            self._say(self._opening + raw)
+        self._opening = ""
         return True
 
     def _close(self, *, final: bool) -> bool:
+        self._drop_braces()
         if not self._skip_marker(CLOSE, final=final):
             return False
         self._closing = False

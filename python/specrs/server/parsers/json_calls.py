@@ -22,7 +22,9 @@ class CallReader:
     they are written; those in a string are its text; none, or null, are `{}`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, offers: Callable[[str], bool] = lambda _: True) -> None:
+        """`offers(name)`: whether the function may be called. An object with another name is no call."""
+        self._offers = offers
         self.raw = ""  # all that was read, until the call is announced
         self.ended = False  # the object is complete, or is no such object
         self.name: str | None = None
@@ -33,20 +35,29 @@ class CallReader:
         next(self._reader)
 
     def feed(self, text: str) -> int:
-        """Read on; how many characters were read. After `ended` nothing is."""
+        """Read on; how many characters were read. After `ended` nothing is.
+
+        A character that no such object has at its place is not read: it may begin the mark that follows the object.
+        """
         for count, char in enumerate(text):
             if self.ended:
                 return count
-            if not self.announced:
-                self.raw += char
             try:
                 self._reader.send(char)
             except StopIteration:
                 self.ended = True
-                self._announce(at_end=True)
             except (ValueError, RecursionError):
-                self.ended = True
+                self.finish()
+                return count
+            if not self.announced:
+                self.raw += char
+                self._announce(at_end=self.ended)
         return len(text)
+
+    def finish(self) -> None:
+        """End the object where it is. A call whose arguments are there needs no last brace."""
+        self.ended = True
+        self._announce(at_end=bool(self._arguments))
 
     def take(self) -> str:
         """The arguments that have come since the last time."""
@@ -74,11 +85,10 @@ class CallReader:
                 raise ValueError
             first = yield from _after_space()
             if key == "name":
-                self.name = yield from _decoded(first)
-                if not self.name:
+                name = yield from _decoded(first)
+                if not name or not self._offers(name):
                     raise ValueError
-                self._announce()
-                char = ""
+                self.name, char = name, ""
             elif key in _ARGUMENTS and not self._arguments:
                 char = yield from self._read_arguments(first)
             else:
@@ -95,7 +105,6 @@ class CallReader:
         if first == "{":
             self._streams = True
             self._add(first)
-            self._announce()
             return (yield from _rest(first, self._add))
         parts: list[str] = []
         char = yield from value(first, parts.append)
@@ -111,7 +120,7 @@ class CallReader:
 def value(first: str, tell: Callable[[str], None]) -> Reader:
     """One JSON value that begins with `first`; `tell` hears each of its characters. Brackets are counted, not matched.
 
-    Raises `ValueError` if no value begins so.
+    Raises `ValueError` if no value begins so, and at a `<` outside of strings: it begins a mark.
     """
     tell(first)
     return (yield from _rest(first, tell))
@@ -125,6 +134,8 @@ def _rest(first: str, tell: Callable[[str], None]) -> Reader:
         depth = 1
         while depth:
             char = yield
+            if char == "<":
+                raise ValueError
             tell(char)
             if char == '"':
                 yield from _string(tell)
@@ -135,6 +146,8 @@ def _rest(first: str, tell: Callable[[str], None]) -> Reader:
             char = yield
             if char in ",}]" or char in _SPACE:
                 return char
+            if char == "<":
+                raise ValueError
             tell(char)
     else:
         raise ValueError
@@ -173,17 +186,29 @@ class JSONCallParser(ToolParser):
 
     _reader: CallReader | None = None
 
-    def _read_call(self) -> bool:
-        """Read on in the call that was begun. False: the buffer is at its end, and the call is not."""
+    def _begin_call(self) -> None:
+        """What the buffer begins with is read as a call."""
+        self._reader = CallReader(self._offers)
+
+    def _read_call(self, *, final: bool) -> bool:
+        """Read on in the call that was begun. False: it may go on, once more has come."""
         reader = self._reader
         assert reader is not None
         announced = reader.announced
         self._buffer = self._buffer[reader.feed(self._buffer) :]
+        if final and not reader.ended:
+            reader.finish()
         if reader.announced and not announced:
             assert reader.name is not None
             self._call(reader.name)
         self._argue(reader.take())
         return reader.ended
+
+    def _drop_braces(self) -> None:
+        """Drop closing braces that follow on a call: the model wrote more than it had opened."""
+        rest = self._buffer.lstrip("}" + _SPACE)
+        dropped = self._buffer[: len(self._buffer) - len(rest)]
+        self._buffer = self._buffer[dropped.rfind("}") + 1 :]
 
     def _give_up(self) -> str:
         """Leave the call; what was read of it, where it was not announced."""

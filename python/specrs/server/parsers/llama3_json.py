@@ -5,7 +5,7 @@ They are the whole text, or follow on `<|python_tag|>`.
 
 from __future__ import annotations
 
-from specrs.server.parsers.json_calls import CallReader, JSONCallParser
+from specrs.server.parsers.json_calls import JSONCallParser
 
 TAG = "<|python_tag|>"
 
@@ -32,11 +32,19 @@ class Llama3JSONParser(JSONCallParser):
         text = self._buffer.lstrip()
         if text.startswith("{"):
             self._tag += self._separator + self._buffer[: len(self._buffer) - len(text)]
-            self._buffer, self._separator, self._reader = text, "", CallReader()
+            self._buffer, self._separator = text, ""
+            self._begin_call()
             return True
-        if self._called and not self._separator and text.startswith(";"):
-            self._buffer, self._separator = text[1:], ";"
+        if self._tag and text.startswith(TAG):  # written twice
+            size = len(self._buffer) - len(text) + len(TAG)
+            self._tag, self._buffer = self._tag + self._buffer[:size], self._buffer[size:]
             return True
+        if self._called and not self._separator and not self._tag:
+            self._drop_braces()
+            text = self._buffer.lstrip()
+            if text.startswith(";"):
+                self._buffer, self._separator = text[1:], ";"
+                return True
         if not final and (not text or TAG.startswith(text)):
             return False
         self._say(self._tag + self._separator)  # what follows is text, and may have the tag in it
@@ -45,9 +53,7 @@ class Llama3JSONParser(JSONCallParser):
 
     def _read_on(self, *, final: bool) -> bool:
         assert self._reader is not None
-        if not self._read_call():
-            if final and not self._reader.announced:
-                self._say(self._tag + self._give_up())
+        if not self._read_call(final=final):
             return False
         announced = self._reader.announced
         raw = self._give_up()

@@ -5,15 +5,16 @@ The second form may have `[CALL_ID]...` and `[ARGS]` between the name and the ar
 
 from __future__ import annotations
 
-from specrs.server.parsers.json_calls import CallReader, JSONCallParser, Reader, value
+from specrs.server.parsers.json_calls import JSONCallParser, Reader, value
 
 TAG, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
 
 class MistralParser(JSONCallParser):
-    """Text, and calls behind tags."""
+    """Text, and calls after tags. A tag that is written twice counts once."""
 
     _state = "text"
+    _opening = ""  # the tag, and what of a list is before the call that is read
     _value: Reader | None = None
 
     def _step(self, *, final: bool) -> bool:
@@ -29,8 +30,15 @@ class MistralParser(JSONCallParser):
 
     def _in_tag(self, *, final: bool) -> bool:
         text = self._buffer.lstrip()
+        if text.startswith(TAG):
+            self._buffer = text[len(TAG) :]
+            return True
+        if not final and TAG.startswith(text):
+            return False
         if text.startswith(("[", "{")):
-            self._buffer, self._state = text.removeprefix("["), "list"
+            rest = text.removeprefix("[")
+            self._opening = TAG + self._buffer[: len(self._buffer) - len(rest)]
+            self._buffer, self._state = rest, "list"
             return True
         place = text.find("{")
         if place < 0:
@@ -38,7 +46,7 @@ class MistralParser(JSONCallParser):
                 self._back_to_text(TAG)
             return final
         name = text[:place].partition(ARGS)[0].partition(CALL_ID)[0].strip()
-        if not name or len(name.split()) > 1:
+        if len(name.split()) != 1 or not self._offers(name):
             self._back_to_text(TAG)
             return True
         self._call(name)
@@ -54,8 +62,9 @@ class MistralParser(JSONCallParser):
             return False
         first = self._buffer[0]
         if first == "{":
-            self._reader, self._state = CallReader(), "call"
-        elif first == ",":
+            self._begin_call()
+            self._state = "call"
+        elif first in ",}":  # a brace too many is passed over
             self._buffer = self._buffer[1:]
         else:
             if first == "]":
@@ -65,21 +74,21 @@ class MistralParser(JSONCallParser):
 
     def _in_call(self, *, final: bool) -> bool:
         assert self._reader is not None
-        ended, announced = self._read_call(), self._reader.announced
-        if not announced and (ended or final):
-            self._say(self._give_up())
-            self._state = "text"
-            return True
-        if ended:
-            self._reader, self._state = None, "list"
-        return ended
+        if not self._read_call(final=final):
+            return False
+        announced, raw = self._reader.announced, self._give_up()
+        if not announced:
+            self._say(self._opening + raw)
+        self._opening, self._state = "", "list" if announced else "text"
+        return True
 
     def _in_arguments(self, *, final: bool) -> bool:
         assert self._value is not None
         for count, char in enumerate(self._buffer, 1):
             try:
                 self._value.send(char)
-            except StopIteration:
+            except (StopIteration, ValueError) as end:
+                count -= isinstance(end, ValueError)  # the character is no part of them
                 self._argue(self._buffer[:count])
                 self._buffer, self._state, self._value = self._buffer[count:], "text", None
                 return True

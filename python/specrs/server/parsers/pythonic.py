@@ -38,20 +38,19 @@ class PythonicParser(ToolParser):
         self._seen += self._buffer
         self._buffer = ""
         if final:
-            self._say(self._seen)
-            self._seen = ""
-        return False
+            self._end_call("")
+        return final
 
     def _begin(self, *, final: bool) -> bool:
-        text = self._buffer.lstrip()
-        tagged = text.startswith(START)
-        rest = text.removeprefix(START).lstrip() if tagged else text
+        rest = self._buffer.lstrip()
+        while rest.startswith(START):
+            rest = rest.removeprefix(START).lstrip()
         if rest.startswith("["):
             place = len(self._buffer) - len(rest) + 1
             self._seen, self._buffer, self._state = self._buffer[:place], self._buffer[place:], "list"
             self._begins = place
             return True
-        if not final and (not rest or (not tagged and START.startswith(text))):
+        if not final and START.startswith(rest):
             return False
         self._state = "text"
         return True
@@ -76,9 +75,10 @@ class PythonicParser(ToolParser):
         return char == "," and not self._depth and not self._quote
 
     def _end_call(self, char: str) -> None:
+        """End the call that was read, with the comma or bracket after it; "" where the text ends without one."""
         text = self._seen[self._begins :]
-        found = read_call(text)
-        if found is not None:
+        found = read_call(text if char else text.strip().removesuffix(END))
+        if found is not None and self._offers(found[0]):
             self._call(found[0])
             self._argue(found[1])
             self._seen, self._begins = "", 0

@@ -27,6 +27,7 @@ class Qwen3CoderParser(ToolParser):
     _function: Function | None = None
     _key = ""
     _told = 0  # parameters of the call
+    _opening = ""  # the tags before the name
 
     def _step(self, *, final: bool) -> bool:
         advance: bool = getattr(self, f"_in_{self._state}")(final=final)
@@ -36,29 +37,30 @@ class Qwen3CoderParser(ToolParser):
         text, marker = self._take_until(OPEN, FUNCTION, final=final)
         self._say(text)
         if marker is not None:
-            self._state = "open" if marker == OPEN else "name"
+            self._opening, self._state = marker, "open" if marker == OPEN else "name"
         return marker is not None
 
     def _in_open(self, *, final: bool) -> bool:
         text = self._buffer.lstrip()
-        if text.startswith(FUNCTION):
-            self._buffer, self._state = text[len(FUNCTION) :], "name"
+        marker = next((marker for marker in (OPEN, FUNCTION) if text.startswith(marker)), None)
+        if marker is not None:
+            size = len(self._buffer) - len(text) + len(marker)
+            self._opening, self._buffer = self._opening + self._buffer[:size], self._buffer[size:]
+            self._state = "open" if marker == OPEN else "name"
             return True
-        if not final and FUNCTION.startswith(text):
+        if not final and any(marker.startswith(text) for marker in (OPEN, FUNCTION)):
             return False
-        self._say(OPEN)
-        self._state = "text"
+        self._back_to_text()
         return True
 
     def _in_name(self, *, final: bool) -> bool:
         name, end, rest = self._buffer.partition(">")
         if not end and not final:
             return False
-        if not end or len(name.split()) != 1:
-            self._say(FUNCTION)
-            self._state = "text"
-            return True
         name = name.strip()
+        if not end or len(name.split()) != 1 or not self._offers(name):
+            self._back_to_text()
+            return True
         self._call(name)
         self._buffer, self._state, self._told = rest, "body", 0
         self._function = self._functions.get(name)
@@ -105,6 +107,11 @@ class Qwen3CoderParser(ToolParser):
 
     def _end(self) -> None:
         self._argue("}" if self._told else "{}")
+        self._state = "text"
+
+    def _back_to_text(self) -> None:
+        """What was read is no call."""
+        self._say(self._opening)
         self._state = "text"
 
     def _as_json(self, text: str) -> str:

@@ -1,0 +1,142 @@
+"""Objects that only look like calls, and calls that are written almost right."""
+
+import json
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from specrs.server.parsers.base import Function, ToolParser
+from specrs.server.parsers.forced import RequiredParser
+from specrs.server.parsers.table import TOOL_PARSERS
+
+from .test_parsers import FORMATS, Calls, Read, cut, cuts, names, read, values
+
+WEATHER = Function("weather", {"type": "object", "properties": {"city": {"type": "string"}}})
+ROME = '{"city": "Rome"}'
+CALL = ["weather", ROME]
+
+
+def as_qwen(made: Calls) -> str:
+    return "\n".join(
+        f"<tool_call>\n<function={name}>\n"
+        + "".join(f"<parameter={key}>\n{json.dumps(value)}\n</parameter>\n" for key, value in arguments.items())
+        + "</function>\n</tool_call>"
+        for name, arguments in made
+    )
+
+
+WRITERS = {**FORMATS, "qwen3_coder": ("qwen3_coder", as_qwen)}
+
+
+def read_alike(parser: str, text: str, places: Sequence[int] = ()) -> Read:
+    """What `parser` reads when `weather` is offered: of the whole text, of its characters, and of pieces cut at `places`."""
+
+    def make() -> ToolParser:
+        return RequiredParser([WEATHER]) if parser == "required" else TOOL_PARSERS[parser]([WEATHER])
+
+    whole = read(make(), [text])
+    assert read(make(), [*text]) == whole
+    assert read(make(), cut(text, places)) == whole
+    return whole
+
+
+@pytest.mark.parametrize("form", WRITERS)
+@settings(max_examples=40, deadline=None)
+@given(
+    made=st.lists(
+        st.tuples(names.filter(lambda name: name != "weather"), st.dictionaries(names, values, max_size=3)),
+        min_size=1,
+        max_size=2,
+    ),
+    places=cuts,
+)
+def test_a_call_of_what_is_not_offered_is_content(form: str, made: Calls, places: list[int]) -> None:
+    parser, write = WRITERS[form]
+    found = read_alike(parser, write(made), places)
+    assert found.calls == []
+    assert found.content == write(made)
+
+
+@pytest.mark.parametrize("form", WRITERS)
+def test_a_call_of_what_is_offered_is_read(form: str) -> None:
+    parser, write = WRITERS[form]
+    found = read_alike(parser, write([("weather", {"city": "Rome"})]))
+    ((name, arguments),) = found.calls
+    assert (name, json.loads(arguments)["city"].strip('"'), found.content) == ("weather", "Rome", "")
+
+
+@pytest.mark.parametrize("text", ['{"name": "Alice", "age": 30}', '{"age": 30, "name": "Alice"}', '{"name": "Alice"}'])
+@pytest.mark.parametrize("parser", [*TOOL_PARSERS, "required"])
+def test_an_answer_with_a_name_is_no_call(parser: str, text: str) -> None:
+    """A JSON answer about a person is content, although it has the key that a call has its function under."""
+    assert read_alike(parser, text) == Read(text)
+
+
+@pytest.mark.parametrize("parser", ["hermes", "qwen3_coder"])
+def test_a_call_of_what_is_not_offered_leaves_the_next_one(parser: str) -> None:
+    text = WRITERS[parser][1]([("wether", {"city": "Rome"}), ("weather", {"city": "Rome"})])
+    found = read_alike(parser, text)
+    assert [name for name, _ in found.calls] == ["weather"]
+    assert found.content.count("wether") == 1
+
+
+HERMES = f'{{"name": "weather", "arguments": {ROME}}}'
+LLAMA = f'{{"name": "weather", "parameters": {ROME}}}'
+QWEN = "<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>"
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        ("hermes", f"<tool_call>\n<tool_call>\n{HERMES}\n</tool_call>"),
+        ("hermes", f"<tool_call><tool_call><tool_call>{HERMES}</tool_call></tool_call></tool_call>"),
+        ("hermes", f"<tool_call>{HERMES}\n</tool_call>\n</tool_call>"),
+        ("llama3_json", f"<|python_tag|><|python_tag|>{LLAMA}"),
+        ("llama3_json", f"<|python_tag|> <|python_tag|>\n{LLAMA}"),
+        ("mistral", f"[TOOL_CALLS][TOOL_CALLS][{HERMES}]"),
+        ("mistral", f"[TOOL_CALLS] [TOOL_CALLS]weather{ROME}"),
+        ("pythonic", '<|python_start|><|python_start|>[weather(city="Rome")]<|python_end|><|python_end|>'),
+        ("qwen3_coder", f"<tool_call>\n<tool_call>\n{QWEN}\n</tool_call>"),
+    ],
+)
+def test_a_tag_that_is_written_twice_counts_once(parser: str, text: str) -> None:
+    assert read_alike(parser, text) == Read("", [CALL])
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        ("hermes", f"<tool_call>\n{HERMES[:-1]}\n</tool_call>"),
+        ("hermes", f"<tool_call>\n{HERMES[:-1]}"),
+        ("hermes", f"<tool_call>\n{HERMES}}}\n</tool_call>"),
+        ("hermes", f"<tool_call>\n{HERMES}\n}} }}</tool_call>"),
+        ("hermes", '<tool_call>{"name": "weather", "arguments": "{\\"city\\": \\"Rome\\"}"</tool_call>'),
+        ("llama3_json", LLAMA[:-1]),
+        ("llama3_json", LLAMA + "}"),
+        ("mistral", f"[TOOL_CALLS][{HERMES[:-1]}]"),
+        ("mistral", f"[TOOL_CALLS][{HERMES}}}]"),
+        ("mistral", f"[TOOL_CALLS][{HERMES}"),
+        ("pythonic", '[weather(city="Rome")'),
+        ("pythonic", '<|python_start|>[weather(city="Rome")<|python_end|>'),
+    ],
+)
+def test_a_brace_too_few_or_too_many_leaves_no_mark_in_the_content(parser: str, text: str) -> None:
+    assert read_alike(parser, text) == Read("", [CALL])
+
+
+def test_arguments_without_their_braces_end_where_the_tag_begins() -> None:
+    found = read_alike("hermes", f'<tool_call>{{"name": "weather", "arguments": {ROME[:-1]}\n</tool_call>\nIt is warm.')
+    assert found == Read("\nIt is warm.", [["weather", ROME[:-1] + "\n"]])
+
+
+def test_a_brace_too_few_leaves_the_next_call() -> None:
+    assert read_alike("llama3_json", f"{LLAMA[:-1]}; {LLAMA}") == Read("", [CALL, CALL])
+    assert read_alike("llama3_json", f"{LLAMA}}}; {LLAMA}") == Read("", [CALL, CALL])
+    text = f"<tool_call>{HERMES[:-1]}</tool_call>\n<tool_call>{HERMES}</tool_call>"
+    assert read_alike("hermes", text) == Read("", [CALL, CALL])
+
+
+def test_text_after_a_call_keeps_its_line() -> None:
+    assert read_alike("hermes", f"<tool_call>{HERMES}</tool_call>\nDone.") == Read("\nDone.", [CALL])
+    assert read_alike("llama3_json", f"{LLAMA}\nDone.") == Read("\nDone.", [CALL])
