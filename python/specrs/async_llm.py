@@ -60,6 +60,11 @@ class OutputStream:
         news, self._pending = self._pending, {}
         return sorted(news.items())
 
+    def finish(self, index: int, completion: int) -> None:
+        """End one completion of prompt `index` as if it had stopped by itself; its last output is still told."""
+        if self._group is not None:
+            self._llm._loop.finish(self._group, index, completion)
+
     def close(self) -> None:
         """End what still runs; its blocks come back when the launches in flight have settled. May be called twice."""
         if self._closed:
@@ -250,6 +255,12 @@ class AsyncLLM:
         if self._intake.texts is None:
             raise invalid_request("token_id", token_id, "has no text with skip_tokenizer_init=True")
         return self._intake.texts[token_id]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for. Raises `InvalidRequestError` without a tokenizer."""
+        self.token_text(token_id)
+        assert self._intake.texts is not None
+        return self._intake.texts.bytes_of(token_id)
 
     @property
     def num_unfinished(self) -> int:

@@ -152,6 +152,28 @@ class Tokenizer:
         """Text of `token_ids`, all at once."""
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
+    def bytes_in_vocabulary(self, token_id: int) -> bytes:
+        """The bytes that the vocabulary's entry of a token stands for; empty for an id that it does not have.
+
+        For byte-level tokenizers and those with a fallback to bytes. Other vocabularies may write a token otherwise
+        than it is decoded.
+        """
+        token = self.backend.id_to_token(token_id)
+        return b"" if token is None else self._bytes_of(token)
+
+    def _bytes_of(self, token: str) -> bytes:
+        if self._is_byte_level and all(symbol in _BYTE_OF_SYMBOL for symbol in token):
+            return bytes(_BYTE_OF_SYMBOL[symbol] for symbol in token)
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes([int(token[3:5], 16)])
+        return token.replace("\u2581", " ").encode()
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        """Whether the vocabulary writes bytes as symbols. The decoder says so: its JSON alone, not the vocabulary's."""
+        decoder = self.backend.decoder
+        return decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -326,17 +348,9 @@ def _meanings(tokenizer: Tokenizer) -> dict[tuple[bool, bytes], int]:
     """Ids by whether the token is an added one and the bytes that it stands for; the lowest id of several."""
     backend = tokenizer.backend
     added = {token.content for token in backend.get_added_tokens_decoder().values()}
-    byte_of = _BYTE_OF_SYMBOL if '"ByteLevel"' in json.dumps(json.loads(backend.to_str())["decoder"]) else None
     found: dict[tuple[bool, bytes], int] = {}
     for token, token_id in sorted(_used(tokenizer).items(), key=lambda item: item[1]):
-        if token in added:
-            meaning = token.encode()
-        elif byte_of is not None and all(symbol in byte_of for symbol in token):
-            meaning = bytes(byte_of[symbol] for symbol in token)
-        elif len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-            meaning = bytes([int(token[3:5], 16)])
-        else:
-            meaning = token.replace("\u2581", " ").encode()
+        meaning = token.encode() if token in added else tokenizer._bytes_of(token)
         found.setdefault((token in added, meaning), token_id)
     return found
 

@@ -43,10 +43,10 @@ class ScriptedEngine:
         self.seen.append(request)
         self._in_flight = self.planned_ahead
 
-    def abort(self, request_id: int) -> None:
+    def abort(self, request_id: int, reason: FinishReason = FinishReason.ABORT) -> None:
         if request_id not in self.live:
             raise UnknownRequestError(f"request {request_id} is not live")
-        self.live.pop(request_id).finish(FinishReason.ABORT)
+        self.live.pop(request_id).finish(reason)
 
     def has_unfinished(self) -> bool:
         return bool(self.live) or self._in_flight

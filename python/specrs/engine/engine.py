@@ -182,15 +182,17 @@ class Engine:
         """What drafts, None without speculation."""
         return self.runner.drafter
 
-    def abort(self, request_id: int) -> None:
+    def abort(self, request_id: int, reason: FinishReason = FinishReason.ABORT) -> None:
         """End a request now; its blocks come back when the launches in flight that name it have settled.
+
+        `reason`: what it has ended for, where its caller knows another one.
 
         Raises:
             UnknownRequestError: no such request is running or waiting.
         """
         self._mend()
         self.scheduler.abort(request_id)
-        self._end(request_id, FinishReason.ABORT)
+        self._end(request_id, reason)
 
     def has_unfinished(self) -> bool:
         """Whether a request waits or runs, or a launch is in flight."""

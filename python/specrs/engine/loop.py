@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from specrs.engine.output_builder import OutputBuilder
-from specrs.engine.request import Request
+from specrs.engine.request import FinishReason, Request
 from specrs.errors import EngineDeadError, EngineError, UnknownRequestError
 from specrs.outputs import RequestOutput
 
@@ -98,6 +98,12 @@ class EngineLoop(threading.Thread):
         """End what runs of a group. Nothing is told of it any more."""
         with contextlib.suppress(EngineDeadError):
             self._put(_Command(lambda: self._abort(group), None))
+
+    def finish(self, group: Group, index: int, completion: int) -> None:
+        """End one completion of prompt `index` as stopped, and tell of it; nothing happens where it has ended."""
+        request = group.prompts[index][completion]
+        with contextlib.suppress(EngineDeadError):
+            self._put(_Command(lambda: self._finish(request), None))
 
     def call(self, function: Callable[[], ResultT]) -> Future[ResultT]:
         """Run `function` in this thread, between two steps."""
@@ -183,6 +189,11 @@ class EngineLoop(threading.Thread):
             if not request.finished:
                 with contextlib.suppress(UnknownRequestError):  # the fault may have come before it was added
                     self._engine.abort(request.request_id)
+
+    def _finish(self, request: Request) -> None:
+        if request.request_id in self._owners and not request.finished:
+            self._engine.abort(request.request_id, FinishReason.STOP)
+            self._publish([request])
 
     def _step(self) -> None:
         try:

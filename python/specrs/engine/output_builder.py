@@ -29,6 +29,12 @@ class TokenTexts(dict[int, str]):
         self[token_id] = text if len(one) + len(text) == len(two) else one
         return self[token_id]
 
+    def bytes_of(self, token_id: int) -> bytes:
+        """The bytes that a token stands for, which may be a part of a character."""
+        text = self[token_id]
+        # what is no text by itself only the vocabulary knows
+        return self._tokenizer.bytes_in_vocabulary(token_id) if "\ufffd" in text else text.encode()
+
 
 def metrics(requests: Sequence[Request]) -> RequestMetrics:
     """The figures of the requests that complete one prompt, at least one."""

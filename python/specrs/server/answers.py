@@ -8,23 +8,25 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from specrs.core import TokenDecoder
 from specrs.outputs import CompletionOutput, Draft, RequestOutput
-from specrs.server.logprobs import TokenText, chat_logprobs, completion_logprobs, prompt_logprobs
+from specrs.server.content_stops import StoppedCompletion
+from specrs.server.logprobs import TokenBytes, TokenText, chat_logprobs, completion_logprobs, prompt_logprobs
 from specrs.server.messages import MessageReader
 from specrs.server.params import Asked
 from specrs.server.protocol import SamplingBody
+from specrs.server.token_pieces import TextOffsets, TokenPieces
 from specrs.server.usage import tokens_of
 
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """What was told of a completion: tokens, characters of their texts, drafts, and that it ended."""
+    """What was told of a completion: tokens, drafts, and that it ended."""
 
     tokens: int = 0
-    characters: int = 0
     drafts: int = 0
     ended: bool = False
 
@@ -57,6 +59,13 @@ class Answer:
             "model": self.model,
         }
 
+    def read(self, index: int, output: RequestOutput, finish: Callable[[int, int], None]) -> RequestOutput:
+        """What of an output of prompt `index` counts. Called with each output in turn, before `choices` or `chunks`.
+
+        `finish(index, completion)` ends a completion in the engine.
+        """
+        return output
+
     def prompt_fields(self, outputs: Mapping[int, RequestOutput]) -> dict[str, Any]:
         """Fields of the prompts that vLLM has beside `choices`: of an answer, and of the first chunk of a stream."""
         return {}
@@ -84,9 +93,9 @@ class Answer:
             return bool(ids or completion.finish_reason)
         return len(ids) > told.tokens or (completion.finish_reason is not None and not told.ended)
 
-    def _tell(self, index: int, completion: CompletionOutput, ids: Sequence[int], characters: int = 0) -> None:
+    def _tell(self, index: int, completion: CompletionOutput, ids: Sequence[int]) -> None:
         ended = completion.finish_reason is not None
-        self._told[index, completion.index] = _Told(len(ids), characters, len(completion.drafts or ()), ended)
+        self._told[index, completion.index] = _Told(len(ids), len(completion.drafts or ()), ended)
 
     def _ending(self, completion: CompletionOutput) -> dict[str, Any]:
         return {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
@@ -118,9 +127,15 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionAnswer(Answer):
-    """`POST /v1/completions`."""
+    """`POST /v1/completions`. `decoder`: the tokenizer's; None for no text.
+
+    `prompt_offsets`: where the tokens of each prompt begin in its text, for those that are told with the completion.
+    """
 
     echo: bool = False
+    decoder: TokenDecoder | None = None
+    prompt_offsets: Sequence[Sequence[int]] = ()
+    _offsets: dict[tuple[int, int], TextOffsets] = field(default_factory=dict)  # by prompt and completion
 
     operation_name = object_name = chunk_name = "text_completion"
     id_prefix = "cmpl"
@@ -132,7 +147,7 @@ class CompletionAnswer(Answer):
             choice = {
                 "index": self._choice_index(index, completion),
                 "text": (self.prompt_texts[index] if self.echo else "") + text,
-                "logprobs": self._logprobs(output, completion, ids, first=True, start=0, offset=0),
+                "logprobs": self._logprobs(index, output, completion, ids, first=True, start=0),
                 **self._ending(completion),
             }
             choices.append(choice | self._extras(output, completion, ids, None))
@@ -149,11 +164,9 @@ class CompletionAnswer(Answer):
             text = "" if self.asked.silent else completion.delta
             if first and self.echo:
                 text = self.prompt_texts[index] + text
-            new, characters = ids[told.tokens :], told.characters
-            logprobs = self._logprobs(output, completion, new, first=first, start=told.tokens, offset=characters)
-            if logprobs is not None and logprobs["tokens"]:
-                characters = logprobs["text_offset"][-1] + len(logprobs["tokens"][-1])
-            self._tell(index, completion, ids, characters)
+            new = ids[told.tokens :]
+            logprobs = self._logprobs(index, output, completion, new, first=first, start=told.tokens)
+            self._tell(index, completion, ids)
             choice = {
                 "index": self._choice_index(index, completion),
                 "text": text,
@@ -173,21 +186,32 @@ class CompletionAnswer(Answer):
 
     def _logprobs(
         self,
+        index: int,
         output: RequestOutput,
         completion: CompletionOutput,
         ids: Sequence[int],
         *,
         first: bool,
         start: int,
-        offset: int,
     ) -> dict[str, Any] | None:
         if completion.logprobs is None:
             return None
         entries: list[Mapping[int, Any] | None] = list(completion.logprobs[start : start + len(ids)])
+        offsets = self._offsets_of(index, output, completion)[start : start + len(ids)]
         if first and self.echo and output.prompt_logprobs is not None:
             ids = [*output.prompt_token_ids, *ids]
             entries = [*output.prompt_logprobs, *entries]
-        return completion_logprobs(ids, entries, self.token_text, offset, top=bool(self.asked.params.logprobs))
+            offsets = [*self.prompt_offsets[index], *offsets]
+        return completion_logprobs(ids, entries, self.token_text, offsets, top=bool(self.asked.params.logprobs))
+
+    def _offsets_of(self, index: int, output: RequestOutput, completion: CompletionOutput) -> list[int]:
+        """Where the tokens of a completion begin in the text of its choice."""
+        key = index, completion.index
+        if key not in self._offsets:
+            skip = self.asked.params.skip_special_tokens
+            pieces = TokenPieces(self.decoder, output.prompt_token_ids, skip_special_tokens=skip)
+            self._offsets[key] = TextOffsets(pieces, len(self.prompt_texts[index]) if self.echo else 0)
+        return self._offsets[key].of(completion.token_ids)
 
     def _extras(
         self, output: RequestOutput, completion: CompletionOutput, ids: Sequence[int], told: _Told | None
@@ -208,15 +232,40 @@ class ChatAnswer(Answer):
     """
 
     decode: Callable[[Sequence[int]], str]
+    token_bytes: TokenBytes
     new_reader: Callable[[], MessageReader] | None = None
+    decoder: TokenDecoder | None = None
     _readers: dict[tuple[int, int], MessageReader] = field(default_factory=dict)  # of streams
     _reasoning_tokens: dict[tuple[int, int], int] = field(default_factory=dict)
     _reasoned: set[tuple[int, int]] = field(default_factory=set)  # completions whose reasoning has ended
+    _stopped: dict[tuple[int, int], StoppedCompletion] = field(default_factory=dict)  # where content has stop strings
 
     operation_name = "chat"
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
     id_prefix = "chatcmpl"
+
+    def read(self, index: int, output: RequestOutput, finish: Callable[[int, int], None]) -> RequestOutput:
+        """The output up to the stop strings in its contents."""
+        if not self.asked.stops_in_content:
+            return output
+        return replace(output, outputs=[self._read(index, output, one, finish) for one in output.outputs])
+
+    def _read(
+        self, index: int, output: RequestOutput, completion: CompletionOutput, finish: Callable[[int, int], None]
+    ) -> CompletionOutput:
+        key, params = (index, completion.index), self.asked.params
+        if key not in self._stopped:
+            assert self.new_reader is not None
+            pieces = TokenPieces(self.decoder, output.prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
+            self._stopped[key] = StoppedCompletion(self.new_reader, pieces, params)
+            self._readers[key] = self._stopped[key].reader
+        stopped = self._stopped[key]
+        before = stopped.stopped
+        read = stopped.read(completion)
+        if stopped.stopped and not before and completion.finish_reason is None:
+            finish(index, completion.index)
+        return read
 
     def prompt_fields(self, outputs: Mapping[int, RequestOutput]) -> dict[str, Any]:
         (output,) = outputs.values()
@@ -242,8 +291,9 @@ class ChatAnswer(Answer):
             ending = self._ending(completion)
             message: dict[str, Any] = {"content": completion.text, "refusal": None}
             if self.new_reader is not None:
-                reader = self.new_reader()
-                message = reader.message(completion.text)
+                reader = self._readers.get((index, completion.index)) or self.new_reader()
+                read = self.asked.stops_in_content
+                message = reader.take_message() if read else reader.message(completion.text)
                 self._count_reasoning((index, completion.index), reader, completion.token_ids)
                 ending["finish_reason"] = reader.finish_reason(completion.finish_reason)
             choice = {
@@ -269,7 +319,8 @@ class ChatAnswer(Answer):
             delta: dict[str, Any] = {"content": completion.delta}
             if self.new_reader is not None:
                 reader = self._readers.setdefault(key, self.new_reader())
-                delta = reader.delta(completion.delta, final=completion.finish_reason is not None)
+                final, read = completion.finish_reason is not None, self.asked.stops_in_content
+                delta = reader.take() if read else reader.delta(completion.delta, final=final)
                 self._count_reasoning(key, reader, ids)
                 ending["finish_reason"] = reader.finish_reason(completion.finish_reason)
             choice = {
@@ -285,4 +336,4 @@ class ChatAnswer(Answer):
         if completion.logprobs is None:
             return None
         ids, entries = completion.token_ids[start:], completion.logprobs[start:]
-        return chat_logprobs(ids, entries, self.token_text, self.asked.params.logprobs or 0)
+        return chat_logprobs(ids, entries, self.token_text, self.token_bytes, self.asked.params.logprobs or 0)

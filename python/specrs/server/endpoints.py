@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,7 @@ from specrs.server.protocol import (
     TokenizeRequest,
     Tool,
 )
+from specrs.server.token_pieces import prompt_offsets
 from specrs.server.tools import CHAT_FIELDS, FieldNames, read_tools, template_tools
 from specrs.tokenizer import Tokenizer
 
@@ -46,20 +48,25 @@ async def completions(context: Context, body: CompletionRequest) -> Result:
             return read_text(tokenizer, item, special=special, salt=salt, max_tokens=longest)
         return Prompt(item, None, salt)
 
-    def read() -> tuple[list[Prompt], list[str]]:
+    def read() -> tuple[list[Prompt], list[str], list[list[int]]]:
         prompts = [read_one(item) for item in given]
         # ids that are no tokens are refused when the prompt is queued, and have no text
         texts = [_text(tokenizer, prompt, context.llm.limits.vocab_size) for prompt in prompts] if body.echo else []
-        return prompts, texts
+        offsets = []
+        if body.echo and asked.params.prompt_logprobs is not None:
+            offsets = [_offsets(tokenizer, *pair) for pair in zip(prompts, texts, strict=True)]
+        return prompts, texts, offsets
 
-    prompts, texts = await context.llm.in_thread(read)
+    prompts, texts, offsets = await context.llm.in_thread(read)
     answer = CompletionAnswer(
         model=body.model or context.model_names[0],
         body=body,
         asked=asked,
         token_text=token_text(context, body),
         prompt_texts=texts,
+        prompt_offsets=offsets,
         echo=bool(body.echo),
+        decoder=None if tokenizer is None else tokenizer.decoder,
         **_named(body),
     )
     return await _generate(context, answer, prompts)
@@ -81,15 +88,19 @@ async def prepare_chat(
     asked = chat_params(body, context.defaults, tools, constraint.grammar)
     hidden = tools.choice == "none" and context.tools.exclude_when_none
     prompt = await chat_prompt(context, body, None if hidden else body.tools)
+    new_reader = tools.reader(
+        prompt.text or "", constrained=constraint.grammar is not None, openings=constraint.openings
+    )
+    asked = replace(asked, stops_in_content=new_reader is not None and bool(asked.params.stop_strings))
     answer = ChatAnswer(
         decode=partial(_tokenizer(context).decode, skip_special_tokens=asked.params.skip_special_tokens),
-        new_reader=tools.reader(
-            prompt.text or "", constrained=constraint.grammar is not None, openings=constraint.openings
-        ),
+        new_reader=new_reader,
+        decoder=_tokenizer(context).decoder,
         model=body.model or context.model_names[0],
         body=body,
         asked=asked,
         token_text=token_text(context, body),
+        token_bytes=context.llm.token_bytes,
         **_named(body),
     )
     check_size(context, answer, [prompt])
@@ -225,6 +236,13 @@ def _text(tokenizer: Tokenizer | None, prompt: Prompt, vocab_size: int) -> str:
     if tokenizer is None or not all(0 <= token < vocab_size for token in prompt.token_ids):
         return ""
     return tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+
+
+def _offsets(tokenizer: Tokenizer | None, prompt: Prompt, text: str) -> list[int]:
+    """Where the tokens of a prompt begin in `text`. A prompt without a text has all of them at its beginning."""
+    if tokenizer is None or not text:
+        return [0] * len(prompt.token_ids)
+    return prompt_offsets(tokenizer, prompt.token_ids, text)
 
 
 def _named(body: SamplingBody) -> dict[str, Any]:

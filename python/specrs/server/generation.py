@@ -59,7 +59,7 @@ class Generation:
 
         self._stream = await self._llm.submit(
             prompts,
-            self._answer.asked.params,
+            self._answer.asked.engine_params,
             lora_request=lora_request,
             priority=self._answer.body.priority or 0,
             observer=observe,
@@ -174,6 +174,7 @@ class Generation:
     async def _news(self) -> AsyncIterator[News]:
         assert self._stream is not None
         while news := await self._stream.get():
+            news = [(index, self._answer.read(index, output, self._stream.finish)) for index, output in news]
             self._last.update(news)
             yield news
 

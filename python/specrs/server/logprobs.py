@@ -12,29 +12,29 @@ LEAST = -9999.0
 
 TokenText = Callable[[int], str]
 """The text of a token by itself."""
+TokenBytes = Callable[[int], bytes]
+"""The bytes that a token stands for, which may be a part of a character."""
 
 
 def completion_logprobs(
     token_ids: Sequence[int],
     entries: Sequence[Mapping[int, Logprob] | None],
     token_text: TokenText,
-    offset: int,
+    offsets: Sequence[int],
     *,
     top: bool,
 ) -> dict[str, Any]:
-    """The `logprobs` of a completion. `entries[i]` is told of `token_ids[i]`, None where nothing predicts it.
+    """The `logprobs` of a completion.
 
-    `offset`: characters before the first token. `top`: with the most likely tokens at each position; the token itself
-    is among them. Offsets count the texts of single tokens.
+    `entries[i]` has the log probabilities at `token_ids[i]`, None where nothing predicts it. `offsets[i]` is where that
+    token begins in the choice's text, in characters. `top`: with the most likely tokens at each position; the token
+    itself is among them.
     """
-    texts, offsets = [], []
+    texts = []
     values: list[float | None] = []
     tops: list[dict[str, float] | None] = []
     for token_id, entry in zip(token_ids, entries, strict=True):
-        text = token_text(token_id)
-        texts.append(text)
-        offsets.append(offset)
-        offset += len(text)
+        texts.append(token_text(token_id))
         if entry is None:
             values.append(None)
             tops.append(None)
@@ -46,7 +46,7 @@ def completion_logprobs(
             likely.setdefault(token_text(other), _finite(logprob.logprob))
         tops.append(likely)
     return {
-        "text_offset": offsets,
+        "text_offset": list(offsets),
         "token_logprobs": values,
         "tokens": texts,
         "top_logprobs": tops if top else None,
@@ -54,19 +54,29 @@ def completion_logprobs(
 
 
 def chat_logprobs(
-    token_ids: Sequence[int], entries: Sequence[Mapping[int, Logprob]], token_text: TokenText, top: int
+    token_ids: Sequence[int],
+    entries: Sequence[Mapping[int, Logprob]],
+    token_text: TokenText,
+    token_bytes: TokenBytes,
+    top: int,
 ) -> dict[str, Any]:
     """The `logprobs` of a chat message, with the `top` most likely tokens at each position."""
+
+    def told(token_id: int, logprob: Logprob) -> dict[str, Any]:
+        return {
+            "token": token_text(token_id),
+            "logprob": _finite(logprob.logprob),
+            "bytes": list(token_bytes(token_id)),
+        }
+
     content = []
     for token_id, entry in zip(token_ids, entries, strict=True):
         likely = sorted((other for other in entry.items()), key=lambda item: item[1].rank or 0)
         content.append(
             {
-                **_token(token_text(token_id), entry[token_id]),
+                **told(token_id, entry[token_id]),
                 "top_logprobs": [
-                    _token(token_text(other), logprob)
-                    for other, logprob in likely
-                    if top == -1 or (logprob.rank or 0) <= top
+                    told(other, logprob) for other, logprob in likely if top == -1 or (logprob.rank or 0) <= top
                 ],
             }
         )
@@ -84,10 +94,6 @@ def prompt_logprobs(entries: Sequence[Mapping[int, Logprob] | None]) -> list[dic
         }
         for entry in entries
     ]
-
-
-def _token(text: str, logprob: Logprob) -> dict[str, Any]:
-    return {"token": text, "logprob": _finite(logprob.logprob), "bytes": list(text.encode(errors="replace"))}
 
 
 def _finite(value: float) -> float:

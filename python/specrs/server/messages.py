@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from specrs.server.content_stops import ContentStops
 from specrs.server.parsers.base import CallStart, Content, Event, ToolParser
 from specrs.server.parsers.reasoning import ReasoningParser
 
@@ -33,26 +34,49 @@ class MessageReader:
         self._named = named
         self._new_call_id = new_call_id
         self._num_calls = 0
+        self._new_reasoning = ""  # not taken yet
+        self._new_events: list[Event] = []
+        self.stops: ContentStops | None = None
+        """What ends the content at a stop string; None where the engine ends the text."""
 
-    def delta(self, text: str, *, final: bool) -> dict[str, Any]:
-        """What `text` adds to the message, as OpenAI's deltas have it; `final`: the completion has ended."""
+    def feed(self, text: str, *, final: bool) -> None:
+        """Read `text`, for `take` to tell; `final`: the completion has ended. After a stop string nothing is read."""
+        if self.stops is not None and self.stops.found is not None:
+            return
         reasoning, answer = ("", text) if self._reasoning is None else self._reasoning.feed(text, final=final)
-        delta: dict[str, Any] = {}
-        if reasoning and self._include_reasoning:
-            delta |= dict.fromkeys(REASONING, reasoning)
+        self._new_reasoning += reasoning
         if self._tools is None:
             events: list[Event] = [Content(answer)] if answer else []
         else:
             events = self._tools.feed(answer)
             if final:
                 events += self._tools.finish()
+        self._new_events += events if self.stops is None else self.stops.filter(events, final=final)
+
+    def delta(self, text: str, *, final: bool) -> dict[str, Any]:
+        """What `text` adds to the message, as OpenAI's deltas have it; `final`: the completion has ended."""
+        self.feed(text, final=final)
+        return self.take()
+
+    def take(self) -> dict[str, Any]:
+        """What was read since the last time, as OpenAI's deltas have it."""
+        delta: dict[str, Any] = {}
+        reasoning, self._new_reasoning = self._new_reasoning, ""
+        events, self._new_events = self._new_events, []
+        if reasoning and self._include_reasoning:
+            delta |= dict.fromkeys(REASONING, reasoning)
         content = "".join(event.text for event in events if isinstance(event, Content))
         calls = list(self._calls(event for event in events if not isinstance(event, Content)))
         return delta | ({"content": content} if content else {}) | ({"tool_calls": calls} if calls else {})
 
     def message(self, text: str) -> dict[str, Any]:
         """The message that a whole text is, without its role."""
-        delta = self.delta(text, final=True)
+        self.feed(text, final=True)
+        return self.take_message()
+
+    def take_message(self) -> dict[str, Any]:
+        """The message that all that was read is, without its role."""
+        delta = self.take()
         message = {"content": delta.get("content"), "refusal": None}
         if message["content"] is None and "tool_calls" not in delta:
             message["content"] = ""

@@ -44,10 +44,19 @@ _SAME = (
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a body asks for. `silent`: the one token that the engine generates, because it must, is not told."""
+    """What a body asks for. `silent`: the one token that the engine generates, because it must, is not told.
+
+    `stops_in_content`: the stop strings end the content of messages, which the engine does not know.
+    """
 
     params: SamplingParams
     silent: bool = False
+    stops_in_content: bool = False
+
+    @property
+    def engine_params(self) -> SamplingParams:
+        """What the engine is asked for."""
+        return self.params.replace(stop=None) if self.stops_in_content else self.params
 
 
 def completion_params(body: CompletionRequest, defaults: Mapping[str, Any]) -> Asked:

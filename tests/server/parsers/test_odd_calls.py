@@ -30,7 +30,7 @@ WRITERS = {**FORMATS, "qwen3_coder": ("qwen3_coder", as_qwen)}
 
 
 def read_alike(parser: str, text: str, places: Sequence[int] = ()) -> Read:
-    """What `parser` reads when `weather` is offered: of the whole text, of its characters, and of pieces cut at `places`."""
+    """What `parser` reads when `weather` is offered: from all of the text, from single characters, from pieces."""
 
     def make() -> ToolParser:
         return RequiredParser([WEATHER]) if parser == "required" else TOOL_PARSERS[parser]([WEATHER])
