@@ -27,6 +27,7 @@ class TokenPieces:
         """`prompt_token_ids`: what the completion follows on. `decoder`: None for no text."""
         self._decoder = decoder
         self._skip_special_tokens = skip_special_tokens
+        self._size = 0  # of the text that `_output` has, in characters
         self._last: list[int] = []  # tokens, each of which added whole characters
         self._restart(prompt_token_ids)
 
@@ -43,7 +44,7 @@ class TokenPieces:
     def _restart(self, context: Sequence[int]) -> None:
         """Go on after `context`, whose text is not kept: to read all text after each token takes quadratic time."""
         self._output = Output(0, context, decoder=self._decoder, skip_special_tokens=self._skip_special_tokens)
-        self._size = 0  # of its text, in characters
+        self._size = 0
 
 
 class TextOffsets:
