@@ -123,6 +123,13 @@ def test_before_min_tokens_no_stop_string_counts(tokenizer: Tokenizer) -> None:
     assert told(tokenizer, text, stop="STOP", min_tokens=first - 1)[0]["content"] == "a "
 
 
+def test_a_stop_string_at_the_limit_is_the_reason(tokenizer: Tokenizer) -> None:
+    """The engine has ended the text by its length; the stop string came with the last token."""
+    count = tokens(tokenizer, "a STOP")
+    found, used = told(tokenizer, "a STOP b", stop="STOP", max_tokens=count)
+    assert (found["content"], found["finish_reason"], found["stop_reason"], used) == ("a ", "stop", "STOP", count)
+
+
 def test_stop_tokens_end_the_text_wherever_they_are(tokenizer: Tokenizer) -> None:
     (dot,) = tokenizer.encode(".", add_special_tokens=False)
     found, _ = told(tokenizer, "<think>Hm. And</think>b", stop="STOP", stop_token_ids=[dot])
@@ -135,6 +142,12 @@ def test_stops_at_the_very_end(tokenizer: Tokenizer) -> None:
     assert told(tokenizer, "a b\n", stop="\n")[0]["content"] == "a b"
     found, _ = told(tokenizer, "a <tool", stop="<tool")
     assert (found["content"], found["stop_reason"]) == ("a ", "<tool")
+
+
+def test_what_may_become_a_stop_string_is_held_back() -> None:
+    """Not where the stop string itself will be told."""
+    assert ContentStops(["ab"], include=False).filter([Content("ca")], final=False) == [Content("c")]
+    assert ContentStops(["ab"], include=True).filter([Content("ca")], final=False) == [Content("ca")]
 
 
 def search(contents: Sequence[str], stops: Sequence[str], include: bool) -> tuple[str, str | None]:

@@ -243,6 +243,27 @@ def test_tools_that_the_server_does_not_run_are_left_out(calling: Server) -> Non
     assert (alone.status, alone.json["choices"][0]["finish_reason"]) == (200, "length")
 
 
+def test_a_stop_string_in_content_ends_the_text_in_the_engine(calling: Server) -> None:
+    """One in the reasoning and in a call's arguments does not. It counts as stopped, and its tokens end there."""
+    text = f"<think>Rome?</think>I look.\n{CALLS}\nIn Rome it is warm, as it is in all of Italy."
+    body = {"messages": MESSAGES, "tools": TOOLS, "max_tokens": 300, "structured_outputs": {"choice": [text]}}
+    before = calling.wait_until_idle()
+    answer = calling.chat(**body, stop="Rome")
+    after = calling.wait_until_idle()
+    (choice,) = answer["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("tool_calls", "Rome")
+    assert choice["message"]["content"] == "I look.\nIn "
+    assert calls_of(choice["message"]) == [["weather", '{"city": "Rome", "days": 2}']]
+    whole = calling.chat(**body)["usage"]["completion_tokens"]
+    assert answer["usage"]["completion_tokens"] < whole - 5
+    for reason, count in (("stop", 1), ("abort", 0)):
+        name = f'vllm:request_success_total{{finished_reason="{reason}"}}'
+        assert after[name] - before[name] == count
+    chunks = calling.stream(PATH, **body, stop="Rome")
+    assert joined(chunks)["content"] == "I look.\nIn "
+    assert chunks[-1]["choices"][0]["stop_reason"] == "Rome"
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
