@@ -156,7 +156,7 @@ def test_prompts_whose_text_a_normalizer_changes(tmp_path: Path) -> None:
 def test_long_texts_do_not_drift(tokenizers: dict[str, Tokenizer], kind: str) -> None:
     """Beyond the characters that are kept to decode what follows, with whole characters and parts of them."""
     tokenizer = tokenizers[kind]
-    text = "a ab 日本 b é🎉 \n" * 120 + " ab" * 600 + "日🎉" * 700
+    text = "a ab 日本 b é🎉 \n" * 120 + " ab" * 600 + "é日🎉 " * 1100
     pieces = TokenPieces(tokenizer.decoder, (), skip_special_tokens=True)
     ids = tokenizer.encode(text, add_special_tokens=False)
     found = [pieces.add(token) for token in ids]
