@@ -168,6 +168,22 @@ mod tests {
         assert!((books.acceptance_length() - 3.0).abs() < 1e-12);
     }
 
+    /// What a part of the drafters recorded, taken from what all did, leaves what the others did: all counts of it.
+    #[test]
+    fn a_part_taken_away_leaves_the_other_part() {
+        let records = [(3, 3, false), (3, 0, true), (2, 1, true), (1, 1, false), (3, 2, true), (1, 0, false)];
+        let (mut all, mut parts) = (AcceptanceTracker::new(3), [AcceptanceTracker::new(3), AcceptanceTracker::new(3)]);
+        for (drafted, accepted, on_host) in records {
+            all.record(drafted, accepted).unwrap();
+            parts[usize::from(on_host)].record(drafted, accepted).unwrap();
+        }
+        let [device, host] = parts;
+        assert_eq!(all.clone().without(&host), device);
+        assert_eq!(all.clone().without(&device), host);
+        assert_eq!((device.draft_tokens(), host.draft_tokens()), (5, 8));
+        assert_eq!(all.clone().without(&all), AcceptanceTracker::new(3));
+    }
+
     #[test]
     fn impossible_counts_change_nothing() {
         let mut books = AcceptanceTracker::new(2);

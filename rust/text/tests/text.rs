@@ -67,6 +67,25 @@ proptest! {
         prop_assert_eq!(text.text(), decoder.decode(&ids, skip).unwrap());
     }
 
+    /// More bytes that are no text than are held back, each a replacement character, and words before and after them.
+    #[test]
+    fn long_runs_of_bytes_that_are_no_text_are_given_out_once(
+        runs in prop::collection::vec((select(&[5_u32, 6, 8][..]), 0..100usize, prop::collection::vec(0..4u32, 1..4)), 1..4),
+        skip in any::<bool>(),
+        chunk in 1..9usize,
+    ) {
+        let decoder = decoder();
+        let mut text = Detokenizer::new(decoder.clone(), params(skip, &[], 0), &[]).unwrap();
+        let ids: Vec<u32> = runs.iter().flat_map(|(byte, count, words)| [vec![*byte; *count], words.clone()].concat()).collect();
+        for ids in ids.chunks(chunk) {
+            text.update(ids.iter().copied()).unwrap();
+        }
+        text.finish().unwrap();
+        prop_assert_eq!(text.text(), decoder.decode(&ids, skip).unwrap());
+        let bytes: usize = runs.iter().map(|(_, count, _)| count).sum();
+        prop_assert_eq!(text.text().chars().filter(|&letter| letter == char::REPLACEMENT_CHARACTER).count(), bytes);
+    }
+
     #[test]
     fn a_stop_string_ends_the_text_where_a_search_of_all_of_it_would(
         ids in prop::collection::vec(0..5u32, 1..30),

@@ -125,3 +125,22 @@ fn a_better_priority_keeps_its_rows_and_requests_without_a_caller_their_places()
     driver.run();
     assert_eq!(driver.scheduler.num_preemptions(), 0);
 }
+
+#[test]
+fn the_last_of_a_crowd_loses_its_blocks_and_not_who_came_last() {
+    // All four are admitted with 2 blocks each, and come to need a fourth.
+    let mut driver = Driver::new(SchedulerConfig { num_blocks: 12, ..small() });
+    for id in 100..103 {
+        driver.add(id, &Ask { caller: Some(1), ..ask(id as u64, 6, 20) }).unwrap();
+    }
+    driver.add(0, &ask(3, 6, 20)).unwrap();
+    go_on(&mut driver, 1);
+    assert_eq!(driver.scheduler.num_running(), 4);
+    while driver.scheduler.num_preemptions() == 0 {
+        driver.launch();
+        driver.settle();
+    }
+    assert_eq!(driver.section("preempted_request_id", 1), [102], "the third of its caller, before a caller's only one");
+    assert_eq!(held(&driver), BTreeMap::from([(0, 1), (1, 2)]));
+    driver.run();
+}
