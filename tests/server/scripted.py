@@ -10,6 +10,7 @@ from typing import Any
 
 from llm.scripted import EOS, ScriptedEngine
 from specrs.async_llm import AsyncLLM
+from specrs.chat_template import Rendered
 from specrs.engine.request import FinishReason, Request
 from specrs.outputs import TokenLogprob
 from specrs.server.context import Context
@@ -55,8 +56,8 @@ class Script(ScriptedEngine):
 class LastMessage:
     """A chat template that is the text of the last message."""
 
-    async def render(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
-        return str(messages[-1]["content"])
+    async def render(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> Rendered:
+        return Rendered(str(messages[-1]["content"]))
 
 
 @dataclass

@@ -30,6 +30,7 @@ def told(tokenizer: Tokenizer, text: str, settings: ToolSettings = BOTH, **field
     message = choice["message"]
     wanted = {
         "content": message["content"] or "",
+        "reasoning": message.get("reasoning") or "",
         "reasoning_content": message.get("reasoning_content") or "",
         "calls": [[one["function"]["name"], one["function"]["arguments"]] for one in message.get("tool_calls", ())],
         "finish_reason": choice["finish_reason"],
@@ -57,6 +58,7 @@ def test_reasoning_and_arguments_may_hold_stop_strings(tokenizer: Tokenizer) -> 
     found, count = told(tokenizer, text, stop=["STOP"])
     assert found == {
         "content": "I look.",
+        "reasoning": "STOP?\nNo.",
         "reasoning_content": "STOP?\nNo.",
         "calls": [["look", '{"at": "STOP"}']],
         "finish_reason": "tool_calls",

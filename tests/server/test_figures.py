@@ -61,10 +61,10 @@ def test_usage_of_several_prompts_and_completions() -> None:
         "completion_tokens": 12,
         "total_tokens": 28,
         "prompt_tokens_details": {"cached_tokens": 12},
+        "completion_tokens_details": {"reasoning_tokens": 3},
     }
-    found = usage(outputs, silent=False)
-    assert {key: found[key] for key in wanted} == wanted
-    silent = usage(outputs, silent=True)
+    assert usage(outputs, silent=False, reasoning_tokens=3) == wanted
+    silent = usage(outputs, silent=True, reasoning_tokens=None)
     assert (silent["completion_tokens"], silent["total_tokens"]) == (0, 16)
 
 

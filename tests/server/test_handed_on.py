@@ -10,11 +10,12 @@ import tokenizer_files
 from specrs.config import EngineConfig
 from specrs.errors import CheckpointError
 from specrs.sampling import SamplingParams
+from specrs.server.constraints import chat_constraint
 from specrs.server.defaults import checkpoint_defaults
 from specrs.server.params import Asked, chat_params, completion_params
 from specrs.server.protocol import ChatCompletionRequest, CompletionRequest, SamplingBody
 from specrs.server.responses_protocol import ResponsesRequest, as_chat
-from specrs.server.tools import ToolSettings, read_tools
+from specrs.server.tools import CHAT_FIELDS, ToolSettings, read_tools
 from specrs.tokenizer import Tokenizer
 
 from .scripted import Script, ask
@@ -52,13 +53,16 @@ def completion(defaults: dict[str, Any] | None = None, **body: Any) -> Asked:
 
 
 def chat(defaults: dict[str, Any] | None = None, **body: Any) -> Asked:
-    read = ChatCompletionRequest.model_validate({"messages": MESSAGES, **body})
-    return chat_params(read, defaults or {}, read_tools(read, ToolSettings()))
+    return asked(ChatCompletionRequest.model_validate({"messages": MESSAGES, **body}), defaults)
 
 
 def response(defaults: dict[str, Any] | None = None, **body: Any) -> Asked:
-    read = as_chat(ResponsesRequest.model_validate({"input": "a", **body}))
-    return chat_params(read, defaults or {}, read_tools(read, ToolSettings()))
+    return asked(as_chat(ResponsesRequest.model_validate({"input": "a", **body})), defaults)
+
+
+def asked(body: ChatCompletionRequest, defaults: dict[str, Any] | None) -> Asked:
+    tools = read_tools(body, ToolSettings())
+    return chat_params(body, defaults or {}, tools, chat_constraint(body, tools, CHAT_FIELDS, None).grammar)
 
 
 def differing(params: SamplingParams, plain: SamplingParams) -> dict[str, Any]:
