@@ -17,11 +17,12 @@ from hf_reference import load
 from hypothesis import event, example, given
 from hypothesis import strategies as st
 from specrs.config import EngineConfig
-from specrs.core import InvalidRequestError
+from specrs.core import FLAG_DRAFT_NON_FINITE, InvalidRequestError
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
 from specrs.engine.weights import Weights, load_weights
+from specrs.runner.ring import Header, RingSlot
 from specrs.sampling import SamplingParams
 from sweep import sweep
 
@@ -218,8 +219,18 @@ def requests_of(draw: Any) -> Asked:
     )
 
 
+def watch_draft_faults(engine: Engine) -> None:
+    """Let a launch fail in which a mask of a draft's row is taken for a fault of the drafter."""
+
+    def watch(slot: RingSlot, header: Header, ms: float) -> None:
+        assert not (slot.results_arrays["flags"][: header.num_decode] & FLAG_DRAFT_NON_FINITE).any()
+
+    engine.watch = watch
+
+
 def made(engine: Engine, jobs: list[Asked], temperature: float) -> list[tuple[list[int], str, str | None]]:
     """Output, finish reason and error of each request; one that is rejected has the reason `rejected`."""
+    watch_draft_faults(engine)
     requests: list[Request | InvalidRequestError] = []
     for i, asked in enumerate(jobs):
         request = asked.request(i, temperature)

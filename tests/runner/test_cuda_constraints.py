@@ -4,7 +4,7 @@ As in `test_cuda_runner`, kernels are run by Triton's interpreter.
 """
 
 import pytest
-from engine.test_constraints import EDGES
+from engine.test_constraints import EDGES, watch_draft_faults
 from specrs.engine.engine import Engine
 
 from runner.cuda_engines import K
@@ -18,6 +18,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 def made(engine: Engine, temperature: float, k: int) -> list[tuple[list[int], str, str | None]]:
     """Output, finish reason and error of each request."""
+    watch_draft_faults(engine)
     requests = [asked.request(i, temperature, k) for i, asked in enumerate(EDGES)]
     for request in requests:
         engine.add_request(request)

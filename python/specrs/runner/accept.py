@@ -103,7 +103,7 @@ def update(
     flags = drafted.flags | torch.where(fits, 0, FLAG_CAPACITY)
     good = it.alive & fits
     if verdict.allowed_top is not None:
-        is_empty = is_sound & (it.flat.columns(verdict.allowed_top) == -math.inf) & (column <= accepted[:, None])
+        is_empty = is_sound & (it.flat.columns(verdict.allowed_top) == -math.inf)
         first_empty = torch.where(is_empty, column, width).amin(dim=1)
         reached = torch.minimum(accepted, first_empty)
         flags = flags | torch.where(first_empty > 0, 0, FLAG_NO_TOKEN_ALLOWED)
