@@ -147,7 +147,7 @@ fn refused(field: &str, entry: usize, change: impl Fn(&mut Report)) {
 
 #[test]
 fn results_that_no_launch_can_have() {
-    refused("flags", 0, |report| report.flags = 16);
+    refused("flags", 0, |report| report.flags = 32);
     refused("flags", 1, |report| report.flags = -1);
     refused("num_drafted", 0, |report| report.drafted = 4);
     refused("num_drafted", 1, |report| report.drafted = 1);
