@@ -13,11 +13,11 @@ from typing import Any
 
 from specrs.core import TokenDecoder
 from specrs.outputs import CompletionOutput, Draft, RequestOutput
-from specrs.server.content_stops import StoppedCompletion
 from specrs.server.logprobs import TokenBytes, TokenText, chat_logprobs, completion_logprobs, prompt_logprobs
 from specrs.server.messages import MessageReader
 from specrs.server.params import Asked
 from specrs.server.protocol import SamplingBody
+from specrs.server.stopped_completion import StoppedCompletion
 from specrs.server.token_pieces import TextOffsets, TokenPieces
 from specrs.server.usage import tokens_of
 
