@@ -1,6 +1,6 @@
 //! The threads that passes run on. A call runs one job after another, and threads claim the job's pieces. Knows no models.
 //!
-//! A thread that is not running holds nobody up unless it holds a piece: the others do its pieces, and a job ends when the
+//! A thread that is not running holds up no other thread unless it holds a piece: the others do its pieces, and a job ends when the
 //! threads that entered it have left. A thread that enters late finds the job closed.
 
 #![allow(unsafe_code)]
@@ -316,7 +316,7 @@ impl Job {
         self.0.store((epoch * Self::EPOCH) | Self::OPEN, Ordering::SeqCst);
     }
 
-    /// Lets nobody enter from now on. Returns whether nobody is inside.
+    /// Lets no thread enter from now on. Returns whether none is inside.
     fn close(&self) -> bool {
         self.0.fetch_and(!Self::OPEN, Ordering::SeqCst) & Self::INSIDE == 0
     }
@@ -342,7 +342,7 @@ impl Job {
         self.0.fetch_update(Ordering::SeqCst, Ordering::SeqCst, enter).is_ok()
     }
 
-    /// Leaves it. Returns whether it is closed and nobody is inside any more.
+    /// Leaves it. Returns whether it is closed and no thread is inside any more.
     fn leave(&self) -> bool {
         self.0.fetch_sub(1, Ordering::SeqCst) & (Self::OPEN | Self::INSIDE) == 1
     }

@@ -5,7 +5,7 @@ use std::cell::Cell;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The pieces of a job that nobody has claimed: a range for each participant, its start in the low 32 bits of a word.
+/// The pieces of a job that no thread has claimed: a range for each participant, its start in the low 32 bits of a word.
 #[derive(Default)]
 pub(super) struct Unclaimed(Vec<Line<AtomicU64>>);
 
@@ -22,7 +22,7 @@ impl Unclaimed {
         Self((0..participants).map(|_| Line::default()).collect())
     }
 
-    /// Participant t has the pieces `first[t]..first[t + 1]`. Nobody may claim meanwhile.
+    /// Participant t has the pieces `first[t]..first[t + 1]`. No thread may claim meanwhile.
     pub(super) fn reset(&self, first: &[usize]) {
         for (word, bounds) in self.0.iter().zip(first.windows(2)) {
             word.store(pack(&(bounds[0]..bounds[1])), Ordering::Relaxed);
@@ -57,7 +57,7 @@ impl Unclaimed {
 pub(crate) struct Pieces<'a>(Source<'a>);
 
 enum Source<'a> {
-    /// Nobody else is there to claim any.
+    /// No other participant is there to claim any.
     All(Range<usize>),
     Claimed(Claimed<'a>),
 }

@@ -25,7 +25,7 @@ fn check_job(session: &Session<'_>, pieces: usize, delay: impl Fn(usize, usize) 
     assert_eq!(done, vec![1; pieces]);
 }
 
-/// A pool whose threads do not exist, so that nobody but the caller ever runs.
+/// A pool whose threads do not exist, so that only the caller ever runs.
 fn without_threads(threads: usize) -> Pool {
     let mut team = Team::default();
     (team.shared, team.rests) = (Arc::new(Shared::new(threads)), vec![Rest::default(); threads - 1]);
