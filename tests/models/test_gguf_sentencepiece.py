@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -207,3 +208,70 @@ def test_text_never_has_an_unused_id(llama: SentencePieceProcessor, tmp_path: Pa
     ids = ours.encode("banana", add_special_tokens=False)
     assert unused not in ids
     assert ours.decode(ids) == "banana"
+
+
+def _highest_score_first(text: str, scores: dict[str, float]) -> list[str]:
+    """Pieces of `text`: the pair with the highest score is joined first, the leftmost of equal ones."""
+    pieces = list(text)
+    while True:
+        pairs = [(scores.get(a + b), -i) for i, (a, b) in enumerate(pairwise(pieces))]
+        known = [(score, i) for score, i in pairs if score is not None]
+        if not known:
+            return pieces
+        at = -max(known)[1]
+        pieces[at : at + 2] = [pieces[at] + pieces[at + 1]]
+
+
+@st.composite
+def _scores(draw: st.DrawFn) -> dict[str, float]:
+    """Scores of the letters a, b and c and of pieces that are made of two others. Some scores are equal."""
+    pieces = ["a", "b", "c"]
+    for _ in range(draw(st.integers(1, 9))):
+        joined = draw(st.sampled_from(pieces)) + draw(st.sampled_from(pieces))
+        if joined not in pieces and len(joined) < 9:
+            pieces.append(joined)
+    distinct = draw(st.permutations(range(len(pieces))))
+    step = draw(st.sampled_from([1, 1, 3]))
+    return {piece: -float(score // step) for piece, score in zip(pieces, distinct, strict=True)}
+
+
+@given(scores=_scores(), texts=st.lists(st.text("abc", min_size=1, max_size=20), min_size=5, max_size=20))
+@example(scores={"a": 0.0, "b": 0.0, "c": 0.0, "ab": -1.0, "bc": -2.0, "abc": -3.0}, texts=["abcbcab"])
+@example(scores={"a": 0.0, "b": 0.0, "c": 0.0, "ab": -1000.0, "bc": -1000.0}, texts=["abc", "cbcabc"])
+def test_a_vocabulary_is_read_as_its_scores_say_or_rejected(
+    scores: dict[str, float], texts: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    fields = {
+        "model": "llama",
+        "tokens": ["<unk>", *scores],
+        "scores": [0.0, *scores.values()],
+        "token_type": [2, *[1] * len(scores)],
+        "add_space_prefix": False,
+        "add_bos_token": False,
+    }
+    metadata = {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
+    path = str(write_metadata(tmp_path_factory.mktemp("scores") / "model.gguf", metadata))
+    merged = [score for piece, score in scores.items() if len(piece) > 1]
+    if len(set(merged)) < len(merged):
+        with pytest.raises(CheckpointError, match=r"tokenizer\.ggml\.scores=\[.*unlike '.*pass tokenizer=\.\.\."):
+            Tokenizer(path)
+        return
+    ours = Tokenizer(path)
+    for text in texts:
+        assert ours.backend.encode(text).tokens == _highest_score_first(text, scores)
+
+
+def test_equal_scores_of_tokens_that_are_not_merged_are_accepted(llama: SentencePieceProcessor, tmp_path: Path) -> None:
+    """Converters write one score for all control, byte and added tokens, and for padding."""
+    plain = metadata_of(llama)
+    kinds, scores = plain["tokenizer.ggml.token_type"], plain["tokenizer.ggml.scores"]
+    scores = [score if kind == 1 else -1000.0 for score, kind in zip(scores, kinds, strict=True)]
+    letters = {
+        i
+        for i, (piece, kind) in enumerate(zip(plain["tokenizer.ggml.tokens"], kinds, strict=True))
+        if kind == 1 and len(piece) == 1
+    }
+    scores = [0.0 if i in letters else score for i, score in enumerate(scores)]
+    ours = Tokenizer(str(write_metadata(tmp_path / "model.gguf", metadata_of(llama, scores=scores))))
+    for line in LINES[:50]:
+        assert ours.encode(line, add_special_tokens=False) == llama.encode(line)

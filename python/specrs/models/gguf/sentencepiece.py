@@ -1,8 +1,9 @@
 """Sentencepiece BPE from a GGUF file, without the library sentencepiece.
 
-Sentencepiece merges the two neighbours whose joined piece has the highest score, the leftmost of equal ones. Here the
-same order is a list of merges. Each text between special tokens is encoded as sentencepiece encodes a whole text, its
-space in front included, which is what llama.cpp does.
+Sentencepiece merges the two neighbours whose joined piece has the highest score, the leftmost of equal ones. Here that
+order is a list of merges, which cannot say "the leftmost" for two different pieces. Vocabularies in which two pieces
+that are merged have the same score are rejected. Each text between special tokens is encoded as sentencepiece encodes a
+whole text, its space in front included, which is what llama.cpp does.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
 def _merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
     """Pairs of pieces in the order in which they are merged: by the score of the joined piece, highest first.
 
-    Raises CheckpointError for scores that are missing or no numbers.
+    Raises CheckpointError for scores that are missing or no numbers, and for two merged pieces with the same score.
     """
     scores = vocabulary.file.metadata.get("tokenizer.ggml.scores")
     count = len(vocabulary.tokens)
@@ -75,6 +76,12 @@ def _merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
         for at in range(1, len(token))
         if token[:at] in pieces and (right := token[at:]) in pieces
     ]
+    merged: dict[float, str] = {}
+    for score, _, left, right in pairs:
+        other = merged.setdefault(score, left + right)
+        if other != left + right:
+            allowed = f"different scores for all normal pieces that are merged, unlike {other!r} and {left + right!r}"
+            raise refused(vocabulary.file, "tokenizer.ggml.scores", [-score, -score], allowed)
     return [(left, right) for _, _, left, right in sorted(pairs)]
 
 
