@@ -114,6 +114,12 @@ def test_dashes_equal_underscores() -> None:
             {"method": "eagle3,draft_model"},
             r"^speculative_config.method='eagle3,draft_model': names two drafters with a model of their own; allowed: ",
         ),
+        (
+            {"method": "sufix"},
+            r"^speculative_config.method='sufix': not implemented; allowed: .*; did you mean suffix\?$",
+        ),
+        ({"method": "ngram,sufix"}, r"did you mean suffix\?$"),
+        ({"rejection_sample_method": "standart"}, r"did you mean standard\?$"),
         ({"method": "ngram,ngram"}, r"^speculative_config.method='ngram,ngram': names a method twice; allowed: "),
         ({"method": "suffix,"}, r"^speculative_config.method='suffix,': not implemented; allowed: "),
         ({"method": 3}, r"^speculative_config.method=3: not implemented; allowed: "),

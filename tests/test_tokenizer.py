@@ -160,6 +160,39 @@ def test_neither_folder_nor_hub_id(tmp_path: Path) -> None:
         load_tokenizer(EngineConfig(tokenizer=missing))
 
 
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({}, r"holds no model, because config\.json is missing; pass a folder with config\.json, .*, or a \.gguf file"),
+        ({"tokenizer.json": "{"}, "holds no model, because config"),
+        ({"model.gguf": "", "model.safetensors": ""}, r"config\.json is missing; pass the file .*/model\.gguf$"),
+        ({"config.json": "{"}, r"config\.json: could not be read as JSON"),
+        ({"config.json": "[]"}, r"config\.json: must hold a JSON object"),
+        ({"config.json": "{", "quantize_config.json": "{}"}, r"config\.json: could not be read as JSON"),
+    ],
+)
+def test_a_folder_that_is_no_model_is_reported_before_its_tokenizer(
+    files: dict[str, str], says: str, skip: bool, tmp_path: Path
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    with pytest.raises(CheckpointError, match=says) as target:
+        load_tokenizer(EngineConfig(model=str(tmp_path), skip_tokenizer_init=skip))
+    draft_config = SpeculativeConfig(model=str(tmp_path), num_speculative_tokens=2)
+    with pytest.raises(CheckpointError, match=says) as draft:
+        load_tokenizer(EngineConfig(speculative_config=draft_config))
+    for field, fault in (("model", target), ("speculative_config.model", draft)):
+        said = str(fault.value)
+        assert "tokenizer=" not in said
+        assert said.startswith((f"{field}='{tmp_path}'", f"{tmp_path}/config.json"))
+
+
+def test_a_gguf_file_that_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"must be a folder, a GGUF file or a hub id, there is no such file"):
+        load_tokenizer(EngineConfig(model=str(tmp_path / "model.gguf")))
+
+
 def test_broken_files(tmp_path: Path) -> None:
     folder = copy_of_pair(tmp_path / "broken")
     whole = (folder / "tokenizer.json").read_bytes()
@@ -296,6 +329,7 @@ def test_runs_that_a_normalizer_removes_do_not_count(tmp_path: Path) -> None:
 
 def test_the_engine_tokenizer_is_compared_with_the_draft(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, 400)
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     draft = SpeculativeConfig(model=str(tmp_path), num_speculative_tokens=2)
     with pytest.raises(TokenizerMismatchError, match="2048 tokens in the target's vocabulary, 397 in the draft's"):
         load_tokenizer(EngineConfig(speculative_config=draft))

@@ -36,6 +36,7 @@ __all__ = [
     "check_int",
     "check_number",
     "check_text",
+    "did_you_mean",
     "invalid",
     "invalid_config",
     "invalid_request",
@@ -143,6 +144,12 @@ def near_names(name: str, known: Iterable[str], n: int = 3) -> list[str]:
     return [other for _, other in sorted(found)[:n]]
 
 
+def did_you_mean(value: object, known: Iterable[str]) -> str:
+    """`; did you mean X?` for the nearest of the `known` names, empty if `value` is near none."""
+    close = near_names(value, known, 1) if isinstance(value, str) else []
+    return f"; did you mean {close[0]}?" if close else ""
+
+
 def _plain(name: str) -> str:
     return "".join(letter for letter in name.lower() if letter not in "-_.")
 
@@ -215,5 +222,5 @@ def check_choice(error: type[SpecrsError], field: str, value: object, choices: I
     """`value` if it is one of `choices`."""
     names = list(choices)
     if not isinstance(value, str) or value not in names:
-        raise invalid(error, field, value, f"must be one of {', '.join(names)}")
+        raise invalid(error, field, value, f"must be one of {', '.join(names)}{did_you_mean(value, names)}")
     return value

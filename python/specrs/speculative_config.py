@@ -18,6 +18,7 @@ from specrs.errors import (
     check_int,
     check_number,
     check_text,
+    did_you_mean,
     invalid,
     unknown_key,
 )
@@ -296,8 +297,10 @@ def _check_methods(field: str, value: object) -> str:
     with_model = [method for method in methods if method not in HOST_METHODS]
     allowed = " or ".join(map(repr, METHODS))
     listed = f"allowed: {allowed}, or a list of them with commas between, each once, at most one with a model"
-    if not methods or any(method not in METHODS for method in methods):
-        raise invalid(UnsupportedConfigError, field, value, f"not implemented; {listed}")
+    unknown = [method for method in methods if method not in METHODS]
+    if unknown or not methods:
+        hint = did_you_mean(unknown[0], METHODS) if unknown else ""
+        raise invalid(UnsupportedConfigError, field, value, f"not implemented; {listed}{hint}")
     if len(set(methods)) < len(methods):
         raise invalid(InvalidConfigError, field, value, f"names a method twice; {listed}")
     if len(with_model) > 1:

@@ -259,8 +259,13 @@ class Tokenizer:
 def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
     """The engine's tokenizer, compared with the draft's where there is one; None with `skip_tokenizer_init`.
 
+    Checks first that target and draft are models, because a folder without a model has no tokenizer either.
+
     Raises `CheckpointError` if one cannot be read, `TokenizerMismatchError` if the two differ.
     """
+    from specrs.models.loader import check_is_model
+
+    check_is_model(config.target, revision=config.revision)
     if config.skip_tokenizer_init:
         return None
     own = config.tokenizer is not None
@@ -276,6 +281,7 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
     if speculative.reads_hidden:  # a head comes without a tokenizer; its ids are checked against the target's
         return tokenizer
     if draft not in (None, config.target):
+        check_is_model(str(draft), revision=speculative.revision, field="speculative_config.model")
         check_same_tokenizer(tokenizer, Tokenizer(str(draft), speculative.revision))
     return tokenizer
 

@@ -94,6 +94,14 @@ def test_a_file_of_flags_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixt
         assert capsys.readouterr().err.startswith("specrs serve: error: --config=")
 
 
+@pytest.mark.parametrize("key", ["--max-model-len", "--max_model_len", "-m"])
+def test_keys_of_a_file_have_no_dashes(key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "flags.yaml"
+    path.write_text(f"{key}: 40\n")
+    assert main(["serve", "--config", str(path)]) == 2
+    assert f"has the key {key!r}; leave the dashes at its start out: {key.lstrip('-')}\n" in capsys.readouterr().err
+
+
 def test_traces_say_which_packages_they_need(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

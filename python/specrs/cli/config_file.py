@@ -42,6 +42,10 @@ def _read(path: str) -> dict[str, Any]:
         raise invalid_config("--config", path, f"cannot be read: {fault}") from None
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
         raise invalid_config("--config", path, "must be a YAML file of flags and their values, such as `port: 8000`")
+    for key in found:
+        if key.startswith("-"):
+            reason = f"has the key {key!r}; leave the dashes at its start out: {key.lstrip('-')}"
+            raise invalid_config("--config", path, reason)
     return found
 
 

@@ -50,8 +50,10 @@ def resolve_folder(source: str | Path, revision: str | None = None, *, weights: 
         raise invalid(CheckpointError, "model", text, f"must be a folder or a hub id, this is a file{only}")
     is_path = isinstance(source, Path) or text.startswith((".", "~", "/")) or "\\" in text or text.count("/") > 1
     if is_path or path.suffix == ".gguf":
-        kind = "file" if path.suffix == ".gguf" else "folder"
-        reason = f"must be a folder or a hub id, there is no such {kind}; {did_you_mean(text)}check the path"
+        is_gguf = path.suffix == ".gguf"
+        allowed = "a folder, a GGUF file or a hub id" if is_gguf else "a folder or a hub id"
+        kind = "file" if is_gguf else "folder"
+        reason = f"must be {allowed}, there is no such {kind}; {did_you_mean(text)}check the path"
         raise invalid(CheckpointError, "model", text, reason)
     import huggingface_hub
 

@@ -64,7 +64,8 @@ def hub_error(
     elif _first(chain, hub.OfflineModeIsEnabled) is not None or (constants.HF_HUB_OFFLINE and _is_local(chain)):
         reason = (
             "no such folder, not in the local cache, and HF_HUB_OFFLINE forbids to ask the hub; "
-            f"{did_you_mean(source, repository, repo_type)}unset HF_HUB_OFFLINE, or give the path of a folder"
+            f"{did_you_mean(source, repository, repo_type)}check the spelling, unset HF_HUB_OFFLINE, "
+            "or give the path of a folder"
         )
     elif answered is not None or _is_local(chain) or any(map(_is_transport, chain)):
         what = next((each for each in reversed(chain) if _is_transport(each)), chain[-1])

@@ -1,6 +1,7 @@
 """From a folder or hub id to a model. Knows the names of tensors; reads files through `checkpoint`."""
 
 import logging
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from specrs.errors import UnsupportedModelError, invalid
+from specrs.errors import CheckpointError, UnsupportedModelError, invalid
 from specrs.kernels.coded_weight import CodedWeight, fuse
 from specrs.kernels.kv_codes import FRACTIONS, UNSCALED
 from specrs.kernels.linear import DenseWeight, Weight, pack
@@ -62,6 +63,24 @@ def load_config(source: str | Path, *, revision: str | None = None) -> ModelConf
     """
     file = gguf_path(source, revision)
     return _read_config(resolve_folder(source, revision, weights=False)) if file is None else gguf_config(file)
+
+
+def check_is_model(source: str | Path, *, revision: str | None = None, field: str = "model") -> None:
+    """Check that `source`, the value of `field`, is a GGUF file, or a folder or hub id with a readable config.json.
+
+    Of a hub id no weights are downloaded, but for GGUF files. Raises CheckpointError.
+    """
+    if gguf_path(source, revision) is not None:
+        return
+    folder = resolve_folder(source, revision, weights=False)
+    if os.path.lexists(folder / "config.json"):
+        read_json(folder / "config.json")
+        return
+    files = sorted(folder.glob("*.gguf"))
+    remedy = f"the file {files[0]}" if files else "a folder with config.json, tokenizer.json and model.safetensors"
+    also = "" if files else ", or a .gguf file"
+    reason = f"holds no model, because config.json is missing; pass {remedy}{also}"
+    raise invalid(CheckpointError, field, str(source), reason)
 
 
 def stored_config(source: str | Path, *, revision: str | None = None, load_format: str = "auto") -> ModelConfig:
