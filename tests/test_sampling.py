@@ -423,3 +423,11 @@ def test_more_drafts_than_the_engine_has() -> None:
     assert validate_request([1], greedy(num_speculative_tokens=5), LIMITS).num_speculative_tokens == 5
     with pytest.raises(InvalidRequestError, match=r"^num_speculative_tokens=6: must be at most 5, the engine's number"):
         validate_request([1], greedy(num_speculative_tokens=6), LIMITS)
+
+
+def test_drafts_of_an_engine_without_speculation_are_rejected_with_its_remedy() -> None:
+    limits = RequestLimits(max_model_len=32, vocab_size=100)
+    says = r"^num_speculative_tokens=2: must be 0 or None, because the engine does not draft; .* a speculative_config$"
+    with pytest.raises(InvalidRequestError, match=says):
+        validate_request([1], greedy(num_speculative_tokens=2), limits)
+    assert validate_request([1], greedy(num_speculative_tokens=0), limits).num_speculative_tokens == 0

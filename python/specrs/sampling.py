@@ -456,7 +456,9 @@ def validate_request(prompt_token_ids: Sequence[int], params: SamplingParams, li
             error,
             "num_speculative_tokens",
             drafts,
-            f"must be at most {limits.num_speculative_tokens}, the engine's number",
+            f"must be at most {limits.num_speculative_tokens}, the engine's number"
+            if limits.num_speculative_tokens
+            else "must be 0 or None, because the engine does not draft; start it with a speculative_config",
         )
     return RequestBounds(
         limit=min(limits.max_model_len, length + (params.max_tokens or limits.max_model_len)),
