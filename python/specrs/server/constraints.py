@@ -85,9 +85,10 @@ def _calls_or_format(wanted: _Format, tools: ToolUse, tokenizer: Tokenizer | Non
             ", ".join(rules.left_out),
             name,
         )
-    if not rules.openings:
+    if not rules.openings and not rules.malformed:
         return Constraint(wanted.alone, ())
-    return Constraint(_composed("start: calls | schema_0", rules, wanted.options), tuple(rules.openings))
+    start = "start: calls | schema_0" if rules.openings else "start: schema_0"
+    return Constraint(_composed(start, rules, wanted.options), tuple(rules.openings))
 
 
 def _wanted(body: SamplingBody, names: FieldNames) -> _Format | StructuredOutputsParams | None:
@@ -138,7 +139,13 @@ def _alone(part: SchemaPart, options: dict[str, Any]) -> ComposedGrammar:
 
 def _composed(start: str, rules: CallRules, options: dict[str, Any]) -> ComposedGrammar:
     parts = tuple(part if isinstance(part, SchemaPart) else _part(*part) for part in rules.schemas)
-    return ComposedGrammar(lark="\n".join([start, *rules.lines]), parts=parts, **options)
+    return ComposedGrammar(
+        lark="\n".join([start, *rules.lines]),
+        parts=parts,
+        sources=tuple(_part(function.place, function.parameters) for function in rules.sources),
+        checked=tuple(sorted(rules.malformed)),
+        **options,
+    )
 
 
 def _special_tokens(tokenizer: Tokenizer) -> dict[str, int]:

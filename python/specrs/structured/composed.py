@@ -31,13 +31,16 @@ class ComposedGrammar(StructuredOutputsParams):
     """A grammar in Lark's syntax. Immutable; `disable_any_whitespace` and `whitespace_pattern` hold for all of it.
 
     `lark`: rules from `start` on. The rule `schema_i` stands for `parts[i]`. White space may stand between any two
-    terminals.
+    terminals. `sources`: schemas that the rules take apart; an error in the rules or in a part of such a field names
+    the source. `checked`: fields of `sources` that have to compile by themselves.
 
     Raises `InvalidRequestError` if the schemas are too long.
     """
 
     lark: str = ""
     parts: tuple[SchemaPart, ...] = ()
+    sources: tuple[SchemaPart, ...] = ()
+    checked: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         length = sum(len(part.schema) for part in self.parts)
@@ -51,14 +54,16 @@ class ComposedGrammar(StructuredOutputsParams):
         values: dict[str, Any] = {
             "lark": self.lark,
             "parts": [[part.field, part.schema, part.closed] for part in self.parts],
+            "sources": [[part.field, part.schema, part.closed] for part in self.sources],
+            "checked": self.checked,
             "disable_any_whitespace": self.disable_any_whitespace,
             "whitespace_pattern": self.whitespace_pattern,
         }
         return json.dumps(values, sort_keys=True)
 
     def refusal(self, why: str, field: str | None = None) -> InvalidRequestError:
-        """The error to raise for `field`, which is a part's or an option's; None: for the whole grammar."""
-        schemas = {part.field: json.loads(part.schema) for part in self.parts}
+        """The error to raise for `field`, which is a schema's or an option's; None: for the whole grammar."""
+        schemas = {part.field: json.loads(part.schema) for part in (*self.parts, *self.sources)}
         if field is None and len(schemas) > 1:
             return InvalidRequestError(f"{self._whole}: {why}")
         name = field or self._whole
@@ -68,4 +73,5 @@ class ComposedGrammar(StructuredOutputsParams):
 
     @property
     def _whole(self) -> str:
-        return self.parts[0].field if len(self.parts) == 1 else "tools"
+        fields = {part.field for part in (*self.parts, *self.sources)}
+        return fields.pop() if len(fields) == 1 else "tools"

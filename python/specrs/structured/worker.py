@@ -92,8 +92,11 @@ def trial(tokenizer: LLTokenizer, specification: dict[str, Any]) -> dict[str, An
     The mask shows a grammar that matches nothing, the token one that starts with more than the library follows.
     """
     schemas: list[tuple[str | None, Any]] = []
+    sources: dict[str | None, Any] = {}
     try:
         grammar, ignored = build_grammar(specification, schemas)
+        for field, text, closed in specification.get("sources", ()):
+            sources[field] = _read_schema(specification, text, closed)[0]
     except RecursionError:
         return {"error": "nests too deep"}
     except Refused as fault:
@@ -106,14 +109,20 @@ def trial(tokenizer: LLTokenizer, specification: dict[str, Any]) -> dict[str, An
         matcher = make_matcher(tokenizer, LLMatcher.grammar_from_regex(white_space))
         if matcher.is_error():
             return {"error": reason(matcher.get_error()), "field": "whitespace_pattern"}
+    for field in specification.get("checked", ()):
+        of_source = _schema_fault(tokenizer, sources[field])
+        if of_source is not None:
+            return {"error": of_source, "field": field}
     error = _fault(tokenizer, grammar)
     if error is None:
         return {"grammar": grammar, "ignored": ignored}
-    for field, schema in schemas:
+    for field, schema in [*schemas, *sources.items()]:
         of_schema = _schema_fault(tokenizer, schema)
         if of_schema is not None:
-            return {"error": of_schema, "field": field}
-    return {"error": error}
+            of_source = _schema_fault(tokenizer, sources[field]) if field in sources else None
+            return {"error": of_source or of_schema, "field": field}
+    # the fault is in the rules around the schemas
+    return {"error": error, "field": next(iter(sources)) if len(sources) == 1 else None}
 
 
 def _fault(tokenizer: LLTokenizer, grammar: str) -> str | None:

@@ -101,3 +101,21 @@ def test_references_that_lead_nowhere_or_in_circles_end() -> None:
     for reference in ("#/$defs/none", "#nowhere", "https://example.com/x", "#/$defs/a/9/9"):
         root = {"type": "object", "properties": {"p": {"$ref": reference}}, "$defs": {"a": [1]}}
         assert resolve(property_schema(root, "p"), root) in (None, root, [1])
+
+
+@pytest.mark.parametrize(
+    "bad", [{"$id": "http://[bad"}, {"$id": "https://a", "properties": {"a": {"$ref": "//[b"}}}], ids=str
+)
+def test_a_property_of_a_schema_with_a_bad_address_is_a_value_error(bad: dict[str, Any]) -> None:
+    properties = {"a": {"$ref": "#/properties/b"}, "b": {"type": "integer"}, **bad.get("properties", {})}
+    with pytest.raises(ValueError, match="IPv6"):
+        property_schema({"type": "object", **bad, "properties": properties}, "a")
+
+
+@pytest.mark.parametrize("kinds", [5, {}, None, [5], True])
+def test_a_malformed_type_names_no_types(kinds: Any) -> None:
+    assert types_of({"type": kinds}, {}) == set()
+
+
+def test_an_index_of_many_digits_leads_nowhere() -> None:
+    assert resolve({"$ref": "#/$defs/" + "9" * 5000}, {"$defs": [1]}) is None

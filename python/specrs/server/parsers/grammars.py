@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import keyword
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,12 @@ class CallRules:
     """Terminals that a text of calls may begin with, white space between them."""
     left_out: list[str] = field(default_factory=list)
     """Names of functions that the format cannot write a call of."""
+    sources: list[Function] = field(default_factory=list)
+    """Functions whose parameters the rules take apart. Errors are about these, not about the parts."""
+    malformed: set[str] = field(default_factory=set)
+    """Places of `sources` with a keyword that no rule could read. The compiler has to check their schemas."""
+    not_enforced: dict[str, set[str]] = field(default_factory=dict)
+    """Place of a function -> keywords of its parameters that the rules leave out."""
     _numbers: dict[int, int] = field(default_factory=dict)
 
     def mark(self, text: str) -> str:
@@ -129,7 +135,7 @@ def _mistral(rules: CallRules) -> None:
 def _pythonic(rules: CallRules) -> None:
     calls = []
     for number, function in enumerate(rules.functions):
-        properties = _properties(function)
+        properties = _properties(rules, function)
         names = [name for name, _, _ in properties if _is_identifier(name)]
         lost = [name for name, _, required in properties if required and name not in names]
         if not all(map(_is_identifier, function.name.split("."))) or lost:
@@ -160,8 +166,12 @@ def _pythonic(rules: CallRules) -> None:
 def _qwen3_coder(rules: CallRules) -> None:
     calls = []
     for number, function in enumerate(rules.functions):
-        properties = _properties(function)
+        properties = _properties(rules, function)
         names = [name for name, _, _ in properties if name and name == name.strip() and not {*">\n"} & {*name}]
+        texts = {
+            name: list(_raw_texts(rules, function, schema)) for name, schema, _ in properties if not _is_json(schema)
+        }
+        names = [name for name in names if texts.get(name) != []]
         lost = [name for name, _, required in properties if required and name not in names]
         if not _is_word(function.name) or ">" in function.name or lost:
             rules.left_out.append(function.name)
@@ -171,14 +181,13 @@ def _qwen3_coder(rules: CallRules) -> None:
             if name not in names:
                 continue
             opened = f"{qwen3_coder.PARAMETER}{name}>"
-            if qwen3_coder.is_json(qwen3_coder.types_of(schema, schema)):
+            if name not in texts:
                 part = f"{quoted(opened)} {rules.schema(function.place, schema)} {quoted(qwen3_coder.END_PARAMETER)}"
             else:
                 # one terminal: white space inside it belongs to the value
                 part = f"P{number}_{i}"
-                texts = " | ".join(_raw_texts(schema, schema))
                 end = quoted("\n" + qwen3_coder.END_PARAMETER)
-                rules.lines.append(f"{part}: {quoted(opened + chr(10))} ({texts}) {end}")
+                rules.lines.append(f"{part}: {quoted(opened + chr(10))} ({' | '.join(texts[name])}) {end}")
             parts.append(part if required else f"({part})?")
         calls.append(" ".join([*parts, quoted(qwen3_coder.END_FUNCTION)]))
     if calls:
@@ -206,17 +215,27 @@ CALL_GRAMMARS: dict[str, Callable[[CallRules], None]] = {
 """Name of a tool parser -> function that writes the rules of its calls; without `openings` it could write none."""
 
 
-def _properties(function: Function) -> list[tuple[str, dict[str, Any], bool]]:
+def _properties(rules: CallRules, function: Function) -> list[tuple[str, dict[str, Any], bool]]:
     """Arguments that are written one by one: name, schema as a document of its own, whether it is required.
 
     Only `properties` and `required` at the top of the parameters are read. What else stands there, such as `anyOf`,
-    holds no such call.
+    holds no such call. Adds `function` to `rules.sources`, and to `rules.malformed` what is no schema.
     """
-    properties, required = function.parameters.get("properties"), function.parameters.get("required")
-    if not isinstance(properties, dict):
+    rules.sources.append(function)
+    properties, required = function.parameters.get("properties", {}), function.parameters.get("required", [])
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        rules.malformed.add(function.place)
         return []
-    demanded = required if isinstance(required, list) else []
-    return [(name, property_schema(function.parameters, name), name in demanded) for name in properties]
+    found = []
+    for name, schema in properties.items():
+        try:
+            alone = property_schema(function.parameters, name)
+        except ValueError:
+            alone, schema = {}, None
+        if not isinstance(schema, (dict, bool)):
+            rules.malformed.add(function.place)
+        found.append((name, alone, name in required))
+    return found
 
 
 def _is_word(name: str) -> bool:
@@ -229,16 +248,48 @@ def _is_identifier(name: str) -> bool:
     return name.isascii() and name.isidentifier() and not keyword.iskeyword(name)
 
 
-def _raw_texts(schema: dict[str, Any], root: dict[str, Any]) -> Iterable[str]:
-    """Terminals for the texts of a parameter that is written without quotes: `enum`, `const` and lengths hold it.
+def _is_json(schema: dict[str, Any]) -> bool:
+    """Whether Qwen3-Coder writes the values of a parameter as JSON."""
+    return qwen3_coder.is_json(qwen3_coder.types_of(schema, schema))
 
-    `pattern` and `format` do not: they are the grammar library's for quoted strings only.
+
+def _raw_texts(rules: CallRules, function: Function, schema: dict[str, Any]) -> Iterator[str]:
+    """Yield terminals for the texts of a parameter that is written without quotes; none if no text can be its value.
+
+    `enum`, `const` and lengths hold the text, and null may be written where the schema allows it. `pattern` and
+    `format` do not hold it: they are the grammar library's for quoted strings only.
     """
-    for kind in qwen3_coder.string_schemas(schema, root):
-        words = kind.get("enum", [kind["const"]] if "const" in kind else None)
-        if isinstance(words, list):
-            yield from (quoted(word) for word in words if isinstance(word, str))
+    tags = (qwen3_coder.END_PARAMETER, qwen3_coder.PARAMETER, qwen3_coder.END_FUNCTION)
+    for part in qwen3_coder.alternatives(schema, schema):
+        words, kinds = qwen3_coder.words_of(part), qwen3_coder.named_types(part)
+        bounds = [part.get("minLength", 0), part.get("maxLength")]
+        if _is_malformed(part):
+            rules.malformed.add(function.place)
+        if words is not None:
+            texts = [word if isinstance(word, str) else quote(word) for word in words]
+            # the parser would end the value at the tag
+            yield from (quoted(text) for text in texts if not any(tag in text for tag in tags))
             continue
-        bounds = [kind.get(name) for name in ("minLength", "maxLength")]
-        low, high = (n if type(n) is int and 0 <= n <= MAX_LENGTH_BOUND else "" for n in bounds)
-        yield f"(/(?s:.){{{low or 0},{high}}}/ & ~/(?s:.*)(<\\/parameter>|<parameter=|<\\/function>)(?s:.*)/)"
+        if not kinds or "string" in kinds:
+            left_out = {name for name in ("pattern", "format") if name in part}
+            if left_out:
+                rules.not_enforced.setdefault(function.place, set()).update(left_out)
+            low, high = (n if type(n) is int and 0 <= n <= MAX_LENGTH_BOUND else "" for n in bounds)
+            if not (type(low) is type(high) is int and low > high):
+                yield f"(/(?s:.){{{low or 0},{high}}}/ & ~/(?s:.*)(<\\/parameter>|<parameter=|<\\/function>)(?s:.*)/)"
+        if "null" in kinds:
+            yield quoted("null")
+
+
+def _is_malformed(schema: dict[str, Any]) -> bool:
+    """Whether a keyword that raw texts depend on has a value of the wrong type, or the lengths exclude each other."""
+    kinds = schema.get("type", "string")
+    names = kinds if isinstance(kinds, list) else [kinds]
+    bounds = [schema[name] for name in ("minLength", "maxLength") if name in schema]
+    lists = [schema[name] for name in ("enum", "anyOf", "oneOf", "allOf") if name in schema]
+    return (
+        not all(isinstance(name, str) for name in names)
+        or not all(type(n) is int and n >= 0 for n in bounds)
+        or not all(isinstance(items, list) for items in lists)
+        or (len(bounds) == 2 and bounds[0] > bounds[1])
+    )

@@ -116,7 +116,8 @@ class Qwen3CoderParser(ToolParser):
 
     def _as_json(self, text: str) -> str:
         text = text.removeprefix("\n").removesuffix("\n")
-        kinds = set() if self._function is None else _kinds(self._function.parameters, self._key)
+        schema = None if self._function is None else _schema_of(self._function.parameters, self._key)
+        kinds = types_of(schema, schema or {})
         if "null" in kinds and text.strip() == "null":
             return "null"
         if is_json(kinds):
@@ -125,6 +126,10 @@ class Qwen3CoderParser(ToolParser):
                     return json.dumps(json.loads(written), ensure_ascii=False, allow_nan=False)
                 except (ValueError, RecursionError):
                     continue
+        elif schema is not None:
+            word = _word(text, schema)
+            if word is not None:
+                return word
         return json.dumps(text, ensure_ascii=False)
 
 
@@ -145,22 +150,31 @@ def is_json(kinds: set[str]) -> bool:
 def types_of(schema: Any, root: dict[str, Any]) -> set[str]:
     """The JSON types that `schema` of the document `root` allows; empty if it names none.
 
-    Follows references and alternatives; `enum` and `const` have the types of their values.
+    Follows references and alternatives; `enum` and `const` have the types of their values. A malformed `type` names
+    none.
     """
     found: set[str] = set()
-    for part in _alternatives(schema, root, 0):
-        kinds = part.get("type")
-        words = part.get("enum", [part["const"]] if "const" in part else [])
-        if kinds is not None:
-            found |= {kinds} if isinstance(kinds, str) else {kind for kind in kinds if isinstance(kind, str)}
-        elif isinstance(words, list):
-            found |= {_JSON_TYPES[type(word)] for word in words}
+    for part in alternatives(schema, root):
+        words = words_of(part)
+        found |= named_types(part) if words is None else {_JSON_TYPES[type(word)] for word in words}
     return found
 
 
-def string_schemas(schema: Any, root: dict[str, Any]) -> list[dict[str, Any]]:
-    """The alternatives of `schema` that a text can be a value of."""
-    return [part for part in _alternatives(schema, root, 0) if types_of(part, root) <= {"string"} or _has_text(part)]
+def named_types(schema: dict[str, Any]) -> set[str]:
+    """The names in the keyword `type`; empty without it or if it is malformed."""
+    kinds = schema.get("type")
+    if isinstance(kinds, str):
+        return {kinds}
+    return {kind for kind in kinds if isinstance(kind, str)} if isinstance(kinds, list) else set()
+
+
+def words_of(schema: dict[str, Any]) -> list[Any] | None:
+    """The values of `enum` or `const` that `type` allows; None without such a keyword or if it is malformed."""
+    words = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if not isinstance(words, list):
+        return None
+    kinds = named_types(schema)
+    return [word for word in words if not kinds or _has_type(word, kinds)]
 
 
 _JSON_TYPES: dict[type, str] = {
@@ -174,20 +188,38 @@ _JSON_TYPES: dict[type, str] = {
 }
 
 
-def _kinds(parameters: dict[str, Any], key: str) -> set[str]:
+def _schema_of(parameters: dict[str, Any], key: str) -> dict[str, Any] | None:
+    """The schema of one parameter; None if it is not known or cannot be read."""
     properties = parameters.get("properties")
     if not isinstance(properties, dict) or key not in properties:
-        return set()
-    schema = property_schema(parameters, key)
-    return types_of(schema, schema)
+        return None
+    try:
+        return property_schema(parameters, key)
+    except (ValueError, RecursionError):
+        return None
 
 
-def _has_text(schema: dict[str, Any]) -> bool:
-    kinds = schema.get("type")
-    return isinstance(kinds, list) and "string" in kinds
+def _has_type(value: Any, kinds: set[str]) -> bool:
+    kind = _JSON_TYPES[type(value)]
+    whole = kind == "number" and value.is_integer()
+    return kind in kinds or (kind == "integer" and "number" in kinds) or (whole and "integer" in kinds)
 
 
-def _alternatives(schema: Any, root: dict[str, Any], depth: int) -> Iterator[dict[str, Any]]:
+def _word(text: str, schema: dict[str, Any]) -> str | None:
+    """`text` as JSON if it writes a value of `enum` or `const` that is no string; None otherwise."""
+    words = [word for part in alternatives(schema, schema) for word in words_of(part) or ()]
+    if text in [word for word in words if isinstance(word, str)]:
+        return None
+    try:
+        # as text, because 1, 1.0 and True are equal
+        written = json.dumps(json.loads(text), sort_keys=True, allow_nan=False)
+    except (ValueError, RecursionError):
+        return None
+    others = (word for word in words if not isinstance(word, str))
+    return written if any(written == json.dumps(word, sort_keys=True) for word in others) else None
+
+
+def alternatives(schema: Any, root: dict[str, Any], depth: int = 0) -> Iterator[dict[str, Any]]:
     """Schemas that stand for `schema`, without references and alternatives of their own."""
     schema = resolve(schema, root)
     if not isinstance(schema, dict) or depth > MAX_DEPTH:
@@ -196,4 +228,4 @@ def _alternatives(schema: Any, root: dict[str, Any], depth: int) -> Iterator[dic
     if not inner or "type" in schema:
         yield schema
     for part in inner:
-        yield from _alternatives(part, root, depth + 1)
+        yield from alternatives(part, root, depth + 1)

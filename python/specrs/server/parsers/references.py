@@ -15,6 +15,8 @@ def property_schema(parameters: dict[str, Any], name: str) -> dict[str, Any]:
     """The schema of the property `name`; if it has references, with all of `parameters` in it.
 
     References are rewritten as pointers from the document's root; `$id` and `$anchor` are left out.
+
+    Raises `ValueError` if `$id` or a reference is no address, and `RecursionError` if the schema nests too deep.
     """
     draft = {"$schema": parameters["$schema"]} if "$schema" in parameters else {}
     schema = parameters["properties"][name]
@@ -36,11 +38,16 @@ def resolve(schema: Any, root: dict[str, Any]) -> Any:
         for part in schema["$ref"].removeprefix("#").split("/")[1:]:
             key = _unescaped(part)
             if isinstance(found, list):
-                found = found[int(key)] if key.isdecimal() and int(key) < len(found) else None
+                found = found[int(key)] if _is_index(key) and int(key) < len(found) else None
             else:
                 found = found.get(key) if isinstance(found, dict) else None
         schema = found
     return schema
+
+
+def _is_index(key: str) -> bool:
+    # Python reads no integer of more than 4300 digits
+    return key.isdecimal() and len(key) < 10
 
 
 def _addresses(schema: Any, base: str, pointer: str, *, names: bool = False) -> Iterator[tuple[str, str]]:

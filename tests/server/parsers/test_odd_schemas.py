@@ -1,0 +1,141 @@
+"""Schemas of tools that a parser cannot read or write: errors name the tool, and every text follows the schema."""
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jsonschema
+import pytest
+from specrs.errors import InvalidRequestError
+from specrs.server.constraints import Constraint
+from specrs.server.parsers.base import Function
+from specrs.server.parsers.table import TOOL_PARSERS
+from specrs.structured import Grammar, compile_grammar
+from specrs.tokenizer import Tokenizer
+from structured.walks import EOS, VOCAB_SIZE, random_text
+
+from .test_grammars import ANSWER, asked, read, schema_format
+
+JSON_OBJECT = {"type": "json_object"}
+
+
+def tool(parameters: dict[str, Any], name: str = "f") -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def with_a(schema: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": schema}, "required": ["a"], "additionalProperties": False}
+
+
+BAD_ID = {"$id": "http://[bad", "type": "object", "properties": {"a": {"$ref": "#/properties/b"}, "b": {}}}
+BAD: list[tuple[dict[str, Any], str]] = [
+    (with_a({"type": 5}), "properties.a.type: "),
+    (with_a({"type": {}}), "properties.a.type: "),
+    (with_a({"type": None}), "properties.a.type: "),
+    (with_a({"type": ["string", 5]}), "properties.a.type: "),
+    (with_a({"anyOf": [{"type": "string"}, {"type": 5}]}), "properties.a.anyOf"),
+    (with_a({"anyOf": 5}), "properties.a.anyOf: "),
+    (with_a({"enum": 5}), "properties.a.enum: "),
+    (with_a({"type": "string", "minLength": "x"}), "properties.a.minLength: "),
+    (with_a({"type": "string", "minLength": 5, "maxLength": 2}), "properties.a"),
+    (with_a({"type": "array", "contains": {"type": "string"}}), "properties.a.contains: "),
+    (with_a({"$ref": "#/$defs/b"}) | {"$defs": {"b": {"type": "array", "contains": {}}}}, "properties.a.$ref: "),
+    (with_a(5), "properties.a"),
+    ({"type": "object", "properties": 5}, "properties: "),
+    ({"type": "object", "properties": {}, "required": 5}, "required: "),
+    (BAD_ID, "$id: "),
+]
+
+
+@pytest.mark.parametrize("parser", ["hermes", "pythonic", "qwen3_coder"])
+@pytest.mark.parametrize(("parameters", "place"), BAD, ids=str)
+def test_a_bad_schema_is_an_error_that_shows_the_parameters_and_the_keyword(
+    tokenizer: Tokenizer, parser: str, parameters: dict[str, Any], place: str
+) -> None:
+    _, constraint = asked(parser, response_format=schema_format(ANSWER), tools=[tool(parameters)])
+    assert constraint.grammar is not None
+    with pytest.raises(InvalidRequestError) as fault:
+        compile_grammar(constraint.grammar, tokenizer, VOCAB_SIZE)
+    start = re.escape("tools['f'].function.parameters={")
+    end = re.escape(f"'type': 'object'}}: cannot be compiled: {place}")
+    assert re.match(f"{start}.*{end}", str(fault.value)), fault.value
+
+
+@pytest.mark.parametrize("parameters", [parameters for parameters, _ in BAD], ids=str)
+@pytest.mark.parametrize("name", TOOL_PARSERS)
+def test_every_parser_reads_a_call_of_a_bad_schema(name: str, parameters: dict[str, Any]) -> None:
+    written = {
+        "hermes": '<tool_call>{"name": "f", "arguments": {"a": "x"}}</tool_call>',
+        "llama3_json": '{"name": "f", "parameters": {"a": "x"}}',
+        "mistral": '[TOOL_CALLS][{"name": "f", "arguments": {"a": "x"}}]',
+        "pythonic": '[f(a="x")]',
+        "qwen3_coder": "<tool_call><function=f><parameter=a>x</parameter></function></tool_call>",
+    }
+    parser = TOOL_PARSERS[name]([Function("f", parameters)])
+    events = [*parser.feed(written[name]), *parser.finish()]
+    assert json.loads("".join(getattr(event, "text", "") for event in events)) == {"a": "x"}
+
+
+WORDS: list[tuple[Any, list[Any]]] = [
+    ({"enum": ["celsius", None]}, ["celsius", None]),
+    ({"enum": ["a", 1, 2.5, True, None, {"b": [1]}]}, ["a", 1, 2.5, True, None, {"b": [1]}]),
+    ({"enum": ["1", 1]}, ["1"]),
+    ({"type": ["string", "null"], "enum": ["a", "null"]}, ["a", "null"]),
+    ({"type": ["string", "null"], "enum": ["a", None]}, ["a", None]),
+    ({"type": ["string", "null"], "minLength": 7, "maxLength": 9}, [None, "sevenor"]),
+    ({"anyOf": [{"enum": ["a"]}, {"type": "null"}]}, ["a", None]),
+    ({"anyOf": [{"enum": ["a", 3]}, {"const": None}]}, ["a", 3, None]),
+    ({"enum": ["x</parameter>y", "a"]}, ["a"]),
+    ({"enum": ["x<parameter=y", "</function>", "a"]}, ["a"]),
+]
+
+
+@pytest.fixture(scope="module")
+def compiled(tokenizer: Tokenizer) -> Callable[[Constraint], Grammar]:
+    def compile_constraint(constraint: Constraint) -> Grammar:
+        assert constraint.grammar is not None
+        return compile_grammar(constraint.grammar, tokenizer, VOCAB_SIZE)
+
+    return compile_constraint
+
+
+@pytest.mark.parametrize(("schema", "values"), WORDS, ids=str)
+def test_words_of_mixed_types_are_written_and_read_as_the_schema_has_them(
+    tokenizer: Tokenizer, compiled: Callable[[Constraint], Grammar], schema: Any, values: list[Any]
+) -> None:
+    parameters = with_a(schema)
+    tools, constraint = asked("qwen3_coder", response_format=JSON_OBJECT, tools=[tool(parameters)])
+    grammar = compiled(constraint)
+    begin = "<tool_call><function=f><parameter=a>\n"
+    end = "\n</parameter></function></tool_call>"
+
+    def called(text: str) -> Any:
+        content, ((name, arguments),) = read(tools, constraint, [text])
+        assert (content, name) == ("", "f")
+        jsonschema.validate(json.loads(arguments), parameters)
+        return json.loads(arguments)["a"]
+
+    for value in values:
+        text = begin + (value if isinstance(value, str) else json.dumps(value)) + end
+        tokens = [*tokenizer.encode(text, add_special_tokens=False), EOS]
+        assert all(map(grammar.matcher([EOS]).accept, tokens)), value
+        found = called(text)
+        assert (type(found), found) == (type(value), value)
+    start = tokenizer.encode(begin, add_special_tokens=False)
+    for seed in range(6):
+        matcher = grammar.matcher([EOS])
+        assert all(map(matcher.accept, start))
+        rest = random_text(matcher, tokenizer, seed)
+        text = tokenizer.decode(start + rest, skip_special_tokens=False).split("</tool_call>")[0]
+        called(text)
+
+
+@pytest.mark.parametrize("schema", [{"enum": []}, {"enum": ["</parameter>"]}, False], ids=str)
+def test_a_parameter_without_a_text_is_left_out(compiled: Callable[[Constraint], Grammar], schema: Any) -> None:
+    parameters = with_a(schema)
+    _, constraint = asked("qwen3_coder", response_format=JSON_OBJECT, tools=[tool(parameters)])
+    assert constraint.openings == ()
+    _, constraint = asked("qwen3_coder", response_format=JSON_OBJECT, tools=[tool(parameters | {"required": []})])
+    assert constraint.openings
+    compiled(constraint)
