@@ -240,3 +240,46 @@ def test_keywords_that_the_grammar_ignores_are_named_in_the_log(formats: Server)
     jsonschema.validate(json.loads(text), {**schema, "uniqueItems": False})
     wanted = "response_format.json_schema.schema: the grammar does not enforce uniqueItems"
     assert any(wanted in line for line in formats.lines)
+
+
+UNIQUE = {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 1, "uniqueItems": True}
+
+
+@pytest.mark.parametrize(
+    ("fields", "warning"),
+    [
+        (
+            {"response_format": schema_format(UNIQUE)},
+            "response_format.json_schema.schema: the grammar does not enforce",
+        ),
+        ({"structured_outputs": {"json": UNIQUE}}, "structured_outputs.json: the grammar does not enforce"),
+        (
+            {"tools": TOOLS, "tool_choice": WEATHER_CALL},
+            "tools['weather'].function.parameters: the grammar does not enforce",
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": "required"},
+            "tools['weather'].function.parameters: the grammar does not enforce",
+        ),
+        ({"tools": TOOLS, **FORMATS["json_object"]}, "tools['weather'].function.parameters: the grammar does not"),
+        ({"tools": TOOLS, "tool_choice": "required", **FORMATS["json_object"]}, "response_format: has no effect"),
+        ({"tools": TOOLS, "tool_choice": WEATHER_CALL, **FORMATS["structured_outputs"]}, "structured_outputs: has no"),
+    ],
+)
+def test_each_answer_warns_of_what_its_grammar_leaves_out(
+    formats: Server, fields: dict[str, Any], warning: str
+) -> None:
+    for _ in range(2):  # the second grammar comes from the cache
+        answer = formats.post(CHAT, {"messages": MESSAGES, "max_tokens": 2, **fields})
+        assert answer.status == 200, answer.body
+        assert warning in answer.headers["x-warning"]
+
+
+def test_errors_show_what_was_sent(formats: Server) -> None:
+    wanted = {"type": "json_object", "json_schema": {"name": "x"}}
+    answer = formats.post(CHAT, {"messages": MESSAGES, "response_format": wanted})
+    assert answer.json["error"]["message"].startswith(
+        "response_format.json_schema={'name': 'x'}: needs type=json_schema"
+    )
+    answer = formats.post(CHAT, {"messages": MESSAGES, "tools": [*TOOLS, TOOLS[1]]})
+    assert answer.json["error"]["message"] == "tools='stop': two functions have this name; give each its own"

@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 import pytest
+from specrs.errors import InvalidRequestError
 from specrs.structured import StructuredOutputsParams, compile_grammar
 from specrs.structured.composed import ComposedGrammar, SchemaPart
 from specrs.tokenizer import Tokenizer
@@ -61,14 +62,22 @@ def test_no_open_schema_has_longer_runs(tokenizer: Tokenizer, fields: dict[str, 
     assert check(texts(StructuredOutputsParams(**fields), tokenizer, 10, blanks=0.6), DEFAULT) > 5
 
 
-@pytest.mark.parametrize("pattern", [" ?", r"[ \n]{0,3}", r"[\x20/]{1,2}", "(?:\n|\t){2}"])
+@pytest.mark.parametrize("pattern", [" ?", r"[ \n]{0,3}", r"[\x20/&&[^/]]{1,2}", "(?:\n|\t){2}"])
 def test_a_pattern_of_the_request_replaces_the_bound(tokenizer: Tokenizer, pattern: str) -> None:
     parts = tuple(SchemaPart(f"tools[{seed}]", f'{{"type": "array", "maxItems": {seed}}}') for seed in (1, 2))
     lark = 'start: "<a>" schema_0 "<b>" | schema_1 (";" schema_1)*'
     composed = ComposedGrammar(lark=lark, parts=parts, whitespace_pattern=pattern)
     for params in (StructuredOutputsParams(json=ANY, whitespace_pattern=pattern), composed):
-        found = [text.replace("/", " ") for text in texts(params, tokenizer, 10, blanks=0.6)]
-        assert check(found, pattern) >= 1
+        found = texts(params, tokenizer, 10, blanks=0.6)
+        assert check(found, pattern.replace("/&&[^/]", "")) >= 1
+
+
+@pytest.mark.parametrize("pattern", ["a+", r"\s*", "(?: |x)", "[^a]?", r" |\n{1,2}/", r"\v"])
+def test_a_pattern_of_other_characters_is_rejected(tokenizer: Tokenizer, pattern: str) -> None:
+    composed = ComposedGrammar(lark="start: schema_0", parts=(SchemaPart("tools", "{}"),), whitespace_pattern=pattern)
+    for params in (StructuredOutputsParams(json=ANY, whitespace_pattern=pattern), composed):
+        with pytest.raises(InvalidRequestError, match=r"^structured_outputs\.whitespace_pattern=.*JSON's white space"):
+            compile_grammar(params, tokenizer, VOCAB_SIZE)
 
 
 def test_rules_around_schemas_have_the_same_bound(tokenizer: Tokenizer) -> None:

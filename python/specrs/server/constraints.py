@@ -6,19 +6,18 @@ Compiles nothing and reads no text.
 from __future__ import annotations
 
 import json
-import logging
 from dataclasses import dataclass
 from typing import Any
 
 from specrs.errors import InvalidRequestError, invalid_request
+from specrs.server.dispositions import warn
 from specrs.server.parsers.grammars import CALL_GRAMMARS, CallRules, required_calls
 from specrs.server.protocol import SamplingBody
 from specrs.server.tools import FieldNames, ToolUse
 from specrs.structured.composed import ComposedGrammar, SchemaPart
 from specrs.structured.params import StructuredOutputsParams
+from specrs.structured.schemas import drop_ignored
 from specrs.tokenizer import Tokenizer
-
-logger = logging.getLogger("specrs")
 
 WHITE_SPACE = " ?"
 """White space between the parts of a demanded call."""
@@ -46,7 +45,7 @@ class _Format:
 def content_constraint(body: SamplingBody, names: FieldNames) -> Constraint:
     """The constraint of a body without tools. Raises `InvalidRequestError` for fields that contradict each other."""
     wanted = _wanted(body, names)
-    return Constraint(wanted.alone if isinstance(wanted, _Format) else wanted)
+    return _told(Constraint(wanted.alone if isinstance(wanted, _Format) else wanted))
 
 
 def chat_constraint(body: SamplingBody, tools: ToolUse, names: FieldNames, tokenizer: Tokenizer | None) -> Constraint:
@@ -59,19 +58,43 @@ def chat_constraint(body: SamplingBody, tools: ToolUse, names: FieldNames, token
     Raises `InvalidRequestError` for fields that contradict each other.
     """
     wanted = _wanted(body, names)
+    if wanted is not None and tools.choice in ("named", "required"):
+        field = names.response_format if body.structured_outputs is None else "structured_outputs"
+        warn(f"{field}: has no effect; tool_choice demands a call")
     try:
         if tools.choice == "named":
             (function,) = tools.functions
-            return Constraint(_alone(_part(function.place, function.parameters), {"whitespace_pattern": WHITE_SPACE}))
+            part = _part(function.place, function.parameters)
+            return _told(Constraint(_alone(part, {"whitespace_pattern": WHITE_SPACE})))
         if tools.choice == "required":
             rules = CallRules(tools.functions, tools.parallel, lambda _: None)
             required_calls(rules)
-            return Constraint(_composed("start: calls", rules, {"whitespace_pattern": WHITE_SPACE}))
+            return _told(Constraint(_composed("start: calls", rules, {"whitespace_pattern": WHITE_SPACE})))
         if tools.choice == "auto" and isinstance(wanted, _Format):
-            return _calls_or_format(wanted, tools, tokenizer)
+            return _told(_calls_or_format(wanted, tools, tokenizer))
     except RecursionError:
         raise InvalidRequestError("tools: a schema nests too deep; use a flatter one") from None
-    return Constraint(wanted.alone if isinstance(wanted, _Format) else wanted)
+    return _told(Constraint(wanted.alone if isinstance(wanted, _Format) else wanted))
+
+
+def _told(constraint: Constraint) -> Constraint:
+    """`constraint` itself, after a warning to the client for each field whose keywords the grammar does not enforce."""
+    grammar, fields = constraint.grammar, dict[str, dict[str, None]]()
+    parts: tuple[SchemaPart, ...] = ()
+    if isinstance(grammar, ComposedGrammar):
+        parts = grammar.parts
+    elif grammar is not None and grammar.json is not None:
+        parts = (SchemaPart("structured_outputs.json", str(grammar.json)),)
+    for part in parts:
+        try:
+            ignored = drop_ignored(json.loads(part.schema))
+        except (ValueError, RecursionError):
+            continue  # the compiler rejects it
+        fields.setdefault(part.field, {}).update(dict.fromkeys(ignored))
+    for field, keywords in fields.items():
+        if keywords:
+            warn(f"{field}: the grammar does not enforce {', '.join(keywords)}")
+    return constraint
 
 
 def _calls_or_format(wanted: _Format, tools: ToolUse, tokenizer: Tokenizer | None) -> Constraint:
@@ -80,11 +103,12 @@ def _calls_or_format(wanted: _Format, tools: ToolUse, tokenizer: Tokenizer | Non
     rules = CallRules(tools.functions, tools.parallel, special.get, [wanted.part])
     CALL_GRAMMARS[name](rules)
     if rules.left_out:
-        logger.warning(
-            "tools: calls of %s cannot be written for the parser %s, so next to a response format they are not allowed",
-            ", ".join(rules.left_out),
-            name,
+        warn(
+            f"tools: calls of {', '.join(rules.left_out)} cannot be written for the parser {name}, so next to a "
+            "response format they are not allowed"
         )
+    for place, keywords in rules.not_enforced.items():
+        warn(f"{place}: the grammar does not enforce {', '.join(sorted(keywords))}")
     if not rules.openings and not rules.malformed:
         return Constraint(wanted.alone, ())
     start = "start: calls | schema_0" if rules.openings else "start: schema_0"
@@ -95,8 +119,11 @@ def _wanted(body: SamplingBody, names: FieldNames) -> _Format | StructuredOutput
     """What `body` says of the content."""
     outputs, wanted = body.structured_outputs, body.response_format
     if wanted is not None and wanted.type != "json_schema" and wanted.json_schema is not None:
+        sent = wanted.json_schema.model_dump(by_alias=True, exclude_unset=True)
         raise invalid_request(
-            names.json_schema, wanted.json_schema.schema_, f"needs type=json_schema, not {wanted.type}; set the type"
+            names.json_schema,
+            sent.get("schema") if names.json_schema == names.schema else sent,
+            f"needs type=json_schema, not {wanted.type}; set the type",
         )
     given = None if outputs is None else StructuredOutputsParams.from_mapping(outputs)
     if wanted is None or wanted.type == "text":

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specrs.errors import InvalidRequestError, invalid_request
+from specrs.errors import invalid_request
 from specrs.server.messages import MessageReader
 from specrs.server.parsers.base import Function, ToolParser
 from specrs.server.parsers.either import CallsOrContent
@@ -114,8 +114,9 @@ def read_tools(body: ChatCompletionRequest, settings: ToolSettings, fields: Fiel
         for tool in tools
     ]
     names = [function.name for function in functions]
-    if len(set(names)) < len(names):
-        raise InvalidRequestError("tools: two functions have the same name")
+    for name in names:
+        if names.count(name) > 1:
+            raise invalid_request("tools", name, "two functions have this name; give each its own")
     choice = body.tool_choice
     assert not isinstance(choice, AllowedToolChoice), "the body is narrowed first"
     if isinstance(choice, NamedToolChoice):

@@ -37,6 +37,8 @@ MAX_WORKERS = 2
 """Grammars compiled at a time. A hostile one keeps one worker busy until the time is up."""
 CACHE_SIZE = 128
 """Compiled grammars kept, the least recently used leave first."""
+MAX_LOGGED = 1000
+"""Different warnings that a compiler logs, each once."""
 
 _END = "<|specrs: the grammar is complete|>"
 
@@ -75,6 +77,7 @@ class Compiler:
         self._idle: list[Child] = []
         self._busy: set[Child] = set()
         self._closed = False
+        self._logged: set[str] = set()
         self._cache: OrderedDict[str, Start] = OrderedDict()
         self._pool = ThreadPoolExecutor(MAX_WORKERS, thread_name_prefix="specrs-grammar")
         self.end_token_id = -1
@@ -126,7 +129,10 @@ class Compiler:
         if start.error is not None:
             raise params.refusal(f"cannot be compiled: {worker.reason(start.error)}")
         for field, keywords in answer.get("ignored", ()):
-            logger.warning("%s: the grammar does not enforce %s", field, ", ".join(keywords))
+            text = f"{field}: the grammar does not enforce {', '.join(keywords)}"
+            if text not in self._logged and len(self._logged) < MAX_LOGGED:
+                self._logged.add(text)
+                logger.warning("%s", text)
         with self._lock:
             self._cache[key] = start
             while len(self._cache) > CACHE_SIZE:

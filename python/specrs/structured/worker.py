@@ -109,6 +109,11 @@ def trial(tokenizer: LLTokenizer, specification: dict[str, Any]) -> dict[str, An
         matcher = make_matcher(tokenizer, LLMatcher.grammar_from_regex(white_space))
         if matcher.is_error():
             return {"error": reason(matcher.get_error()), "field": "whitespace_pattern"}
+        # a text of the pattern that is no white space
+        other = f"start: OTHER\nOTHER: /{_in_slashes(white_space)}/ & ~/[ \\t\\n\\r]*/"
+        if _fault(tokenizer, LLMatcher.grammar_from_lark(other)) is None:
+            why = "it matches more than JSON's white space; allowed is a pattern of blanks, \\t, \\n and \\r"
+            return {"error": why, "field": "whitespace_pattern"}
     for field in specification.get("checked", ()):
         of_source = _schema_fault(tokenizer, sources[field])
         if of_source is not None:
