@@ -29,7 +29,7 @@ class StructuredOutputsParams:
     """What the text of a request must be; exactly one of the first five. Immutable, checked at construction.
 
     `json`: a JSON schema, as a dictionary or as text. `uniqueItems`, `propertyNames` and unknown `format`s are ignored,
-    with a warning in the log; other keywords that cannot be enforced are rejected.
+    with a warning in the log and, by the server, in `X-Warning`; other keywords that cannot be enforced are rejected.
     `regex`: an expression in Rust's syntax (no look-around, no back-references) that the whole text matches.
     `choice`: strings, one of which is the text. `grammar`: a context-free grammar in llguidance's dialect of Lark, or
     in GBNF (llama.cpp's EBNF), told apart by their syntax. `json_object`: any JSON object.
