@@ -101,6 +101,16 @@ DEVELOPER = """
 {%- endif %}{% endfor %}"""
 """Knows developer messages, in the first place alone."""
 
+SHOUTING = """
+{%- if messages[0].role == 'system' %}[SYSTEM]{{ messages[0].content | upper }}
+{% endif %}
+{%- for m in messages %}{% if m.role != 'system' %}[{{ m.role | upper }}]{{ m.content | upper }}
+{% endif %}{% endfor %}"""
+"""Writes all texts in capitals, and takes a system message in the first place alone."""
+
+SHOUTING_ROLES = """{% for m in messages %}{{ '[' + m.role | upper + ']' + m.content | upper + '\n' }}{% endfor %}"""
+"""Writes every role as it is given, and all texts, in capitals."""
+
 LAST_MESSAGE = "{{ messages[-1].content }}"
 """Shows nothing but the last message."""
 

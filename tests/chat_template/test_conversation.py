@@ -20,6 +20,8 @@ from .shapes import (
     LOOKING_AT_ROLES,
     NULL_CONTENT,
     SHAPES,
+    SHOUTING,
+    SHOUTING_ROLES,
     WITHOUT_SYSTEM,
 )
 
@@ -177,6 +179,34 @@ def test_instructions_stay_where_the_template_shows_them() -> None:
     messages = INSTRUCTED["later"]
     assert rendered(CONCATENATING, messages).text.endswith("[system]Two.\n[user]How warm is it in Rome?\n")
     assert rendered(ALTERNATING, messages).text.endswith("[user]One.\n\nTwo.\n\nHow warm is it in Rome?\n")
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+@pytest.mark.parametrize("index", range(4))
+@pytest.mark.parametrize(
+    "template", [CONCATENATING, LOOKING_AT_ROLES, HEADERS, ALTERNATING, FOLDING, NULL_CONTENT, DEVELOPER, SHOUTING]
+)
+def test_one_instruction_is_shown_wherever_it_stands(template: str, index: int, role: str) -> None:
+    messages: list[dict[str, Any]] = [USER, {"role": "assistant", "content": "Warm."}, USER]
+    messages.insert(index, {"role": role, "content": "Be brief."})
+    told = rendered(template, messages)
+    assert told.text.casefold().count("be brief.") == 1
+    assert told.text.casefold().count("warm.") == 1
+    assert not told.warnings
+
+
+@pytest.mark.parametrize(("upper", "plain"), [(SHOUTING_ROLES, CONCATENATING)])
+@pytest.mark.parametrize("messages", INSTRUCTED.values(), ids=INSTRUCTED)
+def test_capitals_change_nothing_else(upper: str, plain: str, messages: list[dict[str, Any]]) -> None:
+    """What is shown in capitals is shown, and a role in capitals is the role."""
+    told = rendered(upper, messages)
+    assert told.text == rendered(plain, messages).text.upper()
+    assert not told.warnings
+
+
+def test_an_instruction_that_only_its_place_shows_stays_there() -> None:
+    told = rendered(LAST_MESSAGE, [USER, {"role": "system", "content": "Be brief."}])
+    assert told == Rendered("Be brief.")
 
 
 def test_an_instruction_without_a_place_is_an_error() -> None:

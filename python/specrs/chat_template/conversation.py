@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from specrs.chat_template.traits import Message, Traits
+from specrs.chat_template.traits import Message, Traits, shows
 from specrs.errors import invalid_request
 
 INSTRUCTIONS = ("system", "developer")
@@ -22,20 +22,24 @@ def fit(
     - Arguments of calls become objects; text that is none stays text where the template shows text, else it is `{}`.
     - A message without content gets `""`, or what the template needs to show the calls of such a message.
     - `developer` becomes `system` where the template does not know it, and the other way round.
-    - Several instructions become one, the first message, where `render` does not show all of them.
+    - Instructions become one, the first message, where `render` does not show all of them in their places.
 
     Raises `InvalidRequestError` for calls that are none, and for instructions of which the template has no place.
     """
-    fitted, warnings = [], []
+    fitted, dropped = [], []
     for i, message in enumerate(messages):
         if message["role"] in INSTRUCTIONS:
             role, warning = _role(i, message["role"], traits)
             message = {**message, "role": role}
-            warnings += warning
+            dropped += warning
         fitted.append(_with_reasoning(_with_content(_with_calls(i, message, traits), traits)))
-    if sum(message["role"] in INSTRUCTIONS for message in fitted) > 1 and not _all_shown(fitted, render):
-        fitted = _merged(fitted)
-    return fitted, warnings
+    # one instruction in the first place is what `traits` are about
+    if any(message["role"] in INSTRUCTIONS for message in fitted[1:]):
+        if _all_shown(fitted, render):
+            dropped = []
+        else:
+            fitted = _merged(fitted)
+    return fitted, dropped
 
 
 def _role(index: int, role: str, traits: Traits) -> tuple[str, list[str]]:
@@ -66,7 +70,7 @@ def _all_shown(messages: list[Message], render: Callable[[list[Message]], str]) 
         text = render(marked)
     except Exception:  # a template is a program, and raises what it likes
         return False
-    return all(mark in text for mark in marks)
+    return all(shows(text, mark) for mark in marks)
 
 
 def _merged(messages: list[Message]) -> list[Message]:

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 Message: TypeAlias = dict[str, Any]
 
 _MARK = "qzxmark"
+"""A text that `shows` finds. It has lower-case letters alone."""
 _OTHER_ROLE = "qzxrole"
 _OBJECT = {"key": _MARK}
 _TEXT = json.dumps(_OBJECT)
@@ -59,7 +60,7 @@ class Traits:
         if text is None:
             # a template that also fails without the message tells its own error
             return "shown" if self._show([_USER]) is None else "raises"
-        return "shown" if _MARK in text else "dropped"
+        return "shown" if shows(text, _MARK) else "dropped"
 
     @cached_property
     def developer(self) -> bool:
@@ -68,10 +69,10 @@ class Traits:
         A template that writes any role as it is given does not know `developer`: a made-up role gives the same text.
         """
         text = self._first("developer")
-        if text is None or _MARK not in text:
+        if text is None or not shows(text, _MARK):
             return False
         other = self._first(_OTHER_ROLE)
-        return other is None or other.replace(_OTHER_ROLE, "developer") != text
+        return other is None or other.casefold().replace(_OTHER_ROLE, "developer") != text.casefold()
 
     @cached_property
     def empty_content(self) -> Message:
@@ -81,20 +82,20 @@ class Traits:
         """
         empty, null, missing = {"content": ""}, {"content": None}, dict[str, Any]()
         for content in (empty, null, missing):
-            if any(_shows(self._call(arguments, content), _MARK) for arguments in (_OBJECT, _TEXT)):
+            if any(shows(self._call(arguments, content), _MARK) for arguments in (_OBJECT, _TEXT)):
                 return content
         return empty
 
     @cached_property
     def object_arguments(self) -> bool:
         """True if arguments of calls are shown as objects. Some templates take them as JSON text alone."""
-        shown = _shows(self._call(_OBJECT, self.empty_content), _MARK)
-        return shown or not _shows(self._call(_TEXT, self.empty_content), _TEXT)
+        shown = shows(self._call(_OBJECT, self.empty_content), _MARK)
+        return shown or not shows(self._call(_TEXT, self.empty_content), _TEXT)
 
     @cached_property
     def text_arguments(self) -> bool:
         """True if arguments that are text are shown letter by letter, JSON or not."""
-        return _shows(self._call(_CUT_OFF, self.empty_content), _CUT_OFF)
+        return shows(self._call(_CUT_OFF, self.empty_content), _CUT_OFF)
 
     def _first(self, role: str) -> str | None:
         return self._show([{"role": role, "content": _MARK}, _USER])
@@ -113,5 +114,6 @@ class Traits:
             return None
 
 
-def _shows(text: str | None, part: str) -> bool:
-    return text is not None and part in text
+def shows(text: str | None, part: str) -> bool:
+    """True if `part` stands in `text`, in whatever case. A template may change the case of what it shows."""
+    return text is not None and part.casefold() in text.casefold()
