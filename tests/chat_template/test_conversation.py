@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from typing import Any
 
 import pytest
@@ -265,3 +266,60 @@ def test_warnings_of_a_local_chat_are_logged(caplog: pytest.LogCaptureFixture) -
         )
     assert text == USER["content"]
     assert "leaves this message out" in caplog.text
+
+
+@pytest.mark.parametrize("template", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize(
+    ("role", "meant"), [("usr", "; did you mean user?"), ("User", "; did you mean user?"), ("robot", "")]
+)
+def test_roles_that_no_template_knows(template: str, role: str, meant: str) -> None:
+    says = rf"^messages\[1\]\['role'\]='{role}': must be one of system, .*, tool{re.escape(meant)}$"
+    with pytest.raises(InvalidRequestError, match=says):
+        rendered(template, [USER, {"role": role, "content": "x"}])
+
+
+def test_roles_of_a_template_are_taken() -> None:
+    text = rendered(ALTERNATING, [USER, {"role": "tool_results", "content": "31 degrees"}]).text
+    assert text.endswith("[results]31 degrees\n")
+    known = "{% for m in messages %}{{ '<ctx>' if m.role == 'context' else m.role }}{{ m.content }}{% endfor %}"
+    for messages in ([{"role": "context", "content": "x"}, USER], [USER, {"role": "context", "content": "x"}]):
+        assert "<ctx>x" in rendered(known, messages).text
+
+
+@pytest.mark.parametrize("template", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize(("key", "meant"), [("contents", "content"), ("toolcalls", "tool_calls"), ("extra", None)])
+def test_unknown_keys_of_messages(template: str, key: str, meant: str | None) -> None:
+    near = f"; did you mean {meant}?" if meant else ""
+    with pytest.raises(InvalidRequestError, match=rf"^messages\[0\]=.*'{key}' and no content; .*{re.escape(near)}$"):
+        rendered(template, [{"role": "user", key: "x"}])
+    told = rendered(template, [{**USER, key: "x"}])
+    assert told.text == rendered(template, [USER]).text
+    assert told.warnings == (f"messages[0]['{key}']: the chat template does not read it{near}",)
+
+
+@pytest.mark.parametrize("code", ["m.prefix", "m['prefix']", "m.get('prefix')"])
+def test_keys_that_a_template_reads(code: str) -> None:
+    template = "{% for m in messages %}{{ m.content }}{{ " + code + " }}{% endfor %}"
+    told = rendered(template, [{**USER, "prefix": "yes"}])
+    assert told == Rendered(f"{USER['content']}yes")
+    only_text = "prefix {% for m in messages %}{{ m.content }}{% endfor %}"
+    assert rendered(only_text, [{**USER, "prefix": "yes"}]).warnings
+
+
+def test_messages_of_clients_come_back_without_warnings() -> None:
+    """What the openai package, litellm and langchain copy from an answer into the next request."""
+    copied = {
+        "annotations": [{"type": "url_citation"}],
+        "audio": None,
+        "function_call": None,
+        "provider_specific_fields": {"refusal": None, "x": 1},
+        "images": [{"url": "x"}],
+        "refusal": None,
+        "thinking_blocks": [{"type": "thinking"}],
+        "name": "example",
+        "whatever": None,
+        "other": [],
+    }
+    for message in ({"content": "Warm."}, {**calling("{}")[1], "content": None}):
+        given: dict[str, Any] = {"role": "assistant", **copied, **message}
+        assert not rendered(LOOKING_AT_ROLES, [USER, given, USER]).warnings

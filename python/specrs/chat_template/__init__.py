@@ -80,7 +80,7 @@ def _traits(chat_template: str, special_tokens: str) -> Traits:
     def show(conversation: list[Message], tools: list[dict[str, Any]] | None) -> str:
         return _render(conversation, chat_template=chat_template, tools=tools, add_generation_prompt=True, **tokens)
 
-    return Traits(show, lambda: _variables(chat_template))
+    return Traits(show, lambda: _variables(chat_template), lambda: _words(chat_template))
 
 
 def _render(conversation: list[Message], **arguments: Any) -> str:
@@ -97,3 +97,12 @@ def _variables(chat_template: str) -> frozenset[str]:
 
     environment = _compile_jinja_template(chat_template).environment
     return frozenset(find_undeclared_variables(environment.parse(chat_template)))
+
+
+def _words(chat_template: str) -> frozenset[str]:
+    """Names and strings of the template's code, not of the text that it writes. Raises jinja2's errors."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    environment = _compile_jinja_template(chat_template).environment
+    tokens = environment.lex(chat_template)
+    return frozenset(value.strip("'\"") for _, kind, value in tokens if kind in ("name", "string"))

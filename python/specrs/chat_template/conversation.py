@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from specrs.chat_template.message_checks import check_message
 from specrs.chat_template.traits import Message, Traits, shows
 from specrs.errors import invalid_request
 
@@ -17,17 +18,19 @@ _MARK = "qzxpart{}end"
 def fit(
     messages: list[Message], traits: Traits, render: Callable[[list[Message]], str]
 ) -> tuple[list[Message], list[str]]:
-    """The messages for a template with these traits, and a sentence for each that it leaves out. Mutates nothing.
+    """The messages for a template with these traits, and a warning for each part that it leaves out. Mutates nothing.
 
     - Arguments of calls become objects; text that is none stays text where the template shows text, else it is `{}`.
     - A message without content gets `""`, or what the template needs to show the calls of such a message.
     - `developer` becomes `system` where the template does not know it, and the other way round.
     - Instructions become one, the first message, where `render` does not show all of them in their places.
 
-    Raises `InvalidRequestError` for calls that are none, and for instructions of which the template has no place.
+    Raises `InvalidRequestError` for calls that are none, for instructions of which the template has no place, and for
+    messages that `check_message` rejects.
     """
-    fitted, dropped = [], []
+    fitted, dropped, warnings = [], [], []
     for i, message in enumerate(messages):
+        warnings += check_message(i, message, traits)
         if message["role"] in INSTRUCTIONS:
             role, warning = _role(i, message["role"], traits)
             message = {**message, "role": role}
@@ -39,7 +42,7 @@ def fit(
             dropped = []
         else:
             fitted = _merged(fitted)
-    return fitted, dropped
+    return fitted, dropped + warnings
 
 
 def _role(index: int, role: str, traits: Traits) -> tuple[str, list[str]]:

@@ -37,19 +37,30 @@ class Traits:
         self,
         render: Callable[[list[Message], list[dict[str, Any]] | None], str],
         variables: Callable[[], frozenset[str]],
+        words: Callable[[], frozenset[str]] = frozenset,
     ) -> None:
-        """`render` gives the text of messages and tools, and `variables` the names that the template reads.
+        """`render` gives the text of messages and tools, `variables` the names that the template reads, and `words` all
+        names and strings of its code.
 
-        Both may raise anything.
+        All may raise anything.
         """
         self._render = render
         self._variables = variables
+        self._words = words
 
     @cached_property
     def variables(self) -> frozenset[str]:
         """Names of the variables that the template reads; empty for a template that cannot be parsed."""
         try:
             return self._variables()
+        except Exception:  # the error is told when the conversation itself is rendered
+            return frozenset()
+
+    @cached_property
+    def words(self) -> frozenset[str]:
+        """Names and strings of the template's code; empty for a template that cannot be parsed."""
+        try:
+            return self._words()
         except Exception:  # the error is told when the conversation itself is rendered
             return frozenset()
 
@@ -68,11 +79,11 @@ class Traits:
 
         A template that writes any role as it is given does not know `developer`: a made-up role gives the same text.
         """
-        text = self._first("developer")
-        if text is None or not shows(text, _MARK):
-            return False
-        other = self._first(_OTHER_ROLE)
-        return other is None or other.casefold().replace(_OTHER_ROLE, "developer") != text.casefold()
+        return self._has_form("developer", first=True)
+
+    def knows_role(self, role: str) -> bool:
+        """True if the template has a form of its own for a role, as the first message or the second."""
+        return self._has_form(role, first=True) or self._has_form(role, first=False)
 
     @cached_property
     def empty_content(self) -> Message:
@@ -99,6 +110,18 @@ class Traits:
 
     def _first(self, role: str) -> str | None:
         return self._show([{"role": role, "content": _MARK}, _USER])
+
+    def _second(self, role: str) -> str | None:
+        return self._show([_USER, {"role": role, "content": _MARK}])
+
+    def _has_form(self, role: str, *, first: bool) -> bool:
+        """True if a message with this role is shown, and other than one with a made-up role."""
+        show = self._first if first else self._second
+        text = show(role)
+        if text is None or not shows(text, _MARK):
+            return False
+        other = show(_OTHER_ROLE)
+        return other is None or other.casefold().replace(_OTHER_ROLE, role.casefold()) != text.casefold()
 
     def _call(self, arguments: object, content: Message) -> str | None:
         call = {"id": "probe0001", "type": "function", "function": {"name": "probe", "arguments": arguments}}

@@ -108,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=False,
         help="with tool_choice none the chat template does not get the tools",
     )
-    add("--reasoning-parser", choices=REASONING_PARSERS, help="reasoning goes to reasoning_content; default: none")
+    add("--reasoning-parser", choices=REASONING_PARSERS, help="reasoning goes to `reasoning`; default: none")
     add("--default-chat-template-kwargs", type=_object, metavar="JSON", help="variables of the chat template")
     add("--config", metavar="FILE", help="YAML of flags, without their dashes; those of the command line come after it")
     add("--ssl-certfile", help="certificate chain, as PEM: the server speaks HTTPS")
