@@ -78,6 +78,26 @@ def test_items_and_events(responding: Server) -> None:
     assert list(items) == [item["id"] for item in last["response"]["output"]]
 
 
+def test_a_call_that_the_limit_cuts_off_is_incomplete(responding: Server) -> None:
+    body = {"input": "x", "tools": TOOLS, "structured_outputs": {"choice": [f"{CALLS}\n{CALLS}"]}}
+    needed = responding.post(PATH, {**body, "max_output_tokens": 200}).json["usage"]["output_tokens"]
+    seen = set()
+    for limit in range(needed // 4, needed, 3):
+        whole = responding.post(PATH, {**body, "max_output_tokens": limit}).json
+        last = events_of(responding.post(PATH, {**body, "max_output_tokens": limit, "stream": True}).body)[-1]
+        assert last["type"] == "response.incomplete"
+        calls, streamed = (
+            [item for item in plain(response["output"]) if item["type"] == "function_call"]
+            for response in (whole, last["response"])
+        )
+        assert streamed == calls
+        for item in calls:
+            complete = item["arguments"] == '{"city": "Rome", "days": 2}'
+            assert item["status"] == ("completed" if complete else "incomplete")
+            seen.add(item["status"])
+    assert seen == {"completed", "incomplete"}
+
+
 def test_the_text_is_the_chats(responding: Server) -> None:
     chat = [{"role": "system", "content": "Write."}, {"role": "user", "content": "def"}]
     wanted = responding.chat(messages=chat, max_tokens=20, temperature=0)["choices"][0]["message"]["content"]

@@ -43,14 +43,15 @@ class Items:
             events += self._grow(call["function"]["arguments"])
         return events
 
-    def close(self) -> list[Event]:
-        """End the open item."""
+    def close(self, *, cut_off: bool = False) -> list[Event]:
+        """End the open item; it is incomplete if its text was cut off. A call with all its arguments is complete."""
         item, self._open = self._open, None
         if item is None:
             return []
         text, self._text = self._text, ""
         place = self._place(item)
-        finished = self._item(item, text, "completed")
+        whole = not cut_off or (item["type"] == "function_call" and _is_json(text))
+        finished = self._item(item, text, "completed" if whole else "incomplete")
         self.done.append(finished)
         if item["type"] == "function_call":
             events: list[Event] = [
@@ -112,6 +113,14 @@ class Items:
         return {**item, **rest, "content": [self._part(item, text)[0]], "status": status}
 
 
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
 def _logprobs(name: str) -> Event:
     return {"logprobs": []} if name == "output_text" else {}
 
@@ -132,7 +141,7 @@ class ResponseGeneration(Generation):
         message = choice["message"]
         items.add({key: message.get(key) for key in ("reasoning_content", "content")})
         items.add({"tool_calls": message.get("tool_calls", ())})
-        items.close()
+        items.close(cut_off=choice["finish_reason"] == "length")
         return self._response(items, choice["finish_reason"])
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -158,7 +167,7 @@ class ResponseGeneration(Generation):
                     reason = choice["finish_reason"] or reason
                 if events:
                     yield encode(events)
-            closing = items.close()
+            closing = items.close(cut_off=reason == "length")
             response = self._response(items, reason)
             yield encode([*closing, {"type": f"response.{response['status']}", "response": response}])
         except Exception as fault:
