@@ -32,7 +32,8 @@ BAD: list[tuple[str, Any, str | None, str]] = [
     (COMPLETIONS, X | {"stop": ["a"] * 65}, "stop", "...]: List should have at most 64 items after validation, not 65"),
     (COMPLETIONS, X | {"stop": "a" * 1025}, "stop", "': String should have at most 1024 characters"),
     (COMPLETIONS, X | {"stop": 3}, "stop", "stop=3: Input should be a valid string or a valid array"),
-    (COMPLETIONS, X | {"Stop": "a"}, "Stop", "Stop: unknown field"),
+    (COMPLETIONS, X | {"Stop": "a"}, "Stop", "Stop: unknown field; did you mean stop?"),
+    (CHAT, HI | {"max_token": 3}, "max_token", "max_token: unknown field; did you mean max_tokens?"),
     (COMPLETIONS, X | {"logprobs": 21}, "logprobs", "logprobs=21: must be from 0 to 20"),
     (COMPLETIONS, X | {"logit_bias": {"5000": 1}}, "logit_bias", "logit_bias[5000]"),
     (COMPLETIONS, X | {"num_speculative_tokens": 6}, "num_speculative_tokens", "must be at most 5"),
@@ -103,6 +104,13 @@ def test_bodies_that_are_no_json_object(server: Server, body: bytes) -> None:
     assert answer.error["type"] == "BadRequestError"
 
 
+@pytest.mark.parametrize("text", [r"\ud800", r"\udc00", r"\ud83c x", r"\ud83c\n", r"\ud83c\ud83c"])
+def test_half_of_a_surrogate_pair_is_named(server: Server, text: str) -> None:
+    message = server.post(COMPLETIONS, f'{{"prompt": "{text}"}}'.encode()).error["message"]
+    assert "has half of a surrogate pair" in message
+    assert "curl" not in message
+
+
 def test_a_large_list_of_wrong_items_is_one_short_message(server: Server) -> None:
     answer = server.post("/detokenize", {"tokens": ["a"] * 300_000})
     assert answer.status == 400
@@ -120,7 +128,7 @@ def test_unknown_paths_methods_and_models(server: Server) -> None:
         assert answer.status == 404
         assert answer.error["param"] == "model"
         assert answer.error["type"] == "NotFoundError"
-        assert "`gpt-5`" in answer.error["message"]
+        assert "`gpt-5` does not exist; served: ['bundled']" in answer.error["message"]
 
 
 def test_what_is_told_of_the_server(server: Server) -> None:

@@ -61,7 +61,7 @@ async def parse(model: type[ModelT], body: bytes, in_thread: InThread) -> ModelT
         parsed: ModelT = await in_thread(lambda: context.run(model.model_validate_json, body))
         return parsed
     except ValidationError as fault:
-        raise validation_error(fault) from None
+        raise validation_error(fault, model) from None
 
 
 def _check_values(body: bytes) -> None:

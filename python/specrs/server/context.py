@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specrs.async_llm import AsyncLLM
+from specrs.errors import short
 from specrs.lora_request import LoRARequest
 from specrs.server.errors import APIError, unavailable
 from specrs.server.limits import HTTPLimits
@@ -57,7 +58,8 @@ class Context:
     def check_model(self, name: str | None) -> None:
         """Raise a 404 for another model's name; none is this one's."""
         if name and name not in self.model_names and name not in self.adapters:
-            raise APIError(404, f"The model `{name[:200]}` does not exist.", param="model")
+            served = short([*self.model_names, *self.adapters])
+            raise APIError(404, f"The model `{name[:200]}` does not exist; served: {served}.", param="model")
 
     def lora_request(self, name: str | None) -> LoRARequest | None:
         """The adapter that is called so; None: the base model is."""

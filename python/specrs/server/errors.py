@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.responses import Response
 
@@ -18,6 +18,7 @@ from specrs.errors import (
     QueueFullError,
     RankLostError,
     SpecrsError,
+    near_names,
     short,
 )
 
@@ -102,12 +103,16 @@ def api_error(fault: BaseException) -> APIError:
     return APIError(HTTPStatus.INTERNAL_SERVER_ERROR, "Internal error.")
 
 
-def validation_error(fault: ValidationError) -> APIError:
-    """What is wrong with a body, field by field, as specrs says such things."""
+def validation_error(fault: ValidationError, model: type[BaseModel] | None = None) -> APIError:
+    """What is wrong with a body, field by field, as specrs says such things.
+
+    `model`: what the body was read as; its fields are suggested for unknown ones.
+    """
+    known = [field.alias or name for name, field in model.model_fields.items()] if model is not None else []
     # the input, url and context of pydantic's own errors may hold the whole body
     details = _of_branches(fault.errors(include_url=False, include_context=True))[:_MAX_ERRORS]
     first = next((str(part)[:_MAX_FIELD] for part in details[0]["loc"] if isinstance(part, str)), None)
-    return APIError(HTTPStatus.BAD_REQUEST, "; ".join(map(_describe, details)), param=first)
+    return APIError(HTTPStatus.BAD_REQUEST, "; ".join(_describe(detail, known) for detail in details), param=first)
 
 
 def _of_branches(details: Sequence[ErrorDetails]) -> list[ErrorDetails]:
@@ -129,7 +134,7 @@ def _of_branches(details: Sequence[ErrorDetails]) -> list[ErrorDetails]:
     return found
 
 
-def _describe(detail: ErrorDetails) -> str:
+def _describe(detail: ErrorDetails, known: Sequence[str]) -> str:
     kind, loc = detail["type"], detail["loc"]
     *above, last = loc or ("",)
     parts = [part for part in above if not _is_branch(part)]
@@ -138,7 +143,9 @@ def _describe(detail: ErrorDetails) -> str:
     field = ".".join(map(str, parts)) or "body"
     field = field if len(field) <= _MAX_FIELD else field[:_MAX_FIELD] + "..."
     if kind == "extra_forbidden":
-        return f"{field}: unknown field"
+        # long names are no typing errors, and take long to compare
+        close = near_names(field, known, 1) if len(loc) == 1 and len(field) <= 40 else []
+        return f"{field}: unknown field" + (f"; did you mean {close[0]}?" if close else "")
     if kind == "missing":
         return f"{field}: is missing"
     if kind in ("literal_error", "none_required"):
@@ -148,6 +155,9 @@ def _describe(detail: ErrorDetails) -> str:
         fault = detail.get("ctx", {}).get("error", "")
         given = detail["input"]
         text = given.decode(errors="replace") if isinstance(given, bytes) else given
+        if "surrogate" in fault or "hex escape" in fault:
+            escape = "send both halves of such a pair, as in \\ud83c\\udf89, or the character itself"
+            return f"body={short(text)}: has half of a surrogate pair, which is no character: {fault}; {escape}"
         came = f"={short(text)}: is not JSON: {fault}" if text else ": is empty"
         return f'body{came}; send a JSON object, such as {{"max_tokens": 16}}; {ADD_HEADER}'
     return f"{field}={short(detail['input'])}: {detail['msg']}"
