@@ -239,6 +239,18 @@ def test_tools_that_the_server_does_not_run_are_left_out(calling: Server) -> Non
     )
     for i, name in ((0, "web_search"), (3, "custom")):
         assert f"tools[{i}].type='{name}': left out" in answer.headers["x-warning"]
+    function = {"type": "function", "function": {"name": "f", "cache_control": {}}}
+    told = calling.post(PATH, body | {"tools": [hosted[0], function]}).headers["x-warning"]
+    assert "tools[1].function.cache_control" in told
+    wrong = calling.post(PATH, body | {"tools": [hosted[0], {"type": "retrieval"}]})
+    assert "tools.1.type='retrieval'" in wrong.error["message"]
+    forced = calling.post(PATH, body | {"tools": hosted, "tool_choice": "required"})
+    assert "this server runs none of the tools that were sent: ['web_search', 'custom']" in forced.error["message"]
+    choice = allowed("auto", "now")
+    choice["allowed_tools"]["tools"].append({"type": "web_search"})
+    assert calling.post(PATH, body | {"tool_choice": choice}).status == 200
+    unsent = calling.post(PATH, body | {"tools": TOOLS, "tool_choice": choice})
+    assert "tool_choice.allowed_tools.tools[1]={'type': 'web_search'}" in unsent.error["message"]
     alone = calling.post(PATH, {"messages": MESSAGES, "tools": hosted, "max_tokens": 1})
     assert (alone.status, alone.json["choices"][0]["finish_reason"]) == (200, "length")
 
@@ -278,7 +290,7 @@ def test_a_stop_string_in_content_ends_the_text_in_the_engine(calling: Server) -
         ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),
         ({"tools": [{"type": "custom", "custom": {"name": "x"}}], "tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": allowed("required", "x")}, "tool_choice.allowed_tools.tools"),
-        ({"tools": TOOLS, "tool_choice": allowed("required")}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": allowed("required")}, "tool_choice.allowed_tools.tools"),
         (
             {
                 "tools": [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from specrs.errors import invalid_request
-from specrs.server.hosted_tools import is_hosted
+from specrs.server.hosted_tools import is_hosted, left_out
 from specrs.server.protocol import AllowedToolChoice, ChatCompletionRequest
 
 
@@ -20,12 +20,16 @@ def narrowed(body: ChatCompletionRequest) -> ChatCompletionRequest:
     offered = {tool.function.name: tool for tool in body.tools or []}
     names = []
     for i, tool in enumerate(choice.allowed_tools.tools):
-        if is_hosted(tool):  # left out of `tools`, too
+        if is_hosted(tool) and tool["type"] in left_out(body.tools):
             continue
         name = _name(tool)
         if name not in offered:
             raise invalid_request(f"tool_choice.allowed_tools.tools[{i}]", tool, "must be a function of tools")
         names.append(name)
+    if choice.allowed_tools.mode == "required" and not names:
+        raise invalid_request(
+            "tool_choice.allowed_tools.tools", choice.allowed_tools.tools, "mode=required needs a function of tools"
+        )
     tools = [tool for name, tool in offered.items() if name in names]
     return body.model_copy(update={"tools": tools, "tool_choice": choice.allowed_tools.mode})
 

@@ -75,7 +75,10 @@ def dispositions(model: type[BaseModel]) -> Mapping[str, NoEffect | Rejected]:
 
 
 def unused(body: BaseModel, at: str = "") -> Iterator[str]:
-    """A warning for each field of `body`, and of the models in it, that was given and has no effect."""
+    """A warning for each field of `body`, and of the models in it, that was given and has no effect.
+
+    A list with `places` gives the index that each of its items had in the body.
+    """
     declared = dispositions(type(body))
     for name, field in type(body).model_fields.items():
         value, name = getattr(body, name), field.alias or name
@@ -86,7 +89,7 @@ def unused(body: BaseModel, at: str = "") -> Iterator[str]:
         elif isinstance(value, BaseModel):
             yield from unused(value, f"{at}{name}.")
         elif isinstance(value, list) and value and isinstance(value[0], BaseModel):
-            for i, item in enumerate(value):
+            for i, item in zip(getattr(value, "places", range(len(value))), value, strict=True):
                 yield from unused(item, f"{at}{name}[{i}].")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import ValidatorFunctionWrapHandler
 from pydantic_core import PydanticCustomError
 
 from specrs.server.dispositions import warn
@@ -39,14 +40,37 @@ def is_hosted(tool: object) -> bool:
     return isinstance(kind, str) and kind in HOSTED_TOOLS
 
 
-def runnable_tools(tools: Any) -> Any:
+class RunnableTools(list[Any]):
+    """The `tools` of a body that the server can offer.
+
+    `places`: the index that each had in the body. `left_out`: the types of the others.
+    """
+
+    def __init__(self, tools: list[Any]) -> None:
+        """`tools` are functions, and hosted tools as they were sent."""
+        super().__init__(tool for tool in tools if not is_hosted(tool))
+        self.places = [i for i, tool in enumerate(tools) if not is_hosted(tool)]
+        self.left_out = [str(tool["type"]) for tool in tools if is_hosted(tool)]
+
+
+def tool_or_hosted(tool: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    """One of the `tools` of a body: validated, or as it is if the server does not run it."""
+    return tool if is_hosted(tool) else validate(tool)
+
+
+def runnable_tools(tools: list[Any] | None) -> RunnableTools | None:
     """The `tools` of a body without those that the server does not run; each of them gives a warning."""
-    if not isinstance(tools, list):
-        return tools
+    if tools is None:
+        return None
     for i, tool in enumerate(tools):
         if is_hosted(tool):
             warn(f"tools[{i}].type={tool['type']!r}: left out; this server runs no such tool")
-    return [tool for tool in tools if not is_hosted(tool)]
+    return RunnableTools(tools)
+
+
+def left_out(tools: list[Any] | None) -> list[str]:
+    """The types of the tools that `runnable_tools` left out of the `tools` of a body."""
+    return tools.left_out if isinstance(tools, RunnableTools) else []
 
 
 def runnable_choice(choice: Any) -> Any:

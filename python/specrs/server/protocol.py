@@ -8,7 +8,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    WithJsonSchema,
+    WrapValidator,
+)
 from pydantic_core import PydanticCustomError
 
 from specrs.sampling import (
@@ -22,7 +32,7 @@ from specrs.sampling import (
     REPETITION_PENALTIES,
 )
 from specrs.server.dispositions import NoEffect, Rejected
-from specrs.server.hosted_tools import runnable_choice, runnable_tools
+from specrs.server.hosted_tools import runnable_choice, runnable_tools, tool_or_hosted
 from specrs.server.limits import (
     MAX_FUNCTION_NAME_LENGTH,
     MAX_MESSAGES,
@@ -144,7 +154,11 @@ class Tool(BaseModel):
     cache_control: CacheOptions = None
 
 
-Tools = Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS), BeforeValidator(runnable_tools)]
+Tools = Annotated[
+    list[Annotated[Tool, WrapValidator(tool_or_hosted)]] | None,
+    Field(max_length=MAX_TOOLS),
+    AfterValidator(runnable_tools),
+]
 """Functions that the model may call. Tools that the server does not run are left out, with a warning."""
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, WrapValidator
 
 from specrs.errors import InvalidRequestError, invalid_request
 from specrs.sampling import MAX_SPECULATIVE_TOKENS, MAX_TEMPERATURE
 from specrs.server.dispositions import NoEffect, Rejected
-from specrs.server.hosted_tools import runnable_choice, runnable_tools
+from specrs.server.hosted_tools import RunnableTools, left_out, runnable_choice, runnable_tools, tool_or_hosted
 from specrs.server.limits import MAX_FUNCTION_NAME_LENGTH, MAX_MESSAGES, MAX_REQUEST_ID_LENGTH, MAX_TOOLS
 from specrs.server.message_fields import without_marks
 from specrs.server.protocol import (
@@ -147,7 +147,11 @@ class ResponsesRequest(Body):
     max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
     temperature: float | None = Field(None, ge=0, le=MAX_TEMPERATURE)
     top_p: float | None = Field(None, gt=0, le=1)
-    tools: Annotated[list[FunctionTool] | None, Field(max_length=MAX_TOOLS), BeforeValidator(runnable_tools)] = None
+    tools: Annotated[
+        list[Annotated[FunctionTool, WrapValidator(tool_or_hosted)]] | None,
+        Field(max_length=MAX_TOOLS),
+        AfterValidator(runnable_tools),
+    ] = None
     tool_choice: Annotated[ToolChoice | None, BeforeValidator(runnable_choice)] = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
@@ -221,7 +225,12 @@ def as_chat(body: ResponsesRequest) -> ChatCompletionRequest:
         schema = wanted.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
         has_schema = wanted.type == "json_schema" or wanted.schema_ is not None
         fields["response_format"] = {"type": wanted.type} | ({"json_schema": schema} if has_schema else {})
-    return ChatCompletionRequest.model_validate(fields)
+    chat = ChatCompletionRequest.model_validate(fields)
+    if left_out(body.tools):
+        tools = RunnableTools(chat.tools or [])
+        tools.left_out = left_out(body.tools)
+        chat.tools = tools
+    return chat
 
 
 def _choice(choice: str | NamedTool | AllowedTools | None) -> Any:

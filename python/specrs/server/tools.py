@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specrs.errors import invalid_request
+from specrs.errors import InvalidRequestError, invalid_request, short
+from specrs.server.hosted_tools import left_out
 from specrs.server.messages import MessageReader
 from specrs.server.parsers.base import Function, ToolParser
 from specrs.server.parsers.either import CallsOrContent
@@ -127,7 +128,9 @@ def read_tools(body: ChatCompletionRequest, settings: ToolSettings, fields: Fiel
     else:
         kind = ("auto" if tools else "none") if choice is None else choice
         if kind == "required" and not tools:
-            raise invalid_request("tool_choice", kind, "needs tools")
+            hosted = left_out(body.tools)
+            needs = f"needs a function in tools; this server runs none of the tools that were sent: {short(hosted)}"
+            raise invalid_request("tool_choice", kind, needs if hosted else "needs a function in tools")
         if kind == "auto" and not tools:
             kind = "none"
     if kind == "auto" and not (settings.auto_choice and settings.tool_parser):
