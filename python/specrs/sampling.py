@@ -482,4 +482,9 @@ def _check_num_logprobs(field: str, count: int | None, limits: RequestLimits) ->
     most = vocab_size if limits.max_logprobs == -1 else min(limits.max_logprobs, vocab_size)
     if (vocab_size if count == -1 else count) > most:
         every = "" if most == vocab_size else f"; -1, all, needs max_logprobs of -1 or at least {vocab_size}"
-        raise invalid(InvalidRequestError, field, count, f"must be from 0 to {most}, the engine's max_logprobs{every}")
+        raise invalid(
+            InvalidRequestError,
+            field,
+            count,
+            f"must be from 0 to {most}, the engine's max_logprobs (--max-logprobs){every}",
+        )

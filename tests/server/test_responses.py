@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from specrs.chat_template import render
 from specrs.pair import TARGET
-from specrs.server.responses_protocol import ResponsesRequest, as_chat
+from specrs.server.responses_protocol import ResponsesRequest, as_chat, message_places
+from specrs.server.tools import RESPONSE_FIELDS
 from specrs.tokenizer import Tokenizer
 
 from .harness import Server, serving
@@ -98,6 +100,28 @@ def test_a_call_that_the_limit_cuts_off_is_incomplete(responding: Server) -> Non
     assert seen == {"completed", "incomplete"}
 
 
+def test_names_are_those_that_were_sent() -> None:
+    items = [
+        {"role": "user", "content": "x"},
+        {"type": "reasoning", "summary": []},
+        {"role": "developer", "content": "x"},
+    ]
+    body = ResponsesRequest.model_validate({"instructions": "Write.", "input": items})
+    fields = replace(RESPONSE_FIELDS, messages=message_places(body))
+    for text, sent in (
+        ("messages[0]['role']='system': is left out", "instructions: is left out"),
+        ("messages[1]['content']: is none", "input[0]['content']: is none"),
+        ("messages[2]['role']='developer': is left out", "input[2]['role']='developer': is left out"),
+        ("messages: refused", "input: refused"),
+        ("max_tokens=9: x", "max_output_tokens=9: x"),
+        ("max_tokens_of=9: x", "max_tokens_of=9: x"),
+        ("tool_choice.allowed_tools.tools[0]={}: x", "tool_choice.tools[0]={}: x"),
+        ("verbosity='low': x", "text.verbosity='low': x"),
+        ("reasoning_effort='low': x", "reasoning.effort='low': x"),
+    ):
+        assert fields.sent(text) == sent
+
+
 def test_the_text_is_the_chats(responding: Server) -> None:
     chat = [{"role": "system", "content": "Write."}, {"role": "user", "content": "def"}]
     wanted = responding.chat(messages=chat, max_tokens=20, temperature=0)["choices"][0]["message"]["content"]
@@ -129,7 +153,7 @@ def test_the_text_is_the_chats(responding: Server) -> None:
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"tools": [{"type": "retrieval"}]}, "tools"),
-        ({"max_output_tokens": 5000}, "max_tokens"),
+        ({"max_output_tokens": 5000}, "max_output_tokens"),
         ({"nonsense": 1}, "nonsense"),
     ],
 )
@@ -152,7 +176,15 @@ def test_hints_are_taken_and_named(responding: Server) -> None:
     answer = responding.post(PATH, {"input": "x", "max_output_tokens": 2, "truncation": "auto", **hints})
     assert answer.status == 200, answer.body
     told = answer.headers["x-warning"]
-    for name in ("store", "include", "reasoning_effort", "reasoning.summary", "verbosity", "service_tier", "tools[0]"):
+    for name in (
+        "store",
+        "include",
+        "reasoning.effort=",
+        "reasoning.summary",
+        "text.verbosity=",
+        "service_tier",
+        "tools[0]",
+    ):
         assert name in told, name
     assert answer.json["truncation"] == "auto"
     assert [tool["name"] for tool in answer.json["tools"]] == ["weather"]

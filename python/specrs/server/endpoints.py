@@ -74,7 +74,10 @@ async def completions(context: Context, body: CompletionRequest) -> Result:
 
 async def chat_completions(context: Context, body: ChatCompletionRequest) -> Result:
     """`POST /v1/chat/completions`."""
-    return await _generate(context, *await prepare_chat(context, body))
+    given_as = "max_tokens" if body.max_completion_tokens is None or body.max_tokens else "max_completion_tokens"
+    fields = replace(CHAT_FIELDS, renamed={**CHAT_FIELDS.renamed, "max_tokens": given_as})
+    with fields.errors():
+        return await _generate(context, *await prepare_chat(context, body, fields))
 
 
 async def prepare_chat(
@@ -87,7 +90,7 @@ async def prepare_chat(
     constraint = chat_constraint(body, tools, fields, context.llm.tokenizer)
     asked = chat_params(body, context.defaults, tools, constraint.grammar)
     hidden = tools.choice == "none" and context.tools.exclude_when_none
-    prompt = await chat_prompt(context, body, None if hidden else body.tools)
+    prompt = await chat_prompt(context, body, None if hidden else body.tools, fields)
     new_reader = tools.reader(
         prompt.text or "", constrained=constraint.grammar is not None, openings=constraint.openings
     )
@@ -142,9 +145,12 @@ async def detokenize(context: Context, body: DetokenizeRequest) -> Result:
 
 
 async def chat_prompt(
-    context: Context, body: ChatCompletionRequest | TokenizeRequest, tools: list[Tool] | None
+    context: Context,
+    body: ChatCompletionRequest | TokenizeRequest,
+    tools: list[Tool] | None,
+    fields: FieldNames = CHAT_FIELDS,
 ) -> Prompt:
-    """The prompt that the chat template makes of `messages` and `tools`.
+    """The prompt that the chat template makes of `messages` and `tools`. `fields` are the names in warnings.
 
     Raises `InvalidRequestError` for what it refuses.
     """
@@ -162,7 +168,7 @@ async def chat_prompt(
     }
     rendered = await context.templates.render(read_messages(body.messages or []), options)
     for warning in rendered.warnings:
-        warn(warning)
+        warn(fields.sent(warning))
     text = rendered.text
     # the template writes the special tokens itself, unless told otherwise
     special = bool(body.add_special_tokens)

@@ -6,7 +6,7 @@ import json
 import logging
 import uuid
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specrs.errors import SpecrsError
@@ -15,7 +15,7 @@ from specrs.server.context import Context
 from specrs.server.endpoints import prepare_chat
 from specrs.server.errors import APIError, api_error
 from specrs.server.generation import Generation
-from specrs.server.responses_protocol import ResponsesRequest, as_chat
+from specrs.server.responses_protocol import ResponsesRequest, as_chat, message_places
 from specrs.server.tools import RESPONSE_FIELDS
 
 logger = logging.getLogger("specrs")
@@ -225,9 +225,12 @@ def _dumped(choice: Any) -> Any:
 
 async def responses(context: Context, body: ResponsesRequest) -> dict[str, Any] | Generation:
     """`POST /v1/responses`."""
-    answer, prompts = await prepare_chat(context, as_chat(body), RESPONSE_FIELDS)
-    generation = ResponseGeneration(context, answer, body)
-    await generation.start(prompts, context.lora_request(body.model))
+    chat = as_chat(body)
+    fields = replace(RESPONSE_FIELDS, messages=message_places(body))
+    with fields.errors():
+        answer, prompts = await prepare_chat(context, chat, fields)
+        generation = ResponseGeneration(context, answer, body)
+        await generation.start(prompts, context.lora_request(body.model))
     if body.stream:
         return generation
     with generation:

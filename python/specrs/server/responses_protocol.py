@@ -211,7 +211,7 @@ def as_chat(body: ResponsesRequest) -> ChatCompletionRequest:
     """The chat that `body` asks for. Raises `InvalidRequestError` for items of `input` that are none."""
     fields: dict[str, Any] = {name: getattr(body, name) for name in _SAME}
     fields["max_completion_tokens"] = body.max_output_tokens
-    fields["messages"] = _messages(body)
+    fields["messages"] = [message for _, message in _messages(body)]
     if body.tools:
         fields["tools"] = [
             {"type": "function", "function": tool.model_dump(include=_FUNCTION, exclude_none=True)}
@@ -248,17 +248,23 @@ def _function(tool: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": tool.get("name")}} if tool.get("type") == "function" else tool
 
 
-def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
-    messages: list[dict[str, Any]] = []
+def message_places(body: ResponsesRequest) -> list[str]:
+    """The field of `body` that each message of `as_chat` comes from: `instructions`, `input` or one of its items."""
+    return [place for place, _ in _messages(body)]
+
+
+def _messages(body: ResponsesRequest) -> list[tuple[str, dict[str, Any]]]:
+    """Each message of the chat with the field that it comes from."""
+    messages: list[tuple[str, dict[str, Any]]] = []
     if body.instructions:
-        messages.append({"role": "system", "content": body.instructions})
+        messages.append(("instructions", {"role": "system", "content": body.instructions}))
     if isinstance(body.input, str):
-        return [*messages, {"role": "user", "content": body.input}]
+        return [*messages, ("input", {"role": "user", "content": body.input})]
     thoughts: list[str] = []  # of the assistant's message that comes next
 
     def add(message: dict[str, Any]) -> None:
         own = {"reasoning": "\n".join(thoughts)} if thoughts and message["role"] == "assistant" else {}
-        messages.append(message | own)
+        messages.append((at, message | own))
         thoughts.clear()
 
     for i, item in enumerate(body.input or []):
@@ -269,10 +275,10 @@ def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
                 raise invalid_request(f"{at}['role']", role, f"must be one of {', '.join(_ROLES)}")
             add({"role": role, "content": _text(f"{at}['content']", item.get("content"))})
         elif kind == "function_call":
-            if thoughts or not messages or messages[-1]["role"] != "assistant":
+            if thoughts or not messages or messages[-1][1]["role"] != "assistant":
                 add({"role": "assistant", "content": None})
             # calls go with the message before them
-            messages[-1].setdefault("tool_calls", []).append(_call(at, item))
+            messages[-1][1].setdefault("tool_calls", []).append(_call(at, item))
         elif kind == "function_call_output":
             content = _text(f"{at}['output']", item.get("output"))
             add({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})

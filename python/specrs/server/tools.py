@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from specrs.errors import InvalidRequestError, invalid_request, short
@@ -43,11 +45,45 @@ class FieldNames:
     schema: str = "response_format.json_schema.schema"
     parameters: str = "tools[{}].function.parameters"
     chosen_name: str = "tool_choice.function.name"
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Names of fields of the engine and of chats -> the names that were sent."""
+    messages: Sequence[str] = ()
+    """What was sent for each message, where that is no message of a chat."""
+
+    def sent(self, text: str) -> str:
+        """An error or a warning that begins with the name of a field, with the name that was sent."""
+        at = _MESSAGE.match(text)
+        if at is not None and self.messages:
+            place = self.messages[int(at["index"])]
+            # what is not in a list was sent as a text, which has no role
+            return place + (text[at.end("index") + 1 :] if place.endswith("]") else text[at.end() :])
+        for name, sent in self.renamed.items():
+            rest = text.removeprefix(name)
+            if rest != text and rest[:1] in ("=", ":", ".", "["):
+                return sent + rest
+        return text
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Raise the errors of requests with the names that were sent."""
+        try:
+            yield
+        except InvalidRequestError as fault:
+            raise type(fault)(self.sent(str(fault))) from fault
 
 
-CHAT_FIELDS = FieldNames()
+_MESSAGE = re.compile(r"messages\[(?P<index>\d+)\](\['role'\]='[^']*')?")
+
+CHAT_FIELDS = FieldNames(renamed={"logprobs": "top_logprobs"})
 RESPONSE_FIELDS = FieldNames(
-    "text.format", "text.format.schema", "text.format.schema", "tools[{}].parameters", "tool_choice.name"
+    *("text.format", "text.format.schema", "text.format.schema", "tools[{}].parameters", "tool_choice.name"),
+    {
+        "max_tokens": "max_output_tokens",
+        "messages": "input",
+        "reasoning_effort": "reasoning.effort",
+        "tool_choice.allowed_tools": "tool_choice",
+        "verbosity": "text.verbosity",
+    },
 )
 
 
