@@ -298,7 +298,10 @@ def test_values_at_the_bounds_are_served(fields: dict[str, Any]) -> None:
             {"allowed_token_ids": [3, 7], "min_tokens": 1},
             r"^allowed_token_ids=\(3, 7\): must have an id that is no stop id, for min_tokens=1",
         ),
-        ({"logprobs": 21}, r"^logprobs=21: must be from 0 to 20, the engine's max_logprobs; -1, all, needs"),
+        (
+            {"logprobs": 21},
+            r"^logprobs=21: must be from 0 to 20, the engine's max_logprobs \(--max-logprobs\); -1, all, needs",
+        ),
         (
             {"logprobs": -1},
             r"^logprobs=-1: must be from 0 to 20, .*; -1, all, needs max_logprobs of -1 or at least 100",

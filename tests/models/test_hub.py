@@ -73,8 +73,16 @@ FAULTS: dict[str, tuple[Exception, bool, str]] = {
     "disabled": (answered(403, X_Error_Message="Access to this resource is disabled."), True, "has disabled this"),
     "hub is down": (local(answered(503)), False, r"cannot be reached \(it answered 503\); try again, or give the path"),
     "too many": (local(answered(429)), False, r"cannot be reached \(it answered 429\); try again"),
-    "offline": (local(OfflineModeIsEnabled("x")), False, "HF_HUB_OFFLINE forbids to ask the hub; check the spelling, unset HF_HUB_OFFLINE"),
-    "offline at once": (OfflineModeIsEnabled("x"), False, "HF_HUB_OFFLINE forbids to ask the hub; check the spelling, unset"),
+    "offline": (
+        local(OfflineModeIsEnabled("x")),
+        False,
+        "HF_HUB_OFFLINE forbids to ask the hub; check the spelling, unset HF_HUB_OFFLINE",
+    ),
+    "offline at once": (
+        OfflineModeIsEnabled("x"),
+        False,
+        "HF_HUB_OFFLINE forbids to ask the hub; check the spelling, unset",
+    ),
     "no route": (local(httpx2.ConnectError("no route")), False, r"cannot be reached \(ConnectError: no route\); try"),
     "timeout": (httpx2.ReadTimeout("slow"), False, r"cannot be reached \(ReadTimeout: slow\); try again"),
     "connection": (ConnectionError("refused"), False, r"cannot be reached \(ConnectionError: refused\); try again"),
@@ -258,5 +266,7 @@ def test_the_hubs_own_client_without_a_network(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(CheckpointError, match=r"cannot be reached \(ConnectError: .*\); try again, or give the path"):
         resolve_folder(NAME)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE forbids to ask the hub; check the spelling, unset HF_HUB_OFFLINE"):
+    with pytest.raises(
+        CheckpointError, match="HF_HUB_OFFLINE forbids to ask the hub; check the spelling, unset HF_HUB_OFFLINE"
+    ):
         resolve_folder(NAME)
