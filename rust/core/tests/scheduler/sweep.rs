@@ -67,6 +67,7 @@ fn random_ask(rng: &mut Rng, config: &SchedulerConfig) -> Ask {
         priority: rng.below(3) as i64 - 1,
         caller: rng.pick(&[None, None, Some(0), Some(1)]),
         tells_prompt: rng.below(8) == 0,
+        has_extras: false,
         stop: (0..rng.below(8)).map(|_| rng.below(97) as i64).collect(),
         salt: rng.pick(&[&b""[..], b"", b"", b"a"]).to_vec(),
         extra_keys,
