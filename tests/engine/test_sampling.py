@@ -10,6 +10,7 @@ from checkpoints import make_checkpoint
 from hf_reference import generate, load
 from hypothesis import given
 from hypothesis import strategies as st
+from specrs.core import InvalidRequestError
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
@@ -265,7 +266,10 @@ def test_logprobs_are_those_of_vanilla_decoding(qwen_bank: Bank) -> None:
 
 def test_a_request_without_an_allowed_token_fails_alone(either: Bank) -> None:
     engine = make_engine(either.target, either.drafts["close"], k=3, dtype=either.dtype)
-    bad = sampled(3, either.prompts[4], 0, None, 3, temperature=0.8, allowed_token_ids=[40])  # and 40 is a bad word
+    with pytest.raises(InvalidRequestError, match="no token is allowed at the start"):
+        engine.add_request(sampled(3, either.prompts[4], 0, None, 3, allowed_token_ids=[40]))  # and 40 is a bad word
+    params = SamplingParams(temperature=0.8, max_tokens=LONGEST, detokenize=False, allowed_token_ids=[8])
+    bad = Request(2, either.prompts[4], params, num_speculative_tokens=3, seed=0, bad_words_token_ids=[[8, 8]])
     good = sampled(1, either.prompts[5], 0, None, 3, temperature=0.0, ignore_eos=True)
     engine.add_request(bad)
     engine.add_request(good)

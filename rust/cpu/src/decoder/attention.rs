@@ -91,6 +91,14 @@ struct HeadInputs<'a> {
     slots: &'a [i64],
 }
 
+/// Where a piece of the heads goes.
+struct HeadOutputs<'a, 'p, T> {
+    /// Queries, from the piece's first head on.
+    q: &'a mut [Vector],
+    /// Keys and values, in the cache.
+    planes: &'a mut PlanesMut<'p, T>,
+}
+
 impl<'a> Context<'a> {
     pub(super) fn paging(&self, group: usize, shape: KvShape) -> Paging<'a> {
         let (slots, block_table) = self.pass.in_group(group, &(self.first..self.first + self.rows()));
@@ -136,7 +144,7 @@ impl<'a> Context<'a> {
                 for piece in pieces {
                     let (mut qs, mut planes) = (qs.take(piece), planes.take(piece));
                     let q = qs.row_mut(0);
-                    self.heads(layer, piece, &inputs, &mut fed, y, q, &mut planes);
+                    self.heads(layer, piece, &inputs, &mut fed, y, HeadOutputs { q, planes: &mut planes });
                     if shares.fused {
                         let mut outs = outs.take(piece);
                         let (units, first_head) = (shares.units.piece(piece), shares.q.bounds[piece]);
@@ -237,7 +245,6 @@ impl<'a> Context<'a> {
     }
 
     /// A piece of the heads of q, k and v: k and v go into the cache, where the row has a slot.
-    #[allow(clippy::too_many_arguments)]
     fn heads<T: Element>(
         &self,
         layer: &Layer,
@@ -245,9 +252,9 @@ impl<'a> Context<'a> {
         given: &HeadInputs<'_>,
         fed: &mut Fed<'_>,
         y: &mut [f32],
-        q: &mut [Vector],
-        planes: &mut PlanesMut<'_, T>,
+        out: HeadOutputs<'_, '_, T>,
     ) {
+        let HeadOutputs { q, planes } = out;
         let shape = &self.weights.shape;
         let (dim, heads, kv_heads, rows) = (shape.head_dim, shape.num_heads, shape.num_kv_heads, self.rows());
         let (vectors, shares) = (dim.div_ceil(LANES), self.shares);
