@@ -102,14 +102,19 @@ def test_a_streams_log_probabilities_of_prompts_are_not_written_in_the_event_loo
             return left.pop()
 
         async def submit(*_: Any, **__: Any) -> Any:
-            return SimpleNamespace(get=get)
+            return SimpleNamespace(get=get, finish=None)
 
         body = SimpleNamespace(
             tells_prompts=tells_prompts, stream_options=None, per_request_spec_decode_metrics=None, priority=None
         )
-        asked = SimpleNamespace(params=None, silent=False)
+        asked = SimpleNamespace(engine_params=None, silent=False)
         answer: Any = SimpleNamespace(
-            body=body, asked=asked, head=lambda chunk: {"id": "x"}, prompt_fields=lambda _: {"p": 1}, chunks=chunks
+            body=body,
+            asked=asked,
+            read=lambda index, output, finish: output,
+            head=lambda chunk: {"id": "x"},
+            prompt_fields=lambda _: {"p": 1},
+            chunks=chunks,
         )
         context: Any = SimpleNamespace(
             llm=SimpleNamespace(submit=submit, in_thread=asyncio.to_thread),
