@@ -11,7 +11,7 @@ from typing import Any
 import sentencepiece
 
 USER_DEFINED = ("<|user|>", "<tool>")
-"""Symbols that a vocabulary of `train` has beside its control symbols `<s>` and `</s>`."""
+"""Symbols that a vocabulary of `train` has besides its control symbols `<s>` and `</s>`."""
 
 
 def corpus() -> list[str]:

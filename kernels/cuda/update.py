@@ -109,7 +109,7 @@ def update_kernel(  # type: ignore[no-untyped-def]
     accepted = tl.minimum(tl.maximum(tl.load(accepted_ptr + b), 0), k)
     tokens = tl.load(emitted_ptr + b * emitted_stride + j, mask=j <= K, other=0)
 
-    # Rows behind `accepted`, or behind the first in which no token is allowed, are not reached by plain decoding.
+    # Rows after `accepted`, or after the first in which no token is allowed, are not reached by plain decoding.
     live = j < tl.where(alive, accepted + 1, 0)
     row_at = tl.load(q_start_ptr + b) + j
     is_sound = _is_finite(tl.load(target_top_ptr + row_at, mask=live, other=0.0))

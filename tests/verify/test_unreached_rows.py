@@ -1,4 +1,4 @@
-"""What rows 0 to m decide does not depend on the rows behind them, which plain decoding does not reach."""
+"""What rows 0 to m decide does not depend on the rows after them, which plain decoding does not reach."""
 
 from __future__ import annotations
 

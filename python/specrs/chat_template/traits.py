@@ -1,4 +1,4 @@
-"""What a chat template can show, found by rendering short conversations with marked texts. Changes no message."""
+"""Finds out what a chat template shows, by rendering short conversations with marked texts. Changes no message."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Traits:
 
     @cached_property
     def system(self) -> str:
-        """What becomes of a first message with the role `system`: "shown", "dropped", or "raises"."""
+        """How the template treats a first message with the role `system`: "shown", "dropped", or "raises"."""
         text = self._first("system")
         if text is None:
             # a template that also fails without the message tells its own error
@@ -87,7 +87,7 @@ class Traits:
 
     @cached_property
     def empty_content(self) -> Message:
-        """What a message that has calls alone gets: the content `""`, the content None, or nothing.
+        """Content field for a message that has only calls: `""`, None, or no such field.
 
         It is the first of these with which the template shows the call, and `""` where none does.
         """

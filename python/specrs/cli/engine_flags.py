@@ -149,5 +149,5 @@ def add_engine_flags(to: argparse._ActionsContainer, *fields: str) -> None:
 
 
 def engine_settings(arguments: argparse.Namespace, *fields: str) -> dict[str, Any]:
-    """Those of `fields` whose flags were given, as arguments of `LLM`; the others are the engine's to choose."""
+    """Arguments of `LLM` for the `fields` whose flags were given. The engine chooses the others."""
     return {field: value for field in fields if (value := getattr(arguments, field)) is not None}

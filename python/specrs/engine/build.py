@@ -146,7 +146,7 @@ def _build_on_ranks(config: EngineConfig, lead: Lead) -> Engine:
 
 
 def _measure(blueprint: Blueprint, scheduler: Scheduler, runner: Runner, blocks: int) -> tuple[CostModel, float]:
-    """What steps cost, and a position of catch-up, measured by engines that end here, with schedulers of their own.
+    """Measure the cost of steps, and of a position of catch-up, with engines and schedulers that end here.
 
     Where drafters on the host are among others, `scheduler` learns what each kind of draft costs.
     """

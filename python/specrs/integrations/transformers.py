@@ -164,7 +164,7 @@ def _params(config: GenerationConfig, input_length: int) -> SamplingParams:
 
 
 def _pad_id(config: GenerationConfig) -> int:
-    """What rows have after their end: `pad_token_id`, else the first end id, else 0."""
+    """Id that fills rows after their end: `pad_token_id`, else the first end id, else 0."""
     eos = config.eos_token_id
     return config.pad_token_id if config.pad_token_id is not None else eos if isinstance(eos, int) else (eos or [0])[0]
 

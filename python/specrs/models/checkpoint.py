@@ -104,7 +104,7 @@ class Checkpoint:
             handles[path.name] = handle
         self.placement = place(folder, weight_map, {file: list(handle.keys()) for file, handle in handles.items()})
         self.unlisted = self.placement.unlisted
-        """See `Placement`."""
+        """Tensors that the index does not list. They are read where the model has them and ignored elsewhere."""
         self._files = {name: handles[file] for name, file in self.placement.files.items()}
 
     def check(

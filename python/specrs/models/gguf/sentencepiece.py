@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tokenizers.normalizers import Normalizer
 
 _SPACE = "\u2581"
-"""What sentencepiece writes for a space."""
+"""The character that stands for a space in pieces of sentencepiece."""
 
 
 def sentencepiece(vocabulary: Vocabulary) -> Tokenizer:

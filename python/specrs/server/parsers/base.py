@@ -50,7 +50,7 @@ class ToolParser(ABC):
 
     However the text is cut into pieces, the contents add up to the same text, and the calls are the same, with the same
     arguments. What begins like a call and is none becomes content; so does a call of a function that is not offered.
-    White space beside calls is dropped. Arguments that the text ends in are given out as far as they are written.
+    White space next to calls is dropped. Arguments that the text ends in are given out as far as they are written.
     """
 
     def __init__(self, functions: Sequence[Function] = ()) -> None:
