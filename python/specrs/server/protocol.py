@@ -197,19 +197,25 @@ class AllowedToolChoice(BaseModel):
     allowed_tools: AllowedTools
 
 
-def choice_kind(choice: object) -> str:
-    """The name of the model that a `tool_choice` is read with; the discriminator of its forms."""
-    if isinstance(choice, str):
-        return "Mode"
-    kind = choice.get("type") if isinstance(choice, dict) else getattr(choice, "type", None)
-    return "AllowedToolChoice" if kind == "allowed_tools" else "NamedToolChoice"
+def choice_discriminator(allowed: str, named: str) -> Discriminator:
+    """Tells apart the forms of a `tool_choice` by their tags: "Mode" for a text, `allowed` for one that narrows the
+    tools, `named` for one that demands a function.
+    """
+
+    def tag(choice: object) -> str:
+        if isinstance(choice, str):
+            return "Mode"
+        kind = choice.get("type") if isinstance(choice, dict) else getattr(choice, "type", None)
+        return allowed if kind == "allowed_tools" else named
+
+    return Discriminator(tag)
 
 
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("Mode")]
     | Annotated[NamedToolChoice, Tag("NamedToolChoice")]
     | Annotated[AllowedToolChoice, Tag("AllowedToolChoice")],
-    Discriminator(choice_kind),
+    choice_discriminator("AllowedToolChoice", "NamedToolChoice"),
 ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, WrapValidator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Tag, WrapValidator
 
 from specrs.errors import InvalidRequestError, invalid_request
 from specrs.sampling import MAX_SPECULATIVE_TOKENS, MAX_TEMPERATURE
@@ -23,6 +23,7 @@ from specrs.server.protocol import (
     ServiceTier,
     Store,
     Verbosity,
+    choice_discriminator,
 )
 
 
@@ -65,19 +66,11 @@ class AllowedTools(BaseModel):
     tools: list[dict[str, Any]] = Field(max_length=MAX_TOOLS)
 
 
-def choice_kind(choice: object) -> str:
-    """The name of the model that a `tool_choice` is read with; the discriminator of its forms."""
-    if isinstance(choice, str):
-        return "Mode"
-    kind = choice.get("type") if isinstance(choice, dict) else getattr(choice, "type", None)
-    return "AllowedTools" if kind == "allowed_tools" else "NamedTool"
-
-
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("Mode")]
     | Annotated[NamedTool, Tag("NamedTool")]
     | Annotated[AllowedTools, Tag("AllowedTools")],
-    Discriminator(choice_kind),
+    choice_discriminator("AllowedTools", "NamedTool"),
 ]
 
 
