@@ -1,5 +1,6 @@
 """The front door on the real engine and the bundled pair: what the scripted engine cannot show."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import specrs
 from checkpoints import write_tokenizer
 from specrs import LLM, InvalidConfigError, SamplingParams, TokenizerMismatchError
 from specrs.outputs import RequestOutput
+from specrs.pair import DRAFT
 from specrs.pair.prompts import PROMPTS
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
@@ -222,9 +224,10 @@ def test_settings_that_are_refused(settings: dict[str, Any], message: str) -> No
 
 
 def test_draft_with_another_tokenizer(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path, 400)
+    draft = shutil.copytree(DRAFT, tmp_path / "draft")
+    write_tokenizer(draft, 400)
     with pytest.raises(TokenizerMismatchError, match=r"^speculative_config.model=.*: its tokenizer differs"):
-        LLM(speculative_config={"model": str(tmp_path), "num_speculative_tokens": 2})
+        LLM(speculative_config={"model": str(draft), "num_speculative_tokens": 2})
 
 
 def test_the_readme_example_has_these_names() -> None:

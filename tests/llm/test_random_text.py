@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from specrs import LLM, EngineError, InvalidRequestError, SamplingParams, StructuredOutputsParams
+from specrs import LLM, InvalidRequestError, SamplingParams, StructuredOutputsParams
 from specrs.config import LOGPROBS_MODES
 from specrs.outputs import Logprob, RequestOutput
 from specrs.pair.prompts import PROMPTS
@@ -281,17 +281,20 @@ def test_refused_requests_leave_their_neighbours_alone(rule: str) -> None:
         assert str(outputs[i].error).startswith(next(iter(fields)))
 
 
-def test_a_request_that_may_write_nothing_fails_alone() -> None:
+@pytest.mark.parametrize("written", [0, 1])
+def test_a_request_that_may_write_nothing_fails_alone(written: int) -> None:
+    """From the start, which its fields alone say, and after a token."""
     llm = make_llm("coupled")
     alone = [ids(generate(llm, prompt, RANDOM)[0]) for prompt in PROMPTS[:2]]
     word = "return"
     (token,) = llm.get_tokenizer().encode(word)
-    nothing = RANDOM.replace(allowed_token_ids=[token], bad_words=[word])
+    nothing = RANDOM.replace(allowed_token_ids=[token], bad_words=[word * (written + 1)])
     first, bad, last = generate(llm, [PROMPTS[0], PROMPTS[2], PROMPTS[1]], [RANDOM, nothing, RANDOM])
     assert [ids(first), ids(last)] == alone
+    assert ids(bad) == [[token] * written]
     assert bad.outputs[0].finish_reason == "error"
-    assert isinstance(bad.error, EngineError)
-    assert "no token is allowed there" in str(bad.error)
+    assert isinstance(bad.error, InvalidRequestError)
+    assert ("after 1 output tokens" if written else "at the start") in str(bad.error)
 
 
 def test_structured_outputs(llm: LLM) -> None:
