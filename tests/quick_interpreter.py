@@ -1,4 +1,5 @@
-"""Triton's interpreter without work whose outcome it drops or has found before. Holds no tests, changes no result.
+"""Triton's interpreter without work whose outcome it drops or has found before, and with products of tiles that are the
+same on every CPU. Holds no tests.
 
 The interpreter replaces the functions of `triton.language` by its own at every launch and again at every call of one
 kernel function by another, and finds them anew each time, by `inspect.getmembers`. Here they are found once, and what
@@ -6,6 +7,9 @@ is replaced already stays. It also works out in int64 whether integer operations
 under `debug` alone. Both together were half of the time of the engine tests on the CUDA runner. Of what was left a
 third went into types: every operation checks the shapes of its operands and of its result, element by element, as
 objects. Here a shape is checked once, and operands of one shape need no broadcast.
+
+A product of tiles is numpy's matmul there, so OpenBLAS's. On some CPUs that adds in another order for another place in
+the tile, and a GPU does not: a row would get other bits beside other rows.
 
 What is replaced has the same names and meaning in Triton 3.6 and 3.9.
 """
@@ -16,6 +20,7 @@ from functools import cache
 from types import FunctionType
 from typing import Any
 
+import numpy as np
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
@@ -25,6 +30,7 @@ def install() -> None:
     """For this process, until its end; once."""
     _find_builtins_once()
     _check_shapes_once()
+    _add_in_one_order()
     plain_dtype = interpreter._get_np_dtype
     scalar_dtype = cache(plain_dtype)
     interpreter._get_np_dtype = lambda kind: (plain_dtype if kind.scalar.is_ptr() else scalar_dtype)(kind.scalar)
@@ -54,6 +60,22 @@ def _find_builtins_once() -> None:
 
     interpreter._patch_lang = patch_once
     interpreter._patch_builtin = patch_builtins
+
+
+def _add_in_one_order() -> None:
+    """In `tl.dot` of floats, whatever the place of an element in its tile."""
+    plain = interpreter.InterpreterBuilder.create_dot
+
+    def dot(self: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
+        if min(x.dtype.primitive_bitwidth for x in (a, b)) < 16 or not np.issubdtype(d.data.dtype, np.floating):
+            return plain(self, a, b, d, *precision)
+        left, right = (x.data.astype(d.data.dtype, copy=False) for x in (a, b))
+        # Along the last axis of both, where `einsum` has one loop for every element.
+        right = np.ascontiguousarray(np.swapaxes(right, -1, -2))
+        product = np.einsum("...mk,...nk->...mn", left, right)
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = dot
 
 
 @dataclass(slots=True)
