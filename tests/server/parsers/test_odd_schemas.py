@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,8 @@ import jsonschema
 import pytest
 from specrs.errors import InvalidRequestError
 from specrs.server.constraints import Constraint
+from specrs.server.dispositions import WARNINGS
+from specrs.server.parsers.alternatives import types_of
 from specrs.server.parsers.base import Function
 from specrs.server.parsers.table import TOOL_PARSERS
 from specrs.structured import Grammar, compile_grammar
@@ -41,6 +44,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (with_a({"type": "string", "minLength": 5, "maxLength": 2}), "properties.a"),
     (with_a({"type": "array", "contains": {"type": "string"}}), "properties.a.contains: "),
     (with_a({"$ref": "#/$defs/b"}) | {"$defs": {"b": {"type": "array", "contains": {}}}}, "properties.a.$ref: "),
+    (with_a({"type": "string", "not": {"const": "x"}}), "properties.a.not: "),
+    (with_a({"allOf": [{"type": "string"}, {"if": {"const": "x"}}]}), "properties.a.allOf"),
+    (with_a({"oneOf": [{"type": "string", "maxLength": 5}, {"type": "string", "minLength": 3}]}), "properties.a.oneOf"),
+    (with_a({"type": "string", "$ref": 5}), "properties.a.$ref: "),
     (with_a(5), "properties.a"),
     ({"type": "object", "properties": 5}, "properties: "),
     ({"type": "object", "properties": {}, "required": 5}, "required: "),
@@ -86,6 +93,23 @@ WORDS: list[tuple[Any, list[Any]]] = [
     ({"type": ["string", "null"], "minLength": 7, "maxLength": 9}, [None, "sevenor"]),
     ({"anyOf": [{"enum": ["a"]}, {"type": "null"}]}, ["a", None]),
     ({"anyOf": [{"enum": ["a", 3]}, {"const": None}]}, ["a", 3, None]),
+    ({"type": "string", "allOf": [{"minLength": 2}, {"maxLength": 3}]}, ["ab", "abc"]),
+    ({"allOf": [{"type": "string"}, {"enum": ["a", "b", 1]}, {"enum": ["b", "c", 1]}]}, ["b"]),
+    ({"maxLength": 3, "type": ["string", "null"], "anyOf": [{"minLength": 3}, {"const": None}]}, [None, "abc"]),
+    ({"type": "string", "anyOf": [{"type": "string", "maxLength": 1}, {"type": "integer"}]}, ["", "a", "1"]),
+    ({"type": "string", "minLength": 2, "$ref": "#/properties/a/$defs/b", "$defs": {"b": {"maxLength": 3}}}, ["abc"]),
+    (
+        {
+            "minLength": 2,
+            "anyOf": [{"$ref": "#/properties/a/$defs/b"}, {"maxLength": 2, "type": "string"}],
+            "$defs": {"b": {"enum": ["a", "abc", None]}},
+        },
+        [None, "abc", "xy"],
+    ),
+    ({"anyOf": [True, False], "type": "string", "allOf": [True], "maxLength": 2}, ["", "ab"]),
+    ({"enum": ["a", "abc"], "minLength": 2}, ["abc"]),
+    ({"enum": ["a", "b"], "const": "b"}, ["b"]),
+    ({"oneOf": [{"type": "string", "enum": ["a"]}, {"type": "null"}]}, [None, "a"]),
     ({"enum": ["x</parameter>y", "a"]}, ["a"]),
     ({"enum": ["x<parameter=y", "</function>", "a"]}, ["a"]),
 ]
@@ -129,6 +153,24 @@ def test_words_of_mixed_types_are_written_and_read_as_the_schema_has_them(
         rest = random_text(matcher, tokenizer, seed)
         text = tokenizer.decode(start + rest, skip_special_tokens=False).split("</tool_call>")[0]
         called(text)
+
+
+def test_bounds_that_raw_text_is_not_held_to_are_told() -> None:
+    WARNINGS.set([])
+    parameters = with_a({"type": "string", "maxLength": 2000, "allOf": [{"pattern": "x"}]})
+    asked("qwen3_coder", response_format=JSON_OBJECT, tools=[tool(parameters)])
+    wanted = "tools['f'].function.parameters: the grammar does not enforce maxLength, pattern"
+    assert wanted in WARNINGS.get()
+
+
+def test_a_schema_of_many_alternatives_is_taken_apart_in_bounded_time() -> None:
+    pair = {"anyOf": [{"minLength": 1}, {"maxLength": 9}]}
+    many = {"type": "string", "allOf": [pair] * 40}
+    begin = time.perf_counter()
+    assert types_of(many, many) <= {"string"}
+    tree = {"anyOf": [{"allOf": [{"$ref": "#"}, {"anyOf": [{"$ref": "#"}] * 20}]}] * 20}
+    assert types_of(tree, tree) == set()
+    assert time.perf_counter() - begin < 5
 
 
 @pytest.mark.parametrize("schema", [{"enum": []}, {"enum": ["</parameter>"]}, False], ids=str)

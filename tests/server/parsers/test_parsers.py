@@ -148,6 +148,47 @@ def test_qwen3_coder_takes_types_from_the_schema() -> None:
     assert json.loads(found.calls[0][1]) == wanted
 
 
+TAGS = ["</parameter>", "<parameter=", "</function>", "</tool_call>", "<tool_call>"]
+ITEMS = Function("f", {"properties": {"a": {"type": ["array", "integer"]}, "b": {"type": "object"}}})
+
+
+def read_items(text: str, places: Sequence[int] = ()) -> Any:
+    """The arguments of a call of `ITEMS` whose body is `text`; the same from all pieces."""
+    text = f"<tool_call>\n<function=f>\n{text}"
+    found = read(TOOL_PARSERS["qwen3_coder"]([ITEMS]), [text])
+    assert read(TOOL_PARSERS["qwen3_coder"]([ITEMS]), [*text]) == found
+    assert read(TOOL_PARSERS["qwen3_coder"]([ITEMS]), cut(text, places)) == found
+    return json.loads(found.calls[0][1])
+
+
+@settings(max_examples=100, deadline=None)
+@given(words=st.lists(st.lists(st.sampled_from([*TAGS, '"', "\\", "\n", "x"]), max_size=5).map("".join)), places=cuts)
+def test_qwen3_coder_reads_tags_inside_strings_of_json(words: list[str], places: list[int]) -> None:
+    values = {"a": words, "b": {word: [word] for word in words}}
+    for between, indent in (("\n", None), ("", None), ("\n", 2)):
+        written = [
+            f"<parameter={key}>{between}{json.dumps(value, indent=indent)}{between}</parameter>"
+            for key, value in values.items()
+        ]
+        text = between.join([*written, "</function>", "</tool_call>"])
+        assert read_items(text, places) == values
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ('<parameter=a>\n[5"]\n</parameter>\n<parameter=b>\n{"x": 1}\n</parameter>\n</function>', ['[5"]', {"x": 1}]),
+        ('<parameter=a>[5"]</parameter><parameter=b>{"x": 1}</parameter></function>', ['[5"]', {"x": 1}]),
+        ('<parameter=a>["x</parameter><parameter=b>{}</parameter></function>', ['["x', {}]),
+        ('<parameter=a>\n["x\n<parameter=b>\n{}\n</function>', ['["x', {}]),
+        ('<parameter=a>\n["</function>\\\n<parameter=b>', ['["']),
+        ('<parameter=a>\n["</parameter>"', ['["']),
+    ],
+)
+def test_qwen3_coder_ends_a_value_that_is_not_json_at_the_first_tag(text: str, arguments: list[Any]) -> None:
+    assert list(read_items(text).values()) == arguments
+
+
 PARTS = [
     *("<tool_call>", "</tool_call>", "<function=", "f>", "</function>", "<parameter=", "</parameter>", "[TOOL_CALLS]"),
     *("[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|python_start|>", "<|python_end|>", "[", "]", "{", "}", "(", ")", ","),

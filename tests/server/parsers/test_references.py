@@ -4,8 +4,8 @@ from typing import Any
 
 import jsonschema
 import pytest
-from specrs.server.parsers.qwen3_coder import types_of
-from specrs.server.parsers.references import property_schema, resolve
+from specrs.server.parsers.alternatives import types_of
+from specrs.server.parsers.references import property_schema, target
 
 ROOT: dict[str, Any] = {
     "$id": "https://example.com/a/root.json",
@@ -100,7 +100,7 @@ def test_references_that_lead_nowhere_or_in_circles_end() -> None:
     assert types_of(tree, tree) == {"null"}
     for reference in ("#/$defs/none", "#nowhere", "https://example.com/x", "#/$defs/a/9/9"):
         root = {"type": "object", "properties": {"p": {"$ref": reference}}, "$defs": {"a": [1]}}
-        assert resolve(property_schema(root, "p"), root) in (None, root, [1])
+        assert target(property_schema(root, "p")["$ref"], root) in (None, root, [1])
 
 
 @pytest.mark.parametrize(
@@ -118,4 +118,4 @@ def test_a_malformed_type_names_no_types(kinds: Any) -> None:
 
 
 def test_an_index_of_many_digits_leads_nowhere() -> None:
-    assert resolve({"$ref": "#/$defs/" + "9" * 5000}, {"$defs": [1]}) is None
+    assert target("#/$defs/" + "9" * 5000, {"$defs": [1]}) is None

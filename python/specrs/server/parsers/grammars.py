@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specrs.server.parsers import hermes, llama3_json, mistral, pythonic, qwen3_coder
+from specrs.server.parsers.alternatives import alternatives, lengths_of, named_types, types_of, words_of
 from specrs.server.parsers.base import Function
 from specrs.server.parsers.references import property_schema
+from specrs.structured.schemas import subschemas
 
 MAX_LENGTH_BOUND = 1000
 """Largest `minLength` and `maxLength` that raw text is held to; an automaton counts the characters."""
@@ -250,35 +252,49 @@ def _is_identifier(name: str) -> bool:
 
 def _is_json(schema: dict[str, Any]) -> bool:
     """Whether Qwen3-Coder writes the values of a parameter as JSON."""
-    return qwen3_coder.is_json(qwen3_coder.types_of(schema, schema))
+    return qwen3_coder.is_json(types_of(schema, schema))
 
 
 def _raw_texts(rules: CallRules, function: Function, schema: dict[str, Any]) -> Iterator[str]:
     """Yield terminals for the texts of a parameter that is written without quotes; none if no text can be its value.
 
-    `enum`, `const` and lengths hold the text, and null may be written where the schema allows it. `pattern` and
-    `format` do not hold it: they are the grammar library's for quoted strings only.
+    The texts follow `type`, `enum`, `const` and lengths, also through references, `allOf` and `anyOf`. Null may be
+    written where the schema allows it. `pattern` and `format` are not enforced: the grammar library has them for quoted
+    strings only. Adds what is not enforced to `rules.not_enforced`, and to `rules.malformed` what the compiler has to
+    check.
     """
     tags = (qwen3_coder.END_PARAMETER, qwen3_coder.PARAMETER, qwen3_coder.END_FUNCTION)
-    for part in qwen3_coder.alternatives(schema, schema):
-        words, kinds = qwen3_coder.words_of(part), qwen3_coder.named_types(part)
-        bounds = [part.get("minLength", 0), part.get("maxLength")]
-        if _is_malformed(part):
-            rules.malformed.add(function.place)
+    if any(_is_malformed(inner) or not _UNREAD.isdisjoint(inner) for inner in subschemas(schema)):
+        rules.malformed.add(function.place)
+    for part in alternatives(schema, schema):
+        words, kinds, bounds = words_of(part), named_types(part), lengths_of(part)
         if words is not None:
+            _left_out(rules, function, (_OF_TEXTS | _OF_NUMBERS).intersection(part))
             texts = [word if isinstance(word, str) else quote(word) for word in words]
             # the parser would end the value at the tag
             yield from (quoted(text) for text in texts if not any(tag in text for tag in tags))
             continue
         if not kinds or "string" in kinds:
-            left_out = {name for name in ("pattern", "format") if name in part}
-            if left_out:
-                rules.not_enforced.setdefault(function.place, set()).update(left_out)
-            low, high = (n if type(n) is int and 0 <= n <= MAX_LENGTH_BOUND else "" for n in bounds)
-            if not (type(low) is type(high) is int and low > high):
-                yield f"(/(?s:.){{{low or 0},{high}}}/ & ~/(?s:.*)(<\\/parameter>|<parameter=|<\\/function>)(?s:.*)/)"
+            low, high = bounds
+            names = ("minLength", "maxLength")
+            long = {name for name, n in zip(names, bounds, strict=True) if n and n > MAX_LENGTH_BOUND}
+            _left_out(rules, function, _OF_TEXTS.intersection(part) | long)
+            if high is None or low <= high:
+                least, most = 0 if "minLength" in long else low, "" if high is None or "maxLength" in long else high
+                yield f"(/(?s:.){{{least},{most}}}/ & ~/(?s:.*)(<\\/parameter>|<parameter=|<\\/function>)(?s:.*)/)"
         if "null" in kinds:
             yield quoted("null")
+
+
+_OF_TEXTS = frozenset({"pattern", "format"})
+_OF_NUMBERS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
+_UNREAD = frozenset({"not", "if", "oneOf", "$dynamicRef", "$recursiveRef"})
+"""Keywords that exclude texts and that `alternatives` does not read so. The compiler rejects them where it has to."""
+
+
+def _left_out(rules: CallRules, function: Function, keywords: set[str] | frozenset[str]) -> None:
+    if keywords:
+        rules.not_enforced.setdefault(function.place, set()).update(keywords)
 
 
 def _is_malformed(schema: dict[str, Any]) -> bool:
@@ -289,6 +305,7 @@ def _is_malformed(schema: dict[str, Any]) -> bool:
     lists = [schema[name] for name in ("enum", "anyOf", "oneOf", "allOf") if name in schema]
     return (
         not all(isinstance(name, str) for name in names)
+        or not isinstance(schema.get("$ref", ""), str)
         or not all(type(n) is int and n >= 0 for n in bounds)
         or not all(isinstance(items, list) for items in lists)
         or (len(bounds) == 2 and bounds[0] > bounds[1])

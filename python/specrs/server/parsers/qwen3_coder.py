@@ -1,23 +1,27 @@
 """Tool calls of Qwen3-Coder: `<function=name><parameter=key>value</parameter></function>` between `<tool_call>` tags.
 
-Values are text; what they are as JSON is what the function's schema says. A missing `<tool_call>` or `</parameter>` is
-read as if it were there, because the models leave them out.
+Values are text; what they are as JSON is what the function's schema says. A tag inside a string of such JSON ends
+nothing. A missing `<tool_call>` or `</parameter>` is read as if it were there, because the models leave them out.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Set
 from typing import Any
 
+from specrs.server.parsers.alternatives import alternatives, types_of, words_of
 from specrs.server.parsers.base import Function, ToolParser
-from specrs.server.parsers.references import property_schema, resolve
+from specrs.server.parsers.references import property_schema
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
-MAX_DEPTH = 8
-"""Alternatives inside alternatives that are followed to find a value's type."""
+_TAG = re.compile("|".join((END_PARAMETER, PARAMETER, END_FUNCTION)))
+"""What ends a value."""
+_STRING_OR_TAG = re.compile(rf'"(?:[^"\\\n]|\\[^\n]?)*(?P<end>"?)|(?P<tag>{_TAG.pattern})')
+"""A JSON string on one line, with `end` if it is closed, or a tag."""
 
 
 class Qwen3CoderParser(ToolParser):
@@ -26,6 +30,8 @@ class Qwen3CoderParser(ToolParser):
     _state = "text"
     _function: Function | None = None
     _key = ""
+    _schema: dict[str, Any] | None = None  # of the parameter
+    _kinds: frozenset[str] = frozenset()  # JSON types of the parameter
     _told = 0  # parameters of the call
     _opening = ""  # the tags before the name
 
@@ -78,10 +84,12 @@ class Qwen3CoderParser(ToolParser):
         key, end, rest = self._buffer.partition(">")
         if end:
             self._key, self._buffer, self._state = key.strip(), rest, "value"
+            self._schema = None if self._function is None else _schema_of(self._function.parameters, self._key)
+            self._kinds = frozenset(types_of(self._schema, self._schema or {}))
         return bool(end)
 
     def _in_value(self, *, final: bool) -> bool:
-        text, marker, rest = split_value(self._buffer)
+        text, marker, rest = split_value(self._buffer, quoted=is_json(self._kinds), final=final)
         if marker is None:
             return False
         self._buffer = rest
@@ -116,8 +124,7 @@ class Qwen3CoderParser(ToolParser):
 
     def _as_json(self, text: str) -> str:
         text = text.removeprefix("\n").removesuffix("\n")
-        schema = None if self._function is None else _schema_of(self._function.parameters, self._key)
-        kinds = types_of(schema, schema or {})
+        schema, kinds = self._schema, self._kinds
         if "null" in kinds and text.strip() == "null":
             return "null"
         if is_json(kinds):
@@ -133,59 +140,47 @@ class Qwen3CoderParser(ToolParser):
         return json.dumps(text, ensure_ascii=False)
 
 
-def split_value(text: str) -> tuple[str, str | None, str]:
-    """A value, the tag that ends it, and what follows; None: it has not ended."""
-    places = [(place, tag) for tag in (END_PARAMETER, PARAMETER, END_FUNCTION) if (place := text.find(tag)) >= 0]
-    if not places:
+def split_value(text: str, *, quoted: bool, final: bool) -> tuple[str, str | None, str]:
+    """A value, the tag that ends it, and what follows; None for the tag if the value has not ended.
+
+    `quoted`: a tag inside a string of the value does not end the value. Strings have to end on their line, and the
+    value has to be JSON; otherwise the first tag ends the value. `final`: no more text will come.
+    """
+    first = _TAG.search(text)
+    if first is None:
         return "", None, text
-    place, tag = min(places)
-    return text[:place], tag, text[place + len(tag) :]
+    end: re.Match[str] | None = _tag_after_strings(text, final=final) if quoted else first
+    if end is None and final:
+        end = first
+    if end is None:
+        return "", None, text
+    if end.start() != first.start() and not _is_json_text(text[: end.start()]):
+        end = first
+    return text[: end.start()], end[0], text[end.end() :]
 
 
-def is_json(kinds: set[str]) -> bool:
+def _tag_after_strings(text: str, *, final: bool) -> re.Match[str] | None:
+    """The first tag outside of JSON strings; the first of all if a string does not end. None: more text decides."""
+    for found in _STRING_OR_TAG.finditer(text):
+        if found["tag"]:
+            return _TAG.match(text, found.start())
+        if not found["end"]:
+            is_open = found.end() == len(text) and not final
+            return None if is_open else _TAG.search(text)
+    return None
+
+
+def _is_json_text(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def is_json(kinds: Set[str]) -> bool:
     """Whether a value of these JSON types is written as JSON. Text stands for itself, and so does what is not known."""
     return bool(kinds) and "string" not in kinds
-
-
-def types_of(schema: Any, root: dict[str, Any]) -> set[str]:
-    """The JSON types that `schema` of the document `root` allows; empty if it names none.
-
-    Follows references and alternatives; `enum` and `const` have the types of their values. A malformed `type` names
-    none.
-    """
-    found: set[str] = set()
-    for part in alternatives(schema, root):
-        words = words_of(part)
-        found |= named_types(part) if words is None else {_JSON_TYPES[type(word)] for word in words}
-    return found
-
-
-def named_types(schema: dict[str, Any]) -> set[str]:
-    """The names in the keyword `type`; empty without it or if it is malformed."""
-    kinds = schema.get("type")
-    if isinstance(kinds, str):
-        return {kinds}
-    return {kind for kind in kinds if isinstance(kind, str)} if isinstance(kinds, list) else set()
-
-
-def words_of(schema: dict[str, Any]) -> list[Any] | None:
-    """The values of `enum` or `const` that `type` allows; None without such a keyword or if it is malformed."""
-    words = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if not isinstance(words, list):
-        return None
-    kinds = named_types(schema)
-    return [word for word in words if not kinds or _has_type(word, kinds)]
-
-
-_JSON_TYPES: dict[type, str] = {
-    str: "string",
-    bool: "boolean",
-    int: "integer",
-    float: "number",
-    dict: "object",
-    list: "array",
-    type(None): "null",
-}
 
 
 def _schema_of(parameters: dict[str, Any], key: str) -> dict[str, Any] | None:
@@ -197,12 +192,6 @@ def _schema_of(parameters: dict[str, Any], key: str) -> dict[str, Any] | None:
         return property_schema(parameters, key)
     except (ValueError, RecursionError):
         return None
-
-
-def _has_type(value: Any, kinds: set[str]) -> bool:
-    kind = _JSON_TYPES[type(value)]
-    whole = kind == "number" and value.is_integer()
-    return kind in kinds or (kind == "integer" and "number" in kinds) or (whole and "integer" in kinds)
 
 
 def _word(text: str, schema: dict[str, Any]) -> str | None:
@@ -217,15 +206,3 @@ def _word(text: str, schema: dict[str, Any]) -> str | None:
         return None
     others = (word for word in words if not isinstance(word, str))
     return written if any(written == json.dumps(word, sort_keys=True) for word in others) else None
-
-
-def alternatives(schema: Any, root: dict[str, Any], depth: int = 0) -> Iterator[dict[str, Any]]:
-    """Schemas that stand for `schema`, without references and alternatives of their own."""
-    schema = resolve(schema, root)
-    if not isinstance(schema, dict) or depth > MAX_DEPTH:
-        return
-    inner = [part for key in ("anyOf", "oneOf", "allOf") if isinstance(schema.get(key), list) for part in schema[key]]
-    if not inner or "type" in schema:
-        yield schema
-    for part in inner:
-        yield from alternatives(part, root, depth + 1)

@@ -29,20 +29,16 @@ def property_schema(parameters: dict[str, Any], name: str) -> dict[str, Any]:
     return draft | {"$defs": {"parameters": moved}, "$ref": f"{_PLACE}/properties/{_escaped(name)}"}
 
 
-def resolve(schema: Any, root: dict[str, Any]) -> Any:
-    """What a schema of a document from `property_schema` refers to; the schema itself without `$ref`."""
-    seen = 0
-    while isinstance(schema, dict) and isinstance(schema.get("$ref"), str) and seen < 100:
-        seen += 1
-        found: Any = root
-        for part in schema["$ref"].removeprefix("#").split("/")[1:]:
-            key = _unescaped(part)
-            if isinstance(found, list):
-                found = found[int(key)] if _is_index(key) and int(key) < len(found) else None
-            else:
-                found = found.get(key) if isinstance(found, dict) else None
-        schema = found
-    return schema
+def target(reference: str, root: dict[str, Any]) -> Any:
+    """What a reference of a document from `property_schema` leads to; None if it leads nowhere."""
+    found: Any = root
+    for part in reference.removeprefix("#").split("/")[1:]:
+        key = _unescaped(part)
+        if isinstance(found, list):
+            found = found[int(key)] if _is_index(key) and int(key) < len(found) else None
+        else:
+            found = found.get(key) if isinstance(found, dict) else None
+    return found
 
 
 def _is_index(key: str) -> bool:
