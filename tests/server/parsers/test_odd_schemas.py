@@ -51,6 +51,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (with_a(5), "properties.a"),
     ({"type": "object", "properties": 5}, "properties: "),
     ({"type": "object", "properties": {}, "required": 5}, "required: "),
+    ({"type": "object", "properties": {}, "required": [5]}, "required"),
+    ({"type": "object", "required": ["a"], "additionalProperties": False}, ""),
+    ({"type": "object", "required": ["a"], "additionalProperties": 5}, "additionalProperties: "),
     (BAD_ID, "$id: "),
 ]
 
@@ -181,3 +184,50 @@ def test_a_parameter_without_a_text_is_left_out(compiled: Callable[[Constraint],
     _, constraint = asked("qwen3_coder", response_format=JSON_OBJECT, tools=[tool(parameters | {"required": []})])
     assert constraint.openings
     compiled(constraint)
+
+
+MORE: list[tuple[Any, Any]] = [
+    ({}, "x"),
+    ({"additionalProperties": True}, "x"),
+    ({"additionalProperties": {"type": "integer"}}, 7),
+    ({"additionalProperties": {"$ref": "#/$defs/b"}, "$defs": {"b": {"enum": ["b"]}}}, "b"),
+    ({"additionalProperties": {"$ref": "#/$defs/b"}, "$defs": {"b": {"type": "boolean"}}}, True),
+]
+
+
+@pytest.mark.parametrize("parser", ["hermes", "pythonic", "qwen3_coder"])
+@pytest.mark.parametrize(("more", "value"), MORE, ids=str)
+def test_a_required_name_that_is_no_property_is_written(
+    tokenizer: Tokenizer, compiled: Callable[[Constraint], Grammar], parser: str, more: dict[str, Any], value: Any
+) -> None:
+    parameters = {"type": "object", "properties": {"c": {"const": 1}}, "required": ["a", "c"], **more}
+    tools, constraint = asked(parser, response_format=JSON_OBJECT, tools=[tool(parameters)])
+    raw = value if isinstance(value, str) else json.dumps(value)
+    begin, rest = {
+        "hermes": ('<tool_call>{"name": "f", "arguments": {"c": 1', f', "a": {json.dumps(value)}}}}}</tool_call>'),
+        "pythonic": ("[f(c=1", f", a={json.dumps(value)})]"),
+        "qwen3_coder": (
+            "<tool_call><function=f><parameter=c>1</parameter>",
+            f"<parameter=a>\n{raw}\n</parameter></function></tool_call>",
+        ),
+    }[parser]
+    grammar = compiled(constraint)
+    assert all(map(grammar.matcher([EOS]).accept, [*tokenizer.encode(begin + rest, add_special_tokens=False), EOS]))
+    content, ((name, arguments),) = read(tools, constraint, [begin + rest])
+    assert (content, name, json.loads(arguments)) == ("", "f", {"a": value, "c": 1})
+    for seed in range(6 if "$defs" in more else 0):  # the others allow endless texts
+        matcher = grammar.matcher([EOS])
+        start = tokenizer.encode(begin, add_special_tokens=False)
+        assert all(map(matcher.accept, start))
+        text = tokenizer.decode(start + random_text(matcher, tokenizer, seed), skip_special_tokens=False)
+        _, calls = read(tools, constraint, [text])
+        jsonschema.validate(json.loads(calls[0][1]), parameters)
+
+
+def test_a_required_name_without_a_schema_of_its_own_is_not_written(compiled: Callable[[Constraint], Grammar]) -> None:
+    by_pattern = {"type": "object", "required": ["a"], "patternProperties": {"^a": {"type": "integer"}}}
+    for parser in ("pythonic", "qwen3_coder"):
+        WARNINGS.set([])
+        _, constraint = asked(parser, response_format=JSON_OBJECT, tools=[tool(by_pattern)])
+        assert constraint.openings == ()
+        assert f"calls of f cannot be written for the parser {parser}" in "".join(WARNINGS.get())

@@ -15,7 +15,7 @@ from typing import Any
 from specrs.server.parsers import hermes, llama3_json, mistral, pythonic, qwen3_coder
 from specrs.server.parsers.alternatives import alternatives, lengths_of, named_types, types_of, words_of
 from specrs.server.parsers.base import Function
-from specrs.server.parsers.references import property_schema
+from specrs.server.parsers.references import additional_schema, property_schema
 from specrs.structured.schemas import subschemas
 
 MAX_LENGTH_BOUND = 1000
@@ -138,6 +138,9 @@ def _pythonic(rules: CallRules) -> None:
     calls = []
     for number, function in enumerate(rules.functions):
         properties = _properties(rules, function)
+        if properties is None:
+            rules.left_out.append(function.name)
+            continue
         names = [name for name, _, _ in properties if _is_identifier(name)]
         lost = [name for name, _, required in properties if required and name not in names]
         if not all(map(_is_identifier, function.name.split("."))) or lost:
@@ -169,6 +172,9 @@ def _qwen3_coder(rules: CallRules) -> None:
     calls = []
     for number, function in enumerate(rules.functions):
         properties = _properties(rules, function)
+        if properties is None:
+            rules.left_out.append(function.name)
+            continue
         names = [name for name, _, _ in properties if name and name == name.strip() and not {*">\n"} & {*name}]
         texts = {
             name: list(_raw_texts(rules, function, schema)) for name, schema, _ in properties if not _is_json(schema)
@@ -217,21 +223,31 @@ CALL_GRAMMARS: dict[str, Callable[[CallRules], None]] = {
 """Name of a tool parser -> function that writes the rules of its calls; without `openings` it could write none."""
 
 
-def _properties(rules: CallRules, function: Function) -> list[tuple[str, dict[str, Any], bool]]:
+def _properties(rules: CallRules, function: Function) -> list[tuple[str, dict[str, Any], bool]] | None:
     """Arguments that are written one by one: name, schema as a document of its own, whether it is required.
 
-    Only `properties` and `required` at the top of the parameters are read. What else stands there, such as `anyOf`,
-    holds no such call. Adds `function` to `rules.sources`, and to `rules.malformed` what is no schema.
+    Only `properties`, and `required` with `additionalProperties`, at the top of the parameters are read. What else
+    stands there, such as `anyOf`, holds no such call. Adds `function` to `rules.sources`, and to `rules.malformed` what
+    is no schema.
+
+    None if `patternProperties` may have the schema of a required name: no call is written then.
     """
     rules.sources.append(function)
-    properties, required = function.parameters.get("properties", {}), function.parameters.get("required", [])
+    parameters = function.parameters
+    properties, required = parameters.get("properties", {}), parameters.get("required", [])
     if not isinstance(properties, dict) or not isinstance(required, list):
         rules.malformed.add(function.place)
         return []
+    more = dict.fromkeys(name for name in required if isinstance(name, str) and name not in properties)
+    if more and parameters.get("patternProperties"):
+        return None
+    additional = additional_schema(parameters)
+    if not all(isinstance(name, str) for name in required) or (more and additional is False):
+        rules.malformed.add(function.place)
     found = []
-    for name, schema in properties.items():
+    for name, schema in [*properties.items(), *((name, additional) for name in more)]:
         try:
-            alone = property_schema(function.parameters, name)
+            alone = property_schema(parameters, name)
         except ValueError:
             alone, schema = {}, None
         if not isinstance(schema, (dict, bool)):

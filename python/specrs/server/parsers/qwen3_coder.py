@@ -185,8 +185,7 @@ def is_json(kinds: Set[str]) -> bool:
 
 def _schema_of(parameters: dict[str, Any], key: str) -> dict[str, Any] | None:
     """The schema of one parameter; None if it is not known or cannot be read."""
-    properties = parameters.get("properties")
-    if not isinstance(properties, dict) or key not in properties:
+    if not isinstance(parameters.get("properties", {}), dict):
         return None
     try:
         return property_schema(parameters, key)

@@ -12,21 +12,30 @@ _PLACE = "#/$defs/parameters"
 
 
 def property_schema(parameters: dict[str, Any], name: str) -> dict[str, Any]:
-    """The schema of the property `name`; if it has references, with all of `parameters` in it.
+    """The schema of the argument `name`; if it has references, with all of `parameters` in it.
 
-    References are rewritten as pointers from the document's root; `$id` and `$anchor` are left out.
+    A name that `properties` does not have gets `additionalProperties`, or a schema without values where
+    `patternProperties` may stand for it. References are rewritten as pointers from the document's root; `$id` and
+    `$anchor` are left out.
 
     Raises `ValueError` if `$id` or a reference is no address, and `RecursionError` if the schema nests too deep.
     """
     draft = {"$schema": parameters["$schema"]} if "$schema" in parameters else {}
-    schema = parameters["properties"][name]
+    properties = parameters.get("properties", {})
+    place = f"properties/{_escaped(name)}" if name in properties else "additionalProperties"
+    schema = properties[name] if name in properties else additional_schema(parameters)
     if isinstance(schema, bool):
         schema = {} if schema else {"enum": []}
     if not isinstance(schema, dict) or not any("$ref" in inner for inner in subschemas(schema)):
         return draft | schema if isinstance(schema, dict) else {"enum": []}
     targets = {uri: _PLACE + pointer for uri, pointer in _addresses(parameters, "", "")}
     moved = _moved(parameters, "", targets)
-    return draft | {"$defs": {"parameters": moved}, "$ref": f"{_PLACE}/properties/{_escaped(name)}"}
+    return draft | {"$defs": {"parameters": moved}, "$ref": f"{_PLACE}/{place}"}
+
+
+def additional_schema(parameters: dict[str, Any]) -> Any:
+    """The schema of names that are not in `properties`; False where `patternProperties` may stand for them."""
+    return False if parameters.get("patternProperties") else parameters.get("additionalProperties", True)
 
 
 def target(reference: str, root: dict[str, Any]) -> Any:
