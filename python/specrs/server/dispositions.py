@@ -93,13 +93,13 @@ def unused(body: BaseModel, at: str = "") -> Iterator[str]:
                 yield from unused(item, f"{at}{name}[{i}].")
 
 
-def warn(text: str) -> None:
-    """Tell the client of a part of its request that has no effect, and log it the first time."""
+def warn(text: str, *, log: bool = True) -> None:
+    """Tell the client of a part of its request that has no effect. With `log`, log it the first time."""
     given = WARNINGS.get([])
     if text in given:
         return
     given.append(text)
-    if text not in _logged and len(_logged) < _MAX_LOGGED:
+    if log and text not in _logged and len(_logged) < _MAX_LOGGED:
         _logged.add(text)
         logger.warning("%s (logged once)", text)
 
