@@ -210,6 +210,13 @@ def test_texts_far_beyond_the_context_cost_little(server: Server) -> None:
             assert "characters are more than the 512 tokens that are allowed" in answer.error["message"]
 
 
+def test_a_chat_beyond_the_context_names_its_messages(server: Server) -> None:
+    for path, content in ((CHAT, "a cat, " * 1000), (CHAT, "a" * 1_000_000), ("/tokenize", "a" * 1_000_000)):
+        answer = server.post(path, {"messages": [{"role": "user", "content": content}]})
+        assert (answer.status, answer.error["param"]) == (400, "messages")
+        assert answer.error["message"].startswith("messages: ")
+
+
 def test_metrics_have_vllms_names(server: Server) -> None:
     text = server.get("/metrics").body.decode()
     for name in (

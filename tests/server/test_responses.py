@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from specrs.chat_template import render
 from specrs.pair import TARGET
+from specrs.server.dispositions import WARNINGS
 from specrs.server.responses_protocol import ResponsesRequest, as_chat, message_places
 from specrs.server.tools import RESPONSE_FIELDS
 from specrs.tokenizer import Tokenizer
@@ -113,6 +114,7 @@ def test_names_are_those_that_were_sent() -> None:
         ("messages[1]['content']: is none", "input[0]['content']: is none"),
         ("messages[2]['role']='developer': is left out", "input[2]['role']='developer': is left out"),
         ("messages: refused", "input: refused"),
+        ("prompt: 9 tokens", "input: 9 tokens"),
         ("max_tokens=9: x", "max_output_tokens=9: x"),
         ("max_tokens_of=9: x", "max_tokens_of=9: x"),
         ("tool_choice.allowed_tools.tools[0]={}: x", "tool_choice.tools[0]={}: x"),
@@ -146,6 +148,8 @@ def test_the_text_is_the_chats(responding: Server) -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input"),
+        ({"input": [{"type": ["message"]}]}, "input"),
+        ({"input": [{"type": "web_search_call", "id": "ws_1"}]}, "input"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"reasoning": {"effort": "huge"}}, "reasoning"),
@@ -191,7 +195,49 @@ def test_hints_are_taken_and_named(responding: Server) -> None:
     plain = responding.post(PATH, {"input": "x", "max_output_tokens": 2, "truncation": "disabled", "store": False})
     assert "x-warning" not in plain.headers
     long = responding.post(PATH, {"input": "x " * 2000, "truncation": "auto"})
-    assert (long.status, long.json["error"]["param"]) == (400, "prompt")
+    assert (long.status, long.json["error"]["param"]) == (400, "input")
+    assert long.json["error"]["message"].startswith("input: ")
+
+
+def test_items_of_tools_that_the_server_does_not_run_are_left_out(responding: Server) -> None:
+    """An answer of OpenAI's with its own tools is taken back."""
+    kinds = ["web_search_call", "file_search_call", "computer_call", "code_interpreter_call", "image_generation_call"]
+    kinds += ["mcp_call", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response", "custom_tool_call"]
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    hosted = [{"type": kind, "id": "item_1", "status": "completed", "action": {"query": "z"}} for kind in kinds]
+    options = {"max_output_tokens": 8, "temperature": 0}
+    answer = responding.post(PATH, {"input": [messages[0], *hosted, messages[1]], **options})
+    assert answer.status == 200, answer.body
+    assert answer.headers["x-warning"] == (
+        f"input: items of type {', '.join(sorted(kinds))} are left out; this server runs no such tools"
+    )
+    plainly = responding.post(PATH, {"input": messages, **options})
+    assert answer.json["usage"] == plainly.json["usage"]
+    assert "x-warning" not in plainly.headers
+
+
+def test_keys_of_items_that_nothing_reads_are_named() -> None:
+    items: list[dict[str, Any]] = [
+        {"role": "user", "content": [{"type": "input_text", "text": "x", "txet": "y"}], "nmae": "Al", "empty": None},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "x"}], "effort": "low"},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "status": "completed", "argument": 1},
+        {"type": "function_call_output", "call_id": "c", "output": "1", "name": "f"},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "x", "annotations": [1], "logprobs": [1]}]},
+    ]
+    WARNINGS.set([])
+    as_chat(ResponsesRequest.model_validate({"input": items}))
+    assert WARNINGS.get() == [
+        "input[0]['nmae']: has no effect; nothing reads it",
+        "input[0]['content'][0]['txet']: has no effect; nothing reads it; did you mean text?",
+        "input[1]['effort']: has no effect; nothing reads it",
+        "input[2]['argument']: has no effect; nothing reads it; did you mean arguments?",
+        "input[3]['name']: has no effect; nothing reads it",
+    ]
+    WARNINGS.set([])
+    many = {"role": "user", "content": "x", **{f"key{i}": 1 for i in range(100_000)}}
+    as_chat(ResponsesRequest.model_validate({"input": [many, {"role": "user", "content": "x", "cache_control": {}}]}))
+    assert 10 < len(WARNINGS.get()) < 30
+    assert "input: cache_control has no effect; cached prefixes are found without it" in WARNINGS.get()
 
 
 def test_allowed_tools_narrow(responding: Server) -> None:

@@ -21,6 +21,8 @@ WARNINGS: ContextVar[list[str]] = ContextVar("warnings")
 """Warnings about the request that the current task serves. Its answer carries them in the header `X-Warning`."""
 _MAX_HEADER = 1000
 """Characters of the header. Proxies bound all headers of an answer together, often to 4 KiB."""
+_MAX_GIVEN = 100
+"""Warnings about one request. The header has no place for as many."""
 _MAX_LOGGED = 1000
 """Different warnings that are logged, each once; clients send the same fields with every request."""
 _logged: set[str] = set()
@@ -96,7 +98,7 @@ def unused(body: BaseModel, at: str = "") -> Iterator[str]:
 def warn(text: str, *, log: bool = True) -> None:
     """Tell the client of a part of its request that has no effect. With `log`, log it the first time."""
     given = WARNINGS.get([])
-    if text in given:
+    if text in given or len(given) == _MAX_GIVEN:
         return
     given.append(text)
     if log and text not in _logged and len(_logged) < _MAX_LOGGED:

@@ -123,7 +123,8 @@ async def tokenize(context: Context, body: TokenizeRequest) -> Result:
             lambda: tokenizer.encode(text, add_special_tokens=special, max_tokens=longest)
         )
     else:
-        ids = (await chat_prompt(context, body, body.tools)).token_ids
+        with CHAT_FIELDS.errors():
+            ids = (await chat_prompt(context, body, body.tools)).token_ids
     texts = [tokenizer.backend.id_to_token(i) for i in ids] if body.return_token_strs else None
     return {
         "count": len(ids),

@@ -8,8 +8,9 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from specrs.errors import InvalidRequestError, invalid_request
 from specrs.sampling import MAX_SPECULATIVE_TOKENS, MAX_TEMPERATURE
-from specrs.server.dispositions import NoEffect, Rejected
+from specrs.server.dispositions import NoEffect, Rejected, warn
 from specrs.server.hosted_tools import RunnableTools, left_out, runnable_choice, runnable_tools, tool_or_hosted
+from specrs.server.input_items import is_hosted_item, item_type, item_warnings
 from specrs.server.limits import MAX_FUNCTION_NAME_LENGTH, MAX_MESSAGES, MAX_REQUEST_ID_LENGTH, MAX_TOOLS
 from specrs.server.message_fields import without_marks
 from specrs.server.protocol import (
@@ -205,6 +206,9 @@ def as_chat(body: ResponsesRequest) -> ChatCompletionRequest:
     fields: dict[str, Any] = {name: getattr(body, name) for name in _SAME}
     fields["max_completion_tokens"] = body.max_output_tokens
     fields["messages"] = [message for _, message in _messages(body)]
+    if isinstance(body.input, list):
+        for warning in item_warnings(body.input):
+            warn(warning)
     if body.tools:
         fields["tools"] = [
             {"type": "function", "function": tool.model_dump(include=_FUNCTION, exclude_none=True)}
@@ -261,7 +265,10 @@ def _messages(body: ResponsesRequest) -> list[tuple[str, dict[str, Any]]]:
         thoughts.clear()
 
     for i, item in enumerate(body.input or []):
-        at, kind = f"input[{i}]", item.get("type") or "message"
+        if is_hosted_item(item):
+            continue
+        item = without_marks("input", item)
+        at, kind = f"input[{i}]", item_type(item)
         if kind == "message":
             role = item.get("role")
             if role not in _ROLES:

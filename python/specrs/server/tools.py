@@ -74,12 +74,13 @@ class FieldNames:
 
 _MESSAGE = re.compile(r"messages\[(?P<index>\d+)\](\['role'\]='[^']*')?")
 
-CHAT_FIELDS = FieldNames(renamed={"logprobs": "top_logprobs"})
+CHAT_FIELDS = FieldNames(renamed={"logprobs": "top_logprobs", "prompt": "messages"})
 RESPONSE_FIELDS = FieldNames(
     *("text.format", "text.format.schema", "text.format.schema", "tools[{}].parameters", "tool_choice.name"),
     {
         "max_tokens": "max_output_tokens",
         "messages": "input",
+        "prompt": "input",
         "reasoning_effort": "reasoning.effort",
         "tool_choice.allowed_tools": "tool_choice",
         "verbosity": "text.verbosity",
