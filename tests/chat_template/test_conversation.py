@@ -210,10 +210,20 @@ def test_an_instruction_that_only_its_place_shows_stays_there() -> None:
     assert told == Rendered("Be brief.")
 
 
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_instructions_that_the_template_refuses_begin_the_first_user_message(role: str) -> None:
+    warm = {"role": "assistant", "content": "Warm."}
+    told = rendered(WITHOUT_SYSTEM, [{"role": role, "content": "Be brief."}, USER, warm, USER])
+    assert told == rendered(WITHOUT_SYSTEM, [{**USER, "content": "Be brief.\n\n" + USER["content"]}, warm, USER])
+    first, second = ({"role": role, "content": text} for text in ("One.", "Two."))
+    told = rendered(WITHOUT_SYSTEM, [warm, first, {"role": "user", "content": ""}, second, USER])
+    assert told == rendered(WITHOUT_SYSTEM, [warm, {"role": "user", "content": "One.\n\nTwo."}, USER])
+
+
 def test_an_instruction_without_a_place_is_an_error() -> None:
     for role in ("system", "developer"):
-        messages = [{"role": role, "content": "Be brief."}, USER]
-        with pytest.raises(InvalidRequestError, match=rf"^messages\[0\]\['role'\]='{role}': .*; put its text into"):
+        messages = [{"role": "assistant", "content": "Warm."}, {"role": role, "content": "Be brief."}]
+        with pytest.raises(InvalidRequestError, match=rf"^messages\[1\]\['role'\]='{role}': .*; add a message of"):
             rendered(WITHOUT_SYSTEM, messages)
 
 

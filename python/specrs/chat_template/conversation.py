@@ -24,8 +24,9 @@ def fit(
     - A message without content gets `""`, or what the template needs to show the calls of such a message.
     - `developer` becomes `system` where the template does not know it, and the other way round.
     - Instructions become one, the first message, where `render` does not show all of them in their places.
+    - Instructions become the beginning of the first user message where the template raises an error for `system`.
 
-    Raises `InvalidRequestError` for calls that are none, for instructions of which the template has no place, and for
+    Raises `InvalidRequestError` for calls that are none, for instructions that have no user message to go to, and for
     messages that `check_message` rejects.
     """
     fitted, dropped, warnings = [], [], []
@@ -36,6 +37,8 @@ def fit(
             message = {**message, "role": role}
             dropped += warning
         fitted.append(_with_reasoning(_with_content(_with_calls(i, message, traits), traits)))
+    if any(message["role"] in INSTRUCTIONS for message in messages) and not traits.takes_instructions:
+        return _folded(messages, fitted), warnings
     # one instruction in the first place is what `traits` are about
     if any(message["role"] in INSTRUCTIONS for message in fitted[1:]):
         if _all_shown(fitted, render):
@@ -51,12 +54,6 @@ def _role(index: int, role: str, traits: Traits) -> tuple[str, list[str]]:
         return ("developer" if role == "developer" and traits.developer else "system"), []
     if traits.developer:
         return "developer", []
-    if traits.system == "raises":
-        raise invalid_request(
-            f"messages[{index}]['role']",
-            role,
-            "the model's chat template takes no such message; put its text into the first message of the user",
-        )
     return "system", [f"messages[{index}]['role']={role!r}: the chat template leaves this message out"]
 
 
@@ -82,6 +79,26 @@ def _merged(messages: list[Message]) -> list[Message]:
     texts = [text for message in (first, *others) if (text := message["content"])]
     rest = [message for message in messages if message["role"] not in INSTRUCTIONS]
     return [{**first, "content": "\n\n".join(texts)}, *rest]
+
+
+def _folded(given: list[Message], messages: list[Message]) -> list[Message]:
+    """The conversation with all instructions at the beginning of its first user message, in their order.
+
+    `given`: the same messages as the client sent them, for the error if no user message is there.
+    """
+    texts = [text for message in messages if message["role"] in INSTRUCTIONS and (text := message["content"])]
+    rest = [message for message in messages if message["role"] not in INSTRUCTIONS]
+    first = next((i for i, message in enumerate(rest) if message["role"] == "user"), None)
+    if first is None:
+        index = next(i for i, message in enumerate(given) if message["role"] in INSTRUCTIONS)
+        raise invalid_request(
+            f"messages[{index}]['role']",
+            given[index]["role"],
+            "the model's chat template takes no such message; add a message of the user to put its text into",
+        )
+    texts += [text for text in [rest[first]["content"]] if text]
+    rest[first] = {**rest[first], "content": "\n\n".join(texts)}
+    return rest
 
 
 def _with_content(message: Message, traits: Traits) -> Message:

@@ -81,6 +81,11 @@ class Traits:
         """
         return self._has_form("developer", first=True)
 
+    @property
+    def takes_instructions(self) -> bool:
+        """True if the template accepts a first message with the role `system` or `developer`."""
+        return self.system != "raises" or self.developer
+
     def knows_role(self, role: str) -> bool:
         """True if the template has a form of its own for a role, as the first message or the second."""
         return self._has_form(role, first=True) or self._has_form(role, first=False)
