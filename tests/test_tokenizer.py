@@ -8,6 +8,7 @@ import pytest
 from checkpoints import edit_json, write_tokenizer
 from specrs import pair
 from specrs.config import EngineConfig
+from specrs.engine.weights import load_weights
 from specrs.errors import CheckpointError, InvalidRequestError, TokenizerMismatchError, UnsupportedRequestError
 from specrs.speculative_config import SpeculativeConfig
 from specrs.tokenizer import Tokenizer, check_same_tokenizer, load_tokenizer
@@ -158,6 +159,44 @@ def test_neither_folder_nor_hub_id(tmp_path: Path) -> None:
         load_tokenizer(EngineConfig(model=missing))
     with pytest.raises(CheckpointError, match=r"^tokenizer='.*/missing': must be a folder or a hub id"):
         load_tokenizer(EngineConfig(tokenizer=missing))
+
+
+@pytest.mark.parametrize("name", ["no/such", "no/such:Q8_0", "/no/such", "no/such.gguf"])
+def test_a_model_that_is_missing_is_reported_with_the_field_that_names_it(name: str) -> None:
+    draft = SpeculativeConfig(model=name, num_speculative_tokens=2)
+    other = SpeculativeConfig(model=name, num_speculative_tokens=2, use_heterogeneous_vocab=True)
+    head = SpeculativeConfig(method="eagle3", model=name, num_speculative_tokens=2)
+    for field, fault in (
+        ("model", lambda: load_tokenizer(EngineConfig(model=name))),
+        ("tokenizer", lambda: load_tokenizer(EngineConfig(tokenizer=name))),
+        ("speculative_config.model", lambda: load_tokenizer(EngineConfig(speculative_config=draft))),
+        *(
+            ("speculative_config.model", lambda config=config: load_weights(EngineConfig(speculative_config=config)))
+            for config in (draft, other, head)
+        ),
+    ):
+        with pytest.raises(CheckpointError, match=rf"^{field}='{name}': "):
+            fault()
+
+
+def test_a_revision_of_a_folder_is_reported_with_the_field_that_names_it() -> None:
+    draft = SpeculativeConfig(model=str(pair.DRAFT), revision="x", num_speculative_tokens=2)
+    copied = {"tokenizer": str(pair.TARGET), "tokenizer_revision": "x"}
+    for field, config in (
+        ("tokenizer_revision", EngineConfig(**copied)),
+        ("tokenizer_revision", EngineConfig(tokenizer_revision="x")),
+        ("speculative_config.revision", EngineConfig(speculative_config=draft)),
+    ):
+        with pytest.raises(CheckpointError, match=rf"^{field}='x': must be None"):
+            load_tokenizer(config)
+
+
+def test_a_draft_without_a_tokenizer_is_reported_as_the_draft(tmp_path: Path) -> None:
+    folder = copy_of_pair(tmp_path / "draft")
+    (folder / "tokenizer.json").unlink()
+    draft = SpeculativeConfig(model=str(folder), num_speculative_tokens=2)
+    with pytest.raises(CheckpointError, match=rf"^speculative_config.model='{folder}': tokenizer.json is missing"):
+        load_tokenizer(EngineConfig(speculative_config=draft))
 
 
 @pytest.mark.parametrize("skip", [False, True])

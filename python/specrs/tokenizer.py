@@ -263,6 +263,7 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
 
     Raises `CheckpointError` if one cannot be read, `TokenizerMismatchError` if the two differ.
     """
+    from specrs.models.errors import OF_DRAFT, about
     from specrs.models.loader import check_is_model
 
     check_is_model(config.target, revision=config.revision)
@@ -270,19 +271,19 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
         return None
     own = config.tokenizer is not None
     revision = config.tokenizer_revision or (None if own else config.revision)
-    try:
+    fields = "tokenizer" if own else "model", "tokenizer_revision" if config.tokenizer_revision else "revision"
+    with about(*fields):
         tokenizer = Tokenizer(config.tokenizer or config.target, revision)
-    except CheckpointError as fault:
-        # files are looked for in the name of the model; here it is another argument that named them
-        raise CheckpointError(str(fault).replace("model=", "tokenizer=", 1) if own else str(fault)) from fault
     speculative, draft = config.speculative_config, config.draft
     if speculative is None or speculative.most_speculative_tokens == 0 or speculative.use_heterogeneous_vocab:
         return tokenizer
     if speculative.reads_hidden:  # a head comes without a tokenizer; its ids are checked against the target's
         return tokenizer
     if draft not in (None, config.target):
-        check_is_model(str(draft), revision=speculative.revision, field="speculative_config.model")
-        check_same_tokenizer(tokenizer, Tokenizer(str(draft), speculative.revision))
+        with about(*OF_DRAFT):
+            check_is_model(str(draft), revision=speculative.revision)
+            theirs = Tokenizer(str(draft), speculative.revision)
+        check_same_tokenizer(tokenizer, theirs)
     return tokenizer
 
 

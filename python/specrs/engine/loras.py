@@ -12,10 +12,11 @@ from collections import OrderedDict
 from pathlib import Path
 from weakref import WeakValueDictionary
 
-from specrs.errors import CheckpointError, invalid_request
+from specrs.errors import invalid_request
 from specrs.lora_request import LoRARequest
 from specrs.models.checkpoint import resolve_folder
 from specrs.models.dense_weights import DenseFacts
+from specrs.models.errors import about
 from specrs.models.lora import LoRAAdapter
 from specrs.models.lora_config import FILE as CONFIG
 from specrs.models.lora_loader import FILE, load_lora
@@ -73,10 +74,8 @@ class LoRAStore:
 
     def _read(self, request: LoRARequest, known: _Identity | None) -> LoRAAdapter:
         begun = time.perf_counter()
-        try:
+        with about("lora_path", "revision"):
             folder = resolve_folder(request.lora_path)
-        except CheckpointError as fault:
-            raise type(fault)(f"lora_path{str(fault).removeprefix('model')}") from fault
         identity = (request.lora_name, request.lora_path, _stamps(folder))
         if known is not None and known != identity:
             reason = "its files have changed since it was first read; another adapter needs another lora_int_id"

@@ -19,6 +19,7 @@ from specrs.models.config import MASK_TOKEN_FIELDS, ModelConfig
 from specrs.models.dense_weights import DenseFacts, has_fp8_rows, with_fp8_rows
 from specrs.models.eagle3 import load_eagle3
 from specrs.models.eagle3_head import Eagle3Head
+from specrs.models.errors import OF_DRAFT, OF_TARGET, about
 from specrs.models.kv_cache import resolve_cache_dtype
 from specrs.models.loader import (
     Types,
@@ -89,16 +90,20 @@ def load_weights(config: EngineConfig, ranks: Ranks | None = None) -> Weights:
         if not isinstance(target, DenseFacts):
             reason = "not implemented for a target of model_impl='transformers'; allowed: a method of another kind"
             raise invalid(UnsupportedConfigError, "speculative_config.method", speculative.method, reason)
-        return Weights(target, None, head=_load_head(speculative, draft, target, _of_draft(config, ranks)))
+        with about(*OF_DRAFT):
+            return Weights(target, None, head=_load_head(speculative, draft, target, _of_draft(config, ranks)))
     dtype = str(target.dtype).removeprefix("torch.")
     kinds = speculative.quantization, speculative.kv_cache_dtype or config.kv_cache_dtype
-    mask = _mask_token_id(*draft) if speculative.parallel_drafting else None
     own = _of_draft(config, ranks)
-    model = _load(config, *draft, dtype, device, kinds, "speculative_config.", ranks=own)
+    with about(*OF_DRAFT):
+        mask = _mask_token_id(*draft) if speculative.parallel_drafting else None
+        model = _load(config, *draft, dtype, device, kinds, "speculative_config.", ranks=own)
     if not speculative.use_heterogeneous_vocab:
         return Weights(target, model, mask)
     revision = config.tokenizer_revision or (None if config.tokenizer else config.revision)
-    ours, theirs = Tokenizer(config.tokenizer or config.target, revision), Tokenizer(*draft)
+    ours = Tokenizer(config.tokenizer or config.target, revision)
+    with about(*OF_DRAFT):
+        theirs = Tokenizer(*draft)
     if config.rule == "coupled" and target.device.type == "cpu":
         return Weights(target, model, bridge=Bridge(_vocabulary(ours, target), _vocabulary(theirs, model)))
     return Weights(target, model, shared=_shared(draft[0], ours, theirs, target, model))
@@ -120,8 +125,9 @@ def check_ranks(config: EngineConfig) -> None:
     if draft is not None and in_parts:
         sources.append(("speculative_config.draft_tensor_parallel_size", *draft))
     for field, source, revision in sources:
-        _check_ours(config, source, revision)
-        model = load_config(source, revision=revision)
+        with about(*(OF_TARGET if field == "tensor_parallel_size" else OF_DRAFT)):
+            _check_ours(config, source, revision)
+            model = load_config(source, revision=revision)
         check_divides(model, source, field, config.tensor_parallel_size)
         if device.type == "cuda":
             check_cuda_ranks(model, field, config.tensor_parallel_size)
@@ -309,7 +315,9 @@ def check_formats(config: EngineConfig, device: torch.device) -> None:
     args = {"load_format": config.load_format}
     resolve_quantization("quantization", config.quantization, config.target, config.revision, device.type, **args)
     if draft is not None and speculative is not None and not speculative.reads_hidden:
-        resolve_quantization("speculative_config.quantization", speculative.quantization, *draft, device.type, **args)
+        with about(*OF_DRAFT):
+            quantization = speculative.quantization
+            resolve_quantization("speculative_config.quantization", quantization, *draft, device.type, **args)
 
 
 def check_weights_fit(config: EngineConfig, device: torch.device, ranks: Ranks | None = None) -> None:
@@ -321,14 +329,16 @@ def check_weights_fit(config: EngineConfig, device: torch.device, ranks: Ranks |
     sources = [("model", config.target, config.revision, config.quantization)]
     parts = {"model": ranks, "speculative_config.model": _of_draft(config, ranks)}
     if draft is not None and speculative is not None and speculative.reads_hidden:
-        files = resolve_folder(*draft).glob("*.safetensors")
+        with about(*OF_DRAFT):
+            files = resolve_folder(*draft).glob("*.safetensors")
         sizes["speculative_config.model"] = sum(file.stat().st_size for file in files)
     elif draft is not None:
         assert speculative is not None
         sources.append(("speculative_config.model", *draft, speculative.quantization))
     dtype: torch.dtype | None = None
     for field, source, revision, quantization in sources:
-        model = stored_config(source, revision=revision, load_format=config.load_format)
+        with about(*(OF_TARGET if field == "model" else OF_DRAFT)):
+            model = stored_config(source, revision=revision, load_format=config.load_format)
         dtype = resolve_dtype(config.dtype, model, device) if dtype is None else dtype
         own = parts[field]
         shapes = tensor_shapes(model) if own is None else Shard(own.rank, own.size).tensor_shapes(model)

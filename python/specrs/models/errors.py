@@ -26,3 +26,23 @@ def of_folder(folder: Path) -> Iterator[None]:
         if not str(fault).startswith(("config.json: ", "generation_config.json: ")):
             raise
         raise type(fault)(f"{folder}/{fault}") from fault
+
+
+@contextmanager
+def about(model: str, revision: str, *others: str) -> Iterator[None]:
+    """Name the fields that the user set in `CheckpointError`s from inside, which call them `model` and `revision`.
+
+    `others` are further names of `model` inside.
+    """
+    try:
+        yield
+    except CheckpointError as fault:
+        for name, field in (("model", model), ("revision", revision), *((other, model) for other in others)):
+            if name != field and str(fault).startswith(f"{name}="):
+                raise type(fault)(field + str(fault).removeprefix(name)) from fault
+        raise
+
+
+OF_TARGET = ("model", "revision")
+OF_DRAFT = ("speculative_config.model", "speculative_config.revision", "tokenizer")
+"""Arguments of `about` for the target, and for the draft's model and tokenizer."""

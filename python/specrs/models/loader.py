@@ -65,8 +65,8 @@ def load_config(source: str | Path, *, revision: str | None = None) -> ModelConf
     return _read_config(resolve_folder(source, revision, weights=False)) if file is None else gguf_config(file)
 
 
-def check_is_model(source: str | Path, *, revision: str | None = None, field: str = "model") -> None:
-    """Check that `source`, the value of `field`, is a GGUF file, or a folder or hub id with a readable config.json.
+def check_is_model(source: str | Path, *, revision: str | None = None) -> None:
+    """Check that `source` is a GGUF file, or a folder or hub id with a readable config.json.
 
     Of a hub id no weights are downloaded, but for GGUF files. Raises CheckpointError.
     """
@@ -80,7 +80,7 @@ def check_is_model(source: str | Path, *, revision: str | None = None, field: st
     remedy = f"the file {files[0]}" if files else "a folder with config.json, tokenizer.json and model.safetensors"
     also = "" if files else ", or a .gguf file"
     reason = f"holds no model, because config.json is missing; pass {remedy}{also}"
-    raise invalid(CheckpointError, field, str(source), reason)
+    raise invalid(CheckpointError, "model", str(source), reason)
 
 
 def stored_config(source: str | Path, *, revision: str | None = None, load_format: str = "auto") -> ModelConfig:

@@ -224,13 +224,15 @@ def first_model(base_url: str, timeout: float) -> str:
 def find_tokenizer(name: str | None, model: str) -> Tokenizer | None:
     """The tokenizer named, else the model's where there is one here. Raises `CheckpointError` for a named one."""
     from specrs.errors import CheckpointError
+    from specrs.models.errors import about
     from specrs.pair import TARGET
     from specrs.tokenizer import Tokenizer
 
     if model == BUNDLED_NAME:
         model = str(TARGET)
     try:
-        return Tokenizer(name or model)
+        with about("model" if name is None else "tokenizer", "revision"):
+            return Tokenizer(name or model)
     except CheckpointError:
         if name is not None:
             raise

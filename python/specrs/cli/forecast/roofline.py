@@ -20,6 +20,7 @@ def run(arguments: argparse.Namespace) -> None:
     from specrs.cli.forecast.one_model import acceptance
     from specrs.forecast import forecast, lengths_beyond, lengths_up_to, report
     from specrs.forecast.roofline import Roofline, gpu_of
+    from specrs.models.errors import about
     from specrs.models.loader import load_config
     from specrs.pair import DRAFT, TARGET
 
@@ -29,10 +30,13 @@ def run(arguments: argparse.Namespace) -> None:
     known = acceptance(arguments)
     lengths = lengths_up_to(arguments.max_k or max(known), known)
     context = check_int(InvalidConfigError, "--context", arguments.context, 1, _LONGEST_CONTEXT)
+    target = load_config(arguments.model or TARGET)
+    with about("draft_model", "revision"):
+        draft = load_config(arguments.draft_model or DRAFT)
     roofline = Roofline(
         gpu,
-        load_config(arguments.model or TARGET),
-        load_config(arguments.draft_model or DRAFT),
+        target,
+        draft,
         arguments.quantization,
         arguments.draft_quantization,
         context,
