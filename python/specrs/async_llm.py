@@ -154,6 +154,11 @@ class AsyncLLM:
         self._loop = EngineLoop(engine, self._deliver, self._dead)
         self._loop.start()
 
+    @property
+    def dtype(self) -> str:
+        """Name of the dtype that the target computes in: what `dtype="auto"` stands for here."""
+        return self._engine.dtype
+
     async def generate(
         self,
         prompt: PromptType,

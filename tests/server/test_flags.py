@@ -55,6 +55,7 @@ def test_tls_cors_root_path_and_a_file_of_flags(tmp_path: Path) -> None:
         information = json.loads(get("/server_info", **key_header)[2])
         assert information["max_num_seqs"] == 8  # the command line's own
         assert information["enable_prefix_caching"] is False
+        assert information["dtype"] in ("bfloat16", "float32")  # the one in use; the flag is auto
     finally:
         server.stop()
 

@@ -134,6 +134,11 @@ class Engine:
         return self.limits.num_speculative_tokens
 
     @property
+    def dtype(self) -> str:
+        """Name of the dtype that the target computes in: what `dtype="auto"` stands for here."""
+        return str(self.weights.target.dtype).removeprefix("torch.")
+
+    @property
     def depth(self) -> int:
         """Launches planned and not yet settled."""
         return self.ring.depth

@@ -79,7 +79,7 @@ async def server_info(context: Context) -> dict[str, Any]:
     return {
         **model_info(context),
         "version": context.version,
-        "dtype": config.dtype,
+        "dtype": context.llm.dtype,
         "quantization": config.quantization,
         "kv_cache_dtype": config.kv_cache_dtype,
         "max_model_len": limits.max_model_len,
