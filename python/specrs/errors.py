@@ -22,7 +22,6 @@ __all__ = [
     "EngineError",
     "InvalidConfigError",
     "InvalidRequestError",
-    "NonFiniteLogitsError",
     "QueueFullError",
     "RankLostError",
     "SpecrsError",
@@ -66,12 +65,8 @@ class UnsupportedModelError(CheckpointError, NotImplementedError):
     """An architecture, or an option of one, that specrs does not implement."""
 
 
-class NonFiniteLogitsError(SpecrsError):
-    """A request whose target logits were NaN or infinite."""
-
-
 class EngineError(SpecrsError):
-    """The engine failed, or ended a request for a reason other than its input."""
+    """The engine failed, or ended a request for a reason other than its input, such as logits that are NaN."""
 
 
 class EngineDeadError(EngineError):

@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 from specrs.config import EngineConfig
 from specrs.engine.request import Request
-from specrs.errors import EngineError, InvalidRequestError, NonFiniteLogitsError
+from specrs.errors import EngineError, InvalidRequestError
 from specrs.llm import LLM
 from specrs.outputs import Logprob, TokenLogprob
 from specrs.sampling import SamplingParams, derive_seed
@@ -153,16 +153,16 @@ def test_a_refused_prompt_has_as_many_outputs(llm: LLM, engine: ScriptedEngine) 
 
 
 def test_a_completion_that_fails(llm: LLM, engine: ScriptedEngine) -> None:
-    fault = NonFiniteLogitsError("request 1: the target's logits are not finite")
+    fault = EngineError("request 1: the target's logits are not finite")
     engine.script = lambda request: fault if request.request_id == 1 else by_seed(request)
     params = RANDOM.replace(n=3)
     output, other = llm.generate(["a", "b"], params, use_tqdm=False)
     assert [one.finish_reason for one in output.outputs] == ["stop", "error", "stop"]
     assert (output.error, other.error) == (fault, None)
     engine.script = lambda request: fault if request.request_id % 3 == 1 else by_seed(request)
-    with pytest.raises(NonFiniteLogitsError):
+    with pytest.raises(EngineError):
         llm.generate("a", params, use_tqdm=False)
-    with pytest.raises(NonFiniteLogitsError):
+    with pytest.raises(EngineError):
         list(llm.stream("a", params))
     assert not engine.live
 

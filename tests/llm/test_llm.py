@@ -11,7 +11,6 @@ from specrs.engine.request import Request
 from specrs.errors import (
     EngineError,
     InvalidRequestError,
-    NonFiniteLogitsError,
     SpecrsError,
     UnsupportedRequestError,
 )
@@ -218,13 +217,13 @@ def test_a_fault_while_prompts_are_read(llm: LLM, engine: ScriptedEngine, monkey
 
 
 def test_a_request_that_fails_as_it_runs(llm: LLM, engine: ScriptedEngine) -> None:
-    fault = NonFiniteLogitsError("request 1: the target's logits are not finite")
+    fault = EngineError("request 1: the target's logits are not finite")
     engine.script = lambda request: fault if request.prompt == "bad" else echo(request)
     good, bad = llm.generate(["good", "bad"], GREEDY, use_tqdm=False)
     assert (good.outputs[0].text, bad.outputs[0].finish_reason, bad.error) == ("good", "error", fault)
-    with pytest.raises(NonFiniteLogitsError):
+    with pytest.raises(EngineError):
         llm.generate("bad", GREEDY, use_tqdm=False)
-    with pytest.raises(NonFiniteLogitsError):
+    with pytest.raises(EngineError):
         list(llm.stream("bad", GREEDY))
 
 
