@@ -1,8 +1,10 @@
 """What readers hold back, because it may begin a mark, is told when the text ends, whole and streamed."""
 
+import time
 from typing import Any
 
 import pytest
+from specrs.server.messages import MessageReader
 from specrs.server.tools import ToolSettings
 from specrs.tokenizer import Tokenizer
 
@@ -51,6 +53,23 @@ def test_a_text_that_ends_within_a_character(tokenizer: Tokenizer) -> None:
     said = ask(engine, tokenizer, "chat", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 100})
     assert said.answer["choices"][0]["message"]["content"].startswith("a\ufffd")
     assert answered(tokenizer, "a <tool_c", ToolSettings()) == ("a <tool_c", "")
+
+
+def test_a_stream_has_one_reader(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[MessageReader] = []
+    init = MessageReader.__init__
+
+    def counted(self: MessageReader, *arguments: Any, **named: Any) -> None:
+        made.append(self)
+        init(self, *arguments, **named)
+
+    monkeypatch.setattr(MessageReader, "__init__", counted)
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 100, "stream": True}
+    engine = Script(tokenizer, "a b c d e f")
+    engine.before_step = lambda engine: time.sleep(0.02)  # else all tokens are in one event
+    said = ask(engine, tokenizer, "chat", body, ToolSettings(reasoning_parser="qwen3"))
+    assert len(said.events) > 2
+    assert len(made) == 1
 
 
 def test_the_second_arguments_of_a_call_do_not_count(tokenizer: Tokenizer) -> None:

@@ -318,7 +318,9 @@ class ChatAnswer(Answer):
             ending = self._ending(completion)
             delta: dict[str, Any] = {"content": completion.delta}
             if self.new_reader is not None:
-                reader = self._readers.setdefault(key, self.new_reader())
+                if key not in self._readers:
+                    self._readers[key] = self.new_reader()
+                reader = self._readers[key]
                 final, read = completion.finish_reason is not None, self.asked.stops_in_content
                 delta = reader.take() if read else reader.delta(completion.delta, final=final)
                 self._count_reasoning(key, reader, ids)
