@@ -1,10 +1,14 @@
 """Checks name field, value and what is allowed, whatever arrives."""
 
+import inspect
 import math
+import pickle
+from typing import Any
 
 import numpy as np
 import pytest
 from specrs import errors
+from specrs.config import EngineConfig
 from specrs.errors import (
     InvalidConfigError,
     InvalidRequestError,
@@ -17,6 +21,10 @@ from specrs.errors import (
     short,
     unknown_key,
 )
+from specrs.kv_events_config import KVEventsConfig
+from specrs.sampling import SamplingParams
+from specrs.speculative_config import SpeculativeConfig
+from specrs.structured import StructuredOutputsParams
 
 
 def test_message_names_field_value_and_what_is_allowed() -> None:
@@ -84,3 +92,20 @@ def test_every_class_is_a_specrs_error_and_input_errors_are_value_errors() -> No
     assert issubclass(errors.UnsupportedRequestError, (InvalidRequestError, NotImplementedError))
     for cls in (errors.CheckpointError, errors.TokenizerMismatchError, errors.UnsupportedRequestError):
         assert issubclass(cls, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("cls", "wrong", "right"),
+    [
+        (SamplingParams, "max_token", "max_tokens"),
+        (EngineConfig, "max_modle_len", "max_model_len"),
+        (SpeculativeConfig, "num_speculative_token", "num_speculative_tokens"),
+        (KVEventsConfig, "enpoint", "endpoint"),
+        (StructuredOutputsParams, "regexp", "regex"),
+    ],
+)
+def test_an_unknown_argument_is_answered_with_the_nearest(cls: type[Any], wrong: str, right: str) -> None:
+    with pytest.raises(SpecrsError, match=f"^{cls.__name__}: unknown key '{wrong}'; did you mean {right}"):
+        cls(**{wrong: 3})
+    assert right in inspect.signature(cls).parameters
+    assert pickle.loads(pickle.dumps(SamplingParams(max_tokens=3))) == SamplingParams(max_tokens=3)

@@ -108,24 +108,24 @@ def test_dashes_equal_underscores() -> None:
         ({"max_model_len": 1}, r"^speculative_config.max_model_len=1: must be an integer of at least 2"),
         (
             {"method": "eagle"},
-            r"^speculative_config.method='eagle': not implemented; allowed: 'draft_model' or 'eagle3' or 'ngram' or ",
+            r"^speculative_config.method='eagle': not implemented; methods are draft_model, eagle3, ngram, suffix, or ",
         ),
         (
             {"method": "eagle3,draft_model"},
-            r"^speculative_config.method='eagle3,draft_model': names two drafters with a model of their own; allowed: ",
+            r"^speculative_config.method='eagle3,draft_model': names two drafters with a model of their own; methods",
         ),
         (
             {"method": "sufix"},
-            r"^speculative_config.method='sufix': not implemented; allowed: .*; did you mean suffix\?$",
+            r"^speculative_config.method='sufix': not implemented; methods are .*; did you mean suffix\?$",
         ),
         ({"method": "ngram,sufix"}, r"did you mean suffix\?$"),
         ({"rejection_sample_method": "standart"}, r"did you mean standard\?$"),
-        ({"method": "ngram,ngram"}, r"^speculative_config.method='ngram,ngram': names a method twice; allowed: "),
-        ({"method": "suffix,"}, r"^speculative_config.method='suffix,': not implemented; allowed: "),
-        ({"method": 3}, r"^speculative_config.method=3: not implemented; allowed: "),
+        ({"method": "ngram,ngram"}, r"^speculative_config.method='ngram,ngram': names a method twice; methods are "),
+        ({"method": "suffix,"}, r"^speculative_config.method='suffix,': not implemented; methods are "),
+        ({"method": 3}, r"^speculative_config.method=3: not implemented; methods are "),
         (
             {"method": ["ngram", "suffix"]},
-            r"^speculative_config.method=\['ngram', 'suffix'\]: not implemented; allowed: '",
+            r"^speculative_config.method=\['ngram', 'suffix'\]: not implemented; methods are ",
         ),
         (
             {"suffix_decoding_max_tree_depth": 9},
@@ -231,7 +231,7 @@ def test_ngram_runs_one_launch_at_a_time() -> None:
 
 
 def test_number_of_drafts_is_required() -> None:
-    with pytest.raises(InvalidConfigError, match="num_speculative_tokens is missing; an integer from 0 to 16"):
+    with pytest.raises(InvalidConfigError, match="num_speculative_tokens: is missing; set it to 'auto', or to an"):
         SpeculativeConfig.from_mapping({"model": "draft"})
 
 

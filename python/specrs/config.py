@@ -21,6 +21,7 @@ from specrs.errors import (
     check_number,
     check_text,
     invalid,
+    rejects_unknown_arguments,
     short,
     unknown_key,
 )
@@ -49,6 +50,7 @@ prompts take twice as long as was expected, and the iteration takes 100 ms, that
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 
 
+@rejects_unknown_arguments(InvalidConfigError)
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Everything an engine is told at its start. Immutable and checked at construction; `from_kwargs` reads `LLM(...)`.

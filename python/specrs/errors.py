@@ -6,13 +6,15 @@ and what to write instead. Long values are cut, because a prompt may be an argum
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import numbers
 import operator
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from difflib import SequenceMatcher
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from specrs._core import InvalidConfigError, InvalidRequestError, SpecrsError, UnknownRequestError
 
@@ -40,6 +42,7 @@ __all__ = [
     "invalid_config",
     "invalid_request",
     "near_names",
+    "rejects_unknown_arguments",
     "short",
     "unknown_key",
 ]
@@ -87,6 +90,7 @@ class QueueFullError(SpecrsError):
 
 
 ErrorT = TypeVar("ErrorT", bound=SpecrsError)
+ClassT = TypeVar("ClassT")
 
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 80
@@ -147,6 +151,28 @@ def did_you_mean(value: object, known: Iterable[str]) -> str:
 
 def _plain(name: str) -> str:
     return "".join(letter for letter in name.lower() if letter not in "-_.")
+
+
+def rejects_unknown_arguments(error: type[SpecrsError]) -> Callable[[type[ClassT]], type[ClassT]]:
+    """Class decorator for dataclasses: an unknown argument raises `error` with near names, not Python's `TypeError`.
+
+    Mutates the class: wraps its `__init__`.
+    """
+
+    def decorate(cls: type[ClassT]) -> type[ClassT]:
+        init = cls.__init__
+        accepted = frozenset(inspect.signature(cls).parameters)
+
+        @functools.wraps(init)
+        def checked(self: ClassT, *values: Any, **named: Any) -> None:
+            for name in named.keys() - accepted:
+                raise unknown_key(error, cls.__name__, name, cls.__dataclass_fields__)  # type: ignore[attr-defined]
+            init(self, *values, **named)
+
+        cls.__init__ = checked  # type: ignore[method-assign, assignment]
+        return cls
+
+    return decorate
 
 
 def unknown_key(error: type[ErrorT], where: str, key: object, known: Iterable[str]) -> ErrorT:

@@ -7,12 +7,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from specrs.errors import InvalidConfigError, check_bool, check_choice, check_int, check_text, invalid, unknown_key
+from specrs.errors import (
+    InvalidConfigError,
+    check_bool,
+    check_choice,
+    check_int,
+    check_text,
+    invalid,
+    rejects_unknown_arguments,
+    unknown_key,
+)
 
 PUBLISHERS = ("null", "zmq")
 TRANSPORTS = ("tcp://", "ipc://", "inproc://")
 
 
+@rejects_unknown_arguments(InvalidConfigError)
 @dataclass(frozen=True, kw_only=True)
 class KVEventsConfig:
     """KV events as vLLM publishes them. Immutable and checked at construction; `from_mapping` reads vLLM's dictionary.

@@ -17,6 +17,7 @@ from specrs.errors import (
     check_number,
     check_text,
     invalid,
+    rejects_unknown_arguments,
     short,
     unknown_key,
 )
@@ -38,6 +39,7 @@ _INT32_MAX = 2**31 - 1
 _INT64_MAX = 2**63 - 1
 
 
+@rejects_unknown_arguments(InvalidRequestError)
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """What one request may ask for. Immutable; `replace` makes a changed copy. Every value is checked at construction.

@@ -20,6 +20,7 @@ from specrs.errors import (
     check_text,
     did_you_mean,
     invalid,
+    rejects_unknown_arguments,
     unknown_key,
 )
 from specrs.sampling import MAX_SPECULATIVE_TOKENS
@@ -71,6 +72,7 @@ because models do not import settings; a test compares the two."""
 QUANTIZATIONS = (*AT_LOAD, "compressed-tensors", "gptq", "awq", "mxfp4", "gguf")
 
 
+@rejects_unknown_arguments(InvalidConfigError)
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
     """How tokens are drafted. Immutable and checked at construction; `from_mapping` reads vLLM's dictionary.
@@ -276,8 +278,8 @@ class SpeculativeConfig:
             values[name] = value
         if "num_speculative_tokens" not in values:
             raise InvalidConfigError(
-                "speculative_config: num_speculative_tokens is missing; an integer from 0 to "
-                f"{MAX_SPECULATIVE_TOKENS}, or 'auto'"
+                "speculative_config.num_speculative_tokens: is missing; set it to 'auto', or to an integer from 0 to "
+                f"{MAX_SPECULATIVE_TOKENS}"
             )
         return cls(**values)
 
@@ -295,8 +297,7 @@ def _check_methods(field: str, value: object) -> str:
     """The list without spaces. Raises for what is no method, for one given twice, and for two that have a model."""
     methods = [part.strip() for part in value.split(",")] if isinstance(value, str) else []
     with_model = [method for method in methods if method not in HOST_METHODS]
-    allowed = " or ".join(map(repr, METHODS))
-    listed = f"allowed: {allowed}, or a list of them with commas between, each once, at most one with a model"
+    listed = f"methods are {', '.join(METHODS)}, or several with commas between"
     unknown = [method for method in methods if method not in METHODS]
     if unknown or not methods:
         hint = did_you_mean(unknown[0], METHODS) if unknown else ""

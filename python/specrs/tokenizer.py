@@ -232,7 +232,9 @@ class Tokenizer:
         for name in variables:
             if name in RENDER_ARGUMENTS:
                 raise invalid_request(
-                    f"chat_template_kwargs[{name!r}]", variables[name], "is not the template's to set"
+                    f"chat_template_kwargs[{name!r}]",
+                    variables[name],
+                    "specrs sets it, and it cannot be overridden; leave it out",
                 )
         if add_generation_prompt and continue_final_message:
             raise invalid_request(

@@ -250,4 +250,11 @@ def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["serve", "--port", str(port)]) == 2
-    assert f"host='127.0.0.1:{port}': cannot be listened on: Address already in use" in capsys.readouterr().err
+    wanted = f"port={port}: cannot listen on 127.0.0.1: Address already in use; use another --port, or stop what uses"
+    assert wanted in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
+def test_a_host_that_is_no_address_of_this_machine(host: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--host", host, "--port", "0"]) == 2
+    assert f"host='{host}': is no address to listen on: " in capsys.readouterr().err

@@ -66,7 +66,7 @@ BAD: list[tuple[str, Any, str | None, str]] = [
     (CHAT, HI | {"top_logprobs": 2}, "top_logprobs", "needs logprobs=true"),
     (CHAT, HI | {"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "must equal max_completion_tokens=4"),
     (CHAT, HI | {"chat_template": "{{ 1 }}"}, "chat_template", "not implemented; allowed: None"),
-    (CHAT, HI | {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "is not the template's to set"),
+    (CHAT, HI | {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "it cannot be overridden"),
     (CHAT, HI | {"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema", "is missing"),
     (CHAT, HI | {"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message", "False"),
     ("/tokenize", {}, "prompt", "exactly one of prompt and messages"),

@@ -55,7 +55,7 @@ def test_what_a_template_may_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
         for variable, says in (
             ("escape", "unsafe"),
             ("refuse", "refused them: no"),
-            ("tokenize", "is not the template's to set"),
+            ("tokenize", "it cannot be overridden; leave it out"),
         ):
             with pytest.raises(InvalidRequestError, match=says):
                 await renderer.render(MESSAGES, options(**{variable: True}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import os
@@ -340,5 +341,10 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _cannot_listen(host: str, port: int, fault: OSError | OverflowError) -> InvalidConfigError:
+    """The error for what the system refused: about `host` where it is no address of this machine, else about `port`."""
     reason = getattr(fault, "strerror", None) or fault
-    return invalid_config("host", f"{host}:{port}", f"cannot be listened on: {reason}")
+    if isinstance(fault, socket.gaierror) or getattr(fault, "errno", None) == errno.EADDRNOTAVAIL:
+        return invalid_config("host", host, f"is no address to listen on: {reason}; use an address of this machine")
+    denied = isinstance(fault, PermissionError)
+    remedy = "use a --port above 1023" if denied else "use another --port, or stop what uses this one"
+    return invalid_config("port", port, f"cannot listen on {host}: {reason}; {remedy}")

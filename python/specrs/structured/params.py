@@ -13,6 +13,7 @@ from specrs.errors import (
     check_bool,
     check_text,
     invalid,
+    rejects_unknown_arguments,
     unknown_key,
 )
 
@@ -24,6 +25,7 @@ _FIELD = "structured_outputs"
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 
+@rejects_unknown_arguments(InvalidRequestError)
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
     """What the text of a request must be; exactly one of the first five. Immutable, checked at construction.
