@@ -161,10 +161,7 @@ def sampling_params(request: Mapping[str, Any], room: int) -> SamplingParams:
     for name in ("logprobs", "prompt_logprobs"):
         if output.get(name) is not None:
             raise invalid_request(f"output_options.{name}", output[name], "is not implemented")
-    try:
-        return SamplingParams(**fields)
-    except TypeError as fault:
-        raise InvalidRequestError(str(fault)) from None
+    return SamplingParams(**fields)
 
 
 if __name__ == "__main__":
