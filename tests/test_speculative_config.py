@@ -141,11 +141,11 @@ def test_dashes_equal_underscores() -> None:
         ),
         (
             {"method": "suffix,draft_model", "suffix_decoding_max_spec_factor": 0},
-            r"suffix_decoding_max_spec_factor=0: must be a finite number greater than 0$",
+            r"suffix_decoding_max_spec_factor=0: must be a finite number greater than 0, or None$",
         ),
         (
             {"method": "suffix,draft_model", "suffix_decoding_min_token_prob": 1.5},
-            r"suffix_decoding_min_token_prob=1.5: must be a finite number from 0 to 1$",
+            r"suffix_decoding_min_token_prob=1.5: must be a finite number from 0 to 1, or None$",
         ),
         (
             {"method": "ngram"},

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
-import specrs.config
+import specrs.engine_options
 import specrs.llm
 import specrs.speculative_config
 import torch
@@ -16,8 +16,7 @@ from specrs.bench.figures import FORMATS
 from specrs.bench.metrics import GOODPUT, LATENCIES
 from specrs.cli import main, parser
 from specrs.cli.bench.serve import find_target
-from specrs.cli.vllm_flags import INSTEAD
-from specrs.config import STREAMING_PREFILL_STALL_MS, EngineConfig
+from specrs.config import EngineConfig
 from specrs.errors import EngineError, InvalidConfigError
 from specrs.forecast.roofline import WEIGHT_BITS, cache_dtype, gpu_of
 from specrs.models.loader import load_config, resolve_dtype
@@ -25,6 +24,7 @@ from specrs.models.quantization import table
 from specrs.pair import TARGET
 from specrs.server import run
 from specrs.speculative_config import AT_LOAD, QUANTIZATIONS, SpeculativeConfig
+from specrs.vllm_arguments import REJECTED
 
 ENGINE = ["serve", "generate", "bench throughput", "bench latency", "bench acceptance", "demo", "forecast"]
 
@@ -65,7 +65,7 @@ def raises_nothing(call: Callable[[str], object]) -> Callable[[str], bool]:
 
 def of_engine(field: str) -> Callable[[str], bool]:
     def make(value: str) -> object:
-        given: Any = int(value) if field == "launch_depth" and value.isdigit() else value.replace(":N", ":1")
+        given: Any = value.replace(":N", ":1")
         return EngineConfig(**{field: given})
 
     return raises_nothing(make)
@@ -87,7 +87,7 @@ def served(flag: str) -> Callable[[str], bool]:
 CHECKS: dict[str, Callable[[str], bool]] = {
     **{field: of_engine(field) for field in (
         "device", "dtype", "load_format", "model_impl", "quantization", "kv_cache_dtype", "cpu_prefill",
-        "logprobs_mode", "launch_depth",
+        "logprobs_mode",
     )},
     "--spec-method": raises_nothing(lambda value: SpeculativeConfig(method=value, num_speculative_tokens=1)),
     "generation_config": served("--generation-config"),
@@ -111,7 +111,7 @@ def check_of(command: str, action: argparse.Action) -> Callable[[str], bool] | N
     return next((CHECKS[name] for name in names if name in CHECKS), None)
 
 
-CONSTANTS = [vars(module).values() for module in (specrs.config, specrs.speculative_config)]
+CONSTANTS = [vars(module).values() for module in (specrs.engine_options, specrs.speculative_config)]
 KNOWN = [str(value) for group in CONSTANTS for values in group if isinstance(values, tuple) for value in values]
 EVERY = sorted({*KNOWN, *(value for _, action in SHOWN for value in values(action) or []), "nonsense", "0", "3"})
 """Every value that a help names or that is allowed somewhere, and some that are not."""
@@ -147,8 +147,6 @@ def shown_default(action: argparse.Action) -> object:
     """The default that the code has: argparse's, or the engine's where that is None."""
     fields = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
     default = fields.get(action.dest) if action.default is None else action.default
-    if action.dest == "max_prefill_stall_ms":
-        default = STREAMING_PREFILL_STALL_MS
     if isinstance(default, bool):
         return "on" if default else "off"
     if isinstance(default, list | tuple):
@@ -168,11 +166,6 @@ def test_the_default_in_the_help_is_the_codes(command: str, action: argparse.Act
 
 def test_defaults_are_stated() -> None:
     assert len(STATED) > 100
-
-
-def test_the_stall_that_the_docstring_states_is_the_codes() -> None:
-    text = " ".join(str(EngineConfig.__doc__).split())
-    assert f"None is {STREAMING_PREFILL_STALL_MS:g} where answers are streamed" in text
 
 
 class Built(EngineError):
@@ -222,7 +215,7 @@ def test_every_command_that_can_speculate_has_threads() -> None:
     assert all("--threads" in COMMANDS[name]._option_string_actions for name in [*found, "bench sweep"])
 
 
-@pytest.mark.parametrize("instead", INSTEAD.values())
+@pytest.mark.parametrize("instead", [row.instead for row in REJECTED.values() if row.instead is not None])
 def test_what_a_rejected_flag_is_told_to_use_exists(instead: str) -> None:
     flag, _, value = instead.partition(" ")
     option, _, key = flag.partition(".")

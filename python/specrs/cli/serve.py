@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import re
@@ -11,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from specrs.errors import UnsupportedConfigError, check_int, check_number, invalid, invalid_config
+from specrs.errors import check_int, check_number, invalid_config
 
 SUMMARY = "serve a model over HTTP"
 DESCRIPTION = (
@@ -21,16 +20,6 @@ DESCRIPTION = (
 BUNDLED_DRAFTS = 5
 API_KEY_VARIABLES = ("SPECRS_API_KEY", "VLLM_API_KEY")
 LOG_INTERVAL_VARIABLE = "VLLM_LOG_STATS_INTERVAL"
-
-_ENGINE_FLAGS = (
-    *("device", "dtype", "load_format", "model_impl", "quantization", "kv_cache_dtype", "threads"),
-    *("tensor_parallel_size", "distributed_timeout", "seed", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
-    *("long_prefill_token_threshold", "max_prefill_stall_ms", "num_reserved_decode_tokens", "priority_aging_launches"),
-    *("gpu_memory_utilization", "kv_cache_memory_bytes", "block_size", "num_gpu_blocks_override"),
-    *("enable_prefix_caching", "enforce_eager", "cudagraph_capture_sizes", "launch_depth", "cpu_prefill"),
-    *("cpu_bf16_rows", "cuda_fp8_rows", "kv_events_config", "enable_lora", "max_loras", "max_lora_rank"),
-    *("max_cpu_loras", "max_logprobs", "logprobs_mode"),
-)
 
 UVICORN_LOG_LEVELS = {
     "critical": logging.CRITICAL,
@@ -43,48 +32,27 @@ UVICORN_LOG_LEVELS = {
 _GENERATION_CONFIGS = ("auto", "vllm")
 _SSL_CERT_REQS = (0, 1, 2)
 
-_HONOURED: dict[str, tuple[object, ...]] = {
-    "uds": (None,),
-    "api_server_count": (1,),
-    "headless": (False,),
-    "middleware": ([],),
-    "response_role": ("assistant",),
-    "chat_template_content_format": ("auto", "string"),
-    "trust_request_chat_template": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "enable_prompt_tokens_details": (False, True),
-    "enable_per_request_metrics": (False,),
-    "max_num_queued_tokens": (None,),
-    "enable_log_requests": (False,),
-    "enable_request_id_headers": (False, True),
-    "enable_server_load_tracking": (False, True),
-    "disable_log_requests": (False, True),
-    "disable_frontend_multiprocessing": (False, True),
-    "log_config_file": (None,),
-}
-"""vLLM's flags of a server that have no meaning here, with the values that change nothing."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """vLLM's options, and those of specrs's own limits."""
-    from specrs.cli.arguments import MergeJSON, MergeKey, human_int
-    from specrs.cli.engine_flags import METHOD, MODEL, SPECULATIVE_TOKENS, add_engine_flags, one_of
-    from specrs.cli.vllm_flags import add_refusals
+    from specrs.cli.arguments import MergeJSON, MergeKey
+    from specrs.cli.option_flags import MODEL, add_flag, add_flags
+    from specrs.cli.vllm_flags import add_vllm_flags
+    from specrs.engine_options import EngineOptions
+    from specrs.options import one_of, options_of
+    from specrs.server.limits import HTTPLimits
     from specrs.server.parsers.table import REASONING_PARSERS, TOOL_PARSERS
+    from specrs.speculative_config import SpeculativeConfig
 
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help=f"{MODEL}; default: the bundled pair")
     engine = parser.add_argument_group("engine")
     add = engine.add_argument
     add("--model", help="the same as MODEL")
-    add_engine_flags(engine, "tokenizer", "tokenizer_revision", "skip_tokenizer_init", "revision", "speculative_config")
-    for flag, key, read, what in (
-        ("--spec-method", "method", str, METHOD),
-        ("--spec-model", "model", str, "folder or hub id of the draft model or head"),
-        ("--spec-tokens", "num_speculative_tokens", _value, SPECULATIVE_TOKENS),
-    ):
-        shown = f"{what}; the same as --speculative-config.{key}"
-        add(flag, dest="speculative_config", action=MergeKey, const=key, type=read, metavar="VALUE", help=shown)
-    add_engine_flags(engine, *_ENGINE_FLAGS)
+    add_flags(engine, EngineOptions, "serve")
+    for name, one in options_of(SpeculativeConfig).items():
+        if "serve" in one.commands:
+            shown = f"{one.help_text()}; the same as --speculative-config.{name}"
+            add_flag(engine, one, dest="speculative_config", action=MergeKey, const=name, metavar="VALUE", help=shown)
     add("--async-scheduling", action=argparse.BooleanOptionalAction, help="vLLM's name for a launch depth of 2")
     server = parser.add_argument_group("server")
     add = server.add_argument
@@ -167,24 +135,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "write a trace",
     )
     add("--otlp-traces-endpoint", metavar="URL", help="of a collector of OpenTelemetry traces; default: no traces")
-    limits = parser.add_argument_group("limits")
-    add = limits.add_argument
-    add("--max-body-size", type=human_int, default="16M", help="bytes of a request's body; default: 16M")
-    add("--max-header-size", type=human_int, default="32K", help="bytes of a request's header; default: 32K")
-    add("--max-connections", type=int, default=1024, help="connections at once; default: 1024")
-    add("--http-header-timeout", type=float, default=10.0, help="seconds for a header; default: 10")
-    add("--http-body-timeout", type=float, default=60.0, help="seconds for a body; default: 60")
-    add("--http-write-timeout", type=float, default=30.0, help="seconds a client may take nothing; default: 30")
-    add("--http-keep-alive-timeout", type=float, default=5.0, help="seconds a connection may idle; default: 5")
-    _add_honoured(parser)
-    add_refusals(parser)
+    add_flags(parser.add_argument_group("limits"), HTTPLimits, "serve")
+    add_vllm_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Serve until a signal. Raises `SpecrsError` for what is refused before; exits with 1 if the engine breaks."""
+    from specrs.cli.vllm_flags import check_server_flags
+
     given = vars(arguments)
-    _check_honoured(given)
-    engine = {name: given[name] for name in _engine_flags(given) if given[name] is not None}
+    check_server_flags(given)
+    engine = _engine_arguments(given)
     if None not in (arguments.model, arguments.model_tag) and arguments.model != arguments.model_tag:
         raise invalid_config("--model", arguments.model, f"must equal MODEL={arguments.model_tag}, or be left out")
     model = arguments.model if arguments.model_tag is None else arguments.model_tag
@@ -216,6 +177,7 @@ def run(arguments: argparse.Namespace) -> None:
 def _settings(arguments: argparse.Namespace) -> Any:
     try:
         from specrs.cli.lora_modules import read_lora_modules
+        from specrs.cli.option_flags import given_options
         from specrs.server.context import CORSSettings
         from specrs.server.limits import HTTPLimits
         from specrs.server.run import ServerSettings
@@ -256,15 +218,7 @@ def _settings(arguments: argparse.Namespace) -> Any:
         ),
         profiler_folder=_profiler_folder(arguments.profiler_config),
         otlp_traces_endpoint=arguments.otlp_traces_endpoint,
-        limits=HTTPLimits(
-            max_header_size=count("max_header_size", 1024),
-            max_body_size=count("max_body_size", 1024),
-            max_connections=count("max_connections", 1),
-            header_timeout=number("http_header_timeout"),
-            body_timeout=number("http_body_timeout"),
-            write_timeout=number("http_write_timeout"),
-            keep_alive_timeout=number("http_keep_alive_timeout"),
-        ),
+        limits=HTTPLimits(**given_options(arguments, HTTPLimits, "serve")),
     )
 
 
@@ -357,47 +311,21 @@ def _chat_template(given: str | None) -> str | None:
     return text
 
 
-def _engine_flags(given: dict[str, Any]) -> list[str]:
-    import dataclasses
+def _engine_arguments(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `LLM` that were given, vLLM's others included."""
+    from specrs.engine_options import EngineOptions
+    from specrs.options import options_of
+    from specrs.vllm_arguments import ENGINE
 
-    from specrs.config import EngineConfig
-    from specrs.vllm_arguments import HONOURED
-
-    known = {field.name for field in dataclasses.fields(EngineConfig)} | set(HONOURED)
-    return [name for name in given if name in known and name not in ("served_model_name", "generation_config", "model")]
-
-
-def _add_honoured(parser: argparse.ArgumentParser) -> None:
-    """vLLM's other flags: read, so that their defaults are served and their other values refused by name."""
-    from specrs.cli.vllm_flags import flags
-    from specrs.vllm_arguments import HONOURED
-
-    taken = {action.dest for action in parser._actions}
-    for name, served in {**HONOURED, **_HONOURED}.items():
-        if name in taken:
-            continue
-        names = flags(name.replace("_", "-"))
-        if any(isinstance(value, bool) for value in served):
-            parser.add_argument(*names, action=argparse.BooleanOptionalAction, help=argparse.SUPPRESS)
-        else:
-            parser.add_argument(*names, type=_value, help=argparse.SUPPRESS)
-
-
-def _check_honoured(given: dict[str, Any]) -> None:
-    for name, served in _HONOURED.items():
-        if given[name] is not None and given[name] not in served:
-            allowed = " or ".join(map(repr, served))
-            raise invalid(
-                UnsupportedConfigError,
-                "--" + name.replace("_", "-"),
-                given[name],
-                f"not implemented; allowed: {allowed}",
-            )
+    known = (options_of(EngineOptions).keys() | ENGINE.keys()) - {"served_model_name", "generation_config", "model"}
+    return {name: value for name, value in given.items() if name in known and value is not None}
 
 
 def _texts(text: str) -> list[str]:
     """A JSON list of strings, or one string."""
-    found = _value(text)
+    from specrs.cli.option_flags import json_or_text
+
+    found = json_or_text(text)
     texts = found if isinstance(found, list) else [text]
     if not all(isinstance(one, str) for one in texts):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of strings, such as '[\"*\"]'")
@@ -405,14 +333,9 @@ def _texts(text: str) -> list[str]:
 
 
 def _object(text: str) -> dict[str, Any]:
-    found = _value(text)
+    from specrs.cli.option_flags import json_or_text
+
+    found = json_or_text(text)
     if not isinstance(found, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object, such as '{{\"enable_thinking\": false}}'")
     return found
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
