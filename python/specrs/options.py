@@ -65,7 +65,8 @@ class Integer(Values):
             also = f", or {self.word!r}{also}"
         number = check_int(error, field, value, self.low, self.high, also=also)
         if self.power_of_two and number & (number - 1):
-            raise invalid(error, field, value, f"must be a power of two from {self.low} to {self.high}{also}")
+            bounds = f"of at least {self.low}" if self.high is None else f"from {self.low} to {self.high}"
+            raise invalid(error, field, value, f"must be a power of two {bounds}{also}")
         return number
 
     def allowed(self) -> str:
