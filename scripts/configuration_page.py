@@ -10,6 +10,7 @@ from specrs.kv_events_config import KVEventsConfig
 from specrs.options import Option, options_of
 from specrs.sampling import SamplingParams
 from specrs.server.limits import HTTPLimits
+from specrs.server.options import ServerOptions
 from specrs.speculative_config import SpeculativeConfig
 from specrs.vllm_arguments import VLLMArgument
 
@@ -35,6 +36,7 @@ SECTIONS = (
         KVEventsConfig,
         "Keys of `kv_events_config`. Each is also a flag, as in `--kv-events-config.topic=kv`.",
     ),
+    ("Server", ServerOptions, "Flags of `specrs serve`, and keys of its YAML file."),
     (
         "Limits of the server",
         HTTPLimits,

@@ -27,9 +27,10 @@ from specrs.options import (
 )
 from specrs.sampling import SamplingParams
 from specrs.server.limits import HTTPLimits
+from specrs.server.options import ServerOptions
 from specrs.speculative_config import SpeculativeConfig
 
-OWNERS = (EngineConfig, SpeculativeConfig, KVEventsConfig, SamplingParams, HTTPLimits)
+OWNERS = (EngineConfig, SpeculativeConfig, KVEventsConfig, SamplingParams, ServerOptions, HTTPLimits)
 EVERY = [pytest.param(owner, name, id=f"{owner.__name__}.{name}") for owner in OWNERS for name in options_of(owner)]
 
 

@@ -157,7 +157,7 @@ class Choice(Values):
 class ListOf(Values):
     """A list of at least one value, stored as a tuple. `what` names them in the plural, as in `batch sizes`."""
 
-    each: Integer | Number
+    each: Values
     what: str
     noun = "list"
 
@@ -169,7 +169,7 @@ class ListOf(Values):
 
     def allowed(self) -> str:
         """Name the range of each value."""
-        return f"each {self.each.allowed()}"
+        return f"each {self.each.allowed()}" if self.each.allowed() else ""
 
 
 @dataclass(frozen=True)
@@ -185,6 +185,19 @@ class Settings(Values):
         if isinstance(value, Mapping):
             return self.made.from_mapping(value)
         raise invalid(error, field, value, f"must be a dictionary, a {self.made.__name__}{also}")
+
+
+@dataclass(frozen=True)
+class Object(Values):
+    """A dictionary of JSON. `example` is one, for messages."""
+
+    example: str
+
+    def check(self, error: type[SpecrsError], field: str, value: Any, also: str = "") -> Mapping[str, Any]:
+        """Return the dictionary."""
+        if not isinstance(value, Mapping):
+            raise invalid(error, field, value, f"must be a dictionary, such as {self.example}{also}")
+        return value
 
 
 @dataclass(frozen=True)

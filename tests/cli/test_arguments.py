@@ -91,7 +91,6 @@ def test_speculative_config_merges_and_the_later_value_holds() -> None:
         (["convert_head", "x"], "did you mean convert-head?"),
         (["zzz"], "invalid choice: 'zzz' (choose from generate, serve, bench, "),
         (["bench", "throughputs"], "argument KIND: invalid choice: 'throughputs'; did you mean throughput?"),
-        (["serve", "--tool-call-parser", "hermse"], "invalid choice: 'hermse'; did you mean hermes? (choose from"),
         (["serve", "--thread=2"], "--thread=2; did you mean --threads? (see"),
         (["serve", "--headles"], "unrecognized arguments: --headles (see"),
         (["generate", "--tokenizer", "hi"], "unrecognized arguments: --tokenizer (see"),
@@ -162,6 +161,11 @@ def test_near_names_are_known_and_the_same_name_is_first(name: str, known: list[
         (["generate", "x", "--speculative-config.num_speculative_tokens=17"], "num_speculative_tokens=17: "),
         (["generate", "x", "--speculative-config.num_drafts=3"], "unknown key 'num_drafts'"),
         (["generate", "x", "--dtype", "int8"], "dtype='int8': "),
+        (
+            ["serve", "--tool-call-parser", "hermse"],
+            "--tool-call-parser='hermse': must be one of hermes, ",
+        ),
+        (["serve", "--tool-call-parser", "hermse"], ", or None; did you mean hermes?"),
         (["generate", "x", "--model", "/nowhere/at all"], "/nowhere/at all"),
         (["generate", ""], "prompt"),
         (

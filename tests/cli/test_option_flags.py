@@ -17,6 +17,7 @@ from specrs.options import Choice, Integer, ListOf, Number, Option, Settings, Sw
 from specrs.sampling import SamplingParams
 from specrs.server import run
 from specrs.server.limits import HTTPLimits
+from specrs.server.options import ServerOptions
 from specrs.speculative_config import SpeculativeConfig
 
 from .test_help import COMMANDS
@@ -42,6 +43,8 @@ BY_HAND = {
     ("tune", "--model"): "several models, of which config.json is read",
     ("bench serve", "--tokenizer"): "the client's",
     ("bench sweep", "--tokenizer"): "the client's",
+    **{("bench serve", flag): "of the server that is measured" for flag in ("--host", "--port", "--served-model-name")},
+    ("bench sweep", "--port"): "of the servers that are started",
     ("demo", "--speculative-config"): "without K, which comes from --k",
     ("forecast", "--speculative-config"): "without K, which comes from --k",
     ("tune", "--dtype"): "of a GPU, without float64",
@@ -53,7 +56,7 @@ BY_HAND = {
     ("bench throughput", "--ignore-eos"): "on by default",
 }
 """Flags that have the name of an option and are not derived from it, and why."""
-OWNERS: tuple[type, ...] = (EngineOptions, SamplingParams, HTTPLimits)
+OWNERS: tuple[type, ...] = (EngineOptions, SamplingParams, ServerOptions, HTTPLimits)
 
 
 def flag_of(command: str, declared: Option) -> argparse.Action:
@@ -152,7 +155,7 @@ def test_flags_and_keys_of_the_file_reach_the_engine(
         argv = [declared.flag, *texts]
     assert main(["serve", *argv, "--model", "m"]) == 0
     name = declared.name
-    assert {**made[0], "model": None} == {"model": None, "disable_log_stats": False, name: value}
+    assert {**made[0], "model": None} == {"model": None, name: value}
     assert declared.check(ValueError, name, made[0][name]) == declared.check(ValueError, name, value)  # type: ignore[arg-type]
 
 

@@ -8,7 +8,20 @@ from typing import Any
 
 from specrs.cli.arguments import MergeJSON, human_int
 from specrs.engine_options import EngineOptions
-from specrs.options import Checked, Command, Integer, ListOf, Number, Option, Settings, Switch, options_of, show
+from specrs.options import (
+    Checked,
+    Command,
+    Integer,
+    ListOf,
+    Number,
+    Object,
+    Option,
+    Settings,
+    Switch,
+    Values,
+    options_of,
+    show,
+)
 
 MODEL = options_of(EngineOptions)["model"].help
 """Help of flags that name a model."""
@@ -68,11 +81,15 @@ def _parsing(declared: Option) -> dict[str, Any]:
             return {"type": json_or_text, "metavar": "N"}
         case Number():
             return {"type": float, "metavar": "X"}
-        case ListOf(each=each):
-            return {"nargs": "+", "type": int if isinstance(each, Integer) else float, "metavar": "N"}
-        case Settings():
+        case ListOf(each=Integer()):
+            return {"nargs": "+", "type": int, "metavar": "N"}
+        case ListOf():
+            return {"nargs": "+"}
+        case Settings() | Object():
             return {"action": MergeJSON, "metavar": "JSON"}
         case Checked(several=True):
             return {"action": "append"}
+        case Values(noun="JSON"):
+            return {"type": json_or_text, "metavar": "JSON"}
         case _:
             return {}
