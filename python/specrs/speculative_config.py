@@ -46,6 +46,7 @@ QUANTIZATIONS = (*AT_LOAD, "compressed-tensors", "gptq", "awq", "mxfp4", "gguf")
 MODEL_PATH = Text("a folder or a hub id")
 QUANTIZATION = Choice(QUANTIZATIONS, unsupported=True)
 CACHE_DTYPE = Choice(KV_CACHE_DTYPES, {"fp8": "fp8_e4m3"}, unsupported=True)
+_NGRAM = Integer(1, 1024)
 _WHERE = "speculative_config."
 
 
@@ -154,14 +155,14 @@ class SpeculativeConfig:
     )
     prompt_lookup_min: int | None = option(
         None,
-        Integer(1, 1024),
+        _NGRAM,
         "tokens of the shortest n-gram",
         default_is=f"prompt_lookup_max, else {DEFAULT_PROMPT_LOOKUP}",
         methods=("ngram",),
     )
     prompt_lookup_max: int | None = option(
         None,
-        Integer(1, 1024),
+        _NGRAM,
         "tokens of the longest n-gram, which is looked for first",
         default_is=f"prompt_lookup_min, else {DEFAULT_PROMPT_LOOKUP}",
         methods=("ngram",),
@@ -195,7 +196,7 @@ class SpeculativeConfig:
         None,
         Integer(0),
         "bytes of kept outputs, the oldest of which are dropped",
-        default_is="1 GiB",
+        default_is="1G",
         methods=("suffix",),
     )
     quantization: str | None = option(
