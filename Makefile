@@ -198,6 +198,11 @@ gpu-bench: ## on a CUDA device: the table of bars as JSON and pictures in benche
 	$(GPU_PYTHON) benches/bench_gpu.py $(ARGS)
 	$(GPU_PYTHON) benches/plot_gpu.py "$$(ls -t benches/results/*_bench_gpu.json | head -1)"
 
+.PHONY: generate
+generate: build ## docs/configuration.md, from the declared options
+	$(BIN)/python scripts/configuration_page.py > docs/configuration.md.new
+	mv docs/configuration.md.new docs/configuration.md
+
 .PHONY: lint
 lint: build ## rustfmt, clippy, ruff, mypy, stubtest
 	cargo fmt --all --check

@@ -8,7 +8,8 @@ from typing import Any, get_args
 
 import pytest
 from specrs import pair
-from specrs.config import LOGPROBS_MODES, EngineConfig, resolve_max_model_len
+from specrs.config import EngineConfig, resolve_max_model_len
+from specrs.engine_options import LOGPROBS_MODES
 from specrs.errors import InvalidConfigError, UnsupportedConfigError
 from specrs.speculative_config import SpeculativeConfig
 from specrs.verify.logprobs import LogprobsMode
@@ -242,6 +243,7 @@ def test_kv_cache_dtype() -> None:
     for bad in ("int8", "FP8", 8, ["fp8"], "", None):
         with pytest.raises(UnsupportedConfigError, match=rf"^kv_cache_dtype=.*: {allowed}$"):
             EngineConfig(kv_cache_dtype=bad)  # type: ignore[arg-type]
+    allowed = allowed.replace("allowed: ", "allowed: None, ")
     with pytest.raises(UnsupportedConfigError, match=rf"^speculative_config.kv_cache_dtype='int8': {allowed}$"):
         SpeculativeConfig(num_speculative_tokens=2, kv_cache_dtype="int8")
     for method in ("ngram", "eagle3"):

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from specrs import sampling
 from specrs.errors import InvalidRequestError, UnsupportedRequestError, short
 from specrs.sampling import (
     FIELDS,
@@ -19,6 +18,7 @@ from specrs.sampling import (
     tokenize_bad_words,
     validate_request,
 )
+from specrs.vllm_arguments import SAMPLING
 
 LIMITS = RequestLimits(max_model_len=32, vocab_size=100, num_speculative_tokens=5, eos_token_ids=(7, 3))
 GREEDY = SamplingParams(temperature=0.0)
@@ -262,7 +262,7 @@ def test_parameters_of_vllm_are_served_at_their_defaults() -> None:
         field.name: field.default for field in SamplingParams.__dataclass_fields__.values() if field.name not in FIELDS
     }
     assert len(defaults) == 13
-    assert list(defaults) == list(sampling._VLLM_ONLY)  # so that each is checked under its own name
+    assert list(defaults) == list(SAMPLING)  # so that each is checked under its own name
     assert GREEDY.replace(**defaults) == GREEDY == GREEDY.replace(output_kind=OutputKind.CUMULATIVE)
 
 

@@ -1,11 +1,14 @@
 """SpeculativeConfig: what each way of drafting takes, and how other values are refused."""
 
+import inspect
 from typing import Any
 
 import pytest
 from specrs import pair
 from specrs.config import EngineConfig, resolve_draft_max_model_len
+from specrs.core import SuffixDrafter
 from specrs.errors import InvalidConfigError
+from specrs.options import Integer, options_of, show
 from specrs.speculative_config import SpeculativeConfig, for_repeats
 
 
@@ -141,11 +144,11 @@ def test_dashes_equal_underscores() -> None:
         ),
         (
             {"method": "suffix,draft_model", "suffix_decoding_max_spec_factor": 0},
-            r"suffix_decoding_max_spec_factor=0: must be a finite number greater than 0$",
+            r"suffix_decoding_max_spec_factor=0: must be a finite number greater than 0, or None$",
         ),
         (
             {"method": "suffix,draft_model", "suffix_decoding_min_token_prob": 1.5},
-            r"suffix_decoding_min_token_prob=1.5: must be a finite number from 0 to 1$",
+            r"suffix_decoding_min_token_prob=1.5: must be a finite number from 0 to 1, or None$",
         ),
         (
             {"method": "ngram"},
@@ -251,6 +254,17 @@ def test_max_model_len_of_the_draft() -> None:
     assert resolve_draft_max_model_len(config, 512) == 64
     with pytest.raises(InvalidConfigError, match=r"^speculative_config.max_model_len=64: must be at most 32"):
         resolve_draft_max_model_len(config, 32)
+
+
+def test_the_defaults_of_suffix_decoding_are_those_of_the_core() -> None:
+    declared = options_of(SpeculativeConfig)
+    parameters = inspect.signature(SuffixDrafter).parameters
+    assert {f"suffix_decoding_{name}" for name in parameters} == {
+        name for name, one in declared.items() if one.methods == ("suffix",)
+    }
+    for name, parameter in parameters.items():
+        shown = show(parameter.default, Integer(0, units=True))
+        assert declared[f"suffix_decoding_{name}"].default_text == shown
 
 
 def test_drafters_for_prompts_that_come_again() -> None:

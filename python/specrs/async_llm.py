@@ -10,9 +10,10 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from specrs.config import STREAMING_PREFILL_STALL_MS, EngineConfig
+from specrs.config import EngineConfig
 from specrs.engine.intake import Intake, take_grammar
 from specrs.engine.loop import EngineLoop, Group, Updates
+from specrs.engine_options import STREAMING_PREFILL_STALL_MS
 from specrs.errors import EngineDeadError, InvalidRequestError, QueueFullError, check_int, invalid_request
 from specrs.inputs import Prompt, PromptType
 from specrs.lora_request import LoRARequest

@@ -239,9 +239,9 @@ def check_text(error: type[SpecrsError], field: str, value: object, *, also: str
     return value
 
 
-def check_choice(error: type[SpecrsError], field: str, value: object, choices: Iterable[str]) -> str:
-    """`value` if it is one of `choices`."""
+def check_choice(error: type[SpecrsError], field: str, value: object, choices: Iterable[str], *, also: str = "") -> str:
+    """`value` if it is one of `choices`. `also` follows them in the message."""
     names = list(choices)
     if not isinstance(value, str) or value not in names:
-        raise invalid(error, field, value, f"must be one of {', '.join(names)}{did_you_mean(value, names)}")
+        raise invalid(error, field, value, f"must be one of {', '.join(names)}{also}{did_you_mean(value, names)}")
     return value

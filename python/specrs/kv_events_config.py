@@ -1,25 +1,28 @@
-"""What an engine tells of its prefix cache, and where: `KVEventsConfig`, under vLLM's names, checked. Opens nothing."""
+"""`KVEventsConfig`: events about the prefix cache, and where they are published, under vLLM's names. Opens nothing."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from specrs.errors import (
-    InvalidConfigError,
-    check_bool,
-    check_choice,
-    check_int,
-    check_text,
-    invalid,
-    rejects_unknown_arguments,
-    unknown_key,
-)
+from specrs.errors import InvalidConfigError, SpecrsError, invalid, rejects_unknown_arguments, unknown_key
+from specrs.options import Choice, Integer, Switch, Text, check_options, option, options_of
 
 PUBLISHERS = ("null", "zmq")
 TRANSPORTS = ("tcp://", "ipc://", "inproc://")
+
+
+@dataclass(frozen=True)
+class _Endpoint(Text):
+    def check(self, error: type[SpecrsError], field: str, value: Any, also: str = "") -> str:
+        text = super().check(error, field, value, also)
+        if not text.startswith(TRANSPORTS):
+            raise invalid(error, field, value, f"must begin with one of {', '.join(TRANSPORTS)}")
+        return text
+
+
+_COUNT = Integer(1, 2**31 - 1)
 
 
 @rejects_unknown_arguments(InvalidConfigError)
@@ -27,43 +30,41 @@ TRANSPORTS = ("tcp://", "ipc://", "inproc://")
 class KVEventsConfig:
     """KV events as vLLM publishes them. Immutable and checked at construction; `from_mapping` reads vLLM's dictionary.
 
-    `enable_kv_cache_events`: off by default. `publisher`: `zmq`, or `null`, which makes events and drops them; None is
-    `zmq` where events are on.
-    `endpoint`: of the ZeroMQ PUB socket. As with vLLM it is bound where it has a `*` or `::` or is `ipc://` or
-    `inproc://`, and connected to elsewhere. `tcp://*:5557`, the default, listens on every interface.
-    `replay_endpoint`: of a ROUTER socket that sends again what a subscriber has missed; None is no such socket.
-    `buffer_steps`: payloads that are kept for it. `hwm`: payloads that ZeroMQ queues for a subscriber that is slow;
-    those beyond are dropped, which it sees by their numbers. `max_queue_size`: likewise between engine and publisher.
-    `topic`: the first frame of each message, which subscribers choose by.
-
-    Raises `InvalidConfigError` naming field, value and what is allowed.
+    docs/configuration.md lists the options. Raises `InvalidConfigError` naming field, value and what is allowed.
     """
 
-    enable_kv_cache_events: bool = False
-    publisher: str | None = None
-    endpoint: str = "tcp://*:5557"
-    replay_endpoint: str | None = None
-    buffer_steps: int = 10_000
-    hwm: int = 100_000
-    max_queue_size: int = 100_000
-    topic: str = ""
+    enable_kv_cache_events: bool = option(False, Switch(), "publish an event for each change of the prefix cache")
+    publisher: str | None = option(
+        None,
+        Choice(PUBLISHERS),
+        "where events go",
+        note="null makes events and drops them",
+        default_is="zmq if events are on",
+    )
+    endpoint: str = option(
+        "tcp://*:5557",
+        _Endpoint(),
+        "address of the ZeroMQ PUB socket",
+        details="As in vLLM, the socket binds an address with `*` or `::`, `ipc://` or `inproc://`, and connects to "
+        "any other. The default listens on every interface.",
+    )
+    replay_endpoint: str | None = option(
+        None, _Endpoint(), "address of a ROUTER socket that sends missed events again", default_is="no such socket"
+    )
+    buffer_steps: int = option(10_000, _COUNT, "payloads kept for the replay socket")
+    hwm: int = option(
+        100_000,
+        _COUNT,
+        "payloads that ZeroMQ queues for a slow subscriber",
+        details="Those beyond are dropped. The subscriber sees by their numbers that some are missing.",
+    )
+    max_queue_size: int = option(100_000, _COUNT, "payloads queued between engine and publisher")
+    topic: str = option(
+        "", Text(empty=True), "first frame of each message, which subscribers choose by", default_is="empty"
+    )
 
     def __post_init__(self) -> None:
-        error, place = InvalidConfigError, "kv_events_config."
-        check_bool(error, place + "enable_kv_cache_events", self.enable_kv_cache_events)
-        if self.publisher is not None:
-            check_choice(error, place + "publisher", self.publisher, PUBLISHERS)
-        for name in ("endpoint", "replay_endpoint"):
-            value = getattr(self, name)
-            if value is None and name == "replay_endpoint":
-                continue
-            check_text(error, place + name, value)
-            if not value.startswith(TRANSPORTS):
-                raise invalid(error, place + name, value, f"must begin with one of {', '.join(TRANSPORTS)}")
-        for name in ("buffer_steps", "hwm", "max_queue_size"):
-            check_int(error, place + name, getattr(self, name), 1, 2**31 - 1)
-        if not isinstance(self.topic, str):
-            raise invalid(error, place + "topic", self.topic, "must be a string")
+        check_options(self, InvalidConfigError, "kv_events_config.")
 
     @property
     def publishes(self) -> bool:
@@ -73,7 +74,7 @@ class KVEventsConfig:
     @classmethod
     def from_mapping(cls, given: Mapping[str, Any]) -> KVEventsConfig:
         """Read the dictionary of `kv_events_config` or `--kv-events-config`. Raises `InvalidConfigError`."""
-        known = {field.name for field in dataclasses.fields(cls)}
+        known = options_of(cls)
         for key in given:
             if key not in known:
                 raise unknown_key(InvalidConfigError, "kv_events_config", key, known)

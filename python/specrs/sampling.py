@@ -1,42 +1,42 @@
-"""What one request may ask for, under vLLM's names and defaults. Values are checked here; nothing is sampled here."""
+"""`SamplingParams`: what one request may ask for, under vLLM's names and defaults. Nothing is sampled here."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import InitVar, dataclass
-from numbers import Integral
 from typing import Any
 
-from specrs.core import GREEDY_BELOW, MAX_STOP_IDS
+from specrs.core import GREEDY_BELOW
 from specrs.errors import (
     InvalidRequestError,
     UnsupportedRequestError,
-    check_bool,
     check_int,
-    check_number,
-    check_text,
     invalid,
     rejects_unknown_arguments,
-    short,
     unknown_key,
 )
+from specrs.options import Checked, Command, Integer, Number, Switch, check_options, option
+from specrs.sampling_lists import (
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_STRING_LENGTH,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    read_allowed_token_ids,
+    read_bad_words,
+    read_logit_bias,
+    read_stop_strings,
+    read_stop_token_ids,
+    read_structured_outputs,
+)
+from specrs.vllm_arguments import SAMPLING
 
 MAX_SPECULATIVE_TOKENS = 16
-MAX_STOP_TOKEN_IDS = MAX_STOP_IDS
-"""Stop ids of one request in all, the checkpoint's eos ids included: each row of device state holds this many."""
-MAX_STOP_STRINGS = 64
-MAX_STOP_STRING_LENGTH = 1024
-MAX_N = 128
-MAX_BAD_WORDS = 256
 MAX_BAD_WORD_TOKENS = 32
-MAX_BAD_WORD_LENGTH = 1024
-MAX_TEMPERATURE = 100.0
-MAX_LOGIT_BIAS = 100.0
-REPETITION_PENALTIES = (0.01, 100.0)
-"""Beyond these, logits that a model gives leave the range of fp32, or all become equal."""
 _INT32_MAX = 2**31 - 1
-_INT64_MAX = 2**63 - 1
+_PENALTY = Number(-2.0, 2.0)
+_COMMANDS: tuple[Command, ...] = ("generate", "bench serve")
 
 
 @rejects_unknown_arguments(InvalidRequestError)
@@ -44,64 +44,132 @@ _INT64_MAX = 2**63 - 1
 class SamplingParams:
     """What one request may ask for. Immutable; `replace` makes a changed copy. Every value is checked at construction.
 
-    Names and defaults are vLLM's. `num_speculative_tokens` is this project's own: how many tokens to draft for this
-    request in each iteration, 0 to the engine's number; None is the engine's number. No parameter means anything else
-    because tokens are drafted.
+    Names and defaults are vLLM's. docs/configuration.md lists the parameters. `num_speculative_tokens` and
+    `return_drafts` are this project's own. No parameter means anything else because tokens are drafted.
 
-    `temperature` 0 (or less than 1e-5) is greedy, and the parameters of randomness then have no effect. `seed`: under
-    the rule `coupled`, and where nothing is drafted, text depends on nothing but prompt, parameters and seed; under
-    `rejection` also on which iterations drafted how much, which other requests may change. None (or -1) gives every
-    request its own, derived from the engine's seed. `n` completions have different seeds: `seed`, and others derived
-    from it (`derive_seed`).
-
-    Penalties count the output, `repetition_penalty` also the prompt. `logit_bias` maps ids (integers, or their decimal
-    strings) to what is added to their logits, -100 to 100. `bad_words` are not written: each word as it is given, and
-    after a blank (`tokenize_bad_words`). Only `allowed_token_ids` are, where given. `structured_outputs` is a
-    `StructuredOutputsParams` or a dictionary of its fields.
-
-    `logprobs`: of each output token and of this many most likely ones, -1 for all; `prompt_logprobs`: of the prompt's.
-    `return_drafts`, this project's own: `CompletionOutput.drafts` tell what was drafted, the rejected tokens included.
-
-    Stop ids are `stop_token_ids` and, unless `ignore_eos`, the checkpoint's eos ids. One of them ends a request once
-    `min_tokens` tokens are out. It is not written before, unless `structured_outputs` leaves nothing else: then the
-    request ends there. The id stays in `token_ids`; its text is left out unless `include_stop_str_in_output`. Stop
-    strings end a request at the token that completes one. The text is cut where the string starts, or after it with
-    `include_stop_str_in_output`. At most 64 stop ids (eos included) and 64 stop strings of 1024 characters.
-    `max_tokens=None` means as many as the context holds.
-
-    vLLM's other parameters are accepted at their defaults and refused by name otherwise; so are, when the request is
-    added, the few here that are not implemented (`reject_unimplemented`).
+    vLLM's other parameters are accepted at their defaults and rejected otherwise. The few here that are not implemented
+    are rejected when the request is added (`reject_unimplemented`).
 
     Raises `InvalidRequestError` naming field, value and what is allowed.
     """
 
-    n: int = 1
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: str | Sequence[str] | None = None
-    stop_token_ids: Sequence[int] | None = None
-    ignore_eos: bool = False
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    detokenize: bool = True
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-    structured_outputs: Any = None
-    logit_bias: Mapping[int, float] | Mapping[str, float] | None = None
-    allowed_token_ids: Collection[int] | None = None
-    bad_words: Sequence[str] | None = None
-    extra_args: Mapping[str, Any] | None = None
-    num_speculative_tokens: int | None = None
-    return_drafts: bool = False
+    n: int = option(
+        1,
+        Integer(1, 128),
+        "completions of the prompt",
+        details="The first has `seed`, the others seeds that are derived from it (`derive_seed`).",
+    )
+    presence_penalty: float = option(
+        0.0, _PENALTY, "amount subtracted from the logit of each token that the output has"
+    )
+    frequency_penalty: float = option(
+        0.0, _PENALTY, "amount subtracted from a token's logit for each time that the output has it"
+    )
+    repetition_penalty: float = option(
+        1.0,
+        Number(0.01, 100.0),  # beyond these, logits leave the range of fp32, or all become equal
+        "divisor of positive logits, and factor of negative ones, of tokens that prompt or output have",
+    )
+    temperature: float = option(
+        1.0, Number(0.0, 100.0), "divisor of the logits", note="0, or less than 1e-5, is greedy", commands=_COMMANDS
+    )
+    top_p: float = option(
+        1.0,
+        Number(0.0, 1.0, open_low=True),
+        "share of probability to sample from",
+        commands=_COMMANDS,
+    )
+    top_k: int = option(
+        0, Integer(-1, _INT32_MAX), "number of tokens to sample from", note="0 and -1: all", commands=_COMMANDS
+    )
+    min_p: float = option(
+        0.0, Number(0.0, 1.0), "least probability, as a share of the most probable token's", commands=_COMMANDS
+    )
+    seed: int | None = option(
+        None,
+        Integer(-(2**63), 2**63 - 1),
+        "number that samples are derived from",
+        note="-1: none",
+        default_is="one per request, from the engine's seed",
+        commands=("generate",),
+        details="Under the rule `coupled`, or without drafts, text depends on nothing but prompt, parameters and seed. "
+        "Under `rejection` it also depends on how much each step drafted, which other requests may change.",
+    )
+    stop: str | Sequence[str] | None = option(
+        None,
+        Checked(read_stop_strings, f"up to {MAX_STOP_STRINGS} texts of {MAX_STOP_STRING_LENGTH} characters", True),
+        "texts that end the output",
+        default_is="none",
+        commands=("generate",),
+        details="The request ends at the token that completes one. The text is cut where the stop text starts.",
+    )
+    stop_token_ids: Sequence[int] | None = option(
+        None,
+        Checked(read_stop_token_ids, f"up to {MAX_STOP_TOKEN_IDS} ids with the checkpoint's eos ids"),
+        "token ids that end the output",
+        default_is="none but eos",
+        details="The id stays in `token_ids`. Its text is left out.",
+    )
+    ignore_eos: bool = option(False, Switch(), "go on after an end token", commands=("generate",))
+    max_tokens: int | None = option(
+        16,
+        Integer(1),
+        "maximum tokens to generate",
+        none=True,
+        commands=("generate",),
+        details="None is as many as the context holds.",
+    )
+    min_tokens: int = option(
+        0,
+        Integer(0, _INT32_MAX),
+        "tokens before which no stop id is written",
+        details="A stop id ends the request earlier if `structured_outputs` allows nothing else.",
+    )
+    logprobs: int | None = option(
+        None,
+        Integer(-1),
+        "most likely tokens whose log probabilities are reported, next to the output token's",
+        note="-1: all",
+        default_is="no log probabilities",
+    )
+    prompt_logprobs: int | None = option(
+        None, Integer(-1), "the same for the prompt's tokens", note="-1: all", default_is="no log probabilities"
+    )
+    detokenize: bool = option(True, Switch(), "make text of the output")
+    skip_special_tokens: bool = option(True, Switch(), "leave special tokens out of the text")
+    spaces_between_special_tokens: bool = option(True, Switch(), "put spaces between special tokens", note="on only")
+    include_stop_str_in_output: bool = option(False, Switch(), "keep the stop text, or the stop id's text")
+    structured_outputs: Any = option(
+        None,
+        Checked(read_structured_outputs, "a StructuredOutputsParams, or a dictionary of its fields"),
+        "schema, regex, grammar or choices that the text follows",
+        default_is="free text",
+    )
+    logit_bias: Mapping[int, float] | Mapping[str, float] | None = option(
+        None,
+        Checked(read_logit_bias, f"ids to numbers from {-MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}"),
+        "amount added to the logits of token ids",
+        default_is="none",
+    )
+    allowed_token_ids: Collection[int] | None = option(
+        None, Checked(read_allowed_token_ids, "at least one id"), "the only ids that are written", default_is="all"
+    )
+    bad_words: Sequence[str] | None = option(
+        None,
+        Checked(read_bad_words, f"up to {MAX_BAD_WORDS} words of {MAX_BAD_WORD_TOKENS} tokens"),
+        "words that are not written",
+        default_is="none",
+        details="Each word is forbidden as it is given, and after a blank.",
+    )
+    extra_args: Mapping[str, Any] | None = option(
+        None, Checked(lambda value: value, "None"), "no effect", default_is="None"
+    )
+    num_speculative_tokens: int | None = option(
+        None, Integer(0, MAX_SPECULATIVE_TOKENS), "draft tokens per step, at most", default_is="the engine's number"
+    )
+    return_drafts: bool = option(
+        False, Switch(), "report drafted tokens in `CompletionOutput.drafts`, the rejected ones included"
+    )
     # vLLM's, checked and not kept
     best_of: InitVar[int | None] = None
     truncate_prompt_tokens: InitVar[int | None] = None
@@ -120,45 +188,11 @@ class SamplingParams:
     def __post_init__(self, *vllm_only: object) -> None:
         _check_vllm_only(vllm_only)
         error = InvalidRequestError
-        seed = _optional_int("seed", self.seed, -_INT64_MAX - 1, _INT64_MAX)
-        checked: dict[str, object] = {
-            "n": check_int(error, "n", self.n, 1, MAX_N),
-            "presence_penalty": check_number(error, "presence_penalty", self.presence_penalty, -2.0, 2.0),
-            "frequency_penalty": check_number(error, "frequency_penalty", self.frequency_penalty, -2.0, 2.0),
-            "repetition_penalty": check_number(
-                error, "repetition_penalty", self.repetition_penalty, *REPETITION_PENALTIES
-            ),
-            "temperature": check_number(error, "temperature", self.temperature, 0.0, MAX_TEMPERATURE),
-            "top_p": check_number(error, "top_p", self.top_p, 0.0, 1.0, open_low=True),
-            # -1 is the older spelling of "all tokens"
-            "top_k": max(0, check_int(error, "top_k", self.top_k, -1, _INT32_MAX)),
-            "min_p": check_number(error, "min_p", self.min_p, 0.0, 1.0),
-            "seed": None if seed == -1 else seed,
-            "stop": _stop_strings(self.stop),
-            "stop_token_ids": _stop_token_ids(self.stop_token_ids),
-            "max_tokens": _optional_int("max_tokens", self.max_tokens, 1),
-            "min_tokens": check_int(error, "min_tokens", self.min_tokens, 0, _INT32_MAX),
-            "logprobs": _optional_int("logprobs", self.logprobs, -1),
-            "prompt_logprobs": _optional_int("prompt_logprobs", self.prompt_logprobs, -1),
-            "structured_outputs": _structured_outputs(self.structured_outputs),
-            "logit_bias": _logit_bias(self.logit_bias),
-            "allowed_token_ids": _allowed_token_ids(self.allowed_token_ids),
-            "bad_words": _bad_words(self.bad_words),
-            "num_speculative_tokens": _optional_int(
-                "num_speculative_tokens", self.num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS
-            ),
-        }
-        for name in (
-            "ignore_eos",
-            "detokenize",
-            "skip_special_tokens",
-            "spaces_between_special_tokens",
-            "include_stop_str_in_output",
-            "return_drafts",
-        ):
-            check_bool(error, name, getattr(self, name))
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
+        check_options(self, error)
+        if self.top_k == -1:  # an older spelling of "all tokens"
+            object.__setattr__(self, "top_k", 0)
+        if self.seed == -1:
+            object.__setattr__(self, "seed", None)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise invalid(error, "min_tokens", self.min_tokens, f"must be at most max_tokens={self.max_tokens}")
         if self.stop and not self.detokenize:
@@ -172,35 +206,18 @@ class SamplingParams:
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as a tuple, empty if None."""
-        return _stop_strings(self.stop)
+        return read_stop_strings(self.stop)
 
     def replace(self, **changes: Any) -> SamplingParams:
         """A copy with `changes`, checked again."""
         for name in changes:
-            if name not in FIELDS and name not in _VLLM_ONLY:
+            if name not in FIELDS and name not in SAMPLING:
                 raise unknown_key(InvalidRequestError, "SamplingParams", name, FIELDS)
         return dataclasses.replace(self, **changes)
 
 
 FIELDS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
 """Every field of `SamplingParams` with its default."""
-
-_VLLM_ONLY: dict[str, tuple[object, ...]] = {
-    "best_of": (None, 1),
-    "truncate_prompt_tokens": (None,),
-    "output_kind": (None,),
-    "flat_logprobs": (False,),
-    "logprob_token_ids": (None,),
-    "prompt_logprob_token_ids": (None,),
-    "prompt_logprob_start": (None,),
-    "skip_reading_prefix_cache": (None,),
-    "stream_interval": (None,),
-    "skip_clone": (False, True),
-    "thinking_token_budget": (None,),
-    "repetition_detection": (None,),
-    "logits_processors": (None, []),
-}
-"""vLLM's parameters that have no meaning here, in the order of `SamplingParams`, with the values that are served."""
 
 
 def derive_seed(seed: int, *indices: int) -> int:
@@ -259,106 +276,12 @@ def tokenize_bad_words(
 
 
 def _check_vllm_only(values: Sequence[object]) -> None:
-    for (name, served), value in zip(_VLLM_ONLY.items(), values, strict=True):
+    """Check the values of vLLM's other parameters, in the order of `SamplingParams` and of vllm_arguments.json."""
+    for (name, argument), value in zip(SAMPLING.items(), values, strict=True):
         if name == "output_kind" and getattr(value, "name", None) == "CUMULATIVE":
             continue
-        if not any(type(value) is type(same) and value == same for same in served):
-            allowed = " or ".join(repr(same) for same in served)
-            raise invalid(UnsupportedRequestError, name, value, f"not implemented; allowed: {allowed}")
-
-
-def _optional_int(field: str, value: object, low: int, high: int | None = None) -> int | None:
-    return None if value is None else check_int(InvalidRequestError, field, value, low, high, also=", or None")
-
-
-def _stop_strings(value: object) -> tuple[str, ...]:
-    return _texts("stop", value, MAX_STOP_STRINGS, MAX_STOP_STRING_LENGTH)
-
-
-def _bad_words(value: object) -> tuple[str, ...]:
-    if isinstance(value, str):
-        raise invalid(InvalidRequestError, "bad_words", value, "must be a list of strings, or None")
-    return tuple(dict.fromkeys(_texts("bad_words", value, MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH)))
-
-
-def _texts(field: str, value: object, most: int, longest: int) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    if isinstance(value, str):
-        value = (value,)
-    if not isinstance(value, Sequence) or isinstance(value, bytes):
-        raise invalid(InvalidRequestError, field, value, "must be a string, a list of strings, or None")
-    if len(value) > most:
-        raise InvalidRequestError(f"{field}: {len(value)} strings, allowed are at most {most}")
-    strings = tuple(check_text(InvalidRequestError, f"{field}[{i}]", item) for i, item in enumerate(value))
-    for i, item in enumerate(strings):
-        if len(item) > longest:
-            raise InvalidRequestError(f"{field}[{i}]: {len(item)} characters, allowed are at most {longest}")
-        if any("\ud800" <= c <= "\udfff" for c in item):
-            raise invalid(InvalidRequestError, f"{field}[{i}]", item, "must be text: a lone surrogate is no character")
-    return strings
-
-
-def _stop_token_ids(value: object) -> tuple[int, ...]:
-    return () if value is None else _ids("stop_token_ids", value, MAX_STOP_TOKEN_IDS)
-
-
-def _allowed_token_ids(value: object) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    ids = _ids("allowed_token_ids", value)
-    if not ids:
-        raise invalid(InvalidRequestError, "allowed_token_ids", value, "must have at least one token id, or be None")
-    if len(set(ids)) < len(ids):
-        first = {item: i for i, item in reversed(list(enumerate(ids)))}
-        i, item = next((i, item) for i, item in enumerate(ids) if first[item] < i)
-        raise invalid(InvalidRequestError, f"allowed_token_ids[{i}]", item, "is there already; allowed is each id once")
-    return ids
-
-
-def _ids(field: str, value: object, most: int | None = None) -> tuple[int, ...]:
-    if not isinstance(value, Collection) or isinstance(value, (str, bytes, Mapping)):
-        raise invalid(InvalidRequestError, field, value, "must be a list of token ids, or None")
-    if most is not None and len(value) > most:
-        raise InvalidRequestError(f"{field}: {len(value)} ids, allowed are at most {most}")
-    return tuple(check_int(InvalidRequestError, f"{field}[{i}]", item, 0) for i, item in enumerate(value))
-
-
-def _logit_bias(value: object) -> dict[int, float] | None:
-    if value is None:
-        return None
-    if not isinstance(value, Mapping):
-        raise invalid(InvalidRequestError, "logit_bias", value, "must be a dictionary of token ids to numbers, or None")
-    biases: dict[int, float] = {}
-    for key, bias in value.items():
-        field = f"logit_bias[{short(key)}]"
-        # JSON has no other keys than strings
-        token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20 else key
-        if isinstance(token, bool) or not isinstance(token, Integral) or token < 0:
-            raise invalid(
-                InvalidRequestError, field, bias, "keys must be token ids: integers of at least 0, or strings of them"
-            )
-        if int(token) in biases:
-            raise invalid(InvalidRequestError, field, bias, "is there already; allowed is each id once")
-        biases[int(token)] = check_number(InvalidRequestError, field, bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
-    return biases or None
-
-
-def _structured_outputs(value: object) -> object:
-    if value is None:
-        return None
-    from specrs.structured.params import StructuredOutputsParams
-
-    if isinstance(value, StructuredOutputsParams):
-        return value
-    if not isinstance(value, Mapping):
-        raise invalid(
-            InvalidRequestError,
-            "structured_outputs",
-            value,
-            "must be a StructuredOutputsParams, a dictionary of its fields, or None",
-        )
-    return StructuredOutputsParams.from_mapping(value)
+        if not argument.accepts(value):
+            raise UnsupportedRequestError(argument.reason(name, value))
 
 
 _NOT_YET: dict[str, tuple[Callable[[Any], bool], str]] = {

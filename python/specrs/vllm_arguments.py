@@ -1,58 +1,46 @@
-"""Arguments of vLLM's `LLM` that change nothing here, so that programs that spell them out run. Checks none."""
+"""Arguments and flags of vLLM that have no counterpart here, read from vllm_arguments.json.
 
-HONOURED: dict[str, tuple[object, ...]] = {
-    "trust_remote_code": (False,),
-    "pipeline_parallel_size": (1,),
-    "data_parallel_size": (1,),
-    "decode_context_parallel_size": (1,),
-    "enable_expert_parallel": (False,),
-    "distributed_executor_backend": (None, "uni", "mp"),
-    "swap_space": (4, 4.0, 0, 0.0),
-    "cpu_offload_gb": (0, 0.0),
-    "calculate_kv_scales": (False,),
-    "tokenizer_mode": ("auto", "hf", "fast"),
-    "config_format": ("auto", "hf"),
-    "hf_overrides": (None, {}),
-    "hf_token": (None,),
-    "download_dir": (None,),
-    "rope_scaling": (None, {}),
-    "rope_theta": (None,),
-    "task": ("auto", "generate", None),
-    "runner": ("auto", "generate"),
-    "convert": ("auto", "none"),
-    "served_model_name": (None,),
-    "generation_config": ("auto",),
-    "override_generation_config": (None, {}),
-    "model_loader_extra_config": (None, {}),
-    "compilation_config": (None, {}, 0),
-    "max_cudagraph_capture_size": (None,),
-    "max_seq_len_to_capture": (8192,),
-    "attention_backend": (None,),
-    "disable_custom_all_reduce": (False, True),
-    "disable_log_stats": (True, False),
-    "disable_sliding_window": (False,),
-    "disable_cascade_attn": (False, True),
-    "enable_chunked_prefill": (None, True),
-    "max_num_partial_prefills": (1,),
-    "max_long_partial_prefills": (1,),
-    "scheduling_policy": ("fcfs", "priority"),
-    "async_scheduling": (None,),
-    "logits_processors": (None, []),
-    "structured_outputs_config": (None, {}),
-    "lora_dtype": ("auto", None),
-    "fully_sharded_loras": (False,),
-    "default_mm_loras": (None, {}),
-    "enable_prompt_embeds": (False,),
-    "enable_sleep_mode": (False,),
-    "limit_mm_per_prompt": (None, {}),
-    "mm_processor_kwargs": (None, {}),
-    "allowed_local_media_path": ("",),
-    "kv_transfer_config": (None,),
-    "additional_config": (None, {}),
-}
-"""Arguments of vLLM's `LLM` that `EngineConfig` has no field for, each with the values that specrs honours as it is."""
-INSTEAD = {
-    "hf_token": "the environment variable HF_TOKEN",
-    "download_dir": "the environment variable HF_HUB_CACHE",
-}
-"""What to use in place of such an argument."""
+The file has four tables. `engine`, `server` and `sampling` list arguments of vLLM's `LLM`, flags of `vllm serve` and
+fields of `SamplingParams`, each with the values that change nothing and are accepted. `rejected` lists flags that are
+rejected whatever their value. `short` is vLLM's short form of a flag, `instead` what to use in its place.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specrs.errors import short
+
+
+@dataclass(frozen=True, slots=True)
+class VLLMArgument:
+    """One row of the file."""
+
+    accepted: tuple[Any, ...] = ()
+    short: str | None = None
+    instead: str | None = None
+
+    def accepts(self, value: Any) -> bool:
+        """Return True if `value` changes nothing. 1 and True are different values."""
+        return any(type(value) is type(one) and value == one for one in self.accepted)
+
+    def reason(self, field: str, value: Any) -> str:
+        """Describe what is wrong with `field=value`. Leaves the value out, which may be a secret, if it can."""
+        if self.instead is not None:
+            return f"{field}: not implemented; use {self.instead}"
+        return f"{field}={short(value)}: not implemented; allowed: {' or '.join(map(repr, self.accepted))}"
+
+
+def _table(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, VLLMArgument]:
+    return {
+        name: VLLMArgument(tuple(row.get("accepted", ())), row.get("short"), row.get("instead"))
+        for name, row in rows.items()
+    }
+
+
+_FILE = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+ENGINE, SERVER, SAMPLING, REJECTED = (_table(_FILE[name]) for name in ("engine", "server", "sampling", "rejected"))

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
-import specrs.config
+import specrs.engine_options
 import specrs.llm
 import specrs.speculative_config
 import torch
@@ -16,15 +16,16 @@ from specrs.bench.figures import FORMATS
 from specrs.bench.metrics import GOODPUT, LATENCIES
 from specrs.cli import main, parser
 from specrs.cli.bench.serve import find_target
-from specrs.cli.vllm_flags import INSTEAD
-from specrs.config import STREAMING_PREFILL_STALL_MS, EngineConfig
+from specrs.config import EngineConfig
 from specrs.errors import EngineError, InvalidConfigError
 from specrs.forecast.roofline import WEIGHT_BITS, cache_dtype, gpu_of
 from specrs.models.loader import load_config, resolve_dtype
 from specrs.models.quantization import table
 from specrs.pair import TARGET
 from specrs.server import run
+from specrs.server.options import ServerOptions
 from specrs.speculative_config import AT_LOAD, QUANTIZATIONS, SpeculativeConfig
+from specrs.vllm_arguments import REJECTED
 
 ENGINE = ["serve", "generate", "bench throughput", "bench latency", "bench acceptance", "demo", "forecast"]
 
@@ -65,7 +66,7 @@ def raises_nothing(call: Callable[[str], object]) -> Callable[[str], bool]:
 
 def of_engine(field: str) -> Callable[[str], bool]:
     def make(value: str) -> object:
-        given: Any = int(value) if field == "launch_depth" and value.isdigit() else value.replace(":N", ":1")
+        given: Any = value.replace(":N", ":1")
         return EngineConfig(**{field: given})
 
     return raises_nothing(make)
@@ -80,17 +81,20 @@ def tuned(value: str) -> object:
     return resolve_dtype(value, load_config(TARGET), torch.device("cuda"))
 
 
-def served(flag: str) -> Callable[[str], bool]:
-    return lambda value: main(["serve", flag, value]) == 0
+def of_server(field: str) -> Callable[[str], bool]:
+    return raises_nothing(lambda value: ServerOptions(**{field: value}))  # type: ignore[arg-type]
 
 
 CHECKS: dict[str, Callable[[str], bool]] = {
     **{field: of_engine(field) for field in (
         "device", "dtype", "load_format", "model_impl", "quantization", "kv_cache_dtype", "cpu_prefill",
-        "logprobs_mode", "launch_depth",
+        "logprobs_mode",
     )},
     "--spec-method": raises_nothing(lambda value: SpeculativeConfig(method=value, num_speculative_tokens=1)),
-    "generation_config": served("--generation-config"),
+    **{field: of_server(field) for field in (
+        "generation_config", "tool_call_parser", "reasoning_parser", "uvicorn_log_level",
+        "per_request_spec_decode_metrics",
+    )},
     "backend": raises_nothing(backend),
     "percentile_metrics": LATENCIES.__contains__,
     "goodput": GOODPUT.__contains__,
@@ -102,8 +106,6 @@ CHECKS: dict[str, Callable[[str], bool]] = {
     "tune dtype": raises_nothing(tuned),
 }  # fmt: skip
 """What takes a value, by flag, field, or command and field."""
-ELSEWHERE = {"ssl_cert_reqs"}
-"""Checked with a certificate, in tests/server."""
 
 
 def check_of(command: str, action: argparse.Action) -> Callable[[str], bool] | None:
@@ -111,7 +113,7 @@ def check_of(command: str, action: argparse.Action) -> Callable[[str], bool] | N
     return next((CHECKS[name] for name in names if name in CHECKS), None)
 
 
-CONSTANTS = [vars(module).values() for module in (specrs.config, specrs.speculative_config)]
+CONSTANTS = [vars(module).values() for module in (specrs.engine_options, specrs.speculative_config)]
 KNOWN = [str(value) for group in CONSTANTS for values in group if isinstance(values, tuple) for value in values]
 EVERY = sorted({*KNOWN, *(value for _, action in SHOWN for value in values(action) or []), "nonsense", "0", "3"})
 """Every value that a help names or that is allowed somewhere, and some that are not."""
@@ -121,10 +123,7 @@ CLOSED = [(name, action) for name, action in SHOWN if check_of(name, action) is 
 @pytest.mark.parametrize(
     ("command", "action"), [pytest.param(*x, id=f"{x[0]} {x[1].option_strings[0]}") for x in CLOSED]
 )
-def test_the_values_in_the_help_are_those_that_the_code_takes(
-    command: str, action: argparse.Action, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run, "run_server", lambda engine, settings: 0)
+def test_the_values_in_the_help_are_those_that_the_code_takes(command: str, action: argparse.Action) -> None:
     accepts = check_of(command, action)
     assert accepts is not None
     assert sorted(values(action) or []) == [value for value in EVERY if accepts(value)]
@@ -135,7 +134,7 @@ def test_every_closed_set_in_a_help_is_checked() -> None:
     named = [(name, action) for name, action in SHOWN if action.choices is None and values(action) is not None]
     assert named
     unchecked = {action.dest for name, action in named if check_of(name, action) is None}
-    assert unchecked == ELSEWHERE
+    assert unchecked == set()
 
 
 def test_every_quantization_is_read_by_something() -> None:
@@ -147,8 +146,6 @@ def shown_default(action: argparse.Action) -> object:
     """The default that the code has: argparse's, or the engine's where that is None."""
     fields = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
     default = fields.get(action.dest) if action.default is None else action.default
-    if action.dest == "max_prefill_stall_ms":
-        default = STREAMING_PREFILL_STALL_MS
     if isinstance(default, bool):
         return "on" if default else "off"
     if isinstance(default, list | tuple):
@@ -168,11 +165,6 @@ def test_the_default_in_the_help_is_the_codes(command: str, action: argparse.Act
 
 def test_defaults_are_stated() -> None:
     assert len(STATED) > 100
-
-
-def test_the_stall_that_the_docstring_states_is_the_codes() -> None:
-    text = " ".join(str(EngineConfig.__doc__).split())
-    assert f"None is {STREAMING_PREFILL_STALL_MS:g} where answers are streamed" in text
 
 
 class Built(EngineError):
@@ -222,7 +214,7 @@ def test_every_command_that_can_speculate_has_threads() -> None:
     assert all("--threads" in COMMANDS[name]._option_string_actions for name in [*found, "bench sweep"])
 
 
-@pytest.mark.parametrize("instead", INSTEAD.values())
+@pytest.mark.parametrize("instead", [row.instead for row in REJECTED.values() if row.instead is not None])
 def test_what_a_rejected_flag_is_told_to_use_exists(instead: str) -> None:
     flag, _, value = instead.partition(" ")
     option, _, key = flag.partition(".")

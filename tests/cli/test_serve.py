@@ -118,7 +118,7 @@ def test_every_flag_of_the_server(
         host="::1",
         port=0,
         api_keys=["a", "b", "c", "d"],
-        served_model_names=["x", "y"],
+        served_model_names=("x", "y"),
         max_num_queued_reqs=9,
         shutdown_timeout=2.5,
         access_log=False,
@@ -167,7 +167,7 @@ def test_lists_in_a_file_of_flags_leave_the_model_alone(
         assert main(["serve", *argv]) == 0
     for config, settings in served:
         assert (config.model, config.cudagraph_capture_sizes) == ("m/m", (1, 4))
-        assert settings.served_model_names == ["x", "y"]
+        assert settings.served_model_names == ("x", "y")
 
 
 @pytest.mark.parametrize("flag", ["--enforce-eager", "--enforce_eager"])
@@ -217,7 +217,7 @@ def test_flags_without_meaning_are_served_at_their_defaults(served: list[tuple[E
         (["--shutdown-timeout", "-1"], "--shutdown-timeout=-1.0: must be a finite number of at least 0"),
         (["--max-num-queued-reqs", "0"], "--max-num-queued-reqs=0: "),
         (["--http-header-timeout", "0"], "--http-header-timeout=0.0: "),
-        (["--generation-config", "x"], "--generation-config='x': must be auto or vllm"),
+        (["--generation-config", "x"], "--generation-config='x': must be one of auto, vllm"),
         (["--chat-template", "nowhere.jinja"], "--chat-template='nowhere.jinja': must be a file"),
         (
             ["--chat-template", "{% for x in messages %}"],

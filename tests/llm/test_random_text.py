@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from specrs import LLM, InvalidRequestError, SamplingParams, StructuredOutputsParams
-from specrs.config import LOGPROBS_MODES
+from specrs.engine_options import LOGPROBS_MODES
 from specrs.outputs import Logprob, RequestOutput
 from specrs.pair.prompts import PROMPTS
 from specrs.sampling import derive_seed

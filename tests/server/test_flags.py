@@ -72,9 +72,9 @@ def test_tls_cors_root_path_and_a_file_of_flags(tmp_path: Path) -> None:
         (["--config", "nowhere.yaml"], "--config='nowhere.yaml': cannot be read"),
         (["--ssl-keyfile", "k.pem"], "--ssl-keyfile='k.pem': needs --ssl-certfile"),
         (["--ssl-cert-reqs", "2"], "--ssl-cert-reqs=2: needs --ssl-certfile"),
-        (["--ssl-cert-reqs", "3"], "--ssl-cert-reqs=3: must be 0, 1 or 2"),
+        (["--ssl-cert-reqs", "3"], "--ssl-cert-reqs=3: must be an integer from 0 to 2"),
         (["--ssl-certfile", "nowhere.pem"], "--ssl-certfile='nowhere.pem': cannot be used"),
-        (["--allowed-origins", "[1]"], "is not a list of strings"),
+        (["--allowed-origins", "[1]"], "--allowed-origins=[1]: must be a list of strings"),
         (["--default-chat-template-kwargs", "[]"], "is not a JSON object"),
     ],
 )

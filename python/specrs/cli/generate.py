@@ -18,53 +18,39 @@ DESCRIPTION = (
     f"Without --model the bundled pair answers, with {BUNDLED_DRAFTS} draft tokens: it continues Python code. Another "
     "model drafts nothing without --speculative-config."
 )
-_ENGINE_FLAGS = ("device", "dtype", "model_impl", "quantization", "kv_cache_dtype", "threads", "max_model_len")
+_SAMPLING: dict[str, Any] = {"temperature": 0.0, "seed": 0, "max_tokens": 128}
+"""Defaults of this command. The text is greedy, and the same each time."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options, vLLM's where vLLM has them."""
-    from specrs.cli.engine_flags import MODEL, add_engine_flags
+    from specrs.cli.option_flags import add_flags
+    from specrs.engine_options import EngineOptions
 
     parser.add_argument("prompt", nargs="?", help="text to continue, not a model (see --model); default: stdin")
-    parser.add_argument("--model", help=f"{MODEL}; default: the bundled pair, in float32")
-    add_engine_flags(parser, "revision", "speculative_config")
-    parser.add_argument("--max-tokens", type=int, default=128, help="tokens to generate at most; default: 128")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy, the default")
-    parser.add_argument("--top-p", type=float, default=1.0, help="sample from this share of probability; default: 1")
-    parser.add_argument("--top-k", type=int, default=0, help="sample from this many tokens; default: 0, all of them")
-    parser.add_argument("--min-p", type=float, default=0.0, help="least share of the most probable token; default: 0")
-    parser.add_argument("--seed", type=int, default=0, help="of what is sampled; default: 0")
-    parser.add_argument("--stop", action="append", help="end before this text; may be given more than once")
-    parser.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
-    add_engine_flags(parser, *_ENGINE_FLAGS)
+    add_flags(parser.add_argument_group("sampling"), SamplingParams, "generate", **_SAMPLING)
+    add_flags(parser.add_argument_group("engine"), EngineOptions, "generate")
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Generate and print. Raises `SpecrsError` for what the engine refuses."""
-    speculative = arguments.speculative_config
+    from specrs.cli.option_flags import given_options
+    from specrs.engine_options import EngineOptions
+
+    settings = given_options(arguments, EngineOptions, "generate")
     if arguments.model is None:
-        speculative = {"num_speculative_tokens": BUNDLED_DRAFTS, **(speculative or {})}
+        drafter = settings.get("speculative_config", {})
+        settings["speculative_config"] = {"num_speculative_tokens": BUNDLED_DRAFTS, **drafter}
+        settings.setdefault("dtype", "float32")
     # Checked before the model is loaded: what is wrong with the request should not cost that.
-    params = SamplingParams(
-        temperature=arguments.temperature,
-        top_p=arguments.top_p,
-        top_k=arguments.top_k,
-        min_p=arguments.min_p,
-        seed=arguments.seed,
-        max_tokens=arguments.max_tokens,
-        stop=arguments.stop,
-        ignore_eos=arguments.ignore_eos,
-    )
+    params = SamplingParams(**given_options(arguments, SamplingParams, "generate"))
     prompt = _prompt(arguments.prompt)
 
-    from specrs.cli.engine_flags import engine_settings
     from specrs.cli.threads import set_torch_threads
     from specrs.llm import LLM
 
     set_torch_threads(arguments.threads, bundled=arguments.model is None)
-    settings: dict[str, Any] = {"dtype": "float32"} if arguments.model is None else {}
-    settings |= engine_settings(arguments, "revision", *_ENGINE_FLAGS)
-    llm = LLM(arguments.model, speculative_config=speculative, max_num_seqs=1, **settings)
+    llm = LLM(max_num_seqs=1, **settings)
     output = None
     start = time.perf_counter()
     for output in llm.stream(prompt, params):

@@ -6,9 +6,10 @@ import argparse
 import math
 from pathlib import Path
 
-from specrs.cli.engine_flags import one_of
-from specrs.config import DTYPES
+from specrs.cli.option_flags import add_flags
+from specrs.engine_options import DTYPES, EngineOptions
 from specrs.errors import InvalidConfigError, check_int, invalid_config
+from specrs.options import one_of
 
 _DTYPES = tuple(name for name in DTYPES if name != "float64")
 """Types that a GPU computes in."""
@@ -24,7 +25,7 @@ DESCRIPTION = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options."""
     parser.add_argument("--model", action="append", required=True, help="checkpoint folder or hub id; may be repeated")
-    parser.add_argument("--revision", help="branch, tag or commit of hub ids")
+    add_flags(parser, EngineOptions, "tune")
     parser.add_argument(
         "--dtype", default="auto", help=f"type to compute in: {one_of(_DTYPES)}; default: auto, the checkpoint's"
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from specrs.config import DEFAULT_CPU_KV_CACHE_BYTES, EngineConfig, resolve_draft_max_model_len, resolve_max_model_len
+from specrs.config import EngineConfig, resolve_draft_max_model_len, resolve_max_model_len
 from specrs.core import CachedDrafter, HiddenDrafter, NgramProposer, Scheduler, SuffixDrafter, TextDrafter
 from specrs.drafters.base import Drafter
 from specrs.drafters.draft_model import DraftModel, ParallelDraftModel
@@ -16,6 +16,7 @@ from specrs.drafters.host import HostDrafter
 from specrs.drafters.text import TextDraftModel
 from specrs.drafters.vocabulary import TranslatedDraftModel
 from specrs.engine.weights import Weights
+from specrs.engine_options import DEFAULT_CPU_KV_CACHE_BYTES
 from specrs.errors import InvalidConfigError, UnsupportedConfigError, invalid
 from specrs.models.base import Model
 from specrs.models.dense import Dense

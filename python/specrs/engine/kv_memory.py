@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 
-from specrs.config import DEFAULT_CPU_KV_CACHE_BYTES, EngineConfig
+from specrs.config import EngineConfig
 from specrs.engine.device import resolve_device
+from specrs.engine_options import DEFAULT_CPU_KV_CACHE_BYTES
 from specrs.errors import InvalidConfigError, invalid
 
 GIB = 2**30

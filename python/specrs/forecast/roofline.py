@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from specrs.core import CostModel
-from specrs.errors import invalid_config
+from specrs.errors import InvalidConfigError, invalid_config
 from specrs.forecast.gpus import ATTENTION_SHARE, ATTENTION_US, GPUS, KERNEL_US, OVERLAP, PRODUCT_US, Gpu
-from specrs.speculative_config import check_kv_cache_dtype
+from specrs.speculative_config import CACHE_DTYPE
 
 if TYPE_CHECKING:
     import torch
@@ -114,7 +114,7 @@ def cache_dtype(kv_cache_dtype: str) -> torch.dtype:
     from specrs.models.kv_cache import resolve_cache_dtype
 
     field = "kv_cache_dtype"
-    return resolve_cache_dtype(field, check_kv_cache_dtype(field, kv_cache_dtype), torch.bfloat16)
+    return resolve_cache_dtype(field, CACHE_DTYPE.check(InvalidConfigError, field, kv_cache_dtype), torch.bfloat16)
 
 
 def weight_bytes(config: ModelConfig, quantization: str | None = None) -> float:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from specrs.errors import InvalidConfigError
+from specrs.options import Integer, Number, check_options, option
+
 MAX_PROMPTS = 1024
 """Prompts of one request, as in vLLM."""
 MAX_COMPLETIONS = 4096
@@ -23,16 +26,51 @@ LARGE_BODY = 64 * 1024
 """Bytes; longer bodies are parsed off the event loop."""
 
 
-@dataclass(frozen=True, slots=True)
-class HTTPLimits:
-    """Bytes and seconds. `header_timeout`: from the first byte of a request, or from the connection, to the end of its
-    header. `body_timeout`: to the end of its body. `write_timeout`: how long a client may leave the send buffer full.
-    """
+_SECONDS = Number(0.0, open_low=True)
 
-    max_header_size: int = 32 * 1024
-    max_body_size: int = 16 * 1024 * 1024
-    max_connections: int = 1024
-    header_timeout: float = 10.0
-    body_timeout: float = 60.0
-    write_timeout: float = 30.0
-    keep_alive_timeout: float = 5.0
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HTTPLimits:
+    """Bounds of one connection in bytes and seconds. Raises `InvalidConfigError`, which names the flag of `serve`."""
+
+    max_body_size: int = option(16 << 20, Integer(1024, units=True), "bytes of a request's body", commands=("serve",))
+    max_header_size: int = option(
+        32 << 10, Integer(1024, units=True), "bytes of a request's header", commands=("serve",)
+    )
+    max_connections: int = option(
+        1024,
+        Integer(1),
+        "maximum connections at once",
+        commands=("serve",),
+        details="One more takes the place of the connection that has been silent longest. That one gets 503, or the "
+        "new one if none is silent.",
+    )
+    header_timeout: float = option(
+        10.0,
+        _SECONDS,
+        "seconds for a header, from the first byte of a request or from the connection",
+        flag_name="http-header-timeout",
+        commands=("serve",),
+    )
+    body_timeout: float = option(
+        60.0, _SECONDS, "seconds for a body", flag_name="http-body-timeout", commands=("serve",)
+    )
+    write_timeout: float = option(
+        30.0,
+        _SECONDS,
+        "seconds that a client may leave the send buffer full",
+        flag_name="http-write-timeout",
+        commands=("serve",),
+        details="The buffer has 128 KiB in the system and 64 KiB in the process. A client that takes longer is cut "
+        "off.",
+    )
+    keep_alive_timeout: float = option(
+        5.0,
+        _SECONDS,
+        "seconds that a connection may idle",
+        flag_name="http-keep-alive-timeout",
+        commands=("serve",),
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self, InvalidConfigError, by_flag=True)

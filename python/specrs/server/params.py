@@ -8,6 +8,7 @@ from typing import Any
 
 from specrs.errors import InvalidRequestError, invalid_request
 from specrs.inputs import Prompt
+from specrs.options import options_of
 from specrs.sampling import SamplingParams
 from specrs.server.constraints import content_constraint
 from specrs.server.limits import MAX_COMPLETIONS, MAX_PROMPTS
@@ -16,30 +17,13 @@ from specrs.server.tools import CHAT_FIELDS, ToolUse
 from specrs.structured.params import StructuredOutputsParams
 from specrs.tokenizer import Tokenizer
 
-# Fields of a body that are fields of `SamplingParams` by the same name and meaning.
-_SAME = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "min_tokens",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "allowed_token_ids",
-    "bad_words",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "prompt_logprobs",
-    "num_speculative_tokens",
-    "return_drafts",
-)
+_SAME = [
+    name
+    for name in options_of(SamplingParams)
+    if name in SamplingBody.model_fields and name not in ("structured_outputs", "spaces_between_special_tokens")
+]
+"""Fields of a body that are handed to `SamplingParams` under the same name. The first of the two that are left out has
+other sources as well, the second has only one value."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,16 +21,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from specrs.sampling import (
-    MAX_LOGIT_BIAS,
-    MAX_N,
-    MAX_SPECULATIVE_TOKENS,
-    MAX_STOP_STRING_LENGTH,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
-    MAX_TEMPERATURE,
-    REPETITION_PENALTIES,
-)
+from specrs.sampling_lists import MAX_LOGIT_BIAS, MAX_STOP_STRING_LENGTH, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from specrs.server.dispositions import NoEffect, Rejected
 from specrs.server.hosted_tools import runnable_choice, runnable_tools, tool_or_hosted
 from specrs.server.limits import (
@@ -40,6 +31,7 @@ from specrs.server.limits import (
     MAX_REQUEST_ID_LENGTH,
     MAX_TOOLS,
 )
+from specrs.server.ranges import ranged
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 _Text = {"type": "string", "minLength": 1}
@@ -222,19 +214,19 @@ ToolChoice = Annotated[
 class SamplingBody(Body):
     """What completions and chat have in common. null means the default, whatever the field."""
 
-    n: int | None = Field(None, ge=1, le=MAX_N)
-    temperature: float | None = Field(None, ge=0, le=MAX_TEMPERATURE)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, lt=2**31)
-    min_p: float | None = Field(None, ge=0, le=1)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    n: int | None = ranged("n")
+    temperature: float | None = ranged("temperature")
+    top_p: float | None = ranged("top_p")
+    top_k: int | None = ranged("top_k")
+    min_p: float | None = ranged("min_p")
+    seed: int | None = ranged("seed")
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_STOP_TOKEN_IDS)
     ignore_eos: bool | None = None
-    min_tokens: int | None = Field(None, ge=0, lt=2**31)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1])
+    min_tokens: int | None = ranged("min_tokens")
+    presence_penalty: float | None = ranged("presence_penalty")
+    frequency_penalty: float | None = ranged("frequency_penalty")
+    repetition_penalty: float | None = ranged("repetition_penalty")
     logit_bias: dict[str, Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]] | None = None
     allowed_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = None
     bad_words: list[str] | None = None
@@ -242,8 +234,8 @@ class SamplingBody(Body):
     skip_special_tokens: bool | None = None
     structured_outputs: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
-    prompt_logprobs: int | None = Field(None, ge=-1, lt=2**31)
-    num_speculative_tokens: int | None = Field(None, ge=0, le=MAX_SPECULATIVE_TOKENS)
+    prompt_logprobs: int | None = ranged("prompt_logprobs")
+    num_speculative_tokens: int | None = ranged("num_speculative_tokens")
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -295,9 +287,9 @@ class CompletionRequest(SamplingBody):
     """`POST /v1/completions`."""
 
     prompt: PromptField
-    max_tokens: int | None = Field(None, ge=0, lt=2**31)
+    max_tokens: int | None = ranged("max_tokens", low=0)
     echo: bool | None = None
-    logprobs: int | None = Field(None, ge=-1, lt=2**31)
+    logprobs: int | None = ranged("logprobs")
     add_special_tokens: bool | None = None
 
     best_of: Annotated[int, only(1), WithJsonSchema({"const": 1})] | None = None
@@ -309,10 +301,10 @@ class ChatCompletionRequest(SamplingBody):
     """`POST /v1/chat/completions`."""
 
     messages: list[dict[str, Any]] = Field(min_length=1, max_length=MAX_MESSAGES)
-    max_tokens: int | None = Field(None, ge=1, lt=2**31)
-    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
+    max_tokens: int | None = ranged("max_tokens")
+    max_completion_tokens: int | None = ranged("max_tokens")
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=-1, lt=2**31)
+    top_logprobs: int | None = ranged("logprobs")
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None

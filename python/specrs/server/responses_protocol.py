@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Tag, WrapValidator
 
 from specrs.errors import InvalidRequestError, invalid_request
-from specrs.sampling import MAX_SPECULATIVE_TOKENS, MAX_TEMPERATURE
 from specrs.server.dispositions import NoEffect, Rejected, warn
 from specrs.server.hosted_tools import RunnableTools, left_out, runnable_choice, runnable_tools, tool_or_hosted
 from specrs.server.input_items import is_hosted_item, item_type, item_warnings
@@ -26,6 +25,7 @@ from specrs.server.protocol import (
     Verbosity,
     choice_discriminator,
 )
+from specrs.server.ranges import ranged
 
 
 class FunctionTool(BaseModel):
@@ -138,9 +138,9 @@ class ResponsesRequest(Body):
 
     input: str | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
     instructions: str | None = None
-    max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
-    temperature: float | None = Field(None, ge=0, le=MAX_TEMPERATURE)
-    top_p: float | None = Field(None, gt=0, le=1)
+    max_output_tokens: int | None = ranged("max_tokens")
+    temperature: float | None = ranged("temperature")
+    top_p: float | None = ranged("top_p")
     tools: Annotated[
         list[Annotated[FunctionTool, WrapValidator(tool_or_hosted)]] | None,
         Field(max_length=MAX_TOOLS),
@@ -155,14 +155,14 @@ class ResponsesRequest(Body):
     truncation: Literal["auto", "disabled"] | None = None  # a prompt that does not fit is an error
 
     # vLLM's, as for chats
-    top_k: int | None = Field(None, ge=-1, lt=2**31)
-    min_p: float | None = Field(None, ge=0, le=1)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    top_k: int | None = ranged("top_k")
+    min_p: float | None = ranged("min_p")
+    seed: int | None = ranged("seed")
     chat_template_kwargs: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     priority: int | None = Field(None, ge=-(2**63), lt=2**63)
     cache_salt: str | None = Field(None, max_length=1024)
-    num_speculative_tokens: int | None = Field(None, ge=0, le=MAX_SPECULATIVE_TOKENS)
+    num_speculative_tokens: int | None = ranged("num_speculative_tokens")
     request_id: str | None = Field(None, max_length=MAX_REQUEST_ID_LENGTH, pattern=r"^[\x21-\x7e]*$")
 
     # labels that the response repeats

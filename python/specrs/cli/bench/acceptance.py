@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_dataset(parser, "bundled", "50")
     parser.add_argument("--k", type=drafts_list, default=[1, 3, 5], metavar="LIST", help="default: 1,3,5")
     parser.add_argument("--temperature", type=floats, default=[0.0, 1.0], metavar="LIST", help="default: 0,1")
-    parser.add_argument("--top-p", type=float, default=1.0, help="default: 1")
+    options.add_sampling(parser, top_p=1.0)
     parser.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
     parser.add_argument("--skip-chat-template", action="store_true", help="send instructions as text to continue")
     parser.add_argument("--output-json", type=Path, metavar="FILE", help="also write the numbers")

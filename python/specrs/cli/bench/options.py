@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specrs.bench.client import BACKENDS
-from specrs.cli.engine_flags import MODEL, add_engine_flags, engine_settings, one_of
+from specrs.cli.option_flags import add_flag, add_flags, given_options
+from specrs.engine_options import EngineOptions
 from specrs.errors import InvalidConfigError, invalid_config
+from specrs.options import one_of, options_of
+from specrs.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from specrs.bench.datasets import DatasetConfig, Sample
     from specrs.llm import LLM
-    from specrs.sampling import SamplingParams
     from specrs.tokenizer import Tokenizer
 
 
@@ -80,25 +82,15 @@ def dataset(arguments: argparse.Namespace, default: str, num_prompts: int) -> Da
     )
 
 
-_ENGINE_FLAGS = (
-    *("revision", "tokenizer", "speculative_config", "device", "dtype", "load_format", "model_impl", "quantization"),
-    *("kv_cache_dtype", "threads", "tensor_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
-    *("gpu_memory_utilization", "kv_cache_memory_bytes", "block_size", "num_gpu_blocks_override", "launch_depth"),
-    *("enforce_eager", "cpu_prefill", "cpu_bf16_rows", "cuda_fp8_rows"),
-)
-
-
 def add_engine(parser: argparse.ArgumentParser) -> None:
-    """An engine in this process, by vLLM's names."""
-    group = parser.add_argument_group("engine")
-    group.add_argument("--model", help=f"{MODEL}; default: the bundled pair, in float32")
-    add_engine_flags(group, *_ENGINE_FLAGS)
-    group.add_argument(
-        "--enable-prefix-caching",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="reuse the KV of equal prefixes; default: off, so that no run helps the next",
-    )
+    """Add the flags of an engine in this process. Prefix caching is off, so that no run helps the next."""
+    add_flags(parser.add_argument_group("engine"), EngineOptions, "bench", enable_prefix_caching=False)
+
+
+def add_sampling(parser: argparse.ArgumentParser, **defaults: object) -> None:
+    """Add the flags of these sampling parameters, with the defaults that are given."""
+    for name, default in defaults.items():
+        add_flag(parser, options_of(SamplingParams)[name], default)
 
 
 def engine(arguments: argparse.Namespace, **settings: Any) -> LLM:
@@ -108,10 +100,10 @@ def engine(arguments: argparse.Namespace, **settings: Any) -> LLM:
 
     bundled = arguments.model is None
     set_torch_threads(arguments.threads, bundled=bundled)
-    values = engine_settings(arguments, *_ENGINE_FLAGS, "enable_prefix_caching")
+    values = given_options(arguments, EngineOptions, "bench")
     if bundled and values.get("dtype", "auto") == "auto":
         values["dtype"] = "float32"
-    return LLM(model=arguments.model, **(values | settings))
+    return LLM(**(values | settings))
 
 
 def prompts(samples: Sequence[Sample], tokenizer: Tokenizer, template: bool = True) -> list[list[int]]:
@@ -161,8 +153,6 @@ def trace_folder(path: Path) -> Path:
 
 def sampling_params(arguments: argparse.Namespace, samples: Sequence[Sample], **more: Any) -> list[SamplingParams]:
     """One for each sample, each with a seed of its own; `more` are fields beside those of the options."""
-    from specrs.sampling import SamplingParams
-
     return [
         SamplingParams(
             top_p=arguments.top_p,

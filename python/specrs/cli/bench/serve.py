@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specrs.cli.bench import options
+from specrs.cli.option_flags import add_flag
 from specrs.errors import EngineError, InvalidConfigError, check_number, invalid_config
+from specrs.options import options_of
+from specrs.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from specrs.bench.client import Target
@@ -51,11 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument(
         "--ready-check-timeout-sec", type=float, default=0.0, help="wait so long for the server; default: 0, one try"
     )
-    sampling = parser.add_argument_group("sampling, the server's default where not given")
-    sampling.add_argument("--temperature", type=float)
-    sampling.add_argument("--top-p", type=float)
-    sampling.add_argument("--top-k", type=int)
-    sampling.add_argument("--min-p", type=float)
+    sampling = parser.add_argument_group("sampling")
+    for one in options_of(SamplingParams).values():
+        if "bench serve" in one.commands:
+            add_flag(sampling, one, stated="the server's")
     sampling.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
     out = parser.add_argument_group("results")
     out.add_argument(

@@ -14,8 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from specrs.cli.arguments import floats
 from specrs.cli.bench import options
-from specrs.cli.engine_flags import MODEL
+from specrs.cli.option_flags import MODEL, add_flag
+from specrs.engine_options import EngineOptions
 from specrs.errors import invalid_config
+from specrs.options import options_of
+from specrs.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from specrs.bench.serve import Run
@@ -53,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     servers.add_argument(
         "--tp", type=int, default=1, help="tensor parallelism of the servers, for the table; default: 1"
     )
-    servers.add_argument("--threads", type=int, metavar="N", help="--threads of specrs serve, not of --serve-cmd")
+    add_flag(servers, options_of(EngineOptions)["threads"], stated="that of specrs serve; not for --serve-cmd")
     swept = parser.add_argument_group("what is swept")
     swept.add_argument("--k", type=options.counts, default=[0, 1, 3, 5], metavar="LIST", help="default: 0,1,3,5")
     swept.add_argument(
@@ -70,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--request-rate", type=float, help="per second; default: the concurrency")
     parser.add_argument("--burstiness", type=float, default=1.0, help="default: 1, a Poisson process")
     parser.add_argument("--num-warmups", type=int, help="requests before each measurement; default: the concurrency")
-    parser.add_argument("--top-p", type=float, help="default: the server's")
+    add_flag(parser, options_of(SamplingParams)["top_p"], stated="the server's")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
     parser.add_argument("--analysis", help="how the table calls this sweep; default: the model")
     parser.add_argument("--restart", action="store_true", help="forget the rows that are there")

@@ -16,8 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options, vLLM's where vLLM has them."""
     options.add_engine(parser)
     options.add_dataset(parser, "bundled for the bundled pair, else random", "1000, 50 for the bundled pair")
-    parser.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
-    parser.add_argument("--top-p", type=float, default=1.0, help="default: 1")
+    options.add_sampling(parser, temperature=0.0, top_p=1.0)
     parser.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help="default: on")
     parser.add_argument("--skip-chat-template", action="store_true", help="send instructions as text to continue")
     parser.add_argument("--output-json", type=Path, metavar="FILE", help="also write the numbers")

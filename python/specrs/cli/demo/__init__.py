@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specrs.cli.arguments import MergeJSON, drafts_list
-from specrs.cli.engine_flags import MODEL, add_engine_flags
+from specrs.cli.option_flags import MODEL, add_flags
+from specrs.engine_options import EngineOptions
 from specrs.errors import invalid_config
 
 if TYPE_CHECKING:
@@ -53,8 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='another drafter, as in \'{"method": "suffix,draft_model"}\'; K comes from --k',
     )
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens to generate per prompt; default: 128")
-    add_engine_flags(parser, "dtype")
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads of each engine; default: 1")
+    add_flags(parser, EngineOptions, "demo", threads=1)
     parser.add_argument("--plot", type=Path, metavar="PNG", help="also draw the results into this file")
 
 

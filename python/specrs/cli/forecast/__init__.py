@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 
 from specrs.cli.arguments import MergeJSON, drafts_list, floats, pairs, sizes
-from specrs.cli.engine_flags import MODEL, add_engine_flags
+from specrs.cli.option_flags import MODEL, add_flags
+from specrs.engine_options import EngineOptions
 from specrs.errors import InvalidConfigError, check_int, invalid_config
 from specrs.speculative_config import AT_LOAD, KV_CACHE_DTYPES
 
@@ -102,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     measured.add_argument("--max-tokens", type=int, default=128, help="tokens per prompt; default: 128")
     measured.add_argument("--num-prompts", type=int, default=4, help="of the bundled prompts; default: 4")
     measured.add_argument("--rounds", type=int, default=3, help="times that the settings take turns; default: 3")
-    add_engine_flags(measured, "device", "dtype", "threads")
+    add_flags(measured, EngineOptions, "forecast")
     parser.add_argument("--max-k", type=int, help="largest K of the forecast; default: the largest measured or given")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw TPOT against K, and the regression")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers")

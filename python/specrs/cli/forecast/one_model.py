@@ -108,8 +108,9 @@ def acceptance(arguments: argparse.Namespace) -> dict[int, float]:
 def _measured(arguments: argparse.Namespace) -> tuple[PassTimes, PassTimes | None, dict[int, float], Regression]:
     from tqdm import tqdm
 
-    from specrs.cli.engine_flags import engine_settings
+    from specrs.cli.option_flags import given_options
     from specrs.cli.threads import set_torch_threads
+    from specrs.engine_options import EngineOptions
     from specrs.forecast import report
     from specrs.forecast.measure import measure
     from specrs.forecast.plot import Regression
@@ -118,7 +119,7 @@ def _measured(arguments: argparse.Namespace) -> tuple[PassTimes, PassTimes | Non
 
     check_int(InvalidConfigError, "--num-prompts", arguments.num_prompts, 1, len(PROMPTS))
     set_torch_threads(arguments.threads, bundled=arguments.model is None)
-    engine = engine_settings(arguments, "device", "dtype", "threads")
+    engine = given_options(arguments, EngineOptions, "forecast")
     if arguments.model is None and engine.get("dtype", "auto") == "auto":
         engine["dtype"] = "float32"
     draft = {} if arguments.draft_model is None else {"model": arguments.draft_model}

@@ -1,0 +1,165 @@
+"""Every option has its flag in each command that it names, and no flag of an option is written by hand."""
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from specrs.cli import main, parser
+from specrs.cli.arguments import spell
+from specrs.config import EngineConfig
+from specrs.engine_options import EngineOptions
+from specrs.kv_events_config import KVEventsConfig
+from specrs.options import Choice, Integer, ListOf, Number, Option, Settings, Switch, Text, options_of
+from specrs.sampling import SamplingParams
+from specrs.server import run
+from specrs.server.limits import HTTPLimits
+from specrs.server.options import ServerOptions
+from specrs.speculative_config import SpeculativeConfig
+
+from .test_help import COMMANDS
+
+WORDS = {
+    "serve": ["serve"],
+    "generate": ["generate"],
+    "bench": ["bench throughput", "bench latency", "bench acceptance"],
+    "bench serve": ["bench serve"],
+    "demo": ["demo"],
+    "forecast": ["forecast"],
+    "tune": ["tune"],
+}
+"""Commands of the command line, by their names in declarations."""
+NO_FLAG = {"model": "MODEL of serve, whose --model is the same"}
+"""Options of an engine without a derived flag in serve, and what there is instead."""
+BY_HAND = {
+    ("serve", "--model"): "the positional MODEL has the help",
+    ("demo", "--model"): "defaults of a command that compares drafters",
+    ("forecast", "--model"): "the help says what --measure and --target-ms do with it",
+    ("bench serve", "--model"): "a name that a server lists",
+    ("convert-head", "--revision"): "of a head",
+    ("tune", "--model"): "several models, of which config.json is read",
+    ("bench serve", "--tokenizer"): "the client's",
+    ("bench sweep", "--tokenizer"): "the client's",
+    **{("bench serve", flag): "of the server that is measured" for flag in ("--host", "--port", "--served-model-name")},
+    ("bench sweep", "--port"): "of the servers that are started",
+    ("demo", "--speculative-config"): "without K, which comes from --k",
+    ("forecast", "--speculative-config"): "without K, which comes from --k",
+    ("tune", "--dtype"): "of a GPU, without float64",
+    ("forecast", "--kv-cache-dtype"): "of a computed model in bf16",
+    ("forecast", "--quantization"): "of a computed model, at load",
+    **{(f"bench {kind}", "--seed"): "of prompts" for kind in ("serve", "throughput", "latency", "acceptance", "sweep")},
+    **{(name, "--max-tokens"): "per prompt" for name in ("demo", "forecast")},
+    **{(f"bench {kind}", "--temperature"): "a list" for kind in ("acceptance", "sweep")},
+    ("bench throughput", "--ignore-eos"): "on by default",
+}
+"""Flags that have the name of an option and are not derived from it, and why."""
+OWNERS: tuple[type, ...] = (EngineOptions, SamplingParams, ServerOptions, HTTPLimits)
+
+
+def flag_of(command: str, declared: Option) -> argparse.Action:
+    return COMMANDS[command]._option_string_actions[declared.flag]
+
+
+def cases(*owners: type) -> list[Any]:
+    return [
+        pytest.param(words, declared, id=f"{words} {declared.flag}")
+        for owner in owners
+        for declared in options_of(owner).values()
+        for command in declared.commands
+        for words in WORDS[command]
+    ]
+
+
+@pytest.mark.parametrize(("command", "declared"), cases(*OWNERS, SpeculativeConfig))
+def test_every_command_has_the_flags_that_options_name(command: str, declared: Option) -> None:
+    """The help states the allowed values, and the default unless the command has another."""
+    action = flag_of(command, declared)
+    text = str(action.help).replace("%%", "%")
+    assert text.startswith(declared.help)
+    assert declared.values.allowed() in text
+    if action.default is None and command != "bench serve" and declared.default is not dataclasses.MISSING:
+        assert f"default: {declared.default_text}" in text
+    assert declared.short is None or declared.short in action.option_strings
+
+
+@pytest.mark.parametrize("declared", options_of(EngineConfig).values(), ids=lambda declared: declared.name)
+def test_every_option_of_an_engine_has_a_flag_in_serve(declared: Option) -> None:
+    assert ("serve" in declared.commands) != (declared.name in NO_FLAG)
+
+
+def test_no_flag_of_an_option_is_written_by_hand() -> None:
+    known: dict[str, tuple[str, ...]] = {}
+    for declared in (declared for owner in OWNERS for declared in options_of(owner).values()):
+        known[declared.flag] = (*known.get(declared.flag, ()), declared.help_text(stated=""))
+    found = {
+        (command, flag)
+        for command, made in COMMANDS.items()
+        for flag, action in made._option_string_actions.items()
+        if flag in known and action.help != argparse.SUPPRESS and not str(action.help).startswith(known[flag])
+    }
+    assert found == BY_HAND.keys()
+
+
+def given(declared: Option) -> Any:
+    """A value that is allowed, and is not the default."""
+    match declared.values:
+        case Integer(power_of_two=True):
+            return 32
+        case Integer(low=low):
+            return low if declared.default != low else low + 1
+        case Number(low=low):
+            return low + 0.5
+        case Switch():
+            return not declared.default
+        case Choice(names=names):
+            return names[-1]
+        case ListOf():
+            return [1, 2]
+        case Settings(made=made):
+            return {"num_speculative_tokens": 2} if made is SpeculativeConfig else {"topic": "x"}
+        case Text():
+            return "some/name"
+        case _:
+            return {"device": "cuda:1"}[declared.name]
+
+
+SERVED = [declared for declared in options_of(EngineOptions).values() if "serve" in declared.commands]
+
+
+@pytest.mark.parametrize("way", ["flag", "file"])
+@pytest.mark.parametrize("declared", SERVED, ids=lambda declared: declared.name)
+def test_flags_and_keys_of_the_file_reach_the_engine(
+    declared: Option, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the same values that a program gives."""
+    made: list[dict[str, Any]] = []
+
+    def serve(engine: dict[str, Any], settings: object) -> int:
+        made.append(engine)
+        return 0
+
+    monkeypatch.setattr(run, "run_server", serve)
+    monkeypatch.setattr("specrs.cli.threads.set_torch_threads", lambda *_, **__: None)
+    value = given(declared)
+    if way == "file":
+        path = tmp_path / "flags.yaml"
+        path.write_text(yaml.safe_dump({declared.flag.removeprefix("--"): value}))
+        argv = ["--config", str(path)]
+    else:
+        texts = [str(one) for one in value] if isinstance(value, list) else [
+            json.dumps(value) if isinstance(value, dict) else str(value)
+        ]  # fmt: skip
+        argv = [declared.flag, *texts]
+    assert main(["serve", *argv, "--model", "m"]) == 0
+    name = declared.name
+    assert {**made[0], "model": None} == {"model": None, name: value}
+    assert declared.check(ValueError, name, made[0][name]) == declared.check(ValueError, name, value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", options_of(KVEventsConfig))
+def test_keys_of_nested_settings_are_flags(name: str) -> None:
+    read = parser().parse_args(spell(["serve", f"--kv-events-config.{name.replace('_', '-')}=7"]))
+    assert read.kv_events_config == {name: 7}
