@@ -7,9 +7,10 @@
 // A table is what this is for.
 #![allow(clippy::print_stdout)]
 
+use specrs_core::sampling::LogprobsMode;
 use specrs_core::scheduler::LaunchHeader;
 use specrs_core::{Drafter, PlanOutcome, RequestParams, RequestSampling, Scheduler, SchedulerConfig};
-use specrs_cpu::iteration::{Cached, Iteration, OwnedRowState, Rule};
+use specrs_cpu::iteration::{Cached, Iteration, NoGrammars, OwnedRowState, Rule};
 use specrs_cpu::{Decoder, Isa, KvCache, KvShape, ModelShape, Pool};
 use std::sync::Arc;
 use std::time::Instant;
@@ -70,7 +71,7 @@ fn launches(batch: usize, k: usize, sampled: bool, target: &mut Model, draft: &m
         scheduler.add_request(id, &prompt, &params).unwrap();
     }
     let mut state = OwnedRowState::new(&config);
-    let mut iteration = Iteration::new(config, Rule::Rejection, None, TARGET.0.vocab_size).unwrap();
+    let mut iteration = Iteration::new(config, Rule::Rejection, None, LogprobsMode::default(), TARGET.0.vocab_size).unwrap();
     let mut record = vec![0; scheduler.record_layout().size];
     let mut results = vec![0; scheduler.results_layout().size];
     let mut settled = vec![0; scheduler.settled_layout().size];
@@ -80,7 +81,7 @@ fn launches(batch: usize, k: usize, sampled: bool, target: &mut Model, draft: &m
         let (mut target, mut draft) = (target.cached(), draft.cached());
         let draft = (k > 0).then_some(&mut draft);
         let start = Instant::now();
-        iteration.run(&record, &mut results, &mut state.borrow(), &mut target, draft).unwrap();
+        iteration.run(&record, &mut results, &mut state.borrow(), &mut target, draft, &mut NoGrammars).unwrap();
         let taken = start.elapsed();
         let passes = iteration.take_pass_time();
         let LaunchHeader { num_decode, num_prefill, num_draft_chunks, .. } = header;

@@ -7,7 +7,7 @@ Buffers are numpy arrays that the caller owns: C-contiguous, aligned, of exactly
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Final, Literal, final
+from typing import Final, Literal, Protocol, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -1707,12 +1707,28 @@ class CpuDecoder:
         """
 
 @final
+_Logprobs = tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]
+"""Log probabilities of m tokens: their values `[m]` and ranks `[m]`; ids `[m, n]` and values `[m, n]` of the most probable
+ones."""
+
+class _GrammarHost(Protocol):
+    """The grammars of a launch's entries, by their index in the results."""
+
+    masks: NDArray[np.int32]
+    """`[entries, K + 1, ceil(V / 32)]`: bit t % 32 of word t // 32 is set for ids that may come after the entry's first
+    drafts, as many as the second index says."""
+
+    def start(self, index: int, row: int) -> None:
+        """Write the entry's mask 0; its request is in `row` of row state."""
+
+    def advance(self, index: int, token: int) -> None:
+        """Write the entry's next mask, after one draft more."""
+
 class CpuIteration:
     """Runs planned launches of a scheduler on a CPU, each in one call: uploads, prompt chunks, draft catch-up chunks,
     one decode iteration, in this order.
 
-    Requests with masks, biases, penalties, `min_tokens`, grammars or log probabilities are not for it: what it draws
-    has none of them. The row state that it leaves is what any other runner goes on from.
+    It applies what requests ask of their logits, and reports log probabilities. The row state that it leaves is what any other runner goes on from.
     """
 
     def __new__(
@@ -1724,6 +1740,7 @@ class CpuIteration:
         *,
         rule: str = "rejection",
         rates: Sequence[float] | None = None,
+        logprobs_mode: str = "raw_logprobs",
     ) -> CpuIteration:
         """For launches of `scheduler`, whose settings are read now.
 
@@ -1738,9 +1755,11 @@ class CpuIteration:
             draft: of a scheduler with a `CachedDrafter`, or an EAGLE-3 head of one with a `HiddenDrafter`.
             rule: `rejection` or `coupled`, for requests that sample.
             rates: `[K]`; drafts stand at these unconditional rates by position, whatever the models say: for timing.
+            logprobs_mode: what `logprobs` reports: `raw_logprobs`, `raw_logits`, `processed_logprobs` or
+                `processed_logits`, as in vLLM.
 
         Raises:
-            InvalidConfigError: a rule, rates or draft that cannot be.
+            InvalidConfigError: a rule, rates, mode or draft that cannot be.
             InvalidBufferError: an array of `state` has the wrong dtype, layout or shape, or is missing.
         """
 
@@ -1749,20 +1768,45 @@ class CpuIteration:
         record: NDArray[np.int64],
         results: NDArray[np.int64],
         adapters: Sequence[tuple[CpuLora, list[int]]] = ...,
-    ) -> tuple[int, int, tuple[SpecrsError, NDArray[np.int64]] | None]:
+        grammars: _GrammarHost | None = None,
+    ) -> tuple[
+        tuple[int, int],
+        tuple[SpecrsError, NDArray[np.int64]] | None,
+        list[tuple[int, _Logprobs]],
+        list[tuple[int, int, _Logprobs]],
+    ]:
         """Executes the launch planned in `record`; writes row state, both KV caches, and what it reports to `results`.
 
         `adapters` are those of rows of state that the target's passes are computed with, each row at most once.
+        `grammars` has those of the launch's requests; None: none of them has one.
 
         What prompt chunks leave to a head is fed to it by the next call, so that no first token waits for it.
 
         Returns:
-            Passes of the target and of the draft; and where the draft's failed, so that the launch has gone on without
-            their drafts, why, and the blocks for `Scheduler.draft_kv_not_written`, ascending.
+            Passes of the target and of the draft; where the draft's failed, so that the launch has gone on without
+            their drafts, why, and the blocks for `Scheduler.draft_kv_not_written`, ascending; the log probabilities of
+            what was emitted, by entry; and those of prompt tokens, by request id and position of the first. Both for
+            requests that ask for them.
 
         Raises:
             InvalidBufferError: a buffer has the wrong dtype or size, or a record names what does not exist; row state
                 may have been written.
+            Exception: whatever `grammars` raises.
+        """
+
+    def admit(self, record: NDArray[np.int64]) -> None:
+        """Takes over what the requests that `record` admits ask of their logits. `run` does so itself: this is for
+        launches that are run otherwise.
+
+        Raises:
+            InvalidBufferError: the record has the wrong dtype or size.
+        """
+
+    def set_rule(self, rule: str) -> None:
+        """Verifies by `rejection` or `coupled` from the next launch on.
+
+        Raises:
+            InvalidConfigError: another rule.
         """
 
     def feed_behind(self) -> tuple[int, tuple[SpecrsError, NDArray[np.int64]] | None]:

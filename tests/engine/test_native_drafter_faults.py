@@ -50,7 +50,9 @@ class Short:
             cut = blocks(self.launches)
             if cut != cut_before:
                 drafter.kv_cache = whole if cut is None else first_blocks(whole, cut)
-                runner.rule = runner.rule  # so that the next launch reads what there is
+                # So that the next launch reads what there is.
+                runner._feed_behind_call(slot)
+                runner._iteration = None
             cut_before = cut
             launch(slot, header)
             self.failed += slot.draft_fault is not None

@@ -7,14 +7,17 @@ SPECRS_LAUNCHES is how many launches all cases run together; `make launches` run
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from models.native_models import random_head, random_model
+from numpy.typing import NDArray
 from specrs import core
 from specrs.core import CachedDrafter, HiddenDrafter, NgramProposer, RequestSampling, Scheduler
 from specrs.drafters.base import Drafter
@@ -26,11 +29,13 @@ from specrs.models.eagle3_native import NativeEagle3Head
 from specrs.models.kv_cache import KVCache
 from specrs.models.kv_groups import group_sizes
 from specrs.runner.eager import EagerRunner
+from specrs.runner.extras import RequestExtras
 from specrs.runner.hidden_rows import HiddenRows
 from specrs.runner.native import NativeRunner
 from specrs.runner.ring import RingSlot
 from specrs.runner.row_state import RowState
 from specrs.runner.sampling_state import SamplingState
+from specrs.structured.matcher import GrammarMatcher
 
 ROWS, MAX_LEN, BLOCK_SIZE, MAX_K, VOCAB, BUDGET = 6, 30, 4, 3, 19, 64
 MASK = 2
@@ -39,6 +44,38 @@ DEVICE_DRAFTERS = ("model", "parallel", "mixed", "mixed parallel", *HEADS)
 HOST_DRAFTERS = ("ngram", "mixed", "mixed parallel", "mixed head")
 TABLE = -(-MAX_LEN // BLOCK_SIZE)
 SECTIONS = ("num_emitted", "num_accepted", "num_drafted", "flags", "finish_reason")
+
+
+MIN_TOKENS = 1 << core.STEPS.index("min_tokens")
+
+
+class MadeUpGrammar:
+    """Allows tokens by chance after each text; now and then a stop token alone, or nothing."""
+
+    def __init__(self, request_id: int) -> None:
+        self._request_id, self._tokens = request_id, list[int]()
+
+    def _allowed(self) -> NDArray[np.bool_]:
+        rng = np.random.default_rng([self._request_id, *self._tokens])
+        return rng.random(VOCAB) < rng.choice([0.0, 0.08, 0.6, 0.95], p=[0.06, 0.14, 0.4, 0.4])
+
+    def fill_mask(self, out: NDArray[np.int32]) -> None:
+        bits = np.zeros(32 * len(out), bool)
+        bits[:VOCAB] = self._allowed()
+        out[:] = np.packbits(bits, bitorder="little").view(np.int32)
+
+    def accept(self, token: int) -> bool:
+        is_allowed = bool(self._allowed()[token])
+        self._tokens += [token] * is_allowed
+        return is_allowed
+
+    def rollback(self, num_tokens: int) -> None:
+        del self._tokens[len(self._tokens) - num_tokens :]
+
+
+def made_up_extras(request_id: int) -> RequestExtras:
+    """The grammar of a request, as it is when a launch begins."""
+    return RequestExtras(cast(GrammarMatcher, MadeUpGrammar(request_id)))
 
 
 @dataclass
@@ -132,6 +169,7 @@ class Pair:
             SamplingState(ROWS, VOCAB, torch.float32, cpu),
             **settings,
         )
+        runner.use_extras(made_up_extras)
         return Side(runner, RingSlot(self.scheduler, MAX_K if drafter != "none" else 0, pinned=False))
 
     def launch(self, rng: np.random.Generator, drafter: str) -> Made:
@@ -152,6 +190,8 @@ class Made:
         self.hidden, self.windowed = runner.hidden, runner.k_start is not None
         self.header = dict.fromkeys(core.HEADER_FIELDS, 0)
         slot.record[:] = -7  # what a launch does not count, it must not read
+        # The eager runner counts tokens at all positions of a row, those that it ignores included.
+        self.record["draft_token"][:] = rng.integers(0, VOCAB, len(self.record["draft_token"]))
         rows = rng.permutation(ROWS).tolist()
         num_decode = int(rng.integers(0, ROWS + 1))
         self.decode, others = rows[:num_decode], rows[num_decode:]
@@ -174,7 +214,7 @@ class Made:
         return int(self.rng.integers(1, MAX_LEN)) if row in self.admitted else int(self.state.num_tokens[row])
 
     def _admit(self) -> None:
-        rng, record, tokens = self.rng, self.record, []
+        rng, record, tokens, start = self.rng, self.record, [], 0
         for i, row in enumerate(self.admitted):
             n = self.lengths[row]
             params = {
@@ -183,23 +223,33 @@ class Made:
                 "top_p": float(rng.choice([1.0, 0.8])),
                 "min_p": float(rng.choice([0.0, 0.1])),
             }
-            values, steps = RequestSampling(seed=i, **params).columns("float32")
+            asked, constraints = self._asked()
+            request = RequestSampling(seed=i, **params, **asked)
+            values, steps = request.columns("float32")
+            steps |= MIN_TOKENS if rng.random() < 0.3 else 0
             told = {
                 "row": row,
-                "request_id": i,
+                "request_id": int(rng.integers(2**31)),
                 "num_tokens": n,
-                "prompt_len": n,
+                "prompt_len": int(rng.integers(1, n + 1)),
                 "draft_len": 0,
                 "limit": int(rng.integers(n + 1, MAX_LEN + 1)),
-                "min_len": int(rng.integers(0, MAX_LEN)),
+                "min_len": int(rng.integers(0, MAX_LEN)) if steps & MIN_TOKENS else 0,
                 "num_cached": 0,
                 "seed": int(rng.integers(-(2**63), 2**63)),
                 "steps": steps,
-                "logprobs": core.LOGPROBS_NONE,
-                "prompt_logprobs": core.LOGPROBS_NONE,
+                "logprobs": asked.get("logprobs", core.LOGPROBS_NONE),
+                "prompt_logprobs": asked.get("prompt_logprobs", core.LOGPROBS_NONE),
+                "num_allowed": len(asked["allowed_token_ids"]) if "allowed_token_ids" in asked else -1,
+                "num_biases": len(asked.get("logit_bias", ())),
+                "num_bad_words": len(asked.get("bad_words_token_ids", ())),
+                "constraint_start": start,
             }
             for name, value in told.items():
                 record[f"admit_{name}"][i] = value
+            record["constraint"][start : start + len(constraints)] = constraints
+            start += len(constraints)
+            record["admit_constraint_start"][i + 1] = start
             width = len(core.PARAM_COLUMNS)
             record["admit_params"][i * width : (i + 1) * width] = np.array(values).view(np.int64)
             stops = [*rng.integers(0, VOCAB, 2), *[-1] * (core.MAX_STOP_IDS - 2)]
@@ -208,6 +258,35 @@ class Made:
         record["upload_token"][: len(tokens)] = tokens
         self.header["num_admitted"], self.header["num_upload_tokens"] = len(self.admitted), len(tokens)
         self.uploaded = tokens
+
+    def _asked(self) -> tuple[dict[str, Any], list[int]]:
+        """What half of the requests ask of their logits, and its elements in the record's section `constraint`."""
+        rng, asked = self.rng, dict[str, Any]()
+        if rng.random() < 0.5:
+            return asked, []
+        if rng.random() < 0.4:
+            asked["repetition_penalty"] = float(rng.choice([0.6, 1.3, 2.0]))
+        if rng.random() < 0.4:
+            asked |= {"frequency_penalty": float(rng.choice([-0.5, 0.7])), "presence_penalty": float(rng.choice([0, 0.4]))}
+        if rng.random() < 0.4:
+            asked["logprobs"] = int(rng.choice([0, 1, 4, core.LOGPROBS_ALL]))
+        if rng.random() < 0.2:
+            asked["prompt_logprobs"] = int(rng.choice([0, 3, core.LOGPROBS_ALL]))
+        asked["has_extras"] = bool(rng.random() < 0.3)
+        constraints: list[int] = []
+        if rng.random() < 0.3:
+            allowed = rng.permutation(VOCAB)[: rng.integers(1, 7)]
+            asked["allowed_token_ids"] = allowed
+            constraints += allowed.tolist()
+        if rng.random() < 0.3:
+            ids, biases = rng.permutation(VOCAB)[:2], rng.normal(0, 3, 2)
+            asked["logit_bias"] = dict(zip(ids.tolist(), biases.tolist(), strict=True))
+            constraints += [*ids.tolist(), *biases.view(np.int64).tolist()]
+        if rng.random() < 0.3:
+            words = [rng.integers(0, VOCAB, rng.integers(1, 3)).tolist() for _ in range(3)]
+            asked["bad_words_token_ids"] = words
+            constraints += [*map(len, words), *itertools.chain(*words)]
+        return asked, constraints
 
     def _blocks(self) -> None:
         """Now and then a row's blocks in another order; each row has its own."""
@@ -350,7 +429,8 @@ def shake(pair: Pair, rng: np.random.Generator) -> None:
             n = int(rng.integers(1, MAX_LEN))
             state.num_tokens[row], state.active[row] = n, rng.random() < 0.9
             state.draft_len[row] = max(0, n - int(rng.integers(1, 5)))
-            state.limit[row], state.min_len[row] = rng.integers(n + 1, MAX_LEN + 1), rng.integers(0, MAX_LEN)
+            state.limit[row] = rng.integers(n + 1, MAX_LEN + 1)
+            state.min_len[row] = rng.integers(0, MAX_LEN) if sampling.row(row).steps & MIN_TOKENS else 0
             state.tokens[row] = torch.from_numpy(rng.integers(0, VOCAB, MAX_LEN + 1))
             state.block_table[row] = torch.from_numpy(rng.permutation(TABLE) + row * TABLE)
             for group, table in enumerate(state.group_tables, 1):
@@ -392,7 +472,9 @@ def compare(pair: Pair, made: Made) -> dict[str, int]:
         assert mine == theirs
         accepted, drafted = (native.slot.results_arrays[f"num_{what}"][entry] for what in ("accepted", "drafted"))
         mine, theirs = (side.slot.results_view.tokens[entry, accepted + 1 : drafted + 1] for side in (native, eager))
-        assert mine.equal(theirs), "rejected drafts"
+        is_sound = not native.slot.results_arrays["flags"][entry] & core.FLAG_DRAFT_NON_FINITE
+        assert not is_sound or mine.equal(theirs), "rejected drafts"
+    num_logprobs = compare_logprobs(native, eager.slot, emitted)
     mine, theirs = native.runner.state, eager.runner.state
     for name in ("num_tokens", "draft_len", "limit", "min_len", "active", "block_table", "group_tables", "stop_ids"):
         assert torch.equal(getattr(mine, name), getattr(theirs, name)), name
@@ -431,7 +513,35 @@ def compare(pair: Pair, made: Made) -> dict[str, int]:
         "short": int((reported["flags"] & core.FLAG_CAPACITY > 0).sum()),
         "last chunks": int(native.slot.record_arrays["chunk_is_last"][: made.header["num_prefill"]].sum()),
         "catch-up tokens": made.header["num_draft_tokens"],
+        "nothing allowed": int((reported["flags"] & core.FLAG_NO_TOKEN_ALLOWED > 0).sum()),
+        "logprobs": num_logprobs,
     }
+
+
+def compare_logprobs(native: Side, theirs: RingSlot, emitted: list[int]) -> int:
+    """Log probabilities of the tokens that each entry emitted: the same but for roundings; of how many there were any.
+
+    Among tokens whose values differ by no more than a rounding ranks may differ, too.
+    """
+    mine, sampling = native.slot, native.runner.sampling
+    asked = [sampling.row(row).logprobs for row in mine.record_arrays["entry_row"][: len(emitted)].tolist()]
+    wanted = [emitted[i] > 0 and top != core.LOGPROBS_NONE for i, top in enumerate(asked)]
+    assert mine.logprobs.keys() == {i for i, is_wanted in enumerate(wanted) if is_wanted}
+    pairs = [(found, theirs.logprobs[entry], emitted[entry]) for entry, found in mine.logprobs.items()]
+    assert [told[:2] for told in mine.prompt_logprobs] == [told[:2] for told in theirs.prompt_logprobs]
+    prompts = zip(mine.prompt_logprobs, theirs.prompt_logprobs, strict=True)
+    pairs += [(found, other, len(other.value)) for (*_, found), (*_, other) in prompts]
+    for found, other, count in pairs:
+        if other.value[:count].isnan().any():  # of a prompt whose KV is broken
+            assert found.value.isnan().any()
+            continue
+        width = found.top_ids.shape[1]
+        torch.testing.assert_close(found.value, other.value[:count], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(found.top_values, other.top_values[:count, :width], rtol=1e-6, atol=1e-6)
+        # Whole rows have few values that are as near to each other as two ways of rounding.
+        assert (found.rank - other.rank[:count]).abs().max() <= 1
+        assert width < VOCAB or (found.top_ids == other.top_ids[:count]).float().mean() > 0.8
+    return len(pairs)
 
 
 CASES: list[tuple[str, str, list[float] | None, int]] = [

@@ -5,7 +5,7 @@ The matcher lives on the host, so a launch with grammars reads each drafted toke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -14,6 +14,32 @@ from torch import Tensor
 
 from specrs.parallel.ranks import Ranks
 from specrs.structured.matcher import ALL_ALLOWED, GrammarCursor, GrammarMatcher, unpack_mask
+
+
+class LaunchGrammars:
+    """The grammars of one launch's entries, for a runner that asks for one mask after the other."""
+
+    def __init__(self, matcher: Callable[[int], GrammarMatcher | None], masks: NDArray[np.int32]) -> None:
+        """`matcher` has that of a row of state. `masks` `[entries, K + 1, ceil(V / 32)]` is written to."""
+        self.masks = masks
+        self._matcher = matcher
+        self._cursors: dict[int, GrammarCursor] = {}
+
+    def start(self, index: int, row: int) -> None:
+        """Write mask 0 of entry `index`, whose request is in `row`."""
+        matcher = self._matcher(row)
+        assert matcher is not None, "the record says that the request has a grammar"
+        cursor = self._cursors[index] = GrammarCursor(matcher, self.masks[index])
+        cursor.start()
+
+    def advance(self, index: int, token: int) -> None:
+        """Write the next mask of entry `index`, after the draft `token`."""
+        self._cursors[index].advance(token)
+
+    def finish(self) -> None:
+        """Take the drafts back: only what is settled stays accepted."""
+        for cursor in self._cursors.values():
+            cursor.finish()
 
 
 class LaunchGrammar:

@@ -1,10 +1,8 @@
 """The runner of the native pass on a CPU: a launch is one call of `specrs-cpu`. Plans nothing and settles nothing.
 
-A launch in which some request asks for masks, penalties, a grammar or log probabilities goes through the eager runner,
-as do all launches with a draft of another tokenizer, and those with a prompt chunk that torch's passes compute: op by
-op, on the same row state and KV and otherwise with the same passes.
-Its logits are the same bits, and drawing and verification are the core's either way. So a request may go from one to
-the other at any launch, and what its neighbours ask for does not change its text.
+Some launches go through the eager runner instead, op by op, on the same row state and KV and with the same passes: all
+of them with a draft of another tokenizer, and those with a prompt chunk that torch's passes compute. The logits are the same bits, and drawing and verification are the core's either way. So a
+request may go from one to the other at any launch, and its neighbours do not change its text.
 """
 
 from __future__ import annotations
@@ -27,7 +25,9 @@ from specrs.models.eagle3_native import NativeEagle3Head
 from specrs.models.kv_cache import KVCache
 from specrs.models.lora import LoRAAdapter
 from specrs.runner.eager import EagerRunner
+from specrs.runner.grammar import LaunchGrammar, LaunchGrammars
 from specrs.runner.ring import Header, RingSlot
+from specrs.verify.logprobs import TokenLogprobs
 
 
 class NativeRunner(EagerRunner):
@@ -38,7 +38,6 @@ class NativeRunner(EagerRunner):
         of their own making. `scheduler` has the settings of the launches to come."""
         self._scheduler, self._pool = scheduler, pool
         self._iteration: CpuIteration | None = None
-        self._is_stale = False  # it is of another rule
         super().__init__(*args, **settings)
         # Drafters that the iteration does not know.
         self._op_by_op = isinstance(self.drafter, TextDraftModel | TranslatedDraftModel)
@@ -56,7 +55,8 @@ class NativeRunner(EagerRunner):
     @rule.setter
     def rule(self, rule: str) -> None:
         self._rule = rule
-        self._is_stale = True
+        if self._iteration is not None:
+            self._iteration.set_rule(rule)
 
     def launch(self, slot: RingSlot, header: Header) -> None:
         """See `EagerRunner`."""
@@ -64,8 +64,14 @@ class NativeRunner(EagerRunner):
             self.sampling.remember(slot.views, header.num_admitted)
             if self.loras is not None:
                 self.loras.admit(slot.views, header.num_admitted)
+        if self._op_by_op:
+            self._execute(slot, header)
+            return
+        if self._iteration is None:
+            self._iteration = self._make()
         entries = slot.record_arrays["entry_row"][: header.num_decode + header.num_prefill]
-        if self._op_by_op or self._has_long_chunk(slot, header) or not self.sampling.is_bare(entries):
+        if self._has_long_chunk(slot, header):
+            self._iteration.admit(slot.record)
             self._execute(slot, header)
             return
         self.guard.begin(slot)
@@ -74,15 +80,27 @@ class NativeRunner(EagerRunner):
         if self._behind is not None:
             with torch.inference_mode():
                 super()._feed_behind(slot)
-        if self._is_stale:
-            self._feed_behind_call(slot)
-            self._iteration, self._is_stale = None, False
-        if self._iteration is None:
-            self._iteration = self._make()
         adapters = [] if self.loras is None else self._adapters(self.loras.by_adapter(entries.tolist()))
-        target_passes, draft_passes, fault = self._iteration.run(slot.record, slot.results, adapters)
-        self.num_target_passes += target_passes
-        self._drafted(slot, draft_passes, fault)
+        grammars = None if self.sampling.is_bare(entries) else self._grammars(entries.tolist(), slot)
+        try:
+            passes, fault, logprobs, of_prompts = self._iteration.run(slot.record, slot.results, adapters, grammars)
+        finally:
+            if grammars is not None:
+                grammars.finish()
+        for entry, found in logprobs:
+            slot.logprobs[entry] = TokenLogprobs(*map(torch.from_numpy, found))
+        for request_id, position, found in of_prompts:
+            slot.prompt_logprobs.append((request_id, position, TokenLogprobs(*map(torch.from_numpy, found))))
+        self.num_target_passes += passes[0]
+        self._drafted(slot, passes[1], fault)
+
+    def _grammars(self, entries: list[int], slot: RingSlot) -> LaunchGrammars | None:
+        """The grammars of the launch's entries; None where no request has one."""
+        if not self.sampling.steps(entries).extras:
+            return None
+        count, width = slot.results_view.tokens.shape
+        masks = slot.grammar_masks(0, count, width, LaunchGrammar.words(self.sampling.vocab_size))
+        return LaunchGrammars(self.sampling.matcher, masks)
 
     def _adapters(self, held: list[tuple[LoRAAdapter, list[int]]]) -> list[tuple[CpuLora, list[int]]]:
         assert isinstance(self.target, NativeDense)
@@ -135,6 +153,7 @@ class NativeRunner(EagerRunner):
             _passes(self.drafter),
             rule=self._rule,
             rates=None if self.rates is None else self.rates.tolist(),
+            logprobs_mode=self.logprobs_mode,
         )
 
 

@@ -131,6 +131,14 @@ class SamplingState:
         none asks for more: this is asked at every launch."""
         return not self._dressed or self._dressed.isdisjoint(rows.tolist())
 
+    def matcher(self, row: int) -> GrammarMatcher | None:
+        """The grammar of the request in `row`; None where it has none.
+
+        Raises:
+            EngineError: the record speaks of extras and there are none. A record alone cannot be replayed then.
+        """
+        return self._matcher(self._rows[row])
+
     def _matcher(self, row: RowSampling) -> GrammarMatcher | None:
         """Raises EngineError where the record speaks of extras and there are none: a record alone cannot be replayed
         then."""

@@ -31,6 +31,12 @@ pub enum Error {
         /// The one that uses it.
         this: u32,
     },
+    /// The host's side of a grammar failed.
+    #[error("a grammar's masks could not be made: {message}")]
+    Grammar {
+        /// What it said.
+        message: String,
+    },
     /// A pool of threads is used after its end.
     #[error("the pool's threads have ended: the engine was shut down")]
     Closed,

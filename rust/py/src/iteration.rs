@@ -7,12 +7,16 @@ use crate::error::Class;
 use crate::lora::{GivenAdapters, by_row};
 use crate::scheduler::Scheduler;
 use crate::tensors::numbers_mut;
-use numpy::{Element, IntoPyArray, Ix1, Ix2, PyArray1};
+use numpy::{Element, IntoPyArray, Ix1, Ix2, PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray3};
+use numpy::ndarray::s;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use specrs_core::Drafter;
-use specrs_core::sampling::{MAX_STOP_IDS, NUM_PARAMS};
-use specrs_cpu::iteration::{Cached, Counts, DraftFault, HiddenRows, Iteration, RowState, Rule};
+use specrs_core::sampling::{LogprobsMode, MAX_STOP_IDS, NUM_PARAMS, TokenLogprobs};
+use specrs_cpu::iteration::{
+    Cached, Counts, DraftFault, EntryLogprobs, GrammarMasks, HiddenRows, Iteration, PromptLogprobs, RowState,
+    Rule,
+};
 use specrs_cpu::{Lora, MemoryMut};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -128,6 +132,74 @@ fn fault_of(py: Python<'_>, fault: DraftFault) -> Fault<'_> {
     (to_py(py, &fault.error), fault.blocks.into_pyarray(py))
 }
 
+/// What a launch did: passes of the target and the draft, how the drafter failed, log probabilities of entries by index, and of
+/// prompts by request id and first position.
+type Done<'py> =
+    ((usize, usize), Option<Fault<'py>>, Vec<(usize, Logprobs<'py>)>, Vec<(i64, usize, Logprobs<'py>)>);
+
+/// Log probabilities of tokens: values and ranks `[m]`, ids and values of the most probable ones `[m, n]`.
+type Logprobs<'py> = (
+    Bound<'py, PyArray1<f32>>,
+    Bound<'py, PyArray1<i64>>,
+    Bound<'py, PyArray2<i64>>,
+    Bound<'py, PyArray2<f32>>,
+);
+
+fn logprobs_of(py: Python<'_>, tokens: TokenLogprobs) -> PyResult<Logprobs<'_>> {
+    let shape = [tokens.values.len(), tokens.num_top];
+    Ok((
+        tokens.values.into_pyarray(py),
+        tokens.ranks.into_pyarray(py),
+        tokens.top_ids.into_pyarray(py).reshape(shape)?,
+        tokens.top_values.into_pyarray(py).reshape(shape)?,
+    ))
+}
+
+/// Grammars that are kept in Python.
+struct Grammars {
+    /// With `start(index, row)`, `advance(index, token)` and `masks`, int32 `[entries, K + 1, ceil(V / 32)]`; None: no request of
+    /// the launch has a grammar.
+    host: Option<Py<PyAny>>,
+    /// What it raised.
+    raised: Option<PyErr>,
+}
+
+impl Grammars {
+    fn call(&mut self, ask: impl FnOnce(&Bound<'_, PyAny>) -> PyResult<()>) -> specrs_cpu::Result<()> {
+        let Some(host) = &self.host else {
+            return Err(specrs_cpu::Error::Grammar { message: "the launch has none".to_string() });
+        };
+        Python::attach(|py| ask(host.bind(py))).map_err(|error| {
+            let message = error.to_string();
+            self.raised = Some(error);
+            specrs_cpu::Error::Grammar { message }
+        })
+    }
+}
+
+impl GrammarMasks for Grammars {
+    fn start(&mut self, index: usize, row: usize) -> specrs_cpu::Result<()> {
+        self.call(|host| host.call_method1("start", (index, row)).map(drop))
+    }
+
+    fn advance(&mut self, index: usize, token: i64) -> specrs_cpu::Result<()> {
+        self.call(|host| host.call_method1("advance", (index, token)).map(drop))
+    }
+
+    fn read(&mut self, index: usize, num_drafts: usize, mask: &mut [u32]) -> specrs_cpu::Result<()> {
+        self.call(|host| {
+            let masks = host.getattr("masks")?;
+            let masks: PyReadonlyArray3<'_, i32> = masks.extract()?;
+            let masks = masks.as_array();
+            let words = masks.slice(s![index, num_drafts, ..]);
+            for (own, &word) in mask.iter_mut().zip(words) {
+                *own = word.cast_unsigned();
+            }
+            Ok(())
+        })
+    }
+}
+
 /// A model's decoder and its KV cache.
 type Model = (Py<CpuDecoder>, Py<CpuKVCache>);
 
@@ -145,7 +217,8 @@ pub(crate) struct CpuIteration {
 #[pymethods]
 impl CpuIteration {
     #[new]
-    #[pyo3(signature = (scheduler, state, target, draft = None, *, rule = "rejection", rates = None))]
+    #[pyo3(signature = (scheduler, state, target, draft = None, *, rule = "rejection", rates = None, logprobs_mode = "raw_logprobs"))]
+    #[expect(clippy::too_many_arguments, reason = "keywords of a Python constructor")]
     fn new(
         py: Python<'_>,
         scheduler: &Scheduler,
@@ -154,14 +227,15 @@ impl CpuIteration {
         draft: Option<Model>,
         rule: &str,
         rates: Option<Vec<f32>>,
+        logprobs_mode: &str,
     ) -> PyResult<Self> {
-        let rule = match rule {
-            "rejection" => Rule::Rejection,
-            "coupled" => Rule::Coupled,
-            _ => {
-                let message = format!("rule = {rule:?} is not allowed: expected 'rejection' or 'coupled'");
-                return Err(Class::InvalidConfig.error(py, message));
-            }
+        let rule = rule_of(py, rule)?;
+        let Some(mode) = LogprobsMode::of_name(logprobs_mode) else {
+            let message = format!(
+                "logprobs_mode = {logprobs_mode:?} is not allowed: expected 'raw_logprobs', 'raw_logits', 'processed_logprobs' or \
+                 'processed_logits'"
+            );
+            return Err(Class::InvalidConfig.error(py, message));
         };
         let config = scheduler.core(py).config().clone();
         if let Some((decoder, cache)) = &draft
@@ -194,12 +268,23 @@ impl CpuIteration {
         }
         let (rows, count) = (Rows::borrow(state, &config, hidden_size)?, config.max_num_seqs + 1);
         let vocab_size = lock(&target.0.get().0).weights().shape().vocab_size;
-        let iteration = Iteration::new(config, rule, rates, vocab_size).map_err(|error| to_py(py, &error))?;
+        let iteration = Iteration::new(config, rule, rates, mode, vocab_size).map_err(|error| to_py(py, &error))?;
         let (inner, long) = (Mutex::new((iteration, rows)), AtomicBool::new(false));
         Ok(Self { inner, target, draft, rows: count, long })
     }
 
-    #[pyo3(signature = (record, results, adapters = vec![]))]
+    fn set_rule(&self, py: Python<'_>, rule: &str) -> PyResult<()> {
+        let rule = rule_of(py, rule)?;
+        lock(&self.inner).0.set_rule(rule);
+        Ok(())
+    }
+
+    fn admit(&self, py: Python<'_>, record: &Bound<'_, PyAny>) -> PyResult<()> {
+        let record: In<'_> = readonly("record", record)?;
+        lock(&self.inner).0.admit(record.as_slice()?).map_err(|error| to_py(py, &error))
+    }
+
+    #[pyo3(signature = (record, results, adapters = vec![], grammars = None))]
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python objects")]
     fn run<'py>(
         &self,
@@ -207,15 +292,27 @@ impl CpuIteration {
         record: &Bound<'py, PyAny>,
         results: &Bound<'py, PyAny>,
         adapters: GivenAdapters<'py>,
-    ) -> PyResult<(usize, usize, Option<Fault<'py>>)> {
+        grammars: Option<Py<PyAny>>,
+    ) -> PyResult<Done<'py>> {
         let record: In<'_> = readonly("record", record)?;
         let mut results: Out<'_> = readwrite("results", results)?;
         let (record, results) = (record.as_slice()?, results.as_slice_mut()?);
         let adapters = by_row(py, &adapters, self.rows)?;
-        let mut run = || self.launch(record, results, &adapters);
+        let mut grammars = Grammars { host: grammars, raised: None };
+        let mut run = || self.launch(record, results, &adapters, &mut grammars);
         let done = if self.long.load(Ordering::Relaxed) { py.detach(run) } else { run() };
-        let (counts, fault) = done.map_err(|error| to_py(py, &error))?;
-        Ok((counts.target_passes, counts.draft_passes, fault.map(|fault| fault_of(py, fault))))
+        if let Some(error) = grammars.raised {
+            return Err(error);
+        }
+        let done = done.map_err(|error| to_py(py, &error))?;
+        let of_entry = |entry: EntryLogprobs| Ok((entry.index, logprobs_of(py, entry.tokens)?));
+        let of_prompt = |found: PromptLogprobs| Ok((found.request_id, found.position, logprobs_of(py, found.tokens)?));
+        Ok((
+            (done.counts.target_passes, done.counts.draft_passes),
+            done.fault.map(|fault| fault_of(py, fault)),
+            done.logprobs.into_iter().map(of_entry).collect::<PyResult<_>>()?,
+            done.prompt_logprobs.into_iter().map(of_prompt).collect::<PyResult<_>>()?,
+        ))
     }
 
     fn feed_behind<'py>(&self, py: Python<'py>) -> (usize, Option<Fault<'py>>) {
@@ -242,7 +339,8 @@ impl CpuIteration {
         record: &[i64],
         results: &mut [i64],
         adapters: &[Option<Arc<Lora>>],
-    ) -> specrs_cpu::Result<(Counts, Option<DraftFault>)> {
+        grammars: &mut Grammars,
+    ) -> specrs_cpu::Result<Launched> {
         let begun = Instant::now();
         let adapters: Vec<Option<&Lora>> = adapters.iter().map(Option::as_deref).collect();
         let mut inner = lock(&self.inner);
@@ -252,9 +350,29 @@ impl CpuIteration {
         let mut target = Cached { decoder: &mut decoder, kv_cache: &mut kv_cache, adapters: &adapters };
         let mut held = self.draft.as_ref().map(|(decoder, cache)| (lock(&decoder.get().0), lock(&cache.get().0)));
         let mut draft = held.as_mut().map(|(decoder, kv_cache)| Cached { decoder, kv_cache, adapters: &[] });
-        let done = iteration.run(record, results, &mut rows.state(), &mut target, draft.as_mut());
+        let done = iteration.run(record, results, &mut rows.state(), &mut target, draft.as_mut(), grammars);
         self.long.store(begun.elapsed() > LONG, Ordering::Relaxed);
         let fault = iteration.take_draft_fault();
-        done.map(|counts| (counts, fault))
+        let (logprobs, prompt_logprobs) = (iteration.take_logprobs(), iteration.take_prompt_logprobs());
+        done.map(|counts| Launched { counts, fault, logprobs, prompt_logprobs })
+    }
+}
+
+/// What a launch did beside its results.
+struct Launched {
+    counts: Counts,
+    fault: Option<DraftFault>,
+    logprobs: Vec<EntryLogprobs>,
+    prompt_logprobs: Vec<PromptLogprobs>,
+}
+
+fn rule_of(py: Python<'_>, rule: &str) -> PyResult<Rule> {
+    match rule {
+        "rejection" => Ok(Rule::Rejection),
+        "coupled" => Ok(Rule::Coupled),
+        _ => {
+            let message = format!("rule = {rule:?} is not allowed: expected 'rejection' or 'coupled'");
+            Err(Class::InvalidConfig.error(py, message))
+        }
     }
 }

@@ -2,9 +2,11 @@
 //!
 //! The semantics are those of the torch reference (`specrs.verify`): the same cuts, noise and rules; probabilities differ from
 //! it in their last bits. What a row does not keep costs nothing after the cut, and verification ends at the first rejected
-//! draft. Masks, biases and penalties are not applied here: rows come with them.
+//! draft. [`Sampler`] applies no masks, biases and penalties: [`LogitsProcessors`] have done so.
 
 mod filter;
+mod logprobs;
+mod processors;
 mod request;
 #[cfg(test)]
 mod tests;
@@ -13,6 +15,8 @@ use crate::error::{Error, Result, check_len};
 use crate::math::ln;
 use crate::philox::{self, Purpose};
 use filter::Filter;
+pub use logprobs::{LogprobsMode, TokenLogprobs, log_softmax};
+pub use processors::{LogitsProcessors, RowContext, TokenCounts};
 pub use request::*;
 
 /// How far below a row's least logit the ids are put that a drafter with ids of its own does not know. In fp32 that is probability 0 at

@@ -4,11 +4,11 @@ use crate::error::Result;
 use specrs_core::Drafter;
 use specrs_core::philox::{Purpose, uniform_from_word, word};
 use specrs_core::scheduler::layout::{
-    FINISH_LENGTH, FINISH_NONE, FINISH_STOP, FLAG_CAPACITY, FLAG_DRAFT_NON_FINITE, FLAG_TARGET_NON_FINITE,
-    ResultsLayout,
+    FINISH_LENGTH, FINISH_NONE, FINISH_STOP, FLAG_CAPACITY, FLAG_DRAFT_NON_FINITE, FLAG_NO_TOKEN_ALLOWED,
+    FLAG_TARGET_NON_FINITE, ResultsLayout,
 };
 
-use super::{Entry, Iteration, RowState};
+use super::{Entry, GrammarMasks, Iteration, RowState};
 
 /// What verification decides of an entry: its first `num_accepted` drafts stand, and `token` comes behind them.
 #[derive(Clone, Copy, Debug)]
@@ -17,20 +17,35 @@ pub(super) struct Judged {
     token: i64,
     /// The logits of rows 0 to `num_accepted` are finite. No other row counts: plain decoding does not reach it.
     pub(super) finite: bool,
+    /// Row 0 allows no token. Where a later row allows none, the drafts before it stand, and the next iteration begins with it.
+    nothing_allowed: bool,
+}
+
+impl Default for Judged {
+    /// The verdict on an entry that does not run.
+    fn default() -> Self {
+        Self { num_accepted: 0, token: 0, finite: true, nothing_allowed: false }
+    }
 }
 
 impl Iteration {
     /// Verifies all entries, commits what they emit and reports it.
-    pub(super) fn accept(&mut self, results: &mut [i64], state: &mut RowState<'_>) -> Result<()> {
+    pub(super) fn accept(
+        &mut self,
+        results: &mut [i64],
+        state: &mut RowState<'_>,
+        grammars: &mut dyn GrammarMasks,
+    ) -> Result<()> {
         let entries = std::mem::take(&mut self.entries);
         let (mut first, keeps_q) = (0, self.q_width > 0);
         for (b, entry) in entries.iter().enumerate() {
             if !entry.runs() {
-                self.update(entry, &Judged { num_accepted: 0, token: 0, finite: true }, results, state);
+                self.update(entry, &Judged::default(), results, state);
                 continue;
             }
-            let judged = self.judge(entry, first, (keeps_q && entry.on_device()).then_some(b), state)?;
+            let judged = self.judge(entry, first, (keeps_q && entry.on_device()).then_some(b), state, grammars)?;
             self.update(entry, &judged, results, state);
+            self.report_logprobs(entry, first, state)?;
             let grown = state.num_tokens[entry.row] as usize;
             if let Some(rows) = &mut state.hidden {
                 self.hidden.keep_verified(rows, entry, first, grown);
@@ -51,18 +66,25 @@ impl Iteration {
         first: usize,
         q: Option<usize>,
         state: &RowState<'_>,
+        grammars: &mut dyn GrammarMasks,
     ) -> Result<Judged> {
-        let (k, n) = (entry.k, entry.n as u64);
+        let (k, n, vocab_size) = (entry.k, entry.n as u64, self.sampler.vocab_size());
+        let rows = first..first + k + 1;
+        let (logits, best, tops) = if entry.processed {
+            self.process(entry, 0, rows.clone(), state, grammars)?;
+            (&self.processed.logits, &self.processed.best[..=k], Some(&self.processed.tops[..=k]))
+        } else {
+            (&self.logits, &self.best[rows.clone()], None)
+        };
         let start = entry.row * state.token_width() + entry.n;
         let drafts = &state.tokens[start..start + k];
-        let best = &self.best[first..=first + k];
         let (mut num_accepted, mut token);
         if entry.params.greedy {
             num_accepted = drafts.iter().zip(best).take_while(|(draft, best)| draft == best).count();
             token = best[num_accepted];
         } else {
-            let vocab_size = self.sampler.vocab_size();
-            let rows = &self.logits[first * vocab_size..][..(k + 1) * vocab_size];
+            let start = if entry.processed { 0 } else { first * vocab_size };
+            let rows = &logits[start..][..(k + 1) * vocab_size];
             let verdict = match q {
                 Some(b) => {
                     let q = &self.q[b * self.q_width * vocab_size..][..k * vocab_size];
@@ -76,8 +98,16 @@ impl Iteration {
             num_accepted = at_rates(&rates[..k], entry.seed, n);
             token = best[num_accepted];
         }
-        let finite = self.tops[first..=first + num_accepted].iter().all(|top| top.is_finite());
-        Ok(Judged { num_accepted, token, finite })
+        let raw = &self.tops[rows];
+        let is_empty = |(top, raw): (&f32, &f32)| raw.is_finite() && *top <= f32::NEG_INFINITY;
+        let first_empty = tops.and_then(|tops| tops.iter().zip(raw).position(is_empty)).filter(|&i| i <= num_accepted);
+        let finite = raw[..=first_empty.unwrap_or(num_accepted)].iter().all(|top| top.is_finite());
+        if let Some(empty) = first_empty {
+            // The draft that leads to the empty row is the last token, as if it had been drawn in the row before.
+            num_accepted = empty.saturating_sub(1);
+            token = drafts.get(num_accepted).copied().unwrap_or(0);
+        }
+        Ok(Judged { num_accepted, token, finite, nothing_allowed: first_empty == Some(0) })
     }
 
     /// Commits the emitted tokens, applies stops and the limit, reports; nothing behind this judges them again.
@@ -92,9 +122,10 @@ impl Iteration {
         let mut flags = if entry.draft_fault { FLAG_DRAFT_NON_FINITE } else { 0 };
         flags |= if judged.finite { 0 } else { FLAG_TARGET_NON_FINITE };
         flags |= if entry.fits { 0 } else { FLAG_CAPACITY };
+        flags |= if judged.nothing_allowed { FLAG_NO_TOKEN_ALLOWED } else { 0 };
         report.set_flags(flags);
         let (row, n) = (entry.row, entry.n);
-        if !entry.fits || !judged.finite {
+        if !entry.fits || !judged.finite || judged.nothing_allowed {
             state.active[row] = false;
             return;
         }
@@ -102,7 +133,8 @@ impl Iteration {
         // Before the last token takes the place of the first of them.
         report.set_rejected(judged.num_accepted, &state.tokens[start + judged.num_accepted..start + entry.k]);
         state.write_tokens(row, n + judged.num_accepted, &[judged.token]);
-        let min_len = state.min_len[row];
+        // Where a grammar leaves only the end, stop ids are written before `min_tokens`, and count.
+        let min_len = if self.processors[row].has_grammar { 0 } else { state.min_len[row] };
         let stop = (n..=n + judged.num_accepted)
             .find(|&position| position as i64 >= min_len && state.is_stop(row, state.token(row, position)));
         let grown = stop.unwrap_or(n + judged.num_accepted) + 1;

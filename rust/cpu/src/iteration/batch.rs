@@ -74,6 +74,11 @@ impl Batch {
         }
     }
 
+    /// Asks for the output of the rows from `first` to the last but one.
+    pub(super) fn want_from(&mut self, first: usize) {
+        self.wanted.extend(first..self.len() - 1);
+    }
+
     /// Asks for the output of the row pushed last.
     pub(super) fn want_last(&mut self) {
         self.wanted.push(self.len() - 1);

@@ -6,12 +6,17 @@ use specrs_core::philox::Purpose;
 use specrs_core::scheduler::layout::RecordView;
 
 use super::passes::{Want, Whose};
-use super::{Cached, Entry, Iteration, RowState, Rule};
+use super::{Cached, Entry, GrammarMasks, Iteration, RowState, Rule};
 
 impl Iteration {
     /// Draws up to `K_r` drafts per entry. Pass i feeds what draft i needs of the entries with `K_r >= i`; with a mask token
     /// there is one pass for all drafts.
-    pub(super) fn draft(&mut self, state: &mut RowState<'_>, draft: &mut Cached<'_>) -> Result<()> {
+    pub(super) fn draft(
+        &mut self,
+        state: &mut RowState<'_>,
+        draft: &mut Cached<'_>,
+        grammars: &mut dyn GrammarMasks,
+    ) -> Result<()> {
         let most = self.entries.iter().map(Entry::passes).max().unwrap_or(0);
         let samples = self.entries.iter().any(|entry| entry.passes() > 0 && !entry.params.greedy);
         self.q_width = if samples && self.rule == Rule::Rejection { most } else { 0 };
@@ -20,10 +25,7 @@ impl Iteration {
         self.begin(state);
         let masked = matches!(drafter, Drafter::Cached { mask_token_id: Some(_), .. });
         for i in 1..=if masked { most.min(1) } else { most } {
-            let of_pass = || self.entries.iter().filter(|entry| entry.passes() >= i);
-            let (greedy, sampled) =
-                (of_pass().any(|entry| entry.params.greedy), of_pass().any(|entry| !entry.params.greedy));
-            let want = Want::of(greedy, sampled, false);
+            let want = Want::of_entries(self.entries.iter().filter(|entry| entry.passes() >= i));
             if let Drafter::Cached { max_draft_lag, mask_token_id, .. } = drafter {
                 self.gather(i, state, max_draft_lag, mask_token_id);
                 self.pass(state, draft, want, Whose::Draft)?;
@@ -36,7 +38,7 @@ impl Iteration {
             for (b, entry) in entries.iter_mut().enumerate().filter(|(_, entry)| entry.passes() >= i) {
                 let end = if masked { entry.k } else { i };
                 for draft in i..=end {
-                    self.draw(b, entry, draft, at, state)?;
+                    self.draw(b, entry, draft, at, state, grammars)?;
                     at += 1;
                 }
             }
@@ -74,12 +76,26 @@ impl Iteration {
 
     /// Draws draft `i` of entry `b` from row `at` of the pass: greedy entries by argmax, others from the draft's own processed
     /// distribution, which `rejection` keeps as q.
-    fn draw(&mut self, b: usize, entry: &mut Entry, i: usize, at: usize, state: &mut RowState<'_>) -> Result<()> {
+    fn draw(
+        &mut self,
+        b: usize,
+        entry: &mut Entry,
+        i: usize,
+        at: usize,
+        state: &mut RowState<'_>,
+        grammars: &mut dyn GrammarMasks,
+    ) -> Result<()> {
         let vocab_size = self.sampler.vocab_size();
-        let mut token = self.best[at];
+        let (logits, best) = if entry.processed {
+            self.process(entry, i - 1, at..at + 1, state, grammars)?;
+            (&self.processed.logits, self.processed.best[0])
+        } else {
+            (&self.logits, self.best[at])
+        };
+        let mut token = best;
         if !entry.params.greedy {
             let purpose = if self.rule == Rule::Rejection { Purpose::Draft } else { Purpose::Gumbel };
-            let row = &self.logits[at * vocab_size..][..vocab_size];
+            let row = &logits[if entry.processed { 0 } else { at * vocab_size }..][..vocab_size];
             let position = (entry.n + i - 1) as u64;
             token = i64::from(self.sampler.draw(row, &entry.params, entry.seed, position, purpose)?);
             if self.q_width > 0 {
@@ -89,14 +105,24 @@ impl Iteration {
         }
         entry.draft_fault |= !self.tops[at].is_finite();
         state.write_tokens(entry.row, entry.n + i - 1, &[token]);
-        Ok(())
+        self.advance_grammar(entry, token, grammars)
     }
 
     /// Takes the drafts that the record brings; q is a point mass.
-    pub(super) fn place(&mut self, record: &RecordView<'_>, state: &mut RowState<'_>) {
+    pub(super) fn place(
+        &mut self,
+        record: &RecordView<'_>,
+        state: &mut RowState<'_>,
+        grammars: &mut dyn GrammarMasks,
+    ) -> Result<()> {
         for entry in self.entries.iter().filter(|entry| entry.runs() && !entry.on_device()) {
             let start = entry.index * self.config.num_speculative_tokens;
-            state.write_tokens(entry.row, entry.n, &record.draft_token[start..start + entry.k]);
+            let drafts = &record.draft_token[start..start + entry.k];
+            state.write_tokens(entry.row, entry.n, drafts);
+            for &draft in drafts {
+                self.advance_grammar(entry, draft, grammars)?;
+            }
         }
+        Ok(())
     }
 }

@@ -1,6 +1,6 @@
 //! A drafter that fails in a launch: it costs the launch its drafts, never a request. Runs no pass.
 
-use super::{Batch, Cached, Iteration, RowState};
+use super::{Batch, Cached, GrammarMasks, Iteration, RowState};
 use crate::error::{Error, guarded};
 
 /// A drafter that failed in a launch, which went on without the drafts that its passes make.
@@ -21,11 +21,16 @@ impl Iteration {
 
     /// The drafts of entries by passes, and none of them where the drafter fails, or has failed before in this launch. What it
     /// wrote until then lies behind `draft_len`, which stays, and is written again before it is read.
-    pub(super) fn draft_or_not(&mut self, state: &mut RowState<'_>, draft: &mut Cached<'_>) {
+    pub(super) fn draft_or_not(
+        &mut self,
+        state: &mut RowState<'_>,
+        draft: &mut Cached<'_>,
+        grammars: &mut dyn GrammarMasks,
+    ) {
         if self.fault.is_none() {
             // The passes may end anywhere, also where they have the entries in hand.
             self.planned.clone_from(&self.entries);
-            let Err(error) = guarded(|| self.draft(state, draft)) else { return };
+            let Err(error) = guarded(|| self.draft(state, draft, grammars)) else { return };
             std::mem::swap(&mut self.entries, &mut self.planned);
             self.note_fault(error, Vec::new());
         }

@@ -3,8 +3,7 @@
 //! The law is that of docs/start.md and of the eager runner (`python/specrs/runner`), under the same names. What differs is what
 //! is computed for nothing: rows that are masked there are left out here, since no row's sums depend on another row.
 //!
-//! It plans nothing and settles nothing. Requests with masks, biases, penalties, grammars or log probabilities are not for it;
-//! the caller runs their launches otherwise, on the same row state and KV.
+//! It plans nothing and settles nothing. A grammar is the host's: it hands masks over by [`GrammarMasks`].
 
 mod accept;
 mod batch;
@@ -13,11 +12,12 @@ mod faults;
 mod hidden;
 mod passes;
 mod prefill;
+mod process;
 mod state;
 mod verify;
 
 use crate::error::{Error, Result, check_len};
-use specrs_core::sampling::{Sampler, SamplingParams};
+use specrs_core::sampling::{LOGPROBS_NONE, LogitsProcessors, LogprobsMode, Sampler, SamplingParams};
 use specrs_core::scheduler::layout::{RecordLayout, RecordView, ResultsLayout};
 use specrs_core::scheduler::{LaunchHeader, SchedulerConfig};
 use specrs_core::{Drafter, DrafterKind};
@@ -27,6 +27,8 @@ use batch::Batch;
 pub use faults::DraftFault;
 use hidden::HiddenStates;
 pub use passes::Cached;
+use process::Processed;
+pub use process::{EntryLogprobs, GrammarMasks, NoGrammars, PromptLogprobs};
 pub use state::{HiddenRows, OwnedRowState, RowState};
 
 /// What verifies the drafts of requests that sample.
@@ -65,6 +67,10 @@ struct Entry {
     fits: bool,
     seed: u64,
     params: SamplingParams,
+    /// Masks, biases or penalties may change its logits.
+    processed: bool,
+    /// Log probabilities of its tokens are asked for.
+    logprobs: bool,
     /// Draft logits were not finite.
     draft_fault: bool,
 }
@@ -83,9 +89,14 @@ impl Entry {
     fn passes(&self) -> usize {
         if self.runs() && self.on_device() { self.k } else { 0 }
     }
+
+    /// Whether the model's largest logit is all that is asked of its rows.
+    fn takes_largest(&self) -> bool {
+        self.params.greedy && !self.processed
+    }
 }
 
-/// Runs launches over two models; keeps work space, and no state that a result depends on.
+/// Runs launches over two models; keeps work space, and what the requests in its rows ask of their logits.
 pub struct Iteration {
     config: SchedulerConfig,
     rule: Rule,
@@ -93,6 +104,16 @@ pub struct Iteration {
     record: RecordLayout,
     results: ResultsLayout,
     sampler: Sampler,
+    logprobs_mode: LogprobsMode,
+    /// `[R + 1]`, of the request that was last admitted into each row.
+    processors: Vec<LogitsProcessors>,
+    processed: Processed,
+    /// Of the last launch.
+    logprobs: Vec<EntryLogprobs>,
+    /// Of the last launch.
+    prompt_logprobs: Vec<PromptLogprobs>,
+    /// `[N, hidden]` of a pass that was asked for final hidden states.
+    last_hidden: Vec<f32>,
     batch: Batch,
     entries: Vec<Entry>,
     /// `entries` as they were before drafting.
@@ -121,7 +142,13 @@ impl Iteration {
     ///
     /// # Errors
     /// For a vocabulary that cannot be sampled, or rates that are not one for each draft.
-    pub fn new(config: SchedulerConfig, rule: Rule, rates: Option<Vec<f32>>, vocab_size: usize) -> Result<Self> {
+    pub fn new(
+        config: SchedulerConfig,
+        rule: Rule,
+        rates: Option<Vec<f32>>,
+        logprobs_mode: LogprobsMode,
+        vocab_size: usize,
+    ) -> Result<Self> {
         if let Some(rates) = &rates
             && rates.len() != config.num_speculative_tokens
         {
@@ -134,10 +161,15 @@ impl Iteration {
         Ok(Self {
             record: RecordLayout::new(&config),
             results: ResultsLayout::new(&config),
-            config,
             rule,
             rates,
             sampler: Sampler::new(vocab_size)?,
+            logprobs_mode,
+            processors: vec![LogitsProcessors::default(); config.max_num_seqs + 1],
+            processed: Processed::default(),
+            logprobs: Vec::new(),
+            prompt_logprobs: Vec::new(),
+            last_hidden: Vec::new(),
             batch: Batch::default(),
             entries: Vec::new(),
             planned: Vec::new(),
@@ -151,7 +183,38 @@ impl Iteration {
             counts: Counts::default(),
             fault: None,
             pass_time: None,
+            config,
         })
+    }
+
+    /// Another rule from the next launch on.
+    pub fn set_rule(&mut self, rule: Rule) {
+        self.rule = rule;
+    }
+
+    /// Log probabilities of the tokens that the last launch emitted, by entry; of entries whose requests ask for them.
+    pub fn take_logprobs(&mut self) -> Vec<EntryLogprobs> {
+        std::mem::take(&mut self.logprobs)
+    }
+
+    /// Log probabilities of the prompt tokens that the last launch's chunks predict, where requests ask for them.
+    pub fn take_prompt_logprobs(&mut self) -> Vec<PromptLogprobs> {
+        std::mem::take(&mut self.prompt_logprobs)
+    }
+
+    /// Takes over what the requests that a launch admits ask of their logits. [`run`](Self::run) does so itself; this is for
+    /// launches that the caller runs otherwise.
+    ///
+    /// # Errors
+    /// For a record of another size than the scheduler's.
+    pub fn admit(&mut self, record: &[i64]) -> Result<()> {
+        check_len("record", record.len(), self.record.size)?;
+        let header = LaunchHeader::read(record);
+        let (view, vocab_size) = (self.record.view(record), self.sampler.vocab_size());
+        for index in 0..header.num_admitted {
+            self.processors[view.admit_row[index] as usize] = LogitsProcessors::read(&view, index, vocab_size);
+        }
+        Ok(())
     }
 
     /// What passes took since this was last called, and from its first call on: for benchmarks, as it is not measured
@@ -168,8 +231,10 @@ impl Iteration {
     /// Where the drafter fails the launch goes on without the drafts of its passes, reports that none were made, and
     /// [`take_draft_fault`](Self::take_draft_fault) says why.
     ///
+    /// `grammars` are asked for the masks of entries whose requests have a grammar.
+    ///
     /// # Errors
-    /// For buffers of other sizes than the scheduler's, and what the target says.
+    /// For buffers of other sizes than the scheduler's, and what the target or a grammar says.
     pub fn run(
         &mut self,
         record: &[i64],
@@ -177,8 +242,11 @@ impl Iteration {
         state: &mut RowState<'_>,
         target: &mut Cached<'_>,
         mut draft: Option<&mut Cached<'_>>,
+        grammars: &mut dyn GrammarMasks,
     ) -> Result<Counts> {
-        check_len("record", record.len(), self.record.size)?;
+        self.admit(record)?;
+        self.logprobs.clear();
+        self.prompt_logprobs.clear();
         check_len("results", results.len(), self.results.size)?;
         state.check(&self.config)?;
         if !target.adapters.is_empty() {
@@ -193,7 +261,7 @@ impl Iteration {
         let view = self.record.view(record);
         state.upload(&view, header);
         if header.num_prefill > 0 {
-            self.prefill(&view, header, results, state, target)?;
+            self.prefill(&view, header, results, state, target, grammars)?;
         }
         if header.num_draft_chunks > 0 {
             if matches!(self.config.drafter, Drafter::Hidden { .. }) {
@@ -203,11 +271,12 @@ impl Iteration {
             }
         }
         if header.num_decode > 0 {
-            self.decode(&view, header, results, state, target, draft)?;
+            self.decode(&view, header, results, state, target, draft, grammars)?;
         }
         Ok(self.counts)
     }
 
+    #[expect(clippy::too_many_arguments, reason = "a launch and all that it works on")]
     fn decode(
         &mut self,
         record: &RecordView<'_>,
@@ -216,16 +285,18 @@ impl Iteration {
         state: &mut RowState<'_>,
         target: &mut Cached<'_>,
         draft: Option<&mut Cached<'_>>,
+        grammars: &mut dyn GrammarMasks,
     ) -> Result<()> {
         self.prepare(record, header, state);
+        self.start_grammars(grammars)?;
         if self.config.host_drafters.is_some() {
-            self.place(record, state);
+            self.place(record, state, grammars)?;
         }
         if let (Drafter::Cached { .. } | Drafter::Hidden { .. }, Some(draft)) = (&self.config.drafter, draft) {
-            self.draft_or_not(state, draft);
+            self.draft_or_not(state, draft, grammars);
         }
         self.verify(state, target)?;
-        self.accept(results, state)
+        self.accept(results, state, grammars)
     }
 
     /// Reads lengths from row state and applies the device's guards to the planned `K_r`:
@@ -236,7 +307,7 @@ impl Iteration {
         self.drafting = header.max_k > 0;
         for index in 0..header.num_decode {
             let (row, planned) = (record.entry_row[index] as usize, record.entry_k[index]);
-            let mut entry = entry_of(index, row, record.entry_capacity[index], state);
+            let mut entry = self.entry_of(index, row, record.entry_capacity[index], state);
             let n = entry.n as i64;
             let mut end = state.limit[row] - 1;
             let mut ready = entry.alive;
@@ -254,21 +325,24 @@ impl Iteration {
             self.entries.push(entry);
         }
     }
-}
 
-/// An entry without drafts.
-fn entry_of(index: usize, row: usize, capacity: i64, state: &RowState<'_>) -> Entry {
-    let n = state.num_tokens[row] as usize;
-    Entry {
-        index,
-        row,
-        n,
-        k: 0,
-        drafter: DrafterKind::Device as i64,
-        alive: state.active[row],
-        fits: n as i64 <= capacity,
-        seed: state.seeds[row] as u64,
-        params: state.sampling(row),
-        draft_fault: false,
+    /// An entry without drafts.
+    fn entry_of(&self, index: usize, row: usize, capacity: i64, state: &RowState<'_>) -> Entry {
+        let (n, processors) = (state.num_tokens[row] as usize, &self.processors[row]);
+        Entry {
+            index,
+            row,
+            n,
+            k: 0,
+            drafter: DrafterKind::Device as i64,
+            alive: state.active[row],
+            fits: n as i64 <= capacity,
+            seed: state.seeds[row] as u64,
+            params: state.sampling(row),
+            processed: processors.change_logits(),
+            logprobs: processors.logprobs != LOGPROBS_NONE,
+            draft_fault: false,
+        }
     }
 }
+

@@ -2,7 +2,7 @@
 
 use specrs_core::sampling::{UNKNOWN_BELOW, largest};
 
-use super::{Iteration, RowState};
+use super::{Entry, Iteration, RowState};
 use crate::error::Result;
 use crate::{Beside, Decoder, Entries, KvCache, Lora, Output, Pass};
 use std::time::Instant;
@@ -33,6 +33,8 @@ pub(super) enum Whose {
 pub(super) enum Want {
     /// Nothing: only KV.
     Nothing,
+    /// The final hidden states.
+    Hidden,
     /// The largest logit and its id.
     Best,
     /// All logits, and the largest of them.
@@ -42,13 +44,23 @@ pub(super) enum Want {
 }
 
 impl Want {
-    /// What entries need of which some are greedy, some sample, or `best` all need the largest logit's id.
-    pub(super) fn of(greedy: bool, sampled: bool, best: bool) -> Self {
-        match (sampled, greedy || best) {
+    /// What these entries need.
+    pub(super) fn of_entries<'a>(entries: impl IntoIterator<Item = &'a Entry>) -> Self {
+        let (mut largest, mut logits) = (false, false);
+        for entry in entries {
+            largest |= entry.takes_largest();
+            logits |= entry.logprobs || !entry.takes_largest();
+        }
+        match (logits, largest) {
             (false, _) => Self::Best,
             (true, false) => Self::Logits,
             (true, true) => Self::Both,
         }
+    }
+
+    /// The same where the largest logit's id is needed of all.
+    pub(super) fn with_best(self) -> Self {
+        if self == Self::Logits { Self::Both } else { self }
     }
 }
 
@@ -75,7 +87,7 @@ impl Iteration {
         }
         // Only where blocks come back behind windows, or states are not kept, does KV of drafts begin behind position 0.
         let begins_late = whose == Whose::Head || self.config.sliding_window.is_some();
-        let Self { batch, hidden, best, tops, logits, pass_time, .. } = self;
+        let Self { batch, hidden, best, tops, logits, last_hidden, pass_time, .. } = self;
         let (count, num_ids) = (batch.wanted.len(), known.min(vocab_size));
         let mut adapters: Vec<Option<&Lora>> = Vec::new();
         if !model.adapters.is_empty() {
@@ -117,6 +129,10 @@ impl Iteration {
         if want == Want::Nothing {
             return forward(model, Output::Nothing);
         }
+        if want == Want::Hidden {
+            last_hidden.resize(count * model.decoder.weights().shape().hidden_size, 0.0);
+            return forward(model, Output::Hidden { rows: &batch.wanted, hidden: last_hidden });
+        }
         best.resize(count, 0);
         tops.resize(count, 0.0);
         let spreads = num_ids < vocab_size;
@@ -137,16 +153,28 @@ impl Iteration {
             Some(ids) => spread_head(logits, ids, vocab_size),
             None => spread(logits, num_ids, vocab_size),
         }
-        for (i, row) in logits.chunks_exact(vocab_size).enumerate() {
-            let top = largest(row);
-            let is_top = |x: &f32| if top.is_nan() { x.is_nan() } else { *x >= top };
-            tops[i] = top;
-            if want == Want::Both {
-                best[i] = row.iter().position(is_top).unwrap_or(0) as i64;
-            }
-        }
+        self.find_largest(count, want == Want::Both);
         Ok(())
     }
+
+    /// Fills `tops` and, `with_ids`, `best` from the first `count` rows of `logits`.
+    pub(super) fn find_largest(&mut self, count: usize, with_ids: bool) {
+        let vocab_size = self.sampler.vocab_size();
+        self.best.resize(count, 0);
+        self.tops.resize(count, 0.0);
+        for (i, row) in self.logits.chunks_exact(vocab_size).take(count).enumerate() {
+            self.tops[i] = largest(row);
+            if with_ids {
+                self.best[i] = first_of(row, self.tops[i]);
+            }
+        }
+    }
+}
+
+/// The lowest id of a row's largest logit, `top`; the first NaN where there is one.
+pub(super) fn first_of(row: &[f32], top: f32) -> i64 {
+    let is_top = |x: &f32| if top.is_nan() { x.is_nan() } else { *x >= top };
+    row.iter().position(is_top).unwrap_or(0) as i64
 }
 
 /// The first `len` numbers of a buffer that only grows: what is written over anyway is not filled with zeros for each pass.

@@ -1,12 +1,13 @@
 //! Prompt chunks through the target and catch-up chunks through the draft model.
 
 use crate::error::{Result, guarded};
+use specrs_core::sampling::LOGPROBS_NONE;
 use specrs_core::scheduler::LaunchHeader;
 use specrs_core::scheduler::layout::{FLAG_TARGET_NON_FINITE, RecordView};
 
-use super::accept::Report;
+use super::accept::{Judged, Report};
 use super::passes::{Want, Whose};
-use super::{Cached, Entry, Iteration, RowState, entry_of};
+use super::{Cached, GrammarMasks, Iteration, RowState};
 
 impl Iteration {
     /// The launch's prompt chunks in one pass. A chunk that ends its prompt emits the first token, by the law of an iteration
@@ -18,10 +19,12 @@ impl Iteration {
         results: &mut [i64],
         state: &mut RowState<'_>,
         target: &mut Cached<'_>,
+        grammars: &mut dyn GrammarMasks,
     ) -> Result<()> {
         self.batch.clear();
         self.batch.prompts = true;
         self.entries.clear();
+        let mut by_hidden = false;
         let chunks = header.num_decode..header.num_decode + header.num_prefill;
         for (chunk, index) in chunks.clone().enumerate() {
             let row = record.entry_row[index] as usize;
@@ -29,17 +32,26 @@ impl Iteration {
                 let position = record.prefill_position[at] as usize;
                 self.batch.push(row, record.prefill_token[at], position, record.prefill_slot[at]);
             }
+            let wants_prompt = self.processors[row].prompt_logprobs != LOGPROBS_NONE;
+            if wants_prompt {
+                self.batch.want_from(record.prefill_q_start[chunk] as usize);
+            }
             self.batch.want_last();
-            self.entries.push(entry_of(index, row, record.entry_capacity[index], state));
+            by_hidden |= wants_prompt;
+            let mut entry = self.entry_of(index, row, record.entry_capacity[index], state);
+            // Of a chunk that does not end its prompt only whether its largest logit is finite counts.
+            if record.chunk_is_last[chunk] == 0 {
+                (entry.alive, entry.params.greedy, entry.processed, entry.logprobs) = (false, true, false, false);
+            }
+            self.entries.push(entry);
         }
-        // Of a chunk that does not end its prompt only whether its largest logit is finite counts.
-        let ends = |sampled| {
-            let last = |(entry, &last): (&Entry, &i64)| last != 0 && entry.params.greedy != sampled;
-            self.entries.iter().zip(record.chunk_is_last).any(last)
-        };
-        let want = Want::of(ends(false), ends(true), false);
-        self.pass(state, target, want, Whose::Target)?;
+        self.start_grammars(grammars)?;
+        let want = Want::of_entries(&self.entries);
+        self.pass(state, target, if by_hidden { Want::Hidden } else { want }, Whose::Target)?;
         self.counts.target_passes += 1;
+        if by_hidden {
+            self.prompt_logprobs(record, header, state, target)?;
+        }
         let mut entries = std::mem::take(&mut self.entries);
         for (chunk, (entry, index)) in entries.iter().zip(chunks).enumerate() {
             let mut report = Report::of(results, &self.results, index);
@@ -52,11 +64,13 @@ impl Iteration {
                 report.set_flags(if seen && self.tops[chunk].is_finite() { 0 } else { FLAG_TARGET_NON_FINITE });
                 continue;
             }
-            let mut verdict = self.judge(entry, chunk, None, state)?;
+            let mut verdict =
+                if entry.alive { self.judge(entry, chunk, None, state, grammars)? } else { Judged::default() };
             verdict.finite &= seen;
             self.update(entry, &verdict, results, state);
+            self.report_logprobs(entry, chunk, state)?;
             if let Some(rows) = &mut state.hidden {
-                self.hidden.keep_last(rows, entry, self.batch.wanted[chunk]);
+                self.hidden.keep_last(rows, entry, record.prefill_q_start[chunk + 1] as usize - 1);
             }
         }
         entries.clear();

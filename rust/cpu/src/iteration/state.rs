@@ -21,7 +21,7 @@ pub struct RowState<'a> {
     pub limit: &'a mut [i64],
     /// Stop ids count only at positions from here on, `[R + 1]`.
     pub min_len: &'a mut [i64],
-    /// Tokens of the prompt, `[R + 1]`; kept for penalties, which are not applied here.
+    /// Tokens of the prompt, `[R + 1]`, which penalties tell from the output.
     pub prompt_len: &'a mut [i64],
     /// `[R + 1]`
     pub seeds: &'a mut [i64],
@@ -150,6 +150,11 @@ impl RowState<'_> {
         self.tokens[row * self.token_width() + position]
     }
 
+    /// The tokens of a row before `position`.
+    pub(super) fn tokens_before(&self, row: usize, position: usize) -> &[i64] {
+        &self.tokens[row * self.token_width()..][..position]
+    }
+
     /// Sets tokens of a row from `position` on.
     pub fn write_tokens(&mut self, row: usize, position: usize, tokens: &[i64]) {
         let start = row * self.token_width() + position;
@@ -179,7 +184,12 @@ impl RowState<'_> {
 
     /// Whether a token is one of the row's stop ids.
     pub fn is_stop(&self, row: usize, token: i64) -> bool {
-        self.stop_ids[row * MAX_STOP_IDS..][..MAX_STOP_IDS].contains(&token)
+        self.stop_ids(row).contains(&token)
+    }
+
+    /// The stop ids of a row, `[MAX_STOP_IDS]`, -1 is padding.
+    pub(super) fn stop_ids(&self, row: usize) -> &[i64] {
+        &self.stop_ids[row * MAX_STOP_IDS..][..MAX_STOP_IDS]
     }
 
     /// Initialises the rows that the launch admits and writes its block table updates.

@@ -9,19 +9,17 @@ impl Iteration {
     /// Feeds `t_{n-1}, d_1 .. d_{K_r}` of every entry to the target in one pass; row i gives the distribution of position n + i.
     pub(super) fn verify(&mut self, state: &RowState<'_>, target: &mut Cached<'_>) -> Result<()> {
         self.batch.clear();
-        let (mut greedy, mut sampled) = (false, false);
         for entry in self.entries.iter().filter(|entry| entry.runs()) {
             for position in entry.n - 1..entry.n + entry.k {
                 self.batch.feed(state, entry.row, position, self.config.block_size);
                 self.batch.want_last();
             }
-            greedy |= entry.params.greedy;
-            sampled |= !entry.params.greedy;
         }
         if self.batch.is_empty() {
             return Ok(());
         }
-        self.pass(state, target, Want::of(greedy, sampled, self.rates.is_some()), Whose::Target)?;
+        let want = Want::of_entries(self.entries.iter().filter(|entry| entry.runs()));
+        self.pass(state, target, if self.rates.is_some() { want.with_best() } else { want }, Whose::Target)?;
         self.counts.target_passes += 1;
         Ok(())
     }

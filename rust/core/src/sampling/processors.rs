@@ -1,0 +1,312 @@
+//! Logits processors of one request: masks, biases and penalties of one row of logits, before it is sampled.
+//!
+//! The order is that of vLLM's sampler: `allowed_token_ids` and the grammar, `bad_words`, `min_tokens`, `logit_bias`, then
+//! repetition, frequency and presence penalty. The torch reference is `specrs.verify.processing`; both compute the same bits.
+
+use super::{
+    LOGPROBS_NONE, NUM_PARAMS, PARAM_FREQUENCY_PENALTY, PARAM_PRESENCE_PENALTY, PARAM_REPETITION_PENALTY,
+    STEP_CONSTRAINTS, STEP_COUNTS, STEP_EXTRAS, STEP_MIN_TOKENS, STEP_REPETITION,
+};
+use crate::scheduler::layout::RecordView;
+
+/// What one request asks to be done to its logits, and which log probabilities it wants.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LogitsProcessors {
+    /// Id of the request.
+    pub request_id: i64,
+    /// A grammar masks its rows. The host has it; nothing here knows more of it.
+    pub has_grammar: bool,
+    /// `logprobs` of the request: top tokens, `LOGPROBS_ALL` or [`LOGPROBS_NONE`].
+    pub logprobs: i64,
+    /// `prompt_logprobs` of the request, likewise.
+    pub prompt_logprobs: i64,
+    /// Stop ids are masked before `min_tokens`.
+    masks_stops: bool,
+    /// Bit t % 32 of word t / 32 is set for the ids of `allowed_token_ids`.
+    allowed: Option<Box<[u32]>>,
+    bad_words: Box<[Box<[i64]>]>,
+    bias: Box<[(usize, f32)]>,
+    /// 1 is off.
+    repetition: f32,
+    /// 0 is off.
+    frequency: f32,
+    /// 0 is off.
+    presence: f32,
+    has_penalties: bool,
+}
+
+impl Default for LogitsProcessors {
+    /// A request that asks for nothing.
+    fn default() -> Self {
+        Self {
+            request_id: -1,
+            has_grammar: false,
+            logprobs: LOGPROBS_NONE,
+            prompt_logprobs: LOGPROBS_NONE,
+            masks_stops: false,
+            allowed: None,
+            bad_words: Box::default(),
+            bias: Box::default(),
+            repetition: 1.0,
+            frequency: 0.0,
+            presence: 0.0,
+            has_penalties: false,
+        }
+    }
+}
+
+/// What a row of logits follows, and what is excluded at its position.
+#[derive(Clone, Copy, Debug)]
+pub struct RowContext<'a> {
+    /// All tokens before the row's position: prompt, output and drafts.
+    pub tokens: &'a [i64],
+    /// How many of them are the prompt.
+    pub prompt_len: usize,
+    /// The request's stop ids, -1 is padding.
+    pub stop_ids: &'a [i64],
+    /// The position lies before `min_tokens`.
+    pub is_before_min_len: bool,
+    /// `[ceil(V / 32)]` words of the grammar's mask: bit t % 32 of word t / 32 is set for ids that may come next.
+    pub grammar: Option<&'a [u32]>,
+}
+
+/// Work space of [`LogitsProcessors::apply`]: how often each token has occurred. All zero between calls.
+#[derive(Clone, Debug, Default)]
+pub struct TokenCounts {
+    /// `[V]`
+    output: Vec<u32>,
+    /// `[V]`
+    in_prompt: Vec<bool>,
+    /// Tokens that occurred, each once.
+    seen: Vec<usize>,
+}
+
+impl LogitsProcessors {
+    /// Reads what request `index` of a record's admitted ones asks for; ids are below `vocab_size`.
+    pub fn read(record: &RecordView<'_>, index: usize, vocab_size: usize) -> Self {
+        let (steps, params) = (record.admit_steps[index], &record.admit_params[index * NUM_PARAMS..][..NUM_PARAMS]);
+        let param = |column: usize| f64::from_bits(params[column] as u64) as f32;
+        let mut read = Self {
+            request_id: record.admit_request_id[index],
+            has_grammar: steps & STEP_EXTRAS != 0,
+            logprobs: record.admit_logprobs[index],
+            prompt_logprobs: record.admit_prompt_logprobs[index],
+            masks_stops: steps & STEP_MIN_TOKENS != 0,
+            repetition: param(PARAM_REPETITION_PENALTY),
+            frequency: param(PARAM_FREQUENCY_PENALTY),
+            presence: param(PARAM_PRESENCE_PENALTY),
+            has_penalties: steps & (STEP_REPETITION | STEP_COUNTS) != 0,
+            ..Self::default()
+        };
+        if steps & STEP_CONSTRAINTS != 0 {
+            let start = record.admit_constraint_start[index] as usize;
+            read.read_constraints(record, index, &record.constraint[start..], vocab_size);
+        }
+        read
+    }
+
+    /// Reads allowed ids, biases and bad words, in the order of the record's section `constraint`.
+    fn read_constraints(&mut self, record: &RecordView<'_>, index: usize, constraint: &[i64], vocab_size: usize) {
+        let num_allowed = record.admit_num_allowed[index];
+        let (allowed, rest) = constraint.split_at(num_allowed.max(0) as usize);
+        let (bias_ids, rest) = rest.split_at(record.admit_num_biases[index] as usize);
+        let (biases, rest) = rest.split_at(bias_ids.len());
+        let (lengths, mut words) = rest.split_at(record.admit_num_bad_words[index] as usize);
+        self.allowed = (num_allowed >= 0).then(|| {
+            let mut mask = vec![0; vocab_size.div_ceil(32)].into_boxed_slice();
+            allowed.iter().for_each(|&id| mask[id as usize / 32] |= 1 << (id % 32));
+            mask
+        });
+        let bias = |(&id, &bits): (&i64, &i64)| (id as usize, f64::from_bits(bits as u64) as f32);
+        self.bias = bias_ids.iter().zip(biases).map(bias).collect();
+        let mut word = |&length: &i64| {
+            let (word, rest) = words.split_at(length as usize);
+            words = rest;
+            word.into()
+        };
+        self.bad_words = lengths.iter().map(&mut word).collect();
+    }
+
+    /// Whether [`apply`](Self::apply) may change a row of this request.
+    pub fn change_logits(&self) -> bool {
+        self.has_grammar
+            || self.masks_stops
+            || self.has_penalties
+            || self.allowed.is_some()
+            || !self.bad_words.is_empty()
+            || !self.bias.is_empty()
+    }
+
+    /// Applies all of them to a row `[V]` of logits. Excluded tokens become minus infinity.
+    pub fn apply(&self, logits: &mut [f32], context: &RowContext<'_>, counts: &mut TokenCounts) {
+        if let Some(allowed) = &self.allowed {
+            keep_only(logits, allowed);
+        }
+        if let Some(grammar) = context.grammar {
+            keep_only(logits, grammar);
+        }
+        for word in &self.bad_words {
+            let (&last, before) = word.split_last().expect("a word has a token");
+            if context.tokens.ends_with(before) {
+                logits[last as usize] += f32::NEG_INFINITY;
+            }
+        }
+        if self.masks_stops && context.is_before_min_len {
+            let stops = || context.stop_ids.iter().filter(|&&id| id >= 0);
+            // Where a grammar leaves nothing but the end, the text is complete.
+            if !context.grammar.is_some_and(|grammar| leaves_only(grammar, logits.len(), stops())) {
+                stops().for_each(|&id| logits[id as usize] += f32::NEG_INFINITY);
+            }
+        }
+        for &(id, bias) in &self.bias {
+            logits[id] += bias;
+        }
+        if self.has_penalties {
+            self.penalize(logits, context, counts);
+        }
+    }
+
+    /// Repetition penalty (Keskar et al. 2019, section 4.1, with the sign rule), then frequency and presence penalty.
+    fn penalize(&self, logits: &mut [f32], context: &RowContext<'_>, counts: &mut TokenCounts) {
+        counts.count(context, logits.len());
+        for &token in &counts.seen {
+            let (count, logit) = (counts.output[token], &mut logits[token]);
+            *logit = if *logit > 0.0 { *logit / self.repetition } else { *logit * self.repetition };
+            let occurs = if count > 0 { 1.0 } else { 0.0 };
+            *logit = *logit - self.frequency * count as f32 - self.presence * occurs;
+        }
+        counts.clear();
+    }
+}
+
+impl TokenCounts {
+    fn count(&mut self, context: &RowContext<'_>, vocab_size: usize) {
+        self.output.resize(vocab_size, 0);
+        self.in_prompt.resize(vocab_size, false);
+        let (prompt, output) = context.tokens.split_at(context.prompt_len.min(context.tokens.len()));
+        for token in prompt.iter().map(|&token| token as usize) {
+            if !self.in_prompt[token] {
+                self.in_prompt[token] = true;
+                self.seen.push(token);
+            }
+        }
+        for token in output.iter().map(|&token| token as usize) {
+            if self.output[token] == 0 && !self.in_prompt[token] {
+                self.seen.push(token);
+            }
+            self.output[token] += 1;
+        }
+    }
+
+    fn clear(&mut self) {
+        for token in self.seen.drain(..) {
+            self.output[token] = 0;
+            self.in_prompt[token] = false;
+        }
+    }
+}
+
+/// Sets the logits of all ids that are not in a mask to minus infinity.
+fn keep_only(logits: &mut [f32], mask: &[u32]) {
+    for (logits, &word) in logits.chunks_mut(32).zip(mask) {
+        match word {
+            u32::MAX => {}
+            0 => logits.fill(f32::NEG_INFINITY),
+            _ => {
+                for (bit, logit) in logits.iter_mut().enumerate() {
+                    *logit = if word >> bit & 1 == 1 { *logit } else { f32::NEG_INFINITY };
+                }
+            }
+        }
+    }
+}
+
+/// Whether a mask over V ids has no id but some of `ids`.
+fn leaves_only<'a>(mask: &[u32], vocab_size: usize, ids: impl Iterator<Item = &'a i64> + Clone) -> bool {
+    mask.iter().enumerate().all(|(index, &word)| {
+        let inside = (vocab_size - 32 * index).min(32);
+        let mut left = word & (u32::MAX >> (32 - inside));
+        for &id in ids.clone() {
+            if id as usize / 32 == index {
+                left &= !(1 << (id % 32));
+            }
+        }
+        left == 0
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NONE: f32 = f32::NEG_INFINITY;
+
+    fn context<'a>(tokens: &'a [i64], prompt_len: usize) -> RowContext<'a> {
+        RowContext { tokens, prompt_len, stop_ids: &[], is_before_min_len: false, grammar: None }
+    }
+
+    fn applied(processors: &LogitsProcessors, logits: &[f32], context: &RowContext<'_>) -> Vec<f32> {
+        let (mut row, mut counts) = (logits.to_vec(), TokenCounts::default());
+        processors.apply(&mut row, context, &mut counts);
+        // Work space that is not left empty would count tokens of another row.
+        let mut again = logits.to_vec();
+        processors.apply(&mut again, context, &mut counts);
+        assert_eq!(row.iter().map(|x| x.to_bits()).collect::<Vec<_>>(), again.iter().map(|x| x.to_bits()).collect::<Vec<_>>());
+        row
+    }
+
+    #[test]
+    fn penalties_tell_prompt_from_output() {
+        let penalties = LogitsProcessors {
+            repetition: 2.0,
+            frequency: 0.5,
+            presence: 0.25,
+            has_penalties: true,
+            ..LogitsProcessors::default()
+        };
+        // Token 0 is in the prompt, 1 twice in the output, 2 in both, 3 nowhere.
+        let row = applied(&penalties, &[4.0, 4.0, -4.0, 4.0], &context(&[0, 2, 0, 1, 2, 1], 3));
+        assert_eq!(row, [2.0, 2.0 - 1.0 - 0.25, -8.0 - 0.5 - 0.25, 4.0]);
+    }
+
+    #[test]
+    fn bad_words_need_all_their_tokens_before() {
+        let words = LogitsProcessors {
+            bad_words: [vec![3], vec![1, 2], vec![0, 1, 0]].into_iter().map(Vec::into_boxed_slice).collect(),
+            ..LogitsProcessors::default()
+        };
+        assert_eq!(applied(&words, &[0.0; 4], &context(&[0, 1], 2)), [NONE, 0.0, NONE, NONE]);
+        assert_eq!(applied(&words, &[0.0; 4], &context(&[1], 1)), [0.0, 0.0, NONE, NONE]);
+        assert_eq!(applied(&words, &[0.0; 4], &context(&[], 0)), [0.0, 0.0, 0.0, NONE]);
+    }
+
+    #[test]
+    fn stop_ids_are_masked_unless_a_grammar_leaves_only_them() {
+        let stops = LogitsProcessors { masks_stops: true, has_grammar: true, ..LogitsProcessors::default() };
+        for (grammar, before, expected) in [
+            (0b0110_u32, true, [NONE, 0.0, NONE, NONE]),
+            (0b0110, false, [NONE, 0.0, 0.0, NONE]),
+            (0b0100, true, [NONE, NONE, 0.0, NONE]),
+            // Bits behind the vocabulary are not ids.
+            (0xFFFF_FFF4, true, [NONE, NONE, 0.0, NONE]),
+        ] {
+            let context = RowContext {
+                stop_ids: &[2, -1],
+                is_before_min_len: before,
+                grammar: Some(&[grammar]),
+                ..context(&[], 0)
+            };
+            assert_eq!(applied(&stops, &[0.0; 4], &context), expected, "{grammar:b} {before}");
+        }
+    }
+
+    #[test]
+    fn a_bias_does_not_bring_back_what_is_excluded() {
+        let both = LogitsProcessors {
+            allowed: Some(Box::new([0b1011])),
+            bias: Box::new([(1, 5.0), (2, 5.0)]),
+            ..LogitsProcessors::default()
+        };
+        assert_eq!(applied(&both, &[0.0; 4], &context(&[], 0)), [0.0, 5.0, NONE, 0.0]);
+    }
+}

@@ -1,0 +1,218 @@
+//! Masks, biases and penalties of an iteration's rows, and the log probabilities of its tokens. Runs no model.
+
+use crate::error::{Error, Result};
+use specrs_core::sampling::{LOGPROBS_NONE, RowContext, TokenCounts, TokenLogprobs, largest, log_softmax};
+use specrs_core::scheduler::LaunchHeader;
+use specrs_core::scheduler::layout::RecordView;
+use std::ops::Range;
+
+use super::passes::first_of;
+use super::{Cached, Entry, Iteration, RowState};
+
+/// The grammars of a launch's entries, which the host keeps. Entries are named by their index in the launch's results.
+///
+/// The host takes back the tokens of [`advance`](Self::advance) after the launch: only what the scheduler settles stays.
+pub trait GrammarMasks {
+    /// Begins an entry, whose request is in `row`: its mask 0 is that of its next token.
+    ///
+    /// # Errors
+    /// What the host says.
+    fn start(&mut self, index: usize, row: usize) -> Result<()>;
+
+    /// Goes on with the entry's next draft, whose mask is that of the token after it. Behind a draft that the grammar does not
+    /// allow masks allow everything: verification rejects that draft.
+    ///
+    /// # Errors
+    /// What the host says.
+    fn advance(&mut self, index: usize, token: i64) -> Result<()>;
+
+    /// Writes the mask after the entry's first `num_drafts` drafts into `mask`, `[ceil(V / 32)]`: bit t % 32 of word t / 32 is
+    /// set for ids that may come next.
+    ///
+    /// # Errors
+    /// What the host says.
+    fn read(&mut self, index: usize, num_drafts: usize, mask: &mut [u32]) -> Result<()>;
+}
+
+/// The grammars of launches whose requests have none.
+#[derive(Clone, Copy, Debug)]
+pub struct NoGrammars;
+
+impl GrammarMasks for NoGrammars {
+    fn start(&mut self, index: usize, _row: usize) -> Result<()> {
+        Err(Error::invalid("grammars", "none", format!("that of entry {index}")))
+    }
+
+    fn advance(&mut self, index: usize, _token: i64) -> Result<()> {
+        self.start(index, 0)
+    }
+
+    fn read(&mut self, index: usize, _num_drafts: usize, _mask: &mut [u32]) -> Result<()> {
+        self.start(index, 0)
+    }
+}
+
+/// Log probabilities of the tokens that a launch emitted for one entry.
+#[derive(Clone, Debug, PartialEq)]
+pub struct EntryLogprobs {
+    /// The entry's index in the launch's results.
+    pub index: usize,
+    /// Of its tokens.
+    pub tokens: TokenLogprobs,
+}
+
+/// Log probabilities of tokens of a prompt.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PromptLogprobs {
+    /// The request.
+    pub request_id: i64,
+    /// Position of the first of the tokens.
+    pub position: usize,
+    /// Of the tokens from there on.
+    pub tokens: TokenLogprobs,
+}
+
+/// Rows of a prompt whose logits exist at once: 150,000 ids take 38 MB then.
+const PROMPT_ROWS: usize = 64;
+
+/// Rows of one entry after masks, biases and penalties.
+#[derive(Debug, Default)]
+pub(super) struct Processed {
+    /// `[M, V]`
+    pub(super) logits: Vec<f32>,
+    /// `[M]`, argmax of each row.
+    pub(super) best: Vec<i64>,
+    /// `[M]`, its logit: minus infinity where no token is allowed.
+    pub(super) tops: Vec<f32>,
+    counts: TokenCounts,
+    mask: Vec<u32>,
+    /// `[V]`, values that are reported.
+    values: Vec<f32>,
+}
+
+impl Iteration {
+    /// Begins the grammars of entries that have not ended.
+    pub(super) fn start_grammars(&self, grammars: &mut dyn GrammarMasks) -> Result<()> {
+        let mut running = self.entries.iter().filter(|entry| entry.alive && self.processors[entry.row].has_grammar);
+        running.try_for_each(|entry| grammars.start(entry.index, entry.row))
+    }
+
+    /// Hands a draft to the entry's grammar, where it has one.
+    pub(super) fn advance_grammar(&self, entry: &Entry, draft: i64, grammars: &mut dyn GrammarMasks) -> Result<()> {
+        if self.processors[entry.row].has_grammar { grammars.advance(entry.index, draft) } else { Ok(()) }
+    }
+
+    /// Fills `processed` from `rows` of the last pass. The first of them follows the entry's first `num_drafts` drafts, each of
+    /// the others one draft more.
+    pub(super) fn process(
+        &mut self,
+        entry: &Entry,
+        num_drafts: usize,
+        rows: Range<usize>,
+        state: &RowState<'_>,
+        grammars: &mut dyn GrammarMasks,
+    ) -> Result<()> {
+        let (vocab_size, processors) = (self.sampler.vocab_size(), &self.processors[entry.row]);
+        let Processed { logits, best, tops, counts, mask, .. } = &mut self.processed;
+        logits.clear();
+        logits.extend_from_slice(&self.logits[rows.start * vocab_size..rows.end * vocab_size]);
+        best.clear();
+        tops.clear();
+        mask.resize(vocab_size.div_ceil(32), 0);
+        for (drafts, row) in (num_drafts..).zip(logits.chunks_exact_mut(vocab_size)) {
+            if processors.has_grammar {
+                grammars.read(entry.index, drafts, mask)?;
+            }
+            let position = entry.n + drafts;
+            let context = RowContext {
+                tokens: state.tokens_before(entry.row, position),
+                prompt_len: state.prompt_len[entry.row] as usize,
+                stop_ids: state.stop_ids(entry.row),
+                is_before_min_len: (position as i64) < state.min_len[entry.row],
+                grammar: processors.has_grammar.then_some(&mask[..]),
+            };
+            processors.apply(row, &context, counts);
+            let top = largest(row);
+            best.push(first_of(row, top));
+            tops.push(top);
+        }
+        Ok(())
+    }
+
+    /// Keeps the log probabilities of the tokens that an entry has emitted, where its request asks for them. Its rows begin at
+    /// `first` of the last pass; `processed` holds them if they are processed.
+    pub(super) fn report_logprobs(&mut self, entry: &Entry, first: usize, state: &RowState<'_>) -> Result<()> {
+        let emitted = state.num_tokens[entry.row] as usize - entry.n;
+        if !entry.logprobs || emitted == 0 {
+            return Ok(());
+        }
+        let (vocab_size, mode) = (self.sampler.vocab_size(), self.logprobs_mode);
+        let mut found = TokenLogprobs::with_top(self.processors[entry.row].logprobs, vocab_size);
+        for i in 0..emitted {
+            let raw = &self.logits[(first + i) * vocab_size..][..vocab_size];
+            let values = &mut self.processed.values;
+            values.resize(vocab_size, 0.0);
+            if mode.is_processed() {
+                let row =
+                    if entry.processed { &self.processed.logits[i * vocab_size..][..vocab_size] } else { raw };
+                self.sampler.filter(row, &entry.params, values)?;
+            } else {
+                values.copy_from_slice(raw);
+            }
+            if mode.is_normalized() {
+                log_softmax(values);
+            }
+            found.push(values, state.token(entry.row, entry.n + i) as usize);
+        }
+        self.logprobs.push(EntryLogprobs { index: entry.index, tokens: found });
+        Ok(())
+    }
+
+    /// Goes on from the final hidden states of prompt chunks, those of all rows where the prompt's log probabilities are asked for,
+    /// and of each chunk's last row: reports the former, and leaves the logits of the latter as a pass does.
+    pub(super) fn prompt_logprobs(
+        &mut self,
+        record: &RecordView<'_>,
+        header: LaunchHeader,
+        state: &RowState<'_>,
+        target: &mut Cached<'_>,
+    ) -> Result<()> {
+        let (vocab_size, mut at) = (self.sampler.vocab_size(), 0);
+        let hidden_size = target.decoder.weights().shape().hidden_size;
+        let mut last = Vec::with_capacity(header.num_prefill * hidden_size);
+        for chunk in 0..header.num_prefill {
+            let row = record.entry_row[header.num_decode + chunk] as usize;
+            let (start, len) = (record.chunk_start[chunk] as usize, record.chunk_len[chunk] as usize);
+            let processors = &self.processors[row];
+            if processors.prompt_logprobs != LOGPROBS_NONE {
+                // The row fed at position p gives the prompt's token p + 1.
+                let count = len.min((state.prompt_len[row] as usize).saturating_sub(1 + start));
+                let mut found = TokenLogprobs::with_top(processors.prompt_logprobs, vocab_size);
+                let hidden = &self.last_hidden[at * hidden_size..][..count * hidden_size];
+                for (piece, hidden) in hidden.chunks(PROMPT_ROWS * hidden_size).enumerate() {
+                    let rows = hidden.len() / hidden_size;
+                    self.logits.resize(self.logits.len().max(rows * vocab_size), 0.0);
+                    let logits = &mut self.logits[..rows * vocab_size];
+                    target.decoder.logits(hidden, vocab_size, logits)?;
+                    for (i, values) in logits.chunks_exact_mut(vocab_size).enumerate() {
+                        log_softmax(values);
+                        found.push(values, state.token(row, start + piece * PROMPT_ROWS + i + 1) as usize);
+                    }
+                }
+                if count > 0 {
+                    let report =
+                        PromptLogprobs { request_id: processors.request_id, position: start + 1, tokens: found };
+                    self.prompt_logprobs.push(report);
+                }
+                at += len - 1;
+            }
+            last.extend_from_slice(&self.last_hidden[at * hidden_size..][..hidden_size]);
+            at += 1;
+        }
+        let rows = header.num_prefill;
+        self.logits.resize(self.logits.len().max(rows * vocab_size), 0.0);
+        target.decoder.logits(&last, vocab_size, &mut self.logits[..rows * vocab_size])?;
+        self.find_largest(rows, true);
+        Ok(())
+    }
+}
