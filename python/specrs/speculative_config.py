@@ -248,7 +248,7 @@ class SpeculativeConfig:
         ids = self.aux_hidden_state_layer_ids
         if ids is not None and any(later <= earlier for earlier, later in itertools.pairwise(ids)):
             reason = "must rise: hidden states are read in the order of the layers"
-            raise _wrong("aux_hidden_state_layer_ids", ids, reason)
+            raise _wrong("aux_hidden_state_layer_ids", list(ids), reason)
         least, longest = self.prompt_lookup
         if least > longest:
             raise _wrong("prompt_lookup_min", least, f"must be at most prompt_lookup_max={longest}")
