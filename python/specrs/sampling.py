@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import InitVar, dataclass
+from enum import Enum
 from numbers import Integral
 from typing import Any
 
@@ -38,6 +39,18 @@ _INT32_MAX = 2**31 - 1
 _INT64_MAX = 2**63 - 1
 
 
+class RequestOutputKind(Enum):
+    """What each output of a stream holds, under vLLM's names.
+
+    `CUMULATIVE`: the whole completion so far. `DELTA`: what is new since the output before. `FINAL_ONLY`: the whole
+    completion, and there is one output, the last.
+    """
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """What one request may ask for. Immutable; `replace` makes a changed copy. Every value is checked at construction.
@@ -59,6 +72,8 @@ class SamplingParams:
 
     `logprobs`: of each output token and of this many most likely ones, -1 for all; `prompt_logprobs`: of the prompt's.
     `return_drafts`, this project's own: `CompletionOutput.drafts` tell what was drafted, the rejected tokens included.
+    `output_kind` is a `RequestOutputKind`: what each output of a stream holds. `LLM.generate` returns one whole output
+    for each prompt, whatever the kind.
 
     Stop ids are `stop_token_ids` and, unless `ignore_eos`, the checkpoint's eos ids. One of them ends a request once
     `min_tokens` tokens are out. It is not written before, unless `structured_outputs` leaves nothing else: then the
@@ -98,12 +113,12 @@ class SamplingParams:
     allowed_token_ids: Collection[int] | None = None
     bad_words: Sequence[str] | None = None
     extra_args: Mapping[str, Any] | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     num_speculative_tokens: int | None = None
     return_drafts: bool = False
     # vLLM's, checked and not kept
     best_of: InitVar[int | None] = None
     truncate_prompt_tokens: InitVar[int | None] = None
-    output_kind: InitVar[Any] = None
     flat_logprobs: InitVar[bool] = False
     logprob_token_ids: InitVar[Sequence[int] | None] = None
     prompt_logprob_token_ids: InitVar[Sequence[int] | None] = None
@@ -142,6 +157,7 @@ class SamplingParams:
             "logit_bias": _logit_bias(self.logit_bias),
             "allowed_token_ids": _allowed_token_ids(self.allowed_token_ids),
             "bad_words": _bad_words(self.bad_words),
+            "output_kind": _output_kind(self.output_kind),
             "num_speculative_tokens": _optional_int(
                 "num_speculative_tokens", self.num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS
             ),
@@ -186,7 +202,6 @@ FIELDS: dict[str, Any] = {field.name: field.default for field in dataclasses.fie
 _VLLM_ONLY: dict[str, tuple[object, ...]] = {
     "best_of": (None, 1),
     "truncate_prompt_tokens": (None,),
-    "output_kind": (None,),
     "flat_logprobs": (False,),
     "logprob_token_ids": (None,),
     "prompt_logprob_token_ids": (None,),
@@ -258,8 +273,6 @@ def tokenize_bad_words(
 
 def _check_vllm_only(values: Sequence[object]) -> None:
     for (name, served), value in zip(_VLLM_ONLY.items(), values, strict=True):
-        if name == "output_kind" and getattr(value, "name", None) == "CUMULATIVE":
-            continue
         if not any(type(value) is type(same) and value == same for same in served):
             allowed = " or ".join(repr(same) for same in served)
             raise invalid(UnsupportedRequestError, name, value, f"not implemented; allowed: {allowed}")
@@ -267,6 +280,14 @@ def _check_vllm_only(values: Sequence[object]) -> None:
 
 def _optional_int(field: str, value: object, low: int, high: int | None = None) -> int | None:
     return None if value is None else check_int(InvalidRequestError, field, value, low, high, also=", or None")
+
+
+def _output_kind(value: object) -> RequestOutputKind:
+    """The kind that `value`, a `RequestOutputKind` of ours or of vLLM, stands for."""
+    if isinstance(value, Enum) and value.name in RequestOutputKind.__members__:
+        return RequestOutputKind[value.name]
+    allowed = ", ".join(kind.name for kind in RequestOutputKind)
+    raise invalid(InvalidRequestError, "output_kind", value, f"must be a RequestOutputKind: {allowed}")
 
 
 def _stop_strings(value: object) -> tuple[str, ...]:

@@ -81,6 +81,7 @@ class Request:
         """
         self.request_id = request_id
         self.prompt = prompt
+        self.decoder = decoder
         self.prompt_token_ids = list(prompt_token_ids)
         self.params = params
         self.priority = priority

@@ -28,7 +28,7 @@ from specrs.server.protocol import (
     TokenizeRequest,
     Tool,
 )
-from specrs.server.token_pieces import prompt_offsets
+from specrs.server.text_offsets import prompt_offsets
 from specrs.server.tools import CHAT_FIELDS, FieldNames, read_tools, template_tools
 from specrs.tokenizer import Tokenizer
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from specrs.errors import InvalidRequestError, invalid_request
 from specrs.inputs import Prompt
-from specrs.sampling import SamplingParams
+from specrs.sampling import RequestOutputKind, SamplingParams
 from specrs.server.constraints import content_constraint
 from specrs.server.limits import MAX_COMPLETIONS, MAX_PROMPTS
 from specrs.server.protocol import ChatCompletionRequest, CompletionRequest, SamplingBody
@@ -102,7 +102,7 @@ def _sampling_fields(
     given["structured_outputs"] = grammar
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options: allowed only with stream=true")
-    return {**defaults, **given}
+    return {**defaults, **given, "output_kind": RequestOutputKind.DELTA}
 
 
 def split_prompts(given: Any, n: int) -> list[str | list[int]]:
