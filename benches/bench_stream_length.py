@@ -1,9 +1,9 @@
 """Host time per token at the start and at the end of one long stream: it must not grow with the stream.
 
-A small random checkpoint with a context of 40,960 tokens writes `--tokens` tokens. Host time is the processor time of the
-process without that of the runner. The checkpoint attends to the last 64 positions, so that reading a longer context does
-not push the host's data out of the processor's caches. Prints microseconds per token in the first and in the last
-thousand tokens and their ratio, for `AsyncLLM.generate` and for the server's events.
+A small random checkpoint with a context of 40,960 tokens writes `--tokens` tokens. Host time is the processor time of
+the process without that of the runner. The checkpoint attends to the last 64 positions, so that reading a longer
+context does not push the host's data out of the processor's caches. Prints microseconds per token in the first and in
+the last thousand tokens and their ratio, for `AsyncLLM.generate` and for the server's events.
 
     OMP_NUM_THREADS=1 python benches/bench_stream_length.py
 """
@@ -128,7 +128,7 @@ async def measure(llm: AsyncLLM, clock: HostClock, path: str, options: dict[str,
     start = outputs.num_tokens
     times = [(0, clock.seconds())]  # by the number of tokens so far
     async for _ in stream(llm, path, options, tokens):
-        times.append((outputs.num_tokens - start, clock.seconds()))
+        times += [(outputs.num_tokens - start, clock.seconds())]
     part = min(1000, tokens // 4)
     first = _per_token([moment for moment in times if moment[0] <= part])
     last = _per_token([moment for moment in times if moment[0] >= tokens - part])
@@ -145,9 +145,17 @@ def main() -> None:
     args = parse()
     with tempfile.TemporaryDirectory() as folder:
         path = make_checkpoint(
-            Path(folder), "mistral", sliding_window=64, kv_heads=1, group=1, head_dim=16, hidden=32, intermediate=32, layers=1,
+            Path(folder),
+            "mistral",
+            sliding_window=64,
+            kv_heads=1,
+            group=1,
+            head_dim=16,
+            hidden=32,
+            intermediate=32,
+            layers=1,
             max_position_embeddings=CONTEXT,
-        )  # fmt: skip
+        )
         llm = AsyncLLM(model=str(path), dtype="float32", threads=1, max_num_seqs=1, speculative_config=None)
         clock = HostClock(llm)
         try:

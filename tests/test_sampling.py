@@ -267,7 +267,7 @@ def test_kinds_of_output() -> None:
     theirs = enum.Enum("RequestOutputKind", ["CUMULATIVE", "DELTA", "FINAL_ONLY"])
     assert SamplingParams(output_kind=theirs["DELTA"]).output_kind is RequestOutputKind.DELTA  # type: ignore[arg-type]
     for wrong in (None, 1, "DELTA", enum.Enum("Other", ["FIRST"])["FIRST"]):
-        with pytest.raises(InvalidRequestError, match="^output_kind=.*must be a RequestOutputKind"):
+        with pytest.raises(InvalidRequestError, match=r"^output_kind=.*must be a RequestOutputKind"):
             SamplingParams(output_kind=wrong)  # type: ignore[arg-type]
 
 

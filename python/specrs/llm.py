@@ -156,7 +156,8 @@ class LLM:
         """Complete one prompt; an output each time tokens arrive, the last one with `finished`.
 
         `outputs[i].text` is all text of completion i so far that no further token can change, and `delta` what it
-        gained; with `RequestOutputKind.DELTA` an output holds only what is new. With `n` completions, each output has all of them. Raises at once for a bad request. Closing the
+        gained; with `RequestOutputKind.DELTA` an output holds only what is new. With `n` completions, each output has
+        all of them. Raises at once for a bad request. Closing the
         iterator ends the requests; other calls may run in between.
         """
         params = SamplingParams() if sampling_params is None else sampling_params

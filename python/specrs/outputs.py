@@ -188,7 +188,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
 
     def extend_back(self, earlier: CompletionOutput) -> None:
-        """Make this output cover what `earlier`, an output before it that nobody has read, covers. Mutates."""
+        """Make this output cover what `earlier`, an unread output before it, covers. Mutates."""
         self.delta = earlier.delta + self.delta
 
 
@@ -211,7 +211,7 @@ class RequestOutput:
     error: SpecrsError | None = None
 
     def extend_back(self, earlier: RequestOutput) -> None:
-        """Make this output cover what `earlier`, an output before it that nobody has read, covers. Mutates."""
+        """Make this output cover what `earlier`, an unread output before it, covers. Mutates."""
         for before, after in zip(earlier.outputs, self.outputs, strict=True):
             after.extend_back(before)
 

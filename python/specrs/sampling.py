@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import InitVar, dataclass
@@ -186,7 +187,8 @@ class SamplingParams:
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as a tuple, empty if None."""
-        return _stop_strings(self.stop)
+        assert isinstance(self.stop, tuple)  # made at construction
+        return self.stop
 
     def replace(self, **changes: Any) -> SamplingParams:
         """A copy with `changes`, checked again."""
@@ -194,6 +196,13 @@ class SamplingParams:
             if name not in FIELDS and name not in _VLLM_ONLY:
                 raise unknown_key(InvalidRequestError, "SamplingParams", name, FIELDS)
         return dataclasses.replace(self, **changes)
+
+    def without(self, *names: str) -> SamplingParams:
+        """A copy with these fields at their defaults. Nothing is checked again: a default goes with any other value."""
+        other = copy.copy(self)
+        for name in names:
+            object.__setattr__(other, name, getattr(_DEFAULTS, name))
+        return other
 
 
 FIELDS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
@@ -509,3 +518,6 @@ def _check_num_logprobs(field: str, count: int | None, limits: RequestLimits) ->
             count,
             f"must be from 0 to {most}, the engine's max_logprobs (--max-logprobs){every}",
         )
+
+
+_DEFAULTS = SamplingParams()

@@ -98,7 +98,9 @@ class Engine:
         """
         self._mend()
         params = request.params
-        bounds = validate_request(request.prompt_token_ids, params, self.limits)
+        bounds = request.bounds
+        if bounds is None:
+            bounds = request.bounds = validate_request(request.prompt_token_ids, params, self.limits)
         matcher = None if request.grammar is None else request.grammar.matcher(bounds.stop_token_ids)
         reject_exclusive(params, bounds.stop_token_ids, request.bad_words_token_ids, matcher, self.limits.vocab_size)
         self.scheduler.add_request(

@@ -38,7 +38,10 @@ class TextWindow:
         self._decoder = decoder
         self._skip_special_tokens = skip_special_tokens
         self._stop = list(stop)
-        self._restart(prompt_token_ids)
+        self._size = 0  # of the text that was returned, in characters
+        self._open: list[int] = []  # tokens since the last one that completed a character
+        self._whole: list[list[int]] = []  # the last two runs of tokens that are whole characters
+        self._output = self._after(prompt_token_ids)
 
     def add(self, token_id: int) -> str:
         """Return what the next token adds. Mutates."""
@@ -52,15 +55,16 @@ class TextWindow:
         self._whole = [] if "\ufffd" in piece else [*self._whole[-1:], self._open]
         self._open = []
         if self._size > _LONG and len(self._whole) == 2 and self._nothing_held():
-            self._restart([token for tokens in self._whole for token in tokens])
+            self._output = self._after([token for tokens in self._whole for token in tokens])
+            self._size, self._whole = 0, []
         return piece
 
     def _nothing_held(self) -> bool:
         return not self._stop or self._size == len(self._output.text)
 
-    def _restart(self, context: Sequence[int]) -> None:
-        """Drop the text so far and continue after `context`, tokens that end with a character."""
-        self._output = Output(
+    def _after(self, context: Sequence[int]) -> Output:
+        """An output without text that follows `context`, tokens that end with a character."""
+        return Output(
             0,
             context,
             decoder=self._decoder,
@@ -68,6 +72,3 @@ class TextWindow:
             stop=self._stop,
             min_tokens=_NEVER,
         )
-        self._size = 0  # of the text that was returned, in characters
-        self._open: list[int] = []  # tokens since the last one that completed a character
-        self._whole: list[list[int]] = []  # the last two runs of tokens that are whole characters

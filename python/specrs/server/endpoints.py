@@ -106,7 +106,6 @@ async def prepare_chat(
         token_bytes=context.llm.token_bytes,
         **_named(body),
     )
-    check_size(context, answer, [prompt])
     return answer, [prompt]
 
 

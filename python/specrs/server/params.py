@@ -56,7 +56,7 @@ class Asked:
     @property
     def engine_params(self) -> SamplingParams:
         """What the engine is asked for."""
-        return self.params.replace(stop=None) if self.stops_in_content else self.params
+        return self.params.without("stop") if self.stops_in_content else self.params
 
 
 def completion_params(body: CompletionRequest, defaults: Mapping[str, Any]) -> Asked:

@@ -12,7 +12,7 @@ from typing import Any
 from specrs.errors import SpecrsError
 from specrs.server.answers import Answer
 from specrs.server.context import Context
-from specrs.server.endpoints import prepare_chat
+from specrs.server.endpoints import check_size, prepare_chat
 from specrs.server.errors import APIError, api_error
 from specrs.server.generation import Generation
 from specrs.server.responses_protocol import ResponsesRequest, as_chat, message_places
@@ -229,6 +229,7 @@ async def responses(context: Context, body: ResponsesRequest) -> dict[str, Any] 
     fields = replace(RESPONSE_FIELDS, messages=message_places(body))
     with fields.errors():
         answer, prompts = await prepare_chat(context, chat, fields)
+        check_size(context, answer, prompts)
         generation = ResponseGeneration(context, answer, body)
         await generation.start(prompts, context.lora_request(body.model))
     if body.stream:
