@@ -25,7 +25,8 @@ from python_scheduler import PythonScheduler
 from specrs import SamplingParams
 from specrs.config import EngineConfig
 from specrs.core import FINISH_LENGTH, FINISH_NONE, HEADER_FIELDS, PLAN_LAUNCH, CachedDrafter, Scheduler, TokenDecoder
-from specrs.engine.engine import Engine, EngineParts
+from specrs.engine.engine import Engine
+from specrs.engine.parts import EngineParts
 from specrs.engine.request import Request
 from specrs.runner.ring import Header, Ring, RingSlot
 from specrs.sampling import RequestLimits

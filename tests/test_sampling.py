@@ -12,6 +12,7 @@ from specrs.errors import InvalidRequestError, UnsupportedRequestError, short
 from specrs.sampling import (
     FIELDS,
     RequestLimits,
+    RequestOutputKind,
     SamplingParams,
     derive_seed,
     reject_unimplemented,
@@ -55,6 +56,7 @@ def test_defaults_are_those_of_vllm() -> None:
         "allowed_token_ids": None,
         "bad_words": None,
         "extra_args": None,
+        "output_kind": RequestOutputKind.CUMULATIVE,
         "num_speculative_tokens": None,
         "return_drafts": False,
     }
@@ -223,20 +225,11 @@ def test_what_is_not_implemented_is_refused_by_name(field: str, value: object) -
         validate_request([1], params, LIMITS)
 
 
-class OutputKind(enum.Enum):
-    """As in vLLM."""
-
-    CUMULATIVE = 0
-    DELTA = 1
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [
         ("best_of", 2),
         ("truncate_prompt_tokens", 5),
-        ("output_kind", OutputKind.DELTA),
-        ("output_kind", 0),
         ("flat_logprobs", True),
         ("logprob_token_ids", [1]),
         ("prompt_logprob_token_ids", [1]),
@@ -261,9 +254,21 @@ def test_parameters_of_vllm_are_served_at_their_defaults() -> None:
     defaults = {
         field.name: field.default for field in SamplingParams.__dataclass_fields__.values() if field.name not in FIELDS
     }
-    assert len(defaults) == 13
+    assert len(defaults) == 12
     assert list(defaults) == list(SAMPLING)  # so that each is checked under its own name
-    assert GREEDY.replace(**defaults) == GREEDY == GREEDY.replace(output_kind=OutputKind.CUMULATIVE)
+    assert GREEDY.replace(**defaults) == GREEDY
+
+
+def test_kinds_of_output() -> None:
+    """Ours and vLLM's own, which go by the same names."""
+    assert SamplingParams().output_kind is RequestOutputKind.CUMULATIVE
+    for kind in RequestOutputKind:
+        assert SamplingParams(output_kind=kind).output_kind is kind
+    theirs = enum.Enum("RequestOutputKind", ["CUMULATIVE", "DELTA", "FINAL_ONLY"])
+    assert SamplingParams(output_kind=theirs["DELTA"]).output_kind is RequestOutputKind.DELTA  # type: ignore[arg-type]
+    for wrong in (None, 1, "DELTA", enum.Enum("Other", ["FIRST"])["FIRST"]):
+        with pytest.raises(InvalidRequestError, match=r"^output_kind=.*must be a RequestOutputKind"):
+            SamplingParams(output_kind=wrong)  # type: ignore[arg-type]
 
 
 def test_spelled_out_defaults_are_served() -> None:

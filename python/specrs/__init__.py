@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from specrs.llm import LLM
     from specrs.lora_request import LoRARequest
     from specrs.outputs import CompletionOutput, EngineStats, Logprob, RequestMetrics, RequestOutput
-    from specrs.sampling import SamplingParams
+    from specrs.sampling import RequestOutputKind, SamplingParams
     from specrs.speculative_config import SpeculativeConfig
     from specrs.structured.params import StructuredOutputsParams
 
@@ -33,6 +33,7 @@ _HOME = {
     "LLM": "llm",
     "AsyncLLM": "async_llm",
     "LoRARequest": "lora_request",
+    "RequestOutputKind": "sampling",
     "SamplingParams": "sampling",
     "StructuredOutputsParams": "structured.params",
     "EngineConfig": "config",
@@ -71,6 +72,7 @@ __all__ = [
     "QueueFullError",
     "RequestMetrics",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "SpecrsError",
     "SpeculativeConfig",

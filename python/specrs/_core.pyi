@@ -1706,10 +1706,9 @@ class CpuDecoder:
             InvalidBufferError: an array has the wrong dtype, layout or size; nothing is written.
         """
 
-@final
 _Logprobs = tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]
-"""Log probabilities of m tokens: their values `[m]` and ranks `[m]`; ids `[m, n]` and values `[m, n]` of the most probable
-ones."""
+"""Log probabilities of m tokens: their values `[m]` and ranks `[m]`; ids `[m, n]` and values `[m, n]` of the most
+probable ones."""
 
 class _GrammarHost(Protocol):
     """The grammars of a launch's entries, by their index in the results."""
@@ -1724,11 +1723,13 @@ class _GrammarHost(Protocol):
     def advance(self, index: int, token: int) -> None:
         """Write the entry's next mask, after one draft more."""
 
+@final
 class CpuIteration:
     """Runs planned launches of a scheduler on a CPU, each in one call: uploads, prompt chunks, draft catch-up chunks,
     one decode iteration, in this order.
 
-    It applies what requests ask of their logits, and reports log probabilities. The row state that it leaves is what any other runner goes on from.
+    It applies what requests ask of their logits, and reports log probabilities. The row state that it leaves is what
+    any other runner goes on from.
     """
 
     def __new__(

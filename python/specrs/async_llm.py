@@ -99,8 +99,7 @@ class OutputStream:
             self._observer(index, output)
         earlier = self._pending.get(index)
         if earlier is not None:
-            for before, after in zip(earlier.outputs, output.outputs, strict=True):
-                after.delta = before.delta + after.delta
+            output.extend_back(earlier)
         self._pending[index] = output
         self._news.set()
 
@@ -170,8 +169,9 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Complete one prompt; an output each time tokens arrive, the last one with `finished`.
 
-        As `LLM.stream`: `outputs[i].text` is all text so far, `delta` what is new since the output before. A reader
-        that is slower than the engine gets fewer, larger outputs. Closing the iterator or cancelling its task ends the
+        `sampling_params.output_kind` says whether an output holds all tokens and text so far (the default) or what is
+        new since the output before. `outputs[i].delta` is the new text in both. A reader that is slower than the
+        engine gets fewer, larger outputs. Closing the iterator or cancelling its task ends the
         requests. Raises `InvalidRequestError` for bad input, and what ended a request, if not its input.
         """
         params = SamplingParams() if sampling_params is None else sampling_params

@@ -156,7 +156,8 @@ class LLM:
         """Complete one prompt; an output each time tokens arrive, the last one with `finished`.
 
         `outputs[i].text` is all text of completion i so far that no further token can change, and `delta` what it
-        gained; with `n` completions, each output has all of them. Raises at once for a bad request. Closing the
+        gained; with `RequestOutputKind.DELTA` an output holds only what is new. With `n` completions, each output has
+        all of them. Raises at once for a bad request. Closing the
         iterator ends the requests; other calls may run in between.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
@@ -301,6 +302,8 @@ class LLM:
                 while (now := _counts(requests)) == told:
                     self._step()
                 told = now
+                if not builder.is_due:
+                    continue
                 output = builder.build()
                 yield output
                 if output.finished:  # the requests may have ended since, with more to tell

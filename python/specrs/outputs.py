@@ -168,9 +168,10 @@ class Draft:
 class CompletionOutput:
     """One completion of a prompt.
 
-    `text` is all the text so far and `delta` what this output adds to the one before it (all of it, if there is none).
+    `delta` is the text that this output adds to the one before it (all of it, if there is none). `text`, `token_ids`,
+    `logprobs` and `drafts` cover the whole completion so far; with `RequestOutputKind.DELTA`, only what is new.
     `logprobs` has one dictionary for each of `token_ids`: the token itself first, then as many as were asked for, the
-    likeliest first; None unless they were asked for. `cumulative_logprob` is the sum over the tokens themselves.
+    likeliest first; None unless they were asked for. `cumulative_logprob` is the sum over all tokens so far.
     `drafts` has an entry for each iteration that drafted; None unless `return_drafts` asks for it.
     `finish_reason`: None while it runs, then `stop`, `length`, `abort` or `error`. `stop_reason`: the stop string or
     stop token id that ended it, None for an eos token.
@@ -185,6 +186,10 @@ class CompletionOutput:
     drafts: list[Draft] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+
+    def extend_back(self, earlier: CompletionOutput) -> None:
+        """Make this output cover what `earlier`, an unread output before it, covers. Mutates."""
+        self.delta = earlier.delta + self.delta
 
 
 @dataclass(kw_only=True)
@@ -204,6 +209,11 @@ class RequestOutput:
     metrics: RequestMetrics
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: SpecrsError | None = None
+
+    def extend_back(self, earlier: RequestOutput) -> None:
+        """Make this output cover what `earlier`, an unread output before it, covers. Mutates."""
+        for before, after in zip(earlier.outputs, self.outputs, strict=True):
+            after.extend_back(before)
 
     @classmethod
     def from_error(

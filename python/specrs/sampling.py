@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import InitVar, dataclass
+from enum import Enum
 from typing import Any
 
 from specrs.core import GREEDY_BELOW
@@ -37,6 +39,26 @@ MAX_BAD_WORD_TOKENS = 32
 _INT32_MAX = 2**31 - 1
 _PENALTY = Number(-2.0, 2.0)
 _COMMANDS: tuple[Command, ...] = ("generate", "bench serve")
+
+
+class RequestOutputKind(Enum):
+    """What each output of a stream holds, under vLLM's names.
+
+    `CUMULATIVE`: the whole completion so far. `DELTA`: what is new since the output before. `FINAL_ONLY`: the whole
+    completion, and there is one output, the last.
+    """
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+def _read_output_kind(value: object) -> RequestOutputKind:
+    """The kind that `value`, a `RequestOutputKind` of ours or of vLLM, stands for."""
+    if isinstance(value, Enum) and value.name in RequestOutputKind.__members__:
+        return RequestOutputKind[value.name]
+    allowed = ", ".join(kind.name for kind in RequestOutputKind)
+    raise invalid(InvalidRequestError, "output_kind", value, f"must be a RequestOutputKind: {allowed}")
 
 
 @rejects_unknown_arguments(InvalidRequestError)
@@ -164,6 +186,13 @@ class SamplingParams:
     extra_args: Mapping[str, Any] | None = option(
         None, Checked(lambda value: value, "None"), "no effect", default_is="None"
     )
+    output_kind: RequestOutputKind = option(
+        RequestOutputKind.CUMULATIVE,
+        Checked(_read_output_kind, "a `RequestOutputKind`: CUMULATIVE, DELTA or FINAL_ONLY"),
+        "what each output of a stream holds",
+        default_is="the whole completion so far",
+        details="`LLM.generate` returns one whole output for each prompt, whatever the kind.",
+    )
     num_speculative_tokens: int | None = option(
         None, Integer(0, MAX_SPECULATIVE_TOKENS), "draft tokens per step, at most", default_is="the engine's number"
     )
@@ -173,7 +202,6 @@ class SamplingParams:
     # vLLM's, checked and not kept
     best_of: InitVar[int | None] = None
     truncate_prompt_tokens: InitVar[int | None] = None
-    output_kind: InitVar[Any] = None
     flat_logprobs: InitVar[bool] = False
     logprob_token_ids: InitVar[Sequence[int] | None] = None
     prompt_logprob_token_ids: InitVar[Sequence[int] | None] = None
@@ -206,7 +234,8 @@ class SamplingParams:
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as a tuple, empty if None."""
-        return read_stop_strings(self.stop)
+        assert isinstance(self.stop, tuple)  # made at construction
+        return self.stop
 
     def replace(self, **changes: Any) -> SamplingParams:
         """A copy with `changes`, checked again."""
@@ -214,6 +243,13 @@ class SamplingParams:
             if name not in FIELDS and name not in SAMPLING:
                 raise unknown_key(InvalidRequestError, "SamplingParams", name, FIELDS)
         return dataclasses.replace(self, **changes)
+
+    def without(self, *names: str) -> SamplingParams:
+        """A copy with these fields at their defaults. Nothing is checked again: a default goes with any other value."""
+        other = copy.copy(self)
+        for name in names:
+            object.__setattr__(other, name, getattr(_DEFAULTS, name))
+        return other
 
 
 FIELDS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
@@ -278,8 +314,6 @@ def tokenize_bad_words(
 def _check_vllm_only(values: Sequence[object]) -> None:
     """Check the values of vLLM's other parameters, in the order of `SamplingParams` and of vllm_arguments.json."""
     for (name, argument), value in zip(SAMPLING.items(), values, strict=True):
-        if name == "output_kind" and getattr(value, "name", None) == "CUMULATIVE":
-            continue
         if not argument.accepts(value):
             raise UnsupportedRequestError(argument.reason(name, value))
 
@@ -413,3 +447,6 @@ def _check_num_logprobs(field: str, count: int | None, limits: RequestLimits) ->
             count,
             f"must be from 0 to {most}, the engine's max_logprobs (--max-logprobs){every}",
         )
+
+
+_DEFAULTS = SamplingParams()

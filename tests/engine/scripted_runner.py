@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from specrs.config import EngineConfig
 from specrs.core import FINISH_LENGTH, FINISH_NONE, CachedDrafter, Scheduler
-from specrs.engine.engine import Engine, EngineParts
+from specrs.engine.engine import Engine
+from specrs.engine.parts import EngineParts
 from specrs.engine.request import Request
 from specrs.runner.extras import ExtrasLookup
 from specrs.runner.ring import Header, Ring, RingSlot

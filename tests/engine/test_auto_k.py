@@ -13,8 +13,10 @@ from specrs.core import CostModel, SpeculationPlanner
 from specrs.engine import warm_up
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
+from specrs.engine.parts import EngineParts
 from specrs.engine.request import Request
 from specrs.pair.prompts import PROMPTS
+from specrs.runner.eager import EagerRunner
 from specrs.runner.ring import Header, RingSlot
 
 from engine.harness import Bank, assert_idle, config, request, run, weights
@@ -59,7 +61,7 @@ def test_what_is_one_call_on_a_cpu_is_measured_for_a_shorter_time(
     """No time at all is two batches and one round; without a bound every round is run."""
     measured: list[tuple[int, int]] = []
 
-    def measure(_: Engine, batch: int, k: int) -> float:
+    def measure(_: object, batch: int, k: int) -> float:
         measured.append((batch, k))
         return 1.0
 
@@ -125,6 +127,45 @@ def test_nothing_is_left_of_the_warm_up(qwen_bank: Bank) -> None:
         engine.add_request(request(i, prompt, k=0, max_tokens=2, engine_k=K))
     run(engine)
     assert engine.stats().num_cached_tokens == 0
+
+
+def test_one_engine_is_made_and_is_complete(qwen_bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its costs are measured without another one, and it has its planner when it is made."""
+    made: list[Engine] = []
+    init = Engine.__init__
+
+    def noted(engine: Engine, parts: EngineParts) -> None:
+        init(engine, parts)
+        assert engine.planner is not None
+        assert engine.runner.num_target_passes == 0
+        made.append(engine)
+
+    monkeypatch.setattr(Engine, "__init__", noted)
+    engine = auto_engine(qwen_bank)
+    assert made == [engine]
+    assert (engine.scheduler.num_launches, engine.scheduler.num_free_blocks) == (0, engine.scheduler.num_blocks)
+
+
+def test_costs_are_those_of_the_steps(qwen_bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that only passes advance, by 3 ms for a target's and 0.5 ms for a draft's, and a little with rows."""
+    now = 0.0
+    monkeypatch.setattr(warm_up.time, "perf_counter", lambda: now)
+    launch = EagerRunner.launch
+
+    def timed(runner: EagerRunner, slot: RingSlot, header: Header) -> None:
+        nonlocal now
+        launch(runner, slot, header)
+        rows = header.num_decode + header.num_prefill_tokens
+        now += 1e-3 * (3.0 + 0.5 * header.max_k + 0.01 * rows + 0.25 * header.num_draft_tokens)
+
+    monkeypatch.setattr(EagerRunner, "launch", timed)
+    monkeypatch.setattr(warm_up, "SECONDS", 1e9)
+    engine = auto_engine(qwen_bank)
+    assert engine.planner is not None
+    costs = engine.planner.costs()
+    for batch in costs.batches:
+        for k in costs.ks:
+            assert costs.ms(batch, k) == pytest.approx(3.0 + 0.5 * k + 0.01 * batch), (batch, k)
 
 
 def test_a_context_too_short_to_draft_in_still_serves(qwen_bank: Bank) -> None:

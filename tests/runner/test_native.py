@@ -267,7 +267,10 @@ class Made:
         if rng.random() < 0.4:
             asked["repetition_penalty"] = float(rng.choice([0.6, 1.3, 2.0]))
         if rng.random() < 0.4:
-            asked |= {"frequency_penalty": float(rng.choice([-0.5, 0.7])), "presence_penalty": float(rng.choice([0, 0.4]))}
+            asked |= {
+                "frequency_penalty": float(rng.choice([-0.5, 0.7])),
+                "presence_penalty": float(rng.choice([0, 0.4])),
+            }
         if rng.random() < 0.4:
             asked["logprobs"] = int(rng.choice([0, 1, 4, core.LOGPROBS_ALL]))
         if rng.random() < 0.2:

@@ -63,8 +63,8 @@ def test_usage_of_several_prompts_and_completions() -> None:
         "prompt_tokens_details": {"cached_tokens": 12},
         "completion_tokens_details": {"reasoning_tokens": 3},
     }
-    assert usage(outputs, silent=False, reasoning_tokens=3) == wanted
-    silent = usage(outputs, silent=True, reasoning_tokens=None)
+    assert usage(outputs, completion_tokens=12, reasoning_tokens=3) == wanted
+    silent = usage(outputs, completion_tokens=0, reasoning_tokens=None)
     assert (silent["completion_tokens"], silent["total_tokens"]) == (0, 16)
 
 
@@ -116,7 +116,7 @@ def test_latencies_are_between_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """First token after 0.5 s, then 1 s, then 2 s; an output without tokens is none of them."""
     metrics = served()
     observe = metrics.observer()
-    for now, tokens, ended in ((10.5, 1, None), (11.5, 3, None), (12.0, 3, None), (13.5, 4, "length")):
+    for now, tokens, ended in ((10.5, 1, None), (11.5, 2, None), (12.0, 0, None), (13.5, 1, "length")):
         monkeypatch.setattr(metrics_module.time, "monotonic", partial(float, now))
         observe(0, output(4, [tokens, 0], ended=ended, arrival_time=10.0))
     found = values(metrics)

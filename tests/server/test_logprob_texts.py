@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from specrs.server.token_pieces import TokenPieces, prompt_offsets
+from specrs.engine.text_window import TextWindow
+from specrs.server.text_offsets import prompt_offsets
 from specrs.tokenizer import Tokenizer
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, processors
 from tokenizers import Tokenizer as Backend
@@ -157,9 +158,9 @@ def test_long_texts_do_not_drift(tokenizers: dict[str, Tokenizer], kind: str) ->
     """Beyond the characters that are kept to decode what follows, with whole characters and parts of them."""
     tokenizer = tokenizers[kind]
     text = "a ab 日本 b é🎉 \n" * 120 + " ab" * 600 + "é日🎉 " * 1100
-    pieces = TokenPieces(tokenizer.decoder, (), skip_special_tokens=True)
+    window = TextWindow(tokenizer.decoder, (), skip_special_tokens=True)
     ids = tokenizer.encode(text, add_special_tokens=False)
-    found = [pieces.add(token) for token in ids]
+    found = [window.add(token) for token in ids]
     assert "".join(found) == text
     offsets = prompt_offsets(tokenizer, ids, text)
     assert [len("".join(found[:i])) for i in range(len(ids))] == offsets

@@ -17,12 +17,13 @@ from specrs.config import EngineConfig
 from specrs.core import CostModel, Scheduler, SpeculationPlanner
 from specrs.engine.blueprint import Blueprint
 from specrs.engine.device import current, resolve_device
-from specrs.engine.engine import Engine, EngineParts, Runner
+from specrs.engine.engine import Engine
 from specrs.engine.follow import connect, serve_under_torchrun, threads_of_rank
 from specrs.engine.head_check import HeadCheck
 from specrs.engine.kv_events import KVEventPublisher
 from specrs.engine.kv_memory import check_memory
 from specrs.engine.loras import LoRAStore
+from specrs.engine.parts import EngineParts, Runner
 from specrs.engine.runners import make_runner, num_blocks
 from specrs.engine.warm_up import measure_costs
 from specrs.engine.weights import Weights, check_ranks, load_weights
@@ -88,7 +89,6 @@ def _build(
         runner = LeadingRunner(own, team, scheduler.record_layout(), end)
     planner = None
     if config.plans_speculation and blueprint.num_speculative_tokens:
-        # Before the engine takes the runner for itself: the runner asks the last engine made for grammars.
         costs, catch_up_ms = _measure(blueprint, scheduler, runner, blocks)
         planner = SpeculationPlanner(
             max_num_seqs=config.max_num_seqs,
@@ -96,21 +96,29 @@ def _build(
             costs=costs,
             catch_up_ms=catch_up_ms,
         )
-    engine = Engine(make_parts(blueprint, scheduler, runner))
-    engine.team, engine.planner = team, planner
+    loras = None
     if config.enable_lora:
         target = blueprint.weights.target
         assert isinstance(target, DenseFacts)
         assert isinstance(own, EagerRunner)
-        engine.loras = LoRAStore(target, max_lora_rank=config.max_lora_rank, max_cpu_loras=config.most_cpu_loras)
-        own.loras = LoRARows(config.max_num_seqs, engine.loras.get)
+        loras = LoRAStore(target, max_lora_rank=config.max_lora_rank, max_cpu_loras=config.most_cpu_loras)
+        own.loras = LoRARows(config.max_num_seqs, loras.get)
+    publisher = None
     if config.kv_events_config is not None and config.kv_events_config.publishes:
         publisher = KVEventPublisher(config.kv_events_config)
-        weakref.finalize(engine, publisher.close)
-        engine.publish = publisher.publish
     head = blueprint.weights.head
-    if head is not None:
-        engine.head_check = HeadCheck(str(config.draft), head.aux_layer_ids)
+    engine = Engine(
+        replace(
+            make_parts(blueprint, scheduler, runner),
+            planner=planner,
+            team=team,
+            loras=loras,
+            publish=None if publisher is None else publisher.publish,
+            head_check=None if head is None else HeadCheck(str(config.draft), head.aux_layer_ids),
+        )
+    )
+    if publisher is not None:
+        weakref.finalize(engine, publisher.close)
     return engine
 
 
@@ -146,14 +154,14 @@ def _build_on_ranks(config: EngineConfig, lead: Lead) -> Engine:
 
 
 def _measure(blueprint: Blueprint, scheduler: Scheduler, runner: Runner, blocks: int) -> tuple[CostModel, float]:
-    """Measure the cost of steps, and of a position of catch-up, with engines and schedulers that end here.
+    """Measure the cost of steps, and of a position of catch-up, with schedulers that end here.
 
     Where drafters on the host are among others, `scheduler` learns what each kind of draft costs.
     """
 
     def measured(drafter: str | None = None) -> tuple[CostModel, float]:
         own = blueprint.scheduler(blocks, measuring=drafter)
-        return measure_costs(Engine(make_parts(blueprint, own, runner)))
+        return measure_costs(make_parts(blueprint, own, runner))
 
     speculative = blueprint.config.speculative_config
     if speculative is None or not speculative.drafts_on_host:

@@ -6,85 +6,34 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 
-from specrs.config import EngineConfig
 from specrs.core import (
     DRAFTER_DEVICE,
     FLAG_TARGET_NON_FINITE,
     PLAN_LAUNCH,
     AcceptanceTracker,
-    KVEventBatch,
     Outputs,
-    Scheduler,
-    SpeculationPlanner,
 )
 from specrs.drafters.base import Drafter
 from specrs.engine.constraints import reject_exclusive
 from specrs.engine.faults import HOST_KINDS, DraftFaults
-from specrs.engine.head_check import HeadCheck
-from specrs.engine.loras import LoRAStore
+from specrs.engine.parts import EngineParts, Watch
 from specrs.engine.request import FinishReason, Request
-from specrs.engine.weights import Weights
 from specrs.errors import EngineDeadError, EngineError, SpecrsError, UnknownRequestError
-from specrs.models.kv_cache import KVCache
 from specrs.outputs import AcceptanceFigures, EngineStats
-from specrs.parallel.team import Team
-from specrs.runner.extras import ExtrasLookup, RequestExtras
+from specrs.runner.extras import RequestExtras
 from specrs.runner.logprobs import token_entries
-from specrs.runner.ring import Header, Ring, RingSlot, section_arrays
-from specrs.sampling import RequestLimits, validate_request
+from specrs.runner.ring import Header, RingSlot, section_arrays
+from specrs.sampling import validate_request
 from specrs.tokenizer import Tokenizer, end_ids
 from specrs.verify.logprobs import TokenLogprobs
 
 logger = logging.getLogger("specrs")
-Publish = Callable[[KVEventBatch], None]
-"""Told of what came into the prefix cache and left it, once a step in which something did; must not wait."""
-Watch = Callable[[RingSlot, Header, float], None]
-"""Told of every launch that settled: its slot, its header, and the milliseconds that it took."""
-
-
-class Runner(Protocol):
-    """What the loop asks of a runner: the eager one of a CPU, or the CUDA one."""
-
-    num_target_passes: int
-
-    @property
-    def drafter(self) -> Drafter | None:
-        """What drafts, None without speculation."""
-
-    @property
-    def kv_cache(self) -> KVCache:
-        """The target's."""
-
-    def use_extras(self, lookup: ExtrasLookup) -> None:
-        """Where to find what no record can say of a request."""
-
-    def launch(self, slot: RingSlot, header: Header) -> None:
-        """Execute or enqueue the launch planned in `slot.record`."""
-
-    def wait(self, slot: RingSlot) -> None:
-        """Return when `slot.results` hold what the launch reported."""
-
-    def close(self) -> None:
-        """End what it has started."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineParts:
-    """What an engine runs on; `specrs.engine.build` makes it from a configuration."""
-
-    config: EngineConfig
-    weights: Weights
-    limits: RequestLimits
-    scheduler: Scheduler
-    ring: Ring
-    runner: Runner
 
 
 class Engine:
@@ -105,15 +54,13 @@ class Engine:
         self.scheduler = parts.scheduler
         self.ring = parts.ring
         self.runner = parts.runner
-        self.planner: SpeculationPlanner | None = None
+        self.planner = parts.planner
         self._faults = DraftFaults(self.scheduler, self._drafter_names)
         self.watch: Watch | None = None
-        self.publish: Publish | None = None
-        self.head_check: HeadCheck | None = None
-        self.team: Team | None = None
-        """The other ranks, where the runner's launches are theirs too."""
-        self.loras: LoRAStore | None = None
-        """The adapters that requests may have; None: they may have none."""
+        self.publish = parts.publish
+        self.head_check = parts.head_check
+        self.team = parts.team
+        self.loras = parts.loras
         self.outputs = Outputs()
         self.requests: dict[int, Request] = {}
         self._reporting: dict[int, Request] = {}  # those of them with a grammar, or with log probabilities to report
@@ -156,7 +103,9 @@ class Engine:
         """
         self._mend()
         params = request.params
-        bounds = validate_request(request.prompt_token_ids, params, self.limits)
+        bounds = request.bounds
+        if bounds is None:
+            bounds = request.bounds = validate_request(request.prompt_token_ids, params, self.limits)
         matcher = None if request.grammar is None else request.grammar.matcher(bounds.stop_token_ids)
         reject_exclusive(params, bounds.stop_token_ids, request.bad_words_token_ids, matcher, self.limits.vocab_size)
         self.scheduler.add_request(

@@ -76,7 +76,7 @@ class Intake:
         Raises `InvalidRequestError` for what the engine's limits do not allow, and as `lora`.
         """
         tokenizer, limits = self.tokenizer, self._limits
-        validate_request(prompt.token_ids, params, limits)
+        bounds = validate_request(prompt.token_ids, params, limits)
         if tokenizer is None:
             for field, value in (
                 ("stop", params.stop_strings),
@@ -105,10 +105,11 @@ class Intake:
                 seed=self._seed(params.seed, number, i),
                 bad_words_token_ids=bad_words,
                 lora=lora,
+                bounds=bounds,
             )
             requests.append(request)
             # what the prompt's tokens are worth is told once, and costs a request its cached prefix
-            params = params.replace(prompt_logprobs=None) if params.prompt_logprobs is not None else params
+            params = params.without("prompt_logprobs")
         return requests
 
     def submit_grammar(self, params: SamplingParams) -> Future[Grammar] | None:

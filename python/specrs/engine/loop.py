@@ -222,8 +222,9 @@ class EngineLoop(threading.Thread):
                 if request.finished:
                     del self._owners[request.request_id]
                     self._prompt_builders.pop(request.request_id, None)
-        if prompts:
-            self._deliver([(group, i, group.builders[i].build()) for group, i in prompts.values()])
+        updates = [(group, i, group.builders[i].build()) for group, i in prompts.values() if group.builders[i].is_due]
+        if updates:
+            self._deliver(updates)
         for builder in self._prompt_builders.values():
             builder.take_prompt()
 
@@ -236,11 +237,7 @@ class EngineLoop(threading.Thread):
         for group, i in prompts.values():
             requests = group.prompts[i]
             if error is not None:
-                # nothing of a broken engine is asked again
-                first = requests[0]
-                output = RequestOutput.from_error(
-                    first.request_id, first.prompt, first.prompt_token_ids, error, len(requests)
-                )
+                output = group.builders[i].fail(error)
             else:
                 for request in requests:
                     if not request.finished:

@@ -1,14 +1,18 @@
-"""From running requests to what users read of them: snapshots, with what is new since the one before."""
+"""From running requests to the outputs that users read."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from specrs.engine.completion_log import CompletionLog, LoggedCompletion, Mark
+from specrs.engine.text_window import TextWindow
 from specrs.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from specrs.sampling import RequestOutputKind
 
 if TYPE_CHECKING:
     from specrs.engine.request import Request
+    from specrs.errors import SpecrsError
     from specrs.outputs import TokenLogprob
     from specrs.tokenizer import Tokenizer
 
@@ -56,16 +60,21 @@ def metrics(requests: Sequence[Request]) -> RequestMetrics:
 
 
 class OutputBuilder:
-    """Outputs of a prompt's requests as they run: each `build` is a snapshot, with what is new since the one before."""
+    """Makes outputs of a prompt's requests as they run. An output costs what is new since the one before it."""
 
     def __init__(self, requests: Sequence[Request], texts: TokenTexts | None) -> None:
         """`requests` are the completions of a prompt in their order, at least one; without `texts`, ids stay ids."""
+        params = requests[0].params
+        self._kind = params.output_kind
         self._requests = list(requests)
-        self._texts = texts if requests[0].params.detokenize else None
-        self._sent = [0] * len(requests)  # characters
-        # a snapshot costs what is new, not all there is
-        self._logprobs: list[list[dict[int, Logprob]]] = [[] for _ in requests]
+        self._texts = texts if params.detokenize else None
+        self._completions = [_Completion(request, self._kind) for request in requests]
         self._prompt_logprobs: list[dict[int, Logprob] | None] = []
+
+    @property
+    def is_due(self) -> bool:
+        """Whether an output is to be built now: with `FINAL_ONLY`, not before all requests have ended."""
+        return self._kind is not RequestOutputKind.FINAL_ONLY or all(request.finished for request in self._requests)
 
     def build(self) -> RequestOutput:
         """The requests as they are now. Mutates: what it has is not new the next time."""
@@ -75,10 +84,23 @@ class OutputBuilder:
             prompt=first.prompt,
             prompt_token_ids=first.prompt_token_ids,
             prompt_logprobs=self._prompt(first),
-            outputs=[self._completion(index, request) for index, request in enumerate(self._requests)],
+            outputs=[completion.output(index, self._dictionary) for index, completion in enumerate(self._completions)],
             finished=all(request.finished for request in self._requests),
             metrics=metrics(self._requests),
             error=next((request.error for request in self._requests if request.error is not None), None),
+        )
+
+    def fail(self, error: SpecrsError) -> RequestOutput:
+        """The end of all requests because of `error`, an engine's that cannot be asked for what is new."""
+        first = self._requests[0]
+        return RequestOutput(
+            request_id=str(first.request_id),
+            prompt=first.prompt,
+            prompt_token_ids=first.prompt_token_ids,
+            outputs=[completion.failed(index) for index, completion in enumerate(self._completions)],
+            finished=True,
+            metrics=RequestMetrics(),
+            error=error,
         )
 
     def take_prompt(self) -> None:
@@ -87,33 +109,13 @@ class OutputBuilder:
         if entries is not None and len(entries) > len(known):
             known += [None if entry is None else self._dictionary(entry) for entry in entries[len(known) :]]
 
-    def _completion(self, index: int, request: Request) -> CompletionOutput:
-        text, known = request.stable_text, self._logprobs[index]
-        delta, self._sent[index] = text[self._sent[index] :], len(text)
-        logprobs = cumulative = None
-        if request.logprobs is not None:
-            known += [self._dictionary(entry) for entry in request.logprobs[len(known) :]]
-            logprobs = known.copy()
-            cumulative = sum(entry.logprob for entry in request.logprobs)
-        return CompletionOutput(
-            index=index,
-            text=text,
-            delta=delta,
-            token_ids=list(request.output_token_ids),
-            drafts=None if request.drafts is None else request.drafts.copy(),
-            cumulative_logprob=cumulative,
-            logprobs=logprobs,
-            finish_reason=None if request.finish_reason is None else request.finish_reason.value,
-            stop_reason=request.stop_reason,
-        )
-
     def _prompt(self, request: Request) -> list[dict[int, Logprob] | None] | None:
         entries = request.prompt_logprobs
         # a prompt comes as a whole: chunks of it are no result
         if entries is None or len(entries) < len(request.prompt_token_ids):
             return None
         self.take_prompt()
-        return self._prompt_logprobs.copy()
+        return self._prompt_logprobs
 
     def _dictionary(self, entry: TokenLogprob) -> dict[int, Logprob]:
         found = {entry.token_id: Logprob(entry.logprob, entry.rank, self._text(entry.token_id))}
@@ -123,3 +125,67 @@ class OutputBuilder:
 
     def _text(self, token_id: int) -> str | None:
         return None if self._texts is None else self._texts[token_id]
+
+
+class _Completion:
+    """One request, what was read of it so far, and how far it was told."""
+
+    def __init__(self, request: Request, kind: RequestOutputKind) -> None:
+        params = request.params
+        self._request = request
+        self._cumulative = kind is not RequestOutputKind.DELTA
+        self._log = CompletionLog(logprobs=params.logprobs is not None, drafts=params.return_drafts)
+        self._told = Mark()
+        self._window: TextWindow | None = None
+
+    def output(self, index: int, dictionary: Callable[[TokenLogprob], dict[int, Logprob]]) -> CompletionOutput:
+        """An output with what is new of the request. Mutates: it is not new the next time."""
+        request, log = self._request, self._log
+        new = request.output.token_ids(len(log.token_ids))
+        log.token_ids += new
+        log.add_text(self._new_text(new))
+        if log.logprobs is not None:
+            for entry in (request.logprobs or [])[len(log.logprobs) :]:
+                log.logprobs.append(dictionary(entry))
+                log.cumulative_logprob += entry.logprob
+        if log.drafts is not None:
+            log.drafts += (request.drafts or [])[len(log.drafts) :]
+        reason = request.finish_reason
+        return self._view(index, None if reason is None else reason.value, request.stop_reason)
+
+    def failed(self, index: int) -> CompletionOutput:
+        """An output without news that has ended because of an error."""
+        return self._view(index, "error", None)
+
+    def _view(self, index: int, finish_reason: str | None, stop_reason: int | str | None) -> CompletionOutput:
+        start, self._told = self._told, self._log.mark()
+        return LoggedCompletion.view(
+            self._log,
+            start,
+            self._told,
+            cumulative=self._cumulative,
+            index=index,
+            cumulative_logprob=None if self._log.logprobs is None else self._log.cumulative_logprob,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+        )
+
+    def _new_text(self, token_ids: Sequence[int]) -> str:
+        """What is new of the text that no further token can change; `token_ids` are the new tokens.
+
+        To read the text of an unfinished request copies all of it, so its new tokens are decoded once more instead.
+        """
+        request, params = self._request, self._request.params
+        if request.decoder is None:
+            return ""
+        if request.finished:
+            return request.stable_text[self._log.num_characters :]
+        if self._window is None:
+            self._window = TextWindow(
+                request.decoder,
+                request.prompt_token_ids,
+                skip_special_tokens=params.skip_special_tokens,
+                # with the stop string in the output, nothing of it is taken back
+                stop=() if params.include_stop_str_in_output else params.stop_strings,
+            )
+        return "".join(map(self._window.add, token_ids))

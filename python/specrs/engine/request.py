@@ -23,7 +23,7 @@ from specrs.core import (
 from specrs.engine.constraints import no_token_allowed
 from specrs.errors import EngineError, SpecrsError
 from specrs.outputs import Draft, TokenLogprob
-from specrs.sampling import SamplingParams
+from specrs.sampling import RequestBounds, SamplingParams
 
 if TYPE_CHECKING:
     from specrs.models.lora import LoRAAdapter
@@ -68,6 +68,7 @@ class Request:
         bad_words_token_ids: Sequence[Sequence[int]] = (),
         grammar: Grammar | None = None,
         lora: LoRAAdapter | None = None,
+        bounds: RequestBounds | None = None,
     ) -> None:
         """A request that no engine has seen yet.
 
@@ -78,9 +79,11 @@ class Request:
             bad_words_token_ids: `params.bad_words` as token sequences.
             grammar: `params.structured_outputs`, compiled.
             lora: the adapter that it is computed with; None: the base model.
+            bounds: what `validate_request` returned for it; None where it was not checked yet: the engine checks it.
         """
         self.request_id = request_id
         self.prompt = prompt
+        self.decoder = decoder
         self.prompt_token_ids = list(prompt_token_ids)
         self.params = params
         self.priority = priority
@@ -90,6 +93,7 @@ class Request:
         self.bad_words_token_ids = bad_words_token_ids
         self.grammar = grammar
         self.lora = lora
+        self.bounds = bounds
         self.matcher: GrammarMatcher | None = None  # made on admission, when the stop ids are known
         self.logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
         self.prompt_logprobs: list[TokenLogprob | None] | None = None if params.prompt_logprobs is None else [None]

@@ -1,22 +1,20 @@
-"""What launches cost here, by batch and K: measured on an engine before it serves. Keeps nothing but the costs."""
+"""What launches cost here, by batch and K: measured on a runner before an engine has it. Keeps only the costs."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specrs.core import CostModel
+from specrs.core import PLAN_LAUNCH, CostModel, Outputs
+from specrs.engine.faults import DraftFaults
+from specrs.engine.parts import EngineParts, Watch
 from specrs.engine.request import Request
 from specrs.runner.native import NativeRunner
+from specrs.runner.ring import Header, RingSlot
 from specrs.sampling import SamplingParams
-
-if TYPE_CHECKING:
-    from specrs.engine.engine import Engine, Watch
-    from specrs.runner.ring import Header, RingSlot
 
 SECONDS = 2.0
 """Time to measure for, a last round apart; batches for which there is no time in it are not measured, but two are."""
@@ -29,26 +27,97 @@ PROMPT = 64
 """Tokens of a request's prompt."""
 
 
-def measure_costs(engine: Engine) -> tuple[CostModel, float]:
-    """Milliseconds of launches that only decode, at batches 1, 2, 4, ... and K = 0, 1, 2, 3, 4, 8, ... and the most;
-    and those of each position of a draft catch-up chunk.
+class MeasuringLoop:
+    """Plans, launches and settles steps of made-up requests, and times each step as an engine does."""
 
-    Batches that there is no time for get what the last two measured ones lead to expect; launches refine all of them.
-    Runs requests of made-up tokens and drops them. What is left of them is in the prefix cache and the counters, which
-    the caller forgets.
+    def __init__(self, parts: EngineParts) -> None:
+        """`parts`: with a scheduler and a ring that nothing else uses. The runner is an engine's afterwards."""
+        self.config = parts.config
+        self.limits = parts.limits
+        self.runner = parts.runner
+        self.depth = parts.ring.depth
+        self.live: set[int] = set()
+        """Ids of the requests that have not ended."""
+        self.watch: Watch | None = None
+        """Called with each launch that settled: its slot, its header, and its milliseconds."""
+        self._scheduler = parts.scheduler
+        self._ring = parts.ring
+        self._outputs = Outputs()
+        speculative = parts.config.speculative_config
+        self._faults = DraftFaults(parts.scheduler, () if speculative is None else speculative.methods)
+        self._settled_at = 0.0
+
+    def add_request(self, request: Request, limit: int, num_speculative_tokens: int) -> None:
+        """Queue a request that ends at `limit` tokens, prompt included, and drafts as told in each step."""
+        self._scheduler.add_request(
+            request.request_id,
+            np.asarray(request.prompt_token_ids, dtype=np.int64),
+            limit=limit,
+            num_speculative_tokens=num_speculative_tokens,
+            sampling=request.sampling(),
+        )
+        self._outputs.add(request.output)
+        self.live.add(request.request_id)
+
+    def step(self) -> None:
+        """Advance until one launch has settled."""
+        scheduler = self._scheduler
+        while scheduler.num_in_flight < self.depth:
+            slot = self._ring.slot(scheduler.num_launches)
+            slot.started = time.perf_counter()
+            if scheduler.plan(slot.record) != PLAN_LAUNCH:
+                break
+            self._faults.planned()
+            header = slot.header()
+            self.runner.launch(slot, header)
+            self._faults.launched(slot, header)
+        if scheduler.num_in_flight:
+            self._settle()
+
+    def drop_requests(self) -> None:
+        """End all requests, and settle what is in flight."""
+        for request_id in self.live:
+            self._outputs.remove(request_id)
+            self._scheduler.abort(request_id)
+        self.live.clear()
+        while self._scheduler.has_unfinished():
+            self.step()
+
+    def _settle(self) -> None:
+        scheduler = self._scheduler
+        launch_id = scheduler.num_launches - scheduler.num_in_flight
+        slot = self._ring.slot(launch_id)
+        self.runner.wait(slot)
+        _, ended = self._outputs.settle(scheduler, launch_id, slot.results, slot.settled, now=time.monotonic())
+        begun, self._settled_at = max(slot.started, self._settled_at), time.perf_counter()
+        self.live.difference_update(ended)
+        if self.watch is not None:
+            self.watch(slot, slot.header(), 1e3 * (self._settled_at - begun))
+
+
+def measure_costs(parts: EngineParts) -> tuple[CostModel, float]:
+    """Measure what launches cost.
+
+    Returns milliseconds of launches that only decode, at batches 1, 2, 4, ... and K = 0, 1, 2, 3, 4, 8, ... and the
+    most, and milliseconds of each position of a draft catch-up chunk. Batches that there is no time for get what the
+    last two measured ones lead to expect; launches refine all of them.
+
+    Runs requests of made-up tokens and drops them. They leave traces in the scheduler of `parts`, which is of no
+    further use, and in the runner's number of passes.
     """
-    most, rows = engine.num_speculative_tokens, engine.config.max_num_seqs
+    loop = MeasuringLoop(parts)
+    most, rows = loop.limits.num_speculative_tokens, loop.config.max_num_seqs
     ks = sorted({0, most} | {k for k in (3, *(1 << i for i in range(most.bit_length()))) if k < most})
     batches = sorted({rows} | {1 << i for i in range(rows.bit_length()) if 1 << i < rows})
-    _measure(engine, 1, most)  # first calls allocate
+    _measure(loop, 1, most)  # first calls allocate
     table = {(batch, k): math.inf for batch in batches for k in ks}
-    seconds = NATIVE_SECONDS if isinstance(engine.runner, NativeRunner) else SECONDS
+    seconds = NATIVE_SECONDS if isinstance(loop.runner, NativeRunner) else SECONDS
     began, measured = time.perf_counter(), len(batches)
     for rounds in range(MAX_ROUNDS):
         for i, batch in enumerate(batches[:measured]):
             before = time.perf_counter()
             for k in reversed(ks):  # the deepest first: the others find its draft KV in the prefix cache
-                table[batch, k] = min(table[batch, k], _measure(engine, batch, k))
+                table[batch, k] = min(table[batch, k], _measure(loop, batch, k))
             now = time.perf_counter()
             if not rounds and i and now - began + 2.0 * (now - before) > seconds:
                 measured = i + 1
@@ -62,7 +131,7 @@ def measure_costs(engine: Engine) -> tuple[CostModel, float]:
     # Fewer requests or drafts never take longer: where they seem to, something else did.
     ms = np.minimum.accumulate(np.minimum.accumulate(ms[::-1, ::-1], axis=0), axis=1)[::-1, ::-1]
     costs = CostModel(batches, ks, ms.tolist())
-    return costs, _catch_up_ms(engine, costs.ms(1, most))
+    return costs, _catch_up_ms(loop, costs.ms(1, most))
 
 
 def _smooth(ks: list[int], row: list[float]) -> list[float]:
@@ -76,7 +145,7 @@ def _smooth(ks: list[int], row: list[float]) -> list[float]:
     return [row[0], *(float(slope * k + intercept) for k in ks[1:])]
 
 
-def _catch_up_ms(engine: Engine, decode_ms: float) -> float:
+def _catch_up_ms(loop: MeasuringLoop, decode_ms: float) -> float:
     """Of each position, the fixed part of a chunk included."""
     found: list[float] = []
 
@@ -85,11 +154,11 @@ def _catch_up_ms(engine: Engine, decode_ms: float) -> float:
             found.append(max(0.0, ms - decode_ms) / header.num_draft_tokens)
 
     for run in range(LAUNCHES + 1):
-        _run(engine, 1, engine.num_speculative_tokens, watch, lambda: False, first_prompt=1 + run)
+        _run(loop, 1, loop.limits.num_speculative_tokens, watch, lambda: False, first_prompt=1 + run)
     return min(found, default=0.0)
 
 
-def _measure(engine: Engine, batch: int, k: int) -> float:
+def _measure(loop: MeasuringLoop, batch: int, k: int) -> float:
     """The fastest launch of `batch` requests with `k` drafts each; infinity where such a launch does not come about."""
     times: list[float] = []
 
@@ -98,28 +167,26 @@ def _measure(engine: Engine, batch: int, k: int) -> float:
         if header.num_decode == batch and uniform and not header.num_prefill and not header.num_draft_chunks:
             times.append(ms)
 
-    _run(engine, batch, k, watch, lambda: len(times) >= LAUNCHES)
+    _run(loop, batch, k, watch, lambda: len(times) >= LAUNCHES)
     return min(times, default=math.inf)
 
 
-def _run(engine: Engine, batch: int, k: int, watch: Watch, done: Callable[[], bool], *, first_prompt: int = 0) -> None:
+def _run(
+    loop: MeasuringLoop, batch: int, k: int, watch: Watch, done: Callable[[], bool], *, first_prompt: int = 0
+) -> None:
     """Run `batch` requests with `k` drafts each, until they end or there is enough."""
-    tokens = (k + 1) * (LAUNCHES + engine.depth + 1)
-    length = max(1, min(PROMPT, engine.config.max_num_batched_tokens // (4 * batch), engine.max_model_len - tokens))
-    params = SamplingParams(
-        temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, num_speculative_tokens=k
-    )
-    vocab = engine.limits.vocab_size
+    limits, config = loop.limits, loop.config
+    tokens = (k + 1) * (LAUNCHES + loop.depth + 1)
+    length = max(1, min(PROMPT, config.max_num_batched_tokens // (4 * batch), limits.max_model_len - tokens))
+    params = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
     for i in range(batch):
         # The same prompts for every K: their KV comes from the prefix cache from the second time on.
         start = (first_prompt * 65537 + i) * 7919 + 1
-        prompt = [(start + j * 104729) % vocab for j in range(length)]
-        engine.add_request(Request(i, prompt, params, num_speculative_tokens=engine.num_speculative_tokens))
-    engine.watch = watch
-    while engine.requests and not done():
-        engine.step()
-    engine.watch = None
-    for request_id in list(engine.requests):
-        engine.abort(request_id)
-    while engine.has_unfinished():
-        engine.step()
+        prompt = [(start + j * 104729) % limits.vocab_size for j in range(length)]
+        request = Request(i, prompt, params, num_speculative_tokens=limits.num_speculative_tokens)
+        loop.add_request(request, min(length + tokens, limits.max_model_len), k)
+    loop.watch = watch
+    while loop.live and not done():
+        loop.step()
+    loop.watch = None
+    loop.drop_requests()

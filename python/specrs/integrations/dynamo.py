@@ -20,7 +20,7 @@ from dynamo.llm.exceptions import InvalidArgument
 
 from specrs.async_llm import AsyncLLM, OutputStream
 from specrs.errors import InvalidRequestError, invalid_config, invalid_request
-from specrs.sampling import SamplingParams
+from specrs.sampling import RequestOutputKind, SamplingParams
 
 SAMPLING = frozenset(
     {"temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty"}
@@ -111,9 +111,8 @@ class Worker(LLMEngine):
                     if output.error is not None:
                         raise output.error
                     (completion,) = output.outputs
-                    tokens = list(completion.token_ids)
-                    chunk: dict[str, Any] = {"token_ids": tokens[sent:], "index": 0}
-                    sent = len(tokens)
+                    chunk: dict[str, Any] = {"token_ids": completion.token_ids, "index": 0}
+                    sent += len(completion.token_ids)
                     if output.finished:
                         reason = completion.finish_reason
                         chunk["finish_reason"] = "cancelled" if reason == "abort" else reason
@@ -143,7 +142,7 @@ def sampling_params(request: Mapping[str, Any], room: int) -> SamplingParams:
 
     Raises `InvalidRequestError` for an option that is not implemented and not at a value without effect.
     """
-    fields: dict[str, Any] = {"max_tokens": room, "detokenize": False}
+    fields: dict[str, Any] = {"max_tokens": room, "detokenize": False, "output_kind": RequestOutputKind.DELTA}
     sampling, stops = request.get("sampling_options") or {}, request.get("stop_conditions") or {}
     for name, value in sampling.items():
         if name in SAMPLING and value is not None:

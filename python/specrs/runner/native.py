@@ -1,8 +1,9 @@
 """The runner of the native pass on a CPU: a launch is one call of `specrs-cpu`. Plans nothing and settles nothing.
 
 Some launches go through the eager runner instead, op by op, on the same row state and KV and with the same passes: all
-of them with a draft of another tokenizer, and those with a prompt chunk that torch's passes compute. The logits are the same bits, and drawing and verification are the core's either way. So a
-request may go from one to the other at any launch, and its neighbours do not change its text.
+of them with a draft of another tokenizer, and those with a prompt chunk that torch's passes compute. The logits are the
+same bits, and drawing and verification are the core's either way. So a request may go from one to the other at any
+launch, and its neighbours do not change its text.
 """
 
 from __future__ import annotations

@@ -12,28 +12,23 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specrs.core import TokenDecoder
+from specrs.engine.text_window import TextWindow
 from specrs.outputs import CompletionOutput, Draft, RequestOutput
 from specrs.server.logprobs import TokenBytes, TokenText, chat_logprobs, completion_logprobs, prompt_logprobs
 from specrs.server.messages import MessageReader
 from specrs.server.params import Asked
 from specrs.server.protocol import SamplingBody
 from specrs.server.stopped_completion import StoppedCompletion
-from specrs.server.token_pieces import TextOffsets, TokenPieces
+from specrs.server.text_offsets import TextOffsets
 from specrs.server.usage import tokens_of
-
-
-@dataclass(frozen=True, slots=True)
-class _Told:
-    """What was told of a completion: tokens, drafts, and that it ended."""
-
-    tokens: int = 0
-    drafts: int = 0
-    ended: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """One request being answered: its head, and how far each completion has been told."""
+    """One request being answered: its head, and how far each completion has been sent.
+
+    Outputs hold what is new (`RequestOutputKind.DELTA`). Of a whole answer, they hold all at the end.
+    """
 
     model: str
     body: SamplingBody
@@ -42,7 +37,8 @@ class Answer:
     prompt_texts: Sequence[str] = ()
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
-    _told: dict[tuple[int, int], _Told] = field(default_factory=dict)  # by prompt and completion
+    _num_tokens: dict[tuple[int, int], int] = field(default_factory=dict)  # that count, by prompt and completion
+    _sent: dict[tuple[int, int], bool] = field(default_factory=dict)  # by prompt and completion: whether to its end
 
     operation_name = ""
     """`gen_ai.operation.name` of its spans."""
@@ -60,11 +56,25 @@ class Answer:
         }
 
     def read(self, index: int, output: RequestOutput, finish: Callable[[int, int], None]) -> RequestOutput:
-        """What of an output of prompt `index` counts. Called with each output in turn, before `choices` or `chunks`.
+        """Count what is new of prompt `index`, and return the part of it that is to be sent. Called with each output in
+        turn.
 
         `finish(index, completion)` ends a completion in the engine.
         """
+        if not self.asked.silent:
+            for completion in output.outputs:
+                key = index, completion.index
+                self._num_tokens[key] = self._num_tokens.get(key, 0) + len(completion.token_ids)
         return output
+
+    def cut(self, index: int, output: RequestOutput) -> RequestOutput:
+        """The part to be sent of a whole output of prompt `index`, all of which was read."""
+        return output
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all completions so far that count."""
+        return sum(self._num_tokens.values())
 
     def prompt_fields(self, outputs: Mapping[int, RequestOutput]) -> dict[str, Any]:
         """Fields of the prompts that vLLM has beside `choices`: of an answer, and of the first chunk of a stream."""
@@ -87,30 +97,29 @@ class Answer:
         return index * self.asked.params.n + completion.index
 
     def _is_news(self, index: int, completion: CompletionOutput, ids: Sequence[int]) -> bool:
-        """Whether there is more to tell of a completion than was told, of which `ids` are all tokens."""
-        told = self._told.get((index, completion.index))
-        if told is None:
-            return bool(ids or completion.finish_reason)
-        return len(ids) > told.tokens or (completion.finish_reason is not None and not told.ended)
+        """Whether there is more to send of a completion than was sent. `ids` are its new tokens."""
+        ended = completion.finish_reason is not None and not self._sent.get((index, completion.index))
+        return bool(ids) or ended
 
-    def _tell(self, index: int, completion: CompletionOutput, ids: Sequence[int]) -> None:
-        ended = completion.finish_reason is not None
-        self._told[index, completion.index] = _Told(len(ids), len(completion.drafts or ()), ended)
+    def _send(self, index: int, completion: CompletionOutput) -> bool:
+        """Note that what is new of a completion is sent. Returns whether this is the first of it. Mutates."""
+        key = index, completion.index
+        first = key not in self._sent
+        self._sent[key] = completion.finish_reason is not None
+        return first
 
     def _ending(self, completion: CompletionOutput) -> dict[str, Any]:
         return {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
 
-    def _tokens(self, completion: CompletionOutput, ids: Sequence[int], told: _Told | None) -> dict[str, Any]:
-        """Fields that tell of `ids` and of the drafts among them as tokens, where the body asks for any. `told` is what
-        was told of the completion before, None for nothing."""
+    def _tokens(self, completion: CompletionOutput, ids: Sequence[int]) -> dict[str, Any]:
+        """Fields with `ids`, and with the drafts of a completion, where the body asks for any."""
         body, fields = self.body, dict[str, Any]()
         if body.return_token_ids:
             fields["token_ids"] = list(ids)
         if body.return_token_strs:
             fields["token_strs"] = [self.token_text(token_id) for token_id in ids]
         if body.return_drafts and completion.drafts is not None:
-            new = completion.drafts[told.drafts if told is not None else 0 :]
-            fields["drafts"] = [self._draft(draft) for draft in new]
+            fields["drafts"] = [self._draft(draft) for draft in completion.drafts]
         return fields
 
     def _draft(self, draft: Draft) -> dict[str, Any]:
@@ -147,33 +156,26 @@ class CompletionAnswer(Answer):
             choice = {
                 "index": self._choice_index(index, completion),
                 "text": (self.prompt_texts[index] if self.echo else "") + text,
-                "logprobs": self._logprobs(index, output, completion, ids, first=True, start=0),
+                "logprobs": self._logprobs(index, output, completion, ids, first=True),
                 **self._ending(completion),
             }
-            choices.append(choice | self._extras(output, completion, ids, None))
+            choices.append(choice | self._extras(output, completion, ids, first=True))
         return choices
 
     def chunks(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
         choices = []
         for completion in output.outputs:
-            ids = self._told_of(completion)[1]
+            text, ids = self._told_of(completion)
             if not self._is_news(index, completion, ids):
                 continue
-            before = self._told.get((index, completion.index))
-            first, told = before is None, before or _Told()
-            text = "" if self.asked.silent else completion.delta
-            if first and self.echo:
-                text = self.prompt_texts[index] + text
-            new = ids[told.tokens :]
-            logprobs = self._logprobs(index, output, completion, new, first=first, start=told.tokens)
-            self._tell(index, completion, ids)
+            first = self._send(index, completion)
             choice = {
                 "index": self._choice_index(index, completion),
-                "text": text,
-                "logprobs": logprobs,
+                "text": (self.prompt_texts[index] if first and self.echo else "") + text,
+                "logprobs": self._logprobs(index, output, completion, ids, first=first),
                 **self._ending(completion),
             }
-            choices.append(choice | self._extras(output, completion, new, before))
+            choices.append(choice | self._extras(output, completion, ids, first=first))
         return choices
 
     def _told_of(self, completion: CompletionOutput) -> tuple[str, list[int]]:
@@ -192,36 +194,37 @@ class CompletionAnswer(Answer):
         ids: Sequence[int],
         *,
         first: bool,
-        start: int,
     ) -> dict[str, Any] | None:
         if completion.logprobs is None:
             return None
-        entries: list[Mapping[int, Any] | None] = list(completion.logprobs[start : start + len(ids)])
-        offsets = self._offsets_of(index, output, completion)[start : start + len(ids)]
+        entries: list[Mapping[int, Any] | None] = list(completion.logprobs[: len(ids)])
+        offsets = self._offsets_of(index, output, completion, ids)
         if first and self.echo and output.prompt_logprobs is not None:
             ids = [*output.prompt_token_ids, *ids]
             entries = [*output.prompt_logprobs, *entries]
             offsets = [*self.prompt_offsets[index], *offsets]
         return completion_logprobs(ids, entries, self.token_text, offsets, top=bool(self.asked.params.logprobs))
 
-    def _offsets_of(self, index: int, output: RequestOutput, completion: CompletionOutput) -> list[int]:
-        """Where the tokens of a completion begin in the text of its choice."""
+    def _offsets_of(
+        self, index: int, output: RequestOutput, completion: CompletionOutput, ids: Sequence[int]
+    ) -> list[int]:
+        """Where the new tokens of a completion begin in the text of its choice."""
         key = index, completion.index
         if key not in self._offsets:
             skip = self.asked.params.skip_special_tokens
-            pieces = TokenPieces(self.decoder, output.prompt_token_ids, skip_special_tokens=skip)
-            self._offsets[key] = TextOffsets(pieces, len(self.prompt_texts[index]) if self.echo else 0)
-        return self._offsets[key].of(completion.token_ids)
+            window = TextWindow(self.decoder, output.prompt_token_ids, skip_special_tokens=skip)
+            self._offsets[key] = TextOffsets(window, len(self.prompt_texts[index]) if self.echo else 0)
+        return self._offsets[key].add(ids)
 
     def _extras(
-        self, output: RequestOutput, completion: CompletionOutput, ids: Sequence[int], told: _Told | None
+        self, output: RequestOutput, completion: CompletionOutput, ids: Sequence[int], *, first: bool
     ) -> dict[str, Any]:
         extras: dict[str, Any] = {}
-        if told is None and completion.index == 0 and output.prompt_logprobs is not None and not self.echo:
+        if first and completion.index == 0 and output.prompt_logprobs is not None and not self.echo:
             extras["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         if self.body.return_token_ids:
-            extras["prompt_token_ids"] = output.prompt_token_ids if told is None else None
-        return extras | self._tokens(completion, ids, told)
+            extras["prompt_token_ids"] = output.prompt_token_ids if first else None
+        return extras | self._tokens(completion, ids)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +240,7 @@ class ChatAnswer(Answer):
     decoder: TokenDecoder | None = None
     _readers: dict[tuple[int, int], MessageReader] = field(default_factory=dict)  # of streams
     _reasoning_tokens: dict[tuple[int, int], int] = field(default_factory=dict)
-    _reasoned: set[tuple[int, int]] = field(default_factory=set)  # completions whose reasoning has ended
+    _reasoning: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # tokens while it may go on
     _stopped: dict[tuple[int, int], StoppedCompletion] = field(default_factory=dict)  # where content has stop strings
 
     operation_name = "chat"
@@ -246,23 +249,29 @@ class ChatAnswer(Answer):
     id_prefix = "chatcmpl"
 
     def read(self, index: int, output: RequestOutput, finish: Callable[[int, int], None]) -> RequestOutput:
-        """The output up to the stop strings in its contents."""
+        if not self.asked.stops_in_content:
+            return super().read(index, output, finish)
+        return replace(output, outputs=[self._read(index, output, one, finish) for one in output.outputs])
+
+    def cut(self, index: int, output: RequestOutput) -> RequestOutput:
         if not self.asked.stops_in_content:
             return output
-        return replace(output, outputs=[self._read(index, output, one, finish) for one in output.outputs])
+        return replace(output, outputs=[self._stopped[index, one.index].cut(one) for one in output.outputs])
 
     def _read(
         self, index: int, output: RequestOutput, completion: CompletionOutput, finish: Callable[[int, int], None]
     ) -> CompletionOutput:
+        """The completion up to a stop string in its content."""
         key, params = (index, completion.index), self.asked.params
         if key not in self._stopped:
             assert self.new_reader is not None
-            pieces = TokenPieces(self.decoder, output.prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
-            self._stopped[key] = StoppedCompletion(self.new_reader, pieces, params)
+            window = TextWindow(self.decoder, output.prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
+            self._stopped[key] = StoppedCompletion(self.new_reader, window, params)
             self._readers[key] = self._stopped[key].reader
         stopped = self._stopped[key]
         before = stopped.stopped
         read = stopped.read(completion)
+        self._num_tokens[key] = stopped.num_tokens
         if stopped.stopped and not before and completion.finish_reason is None:
             finish(index, completion.index)
         return read
@@ -275,15 +284,17 @@ class ChatAnswer(Answer):
     def reasoning_tokens(self) -> int:
         return sum(self._reasoning_tokens.values())
 
-    def _count_reasoning(self, key: tuple[int, int], reader: MessageReader, token_ids: Sequence[int]) -> None:
-        if key in self._reasoned:
+    def _count_reasoning(self, key: tuple[int, int], reader: MessageReader, new_ids: Sequence[int]) -> None:
+        if key in self._reasoning_tokens and key not in self._reasoning:
             return
+        token_ids = self._reasoning.setdefault(key, [])
+        token_ids += new_ids
         length = reader.reasoning_length
         if length is None:
             self._reasoning_tokens[key] = len(token_ids)
         else:
             self._reasoning_tokens[key] = tokens_of(length, token_ids, self.decode)
-            self._reasoned.add(key)
+            del self._reasoning[key]
 
     def choices(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
         choices = []
@@ -299,10 +310,10 @@ class ChatAnswer(Answer):
             choice = {
                 "index": self._choice_index(index, completion),
                 "message": {"role": "assistant", **message},
-                "logprobs": self._logprobs(completion, 0),
+                "logprobs": self._logprobs(completion),
                 **ending,
             }
-            choices.append(choice | self._tokens(completion, completion.token_ids, None))
+            choices.append(choice | self._tokens(completion, completion.token_ids))
         return choices
 
     def chunks(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
@@ -312,9 +323,7 @@ class ChatAnswer(Answer):
             if not self._is_news(index, completion, ids):
                 continue
             key = index, completion.index
-            told = self._told.get(key)
-            start = told.tokens if told is not None else 0
-            self._tell(index, completion, ids)
+            first = self._send(index, completion)
             ending = self._ending(completion)
             delta: dict[str, Any] = {"content": completion.delta}
             if self.new_reader is not None:
@@ -327,15 +336,15 @@ class ChatAnswer(Answer):
                 ending["finish_reason"] = reader.finish_reason(completion.finish_reason)
             choice = {
                 "index": self._choice_index(index, completion),
-                "delta": {**({"role": "assistant"} if told is None else {}), **delta},
-                "logprobs": self._logprobs(completion, start),
+                "delta": {**({"role": "assistant"} if first else {}), **delta},
+                "logprobs": self._logprobs(completion),
                 **ending,
             }
-            choices.append(choice | self._tokens(completion, ids[start:], told))
+            choices.append(choice | self._tokens(completion, ids))
         return choices
 
-    def _logprobs(self, completion: CompletionOutput, start: int) -> dict[str, Any] | None:
+    def _logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
         if completion.logprobs is None:
             return None
-        ids, entries = completion.token_ids[start:], completion.logprobs[start:]
-        return chat_logprobs(ids, entries, self.token_text, self.token_bytes, self.asked.params.logprobs or 0)
+        ids, top = completion.token_ids, self.asked.params.logprobs or 0
+        return chat_logprobs(ids, completion.logprobs, self.token_text, self.token_bytes, top)

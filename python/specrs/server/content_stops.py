@@ -19,12 +19,21 @@ class ContentStops:
         """The stop string that ended the content."""
         self.active = True
         """Whether text that comes now may complete a stop string."""
-        self.content = ""
-        """All content so far, with the stop string."""
         self._strings = strings
         self._include = include
+        self._longest = max(map(len, strings), default=1)
+        self._pieces: list[str] = []
+        # positions count characters from the start of the content
+        self._length = 0
         self._begin = 0  # of the content since the last call
         self._told = 0
+        self._window = ""  # the end of the content: what is not told, and what may be a part of a stop string
+        self._window_start = 0
+
+    @property
+    def content(self) -> str:
+        """All content so far, with the stop string."""
+        return "".join(self._pieces)[: self._length]
 
     def filter(self, events: Sequence[Event], *, final: bool) -> list[Event]:
         """The events that may be told: content up to the stop string, and nothing after it. Mutates.
@@ -38,38 +47,45 @@ class ContentStops:
             if isinstance(event, Content):
                 told += self._add(event.text)
             else:
-                told += self._tell(len(self.content))
+                told += self._tell(self._length)
                 told.append(event)
-                self._begin = len(self.content)
+                self._begin = self._length
         if final and self.found is None:
-            told += self._tell(len(self.content))
+            told += self._tell(self._length)
         return told
 
     def _add(self, text: str) -> list[Event]:
-        before = len(self.content)
-        self.content += text
+        before = self._length
+        self._pieces.append(text)
+        self._length += len(text)
+        kept = max(before - self._told, self._longest - 1)
+        self._window = self._window[-kept:] + text if kept else text
+        self._window_start = self._length - len(self._window)
         if self.active:
             places = []
             for i, stop in enumerate(self._strings):
-                place = self.content.find(stop, max(self._begin, before + 1 - len(stop)))
+                first = max(self._begin, before + 1 - len(stop)) - self._window_start
+                place = self._window.find(stop, max(0, first))
                 if place >= 0:
                     places.append((place + len(stop), place, i))
             if places:
                 # the one that ends first; among those the longest
                 end, place, i = min(places)
-                self.found, self.content = self._strings[i], self.content[:end]
-                return self._tell(end if self._include else place)
-        return self._tell(len(self.content) - self._held())
+                self.found, self._length = self._strings[i], self._window_start + end
+                return self._tell(self._window_start + (end if self._include else place))
+        return self._tell(self._length - self._held())
 
     def _held(self) -> int:
         """Characters at the end that may begin a stop string."""
         if self._include:
             return 0
-        longest = min(max(map(len, self._strings)) - 1, len(self.content) - self._begin)
-        ends = (self.content[-n:] for n in range(longest, 0, -1))
+        longest = min(self._longest - 1, self._length - self._begin)
+        ends = (self._window[-n:] for n in range(longest, 0, -1))
         return next((len(end) for end in ends if any(stop.startswith(end) for stop in self._strings)), 0)
 
     def _tell(self, end: int) -> list[Event]:
-        text = self.content[self._told : end]
-        self._told = max(self._told, end)
-        return [Content(text)] if text else []
+        if end <= self._told:
+            return []
+        text = self._window[self._told - self._window_start : end - self._window_start]
+        self._told = end
+        return [Content(text)]

@@ -28,7 +28,7 @@ from specrs.server.protocol import (
     TokenizeRequest,
     Tool,
 )
-from specrs.server.token_pieces import prompt_offsets
+from specrs.server.text_offsets import prompt_offsets
 from specrs.server.tools import CHAT_FIELDS, FieldNames, read_tools, template_tools
 from specrs.tokenizer import Tokenizer
 
@@ -106,7 +106,6 @@ async def prepare_chat(
         token_bytes=context.llm.token_bytes,
         **_named(body),
     )
-    check_size(context, answer, [prompt])
     return answer, [prompt]
 
 

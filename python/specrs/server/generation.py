@@ -38,7 +38,7 @@ class Generation:
         self._tracing = context.tracing
         self._trace: RequestTrace | None = None
         self._report = context.report_speculation
-        self._last: dict[int, RequestOutput] = {}
+        self._last: dict[int, RequestOutput] = {}  # by prompt
         self._num_prompts = 0
         self._begun = False
         self._stream: OutputStream | None = None
@@ -83,8 +83,14 @@ class Generation:
 
     async def whole(self) -> dict[str, Any]:
         """The answer, when all has ended. Raises `APIError` for what failed."""
-        async for _ in self._news():
-            continue
+        assert self._stream is not None
+        while news := await self._stream.get():
+            for index, output in news:
+                self._answer.read(index, output, self._stream.finish)
+                if index in self._last:
+                    output.extend_back(self._last[index])
+                self._last[index] = output
+        self._last = {index: self._answer.cut(index, output) for index, output in self._last.items()}
         for output in self._last.values():
             fault = _fault(output)
             if fault is not None:
@@ -179,9 +185,8 @@ class Generation:
             yield news
 
     def _usage(self) -> dict[str, Any]:
-        return usage(
-            self._last.values(), silent=self._answer.asked.silent, reasoning_tokens=self._answer.reasoning_tokens
-        )
+        answer = self._answer
+        return usage(self._last.values(), completion_tokens=answer.num_tokens, reasoning_tokens=answer.reasoning_tokens)
 
     def _with_metrics(self, answer: dict[str, Any]) -> dict[str, Any]:
         if self._report:

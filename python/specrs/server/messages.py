@@ -34,7 +34,7 @@ class MessageReader:
         self._named = named
         self._new_call_id = new_call_id
         self._num_calls = 0
-        self._new_reasoning = ""  # not taken yet
+        self._new_reasoning: list[str] = []  # not taken yet
         self._new_events: list[Event] = []
         self.stops: ContentStops | None = None
         """What ends the content at a stop string; None where the engine ends the text."""
@@ -44,7 +44,8 @@ class MessageReader:
         if self.stops is not None and self.stops.found is not None:
             return
         reasoning, answer = ("", text) if self._reasoning is None else self._reasoning.feed(text, final=final)
-        self._new_reasoning += reasoning
+        if reasoning:
+            self._new_reasoning.append(reasoning)
         if self._tools is None:
             events: list[Event] = [Content(answer)] if answer else []
         else:
@@ -61,7 +62,7 @@ class MessageReader:
     def take(self) -> dict[str, Any]:
         """What was read since the last time, as OpenAI's deltas have it."""
         delta: dict[str, Any] = {}
-        reasoning, self._new_reasoning = self._new_reasoning, ""
+        reasoning, self._new_reasoning = "".join(self._new_reasoning), []
         events, self._new_events = self._new_events, []
         if reasoning and self._include_reasoning:
             delta |= dict.fromkeys(REASONING, reasoning)
@@ -98,6 +99,7 @@ class MessageReader:
     def _calls(self, events: Iterable[Event]) -> Iterable[dict[str, Any]]:
         """A delta for each call that is begun or goes on."""
         found: dict[int, dict[str, Any]] = {}
+        arguments: dict[int, list[str]] = {}
         for event in events:
             if isinstance(event, CallStart):
                 found[self._num_calls] = {
@@ -109,6 +111,8 @@ class MessageReader:
                 self._num_calls += 1
             else:
                 index = self._num_calls - 1
-                call = found.setdefault(index, {"index": index, "function": {"arguments": ""}})
-                call["function"]["arguments"] += event.text
+                found.setdefault(index, {"index": index, "function": {"arguments": ""}})
+                arguments.setdefault(index, []).append(event.text)
+        for index, texts in arguments.items():
+            found[index]["function"]["arguments"] = "".join(texts)
         return [call for index, call in found.items() if self._most_calls is None or index < self._most_calls]

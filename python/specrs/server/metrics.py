@@ -67,21 +67,20 @@ class Metrics:
             self._success.labels(*values, reason)
 
     def observer(self) -> Callable[[int, RequestOutput], None]:
-        """What one request's stream tells its times to."""
-        last: dict[tuple[int, int], tuple[int, float]] = {}  # tokens, and when they came
+        """What one request's stream tells its times to. Its outputs are `RequestOutputKind.DELTA`."""
+        last: dict[tuple[int, int], float] = {}  # when tokens last came
 
         def observe(index: int, output: RequestOutput) -> None:
             now = time.monotonic()
             arrival = output.metrics.arrival_time
             for completion in output.outputs:
-                key, count = (index, completion.index), len(completion.token_ids)
-                before, then = last.get(key, (0, now))
-                if count > before:
-                    if before:
-                        self._inter_token.observe(now - then)
+                if completion.token_ids:
+                    key = index, completion.index
+                    if key in last:
+                        self._inter_token.observe(now - last[key])
                     elif arrival is not None:
                         self._first_token.observe(now - arrival)
-                    last[key] = (count, now)
+                    last[key] = now
             if output.finished:
                 for completion in output.outputs:
                     self._success.labels(*self._labels.values(), completion.finish_reason or "error").inc()

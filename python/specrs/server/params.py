@@ -9,7 +9,7 @@ from typing import Any
 from specrs.errors import InvalidRequestError, invalid_request
 from specrs.inputs import Prompt
 from specrs.options import options_of
-from specrs.sampling import SamplingParams
+from specrs.sampling import RequestOutputKind, SamplingParams
 from specrs.server.constraints import content_constraint
 from specrs.server.limits import MAX_COMPLETIONS, MAX_PROMPTS
 from specrs.server.protocol import ChatCompletionRequest, CompletionRequest, SamplingBody
@@ -40,7 +40,7 @@ class Asked:
     @property
     def engine_params(self) -> SamplingParams:
         """What the engine is asked for."""
-        return self.params.replace(stop=None) if self.stops_in_content else self.params
+        return self.params.without("stop") if self.stops_in_content else self.params
 
 
 def completion_params(body: CompletionRequest, defaults: Mapping[str, Any]) -> Asked:
@@ -86,7 +86,7 @@ def _sampling_fields(
     given["structured_outputs"] = grammar
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options: allowed only with stream=true")
-    return {**defaults, **given}
+    return {**defaults, **given, "output_kind": RequestOutputKind.DELTA}
 
 
 def split_prompts(given: Any, n: int) -> list[str | list[int]]:

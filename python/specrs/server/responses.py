@@ -12,7 +12,7 @@ from typing import Any
 from specrs.errors import SpecrsError
 from specrs.server.answers import Answer
 from specrs.server.context import Context
-from specrs.server.endpoints import prepare_chat
+from specrs.server.endpoints import check_size, prepare_chat
 from specrs.server.errors import APIError, api_error
 from specrs.server.generation import Generation
 from specrs.server.responses_protocol import ResponsesRequest, as_chat, message_places
@@ -29,7 +29,7 @@ class Items:
 
     done: list[dict[str, Any]] = field(default_factory=list)
     _open: dict[str, Any] | None = None
-    _text: str = ""
+    _texts: list[str] = field(default_factory=list)  # of the open item
 
     def add(self, delta: dict[str, Any]) -> list[Event]:
         """What a delta of a chat adds."""
@@ -48,7 +48,7 @@ class Items:
         item, self._open = self._open, None
         if item is None:
             return []
-        text, self._text = self._text, ""
+        text, self._texts = "".join(self._texts), []
         place = self._place(item)
         whole = not cut_off or (item["type"] == "function_call" and _is_json(text))
         finished = self._item(item, text, "completed" if whole else "incomplete")
@@ -91,7 +91,7 @@ class Items:
         assert self._open is not None
         if not text:
             return []
-        self._text += text
+        self._texts.append(text)
         place = self._place(self._open)
         if self._open["type"] == "function_call":
             return [{"type": "response.function_call_arguments.delta", **place, "delta": text}]
@@ -229,6 +229,7 @@ async def responses(context: Context, body: ResponsesRequest) -> dict[str, Any] 
     fields = replace(RESPONSE_FIELDS, messages=message_places(body))
     with fields.errors():
         answer, prompts = await prepare_chat(context, chat, fields)
+        check_size(context, answer, prompts)
         generation = ResponseGeneration(context, answer, body)
         await generation.start(prompts, context.lora_request(body.model))
     if body.stream:

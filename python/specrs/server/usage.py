@@ -9,23 +9,22 @@ from typing import Any
 from specrs.outputs import AcceptanceFigures, RequestOutput
 
 
-def usage(outputs: Iterable[RequestOutput], *, silent: bool, reasoning_tokens: int | None) -> dict[str, Any]:
+def usage(outputs: Iterable[RequestOutput], *, completion_tokens: int, reasoning_tokens: int | None) -> dict[str, Any]:
     """Tokens of all prompts of a request.
 
-    `silent`: what was generated is not told, and so not counted. `reasoning_tokens`: those of the completions that are
-    reasoning; None for completions that are no messages.
+    `completion_tokens`: those of all completions that were sent. `reasoning_tokens`: those of them that are reasoning;
+    None for completions that are no messages.
     """
-    prompt = completion = cached = 0
+    prompt = cached = 0
     for output in outputs:
         prompt += len(output.prompt_token_ids)
         # the completions of a prompt share it, so that together they may have found it more than once
         cached += min(output.metrics.num_cached_tokens, len(output.prompt_token_ids))
-        completion += 0 if silent else sum(len(one.token_ids) for one in output.outputs)
     details = {} if reasoning_tokens is None else {"completion_tokens_details": {"reasoning_tokens": reasoning_tokens}}
     return {
         "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached},
         **details,
     }

@@ -1,0 +1,72 @@
+"""What an engine is made of, and what it asks of a runner. Builds nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from specrs.config import EngineConfig
+from specrs.core import KVEventBatch, Scheduler, SpeculationPlanner
+from specrs.drafters.base import Drafter
+from specrs.engine.head_check import HeadCheck
+from specrs.engine.loras import LoRAStore
+from specrs.engine.weights import Weights
+from specrs.models.kv_cache import KVCache
+from specrs.parallel.team import Team
+from specrs.runner.extras import ExtrasLookup
+from specrs.runner.ring import Header, Ring, RingSlot
+from specrs.sampling import RequestLimits
+
+Publish = Callable[[KVEventBatch], None]
+"""Told of what came into the prefix cache and left it, once a step in which something did; must not wait."""
+Watch = Callable[[RingSlot, Header, float], None]
+"""Told of every launch that settled: its slot, its header, and the milliseconds that it took."""
+
+
+class Runner(Protocol):
+    """What the loop asks of a runner: the eager one of a CPU, or the CUDA one."""
+
+    num_target_passes: int
+
+    @property
+    def drafter(self) -> Drafter | None:
+        """What drafts, None without speculation."""
+
+    @property
+    def kv_cache(self) -> KVCache:
+        """The target's."""
+
+    def use_extras(self, lookup: ExtrasLookup) -> None:
+        """Where to find what no record can say of a request."""
+
+    def launch(self, slot: RingSlot, header: Header) -> None:
+        """Execute or enqueue the launch planned in `slot.record`."""
+
+    def wait(self, slot: RingSlot) -> None:
+        """Return when `slot.results` hold what the launch reported."""
+
+    def close(self) -> None:
+        """End what it has started."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """What an engine runs on; `specrs.engine.build` makes it from a configuration."""
+
+    config: EngineConfig
+    weights: Weights
+    limits: RequestLimits
+    scheduler: Scheduler
+    ring: Ring
+    runner: Runner
+    planner: SpeculationPlanner | None = None
+    """Plans the number of drafts of each step; without one, the scheduler drafts what requests ask for."""
+    team: Team | None = None
+    """The other ranks, where the runner's launches are theirs too."""
+    loras: LoRAStore | None = None
+    """The adapters that requests may have; None: they may have none."""
+    publish: Publish | None = None
+    """Takes the events of the prefix cache."""
+    head_check: HeadCheck | None = None
+    """Looks whether a head's drafts are ever accepted."""
