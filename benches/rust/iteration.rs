@@ -71,7 +71,8 @@ fn launches(batch: usize, k: usize, sampled: bool, target: &mut Model, draft: &m
         scheduler.add_request(id, &prompt, &params).unwrap();
     }
     let mut state = OwnedRowState::new(&config);
-    let mut iteration = Iteration::new(config, Rule::Rejection, None, LogprobsMode::default(), TARGET.0.vocab_size).unwrap();
+    let mut iteration =
+        Iteration::new(config, Rule::Rejection, None, LogprobsMode::default(), TARGET.0.vocab_size).unwrap();
     let mut record = vec![0; scheduler.record_layout().size];
     let mut results = vec![0; scheduler.results_layout().size];
     let mut settled = vec![0; scheduler.settled_layout().size];

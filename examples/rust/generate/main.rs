@@ -13,9 +13,9 @@ mod checkpoint;
 use std::{io::Write, path::Path, sync::Arc, time::Instant};
 
 use checkpoint::Checkpoint;
-use specrs_core::sampling::RequestSampling;
+use specrs_core::sampling::{LogprobsMode, RequestSampling};
 use specrs_core::{Drafter, PlanOutcome, RequestParams, Scheduler, SchedulerConfig};
-use specrs_cpu::iteration::{Cached, Iteration, OwnedRowState, Rule};
+use specrs_cpu::iteration::{Cached, Iteration, NoGrammars, OwnedRowState, Rule};
 use specrs_cpu::{Decoder, KvCache, KvShape, ModelShape, Pool, Weights};
 use tokenizers::Tokenizer;
 
@@ -74,7 +74,8 @@ fn generate(prompt: &str, options: &Options<'_>, mut deliver: impl FnMut(&str)) 
 
     let mut state = OwnedRowState::new(&config);
 
-    let mut iteration = Iteration::new(config, Rule::Rejection, None, decoder.weights().shape().vocab_size)?;
+    let (mode, vocab_size) = (LogprobsMode::default(), decoder.weights().shape().vocab_size);
+    let mut iteration = Iteration::new(config, Rule::Rejection, None, mode, vocab_size)?;
     let mut record = vec![0; scheduler.record_layout().size];
     let mut results = vec![0; scheduler.results_layout().size];
     let mut settled = vec![0; scheduler.settled_layout().size];
@@ -82,7 +83,7 @@ fn generate(prompt: &str, options: &Options<'_>, mut deliver: impl FnMut(&str)) 
     while let PlanOutcome::Launch(header) = scheduler.plan(&mut record)? {
         let mut target = Cached { decoder: &mut decoder, kv_cache: &mut kv_cache, adapters: &[] };
         let mut draft = draft.as_mut().map(|(decoder, kv_cache)| Cached { decoder, kv_cache, adapters: &[] });
-        iteration.run(&record, &mut results, &mut state.borrow(), &mut target, draft.as_mut())?;
+        iteration.run(&record, &mut results, &mut state.borrow(), &mut target, draft.as_mut(), &mut NoGrammars)?;
         scheduler.settle(header.launch_id, &results, &mut settled)?;
         let new = scheduler.settled_layout().view(&settled).num_new[0] as usize;
         for &id in &scheduler.results_layout().view(&results).tokens[..new] {

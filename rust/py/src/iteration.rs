@@ -7,15 +7,14 @@ use crate::error::Class;
 use crate::lora::{GivenAdapters, by_row};
 use crate::scheduler::Scheduler;
 use crate::tensors::numbers_mut;
-use numpy::{Element, IntoPyArray, Ix1, Ix2, PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray3};
 use numpy::ndarray::s;
+use numpy::{Element, IntoPyArray, Ix1, Ix2, PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray3};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use specrs_core::Drafter;
 use specrs_core::sampling::{LogprobsMode, MAX_STOP_IDS, NUM_PARAMS, TokenLogprobs};
 use specrs_cpu::iteration::{
-    Cached, Counts, DraftFault, EntryLogprobs, GrammarMasks, HiddenRows, Iteration, PromptLogprobs, RowState,
-    Rule,
+    Cached, Counts, DraftFault, EntryLogprobs, GrammarMasks, HiddenRows, Iteration, PromptLogprobs, RowState, Rule,
 };
 use specrs_cpu::{Lora, MemoryMut};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -134,16 +133,11 @@ fn fault_of(py: Python<'_>, fault: DraftFault) -> Fault<'_> {
 
 /// What a launch did: passes of the target and the draft, how the drafter failed, log probabilities of entries by index, and of
 /// prompts by request id and first position.
-type Done<'py> =
-    ((usize, usize), Option<Fault<'py>>, Vec<(usize, Logprobs<'py>)>, Vec<(i64, usize, Logprobs<'py>)>);
+type Done<'py> = ((usize, usize), Option<Fault<'py>>, Vec<(usize, Logprobs<'py>)>, Vec<(i64, usize, Logprobs<'py>)>);
 
 /// Log probabilities of tokens: values and ranks `[m]`, ids and values of the most probable ones `[m, n]`.
-type Logprobs<'py> = (
-    Bound<'py, PyArray1<f32>>,
-    Bound<'py, PyArray1<i64>>,
-    Bound<'py, PyArray2<i64>>,
-    Bound<'py, PyArray2<f32>>,
-);
+type Logprobs<'py> =
+    (Bound<'py, PyArray1<f32>>, Bound<'py, PyArray1<i64>>, Bound<'py, PyArray2<i64>>, Bound<'py, PyArray2<f32>>);
 
 fn logprobs_of(py: Python<'_>, tokens: TokenLogprobs) -> PyResult<Logprobs<'_>> {
     let shape = [tokens.values.len(), tokens.num_top];

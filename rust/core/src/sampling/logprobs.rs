@@ -70,9 +70,11 @@ impl TokenLogprobs {
     /// Appends a token of a row `[V]` of values. `num_top` is at most V.
     pub fn push(&mut self, row: &[f32], token: usize) {
         let value = row[token];
-        let before = |(index, &x): (usize, &f32)| u32::from(x > value) + u32::from(x >= value && x <= value && index <= token);
+        // Equal values rank by id.
+        let before = row[..token].iter().filter(|&&x| x >= value).count();
+        let after = row[token + 1..].iter().filter(|&&x| x > value).count();
         self.values.push(value);
-        self.ranks.push(row.iter().enumerate().map(before).map(i64::from).sum());
+        self.ranks.push((1 + before + after) as i64);
         let mut top: Vec<(f32, usize)> = Vec::with_capacity(self.num_top + 1);
         if self.num_top * 8 < row.len() {
             // Most values are below the least of the top ones, and one comparison tells.
@@ -82,7 +84,11 @@ impl TokenLogprobs {
                     let at = top.partition_point(|&(other, _)| other >= x);
                     top.insert(at, (x, index));
                     top.truncate(self.num_top);
-                    least = if top.len() < self.num_top { f32::NEG_INFINITY } else { top.last().map_or(f32::INFINITY, |last| last.0) };
+                    least = if top.len() < self.num_top {
+                        f32::NEG_INFINITY
+                    } else {
+                        top.last().map_or(f32::INFINITY, |last| last.0)
+                    };
                 }
             }
         } else {
@@ -100,7 +106,9 @@ pub fn log_softmax(row: &mut [f32]) {
     let max = largest(row);
     let sum: f64 = row.iter().map(|&x| f64::from(exp_nonpositive(x - max))).sum();
     let log_sum = ln(sum) as f32;
-    row.iter_mut().for_each(|x| *x = *x - max - log_sum);
+    for x in row {
+        *x = *x - max - log_sum;
+    }
 }
 
 #[cfg(test)]
@@ -123,7 +131,9 @@ mod tests {
             let mut expected: Vec<i64> = vec![7, 3, 40, 41];
             expected.extend((0..64).filter(|id| ![3, 7, 40, 41].contains(id)));
             assert_eq!(found.top_ids, expected[..num_top], "{num_top}");
-            assert!(found.top_values.iter().zip(&found.top_ids).all(|(x, &id)| x.to_bits() == row[id as usize].to_bits()));
+            assert!(
+                found.top_values.iter().zip(&found.top_ids).all(|(x, &id)| x.to_bits() == row[id as usize].to_bits())
+            );
         }
     }
 

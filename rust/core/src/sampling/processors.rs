@@ -114,7 +114,9 @@ impl LogitsProcessors {
         let (lengths, mut words) = rest.split_at(record.admit_num_bad_words[index] as usize);
         self.allowed = (num_allowed >= 0).then(|| {
             let mut mask = vec![0; vocab_size.div_ceil(32)].into_boxed_slice();
-            allowed.iter().for_each(|&id| mask[id as usize / 32] |= 1 << (id % 32));
+            for &id in allowed {
+                mask[id as usize / 32] |= 1 << (id % 32);
+            }
             mask
         });
         let bias = |(&id, &bits): (&i64, &i64)| (id as usize, f64::from_bits(bits as u64) as f32);
@@ -146,16 +148,18 @@ impl LogitsProcessors {
             keep_only(logits, grammar);
         }
         for word in &self.bad_words {
-            let (&last, before) = word.split_last().expect("a word has a token");
-            if context.tokens.ends_with(before) {
+            if let Some((&last, before)) = word.split_last()
+                && context.tokens.ends_with(before)
+            {
                 logits[last as usize] += f32::NEG_INFINITY;
             }
         }
         if self.masks_stops && context.is_before_min_len {
-            let stops = || context.stop_ids.iter().filter(|&&id| id >= 0);
             // Where a grammar leaves nothing but the end, the text is complete.
-            if !context.grammar.is_some_and(|grammar| leaves_only(grammar, logits.len(), stops())) {
-                stops().for_each(|&id| logits[id as usize] += f32::NEG_INFINITY);
+            if !context.grammar.is_some_and(|grammar| leaves_only(grammar, logits.len(), context.stop_ids)) {
+                for &id in context.stop_ids.iter().filter(|&&id| id >= 0) {
+                    logits[id as usize] += f32::NEG_INFINITY;
+                }
             }
         }
         for &(id, bias) in &self.bias {
@@ -221,13 +225,13 @@ fn keep_only(logits: &mut [f32], mask: &[u32]) {
     }
 }
 
-/// Whether a mask over V ids has no id but some of `ids`.
-fn leaves_only<'a>(mask: &[u32], vocab_size: usize, ids: impl Iterator<Item = &'a i64> + Clone) -> bool {
+/// Whether a mask over V ids has no id but some of `ids`, of which negative ones are padding.
+fn leaves_only(mask: &[u32], vocab_size: usize, ids: &[i64]) -> bool {
     mask.iter().enumerate().all(|(index, &word)| {
         let inside = (vocab_size - 32 * index).min(32);
         let mut left = word & (u32::MAX >> (32 - inside));
-        for &id in ids.clone() {
-            if id as usize / 32 == index {
+        for &id in ids {
+            if id >= 0 && id as usize / 32 == index {
                 left &= !(1 << (id % 32));
             }
         }
@@ -241,7 +245,7 @@ mod tests {
 
     const NONE: f32 = f32::NEG_INFINITY;
 
-    fn context<'a>(tokens: &'a [i64], prompt_len: usize) -> RowContext<'a> {
+    fn context(tokens: &[i64], prompt_len: usize) -> RowContext<'_> {
         RowContext { tokens, prompt_len, stop_ids: &[], is_before_min_len: false, grammar: None }
     }
 
@@ -251,7 +255,10 @@ mod tests {
         // Work space that is not left empty would count tokens of another row.
         let mut again = logits.to_vec();
         processors.apply(&mut again, context, &mut counts);
-        assert_eq!(row.iter().map(|x| x.to_bits()).collect::<Vec<_>>(), again.iter().map(|x| x.to_bits()).collect::<Vec<_>>());
+        assert_eq!(
+            row.iter().map(|x| x.to_bits()).collect::<Vec<_>>(),
+            again.iter().map(|x| x.to_bits()).collect::<Vec<_>>()
+        );
         row
     }
 

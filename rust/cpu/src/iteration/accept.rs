@@ -70,7 +70,7 @@ impl Iteration {
     ) -> Result<Judged> {
         let (k, n, vocab_size) = (entry.k, entry.n as u64, self.sampler.vocab_size());
         let rows = first..first + k + 1;
-        let (logits, best, tops) = if entry.processed {
+        let (logits, best, tops) = if entry.asked.processing {
             self.process(entry, 0, rows.clone(), state, grammars)?;
             (&self.processed.logits, &self.processed.best[..=k], Some(&self.processed.tops[..=k]))
         } else {
@@ -83,7 +83,7 @@ impl Iteration {
             num_accepted = drafts.iter().zip(best).take_while(|(draft, best)| draft == best).count();
             token = best[num_accepted];
         } else {
-            let start = if entry.processed { 0 } else { first * vocab_size };
+            let start = if entry.asked.processing { 0 } else { first * vocab_size };
             let rows = &logits[start..][..(k + 1) * vocab_size];
             let verdict = match q {
                 Some(b) => {

@@ -86,7 +86,7 @@ impl Iteration {
         grammars: &mut dyn GrammarMasks,
     ) -> Result<()> {
         let vocab_size = self.sampler.vocab_size();
-        let (logits, best) = if entry.processed {
+        let (logits, best) = if entry.asked.processing {
             self.process(entry, i - 1, at..at + 1, state, grammars)?;
             (&self.processed.logits, self.processed.best[0])
         } else {
@@ -95,7 +95,7 @@ impl Iteration {
         let mut token = best;
         if !entry.params.greedy {
             let purpose = if self.rule == Rule::Rejection { Purpose::Draft } else { Purpose::Gumbel };
-            let row = &logits[if entry.processed { 0 } else { at * vocab_size }..][..vocab_size];
+            let row = &logits[if entry.asked.processing { 0 } else { at * vocab_size }..][..vocab_size];
             let position = (entry.n + i - 1) as u64;
             token = i64::from(self.sampler.draw(row, &entry.params, entry.seed, position, purpose)?);
             if self.q_width > 0 {

@@ -49,6 +49,15 @@ pub struct Counts {
     pub draft_passes: usize,
 }
 
+/// What a request asks besides its tokens.
+#[derive(Clone, Copy, Debug, Default)]
+struct Asked {
+    /// Masks, biases or penalties, which may change its logits.
+    processing: bool,
+    /// Log probabilities of its tokens.
+    logprobs: bool,
+}
+
 /// One entry of a decode iteration, or the end of a prompt, which is an iteration without drafts.
 #[derive(Clone, Copy, Debug)]
 struct Entry {
@@ -67,10 +76,7 @@ struct Entry {
     fits: bool,
     seed: u64,
     params: SamplingParams,
-    /// Masks, biases or penalties may change its logits.
-    processed: bool,
-    /// Log probabilities of its tokens are asked for.
-    logprobs: bool,
+    asked: Asked,
     /// Draft logits were not finite.
     draft_fault: bool,
 }
@@ -92,7 +98,7 @@ impl Entry {
 
     /// Whether the model's largest logit is all that is asked of its rows.
     fn takes_largest(&self) -> bool {
-        self.params.greedy && !self.processed
+        self.params.greedy && !self.asked.processing
     }
 }
 
@@ -271,32 +277,18 @@ impl Iteration {
             }
         }
         if header.num_decode > 0 {
-            self.decode(&view, header, results, state, target, draft, grammars)?;
+            self.prepare(&view, header, state);
+            self.start_grammars(grammars)?;
+            if self.config.host_drafters.is_some() {
+                self.place(&view, state, grammars)?;
+            }
+            if let (Drafter::Cached { .. } | Drafter::Hidden { .. }, Some(draft)) = (&self.config.drafter, draft) {
+                self.draft_or_not(state, draft, grammars);
+            }
+            self.verify(state, target)?;
+            self.accept(results, state, grammars)?;
         }
         Ok(self.counts)
-    }
-
-    #[expect(clippy::too_many_arguments, reason = "a launch and all that it works on")]
-    fn decode(
-        &mut self,
-        record: &RecordView<'_>,
-        header: LaunchHeader,
-        results: &mut [i64],
-        state: &mut RowState<'_>,
-        target: &mut Cached<'_>,
-        draft: Option<&mut Cached<'_>>,
-        grammars: &mut dyn GrammarMasks,
-    ) -> Result<()> {
-        self.prepare(record, header, state);
-        self.start_grammars(grammars)?;
-        if self.config.host_drafters.is_some() {
-            self.place(record, state, grammars)?;
-        }
-        if let (Drafter::Cached { .. } | Drafter::Hidden { .. }, Some(draft)) = (&self.config.drafter, draft) {
-            self.draft_or_not(state, draft, grammars);
-        }
-        self.verify(state, target)?;
-        self.accept(results, state, grammars)
     }
 
     /// Reads lengths from row state and applies the device's guards to the planned `K_r`:
@@ -339,10 +331,8 @@ impl Iteration {
             fits: n as i64 <= capacity,
             seed: state.seeds[row] as u64,
             params: state.sampling(row),
-            processed: processors.change_logits(),
-            logprobs: processors.logprobs != LOGPROBS_NONE,
+            asked: Asked { processing: processors.change_logits(), logprobs: processors.logprobs != LOGPROBS_NONE },
             draft_fault: false,
         }
     }
 }
-

@@ -49,7 +49,7 @@ impl Want {
         let (mut largest, mut logits) = (false, false);
         for entry in entries {
             largest |= entry.takes_largest();
-            logits |= entry.logprobs || !entry.takes_largest();
+            logits |= entry.asked.logprobs || !entry.takes_largest();
         }
         match (logits, largest) {
             (false, _) => Self::Best,

@@ -7,7 +7,7 @@ use specrs_core::scheduler::layout::{FLAG_TARGET_NON_FINITE, RecordView};
 
 use super::accept::{Judged, Report};
 use super::passes::{Want, Whose};
-use super::{Cached, GrammarMasks, Iteration, RowState};
+use super::{Asked, Cached, GrammarMasks, Iteration, RowState};
 
 impl Iteration {
     /// The launch's prompt chunks in one pass. A chunk that ends its prompt emits the first token, by the law of an iteration
@@ -41,7 +41,7 @@ impl Iteration {
             let mut entry = self.entry_of(index, row, record.entry_capacity[index], state);
             // Of a chunk that does not end its prompt only whether its largest logit is finite counts.
             if record.chunk_is_last[chunk] == 0 {
-                (entry.alive, entry.params.greedy, entry.processed, entry.logprobs) = (false, true, false, false);
+                (entry.alive, entry.params.greedy, entry.asked) = (false, true, Asked::default());
             }
             self.entries.push(entry);
         }

@@ -143,7 +143,7 @@ impl Iteration {
     /// `first` of the last pass; `processed` holds them if they are processed.
     pub(super) fn report_logprobs(&mut self, entry: &Entry, first: usize, state: &RowState<'_>) -> Result<()> {
         let emitted = state.num_tokens[entry.row] as usize - entry.n;
-        if !entry.logprobs || emitted == 0 {
+        if !entry.asked.logprobs || emitted == 0 {
             return Ok(());
         }
         let (vocab_size, mode) = (self.sampler.vocab_size(), self.logprobs_mode);
@@ -154,7 +154,7 @@ impl Iteration {
             values.resize(vocab_size, 0.0);
             if mode.is_processed() {
                 let row =
-                    if entry.processed { &self.processed.logits[i * vocab_size..][..vocab_size] } else { raw };
+                    if entry.asked.processing { &self.processed.logits[i * vocab_size..][..vocab_size] } else { raw };
                 self.sampler.filter(row, &entry.params, values)?;
             } else {
                 values.copy_from_slice(raw);
