@@ -212,6 +212,17 @@ lint: build ## rustfmt, clippy, ruff, mypy, stubtest
 	$(BIN)/mypy
 	$(BIN)/stubtest specrs._core --mypy-config-file scripts/stubtest.ini
 
+# Tests that need no model, or one that is made in a moment.
+FAST_TESTS := $(wildcard tests/test_*.py) tests/repository tests/cli/test_help.py tests/cli/test_option_flags.py
+
+.PHONY: check
+check: build ## before each commit, in a minute once built: lints of Python and Rust's format, types, fast tests
+	cargo fmt --all --check
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(WORKERS) $(FAST_TESTS) $(ARGS)
+
 .PHONY: bench
 bench: build ## the Rust core, the scheduler through Python, a pass on the CPU, specrs against transformers
 	cargo bench --locked
