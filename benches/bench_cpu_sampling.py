@@ -1,9 +1,9 @@
-"""How fast an iteration on a CPU is for requests that ask more of their logits than temperature, relative to a plain one.
+"""Speed of a CPU's steps with penalties, masks, grammars and log probabilities, relative to plain ones.
 
-    python benches/bench_cpu_sampling.py [--k 0 3] [--rounds 5] [--tokens 128] [--trees python OTHER/python] [--out FILE]
+    python benches/bench_cpu_sampling.py [--k 0 3] [--rounds 5] [--trees python OTHER/python] [--out FILE]
 
 One request of the bundled pair at a time, greedy, on one thread. What requests ask for takes turns within a round, and
-`--trees` compares source trees, each with its own extension. An iteration is a launch that decodes and does nothing
+`--trees` compares source trees, each with its own extension. A step counts that decodes and does nothing
 else; its time is from planning to settling. Reported are medians over rounds of the median of a run.
 """
 
