@@ -18,11 +18,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+TOKENS = 128
+
 ASKED: dict[str, dict[str, Any]] = {
     "plain": {},
     "repetition_penalty": {"repetition_penalty": 1.1},
     "logprobs=5": {"logprobs": 5},
-    "min_tokens": {"min_tokens": 2000},
+    "min_tokens": {"min_tokens": TOKENS, "ignore_eos": False},
     "logit_bias": {"logit_bias": {17: 1.5, 300: -2.0}},
     "bad_words": {"bad_words": ["return None", "raise"]},
     "regex": {"structured_outputs": {"regex": "([a-z ]{3,12}[0-9]{2}\\n)*"}},
@@ -30,7 +32,7 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
-def measure(k: int, tokens: int, rounds: int) -> dict[str, float]:
+def measure(k: int, rounds: int) -> dict[str, float]:
     """Median milliseconds of an iteration, by what a request asks for."""
     from specrs import LLM, SamplingParams
     from specrs.pair.prompts import PROMPTS
@@ -48,7 +50,7 @@ def measure(k: int, tokens: int, rounds: int) -> dict[str, float]:
     for i in range(rounds + 1):
         for name, asked in ASKED.items():
             seen.clear()
-            params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, **asked)
+            params = SamplingParams(**{"temperature": 0.0, "max_tokens": TOKENS, "ignore_eos": True} | asked)
             (output,) = llm.generate(PROMPTS[i % len(PROMPTS)], params, use_tqdm=False)
             assert output.error is None, output.error
             if i:  # the first round warms up
@@ -60,19 +62,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--k", type=int, nargs="+", default=[0, 3])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--trees", type=Path, nargs="+", default=[Path(__file__).parent.parent / "python"])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        print(json.dumps(measure(args.k[0], args.tokens, args.rounds)))
+        print(json.dumps(measure(args.k[0], args.rounds)))
         return
     found = []
     for k in args.k:
         for tree in args.trees:
             command = [sys.executable, __file__, "--one", "--k", str(k), "--rounds", str(args.rounds)]
-            command += ["--tokens", str(args.tokens)]
             env = os.environ | {"PYTHONPATH": str(tree.resolve()), "HF_HUB_OFFLINE": "1"}
             done = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
             ms = json.loads(done.stdout.splitlines()[-1])
