@@ -1713,15 +1713,12 @@ probable ones."""
 class _GrammarHost(Protocol):
     """The grammars of a launch's entries, by their index in the results."""
 
-    masks: NDArray[np.int32]
-    """`[entries, K + 1, ceil(V / 32)]`: bit t % 32 of word t // 32 is set for ids that may come after the entry's first
-    drafts, as many as the second index says."""
+    def start(self, index: int, row: int) -> NDArray[np.int32]:
+        """Return the mask of the entry's next token, `[ceil(V / 32)]`: bit t % 32 of word t // 32 is set for ids that
+        may come. Its request is in `row` of row state."""
 
-    def start(self, index: int, row: int) -> None:
-        """Write the entry's mask 0; its request is in `row` of row state."""
-
-    def advance(self, index: int, token: int) -> None:
-        """Write the entry's next mask, after one draft more."""
+    def advance(self, index: int, token: int) -> NDArray[np.int32]:
+        """Return the mask of the token after the next draft."""
 
 @final
 class CpuIteration:

@@ -285,6 +285,8 @@ KINDS: list[dict[str, object]] = [
     {"temperature": 0.7, "allowed_token_ids": list(range(3, 180))},
     {"temperature": 0.0, "prompt_logprobs": 1},
     {"temperature": 0.6, "min_tokens": 12},
+    {"temperature": 0.0, "logit_bias": {7: 3.0, 11: -2.0}, "frequency_penalty": 0.5},
+    {"temperature": 1.1, "presence_penalty": 0.7, "logprobs": 0},
 ]
 
 

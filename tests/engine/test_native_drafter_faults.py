@@ -4,13 +4,16 @@ What fails is real: its KV cache has fewer blocks than the target's, which each 
 to fail, the cache is the first blocks of the whole one, in the same memory.
 """
 
+import itertools
 import logging
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from specrs.core import DRAFTER_DEVICE, FLAG_DRAFT_NON_FINITE
 from specrs.drafters.base import device_drafter
 from specrs.engine.engine import Engine
@@ -43,6 +46,7 @@ class Short:
         runner, drafter = engine.runner, device_drafter(engine.drafter)
         assert isinstance(runner, NativeRunner)
         whole, launch, cut_before = drafter.kv_cache, runner.launch, None
+        admissions: list[NDArray[np.int64]] = []  # what the requests in the rows ask for
 
         def launched(slot: RingSlot, header: Header) -> None:
             nonlocal cut_before
@@ -52,8 +56,12 @@ class Short:
                 drafter.kv_cache = whole if cut is None else first_blocks(whole, cut)
                 # So that the next launch reads what there is.
                 runner._feed_behind_call(slot)
-                runner._iteration = None
+                runner._iteration = runner._make()
+                for record in admissions:
+                    runner._iteration.admit(record)
             cut_before = cut
+            if header.num_admitted:
+                admissions.append(slot.record.copy())
             launch(slot, header)
             self.failed += slot.draft_fault is not None
 
@@ -79,8 +87,8 @@ def engine_of(native_drafts: dict[str, tuple[Bank, Path]], name: str, k: int, **
 @sweep(8)
 @given(data=st.data())
 def test_any_launch_may_fail(name: str, data: st.DataObject, native_drafts: dict[str, tuple[Bank, Path]]) -> None:
-    """At any of its passes: behind prompts, catching up, or at the draft that needs a block that is not there. Where
-    requests report log probabilities, launches go op by op in between."""
+    """At any of its passes: behind prompts, catching up, or at the draft that needs a block that is not there. Launches
+    may go op by op in between."""
     fields = data.draw(engine_settings(), label="engine")
     k = data.draw(st.integers(1, 6), label="K")
     bank, engine = engine_of(native_drafts, name, k, **fields)
@@ -92,6 +100,8 @@ def test_any_launch_may_fail(name: str, data: st.DataObject, native_drafts: dict
         short = Short(engine, lambda launch: cuts[launch // 3 % len(cuts)], patch)
         jobs = data.draw(greedy_jobs(bank, k), label="requests")
         reported = data.draw(st.sampled_from([{}, {"logprobs": 1}]), label="reported")
+        ways = itertools.cycle(data.draw(st.lists(st.booleans(), min_size=1, max_size=4), label="op by op"))
+        patch.setattr(engine.runner, "_has_long_chunk", lambda *launch: next(ways))
         run_greedy(engine, bank, jobs, k, **reported)
     assert sum(engine.stats().draft_errors.values()) == short.failed
     assert not any(flag & FLAG_DRAFT_NON_FINITE for flag in flags)

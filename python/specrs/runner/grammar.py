@@ -5,7 +5,7 @@ The matcher lives on the host, so a launch with grammars reads each drafted toke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -21,20 +21,24 @@ class LaunchGrammars:
 
     def __init__(self, matcher: Callable[[int], GrammarMatcher | None], masks: NDArray[np.int32]) -> None:
         """`matcher` has that of a row of state. `masks` `[entries, K + 1, ceil(V / 32)]` is written to."""
-        self.masks = masks
         self._matcher = matcher
+        self._masks = masks
         self._cursors: dict[int, GrammarCursor] = {}
+        self._rest: dict[int, Iterator[NDArray[np.int32]]] = {}
 
-    def start(self, index: int, row: int) -> None:
-        """Write mask 0 of entry `index`, whose request is in `row`."""
+    def start(self, index: int, row: int) -> NDArray[np.int32]:
+        """Return the mask `[ceil(V / 32)]` of the next token of entry `index`, whose request is in `row`."""
         matcher = self._matcher(row)
         assert matcher is not None, "the record says that the request has a grammar"
-        cursor = self._cursors[index] = GrammarCursor(matcher, self.masks[index])
+        cursor = self._cursors[index] = GrammarCursor(matcher, self._masks[index])
         cursor.start()
+        self._rest[index] = iter(self._masks[index])
+        return next(self._rest[index])
 
-    def advance(self, index: int, token: int) -> None:
-        """Write the next mask of entry `index`, after the draft `token`."""
+    def advance(self, index: int, token: int) -> NDArray[np.int32]:
+        """Return the mask of the token after the next draft `token` of entry `index`."""
         self._cursors[index].advance(token)
+        return next(self._rest[index])
 
     def finish(self) -> None:
         """Take the drafts back: only what is settled stays accepted."""

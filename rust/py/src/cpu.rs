@@ -364,8 +364,11 @@ impl CpuKVCache {
             .map_err(|error| to_py(py, &error))
     }
 
-    fn __repr__(&self) -> String {
-        let cache = lock(&self.0);
-        format!("CpuKVCache(num_blocks={}, block_size={})", cache.shape().num_blocks, cache.shape().block_size)
+    fn __repr__(&self, py: Python<'_>) -> String {
+        // A launch that holds the lock may wait for the interpreter.
+        py.detach(|| {
+            let cache = lock(&self.0);
+            format!("CpuKVCache(num_blocks={}, block_size={})", cache.shape().num_blocks, cache.shape().block_size)
+        })
     }
 }

@@ -151,12 +151,15 @@ impl CpuDecoder {
         py.detach(|| guarded(|| lock(&self.0).argmax(hidden, num_ids, ids, top))).map_err(|error| to_py(py, &error))
     }
 
-    fn __repr__(&self) -> String {
-        let decoder = lock(&self.0);
-        let (layers, threads) = (decoder.weights().num_layers(), decoder.pool().threads());
-        let rows = if decoder.has_bf16_rows() { ", bf16_rows=True" } else { "" };
-        let tiles = if decoder.has_prompt_tiles() { ", prompt_tiles=True" } else { "" };
-        format!("CpuDecoder(layers={layers}, threads={threads}{rows}{tiles})")
+    fn __repr__(&self, py: Python<'_>) -> String {
+        // A launch that holds the lock may wait for the interpreter.
+        py.detach(|| {
+            let decoder = lock(&self.0);
+            let (layers, threads) = (decoder.weights().num_layers(), decoder.pool().threads());
+            let rows = if decoder.has_bf16_rows() { ", bf16_rows=True" } else { "" };
+            let tiles = if decoder.has_prompt_tiles() { ", prompt_tiles=True" } else { "" };
+            format!("CpuDecoder(layers={layers}, threads={threads}{rows}{tiles})")
+        })
     }
 }
 

@@ -7,12 +7,13 @@ use crate::error::Class;
 use crate::lora::{GivenAdapters, by_row};
 use crate::scheduler::Scheduler;
 use crate::tensors::numbers_mut;
-use numpy::ndarray::s;
-use numpy::{Element, IntoPyArray, Ix1, Ix2, PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray3};
+use numpy::{Element, IntoPyArray, Ix1, Ix2, PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray1};
+use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use specrs_core::Drafter;
 use specrs_core::sampling::{LogprobsMode, MAX_STOP_IDS, NUM_PARAMS, TokenLogprobs};
+use specrs_core::scheduler::{HEADER_LEN, LaunchHeader};
 use specrs_cpu::iteration::{
     Cached, Counts, DraftFault, EntryLogprobs, GrammarMasks, HiddenRows, Iteration, PromptLogprobs, RowState, Rule,
 };
@@ -24,6 +25,9 @@ use std::time::{Duration, Instant};
 /// Launches that take longer let other threads of the interpreter run meanwhile. One that gives the interpreter lock up may wait
 /// a whole switch interval (5 ms) to get it back, many times what a launch of a small model takes.
 const LONG: Duration = Duration::from_millis(2);
+
+/// Prompt tokens of a launch from which on it is taken to be long.
+const LONG_PROMPT: i64 = 64;
 
 /// Row state in memory of the caller.
 struct Rows {
@@ -151,19 +155,33 @@ fn logprobs_of(py: Python<'_>, tokens: TokenLogprobs) -> PyResult<Logprobs<'_>> 
 
 /// Grammars that are kept in Python.
 struct Grammars {
-    /// With `start(index, row)`, `advance(index, token)` and `masks`, int32 `[entries, K + 1, ceil(V / 32)]`; None: no request of
-    /// the launch has a grammar.
+    /// With `start(index, row)` and `advance(index, token)`, which return a mask, int32 `[ceil(V / 32)]`; None: no request of the
+    /// launch has a grammar.
     host: Option<Py<PyAny>>,
     /// What it raised.
     raised: Option<PyErr>,
 }
 
 impl Grammars {
-    fn call(&mut self, ask: impl FnOnce(&Bound<'_, PyAny>) -> PyResult<()>) -> specrs_cpu::Result<()> {
+    /// Writes the mask that a method of the host returns for two numbers.
+    fn call(&mut self, method: &str, numbers: (usize, i64), mask: &mut [u32]) -> specrs_cpu::Result<()> {
         let Some(host) = &self.host else {
             return Err(specrs_cpu::Error::Grammar { message: "the launch has none".to_string() });
         };
-        Python::attach(|py| ask(host.bind(py))).map_err(|error| {
+        let asked = Python::attach(|py| {
+            let returned = host.bind(py).call_method1(method, numbers)?;
+            let words: PyReadonlyArray1<'_, i32> = readonly("mask", &returned)?;
+            let words = words.as_slice()?;
+            if words.len() != mask.len() {
+                let message = format!("mask: {} words, expected {}", words.len(), mask.len());
+                return Err(Class::InvalidBuffer.error(py, message));
+            }
+            for (own, &word) in mask.iter_mut().zip(words) {
+                *own = word.cast_unsigned();
+            }
+            Ok(())
+        });
+        asked.map_err(|error| {
             let message = error.to_string();
             self.raised = Some(error);
             specrs_cpu::Error::Grammar { message }
@@ -172,25 +190,12 @@ impl Grammars {
 }
 
 impl GrammarMasks for Grammars {
-    fn start(&mut self, index: usize, row: usize) -> specrs_cpu::Result<()> {
-        self.call(|host| host.call_method1("start", (index, row)).map(drop))
+    fn start(&mut self, index: usize, row: usize, mask: &mut [u32]) -> specrs_cpu::Result<()> {
+        self.call("start", (index, row as i64), mask)
     }
 
-    fn advance(&mut self, index: usize, token: i64) -> specrs_cpu::Result<()> {
-        self.call(|host| host.call_method1("advance", (index, token)).map(drop))
-    }
-
-    fn read(&mut self, index: usize, num_drafts: usize, mask: &mut [u32]) -> specrs_cpu::Result<()> {
-        self.call(|host| {
-            let masks = host.getattr("masks")?;
-            let masks: PyReadonlyArray3<'_, i32> = masks.extract()?;
-            let masks = masks.as_array();
-            let words = masks.slice(s![index, num_drafts, ..]);
-            for (own, &word) in mask.iter_mut().zip(words) {
-                *own = word.cast_unsigned();
-            }
-            Ok(())
-        })
+    fn advance(&mut self, index: usize, token: i64, mask: &mut [u32]) -> specrs_cpu::Result<()> {
+        self.call("advance", (index, token), mask)
     }
 }
 
@@ -269,13 +274,15 @@ impl CpuIteration {
 
     fn set_rule(&self, py: Python<'_>, rule: &str) -> PyResult<()> {
         let rule = rule_of(py, rule)?;
-        lock(&self.inner).0.set_rule(rule);
+        // A launch that holds the lock may wait for the interpreter.
+        py.detach(|| lock(&self.inner).0.set_rule(rule));
         Ok(())
     }
 
     fn admit(&self, py: Python<'_>, record: &Bound<'_, PyAny>) -> PyResult<()> {
         let record: In<'_> = readonly("record", record)?;
-        lock(&self.inner).0.admit(record.as_slice()?).map_err(|error| to_py(py, &error))
+        let record = record.as_slice()?;
+        py.detach(|| lock(&self.inner).0.admit(record)).map_err(|error| to_py(py, &error))
     }
 
     #[pyo3(signature = (record, results, adapters = vec![], grammars = None))]
@@ -294,8 +301,11 @@ impl CpuIteration {
         let adapters = by_row(py, &adapters, self.rows)?;
         let mut grammars = Grammars { host: grammars, raised: None };
         let mut run = || self.launch(record, results, &adapters, &mut grammars);
-        let done = if self.long.load(Ordering::Relaxed) { py.detach(run) } else { run() };
-        if let Some(error) = grammars.raised {
+        let is_long = self.long.load(Ordering::Relaxed) || num_prefill_tokens(record) > LONG_PROMPT;
+        let done = if is_long { py.detach(run) } else { run() };
+        if let Some(error) = grammars.raised
+            && (done.is_err() || !error.is_instance_of::<PyException>(py))
+        {
             return Err(error);
         }
         let done = done.map_err(|error| to_py(py, &error))?;
@@ -358,6 +368,11 @@ struct Launched {
     fault: Option<DraftFault>,
     logprobs: Vec<EntryLogprobs>,
     prompt_logprobs: Vec<PromptLogprobs>,
+}
+
+/// Of a record; 0 where it is too short to say, which the launch finds.
+fn num_prefill_tokens(record: &[i64]) -> i64 {
+    if record.len() < HEADER_LEN { 0 } else { LaunchHeader::read(record).num_prefill_tokens as i64 }
 }
 
 fn rule_of(py: Python<'_>, rule: &str) -> PyResult<Rule> {

@@ -45,6 +45,9 @@ impl LogprobsMode {
     }
 }
 
+/// Top tokens up to which they are kept sorted while a row is read. More are selected and then sorted.
+const INSERTED: usize = 64;
+
 /// Log probabilities of m tokens, n = `num_top` of the most probable ones for each.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct TokenLogprobs {
@@ -61,10 +64,13 @@ pub struct TokenLogprobs {
 }
 
 impl TokenLogprobs {
-    /// None yet, with as many top ones as a request's `logprobs` says, over V ids.
-    pub fn with_top(logprobs: i64, vocab_size: usize) -> Self {
+    /// None yet, with room for `count`, and as many top ones as a request's `logprobs` says, over V ids.
+    pub fn with_top(logprobs: i64, vocab_size: usize, count: usize) -> Self {
         let num_top = if logprobs == LOGPROBS_ALL { vocab_size } else { (logprobs.max(0) as usize).min(vocab_size) };
-        Self { num_top, ..Self::default() }
+        let mut empty = Self { num_top, ..Self::default() };
+        empty.top_ids.reserve_exact(count * num_top);
+        empty.top_values.reserve_exact(count * num_top);
+        empty
     }
 
     /// Appends a token of a row `[V]` of values. `num_top` is at most V.
@@ -76,7 +82,7 @@ impl TokenLogprobs {
         self.values.push(value);
         self.ranks.push((1 + before + after) as i64);
         let mut top: Vec<(f32, usize)> = Vec::with_capacity(self.num_top + 1);
-        if self.num_top * 8 < row.len() {
+        if self.num_top <= INSERTED {
             // Most values are below the least of the top ones, and one comparison tells.
             let mut least = f32::NEG_INFINITY;
             for (index, &x) in row.iter().enumerate() {
@@ -93,8 +99,14 @@ impl TokenLogprobs {
             }
         } else {
             top.extend(row.iter().enumerate().map(|(index, &x)| (x, index)));
-            top.sort_by(|a, b| b.0.partial_cmp(&a.0).unwrap_or(Ordering::Equal));
-            top.truncate(self.num_top);
+            let order = |a: &(f32, usize), b: &(f32, usize)| {
+                b.0.partial_cmp(&a.0).unwrap_or(Ordering::Equal).then(a.1.cmp(&b.1))
+            };
+            if self.num_top < top.len() {
+                top.select_nth_unstable_by(self.num_top, order);
+                top.truncate(self.num_top);
+            }
+            top.sort_unstable_by(order);
         }
         self.top_ids.extend(top.iter().map(|&(_, index)| index as i64));
         self.top_values.extend(top.iter().map(|&(x, _)| x));
@@ -123,13 +135,13 @@ mod tests {
 
     #[test]
     fn equal_values_rank_by_id_however_many_are_asked_for() {
-        let mut row = vec![-9.0; 64];
+        let mut row = vec![-9.0; 200];
         (row[3], row[7], row[40], row[41]) = (1.0, 2.0, 1.0, 1.0);
-        for num_top in [0, 1, 3, 7, 8, 9, 64] {
+        for num_top in [0, 1, 3, 7, INSERTED, INSERTED + 1, 199, 200] {
             let found = top(&row, 40, num_top);
             assert_eq!(found.ranks, [3]);
             let mut expected: Vec<i64> = vec![7, 3, 40, 41];
-            expected.extend((0..64).filter(|id| ![3, 7, 40, 41].contains(id)));
+            expected.extend((0..200).filter(|id| ![3, 7, 40, 41].contains(id)));
             assert_eq!(found.top_ids, expected[..num_top], "{num_top}");
             assert!(
                 found.top_values.iter().zip(&found.top_ids).all(|(x, &id)| x.to_bits() == row[id as usize].to_bits())

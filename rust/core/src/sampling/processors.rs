@@ -115,7 +115,9 @@ impl LogitsProcessors {
         self.allowed = (num_allowed >= 0).then(|| {
             let mut mask = vec![0; vocab_size.div_ceil(32)].into_boxed_slice();
             for &id in allowed {
-                mask[id as usize / 32] |= 1 << (id % 32);
+                if let Some(word) = mask.get_mut(id as usize / 32) {
+                    *word |= 1 << (id % 32);
+                }
             }
             mask
         });
@@ -151,19 +153,19 @@ impl LogitsProcessors {
             if let Some((&last, before)) = word.split_last()
                 && context.tokens.ends_with(before)
             {
-                logits[last as usize] += f32::NEG_INFINITY;
+                add(logits, last as usize, f32::NEG_INFINITY);
             }
         }
         if self.masks_stops && context.is_before_min_len {
             // Where a grammar leaves nothing but the end, the text is complete.
             if !context.grammar.is_some_and(|grammar| leaves_only(grammar, logits.len(), context.stop_ids)) {
                 for &id in context.stop_ids.iter().filter(|&&id| id >= 0) {
-                    logits[id as usize] += f32::NEG_INFINITY;
+                    add(logits, id as usize, f32::NEG_INFINITY);
                 }
             }
         }
         for &(id, bias) in &self.bias {
-            logits[id] += bias;
+            add(logits, id, bias);
         }
         if self.has_penalties {
             self.penalize(logits, context, counts);
@@ -207,6 +209,13 @@ impl TokenCounts {
             self.output[token] = 0;
             self.in_prompt[token] = false;
         }
+    }
+}
+
+/// Adds to the logit of an id; nothing if the vocabulary does not have it.
+fn add(logits: &mut [f32], id: usize, amount: f32) {
+    if let Some(logit) = logits.get_mut(id) {
+        *logit += amount;
     }
 }
 
@@ -305,6 +314,39 @@ mod tests {
             };
             assert_eq!(applied(&stops, &[0.0; 4], &context), expected, "{grammar:b} {before}");
         }
+    }
+
+    #[test]
+    fn masks_have_a_word_for_each_32_ids() {
+        let allowed: Vec<usize> = vec![0, 31, 32, 69];
+        let mut words = [0_u32; 3];
+        for id in &allowed {
+            words[id / 32] |= 1 << (id % 32);
+        }
+        let grammar = LogitsProcessors { has_grammar: true, masks_stops: true, ..LogitsProcessors::default() };
+        for (stop_ids, is_masked) in
+            [(vec![0, 31, 32, 69], false), (vec![0, 31, 69], true), (vec![0, 31, 32, 64], true)]
+        {
+            let context =
+                RowContext { stop_ids: &stop_ids, is_before_min_len: true, grammar: Some(&words), ..context(&[], 0) };
+            let row = applied(&grammar, &[0.0; 70], &context);
+            for (id, logit) in row.iter().enumerate() {
+                let is_stop = is_masked && stop_ids.contains(&(id as i64));
+                assert_eq!(logit.is_finite(), allowed.contains(&id) && !is_stop, "{id} {stop_ids:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn ids_beyond_the_vocabulary_have_no_logit() {
+        let all = LogitsProcessors {
+            bad_words: Box::new([Box::new([4])]),
+            bias: Box::new([(9, 1.0)]),
+            masks_stops: true,
+            ..LogitsProcessors::default()
+        };
+        let context = RowContext { stop_ids: &[4], is_before_min_len: true, ..context(&[], 0) };
+        assert_eq!(applied(&all, &[1.0; 4], &context), [1.0; 4]);
     }
 
     #[test]

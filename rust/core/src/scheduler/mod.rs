@@ -65,7 +65,7 @@ use crate::error::Result;
 use crate::hash::BlockHasher;
 use crate::slot_mapper::SlotMapper;
 pub use config::{RequestParams, SchedulerConfig};
-pub use header::LaunchHeader;
+pub use header::{HEADER_LEN, LaunchHeader};
 pub use introspection::{RequestState, RequestView};
 pub use kv_event_msgpack::encode_kv_events;
 use kv_events::KvEventLog;

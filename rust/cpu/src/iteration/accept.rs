@@ -8,7 +8,7 @@ use specrs_core::scheduler::layout::{
     FLAG_TARGET_NON_FINITE, ResultsLayout,
 };
 
-use super::{Entry, GrammarMasks, Iteration, RowState};
+use super::{Entry, Iteration, RowState};
 
 /// What verification decides of an entry: its first `num_accepted` drafts stand, and `token` comes behind them.
 #[derive(Clone, Copy, Debug)]
@@ -30,12 +30,7 @@ impl Default for Judged {
 
 impl Iteration {
     /// Verifies all entries, commits what they emit and reports it.
-    pub(super) fn accept(
-        &mut self,
-        results: &mut [i64],
-        state: &mut RowState<'_>,
-        grammars: &mut dyn GrammarMasks,
-    ) -> Result<()> {
+    pub(super) fn accept(&mut self, results: &mut [i64], state: &mut RowState<'_>) -> Result<()> {
         let entries = std::mem::take(&mut self.entries);
         let (mut first, keeps_q) = (0, self.q_width > 0);
         for (b, entry) in entries.iter().enumerate() {
@@ -43,7 +38,7 @@ impl Iteration {
                 self.update(entry, &Judged::default(), results, state);
                 continue;
             }
-            let judged = self.judge(entry, first, (keeps_q && entry.on_device()).then_some(b), state, grammars)?;
+            let judged = self.judge(entry, first, (keeps_q && entry.on_device()).then_some(b), state)?;
             self.update(entry, &judged, results, state);
             self.report_logprobs(entry, first, state)?;
             let grown = state.num_tokens[entry.row] as usize;
@@ -66,12 +61,11 @@ impl Iteration {
         first: usize,
         q: Option<usize>,
         state: &RowState<'_>,
-        grammars: &mut dyn GrammarMasks,
     ) -> Result<Judged> {
         let (k, n, vocab_size) = (entry.k, entry.n as u64, self.sampler.vocab_size());
         let rows = first..first + k + 1;
         let (logits, best, tops) = if entry.asked.processing {
-            self.process(entry, 0, rows.clone(), state, grammars)?;
+            self.process(entry, 0, rows.clone(), state);
             (&self.processed.logits, &self.processed.best[..=k], Some(&self.processed.tops[..=k]))
         } else {
             (&self.logits, &self.best[rows.clone()], None)

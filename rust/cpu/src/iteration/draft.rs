@@ -25,7 +25,7 @@ impl Iteration {
         self.begin(state);
         let masked = matches!(drafter, Drafter::Cached { mask_token_id: Some(_), .. });
         for i in 1..=if masked { most.min(1) } else { most } {
-            let want = Want::of_entries(self.entries.iter().filter(|entry| entry.passes() >= i));
+            let want = Want::of_drafter(self.entries.iter().filter(|entry| entry.passes() >= i));
             if let Drafter::Cached { max_draft_lag, mask_token_id, .. } = drafter {
                 self.gather(i, state, max_draft_lag, mask_token_id);
                 self.pass(state, draft, want, Whose::Draft)?;
@@ -87,7 +87,7 @@ impl Iteration {
     ) -> Result<()> {
         let vocab_size = self.sampler.vocab_size();
         let (logits, best) = if entry.asked.processing {
-            self.process(entry, i - 1, at..at + 1, state, grammars)?;
+            self.process(entry, i - 1, at..at + 1, state);
             (&self.processed.logits, self.processed.best[0])
         } else {
             (&self.logits, self.best[at])
@@ -105,7 +105,7 @@ impl Iteration {
         }
         entry.draft_fault |= !self.tops[at].is_finite();
         state.write_tokens(entry.row, entry.n + i - 1, &[token]);
-        self.advance_grammar(entry, token, grammars)
+        self.advance_grammar(entry, i, token, grammars)
     }
 
     /// Takes the drafts that the record brings; q is a point mass.
@@ -115,14 +115,16 @@ impl Iteration {
         state: &mut RowState<'_>,
         grammars: &mut dyn GrammarMasks,
     ) -> Result<()> {
-        for entry in self.entries.iter().filter(|entry| entry.runs() && !entry.on_device()) {
+        let entries = std::mem::take(&mut self.entries);
+        for entry in entries.iter().filter(|entry| entry.runs() && !entry.on_device()) {
             let start = entry.index * self.config.num_speculative_tokens;
             let drafts = &record.draft_token[start..start + entry.k];
             state.write_tokens(entry.row, entry.n, drafts);
-            for &draft in drafts {
-                self.advance_grammar(entry, draft, grammars)?;
+            for (i, &draft) in (1..).zip(drafts) {
+                self.advance_grammar(entry, i, draft, grammars)?;
             }
         }
+        self.entries = entries;
         Ok(())
     }
 }

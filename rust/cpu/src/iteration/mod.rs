@@ -286,7 +286,7 @@ impl Iteration {
                 self.draft_or_not(state, draft, grammars);
             }
             self.verify(state, target)?;
-            self.accept(results, state, grammars)?;
+            self.accept(results, state)?;
         }
         Ok(self.counts)
     }

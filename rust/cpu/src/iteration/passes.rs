@@ -44,12 +44,21 @@ pub(super) enum Want {
 }
 
 impl Want {
-    /// What these entries need.
-    pub(super) fn of_entries<'a>(entries: impl IntoIterator<Item = &'a Entry>) -> Self {
+    /// What these entries need of the target.
+    pub(super) fn of_target<'a>(entries: impl IntoIterator<Item = &'a Entry>) -> Self {
+        Self::of(entries, |entry| entry.asked.logprobs)
+    }
+
+    /// What these entries need of a drafter, whose log probabilities are not reported.
+    pub(super) fn of_drafter<'a>(entries: impl IntoIterator<Item = &'a Entry>) -> Self {
+        Self::of(entries, |_| false)
+    }
+
+    fn of<'a>(entries: impl IntoIterator<Item = &'a Entry>, reports: impl Fn(&Entry) -> bool) -> Self {
         let (mut largest, mut logits) = (false, false);
         for entry in entries {
             largest |= entry.takes_largest();
-            logits |= entry.asked.logprobs || !entry.takes_largest();
+            logits |= reports(entry) || !entry.takes_largest();
         }
         match (logits, largest) {
             (false, _) => Self::Best,

@@ -46,7 +46,7 @@ impl Iteration {
             self.entries.push(entry);
         }
         self.start_grammars(grammars)?;
-        let want = Want::of_entries(&self.entries);
+        let want = Want::of_target(&self.entries);
         self.pass(state, target, if by_hidden { Want::Hidden } else { want }, Whose::Target)?;
         self.counts.target_passes += 1;
         if by_hidden {
@@ -64,8 +64,7 @@ impl Iteration {
                 report.set_flags(if seen && self.tops[chunk].is_finite() { 0 } else { FLAG_TARGET_NON_FINITE });
                 continue;
             }
-            let mut verdict =
-                if entry.alive { self.judge(entry, chunk, None, state, grammars)? } else { Judged::default() };
+            let mut verdict = if entry.alive { self.judge(entry, chunk, None, state)? } else { Judged::default() };
             verdict.finite &= seen;
             self.update(entry, &verdict, results, state);
             self.report_logprobs(entry, chunk, state)?;

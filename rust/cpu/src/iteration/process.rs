@@ -13,25 +13,19 @@ use super::{Cached, Entry, Iteration, RowState};
 ///
 /// The host takes back the tokens of [`advance`](Self::advance) after the launch: only what the scheduler settles stays.
 pub trait GrammarMasks {
-    /// Begins an entry, whose request is in `row`: its mask 0 is that of its next token.
+    /// Begins an entry, whose request is in `row`. Writes the mask of its next token into `mask`, `[ceil(V / 32)]`: bit t % 32 of
+    /// word t / 32 is set for ids that may come.
     ///
     /// # Errors
     /// What the host says.
-    fn start(&mut self, index: usize, row: usize) -> Result<()>;
+    fn start(&mut self, index: usize, row: usize, mask: &mut [u32]) -> Result<()>;
 
-    /// Goes on with the entry's next draft, whose mask is that of the token after it. Behind a draft that the grammar does not
-    /// allow masks allow everything: verification rejects that draft.
+    /// Goes on with the entry's next draft. Writes the mask of the token after it, which allows everything after a draft that the
+    /// grammar does not allow: verification rejects that draft.
     ///
     /// # Errors
     /// What the host says.
-    fn advance(&mut self, index: usize, token: i64) -> Result<()>;
-
-    /// Writes the mask after the entry's first `num_drafts` drafts into `mask`, `[ceil(V / 32)]`: bit t % 32 of word t / 32 is
-    /// set for ids that may come next.
-    ///
-    /// # Errors
-    /// What the host says.
-    fn read(&mut self, index: usize, num_drafts: usize, mask: &mut [u32]) -> Result<()>;
+    fn advance(&mut self, index: usize, token: i64, mask: &mut [u32]) -> Result<()>;
 }
 
 /// The grammars of launches whose requests have none.
@@ -39,16 +33,12 @@ pub trait GrammarMasks {
 pub struct NoGrammars;
 
 impl GrammarMasks for NoGrammars {
-    fn start(&mut self, index: usize, _row: usize) -> Result<()> {
+    fn start(&mut self, index: usize, _row: usize, _mask: &mut [u32]) -> Result<()> {
         Err(Error::invalid("grammars", "none", format!("that of entry {index}")))
     }
 
-    fn advance(&mut self, index: usize, _token: i64) -> Result<()> {
-        self.start(index, 0)
-    }
-
-    fn read(&mut self, index: usize, _num_drafts: usize, _mask: &mut [u32]) -> Result<()> {
-        self.start(index, 0)
+    fn advance(&mut self, index: usize, _token: i64, mask: &mut [u32]) -> Result<()> {
+        self.start(index, 0, mask)
     }
 }
 
@@ -85,58 +75,74 @@ pub(super) struct Processed {
     /// `[M]`, its logit: minus infinity where no token is allowed.
     pub(super) tops: Vec<f32>,
     counts: TokenCounts,
-    mask: Vec<u32>,
+    /// `[entries, K + 1, ceil(V / 32)]` masks of the launch's grammars, by drafts before.
+    masks: Vec<u32>,
     /// `[V]`, values that are reported.
     values: Vec<f32>,
 }
 
 impl Iteration {
     /// Begins the grammars of entries that have not ended.
-    pub(super) fn start_grammars(&self, grammars: &mut dyn GrammarMasks) -> Result<()> {
-        let mut running = self.entries.iter().filter(|entry| entry.alive && self.processors[entry.row].has_grammar);
-        running.try_for_each(|entry| grammars.start(entry.index, entry.row))
+    pub(super) fn start_grammars(&mut self, grammars: &mut dyn GrammarMasks) -> Result<()> {
+        for entry in self.entries.iter().filter(|entry| entry.alive && self.processors[entry.row].has_grammar) {
+            let place = self.mask_place(entry, 0);
+            let masks = &mut self.processed.masks;
+            if masks.len() < place.end {
+                masks.resize(self.config.max_num_seqs * (self.config.num_speculative_tokens + 1) * place.len(), 0);
+            }
+            grammars.start(entry.index, entry.row, &mut masks[place])?;
+        }
+        Ok(())
     }
 
-    /// Hands a draft to the entry's grammar, where it has one.
-    pub(super) fn advance_grammar(&self, entry: &Entry, draft: i64, grammars: &mut dyn GrammarMasks) -> Result<()> {
-        if self.processors[entry.row].has_grammar { grammars.advance(entry.index, draft) } else { Ok(()) }
+    /// Hands draft number `i` (from 1) to the entry's grammar, where it has one.
+    pub(super) fn advance_grammar(
+        &mut self,
+        entry: &Entry,
+        i: usize,
+        draft: i64,
+        grammars: &mut dyn GrammarMasks,
+    ) -> Result<()> {
+        if !self.processors[entry.row].has_grammar {
+            return Ok(());
+        }
+        let place = self.mask_place(entry, i);
+        grammars.advance(entry.index, draft, &mut self.processed.masks[place])
+    }
+
+    /// Where the mask after an entry's first `num_drafts` drafts is in `masks`.
+    fn mask_place(&self, entry: &Entry, num_drafts: usize) -> Range<usize> {
+        let words = self.sampler.vocab_size().div_ceil(32);
+        let start = (entry.index * (self.config.num_speculative_tokens + 1) + num_drafts) * words;
+        start..start + words
     }
 
     /// Fills `processed` from `rows` of the last pass. The first of them follows the entry's first `num_drafts` drafts, each of
     /// the others one draft more.
-    pub(super) fn process(
-        &mut self,
-        entry: &Entry,
-        num_drafts: usize,
-        rows: Range<usize>,
-        state: &RowState<'_>,
-        grammars: &mut dyn GrammarMasks,
-    ) -> Result<()> {
+    pub(super) fn process(&mut self, entry: &Entry, num_drafts: usize, rows: Range<usize>, state: &RowState<'_>) {
         let (vocab_size, processors) = (self.sampler.vocab_size(), &self.processors[entry.row]);
-        let Processed { logits, best, tops, counts, mask, .. } = &mut self.processed;
+        let place = self.mask_place(entry, num_drafts);
+        let Processed { logits, best, tops, counts, masks, .. } = &mut self.processed;
+        let mut masks = masks.get(place.start..).unwrap_or_default().chunks_exact(place.len());
         logits.clear();
         logits.extend_from_slice(&self.logits[rows.start * vocab_size..rows.end * vocab_size]);
         best.clear();
         tops.clear();
-        mask.resize(vocab_size.div_ceil(32), 0);
         for (drafts, row) in (num_drafts..).zip(logits.chunks_exact_mut(vocab_size)) {
-            if processors.has_grammar {
-                grammars.read(entry.index, drafts, mask)?;
-            }
+            let mask = masks.next();
             let position = entry.n + drafts;
             let context = RowContext {
                 tokens: state.tokens_before(entry.row, position),
                 prompt_len: state.prompt_len[entry.row] as usize,
                 stop_ids: state.stop_ids(entry.row),
                 is_before_min_len: (position as i64) < state.min_len[entry.row],
-                grammar: processors.has_grammar.then_some(&mask[..]),
+                grammar: mask.filter(|_| processors.has_grammar),
             };
             processors.apply(row, &context, counts);
             let top = largest(row);
             best.push(first_of(row, top));
             tops.push(top);
         }
-        Ok(())
     }
 
     /// Keeps the log probabilities of the tokens that an entry has emitted, where its request asks for them. Its rows begin at
@@ -147,7 +153,7 @@ impl Iteration {
             return Ok(());
         }
         let (vocab_size, mode) = (self.sampler.vocab_size(), self.logprobs_mode);
-        let mut found = TokenLogprobs::with_top(self.processors[entry.row].logprobs, vocab_size);
+        let mut found = TokenLogprobs::with_top(self.processors[entry.row].logprobs, vocab_size, emitted);
         for i in 0..emitted {
             let raw = &self.logits[(first + i) * vocab_size..][..vocab_size];
             let values = &mut self.processed.values;
@@ -187,7 +193,7 @@ impl Iteration {
             if processors.prompt_logprobs != LOGPROBS_NONE {
                 // The row fed at position p gives the prompt's token p + 1.
                 let count = len.min((state.prompt_len[row] as usize).saturating_sub(1 + start));
-                let mut found = TokenLogprobs::with_top(processors.prompt_logprobs, vocab_size);
+                let mut found = TokenLogprobs::with_top(processors.prompt_logprobs, vocab_size, count);
                 let hidden = &self.last_hidden[at * hidden_size..][..count * hidden_size];
                 for (piece, hidden) in hidden.chunks(PROMPT_ROWS * hidden_size).enumerate() {
                     let rows = hidden.len() / hidden_size;
@@ -213,6 +219,7 @@ impl Iteration {
         self.logits.resize(self.logits.len().max(rows * vocab_size), 0.0);
         target.decoder.logits(&last, vocab_size, &mut self.logits[..rows * vocab_size])?;
         self.find_largest(rows, true);
+        self.last_hidden = Vec::new(); // large, and seldom asked for
         Ok(())
     }
 }

@@ -18,7 +18,7 @@ impl Iteration {
         if self.batch.is_empty() {
             return Ok(());
         }
-        let want = Want::of_entries(self.entries.iter().filter(|entry| entry.runs()));
+        let want = Want::of_target(self.entries.iter().filter(|entry| entry.runs()));
         self.pass(state, target, if self.rates.is_some() { want.with_best() } else { want }, Whose::Target)?;
         self.counts.target_passes += 1;
         Ok(())
