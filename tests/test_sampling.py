@@ -266,7 +266,8 @@ def test_kinds_of_output() -> None:
         assert SamplingParams(output_kind=kind).output_kind is kind
     theirs = enum.Enum("RequestOutputKind", ["CUMULATIVE", "DELTA", "FINAL_ONLY"])
     assert SamplingParams(output_kind=theirs["DELTA"]).output_kind is RequestOutputKind.DELTA  # type: ignore[arg-type]
-    for wrong in (None, 1, "DELTA", enum.Enum("Other", ["FIRST"])["FIRST"]):
+    assert SamplingParams(output_kind=None).output_kind is RequestOutputKind.CUMULATIVE  # type: ignore[arg-type]
+    for wrong in (1, "DELTA", enum.Enum("Other", ["FIRST"])["FIRST"]):
         with pytest.raises(InvalidRequestError, match=r"^output_kind=.*must be a RequestOutputKind"):
             SamplingParams(output_kind=wrong)  # type: ignore[arg-type]
 

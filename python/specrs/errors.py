@@ -165,7 +165,7 @@ def rejects_unknown_arguments(error: type[SpecrsError]) -> Callable[[type[ClassT
 
         @functools.wraps(init)
         def checked(self: ClassT, *values: Any, **named: Any) -> None:
-            for name in named.keys() - accepted:
+            for name in (name for name in named if name not in accepted):
                 raise unknown_key(error, cls.__name__, name, cls.__dataclass_fields__)  # type: ignore[attr-defined]
             init(self, *values, **named)
 

@@ -149,9 +149,11 @@ class EngineStats(AcceptanceFigures):
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What one iteration drafted for a completion. `start` is the index in `token_ids` of its first token: the first
-    `num_accepted` from there are drafts, as far as no stop and no limit cut them off, and the one behind them is the
-    target's. `rejected_token_ids` are the drafts behind the accepted ones, in their order.
+    """What one iteration drafted for a completion.
+
+    `start` is the index of its first token among all tokens of the completion, whatever `output_kind` says. The first
+    `num_accepted` tokens from there are drafts, as far as no stop and no limit cut them off, and the token after them
+    is the target's. `rejected_token_ids` are the drafts after the accepted ones, in their order.
     """
 
     start: int

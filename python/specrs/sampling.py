@@ -54,7 +54,9 @@ class RequestOutputKind(Enum):
 
 
 def _read_output_kind(value: object) -> RequestOutputKind:
-    """The kind that `value`, a `RequestOutputKind` of ours or of vLLM, stands for."""
+    """The kind that `value` stands for: a `RequestOutputKind` of ours or of vLLM, or None for the default."""
+    if value is None:
+        return RequestOutputKind.CUMULATIVE
     if isinstance(value, Enum) and value.name in RequestOutputKind.__members__:
         return RequestOutputKind[value.name]
     allowed = ", ".join(kind.name for kind in RequestOutputKind)

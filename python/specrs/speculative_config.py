@@ -274,9 +274,9 @@ class SpeculativeConfig:
         if self.rejection_sample_method != "synthetic":
             if rates is not None:
                 raise _wrong(name, rates, "allowed only with rejection_sample_method='synthetic'")
-        elif rates is None or len(rates) != count:
+        elif len(rates or ()) != count:
             raise _wrong(name, rates, f"must be a list of num_speculative_tokens={count} rates")
-        elif any(later > earlier for earlier, later in itertools.pairwise(rates)):
+        elif any(later > earlier for earlier, later in itertools.pairwise(rates or ())):
             raise _wrong(name, rates, "must not rise: each is the share of drafts accepted up to that position")
 
     @property

@@ -70,6 +70,12 @@ def json_or_text(text: str) -> Any:
         return text
 
 
+def json_list_or_text(text: str) -> Any:
+    """The list that `text` is in JSON, else `text` as it is: `null` is an origin of web pages."""
+    found = json_or_text(text)
+    return found if isinstance(found, list) else text
+
+
 def _parsing(declared: Option) -> dict[str, Any]:
     """How argparse reads the values of an option."""
     match declared.values:
@@ -90,6 +96,6 @@ def _parsing(declared: Option) -> dict[str, Any]:
         case Checked(several=True):
             return {"action": "append"}
         case Values(noun="JSON"):
-            return {"type": json_or_text, "metavar": "JSON"}
+            return {"type": json_list_or_text, "metavar": "JSON"}
         case _:
             return {}

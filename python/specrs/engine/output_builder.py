@@ -137,6 +137,7 @@ class _Completion:
         self._log = CompletionLog(logprobs=params.logprobs is not None, drafts=params.return_drafts)
         self._told = Mark()
         self._window: TextWindow | None = None
+        self._is_whole = False  # the end of the text has been read
 
     def output(self, index: int, dictionary: Callable[[TokenLogprob], dict[int, Logprob]]) -> CompletionOutput:
         """An output with what is new of the request. Mutates: it is not new the next time."""
@@ -179,6 +180,9 @@ class _Completion:
         if request.decoder is None:
             return ""
         if request.finished:
+            if self._is_whole:  # other completions of the prompt go on
+                return ""
+            self._is_whole = True
             return request.stable_text[self._log.num_characters :]
         if self._window is None:
             self._window = TextWindow(

@@ -8,6 +8,8 @@ from specrs.core import Output, TokenDecoder
 
 _LONG = 1000
 """Characters after which the text is dropped: `Output` copies all of its text each time it is read."""
+_CONTEXT = 8
+"""Tokens before an output that the detokenizer reads (`rust/text`), to tell whether it begins with a blank."""
 _NEVER = 2**31 - 1
 """`min_tokens` with which a stop string ends nothing; its beginning is held back all the same."""
 
@@ -41,7 +43,7 @@ class TextWindow:
         self._size = 0  # of the text that was returned, in characters
         self._open: list[int] = []  # tokens since the last one that completed a character
         self._whole: list[list[int]] = []  # the last two runs of tokens that are whole characters
-        self._output = self._after(prompt_token_ids)
+        self._output = self._after(prompt_token_ids[-_CONTEXT:])
 
     def add(self, token_id: int) -> str:
         """Return what the next token adds. Mutates."""

@@ -61,7 +61,8 @@ class ServerOptions:
         None,
         ListOf(Text(empty=True), "keys"),
         "keys of which requests must carry one",
-        default_is=f"{' and '.join(API_KEY_VARIABLES)}",
+        note=f"those of {' and '.join(API_KEY_VARIABLES)} count, too",
+        default_is="none",
         commands=("serve",),
         details="Keys are asked for on every path but `/health` and `/ping`, and compared in constant time.",
     )
