@@ -304,6 +304,7 @@ def test_iterations_that_cannot_be() -> None:
         (drafting, None, {}, "draft = None is not allowed: expected a model, as the scheduler's drafter says"),
         (drafting, target, {}, "draft = the target's decoder or KV cache is not allowed: expected its own"),
         (drafting, (other[0], target[1]), {}, "draft = the target's decoder or KV cache is not allowed"),
+        ({}, None, {"logprobs_mode": "raw"}, "logprobs_mode = \"raw\" is not allowed: expected 'raw_logprobs', "),
     ):
         with pytest.raises(InvalidConfigError, match=re.escape(message)):
             core.CpuIteration(scheduler(**fields), state(), target, draft, **settings)  # type: ignore[arg-type]
@@ -320,7 +321,7 @@ def test_launches_check_their_buffers() -> None:
     made = scheduler()
     iteration = core.CpuIteration(made, state(), model())
     record, results = np.zeros(made.record_size, np.int64), np.zeros(made.results_size, np.int64)
-    assert iteration.run(record, results) == (0, 0, None)
+    assert iteration.run(record, results) == ((0, 0), None, [], [])
     for bad, message in (
         (
             (record[1:], results),
@@ -332,6 +333,10 @@ def test_launches_check_their_buffers() -> None:
     ):
         with pytest.raises(InvalidBufferError, match=message):
             iteration.run(*bad)
+    with pytest.raises(InvalidBufferError, match=r"^record = \d+ elements is not allowed"):
+        iteration.admit(record[1:])
+    with pytest.raises(InvalidConfigError, match=r"^rule = \"greedy\" is not allowed"):
+        iteration.set_rule("greedy")
 
 
 def test_an_iteration_keeps_its_arrays() -> None:
@@ -344,7 +349,7 @@ def test_an_iteration_keeps_its_arrays() -> None:
     tokens = []
     while made.has_unfinished():
         assert made.plan(record) == core.PLAN_LAUNCH
-        assert iteration.run(record, results) == (1, 0, None)
+        assert iteration.run(record, results) == ((1, 0), None, [], [])
         made.settle(int(record[core.HEADER_FIELDS.index("launch_id")]), results, settled)
         tokens.append(int(results[made.results_layout()["tokens"][0]]))
     assert len(tokens) == 5
