@@ -25,7 +25,7 @@ def smollm2() -> Iterator[Server]:
     assert found.returncode == 0, found.stderr
     with serving(
         *(found.stdout.strip(), "--served-model-name", "smollm2", "--max-model-len", "2048"),
-        *("--spec-method", "suffix", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+        *("--spec-method", "suffix", "--spec-tokens", "4", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
         "--disable-uvicorn-access-log",
     ) as server:
         yield server
