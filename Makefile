@@ -212,8 +212,9 @@ lint: build ## rustfmt, clippy, ruff, mypy, stubtest
 	$(BIN)/mypy
 	$(BIN)/stubtest specrs._core --mypy-config-file scripts/stubtest.ini
 
-# Tests that need no model, or one that is made in a moment.
-FAST_TESTS := $(wildcard tests/test_*.py) tests/repository tests/cli/test_help.py tests/cli/test_option_flags.py
+# Tests that need no model, or one that is made in a moment, and that build nothing.
+FAST_TESTS := $(wildcard tests/test_*.py) $(filter-out %wheel.py %packages.py,$(wildcard tests/repository/test_*.py)) \
+	tests/cli/test_help.py tests/cli/test_option_flags.py
 
 .PHONY: check
 check: build ## before each commit, in a minute once built: lints of Python and Rust's format, types, fast tests

@@ -194,7 +194,7 @@ class Blueprint:
             logits_dtype=str(self.logits_dtype).removeprefix("torch."),
             num_reserved_decode_tokens=config.num_reserved_decode_tokens,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
-            # Nobody waits while costs are measured.
+            # No request waits while costs are measured.
             max_prefill_stall_ms=0.0 if measuring else config.max_prefill_stall_ms or 0.0,
             attention_cost_ratio=ATTENTION_COST * self.weights.target.attention_ratio,
             priority_aging_launches=config.priority_aging_launches,
