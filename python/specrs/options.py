@@ -220,7 +220,10 @@ class Checked(Values):
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """What a program, its help and its docs know of one setting. `option` and `OptionTexts` describe the fields."""
+    """A declared setting: its values and default, and the texts of its help and its row in docs/configuration.md.
+
+    `option` and `OptionTexts` describe the fields.
+    """
 
     name: str = ""
     values: Values
@@ -294,7 +297,7 @@ def option(default: Any, values: Values, help: str, *, none: bool = False, **tex
 
 
 _FOUND: dict[type, Mapping[str, Option]] = {}
-"""Results of `options_of`, which is called for every request."""
+"""Results of `options_of`, which is called for every request. mypy takes no dataclass for `functools.cache`."""
 
 
 def options_of(owner: type) -> Mapping[str, Option]:

@@ -130,7 +130,7 @@ def spell(argv: Sequence[str]) -> list[str]:
             if dot:
                 if not equals:
                     value = rest.pop(0) if rest else ""
-                argument = f"{option}={json.dumps({key.replace('-', '_'): _value(value)})}"
+                argument = f"{option}={json.dumps({key.replace('-', '_'): json_or_text(value)})}"
             else:
                 argument = f"{option}{equals}{value}"
         spelled.append(argument)
@@ -141,7 +141,8 @@ _DOTTED = re.compile(r"-[A-Za-z]+\.")
 """A short form with a key behind it; -.5 is none."""
 
 
-def _value(text: str) -> Any:
+def json_or_text(text: str) -> Any:
+    """`text` as JSON if it is JSON, else as it is."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
-from specrs.cli.arguments import MergeJSON, human_int
+from specrs.cli.arguments import MergeJSON, human_int, json_or_text
 from specrs.engine_options import EngineOptions
 from specrs.options import (
     Checked,
@@ -60,14 +59,6 @@ def given_options(arguments: argparse.Namespace, owner: type, command: Command) 
     """The options of `owner` whose flags `command` has and that were given, or have a default of the command."""
     names = [name for name, declared in options_of(owner).items() if command in declared.commands]
     return {name: value for name in names if (value := getattr(arguments, name)) is not None}
-
-
-def json_or_text(text: str) -> Any:
-    """`text` as JSON if it is JSON, else as it is."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
 
 
 def json_list_or_text(text: str) -> Any:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from specrs.cli.option_flags import json_or_text
+from specrs.cli.arguments import json_or_text
 from specrs.errors import UnsupportedConfigError
 from specrs.vllm_arguments import ENGINE, REJECTED, SERVER, VLLMArgument
 

@@ -1,14 +1,12 @@
-"""What a completion has so far, in one place that its outputs share. An output is a view: it copies nothing."""
+"""A log of the tokens, text and log probabilities of one completion, and outputs that are views of it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 from specrs.outputs import CompletionOutput, Draft, Logprob
-
-ItemT = TypeVar("ItemT")
 
 
 @dataclass(frozen=True, slots=True)

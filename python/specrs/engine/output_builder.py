@@ -172,7 +172,7 @@ class _Completion:
         )
 
     def _new_text(self, token_ids: Sequence[int]) -> str:
-        """What is new of the text that no further token can change; `token_ids` are the new tokens.
+        """Return the text that the new tokens `token_ids` add and that no later token can change.
 
         To read the text of an unfinished request copies all of it, so its new tokens are decoded once more instead.
         """

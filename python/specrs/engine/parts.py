@@ -1,4 +1,4 @@
-"""What an engine is made of, and what it asks of a runner. Builds nothing."""
+"""The parts that an engine is constructed from, and the protocol of its runner. `specrs.engine.build` builds them."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from specrs.runner.ring import Header, Ring, RingSlot
 from specrs.sampling import RequestLimits
 
 Publish = Callable[[KVEventBatch], None]
-"""Told of what came into the prefix cache and left it, once a step in which something did; must not wait."""
+"""Called with the changes of the prefix cache, once per step that changes it. Must not wait."""
 Watch = Callable[[RingSlot, Header, float], None]
-"""Told of every launch that settled: its slot, its header, and the milliseconds that it took."""
+"""Called with each launch that settled: its slot, its header, and the milliseconds that it took."""
 
 
 class Runner(Protocol):
-    """What the loop asks of a runner: the eager one of a CPU, or the CUDA one."""
+    """Executes planned launches on a device. `EagerRunner`, `NativeRunner` and `CudaRunner` implement this protocol."""
 
     num_target_passes: int
 
     @property
     def drafter(self) -> Drafter | None:
-        """What drafts, None without speculation."""
+        """The drafter; None without speculation."""
 
     @property
     def kv_cache(self) -> KVCache:
-        """The target's."""
+        """The KV cache of the target."""
 
     def use_extras(self, lookup: ExtrasLookup) -> None:
-        """Where to find what no record can say of a request."""
+        """Set the function that finds the grammar of a request id. Records hold numbers only."""
 
     def launch(self, slot: RingSlot, header: Header) -> None:
         """Execute or enqueue the launch planned in `slot.record`."""
@@ -47,12 +47,12 @@ class Runner(Protocol):
         """Return when `slot.results` hold what the launch reported."""
 
     def close(self) -> None:
-        """End what it has started."""
+        """End the threads and processes that the runner has started."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """What an engine runs on; `specrs.engine.build` makes it from a configuration."""
+    """Everything that `Engine` is constructed from: scheduler, runner, weights and limits, and optional parts."""
 
     config: EngineConfig
     weights: Weights

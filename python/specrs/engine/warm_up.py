@@ -1,4 +1,4 @@
-"""What launches cost here, by batch and K: measured on a runner before an engine has it. Keeps only the costs."""
+"""Measures the milliseconds of a launch by batch and K, on a runner that no engine has yet. Keeps only the costs."""
 
 from __future__ import annotations
 

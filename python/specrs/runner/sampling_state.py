@@ -137,16 +137,12 @@ class SamplingState:
         Raises:
             EngineError: the record speaks of extras and there are none. A record alone cannot be replayed then.
         """
-        return self._matcher(self._rows[row])
-
-    def _matcher(self, row: RowSampling) -> GrammarMatcher | None:
-        """Raises EngineError where the record speaks of extras and there are none: a record alone cannot be replayed
-        then."""
-        if not Steps.of(row.steps).extras or (self.ranks is not None and self.ranks.rank > 0):
+        request = self._rows[row]
+        if not Steps.of(request.steps).extras or (self.ranks is not None and self.ranks.rank > 0):
             return None
-        extras = self.extras(row.request_id)
+        extras = self.extras(request.request_id)
         if extras is None:
-            raise EngineError(f"request {row.request_id}: the launch needs its extras, which are in no record")
+            raise EngineError(f"request {request.request_id}: the launch needs its extras, which are in no record")
         return extras.matcher
 
     def for_entries(
@@ -156,7 +152,7 @@ class SamplingState:
         entry of the first of them, and `slot` has room for their grammars' masks."""
         steps, grammar = self.steps(rows), None
         if steps.extras:
-            matchers = [self._matcher(self._rows[row]) for row in rows]
+            matchers = [self.matcher(row) for row in rows]
             words = slot.grammar_masks(first, len(rows), it.max_k + 1, LaunchGrammar.words(self.vocab_size))
             grammar = LaunchGrammar(matchers, words, self.vocab_size, self.ranks)
         tops = [self._rows[row].logprobs for row in rows] if steps.logprobs else []
