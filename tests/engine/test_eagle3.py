@@ -34,8 +34,8 @@ from sweep import sweep
 
 from engine import harness
 from engine.harness import LONGEST, VOCAB, Bank, make_engine, poison, request, run
+from engine.logits import LOGITS, alone, logits_of, with_logits
 from engine.test_equivalence import engine_settings
-from engine.test_native import LOGITS, alone, logits_of, with_logits
 from engine.test_sampling import SAMPLED, TWO_TOKENS, check_two_token_draws, sampled, vanilla_text
 
 

@@ -5,7 +5,6 @@ test_native` holds its launches to those of the eager one.
 """
 
 import contextlib
-import functools
 import gc
 import logging
 import os
@@ -40,44 +39,9 @@ from specrs.sampling import SamplingParams
 from sweep import sweep
 
 from engine.harness import Bank, config, make_engine, poison, request, run, weights
+from engine.logits import LOGITS, alone, logits_of, with_logits
 
 PROCESSORS = len(usable_processors())
-
-
-def with_logits(request_id: int, prompt: list[int], k: int | None, engine_k: int, tokens: int) -> Request:
-    """A greedy request that reports the logits of every position, prompt included."""
-    params = SamplingParams(
-        temperature=0.0,
-        max_tokens=tokens,
-        ignore_eos=True,
-        detokenize=False,
-        logprobs=-1,
-        num_speculative_tokens=k,
-    )
-    return Request(request_id, prompt, params, num_speculative_tokens=engine_k)
-
-
-def logits_of(job: Request) -> np.ndarray:
-    """`[tokens, V]` fp32, by id."""
-    assert job.logprobs is not None
-    rows = np.empty((len(job.logprobs), len(job.logprobs[0].top_ids)), np.float32)
-    for row, entry in zip(rows, job.logprobs, strict=True):
-        row[entry.top_ids] = entry.top_logprobs
-    return rows
-
-
-LOGITS = {"logprobs_mode": "raw_logits", "max_logprobs": -1}
-
-
-@functools.cache
-def alone(target: Path, prompt: tuple[int, ...], dtype: str, bf16_rows: bool = False) -> np.ndarray:
-    """The logits of the prompt's text without drafts, in one chunk on one thread."""
-    fields = LOGITS | {"max_num_batched_tokens": 512, "threads": 1, "cpu_bf16_rows": bf16_rows}
-    engine = make_engine(target, None, k=0, dtype=dtype, **fields)
-    job = with_logits(0, list(prompt), 0, 0, 24)
-    engine.add_request(job)
-    run(engine)
-    return logits_of(job)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from specrs.models.native_loader import load_native
 from specrs.models.quantization.at_load import IntegersAtLoad
 
 from engine.harness import Bank, config, request, run
-from engine.test_native import LOGITS, logits_of, with_logits
+from engine.logits import LOGITS, logits_of, with_logits
 
 KINDS = ("int8", "int4")
 
