@@ -70,7 +70,7 @@ class _Parts(Generic[_Part]):
 
 
 class StackedWeight(_Parts[Array]):
-    """Projections in the checkpoint's own memory, float32 or bfloat16: nothing is copied, so mapped files stay mapped."""
+    """Projections in the checkpoint's own memory, float32 or bfloat16: mapped files stay mapped."""
 
     __slots__ = ()
 
