@@ -166,7 +166,7 @@ def delivered(batch: int, k: int, text: TokenDecoder | None, stops: tuple[str, .
     )
     limits = RequestLimits(max_model_len=PROMPT + OUTPUT, vocab_size=WORDS, num_speculative_tokens=k, eos_token_ids=())
     device = Device(batch, k)
-    parts = EngineParts(config, None, limits, scheduler, Ring(scheduler, k, 1, pinned=False), device)  # type: ignore
+    parts = EngineParts(config, None, limits, scheduler, Ring(scheduler, k, 1), device)  # type: ignore
     engine = Engine(parts)
     next_id, missing = 0, batch
     while True:

@@ -26,7 +26,7 @@ from specrs.engine.build_cuda import make_context
 from specrs.engine.weights import Weights
 from specrs.kernels.cuda.device import DeviceLimits
 from specrs.runner.cuda.context import Context
-from specrs.runner.sampling_state import SamplingState
+from specrs.runner.cuda.sampling_state import SamplingState
 from specrs.speculative_config import SpeculativeConfig
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode

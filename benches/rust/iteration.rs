@@ -10,7 +10,7 @@
 use specrs_core::sampling::LogprobsMode;
 use specrs_core::scheduler::LaunchHeader;
 use specrs_core::{Drafter, PlanOutcome, RequestParams, RequestSampling, Scheduler, SchedulerConfig};
-use specrs_cpu::iteration::{Cached, Iteration, NoGrammars, OwnedRowState, Rule};
+use specrs_cpu::iteration::{Cached, Iteration, Model, NoHost, OwnedRowState, Rule};
 use specrs_cpu::{Decoder, Isa, KvCache, KvShape, ModelShape, Pool};
 use std::sync::Arc;
 use std::time::Instant;
@@ -24,12 +24,12 @@ const PROMPT: usize = 16;
 const OUTPUT: usize = 160;
 const BLOCK_SIZE: usize = 16;
 
-struct Model {
+struct OnCpu {
     decoder: Decoder,
     kv: KvCache,
 }
 
-impl Model {
+impl OnCpu {
     fn new(shape: (ModelShape, usize), num_blocks: usize) -> Self {
         let ModelShape { num_kv_heads, head_dim, .. } = shape.0;
         let kv = KvShape { num_blocks, block_size: BLOCK_SIZE, num_kv_heads, head_dim };
@@ -38,7 +38,7 @@ impl Model {
     }
 
     fn cached(&mut self) -> Cached<'_> {
-        Cached { decoder: &mut self.decoder, kv_cache: &mut self.kv, adapters: &[] }
+        Cached::new(&mut self.decoder, &mut self.kv, &[])
     }
 }
 
@@ -48,7 +48,7 @@ fn median(mut times: Vec<f64>) -> f64 {
 }
 
 /// Median microseconds of decode launches of `batch` requests with K drafts, and of what is outside their passes.
-fn launches(batch: usize, k: usize, sampled: bool, target: &mut Model, draft: &mut Model) -> (f64, f64) {
+fn launches(batch: usize, k: usize, sampled: bool, target: &mut OnCpu, draft: &mut OnCpu) -> (f64, f64) {
     let max_len = PROMPT + OUTPUT;
     let mut config = SchedulerConfig::new(batch, max_len, batch * max_len.div_ceil(BLOCK_SIZE), BLOCK_SIZE, 2048);
     if k > 0 {
@@ -70,7 +70,7 @@ fn launches(batch: usize, k: usize, sampled: bool, target: &mut Model, draft: &m
         };
         scheduler.add_request(id, &prompt, &params).unwrap();
     }
-    let mut state = OwnedRowState::new(&config);
+    let mut state = OwnedRowState::new(&config, 0);
     let mut iteration =
         Iteration::new(config, Rule::Rejection, None, LogprobsMode::default(), TARGET.0.vocab_size).unwrap();
     let mut record = vec![0; scheduler.record_layout().size];
@@ -80,9 +80,9 @@ fn launches(batch: usize, k: usize, sampled: bool, target: &mut Model, draft: &m
     iteration.take_pass_time();
     while let PlanOutcome::Launch(header) = scheduler.plan(&mut record).unwrap() {
         let (mut target, mut draft) = (target.cached(), draft.cached());
-        let draft = (k > 0).then_some(&mut draft);
+        let draft = (k > 0).then_some(&mut draft as &mut dyn Model);
         let start = Instant::now();
-        iteration.run(&record, &mut results, &mut state.borrow(), &mut target, draft, &mut NoGrammars).unwrap();
+        iteration.run(&record, &mut results, &mut state.borrow(), &mut target, draft, &mut NoHost).unwrap();
         let taken = start.elapsed();
         let passes = iteration.take_pass_time();
         let LaunchHeader { num_decode, num_prefill, num_draft_chunks, .. } = header;
@@ -101,7 +101,7 @@ fn main() {
         for sampled in [false, true] {
             for (batch, k) in [(1, 0), (1, 3), (64, 0), (64, 3)] {
                 let num_blocks = batch * (PROMPT + OUTPUT).div_ceil(BLOCK_SIZE);
-                let (mut target, mut draft) = (Model::new(target, num_blocks), Model::new(draft, num_blocks));
+                let (mut target, mut draft) = (OnCpu::new(target, num_blocks), OnCpu::new(draft, num_blocks));
                 let (launch, outside) = launches(batch, k, sampled, &mut target, &mut draft);
                 let rule = if sampled { "sampled" } else { "greedy" };
                 println!("{name} {rule:<8} {batch:>5} {k:>2} {launch:>10.1} {outside:>11.1}");

@@ -52,7 +52,7 @@ class RowTensors(Protocol):
 
 
 class HiddenTensors(Protocol):
-    """What is kept for a drafter that reads hidden states; `specrs.runner.hidden_rows.HiddenRows` is it."""
+    """What is kept for a drafter that reads hidden states; `specrs.runner.cuda.hidden_rows.HiddenRows` is it."""
 
     @property
     def states(self) -> Tensor:

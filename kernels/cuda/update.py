@@ -194,7 +194,7 @@ class Decided:
 
 
 class Reported(Protocol):
-    """Where the entries report, int64 sections of the results buffer; `specrs.runner.accept.Results` is it."""
+    """Where the entries report, int64 sections of the results buffer; `specrs.reference.accept.Results` is it."""
 
     @property
     def num_emitted(self) -> Tensor:

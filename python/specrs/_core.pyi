@@ -7,7 +7,7 @@ Buffers are numpy arrays that the caller owns: C-contiguous, aligned, of exactly
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Final, Literal, Protocol, final
+from typing import Any, Final, Literal, Protocol, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -1710,35 +1710,104 @@ _Logprobs = tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64], NDA
 """Log probabilities of m tokens: their values `[m]` and ranks `[m]`; ids `[m, n]` and values `[m, n]` of the most
 probable ones."""
 
-class _GrammarHost(Protocol):
-    """The grammars of a launch's entries, by their index in the results."""
+class CallableModel(Protocol):
+    """A model whose passes Python computes, or an EAGLE-3 head, with a KV cache of its own."""
 
-    def start(self, index: int, row: int) -> NDArray[np.int32]:
-        """Return the mask of the entry's next token, `[ceil(V / 32)]`: bit t % 32 of word t // 32 is set for ids that
-        may come. Its request is in `row` of row state."""
+    vocab_size: int
+    """Ids that it can be fed; of a head the target's."""
+    num_ids: int
+    """Logits of a row."""
+    num_layers: int
+    hidden_size: int
+    """Numbers of a hidden state; anything where no head reads them."""
+    target_ids: NDArray[np.int64] | None
+    """[num_ids] int64, ascending, of a head: the target's id of each logit; None: logit i is for id i."""
+    aux_hidden_state_layers: Sequence[int]
+    """Of a head: layers of the target at whose entry it reads hidden states; empty for a model."""
+    aux_hidden_state_size: int
+    """Of a head: numbers of one of these states."""
 
-    def advance(self, index: int, token: int) -> NDArray[np.int32]:
+    def forward(
+        self,
+        inputs: dict[str, Any],
+        wanted: NDArray[np.int64],
+        keeps: bool,
+        layers: list[int],
+        beside: NDArray[np.float32] | None,
+    ) -> tuple[NDArray[np.float32] | None, NDArray[np.float32] | None, NDArray[np.bool_] | None]:
+        """Run one pass over N rows and write their K and V.
+
+        Args:
+            inputs: keywords of `specrs.models.inputs.PassInputs` as int64 arrays, and `rows` `[B]`, the row of state of
+                each of the B sequences.
+            wanted: rows whose logits are asked for; with `keeps` they are asked for later, by `logits`.
+            layers: layers whose hidden states are asked for where the rows enter them; of a head `[1]`: what it leaves
+                for its next pass.
+            beside: `[N, hidden_size]`, what a head is fed next to the tokens; None for a model.
+
+        Returns:
+            Logits `[len(wanted), num_ids]` or None, hidden states `[N, len(layers), hidden_size]` or None, and `[N]`
+            whether the final state of each row is finite: None where the last row of a prompt tells that of all before.
+        """
+
+    def logits(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return logits `[len(rows), num_ids]` of rows of the last pass with `keeps`, by their place in `wanted`."""
+
+    def fuse(self, states: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return what a head is fed for the target's hidden states `[N, layers, aux_hidden_state_size]`:
+        `[N, hidden_size]`."""
+
+class StepHost(Protocol):
+    """What a step asks of Python. Sequences are named by their index in the results."""
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether other ranks run the same step; `enter` and `leave` are called then."""
+
+    def start_grammar(self, index: int, row: int) -> NDArray[np.int32]:
+        """Return the mask of the sequence's next token, `[ceil(V / 32)]`: bit t % 32 of word t // 32 is set for ids
+        that may come. Its request is in `row` of row state."""
+
+    def advance_grammar(self, index: int, token: int) -> NDArray[np.int32]:
         """Return the mask of the token after the next draft."""
+
+    def draft_ids(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the draft model's ids of a text that is `tokens` for the target; empty where it has none."""
+
+    def target_ids(
+        self, tokens: NDArray[np.int64], own: NDArray[np.int64], drafted: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Return the target's ids of `drafted`, which the draft model wrote after its ids `own` of that text."""
+
+    def enter(self, stage: int) -> None:
+        """Begin a stage of the drafter: 1 feeds a head what prompts left to it, 2 feeds draft chunks, 4 drafts."""
+
+    def leave(self, stage: int, error: Exception | None) -> bool:
+        """End a stage, which failed with `error` here or did not. Returns whether it failed on any rank."""
+
+_Source = tuple[CpuDecoder, CpuKVCache] | CallableModel
+"""A native model with its KV cache, or one that Python computes."""
 
 @final
 class CpuIteration:
     """Runs planned launches of a scheduler on a CPU, each in one call: uploads, prompt chunks, draft catch-up chunks,
     one decode iteration, in this order.
 
-    It applies what requests ask of their logits, and reports log probabilities. The row state that it leaves is what
-    any other runner goes on from.
+    It applies what requests ask of their logits, and reports log probabilities.
     """
 
     def __new__(
         cls,
         scheduler: Scheduler,
         state: dict[str, NDArray[np.generic]],
-        target: tuple[CpuDecoder, CpuKVCache],
-        draft: tuple[CpuDecoder, CpuKVCache] | None = None,
+        target: _Source,
+        draft: _Source | None = None,
         *,
         rule: str = "rejection",
         rates: Sequence[float] | None = None,
         logprobs_mode: str = "raw_logprobs",
+        shared_tokens: tuple[Sequence[tuple[int, int]], int] | None = None,
+        text_limits: tuple[int, int, int] | None = None,
     ) -> CpuIteration:
         """For launches of `scheduler`, whose settings are read now.
 
@@ -1750,14 +1819,21 @@ class CpuIteration:
                 `[R + 1, max_draft_lag * numbers of a position]` float32 and `hidden_start` `[R + 1]` int64. With
                 `window_groups` `group_tables` `[(G - 1) * (R + 1), max_blocks]` int64, group by group. They are kept
                 alive, and written by `run`.
-            draft: of a scheduler with a `CachedDrafter`, or an EAGLE-3 head of one with a `HiddenDrafter`.
+            draft: of a scheduler with a `CachedDrafter` or `TextDrafter`, or an EAGLE-3 head of one with a
+                `HiddenDrafter`.
             rule: `rejection` or `coupled`, for requests that sample.
             rates: `[K]`; drafts stand at these unconditional rates by position, whatever the models say: for timing.
             logprobs_mode: what `logprobs` reports: `raw_logprobs`, `raw_logits`, `processed_logprobs` or
                 `processed_logits`, as in vLLM.
+            shared_tokens: of a draft with another tokenizer: pairs (the target's id, the draft's id) of tokens that
+                both have, and the draft's id that it is fed for others. Only shared tokens are drafted.
+            text_limits: with a `TextDrafter`: tokens of a text in the draft's ids at most, tokens that it is fed in a
+                step, about, and the block size of its KV cache. Row r of state has blocks r * B to r * B + B - 1 of it,
+                as many as hold such a text.
 
         Raises:
             InvalidConfigError: a rule, rates, mode or draft that cannot be.
+            InvalidBufferError: shared tokens that a model does not have.
             InvalidBufferError: an array of `state` has the wrong dtype, layout or shape, or is missing.
         """
 
@@ -1766,17 +1842,17 @@ class CpuIteration:
         record: NDArray[np.int64],
         results: NDArray[np.int64],
         adapters: Sequence[tuple[CpuLora, list[int]]] = ...,
-        grammars: _GrammarHost | None = None,
+        host: StepHost | None = None,
     ) -> tuple[
         tuple[int, int],
-        tuple[SpecrsError, NDArray[np.int64]] | None,
+        tuple[Exception, NDArray[np.int64]] | None,
         list[tuple[int, _Logprobs]],
         list[tuple[int, int, _Logprobs]],
     ]:
         """Executes the launch planned in `record`; writes row state, both KV caches, and what it reports to `results`.
 
         `adapters` are those of rows of state that the target's passes are computed with, each row at most once.
-        `grammars` has those of the launch's requests; None: none of them has one.
+        `host` has the grammars of the launch's requests; None: none of them has one, and drafts are not text.
 
         What prompt chunks leave to a head is fed to it by the next call, so that no first token waits for it.
 
@@ -1789,15 +1865,7 @@ class CpuIteration:
         Raises:
             InvalidBufferError: a buffer has the wrong dtype or size, or a record names what does not exist; row state
                 may have been written.
-            Exception: whatever `grammars` raises.
-        """
-
-    def admit(self, record: NDArray[np.int64]) -> None:
-        """Takes over what the requests that `record` admits ask of their logits. `run` does so itself: this is for
-        launches that are run otherwise.
-
-        Raises:
-            InvalidBufferError: the record has the wrong dtype or size.
+            Exception: whatever the target's `CallableModel` or `host` raises.
         """
 
     def set_rule(self, rule: str) -> None:
@@ -1806,10 +1874,6 @@ class CpuIteration:
         Raises:
             InvalidConfigError: another rule.
         """
-
-    def feed_behind(self) -> tuple[int, tuple[SpecrsError, NDArray[np.int64]] | None]:
-        """Feeds to a head what the last launch has left to it; how many passes that took, and what failed, as of
-        `run`."""
 
 @final
 class CostModel:

@@ -21,7 +21,7 @@ DEFAULT_CPU_KV_CACHE_BYTES = 4 << 30
 DEVICES = ("auto", "cpu", "cuda", "cuda:N")
 """Allowed devices. N is the number of a GPU, as torch counts them."""
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
-CPU_PREFILLS = ("exact", "amx", "torch")
+CPU_PREFILLS = ("exact", "amx")
 MODEL_IMPLS = ("auto", "specrs", "transformers")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 STREAMING_PREFILL_STALL_MS = 75.0
@@ -267,9 +267,7 @@ class EngineOptions:
         details="`exact` is the native pass: its bits do not depend on how a prompt is cut, nor on whether a token was "
         "decoded before it was fed again. `amx` multiplies by the tiles of processors that have them, almost twice as "
         "fast. Its bits do not depend on the cut either, but differ from decoding's. Text may therefore change after a "
-        "preemption or a prefix cache hit. Draft models catch up in the same way. `torch` computes chunks of 256 "
-        "tokens or more by torch, on torch's own threads. It is faster for long prompts, and its bits depend on the "
-        "cut.",
+        "preemption or a prefix cache hit. Draft models catch up in the same way.",
     )
     seed: int = _serve_option(0, Integer(-(2**63), 2**63 - 1), "number that requests without a seed derive theirs from")
     max_logprobs: int = _serve_option(

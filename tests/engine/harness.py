@@ -15,7 +15,6 @@ from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
 from specrs.engine.weights import Weights, load_weights
-from specrs.runner.native import NativeRunner
 from specrs.sampling import SamplingParams
 
 VOCAB = 211
@@ -87,7 +86,7 @@ def native_bank(bank: Bank, dtype: str) -> Bank:
     continuations = []
     for i, prompt in enumerate(bank.prompts):
         engine = make_engine(bank.target, None, k=0, dtype=dtype, max_num_batched_tokens=512)
-        assert isinstance(engine.runner, NativeRunner)
+        assert engine.runner.is_native
         continuations.append(request(i, prompt, k=0, max_tokens=LONGEST, engine_k=0, ignore_eos=True))
         engine.add_request(continuations[-1])
         run(engine)

@@ -125,7 +125,7 @@ def make_engine(
     limits = RequestLimits(
         max_model_len=max_model_len, vocab_size=VOCAB, num_speculative_tokens=K, eos_token_ids=(EOS,)
     )
-    ring = Ring(scheduler, K, depth, pinned=False)
+    ring = Ring(scheduler, K, depth)
     return Engine(EngineParts(config, None, limits, scheduler, ring, runner or ScriptedRunner()))  # type: ignore[arg-type]
 
 

@@ -15,7 +15,6 @@ from specrs.engine.engine import Engine
 from specrs.engine.request import Request
 from specrs.engine.weights import load_weights
 from specrs.models.registry import FAMILIES
-from specrs.runner.native import NativeRunner
 from specrs.sampling import SamplingParams
 from sweep import sweep
 
@@ -181,7 +180,7 @@ def make(
 def alone(target: tuple[Path, str | None], dtype: str, index: int, job: Job) -> list[int]:
     """The text of a request that has an engine without drafts for itself, and its prompt in one chunk."""
     engine = make(target, None, 0, dtype, max_num_batched_tokens=512)
-    assert isinstance(engine.runner, NativeRunner) == (dtype == "float32")
+    assert engine.runner.is_native == (dtype == "float32")
     engine.runner.rule = "coupled"
     request = submit(engine, index, job, 0)
     run(engine)

@@ -16,7 +16,7 @@ from specrs.engine.engine import Engine
 from specrs.engine.parts import EngineParts
 from specrs.engine.request import Request
 from specrs.pair.prompts import PROMPTS
-from specrs.runner.eager import EagerRunner
+from specrs.reference.step import EagerRunner
 from specrs.runner.ring import Header, RingSlot
 
 from engine.harness import Bank, assert_idle, config, request, run, weights

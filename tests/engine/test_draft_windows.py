@@ -11,7 +11,6 @@ from hf_reference import generate, load
 from hypothesis import given
 from hypothesis import strategies as st
 from specrs.engine.blueprint import Blueprint
-from specrs.runner.native import NativeRunner
 from sweep import sweep
 
 from engine.harness import (
@@ -96,7 +95,7 @@ def test_greedy_text(data: st.DataObject, bank_of: MakeBank) -> None:
     times = data.draw(st.sampled_from([1.0, 1.1, 2.0, 8.0]), label="blocks")
     fields["num_gpu_blocks_override"] = int(times * least)
     engine = make_engine(bank.target, bank.drafts["draft"], k=k, dtype=bank.dtype, **fields)
-    assert isinstance(engine.runner, NativeRunner) == (bank.dtype != "float64")
+    assert engine.runner.is_native == (bank.dtype != "float64")
     poison(engine)
     jobs = [
         (i % len(bank.prompts), own_k, min(length, 24), steps)

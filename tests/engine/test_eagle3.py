@@ -24,10 +24,9 @@ from specrs.engine.engine import Engine
 from specrs.engine.request import Request
 from specrs.engine.weights import load_weights
 from specrs.errors import InvalidConfigError, UnsupportedConfigError
+from specrs.reference.iteration import Drafted, draft
 from specrs.runner import eager
-from specrs.runner.entries import Iteration
-from specrs.runner.iteration import Drafted, draft
-from specrs.runner.native import NativeRunner
+from specrs.runner.cuda.entries import Iteration
 from specrs.runner.ring import Header, RingSlot
 from specrs.runner.row_state import RowState
 from sweep import sweep
@@ -252,7 +251,7 @@ def test_one_call_is_what_it_is_op_by_op(method: str, head_bank: Bank, data: st.
     for pattern in ([False], [True], turns):
         engine = head_engine(head_bank, head, k=engine_k, dtype="float32", method=method, **(fields | LOGITS))
         runner = engine.runner
-        assert isinstance(runner, NativeRunner)
+        assert runner.is_native
         poison(engine)
         jobs = []
         for i, (prompt, k, logits) in enumerate(asked):

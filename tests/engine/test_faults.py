@@ -16,8 +16,8 @@ from specrs.models.base import HiddenStates, Model
 from specrs.models.dense import Dense
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
-from specrs.runner.eager import EagerRunner
-from specrs.runner.native import NativeRunner
+from specrs.reference.step import EagerRunner
+from specrs.runner.cpu import CpuRunner
 from specrs.sampling import SamplingParams
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
@@ -106,7 +106,7 @@ def test_a_poisoned_chunk_is_never_shared_before_its_prompt_ends(
     ("fields", "runner"),
     [
         ({"enforce_eager": True}, EagerRunner),
-        ({}, NativeRunner),
+        ({}, CpuRunner),
         ({"model_impl": "transformers"}, EagerRunner),
     ],
     ids=["eager", "native", "transformers"],

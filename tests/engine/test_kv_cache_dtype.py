@@ -24,7 +24,6 @@ from specrs.models.dense_native import NativeDense
 from specrs.models.kv_cache import SCALE_NAMES, read_kv_scales
 from specrs.models.loader import load_config, open_checkpoint
 from specrs.models.shards import Shard, ShardedTensors
-from specrs.runner.native import NativeRunner
 from specrs.sampling import SamplingParams
 from sweep import sweep
 
@@ -93,7 +92,7 @@ def engine_of(loaded: dict[EngineConfig, Weights], made: EngineConfig) -> Engine
     if key not in loaded:
         loaded[key] = load_weights(key)
     engine = build_engine(made, loaded[key])
-    assert isinstance(engine.runner, NativeRunner) == (made.dtype != "float64" and not made.enforce_eager)
+    assert engine.runner.is_native == (made.dtype != "float64" and not made.enforce_eager)
     return engine
 
 
@@ -249,7 +248,7 @@ def test_a_head_s_codes(tmp_path: Path, layout: str) -> None:
     assert weights.head.allocate_cache(1, 4).layers[0].dtype == torch.float8_e4m3fn
     for k in (3, 0):
         engine = build_engine(made, weights)
-        assert isinstance(engine.runner, NativeRunner)
+        assert engine.runner.is_native
         requests = [Request(i, PROMPTS[i], params(i, "rejection", k), num_speculative_tokens=3) for i in range(4)]
         for request in requests:
             engine.add_request(request)

@@ -14,7 +14,6 @@ from specrs.core import FINISH_LENGTH, HEADER_FIELDS, PLAN_LAUNCH
 from specrs.engine.blueprint import Blueprint
 from specrs.engine.engine import Engine
 from specrs.models.dense import Dense
-from specrs.runner.native import NativeRunner
 from sweep import sweep
 
 from engine.harness import (
@@ -90,7 +89,7 @@ def test_greedy_text(data: st.DataObject, banks: dict[str, Bank]) -> None:
     fields["num_gpu_blocks_override"] = int(times * least)
     engine = make_engine(bank.target, bank.drafts[draft], k=k, dtype=bank.dtype, **fields)
     assert engine.scheduler.num_groups == 3
-    assert isinstance(engine.runner, NativeRunner) == (bank.dtype != "float64")
+    assert engine.runner.is_native == (bank.dtype != "float64")
     poison(engine)
     # A native launch with a request that asks for log probabilities goes op by op.
     more = {"logprobs": 1} if data.draw(st.booleans(), label="log probabilities") else {}
@@ -190,7 +189,7 @@ def test_the_native_runner_serves_32k_positions_in_a_quarter_of_the_memory(long_
             made = config(long_target, None, k=0, dtype="float32", **LONG)
             least = Blueprint(made, weights(long_target, None, "float32")).with_kv_groups().least_blocks
             engine = make_engine(long_target, None, k=0, dtype="float32", num_gpu_blocks_override=least, **LONG)
-        assert isinstance(engine.runner, NativeRunner)
+        assert engine.runner.is_native
         poison(engine)
         job = request(0, prompt, k=0, max_tokens=24, engine_k=0, ignore_eos=True)
         engine.add_request(job)

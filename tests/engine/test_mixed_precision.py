@@ -24,7 +24,6 @@ from specrs.kernels.coded_weight import CodedWeight
 from specrs.models.loader import CodedLoader, open_checkpoint
 from specrs.models.native_loader import load_native
 from specrs.models.quantization.base import QuantizedTensors
-from specrs.runner.native import NativeRunner
 
 from engine.harness import config, make_prompts, request, run
 
@@ -58,7 +57,7 @@ def loaded(target: Path, draft: Path | None, dtype: str) -> Weights:
 def text(target: Path, draft: Path | None, k: int, dtype: str) -> list[list[int]]:
     """Of eight prompts at once."""
     engine = build_engine(config(target, draft, k=k, dtype=dtype), loaded(target, draft, dtype))
-    assert isinstance(engine.runner, NativeRunner)
+    assert engine.runner.is_native
     jobs = [
         request(i, prompt, k=k, max_tokens=24, engine_k=k, ignore_eos=True)
         for i, prompt in enumerate(make_prompts(count=8))

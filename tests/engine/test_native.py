@@ -33,8 +33,8 @@ from specrs.models.dense import Dense
 from specrs.models.dense_native import NativeDense
 from specrs.models.native_loader import load_native
 from specrs.pair.prompts import PROMPTS
-from specrs.runner.eager import EagerRunner
-from specrs.runner.native import NativeRunner
+from specrs.reference.step import EagerRunner
+from specrs.runner.cpu import CpuRunner
 from specrs.sampling import SamplingParams
 from sweep import sweep
 
@@ -142,7 +142,7 @@ def test_long_prompts_by_torch(
     bank, by_torch, ways = request_bank[family], [], []
     monkeypatch.setattr(engine_runners, "TORCH_TOKENS", 24)
     monkeypatch.setattr(Dense, "forward", _noting_rows(by_torch, Dense.forward))
-    for name, owner, method in (("one call", NativeRunner, "launch"), ("op by op", EagerRunner, "_execute")):
+    for name, owner, method in (("one call", CpuRunner, "launch"), ("op by op", EagerRunner, "_execute")):
         monkeypatch.setattr(owner, method, _noting(ways, name, getattr(owner, method)))
     texts, prompts = [], [prompt for prompt in bank.prompts if len(prompt) > 3]
     for k in (0, 4):
@@ -294,7 +294,7 @@ def test_which_runner_serves(native_qwen_bank: Bank) -> None:
         ({"dtype": "float32", "enforce_eager": True}, False),
     ):
         engine = make_engine(bank.target, bank.drafts["close"], k=2, **fields)
-        assert isinstance(engine.runner, NativeRunner) is native
+        assert engine.runner.is_native is native
         models = [engine.weights.target, engine.weights.draft]
         assert all(isinstance(model, NativeDense if native else Dense) for model in models)
 

@@ -19,7 +19,6 @@ from specrs.drafters.base import device_drafter
 from specrs.engine.engine import Engine
 from specrs.models.dense_native import NativeKVCache, native_cache
 from specrs.models.kv_cache import KVCache
-from specrs.runner.native import NativeRunner
 from specrs.runner.ring import Header, RingSlot
 from sweep import sweep
 
@@ -44,7 +43,7 @@ class Short:
     def __init__(self, engine: Engine, blocks: Callable[[int], int | None], patch: pytest.MonkeyPatch) -> None:
         self.launches = self.failed = 0
         runner, drafter = engine.runner, device_drafter(engine.drafter)
-        assert isinstance(runner, NativeRunner)
+        assert runner.is_native
         whole, launch, cut_before = drafter.kv_cache, runner.launch, None
         admissions: list[NDArray[np.int64]] = []  # what the requests in the rows ask for
 
@@ -154,7 +153,7 @@ def test_a_target_that_fails_still_ends_the_launch(native_drafts: dict[str, tupl
     """Only the drafter's failures are the drafter's."""
     bank, engine = engine_of(native_drafts, "draft_model", 3, block_size=8)
     runner = engine.runner
-    assert isinstance(runner, NativeRunner)
+    assert runner.is_native
     runner.kv_cache = first_blocks(runner.kv_cache, 0)
     job = request(0, bank.prompts[4], k=None, max_tokens=4, engine_k=3, ignore_eos=True)
     engine.add_request(job)

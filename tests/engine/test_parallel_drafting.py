@@ -15,7 +15,6 @@ from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.weights import Weights, load_weights
 from specrs.errors import InvalidConfigError
-from specrs.runner.native import NativeRunner
 from specrs.runner.ring import Header, RingSlot
 from sweep import sweep
 
@@ -50,7 +49,7 @@ def make_engine(bank: Bank, k: int, **fields: object) -> Engine:
         WEIGHTS[key] = load_weights(made)
     engine = build_engine(made, WEIGHTS[key])
     assert isinstance(engine.drafter, ParallelDraftModel)
-    assert isinstance(engine.runner, NativeRunner) == (bank.dtype == "float32")
+    assert engine.runner.is_native == (bank.dtype == "float32")
     return engine
 
 

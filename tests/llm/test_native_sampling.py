@@ -8,7 +8,7 @@ import pytest
 from specrs import LLM, SamplingParams
 from specrs.outputs import RequestOutput
 from specrs.pair.prompts import PROMPTS
-from specrs.runner.eager import EagerRunner
+from specrs.reference.step import EagerRunner
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 REGEX = "[a-z]{2,9}( [a-z]{1,7}){3}[.][0-9]{2}"

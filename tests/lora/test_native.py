@@ -15,7 +15,6 @@ from specrs.models.loader import load_model
 from specrs.models.lora_loader import load_lora
 from specrs.models.native_loader import load_native
 from specrs.pair import TARGET
-from specrs.runner.native import NativeRunner
 
 from .adapters import Spec, leaves_of, merge, write_adapter
 
@@ -78,7 +77,7 @@ def texts(folders: list[Path], jobs: list[tuple[int, int]], k: int, batch: int) 
         max_num_seqs=batch,
         speculative_config={"num_speculative_tokens": 5, "rejection_sample_method": "coupled"},
     )
-    assert isinstance(llm.engine.runner, NativeRunner)
+    assert llm.engine.runner.is_native
     assert isinstance(llm.engine.weights.target, NativeDense)
     loras = [None, *(LoRARequest(f"a{i}", i, str(path)) for i, path in enumerate(folders, 1))]
     same: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, "num_speculative_tokens": k}

@@ -23,8 +23,8 @@ from specrs.runner.cuda import iteration
 from specrs.runner.cuda.chunks import prompt_pass
 from specrs.runner.cuda.context import Context, entries_of
 from specrs.runner.cuda.graphs import tasks
+from specrs.runner.cuda.sampling_state import SamplingState
 from specrs.runner.cuda.shapes import ChunkShape, Shape, Tail
-from specrs.runner.sampling_state import SamplingState
 from specrs.speculative_config import SpeculativeConfig
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode

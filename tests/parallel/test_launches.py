@@ -40,7 +40,7 @@ def make_ring(depth: int = 2) -> Ring:
         max_num_batched_tokens=8,
         num_speculative_tokens=0,
     )
-    ring = Ring(scheduler, 0, depth, pinned=False)
+    ring = Ring(scheduler, 0, depth)
     for number in range(depth + 1):
         slot = ring.slot(number)
         slot.done = Done()  # type: ignore[assignment]

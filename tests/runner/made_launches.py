@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from specrs import core
 from specrs.core import RequestSampling
-from specrs.runner.eager import EagerRunner
 from specrs.runner.extras import RequestExtras
 from specrs.runner.ring import RingSlot
+from specrs.runner.row_state import RowState
 from specrs.structured.matcher import GrammarMatcher
 
 ROWS, MAX_LEN, BLOCK_SIZE, MAX_K, VOCAB, BUDGET = 6, 30, 4, 3, 19, 64
@@ -66,12 +65,14 @@ class MadeUpExtras:
 class Made:
     """A launch made up from row state, which it first changes: what a scheduler would never do."""
 
-    def __init__(self, rng: np.random.Generator, runner: EagerRunner, slot: RingSlot, drafter: str) -> None:
-        self.rng, self.state, self.record, self.drafter = rng, runner.state, slot.record_arrays, drafter
-        self.hidden, self.windowed = runner.hidden, runner.k_start is not None
+    def __init__(
+        self, rng: np.random.Generator, state: RowState, slot: RingSlot, drafter: str, *, windowed: bool = False
+    ) -> None:
+        self.rng, self.state, self.record, self.drafter = rng, state, slot.record_arrays, drafter
+        self.windowed = windowed
         self.header = dict.fromkeys(core.HEADER_FIELDS, 0)
         slot.record[:] = -7  # what a launch does not count, it must not read
-        # The eager runner counts tokens at all positions of a row, those that it ignores included.
+        # The reference counts tokens at all positions of a row, those that it ignores included.
         self.record["draft_token"][:] = rng.integers(0, VOCAB, len(self.record["draft_token"]))
         rows = rng.permutation(ROWS).tolist()
         num_decode = int(rng.integers(0, ROWS + 1))
@@ -174,13 +175,14 @@ class Made:
 
     def _blocks(self) -> None:
         """Now and then a row's blocks in another order; each row has its own."""
-        self.tables = torch.cat([self.state.block_table[None], self.state.group_tables])
+        further = self.state.group_tables.reshape(-1, ROWS + 1, TABLE)
+        self.tables = np.concatenate([self.state.block_table[None], further])
         told = []
         for row in range(ROWS):
             if self.rng.random() < 0.1 or row in self.admitted:
                 for group, table in enumerate(self.tables):
                     blocks = self.rng.permutation(TABLE) + (group * ROWS + row) * TABLE
-                    table[row] = torch.from_numpy(blocks)
+                    table[row] = blocks
                     told += [(row, group, index, block) for index, block in enumerate(blocks)]
         for at, updates in zip(("row", "group", "index", "id"), zip(*told, strict=True), strict=False):
             if at != "group" or len(self.tables) > 1:
@@ -218,7 +220,7 @@ class Made:
         self.ks = ks
 
     def _slots(self, row: int, positions: np.ndarray, group: int = 0) -> np.ndarray:
-        return self.tables[group, row].numpy()[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+        return self.tables[group, row][positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
 
     def _prefill(self) -> None:
         record, at, offset = self.record, 0, 0
@@ -231,14 +233,13 @@ class Made:
             n = self.lengths[row]
             self._entry(len(self.decode) + j, row, 0)
             # A head that has begun somewhere is fed nothing before.
-            least = 0 if self.hidden is None or row in self.admitted else int(self.hidden.draft_start[row])
+            reads_hidden = self.state.hidden_start is not None and row not in self.admitted
+            least = int(self.state.draft_start[row]) if reads_hidden else 0
             start = int(self.rng.integers(least, n))
             length = int(min(self.rng.integers(1, n - start + 1), (BUDGET - at) // (len(self.prefill) - j)))
             positions = np.arange(start, start + length)
             tokens = (
-                np.array(self.uploaded)[starts[row] + positions]
-                if row in starts
-                else self.state.tokens[row].numpy()[positions]
+                np.array(self.uploaded)[starts[row] + positions] if row in starts else self.state.tokens[row][positions]
             )
             record["chunk_start"][j], record["chunk_len"][j] = start, length
             record["chunk_is_last"][j] = start + length == n

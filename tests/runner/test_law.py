@@ -15,12 +15,12 @@ from specrs import core
 from specrs.core import CachedDrafter, Scheduler
 from specrs.drafters.draft_model import DraftModel
 from specrs.kernels.cuda.update import Decided, update_rows
-from specrs.runner.accept import Verdict, update
-from specrs.runner.iteration import Drafted, prepare
-from specrs.runner.native import NativeRunner
+from specrs.reference.accept import Verdict, update
+from specrs.reference.iteration import Drafted, prepare
+from specrs.runner.cpu import CpuRunner
+from specrs.runner.cuda.sampling_state import SamplingState
 from specrs.runner.ring import Results, RingSlot
 from specrs.runner.row_state import RowState
-from specrs.runner.sampling_state import SamplingState
 
 from kernels.cuda import row_states, test_prepare
 
@@ -265,7 +265,7 @@ def test_native(case: Case) -> None:
     state, slot = row_state(case), RingSlot(scheduler, MAX_K, pinned=False)
     state.block_table[0] = torch.arange(blocks)
     state.tokens[0, case.n - 1] = START
-    runner = NativeRunner(
+    runner = CpuRunner(
         scheduler,
         core.CpuPool(1),
         target,

@@ -6,8 +6,8 @@ from typing import Any, cast
 import pytest
 import specrs.runner.logprobs as logprobs
 import torch
-from specrs.runner.entries import flat_rows
-from specrs.runner.sampling_state import EntrySampling
+from specrs.runner.cuda.entries import flat_rows
+from specrs.runner.cuda.sampling_state import EntrySampling
 from specrs.verify.logprobs import LogprobsMode, logprob_values, token_logprobs
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -1,4 +1,4 @@
-"""The native runner against the eager one on the same passes: row state, KV and results of random launches, bit by bit.
+"""The CPU's runner against the reference on the same passes: row state, KV and results of random launches, bit by bit.
 
 Records are made up (`made_launches`), not planned: rows that ended, are short of blocks, lag, meet stops and limits.
 SPECRS_LAUNCHES is how many launches all cases run together; `make launches` runs a million.
@@ -6,32 +6,35 @@ SPECRS_LAUNCHES is how many launches all cases run together; `make launches` run
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from models.native_models import random_head, random_model
+from numpy.typing import NDArray
 from specrs import core
 from specrs.core import CachedDrafter, HiddenDrafter, NgramProposer, Scheduler
 from specrs.drafters.base import Drafter
+from specrs.drafters.cpu import CpuDrafter
 from specrs.drafters.draft_model import DraftModel, ModelPasses, ParallelDraftModel
 from specrs.drafters.hidden import HeadDrafter
 from specrs.drafters.host import HostDrafter
 from specrs.engine_options import LOGPROBS_MODES
-from specrs.models.dense_native import NativeDense
+from specrs.models.dense_native import NativeDense, NativeKVCache
 from specrs.models.eagle3_native import NativeEagle3Head
 from specrs.models.kv_cache import KVCache
 from specrs.models.kv_groups import group_sizes
-from specrs.runner.eager import EagerRunner
-from specrs.runner.hidden_rows import HiddenRows
-from specrs.runner.native import NativeRunner
+from specrs.reference.step import ReferenceRunner
+from specrs.runner.cpu import CpuRunner
+from specrs.runner.cuda.row_state import RowState as TensorRowState
+from specrs.runner.cuda.sampling_state import SamplingState
+from specrs.runner.cuda.slots import TensorSlot
+from specrs.runner.logprobs import TokenLogprobs
 from specrs.runner.ring import RingSlot
 from specrs.runner.row_state import RowState
-from specrs.runner.sampling_state import SamplingState
 
 from .made_launches import (
     BLOCK_SIZE,
@@ -53,20 +56,52 @@ SECTIONS = ("num_emitted", "num_accepted", "num_drafted", "flags", "finish_reaso
 
 
 @dataclass
-class Side:
-    """One runner with all that it writes."""
+class Native:
+    """The runner of a CPU with all that it writes."""
 
-    runner: EagerRunner
+    runner: CpuRunner
     slot: RingSlot
+
+    @property
+    def state(self) -> RowState:
+        return self.runner.state
+
+    @property
+    def caches(self) -> list[NativeKVCache]:
+        drafter = self.runner.drafter
+        return [self.runner.kv_cache, *([drafter.kv_cache] if isinstance(drafter, CpuDrafter) else [])]
+
+
+@dataclass
+class Reference:
+    """The reference's runner with all that it writes."""
+
+    runner: ReferenceRunner
+    slot: TensorSlot
 
     @property
     def caches(self) -> list[KVCache]:
         drafter = self.runner.drafter
         return [self.runner.kv_cache, *([drafter.kv_cache] if isinstance(drafter, ModelPasses | HeadDrafter) else [])]
 
+    def arrays(self) -> dict[str, NDArray[np.generic]]:
+        """Row state by the names of the other runner's, sharing memory."""
+        runner = self.runner
+        state, sampling, hidden = runner.state, runner.sampling, runner.hidden
+        found = {field.name: getattr(state, field.name) for field in fields(TensorRowState)}
+        del found["tables"]
+        found |= {"block_table": state.block_table, "group_tables": state.group_tables.flatten(0, 1)}
+        found |= {"seeds": sampling.seeds, "prompt_len": sampling.prompt_len, "params": sampling.params.values}
+        if hidden is not None:
+            found |= {"hidden_states": hidden.states.flatten(1), "hidden_start": hidden.start}
+        draft_start = runner.k_start if hidden is None else hidden.draft_start
+        return {name: tensor.numpy() for name, tensor in found.items()} | (
+            {} if draft_start is None else {"draft_start": draft_start.numpy()}
+        )
+
 
 class Pair:
-    """An eager and a native runner of the same models on states and caches of their own."""
+    """A reference and a native runner of the same models on states and caches of their own."""
 
     def __init__(
         self,
@@ -110,73 +145,89 @@ class Pair:
             few = draft_vocab < VOCAB
             draft = random_head(target, draft_vocab, 2, fc_norm=few, norm_output=rule == "coupled")
         mode = LOGPROBS_MODES[len(drafter) % len(LOGPROBS_MODES)]
-        settings = {"block_size": BLOCK_SIZE, "rule": rule, "rates": rates, "logprobs_mode": mode}
-        native = functools.partial(NativeRunner, self.scheduler, core.CpuPool(1))
-        makes: list[Callable[..., EagerRunner]] = [EagerRunner, native]
-        self.eager, self.native = (self._side(make, target, draft, drafter, settings) for make in makes)
+        settings: dict[str, Any] = {"rule": rule, "rates": rates, "logprobs_mode": mode}
+        self.windowed = window is not None
+        self.native = self._native(target, draft, drafter, settings)
+        self.reference = self._reference(target, draft, drafter, settings)
 
-    def _side(
-        self,
-        make: Callable[..., EagerRunner],
-        target: NativeDense,
-        draft: NativeDense | NativeEagle3Head,
-        drafter: str,
-        settings: dict[str, object],
-    ) -> Side:
-        made: Drafter | None = None
+    def _native(
+        self, target: NativeDense, draft: NativeDense | NativeEagle3Head, drafter: str, settings: dict[str, Any]
+    ) -> Native:
+        made: CpuDrafter | HostDrafter | None = None
+        if drafter in DEVICE_DRAFTERS:
+            made = CpuDrafter(model=draft, kv_cache=draft.allocate_cache(ROWS * TABLE, BLOCK_SIZE))
+        elif drafter == "ngram":
+            made = HostDrafter()
+        size = 0
         if isinstance(draft, NativeEagle3Head):
-            cache = draft.allocate_cache(ROWS * TABLE, BLOCK_SIZE)
+            size = (MAX_K + 3) * len(draft.aux_layer_ids) * target.config.hidden_size
+        groups = self.scheduler.num_groups
+        cache = target.allocate_cache(groups * ROWS * TABLE, BLOCK_SIZE)
+        state = RowState.allocate(ROWS, MAX_LEN, BLOCK_SIZE, groups, size)
+        runner = CpuRunner(self.scheduler, target, cache, made, state, pool=None, **settings)
+        runner.use_extras(MadeUpExtras())
+        return Native(runner, RingSlot(self.scheduler, MAX_K if drafter != "none" else 0))
+
+    def _reference(
+        self, target: NativeDense, draft: NativeDense | NativeEagle3Head, drafter: str, settings: dict[str, Any]
+    ) -> Reference:
+        made: Drafter | None = None
+        cache = draft.allocate_cache(ROWS * TABLE, BLOCK_SIZE)
+        if isinstance(draft, NativeEagle3Head):
             made = HeadDrafter(draft, cache, MAX_LEN - 6, VOCAB, max_draft_lag=MAX_K + 3)
         elif drafter in ("model", "mixed"):
-            made = DraftModel(draft, draft.allocate_cache(ROWS * TABLE, BLOCK_SIZE), MAX_LEN - 6, VOCAB)
+            made = DraftModel(draft, cache, MAX_LEN - 6, VOCAB)
         elif drafter in ("parallel", "mixed parallel"):
-            cache = draft.allocate_cache(ROWS * TABLE, BLOCK_SIZE)
             made = ParallelDraftModel(draft, cache, MAX_LEN - 6, VOCAB, max_draft_lag=MAX_K + 1, mask_token_id=MASK)
         elif drafter == "ngram":
             made = HostDrafter()
-        cpu = torch.device("cpu")
-        num_groups = self.scheduler.num_groups
-        runner = make(
+        cpu, groups = torch.device("cpu"), self.scheduler.num_groups
+        runner = ReferenceRunner(
             target,
-            target.allocate_cache(num_groups * ROWS * TABLE, BLOCK_SIZE),
+            target.allocate_cache(groups * ROWS * TABLE, BLOCK_SIZE),
             made,
-            RowState.allocate(ROWS, MAX_LEN, BLOCK_SIZE, cpu, num_groups),
+            TensorRowState.allocate(ROWS, MAX_LEN, BLOCK_SIZE, cpu, groups),
             SamplingState(ROWS, VOCAB, torch.float32, cpu),
+            block_size=BLOCK_SIZE,
             **settings,
         )
         runner.use_extras(MadeUpExtras())
-        return Side(runner, RingSlot(self.scheduler, MAX_K if drafter != "none" else 0, pinned=False))
+        return Reference(runner, TensorSlot(self.scheduler, MAX_K if drafter != "none" else 0))
 
     def launch(self, rng: np.random.Generator, drafter: str) -> Made:
         """Make up a launch and run it on both."""
-        made = Made(rng, self.native.runner, self.native.slot, drafter)
-        self.eager.slot.record[:] = self.native.slot.record
-        for side in (self.eager, self.native):
-            side.slot.results[:] = -9
-            side.runner.launch(side.slot, side.slot.header())
+        made = Made(rng, self.native.state, self.native.slot, drafter, windowed=self.windowed)
+        self.reference.slot.record[:] = self.native.slot.record
+        for slot in (self.reference.slot, self.native.slot):
+            slot.results[:] = -9
+        self.reference.runner.launch(self.reference.slot, self.reference.slot.header())
+        self.native.runner.launch(self.native.slot, self.native.slot.header())
         return made
 
 
-def shake_hidden(hidden: HiddenRows, state: RowState, rng: np.random.Generator) -> None:
+def shake_hidden(state: RowState, rng: np.random.Generator) -> None:
     """Where the states that are kept cannot be those of a row as it is, others; heads begin anywhere before their KV.
 
-    A row that drafts has a token beside its last, whose state is kept and not yet fed.
+    A row that drafts has a token next to its last, whose state is kept and not yet fed.
     """
+    assert state.hidden_states is not None
+    assert state.hidden_start is not None
+    width = MAX_K + 2
     for row in range(ROWS):
         n = max(int(state.num_tokens[row]), 2)
         draft_len = min(int(state.draft_len[row]), n - 2)
         state.num_tokens[row], state.draft_len[row] = n, draft_len
-        state.limit[row].clamp_(min=n + 1)
-        if not max(0, n - 1 - hidden.width) <= hidden.start[row] <= n - 2 or rng.random() < 0.05:
-            hidden.start[row] = max(0, n - 1 - int(rng.integers(1, hidden.width + 1)))
-            hidden.states[row] = torch.from_numpy(rng.standard_normal(hidden.states[row].shape, np.float32))
-            hidden.draft_start[row] = rng.integers(0, draft_len + 1)
-        hidden.draft_start[row].clamp_(max=draft_len)
+        state.limit[row] = max(state.limit[row], n + 1)
+        if not max(0, n - 1 - width) <= state.hidden_start[row] <= n - 2 or rng.random() < 0.05:
+            state.hidden_start[row] = max(0, n - 1 - int(rng.integers(1, width + 1)))
+            state.hidden_states[row] = rng.standard_normal(state.hidden_states[row].shape, np.float32)
+            state.draft_start[row] = rng.integers(0, draft_len + 1)
+        state.draft_start[row] = min(state.draft_start[row], draft_len)
 
 
 def shake(pair: Pair, rng: np.random.Generator) -> None:
     """Rows as they may be before a launch, the same on both sides; now and then some blocks of KV are NaN."""
-    state, sampling = pair.native.runner.state, pair.native.runner.sampling
+    state, sampling = pair.native.state, pair.reference.runner.sampling
     for row in range(ROWS):
         ended = not state.active[row] or state.num_tokens[row] >= state.limit[row]
         if ended or rng.random() < 0.05:
@@ -185,77 +236,69 @@ def shake(pair: Pair, rng: np.random.Generator) -> None:
             state.draft_len[row] = max(0, n - int(rng.integers(1, 5)))
             state.limit[row] = rng.integers(n + 1, MAX_LEN + 1)
             state.min_len[row] = rng.integers(0, MAX_LEN) if sampling.row(row).steps & MIN_TOKENS else 0
-            state.tokens[row] = torch.from_numpy(rng.integers(0, VOCAB, MAX_LEN + 1))
-            state.block_table[row] = torch.from_numpy(rng.permutation(TABLE) + row * TABLE)
-            for group, table in enumerate(state.group_tables, 1):
-                table[row] = torch.from_numpy(rng.permutation(TABLE) + (group * ROWS + row) * TABLE)
-    other, hidden = pair.eager.runner, pair.native.runner.hidden
-    if hidden is not None:
-        shake_hidden(hidden, state, rng)
-    if pair.native.runner.k_start is not None:
-        assert other.k_start is not None
-        torch.minimum(pair.native.runner.k_start, state.draft_len, out=pair.native.runner.k_start)
-        other.k_start.copy_(pair.native.runner.k_start)
-    for field in fields(RowState):
-        getattr(other.state, field.name).copy_(getattr(state, field.name))
-    if hidden is not None:
-        for field in fields(HiddenRows):
-            getattr(other.hidden, field.name).copy_(getattr(hidden, field.name))
-    assert torch.equal(other.sampling.params.values, sampling.params.values)
+            state.tokens[row] = rng.integers(0, VOCAB, MAX_LEN + 1)
+            state.block_table[row] = rng.permutation(TABLE) + row * TABLE
+            for group, table in enumerate(state.group_tables.reshape(-1, ROWS + 1, TABLE), 1):
+                table[row] = rng.permutation(TABLE) + (group * ROWS + row) * TABLE
+    if state.hidden_states is not None:
+        shake_hidden(state, rng)
+    if pair.windowed:
+        np.minimum(state.draft_start, state.draft_len, out=state.draft_start)
+    theirs = pair.reference.arrays()
+    assert np.array_equal(theirs["params"], state.params)
+    for name, array in state.arrays().items():
+        if name in theirs:
+            theirs[name][...] = array
     sound = rng.random() < 0.9
-    for mine, theirs in zip(pair.native.caches, pair.eager.caches, strict=True):
-        for layer, copied in zip(mine.layers, theirs.layers, strict=True):
-            layer.nan_to_num_(nan=0.5)
+    for mine, their in zip(pair.native.caches, pair.reference.caches, strict=True):
+        for layer, copied in zip(mine.layers, their.layers, strict=True):
+            values = torch.as_tensor(layer)
+            values.nan_to_num_(nan=0.5)
             if not sound:
-                layer[rng.integers(0, len(layer) - 1, 12)] = torch.nan
-            copied.copy_(layer)
+                values[rng.integers(0, len(layer) - 1, 12)] = torch.nan
+            torch.as_tensor(copied).copy_(values)
 
 
 def compare(pair: Pair, made: Made) -> dict[str, int]:
     """What a launch leaves, on both sides; what of it was seen."""
-    eager, native = pair.eager, pair.native
+    reference, native = pair.reference, pair.native
     count = made.header["num_decode"] + made.header["num_prefill"]
     for name in SECTIONS:
-        mine, theirs = (side.slot.results_arrays[name][:count].tolist() for side in (native, eager))
+        mine, theirs = (slot.results_arrays[name][:count].tolist() for slot in (native.slot, reference.slot))
         if name == "flags":  # of what is short of blocks, which the native runner does not feed, only that
             mine, theirs = ([flags & core.FLAG_CAPACITY or flags for flags in both] for both in (mine, theirs))
         assert mine == theirs, name
     emitted = native.slot.results_arrays["num_emitted"][:count].tolist()
     for entry, many in enumerate(emitted):
-        mine, theirs = (side.slot.results_view.tokens[entry, :many].tolist() for side in (native, eager))
-        assert mine == theirs
+        assert native.slot.tokens[entry, :many].tolist() == reference.slot.tokens[entry, :many].tolist()
         accepted, drafted = (native.slot.results_arrays[f"num_{what}"][entry] for what in ("accepted", "drafted"))
-        mine, theirs = (side.slot.results_view.tokens[entry, accepted + 1 : drafted + 1] for side in (native, eager))
+        rejected = slice(accepted + 1, drafted + 1)
         is_sound = not native.slot.results_arrays["flags"][entry] & core.FLAG_DRAFT_NON_FINITE
-        assert not is_sound or mine.equal(theirs), "rejected drafts"
-    num_logprobs = compare_logprobs(native, eager.slot, emitted)
-    mine, theirs = native.runner.state, eager.runner.state
-    for name in ("num_tokens", "draft_len", "limit", "min_len", "active", "block_table", "group_tables", "stop_ids"):
-        assert torch.equal(getattr(mine, name), getattr(theirs, name)), name
+        same = np.array_equal(native.slot.tokens[entry, rejected], reference.slot.tokens[entry, rejected])
+        assert not is_sound or same, "rejected drafts"
+    num_logprobs = compare_logprobs(native, reference, emitted)
+    mine, theirs = native.state, reference.arrays()
+    for name, array in mine.arrays().items():
+        if name in ("tokens", "hidden_states") or name not in theirs:
+            continue
+        assert np.array_equal(array, theirs[name]), name
     for row, n in enumerate(mine.num_tokens.tolist()):
-        assert torch.equal(mine.tokens[row, :n], theirs.tokens[row, :n])
-    for name in ("seeds", "prompt_len"):
-        assert torch.equal(getattr(native.runner.sampling, name), getattr(eager.runner.sampling, name)), name
-    assert torch.equal(native.runner.sampling.params.values, eager.runner.sampling.params.values)
-    if native.runner.hidden is not None:
-        assert eager.runner.hidden is not None
-        for name in ("start", "draft_start"):
-            assert torch.equal(getattr(native.runner.hidden, name), getattr(eager.runner.hidden, name)), name
-        kept_states = (side.runner.hidden.states[:ROWS, :-1].view(torch.int32) for side in (native, eager))  # type: ignore[union-attr]
-        assert torch.equal(*kept_states)
-    if native.runner.k_start is not None:
-        assert eager.runner.k_start is not None
-        assert torch.equal(native.runner.k_start, eager.runner.k_start)
+        assert np.array_equal(mine.tokens[row, :n], theirs["tokens"][row, :n])
+    if mine.hidden_states is not None:
+        kept = mine.hidden_states.shape[1] * (MAX_K + 2) // (MAX_K + 3)  # the last column is scratch
+        ours, their = (array[:ROWS, :kept].view(np.int32) for array in (mine.hidden_states, theirs["hidden_states"]))
+        assert np.array_equal(ours, their)
     # Where blocks are short the native runner feeds nothing; the scratch block is anything.
     flags = native.slot.results_arrays["flags"][:count]
     rows = native.slot.record_arrays["entry_row"][:count][flags & core.FLAG_CAPACITY != 0].tolist()
     ended = [row for row in range(ROWS) if not mine.active[row]]
-    tables = (mine.block_table, *mine.group_tables)
+    tables = (mine.block_table, *mine.group_tables.reshape(-1, ROWS + 1, TABLE))
     skipped = {int(block) for table in tables for row in (*rows, *ended) for block in table[row].tolist()}
-    for ours, their in zip(native.caches, eager.caches, strict=True):
-        kept = [block for block in range(ours.num_blocks) if block not in skipped]
+    for ours, their in zip(native.caches, reference.caches, strict=True):
+        kept_blocks = [block for block in range(len(ours.layers[0]) - 1) if block not in skipped]
         for layer, other in zip(ours.layers, their.layers, strict=True):
-            assert torch.equal(layer[kept].view(torch.int32), other[kept].view(torch.int32))
+            one, two = (torch.as_tensor(cache)[kept_blocks].view(torch.int32) for cache in (layer, other))
+            assert torch.equal(one, two)
     reported = {name: native.slot.results_arrays[name][:count] for name in SECTIONS}
     return {
         "accepted": int(reported["num_accepted"].sum()),
@@ -272,12 +315,12 @@ def compare(pair: Pair, made: Made) -> dict[str, int]:
     }
 
 
-def compare_logprobs(native: Side, theirs: RingSlot, emitted: list[int]) -> int:
+def compare_logprobs(native: Native, reference: Reference, emitted: list[int]) -> int:
     """Log probabilities of the tokens that each entry emitted: the same but for roundings; of how many there were any.
 
     Among tokens whose values differ by no more than a rounding ranks may differ, too.
     """
-    mine, sampling = native.slot, native.runner.sampling
+    mine, theirs, sampling = native.slot, reference.slot, reference.runner.sampling
     asked = [sampling.row(row).logprobs for row in mine.record_arrays["entry_row"][: len(emitted)].tolist()]
     wanted = [emitted[i] > 0 and top != core.LOGPROBS_NONE for i, top in enumerate(asked)]
     assert mine.logprobs.keys() == {i for i, is_wanted in enumerate(wanted) if is_wanted}
@@ -285,7 +328,8 @@ def compare_logprobs(native: Side, theirs: RingSlot, emitted: list[int]) -> int:
     assert [told[:2] for told in mine.prompt_logprobs] == [told[:2] for told in theirs.prompt_logprobs]
     prompts = zip(mine.prompt_logprobs, theirs.prompt_logprobs, strict=True)
     pairs += [(found, other, len(other.value)) for (*_, found), (*_, other) in prompts]
-    for found, other, count in pairs:
+    for native_values, other, count in pairs:
+        found = TokenLogprobs(*(torch.as_tensor(getattr(native_values, field.name)) for field in fields(TokenLogprobs)))
         if other.value[:count].isnan().any():  # of a prompt whose KV is broken
             assert found.value.isnan().any()
             continue

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from specrs.core import RequestSampling
-from specrs.runner.samplers import CoreSampler, TorchSampler, VerifyEntries
-from specrs.runner.sampling_state import SamplingState
+from specrs.runner.cuda.samplers import CoreSampler, TorchSampler, VerifyEntries
+from specrs.runner.cuda.sampling_state import SamplingState
 from specrs.verify.params import SamplingRows, Steps
 from torch import Tensor
 

@@ -30,8 +30,8 @@ from specrs.parallel.ranks import Ranks
 from specrs.runner.cuda import drafting, iteration
 from specrs.runner.cuda.chunks import catch_up_pass, feeds_chunks, prompt_pass
 from specrs.runner.cuda.context import Context, entries_of
+from specrs.runner.cuda.sampling_state import SamplingState
 from specrs.runner.cuda.shapes import ChunkShape, MergedShape, Shape, Tail
-from specrs.runner.sampling_state import SamplingState
 from specrs.speculative_config import SpeculativeConfig
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-import specrs.runner.samplers as samplers
+import specrs.runner.cuda.samplers as samplers
 import torch
 from specrs.core import PURPOSE_ACCEPT, PURPOSE_DRAFT, PURPOSE_GUMBEL, RequestSampling, philox_gumbel, philox_uniform
 from specrs.drafters.hidden import HeadDrafter
-from specrs.runner.accept import accept
-from specrs.runner.entries import Iteration, flat_rows
-from specrs.runner.iteration import Drafted, Scored
+from specrs.reference.accept import accept
+from specrs.reference.iteration import Drafted, Scored
+from specrs.runner.cuda.entries import Iteration, flat_rows
+from specrs.runner.cuda.sampling_state import EntrySampling, SamplingState
 from specrs.runner.row_state import RowState
-from specrs.runner.sampling_state import EntrySampling, SamplingState
 from specrs.verify.params import Steps
 from torch import Tensor
 
@@ -267,7 +267,7 @@ def test_every_draw_of_the_samplers_keeps_to_the_thresholds(sampler: type, monke
     """fp32, as runners have it: a draft stands where u q < p, and else comes the largest of ln(p - q) + g; of a point
     mass that of ln p + g. Draws within rounding of a threshold, a few in a thousand, are left out."""
     params = {"temperature": 0.9, "top_k": 6}
-    monkeypatch.setattr("specrs.runner.sampling_state.CoreSampler", sampler)
+    monkeypatch.setattr("specrs.runner.cuda.sampling_state.CoreSampler", sampler)
     left_out = checked = 0
     for seed in range(40):
         count = 3 * VOCAB**2 + 1
@@ -294,7 +294,7 @@ def test_every_draw_of_the_samplers_keeps_to_the_thresholds(sampler: type, monke
 @pytest.mark.parametrize("kind", KINDS[:2])
 def test_drafts_are_drawn_from_the_q_that_is_kept(kind: str, sampler: type, monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft is the largest of ln q + g, whose q is what verification divides by; of a head at the target's ids."""
-    monkeypatch.setattr("specrs.runner.sampling_state.CoreSampler", sampler)
+    monkeypatch.setattr("specrs.runner.cuda.sampling_state.CoreSampler", sampler)
     count, left_out = 400, 0
     g = torch.Generator().manual_seed(1)
     seeds = torch.randint(-(2**62), 2**62, (count,), generator=g)

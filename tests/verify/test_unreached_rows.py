@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from specrs.core import RequestSampling
-from specrs.runner.samplers import CoreSampler, TorchSampler, VerifyEntries
+from specrs.runner.cuda.samplers import CoreSampler, TorchSampler, VerifyEntries
 from specrs.verify.params import SamplingRows, Steps
 
 PARAMS = [

@@ -15,7 +15,7 @@ use std::{io::Write, path::Path, sync::Arc, time::Instant};
 use checkpoint::Checkpoint;
 use specrs_core::sampling::{LogprobsMode, RequestSampling};
 use specrs_core::{Drafter, PlanOutcome, RequestParams, Scheduler, SchedulerConfig};
-use specrs_cpu::iteration::{Cached, Iteration, NoGrammars, OwnedRowState, Rule};
+use specrs_cpu::iteration::{Cached, Iteration, Model, NoHost, OwnedRowState, Rule};
 use specrs_cpu::{Decoder, KvCache, KvShape, ModelShape, Pool, Weights};
 use tokenizers::Tokenizer;
 
@@ -72,7 +72,7 @@ fn generate(prompt: &str, options: &Options<'_>, mut deliver: impl FnMut(&str)) 
     };
     scheduler.add_request(0, &ids, &params)?;
 
-    let mut state = OwnedRowState::new(&config);
+    let mut state = OwnedRowState::new(&config, 0);
 
     let (mode, vocab_size) = (LogprobsMode::default(), decoder.weights().shape().vocab_size);
     let mut iteration = Iteration::new(config, Rule::Rejection, None, mode, vocab_size)?;
@@ -81,9 +81,10 @@ fn generate(prompt: &str, options: &Options<'_>, mut deliver: impl FnMut(&str)) 
     let mut settled = vec![0; scheduler.settled_layout().size];
     let (mut stream, mut count) = (tokenizer.decode_stream(true), 0);
     while let PlanOutcome::Launch(header) = scheduler.plan(&mut record)? {
-        let mut target = Cached { decoder: &mut decoder, kv_cache: &mut kv_cache, adapters: &[] };
-        let mut draft = draft.as_mut().map(|(decoder, kv_cache)| Cached { decoder, kv_cache, adapters: &[] });
-        iteration.run(&record, &mut results, &mut state.borrow(), &mut target, draft.as_mut(), &mut NoGrammars)?;
+        let mut target = Cached::new(&mut decoder, &mut kv_cache, &[]);
+        let mut draft = draft.as_mut().map(|(decoder, kv_cache)| Cached::new(decoder, kv_cache, &[]));
+        let draft = draft.as_mut().map(|draft| draft as &mut dyn Model);
+        iteration.run(&record, &mut results, &mut state.borrow(), &mut target, draft, &mut NoHost)?;
         scheduler.settle(header.launch_id, &results, &mut settled)?;
         let new = scheduler.settled_layout().view(&settled).num_new[0] as usize;
         for &id in &scheduler.results_layout().view(&results).tokens[..new] {

@@ -14,22 +14,23 @@ same for all: drafts behind the committed tokens of row state, and q where it is
 | `proposal` | full | full, a row for each position | full, written out from its own ids | a point mass |
 | drafts appear | a pass each | one pass for all | a pass each | in the record, written by `plan` |
 
-`TextDraftModel` declares what `HostDrafter` does, but that it drafts on the device: its KV is outside the target's
-blocks, and what its text comes to are point masses.
+On a CPU the core drafts by passes itself: `drafters.cpu`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any, NamedTuple, Protocol, cast
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from specrs.core import DRAFTER_DEVICE
-from specrs.models.base import Model
-from specrs.models.inputs import PassInputs
-from specrs.models.kv_cache import KVCache
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from specrs.models.base import Model
+    from specrs.models.inputs import PassInputs
+    from specrs.models.kv_cache import KVCache
 
 
 class Proposal(StrEnum):
@@ -61,11 +62,15 @@ class Proposed(NamedTuple):
     """[B, hidden], what the next pass reads besides the token; None where that is nothing."""
 
 
-class Drafter(Protocol):
-    """What every drafter declares."""
+class DrafterCounts(Protocol):
+    """What an engine reads of any drafter."""
 
     num_passes: int
     """Forward passes so far; the engine sets it to 0."""
+
+
+class Drafter(DrafterCounts, Protocol):
+    """What a drafter of the CUDA runner declares."""
 
     @property
     def max_draft_lag(self) -> int | None:

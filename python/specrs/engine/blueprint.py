@@ -10,11 +10,9 @@ import torch
 from specrs.config import EngineConfig, resolve_draft_max_model_len, resolve_max_model_len
 from specrs.core import CachedDrafter, HiddenDrafter, NgramProposer, Scheduler, SuffixDrafter, TextDrafter
 from specrs.drafters.base import Drafter
-from specrs.drafters.draft_model import DraftModel, ParallelDraftModel
-from specrs.drafters.hidden import HeadDrafter
+from specrs.drafters.cpu import CpuDrafter
 from specrs.drafters.host import HostDrafter
-from specrs.drafters.text import TextDraftModel
-from specrs.drafters.vocabulary import TranslatedDraftModel
+from specrs.drafters.text import Bridge
 from specrs.engine.weights import Weights
 from specrs.engine_options import DEFAULT_CPU_KV_CACHE_BYTES
 from specrs.errors import InvalidConfigError, UnsupportedConfigError, invalid
@@ -27,6 +25,9 @@ from specrs.sampling import RequestLimits, max_constraint_len
 Declared = CachedDrafter | HiddenDrafter | TextDrafter | NgramProposer | SuffixDrafter
 IDLE_LAUNCHES = 8
 """Launches in a row without drafts behind which a head still knows what it has missed; behind more it starts anew."""
+DRAFT_MODEL_LAG = 2
+"""Positions that a draft model's first pass feeds at most: after all drafts were accepted, the last of them and the
+token after it."""
 ATTENTION_COST = 1.5
 """What a multiplication of attention takes, in what one of a product takes. Native passes on one core of an EPYC with
 AVX-512, chunks of 128 and 64 tokens behind 0 to 1,900: 1.4 with the bundled target, 1.7 with SmolLM2-135M."""
@@ -77,11 +78,6 @@ class Blueprint:
             return 1
         given = self.config.launch_depth
         return given if given is not None else 2 if self.on_gpu else 1
-
-    @property
-    def logits_dtype(self) -> torch.dtype:
-        """What logits, and so sampling parameters, are computed in."""
-        return torch.float64 if self.weights.target.dtype == torch.float64 else torch.float32
 
     @property
     def models(self) -> list[Model]:
@@ -163,7 +159,7 @@ class Blueprint:
             mask = self.weights.mask_token_id
             cached = CachedDrafter(
                 max_model_len=context,
-                max_draft_lag=DraftModel.max_draft_lag if mask is None else self._parallel_draft_lag,
+                max_draft_lag=DRAFT_MODEL_LAG if mask is None else self._parallel_draft_lag,
                 mask_token_id=mask,
                 cost_ratio=ratio,
             )
@@ -191,7 +187,6 @@ class Blueprint:
             window_groups=self.window_groups,
             max_in_flight=self.depth,
             max_constraint_len=max_constraint_len(self.weights.target.vocab_size),
-            logits_dtype=str(self.logits_dtype).removeprefix("torch."),
             num_reserved_decode_tokens=config.num_reserved_decode_tokens,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
             # No request waits while costs are measured.
@@ -215,8 +210,54 @@ class Blueprint:
             max_logprobs=self.config.max_logprobs,
         )
 
+    @property
+    def hidden_row_size(self) -> int:
+        """Numbers that are kept of the target's hidden states for each row; 0 without a head that reads them."""
+        head = self.weights.head
+        if head is None or self.draft_max_model_len is None:
+            return 0
+        return self.head_lag * len(head.aux_layer_ids) * head.weights.config.target_hidden_size
+
+    def cpu_drafter(self, blocks: int) -> CpuDrafter | HostDrafter | None:
+        """The drafter of a CPU over the shared pool; None where the engine does not speculate."""
+        if self.config.speculative_config is not None and self.config.speculative_config.on_host:
+            return HostDrafter()
+        draft, size, context = self.weights.draft or self.weights.head, self.config.block_size, self.draft_max_model_len
+        if draft is None or context is None:
+            return None
+        if self.weights.bridge is not None:
+            return self._text_drafter(self.weights.bridge)
+        return CpuDrafter(model=draft, kv_cache=draft.allocate_cache(blocks, size), shared=self.weights.shared)
+
+    def _text_drafter(self, bridge: Bridge) -> CpuDrafter:
+        """A draft of another tokenizer that goes by text. Its text may be longer in its own tokens than in the
+        target's."""
+        draft, size = self.weights.draft, self.config.block_size
+        assert draft is not None
+        longest = resolve_draft_max_model_len(self.config, draft.max_position_embeddings)
+        longest = min(longest, 2 * self.max_model_len)
+        # The padding row has blocks, too.
+        blocks = (self.config.max_num_seqs + 1) * -(-longest // size)
+        needed, most = blocks * draft.bytes_per_block(size), DEFAULT_CPU_KV_CACHE_BYTES
+        if needed > most:
+            reason = (
+                f"its KV of {longest} positions for each request takes {needed / 2**30:.1f} GiB, allowed: "
+                f"{most / 2**30:.0f}; fewer max_num_seqs, or a shorter speculative_config.max_model_len"
+            )
+            raise invalid(InvalidConfigError, "max_num_seqs", self.config.max_num_seqs, reason)
+        return CpuDrafter(
+            model=draft,
+            kv_cache=draft.allocate_cache(blocks, size),
+            bridge=bridge,
+            text_limits=(longest, self.config.max_num_batched_tokens, size),
+        )
+
     def drafter(self, blocks: int) -> Drafter | None:
-        """The drafter over the shared pool; None where the engine does not speculate."""
+        """The drafter of a GPU over the shared pool; None where the engine does not speculate."""
+        from specrs.drafters.draft_model import DraftModel, ParallelDraftModel
+        from specrs.drafters.hidden import HeadDrafter
+        from specrs.drafters.translated import SharedIds, TranslatedDraftModel
+
         if self.config.speculative_config is not None and self.config.speculative_config.on_host:
             return HostDrafter()
         draft, head, context = self.weights.draft, self.weights.head, self.draft_max_model_len
@@ -230,24 +271,10 @@ class Blueprint:
             )
         if draft is None or context is None:
             return None
-        if self.weights.bridge is not None:
-            # Its text may be longer in its own tokens than in the target's.
-            longest = resolve_draft_max_model_len(self.config, draft.max_position_embeddings)
-            size, longest = self.config.block_size, min(longest, 2 * self.max_model_len)
-            blocks = self.config.max_num_seqs * -(-longest // size)
-            needed, most = blocks * draft.bytes_per_block(size), DEFAULT_CPU_KV_CACHE_BYTES
-            if needed > most:
-                reason = (
-                    f"its KV of {longest} positions for each request takes {needed / 2**30:.1f} GiB, allowed: "
-                    f"{most / 2**30:.0f}; fewer max_num_seqs, or a shorter speculative_config.max_model_len"
-                )
-                raise invalid(InvalidConfigError, "max_num_seqs", self.config.max_num_seqs, reason)
-            own = draft.allocate_cache(blocks, size)
-            target, most = self.weights.target, self.config.max_num_batched_tokens
-            return TextDraftModel(draft, own, longest, target.vocab_size, self.weights.bridge, max_fed=most)
         cache, vocab_size = draft.allocate_cache(blocks, self.config.block_size), self.weights.target.vocab_size
         if self.weights.shared is not None:
-            return TranslatedDraftModel(draft, cache, context, vocab_size, shared=self.weights.shared)
+            shared = SharedIds.of(self.weights.shared, self.device)
+            return TranslatedDraftModel(draft, cache, context, vocab_size, shared=shared)
         if self.weights.mask_token_id is None:
             return DraftModel(draft, cache, context, vocab_size)
         return ParallelDraftModel(

@@ -24,7 +24,7 @@ from specrs.engine.kv_events import KVEventPublisher
 from specrs.engine.kv_memory import check_memory
 from specrs.engine.loras import LoRAStore
 from specrs.engine.parts import EngineParts, Runner
-from specrs.engine.runners import make_runner, num_blocks
+from specrs.engine.runners import make_runner, num_blocks, slot_type
 from specrs.engine.warm_up import measure_costs
 from specrs.engine.weights import Weights, check_ranks, load_weights
 from specrs.errors import UnsupportedConfigError, invalid
@@ -33,7 +33,7 @@ from specrs.parallel.connection import Kind
 from specrs.parallel.ranks import ExchangeError
 from specrs.parallel.start import Meeting, lead, torchrun_rank
 from specrs.parallel.team import Team
-from specrs.runner.eager import EagerRunner
+from specrs.runner.cpu import CpuRunner
 from specrs.runner.lora_rows import LoRARows
 from specrs.runner.ranks import LeadingRunner
 from specrs.runner.ring import Ring
@@ -100,7 +100,7 @@ def _build(
     if config.enable_lora:
         target = blueprint.weights.target
         assert isinstance(target, DenseFacts)
-        assert isinstance(own, EagerRunner)
+        assert isinstance(own, CpuRunner)
         loras = LoRAStore(target, max_lora_rank=config.max_lora_rank, max_cpu_loras=config.most_cpu_loras)
         own.loras = LoRARows(config.max_num_seqs, loras.get)
     publisher = None
@@ -181,5 +181,5 @@ def _measure(blueprint: Blueprint, scheduler: Scheduler, runner: Runner, blocks:
 
 def make_parts(blueprint: Blueprint, scheduler: Scheduler, runner: Runner) -> EngineParts:
     """All that an engine runs on, with a ring of its own."""
-    ring = Ring(scheduler, blueprint.num_speculative_tokens, blueprint.depth, pinned=blueprint.device.type == "cuda")
+    ring = Ring(scheduler, blueprint.num_speculative_tokens, blueprint.depth, slot_type(blueprint))
     return EngineParts(blueprint.config, blueprint.weights, blueprint.limits, scheduler, ring, runner)

@@ -15,7 +15,7 @@ from specrs.core import Scheduler
 from specrs.drafters.base import Drafter, HiddenInputs, Proposal, device_drafter, host_drafts, model_drafter
 from specrs.drafters.draft_model import ModelPasses
 from specrs.drafters.hidden import HeadDrafter
-from specrs.drafters.vocabulary import TranslatedDraftModel
+from specrs.drafters.translated import TranslatedDraftModel
 from specrs.engine.blueprint import Blueprint
 from specrs.engine.kv_memory import GIB, given_num_blocks
 from specrs.errors import InvalidConfigError, invalid
@@ -34,12 +34,12 @@ from specrs.runner.cuda.buffers import Buffers, DeviceRecord, DraftSizes
 from specrs.runner.cuda.chunk_buffers import ChunkBuffers
 from specrs.runner.cuda.context import Context, Head, LaunchEntries, Reduced, entries_of
 from specrs.runner.cuda.graphs import Graphs, Uncaptured, capture_all, measure_bytes
+from specrs.runner.cuda.hidden_rows import HiddenRows
+from specrs.runner.cuda.row_state import RowState
 from specrs.runner.cuda.runner import CudaRunner
+from specrs.runner.cuda.sampling_state import SamplingState
 from specrs.runner.cuda.shapes import MERGED_ROWS, Buckets, batch_buckets
 from specrs.runner.cuda.warm_up import warm_up
-from specrs.runner.hidden_rows import HiddenRows
-from specrs.runner.row_state import RowState
-from specrs.runner.sampling_state import SamplingState
 from specrs.speculative_config import AUTO
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from specrs.core import (
     AcceptanceTracker,
     Outputs,
 )
-from specrs.drafters.base import Drafter
+from specrs.drafters.base import DrafterCounts
 from specrs.engine.constraints import reject_exclusive
 from specrs.engine.faults import HOST_KINDS, DraftFaults
 from specrs.engine.parts import EngineParts, Watch
@@ -27,11 +27,10 @@ from specrs.engine.request import FinishReason, Request
 from specrs.errors import EngineDeadError, EngineError, SpecrsError, UnknownRequestError
 from specrs.outputs import AcceptanceFigures, EngineStats
 from specrs.runner.extras import RequestExtras
-from specrs.runner.logprobs import token_entries
+from specrs.runner.logprobs import TokenLogprobs, token_entries
 from specrs.runner.ring import Header, RingSlot, section_arrays
 from specrs.sampling import validate_request
 from specrs.tokenizer import Tokenizer, end_ids
-from specrs.verify.logprobs import TokenLogprobs
 
 logger = logging.getLogger("specrs")
 
@@ -132,7 +131,7 @@ class Engine:
         self._prompt_tokens += len(request.prompt_token_ids)
 
     @property
-    def drafter(self) -> Drafter | None:
+    def drafter(self) -> DrafterCounts | None:
         """What drafts, None without speculation."""
         return self.runner.drafter
 

@@ -17,7 +17,7 @@ import torch
 from specrs.config import EngineConfig
 from specrs.engine.blueprint import Blueprint
 from specrs.engine.device import current, device_of_rank
-from specrs.engine.runners import make_runner, num_blocks
+from specrs.engine.runners import make_runner, num_blocks, slot_type
 from specrs.engine.threads import VARIABLE, physical_cores
 from specrs.engine.weights import load_weights
 from specrs.errors import SpecrsError
@@ -91,8 +91,7 @@ def _serve(connection: Connection, ranks: Ranks, config: EngineConfig, lost: Cal
     blocks = started.json()["num_blocks"]
     scheduler = blueprint.scheduler(blocks)  # plans nothing here, and knows the layout of records
     runner = make_runner(blueprint, scheduler, blocks, ranks)
-    pinned = blueprint.device.type == "cuda"
-    ring = Ring(scheduler, blueprint.num_speculative_tokens, blueprint.depth, pinned=pinned)
+    ring = Ring(scheduler, blueprint.num_speculative_tokens, blueprint.depth, slot_type(blueprint))
     launches = 0
     with contextlib.closing(runner), contextlib.closing(Reporter(connection, runner.wait, lost)) as reporter:
         while (message := connection.receive_news()).kind == Kind.LAUNCH:
@@ -122,7 +121,7 @@ class Reporter:
 
     def launched(self, number: int, slot: RingSlot, header: Header) -> None:
         """A launch was executed or enqueued. Raises DisconnectedError."""
-        if slot.done is None:
+        if not slot.is_enqueued:
             self._tell(number, slot, header)
             return
         if self._thread is None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from specrs.config import EngineConfig
 from specrs.core import KVEventBatch, Scheduler, SpeculationPlanner
-from specrs.drafters.base import Drafter
+from specrs.drafters.base import DrafterCounts
 from specrs.engine.head_check import HeadCheck
 from specrs.engine.loras import LoRAStore
 from specrs.engine.weights import Weights
-from specrs.models.kv_cache import KVCache
 from specrs.parallel.team import Team
 from specrs.runner.extras import ExtrasLookup
 from specrs.runner.ring import Header, Ring, RingSlot
@@ -25,16 +24,16 @@ Watch = Callable[[RingSlot, Header, float], None]
 
 
 class Runner(Protocol):
-    """Executes planned launches on a device. `EagerRunner`, `NativeRunner` and `CudaRunner` implement this protocol."""
+    """Executes planned launches on a device. `CpuRunner` and `CudaRunner` implement this protocol."""
 
     num_target_passes: int
 
     @property
-    def drafter(self) -> Drafter | None:
+    def drafter(self) -> DrafterCounts | None:
         """The drafter; None without speculation."""
 
     @property
-    def kv_cache(self) -> KVCache:
+    def kv_cache(self) -> Any:
         """The KV cache of the target."""
 
     def use_extras(self, lookup: ExtrasLookup) -> None:

@@ -14,15 +14,14 @@ from specrs.engine.kv_memory import resolve_num_blocks
 from specrs.engine.threads import choose_threads
 from specrs.engine.weights import Weights
 from specrs.errors import UnsupportedConfigError, invalid
-from specrs.models.dense_native import TORCH_TOKENS, NativeDense
+from specrs.models.dense_native import NativeDense
 from specrs.models.eagle3_native import NativeEagle3Head
-from specrs.parallel.ranks import Ranks
-from specrs.runner.eager import EagerRunner
-from specrs.runner.native import NativeRunner
+from specrs.runner.cpu import CpuRunner
+from specrs.runner.ring import RingSlot
 from specrs.runner.row_state import RowState
-from specrs.runner.sampling_state import SamplingState
 
 if TYPE_CHECKING:
+    from specrs.parallel.ranks import Ranks
     from specrs.runner.cuda.runner import CudaRunner  # and Triton
 
 
@@ -41,45 +40,50 @@ def num_blocks(blueprint: Blueprint) -> int:
     )
 
 
+def slot_type(blueprint: Blueprint) -> Callable[[Scheduler, int], RingSlot]:
+    """Return what makes the ring slots of the runner."""
+    if not blueprint.on_gpu:
+        return RingSlot
+    from specrs.runner.cuda.slots import TensorSlot
+
+    return partial(TensorSlot, pinned=blueprint.device.type == "cuda")
+
+
 def make_runner(
     blueprint: Blueprint, scheduler: Scheduler, blocks: int, ranks: Ranks | None = None
-) -> EagerRunner | CudaRunner:
+) -> CpuRunner | CudaRunner:
     """The runner over `blocks` blocks, with row state and caches of its own; of several `ranks`, this one's."""
     if blueprint.on_gpu:
         from specrs.engine.build_cuda import make_cuda_runner
 
         return make_cuda_runner(blueprint, scheduler, blocks, ranks)
     config = blueprint.config
-    make: Callable[..., EagerRunner] = EagerRunner
     models = [model for model in blueprint.models if isinstance(model, NativeDense)]
-    native = len(models) == len(blueprint.models)
-    if config.cpu_bf16_rows and not native:
-        reason = "not implemented for a model that is served op by op; allowed: False"
+    if config.cpu_bf16_rows and len(models) < len(blueprint.models):
+        reason = "not implemented for a model that torch computes; allowed: False"
         raise invalid(UnsupportedConfigError, "cpu_bf16_rows", True, reason)
-    if models and not config.enforce_eager:
+    pool = None
+    if models or isinstance(blueprint.weights.head, NativeEagle3Head):
         pool, weights = _on_own_pool(blueprint.weights, models, config)
         blueprint = replace(blueprint, weights=weights)
-        if native:
-            make = partial(NativeRunner, scheduler, pool)
-    model, speculative = blueprint.weights.target, config.speculative_config
-    sampling = SamplingState(config.max_num_seqs, model.vocab_size, blueprint.logits_dtype, blueprint.device)
-    sampling.ranks = ranks
-    return make(
-        model,
-        model.allocate_cache(blocks, config.block_size),
-        blueprint.drafter(blocks),
+    target, speculative = blueprint.weights.target, config.speculative_config
+    return CpuRunner(
+        scheduler,
+        target,
+        target.allocate_cache(blocks, config.block_size),
+        blueprint.cpu_drafter(blocks),
         RowState.allocate(
             config.max_num_seqs,
             blueprint.max_model_len,
             config.block_size,
-            blueprint.device,
             1 + len(blueprint.window_groups),
+            blueprint.hidden_row_size,
         ),
-        sampling,
-        block_size=config.block_size,
+        pool=pool,
         rule=config.rule,
         rates=None if speculative is None else speculative.synthetic_acceptance_rates,
         logprobs_mode=config.logprobs_mode,
+        ranks=ranks,
     )
 
 
@@ -100,16 +104,16 @@ def _on_own_pool(weights: Weights, models: Sequence[NativeDense], config: Engine
 
 def _on_pool(weights: Weights, pool: CpuPool, config: EngineConfig) -> Weights:
     target, draft, head = weights.target, weights.draft, weights.head
-    torch_rows, bf16_rows = TORCH_TOKENS if config.cpu_prefill == "torch" else None, config.cpu_bf16_rows
+    bf16_rows = config.cpu_bf16_rows
     prompt_tiles = config.cpu_prefill == "amx"
     try:
         if isinstance(target, NativeDense):
-            target = target.on_pool(pool, torch_rows=torch_rows, bf16_rows=bf16_rows, prompt_tiles=prompt_tiles)
+            target = target.on_pool(pool, bf16_rows=bf16_rows, prompt_tiles=prompt_tiles)
         if isinstance(draft, NativeDense):
             draft = draft.on_pool(pool, bf16_rows=bf16_rows, prompt_tiles=prompt_tiles)
         if isinstance(head, NativeEagle3Head):
             head = head.on_pool(pool, bf16_rows=bf16_rows)
     except InvalidConfigError as fault:
-        reason = "not implemented on this machine, which has no AMX tiles of bf16 numbers; allowed: 'exact' or 'torch'"
+        reason = "not implemented on this machine, which has no AMX tiles of bf16 numbers; allowed: 'exact'"
         raise invalid(UnsupportedConfigError, "cpu_prefill", config.cpu_prefill, reason) from fault
     return replace(weights, target=target, draft=draft, head=head)

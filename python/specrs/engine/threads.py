@@ -13,7 +13,7 @@ from specrs.config import EngineConfig
 from specrs.core import CpuPool
 from specrs.errors import InvalidConfigError, check_int
 from specrs.models.dense_native import NativeDense
-from specrs.runner.iteration import prepare, verify_inputs
+from specrs.reference.iteration import prepare, verify_inputs
 from specrs.runner.row_state import RowState
 
 VARIABLE = "SPECRS_NUM_THREADS"

@@ -12,7 +12,7 @@ from specrs.core import PLAN_LAUNCH, CostModel, Outputs
 from specrs.engine.faults import DraftFaults
 from specrs.engine.parts import EngineParts, Watch
 from specrs.engine.request import Request
-from specrs.runner.native import NativeRunner
+from specrs.runner.cpu import CpuRunner
 from specrs.runner.ring import Header, RingSlot
 from specrs.sampling import SamplingParams
 
@@ -111,7 +111,7 @@ def measure_costs(parts: EngineParts) -> tuple[CostModel, float]:
     batches = sorted({rows} | {1 << i for i in range(rows.bit_length()) if 1 << i < rows})
     _measure(loop, 1, most)  # first calls allocate
     table = {(batch, k): math.inf for batch in batches for k in ks}
-    seconds = NATIVE_SECONDS if isinstance(loop.runner, NativeRunner) else SECONDS
+    seconds = NATIVE_SECONDS if isinstance(loop.runner, CpuRunner) and loop.runner.is_native else SECONDS
     began, measured = time.perf_counter(), len(batches)
     for rounds in range(MAX_ROUNDS):
         for i, batch in enumerate(batches[:measured]):

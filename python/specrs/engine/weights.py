@@ -162,7 +162,7 @@ def _shared(draft: str, ours: Tokenizer, theirs: Tokenizer, target: Model, model
         ours.vocab_size,
         unknown,
     )
-    return SharedVocabulary.of(pairs, unknown, sizes[0], target.device)
+    return SharedVocabulary(tuple(pairs), unknown, sizes[0])
 
 
 def _mask_token_id(draft: str, revision: str | None) -> int:

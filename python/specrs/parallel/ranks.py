@@ -13,10 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specrs.errors import EngineError
@@ -48,10 +49,6 @@ class Ranks:
         """Where this rank computes."""
         self.exchanges: Exchanges = HostExchanges(self)
         """Those of tensors that are there."""
-        self.notice = 0
-        """What this rank tells the others beside its next `look_up` outside of `drafting`."""
-        self.notices: tuple[int, ...] = ()
-        """What each rank has told with the last."""
         self.given_up = threading.Event()
         """Set where another rank is known to be lost: it is waited for no longer."""
         self.num_begun = 0
@@ -109,10 +106,6 @@ class Ranks:
         finally:
             self._group = group
 
-    @property
-    def _is_drafting(self) -> bool:
-        return self._group is self._drafting
-
     def gather(self, x: Tensor) -> Tensor:
         """`[size, *x.shape]`: `x` of every rank, in their order; shape and dtype are the same on all.
 
@@ -145,18 +138,17 @@ class Ranks:
         own = ids - self.rank * len(table)
         elsewhere = (own < 0) | (own >= len(table))
         rows = table.index_select(0, own.clamp_(0, len(table) - 1)).masked_fill_(elsewhere[:, None], 0)
-        return self.add_(rows) if self._is_drafting else self._add_noticed(rows)
+        return self.add_(rows)
 
-    def exchange_notices(self) -> None:
-        """What `look_up` does beside its sum. Raises as `gather`."""
-        self.notices = tuple(self.gather(torch.tensor([self.notice])).view(-1).tolist())
+    def gather_numbers(self, number: int) -> list[int]:
+        """Return `number` of every rank, in their order. Raises as `gather`."""
+        numbers: list[int] = self.gather(torch.tensor([number])).view(-1).tolist()
+        return numbers
 
-    def _add_noticed(self, x: Tensor) -> Tensor:
-        """`add_`, and in the same exchange the notices."""
-        notice = torch.tensor([self.notice])
-        found = self.gather(torch.cat((x.view(-1).view(torch.uint8), notice.view(torch.uint8))))
-        self.notices = tuple(found[:, -8:].contiguous().view(torch.int64).view(-1).tolist())
-        return _add([part.view(x.dtype).view_as(x) for part in found[:, :-8].unbind(0)], x)
+    def take_first_array(self, array: NDArray[Any]) -> NDArray[Any]:
+        """Write rank 0's `array` into `array` of every rank, and return it. Raises as `gather`."""
+        self.take_first(torch.from_numpy(array))
+        return array
 
     def take_first(self, x: Tensor) -> Tensor:
         """`x` of rank 0, written to `x` of every rank. Raises as `gather`."""

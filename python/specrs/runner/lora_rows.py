@@ -1,15 +1,13 @@
-"""Which LoRA adapter each row of state is computed with, and the rows of a pass by adapter. Runs no model."""
+"""Which LoRA adapter each row of state is computed with. Runs no model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
-from specrs.models.lora import AdapterRows, LoRAAdapter
-
-NO_ADAPTERS: tuple[AdapterRows, ...] = ()
+from specrs.models.lora import LoRAAdapter
 
 
 class LoRARows:
@@ -20,7 +18,7 @@ class LoRARows:
         self._ids = [0] * (max_num_seqs + 1)
         self._find = find
 
-    def admit(self, record: Mapping[str, Tensor], num_admitted: int) -> None:
+    def admit(self, record: Mapping[str, NDArray[np.int64]], num_admitted: int) -> None:
         """Other requests have these rows."""
         rows, ids = (record[name][:num_admitted].tolist() for name in ("admit_row", "admit_lora"))
         for row, lora_id in zip(rows, ids, strict=True):
@@ -33,13 +31,3 @@ class LoRARows:
             if self._ids[row]:
                 found.setdefault(self._ids[row], []).append(row)
         return [(self._find(lora_id), held) for lora_id, held in found.items()]
-
-    def of(self, rows: Sequence[int], entry: Tensor) -> tuple[AdapterRows, ...]:
-        """By adapter the rows of a pass whose flat row i is of `rows[entry[i]]`, `entry` `[N]` int64; none of the base
-        model's."""
-        ids = [self._ids[row] for row in rows]
-        different = {*ids} - {0}
-        if not different:
-            return NO_ADAPTERS
-        by_row = torch.tensor(ids).index_select(0, entry)
-        return tuple(AdapterRows(self._find(i), (by_row == i).nonzero().view(-1)) for i in sorted(different))

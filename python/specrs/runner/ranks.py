@@ -10,16 +10,15 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from specrs.drafters.base import Drafter
+from specrs.drafters.base import DrafterCounts
 from specrs.errors import RankLostError
-from specrs.models.kv_cache import KVCache
 from specrs.parallel.connection import Kind
 from specrs.parallel.team import Team
-from specrs.runner.eager import EagerRunner
+from specrs.runner.cpu import CpuRunner
 from specrs.runner.extras import ExtrasLookup
 from specrs.runner.ring import Header, Layout, RingSlot, used_part
 
@@ -29,9 +28,9 @@ if TYPE_CHECKING:
 
 class LeadingRunner:
     """Rank 0's runner. An exception in a launch, here or elsewhere, ends the engine: ranks would no longer agree. (A
-    drafter's is none on a CPU: `specrs.runner.draft_guard`.)"""
+    drafter's is none on a CPU: `specrs.runner.host`.)"""
 
-    def __init__(self, runner: EagerRunner | CudaRunner, team: Team, layout: Layout, end: Callable[[], None]) -> None:
+    def __init__(self, runner: CpuRunner | CudaRunner, team: Team, layout: Layout, end: Callable[[], None]) -> None:
         """`runner` executes rank 0's part; `layout` is that of the record. `end` is called once: when this is closed,
         or not used any more."""
         self.runner = runner
@@ -51,12 +50,12 @@ class LeadingRunner:
         self.runner.num_target_passes = value
 
     @property
-    def drafter(self) -> Drafter | None:
+    def drafter(self) -> DrafterCounts | None:
         """What drafts on this rank."""
         return self.runner.drafter
 
     @property
-    def kv_cache(self) -> KVCache:
+    def kv_cache(self) -> Any:
         """Rank 0's part of the target's."""
         return self.runner.kv_cache
 
@@ -107,7 +106,7 @@ def checksum(slot: RingSlot, header: Header) -> int:
     """Of what an executed launch reported. Tokens behind those emitted mean nothing."""
     count, arrays = header.num_decode + header.num_prefill, slot.results_arrays
     told = [arrays[name][:count] for name in ("num_emitted", "num_accepted", "num_drafted", "flags", "finish_reason")]
-    tokens = slot.results_view.tokens[:count].numpy()
+    tokens = slot.tokens[:count]
     emitted = tokens[np.arange(tokens.shape[1]) < told[0][:, None]]
     return zlib.crc32(np.concatenate([*told, emitted]).data)
 

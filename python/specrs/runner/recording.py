@@ -8,7 +8,7 @@ what the earlier ones left. Their runner must be fresh, and built with the setti
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -98,12 +98,17 @@ class Recording:
         except (OSError, ValueError, KeyError) as error:
             raise EngineError(f"path={str(path)!r}: not a recording of launches: {error}") from error
 
-    def replay(self, runner: Launches, scheduler: Scheduler, *, pinned: bool = False) -> Recording:
+    def replay(
+        self,
+        runner: Launches,
+        scheduler: Scheduler,
+        make_slot: Callable[[Scheduler, int], RingSlot] = RingSlot,
+    ) -> Recording:
         """Hand every launch to a fresh `runner`, one after the other; the same launches with what it reported.
 
         Args:
             scheduler: one of the same settings, for the layouts of its buffers; it plans nothing.
-            pinned: whether the runner's device copies the buffers by itself, see `RingSlot`.
+            make_slot: makes the slot that the runner reads, for the scheduler and its K.
 
         Raises:
             EngineError: the layouts differ, naming the first section that does; or a launch needs extras, or a LoRA
@@ -111,7 +116,7 @@ class Recording:
         """
         check_layouts(self.layouts, layouts_of(scheduler))
         again = Recording(self.layouts, self.num_speculative_tokens)
-        slot = RingSlot(scheduler, self.num_speculative_tokens, pinned=pinned)
+        slot = make_slot(scheduler, self.num_speculative_tokens)
         for record in self.records:
             slot.record[:] = record
             header = slot.header()

@@ -3,16 +3,14 @@ has settled."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from specrs.core import HEADER_FIELDS, Scheduler
-from specrs.verify.logprobs import TokenLogprobs
+from specrs.runner.logprobs import TokenLogprobs
 
 Layout = dict[str, tuple[int, int]]
 
@@ -58,38 +56,6 @@ def used_part(header: Header, layout: Layout, *, constraints: bool) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Results:
-    """Where an iteration reports, views of one ring slot; index i is the launch's entry i."""
-
-    num_emitted: Tensor  # [B] int64
-    num_accepted: Tensor  # [B] int64
-    num_drafted: Tensor  # [B] int64
-    flags: Tensor  # [B] int64, FLAG_* bits
-    finish_reason: Tensor  # [B] int64, FINISH_NONE, FINISH_STOP or FINISH_LENGTH
-    tokens: Tensor  # [B, K+1] int64, the emitted; drafts from the first rejected one on, draft i (from 1) in column i
-
-    @classmethod
-    def of(cls, sections: Mapping[str, Tensor], num_speculative_tokens: int) -> Results:
-        """The sections of a results buffer, for the engine's K."""
-        return cls(
-            num_emitted=sections["num_emitted"],
-            num_accepted=sections["num_accepted"],
-            num_drafted=sections["num_drafted"],
-            flags=sections["flags"],
-            finish_reason=sections["finish_reason"],
-            tokens=sections["tokens"].view(-1, num_speculative_tokens + 1),
-        )
-
-    def narrow(self, start: int, length: int) -> Results:
-        """The same views for entries [start, start + length)."""
-        return Results(*(tensor.narrow(0, start, length) for tensor in self.tensors()))
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All sections."""
-        return self.num_emitted, self.num_accepted, self.num_drafted, self.flags, self.finish_reason, self.tokens
-
-
-@dataclass(frozen=True, slots=True)
 class DraftFault:
     """A drafter on the device that failed in a launch, which went on without its drafts."""
 
@@ -99,44 +65,39 @@ class DraftFault:
 
 
 class RingSlot:
-    """One launch's buffers: the record that Rust plans into, the results that the device reports into.
+    """One launch's buffers: the record that Rust plans into, the results that the runner reports into.
 
-    All are flat int64; `record`, `results` and `settled` are numpy arrays, `views` and `results_view` are torch views
-    of the same memory by section name. With `pinned` the memory is page-locked, so that a GPU copies it by itself;
-    `done` is then recorded behind the copy of the results.
+    `record`, `results` and `settled` are flat int64. `record_arrays`, `results_arrays` and `settled_arrays` are views
+    of their sections by name.
     """
 
-    def __init__(self, scheduler: Scheduler, num_speculative_tokens: int, *, pinned: bool) -> None:
-        def zeros(size: int) -> Tensor:
-            return torch.zeros(size, dtype=torch.int64, pin_memory=pinned)
-
-        self.pinned_record, self.pinned_results = zeros(scheduler.record_size), zeros(scheduler.results_size)
-        self.record: NDArray[np.int64] = self.pinned_record.numpy()
-        self.results: NDArray[np.int64] = self.pinned_results.numpy()
+    def __init__(self, scheduler: Scheduler, num_speculative_tokens: int) -> None:
+        self.record = self._buffer(scheduler.record_size)
+        self.results = self._buffer(scheduler.results_size)
         self.settled: NDArray[np.int64] = np.zeros(scheduler.settled_size, dtype=np.int64)
-        self.views = section_views(self.pinned_record, scheduler.record_layout())
-        self.results_view = Results.of(
-            section_views(self.pinned_results, scheduler.results_layout()), num_speculative_tokens
-        )
-        # The same as numpy, for what the host looks at in every launch: slicing a tensor takes ten times as long.
         self.record_arrays = section_arrays(self.record, scheduler.record_layout())
         self.results_arrays = section_arrays(self.results, scheduler.results_layout())
+        self.settled_arrays = section_arrays(self.settled, scheduler.settled_layout())
+        self.tokens = self.results_arrays["tokens"].reshape(-1, num_speculative_tokens + 1)
+        """[B, K+1], of the results: the emitted tokens; drafts from the first rejected one on, draft i (from 1) in
+        column i."""
         self.started = 0.0  # when it was planned, by time.perf_counter
         self.executed = -1  # id of the last launch that the runner took to its end, or enqueued as a whole
         self.delivered = -1  # id of the last launch whose results all requests have
-        self.done = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
         self.logprobs: dict[int, TokenLogprobs] = {}  # by entry, where its request wants any
         self.prompt_logprobs: list[tuple[int, int, TokenLogprobs]] = []  # request id, first position, values
         self.draft_fault: DraftFault | None = None  # of the launch that ran last
         self.merged = False  # of that launch: prompt chunks were rows of its verification
         self._grammar_masks: NDArray[np.int32] | None = None
-        self.settled_arrays = section_arrays(self.settled, scheduler.settled_layout())
+
+    def _buffer(self, size: int) -> NDArray[np.int64]:
+        return np.zeros(size, dtype=np.int64)
 
     def grammar_masks(self, first: int, count: int, width: int, words: int) -> NDArray[np.int32]:
         """Room for the masks of `count` entries from `first` on, `width` rows of `words` int32 each; kept between
         launches, and made when a launch first asks for it."""
         if self._grammar_masks is None:
-            entries, most = self.results_view.tokens.shape
+            entries, most = self.tokens.shape
             self._grammar_masks = np.empty((entries, most, words), dtype=np.int32)
         return self._grammar_masks[first : first + count, :width]
 
@@ -150,25 +111,20 @@ class RingSlot:
     @property
     def has_ended(self) -> bool:
         """Whether its last launch, which was executed or enqueued, has come to its end."""
-        return self.done is None or bool(self.done.query())  # type: ignore[no-untyped-call]
+        return True
+
+    @property
+    def is_enqueued(self) -> bool:
+        """Whether a launch may return before it has come to its end, as on a GPU."""
+        return False
 
     def header(self) -> Header:
         """The planned launch's counts."""
         return Header.of(self.record)
 
 
-def blocks_of(slots: Tensor, block_size: int) -> NDArray[np.int64]:
-    """The blocks of KV slots `[N]` on the host, -1 for none, ascending."""
-    return np.unique(slots[slots >= 0].numpy() // block_size)
-
-
-def section_views(flat: Tensor, layout: Layout) -> dict[str, Tensor]:
-    """The sections of a flat buffer by name."""
-    return {name: flat.narrow(0, offset, length) for name, (offset, length) in layout.items()}
-
-
 def section_arrays(flat: NDArray[np.int64], layout: Layout) -> dict[str, NDArray[np.int64]]:
-    """The same of a numpy buffer."""
+    """Views of the sections of a flat buffer, by name."""
     return {name: flat[offset : offset + length] for name, (offset, length) in layout.items()}
 
 
@@ -176,9 +132,15 @@ class Ring:
     """`depth + 1` slots, used in turn: launch i has slot i modulo their number. Which launches are in flight only the
     scheduler knows."""
 
-    def __init__(self, scheduler: Scheduler, num_speculative_tokens: int, depth: int, *, pinned: bool) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        num_speculative_tokens: int,
+        depth: int,
+        make_slot: Callable[[Scheduler, int], RingSlot] = RingSlot,
+    ) -> None:
         self.depth = depth
-        self._slots = [RingSlot(scheduler, num_speculative_tokens, pinned=pinned) for _ in range(depth + 1)]
+        self._slots = [make_slot(scheduler, num_speculative_tokens) for _ in range(depth + 1)]
 
     def slot(self, launch_id: int) -> RingSlot:
         """The slot of a launch in flight, of the last that settled, or of the next."""

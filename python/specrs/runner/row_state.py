@@ -1,64 +1,76 @@
-"""Row state: the truth about every running request, on the device. Holds no request objects and makes no decisions."""
+"""Row state on a CPU: the truth about every running request. Holds no request objects and makes no decisions."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
-from specrs.core import MAX_STOP_IDS
+from specrs.core import MAX_STOP_IDS, RequestSampling
+
+_Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class RowState:
-    """Persistent per-row tensors; R = max_num_seqs rows and one reserved padding row of length 0 behind them.
+    """Persistent arrays by row; R = max_num_seqs rows and one reserved padding row of length 0 after them.
 
-    Positions [0, num_tokens) of `tokens` are committed; [num_tokens, num_tokens + K_r) hold the drafts of the running
-    iteration; the last column is scratch, where masked writes go (so that no write needs a data-dependent shape).
+    Positions [0, num_tokens) of `tokens` are committed. [num_tokens, num_tokens + K_r) hold the drafts of the running
+    iteration. `specrs.core.CpuIteration` writes all of it.
     """
 
-    num_tokens: Tensor  # [R+1] int64, n
-    draft_len: Tensor  # [R+1] int64, draft KV valid on [0, draft_len)
-    limit: Tensor  # [R+1] int64, the largest n the row may reach
-    min_len: Tensor  # [R+1] int64, stop ids count only for tokens at positions >= min_len
-    active: Tensor  # [R+1] bool
-    tokens: Tensor  # [R+1, max_model_len + 1] int64
-    stop_ids: Tensor  # [R+1, MAX_STOP_IDS] int64, -1 is padding
-    tables: Tensor  # [G, R+1, max_blocks] int64, block tables by KV group
+    num_tokens: _Ints  # [R+1], n
+    draft_len: _Ints  # [R+1], draft KV is valid on [draft_start, draft_len)
+    draft_start: _Ints  # [R+1], the first position that draft KV has a context from
+    limit: _Ints  # [R+1], the largest n that the row may reach
+    min_len: _Ints  # [R+1], stop ids count only for tokens at positions >= min_len
+    prompt_len: _Ints  # [R+1]
+    seeds: _Ints  # [R+1], bits of an unsigned number
+    active: NDArray[np.bool_]  # [R+1]
+    tokens: _Ints  # [R+1, max_model_len + 1], the last column is scratch
+    block_table: _Ints  # [R+1, max_blocks], of the first KV group
+    group_tables: _Ints  # [(G-1) * (R+1), max_blocks], of the other KV groups
+    stop_ids: _Ints  # [R+1, MAX_STOP_IDS], -1 is padding
+    params: NDArray[np.float32]  # [R+1, len(PARAM_COLUMNS)], sampling parameters
+    hidden_states: NDArray[np.float32] | None  # [R+1, max_draft_lag * numbers of a position], for an EAGLE-3 head
+    hidden_start: _Ints | None  # [R+1], the position of the first hidden state that is kept
 
     @classmethod
     def allocate(
-        cls, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device, num_groups: int = 1
+        cls, max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int = 1, hidden_size: int = 0
     ) -> RowState:
-        """Zeroed state for `max_num_seqs` rows plus the padding row."""
-        rows, blocks = max_num_seqs + 1, -(-max_model_len // block_size)
+        """Return the state of an engine without requests: `max_num_seqs` rows and the padding row.
 
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
+        Args:
+            hidden_size: numbers that are kept of the target's hidden states for each row, over all positions and
+                layers; 0 without a drafter that reads them.
+        """
+        rows, blocks = max_num_seqs + 1, -(-max_model_len // block_size)
+        greedy, _ = RequestSampling(temperature=0.0).columns("float32")
+
+        def zeros(*shape: int) -> _Ints:
+            return np.zeros(shape, dtype=np.int64)
 
         return cls(
             num_tokens=zeros(rows),
             draft_len=zeros(rows),
+            draft_start=zeros(rows),
             limit=zeros(rows),
             min_len=zeros(rows),
-            active=zeros(rows, dtype=torch.bool),
+            prompt_len=zeros(rows),
+            seeds=zeros(rows),
+            active=np.zeros(rows, dtype=np.bool_),
             tokens=zeros(rows, max_model_len + 1),
-            stop_ids=torch.full((rows, MAX_STOP_IDS), -1, dtype=torch.int64, device=device),
-            tables=zeros(num_groups, rows, blocks),
+            block_table=zeros(rows, blocks),
+            group_tables=zeros((num_groups - 1) * rows, blocks),
+            stop_ids=np.full((rows, MAX_STOP_IDS), -1, dtype=np.int64),
+            params=np.tile(np.array(greedy, dtype=np.float32), (rows, 1)),
+            hidden_states=np.zeros((rows, hidden_size), dtype=np.float32) if hidden_size else None,
+            hidden_start=zeros(rows) if hidden_size else None,
         )
 
-    @property
-    def block_table(self) -> Tensor:
-        """[R+1, max_blocks] int64, in the first KV group; a view."""
-        return self.tables[0]
-
-    @property
-    def group_tables(self) -> Tensor:
-        """[G-1, R+1, max_blocks] int64, in those behind it; a view."""
-        return self.tables[1:]
-
-    @property
-    def scratch_column(self) -> int:
-        """Column of `tokens` that masked writes go to."""
-        return self.tokens.shape[1] - 1
+    def arrays(self) -> dict[str, NDArray[np.generic]]:
+        """Return the arrays by name, as `CpuIteration` takes them."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: array for name, array in found.items() if array is not None}

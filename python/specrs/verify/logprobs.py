@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from specrs.runner.logprobs import TokenLogprobs
 from specrs.verify.thresholds import descending_keys
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 """vLLM's names for what `logprobs` reports."""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Of N rows: the token in question, its rank, and the n most probable tokens. Values are fp32."""
-
-    value: Tensor  # [N] fp32
-    rank: Tensor  # [N] int64, 1 for the most probable; of equal tokens the lowest id ranks first
-    top_ids: Tensor  # [N, n] int64, most probable first, same order as rank
-    top_values: Tensor  # [N, n] fp32
 
 
 def logprob_values(mode: LogprobsMode, raw: Tensor, processed: Tensor) -> Tensor:

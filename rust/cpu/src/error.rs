@@ -31,9 +31,9 @@ pub enum Error {
         /// The one that uses it.
         this: u32,
     },
-    /// The host's side of a grammar failed.
-    #[error("a grammar's masks could not be made: {message}")]
-    Grammar {
+    /// The process around an iteration failed in what it does for it.
+    #[error("{message}")]
+    Host {
         /// What it said.
         message: String,
     },

@@ -1,23 +1,25 @@
 //! A whole launch on a CPU in one call, on row state and record in arrays of the caller.
 
 use crate::buffers::{In, Out, readonly, readwrite};
+use crate::called::{Called, Raised};
 use crate::cpu::{CpuKVCache, lock, to_py};
 use crate::cpu_decoder::CpuDecoder;
 use crate::error::Class;
+use crate::host::PyHost;
 use crate::lora::{GivenAdapters, by_row};
+use crate::rows::Rows;
 use crate::scheduler::Scheduler;
-use crate::tensors::numbers_mut;
-use numpy::{Element, IntoPyArray, Ix1, Ix2, PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray1};
-use pyo3::exceptions::PyException;
+use numpy::{IntoPyArray, PyArray1, PyArray2, PyArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use specrs_core::Drafter;
-use specrs_core::sampling::{LogprobsMode, MAX_STOP_IDS, NUM_PARAMS, TokenLogprobs};
+use specrs_core::sampling::{LogprobsMode, TokenLogprobs};
 use specrs_core::scheduler::{HEADER_LEN, LaunchHeader};
+use specrs_cpu::Lora;
 use specrs_cpu::iteration::{
-    Cached, Counts, DraftFault, EntryLogprobs, GrammarMasks, HiddenRows, Iteration, PromptLogprobs, RowState, Rule,
+    Cached, Counts, DraftFault, EntryLogprobs, Iteration, Model, PromptLogprobs, Rule, TextLimits, Translated,
+    Translation,
 };
-use specrs_cpu::{Lora, MemoryMut};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -29,110 +31,11 @@ const LONG: Duration = Duration::from_millis(2);
 /// Prompt tokens of a launch from which on it is taken to be long.
 const LONG_PROMPT: i64 = 64;
 
-/// Row state in memory of the caller.
-struct Rows {
-    num_tokens: MemoryMut<i64>,
-    draft_len: MemoryMut<i64>,
-    draft_start: MemoryMut<i64>,
-    limit: MemoryMut<i64>,
-    min_len: MemoryMut<i64>,
-    prompt_len: MemoryMut<i64>,
-    seeds: MemoryMut<i64>,
-    active: MemoryMut<bool>,
-    tokens: MemoryMut<i64>,
-    block_table: MemoryMut<i64>,
-    group_tables: MemoryMut<i64>,
-    stop_ids: MemoryMut<i64>,
-    params: MemoryMut<f32>,
-    hidden: Option<Hidden>,
-}
-
-/// What is kept for a drafter that reads hidden states.
-struct Hidden {
-    states: MemoryMut<f32>,
-    start: MemoryMut<i64>,
-}
-
-impl Rows {
-    /// # Errors
-    /// For what is missing, or has another dtype or shape than the rows of a scheduler with these settings.
-    fn borrow(arrays: &Bound<'_, PyDict>, config: &specrs_core::SchedulerConfig, hidden_size: usize) -> PyResult<Self> {
-        let rows = config.max_num_seqs + 1;
-        let (width, blocks) = (config.max_model_len + 1, config.max_model_len.div_ceil(config.block_size));
-        let one = |name| numbers::<i64>(arrays, name, &[rows]);
-        let wide = |name, width| numbers::<i64>(arrays, name, &[rows, width]);
-        let hidden = match config.drafter {
-            Drafter::Hidden { max_draft_lag, .. } => Some(Hidden {
-                states: numbers(arrays, "hidden_states", &[rows, max_draft_lag * hidden_size])?,
-                start: one("hidden_start")?,
-            }),
-            _ => None,
-        };
-        Ok(Self {
-            hidden,
-            num_tokens: one("num_tokens")?,
-            draft_len: one("draft_len")?,
-            draft_start: one("draft_start")?,
-            limit: one("limit")?,
-            min_len: one("min_len")?,
-            prompt_len: one("prompt_len")?,
-            seeds: one("seeds")?,
-            active: numbers(arrays, "active", &[rows])?,
-            tokens: wide("tokens", width)?,
-            block_table: wide("block_table", blocks)?,
-            group_tables: match config.num_groups() - 1 {
-                0 => MemoryMut::from_vec(Vec::new()),
-                further => numbers(arrays, "group_tables", &[further * rows, blocks])?,
-            },
-            stop_ids: wide("stop_ids", MAX_STOP_IDS)?,
-            params: numbers(arrays, "params", &[rows, NUM_PARAMS])?,
-        })
-    }
-
-    fn state(&mut self) -> RowState<'_> {
-        RowState {
-            num_tokens: self.num_tokens.as_mut_slice(),
-            draft_len: self.draft_len.as_mut_slice(),
-            draft_start: self.draft_start.as_mut_slice(),
-            limit: self.limit.as_mut_slice(),
-            min_len: self.min_len.as_mut_slice(),
-            prompt_len: self.prompt_len.as_mut_slice(),
-            seeds: self.seeds.as_mut_slice(),
-            active: self.active.as_mut_slice(),
-            tokens: self.tokens.as_mut_slice(),
-            block_table: self.block_table.as_mut_slice(),
-            group_tables: self.group_tables.as_mut_slice(),
-            stop_ids: self.stop_ids.as_mut_slice(),
-            params: self.params.as_mut_slice(),
-            hidden: self
-                .hidden
-                .as_mut()
-                .map(|hidden| HiddenRows { states: hidden.states.as_mut_slice(), start: hidden.start.as_mut_slice() }),
-        }
-    }
-}
-
-fn numbers<T>(arrays: &Bound<'_, PyDict>, name: &str, expected: &[usize]) -> PyResult<MemoryMut<T>>
-where
-    T: Element + Copy + Send + Sync + 'static,
-{
-    let py = arrays.py();
-    let Some(array) = arrays.get_item(name)? else {
-        return Err(Class::InvalidBuffer.error(py, format!("state: has no {name:?}, expected an array")));
-    };
-    let (memory, shape) =
-        if expected.len() == 1 { numbers_mut::<T, Ix1>(name, &array)? } else { numbers_mut::<T, Ix2>(name, &array)? };
-    if shape == expected {
-        return Ok(memory);
-    }
-    Err(Class::InvalidBuffer.error(py, format!("{name}: shape is {shape:?}, expected {expected:?}")))
-}
-
 /// How a drafter failed: the exception, and the blocks whose draft KV it has not written.
 type Fault<'py> = (PyErr, Bound<'py, PyArray1<i64>>);
 
-fn fault_of(py: Python<'_>, fault: DraftFault) -> Fault<'_> {
-    (to_py(py, &fault.error), fault.blocks.into_pyarray(py))
+fn fault_of<'py>(py: Python<'py>, raised: &Raised, fault: DraftFault) -> Fault<'py> {
+    (raised.of(py, &fault.error), fault.blocks.into_pyarray(py))
 }
 
 /// What a launch did: passes of the target and the draft, how the drafter failed, log probabilities of entries by index, and of
@@ -153,139 +56,148 @@ fn logprobs_of(py: Python<'_>, tokens: TokenLogprobs) -> PyResult<Logprobs<'_>> 
     ))
 }
 
-/// Grammars that are kept in Python.
-struct Grammars {
-    /// With `start(index, row)` and `advance(index, token)`, which return a mask, int32 `[ceil(V / 32)]`; None: no request of the
-    /// launch has a grammar.
-    host: Option<Py<PyAny>>,
-    /// What it raised.
-    raised: Option<PyErr>,
+/// A native model: a decoder and its KV cache.
+type Native = (Py<CpuDecoder>, Py<CpuKVCache>);
+
+/// Where the passes of a model are computed.
+enum Source {
+    Native(Native),
+    Called(Box<Called>),
 }
 
-impl Grammars {
-    /// Writes the mask that a method of the host returns for two numbers.
-    fn call(&mut self, method: &str, numbers: (usize, i64), mask: &mut [u32]) -> specrs_cpu::Result<()> {
-        let Some(host) = &self.host else {
-            return Err(specrs_cpu::Error::Grammar { message: "the launch has none".to_string() });
-        };
-        let asked = Python::attach(|py| {
-            let returned = host.bind(py).call_method1(method, numbers)?;
-            let words: PyReadonlyArray1<'_, i32> = readonly("mask", &returned)?;
-            let words = words.as_slice()?;
-            if words.len() != mask.len() {
-                let message = format!("mask: {} words, expected {}", words.len(), mask.len());
-                return Err(Class::InvalidBuffer.error(py, message));
+impl Source {
+    fn new(given: &Bound<'_, PyAny>, raised: &Raised) -> PyResult<Self> {
+        match given.extract::<Native>() {
+            Ok(native) => Ok(Self::Native(native)),
+            Err(_) => Ok(Self::Called(Box::new(Called::new(given, raised.clone())?))),
+        }
+    }
+
+    /// Runs `work` on the model.
+    fn with<T>(&mut self, adapters: &[Option<&Lora>], work: impl FnOnce(&mut dyn Model) -> T) -> T {
+        match self {
+            Self::Native((decoder, kv_cache)) => {
+                let (mut decoder, mut kv_cache) = (lock(&decoder.get().0), lock(&kv_cache.get().0));
+                work(&mut Cached::new(&mut decoder, &mut kv_cache, adapters))
             }
-            for (own, &word) in mask.iter_mut().zip(words) {
-                *own = word.cast_unsigned();
-            }
-            Ok(())
-        });
-        asked.map_err(|error| {
-            let message = error.to_string();
-            self.raised = Some(error);
-            specrs_cpu::Error::Grammar { message }
-        })
+            Self::Called(called) => work(&mut **called),
+        }
+    }
+
+    fn shares_memory(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Native(one), Self::Native(other)) => one.0.is(&other.0) || one.1.is(&other.1),
+            _ => false,
+        }
     }
 }
 
-impl GrammarMasks for Grammars {
-    fn start(&mut self, index: usize, row: usize, mask: &mut [u32]) -> specrs_cpu::Result<()> {
-        self.call("start", (index, row as i64), mask)
-    }
-
-    fn advance(&mut self, index: usize, token: i64, mask: &mut [u32]) -> specrs_cpu::Result<()> {
-        self.call("advance", (index, token), mask)
-    }
+/// What a step runs on.
+struct Running {
+    iteration: Iteration,
+    rows: Rows,
+    target: Source,
+    draft: Option<Source>,
+    translation: Option<Translation>,
 }
-
-/// A model's decoder and its KV cache.
-type Model = (Py<CpuDecoder>, Py<CpuKVCache>);
 
 #[pyclass(frozen)]
 pub(crate) struct CpuIteration {
-    inner: Mutex<(Iteration, Rows)>,
-    target: Model,
-    draft: Option<Model>,
+    running: Mutex<Running>,
+    raised: Raised,
+    has_draft: bool,
+    /// Whether passes are computed without the interpreter.
+    native: bool,
     /// Of row state.
     rows: usize,
     /// Whether the last launch was.
     long: AtomicBool,
 }
 
+/// Tokens that both vocabularies have, as pairs (the target's id, the draft's), and what the draft is fed for others.
+type SharedTokens = (Vec<(i64, i64)>, i64);
+
 #[pymethods]
 impl CpuIteration {
     #[new]
-    #[pyo3(signature = (scheduler, state, target, draft = None, *, rule = "rejection", rates = None, logprobs_mode = "raw_logprobs"))]
-    #[expect(clippy::too_many_arguments, reason = "keywords of a Python constructor")]
+    #[pyo3(signature = (
+        scheduler, state, target, draft = None, *, rule = "rejection", rates = None, logprobs_mode = "raw_logprobs", shared_tokens = None,
+        text_limits = None
+    ))]
+    #[expect(clippy::too_many_arguments, clippy::needless_pass_by_value, reason = "keywords of a Python constructor")]
     fn new(
         py: Python<'_>,
         scheduler: &Scheduler,
         state: &Bound<'_, PyDict>,
-        target: Model,
-        draft: Option<Model>,
+        target: &Bound<'_, PyAny>,
+        draft: Option<&Bound<'_, PyAny>>,
         rule: &str,
         rates: Option<Vec<f32>>,
         logprobs_mode: &str,
+        shared_tokens: Option<SharedTokens>,
+        text_limits: Option<(usize, usize, usize)>,
     ) -> PyResult<Self> {
+        let refuse = |message: String| Err(Class::InvalidConfig.error(py, message));
         let rule = rule_of(py, rule)?;
         let Some(mode) = LogprobsMode::of_name(logprobs_mode) else {
-            let message = format!(
+            return refuse(format!(
                 "logprobs_mode = {logprobs_mode:?} is not allowed: expected 'raw_logprobs', 'raw_logits', 'processed_logprobs' or \
                  'processed_logits'"
-            );
-            return Err(Class::InvalidConfig.error(py, message));
+            ));
         };
         let config = scheduler.core(py).config().clone();
-        if let Some((decoder, cache)) = &draft
-            && (decoder.is(&target.0) || cache.is(&target.1))
-        {
-            return Err(Class::InvalidConfig
-                .error(py, "draft = the target's decoder or KV cache is not allowed: expected its own"));
+        let raised = Raised::default();
+        let mut target = Source::new(target, &raised)?;
+        let mut draft = draft.map(|draft| Source::new(draft, &raised)).transpose()?;
+        if draft.as_ref().is_some_and(|draft| draft.shares_memory(&target)) {
+            return refuse("draft = the target's decoder or KV cache is not allowed: expected its own".to_string());
         }
-        if matches!(config.drafter, Drafter::Text) {
-            let message = "drafter = TextDrafter is not allowed: expected CachedDrafter, HiddenDrafter, a drafter on the host \
-                           or None, the native pass knows no text";
-            return Err(Class::InvalidConfig.error(py, message));
-        }
-        let hidden_size = draft.as_ref().map_or(0, |(decoder, _)| {
-            let decoder = lock(&decoder.get().0);
-            let (layers, size) = decoder.weights().hidden_layers();
-            layers.len() * size
+        let hidden_size = draft.as_mut().map_or(0, |draft| {
+            draft.with(&[], |draft| draft.facts().hidden_layers.0.len() * draft.facts().hidden_layers.1)
         });
         let expected = match config.drafter {
-            Drafter::Cached { .. } => Some(false),
+            Drafter::Cached { .. } | Drafter::Text => Some(false),
             Drafter::Hidden { .. } => Some(true),
             _ => None,
         };
         if draft.as_ref().map(|_| hidden_size > 0) != expected {
             let given = draft.as_ref().map_or("None", |_| if hidden_size > 0 { "an EAGLE-3 head" } else { "a model" });
             let allowed = expected.map_or("None", |head| if head { "an EAGLE-3 head" } else { "a model" });
-            let message =
-                format!("draft = {given} is not allowed: expected {allowed}, as the scheduler's drafter says");
-            return Err(Class::InvalidConfig.error(py, message));
+            return refuse(format!(
+                "draft = {given} is not allowed: expected {allowed}, as the scheduler's drafter says"
+            ));
         }
-        let (rows, count) = (Rows::borrow(state, &config, hidden_size)?, config.max_num_seqs + 1);
-        let vocab_size = lock(&target.0.get().0).weights().shape().vocab_size;
-        let iteration = Iteration::new(config, rule, rates, mode, vocab_size).map_err(|error| to_py(py, &error))?;
-        let (inner, long) = (Mutex::new((iteration, rows)), AtomicBool::new(false));
-        Ok(Self { inner, target, draft, rows: count, long })
+        if matches!(config.drafter, Drafter::Text) != text_limits.is_some() {
+            return refuse("text_limits: expected with a TextDrafter, and with no other drafter".to_string());
+        }
+        let vocab_size = target.with(&[], |target| target.facts().vocab_size);
+        let native = [Some(&target), draft.as_ref()].into_iter().flatten().all(|one| matches!(one, Source::Native(_)));
+        let known = |error| to_py(py, &error);
+        let mut translation = match &shared_tokens {
+            Some((pairs, unknown)) => Some(Translation::new(pairs, *unknown, vocab_size).map_err(known)?),
+            None => None,
+        };
+        if let (Some(translation), Some(draft)) = (&mut translation, &mut draft) {
+            draft.with(&[], |draft| Translated::new(draft, translation).map(|_| ())).map_err(known)?;
+        }
+        let (count, has_draft) = (config.max_num_seqs + 1, draft.is_some());
+        let rows = Rows::borrow(state, &config, hidden_size)?;
+        let mut iteration = Iteration::new(config, rule, rates, mode, vocab_size).map_err(known)?;
+        if let Some((context, max_fed, block_size)) = text_limits {
+            iteration = iteration.with_text_drafts(TextLimits { context, max_fed, block_size });
+        }
+        let running = Mutex::new(Running { iteration, rows, target, draft, translation });
+        Ok(Self { running, raised, has_draft, native, rows: count, long: AtomicBool::new(false) })
     }
 
     fn set_rule(&self, py: Python<'_>, rule: &str) -> PyResult<()> {
         let rule = rule_of(py, rule)?;
         // A launch that holds the lock may wait for the interpreter.
-        py.detach(|| lock(&self.inner).0.set_rule(rule));
+        py.detach(|| lock(&self.running).iteration.set_rule(rule));
         Ok(())
     }
 
-    fn admit(&self, py: Python<'_>, record: &Bound<'_, PyAny>) -> PyResult<()> {
-        let record: In<'_> = readonly("record", record)?;
-        let record = record.as_slice()?;
-        py.detach(|| lock(&self.inner).0.admit(record)).map_err(|error| to_py(py, &error))
-    }
-
-    #[pyo3(signature = (record, results, adapters = vec![], grammars = None))]
+    #[pyo3(signature = (record, results, adapters = vec![], host = None))]
     #[expect(clippy::needless_pass_by_value, reason = "extracted from Python objects")]
     fn run<'py>(
         &self,
@@ -293,47 +205,33 @@ impl CpuIteration {
         record: &Bound<'py, PyAny>,
         results: &Bound<'py, PyAny>,
         adapters: GivenAdapters<'py>,
-        grammars: Option<Py<PyAny>>,
+        host: Option<Py<PyAny>>,
     ) -> PyResult<Done<'py>> {
         let record: In<'_> = readonly("record", record)?;
         let mut results: Out<'_> = readwrite("results", results)?;
         let (record, results) = (record.as_slice()?, results.as_slice_mut()?);
         let adapters = by_row(py, &adapters, self.rows)?;
-        let mut grammars = Grammars { host: grammars, raised: None };
-        let mut run = || self.launch(record, results, &adapters, &mut grammars);
+        self.raised.clear();
+        let mut host = PyHost::new(py, host, self.raised.clone())?;
+        let mut run = || self.launch(record, results, &adapters, &mut host);
         let is_long = self.long.load(Ordering::Relaxed) || num_prefill_tokens(record) > LONG_PROMPT;
-        let done = if is_long { py.detach(run) } else { run() };
-        if let Some(error) = grammars.raised
-            && (done.is_err() || !error.is_instance_of::<PyException>(py))
-        {
-            return Err(error);
+        let done = if self.native && is_long { py.detach(run) } else { run() };
+        if let Some(interrupt) = self.raised.interrupt(py) {
+            return Err(interrupt);
         }
-        let done = done.map_err(|error| to_py(py, &error))?;
+        let done = done.map_err(|error| self.raised.of(py, &error))?;
         let of_entry = |entry: EntryLogprobs| Ok((entry.index, logprobs_of(py, entry.tokens)?));
         let of_prompt = |found: PromptLogprobs| Ok((found.request_id, found.position, logprobs_of(py, found.tokens)?));
         Ok((
             (done.counts.target_passes, done.counts.draft_passes),
-            done.fault.map(|fault| fault_of(py, fault)),
+            done.fault.map(|fault| fault_of(py, &self.raised, fault)),
             done.logprobs.into_iter().map(of_entry).collect::<PyResult<_>>()?,
             done.prompt_logprobs.into_iter().map(of_prompt).collect::<PyResult<_>>()?,
         ))
     }
 
-    fn feed_behind<'py>(&self, py: Python<'py>) -> (usize, Option<Fault<'py>>) {
-        let (passes, fault) = py.detach(|| {
-            let Some((decoder, cache)) = &self.draft else { return (0, None) };
-            // In the order of `launch`: two threads would else wait for each other.
-            let mut inner = lock(&self.inner);
-            let (iteration, rows) = &mut *inner;
-            let (mut decoder, mut kv_cache) = (lock(&decoder.get().0), lock(&cache.get().0));
-            let mut draft = Cached { decoder: &mut decoder, kv_cache: &mut kv_cache, adapters: &[] };
-            (iteration.feed_behind(&mut rows.state(), &mut draft), iteration.take_draft_fault())
-        });
-        (passes, fault.map(|fault| fault_of(py, fault)))
-    }
-
     fn __repr__(&self) -> String {
-        format!("CpuIteration(draft={})", if self.draft.is_some() { "True" } else { "False" })
+        format!("CpuIteration(draft={})", if self.has_draft { "True" } else { "False" })
     }
 }
 
@@ -343,18 +241,23 @@ impl CpuIteration {
         record: &[i64],
         results: &mut [i64],
         adapters: &[Option<Arc<Lora>>],
-        grammars: &mut Grammars,
+        host: &mut PyHost,
     ) -> specrs_cpu::Result<Launched> {
         let begun = Instant::now();
         let adapters: Vec<Option<&Lora>> = adapters.iter().map(Option::as_deref).collect();
-        let mut inner = lock(&self.inner);
-        let (iteration, rows) = &mut *inner;
-        let mut decoder = lock(&self.target.0.get().0);
-        let mut kv_cache = lock(&self.target.1.get().0);
-        let mut target = Cached { decoder: &mut decoder, kv_cache: &mut kv_cache, adapters: &adapters };
-        let mut held = self.draft.as_ref().map(|(decoder, cache)| (lock(&decoder.get().0), lock(&cache.get().0)));
-        let mut draft = held.as_mut().map(|(decoder, kv_cache)| Cached { decoder, kv_cache, adapters: &[] });
-        let done = iteration.run(record, results, &mut rows.state(), &mut target, draft.as_mut(), grammars);
+        let mut running = lock(&self.running);
+        let Running { iteration, rows, target, draft, translation } = &mut *running;
+        let mut state = rows.state();
+        let done = target.with(&adapters, |target| {
+            let Some(draft) = draft else { return iteration.run(record, results, &mut state, target, None, host) };
+            draft.with(&[], |draft| match translation {
+                None => iteration.run(record, results, &mut state, target, Some(draft), host),
+                Some(translation) => {
+                    let mut draft = Translated::new(draft, translation)?;
+                    iteration.run(record, results, &mut state, target, Some(&mut draft), host)
+                }
+            })
+        });
         self.long.store(begun.elapsed() > LONG, Ordering::Relaxed);
         let fault = iteration.take_draft_fault();
         let (logprobs, prompt_logprobs) = (iteration.take_logprobs(), iteration.take_prompt_logprobs());

@@ -7,8 +7,8 @@ from specrs.kernels.cuda.hidden_states import Kept, gather_states, keep_states
 from specrs.kernels.cuda.row_state import Entries
 from specrs.kernels.cuda.spread_logits import spread_logits, spread_logits_reference
 from specrs.kernels.cuda.update import Decided, update_rows
-from specrs.runner.hidden_rows import HiddenRows
-from specrs.runner.iteration import prepare
+from specrs.reference.iteration import prepare
+from specrs.runner.cuda.hidden_rows import HiddenRows
 from specrs.runner.ring import Results
 from torch import Tensor
 

@@ -18,9 +18,9 @@ from specrs.kernels.cuda.prepare import (
     prepare_iteration,
 )
 from specrs.kernels.cuda.row_state import Entries
-from specrs.runner.entries import Iteration
-from specrs.runner.hidden_rows import HiddenRows
-from specrs.runner.iteration import prepare
+from specrs.reference.iteration import prepare
+from specrs.runner.cuda.entries import Iteration
+from specrs.runner.cuda.hidden_rows import HiddenRows
 from torch import Tensor
 
 from kernels.cuda.row_states import BLOCK_SIZE, MAX_K, Case, Drafter, cases

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from specrs.core import FLAG_DRAFT_NON_FINITE
 from specrs.kernels.cuda.row_state import Entries
 from specrs.kernels.cuda.update import Decided, update_rows
-from specrs.runner.accept import Verdict, update
-from specrs.runner.iteration import Drafted, prepare
+from specrs.reference.accept import Verdict, update
+from specrs.reference.iteration import Drafted, prepare
 from specrs.runner.ring import Results
 from specrs.runner.row_state import RowState
 from torch import Tensor

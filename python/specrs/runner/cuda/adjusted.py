@@ -13,12 +13,12 @@ from torch import Tensor
 
 from specrs.runner.cuda.context import Context
 from specrs.runner.cuda.drafting import sample_draft
+from specrs.runner.cuda.entries import Iteration, flat_rows
 from specrs.runner.cuda.iteration import Adjusted, accept_and_update
+from specrs.runner.cuda.logprobs import entry_logprobs
+from specrs.runner.cuda.sampling_state import EntrySampling, SamplingState
 from specrs.runner.cuda.shapes import Shape
-from specrs.runner.entries import Iteration, flat_rows
-from specrs.runner.logprobs import entry_logprobs
-from specrs.runner.ring import RingSlot
-from specrs.runner.sampling_state import EntrySampling, SamplingState
+from specrs.runner.cuda.slots import TensorSlot
 from specrs.transfer import to_device
 
 
@@ -28,7 +28,7 @@ def entry_sampling(
     planned: Sequence[int],
     rows: Sequence[int],
     max_context: int,
-    slot: RingSlot,
+    slot: TensorSlot,
     first: int = 0,
 ) -> EntrySampling:
     """What the prepared iteration's entries, from the launch's entry `first` on, ask for; views of the buffers that
@@ -78,7 +78,7 @@ def accept_adjusted(
     ctx: Context,
     shape: Shape,
     sampling: EntrySampling,
-    slot: RingSlot,
+    slot: TensorSlot,
     first: int,
     logprobs_mode: str,
     prompts: Tensor | None = None,

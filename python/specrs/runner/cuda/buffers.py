@@ -19,7 +19,7 @@ from specrs.kernels.cuda.group_rows import GroupRows
 from specrs.kernels.cuda.prepare import DraftRows, IterationInputs, VerifyRows
 from specrs.kernels.cuda.row_state import Entries
 from specrs.runner.cuda.shapes import MERGED_ROWS, Shape
-from specrs.runner.ring import Results, section_views
+from specrs.runner.cuda.slots import Results, section_views
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from specrs.models.eagle3_cuda import CudaEagle3Head
 from specrs.models.kv_cache import KVCache
 from specrs.runner.cuda.buffers import Buffers, DeviceRecord
 from specrs.runner.cuda.chunk_buffers import ChunkBuffers
-from specrs.runner.hidden_rows import HiddenRows
-from specrs.runner.row_state import RowState
+from specrs.runner.cuda.hidden_rows import HiddenRows
+from specrs.runner.cuda.row_state import RowState
 
 
 @dataclass(frozen=True, slots=True)

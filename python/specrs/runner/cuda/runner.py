@@ -26,13 +26,11 @@ from specrs.runner.cuda.adjusted import accept_adjusted, draft_adjusted, entry_s
 from specrs.runner.cuda.chunk_passes import ChunkPasses
 from specrs.runner.cuda.context import Context, entries_of
 from specrs.runner.cuda.drafting import draft_pass
+from specrs.runner.cuda.grammar import LaunchGrammar
 from specrs.runner.cuda.graphs import Graphs, Uncaptured
 from specrs.runner.cuda.iteration import accept_and_update, assemble, lm_head, prepare, verify_pass
-from specrs.runner.cuda.shapes import Buckets, MergedShape, Shape, Tail
-from specrs.runner.extras import ExtrasLookup
-from specrs.runner.grammar import LaunchGrammar
-from specrs.runner.logprobs import prompt_logprobs
-from specrs.runner.prefill import (
+from specrs.runner.cuda.logprobs import prompt_logprobs
+from specrs.runner.cuda.prefill import (
     catch_up_inputs,
     caught_up,
     chunk_faults,
@@ -41,9 +39,12 @@ from specrs.runner.prefill import (
     last_rows,
     prefill_inputs,
 )
-from specrs.runner.ring import Header, Layout, RingSlot, blocks_of, used_part
-from specrs.runner.sampling_state import EntrySampling, SamplingState
-from specrs.runner.uploads import apply_uploads
+from specrs.runner.cuda.sampling_state import EntrySampling, SamplingState
+from specrs.runner.cuda.shapes import Buckets, MergedShape, Shape, Tail
+from specrs.runner.cuda.slots import TensorSlot, blocks_of
+from specrs.runner.cuda.uploads import apply_uploads
+from specrs.runner.extras import ExtrasLookup
+from specrs.runner.ring import Header, Layout, RingSlot, used_part
 from specrs.transfer import to_device
 
 
@@ -103,6 +104,7 @@ class CudaRunner:
     @torch.inference_mode()
     def launch(self, slot: RingSlot, header: Header) -> None:
         """Enqueue the launch planned in `slot.record`; `slot.results` are there when `wait` returns."""
+        assert isinstance(slot, TensorSlot)
         ctx = self.ctx
         slot.logprobs.clear()
         slot.prompt_logprobs.clear()
@@ -145,6 +147,7 @@ class CudaRunner:
     def wait(self, slot: RingSlot) -> None:
         """Block until the launch of `slot` has delivered its results. Raises ExchangeError where that waits for another
         rank that is lost, or for too long."""
+        assert isinstance(slot, TensorSlot)
         if slot.done is None:
             return
         if self.sampling.ranks is None:
@@ -152,14 +155,14 @@ class CudaRunner:
         else:
             self.sampling.ranks.wait_for(lambda: slot.has_ended)
 
-    def _failed(self, slot: RingSlot, error: Exception, lost: NDArray[np.int64] | None = None) -> None:
+    def _failed(self, slot: TensorSlot, error: Exception, lost: NDArray[np.int64] | None = None) -> None:
         """Note what the drafter raised. Of several ranks the others have enqueued its passes by then, and cannot take
         them back: there it is raised again, and ends the launch."""
         if self.sampling.ranks is not None:
             raise error
         slot.drafter_failed(error, lost)
 
-    def _prefill(self, slot: RingSlot, header: Header) -> Tensor | None:
+    def _prefill(self, slot: TensorSlot, header: Header) -> Tensor | None:
         """The prompt chunks; their hidden states for the drafter, `[num_prefill_tokens, L, hidden]`, a view."""
         ctx, views = self.ctx, self.ctx.record.views
         inputs = prefill_inputs(ctx.state, slot.views, views, header)
@@ -179,7 +182,7 @@ class CudaRunner:
         flag_chunks(last if faults is None else last + faults, results.flags)
         return states
 
-    def _end_prompts(self, slot: RingSlot, header: Header, last: Tensor, states: Tensor | None) -> None:
+    def _end_prompts(self, slot: TensorSlot, header: Header, last: Tensor, states: Tensor | None) -> None:
         """Draw the tokens behind prompts that end; other chunks report zeros. `last`: `[num_prefill, hidden_size]`;
         `states`: hidden states of the same rows for the drafter."""
         ctx, views = self.ctx, self.ctx.record.views
@@ -198,7 +201,7 @@ class CudaRunner:
             accept_and_update(ctx, shape, first, prompts=states)
 
     def _catch_up(
-        self, slot: RingSlot, header: Header, entries: Tensor | None
+        self, slot: TensorSlot, header: Header, entries: Tensor | None
     ) -> tuple[PassInputs, HiddenInputs] | None:
         """The draft's catch-up chunks; what is left to a head, to which the `entries` of prompt chunks belong."""
         ctx, views, behind, written = self.ctx, self.ctx.record.views, None, True
@@ -214,7 +217,7 @@ class CudaRunner:
         caught_up(ctx.state, views, header, written=written)
         return behind
 
-    def _feed(self, slot: RingSlot, header: Header, inputs: PassInputs, hidden: HiddenInputs | None = None) -> bool:
+    def _feed(self, slot: TensorSlot, header: Header, inputs: PassInputs, hidden: HiddenInputs | None = None) -> bool:
         """The drafter's pass over the launch's draft chunks; whether it was enqueued."""
         try:
             self._chunks.draft(inputs, hidden)
@@ -229,18 +232,18 @@ class CudaRunner:
             return Tail.LOGITS
         return Tail.SAMPLED if self.sampling.steps(rows).random else Tail.GREEDY
 
-    def _context(self, slot: RingSlot, first: int, count: int) -> int:
+    def _context(self, slot: TensorSlot, first: int, count: int) -> int:
         """Host bound of position + 1 over the entries."""
         entries = slice(first, first + count)
         return int((slot.views["entry_n_upper"][entries] + slot.views["entry_k"][entries]).max())
 
-    def _decoding(self, slot: RingSlot, count: int) -> Decoding:
+    def _decoding(self, slot: TensorSlot, count: int) -> Decoding:
         rows, ks = (slot.views[name][:count].tolist() for name in ("entry_row", "entry_k"))
         on_host = [False] * count if self.ctx.proposed is None else drafted_on_host(slot.views, count).tolist()
         depth = max((k for k, placed in zip(ks, on_host, strict=True) if not placed), default=0)
         return Decoding(rows, ks, on_host, depth)
 
-    def _merged(self, slot: RingSlot, header: Header, decoding: Decoding) -> MergedShape | None:
+    def _merged(self, slot: TensorSlot, header: Header, decoding: Decoding) -> MergedShape | None:
         """The shape of an iteration with the launch's prompt chunks behind its verification; None: they have a pass of
         their own, because they do not fit, nothing decodes, or masks, penalties or log probabilities are asked for."""
         count, chunks = header.num_decode, header.num_prefill
@@ -255,7 +258,7 @@ class CudaRunner:
         merged = self.buckets.merged(whole, count, header.num_prefill_tokens, chunks)
         return merged if merged in self.graphs else None
 
-    def _merge(self, slot: RingSlot, header: Header, shape: MergedShape) -> None:
+    def _merge(self, slot: TensorSlot, header: Header, shape: MergedShape) -> None:
         """The iteration with the launch's prompt chunks behind its verification."""
         ctx, views = self.ctx, self.ctx.record.views
         chunks, tokens = slice(0, header.num_prefill), header.num_prefill_tokens
@@ -266,7 +269,7 @@ class CudaRunner:
         faults = chunk_faults(ctx.chunks.merged[shape][:tokens], views, header)
         flag_chunks(faults, ctx.record.results_view.narrow(header.num_decode, header.num_prefill).flags)
 
-    def _decode(self, slot: RingSlot, header: Header, decoding: Decoding, merged: MergedShape | None) -> None:
+    def _decode(self, slot: TensorSlot, header: Header, decoding: Decoding, merged: MergedShape | None) -> None:
         depth = decoding.depth
         self.num_target_passes += 1
         if self.ctx.drafter is not None:
@@ -282,7 +285,7 @@ class CudaRunner:
                 return
         self._chained(slot, decoding, tail)
 
-    def _chained(self, slot: RingSlot, decoding: Decoding, tail: Tail) -> None:
+    def _chained(self, slot: TensorSlot, decoding: Decoding, tail: Tail) -> None:
         """Pass by pass; each pass is a graph where there are graphs and one for it."""
         ctx = self.ctx
         ks, count = decoding.ks, len(decoding.ks)
@@ -321,7 +324,7 @@ class CudaRunner:
             if sampling is not None:
                 draft_adjusted(ctx, i, count, sampling, decoding.on_host)
 
-    def _draft(self, slot: RingSlot, on_host: list[bool], passes: Callable[[], None]) -> None:
+    def _draft(self, slot: TensorSlot, on_host: list[bool], passes: Callable[[], None]) -> None:
         """The draft passes of the prepared iteration; its K_r are 0 where one raises, or the drafter has failed before
         in this launch. What was enqueued until then writes behind `draft_len`, which stays."""
         if slot.draft_fault is None:
@@ -333,7 +336,7 @@ class CudaRunner:
         k = self.ctx.buffers.k[: len(on_host)]
         k.mul_(to_device(torch.tensor(on_host), k.device))
 
-    def _follow(self, slot: RingSlot, decoding: Decoding, grammar: LaunchGrammar) -> None:
+    def _follow(self, slot: TensorSlot, decoding: Decoding, grammar: LaunchGrammar) -> None:
         """Go along the drafts of the record with the grammars, without reading anything back."""
         if not any(decoding.on_host):
             return

@@ -4,8 +4,8 @@ use crate::error::Result;
 use specrs_core::Drafter;
 use specrs_core::philox::{Purpose, uniform_from_word, word};
 use specrs_core::scheduler::layout::{
-    FINISH_LENGTH, FINISH_NONE, FINISH_STOP, FLAG_CAPACITY, FLAG_DRAFT_NON_FINITE, FLAG_NO_TOKEN_ALLOWED,
-    FLAG_TARGET_NON_FINITE, ResultsLayout,
+    FINISH_LENGTH, FINISH_NONE, FINISH_STOP, FLAG_CAPACITY, FLAG_NO_TOKEN_ALLOWED, FLAG_TARGET_NON_FINITE,
+    ResultsLayout,
 };
 
 use super::{Entry, Iteration, RowState};
@@ -113,7 +113,7 @@ impl Iteration {
         if !entry.alive {
             return;
         }
-        let mut flags = if entry.draft_fault { FLAG_DRAFT_NON_FINITE } else { 0 };
+        let mut flags = entry.flags;
         flags |= if judged.finite { 0 } else { FLAG_TARGET_NON_FINITE };
         flags |= if entry.fits { 0 } else { FLAG_CAPACITY };
         flags |= if judged.nothing_allowed { FLAG_NO_TOKEN_ALLOWED } else { 0 };
@@ -135,7 +135,7 @@ impl Iteration {
         let at_limit = grown as i64 >= state.limit[row];
         state.num_tokens[row] = grown as i64;
         state.active[row] = stop.is_none() && !at_limit;
-        if entry.k > 0 && entry.on_device() && !matches!(self.config.drafter, Drafter::None) {
+        if entry.k > 0 && entry.on_device() && !matches!(self.config.drafter, Drafter::None | Drafter::Text) {
             state.draft_len[row] = self.config.drafter.draft_len_after(n, entry.k, grown) as i64;
         }
         let reason = if stop.is_some() {

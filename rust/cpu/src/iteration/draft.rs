@@ -3,20 +3,15 @@
 use crate::error::Result;
 use specrs_core::Drafter;
 use specrs_core::philox::Purpose;
-use specrs_core::scheduler::layout::RecordView;
+use specrs_core::scheduler::layout::{FLAG_DRAFT_NON_FINITE, RecordView};
 
 use super::passes::{Want, Whose};
-use super::{Cached, Entry, GrammarMasks, Iteration, RowState, Rule};
+use super::{Entry, Host, Iteration, Model, RowState, Rule};
 
 impl Iteration {
     /// Draws up to `K_r` drafts per entry. Pass i feeds what draft i needs of the entries with `K_r >= i`; with a mask token
     /// there is one pass for all drafts.
-    pub(super) fn draft(
-        &mut self,
-        state: &mut RowState<'_>,
-        draft: &mut Cached<'_>,
-        grammars: &mut dyn GrammarMasks,
-    ) -> Result<()> {
+    pub(super) fn draft(&mut self, state: &mut RowState<'_>, draft: &mut dyn Model, host: &mut dyn Host) -> Result<()> {
         let most = self.entries.iter().map(Entry::passes).max().unwrap_or(0);
         let samples = self.entries.iter().any(|entry| entry.passes() > 0 && !entry.params.greedy);
         self.q_width = if samples && self.rule == Rule::Rejection { most } else { 0 };
@@ -38,7 +33,7 @@ impl Iteration {
             for (b, entry) in entries.iter_mut().enumerate().filter(|(_, entry)| entry.passes() >= i) {
                 let end = if masked { entry.k } else { i };
                 for draft in i..=end {
-                    self.draw(b, entry, draft, at, state, grammars)?;
+                    self.draw(b, entry, draft, at, state, host)?;
                     at += 1;
                 }
             }
@@ -83,7 +78,7 @@ impl Iteration {
         i: usize,
         at: usize,
         state: &mut RowState<'_>,
-        grammars: &mut dyn GrammarMasks,
+        host: &mut dyn Host,
     ) -> Result<()> {
         let vocab_size = self.sampler.vocab_size();
         let (logits, best) = if entry.asked.processing {
@@ -103,9 +98,11 @@ impl Iteration {
                 self.sampler.probabilities(q)?;
             }
         }
-        entry.draft_fault |= !self.tops[at].is_finite();
+        if !self.tops[at].is_finite() {
+            entry.flags |= FLAG_DRAFT_NON_FINITE;
+        }
         state.write_tokens(entry.row, entry.n + i - 1, &[token]);
-        self.advance_grammar(entry, i, token, grammars)
+        self.advance_grammar(entry, i, token, host)
     }
 
     /// Takes the drafts that the record brings; q is a point mass.
@@ -113,7 +110,7 @@ impl Iteration {
         &mut self,
         record: &RecordView<'_>,
         state: &mut RowState<'_>,
-        grammars: &mut dyn GrammarMasks,
+        host: &mut dyn Host,
     ) -> Result<()> {
         let entries = std::mem::take(&mut self.entries);
         for entry in entries.iter().filter(|entry| entry.runs() && !entry.on_device()) {
@@ -121,7 +118,7 @@ impl Iteration {
             let drafts = &record.draft_token[start..start + entry.k];
             state.write_tokens(entry.row, entry.n, drafts);
             for (i, &draft) in (1..).zip(drafts) {
-                self.advance_grammar(entry, i, draft, grammars)?;
+                self.advance_grammar(entry, i, draft, host)?;
             }
         }
         self.entries = entries;

@@ -1,7 +1,8 @@
 //! A drafter that fails in a launch: it costs the launch its drafts, never a request. Runs no pass.
 
-use super::{Batch, Cached, GrammarMasks, Iteration, RowState};
-use crate::error::{Error, guarded};
+use super::{Batch, Host, Iteration, Model, RowState, Stage};
+use crate::error::{Error, Result, guarded};
+use specrs_core::Drafter;
 
 /// A drafter that failed in a launch, which went on without the drafts that its passes make.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -19,23 +20,48 @@ impl Iteration {
         self.fault.take()
     }
 
+    /// Runs a stage of the drafter; what it failed with, here or on another rank.
+    ///
+    /// # Errors
+    /// Where a rank is lost.
+    pub(super) fn stage(
+        &mut self,
+        stage: Stage,
+        host: &mut dyn Host,
+        work: impl FnOnce(&mut Self, &mut dyn Host) -> Result<()>,
+    ) -> Result<Option<Error>> {
+        host.enter(stage);
+        let error = guarded(|| work(self, host)).err();
+        let failed = host.leave(stage, error.as_ref())?;
+        let elsewhere = || Error::Host { message: "the drafter failed on another rank".to_string() };
+        Ok(failed.then(|| error.unwrap_or_else(elsewhere)))
+    }
+
     /// The drafts of entries by passes, and none of them where the drafter fails, or has failed before in this launch. What it
     /// wrote until then lies behind `draft_len`, which stays, and is written again before it is read.
     pub(super) fn draft_or_not(
         &mut self,
         state: &mut RowState<'_>,
-        draft: &mut Cached<'_>,
-        grammars: &mut dyn GrammarMasks,
-    ) {
+        draft: &mut dyn Model,
+        host: &mut dyn Host,
+    ) -> Result<()> {
+        if !self.entries.iter().any(|entry| entry.k > 0 && entry.on_device()) {
+            return Ok(());
+        }
         if self.fault.is_none() {
             // The passes may end anywhere, also where they have the entries in hand.
             self.planned.clone_from(&self.entries);
-            let Err(error) = guarded(|| self.draft(state, draft, grammars)) else { return };
+            let failed = self.stage(Stage::Draft, host, |own, host| match own.config.drafter {
+                Drafter::Text => own.draft_text(state, draft, host),
+                _ => own.draft(state, draft, host),
+            })?;
+            let Some(error) = failed else { return Ok(()) };
             std::mem::swap(&mut self.entries, &mut self.planned);
             self.note_fault(error, Vec::new());
         }
         self.q_width = 0;
         self.entries.iter_mut().filter(|entry| entry.on_device()).for_each(|entry| entry.k = 0);
+        Ok(())
     }
 
     /// Takes note that the drafter failed before it had written draft KV into these blocks, ascending.

@@ -11,8 +11,8 @@ use specrs_core::scheduler::{LaunchHeader, SchedulerConfig};
 use super::batch::Batch;
 use super::passes::{Want, Whose};
 use super::prefill::caught_up;
-use super::{Cached, Entry, HiddenRows, Iteration, RowState};
-use crate::error::{Error, Result, check_len, guarded};
+use super::{Entry, HiddenRows, Host, Iteration, Model, RowState, Stage};
+use crate::error::{Error, Result, check_len};
 use crate::{Beside, Entries, Output, Pass};
 
 /// Hidden states between passes, and from a launch to the next.
@@ -57,10 +57,10 @@ impl HiddenStates {
         &mut self,
         config: &SchedulerConfig,
         state: &RowState<'_>,
-        target: &Cached<'_>,
-        draft: Option<&Cached<'_>>,
+        target: &dyn Model,
+        draft: Option<&dyn Model>,
     ) -> Result<()> {
-        let (layers, size) = draft.map_or((&[][..], 0), |draft| draft.decoder.weights().hidden_layers());
+        let (layers, size) = draft.map_or((&[][..], 0), |draft| draft.facts().hidden_layers);
         self.layers.clear();
         let Drafter::Hidden { max_draft_lag, .. } = config.drafter else {
             if layers.is_empty() {
@@ -71,18 +71,18 @@ impl HiddenStates {
         let Some(rows) = state.hidden.as_ref().filter(|_| !layers.is_empty()) else {
             return Err(Error::invalid("draft or hidden", "missing", "an EAGLE-3 head, and row state for it"));
         };
-        let weights = target.decoder.weights();
-        if size != weights.shape().hidden_size {
-            let allowed = format!("the target's hidden_size = {}", weights.shape().hidden_size);
+        let facts = target.facts();
+        if size != facts.hidden_size {
+            let allowed = format!("the target's hidden_size = {}", facts.hidden_size);
             return Err(Error::invalid("fc's inputs for each layer", size, allowed));
         }
-        let own = draft.map_or(0, |draft| draft.decoder.weights().shape().vocab_size);
-        if own != weights.shape().vocab_size {
-            let allowed = format!("the target's = {}", weights.shape().vocab_size);
+        let own = draft.map_or(0, |draft| draft.facts().vocab_size);
+        if own != facts.vocab_size {
+            let allowed = format!("the target's = {}", facts.vocab_size);
             return Err(Error::invalid("the head's vocab_size", own, allowed));
         }
-        if let Some(layer) = layers.iter().find(|&&layer| layer > weights.num_layers()) {
-            return Err(Error::invalid("hidden_layers", layer, format!("0 to {}", weights.num_layers())));
+        if let Some(layer) = layers.iter().find(|&&layer| layer > facts.num_layers) {
+            return Err(Error::invalid("hidden_layers", layer, format!("0 to {}", facts.num_layers)));
         }
         self.layers.extend_from_slice(layers);
         (self.size, self.width) = (layers.len() * size, max_draft_lag - 1);
@@ -117,11 +117,11 @@ impl HiddenStates {
     }
 
     /// The head's pass over `behind`.
-    fn feed_behind(&mut self, head: &mut Cached<'_>) -> Result<()> {
+    fn feed_behind(&mut self, head: &mut dyn Model) -> Result<()> {
         let Self { behind, beside, .. } = self;
         let Behind { batch, states, block_table, k_start, max_blocks, .. } = behind;
-        beside.resize(batch.len() * head.decoder.weights().shape().hidden_size, 0.0);
-        head.decoder.fuse(states, beside)?;
+        beside.resize(batch.len() * head.facts().hidden_size, 0.0);
+        head.fuse(states, beside)?;
         let pass = Pass {
             tokens: &batch.tokens,
             positions: &batch.positions,
@@ -133,7 +133,7 @@ impl HiddenStates {
             ..Pass::default()
         };
         let (none, beside) = (Entries { layers: &[], states: &mut [] }, Beside { hidden: beside });
-        head.decoder.forward_beside(&pass, beside, head.kv_cache, Output::Nothing, none)
+        head.forward(&pass, Some(beside), Output::Nothing, none)
     }
 }
 
@@ -147,21 +147,31 @@ impl RowState<'_> {
 }
 
 impl Iteration {
-    /// Runs the pass that the launch before has left to the head; how many that were. A head that fails starts anew in the rows
-    /// that it was for.
-    pub fn feed_behind(&mut self, state: &mut RowState<'_>, head: &mut Cached<'_>) -> usize {
+    /// Runs the pass that the launch before has left to the head. A head that fails starts anew in the rows that it was for.
+    ///
+    /// # Errors
+    /// Where a rank is lost.
+    pub(super) fn feed_behind(
+        &mut self,
+        state: &mut RowState<'_>,
+        head: &mut dyn Model,
+        host: &mut dyn Host,
+    ) -> Result<()> {
         if self.hidden.behind.batch.is_empty() {
-            return 0;
+            return Ok(());
         }
-        let fed = guarded(|| self.hidden.feed_behind(head));
+        let failed = self.stage(Stage::HeadPrefill, host, |own, _| own.hidden.feed_behind(head))?;
         let behind = &mut self.hidden.behind;
-        let lost = if fed.is_ok() { Vec::new() } else { behind.batch.blocks(self.config.block_size) };
+        let blocks = failed.as_ref().map(|_| behind.batch.blocks(self.config.block_size)).unwrap_or_default();
         // What failed is not tried again: every launch behind would fail, too.
         behind.batch.clear();
-        let Err(error) = fed else { return 1 };
+        let Some(error) = failed else {
+            self.counts.draft_passes += 1;
+            return Ok(());
+        };
         behind.rows.iter().for_each(|&row| state.draft_len[row] = 0);
-        self.note_fault(error, lost);
-        0
+        self.note_fault(error, blocks);
+        Ok(())
     }
 
     /// Leaves the states of the launch's prompt chunks to the head. A chunk of length 0 orders a start anew.
@@ -203,18 +213,12 @@ impl Iteration {
     }
 
     /// Pass `i` of a head.
-    pub(super) fn head_pass(
-        &mut self,
-        i: usize,
-        state: &RowState<'_>,
-        head: &mut Cached<'_>,
-        want: Want,
-    ) -> Result<()> {
-        let hidden_size = head.decoder.weights().shape().hidden_size;
+    pub(super) fn head_pass(&mut self, i: usize, state: &RowState<'_>, head: &mut dyn Model, want: Want) -> Result<()> {
+        let hidden_size = head.facts().hidden_size;
         if i == 1 {
             self.gather_first(state);
             self.hidden.beside.resize(self.batch.len() * hidden_size, 0.0);
-            head.decoder.fuse(&self.hidden.fed, &mut self.hidden.beside)?;
+            head.fuse(&self.hidden.fed, &mut self.hidden.beside)?;
         } else {
             self.gather_next(i, state, hidden_size);
         }

@@ -1,19 +1,22 @@
 //! A whole launch on a CPU as one call: uploads, prompt chunks, draft catch-up chunks, one decode iteration, in this order.
 //!
-//! The law is that of docs/start.md and of the eager runner (`python/specrs/runner`), under the same names. What differs is what
-//! is computed for nothing: rows that are masked there are left out here, since no row's sums depend on another row.
+//! The rules are those of docs/start.md, under the same names.
 //!
-//! It plans nothing and settles nothing. A grammar is the host's: it hands masks over by [`GrammarMasks`].
+//! It plans nothing and settles nothing. Models are behind [`Model`]; what only the host can do is behind [`Host`].
 
 mod accept;
 mod batch;
 mod draft;
 mod faults;
 mod hidden;
+mod host;
+mod model;
 mod passes;
 mod prefill;
 mod process;
 mod state;
+mod text;
+mod translate;
 mod verify;
 
 use crate::error::{Error, Result, check_len};
@@ -26,10 +29,14 @@ use std::time::Duration;
 use batch::Batch;
 pub use faults::DraftFault;
 use hidden::HiddenStates;
-pub use passes::Cached;
+pub use host::{Host, NoHost, Stage};
+pub use model::{Cached, Facts, Model, Translated};
 use process::Processed;
-pub use process::{EntryLogprobs, GrammarMasks, NoGrammars, PromptLogprobs};
+pub use process::{EntryLogprobs, PromptLogprobs};
 pub use state::{HiddenRows, OwnedRowState, RowState};
+use text::TextDrafts;
+pub use text::TextLimits;
+pub use translate::Translation;
 
 /// What verifies the drafts of requests that sample.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -77,8 +84,8 @@ struct Entry {
     seed: u64,
     params: SamplingParams,
     asked: Asked,
-    /// Draft logits were not finite.
-    draft_fault: bool,
+    /// FLAG_* bits of its drafts.
+    flags: i64,
 }
 
 impl Entry {
@@ -118,13 +125,13 @@ pub struct Iteration {
     logprobs: Vec<EntryLogprobs>,
     /// Of the last launch.
     prompt_logprobs: Vec<PromptLogprobs>,
-    /// `[N, hidden]` of a pass that was asked for final hidden states.
-    last_hidden: Vec<f32>,
     batch: Batch,
     entries: Vec<Entry>,
     /// `entries` as they were before drafting.
     planned: Vec<Entry>,
     hidden: HiddenStates,
+    /// Of a draft model that goes by text.
+    texts: Option<TextDrafts>,
     /// Logits of wanted rows, `[N, V]`.
     logits: Vec<f32>,
     /// Argmax of wanted rows, and its logit: not finite where the row is not.
@@ -161,9 +168,6 @@ impl Iteration {
             let allowed = format!("one for each of {} drafts", config.num_speculative_tokens);
             return Err(Error::invalid("rates", format!("{} of them", rates.len()), allowed));
         }
-        if config.drafter == Drafter::Text {
-            return Err(Error::invalid("drafter", "Text", "one whose passes are run here, or None"));
-        }
         Ok(Self {
             record: RecordLayout::new(&config),
             results: ResultsLayout::new(&config),
@@ -175,7 +179,7 @@ impl Iteration {
             processed: Processed::default(),
             logprobs: Vec::new(),
             prompt_logprobs: Vec::new(),
-            last_hidden: Vec::new(),
+            texts: None,
             batch: Batch::default(),
             entries: Vec::new(),
             planned: Vec::new(),
@@ -193,6 +197,13 @@ impl Iteration {
         })
     }
 
+    /// For a scheduler with [`Drafter::Text`]: the draft model's texts are within these limits.
+    #[must_use]
+    pub fn with_text_drafts(mut self, limits: TextLimits) -> Self {
+        self.texts = Some(TextDrafts::new(limits, self.config.max_num_seqs + 1));
+        self
+    }
+
     /// Another rule from the next launch on.
     pub fn set_rule(&mut self, rule: Rule) {
         self.rule = rule;
@@ -208,19 +219,15 @@ impl Iteration {
         std::mem::take(&mut self.prompt_logprobs)
     }
 
-    /// Takes over what the requests that a launch admits ask of their logits. [`run`](Self::run) does so itself; this is for
-    /// launches that the caller runs otherwise.
-    ///
-    /// # Errors
-    /// For a record of another size than the scheduler's.
-    pub fn admit(&mut self, record: &[i64]) -> Result<()> {
-        check_len("record", record.len(), self.record.size)?;
-        let header = LaunchHeader::read(record);
-        let (view, vocab_size) = (self.record.view(record), self.sampler.vocab_size());
+    /// Takes over what the requests that a launch admits ask of their logits.
+    fn admit(&mut self, record: &RecordView<'_>, header: LaunchHeader) {
+        let vocab_size = self.sampler.vocab_size();
         for index in 0..header.num_admitted {
-            self.processors[view.admit_row[index] as usize] = LogitsProcessors::read(&view, index, vocab_size);
+            self.processors[record.admit_row[index] as usize] = LogitsProcessors::read(record, index, vocab_size);
         }
-        Ok(())
+        if let Some(texts) = &mut self.texts {
+            texts.admit(record, header);
+        }
     }
 
     /// What passes took since this was last called, and from its first call on: for benchmarks, as it is not measured
@@ -231,59 +238,56 @@ impl Iteration {
 
     /// Executes the launch planned in `record`: mutates row state and both KV caches, reports into `results`.
     ///
-    /// The KV of a head behind the launch's prompt chunks is left to the next call, of this or of
-    /// [`feed_behind`](Self::feed_behind), so that no first token waits for it.
+    /// The KV of a head behind the launch's prompt chunks is left to the next call, so that no first token waits for it.
     ///
     /// Where the drafter fails the launch goes on without the drafts of its passes, reports that none were made, and
     /// [`take_draft_fault`](Self::take_draft_fault) says why.
     ///
-    /// `grammars` are asked for the masks of entries whose requests have a grammar.
+    /// `host` is asked for the masks of entries whose requests have a grammar, and for what texts are in other tokens.
     ///
     /// # Errors
-    /// For buffers of other sizes than the scheduler's, and what the target or a grammar says.
+    /// For buffers of other sizes than the scheduler's, and what the target or the host says.
     pub fn run(
         &mut self,
         record: &[i64],
         results: &mut [i64],
         state: &mut RowState<'_>,
-        target: &mut Cached<'_>,
-        mut draft: Option<&mut Cached<'_>>,
-        grammars: &mut dyn GrammarMasks,
+        target: &mut dyn Model,
+        mut draft: Option<&mut dyn Model>,
+        host: &mut dyn Host,
     ) -> Result<Counts> {
-        self.admit(record)?;
+        check_len("record", record.len(), self.record.size)?;
         self.logprobs.clear();
         self.prompt_logprobs.clear();
         check_len("results", results.len(), self.results.size)?;
         state.check(&self.config)?;
-        if !target.adapters.is_empty() {
-            check_len("adapters", target.adapters.len(), self.config.max_num_seqs + 1)?;
-        }
         self.hidden.check(&self.config, state, target, draft.as_deref())?;
         (self.counts, self.drafting) = (Counts::default(), false);
-        if let Some(draft) = draft.as_deref_mut() {
-            self.counts.draft_passes += self.feed_behind(state, draft);
+        if let Some(draft) = reborrow(&mut draft) {
+            self.feed_behind(state, draft, host)?;
         }
         let header = LaunchHeader::read(record);
         let view = self.record.view(record);
+        self.admit(&view, header);
         state.upload(&view, header);
         if header.num_prefill > 0 {
-            self.prefill(&view, header, results, state, target, grammars)?;
+            self.prefill(&view, header, results, state, target, host)?;
         }
         if header.num_draft_chunks > 0 {
             if matches!(self.config.drafter, Drafter::Hidden { .. }) {
                 self.leave_behind(&view, header, state);
             } else {
-                self.catch_up(&view, header, state, draft.as_deref_mut());
+                self.catch_up(&view, header, state, reborrow(&mut draft), host)?;
             }
         }
         if header.num_decode > 0 {
             self.prepare(&view, header, state);
-            self.start_grammars(grammars)?;
+            self.start_grammars(host)?;
             if self.config.host_drafters.is_some() {
-                self.place(&view, state, grammars)?;
+                self.place(&view, state, host)?;
             }
-            if let (Drafter::Cached { .. } | Drafter::Hidden { .. }, Some(draft)) = (&self.config.drafter, draft) {
-                self.draft_or_not(state, draft, grammars);
+            if let Some(draft) = draft.filter(|_| self.config.drafter != Drafter::None) {
+                self.draft_or_not(state, draft, host)?;
             }
             self.verify(state, target)?;
             self.accept(results, state)?;
@@ -332,7 +336,15 @@ impl Iteration {
             seed: state.seeds[row] as u64,
             params: state.sampling(row),
             asked: Asked { processing: processors.change_logits(), logprobs: processors.logprobs != LOGPROBS_NONE },
-            draft_fault: false,
+            flags: 0,
         }
+    }
+}
+
+/// The same model for one call more.
+fn reborrow<'a>(model: &'a mut Option<&mut dyn Model>) -> Option<&'a mut dyn Model> {
+    match model {
+        Some(model) => Some(&mut **model),
+        None => None,
     }
 }

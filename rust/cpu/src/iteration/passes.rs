@@ -2,20 +2,10 @@
 
 use specrs_core::sampling::{UNKNOWN_BELOW, largest};
 
-use super::{Entry, Iteration, RowState};
+use super::{Entry, Iteration, Model, RowState};
 use crate::error::Result;
-use crate::{Beside, Decoder, Entries, KvCache, Lora, Output, Pass};
+use crate::{Beside, Entries, Output, Pass};
 use std::time::Instant;
-
-/// A model and its KV cache.
-pub struct Cached<'a> {
-    /// Runs the passes.
-    pub decoder: &'a mut Decoder,
-    /// What they write.
-    pub kv_cache: &'a mut KvCache,
-    /// `[R + 1]` by row of state the adapter that it is computed with; empty: none has one.
-    pub adapters: &'a [Option<&'a Lora>],
-}
 
 /// Whose pass it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -77,16 +67,10 @@ impl Iteration {
     /// Runs the gathered rows; fills `tops` and, where asked for, `best` and `logits`, which are over the target's ids: minus
     /// infinity for those that a draft model does not know, far below the others for those that a head does not. Ids are held
     /// to a draft model's own vocabulary.
-    pub(super) fn pass(
-        &mut self,
-        state: &RowState<'_>,
-        model: &mut Cached<'_>,
-        want: Want,
-        whose: Whose,
-    ) -> Result<()> {
+    pub(super) fn pass(&mut self, state: &RowState<'_>, model: &mut dyn Model, want: Want, whose: Whose) -> Result<()> {
         let prompts = self.batch.prompts;
         let vocab_size = self.sampler.vocab_size();
-        let known = model.decoder.weights().num_ids();
+        let known = model.facts().num_ids;
         if whose == Whose::Draft && known < vocab_size {
             self.batch.tokens.iter_mut().for_each(|token| *token = (*token).min(known as i64 - 1));
         }
@@ -96,12 +80,8 @@ impl Iteration {
         }
         // Only where blocks come back behind windows, or states are not kept, does KV of drafts begin behind position 0.
         let begins_late = whose == Whose::Head || self.config.sliding_window.is_some();
-        let Self { batch, hidden, best, tops, logits, last_hidden, pass_time, .. } = self;
+        let Self { batch, hidden, best, tops, logits, pass_time, .. } = self;
         let (count, num_ids) = (batch.wanted.len(), known.min(vocab_size));
-        let mut adapters: Vec<Option<&Lora>> = Vec::new();
-        if !model.adapters.is_empty() {
-            adapters.extend(batch.rows.iter().map(|&row| model.adapters[row]));
-        }
         let pass = Pass {
             tokens: &batch.tokens,
             positions: &batch.positions,
@@ -113,22 +93,25 @@ impl Iteration {
             group_tables: if in_groups { state.group_tables } else { &[] },
             k_start: if whose == Whose::Target || !begins_late { &[] } else { state.draft_start },
             prompts,
-            adapters: &adapters,
+            adapters: &[],
         };
-        let mut forward = |model: &mut Cached<'_>, output: Output<'_>| {
+        // A pass that keeps hidden states has none to write.
+        let mut forward = |model: &mut dyn Model, output: Option<Output<'_>>| {
             let begun = pass_time.is_some().then(Instant::now);
-            let done = match whose {
+            let (beside, entries) = match whose {
                 Whose::Target => {
                     let states = room(&mut hidden.captured, pass.len() * hidden.size);
-                    let entries = Entries { layers: &hidden.layers, states };
-                    model.decoder.forward_keeping(&pass, model.kv_cache, output, entries)
+                    (None, Entries { layers: &hidden.layers, states })
                 }
-                Whose::Draft => model.decoder.forward(&pass, model.kv_cache, output),
+                Whose::Draft => (None, Entries { layers: &[], states: &mut [] }),
                 Whose::Head => {
-                    let beside = Beside { hidden: &hidden.beside };
-                    let entries = Entries { layers: &[1], states: room(&mut hidden.left, hidden.beside.len()) };
-                    model.decoder.forward_beside(&pass, beside, model.kv_cache, output, entries)
+                    let states = room(&mut hidden.left, hidden.beside.len());
+                    (Some(Beside { hidden: &hidden.beside }), Entries { layers: &[1], states })
                 }
+            };
+            let done = match output {
+                Some(output) => model.forward(&pass, beside, output, entries),
+                None => model.forward_keeping(&pass, &batch.wanted, entries),
             };
             if let (Some(total), Some(begun)) = (pass_time.as_mut(), begun) {
                 *total += begun.elapsed();
@@ -136,18 +119,17 @@ impl Iteration {
             done
         };
         if want == Want::Nothing {
-            return forward(model, Output::Nothing);
+            return forward(model, Some(Output::Nothing));
         }
         if want == Want::Hidden {
-            last_hidden.resize(count * model.decoder.weights().shape().hidden_size, 0.0);
-            return forward(model, Output::Hidden { rows: &batch.wanted, hidden: last_hidden });
+            return forward(model, None);
         }
         best.resize(count, 0);
         tops.resize(count, 0.0);
         let spreads = num_ids < vocab_size;
         if want == Want::Best {
-            forward(model, Output::Argmax { rows: &batch.wanted, num_ids, ids: best, top: tops })?;
-            if spreads && let Some(ids) = model.decoder.weights().target_ids() {
+            forward(model, Some(Output::Argmax { rows: &batch.wanted, num_ids, ids: best, top: tops }))?;
+            if spreads && let Some(ids) = model.facts().target_ids {
                 for (best, top) in best.iter_mut().zip(tops) {
                     *best = if top.is_nan() { 0 } else { ids[*best as usize] };
                 }
@@ -155,9 +137,10 @@ impl Iteration {
             return Ok(());
         }
         logits.resize(logits.len().max(count * vocab_size), 0.0);
-        forward(model, Output::Logits { rows: &batch.wanted, num_ids, logits: &mut logits[..count * num_ids] })?;
+        let output = Output::Logits { rows: &batch.wanted, num_ids, logits: &mut logits[..count * num_ids] };
+        forward(model, Some(output))?;
         let logits = &mut logits[..count * vocab_size];
-        match model.decoder.weights().target_ids() {
+        match model.facts().target_ids {
             _ if !spreads => {}
             Some(ids) => spread_head(logits, ids, vocab_size),
             None => spread(logits, num_ids, vocab_size),

@@ -1,13 +1,13 @@
 //! Prompt chunks through the target and catch-up chunks through the draft model.
 
-use crate::error::{Result, guarded};
+use crate::error::Result;
 use specrs_core::sampling::LOGPROBS_NONE;
 use specrs_core::scheduler::LaunchHeader;
 use specrs_core::scheduler::layout::{FLAG_TARGET_NON_FINITE, RecordView};
 
 use super::accept::{Judged, Report};
 use super::passes::{Want, Whose};
-use super::{Asked, Cached, GrammarMasks, Iteration, RowState};
+use super::{Asked, Host, Iteration, Model, RowState, Stage};
 
 impl Iteration {
     /// The launch's prompt chunks in one pass. A chunk that ends its prompt emits the first token, by the law of an iteration
@@ -18,8 +18,8 @@ impl Iteration {
         header: LaunchHeader,
         results: &mut [i64],
         state: &mut RowState<'_>,
-        target: &mut Cached<'_>,
-        grammars: &mut dyn GrammarMasks,
+        target: &mut dyn Model,
+        host: &mut dyn Host,
     ) -> Result<()> {
         self.batch.clear();
         self.batch.prompts = true;
@@ -45,7 +45,7 @@ impl Iteration {
             }
             self.entries.push(entry);
         }
-        self.start_grammars(grammars)?;
+        self.start_grammars(host)?;
         let want = Want::of_target(&self.entries);
         self.pass(state, target, if by_hidden { Want::Hidden } else { want }, Whose::Target)?;
         self.counts.target_passes += 1;
@@ -59,7 +59,7 @@ impl Iteration {
             // Where the last layer attends all positions, what is not finite in the KV of any of them is in the last row, too; where
             // it has a window all rows tell.
             let rows = record.prefill_q_start[chunk] as usize..record.prefill_q_start[chunk + 1] as usize;
-            let seen = target.decoder.finite().get(rows).is_none_or(|rows| rows.iter().all(|&finite| finite));
+            let seen = target.finite().get(rows).is_none_or(|rows| rows.iter().all(|&finite| finite));
             if record.chunk_is_last[chunk] == 0 {
                 report.set_flags(if seen && self.tops[chunk].is_finite() { 0 } else { FLAG_TARGET_NON_FINITE });
                 continue;
@@ -85,8 +85,9 @@ impl Iteration {
         record: &RecordView<'_>,
         header: LaunchHeader,
         state: &mut RowState<'_>,
-        draft: Option<&mut Cached<'_>>,
-    ) {
+        draft: Option<&mut dyn Model>,
+        host: &mut dyn Host,
+    ) -> Result<()> {
         self.batch.clear();
         self.batch.prompts = true;
         for chunk in 0..header.num_draft_chunks {
@@ -103,15 +104,17 @@ impl Iteration {
         if let Some(draft) = draft
             && !self.batch.is_empty()
         {
-            match guarded(|| self.pass(state, draft, Want::Nothing, Whose::Draft)) {
-                Ok(()) => self.counts.draft_passes += 1,
-                Err(error) => {
+            let pass = |own: &mut Self, _: &mut dyn Host| own.pass(state, draft, Want::Nothing, Whose::Draft);
+            match self.stage(Stage::CatchUp, host, pass)? {
+                None => self.counts.draft_passes += 1,
+                Some(error) => {
                     self.note_fault(error, self.batch.blocks(self.config.block_size));
                     written = false;
                 }
             }
         }
         caught_up(record, header, state, written);
+        Ok(())
     }
 }
 

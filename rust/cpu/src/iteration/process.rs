@@ -1,46 +1,13 @@
 //! Masks, biases and penalties of an iteration's rows, and the log probabilities of its tokens. Runs no model.
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 use specrs_core::sampling::{LOGPROBS_NONE, RowContext, TokenCounts, TokenLogprobs, largest, log_softmax};
 use specrs_core::scheduler::LaunchHeader;
 use specrs_core::scheduler::layout::RecordView;
 use std::ops::Range;
 
 use super::passes::first_of;
-use super::{Cached, Entry, Iteration, RowState};
-
-/// The grammars of a launch's entries, which the host keeps. Entries are named by their index in the launch's results.
-///
-/// The host takes back the tokens of [`advance`](Self::advance) after the launch: only what the scheduler settles stays.
-pub trait GrammarMasks {
-    /// Begins an entry, whose request is in `row`. Writes the mask of its next token into `mask`, `[ceil(V / 32)]`: bit t % 32 of
-    /// word t / 32 is set for ids that may come.
-    ///
-    /// # Errors
-    /// What the host says.
-    fn start(&mut self, index: usize, row: usize, mask: &mut [u32]) -> Result<()>;
-
-    /// Goes on with the entry's next draft. Writes the mask of the token after it, which allows everything after a draft that the
-    /// grammar does not allow: verification rejects that draft.
-    ///
-    /// # Errors
-    /// What the host says.
-    fn advance(&mut self, index: usize, token: i64, mask: &mut [u32]) -> Result<()>;
-}
-
-/// The grammars of launches whose requests have none.
-#[derive(Clone, Copy, Debug)]
-pub struct NoGrammars;
-
-impl GrammarMasks for NoGrammars {
-    fn start(&mut self, index: usize, _row: usize, _mask: &mut [u32]) -> Result<()> {
-        Err(Error::invalid("grammars", "none", format!("that of entry {index}")))
-    }
-
-    fn advance(&mut self, index: usize, _token: i64, mask: &mut [u32]) -> Result<()> {
-        self.start(index, 0, mask)
-    }
-}
+use super::{Entry, Host, Iteration, Model, RowState};
 
 /// Log probabilities of the tokens that a launch emitted for one entry.
 #[derive(Clone, Debug, PartialEq)]
@@ -83,31 +50,25 @@ pub(super) struct Processed {
 
 impl Iteration {
     /// Begins the grammars of entries that have not ended.
-    pub(super) fn start_grammars(&mut self, grammars: &mut dyn GrammarMasks) -> Result<()> {
+    pub(super) fn start_grammars(&mut self, host: &mut dyn Host) -> Result<()> {
         for entry in self.entries.iter().filter(|entry| entry.alive && self.processors[entry.row].has_grammar) {
             let place = self.mask_place(entry, 0);
             let masks = &mut self.processed.masks;
             if masks.len() < place.end {
                 masks.resize(self.config.max_num_seqs * (self.config.num_speculative_tokens + 1) * place.len(), 0);
             }
-            grammars.start(entry.index, entry.row, &mut masks[place])?;
+            host.start_grammar(entry.index, entry.row, &mut masks[place])?;
         }
         Ok(())
     }
 
     /// Hands draft number `i` (from 1) to the entry's grammar, where it has one.
-    pub(super) fn advance_grammar(
-        &mut self,
-        entry: &Entry,
-        i: usize,
-        draft: i64,
-        grammars: &mut dyn GrammarMasks,
-    ) -> Result<()> {
+    pub(super) fn advance_grammar(&mut self, entry: &Entry, i: usize, draft: i64, host: &mut dyn Host) -> Result<()> {
         if !self.processors[entry.row].has_grammar {
             return Ok(());
         }
         let place = self.mask_place(entry, i);
-        grammars.advance(entry.index, draft, &mut self.processed.masks[place])
+        host.advance_grammar(entry.index, draft, &mut self.processed.masks[place])
     }
 
     /// Where the mask after an entry's first `num_drafts` drafts is in `masks`.
@@ -181,11 +142,10 @@ impl Iteration {
         record: &RecordView<'_>,
         header: LaunchHeader,
         state: &RowState<'_>,
-        target: &mut Cached<'_>,
+        target: &mut dyn Model,
     ) -> Result<()> {
         let (vocab_size, mut at) = (self.sampler.vocab_size(), 0);
-        let hidden_size = target.decoder.weights().shape().hidden_size;
-        let mut last = Vec::with_capacity(header.num_prefill * hidden_size);
+        let mut last = Vec::with_capacity(header.num_prefill);
         for chunk in 0..header.num_prefill {
             let row = record.entry_row[header.num_decode + chunk] as usize;
             let (start, len) = (record.chunk_start[chunk] as usize, record.chunk_len[chunk] as usize);
@@ -194,15 +154,16 @@ impl Iteration {
                 // The row fed at position p gives the prompt's token p + 1.
                 let count = len.min((state.prompt_len[row] as usize).saturating_sub(1 + start));
                 let mut found = TokenLogprobs::with_top(processors.prompt_logprobs, vocab_size, count);
-                let hidden = &self.last_hidden[at * hidden_size..][..count * hidden_size];
-                for (piece, hidden) in hidden.chunks(PROMPT_ROWS * hidden_size).enumerate() {
-                    let rows = hidden.len() / hidden_size;
-                    self.logits.resize(self.logits.len().max(rows * vocab_size), 0.0);
-                    let logits = &mut self.logits[..rows * vocab_size];
-                    target.decoder.logits(hidden, vocab_size, logits)?;
-                    for (i, values) in logits.chunks_exact_mut(vocab_size).enumerate() {
+                let rows: Vec<usize> = (at..at + count).collect();
+                let mut position = start;
+                for rows in rows.chunks(PROMPT_ROWS) {
+                    self.logits.resize(self.logits.len().max(rows.len() * vocab_size), 0.0);
+                    let logits = &mut self.logits[..rows.len() * vocab_size];
+                    target.logits(rows, logits)?;
+                    for values in logits.chunks_exact_mut(vocab_size) {
                         log_softmax(values);
-                        found.push(values, state.token(row, start + piece * PROMPT_ROWS + i + 1) as usize);
+                        position += 1;
+                        found.push(values, state.token(row, position) as usize);
                     }
                 }
                 if count > 0 {
@@ -212,14 +173,12 @@ impl Iteration {
                 }
                 at += len - 1;
             }
-            last.extend_from_slice(&self.last_hidden[at * hidden_size..][..hidden_size]);
+            last.push(at);
             at += 1;
         }
-        let rows = header.num_prefill;
-        self.logits.resize(self.logits.len().max(rows * vocab_size), 0.0);
-        target.decoder.logits(&last, vocab_size, &mut self.logits[..rows * vocab_size])?;
-        self.find_largest(rows, true);
-        self.last_hidden = Vec::new(); // large, and seldom asked for
+        self.logits.resize(self.logits.len().max(last.len() * vocab_size), 0.0);
+        target.logits(&last, &mut self.logits[..last.len() * vocab_size])?;
+        self.find_largest(last.len(), true);
         Ok(())
     }
 }

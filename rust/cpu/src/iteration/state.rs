@@ -1,6 +1,7 @@
 //! Row state: the truth about every running request, in memory of the caller. Decides nothing.
 
 use crate::error::{Result, check_len};
+use specrs_core::Drafter;
 use specrs_core::sampling::{MAX_STOP_IDS, NUM_PARAMS, PARAM_GREEDY, SamplingParams};
 use specrs_core::scheduler::layout::RecordView;
 use specrs_core::scheduler::{LaunchHeader, SchedulerConfig};
@@ -52,7 +53,7 @@ pub struct HiddenRows<'a> {
     pub start: &'a mut [i64],
 }
 
-/// Row state with memory of its own, for hosts that keep it nowhere else. For drafters that read no hidden states.
+/// Row state with memory of its own.
 #[derive(Clone, Debug)]
 pub struct OwnedRowState {
     /// `num_tokens`, `draft_len`, `draft_start`, `limit`, `min_len`, `prompt_len`, `seeds`: each `[R + 1]`
@@ -63,13 +64,22 @@ pub struct OwnedRowState {
     group_tables: Vec<i64>,
     stop_ids: Vec<i64>,
     params: Vec<f32>,
+    /// States and starts of [`HiddenRows`]; None with a drafter that reads none.
+    hidden: Option<(Vec<f32>, Vec<i64>)>,
 }
 
 impl OwnedRowState {
-    /// That of an engine without requests.
+    /// The state of an engine without requests. `hidden_size` are the numbers of a position that a drafter reads of the target's
+    /// hidden states, of all its layers; 0: it reads none.
     #[must_use]
-    pub fn new(config: &SchedulerConfig) -> Self {
+    pub fn new(config: &SchedulerConfig, hidden_size: usize) -> Self {
         let rows = config.max_num_seqs + 1;
+        let hidden = match config.drafter {
+            Drafter::Hidden { max_draft_lag, .. } => {
+                Some((vec![0.0; rows * max_draft_lag * hidden_size], vec![0; rows]))
+            }
+            _ => None,
+        };
         let max_blocks = config.max_model_len.div_ceil(config.block_size);
         OwnedRowState {
             numbers: std::array::from_fn(|_| vec![0; rows]),
@@ -79,6 +89,7 @@ impl OwnedRowState {
             group_tables: vec![0; (config.num_groups() - 1) * rows * max_blocks],
             stop_ids: vec![0; rows * MAX_STOP_IDS],
             params: vec![0.0; rows * NUM_PARAMS],
+            hidden,
         }
     }
 
@@ -99,7 +110,7 @@ impl OwnedRowState {
             group_tables: &mut self.group_tables,
             stop_ids: &mut self.stop_ids,
             params: &mut self.params,
-            hidden: None,
+            hidden: self.hidden.as_mut().map(|(states, start)| HiddenRows { states, start }),
         }
     }
 }

@@ -3,11 +3,11 @@
 use crate::error::Result;
 
 use super::passes::{Want, Whose};
-use super::{Cached, Iteration, RowState};
+use super::{Iteration, Model, RowState};
 
 impl Iteration {
     /// Feeds `t_{n-1}, d_1 .. d_{K_r}` of every entry to the target in one pass; row i gives the distribution of position n + i.
-    pub(super) fn verify(&mut self, state: &RowState<'_>, target: &mut Cached<'_>) -> Result<()> {
+    pub(super) fn verify(&mut self, state: &RowState<'_>, target: &mut dyn Model) -> Result<()> {
         self.batch.clear();
         for entry in self.entries.iter().filter(|entry| entry.runs()) {
             for position in entry.n - 1..entry.n + entry.k {

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from specrs.drafters.base import HiddenInputs
 from specrs.models.inputs import PassInputs
-from specrs.runner.entries import Iteration
-from specrs.runner.prefill import catch_up_inputs
+from specrs.runner.cuda.entries import Iteration
+from specrs.runner.cuda.prefill import catch_up_inputs
+from specrs.runner.cuda.row_state import RowState
 from specrs.runner.ring import Header
-from specrs.runner.row_state import RowState
 from specrs.transfer import to_device
 
 Views = Mapping[str, Tensor]

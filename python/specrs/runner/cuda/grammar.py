@@ -5,7 +5,7 @@ The matcher lives on the host, so a launch with grammars reads each drafted toke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -14,36 +14,6 @@ from torch import Tensor
 
 from specrs.parallel.ranks import Ranks
 from specrs.structured.matcher import ALL_ALLOWED, GrammarCursor, GrammarMatcher, unpack_mask
-
-
-class LaunchGrammars:
-    """The grammars of one launch's entries, for a runner that asks for one mask after the other."""
-
-    def __init__(self, matcher: Callable[[int], GrammarMatcher | None], masks: NDArray[np.int32]) -> None:
-        """`matcher` has that of a row of state. `masks` `[entries, K + 1, ceil(V / 32)]` is written to."""
-        self._matcher = matcher
-        self._masks = masks
-        self._cursors: dict[int, GrammarCursor] = {}
-        self._rest: dict[int, Iterator[NDArray[np.int32]]] = {}
-
-    def start(self, index: int, row: int) -> NDArray[np.int32]:
-        """Return the mask `[ceil(V / 32)]` of the next token of entry `index`, whose request is in `row`."""
-        matcher = self._matcher(row)
-        assert matcher is not None, "the record says that the request has a grammar"
-        cursor = self._cursors[index] = GrammarCursor(matcher, self._masks[index])
-        cursor.start()
-        self._rest[index] = iter(self._masks[index])
-        return next(self._rest[index])
-
-    def advance(self, index: int, token: int) -> NDArray[np.int32]:
-        """Return the mask of the token after the next draft `token` of entry `index`."""
-        self._cursors[index].advance(token)
-        return next(self._rest[index])
-
-    def finish(self) -> None:
-        """Take the drafts back: only what is settled stays accepted."""
-        for cursor in self._cursors.values():
-            cursor.finish()
 
 
 class LaunchGrammar:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from specrs.core import FLAG_TARGET_NON_FINITE
 from specrs.models.inputs import PassInputs
+from specrs.runner.cuda.row_state import RowState
 from specrs.runner.ring import Header
-from specrs.runner.row_state import RowState
 
 Views = Mapping[str, Tensor]
 

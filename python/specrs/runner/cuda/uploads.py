@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from specrs.runner.cuda.row_state import RowState
+from specrs.runner.cuda.sampling_state import SamplingState
 from specrs.runner.ring import Header
-from specrs.runner.row_state import RowState
-from specrs.runner.sampling_state import SamplingState
 
 Views = Mapping[str, Tensor]
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from specrs.core import FINISH_LENGTH, FINISH_STOP, FLAG_CAPACITY, FLAG_NO_TOKEN_ALLOWED, FLAG_TARGET_NON_FINITE
-from specrs.runner.entries import Iteration
-from specrs.runner.iteration import Drafted, Scored, is_finite
-from specrs.runner.ring import Results
-from specrs.runner.row_state import RowState
-from specrs.runner.samplers import VerifyEntries
-from specrs.runner.sampling_state import EntrySampling
+from specrs.reference.iteration import Drafted, Scored, is_finite
+from specrs.runner.cuda.entries import Iteration
+from specrs.runner.cuda.row_state import RowState
+from specrs.runner.cuda.samplers import VerifyEntries
+from specrs.runner.cuda.sampling_state import EntrySampling
+from specrs.runner.cuda.slots import Results
 from specrs.verify.greedy import verify_greedy
 from specrs.verify.rejection import append_token
 

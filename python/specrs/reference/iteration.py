@@ -33,10 +33,10 @@ from specrs.models.base import Model
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
 from specrs.models.lora import AdapterRows
-from specrs.runner.entries import Iteration, flat_rows
-from specrs.runner.hidden_rows import HiddenRows
-from specrs.runner.row_state import RowState
-from specrs.runner.sampling_state import EntrySampling
+from specrs.runner.cuda.entries import Iteration, flat_rows
+from specrs.runner.cuda.hidden_rows import HiddenRows
+from specrs.runner.cuda.row_state import RowState
+from specrs.runner.cuda.sampling_state import EntrySampling
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,12 @@ from torch import Tensor
 from specrs.core import LOGPROBS_ALL, LOGPROBS_NONE, PARAM_COLUMNS, RequestSampling
 from specrs.errors import EngineError
 from specrs.parallel.ranks import Ranks
-from specrs.runner.entries import Iteration
+from specrs.runner.cuda.entries import Iteration
+from specrs.runner.cuda.grammar import LaunchGrammar
+from specrs.runner.cuda.row_state import RowState
+from specrs.runner.cuda.samplers import CoreSampler, RowSampler, TorchSampler
+from specrs.runner.cuda.slots import TensorSlot
 from specrs.runner.extras import ExtrasLookup, no_extras
-from specrs.runner.grammar import LaunchGrammar
-from specrs.runner.ring import RingSlot
-from specrs.runner.row_state import RowState
-from specrs.runner.samplers import CoreSampler, RowSampler, TorchSampler
 from specrs.structured.matcher import GrammarMatcher
 from specrs.transfer import to_device
 from specrs.verify.history import context_rows, count_tokens, pack_bad_words
@@ -146,7 +146,7 @@ class SamplingState:
         return extras.matcher
 
     def for_entries(
-        self, state: RowState, it: Iteration, rows: Sequence[int], slot: RingSlot, first: int = 0
+        self, state: RowState, it: Iteration, rows: Sequence[int], slot: TensorSlot, first: int = 0
     ) -> EntrySampling:
         """What the entries of an iteration ask for. `rows` are `it.rows`, known to the host; `first` is the launch's
         entry of the first of them, and `slot` has room for their grammars' masks."""

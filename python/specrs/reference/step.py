@@ -1,32 +1,25 @@
-"""The eager runner: executes a planned launch op by op, in stream order. Plans nothing and settles nothing."""
+"""A planned launch, executed by torch op by op. Plans nothing and settles nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from specrs.core import FLAG_NOTHING_DRAFTED, PURPOSE_ACCEPT
+from specrs.core import PURPOSE_ACCEPT
 from specrs.drafters.base import Drafter, HiddenInputs, device_drafter, drafted_on_host, host_drafts
 from specrs.drafters.draft_model import ModelPasses
-from specrs.drafters.text import TextDraftModel
 from specrs.models.base import Model
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
-from specrs.runner.accept import accept, at_rates, update
-from specrs.runner.draft_guard import DraftGuard, Stage
-from specrs.runner.entries import Iteration
-from specrs.runner.extras import ExtrasLookup
-from specrs.runner.hidden_rows import HiddenRows
-from specrs.runner.iteration import Drafted, Scored, draft, place, prepare, verify
-from specrs.runner.logprobs import entry_logprobs, prompt_logprobs
-from specrs.runner.lora_rows import NO_ADAPTERS, LoRARows
-from specrs.runner.noise import Noise
-from specrs.runner.prefill import (
+from specrs.reference.accept import accept, at_rates, update
+from specrs.reference.iteration import Drafted, Scored, draft, place, prepare, verify
+from specrs.runner.cuda.entries import Iteration
+from specrs.runner.cuda.hidden_rows import HiddenRows
+from specrs.runner.cuda.logprobs import entry_logprobs, prompt_logprobs
+from specrs.runner.cuda.noise import Noise
+from specrs.runner.cuda.prefill import (
     catch_up_inputs,
     caught_up,
     chunk_faults,
@@ -35,15 +28,20 @@ from specrs.runner.prefill import (
     last_rows,
     prefill_inputs,
 )
-from specrs.runner.ring import Header, Results, RingSlot, blocks_of
-from specrs.runner.row_state import RowState
-from specrs.runner.sampling_state import EntrySampling, SamplingState
-from specrs.runner.uploads import apply_uploads
+from specrs.runner.cuda.row_state import RowState
+from specrs.runner.cuda.sampling_state import EntrySampling, SamplingState
+from specrs.runner.cuda.slots import Results, TensorSlot
+from specrs.runner.cuda.uploads import apply_uploads
+from specrs.runner.extras import ExtrasLookup
+from specrs.runner.ring import Header
 from specrs.verify.synthetic import accept_at_rates
 
 
-class EagerRunner:
-    """Runs launches on row state: uploads, prefill chunks, draft catch-up chunks, one decode iteration, in order."""
+class ReferenceRunner:
+    """Runs launches on row state: uploads, prefill chunks, draft catch-up chunks, one decode iteration, in order.
+
+    A drafter that fails ends the launch.
+    """
 
     def __init__(
         self,
@@ -70,15 +68,12 @@ class EagerRunner:
         self.rates = None if rates is None else torch.tensor(rates, dtype=sampling.params.values.dtype)
         self._noise = Noise(sampling.seeds, sampling.vocab_size, sampling.params.values.dtype)
         self.logprobs_mode = logprobs_mode
-        self.guard = DraftGuard()
-        self.guard.ranks = sampling.ranks
         self.num_target_passes = 0
         self.k_start: Tensor | None = None  # [R + 1] int64, from where on a row's drafter reads KV; None: from 0
         self.hidden: HiddenRows | None = None
-        self.loras: LoRARows | None = None  # None: no request has an adapter
         if isinstance(drafter, ModelPasses) and drafter.model.sliding_window is not None:
             self.k_start = torch.zeros(state.limit.shape[0], dtype=torch.int64)
-        self._behind: tuple[Tensor, PassInputs, HiddenInputs] | None = None  # rows and pass that a launch left over
+        self._behind: tuple[PassInputs, HiddenInputs] | None = None  # a pass that a launch left over
         if drafter is not None and drafter.hidden_layers:
             self.hidden = HiddenRows.allocate(
                 state.limit.shape[0] - 1,
@@ -89,26 +84,20 @@ class EagerRunner:
                 target.device,
             )
 
-    def launch(self, slot: RingSlot, header: Header) -> None:
+    def launch(self, slot: TensorSlot, header: Header) -> None:
         """Execute the launch planned in `slot.record`; mutates row state, both KV caches and the slot's results."""
         if header.num_admitted:
             self.sampling.remember(slot.views, header.num_admitted)
         self._execute(slot, header)
 
     @torch.inference_mode()
-    def _execute(self, slot: RingSlot, header: Header) -> None:
+    def _execute(self, slot: TensorSlot, header: Header) -> None:
         slot.logprobs.clear()
         slot.prompt_logprobs.clear()
-        self.guard.begin(slot)
-        self._feed_behind(slot)
+        self._feed_behind()
         apply_uploads(self.state, self.sampling, slot.views, slot.views, header)
         if self.hidden is not None and header.num_admitted:
             self.hidden.admit(slot.views, header.num_admitted)
-        if self.loras is not None and header.num_admitted:
-            self.loras.admit(slot.views, header.num_admitted)
-        if isinstance(self.drafter, TextDraftModel) and header.num_admitted:
-            rows, salts = (slot.views[name][: header.num_admitted].tolist() for name in ("admit_row", "admit_salt"))
-            self.drafter.admit(rows, salts)
         if self.k_start is not None and header.num_admitted:
             self.k_start.index_fill_(0, slot.views["admit_row"][: header.num_admitted], 0)
         entries = self._prefill(slot, header) if header.num_prefill else None
@@ -116,79 +105,48 @@ class EagerRunner:
             self._catch_up(slot, header, entries)
         if header.num_decode:
             self._decode(slot, header)
-        self.guard.settle()
 
     def use_extras(self, lookup: ExtrasLookup) -> None:
         """Where to find what no record can say of a request."""
         self.sampling.extras = lookup
 
-    def wait(self, slot: RingSlot) -> None:
+    def wait(self, slot: TensorSlot) -> None:
         """A launch has ended when it returns."""
 
     def close(self) -> None:
         """It has nothing to end."""
 
-    def _feed_behind(self, slot: RingSlot) -> None:
-        """The end of the launch before: what its prompt chunks left to a drafter that reads hidden states.
-
-        It runs here, before all of the next launch, so that no first token waits for it: results are read in between.
-        A drafter that fails starts anew in these rows, in the launch that `slot` is of.
-        """
+    def _feed_behind(self) -> None:
+        """Feed a drafter that reads hidden states what the prompt chunks of the launch before have left to it."""
         behind, self._behind = self._behind, None
-        if behind is None:
-            return
-        rows, inputs, hidden = behind
+        if behind is not None:
+            device_drafter(self.drafter).feed(*behind)
 
-        def undo() -> NDArray[np.int64]:
-            admitted = slot.views["admit_row"][: slot.header().num_admitted]  # rows of others by now
-            self.state.draft_len.index_fill_(0, rows[~torch.isin(rows, admitted)], 0)
-            return blocks_of(inputs.slots, self.block_size)
-
-        with self.guard.stage(Stage.BEHIND, undo):
-            device_drafter(self.drafter).feed(inputs, hidden)
-
-    def _catch_up(self, slot: RingSlot, header: Header, entries: Tensor | None) -> None:
+    def _catch_up(self, slot: TensorSlot, header: Header, entries: Tensor | None) -> None:
         """The launch's draft chunks, for a drafter that reads hidden states those of its prompt chunks' `entries`."""
         if self.hidden is not None:
             behind = self.hidden.chunks(self.state, slot.views, slot.views, header, entries)
-            if behind is not None:
-                self._behind = (slot.views["draft_chunk_row"][: header.num_draft_chunks].clone(), *behind)
+            self._behind = behind
             caught_up(self.state, slot.views, header)
             return
-        views, windowed, draft_len = slot.views, self.k_start is not None, self.state.draft_len
+        views, windowed = slot.views, self.k_start is not None
         inputs = catch_up_inputs(self.state, views, views, header, windowed=windowed)
         if self.k_start is not None:
             chunks = slice(0, header.num_draft_chunks)
             self.k_start.index_copy_(0, views["draft_chunk_row"][chunks], views["draft_chunk_k_start"][chunks])
-        if inputs is None:
-            caught_up(self.state, views, header)
-            return
-        slots, before = inputs.slots, draft_len.clone()
-
-        def undo() -> NDArray[np.int64]:
-            draft_len.copy_(before)
-            caught_up(self.state, views, header, written=False)
-            return blocks_of(slots, self.block_size)
-
-        with self.guard.stage(Stage.CATCH_UP, undo):
+        if inputs is not None:
             device_drafter(self.drafter).feed(inputs)
-            caught_up(self.state, views, header)
+        caught_up(self.state, views, header)
 
     @property
     def _hidden_layers(self) -> tuple[int, ...]:
         return () if self.drafter is None else self.drafter.hidden_layers
 
-    def _prefill(self, slot: RingSlot, header: Header) -> Tensor | None:
+    def _prefill(self, slot: TensorSlot, header: Header) -> Tensor | None:
         """The prompt chunks; their hidden states for the drafter, `[num_prefill_tokens, L, hidden]`."""
         inputs = prefill_inputs(self.state, slot.views, slot.views, header)
-        if self.loras is not None:
-            rows = slot.views["entry_row"][header.num_decode :][: header.num_prefill]
-            lengths = slot.views["chunk_len"][: header.num_prefill]
-            chunk = torch.repeat_interleave(lengths, output_size=header.num_prefill_tokens)
-            inputs = replace(inputs, adapters=self.loras.of(rows.tolist(), chunk))
         hidden, states = self.target.forward(inputs, self.kv_cache, self._hidden_layers)
         self.num_target_passes += 1
-        self.guard.agree()
         results = slot.results_view.narrow(header.num_decode, header.num_prefill)
         for tensor in results.tensors():
             tensor.zero_()
@@ -224,7 +182,7 @@ class EagerRunner:
             self.hidden.keep_last(it.rows, it.num_tokens - 1, states[at[chunks]])
         return states
 
-    def _decode(self, slot: RingSlot, header: Header) -> None:
+    def _decode(self, slot: TensorSlot, header: Header) -> None:
         entries = slice(0, header.num_decode)
         mixes = self.drafter is not None and not self.drafter.on_host and len(slot.views["draft_token"]) > 0
         on_host = drafted_on_host(slot.views, header.num_decode) if mixes else None
@@ -248,63 +206,22 @@ class EagerRunner:
             if on_host is not None:
                 proposed = host_drafts(slot.views, self.state.limit.shape[0] - 1)[entries, : header.max_k]
                 place(self.state, it, proposed, sampling, on_host)
-            drafted = self._draft(slot, it, sampling, on_host)
+            drafter, k_start = device_drafter(self.drafter), self.k_start
+            drafted = draft(self.state, it, drafter, sampling, self.rule, on_host, self.hidden, k_start)
         scored = self._verify(it)
-        if self.guard.agree():
-            # The drafts of one rank at least are not there, or not those of the others: what was computed of them is
-            # stale KV behind the rows.
-            drafted = self._undrafted(it, on_host)
-            scored = self._verify(it)
         results = slot.results_view.narrow(0, header.num_decode)
         index = torch.arange(header.num_decode)
         self._finish(slot, index, it, scored, drafted, sampling, results)
         if self.hidden is not None and scored.entries is not None:
             self.hidden.keep_verified(self.state, it, scored.entries, on_host)
 
-    def _draft(self, slot: RingSlot, it: Iteration, sampling: EntrySampling, on_host: Tensor | None) -> Drafted:
-        """Drafts by passes; none of them in a launch in which the drafter fails, or has failed before. What it wrote
-        until then lies behind `draft_len`, which stays, and is written again before it is read."""
-        drafted: Drafted | None = None
-        if not self.guard.has_failed:
-            with self.guard.stage(Stage.DRAFT):
-                if isinstance(self.drafter, TextDraftModel):
-                    drafted = self._write(it, self.drafter, sampling, on_host)
-                else:
-                    drafter, k_start = device_drafter(self.drafter), self.k_start
-                    drafted = draft(self.state, it, drafter, sampling, self.rule, on_host, self.hidden, k_start)
-        return self._undrafted(it, on_host) if drafted is None else drafted
-
-    def _undrafted(self, it: Iteration, on_host: Tensor | None) -> Drafted:
-        """Of an iteration whose drafter has failed: drafts that are there already."""
-        it.num_drafts.mul_(0 if on_host is None else on_host)
-        return Drafted(torch.zeros_like(it.num_tokens), None)
-
     def _verify(self, it: Iteration) -> Scored:
         self.num_target_passes += 1
-        adapters = NO_ADAPTERS if self.loras is None else self.loras.of(it.rows.tolist(), it.flat.entry)
-        return verify(self.state, it, self.target, self.kv_cache, self._hidden_layers, adapters)
-
-    def _write(
-        self, it: Iteration, drafter: TextDraftModel, sampling: EntrySampling, on_host: Tensor | None
-    ) -> Drafted:
-        """Drafts of a model that writes text: K_r is what its text comes to, and a flag says where that is nothing."""
-        ks = it.num_drafts if on_host is None else it.num_drafts * ~on_host
-        texts = [
-            (row, self.state.tokens[row, :n].tolist() if k else [], k)
-            for row, n, k in zip(it.rows.tolist(), it.num_tokens.tolist(), ks.tolist(), strict=True)
-        ]
-        written = drafter.write(texts)
-        drafts = [ids or [] for ids in written]
-        proposed = torch.tensor([ids + [0] * (it.max_k - len(ids)) for ids in drafts])
-        counts = torch.tensor([len(ids) for ids in drafts])
-        nothing = torch.tensor([ids == [] for ids in written]) * FLAG_NOTHING_DRAFTED
-        it.num_drafts.copy_(counts if on_host is None else torch.where(on_host, it.num_drafts, counts))
-        placed = place(self.state, it, proposed, sampling, None if on_host is None else ~on_host)
-        return replace(placed, flags=nothing)
+        return verify(self.state, it, self.target, self.kv_cache, self._hidden_layers)
 
     def _finish(
         self,
-        slot: RingSlot,
+        slot: TensorSlot,
         entries: Tensor,
         it: Iteration,
         scored: Scored,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specrs.core import PURPOSE_ACCEPT, PURPOSE_DRAFT, PURPOSE_GUMBEL, Sampler
-from specrs.runner.noise import Noise
+from specrs.runner.cuda.noise import Noise
 from specrs.verify.coupled import verify_coupled
 from specrs.verify.params import SamplingRows, Steps
 from specrs.verify.processing import filter_logits, greedy_as_point_mass

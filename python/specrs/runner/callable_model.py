@@ -1,0 +1,138 @@
+"""Models whose passes torch computes, as the CPU's iteration calls them. Chooses no tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specrs.models.eagle3_head import Eagle3Head
+from specrs.models.inputs import PassInputs
+from specrs.models.kv_cache import KVCache
+from specrs.models.lora import AdapterRows, LoRAAdapter
+
+Returned = tuple[NDArray[np.float32] | None, NDArray[np.float32] | None, NDArray[np.bool_] | None]
+"""Logits of the rows asked for `[W, ids]`, hidden states `[N, layers, hidden]`, and which rows are finite `[N]`."""
+FindAdapters = Callable[[Sequence[int]], list[tuple[LoRAAdapter, list[int]]]]
+"""The LoRA adapters of rows of state, each with the rows that have it."""
+
+
+class CallableModel:
+    """A torch model and its KV cache: `CallableModel` of `specrs._core`."""
+
+    target_ids: NDArray[np.int64] | None = None
+    aux_hidden_state_layers: Sequence[int] = ()
+    aux_hidden_state_size = 0
+
+    def __init__(self, model: Any, kv_cache: KVCache, adapters: FindAdapters | None = None) -> None:
+        """`model` is a `specrs.models.base.Model` of torch on the CPU. `adapters`: None if no request has one."""
+        self._model = model
+        self._kv_cache = kv_cache
+        self._adapters = adapters
+        self._kept: Tensor | None = None
+        self.vocab_size: int = model.vocab_size
+        self.num_ids: int = model.vocab_size
+        self.num_layers: int = model.num_layers
+        self.hidden_size: int = getattr(model, "hidden_size", 0)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        inputs: dict[str, Any],
+        wanted: NDArray[np.int64],
+        keeps: bool,
+        layers: list[int],
+        beside: NDArray[np.float32] | None,
+    ) -> Returned:
+        """Run a pass; see `CallableModel` of `specrs._core`."""
+        assert beside is None
+        rows = inputs.pop("rows").tolist()
+        made = pass_inputs(inputs, self._adapter_rows(rows, inputs["q_start"]))
+        hidden, entries = self._model.forward(made, self._kv_cache, layers)
+        finite = hidden.isfinite().all(dim=1).numpy() if self._model.ends_in_window else None
+        logits = None
+        if len(wanted):
+            chosen = hidden[torch.from_numpy(wanted)]
+            if keeps:
+                self._kept = chosen
+            else:
+                logits = _floats(self._model.compute_logits(chosen))
+        return logits, None if entries is None else _floats(entries), finite
+
+    @torch.inference_mode()
+    def logits(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return the logits of hidden states that the last pass kept, `[len(rows), ids]`."""
+        assert self._kept is not None
+        return _floats(self._model.compute_logits(self._kept[torch.from_numpy(rows)]))
+
+    def fuse(self, states: NDArray[np.float32]) -> NDArray[np.float32]:
+        """A model reads no hidden states of a target."""
+        raise NotImplementedError
+
+    def _adapter_rows(self, rows: list[int], q_start: NDArray[np.int64]) -> tuple[AdapterRows, ...]:
+        if self._adapters is None:
+            return ()
+        of_row = np.repeat(np.array(rows), np.diff(q_start))
+        found = sorted(self._adapters(dict.fromkeys(rows)), key=lambda item: item[0].id)  # type: ignore[arg-type]
+        return tuple(AdapterRows(a, torch.from_numpy(np.isin(of_row, held).nonzero()[0])) for a, held in found)
+
+
+class CallableHead:
+    """An EAGLE-3 head of torch and its KV cache: `CallableModel` of `specrs._core`."""
+
+    def __init__(self, head: Eagle3Head, kv_cache: KVCache, vocab_size: int) -> None:
+        """`vocab_size`: the target's."""
+        self._head = head
+        self._kv_cache = kv_cache
+        self.vocab_size = vocab_size
+        self.num_ids = head.vocab_size
+        self.num_layers = 1
+        self.hidden_size = head.hidden_size
+        self.target_ids = None if head.vocab_size == vocab_size else head.target_ids.numpy()
+        self.aux_hidden_state_layers = list(head.aux_layer_ids)
+        self.aux_hidden_state_size = head.weights.config.target_hidden_size
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        inputs: dict[str, Any],
+        wanted: NDArray[np.int64],
+        keeps: bool,
+        layers: list[int],
+        beside: NDArray[np.float32] | None,
+    ) -> Returned:
+        """Run a pass; see `CallableModel` of `specrs._core`."""
+        assert beside is not None
+        assert not keeps
+        del inputs["rows"]
+        made = pass_inputs(inputs)
+        hidden = torch.from_numpy(beside).to(self._head.weights.dtype)
+        recurrent, final = self._head.forward(made, hidden, self._kv_cache, made.k_start)
+        logits = _floats(self._head.compute_logits(final[torch.from_numpy(wanted)])) if len(wanted) else None
+        return logits, _floats(recurrent)[:, None] if layers else None, None
+
+    def logits(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        """A head keeps no hidden states."""
+        raise NotImplementedError
+
+    @torch.inference_mode()
+    def fuse(self, states: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return what passes are fed for the target's hidden states `[N, layers, size]`: `[N, hidden]`."""
+        return _floats(self._head.fuse(torch.from_numpy(states)))
+
+
+def pass_inputs(arrays: dict[str, Any], adapters: tuple[AdapterRows, ...] = ()) -> PassInputs:
+    """Return a pass over tensors that share the memory of `arrays`."""
+    tensors: dict[str, Any] = {
+        name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in arrays.items()
+    }
+    return PassInputs(**tensors, adapters=adapters)
+
+
+def _floats(tensor: Tensor) -> NDArray[np.float32]:
+    array: NDArray[np.float32] = tensor.float().contiguous().numpy()
+    return array

@@ -1,0 +1,156 @@
+"""What an iteration on a CPU asks of Python: grammar masks, texts of another tokenizer, agreement among ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specrs.core import STEPS
+from specrs.drafters.text import Bridge
+from specrs.errors import EngineError
+from specrs.runner.extras import ExtrasLookup, no_extras
+from specrs.runner.ring import RingSlot
+from specrs.structured.matcher import ALL_ALLOWED, GrammarCursor
+
+if TYPE_CHECKING:
+    from specrs.parallel.ranks import Ranks  # and torch
+
+logger = logging.getLogger("specrs")
+_EXTRAS = 1 << STEPS.index("extras")
+_FAILED, _FAILED_HERE = 1, 2
+"""Bits of a rank's notice: its drafter failed; the cause is on this rank and not a lost connection."""
+
+
+class StepHost:
+    """The host of one runner's steps, `StepHost` of `specrs._core`."""
+
+    def __init__(self, vocab_size: int, bridge: Bridge | None = None, ranks: Ranks | None = None) -> None:
+        """`bridge` reads and writes the texts of a draft model of another tokenizer. Of several `ranks` the first alone
+        has grammars, and gives their masks to the others."""
+        self.extras: ExtrasLookup = no_extras
+        self.cause: Exception | None = None
+        """Why the drafter failed in the current step, where ranks agreed that it did."""
+        self._num_words = -(-vocab_size // 32)
+        self._bridge = bridge
+        self._ranks = ranks
+        self._requests: dict[int, int] = {}  # by row of state, of requests with a grammar
+        self._cursors: dict[int, GrammarCursor] = {}
+        self._rest: dict[int, Iterator[NDArray[np.int32]]] = {}
+        self._masks: NDArray[np.int32] | None = None
+        self._stage = contextlib.ExitStack()
+        self._has_logged = False
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether other ranks run the same steps."""
+        return self._ranks is not None
+
+    def admit(self, record: Mapping[str, NDArray[np.int64]], num_admitted: int) -> None:
+        """Note which rows have requests with a grammar now."""
+        columns = (record[name][:num_admitted].tolist() for name in ("admit_row", "admit_request_id", "admit_steps"))
+        for row, request_id, steps in zip(*columns, strict=True):
+            if steps & _EXTRAS:
+                self._requests[row] = request_id
+            else:
+                self._requests.pop(row, None)
+
+    def begin(self, slot: RingSlot, rows: NDArray[np.int64]) -> StepHost | None:
+        """Begin the step in `slot` over these rows of state; None if the step asks for nothing."""
+        self.cause = None
+        has_grammars = bool(self._requests) and not self._requests.keys().isdisjoint(rows.tolist())
+        if has_grammars:
+            count, width = slot.tokens.shape
+            self._masks = slot.grammar_masks(0, count, width, self._num_words)
+        return self if has_grammars or self._bridge is not None or self._ranks is not None else None
+
+    def finish(self) -> None:
+        """End the step: grammars take its drafts back, because only settled tokens stay accepted."""
+        for cursor in self._cursors.values():
+            cursor.finish()
+        self._cursors.clear()
+        self._rest.clear()
+
+    def start_grammar(self, index: int, row: int) -> NDArray[np.int32]:
+        """Return the mask `[ceil(V / 32)]` of the next token of sequence `index`, whose request is in `row`.
+
+        Raises:
+            EngineError: the request's grammar is not known. A record alone cannot be replayed then.
+        """
+        assert self._masks is not None
+        masks = self._masks[index]
+        self._rest[index] = iter(masks)
+        if self._ranks is None or self._ranks.rank == 0:
+            extras = self.extras(self._requests[row])
+            if extras is None:
+                message = f"request {self._requests[row]}: the launch needs its extras, which are in no record"
+                raise EngineError(message)
+            cursor = self._cursors[index] = GrammarCursor(extras.matcher, masks)
+            cursor.start()
+        else:
+            masks.fill(ALL_ALLOWED)
+        return self._next_mask(index)
+
+    def advance_grammar(self, index: int, token: int) -> NDArray[np.int32]:
+        """Return the mask of the token after the next draft `token` of sequence `index`."""
+        if index in self._cursors:
+            self._cursors[index].advance(token)
+        return self._next_mask(index)
+
+    def _next_mask(self, index: int) -> NDArray[np.int32]:
+        mask = next(self._rest[index])
+        return mask if self._ranks is None else self._ranks.take_first_array(mask)
+
+    def draft_ids(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the draft model's ids of a text that is `tokens` for the target; see `Bridge.own_ids`."""
+        assert self._bridge is not None
+        return np.array(self._bridge.own_ids(tokens.tolist()), dtype=np.int64)
+
+    def target_ids(
+        self, tokens: NDArray[np.int64], own: NDArray[np.int64], drafted: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Return the target's ids of what the draft model wrote; see `Bridge.target_ids`."""
+        assert self._bridge is not None
+        found = self._bridge.target_ids(tokens.tolist(), own.tolist(), drafted.tolist())
+        return np.array(found, dtype=np.int64)
+
+    def enter(self, stage: int) -> None:
+        """Begin a stage of the drafter, whose exchanges go over connections of their own."""
+        assert self._ranks is not None
+        self._stage.enter_context(self._ranks.drafting())
+
+    def leave(self, stage: int, error: Exception | None) -> bool:
+        """End a stage of the drafter, which failed with `error` here or did not fail.
+
+        Returns whether it failed on any rank; then all are connected anew. Raises ExchangeError if a rank is lost.
+        """
+        assert self._ranks is not None
+        from specrs.parallel.ranks import ExchangeError
+
+        with contextlib.suppress(Exception):  # the error itself comes back
+            self._stage.__exit__(type(error) if error else None, error, None)
+        notice = 0
+        if error is not None:
+            notice = _FAILED if isinstance(error, ExchangeError) else _FAILED | _FAILED_HERE
+        notices = self._ranks.gather_numbers(notice)
+        if not any(notices):
+            return False
+        self.cause = self._cause(self._ranks, notices, error)
+        self._ranks.connect_drafting()
+        return True
+
+    def _cause(self, ranks: Ranks, notices: list[int], error: Exception | None) -> Exception:
+        if error is not None and notices[ranks.rank] & _FAILED_HERE:
+            if ranks.rank and not self._has_logged:  # rank 0's engine reports and counts
+                self._has_logged = True
+                logger.warning("on rank %d of %d the drafter failed", ranks.rank, ranks.size, exc_info=error)
+            return error
+        first = next((rank for rank, notice in enumerate(notices) if notice & _FAILED_HERE), None)
+        if first is None:  # connections are lost, and the next exchange tells of whom
+            assert error is not None
+            return error
+        return EngineError(f"it failed on rank {first} of {ranks.size}, which has logged how")

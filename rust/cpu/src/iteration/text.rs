@@ -1,0 +1,213 @@
+//! Drafts of a model of another tokenizer, by text: string-level exact match (Timor et al. 2025).
+//!
+//! The draft model writes in its own tokens, which the host reads as the target's. The target draws every token, and a draft
+//! stands where it is that token, so its text is as it was, however the draft's text is cut. Each row of state has KV of its own
+//! for the draft's ids of its text. What of them is still the beginning of the text is kept.
+
+use crate::error::{Result, check_len};
+use crate::{Entries, Output, Pass};
+use specrs_core::scheduler::LaunchHeader;
+use specrs_core::scheduler::layout::{FLAG_NOTHING_DRAFTED, RecordView};
+
+use super::{Facts, Host, Iteration, Model, RowState};
+
+/// The most tokens of a text that one pass feeds.
+const CHUNK: usize = 512;
+
+/// A text that lacks no more of its KV drafts in any step, and others are fed as much in any: that many positions next to each
+/// other cost about what one does.
+const NEAR: usize = 16;
+
+/// Sizes of a draft model that goes by text.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TextLimits {
+    /// The most of its own tokens that a text may have. Row r of state has blocks `r * B` to `r * B + B - 1` of its KV cache, B as
+    /// many as hold so many tokens.
+    pub context: usize,
+    /// About how many of its tokens it is fed in one step.
+    pub max_fed: usize,
+    /// Tokens of a block of its KV cache.
+    pub block_size: usize,
+}
+
+/// What the draft model knows of each row's text.
+#[derive(Debug)]
+pub(super) struct TextDrafts {
+    limits: TextLimits,
+    rows: Vec<Row>,
+}
+
+#[derive(Clone, Debug, Default)]
+struct Row {
+    /// Ids whose KV is valid.
+    fed: Vec<i64>,
+    /// Cache salt of the request that was admitted last.
+    salt: i64,
+}
+
+/// A text that is drafted for.
+struct Plan {
+    row: usize,
+    /// The draft's ids of the text.
+    own: Vec<i64>,
+    /// How far it is fed in this step.
+    end: usize,
+    /// Drafts wanted.
+    k: usize,
+    drafted: Vec<i64>,
+    /// The sequence, by its place among those of the iteration.
+    sequence: usize,
+}
+
+impl Plan {
+    fn goes_on(&self, fed: usize) -> bool {
+        if self.end == self.own.len() { self.drafted.len() < self.k } else { fed < self.end }
+    }
+}
+
+impl TextDrafts {
+    pub(super) fn new(limits: TextLimits, rows: usize) -> Self {
+        Self { limits, rows: vec![Row::default(); rows] }
+    }
+
+    /// Forgets the KV of rows whose new request has another cache salt than the one before.
+    pub(super) fn admit(&mut self, record: &RecordView<'_>, header: LaunchHeader) {
+        for i in 0..header.num_admitted {
+            let row = &mut self.rows[record.admit_row[i] as usize];
+            if row.salt != record.admit_salt[i] {
+                row.fed.clear();
+            }
+            row.salt = record.admit_salt[i];
+        }
+    }
+
+    /// Keeps of each text what its KV is still valid for, and says how far each is fed in this step: those that lack least to their
+    /// ends, the others by pieces, so that no step takes longer than the prompt chunks of one may.
+    fn begin(&mut self, plans: &mut [Plan]) {
+        for plan in plans.iter() {
+            let fed = &mut self.rows[plan.row].fed;
+            let same = fed.iter().zip(&plan.own).take_while(|(fed, own)| fed == own).count();
+            fed.truncate(same.min(plan.own.len() - 1));
+        }
+        let mut room = self.limits.max_fed;
+        let mut order: Vec<usize> = (0..plans.len()).collect();
+        order.sort_by_key(|&i| plans[i].own.len() - self.rows[plans[i].row].fed.len());
+        for i in order {
+            let start = self.rows[plans[i].row].fed.len();
+            plans[i].end = plans[i].own.len().min(start + room.max(NEAR));
+            room = room.saturating_sub(plans[i].end - start);
+        }
+    }
+
+    /// One pass over the next ids of `plans`, by index; each that has come to the end of its text gets a draft.
+    fn feed(&mut self, plans: &mut [Plan], live: &[usize], draft: &mut dyn Model) -> Result<()> {
+        let TextLimits { context, block_size, .. } = self.limits;
+        let blocks = context.div_ceil(block_size);
+        let (mut tokens, mut positions, mut slots, mut of) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        let (mut table, mut last) = (Vec::new(), Vec::new());
+        for (b, &i) in live.iter().enumerate() {
+            let plan = &plans[i];
+            let first_block = plan.row * blocks;
+            let fed = self.rows[plan.row].fed.len();
+            let text = plan.own[..plan.end].iter().chain(&plan.drafted);
+            for (position, &token) in text.enumerate().skip(fed).take(CHUNK) {
+                tokens.push(token);
+                positions.push(position as i64);
+                slots.push((first_block * block_size + position) as i64);
+                of.push(b);
+            }
+            table.extend((first_block..first_block + blocks).map(|block| block as i64));
+            last.push(tokens.len() - 1);
+        }
+        let pass = Pass {
+            tokens: &tokens,
+            positions: &positions,
+            slots: &slots,
+            entries: &of,
+            block_table: &table,
+            max_blocks: blocks,
+            ..Pass::default()
+        };
+        let (mut ids, mut top) = (vec![0; live.len()], vec![0.0; live.len()]);
+        let Facts { num_ids, .. } = draft.facts();
+        let output = Output::Argmax { rows: &last, num_ids, ids: &mut ids, top: &mut top };
+        draft.forward(&pass, None, output, Entries { layers: &[], states: &mut [] })?;
+        for (&token, &b) in tokens.iter().zip(&of) {
+            self.rows[plans[live[b]].row].fed.push(token);
+        }
+        for (&i, token) in live.iter().zip(ids) {
+            let plan = &mut plans[i];
+            let fed = self.rows[plan.row].fed.len();
+            if plan.end == plan.own.len() && fed == plan.end + plan.drafted.len() {
+                plan.drafted.push(token);
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Iteration {
+    /// Draws up to `K_r` drafts per sequence from what the draft model writes: `K_r` becomes what its text comes to, and a flag says
+    /// where that is nothing.
+    pub(super) fn draft_text(
+        &mut self,
+        state: &mut RowState<'_>,
+        draft: &mut dyn Model,
+        host: &mut dyn Host,
+    ) -> Result<()> {
+        let Some(mut texts) = self.texts.take() else {
+            return check_len("text drafts", 0, 1);
+        };
+        let done = self.write_drafts(&mut texts, state, draft, host);
+        self.texts = Some(texts);
+        done
+    }
+
+    fn write_drafts(
+        &mut self,
+        texts: &mut TextDrafts,
+        state: &mut RowState<'_>,
+        draft: &mut dyn Model,
+        host: &mut dyn Host,
+    ) -> Result<()> {
+        let (context, known) = (texts.limits.context, draft.facts().vocab_size as i64);
+        let mut plans = Vec::new();
+        for (sequence, entry) in self.entries.iter_mut().enumerate().filter(|(_, entry)| entry.on_device()) {
+            let wanted = entry.passes();
+            entry.k = 0;
+            if wanted == 0 {
+                continue;
+            }
+            let own = host.draft_ids(state.tokens_before(entry.row, entry.n))?;
+            // A tokenizer may have ids that the model has no embedding of.
+            let fits = !own.is_empty() && own.len() + wanted <= context && own.iter().all(|id| (0..known).contains(id));
+            if fits {
+                plans.push(Plan { row: entry.row, own, end: 0, k: wanted, drafted: Vec::new(), sequence });
+            }
+        }
+        texts.begin(&mut plans);
+        let mut live: Vec<usize> = (0..plans.len()).collect();
+        while !live.is_empty() {
+            texts.feed(&mut plans, &live, draft)?;
+            self.counts.draft_passes += 1;
+            live.retain(|&i| plans[i].goes_on(texts.rows[plans[i].row].fed.len()));
+        }
+        let vocab_size = self.sampler.vocab_size() as i64;
+        for plan in plans.into_iter().filter(|plan| plan.end == plan.own.len()) {
+            let mut entry = self.entries[plan.sequence];
+            let mut read = host.target_ids(state.tokens_before(entry.row, entry.n), &plan.own, &plan.drafted)?;
+            let known = read.iter().position(|id| !(0..vocab_size).contains(id)).unwrap_or(read.len());
+            read.truncate(known.min(plan.k));
+            entry.k = read.len();
+            if read.is_empty() {
+                entry.flags |= FLAG_NOTHING_DRAFTED;
+            }
+            state.write_tokens(entry.row, entry.n, &read);
+            for (i, &token) in (1..).zip(&read) {
+                self.advance_grammar(&entry, i, token, host)?;
+            }
+            self.entries[plan.sequence] = entry;
+        }
+        Ok(())
+    }
+}
