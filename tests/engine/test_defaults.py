@@ -6,11 +6,12 @@ Other tests set `threads` and sizes, so only these see the measurements that an 
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 from checkpoints import FAMILIES, make_checkpoint, perturb_checkpoint
 from specrs import LLM, SamplingParams
+from specrs.core import CpuDecoder
 from specrs.engine import threads as engine_threads
 from specrs.models.dense_native import NativeDense
 from specrs.models.registry import FAMILIES as REGISTRY
@@ -119,18 +120,30 @@ def test_a_measured_pass_is_fed_what_a_step_feeds(
     _, llm = write(target, "float32")
     model = llm.engine.runner.target
     assert isinstance(model, NativeDense)
-    fed, forward = [], NativeDense.forward
+    fed: list[dict[str, Any]] = []
+    on_pool = NativeDense.on_pool
 
-    def watched(measured: NativeDense, inputs: object, *rest: object) -> object:
-        fed.append(inputs)
-        return forward(measured, inputs, *rest)  # type: ignore[arg-type]
+    class Watched:
+        """A decoder that keeps what its passes are fed."""
 
-    monkeypatch.setattr(NativeDense, "forward", watched)
+        def __init__(self, decoder: CpuDecoder) -> None:
+            self.decoder, self.logits = decoder, decoder.logits
+
+        def forward(self, tokens: object, positions: object, slots: object, *rest: object, **groups: object) -> None:
+            fed.append({"slots": slots, **groups})
+            self.decoder.forward(tokens, positions, slots, *rest, **groups)  # type: ignore[arg-type]
+
+    def watched(model: NativeDense, *args: object, **settings: object) -> NativeDense:
+        measured = on_pool(model, *args, **settings)  # type: ignore[arg-type]
+        measured.decoder = Watched(measured.decoder)  # type: ignore[assignment]
+        return measured
+
+    monkeypatch.setattr(NativeDense, "on_pool", watched)
     assert engine_threads.pass_seconds(model, 2) > 0
-    inputs = fed[0]
     groups = 1 if model.kv_groups is None else len(model.kv_groups.windows)
-    slots = torch.cat([inputs.slots, *(inputs.group_slots or ())])
-    assert sorted(slots.tolist()) == list(range(groups))
+    others = fed[0]["group_slots"]
+    slots = [*fed[0]["slots"].tolist(), *([] if others is None else others.flatten().tolist())]
+    assert sorted(slots) == list(range(groups))
     assert (groups > 1) == (kind != "mistral")
 
 

@@ -1,11 +1,9 @@
-"""How many KV blocks an engine has room for, and whether what a user asks for fits. Allocates nothing."""
+"""The number of KV blocks of an engine, and whether the memory that a user asks for is there. Allocates nothing."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-
-import torch
 
 from specrs.config import EngineConfig
 from specrs.engine.device import resolve_device
@@ -16,9 +14,14 @@ GIB = 2**30
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
-def memory_of(device: torch.device) -> int:
-    """Bytes of memory that an engine can have there: of a GPU what is free, on a CPU its, or a container's."""
-    if device.type == "cuda":
+def memory_of(device: str) -> int:
+    """Return the bytes that an engine may use on `device`, such as "cpu" or "cuda:1".
+
+    On a GPU this is the free memory. On a CPU it is the machine's memory, or the limit of the container.
+    """
+    if device != "cpu":
+        import torch
+
         return int(torch.cuda.mem_get_info(device)[0])
     most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
@@ -29,20 +32,23 @@ def memory_of(device: torch.device) -> int:
 
 
 def check_memory(config: EngineConfig) -> None:
-    """Raise `InvalidConfigError` where `kv_cache_memory_bytes` are more than there is, before a weight is read."""
+    """Raise `InvalidConfigError` if `kv_cache_memory_bytes` exceeds the device's memory. Reads no weights."""
     given = config.kv_cache_memory_bytes
     if given is not None:
-        _check_room("kv_cache_memory_bytes", given, given, memory_of(resolve_device(config.device)))
+        _check_room("kv_cache_memory_bytes", given, given, memory_of(str(resolve_device(config.device))))
 
 
 def given_num_blocks(
-    config: EngineConfig, bytes_per_block: int, max_model_len: int, least_blocks: int, device: torch.device
+    config: EngineConfig, bytes_per_block: int, max_model_len: int, least_blocks: int, device: str
 ) -> int | None:
-    """Blocks by `num_gpu_blocks_override`, or those that `kv_cache_memory_bytes` hold; None where neither is given.
+    """Return the blocks that the user asked for: `num_gpu_blocks_override`, or what fits in `kv_cache_memory_bytes`.
 
-    `bytes_per_block` counts target and draft; `least_blocks` are what one request of full length needs: with a sliding
-    window fewer than its positions take. Raises `InvalidConfigError` if no such request fits, or if the pool takes more
-    than the memory of `device`.
+    None if neither is set. `bytes_per_block` counts target and draft. `least_blocks` is what one request of
+    `max_model_len` positions needs; with a sliding window it is fewer than the positions take. `device` is "cpu",
+    "cuda" or "cuda:N".
+
+    Raises:
+        InvalidConfigError: no request of full length fits, or the pool is larger than the memory of `device`.
     """
     field, given = "num_gpu_blocks_override", config.num_gpu_blocks_override
     blocks, least = given, str(least_blocks)
@@ -61,12 +67,14 @@ def given_num_blocks(
 def resolve_num_blocks(
     config: EngineConfig, bytes_per_block: int, max_model_len: int, least_blocks: int, num_groups: int = 1
 ) -> int:
-    """Blocks of the KV pool on a CPU: those that were asked for, else what fits in 4 GiB, but no more than
-    `max_num_seqs` requests of full length can use, whose positions take a block in each of `num_groups`.
+    """Return the number of blocks of the KV pool on a CPU.
+
+    It is the number that the user asked for. Otherwise it is what fits in 4 GiB, but no more than `max_num_seqs`
+    requests of full length can use. Each position takes a block in each of `num_groups` KV groups.
 
     Raises `InvalidConfigError` as `given_num_blocks` does, and if not even one request of full length fits in 4 GiB.
     """
-    given = given_num_blocks(config, bytes_per_block, max_model_len, least_blocks, torch.device("cpu"))
+    given = given_num_blocks(config, bytes_per_block, max_model_len, least_blocks, "cpu")
     if given is not None:
         return given
     blocks = DEFAULT_CPU_KV_CACHE_BYTES // bytes_per_block
@@ -81,7 +89,7 @@ def resolve_num_blocks(
 def _too_few(
     field: str, value: int | None, fit: str, max_model_len: int, least_blocks: int, least: str
 ) -> InvalidConfigError:
-    """That one request of full length does not fit; `least`: what is allowed at least, in the field's unit."""
+    """Return the error for a pool without room for one request of full length. `least` is in the field's unit."""
     needs = f"one request of max_model_len={max_model_len} needs {least_blocks}"
     reason = f"{fit}, {needs}: allowed are at least {least}, or a smaller max_model_len"
     return invalid(InvalidConfigError, field, value, reason)

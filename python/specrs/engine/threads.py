@@ -7,14 +7,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
+import numpy as np
 
 from specrs.config import EngineConfig
 from specrs.core import CpuPool
 from specrs.errors import InvalidConfigError, check_int
 from specrs.models.dense_native import NativeDense
-from specrs.reference.iteration import prepare, verify_inputs
-from specrs.runner.row_state import RowState
 
 VARIABLE = "SPECRS_NUM_THREADS"
 _TOPOLOGY = Path("/sys/devices/system/cpu")
@@ -53,25 +51,35 @@ def choose_threads(config: EngineConfig, models: Sequence[NativeDense]) -> int:
 
 
 def pass_seconds(model: NativeDense, threads: int, *, bf16_rows: bool = False) -> float:
-    """Return the seconds of a decode step's pass of one sequence, the least of five after one that warms up.
+    """Return the seconds of a decode pass of one sequence on `threads` threads, logits included.
 
-    Its inputs are made where a step's are (`runner.iteration`). The pass runs on a pool of `threads` threads, which
-    end before this returns.
+    This is the least of five passes after one that warms up. The pass feeds token 0 at position 0, with a block of its
+    own in each KV group. The threads end before this returns.
     """
     pool = CpuPool(threads)
     try:
         measured = model.on_pool(pool, bf16_rows=bf16_rows)
         groups = 1 if model.kv_groups is None else len(model.kv_groups.windows)
-        state = RowState.allocate(1, 1, 1, torch.device("cpu"), groups)
-        state.num_tokens[0], state.active[0] = 1, True
-        state.tables[:, 0, 0] = torch.arange(groups)  # a block of its own in each KV group
-        row, capacity = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
-        step = prepare(state, row, [0], capacity, block_size=1, max_context=1, drafter=None)
-        inputs, _ = verify_inputs(state, step)
-        cache, times = measured.allocate_cache(groups, 1), []
+        cache = measured.allocate_cache(groups, 1).native
+        one = np.zeros(1, dtype=np.int64)
+        blocks = np.arange(groups, dtype=np.int64)  # also the slots, because a block holds one position
+        hidden = np.empty((1, model.config.hidden_size), dtype=np.float32)
+        logits = np.empty((1, model.vocab_size), dtype=np.float32)
+        times = []
         for _ in range(1 + _PASSES):
             begun = time.perf_counter()
-            measured.compute_logits(measured.forward(inputs, cache).final)
+            measured.decoder.forward(
+                one,
+                one,
+                blocks[:1],
+                np.array([0, 1]),
+                blocks[:1, None],
+                cache,
+                hidden,
+                group_slots=blocks[1:, None] if groups > 1 else None,
+                group_tables=blocks[1:, None, None] if groups > 1 else None,
+            )
+            measured.decoder.logits(hidden, logits)
             times.append(time.perf_counter() - begun)
     finally:
         pool.close()
@@ -79,14 +87,17 @@ def pass_seconds(model: NativeDense, threads: int, *, bf16_rows: bool = False) -
 
 
 def usable_processors() -> set[int]:
-    """The processors that this process may run on."""
+    """Return the numbers of the processors that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))
 
 
 def physical_cores() -> int:
-    """Cores among them, siblings counted once, and no more than a control group's quota pays for."""
+    """Return the number of physical cores that this process may use, at least 1.
+
+    Processors of one core count once. The quota of a control group is an upper bound.
+    """
     siblings = set()
     for processor in usable_processors():
         try:

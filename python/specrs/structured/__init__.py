@@ -13,7 +13,8 @@ from specrs.structured.params import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from specrs.structured.grammar import Grammar, compile_grammar, submit_grammar
-    from specrs.structured.matcher import GrammarCursor, GrammarMatcher, unpack_mask
+    from specrs.structured.matcher import GrammarCursor, GrammarMatcher
+    from specrs.structured.torch_masks import unpack_mask
 
 _HOME = {
     "Grammar": "grammar",
@@ -21,9 +22,9 @@ _HOME = {
     "submit_grammar": "grammar",
     "GrammarCursor": "matcher",
     "GrammarMatcher": "matcher",
-    "unpack_mask": "matcher",
+    "unpack_mask": "torch_masks",
 }
-"""Public name -> module that needs torch; each is imported when it is first asked for."""
+"""Public name -> module; each is imported when it is first asked for. `torch_masks` needs torch."""
 
 __all__ = [
     "Grammar",

@@ -7,13 +7,10 @@ the mask allows only the tokenizer's own spelling of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from specrs.errors import SpecrsError, invalid
 
@@ -181,21 +178,6 @@ class GrammarCursor:
         self._matcher.rollback(self._num_drafted)
         self._num_drafted = 0
         self._on_path = False
-
-
-def unpack_mask(words: Tensor, vocab_size: int) -> Tensor:
-    """`[N, V]` bool, true where a token is forbidden, of masks `[N, ceil(V / 32)]` int32."""
-    # A byte's eight bools are looked up at once, as the int64 they make: 20 us for 150,000 tokens, where shifts take
-    # 400. Bytes are little-endian, as every machine with torch is.
-    octets = words.contiguous().view(torch.uint8).flatten().int()
-    return _forbidden_bits(words.device).index_select(0, octets).view(torch.bool).view(len(words), -1)[:, :vocab_size]
-
-
-@cache
-def _forbidden_bits(device: torch.device) -> Tensor:
-    """`[256]` int64: entry b holds eight bools, true where bit i of b is 0."""
-    bits = torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1
-    return bits.eq(0).view(torch.int64).squeeze(1).to(device)
 
 
 def _bit(token_id: int) -> np.int32:

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specrs.parallel.ranks import Ranks
-from specrs.structured.matcher import ALL_ALLOWED, GrammarCursor, GrammarMatcher, unpack_mask
+from specrs.structured.matcher import ALL_ALLOWED, GrammarCursor, GrammarMatcher
+from specrs.structured.torch_masks import unpack_mask
 
 
 class LaunchGrammar:
