@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--lengths", default="64,128,256,512,1024,2047")
-    parser.add_argument("--ways", default="exact,amx,torch", help="of cpu_prefill; amx wants a processor with tiles")
+    parser.add_argument("--ways", default="exact,amx", help="of cpu_prefill; amx wants a processor with tiles")
     parser.add_argument("--bf16-rows", action="store_true", help="cpu_bf16_rows")
     parser.add_argument("--rows", type=int, default=2, help="rows of a request from which torch computes; default: 2")
     arguments = parser.parse_args()

@@ -13,8 +13,8 @@ from specrs.engine.build_cuda import make_context
 from specrs.engine.weights import Weights
 from specrs.runner.cuda import drafting, iteration
 from specrs.runner.cuda.context import Context, entries_of
-from specrs.runner.cuda.shapes import Shape, Tail
 from specrs.runner.cuda.sampling_state import SamplingState
+from specrs.runner.cuda.shapes import Shape, Tail
 from specrs.speculative_config import SpeculativeConfig
 
 from gpu.piecewise import Piecewise

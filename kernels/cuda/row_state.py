@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class RowTensors(Protocol):
-    """Row state as kernels read and write it, int64 unless said otherwise; `specrs.runner.row_state.RowState` is it.
+    """Row state as kernels read and write it, int64 unless said otherwise: `specrs.runner.cuda.row_state.RowState`.
 
     R rows, and the padding row behind them.
     """

@@ -69,9 +69,7 @@ def test_every_flag_of_the_engine(served: list[tuple[EngineConfig, ServerSetting
     more = "--max-num-batched-tokens 1k --num-gpu-blocks-override 9 --no-enable-prefix-caching --enforce-eager"
     policy = "--long-prefill-token-threshold 1K --num-reserved-decode-tokens 128 --priority-aging-launches 50"
     stall = "--max-prefill-stall-ms 62.5"
-    cpu = (
-        "--kv-cache-dtype fp8 --cpu-prefill torch --no-cpu-bf16-rows --no-cuda-fp8-rows -tp 2 --distributed-timeout 7.5"
-    )
+    cpu = "--kv-cache-dtype fp8 --cpu-prefill amx --no-cpu-bf16-rows --no-cuda-fp8-rows -tp 2 --distributed-timeout 7.5"
     given = [*flags.split(), *more.split(), *policy.split(), *stall.split(), *cpu.split()]
     given += ["--cudagraph-capture-sizes", "1", "2", "8"]
     assert main(["serve", "m/m", *given, "--max-logprobs", "5"]) == 0
@@ -95,7 +93,7 @@ def test_every_flag_of_the_engine(served: list[tuple[EngineConfig, ServerSetting
         enforce_eager=True,
         cudagraph_capture_sizes=(1, 2, 8),
         kv_cache_dtype="fp8_e4m3",
-        cpu_prefill="torch",
+        cpu_prefill="amx",
         tensor_parallel_size=2,
         distributed_timeout=7.5,
         max_logprobs=5,

@@ -16,7 +16,7 @@ from specrs.engine.engine import Engine
 from specrs.engine.parts import EngineParts
 from specrs.engine.request import Request
 from specrs.pair.prompts import PROMPTS
-from specrs.reference.step import EagerRunner
+from specrs.runner.cpu import CpuRunner
 from specrs.runner.ring import Header, RingSlot
 
 from engine.harness import Bank, assert_idle, config, request, run, weights
@@ -150,15 +150,15 @@ def test_costs_are_those_of_the_steps(qwen_bank: Bank, monkeypatch: pytest.Monke
     """By a clock that only passes advance, by 3 ms for a target's and 0.5 ms for a draft's, and a little with rows."""
     now = 0.0
     monkeypatch.setattr(warm_up.time, "perf_counter", lambda: now)
-    launch = EagerRunner.launch
+    launch = CpuRunner.launch
 
-    def timed(runner: EagerRunner, slot: RingSlot, header: Header) -> None:
+    def timed(runner: CpuRunner, slot: RingSlot, header: Header) -> None:
         nonlocal now
         launch(runner, slot, header)
         rows = header.num_decode + header.num_prefill_tokens
         now += 1e-3 * (3.0 + 0.5 * header.max_k + 0.01 * rows + 0.25 * header.num_draft_tokens)
 
-    monkeypatch.setattr(EagerRunner, "launch", timed)
+    monkeypatch.setattr(CpuRunner, "launch", timed)
     monkeypatch.setattr(warm_up, "SECONDS", 1e9)
     engine = auto_engine(qwen_bank)
     assert engine.planner is not None

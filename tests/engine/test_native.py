@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from specrs import LLM, AsyncLLM
 from specrs.config import EngineConfig
-from specrs.engine import runners as engine_runners
 from specrs.engine import threads as engine_threads
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
@@ -33,8 +32,6 @@ from specrs.models.dense import Dense
 from specrs.models.dense_native import NativeDense
 from specrs.models.native_loader import load_native
 from specrs.pair.prompts import PROMPTS
-from specrs.reference.step import EagerRunner
-from specrs.runner.cpu import CpuRunner
 from specrs.sampling import SamplingParams
 from sweep import sweep
 
@@ -119,58 +116,18 @@ def test_bf16_rows_need_bf16_weights(native_qwen_bank: Bank, native_llama_bank: 
         weights = load_weights(config(target, draft, k=1, dtype=dtype))
         with pytest.raises(UnsupportedConfigError, match=words):
             build_engine(config(target, draft, k=1, dtype=dtype, cpu_bf16_rows=True), weights)
-    # As float64 by its own word, and op by op.
+    # As float64 by its own word, and by torch.
     folder = make_checkpoint(tmp_path / "float64", dtype=torch.float64, vocab=211)
     with pytest.raises(UnsupportedConfigError, match=r"^cpu_bf16_rows=True: not implemented with dtype='float64'"):
         build_engine(config(folder, None, k=0, dtype="auto", cpu_bf16_rows=True))
     folder = make_checkpoint(tmp_path / "generic", vocab=211)
     fields = {"dtype": "bfloat16", "model_impl": "transformers", "cpu_bf16_rows": True}
-    with pytest.raises(UnsupportedConfigError, match="a model that is served op by op; allowed: False"):
+    with pytest.raises(UnsupportedConfigError, match="a model that torch computes; allowed: False"):
         build_engine(config(folder, None, k=0, **fields))
     engine = build_engine(
         config(checkpoint(tmp_path / "kept", torch.float32), None, k=0, dtype="float32", cpu_bf16_rows=True)
     )
     assert "bf16_rows=True" in repr(engine.runner.target.decoder)  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("family", ["native_qwen_bank", "native_llama_bank"])
-@pytest.mark.parametrize("budget", [64, 512], ids=["chunks", "at once"])
-def test_long_prompts_by_torch(
-    family: str, budget: int, request_bank: dict[str, Bank], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Chunks of 24 tokens or more beside requests that decode: drafts change no text, and torch sees nothing else."""
-    bank, by_torch, ways = request_bank[family], [], []
-    monkeypatch.setattr(engine_runners, "TORCH_TOKENS", 24)
-    monkeypatch.setattr(Dense, "forward", _noting_rows(by_torch, Dense.forward))
-    for name, owner, method in (("one call", CpuRunner, "launch"), ("op by op", EagerRunner, "_execute")):
-        monkeypatch.setattr(owner, method, _noting(ways, name, getattr(owner, method)))
-    texts, prompts = [], [prompt for prompt in bank.prompts if len(prompt) > 3]
-    for k in (0, 4):
-        engine = make_engine(
-            bank.target,
-            bank.drafts["close"] if k else None,
-            k=k,
-            dtype=bank.dtype,
-            cpu_prefill="torch",
-            max_num_batched_tokens=budget,
-            enable_prefix_caching=False,
-        )
-        poison(engine)
-        jobs = []
-        for i, prompt in enumerate(prompts):
-            jobs.append(request(i, prompt, k=k, max_tokens=20, engine_k=k, ignore_eos=True))
-            engine.add_request(jobs[-1])
-            run(engine) if budget == 512 else engine.step()
-        run(engine)
-        texts.append([job.output_token_ids for job in jobs])
-    assert min(by_torch) >= 24
-    assert len(by_torch) >= 2 * sum(len(prompt) >= 64 for prompt in prompts)
-    assert ways.count("one call") > 2 * ways.count("op by op") > 0
-    if budget == 512:  # a prompt was one chunk, alone in its pass
-        assert texts[0] == texts[1]
-    expected = [bank.continuations[bank.prompts.index(prompt)][:20] for prompt in prompts]
-    same = sum(ours == theirs for text in texts for ours, theirs in zip(text, expected, strict=True))
-    assert same >= 2 * len(prompts) * (0.99 if bank.dtype == "float32" else 0.5)
 
 
 def _has_tiles() -> bool:
@@ -179,14 +136,14 @@ def _has_tiles() -> bool:
 
 
 def test_prompts_by_tiles_are_the_same_bits_however_they_are_cut(native_qwen_bank: Bank) -> None:
-    """Logits of prompts and of what follows, by any chunks and at any K, op by op or in one call; not those of exact.
+    """Logits of prompts and of what follows, by any chunks and at any K; not those of exact.
 
     Where the processor has no tiles they are refused by name. `rust/cpu/tests` holds them to a reference on any.
     """
     bank = native_qwen_bank
     fields = LOGITS | {"dtype": "bfloat16", "enable_prefix_caching": False}
     if not _has_tiles():
-        words = r"^cpu_prefill='amx': not implemented on this machine.*; allowed: 'exact' or 'torch'$"
+        words = r"^cpu_prefill='amx': not implemented on this machine.*; allowed: 'exact'$"
         with pytest.raises(UnsupportedConfigError, match=words):
             make_engine(bank.target, None, k=0, cpu_prefill="amx", **fields)
         return
@@ -213,14 +170,6 @@ def test_prompts_by_tiles_are_the_same_bits_however_they_are_cut(native_qwen_ban
         for ours, same in zip(found[way, k, budget], whole, strict=True):
             assert np.array_equal(ours, same) is (way == "amx")
             assert np.abs(ours - same).max() < 1e-3 * np.abs(same).max()
-
-
-def _noting_rows(rows: list[int], forward):  # type: ignore[no-untyped-def]
-    def noting(self, inputs, *arguments):  # type: ignore[no-untyped-def]
-        rows.append(inputs.max_q_len)
-        return forward(self, inputs, *arguments)
-
-    return noting
 
 
 def test_bf16_rows_of_the_bundled_models() -> None:
@@ -254,13 +203,9 @@ KINDS: list[dict[str, object]] = [
 ]
 
 
-def test_requests_of_every_kind_do_not_change_each_other(
-    native_qwen_bank: Bank, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every text is that of the request alone, and no launch needs torch."""
-    bank, ways = native_qwen_bank, []
-    monkeypatch.setattr(EagerRunner, "_execute", _noting(ways, "op by op", EagerRunner._execute))
-    texts = []
+def test_requests_of_every_kind_do_not_change_each_other(native_qwen_bank: Bank) -> None:
+    """Every text is that of the request alone."""
+    bank, texts = native_qwen_bank, []
     for together in (False, True):
         engine = make_engine(bank.target, bank.drafts["close"], k=4, dtype=bank.dtype, max_num_batched_tokens=512)
         engine.runner.rule = "coupled"
@@ -274,15 +219,6 @@ def test_requests_of_every_kind_do_not_change_each_other(
         run(engine)
         texts.append([job.output_token_ids for job in jobs])
     assert texts[0] == texts[1]
-    assert not ways
-
-
-def _noting(ways: list[str], name: str, launch):  # type: ignore[no-untyped-def]
-    def noting(self, slot, header):  # type: ignore[no-untyped-def]
-        ways.append(name)
-        launch(self, slot, header)
-
-    return noting
 
 
 def test_which_runner_serves(native_qwen_bank: Bank) -> None:

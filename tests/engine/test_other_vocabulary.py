@@ -8,7 +8,7 @@ import torch
 from checkpoints import edit_json, make_checkpoint, write_tokenizer
 from hf_reference import load
 from specrs.config import EngineConfig
-from specrs.drafters.vocabulary import TranslatedDraftModel
+from specrs.drafters.cpu import CpuDrafter
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.weights import load_weights
@@ -29,7 +29,8 @@ def translated(target: Path, draft: Path, k: int, dtype: str, **fields: object) 
 
 def make_engine(bank: Bank, draft: Path, k: int, **fields: object) -> Engine:
     engine = build_engine(translated(bank.target, draft, k, bank.dtype, **fields))
-    assert isinstance(engine.drafter, TranslatedDraftModel)
+    assert isinstance(engine.drafter, CpuDrafter)
+    assert engine.drafter.shared is not None
     return engine
 
 

@@ -13,13 +13,15 @@ import torch
 from models.native_models import table_model
 from specrs import core
 from specrs.core import CachedDrafter, Scheduler
+from specrs.drafters.cpu import CpuDrafter
 from specrs.drafters.draft_model import DraftModel
 from specrs.kernels.cuda.update import Decided, update_rows
 from specrs.reference.accept import Verdict, update
 from specrs.reference.iteration import Drafted, prepare
 from specrs.runner.cpu import CpuRunner
-from specrs.runner.cuda.sampling_state import SamplingState
-from specrs.runner.ring import Results, RingSlot
+from specrs.runner.cuda.row_state import RowState as TensorRowState
+from specrs.runner.cuda.slots import Results
+from specrs.runner.ring import RingSlot
 from specrs.runner.row_state import RowState
 
 from kernels.cuda import row_states, test_prepare
@@ -147,8 +149,8 @@ TABLE = {
 ANY = pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in TABLE.items()])
 
 
-def row_state(case: Case) -> RowState:
-    state = RowState.allocate(1, MAX_LEN, BLOCK_SIZE, torch.device("cpu"))
+def row_state(case: Case) -> TensorRowState:
+    state = TensorRowState.allocate(1, MAX_LEN, BLOCK_SIZE, torch.device("cpu"))
     state.num_tokens[0] = case.n
     state.draft_len[0] = case.n - 1 if case.draft_len is None else case.draft_len
     state.limit[0], state.min_len[0], state.active[0] = case.limit, case.min_len, case.active
@@ -170,7 +172,7 @@ def verdict(case: Case) -> Verdict:
     return Verdict(torch.tensor([case.m]), torch.tensor([case.tokens]), top, top[:, None], masked)
 
 
-def check(case: Case, k_r: int, state: RowState, reported: Results, drafts: list[int]) -> None:
+def check(case: Case, k_r: int, state: TensorRowState, reported: Results, drafts: list[int]) -> None:
     """`drafts`: those that the row had before verification."""
     assert k_r == case.k_r
     assert int(state.num_tokens[0]) == case.n_after
@@ -188,14 +190,14 @@ def check(case: Case, k_r: int, state: RowState, reported: Results, drafts: list
         assert reported.tokens[0, accepted + 1 : k_r + 1].tolist() == drafts[accepted:k_r]
 
 
-def drafts_of(case: Case, state: RowState) -> list[int]:
+def drafts_of(case: Case, state: TensorRowState) -> list[int]:
     """Made up, in the row. Verification says how many stand, whatever they are."""
     drafts = [DRAFT + i for i in range(case.k)]
     state.tokens[0, case.n : case.n + case.k] = torch.tensor(drafts)
     return drafts
 
 
-def run_torch(case: Case) -> tuple[int, RowState, Results, list[int]]:
+def run_torch(case: Case) -> tuple[int, TensorRowState, Results, list[int]]:
     state, reported = row_state(case), results()
     drafts = drafts_of(case, state)
     it = prepare(
@@ -262,18 +264,20 @@ def test_native(case: Case) -> None:
     )
     target, draft = table_model(chain, VOCAB, not_finite=broken), table_model(drafted, VOCAB)
     caches = [model.allocate_cache(blocks, BLOCK_SIZE) for model in (target, draft)]
-    state, slot = row_state(case), RingSlot(scheduler, MAX_K, pinned=False)
-    state.block_table[0] = torch.arange(blocks)
-    state.tokens[0, case.n - 1] = START
+    given, slot = row_state(case), RingSlot(scheduler, MAX_K)
+    given.block_table[0] = torch.arange(blocks)
+    given.tokens[0, case.n - 1] = START
+    state = RowState.allocate(1, MAX_LEN, BLOCK_SIZE)
+    for name, array in state.arrays().items():
+        if hasattr(given, name):
+            array[...] = getattr(given, name).numpy().reshape(array.shape)
     runner = CpuRunner(
         scheduler,
-        core.CpuPool(1),
         target,
         caches[0],
-        DraftModel(draft, caches[1], case.context, VOCAB),
+        CpuDrafter(model=draft, kv_cache=caches[1]),
         state,
-        SamplingState(1, VOCAB, torch.float32, torch.device("cpu")),
-        block_size=BLOCK_SIZE,
+        pool=None,
         rule="rejection",
         logprobs_mode="raw_logprobs",
     )
@@ -282,11 +286,15 @@ def test_native(case: Case) -> None:
         slot.record_arrays[f"entry_{name}"][0] = value
     slot.record[[core.HEADER_FIELDS.index(name) for name in ("num_decode", "max_k")]] = 1, case.k
     runner.launch(slot, slot.header())
-    reported = slot.results_view.narrow(0, 1)
+    sections = {name: torch.from_numpy(array) for name, array in slot.results_arrays.items()}
+    reported = Results.of(sections, MAX_K).narrow(0, 1)
+    for name, array in state.arrays().items():
+        if hasattr(given, name):
+            getattr(given, name).copy_(torch.from_numpy(array).reshape(getattr(given, name).shape))
     counted = case.active and case.reason != ERROR
     # Behind the tokens that the target writes the draft knows but one, which every unknown token has.
     drafts = [*case.tokens[: case.m], *[UNKNOWN] * (case.k - case.m)]
-    check(case, int(reported.num_drafted) if counted else case.k_r, state, reported, drafts)
+    check(case, int(reported.num_drafted) if counted else case.k_r, given, reported, drafts)
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from specrs.drafters.hidden import HeadDrafter
 from specrs.reference.accept import accept
 from specrs.reference.iteration import Drafted, Scored
 from specrs.runner.cuda.entries import Iteration, flat_rows
+from specrs.runner.cuda.row_state import RowState
 from specrs.runner.cuda.sampling_state import EntrySampling, SamplingState
-from specrs.runner.row_state import RowState
 from specrs.verify.params import Steps
 from torch import Tensor
 

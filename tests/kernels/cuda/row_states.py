@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 from specrs.drafters.draft_model import DraftModel
-from specrs.runner.row_state import RowState
+from specrs.runner.cuda.row_state import RowState
 from torch import Tensor
 
 BLOCK_SIZE, MAX_LEN, MAX_K = 4, 40, 5

@@ -9,7 +9,7 @@ from specrs.kernels.cuda.spread_logits import spread_logits, spread_logits_refer
 from specrs.kernels.cuda.update import Decided, update_rows
 from specrs.reference.iteration import prepare
 from specrs.runner.cuda.hidden_rows import HiddenRows
-from specrs.runner.ring import Results
+from specrs.runner.cuda.slots import Results
 from torch import Tensor
 
 from kernels.cuda.row_states import BLOCK_SIZE, MAX_K, Case, Drafter, cases

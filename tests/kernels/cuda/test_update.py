@@ -8,8 +8,8 @@ from specrs.kernels.cuda.row_state import Entries
 from specrs.kernels.cuda.update import Decided, update_rows
 from specrs.reference.accept import Verdict, update
 from specrs.reference.iteration import Drafted, prepare
-from specrs.runner.ring import Results
-from specrs.runner.row_state import RowState
+from specrs.runner.cuda.row_state import RowState
+from specrs.runner.cuda.slots import Results
 from torch import Tensor
 
 from kernels.cuda.row_states import BLOCK_SIZE, MAX_K, Case, Drafter, cases
