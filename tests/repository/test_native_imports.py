@@ -35,6 +35,7 @@ ENTRIES = (
 IMPORT_NAMES = {"pyyaml": "yaml"}
 """Distributions whose module has another name."""
 ALLOWED = {IMPORT_NAMES.get(name, name) for name in (item.split(">")[0] for item in PROJECT["dependencies"])}
+ALLOWED |= {"pydantic_core"}  # pydantic's own
 
 
 def loaded(source: str) -> Iterator[str]:
