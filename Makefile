@@ -63,8 +63,9 @@ $(VENV)/.installed-runtime $(VENV)/.installed-cuda: $(VENV)/.installed
 	@touch $@
 endif
 
+# Without a group of its own maturin installs the group dev, and with it torch.
 $(VENV)/.built: $(VENV)/.installed-runtime pyproject.toml README.md $(RUST)
-	PIP_QUIET=1 $(BIN)/maturin develop --release --locked $(if $(TORCH)$(TRANSFORMERS),--extras bench)
+	PIP_QUIET=1 $(BIN)/maturin develop --release --locked --group build $(if $(TORCH)$(TRANSFORMERS),--extras bench)
 	@touch $@
 
 .PHONY: build
