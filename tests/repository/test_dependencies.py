@@ -66,3 +66,10 @@ def test_what_is_installed_later_changes_no_version(lock: str) -> None:
     """`make test` after `make demo` only adds packages."""
     everything = locked("dev")
     assert {name: versions for name, versions in locked(lock).items() if everything.get(name) != versions} == {}
+
+
+def test_the_build_installs_no_development_packages() -> None:
+    """maturin installs the group `dev` unless another is named, and what tests need brings torch."""
+    lines = [line for line in (ROOT / "Makefile").read_text().splitlines() if "maturin develop" in line]
+    assert [line for line in lines if "--group build" not in line] == []
+    assert lines
