@@ -36,7 +36,7 @@ help: ## this list
 
 CREATE_VENV = @python=$$(scripts/preflight $(PYTHON)) && set -x && "$$python" -m venv $(VENV)
 
-# One environment in two steps: what a CPU needs (34 MB), then everything (3 GB). A package has the same version in all
+# One environment in two steps: what a CPU needs (47 MB), then everything (3 GB). A package has the same version in all
 # lock files, so the second step adds and changes nothing, and Rust is built once.
 ifeq ($(TORCH)$(TRANSFORMERS),)
 $(VENV)/.installed-runtime: environments/runtime.lock
