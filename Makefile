@@ -34,26 +34,48 @@ test test-ranks sweeps test-isa test-clients test-browser test-abuse test-abuse-
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
 
-$(VENV)/.installed: requirements.lock
-	@python=$$(scripts/preflight $(PYTHON)) && set -x && "$$python" -m venv $(VENV)
+CREATE_VENV = @python=$$(scripts/preflight $(PYTHON)) && set -x && "$$python" -m venv $(VENV)
+
+# One environment in two steps: what a CPU needs (47 MB), then everything (3 GB). A package has the same version in all
+# lock files, so the second step adds and changes nothing, and Rust is built once.
 ifeq ($(TORCH)$(TRANSFORMERS),)
-	$(BIN)/python -m pip install --require-hashes -r requirements.lock
+$(VENV)/.installed-runtime: environments/runtime.lock
+	$(CREATE_VENV)
+	$(BIN)/python -m pip install --require-hashes -r $<
+	@touch $@
+
+$(VENV)/.installed-cuda: environments/cuda.lock $(VENV)/.installed-runtime
+	$(BIN)/python -m pip install --require-hashes -r $<
+	@touch $@
+
+$(VENV)/.installed: environments/dev.lock $(VENV)/.installed-runtime
+	$(BIN)/python -m pip install --require-hashes -r $<
+	@touch $@
 else
+$(VENV)/.installed: environments/dev.lock
+	$(CREATE_VENV)
 	$(BIN)/python -m pip install "pip>=25.1"
 	# The interpreter of Triton 3.6, which comes with torch 2.11, cannot loop with numpy 2.4.
 	$(BIN)/python -m pip install --group dev torch$(TORCH:%===%) transformers$(TRANSFORMERS:%===%) "numpy<2.4"
-endif
 	@touch $@
 
-$(VENV)/.built: $(VENV)/.installed pyproject.toml README.md $(RUST)
-	PIP_QUIET=1 $(BIN)/maturin develop --release --locked --extras bench,serve,gguf
+$(VENV)/.installed-runtime $(VENV)/.installed-cuda: $(VENV)/.installed
+	@touch $@
+endif
+
+# Without a group of its own maturin installs the group dev, and with it torch.
+$(VENV)/.built: $(VENV)/.installed-runtime pyproject.toml README.md $(RUST)
+	PIP_QUIET=1 $(BIN)/maturin develop --release --locked --group build $(if $(TORCH)$(TRANSFORMERS),--extras bench)
 	@touch $@
 
 .PHONY: build
-build: $(VENV)/.built ## the environment with the package in it, editable
+build: $(VENV)/.installed $(VENV)/.built ## the environment with everything that tests need, and the package in it, editable
+
+# An NVIDIA driver is there. On such a machine the demo runs on the GPU.
+NVIDIA := $(wildcard /dev/nvidia[0-9]* /usr/lib/wsl/lib/libcuda.so.1)
 
 .PHONY: demo
-demo: build ## the bundled pair: plain decoding against K = 1, 3, 5, 7; MODEL=smollm2: a real model, drafts from its text
+demo: $(VENV)/.built $(if $(NVIDIA),$(VENV)/.installed-cuda) ## the bundled pair: plain decoding against K = 1, 3, 5, 7; MODEL=smollm2: a real model, drafts from its text
 	$(if $(MODEL),model=$(if $(filter smollm2,$(MODEL)),$$(scripts/real_model $(BIN)/python),$(MODEL)) &&) $(BIN)/specrs demo $(if $(MODEL),--model "$$model") $(ARGS)
 
 .PHONY: test
@@ -92,7 +114,7 @@ launches: build ## LAUNCHES=1000000 random launches of the native runner against
 # Each client has an environment of its own, because their requirements contradict each other; torch is $(VENV)'s.
 CLIENTS := openai agents lm-eval guidellm aiperf schemathesis
 CLIENT_VENVS := .venv-clients
-TORCH_PACKAGES := torch triton $(shell sed -n 's/^\(nvidia-[^=]*\|cuda-[^=]*\)==.*/\1/p' requirements.lock)
+TORCH_PACKAGES := torch triton $(shell sed -n 's/^\(nvidia-[^=]*\|cuda-[^=]*\)==.*/\1/p' environments/dev.lock)
 
 $(CLIENT_VENVS)/%/.installed: tests/server/clients/%.lock $(VENV)/.installed
 	rm -rf $(@D)
@@ -310,10 +332,14 @@ lock-tools: build ## resolve scripts/*.lock again
 			--custom-compile-command "make lock-tools" --upgrade --quiet --output-file scripts/$$name.lock || exit 1; \
 	done
 
+COMPILE := uv pip compile pyproject.toml --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+	--custom-compile-command "make lock" --upgrade --quiet
+
 .PHONY: lock
-lock: ## resolve requirements.lock again (needs uv)
-	uv pip compile pyproject.toml --extra serve --extra bench --extra gguf --group dev --universal --python-version 3.11 \
-		--generate-hashes --no-emit-index-url --custom-compile-command "make lock" --upgrade --output-file requirements.lock
+lock: ## resolve environments/*.lock again (needs uv)
+	$(COMPILE) --extra cuda --extra transformers --extra bench --group dev --output-file environments/dev.lock
+	$(COMPILE) --group build --constraint environments/dev.lock --output-file environments/runtime.lock
+	$(COMPILE) --extra cuda --group build --constraint environments/dev.lock --output-file environments/cuda.lock
 
 .PHONY: lock-clients
 lock-clients: build ## resolve tests/server/clients/*.lock again

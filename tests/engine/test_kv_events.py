@@ -65,7 +65,9 @@ def test_nothing_is_told_unless_enabled() -> None:
 
 def test_zmq_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zmq", None)
-    with pytest.raises(InvalidConfigError, match=r"publisher='zmq': needs pyzmq: pip install 'specrs\[kv-events\]'"):
+    with pytest.raises(
+        InvalidConfigError, match=r"publisher='zmq': needs pyzmq; install it: pip install 'specrs\[kv-events\]'"
+    ):
         LLM(kv_events_config={"enable_kv_cache_events": True}, max_model_len=64)
 
 

@@ -11,9 +11,9 @@ ROOT = Path(__file__).parents[2]
 Graph = Mapping[str, frozenset[str]]
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("_core", "pair", "transfer"),
+    ("_core", "pair", "transfer", "arrays"),
     ("core", "errors"),
-    ("options", "vllm_arguments"),
+    ("options", "vllm_arguments", "extras"),
     ("processes", "parallel"),
     ("verify",),
     ("kernels",),

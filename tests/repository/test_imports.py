@@ -42,3 +42,16 @@ def test_kernels_have_one_name() -> None:
     done = python("import kernels", ROOT)
     assert done.returncode != 0
     assert done.stderr.splitlines()[-1].startswith("ImportError: import specrs.kernels, not kernels")
+
+
+def test_a_command_imports_no_other(tmp_path: Path) -> None:
+    """The modules of all commands, and their parsers, take a tenth of a second."""
+    code = """
+import sys
+from specrs.cli import COMMANDS, main
+try: main(['generate', '--max-tokens', 'x'])
+except SystemExit: pass
+modules = {name: f"specrs.cli.{name.replace('-', '_')}" for name in COMMANDS}
+print(*(name for name, module in modules.items() if module in sys.modules))
+"""
+    assert python(code, tmp_path).stdout.split() == ["generate"]

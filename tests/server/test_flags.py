@@ -109,5 +109,5 @@ def test_traces_say_which_packages_they_need(
     monkeypatch.setitem(sys.modules, "opentelemetry", None)  # as where it is not installed
     assert main(["serve", "--port", "0", "--otlp-traces-endpoint", "http://127.0.0.1:4318"]) == 2
     said = capsys.readouterr().err
-    assert "--otlp-traces-endpoint='http://127.0.0.1:4318': needs OpenTelemetry" in said
+    assert "--otlp-traces-endpoint=http://127.0.0.1:4318: needs OpenTelemetry" in said
     assert "pip install 'specrs[otel]'" in said

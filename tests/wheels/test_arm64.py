@@ -18,7 +18,8 @@ def arm_python() -> tuple[str | Path, ...]:
     run(ROOT / "scripts/arm64_python", folder)
     packages = folder / "packages"
     shutil.rmtree(packages, ignore_errors=True)
-    numpy = next(line for line in (ROOT / "requirements.lock").read_text().splitlines() if line.startswith("numpy=="))
+    locked = (ROOT / "environments/runtime.lock").read_text().splitlines()
+    numpy = next(line for line in locked if line.startswith("numpy=="))
     install = (ROOT / ".venv/bin/python", "-m", "pip", "install", "--quiet", "--no-deps", "--target", packages)
     of_arm = ("--only-binary", ":all:", "--python-version", "3.11", "--platform", "manylinux_2_28_aarch64",
               "--platform", "manylinux_2_17_aarch64", "--platform", "manylinux2014_aarch64")  # fmt: skip

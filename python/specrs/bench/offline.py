@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specrs.errors import EngineError
+from specrs.extras import require
 from specrs.outputs import AcceptanceFigures
 
 if TYPE_CHECKING:
@@ -119,13 +120,16 @@ def _figures(llm: LLM) -> AcceptanceFigures:
 
 @contextlib.contextmanager
 def profiled(folder: Path | None) -> Iterator[Path | None]:
-    """Write a torch profiler trace of what runs inside into `folder`; yields its path. None: no trace.
+    """Write a torch profiler trace of what runs inside into `folder`, and yield its path. None: no trace.
 
-    The trace is Chrome's format. Profiling costs time: figures of such a run are no measurement.
+    The trace has Chrome's format. Profiling costs time: figures of such a run are no measurement.
+
+    Raises `InvalidConfigError` if torch is not installed.
     """
     if folder is None:
         yield None
         return
+    require("torch", "transformers", "--profile")
     import torch
     from torch.profiler import ProfilerActivity, profile
 

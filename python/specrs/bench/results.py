@@ -10,11 +10,11 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from specrs.errors import invalid_config
+from specrs.extras import require
 
 VANILLA = "None"
 """How the columns `sd_method` and `draft_model` say that nothing was drafted."""
@@ -163,8 +163,7 @@ def _table(path: Path) -> Any:
 
 
 def _pyarrow(path: Path) -> tuple[Any, Any]:
-    if find_spec("pyarrow") is None:
-        raise invalid_config("file", str(path), "parquet needs pyarrow: pip install 'specrs[bench]'")
+    require("pyarrow", "bench", f"file={path}")
     import pyarrow
     import pyarrow.parquet
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from specrs.extras import require
+
 SUMMARY = "convert a pickled EAGLE-3 head to safetensors"
 DESCRIPTION = (
     "Write the pickled weights (.bin, .pt, .pth) of a head, and its config.json, as a folder with safetensors, which "
@@ -21,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Convert. Raises `SpecrsError` for what cannot be read."""
+    require("torch", "transformers", "specrs convert-head")
     from specrs.models.pickles import convert_pickles
 
     count = convert_pickles(arguments.source, arguments.output, arguments.revision)

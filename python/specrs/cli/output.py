@@ -1,20 +1,19 @@
-"""Files that a command writes at its end: pictures, whether one can be drawn asked before; JSON. Draws nothing."""
+"""Files that a command writes at its end: checks of pictures before the work, and JSON. Draws nothing."""
 
-import importlib.util
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from specrs.errors import invalid_config
+from specrs.extras import require
 
 FORMATS = (".png", ".svg", ".pdf")
 
 
 def check_picture(path: Path) -> None:
-    """Refuse, before anything is measured, what could not be drawn afterwards. Raises `InvalidConfigError`."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise invalid_config("--plot", str(path), "needs matplotlib: pip install 'specrs[bench]'")
+    """Check, before anything is measured, that a picture can be written to `path`. Raises `InvalidConfigError`."""
+    require("matplotlib", "bench", f"--plot={path}")
     if path.suffix.lower() not in FORMATS:
         raise invalid_config("--plot", str(path), f"must end in {', '.join(FORMATS)}")
     try:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specrs.errors import InvalidConfigError, check_number, invalid_config
+from specrs.extras import require
 
 if TYPE_CHECKING:
     from specrs.server.limits import HTTPLimits
@@ -92,14 +93,11 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _settings(options: ServerOptions, limits: HTTPLimits, engine: dict[str, Any]) -> Any:
-    try:
-        from specrs.cli.lora_modules import read_lora_modules
-        from specrs.server.context import CORSSettings
-        from specrs.server.options import API_KEY_VARIABLES
-        from specrs.server.run import ServerSettings
-        from specrs.server.tools import ToolSettings
-    except ModuleNotFoundError as missing:
-        raise invalid_config("serve", missing.name, "is not installed: pip install 'specrs[serve]'") from None
+    from specrs.cli.lora_modules import read_lora_modules
+    from specrs.server.context import CORSSettings
+    from specrs.server.options import API_KEY_VARIABLES
+    from specrs.server.run import ServerSettings
+    from specrs.server.tools import ToolSettings
 
     keys = [*(options.api_key or ()), *(os.environ.get(name, "") for name in API_KEY_VARIABLES)]
     return ServerSettings(
@@ -183,6 +181,7 @@ def _profiler_folder(given: Mapping[str, Any] | None) -> Path | None:
     folder = given.get("torch_profiler_dir")
     if given.keys() - {"profiler", "torch_profiler_dir"} or given.get("profiler", "torch") != "torch" or not folder:
         raise invalid_config("--profiler-config", given, 'must have "torch_profiler_dir", and "profiler": "torch"')
+    require("torch", "transformers", "--profiler-config")
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except (OSError, TypeError) as fault:

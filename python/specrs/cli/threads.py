@@ -1,26 +1,33 @@
-"""How many threads torch takes in a command's process. The native pass's are the engine's (`specrs.engine.threads`)."""
+"""The number of threads that torch takes in a command's process. A native pass has the engine's own threads
+(`specrs.engine.threads`)."""
 
 from __future__ import annotations
 
 import os
+import sys
 
 from specrs.errors import InvalidConfigError, check_int
 
 
 def set_torch_threads(threads: int | None, *, bundled: bool) -> None:
-    """Give torch the number of --threads. Without one, the bundled pair has one thread, unless OMP_NUM_THREADS is set;
-    other models keep torch's own choice.
+    """Set the number of threads that torch takes if the command comes to use it. Imports nothing.
 
-    A pass of the pair takes a few milliseconds in hundreds of operations. A second thread gains little there, and
-    where another program holds its core, each operation waits for it: then it costs a factor of ten and more.
+    The number is `threads`, the value of --threads. Without one it is 1 for the bundled pair, unless OMP_NUM_THREADS is
+    set. Other models keep torch's own choice. If torch is not imported yet, this sets OMP_NUM_THREADS, which torch
+    reads when it is.
+
+    A torch pass of the pair takes a few milliseconds in hundreds of operations. A second thread gains little there. If
+    another program holds its core, each operation waits for it, and the pass takes ten times as long.
 
     Raises `InvalidConfigError` for less than one thread.
     """
     if threads is not None:
         check_int(InvalidConfigError, "--threads", threads, 1)
-    import torch
-
-    if threads is not None:
-        torch.set_num_threads(threads)
     elif bundled and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
+        threads = 1
+    else:
+        return
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(threads)
+    else:
+        os.environ["OMP_NUM_THREADS"] = str(threads)

@@ -9,6 +9,7 @@ from pathlib import Path
 from specrs.cli.option_flags import add_flags
 from specrs.engine_options import DTYPES, EngineOptions
 from specrs.errors import InvalidConfigError, check_int, invalid_config
+from specrs.extras import require
 from specrs.options import one_of
 
 _DTYPES = tuple(name for name in DTYPES if name != "float64")
@@ -38,6 +39,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Time and write. Raises `SpecrsError` for what can't be done here."""
     rows = check_int(InvalidConfigError, "rows", arguments.rows, 1, 64)
     jobs = None if arguments.jobs is None else check_int(InvalidConfigError, "jobs", arguments.jobs, 1, 1024)
+    require("torch", "cuda", "specrs tune")
     import torch
 
     if not torch.cuda.is_available():

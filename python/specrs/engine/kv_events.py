@@ -15,7 +15,8 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from specrs.core import KVEventBatch
-from specrs.errors import InvalidConfigError, invalid, invalid_config
+from specrs.errors import InvalidConfigError, invalid
+from specrs.extras import missing
 from specrs.kv_events_config import KVEventsConfig
 
 if TYPE_CHECKING:
@@ -45,8 +46,7 @@ class KVEventPublisher:
         try:
             import zmq
         except ModuleNotFoundError:
-            reason = "needs pyzmq: pip install 'specrs[kv-events]'"
-            raise invalid_config("kv_events_config.publisher", "zmq", reason) from None
+            raise missing("pyzmq", "kv-events", "kv_events_config.publisher='zmq'") from None
         self._config = config
         self._queue: deque[tuple[int, float, KVEventBatch]] = deque()
         self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from specrs.errors import invalid_config
+from specrs.extras import missing
 from specrs.outputs import RequestMetrics, RequestOutput
 
 if TYPE_CHECKING:
@@ -197,10 +198,8 @@ def _exporter(endpoint: str) -> _Exporter:
             from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as Exporter
         else:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as Exporter
-    except ImportError as missing:
-        raise invalid_config(
-            "--otlp-traces-endpoint", endpoint, f"needs OpenTelemetry ({missing.name}): pip install 'specrs[otel]'"
-        ) from None
+    except ImportError as fault:
+        raise missing(f"OpenTelemetry ({fault.name})", "otel", f"--otlp-traces-endpoint={endpoint}") from None
     return _Exporter(Exporter(endpoint=endpoint), endpoint)
 
 

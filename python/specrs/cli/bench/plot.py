@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from specrs.cli.bench import options
+from specrs.extras import require
 
 SUMMARY = "figures from a parquet file of a sweep"
 DESCRIPTION = (
@@ -29,9 +30,8 @@ def run(arguments: argparse.Namespace) -> None:
     """Draw. Raises `InvalidConfigError` for a file without the columns or the rows that figures need."""
     from specrs.bench.figures import FIGURES, Sweep, draw
     from specrs.bench.results import arrivals_warning, read
-    from specrs.cli.bench.serve import require
 
-    require("matplotlib")
+    require("matplotlib", "bench", "specrs bench plot")
     rows = read(arguments.file)
     sweep = Sweep(rows, arguments.k)
     folder = arguments.output_dir or arguments.file.with_suffix("")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from specrs.cli.bench import options
 from specrs.cli.option_flags import add_flag
 from specrs.errors import EngineError, InvalidConfigError, check_number, invalid_config
+from specrs.extras import require
 from specrs.options import options_of
 from specrs.sampling import SamplingParams
 
@@ -83,7 +84,7 @@ def run(arguments: argparse.Namespace) -> None:
     from specrs.bench.metrics import LATENCIES, compute, parse_goodput
     from specrs.bench.serve import LoadConfig
 
-    require("aiohttp")
+    require("aiohttp", "bench", "specrs bench serve")
     concurrency = arguments.max_concurrency
     rate = arguments.request_rate
     load = LoadConfig(
@@ -146,14 +147,6 @@ def run(arguments: argparse.Namespace) -> None:
 def default_prompts(concurrency: int) -> int:
     """How many prompts a concurrency is measured with."""
     return max(50, 10 * concurrency)
-
-
-def require(package: str) -> None:
-    """Raise `InvalidConfigError` if a package of the extra `bench` is missing."""
-    from importlib.util import find_spec
-
-    if find_spec(package) is None:
-        raise InvalidConfigError(f"{package} is missing: pip install 'specrs[bench]'")
 
 
 def announce(load: LoadConfig) -> None:

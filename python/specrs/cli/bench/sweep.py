@@ -17,6 +17,7 @@ from specrs.cli.bench import options
 from specrs.cli.option_flags import MODEL, add_flag
 from specrs.engine_options import EngineOptions
 from specrs.errors import invalid_config
+from specrs.extras import require
 from specrs.options import options_of
 from specrs.sampling import SamplingParams
 
@@ -86,10 +87,9 @@ def run(arguments: argparse.Namespace) -> None:
     from specrs.bench.client import BACKENDS
     from specrs.bench.results import arrivals_warning
     from specrs.bench.sweep import SweepPlan, start, sweep
-    from specrs.cli.bench.serve import require
 
-    require("aiohttp")
-    require("pyarrow")
+    require("aiohttp", "bench", "specrs bench sweep")
+    require("pyarrow", "bench", "specrs bench sweep")
     if arguments.output.suffix != ".parquet":
         raise invalid_config("--output", str(arguments.output), "must end in .parquet")
     if arguments.backend not in BACKENDS:

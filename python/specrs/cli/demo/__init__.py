@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> None:
     # The pair's end token is ignored, so that prompts generate as many tokens each; what chats have answers that end.
     params = SamplingParams(temperature=0.0, max_tokens=arguments.max_tokens, ignore_eos=model is None)
     dtype = arguments.dtype or ("float32" if model is None else "auto")
-    print(f"loading torch and {'the bundled pair' if model is None else model} ...", file=sys.stderr)
+    print(f"loading {'the bundled pair' if model is None else model} ...", file=sys.stderr)
 
     from tqdm import tqdm
 

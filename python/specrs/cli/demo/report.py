@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import textwrap
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -13,11 +14,9 @@ if TYPE_CHECKING:
 
 
 def machine(threads: int, dtype: str) -> str:
-    """What ran: versions, processor, threads, dtype."""
-    return (
-        f"specrs {version('specrs')}, torch {version('torch')}, {_processor()}, "
-        f"{threads} thread{'s' if threads > 1 else ''}, {dtype}"
-    )
+    """Return what ran in one line: versions, processor, threads and dtype. torch is named if it was imported."""
+    torch = f"torch {version('torch')}, " if "torch" in sys.modules else ""
+    return f"specrs {version('specrs')}, {torch}{_processor()}, {threads} thread{'s' if threads > 1 else ''}, {dtype}"
 
 
 def _processor() -> str:

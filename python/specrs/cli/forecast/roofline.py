@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from specrs.cli.output import write_json
 from specrs.errors import InvalidConfigError, check_int, invalid_config
+from specrs.extras import require
 
 if TYPE_CHECKING:
     from specrs.forecast import Forecast
@@ -17,6 +18,7 @@ _LONGEST_CONTEXT = 1 << 24
 
 def run(arguments: argparse.Namespace) -> None:
     """Print, draw and write. Raises `InvalidConfigError` naming what is missing or wrong."""
+    require("torch", "cuda", "specrs forecast --roofline")
     from specrs.cli.forecast.one_model import acceptance
     from specrs.forecast import forecast, lengths_beyond, lengths_up_to, report
     from specrs.forecast.roofline import Roofline, gpu_of
