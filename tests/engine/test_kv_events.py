@@ -2,14 +2,17 @@
 
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from checkpoints import make_checkpoint
 from specrs import LLM, SamplingParams
 from specrs.config import EngineConfig
 from specrs.core import BlockRemoved, BlockStored, KVEventBatch
+from specrs.engine import build
 from specrs.engine.build import build_engine
 from specrs.errors import InvalidConfigError, UnsupportedConfigError
+from specrs.runner.cpu import CpuRunner
 
 from engine.harness import assert_idle
 
@@ -78,3 +81,31 @@ def test_kv_groups_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedConfigError, match=r"enable_kv_cache_events=True: .* several KV groups"):
         LLM(**settings, kv_events_config=NOT_SENT)
     LLM(**settings, kv_events_config={})
+
+
+def test_an_engine_that_cannot_be_built_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+
+    class Publisher:
+        def __init__(self, config: object) -> None:
+            self.publish = ended.append
+
+        def close(self) -> None:
+            ended.append("publisher")
+
+    def fail(parts: object) -> None:
+        raise RuntimeError("no engine")
+
+    close = CpuRunner.close
+    monkeypatch.setattr(build, "KVEventPublisher", Publisher)
+    monkeypatch.setattr(build, "Engine", fail)
+    monkeypatch.setattr(CpuRunner, "close", lambda runner: (ended.append("runner"), close(runner))[1])
+    config = EngineConfig(
+        kv_events_config={"enable_kv_cache_events": True, "publisher": "zmq"},  # type: ignore[arg-type]
+        max_model_len=64,
+        threads=1,
+    )
+    monkeypatch.setitem(sys.modules, "zmq", ModuleType("zmq"))
+    with pytest.raises(RuntimeError, match="no engine"):
+        build_engine(config)
+    assert ended == ["publisher", "runner"]

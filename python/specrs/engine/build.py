@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sys
@@ -77,12 +78,24 @@ def _build(
             stacklevel=2,
         )
     blueprint = Blueprint(config, weights).with_kv_groups()
+    with contextlib.ExitStack() as undo:
+        engine = _assemble(blueprint, team, end, undo)
+        undo.pop_all()
+    return engine
+
+
+def _assemble(
+    blueprint: Blueprint, team: Team | None, end: Callable[[], None] | None, undo: contextlib.ExitStack
+) -> Engine:
+    """Make the parts of an engine and the engine. `undo` ends what has been started."""
+    config = blueprint.config
     blocks = num_blocks(blueprint)
     if team is not None:
         blocks = min(blocks, *(ready["num_blocks"] for ready in team.collect(Kind.READY)))
         team.send(Kind.START, json.dumps({"num_blocks": blocks}).encode())
     scheduler = blueprint.scheduler(blocks)
     own = make_runner(blueprint, scheduler, blocks, None if team is None else team.ranks)
+    undo.callback(own.close)
     runner: Runner = own
     if team is not None:
         assert end is not None
@@ -106,6 +119,7 @@ def _build(
     publisher = None
     if config.kv_events_config is not None and config.kv_events_config.publishes:
         publisher = KVEventPublisher(config.kv_events_config)
+        undo.callback(publisher.close)
     head = blueprint.weights.head
     engine = Engine(
         replace(
