@@ -9,6 +9,7 @@ from checkpoints import edit_json
 from specrs.config import EngineConfig
 from specrs.errors import CheckpointError
 from specrs.models.checkpoint import MAX_JSON
+from specrs.models.loader import load_config
 from specrs.tokenizer import load_tokenizer
 from tokenizer_files import copy_of_pair
 
@@ -19,9 +20,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 def refusal(folder: Path) -> str:
-    """What an engine's start says: its tokenizer is the first to be read."""
-    with pytest.raises(CheckpointError) as raised:
+    """What an engine's start says: its tokenizer is read first, then the configuration of its model."""
+
+    def start() -> None:
         load_tokenizer(EngineConfig.from_kwargs(model=str(folder), speculative_config=None))
+        load_config(folder)
+
+    with pytest.raises(CheckpointError) as raised:
+        start()
     return str(raised.value)
 
 
