@@ -4,7 +4,9 @@ The rules are transformers', so that ids are equal:
 
 - `added_tokens_decoder` of tokenizer_config.json lists added tokens. Only where it is missing, special_tokens_map.json
   and added_tokens.json are read, and what they say counts more than tokenizer_config.json.
-- A token that is listed with other flags than in tokenizer.json gets the listed flags.
+- A token that is listed with other flags than in tokenizer.json gets the listed flags. Without
+  `added_tokens_decoder`, tokenizer.json lists its own tokens, and they count more than added_tokens.json.
+- A listed token that has a role is special.
 - A token that tokenizer.json does not have gets the next free id, whatever id a file says.
 - A role that no file mentions has the token that the tokenizer's class has for it (`DEFAULTS`). Here, unlike in
   transformers, that counts only if tokenizer.json has the token: a model has no embedding for another one.
@@ -92,44 +94,47 @@ class SpecialTokens:
             for key, value in said.items()
             if key in ROLES or (key.endswith("_token") and isinstance(value, str | Mapping))
         }
+        self._lists_all = listed is not None
         self._listed = self._added(added_tokens) if listed is None else self._decoded(listed)
 
     def add_to(self, backend: Tokenizer) -> tuple[dict[str, str], tuple[str, ...]]:
         """Add the tokens that `backend` does not have yet, which mutates it. Returns those with a role, and others."""
-        there = list(backend.get_added_tokens_decoder().values())
-        contents = {token.content for token in there}
+        there = backend.get_added_tokens_decoder()
+        contents = {token.content for token in there.values()}
         defaults = {role: token for role, token in self._defaults.items() if token in contents}
-        named = {**defaults, **self._said}
-        given = [token for token in (*named.values(), *self._extra) if token is not None]
-        states = {repr(token) for token in there}  # of content and flags
-        added = [token for token in self._listed if repr(token) not in states]
+        said = {**defaults, **self._said}
+        order = [*ROLES, *(role for role in said if role not in ROLES)]
+        named = {role: token for role in order if (token := said.get(role)) is not None}
+        given = [*named.values(), *self._extra]
+        listed = self._listed if self._lists_all else {**self._listed, **there}
+        added = [listed[index] for index in sorted(listed)]
         contents.update(token.content for token in added)
         added += [_added_token(token) for token in given if str(token) not in contents]
-        special = {str(token) for token in named.values() if token is not None}
+        special = set(map(str, named.values()))
         for token in added:
             token.special = token.special or token.content in special
         backend.add_tokens(added)
-        roles = {role: str(token) for role, token in named.items() if token is not None}
-        order = [*ROLES, *(role for role in roles if role not in ROLES)]
-        return {role: roles[role] for role in order if role in roles}, tuple(map(str, self._extra))
+        return {role: str(token) for role, token in named.items()}, tuple(map(str, self._extra))
 
-    def _decoded(self, listed: object) -> list[AddedToken]:
+    def _decoded(self, listed: object) -> dict[int, AddedToken]:
         if not isinstance(listed, Mapping) or not all(key.isdecimal() for key in listed):
             raise malformed("added_tokens_decoder", listed, "an object of tokens by their id", file=str(self._file))
         for value in listed.values():
             if not isinstance(value, Mapping):
                 raise malformed("added_tokens_decoder", value, "an object with a content", file=str(self._file))
-        return [_added_token(self._token("added_tokens_decoder", listed[key])) for key in sorted(listed, key=int)]
+        return {int(key): _added_token(self._token("added_tokens_decoder", value)) for key, value in listed.items()}
 
-    def _added(self, ids: Mapping[str, Any]) -> list[AddedToken]:
+    def _added(self, ids: Mapping[str, Any]) -> dict[int, AddedToken]:
         from tokenizers import AddedToken
 
         for token, index in ids.items():
             if type(index) is not int:
                 raise malformed(token, index, "an id", file=str(self._file.with_name("added_tokens.json")))
         special = {str(token) for token in (*(self._defaults | self._said).values(), *self._extra)}
-        ordered = sorted(ids, key=lambda token: int(ids[token]))
-        return [AddedToken(token, normalized=token not in special, special=token in special) for token in ordered]
+        return {
+            index: AddedToken(token, normalized=token not in special, special=token in special)
+            for token, index in ids.items()
+        }
 
     def _token(self, field: str, value: object) -> str | AddedToken:
         from tokenizers import AddedToken
