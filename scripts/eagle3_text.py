@@ -45,14 +45,14 @@ def read_prompts(args: argparse.Namespace, tokenizer: Any, count: int, size: int
     if args.prompts is not None:
         lines = [line for line in args.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
         texts = [json.loads(line)["prompt"] if line.startswith("{") else line for line in lines]
-        prompts = [ids[-size:] for ids in tokenizer(texts, add_special_tokens=True)["input_ids"] if ids]
+        prompts = [ids[-size:] for ids in map(tokenizer.encode, texts) if ids]
         return [prompts[i % len(prompts)] for i in range(count)]
     root = Path(sysconfig.get_paths()["stdlib"])
     skip = {"site-packages", "test", "tests", "idlelib"}
     files = sorted(p for p in root.rglob("*.py") if not skip & set(p.relative_to(root).parts))
     rng.shuffle(files)
     texts = [p.read_text(encoding="utf8", errors="ignore") for p in files]
-    stream = [i for ids in tokenizer(texts, verbose=False)["input_ids"] for i in [tokenizer.eos_token_id, *ids]]
+    stream = [i for ids in map(tokenizer.encode, texts) for i in [tokenizer.eos_token_id, *ids]]
     end = int(len(stream) * (1 - HELD_OUT)) - size
     return [stream[at : at + size] for at in (rng.randrange(end) for _ in range(count))]
 
@@ -99,7 +99,7 @@ def write_text(args: argparse.Namespace, folder: Path) -> Text:
     """Let the target continue the prompts, `PART` at a time, and keep each part in a file."""
     from specrs.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer(str(args.target)).hf
+    tokenizer = Tokenizer(str(args.target))
     prompts = read_prompts(args, tokenizer, args.num_prompts, args.prompt_tokens)
     length = args.prompt_tokens + args.new_tokens
     folder.mkdir(parents=True, exist_ok=True)

@@ -239,7 +239,7 @@ def test_broken_files(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"^tokenizer='.*broken': could not be read: "):
         Tokenizer(str(folder))
     (folder / "tokenizer_config.json").write_text("{", encoding="utf-8")
-    with pytest.raises(CheckpointError, match=r"tokenizer_config.json could not be read"):
+    with pytest.raises(CheckpointError, match=r"tokenizer_config.json: could not be read as JSON"):
         Tokenizer(str(folder))
 
 
@@ -348,7 +348,6 @@ def test_a_folder_follows_its_own_tokenizer_json(cls: str, prefix: str, tmp_path
     for text in SPACED:
         ids = own.encode(text).ids
         assert ours.encode(text) == ids
-        assert ours.hf.encode(text) == ids
         for decode in (ours.decode, ours.decoder.decode):
             assert decode(ids, skip_special_tokens=False) == own.decode(ids, skip_special_tokens=False)
 

@@ -103,7 +103,7 @@ def test_published_settings(model: str, tmp_path: Path) -> None:
     folder = folder_with(tmp_path / "model", PUBLISHED[model])
     tokenizer = Tokenizer(str(folder))
     assert [tokenizer.encode(text) for text in TEXTS] == ids(folder)
-    assert tokenizer.hf.eos_token_id == 0
+    assert tokenizer.eos_token_id == 0
     chat = [{"role": "user", "content": "two"}]
     assert tokenizer.render_chat(chat) == f"two{END}"
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]

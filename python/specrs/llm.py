@@ -180,9 +180,9 @@ class LLM:
         """Start counting anew."""
         self.engine.reset_stats()
 
-    def get_tokenizer(self) -> Any:
-        """transformers' tokenizer; None with `skip_tokenizer_init`."""
-        return None if self.tokenizer is None else self.tokenizer.hf
+    def get_tokenizer(self) -> Tokenizer | None:
+        """The engine's tokenizer; None with `skip_tokenizer_init`."""
+        return self.tokenizer
 
     def _complete(
         self,

@@ -96,7 +96,7 @@ def test_random(tokenizer: Tokenizer) -> None:
     samples = load(config, tokenizer)
     assert {len(s.prompt) for s in samples} == set(range(10, 31))
     assert {s.output_len for s in samples} == set(range(5, 16))
-    special = set(tokenizer.hf.all_special_ids)
+    special = set(tokenizer.all_special_ids)
     assert not any(special & set(s.prompt) for s in samples)
     exact = load(DatasetConfig(name="random", num_prompts=3, input_len=7, output_len=2), tokenizer)
     assert [(len(s.prompt), s.output_len) for s in exact] == [(7, 2)] * 3

@@ -134,7 +134,7 @@ def test_instructions_go_through_the_template(tmp_path: Path) -> None:
     path.write_text('{"turns": ["import os"]}\n')
     tokenizer = Tokenizer(str(TARGET))
     samples = load(DatasetConfig(name="hf", path=str(path), num_prompts=1), tokenizer)
-    tokenizer.hf.chat_template = "# {{ messages[0].content }}"
+    tokenizer.chat_template = "# {{ messages[0].content }}"
     assert prompts(samples, tokenizer) == [tokenizer.encode("# import os")]
     assert prompts(samples, tokenizer, template=False) == [tokenizer.encode("import os")]
 

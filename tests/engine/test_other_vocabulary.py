@@ -134,7 +134,7 @@ def test_shared_tokens_stand_for_the_same_bytes(tmp_path: Path) -> None:
     ours = target.backend.get_vocab()
     expected = {ours["\u010a"]: 3, ours["\u0120"]: 4, ours["e"]: 5}
     expected |= {ours[f"\u0120{x}"]: tokens[f"\u2581{x}"] for x in ("t", "th") if f"\u0120{x}" in ours}
-    expected[target.hf.eos_token_id] = 2
+    expected[target.eos_token_id] = 2
     assert dict(shared_ids(target, draft)) == expected
     assert dict(shared_ids(draft, target)) == {own: other for other, own in expected.items()}
 

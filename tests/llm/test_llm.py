@@ -424,4 +424,4 @@ def test_stats_pass_through(llm: LLM) -> None:
 
 
 def test_get_tokenizer(llm: LLM, tokenizer: Tokenizer) -> None:
-    assert llm.get_tokenizer() is tokenizer.hf
+    assert llm.get_tokenizer() is tokenizer

@@ -130,7 +130,7 @@ def test_tokenizer_is_the_checkpoint_s(tmp_path: Path) -> None:
     text = "Don't 123 naïve<|endoftext|>  \n日本"
     assert ours.encode(text) == theirs.encode(text)
     assert ours.decoder.decode(ours.encode(text)) == theirs.decoder.decode(theirs.encode(text))
-    assert ours.hf.eos_token == "<|endoftext|>"
+    assert ours.special_tokens_map["eos_token"] == "<|endoftext|>"
     assert ours.render_chat([{"role": "user", "content": "hi"}]) == "hi!"
     bos = write_gguf(
         source, tmp_path / "bos.gguf", tokenizer__ggml__add_bos_token=True, tokenizer__ggml__bos_token_id=0

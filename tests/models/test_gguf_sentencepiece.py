@@ -148,7 +148,7 @@ def test_special_ids_of_sentencepiece_hold_where_the_file_names_none(
 ) -> None:
     fields = dict.fromkeys(("bos_token_id", "eos_token_id", "unknown_token_id"))
     ours = Tokenizer(str(write_metadata(tmp_path / "model.gguf", metadata_of(llama, **fields))))
-    assert (ours.hf.bos_token, ours.hf.eos_token, ours.hf.unk_token) == ("<s>", "</s>", "<unk>")
+    assert ours.special_tokens_map == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     assert end_ids(metadata_of(llama, **fields)) == [2]
 
 

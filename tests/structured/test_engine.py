@@ -207,7 +207,7 @@ def test_min_tokens_yields_at_the_end_of_the_grammar(rule: str) -> None:
 
 def test_constraints_that_never_meet_a_grammar_are_rejected_with_both_names() -> None:
     llm = make_llm(0)
-    digits = [token for text, token in llm.get_tokenizer().get_vocab().items() if text.isdigit()]
+    digits = [token for text, token in llm.get_tokenizer().backend.get_vocab().items() if text.isdigit()]
     params = RANDOM.replace(allowed_token_ids=digits, structured_outputs={"choice": ["yes", "no"]})
     with pytest.raises(
         InvalidRequestError, match=r"^allowed_token_ids=.*: no token is allowed at the start: with structured_outputs="
@@ -220,7 +220,7 @@ def test_constraints_that_never_meet_a_grammar_are_rejected_with_both_names() ->
 def test_constraints_that_meet_no_more_end_their_request_alone(k: int) -> None:
     """After the digits the grammar leaves the end, which is not among the allowed ids."""
     llm = make_llm(k)
-    digits = [token for text, token in llm.get_tokenizer().get_vocab().items() if text.isdigit()]
+    digits = [token for text, token in llm.get_tokenizer().backend.get_vocab().items() if text.isdigit()]
     asked = RANDOM.replace(seed=1, allowed_token_ids=digits, structured_outputs={"regex": "[0-9]{3}"})
     outputs = run(llm, [structured(0), asked, structured(2)])
     broken = outputs.pop(1)

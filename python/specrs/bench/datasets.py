@@ -210,7 +210,7 @@ def _length(middle: int, ratio: float, rng: random.Random) -> int:
 
 
 def _random(config: DatasetConfig, tokenizer: Tokenizer, rng: random.Random) -> list[Sample]:
-    special = set(tokenizer.hf.all_special_ids)
+    special = set(tokenizer.all_special_ids)
     allowed = [token for token in range(tokenizer.vocab_size) if token not in special]
     samples = []
     for _ in range(config.num_prompts):

@@ -1,4 +1,4 @@
-"""Chat templates to text: transformers' own rendering, in its sandbox. Loads no tokenizer, and no torch."""
+"""Chats to text by a chat template, which runs in a sandbox (`sandbox.py`). Loads no tokenizer."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ RENDER_ARGUMENTS = frozenset(
     {
         "conversation",
         "conversations",
+        "messages",
         "tools",
         "documents",
         "chat_template",
@@ -32,7 +33,7 @@ RENDER_ARGUMENTS = frozenset(
         "tokenizer_kwargs",
     }
 )
-"""Names that no template may have for a variable of its own: they are transformers'."""
+"""Names that `chat_template_kwargs` may not have: those of transformers' arguments, and `messages`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,8 @@ def render(arguments: Mapping[str, Any]) -> Rendered:
 
     Raises `InvalidRequestError` when the template fails, and for messages that it cannot show.
     """
+    from specrs.chat_template.sandbox import show  # jinja2 is imported when it is needed
+
     given = dict(arguments)
     messages, special_tokens = given.pop("messages"), given.pop("special_tokens")
     variables, hints = given.pop("variables"), given.pop("hints")
@@ -57,13 +60,13 @@ def render(arguments: Mapping[str, Any]) -> Rendered:
     unread = [name for name in hints if name not in traits.variables] if hints else []
     variables = {**variables, **{name: value for name, value in hints.items() if name not in unread}}
 
-    def show(conversation: list[Message]) -> str:
-        return _render(conversation, **{**special_tokens, **variables, **given})
+    def render_messages(conversation: list[Message]) -> str:
+        return show(conversation, variables={**special_tokens, **variables}, **given)
 
-    fitted, warnings = fit(messages, traits, show)
+    fitted, warnings = fit(messages, traits, render_messages)
     warnings += [f"{name}={hints[name]!r}: the chat template does not read it" for name in unread]
     try:
-        text = show(fitted)
+        text = render_messages(fitted)
     except Exception as fault:
         # a template is a program: whatever it raises is about this conversation
         lines = str(fault).strip().splitlines()
@@ -75,34 +78,30 @@ def render(arguments: Mapping[str, Any]) -> Rendered:
 @lru_cache(maxsize=16)
 def _traits(chat_template: str, special_tokens: str) -> Traits:
     """The traits of a template; `special_tokens` is JSON, because a dictionary has no hash."""
+    from specrs.chat_template.sandbox import show
+
     tokens = json.loads(special_tokens)
 
-    def show(conversation: list[Message], tools: list[dict[str, Any]] | None) -> str:
-        return _render(conversation, chat_template=chat_template, tools=tools, add_generation_prompt=True, **tokens)
+    def render_probe(conversation: list[Message], tools: list[dict[str, Any]] | None) -> str:
+        arguments = {"chat_template": chat_template, "tools": tools, "variables": tokens}
+        return show(conversation, add_generation_prompt=True, **arguments)
 
-    return Traits(show, lambda: _variables(chat_template), lambda: _words(chat_template))
-
-
-def _render(conversation: list[Message], **arguments: Any) -> str:
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    rendered: Any = render_jinja_template(conversations=[conversation], **arguments)
-    return str(rendered[0][0])
+    return Traits(render_probe, lambda: _variables(chat_template), lambda: _words(chat_template))
 
 
 def _variables(chat_template: str) -> frozenset[str]:
     """Names that the template reads from what it is called with. Raises jinja2's errors for a broken template."""
     from jinja2.meta import find_undeclared_variables
-    from transformers.utils.chat_template_utils import _compile_jinja_template
 
-    environment = _compile_jinja_template(chat_template).environment
+    from specrs.chat_template.sandbox import compile_template
+
+    environment = compile_template(chat_template).environment
     return frozenset(find_undeclared_variables(environment.parse(chat_template)))
 
 
 def _words(chat_template: str) -> frozenset[str]:
     """Names and strings of the template's code, not of the text that it writes. Raises jinja2's errors."""
-    from transformers.utils.chat_template_utils import _compile_jinja_template
+    from specrs.chat_template.sandbox import compile_template
 
-    environment = _compile_jinja_template(chat_template).environment
-    tokens = environment.lex(chat_template)
+    tokens = compile_template(chat_template).environment.lex(chat_template)
     return frozenset(value.strip("'\"") for _, kind, value in tokens if kind in ("name", "string"))

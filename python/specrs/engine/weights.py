@@ -141,7 +141,7 @@ def _check_ours(config: EngineConfig, source: str, revision: str | None) -> None
 
 
 def _vocabulary(tokenizer: Tokenizer, model: Model) -> Vocabulary:
-    bos = tokenizer.hf.bos_token_id
+    bos = tokenizer.bos_token_id
     begins = bos is not None and tokenizer.encode("a")[:1] == [bos]
     ends = end_ids(model.eos_token_ids, tokenizer, model.vocab_size)
     return Vocabulary(tokenizer.backend, bos if begins else None, ends)

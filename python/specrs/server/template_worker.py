@@ -1,4 +1,4 @@
-"""A process that renders chat templates, one after another, until its input ends. Runs by path; loads no torch.
+"""A process that renders chat templates, one after another, until its input ends. Runs by path.
 
 A line in, a line out, each JSON: `{"memory", "seconds"}` gives `{}`, then each `Tokenizer.chat_arguments` gives
 `{"text", "warnings"}` or `{"error"}`.
@@ -12,6 +12,7 @@ import signal
 import sys
 from typing import Any
 
+import specrs.chat_template.sandbox  # noqa: F401  not when the first request waits for it
 from specrs.chat_template import render
 from specrs.errors import InvalidRequestError
 from specrs.processes.limits import alarm, restrain
@@ -24,7 +25,6 @@ def main() -> None:
     os.dup2(2, 1)  # what a library prints is no answer
     setup = json.loads(sys.stdin.buffer.readline())
     restrain(setup["memory"], niceness=0)  # the first token of an answer waits for this
-    import transformers.utils.chat_template_utils  # noqa: F401  a second, which is not the first request's
 
     answer: dict[str, Any] = {}
     while True:

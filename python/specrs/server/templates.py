@@ -17,8 +17,8 @@ from specrs.tokenizer import Tokenizer
 
 RENDER_TIMEOUT = 5.0
 """Seconds that a template may take."""
-START_TIMEOUT = 120.0
-"""Seconds that a worker may take to start: it imports a part of transformers."""
+START_TIMEOUT = 60.0
+"""Seconds that a worker may take to start."""
 MEMORY_LIMIT = 2 * 2**30
 """Bytes of address space of a worker."""
 MAX_WORKERS = 2

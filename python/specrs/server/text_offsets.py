@@ -36,7 +36,7 @@ def prompt_offsets(tokenizer: Tokenizer, token_ids: Sequence[int], text: str) ->
     """
     decoded = TextWindow(tokenizer.decoder, (), skip_special_tokens=False)
     pieces = [decoded.add(token_id) for token_id in token_ids]
-    special = set(tokenizer.hf.all_special_ids)
+    special = set(tokenizer.all_special_ids)
     first = next((i for i, token_id in enumerate(token_ids) if token_id not in special), None)
     if first is not None and _leading_spaces("".join(pieces[first:])) > _leading_spaces(text):
         pieces[first] = pieces[first].removeprefix(" ")  # sentencepiece puts one before a text

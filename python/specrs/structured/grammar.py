@@ -59,7 +59,7 @@ def submit_grammar(params: StructuredOutputsParams, tokenizer: Tokenizer, vocab_
 
     def finish(compiled: Future[Start]) -> None:
         # that the tokenizer is named here keeps it, and so the compiler open, until this one is done
-        eos_token_id: int | None = tokenizer.hf.eos_token_id
+        eos_token_id: int | None = tokenizer.eos_token_id
         if compiled.cancelled():
             outcome.cancel()
             return

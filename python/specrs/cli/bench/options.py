@@ -112,7 +112,7 @@ def prompts(samples: Sequence[Sample], tokenizer: Tokenizer, template: bool = Tr
     for sample in samples:
         if not isinstance(sample.prompt, str):
             ids.append(list(sample.prompt))
-        elif sample.instruction and template and tokenizer.hf.chat_template:
+        elif sample.instruction and template and tokenizer.chat_template:
             text = tokenizer.render_chat([{"role": "user", "content": sample.prompt}])
             ids.append(tokenizer.encode(text, add_special_tokens=False))
         else:

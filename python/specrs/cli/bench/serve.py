@@ -240,7 +240,7 @@ def for_backend(samples: list[Sample], target: Target, tokenizer: Tokenizer | No
     from dataclasses import replace
 
     if not target.chat:
-        if tokenizer is None or not template or not tokenizer.hf.chat_template:
+        if tokenizer is None or not template or not tokenizer.chat_template:
             return samples
         rendered = tokenizer.render_chat
         return [

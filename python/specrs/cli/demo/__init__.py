@@ -155,7 +155,7 @@ def _named(arguments: argparse.Namespace) -> str | None:
 def _prompts(model: str | None, tokenizer: Tokenizer | None) -> list[tuple[str, Prompt]]:
     """What is shown of each prompt, and the prompt: chats for a model that has a template for them."""
     assert tokenizer is not None
-    if model is None or not tokenizer.hf.chat_template:
+    if model is None or not tokenizer.chat_template:
         from specrs.pair.prompts import PROMPTS
 
         return [(prompt, prompt) for prompt in PROMPTS]

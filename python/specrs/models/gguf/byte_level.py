@@ -48,15 +48,13 @@ def byte_level(vocabulary: Vocabulary) -> Tokenizer:
     name = file.metadata.get("tokenizer.ggml.pre")
     if not isinstance(name, str) or name not in SPLITS:
         raise refused(file, "tokenizer.ggml.pre", name, ", ".join(SPLITS))
-    merges: list[tuple[str, str]] = []
-    for i, merge in enumerate(strings(file, "merges")):
-        left, _, right = merge.partition(" ")
-        if not {left, right, left + right} <= ids.keys():
-            at = f"tokenizer.ggml.merges[{i}]={short(merge)}"
-            raise CheckpointError(f"{file.path}: {at}: no tokens of the vocabulary")
-        merges.append((left, right))
+    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in strings(file, "merges"))]
     split = SPLITS[name]
-    made = Tokenizer(models.BPE(vocab=ids, merges=merges, ignore_merges=name in WHOLE_WORDS))
+    try:
+        made = Tokenizer(models.BPE(vocab=ids, merges=merges, ignore_merges=name in WHOLE_WORDS))
+    except Exception:
+        _check_merges(vocabulary, merges)
+        raise
     if name in NFC:
         made.normalizer = normalizers.NFC()
     bytes_alone = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split in (_GPT2, _DIGITS))
@@ -69,3 +67,11 @@ def byte_level(vocabulary: Vocabulary) -> Tokenizer:
     )
     made.decoder = decoders.ByteLevel()
     return made
+
+
+def _check_merges(vocabulary: Vocabulary, merges: list[tuple[str, str]]) -> None:
+    """Raise CheckpointError for the first pair that is not of the vocabulary, or whose joined token is not."""
+    for i, (left, right) in enumerate(merges):
+        if not {left, right, left + right} <= vocabulary.ids.keys():
+            at = f"tokenizer.ggml.merges[{i}]={short(f'{left} {right}')}"
+            raise CheckpointError(f"{vocabulary.file.path}: {at}: no tokens of the vocabulary")

@@ -70,12 +70,16 @@ def _merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
         for token, kind, score in zip(vocabulary.tokens, vocabulary.kinds, scores, strict=True)
         if kind == NORMAL
     }
-    pairs = [
-        (-score, len(left := token[:at]), left, right)
-        for token, score in pieces.items()
-        for at in range(1, len(token))
-        if token[:at] in pieces and (right := token[at:]) in pieces
-    ]
+    pairs: list[tuple[float, int, str, str]] = []
+    beginnings: list[str] = []  # pieces that `token` begins with, the shortest first; a sorted list has them before it
+    for token in sorted(pieces):
+        while beginnings and not token.startswith(beginnings[-1]):
+            beginnings.pop()
+        for left in beginnings:
+            right = token[len(left) :]
+            if right in pieces:
+                pairs.append((-pieces[token], len(left), left, right))
+        beginnings.append(token)
     merged: dict[float, str] = {}
     for score, _, left, right in pairs:
         other = merged.setdefault(score, left + right)

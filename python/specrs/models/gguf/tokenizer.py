@@ -1,9 +1,9 @@
-"""The tokenizer in a GGUF file as transformers' object. It is built from the file alone, whatever lies next to it."""
+"""The tokenizer in a GGUF file. It is built from the file alone, whatever lies next to it."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from specrs.models.gguf.byte_level import WHOLE_WORDS, byte_level
 from specrs.models.gguf.file import open_gguf
@@ -12,17 +12,25 @@ from specrs.models.gguf.vocabulary import CONTROL, UNKNOWN, USER_DEFINED, Vocabu
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerBase
 
 _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _SENTENCEPIECE, _BYTE_LEVEL = "llama", "gpt2"
 """Values of `tokenizer.ggml.model`."""
 
 
-def gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """The file's tokenizer. Raises CheckpointError for one that is missing, damaged or not implemented."""
-    from transformers import PreTrainedTokenizerFast
+class GGUFTokenizer(NamedTuple):
+    """A tokenizer and what its file says about it."""
 
+    backend: Tokenizer
+    special_tokens: dict[str, str]
+    """Tokens by their role, such as `eos_token`."""
+    chat_template: str | None
+    unused_ids: frozenset[int]
+    """Ids that stand for no text, padding for example."""
+
+
+def gguf_tokenizer(path: Path) -> GGUFTokenizer:
+    """Read the file's tokenizer. Raises CheckpointError for one that is missing, damaged or not implemented."""
     file = open_gguf(path)
     kind, template = file.metadata.get("tokenizer.ggml.model"), file.metadata.get("tokenizer.chat_template")
     if kind not in (_BYTE_LEVEL, _SENTENCEPIECE):
@@ -31,21 +39,12 @@ def gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     if template is not None and not isinstance(template, str):
         raise refused(file, "tokenizer.chat_template", template, "a string")
     vocabulary = read_vocabulary(file)
-    roles = {role: vocabulary.special(name) for role, name in _ROLES.items()}
+    roles = {role: token for role, name in _ROLES.items() if (token := vocabulary.special(name)) is not None}
     backend = byte_level(vocabulary) if kind == _BYTE_LEVEL else sentencepiece(vocabulary)
     _add_tokens(backend, vocabulary)
     _put_around(backend, vocabulary, kind == _SENTENCEPIECE or file.metadata["tokenizer.ggml.pre"] in WHOLE_WORDS)
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=backend,
-        clean_up_tokenization_spaces=False,
-        chat_template=template,
-        **{role: token for role, token in roles.items() if token is not None},
-    )
-
-
-def gguf_unused_ids(path: Path) -> frozenset[int]:
-    """Ids of the file's vocabulary that stand for no text, padding for example. Raises as `gguf_tokenizer`."""
-    return read_vocabulary(open_gguf(path)).unused_ids
+    _add_roles(backend, roles)
+    return GGUFTokenizer(backend, roles, template, vocabulary.unused_ids)
 
 
 def _add_tokens(backend: Tokenizer, vocabulary: Vocabulary) -> None:
@@ -59,6 +58,14 @@ def _add_tokens(backend: Tokenizer, vocabulary: Vocabulary) -> None:
             if kind in (CONTROL, UNKNOWN, USER_DEFINED)
         ]
     )
+
+
+def _add_roles(backend: Tokenizer, roles: dict[str, str]) -> None:
+    """Add the tokens with a role that are of another type in the file: they are special all the same."""
+    from tokenizers import AddedToken
+
+    added = {token.content for token in backend.get_added_tokens_decoder().values()}
+    backend.add_tokens([AddedToken(token, special=True) for token in roles.values() if token not in added])
 
 
 def _put_around(backend: Tokenizer, vocabulary: Vocabulary, default_bos: bool) -> None:

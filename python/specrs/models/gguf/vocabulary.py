@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from specrs.errors import CheckpointError, invalid
@@ -42,10 +43,10 @@ class Vocabulary:
     kinds: list[int]
     size: int
 
-    @property
+    @cached_property
     def ids(self) -> dict[str, int]:
         """Id of each token, without the unused ones at the end."""
-        return {token: i for i, token in enumerate(self.tokens[: self.size])}
+        return dict(zip(self.tokens, range(self.size), strict=False))
 
     @property
     def unused_ids(self) -> frozenset[int]:

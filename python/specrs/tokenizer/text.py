@@ -1,0 +1,308 @@
+"""One checkpoint's tokenizer: text to ids and back, and chats to text. Runs no model.
+
+The library `tokenizers` does the work. What the files say is read by `folder.py`, and by `models/gguf` for GGUF files.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from specrs.chat_template import RENDER_ARGUMENTS, render
+from specrs.core import TokenDecoder
+from specrs.errors import CheckpointError, InvalidRequestError, invalid_request, short
+from specrs.tokenizer.folder import folder_tokenizer
+from specrs.tokenizer.messages import checked_messages
+from specrs.tokenizer.parts import ChatTemplate, TokenizerParts
+from specrs.tokenizer.template_files import choose_template
+
+logger = logging.getLogger("specrs")
+
+_LONG_TEXT = 2**17
+"""Characters; shorter texts are encoded whatever their length, in tens of milliseconds."""
+
+
+class Tokenizer:
+    """One tokenizer. Its methods may be called by several threads.
+
+    `backend` is the `tokenizers.Tokenizer`. `special_tokens_map` has tokens by their role (`"eos_token"`),
+    `extra_special_tokens` special ones without a role. `chat_template` is a template, several by name, or None.
+    `unused_ids` are ids that stand for no text, such as the padding of a GGUF file's vocabulary.
+    """
+
+    def __init__(self, source: str, revision: str | None = None) -> None:
+        """Read the tokenizer of a folder, hub id or GGUF file.
+
+        Raises `CheckpointError` if it is missing, broken or needs code of the checkpoint, which is never run.
+        """
+        self.source = source
+        try:
+            parts = _read(source, revision)
+        except CheckpointError:
+            raise
+        except Exception as fault:
+            raise CheckpointError(f"tokenizer={short(source)}: could not be read: {_first_line(fault)}") from fault
+        self.backend = parts.backend
+        self.special_tokens_map = parts.special_tokens
+        self.extra_special_tokens = parts.extra_special_tokens
+        self.chat_template: ChatTemplate = parts.chat_template
+        self.unused_ids = parts.unused_ids
+        # tokenizer.json may carry both; a prompt is rejected when it is too long, never cut in silence
+        self.backend.no_truncation()
+        self.backend.no_padding()
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """Id of the token that begins a sequence; None without one."""
+        return self.special_id("bos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """Id of the token that ends a sequence; None without one."""
+        return self.special_id("eos_token")
+
+    def special_id(self, role: str) -> int | None:
+        """Id of the token with a role, such as `unk_token`; None without one."""
+        token = self.special_tokens_map.get(role)
+        return None if token is None else self.backend.token_to_id(token)
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        """Ids of the special tokens, with a role or without, each once."""
+        tokens = dict.fromkeys([*self.special_tokens_map.values(), *self.extra_special_tokens])
+        return [found for token in tokens if (found := self.backend.token_to_id(token)) is not None]
+
+    @cached_property
+    def decoder(self) -> TokenDecoder:
+        """The decoding half, which the core's texts share; made when it is first asked for.
+
+        Raises `CheckpointError` for a decoder that is Python code, which has no JSON.
+        """
+        try:
+            return TokenDecoder(self.backend.to_str())
+        except Exception as fault:
+            raise CheckpointError(
+                f"tokenizer={short(self.source)}: its decoder could not be taken over: {_first_line(fault)}"
+            ) from fault
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens with added ones; the models' embeddings may have more rows."""
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def max_chars_per_token(self) -> int | None:
+        """The most characters that one token stands for; None where an unknown word of any length is one token."""
+        from tokenizers import models, pre_tokenizers
+
+        vocab, model = self.backend.get_vocab(with_added_tokens=True), self.backend.model
+        if not isinstance(model, models.BPE):
+            return None
+        bytes_ = (
+            [f"<0x{byte:02X}>" for byte in range(256)] if model.byte_fallback else pre_tokenizers.ByteLevel.alphabet()
+        )
+        if not all(token in vocab for token in bytes_):
+            return None
+        if self.backend.normalizer is None:
+            return max(map(len, vocab))
+        normalizer = str(json.loads(self.backend.to_str())["normalizer"])
+        if any(kind in normalizer for kind in ("Regex", "Strip", "Precompiled", "Bert")):
+            return None  # it may remove text of any length, runs of spaces for example
+        return max(map(len, vocab)) * 4  # NFC and its kin make one character of up to four
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+        """Ids of `text`, with what the checkpoint puts around a sequence (a BOS token) unless told otherwise.
+
+        With `max_tokens`, a text that is far longer costs what its beginning does: 16 MB took 9 s and 3 GB before.
+        A text that is a little longer is encoded; its length is the caller's to check.
+
+        Raises `InvalidRequestError` if `text` is no text: not a string, or with lone surrogates; and where it is far
+        longer than `max_tokens`.
+        """
+        if not isinstance(text, str):
+            raise invalid_request("prompt", text, "must be a string")
+        try:
+            text.encode()
+        except UnicodeEncodeError as fault:
+            raise InvalidRequestError(
+                f"prompt[{fault.start}]={short(text[fault.start])}: a lone surrogate is no character; allowed is any "
+                "text that can be written as UTF-8"
+            ) from None
+        if max_tokens is not None and len(text) > _LONG_TEXT:
+            self._check_length(text, max_tokens)
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def _check_length(self, text: str, max_tokens: int) -> None:
+        most, size = self.max_chars_per_token, _LONG_TEXT
+        too_long = most is not None and len(text) > most * max_tokens
+        while not too_long and size < len(text):
+            # Twice: how a text goes on may change how the end of its beginning is split.
+            too_long = len(self.backend.encode(text[:size], add_special_tokens=False).ids) > 2 * max_tokens
+            size *= 4
+        if too_long:
+            raise InvalidRequestError(
+                f"prompt: its {len(text)} characters are more than the {max_tokens} tokens that are allowed"
+            )
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`, all at once."""
+        return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def bytes_in_vocabulary(self, token_id: int) -> bytes:
+        """The bytes that the vocabulary's entry of a token stands for; empty for an id that it does not have.
+
+        For byte-level tokenizers and those with a fallback to bytes. Other vocabularies may write a token otherwise
+        than it is decoded.
+        """
+        token = self.backend.id_to_token(token_id)
+        return b"" if token is None else self.bytes_of(token)
+
+    def bytes_of(self, token: str) -> bytes:
+        """The bytes that a token of the vocabulary stands for. See `bytes_in_vocabulary` for what it cannot know."""
+        if self._is_byte_level and all(symbol in _BYTE_OF_SYMBOL for symbol in token):
+            return bytes(_BYTE_OF_SYMBOL[symbol] for symbol in token)
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes([int(token[3:5], 16)])
+        return token.replace("\u2581", " ").encode()
+
+    @cached_property
+    def _is_byte_level(self) -> bool:
+        """Whether the vocabulary writes bytes as symbols. The decoder says so: its JSON alone, not the vocabulary's."""
+        decoder = self.backend.decoder
+        return decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text of a conversation, by the checkpoint's template or `chat_template`, in a sandbox.
+
+        Contents are strings, or lists of `{"type": "text", "text": ...}` parts, which are joined by newlines.
+        `chat_template_kwargs` are the template's own variables. Messages that the template leaves out are logged.
+
+        Raises `InvalidRequestError` for messages that are none, without a template, and when the template fails.
+        """
+        rendered = render(
+            self.chat_arguments(
+                messages,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+        )
+        for warning in rendered.warnings:
+            logger.warning("%s", warning)
+        return rendered.text
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        tokenize: bool = True,
+        **chat_template_kwargs: Any,
+    ) -> list[int] | str:
+        """Ids of a conversation, or its text with `tokenize=False`; arguments and defaults are transformers'.
+
+        The text is that of `render_chat`, and this raises what `render_chat` raises.
+        """
+        text = self.render_chat(
+            conversation,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    def chat_arguments(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        hints: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
+        """Plain data from which `specrs.chat_template.render` makes the text of `render_chat`, in any process.
+
+        `hints` are variables that the template gets where it reads them; each of the others gives a warning.
+
+        Raises `InvalidRequestError` for messages that are none, and without a template.
+        """
+        template = choose_template(self.chat_template, chat_template, has_tools=tools is not None)
+        if not template:
+            raise invalid_request(
+                "chat_template",
+                None,
+                f"the tokenizer of {self.source} has none; pass chat_template=..., or use generate",
+            )
+        variables = dict(chat_template_kwargs or {})
+        for name in variables:
+            if name in RENDER_ARGUMENTS:
+                raise invalid_request(
+                    f"chat_template_kwargs[{name!r}]",
+                    variables[name],
+                    "specrs sets it, and it cannot be overridden; leave it out",
+                )
+        if add_generation_prompt and continue_final_message:
+            raise invalid_request(
+                "continue_final_message", True, "must be False where add_generation_prompt is True (its default)"
+            )
+        if tools is not None and not all(isinstance(tool, Mapping) for tool in tools):
+            raise invalid_request("tools", tools, "must be a list of dictionaries, each a function's JSON schema")
+        conversation = checked_messages(messages)
+        given = None if tools is None else [dict(tool) for tool in tools]
+        return {
+            "messages": conversation,
+            "special_tokens": dict(self.special_tokens_map),
+            "variables": variables,
+            "hints": dict(hints or {}),
+            "tools": given,
+            "chat_template": template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
+
+
+def _byte_symbols() -> dict[str, int]:
+    """What byte-level tokenizers write for a byte: itself where it is printable Latin-1, else U+0100 and on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF_SYMBOL = _byte_symbols()
+
+
+def _read(source: str, revision: str | None) -> TokenizerParts:
+    from specrs.models.gguf.checkpoint import gguf_path
+    from specrs.models.gguf.tokenizer import gguf_tokenizer
+
+    file = gguf_path(source, revision)
+    if file is None:
+        return folder_tokenizer(source, revision)
+    made = gguf_tokenizer(file)
+    return TokenizerParts(made.backend, made.special_tokens, (), made.chat_template, made.unused_ids)
+
+
+def _first_line(fault: Exception) -> str:
+    lines = str(fault).strip().splitlines()
+    return lines[0] if lines else type(fault).__name__
