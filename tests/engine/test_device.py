@@ -15,7 +15,7 @@ from specrs.engine.device import resolve_device
 from specrs.engine.weights import check_weights_fit
 from specrs.errors import InvalidConfigError, UnsupportedConfigError
 from specrs.models.dense import Dense
-from specrs.models.loader import load_model
+from specrs.models.torch_loader import load_model
 from specrs.speculative_config import SpeculativeConfig
 
 

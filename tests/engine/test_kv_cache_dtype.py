@@ -19,9 +19,10 @@ from specrs.engine.engine import Engine
 from specrs.engine.request import Request
 from specrs.engine.weights import Weights, load_weights
 from specrs.errors import SpecrsError, UnsupportedConfigError
-from specrs.kernels.kv_codes import FRACTIONS, UNSCALED, KVScales
+from specrs.kernels.kv_codes import FRACTIONS
+from specrs.kernels.kv_scales import UNSCALED, KVScales
 from specrs.models.dense_native import NativeDense
-from specrs.models.kv_cache import SCALE_NAMES, read_kv_scales
+from specrs.models.kv_dtypes import SCALE_NAMES, read_kv_scales
 from specrs.models.loader import load_config, open_checkpoint
 from specrs.models.shards import Shard, ShardedTensors
 from specrs.runner.native import NativeRunner

@@ -21,9 +21,10 @@ from specrs.engine.build import build_engine
 from specrs.engine.weights import Weights, check_weights_fit, load_weights
 from specrs.errors import InvalidConfigError, UnsupportedConfigError, UnsupportedModelError
 from specrs.kernels.coded_weight import CodedWeight
-from specrs.models.loader import CodedLoader, open_checkpoint
+from specrs.models.loader import open_checkpoint
 from specrs.models.native_loader import load_native
 from specrs.models.quantization.base import QuantizedTensors
+from specrs.models.torch_loader import CodedLoader
 from specrs.runner.native import NativeRunner
 
 from engine.harness import config, make_prompts, request, run

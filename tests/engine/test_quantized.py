@@ -22,12 +22,13 @@ from specrs.engine.engine import Engine
 from specrs.engine.weights import Weights, load_weights
 from specrs.errors import CheckpointError, UnsupportedConfigError
 from specrs.kernels.coded_weight import CodedWeight
-from specrs.kernels.linear import QuantizedWeight, StackedWeight
 from specrs.models.dense import Dense
 from specrs.models.dense_native import NativeDense
-from specrs.models.loader import CodedLoader, open_checkpoint
+from specrs.models.loader import open_checkpoint
 from specrs.models.native_loader import load_native
 from specrs.models.quantization.at_load import IntegersAtLoad
+from specrs.models.stored import QuantizedWeight, StackedWeight
+from specrs.models.torch_loader import CodedLoader
 
 from engine.harness import Bank, config, request, run
 from engine.logits import LOGITS, logits_of, with_logits

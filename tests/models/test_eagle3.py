@@ -18,8 +18,8 @@ from specrs.models.eagle3_head import Eagle3Head
 from specrs.models.eagle3_native import NativeEagle3Head
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
-from specrs.models.loader import load_model
 from specrs.models.native_loader import load_native
+from specrs.models.torch_loader import load_model
 from specrs.pair import EAGLE3, TARGET
 from specrs.pair.prompts import PROMPTS
 from tokenizers import Tokenizer

@@ -17,8 +17,8 @@ from specrs.errors import CheckpointError, InvalidConfigError, SpecrsError, Unsu
 from specrs.models.dense import Dense
 from specrs.models.eagle3 import load_eagle3
 from specrs.models.eagle3_head import Eagle3Head
-from specrs.models.loader import load_model
 from specrs.models.native_loader import load_native
+from specrs.models.torch_loader import load_model
 from torch import Tensor
 
 LAYOUTS = ("llama", "speculators")

@@ -12,10 +12,12 @@ from checkpoints import edit_json, make_checkpoint
 from hf_reference import load
 from safetensors.torch import load_file, save_file
 from specrs.errors import CheckpointError
-from specrs.kernels.linear import QuantizedWeight
-from specrs.models.loader import load_model, open_checkpoint
+from specrs.models.loader import open_checkpoint
 from specrs.models.native_loader import load_native
+from specrs.models.stored import QuantizedWeight
 from specrs.models.tensors import tensor_shapes
+from specrs.models.torch_arrays import to_torch
+from specrs.models.torch_loader import load_model
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -65,9 +67,9 @@ def test_numbers_are_transformers_own(source: Path) -> None:
         biases = whole["model.layers.1.mlp.experts.gate_up_proj_bias"][expert]
         at = f"model.layers.1.mlp.experts.{expert}."
         for first, name in enumerate(("gate", "up")):
-            assert torch.equal(checkpoint.mapped(f"{at}{name}_proj.weight"), gate_up[:, first::2].t().float())
-            assert torch.equal(checkpoint.mapped(f"{at}{name}_proj.bias"), biases[first::2])
-        assert torch.equal(checkpoint.mapped(f"{at}down_proj.weight"), down.t().float())
+            assert torch.equal(to_torch(checkpoint.mapped(f"{at}{name}_proj.weight")), gate_up[:, first::2].t().float())
+            assert torch.equal(to_torch(checkpoint.mapped(f"{at}{name}_proj.bias")), biases[first::2])
+        assert torch.equal(to_torch(checkpoint.mapped(f"{at}down_proj.weight")), down.t().float())
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -18,9 +18,10 @@ from specrs.engine.build import build_engine
 from specrs.engine.device import device_of_rank
 from specrs.engine.weights import check_weights_fit, load_weights
 from specrs.errors import InvalidConfigError, SpecrsError, UnsupportedModelError
-from specrs.models.loader import load_config, load_model
+from specrs.models.loader import load_config
 from specrs.models.shards import Shard
 from specrs.models.tensors import tensor_shapes
+from specrs.models.torch_loader import load_model
 from specrs.parallel.ranks import Ranks
 from specrs.parallel.start import own_place
 

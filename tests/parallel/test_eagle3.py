@@ -8,7 +8,7 @@ import torch
 from checkpoints import make_checkpoint, make_eagle3
 from specrs.models.eagle3 import load_eagle3
 from specrs.models.inputs import PassInputs
-from specrs.models.loader import load_model
+from specrs.models.torch_loader import load_model
 from specrs.parallel.ranks import Ranks
 from torch import Tensor
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 from checkpoints import FAMILIES, make_checkpoint
 from quantized_files import awq, fp8_block
-from specrs.models.dense_weights import DenseWeights
-from specrs.models.loader import CodedLoader, Loader, open_checkpoint
+from specrs.models.loader import open_checkpoint
 from specrs.models.quantization.base import QuantizedTensors
 from specrs.models.shards import Shard
 from specrs.models.tensors import tensor_shapes
+from specrs.models.torch_loader import CodedLoader, Loader
+from specrs.models.torch_weights import TorchWeights
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -51,7 +52,7 @@ class Device(TorchDispatchMode):
         return made
 
 
-def in_pieces(weights: DenseWeights) -> int:
+def in_pieces(weights: TorchWeights) -> int:
     """Bytes that are there besides the weights while one is put together: its pieces, and where experts are stacked, it
     alone, too."""
     found = [w.num_bytes for layer in weights.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, replace
+from typing import Any
 
-import torch
+import numpy as np
 
+from specrs.arrays import FLOAT32, FLOAT64
 from specrs.config import EngineConfig, resolve_draft_max_model_len, resolve_max_model_len
 from specrs.core import CachedDrafter, HiddenDrafter, NgramProposer, Scheduler, SuffixDrafter, TextDrafter
 from specrs.drafters.base import Drafter
@@ -40,14 +42,14 @@ class Blueprint:
     weights: Weights
 
     @property
-    def device(self) -> torch.device:
-        """Where the models are."""
-        return self.weights.target.device
+    def device(self) -> str:
+        """Where the models are: `cpu`, or `cuda:N`."""
+        return self.weights.device
 
     @property
     def on_gpu(self) -> bool:
         """Whether the CUDA runner serves; it does so on a CPU only in tests, under Triton's interpreter."""
-        return self.device.type == "cuda"
+        return self.weights.target.device_type == "cuda"
 
     @property
     def max_model_len(self) -> int:
@@ -79,9 +81,9 @@ class Blueprint:
         return given if given is not None else 2 if self.on_gpu else 1
 
     @property
-    def logits_dtype(self) -> torch.dtype:
+    def logits_dtype(self) -> np.dtype[Any]:
         """What logits, and so sampling parameters, are computed in."""
-        return torch.float64 if self.weights.target.dtype == torch.float64 else torch.float32
+        return FLOAT64 if self.weights.target.dtype == FLOAT64 else FLOAT32
 
     @property
     def models(self) -> list[Model]:
@@ -191,7 +193,7 @@ class Blueprint:
             window_groups=self.window_groups,
             max_in_flight=self.depth,
             max_constraint_len=max_constraint_len(self.weights.target.vocab_size),
-            logits_dtype=str(self.logits_dtype).removeprefix("torch."),
+            logits_dtype=str(self.logits_dtype),
             num_reserved_decode_tokens=config.num_reserved_decode_tokens,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
             # No request waits while costs are measured.

@@ -59,7 +59,7 @@ def build_engine(config: EngineConfig, weights: Weights | None = None, lead: Lea
             reason = "not implemented for weights that are loaded; allowed: 1"
             raise invalid(UnsupportedConfigError, "tensor_parallel_size", config.tensor_parallel_size, reason)
         return _build_on_ranks(config, lead)
-    with current(resolve_device(config.device) if weights is None else weights.target.device):
+    with current(resolve_device(config.device) if weights is None else weights.device):
         if weights is None:
             check_memory(config)
             weights = load_weights(config)
@@ -181,5 +181,10 @@ def _measure(blueprint: Blueprint, scheduler: Scheduler, runner: Runner, blocks:
 
 def make_parts(blueprint: Blueprint, scheduler: Scheduler, runner: Runner) -> EngineParts:
     """All that an engine runs on, with a ring of its own."""
-    ring = Ring(scheduler, blueprint.num_speculative_tokens, blueprint.depth, pinned=blueprint.device.type == "cuda")
+    ring = Ring(
+        scheduler,
+        blueprint.num_speculative_tokens,
+        blueprint.depth,
+        pinned=blueprint.weights.target.device_type == "cuda",
+    )
     return EngineParts(blueprint.config, blueprint.weights, blueprint.limits, scheduler, ring, runner)

@@ -16,7 +16,7 @@ import torch
 
 from specrs.config import EngineConfig
 from specrs.engine.blueprint import Blueprint
-from specrs.engine.device import current, device_of_rank
+from specrs.engine.device import current, device_of_rank, device_type
 from specrs.engine.runners import make_runner, num_blocks
 from specrs.engine.threads import VARIABLE, physical_cores
 from specrs.engine.weights import load_weights
@@ -91,7 +91,7 @@ def _serve(connection: Connection, ranks: Ranks, config: EngineConfig, lost: Cal
     blocks = started.json()["num_blocks"]
     scheduler = blueprint.scheduler(blocks)  # plans nothing here, and knows the layout of records
     runner = make_runner(blueprint, scheduler, blocks, ranks)
-    pinned = blueprint.device.type == "cuda"
+    pinned = blueprint.weights.target.device_type == "cuda"
     ring = Ring(scheduler, blueprint.num_speculative_tokens, blueprint.depth, pinned=pinned)
     launches = 0
     with contextlib.closing(runner), contextlib.closing(Reporter(connection, runner.wait, lost)) as reporter:
@@ -168,11 +168,11 @@ def connect(meeting: Meeting, config: EngineConfig) -> Ranks:
     device = device_of_rank(config.device, meeting.size, meeting.place)
     timeout = meeting.exchange_timeout(config.distributed_timeout)
     ranks = Ranks(meeting.store, meeting.rank, meeting.size, address=meeting.address, timeout=timeout)
-    if device.type == "cuda":
-        ranks.device = device
+    if device_type(device) == "cuda":
+        ranks.device = torch.device(device)
         try:
             with current(device):
-                ranks.exchanges = connect_gpus(ranks, meeting.store, device, timeout, meeting.place[1])
+                ranks.exchanges = connect_gpus(ranks, meeting.store, ranks.device, timeout, meeting.place[1])
         except RuntimeError as fault:
             raise ExchangeError(f"rank {meeting.rank} could not connect to the other GPUs: {fault}") from fault
         return ranks

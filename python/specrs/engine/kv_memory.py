@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import torch
-
 from specrs.config import EngineConfig
-from specrs.engine.device import resolve_device
+from specrs.engine.device import device_type, resolve_device
 from specrs.engine_options import DEFAULT_CPU_KV_CACHE_BYTES
 from specrs.errors import InvalidConfigError, invalid
 
@@ -16,9 +14,11 @@ GIB = 2**30
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
-def memory_of(device: torch.device) -> int:
+def memory_of(device: str) -> int:
     """Bytes of memory that an engine can have there: of a GPU what is free, on a CPU its, or a container's."""
-    if device.type == "cuda":
+    if device_type(device) == "cuda":
+        import torch
+
         return int(torch.cuda.mem_get_info(device)[0])
     most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
@@ -36,7 +36,7 @@ def check_memory(config: EngineConfig) -> None:
 
 
 def given_num_blocks(
-    config: EngineConfig, bytes_per_block: int, max_model_len: int, least_blocks: int, device: torch.device
+    config: EngineConfig, bytes_per_block: int, max_model_len: int, least_blocks: int, device: str
 ) -> int | None:
     """Blocks by `num_gpu_blocks_override`, or those that `kv_cache_memory_bytes` hold; None where neither is given.
 
@@ -66,7 +66,7 @@ def resolve_num_blocks(
 
     Raises `InvalidConfigError` as `given_num_blocks` does, and if not even one request of full length fits in 4 GiB.
     """
-    given = given_num_blocks(config, bytes_per_block, max_model_len, least_blocks, torch.device("cpu"))
+    given = given_num_blocks(config, bytes_per_block, max_model_len, least_blocks, "cpu")
     if given is not None:
         return given
     blocks = DEFAULT_CPU_KV_CACHE_BYTES // bytes_per_block

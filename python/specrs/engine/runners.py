@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+
 from specrs.config import EngineConfig
 from specrs.core import CpuPool, InvalidBufferError, InvalidConfigError, Scheduler
 from specrs.engine.blueprint import Blueprint
@@ -14,8 +16,9 @@ from specrs.engine.kv_memory import resolve_num_blocks
 from specrs.engine.threads import choose_threads
 from specrs.engine.weights import Weights
 from specrs.errors import UnsupportedConfigError, invalid
-from specrs.models.dense_native import TORCH_TOKENS, NativeDense
+from specrs.models.dense_native import NativeDense
 from specrs.models.eagle3_native import NativeEagle3Head
+from specrs.models.torch_arrays import TORCH_DTYPES
 from specrs.parallel.ranks import Ranks
 from specrs.runner.eager import EagerRunner
 from specrs.runner.native import NativeRunner
@@ -61,8 +64,8 @@ def make_runner(
         blueprint = replace(blueprint, weights=weights)
         if native:
             make = partial(NativeRunner, scheduler, pool)
-    model, speculative = blueprint.weights.target, config.speculative_config
-    sampling = SamplingState(config.max_num_seqs, model.vocab_size, blueprint.logits_dtype, blueprint.device)
+    model, speculative, device = blueprint.weights.target, config.speculative_config, torch.device(blueprint.device)
+    sampling = SamplingState(config.max_num_seqs, model.vocab_size, TORCH_DTYPES[blueprint.logits_dtype], device)
     sampling.ranks = ranks
     return make(
         model,
@@ -72,7 +75,7 @@ def make_runner(
             config.max_num_seqs,
             blueprint.max_model_len,
             config.block_size,
-            blueprint.device,
+            device,
             1 + len(blueprint.window_groups),
         ),
         sampling,
@@ -100,11 +103,10 @@ def _on_own_pool(weights: Weights, models: Sequence[NativeDense], config: Engine
 
 def _on_pool(weights: Weights, pool: CpuPool, config: EngineConfig) -> Weights:
     target, draft, head = weights.target, weights.draft, weights.head
-    torch_rows, bf16_rows = TORCH_TOKENS if config.cpu_prefill == "torch" else None, config.cpu_bf16_rows
-    prompt_tiles = config.cpu_prefill == "amx"
+    bf16_rows, prompt_tiles = config.cpu_bf16_rows, config.cpu_prefill == "amx"
     try:
         if isinstance(target, NativeDense):
-            target = target.on_pool(pool, torch_rows=torch_rows, bf16_rows=bf16_rows, prompt_tiles=prompt_tiles)
+            target = target.on_pool(pool, bf16_rows=bf16_rows, prompt_tiles=prompt_tiles)
         if isinstance(draft, NativeDense):
             draft = draft.on_pool(pool, bf16_rows=bf16_rows, prompt_tiles=prompt_tiles)
         if isinstance(head, NativeEagle3Head):

@@ -7,14 +7,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
+import numpy as np
 
 from specrs.config import EngineConfig
 from specrs.core import CpuPool
 from specrs.errors import InvalidConfigError, check_int
 from specrs.models.dense_native import NativeDense
-from specrs.runner.iteration import prepare, verify_inputs
-from specrs.runner.row_state import RowState
+from specrs.models.native_inputs import NativeInputs
 
 VARIABLE = "SPECRS_NUM_THREADS"
 _TOPOLOGY = Path("/sys/devices/system/cpu")
@@ -55,19 +54,23 @@ def choose_threads(config: EngineConfig, models: Sequence[NativeDense]) -> int:
 def pass_seconds(model: NativeDense, threads: int, *, bf16_rows: bool = False) -> float:
     """Return the seconds of a decode step's pass of one sequence, the least of five after one that warms up.
 
-    Its inputs are made where a step's are (`runner.iteration`). The pass runs on a pool of `threads` threads, which
-    end before this returns.
+    The pass runs on a pool of `threads` threads, which end before this returns.
     """
     pool = CpuPool(threads)
     try:
         measured = model.on_pool(pool, bf16_rows=bf16_rows)
         groups = 1 if model.kv_groups is None else len(model.kv_groups.windows)
-        state = RowState.allocate(1, 1, 1, torch.device("cpu"), groups)
-        state.num_tokens[0], state.active[0] = 1, True
-        state.tables[:, 0, 0] = torch.arange(groups)  # a block of its own in each KV group
-        row, capacity = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
-        step = prepare(state, row, [0], capacity, block_size=1, max_context=1, drafter=None)
-        inputs, _ = verify_inputs(state, step)
+        # A block of one position for each KV group.
+        zero, blocks = np.zeros(1, np.int64), np.arange(groups).reshape(groups, 1, 1)
+        inputs = NativeInputs(
+            input_ids=zero,
+            positions=zero,
+            slots=zero,
+            q_start=np.array([0, 1]),
+            block_table=blocks[0],
+            group_slots=blocks[1:, 0] if groups > 1 else None,
+            group_tables=blocks[1:] if groups > 1 else None,
+        )
         cache, times = measured.allocate_cache(groups, 1), []
         for _ in range(1 + _PASSES):
             begun = time.perf_counter()

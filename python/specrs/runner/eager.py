@@ -17,6 +17,7 @@ from specrs.drafters.text import TextDraftModel
 from specrs.models.base import Model
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
+from specrs.models.torch_arrays import TORCH_DTYPES
 from specrs.runner.accept import accept, at_rates, update
 from specrs.runner.draft_guard import DraftGuard, Stage
 from specrs.runner.entries import Iteration
@@ -85,8 +86,8 @@ class EagerRunner:
                 (drafter.max_draft_lag or 0) - device_drafter(drafter).token_offset,
                 len(drafter.hidden_layers),
                 device_drafter(drafter).hidden_size,
-                target.states_dtype,
-                target.device,
+                TORCH_DTYPES[target.states_dtype],
+                torch.device("cpu"),
             )
 
     def launch(self, slot: RingSlot, header: Header) -> None:

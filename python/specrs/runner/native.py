@@ -21,10 +21,10 @@ from specrs.drafters.draft_model import ModelPasses
 from specrs.drafters.hidden import HeadDrafter
 from specrs.drafters.text import TextDraftModel
 from specrs.drafters.vocabulary import TranslatedDraftModel
-from specrs.models.dense_native import NativeDense, NativeKVCache
+from specrs.models.dense_native import NativeDense
 from specrs.models.eagle3_native import NativeEagle3Head
-from specrs.models.kv_cache import KVCache
 from specrs.models.lora import LoRAAdapter
+from specrs.models.native_cache import NativeKVCache
 from specrs.runner.eager import EagerRunner
 from specrs.runner.grammar import LaunchGrammar, LaunchGrammars
 from specrs.runner.ring import Header, RingSlot
@@ -42,11 +42,6 @@ class NativeRunner(EagerRunner):
         super().__init__(*args, **settings)
         # Drafters that the iteration does not know.
         self._op_by_op = isinstance(self.drafter, TextDraftModel | TranslatedDraftModel)
-
-    @property
-    def _torch_rows(self) -> int | None:
-        assert isinstance(self.target, NativeDense)
-        return self.target.torch_rows
 
     @property
     def rule(self) -> str:
@@ -71,10 +66,6 @@ class NativeRunner(EagerRunner):
         if self._iteration is None:
             self._iteration = self._make()
         entries = slot.record_arrays["entry_row"][: header.num_decode + header.num_prefill]
-        if self._has_long_chunk(slot, header):
-            self._iteration.admit(slot.record)
-            self._execute(slot, header)
-            return
         self.guard.begin(slot)
         slot.logprobs.clear()
         slot.prompt_logprobs.clear()
@@ -106,12 +97,6 @@ class NativeRunner(EagerRunner):
     def _adapters(self, held: list[tuple[LoRAAdapter, list[int]]]) -> list[tuple[CpuLora, list[int]]]:
         assert isinstance(self.target, NativeDense)
         return [(self.target.native_lora(adapter), rows) for adapter, rows in held]
-
-    def _has_long_chunk(self, slot: RingSlot, header: Header) -> bool:
-        """Whether torch's passes are due for a prompt chunk."""
-        if self._torch_rows is None or not header.num_prefill:
-            return False
-        return bool(slot.record_arrays["chunk_len"][: header.num_prefill].max() >= self._torch_rows)
 
     def close(self) -> None:
         """End the threads; launches fail from then on."""
@@ -164,7 +149,7 @@ def _passes(drafter: Drafter | None) -> tuple[CpuDecoder, CpuKVCache] | None:
     return _native(drafter.model, drafter.kv_cache) if isinstance(drafter, ModelPasses) else None
 
 
-def _native(model: object, cache: KVCache) -> tuple[CpuDecoder, CpuKVCache]:
+def _native(model: object, cache: object) -> tuple[CpuDecoder, CpuKVCache]:
     assert isinstance(model, NativeDense | NativeEagle3Head)
     assert isinstance(cache, NativeKVCache)
     return model.decoder, cache.native
