@@ -338,7 +338,7 @@ def test_a_head_that_is_not_finite_drafts_no_more(head_bank: Bank) -> None:
         engine.step()
     with torch.inference_mode():
         for tensor in engine.drafter.kv_cache.v:  # type: ignore[union-attr]
-            tensor.fill_(torch.nan)
+            tensor[...] = torch.nan
     run(engine)
     drafts = jobs[0].acceptance.drafts
     engine.add_request(jobs[1])

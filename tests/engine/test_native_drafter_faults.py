@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from specrs.core import DRAFTER_DEVICE, FLAG_DRAFT_NON_FINITE
 from specrs.drafters.base import device_drafter
 from specrs.engine.engine import Engine
-from specrs.models.dense_native import NativeKVCache, native_cache
-from specrs.models.kv_cache import KVCache
+from specrs.models.native_cache import NativeKVCache, native_cache
 from specrs.runner.native import NativeRunner
 from specrs.runner.ring import Header, RingSlot
 from sweep import sweep
@@ -68,11 +67,10 @@ class Short:
         patch.setattr(runner, "launch", launched)
 
 
-def first_blocks(cache: KVCache, count: int) -> NativeKVCache:
+def first_blocks(cache: NativeKVCache, count: int) -> NativeKVCache:
     """`count` blocks; the one behind is taken for the scratch block, which native passes do not use."""
     layers = [layer[: count + 1] for layer in cache.layers]
-    short = KVCache(layers, cache.block_size)
-    return NativeKVCache(layers, cache.block_size, native_cache(short))
+    return NativeKVCache(layers, cache.block_size, native_cache(layers))
 
 
 def engine_of(native_drafts: dict[str, tuple[Bank, Path]], name: str, k: int, **fields: object) -> tuple[Bank, Engine]:

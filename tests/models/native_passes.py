@@ -14,6 +14,7 @@ from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
 from specrs.models.native_cache import NativeKVCache
 from specrs.models.native_inputs import NativeInputs
+from specrs.models.stored import Codes, NativeWeight
 from specrs.models.torch_arrays import to_torch
 from torch import Tensor
 
@@ -38,8 +39,10 @@ def native_inputs(inputs: PassInputs) -> NativeInputs:
     )
 
 
-def tensors_of(cache: NativeKVCache) -> KVCache:
-    """The memory of a native cache, as tensors."""
+def tensors_of(cache: NativeKVCache | KVCache) -> KVCache:
+    """The memory of a cache, as tensors."""
+    if isinstance(cache, KVCache):
+        return cache
     return KVCache([to_torch(layer) for layer in cache.layers], cache.block_size)
 
 
@@ -89,6 +92,13 @@ class TensorHead:
 
     def compute_logits(self, final: Tensor) -> Tensor:
         return torch.from_numpy(self.native.compute_logits(final.numpy()))
+
+
+def numbers_of(weight: NativeWeight) -> Any:
+    """The parts of a projection above each other as numbers, `[out, in]` float64."""
+    return np.concatenate(
+        [(part.numbers() if isinstance(part, Codes) else part).astype(np.float64) for part in weight.parts]
+    )
 
 
 def over_tensors(model: Any) -> Any:

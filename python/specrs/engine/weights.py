@@ -257,11 +257,11 @@ def _load(
 
 def _check_torch(config: EngineConfig, dtype: np.dtype[Any]) -> None:
     """Raise UnsupportedConfigError for what torch computes on a CPU, where it is not installed."""
-    field, value, remedy = "dtype", str(dtype), "use dtype='float32' or 'bfloat16'"
+    field, value, remedy = "dtype", cast("object", str(dtype)), "use dtype='float32' or 'bfloat16'"
     if config.enforce_eager:
-        field, value, remedy = "enforce_eager", "True", "leave it out"
+        field, value, remedy = "enforce_eager", True, "leave it out"
     elif config.tensor_parallel_size > 1:
-        field, value, remedy = "tensor_parallel_size", str(config.tensor_parallel_size), "use 1"
+        field, value, remedy = "tensor_parallel_size", config.tensor_parallel_size, "use 1"
     check_installed(("torch",), field, value, "this setting on a CPU", "transformers", remedy)
 
 
