@@ -6,10 +6,12 @@ import contextlib
 import dataclasses
 import itertools
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import huggingface_hub
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ from specrs.errors import CheckpointError, TokenizerMismatchError, UnsupportedMo
 from specrs.models.gguf.checkpoint import GGUFCheckpoint, gguf_config, gguf_path
 from specrs.models.gguf.file import open_gguf
 from specrs.models.gguf.tokenizer import gguf_tokenizer
+from specrs.models.gguf.types import TYPES
 from specrs.models.loader import load_config
 from specrs.models.native_loader import load_native
 from specrs.models.stored import QuantizedWeight, StackedWeight
@@ -119,9 +122,42 @@ def test_packed_codes_are_the_package_s_numbers(kind: str, wide: Path, tmp_path:
     for name in load_file(wide / "model.safetensors"):
         if name.endswith("norm.weight"):
             continue
-        codes = checkpoint.codes(name)
+        codes, order = checkpoint.codes(name), checkpoint._order(name)
         assert codes is not None
-        assert np.array_equal(codes.numbers(), checkpoint.mapped(name))
+        expected = dequantized(path, gguf_name(name)).numpy()
+        expected = expected if order is None else expected[order]
+        assert np.array_equal(codes.numbers(), expected)
+        assert np.array_equal(checkpoint.mapped(name), expected)
+
+
+def test_types_are_those_of_the_package() -> None:
+    theirs = {int(kind): (kind.name, *gguf.GGML_QUANT_SIZES[kind]) for kind in gguf.GGMLQuantizationType}
+    assert theirs == TYPES
+
+
+def test_a_header_of_a_large_vocabulary(tmp_path: Path) -> None:
+    """262,144 tokens with scores and types, as Gemma's: every kind of array, to the last element."""
+    count = 1 << 18
+    rng = np.random.default_rng(0)
+    tokens = [f"{i:x}\u2581{'é' * (i % 7)}" for i in range(count)]
+    scores, kinds = rng.standard_normal(count, dtype=np.float32), rng.integers(1, 7, count, dtype=np.int32)
+    metadata = {"tokens": tokens, "scores": scores.tolist(), "token_type": kinds.tolist(), "add": [True, False]}
+    path = write_metadata(tmp_path / "large.gguf", {f"tokenizer.ggml.{key}": value for key, value in metadata.items()})
+    found = open_gguf(path).metadata
+    assert found["tokenizer.ggml.tokens"] == tokens
+    assert np.array_equal(np.array(found["tokenizer.ggml.scores"], np.float32), scores)
+    assert found["tokenizer.ggml.token_type"] == kinds.tolist()
+    assert found["tokenizer.ggml.add"] == [True, False]
+
+
+def test_types_that_need_the_package(wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it plain numbers and codes are read, and others are refused with what to install."""
+    paths = {kind: write_gguf(wide, tmp_path / f"{kind}.gguf", kind) for kind in ("BF16", "Q4_0", "Q6_K", "Q4_K")}
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    for kind in ("BF16", "Q4_0", "Q6_K"):
+        load_native(paths[kind])
+    with pytest.raises(UnsupportedModelError, match=r"^model=.*Q4_K need the package gguf.*pip install specrs\[gguf\]"):
+        load_native(paths["Q4_K"])
 
 
 def test_tokenizer_is_the_checkpoint_s(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, Protocol, cast
 from torch import Tensor
 
 from specrs.core import DRAFTER_DEVICE
-from specrs.models.base import Model
+from specrs.models.base import TorchModel
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
 
@@ -139,7 +139,7 @@ class DeviceDrafter(Drafter, Protocol):
 class ModelDrafter(DeviceDrafter, Protocol):
     """One whose passes are those of a whole model."""
 
-    model: Model
+    model: TorchModel
 
     def known_ids(self, inputs: PassInputs) -> PassInputs:
         """The same pass with ids held to its own vocabulary."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import torch
 
 from specrs.drafters.base import Proposal
-from specrs.models.base import Model
+from specrs.models.base import TorchModel
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
 
@@ -87,7 +87,7 @@ class TextDraftModel:
     proposal: ClassVar[Proposal] = Proposal.POINT_MASS
     on_host: ClassVar[bool] = False
 
-    model: Model
+    model: TorchModel
     kv_cache: KVCache  # C blocks for each row
     context: int  # of its own tokens
     vocab_size: int  # the target's

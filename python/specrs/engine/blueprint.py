@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -21,8 +21,7 @@ from specrs.engine.weights import Weights
 from specrs.engine_options import DEFAULT_CPU_KV_CACHE_BYTES
 from specrs.errors import InvalidConfigError, UnsupportedConfigError, invalid
 from specrs.models.base import Model
-from specrs.models.dense import Dense
-from specrs.models.dense_native import NativeDense
+from specrs.models.dense_weights import DenseFacts
 from specrs.models.kv_groups import group_sizes
 from specrs.sampling import RequestLimits, max_constraint_len
 
@@ -119,7 +118,7 @@ class Blueprint:
         takes less memory so. What drafts in the target's blocks is in the first group: where it sees more than the
         target, that keeps it, and the target's other groups go by their own windows."""
         target = self.weights.target
-        if not isinstance(target, Dense | NativeDense) or target.kv_groups is not None:
+        if not isinstance(target, DenseFacts) or target.kv_groups is not None:
             return self
         models = [target.with_kv_groups(size) for size in group_sizes(target.config.windows)]
         several = [replace(self, weights=replace(self.weights, target=model)) for model in models]
@@ -221,7 +220,9 @@ class Blueprint:
         """The drafter over the shared pool; None where the engine does not speculate."""
         if self.config.speculative_config is not None and self.config.speculative_config.on_host:
             return HostDrafter()
-        draft, head, context = self.weights.draft, self.weights.head, self.draft_max_model_len
+        # Which drafters take which models is checked where these are loaded.
+        draft, head = cast("Any", self.weights.draft), cast("Any", self.weights.head)
+        context = self.draft_max_model_len
         if head is not None and context is not None:
             return HeadDrafter(
                 head=head,

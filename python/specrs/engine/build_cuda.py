@@ -23,6 +23,7 @@ from specrs.kernels.cuda.prepare import Sizes
 from specrs.kernels.cuda.sampling_scratch import SamplingScratch
 from specrs.kernels.cuda.sampling_structs import RowParams
 from specrs.kernels.linear import DenseWeight
+from specrs.models.base import TorchModel
 from specrs.models.cuda.products import stored
 from specrs.models.cuda.workspace import MERGED_CHUNKS
 from specrs.models.dense import Dense
@@ -95,7 +96,7 @@ def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingS
     if speculative is not None and speculative.synthetic_acceptance_rates is not None:
         rates = torch.tensor(speculative.synthetic_acceptance_rates, dtype=torch.float32, device=device)
     drafting = DraftSizes(TORCH_DTYPES[blueprint.weights.target.dtype], sizes.first_pass_rows)
-    target = blueprint.weights.target
+    target = cast("TorchModel", blueprint.weights.target)
     if isinstance(drafter, HeadDrafter):
         layers, own = drafter.hidden_layers, drafter.head
         target = target.with_buffers(target_rows, config.max_num_seqs, len(layers))
@@ -231,7 +232,7 @@ def measure_num_blocks(blueprint: Blueprint) -> int:
     per_block = blueprint.bytes_per_block
     per_request = (1 + len(blueprint.window_groups)) * -(-blueprint.max_model_len // config.block_size)
     needed = blueprint.least_blocks * per_block
-    given = given_num_blocks(config, per_block, blueprint.max_model_len, blueprint.least_blocks, device)
+    given = given_num_blocks(config, per_block, blueprint.max_model_len, blueprint.least_blocks, blueprint.device)
     if given is not None:
         return given
     free, total = torch.cuda.mem_get_info(device)

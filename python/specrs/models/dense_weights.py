@@ -110,6 +110,10 @@ class DenseFacts(Model):
         """Type of K and V in the cache."""
         raise NotImplementedError
 
+    def with_kv_groups(self, size: int) -> DenseFacts:
+        """Return the same with its layers in KV groups of at most `size`, one of `group_sizes`."""
+        raise NotImplementedError
+
     def place(self, array: Array) -> Any:
         """Return `array` in the model's dtype, where its weights are."""
         raise NotImplementedError

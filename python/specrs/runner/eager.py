@@ -14,7 +14,7 @@ from specrs.core import FLAG_NOTHING_DRAFTED, PURPOSE_ACCEPT
 from specrs.drafters.base import Drafter, HiddenInputs, device_drafter, drafted_on_host, host_drafts
 from specrs.drafters.draft_model import ModelPasses
 from specrs.drafters.text import TextDraftModel
-from specrs.models.base import Model
+from specrs.models.base import TorchModel
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
 from specrs.models.torch_arrays import TORCH_DTYPES
@@ -48,7 +48,7 @@ class EagerRunner:
 
     def __init__(
         self,
-        target: Model,
+        target: TorchModel,
         kv_cache: KVCache,
         drafter: Drafter | None,
         state: RowState,

@@ -1,5 +1,7 @@
-"""Types of GGML whose numbers are a code times a scale: their blocks as codes and scales. Other types become numbers by
-the package `gguf`, which is these types' reference, too."""
+"""Types of GGML whose numbers are a code times a scale: their blocks as codes and scales.
+
+The package `gguf` makes numbers of other types, and tests compare with its numbers of these.
+"""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class GGUFCheckpoint(QuantizedTensors):
         """See `QuantizedTensors`; types without numbers are refused by name."""
         shapes = {name: self._info(name).shape for name in self._names}
         check_tensors(self.folder, shapes, required, optional)
-        for kind in {self._info(name).kind for name in self._names} - set(PLAIN):
+        for kind in {self._info(name).kind for name in self._names} - {*PLAIN, *GROUPED}:
             block = next(info.block for info in self.file.tensors.values() if info.kind == kind)
             try:
                 dequantize(np.zeros((1, block[1]), np.uint8), kind, self.folder)

@@ -19,6 +19,7 @@ import numpy as np
 
 from specrs.arrays import FLOAT32, Array, converted
 from specrs.errors import CheckpointError, UnsupportedModelError, invalid, short
+from specrs.models.gguf.blocks import GROUPED
 from specrs.models.gguf.types import PLAIN, TYPES
 
 _MAGIC = b"GGUF"
@@ -76,7 +77,10 @@ class GGUFFile:
         if info.kind in PLAIN:
             plain = blocks.view(PLAIN[info.kind])
             return plain.reshape(info.shape if len(blocks) == math.prod(info.shape[:-1]) else shape)
-        made = dequantize(blocks, info.kind, self.path).reshape(shape)
+        if info.kind in GROUPED:
+            made = GROUPED[info.kind](blocks).numbers().reshape(shape)
+        else:
+            made = dequantize(blocks, info.kind, self.path).reshape(shape)
         if not np.isfinite(made).all():
             row, column = np.argwhere(~np.isfinite(made))[0]
             at = f"{name}[{row + (rows.start or 0)}, {column}]"
