@@ -60,11 +60,11 @@ def as_on_a_gpu(model: Dense) -> TorchWeights:
     """The same weights as `pack` leaves them on a GPU."""
 
     def layer(w: TorchLayer) -> TorchLayer:
-        linears = {name: dense(getattr(w, name), model.dtype) for name in ("qkv", "o", "gate_up", "down")}
+        linears = {name: dense(getattr(w, name), model.weights.dtype) for name in ("qkv", "o", "gate_up", "down")}
         return dataclasses.replace(w, experts=None if w.experts is None else experts(w.experts), **linears)
 
     def experts(w: TorchExperts) -> TorchExperts:
-        gate_up, down = (tuple(dense(one, model.dtype) for one in every) for every in (w.gate_up, w.down))
+        gate_up, down = (tuple(dense(one, model.weights.dtype) for one in every) for every in (w.gate_up, w.down))
         stacked = torch.stack([one.weight for one in gate_up]), torch.stack([one.weight for one in down])
         biases = [
             torch.stack([one.bias for one in of if one.bias is not None])
@@ -72,11 +72,11 @@ def as_on_a_gpu(model: Dense) -> TorchWeights:
             if of[0].bias is not None
         ]
         both = (biases[0], biases[1]) if biases else None
-        return ExpertWeights(dense(w.router, model.dtype), gate_up, down, stacked, both)
+        return ExpertWeights(dense(w.router, model.weights.dtype), gate_up, down, stacked, both)
 
     weights = model.weights
     layers = tuple(map(layer, weights.layers))
-    return dataclasses.replace(weights, layers=layers, lm_head=dense(weights.lm_head, model.dtype))
+    return dataclasses.replace(weights, layers=layers, lm_head=dense(weights.lm_head, model.weights.dtype))
 
 
 def dense(w: Weight, dtype: torch.dtype) -> DenseWeight:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from specrs.models.base import HiddenStates
-from specrs.models.dense_native import NativeDense
+from specrs.models import tensor_passes
 from specrs.models.eagle3_native import NativeEagle3Head
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
@@ -19,52 +17,11 @@ from specrs.models.torch_arrays import to_torch
 from torch import Tensor
 
 
-def native_inputs(inputs: PassInputs) -> NativeInputs:
-    """The same inputs as arrays."""
-
-    def array(tensor: Tensor | None) -> Any:
-        return None if tensor is None else tensor.contiguous().numpy()
-
-    return NativeInputs(
-        input_ids=array(inputs.input_ids),
-        positions=array(inputs.positions),
-        slots=array(inputs.slots),
-        q_start=array(inputs.q_start),
-        block_table=array(inputs.block_table),
-        k_start=array(inputs.k_start),
-        group_slots=array(inputs.group_slots),
-        group_tables=array(inputs.group_tables),
-        prompts=inputs.prompts,
-        adapters=[(given.adapter, given.rows.tolist()) for given in inputs.adapters],
-    )
-
-
 def tensors_of(cache: NativeKVCache | KVCache) -> KVCache:
     """The memory of a cache, as tensors."""
     if isinstance(cache, KVCache):
         return cache
     return KVCache([to_torch(layer) for layer in cache.layers], cache.block_size)
-
-
-class TensorPasses:
-    """A native decoder whose passes take and return tensors. All else is the decoder's."""
-
-    def __init__(self, native: NativeDense) -> None:
-        self.native = native
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.native, name)
-
-    def forward(self, inputs: PassInputs, kv_cache: Any, hidden_layers: Sequence[int] = ()) -> HiddenStates:
-        final, entries = self.native.forward(native_inputs(inputs), kv_cache, hidden_layers)
-        return HiddenStates(torch.from_numpy(final), None if entries is None else torch.from_numpy(entries))
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        return torch.from_numpy(self.native.compute_logits(hidden.numpy()))
-
-    def compute_argmax(self, hidden: Tensor, num_ids: int | None = None) -> tuple[Tensor, Tensor]:
-        ids, top = self.native.compute_argmax(hidden.numpy(), num_ids)
-        return torch.from_numpy(ids), torch.from_numpy(top)
 
 
 class TensorHead:
@@ -82,7 +39,7 @@ class TensorHead:
     def forward(
         self, inputs: PassInputs, hidden: Tensor, kv_cache: Any, k_start: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        fed = native_inputs(inputs)
+        fed = tensor_passes.native_inputs(inputs)
         if k_start is not None:
             fed = NativeInputs(
                 fed.input_ids, fed.positions, fed.slots, fed.q_start, fed.block_table, np.asarray(k_start)
@@ -102,7 +59,5 @@ def numbers_of(weight: NativeWeight) -> Any:
 
 
 def over_tensors(model: Any) -> Any:
-    """`model`, or if it is native what feeds it tensors."""
-    if isinstance(model, NativeDense):
-        return TensorPasses(model)
-    return TensorHead(model) if isinstance(model, NativeEagle3Head) else model
+    """A decoder or head, or if it is native what feeds it tensors."""
+    return TensorHead(model) if isinstance(model, NativeEagle3Head) else tensor_passes.over_tensors(model)

@@ -15,7 +15,7 @@ from specrs.kernels.coding import Coding
 from specrs.kernels.cuda import scaled_linear
 from specrs.kernels.cuda.device import DeviceLimits
 from specrs.kernels.linear import DenseWeight
-from specrs.models import loader
+from specrs.models import torch_loader as loader
 from specrs.models.cuda import products, stream, workspace
 from specrs.models.dense import Dense
 from specrs.models.dense_cuda import CudaDense

@@ -15,7 +15,7 @@ from quantized_files import awq, fp8_block
 from specrs.errors import UnsupportedModelError
 from specrs.kernels.coded_weight import CodedWeight
 from specrs.kernels.linear import DenseWeight
-from specrs.models import loader
+from specrs.models import torch_loader as loader
 from specrs.models.cuda.products import stored
 from specrs.models.dense import Dense
 from specrs.models.dense_cuda import CudaDense

@@ -18,6 +18,7 @@ from specrs.engine.weights import Weights
 from specrs.errors import UnsupportedConfigError, invalid
 from specrs.models.dense_native import NativeDense
 from specrs.models.eagle3_native import NativeEagle3Head
+from specrs.models.tensor_passes import over_tensors
 from specrs.models.torch_arrays import TORCH_DTYPES
 from specrs.parallel.ranks import Ranks
 from specrs.runner.eager import EagerRunner
@@ -61,9 +62,13 @@ def make_runner(
         raise invalid(UnsupportedConfigError, "cpu_bf16_rows", True, reason)
     if models and not config.enforce_eager:
         pool, weights = _on_own_pool(blueprint.weights, models, config)
-        blueprint = replace(blueprint, weights=weights)
-        if native:
+        # Drafts of another tokenizer are not drawn in one call.
+        if native and weights.bridge is None and weights.shared is None:
             make = partial(NativeRunner, scheduler, pool)
+        else:
+            passes = {"target": over_tensors(weights.target), "draft": over_tensors(weights.draft)}
+            weights = replace(weights, **passes)
+        blueprint = replace(blueprint, weights=weights)
     model, speculative, device = blueprint.weights.target, config.speculative_config, torch.device(blueprint.device)
     sampling = SamplingState(config.max_num_seqs, model.vocab_size, TORCH_DTYPES[blueprint.logits_dtype], device)
     sampling.ranks = ranks

@@ -1,9 +1,6 @@
 """The runner of the native pass on a CPU: a launch is one call of `specrs-cpu`. Plans nothing and settles nothing.
 
-Some launches go through the eager runner instead, op by op, on the same row state and KV and with the same passes: all
-of them with a draft of another tokenizer, and those with a prompt chunk that torch's passes compute. The logits are the
-same bits, and drawing and verification are the core's either way. So a request may go from one to the other at any
-launch, and its neighbours do not change its text.
+Drafts of another tokenizer are not drawn here: `EagerRunner` runs such launches op by op.
 """
 
 from __future__ import annotations
@@ -19,8 +16,6 @@ from specrs.core import CpuDecoder, CpuIteration, CpuKVCache, CpuLora, CpuPool, 
 from specrs.drafters.base import Drafter
 from specrs.drafters.draft_model import ModelPasses
 from specrs.drafters.hidden import HeadDrafter
-from specrs.drafters.text import TextDraftModel
-from specrs.drafters.vocabulary import TranslatedDraftModel
 from specrs.models.dense_native import NativeDense
 from specrs.models.eagle3_native import NativeEagle3Head
 from specrs.models.lora import LoRAAdapter
@@ -40,8 +35,6 @@ class NativeRunner(EagerRunner):
         self._scheduler, self._pool = scheduler, pool
         self._iteration: CpuIteration | None = None
         super().__init__(*args, **settings)
-        # Drafters that the iteration does not know.
-        self._op_by_op = isinstance(self.drafter, TextDraftModel | TranslatedDraftModel)
 
     @property
     def rule(self) -> str:
@@ -60,9 +53,6 @@ class NativeRunner(EagerRunner):
             self.sampling.remember(slot.views, header.num_admitted)
             if self.loras is not None:
                 self.loras.admit(slot.views, header.num_admitted)
-        if self._op_by_op:
-            self._execute(slot, header)
-            return
         if self._iteration is None:
             self._iteration = self._make()
         entries = slot.record_arrays["entry_row"][: header.num_decode + header.num_prefill]
