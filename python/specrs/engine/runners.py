@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from specrs.config import EngineConfig
 from specrs.core import CpuPool, InvalidBufferError, InvalidConfigError, Scheduler
 from specrs.engine.blueprint import Blueprint
+from specrs.engine.device import device_type
 from specrs.engine.kv_memory import resolve_num_blocks
 from specrs.engine.threads import choose_threads
 from specrs.engine.weights import Weights
@@ -46,7 +47,7 @@ def slot_type(blueprint: Blueprint) -> Callable[[Scheduler, int], RingSlot]:
         return RingSlot
     from specrs.runner.cuda.slots import TensorSlot
 
-    return partial(TensorSlot, pinned=blueprint.device.type == "cuda")
+    return partial(TensorSlot, pinned=device_type(blueprint.device) == "cuda")
 
 
 def make_runner(
