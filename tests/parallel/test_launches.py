@@ -9,8 +9,8 @@ import pytest
 from specrs.core import Scheduler
 from specrs.engine.follow import Reporter
 from specrs.errors import RankLostError
-from specrs.parallel.connection import DID, Connection, DisconnectedError, Kind
-from specrs.parallel.ranks import ExchangeError, Ranks
+from specrs.parallel.connection import DID, Connection, DisconnectedError, ExchangeError, Kind
+from specrs.parallel.ranks import Ranks
 from specrs.parallel.team import Team
 from specrs.runner.cuda.runner import CudaRunner
 from specrs.runner.ranks import LeadingRunner, checksum

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from specrs.errors import InvalidConfigError
-from specrs.parallel.ranks import ExchangeError, Ranks
+from specrs.parallel.connection import ExchangeError
+from specrs.parallel.ranks import Ranks
 from specrs.parallel.start import lead
 from torch import Tensor
 

@@ -27,7 +27,8 @@ def set_torch_threads(threads: int | None, *, bundled: bool) -> None:
         threads = 1
     else:
         return
-    if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(threads)
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(threads)
     else:
         os.environ["OMP_NUM_THREADS"] = str(threads)

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
-import sys
 import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from specrs.config import EngineConfig
 from specrs.core import CostModel, Scheduler, SpeculationPlanner
 from specrs.engine.blueprint import Blueprint
 from specrs.engine.device import current, resolve_device
 from specrs.engine.engine import Engine
-from specrs.engine.follow import connect, serve_under_torchrun, threads_of_rank
 from specrs.engine.head_check import HeadCheck
 from specrs.engine.kv_events import KVEventPublisher
 from specrs.engine.kv_memory import check_memory
@@ -27,12 +22,11 @@ from specrs.engine.loras import LoRAStore
 from specrs.engine.parts import EngineParts, Runner
 from specrs.engine.runners import make_runner, num_blocks, slot_type
 from specrs.engine.warm_up import measure_costs
-from specrs.engine.weights import Weights, check_ranks, load_weights
+from specrs.engine.weights import Weights, load_weights
 from specrs.errors import UnsupportedConfigError, invalid
 from specrs.models.dense_weights import DenseFacts
 from specrs.parallel.connection import Kind
-from specrs.parallel.ranks import ExchangeError
-from specrs.parallel.start import Meeting, lead, torchrun_rank
+from specrs.parallel.start import Meeting, lead
 from specrs.parallel.team import Team
 from specrs.runner.cpu import CpuRunner
 from specrs.runner.lora_rows import LoRARows
@@ -41,7 +35,6 @@ from specrs.runner.ring import Ring
 
 Lead = Callable[[int, float, str, dict[str, Any]], tuple[Team, Meeting]]
 """`lead`, or what stands in for it where ranks are threads."""
-RANK_MODULE = "specrs.engine.rank_process"
 
 
 def build_engine(config: EngineConfig, weights: Weights | None = None, lead: Lead = lead) -> Engine:
@@ -59,18 +52,20 @@ def build_engine(config: EngineConfig, weights: Weights | None = None, lead: Lea
         if weights is not None:
             reason = "not implemented for weights that are loaded; allowed: 1"
             raise invalid(UnsupportedConfigError, "tensor_parallel_size", config.tensor_parallel_size, reason)
-        return _build_on_ranks(config, lead)
+        from specrs.engine.build_ranks import build_on_ranks  # and torch
+
+        return build_on_ranks(config, lead)
     with current(resolve_device(config.device) if weights is None else weights.device):
         if weights is None:
             check_memory(config)
             weights = load_weights(config)
-        return _build(config, weights)
+        return build_from(config, weights)
 
 
-def _build(
+def build_from(
     config: EngineConfig, weights: Weights, team: Team | None = None, end: Callable[[], None] | None = None
 ) -> Engine:
-    """`team`: the other ranks, which `end` ends."""
+    """Build an engine of loaded `weights`. `team`: the other ranks, which `end` ends."""
     if config.synthetic:
         warnings.warn(
             "rejection_sample_method='synthetic': drafts are accepted at given rates, for timing only; the text is "
@@ -134,37 +129,6 @@ def _assemble(
     if publisher is not None:
         weakref.finalize(engine, publisher.close)
     return engine
-
-
-def _build_on_ranks(config: EngineConfig, lead: Lead) -> Engine:
-    if torchrun_rank() not in (None, 0):
-        sys.exit(serve_under_torchrun(config))
-    check_ranks(config)
-    config = replace(config, threads=threads_of_rank(config))
-    setup, timeout = {"config": dataclasses.asdict(config)}, config.distributed_timeout
-    team, meeting = lead(config.tensor_parallel_size, timeout, RANK_MODULE, setup)
-    torch_threads = torch.get_num_threads()
-
-    def end() -> None:
-        team.close()
-        if team.ranks is not None:
-            team.ranks.close()
-        torch.set_num_threads(torch_threads)
-
-    try:
-        assert config.threads is not None
-        torch.set_num_threads(config.threads)
-        team.collect(Kind.HERE)
-        team.ranks = connect(meeting, config)
-        with current(team.ranks.device):
-            return _build(config, load_weights(config, team.ranks), team, end)
-    except ExchangeError as fault:
-        error = team.failed(fault)
-        end()
-        raise error from fault
-    except BaseException:
-        end()
-        raise
 
 
 def _measure(blueprint: Blueprint, scheduler: Scheduler, runner: Runner, blocks: int) -> tuple[CostModel, float]:

@@ -21,9 +21,9 @@ from specrs.engine.runners import make_runner, num_blocks, slot_type
 from specrs.engine.threads import VARIABLE, physical_cores
 from specrs.engine.weights import load_weights
 from specrs.errors import SpecrsError
-from specrs.parallel.connection import BEGUN, DID, Beat, Connection, DisconnectedError, Kind
+from specrs.parallel.connection import BEGUN, DID, Beat, Connection, DisconnectedError, ExchangeError, Kind
 from specrs.parallel.gpus import connect_gpus
-from specrs.parallel.ranks import ExchangeError, Ranks
+from specrs.parallel.ranks import Ranks
 from specrs.parallel.start import Meeting, follow_under_torchrun, torchrun_rank
 from specrs.runner.ranks import checksum
 from specrs.runner.ring import Header, Ring, RingSlot

@@ -61,6 +61,10 @@ class Message(NamedTuple):
         return json.loads(self.body)
 
 
+class ExchangeError(EngineError):
+    """An exchange among ranks that did not come about: another rank has ended or hangs."""
+
+
 class DisconnectedError(EngineError):
     """The other side is gone, or did not answer in time: what became of it, as "has closed its connection"."""
 

@@ -20,15 +20,11 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specrs.errors import EngineError
+from specrs.parallel.connection import ExchangeError
 from specrs.parallel.exchanges import Exchanges
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-
-
-class ExchangeError(EngineError):
-    """An exchange among ranks that did not come about: another rank has ended or hangs."""
 
 
 class Ranks:

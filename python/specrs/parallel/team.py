@@ -16,11 +16,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specrs.errors import RankLostError
-from specrs.parallel.connection import BEGUN, DID, Connection, DisconnectedError, Kind, Message
-from specrs.parallel.ranks import ExchangeError, Ranks
+from specrs.parallel.connection import BEGUN, DID, Connection, DisconnectedError, ExchangeError, Kind, Message
+
+if TYPE_CHECKING:
+    from specrs.parallel.ranks import Ranks  # and torch
 
 START_TIMEOUT = 120.0
 """Seconds that a process has for its first message, at least: it loads torch before."""

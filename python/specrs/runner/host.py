@@ -129,7 +129,7 @@ class StepHost:
         Returns whether it failed on any rank; then all are connected anew. Raises ExchangeError if a rank is lost.
         """
         assert self._ranks is not None
-        from specrs.parallel.ranks import ExchangeError
+        from specrs.parallel.connection import ExchangeError
 
         with contextlib.suppress(Exception):  # the error itself comes back
             self._stage.__exit__(type(error) if error else None, error, None)

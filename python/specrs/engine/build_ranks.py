@@ -1,0 +1,52 @@
+"""An engine on several ranks: starts the others, and builds rank 0's part. Serves nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from dataclasses import replace
+
+import torch
+
+from specrs.config import EngineConfig
+from specrs.engine.build import Lead, build_from
+from specrs.engine.device import current
+from specrs.engine.engine import Engine
+from specrs.engine.follow import connect, serve_under_torchrun, threads_of_rank
+from specrs.engine.weights import check_ranks, load_weights
+from specrs.parallel.connection import ExchangeError, Kind
+from specrs.parallel.start import torchrun_rank
+
+RANK_MODULE = "specrs.engine.rank_process"
+
+
+def build_on_ranks(config: EngineConfig, lead: Lead) -> Engine:
+    """Build the engine of `config` on the ranks that `lead` starts; see `build_engine`."""
+    if torchrun_rank() not in (None, 0):
+        sys.exit(serve_under_torchrun(config))
+    check_ranks(config)
+    config = replace(config, threads=threads_of_rank(config))
+    setup, timeout = {"config": dataclasses.asdict(config)}, config.distributed_timeout
+    team, meeting = lead(config.tensor_parallel_size, timeout, RANK_MODULE, setup)
+    torch_threads = torch.get_num_threads()
+
+    def end() -> None:
+        team.close()
+        if team.ranks is not None:
+            team.ranks.close()
+        torch.set_num_threads(torch_threads)
+
+    try:
+        assert config.threads is not None
+        torch.set_num_threads(config.threads)
+        team.collect(Kind.HERE)
+        team.ranks = connect(meeting, config)
+        with current(str(team.ranks.device)):
+            return build_from(config, load_weights(config, team.ranks), team, end)
+    except ExchangeError as fault:
+        error = team.failed(fault)
+        end()
+        raise error from fault
+    except BaseException:
+        end()
+        raise
