@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import transformers
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from specrs.errors import CheckpointError, InvalidRequestError
 from specrs.tokenizer import Tokenizer
@@ -130,6 +130,13 @@ def special_files(draw: st.DrawFn) -> dict[str, dict[str, Any]]:
 
 @sweep(300)
 @given(files=special_files(), texts=st.lists(TEXTS, min_size=1, max_size=4))
+@example(
+    files={
+        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast"},
+        "special_tokens_map.json": {"bos_token": "<|user|>"},
+    },
+    texts=["a<|user|>b"],
+)
 def test_what_the_other_files_say(files: dict[str, dict[str, Any]], texts: list[str]) -> None:
     backend = Backend(models.BPE(vocab=BYTE_VOCAB, merges=MERGES))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
