@@ -18,7 +18,7 @@ import torch
 from specrs.models.dense import Dense
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
-from specrs.models.loader import load_model
+from specrs.models.torch_loader import load_model
 
 BLOCK_SIZE = 16
 

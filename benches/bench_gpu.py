@@ -28,7 +28,7 @@ from gpu import attention, formats, iterations, products, serving
 from gpu.models import weight_bytes, write_config
 from gpu.timing import ON_GPU, pretend
 from specrs.engine.weights import Weights
-from specrs.models.loader import load_model
+from specrs.models.torch_loader import load_model
 
 PARTS = ("passes", "products", "attention", "tpot", "idle", "formats", "throughput", "experts", "transformers")
 PREDICTED = {

@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 FRACTIONS = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
 """Types of codes, and bits of their fractions."""
-
-
-class KVScales(NamedTuple):
-    """What the codes of a layer are multiplied by, greater than 0."""
-
-    k: float
-    v: float
-
-
-UNSCALED = KVScales(1.0, 1.0)
 
 
 def fraction_of(dtype: torch.dtype) -> int:

@@ -2,8 +2,7 @@
 
 A **kind** is what a projection is stored as. It knows its product, its bytes and its reference, so a new kind
 is a class and a line where it is made, and no caller changes. Kinds today: dense, packed for a CPU (`pack` makes
-these two), stacked, which the native pass reads as the checkpoint has it, quantized, which it reads, too, and in
-`coded_weight` coded, which the kernels of a GPU read.
+these two), and in `coded_weight` coded, which the kernels of a GPU read.
 
 On a CPU, fp32 and bf16 weights are packed into oneDNN's blocked layout: with few rows MKL repacks the weight at every
 call, and six rows of a [1024, 6144] product take 0.56 ms packed and 3.2 ms through torch.mm (two cores, AVX-512). The
@@ -14,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -131,112 +130,6 @@ class PackedWeight:
     def _unpacked(self) -> Tensor:
         dense: Tensor = self.packed.to_dense()
         return dense
-
-
-_Part = TypeVar("_Part", Tensor, "Codes")
-
-
-@dataclass(frozen=True, slots=True)
-class _Parts(Generic[_Part]):
-    """What projections that share an input have in common, whatever each is stored as."""
-
-    parts: tuple[_Part, ...]
-    """Each `[out_i, in]`; above each other they are `[out, in]`."""
-    biases: tuple[Tensor, ...] | None = None
-    """Each `[out_i]` fp32."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """See `Weight`; like what follows."""
-        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
-
-    @property
-    def bias(self) -> Tensor | None:
-        """See `Weight`."""
-        return None if self.biases is None else torch.cat(self.biases)
-
-    @property
-    def num_bytes(self) -> int:
-        """See `Weight`."""
-        return sum(part.nbytes for part in self.parts) + sum(bias.nbytes for bias in self.biases or ())
-
-    def matrices(self) -> list[Tensor]:
-        """The parts as numbers, `[out_i, in]` each."""
-        raise NotImplementedError
-
-    def product(self, x: Tensor) -> Tensor:
-        """See `Weight`."""
-        y, first = x.new_empty(len(x), self.shape[0]), 0
-        for matrix in self.matrices():
-            torch.mm(x, matrix.to(x.dtype).t(), out=y.narrow(1, first, len(matrix)))
-            first += len(matrix)
-        return y if self.biases is None else y.add_(torch.cat(self.biases))
-
-    def dequantized(self) -> Tensor:
-        """See `Weight`."""
-        return torch.cat(self.matrices()).double()
-
-
-@dataclass(frozen=True, slots=True)
-class StackedWeight(_Parts[Tensor]):
-    """Projections that share an input, each as the checkpoint stores it: nothing is copied, so mapped files stay so.
-
-    For the native pass, which reads fp32 and bf16 and sums products in fp32. Here the products are those of torch, in
-    x's dtype: slow where the parts are bf16 and x is not.
-    """
-
-    def matrices(self) -> list[Tensor]:
-        """The parts themselves, each contiguous."""
-        return list(self.parts)
-
-
-@dataclass(frozen=True, slots=True)
-class Codes:
-    """A matrix `[out, in]` as codes times scales, symmetric. The products are float32, exact where scales are bf16 or
-    come from fp16."""
-
-    codes: Tensor
-    """INT8: int8 `[out, in]`. INT4: uint8 `[out, in / 2]`; of 32 inputs 16 bytes, byte i with code + 8 of input i in
-    its lower half and that of input 16 + i in its upper half."""
-    scales: Tensor
-    """bf16 or fp32 `[out, groups]`, groups of the same number of inputs: a multiple of 32 for INT4, all or a multiple
-    of 16 for INT8."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(out, in)"""
-        return self.codes.shape[0], self.codes.shape[1] * (1 if self.codes.dtype == torch.int8 else 2)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of codes and scales, as of a tensor."""
-        return self.codes.nbytes + self.scales.nbytes
-
-    def values(self) -> Tensor:
-        """The codes, `[out, in]` int8."""
-        if self.codes.dtype == torch.int8:
-            return self.codes
-        out, size = self.shape
-        halves = self.codes.view(out, size // 32, 1, 16)
-        return (torch.cat((halves & 15, halves >> 4), dim=2).to(torch.int8) - 8).view(out, size)
-
-    def numbers(self) -> Tensor:
-        """`[out, in]` float32."""
-        (out, size), groups = self.shape, self.scales.shape[1]
-        scaled = self.values().reshape(out, groups, size // groups).float() * self.scales.float().unsqueeze(2)
-        return scaled.view(out, size)
-
-
-@dataclass(frozen=True, slots=True)
-class QuantizedWeight(_Parts["Codes"]):
-    """Projections that share an input as INT8 or INT4, for the native pass: its products are those of the numbers.
-
-    Here they are torch's, of the same numbers in x's dtype: slow, because the numbers are made each time.
-    """
-
-    def matrices(self) -> list[Tensor]:
-        """Made each time."""
-        return [part.numbers() for part in self.parts]
 
 
 def pack(weight: Tensor, bias: Tensor | None = None) -> Weight:

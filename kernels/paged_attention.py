@@ -11,7 +11,8 @@ from functools import lru_cache, partial
 import torch
 import torch.nn.functional as F
 from specrs.kernels._scalars import scalar
-from specrs.kernels.kv_codes import FRACTIONS, UNSCALED, KVScales, encode
+from specrs.kernels.kv_codes import FRACTIONS, encode
+from specrs.kernels.kv_scales import UNSCALED, KVScales
 from torch import Tensor
 
 _LONG = 32

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from checkpoints import edit_json
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -233,3 +234,27 @@ def compressed(source: Path, path: Path, form: str, *, ordered: bool = False, **
         "ignore": ["lm_head", r"re:.*\.gate$"],
     }
     return rewrite(source, path, config, write, no_layer)
+
+
+def mxfp4(numbers: Path, path: Path, config: dict[str, Any]) -> Path:
+    """A checkpoint of gpt-oss with random codes for experts; those of `numbers` become what transformers makes of
+    them. `config` is its `quantization_config`."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    generator = torch.Generator().manual_seed(1)
+    plain, coded = load_file(numbers / "model.safetensors"), {}
+    for name, tensor in list(plain.items()):
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            coded[name] = tensor
+            continue
+        experts, inputs, outputs = tensor.shape
+        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(121, 125, blocks.shape[:-1], generator=generator, dtype=torch.uint8)
+        coded |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        plain[name] = convert_moe_packed_tensors(blocks, scales).contiguous()
+        assert plain[name].shape == tensor.shape
+    save_file(plain, numbers / "model.safetensors", metadata={"format": "pt"})
+    shutil.copytree(numbers, path)
+    save_file(coded, path / "model.safetensors", metadata={"format": "pt"})
+    edit_json(path / "config.json", quantization_config=config)
+    return path

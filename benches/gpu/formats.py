@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from specrs.engine.weights import Weights
-from specrs.kernels.coded_weight import CodedWeight, Coding
+from specrs.kernels.coded_weight import CodedWeight
+from specrs.kernels.coding import Coding
 from specrs.models.dense import Dense
 
 from gpu.iterations import MAX_K, Alone

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 
-import specrs.models.loader as loader
+import specrs.models.torch_loader as loader
 import torch
 from specrs.engine.blueprint import Blueprint
 from specrs.kernels.linear import DenseWeight

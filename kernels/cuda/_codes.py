@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
-from specrs.kernels.coded_weight import Coding
+from specrs.kernels.coding import Coding
 from torch import Tensor
 
 DENSE, FP8, INT8, INT4 = (tl.constexpr(code) for code in range(4))

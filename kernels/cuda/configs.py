@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from specrs.kernels.coded_weight import Coding
+from specrs.kernels.coding import Coding
 from specrs.kernels.cuda.device import DeviceLimits
 
 _SMALL = 2**26

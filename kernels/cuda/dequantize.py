@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from specrs.kernels.coded_weight import CodedWeight, Coding
+from specrs.kernels.coded_weight import CodedWeight
+from specrs.kernels.coding import Coding
 from specrs.kernels.cuda._codes import CODES, INT4, byte_number, check_codes, coding_as_list, coding_of, scale_of
 from specrs.kernels.cuda._dependent_launch import enter, options
 from specrs.kernels.cuda.variants import Variant

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from specrs.kernels.coded_weight import CodedWeight, Coding
+from specrs.kernels.coded_weight import CodedWeight
+from specrs.kernels.coding import Coding
 from specrs.kernels.cuda._codes import check_codes
 from specrs.kernels.cuda._heads import Heads, check_heads
 from specrs.kernels.cuda.configs import LinearConfig

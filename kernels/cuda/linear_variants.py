@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import triton
-from specrs.kernels.coded_weight import Coding
+from specrs.kernels.coding import Coding
 from specrs.kernels.cuda._heads import head_arguments
 from specrs.kernels.cuda.configs import LinearShape, linear_config
 from specrs.kernels.cuda.linear_product import MAX_ROWS, block_m

@@ -22,7 +22,8 @@ import triton.language as tl
 from specrs.kernels.cuda._dependent_launch import options, start_next, wait_for_previous
 from specrs.kernels.cuda._kv_codes import numbers
 from specrs.kernels.cuda.attention_config import AttentionConfig, block_d
-from specrs.kernels.kv_codes import FRACTIONS, UNSCALED, KVScales, fraction_of
+from specrs.kernels.kv_codes import FRACTIONS, fraction_of
+from specrs.kernels.kv_scales import UNSCALED, KVScales
 from torch import Tensor
 
 _LOG2E = 1.4426950408889634

@@ -19,7 +19,7 @@ from functools import partial
 import torch
 import triton
 import triton.language as tl
-from specrs.kernels.coded_weight import Coding
+from specrs.kernels.coding import Coding
 from specrs.kernels.cuda._codes import CODES, DENSE, INT4, add_step, coding_as_list, coding_of, scale_of
 from specrs.kernels.cuda._dependent_launch import options, prefetch, start_next, wait_for_previous
 from specrs.kernels.cuda._heads import Heads, head_arguments, head_places, store_head

@@ -22,3 +22,19 @@ _BITS = {BFLOAT16: np.uint16, FLOAT8_E4M3: np.uint8, FLOAT8_E5M2: np.uint8}
 def bits(array: Array) -> Array:
     """Return `array` as the Rust core reads it: a view of bfloat16 as uint16, of FP8 as uint8, else `array` itself."""
     return array.view(_BITS[array.dtype]) if array.dtype in _BITS else array
+
+
+def converted(array: Array, dtype: np.dtype[Any]) -> Array:
+    """Return `array` as `dtype`, or `array` itself if it has that type. Numbers are rounded to the nearest; what is too
+    large becomes infinite, without a warning."""
+    with np.errstate(all="ignore"):
+        return array.astype(dtype, copy=False)
+
+
+def aligned(array: Array) -> Array:
+    """Return the same numbers side by side where numbers of their type may begin, or `array` itself if they are.
+
+    A file may begin its tensors anywhere.
+    """
+    array = np.ascontiguousarray(array)
+    return array if array.flags.aligned else array.copy()

@@ -254,7 +254,7 @@ class AsyncLLM:
     @property
     def device(self) -> str:
         """Where the target's weights are, as torch names it."""
-        return str(self._engine.weights.target.device)
+        return self._engine.weights.device
 
     def token_text(self, token_id: int) -> str:
         """The text of a token by itself. Raises `InvalidRequestError` without a tokenizer."""

@@ -210,6 +210,6 @@ def poison(engine: Engine) -> None:
     has_draft_kv = engine.drafter is not None and not engine.drafter.on_host
     caches = [engine.runner.kv_cache] + ([engine.drafter.kv_cache] if has_draft_kv else [])
     for cache in caches:
-        for tensor in (*cache.k, *cache.v):
+        for part in (*cache.k, *cache.v):
             with torch.inference_mode():
-                tensor.fill_(torch.nan)
+                part[...] = torch.nan

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from models.native_passes import tensors_of
 from specrs import LLM, SamplingParams
 from specrs.core import CostModel, SpeculationPlanner
 from specrs.engine import warm_up
@@ -222,7 +223,7 @@ def test_a_draft_whose_kv_is_overwritten_is_rebuilt_and_acceptance_comes_back(qw
     drafter = engine.drafter
     assert drafter is not None
     noise = torch.Generator().manual_seed(0)
-    for layer in drafter.kv_cache.layers:
+    for layer in tensors_of(drafter.kv_cache).layers:
         layer.copy_(torch.randn(layer.shape, generator=noise, dtype=layer.dtype) * 3)
     assert acceptance(4) < 0.5
     acceptance(25)

@@ -1,21 +1,23 @@
 """Which device an engine runs on, and how one that cannot serve is refused; no GPU is needed for that."""
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import specrs.engine.build as build
+import specrs.engine.device as device_module
 import torch
 from checkpoints import make_checkpoint
 from safetensors.torch import load_file
 from specrs.config import EngineConfig
 from specrs.engine.device import resolve_device
-from specrs.engine.weights import check_weights_fit
+from specrs.engine.weights import check_weights_fit, load_weights
 from specrs.errors import InvalidConfigError, UnsupportedConfigError
 from specrs.models.dense import Dense
-from specrs.models.loader import load_model
+from specrs.models.torch_loader import load_model
 from specrs.speculative_config import SpeculativeConfig
 
 
@@ -32,6 +34,7 @@ def pretend(
     }
     for name, function in patched.items():
         monkeypatch.setattr(torch.cuda, name, function)
+    monkeypatch.setattr(device_module, "_has_driver", lambda: True)
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr("shutil.which", lambda name: name if compiler else None)
 
@@ -50,7 +53,7 @@ def pretend(
 )
 def test_devices(asked: str, hardware: dict[str, object], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, **hardware)  # type: ignore[arg-type]
-    assert resolve_device(asked) == torch.device(device)
+    assert resolve_device(asked) == device
 
 
 @pytest.mark.parametrize(
@@ -80,6 +83,46 @@ def test_what_cannot_serve(
         resolve_device(asked)
 
 
+def test_auto_asks_no_torch_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And without torch `auto` is the CPU, whatever the machine has."""
+    pretend(monkeypatch)
+    monkeypatch.setattr(device_module, "_has_driver", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("torch was asked"))
+    assert resolve_device("auto") == "cpu"
+    monkeypatch.setattr(device_module, "_has_driver", lambda: True)
+    for package in ("torch", "triton"):
+        monkeypatch.setitem(sys.modules, package, None)
+        assert resolve_device("auto") == "cpu"
+        monkeypatch.undo()
+        pretend(monkeypatch)
+
+
+@pytest.mark.parametrize("package", ["torch", "triton"])
+def test_a_gpu_without_its_packages(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    message = rf"^device='cuda:0': needs {package}; install it: pip install 'specrs\[cuda\]'$"
+    with pytest.raises(InvalidConfigError, match=message):
+        resolve_device("cuda:0")
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"dtype": "float64"}, "dtype='float64'"),
+        ({"enforce_eager": True}, "enforce_eager=True"),
+        ({"model_impl": "transformers"}, "model='.*'"),
+    ],
+)
+def test_what_torch_computes_on_a_cpu_without_torch(
+    fields: dict[str, object], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = make_checkpoint(tmp_path / "target", "qwen3", seed=1, vocab=97, layers=1)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    message = rf"^{named}: needs torch; install it: pip install 'specrs\[transformers\]'$"
+    with pytest.raises(InvalidConfigError, match=message):
+        load_weights(EngineConfig(model=str(target), device="cpu", **fields))  # type: ignore[arg-type]
+
+
 class Loaded(Exception):
     """Raised where weights would be loaded."""
 
@@ -91,7 +134,7 @@ def test_an_engine_is_built_with_its_device_current(given: bool, monkeypatch: py
     entered: list[str] = []
 
     @contextlib.contextmanager
-    def device(chosen: torch.device) -> Iterator[None]:
+    def device(chosen: str) -> Iterator[None]:
         entered.append(str(chosen))
         try:
             yield
@@ -104,7 +147,7 @@ def test_an_engine_is_built_with_its_device_current(given: bool, monkeypatch: py
 
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(build, "_build" if given else "load_weights", stop)
-    weights = SimpleNamespace(target=SimpleNamespace(device=torch.device("cuda:0"))) if given else None
+    weights = SimpleNamespace(device="cuda:0") if given else None
     with pytest.raises(Loaded):
         build.build_engine(EngineConfig(model="none", device="cuda:0"), weights)  # type: ignore[arg-type]
     assert entered == ["cuda:0", "built", "back"]
@@ -120,12 +163,12 @@ def test_models_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for free in (needed, needed - 1):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device, free=free: (free, 2 * free))
         if free == needed:
-            check_weights_fit(config, torch.device("cuda:0"))
+            check_weights_fit(config, "cuda:0")
             continue
         with pytest.raises(
             InvalidConfigError, match=r"^model=.*GiB for model and .*GiB of the GPU are free.*too little"
         ):
-            check_weights_fit(config, torch.device("cuda:0"))
+            check_weights_fit(config, "cuda:0")
 
 
 def test_all_experts_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,10 +177,10 @@ def test_all_experts_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     needed = sum(tensor.nbytes for tensor in load_file(target / "model.safetensors").values())
     config = EngineConfig(model=str(target), dtype="float32")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (needed, needed))
-    check_weights_fit(config, torch.device("cuda:0"))
+    check_weights_fit(config, "cuda:0")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (needed - 1, needed))
     with pytest.raises(InvalidConfigError, match="too little"):
-        check_weights_fit(config, torch.device("cuda:0"))
+        check_weights_fit(config, "cuda:0")
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])

@@ -9,6 +9,7 @@ import pytest
 from checkpoints import make_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
+from models.native_passes import tensors_of
 from numpy.typing import NDArray
 from specrs.core import FINISH_LENGTH, HEADER_FIELDS, PLAN_LAUNCH
 from specrs.engine.blueprint import Blueprint
@@ -114,7 +115,7 @@ def test_a_prefix_is_found_in_all_groups(either: Bank, draft: str | None) -> Non
 
 def kv_bytes(engine: Engine) -> int:
     """Of the target's cache, without the scratch block."""
-    tensors = {layer.data_ptr(): layer for layer in engine.runner.kv_cache.layers}.values()
+    tensors = {layer.data_ptr(): layer for layer in tensors_of(engine.runner.kv_cache).layers}.values()
     return sum(layer[:-1].numel() * layer.element_size() for layer in tensors)
 
 
@@ -128,7 +129,7 @@ def test_memory_for_what_is_held_is_enough(either: Bank) -> None:
     run(engine)
     assert request.output_token_ids == either.continuations[longest][:LONGEST]
     assert kv_bytes(engine) == given
-    of_layers = {layer.data_ptr() for layer in engine.runner.kv_cache.layers}
+    of_layers = {layer.data_ptr() for layer in tensors_of(engine.runner.kv_cache).layers}
     assert len(of_layers) == (made.weights.target.num_layers + 2) // 3
 
 

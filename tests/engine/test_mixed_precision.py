@@ -11,19 +11,23 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import make_checkpoint, perturb_checkpoint
 from gguf_files import write_gguf
+from models.native_passes import numbers_of
 from quantized_files import compressed, fp8_block, gptq
+from specrs.arrays import BFLOAT16, FLOAT32
 from specrs.config import EngineConfig
 from specrs.engine.build import build_engine
 from specrs.engine.weights import Weights, check_weights_fit, load_weights
 from specrs.errors import InvalidConfigError, UnsupportedConfigError, UnsupportedModelError
 from specrs.kernels.coded_weight import CodedWeight
-from specrs.models.loader import CodedLoader, open_checkpoint
+from specrs.models.loader import open_checkpoint
 from specrs.models.native_loader import load_native
 from specrs.models.quantization.base import QuantizedTensors
+from specrs.models.torch_loader import CodedLoader
 
 from engine.harness import config, make_prompts, request, run
 
@@ -81,12 +85,12 @@ def test_each_has_its_own_precision(checkpoints: dict[str, dict[str, Path]], cap
     made = load_weights(config(checkpoints["target"]["int4"], checkpoints["draft"]["fp8"], k=1, dtype="auto"))
     codes = {part.codes.dtype for part in made.target.weights.layers[0].qkv.parts}  # type: ignore[attr-defined]
     parts = {part.dtype for part in made.draft.weights.layers[0].qkv.parts}  # type: ignore[union-attr]
-    assert (codes, parts) == ({torch.uint8}, {torch.bfloat16})
+    assert (codes, parts) == ({np.dtype(np.uint8)}, {BFLOAT16})
     said = [record.getMessage() for record in caplog.records]
     assert any("14 matrices stay codes, 0 become bfloat16" in line for line in said)
     assert any("0 matrices stay codes, 13 become bfloat16 when they are loaded: 0.00 GiB" in line for line in said)
     made = load_weights(config(checkpoints["draft"]["fp8"], None, k=0, dtype="float32"))
-    assert {part.dtype for part in made.target.weights.layers[0].qkv.parts} == {torch.float32}  # type: ignore[attr-defined]
+    assert {part.dtype for part in made.target.weights.layers[0].qkv.parts} == {FLOAT32}  # type: ignore[attr-defined]
 
 
 def test_a_value_that_contradicts_the_checkpoint(checkpoints: dict[str, dict[str, Path]]) -> None:
@@ -129,7 +133,7 @@ def test_random_weights_of_a_quantized_checkpoint(checkpoints: dict[str, dict[st
         plain = config(target[of], None, k=0, dtype="auto", load_format="dummy")
         made = load_weights(replace(plain, quantization=given))
         parts = {part.dtype for part in made.target.weights.layers[0].qkv.parts}  # type: ignore[attr-defined]
-        assert parts <= {torch.bfloat16, torch.float32}, of
+        assert parts <= {BFLOAT16, FLOAT32}, of
     with pytest.raises(UnsupportedConfigError, match=r"^quantization='awq': contradicts .* quantized by 'gptq'"):
         load_weights(replace(config(target["int4"], None, k=0), quantization="awq", load_format="dummy"))
 
@@ -140,13 +144,13 @@ def test_fp8_at_load(checkpoints: dict[str, dict[str, Path]]) -> None:
     plain, rounded = (load_native(source, dtype="float32", quantization=kind) for kind in (None, "fp8"))
     for before, after in zip(plain.weights.layers, rounded.weights.layers, strict=True):
         for name in ("qkv", "o", "gate_up", "down"):
-            weight, found = getattr(before, name).dequantized(), getattr(after, name).dequantized()
+            weight, found = (torch.from_numpy(numbers_of(getattr(layer, name))) for layer in (before, after))
             scale = weight.abs().amax(1, keepdim=True) / 448
             expected = (weight / scale).to(torch.float8_e4m3fn).double() * scale
             off = (found - expected).abs() > 1e-6 * weight.abs().max()
             assert off.double().mean() < 1e-3, "ties may go the other way"
             assert ((found - weight).abs() <= weight.abs() / 16 + scale * 2**-9).all()
-    assert torch.equal(plain.weights.embedding.float(), rounded.weights.embedding.float())
+    assert np.array_equal(plain.weights.embedding, rounded.weights.embedding)
 
 
 @pytest.mark.parametrize("of", ["fp8", "int8", "int4", "gguf"])
@@ -168,7 +172,7 @@ def test_what_a_gpu_needs_room_for(
     for free in (needed, needed - 1):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device, free=free: (free, 2 * free))
         with nullcontext() if free == needed else pytest.raises(InvalidConfigError, match="GiB too little"):
-            check_weights_fit(engine, torch.device("cuda:0"))
+            check_weights_fit(engine, "cuda:0")
 
 
 def test_an_unknown_method(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ What fails is real: its KV cache has fewer blocks than the target's, which each 
 to fail, the cache is the first blocks of the whole one, in the same memory.
 """
 
-import itertools
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +16,7 @@ from numpy.typing import NDArray
 from specrs.core import DRAFTER_DEVICE, FLAG_DRAFT_NON_FINITE
 from specrs.drafters.base import device_drafter
 from specrs.engine.engine import Engine
-from specrs.models.dense_native import NativeKVCache, native_cache
-from specrs.models.kv_cache import KVCache
+from specrs.models.native_cache import NativeKVCache, native_cache
 from specrs.runner.ring import Header, RingSlot
 from sweep import sweep
 
@@ -67,11 +65,10 @@ class Short:
         patch.setattr(runner, "launch", launched)
 
 
-def first_blocks(cache: KVCache, count: int) -> NativeKVCache:
+def first_blocks(cache: NativeKVCache, count: int) -> NativeKVCache:
     """`count` blocks; the one behind is taken for the scratch block, which native passes do not use."""
     layers = [layer[: count + 1] for layer in cache.layers]
-    short = KVCache(layers, cache.block_size)
-    return NativeKVCache(layers, cache.block_size, native_cache(short))
+    return NativeKVCache(layers, cache.block_size, native_cache(layers))
 
 
 def engine_of(native_drafts: dict[str, tuple[Bank, Path]], name: str, k: int, **fields: object) -> tuple[Bank, Engine]:
@@ -86,8 +83,7 @@ def engine_of(native_drafts: dict[str, tuple[Bank, Path]], name: str, k: int, **
 @sweep(8)
 @given(data=st.data())
 def test_any_launch_may_fail(name: str, data: st.DataObject, native_drafts: dict[str, tuple[Bank, Path]]) -> None:
-    """At any of its passes: behind prompts, catching up, or at the draft that needs a block that is not there. Launches
-    may go op by op in between."""
+    """At any of its passes: behind prompts, catching up, or at the draft that needs a block that is not there."""
     fields = data.draw(engine_settings(), label="engine")
     k = data.draw(st.integers(1, 6), label="K")
     bank, engine = engine_of(native_drafts, name, k, **fields)
@@ -99,8 +95,6 @@ def test_any_launch_may_fail(name: str, data: st.DataObject, native_drafts: dict
         short = Short(engine, lambda launch: cuts[launch // 3 % len(cuts)], patch)
         jobs = data.draw(greedy_jobs(bank, k), label="requests")
         reported = data.draw(st.sampled_from([{}, {"logprobs": 1}]), label="reported")
-        ways = itertools.cycle(data.draw(st.lists(st.booleans(), min_size=1, max_size=4), label="op by op"))
-        patch.setattr(engine.runner, "_has_long_chunk", lambda *launch: next(ways))
         run_greedy(engine, bank, jobs, k, **reported)
     assert sum(engine.stats().draft_errors.values()) == short.failed
     assert not any(flag & FLAG_DRAFT_NON_FINITE for flag in flags)

@@ -14,7 +14,9 @@ import torch
 from checkpoints import make_checkpoint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from models.native_passes import numbers_of
 from safetensors.torch import load_file, save_file
+from specrs.arrays import FLOAT32, FLOAT64
 from specrs.config import EngineConfig
 from specrs.engine import weights as engine_weights
 from specrs.engine.build import build_engine
@@ -22,12 +24,13 @@ from specrs.engine.engine import Engine
 from specrs.engine.weights import Weights, load_weights
 from specrs.errors import CheckpointError, UnsupportedConfigError
 from specrs.kernels.coded_weight import CodedWeight
-from specrs.kernels.linear import QuantizedWeight, StackedWeight
 from specrs.models.dense import Dense
 from specrs.models.dense_native import NativeDense
-from specrs.models.loader import CodedLoader, open_checkpoint
+from specrs.models.loader import open_checkpoint
 from specrs.models.native_loader import load_native
 from specrs.models.quantization.at_load import IntegersAtLoad
+from specrs.models.stored import QuantizedWeight, StackedWeight
+from specrs.models.torch_loader import CodedLoader
 
 from engine.harness import Bank, config, request, run
 from engine.logits import LOGITS, logits_of, with_logits
@@ -123,9 +126,10 @@ def test_a_quantized_model_is_the_model_of_its_numbers(kind: str, native_qwen_ba
             assert isinstance(weight, QuantizedWeight)
             for name, part in zip(names, weight.parts, strict=True):
                 full = f"model.layers.{i}.{name}.weight"
-                spread = (tensors[full] - part.numbers()).abs().max() / tensors[full].abs().max()
+                made_of = torch.from_numpy(part.numbers())
+                spread = (tensors[full] - made_of).abs().max() / tensors[full].abs().max()
                 assert 0 < spread <= (0.5 / 127 if kind == "int8" else 0.5 / 7) * (1 + 1 / 128)
-                tensors[full] = part.numbers()
+                tensors[full] = made_of
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     logits = alone(target, prompt, "float32", kind)[0]
     assert np.array_equal(logits, alone(folder, prompt, "float32", None)[0])
@@ -139,16 +143,16 @@ def test_what_is_quantized(native_qwen_bank: Bank) -> None:
         made = weights(bank.target, bank.drafts["small"], "float32", kind, draft_kind)
         for model, its in ((made.target, kind), (made.draft, draft_kind)):
             assert isinstance(model, NativeDense)
-            assert model.dtype == torch.float32, "of the KV cache"
+            assert model.dtype == FLOAT32, "of the KV cache"
             w = model.weights
             assert isinstance(w.lm_head, StackedWeight)
-            assert w.embedding.dtype == torch.float32
+            assert w.embedding.dtype == FLOAT32
             for layer in w.layers:
                 for weight in (layer.qkv, layer.o, layer.gate_up, layer.down):
                     assert isinstance(weight, StackedWeight if its is None else QuantizedWeight)
                     if isinstance(weight, QuantizedWeight):
                         dtypes = {part.codes.dtype for part in weight.parts}
-                        assert dtypes == {torch.int8 if its == "int8" else torch.uint8}
+                        assert dtypes == {np.dtype(np.int8 if its == "int8" else np.uint8)}
 
 
 def test_groups_are_the_largest_that_divide(tmp_path: Path) -> None:
@@ -181,7 +185,7 @@ def test_memory(kind: str, tmp_path: Path) -> None:
     before, anonymous = status("VmRSS"), status("RssAnon")
     model = load_native(folder, dtype="float32", quantization=kind)
     codes = matrices if kind == "int8" else matrices // 2
-    scales = sum(2 * weight.parts[0].scales.numel() for weight in ())
+    scales = sum(2 * weight.parts[0].scales.size for weight in ())
     kept = model.weights.embedding.nbytes
     num_bytes = model.num_bytes - model.weights.lm_head.num_bytes
     assert codes < num_bytes <= codes * (1.01 if kind == "int8" else 1.13) + scales
@@ -212,8 +216,8 @@ def test_checkpoints_of_other_types(dtype: torch.dtype, tmp_path: Path) -> None:
     for of in (dtype, torch.float32):
         tensors = {name: tensor.to(of) for name, tensor in load_file(folder / "model.safetensors").items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        made.append(load_native(folder, dtype="float32", quantization="int4").weights.layers[0].gate_up.dequantized())
-    assert torch.equal(*made)
+        made.append(numbers_of(load_native(folder, dtype="float32", quantization="int4").weights.layers[0].gate_up))
+    assert np.array_equal(*made)
 
 
 def test_log_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -248,7 +252,7 @@ def test_other_passes_have_the_same_numbers(kind: str, tmp_path: Path) -> None:
     (native,) = load_native(folder, dtype="float32", quantization=kind).weights.layers
     made = load_weights(EngineConfig(model=str(folder), device="cpu", quantization=kind)).target
     assert isinstance(made, Dense)
-    assert made.dtype == torch.float64
+    assert made.dtype == FLOAT64
     (plain,) = made.weights.layers
     config, checkpoint = open_checkpoint(folder, None, "auto")
     codes = IntegersAtLoad(checkpoint, kind)
@@ -256,7 +260,7 @@ def test_other_passes_have_the_same_numbers(kind: str, tmp_path: Path) -> None:
     bits = {name: codes.coded_bits(f"model.layers.0.{name}.weight") for name in ("self_attn.q_proj", "mlp.down_proj")}
     assert bits == {"self_attn.q_proj": int(kind[3:]), "mlp.down_proj": 8}
     for name in ("qkv", "o", "gate_up", "down"):
-        numbers = getattr(native, name).dequantized().double()
+        numbers = torch.from_numpy(numbers_of(getattr(native, name)))
         assert torch.equal(getattr(plain, name).dequantized().double(), numbers)
         weight = getattr(coded, name)
         assert isinstance(weight, CodedWeight)
@@ -266,7 +270,7 @@ def test_other_passes_have_the_same_numbers(kind: str, tmp_path: Path) -> None:
 
 def test_what_a_gpu_cannot_group_is_refused_there_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_checkpoint(tmp_path / "odd", hidden=96, intermediate=168, layers=1, with_tokenizer=False)
-    monkeypatch.setattr(engine_weights, "resolve_device", lambda _: torch.device("cuda:0"))
+    monkeypatch.setattr(engine_weights, "resolve_device", lambda _: "cuda:0")
     monkeypatch.setattr(engine_weights, "check_weights_fit", lambda *_: None)
     with pytest.raises(UnsupportedConfigError, match=r"^quantization='int4': .*odd has intermediate_size = 168"):
         load_weights(EngineConfig(model=str(folder), quantization="int4"))

@@ -11,7 +11,8 @@ from engine.other_vocabulary import rename
 from specrs.config import EngineConfig
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
-from specrs.kernels.coded_weight import CodedWeight, Coding
+from specrs.kernels.coded_weight import CodedWeight
+from specrs.kernels.coding import Coding
 from specrs.kernels.cuda import fp8_rows, scaled_linear
 from specrs.kernels.cuda.device import limits_of
 from specrs.runner.cuda.runner import CudaRunner

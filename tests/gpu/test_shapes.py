@@ -9,9 +9,10 @@ from specrs.kernels.linear import DenseWeight, Weight
 from specrs.kernels.rotary import inverse_frequencies, signed_frequencies
 from specrs.models.config import ModelConfig, parse_config
 from specrs.models.dense_cuda import CudaDense
-from specrs.models.dense_weights import DenseWeights, LayerWeights
+from specrs.models.dense_weights import LayerWeights
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
+from specrs.models.torch_weights import TorchLayer, TorchWeights
 from torch import Tensor
 
 BLOCK = 16
@@ -36,7 +37,7 @@ def config(hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: 
     )
 
 
-def decoder(c: ModelConfig, dtype: torch.dtype, device: torch.device) -> DenseWeights:
+def decoder(c: ModelConfig, dtype: torch.dtype, device: torch.device) -> TorchWeights:
     generator = torch.Generator(device).manual_seed(7)
 
     def random(*shape: int) -> Tensor:
@@ -44,7 +45,7 @@ def decoder(c: ModelConfig, dtype: torch.dtype, device: torch.device) -> DenseWe
 
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
 
-    def layer() -> LayerWeights:
+    def layer() -> TorchLayer:
         return LayerWeights(
             input_norm=1 + random(c.hidden_size),
             qkv=DenseWeight(random(q + 2 * kv, c.hidden_size)),
@@ -55,7 +56,7 @@ def decoder(c: ModelConfig, dtype: torch.dtype, device: torch.device) -> DenseWe
             down=DenseWeight(random(c.hidden_size, c.intermediate_size)),
         )
 
-    return DenseWeights(
+    return TorchWeights(
         config=c,
         dtype=dtype,
         device=device,
@@ -67,7 +68,7 @@ def decoder(c: ModelConfig, dtype: torch.dtype, device: torch.device) -> DenseWe
     )
 
 
-def exact(model: DenseWeights, ids: Tensor) -> Tensor:
+def exact(model: TorchWeights, ids: Tensor) -> Tensor:
     """Logits of every position of one sequence in float64, written out."""
     c = model.config
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 from specrs.kernels import paged_attention as kernel
-from specrs.kernels.kv_codes import FRACTIONS, UNSCALED, KVScales
+from specrs.kernels.kv_codes import FRACTIONS
+from specrs.kernels.kv_scales import UNSCALED, KVScales
 from torch import Tensor
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}

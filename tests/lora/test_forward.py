@@ -8,8 +8,8 @@ from checkpoints import make_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 from models.harness import Feeder
-from specrs.models.loader import load_model
 from specrs.models.lora_loader import load_lora
+from specrs.models.torch_loader import load_model
 from sweep import sweep
 
 from .adapters import leaves_of, merge, specs, write_adapter

@@ -16,7 +16,7 @@ from specrs.config import EngineConfig
 from specrs.engine.loras import LoRAStore
 from specrs.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
 from specrs.models.dense import Dense
-from specrs.models.loader import load_model
+from specrs.models.torch_loader import load_model
 
 from .adapters import PREFIX, Spec, write_adapter
 

@@ -11,9 +11,9 @@ from models.harness import Feeder
 from specrs import LLM, LoRARequest, SamplingParams
 from specrs.core import InvalidBufferError
 from specrs.models.dense_native import NativeDense
-from specrs.models.loader import load_model
 from specrs.models.lora_loader import load_lora
 from specrs.models.native_loader import load_native
+from specrs.models.torch_loader import load_model
 from specrs.pair import TARGET
 
 from .adapters import Spec, leaves_of, merge, write_adapter

@@ -13,10 +13,11 @@ from specrs.kernels.linear import DenseWeight, Weight
 from specrs.models.base import HiddenStates
 from specrs.models.dense import Dense
 from specrs.models.dense_cuda import CudaDense
-from specrs.models.dense_weights import DenseWeights, ExpertWeights, LayerWeights
+from specrs.models.dense_weights import ExpertWeights
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
-from specrs.models.loader import load_model
+from specrs.models.torch_loader import load_model
+from specrs.models.torch_weights import TorchExperts, TorchLayer, TorchWeights
 from torch import Tensor
 
 from .harness import Feeder
@@ -55,15 +56,15 @@ def load(folder: Path, name: str, dtype: torch.dtype) -> Dense:
     return load_model(path, dtype=dtype)
 
 
-def as_on_a_gpu(model: Dense) -> DenseWeights:
+def as_on_a_gpu(model: Dense) -> TorchWeights:
     """The same weights as `pack` leaves them on a GPU."""
 
-    def layer(w: LayerWeights) -> LayerWeights:
-        linears = {name: dense(getattr(w, name), model.dtype) for name in ("qkv", "o", "gate_up", "down")}
+    def layer(w: TorchLayer) -> TorchLayer:
+        linears = {name: dense(getattr(w, name), model.weights.dtype) for name in ("qkv", "o", "gate_up", "down")}
         return dataclasses.replace(w, experts=None if w.experts is None else experts(w.experts), **linears)
 
-    def experts(w: ExpertWeights) -> ExpertWeights:
-        gate_up, down = (tuple(dense(one, model.dtype) for one in every) for every in (w.gate_up, w.down))
+    def experts(w: TorchExperts) -> TorchExperts:
+        gate_up, down = (tuple(dense(one, model.weights.dtype) for one in every) for every in (w.gate_up, w.down))
         stacked = torch.stack([one.weight for one in gate_up]), torch.stack([one.weight for one in down])
         biases = [
             torch.stack([one.bias for one in of if one.bias is not None])
@@ -71,11 +72,11 @@ def as_on_a_gpu(model: Dense) -> DenseWeights:
             if of[0].bias is not None
         ]
         both = (biases[0], biases[1]) if biases else None
-        return ExpertWeights(dense(w.router, model.dtype), gate_up, down, stacked, both)
+        return ExpertWeights(dense(w.router, model.weights.dtype), gate_up, down, stacked, both)
 
     weights = model.weights
     layers = tuple(map(layer, weights.layers))
-    return dataclasses.replace(weights, layers=layers, lm_head=dense(weights.lm_head, model.dtype))
+    return dataclasses.replace(weights, layers=layers, lm_head=dense(weights.lm_head, model.weights.dtype))
 
 
 def dense(w: Weight, dtype: torch.dtype) -> DenseWeight:

@@ -1,20 +1,22 @@
 """Feeding a model by hand: chunks, decode rows, verification rows over scattered blocks. Holds no tests."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from specrs.models.base import Model
 from specrs.models.inputs import PassInputs
-from specrs.models.kv_cache import KVCache
 from specrs.models.lora import AdapterRows, LoRAAdapter
 from torch import Tensor
+
+from models.native_passes import over_tensors
 
 
 @dataclass
 class Feeder:
     """Requests on one cache; every block starts as NaN, scratch too."""
 
-    model: Model
+    model: Any
+    """One of torch's, or a native one."""
     num_requests: int = 1
     block_size: int = 16
     max_len: int = 128
@@ -24,15 +26,16 @@ class Feeder:
     """Of the last pass."""
     adapters: dict[int, LoRAAdapter] = field(default_factory=dict)
     """Of requests that have one."""
-    cache: KVCache = field(init=False)
+    cache: Any = field(init=False)
     table: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         width = -(-self.max_len // self.block_size)
         blocks = self.num_requests * width + 2
         self.cache = self.model.allocate_cache(blocks, self.block_size)
+        self.model = over_tensors(self.model)
         for layer in self.cache.layers:
-            layer.fill_(torch.nan)
+            layer[...] = torch.nan
         order = torch.randperm(blocks, generator=torch.Generator().manual_seed(self.seed))
         self.table = order[: self.num_requests * width].view(self.num_requests, width)
 

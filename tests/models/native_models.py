@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import torch
-from specrs.kernels.linear import StackedWeight
-from specrs.kernels.rotary import inverse_frequencies, signed_frequencies
+import numpy as np
+from specrs.arrays import FLOAT32, Array
+from specrs.kernels.frequencies import inverse_frequencies, signed_frequencies
 from specrs.models.config import ModelConfig
 from specrs.models.dense_native import NativeDense
-from specrs.models.dense_weights import DenseWeights, LayerWeights
+from specrs.models.dense_weights import DenseWeights, LayerWeights, NativeWeights
 from specrs.models.eagle3_config import Eagle3Config
-from specrs.models.eagle3_head import Eagle3Weights
 from specrs.models.eagle3_native import NativeEagle3Head
-from torch import Tensor
+from specrs.models.eagle3_weights import HeadWeights
+from specrs.models.stored import StackedWeight
 
 
 def config(vocab_size: int, hidden_size: int = 16, windows: Sequence[int | None] = (None,)) -> ModelConfig:
@@ -44,21 +44,26 @@ def config(vocab_size: int, hidden_size: int = 16, windows: Sequence[int | None]
     )
 
 
-def weights(c: ModelConfig, embedding: Tensor, lm_head: Tensor, scale: float, seed: int) -> DenseWeights:
+def normal(generator: np.random.Generator, *shape: int, scale: float = 1.0) -> Array:
+    """Random numbers of this standard deviation, float32."""
+    return generator.standard_normal(shape, FLOAT32) * np.float32(scale)
+
+
+def weights(c: ModelConfig, embedding: Array, lm_head: Array, scale: float, seed: int) -> NativeWeights:
     """These at both ends, and layers of random numbers of this scale."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = np.random.default_rng(seed)
 
     def random(*shape: int) -> StackedWeight:
-        return StackedWeight((scale * torch.randn(shape, generator=generator),))
+        return StackedWeight((normal(generator, *shape, scale=scale),))
 
     heads = c.num_heads + 2 * c.num_kv_heads
     layers = tuple(
         LayerWeights(
-            input_norm=torch.ones(c.hidden_size),
+            input_norm=np.ones(c.hidden_size, FLOAT32),
             qkv=random(heads * c.head_dim, c.hidden_size),
-            qk_norm=torch.ones(c.num_heads + c.num_kv_heads, c.head_dim),
+            qk_norm=np.ones((c.num_heads + c.num_kv_heads, c.head_dim), FLOAT32),
             o=random(c.hidden_size, c.num_heads * c.head_dim),
-            post_attention_norm=torch.ones(c.hidden_size),
+            post_attention_norm=np.ones(c.hidden_size, FLOAT32),
             gate_up=random(2 * c.intermediate_size, c.hidden_size),
             down=random(c.hidden_size, c.intermediate_size),
         )
@@ -66,11 +71,10 @@ def weights(c: ModelConfig, embedding: Tensor, lm_head: Tensor, scale: float, se
     )
     return DenseWeights(
         config=c,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
+        dtype=FLOAT32,
         embedding=embedding,
         layers=layers,
-        final_norm=torch.ones(c.hidden_size),
+        final_norm=np.ones(c.hidden_size, FLOAT32),
         lm_head=StackedWeight((lm_head,)),
         rotary=signed_frequencies(inverse_frequencies(c.head_dim, c.rope_theta)),
     )
@@ -78,9 +82,9 @@ def weights(c: ModelConfig, embedding: Tensor, lm_head: Tensor, scale: float, se
 
 def random_model(vocab_size: int, seed: int, windows: Sequence[int | None] = (None,)) -> NativeDense:
     """Logits of a few units, so that drafts of another such model are sometimes right."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = np.random.default_rng(seed)
     c = config(vocab_size, windows=windows)
-    ends = [torch.randn(vocab_size, c.hidden_size, generator=generator) for _ in range(2)]
+    ends = [normal(generator, vocab_size, c.hidden_size) for _ in range(2)]
     return NativeDense(weights(c, *ends, 0.3, seed))
 
 
@@ -88,17 +92,17 @@ def random_head(
     target: NativeDense, vocab_size: int, seed: int, *, fc_norm: bool, norm_output: bool
 ) -> NativeEagle3Head:
     """A head of `target` over a random choice of its ids; it reads what enters its layers and what leaves them."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = np.random.default_rng(seed)
     layer_ids = tuple(range(target.num_layers + 1))
     c = replace(target.config, num_layers=1, windows=())
-    drawn = weights(c, target.weights.embedding, torch.zeros(vocab_size, c.hidden_size), 0.3, seed).layers[0]
+    drawn = weights(c, target.weights.embedding, np.zeros((vocab_size, c.hidden_size), FLOAT32), 0.3, seed).layers[0]
 
     def random(*shape: int) -> StackedWeight:
-        return StackedWeight((0.3 * torch.randn(shape, generator=generator),))
+        return StackedWeight((normal(generator, *shape, scale=0.3),))
 
     heads = c.num_heads + 2 * c.num_kv_heads
     return NativeEagle3Head(
-        Eagle3Weights(
+        HeadWeights(
             config=Eagle3Config(
                 layer=c,
                 layer_prefix="midlayer.",
@@ -110,17 +114,16 @@ def random_head(
                 fc_norm=fc_norm,
                 norm_output=norm_output,
             ),
-            dtype=torch.float32,
-            device=torch.device("cpu"),
+            dtype=FLOAT32,
             embedding=target.weights.embedding,
             fc=random(c.hidden_size, len(layer_ids) * c.hidden_size),
-            fc_norm=1 + 0.1 * torch.randn(len(layer_ids), c.hidden_size, generator=generator) if fc_norm else None,
-            hidden_norm=torch.ones(c.hidden_size),
+            fc_norm=1 + normal(generator, len(layer_ids), c.hidden_size, scale=0.1) if fc_norm else None,
+            hidden_norm=np.ones(c.hidden_size, FLOAT32),
             layer=replace(drawn, qkv=random(heads * c.head_dim, 2 * c.hidden_size)),
-            final_norm=torch.ones(c.hidden_size),
-            lm_head=StackedWeight((torch.randn(vocab_size, c.hidden_size, generator=generator),)),
+            final_norm=np.ones(c.hidden_size, FLOAT32),
+            lm_head=StackedWeight((normal(generator, vocab_size, c.hidden_size),)),
             rotary=target.weights.rotary,
-            target_ids=torch.randperm(c.vocab_size, generator=generator)[:vocab_size].sort().values,
+            target_ids=np.sort(generator.permutation(c.vocab_size)[:vocab_size]),
             max_position_embeddings=c.max_position_embeddings,
         )
     )
@@ -129,9 +132,9 @@ def random_head(
 def table_model(following: Mapping[int, int], vocab_size: int, *, not_finite: int | None = None) -> NativeDense:
     """After token t comes `following[t]`, else 0, whatever stood before; after `not_finite` nothing is finite."""
     c = config(vocab_size, hidden_size=vocab_size)
-    embedding, lm_head = torch.eye(vocab_size), torch.zeros(vocab_size, vocab_size)
+    embedding, lm_head = np.eye(vocab_size, dtype=FLOAT32), np.zeros((vocab_size, vocab_size), FLOAT32)
     for token in range(vocab_size):
         lm_head[following.get(token, 0), token] = 1.0
     if not_finite is not None:
-        embedding[not_finite] = torch.nan
+        embedding[not_finite] = np.nan
     return NativeDense(weights(c, embedding, lm_head, 0.0, 0))

@@ -1,6 +1,6 @@
 """A model of two tables: the logits at a position depend on its token and on the one before, read from the cache.
 
-Shares no code with `models.dense`; what a runner may ask of any model is `Model` alone. Holds no tests.
+Shares no code with `models.dense`; what a runner may ask of any model is `TorchModel` alone. Holds no tests.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
-from specrs.models.base import HiddenStates, Model
+from specrs.arrays import FLOAT32
+from specrs.models.base import HiddenStates, TorchModel
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
 from torch import Tensor
@@ -19,13 +21,14 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class TableModel(Model):
+class TableModel(TorchModel):
     """logits(p) = own[token p] + before[token p - 1]; `[V, V]` both. Its cache holds ids, its hidden states logits."""
 
     own: Tensor
     before: Tensor
-    dtype: torch.dtype = torch.float32
+    dtype: np.dtype[Any] = FLOAT32
     device: torch.device = CPU
+    device_type: str = "cpu"
     max_position_embeddings: int = 64
     num_layers: int = 1
     eos_token_ids: tuple[int, ...] = ()
@@ -55,7 +58,7 @@ class TableModel(Model):
     def allocate_cache(self, num_blocks: int, block_size: int) -> KVCache:
         return KVCache([torch.full((num_blocks + 1, block_size), -1)], block_size)
 
-    def with_buffers(self, max_rows: int, max_seqs: int, num_hidden_layers: int = 0) -> Model:
+    def with_buffers(self, max_rows: int, max_seqs: int, num_hidden_layers: int = 0) -> TorchModel:
         return self
 
     def forward(self, inputs: PassInputs, kv_cache: KVCache, hidden_layers: Sequence[int] = ()) -> HiddenStates:

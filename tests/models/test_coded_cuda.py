@@ -10,18 +10,20 @@ import torch
 from checkpoints import make_checkpoint
 from kernels.cuda.tolerance import assert_near
 from quantized_files import awq, compressed, fp8_block
-from specrs.kernels.coded_weight import CodedWeight, Coding
+from specrs.kernels.coded_weight import CodedWeight
+from specrs.kernels.coding import Coding
 from specrs.kernels.cuda import scaled_linear
 from specrs.kernels.cuda.device import DeviceLimits
 from specrs.kernels.linear import DenseWeight
-from specrs.models import loader
+from specrs.models import torch_loader as loader
 from specrs.models.cuda import products, stream, workspace
 from specrs.models.dense import Dense
 from specrs.models.dense_cuda import CudaDense
-from specrs.models.dense_weights import DenseWeights, LayerWeights, with_fp8_rows
-from specrs.models.loader import CodedLoader, load_model, open_checkpoint
+from specrs.models.loader import open_checkpoint
 from specrs.models.quantization.at_load import IntegersAtLoad
 from specrs.models.quantization.base import QuantizedTensors
+from specrs.models.torch_loader import CodedLoader, load_model
+from specrs.models.torch_weights import TorchLayer, TorchWeights, with_fp8_rows
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -81,7 +83,7 @@ def test_weights_of_codes(folder: Path, name: str, monkeypatch: pytest.MonkeyPat
     assert_near(outputs(Poisoned(made.weights, made.workspace), run), exact, plain, ulps=16)
 
 
-def loaded_codes(path: Path, dtype: torch.dtype = torch.float32) -> DenseWeights:
+def loaded_codes(path: Path, dtype: torch.dtype = torch.float32) -> TorchWeights:
     """As on a GPU, on a CPU."""
     config, checkpoint = open_checkpoint(path, None, "auto")
     assert isinstance(checkpoint, QuantizedTensors)
@@ -91,7 +93,7 @@ def loaded_codes(path: Path, dtype: torch.dtype = torch.float32) -> DenseWeights
 
 
 @pytest.fixture(scope="session")
-def fp8_weights(folder: Path) -> dict[str, DenseWeights]:
+def fp8_weights(folder: Path) -> dict[str, TorchWeights]:
     """Two layers in FP8 by output and by block."""
     source = make_checkpoint(
         folder / "fp8-rows", "qwen2", tie=False, hidden=64, intermediate=96, kv_heads=1, group=2, head_dim=32, vocab=83
@@ -118,7 +120,7 @@ class Calls(list[tuple[Any, ...]]):
 
 @pytest.mark.parametrize("name", ["channel", "block"])
 def test_products_of_rows_in_fp8(
-    fp8_weights: dict[str, DenseWeights], name: str, monkeypatch: pytest.MonkeyPatch
+    fp8_weights: dict[str, TorchWeights], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Few rows, those that read codes twice, and more: numbers that the law gives, multiplied in float64. Weights by
     output go through torch's own `_scaled_mm` here from few rows on."""
@@ -146,7 +148,7 @@ def test_products_of_rows_in_fp8(
 
 @pytest.mark.parametrize("name", ["channel", "block"])
 def test_passes_of_rows_in_fp8(
-    fp8_weights: dict[str, DenseWeights], name: str, monkeypatch: pytest.MonkeyPatch
+    fp8_weights: dict[str, TorchWeights], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same law in passes of few rows and of many as op by op: what is left is far less than what it changes. A row
     has the same bits whatever is beside it."""
@@ -166,8 +168,8 @@ def test_passes_of_rows_in_fp8(
         assert (found - expected).abs().mean() < by_law / 100
 
 
-def without_fp8_rows(weights: DenseWeights) -> DenseWeights:
-    def layer(w: LayerWeights) -> LayerWeights:
+def without_fp8_rows(weights: TorchWeights) -> TorchWeights:
+    def layer(w: TorchLayer) -> TorchLayer:
         names = ("qkv", "o", "gate_up", "down")
         coded = {name: made for name in names if isinstance(made := getattr(w, name), CodedWeight)}
         return dataclasses.replace(
@@ -178,7 +180,7 @@ def without_fp8_rows(weights: DenseWeights) -> DenseWeights:
 
 
 def test_scales_by_block_as_cublas_reads_them(
-    fp8_weights: dict[str, DenseWeights], monkeypatch: pytest.MonkeyPatch
+    fp8_weights: dict[str, TorchWeights], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On sm_90: what `_scaled_mm` is called with there, by torch's own check of a GPU's tensors, and multiplied by the
     layouts that cuBLAS documents. Rows are padded to four."""

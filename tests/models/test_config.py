@@ -6,9 +6,10 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 from checkpoints import LLAMA3_ROPE, LONG_ROPE, YARN_ROPE, make_checkpoint
+from specrs.arrays import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
 from specrs.errors import CheckpointError, UnsupportedModelError
 from specrs.models.config import ModelConfig, parse_config
 from specrs.models.loader import load_config, resolve_dtype
@@ -378,20 +379,20 @@ def test_heads_that_do_not_divide() -> None:
 @pytest.mark.parametrize(
     ("asked", "stored", "device", "expected"),
     [
-        ("float32", "bfloat16", "cpu", torch.float32),
-        ("float64", "bfloat16", "cpu", torch.float64),
-        (torch.bfloat16, "float32", "cpu", torch.bfloat16),
-        ("auto", "bfloat16", "cpu", torch.float32),
-        ("auto", "float16", "cpu", torch.float32),
-        ("auto", None, "cpu", torch.float32),
-        ("auto", "float64", "cpu", torch.float64),
-        ("auto", "bfloat16", "cuda", torch.bfloat16),
-        ("auto", "float16", "cuda", torch.float16),
+        ("float32", "bfloat16", "cpu", FLOAT32),
+        ("float64", "bfloat16", "cpu", FLOAT64),
+        (BFLOAT16, "float32", "cpu", BFLOAT16),
+        ("auto", "bfloat16", "cpu", FLOAT32),
+        ("auto", "float16", "cpu", FLOAT32),
+        ("auto", None, "cpu", FLOAT32),
+        ("auto", "float64", "cpu", FLOAT64),
+        ("auto", "bfloat16", "cuda", BFLOAT16),
+        ("auto", "float16", "cuda", FLOAT16),
     ],
 )
-def test_dtype(asked: str | torch.dtype, stored: str | None, device: str, expected: torch.dtype) -> None:
+def test_dtype(asked: str | np.dtype[Any], stored: str | None, device: str, expected: np.dtype[Any]) -> None:
     config = parse_config(QWEN3 | {"dtype": stored})
-    assert resolve_dtype(asked, config, torch.device(device)) == expected
+    assert resolve_dtype(asked, config, device) == expected
 
 
 @pytest.mark.parametrize(
@@ -404,7 +405,7 @@ def test_dtype(asked: str | torch.dtype, stored: str | None, device: str, expect
 )
 def test_dtype_is_refused_by_name(asked: str, stored: str | None, device: str, message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"^{message}"):
-        resolve_dtype(asked, parse_config(QWEN3 | {"dtype": stored}), torch.device(device))
+        resolve_dtype(asked, parse_config(QWEN3 | {"dtype": stored}), device)
 
 
 def test_gpt_oss() -> None:

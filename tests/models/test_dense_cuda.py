@@ -9,9 +9,10 @@ from kernels.cuda.tolerance import assert_argmax, assert_same_product
 from specrs.kernels.linear import DenseWeight
 from specrs.models.cuda.workspace import Workspace
 from specrs.models.dense_cuda import CudaDense
-from specrs.models.dense_weights import DenseWeights, LayerWeights
+from specrs.models.dense_weights import LayerWeights
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
+from specrs.models.torch_weights import TorchWeights
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -152,7 +153,7 @@ def test_traces_with_fake_cuda_tensors(folder: Path, rows: int) -> None:
             gate_up=linear(2 * config.intermediate_size, h),
             down=linear(h, config.intermediate_size),
         )
-        weights = DenseWeights(
+        weights = TorchWeights(
             config=config,
             dtype=dtype,
             device=torch.device("cuda"),

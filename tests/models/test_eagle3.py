@@ -12,18 +12,19 @@ from checkpoints import make_checkpoint, make_eagle3
 from eagle3_reference import Head, read, speculate
 from hf_reference import Books, load
 from specrs.core import InvalidBufferError
-from specrs.models.dense_native import native_cache
 from specrs.models.eagle3 import load_eagle3
 from specrs.models.eagle3_head import Eagle3Head
 from specrs.models.eagle3_native import NativeEagle3Head
 from specrs.models.inputs import PassInputs
-from specrs.models.kv_cache import KVCache
-from specrs.models.loader import load_model
 from specrs.models.native_loader import load_native
+from specrs.models.torch_arrays import NUMPY_DTYPES, TORCH_DTYPES
+from specrs.models.torch_loader import load_model
 from specrs.pair import EAGLE3, TARGET
 from specrs.pair.prompts import PROMPTS
 from tokenizers import Tokenizer
 from torch import Tensor
+
+from models.native_passes import over_tensors
 
 LENGTH, DRAFTS = 45, 5
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-3, torch.bfloat16: 1.0}
@@ -61,7 +62,9 @@ def make(folder: Path, name: str) -> Path:
 @functools.cache
 def head(folder: Path, name: str, dtype: torch.dtype) -> Eagle3Head:
     target = load_model(folder / "target", dtype=dtype)
-    return load_eagle3(make(folder, name), target, dtype=dtype)
+    made = load_eagle3(make(folder, name), target)
+    assert isinstance(made, Eagle3Head)
+    return made
 
 
 @functools.cache
@@ -90,13 +93,13 @@ def test_the_bundled_head_drafts_what_the_script_does(native: bool) -> None:
     speculation = speculate(target, reference, prompt, 40, 3, [], books)
     assert books.per_position[0] > 0.25 * books.drafts
     model = load_native(TARGET, dtype="float32") if native else load_model(TARGET, dtype="float64")
-    made = load_eagle3(EAGLE3, model, dtype=model.dtype)
+    made = over_tensors(load_eagle3(EAGLE3, model))
     for r in speculation.rounds[:: 1 + len(speculation.rounds) // 4]:
         text = (prompt + speculation.tokens)[: r.n]
         with torch.inference_mode():
             _, entries = read(target, text, reference.layer_ids)
         feeder, last = HeadFeeder(made, 16, length=r.n + 3), r.n - 1
-        fused = made.fuse(torch.stack(entries, dim=1)[:last].to(model.dtype))
+        fused = made.fuse(torch.stack(entries, dim=1)[:last].to(TORCH_DTYPES[model.dtype]))
         feeder.feed(text[1:30], list(range(29)), fused[:29])
         recurrent, logits = feeder.feed(text[30:], list(range(29, last)), fused[29:])
         drafts = [int(made.target_ids[logits[-1].argmax()])]
@@ -109,11 +112,11 @@ def test_the_bundled_head_drafts_what_the_script_does(native: bool) -> None:
 class HeadFeeder:
     """One request on one cache of scattered blocks, NaN where nothing was written."""
 
-    def __init__(self, head: Eagle3Head, block_size: int, first: int = 0, length: int = LENGTH + DRAFTS) -> None:
-        self.head, self.block_size = head, block_size
+    def __init__(self, head: Any, block_size: int, first: int = 0, length: int = LENGTH + DRAFTS) -> None:
+        self.head, self.block_size = over_tensors(head), block_size
         blocks = -(-length // block_size)
-        self.cache: KVCache = head.allocate_cache(blocks + 3, block_size)
-        self.cache.layers[0].fill_(torch.nan)
+        self.cache = head.allocate_cache(blocks + 3, block_size)
+        self.cache.layers[0][...] = torch.nan
         self.table = torch.randperm(blocks + 3, generator=torch.Generator().manual_seed(1))[:blocks].view(1, -1)
         self.k_start = torch.tensor([first]) if first else None
 
@@ -127,9 +130,10 @@ class HeadFeeder:
         return recurrent, self.head.compute_logits(final)
 
 
-def run(head: Eagle3Head, ids: list[int], entries: Tensor, chunks: list[int], block_size: int, first: int = 0) -> Any:
+def run(head: Any, ids: list[int], entries: Tensor, chunks: list[int], block_size: int, first: int = 0) -> Any:
     """True rows in chunks, then drafts one by one: drafts, and the logits of all rows."""
     feeder = HeadFeeder(head, block_size, first)
+    head = feeder.head
     outputs, start = [], first
     recurrent = torch.empty(0)
     for length in chunks:
@@ -173,7 +177,7 @@ def test_other_dtypes(folder: Path, name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("chunks", [[LENGTH - 1], [20, 1, 3, 20]], ids=["at once", "pieces"])
 def test_native_passes(folder: Path, name: str, dtype: torch.dtype, chunks: list[int]) -> None:
     ids, entries, drafts, logits = expected(folder, name)
-    native = load_eagle3(make(folder, name), load_native(folder / "target", dtype=dtype), dtype=dtype)
+    native = load_eagle3(make(folder, name), load_native(folder / "target", dtype=NUMPY_DTYPES[dtype]))
     assert isinstance(native, NativeEagle3Head)
     found = run(native, ids, entries, chunks, 4)
     true = LENGTH - 1
@@ -190,7 +194,7 @@ def test_native_passes_start_anew(folder: Path, first: int, block_size: int) -> 
     reference = Head(make(folder, "llama"), load(folder / "target"))
     with torch.inference_mode():
         drafts, logits = reference.draft(list(entries.unbind(1)), ids, DRAFTS, first)
-    native = load_eagle3(make(folder, "llama"), load_native(folder / "target", dtype="float32"), dtype=torch.float32)
+    native = load_eagle3(make(folder, "llama"), load_native(folder / "target", dtype="float32"))
     found = run(native, ids, entries, [LENGTH - 1 - first], block_size, first)
     assert found[0] == drafts
     torch.testing.assert_close(found[1][-DRAFTS:].double(), logits, rtol=0, atol=TOLERANCE[torch.float32])
@@ -198,7 +202,7 @@ def test_native_passes_start_anew(folder: Path, first: int, block_size: int) -> 
 
 def test_native_passes_refuse_what_does_not_fit(folder: Path) -> None:
     target = load_native(folder / "target", dtype="float32")
-    native = load_eagle3(make(folder, "llama"), target, dtype=torch.float32)
+    native = load_eagle3(make(folder, "llama"), target)
     feeder = HeadFeeder(native, 4, 9)
     with pytest.raises(
         InvalidBufferError, match=r"k_start\[0\] = 9 is not allowed: expected 0 to 8, the position of row 0"
@@ -207,7 +211,7 @@ def test_native_passes_refuse_what_does_not_fit(folder: Path) -> None:
     with pytest.raises(InvalidBufferError, match=r"^beside = 32 elements is not allowed: expected 64 elements"):
         feeder.feed([1], [9], torch.zeros(1, 32))
     one = np.zeros(1, np.int64)
-    call = [one, one, one, np.array([0, 1]), np.zeros((1, 1), np.int64), native_cache(feeder.cache)]
+    call = [one, one, one, np.array([0, 1]), np.zeros((1, 1), np.int64), feeder.cache.native]
     final = np.zeros((1, 64), np.float32)
     with pytest.raises(InvalidBufferError, match=r"^beside = missing is not allowed: expected some"):
         native.decoder.forward(*call, final)

@@ -17,9 +17,11 @@ from specrs.errors import CheckpointError, InvalidConfigError, SpecrsError, Unsu
 from specrs.models.dense import Dense
 from specrs.models.eagle3 import load_eagle3
 from specrs.models.eagle3_head import Eagle3Head
-from specrs.models.loader import load_model
 from specrs.models.native_loader import load_native
+from specrs.models.torch_loader import load_model
 from torch import Tensor
+
+from models.native_passes import over_tensors
 
 LAYOUTS = ("llama", "speculators")
 VOCAB = 40
@@ -50,7 +52,7 @@ def plain(folder: Path, tmp_path: Path) -> Path:
 
 
 def load(path: Path, target: Dense, **options: Any) -> Eagle3Head:
-    return load_eagle3(path, target, dtype=torch.float32, **options)
+    return load_eagle3(path, target, **options)
 
 
 def change(path: Path, remove: tuple[str, ...] = (), **tensors: Tensor) -> None:
@@ -102,7 +104,7 @@ def test_a_native_target(folder: Path, tmp_path: Path) -> None:
     path = make_eagle3(tmp_path / "head", folder / "target")
     native, dense = load_native(folder / "target", dtype="float32"), load_model(folder / "target", dtype="float32")
     x = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
-    found = load_eagle3(path, native, dtype=torch.float32).compute_logits(x)
+    found = over_tensors(load_eagle3(path, native)).compute_logits(x)
     torch.testing.assert_close(found, load(path, dense).compute_logits(x), rtol=0, atol=1e-5)
 
 

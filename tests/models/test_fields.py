@@ -23,8 +23,8 @@ from specrs.models import registry as registry_module
 from specrs.models import rope as rope_module
 from specrs.models.dense import Dense
 from specrs.models.fields import NEUTRAL, WITHOUT_EFFECT
-from specrs.models.loader import load_model
 from specrs.models.registry import FAMILIES
+from specrs.models.torch_loader import load_model
 from transformers import PreTrainedConfig
 
 from models.harness import Feeder

@@ -6,10 +6,12 @@ import contextlib
 import dataclasses
 import itertools
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import huggingface_hub
 import numpy as np
 import pytest
@@ -18,20 +20,23 @@ from checkpoints import LLAMA3_ROPE, make_checkpoint, write_tokenizer
 from gguf_files import WRITTEN, dequantized, gguf_name, with_tokens, write_gguf, write_metadata
 from safetensors.torch import load_file, save_file
 from specrs import LLM, SamplingParams
+from specrs.arrays import BFLOAT16, FLOAT32
 from specrs.errors import CheckpointError, TokenizerMismatchError, UnsupportedModelError
-from specrs.kernels.linear import QuantizedWeight, StackedWeight
 from specrs.models.gguf.checkpoint import GGUFCheckpoint, gguf_config, gguf_path
 from specrs.models.gguf.file import open_gguf
 from specrs.models.gguf.tokenizer import gguf_tokenizer
-from specrs.models.loader import load_config, load_model
+from specrs.models.gguf.types import TYPES
+from specrs.models.loader import load_config
 from specrs.models.native_loader import load_native
+from specrs.models.stored import QuantizedWeight, StackedWeight
+from specrs.models.torch_loader import load_model
 from specrs.tokenizer import Tokenizer, check_same_tokenizer, shared_ids
 from transformers import CohereTokenizer, GPT2Tokenizer, GPTNeoXTokenizer, Qwen2Tokenizer
 
 from models.harness import Feeder
 
 K_QUANTS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
-PACKED = {"Q8_0": torch.int8, "Q6_K": torch.int8, "Q4_0": torch.uint8}
+PACKED = {"Q8_0": np.int8, "Q6_K": np.int8, "Q4_0": np.uint8}
 PROMPTS = [[1, 2, 3], [40, 50, 60, 70]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 SIZES = {"hidden": 256, "intermediate": 512, "head_dim": 64, "kv_heads": 2, "layers": 1}
@@ -103,11 +108,11 @@ def test_logits_are_those_of_the_package_s_numbers(kind: str, wide: Path, tmp_pa
         weight = model.weights.layers[0].qkv
         if kind in PACKED:
             assert isinstance(weight, QuantizedWeight)
-            assert {part.codes.dtype for part in weight.parts} == {PACKED[kind]}
+            assert {part.codes.dtype.type for part in weight.parts} == {PACKED[kind]}
         else:
             assert isinstance(weight, StackedWeight)
             halved = kind == "BF16" or not (exact or kind in ("F32", "F16"))
-            assert {part.dtype for part in weight.parts} == {torch.bfloat16 if halved else torch.float32}
+            assert {part.dtype for part in weight.parts} == {BFLOAT16 if halved else FLOAT32}
 
 
 @pytest.mark.parametrize("kind", PACKED)
@@ -117,9 +122,42 @@ def test_packed_codes_are_the_package_s_numbers(kind: str, wide: Path, tmp_path:
     for name in load_file(wide / "model.safetensors"):
         if name.endswith("norm.weight"):
             continue
-        codes = checkpoint.codes(name)
+        codes, order = checkpoint.codes(name), checkpoint._order(name)
         assert codes is not None
-        assert torch.equal(codes.numbers(), checkpoint.mapped(name))
+        expected = dequantized(path, gguf_name(name)).numpy()
+        expected = expected if order is None else expected[order]
+        assert np.array_equal(codes.numbers(), expected)
+        assert np.array_equal(checkpoint.mapped(name), expected)
+
+
+def test_types_are_those_of_the_package() -> None:
+    theirs = {int(kind): (kind.name, *gguf.GGML_QUANT_SIZES[kind]) for kind in gguf.GGMLQuantizationType}
+    assert theirs == TYPES
+
+
+def test_a_header_of_a_large_vocabulary(tmp_path: Path) -> None:
+    """262,144 tokens with scores and types, as Gemma's: every kind of array, to the last element."""
+    count = 1 << 18
+    rng = np.random.default_rng(0)
+    tokens = [f"{i:x}\u2581{'é' * (i % 7)}" for i in range(count)]
+    scores, kinds = rng.standard_normal(count, dtype=np.float32), rng.integers(1, 7, count, dtype=np.int32)
+    metadata = {"tokens": tokens, "scores": scores.tolist(), "token_type": kinds.tolist(), "add": [True, False]}
+    path = write_metadata(tmp_path / "large.gguf", {f"tokenizer.ggml.{key}": value for key, value in metadata.items()})
+    found = open_gguf(path).metadata
+    assert found["tokenizer.ggml.tokens"] == tokens
+    assert np.array_equal(np.array(found["tokenizer.ggml.scores"], np.float32), scores)
+    assert found["tokenizer.ggml.token_type"] == kinds.tolist()
+    assert found["tokenizer.ggml.add"] == [True, False]
+
+
+def test_types_that_need_the_package(wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it plain numbers and codes are read, and others are refused with what to install."""
+    paths = {kind: write_gguf(wide, tmp_path / f"{kind}.gguf", kind) for kind in ("BF16", "Q4_0", "Q6_K", "Q4_K")}
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    for kind in ("BF16", "Q4_0", "Q6_K"):
+        load_native(paths[kind])
+    with pytest.raises(UnsupportedModelError, match=r"^model=.*Q4_K need the package gguf.*pip install specrs\[gguf\]"):
+        load_native(paths["Q4_K"])
 
 
 def test_tokenizer_is_the_checkpoint_s(tmp_path: Path) -> None:

@@ -13,10 +13,12 @@ from checkpoints import edit_json, make_checkpoint
 from quantized_files import awq, gptq
 from safetensors.torch import load_file, save_file
 from specrs.errors import CheckpointError, UnsupportedModelError
-from specrs.models.loader import load_config, load_model, open_checkpoint
+from specrs.models.loader import load_config, open_checkpoint
 from specrs.models.native_loader import load_native
 from specrs.models.quantization.table import method_of
 from specrs.models.tensors import tensor_shapes
+from specrs.models.torch_arrays import to_torch
+from specrs.models.torch_loader import load_model
 
 from models.harness import Feeder
 
@@ -35,7 +37,7 @@ def numbers(folder: Path) -> dict[str, torch.Tensor]:
     """The projections as our reader makes them."""
     config, checkpoint = open_checkpoint(folder, None, "auto")
     checkpoint.check(tensor_shapes(config), {})
-    return {name: checkpoint.mapped(name) for name in tensor_shapes(config) if name.endswith("_proj.weight")}
+    return {name: to_torch(checkpoint.mapped(name)) for name in tensor_shapes(config) if name.endswith("_proj.weight")}
 
 
 def assert_right(folder: Path, expected: Path) -> None:

@@ -1,13 +1,19 @@
 """Shape, size and zeros of the KV cache."""
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from specrs.arrays import BFLOAT16, FLOAT8_E4M3, FLOAT32
 from specrs.models.config import ModelConfig
 from specrs.models.kv_cache import KVCache
+from specrs.models.kv_dtypes import kv_block_bytes
+from specrs.models.kv_groups import kv_groups
 from specrs.models.loader import load_config
+from specrs.models.native_cache import NativeKVCache
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +54,31 @@ def test_untouched_memory_is_not_mapped(config: ModelConfig) -> None:
 
     before = resident()
     blocks = (1 << 30) // KVCache.bytes_per_block(config, 16, torch.float32)
-    cache = KVCache.allocate(config, blocks, 16, torch.float32, "cpu")
-    cache.layers[-1][-1].fill_(1)
+    caches = (
+        KVCache.allocate(config, blocks, 16, torch.float32, "cpu"),
+        NativeKVCache.allocate(config, blocks, 16, FLOAT32),
+    )
+    for cache in caches:
+        cache.layers[-1][-1] = 1
     assert resident() - before < 1 << 28
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16, FLOAT8_E4M3])
+def test_a_native_cache(config: ModelConfig, dtype: np.dtype[Any]) -> None:
+    cache = NativeKVCache.allocate(config, 7, 4, dtype)
+    assert cache.num_blocks == 7
+    assert [layer.shape for layer in (*cache.k, *cache.v)] == [(8, 3, 4, 10)] * 4
+    assert {layer.dtype for layer in cache.layers} == {dtype}
+    assert not any(layer.any() for layer in cache.layers)
+    cache.k[1][...] = 1
+    assert (cache.layers[1][:, 0] == 1).all()
+    assert not cache.v[1].any()
+    assert sum(layer.nbytes for layer in cache.layers) == 8 * kv_block_bytes(config, 4, dtype.itemsize)
+
+
+def test_layers_of_native_groups_share_memory(config: ModelConfig) -> None:
+    groups = kv_groups((None, 8), 1)
+    cache = NativeKVCache.allocate(config, 3, 4, FLOAT32, groups)
+    assert groups.places == (0, 0)
+    cache.k[0][2] = 5
+    assert (cache.k[1][2] == 5).all()

@@ -11,7 +11,8 @@ import torch
 from checkpoints import edit_json, make_checkpoint
 from safetensors.torch import load_file, save_file
 from specrs.errors import CheckpointError, UnsupportedModelError
-from specrs.models.loader import load_config, load_model
+from specrs.models.loader import load_config
+from specrs.models.torch_loader import load_model
 
 from models.harness import Feeder
 

@@ -10,14 +10,16 @@ import pytest
 import torch
 from checkpoints import edit_json, make_checkpoint
 from hf_reference import load
+from quantized_files import mxfp4
 from safetensors.torch import load_file, save_file
 from specrs.errors import CheckpointError
-from specrs.kernels.linear import QuantizedWeight
-from specrs.models.loader import load_model, open_checkpoint
+from specrs.models.loader import open_checkpoint
 from specrs.models.native_loader import load_native
+from specrs.models.stored import QuantizedWeight
 from specrs.models.tensors import tensor_shapes
+from specrs.models.torch_arrays import to_torch
+from specrs.models.torch_loader import load_model
 from torch import Tensor
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from models.harness import Feeder
 
@@ -31,24 +33,10 @@ CONFIG = {
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random codes, and scales around those of weights; beside it `numbers`, what transformers makes of them."""
-    folder, generator = tmp_path_factory.mktemp("mxfp4"), torch.Generator().manual_seed(1)
+    folder = tmp_path_factory.mktemp("mxfp4")
     sizes = {"hidden": 64, "intermediate": 96, "head_dim": 32, "kv_heads": 1, "vocab": 83, "tie": False}
     numbers = make_checkpoint(folder / "numbers", "gpt_oss", dtype=torch.bfloat16, **sizes)
-    plain, coded = load_file(numbers / "model.safetensors"), {}
-    for name, tensor in list(plain.items()):
-        if not name.endswith(("gate_up_proj", "down_proj")):
-            coded[name] = tensor
-            continue
-        experts, inputs, outputs = tensor.shape
-        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=generator, dtype=torch.uint8)
-        scales = torch.randint(121, 125, blocks.shape[:-1], generator=generator, dtype=torch.uint8)
-        coded |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        plain[name] = convert_moe_packed_tensors(blocks, scales).contiguous()
-        assert plain[name].shape == tensor.shape
-    save_file(plain, numbers / "model.safetensors", metadata={"format": "pt"})
-    shutil.copytree(numbers, folder / "codes")
-    save_file(coded, folder / "codes" / "model.safetensors", metadata={"format": "pt"})
-    edit_json(folder / "codes" / "config.json", quantization_config=CONFIG)
+    mxfp4(numbers, folder / "codes", CONFIG)
     return folder
 
 
@@ -65,9 +53,9 @@ def test_numbers_are_transformers_own(source: Path) -> None:
         biases = whole["model.layers.1.mlp.experts.gate_up_proj_bias"][expert]
         at = f"model.layers.1.mlp.experts.{expert}."
         for first, name in enumerate(("gate", "up")):
-            assert torch.equal(checkpoint.mapped(f"{at}{name}_proj.weight"), gate_up[:, first::2].t().float())
-            assert torch.equal(checkpoint.mapped(f"{at}{name}_proj.bias"), biases[first::2])
-        assert torch.equal(checkpoint.mapped(f"{at}down_proj.weight"), down.t().float())
+            assert torch.equal(to_torch(checkpoint.mapped(f"{at}{name}_proj.weight")), gate_up[:, first::2].t().float())
+            assert torch.equal(to_torch(checkpoint.mapped(f"{at}{name}_proj.bias")), biases[first::2])
+        assert torch.equal(to_torch(checkpoint.mapped(f"{at}down_proj.weight")), down.t().float())
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

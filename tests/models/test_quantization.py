@@ -8,16 +8,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import edit_json, make_checkpoint
 from quantized_files import awq, compressed, fp8_block, gptq
 from safetensors.torch import load_file, save_file
+from specrs.arrays import BFLOAT16, FLOAT32
 from specrs.errors import CheckpointError, UnsupportedModelError
-from specrs.kernels.linear import QuantizedWeight, StackedWeight
-from specrs.models.loader import load_config, load_model
+from specrs.models.loader import load_config
 from specrs.models.native_loader import load_native
 from specrs.models.quantization import table
+from specrs.models.stored import QuantizedWeight, StackedWeight
+from specrs.models.torch_arrays import to_torch
+from specrs.models.torch_loader import load_model
 
 from models.harness import Feeder
 
@@ -32,11 +36,11 @@ FORMATS: dict[str, tuple[Make, torch.dtype | None]] = {
         lambda s, p: compressed(s, p, "float-quantized", strategy="block", block_structure=[128, 128], **FP8),
         None,
     ),
-    "ct-int8-channel": (lambda s, p: compressed(s, p, "int-quantized", num_bits=8, strategy="channel"), torch.int8),
-    "ct-int8-tensor": (lambda s, p: compressed(s, p, "int-quantized", num_bits=8, strategy="tensor"), torch.int8),
+    "ct-int8-channel": (lambda s, p: compressed(s, p, "int-quantized", num_bits=8, strategy="channel"), np.int8),
+    "ct-int8-tensor": (lambda s, p: compressed(s, p, "int-quantized", num_bits=8, strategy="tensor"), np.int8),
     "ct-int8-group": (
         lambda s, p: compressed(s, p, "naive-quantized", num_bits=8, strategy="group", group_size=32),
-        torch.int8,
+        np.int8,
     ),
     "ct-int8-asymmetric": (
         lambda s, p: compressed(s, p, "int-quantized", num_bits=8, strategy="channel", symmetric=False),
@@ -44,15 +48,15 @@ FORMATS: dict[str, tuple[Make, torch.dtype | None]] = {
     ),
     "ct-int4-group": (
         lambda s, p: compressed(s, p, "pack-quantized", num_bits=4, strategy="group", group_size=32),
-        torch.uint8,
+        np.uint8,
     ),
     "ct-int4-channel": (
         lambda s, p: compressed(s, p, "pack-quantized", num_bits=4, strategy="channel"),
-        torch.uint8,
+        np.uint8,
     ),
     "ct-int4-asymmetric": (
         lambda s, p: compressed(s, p, "pack-quantized", num_bits=4, strategy="group", group_size=32, symmetric=False),
-        torch.int8,
+        np.int8,
     ),
     "ct-int4-act-order": (
         lambda s, p: compressed(s, p, "pack-quantized", ordered=True, num_bits=4, strategy="group", group_size=32),
@@ -73,21 +77,21 @@ FORMATS: dict[str, tuple[Make, torch.dtype | None]] = {
     ),
     "ct-int8-packed": (
         lambda s, p: compressed(s, p, "pack-quantized", num_bits=8, strategy="group", group_size=32),
-        torch.int8,
+        np.int8,
     ),
     "ct-nvfp4": (
         lambda s, p: compressed(
             s, p, "nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16
         ),
-        torch.int8,
+        np.int8,
     ),
-    "gptq-4": (gptq, torch.uint8),
-    "gptq-4-all": (lambda s, p: gptq(s, p, group=-1), torch.uint8),
-    "gptq-4-asymmetric": (lambda s, p: gptq(s, p, sym=False), torch.int8),
-    "gptq-4-v2": (lambda s, p: gptq(s, p, sym=False, version="gptq_v2"), torch.int8),
+    "gptq-4": (gptq, np.uint8),
+    "gptq-4-all": (lambda s, p: gptq(s, p, group=-1), np.uint8),
+    "gptq-4-asymmetric": (lambda s, p: gptq(s, p, sym=False), np.int8),
+    "gptq-4-v2": (lambda s, p: gptq(s, p, sym=False, version="gptq_v2"), np.int8),
     "gptq-4-act-order": (lambda s, p: gptq(s, p, desc_act=True), None),
-    "gptq-8": (lambda s, p: gptq(s, p, bits=8), torch.int8),
-    "awq": (awq, torch.int8),
+    "gptq-8": (lambda s, p: gptq(s, p, bits=8), np.int8),
+    "awq": (awq, np.int8),
 }
 """How each is written, and what the native pass reads: the type of codes, or None where it reads numbers."""
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -131,10 +135,10 @@ def test_logits_are_those_of_the_dequantized_model(name: str, written: Callable[
         weight = model.weights.layers[1].gate_up
         if FORMATS[name][1] is None:
             assert isinstance(weight, StackedWeight)
-            assert {part.dtype for part in weight.parts} == {torch.float32 if exact else torch.bfloat16}
+            assert {part.dtype for part in weight.parts} == {FLOAT32 if exact else BFLOAT16}
         else:
             assert isinstance(weight, QuantizedWeight)
-            assert {part.codes.dtype for part in weight.parts} == {FORMATS[name][1]}
+            assert {part.codes.dtype.type for part in weight.parts} == {FORMATS[name][1]}
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -145,11 +149,11 @@ def test_numbers_are_the_reference_s(name: str, written: Callable[[str], Path]) 
     checkpoint = table_checkpoint(path)
     for key, numbers in expected.items():
         if key.endswith("_proj.weight"):
-            found = checkpoint.mapped(key).double()
+            found = to_torch(checkpoint.mapped(key)).double()
             torch.testing.assert_close(found, numbers, rtol=2**-22, atol=1e-12)
             codes = checkpoint.codes(key) if checkpoint.is_quantized(key) else None
             if codes is not None:
-                assert torch.equal(codes.numbers().double(), found)
+                assert torch.equal(to_torch(codes.numbers()).double(), found)
 
 
 def table_checkpoint(path: Path) -> Any:

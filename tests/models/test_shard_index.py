@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from specrs.errors import CheckpointError
 from specrs.models.checkpoint import INDEX, SINGLE, Checkpoint
 from specrs.models.generic_loader import load_generic
-from specrs.models.loader import load_model
+from specrs.models.torch_loader import load_model
 
 from models.harness import Feeder
 

@@ -7,10 +7,10 @@ import torch
 from checkpoints import FAMILIES as MADE
 from checkpoints import make_checkpoint
 from quantized_files import compressed
-from specrs.models.loader import load_model
 from specrs.models.native_loader import load_native
 from specrs.models.registry import FAMILIES
 from specrs.models.support import table
+from specrs.models.torch_loader import load_model
 
 from models.harness import Feeder
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import specrs.engine.build_cuda as build_cuda
-import specrs.models.eagle3 as eagle3
-import specrs.models.loader as loader
+import specrs.models.eagle3_torch as eagle3
+import specrs.models.torch_loader as loader
 from engine.faulty_drafter import BrokenError
 from numpy.typing import NDArray
 from runner.cuda_engines import Graphs, K

@@ -10,7 +10,7 @@ from checkpoints import FAMILIES, make_checkpoint
 from models.harness import Feeder
 from specrs.errors import UnsupportedConfigError
 from specrs.models.base import Model
-from specrs.models.loader import load_model
+from specrs.models.torch_loader import load_model
 from specrs.parallel.ranks import Ranks
 from torch import Tensor
 

@@ -15,13 +15,14 @@ from quantized_files import awq, fp8_block
 from specrs.errors import UnsupportedModelError
 from specrs.kernels.coded_weight import CodedWeight
 from specrs.kernels.linear import DenseWeight
-from specrs.models import loader
+from specrs.models import torch_loader as loader
 from specrs.models.cuda.products import stored
 from specrs.models.dense import Dense
 from specrs.models.dense_cuda import CudaDense
-from specrs.models.loader import CodedLoader, load_model, open_checkpoint
+from specrs.models.loader import open_checkpoint
 from specrs.models.quantization.base import QuantizedTensors
 from specrs.models.shards import Shard
+from specrs.models.torch_loader import CodedLoader, load_model
 from specrs.parallel.ranks import Ranks
 from torch import Tensor
 

@@ -8,7 +8,7 @@ import torch
 from checkpoints import make_checkpoint, make_eagle3
 from specrs.models.eagle3 import load_eagle3
 from specrs.models.inputs import PassInputs
-from specrs.models.loader import load_model
+from specrs.models.torch_loader import load_model
 from specrs.parallel.ranks import Ranks
 from torch import Tensor
 
@@ -26,7 +26,7 @@ HEADS: dict[str, dict[str, Any]] = {
 def states(target: Path, head: Path, ranks: Ranks | None, own: Ranks | None) -> Tensor:
     """Logits of a pass and of one on what it left."""
     model = load_model(target, dtype="float64", ranks=ranks)
-    made = load_eagle3(head, model, dtype=torch.float64, ranks=own)
+    made = load_eagle3(head, model, ranks=own)
     cache = made.allocate_cache(2, 16)
     entries = torch.randn(
         (9, len(made.aux_layer_ids), 48), dtype=torch.float64, generator=torch.Generator().manual_seed(1)

@@ -14,7 +14,7 @@ from engine.harness import config as engine_config
 from engine.harness import request, run
 from models.harness import Feeder
 from safetensors.torch import load_file
-from specrs.models.loader import load_model
+from specrs.models.torch_loader import load_model
 from torch import Tensor
 
 from parallel.harness import engine_on_threads

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import specrs.models.eagle3 as eagle3
-import specrs.models.loader as loader
+import specrs.models.eagle3_torch as eagle3
+import specrs.models.torch_loader as loader
 import torch
 from checkpoints import edit_json, make_checkpoint, make_eagle3, perturb_checkpoint
 from eagle3_reference import Head, Round, speculate

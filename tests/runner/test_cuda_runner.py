@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-import specrs.models.loader as loader
+import specrs.models.torch_loader as loader
 import torch
 from checkpoints import make_checkpoint, perturb_checkpoint
 from specrs.config import EngineConfig
@@ -22,7 +22,7 @@ from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
 from specrs.engine.weights import Weights, load_weights
-from specrs.kernels.kv_codes import KVScales
+from specrs.kernels.kv_scales import KVScales
 from specrs.kernels.linear import DenseWeight
 from specrs.models.dense import Dense
 from specrs.models.dense_cuda import CudaDense

@@ -20,12 +20,13 @@ from specrs.engine.weights import Weights
 from specrs.kernels.linear import DenseWeight
 from specrs.models.checkpoint import read_json
 from specrs.models.dense import Dense
-from specrs.models.dense_weights import DenseWeights, ExpertWeights, LayerWeights
+from specrs.models.dense_weights import ExpertWeights, LayerWeights
 from specrs.models.eagle3_config import TargetFacts, parse_eagle3_config
 from specrs.models.eagle3_head import Eagle3Head, Eagle3Weights
 from specrs.models.experts import Experts
 from specrs.models.loader import load_config
 from specrs.models.shards import Shard
+from specrs.models.torch_weights import TorchExperts, TorchWeights
 from specrs.parallel.ranks import Ranks
 from specrs.runner.cuda import drafting, iteration
 from specrs.runner.cuda.chunks import catch_up_pass, feeds_chunks, prompt_pass
@@ -115,7 +116,7 @@ def fake_decoder(
         gate_up=linear(2 * c.intermediate_size, c.hidden_size),
         down=linear(c.hidden_size, c.intermediate_size),
     )
-    weights = DenseWeights(
+    weights = TorchWeights(
         config=c,
         dtype=dtype,
         device=CUDA,
@@ -130,7 +131,7 @@ def fake_decoder(
     return Dense(weights, ranks=ranks)
 
 
-def fake_experts(e: Experts, h: int, dtype: torch.dtype) -> ExpertWeights:
+def fake_experts(e: Experts, h: int, dtype: torch.dtype) -> TorchExperts:
     gate_up = torch.empty((e.count, 2 * e.intermediate_size, h), dtype=dtype, device=CUDA)
     down = torch.empty((e.count, h, e.intermediate_size), dtype=dtype, device=CUDA)
     router = DenseWeight(torch.empty((e.count, h), dtype=dtype, device=CUDA))

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import make_checkpoint
-from specrs.kernels.coded_weight import CodedWeight, Coding
+from specrs.kernels.coded_weight import CodedWeight
+from specrs.kernels.coding import Coding
 from specrs.kernels.cuda.device import DeviceLimits
 from specrs.kernels.linear import Weight
 from specrs.models.dense_cuda import CudaDense
-from specrs.models.dense_weights import with_fp8_rows
 from specrs.models.inputs import PassInputs
+from specrs.models.torch_weights import with_fp8_rows
 from specrs.runner.cuda import iteration
 from specrs.runner.cuda.context import entries_of
 from specrs.runner.cuda.shapes import Shape, Tail

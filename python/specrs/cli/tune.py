@@ -55,13 +55,14 @@ def run(arguments: argparse.Namespace) -> None:
     from specrs.models.cuda.experts import expert_shapes
     from specrs.models.cuda.workspace import linear_shapes
     from specrs.models.loader import load_config, resolve_dtype
+    from specrs.models.torch_arrays import TORCH_DTYPES
 
     device = torch.device("cuda")
     limits = limits_of(device)
     shapes: dict[str, LinearShape] = {}
     for source in arguments.model:
         config = load_config(source, revision=arguments.revision)
-        dtype = resolve_dtype(arguments.dtype, config, device)
+        dtype = TORCH_DTYPES[resolve_dtype(arguments.dtype, config, "cuda")]
         products = *linear_shapes(config, dtype, device).values(), *expert_shapes(config, dtype).values()
         shapes |= {shape.key: shape for shape in products}
     output, work = arguments.output or TABLE, trials(shapes.values(), rows, limits)

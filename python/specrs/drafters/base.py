@@ -28,7 +28,7 @@ from specrs.core import DRAFTER_DEVICE
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from specrs.models.base import Model
+    from specrs.models.base import TorchModel
     from specrs.models.inputs import PassInputs
     from specrs.models.kv_cache import KVCache
 
@@ -144,7 +144,7 @@ class DeviceDrafter(Drafter, Protocol):
 class ModelDrafter(DeviceDrafter, Protocol):
     """One whose passes are those of a whole model."""
 
-    model: Model
+    model: TorchModel
 
     def known_ids(self, inputs: PassInputs) -> PassInputs:
         """The same pass with ids held to its own vocabulary."""

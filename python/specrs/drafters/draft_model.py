@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specrs.drafters.base import HiddenInputs, Proposal, Proposed
-from specrs.models.base import Model
+from specrs.models.base import TorchModel
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
 
@@ -29,7 +29,7 @@ class ModelPasses:
     proposal: ClassVar[Proposal] = Proposal.FULL
     on_host: ClassVar[bool] = False
 
-    model: Model
+    model: TorchModel
     kv_cache: KVCache
     max_model_len: int  # positions that the draft may hold
     vocab_size: int  # the target's
@@ -48,7 +48,7 @@ class ModelPasses:
         return self._logits(last.reshape(-1, hidden.shape[1])).view(len(last), num_drafts, -1)
 
     def plan_steps(self, positions: Tensor, slots: Tensor, block_table: Tensor, k_start: Tensor | None) -> list[Any]:
-        """Plans for `step` of S passes of one row per request, see `Model.plan_steps`."""
+        """Plans for `step` of S passes of one row per request, see `TorchModel.plan_steps`."""
         return self.model.plan_steps(positions, slots, block_table, self.kv_cache, k_start)
 
     def step(self, input_ids: Tensor, left: Tensor | None, plan: Any) -> Proposed:

@@ -23,12 +23,14 @@ from specrs.kernels.cuda.prepare import Sizes
 from specrs.kernels.cuda.sampling_scratch import SamplingScratch
 from specrs.kernels.cuda.sampling_structs import RowParams
 from specrs.kernels.linear import DenseWeight
+from specrs.models.base import TorchModel
 from specrs.models.cuda.products import stored
 from specrs.models.cuda.workspace import MERGED_CHUNKS
 from specrs.models.dense import Dense
 from specrs.models.dense_cuda import CudaDense
 from specrs.models.eagle3_cuda import CudaEagle3Head
 from specrs.models.inputs import PassInputs
+from specrs.models.torch_arrays import TORCH_DTYPES
 from specrs.parallel.ranks import Ranks
 from specrs.runner.cuda.buffers import Buffers, DeviceRecord, DraftSizes
 from specrs.runner.cuda.chunk_buffers import ChunkBuffers
@@ -70,7 +72,7 @@ def make_buckets(blueprint: Blueprint) -> Buckets:
 
 def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingState, num_blocks: int) -> Context:
     """Allocate row state, buffers, workspaces and KV caches on the device."""
-    config, device, k = blueprint.config, blueprint.device, blueprint.num_speculative_tokens
+    config, device, k = blueprint.config, torch.device(blueprint.device), blueprint.num_speculative_tokens
     speculative = config.speculative_config
     groups = 1 + len(blueprint.window_groups)
     state = RowState.allocate(config.max_num_seqs, blueprint.max_model_len, config.block_size, device, groups)
@@ -93,15 +95,20 @@ def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingS
     rates: Tensor | None = None
     if speculative is not None and speculative.synthetic_acceptance_rates is not None:
         rates = torch.tensor(speculative.synthetic_acceptance_rates, dtype=torch.float32, device=device)
-    drafting = DraftSizes(blueprint.weights.target.dtype, sizes.first_pass_rows)
-    target = blueprint.weights.target
+    drafting = DraftSizes(TORCH_DTYPES[blueprint.weights.target.dtype], sizes.first_pass_rows)
+    target = cast("TorchModel", blueprint.weights.target)
     if isinstance(drafter, HeadDrafter):
         layers, own = drafter.hidden_layers, drafter.head
         target = target.with_buffers(target_rows, config.max_num_seqs, len(layers))
         model = CudaEagle3Head(own.weights, max_rows=rows, max_seqs=config.max_num_seqs, ranks=own.ranks)
         drafter.head = model
         kept = HiddenRows.allocate(
-            config.max_num_seqs, sizes.width, len(layers), drafter.hidden_size, target.states_dtype, device
+            config.max_num_seqs,
+            sizes.width,
+            len(layers),
+            drafter.hidden_size,
+            TORCH_DTYPES[target.states_dtype],
+            device,
         )
         head = Head(model, kept, layers, cast("CudaDense", target).workspace.entries)
         if own.vocab_size < vocab:
@@ -120,7 +127,7 @@ def make_context(blueprint: Blueprint, scheduler: Scheduler, sampling: SamplingS
         drafts.model = drafts.model.with_buffers(rows, config.max_num_seqs)
         if sizes.mask_token_id is not None:
             width = cast("CudaDense", drafts.model).config.hidden_size
-            drafting = replace(drafting, dtype=drafts.model.dtype, in_parallel=True, hidden_size=width)
+            drafting = replace(drafting, dtype=TORCH_DTYPES[drafts.model.dtype], in_parallel=True, hidden_size=width)
     record = DeviceRecord(scheduler, k, device)
     on_host = speculative is not None and speculative.drafts_on_host
     return Context(
@@ -188,7 +195,7 @@ def make_cuda_runner(
 ) -> CudaRunner:
     """The runner over `num_blocks` blocks, its graphs captured or without them its kernels compiled; several `ranks` do
     so at once, in the same order."""
-    config, device = blueprint.config, blueprint.device
+    config, device = blueprint.config, torch.device(blueprint.device)
     sampling = SamplingState(config.max_num_seqs, blueprint.weights.target.vocab_size, torch.float32, device)
     sampling.ranks = ranks
     ctx = make_context(blueprint, scheduler, sampling, num_blocks)
@@ -221,7 +228,7 @@ def measure_num_blocks(blueprint: Blueprint) -> int:
     Raises:
         InvalidConfigError: not one request of full length fits; says how much is missing and what would make it fit.
     """
-    config, device = blueprint.config, blueprint.device
+    config, device = blueprint.config, torch.device(blueprint.device)
     per_block = blueprint.bytes_per_block
     per_request = (1 + len(blueprint.window_groups)) * -(-blueprint.max_model_len // config.block_size)
     needed = blueprint.least_blocks * per_block
@@ -258,7 +265,7 @@ def measure_num_blocks(blueprint: Blueprint) -> int:
 
 def _measure(blueprint: Blueprint) -> tuple[int, int]:
     """`(bytes used beside the KV pool, bytes that all graphs will take)`; leaves nothing allocated."""
-    config, device = blueprint.config, blueprint.device
+    config, device = blueprint.config, torch.device(blueprint.device)
     sampling = SamplingState(config.max_num_seqs, blueprint.weights.target.vocab_size, torch.float32, device)
     ctx = make_context(blueprint, blueprint.scheduler(blueprint.max_model_len // config.block_size + 1), sampling, 1)
     inputs = _prefill_inputs(config.max_num_batched_tokens, blueprint, device)

@@ -82,7 +82,7 @@ class Engine:
     @property
     def dtype(self) -> str:
         """Name of the dtype that the target computes in: what `dtype="auto"` stands for here."""
-        return str(self.weights.target.dtype).removeprefix("torch.")
+        return str(self.weights.target.dtype)
 
     @property
     def depth(self) -> int:

@@ -16,7 +16,7 @@ import torch
 
 from specrs.config import EngineConfig
 from specrs.engine.blueprint import Blueprint
-from specrs.engine.device import current, device_of_rank
+from specrs.engine.device import current, device_of_rank, device_type
 from specrs.engine.runners import make_runner, num_blocks, slot_type
 from specrs.engine.threads import VARIABLE, physical_cores
 from specrs.engine.weights import load_weights
@@ -167,11 +167,11 @@ def connect(meeting: Meeting, config: EngineConfig) -> Ranks:
     device = device_of_rank(config.device, meeting.size, meeting.place)
     timeout = meeting.exchange_timeout(config.distributed_timeout)
     ranks = Ranks(meeting.store, meeting.rank, meeting.size, address=meeting.address, timeout=timeout)
-    if device.type == "cuda":
-        ranks.device = device
+    if device_type(device) == "cuda":
+        ranks.device = torch.device(device)
         try:
             with current(device):
-                ranks.exchanges = connect_gpus(ranks, meeting.store, device, timeout, meeting.place[1])
+                ranks.exchanges = connect_gpus(ranks, meeting.store, ranks.device, timeout, meeting.place[1])
         except RuntimeError as fault:
             raise ExchangeError(f"rank {meeting.rank} could not connect to the other GPUs: {fault}") from fault
         return ranks

@@ -46,7 +46,7 @@ def slot_type(blueprint: Blueprint) -> Callable[[Scheduler, int], RingSlot]:
         return RingSlot
     from specrs.runner.cuda.slots import TensorSlot
 
-    return partial(TensorSlot, pinned=blueprint.device.type == "cuda")
+    return partial(TensorSlot, pinned=blueprint.weights.target.device_type == "cuda")
 
 
 def make_runner(

@@ -5,28 +5,34 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
 
-import torch
+import numpy as np
 
+from specrs.arrays import BFLOAT16, FLOAT32
 from specrs.config import EngineConfig
 from specrs.drafters.text import Bridge, Vocabulary
 from specrs.drafters.vocabulary import SharedVocabulary
-from specrs.engine.device import device_of_rank, resolve_device
-from specrs.errors import InvalidConfigError, TokenizerMismatchError, UnsupportedConfigError, invalid
-from specrs.models.base import Model
+from specrs.engine.device import device_of_rank, device_type, resolve_device
+from specrs.errors import (
+    InvalidConfigError,
+    TokenizerMismatchError,
+    UnsupportedConfigError,
+    invalid,
+)
+from specrs.extras import require
+from specrs.models.base import Model, TorchModel
 from specrs.models.checkpoint import resolve_folder
 from specrs.models.config import MASK_TOKEN_FIELDS, ModelConfig
-from specrs.models.dense_weights import DenseFacts, has_fp8_rows, with_fp8_rows
+from specrs.models.dense_weights import DenseFacts
 from specrs.models.eagle3 import load_eagle3
-from specrs.models.eagle3_head import Eagle3Head
+from specrs.models.eagle3_weights import Eagle3Facts
 from specrs.models.errors import OF_DRAFT, OF_TARGET, about
-from specrs.models.kv_cache import resolve_cache_dtype
+from specrs.models.kv_dtypes import resolve_cache_dtype
 from specrs.models.loader import (
-    Types,
     is_known_family,
     load_config,
     load_mask_token_id,
-    load_model,
     open_checkpoint,
     resolve_dtype,
     stored_config,
@@ -37,13 +43,15 @@ from specrs.models.quantization.base import QuantizedTensors
 from specrs.models.quantization.table import method_of, resolve_quantization
 from specrs.models.shards import Shard, check_cuda_ranks, check_divides
 from specrs.models.tensors import LM_HEAD, tensor_shapes
-from specrs.parallel.ranks import Ranks
 from specrs.parallel.start import own_place
 from specrs.speculative_config import SpeculativeConfig
 from specrs.tokenizer import Tokenizer, end_ids, shared_ids, unknown_id
 
+if TYPE_CHECKING:
+    from specrs.parallel.ranks import Ranks
+
 logger = logging.getLogger("specrs")
-NATIVE_DTYPES = (torch.float32, torch.bfloat16)
+NATIVE_DTYPES = (FLOAT32, BFLOAT16)
 """What the native pass of a CPU computes; float64 goes through torch."""
 
 
@@ -57,9 +65,15 @@ class Weights:
     """What the draft is fed in place of drafts; None: it drafts token by token."""
     shared: SharedVocabulary | None = None
     """What the draft, of another tokenizer, shares with the target; None: they have the same ids."""
-    head: Eagle3Head | None = None
+    head: Eagle3Facts | None = None
     bridge: Bridge | None = None
     """How the draft, of another tokenizer, reads and writes the target's texts; None: it drafts by tokens."""
+
+    @property
+    def device(self) -> str:
+        """Where the models are: `cpu`, or `cuda:N`."""
+        kind = self.target.device_type
+        return kind if kind == "cpu" else str(cast("TorchModel", self.target).device)
 
 
 def load_weights(config: EngineConfig, ranks: Ranks | None = None) -> Weights:
@@ -69,15 +83,16 @@ def load_weights(config: EngineConfig, ranks: Ranks | None = None) -> Weights:
     Raises:
         InvalidConfigError and its subclasses: what is missing, broken or not supported, by name.
     """
-    device = resolve_device(config.device) if ranks is None else ranks.device
+    device = resolve_device(config.device) if ranks is None else str(ranks.device)
+    kind = device_type(device)
     speculative = config.speculative_config
-    config.check_native_serves(device.type, config.dtype)
-    if device.type == "cuda":
+    config.check_native_serves(kind, config.dtype)
+    if kind == "cuda":
         check_formats(config, device)
         check_weights_fit(config, device, ranks)
-    config.check_fp8_rows(device.type, config.dtype)
-    config.check_ranks_serve(device.type)
-    config.check_loras_serve(device.type)
+    config.check_fp8_rows(kind, config.dtype)
+    config.check_ranks_serve(kind)
+    config.check_loras_serve(kind)
     kinds = config.quantization, config.kv_cache_dtype
     if config.enable_lora and _is_generic(config, config.target, config.revision, device):
         reason = f"not implemented with model_impl='transformers', which {config.target} needs; allowed: False"
@@ -92,7 +107,7 @@ def load_weights(config: EngineConfig, ranks: Ranks | None = None) -> Weights:
             raise invalid(UnsupportedConfigError, "speculative_config.method", speculative.method, reason)
         with about(*OF_DRAFT):
             return Weights(target, None, head=_load_head(speculative, draft, target, _of_draft(config, ranks)))
-    dtype = str(target.dtype).removeprefix("torch.")
+    dtype = str(target.dtype)
     kinds = speculative.quantization, speculative.kv_cache_dtype or config.kv_cache_dtype
     own = _of_draft(config, ranks)
     with about(*OF_DRAFT):
@@ -104,7 +119,7 @@ def load_weights(config: EngineConfig, ranks: Ranks | None = None) -> Weights:
     ours = Tokenizer(config.tokenizer or config.target, revision)
     with about(*OF_DRAFT):
         theirs = Tokenizer(*draft)
-    if config.rule == "coupled" and target.device.type == "cpu":
+    if config.rule == "coupled" and target.device_type == "cpu":
         return Weights(target, model, bridge=Bridge(_vocabulary(ours, target), _vocabulary(theirs, model)))
     return Weights(target, model, shared=_shared(draft[0], ours, theirs, target, model))
 
@@ -119,7 +134,7 @@ def check_ranks(config: EngineConfig) -> None:
     """Raises UnsupportedConfigError for models that the ranks of `config` cannot split. Reads configurations only."""
     draft, speculative = _draft_source(config), config.speculative_config
     device = device_of_rank(config.device, config.tensor_parallel_size, own_place(config.tensor_parallel_size))
-    config.check_ranks_serve(device.type)
+    config.check_ranks_serve(device_type(device))
     sources = [("tensor_parallel_size", config.target, config.revision)]
     in_parts = speculative is not None and speculative.draft_tensor_parallel_size > 1 and not speculative.reads_hidden
     if draft is not None and in_parts:
@@ -129,7 +144,7 @@ def check_ranks(config: EngineConfig) -> None:
             _check_ours(config, source, revision)
             model = load_config(source, revision=revision)
         check_divides(model, source, field, config.tensor_parallel_size)
-        if device.type == "cuda":
+        if device_type(device) == "cuda":
             check_cuda_ranks(model, field, config.tensor_parallel_size)
 
 
@@ -179,7 +194,7 @@ def _load(
     source: str,
     revision: str | None,
     dtype: str,
-    device: torch.device,
+    device: str,
     kinds: tuple[str | None, str],
     at: str = "",
     ranks: Ranks | None = None,
@@ -188,17 +203,15 @@ def _load(
     target; `ranks` compute the model together."""
     if _is_generic(config, source, revision, device):
         return _load_generic(config, source, revision, dtype, kinds, at)
-    (quantization, kv_cache_dtype), field = kinds, at + "quantization"
-    quantization = resolve_quantization(
-        field, quantization, source, revision, device.type, load_format=config.load_format
-    )
+    (quantization, kv_cache_dtype), field, kind = kinds, at + "quantization", device_type(device)
+    quantization = resolve_quantization(field, quantization, source, revision, kind, load_format=config.load_format)
     model = load_config(source, revision=revision)
     if quantization == "int4":
         _check_int4(field, source, model)
-    resolved = resolve_dtype(dtype, model, device)
+    resolved = resolve_dtype(dtype, model, kind)
     cache_dtype = resolve_cache_dtype(at + "kv_cache_dtype", kv_cache_dtype, resolved)
-    if device.type == "cpu" and not config.enforce_eager and ranks is None:
-        config.check_native_serves(device.type, str(resolved).removeprefix("torch."))
+    if kind == "cpu" and not config.enforce_eager and ranks is None:
+        config.check_native_serves(kind, str(resolved))
         if resolved in NATIVE_DTYPES:
             return load_native(
                 source,
@@ -211,10 +224,15 @@ def _load(
                 cache_dtype=cache_dtype,
             )
         logger.info("%s: %s is served op by op, the native pass computes float32 and bfloat16", source, resolved)
-    config.check_fp8_rows(device.type, str(resolved).removeprefix("torch."))
+    config.check_fp8_rows(kind, str(resolved))
+    if kind == "cpu":
+        _check_torch(config, resolved)
+    from specrs.models.torch_loader import load_model  # and torch, which the native pass does without
+
     loaded = load_model(
         source,
-        dtype=Types(dtype, cache_dtype),
+        dtype=dtype,
+        cache_dtype=cache_dtype,
         device=device,
         revision=revision,
         load_format=config.load_format,
@@ -224,6 +242,8 @@ def _load(
     )
     if not config.cuda_fp8_rows:
         return loaded
+    from specrs.models.torch_weights import has_fp8_rows, with_fp8_rows
+
     made = replace(loaded, weights=with_fp8_rows(loaded.weights))
     if not at and not has_fp8_rows(made.weights):
         reason = f"{source} has no FP8 weights here; allowed: False"
@@ -231,14 +251,24 @@ def _load(
     return made
 
 
-def _is_generic(config: EngineConfig, source: str, revision: str | None, device: torch.device) -> bool:
+def _check_torch(config: EngineConfig, dtype: np.dtype[Any]) -> None:
+    """Raise InvalidConfigError for what torch computes on a CPU, where it is not installed."""
+    field = f"dtype={str(dtype)!r}"
+    if config.enforce_eager:
+        field = "enforce_eager=True"
+    elif config.tensor_parallel_size > 1:
+        field = f"tensor_parallel_size={config.tensor_parallel_size}"
+    require("torch", "transformers", field)
+
+
+def _is_generic(config: EngineConfig, source: str, revision: str | None, device: str) -> bool:
     """Whether transformers' modules compute the model. Raises UnsupportedConfigError where they would, on a GPU."""
     if config.model_impl == "specrs" or (config.model_impl == "auto" and is_known_family(source, revision=revision)):
         return False
-    if device.type == "cuda":
+    if device_type(device) == "cuda":
         if config.model_impl == "auto":
             return False  # whose reader refuses it with the families that there are
-        reason = f"not implemented on device={str(device)!r}; allowed: 'auto' or 'specrs', or device='cpu'"
+        reason = f"not implemented on device={device!r}; allowed: 'auto' or 'specrs', or device='cpu'"
         raise invalid(UnsupportedConfigError, "model_impl", config.model_impl, reason)
     return True
 
@@ -246,12 +276,14 @@ def _is_generic(config: EngineConfig, source: str, revision: str | None, device:
 def _load_generic(
     config: EngineConfig, source: str, revision: str | None, dtype: str, kinds: tuple[str | None, str], at: str
 ) -> Model:
-    from specrs.models.generic_loader import load_generic  # and transformers' models, which others do without
-
     quantization, kv_cache_dtype = kinds
     if quantization is not None:
         reason = f"not implemented with model_impl='transformers', which {source} needs; allowed: None"
         raise invalid(UnsupportedConfigError, at + "quantization", quantization, reason)
+    for package in ("torch", "transformers"):
+        require(package, "transformers", f"model={source!r}")
+    from specrs.models.generic_loader import load_generic  # and transformers' models, which others do without
+
     model = load_generic(
         source,
         dtype=dtype,
@@ -267,17 +299,16 @@ def _load_generic(
 
 
 def _load_head(
-    speculative: SpeculativeConfig, source: tuple[str, str | None], target: Model, ranks: Ranks | None
-) -> Eagle3Head:
+    speculative: SpeculativeConfig, source: tuple[str, str | None], target: DenseFacts, ranks: Ranks | None
+) -> Eagle3Facts:
     path, revision = source
     head = load_eagle3(
         path,
         target,
-        dtype=target.dtype,
         aux_hidden_state_layer_ids=speculative.aux_hidden_state_layer_ids,
         rope_theta=speculative.rope_theta,
         revision=revision,
-        cache_dtype=target.cache_dtype if isinstance(target, DenseFacts) else None,
+        cache_dtype=target.cache_dtype,
         ranks=ranks,
     )
     ids = list(head.aux_layer_ids)
@@ -309,18 +340,20 @@ def _draft_source(config: EngineConfig) -> tuple[str, str | None] | None:
     return draft, speculative.revision
 
 
-def check_formats(config: EngineConfig, device: torch.device) -> None:
+def check_formats(config: EngineConfig, device: str) -> None:
     """Raises UnsupportedConfigError for a checkpoint of weights that the device does not read."""
     draft, speculative = _draft_source(config), config.speculative_config
     args = {"load_format": config.load_format}
-    resolve_quantization("quantization", config.quantization, config.target, config.revision, device.type, **args)
+    resolve_quantization(
+        "quantization", config.quantization, config.target, config.revision, device_type(device), **args
+    )
     if draft is not None and speculative is not None and not speculative.reads_hidden:
         with about(*OF_DRAFT):
             quantization = speculative.quantization
-            resolve_quantization("speculative_config.quantization", quantization, *draft, device.type, **args)
+            resolve_quantization("speculative_config.quantization", quantization, *draft, device_type(device), **args)
 
 
-def check_weights_fit(config: EngineConfig, device: torch.device, ranks: Ranks | None = None) -> None:
+def check_weights_fit(config: EngineConfig, device: str, ranks: Ranks | None = None) -> None:
     """Raises InvalidConfigError if the GPU's free memory does not hold the weights, of several `ranks` this one's.
 
     Reads configurations, and of models with tied embeddings whether the files hold an LM head that differs.
@@ -335,11 +368,13 @@ def check_weights_fit(config: EngineConfig, device: torch.device, ranks: Ranks |
     elif draft is not None:
         assert speculative is not None
         sources.append(("speculative_config.model", *draft, speculative.quantization))
-    dtype: torch.dtype | None = None
+    import torch
+
+    dtype: np.dtype[Any] | None = None
     for field, source, revision, quantization in sources:
         with about(*(OF_TARGET if field == "model" else OF_DRAFT)):
             model = stored_config(source, revision=revision, load_format=config.load_format)
-        dtype = resolve_dtype(config.dtype, model, device) if dtype is None else dtype
+        dtype = resolve_dtype(config.dtype, model, "cuda") if dtype is None else dtype
         own = parts[field]
         shapes = tensor_shapes(model) if own is None else Shard(own.rank, own.size).tensor_shapes(model)
         sizes[field] = sum(map(math.prod, shapes.values())) * dtype.itemsize

@@ -109,12 +109,13 @@ def model_pass(
 
 def cache_dtype(kv_cache_dtype: str) -> torch.dtype:
     """Of K and V of a model in bf16. Raises `UnsupportedConfigError`."""
-    import torch
-
-    from specrs.models.kv_cache import resolve_cache_dtype
+    from specrs.arrays import BFLOAT16
+    from specrs.models.kv_dtypes import resolve_cache_dtype
+    from specrs.models.torch_arrays import TORCH_DTYPES
 
     field = "kv_cache_dtype"
-    return resolve_cache_dtype(field, CACHE_DTYPE.check(InvalidConfigError, field, kv_cache_dtype), torch.bfloat16)
+    given = CACHE_DTYPE.check(InvalidConfigError, field, kv_cache_dtype)
+    return TORCH_DTYPES[resolve_cache_dtype(field, given, BFLOAT16)]
 
 
 def weight_bytes(config: ModelConfig, quantization: str | None = None) -> float:

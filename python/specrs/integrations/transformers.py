@@ -18,9 +18,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from specrs.arrays import Array
 from specrs.config import EngineConfig
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
@@ -32,7 +34,8 @@ from specrs.integrations.hf_arguments import TokenStream, check_arguments, of_ge
 from specrs.models.config import parse_config
 from specrs.models.dense import Dense
 from specrs.models.errors import unsupported
-from specrs.models.loader import load_tensors
+from specrs.models.torch_arrays import TORCH_DTYPES, to_numpy
+from specrs.models.torch_loader import load_tensors
 from specrs.sampling import MAX_SPECULATIVE_TOKENS, SamplingParams
 from specrs.speculative_config import SpeculativeConfig
 
@@ -195,13 +198,13 @@ class _StateDict:
             if found != shape:
                 raise EngineError(f"{name}: shape {found} in the model, its configuration makes it {shape}")
 
-    def read(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """One tensor, detached; it may share memory with the model."""
-        return self.mapped(name).to(device=device, dtype=dtype)
+    def read(self, name: str, dtype: np.dtype[Any]) -> Array:
+        """Return one tensor in the host's memory."""
+        return to_numpy(self._tensors[name].detach().to("cpu", TORCH_DTYPES[dtype]))
 
-    def mapped(self, name: str) -> Tensor:
-        """The model's own, detached."""
-        return self._tensors[name].detach()
+    def tensor(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return one tensor, detached; it may share memory with the model."""
+        return self._tensors[name].detach().to(device=device, dtype=dtype)
 
 
 @dataclass

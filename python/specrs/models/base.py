@@ -1,47 +1,46 @@
-"""What a model is to runners, drafters and the engine. Implements none: `dense` is one, for a CPU and for a GPU."""
+"""What a model is to runners, drafters and the engine. Implements none.
+
+`Model` has the facts that every model states, in plain numbers. `TorchModel` adds passes over torch tensors. The native
+decoder of a CPU has passes of its own, which the Rust core runs: see `dense_native`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from specrs.models.inputs import PassInputs
-from specrs.models.kv_cache import KVCache
 from specrs.models.kv_groups import KVGroups
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from specrs.models.inputs import PassInputs
+    from specrs.models.kv_cache import KVCache
 
 
 class HiddenStates(NamedTuple):
     """What a pass over N rows leaves; views that the next pass may overwrite."""
 
     final: Tensor
-    """[N, hidden] of the model's dtype, behind the final norm: what `compute_logits` takes."""
+    """[N, hidden] of the model's dtype, after the final norm: what `compute_logits` takes."""
     entries: Tensor | None
     """[N, L, hidden], the residual stream where it enters each layer asked for, in that order; None where L = 0."""
 
 
 class Model(Protocol):
-    """Weights on one device and the passes over them. Read-only, so it may serve several caches at once.
-
-    Passes run under `torch.inference_mode()`. `plan_steps`, `forward_planned` and `compute_argmax` have bodies here,
-    for models that have nothing faster: inherit from this class to have them.
-    """
+    """Weights on one device. Read-only, so it may serve several caches at once."""
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Of activations, and of the KV cache unless that has codes."""
+    def dtype(self) -> np.dtype[Any]:
+        """Type of activations, and of the KV cache unless that has codes."""
 
     @property
-    def states_dtype(self) -> torch.dtype:
-        """Of `HiddenStates`."""
-        return self.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where its weights are."""
+    def device_type(self) -> str:
+        """`cpu` or `cuda`: where its weights are."""
 
     @property
     def vocab_size(self) -> int:
@@ -49,7 +48,7 @@ class Model(Protocol):
 
     @property
     def num_layers(self) -> int:
-        """Layers; `hidden_layers` are from 0 to this less one."""
+        """Layers; `hidden_layers` of a pass are from 0 to this less one."""
 
     @property
     def max_position_embeddings(self) -> int:
@@ -62,6 +61,11 @@ class Model(Protocol):
     @property
     def num_parameters(self) -> int:
         """Weights that a pass reads: what its cost is compared by."""
+
+    @property
+    def states_dtype(self) -> np.dtype[Any]:
+        """Type of the hidden states that a pass leaves."""
+        return self.dtype
 
     @property
     def attention_ratio(self) -> float:
@@ -88,11 +92,26 @@ class Model(Protocol):
     def bytes_per_block(self, block_size: int) -> int:
         """Bytes of KV of one block: of all layers, or of those of a group."""
 
-    def allocate_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        """A zeroed cache of its own layout."""
+    def allocate_cache(self, num_blocks: int, block_size: int) -> Any:
+        """Return a zeroed cache of its own kind: `KVCache` of torch's models, `NativeKVCache` of native ones."""
 
-    def with_buffers(self, max_rows: int, max_seqs: int, num_hidden_layers: int = 0) -> Model:
-        """The same model with persistent buffers for one pass at a time, which a CUDA graph can hold.
+
+class TorchModel(Model, Protocol):
+    """A model whose passes take and return torch tensors.
+
+    Passes run under `torch.inference_mode()`. `plan_steps`, `forward_planned` and `compute_argmax` have bodies here,
+    for models that have nothing faster: inherit from this class to have them.
+    """
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+
+    def allocate_cache(self, num_blocks: int, block_size: int) -> KVCache:
+        """See `Model`."""
+
+    def with_buffers(self, max_rows: int, max_seqs: int, num_hidden_layers: int = 0) -> TorchModel:
+        """Return the same model with persistent buffers for one pass at a time, which a CUDA graph can hold.
 
         Its passes have at most `max_rows` rows and `num_hidden_layers` hidden layers, and argmaxes of at most 17 rows
         of each of `max_seqs` requests. Itself where it needs none.
@@ -102,11 +121,11 @@ class Model(Protocol):
         """Feed N rows. Writes K and V of every row with a slot into `kv_cache` and changes nothing else.
 
         Rows at position -1 give finite values that mean nothing. `hidden_layers` are the layers whose entries are
-        returned beside the final states (EAGLE-3 reads three: Li et al. 2025).
+        returned with the final states (EAGLE-3 reads three: Li et al. 2025).
         """
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """The logits of final hidden states `[L, hidden]`: fp32, float64 for float64 models.
+        """Return the logits of final hidden states `[L, hidden]`: fp32, float64 for float64 models.
 
         Written into `out` `[L, ids]` where given, which may have fewer columns than the vocabulary: the first ids.
         """
@@ -116,6 +135,8 @@ class Model(Protocol):
 
         The lowest id in a tie; the logit is NaN if the row has a NaN. `num_ids` looks at the first ids only.
         """
+        import torch
+
         torch.max(self.compute_logits(hidden)[:, :num_ids], dim=1, out=(top, ids))
 
     def plan_steps(
@@ -126,11 +147,15 @@ class Model(Protocol):
         kv_cache: KVCache,
         k_start: Tensor | None = None,
     ) -> list[Any]:
-        """Plans for `forward_planned` of S passes of one row per request, `positions` and `slots` `[S, B]`.
+        """Return plans for `forward_planned` of S passes of one row per request, `positions` and `slots` `[S, B]`.
 
-        What pass s writes, the passes behind it attend. Positions of a request ascend from pass to pass, and from some
+        What pass s writes, the passes after it attend. Positions of a request ascend from pass to pass, and from some
         pass on may be -1.
         """
+        import torch
+
+        from specrs.models.inputs import PassInputs
+
         num_steps, batch = positions.shape
         q_start = torch.arange(batch + 1, device=positions.device)
         context = block_table.shape[1] * kv_cache.block_size
@@ -141,5 +166,5 @@ class Model(Protocol):
         ]
 
     def forward_planned(self, input_ids: Tensor, plan: Any, kv_cache: KVCache) -> Tensor:
-        """The final hidden states of the pass of `plan` over `input_ids` `[B]`; see `forward`."""
+        """Return the final hidden states of the pass of `plan` over `input_ids` `[B]`; see `forward`."""
         return self.forward(replace(plan, input_ids=input_ids), kv_cache).final

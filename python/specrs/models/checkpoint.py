@@ -3,15 +3,18 @@
 import contextlib
 import json
 import logging
+import mmap
 import stat
+import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
+import ml_dtypes
+import numpy as np
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
+from specrs.arrays import BFLOAT16, FLOAT8_E4M3, FLOAT8_E5M2, Array, converted
 from specrs.errors import CheckpointError, invalid, short
 from specrs.models.hub import did_you_mean, hub_error
 from specrs.models.shard_index import place
@@ -25,6 +28,16 @@ _OTHER_WEIGHTS = ("adapter_", "consolidated")
 """How files of other weights begin: a LoRA adapter, and the same model in its author's layout."""
 DTYPES = ("F64", "F32", "BF16", "F16")
 """Of weights that are numbers, in safetensors' words."""
+_NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
+    **{f"F{8 * size}": np.dtype(f"f{size}") for size in (2, 4, 8)},
+    **{f"{sign}{8 * size}": np.dtype(f"{sign.lower()}{size}") for sign in "IU" for size in (1, 2, 4, 8)},
+    "BOOL": np.dtype(np.bool_),
+    "BF16": BFLOAT16,
+    "F8_E4M3": FLOAT8_E4M3,
+    "F8_E5M2": FLOAT8_E5M2,
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+}
+"""By safetensors' names."""
 MAX_JSON = 64 << 20
 """Bytes of a JSON file that describes a model; the largest indices of shards have five million."""
 _SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt", "*.tiktoken"]
@@ -93,19 +106,18 @@ class Checkpoint:
         """Open the files. Raises CheckpointError if one is missing or damaged, or if there are only pickled weights."""
         self.folder = folder
         paths, weight_map = _weight_files(folder)
-        handles: dict[str, Any] = {}
+        files: dict[str, SafetensorsFile] = {}
         for path in paths:
             try:
-                handle: Any = safe_open(str(path), framework="pt")
+                files[path.name] = SafetensorsFile(path)
             except FileNotFoundError:
                 raise CheckpointError(f"{folder}: {path.name} is missing, {INDEX} names it") from None
             except (SafetensorError, OSError) as fault:
                 raise CheckpointError(f"{path}: damaged or truncated: {fault}") from fault
-            handles[path.name] = handle
-        self.placement = place(folder, weight_map, {file: list(handle.keys()) for file, handle in handles.items()})
+        self.placement = place(folder, weight_map, {name: list(file.entries) for name, file in files.items()})
         self.unlisted = self.placement.unlisted
         """Tensors that the index does not list. They are read where the model has them and ignored elsewhere."""
-        self._files = {name: handles[file] for name, file in self.placement.files.items()}
+        self._files = {name: files[file] for name, file in self.placement.files.items()}
 
     def check(
         self,
@@ -128,26 +140,44 @@ class Checkpoint:
 
     def entries(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shape and type, in safetensors' words, of every tensor."""
-        slices = {name: handle.get_slice(name) for name, handle in self._files.items()}
-        return {name: (tuple(view.get_shape()), view.get_dtype()) for name, view in slices.items()}
+        return {name: file.entries[name] for name, file in self._files.items()}
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
-    def read(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Read one tensor as `dtype` on `device`. Raises CheckpointError if the file cannot be read."""
-        return self.mapped(name).to(device=device, dtype=dtype)
+    def read(self, name: str, dtype: np.dtype[Any]) -> Array:
+        """Return one tensor as `dtype`; see `Tensors`. Raises CheckpointError for a type that is not known."""
+        return converted(self.mapped(name), dtype)
 
-    def mapped(self, name: str) -> Tensor:
-        """One tensor in the dtype of the file, whose pages it maps: a private copy only of those that are written.
-
-        Raises CheckpointError if the file cannot be read.
-        """
+    def mapped(self, name: str) -> Array:
+        """Return one tensor in the dtype of the file, whose pages it maps: a private copy only of those that are
+        written. Raises CheckpointError for a type that is not known."""
         try:
-            tensor: Tensor = self._files[name].get_tensor(name)
-        except (SafetensorError, OSError) as fault:
-            raise CheckpointError(f"{self.folder}: {name} could not be read: {fault}") from fault
-        return tensor
+            return self._files[name].mapped(name)
+        except KeyError as fault:
+            raise CheckpointError(f"{self.folder}: {name} could not be read: its type {fault} is not known") from None
+
+
+class SafetensorsFile:
+    """One safetensors file, mapped. Its header is checked by the library of that name."""
+
+    def __init__(self, path: Path) -> None:
+        """Map the file. Raises SafetensorError for one that is damaged, OSError for one that cannot be read."""
+        with safe_open(str(path), framework="np") as checked:
+            slices = {name: checked.get_slice(name) for name in checked.keys()}  # noqa: SIM118, it is no dictionary
+            self.entries = {name: (tuple(view.get_shape()), str(view.get_dtype())) for name, view in slices.items()}
+            """Shape and type, in safetensors' words, of every tensor."""
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+            self._pages = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), np.uint8)
+        self._places = {name: [8 + length + offset for offset in header[name]["data_offsets"]] for name in self.entries}
+
+    def mapped(self, name: str) -> Array:
+        """Return a view of a tensor's pages. Raises KeyError for a type that numpy does not know."""
+        shape, kind = self.entries[name]
+        first, end = self._places[name]
+        return self._pages[first:end].view(_NUMPY_DTYPES[kind]).reshape(shape)
 
 
 def check_tensors(

@@ -28,14 +28,14 @@ from specrs.kernels.paged_attention import (
 )
 from specrs.kernels.rms_norm import rms_norm
 from specrs.kernels.rotary import apply_rotary_, rotary_cos_sin
-from specrs.models.base import HiddenStates, Model
-from specrs.models.dense_weights import DenseFacts, DenseWeights, ExpertWeights
+from specrs.models.base import HiddenStates, TorchModel
 from specrs.models.experts import Experts
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
 from specrs.models.kv_groups import KVGroups, kv_groups
 from specrs.models.lora import AdapterRows
 from specrs.models.rope import Rope, rope_magnitude
+from specrs.models.torch_weights import TorchExperts, TorchFacts, TorchWeights
 from specrs.parallel.ranks import Ranks
 
 
@@ -50,12 +50,12 @@ class PassPlan:
 
 
 @dataclass(frozen=True)
-class Dense(DenseFacts):
+class Dense(TorchFacts):
     """A dense decoder on a CPU, by torch; the reference of `dense_cuda.CudaDense`."""
 
-    weights: DenseWeights
+    weights: TorchWeights
     kv_groups: KVGroups | None = None
-    """See `Model`."""
+    """See `TorchModel`."""
     ranks: Ranks | None = None
     """Those that compute it together, each with its part of the weights and of the KV cache; None: it is all here."""
 
@@ -63,14 +63,14 @@ class Dense(DenseFacts):
         """The same with its layers in KV groups of at most `size`, one of `group_sizes`."""
         return replace(self, kv_groups=kv_groups(self.config.windows, size))
 
-    def with_buffers(self, max_rows: int, max_seqs: int, num_hidden_layers: int = 0) -> Model:
-        """See `Model`: the CUDA pass over the same weights."""
+    def with_buffers(self, max_rows: int, max_seqs: int, num_hidden_layers: int = 0) -> TorchModel:
+        """See `TorchModel`: the CUDA pass over the same weights."""
         from specrs.models.dense_cuda import CudaDense  # Triton, which a CPU does without
 
         return CudaDense.allocate(self.weights, max_rows, max_seqs, num_hidden_layers, self.kv_groups, self.ranks)
 
     def forward(self, inputs: PassInputs, kv_cache: KVCache, hidden_layers: Sequence[int] = ()) -> HiddenStates:
-        """See `Model`."""
+        """See `TorchModel`."""
         shape, windows = self._shape(kv_cache), self.config.windows or (None,) * self.num_layers
         groups = (0,) * self.num_layers if self.kv_groups is None else self.kv_groups.of_layer
         kinds, plans = list(zip(groups, windows, strict=True)), {}
@@ -104,12 +104,12 @@ class Dense(DenseFacts):
         kv_cache: KVCache,
         k_start: Tensor | None = None,
     ) -> list[Any]:
-        """See `Model`: the attention of all passes is planned at once where all layers have the same."""
+        """See `TorchModel`: the attention of all passes is planned at once where all layers have the same."""
         if self.config.windows or self.config.ropes:
             return super().plan_steps(positions, slots, block_table, kv_cache, k_start)
         assert k_start is None
         num_steps, batch = positions.shape
-        angles = rotary_cos_sin(positions.view(-1), self.weights.rotary, self.dtype, self.rope_magnitude)
+        angles = rotary_cos_sin(positions.view(-1), self.weights.rotary, self.weights.dtype, self.rope_magnitude)
         cos, sin = (values.view(num_steps, batch, 1, -1).unbind(0) for values in angles)
         plans = plan_steps(positions, slots, block_table, self._shape(kv_cache))
         layers = self.num_layers
@@ -117,7 +117,7 @@ class Dense(DenseFacts):
         return [PassPlan((angles,) * layers, (plan,) * layers) for angles, plan in zip(rotations, plans, strict=True)]
 
     def forward_planned(self, input_ids: Tensor, plan: Any, kv_cache: KVCache) -> Tensor:
-        """See `Model`."""
+        """See `TorchModel`."""
         if not isinstance(plan, PassPlan):
             return super().forward_planned(input_ids, plan, kv_cache)
         return self._run(input_ids, plan, kv_cache, ()).final
@@ -226,7 +226,7 @@ class Dense(DenseFacts):
 
     @property
     def num_parameters(self) -> int:
-        """See `Model`: those that this rank's passes read."""
+        """See `TorchModel`: those that this rank's passes read."""
         c = self.config
         elsewhere = 0 if self.ranks is None else c.vocab_size - len(self.weights.embedding)
         return c.num_parameters - elsewhere * c.hidden_size
@@ -237,7 +237,7 @@ class Dense(DenseFacts):
         return AttentionShape(c.num_heads, c.num_kv_heads, c.head_dim, kv_cache.block_size, *dtypes)
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """See `Model`.
+        """See `TorchModel`.
 
         bf16 logits would tie at the top in 1 of 20 rows of a 150k vocabulary, and torch's products on a CPU cannot keep
         their fp32 sums. So a bf16 model holds its LM head in fp32: 4 bytes for each of vocab * hidden more, and a
@@ -251,7 +251,7 @@ class Dense(DenseFacts):
         return logits if out is None else out.copy_(logits[:, : out.shape[1]])
 
 
-def mixture(x: Tensor, weights: ExpertWeights, experts: Experts) -> Tensor:
+def mixture(x: Tensor, weights: TorchExperts, experts: Experts) -> Tensor:
     """What a layer's experts make of `x` `[N, hidden]`; see `Experts`.
 
     Rows are sorted by expert, so that each expert that some row chose has one product of its rows. A row's experts are

@@ -26,18 +26,18 @@ from specrs.kernels.cuda.linear_product import MAX_ROWS
 from specrs.kernels.cuda.paged_attention import AttentionRows, Sight, paged_attention
 from specrs.kernels.cuda.qk_norm_rope import qk_norm_rope
 from specrs.kernels.linear import DenseWeight
-from specrs.models.base import HiddenStates, Model
+from specrs.models.base import HiddenStates, TorchModel
 from specrs.models.config import ModelConfig
 from specrs.models.cuda.parts import EmbeddingParts, LogitsParts
 from specrs.models.cuda.products import stored, write_argmax, write_logits
 from specrs.models.cuda.stream import stream_of
 from specrs.models.cuda.workspace import Workspace, fused_heads, linear_shapes, logits_rows, rotations
-from specrs.models.dense_weights import DenseFacts, DenseWeights, LayerWeights, has_fp8_rows
 from specrs.models.inputs import ChunkRows, PassInputs
 from specrs.models.kv_cache import KVCache
 from specrs.models.kv_groups import KVGroups
 from specrs.models.rope import Rope, rope_magnitude
 from specrs.models.shards import check_cuda_ranks
+from specrs.models.torch_weights import TorchFacts, TorchLayer, TorchWeights, has_fp8_rows
 from specrs.parallel.ranks import Ranks
 
 HEAD_DIMS = (64, 96, 128, 256)
@@ -45,13 +45,13 @@ HEAD_DIMS = (64, 96, 128, 256)
 
 
 @dataclass(frozen=True)
-class CudaDense(DenseFacts):
+class CudaDense(TorchFacts):
     """A dense decoder with its buffers. Triton's interpreter runs the same on a CPU."""
 
-    weights: DenseWeights
+    weights: TorchWeights
     workspace: Workspace
     kv_groups: KVGroups | None = None
-    """See `Model`."""
+    """See `TorchModel`."""
     ranks: Ranks | None = None
     """See `Dense`."""
     embedding_parts: EmbeddingParts | None = None
@@ -67,14 +67,14 @@ class CudaDense(DenseFacts):
     @classmethod
     def allocate(
         cls,
-        weights: DenseWeights,
+        weights: TorchWeights,
         max_rows: int,
         max_seqs: int,
         num_hidden_layers: int = 0,
         kv_groups: KVGroups | None = None,
         ranks: Ranks | None = None,
     ) -> CudaDense:
-        """See `Model.with_buffers`. Raises UnsupportedModelError for a model that the kernels do not serve."""
+        """See `TorchModel.with_buffers`. Raises UnsupportedModelError for a model that the kernels do not serve."""
         c, device = weights.config, weights.device
         check_head_dim(c.head_dim, device)
         embedding_parts = logits_parts = None
@@ -99,13 +99,13 @@ class CudaDense(DenseFacts):
             workspace = workspace.rounding_rows(shapes)
         return cls(weights, workspace, kv_groups, ranks, embedding_parts, logits_parts)
 
-    def with_buffers(self, max_rows: int, max_seqs: int, num_hidden_layers: int = 0) -> Model:
-        """See `Model`."""
+    def with_buffers(self, max_rows: int, max_seqs: int, num_hidden_layers: int = 0) -> TorchModel:
+        """See `TorchModel`."""
         return CudaDense.allocate(self.weights, max_rows, max_seqs, num_hidden_layers, self.kv_groups, self.ranks)
 
     def forward(self, inputs: PassInputs, kv_cache: KVCache, hidden_layers: Sequence[int] = ()) -> HiddenStates:
-        """See `Model`; what is returned are views into the workspace. Up to 64 rows take the fused products, more take
-        cuBLAS."""
+        """See `TorchModel`; what is returned are views into the workspace. Up to 64 rows take the fused products, more
+        take cuBLAS."""
         ws, weights, rows = self.workspace, self.weights, inputs.input_ids.shape[0]
         assert rows <= ws.hidden.shape[0], f"rows={rows}: the workspace has room for {ws.hidden.shape[0]}"
         room = ws.entries.shape[1]
@@ -142,8 +142,8 @@ class CudaDense(DenseFacts):
         return HiddenStates(stream.normed(weights.final_norm), kept)
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """See `Model`; rows of `hidden` and `out` are contiguous, of any stride. Each logit is rounded once, from the
-        product's own fp32 sum."""
+        """See `TorchModel`; rows of `hidden` and `out` are contiguous, of any stride. Each logit is rounded once, from
+        the product's own fp32 sum."""
         if out is None:
             out = torch.empty((hidden.shape[0], self.vocab_size), dtype=torch.float32, device=hidden.device)
         rows = stored(self.weights.lm_head)
@@ -156,7 +156,7 @@ class CudaDense(DenseFacts):
     def compute_argmax(
         self, hidden: Tensor, ids: Tensor, top: Tensor, num_ids: int | None = None, logits: Tensor | None = None
     ) -> None:
-        """See `Model`. `logits` `[L, ids]` fp32 is written too if given."""
+        """See `TorchModel`. `logits` `[L, ids]` fp32 is written too if given."""
         weight = stored(self.weights.lm_head)
         if self.logits_parts is None:
             write_argmax(hidden, weight[:num_ids], (ids, top), self.workspace, logits)
@@ -175,7 +175,7 @@ def check_head_dim(head_dim: int, device: torch.device) -> None:
         raise invalid(UnsupportedModelError, "head_dim", head_dim, allowed)
 
 
-def _rotary(weights: DenseWeights) -> tuple[Tensor, Tensor | None]:
+def _rotary(weights: TorchWeights) -> tuple[Tensor, Tensor | None]:
     c, made = weights.config, rotations(weights.config)
     magnitudes = [rope_magnitude(scaling) for _, scaling in made]
     scales = torch.tensor(magnitudes, dtype=torch.float32).to(weights.device) if set(magnitudes) != {1.0} else None
@@ -184,7 +184,7 @@ def _rotary(weights: DenseWeights) -> tuple[Tensor, Tensor | None]:
     return torch.stack([signed[rope] for rope in made]), scales
 
 
-def _shapes_of(weights: DenseWeights) -> dict[str, list[LinearShape]]:
+def _shapes_of(weights: TorchWeights) -> dict[str, list[LinearShape]]:
     """`linear_shapes` in each coding that a layer has."""
     shapes = {name: [shape] for name, shape in linear_shapes(weights.config, weights.dtype, weights.device).items()}
     for name in ("qkv", "o", "gate_up", "down"):
@@ -241,7 +241,7 @@ class Attention:
         fused = rows <= MAX_ROWS and fused_heads(c, dtype, ws.limits) > 0
         return cls(c, dtype, ws, angles, where, groups, fused, chunks, behind)
 
-    def heads(self, layer: LayerWeights, cache: Tensor, index: int = 0) -> Heads | None:
+    def heads(self, layer: TorchLayer, cache: Tensor, index: int = 0) -> Heads | None:
         """What the product of the layer `index` needs to leave q, k and v as attention reads them; None: `turn` does it
         behind that."""
         if not self.fused or not isinstance(layer.qkv, DenseWeight):
@@ -250,7 +250,7 @@ class Attention:
         scales = (layer.kv_scales[0], layer.kv_scales[1])
         return Heads(layer.qk_norm, angles, slots, cache, self.c.num_heads, self.c.rms_norm_eps, scales)
 
-    def turn(self, layer: LayerWeights, qkv: Tensor, cache: Tensor, index: int = 0) -> None:
+    def turn(self, layer: TorchLayer, qkv: Tensor, cache: Tensor, index: int = 0) -> None:
         """From raw q, k and v of the layer `index` to what attention reads, K and V written on the way."""
         norm = layer.qk_norm
         if norm is not None and self.c.qk_norm_whole:
@@ -259,7 +259,7 @@ class Attention:
         slots, angles = self._slots(index), self._angles(index)
         qk_norm_rope(qkv, norm, angles, slots, cache, self.c.num_heads, floats, self.ws.dependent)
 
-    def __call__(self, layer: LayerWeights, qkv: Tensor, cache: Tensor, out: Tensor, index: int = 0) -> None:
+    def __call__(self, layer: TorchLayer, qkv: Tensor, cache: Tensor, out: Tensor, index: int = 0) -> None:
         """Attention's output of the layer `index`. That of chunks is a launch of its own: one for both would be cut for
         the longest request, and the sums of the others have another order beside chunks than alone."""
         (_, rows), chunks = self.where[self._group(index)], self.chunks
@@ -273,7 +273,7 @@ class Attention:
 
     def _attend(
         self,
-        layer: LayerWeights,
+        layer: TorchLayer,
         qkv: Tensor,
         cache: Tensor,
         rows: AttentionRows,

@@ -3,97 +3,99 @@
 Every row's sums have one order, whatever the other rows, the threads and the instruction set: its logits are the same
 bits. Weights are read where they are, fp32, bf16, INT8 or INT4, and products are summed in fp32; hidden states are fp32
 for bf16 models too, which is better than the rounding of `dense`, and so not the same numbers.
+
+Steps of an engine run such passes in the Rust core. Those that are called here are for tests and measurements.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
-from specrs.core import CpuDecoder, CpuKVCache, CpuLora, CpuPool, CpuWeights
-from specrs.kernels.linear import Codes, QuantizedWeight, StackedWeight, Weight
-from specrs.models.base import HiddenStates
+from specrs.arrays import FLOAT32, Array, aligned, bits, converted
+from specrs.core import CpuDecoder, CpuLora, CpuPool, CpuWeights
 from specrs.models.config import ModelConfig
-from specrs.models.dense import Dense
-from specrs.models.dense_weights import DenseFacts, DenseWeights, LayerWeights
-from specrs.models.inputs import PassInputs
-from specrs.models.kv_cache import CODES, KVCache
+from specrs.models.dense_weights import DenseFacts, NativeLayer, NativeWeights
 from specrs.models.kv_groups import KVGroups, kv_groups
 from specrs.models.lora import LoRAAdapter
+from specrs.models.native_cache import NativeKVCache
+from specrs.models.native_inputs import Ints, NativeInputs, NativeStates
 from specrs.models.rope import Rope, rope_magnitude
-
-_Ints: TypeAlias = NDArray[np.int64]
-TORCH_TOKENS = 256
-"""Rows of a request from which torch's passes, in which products are faster and all else is slower, may be worth it."""
-
-
-@dataclass(frozen=True, slots=True)
-class NativeKVCache(KVCache):
-    """A cache that native passes know."""
-
-    native: CpuKVCache
+from specrs.models.stored import Codes, NativeWeight
 
 
 class NativeDense(DenseFacts):
-    """A dense decoder on a CPU, without torch in its passes; `dense.Dense` is its reference."""
+    """A dense decoder on a CPU, without torch; `dense.Dense` is its reference."""
+
+    weights: NativeWeights
 
     def __init__(
         self,
-        weights: DenseWeights,
+        weights: NativeWeights,
         native: CpuWeights | None = None,
         pool: CpuPool | None = None,
-        torch_rows: int | None = None,
         bf16_rows: bool = False,
         prompt_tiles: bool = False,
         kv_groups: KVGroups | None = None,
     ) -> None:
-        """`weights` as `loader.load_native` lays them out; they must not be written while this lives. Without a pool
-        passes run on the caller's thread.
+        """`weights` as `native_loader.load_native` lays them out; they must not be written while this lives. Without a
+        pool passes run on the caller's thread.
 
-        Passes that feed a request `torch_rows` rows or more are torch's, in fp32, on the same weights and cache; None:
-        none are. With `bf16_rows` the native ones round rows to bf16 before every product, with `prompt_tiles` they
-        multiply the rows of prompts with bf16 weights by AMX's tiles.
+        With `bf16_rows` passes round rows to bf16 before every product, with `prompt_tiles` they multiply the rows of
+        prompts with bf16 weights by AMX's tiles.
 
         Raises:
             InvalidConfigError: `prompt_tiles` on a machine that has none.
-            InvalidBufferError: a tensor that cannot be read where it is, by name; a matrix that is not bf16 with
+            InvalidBufferError: an array that cannot be read where it is, by name; a matrix that is not bf16 with
                 `bf16_rows`.
         """
         self.weights = weights
-        self.torch_rows = torch_rows
         self._kv_groups = kv_groups
         self._native = _borrow(weights) if native is None else native
-        self._torch = Dense(replace(weights, dtype=torch.float32), kv_groups)
         own = CpuPool(1) if pool is None else pool
         self.decoder = CpuDecoder(self._native, own, bf16_rows=bf16_rows, prompt_tiles=prompt_tiles)
         self._loras: WeakKeyDictionary[LoRAAdapter, CpuLora] = WeakKeyDictionary()
 
-    def on_pool(
-        self, pool: CpuPool, *, torch_rows: int | None = None, bf16_rows: bool = False, prompt_tiles: bool = False
-    ) -> NativeDense:
-        """The same weights on the threads of `pool`, with work space of its own."""
-        return NativeDense(self.weights, self._native, pool, torch_rows, bf16_rows, prompt_tiles, self.kv_groups)
+    def on_pool(self, pool: CpuPool, *, bf16_rows: bool = False, prompt_tiles: bool = False) -> NativeDense:
+        """Return the same weights on the threads of `pool`, with work space of its own."""
+        return NativeDense(self.weights, self._native, pool, bf16_rows, prompt_tiles, self.kv_groups)
 
     def with_kv_groups(self, size: int) -> NativeDense:
-        """See `Dense`. Passes run on the caller's thread."""
+        """Return the same with its layers in KV groups of at most `size`, one of `group_sizes`. Passes run on the
+        caller's thread."""
         return NativeDense(self.weights, self._native, kv_groups=kv_groups(self.config.windows, size))
 
     @property
-    def states_dtype(self) -> torch.dtype:
+    def dtype(self) -> np.dtype[Any]:
+        """See `Model`; like what follows."""
+        return self.weights.dtype
+
+    @property
+    def cache_dtype(self) -> np.dtype[Any]:
+        """See `DenseFacts`."""
+        return self.weights.dtype if self.weights.cache_dtype is None else self.weights.cache_dtype
+
+    @property
+    def device_type(self) -> str:
         """See `Model`."""
-        return torch.float32
+        return "cpu"
+
+    @property
+    def states_dtype(self) -> np.dtype[Any]:
+        """See `Model`."""
+        return FLOAT32
 
     @property
     def kv_groups(self) -> KVGroups | None:
         """See `Model`."""
         return self._kv_groups
+
+    def place(self, array: Array) -> Array:
+        """See `DenseFacts`."""
+        return aligned(converted(array, self.dtype))
 
     @property
     def num_bytes(self) -> int:
@@ -113,7 +115,7 @@ class NativeDense(DenseFacts):
         if found is None:
             layers = [
                 {
-                    name: [(array(part.a), array(part.b), part.first) for part in layer.get(name, ())]
+                    name: [(bits(part.a), bits(part.b), part.first) for part in layer.get(name, ())]
                     for name in ("qkv", "o", "gate_up", "down")
                 }
                 for layer in adapter.layers
@@ -121,87 +123,59 @@ class NativeDense(DenseFacts):
             found = self._loras[adapter] = CpuLora(self._native, layers)
         return found
 
-    def with_buffers(self, max_rows: int, max_seqs: int, num_hidden_layers: int = 0) -> NativeDense:
-        """See `Model`."""
-        return self
-
     def allocate_cache(self, num_blocks: int, block_size: int) -> NativeKVCache:
         """See `Model`."""
-        cache = super().allocate_cache(num_blocks, block_size)
-        return NativeKVCache(cache.layers, block_size, native_cache(cache, self.kv_groups))
+        return NativeKVCache.allocate(self.config, num_blocks, block_size, self.cache_dtype, self.kv_groups)
 
-    def forward(self, inputs: PassInputs, kv_cache: KVCache, hidden_layers: Sequence[int] = ()) -> HiddenStates:
-        """See `Model`; states are fp32 whatever the dtype.
+    def forward(self, inputs: NativeInputs, kv_cache: NativeKVCache, hidden_layers: Sequence[int] = ()) -> NativeStates:
+        """Feed N rows. Writes K and V of every row with a slot into `kv_cache` and changes nothing else.
+
+        Rows at position -1 give finite values that mean nothing. `hidden_layers` are the layers whose entries are
+        returned with the final states.
 
         Raises:
             InvalidBufferError: a token, position, slot, block or layer that is none; nothing is written then.
         """
-        if self.torch_rows is not None and inputs.max_q_len >= self.torch_rows:
-            return self._torch.forward(inputs, kv_cache, hidden_layers)
         rows, size = len(inputs.input_ids), self.config.hidden_size
-        hidden = torch.empty((rows, size), dtype=torch.float32)
-        entries = torch.empty((rows, len(hidden_layers), size), dtype=torch.float32) if hidden_layers else None
+        hidden = np.empty((rows, size), FLOAT32)
+        entries = np.empty((rows, len(hidden_layers), size), FLOAT32) if hidden_layers else None
         self.decoder.forward(
             *pass_arrays(inputs),
-            native_of(kv_cache, self.kv_groups),
-            hidden.numpy(),
+            kv_cache.native,
+            hidden,
             list(hidden_layers),
-            None if entries is None else entries.numpy(),
-            k_start=_numbers(inputs.k_start),
-            group_slots=_numbers(inputs.group_slots),
-            group_tables=_numbers(inputs.group_tables),
+            entries,
+            k_start=inputs.k_start,
+            group_slots=inputs.group_slots,
+            group_tables=inputs.group_tables,
             prompts=inputs.prompts,
-            adapters=[(self.native_lora(given.adapter), given.rows.tolist()) for given in inputs.adapters],
+            adapters=[(self.native_lora(adapter), rows) for adapter, rows in inputs.adapters],
         )
-        return HiddenStates(hidden, entries)
+        return NativeStates(hidden, entries)
 
-    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """See `Model`."""
-        if out is None or not out.is_contiguous():
-            columns = self.vocab_size if out is None else out.shape[1]
-            made = torch.empty((len(hidden), columns), dtype=torch.float32)
-            self.decoder.logits(hidden.contiguous().numpy(), made.numpy())
-            return made if out is None else out.copy_(made)
-        self.decoder.logits(hidden.contiguous().numpy(), out.numpy())
-        return out
+    def compute_logits(self, hidden: Array) -> Array:
+        """Return the logits of final hidden states `[L, hidden]`: `[L, vocab]` float32."""
+        logits = np.empty((len(hidden), self.vocab_size), FLOAT32)
+        self.decoder.logits(np.ascontiguousarray(hidden), logits)
+        return logits
 
-    def compute_argmax(self, hidden: Tensor, ids: Tensor, top: Tensor, num_ids: int | None = None) -> None:
-        """See `Model`."""
+    def compute_argmax(self, hidden: Array, num_ids: int | None = None) -> tuple[Array, Array]:
+        """Return the most probable token of each row of `hidden` `[L, hidden]` and its logit: `[L]` int64 and float32.
+
+        The lowest id in a tie; the logit is NaN if the row has a NaN. `num_ids` looks at the first ids only.
+        """
         known = self.vocab_size if num_ids is None else min(num_ids, self.vocab_size)
-        self.decoder.argmax(hidden.contiguous().numpy(), known, ids.numpy(), top.numpy())
+        ids, top = np.empty(len(hidden), np.int64), np.empty(len(hidden), FLOAT32)
+        self.decoder.argmax(np.ascontiguousarray(hidden), known, ids, top)
+        return ids, top
 
 
-def pass_arrays(inputs: PassInputs) -> tuple[_Ints, _Ints, _Ints, _Ints, _Ints]:
-    """What a pass is fed, in the order of `CpuDecoder.forward`: ids, positions, slots, starts of requests, blocks."""
-    return (
-        inputs.input_ids.contiguous().numpy(),
-        inputs.positions.contiguous().numpy(),
-        inputs.slots.contiguous().numpy(),
-        inputs.q_start.contiguous().numpy(),
-        inputs.block_table.contiguous().numpy(),
-    )
+def pass_arrays(inputs: NativeInputs) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    """Return what a pass is fed, in the order of `CpuDecoder.forward`: ids, positions, slots, starts, blocks."""
+    return inputs.input_ids, inputs.positions, inputs.slots, inputs.q_start, inputs.block_table
 
 
-def _numbers(tensor: Tensor | None) -> NDArray[np.int64] | None:
-    return None if tensor is None else tensor.contiguous().numpy()
-
-
-def native_of(cache: KVCache, groups: KVGroups | None = None) -> CpuKVCache:
-    """The cache as native passes know it: its own where it has one."""
-    return cache.native if isinstance(cache, NativeKVCache) else native_cache(cache, groups)
-
-
-def native_cache(cache: KVCache, groups: KVGroups | None = None) -> CpuKVCache:
-    """The cache's memory, as native passes know it; `groups` are those that it was allocated for."""
-    codes = next((name for name, dtype in CODES.items() if dtype == cache.layers[0].dtype), None)
-    if groups is None:
-        return CpuKVCache([array(layer) for layer in cache.layers], codes=codes)
-    # The first group has a layer at every place.
-    places = [array(layer) for layer, group in zip(cache.layers, groups.of_layer, strict=True) if group == 0]
-    return CpuKVCache(places, list(zip(groups.of_layer, groups.places, strict=True)), codes)
-
-
-def _borrow(weights: DenseWeights) -> CpuWeights:
+def _borrow(weights: NativeWeights) -> CpuWeights:
     c = weights.config
     return CpuWeights(
         vocab_size=c.vocab_size,
@@ -211,9 +185,9 @@ def _borrow(weights: DenseWeights) -> CpuWeights:
         num_kv_heads=c.num_kv_heads,
         head_dim=c.head_dim,
         rms_norm_eps=c.rms_norm_eps,
-        embedding=array(weights.embedding),
+        embedding=bits(weights.embedding),
         layers=[layer_arrays(layer, c) for layer in weights.layers],
-        final_norm=array(weights.final_norm),
+        final_norm=bits(weights.final_norm),
         lm_head=stored_parts(weights.lm_head),
         frequencies=np.zeros(c.head_dim // 2, dtype=np.float32),
         rotations=_rotations(weights),
@@ -225,7 +199,7 @@ def _borrow(weights: DenseWeights) -> CpuWeights:
     )
 
 
-def _rotations(weights: DenseWeights) -> tuple[list[tuple[list[float], float]], list[int | None]]:
+def _rotations(weights: NativeWeights) -> tuple[list[tuple[list[float], float]], list[int | None]]:
     """As `CpuWeights` takes them: those that there are, and which of them each layer has."""
     c = weights.config
     rotaries = weights.rotaries or (weights.rotary,) * c.num_layers
@@ -244,36 +218,34 @@ def _rotations(weights: DenseWeights) -> tuple[list[tuple[list[float], float]], 
     return made, layers
 
 
-Stored = NDArray[np.generic] | tuple[NDArray[np.generic], NDArray[np.generic]]
+Stored = Array | tuple[Array, Array]
 """A matrix as `CpuWeights` takes it: an array, or codes and scales."""
 
 
-def layer_arrays(layer: LayerWeights, c: ModelConfig) -> dict[str, Any]:
-    """A layer of a model of `c` as `CpuWeights` takes it."""
+def layer_arrays(layer: NativeLayer, c: ModelConfig) -> dict[str, Any]:
+    """Return a layer of a model of `c` as `CpuWeights` takes it."""
     q_norm = k_norm = None
     if layer.qk_norm is not None and c.qk_norm_whole:
-        q_norm, k_norm = (
-            array(part.flatten()) for part in (layer.qk_norm[: c.num_heads], layer.qk_norm[c.num_heads :])
-        )
+        q_norm, k_norm = layer.qk_norm[: c.num_heads].reshape(-1), layer.qk_norm[c.num_heads :].reshape(-1)
     elif layer.qk_norm is not None:
-        q_norm, k_norm = array(layer.qk_norm[0]), array(layer.qk_norm[-1])
+        q_norm, k_norm = layer.qk_norm[0], layer.qk_norm[-1]
     before = c.norms != "behind"
     return {
-        "input_norm": array(layer.input_norm) if before else None,
+        "input_norm": layer.input_norm if before else None,
         "qkv": stored_parts(layer.qkv),
         "q_norm": q_norm,
         "k_norm": k_norm,
         "qk_norm_whole": c.qk_norm_whole,
-        "sinks": _optional(layer.sinks),
+        "sinks": layer.sinks,
         "o": stored_parts(layer.o),
-        "attention_output_norm": _optional(layer.attention_output_norm),
-        "post_attention_norm": array(layer.post_attention_norm) if before else None,
-        "mlp_output_norm": _optional(layer.mlp_output_norm),
+        "attention_output_norm": layer.attention_output_norm,
+        "post_attention_norm": layer.post_attention_norm if before else None,
+        "mlp_output_norm": layer.mlp_output_norm,
         **_mlp_arrays(layer, c),
     }
 
 
-def _mlp_arrays(layer: LayerWeights, c: ModelConfig) -> dict[str, Any]:
+def _mlp_arrays(layer: NativeLayer, c: ModelConfig) -> dict[str, Any]:
     if layer.experts is None or c.experts is None:
         return {"gate_up": stored_parts(layer.gate_up), "down": stored_parts(layer.down)}
     mixture = {
@@ -286,24 +258,12 @@ def _mlp_arrays(layer: LayerWeights, c: ModelConfig) -> dict[str, Any]:
     return {"experts": mixture}
 
 
-def stored_parts(weight: Weight) -> list[tuple[Stored, NDArray[np.generic] | None]]:
-    """A projection as `CpuWeights` takes it."""
-    assert isinstance(weight, StackedWeight | QuantizedWeight)
-    parts: tuple[Tensor | Codes, ...] = weight.parts
+def stored_parts(weight: NativeWeight) -> list[tuple[Stored, Array | None]]:
+    """Return a projection as `CpuWeights` takes it."""
+    parts: tuple[Array | Codes, ...] = weight.parts
     biases = weight.biases or (None,) * len(parts)
-    return [(_stored(part), None if bias is None else array(bias)) for part, bias in zip(parts, biases, strict=True)]
+    return [(_stored(part), bias) for part, bias in zip(parts, biases, strict=True)]
 
 
-def _optional(tensor: Tensor | None) -> NDArray[np.generic] | None:
-    return None if tensor is None else array(tensor)
-
-
-def _stored(part: Tensor | Codes) -> Stored:
-    return (array(part.codes), array(part.scales)) if isinstance(part, Codes) else array(part)
-
-
-def array(tensor: Tensor) -> NDArray[np.generic]:
-    """The tensor's memory; of types that numpy does not know, bf16 and FP8, the bits."""
-    bits = {torch.bfloat16: torch.uint16} | dict.fromkeys(CODES.values(), torch.uint8)
-    array: NDArray[np.generic] = tensor.view(bits.get(tensor.dtype, tensor.dtype)).numpy()
-    return array
+def _stored(part: Array | Codes) -> Stored:
+    return (part.codes, bits(part.scales)) if isinstance(part, Codes) else bits(part)

@@ -1,108 +1,104 @@
-"""The weights of a dense decoder, and what they say of it. Computes nothing."""
+"""The weights of a dense decoder, whatever holds them, and what they say of it. Computes nothing.
+
+T is the type of arrays: numpy's for the native pass of a CPU, torch's tensors elsewhere. W is the type of projections.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from specrs.kernels.coded_weight import CodedWeight
-from specrs.kernels.kv_codes import UNSCALED, KVScales
-from specrs.kernels.linear import Weight
+from specrs.arrays import Array
+from specrs.kernels.kv_scales import UNSCALED, KVScales
 from specrs.models.base import Model
 from specrs.models.config import ModelConfig
-from specrs.models.kv_cache import KVCache
+from specrs.models.kv_dtypes import kv_block_bytes
+from specrs.models.stored import NativeWeight
+
+T = TypeVar("T")
+W = TypeVar("W")
+D = TypeVar("D")
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertWeights:
+class ExpertWeights(Generic[T, W]):
     """The experts of a layer."""
 
-    router: Weight
+    router: W
     """hidden -> experts"""
-    gate_up: tuple[Weight, ...]
+    gate_up: tuple[W, ...]
     """Of each expert, as of an MLP; like `down`."""
-    down: tuple[Weight, ...]
-    stacked: tuple[Tensor, Tensor] | None = None
-    """The memory of `gate_up` and `down`, `[experts, out, in]`, as the kernels of a GPU read it; None where they are
-    packed for a CPU."""
-    stacked_biases: tuple[Tensor, Tensor] | None = None
-    """That of their biases, `[experts, out]`; None: there are none."""
+    down: tuple[W, ...]
+    stacked: tuple[T, T] | None = None
+    """The memory of `gate_up` and `down`, `[experts, out, in]`, as the kernels of a GPU read it; None elsewhere."""
+    stacked_biases: tuple[T, T] | None = None
+    """The memory of their biases, `[experts, out]`; None: there are none."""
 
 
 @dataclass(frozen=True, slots=True)
-class LayerWeights:
+class LayerWeights(Generic[T, W]):
     """One layer. Projections that share an input are one matrix: q, k, v above each other, and gate, up."""
 
-    input_norm: Tensor
-    """[hidden], before attention, like `post_attention_norm` before the MLP; [0] where norms are behind alone."""
-    qkv: Weight
+    input_norm: T
+    """[hidden], before attention, like `post_attention_norm` before the MLP; [0] where norms come after alone."""
+    qkv: W
     """hidden -> (heads + 2 * kv_heads) * head_dim"""
-    qk_norm: Tensor | None
+    qk_norm: T | None
     """[heads + kv_heads, head_dim]: the query norm for each query head, then the key norm for each KV head. With
     `qk_norm_whole` the same shape, weights of one norm over all query heads and one over all KV heads."""
-    o: Weight
+    o: W
     """heads * head_dim -> hidden"""
-    post_attention_norm: Tensor
+    post_attention_norm: T
     """[hidden]"""
-    gate_up: Weight
+    gate_up: W
     """hidden -> 2 * intermediate; of a layer with experts nothing, like `down`."""
-    down: Weight
+    down: W
     """intermediate -> hidden"""
-    attention_output_norm: Tensor | None = None
+    attention_output_norm: T | None = None
     """[hidden], of what attention adds to the residual stream, like `mlp_output_norm` of what the MLP adds."""
-    mlp_output_norm: Tensor | None = None
-    experts: ExpertWeights | None = None
-    sinks: Tensor | None = None
+    mlp_output_norm: T | None = None
+    experts: ExpertWeights[T, W] | None = None
+    sinks: T | None = None
     """[heads], see `ModelConfig.sinks`."""
     kv_scales: KVScales = UNSCALED
     """Of its K and V where they are cached as codes."""
 
 
 @dataclass(frozen=True, slots=True)
-class DenseWeights:
-    """Weights of a dense decoder on one device, or one rank's part of them."""
+class DenseWeights(Generic[T, W, D]):
+    """Weights of a dense decoder, or one rank's part of them. D is the type of dtypes, numpy's or torch's."""
 
     config: ModelConfig
     """With the heads and features that are here."""
-    dtype: torch.dtype
-    device: torch.device
-    embedding: Tensor
+    dtype: D
+    """Type of activations."""
+    embedding: T
     """[vocab, hidden]; of a rank its rows, see `models.shards`, as of the LM head."""
-    layers: tuple[LayerWeights, ...]
-    final_norm: Tensor
+    layers: tuple[LayerWeights[T, W], ...]
+    final_norm: T
     """[hidden], divided by `logits_scaling`: so are final states, and with them logits."""
-    lm_head: Weight
-    """hidden -> vocab; fp32 on a CPU also for bf16 models, see `Dense.compute_logits`."""
-    rotary: Tensor
-    """[rotary_dim] fp32, signed frequencies."""
-    rotaries: tuple[Tensor | None, ...] = ()
+    lm_head: W
+    """hidden -> vocab"""
+    rotary: T
+    """[rotary_dim] float32, signed frequencies."""
+    rotaries: tuple[T | None, ...] = ()
     """Of each layer; None: none, (): `rotary` of all."""
-    cache_dtype: torch.dtype | None = None
-    """Of K and V in the cache; None: `dtype`."""
+    cache_dtype: D | None = None
+    """Type of K and V in the cache; None: `dtype`."""
 
 
-def has_fp8_rows(weights: DenseWeights) -> bool:
-    """Whether products of some layer are of rows rounded to FP8."""
-    projections = [w for layer in weights.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-    return any(isinstance(w, CodedWeight) and w.fp8_rows for w in projections)
-
-
-def with_fp8_rows(weights: DenseWeights) -> DenseWeights:
-    """The same weights; those in FP8 are multiplied with rows rounded to FP8."""
-
-    def of(w: Weight) -> Weight:
-        return replace(w, fp8_rows=True) if isinstance(w, CodedWeight) and w.coding.kind == "fp8" else w
-
-    made = [replace(w, qkv=of(w.qkv), o=of(w.o), gate_up=of(w.gate_up), down=of(w.down)) for w in weights.layers]
-    return replace(weights, layers=tuple(made))
+NativeLayer = LayerWeights[Array, NativeWeight]
+NativeExperts = ExpertWeights[Array, NativeWeight]
+NativeWeights = DenseWeights[Array, NativeWeight, np.dtype[Any]]
+"""What the native pass of a CPU reads."""
 
 
 class DenseFacts(Model):
-    """What a dense model is, whatever computes it."""
+    """What a dense decoder is, whatever computes it."""
 
-    weights: DenseWeights
+    weights: DenseWeights[Any, Any, Any]
 
     @property
     def config(self) -> ModelConfig:
@@ -110,19 +106,17 @@ class DenseFacts(Model):
         return self.weights.config
 
     @property
-    def dtype(self) -> torch.dtype:
-        """See `Model`; like what follows."""
-        return self.weights.dtype
+    def cache_dtype(self) -> np.dtype[Any]:
+        """Type of K and V in the cache."""
+        raise NotImplementedError
 
-    @property
-    def cache_dtype(self) -> torch.dtype:
-        """Of K and V in the cache."""
-        return self.weights.cache_dtype or self.weights.dtype
+    def with_kv_groups(self, size: int) -> DenseFacts:
+        """Return the same with its layers in KV groups of at most `size`, one of `group_sizes`."""
+        raise NotImplementedError
 
-    @property
-    def device(self) -> torch.device:
-        """See `Model`."""
-        return self.weights.device
+    def place(self, array: Array) -> Any:
+        """Return `array` in the model's dtype, where its weights are."""
+        raise NotImplementedError
 
     @property
     def vocab_size(self) -> int:
@@ -172,8 +166,4 @@ class DenseFacts(Model):
 
     def bytes_per_block(self, block_size: int) -> int:
         """See `Model`."""
-        return KVCache.bytes_per_block(self.config, block_size, self.cache_dtype, self.kv_groups)
-
-    def allocate_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        """See `Model`."""
-        return KVCache.allocate(self.config, num_blocks, block_size, self.cache_dtype, self.device, self.kv_groups)
+        return kv_block_bytes(self.config, block_size, self.cache_dtype.itemsize, self.kv_groups)

@@ -3,32 +3,30 @@ are there: names that fit nothing would leave weights at random, which no result
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, Any, Generic
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from specrs.arrays import BFLOAT16, Array, aligned, converted
 from specrs.errors import CheckpointError
-from specrs.kernels.linear import DenseWeight, PackedWeight, StackedWeight, Weight, pack
-from specrs.kernels.rotary import signed_frequencies
-from specrs.models.base import Model
 from specrs.models.checkpoint import Checkpoint, read_json, resolve_folder
-from specrs.models.dense import Dense
 from specrs.models.dense_native import NativeDense
-from specrs.models.dense_weights import DenseFacts
+from specrs.models.dense_weights import D, DenseFacts, NativeWeights, T, W
 from specrs.models.eagle3_config import Eagle3Config, TargetFacts, parse_eagle3_config
-from specrs.models.eagle3_head import Eagle3Head, Eagle3Weights
 from specrs.models.eagle3_native import NativeEagle3Head
+from specrs.models.eagle3_weights import Eagle3Facts, HeadWeights
 from specrs.models.errors import malformed, of_folder
-from specrs.models.loader import LayerReader
+from specrs.models.layer_reader import LayerReader
 from specrs.models.native_loader import NativeReader
-from specrs.models.quantization.at_load import aligned
-from specrs.models.rope import frequencies
-from specrs.models.shards import Shard, ShardedTensors, check_divides
-from specrs.parallel.ranks import Ranks
+from specrs.models.stored import NativeWeight, StackedWeight
+from specrs.models.tensors import Readable
+
+if TYPE_CHECKING:
+    from specrs.parallel.ranks import Ranks
 
 EMBEDDING, LM_HEAD, D2T = "embed_tokens.weight", "lm_head.weight", "d2t"
 NOT_READ = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
@@ -36,32 +34,44 @@ NOT_READ = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 _OLD_FC_NORMS = ("aux_norm_low.weight", "aux_norm_mid.weight", "aux_norm_high.weight")
 
 
+@dataclass(frozen=True, slots=True)
+class HeadFiles:
+    """A head's folder, opened for a target and checked against it. No tensor is read."""
+
+    path: str
+    """What the user calls it."""
+    config: Eagle3Config
+    checkpoint: Checkpoint
+
+
 def load_eagle3(
     path: str | Path,
-    target: Model,
+    target: DenseFacts,
     *,
-    dtype: torch.dtype,
     aux_hidden_state_layer_ids: Sequence[int] | None = None,
     rope_theta: float | None = None,
     revision: str | None = None,
-    cache_dtype: torch.dtype | None = None,
+    cache_dtype: np.dtype[Any] | None = None,
     ranks: Ranks | None = None,
-) -> Eagle3Head:
-    """Load the head in a folder or hub id for `target`, on the target's device; all is checked before any is read.
-    The head of a native target is native, too. With `ranks`, those of the target, it is this rank's part of the head;
-    without, the whole head, whatever the target's ranks are. `cache_dtype`: of its K and V, see `Eagle3Weights`.
+) -> Eagle3Facts:
+    """Load the head in a folder or hub id for `target`, in its dtype and on its device; all is checked before any is
+    read. The head of a native target is a `NativeEagle3Head`, every other an `Eagle3Head` of torch's.
+
+    With `ranks`, those of the target, it is this rank's part of the head; without, the whole head, whatever the
+    target's ranks are. `cache_dtype` is the type of its K and V, see `HeadWeights`.
 
     Embedding and LM head are the target's where the checkpoint leaves them out or has the same numbers.
 
     Raises CheckpointError, UnsupportedModelError or InvalidConfigError, see `parse_eagle3_config`; CheckpointError for
     tensors that are missing, unknown or misshapen, and for a head that is only there as a pickle.
     """
-    facts = cast("DenseFacts", target)
     folder = resolve_folder(path, revision)
     with of_folder(folder):
         config = parse_eagle3_config(
             read_json(folder / "config.json"),
-            TargetFacts(facts.config.hidden_size, facts.vocab_size, facts.num_layers, facts.max_position_embeddings),
+            TargetFacts(
+                target.config.hidden_size, target.vocab_size, target.num_layers, target.max_position_embeddings
+            ),
             aux_hidden_state_layer_ids=aux_hidden_state_layer_ids,
             rope_theta=rope_theta,
         )
@@ -71,13 +81,13 @@ def load_eagle3(
         if any(folder.glob("*.safetensors*")):
             raise
         raise CheckpointError(f"{error}; for a head `specrs convert-head {path} FOLDER` does it") from error
+    files = HeadFiles(str(path), config, checkpoint)
     if isinstance(target, NativeDense):
-        native = _NativeLoader(config, checkpoint, facts, dtype).load()
+        native = NativeHeadReader(files, target).load()
         return NativeEagle3Head(replace(native, cache_dtype=cache_dtype))
-    if ranks is not None:
-        check_divides(config.layer, str(path), "speculative_config.draft_tensor_parallel_size", ranks.size)
-    weights = _Loader(config, checkpoint, facts, dtype, ranks).load()
-    return Eagle3Head(replace(weights, cache_dtype=cache_dtype), ranks)
+    from specrs.models.eagle3_torch import load_torch_head  # and torch, which native targets do without
+
+    return load_torch_head(files, target, cache_dtype, ranks)
 
 
 def tensor_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
@@ -107,28 +117,19 @@ def tensor_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-class _Loader(LayerReader):
+class HeadReader(LayerReader[T, W], Generic[T, W, D]):
     """Reads, fuses and lays out the tensors of one head."""
 
-    def __init__(
-        self,
-        config: Eagle3Config,
-        checkpoint: Checkpoint,
-        target: DenseFacts,
-        dtype: torch.dtype,
-        ranks: Ranks | None = None,
-    ) -> None:
-        shard = None if ranks is None else Shard(ranks.rank, ranks.size)
-        whole = checkpoint if shard is None else ShardedTensors(checkpoint, config.layer, shard)
-        super().__init__(whole, dtype, target.device)
-        self.file = checkpoint
-        self.config = config
-        self.target = target
-        self.held = config if shard is None else replace(config, layer=shard.of_config(config.layer))
-        # A whole head of a target in parts shares no memory with it.
-        self.parts = target if ranks is None and isinstance(target, Dense) and target.ranks is not None else None
+    file: Checkpoint
+    config: Eagle3Config
+    """The whole head's."""
+    held: Eagle3Config
+    """With the heads and features that are here."""
+    target: DenseFacts
+    dtype: D
 
-    def load(self) -> Eagle3Weights:
+    def load(self) -> HeadWeights[T, W, D]:
+        """Read everything. Raises CheckpointError."""
         config, c = self.config, self.config.layer
         fc_norms = self.check()
         target_ids = self.target_ids()
@@ -137,11 +138,10 @@ class _Loader(LayerReader):
         if config.norm_before_fc:
             fc_norm = self.read("input_norm.weight")
         elif config.fc_norm:
-            fc_norm = torch.stack([self.read(name) for name in fc_norms])
-        return Eagle3Weights(
+            fc_norm = self.place(np.stack([self.vector(name) for name in fc_norms]))
+        return HeadWeights(
             config=self.held,
             dtype=self.dtype,
-            device=self.device,
             embedding=embedding,
             fc=self.fc("fc.weight"),
             fc_norm=fc_norm,
@@ -149,13 +149,13 @@ class _Loader(LayerReader):
             layer=self.layer(config.layer_prefix, self.held.layer),
             final_norm=self.read("norm.weight"),
             lm_head=self.lm_head(embedding),
-            rotary=signed_frequencies(frequencies((c.rope_theta, c.rope_scaling), c.head_dim)).to(self.device),
-            target_ids=target_ids.to(self.device),
+            rotary=self.signed((c.rope_theta, c.rope_scaling), c.head_dim),
+            target_ids=self.place(target_ids),
             max_position_embeddings=max(c.max_position_embeddings, self.target.max_position_embeddings),
         )
 
     def check(self) -> list[str]:
-        """Check names and shapes; the names of the norms of the entries."""
+        """Check names and shapes; return the names of the norms of the entries."""
         config, c, target = self.config, self.config.layer, self.target
         required = tensor_shapes(config)
         fc_norms: list[str] = []
@@ -177,75 +177,78 @@ class _Loader(LayerReader):
         self.file.check(required, optional, not_checked=(D2T, *NOT_READ))
         return fc_norms
 
-    def target_ids(self) -> Tensor:
-        """The target's id of each draft id: `d2t` holds the difference. Kept ids ascend, so no two are the same."""
+    def target_ids(self) -> Array:
+        """Return the target's id of each draft id, int64: `d2t` holds the difference. Kept ids ascend, so no two are
+        the same."""
         size, vocab = self.config.draft_vocab_size, self.config.layer.vocab_size
-        own = torch.arange(size)
+        own = np.arange(size)
         if D2T not in self.checkpoint:
             if size != vocab:
                 allowed = f"{vocab}, the target's ids, where the file has no {D2T}"
                 raise malformed("draft_vocab_size", size, allowed)
             return own
         d2t, file = self.file.mapped(D2T), str(self.file.folder)
-        if d2t.dtype not in (torch.int64, torch.int32) or tuple(d2t.shape) != (size,):
-            found = f"{tuple(d2t.shape)} of {str(d2t.dtype).removeprefix('torch.')}"
-            raise malformed(D2T, found, f"({size},) of int64, as draft_vocab_size says", file=file)
+        if d2t.dtype not in (np.int64, np.int32) or d2t.shape != (size,):
+            raise malformed(
+                D2T, f"{d2t.shape} of {d2t.dtype}", f"({size},) of int64, as draft_vocab_size says", file=file
+            )
         ids = own + d2t
-        outside = ((ids < 0) | (ids >= vocab)).nonzero().view(-1).tolist()
-        if outside:
+        outside = np.flatnonzero((ids < 0) | (ids >= vocab))
+        if len(outside):
             at, allowed = outside[0], f"an offset to an id of the target, from 0 to {vocab - 1}"
             raise malformed(f"{D2T}[{at}]", int(d2t[at]), allowed, file=file)
-        falls = (ids.diff() <= 0).nonzero().view(-1).tolist()
-        if falls:
+        falls = np.flatnonzero(np.diff(ids) <= 0)
+        if len(falls):
             at = falls[0] + 1
             allowed = f"at least {int(d2t[at - 1])}, so that ids of the target increase"
             raise malformed(f"{D2T}[{at}]", int(d2t[at]), allowed, file=file)
         return ids
 
-    def embedding(self) -> Tensor:
-        shared = self.target.weights.embedding
+    @abstractmethod
+    def embedding(self) -> T:
+        """Return the embedding: the target's where the file has none, or the same numbers."""
+
+    @abstractmethod
+    def fc(self, name: str) -> W:
+        """Return the projection of the target's states."""
+
+    @abstractmethod
+    def lm_head(self, embedding: T) -> W:
+        """Return the LM head: the file's, else `embedding` where it is tied to the file's, else the target's."""
+
+
+class NativeHeadReader(NativeReader, HeadReader[Array, NativeWeight, np.dtype[Any]]):
+    """Leaves matrices as the file has them where passes read that; norms and biases are float32."""
+
+    def __init__(self, files: HeadFiles, target: NativeDense) -> None:
+        self.checkpoint: Readable = files.checkpoint
+        self.file, self.config, self.held = files.checkpoint, files.config, files.config
+        self.target, self.dtype = target, target.dtype
+        self._shared: NativeWeights = target.weights
+
+    def embedding(self) -> Array:
+        """See `HeadReader`; like what follows."""
+        shared = self._shared.embedding
         if EMBEDDING not in self.checkpoint:
-            return shared if self.parts is None else self.parts.whole_embedding()
-        if isinstance(self.checkpoint, Checkpoint):
-            own = self.checkpoint.mapped(EMBEDDING)
-        else:
-            own = self.checkpoint.read(EMBEDDING, self.dtype, self.device)
-        if own.shape == shared.shape and torch.equal(own.to(shared), shared):
             return shared
-        return own.to(device=self.device, dtype=self.dtype)
+        own = self.file.mapped(EMBEDDING)
+        if own.shape == shared.shape and np.array_equal(converted(own, shared.dtype), shared):
+            return shared
+        return self.matrix(EMBEDDING)
 
-    def fc(self, name: str) -> Weight:
-        return pack(self.read(name))
-
-    def lm_head(self, embedding: Tensor) -> Weight:
-        config = self.config
-        kept = torch.float32 if self.dtype == torch.bfloat16 and self.device.type == "cpu" else self.dtype
-        if LM_HEAD in self.checkpoint:
-            return pack(self.checkpoint.read(LM_HEAD, self.dtype, self.device).to(kept))
-        if config.layer.tie_word_embeddings and EMBEDDING in self.checkpoint:
-            return pack(embedding.to(kept))
-        shared = self.target.weights.lm_head if self.parts is None else self.parts.whole_lm_head()
-        same = isinstance(shared, DenseWeight | PackedWeight) and self.target.dtype == self.dtype
-        return shared if same else pack(shared.dequantized().to(kept))
-
-
-class _NativeLoader(NativeReader, _Loader):
-    """Leaves matrices as the file has them where passes read that; norms and biases are fp32."""
-
-    def embedding(self) -> Tensor:
-        own = super().embedding()
-        return own if own is self.target.weights.embedding else self.matrix(EMBEDDING)
-
-    def fc(self, name: str) -> Weight:
+    def fc(self, name: str) -> NativeWeight:
+        """See `HeadReader`."""
         return StackedWeight((self.matrix(name),))
 
-    def lm_head(self, embedding: Tensor) -> Weight:
+    def lm_head(self, embedding: Array) -> NativeWeight:
+        """See `HeadReader`."""
         if LM_HEAD in self.checkpoint:
             return StackedWeight((self.matrix(LM_HEAD),))
         if self.config.layer.tie_word_embeddings and EMBEDDING in self.checkpoint:
             return StackedWeight((embedding,))
-        return self.target.weights.lm_head
+        return self._shared.lm_head
 
-    def matrix(self, name: str) -> Tensor:
+    def matrix(self, name: str) -> Array:
+        """See `LayerReader`."""
         matrix = self.file.mapped(name)
-        return aligned(matrix if matrix.dtype == torch.bfloat16 else matrix.to(self.dtype))
+        return aligned(matrix if matrix.dtype == BFLOAT16 else converted(matrix, self.dtype))

@@ -7,7 +7,9 @@ One decoder layer reads, for position i, the embedding of the token at i + 1 bes
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,46 +18,26 @@ from specrs.kernels.linear import Weight
 from specrs.kernels.paged_attention import AttentionShape, paged_attention, plan_attention, write_kv
 from specrs.kernels.rms_norm import rms_norm
 from specrs.kernels.rotary import apply_rotary_, rotary_cos_sin
-from specrs.models.dense_weights import LayerWeights
-from specrs.models.eagle3_config import Eagle3Config
+from specrs.models.eagle3_weights import Eagle3Facts, HeadWeights
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
+from specrs.models.torch_arrays import NUMPY_DTYPES
+from specrs.models.torch_weights import CPU
 from specrs.parallel.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
-class Eagle3Weights:
-    """Weights of a head on one device, or one rank's part of them."""
+class Eagle3Weights(HeadWeights[Tensor, Weight, torch.dtype]):
+    """Weights of a head on one device, or one rank's part of them. The LM head of a bf16 head on a CPU is fp32, see
+    `Dense.compute_logits`."""
 
-    config: Eagle3Config
-    """Its layer with the heads and features that are here."""
-    dtype: torch.dtype
-    device: torch.device
-    embedding: Tensor
-    """[target's vocab, hidden], perhaps the target's own memory and dtype."""
-    fc: Weight
-    """L * target's hidden -> hidden"""
-    fc_norm: Tensor | None
-    """[L, target's hidden], a norm for each entry, or [L * target's hidden], one for all."""
-    hidden_norm: Tensor
-    """[hidden]"""
-    layer: LayerWeights
-    """`qkv`: 2 * hidden -> (heads + 2 * kv_heads) * head_dim"""
-    final_norm: Tensor
-    """[hidden]"""
-    lm_head: Weight
-    """hidden -> draft vocab; fp32 on a CPU also for bf16 heads, see `Dense.compute_logits`."""
-    rotary: Tensor
-    """[head_dim] fp32, signed frequencies."""
-    target_ids: Tensor
-    """[draft vocab] int64"""
-    max_position_embeddings: int
-    cache_dtype: torch.dtype | None = None
-    """Of K and V in the cache; None: `dtype`."""
+    device: torch.device = CPU
 
 
-class Eagle3Head:
+class Eagle3Head(Eagle3Facts):
     """A head on a CPU, by torch. Read-only, so it may serve several caches at once."""
+
+    weights: Eagle3Weights
 
     def __init__(self, weights: Eagle3Weights, ranks: Ranks | None = None) -> None:
         """`ranks` that compute it together, each with its part; None: it is all here."""
@@ -63,14 +45,14 @@ class Eagle3Head:
         self.ranks = ranks
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Of activations, and of the KV cache unless that has codes."""
-        return self.weights.dtype
+    def dtype(self) -> np.dtype[Any]:
+        """Type of activations, and of the KV cache unless that has codes."""
+        return NUMPY_DTYPES[self.weights.dtype]
 
     @property
-    def cache_dtype(self) -> torch.dtype:
-        """Of K and V in the cache."""
-        return self.weights.cache_dtype or self.weights.dtype
+    def cache_dtype(self) -> np.dtype[Any]:
+        """See `Eagle3Facts`."""
+        return NUMPY_DTYPES[self._cached]
 
     @property
     def device(self) -> torch.device:
@@ -78,44 +60,17 @@ class Eagle3Head:
         return self.weights.device
 
     @property
-    def aux_layer_ids(self) -> tuple[int, ...]:
-        """Target layers at whose entry it reads hidden states, ascending."""
-        return self.weights.config.aux_layer_ids
-
-    @property
-    def hidden_size(self) -> int:
-        """Of its own states, H."""
-        return self.weights.config.layer.hidden_size
-
-    @property
-    def vocab_size(self) -> int:
-        """Ids that it drafts, Vd: logits of a row."""
-        return self.weights.config.draft_vocab_size
-
-    @property
     def target_ids(self) -> Tensor:
         """The target's id of each of its own, `[Vd]` int64, ascending."""
         return self.weights.target_ids
 
-    @property
-    def max_position_embeddings(self) -> int:
-        """Positions that it takes: the target's, for its angles are computed and no table of them ends."""
-        return self.weights.max_position_embeddings
-
-    @property
-    def num_parameters(self) -> int:
-        """Weights that a pass reads."""
-        w = self.weights
-        matrices = (w.fc, w.layer.qkv, w.layer.o, w.layer.gate_up, w.layer.down, w.lm_head)
-        return sum(m.shape[0] * m.shape[1] for m in matrices) + 4 * self.hidden_size
-
-    def bytes_per_block(self, block_size: int) -> int:
-        """Bytes of KV of one block."""
-        return KVCache.bytes_per_block(self.weights.config.layer, block_size, self.cache_dtype)
-
     def allocate_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        """A zeroed cache of its own layout: one layer."""
-        return KVCache.allocate(self.weights.config.layer, num_blocks, block_size, self.cache_dtype, self.device)
+        """See `Eagle3Facts`."""
+        return KVCache.allocate(self.weights.config.layer, num_blocks, block_size, self._cached, self.device)
+
+    @property
+    def _cached(self) -> torch.dtype:
+        return self.weights.cache_dtype or self.weights.dtype
 
     def fuse(self, entries: Tensor) -> Tensor:
         """The target's hidden states `[N, L, target's hidden]` as one of its own, `[N, H]`."""
@@ -140,7 +95,7 @@ class Eagle3Head:
         c = config.layer
         heads, kv_heads, eps = c.num_heads, c.num_kv_heads, c.rms_norm_eps
         cos, sin = rotary_cos_sin(inputs.positions, w.rotary, w.dtype)
-        shape = AttentionShape(heads, kv_heads, c.head_dim, kv_cache.block_size, w.dtype, self.cache_dtype)
+        shape = AttentionShape(heads, kv_heads, c.head_dim, kv_cache.block_size, w.dtype, self._cached)
         attention = plan_attention(inputs.positions, inputs.slots, inputs.q_start, inputs.block_table, shape, k_start)
         cache = kv_cache.layers[0]
         normed = rms_norm(hidden, w.hidden_norm, eps)

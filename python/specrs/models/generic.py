@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -30,9 +31,10 @@ from specrs.kernels.paged_attention import (
     plan_attention,
     write_kv,
 )
-from specrs.models.base import HiddenStates, Model
+from specrs.models.base import HiddenStates, TorchModel
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
+from specrs.models.torch_arrays import NUMPY_DTYPES, TORCH_DTYPES
 
 ATTENTION = "specrs_paged"
 """Under this name transformers knows our attention and our masks."""
@@ -261,7 +263,7 @@ class GenericFacts:
     vocab_size: int
 
 
-class GenericModel(Model):
+class GenericModel(TorchModel):
     """A causal model of transformers on a CPU, with our attention set."""
 
     def __init__(self, module: PreTrainedModel, facts: GenericFacts) -> None:
@@ -271,8 +273,8 @@ class GenericModel(Model):
         self._facts = facts
         self._head = Head(module)
         self._num_parameters = active_parameters(module)
-        self.cache_dtype: torch.dtype = module.dtype
-        """Of K and V in the cache. Codes have a scale of 1."""
+        self.cache_dtype: np.dtype[Any] = NUMPY_DTYPES[module.dtype]
+        """Type of K and V in the cache. Codes have a scale of 1."""
 
     @property
     def vocab_size(self) -> int:
@@ -295,9 +297,14 @@ class GenericModel(Model):
         return self._num_parameters
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> np.dtype[Any]:
         """See `Model`."""
-        return self.module.dtype
+        return NUMPY_DTYPES[self.module.dtype]
+
+    @property
+    def device_type(self) -> str:
+        """See `Model`."""
+        return self.module.device.type
 
     @property
     def device(self) -> torch.device:
@@ -318,9 +325,9 @@ class GenericModel(Model):
     def allocate_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """See `Model`. Layers may be of different shapes."""
         layers = [(shape.num_kv_heads, shape.cached_dim) for shape in self._facts.shapes]
-        return KVCache.of_layers(layers, num_blocks, block_size, self.cache_dtype, self.device)
+        return KVCache.of_layers(layers, num_blocks, block_size, TORCH_DTYPES[self.cache_dtype], self.device)
 
-    def with_buffers(self, max_rows: int, max_seqs: int, num_hidden_layers: int = 0) -> Model:
+    def with_buffers(self, max_rows: int, max_seqs: int, num_hidden_layers: int = 0) -> TorchModel:
         """See `Model`."""
         return self
 

@@ -24,9 +24,10 @@ from specrs.models.config import stop_ids
 from specrs.models.errors import unsupported
 from specrs.models.generic import ATTENTION, GenericFacts, GenericModel, LayerShape, Probe, attending, decoder_name
 from specrs.models.inputs import PassInputs
-from specrs.models.kv_cache import resolve_cache_dtype
+from specrs.models.kv_dtypes import resolve_cache_dtype
 from specrs.models.loader import named_dtype
 from specrs.models.quantization.table import read_config
+from specrs.models.torch_arrays import TORCH_DTYPES
 
 logger = logging.getLogger("specrs")
 
@@ -58,10 +59,10 @@ def load_generic(
     raw = read_config(folder)
     config = _config(folder, raw)
     name = _check_config(folder, raw, config)
-    resolved = named_dtype(dtype, raw_dtype(raw), torch.device("cpu"))
+    resolved = named_dtype(str(dtype).removeprefix("torch."), raw_dtype(raw), "cpu")
     cache_dtype = resolve_cache_dtype(field, kv_cache_dtype, resolved)
     with _silent():
-        module: PreTrainedModel = _load(folder, config, resolved, load_format)
+        module: PreTrainedModel = _load(folder, config, TORCH_DTYPES[resolved], load_format)
     generation = folder / "generation_config.json"
     text = config.get_text_config(decoder=True)
     vocab_size = int(text.vocab_size)

@@ -7,17 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Matrix: TypeAlias = Any
+"""An array of numpy's for a native model, a tensor for one of torch's."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoRAPart:
     """What an adapter adds to one module of a layer."""
 
-    a: Tensor
+    a: Matrix
     """[r, inputs]"""
-    b: Tensor
+    b: Matrix
     """[outputs, r], times the scale"""
     first: int
     """The first row of the layer's matrix that is the module's."""
@@ -35,9 +40,10 @@ class LoRAAdapter:
 
 @dataclass(frozen=True, slots=True)
 class AdapterRows:
-    """The rows of a pass that an adapter is for."""
+    """The rows of a pass of torch's that an adapter is for."""
 
     adapter: LoRAAdapter
+    """Its matrices are tensors."""
     rows: Tensor
     """[n] int64, each once."""
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
+from specrs.arrays import FLOAT64, converted
 from specrs.errors import CheckpointError, UnsupportedModelError, invalid
-from specrs.models.checkpoint import DTYPES
+from specrs.models.checkpoint import DTYPES, SafetensorsFile
 from specrs.models.config import ModelConfig
 from specrs.models.dense_weights import DenseFacts
 from specrs.models.lora import LoRAAdapter, LoRAPart
@@ -71,28 +70,31 @@ def load_lora(folder: Path, model: DenseFacts, *, name: str, lora_int_id: int, m
         also = ", adapter_model.bin is a pickle, which can run code when it is read" if is_pickled else ""
         raise CheckpointError(f"{folder}: {FILE} is missing{also}")
     try:
-        with safe_open(path, "pt") as file:
-            names = _check(path, file, config, known, max_lora_rank)
-            layers: list[dict[str, tuple[LoRAPart, ...]]] = [{} for _ in range(model.num_layers)]
-            for module, (a, b) in names.items():
-                place, scale = known[module], config.scale_of(module)
-                # multiplied before it is rounded to the model's dtype
-                scaled = file.get_tensor(b).to(torch.float64) * scale
-                down, up = (x.to(model.device, model.dtype) for x in (file.get_tensor(a), scaled))
-                part = LoRAPart(down, up, place.first)
-                parts = layers[place.layer]
-                parts[place.projection] = (*parts.get(place.projection, ()), part)
+        file = SafetensorsFile(path)
     except (SafetensorError, OSError) as fault:
         raise CheckpointError(f"{path}: could not be read: {fault}") from fault
+    names = _check(path, file.entries, config, known, max_lora_rank)
+    layers: list[dict[str, tuple[LoRAPart, ...]]] = [{} for _ in range(model.num_layers)]
+    for module, (a, b) in names.items():
+        place, scale = known[module], config.scale_of(module)
+        # multiplied before it is rounded to the model's dtype
+        scaled = converted(file.mapped(b), FLOAT64) * scale
+        part = LoRAPart(model.place(file.mapped(a)), model.place(scaled), place.first)
+        parts = layers[place.layer]
+        parts[place.projection] = (*parts.get(place.projection, ()), part)
     return LoRAAdapter(name, lora_int_id, tuple(layers))
 
 
 def _check(
-    path: Path, file: Any, config: LoRAConfig, known: Mapping[str, Place], max_lora_rank: int
+    path: Path,
+    entries: Mapping[str, tuple[tuple[int, ...], str]],
+    config: LoRAConfig,
+    known: Mapping[str, Place],
+    max_lora_rank: int,
 ) -> dict[str, tuple[str, str]]:
-    """The names of A and B by module."""
+    """Return the names of A and B by module; `entries` has the shape and type of every tensor."""
     found: dict[str, dict[str, str]] = {}
-    for name in file.keys():  # noqa: SIM118, it is no dictionary
+    for name in entries:
         module, _, kind = name.removeprefix(_PREFIX).removesuffix(".weight").partition(".lora_")
         if not name.startswith(_PREFIX) or module not in known or kind not in ("A", "B"):
             allowed = f"{_PREFIX}MODULE.lora_A.weight and lora_B.weight of a layer's {', '.join(_PARTS)}"
@@ -111,11 +113,9 @@ def _check(
             allowed = f"must be at most max_lora_rank={max_lora_rank}"
             raise invalid(CheckpointError, f"{path.parent}: the rank of {module}", rank, allowed)
         for kind, shape in (("A", (rank, place.inputs)), ("B", (place.outputs, rank))):
-            view = file.get_slice(names[kind])
-            if tuple(view.get_shape()) != shape:
-                raise CheckpointError(
-                    f"{path}: {names[kind]} has shape {tuple(view.get_shape())}, its rank and the model make it {shape}"
-                )
-            if view.get_dtype() not in DTYPES:
-                raise CheckpointError(f"{path}: {names[kind]} is {view.get_dtype()}, allowed are {', '.join(DTYPES)}")
+            own, dtype = entries[names[kind]]
+            if own != shape:
+                raise CheckpointError(f"{path}: {names[kind]} has shape {own}, its rank and the model make it {shape}")
+            if dtype not in DTYPES:
+                raise CheckpointError(f"{path}: {names[kind]} is {dtype}, allowed are {', '.join(DTYPES)}")
     return {module: (names["A"], names["B"]) for module, names in found.items()}

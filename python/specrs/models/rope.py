@@ -10,17 +10,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from specrs.kernels.rotary import inverse_frequencies, yarn_frequencies
+from specrs.arrays import FLOAT32, Array
+from specrs.kernels.frequencies import Powers, inverse_frequencies, rounded_powers, yarn_frequencies
 from specrs.models.errors import malformed, unsupported
 from specrs.models.values import flag, is_number, number, optional_number, size
 
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Scaling of RoPE frequencies of Llama 3.1 and later; see `kernels.rotary.inverse_frequencies`."""
+    """Scaling of RoPE frequencies of Llama 3.1 and later; see `kernels.frequencies.inverse_frequencies`."""
 
     factor: float
     low_freq_factor: float
@@ -32,9 +32,9 @@ class Llama3Scaling:
         """What cos and sin are multiplied by."""
         return 1.0
 
-    def frequencies(self, dim: int, theta: float) -> Tensor:
-        """`[dim / 2]` fp32."""
-        return inverse_frequencies(dim, theta, **asdict(self))
+    def frequencies(self, dim: int, theta: float, powers: Powers) -> Array:
+        """`[dim / 2]` float32."""
+        return inverse_frequencies(dim, theta, **asdict(self), powers=powers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,9 @@ class LinearScaling:
         """See `Llama3Scaling`; like what follows."""
         return 1.0
 
-    def frequencies(self, dim: int, theta: float) -> Tensor:
+    def frequencies(self, dim: int, theta: float, powers: Powers) -> Array:
         """See `Llama3Scaling`."""
-        return inverse_frequencies(dim, theta) / self.factor
+        return inverse_frequencies(dim, theta, powers=powers) / np.float32(self.factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +64,14 @@ class DynamicScaling:
         """See `Llama3Scaling`; like what follows."""
         return 1.0
 
-    def frequencies(self, dim: int, theta: float) -> Tensor:
+    def frequencies(self, dim: int, theta: float, powers: Powers) -> Array:
         """See `Llama3Scaling`."""
-        return inverse_frequencies(dim, theta)
+        return inverse_frequencies(dim, theta, powers=powers)
 
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """YaRN (Peng et al. 2023); see `kernels.rotary.yarn_frequencies`."""
+    """YaRN (Peng et al. 2023); see `kernels.frequencies.yarn_frequencies`."""
 
     factor: float
     beta_fast: float
@@ -80,11 +80,11 @@ class YarnScaling:
     original_max_position_embeddings: int
     magnitude: float
 
-    def frequencies(self, dim: int, theta: float) -> Tensor:
+    def frequencies(self, dim: int, theta: float, powers: Powers) -> Array:
         """See `Llama3Scaling`."""
         length = self.original_max_position_embeddings
         ramp = (self.beta_fast, self.beta_slow)
-        return yarn_frequencies(dim, theta, self.factor, ramp, length, truncate=self.truncate)
+        return yarn_frequencies(dim, theta, self.factor, ramp, length, truncate=self.truncate, powers=powers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +103,11 @@ class LongRopeScaling:
     max_length: int
     """Of the longest text."""
 
-    def frequencies(self, dim: int, theta: float) -> Tensor:
+    def frequencies(self, dim: int, theta: float, powers: Powers) -> Array:
         """See `Llama3Scaling`."""
         short = self.max_length <= self.original_max_position_embeddings
-        factors = torch.tensor(self.short_factor if short else self.long_factor, dtype=torch.float32)
-        exponents = torch.arange(0, dim, 2, dtype=torch.int64).to(torch.float32) / dim
-        return 1.0 / (factors * theta**exponents)
+        factors = np.array(self.short_factor if short else self.long_factor, FLOAT32)
+        return np.float32(1) / (factors * powers(dim, theta))
 
 
 Scaling: TypeAlias = Llama3Scaling | LinearScaling | DynamicScaling | YarnScaling | LongRopeScaling
@@ -121,10 +120,13 @@ def rope_magnitude(scaling: Scaling | None) -> float:
     return 1.0 if scaling is None else scaling.magnitude
 
 
-def frequencies(rope: Rope, dim: int) -> Tensor:
-    """`[dim / 2]` fp32."""
+@np.errstate(all="ignore")
+def frequencies(rope: Rope, dim: int, powers: Powers = rounded_powers) -> Array:
+    """`[dim / 2]` float32; `powers` are those of theta, see `kernels.frequencies`."""
     theta, scaling = rope
-    return inverse_frequencies(dim, theta) if scaling is None else scaling.frequencies(dim, theta)
+    if scaling is None:
+        return inverse_frequencies(dim, theta, powers=powers)
+    return scaling.frequencies(dim, theta, powers)
 
 
 @dataclass(frozen=True, slots=True)

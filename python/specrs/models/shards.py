@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from specrs.arrays import Array, converted
 from specrs.errors import UnsupportedConfigError, UnsupportedModelError, invalid
-from specrs.kernels.coded_weight import IN, OUT, CodedWeight
 from specrs.models.config import ModelConfig
-from specrs.models.dummy import DummyCheckpoint
 from specrs.models.tensors import EMBEDDING, LM_HEAD, Tensors, tensor_shapes
 
 
@@ -46,24 +45,6 @@ class Shard:
         """The first of this rank's KV heads, and how many."""
         count = max(1, c.num_kv_heads // self.size)
         return self.rank * c.num_kv_heads // self.size, count
-
-    def of_codes(self, name: str, whole: CodedWeight, c: ModelConfig) -> CodedWeight | None:
-        """This rank's part of the weight `name` of a checkpoint of `c`; None where it cannot be cut between groups, or
-        where heads of a fused weight are held by several ranks."""
-        leaf, kv_heads = name.split(".")[-2], c.num_kv_heads
-        try:
-            if leaf in ("o_proj", "down_proj"):
-                return whole.shard(IN, self.rank, self.size)
-            if leaf in ("k_proj", "v_proj") and kv_heads < self.size:
-                return whole.shard(OUT, self.kv_heads(c)[0], kv_heads)
-            if leaf == "gate_up_proj":
-                return whole.shard(OUT, self.rank, self.size, [whole.shape[0] // 2] * 2)
-            if leaf == "qkv_proj":
-                kv = kv_heads * c.head_dim
-                return whole.shard(OUT, self.rank, self.size, [c.num_heads * c.head_dim, kv, kv])
-            return whole.shard(OUT, self.rank, self.size)
-        except ValueError:
-            return None
 
     def tensor_shapes(self, c: ModelConfig) -> dict[str, tuple[int, ...]]:
         """Names and shapes of what this rank holds of a checkpoint of `c`."""
@@ -95,12 +76,27 @@ def check_divides(c: ModelConfig, source: str, field: str, size: int) -> None:
         raise invalid(UnsupportedConfigError, field, size, reason)
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Which part of a tensor a rank holds: slices of it above each other, and after them rows of zeros."""
+
+    slices: tuple[tuple[slice, ...], ...]
+    zero_rows: int = 0
+
+    def of(self, whole: Array) -> Array:
+        """Return the part of `whole`, in memory of its own."""
+        parts = [whole[place] for place in self.slices]
+        if self.zero_rows:
+            parts.append(np.zeros((self.zero_rows, *whole.shape[1:]), whole.dtype))
+        return np.concatenate(parts)
+
+
 class ShardedTensors:
     """The tensors of a checkpoint, of each the part of one rank."""
 
     def __init__(self, whole: Tensors, config: ModelConfig, shard: Shard) -> None:
         """`config` is that of the whole model."""
-        self._whole, self._config, self._shard = whole, config, shard
+        self._whole, self._cuts = whole, Cuts(config, shard)
 
     @property
     def folder(self) -> Path | str:
@@ -114,32 +110,27 @@ class ShardedTensors:
         """Raise if what is `required` is not there in its shape, as a whole."""
         self._whole.check(required, optional)
 
-    def read(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """This rank's part of one tensor as `dtype`: it is cut on the host, and `device` never holds the rest.
+    def read(self, name: str, dtype: np.dtype[Any]) -> Array:
+        """Return this rank's part of one tensor as `dtype`."""
+        return converted(self.mapped(name), dtype)
 
-        Dummy weights are the exception, drawn whole on `device`: a host would take minutes.
-        """
-        if isinstance(self._whole, DummyCheckpoint):
-            return self._part(name, self._whole.read(name, dtype, device))
-        return self.mapped(name).to(device=device, dtype=dtype)
+    def mapped(self, name: str) -> Array:
+        """Return this rank's part of one tensor in the file's type, in memory of its own unless all of it is the
+        rank's."""
+        whole = self._whole.mapped(name)
+        cut = self._cuts.of(name, whole.shape)
+        return whole if cut is None else cut.of(whole)
 
-    def mapped(self, name: str) -> Tensor:
-        """This rank's part of one tensor in the file's type, in memory of its own unless all of it is the rank's."""
-        return self._part(name, self._whole.mapped(name))
 
-    def _part(self, name: str, whole: Tensor) -> Tensor:
-        module, kind = name.rsplit(".", 1) if "." in name else ("", name)
-        leaf = module.rsplit(".", 1)[-1]
-        if kind == "sinks":
-            return self._even(whole)
-        # A scale of K or V is that of all heads.
-        cut = self._cuts().get(leaf) if kind in ("weight", "bias") else None
-        return whole if cut is None else cut(whole, kind)
+class Cuts:
+    """Where a rank's parts are in the tensors of a checkpoint."""
 
-    def _cuts(self) -> dict[str, Callable[[Tensor, str], Tensor]]:
-        c = self._config
+    def __init__(self, config: ModelConfig, shard: Shard) -> None:
+        """`config` is that of the whole model."""
+        self._config, self._shard = config, shard
+        c = config
         gate, up, down = ("gate_proj", "up_proj", "down_proj") if c.experts is None else c.experts.projections
-        cuts: dict[str, Callable[[Tensor, str], Tensor]] = {
+        self._by_leaf: dict[str, Callable[[tuple[int, ...], str], Cut]] = {
             "embed_tokens": self._ids,
             "lm_head": self._ids,
             "q_proj": self._even,
@@ -152,34 +143,54 @@ class ShardedTensors:
             **dict.fromkeys(("down_proj", down), self._columns),
         }
         if c.qk_norm_whole:
-            cuts |= {"q_norm": self._even, "k_norm": self._kv}
-        return cuts
+            self._by_leaf |= {"q_norm": self._even, "k_norm": self._kv}
 
-    def _even(self, whole: Tensor, kind: str = "weight") -> Tensor:
-        rows = len(whole) // self._shard.size
-        return whole[self._shard.rank * rows :][:rows].clone()
+    def of(self, name: str, shape: tuple[int, ...]) -> Cut | None:
+        """Return the part of the tensor `name`, which has `shape`; None: all of it."""
+        module, kind = name.rsplit(".", 1) if "." in name else ("", name)
+        if kind == "sinks":
+            return self._even(shape, kind)
+        # A scale of K or V is that of all heads.
+        cut = self._by_leaf.get(module.rsplit(".", 1)[-1]) if kind in ("weight", "bias") else None
+        if cut is None or (cut == self._columns and kind == "bias" and self._shard.rank == 0):
+            return None
+        return cut(shape, kind)
 
-    def _kv(self, whole: Tensor, kind: str = "weight") -> Tensor:
-        first, count = self._shard.kv_heads(self._config)
-        rows = len(whole) // self._config.num_kv_heads
-        return whole[first * rows :][: count * rows].clone()
+    def _even(self, shape: tuple[int, ...], kind: str) -> Cut:
+        return Cut((self._even_rows(0, shape[0]),))
 
-    def _qkv(self, whole: Tensor, kind: str) -> Tensor:
+    def _even_rows(self, first: int, size: int) -> tuple[slice]:
+        """The part of `size` rows from `first` on."""
+        rows = size // self._shard.size
+        return (slice(first + self._shard.rank * rows, first + (self._shard.rank + 1) * rows),)
+
+    def _kv(self, shape: tuple[int, ...], kind: str) -> Cut:
+        return Cut((self._kv_rows(0, shape[0]),))
+
+    def _kv_rows(self, first: int, size: int) -> tuple[slice]:
+        """The part of `size` rows from `first` on, which are those of all KV heads."""
+        head, count = self._shard.kv_heads(self._config)
+        rows = size // self._config.num_kv_heads
+        return (slice(first + head * rows, first + (head + count) * rows),)
+
+    def _qkv(self, shape: tuple[int, ...], kind: str) -> Cut:
         c = self._config
-        q, k, v = whole.split_with_sizes([c.num_heads * c.head_dim, *[c.num_kv_heads * c.head_dim] * 2])
-        return torch.cat((self._even(q), self._kv(k), self._kv(v)))
+        q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        return Cut((self._even_rows(0, q), self._kv_rows(q, kv), self._kv_rows(q + kv, kv)))
 
-    def _gate_up(self, whole: Tensor, kind: str) -> Tensor:
-        return torch.cat([self._even(part) for part in whole.chunk(2)])
+    def _gate_up(self, shape: tuple[int, ...], kind: str) -> Cut:
+        size = shape[0] // 2
+        return Cut((self._even_rows(0, size), self._even_rows(size, size)))
 
-    def _columns(self, whole: Tensor, kind: str) -> Tensor:
-        """Of a bias all on rank 0, and zeros elsewhere: it is in the sum once."""
+    def _columns(self, shape: tuple[int, ...], kind: str) -> Cut:
+        """Of a bias zeros, except on rank 0, which has all of it: it is in the sum once."""
         if kind == "bias":
-            return whole if self._shard.rank == 0 else torch.zeros_like(whole)
-        columns = whole.shape[1] // self._shard.size
-        return whole[:, self._shard.rank * columns :][:, :columns].clone(memory_format=torch.contiguous_format)
+            return Cut((), shape[0])
+        columns = shape[1] // self._shard.size
+        return Cut(((slice(None), slice(self._shard.rank * columns, (self._shard.rank + 1) * columns)),))
 
-    def _ids(self, whole: Tensor, kind: str) -> Tensor:
-        rows = -(-len(whole) // self._shard.size)
-        part = whole[self._shard.rank * rows :][:rows]
-        return torch.cat((part, part.new_zeros(rows - len(part), *whole.shape[1:])))
+    def _ids(self, shape: tuple[int, ...], kind: str) -> Cut:
+        rows = -(-shape[0] // self._shard.size)
+        first = min(self._shard.rank * rows, shape[0])
+        end = min(first + rows, shape[0])
+        return Cut(((slice(first, end),),), rows - (end - first))

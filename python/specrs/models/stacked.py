@@ -11,8 +11,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from torch import Tensor
-
+from specrs.arrays import Array
 from specrs.models.checkpoint import Checkpoint
 
 _STACKED = re.compile(r"(?P<experts>.*\.experts)\.(?P<projection>gate_up|down)_proj(?P<kind>|_bias|_blocks|_scales)")
@@ -39,9 +38,9 @@ class _View(NamedTuple):
         sizes[0] = len(range(self.first, sizes[0], self.step))
         return tuple(sizes)
 
-    def of(self, whole: Tensor) -> Tensor:
-        own = whole[self.expert]
-        return (own.t() if self.turned else own)[self.first :: self.step]
+    def of(self, whole: Array) -> Array:
+        own: Array = whole[self.expert]
+        return (own.T if self.turned else own)[self.first :: self.step]
 
 
 class StackedCheckpoint(Checkpoint):
@@ -72,7 +71,7 @@ class StackedCheckpoint(Checkpoint):
     def __contains__(self, name: str) -> bool:
         return name in self._views or super().__contains__(name)
 
-    def mapped(self, name: str) -> Tensor:
+    def mapped(self, name: str) -> Array:
         """See `Checkpoint`."""
         view = self._views.get(name)
         return super().mapped(name) if view is None else view.of(super().mapped(view.name))

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from specrs.arrays import Array
 from specrs.models.config import ModelConfig
 
 EMBEDDING, LM_HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
 
-class Tensors(Protocol):
-    """Where the tensors of a model come from."""
+class Named(Protocol):
+    """Names and shapes of the tensors of a model, wherever they come from."""
 
     @property
     def folder(self) -> Path | str:
@@ -26,11 +26,20 @@ class Tensors(Protocol):
     def check(self, required: Mapping[str, tuple[int, ...]], optional: Mapping[str, tuple[int, ...]], /) -> None:
         """Raise if what is `required` is not there in its shape."""
 
-    def read(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """One tensor as `dtype` on `device`."""
 
-    def mapped(self, name: str) -> Tensor:
-        """One tensor where it lies and in the type that it has there: of files, in the host's memory."""
+class Readable(Named, Protocol):
+    """Where the tensors of a model come from, wherever its matrices are."""
+
+    def read(self, name: str, dtype: np.dtype[Any], /) -> Array:
+        """Return one tensor as `dtype` in the host's memory, which may be that of the file."""
+
+
+class Tensors(Readable, Protocol):
+    """Where the tensors of a model come from, as arrays in the host's memory."""
+
+    def mapped(self, name: str) -> Array:
+        """Return one tensor where it lies and in the type that it has there. Pages of a file are read when touched;
+        what is written to them does not reach the file."""
 
 
 def tensor_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from specrs.core import FLAG_DRAFT_NON_FINITE
 from specrs.drafters.base import DeviceDrafter, Drafter
-from specrs.models.base import Model
+from specrs.models.base import TorchModel
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
 from specrs.models.lora import AdapterRows
@@ -294,7 +294,7 @@ def verify_inputs(state: RowState, it: Iteration, adapters: tuple[AdapterRows, .
 def verify(
     state: RowState,
     it: Iteration,
-    target: Model,
+    target: TorchModel,
     kv_cache: KVCache,
     hidden_layers: Sequence[int] = (),
     adapters: tuple[AdapterRows, ...] = (),

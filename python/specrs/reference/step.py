@@ -10,9 +10,10 @@ from torch import Tensor
 from specrs.core import PURPOSE_ACCEPT
 from specrs.drafters.base import Drafter, HiddenInputs, device_drafter, drafted_on_host, host_drafts
 from specrs.drafters.draft_model import ModelPasses
-from specrs.models.base import Model
+from specrs.models.base import TorchModel
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
+from specrs.models.torch_arrays import TORCH_DTYPES
 from specrs.reference.accept import accept, at_rates, update
 from specrs.reference.iteration import Drafted, Scored, draft, place, prepare, verify
 from specrs.runner.cuda.entries import Iteration
@@ -45,7 +46,7 @@ class ReferenceRunner:
 
     def __init__(
         self,
-        target: Model,
+        target: TorchModel,
         kv_cache: KVCache,
         drafter: Drafter | None,
         state: RowState,
@@ -80,8 +81,8 @@ class ReferenceRunner:
                 (drafter.max_draft_lag or 0) - device_drafter(drafter).token_offset,
                 len(drafter.hidden_layers),
                 device_drafter(drafter).hidden_size,
-                target.states_dtype,
-                target.device,
+                TORCH_DTYPES[target.states_dtype],
+                torch.device("cpu"),
             )
 
     def launch(self, slot: TensorSlot, header: Header) -> None:

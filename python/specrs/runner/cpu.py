@@ -8,8 +8,9 @@ from typing import Any
 from specrs.core import CpuDecoder, CpuIteration, CpuKVCache, CpuLora, CpuPool, Scheduler
 from specrs.drafters.cpu import CpuDrafter
 from specrs.drafters.host import HostDrafter
-from specrs.models.dense_native import NativeDense, NativeKVCache
+from specrs.models.dense_native import NativeDense
 from specrs.models.eagle3_native import NativeEagle3Head
+from specrs.models.native_cache import NativeKVCache
 from specrs.runner.extras import ExtrasLookup
 from specrs.runner.host import StepHost
 from specrs.runner.logprobs import TokenLogprobs

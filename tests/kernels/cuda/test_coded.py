@@ -7,12 +7,14 @@ import re
 
 import pytest
 import torch
-from specrs.kernels.coded_weight import CodedWeight, Coding, fuse
+from specrs.kernels.coded_weight import CodedWeight, fuse
+from specrs.kernels.coding import Coding
 from specrs.kernels.cuda import _codes
 from specrs.kernels.cuda.configs import LinearConfig
 from specrs.kernels.cuda.dequantize import dequantize, dequantize_reference
 from specrs.kernels.cuda.linear_product import Product, scratch_sizes
 from specrs.kernels.cuda.skinny_linear import skinny_linear
+from specrs.models.coded import coded_weight
 from specrs.models.quantization.grouped import Grouped
 from torch import Tensor
 
@@ -124,6 +126,10 @@ def test_codes_as_numbers(name: str) -> None:
         assert (off <= 0 if dtype == torch.float32 else off <= expected.double().abs() * 2**-10 + 2**-24).all()
 
 
+def packed(values: Tensor, scales: Tensor) -> CodedWeight | None:
+    return coded_weight(Grouped(values.numpy(), scales.numpy()))
+
+
 def test_grouped_codes_are_packed_with_and_without_zero_points() -> None:
     generator = torch.Generator().manual_seed(0)
     scales = torch.rand(6, 2, generator=generator).half().float() + 0.25
@@ -136,17 +142,16 @@ def test_grouped_codes_are_packed_with_and_without_zero_points() -> None:
     ):
         values = torch.randint(low, high + 1, (6, 64), generator=generator, dtype=torch.int16)
         values[:, ::32], values[:, 1::32] = low, high
-        grouped = Grouped(values, scales)
-        made = grouped.coded()
+        made = packed(values, scales)
         assert made is not None
         assert (made.coding.kind, made.coding.zeros) == (kind, zeros)
         assert torch.equal(made.dequantized(), values.double() * scales.double().repeat_interleave(32, 1))
-    assert Grouped(torch.full((6, 64), 128, dtype=torch.int16), scales).coded() is None
-    assert Grouped(values, scales[:, :1].repeat(1, 8)).coded() is None, "groups of 8"
-    assert Grouped(values[:, :40], scales[:, :1]).coded() is None, "40 inputs"
+    assert packed(torch.full((6, 64), 128, dtype=torch.int16), scales) is None
+    assert packed(values, scales[:, :1].repeat(1, 8)) is None, "groups of 8"
+    assert packed(values[:, :40], scales[:, :1]) is None, "40 inputs"
     # Scales that need all their bits have no room for zero points.
     odd = torch.full((6, 2), 0.1)
-    made = Grouped(torch.tensor([-3, 12] * 32, dtype=torch.int16).expand(6, 64), odd).coded()
+    made = packed(torch.tensor([-3, 12] * 32, dtype=torch.int16).repeat(6, 1), odd)
     assert made is not None
     assert made.coding == Coding("int8", 32)
 

@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from specrs.kernels.coded_weight import CodedWeight, Coding, fp8_rows
+from specrs.kernels.coded_weight import CodedWeight, fp8_rows
+from specrs.kernels.coding import Coding
 from specrs.kernels.cuda.fp8_rows import quantize_rows, round_rows
 from torch import Tensor
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from specrs.kernels.cuda.attention_config import AttentionConfig
 from specrs.kernels.cuda.device import ABSENT, INTERPRETER
 from specrs.kernels.cuda.paged_attention import AttentionRows, Sight, paged_attention, paged_attention_reference
-from specrs.kernels.kv_codes import UNSCALED, KVScales
+from specrs.kernels.kv_scales import UNSCALED, KVScales
 from torch import Tensor
 
 from .tolerance import assert_near

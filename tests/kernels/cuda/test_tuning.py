@@ -11,7 +11,7 @@ import torch
 from checkpoints import make_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
-from specrs.kernels.coded_weight import Coding
+from specrs.kernels.coding import Coding
 from specrs.kernels.cuda import configs
 from specrs.kernels.cuda.configs import LinearConfig, LinearShape, default_config, fit, linear_config, load_table
 from specrs.kernels.cuda.device import INTERPRETER, DeviceLimits

@@ -13,7 +13,7 @@ from specrs.kernels.cuda.experts import add_pairs, route, sort_pairs
 from specrs.kernels.cuda.grouped_linear import grouped_linear
 from specrs.kernels.cuda.linear_product import MAX_ROWS, block_m
 from specrs.models.config import ModelConfig
-from specrs.models.dense_weights import ExpertWeights
+from specrs.models.torch_weights import TorchExperts
 
 CHUNK_ROWS = 2048
 """Rows that go through experts at once: the buffers between have a row for each of a row's experts."""
@@ -89,7 +89,7 @@ class ExpertBuffers:
 
 
 def mixture(
-    c: ModelConfig, b: ExpertBuffers, x: Tensor, positions: Tensor, w: ExpertWeights, out: Tensor, dependent: bool
+    c: ModelConfig, b: ExpertBuffers, x: Tensor, positions: Tensor, w: TorchExperts, out: Tensor, dependent: bool
 ) -> None:
     """Write into `out` `[N, hidden]` what experts make of x `[N, hidden]`, whose router's logits are in the buffers.
 

@@ -26,7 +26,7 @@ from specrs.models.cuda.products import (
     write_router_logits,
 )
 from specrs.models.cuda.workspace import MLP_ROWS, Workspace
-from specrs.models.dense_weights import ExpertWeights, LayerWeights
+from specrs.models.torch_weights import TorchExperts, TorchLayer
 from specrs.parallel.ranks import Ranks
 
 
@@ -46,7 +46,7 @@ class Stream(Protocol):
         """Add the product `name` of x, or with the weight `behind` of a norm that normed, to the stream; `norm` is the
         weight of the norm that a product reads it through next."""
 
-    def add_mlp(self, w: LayerWeights, norm: Tensor | None) -> None:
+    def add_mlp(self, w: TorchLayer, norm: Tensor | None) -> None:
         """Add what the layer's MLP makes of the normed stream; `norm` as in `add_product`."""
 
     def following(self, norm: Tensor | None) -> Next | None:
@@ -90,7 +90,7 @@ class FusedStream:
         tiles = -(-self.hidden.shape[1] // LinearConfig(*cut).block_n)
         self._squares = None if following is None else following.squares[:tiles]
 
-    def add_mlp(self, w: LayerWeights, norm: Tensor | None) -> None:
+    def add_mlp(self, w: TorchLayer, norm: Tensor | None) -> None:
         activated = self.ws.activated[: self.hidden.shape[0]]
         self._normed_product("gate_up", w.post_attention_norm, w.gate_up, gated(w.gate_up, self.c), activated)
         self.add_product("down", activated, w.down, norm)
@@ -143,7 +143,7 @@ class PlainStream:
         product(self.ws, name, x, w, self._part(self._delta))
         self._sum(self._delta)
 
-    def add_mlp(self, w: LayerWeights, norm: Tensor | None) -> None:
+    def add_mlp(self, w: TorchLayer, norm: Tensor | None) -> None:
         ws, rows = self.ws, self.hidden.shape[0]
         x = self._read(w.post_attention_norm if self.c.norms != "behind" else None)
         self._delta, self._behind = ws.delta[:rows], w.mlp_output_norm
@@ -167,7 +167,7 @@ class PlainStream:
         if self.ranks is not None:
             self.ranks.exchanges.sum(delta)
 
-    def _mix(self, x: Tensor, w: ExpertWeights, out: Tensor) -> None:
+    def _mix(self, x: Tensor, w: TorchExperts, out: Tensor) -> None:
         ws, rows, b = self.ws, x.shape[0], self.ws.experts
         assert b is not None
         for first in range(0, rows, CHUNK_ROWS):

@@ -7,20 +7,19 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from specrs.arrays import Array
 from specrs.errors import CheckpointError, UnsupportedModelError, invalid
-from specrs.kernels.coded_weight import CodedWeight
-from specrs.kernels.linear import Codes
 from specrs.models.checkpoint import check_tensors
 from specrs.models.config import ModelConfig, parse_config
 from specrs.models.gguf.blocks import GROUPED
 from specrs.models.gguf.config import ROPE_FACTORS, architecture_of, checkpoint_name, raw_config
-from specrs.models.gguf.file import PLAIN, GGUFFile, TensorInfo, dequantize, open_gguf
+from specrs.models.gguf.file import GGUFFile, TensorInfo, dequantize, open_gguf
+from specrs.models.gguf.types import PLAIN
 from specrs.models.hub import hub_error
 from specrs.models.quantization.base import QuantizedTensors, bits_of
 from specrs.models.quantization.grouped import Grouped
+from specrs.models.stored import Codes
 
 
 def gguf_path(source: str | Path, revision: str | None = None) -> Path | None:
@@ -119,10 +118,12 @@ class GGUFCheckpoint(QuantizedTensors):
         """See `QuantizedTensors`; types without numbers are refused by name."""
         shapes = {name: self._info(name).shape for name in self._names}
         check_tensors(self.folder, shapes, required, optional)
-        for kind in {self._info(name).kind for name in self._names} - set(PLAIN):
+        for kind in {self._info(name).kind for name in self._names} - {*PLAIN, *GROUPED}:
             block = next(info.block for info in self.file.tensors.values() if info.kind == kind)
             try:
-                dequantize(np.zeros((1, block[1]), np.uint8), kind)
+                dequantize(np.zeros((1, block[1]), np.uint8), kind, self.folder)
+            except UnsupportedModelError:
+                raise
             except (NotImplementedError, ValueError):
                 name = next(name for name in self._names if self._info(name).kind == kind)
                 reason = f"{self.folder}: {name} is of type {kind}: not implemented by the package gguf"
@@ -132,34 +133,30 @@ class GGUFCheckpoint(QuantizedTensors):
         """See `QuantizedTensors`."""
         return self._info(name).kind not in PLAIN
 
-    def mapped(self, name: str) -> Tensor:
+    def mapped(self, name: str) -> Array:
         """See `QuantizedTensors`."""
-        tensor = self.file.numbers(self._names[name])
+        numbers = self.file.numbers(self._names[name])
         order = self._order(name)
-        return tensor if order is None else tensor[order]
+        return numbers if order is None else numbers[order]
 
     def codes(self, name: str) -> Codes | None:
         """See `QuantizedTensors`: of types that are a code times a scale."""
-        grouped = self._grouped(name)
+        grouped = self.raw(name)
         return None if grouped is None else grouped.codes()
-
-    def coded(self, name: str) -> CodedWeight | None:
-        """See `QuantizedTensors`, and `codes`."""
-        grouped = self._grouped(name)
-        return None if grouped is None else grouped.coded()
 
     def coded_bits(self, name: str) -> int | None:
         """See `QuantizedTensors`."""
         kinds = {"Q4_0": ("int4", "int8"), "Q8_0": ("int8",), "Q6_K": ("int8",)}.get(self._info(name).kind, ())
         return bits_of(kinds, 16 if self._info(name).kind == "Q6_K" else 32, self._info(name).shape[1])
 
-    def _grouped(self, name: str) -> Grouped | None:
+    def raw(self, name: str) -> Grouped | None:
+        """See `QuantizedTensors`, and `codes`."""
         kind, blocks = self._info(name).kind, self.file.blocks(self._names[name])
         if kind not in GROUPED:
             return None
         order = self._order(name)
-        grouped = GROUPED[kind](torch.from_numpy(blocks))
-        if not bool(grouped.scales.isfinite().all()):
+        grouped = GROUPED[kind](blocks)
+        if not np.isfinite(grouped.scales).all():
             self.file.numbers(self._names[name])  # raises, and says where
         if order is not None:
             grouped = Grouped(grouped.values[order], grouped.scales[order])
@@ -168,10 +165,10 @@ class GGUFCheckpoint(QuantizedTensors):
     def _info(self, name: str) -> TensorInfo:
         return self.file.tensors[self._names[name]]
 
-    def _order(self, name: str) -> Tensor | None:
+    def _order(self, name: str) -> Array | None:
         """Where rows of q and k are that rotate neighbours: in pairs by head; here the halves are apart."""
         heads = self._heads.get(name.split(".")[-2])
         if heads is None:
             return None
         rows = self._info(name).shape[0]
-        return torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).reshape(-1)
+        return np.arange(rows).reshape(heads, rows // heads // 2, 2).transpose(0, 2, 1).reshape(-1)

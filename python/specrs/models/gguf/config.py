@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from specrs.arrays import FLOAT64
 from specrs.errors import CheckpointError, UnsupportedModelError, invalid, short
+from specrs.kernels.frequencies import inverse_frequencies
 from specrs.models.gguf.file import GGUFFile
 from specrs.models.gguf.vocabulary import end_ids
 from specrs.models.values import number, size
@@ -162,14 +164,12 @@ def _scaling(file: GGUFFile, head_dim: int, theta: float) -> dict[str, Any]:
     """The scaling that `rope_freqs.weight` holds the result of. Raises UnsupportedModelError for another rule's."""
     if ROPE_FACTORS not in file.tensors:
         return {}
-    from specrs.kernels.rotary import inverse_frequencies
-
-    found = file.numbers(ROPE_FACTORS).double().flatten()
+    found = file.numbers(ROPE_FACTORS).astype(FLOAT64).reshape(-1)
     fields = _LLAMA3 | {"factor": float(found.max()) if len(found) else 1.0}
-    plain = inverse_frequencies(head_dim, theta).double()
+    plain = inverse_frequencies(head_dim, theta).astype(FLOAT64)
     if len(found) == len(plain) and found.min() > 0:
-        made = plain / inverse_frequencies(head_dim, theta, **fields).double()  # type: ignore[arg-type]
-        if float((found / made - 1).abs().max()) < 1e-4:
+        made = plain / inverse_frequencies(head_dim, theta, **fields).astype(FLOAT64)  # type: ignore[arg-type]
+        if float(np.abs(found / made - 1).max()) < 1e-4:
             return {"rope_type": "llama3", **fields}
     allowed = "the factors of rope_type llama3 with " + ", ".join(f"{name}={value}" for name, value in _LLAMA3.items())
     raise UnsupportedModelError(f"{file.path}: {ROPE_FACTORS}: not implemented; allowed: {allowed}")

@@ -1,11 +1,13 @@
-"""A GGUF file: its metadata and where its tensors lie. Knows no model. The package `gguf` turns blocks into numbers.
+"""A GGUF file: its metadata and where its tensors lie. Knows no model.
 
-The header is read here and not by that package, which takes 6 s for 49k tokens: it makes arrays of every string.
+The header is read here. The package `gguf` turns blocks of the types that `blocks` does not read into numbers; nothing
+else of it is used, and it is imported only for that.
 """
 
 from __future__ import annotations
 
 import math
+import mmap
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,18 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from specrs.arrays import FLOAT32, Array, converted
 from specrs.errors import CheckpointError, UnsupportedModelError, invalid, short
+from specrs.models.gguf.blocks import GROUPED
+from specrs.models.gguf.types import PLAIN, TYPES
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Of scalars, by the number of their type."""
 _STRING, _ARRAY = 8, 9
-PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
-"""Types that are numbers; all others are blocks."""
+_unpack_length = struct.Struct("<Q").unpack_from
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,31 +56,36 @@ class GGUFFile:
     path: Path
     metadata: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
-    data: np.ndarray[Any, np.dtype[np.uint8]]
+    data: Array
+    """uint8, all bytes of the file."""
 
-    def blocks(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    def blocks(self, name: str) -> Array:
         """`[rows, bytes of a row]` of a tensor, mapped: what is written to it does not reach the file."""
         info = self.tensors[name]
         rows = math.prod(info.shape[:-1])
         return self.data[info.start : info.start + info.num_bytes].reshape(rows, -1)
 
-    def numbers(self, name: str, rows: slice = slice(None)) -> Tensor:
-        """`rows` of a tensor; mapped in the file's type where that is numbers, else float32 in memory of their own.
+    def numbers(self, name: str, rows: slice = slice(None)) -> Array:
+        """Return `rows` of a tensor; mapped in the file's type where that is numbers, else float32 in memory of their
+        own.
 
-        Raises CheckpointError for a number that is not finite among those made.
+        Raises CheckpointError for a number that is not finite among those made, UnsupportedModelError where the package
+        gguf is needed and missing.
         """
         info, blocks = self.tensors[name], self.blocks(name)[rows]
         shape = (len(blocks), *info.shape[-1:])
         if info.kind in PLAIN:
-            # torch reads a tensor's numbers where they may begin; a file aligns them to 32 bytes
-            plain = torch.from_numpy(blocks).view(PLAIN[info.kind])
-            return plain.view(info.shape if len(blocks) == math.prod(info.shape[:-1]) else shape)
-        made = dequantize(blocks, info.kind).reshape(shape)
+            plain = blocks.view(PLAIN[info.kind])
+            return plain.reshape(info.shape if len(blocks) == math.prod(info.shape[:-1]) else shape)
+        if info.kind in GROUPED:
+            made = GROUPED[info.kind](blocks).numbers().reshape(shape)
+        else:
+            made = dequantize(blocks, info.kind, self.path).reshape(shape)
         if not np.isfinite(made).all():
             row, column = np.argwhere(~np.isfinite(made))[0]
             at = f"{name}[{row + (rows.start or 0)}, {column}]"
             raise CheckpointError(f"{self.path}: {at}={made[row, column]}: weights must be finite")
-        return torch.from_numpy(made)
+        return made
 
 
 def open_gguf(path: Path) -> GGUFFile:
@@ -90,28 +97,33 @@ def open_gguf(path: Path) -> GGUFFile:
     return _open(path, status.st_mtime_ns, status.st_size)
 
 
-def dequantize(blocks: np.ndarray[Any, np.dtype[np.uint8]], kind: str) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Numbers of blocks `[rows, bytes]`: `[rows, numbers]` float32. Raises NotImplementedError for a type without."""
-    from gguf import GGMLQuantizationType
-    from gguf.quants import dequantize as by_package
+def dequantize(blocks: Array, kind: str, path: Path) -> Array:
+    """Return the numbers of blocks `[rows, bytes]` of the file `path`: `[rows, numbers]` float32.
 
+    Raises NotImplementedError for a type without numbers, UnsupportedModelError where the package gguf is missing.
+    """
+    try:
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize as by_package
+    except ImportError as fault:
+        reason = f"weights of type {kind} need the package gguf ({fault}): pip install specrs[gguf]"
+        raise invalid(UnsupportedModelError, "model", str(path), reason) from None
     with np.errstate(all="ignore"):  # scales that are not finite are the caller's to name
-        made: np.ndarray[Any, np.dtype[np.float32]] = by_package(blocks, GGMLQuantizationType[kind])
-    return made
+        made: Array = by_package(blocks, GGMLQuantizationType[kind])
+    return converted(made, FLOAT32)
 
 
 @lru_cache(maxsize=4)
 def _open(path: Path, modified: int, size: int) -> GGUFFile:
-    del modified, size
-    try:
-        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-    except ImportError as fault:
-        reason = f"GGUF files need the package gguf ({fault}): pip install specrs[gguf]"
-        raise invalid(UnsupportedModelError, "model", str(path), reason) from None
-    data = np.memmap(path, dtype=np.uint8, mode="c") if path.stat().st_size else np.empty(0, np.uint8)
-    reader = _Reader(path, data.data)
-    if bytes(data[:4]) != _MAGIC:
-        raise CheckpointError(f"{path}: starts with {bytes(data[:4])!r}, a GGUF file with {_MAGIC!r}")
+    del modified
+    pages: mmap.mmap | bytes = b""
+    if size:
+        with path.open("rb") as file:
+            pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    data = np.frombuffer(pages, np.uint8)
+    reader = _Reader(path, pages)
+    if pages[:4] != _MAGIC:
+        raise CheckpointError(f"{path}: starts with {pages[:4]!r}, a GGUF file with {_MAGIC!r}")
     reader.at = 4
     version, num_tensors, num_fields = reader.scalars("IQQ")
     if version not in _VERSIONS:
@@ -132,14 +144,13 @@ def _open(path: Path, modified: int, size: int) -> GGUFFile:
     if type(alignment) is not int or alignment < 8 or alignment & (alignment - 1):
         raise CheckpointError(f"{path}: general.alignment={short(alignment)}: must be a power of two of at least 8")
     start = -(-reader.at // alignment) * alignment
-    known = {int(kind): (kind.name, GGML_QUANT_SIZES[kind]) for kind in GGMLQuantizationType}
     tensors = {}
     for name, (shape, number, offset) in found.items():
-        if number not in known:
-            allowed = ", ".join(kind for kind, _ in known.values())
+        if number not in TYPES:
+            allowed = ", ".join(kind.name for kind in TYPES.values())
             raise UnsupportedModelError(f"{path}: {name} has type {number}: not implemented; allowed: {allowed}")
-        kind, block = known[number]
-        info = TensorInfo(shape, kind, block, start + offset)
+        kind, *block = TYPES[number]
+        info = TensorInfo(shape, kind, (block[0], block[1]), start + offset)
         if not shape or shape[-1] % block[0] or offset % 8:
             raise CheckpointError(f"{path}: {name} of {kind} has shape {shape}, no whole blocks of {block[0]}")
         if info.start + info.num_bytes > len(data):
@@ -152,24 +163,34 @@ def _open(path: Path, modified: int, size: int) -> GGUFFile:
 class _Reader:
     """Reads a header from its place `at` on."""
 
-    def __init__(self, path: Path, data: memoryview) -> None:
+    def __init__(self, path: Path, data: mmap.mmap | bytes) -> None:
         self.path, self.data, self.at = path, data, 0
 
     def scalars(self, form: str) -> tuple[Any, ...]:
         try:
             values = struct.unpack_from("<" + form, self.data, self.at)
         except struct.error:
-            raise CheckpointError(f"{self.path}: truncated: the header goes on behind the end of the file") from None
+            raise self.truncated() from None
         self.at += struct.calcsize("<" + form)
         return values
 
     def string(self) -> str:
-        (length,) = self.scalars("Q")
-        if length > len(self.data) - self.at:
-            raise CheckpointError(f"{self.path}: truncated: the header goes on behind the end of the file")
-        text = bytes(self.data[self.at : self.at + length])
-        self.at += length
-        return text.decode("utf-8", errors="replace")
+        return self.strings(1)[0]
+
+    def strings(self, count: int) -> list[str]:
+        """The next `count` strings. Vocabularies have 262,144, so each takes as few steps as can be."""
+        data, at, end, found = self.data, self.at, len(self.data), []
+        try:
+            for _ in range(count):
+                first = at + 8
+                at = first + _unpack_length(data, at)[0]
+                if at > end:
+                    raise self.truncated()
+                found.append(str(data[first:at], "utf-8", "replace"))
+        except struct.error:
+            raise self.truncated() from None
+        self.at = at
+        return found
 
     def value(self, kind: int) -> Any:
         if kind in _FORMATS:
@@ -185,4 +206,7 @@ class _Reader:
             raise CheckpointError(f"{self.path}: damaged: an array of arrays in the header")
         if of in _FORMATS:
             return list(self.scalars(f"{length}{_FORMATS[of]}"))
-        return [self.value(of) for _ in range(length)]
+        return self.strings(length) if of == _STRING else [self.value(of) for _ in range(length)]
+
+    def truncated(self) -> CheckpointError:
+        return CheckpointError(f"{self.path}: truncated: the header goes on behind the end of the file")

@@ -7,16 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from specrs.arrays import BFLOAT16, FLOAT32, Array, aligned, bits, converted
 from specrs.core import InvalidBufferError, quantize_weight
 from specrs.errors import CheckpointError
-from specrs.kernels.coded_weight import CodedWeight
-from specrs.kernels.linear import Codes
 from specrs.models.quantization.base import QuantizedTensors, bits_of
-from specrs.models.quantization.fp8 import coded_by_output, quantized
-from specrs.models.quantization.grouped import Grouped
+from specrs.models.quantization.fp8 import quantized
+from specrs.models.quantization.grouped import Grouped, Raw, Scaled8
+from specrs.models.stored import Codes
 
 PROJECTIONS = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 """How names of layers' projections end, experts' too; those of routers do not."""
@@ -43,24 +42,25 @@ class QuantizedAtLoad(QuantizedTensors):
         """See `QuantizedTensors`."""
         return name.endswith(PROJECTIONS)
 
-    def mapped(self, name: str) -> Tensor:
+    def mapped(self, name: str) -> Array:
         """See `QuantizedTensors`."""
         if not self.is_quantized(name):
-            plain: Tensor = self._tensors.mapped(name)
+            plain: Array = self._tensors.mapped(name)
             return plain
         return self._numbers(name)
 
     @abstractmethod
-    def _numbers(self, name: str) -> Tensor:
+    def _numbers(self, name: str) -> Array:
         """`mapped`, of a projection."""
 
 
 class Float8AtLoad(QuantizedAtLoad):
     """FP8 with a scale for each output."""
 
-    def coded(self, name: str) -> CodedWeight | None:
+    def raw(self, name: str) -> Raw:
         """See `QuantizedTensors`; like what follows."""
-        return coded_by_output(*self._quantized(name))
+        values, scales = self._quantized(name)
+        return Scaled8(values, scales, values.shape[1])
 
     def codes(self, name: str) -> Codes | None:
         """None: the native pass reads no FP8."""
@@ -70,13 +70,13 @@ class Float8AtLoad(QuantizedAtLoad):
         """See `QuantizedTensors`."""
         return 8
 
-    def _numbers(self, name: str) -> Tensor:
+    def _numbers(self, name: str) -> Array:
         codes, scales = self._quantized(name)
-        return codes.float() * scales
+        return converted(codes, FLOAT32) * scales
 
-    def _quantized(self, name: str) -> tuple[Tensor, Tensor]:
-        tensor: Tensor = self._tensors.mapped(name)
-        if not bool(torch.isfinite(tensor).all()):
+    def _quantized(self, name: str) -> tuple[Array, Array]:
+        tensor: Array = self._tensors.mapped(name)
+        if not np.isfinite(tensor).all():
             raise CheckpointError(f"{self.folder}: {name} cannot be quantized: not all of its weights are finite")
         return quantized(tensor)
 
@@ -93,16 +93,16 @@ class IntegersAtLoad(QuantizedAtLoad):
         """See `QuantizedTensors`; like what follows. Raises CheckpointError for weights that are not finite."""
         return quantized_codes(self.folder, name, self._tensors.mapped(name), int4=self._int4)
 
-    def coded(self, name: str) -> CodedWeight | None:
+    def raw(self, name: str) -> Raw:
         """See `QuantizedTensors`."""
         codes = self.codes(name)
-        return Grouped(codes.values(), codes.scales.float()).coded()
+        return Grouped(codes.values(), converted(codes.scales, FLOAT32))
 
     def coded_bits(self, name: str) -> int | None:
         """See `QuantizedTensors`."""
         return bits_at_load("int4" if self._int4 else "int8", self._tensors.mapped(name).shape[1])
 
-    def _numbers(self, name: str) -> Tensor:
+    def _numbers(self, name: str) -> Array:
         return self.codes(name).numbers()
 
 
@@ -118,29 +118,22 @@ def bits_at_load(quantization: str, size: int) -> int | None:
     return bits_of((quantization,), 0, size)
 
 
-def aligned(matrix: Tensor) -> Tensor:
-    """The same numbers side by side where they may begin: a file may begin its tensors anywhere."""
-    matrix = matrix.contiguous()
-    return matrix.clone() if matrix.data_ptr() % matrix.element_size() else matrix
-
-
-def quantized_codes(folder: Path | str, name: str, matrix: Tensor, *, int4: bool) -> Codes:
-    """`matrix` `[out, in]` in INT4 by group, or in INT8 by output, symmetric, with scales of bf16.
+def quantized_codes(folder: Path | str, name: str, matrix: Array, *, int4: bool) -> Codes:
+    """Return `matrix` `[out, in]` in INT4 by group, or in INT8 by output, symmetric, with scales of bf16.
 
     Raises CheckpointError naming the tensor of `folder` for weights that are not finite, or inputs that make no groups.
     """
-    if matrix.dtype not in (torch.float32, torch.bfloat16):
-        matrix = matrix.float()
+    if matrix.dtype not in (FLOAT32, BFLOAT16):
+        matrix = converted(matrix, FLOAT32)
     matrix = aligned(matrix)
     out, size = matrix.shape
     if int4:
-        codes, groups = torch.empty((out, size // 2), dtype=torch.uint8), size // int4_group(size)
+        codes, groups = np.empty((out, size // 2), np.uint8), size // int4_group(size)
     else:
-        codes, groups = torch.empty((out, size), dtype=torch.int8), 1
-    scales = torch.empty((out, groups), dtype=torch.bfloat16)
-    bits = matrix.view(torch.uint16) if matrix.dtype == torch.bfloat16 else matrix
+        codes, groups = np.empty((out, size), np.int8), 1
+    scales = np.empty((out, groups), BFLOAT16)
     try:
-        quantize_weight(name, bits.numpy(), codes.numpy(), scales.view(torch.uint16).numpy())
+        quantize_weight(name, bits(matrix), codes, bits(scales))
     except InvalidBufferError as fault:
         raise CheckpointError(f"{folder}: {name} cannot be quantized: {fault}") from fault
     return Codes(codes, scales)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from specrs.arrays import Array
 from specrs.models.errors import malformed, unsupported
 from specrs.models.quantization.base import (
     Expected,
@@ -47,11 +47,11 @@ class AWQ(GroupedFormat):
             "scales": Expected(((groups, out),)),
         }
 
-    def grouped(self, layer: Layer) -> Grouped:
+    def raw(self, layer: Layer) -> Grouped:
         """See `GroupedFormat`."""
         codes, zeros = _columns(layer.read("qweight")), _columns(layer.read("qzeros"))
-        values = codes - zeros.repeat_interleave(codes.shape[0] // zeros.shape[0], 0)
-        grouped = Grouped(values.t().contiguous(), layer.scales("scales").t().contiguous())
+        values = codes - zeros.repeat(codes.shape[0] // zeros.shape[0], axis=0)
+        grouped = Grouped(np.ascontiguousarray(values.T), np.ascontiguousarray(layer.scales("scales").T))
         return check_zero_scales(layer, "scales", grouped, by_group=True)
 
     def coded_bits(self, size: int) -> int | None:
@@ -59,10 +59,11 @@ class AWQ(GroupedFormat):
         return bits_of(("int4", "int8"), self.group, size)
 
 
-def _columns(packed: Tensor) -> Tensor:
-    """`[rows, out / 8]` words as `[rows, out]` codes, int8."""
-    words = unpack(packed, 4, 1).view(*packed.shape, 8)
-    return words[..., list(_AT)].flatten(1).to(torch.int8)
+def _columns(packed: Array) -> Array:
+    """Return `[rows, out / 8]` words as `[rows, out]` codes, int8."""
+    words = unpack(packed, 4, 1).reshape(*packed.shape, 8)
+    codes: Array = words[..., list(_AT)].reshape(len(packed), -1).astype(np.int8)
+    return codes
 
 
 def scheme(raw: Mapping[str, Any]) -> Scheme:

@@ -6,14 +6,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from specrs.arrays import FLOAT32, Array, converted
 from specrs.errors import CheckpointError
-from specrs.kernels.coded_weight import LEAST_GROUP, CodedWeight, Coding
-from specrs.kernels.linear import Codes
-from specrs.models.quantization.grouped import Grouped
+from specrs.kernels.coding import LEAST_GROUP, Coding
+from specrs.models.quantization.grouped import Grouped, Raw
+from specrs.models.stored import Codes
 
 
 class QuantizedTensors(ABC):
@@ -34,27 +35,28 @@ class QuantizedTensors(ABC):
         """Whether the file has codes for `name`, so that `mapped` makes its numbers."""
 
     @abstractmethod
-    def mapped(self, name: str) -> Tensor:
-        """One tensor: in the file's type where the file holds its numbers, else float32, made each time.
+    def mapped(self, name: str) -> Array:
+        """Return one tensor: in the file's type where the file holds its numbers, else float32, made each time.
 
         Raises CheckpointError for scales that no format allows.
         """
 
     @abstractmethod
     def codes(self, name: str) -> Codes | None:
-        """The same numbers as the native pass reads them; None where its layouts cannot hold them."""
+        """Return the same numbers as the native pass reads them; None where its layouts cannot hold them."""
 
     @abstractmethod
-    def coded(self, name: str) -> CodedWeight | None:
-        """The same numbers as the kernels of a GPU read them; None where their layouts cannot hold them."""
+    def raw(self, name: str) -> Raw | None:
+        """Return the codes and scales of a quantized tensor; None where the file's are of another kind."""
 
     @abstractmethod
     def coded_bits(self, name: str) -> int | None:
-        """Bits of a weight of `coded`, at most; None where it may be None. Reads no tensor."""
+        """Return the bits of a weight that a GPU's kernels read as codes, at most; None where it may become numbers.
+        Reads no tensor."""
 
-    def read(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """One tensor as `dtype` on `device`."""
-        return self.mapped(name).to(device=device, dtype=dtype)
+    def read(self, name: str, dtype: np.dtype[Any]) -> Array:
+        """Return `mapped` as `dtype`."""
+        return converted(self.mapped(name), dtype)
 
 
 FLOATS = ("F32", "BF16", "F16")
@@ -78,23 +80,23 @@ class Layer:
     name: str
     shape: tuple[int, int]
     folder: Path
-    read: Callable[[str], Tensor]
+    read: Callable[[str], Array]
     """The tensor of the layer with this suffix."""
     has: Callable[[str], bool]
 
-    def scales(self, suffix: str, *, zero: bool = True) -> Tensor:
-        """Scales as float32. Raises CheckpointError if one is not finite, negative or, unless `zero`, 0."""
-        found = self.read(suffix).float()
-        wrong = ~found.isfinite() | ((found < 0) if zero else (found <= 0))
-        if bool(wrong.any()):
+    def scales(self, suffix: str, *, zero: bool = True) -> Array:
+        """Return scales as float32. Raises CheckpointError if one is not finite, negative or, unless `zero`, 0."""
+        found = converted(self.read(suffix), FLOAT32)
+        wrong = ~np.isfinite(found) | ((found < 0) if zero else (found <= 0))
+        if wrong.any():
             allowed = "must be finite and at least 0" if zero else "must be finite and greater than 0"
             raise self.refused(suffix, found, wrong, allowed)
         return found
 
-    def refused(self, suffix: str, tensor: Tensor, wrong: Tensor, allowed: str) -> CheckpointError:
-        """The exception for the first of the numbers that are `wrong`. Returned, not raised."""
-        at = [int(i) for i in wrong.nonzero()[0]] if wrong.ndim else []
-        value = tensor[tuple(at)].item()
+    def refused(self, suffix: str, array: Array, wrong: Array, allowed: str) -> CheckpointError:
+        """Return, and do not raise, the exception for the first of the numbers that are `wrong`."""
+        at = [int(i) for i in np.argwhere(wrong)[0]]
+        value = array[tuple(at)].item()
         return CheckpointError(f"{self.folder}: {self.name}.{suffix}{at or ''}={value:g}: {allowed}")
 
 
@@ -106,14 +108,14 @@ class LinearFormat(ABC):
         """By suffix of the layer's `name`. Raises CheckpointError where the format does not divide the sizes."""
 
     @abstractmethod
-    def numbers(self, layer: Layer) -> Tensor:
-        """`[out, in]` float32. Raises CheckpointError for scales that are not allowed."""
+    def numbers(self, layer: Layer) -> Array:
+        """Return the matrix, `[out, in]` float32. Raises CheckpointError for scales that are not allowed."""
 
     def codes(self, layer: Layer) -> Codes | None:
         """See `QuantizedTensors`."""
         return None
 
-    def coded(self, layer: Layer) -> CodedWeight | None:
+    def raw(self, layer: Layer) -> Raw | None:
         """See `QuantizedTensors`."""
         return None
 
@@ -126,20 +128,16 @@ class GroupedFormat(LinearFormat):
     """Codes times scales."""
 
     @abstractmethod
-    def grouped(self, layer: Layer) -> Grouped:
-        """The layer. Raises as `numbers`."""
+    def raw(self, layer: Layer) -> Grouped:
+        """Return the layer's codes and scales. Raises as `numbers`."""
 
-    def numbers(self, layer: Layer) -> Tensor:
+    def numbers(self, layer: Layer) -> Array:
         """See `LinearFormat`."""
-        return self.grouped(layer).numbers()
+        return self.raw(layer).numbers()
 
     def codes(self, layer: Layer) -> Codes | None:
         """See `LinearFormat`."""
-        return self.grouped(layer).codes()
-
-    def coded(self, layer: Layer) -> CodedWeight | None:
-        """See `LinearFormat`."""
-        return self.grouped(layer).coded()
+        return self.raw(layer).codes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,17 +170,17 @@ def bits_of(kinds: Sequence[str], group: int, size: int) -> int | None:
 def check_zero_scales(layer: Layer, suffix: str, grouped: Grouped, *, by_group: bool = False) -> Grouped:
     """`grouped`, unless codes other than 0 have a scale of 0: no quantizer writes that. The file's tensor `suffix` is
     `grouped.scales`, or `by_group` its transpose `[groups, out]`; it may lack dimensions of 1."""
-    if not bool((grouped.scales == 0).any()):
+    if not (grouped.scales == 0).any():
         return grouped
     lost = (grouped.spread() == 0) & (grouped.values != 0)
-    if bool(lost.any()):
-        out, groups = grouped.scales.shape
-        group_of = grouped.group_of
-        if group_of is None:
-            group_of = torch.arange(lost.shape[1]) // (lost.shape[1] // groups)
-        wrong = torch.zeros(out, groups, dtype=torch.int64).index_add_(1, group_of, lost.long()) > 0
-        found = layer.read(suffix).float()
-        wrong = wrong.t() if by_group else wrong
-        wrong = wrong.reshape(found.shape) if wrong.numel() == found.numel() else wrong.any().expand(found.shape)
+    if lost.any():
+        groups, size = grouped.scales.shape[1], lost.shape[1]
+        group_of = np.arange(size) // (size // groups) if grouped.group_of is None else grouped.group_of
+        wrong: Array = np.zeros(grouped.scales.shape, np.bool_)
+        for group in range(groups):
+            wrong[:, group] = lost[:, group_of == group].any(axis=1)
+        found = converted(layer.read(suffix), FLOAT32)
+        wrong = wrong.T if by_group else wrong
+        wrong = wrong.reshape(found.shape) if wrong.size == found.size else np.full(found.shape, wrong.any())
         raise layer.refused(suffix, found, wrong, "must be greater than 0, because its codes are not all 0")
     return grouped

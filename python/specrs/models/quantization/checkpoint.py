@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torch import Tensor
+import numpy as np
 
+from specrs.arrays import Array
 from specrs.errors import CheckpointError
-from specrs.kernels.coded_weight import CodedWeight
-from specrs.kernels.linear import Codes
 from specrs.models.checkpoint import DTYPES, Checkpoint, check_tensors
 from specrs.models.quantization.base import Expected, Layer, LinearFormat, QuantizedTensors, Scheme
+from specrs.models.quantization.grouped import Raw
+from specrs.models.stored import Codes
 from specrs.models.tensors import EMBEDDING
 
 
@@ -65,14 +66,15 @@ class QuantizedCheckpoint(QuantizedTensors):
         """See `QuantizedTensors`; like what follows."""
         return name in self._layers
 
-    def mapped(self, name: str) -> Tensor:
+    def mapped(self, name: str) -> Array:
         """See `QuantizedTensors`."""
         if name not in self._layers:
             return self._files.mapped(name)
         form, shape = self._layers[name]
         made = form.numbers(self._layer(name, shape))
-        if not bool(made.isfinite().all()):
-            raise self._layer(name, shape).refused("weight", made, ~made.isfinite(), "weights must be finite")
+        finite = np.isfinite(made)
+        if not finite.all():
+            raise self._layer(name, shape).refused("weight", made, ~finite, "weights must be finite")
         return made
 
     def codes(self, name: str) -> Codes | None:
@@ -80,10 +82,10 @@ class QuantizedCheckpoint(QuantizedTensors):
         form, shape = self._layers[name]
         return form.codes(self._layer(name, shape))
 
-    def coded(self, name: str) -> CodedWeight | None:
+    def raw(self, name: str) -> Raw | None:
         """See `QuantizedTensors`."""
         form, shape = self._layers[name]
-        return form.coded(self._layer(name, shape))
+        return form.raw(self._layer(name, shape))
 
     def coded_bits(self, name: str) -> int | None:
         """See `QuantizedTensors`."""

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from specrs.arrays import Array
 from specrs.errors import CheckpointError
 from specrs.models.errors import malformed, unsupported
 from specrs.models.quantization.base import (
@@ -47,12 +47,12 @@ class Int8(GroupedFormat):
         made = {"weight": Expected(((out, size),), ("I8",)), "weight_scale": Expected(shapes)}
         return made if self.symmetric else made | {"weight_zero_point": Expected(shapes, ("I8", "I32", "I64"))}
 
-    def grouped(self, layer: Layer) -> Grouped:
+    def raw(self, layer: Layer) -> Grouped:
         """See `GroupedFormat`."""
         values, scales = layer.read("weight"), _by_output(layer.scales("weight_scale"), layer.shape[0])
         if not self.symmetric:
-            zeros = _by_output(layer.read("weight_zero_point"), layer.shape[0]).to(torch.int16)
-            values = values - zeros.repeat_interleave(layer.shape[1] // zeros.shape[1], 1)
+            zeros = _by_output(layer.read("weight_zero_point"), layer.shape[0]).astype(np.int16)
+            values = values - zeros.repeat(layer.shape[1] // zeros.shape[1], axis=1)
         return check_zero_scales(layer, "weight_scale", Grouped(values, scales))
 
     def coded_bits(self, size: int) -> int | None:
@@ -60,9 +60,10 @@ class Int8(GroupedFormat):
         return bits_of(("int8",), self.group or 0, size) if self.symmetric else None
 
 
-def _by_output(tensor: Tensor, out: int) -> Tensor:
-    """`[out, groups]` of whatever shape says it."""
-    return (tensor.expand(out) if tensor.numel() == 1 else tensor).reshape(out, -1).contiguous()
+def _by_output(array: Array, out: int) -> Array:
+    """Return `[out, groups]` of whatever shape says it."""
+    spread = np.full(out, array.reshape(-1)[0]) if array.size == 1 else array
+    return np.ascontiguousarray(spread.reshape(out, -1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,26 +92,26 @@ class PackedInt(GroupedFormat):
             made["weight_g_idx"] = Expected(((size,),), ("I32", "I64"), required=False)
         return made
 
-    def grouped(self, layer: Layer) -> Grouped:
+    def raw(self, layer: Layer) -> Grouped:
         """See `GroupedFormat`."""
         (out, size), half = layer.shape, 1 << self.bits - 1
         shape = layer.read("weight_shape")
         if shape.tolist() != [out, size]:
             raise CheckpointError(f"{layer.folder}: {layer.name}.weight_shape={shape.tolist()}: must be {[out, size]}")
-        codes = unpack(layer.read("weight_packed"), self.bits, 1)[:, :size].to(torch.int16) - half
+        codes = unpack(layer.read("weight_packed"), self.bits, 1)[:, :size].astype(np.int16) - half
         scales = _by_output(layer.scales("weight_scale"), out)
         groups = scales.shape[1]
-        group_of = torch.arange(size) // (size // groups)
+        group_of = np.arange(size) // (size // groups)
         ordered = False
         if self.ordered and layer.has("weight_g_idx"):
-            found = layer.read("weight_g_idx").long()
+            found = layer.read("weight_g_idx").astype(np.int64)
             wrong = (found < 0) | (found >= groups)
-            if bool(wrong.any()):
+            if wrong.any():
                 raise layer.refused("weight_g_idx", found, wrong, f"must be a group from 0 to {groups - 1}")
-            ordered = not torch.equal(found, group_of)
+            ordered = not np.array_equal(found, group_of)
             group_of = found
         if not self.symmetric:
-            zeros = unpack(layer.read("weight_zero_point"), self.bits, 0)[:out].to(torch.int16) - half
+            zeros = unpack(layer.read("weight_zero_point"), self.bits, 0)[:out].astype(np.int16) - half
             codes = codes - zeros[:, group_of]
         return check_zero_scales(layer, "weight_scale", Grouped(codes, scales, group_of if ordered else None))
 
@@ -133,13 +134,13 @@ class NVFP4(GroupedFormat):
             "weight_global_scale": Expected(((1,), ()), ("F32",)),
         }
 
-    def grouped(self, layer: Layer) -> Grouped:
+    def raw(self, layer: Layer) -> Grouped:
         """See `GroupedFormat`."""
         packed = layer.read("weight_packed")
-        codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
-        scales = layer.scales("weight_scale") / layer.scales("weight_global_scale", zero=False).view(1) / 2
+        codes = np.stack((packed & 15, packed >> 4), axis=-1).reshape(len(packed), -1)
+        scales = layer.scales("weight_scale") / layer.scales("weight_global_scale", zero=False).reshape(1) / 2
         # zeros are allowed: a group of small numbers has a scale that e4m3 rounds to 0
-        return Grouped(FP4[codes.long()], scales)
+        return Grouped(FP4[codes], scales)
 
     def coded_bits(self, size: int) -> int | None:
         """See `LinearFormat`."""

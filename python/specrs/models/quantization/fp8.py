@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from specrs.kernels.coded_weight import CodedWeight, Coding
+from specrs.arrays import FLOAT8_E4M3, FLOAT32, Array, converted
 from specrs.models.errors import malformed, unsupported
 from specrs.models.quantization.base import FLOATS, Expected, Layer, LinearFormat, Scheme, bits_of
+from specrs.models.quantization.grouped import Scaled8
 from specrs.models.quantization.modules import is_in, patterns
 from specrs.models.tensors import LM_HEAD
 
@@ -37,35 +37,32 @@ class Float8(LinearFormat):
             shapes = ((out, 1), (out,))
         return {"weight": Expected(((out, size),), (E4M3,)), self.scale: Expected(shapes, (*FLOATS, E8M0))}
 
-    def numbers(self, layer: Layer) -> Tensor:
+    def numbers(self, layer: Layer) -> Array:
         """See `LinearFormat`."""
-        scales, weight = layer.scales(self.scale, zero=False), layer.read("weight").float()
-        if self.block is None:
-            return weight * scales.view(-1, 1)
-        # A block may be larger than the matrix: what is spread is no larger.
-        rows, columns = (min(n, m) for n, m in zip(self.block, layer.shape, strict=True))
-        spread = scales.repeat_interleave(rows, 0)[: layer.shape[0]].repeat_interleave(columns, 1)
-        return weight * spread[:, : layer.shape[1]]
+        scales, weight = layer.scales(self.scale, zero=False), converted(layer.read("weight"), FLOAT32)
+        with np.errstate(all="ignore"):  # what is not finite is the caller's to name
+            if self.block is None:
+                made: Array = weight * scales.reshape(-1, 1)
+                return made
+            # A block may be larger than the matrix: what is spread is no larger.
+            rows, columns = (min(n, m) for n, m in zip(self.block, layer.shape, strict=True))
+            spread = scales.repeat(rows, axis=0)[: layer.shape[0]].repeat(columns, axis=1)
+            return weight * spread[:, : layer.shape[1]]
 
-    def coded(self, layer: Layer) -> CodedWeight | None:
+    def raw(self, layer: Layer) -> Scaled8:
         """See `LinearFormat`."""
-        (out, size), weight = layer.shape, layer.read("weight").contiguous()
+        (out, size), weight = layer.shape, np.ascontiguousarray(layer.read("weight"))
         scales = layer.scales(self.scale, zero=False)
-        invalid = weight.float().isnan()
-        if bool(invalid.any()):
-            raise layer.refused("weight", weight.float(), invalid, "weights must be finite")
+        invalid = np.isnan(weight)
+        if invalid.any():
+            raise layer.refused("weight", converted(weight, FLOAT32), invalid, "weights must be finite")
         if self.block is None:
-            return _coded(weight, scales.reshape(-1, 1).expand(out, 1), Coding("fp8", size))
-        return _coded(weight, scales, Coding("fp8", min(self.block[1], size), self.block[0]))
+            return Scaled8(weight, np.resize(scales, (out, 1)), size)
+        return Scaled8(weight, scales, min(self.block[1], size), self.block[0])
 
     def coded_bits(self, size: int) -> int | None:
         """See `LinearFormat`."""
         return bits_of(("fp8",), 0 if self.block is None else self.block[1], size)
-
-
-def _coded(weight: Tensor, scales: Tensor, coding: Coding) -> CodedWeight | None:
-    held = coding.unit(weight.shape[1]) is not None
-    return CodedWeight.of(weight.view(torch.uint8), scales, coding) if held else None
 
 
 def scheme(raw: Mapping[str, Any]) -> Scheme:
@@ -95,15 +92,12 @@ def block_of(field: str, value: object) -> tuple[int, int] | None:
     return value[0], value[1]
 
 
-def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """`weight` `[out, in]` in FP8 and the scale of each output `[out, 1]` fp32. The largest of an output is 448, e4m3's
-    largest."""
-    w = weight.float()
-    scales = w.abs().amax(1, keepdim=True) / 448
-    scales = torch.where(scales > 0, scales, 1.0)
-    return (w / scales).clamp(-448, 448).to(torch.float8_e4m3fn), scales
+def quantized(weight: Array) -> tuple[Array, Array]:
+    """Return `weight` `[out, in]` in FP8 and the scale of each output `[out, 1]` float32.
 
-
-def coded_by_output(weight: Tensor, scales: Tensor) -> CodedWeight | None:
-    """What `quantized` gives, as the kernels of a GPU read it; None where they cannot."""
-    return _coded(weight, scales, Coding("fp8", weight.shape[1]))
+    The largest number of an output becomes 448, e4m3's largest.
+    """
+    w = converted(weight, FLOAT32)
+    scales = np.abs(w).max(axis=1, keepdims=True) / np.float32(448)
+    scales = np.where(scales > 0, scales, np.float32(1))
+    return converted((w / scales).clip(-448, 448), FLOAT8_E4M3), scales

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from specrs.arrays import Array
 from specrs.models.errors import malformed, unsupported
 from specrs.models.quantization.base import (
     Expected,
@@ -63,33 +63,33 @@ class GPTQ(GroupedFormat):
             "g_idx": Expected(((size,),), ("I32",), required=self.desc_act),
         }
 
-    def grouped(self, layer: Layer) -> Grouped:
+    def raw(self, layer: Layer) -> Grouped:
         """See `GroupedFormat`."""
-        scales = layer.scales("scales").t().contiguous()
+        scales = np.ascontiguousarray(layer.scales("scales").T)
         groups, size = scales.shape[1], layer.shape[1]
         group_of = None
-        each = torch.arange(size) // (size // groups)
+        each = np.arange(size) // (size // groups)
         if layer.has("g_idx"):
-            group_of = layer.read("g_idx").long()
+            group_of = layer.read("g_idx").astype(np.int64)
             wrong = (group_of < 0) | (group_of >= groups)
-            if bool(wrong.any()):
+            if wrong.any():
                 raise layer.refused("g_idx", group_of, wrong, f"must be a group from 0 to {groups - 1}")
-            if torch.equal(group_of, each):
+            if np.array_equal(group_of, each):
                 group_of = None
-        codes = unpack(layer.read("qweight"), self.bits, 0).t().to(torch.int16)
-        stored = unpack(layer.read("qzeros"), self.bits, 1).t().to(torch.int16)
+        codes = unpack(layer.read("qweight"), self.bits, 0).T.astype(np.int16)
+        stored = unpack(layer.read("qzeros"), self.bits, 1).T.astype(np.int16)
         zeros = stored + self._offset(layer.folder, stored)
         values = codes - zeros[:, each if group_of is None else group_of]
         return check_zero_scales(layer, "scales", Grouped(values, scales, group_of), by_group=True)
 
-    def _offset(self, folder: Path, stored: Tensor) -> int:
+    def _offset(self, folder: Path, stored: Array) -> int:
         """What is added to the `stored` zero points of a layer.
 
         With `sym` they are all the middle of the codes, or in the first version of the format one less, so the data
         tells the version. It is believed before the name, which many files have wrong or lack.
         """
         named, middle = _OFFSETS[self.layout], 1 << (self.bits - 1)
-        low, high = (int(bound) for bound in stored.aminmax())
+        low, high = int(stored.min()), int(stored.max())
         if self.sym is False:
             return named
         if low == high and middle - low in _OFFSETS.values():

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+import numpy as np
 
 from specrs.models.quantization.base import Expected, GroupedFormat, Layer, LinearFormat, Scheme, groups_of
 from specrs.models.quantization.grouped import FP4, Grouped
@@ -31,17 +31,17 @@ class MXFP4(GroupedFormat):
             "scales": Expected(((out, groups),), ("U8",)),
         }
 
-    def grouped(self, layer: Layer) -> Grouped:
+    def raw(self, layer: Layer) -> Grouped:
         """See `GroupedFormat`."""
         blocks, exponents = layer.read("blocks"), layer.read("scales")
         wrong = exponents > _LARGEST
-        if bool(wrong.any()):
+        if wrong.any():
             allowed = f"must be at most {_LARGEST}: 255 is no number, and with others weights are infinite"
             raise layer.refused("scales", exponents, wrong, allowed)
-        codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)
+        codes = np.stack((blocks & 15, blocks >> 4), axis=-1).reshape(len(blocks), -1)
         # The codes are halves.
-        scales = torch.ldexp(torch.ones(exponents.shape), exponents.int() - 128)
-        return Grouped(FP4[codes.long()], scales)
+        scales = np.ldexp(np.float32(1), exponents.astype(np.int32) - 128)
+        return Grouped(FP4[codes], scales)
 
 
 def scheme(raw: Mapping[str, Any]) -> Scheme:

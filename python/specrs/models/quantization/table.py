@@ -15,7 +15,8 @@ from specrs.errors import UnsupportedConfigError, invalid
 from specrs.models.checkpoint import read_json, resolve_folder
 from specrs.models.errors import malformed, unsupported
 from specrs.models.gguf.checkpoint import gguf_path
-from specrs.models.gguf.file import PLAIN, open_gguf
+from specrs.models.gguf.file import open_gguf
+from specrs.models.gguf.types import PLAIN
 from specrs.models.quantization import awq, compressed_tensors, fp8, gptq, mxfp4
 from specrs.models.quantization.base import Scheme
 

@@ -11,7 +11,7 @@ from specrs.drafters.base import Drafter
 from specrs.kernels.cuda.prepare import Sizes
 from specrs.kernels.cuda.sampling_scratch import SamplingScratch
 from specrs.kernels.cuda.sampling_structs import RowParams
-from specrs.models.base import Model
+from specrs.models.base import TorchModel
 from specrs.models.eagle3_cuda import CudaEagle3Head
 from specrs.models.kv_cache import KVCache
 from specrs.runner.cuda.buffers import Buffers, DeviceRecord
@@ -48,7 +48,7 @@ class Context:
     buffers: Buffers
     chunks: ChunkBuffers
     scratch: SamplingScratch
-    target: Model
+    target: TorchModel
     kv_cache: KVCache
     drafter: Drafter | None
     head: Head | None  # of a drafter that reads hidden states

@@ -12,7 +12,7 @@ from specrs.kernels.cuda.hidden_states import gather_states
 from specrs.kernels.cuda.sampling_cut import sampling_cut
 from specrs.kernels.cuda.sampling_structs import Cut
 from specrs.kernels.cuda.spread_logits import spread_logits
-from specrs.models.base import Model
+from specrs.models.base import TorchModel
 from specrs.models.eagle3_cuda import CudaEagle3Head
 from specrs.models.inputs import PassInputs
 from specrs.runner.cuda.context import Context
@@ -144,7 +144,7 @@ def _argmax(ctx: Context, hidden: Tensor, ids: Tensor, top: Tensor) -> None:
 
 def _logits(ctx: Context, hidden: Tensor, out: Tensor) -> None:
     """Logits over the target's ids, `[N, V]`."""
-    model: Model | CudaEagle3Head = model_drafter(ctx.drafter).model if ctx.head is None else ctx.head.model
+    model: TorchModel | CudaEagle3Head = model_drafter(ctx.drafter).model if ctx.head is None else ctx.head.model
     if ctx.reduced is None:
         known = out.shape[1] if ctx.head is not None else model_drafter(ctx.drafter).model.vocab_size
         model.compute_logits(hidden, out[:, :known])

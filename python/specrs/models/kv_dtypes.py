@@ -1,0 +1,74 @@
+"""Types, scales and sizes of K and V in a KV cache. Holds no cache."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from specrs.arrays import FLOAT8_E4M3, FLOAT8_E5M2, FLOAT32
+from specrs.errors import CheckpointError, UnsupportedConfigError, invalid
+from specrs.kernels.kv_scales import KVScales
+from specrs.models.config import ModelConfig
+from specrs.models.kv_groups import KVGroups
+from specrs.models.tensors import Readable
+
+CODES: dict[str, np.dtype[Any]] = {"fp8_e4m3": FLOAT8_E4M3, "fp8_e5m2": FLOAT8_E5M2}
+"""Values of `kv_cache_dtype` that mean codes."""
+SCALE_NAMES = ("{x}_scale", "attn.{x}_scale", "{x}_proj.{x}_scale", "qkv_proj.{x}_scale", "{x}_proj.output_scale")
+"""Names that quantizers give the scale of x, k or v, after `self_attn.`"""
+
+
+def resolve_cache_dtype(field: str, kv_cache_dtype: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the type of K and V in the cache of a model of `dtype`. Raises UnsupportedConfigError naming `field` for
+    numbers of another type than the model's."""
+    name = str(dtype)
+    if kv_cache_dtype in ("auto", name):
+        return dtype
+    if kv_cache_dtype not in CODES:
+        reason = f"not implemented for a model computed in {name}; allowed: 'auto', 'fp8', 'fp8_e4m3' or 'fp8_e5m2'"
+        raise invalid(UnsupportedConfigError, field, kv_cache_dtype, reason)
+    return CODES[kv_cache_dtype]
+
+
+def read_kv_scales(checkpoint: Readable, attention: str) -> KVScales:
+    """Return the scales of the layer whose tensors' names begin with `attention`.
+
+    They are 1 where there are none; where there is one it is both, as older quantizers wrote it. Raises CheckpointError
+    for what is no scale of a whole tensor.
+    """
+    found: list[float | None] = []
+    for x in "kv":
+        names = (attention + pattern.format(x=x) for pattern in SCALE_NAMES)
+        name = next((name for name in names if name in checkpoint), None)
+        if name is None:
+            found.append(None)
+            continue
+        array = checkpoint.read(name, FLOAT32)
+        if array.size != 1:
+            raise CheckpointError(
+                f"{checkpoint.folder}: {name} has shape {array.shape}, allowed is one scale of a layer"
+            )
+        value = array.item()
+        if not (math.isfinite(value) and value > 0):
+            raise CheckpointError(f"{checkpoint.folder}: {name}={value:g}: must be finite and greater than 0")
+        found.append(value)
+    k, v = found
+    return KVScales(k or v or 1.0, v or k or 1.0)
+
+
+def kv_shape(
+    config: ModelConfig, num_blocks: int, block_size: int, groups: KVGroups | None = None
+) -> tuple[int, int, int, int, int, int]:
+    """Return the shape of all layers of a cache: `[layers, num_blocks, 2, kv_heads, block_size, head_dim]`.
+
+    With `groups` its layers are those that a block has room for: a block is one of any group.
+    """
+    num_layers = config.num_layers if groups is None else groups.layers_per_block
+    return num_layers, num_blocks, 2, config.num_kv_heads, block_size, config.head_dim
+
+
+def kv_block_bytes(config: ModelConfig, block_size: int, itemsize: int, groups: KVGroups | None = None) -> int:
+    """Return the bytes of one block over all layers, or over those of a group, K and V of `itemsize` bytes each."""
+    return math.prod(kv_shape(config, 1, block_size, groups)) * itemsize

@@ -1,0 +1,92 @@
+"""The tensors of a checkpoint as torch's models read them, on any device, and random ones drawn there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specrs.arrays import Array
+from specrs.models.config import ModelConfig
+from specrs.models.dummy import STD, DummyCheckpoint, is_norm
+from specrs.models.shards import Cuts, Shard, ShardedTensors
+from specrs.models.tensors import Readable, Tensors
+from specrs.models.torch_arrays import TORCH_DTYPES, to_numpy, to_torch
+
+CPU = torch.device("cpu")
+
+
+class TorchTensors(Readable, Protocol):
+    """Where the tensors of one of torch's models come from."""
+
+    def tensor(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return one tensor as `dtype` on `device`."""
+
+
+def torch_tensors(tensors: Tensors, config: ModelConfig, shard: Shard | None) -> TorchTensors:
+    """Return the tensors of a checkpoint of `config`, of each the part of `shard`; None: all of it."""
+    if isinstance(tensors, DummyCheckpoint):
+        return TorchDummy(config, shard)
+    return TorchArrays(tensors if shard is None else ShardedTensors(tensors, config, shard))
+
+
+class TorchArrays:
+    """The tensors of a checkpoint, which are in the host's memory. A device holds those alone that are asked for."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self._tensors = tensors
+
+    @property
+    def folder(self) -> Path | str:
+        """What messages call it."""
+        return self._tensors.folder
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def check(self, required: Mapping[str, tuple[int, ...]], optional: Mapping[str, tuple[int, ...]]) -> None:
+        """See `Named`."""
+        self._tensors.check(required, optional)
+
+    def read(self, name: str, dtype: np.dtype[Any]) -> Array:
+        """See `TorchTensors`."""
+        return self._tensors.read(name, dtype)
+
+    def tensor(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """See `TorchTensors`. On a CPU its memory may be the file's."""
+        return to_torch(self._tensors.mapped(name)).to(device=device, dtype=dtype)
+
+
+class TorchDummy(DummyCheckpoint):
+    """Random tensors that are drawn whole on the device that asks for them: a host would take minutes."""
+
+    def __init__(self, config: ModelConfig, shard: Shard | None) -> None:
+        super().__init__(config)
+        self._cuts = None if shard is None else Cuts(config, shard)
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def mapped(self, name: str) -> Array:
+        """See `DummyCheckpoint`; a rank's part."""
+        return to_numpy(self.tensor(name, torch.float32, CPU))
+
+    def read(self, name: str, dtype: np.dtype[Any]) -> Array:
+        """See `TorchTensors`."""
+        return to_numpy(self.tensor(name, TORCH_DTYPES[dtype], CPU))
+
+    def tensor(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """See `TorchTensors`; the same for the same order of calls."""
+        shape = self.shapes[name]
+        if is_norm(name):
+            whole = torch.ones(shape, dtype=dtype, device=device)
+        else:
+            generator = self._generators.setdefault(device, torch.Generator(device).manual_seed(0))
+            whole = torch.empty(shape, dtype=dtype, device=device).normal_(0.0, STD, generator=generator)
+        cut = None if self._cuts is None else self._cuts.of(name, shape)
+        if cut is None:
+            return whole
+        parts = [whole[place] for place in cut.slices]
+        return torch.cat([*parts, whole.new_zeros((cut.zero_rows, *shape[1:]))] if cut.zero_rows else parts)
