@@ -273,7 +273,7 @@ class Blueprint:
             return None
         cache, vocab_size = draft.allocate_cache(blocks, self.config.block_size), self.weights.target.vocab_size
         if self.weights.shared is not None:
-            shared = SharedIds.of(self.weights.shared, self.device)
+            shared = SharedIds.of(self.weights.shared, draft.device)
             return TranslatedDraftModel(draft, cache, context, vocab_size, shared=shared)
         if self.weights.mask_token_id is None:
             return DraftModel(draft, cache, context, vocab_size)

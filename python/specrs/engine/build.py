@@ -60,7 +60,7 @@ def build_engine(config: EngineConfig, weights: Weights | None = None, lead: Lea
             reason = "not implemented for weights that are loaded; allowed: 1"
             raise invalid(UnsupportedConfigError, "tensor_parallel_size", config.tensor_parallel_size, reason)
         return _build_on_ranks(config, lead)
-    with current(resolve_device(config.device) if weights is None else weights.target.device):
+    with current(resolve_device(config.device) if weights is None else weights.device):
         if weights is None:
             check_memory(config)
             weights = load_weights(config)
