@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from specrs.models import tensor_passes
+from specrs.models.base import HiddenStates, TorchModel
+from specrs.models.dense_native import NativeDense
 from specrs.models.eagle3_native import NativeEagle3Head
 from specrs.models.inputs import PassInputs
 from specrs.models.kv_cache import KVCache
@@ -24,6 +26,54 @@ def tensors_of(cache: NativeKVCache | KVCache) -> KVCache:
     return KVCache([to_torch(layer) for layer in cache.layers], cache.block_size)
 
 
+class TensorPasses:
+    """A native decoder whose passes take and return tensors. All else is the decoder's."""
+
+    def __init__(self, native: NativeDense) -> None:
+        self.native = native
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.native, name)
+
+    def forward(self, inputs: PassInputs, kv_cache: Any, hidden_layers: Sequence[int] = ()) -> HiddenStates:
+        """See `TorchModel`; like what follows."""
+        final, entries = self.native.forward(native_inputs(inputs), kv_cache, hidden_layers)
+        return HiddenStates(torch.from_numpy(final), None if entries is None else torch.from_numpy(entries))
+
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """See `TorchModel`."""
+        logits = torch.from_numpy(self.native.compute_logits(hidden.numpy()))
+        return logits if out is None else out.copy_(logits[:, : out.shape[1]])
+
+    def compute_argmax(self, hidden: Tensor, ids: Tensor, top: Tensor, num_ids: int | None = None) -> None:
+        """See `TorchModel`."""
+        for into, found in zip((ids, top), self.native.compute_argmax(hidden.numpy(), num_ids), strict=True):
+            into.copy_(torch.from_numpy(found))
+
+    plan_steps = TorchModel.plan_steps
+    forward_planned = TorchModel.forward_planned
+
+
+def native_inputs(inputs: PassInputs) -> NativeInputs:
+    """Return the same inputs as arrays, which share their memory where it is contiguous."""
+    return NativeInputs(
+        input_ids=_array(inputs.input_ids),
+        positions=_array(inputs.positions),
+        slots=_array(inputs.slots),
+        q_start=_array(inputs.q_start),
+        block_table=_array(inputs.block_table),
+        k_start=_array(inputs.k_start),
+        group_slots=_array(inputs.group_slots),
+        group_tables=_array(inputs.group_tables),
+        prompts=inputs.prompts,
+        adapters=[(given.adapter, given.rows.tolist()) for given in inputs.adapters],
+    )
+
+
+def _array(tensor: Tensor | None) -> Any:
+    return None if tensor is None else tensor.contiguous().numpy()
+
+
 class TensorHead:
     """A native head whose passes take and return tensors. All else is the head's."""
 
@@ -39,7 +89,7 @@ class TensorHead:
     def forward(
         self, inputs: PassInputs, hidden: Tensor, kv_cache: Any, k_start: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        fed = tensor_passes.native_inputs(inputs)
+        fed = native_inputs(inputs)
         if k_start is not None:
             fed = NativeInputs(
                 fed.input_ids, fed.positions, fed.slots, fed.q_start, fed.block_table, np.asarray(k_start)
@@ -60,4 +110,6 @@ def numbers_of(weight: NativeWeight) -> Any:
 
 def over_tensors(model: Any) -> Any:
     """A decoder or head, or if it is native what feeds it tensors."""
-    return TensorHead(model) if isinstance(model, NativeEagle3Head) else tensor_passes.over_tensors(model)
+    if isinstance(model, NativeDense):
+        return TensorPasses(model)
+    return TensorHead(model) if isinstance(model, NativeEagle3Head) else model

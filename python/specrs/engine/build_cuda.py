@@ -232,7 +232,7 @@ def measure_num_blocks(blueprint: Blueprint) -> int:
     per_block = blueprint.bytes_per_block
     per_request = (1 + len(blueprint.window_groups)) * -(-blueprint.max_model_len // config.block_size)
     needed = blueprint.least_blocks * per_block
-    given = given_num_blocks(config, per_block, blueprint.max_model_len, blueprint.least_blocks, blueprint.device)
+    given = given_num_blocks(config, per_block, blueprint.max_model_len, blueprint.least_blocks, str(device))
     if given is not None:
         return given
     free, total = torch.cuda.mem_get_info(device)

@@ -7,10 +7,11 @@ import ctypes.util
 import os
 import shutil
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
-from specrs.engine.optional import check_installed, is_installed
 from specrs.errors import InvalidConfigError, UnsupportedConfigError, invalid
+from specrs.extras import require
 
 MIN_CAPABILITY = (8, 0)
 """bf16 tensor cores and asynchronous copies to shared memory, which the kernels are written for."""
@@ -22,13 +23,15 @@ def resolve_device(device: str) -> str:
     """Return `cpu` or `cuda:N` for `auto`, `cpu`, `cuda` or `cuda:N`; `auto` is a GPU where one serves.
 
     Raises:
-        InvalidConfigError: there is no such GPU, or no C compiler, which Triton needs to start kernels.
-        UnsupportedConfigError: the GPU's compute capability is too low, or torch or Triton is not installed.
+        InvalidConfigError: there is no such GPU, or no C compiler, which Triton needs to start kernels, or torch or
+            Triton is not installed.
+        UnsupportedConfigError: the GPU's compute capability is too low.
     """
     if device == "cpu" or (device == "auto" and not _auto_has_gpu()):
         return "cpu"
     name = "cuda" if device == "auto" else device
-    check_installed(("torch", "triton"), "device", name, "a GPU", "cuda", "use device='cpu'")
+    for package in ("torch", "triton"):
+        require(package, "cuda", f"device={name!r}")
     import torch
 
     if not torch.cuda.is_available():
@@ -114,7 +117,7 @@ def _has_driver() -> bool:
 
 
 def _auto_has_gpu() -> bool:
-    if not (is_installed("torch") and is_installed("triton") and _has_driver()):
+    if not (find_spec("torch") and find_spec("triton") and _has_driver()):
         return False
     import torch
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from specrs.config import EngineConfig
-from specrs.engine.device import device_type, resolve_device
+from specrs.engine.device import resolve_device
 from specrs.engine_options import DEFAULT_CPU_KV_CACHE_BYTES
 from specrs.errors import InvalidConfigError, invalid
 
@@ -19,7 +19,7 @@ def memory_of(device: str) -> int:
 
     On a GPU this is the free memory. On a CPU it is the machine's memory, or the limit of the container.
     """
-    if device_type(device) == "cuda":
+    if device != "cpu":
         import torch
 
         return int(torch.cuda.mem_get_info(device)[0])

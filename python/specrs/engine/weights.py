@@ -14,14 +14,13 @@ from specrs.config import EngineConfig
 from specrs.drafters.text import Bridge, Vocabulary
 from specrs.drafters.vocabulary import SharedVocabulary
 from specrs.engine.device import device_of_rank, device_type, resolve_device
-from specrs.engine.optional import check_installed
 from specrs.errors import (
     InvalidConfigError,
     TokenizerMismatchError,
     UnsupportedConfigError,
-    UnsupportedModelError,
     invalid,
 )
+from specrs.extras import require
 from specrs.models.base import Model, TorchModel
 from specrs.models.checkpoint import resolve_folder
 from specrs.models.config import MASK_TOKEN_FIELDS, ModelConfig
@@ -122,8 +121,7 @@ def load_weights(config: EngineConfig, ranks: Ranks | None = None) -> Weights:
         theirs = Tokenizer(*draft)
     if config.rule == "coupled" and target.device_type == "cpu":
         return Weights(target, model, bridge=Bridge(_vocabulary(ours, target), _vocabulary(theirs, model)))
-    shared = _shared(draft[0], ours, theirs, target, model, device)
-    return Weights(target, model, shared=shared)
+    return Weights(target, model, shared=_shared(draft[0], ours, theirs, target, model))
 
 
 def _of_draft(config: EngineConfig, ranks: Ranks | None) -> Ranks | None:
@@ -164,9 +162,7 @@ def _vocabulary(tokenizer: Tokenizer, model: Model) -> Vocabulary:
     return Vocabulary(tokenizer.backend, bos if begins else None, ends)
 
 
-def _shared(
-    draft: str, ours: Tokenizer, theirs: Tokenizer, target: Model, model: Model, device: str
-) -> SharedVocabulary:
+def _shared(draft: str, ours: Tokenizer, theirs: Tokenizer, target: Model, model: Model) -> SharedVocabulary:
     """Raises TokenizerMismatchError if nothing is shared."""
     sizes, unknown = (target.vocab_size, model.vocab_size), unknown_id(theirs)
     pairs = [pair for pair in shared_ids(ours, theirs) if pair[0] < sizes[0] and pair[1] < sizes[1]]
@@ -256,13 +252,13 @@ def _load(
 
 
 def _check_torch(config: EngineConfig, dtype: np.dtype[Any]) -> None:
-    """Raise UnsupportedConfigError for what torch computes on a CPU, where it is not installed."""
-    field, value, remedy = "dtype", cast("object", str(dtype)), "use dtype='float32' or 'bfloat16'"
+    """Raise InvalidConfigError for what torch computes on a CPU, where it is not installed."""
+    field = f"dtype={str(dtype)!r}"
     if config.enforce_eager:
-        field, value, remedy = "enforce_eager", True, "leave it out"
+        field = "enforce_eager=True"
     elif config.tensor_parallel_size > 1:
-        field, value, remedy = "tensor_parallel_size", config.tensor_parallel_size, "use 1"
-    check_installed(("torch",), field, value, "this setting on a CPU", "transformers", remedy)
+        field = f"tensor_parallel_size={config.tensor_parallel_size}"
+    require("torch", "transformers", field)
 
 
 def _is_generic(config: EngineConfig, source: str, revision: str | None, device: str) -> bool:
@@ -284,15 +280,8 @@ def _load_generic(
     if quantization is not None:
         reason = f"not implemented with model_impl='transformers', which {source} needs; allowed: None"
         raise invalid(UnsupportedConfigError, at + "quantization", quantization, reason)
-    check_installed(
-        ("torch", "transformers"),
-        "model",
-        source,
-        "an architecture that specrs does not implement",
-        "transformers",
-        "choose a model of docs/supported.md",
-        UnsupportedModelError,
-    )
+    for package in ("torch", "transformers"):
+        require(package, "transformers", f"model={source!r}")
     from specrs.models.generic_loader import load_generic  # and transformers' models, which others do without
 
     model = load_generic(

@@ -106,7 +106,7 @@ def dequantize(blocks: Array, kind: str, path: Path) -> Array:
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize as by_package
     except ImportError as fault:
-        reason = f"weights of type {kind} need the package gguf ({fault}): pip install specrs[gguf]"
+        reason = f"weights of type {kind} need the package gguf ({fault}); install it: pip install gguf"
         raise invalid(UnsupportedModelError, "model", str(path), reason) from None
     with np.errstate(all="ignore"):  # scales that are not finite are the caller's to name
         made: Array = by_package(blocks, GGMLQuantizationType[kind])
