@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from specrs.models.dense_native import NativeDense, NativeKVCache
+from specrs.models.dense_native import NativeDense
 from specrs.models.eagle3_native import NativeEagle3Head
+from specrs.models.native_cache import NativeKVCache
 from specrs.runner.callable_model import Returned
 
 PASS_ARRAYS = ("input_ids", "positions", "slots", "q_start", "block_table")
@@ -33,7 +34,7 @@ class NativeCalls:
         if isinstance(model, NativeEagle3Head):
             self.vocab_size, self.num_layers = vocab_size, 1
             if model.vocab_size != vocab_size:
-                self.target_ids = np.array(model.target_ids.tolist(), dtype=np.int64)
+                self.target_ids = model.target_ids
             self.aux_hidden_state_layers = list(model.aux_layer_ids)
             self.aux_hidden_state_size = model.weights.config.target_hidden_size
         else:
