@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from native_calls import NativeCalls
 from numpy.typing import NDArray
 from specrs.drafters.cpu import CpuDrafter
 from specrs.runner.cpu import CpuRunner
-
-from native_calls import NativeCalls
 
 Raises = Callable[[int], bool]
 """Whether the drafter's pass of this number raises."""

@@ -59,7 +59,9 @@ class Drafts:
             rows, counts = record["entry_row"][decode].tolist(), {}
             for name in ("num_emitted", "num_accepted", "num_drafted"):
                 counts[name] = slot.results_arrays[name][decode].tolist()
-            for row, tokens, emitted, accepted, drafted in zip(rows, slot.tokens.tolist(), *counts.values(), strict=False):
+            for row, tokens, emitted, accepted, drafted in zip(
+                rows, slot.tokens.tolist(), *counts.values(), strict=False
+            ):
                 if drafted:
                     drafts = tokens[:accepted] + tokens[accepted + 1 : drafted + 1]
                     said = (int(state.draft_start[row]), int(state.num_tokens[row]) - emitted, drafts)

@@ -34,7 +34,7 @@ def shorten(patch: pytest.MonkeyPatch, blocks: int) -> None:
 
 
 def first_blocks(cache: NativeKVCache, count: int) -> Any:
-    """`count` blocks in the same memory. The next one is taken for the scratch block, which native passes do not use."""
+    """`count` blocks in the same memory. Native passes do not use the scratch block, which is the next one."""
     return native_cache([layer[: count + 1] for layer in cache.layers])
 
 

@@ -11,14 +11,13 @@ import pytest
 from checkpoints import make_checkpoint, make_eagle3, perturb_checkpoint
 from engine.harness import VOCAB, config, make_prompts, poison, run
 from engine.logits import LOGITS, logits_of
+from native_calls import NativeCalls, call_native
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
 from specrs.engine.weights import load_weights
 from specrs.models.eagle3_native import NativeEagle3Head
 from specrs.sampling import SamplingParams
-
-from native_calls import NativeCalls, call_native
 
 WINDOWED = {"layers": 2, "use_sliding_window": True, "sliding_window": 11, "max_window_layers": 0}
 MIXED = {"layers": 3, "use_sliding_window": True, "sliding_window": 11, "max_window_layers": 1}
