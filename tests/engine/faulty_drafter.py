@@ -1,14 +1,16 @@
 """Drafters some of whose passes raise. Holds no tests."""
 
+import math
 import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
-from specrs.engine.engine import Engine
-from specrs.models.inputs import PassInputs
-from torch import Tensor
+from native_calls import NativeCalls
+from numpy.typing import NDArray
+from specrs.drafters.cpu import CpuDrafter
+from specrs.runner.cpu import CpuRunner
 
 Raises = Callable[[int], bool]
 """Whether the drafter's pass of this number raises."""
@@ -18,49 +20,60 @@ class BrokenError(Exception):
     """What drafters raise here."""
 
 
-class _Count(threading.local):
-    """A thread's own: where ranks are threads, each has a drafter."""
-
-    calls = depth = 0
-
-
 class Faulty:
-    """The passes of an engine's drafter, some of which raise when they have written NaN where they were to write KV."""
+    """The passes of the drafters of engines that are made after this, some of which raise."""
 
-    def __init__(
-        self, engine: Engine, raises: Raises, patch: pytest.MonkeyPatch, here: Callable[[], bool] = lambda: True
-    ) -> None:
-        """Those that `raises` says, in threads of which `here` is true."""
-        self.engine, self.raises, self.here = engine, raises, here
+    def __init__(self, raises: Raises, patch: pytest.MonkeyPatch, here: Callable[[], bool] = lambda: True) -> None:
+        """Those that `raises` says, in threads of which `here` is true. Passes are numbered from 1 in each thread."""
         self.raised = 0
-        self._count = _Count()
-        kind = type(engine.drafter)
-        for name in ("feed", "propose", "propose_all", "step"):
-            if hasattr(kind, name):
-                patch.setattr(kind, name, self._broken(getattr(kind, name)))
+        self._raises, self._here = raises, here
+        self._count = threading.local()  # where ranks are threads, each has a drafter
+        source = CpuRunner._draft_source
 
-    def _broken(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(drafter: Any, inputs: PassInputs | Tensor, *args: Any, **fields: Any) -> Any:
-            count = self._count
-            count.depth += 1
-            try:
-                found = method(drafter, inputs, *args, **fields)
-            finally:
-                count.depth -= 1
-            if count.depth:  # `propose` of a draft model is made of `feed`
-                return found
-            count.calls += 1
-            if self.here() and self.raises(count.calls):
-                self.raised += 1
-                if isinstance(inputs, PassInputs):
-                    _spoil(drafter.kv_cache, inputs.slots)
-                raise BrokenError(count.calls)
-            return found
+        def broken(runner: CpuRunner, drafter: CpuDrafter) -> Any:
+            model = source(runner, drafter)
+            if isinstance(model, tuple):
+                model = NativeCalls(drafter.model, drafter.kv_cache, runner.target.vocab_size)
+            return FaultyPasses(model, drafter.kv_cache, self._end)
 
-        return call
+        patch.setattr(CpuRunner, "_draft_source", broken)
+
+    def _end(self) -> None:
+        self._count.calls = getattr(self._count, "calls", 0) + 1
+        if self._here() and self._raises(self._count.calls):
+            self.raised += 1
+            raise BrokenError(self._count.calls)
 
 
-def _spoil(cache: Any, slots: Tensor) -> None:
+class FaultyPasses:
+    """A `CallableModel` whose passes may raise after they have written NaN where they were to write KV."""
+
+    def __init__(self, model: Any, kv_cache: Any, end: Callable[[], None]) -> None:
+        """`end` is called at the end of each pass, and raises or does not."""
+        self._model, self._kv_cache, self._end = model, kv_cache, end
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def forward(self, inputs: dict[str, Any], *args: Any) -> Any:
+        """Run the model's pass."""
+        slots = inputs["slots"]
+        found = self._model.forward(inputs, *args)
+        try:
+            self._end()
+        except BrokenError:
+            _spoil(self._kv_cache, slots)
+            raise
+        return found
+
+    def fuse(self, states: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Run the head's combination of hidden states, which counts as a pass."""
+        fused: NDArray[np.float32] = self._model.fuse(states)
+        self._end()
+        return fused
+
+
+def _spoil(cache: Any, slots: NDArray[np.int64]) -> None:
     slots = slots[slots >= 0]
-    for tensor in (*cache.k, *cache.v):
-        tensor[slots // cache.block_size, :, slots % cache.block_size] = torch.nan
+    for layer in (*cache.k, *cache.v):
+        layer[slots // cache.block_size, :, slots % cache.block_size] = math.nan

@@ -12,7 +12,7 @@ from specrs.runner.extras import ExtrasLookup
 from specrs.runner.ring import Header, Ring, RingSlot
 from specrs.sampling import RequestLimits
 from specrs.speculative_config import SpeculativeConfig
-from specrs.verify.logprobs import TokenLogprobs
+from specrs.verify.token_logprobs import TokenLogprobs
 
 VOCAB, K, MAX_MODEL_LEN, BLOCK_SIZE, EOS = 2048, 3, 64, 4, 0
 

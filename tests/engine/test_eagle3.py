@@ -17,17 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from specrs.config import EngineConfig
 from specrs.core import NotRunningError, UnknownRequestError
-from specrs.drafters.hidden import HeadDrafter
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
 from specrs.engine.weights import load_weights
 from specrs.errors import InvalidConfigError, UnsupportedConfigError
-from specrs.reference.iteration import Drafted, draft
-from specrs.runner import eager
-from specrs.runner.cuda.entries import Iteration
+from specrs.runner.callable_model import CallableHead, CallableModel
 from specrs.runner.ring import Header, RingSlot
-from specrs.runner.row_state import RowState
 from sweep import sweep
 
 from engine import harness
@@ -59,18 +55,19 @@ class Drafts:
             admitted = (record[name][: header.num_admitted].tolist() for name in ("admit_row", "admit_request_id"))
             request_of.update(zip(*admitted, strict=True))
             launch(slot, header)
-
-        def drafted(state: RowState, it: Iteration, *args: Any) -> Drafted:
-            found = draft(state, it, *args)
-            hidden = self.engine.runner.hidden  # type: ignore[attr-defined]
-            for row, n, k in zip(it.rows.tolist(), it.num_tokens.tolist(), it.num_drafts.tolist(), strict=True):
-                if k:
-                    said = (int(hidden.draft_start[row]), n, state.tokens[row, n : n + k].tolist())
+            decode, state = slice(0, header.num_decode), self.engine.runner.state
+            rows, counts = record["entry_row"][decode].tolist(), {}
+            for name in ("num_emitted", "num_accepted", "num_drafted"):
+                counts[name] = slot.results_arrays[name][decode].tolist()
+            for row, tokens, emitted, accepted, drafted in zip(
+                rows, slot.tokens.tolist(), *counts.values(), strict=False
+            ):
+                if drafted:
+                    drafts = tokens[:accepted] + tokens[accepted + 1 : drafted + 1]
+                    said = (int(state.draft_start[row]), int(state.num_tokens[row]) - emitted, drafts)
                     self.rounds.setdefault(request_of[row], []).append(said)
-            return found
 
         patch.setattr(self.engine.runner, "launch", launched)
-        patch.setattr(eager, "draft", drafted)
         return self
 
     def check(self, target: Any, head: Head, jobs: list[Request]) -> None:
@@ -208,43 +205,49 @@ def test_a_batch_at_k_0_does_no_draft_work(head_bank: Bank) -> None:
 
 
 def test_no_first_token_waits_for_the_head(head_bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = head_engine(head_bank, "fitted", k=4, max_num_batched_tokens=512)
     passes: list[str] = []
-    feed, forward = HeadDrafter.feed, type(engine.runner.target).forward
-    monkeypatch.setattr(HeadDrafter, "feed", lambda *args: (passes.append("head"), feed(*args))[1])
-    monkeypatch.setattr(type(engine.runner.target), "forward", lambda *a: (passes.append("target"), forward(*a))[1])
+    for name, kind in (("head", CallableHead), ("target", CallableModel)):
+        forward = kind.forward
+
+        def noted(own: Any, *args: Any, name: str = name, forward: Any = forward) -> Any:
+            passes.append(name)
+            return forward(own, *args)
+
+        monkeypatch.setattr(kind, "forward", noted)
+    engine = head_engine(head_bank, "fitted", k=4, max_num_batched_tokens=512)
     job = request(0, head_bank.prompts[5], k=4, max_tokens=9, engine_k=4, ignore_eos=True)
     engine.add_request(job)
     engine.step()
     assert len(job.output_token_ids) == 1
     assert passes == ["target"]
     engine.step()
-    assert passes == ["target", "head", "target"]
+    assert passes == ["target", "head", *["head"] * 4, "target"], "after the prompt, and its own"
 
 
-def test_no_first_token_waits_for_the_head_of_one_call(head_bank: Bank) -> None:
+def test_no_first_token_waits_for_a_native_head(head_bank: Bank) -> None:
     engine = head_engine(head_bank, "fitted", k=4, dtype="float32", max_num_batched_tokens=512)
     job = request(0, head_bank.prompts[5], k=4, max_tokens=9, engine_k=4, ignore_eos=True)
     engine.add_request(job)
     engine.step()
     assert (len(job.output_token_ids), engine.stats().draft_passes) == (1, 0)
     engine.step()
-    assert engine.stats().draft_passes == 1 + 4, "behind the prompt, and its own"
+    assert engine.stats().draft_passes == 1 + 4, "after the prompt, and its own"
 
 
 @pytest.mark.parametrize("method", ["eagle3", "ngram,eagle3"])
 @sweep(15)
 @given(data=st.data())
-def test_native_text_and_logits_are_those_without_drafts(method: str, head_bank: Bank, data: st.DataObject) -> None:
+def test_drafts_change_no_bit(method: str, head_bank: Bank, data: st.DataObject) -> None:
     """Text is that of K = 0, and logits are its bits."""
     fields = data.draw(engine_settings(), label="engine")
     if method != "eagle3":  # drafters on the host want the last launch settled
         fields["launch_depth"] = 1
     engine_k = data.draw(st.integers(1, 8), label="engine K")
     head = data.draw(st.sampled_from(sorted(head_bank.drafts)), label="head")
+    dtype = data.draw(st.sampled_from(["float32", "bfloat16"]), label="dtype")
     choice = st.tuples(st.integers(0, len(head_bank.prompts) - 1), st.integers(0, engine_k), st.booleans())
     asked = data.draw(st.lists(choice, min_size=1, max_size=6), label="requests")
-    engine = head_engine(head_bank, head, k=engine_k, dtype="float32", method=method, **(fields | LOGITS))
+    engine = head_engine(head_bank, head, k=engine_k, dtype=dtype, method=method, **(fields | LOGITS))
     assert engine.runner.is_native
     poison(engine)
     jobs = []
@@ -255,7 +258,7 @@ def test_native_text_and_logits_are_those_without_drafts(method: str, head_bank:
         engine.add_request(jobs[-1])
     run(engine)
     for job, (prompt, _, logits) in zip(jobs, asked, strict=True):
-        expected = alone(head_bank.target, tuple(head_bank.prompts[prompt]), "float32")
+        expected = alone(head_bank.target, tuple(head_bank.prompts[prompt]), dtype)
         assert job.output_token_ids == expected.argmax(axis=1).tolist()
         assert not logits or np.array_equal(logits_of(job).view(np.int32), expected.view(np.int32))
 

@@ -16,22 +16,26 @@ from hf_reference import generate, load
 from hypothesis import given
 from hypothesis import strategies as st
 from specrs.core import DRAFTER_DEVICE, CostModel, SpeculationPlanner
-from specrs.drafters.text import TextDraftModel
+from specrs.drafters.cpu import CpuDrafter
+from specrs.drafters.text import Bridge
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.weights import Weights, load_weights
-from specrs.runner.ring import RingSlot
+from specrs.runner.callable_model import CallableModel
+from specrs.runner.ring import Header, RingSlot
 from sweep import sweep
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from engine.harness import LONGEST, Bank, config, greedy_jobs, poison, request, run, run_greedy
+from engine.faulty_drafter import BrokenError, Faulty
+from engine.harness import LONGEST, Bank, config, greedy_jobs, native_bank, poison, request, run, run_greedy
 from engine.test_equivalence import engine_settings
 from engine.test_sampling import SAMPLED, sampled, vanilla_text
 
 WORDS = ["def", "return", "value", "for", "in", "range", "é", "数", "print", "the", "cat", "sat", "\n", "  "]
-LOADED: dict[Path, Weights] = {}
+LOADED: dict[str, Weights] = {}
+"""By dtype."""
 
 
 def write_tokenizer(folder: Path, size: int, seed: int) -> Backend:
@@ -88,6 +92,12 @@ def text_bank(tmp_path_factory: pytest.TempPathFactory) -> Bank:
     )
 
 
+@pytest.fixture(scope="module")
+def banks(text_bank: Bank) -> dict[str, Bank]:
+    """By dtype: torch computes float64, the core float32."""
+    return {"float64": text_bank, "float32": native_bank(text_bank, "float32")}
+
+
 def make_engine(bank: Bank, k: int, method: str = "draft_model", **fields: Any) -> Engine:
     draft = bank.drafts["draft"]
     if method != "draft_model":
@@ -99,27 +109,31 @@ def make_engine(bank: Bank, k: int, method: str = "draft_model", **fields: Any) 
         "use_heterogeneous_vocab": True,
         "rejection_sample_method": "coupled",
     }
-    made = replace(config(bank.target, draft, k=k, **fields), speculative_config=speculative)
-    if bank.target not in LOADED:
-        LOADED[bank.target] = load_weights(made)
-    engine = build_engine(made, LOADED[bank.target])
-    assert isinstance(engine.drafter, TextDraftModel)
+    made = replace(config(bank.target, draft, k=k, dtype=bank.dtype, **fields), speculative_config=speculative)
+    if bank.dtype not in LOADED:
+        LOADED[bank.dtype] = load_weights(made)
+    engine = build_engine(made, LOADED[bank.dtype])
+    assert engine.runner.is_native == (bank.dtype == "float32")
+    assert isinstance(engine.drafter, CpuDrafter)
+    assert engine.drafter.bridge is not None
     return engine
 
 
 @sweep(12)
 @given(data=st.data())
-def test_greedy_text(text_bank: Bank, data: st.DataObject) -> None:
+def test_greedy_text(banks: dict[str, Bank], data: st.DataObject) -> None:
+    bank = banks[data.draw(st.sampled_from(sorted(banks)), label="dtype")]
     fields = data.draw(engine_settings(), label="engine")
     k = data.draw(st.integers(1, 8), label="engine K")
-    engine = make_engine(text_bank, k, **fields)
+    engine = make_engine(bank, k, **fields)
     poison(engine)
-    run_greedy(engine, text_bank, data.draw(greedy_jobs(text_bank, k), label="requests"), k)
+    run_greedy(engine, bank, data.draw(greedy_jobs(bank, k), label="requests"), k)
 
 
 @sweep(12)
 @given(data=st.data())
-def test_coupled_text_is_a_function_of_the_seed(text_bank: Bank, data: st.DataObject) -> None:
+def test_coupled_text_is_a_function_of_the_seed(banks: dict[str, Bank], data: st.DataObject) -> None:
+    text_bank = banks[data.draw(st.sampled_from(sorted(banks)), label="dtype")]
     fields = data.draw(engine_settings(), label="engine")
     k = data.draw(st.integers(1, 8), label="engine K")
     method = data.draw(st.sampled_from(["draft_model", "suffix,draft_model"]), label="method")
@@ -137,8 +151,10 @@ def test_coupled_text_is_a_function_of_the_seed(text_bank: Bank, data: st.DataOb
         assert job.output_token_ids == expected
 
 
-def test_counts_are_those_of_a_plain_script(text_bank: Bank) -> None:
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_counts_are_those_of_a_plain_script(dtype: str, banks: dict[str, Bank]) -> None:
     """By transformers and the two tokenizers alone: read, write K tokens, read what they say, compare."""
+    text_bank = banks[dtype]
     k, draft = 4, load(text_bank.drafts["draft"])
     ours, theirs = (
         Backend.from_file(str(folder / "tokenizer.json")) for folder in (text_bank.target, text_bank.drafts["draft"])
@@ -175,22 +191,20 @@ def test_counts_are_those_of_a_plain_script(text_bank: Bank) -> None:
 
 
 def watch_feeding(engine: Engine, patch: pytest.MonkeyPatch) -> list[int]:
-    """How many tokens of its own each launch feeds the drafter; 0 where it is asked for nothing."""
+    """Return a list that fills with how many tokens of its own each launch feeds the drafter."""
     fed: list[int] = []
-    drafter = engine.drafter
-    assert isinstance(drafter, TextDraftModel)
-    write, feed = TextDraftModel.write, TextDraftModel._feed
+    forward, launch = CallableModel.forward, engine.runner.launch
 
-    def wrote(own: TextDraftModel, texts: Any) -> Any:
+    def launched(slot: RingSlot, header: Header) -> None:
         fed.append(0)
-        return write(own, texts)
+        launch(slot, header)
 
-    def counted(own: TextDraftModel, chunks: Any) -> Any:
-        fed[-1] += sum(len(ids) for _, _, ids in chunks)
-        return feed(own, chunks)
+    def counted(own: CallableModel, inputs: dict[str, Any], *args: Any) -> Any:
+        fed[-1] += len(inputs["input_ids"]) * (own._model is engine.drafter.model)
+        return forward(own, inputs, *args)
 
-    patch.setattr(TextDraftModel, "write", wrote)
-    patch.setattr(TextDraftModel, "_feed", counted)
+    patch.setattr(engine.runner, "launch", launched)
+    patch.setattr(CallableModel, "forward", counted)
     return fed
 
 
@@ -241,7 +255,7 @@ def test_kv_of_another_salt_is_not_gone_on_from(text_bank: Bank, monkeypatch: py
         fed.clear()
         run(engine)
         assert job.output_token_ids == text_bank.continuations[0][:6]
-        first.append(fed[0])
+        first.append(next(tokens for tokens in fed if tokens))
     assert first[0] == first[2] == first[4] > 10
     assert max(first[1], first[3]) < 8
 
@@ -253,7 +267,7 @@ def test_one_that_writes_nothing_is_asked_no_more(
     """Where K is planned: a launch in which it was asked in vain is one whose first draft did not stand."""
     k, asked = 3, []
     costs = CostModel.lines([1, 8], [0.3, 0.3], [1.1, 1.5], [1.0, 1.4])
-    monkeypatch.setattr(TextDraftModel, "write", lambda own, texts: [[] if k else None for _, _, k in texts])
+    monkeypatch.setattr(Bridge, "target_ids", lambda *texts: [])
     engine = make_engine(text_bank, k, method, launch_depth=1)
     engine.planner = SpeculationPlanner(
         max_num_seqs=engine.config.max_num_seqs, num_speculative_tokens=k, costs=costs, catch_up_ms=0.0
@@ -275,3 +289,31 @@ def test_one_that_writes_nothing_is_asked_no_more(
     assert engine.scheduler.acceptance_of(DRAFTER_DEVICE).drafts == 0
     assert any(asked[:20])
     assert sum(asked[len(asked) // 2 :]) < len(asked) / 20
+
+
+@pytest.mark.parametrize("where", ["passes", "own_ids", "target_ids"])
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_one_that_raises_costs_its_drafts(
+    dtype: str, where: str, banks: dict[str, Bank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a pass of the draft model, or where texts are read: the texts stay, and later launches draft."""
+    bank, calls, broken = banks[dtype], [0], {1, 2, 9, 30}
+    if where == "passes":
+        faulty = Faulty(broken.__contains__, monkeypatch)
+    else:
+        method = getattr(Bridge, where)
+
+        def call(*args: Any) -> Any:
+            calls[0] += 1
+            if calls[0] in broken:
+                raise BrokenError(calls[0])
+            return method(*args)
+
+        monkeypatch.setattr(Bridge, where, call)
+    engine = make_engine(bank, 3)
+    poison(engine)
+    run_greedy(engine, bank, [(i, None, LONGEST, 2) for i in range(8)], 3)
+    stats = engine.stats()
+    assert sum(stats.draft_errors.values()) == len(broken)
+    assert where != "passes" or faulty.raised == len(broken)
+    assert stats.accepted_tokens > 40

@@ -17,12 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from specrs import LLM, SamplingParams
 from specrs.config import EngineConfig
-from specrs.drafters.base import Proposed
-from specrs.drafters.draft_model import DraftModel
+from specrs.drafters.cpu import CpuDrafter
 from specrs.engine.blueprint import Blueprint
 from specrs.engine.weights import load_weights
 from specrs.errors import CheckpointError, RankLostError
 from specrs.parallel.ranks import Ranks
+from specrs.runner.cpu import CpuRunner
 from specrs.runner.ranks import LeadingRunner
 from specrs.runner.ring import Header, RingSlot
 from specrs.tokenizer import Tokenizer
@@ -188,9 +188,9 @@ def test_a_drafter_that_fails_costs_its_drafts(
     config = EngineConfig.from_kwargs(
         speculative_config=speculative, tensor_parallel_size=2, distributed_timeout=20.0, **SHORT
     )
-    with engine_on_threads(config) as engine, monkeypatch.context() as patch:
+    faulty = Faulty({1, 3, 8, 30}.__contains__, monkeypatch, WHERE[where])
+    with engine_on_threads(config) as engine:
         split = LLM.from_engine(engine, tokenizer)
-        faulty = Faulty(engine, {1, 3, 8, 30}.__contains__, patch, WHERE[where])
         assert token_ids(split) == undrafted
         stats = split.stats()
         (failures,) = (count for name, count in stats.draft_errors.items() if name != "suffix")
@@ -204,13 +204,21 @@ def test_a_drafter_that_fails_costs_its_drafts(
 
 def test_ranks_that_come_to_other_results_end(bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where processors of two kinds draft: the other rank drafts other tokens."""
-    propose = DraftModel.propose
+    source = CpuRunner._draft_source
 
-    def other(*args: Any, **named: Any) -> Proposed:
-        proposed = propose(*args, **named)
-        return Proposed(-proposed.logits) if on_other_rank() else proposed
+    def other(runner: CpuRunner, drafter: CpuDrafter) -> Any:
+        model = source(runner, drafter)
+        forward = model.forward
 
-    monkeypatch.setattr(DraftModel, "propose", other)
+        def negated(*args: Any) -> Any:
+            logits, *more = forward(*args)
+            return (logits if logits is None else -logits, *more)
+
+        if on_other_rank():
+            model.forward = negated
+        return model
+
+    monkeypatch.setattr(CpuRunner, "_draft_source", other)
     config = engine_config(bank.target, bank.drafts["equal"], k=1, tensor_parallel_size=2, distributed_timeout=1.0)
     with engine_on_threads(config, exit_code=1) as engine:
         job = request(0, bank.prompts[4], k=None, max_tokens=60, engine_k=1, ignore_eos=True)

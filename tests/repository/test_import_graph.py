@@ -26,6 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("tokenizer",),
     ("structured", "inputs", "outputs", "lora_request"),
     ("runner",),
+    ("reference",),  # what tests compare the others with
     ("engine",),
     ("llm", "async_llm", "integrations"),
     ("bench.results",),  # the file that sweeps write and forecasts read
@@ -124,6 +125,17 @@ def test_imports_run_downwards(graph: Graph) -> None:
     assert upward(graph) == []
 
 
+def test_nothing_that_serves_imports_the_reference(graph: Graph) -> None:
+    """It is slow, and what serves must not depend on what it is compared with."""
+    importers = {
+        importer
+        for importer, all_imported in graph.items()
+        if room(importer) != "reference" and any(room(imported) == "reference" for imported in all_imported)
+    }
+    assert importers == set()
+    assert any(room(module) == "reference" for module in graph)
+
+
 def test_kernels_import_what_they_say(graph: Graph) -> None:
     """Kernels see tensors and numbers: beside each other, constants of the core and the references in `verify`."""
     above = {
@@ -156,7 +168,7 @@ def test_circles_are_found(line: str) -> None:
 
 def test_upward_imports_are_found() -> None:
     planted = {
-        "specrs.runner.ring": frozenset({"specrs.core", "specrs.reference.step", "specrs.engine.request"}),
+        "specrs.runner.ring": frozenset({"specrs.core", "specrs.runner.host", "specrs.engine.request"}),
         "specrs.sampling": frozenset({"specrs.structured.params", "specrs.structured.grammar", "specrs.drafters.base"}),
     }
     assert upward(planted) == [

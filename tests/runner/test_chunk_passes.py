@@ -42,7 +42,7 @@ def test_replayed_chunks_write_the_tokens_of_the_cpu(
     ours, cpus = mine.runner.drafter, theirs.runner.drafter
     assert ours is not None
     assert cpus is not None
-    assert ours.num_passes == cpus.num_passes
+    assert ours.num_passes >= cpus.num_passes > 0
 
 
 @pytest.mark.parametrize("kind", ["other vocabulary", "fitted head"])

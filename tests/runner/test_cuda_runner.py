@@ -26,6 +26,7 @@ from specrs.kernels.kv_scales import KVScales
 from specrs.kernels.linear import DenseWeight
 from specrs.models.dense import Dense
 from specrs.models.dense_cuda import CudaDense
+from specrs.outputs import EngineStats
 from specrs.runner.cuda.runner import CudaRunner
 from specrs.runner.ring import Header, RingSlot
 from specrs.sampling import SamplingParams
@@ -161,6 +162,13 @@ def assert_same(mine: list[Request], theirs: list[Request]) -> None:
             assert got.logprob == pytest.approx(expected.logprob, abs=1e-4)
 
 
+def assert_same_counts(ours: EngineStats, cpus: EngineStats) -> None:
+    """All numbers are the same but one: a CPU leaves out drafting passes none of whose rows is needed, and a GPU, which
+    does not know how long texts are, runs them."""
+    assert ours.draft_passes >= cpus.draft_passes
+    assert dataclasses.replace(ours, draft_passes=cpus.draft_passes) == cpus
+
+
 GREEDY = SamplingParams(temperature=0.0)
 # These tokens in this order, if each draft is penalised by those before it.
 PENALISED = SamplingParams(
@@ -219,7 +227,7 @@ def test_same_tokens(pair: Pair, rule: str, params: list[SamplingParams], monkey
     mine, theirs = (generate(engine, params) for engine in engines)
     assert_no_ties(pair, theirs, params, rule=rule, monkeypatch=monkeypatch)
     assert_same(mine, theirs)
-    assert engines[0].stats() == engines[1].stats()
+    assert_same_counts(engines[0].stats(), engines[1].stats())
     assert sum(sum(request.acceptance.histogram) for request in mine) > 0
 
 
@@ -237,7 +245,7 @@ def test_a_cache_of_codes(pair: Pair, codes: torch.dtype, rule: str, monkeypatch
             layer.fill_(torch.nan)
     mine, theirs = (generate(engine, params) for engine in engines)
     assert_same(mine, theirs)
-    assert engines[0].stats() == engines[1].stats()
+    assert_same_counts(engines[0].stats(), engines[1].stats())
     assert sum(sum(request.acceptance.histogram) for request in mine) > 0
 
 
@@ -288,7 +296,7 @@ def test_drafts_that_the_record_brings(pair: Pair, rule: str, monkeypatch: pytes
     mine, theirs = (generate(engine, params, 9) for engine in engines)
     assert_no_ties(pair, theirs, params, **settings)
     assert_same(mine, theirs)
-    assert engines[0].stats() == engines[1].stats()
+    assert_same_counts(engines[0].stats(), engines[1].stats())
     assert sum(sum(request.acceptance.histogram[1:]) for request in mine) > 0
     plain = [own.replace(num_speculative_tokens=0) for own in params]
     for with_drafts, without in zip(mine, generate(pair.engine(gpu=False, **settings), plain, 9), strict=True):
@@ -319,7 +327,7 @@ def test_drafts_of_the_host_beside_drafts_of_passes(
     mine, theirs = (generate(engine, params, 16) for engine in engines)
     assert_no_ties(pair, theirs, params, **settings)
     assert_same(mine, theirs)
-    assert engines[0].stats() == engines[1].stats()
+    assert_same_counts(engines[0].stats(), engines[1].stats())
     assert frozenset((DRAFTER_DEVICE, DRAFTER_NGRAM)) in seen
     assert frozenset((DRAFTER_NGRAM,)) in seen
     if rule == "coupled":

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import specrs.runner.logprobs as logprobs
+import specrs.runner.cuda.logprobs as logprobs
 import torch
 from specrs.runner.cuda.entries import flat_rows
 from specrs.runner.cuda.sampling_state import EntrySampling

@@ -32,9 +32,9 @@ from specrs.runner.cpu import CpuRunner
 from specrs.runner.cuda.row_state import RowState as TensorRowState
 from specrs.runner.cuda.sampling_state import SamplingState
 from specrs.runner.cuda.slots import TensorSlot
-from specrs.runner.logprobs import TokenLogprobs
 from specrs.runner.ring import RingSlot
 from specrs.runner.row_state import RowState
+from specrs.verify.token_logprobs import TokenLogprobs
 
 from .made_launches import (
     BLOCK_SIZE,

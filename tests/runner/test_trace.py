@@ -221,8 +221,8 @@ def make(target: Path, draft: Path, rule: str, kind: str, *, grouped: bool = Fal
     if kind == "parallel":
         weights = replace(weights, mask_token_id=7)
     if kind == "other vocabulary":
-        ids = [torch.empty(size, dtype=torch.int64, device=CUDA) for size in (40, 40, IDS)]
-        weights = replace(weights, shared=SharedVocabulary(*ids))
+        pairs = tuple((i, 40 - i) for i in range(40))
+        weights = replace(weights, shared=SharedVocabulary(pairs, 0, IDS))
     blueprint = Blueprint(config, weights)
     sampling = SamplingState(BATCH, IDS, torch.float32, CUDA)
     return make_context(blueprint, blueprint.scheduler(20), sampling, 20)

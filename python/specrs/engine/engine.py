@@ -27,10 +27,11 @@ from specrs.engine.request import FinishReason, Request
 from specrs.errors import EngineDeadError, EngineError, SpecrsError, UnknownRequestError
 from specrs.outputs import AcceptanceFigures, EngineStats
 from specrs.runner.extras import RequestExtras
-from specrs.runner.logprobs import TokenLogprobs, token_entries
+from specrs.runner.logprobs import token_entries
 from specrs.runner.ring import Header, RingSlot, section_arrays
 from specrs.sampling import validate_request
 from specrs.tokenizer import Tokenizer, end_ids
+from specrs.verify.token_logprobs import TokenLogprobs
 
 logger = logging.getLogger("specrs")
 

@@ -37,7 +37,7 @@ class CallableModel:
         self.vocab_size: int = model.vocab_size
         self.num_ids: int = model.vocab_size
         self.num_layers: int = model.num_layers
-        self.hidden_size: int = getattr(model, "hidden_size", 0)
+        self.hidden_size: int = model.config.hidden_size if hasattr(model, "config") else 0  # only heads ask
 
     @torch.inference_mode()
     def forward(

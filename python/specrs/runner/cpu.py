@@ -13,10 +13,10 @@ from specrs.models.eagle3_native import NativeEagle3Head
 from specrs.models.native_cache import NativeKVCache
 from specrs.runner.extras import ExtrasLookup
 from specrs.runner.host import StepHost
-from specrs.runner.logprobs import TokenLogprobs
 from specrs.runner.lora_rows import LoRARows
 from specrs.runner.ring import Header, RingSlot
 from specrs.runner.row_state import RowState
+from specrs.verify.token_logprobs import TokenLogprobs
 
 
 class CpuRunner:

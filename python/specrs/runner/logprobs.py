@@ -1,24 +1,9 @@
-"""Log probabilities that a launch reports next to its tokens. Computes none."""
+"""Log probabilities that a launch reports, as requests keep them. Computes none."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 from specrs.outputs import TokenLogprob
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Log probabilities of N rows: of the token in question, and of the n most probable tokens.
-
-    Each field is a NumPy array, or a tensor of the host.
-    """
-
-    value: Any  # [N] fp32
-    rank: Any  # [N] int64, 1 for the most probable; of equal tokens the lowest id ranks first
-    top_ids: Any  # [N, n] int64, most probable first, same order as rank
-    top_values: Any  # [N, n] fp32
+from specrs.verify.token_logprobs import TokenLogprobs
 
 
 def token_entries(found: TokenLogprobs, tokens: list[int], num_top: int | None) -> list[TokenLogprob]:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specrs.core import HEADER_FIELDS, Scheduler
-from specrs.runner.logprobs import TokenLogprobs
+from specrs.verify.token_logprobs import TokenLogprobs
 
 Layout = dict[str, tuple[int, int]]
 

@@ -7,8 +7,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from specrs.runner.logprobs import TokenLogprobs
 from specrs.verify.thresholds import descending_keys
+from specrs.verify.token_logprobs import TokenLogprobs
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 """vLLM's names for what `logprobs` reports."""

@@ -13,10 +13,10 @@ from specrs.core import LOGPROBS_ALL, LOGPROBS_NONE
 from specrs.runner.cuda.row_state import RowState
 from specrs.runner.cuda.sampling_state import EntrySampling, SamplingState
 from specrs.runner.cuda.slots import TensorSlot
-from specrs.runner.logprobs import TokenLogprobs
 from specrs.runner.ring import Header
 from specrs.transfer import to_host
 from specrs.verify.logprobs import LogprobsMode, logprob_values, token_logprobs
+from specrs.verify.token_logprobs import TokenLogprobs
 
 _ROWS_AT_ONCE = 256
 """Rows whose logits or log probabilities exist at once: with keys and ranks some 40 bytes a token of the vocabulary,
