@@ -54,15 +54,15 @@ def build_engine(config: EngineConfig, weights: Weights | None = None, lead: Lea
             raise invalid(UnsupportedConfigError, "tensor_parallel_size", config.tensor_parallel_size, reason)
         from specrs.engine.build_ranks import build_on_ranks  # and torch
 
-        return build_on_ranks(config, lead)
+        return build_on_ranks(config, lead, _build)
     with current(resolve_device(config.device) if weights is None else weights.device):
         if weights is None:
             check_memory(config)
             weights = load_weights(config)
-        return build_from(config, weights)
+        return _build(config, weights)
 
 
-def build_from(
+def _build(
     config: EngineConfig, weights: Weights, team: Team | None = None, end: Callable[[], None] | None = None
 ) -> Engine:
     """Build an engine of loaded `weights`. `team`: the other ranks, which `end` ends."""

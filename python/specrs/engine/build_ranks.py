@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from specrs.config import EngineConfig
-from specrs.engine.build import Lead, build_from
 from specrs.engine.device import current
 from specrs.engine.engine import Engine
 from specrs.engine.follow import connect, serve_under_torchrun, threads_of_rank
@@ -17,11 +18,21 @@ from specrs.engine.weights import check_ranks, load_weights
 from specrs.parallel.connection import ExchangeError, Kind
 from specrs.parallel.start import torchrun_rank
 
+if TYPE_CHECKING:
+    from specrs.engine.weights import Weights
+    from specrs.parallel.start import Meeting
+    from specrs.parallel.team import Team
+
 RANK_MODULE = "specrs.engine.rank_process"
+Lead: TypeAlias = "Callable[[int, float, str, dict[str, Any]], tuple[Team, Meeting]]"
+Build: TypeAlias = "Callable[[EngineConfig, Weights, Team, Callable[[], None]], Engine]"
 
 
-def build_on_ranks(config: EngineConfig, lead: Lead) -> Engine:
-    """Build the engine of `config` on the ranks that `lead` starts; see `build_engine`."""
+def build_on_ranks(config: EngineConfig, lead: Lead, build: Build) -> Engine:
+    """Build the engine of `config` on the ranks that `lead` starts; see `build_engine`.
+
+    `build(config, weights, team, end)` makes rank 0's engine; `end` ends the other ranks.
+    """
     if torchrun_rank() not in (None, 0):
         sys.exit(serve_under_torchrun(config))
     check_ranks(config)
@@ -42,7 +53,7 @@ def build_on_ranks(config: EngineConfig, lead: Lead) -> Engine:
         team.collect(Kind.HERE)
         team.ranks = connect(meeting, config)
         with current(str(team.ranks.device)):
-            return build_from(config, load_weights(config, team.ranks), team, end)
+            return build(config, load_weights(config, team.ranks), team, end)
     except ExchangeError as fault:
         error = team.failed(fault)
         end()

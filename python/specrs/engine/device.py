@@ -30,8 +30,8 @@ def resolve_device(device: str) -> str:
     if device == "cpu" or (device == "auto" and not _auto_has_gpu()):
         return "cpu"
     name = "cuda" if device == "auto" else device
-    for package in ("torch", "triton"):
-        require(package, "cuda", f"device={name!r}")
+    require("torch", "cuda", f"device={name!r}")
+    require("triton", "cuda", f"device={name!r}")
     import torch
 
     if not torch.cuda.is_available():

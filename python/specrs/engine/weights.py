@@ -280,8 +280,8 @@ def _load_generic(
     if quantization is not None:
         reason = f"not implemented with model_impl='transformers', which {source} needs; allowed: None"
         raise invalid(UnsupportedConfigError, at + "quantization", quantization, reason)
-    for package in ("torch", "transformers"):
-        require(package, "transformers", f"model={source!r}")
+    require("torch", "transformers", f"model={source!r}")
+    require("transformers", "transformers", f"model={source!r}")
     from specrs.models.generic_loader import load_generic  # and transformers' models, which others do without
 
     model = load_generic(

@@ -12,8 +12,8 @@ from torch import Tensor
 from specrs.kernels.linear import DenseWeight, PackedWeight, Weight, pack
 from specrs.models.dense import Dense
 from specrs.models.dense_weights import DenseFacts
-from specrs.models.eagle3 import EMBEDDING, LM_HEAD, HeadFiles, HeadReader
 from specrs.models.eagle3_head import Eagle3Head, Eagle3Weights
+from specrs.models.eagle3_reader import EMBEDDING, LM_HEAD, HeadFiles, HeadReader
 from specrs.models.shards import Shard, ShardedTensors, check_divides
 from specrs.models.torch_arrays import TORCH_DTYPES
 from specrs.models.torch_loader import TorchReader

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from specrs.core import STEPS
 from specrs.drafters.text import Bridge
 from specrs.errors import EngineError
+from specrs.parallel.connection import ExchangeError
 from specrs.runner.extras import ExtrasLookup, no_extras
 from specrs.runner.ring import RingSlot
 from specrs.structured.matcher import ALL_ALLOWED, GrammarCursor
@@ -129,8 +130,6 @@ class StepHost:
         Returns whether it failed on any rank; then all are connected anew. Raises ExchangeError if a rank is lost.
         """
         assert self._ranks is not None
-        from specrs.parallel.connection import ExchangeError
-
         with contextlib.suppress(Exception):  # the error itself comes back
             self._stage.__exit__(type(error) if error else None, error, None)
         notice = 0

@@ -167,7 +167,7 @@ fn serve(kind: Kind, prompts: &[Vec<i64>], budget: usize, errs: usize, failing: 
             num_speculative_tokens: config.num_speculative_tokens,
             sampling: RequestSampling {
                 temperature: if id % 3 == 2 { 0.6 } else { 0.0 },
-                seed: id as u64,
+                seed: id as i64,
                 ..RequestSampling::default()
             },
             ..RequestParams::default()
