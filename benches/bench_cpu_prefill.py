@@ -1,7 +1,7 @@
 """First token of prompts by what `cpu_prefill` chooses from, on the same weights. Runs no drafts.
 
     python benches/bench_cpu_prefill.py [--model FOLDER] [--dtype float32] [--threads N] [--lengths 128,512]
-        [--ways exact,amx,torch]
+        [--ways exact,amx]
 
 The bundled target, or FOLDER, whose config.json is enough: without weights they are random numbers. Medians of the time
 from a request to its first token, the ways in turns on one machine, and how many times as long the first of them takes.
@@ -10,11 +10,11 @@ from a request to its first token, the ways in turns on one machine, and how man
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import time
 from pathlib import Path
 
-import torch
 from specrs.config import EngineConfig
 from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
@@ -27,7 +27,7 @@ from specrs.sampling import SamplingParams
 def first_token_ms(engine: Engine, request_id: int, length: int) -> float:
     """Of a prompt that no other has begun."""
     vocab = engine.limits.vocab_size
-    prompt = torch.randint(3, vocab, (length,), generator=torch.Generator().manual_seed(request_id)).tolist()
+    prompt = random.Random(request_id).choices(range(3, vocab), k=length)
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
     begun = time.perf_counter()
     engine.add_request(Request(request_id, prompt, params, num_speculative_tokens=0))
@@ -45,7 +45,6 @@ def main() -> None:
     parser.add_argument("--lengths", default="64,128,256,512,1024,2047")
     parser.add_argument("--ways", default="exact,amx", help="of cpu_prefill; amx wants a processor with tiles")
     parser.add_argument("--bf16-rows", action="store_true", help="cpu_bf16_rows")
-    parser.add_argument("--rows", type=int, default=2, help="rows of a request from which torch computes; default: 2")
     arguments = parser.parse_args()
     dummy = arguments.model is not None and not any(arguments.model.glob("*.safetensors"))
     engines = {}
@@ -65,12 +64,9 @@ def main() -> None:
         )
         weights = load_weights(config) if weights is None else weights
         engines[way] = build_engine(config, weights)
-        model = engines[way].runner.target
-        assert isinstance(model, NativeDense)
-        if way == "torch":
-            model.torch_rows = arguments.rows
+        assert isinstance(engines[way].runner.target, NativeDense)
     name, native = arguments.model or "bundled target", engines[ways[0]].runner.target.decoder
-    print(f"{name}, {arguments.dtype}, {native!r}, torch {torch.get_num_threads()} threads")
+    print(f"{name}, {arguments.dtype}, {native!r}")
     ratios = [f"{ways[0]}/{way}" for way in ways[1:]]
     print(
         f"{'tokens':>8}" + "".join(f" {way + ' ms':>10}" for way in ways) + "".join(f" {ratio:>12}" for ratio in ratios)

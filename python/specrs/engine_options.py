@@ -217,7 +217,7 @@ class EngineOptions:
         "processes that compute the target together",
         short="-tp",
         details="Each rank has its part of the weights and of the KV cache ([scaling](scaling.md)). The engine starts "
-        "the ranks, or torchrun has. On GPUs each has one. On a CPU, torch then computes the target's passes op by op.",
+        "the ranks, or torchrun has. On GPUs each has one. On a CPU, torch then computes the target's passes.",
     )
     distributed_timeout: float = _engine_option(
         60.0, Number(0.0, 86400.0, open_low=True), "seconds after which a rank that does not answer is lost"

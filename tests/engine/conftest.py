@@ -22,19 +22,19 @@ def llama_bank(tmp_path_factory: pytest.TempPathFactory) -> Bank:
 
 @pytest.fixture(scope="session")
 def native_qwen_bank(qwen_bank: Bank) -> Bank:
-    """For the native runner, in fp32."""
+    """For native passes, in fp32."""
     return native_bank(qwen_bank, "float32")
 
 
 @pytest.fixture(scope="session")
 def native_llama_bank(llama_bank: Bank) -> Bank:
-    """For the native runner, in bf16."""
+    """For native passes, in bf16."""
     return native_bank(llama_bank, "bfloat16")
 
 
 @pytest.fixture(scope="session")
 def more_banks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bank]:
-    """For the native runner: windows in one layer of two, norms around and GELU, in bf16; experts, in fp32."""
+    """For native passes: windows in one layer of two, norms around and GELU, in bf16; experts, in fp32."""
     gemma = make_bank(tmp_path_factory.mktemp("gemma"), "gemma3_text")
     moe = make_bank(tmp_path_factory.mktemp("moe"), "qwen3_moe")
     return {"native_gemma_bank": native_bank(gemma, "bfloat16"), "native_moe_bank": native_bank(moe, "float32")}
@@ -51,7 +51,7 @@ FAMILIES = ["qwen_bank", "llama_bank", "native_qwen_bank", "native_llama_bank"]
 
 @pytest.fixture(params=FAMILIES)
 def any_bank(request: pytest.FixtureRequest) -> Bank:
-    """Each family in turn, by the eager and by the native runner."""
+    """Each family in turn, with passes of torch and of the core."""
     found: Bank = request.getfixturevalue(request.param)
     return found
 
@@ -65,7 +65,7 @@ def bank(request: pytest.FixtureRequest) -> Bank:
 
 @pytest.fixture(params=["qwen_bank", "native_qwen_bank"])
 def either(request: pytest.FixtureRequest) -> Bank:
-    """Qwen3, by either runner."""
+    """Qwen3, with passes of torch or of the core."""
     found: Bank = request.getfixturevalue(request.param)
     return found
 

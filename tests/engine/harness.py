@@ -30,7 +30,7 @@ class Bank:
     prompts: list[list[int]]
     continuations: list[list[int]]
     eos: list[int]  # of the target's generation_config
-    dtype: str = "float64"  # of engines on it; float64 goes through the eager runner, others through the native one
+    dtype: str = "float64"  # of engines on it; torch computes float64, the core the others
 
     def expected(self, index: int, max_tokens: int, *, ignore_eos: bool = False) -> list[int]:
         """The reference's tokens for prompt `index`."""
@@ -81,7 +81,7 @@ def make_bank(folder: Path, family: str = "qwen3", *, tie: bool = True, **fields
 
 
 def native_bank(bank: Bank, dtype: str) -> Bank:
-    """The same prompts for the native runner, whose text must be that of K = 0 to the bit: each prompt alone, in one
+    """The same prompts for native passes, whose text must be that of K = 0 to the bit: each prompt alone, in one
     chunk, without a draft. How it compares to transformers' is another test's to say."""
     continuations = []
     for i, prompt in enumerate(bank.prompts):

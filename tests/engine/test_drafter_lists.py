@@ -25,7 +25,7 @@ METHODS = ("suffix", "ngram,suffix", "suffix,draft_model", "ngram,draft_model", 
 
 
 def make_engine(bank: Bank, method: str, *, k: int | str, **fields: object) -> Engine:
-    """An engine on cached weights, by the eager runner where the bank's dtype is float64."""
+    """An engine on cached weights; torch computes float64."""
     speculative: dict[str, object] = {"method": method, "num_speculative_tokens": k}
     speculative["rejection_sample_method"] = fields.pop("rule", "rejection")
     with_model, depth = "draft_model" in method, fields.pop("depth", 24)

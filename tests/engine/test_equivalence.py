@@ -1,6 +1,6 @@
 """Greedy text equals transformers `generate`, whatever K, batch, blocks, chunks, prefixes, preemption and depth.
 
-So for the eager runner, in float64. For the native one, in fp32 and bf16, it equals its own text without drafts.
+So for torch's passes, in float64. With native ones, in fp32 and bf16, it equals its own text without drafts.
 """
 
 import pytest

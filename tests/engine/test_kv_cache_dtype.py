@@ -142,7 +142,7 @@ def test_the_text_is_that_of_no_drafts(
     budget: int,
     spare: int,
 ) -> None:
-    """Greedy and coupled, op by op in float64 and by native passes: with few blocks, so that requests are preempted,
+    """Greedy and coupled, by torch in float64 and by native passes: with few blocks, so that requests are preempted,
     prompts in chunks and prefixes of others. What was not written is the code of NaN."""
     blocks = -(-128 // block_size) + spare
     made = settings_of(

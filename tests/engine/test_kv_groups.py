@@ -92,7 +92,6 @@ def test_greedy_text(data: st.DataObject, banks: dict[str, Bank]) -> None:
     assert engine.scheduler.num_groups == 3
     assert engine.runner.is_native == (bank.dtype != "float64")
     poison(engine)
-    # A native launch with a request that asks for log probabilities goes op by op.
     more = {"logprobs": 1} if data.draw(st.booleans(), label="log probabilities") else {}
     run_greedy(engine, bank, data.draw(greedy_jobs(bank, k), label="requests"), k, **more)
 

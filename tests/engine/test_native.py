@@ -1,7 +1,7 @@
-"""The native runner through the engine: the bits of logits, requests of every kind side by side, threads and their end.
+"""Native models through the engine: the bits of logits, requests of every kind side by side, threads and their end.
 
-The lossless sweeps (`test_equivalence`, `test_sampling`, `test_ngram`) run on it as they do on the eager one; `runner/
-test_native` holds its launches to those of the eager one.
+The lossless sweeps (`test_equivalence`, `test_sampling`, `test_ngram`) run on them as they do on models of torch.
+`runner/test_native` compares launches with those of the reference.
 """
 
 import contextlib
@@ -243,9 +243,9 @@ def test_what_the_native_pass_does_not_compute_is_said_once(
     caplog.set_level(logging.INFO, "specrs")
     bank = native_qwen_bank
     load_weights(config(bank.target, bank.drafts["close"], k=2, dtype=dtype))
-    said = [record.getMessage() for record in caplog.records if "op by op" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "torch computes" in record.getMessage()]
     folders = (bank.target, bank.drafts["close"]) if dtype == "float64" else ()
-    why = "float64 is served op by op, the native pass computes float32 and bfloat16"
+    why = "torch computes float64, the native pass computes float32 and bfloat16"
     assert said == [f"{folder}: {why}" for folder in folders]
 
 

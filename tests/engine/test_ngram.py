@@ -23,7 +23,7 @@ MAX_MODEL_LEN = 128
 
 
 def make_engine(target: Path, *, k: int | str, sizes: tuple[int, int] = (1, 3), **fields: object) -> Engine:
-    """An engine that looks drafts up, on cached weights, by the eager runner unless `dtype` is another than float64."""
+    """An engine that looks drafts up, on cached weights; torch computes float64."""
     rule, dtype = fields.pop("rule", "rejection"), str(fields.pop("dtype", "float64"))
     speculative = {
         "method": "ngram",

@@ -24,7 +24,7 @@ from engine.test_equivalence import engine_settings
 from engine.test_sampling import SAMPLED, TWO_TOKENS, check_two_token_draws, sampled, vanilla_text, with_rule
 
 DTYPES = ["float64", "float32"]
-"""Of the eager and of the native runner."""
+"""torch computes float64, the core the others."""
 WEIGHTS: dict[tuple[str, str], Weights] = {}
 
 

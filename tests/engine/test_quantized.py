@@ -73,7 +73,7 @@ def alone(target: Path, prompt: tuple[int, ...], dtype: str, kind: str | None) -
 @settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_drafts_change_no_bit(family: str, data: st.DataObject, request_bank: dict[str, Bank]) -> None:
-    """Text and logits at any K, by launches of one call and op by op, are those of K = 0, whatever the draft is."""
+    """Text and logits at any K are those of K = 0, whatever the draft is."""
     bank = request_bank[family]
     kind, draft_kind = data.draw(st.sampled_from(KINDS)), data.draw(st.sampled_from([None, *KINDS]))
     draft = bank.drafts[data.draw(st.sampled_from(["close", "small", "equal"]))]
@@ -96,7 +96,7 @@ def test_drafts_change_no_bit(family: str, data: st.DataObject, request_bank: di
         )
         for i, prompt in enumerate(prompts)
     ]
-    # First launches that report nothing, which are one call; then those that report logits, which are not.
+    # First launches that report nothing, then those that report logits.
     for which in (1, 0):
         for pair in jobs:
             made.add_request(pair[which])

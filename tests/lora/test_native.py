@@ -84,7 +84,7 @@ def texts(folders: list[Path], jobs: list[tuple[int, int]], k: int, batch: int) 
     kinds = [
         SamplingParams(temperature=0, **same),
         SamplingParams(temperature=0.8, seed=5, **same),
-        SamplingParams(temperature=0.8, seed=6, repetition_penalty=1.2, **same),  # through launches op by op
+        SamplingParams(temperature=0.8, seed=6, repetition_penalty=1.2, **same),
     ]
     prompts = [f"def f{i}(x):" for i in range(len(jobs))]
     params, asked = [kinds[kind] for _, kind in jobs], [loras[adapter] for adapter, _ in jobs]

@@ -41,7 +41,7 @@ def numbers(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_right(folder: Path, expected: Path) -> None:
-    """The numbers that the codes stand for are those of the writer in the tests, op by op and in the native pass."""
+    """The numbers that the codes stand for are those of the writer in the tests, by torch and in the native pass."""
     reference = load_file(expected.with_name(expected.name + ".numbers") / "model.safetensors")
     for name, found in numbers(folder).items():
         torch.testing.assert_close(found.double(), reference[name].double(), rtol=2**-22, atol=1e-12)

@@ -80,7 +80,7 @@ class Pair:
             "launch_depth": 2,
             "device": "cpu",  # also where there is a GPU, which then runs kernel by kernel (see `gpu_shuttle`)
         }
-        # On a CPU the reference is torch, op by op.
+        # On a CPU torch computes the passes.
         config = EngineConfig(
             model=str(self.target),
             dtype="float32",

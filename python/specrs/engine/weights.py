@@ -223,7 +223,7 @@ def _load(
                 exact=config.dtype != "auto",
                 cache_dtype=cache_dtype,
             )
-        logger.info("%s: %s is served op by op, the native pass computes float32 and bfloat16", source, resolved)
+        logger.info("%s: torch computes %s, the native pass computes float32 and bfloat16", source, resolved)
     config.check_fp8_rows(kind, str(resolved))
     if kind == "cpu":
         _check_torch(config, resolved)

@@ -7,7 +7,7 @@ from specrs.models.registry import FAMILIES, Family
 _HEADER = (
     "architecture",
     "models",
-    "CPU, op by op",
+    "CPU, by torch",
     "CPU, native",
     "GPU",
     "quantized checkpoints",
