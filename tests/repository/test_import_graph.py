@@ -38,7 +38,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 """Rooms from the lowest: a module imports from its own room and from layers below."""
 
-KERNELS_MAY_IMPORT = ("kernels", "core", "verify")
+KERNELS_MAY_IMPORT = ("arrays", "kernels", "core", "verify")
 
 
 def imports(source: str, module: str, known: Iterable[str]) -> frozenset[str]:
