@@ -3,15 +3,14 @@
 So for torch's passes, in float64. With native ones, in fp32 and bf16, it equals its own text without drafts.
 """
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from specrs.drafters.base import HiddenInputs, Proposed
-from specrs.drafters.draft_model import DraftModel
-from specrs.models.dense import PassPlan
-from specrs.models.inputs import PassInputs
+from specrs.engine.blueprint import DRAFT_MODEL_LAG
+from specrs.runner.callable_model import CallableModel
 from sweep import sweep
-from torch import Tensor
 
 from engine.conftest import FAMILIES
 from engine.harness import LONGEST, Bank, make_engine, poison, request, run
@@ -101,24 +100,20 @@ def test_a_batch_at_k_0_does_no_draft_work(any_bank: Bank) -> None:
 def test_requests_at_k_0_cost_no_draft_rows_in_a_mixed_batch(qwen_bank: Bank, monkeypatch: pytest.MonkeyPatch) -> None:
     bank = qwen_bank
     engine = make_engine(bank.target, bank.drafts["close"], k=4, max_num_batched_tokens=512)
-    rows, feed, step = [], DraftModel.feed, DraftModel.step
+    rows, forward = [], CallableModel.forward
 
-    def count_rows(self: DraftModel, inputs: PassInputs, hidden: HiddenInputs | None = None) -> Tensor:
-        rows.append(len(inputs.positions))
-        return feed(self, inputs, hidden)
+    def count_rows(own: CallableModel, inputs: dict[str, Any], *args: Any) -> Any:
+        if own._model is engine.drafter.model:
+            rows.append(len(inputs["positions"]))
+        return forward(own, inputs, *args)
 
-    def count_one_each(self: DraftModel, input_ids: Tensor, left: Tensor | None, plan: PassPlan) -> Proposed:
-        rows.append(len(input_ids))
-        return step(self, input_ids, left, plan)
-
-    monkeypatch.setattr(DraftModel, "feed", count_rows)
-    monkeypatch.setattr(DraftModel, "step", count_one_each)
+    monkeypatch.setattr(CallableModel, "forward", count_rows)
     engine.add_request(request(0, bank.prompts[4], k=4, max_tokens=30, engine_k=4, ignore_eos=True))
     for i in range(1, 6):
         engine.add_request(request(i, bank.prompts[i], k=0, max_tokens=30, engine_k=4, ignore_eos=True))
     run(engine)
     catch_up, *passes = rows
-    assert catch_up == len(bank.prompts[4]) + 1 - DraftModel.max_draft_lag
-    assert set(passes) == {1, DraftModel.max_draft_lag}
+    assert catch_up == len(bank.prompts[4]) + 1 - DRAFT_MODEL_LAG
+    assert set(passes) == {1, DRAFT_MODEL_LAG}
     # Two rows only where a token is left behind: by the catch-up, and where every draft was accepted.
-    assert passes.count(DraftModel.max_draft_lag) < engine.stats().drafts / 2
+    assert passes.count(DRAFT_MODEL_LAG) < engine.stats().drafts / 2

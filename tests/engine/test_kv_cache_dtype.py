@@ -232,7 +232,7 @@ def test_native_codes_are_those_of_torch(pair: tuple[Path, dict[str, Path]], tmp
         layers = feeder.cache.layers if eager else tensors_of(feeder.cache).layers
         caches.append([layer.view(torch.uint8) for layer in layers])
     for ours, theirs in zip(*caches, strict=True):
-        written = theirs != 0x7F  # torch's NaN, of KV that was never written
+        written = theirs != 0x7F  # torch's NaN, of what was never written
         assert written.any()
         differ = (ours != theirs) & written
         assert differ.float().mean() < 1e-3

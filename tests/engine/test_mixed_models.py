@@ -97,3 +97,26 @@ def test_drafts_change_no_text(target: str, draft: str, temperature: float, fold
             assert first - second < ROUNDING[target]
     assert changed < len(without) / 2
     assert accepted > none == 0
+
+
+@pytest.mark.parametrize("target", ["float64", "transformers"])
+def test_prompt_log_probabilities_are_those_of_native_passes(target: str, folders: tuple[Path, Path]) -> None:
+    """Prompts that share chunks, some of which ask for none."""
+    found = []
+    for kind in (target, "native"):
+        fields: dict[str, Any] = {"max_num_batched_tokens": 24, "block_size": 8} | KINDS[kind]
+        engine = build_engine(config(*folders, k=3, **fields), loaded(*folders, kind))
+        jobs = []
+        for i, prompt in enumerate(make_prompts()[2:9]):
+            params = SamplingParams(max_tokens=2, temperature=0.0, detokenize=False, prompt_logprobs=i % 3 or None)
+            jobs.append(Request(i, prompt, params, num_speculative_tokens=3))
+            engine.add_request(jobs[-1])
+        run(engine)
+        found.append([entry for job in jobs for entry in job.prompt_logprobs or ()])
+    assert len(found[0]) > 100
+    for one, other in zip(*found, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            assert one.token_id == other.token_id
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+            assert one.top_logprobs == pytest.approx(other.top_logprobs, abs=1e-4)

@@ -13,6 +13,7 @@ from specrs.parallel.connection import DID, Connection, DisconnectedError, Excha
 from specrs.parallel.ranks import Ranks
 from specrs.parallel.team import Team
 from specrs.runner.cuda.runner import CudaRunner
+from specrs.runner.cuda.slots import TensorSlot
 from specrs.runner.ranks import LeadingRunner, checksum
 from specrs.runner.ring import Header, Ring, RingSlot
 
@@ -40,9 +41,10 @@ def make_ring(depth: int = 2) -> Ring:
         max_num_batched_tokens=8,
         num_speculative_tokens=0,
     )
-    ring = Ring(scheduler, 0, depth)
+    ring = Ring(scheduler, 0, depth, TensorSlot)
     for number in range(depth + 1):
         slot = ring.slot(number)
+        assert isinstance(slot, TensorSlot)
         slot.done = Done()  # type: ignore[assignment]
         slot.record[:] = 0
         slot.record[1] = 1  # one entry
@@ -51,6 +53,7 @@ def make_ring(depth: int = 2) -> Ring:
 
 
 def done(slot: RingSlot) -> threading.Event:
+    assert isinstance(slot, TensorSlot)
     found: Any = slot.done
     return found.event  # type: ignore[no-any-return]
 
