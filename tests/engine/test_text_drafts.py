@@ -190,6 +190,26 @@ def test_counts_are_those_of_a_plain_script(dtype: str, banks: dict[str, Bank]) 
     assert accepted > drafts / 4 > 10
 
 
+def test_texts_are_read_up_to_their_end(text_bank: Bank) -> None:
+    """What the draft wrote before its end is the same text in the target's tokens, and then the target's own end. A
+    character that is not whole is left out."""
+    bridge = make_engine(text_bank, 3).drafter.bridge
+    ours, theirs = bridge.target.backend, bridge.draft.backend
+    before, after = "the cat sat in", " range for 数 value"
+    tokens, own, written = ours.encode(before).ids, theirs.encode(before).ids, theirs.encode(before + after).ids
+    drafted = written[len(own) :]
+    assert theirs.decode(own + drafted) == before + after
+    assert bridge.own_ids(tokens) == own
+    found = bridge.target_ids(tokens, own, drafted)
+    assert ours.decode(found) == after
+    assert bridge.target_ids(tokens, own, [*drafted, 0, 7]) == [*found, 0]
+    assert bridge.target_ids(tokens, own, [0]) == [0]
+    assert bridge.target_ids(tokens, own, []) == []
+    first_byte = "æ"  # of a character of three, as byte-level tokens spell it
+    assert bridge.target_ids(tokens, own, [*drafted, theirs.get_vocab()[first_byte]]) == found
+    assert bridge.own_ids([*tokens, ours.get_vocab()[first_byte]]) == []
+
+
 def watch_feeding(engine: Engine, patch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that fills with how many tokens of its own each launch feeds the drafter."""
     fed: list[int] = []

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from checkpoints import make_checkpoint, make_eagle3, perturb_checkpoint
 from engine.harness import VOCAB, config, make_prompts, poison, run
 from engine.logits import LOGITS, logits_of
@@ -16,7 +17,10 @@ from specrs.engine.build import build_engine
 from specrs.engine.engine import Engine
 from specrs.engine.request import Request
 from specrs.engine.weights import load_weights
+from specrs.models.base import HiddenStates
 from specrs.models.eagle3_native import NativeEagle3Head
+from specrs.models.inputs import PassInputs
+from specrs.runner.callable_model import CallableModel
 from specrs.sampling import SamplingParams
 
 WINDOWED = {"layers": 2, "use_sliding_window": True, "sliding_window": 11, "max_window_layers": 0}
@@ -127,3 +131,45 @@ def test_a_target_that_returns_something_else_ends_the_launch(
     engine.add_request(Request(0, [1, 2, 3], SamplingParams(max_tokens=3, detokenize=False), num_speculative_tokens=0))
     with pytest.raises(Exception, match=words):
         engine.step()
+
+
+class Stub:
+    """A model of torch whose hidden states are the tokens, and whose logits are twice these."""
+
+    vocab_size, num_layers = 3, 2
+
+    def __init__(self, ends_in_window: bool) -> None:
+        self.ends_in_window = ends_in_window
+
+    def forward(self, inputs: PassInputs, kv_cache: Any, layers: list[int]) -> HiddenStates:
+        hidden = inputs.input_ids.to(torch.float64)[:, None].expand(-1, 3).clone()
+        hidden[inputs.positions == 7] = torch.nan
+        entries = torch.stack([hidden + layer for layer in layers], dim=1) if layers else None
+        return HiddenStates(hidden, entries)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return 2 * hidden
+
+
+@pytest.mark.parametrize("ends_in_window", [False, True])
+def test_a_model_of_torch_answers_for_the_rows_asked_for(ends_in_window: bool) -> None:
+    model = CallableModel(Stub(ends_in_window), None)  # type: ignore[arg-type]
+    tokens, starts = np.array([5, 6, 7, 8, 9]), np.array([0, 3, 5])
+
+    def inputs() -> dict[str, Any]:
+        arrays = {"input_ids": tokens, "positions": np.array([6, 7, 8, 0, 1]), "slots": tokens, "q_start": starts}
+        sizes = {"block_table": np.zeros((2, 1), np.int64), "max_q_len": 3, "max_context": 9, "prompts": True}
+        return arrays | sizes | {"rows": np.array([4, 1])}
+
+    logits, entries, finite = model.forward(inputs(), np.array([2, 4]), False, [0, 1], None)
+    assert logits is not None
+    assert (logits.dtype, logits.tolist()) == (np.float32, [[14.0] * 3, [18.0] * 3])
+    assert entries is not None
+    assert (entries.dtype, entries.shape) == (np.float32, (5, 2, 3))
+    assert entries[3].tolist() == [[8.0] * 3, [9.0] * 3]
+    assert (finite is None) == (not ends_in_window)
+    assert finite is None or finite.tolist() == [True, False, True, True, True]
+    logits, entries, _ = model.forward(inputs(), np.array([0, 2, 3]), True, [], None)
+    assert logits is entries is None
+    assert model.logits(np.array([2, 0])).tolist() == [[16.0] * 3, [10.0] * 3]
+    assert model.forward(inputs(), np.array([], np.int64), False, [], None)[0] is None
